@@ -1,0 +1,40 @@
+# Every target sets up what it needs: only Python 3.11+ and make are assumed. The second call skips the set-up.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+
+.PHONY: demo test lint bench docs clean
+
+demo: $(VENV)/.installed  ## train a small model on the text inside Python and read what it writes
+	$(BIN)/multilin demo
+
+test: $(VENV)/.installed-dev  ## run the whole test suite
+	$(BIN)/python -m pytest -n 2 --dist worksteal
+
+lint: $(VENV)/.installed-dev  ## format, lint and type checks
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+bench: $(VENV)/.installed-dev  ## run every benchmark; figures beside peers and limits
+	$(BIN)/python -m benchmarks
+
+docs: $(VENV)/.installed-dev  ## build the documentation site into site/
+	$(PIP) --editable .[docs]
+	$(BIN)/python -m mkdocs build --strict
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else "multilin needs Python 3.11 or newer")'
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "Installing multilin and what it needs into $(VENV) (about a minute)"
+	@$(PIP) --editable .
+	@touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed
+	@echo "Installing the development tools into $(VENV)"
+	@$(PIP) --editable .[dev]
+	@touch $@
+
+clean:
+	rm -rf $(VENV) runs site

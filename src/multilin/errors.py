@@ -1,0 +1,17 @@
+"""The one exception for bad input, whose message is a sentence a user can act on."""
+
+import difflib
+from collections.abc import Iterable
+
+
+class InputError(ValueError):
+    """Bad input: the message names the field, the value and what would be accepted.
+
+    The command line prints the message alone and exits with status 2; in a program it is a ValueError.
+    """
+
+
+def nearest(word: str, choices: Iterable[str]) -> str:
+    """A hint to append to a message: `; did you mean 'window'?`, or nothing when no choice is close."""
+    matches = difflib.get_close_matches(word, list(choices), n=1)
+    return f"; did you mean {matches[0]!r}?" if matches else ""

@@ -14,7 +14,7 @@ import inspect
 import io
 import tokenize
 from collections.abc import Mapping
-from typing import Any, TypeVar, dataclass_transform
+from typing import Any, TypeVar, cast, dataclass_transform
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
@@ -61,20 +61,21 @@ def load_settings(cls: type[SettingsT], values: Mapping[str, Any], where: str = 
         InputError: an unknown field (with the nearest known one), a value of a wrong type, or a missing field.
     """
     try:
-        return _adapter(cls).validate_python(dict(values))
+        return cast(SettingsT, _adapter(cast(Any, cls)).validate_python(dict(values)))
     except ValidationError as error:
         raise InputError(_sentence(cls, error, where)) from None
 
 
 @functools.cache
-def _adapter(cls: type[SettingsT]) -> TypeAdapter[SettingsT]:
+def _adapter(cls: Any) -> TypeAdapter[Any]:
     return TypeAdapter(cls)
 
 
 def _sentence(cls: type, error: ValidationError, where: str) -> str:
     """The first mistake as one sentence. A union's members appear in pydantic's location; field names alone stay."""
     first = error.errors(include_url=False)[0]
-    path, owner = [where] if where else [], cls
+    path: list[str] = [where] if where else []
+    owner: Any = cls
     for part in first["loc"]:
         known = (
             {field.name: field.type for field in dataclasses.fields(owner)} if dataclasses.is_dataclass(owner) else {}

@@ -1,0 +1,69 @@
+"""The running softmax mean of values, over the whole past or a window of it."""
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from multilin.errors import InputError
+from multilin.ops.dispatch import Backend, Op
+from multilin.ops.prefix_softmax import portable, reference
+from multilin.ops.prefix_softmax.tokens import PrefixSoftmaxState
+
+__all__ = ["PREFIX_SOFTMAX", "PrefixSoftmaxState", "prefix_softmax"]
+
+PREFIX_SOFTMAX = Op(
+    "prefix_softmax",
+    [
+        Backend("portable (PyTorch, linear time)", portable.prefix_softmax),
+        Backend("reference (PyTorch, quadratic time)", reference.prefix_softmax, is_slow=True),
+    ],
+)
+
+
+def prefix_softmax(
+    logits: Float[Tensor, "B T H"],
+    values: Float[Tensor, "B T H D"],
+    *,
+    window: int | None = None,
+    null_logit: float | None = None,
+    state: PrefixSoftmaxState | None = None,
+    starts: Bool[Tensor, "B T"] | None = None,
+) -> tuple[Float[Tensor, "B T H D"], PrefixSoftmaxState]:
+    """Mean of the values read so far, weighted by the softmax of their logits.
+
+        y_t = sum_j e^{l_j} v_j / sum_j e^{l_j}      j <= t, of the same text, and j > t - window if there is a window
+
+    Logits are shifted by a running maximum, so any finite logit is safe, and -inf is a token without weight (padding).
+    A position that reads only such tokens gets 0.
+
+    Args:
+        logits: (B, T, H) natural-log weights, one per token and head; -inf allowed, +inf and nan not.
+        values: (B, T, H, D) what is averaged.
+        window: number of tokens read, the current one included; None reads the whole past.
+        null_logit: logit of one more token of value 0 that every position reads (adds e^null_logit to the denominator).
+        state: what an earlier call returned; its tokens are read first.
+        starts: (B, T) True where a new text begins: nothing before it, the state included, is read from there on.
+
+    Returns:
+        The means (B, T, H, D) in the dtype of `values`, and the state after the last token: one summary token, or the
+        last window - 1 tokens, in float32 (float64 if an input is float64).
+
+    Raises:
+        InputError: a window below 1, or shapes that do not fit.
+
+    Cost: O(B T H D) time and memory, whatever the window.
+    Source: "Additive Attention Is All You Need?" (mtanghu), equations 5 and 9, in the shape of a running summary.
+    """
+    if window is not None and window < 1:
+        raise InputError(f"window: {window} given, but it must be at least 1, or None for the whole past")
+    if values.shape[:3] != logits.shape:
+        raise InputError(
+            f"values: shape {tuple(values.shape)} given, but it must begin with that of logits, {tuple(logits.shape)}"
+        )
+    dtype = torch.promote_types(torch.promote_types(logits.dtype, values.dtype), torch.float32)
+    compute = PREFIX_SOFTMAX.backend_for(values.device).compute
+    with torch.autocast(values.device.type, enabled=False):
+        means, state = compute(
+            logits.to(dtype), values.to(dtype), window=window, null_logit=null_logit, state=state, starts=starts
+        )
+    return means.to(values.dtype), state

@@ -1,0 +1,169 @@
+"""prefix_softmax: every backend against the definition, and the definition against loops and laws."""
+
+import itertools
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from multilin.errors import InputError
+from multilin.ops.prefix_softmax import PREFIX_SOFTMAX, prefix_softmax, reference
+from multilin.ops.prefix_softmax.cases import LOGITS, WINDOWS, make_logits, make_starts, make_values
+
+B, T, H, D = 2, 67, 3, 5
+FAST = [backend for backend in PREFIX_SOFTMAX.backends if backend.compute is not reference.prefix_softmax]
+
+
+def by_loops(logits: Tensor, values: Tensor, window: int | None, starts: Tensor | None, null: float | None) -> Tensor:
+    """The equation with Python loops and exact rational order: the second source of the definition."""
+    means = torch.zeros_like(values)
+    for b, t, h in itertools.product(*map(range, logits.shape)):
+        first = 0 if window is None else max(0, t - window + 1)
+        if starts is not None:
+            first = max([first, *(s for s in range(t + 1) if starts[b, s])])
+        read = [j for j in range(first, t + 1) if logits[b, j, h] > -math.inf]
+        top = max([float(logits[b, j, h]) for j in read] + ([] if null is None else [null]), default=0.0)
+        total = math.fsum(math.exp(logits[b, j, h] - top) for j in read) + (0 if null is None else math.exp(null - top))
+        for j in read:
+            means[b, t, h] += math.exp(logits[b, j, h] - top) / total * values[b, j, h]
+    return means
+
+
+def relative_error(result: Tensor, expected: Tensor) -> float:
+    """Norm of the difference over the norm, which below 1e-12 counts as 1e-12: float32 has no 1e-60."""
+    result, expected = result.detach().double(), expected.detach().double()
+    return float((result - expected).norm() / expected.norm().clamp(min=1e-12))
+
+
+@pytest.mark.parametrize("window", [None, 1, 4, 40])
+@pytest.mark.parametrize("null", [None, -1.0])
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_definition_is_the_equation(window: int | None, null: float | None, packed: bool) -> None:
+    logits, values = make_logits("masked", (1, 23, 2)), make_values((1, 23, 2, 3))
+    starts = make_starts((1, 23)) if packed else None
+    means, _ = reference.prefix_softmax(logits, values, window=window, null_logit=null, starts=starts)
+    torch.testing.assert_close(means, by_loops(logits, values, window, starts, null), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("backend", FAST, ids=lambda backend: backend.name.split()[0])
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("name", LOGITS)
+def test_a_backend_equals_the_definition(backend, name: str, window: int | None) -> None:
+    """Means, state and all gradients, from a state, with text starts; float64 tells a wrong formula from rounding."""
+    earlier = reference.prefix_softmax(make_logits("random", (B, 9, H)), make_values((B, 9, H, D)), window=window)[1]
+    for starts, null in [(None, None), (make_starts((B, T)), 0.3)]:
+        results = []
+        for compute in (reference.prefix_softmax, backend.compute):
+            inputs = [make_logits(name, (B, T, H)), make_values((B, T, H, D)), *earlier]
+            inputs = [x.clone().requires_grad_() for x in inputs]
+            state = type(earlier)(*inputs[2:])
+            means, after = compute(*inputs[:2], window=window, null_logit=null, state=state, starts=starts)
+            weight = make_values((B, T, H, D), seed=7)
+            loss = (means * weight).sum() + after.values_BSHD.sin().sum()
+            loss = loss + after.logits_BSH.masked_fill(after.logits_BSH == -torch.inf, 0.0).sin().sum()
+            gradients = torch.autograd.grad(loss, inputs, materialize_grads=True)
+            results.append([means, *after, *gradients])
+        for expected, result in zip(*results, strict=True):
+            torch.testing.assert_close(result, expected, rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("window", [None, 3, 64, 300])
+@pytest.mark.parametrize("name", ["random", "peaked", "one early spike", "spikes"])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 4e-3)])
+def test_precision_against_float64(name: str, window: int | None, dtype: torch.dtype, tolerance: float) -> None:
+    logits = make_logits(name, (2, 601, 2)).to(dtype)
+    values, weight = make_values((2, 601, 2, 16)).to(dtype), make_values((2, 601, 2, 16), seed=3).to(dtype)
+    results = []
+    for kind in (torch.float64, dtype):
+        inputs = logits.to(kind).requires_grad_(), values.to(kind).requires_grad_()
+        means, state = prefix_softmax(*inputs, window=window)
+        results.append([means, *state, *torch.autograd.grad((means * weight.to(kind)).sum(), inputs)])
+    for expected, result in zip(*results, strict=True):
+        assert relative_error(result.nan_to_num(neginf=0.0), expected.nan_to_num(neginf=0.0)) <= tolerance
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    window=st.one_of(st.none(), st.integers(1, 60)),
+    cuts=st.lists(st.integers(0, 50), max_size=4),
+    name=st.sampled_from(sorted(LOGITS)),
+    packed=st.booleans(),
+)
+def test_reading_in_pieces_equals_reading_at_once(window, cuts, name, packed) -> None:
+    logits, values = make_logits(name, (B, 50, H)), make_values((B, 50, H, D))
+    starts = make_starts((B, 50)) if packed else None
+    whole, final = prefix_softmax(logits, values, window=window, starts=starts)
+    state, pieces = None, []
+    for first, last in itertools.pairwise([0, *sorted(set(cuts) - {0, 50}), 50]):
+        piece = slice(first, last)
+        part_starts = None if starts is None else starts[:, piece]
+        means, state = prefix_softmax(
+            logits[:, piece], values[:, piece], window=window, state=state, starts=part_starts
+        )
+        pieces.append(means)
+    torch.testing.assert_close(torch.cat(pieces, 1), whole, rtol=1e-11, atol=1e-11)
+    torch.testing.assert_close(torch.exp(state.logits_BSH - 80), torch.exp(final.logits_BSH - 80), rtol=1e-9, atol=0)
+    visible = (final.logits_BSH > -torch.inf)[..., None]
+    torch.testing.assert_close(state.values_BSHD * visible, final.values_BSHD * visible, rtol=1e-10, atol=1e-10)
+
+
+def test_shifting_all_logits_changes_nothing() -> None:
+    logits, values = make_logits("random", (B, T, H)), make_values((B, T, H, D))
+    for window in (None, 7):
+        plain, shifted = (prefix_softmax(logits + c, values, window=window)[0] for c in (0.0, 500.0))
+        torch.testing.assert_close(plain, shifted, rtol=1e-10, atol=1e-10)
+
+
+def test_the_future_cannot_leak_even_through_the_shift() -> None:
+    logits, values = make_logits("low", (1, T, 1)).float(), make_values((1, T, 1, 2)).float()
+    later = logits.clone()
+    later[:, 40:] = 1e4
+    for window in (None, 9):
+        torch.testing.assert_close(
+            prefix_softmax(logits, values, window=window)[0][:, :40],
+            prefix_softmax(later, values, window=window)[0][:, :40],
+            rtol=0,
+            atol=0,
+        )
+
+
+def test_the_state_has_one_shape_from_the_first_call_on() -> None:
+    for window, size in [(None, 1), (1, 0), (6, 5)]:
+        state = None
+        for length in (1, 3, 40, 1):
+            _, state = prefix_softmax(
+                torch.zeros(B, length, H), torch.ones(B, length, H, D), window=window, state=state
+            )
+            assert state.logits_BSH.shape == (B, size, H)
+            assert state.values_BSHD.shape == (B, size, H, D)
+            assert state.values_BSHD.dtype == torch.float32
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_gradients_by_finite_differences(window: int | None) -> None:
+    inputs = (make_logits("random", (1, 20, 2)).requires_grad_(), make_values((1, 20, 2, 2)).requires_grad_())
+    assert torch.autograd.gradcheck(lambda *x: prefix_softmax(*x, window=window)[0], inputs, fast_mode=True)
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_it_compiles_and_exports_as_one_graph(window: int | None) -> None:
+    class Pool(torch.nn.Module):
+        def forward(self, logits: Tensor, values: Tensor) -> Tensor:
+            return prefix_softmax(logits, values, window=window)[0]
+
+    inputs = make_logits("random", (1, 80, 2)).float(), make_values((1, 80, 2, 3)).float()
+    torch.testing.assert_close(torch.export.export(Pool(), inputs).module()(*inputs), Pool()(*inputs))
+    compiled = torch.compile(Pool(), fullgraph=True, backend="aot_eager")
+    for length in (1, 40, 80):
+        piece = inputs[0][:, :length], inputs[1][:, :length]
+        torch.testing.assert_close(compiled(*piece), Pool()(*piece))
+
+
+def test_a_wrong_window_or_shape_is_named() -> None:
+    with pytest.raises(InputError, match="window: 0 given"):
+        prefix_softmax(torch.zeros(1, 2, 1), torch.zeros(1, 2, 1, 1), window=0)
+    with pytest.raises(InputError, match="values: shape"):
+        prefix_softmax(torch.zeros(1, 2, 1), torch.zeros(1, 3, 1, 1))

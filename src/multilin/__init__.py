@@ -1,1 +1,18 @@
-"""Small language models with linear-time and multilinear layers: train, run, explain and compare them."""
+"""Small language models with linear-time and multilinear layers: train, run, explain and compare them.
+
+Importing the package makes transformers' AutoConfig and AutoModelForCausalLM know its models.
+"""
+
+from multilin.architectures import architectures, get_architecture
+from multilin.errors import InputError
+from multilin.model import MultilinConfig, MultilinForCausalLM, TextState
+
+__version__ = "0.1.0"
+__all__ = [
+    "InputError",
+    "MultilinConfig",
+    "MultilinForCausalLM",
+    "TextState",
+    "architectures",
+    "get_architecture",
+]

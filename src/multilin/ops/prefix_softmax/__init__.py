@@ -28,7 +28,8 @@ def prefix_softmax(
     null_logit: float | None = None,
     state: PrefixSoftmaxState | None = None,
     starts: Bool[Tensor, "B T"] | None = None,
-) -> tuple[Float[Tensor, "B T H D"], PrefixSoftmaxState]:
+    needs_state: bool = True,
+) -> tuple[Float[Tensor, "B T H D"], PrefixSoftmaxState | None]:
     """Mean of the values read so far, weighted by the softmax of their logits.
 
         y_t = sum_j e^{l_j} v_j / sum_j e^{l_j}      j <= t, of the same text, and j > t - window if there is a window
@@ -43,6 +44,7 @@ def prefix_softmax(
         null_logit: logit of one more token of value 0 that every position reads (adds e^null_logit to the denominator).
         state: what an earlier call returned; its tokens are read first.
         starts: (B, T) True where a new text begins: nothing before it, the state included, is read from there on.
+        needs_state: False where nobody will read on: no state is built, None is returned for it.
 
     Returns:
         The means (B, T, H, D) in the dtype of `values`, and the state after the last token: one summary token, or the
@@ -64,6 +66,7 @@ def prefix_softmax(
     compute = PREFIX_SOFTMAX.backend_for(values.device).compute
     with torch.autocast(values.device.type, enabled=False):
         means, state = compute(
-            logits.to(dtype), values.to(dtype), window=window, null_logit=null_logit, state=state, starts=starts
-        )
+            logits.to(dtype), values.to(dtype), window=window, null_logit=null_logit, state=state, starts=starts,
+            needs_state=needs_state,
+        )  # fmt: skip
     return means.to(values.dtype), state

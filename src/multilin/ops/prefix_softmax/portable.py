@@ -25,20 +25,24 @@ def prefix_softmax(
     null_logit: float | None = None,
     state: PrefixSoftmaxState | None = None,
     starts: Tensor | None = None,
-) -> tuple[Tensor, PrefixSoftmaxState]:
+    needs_state: bool = True,
+) -> tuple[Tensor, PrefixSoftmaxState | None]:
     """See `multilin.ops.prefix_softmax`."""
     num_new = logits_BTH.shape[1]
     if num_new <= SHORT:
         return reference.prefix_softmax(
-            logits_BTH, values_BTHD, window=window, null_logit=null_logit, state=state, starts=starts
-        )
+            logits_BTH, values_BTHD, window=window, null_logit=null_logit, state=state, starts=starts,
+            needs_state=needs_state,
+        )  # fmt: skip
     logits_BSH, values_BSHD, starts_BS = read_state_first(logits_BTH, values_BTHD, state, starts)
     if window is None or window >= logits_BSH.shape[1]:
         totals_BSH, means_BSHD = _scan(logits_BSH, values_BSHD, starts_BS)
     else:
         totals_BSH, means_BSHD = _scan_window(logits_BSH, values_BSHD, starts_BS, window)
 
-    if window is None:
+    if not needs_state:
+        state = None
+    elif window is None:
         state = PrefixSoftmaxState(totals_BSH[:, -1:], means_BSHD[:, -1:])
     else:
         state = last_tokens(logits_BSH, values_BSHD, starts_BS, window - 1)

@@ -14,7 +14,8 @@ def prefix_softmax(
     null_logit: float | None = None,
     state: PrefixSoftmaxState | None = None,
     starts: Tensor | None = None,
-) -> tuple[Tensor, PrefixSoftmaxState]:
+    needs_state: bool = True,
+) -> tuple[Tensor, PrefixSoftmaxState | None]:
     """See `multilin.ops.prefix_softmax`."""
     num_new = logits_BTH.shape[1]
     logits_BSH, values_BSHD, starts_BS = read_state_first(logits_BTH, values_BTHD, state, starts)
@@ -34,7 +35,9 @@ def prefix_softmax(
     means_BTHD = torch.einsum("bhts,bshd->bthd", weights_BHTS, values_BSHD)
     log_total_BTH1 = log_total_BHT1.masked_fill(empty_BHT1, -torch.inf).transpose(1, 2)
 
-    if window is None:
+    if not needs_state:
+        state = None
+    elif window is None:
         state = PrefixSoftmaxState(log_total_BTH1[:, -1:, :, 0], means_BTHD[:, -1:])
     else:
         state = last_tokens(logits_BSH, values_BSHD, starts_BS, window - 1)

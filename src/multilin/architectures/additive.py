@@ -1,0 +1,202 @@
+"""Additive attention: every head scores each token by itself, and a position reads the softmax mean of its window.
+
+    l_j = w . x_j / sqrt(D)        G_t = sum_j e^(l_j) x_j / sum_j e^(l_j)        j in (t - window, t]
+
+A layer pools twice. On h = LayerNorm(x), with q, k, v = h W_q, h W_k, h W_v in heads:
+
+    G = pool(q; w_q)        P' = LayerNorm(G * k + k)        K = pool(P'; w_k)        x += K * v
+
+and then x += W_2 gelu(W_1 LayerNorm(x)). Products are pointwise. No pair of positions is ever compared, so the cost is
+linear in the text, and the weights of the softmax are one number per token: how important it is.
+
+With stabilizer "head_norm", which is what the released package computes, P' = G * k; instead every pooling first
+standardises its input and w over each head, l = rescale * (w . x) / head width, and the denominator gets + 1e-5.
+
+State: per pooling and head, one summary token (log of the total weight, mean) for a global layer, or the last
+window - 1 tokens for a windowed one. Use it for long texts on small machines, and where one wants to see what was read.
+"""
+
+import dataclasses
+import math
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from multilin.architectures.base import LayerOptions, Preset, TrainingDefaults, register
+from multilin.errors import InputError
+from multilin.layers.base import Layer, Layout, mask_padding
+from multilin.layers.feed_forward import GeluFeedForward
+from multilin.ops.prefix_softmax import PrefixSoftmaxState, prefix_softmax
+from multilin.settings import settings
+
+PACKAGE_EPS = 1e-5  # what the released package adds to standard deviations and to the softmax denominator
+
+
+Windows = Literal["doubling", "package", "global"] | int | tuple[int | None, ...]
+
+
+@settings
+class AdditiveShared(LayerOptions):
+    """What all layers of a model have in common."""
+
+    num_heads: int = 4  # heads; the hidden size must be divisible by it
+    stabilizer: Literal["mid_norm", "head_norm"] = "mid_norm"  # where the attention is normalised in its middle
+    rescale: float | None = None  # largest logit of the stabilizer head_norm; none is 15
+    dropout: float = 0.1  # on poolings and feed-forward, in training
+
+
+@settings
+class AdditiveOptions(AdditiveShared):
+    """One layer."""
+
+    window: int | None = None  # tokens read, the current one included; none reads the whole past
+
+
+@settings
+class AdditivePreset(AdditiveShared):
+    """A whole model."""
+
+    windows: Windows = "doubling"  # doubling (from 4; last global), package (from 2; ends global), global, k, or a list
+
+
+class AdditiveState(NamedTuple):
+    """What the two poolings may still read."""
+
+    queries: PrefixSoftmaxState
+    products: PrefixSoftmaxState
+
+
+class AdditivePooling(nn.Module):
+    """The softmax mean of a head's tokens, weighted by a learned vector per head."""
+
+    def __init__(self, hidden_size: int, options: AdditiveOptions) -> None:
+        super().__init__()
+        self.options = options
+        self.hidden_size = hidden_size
+        self.scorer = nn.Parameter(torch.empty(options.num_heads, hidden_size // options.num_heads))
+
+    def forward(
+        self, x_BTHD: Tensor, state: PrefixSoftmaxState | None, layout: Layout
+    ) -> tuple[Tensor, PrefixSoftmaxState | None]:
+        """Means (B, T, H, D / H) and the state after them."""
+        scorer_HD, scale, null_logit = self.scorer, self.hidden_size**-0.5, None
+        if self.options.stabilizer == "head_norm":
+            x_BTHD, scorer_HD = _standardize(x_BTHD), _standardize(scorer_HD)
+            scale, null_logit = (self.options.rescale or 15.0) / scorer_HD.shape[-1], math.log(PACKAGE_EPS)
+        logits_BTH = scale * (x_BTHD * scorer_HD).sum(dim=-1)
+        return prefix_softmax(
+            mask_padding(logits_BTH, layout),
+            x_BTHD,
+            window=self.options.window,
+            null_logit=null_logit,
+            state=state,
+            starts=layout.starts_BT,
+            needs_state=layout.needs_state,
+        )
+
+
+class AdditiveAttention(nn.Module):
+    """u = pool(P'; w_k) * v with P' from pool(q; w_q) and k: see the top of this file."""
+
+    def __init__(self, hidden_size: int, options: AdditiveOptions) -> None:
+        super().__init__()
+        self.num_heads = options.num_heads
+        self.projections = nn.Linear(hidden_size, 3 * hidden_size, bias=False)
+        self.pool_queries = AdditivePooling(hidden_size, options)
+        self.pool_products = AdditivePooling(hidden_size, options)
+        self.mid_norm = nn.LayerNorm(hidden_size) if options.stabilizer == "mid_norm" else None
+        self.dropout = nn.Dropout(options.dropout)
+
+    def forward(
+        self, x_BTD: Tensor, state: AdditiveState | None, layout: Layout
+    ) -> tuple[Tensor, AdditiveState | None]:
+        """(B, T, D) to (B, T, D), and the state."""
+        q_BTHD, k_BTHD, v_BTHD = (
+            part.unflatten(-1, (self.num_heads, -1)) for part in self.projections(x_BTD).chunk(3, dim=-1)
+        )
+        pooled_BTHD, queries = self.pool_queries(q_BTHD, state and state.queries, layout)
+        products_BTHD = self.dropout(pooled_BTHD) * k_BTHD
+        if self.mid_norm is not None:
+            products_BTHD = self.mid_norm((products_BTHD + k_BTHD).flatten(2)).view_as(k_BTHD)
+        pooled_BTHD, products = self.pool_products(products_BTHD, state and state.products, layout)
+        result_BTD = (self.dropout(pooled_BTHD) * v_BTHD).flatten(2)
+        return result_BTD, AdditiveState(queries, products) if layout.needs_state else None
+
+
+class AdditiveLayer(Layer):
+    """Additive attention, then a GELU feed-forward of four times the width, each on a LayerNorm and added."""
+
+    def __init__(self, hidden_size: int, options: AdditiveOptions) -> None:
+        super().__init__()
+        if options.num_heads < 1 or hidden_size % options.num_heads:
+            raise InputError(f"num_heads: {options.num_heads} given, but it must divide the hidden size {hidden_size}")
+        if options.window is not None and options.window < 1:
+            raise InputError(f"window: {options.window} given, but it must be at least 1, or none for the whole past")
+        if options.rescale is not None and options.stabilizer != "head_norm":
+            raise InputError(f"rescale: {options.rescale} given, but only the stabilizer head_norm has one")
+        self.attention_norm = nn.LayerNorm(hidden_size)
+        self.attention = AdditiveAttention(hidden_size, options)
+        self.feed_forward_norm = nn.LayerNorm(hidden_size)
+        self.feed_forward = GeluFeedForward(hidden_size, dropout=options.dropout)
+
+    def forward(self, x_BTD: Tensor, state: AdditiveState | None, layout: Layout) -> tuple[Tensor, Any]:
+        """Output (B, T, D) and the state of the attention."""
+        update_BTD, state = self.attention(self.attention_norm(x_BTD), state, layout)
+        x_BTD = x_BTD + update_BTD
+        return x_BTD + self.feed_forward(self.feed_forward_norm(x_BTD)), state
+
+    def initialize(self, std: float) -> None:
+        """Scorers like the other weights."""
+        for pooling in (self.attention.pool_queries, self.attention.pool_products):
+            nn.init.normal_(pooling.scorer, std=std)
+
+
+def _standardize(x: Tensor) -> Tensor:
+    """Mean 0 and standard deviation 1 over the last axis, with the package's divisor n - 1 and eps."""
+    wide = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+    centred = wide - wide.mean(dim=-1, keepdim=True)
+    return (centred / (centred.std(dim=-1, keepdim=True) + PACKAGE_EPS)).to(x.dtype)
+
+
+@register(
+    "additive",
+    title="Additive attention",
+    source="Additive Attention Is All You Need? (mtanghu, package fastformerLM), after Fastformer, arXiv 2108.09084",
+    layer=AdditiveLayer,
+    options=AdditiveOptions,
+    preset_options=AdditivePreset,
+    variants={
+        "global": {"windows": "global"},
+        "windowed": {"windows": 5},
+        "head_norm": {"stabilizer": "head_norm"},
+        "package": {"stabilizer": "head_norm", "windows": "package"},
+    },
+)
+def preset(hidden_size: int, num_layers: int, choices: AdditivePreset) -> Preset:
+    """Windows that double from layer to layer, learned positions, tied output with bias."""
+    shared = {field.name: getattr(choices, field.name) for field in dataclasses.fields(AdditiveShared)}
+    return Preset(
+        layers=[AdditiveOptions(window=window, **shared) for window in _windows(num_layers, choices.windows)],
+        model={
+            "positions": "learned",
+            "tie_word_embeddings": True,
+            "output_bias": True,
+            "logit_scale": hidden_size**-0.5 if choices.stabilizer == "mid_norm" else 1.0,
+            "embedding_dropout": choices.dropout,
+            "initializer_range": 0.02,
+        },
+        training=TrainingDefaults(learning_rate=5e-4, betas=(0.9, 0.999), weight_decay=0.01, clip_norm=1.0),
+    )
+
+
+def _windows(num_layers: int, windows: Windows) -> list[int | None]:
+    if isinstance(windows, tuple):
+        if len(windows) != num_layers:
+            raise InputError(f"windows: {len(windows)} given, but the model has {num_layers} layers")
+        return list(windows)
+    if windows == "doubling":
+        return [*(4 * 2**layer for layer in range(num_layers - 1)), None]
+    if windows == "package":
+        return [None, *(2 * 2**layer for layer in range(1, num_layers - 1)), None][:num_layers]
+    return [None if windows == "global" else int(windows)] * num_layers

@@ -1,0 +1,136 @@
+"""What an architecture is, and the registry where everything else finds it."""
+
+import dataclasses
+import importlib.metadata
+import inspect
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from multilin.errors import InputError, nearest
+from multilin.layers.base import Layer
+from multilin.settings import load_settings, settings
+
+ENTRY_POINTS = "multilin.architectures"
+
+
+@settings
+class LayerOptions:
+    """Options of one layer; an architecture adds its own, each with a comment that becomes its help."""
+
+
+@settings
+class TrainingDefaults:
+    """What the source of an architecture trains with; a recipe may say otherwise."""
+
+    learning_rate: float = 5e-4  # peak of the schedule
+    betas: tuple[float, float] = (0.9, 0.999)  # AdamW's averages
+    weight_decay: float = 0.01  # on matrices, not on biases, norms and embeddings
+    schedule: str = "linear"  # from the peak to 0: linear, cosine or constant
+    warmup_steps: int = 100  # steps from 0 to the peak
+    clip_norm: float = 1.0  # largest norm of the gradient
+    label_smoothing: float = 0.0  # in training only
+
+
+@dataclass(frozen=True)
+class Preset:
+    """A whole model in an architecture's way.
+
+    layers: options of each layer, the first layer first.
+    model: fields of MultilinConfig that the architecture sets (positions, tied output, norms, initialisation).
+    training: its training defaults.
+    """
+
+    layers: list[LayerOptions]
+    model: dict[str, Any] = field(default_factory=dict)
+    training: TrainingDefaults = field(default_factory=TrainingDefaults)
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """One published system: its layer, the options of a layer, and how a whole model is laid out.
+
+    name: as recipes and config.json write it.
+    title, source: for people; the source is the paper or document whose equations it follows.
+    layer: builds a layer from (hidden_size, options).
+    options: dataclass of a layer's options.
+    preset_options: dataclass of what a user may choose for a whole model.
+    preset: lays a model out from (hidden_size, num_layers, preset options).
+    variants: preset options by name that the contract tests run besides the defaults.
+    """
+
+    name: str
+    title: str
+    source: str
+    layer: Callable[[int, Any], Layer]
+    options: type
+    preset_options: type
+    preset: Callable[[int, int, Any], Preset]
+    variants: Mapping[str, Mapping[str, Any]]
+
+    @property
+    def description(self) -> str:
+        """The docstring of the architecture's file: what it is, its formulas, its state."""
+        return inspect.cleandoc(sys.modules[self.preset.__module__].__doc__ or "")
+
+    def expand(self, hidden_size: int, num_layers: int, choices: Mapping[str, Any]) -> Preset:
+        """The preset for these sizes and choices (checked)."""
+        if num_layers < 1:
+            raise InputError(f"num_layers: {num_layers} given, but it must be at least 1")
+        return self.preset(hidden_size, num_layers, load_settings(self.preset_options, choices, "model.options"))
+
+    def build_layer(self, hidden_size: int, values: Mapping[str, Any], where: str) -> Layer:
+        """A layer from the plain data of a config's `layers` entry."""
+        return self.layer(hidden_size, load_settings(self.options, values, where))
+
+
+_registry: dict[str, Architecture] = {}
+
+
+def register(
+    name: str,
+    *,
+    title: str,
+    source: str,
+    layer: Callable[[int, Any], Layer],
+    options: type,
+    preset_options: type,
+    variants: Mapping[str, Mapping[str, Any]] | None = None,
+) -> Callable[[Callable[[int, int, Any], Preset]], Callable[[int, int, Any], Preset]]:
+    """Decorate an architecture's preset function to make the architecture known under `name`."""
+
+    def add(preset: Callable[[int, int, Any], Preset]) -> Callable[[int, int, Any], Preset]:
+        if name in _registry:
+            raise InputError(f"architecture: {name!r} is registered twice")
+        _registry[name] = Architecture(
+            name, title, source, layer, options, preset_options, preset, dict(variants or {})
+        )
+        return preset
+
+    return add
+
+
+def architectures() -> dict[str, Architecture]:
+    """Every registered architecture by name: those in this folder and those of installed packages' entry points."""
+    for entry in importlib.metadata.entry_points(group=ENTRY_POINTS):
+        entry.load()
+    return dict(sorted(_registry.items()))
+
+
+def get_architecture(name: str) -> Architecture:
+    """The architecture of that name.
+
+    Raises:
+        InputError: there is none; the message names the nearest.
+    """
+    known = _registry if name in _registry else architectures()
+    if name not in known:
+        hint = nearest(name, known) or f"; known are {', '.join(known)}"
+        raise InputError(f"architecture: {name!r} is not known{hint}")
+    return known[name]
+
+
+def layer_entry(name: str, options: LayerOptions) -> dict[str, Any]:
+    """A layer as plain data, for config.json."""
+    return {"architecture": name, **dataclasses.asdict(options)}

@@ -1,0 +1,48 @@
+"""What every layer is: a causal map over (B, T, D) that can stop after any token and go on from its state."""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+
+class Layout(NamedTuple):
+    """Where the tokens of one call stand in their texts.
+
+    positions_BT: int64, position of each token in its text, from 0; a padded token repeats the one before.
+    starts_BT: True where a text begins inside a row (packing); None: each row goes on with its text.
+    padding_BT: True where there is no token; None: tokens everywhere.
+    needs_state: whether the caller will read on; without it no state is built.
+    """
+
+    positions_BT: Tensor
+    starts_BT: Tensor | None = None
+    padding_BT: Tensor | None = None
+    needs_state: bool = True
+
+
+class Layer(GradientCheckpointingLayer):
+    """A residual layer: reads (B, T, D) and a state, gives (B, T, D) and the state after the last token.
+
+    The streaming law: for every split of x = x1 ++ x2 along time,
+
+        layer(x, None, layout).y == layer(x1, None, layout1).y ++ layer(x2, state after x1, layout2).y
+
+    and the state, a (nested) NamedTuple of batch-first tensors, has the same size after any number of tokens.
+    `state` is None at the start of a text; a fresh state has the shape of a later one.
+    """
+
+    def forward(self, x_BTD: Tensor, state: Any, layout: Layout) -> tuple[Tensor, Any]:
+        """Output and state; the state is None where the layout needs none."""
+        raise NotImplementedError
+
+    def initialize(self, std: float) -> None:
+        """Draw the parameters that are no Linear, Embedding or norm of PyTorch; those the model initialises."""
+
+
+def mask_padding(logits_BTH: Tensor, layout: Layout) -> Tensor:
+    """A padded token weighs nothing: its logits become -inf."""
+    if layout.padding_BT is None:
+        return logits_BTH
+    return logits_BTH.masked_fill(layout.padding_BT[..., None], -torch.inf)

@@ -1,0 +1,121 @@
+"""The configuration of the one model."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from transformers import PretrainedConfig
+
+from multilin.architectures.base import get_architecture, layer_entry
+from multilin.errors import InputError, nearest
+
+POSITIONS = ("learned", "none")
+FINAL_NORMS = ("layer_norm", "none")
+
+
+class MultilinConfig(PretrainedConfig):
+    """Sizes, embedding and output options, and one entry per layer: so windows, slopes and hybrids are plain data.
+
+    Args:
+        vocab_size: V, number of tokens.
+        hidden_size: D, width of the states between layers.
+        layers: per layer {"architecture": name, **its options}; layers of several architectures make a hybrid.
+        n_positions: longest text that can be read, or None for no limit; needed by learned positions.
+        positions: "learned" adds an embedding of the position to the token's; "none" adds nothing.
+        tie_word_embeddings: the output projection shares the token embedding.
+        output_bias: add a bias per token to the logits.
+        logit_scale: factor on the product with the output embedding (not on the bias).
+        final_norm: "layer_norm" before the output, or "none".
+        embedding_dropout: probability, in training.
+        label_smoothing: share of the target spread evenly over the vocabulary, in training only.
+        initializer_range: standard deviation of initial weights.
+    """
+
+    model_type = "multilin"
+    keys_to_ignore_at_inference = ["past_key_values"]
+    attribute_map = {"max_position_embeddings": "n_positions"}
+
+    def __init__(
+        self,
+        vocab_size: int = 258,
+        hidden_size: int = 128,
+        layers: list[dict[str, Any]] | None = None,
+        n_positions: int | None = None,
+        positions: str = "none",
+        tie_word_embeddings: bool = True,
+        output_bias: bool = False,
+        logit_scale: float = 1.0,
+        final_norm: str = "layer_norm",
+        embedding_dropout: float = 0.0,
+        label_smoothing: float = 0.0,
+        initializer_range: float = 0.02,
+        **kwargs: Any,
+    ) -> None:
+        self.vocab_size = vocab_size
+        self.hidden_size = hidden_size
+        self.layers = [dict(entry) for entry in layers or []]
+        self.n_positions = n_positions
+        self.positions = positions
+        self.output_bias = output_bias
+        self.logit_scale = logit_scale
+        self.final_norm = final_norm
+        self.embedding_dropout = embedding_dropout
+        self.label_smoothing = label_smoothing
+        self.initializer_range = initializer_range
+        self.num_hidden_layers = len(self.layers)
+        kwargs.pop("num_hidden_layers", None)
+        super().__init__(tie_word_embeddings=tie_word_embeddings, **kwargs)
+        self.tie_word_embeddings = tie_word_embeddings
+        self._check()
+
+    def _check(self) -> None:
+        for name in ("vocab_size", "hidden_size"):
+            if getattr(self, name) < 1:
+                raise InputError(f"{name}: {getattr(self, name)} given, but it must be at least 1")
+        for name, accepted in (("positions", POSITIONS), ("final_norm", FINAL_NORMS)):
+            if getattr(self, name) not in accepted:
+                raise InputError(f"{name}: {getattr(self, name)!r} given, but it must be {' or '.join(accepted)}")
+        if self.positions == "learned" and not self.n_positions:
+            raise InputError("n_positions: none given, but learned positions need the length of the longest text")
+        for name in ("label_smoothing", "embedding_dropout"):
+            if not 0 <= getattr(self, name) < 1:
+                raise InputError(f"{name}: {getattr(self, name)} given, but it must be at least 0 and below 1")
+        for index, entry in enumerate(self.layers):
+            if "architecture" not in entry:
+                raise InputError(f"layers.{index}: no architecture given; every layer names one")
+
+    @classmethod
+    def from_architecture(
+        cls,
+        name: str,
+        *,
+        hidden_size: int,
+        num_layers: int,
+        vocab_size: int,
+        n_positions: int | None = None,
+        options: Mapping[str, Any] | None = None,
+        **model: Any,
+    ) -> "MultilinConfig":
+        """The preset of an architecture at these sizes.
+
+        Args:
+            name: a registered architecture.
+            hidden_size, num_layers, vocab_size, n_positions: see the class.
+            options: choices of the architecture's preset (heads, windows, ...).
+            model: fields of this class that replace the preset's, and token ids.
+
+        Raises:
+            InputError: an unknown architecture, option or field, or a value out of range.
+        """
+        preset = get_architecture(name).expand(hidden_size, num_layers, options or {})
+        known = cls().to_dict()
+        for field in model:
+            if field not in known:
+                raise InputError(f"{field}: unknown field of the model{nearest(field, known)}")
+        fields = {**preset.model, **model}
+        return cls(
+            vocab_size=vocab_size,
+            hidden_size=hidden_size,
+            layers=[layer_entry(name, options) for options in preset.layers],
+            n_positions=n_positions,
+            **fields,
+        )

@@ -1,0 +1,94 @@
+"""Models by name and size: every architecture of ours, and the transformers to compare with."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PretrainedConfig, PreTrainedModel
+
+from multilin.architectures.base import TrainingDefaults, architectures, get_architecture
+from multilin.errors import InputError, nearest
+from multilin.model.config import MultilinConfig
+
+
+def _gpt2(hidden_size: int, num_layers: int, num_heads: int, dropout: float, **sizes: Any) -> PretrainedConfig:
+    return GPT2Config(
+        n_embd=hidden_size, n_layer=num_layers, n_head=num_heads, n_positions=sizes.pop("n_positions"),
+        resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout, **sizes,
+    )  # fmt: skip
+
+
+def _llama(hidden_size: int, num_layers: int, num_heads: int, dropout: float, **sizes: Any) -> PretrainedConfig:
+    # The gated feed-forward has three matrices: 8/3 of the width makes it as large as the two of width 4.
+    return LlamaConfig(
+        hidden_size=hidden_size, num_hidden_layers=num_layers, num_attention_heads=num_heads,
+        num_key_value_heads=num_heads, intermediate_size=8 * hidden_size // 3, attention_dropout=dropout,
+        max_position_embeddings=sizes.pop("n_positions"), tie_word_embeddings=True, **sizes,
+    )  # fmt: skip
+
+
+BASELINES = {"gpt2": _gpt2, "llama": _llama}
+"""transformers' own models, built at the sizes of ours: same width, depth, heads, vocabulary and tied output."""
+
+BASELINE_OPTIONS = {"num_heads": 4, "dropout": 0.0}
+
+
+def model_names() -> list[str]:
+    """Everything `create_model` knows."""
+    return [*architectures(), *BASELINES]
+
+
+def create_config(
+    architecture: str,
+    *,
+    hidden_size: int,
+    num_layers: int,
+    vocab_size: int,
+    n_positions: int,
+    options: Mapping[str, Any] | None = None,
+    **model: Any,
+) -> PretrainedConfig:
+    """The config of a model with these sizes.
+
+    Args:
+        architecture: a registered architecture, or "gpt2" or "llama", transformers' own models.
+        hidden_size, num_layers, vocab_size: D, number of layers, V.
+        n_positions: longest text the model must read.
+        options: choices of the architecture's preset; num_heads and dropout for the baselines.
+        model: further fields of the config (label_smoothing, token ids, ...).
+
+    Raises:
+        InputError: an unknown name or option, or sizes that do not fit.
+    """
+    options = dict(options or {})
+    if architecture not in BASELINES:
+        if architecture not in model_names():
+            hint = nearest(architecture, model_names()) or f"; known are {', '.join(model_names())}"
+            raise InputError(f"model.architecture: {architecture!r} is not known{hint}")
+        return MultilinConfig.from_architecture(
+            architecture, hidden_size=hidden_size, num_layers=num_layers, vocab_size=vocab_size,
+            n_positions=n_positions, options=options, **model,
+        )  # fmt: skip
+    for name in options:
+        if name not in BASELINE_OPTIONS:
+            raise InputError(f"model.options.{name}: unknown field{nearest(name, BASELINE_OPTIONS)}")
+    choices = {**BASELINE_OPTIONS, **options}
+    if hidden_size % int(choices["num_heads"]):
+        raise InputError(f"num_heads: {choices['num_heads']} given, but it must divide the hidden size {hidden_size}")
+    model = {"bos_token_id": None, "eos_token_id": None, **model}
+    return BASELINES[architecture](
+        hidden_size, num_layers, choices["num_heads"], choices["dropout"],
+        vocab_size=vocab_size, n_positions=n_positions, **model,
+    )  # fmt: skip
+
+
+def create_model(architecture: str, **sizes: Any) -> PreTrainedModel:
+    """A new model with random weights; arguments as for `create_config`."""
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(create_config(architecture, **sizes))
+    return model
+
+
+def training_defaults(architecture: str, options: Mapping[str, Any] | None = None) -> TrainingDefaults:
+    """What the source of an architecture trains with; for the baselines what our own default has."""
+    if architecture in BASELINES:
+        return TrainingDefaults()
+    return get_architecture(architecture).expand(1, 1, {}).training

@@ -1,0 +1,260 @@
+"""The one language model: embedding, layers, norm, output, loss, and the state that lets any text go on."""
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, GenerationMixin, PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from multilin.architectures.base import get_architecture
+from multilin.errors import InputError
+from multilin.layers.base import Layer
+from multilin.model.config import MultilinConfig
+from multilin.model.embedding import TokenEmbedding, documents_from_lengths
+from multilin.model.state import TextState
+from multilin.ops.linear_cross_entropy import linear_cross_entropy, token_cross_entropy
+
+
+class MultilinForCausalLM(PreTrainedModel, GenerationMixin):
+    """A causal language model whose layers are those of the config.
+
+    One call reads any number of tokens, at the start of a text or from a state; training, prefill and decoding are
+    this same call. In training the logits are not returned: the loss is computed a chunk of tokens at a time.
+    """
+
+    config_class = MultilinConfig
+    base_model_prefix = "model"
+    main_input_name = "input_ids"
+    supports_gradient_checkpointing = True
+    accepts_loss_kwargs = True
+    _no_split_modules = ["Layer"]
+    _tied_weights_keys = {"output.weight": "embedding.tokens.weight"}
+
+    def __init__(self, config: MultilinConfig) -> None:
+        super().__init__(config)
+        self.embedding = TokenEmbedding(config)
+        self.layers = nn.ModuleList(_build_layer(config, index) for index in range(len(config.layers)))
+        self.norm = nn.LayerNorm(config.hidden_size) if config.final_norm == "layer_norm" else nn.Identity()
+        self.output = nn.Linear(config.hidden_size, config.vocab_size, bias=config.output_bias)
+        self.post_init()
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        past_key_values: TextState | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        document_ids: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        num_items_in_batch: int | Tensor | None = None,
+        output_hidden_states: bool | None = None,
+        return_dict: bool | None = None,
+    ) -> CausalLMOutputWithPast | tuple:
+        """Read tokens and predict the next one at each.
+
+        Args:
+            input_ids: (B, T) token ids.
+            attention_mask: (B, T) 1 for tokens, 0 for padding, which weighs nothing and advances no position. A longer
+                mask, as generate() keeps, counts with its last T columns.
+            past_key_values: the state to read on from; changed in place. None is the start of a text.
+            labels: (B, T) the ids again (-100 is not scored); token t is predicted from those before it.
+            use_cache: return the state; as the default, outside training and where no labels are given.
+            logits_to_keep: compute logits for the last so many positions (0 for all), or for these positions.
+            document_ids: (B, T) number of each token's document; documents packed into a row do not see each other.
+            cu_seqlens: the same as cumulative lengths over the rows laid end to end.
+            position_ids: positions to use instead of counting, for models that were trained so.
+            num_items_in_batch: divisor of the loss instead of the number of scored tokens (gradient accumulation).
+            output_hidden_states: also return the input of every layer and the final state, (B, T, D) each.
+            return_dict: False returns a tuple.
+
+        Returns:
+            loss in nats per scored token (with labels), logits (B, T kept, V) (not in training with labels), and the
+            state after the last token.
+
+        Raises:
+            InputError: a text longer than n_positions, or arguments that do not fit together.
+        """
+        if use_cache is None:
+            use_cache = past_key_values is not None or (labels is None and not self.training)
+        if cu_seqlens is not None:
+            document_ids = documents_from_lengths(cu_seqlens, *input_ids.shape)
+        state = self._open_state(past_key_values, len(input_ids)) if use_cache else None
+        hidden_BTD, inputs = self._read(
+            input_ids, state, attention_mask, document_ids, position_ids, bool(output_hidden_states)
+        )
+        loss = None if labels is None else self._loss(hidden_BTD, labels, num_items_in_batch)
+        logits = None
+        if labels is None or not self.training:
+            kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+            logits = self._logits(hidden_BTD[:, kept])
+        result = CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=state, hidden_states=inputs)
+        return result if return_dict is not False else result.to_tuple()
+
+    @torch.no_grad()
+    def token_losses(self, input_ids: Tensor, document_ids: Tensor | None = None) -> Tensor:
+        """Nats of each token given those before it in its row: (B, T - 1), float32, for tokens 1 to T - 1."""
+        hidden_BTD, _ = self._read(input_ids, None, None, document_ids, None, False)
+        losses = token_cross_entropy(
+            hidden_BTD[:, :-1].flatten(0, 1), self.output.weight, self.output.bias, input_ids[:, 1:].flatten(),
+            logit_scale=self.config.logit_scale,
+        )  # fmt: skip
+        return losses.view(len(input_ids), -1)
+
+    def _read(
+        self,
+        input_ids: Tensor,
+        state: TextState | None,
+        attention_mask: Tensor | None,
+        document_ids: Tensor | None,
+        position_ids: Tensor | None,
+        keeps_inputs: bool,
+    ) -> tuple[Tensor, tuple[Tensor, ...] | None]:
+        """Final hidden states (B, T, D) and, on request, what each layer read; the state moves on."""
+        states: list[Any] = [None] * (len(self.layers) + 1) if state is None else [s.value for s in state.layers]
+        layout, states[0] = self.embedding.lay_out(
+            input_ids, states[0], attention_mask, document_ids, position_ids, needs_state=state is not None
+        )
+        x_BTD = self.embedding(input_ids, layout)
+        inputs = [x_BTD]
+        for index, layer in enumerate(self.layers, start=1):
+            x_BTD, states[index] = layer(x_BTD, states[index], layout)
+            inputs.append(x_BTD)
+        # Only now, so that a call that fails leaves the state as it was.
+        if state is not None:
+            for slot, value in zip(state.layers, states, strict=True):
+                slot.value = value
+            state.num_columns += input_ids.shape[1]
+        return self.norm(x_BTD), tuple(inputs) if keeps_inputs else None
+
+    def _open_state(self, given: TextState | None, num_batch: int) -> TextState:
+        if given is None:
+            return TextState(len(self.layers))
+        if not isinstance(given, TextState):
+            raise InputError(
+                f"past_key_values: {type(given).__name__} given, but it must be a TextState, as this model returns it"
+            )
+        if len(given.layers) != len(self.layers) + 1:
+            raise InputError(f"past_key_values: a state of {len(given.layers) - 1} layers, but {len(self.layers)} read")
+        if given.batch_size not in (None, num_batch):
+            raise InputError(
+                f"past_key_values: a state of {given.batch_size} rows given for {num_batch} rows of input_ids; "
+                "fork or select its rows first"
+            )
+        return given
+
+    def _logits(self, hidden_BTD: Tensor) -> Tensor:
+        if self.config.logit_scale == 1.0:
+            logits: Tensor = self.output(hidden_BTD)
+            return logits
+        product = torch.nn.functional.linear(hidden_BTD, self.output.weight) * self.config.logit_scale
+        return product if self.output.bias is None else product + self.output.bias
+
+    def _loss(self, hidden_BTD: Tensor, labels: Tensor, num_items: int | Tensor | None) -> Tensor:
+        targets = labels[:, 1:].flatten()
+        total = linear_cross_entropy(
+            hidden_BTD[:, :-1].flatten(0, 1), self.output.weight, self.output.bias, targets,
+            logit_scale=self.config.logit_scale,
+            label_smoothing=self.config.label_smoothing if self.training else 0.0,
+        )  # fmt: skip
+        if num_items is None:
+            num_items = (targets != -100).sum().clamp(min=1)
+        return total / num_items
+
+    def new_state(self) -> TextState:
+        """The state at the start of a text."""
+        return TextState(len(self.layers))
+
+    def generate(self, inputs: Tensor | None = None, generation_config: Any = None, **kwargs: Any) -> Any:
+        """transformers' generate (greedy, sampling, beams, streamers), at the start of a text or from a state.
+
+        With `past_key_values=state`, `inputs` are the new tokens only; the state itself is left as it was, so one
+        state can be continued many times. `return_dict_in_generate=True` returns the state reached.
+
+        Raises:
+            InputError: the prompt and the new tokens together are longer than the model can read.
+        """
+        input_ids = inputs if inputs is not None else kwargs.get("input_ids")
+        if input_ids is None or input_ids.shape[-1] == 0:
+            raise InputError("input_ids: no tokens given; generation needs at least one, such as the start token")
+        settings = generation_config or self.generation_config
+        if kwargs.get("use_cache", settings.use_cache) is not False:
+            given = kwargs.get("past_key_values")
+            num_rows = max(self._setting("num_beams", settings, kwargs), 1)
+            state = self.new_state() if given is None else self._open_state(given, len(input_ids)).clone()
+            state.num_columns = 0
+            if num_rows == 1:
+                num_rows = self._setting("num_return_sequences", settings, kwargs)
+            kwargs["past_key_values"] = state if num_rows == 1 else state.fork(num_rows)
+        self._check_length(input_ids, settings, kwargs)
+        return super().generate(inputs, generation_config, **kwargs)
+
+    def _setting(self, name: str, settings: GenerationConfig, given: dict[str, Any]) -> int:
+        value = given.get(name, getattr(settings, name, None))
+        return 1 if value is None else int(value)
+
+    def _check_length(self, input_ids: Tensor, settings: GenerationConfig, kwargs: dict[str, Any]) -> None:
+        limit = self.config.n_positions
+        if limit is None:
+            return
+        state = kwargs.get("past_key_values")
+        num_read = 0 if state is None or state.num_tokens is None else int(state.num_tokens.max())
+        mask = kwargs.get("attention_mask")
+        length = input_ids.shape[1] if mask is None else int(mask[:, -input_ids.shape[1] :].sum(dim=1).max())
+        max_new = kwargs.get("max_new_tokens", settings.max_new_tokens)
+        if max_new is None and (max_length := kwargs.get("max_length", settings.max_length)) is not None:
+            max_new = max_length - input_ids.shape[1]
+        # The last new token is written but not read.
+        if num_read + length > limit or num_read + length + max(max_new or 1, 1) - 1 > limit:
+            raise InputError(
+                f"max_new_tokens: {max_new} after a text of {num_read + length} tokens given, but this model reads at "
+                f"most {limit} tokens (n_positions)"
+            )
+
+    def prepare_inputs_for_generation(self, input_ids: Tensor, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """As transformers', but positions are counted by the state: generate() counts from the start of its call."""
+        kwargs.pop("position_ids", None)
+        prepared: dict[str, Any] = super().prepare_inputs_for_generation(input_ids, *args, **kwargs)
+        prepared.pop("position_ids", None)
+        prepared.pop("cache_position", None)
+        return prepared
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear | nn.Embedding):
+            nn.init.normal_(module.weight, std=self.config.initializer_range)
+            if getattr(module, "bias", None) is not None:
+                nn.init.zeros_(module.bias)
+        elif isinstance(module, nn.LayerNorm):
+            nn.init.ones_(module.weight)
+            nn.init.zeros_(module.bias)
+        elif isinstance(module, Layer):
+            module.initialize(self.config.initializer_range)
+
+    def get_input_embeddings(self) -> nn.Module:
+        """The token embedding."""
+        return self.embedding.tokens
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        """Replace the token embedding."""
+        self.embedding.tokens = value
+
+    def get_output_embeddings(self) -> nn.Module:
+        """The output projection."""
+        return self.output
+
+    def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
+        """Replace the output projection."""
+        self.output = new_embeddings
+
+
+def _build_layer(config: MultilinConfig, index: int) -> Layer:
+    values = copy.copy(config.layers[index])
+    return get_architecture(values.pop("architecture")).build_layer(config.hidden_size, values, f"layers.{index}")
+
+
+AutoConfig.register(MultilinConfig.model_type, MultilinConfig)
+AutoModelForCausalLM.register(MultilinConfig, MultilinForCausalLM)

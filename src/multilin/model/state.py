@@ -1,0 +1,168 @@
+"""The state of a text: what a model keeps of all it has read, in a size that does not grow."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from multilin.errors import InputError
+
+
+def map_tensors(function: Callable[[Tensor], Tensor], state: Any) -> Any:
+    """Apply a function to every tensor of a (nested) NamedTuple."""
+    if isinstance(state, Tensor):
+        return function(state)
+    return None if state is None else type(state)(*(map_tensors(function, part) for part in state))
+
+
+def named_tensors(state: Any, name: str) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor of a (nested) NamedTuple with its dotted name."""
+    if isinstance(state, Tensor):
+        yield name, state
+    elif state is not None:
+        for field, part in zip(state._fields, state, strict=True):
+            yield from named_tensors(part, f"{name}.{field}")
+
+
+def with_tensors(state: Any, name: str, tensors: dict[str, Tensor]) -> Any:
+    """The same (nested) NamedTuple with the tensors of these dotted names."""
+    if isinstance(state, Tensor):
+        return tensors[name]
+    if state is None:
+        return None
+    parts = zip(state._fields, state, strict=True)
+    return type(state)(*(with_tensors(part, f"{name}.{field}", tensors) for field, part in parts))
+
+
+class LayerState(CacheLayerMixin):
+    """One layer's state inside transformers' Cache: None before the first token, then a NamedTuple of tensors."""
+
+    is_sliding = False
+
+    def __init__(self, value: Any = None) -> None:
+        super().__init__()
+        self.value = value
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> None:
+        """Replace every tensor by the function of it."""
+        self.value = map_tensors(function, self.value)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Row i becomes row beam_idx[i]."""
+        self.map(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep these rows."""
+        self.map(lambda tensor: tensor[indices])
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Every row this many times."""
+        self.map(lambda tensor: tensor.repeat_interleave(repeats, dim=0))
+
+    def reset(self) -> None:
+        """Back to the start of a text."""
+        self.value = None
+
+    def offload(self) -> None:
+        """Move to the CPU."""
+        self.map(lambda tensor: tensor.to("cpu", non_blocking=True))
+
+    def crop(self, max_length: int) -> None:
+        """Refused: a running summary cannot forget single tokens."""
+        raise InputError("state: tokens cannot be taken back; clone the state first and go on from the clone")
+
+    def get_seq_length(self) -> int:
+        """Unknown to a layer; the TextState counts."""
+        return 0
+
+    def get_max_length(self) -> int:
+        """No limit of its own."""
+        return -1
+
+    def get_max_cache_shape(self) -> int:
+        """As get_max_length, under the name of older transformers."""
+        return -1
+
+    def get_mask_sizes(self, query_length: int, *_: Any) -> tuple[int, int]:
+        """Only the new tokens are masked."""
+        return query_length, 0
+
+    def lazy_initialization(self, *_: Any) -> None:
+        """Nothing to prepare: the layer makes its state."""
+
+    def update(self, *_: Any, **__: Any) -> Any:
+        """Refused: there are no keys and values here."""
+        raise InputError("state: a multilin state holds no keys and values; models of other kinds cannot use it")
+
+
+class TextState(Cache):
+    """All layers' states, in transformers' Cache. `layers[0]` is the embedding's: how much each row has read.
+
+    A model reads it and leaves it changed in place (`model(ids, past_key_values=state)`), as transformers' caches are;
+    `clone` first to keep a snapshot. `model.generate(ids, past_key_values=state)` reads on from a clone by itself.
+    """
+
+    def __init__(self, num_layers: int) -> None:
+        super().__init__(layers=[LayerState() for _ in range(num_layers + 1)])
+        self.num_columns = 0  # of the input_ids of the running generate() call, padding included
+
+    @property
+    def num_tokens(self) -> Tensor | None:
+        """Tokens read by each row, (B,) int64; None before the first."""
+        value = self.layers[0].value
+        return None if value is None else value.num_read_B
+
+    @property
+    def batch_size(self) -> int | None:
+        """Number of rows; None before the first token."""
+        return None if self.num_tokens is None else len(self.num_tokens)
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of all tensors."""
+        return sum(tensor.nbytes for _, tensor in self.named_tensors())
+
+    def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor with its name, `layers.3.queries.logits_BSH`."""
+        for index, layer in enumerate(self.layers):
+            yield from named_tensors(layer.value, f"layers.{index}")
+
+    def clone(self) -> "TextState":
+        """An independent copy: a snapshot to come back to."""
+        return self.map(torch.clone)
+
+    def fork(self, num_continuations: int) -> "TextState":
+        """A copy with every row this many times, neighbours first, to continue one text in several ways."""
+        if num_continuations < 1:
+            raise InputError(f"num_continuations: {num_continuations} given, but it must be at least 1")
+        return self.map(lambda tensor: tensor.repeat_interleave(num_continuations, dim=0))
+
+    def select(self, rows: list[int]) -> "TextState":
+        """A copy of these rows, in this order."""
+        return self.map(lambda tensor: tensor[rows])
+
+    def to(self, device: torch.device | str) -> "TextState":
+        """A copy on this device."""
+        return self.map(lambda tensor: tensor.to(device, copy=True))
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> "TextState":
+        """A new state whose tensors are the function of this one's."""
+        copy = TextState(len(self.layers) - 1)
+        for target, layer in zip(copy.layers, self.layers, strict=True):
+            target.value = map_tensors(function, layer.value)
+        return copy
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Columns of the running generate() call that were read; not the tokens of the text (see num_tokens)."""
+        return self.num_columns
+
+    def reset(self) -> None:
+        """Back to the start of a text."""
+        super().reset()
+        self.num_columns = 0
+
+    def crop(self, max_length: int) -> None:
+        """Refused, see LayerState.crop."""
+        self.layers[0].crop(max_length)

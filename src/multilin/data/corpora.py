@@ -1,0 +1,168 @@
+"""Where text comes from: built-in corpora, files, folders, globs and hub datasets, read as a stream of documents."""
+
+import glob
+import hashlib
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from multilin.data.files import SUPPORTED, Document, EncodingErrors, file_format, read_file, row_text
+from multilin.data.python_library import library_files, python_docs, python_source
+from multilin.errors import InputError, nearest
+
+__all__ = ["BUILT_IN", "Document", "EncodingErrors", "read_documents", "source_fingerprint"]
+
+BUILT_IN: dict[str, Callable[[], Iterator[tuple[str, str]]]] = {
+    "python-docs": python_docs,
+    "python-source": python_source,
+}
+_HUB_PREFIX = "hub:"
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(/[\w.-]+)?(:[^/\\]+)?")
+
+
+def read_documents(
+    source: str, *, text_field: str = "text", encoding_errors: EncodingErrors = "strict"
+) -> Iterator[Document]:
+    """The documents of a source in a fixed order, one at a time; documents without any text are left out.
+
+    Args:
+        source: `python-docs` or `python-source`; a file, folder (read with its subfolders) or glob of .txt .md .jsonl
+            .csv .parquet, also .gz or .zst; or a hub dataset: `owner/name[:split]`, `owner/name/config[:split]`, and
+            with `hub:` in front also a name without owner or a local folder that `datasets` can load. The split is
+            `train` if none is given.
+        text_field: the field with the text, where documents are rows.
+        encoding_errors: `strict` refuses bytes that are not UTF-8, `replace` puts U+FFFD in their place.
+
+    Raises:
+        InputError: the source does not exist, holds no text, or cannot be read as what its name says. It comes when the
+            first document is asked for.
+    """
+    empty = True
+    for document in _all_documents(source, text_field, encoding_errors):
+        if document.text:
+            empty = False
+            yield document
+    if empty:
+        raise InputError(f"{source!r} is empty: a corpus needs some text")
+
+
+def source_fingerprint(source: str) -> str:
+    """A hash of a source's content and of the names of its documents, wherever on disk they are.
+
+    Raises:
+        InputError: the source does not exist.
+    """
+    digest = hashlib.sha256()
+    if source in BUILT_IN:
+        digest.update(source.encode())
+        files = [(path.name, path) for path in library_files()]
+    elif _is_hub(source):
+        name, config, split = _hub_parts(source)
+        if not Path(name).is_dir():
+            return hashlib.sha256(f"{name} {config} {split} {_hub_revision(name)}".encode()).hexdigest()
+        digest.update(f"{config} {split}".encode())
+        files = [(path.relative_to(name).as_posix(), path) for path in sorted(Path(name).rglob("*")) if path.is_file()]
+    else:
+        files = _files(source)
+    for name, path in files:
+        digest.update(f"{len(name)} {name} ".encode())
+        digest.update(_content_hash(path))
+    return digest.hexdigest()
+
+
+def _content_hash(path: Path) -> bytes:
+    try:
+        with path.open("rb") as stream:
+            return hashlib.file_digest(stream, "sha256").digest()
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read ({error.strerror})") from None
+
+
+def _all_documents(source: str, text_field: str, encoding_errors: EncodingErrors) -> Iterator[Document]:
+    if source in BUILT_IN:
+        for name, text in BUILT_IN[source]():
+            yield Document(name, text)
+    elif _is_hub(source):
+        yield from _hub_documents(source, text_field, encoding_errors)
+    else:
+        for name, path in _files(source):
+            yield from read_file(path, name, text_field, encoding_errors)
+
+
+def _files(source: str) -> list[tuple[str, Path]]:
+    """The supported files of a file, folder or glob, each with its name relative to the source."""
+    path = Path(source).expanduser()
+    if path.is_dir():
+        root, candidates = path, list(path.rglob("*"))
+    elif path.exists():
+        if file_format(path) is None:
+            raise InputError(f"{source!r} is not a supported file; supported are {SUPPORTED}")
+        return [(path.name, path)]
+    elif glob.has_magic(source):
+        root = Path(*_before_magic(path))
+        candidates = list(root.glob(path.relative_to(root).as_posix()))
+        if not candidates:
+            raise InputError(f"{source!r} matches no file")
+    else:
+        raise InputError(
+            f"{source!r} does not exist: give a file, a folder, a glob, a hub dataset (owner/name) or one of "
+            f"{', '.join(BUILT_IN)}{nearest(source, BUILT_IN)}"
+        )
+    named = [(file.relative_to(root).as_posix(), file) for file in candidates if file_format(file) and file.is_file()]
+    if not named:
+        raise InputError(f"{source!r} holds no supported file; supported are {SUPPORTED}")
+    return sorted(item for item in named if not any(part.startswith(".") for part in Path(item[0]).parts))
+
+
+def _before_magic(path: Path) -> Iterator[str]:
+    for part in path.parts[:-1]:
+        if glob.has_magic(part):
+            return
+        yield part
+
+
+def _is_hub(source: str) -> bool:
+    if source.startswith(_HUB_PREFIX):
+        return True
+    # A name below a folder that exists here is a mistyped path; asking the hub for it would only take time.
+    is_path = Path(source).parent.parts and Path(Path(source).parts[0]).is_dir()
+    return not is_path and _HUB_NAME.fullmatch(source) is not None and file_format(Path(source)) is None
+
+
+def _hub_parts(source: str) -> tuple[str, str | None, str]:
+    """Name (or local folder), configuration and split."""
+    name, _, split = source.removeprefix(_HUB_PREFIX).partition(":")
+    config = None
+    if not Path(name).is_dir() and name.count("/") == 2:
+        name, _, config = name.rpartition("/")
+    return name, config, split or "train"
+
+
+def _hub_documents(source: str, text_field: str, encoding_errors: EncodingErrors) -> Iterator[Document]:
+    name, config, split = _hub_parts(source)
+    for number, row in enumerate(_hub_rows(source, name, config, split), start=1):
+        yield Document(f"{split}:{number}", row_text(row, text_field, f"{source}:{number}", encoding_errors))
+
+
+def _hub_rows(source: str, name: str, config: str | None, split: str) -> Iterator[dict[str, Any]]:
+    from datasets import load_dataset
+
+    try:
+        yield from load_dataset(name, config, split=split, streaming=True)
+    except Exception as error:  # the hub client raises errors of many libraries; all mean that there is no such data
+        raise InputError(_hub_failure(source, error)) from error
+
+
+def _hub_revision(name: str) -> str | None:
+    from huggingface_hub import HfApi
+
+    try:
+        return HfApi().dataset_info(name).sha
+    except Exception as error:  # as above
+        raise InputError(_hub_failure(name, error)) from error
+
+
+def _hub_failure(source: str, error: Exception) -> str:
+    reason = " ".join(str(error).split())[:200]
+    return f"{source!r} is neither a file or folder here nor a dataset the hub gives ({type(error).__name__}: {reason})"

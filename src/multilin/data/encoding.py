@@ -1,0 +1,114 @@
+"""Encoding much text quickly, with exactly the ids of encoding each document at once."""
+
+import itertools
+import json
+import re
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+from tokenizers import Tokenizer
+from transformers import PreTrainedTokenizerFast
+
+PIECE_CHARACTERS = 2**20
+WORDS_KEPT = 2**19
+
+# ByteLevel's expression looks at no character before the one it stands at, and its matches of letters, digits and signs
+# end where a whitespace begins. So words that are cut there are split the same way alone. \x1c-\x1f are whitespace to
+# Python only.
+_WORD = re.compile(r"\s*[\S\x1c-\x1f]+|\s+")
+_CUT = re.compile(r"(?<=\S)(?=[ \t\r\n])")
+
+
+class Encoder(Protocol):
+    """Turns texts into token ids."""
+
+    def pieces(self, text: str) -> Iterator[str]:
+        """Parts of a text, of bounded size where possible, whose ids in a row are the ids of the text."""
+        ...
+
+    def encode(self, texts: Sequence[str]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """The ids of all texts in a row, and the number of ids of each."""
+        ...
+
+
+def make_encoder(tokenizer: PreTrainedTokenizerFast) -> Encoder:
+    """The fastest encoder that is exact for the tokenizer. Special tokens that are spelled out in a text are text."""
+    backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+    backend.no_truncation()
+    backend.no_padding()
+    backend.encode_special_tokens = True
+    return WordEncoder(backend) if _splits_at_whitespace(backend) else TextEncoder(backend)
+
+
+def _splits_at_whitespace(backend: Tokenizer) -> bool:
+    content = json.loads(backend.to_str())
+    splitter = content["pre_tokenizer"] or {}
+    return (
+        content["normalizer"] is None
+        and splitter.get("type") == "ByteLevel"
+        and splitter.get("use_regex", True)
+        and not splitter.get("add_prefix_space", True)
+        and all(token["special"] for token in content["added_tokens"])
+        and not content["model"].get("dropout")
+    )
+
+
+class TextEncoder:
+    """Encodes whole texts, several at a time on several cores."""
+
+    def __init__(self, backend: Tokenizer) -> None:
+        self._backend = backend
+
+    def pieces(self, text: str) -> Iterator[str]:
+        """The text itself, as nothing is known about where it may be cut."""
+        yield text
+
+    def encode(self, texts: Sequence[str]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """The ids of all texts in a row, and the number of ids of each."""
+        encoded = [encoding.ids for encoding in self._backend.encode_batch_fast(texts, add_special_tokens=False)]
+        counts = np.array([len(ids) for ids in encoded], dtype=np.int64)
+        return np.fromiter(itertools.chain.from_iterable(encoded), np.int64, counts.sum()), counts
+
+
+class WordEncoder:
+    """Encodes every distinct word (with the whitespace before it) once and then looks it up."""
+
+    def __init__(self, backend: Tokenizer) -> None:
+        self._backend = backend
+        self._index: dict[str, int] = {}
+        self._starts = self._lengths = self._ids = np.zeros(0, np.int64)
+
+    def pieces(self, text: str) -> Iterator[str]:
+        """The text cut before whitespace, about every million characters."""
+        start = 0
+        while len(text) - start > PIECE_CHARACTERS and (cut := _CUT.search(text, start + PIECE_CHARACTERS)):
+            yield text[start : cut.start()]
+            start = cut.start()
+        yield text[start:]
+
+    def encode(self, texts: Sequence[str]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """The ids of all texts in a row, and the number of ids of each."""
+        words_of_texts = [_WORD.findall(text) for text in texts]
+        words = list(itertools.chain.from_iterable(words_of_texts))
+        self._learn(words)
+        index = np.fromiter(map(self._index.__getitem__, words), np.int64, len(words))
+        lengths = self._lengths[index]
+        ends = np.concatenate([[0], np.cumsum(lengths)])
+        places = np.repeat(self._starts[index] - ends[:-1], lengths) + np.arange(ends[-1])
+        text_ends = ends[np.cumsum([0, *map(len, words_of_texts)])]
+        return self._ids[places], np.diff(text_ends)
+
+    def _learn(self, words: list[str]) -> None:
+        if len(self._index) > WORDS_KEPT:
+            self._index.clear()
+            self._starts = self._lengths = self._ids = np.zeros(0, np.int64)
+        new = list(set(words).difference(self._index))
+        encoded = [encoding.ids for encoding in self._backend.encode_batch_fast(new, add_special_tokens=False)]
+        lengths = np.array([len(ids) for ids in encoded], dtype=np.int64)
+        ids = np.fromiter(itertools.chain.from_iterable(encoded), np.int64, lengths.sum())
+        self._index.update(zip(new, range(len(self._index), len(self._index) + len(new)), strict=True))
+        self._starts = np.concatenate([self._starts, len(self._ids) + np.cumsum(lengths) - lengths])
+        self._lengths = np.concatenate([self._lengths, lengths])
+        self._ids = np.concatenate([self._ids, ids])

@@ -1,0 +1,291 @@
+"""Documents packed once into one memory-mapped row of tokens, and the fixed-size blocks models read from it.
+
+Every document becomes its start token followed by its tokens, so that the first token of a text is predicted from
+something, and where a text ends the next start token is predicted.
+"""
+
+import json
+import shutil
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import safetensors.numpy
+import torch
+from numpy.typing import NDArray
+from safetensors import SafetensorError
+from torch import Tensor
+from transformers import PreTrainedTokenizerFast
+
+from multilin.data.encoding import Encoder, make_encoder
+from multilin.data.files import Document
+from multilin.data.tokenizers import start_token_id, token_byte_lengths, tokenizer_hash
+from multilin.errors import InputError
+
+BATCH_CHARACTERS = 2**22
+IGNORED_LABEL = -100
+
+_TOKENS, _INDEX, _DESCRIPTION = "tokens.bin", "index.safetensors", "packed.json"
+
+
+@dataclass(frozen=True)
+class Description:
+    """What a packing says about itself, in packed.json."""
+
+    num_tokens: int
+    num_documents: int
+    num_bytes: int  # UTF-8 bytes of the text
+    counted_bytes: int  # the same as the tokens' byte lengths sum up to: equal for byte-level tokenizers
+    dtype: str
+    vocab_size: int
+    start_token_id: int
+    pad_token_id: int
+    tokenizer_hash: str
+
+
+class PackedText:
+    """A packed corpus: all tokens in a row, and where the documents are.
+
+    Attributes:
+        folder: where it lies.
+        description: the numbers below and the tokenizer's vocabulary size, start and padding token, and hash.
+        tokens: (num_tokens,) uint16 or uint32, memory-mapped.
+        document_starts: (num_documents,) int64, the place of each document's start token.
+        document_bytes: (num_documents,) int64, UTF-8 bytes of each document's text.
+    """
+
+    def __init__(self, folder: Path, description: Description, index: dict[str, NDArray[np.int64]]) -> None:
+        self.folder = folder
+        self.description = description
+        self.document_starts = index["document_starts"]
+        self.document_bytes = index["document_bytes"]
+        self.tokens = np.memmap(folder / _TOKENS, dtype=description.dtype, mode="r", shape=(description.num_tokens,))
+        self._token_bytes = index["token_bytes"]
+
+    @classmethod
+    def open(cls, folder: Path) -> "PackedText":
+        """Open what `pack` wrote.
+
+        Raises:
+            InputError: the folder holds no packing, or a damaged one.
+        """
+        folder = Path(folder)
+        try:
+            description = Description(**json.loads((folder / _DESCRIPTION).read_text(encoding="utf-8")))
+            index = safetensors.numpy.load_file(folder / _INDEX)
+            size = (folder / _TOKENS).stat().st_size
+        except FileNotFoundError as error:
+            raise InputError(f"{folder}: no packed text, as {Path(error.filename or folder).name} is missing") from None
+        except (ValueError, TypeError, SafetensorError) as error:
+            raise InputError(f"{folder}: damaged packed text ({error}); delete it to prepare it again") from None
+        expected = description.num_tokens * np.dtype(description.dtype).itemsize
+        if size != expected:
+            raise InputError(
+                f"{folder}: {_TOKENS} has {size} bytes instead of {expected}; delete it to prepare it again"
+            )
+        return cls(folder, description, index)
+
+    def __reduce__(self) -> tuple[Callable[[Path], "PackedText"], tuple[Path]]:
+        return PackedText.open, (self.folder,)  # a worker process maps the file itself instead of receiving a copy
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens, the start tokens included."""
+        return self.description.num_tokens
+
+    @property
+    def num_documents(self) -> int:
+        """Documents."""
+        return self.description.num_documents
+
+    @property
+    def num_bytes(self) -> int:
+        """UTF-8 bytes of the exact text of all documents."""
+        return self.description.num_bytes
+
+    def document_of(self, start: int, stop: int) -> NDArray[np.int64]:
+        """(stop - start,) the number of the document each token of tokens[start:stop] belongs to."""
+        first, last = np.searchsorted(self.document_starts, [start, stop - 1], side="right") - 1
+        ends = np.append(self.document_starts[first + 1 : last + 1], stop)
+        return np.repeat(np.arange(first, last + 1), np.diff(ends, prepend=start))
+
+    def count_bytes(self, start: int, stop: int) -> int:
+        """UTF-8 bytes of the text that tokens[start:stop] stand for; start tokens have none.
+
+        Exact for byte-level tokenizers. For others the bytes of the whole text are shared out in proportion to the
+        lengths of the tokens' names, which is exact for all tokens together.
+        """
+        counted = int(self._token_bytes[self.tokens[start:stop]].sum())
+        description = self.description
+        if description.counted_bytes in (description.num_bytes, 0):
+            return counted
+        return round(counted * description.num_bytes / description.counted_bytes)
+
+
+class Blocks(torch.utils.data.Dataset[dict[str, Tensor]]):
+    """Fixed-size blocks that overlap by one token.
+
+    Block i covers tokens[i * (block_size - 1) :][:block_size]. A causal language model of transformers shifts the
+    labels itself, so over all blocks every token but the very first is predicted exactly once.
+
+    An item is {"input_ids", "labels", "document_ids"}, each (block_size,) int64; document_ids numbers the document
+    each token belongs to. The tokens after the last whole block are left out, unless `partial`: then the last block is
+    padded with the padding token, labels -100 and the last document's number.
+
+    Raises:
+        InputError: the block size is below 2, or the text is shorter than one block (two tokens if `partial`).
+    """
+
+    def __init__(self, packed: PackedText, block_size: int, *, partial: bool = False) -> None:
+        if block_size < 2:
+            raise InputError(f"block_size: {block_size} given, but a block needs at least 2 tokens")
+        predicted = packed.num_tokens - 1
+        self.packed = packed
+        self.block_size = block_size
+        self._length = -(-predicted // (block_size - 1)) if partial else predicted // (block_size - 1)
+        if self._length == 0:
+            raise InputError(
+                f"block_size: {block_size} given, but the text {packed.folder.name} has only {packed.num_tokens} "
+                "tokens; give a smaller block or more text"
+            )
+
+    def __len__(self) -> int:
+        return self._length
+
+    def span(self, index: int) -> tuple[int, int]:
+        """First token of a block and the one after its last."""
+        if not 0 <= index < self._length:
+            raise IndexError(f"block {index} of {self._length}")
+        start = index * (self.block_size - 1)
+        return start, min(start + self.block_size, self.packed.num_tokens)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        start, stop = self.span(index)
+        tokens = self.packed.tokens[start:stop].astype(np.int64)
+        documents = self.packed.document_of(start, stop)
+        labels, missing = tokens, self.block_size - len(tokens)
+        if missing:
+            tokens = np.pad(tokens, (0, missing), constant_values=self.packed.description.pad_token_id)
+            labels = np.pad(labels, (0, missing), constant_values=IGNORED_LABEL)
+            documents = np.pad(documents, (0, missing), mode="edge")
+        return {
+            "input_ids": torch.from_numpy(tokens),
+            "labels": torch.from_numpy(labels.copy()),
+            "document_ids": torch.from_numpy(documents),
+        }
+
+
+def pack(
+    documents: Iterable[Document],
+    tokenizer: PreTrainedTokenizerFast,
+    folder: Path,
+    progress: Callable[[int], None] | None = None,
+) -> PackedText:
+    """Tokenise documents and write them as one packed text.
+
+    Args:
+        documents: read once; besides the index a few megabytes are held at a time (and a whole document).
+        tokenizer: with an end-of-text token, which starts every document.
+        folder: a folder that does not exist yet; it appears when it is complete.
+        progress: called now and then with the UTF-8 bytes packed so far.
+
+    Raises:
+        InputError: the folder exists, or there is no document.
+    """
+    if folder.exists():
+        raise InputError(f"{folder} exists already; a text is packed into a new folder")
+    staging = folder.with_name(f"{folder.name}.partial")
+    shutil.rmtree(staging, ignore_errors=True)
+    staging.mkdir(parents=True)
+    try:
+        with (staging / _TOKENS).open("wb") as stream:
+            writer = _Writer(tokenizer, stream.write)
+            for batch in _batches(documents, writer.encoder):
+                writer.add(batch)
+                if progress is not None:
+                    progress(writer.num_bytes)
+        writer.write_index(staging)
+        staging.rename(folder)
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+    return PackedText.open(folder)
+
+
+@dataclass(frozen=True)
+class _Piece:
+    text: str
+    starts_document: bool
+
+
+def _batches(documents: Iterable[Document], encoder: Encoder) -> Iterator[list[_Piece]]:
+    batch: list[_Piece] = []
+    characters = 0
+    for document in documents:
+        for number, text in enumerate(encoder.pieces(document.text)):
+            batch.append(_Piece(text, starts_document=number == 0))
+            characters += len(text)
+            if characters >= BATCH_CHARACTERS:
+                yield batch
+                batch, characters = [], 0
+    if batch:
+        yield batch
+
+
+class _Writer:
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, write: Callable[[bytes], object]) -> None:
+        self.encoder = make_encoder(tokenizer)
+        self.num_bytes = 0
+        self._tokenizer = tokenizer
+        self._write = write
+        self._token_bytes = np.array(token_byte_lengths(tokenizer), dtype=np.int64)
+        self._dtype = np.dtype(np.uint16 if len(self._token_bytes) <= 2**16 else np.uint32)
+        self._num_tokens = self._counted_bytes = self._unknown = 0
+        self._starts: list[NDArray[np.int64]] = []
+        self._bytes: list[int] = []
+
+    def add(self, batch: list[_Piece]) -> None:
+        ids, counts = self.encoder.encode([piece.text for piece in batch])
+        first = np.array([piece.starts_document for piece in batch])
+        places = (np.cumsum(counts) - counts)[first]
+        self._starts.append(self._num_tokens + places + np.arange(len(places)))
+        row = np.insert(ids, places, start_token_id(self._tokenizer))
+        self._write(row.astype(self._dtype).tobytes())
+        self._num_tokens += len(row)
+        self._counted_bytes += int(self._token_bytes[ids].sum())
+        self._unknown += int((ids == self._tokenizer.unk_token_id).sum())
+        for piece in batch:
+            if piece.starts_document:
+                self._bytes.append(0)
+            size = len(piece.text.encode())
+            self._bytes[-1] += size
+            self.num_bytes += size
+
+    def write_index(self, folder: Path) -> None:
+        if not self._bytes:
+            raise InputError("there is no document to pack")
+        if self._unknown:
+            warnings.warn(
+                f"{self._unknown} of {self._num_tokens} tokens are {self._tokenizer.unk_token}: the tokenizer cannot "
+                "spell this text, so losses and bits per byte are too low to compare",
+                stacklevel=2,
+            )
+        index = {
+            "document_starts": np.concatenate(self._starts),
+            "document_bytes": np.array(self._bytes, dtype=np.int64),
+            "token_bytes": self._token_bytes,
+        }
+        safetensors.numpy.save_file(index, folder / _INDEX)
+        description = Description(
+            num_tokens=self._num_tokens,
+            num_documents=len(self._bytes),
+            num_bytes=self.num_bytes,
+            counted_bytes=self._counted_bytes,
+            dtype=self._dtype.name,
+            vocab_size=len(self._token_bytes),
+            start_token_id=start_token_id(self._tokenizer),
+            pad_token_id=int(self._tokenizer.pad_token_id),
+            tokenizer_hash=tokenizer_hash(self._tokenizer),
+        )
+        (folder / _DESCRIPTION).write_text(json.dumps(asdict(description), indent=2), encoding="utf-8")

@@ -1,0 +1,207 @@
+"""Tokenizers: trained on a corpus or loaded. Those trained here are lossless: decoding gives the exact text back."""
+
+import hashlib
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Literal
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from multilin.errors import InputError
+
+END_OF_TEXT = "<|endoftext|>"
+PAD = "<|pad|>"
+BYTE_VOCAB_SIZE = 258
+
+TokenizerKind = Literal["byte", "bpe", "unigram"]
+
+# What a bare tokenizer.json, which names no roles, may call its end of text.
+_KNOWN_ENDS = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>", "<|im_end|>")
+# Folders of a run in which a tokenizer may lie.
+_INSIDE_A_RUN = ("", "tokenizer", "model")
+
+
+def train_tokenizer(texts: Iterable[str], kind: TokenizerKind, vocab_size: int | None) -> PreTrainedTokenizerFast:
+    """A tokenizer over the bytes of UTF-8, with `<|endoftext|>` (id 0; begins and ends texts) and `<|pad|>` (id 1).
+
+    Args:
+        texts: the training text, read once and never held.
+        kind: `byte` (ids are 2 + byte; reads no text), `bpe` (merges of frequent pairs) or `unigram` (the most likely
+            pieces under a unigram model). The last two never join across GPT-2's word boundaries.
+        vocab_size: number of tokens, special ones included: 258 or None for `byte`, at least 259 for the others.
+
+    Raises:
+        InputError: a vocabulary size that the kind cannot have or that the corpus does not support.
+    """
+    if kind == "byte":
+        if vocab_size not in (None, BYTE_VOCAB_SIZE):
+            raise InputError(f"vocab_size: {vocab_size} given, but a byte tokenizer has {BYTE_VOCAB_SIZE} tokens")
+        tokenizer = _byte_tokenizer()
+    elif kind in ("bpe", "unigram"):
+        if vocab_size is None or vocab_size <= BYTE_VOCAB_SIZE:
+            raise InputError(
+                f"vocab_size: {vocab_size} given, but a {kind} tokenizer needs more than {BYTE_VOCAB_SIZE} tokens "
+                "(256 bytes and 2 special tokens)"
+            )
+        tokenizer = _trained(texts, kind, vocab_size)
+    else:
+        raise InputError(f"tokenizer kind: {kind!r} given, but it should be byte, bpe or unigram")
+    return _with_roles(tokenizer, END_OF_TEXT, PAD)
+
+
+def load_tokenizer(path_or_name: str) -> PreTrainedTokenizerFast:
+    """A tokenizer from a folder with tokenizer.json, a run folder, a tokenizer.json, or by its name on the hub.
+
+    It has an end-of-text token, and pads with it where it has no padding token. No code that comes with it is run.
+
+    Raises:
+        InputError: no tokenizer there, one without a tokenizer.json, or one without an end-of-text token.
+    """
+    path = Path(path_or_name).expanduser()
+    if path.is_dir():
+        folders = [path / inside for inside in _INSIDE_A_RUN if (path / inside / "tokenizer.json").is_file()]
+        if not folders:
+            raise InputError(f"tokenizer: {path_or_name!r} holds no tokenizer.json")
+        named = (folders[0] / "tokenizer_config.json").is_file()
+        tokenizer = _from_pretrained(str(folders[0])) if named else _from_file(folders[0] / "tokenizer.json")
+    elif path.is_file():
+        tokenizer = _from_file(path)
+    elif path.suffix or path.is_absolute() or path_or_name.startswith("."):
+        raise InputError(f"tokenizer: {path_or_name!r} does not exist; give a folder, a tokenizer.json or a hub name")
+    else:
+        tokenizer = _from_pretrained(path_or_name)
+    if tokenizer.eos_token_id is None:
+        raise InputError(
+            f"tokenizer: {path_or_name!r} has no end-of-text token (eos_token), which starts every document"
+        )
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def start_token_id(tokenizer: PreTrainedTokenizerFast) -> int:
+    """The token every document starts with; a prompt given to a model starts with it too.
+
+    It is the end-of-text token, so that a model which has read texts in a row predicts it where a text ends.
+    """
+    assert isinstance(tokenizer.eos_token_id, int), "tokenizers of this package have an end-of-text token"
+    return tokenizer.eos_token_id
+
+
+def tokenizer_hash(tokenizer: PreTrainedTokenizerFast) -> str:
+    """SHA-256 of everything that decides about ids; padding and truncation, which calls leave behind, are not in it."""
+    content = json.loads(tokenizer.backend_tokenizer.to_str())
+    content |= {"padding": None, "truncation": None, "eos": tokenizer.eos_token}
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def token_byte_lengths(tokenizer: PreTrainedTokenizerFast) -> list[int]:
+    """Bytes of text each token stands for, special tokens none; their sum over a text is its UTF-8 length.
+
+    Exact for byte-level tokenizers; for others (SentencePiece, WordPiece) near, as they rewrite spaces.
+    """
+    backend = tokenizer.backend_tokenizer
+    byte_level = '"ByteLevel"' in json.dumps({k: v for k, v in json.loads(backend.to_str()).items() if k != "model"})
+    added = tokenizer.added_tokens_decoder
+    lengths = [0] * (max(backend.get_vocab().values()) + 1)
+    for token, index in backend.get_vocab().items():
+        if index in added:
+            lengths[index] = 0 if added[index].special else len(added[index].content.encode())
+        elif byte_level:
+            lengths[index] = len(token)
+        elif token.startswith("<0x") and token.endswith(">"):
+            lengths[index] = 1
+        else:
+            lengths[index] = len(token.removeprefix("##").replace("▁", " ").encode())
+    return lengths
+
+
+def _byte_tokenizer() -> Tokenizer:
+    characters = _byte_characters()
+    vocabulary = {END_OF_TEXT: 0, PAD: 1} | {character: 2 + byte for byte, character in enumerate(characters)}
+    tokenizer = _byte_level(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.add_special_tokens(_special_tokens())
+    return tokenizer
+
+
+def _byte_characters() -> list[str]:
+    """The character that stands for each byte in a byte-level vocabulary (GPT-2's table)."""
+    visible = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = iter(range(256, 512))
+    return [chr(byte) if byte in visible else chr(next(others)) for byte in range(256)]
+
+
+def _trained(texts: Iterable[str], kind: TokenizerKind, vocab_size: int) -> Tokenizer:
+    model, trainer = (
+        (models.BPE(), trainers.BpeTrainer) if kind == "bpe" else (models.Unigram(), trainers.UnigramTrainer)
+    )
+    tokenizer = _byte_level(model)
+    tokenizer.train_from_iterator(
+        texts,
+        trainer(
+            vocab_size=vocab_size,
+            special_tokens=_special_tokens(),
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        ),
+    )
+    if tokenizer.get_vocab_size() != vocab_size:
+        raise InputError(
+            f"vocab_size: {vocab_size} given, but the corpus supports {tokenizer.get_vocab_size()} tokens; "
+            "give at most that, or more text"
+        )
+    return tokenizer if kind == "bpe" else _reproducible(tokenizer)
+
+
+def _reproducible(tokenizer: Tokenizer) -> Tokenizer:
+    """The same unigram tokenizer with rounded scores: threads add them up in any order, which moves the last digits."""
+    content = json.loads(tokenizer.to_str())
+    count = len(content["added_tokens"])
+    pieces = [(piece, round(score, 6)) for piece, score in content["model"]["vocab"]]
+    content["model"]["vocab"] = pieces[:count] + sorted(pieces[count:], key=lambda item: (-item[1], item[0]))
+    return Tokenizer.from_str(json.dumps(content))
+
+
+def _byte_level(model: models.Model) -> Tokenizer:
+    tokenizer = Tokenizer(model)
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def _special_tokens() -> list[AddedToken]:
+    return [AddedToken(token, special=True, normalized=False) for token in (END_OF_TEXT, PAD)]
+
+
+def _with_roles(tokenizer: Tokenizer, end_of_text: str, pad: str | None) -> PreTrainedTokenizerFast:
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token=end_of_text,
+        eos_token=end_of_text,
+        pad_token=pad,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def _from_file(path: Path) -> PreTrainedTokenizerFast:
+    try:
+        tokenizer = Tokenizer.from_str(path.read_text(encoding="utf-8"))
+    except Exception as error:  # tokenizers raises bare Exception
+        raise InputError(f"tokenizer: {path} is not a tokenizer.json ({str(error)[:200]})") from None
+    end = next((token for token in _KNOWN_ENDS if tokenizer.token_to_id(token) is not None), None)
+    if end is None:
+        raise InputError(f"tokenizer: {path} has none of the end-of-text tokens {', '.join(_KNOWN_ENDS)}")
+    return _with_roles(tokenizer, end, PAD if tokenizer.token_to_id(PAD) is not None else None)
+
+
+def _from_pretrained(path_or_name: str) -> PreTrainedTokenizerFast:
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path_or_name, trust_remote_code=False)
+    except Exception as error:  # bad JSON, no connection, no such name: errors of many libraries
+        reason = " ".join(str(error).split())[:200]
+        raise InputError(f"tokenizer: {path_or_name!r} cannot be loaded ({reason})") from error
+    if not isinstance(tokenizer, PreTrainedTokenizerFast):
+        raise InputError(f"tokenizer: {path_or_name!r} comes without a tokenizer.json, which is needed")
+    return tokenizer

@@ -1,0 +1,129 @@
+"""How well a causal language model predicts a text, in numbers that can be compared across tokenizers."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.data import DataLoader, Subset
+from transformers import PreTrainedModel
+
+from multilin.data.packing import IGNORED_LABEL, Blocks, PackedText
+from multilin.errors import InputError
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """A model's score on a text. The tokens that start documents are not scored."""
+
+    loss: float  # mean nats per scored token
+    perplexity: float  # exp(loss)
+    bits_per_byte: float  # all nats / ln 2 / bytes
+    tokens: int  # scored tokens
+    bytes: int  # UTF-8 bytes of the text they stand for
+
+
+def token_losses(model: PreTrainedModel, input_ids: Tensor, document_ids: Tensor) -> Tensor:
+    """(B, T - 1) float32: -ln p of every token but the first, given those before it in its row.
+
+    A model with a method of this name is asked for them, so that one which packs texts can keep them apart and none of
+    its logits need to exist at once. Of any other model the logits are turned into losses row by row.
+
+    Args:
+        model: a causal language model.
+        input_ids: (B, T) tokens.
+        document_ids: (B, T) the number of the document each token belongs to.
+    """
+    own = getattr(model, "token_losses", None)
+    if own is not None:
+        losses: Tensor = own(input_ids, document_ids)
+        return losses.float()
+    logits = model(input_ids=input_ids, use_cache=False).logits
+    rows = [
+        F.cross_entropy(row[:-1].float(), ids[1:], reduction="none") for row, ids in zip(logits, input_ids, strict=True)
+    ]
+    return torch.stack(rows)
+
+
+def evaluate(
+    model: PreTrainedModel,
+    packed: PackedText,
+    *,
+    block_size: int,
+    batch_size: int = 8,
+    max_tokens: int | None = None,
+    autocast_dtype: torch.dtype | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> Evaluation:
+    """Score a model on a packed text, each block read from its own start.
+
+    Args:
+        model: a causal language model of transformers, on any device; its training mode is left as it was.
+        packed: the text, packed with the model's tokenizer.
+        block_size: tokens a model reads at once, the first of a block unscored (but the last of the block before it).
+        batch_size: blocks per call.
+        max_tokens: score at least this many tokens of evenly spaced blocks, if the text has them, instead of all.
+        autocast_dtype: compute in this dtype where autocast allows it; None computes in the model's.
+        progress: called after each batch with the number of blocks done.
+
+    Raises:
+        InputError: the model's vocabulary or longest text is too small, or there is no token to score.
+    """
+    _check(model, packed, block_size)
+    blocks = Blocks(packed, block_size, partial=True)
+    chosen = _chosen_blocks(len(blocks), block_size, max_tokens)
+    device, done = next(model.parameters()).device, 0
+    total, tokens = torch.zeros((), dtype=torch.float64), 0
+    was_training = model.training
+    model.eval()
+    try:
+        for batch in DataLoader(Subset(blocks, chosen), batch_size):
+            scored = scored_tokens(batch["labels"], batch["document_ids"])
+            with (
+                torch.inference_mode(),
+                torch.autocast(device.type, autocast_dtype, enabled=autocast_dtype is not None),
+            ):
+                losses = token_losses(model, batch["input_ids"].to(device), batch["document_ids"].to(device))
+            total += losses.cpu()[scored].double().sum()
+            tokens += int(scored.sum())
+            done += len(scored)
+            if progress is not None:
+                progress(done)
+    finally:
+        model.train(was_training)
+    size = sum(packed.count_bytes(start + 1, stop) for start, stop in map(blocks.span, chosen))
+    return _evaluation(total.item(), tokens, size)
+
+
+def scored_tokens(labels: Tensor, document_ids: Tensor) -> Tensor:
+    """(B, T - 1) bool: which tokens after the first are scored: neither padding nor the start of a document."""
+    return (labels[:, 1:] != IGNORED_LABEL) & (document_ids[:, 1:] == document_ids[:, :-1])
+
+
+def _check(model: PreTrainedModel, packed: PackedText, block_size: int) -> None:
+    if packed.description.vocab_size > model.config.vocab_size:
+        raise InputError(
+            f"the text was packed with a vocabulary of {packed.description.vocab_size} tokens, but the model has "
+            f"{model.config.vocab_size}; pack it with the model's tokenizer"
+        )
+    longest = getattr(model.config, "max_position_embeddings", None)
+    if longest is not None and block_size > longest:
+        raise InputError(f"block_size: {block_size} given, but the model reads at most {longest} tokens")
+
+
+def _chosen_blocks(count: int, block_size: int, max_tokens: int | None) -> list[int]:
+    wanted = count if max_tokens is None else max(1, math.ceil(max_tokens / (block_size - 1)))
+    if wanted >= count:
+        return list(range(count))
+    return [int(place) for place in np.linspace(0, count - 1, wanted).round()]
+
+
+def _evaluation(nats: float, tokens: int, size: int) -> Evaluation:
+    if tokens == 0 or size == 0:
+        raise InputError("there is no token to score: the text holds nothing but document starts")
+    loss = nats / tokens
+    perplexity = math.exp(loss) if loss < 700 else math.inf
+    return Evaluation(loss, perplexity, nats / math.log(2) / size, tokens, size)

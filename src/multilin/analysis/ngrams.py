@@ -1,0 +1,109 @@
+"""Interpolated n-gram models: what counting neighbours alone predicts, as a mark for every trained model."""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from multilin.data.packing import PackedText
+from multilin.errors import InputError
+
+MAX_ORDER = 3
+
+
+class NgramModel:
+    """An n-gram model with Witten-Bell interpolation.
+
+    With c(h, w) the times token w follows the context h in the training text, N(h) = sum_w c(h, w), and T(h) the number
+    of distinct tokens that follow h,
+
+        p(w | h) = (c(h, w) + T(h) p(w | h')) / (N(h) + T(h)),
+
+    where h' is h without its oldest token; below the empty context stands the uniform distribution over the vocabulary,
+    and an unseen context passes p(w | h') on. Only tokens of texts are predicted; contexts end at a document's start.
+
+    Source: Chen & Goodman 1999, "An empirical study of smoothing techniques for language modeling", section 2.4.
+    """
+
+    def __init__(self, train: PackedText, order: int) -> None:
+        """Count the n-grams of `train` up to `order` (1, 2 or 3); memory about 100 bytes per training token.
+
+        Raises:
+            InputError: another order, or a vocabulary too large for it.
+        """
+        self.order = order
+        self.vocab_size = train.description.vocab_size
+        if not 1 <= order <= MAX_ORDER:
+            raise InputError(f"order: {order} given, but n-gram models are made of order 1 to {MAX_ORDER}")
+        if self.vocab_size**order > 2**63:
+            raise InputError(f"order: {order} given, but a vocabulary of {self.vocab_size} is too large for that")
+        ngrams = text_ngrams(train, order)
+        self._tables = [_Table(self._keys(ngrams, length), self.vocab_size) for length in range(1, order + 1)]
+
+    def probabilities(self, ngrams: NDArray[np.int64]) -> NDArray[np.float64]:
+        """(N,) probability of each n-gram's last token after the ones before it; ngrams is (N, order), oldest first."""
+        result = np.full(len(ngrams), 1.0 / self.vocab_size)
+        for length, table in enumerate(self._tables, start=1):
+            result = table.interpolate(self._keys(ngrams, length), result)
+        return result
+
+    def _keys(self, ngrams: NDArray[np.int64], length: int) -> NDArray[np.int64]:
+        """The last `length` tokens of each n-gram as one number in base vocab_size."""
+        keys = np.zeros(len(ngrams), dtype=np.int64)
+        for column in range(self.order - length, self.order):
+            keys = keys * self.vocab_size + ngrams[:, column]
+        return keys
+
+
+class _Table:
+    """Counts of the n-grams of one length, sorted by key, and of their contexts."""
+
+    def __init__(self, keys: NDArray[np.int64], vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+        self._ngrams, self._counts = np.unique(keys, return_counts=True)
+        self._contexts, first = np.unique(self._ngrams // vocab_size, return_index=True)
+        self._distinct = np.diff(first, append=len(self._ngrams))
+        self._totals = np.add.reduceat(self._counts, first)
+
+    def interpolate(self, keys: NDArray[np.int64], lower: NDArray[np.float64]) -> NDArray[np.float64]:
+        count = _look_up(self._ngrams, self._counts, keys)
+        contexts = keys // self._vocab_size
+        total = _look_up(self._contexts, self._totals, contexts)
+        distinct = _look_up(self._contexts, self._distinct, contexts)
+        seen = total > 0
+        return np.where(seen, (count + distinct * lower) / np.where(seen, total + distinct, 1), lower)
+
+
+def text_ngrams(packed: PackedText, order: int) -> NDArray[np.int64]:
+    """(N, order) the n-grams that end in a text token, oldest token first.
+
+    Before a document's start token stands the same token again, so that no context reaches into another document.
+    """
+    tokens = packed.tokens.astype(np.int64)
+    documents = packed.document_of(0, len(tokens))
+    starts = packed.document_starts
+    is_text = np.ones(len(tokens), dtype=bool)
+    is_text[starts] = False
+    ends = np.flatnonzero(is_text)
+    first = starts[documents[ends]]
+    return np.stack([tokens[np.maximum(ends - back, first)] for back in range(order - 1, -1, -1)], axis=1)
+
+
+def ngram_bits_per_byte(train: PackedText, validation: PackedText, order: int) -> float:
+    """Bits per byte of the exact validation text under an n-gram model of the training text (see `NgramModel`).
+
+    Counted as `evaluate` does: -log2 p over all tokens but the start tokens, divided by the text's UTF-8 bytes.
+
+    Raises:
+        InputError: an order other than 1, 2 or 3, or texts of two tokenizers.
+    """
+    if train.description.tokenizer_hash != validation.description.tokenizer_hash:
+        raise InputError("n-gram model: the training and validation text were packed with different tokenizers")
+    model = NgramModel(train, order)
+    return float(-np.log2(model.probabilities(text_ngrams(validation, order))).sum() / validation.num_bytes)
+
+
+def _look_up(keys: NDArray[np.int64], values: NDArray[np.int64], wanted: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The value of each wanted key, 0 where there is none; `keys` are sorted."""
+    if len(keys) == 0:
+        return np.zeros(len(wanted), dtype=np.int64)
+    places = np.minimum(np.searchsorted(keys, wanted), len(keys) - 1)
+    return np.where(keys[places] == wanted, values[places], 0)

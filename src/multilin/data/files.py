@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -150,23 +151,23 @@ def _parquet_rows(stream: IO[bytes], path: Path, text_field: str) -> Iterator[tu
     import pyarrow.parquet
 
     try:
-        file = pyarrow.parquet.ParquetFile(_seekable(stream))
-        names = file.schema_arrow.names
-        columns = [text_field] if text_field in names else names
-        number = 0
-        for batch in file.iter_batches(batch_size=256, columns=columns):
-            yield from enumerate(batch.to_pylist(), start=number + 1)
-            number += batch.num_rows
+        with _seekable(stream) as source, pyarrow.parquet.ParquetFile(source) as file:
+            names, number = file.schema_arrow.names, 0
+            columns = [text_field] if text_field in names else names
+            for batch in file.iter_batches(batch_size=256, columns=columns):
+                yield from enumerate(batch.to_pylist(), start=number + 1)
+                number += batch.num_rows
     except pyarrow.ArrowInvalid as error:
         raise InputError(f"{path}: not a Parquet file ({error})") from None
 
 
-def _seekable(stream: IO[bytes]) -> IO[bytes]:
-    """The stream itself, or a temporary file with what is left in it: Parquet is read from its end."""
+@contextmanager
+def _seekable(stream: IO[bytes]) -> Iterator[IO[bytes]]:
+    """The stream itself, or a temporary file with its content: Parquet is read from its end."""
     if stream.seekable():
-        return stream
-    spooled = tempfile.TemporaryFile()  # noqa: SIM115  (it is gone when the reader lets go of it)
-    while part := stream.read(2**20):
-        spooled.write(part)
-    spooled.seek(0)
-    return spooled
+        yield stream
+        return
+    with tempfile.TemporaryFile() as copy:
+        shutil.copyfileobj(stream, copy, 2**20)
+        copy.seek(0)
+        yield copy

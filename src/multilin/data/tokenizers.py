@@ -156,11 +156,20 @@ def _trained(texts: Iterable[str], kind: TokenizerKind, vocab_size: int) -> Toke
 
 
 def _reproducible(tokenizer: Tokenizer) -> Tokenizer:
-    """The same unigram tokenizer with rounded scores: threads add them up in any order, which moves the last digits."""
+    """The same unigram tokenizer, without what differs from one training to the next.
+
+    Threads add scores up in any order, which moves the last digits. Bytes that are no likely piece by themselves get
+    scores below all others, at most 1e-4 apart, in the order of a randomised hash table; here in that of their names.
+    """
     content = json.loads(tokenizer.to_str())
-    count = len(content["added_tokens"])
-    pieces = [(piece, round(score, 6)) for piece, score in content["model"]["vocab"]]
-    content["model"]["vocab"] = pieces[:count] + sorted(pieces[count:], key=lambda item: (-item[1], item[0]))
+    special = content["model"]["vocab"][: len(content["added_tokens"])]
+    rounded = [(piece, round(score, 6)) for piece, score in content["model"]["vocab"][len(special) :]]
+    pieces, scores = map(list, zip(*sorted(rounded, key=lambda item: (-item[1], item[0])), strict=True))
+    unlikely = len(pieces) - 1
+    while len(pieces[unlikely - 1]) == 1 and scores[unlikely - 1] - scores[unlikely] < 1.1e-4:
+        unlikely -= 1
+    pieces[unlikely:] = sorted(pieces[unlikely:])
+    content["model"]["vocab"] = special + list(zip(pieces, scores, strict=True))
     return Tokenizer.from_str(json.dumps(content))
 
 

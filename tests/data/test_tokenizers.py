@@ -1,0 +1,170 @@
+"""Tokenizers are lossless, of the size asked for, and come back the same from disk."""
+
+import re
+from pathlib import Path
+from typing import Literal
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from multilin.data.encoding import make_encoder
+from multilin.data.tokenizers import (
+    load_tokenizer,
+    start_token_id,
+    token_byte_lengths,
+    tokenizer_hash,
+    train_tokenizer,
+)
+from multilin.errors import InputError
+
+CORPUS = [
+    "The cat sat on the mat; the cats' mats weren't flat.\n\nEin naïver Satz, 你好 你好.\n" * 3,
+    "import numpy as np\n",
+]
+SIZES = {"byte": None, "bpe": 300, "unigram": 262}
+HARD = "<|endoftext|> a  b\t\n\n  c\x1c \x1d!\x1e\n \xa0\u2003x\x85 don't we'll 12 ½ 😀 é e\u0301 \x00 <|pad|> "
+TEXTS = st.text(st.sampled_from("ab1!' \n\r\t\x0b\x1c\x1f\x85\xa0\u2003\u200b.é你😀<|>") | st.characters(codec="utf-8"))
+
+
+@pytest.fixture(scope="module", params=SIZES)
+def tokenizer(request: pytest.FixtureRequest) -> PreTrainedTokenizerFast:
+    return train_tokenizer(iter(CORPUS), request.param, SIZES[request.param])
+
+
+def encode_whole(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
+    backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+    backend.encode_special_tokens = True
+    return backend.encode(text, add_special_tokens=False).ids
+
+
+def test_special_tokens_have_their_ids_and_roles(tokenizer: PreTrainedTokenizerFast) -> None:
+    assert tokenizer.convert_tokens_to_ids(["<|endoftext|>", "<|pad|>"]) == [0, 1]
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id) == (0, 0, 1)
+    assert start_token_id(tokenizer) == 0
+
+
+def test_the_vocabulary_has_the_size_asked_for() -> None:
+    for kind, size in SIZES.items():
+        assert len(train_tokenizer(CORPUS, kind, size)) == (size or 258)
+
+
+def test_byte_ids_are_the_bytes() -> None:
+    tokenizer = train_tokenizer([], "byte", 258)
+    assert tokenizer("é\n")["input_ids"] == [2 + byte for byte in "é\n".encode()]
+
+
+@settings(max_examples=60, deadline=None)
+@given(text=TEXTS)
+def test_text_comes_back_exactly(tokenizer: PreTrainedTokenizerFast, text: str) -> None:
+    for exact in (text, HARD):
+        ids, counts = make_encoder(tokenizer).encode([exact])
+        assert counts.tolist() == [len(ids)]
+        assert tokenizer.decode(ids.tolist()) == exact
+
+
+@settings(max_examples=100, deadline=None)
+@given(texts=st.lists(TEXTS, max_size=3))
+def test_fast_encoding_equals_encoding_each_text_whole(tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> None:
+    texts = [*texts, HARD, *texts]
+    ids, counts = make_encoder(tokenizer).encode(texts)
+    expected = [encode_whole(tokenizer, text) for text in texts]
+    assert counts.tolist() == [len(row) for row in expected]
+    assert ids.tolist() == [index for row in expected for index in row]
+
+
+@settings(max_examples=60, deadline=None)
+@given(text=TEXTS)
+def test_a_text_cut_into_pieces_has_the_same_ids(tokenizer: PreTrainedTokenizerFast, text: str) -> None:
+    text += HARD + text
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("multilin.data.encoding.PIECE_CHARACTERS", 5)
+        encoder = make_encoder(tokenizer)
+        pieces = list(encoder.pieces(text))
+    assert len(pieces) > 2
+    assert "".join(pieces) == text
+    assert encoder.encode(pieces)[0].tolist() == encode_whole(tokenizer, text)
+
+
+def test_a_full_memory_of_words_is_emptied_without_a_trace(
+    tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("multilin.data.encoding.WORDS_KEPT", 3)
+    encoder = make_encoder(tokenizer)
+    for text in [*CORPUS, HARD, *CORPUS]:
+        assert encoder.encode([text])[0].tolist() == encode_whole(tokenizer, text)
+
+
+@settings(max_examples=60, deadline=None)
+@given(text=TEXTS)
+def test_byte_lengths_add_up_to_the_text_also_where_tokens_split_characters(
+    tokenizer: PreTrainedTokenizerFast, text: str
+) -> None:
+    lengths = token_byte_lengths(tokenizer)
+    for counted in (text, HARD):
+        assert sum(lengths[index] for index in encode_whole(tokenizer, counted)) == len(counted.encode())
+    assert lengths[:2] == [0, 0]
+
+
+def test_training_is_reproducible(tokenizer: PreTrainedTokenizerFast) -> None:
+    kind = {258: "byte", 300: "bpe", 262: "unigram"}[len(tokenizer)]
+    assert tokenizer_hash(train_tokenizer(CORPUS, kind, len(tokenizer))) == tokenizer_hash(tokenizer)
+
+
+def test_a_tokenizer_comes_back_from_folder_file_and_run(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    tokenizer.save_pretrained(tmp_path / "run" / "tokenizer")
+    tokenizer(["a", "a b c"], padding=True)  # leaves its padding in the tokenizer
+    inside = tmp_path / "run" / "tokenizer"
+    for path in (inside, inside / "tokenizer.json", tmp_path / "run"):
+        loaded = load_tokenizer(str(path))
+        assert tokenizer_hash(loaded) == tokenizer_hash(tokenizer)
+        assert (loaded.eos_token_id, loaded.pad_token_id) == (0, 1)
+        assert loaded.decode(loaded(CORPUS[0])["input_ids"]) == CORPUS[0]
+
+
+def test_padding_falls_back_to_the_end_of_text(tmp_path: Path) -> None:
+    backend = Tokenizer(models.WordLevel({"[UNK]": 0, "cat": 1, "</s>": 2}, unk_token="[UNK]"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    backend.save(str(tmp_path / "tokenizer.json"))
+    loaded = load_tokenizer(str(tmp_path))
+    assert (loaded.eos_token, loaded.pad_token) == ("</s>", "</s>")
+    assert make_encoder(loaded).encode(["cat dog", "cat"])[0].tolist() == [1, 0, 1]
+
+
+@pytest.mark.parametrize(
+    ("kind", "size", "message"),
+    [
+        ("bpe", 100_000, r"vocab_size: 100000 given, but the corpus supports \d+ tokens"),
+        ("unigram", 100_000, r"vocab_size: 100000 given, but the corpus supports \d+ tokens"),
+        ("bpe", 200, "vocab_size: 200 given, but a bpe tokenizer needs more than 258"),
+        ("unigram", None, "vocab_size: None given, but a unigram tokenizer needs more than 258"),
+        ("byte", 300, "vocab_size: 300 given, but a byte tokenizer has 258 tokens"),
+        ("word", 300, "tokenizer kind: 'word' given, but it should be byte, bpe or unigram"),
+    ],
+)
+def test_sizes_that_cannot_be_are_refused(kind: str, size: int | None, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        train_tokenizer(CORPUS, kind, size)
+
+
+@pytest.mark.parametrize("kind", ["bpe", "unigram"])
+def test_the_number_of_tokens_a_corpus_is_said_to_support_is_supported(kind: Literal["bpe", "unigram"]) -> None:
+    with pytest.raises(InputError) as error:
+        train_tokenizer(CORPUS, kind, 5000)
+    supported = int(re.findall(r"supports (\d+) tokens", str(error.value))[0])
+    assert len(train_tokenizer(CORPUS, kind, supported)) == supported
+
+
+def test_what_is_no_tokenizer_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"holds no tokenizer.json"):
+        load_tokenizer(str(tmp_path))
+    with pytest.raises(InputError, match=r"missing.json' does not exist"):
+        load_tokenizer(str(tmp_path / "missing.json"))
+    (tmp_path / "tokenizer.json").write_text('{"version": "1.0", ')
+    with pytest.raises(InputError, match=r"is not a tokenizer.json"):
+        load_tokenizer(str(tmp_path))
+    Tokenizer(models.WordLevel({"cat": 1}, unk_token="cat")).save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(InputError, match="none of the end-of-text tokens"):
+        load_tokenizer(str(tmp_path))

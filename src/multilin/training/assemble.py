@@ -1,0 +1,142 @@
+"""From a recipe to the parts of a run: text, model, data order, and the settings of transformers' Trainer."""
+
+import inspect
+import math
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, TrainingArguments
+
+from multilin.data.packing import Blocks
+from multilin.data.prepare import PreparedText, Progress, prepare_text
+from multilin.errors import InputError
+from multilin.model.factory import create_model
+from multilin.training.order import BlockOrder
+from multilin.training.recipe import Recipe
+
+
+def read_text(recipe: Recipe, progress: Progress) -> PreparedText:
+    """The tokenizer, and the packed training and validation text.
+
+    Raises:
+        InputError: the text cannot be read, or holds less than one block of training text.
+    """
+    data, tokenizer = recipe.data, recipe.tokenizer
+    text = prepare_text(
+        source=data.source,
+        validation=data.validation,
+        validation_fraction=data.validation_fraction,
+        text_field=data.text_field,
+        encoding_errors=data.encoding_errors,
+        tokenizer_kind=tokenizer.kind,
+        vocab_size=tokenizer.vocab_size,
+        tokenizer_path=tokenizer.path,
+        progress=progress,
+    )
+    if text.train.num_tokens < recipe.model.n_positions:
+        raise InputError(
+            f"data.source: {data.source} holds {text.train.num_tokens} tokens to train on, less than one block of "
+            f"model.n_positions = {recipe.model.n_positions}; give more text or a smaller block"
+        )
+    return text
+
+
+def check_model(recipe: Recipe) -> None:
+    """Build the model without memory, so that sizes that do not fit are refused before any text is read."""
+    model = recipe.model
+    with torch.device("meta"):
+        create_model(
+            model.architecture,
+            hidden_size=model.hidden_size,
+            num_layers=model.num_layers,
+            vocab_size=recipe.tokenizer.vocab_size or 1,
+            n_positions=model.n_positions,
+            options=model.options,
+        )
+
+
+def build_model(recipe: Recipe, tokenizer: Any) -> PreTrainedModel:
+    """The model, freshly initialised from torch's global random numbers."""
+    model: PreTrainedModel = create_model(
+        recipe.model.architecture,
+        hidden_size=recipe.model.hidden_size,
+        num_layers=recipe.model.num_layers,
+        vocab_size=len(tokenizer),
+        n_positions=recipe.model.n_positions,
+        options=recipe.model.options,
+    )
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        setattr(model.config, name, getattr(tokenizer, name))
+        setattr(model.generation_config, name, getattr(tokenizer, name))
+    if _smooths_labels(model):
+        model.config.label_smoothing = recipe.training.label_smoothing
+    if recipe.training.gradient_checkpointing:
+        # transformers 5.23 renamed it; the old name still works there, with a warning.
+        getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
+    return model
+
+
+def training_order(recipe: Recipe, model: PreTrainedModel, text: PreparedText, num_devices: int) -> BlockOrder:
+    """All blocks the run reads, on all devices, from the first step to the last."""
+    blocks = Blocks(text.train, recipe.model.n_positions)
+    fields = list(blocks[0])
+    unread = [field for field in fields if field not in inspect.signature(model.forward).parameters]
+    if unread:
+        warnings.warn(
+            f"{recipe.model.architecture} does not take {', '.join(unread)}: documents packed into one block see each "
+            "other",
+            stacklevel=2,
+        )
+    plan = recipe.training
+    return BlockOrder(
+        blocks,
+        seed=plan.seed,
+        length=plan.max_steps * plan.gradient_accumulation * plan.batch_size * num_devices,
+        fields=[field for field in fields if field not in unread],
+    )
+
+
+def training_arguments(recipe: Recipe, model: PreTrainedModel, output: Path) -> TrainingArguments:
+    """The recipe in the words of transformers' Trainer; logging, validating and saving are decided by our callback."""
+    plan, optimizer, schedule = recipe.training, recipe.optimizer, recipe.schedule
+    assert optimizer.learning_rate is not None, "training needs a recipe that was resolved"
+    assert optimizer.betas is not None
+    assert optimizer.weight_decay is not None
+    assert plan.label_smoothing is not None
+    assert schedule.name is not None
+    assert schedule.warmup_steps is not None
+    return TrainingArguments(
+        output_dir=str(output),
+        max_steps=plan.max_steps,
+        per_device_train_batch_size=plan.batch_size,
+        gradient_accumulation_steps=plan.gradient_accumulation,
+        label_smoothing_factor=0.0 if _smooths_labels(model) else plan.label_smoothing,
+        seed=plan.seed,
+        bf16=plan.precision == "bf16",
+        torch_compile=plan.compile,
+        optim="adamw_torch_fused",
+        learning_rate=optimizer.learning_rate,
+        adam_beta1=optimizer.betas[0],
+        adam_beta2=optimizer.betas[1],
+        weight_decay=optimizer.weight_decay,
+        # An infinite bound does not clip, but has the norm computed, for metrics.jsonl and the finite check.
+        max_grad_norm=optimizer.clip_norm or math.inf,
+        lr_scheduler_type=schedule.name if schedule.name != "constant" else "constant_with_warmup",
+        warmup_steps=schedule.warmup_steps,
+        use_cpu=not torch.accelerator.is_available(),
+        dataloader_pin_memory=torch.cuda.is_available(),
+        remove_unused_columns=False,
+        logging_nan_inf_filter=False,
+        logging_strategy="no",
+        eval_strategy="no",
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+    )
+
+
+def _smooths_labels(model: PreTrainedModel) -> bool:
+    # Ours smooth inside their chunked loss; for the baselines Trainer does it on the logits.
+    return hasattr(model.config, "label_smoothing")

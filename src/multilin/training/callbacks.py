@@ -1,0 +1,126 @@
+"""What happens around each step: the finite check, the metrics, and when to validate, save and stop."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from accelerate import PartialState
+from accelerate.utils import reduce
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from multilin.training.display import Display
+from multilin.training.metrics import Meter
+from multilin.training.outcomes import TrainingFailed
+from multilin.training.recipe import TrainingRecipe
+from multilin.training.signals import StopRequest
+
+
+class StepCallback(TrainerCallback):  # type: ignore[misc]
+    """Follows every optimizer step of a run and decides what comes after it.
+
+    Args:
+        plan: how often to log, validate and save.
+        meter: sums losses, tokens and time.
+        display: shows each complete line of metrics.
+        writers: each stores every complete line of metrics.
+        stop_request: notes a signal that asks the run to end.
+        describe_batch: step to the blocks it reads, for the message about a loss that is not finite.
+    """
+
+    def __init__(
+        self,
+        *,
+        plan: TrainingRecipe,
+        meter: Meter,
+        display: Display,
+        writers: Sequence[Callable[[dict[str, Any]], None]],
+        stop_request: StopRequest,
+        describe_batch: Callable[[int], str],
+    ) -> None:
+        self.plan, self.meter, self.display, self.writers = plan, meter, display, writers
+        self.stop_request, self.describe_batch = stop_request, describe_batch
+        self.grad_norm: torch.Tensor | float = 0.0  # set by the trainer when it clips
+        self._step_loss = self._step_norm = self._learning_rate = 0.0
+        self._line: dict[str, Any] | None = None
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Start the clock and the display."""
+        self.meter.start()
+        self.display.start(state.global_step)
+
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Refuse a step that would spoil the weights.
+
+        Raises:
+            TrainingFailed: the loss or the gradient is not finite; the weights are still those of the step before.
+        """
+        loss, norm = self.meter.take_step_loss(), self.grad_norm
+        # One transfer for both: on a GPU each one waits for all work in flight.
+        loss_and_norm = torch.stack([loss.float(), torch.as_tensor(norm, device=loss.device).float()])
+        self._step_loss, self._step_norm = loss_and_norm.tolist()
+        if not torch.isfinite(loss_and_norm.cpu()).all():
+            what = "gradient norm" if torch.isfinite(loss) else "loss"
+            value = self._step_norm if torch.isfinite(loss) else self._step_loss
+            step = state.global_step + 1
+            raise TrainingFailed(f"the {what} of step {step} is {value}, in the batch of {self.describe_batch(step)}")
+
+    def on_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Note the learning rate the step was made with, before the schedule moves on."""
+        self._learning_rate = float(kwargs["optimizer"].param_groups[0]["lr"])
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> TrainerControl:
+        """Measure the step and decide what follows it."""
+        step = state.global_step
+        last = step >= args.max_steps
+        stop = _on_any_device(self.stop_request.signal_number is not None)
+        self.meter.end_step(self._step_loss)
+        self.display.step(step)
+        control.should_evaluate = last or _due(step, self.plan.eval_every_steps)
+        control.should_save = last or stop or _due(step, self.plan.save_every_steps)
+        control.should_training_stop = last or stop
+        if control.should_evaluate or _due(step, self.plan.log_every_steps):
+            self._line = self.meter.line(
+                step,
+                learning_rate=self._learning_rate,
+                grad_norm=self._step_norm,
+                average=_mean_over_devices,
+            )
+        if not control.should_evaluate:
+            self._finish_line()
+        return control
+
+    def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Complete the line of a step that was validated."""
+        if self._line is not None:
+            self._line |= kwargs["metrics"]
+        self._finish_line()
+
+    def _finish_line(self) -> None:
+        if self._line is not None:
+            for write in self.writers:
+                write(self._line)
+            self.display.line(self._line)
+            self._line = None
+
+
+def _on_any_device(flag: bool) -> bool:
+    return flag if PartialState().num_processes == 1 else _mean_over_devices(float(flag)) > 0
+
+
+def _mean_over_devices(value: float) -> float:
+    state = PartialState()
+    if state.num_processes == 1:
+        return value
+    return float(reduce(torch.tensor(value, device=state.device), reduction="mean"))
+
+
+def _due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0

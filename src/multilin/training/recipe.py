@@ -1,0 +1,234 @@
+"""A recipe is everything that decides a training run, as plain data: dataclasses here, YAML in files.
+
+`load_recipe("demo", {"training.max_steps": 50})` starts from a built-in recipe, a YAML file, or the folder of an
+earlier run, and changes single values. None stands for the default of the architecture or of the machine;
+`resolve_recipe` fills these in, and the filled-in recipe is what a run writes down.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import field
+from importlib import resources
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from annotated_types import Ge, Gt, Lt
+
+from multilin.errors import InputError, nearest
+from multilin.settings import load_settings, settings
+
+RECIPE_FILE = "recipe.yaml"
+DEFAULT_VOCAB_SIZE = 4096
+
+Positive = Annotated[int, Gt(0)]
+Count = Annotated[int, Ge(0)]
+Fraction = Annotated[float, Ge(0), Lt(1)]
+Rate = Annotated[float, Gt(0)]
+NonNegative = Annotated[float, Ge(0)]
+
+
+@settings
+class ModelRecipe:
+    """The network."""
+
+    architecture: str = "additive"  # a registered architecture, or the baselines gpt2 and llama
+    hidden_size: Positive = 256  # width of the vectors between the layers
+    num_layers: Positive = 6  # layers
+    n_positions: Annotated[int, Ge(2)] = 256  # context length: tokens in one training block
+    options: dict[str, Any] = field(default_factory=dict)  # options of the architecture
+
+
+@settings
+class DataRecipe:
+    """The text."""
+
+    source: str = "python-docs"  # a built-in corpus, a file, folder or glob, or a dataset of the Hugging Face hub
+    validation: str | None = None  # a second source to validate on; without one, documents are split off the source
+    validation_fraction: Annotated[float, Gt(0), Lt(1)] = 0.05  # share of the documents split off for validation
+    text_field: str = "text"  # the field or column of .jsonl, .csv and .parquet files that holds the text
+    encoding_errors: Literal["strict", "replace"] = "strict"  # bytes that are not UTF-8: refuse, or replace by U+FFFD
+
+
+@settings
+class TokenizerRecipe:
+    """The tokenizer, trained on the text or loaded."""
+
+    kind: Literal["bpe", "unigram", "byte"] = "bpe"  # how text becomes tokens
+    vocab_size: Positive | None = None  # entries of a trained vocabulary, 4096 by default; byte has 258 and no choice
+    path: str | None = None  # load this tokenizer (a folder or tokenizer.json) instead of training one
+
+
+@settings
+class OptimizerRecipe:
+    """The optimizer; what is not given is the default of the architecture."""
+
+    name: Literal["adamw"] = "adamw"  # optimizer
+    learning_rate: Rate | None = None  # peak learning rate, reached after the warm-up
+    betas: tuple[Fraction, Fraction] | None = None  # decay rates of AdamW's two running means
+    weight_decay: NonNegative | None = None  # decoupled decay of weight matrices (not of biases, norms, embeddings)
+    clip_norm: NonNegative | None = None  # largest norm of the gradient; 0 does not clip
+
+
+@settings
+class ScheduleRecipe:
+    """The learning rate over time; what is not given is the default of the architecture."""
+
+    name: Literal["linear", "cosine", "constant"] | None = None  # course after the warm-up, down to 0 at the last step
+    warmup_steps: Count | None = None  # steps in which the learning rate rises from 0 to its peak
+
+
+@settings
+class TrainingRecipe:
+    """The run."""
+
+    max_steps: Positive = 1000  # optimizer steps
+    batch_size: Positive = 16  # blocks per device and forward pass
+    gradient_accumulation: Positive = 1  # forward passes summed into one step
+    label_smoothing: Fraction | None = None  # probability spread over the whole vocabulary, in training only
+    seed: Count = 0  # seed of initial weights, data order and dropout
+    precision: Literal["auto", "float32", "bf16"] = "auto"  # auto: bf16 autocast where the hardware computes in it
+    gradient_checkpointing: bool = False  # recompute activations in the backward pass: less memory, more time
+    compile: bool = False  # torch.compile the model
+    eval_every_steps: Count = 100  # steps between validations; 0 validates after the last step only
+    eval_max_tokens: Positive | None = 100_000  # validation tokens read each time; null reads all
+    save_every_steps: Count = 200  # steps between checkpoints; 0 saves after the last step only
+    keep_checkpoints: Positive = 2  # newest checkpoints kept
+    log_every_steps: Positive = 10  # steps between lines of metrics.jsonl
+    tensorboard: bool = False  # also write TensorBoard event files into the run folder
+
+
+@settings
+class Recipe:
+    """Everything that decides a run."""
+
+    model: ModelRecipe = field(default_factory=ModelRecipe)  # the network
+    data: DataRecipe = field(default_factory=DataRecipe)  # the text
+    tokenizer: TokenizerRecipe = field(default_factory=TokenizerRecipe)  # the tokenizer
+    optimizer: OptimizerRecipe = field(default_factory=OptimizerRecipe)  # the optimizer
+    schedule: ScheduleRecipe = field(default_factory=ScheduleRecipe)  # the learning rate over time
+    training: TrainingRecipe = field(default_factory=TrainingRecipe)  # the run
+    output: str = "runs/default"  # folder the run is written to
+
+
+# What only reports on a run, or says where it lies, may change when it is resumed.
+CHANGEABLE_ON_RESUME = (
+    "output",
+    "training.eval_every_steps",
+    "training.eval_max_tokens",
+    "training.save_every_steps",
+    "training.keep_checkpoints",
+    "training.log_every_steps",
+    "training.tensorboard",
+)
+
+
+def builtin_recipes() -> dict[str, Path]:
+    """The recipes that come with the package, name to file."""
+    folder = Path(str(resources.files("multilin") / "recipes"))
+    return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
+
+
+def load_recipe(name_or_path: str | Path | None = None, overrides: Mapping[str, Any] | None = None) -> Recipe:
+    """Read a recipe and change single values of it.
+
+    Args:
+        name_or_path: a built-in recipe, a YAML file, or the folder of a run; None starts from the defaults.
+        overrides: dotted field ("training.max_steps", "model.options.window") to its new value.
+
+    Raises:
+        InputError: no such recipe, not YAML, an unknown field or a value of a wrong type.
+    """
+    values = {} if name_or_path is None else _read_yaml(_find(str(name_or_path)))
+    for dotted, value in (overrides or {}).items():
+        _set(values, dotted, value)
+    if name_or_path is not None and Path(name_or_path).is_dir() and "output" not in (overrides or {}):
+        values["output"] = str(name_or_path)  # the folder may have been moved since the run wrote it down
+    return load_settings(Recipe, values)
+
+
+def save_recipe(recipe: Recipe, path: str | Path) -> None:
+    """Write a recipe as YAML that `load_recipe` reads back to an equal one."""
+    text = yaml.safe_dump(dataclasses.asdict(recipe), sort_keys=False, allow_unicode=True)
+    Path(path).write_text(text, encoding="utf-8")
+
+
+def resolve_recipe(recipe: Recipe) -> Recipe:
+    """The same recipe with every default of the architecture and of this machine filled in."""
+    from multilin.model.factory import training_defaults
+    from multilin.training.precision import resolve_precision
+
+    defaults = training_defaults(recipe.model.architecture)
+    training = dataclasses.replace(
+        _fill(recipe.training, label_smoothing=defaults.label_smoothing),
+        precision=resolve_precision(recipe.training.precision),
+    )
+    optimizer = _fill(
+        recipe.optimizer,
+        learning_rate=defaults.learning_rate,
+        betas=defaults.betas,
+        weight_decay=defaults.weight_decay,
+        clip_norm=defaults.clip_norm,
+    )
+    schedule = _fill(recipe.schedule, name=defaults.schedule, warmup_steps=defaults.warmup_steps)
+    tokenizer = recipe.tokenizer
+    if tokenizer.kind != "byte" and tokenizer.path is None:
+        tokenizer = _fill(tokenizer, vocab_size=DEFAULT_VOCAB_SIZE)
+    return dataclasses.replace(recipe, tokenizer=tokenizer, training=training, optimizer=optimizer, schedule=schedule)
+
+
+def first_difference(old: Recipe, new: Recipe) -> tuple[str, Any, Any] | None:
+    """The first field, dotted, that decides the run and differs between two recipes, with both values."""
+    flat_old, flat_new = _flatten(dataclasses.asdict(old)), _flatten(dataclasses.asdict(new))
+    for name in flat_old | flat_new:
+        if name not in CHANGEABLE_ON_RESUME and flat_old.get(name) != flat_new.get(name):
+            return name, flat_old.get(name), flat_new.get(name)
+    return None
+
+
+def _fill(section: Any, **defaults: Any) -> Any:
+    missing = {name: value for name, value in defaults.items() if getattr(section, name) is None}
+    return dataclasses.replace(section, **missing)
+
+
+def _flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        flat |= _flatten(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
+    return flat
+
+
+def _find(name_or_path: str) -> Path:
+    builtin = builtin_recipes()
+    if name_or_path in builtin:
+        return builtin[name_or_path]
+    path = Path(name_or_path)
+    if path.is_dir() and (path / RECIPE_FILE).is_file():
+        return path / RECIPE_FILE
+    if path.is_file():
+        return path
+    raise InputError(
+        f"recipe: {name_or_path!r} is neither a YAML file, the folder of a run, nor a built-in recipe "
+        f"({', '.join(builtin)}){nearest(name_or_path, builtin)}"
+    )
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise InputError(f"recipe: {path} is not YAML: {' '.join(str(error).split())}") from None
+    except OSError as error:
+        raise InputError(f"recipe: {path} cannot be read: {error.strerror}") from None
+    if values is not None and not isinstance(values, dict):
+        raise InputError(f"recipe: {path} should hold sections such as `model:` and `training:`, not {values!r:.60}")
+    return values or {}
+
+
+def _set(values: dict[str, Any], dotted: str, value: Any) -> None:
+    *sections, name = dotted.split(".")
+    for section in sections:
+        inner = values.get(section)
+        values[section] = dict(inner) if isinstance(inner, dict) else {}
+        values = values[section]
+    values[name] = value

@@ -1,0 +1,112 @@
+"""What a finished run shows: the plot of its loss and its model card."""
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from multilin.training.outcomes import RunResult
+from multilin.training.recipe import Recipe
+
+_TRAINING, _VALIDATION, _INK, _GRID = "#4c78a8", "#d1495b", "#333333", "#e6e6e6"
+
+
+def draw_loss(lines: Sequence[dict[str, Any]], path: Path) -> None:
+    """Plot the loss in nats per token over the tokens read: training as a line, validation as points.
+
+    Args:
+        lines: of metrics.jsonl.
+        path: the PNG to write.
+    """
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import EngFormatter
+
+    figure = Figure(figsize=(7.2, 4.2), dpi=150, layout="constrained")
+    axes = figure.add_subplot()
+    axes.plot([line["tokens"] for line in lines], [line["loss"] for line in lines], color=_TRAINING, label="training")
+    validated = [line for line in lines if "validation_loss" in line]
+    if validated:
+        tokens, losses = [line["tokens"] for line in validated], [line["validation_loss"] for line in validated]
+        axes.plot(tokens, losses, color=_VALIDATION, marker="o", markersize=4, label="validation")
+        axes.annotate(
+            f"{validated[-1]['validation_bits_per_byte']:.3f} bits per byte",
+            (tokens[-1], losses[-1]),
+            xytext=(-4, 14),
+            textcoords="offset points",
+            ha="right",
+            color=_VALIDATION,
+        )
+    axes.set(xlabel="training tokens", ylabel="loss (nats per token)")
+    axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+    axes.grid(color=_GRID, linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.tick_params(colors=_INK)
+    axes.legend(frameon=False)
+    figure.savefig(path, format="png")
+
+
+def write_card(recipe: Recipe, result: RunResult, path: Path) -> None:
+    """Write the model card: what the model is, what it was trained on, how well it does, how to load it."""
+    front = {"library_name": "transformers", "pipeline_tag": "text-generation"}
+    front["tags"] = ["multilin", recipe.model.architecture]  # type: ignore[assignment]
+    parameters = sum(parameter.numel() for parameter in result.model.parameters())
+    model, plan = recipe.model, recipe.training
+    figures = {
+        "Architecture": f"`{model.architecture}`, {model.num_layers} layers, width {model.hidden_size}",
+        "Parameters": f"{parameters:,}",
+        "Context in training": f"{model.n_positions} tokens",
+        "Tokenizer": f"{recipe.tokenizer.path or recipe.tokenizer.kind}, {len(result.tokenizer):,} entries",
+        "Text": f"`{recipe.data.source}`",
+        "Training": f"{result.steps:,} steps, {result.tokens:,} tokens, {result.seconds:,.0f} s, {plan.precision}",
+        "Training loss": f"{result.loss:.3f} nats per token",
+        "Validation loss": f"{result.validation_loss:.3f} nats per token",
+        "Validation bits per byte": f"{result.validation_bits_per_byte:.3f}",
+    }
+    table = "\n".join(f"| {name} | {value} |" for name, value in figures.items())
+    text = _CARD.format(
+        front=yaml.safe_dump(front, sort_keys=False).strip(),
+        title=f"{model.architecture} on {recipe.data.source}",
+        table=table,
+        recipe=yaml.safe_dump(dataclasses.asdict(recipe), sort_keys=False, allow_unicode=True).strip(),
+    )
+    path.write_text(text, encoding="utf-8")
+
+
+_CARD = """\
+---
+{front}
+---
+
+# {title}
+
+A causal language model, trained from scratch with `multilin`.
+
+| | |
+|---|---|
+{table}
+
+Validation is on text the model was not trained on.
+
+![Loss over training tokens](loss.png)
+
+## Use
+
+```python
+import multilin  # teaches transformers this model
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+folder = "."  # the folder of this card
+model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+inputs = tokenizer("The", return_tensors="pt")
+print(tokenizer.decode(model.generate(**inputs, max_new_tokens=50, do_sample=True)[0]))
+```
+
+## Recipe
+
+```yaml
+{recipe}
+```
+"""

@@ -1,0 +1,186 @@
+"""The training entry: a recipe goes in, a run folder comes out."""
+
+import contextlib
+import signal
+from collections.abc import Iterator
+
+import torch
+from accelerate import PartialState
+from transformers import PreTrainedModel, set_seed
+from transformers.utils import logging
+
+from multilin.analysis.evaluate import evaluate
+from multilin.data.prepare import PreparedText
+from multilin.errors import InputError
+from multilin.training.assemble import build_model, check_model, read_text, training_arguments, training_order
+from multilin.training.callbacks import StepCallback
+from multilin.training.checkpoints import WRITE_ERRORS, checkpoint_step
+from multilin.training.display import Display, preparation_display
+from multilin.training.metrics import Meter
+from multilin.training.outcomes import RunResult, TrainingFailed, TrainingInterrupted
+from multilin.training.precision import autocast_dtype
+from multilin.training.recipe import Recipe, resolve_recipe
+from multilin.training.report import draw_loss, write_card
+from multilin.training.run_folder import RunFolder
+from multilin.training.signals import StopRequest
+from multilin.training.transformers_trainer import RunTrainer
+
+
+def train(recipe: Recipe, *, resume: bool = False, overwrite: bool = False) -> RunResult:
+    """Train the model a recipe describes and leave everything about the run in its output folder.
+
+    Under torchrun or `accelerate launch` every process calls this and they train together.
+
+    Args:
+        recipe: what to train, on what, how, and where to.
+        resume: continue the run in the output folder at its last checkpoint.
+        overwrite: replace the run in the output folder.
+
+    Raises:
+        InputError: the recipe, the text or the output folder cannot be used; nothing was written.
+        TrainingFailed: a loss that is not finite, or a full disk; the last checkpoint stands.
+        TrainingInterrupted: SIGINT or SIGTERM, after a checkpoint.
+    """
+    recipe = resolve_recipe(recipe)
+    check_model(recipe)
+    devices = PartialState(cpu=not torch.accelerator.is_available())
+    folder = RunFolder(recipe.output)
+    if devices.is_main_process:
+        folder.check(recipe, resume=resume, overwrite=overwrite)
+    silent = not devices.is_main_process
+    with devices.main_process_first(), preparation_display(silent=silent) as progress:
+        text = read_text(recipe, progress)
+
+    with _failures_in_one_sentence(folder), _no_progress_bars():
+        if devices.is_main_process:
+            folder.begin(recipe, text, resume=resume)
+        devices.wait_for_everyone()
+        set_seed(recipe.training.seed)
+        model = build_model(recipe, text.tokenizer)
+        with StopRequest() as stop_request, _display(recipe, devices) as display:
+            trainer = _build_trainer(recipe, model, text, folder, stop_request, display, devices)
+            _run(trainer, folder, display, resume=resume)
+        if trainer.state.global_step < recipe.training.max_steps:
+            raise _interrupted(trainer, folder, stop_request)
+        return _finish(recipe, trainer, folder, text)
+
+
+def _build_trainer(
+    recipe: Recipe,
+    model: PreTrainedModel,
+    text: PreparedText,
+    folder: RunFolder,
+    stop_request: StopRequest,
+    display: Display,
+    devices: PartialState,
+) -> RunTrainer:
+    plan = recipe.training
+    order = training_order(recipe, model, text, devices.num_processes)
+
+    def validate(model: torch.nn.Module) -> dict[str, float]:
+        found = evaluate(
+            model,
+            text.validation,
+            block_size=recipe.model.n_positions,
+            batch_size=plan.batch_size,
+            max_tokens=plan.eval_max_tokens,
+            autocast_dtype=autocast_dtype(plan.precision),
+        )
+        return {"validation_loss": found.loss, "validation_bits_per_byte": found.bits_per_byte}
+
+    blocks_per_step = len(order) // plan.max_steps
+    callback = StepCallback(
+        plan=plan,
+        meter=Meter(tokens_per_step=blocks_per_step * recipe.model.n_positions),
+        display=display,
+        writers=folder.metrics_writers(tensorboard=plan.tensorboard) if devices.is_main_process else [],
+        stop_request=stop_request,
+        describe_batch=lambda step: order.describe((step - 1) * blocks_per_step, step * blocks_per_step),
+    )
+    return RunTrainer(
+        model=model,
+        args=training_arguments(recipe, model, folder.checkpoints),
+        order=order,
+        folder=folder,
+        validate=validate,
+        callback=callback,
+        keep_checkpoints=plan.keep_checkpoints,
+    )
+
+
+def _run(trainer: RunTrainer, folder: RunFolder, display: Display, *, resume: bool) -> None:
+    checkpoint = folder.last_checkpoint() if resume else None
+    step = checkpoint_step(checkpoint) if checkpoint else 0
+    if resume:
+        display.message(f"continues after step {step}" if checkpoint else "no checkpoint was saved yet: starts again")
+        if trainer.is_world_process_zero():
+            folder.cut_metrics(step)
+    trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+
+
+def _finish(recipe: Recipe, trainer: RunTrainer, folder: RunFolder, text: PreparedText) -> RunResult:
+    """Write the model, the plot and the model card."""
+    trainer.accelerator.wait_for_everyone()
+    trainer.publish_model()
+    meter, lines = trainer.callback.meter, folder.read_metrics()
+    result = RunResult(
+        output=folder.path,
+        steps=trainer.state.global_step,
+        tokens=meter.tokens,
+        seconds=meter.seconds,
+        loss=lines[-1]["loss"],
+        validation_loss=lines[-1]["validation_loss"],
+        validation_bits_per_byte=lines[-1]["validation_bits_per_byte"],
+        model=trainer.bare_model(),
+        tokenizer=text.tokenizer,
+    )
+    if trainer.is_world_process_zero():
+        folder.replace(folder.plot, lambda path: draw_loss(lines, path))
+        folder.replace(folder.card, lambda path: write_card(recipe, result, path))
+    trainer.accelerator.wait_for_everyone()
+    return result
+
+
+def _interrupted(trainer: RunTrainer, folder: RunFolder, stop_request: StopRequest) -> TrainingInterrupted:
+    step, last = trainer.state.global_step, trainer.args.max_steps
+    return TrainingInterrupted(
+        f"stopped after step {step} of {last}; its checkpoint is saved, and "
+        f"`multilin train {folder.path} --resume` continues there",
+        # On several devices the signal may have reached another process only.
+        stop_request.signal_number or signal.SIGTERM,
+    )
+
+
+@contextlib.contextmanager
+def _display(recipe: Recipe, devices: PartialState) -> Iterator[Display]:
+    display = Display(recipe.training.max_steps, silent=not devices.is_main_process)
+    try:
+        yield display
+    finally:
+        display.stop()
+
+
+@contextlib.contextmanager
+def _no_progress_bars() -> Iterator[None]:
+    # save_pretrained draws a bar for every checkpoint, through ours.
+    enabled = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if enabled:
+            logging.enable_progress_bar()
+
+
+@contextlib.contextmanager
+def _failures_in_one_sentence(folder: RunFolder) -> Iterator[None]:
+    try:
+        yield
+    except InputError:
+        raise
+    except TrainingFailed as failure:
+        last = folder.last_checkpoint()
+        stands = f"the checkpoint of step {checkpoint_step(last)} stands" if last else "no checkpoint was saved yet"
+        raise TrainingFailed(f"{failure}; {stands}") from failure.__cause__
+    except WRITE_ERRORS as error:
+        raise TrainingFailed(f"the run in {folder.path} stopped: {error}") from error

@@ -1,0 +1,230 @@
+"""transformers' Trainer, with checkpoints that hold no pickles and resume bit for bit.
+
+Trainer brings the loop, autocast, compilation and training on several devices (DDP, FSDP). Replaced here are the
+places it keeps private: how a checkpoint is written and read. Everything else goes through its public methods.
+"""
+
+import contextlib
+import inspect
+import itertools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.utils.data import Sampler, SequentialSampler
+from transformers import PreTrainedModel, PrinterCallback, Trainer, TrainerControl, TrainingArguments
+
+from multilin.training import checkpoints
+from multilin.training.callbacks import StepCallback
+from multilin.training.order import BlockOrder, stack_blocks
+from multilin.training.outcomes import TrainingFailed
+from multilin.training.run_folder import RunFolder
+
+_WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
+
+
+class RunTrainer(Trainer):  # type: ignore[misc]
+    """Trains on the blocks of a run, in their order, and keeps its checkpoints.
+
+    Args:
+        model: a causal language model whose forward returns a loss.
+        args: steps, batch size, learning rate, precision, devices.
+        order: the blocks to read, from the first step to the last.
+        folder: where checkpoints go.
+        validate: model to its figures on the validation text, for metrics.jsonl.
+        callback: follows each step; holds the meter whose state goes into checkpoints.
+        keep_checkpoints: newest checkpoints kept.
+    """
+
+    control: TrainerControl
+
+    def __init__(
+        self,
+        *,
+        model: PreTrainedModel,
+        args: TrainingArguments,
+        order: BlockOrder,
+        folder: RunFolder,
+        validate: Callable[[torch.nn.Module], dict[str, float]],
+        callback: StepCallback,
+        keep_checkpoints: int,
+    ) -> None:
+        self.order, self.folder, self.validate, self.callback = order, folder, validate, callback
+        self.keep_checkpoints = keep_checkpoints
+        use_cache = getattr(model.config, "use_cache", True)
+        super().__init__(model=model, args=args, train_dataset=order, data_collator=stack_blocks, callbacks=[callback])
+        self.remove_callback(PrinterCallback)
+        model.config.use_cache = use_cache  # Trainer turns it off, and would save it so
+        # Trainer looks for **kwargs only.
+        if "num_items_in_batch" in inspect.signature(model.forward).parameters:
+            self.model_accepts_loss_kwargs = True
+
+    @property
+    def network(self) -> torch.nn.Module:
+        """What is trained: the model itself, or FSDP around it."""
+        network: torch.nn.Module = self.model
+        return network
+
+    @property
+    def schedule(self) -> torch.optim.lr_scheduler.LRScheduler:
+        """The learning rate over time."""
+        schedule: torch.optim.lr_scheduler.LRScheduler = self.lr_scheduler
+        return schedule
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Also note each gradient norm where it is computed: transformers 5.0 hands it to no callback."""
+        super().create_accelerator_and_postprocess()
+        clip = self.accelerator.clip_grad_norm_
+
+        def clip_and_note(*args: Any, **kwargs: Any) -> torch.Tensor:
+            norm: torch.Tensor = clip(*args, **kwargs)
+            self.callback.grad_norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+            return norm
+
+        self.accelerator.clip_grad_norm_ = clip_and_note
+
+    def get_decay_parameter_names(self, model: torch.nn.Module) -> list[str]:
+        """Weight decay is for matrices: not for biases, norms, embeddings, nor an output tied to an embedding."""
+        embeddings = {id(p) for m in model.modules() if isinstance(m, torch.nn.Embedding) for p in m.parameters()}
+        parameters = dict(model.named_parameters(remove_duplicate=False))
+        names = super().get_decay_parameter_names(model)
+        return [name for name in names if parameters[name].ndim > 1 and id(parameters[name]) not in embeddings]
+
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Forward and backward of one batch; its loss is metered."""
+        loss: torch.Tensor = super().training_step(*args, **kwargs)
+        self.callback.meter.add_loss(loss)
+        return loss
+
+    def compute_loss(self, model: torch.nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """The loss of one batch; no state is kept for a text that goes on."""
+        return super().compute_loss(model, {**inputs, "use_cache": False}, *args, **kwargs)
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        """Validate, without touching the random numbers that training draws."""
+        devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+        with self.callback.meter.paused(), torch.random.fork_rng(devices=devices):
+            metrics = self.validate(self.network)
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        return metrics
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[dict[str, torch.Tensor]], num_batches: int, device: torch.device
+    ) -> tuple[list[dict[str, torch.Tensor]], torch.Tensor | None]:
+        """The batches of one step, and the number of tokens predicted in them on all devices.
+
+        The first token of a row is not predicted, whatever name the model's loss goes by.
+        """
+        batches = list(itertools.islice(epoch_iterator, num_batches))
+        if not batches or not self.model_accepts_loss_kwargs:
+            return batches, None
+        predicted = torch.stack([(batch["labels"][:, 1:] != -100).sum() for batch in batches]).sum().to(device)
+        return batches, self.accelerator.gather(predicted).sum()
+
+    def floating_point_ops(self, inputs: dict[str, Any]) -> int:
+        """Not counted: it would walk over all parameters at every step."""
+        return 0
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Write the model in Hugging Face's layout, gathered from all devices.
+
+        Raises:
+            OSError: the folder cannot be written.
+        """
+        model = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
+        weights = get_model_state_dict(self.network, options=_WHOLE) if self.args.world_size > 1 else None
+        if not self.is_world_process_zero():
+            return
+        model.save_pretrained(str(output_dir or self.folder.path), state_dict=weights)
+
+    def publish_model(self) -> None:
+        """Put the model at the top of the run folder, each file complete or not there."""
+        if self.is_world_process_zero():
+            self.folder.replace_files(lambda folder: self.save_model(str(folder)))
+        else:
+            self.save_model()
+
+    def bare_model(self) -> PreTrainedModel:
+        """The model as it was before training wrapped it, for use."""
+        model: PreTrainedModel = self.accelerator.unwrap_model(
+            self.network, keep_fp32_wrapper=False, keep_torch_compile=False
+        )
+        model.train(False)
+        return model
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[int]:
+        # The order is decided by the dataset itself, so that it is the same after a stop.
+        return SequentialSampler(self.order)
+
+    def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
+        step = self.state.global_step
+        try:
+            with self.callback.meter.paused(), self._checkpoint_folder(step) as folder:
+                self._write_checkpoint(folder)
+        except checkpoints.WRITE_ERRORS as error:
+            raise TrainingFailed(
+                f"the checkpoint of step {step} could not be written to {self.folder.checkpoints} ({error})"
+            ) from error
+
+    @contextlib.contextmanager
+    def _checkpoint_folder(self, step: int) -> Iterator[Path]:
+        """The folder that every process writes into; the first process makes and publishes it."""
+        if self.is_world_process_zero():
+            with checkpoints.published(self.folder.checkpoints, step, self.keep_checkpoints) as part:
+                self.accelerator.wait_for_everyone()
+                yield part
+                self.accelerator.wait_for_everyone()
+        else:
+            self.accelerator.wait_for_everyone()
+            yield checkpoints.part_folder(self.folder.checkpoints, step)
+            self.accelerator.wait_for_everyone()
+        self.accelerator.wait_for_everyone()
+
+    def _write_checkpoint(self, folder: Path) -> None:
+        self.save_model(str(folder))
+        checkpoints.write_random_state(folder / f"random-{self.args.process_index}.safetensors")
+        self._save_optimizer_and_scheduler(str(folder))
+        if self.is_world_process_zero():
+            checkpoints.write_json(folder / "meter.json", self.callback.meter.state())
+            self.state.save_to_json(str(folder / "trainer_state.json"))
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        state = get_optimizer_state_dict(self.network, _bare(self.optimizer), options=_WHOLE)
+        if self.is_world_process_zero():
+            checkpoints.write_optimizer(Path(output_dir), state)
+            checkpoints.write_json(Path(output_dir) / "schedule.json", self.schedule.state_dict())
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: torch.nn.Module | None = None) -> None:
+        weights: dict[str, Any] = dict(checkpoints.read_tensors(Path(resume_from_checkpoint) / "model.safetensors"))
+        # Not strict: a weight that is tied to another is stored once.
+        options = StateDictOptions(full_state_dict=True, strict=False)
+        set_model_state_dict(model or self.network, weights, options=options)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None:
+            return
+        folder = Path(checkpoint)
+        state = checkpoints.read_optimizer(folder)
+        set_optimizer_state_dict(
+            self.network, _bare(self.optimizer), state, options=StateDictOptions(full_state_dict=True)
+        )
+        self.schedule.load_state_dict(checkpoints.read_json(folder / "schedule.json"))
+        self.callback.meter.load_state(checkpoints.read_json(folder / "meter.json"))
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        if checkpoint is not None:
+            checkpoints.read_random_state(Path(checkpoint) / f"random-{self.args.process_index}.safetensors")
+
+
+def _bare(optimizer: Any) -> torch.optim.Optimizer:
+    """The optimizer inside accelerate's wrapper."""
+    bare: torch.optim.Optimizer = getattr(optimizer, "optimizer", optimizer)
+    return bare

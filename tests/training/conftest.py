@@ -1,0 +1,100 @@
+import json
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from multilin.training.callbacks import StepCallback
+from multilin.training.recipe import Recipe, load_recipe
+
+WORDS = ("the", "a", "cat", "dog", "sat", "ran", "on", "under", "mat", "tree", "and", "saw", "big", "green", "house")
+TIMES = ("seconds", "tokens_per_second")
+
+
+@pytest.fixture(scope="session")
+def text_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Sixty short documents of made-up sentences."""
+    draw = random.Random(0)
+    folder = tmp_path_factory.mktemp("text")
+    documents = [{"text": " ".join(draw.choices(WORDS, k=60))} for _ in range(60)]
+    path = folder / "text.jsonl"
+    path.write_text("".join(json.dumps(document) + "\n" for document in documents))
+    return path
+
+
+@pytest.fixture(scope="session", autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Prepared texts go where the tests' other files go."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Models this small only wait for each other's threads."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="session")
+def tiny(text_file: Path) -> Callable[..., Recipe]:
+    """A recipe small enough for a test: tiny(output, **{"section.field": value})."""
+
+    def make(output: Path, **changes: Any) -> Recipe:
+        overrides = {
+            "model.architecture": "additive",
+            "model.hidden_size": 16,
+            "model.num_layers": 1,
+            "model.n_positions": 16,
+            "data.source": str(text_file),
+            "data.validation_fraction": 0.1,
+            "tokenizer.kind": "byte",
+            "optimizer.learning_rate": 0.01,
+            "schedule.warmup_steps": 2,
+            "training.max_steps": 12,
+            "training.batch_size": 2,
+            "training.gradient_accumulation": 2,
+            "training.precision": "float32",
+            "training.eval_every_steps": 5,
+            "training.eval_max_tokens": 200,
+            "training.save_every_steps": 4,
+            "training.log_every_steps": 3,
+            "output": str(output),
+        }
+        return load_recipe(None, overrides | changes)
+
+    return make
+
+
+@pytest.fixture
+def at_step(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, Callable[[torch.nn.Module], object]], None]:
+    """at_step(5, action) calls action(model) when the fifth step of a run begins."""
+
+    def install(step: int, action: Callable[[torch.nn.Module], object]) -> None:
+        def on_step_begin(self: StepCallback, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step + 1 == step:
+                action(kwargs["model"])
+
+        monkeypatch.setattr(StepCallback, "on_step_begin", on_step_begin)
+
+    return install
+
+
+def metrics(folder: Path) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl without the measured times."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{name: value for name, value in line.items() if name not in TIMES} for line in lines]
+
+
+def assert_same_weights(one: Path, other: Path) -> None:
+    """Every bit of every weight of two runs agrees."""
+    left, right = load_file(one / "model.safetensors"), load_file(other / "model.safetensors")
+    assert left.keys() == right.keys()
+    assert [name for name in left if not torch.equal(left[name], right[name])] == []

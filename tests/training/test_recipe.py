@@ -1,0 +1,113 @@
+from pathlib import Path
+
+import pytest
+
+from multilin.errors import InputError
+from multilin.settings import field_help
+from multilin.training.recipe import (
+    Recipe,
+    builtin_recipes,
+    first_difference,
+    load_recipe,
+    resolve_recipe,
+    save_recipe,
+)
+
+
+def test_a_saved_recipe_loads_as_an_equal_one(tmp_path: Path) -> None:
+    overrides = {
+        "model.options": {"window": 4, "nested": {"x": [1, 2.5, None]}},
+        "optimizer.betas": (0.9, 0.95),
+        "optimizer.learning_rate": 1e-5 / 3,
+        "data.validation": "naïve – ファイル.txt",
+        "training.eval_max_tokens": None,
+    }
+    recipe = load_recipe(None, overrides)
+    save_recipe(recipe, tmp_path / "recipe.yaml")
+    assert load_recipe(tmp_path / "recipe.yaml") == recipe
+
+
+@pytest.mark.parametrize("name", builtin_recipes())
+def test_built_in_recipes_load(name: str) -> None:
+    assert isinstance(load_recipe(name), Recipe)
+
+
+def test_the_demo_recipe_is_built_in() -> None:
+    assert "demo" in builtin_recipes()
+
+
+def test_overrides_change_single_values_of_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text("model: {hidden_size: 32, options: {window: 4}}\ntraining: {max_steps: 7}\n")
+    recipe = load_recipe(file, {"training.batch_size": 3, "model.options.heads": 2, "optimizer.learning_rate": "5e-4"})
+    assert recipe.model.hidden_size == 32
+    assert recipe.model.options == {"window": 4, "heads": 2}
+    assert (recipe.training.max_steps, recipe.training.batch_size) == (7, 3)
+    assert recipe.optimizer.learning_rate == 5e-4
+
+
+def test_a_run_folder_is_a_recipe_that_writes_where_the_folder_now_is(tmp_path: Path) -> None:
+    save_recipe(load_recipe(None, {"training.seed": 5, "output": "elsewhere"}), tmp_path / "recipe.yaml")
+    recipe = load_recipe(tmp_path)
+    assert recipe.training.seed == 5
+    assert recipe.output == str(tmp_path)
+    assert load_recipe(tmp_path, {"output": "new"}).output == "new"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        ({"training.max_step": 3}, r"training\.max_step: unknown field; did you mean 'max_steps'\?"),
+        ({"trainin.max_steps": 3}, r"trainin: unknown field; did you mean 'training'\?"),
+        ({"training.max_steps": "many"}, r"training\.max_steps: 'many' given, but it should be a valid integer"),
+        ({"training.max_steps": 0}, r"training\.max_steps: 0 given, but it should be greater than 0"),
+        (
+            {"training.precision": "fp8"},
+            r"training\.precision: 'fp8' given, but it should be 'auto', 'float32' or 'bf16'",
+        ),
+        ({"model.hidden_size": 1.5}, r"model\.hidden_size: 1\.5 given"),
+        ({"optimizer.learning_rate": -1}, r"optimizer\.learning_rate: -1 given, but it should be greater than 0"),
+        ({"data.validation_fraction": 1}, r"data\.validation_fraction: 1 given, but it should be less than 1"),
+    ],
+)
+def test_bad_values_are_named(overrides: dict[str, object], sentence: str) -> None:
+    with pytest.raises(InputError, match=sentence):
+        load_recipe(None, overrides)
+
+
+def test_a_missing_recipe_names_the_built_in_ones() -> None:
+    with pytest.raises(InputError, match=r"'demoo' is neither .* \(.*demo.*\); did you mean 'demo'\?"):
+        load_recipe("demoo")
+
+
+@pytest.mark.parametrize("content", [b"model: [unclosed", b"just words", b"\xff\xfe\x00"])
+def test_a_file_that_is_no_recipe_is_refused(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "bad.yaml").write_bytes(content)
+    with pytest.raises(InputError, match=r"bad\.yaml"):
+        load_recipe(tmp_path / "bad.yaml")
+
+
+def test_resolving_fills_what_was_not_given_and_keeps_what_was() -> None:
+    recipe = resolve_recipe(load_recipe(None, {"optimizer.weight_decay": 0.25}))
+    assert recipe.optimizer.weight_decay == 0.25
+    assert recipe.optimizer.learning_rate is not None
+    assert recipe.schedule.name is not None
+    assert recipe.training.precision in ("float32", "bf16")
+    assert resolve_recipe(recipe) == recipe
+
+
+def test_an_unknown_architecture_is_refused_before_anything_else() -> None:
+    with pytest.raises(InputError, match="nonsense"):
+        resolve_recipe(load_recipe(None, {"model.architecture": "nonsense"}))
+
+
+def test_reporting_may_change_on_resume_and_the_rest_may_not() -> None:
+    old = load_recipe(None, {"training.log_every_steps": 1, "output": "a"})
+    assert first_difference(old, load_recipe(None, {"training.keep_checkpoints": 9, "output": "b"})) is None
+    changed = load_recipe(None, {"model.options.window": 3})
+    assert first_difference(old, changed) == ("model.options.window", None, 3)
+
+
+def test_every_field_has_a_comment_that_explains_it() -> None:
+    sections = [Recipe, *(type(section) for section in vars(Recipe()).values() if not isinstance(section, str))]
+    assert [(s.__name__, name) for s in sections for name, text in field_help(s).items() if not text] == []

@@ -1,0 +1,163 @@
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from multilin.training.outcomes import RunResult
+from multilin.training.recipe import Recipe, load_recipe
+from multilin.training.trainer import train
+from tests.training.conftest import metrics
+
+Tiny = Callable[..., Recipe]
+
+
+@pytest.fixture(scope="module")
+def result(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> RunResult:
+    return train(tiny(tmp_path_factory.mktemp("runs") / "run", **{"training.max_steps": 40}))
+
+
+@pytest.fixture(scope="module")
+def short(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> RunResult:
+    return train(tiny(tmp_path_factory.mktemp("runs") / "run", **{"training.max_steps": 6}))
+
+
+def test_a_run_learns(result: RunResult) -> None:
+    lines = metrics(result.output)
+    assert lines[-1]["loss"] < lines[0]["loss"] - 0.5
+    assert lines[-1]["validation_bits_per_byte"] < lines[1]["validation_bits_per_byte"]
+
+
+def test_the_run_folder_is_a_hugging_face_model(result: RunResult) -> None:
+    model = AutoModelForCausalLM.from_pretrained(result.output)
+    tokenizer = AutoTokenizer.from_pretrained(result.output)
+    inputs = tokenizer("the cat", return_tensors="pt")
+    with torch.no_grad():
+        torch.testing.assert_close(model(**inputs).logits, result.model(**inputs).logits)
+    assert getattr(model.config, "use_cache", True)
+    assert model.generate(**inputs, max_new_tokens=3).shape[1] == inputs["input_ids"].shape[1] + 3
+
+
+def test_metrics_say_what_happened_at_each_step(result: RunResult) -> None:
+    lines = [json.loads(line) for line in (result.output / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == sorted({*range(3, 41, 3), *range(5, 41, 5)})
+    tokens_per_step = 2 * 2 * 16
+    for line in lines:
+        assert line["tokens"] == line["step"] * tokens_per_step
+        assert line["grad_norm"] > 0
+        assert line["tokens_per_second"] > 0
+        assert ("validation_loss" in line) == ("validation_bits_per_byte" in line) == (line["step"] % 5 == 0)
+    seconds = [line["seconds"] for line in lines]
+    assert seconds == sorted(seconds)
+    assert (result.steps, result.tokens) == (40, 40 * tokens_per_step)
+
+
+def test_the_learning_rate_warms_up_and_falls(result: RunResult) -> None:
+    rates = {line["step"]: line["learning_rate"] for line in metrics(result.output)}
+    assert rates[3] == pytest.approx(0.01)  # the first step after the warm-up of two
+    assert rates[21] == pytest.approx(0.01 * (40 - 20) / (40 - 2))
+    assert rates[40] == pytest.approx(0.01 / 38)
+
+
+def test_the_recipe_in_the_folder_is_complete_and_repeats_the_run(result: RunResult, tmp_path: Path) -> None:
+    recipe = load_recipe(result.output)
+    assert recipe.optimizer.weight_decay is not None
+    again = train(load_recipe(result.output, {"output": str(tmp_path / "again")}))
+    assert metrics(again.output) == metrics(result.output)
+
+
+def test_the_folder_holds_a_card_a_plot_and_nothing_pickled(result: RunResult) -> None:
+    card = (result.output / "README.md").read_text()
+    assert card.startswith("---\nlibrary_name: transformers\n")
+    assert f"{result.validation_bits_per_byte:.3f}" in card
+    assert "AutoModelForCausalLM.from_pretrained" in card
+    assert (result.output / "loss.png").read_bytes().startswith(b"\x89PNG")
+    suffixes = {path.suffix for path in result.output.rglob("*") if path.is_file()}
+    assert suffixes <= {".json", ".jsonl", ".yaml", ".safetensors", ".png", ".md", ".txt"}
+    assert not list(result.output.rglob(".*"))
+
+
+def test_checkpoints_are_kept_as_the_recipe_says(result: RunResult) -> None:
+    assert sorted(path.name for path in (result.output / "checkpoints").iterdir()) == ["checkpoint-36", "checkpoint-40"]
+    AutoModelForCausalLM.from_pretrained(result.output / "checkpoints" / "checkpoint-36")
+
+
+@pytest.mark.parametrize("architecture", ["gpt2", "llama"])
+@pytest.mark.filterwarnings("ignore:.*does not take document_ids")
+def test_baselines_train_the_same_way(tiny: Tiny, tmp_path: Path, architecture: str) -> None:
+    changes = {"model.architecture": architecture, "training.max_steps": 3, "training.label_smoothing": 0.1}
+    result = train(tiny(tmp_path / "run", **changes))
+    assert metrics(result.output)[-1].keys() >= {"validation_bits_per_byte", "grad_norm"}
+    AutoModelForCausalLM.from_pretrained(result.output)
+
+
+def test_documents_a_model_cannot_keep_apart_are_announced(tiny: Tiny, tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="gpt2 does not take document_ids: documents packed into one block"):
+        train(tiny(tmp_path / "run", **{"model.architecture": "gpt2", "training.max_steps": 1}))
+
+
+def test_accumulated_batches_are_one_large_batch(tiny: Tiny, tmp_path: Path) -> None:
+    plain = {"model.options.dropout": 0.0, "training.max_steps": 4}
+    large = train(tiny(tmp_path / "large", **plain, **{"training.batch_size": 4, "training.gradient_accumulation": 1}))
+    small = train(tiny(tmp_path / "small", **plain, **{"training.batch_size": 1, "training.gradient_accumulation": 4}))
+    for one, other in zip(metrics(large.output), metrics(small.output), strict=True):
+        assert other["loss"] == pytest.approx(one["loss"], abs=1e-4)
+        assert other["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-2)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"schedule.name": "cosine"},
+        {"schedule.name": "constant"},
+        {"optimizer.clip_norm": 0.001},
+        {"optimizer.betas": [0.5, 0.6]},
+        {"optimizer.weight_decay": 5.0},
+        {"training.label_smoothing": 0.3},
+        {"training.seed": 1},
+        {"training.precision": "bf16"},
+    ],
+)
+def test_each_setting_changes_the_training(
+    tiny: Tiny, short: RunResult, tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    other = train(tiny(tmp_path / "run", **{"training.max_steps": 6}, **changes))
+    before, after = metrics(short.output)[-1], metrics(other.output)[-1]
+    assert before["loss"] != after["loss"] or before["learning_rate"] != after["learning_rate"]
+    assert after["loss"] == pytest.approx(before["loss"], rel=0.6)
+
+
+def test_gradient_checkpointing_changes_nothing_but_memory(tiny: Tiny, tmp_path: Path) -> None:
+    plain = train(tiny(tmp_path / "plain", **{"training.max_steps": 3}))
+    saving = train(tiny(tmp_path / "saving", **{"training.max_steps": 3, "training.gradient_checkpointing": True}))
+    assert saving.loss == pytest.approx(plain.loss, abs=1e-5)
+
+
+def test_weight_decay_spares_biases_norms_and_embeddings(tiny: Tiny, tmp_path: Path) -> None:
+    train(tiny(tmp_path / "run", **{"training.max_steps": 1}))
+    groups = json.loads((tmp_path / "run/checkpoints/checkpoint-1/optimizer.json").read_text())
+    decayed = [name for group in groups if group["weight_decay"] for name in group["params"]]
+    spared = [name for group in groups if not group["weight_decay"] for name in group["params"]]
+    assert all("norm" not in name and "bias" not in name and "embedding" not in name for name in decayed)
+    assert any("projections" in name for name in decayed)
+    assert any("embedding" in name for name in spared)
+
+
+def test_tensorboard_is_written_on_request(tiny: Tiny, tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    train(tiny(tmp_path / "run", **{"training.max_steps": 2, "training.tensorboard": True}))
+    assert list((tmp_path / "run" / "tensorboard").glob("events.out.*"))
+
+
+def test_plain_output_has_a_line_for_every_validation(
+    tiny: Tiny, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train(tiny(tmp_path / "run"))
+    printed, errors = capsys.readouterr()
+    lines = printed.splitlines()
+    assert [line.split()[1] for line in lines if "bits per byte" in line] == ["5/12", "10/12", "12/12"]
+    assert "tokens/s" in lines[-1]
+    assert errors == ""

@@ -136,12 +136,12 @@ def test_padding_falls_back_to_the_end_of_text(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "size", "message"),
     [
-        ("bpe", 100_000, r"vocab_size: 100000 given, but the corpus supports \d+ tokens"),
-        ("unigram", 100_000, r"vocab_size: 100000 given, but the corpus supports \d+ tokens"),
-        ("bpe", 200, "vocab_size: 200 given, but a bpe tokenizer needs more than 258"),
-        ("unigram", None, "vocab_size: None given, but a unigram tokenizer needs more than 258"),
-        ("byte", 300, "vocab_size: 300 given, but a byte tokenizer has 258 tokens"),
-        ("word", 300, "tokenizer kind: 'word' given, but it should be byte, bpe or unigram"),
+        ("bpe", 100_000, r"tokenizer.vocab_size: 100000 given, but the corpus supports \d+ tokens"),
+        ("unigram", 100_000, r"tokenizer.vocab_size: 100000 given, but the corpus supports \d+ tokens"),
+        ("bpe", 200, "tokenizer.vocab_size: 200 given, but a bpe tokenizer needs more than 258"),
+        ("unigram", None, "tokenizer.vocab_size: None given, but a unigram tokenizer needs more than 258"),
+        ("byte", 300, "tokenizer.vocab_size: 300 given, but a byte tokenizer has 258 tokens"),
+        ("word", 300, "tokenizer.kind: 'word' given, but it should be byte, bpe or unigram"),
     ],
 )
 def test_sizes_that_cannot_be_are_refused(kind: str, size: int | None, message: str) -> None:

@@ -37,17 +37,19 @@ def train_tokenizer(texts: Iterable[str], kind: TokenizerKind, vocab_size: int |
     """
     if kind == "byte":
         if vocab_size not in (None, BYTE_VOCAB_SIZE):
-            raise InputError(f"vocab_size: {vocab_size} given, but a byte tokenizer has {BYTE_VOCAB_SIZE} tokens")
+            raise InputError(
+                f"tokenizer.vocab_size: {vocab_size} given, but a byte tokenizer has {BYTE_VOCAB_SIZE} tokens"
+            )
         tokenizer = _byte_tokenizer()
     elif kind in ("bpe", "unigram"):
         if vocab_size is None or vocab_size <= BYTE_VOCAB_SIZE:
             raise InputError(
-                f"vocab_size: {vocab_size} given, but a {kind} tokenizer needs more than {BYTE_VOCAB_SIZE} tokens "
-                "(256 bytes and 2 special tokens)"
+                f"tokenizer.vocab_size: {vocab_size} given, but a {kind} tokenizer needs more than {BYTE_VOCAB_SIZE} "
+                "tokens (256 bytes and 2 special tokens)"
             )
         tokenizer = _trained(texts, kind, vocab_size)
     else:
-        raise InputError(f"tokenizer kind: {kind!r} given, but it should be byte, bpe or unigram")
+        raise InputError(f"tokenizer.kind: {kind!r} given, but it should be byte, bpe or unigram")
     return _with_roles(tokenizer, END_OF_TEXT, PAD)
 
 
@@ -149,7 +151,7 @@ def _trained(texts: Iterable[str], kind: TokenizerKind, vocab_size: int) -> Toke
     )
     if tokenizer.get_vocab_size() != vocab_size:
         raise InputError(
-            f"vocab_size: {vocab_size} given, but the corpus supports {tokenizer.get_vocab_size()} tokens; "
+            f"tokenizer.vocab_size: {vocab_size} given, but the corpus supports {tokenizer.get_vocab_size()} tokens; "
             "give at most that, or more text"
         )
     return tokenizer if kind == "bpe" else _reproducible(tokenizer)

@@ -1,0 +1,32 @@
+"""`python -m benchmarks NAME [arguments]` runs one benchmark; without NAME all of them, one after the other."""
+
+import importlib
+import pkgutil
+import sys
+from pathlib import Path
+
+from benchmarks import machine
+
+_NO_BENCHMARK = {"machine"}
+
+
+def names() -> list[str]:
+    """The benchmarks of this folder: every module with a `main`, found by its file."""
+    found = (module.name for module in pkgutil.iter_modules([str(Path(__file__).parent)]))
+    return sorted(name for name in found if not name.startswith("_") and name not in _NO_BENCHMARK)
+
+
+def main(argv: list[str]) -> int:
+    """Run what `argv` names and return the exit status."""
+    if argv and argv[0] not in names():
+        print(f"no benchmark {argv[0]!r}; there are {', '.join(names())}", file=sys.stderr)
+        return 2
+    machine.main()
+    for name in argv[:1] or names():
+        print(f"\n== {name}", flush=True)
+        importlib.import_module(f"benchmarks.{name}").main(argv[1:])
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

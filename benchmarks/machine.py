@@ -1,0 +1,67 @@
+"""What a measurement depends on: the machine, the versions, the commit."""
+
+import importlib.metadata
+import os
+import platform
+import subprocess
+from pathlib import Path
+
+_PACKAGES = ("torch", "transformers", "tokenizers", "numpy", "numba", "triton")
+
+
+def processor() -> str:
+    """The processor's name as the system tells it."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    named = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return named[0] if named else platform.processor() or platform.machine()
+
+
+def cores() -> int:
+    """Cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def accelerator() -> str:
+    """The first GPU's name, or `none`."""
+    import torch
+
+    return torch.cuda.get_device_name(0) if torch.cuda.is_available() else "none"
+
+
+def versions() -> dict[str, str]:
+    """Python and the installed packages that decide about speed."""
+    found = {"python": platform.python_version()}
+    for name in _PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def commit() -> str:
+    """The git commit of this checkout, with `+ changes` where files differ from it."""
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(Path(__file__).parent), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+    try:
+        return git("rev-parse", "--short=12", "HEAD") + (" + changes" if git("status", "--porcelain") else "")
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Print all of it."""
+    load = f", load {os.getloadavg()[0]:.1f}" if hasattr(os, "getloadavg") else ""
+    print(
+        f"machine  {processor()}, {cores()} cores{load}; {platform.system()} {platform.release()}; GPU: {accelerator()}"
+    )
+    print("versions " + ", ".join(f"{name} {version}" for name, version in versions().items()))
+    print(f"commit   {commit()}")
+
+
+if __name__ == "__main__":
+    main()

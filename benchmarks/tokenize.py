@@ -1,0 +1,95 @@
+"""How fast text becomes packed tokens, and how much memory that takes.
+
+Every row is measured in a process of its own, whose peak memory is shown. The peers are transformers' own call, one
+document at a time, and tokenizers' call for many; the limit is reading the text, which all rows must do.
+"""
+
+import argparse
+import multiprocessing
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+from multilin.data.corpora import Document, read_documents
+from multilin.data.packing import pack
+from multilin.data.tokenizers import load_tokenizer, train_tokenizer
+
+DEFAULT_SOURCE = Path(__file__).parents[2] / "shared" / "data" / "books" / "train"
+
+
+def main(argv: list[str]) -> None:
+    parser = argparse.ArgumentParser(prog="benchmarks tokenize", description=__doc__)
+    parser.add_argument("--source", help="see `read_documents`; the books corpus, or python-source where it is absent")
+    parser.add_argument("--vocab-sizes", type=int, nargs="+", default=[4096, 8192, 32000])
+    arguments = parser.parse_args(argv)
+    source = arguments.source or (str(DEFAULT_SOURCE) if DEFAULT_SOURCE.exists() else "python-source")
+    print(f"source {source}")
+    print(f"{'':44}{'seconds':>9}{'MB/s':>8}{'tokens':>12}{'peak MB':>9}")
+    _measure("limit: read the text only", _read, source)
+    with tempfile.TemporaryDirectory() as folder:
+        for vocab_size in arguments.vocab_sizes:
+            tokenizer = str(Path(folder) / str(vocab_size))
+            _measure(f"train a BPE of {vocab_size}", _train, source, tokenizer, vocab_size)
+            _measure(f"BPE {vocab_size}: tokenise and pack", _pack, source, tokenizer)
+            _measure(f"BPE {vocab_size}: peer, tokenizer(text) each", _peer, source, tokenizer)
+            _measure(f"BPE {vocab_size}: peer, encode_batch_fast", _peer_batch, source, tokenizer)
+
+
+def _measure(title: str, work: Callable[..., int], source: str, *arguments: object) -> None:
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        seconds, size, tokens, peak = pool.apply(_timed, (work, source, *arguments))
+    print(f"{title:44}{seconds:9.2f}{size / 1e6 / seconds:8.1f}{tokens or '':>12}{peak / 1e6:9.0f}", flush=True)
+
+
+def _timed(work: Callable[..., int], source: str, *arguments: object) -> tuple[float, int, int, int]:
+    """Seconds, bytes of text, tokens made, peak bytes of this process."""
+    import resource
+
+    size = 0
+
+    def documents() -> Iterator[Document]:
+        nonlocal size
+        for document in read_documents(source):
+            size += len(document.text.encode())
+            yield document
+
+    started = time.perf_counter()
+    tokens = work(documents(), *arguments)
+    seconds = time.perf_counter() - started
+    unit = 1 if sys.platform == "darwin" else 1024
+    return seconds, size, tokens, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def _read(documents: Iterable[Document]) -> int:
+    for _ in documents:
+        pass
+    return 0
+
+
+def _train(documents: Iterable[Document], folder: str, vocab_size: int) -> int:
+    train_tokenizer((document.text for document in documents), "bpe", vocab_size).save_pretrained(folder)
+    return 0
+
+
+def _pack(documents: Iterable[Document], tokenizer: str) -> int:
+    with tempfile.TemporaryDirectory() as folder:
+        return pack(documents, load_tokenizer(tokenizer), Path(folder) / "packed").num_tokens
+
+
+def _peer(documents: Iterable[Document], tokenizer: str) -> int:
+    loaded = load_tokenizer(tokenizer)
+    return sum(1 + len(loaded(document.text)["input_ids"]) for document in documents)
+
+
+def _peer_batch(documents: Iterable[Document], tokenizer: str) -> int:
+    """Eight documents at a time on all cores."""
+    backend, tokens, batch = load_tokenizer(tokenizer).backend_tokenizer, 0, []
+    for document in [*documents, None]:
+        if document is not None:
+            batch.append(document.text)
+        if len(batch) == 8 or document is None:
+            tokens += sum(1 + len(encoding.ids) for encoding in backend.encode_batch_fast(batch))
+            batch = []
+    return tokens

@@ -1,0 +1,101 @@
+"""n-gram models against a slow dictionary implementation, and as probabilities."""
+
+import math
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from multilin.analysis.ngrams import NgramModel, ngram_bits_per_byte, text_ngrams
+from multilin.data.corpora import Document
+from multilin.data.packing import PackedText, pack
+from multilin.data.tokenizers import train_tokenizer
+from multilin.errors import InputError
+
+TRAIN = ["the cat sat on the mat\n", "the dog sat", "", "a naïve cat 你好, a cat\n" * 3]
+VALIDATION = ["the cat sat on a dog 😀", "q", "the mat\n"]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    return train_tokenizer(TRAIN, "bpe", 275)
+
+
+@pytest.fixture(scope="module")
+def train(tokenizer: PreTrainedTokenizerFast, tmp_path_factory: pytest.TempPathFactory) -> PackedText:
+    return pack([Document("", text) for text in TRAIN], tokenizer, tmp_path_factory.mktemp("packed") / "train")
+
+
+@pytest.fixture(scope="module")
+def validation(tokenizer: PreTrainedTokenizerFast, tmp_path_factory: pytest.TempPathFactory) -> PackedText:
+    folder = tmp_path_factory.mktemp("packed") / "validation"
+    return pack([Document("", text) for text in VALIDATION], tokenizer, folder)
+
+
+def slow_probability(sentences: list[list[int]], vocab_size: int, context: tuple[int, ...], token: int) -> float:
+    """Witten-Bell as it is written down; a sentence begins with as many start tokens as contexts need."""
+    lower = 1 / vocab_size if not context else slow_probability(sentences, vocab_size, context[1:], token)
+    if not context:
+        followers = Counter(token for sentence in sentences for token in sentence[2:])
+    else:
+        width = len(context)
+        followers = Counter(
+            sentence[i]
+            for sentence in sentences
+            for i in range(2, len(sentence))
+            if tuple(sentence[i - width : i]) == context
+        )
+    distinct, total = len(followers), sum(followers.values())
+    return (followers[token] + distinct * lower) / (total + distinct) if total else lower
+
+
+@pytest.mark.parametrize("order", [1, 2, 3])
+def test_equals_a_dictionary_implementation(
+    train: PackedText, validation: PackedText, tokenizer: PreTrainedTokenizerFast, order: int
+) -> None:
+    sentences = [[0, 0, *tokenizer(text)["input_ids"]] for text in TRAIN]
+    bits = 0.0
+    for text in VALIDATION:
+        row = [0, 0, *tokenizer(text)["input_ids"]]
+        for i in range(2, len(row)):
+            context = tuple(row[i - order + 1 : i])
+            bits -= math.log2(slow_probability(sentences, len(tokenizer), context, row[i]))
+    expected = bits / sum(len(text.encode()) for text in VALIDATION)
+    assert ngram_bits_per_byte(train, validation, order) == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("order", [1, 2, 3])
+def test_probabilities_sum_to_one_after_seen_and_unseen_contexts(
+    train: PackedText, validation: PackedText, order: int
+) -> None:
+    model = NgramModel(train, order)
+    contexts = np.unique(text_ngrams(validation, order)[:, :-1], axis=0)
+    for context in contexts:
+        everything = np.arange(model.vocab_size)
+        ngrams = np.concatenate([np.tile(context, (len(everything), 1)), everything[:, None]], axis=1)
+        probabilities = model.probabilities(ngrams)
+        assert probabilities.min() > 0
+        assert probabilities.sum() == pytest.approx(1, abs=1e-12)
+
+
+def test_no_context_reaches_into_another_document(train: PackedText, tokenizer: PreTrainedTokenizerFast) -> None:
+    ngrams = text_ngrams(train, 3)
+    first, second = tokenizer(TRAIN[1])["input_ids"][:2]
+    place = len(tokenizer(TRAIN[0])["input_ids"])
+    assert ngrams[place : place + 2].tolist() == [[0, 0, first], [0, first, second]]
+    assert len(ngrams) == train.num_tokens - train.num_documents
+
+
+def test_longer_contexts_help_on_the_text_itself(train: PackedText) -> None:
+    unigram, bigram, trigram = (ngram_bits_per_byte(train, train, order) for order in (1, 2, 3))
+    assert unigram > bigram > trigram
+
+
+def test_what_cannot_be_counted_is_refused(train: PackedText, tmp_path: Path) -> None:
+    other = pack([Document("", "text")], train_tokenizer([], "byte", None), tmp_path / "other")
+    with pytest.raises(InputError, match="packed with different tokenizers"):
+        ngram_bits_per_byte(train, other, 2)
+    with pytest.raises(InputError, match="order: 4 given"):
+        ngram_bits_per_byte(train, train, 4)

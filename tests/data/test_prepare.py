@@ -1,0 +1,193 @@
+"""Preparation splits by document, is done once, follows its input, and never leaves half an entry."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from multilin.data.corpora import Document
+from multilin.data.packing import PackedText
+from multilin.data.prepare import PreparedText, prepare_text
+from multilin.data.split import split_document, validation_side
+from multilin.errors import InputError
+
+DEFAULTS: dict[str, Any] = {
+    "validation": None,
+    "validation_fraction": 0.1,
+    "text_field": "text",
+    "encoding_errors": "strict",
+    "tokenizer_kind": "bpe",
+    "vocab_size": 270,
+    "tokenizer_path": None,
+}
+
+
+def prepare(source: Path | str, cache: Path, **options: Any) -> PreparedText:
+    return prepare_text(source=str(source), cache_folder=cache, **DEFAULTS | options)
+
+
+def texts_of(prepared: PreparedText, side: PackedText) -> list[str]:
+    rows = np.split(side.tokens, side.document_starts[1:])
+    return [prepared.tokenizer.decode(row[1:].tolist()) for row in rows]
+
+
+def entries(cache: Path) -> list[str]:
+    return sorted(path.name for path in cache.iterdir() if path.suffix != ".lock")
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    folder = tmp_path / "corpus"
+    folder.mkdir()
+    for number in range(20):
+        (folder / f"{number:02}.txt").write_text(f"Document number {number} tells of {number * number} cats.\n" * 3)
+    return folder
+
+
+def test_whole_documents_are_set_aside_and_none_is_lost(corpus: Path, tmp_path: Path) -> None:
+    prepared = prepare(corpus, tmp_path / "cache", validation_fraction=0.2)
+    train, validation = texts_of(prepared, prepared.train), texts_of(prepared, prepared.validation)
+    everything = [path.read_text() for path in sorted(corpus.iterdir())]
+    assert sorted(train + validation) == sorted(everything)
+    assert 0.1 < prepared.validation.num_bytes / (prepared.train.num_bytes + prepared.validation.num_bytes) <= 0.2
+    assert train == [text for text in everything if text in train]
+
+
+def test_the_tokenizer_is_trained_on_the_training_text_alone(tmp_path: Path) -> None:
+    (tmp_path / "train.txt").write_text("the cat and the dog and the cat\n" * 5)
+    (tmp_path / "valid.txt").write_text("zzzz zzzz zzzz zzzz\n" * 50)
+    prepared = prepare(tmp_path / "train.txt", tmp_path / "cache", validation=str(tmp_path / "valid.txt"))
+    assert "zz" not in prepared.tokenizer.get_vocab()
+    assert texts_of(prepared, prepared.validation) == ["zzzz zzzz zzzz zzzz\n" * 50]
+
+
+def test_a_single_document_is_split_at_a_line(tmp_path: Path) -> None:
+    text = "".join(f"line {number} of a play\n" for number in range(100))
+    (tmp_path / "play.txt").write_text(text)
+    prepared = prepare(tmp_path / "play.txt", tmp_path / "cache")
+    (train,), (validation,) = texts_of(prepared, prepared.train), texts_of(prepared, prepared.validation)
+    assert train + validation == text
+    assert train.endswith("\n")
+    assert 0.08 < len(validation) / len(text) <= 0.1
+
+
+@pytest.mark.parametrize("text", ["ab", "a\nb", "\n\n\n", "one line only", "one line\n", "x" * 99 + "\nlast"])
+def test_both_parts_of_a_single_document_have_text(text: str) -> None:
+    for fraction in (0.001, 0.5, 0.999):
+        first, last = split_document(Document("a", text), fraction)
+        assert first.text + last.text == text
+        assert first.text
+        assert last.text
+
+
+def test_equal_texts_stay_on_one_side_and_each_side_has_one() -> None:
+    hashes = np.array([5, 1, 5, 9, 1, 7], dtype=np.uint64)
+    sizes = np.array([10, 20, 10, 40, 20, 5])
+    side = validation_side(hashes, sizes, 0.3)
+    assert side.tolist() == [True, False, True, False, False, True]
+    assert validation_side(hashes, sizes, 0.001).tolist() == [False, False, False, False, False, True]
+    assert not validation_side(hashes, sizes, 0.999).all()
+    with pytest.raises(InputError, match="all documents hold the same text"):
+        validation_side(hashes[[0, 2]], sizes[[0, 2]], 0.3)
+
+
+def test_the_second_time_nothing_is_read_again(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stages: list[str] = []
+    first = prepare(corpus, tmp_path / "cache", progress=lambda stage, count: stages.append(stage))
+    assert list(dict.fromkeys(stages)) == [
+        "reading",
+        "training the tokenizer",
+        "packing the training text",
+        "packing the validation text",
+    ]
+    monkeypatch.setattr("multilin.data.prepare.read_documents", None)
+    again = prepare(corpus.rename(tmp_path / "moved"), tmp_path / "cache", validation_fraction=0.1)
+    assert again.train.folder == first.train.folder
+    assert again.train.tokens.tolist() == first.train.tokens.tolist()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"validation_fraction": 0.3}, {"vocab_size": 265}, {"tokenizer_kind": "byte", "vocab_size": None}, "content"],
+)
+def test_other_settings_or_content_are_prepared_anew(corpus: Path, tmp_path: Path, change: Any) -> None:
+    first = prepare(corpus, tmp_path / "cache")
+    if change == "content":
+        (corpus / "00.txt").write_text("Other words\n")
+    again = prepare(corpus, tmp_path / "cache", **(change if isinstance(change, dict) else {}))
+    assert again.train.folder != first.train.folder
+
+
+def test_a_given_tokenizer_is_used_and_decides_alone(corpus: Path, tmp_path: Path) -> None:
+    first = prepare(corpus, tmp_path / "cache")
+    first.tokenizer.save_pretrained(tmp_path / "tokenizer")
+    given = str(tmp_path / "tokenizer")
+    again = prepare(corpus, tmp_path / "cache", tokenizer_path=given, vocab_size=999)
+    assert again.train.description.tokenizer_hash == first.train.description.tokenizer_hash
+    assert again.train.folder == prepare(corpus, tmp_path / "cache", tokenizer_path=given).train.folder
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, OSError(28, "No space left on device")])
+@pytest.mark.parametrize("where", ["train_tokenizer", "pack"])
+def test_an_interruption_leaves_nothing_and_the_next_run_succeeds(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, error: Any
+) -> None:
+    def interrupted(*args: object) -> None:
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(f"multilin.data.prepare.{where}", interrupted)
+        with pytest.raises((KeyboardInterrupt, InputError)) as raised:
+            prepare(corpus, tmp_path / "cache")
+    if raised.type is InputError:
+        assert "cannot be written (No space left on device); set XDG_CACHE_HOME" in str(raised.value)
+    assert entries(tmp_path / "cache") == []
+    assert prepare(corpus, tmp_path / "cache").train.num_documents > 0
+
+
+def test_a_killed_preparation_does_not_stand_in_the_way(corpus: Path, tmp_path: Path) -> None:
+    killed = (
+        "import os, sys, multilin.data.prepare as p\n"
+        "p.train_tokenizer = lambda *args: os.kill(os.getpid(), 9)\n"
+        f"p.prepare_text(source=sys.argv[1], cache_folder=sys.argv[2], **{DEFAULTS!r})"
+    )
+    cache = tmp_path / "cache"
+    subprocess.run([sys.executable, "-c", killed, str(corpus), str(cache)], check=False)
+    (left,) = entries(cache)
+    assert left.endswith(".partial")
+    prepared = prepare(corpus, cache)
+    assert entries(cache) == [prepared.train.folder.parent.name]
+    assert entries(prepared.train.folder.parent) == ["tokenizer", "train", "validation"]
+
+
+def test_the_cache_lies_where_the_system_says(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "caches"))
+    prepared = prepare_text(source=str(corpus), **DEFAULTS)
+    assert prepared.train.folder.parents[1] == tmp_path / "caches" / "multilin"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"source": "nowhere.txt"}, "data.source: 'nowhere.txt' does not exist"),
+        ({"validation": "nowhere.txt"}, "data.validation: 'nowhere.txt' does not exist"),
+        ({"validation_fraction": 1.0}, r"data.validation_fraction: 1.0 given, but it should be between 0 and 1"),
+        ({"vocab_size": 50_000}, r"vocab_size: 50000 given, but the corpus supports \d+ tokens"),
+        ({"tokenizer_path": "./nowhere"}, r"tokenizer: './nowhere' does not exist"),
+    ],
+)
+def test_bad_settings_are_refused_and_leave_nothing(
+    corpus: Path, tmp_path: Path, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(InputError, match=message):
+        prepare(options.pop("source", corpus), tmp_path / "cache", **options)
+    assert not (tmp_path / "cache").exists() or entries(tmp_path / "cache") == []
+
+
+def test_a_cache_that_cannot_be_written_is_named(corpus: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InputError, match=r"the data cache .*file/cache cannot be written \(Not a directory\)"):
+        prepare(corpus, tmp_path / "file" / "cache")

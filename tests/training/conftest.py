@@ -9,7 +9,9 @@ import torch
 from safetensors.torch import load_file
 
 from multilin.training.callbacks import StepCallback
+from multilin.training.outcomes import RunResult
 from multilin.training.recipe import Recipe, load_recipe
+from multilin.training.trainer import train
 
 WORDS = ("the", "a", "cat", "dog", "sat", "ran", "on", "under", "mat", "tree", "and", "saw", "big", "green", "house")
 TIMES = ("seconds", "tokens_per_second")
@@ -34,7 +36,7 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="module", autouse=True)
+@pytest.fixture(scope="package", autouse=True)
 def one_thread() -> Iterator[None]:
     """Models this small only wait for each other's threads."""
     threads = torch.get_num_threads()
@@ -71,6 +73,12 @@ def tiny(text_file: Path) -> Callable[..., Recipe]:
         return load_recipe(None, overrides | changes)
 
     return make
+
+
+@pytest.fixture(scope="package")
+def uninterrupted(one_thread: None, tiny: Callable[..., Recipe], tmp_path_factory: pytest.TempPathFactory) -> RunResult:
+    """Twelve steps with dropout and accumulated gradients, for others to be compared with."""
+    return train(tiny(tmp_path_factory.mktemp("runs") / "whole"))
 
 
 @pytest.fixture

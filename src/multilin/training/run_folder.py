@@ -58,7 +58,9 @@ class RunFolder:
         if resume and overwrite:
             raise InputError("resume and overwrite exclude each other: continue the run, or replace it")
         if recipe.training.tensorboard and importlib.util.find_spec("tensorboard") is None:
-            raise InputError("training.tensorboard: TensorBoard is not installed; `pip install multilin[tensorboard]`")
+            raise InputError(
+                "training.tensorboard: TensorBoard is not installed; `pip install 'multilin[tensorboard]'`"
+            )
         _check_writable(self.path)
         if resume:
             self._check_resumable(recipe)

@@ -1,0 +1,157 @@
+import errno
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+
+from multilin.errors import InputError
+from multilin.training import checkpoints
+from multilin.training.outcomes import RunResult, TrainingFailed
+from multilin.training.recipe import Recipe
+from multilin.training.trainer import train
+from tests.training.conftest import assert_same_weights, metrics
+
+Tiny = Callable[..., Recipe]
+AtStep = Callable[[int, Callable[[torch.nn.Module], object]], None]
+
+DISK_IS_FULL = [
+    OSError(errno.ENOSPC, "No space left on device"),
+    SafetensorError("No space left on device (os error 28)"),
+]
+
+
+def make_loss_nan(model: torch.nn.Module) -> None:
+    model.get_input_embeddings().register_forward_hook(lambda module, inputs, output: output * torch.nan)
+
+
+def make_gradient_infinite(model: torch.nn.Module) -> None:
+    next(model.parameters()).register_hook(lambda gradient: gradient * torch.inf)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "what"),
+    [(make_loss_nan, "loss of step 6 is nan"), (make_gradient_infinite, "gradient norm of step 6 is")],
+)
+def test_a_loss_that_is_not_finite_stops_the_run_and_spoils_nothing(
+    tiny: Tiny, tmp_path: Path, at_step: AtStep, uninterrupted: RunResult, spoil: Callable[..., None], what: str
+) -> None:
+    recipe = tiny(tmp_path / "run")
+    at_step(6, spoil)
+    blocks = r"in the batch of blocks \d+, \d+, \d+, \d+ of the training text"
+    sentence = rf"the {what}.*, {blocks}; the checkpoint of step 4 stands"
+    with pytest.raises(TrainingFailed, match=sentence):
+        train(recipe)
+    assert metrics(tmp_path / "run")[-1]["step"] == 5
+    at_step(0, print)
+    resumed = train(recipe, resume=True)
+    assert_same_weights(resumed.output, uninterrupted.output)
+
+
+@pytest.mark.parametrize("error", DISK_IS_FULL)
+def test_a_full_disk_keeps_the_checkpoint_before(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, uninterrupted: RunResult, error: Exception
+) -> None:
+    def fill_up(tensors: dict[str, torch.Tensor], path: Path, **options: object) -> None:
+        if "checkpoint-8" in str(path):
+            path.write_bytes(b"half")
+            raise error
+        save_file(tensors, path, **options)
+
+    recipe = tiny(tmp_path / "run")
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoints, "save_file", fill_up)
+        sentence = r"checkpoint of step 8 could not be written to .*No space left.*; the checkpoint of step 4 stands"
+        with pytest.raises(TrainingFailed, match=sentence):
+            train(recipe)
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["checkpoint-4"]
+    resumed = train(recipe, resume=True)
+    assert_same_weights(resumed.output, uninterrupted.output)
+
+
+def test_a_full_disk_while_logging_is_one_sentence(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self: object, line: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("multilin.training.run_folder.RunFolder.append_metrics", fail)
+    with pytest.raises(TrainingFailed, match=r"the run in .* stopped: .*No space left on device"):
+        train(tiny(tmp_path / "run"))
+
+
+def test_a_folder_with_another_run_is_refused_unless_told_otherwise(tiny: Tiny, tmp_path: Path) -> None:
+    first = train(tiny(tmp_path / "run", **{"training.max_steps": 2}))
+    kept = {path: path.read_bytes() for path in first.output.rglob("*") if path.is_file()}
+    with pytest.raises(InputError, match=r"output: .*run already holds a run; .*--resume.*--overwrite"):
+        train(tiny(tmp_path / "run"))
+    assert {path: path.read_bytes() for path in first.output.rglob("*") if path.is_file()} == kept
+    (first.output / "notes.txt").write_text("mine")
+    second = train(tiny(tmp_path / "run", **{"training.max_steps": 1}), overwrite=True)
+    assert [line["step"] for line in metrics(second.output)] == [1]
+    assert [path.name for path in (second.output / "checkpoints").iterdir()] == ["checkpoint-1"]
+    assert (second.output / "notes.txt").read_text() == "mine"
+
+
+def test_a_folder_with_other_files_is_refused_even_to_overwrite(tiny: Tiny, tmp_path: Path) -> None:
+    (tmp_path / "README.md").write_text("mine")
+    with pytest.raises(InputError, match="holds files that are not a run"):
+        train(tiny(tmp_path), overwrite=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["README.md"]
+
+
+def test_there_must_be_a_run_to_resume(tiny: Tiny, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"output: there is no run to resume in .*nothing"):
+        train(tiny(tmp_path / "nothing"), resume=True)
+    assert not (tmp_path / "nothing").exists()
+
+
+def test_resume_and_overwrite_exclude_each_other(tiny: Tiny, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="exclude each other"):
+        train(tiny(tmp_path / "run"), resume=True, overwrite=True)
+
+
+def test_an_output_inside_a_file_is_refused(tiny: Tiny, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InputError, match=r"output: .* cannot be a folder, because .*file is a file"):
+        train(tiny(tmp_path / "file" / "run"))
+
+
+def test_an_unwritable_folder_is_refused_before_any_work(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Whoever runs the tests as root may write everywhere, so the system's answer is replaced.
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    monkeypatch.setattr("multilin.training.trainer.read_text", lambda *given: pytest.fail("work was done"))
+    with pytest.raises(InputError, match=r"output: .*run cannot be written; permission is missing for"):
+        train(tiny(tmp_path / "run"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"model.architecture": "nonsense"}, "nonsense"),
+        ({"model.options.num_heads": 3}, "num_heads: 3 given"),
+        ({"model.options.windoww": 3}, "windoww"),
+        ({"model.architecture": "gpt2", "model.options.num_heads": 3}, "num_heads: 3 given"),
+        (
+            {"model.n_positions": 100_000},
+            r"data\.source: .* tokens to train on, less than one block of model\.n_positions",
+        ),
+        ({"data.source": "missing.txt"}, r"missing\.txt"),
+    ],
+)
+def test_bad_input_leaves_nothing_behind(tiny: Tiny, tmp_path: Path, changes: dict[str, object], sentence: str) -> None:
+    with pytest.raises(InputError, match=sentence):
+        train(tiny(tmp_path / "run", **changes))
+    assert not (tmp_path / "run").exists()
+
+
+def test_missing_tensorboard_is_said_before_any_work(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(InputError, match=r"training\.tensorboard: .*pip install 'multilin\[tensorboard\]'"):
+        train(tiny(tmp_path / "run", **{"training.tensorboard": True}))
+    assert not (tmp_path / "run").exists()

@@ -1,0 +1,179 @@
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from multilin.errors import InputError
+from multilin.training.outcomes import RunResult, TrainingInterrupted
+from multilin.training.recipe import Recipe, save_recipe
+from multilin.training.trainer import train
+from tests.training.conftest import assert_same_weights, metrics
+
+Tiny = Callable[..., Recipe]
+AtStep = Callable[[int, Callable[[torch.nn.Module], object]], None]
+
+TRAIN_FROM_A_FILE = """
+import sys
+import torch
+torch.set_num_threads(1)
+from multilin.training.recipe import load_recipe
+from multilin.training.trainer import train
+train(load_recipe(sys.argv[1]), resume="resume" in sys.argv)
+"""
+
+
+def send(number: signal.Signals) -> Callable[[torch.nn.Module], object]:
+    return lambda model: os.kill(os.getpid(), number)
+
+
+@pytest.mark.parametrize(("step", "number", "code"), [(3, signal.SIGINT, 130), (7, signal.SIGTERM, 143)])
+def test_a_stopped_run_resumes_bit_for_bit(
+    tiny: Tiny, tmp_path: Path, at_step: AtStep, uninterrupted: RunResult, step: int, number: Any, code: int
+) -> None:
+    recipe = tiny(tmp_path / "run")
+    at_step(step, send(number))
+    with pytest.raises(TrainingInterrupted, match=rf"stopped after step {step} of 12; .*train .*run --resume") as stop:
+        train(recipe)
+    assert stop.value.exit_code == code
+    assert metrics(tmp_path / "run")[-1]["step"] <= step
+    at_step(0, print)
+    result = train(recipe, resume=True)
+    assert_same_weights(result.output, uninterrupted.output)
+    assert metrics(result.output) == metrics(uninterrupted.output)
+    assert (result.steps, result.tokens, result.loss) == (12, uninterrupted.tokens, uninterrupted.loss)
+
+
+def test_the_signals_act_as_usual_after_a_run(tiny: Tiny, tmp_path: Path, at_step: AtStep) -> None:
+    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    at_step(1, send(signal.SIGINT))
+    with pytest.raises(TrainingInterrupted):
+        train(tiny(tmp_path / "run"))
+    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
+
+
+def test_a_second_signal_does_not_wait(tiny: Tiny, tmp_path: Path, at_step: AtStep) -> None:
+    def twice(model: torch.nn.Module) -> None:
+        send(signal.SIGINT)(model)
+        send(signal.SIGINT)(model)
+
+    at_step(6, twice)
+    with pytest.raises(KeyboardInterrupt):
+        train(tiny(tmp_path / "run"))
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["checkpoint-4"]
+
+
+def test_a_run_that_was_killed_goes_back_to_its_last_checkpoint(
+    tiny: Tiny, tmp_path: Path, at_step: AtStep, uninterrupted: RunResult
+) -> None:
+    recipe = tiny(tmp_path / "run")
+    at_step(7, lambda model: sys.exit("killed"))
+    with pytest.raises(SystemExit):
+        train(recipe)
+    at_step(0, print)
+    with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 7, "tok')  # what a process may leave that is killed while it writes
+    result = train(recipe, resume=True)
+    assert_same_weights(result.output, uninterrupted.output)
+    assert metrics(result.output) == metrics(uninterrupted.output)
+
+
+def test_a_run_stopped_before_its_first_checkpoint_starts_again(
+    tiny: Tiny, tmp_path: Path, at_step: AtStep, uninterrupted: RunResult, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = tiny(tmp_path / "run")
+    at_step(2, lambda model: sys.exit("killed"))
+    with pytest.raises(SystemExit):
+        train(recipe)
+    at_step(0, print)
+    result = train(recipe, resume=True)
+    assert "no checkpoint was saved yet: starts again" in capsys.readouterr().out
+    assert metrics(result.output) == metrics(uninterrupted.output)
+
+
+def test_resuming_a_finished_run_repeats_nothing(tiny: Tiny, tmp_path: Path, at_step: AtStep) -> None:
+    first = train(tiny(tmp_path / "run"))
+    weights, lines = (first.output / "model.safetensors").read_bytes(), metrics(first.output)
+    at_step(12, lambda model: pytest.fail("a step was trained again"))
+    again = train(tiny(tmp_path / "run"), resume=True)
+    assert (first.output / "model.safetensors").read_bytes() == weights
+    assert metrics(first.output) == lines
+    assert again.validation_bits_per_byte == first.validation_bits_per_byte
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"training.max_steps": 24},
+        {"optimizer.learning_rate": 0.02},
+        {"model.options.dropout": 0.2},
+        {"training.batch_size": 4, "training.gradient_accumulation": 1},
+    ],
+)
+def test_a_changed_recipe_is_refused_and_named(
+    tiny: Tiny, uninterrupted: RunResult, changes: dict[str, object]
+) -> None:
+    name, value = next(iter(changes.items()))
+    with pytest.raises(InputError, match=rf"{name}: {value} given, but the run in .* was started with"):
+        train(tiny(uninterrupted.output, **changes), resume=True)
+
+
+def test_how_often_a_run_reports_may_change(
+    tiny: Tiny, tmp_path: Path, at_step: AtStep, uninterrupted: RunResult
+) -> None:
+    at_step(3, send(signal.SIGINT))
+    with pytest.raises(TrainingInterrupted):
+        train(tiny(tmp_path / "run"))
+    at_step(0, print)
+    result = train(
+        tiny(tmp_path / "run", **{"training.eval_every_steps": 2, "training.log_every_steps": 5}), resume=True
+    )
+    assert_same_weights(result.output, uninterrupted.output)
+
+
+def test_a_changed_text_is_refused(tiny: Tiny, tmp_path: Path, at_step: AtStep, text_file: Path) -> None:
+    own_text = tmp_path / "text.jsonl"
+    own_text.write_text(text_file.read_text())
+    recipe = tiny(tmp_path / "run", **{"data.source": str(own_text)})
+    at_step(5, send(signal.SIGINT))
+    with pytest.raises(TrainingInterrupted):
+        train(recipe)
+    own_text.write_text(text_file.read_text().replace("cat", "cow"))
+    with pytest.raises(InputError, match=r"data\.source: .*text\.jsonl .* has changed"):
+        train(recipe, resume=True)
+
+
+def test_a_damaged_checkpoint_is_named(tiny: Tiny, tmp_path: Path, at_step: AtStep) -> None:
+    at_step(5, send(signal.SIGINT))
+    with pytest.raises(TrainingInterrupted):
+        train(tiny(tmp_path / "run"))
+    weights = tmp_path / "run" / "checkpoints" / "checkpoint-5" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    with pytest.raises(InputError, match=r"checkpoint-5: model\.safetensors cannot be read .* delete this folder"):
+        train(tiny(tmp_path / "run"), resume=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 1])
+def test_sigkill_at_a_random_moment_loses_nothing(
+    tiny: Tiny, tmp_path: Path, uninterrupted: RunResult, seed: int
+) -> None:
+    folder, recipe_file = tmp_path / "run", tmp_path / "recipe.yaml"
+    save_recipe(tiny(folder, **{"training.save_every_steps": 1, "training.max_steps": 200}), recipe_file)
+    command = [sys.executable, "-c", TRAIN_FROM_A_FILE, str(recipe_file)]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    while process.poll() is None and not list(folder.glob("checkpoints/checkpoint-*")):
+        time.sleep(0.02)
+    time.sleep(random.Random(seed).uniform(0.1, 1.5))
+    process.kill()
+    assert process.wait() == -signal.SIGKILL
+    subprocess.run([*command, "resume"], check=True, stdout=subprocess.DEVNULL)
+    whole = train(tiny(tmp_path / "whole", **{"training.max_steps": 200}))
+    assert_same_weights(folder, whole.output)

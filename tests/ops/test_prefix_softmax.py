@@ -10,8 +10,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from multilin.errors import InputError
-from multilin.ops.prefix_softmax import PREFIX_SOFTMAX, prefix_softmax, reference
+from multilin.ops import prefix_softmax as unchecked
+from multilin.ops.prefix_softmax import PREFIX_SOFTMAX, reference
 from multilin.ops.prefix_softmax.cases import LOGITS, WINDOWS, make_logits, make_starts, make_values
+from tests.ops.checked import prefix_softmax
 
 B, T, H, D = 2, 67, 3, 5
 FAST = [backend for backend in PREFIX_SOFTMAX.backends if backend.compute is not reference.prefix_softmax]
@@ -152,7 +154,7 @@ def test_gradients_by_finite_differences(window: int | None) -> None:
 def test_it_compiles_and_exports_as_one_graph(window: int | None) -> None:
     class Pool(torch.nn.Module):
         def forward(self, logits: Tensor, values: Tensor) -> Tensor:
-            return prefix_softmax(logits, values, window=window)[0]
+            return unchecked.prefix_softmax(logits, values, window=window)[0]
 
     inputs = make_logits("random", (1, 80, 2)).float(), make_values((1, 80, 2, 3)).float()
     torch.testing.assert_close(torch.export.export(Pool(), inputs).module()(*inputs), Pool()(*inputs))
@@ -164,6 +166,6 @@ def test_it_compiles_and_exports_as_one_graph(window: int | None) -> None:
 
 def test_a_wrong_window_or_shape_is_named() -> None:
     with pytest.raises(InputError, match="window: 0 given"):
-        prefix_softmax(torch.zeros(1, 2, 1), torch.zeros(1, 2, 1, 1), window=0)
+        unchecked.prefix_softmax(torch.zeros(1, 2, 1), torch.zeros(1, 2, 1, 1), window=0)
     with pytest.raises(InputError, match="values: shape"):
-        prefix_softmax(torch.zeros(1, 2, 1), torch.zeros(1, 3, 1, 1))
+        unchecked.prefix_softmax(torch.zeros(1, 2, 1), torch.zeros(1, 3, 1, 1))

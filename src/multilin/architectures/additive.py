@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from multilin.architectures.base import LayerOptions, Preset, TrainingDefaults, register
 from multilin.errors import InputError
-from multilin.layers.base import Layer, Layout, mask_padding
+from multilin.layers.base import Layer, Layout, ParameterHolder, mask_padding
 from multilin.layers.feed_forward import GeluFeedForward
 from multilin.ops.prefix_softmax import PrefixSoftmaxState, prefix_softmax
 from multilin.settings import settings
@@ -67,7 +67,7 @@ class AdditiveState(NamedTuple):
     products: PrefixSoftmaxState
 
 
-class AdditivePooling(nn.Module):
+class AdditivePooling(ParameterHolder):
     """The softmax mean of a head's tokens, weighted by a learned vector per head."""
 
     def __init__(self, hidden_size: int, options: AdditiveOptions) -> None:
@@ -80,7 +80,8 @@ class AdditivePooling(nn.Module):
         self, x_BTHD: Tensor, state: PrefixSoftmaxState | None, layout: Layout
     ) -> tuple[Tensor, PrefixSoftmaxState | None]:
         """Means (B, T, H, D / H) and the state after them."""
-        scorer_HD, scale, null_logit = self.scorer, self.hidden_size**-0.5, None
+        scorer_HD: Tensor = self.scorer
+        scale, null_logit = self.hidden_size**-0.5, None
         if self.options.stabilizer == "head_norm":
             x_BTHD, scorer_HD = _standardize(x_BTHD), _standardize(scorer_HD)
             scale, null_logit = (self.options.rescale or 15.0) / scorer_HD.shape[-1], math.log(PACKAGE_EPS)
@@ -94,6 +95,10 @@ class AdditivePooling(nn.Module):
             starts=layout.starts_BT,
             needs_state=layout.needs_state,
         )
+
+    def initialize(self, std: float) -> None:
+        """Scorers like the weights of matrices."""
+        nn.init.normal_(self.scorer, std=std)
 
 
 class AdditiveAttention(nn.Module):
@@ -145,11 +150,6 @@ class AdditiveLayer(Layer):
         update_BTD, state = self.attention(self.attention_norm(x_BTD), state, layout)
         x_BTD = x_BTD + update_BTD
         return x_BTD + self.feed_forward(self.feed_forward_norm(x_BTD)), state
-
-    def initialize(self, std: float) -> None:
-        """Scorers like the other weights."""
-        for pooling in (self.attention.pool_queries, self.attention.pool_products):
-            nn.init.normal_(pooling.scorer, std=std)
 
 
 def _standardize(x: Tensor) -> Tensor:

@@ -58,6 +58,7 @@ class Architecture:
     preset_options: dataclass of what a user may choose for a whole model.
     preset: lays a model out from (hidden_size, num_layers, preset options).
     variants: preset options by name that the contract tests run besides the defaults.
+    packs: whether several texts can share a row (document_ids); a model with a layer that cannot refuses them.
     """
 
     name: str
@@ -68,6 +69,7 @@ class Architecture:
     preset_options: type
     preset: Callable[[int, int, Any], Preset]
     variants: Mapping[str, Mapping[str, Any]]
+    packs: bool
 
     @property
     def description(self) -> str:
@@ -97,6 +99,7 @@ def register(
     options: type,
     preset_options: type,
     variants: Mapping[str, Mapping[str, Any]] | None = None,
+    packs: bool = True,
 ) -> Callable[[Callable[[int, int, Any], Preset]], Callable[[int, int, Any], Preset]]:
     """Decorate an architecture's preset function to make the architecture known under `name`."""
 
@@ -104,7 +107,7 @@ def register(
         if name in _registry:
             raise InputError(f"architecture: {name!r} is registered twice")
         _registry[name] = Architecture(
-            name, title, source, layer, options, preset_options, preset, dict(variants or {})
+            name, title, source, layer, options, preset_options, preset, dict(variants or {}), packs
         )
         return preset
 

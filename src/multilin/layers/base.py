@@ -3,7 +3,7 @@
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 
@@ -37,8 +37,16 @@ class Layer(GradientCheckpointingLayer):
         """Output and state; the state is None where the layout needs none."""
         raise NotImplementedError
 
+
+class ParameterHolder(nn.Module):
+    """A module with parameters of its own, outside PyTorch's Linear, Embedding and norms, which the model initialises.
+
+    transformers visits only modules that hold parameters directly, so it is they who draw them, not the layer around.
+    """
+
     def initialize(self, std: float) -> None:
-        """Draw the parameters that are no Linear, Embedding or norm of PyTorch; those the model initialises."""
+        """Draw the parameters; `std` is the model's initializer_range."""
+        raise NotImplementedError
 
 
 def mask_padding(logits_BTH: Tensor, layout: Layout) -> Tensor:

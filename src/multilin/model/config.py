@@ -1,5 +1,6 @@
 """The configuration of the one model."""
 
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -8,6 +9,7 @@ from transformers import PretrainedConfig
 from multilin.architectures.base import get_architecture, layer_entry
 from multilin.errors import InputError, nearest
 
+TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 POSITIONS = ("learned", "none")
 FINAL_NORMS = ("layer_norm", "none")
 
@@ -107,7 +109,7 @@ class MultilinConfig(PretrainedConfig):
             InputError: an unknown architecture, option or field, or a value out of range.
         """
         preset = get_architecture(name).expand(hidden_size, num_layers, options or {})
-        known = cls().to_dict()
+        known = [*inspect.signature(cls.__init__).parameters, *TOKEN_IDS]
         for field in model:
             if field not in known:
                 raise InputError(f"{field}: unknown field of the model{nearest(field, known)}")

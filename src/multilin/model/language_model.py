@@ -10,7 +10,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from multilin.architectures.base import get_architecture
 from multilin.errors import InputError
-from multilin.layers.base import Layer
+from multilin.layers.base import Layer, ParameterHolder
 from multilin.model.config import MultilinConfig
 from multilin.model.embedding import TokenEmbedding, documents_from_lengths
 from multilin.model.state import TextState
@@ -36,6 +36,8 @@ class MultilinForCausalLM(PreTrainedModel, GenerationMixin):
         super().__init__(config)
         self.embedding = TokenEmbedding(config)
         self.layers = nn.ModuleList(_build_layer(config, index) for index in range(len(config.layers)))
+        names = sorted({entry["architecture"] for entry in config.layers})
+        self.unpackable = ", ".join(name for name in names if not get_architecture(name).packs)
         self.norm = nn.LayerNorm(config.hidden_size) if config.final_norm == "layer_norm" else nn.Identity()
         self.output = nn.Linear(config.hidden_size, config.vocab_size, bias=config.output_bias)
         self.post_init()
@@ -83,6 +85,8 @@ class MultilinForCausalLM(PreTrainedModel, GenerationMixin):
             use_cache = past_key_values is not None or (labels is None and not self.training)
         if cu_seqlens is not None:
             document_ids = documents_from_lengths(cu_seqlens, *input_ids.shape)
+        if document_ids is not None and self.unpackable:
+            raise InputError(f"document_ids: given, but {self.unpackable} layers cannot read several texts in a row")
         state = self._open_state(past_key_values, len(input_ids)) if use_cache else None
         hidden_BTD, inputs = self._read(
             input_ids, state, attention_mask, document_ids, position_ids, bool(output_hidden_states)
@@ -226,19 +230,19 @@ class MultilinForCausalLM(PreTrainedModel, GenerationMixin):
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, nn.Linear | nn.Embedding):
             nn.init.normal_(module.weight, std=self.config.initializer_range)
-            if getattr(module, "bias", None) is not None:
+            if isinstance(module, nn.Linear) and module.bias is not None:
                 nn.init.zeros_(module.bias)
         elif isinstance(module, nn.LayerNorm):
             nn.init.ones_(module.weight)
             nn.init.zeros_(module.bias)
-        elif isinstance(module, Layer):
+        elif isinstance(module, ParameterHolder):
             module.initialize(self.config.initializer_range)
 
     def get_input_embeddings(self) -> nn.Module:
         """The token embedding."""
         return self.embedding.tokens
 
-    def set_input_embeddings(self, value: nn.Module) -> None:
+    def set_input_embeddings(self, value: nn.Embedding) -> None:
         """Replace the token embedding."""
         self.embedding.tokens = value
 
@@ -246,7 +250,7 @@ class MultilinForCausalLM(PreTrainedModel, GenerationMixin):
         """The output projection."""
         return self.output
 
-    def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
+    def set_output_embeddings(self, new_embeddings: nn.Linear) -> None:
         """Replace the output projection."""
         self.output = new_embeddings
 

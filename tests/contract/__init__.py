@@ -1,0 +1,1 @@
+"""What every layer and every model promises, run on every registered architecture and each of its variants."""

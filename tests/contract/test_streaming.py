@@ -1,0 +1,147 @@
+"""The streaming law and what follows from it: causality, rows, padding, packing, and a state that does not grow."""
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from multilin.errors import InputError
+from multilin.layers.base import Layout
+from tests.contract.conftest import HIDDEN_SIZE, LONGEST, MakeModel, random_ids
+
+EXACT = {"rtol": 1e-10, "atol": 1e-10}
+
+
+def read_in_pieces(model, ids: torch.Tensor, cuts: list[int], **arguments: torch.Tensor):
+    state, logits = model.new_state(), []
+    for first, last in itertools.pairwise([0, *cuts, ids.shape[1]]):
+        piece = {name: tensor[:, first:last] for name, tensor in arguments.items()}
+        logits.append(model(ids[:, first:last], past_key_values=state, **piece).logits)
+    return torch.cat(logits, dim=1), state
+
+
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(cuts=st.lists(st.integers(1, 69), max_size=5, unique=True).map(sorted))
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-10), (torch.float32, 1e-4)])
+def test_reading_in_pieces_is_reading_at_once(make_model: MakeModel, cuts, dtype, tolerance) -> None:
+    model, ids = make_model(dtype), random_ids(2, 70)
+    whole = model(ids)
+    logits, state = read_in_pieces(model, ids, cuts)
+    assert (logits - whole.logits).norm() <= tolerance * whole.logits.norm()
+    for (name, expected), (_, tensor) in zip(whole.past_key_values.named_tensors(), state.named_tensors(), strict=True):
+        expected, tensor = expected.double(), tensor.double()
+        both = torch.isfinite(expected) & torch.isfinite(tensor)
+        assert (torch.isfinite(expected) == torch.isfinite(tensor)).all(), name
+        assert ((tensor - expected)[both]).norm() <= tolerance * max(expected[both].norm(), 1.0), name
+
+
+def test_token_by_token_is_reading_at_once(make_model: MakeModel) -> None:
+    model, ids = make_model(), random_ids(2, 24)
+    torch.testing.assert_close(read_in_pieces(model, ids, list(range(1, 24)))[0], model(ids).logits, **EXACT)
+
+
+def test_the_future_changes_nothing(make_model: MakeModel) -> None:
+    model, ids = make_model(), random_ids(1, 50)
+    changed = ids.clone()
+    changed[:, 30:] = random_ids(1, 20, seed=5)
+    torch.testing.assert_close(model(changed).logits[:, :30], model(ids).logits[:, :30], **EXACT)
+
+
+def test_an_extreme_future_changes_nothing(make_model: MakeModel) -> None:
+    """A layer that shifts by the maximum of the whole chunk passes the test above and fails this one."""
+    model = make_model()
+    layout = Layout(torch.arange(50)[None])
+    x = torch.randn(1, 50, HIDDEN_SIZE, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    for scale in (1e3, 1e8, 1e30):
+        extreme = x.clone()
+        extreme[:, 30:] = scale * torch.randn(1, 20, HIDDEN_SIZE, dtype=torch.float64)
+        for layer in model.layers:
+            before, after = layer(x, None, layout)[0], layer(extreme, None, layout)[0]
+            torch.testing.assert_close(after[:, :30], before[:, :30], **EXACT)
+            assert torch.isfinite(after).all()
+
+
+def test_rows_are_independent(make_model: MakeModel) -> None:
+    model, ids = make_model(), random_ids(3, 40)
+    together = model(ids).logits
+    for row in range(3):
+        torch.testing.assert_close(model(ids[row : row + 1]).logits[0], together[row], **EXACT)
+
+
+@pytest.mark.parametrize("split", [None, 3, 9])
+def test_left_padding_is_inert(make_model: MakeModel, split: int | None) -> None:
+    """Also when the padding is cut, so that a row's first call holds nothing else."""
+    model, lengths = make_model(), [20, 13, 1]
+    texts = [random_ids(1, length, seed=length) for length in lengths]
+    ids = torch.cat([torch.nn.functional.pad(text, (20 - text.shape[1], 0), value=1) for text in texts])
+    mask = torch.stack([(torch.arange(20) >= 20 - length).long() for length in lengths])
+    cuts = [] if split is None else [split]
+    logits, state = read_in_pieces(model, ids, cuts, attention_mask=mask)
+    assert state.num_tokens.tolist() == lengths
+    for row, text in enumerate(texts):
+        alone = model(text)
+        torch.testing.assert_close(logits[row, -text.shape[1] :], alone.logits[0], **EXACT)
+        next_ids = random_ids(1, 1, seed=9)
+        onward = model(next_ids, past_key_values=state.select([row])).logits
+        torch.testing.assert_close(onward, model(next_ids, past_key_values=alone.past_key_values).logits, **EXACT)
+
+
+def test_padding_inside_a_text_is_refused(make_model: MakeModel) -> None:
+    model, state = make_model(), make_model().new_state()
+    model(random_ids(1, 4), past_key_values=state)
+    with pytest.raises(InputError, match="goes on with padding"):
+        model(random_ids(1, 3), past_key_values=state, attention_mask=torch.tensor([[0, 1, 1]]))
+    assert state.num_tokens.tolist() == [4]
+
+
+@pytest.mark.parametrize("cuts", [[], [7], [10, 11, 30]])
+def test_packed_texts_do_not_see_each_other(make_model: MakeModel, packs: bool, cuts: list[int]) -> None:
+    model, lengths = make_model(), [10, 1, 25, 4]
+    texts = [random_ids(1, length, seed=length) for length in lengths]
+    ids = torch.cat(texts, dim=1)
+    documents = torch.repeat_interleave(torch.tensor([4, 7, 8, 5]), torch.tensor(lengths))[None]
+    if not packs:
+        with pytest.raises(InputError, match="document_ids"):
+            model(ids, document_ids=documents)
+        return
+    expected = torch.cat([model(text).logits for text in texts], dim=1)
+    logits, state = read_in_pieces(model, ids, cuts, document_ids=documents)
+    torch.testing.assert_close(logits, expected, **EXACT)
+    assert state.num_tokens.tolist() == [4]
+    cu_seqlens = torch.tensor([0, 10, 11, 36, 40])
+    torch.testing.assert_close(model(ids, cu_seqlens=cu_seqlens).logits, expected, **EXACT)
+    torch.testing.assert_close(model.token_losses(ids, documents), _losses(expected, ids), **EXACT)
+
+
+def _losses(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.cross_entropy(logits[:, :-1].transpose(1, 2), ids[:, 1:], reduction="none")
+
+
+def test_the_state_does_not_grow(make_model: MakeModel) -> None:
+    model, state = make_model(torch.float32), make_model().new_state()
+    sizes = set()
+    for length in (1, 1, 5, 60, 1):
+        model(random_ids(2, length), past_key_values=state)
+        sizes.add(state.num_bytes)
+        assert {tensor.dtype for _, tensor in state.named_tensors()} <= {torch.float32, torch.int64}
+        assert {len(tensor) for _, tensor in state.named_tensors()} == {2}
+    assert len(sizes) == 1
+
+
+def test_a_low_precision_model_keeps_its_state_in_float32(make_model: MakeModel) -> None:
+    _, state = read_in_pieces(make_model(torch.bfloat16), random_ids(1, 9), [4])
+    assert {tensor.dtype for _, tensor in state.named_tensors()} <= {torch.float32, torch.int64}
+
+
+def test_a_text_beyond_the_limit_is_refused_and_leaves_the_state(make_model: MakeModel) -> None:
+    model = make_model()
+    with pytest.raises(InputError, match=f"at most {LONGEST}"):
+        model(random_ids(1, LONGEST + 1))
+    state = model.new_state()
+    model(random_ids(1, LONGEST), past_key_values=state)
+    before = {name: tensor.clone() for name, tensor in state.named_tensors()}
+    with pytest.raises(InputError, match=f"at most {LONGEST}"):
+        model(random_ids(1, 1), past_key_values=state)
+    assert all(torch.equal(before[name], tensor) for name, tensor in state.named_tensors())

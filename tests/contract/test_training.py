@@ -1,0 +1,102 @@
+"""Training: gradients, precision, checkpointing, compilation, the loss, and that a model can learn."""
+
+import pytest
+import torch
+
+from tests.contract.conftest import MakeModel, random_ids
+
+
+def loss_and_gradients(model, ids: torch.Tensor, **arguments) -> list[torch.Tensor]:
+    loss = model(ids, labels=ids, **arguments).loss
+    return [loss, *torch.autograd.grad(loss, list(model.parameters()), materialize_grads=True)]
+
+
+def without_dropout(model):
+    """Training mode, in which dropout would make two runs differ."""
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    return model.train()
+
+
+def test_gradients_by_finite_differences(make_model: MakeModel) -> None:
+    model, ids = make_model(), random_ids(1, 12)
+    names = [name for name, _ in model.named_parameters()]
+
+    def loss(*parameters: torch.Tensor) -> torch.Tensor:
+        values = dict(zip(names, parameters, strict=True))
+        return torch.func.functional_call(model, values, (ids,), {"labels": ids}).loss
+
+    assert torch.autograd.gradcheck(loss, tuple(model.parameters()), fast_mode=True)
+
+
+def test_the_chunked_loss_is_that_of_the_logits(make_model: MakeModel) -> None:
+    model, ids = make_model(), random_ids(2, 30)
+    labels = ids.clone()
+    labels[0, :9] = -100
+    result = model(ids, labels=labels)
+    expected = torch.nn.functional.cross_entropy(result.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+    torch.testing.assert_close(result.loss, expected)
+    torch.testing.assert_close(model(ids, labels=labels, num_items_in_batch=7).loss, expected * (58 - 8) / 7)
+    assert model.train()(ids, labels=labels).logits is None
+
+
+def test_label_smoothing_is_for_training_only(make_model: MakeModel) -> None:
+    model, smooth = make_model(), make_model(label_smoothing=0.1)
+    ids = random_ids(2, 30)
+    torch.testing.assert_close(smooth(ids, labels=ids).loss, model(ids, labels=ids).loss)
+    expected = torch.nn.functional.cross_entropy(
+        model(ids).logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten(), label_smoothing=0.1
+    )
+    torch.testing.assert_close(without_dropout(smooth)(ids, labels=ids).loss, expected)
+
+
+def test_gradient_checkpointing_changes_nothing(make_model: MakeModel) -> None:
+    model, ids = without_dropout(make_model()), random_ids(2, 30)
+    plain = loss_and_gradients(model, ids)
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable()
+    for expected, result in zip(plain, loss_and_gradients(model, ids), strict=True):
+        torch.testing.assert_close(result, expected, rtol=1e-10, atol=1e-12)
+
+
+def test_bf16_autocast_errs_no_more_than_bf16_weights(make_model: MakeModel) -> None:
+    """The yardstick is what rounding the weights alone does, since some models amplify any rounding."""
+    model, ids = make_model(torch.float32, initializer_range=0.1), random_ids(4, 40)
+    exact = loss_and_gradients(model, ids)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        autocast = loss_and_gradients(model, ids)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(parameter.bfloat16())
+    rounded = loss_and_gradients(model, ids)
+    assert (autocast[0] - exact[0]).abs() <= 4e-3 * exact[0].abs()
+
+    def error(results: list[torch.Tensor]) -> float:
+        return sum(float((x - y).square().sum()) for x, y in zip(results[1:], exact[1:], strict=True)) ** 0.5
+
+    assert error(autocast) <= 4 * error(rounded)
+
+
+@pytest.mark.parametrize("length", [1, 40])
+def test_compiled_is_eager(make_model: MakeModel, length: int) -> None:
+    torch.compiler.reset()
+    model, ids = make_model(), random_ids(2, length)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        torch.testing.assert_close(
+            compiled(ids, use_cache=False).logits, model(ids, use_cache=False).logits, rtol=1e-10, atol=1e-10
+        )
+
+
+def test_64_tokens_are_learned_by_heart(make_model: MakeModel) -> None:
+    model, ids = without_dropout(make_model(torch.float32, initializer_range=0.1)), random_ids(1, 64)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
+    for _ in range(300):
+        loss = model(ids, labels=ids).loss
+        if loss < 0.05:
+            return
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    pytest.fail(f"the loss is still {loss:.3f}")

@@ -1,0 +1,1 @@
+"""Checks of numbers from the original implementations: `python -m tests.golden FILE...`."""

@@ -1,0 +1,40 @@
+"""Which check serves which file: by the beginning of the file's name."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tests.golden import fastformer
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One array of a golden file: the largest difference from ours, relative to the largest expected value."""
+
+    array: str
+    error: float
+
+
+Check = Callable[[Any], Iterator[tuple[str, np.ndarray, np.ndarray]]]
+
+FAMILIES: dict[str, Check] = {"fastformer": fastformer.check}
+
+
+def compare(path: Path) -> list[Comparison]:
+    """Every array of the file that has an expected value."""
+    family = path.name.split("_")[0]
+    if family not in FAMILIES:
+        raise ValueError(f"{path.name}: no check for the family {family!r}; there are {', '.join(FAMILIES)}")
+    with np.load(path, allow_pickle=False) as file:
+        return [Comparison(name, relative_error(*pair)) for name, *pair in FAMILIES[family](file)]
+
+
+def relative_error(result: np.ndarray, expected: np.ndarray) -> float:
+    """Largest difference over the largest expected magnitude (at least 1e-6)."""
+    if result.shape != expected.shape:
+        return float("inf")
+    scale = max(float(np.abs(expected).max(initial=0.0)), 1e-6)
+    return float(np.abs(result - expected).max(initial=0.0)) / scale

@@ -1,0 +1,67 @@
+"""The fastformer_* files: the released fastformerLM package, run in float64."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from multilin.inference.convert import fastformer_config, fastformer_name, fastformer_weights
+from multilin.model import MultilinForCausalLM
+
+
+def check(file: Any) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
+    """(array, ours, expected) for every run: layers, logits with directly summed windows, loss and gradients."""
+    config = fastformer_config(json.loads(str(file["meta_json"])))
+    model = MultilinForCausalLM(config).double().eval()
+    weights = {name[2:]: torch.from_numpy(file[name]).double() for name in file.files if name.startswith("w.")}
+    model.load_state_dict(fastformer_weights(weights))
+    for run in sorted({name.split(".")[0] for name in file.files if name.endswith(".logits_direct")}):
+        ours = {f"{run}.{name}": tensor.detach().numpy() for name, tensor in _run(model, file, run).items()}
+        for name, array in ours.items():
+            if name in file.files:
+                yield name, array, file[name]
+
+
+def _run(model: MultilinForCausalLM, file: Any, run: str) -> dict[str, Tensor]:
+    seen = _watch_layers(model)
+    input_ids, labels, mask = torch.from_numpy(file["input_ids"]), torch.from_numpy(file["input_ids"]).clone(), None
+    if run == "mask":
+        name = next(name for name in (f"{run}.attention_mask", "attention_mask") if name in file.files)
+        mask = torch.from_numpy(file[name]).long()
+        labels = labels.masked_fill(mask == 0, -100)
+    # The package counts padding as positions.
+    positions = torch.arange(input_ids.shape[1])[None]
+    model.zero_grad()
+    result = model(input_ids, attention_mask=mask, labels=labels, position_ids=positions)
+    result.loss.backward()
+    parameters = dict(model.named_parameters())
+    gradients = {
+        f"grad.{name[2:]}": parameters[fastformer_name(name[2:])].grad
+        for name in file.files
+        if name.startswith("w.") and fastformer_name(name[2:]) in parameters
+    }
+    return {**seen, "logits_direct": result.logits, "loss": result.loss, **gradients}
+
+
+def _watch_layers(model: MultilinForCausalLM) -> dict[str, Tensor]:
+    """Fills with what the parts of each layer return, under the golden file's names."""
+    seen: dict[str, Tensor] = {}
+
+    def watch(module: torch.nn.Module, name: str) -> None:
+        def keep(_: Any, __: Any, output: Any) -> None:
+            tensor = output[0] if isinstance(output, tuple) else output
+            seen[name] = tensor.flatten(2)
+
+        module.register_forward_hook(keep)
+
+    for index, layer in enumerate(model.layers):
+        watch(layer.attention_norm, f"layer{index}.attn_norm")
+        watch(layer.attention.pool_queries, f"layer{index}.pooled_queries")
+        watch(layer.attention.pool_products, f"layer{index}.pooled_keys")
+        watch(layer.attention, f"layer{index}.attention")
+        watch(layer, f"layer{index}.out")
+    watch(model.norm, "last_norm")
+    return seen

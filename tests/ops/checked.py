@@ -1,0 +1,13 @@
+"""The public ops with the shapes and types of their signatures checked at every call."""
+
+from beartype import beartype
+from jaxtyping import jaxtyped
+
+from multilin.ops import linear_cross_entropy as loss_op
+from multilin.ops import prefix_softmax as pooling_op
+
+_checked = jaxtyped(typechecker=beartype)
+
+prefix_softmax = _checked(pooling_op.prefix_softmax)
+linear_cross_entropy = _checked(loss_op.linear_cross_entropy)
+token_cross_entropy = _checked(loss_op.token_cross_entropy)

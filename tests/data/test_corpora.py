@@ -78,6 +78,30 @@ def test_a_hub_dataset_is_streamed_here_from_a_local_folder(tmp_path: Path) -> N
         read(f"hub:{tmp_path}:nosplit")
 
 
+@pytest.mark.filterwarnings("ignore")  # datasets' own
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("owner/name", ("owner/name", None, "train")),
+        ("owner/name:test", ("owner/name", None, "test")),
+        ("owner/name/config:train[:5%]", ("owner/name", "config", "train[:5%]")),
+        ("hub:name", ("name", None, "train")),
+    ],
+)
+def test_a_hub_name_is_owner_name_configuration_and_split(
+    monkeypatch: pytest.MonkeyPatch, source: str, expected: tuple[str, str | None, str]
+) -> None:
+    asked: list[tuple[str, str | None, str]] = []
+
+    def load_dataset(name: str, config: str | None, split: str, streaming: bool) -> list[dict[str, str]]:
+        asked.append((name, config, split))
+        return [{"text": "from the hub"}]
+
+    monkeypatch.setattr("datasets.load_dataset", load_dataset)
+    assert [document.text for document in read(source)] == ["from the hub"]
+    assert asked == [expected]
+
+
 def test_the_built_in_documentation_is_text_of_every_python() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -7,7 +7,7 @@ from typing import Literal
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from multilin.data.encoding import make_encoder
@@ -106,6 +106,20 @@ def test_byte_lengths_add_up_to_the_text_also_where_tokens_split_characters(
     for counted in (text, HARD):
         assert sum(lengths[index] for index in encode_whole(tokenizer, counted)) == len(counted.encode())
     assert lengths[:2] == [0, 0]
+
+
+def test_a_long_text_trains_the_tokenizer_that_it_would_train_in_one_piece() -> None:
+    text = "".join(f"{line} {number}\n\n  {HARD}" for number in range(900) for line in CORPUS)
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    special = ["<|endoftext|>", "<|pad|>"]
+    trainer = trainers.BpeTrainer(
+        vocab_size=400, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+    )
+    backend.train_from_iterator([text], trainer)
+    assert len(text) > 2**17
+    assert train_tokenizer([text], "bpe", 400).get_vocab() == backend.get_vocab()
 
 
 def test_training_is_reproducible(tokenizer: PreTrainedTokenizerFast) -> None:

@@ -21,6 +21,18 @@ _WORD = re.compile(r"\s*[\S\x1c-\x1f]+|\s+")
 _CUT = re.compile(r"(?<=\S)(?=[ \t\r\n])")
 
 
+def cut_at_whitespace(text: str, characters: int) -> Iterator[str]:
+    """Parts of a text of little more than `characters`, each cut before a whitespace that follows something else.
+
+    A tokenizer that splits as GPT-2's does makes the same tokens of the parts as of the whole.
+    """
+    start = 0
+    while len(text) - start > characters and (cut := _CUT.search(text, start + characters)):
+        yield text[start : cut.start()]
+        start = cut.start()
+    yield text[start:]
+
+
 class Encoder(Protocol):
     """Turns texts into token ids."""
 
@@ -81,12 +93,8 @@ class WordEncoder:
         self._starts = self._lengths = self._ids = np.zeros(0, np.int64)
 
     def pieces(self, text: str) -> Iterator[str]:
-        """The text cut before whitespace, about every million characters."""
-        start = 0
-        while len(text) - start > PIECE_CHARACTERS and (cut := _CUT.search(text, start + PIECE_CHARACTERS)):
-            yield text[start : cut.start()]
-            start = cut.start()
-        yield text[start:]
+        """The text cut at whitespace, about every million characters."""
+        yield from cut_at_whitespace(text, PIECE_CHARACTERS)
 
     def encode(self, texts: Sequence[str]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """The ids of all texts in a row, and the number of ids of each."""

@@ -9,6 +9,7 @@ from typing import Literal
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from multilin.data.encoding import cut_at_whitespace
 from multilin.errors import InputError
 
 END_OF_TEXT = "<|endoftext|>"
@@ -140,8 +141,10 @@ def _trained(texts: Iterable[str], kind: TokenizerKind, vocab_size: int) -> Toke
         (models.BPE(), trainers.BpeTrainer) if kind == "bpe" else (models.Unigram(), trainers.UnigramTrainer)
     )
     tokenizer = _byte_level(model)
+    # The trainer holds 256 texts at a time with a hundred bytes per character, so it is given short ones.
+    pieces = (piece for text in texts for piece in cut_at_whitespace(text, 2**16))
     tokenizer.train_from_iterator(
-        texts,
+        pieces,
         trainer(
             vocab_size=vocab_size,
             special_tokens=_special_tokens(),

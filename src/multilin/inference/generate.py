@@ -1,0 +1,206 @@
+"""Writing text: a prompt, or the state of an earlier text, is continued token by token and streamed as it comes."""
+
+import io
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import torch
+from annotated_types import Ge, Gt, Le
+from torch import Tensor
+from transformers import PreTrainedTokenizerFast, TextStreamer
+
+from multilin.data.encoding import make_encoder
+from multilin.data.tokenizers import start_token_id
+from multilin.errors import InputError
+from multilin.inference.runs import Run, longest_text
+from multilin.inference.snapshot import Snapshot
+from multilin.model import MultilinForCausalLM
+from multilin.settings import settings
+
+Positive = Annotated[int, Gt(0)]
+
+
+@settings
+class GenerationSettings:
+    """How text is written."""
+
+    max_new_tokens: Positive = 200  # tokens to write, at most
+    temperature: Annotated[float, Gt(0)] = 0.8  # below 1 prefers likely tokens more than the model does, above 1 less
+    top_k: Positive | None = None  # draw from the k likeliest tokens only
+    top_p: Annotated[float, Gt(0), Le(1)] | None = None  # draw from the likeliest tokens that together have this share
+    greedy: bool = False  # always take the likeliest token instead of drawing
+    num_beams: Positive = 1  # search for the likeliest text among so many at a time instead of drawing
+    seed: Annotated[int, Ge(0)] | None = None  # the same seed writes the same text again; none writes another one
+    stop_at_end: bool = True  # stop where the model ends its text; otherwise it begins a new one
+
+    @property
+    def draws(self) -> bool:
+        """Whether chance plays a part."""
+        return not self.greedy and self.num_beams == 1
+
+
+DEFAULTS = GenerationSettings()
+
+
+@dataclass(frozen=True)
+class Continuation:
+    """What was written.
+
+    token_ids: the new tokens, an end of text included.
+    text: what was given to `write`, the prompt not included.
+    snapshot: where the text stands now, to go on from; None for models of other kinds and after a beam search.
+    """
+
+    token_ids: list[int]
+    text: str
+    snapshot: Snapshot | None
+
+
+def generate_text(
+    run: Run,
+    prompt: str = "",
+    settings: GenerationSettings = DEFAULTS,
+    *,
+    snapshot: Snapshot | None = None,
+    write: Callable[[str], object] | None = None,
+    echo: bool = False,
+) -> Continuation:
+    """Continue a prompt, or a text from its snapshot.
+
+    Without a seed, a snapshot goes on with the random numbers it carries: the tokens are those of an uninterrupted
+    run. Sampling draws from torch's default generator of the model's device and leaves it moved on.
+
+    Args:
+        run: the model and its tokenizer.
+        prompt: the text to continue; empty lets the model begin a text, or go on with that of the snapshot.
+        settings: see GenerationSettings.
+        snapshot: where an earlier text stopped; it stays as it is.
+        write: called with every piece of new text as soon as it is certain; never with half a character.
+        echo: give `write` the prompt first.
+
+    Raises:
+        InputError: prompt and new tokens are longer than the model can read, or a snapshot that cannot be continued.
+    """
+    model, tokenizer = run.model, run.tokenizer
+    prompt_ids = _prompt_ids(prompt, tokenizer, snapshot)
+    num_read = 0 if snapshot is None else _num_read(snapshot)
+    _check_length(num_read + len(prompt_ids), settings.max_new_tokens, longest_text(model.config))
+    _seed(settings, snapshot, model.device)
+    if write is not None and echo:
+        write(prompt)
+    written = io.StringIO()
+
+    def pass_on(text: str) -> None:
+        written.write(text)
+        if write is not None:
+            write(text)
+
+    streamer = _Streamer(tokenizer, pass_on, skip_special_tokens=settings.stop_at_end)
+    found = model.generate(
+        torch.tensor([prompt_ids], device=model.device),
+        past_key_values=None if snapshot is None else snapshot.state,
+        streamer=streamer if settings.num_beams == 1 else None,
+        return_dict_in_generate=True,
+        **_arguments(settings, tokenizer),
+    )
+    token_ids = found.sequences[0, len(prompt_ids) :].tolist()
+    if settings.num_beams > 1:
+        pass_on(tokenizer.decode(token_ids, skip_special_tokens=settings.stop_at_end))
+    after = None
+    if settings.num_beams == 1 and isinstance(model, MultilinForCausalLM):
+        after = Snapshot(found.past_key_values, [token_ids[-1:]], _random_state(model.device))
+    return Continuation(token_ids, written.getvalue(), after)
+
+
+def _prompt_ids(prompt: str, tokenizer: PreTrainedTokenizerFast, snapshot: Snapshot | None) -> list[int]:
+    """What the model reads first: the start of a text, or what the snapshot left unread; then the prompt."""
+    try:
+        ids, _ = make_encoder(tokenizer).encode([prompt])
+    except UnicodeEncodeError:
+        raise InputError(f"prompt: {prompt[:40]!r} holds bytes that are not UTF-8") from None
+    if snapshot is None:
+        return [start_token_id(tokenizer), *ids.tolist()]
+    before = snapshot.unread_ids[0] if snapshot.unread_ids else []
+    if not before and not len(ids):
+        raise InputError("prompt: none given, and the state has no token left to read; give some text to go on with")
+    return [*before, *ids.tolist()]
+
+
+def _num_read(snapshot: Snapshot) -> int:
+    if snapshot.state.num_tokens is None:
+        return 0
+    if snapshot.state.batch_size != 1:
+        raise InputError(
+            f"state: holds {snapshot.state.batch_size} texts, but one is continued at a time; select a row"
+        )
+    return int(snapshot.state.num_tokens[0])
+
+
+def _check_length(num_before: int, max_new_tokens: int, limit: int | None) -> None:
+    # Every model is checked here: transformers' own fail at their last position, or quietly read on past it.
+    if limit is None or num_before + max_new_tokens - 1 <= limit:
+        return
+    if num_before > limit:
+        raise InputError(
+            f"prompt: the text has {num_before} tokens, but this model reads at most {limit} (n_positions)"
+        )
+    raise InputError(
+        f"max_new_tokens: {max_new_tokens} after a text of {num_before} tokens given, but this model reads at most "
+        f"{limit} (n_positions), so at most {limit - num_before + 1} can follow"
+    )
+
+
+def _arguments(settings: GenerationSettings, tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
+    """The settings in the words of transformers' generate()."""
+    pad, end = tokenizer.pad_token_id, tokenizer.eos_token_id
+    arguments: dict[str, Any] = {
+        "max_new_tokens": settings.max_new_tokens,
+        "do_sample": settings.draws,
+        "num_beams": settings.num_beams,
+        "eos_token_id": end if settings.stop_at_end else None,
+        "pad_token_id": pad,
+        # Never seen in training, so whatever probability it has is an accident.
+        "suppress_tokens": [pad] if pad != end else None,
+    }
+    if settings.draws:
+        # transformers' own default is 50; 0 leaves all tokens in.
+        arguments |= {"temperature": settings.temperature, "top_k": settings.top_k or 0, "top_p": settings.top_p or 1.0}
+    return arguments
+
+
+def _seed(settings: GenerationSettings, snapshot: Snapshot | None, device: torch.device) -> None:
+    if settings.seed is not None:
+        torch.manual_seed(settings.seed)
+    elif snapshot is None or snapshot.rng_state is None:
+        torch.seed()
+    elif settings.draws:
+        try:
+            _generator(device).set_state(snapshot.rng_state.cpu())
+        except RuntimeError:
+            raise InputError(
+                f"seed: none given, and the random numbers of the state are not those of this device ({device.type}); "
+                "give a seed, and sampling goes on from there"
+            ) from None
+
+
+def _random_state(device: torch.device) -> Tensor:
+    return _generator(device).get_state()
+
+
+def _generator(device: torch.device) -> torch.Generator:
+    if device.type == "cuda":
+        return torch.cuda.default_generators[device.index or 0]
+    return torch.default_generator
+
+
+class _Streamer(TextStreamer):  # type: ignore[misc]
+    """transformers' streamer, which holds back a word until it is complete, with its text going to a function."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, write: Callable[[str], object], **decoding: Any) -> None:
+        super().__init__(tokenizer, skip_prompt=True, **decoding)
+        self._write = write
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        if text:
+            self._write(text)

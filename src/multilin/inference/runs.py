@@ -1,0 +1,102 @@
+"""Trained models on disk: a run folder, one of its checkpoints, or any folder in Hugging Face's layout."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
+
+from multilin.data.tokenizers import load_tokenizer, tokenizer_hash
+from multilin.errors import InputError
+
+
+@dataclass(frozen=True)
+class Run:
+    """A model in evaluation mode and the tokenizer it was trained with."""
+
+    folder: Path
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerFast
+
+    @property
+    def longest_text(self) -> int | None:
+        """Tokens the model can read, None for any number."""
+        return longest_text(self.model.config)
+
+
+def longest_text(config: PretrainedConfig) -> int | None:
+    """Tokens a model of this config can read, None for any number."""
+    limit = getattr(config, "max_position_embeddings", None)
+    return None if limit is None else int(limit)
+
+
+def load_run(path: str | Path) -> Run:
+    """Load the model of a folder and its tokenizer.
+
+    Raises:
+        InputError: no model there, damaged or missing weights, or a tokenizer other than the model's.
+    """
+    folder = Path(path)
+    model = load_model(folder)
+    # A checkpoint lies in checkpoints/ of its run, which holds the tokenizer.
+    inside_a_run = not (folder / "tokenizer.json").exists() and folder.resolve().parent.name == "checkpoints"
+    tokenizer = load_tokenizer(str(folder.resolve().parent.parent if inside_a_run else folder))
+    _check_tokenizer(tokenizer, model.config, folder)
+    return Run(folder, model, tokenizer)
+
+
+def load_model(folder: Path) -> PreTrainedModel:
+    """Load the model of a folder, in evaluation mode.
+
+    Raises:
+        InputError: no model there, or damaged or missing weights.
+    """
+    _check_files(folder)
+    try:
+        model, found = AutoModelForCausalLM.from_pretrained(
+            folder, use_safetensors=True, local_files_only=True, trust_remote_code=False, output_loading_info=True
+        )
+    except InputError as error:
+        raise InputError(f"run: {folder / 'config.json'}: {error}") from None
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise InputError(f"run: the model in {folder} cannot be loaded ({reason})") from error
+    if found["missing_keys"]:
+        missing = sorted(found["missing_keys"])
+        raise InputError(
+            f"run: the weights in {folder} lack {missing[0]} and {len(missing) - 1} others of its config.json"
+        )
+    return model.eval()
+
+
+def _check_files(folder: Path) -> None:
+    if not folder.is_dir():
+        raise InputError(f"run: {str(folder)!r} is no folder; give the folder of a run, such as runs/demo")
+    if not (folder / "config.json").is_file():
+        unfinished = (folder / "recipe.yaml").is_file()
+        hint = f"; finish its training with `multilin train {folder} --resume`" if unfinished else ""
+        raise InputError(f"run: {folder} holds no model (no config.json){hint}")
+    weights = sorted(folder.glob("*.safetensors"))
+    if not weights:
+        raise InputError(f"run: {folder} holds no weights (no .safetensors file)")
+    for path in weights:
+        try:
+            with safe_open(path, framework="pt"):
+                pass
+        except (SafetensorError, OSError) as error:
+            raise InputError(f"run: {path} is damaged or incomplete ({error})") from None
+
+
+def _check_tokenizer(tokenizer: PreTrainedTokenizerFast, config: PretrainedConfig, folder: Path) -> None:
+    trained_with = getattr(config, "tokenizer_hash", None)
+    if trained_with is not None and trained_with != tokenizer_hash(tokenizer):
+        raise InputError(
+            f"run: the tokenizer in {folder} is not the one its model was trained with; put the original "
+            "tokenizer.json back"
+        )
+    trained_here = (folder / "recipe.yaml").is_file()
+    if len(tokenizer) > config.vocab_size or (trained_here and len(tokenizer) != config.vocab_size):
+        raise InputError(
+            f"run: the tokenizer in {folder} has {len(tokenizer)} tokens, but its model was trained with "
+            f"{config.vocab_size}; put the original tokenizer.json back"
+        )

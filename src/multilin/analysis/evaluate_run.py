@@ -1,0 +1,103 @@
+"""Scoring a trained model on a text: the validation text of its own run, or any source."""
+
+import dataclasses
+import tempfile
+import warnings
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Literal
+
+from annotated_types import Gt
+
+from multilin.analysis.evaluate import Evaluation, evaluate
+from multilin.data.corpora import read_documents
+from multilin.data.packing import Blocks, PackedText, pack
+from multilin.data.tokenizers import tokenizer_hash
+from multilin.errors import InputError
+from multilin.inference.runs import Run
+from multilin.progress import counted, staged
+from multilin.settings import settings
+from multilin.training.assemble import read_text
+from multilin.training.recipe import RECIPE_FILE, load_recipe
+
+# For a model without a longest text and without a recipe.
+BLOCK_SIZE = 1024
+
+Positive = Annotated[int, Gt(0)]
+
+
+@settings
+class EvaluationSettings:
+    """What a model is scored on."""
+
+    source: str | None = None  # text: a corpus, file, folder, glob or hub dataset; else the run's validation text
+    max_tokens: Positive | None = None  # score about so many tokens, spread evenly over the text; none scores all
+    batch_size: Positive = 8  # blocks read at a time
+    text_field: str = "text"  # the field or column of .jsonl, .csv and .parquet files that holds the text
+    encoding_errors: Literal["strict", "replace"] = "strict"  # bytes that are not UTF-8: refuse, or replace by U+FFFD
+
+
+DEFAULTS = EvaluationSettings()
+
+
+def evaluate_run(run: Run, settings: EvaluationSettings = DEFAULTS) -> Evaluation:
+    """Score a run, with progress on stderr.
+
+    The text is read in blocks of the length the model was trained with, or the longest it can read.
+
+    Raises:
+        InputError: the text cannot be read, or none is given and the folder has no recipe that names one.
+    """
+    if settings.source is None:
+        return _score(run, validation_text(run), settings)
+    with tempfile.TemporaryDirectory(prefix="multilin-") as folder:
+        with staged() as progress:
+            documents = read_documents(
+                settings.source, text_field=settings.text_field, encoding_errors=settings.encoding_errors
+            )
+            packed = pack(documents, run.tokenizer, Path(folder) / "text", partial(progress, "packing the text"))
+        return _score(run, packed, settings)
+
+
+def validation_text(run: Run) -> PackedText:
+    """The text a run was validated on, which its recipe names; from the cache where training has left it there.
+
+    Raises:
+        InputError: the folder has no recipe, or its text cannot be read.
+    """
+    if not (run.folder / RECIPE_FILE).is_file():
+        raise InputError(f"source: none given, and {run.folder} has no {RECIPE_FILE} that names a text; give one")
+    recipe = load_recipe(run.folder)
+    with staged() as progress:
+        text = read_text(recipe, progress)
+        if tokenizer_hash(text.tokenizer) == tokenizer_hash(run.tokenizer):
+            return text.validation
+        warnings.warn(
+            f"{recipe.data.source} is not the text it was when {run.folder} was trained: what is validation text now "
+            "may have been training text then",
+            stacklevel=2,
+        )
+        tokenizer = dataclasses.replace(recipe.tokenizer, path=str(run.folder))
+        return read_text(dataclasses.replace(recipe, tokenizer=tokenizer), progress).validation
+
+
+def _score(run: Run, packed: PackedText, settings: EvaluationSettings) -> Evaluation:
+    block_size = _block_size(run)
+    blocks = len(Blocks(packed, block_size, partial=True))
+    if settings.max_tokens is not None:
+        blocks = min(blocks, -(-settings.max_tokens // (block_size - 1)))
+    with counted("evaluating", blocks) as progress:
+        return evaluate(
+            run.model,
+            packed,
+            block_size=block_size,
+            batch_size=settings.batch_size,
+            max_tokens=settings.max_tokens,
+            progress=progress,
+        )
+
+
+def _block_size(run: Run) -> int:
+    if (run.folder / RECIPE_FILE).is_file():
+        return load_recipe(run.folder).model.n_positions
+    return run.longest_text or BLOCK_SIZE

@@ -1,0 +1,247 @@
+"""What a model is made of and what it costs: parameters, work per token, and memory for the text it has read."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import PreTrainedModel
+
+from multilin.architectures import architectures
+from multilin.architectures.base import Architecture
+from multilin.errors import InputError, nearest
+from multilin.inference.runs import load_model, longest_text
+from multilin.model.factory import create_model, model_names
+from multilin.settings import field_help, settings
+
+
+@settings
+class ModelSizes:
+    """The sizes of a model that is not trained yet."""
+
+    hidden_size: int = 256  # width of the vectors between the layers
+    num_layers: int = 6  # layers
+    vocab_size: int = 4096  # entries of the vocabulary
+    n_positions: int = 256  # longest text, in tokens
+    options: dict[str, Any] = field(default_factory=dict)  # options of the architecture
+
+
+@dataclass(frozen=True)
+class LayerInfo:
+    """One layer.
+
+    options: the layer's own choices, as config.json has them.
+    state_bytes: what it keeps of a text of one token.
+    state_growth: bytes it keeps more for every further token; 0 for a state of constant size.
+    """
+
+    index: int
+    architecture: str
+    options: dict[str, Any]
+    parameters: int
+    state_bytes: int
+    state_growth: int
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    """A whole model.
+
+    parameters: all of them; a tensor that is used twice (tied output) counts once.
+    embedding_parameters: of them in embeddings and the output projection.
+    flops_per_token: floating-point operations to read one token and predict the next, after a text of one token: matrix
+        products and attention, a multiplication and an addition counted as two; pointwise work is not counted.
+    flops_growth: what every token read adds to that.
+    state_bytes, state_growth: as for a layer, all layers and the embedding together.
+    longest_text: tokens it can read, None for any number.
+    """
+
+    architecture: str
+    parameters: int
+    embedding_parameters: int
+    flops_per_token: int
+    flops_growth: int
+    state_bytes: int
+    state_growth: int
+    longest_text: int | None
+    layers: list[LayerInfo]
+
+    @property
+    def other_parameters(self) -> int:
+        """Parameters outside embeddings and the output projection."""
+        return self.parameters - self.embedding_parameters
+
+
+def find_model(name: str, sizes: ModelSizes) -> tuple[ModelInfo, Architecture | None]:
+    """Describe the model of a folder, or a new one of an architecture at these sizes.
+
+    Returns:
+        The description, and the architecture if `name` is one of ours (not a folder, not a baseline).
+
+    Raises:
+        InputError: neither a folder nor a model that is known, or sizes that do not fit.
+    """
+    if Path(name).is_dir():
+        if sizes != ModelSizes():
+            raise InputError(f"MODEL: {name} is a folder, whose model has its own sizes; leave out the flags for sizes")
+        return describe_model(load_model(Path(name))), None
+    if name not in model_names():
+        hint = nearest(name, model_names()) or f"; known are {', '.join(model_names())}"
+        raise InputError(f"MODEL: {name!r} is neither a folder nor an architecture{hint}")
+    model = create_model(
+        name,
+        hidden_size=sizes.hidden_size,
+        num_layers=sizes.num_layers,
+        vocab_size=sizes.vocab_size,
+        n_positions=sizes.n_positions,
+        options=sizes.options,
+    )
+    return describe_model(model), architectures().get(name)
+
+
+def describe_model(model: PreTrainedModel) -> ModelInfo:
+    """Count a model's parameters, and measure two decoding steps for its work and its memory."""
+    first, second = _Step(model, num_read=1), _Step(model, num_read=2)
+    embeddings = [model.get_input_embeddings(), model.get_output_embeddings()]
+    embeddings += [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    layers = _layers(model, first, second)
+    return ModelInfo(
+        architecture=" + ".join(dict.fromkeys(layer.architecture for layer in layers)),
+        parameters=_count(model.parameters()),
+        embedding_parameters=_count(p for module in embeddings if module is not None for p in module.parameters()),
+        flops_per_token=first.flops,
+        flops_growth=second.flops - first.flops,
+        state_bytes=sum(first.state_bytes),
+        state_growth=sum(second.state_bytes) - sum(first.state_bytes),
+        longest_text=longest_text(model.config),
+        layers=layers,
+    )
+
+
+class _Step:
+    """Reading one more token after `num_read` others.
+
+    flops: of this token.
+    state_bytes: per entry of the cache, after the tokens before it.
+    """
+
+    def __init__(self, model: PreTrainedModel, num_read: int) -> None:
+        was_training = model.training
+        model.eval()
+        ids = torch.zeros((1, num_read), dtype=torch.long, device=model.device)
+        with torch.no_grad():
+            cache = model(ids, use_cache=True).past_key_values
+            self.state_bytes = [sum(t.nbytes for t in _tensors(vars(layer))) for layer in cache.layers]
+            # Fused attention is not counted on every device; the plain one is made of products that are.
+            with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+                model(ids[:, :1], past_key_values=cache, use_cache=True)
+        self.flops = int(counter.get_total_flops())
+        model.train(was_training)
+
+
+def _tensors(value: Any) -> Iterable[Tensor]:
+    """Every tensor inside dictionaries and tuples."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for part in value.values():
+            yield from _tensors(part)
+    elif isinstance(value, tuple | list):
+        for part in value:
+            yield from _tensors(part)
+
+
+def _count(parameters: Iterable[nn.Parameter]) -> int:
+    return sum(p.numel() for p in {id(p): p for p in parameters}.values())
+
+
+def _layers(model: PreTrainedModel, first: _Step, second: _Step) -> list[LayerInfo]:
+    stack = next(
+        module
+        for module in model.modules()
+        if isinstance(module, nn.ModuleList) and len(module) == model.config.num_hidden_layers
+    )
+    # Models of ours say what each layer is; the others have layers of one kind and no options per layer.
+    entries = getattr(model.config, "layers", None) or [{"architecture": model.config.model_type}] * len(stack)
+    # The cache of ours begins with the embedding's entry.
+    before, after = first.state_bytes[-len(stack) :], second.state_bytes[-len(stack) :]
+    return [
+        LayerInfo(
+            index=index,
+            architecture=entry["architecture"],
+            options={name: value for name, value in entry.items() if name != "architecture"},
+            parameters=_count(module.parameters()),
+            state_bytes=before[index],
+            state_growth=after[index] - before[index],
+        )
+        for index, (module, entry) in enumerate(zip(stack, entries, strict=True))
+    ]
+
+
+def print_info(info: ModelInfo, console: Console) -> None:
+    """Show the description as two tables."""
+    options = [layer.options for layer in info.layers]
+    summary = Table(show_header=False, box=None, pad_edge=False)
+    shared = {k: v for k, v in info.layers[0].options.items() if all(k in o and o[k] == v for o in options)}
+    longest = "any length" if info.longest_text is None else f"{info.longest_text:,} tokens"
+    for name, value in {
+        "architecture": info.architecture,
+        "options": _listed(shared),
+        "parameters": f"{info.parameters:,}",
+        "  in embeddings and output": f"{info.embedding_parameters:,}",
+        "  elsewhere": f"{info.other_parameters:,}",
+        "FLOPs per token": f"{info.flops_per_token:,}{_growth(info.flops_growth, '')}",
+        "state": f"{info.state_bytes:,} bytes{_growth(info.state_growth, ' bytes')}",
+        "longest text": longest,
+    }.items():
+        summary.add_row(name, value)
+    console.print(summary)
+    console.print()
+    table = Table(box=None, pad_edge=False)
+    for name in ("layer", "architecture", "options"):
+        table.add_column(name, justify="right" if name == "layer" else "left")
+    for name in ("parameters", "state bytes"):
+        table.add_column(name, justify="right")
+    for layer in info.layers:
+        own = {name: value for name, value in layer.options.items() if name not in shared}
+        state = f"{layer.state_bytes:,}{_growth(layer.state_growth, '')}"
+        table.add_row(str(layer.index), layer.architecture, _listed(own), f"{layer.parameters:,}", state)
+    console.print(table)
+    console.print(
+        "\nFLOPs: matrix products and attention for one token after a text of one; a multiplication and an addition "
+        "are two; pointwise work is not counted.",
+        style="dim",
+    )
+
+
+def print_options(architecture: Architecture, console: Console) -> None:
+    """Show what a recipe may choose for an architecture, under `model.options`."""
+    help_of = field_help(architecture.preset_options)
+    table = Table(
+        title=f"Options of {architecture.name} (model.options)", box=None, pad_edge=False, title_justify="left"
+    )
+    for name in ("option", "default", "meaning"):
+        table.add_column(name)
+    for option in fields(architecture.preset_options):
+        table.add_row(option.name, _plain(option.default), help_of[option.name])
+    console.print()
+    console.print(table)
+    console.print(f"\nSource: {architecture.source}", style="dim")
+
+
+def _growth(growth: int, unit: str) -> str:
+    return f", and {growth:,}{unit} more per token read" if growth else ""
+
+
+def _listed(options: dict[str, Any]) -> str:
+    return ", ".join(f"{name} {_plain(value)}" for name, value in options.items())
+
+
+def _plain(value: Any) -> str:
+    return "none" if value is None else str(value)

@@ -1,0 +1,320 @@
+"""The command line: one function per verb, which parses and calls."""
+
+import contextlib
+import dataclasses
+import functools
+import json
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+from rich.console import Console
+from transformers.utils import logging
+
+import multilin
+from multilin import allocator
+from multilin.analysis.evaluate_run import EvaluationSettings
+from multilin.analysis.info import ModelSizes
+from multilin.arguments import POSITIONAL, parse
+from multilin.errors import InputError, nearest
+from multilin.inference.generate import GenerationSettings
+from multilin.settings import settings
+from multilin.tokenizer_tools import TokenizerSettings
+from multilin.training.outcomes import TrainingFailed, TrainingInterrupted
+from multilin.training.recipe import Recipe
+
+BAD_INPUT, FAILED, INTERRUPTED, BROKEN_PIPE = 2, 1, 130, 141
+
+Changes = Annotated[dict[str, Any], Recipe]
+
+
+@settings
+class TrainArguments:
+    """What to train."""
+
+    recipe: Annotated[str | None, POSITIONAL] = None  # built-in recipe, YAML file or run folder; else the defaults
+    resume: bool = False  # continue the run in the output folder at its last checkpoint
+    overwrite: bool = False  # replace the run in the output folder
+
+
+@settings
+class GenerateArguments:
+    """What to continue."""
+
+    run: str  # folder of a trained model
+    prompt: str | None = None  # text to continue; without one it is read from a pipe, or the model begins a text
+    prompt_file: str | None = None  # file with the text to continue; one newline at its end is left out
+    state: str | None = None  # go on from the state in this file; the prompt, if any, is added to its text
+    save_state: str | None = None  # write the state after the last token to this file, to go on from
+    echo: bool = True  # also write the prompt itself to stdout
+
+
+@settings
+class EvaluateArguments:
+    """What to score."""
+
+    run: str  # folder of a trained model
+    output: str | None = None  # also write the JSON to this file
+
+
+@settings
+class InfoArguments:
+    """What to describe."""
+
+    model: str  # folder of a trained model, or the name of an architecture
+    json: bool = False  # print JSON
+
+
+@settings
+class DoctorArguments:
+    """How to report."""
+
+    json: bool = False  # print JSON
+
+
+@settings
+class ConvertArguments:
+    """What to convert."""
+
+    kind: str  # where the checkpoint comes from: fastformer
+    source: str  # its folder
+    output: str  # folder to write ours to
+
+
+@settings
+class TokenizerArguments:
+    """What to show."""
+
+    tokenizer: str  # folder with a tokenizer.json, run folder, or name on the hub
+    source: str | None = None  # count tokens and bytes of this text
+    text: str | None = None  # show how this text is cut
+    json: bool = False  # print JSON
+
+
+def train(what: TrainArguments, changes: Changes) -> None:
+    """Train a language model.
+
+    A recipe decides everything; any of its fields can be changed: `multilin train demo --training.max_steps 50`.
+    `multilin info ARCHITECTURE` lists the options of an architecture
+    (--model.options.num_heads 8, or --model.options '{"num_heads": 8}').
+    """
+    from multilin.training.recipe import load_recipe
+    from multilin.training.trainer import train
+
+    result = train(load_recipe(what.recipe, changes), resume=what.resume, overwrite=what.overwrite)
+    _next(f"multilin generate {result.output} --prompt 'The'", f"multilin evaluate {result.output}")
+
+
+def generate(what: GenerateArguments, how: GenerationSettings) -> None:
+    """Write text with a trained model, streamed as it comes.
+
+    stdout gets the text alone: the prompt and what follows it.
+    """
+    from multilin.inference.prompts import read_prompt
+    from multilin.inference.runs import load_run
+    from multilin.inference.session import write_text
+
+    run = load_run(what.run)
+    prompt = read_prompt(what.prompt, what.prompt_file)
+    write = functools.partial(print, end="", flush=True)
+    write_text(run, prompt, how, state=what.state, save_state=what.save_state, echo=what.echo, write=write)
+    if sys.stdout.isatty():
+        print()
+    if what.save_state:
+        _next(f"multilin generate {what.run} --state {what.save_state}")
+    else:
+        _next(f"multilin generate {what.run} --save-state text.state", f"multilin evaluate {what.run}")
+
+
+def evaluate(what: EvaluateArguments, how: EvaluationSettings) -> None:
+    """Score a trained model on a text, as JSON on stdout.
+
+    loss is in nats per token, perplexity its exponential, bits_per_byte comparable across tokenizers.
+    """
+    from multilin.analysis.evaluate_run import evaluate_run
+    from multilin.files import check_writable, write_whole
+    from multilin.inference.runs import load_run
+
+    if what.output:
+        check_writable("--output", what.output)
+    found = _as_json(evaluate_run(load_run(what.run), how))
+    print(found)
+    if what.output:
+        write_whole(what.output, f"{found}\n")
+    _next(f"multilin info {what.run}", f"multilin generate {what.run}")
+
+
+def info(what: InfoArguments, sizes: ModelSizes) -> None:
+    """Describe a model: parameters, work per token, state, layers; and the options of an architecture."""
+    from multilin.analysis.info import find_model, print_info, print_options
+
+    found, architecture = find_model(what.model, sizes)
+    if what.json:
+        print(_as_json(found))
+        return
+    print_info(found, Console(highlight=False))
+    if architecture is not None:
+        print_options(architecture, Console(highlight=False))
+
+
+def doctor(what: DoctorArguments) -> None:
+    """Show what this machine offers and which implementation every op will use."""
+    from multilin.doctor import examine, print_checkup
+
+    found = examine()
+    if what.json:
+        print(_as_json(found))
+    else:
+        print_checkup(found, Console(highlight=False))
+
+
+def convert(what: ConvertArguments) -> None:
+    """Turn a checkpoint of another package into ours, with the same logits."""
+    from multilin.inference.convert import CONVERTERS
+
+    if what.kind not in CONVERTERS:
+        hint = nearest(what.kind, CONVERTERS) or f"; known are {', '.join(CONVERTERS)}"
+        raise InputError(f"KIND: {what.kind!r} is not known{hint}")
+    CONVERTERS[what.kind](Path(what.source), Path(what.output))
+    _next(f"multilin info {what.output}")
+
+
+def tokenizer_train(what: TokenizerSettings) -> None:
+    """Train a tokenizer on a text and save it to a folder."""
+    from multilin.tokenizer_tools import train_into_folder
+
+    tokenizer = train_into_folder(what)
+    print(f"{len(tokenizer):,} tokens in {what.output}")
+    _next(
+        f"multilin tokenizer show {what.output} --source {what.source}",
+        f"multilin train --data.source {what.source} --tokenizer.path {what.output}",
+    )
+
+
+def tokenizer_show(what: TokenizerArguments) -> None:
+    """Show a tokenizer: its vocabulary, its special tokens, and how it cuts a text."""
+    from multilin.tokenizer_tools import describe_tokenizer, print_tokenizer
+
+    found = describe_tokenizer(what.tokenizer, source=what.source, text=what.text)
+    if what.json:
+        print(_as_json(found))
+    else:
+        print_tokenizer(found, Console(highlight=False))
+
+
+def demo(changes: Changes) -> None:
+    """Train a small model on text that is already on this machine, compare it, and read what it writes.
+
+    It takes about two minutes on two cores. A demo that ran before is replaced.
+    """
+    from multilin.demo import PROMPT, run_demo
+
+    result = run_demo(changes)
+    _next(f"multilin generate {result.output} --prompt {PROMPT!r}", f"multilin info {result.output}")
+
+
+VERBS: dict[str, Callable[..., None]] = {
+    "demo": demo,
+    "train": train,
+    "generate": generate,
+    "evaluate": evaluate,
+    "info": info,
+    "tokenizer train": tokenizer_train,
+    "tokenizer show": tokenizer_show,
+    "convert": convert,
+    "doctor": doctor,
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; the result is the exit status.
+
+    0 done; 1 the work failed; 2 bad input; 130 interrupted; each failure is one sentence on stderr.
+    """
+    allocator.keep_freed_memory()
+    with _plain_messages():
+        try:
+            _run(list(sys.argv[1:] if arguments is None else arguments))
+            sys.stdout.flush()
+            return 0
+        except InputError as error:
+            return _fail(str(error), BAD_INPUT)
+        except TrainingInterrupted as error:
+            return _fail(str(error), error.exit_code)
+        except TrainingFailed as error:
+            return _fail(str(error), FAILED)
+        except KeyboardInterrupt:
+            return _fail("interrupted", INTERRUPTED)
+        except BrokenPipeError:
+            # The reader has enough; Python would complain again when it flushes stdout at exit.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return BROKEN_PIPE
+        except SystemExit as end:  # after --help
+            return int(end.code or 0)
+
+
+def _run(arguments: list[str]) -> None:
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        _print_overview()
+    elif arguments[0] == "--version":
+        print(f"multilin {multilin.__version__}")
+    else:
+        verb, rest = _split(arguments)
+        VERBS[verb](*parse(verb, VERBS[verb], rest))
+
+
+def _split(arguments: list[str]) -> tuple[str, list[str]]:
+    """The verb, of one or two words, and its arguments."""
+    for num_words in (2, 1):
+        verb = " ".join(arguments[:num_words])
+        if verb in VERBS:
+            return verb, arguments[num_words:]
+    parts = [verb.split()[1] for verb in VERBS if verb.startswith(f"{arguments[0]} ")]
+    if parts:
+        given = f"{arguments[1]!r} given" if len(arguments) > 1 else "nothing given"
+        raise InputError(f"{arguments[0]}: {given}, but it should be {' or '.join(parts)}")
+    hint = nearest(arguments[0], VERBS) or f"; known are {', '.join(VERBS)}"
+    raise InputError(f"{arguments[0]!r} is no verb of multilin{hint}")
+
+
+def _print_overview() -> None:
+    width = max(map(len, VERBS))
+    print("Train, run, explain and compare small language models with linear-time layers.\n")
+    print("usage: multilin VERB ...\n")
+    for verb, function in VERBS.items():
+        print(f"  {verb:{width}}  {(function.__doc__ or '').splitlines()[0]}")
+    print("\nStart with `multilin demo`; `multilin VERB --help` shows the flags of a verb.")
+
+
+def _fail(message: str, status: int) -> int:
+    print(f"multilin: {message}", file=sys.stderr)
+    return status
+
+
+def _next(*commands: str) -> None:
+    """Say what to type next, on stderr, once for all processes of a run."""
+    if os.environ.get("RANK", "0") == "0":
+        print("\nNext:", *commands, sep="\n  ", file=sys.stderr)
+
+
+def _as_json(found: Any) -> str:
+    return json.dumps(dataclasses.asdict(found), indent=2, ensure_ascii=False)
+
+
+@contextlib.contextmanager
+def _plain_messages() -> Iterator[None]:
+    """Warnings in one line without a place in the code, and no bars and remarks of transformers around ours."""
+    bars, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
+    with warnings.catch_warnings():
+        warnings.showwarning = lambda message, *_: print(f"multilin: warning: {message}", file=sys.stderr)
+        logging.disable_progress_bar()
+        logging.set_verbosity_error()
+        try:
+            yield
+        finally:
+            logging.set_verbosity(verbosity)
+            if bars:
+                logging.enable_progress_bar()

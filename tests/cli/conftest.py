@@ -1,0 +1,105 @@
+import io
+import random
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from multilin.cli import main
+from multilin.data.tokenizers import train_tokenizer
+from multilin.inference.runs import Run, load_run
+from multilin.model.factory import create_model
+
+WORDS = ("the", "a", "cat", "dog", "sat", "ran", "on", "under", "mat", "tree", "and", "saw", "big", "green", "house")
+N_POSITIONS = 64
+
+
+@pytest.fixture(scope="session")
+def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """run_folder("gpt2"): a folder with an untrained model that writes lower-case letters and spaces only."""
+    folders: dict[str, Path] = {}
+
+    def make(architecture: str) -> Path:
+        if architecture not in folders:
+            folders[architecture] = tmp_path_factory.mktemp(architecture)
+            _write_run(architecture, folders[architecture])
+        return folders[architecture]
+
+    return make
+
+
+def _write_run(architecture: str, folder: Path) -> None:
+    tokenizer = train_tokenizer([], "byte", None)
+    torch.manual_seed(0)
+    model: PreTrainedModel = create_model(
+        architecture, hidden_size=16, num_layers=2, vocab_size=len(tokenizer), n_positions=N_POSITIONS,
+        bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
+    )  # fmt: skip
+    if architecture == "additive":
+        letters = tokenizer.encode("abcdefghijklmnopqrstuvwxyz ", add_special_tokens=False)
+        with torch.no_grad():
+            model.output.bias.fill_(-1e4)
+            model.output.bias[letters] = 0
+            for parameter in model.layers.parameters():  # large, so that what was read decides what comes
+                parameter.normal_()
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+@pytest.fixture(autouse=True)
+def nothing_piped_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stdin that ends at once."""
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO()))
+
+
+@pytest.fixture
+def additive(run_folder: Callable[[str], Path]) -> Path:
+    """The folder of a model of ours."""
+    return run_folder("additive")
+
+
+@pytest.fixture(scope="session")
+def loaded(run_folder: Callable[[str], Path]) -> Run:
+    """The same model, loaded."""
+    return load_run(run_folder("additive"))
+
+
+@pytest.fixture(scope="session")
+def text_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Made-up sentences, in paragraphs."""
+    draw = random.Random(0)
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text("\n".join(" ".join(draw.choices(WORDS, k=40)) for _ in range(60)))
+    return path
+
+
+@pytest.fixture
+def cli(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """cli("info", folder) runs a verb that must succeed and returns its stdout."""
+
+    def call(*arguments: object) -> str:
+        status = main([str(argument) for argument in arguments])
+        captured = capsys.readouterr()
+        assert status == 0, captured.err
+        return captured.out
+
+    return call
+
+
+@pytest.fixture
+def refusal(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """refusal("info", "x") runs what must be refused as bad input, with one sentence, which it returns."""
+
+    def call(*arguments: object) -> str:
+        status = main([str(argument) for argument in arguments])
+        captured = capsys.readouterr()
+        assert status == 2, captured.err
+        assert captured.out == ""
+        assert captured.err.startswith("multilin: ")
+        assert captured.err.count("\n") == 1
+        return captured.err.removeprefix("multilin: ").strip()
+
+    return call

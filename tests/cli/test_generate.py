@@ -1,0 +1,218 @@
+import io
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from multilin.errors import InputError
+from multilin.inference.generate import GenerationSettings, generate_text
+from multilin.inference.runs import Run
+from tests.cli.conftest import N_POSITIONS
+
+SAMPLED = ["--temperature", "1.0", "--top-k", "20", "--seed", "7"]
+Call = Callable[..., str]
+
+
+@pytest.mark.parametrize("how", [["--greedy"], SAMPLED, ["--top-p", "0.9", "--seed", "3"]], ids=["greedy", "k", "p"])
+def test_a_text_written_in_two_sittings_is_that_of_one(
+    additive: Path, cli: Call, tmp_path: Path, how: list[str]
+) -> None:
+    whole = cli("generate", additive, "--prompt", "the cat", "--max-new-tokens", 40, *how)
+    state = tmp_path / "text.state"
+    first = cli("generate", additive, "--prompt", "the cat", "--max-new-tokens", 15, "--save-state", state, *how)
+    without_seed = how[: how.index("--seed")] if "--seed" in how else how
+    torch.manual_seed(99)  # whatever happens in between
+    second = cli("generate", additive, "--prompt", "", "--max-new-tokens", 25, "--state", state, *without_seed)
+    assert len(whole) == 7 + 40
+    assert first + second == whole
+
+
+def test_a_continued_text_reads_an_added_prompt(additive: Path, cli: Call, tmp_path: Path) -> None:
+    state = tmp_path / "text.state"
+    first = cli("generate", additive, "--prompt", "the", "--max-new-tokens", 5, "--greedy", "--save-state", state)
+    second = cli(
+        "generate",
+        additive,
+        "--prompt",
+        " old",
+        "--max-new-tokens",
+        9,
+        "--greedy",
+        "--state",
+        state,
+        "--save-state",
+        state,
+    )
+    assert second.startswith(" old")
+    again = cli("generate", additive, "--prompt", first + " old", "--max-new-tokens", 9, "--greedy")
+    assert first + second == again
+    third = cli("generate", additive, "--prompt", "", "--max-new-tokens", 3, "--greedy", "--state", state, "--no-echo")
+    longer = cli("generate", additive, "--prompt", first + " old", "--max-new-tokens", 12, "--greedy")
+    assert first + second + third == longer
+
+
+def test_the_seed_decides_what_is_written(additive: Path, cli: Call) -> None:
+    one, same, other, another = (
+        cli("generate", additive, "--prompt", "a", "--max-new-tokens", 30, *seed)
+        for seed in (["--seed", 1], ["--seed", 1], ["--seed", 2], [])
+    )
+    assert one == same
+    assert len({one, other, another}) == 3
+
+
+def test_settings_reach_the_sampler(loaded: Run) -> None:
+    greedy = generate_text(loaded, "the", GenerationSettings(max_new_tokens=20, greedy=True)).token_ids
+    cold = generate_text(loaded, "the", GenerationSettings(max_new_tokens=20, temperature=1e-4, seed=0)).token_ids
+    first = generate_text(loaded, "the", GenerationSettings(max_new_tokens=20, top_k=1, seed=0)).token_ids
+    nucleus = generate_text(loaded, "the", GenerationSettings(max_new_tokens=20, top_p=1e-6, seed=0)).token_ids
+    assert greedy == cold == first == nucleus
+
+
+def test_beams_find_a_text_at_least_as_likely(loaded: Run) -> None:
+    def log_likelihood(new: list[int]) -> float:
+        ids = torch.tensor([[0, *loaded.tokenizer.encode("the", add_special_tokens=False), *new]])
+        return -float(loaded.model.token_losses(ids)[0, -len(new) :].sum())
+
+    greedy, beams = (
+        generate_text(loaded, "the", GenerationSettings(max_new_tokens=12, **how))
+        for how in ({"greedy": True}, {"num_beams": 4})
+    )
+    assert log_likelihood(beams.token_ids) >= log_likelihood(greedy.token_ids)
+    assert beams.text == loaded.tokenizer.decode(beams.token_ids)
+
+
+def test_text_is_streamed_and_never_half_a_character(loaded: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = "süß 日本 naïve 🌲🌲 end"
+    ids = iter(loaded.tokenizer.encode(wanted, add_special_tokens=False))
+
+    def force_next(module: torch.nn.Module, inputs: tuple, logits: torch.Tensor) -> torch.Tensor:
+        forced = torch.full_like(logits, -1e9)
+        forced[..., next(ids)] = 0
+        return forced
+
+    hook = loaded.model.output.register_forward_hook(force_next)
+    monkeypatch.setattr(loaded.model.config, "logit_scale", 1.0)  # the product and its bias then come from one module
+    written: list[str] = []
+    try:
+        length = len(wanted.encode())
+        result = generate_text(loaded, "", GenerationSettings(max_new_tokens=length, greedy=True), write=written.append)
+    finally:
+        hook.remove()
+    assert "".join(written) == result.text == wanted
+    assert len(written) > 3
+    assert all("\ufffd" not in piece for piece in written)
+
+
+def test_a_text_stops_where_the_model_ends_it(loaded: Run) -> None:
+    end = loaded.tokenizer.eos_token_id
+    before = loaded.model.output.bias.detach().clone()
+    with torch.no_grad():
+        loaded.model.output.bias[end] = 1e4
+    try:
+        stopped = generate_text(loaded, "the", GenerationSettings(max_new_tokens=8))
+        went_on = generate_text(loaded, "the", GenerationSettings(max_new_tokens=8, stop_at_end=False))
+    finally:
+        with torch.no_grad():
+            loaded.model.output.bias.copy_(before)
+    assert stopped.token_ids == [end]
+    assert stopped.text == ""
+    assert went_on.token_ids == [end] * 8
+    assert went_on.text == "<|endoftext|>" * 8
+
+
+def test_the_prompt_may_come_from_a_file_or_a_pipe(
+    additive: Path, cli: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "prompt.txt"
+    file.write_text("the big dog\n")
+    how = ["--greedy", "--max-new-tokens", 5]
+    expected = cli("generate", additive, "--prompt", "the big dog", *how)
+    assert cli("generate", additive, "--prompt-file", file, *how) == expected
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"the big dog\n")))
+    assert cli("generate", additive, *how) == expected
+
+
+def test_an_empty_prompt_begins_a_text(additive: Path, cli: Call) -> None:
+    assert len(cli("generate", additive, "--prompt", "", "--max-new-tokens", 12, "--greedy")) == 12
+
+
+@pytest.mark.parametrize("architecture", ["gpt2", "llama"])
+def test_baselines_write_but_keep_no_state(
+    run_folder: Callable[[str], Path], cli: Call, refusal: Call, tmp_path: Path, architecture: str
+) -> None:
+    folder = run_folder(architecture)
+    written = cli("generate", folder, "--prompt", "the", "--max-new-tokens", 8, "--seed", 1)
+    assert written.startswith("the")
+    assert written == cli("generate", folder, "--prompt", "the", "--max-new-tokens", 8, "--seed", 1)
+    state = tmp_path / "text.state"
+    message = refusal("generate", folder, "--prompt", "the", "--save-state", state)
+    assert message.startswith(f"--save-state: a {architecture} model keeps no state")
+    assert not state.exists()
+
+
+@pytest.mark.parametrize("architecture", ["additive", "gpt2", "llama"])
+def test_a_text_longer_than_the_model_reads_is_refused(
+    run_folder: Callable[[str], Path], cli: Call, refusal: Call, architecture: str
+) -> None:
+    folder = run_folder(architecture)
+    message = refusal("generate", folder, "--prompt", "x" * N_POSITIONS, "--max-new-tokens", 1)
+    assert (
+        message
+        == f"prompt: the text has {N_POSITIONS + 1} tokens, but this model reads at most {N_POSITIONS} (n_positions)"
+    )
+    message = refusal("generate", folder, "--prompt", "x" * 10, "--max-new-tokens", N_POSITIONS)
+    assert message.endswith(f"reads at most {N_POSITIONS} (n_positions), so at most {N_POSITIONS - 10} can follow")
+    cli("generate", folder, "--prompt", "x" * 10, "--max-new-tokens", N_POSITIONS - 10, "--seed", 0, "--no-stop-at-end")
+
+
+def test_a_continued_text_is_bounded_too(additive: Path, cli: Call, refusal: Call, tmp_path: Path) -> None:
+    state = tmp_path / "text.state"
+    cli("generate", additive, "--prompt", "", "--max-new-tokens", N_POSITIONS - 4, "--save-state", state)
+    message = refusal("generate", additive, "--prompt", "", "--max-new-tokens", 6, "--state", state)
+    assert message.startswith(f"max_new_tokens: 6 after a text of {N_POSITIONS - 3} tokens given")
+
+
+def test_a_state_goes_with_its_own_model(
+    additive: Path, run_folder: Callable[[str], Path], cli: Call, refusal: Call, tmp_path: Path
+) -> None:
+    state = tmp_path / "text.state"
+    cli("generate", additive, "--prompt", "the", "--max-new-tokens", 4, "--save-state", state)
+    assert "keeps no state" in refusal("generate", run_folder("gpt2"), "--prompt", "", "--state", state)
+    state.write_bytes(state.read_bytes()[:-20])
+    assert f"{state} is damaged" in refusal("generate", additive, "--prompt", "", "--state", state)
+    assert "does not exist" in refusal("generate", additive, "--prompt", "", "--state", tmp_path / "other.state")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--save-state", "missing/text.state"], "--save-state: the folder missing does not exist"),
+        (["--temperature", "0"], "--temperature: 0.0 given, but it should be greater than 0"),
+        (["--top-p", "1.5"], "--top-p: 1.5 given, but it should be less than or equal to 1"),
+        (["--max-new-tokens", "many"], "--max-new-tokens: 'many' given, but it should be an integer"),
+        (["--prompt-file", "nowhere.txt"], "--prompt-file: given together with --prompt; give one of them"),
+        (
+            ["--num-beams", "2", "--save-state", "x"],
+            "--save-state: given with a search among 2 texts; use --num-beams 1",
+        ),
+        (["--grredy"], "--grredy: unknown flag; did you mean '--greedy'?"),
+    ],
+)
+def test_bad_settings_are_refused(additive: Path, refusal: Call, arguments: list[str], message: str) -> None:
+    assert refusal("generate", additive, "--prompt", "x", *arguments) == message
+
+
+def test_a_prompt_file_that_is_not_utf8_is_refused(additive: Path, refusal: Call, tmp_path: Path) -> None:
+    file = tmp_path / "prompt.txt"
+    file.write_bytes(b"caf\xe9")
+    message = refusal("generate", additive, "--prompt-file", file)
+    assert message == f"--prompt-file: {file} is not UTF-8: byte 3 is 0xe9"
+
+
+def test_several_texts_in_a_state_are_refused(loaded: Run) -> None:
+    first = generate_text(loaded, "the", GenerationSettings(max_new_tokens=3))
+    assert first.snapshot is not None
+    with pytest.raises(InputError, match="holds 2 texts"):
+        generate_text(loaded, "", snapshot=first.snapshot.fork(2))

@@ -1,0 +1,128 @@
+import json
+import math
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from transformers import AutoConfig
+
+from multilin.data.tokenizers import load_tokenizer, tokenizer_hash, train_tokenizer
+
+Call = Callable[..., str]
+
+
+@pytest.fixture(scope="module")
+def trained(text_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A short run, trained through the command line."""
+    from multilin.cli import main
+
+    folder = tmp_path_factory.mktemp("runs") / "tiny"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(folder.parent / "cache"))
+        status = main(
+            [
+                *("train", "--output", str(folder), "--data.source", str(text_file), "--tokenizer.kind", "byte"),
+                *("--tokenizer.vocab_size", "null", "--model.hidden_size", "16", "--model.num_layers", "1"),
+                *("--model.n_positions", "32", "--model.options.num_heads", "2", "--training.max_steps", "30"),
+                *("--training.batch_size", "4", "--optimizer.learning_rate", "0.02", "--schedule.warmup_steps", "2"),
+                *("--training.precision", "float32"),
+            ]
+        )
+        assert status == 0
+        yield folder
+
+
+@pytest.fixture
+def damaged(additive: Path, tmp_path: Path) -> Path:
+    """A copy of a run, to be damaged."""
+    return Path(shutil.copytree(additive, tmp_path / "run"))
+
+
+def test_train_takes_options_of_the_architecture_both_ways(trained: Path, refusal: Call) -> None:
+    assert AutoConfig.from_pretrained(trained).layers[0]["num_heads"] == 2
+    message = refusal("train", "--model.options", '{"num_heads": 3}', "--model.hidden_size", 16)
+    assert message == "num_heads: 3 given, but it must divide the hidden size 16"
+
+
+def test_train_refuses_to_replace_a_run(trained: Path, refusal: Call) -> None:
+    assert f"{trained} already holds a run" in refusal("train", trained)
+
+
+def test_evaluate_scores_the_validation_text_of_the_run(trained: Path, cli: Call, tmp_path: Path) -> None:
+    found = json.loads(cli("evaluate", trained, "--output", tmp_path / "found.json"))
+    last = json.loads((trained / "metrics.jsonl").read_text().splitlines()[-1])
+    assert found["bits_per_byte"] == pytest.approx(last["validation_bits_per_byte"], rel=1e-5)
+    assert found["loss"] == pytest.approx(last["validation_loss"], rel=1e-5)
+    assert found["perplexity"] == pytest.approx(math.exp(found["loss"]))
+    assert json.loads((tmp_path / "found.json").read_text()) == found
+
+
+def test_evaluate_scores_any_text(trained: Path, cli: Call, tmp_path: Path) -> None:
+    text = "the cat sat on the mat\n" * 20
+    (tmp_path / "text.txt").write_text(text)
+    found = json.loads(cli("evaluate", trained, "--source", tmp_path / "text.txt"))
+    assert found["tokens"] == found["bytes"] == len(text)
+    assert found["bits_per_byte"] == pytest.approx(found["loss"] / math.log(2))
+    some = json.loads(
+        cli("evaluate", trained, "--source", tmp_path / "text.txt", "--max-tokens", 50, "--batch-size", 1)
+    )
+    assert 50 <= some["tokens"] < 120
+
+
+def test_evaluate_needs_a_text(additive: Path, refusal: Call, tmp_path: Path) -> None:
+    assert refusal("evaluate", additive).startswith(f"source: none given, and {additive} has no recipe.yaml")
+    assert "does not exist" in refusal("evaluate", additive, "--source", tmp_path / "no.txt")
+    message = refusal("evaluate", additive, "--output", tmp_path / "no" / "found.json")
+    assert message == f"--output: the folder {tmp_path / 'no'} does not exist"
+
+
+def test_a_run_continues_and_can_be_replaced_only_on_request(trained: Path, cli: Call, tmp_path: Path) -> None:
+    """What `train` says to type next works: generate from a checkpoint too."""
+    checkpoint = next((trained / "checkpoints").glob("checkpoint-*"))
+    assert cli("generate", trained, "--prompt", "the", "--max-new-tokens", 5, "--seed", 1).startswith("the")
+    assert cli("generate", checkpoint, "--prompt", "the", "--max-new-tokens", 5, "--seed", 1).startswith("the")
+
+
+def test_a_truncated_weights_file_is_named(damaged: Path, refusal: Call) -> None:
+    weights = damaged / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    assert refusal("generate", damaged, "--prompt", "x").startswith(f"run: {weights} is damaged or incomplete")
+
+
+def test_another_tokenizer_is_refused(damaged: Path, refusal: Call, text_file: Path) -> None:
+    train_tokenizer([text_file.read_text()], "bpe", 270).save_pretrained(damaged)
+    message = refusal("generate", damaged, "--prompt", "x")
+    assert message.startswith(f"run: the tokenizer in {damaged} has 270 tokens, but its model was trained with 258")
+
+
+def test_another_tokenizer_of_the_same_size_is_refused(damaged: Path, cli: Call, refusal: Call) -> None:
+    config = json.loads((damaged / "config.json").read_text())
+    config["tokenizer_hash"] = tokenizer_hash(load_tokenizer(str(damaged)))
+    (damaged / "config.json").write_text(json.dumps(config))
+    cli("generate", damaged, "--prompt", "x", "--max-new-tokens", 1)
+    tokenizer = json.loads((damaged / "tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+    (damaged / "tokenizer.json").write_text(json.dumps(tokenizer))
+    assert "is not the one its model was trained with" in refusal("evaluate", damaged, "--source", "python-docs")
+
+
+@pytest.mark.parametrize("verb", ["generate", "evaluate", "info"])
+def test_a_folder_without_a_model_is_refused(refusal: Call, tmp_path: Path, verb: str) -> None:
+    assert refusal(verb, tmp_path).startswith(f"run: {tmp_path} holds no model (no config.json)")
+    (tmp_path / "recipe.yaml").write_text("{}")
+    assert refusal(verb, tmp_path).endswith(f"finish its training with `multilin train {tmp_path} --resume`")
+
+
+def test_missing_parts_are_named(damaged: Path, refusal: Call) -> None:
+    assert refusal("generate", "nowhere").startswith("run: 'nowhere' is no folder")
+    config = json.loads((damaged / "config.json").read_text())
+    (damaged / "config.json").write_text(json.dumps(config | {"layers": config["layers"] * 2}))
+    assert "lack layers.2." in refusal("generate", damaged, "--prompt", "x")
+    (damaged / "config.json").write_text(json.dumps(config | {"layers": [{"architecture": "addtive"}]}))
+    assert "did you mean 'additive'?" in refusal("generate", damaged, "--prompt", "x")
+    (damaged / "config.json").write_text("{")
+    assert "cannot be loaded" in refusal("generate", damaged, "--prompt", "x")
+    (damaged / "model.safetensors").unlink()
+    assert refusal("info", damaged).startswith(f"run: {damaged} holds no weights")

@@ -2,11 +2,11 @@
 
 import contextlib
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from accelerate import PartialState
-from transformers import PreTrainedModel, set_seed
+from transformers import PreTrainedModel, TrainerCallback, set_seed
 from transformers.utils import logging
 
 from multilin.analysis.evaluate import evaluate
@@ -26,7 +26,9 @@ from multilin.training.signals import StopRequest
 from multilin.training.transformers_trainer import RunTrainer
 
 
-def train(recipe: Recipe, *, resume: bool = False, overwrite: bool = False) -> RunResult:
+def train(
+    recipe: Recipe, *, resume: bool = False, overwrite: bool = False, callbacks: Sequence[TrainerCallback] = ()
+) -> RunResult:
     """Train the model a recipe describes and leave everything about the run in its output folder.
 
     Under torchrun or `accelerate launch` every process calls this and they train together.
@@ -35,6 +37,7 @@ def train(recipe: Recipe, *, resume: bool = False, overwrite: bool = False) -> R
         recipe: what to train, on what, how, and where to.
         resume: continue the run in the output folder at its last checkpoint.
         overwrite: replace the run in the output folder.
+        callbacks: callbacks of transformers' Trainer to call at every step, after our own.
 
     Raises:
         InputError: the recipe, the text or the output folder cannot be used; nothing was written.
@@ -59,6 +62,8 @@ def train(recipe: Recipe, *, resume: bool = False, overwrite: bool = False) -> R
         model = build_model(recipe, text.tokenizer)
         with StopRequest() as stop_request, _display(recipe, devices) as display:
             trainer = _build_trainer(recipe, model, text, folder, stop_request, display, devices)
+            for callback in callbacks:
+                trainer.add_callback(callback)
             _run(trainer, folder, display, resume=resume)
         if trainer.state.global_step < recipe.training.max_steps:
             raise _interrupted(trainer, folder, stop_request)

@@ -1,0 +1,125 @@
+"""What training through a recipe costs beside the work itself.
+
+The peer is a bare PyTorch loop over the same model, optimizer and batches, which lie in memory: nothing is loaded,
+logged or scheduled. Both take turns of a few steps in one process, so that whatever slows the machine slows both. Ours
+is timed from turn to turn: data loading, the callbacks, metrics.jsonl and the display are inside; validation and
+checkpoints, which happen once in many steps, are not.
+"""
+
+import argparse
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import TrainerCallback
+
+from multilin.training.assemble import build_model, read_text, training_order
+from multilin.training.order import stack_blocks
+from multilin.training.precision import autocast_dtype
+from multilin.training.recipe import Recipe, load_recipe, resolve_recipe
+from multilin.training.trainer import train
+
+TURNS_TO_WARM_UP = 2
+
+
+class BareLoop:
+    """Training with nothing around it."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        self.recipe = recipe
+        text = read_text(recipe, lambda work, count: None)
+        self.device = torch.accelerator.current_accelerator() or torch.device("cpu")
+        self.model = build_model(recipe, text.tokenizer).to(self.device).train()
+        order = training_order(recipe, self.model, text, 1)
+        size = recipe.training.batch_size
+        batches = [stack_blocks([order[step * size + row] for row in range(size)]) for step in range(8)]
+        self.batches = [{name: value.to(self.device) for name, value in batch.items()} for batch in batches]
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
+
+    def run(self, steps: int) -> float:
+        """Seconds for so many steps."""
+        dtype = autocast_dtype(self.recipe.training.precision)
+        _synchronize()
+        start = time.perf_counter()
+        for step in range(steps):
+            with torch.autocast(self.device.type, dtype, enabled=dtype is not None):
+                loss = self.model(**self.batches[step % len(self.batches)]).loss
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        _synchronize()
+        return time.perf_counter() - start
+
+
+class TakeTurns(TrainerCallback):
+    """Times every turn of ours, and lets the peer have one after it."""
+
+    def __init__(self, peer: BareLoop, steps: int) -> None:
+        self.peer, self.steps = peer, steps
+        self.ours: list[float] = []
+        self.bare: list[float] = []
+        self._start: float | None = None
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """At the start of a turn: note how long the last one took, and let the peer go."""
+        if state.global_step % self.steps:
+            return
+        _synchronize()
+        if self._start is not None:
+            self.ours.append(time.perf_counter() - self._start)
+            self.bare.append(self.peer.run(self.steps))
+        self._start = time.perf_counter()
+
+
+def main(argv: list[str]) -> None:
+    parser = argparse.ArgumentParser(prog="benchmarks trainer", description=__doc__)
+    parser.add_argument("--architecture", default="additive")
+    parser.add_argument("--hidden-size", type=int, default=256)
+    parser.add_argument("--num-layers", type=int, default=6)
+    parser.add_argument("--batch-size", type=int, default=8)
+    parser.add_argument("--precision", default="auto", choices=["auto", "float32", "bf16"])
+    parser.add_argument("--steps", type=int, default=5, help="steps of one turn")
+    parser.add_argument("--turns", type=int, default=15, help="turns of each")
+    parser.add_argument("--threads", type=int, help="threads of torch; one gives steadier figures on a busy machine")
+    arguments = parser.parse_args(argv)
+    if arguments.threads:
+        torch.set_num_threads(arguments.threads)
+    with tempfile.TemporaryDirectory() as folder:
+        recipe = _recipe(arguments, Path(folder) / "run")
+        turns = TakeTurns(BareLoop(recipe), arguments.steps)
+        train(recipe, callbacks=[turns])
+    ours, bare = turns.ours[TURNS_TO_WARM_UP:], turns.bare[TURNS_TO_WARM_UP:]
+    tokens = arguments.steps * arguments.batch_size * recipe.model.n_positions
+    cost = statistics.median(one / other - 1 for one, other in zip(ours, bare, strict=True))
+    print(f"{arguments.architecture}, width {arguments.hidden_size}, {arguments.num_layers} layers, ", end="")
+    print(f"{recipe.training.precision}, {arguments.batch_size} x {recipe.model.n_positions} tokens a step")
+    print(f"{'':24}{'ms/step':>10}{'tokens/s':>12}")
+    for name, seconds in (("multilin train", ours), ("peer: bare loop", bare)):
+        median = statistics.median(seconds)
+        print(f"{name:24}{1e3 * median / arguments.steps:10.2f}{tokens / median:12,.0f}")
+    print(f"cost of everything around the work: {100 * cost:.1f} % of a step (median over {len(ours)} pairs of turns)")
+
+
+def _recipe(arguments: argparse.Namespace, output: Path) -> Recipe:
+    overrides = {
+        "model.architecture": arguments.architecture,
+        "model.hidden_size": arguments.hidden_size,
+        "model.num_layers": arguments.num_layers,
+        "training.batch_size": arguments.batch_size,
+        "training.precision": arguments.precision,
+        "training.max_steps": arguments.steps * (arguments.turns + TURNS_TO_WARM_UP + 1),
+        "training.eval_every_steps": 0,
+        "training.eval_max_tokens": 1000,
+        "training.save_every_steps": 0,
+        "output": str(output),
+    }
+    return resolve_recipe(load_recipe(None, overrides))
+
+
+def _synchronize() -> None:
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()

@@ -1,5 +1,6 @@
 """The first thing to try: a small model learns text that is already on this machine, and writes some of its own."""
 
+import dataclasses
 import sys
 from collections.abc import Mapping
 from typing import Any
@@ -42,9 +43,11 @@ def run_demo(changes: Mapping[str, Any] | None = None) -> RunResult:
     counted = {name: ngram_bits_per_byte(text.train, text.validation, order) for name, order in NGRAMS.items()}
     console.print()
     console.print(_table(counted, result))
+    console.print("(less is better; the counted ones are interpolated n-grams of the same training text)", style="dim")
     console.print("\nWhat it writes, after the words in bold:\n")
     console.print(PROMPT, style="bold", end="")
-    settings = SAMPLE if recipe.model.n_positions > SAMPLE.max_new_tokens else GenerationSettings(max_new_tokens=1)
+    room = max(recipe.model.n_positions - len(PROMPT), 1)
+    settings = dataclasses.replace(SAMPLE, max_new_tokens=min(SAMPLE.max_new_tokens, room))
     generate_text(Run(result.output, result.model, result.tokenizer), PROMPT, settings, write=_write)
     console.print("\n")
     return result
@@ -52,11 +55,11 @@ def run_demo(changes: Mapping[str, Any] | None = None) -> RunResult:
 
 def _table(counted: Mapping[str, float], result: RunResult) -> Table:
     parameters = sum(parameter.numel() for parameter in result.model.parameters())
-    table = Table(title="Bits per byte of validation text (less is better)", box=None, title_justify="left")
-    table.add_column("model")
+    table = Table(box=None, pad_edge=False)
+    table.add_column("validation text")
     table.add_column("bits per byte", justify="right")
     for name, bits in counted.items():
-        table.add_row(f"{name} (counted)" if name == "unigram" else f"{name} (counted, interpolated)", f"{bits:.3f}")
+        table.add_row(f"{name}, counted", f"{bits:.3f}")
     table.add_row(
         f"this model ({parameters / 1e6:.1f} M parameters)", f"{result.validation_bits_per_byte:.3f}", style="bold"
     )

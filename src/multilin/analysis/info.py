@@ -11,7 +11,7 @@ from rich.table import Table
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import PreTrainedModel
+from transformers import Cache, PreTrainedModel
 
 from multilin.architectures import architectures
 from multilin.architectures.base import Architecture
@@ -124,6 +124,11 @@ def describe_model(model: PreTrainedModel) -> ModelInfo:
     )
 
 
+def state_bytes(cache: Cache) -> list[int]:
+    """Bytes of the tensors in each entry of a model's cache: one per layer, and one for the embedding before ours."""
+    return [sum(tensor.nbytes for tensor in _tensors(vars(layer))) for layer in cache.layers]
+
+
 class _Step:
     """Reading one more token after `num_read` others.
 
@@ -137,7 +142,7 @@ class _Step:
         ids = torch.zeros((1, num_read), dtype=torch.long, device=model.device)
         with torch.no_grad():
             cache = model(ids, use_cache=True).past_key_values
-            self.state_bytes = [sum(t.nbytes for t in _tensors(vars(layer))) for layer in cache.layers]
+            self.state_bytes = state_bytes(cache)
             # Fused attention is not counted on every device; the plain one is made of products that are.
             with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
                 model(ids[:, :1], past_key_values=cache, use_cache=True)

@@ -127,6 +127,7 @@ def training_arguments(recipe: Recipe, model: PreTrainedModel, output: Path) -> 
         warmup_steps=schedule.warmup_steps,
         use_cpu=not torch.accelerator.is_available(),
         dataloader_pin_memory=torch.cuda.is_available(),
+        ddp_find_unused_parameters=False,
         remove_unused_columns=False,
         logging_nan_inf_filter=False,
         logging_strategy="no",

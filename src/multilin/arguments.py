@@ -44,6 +44,12 @@ class Flag(NamedTuple):
         return f"--{self.key}" if self.section else f"--{self.key.replace('_', '-')}"
 
     @property
+    def given_type(self) -> Any:
+        """What its text is read as. A text is taken as it is: read as an optional one, "null" would be None."""
+        is_text = set(get_args(self.hint)) == {str, types.NoneType}
+        return str if is_text and not self.is_change else self.hint
+
+    @property
     def takes(self) -> str:
         """What is written after it; nothing for a switch."""
         is_switch = self.hint is bool and not self.is_change
@@ -126,10 +132,8 @@ def _parameters(function: Callable[..., Any]) -> list[Any]:
 def _add(group: Any, flag: Flag) -> None:
     description = field_help(flag.owner)[flag.field.name]
     if flag.is_positional:
-        optional = {} if flag.default is dataclasses.MISSING else {"nargs": "?", "default": flag.default}
-        group.add_argument(
-            flag.field.name, type=_given_type(flag.hint), metavar=flag.text, help=description, **optional
-        )
+        optional = {} if flag.default is dataclasses.MISSING else {"nargs": "?"}
+        group.add_argument(flag.field.name, type=flag.given_type, metavar=flag.text, help=description, **optional)
     elif flag.hint is bool and not flag.is_change and flag.default:
         group.add_argument(
             flag.text, action=ActionYesNo(no_prefix="no-"), default=True, help=f"{description} (default: yes)"
@@ -140,16 +144,11 @@ def _add(group: Any, flag: Flag) -> None:
         shown = "" if flag.default in (None, {}) else f" (default: {_plain(flag.default)})"
         group.add_argument(
             flag.text,
-            type=_given_type(flag.hint) if not flag.is_change else flag.hint,
+            type=flag.given_type,
             default=SUPPRESS if flag.is_change else flag.default,
             metavar=flag.takes,
             help=f"{description}{shown}",
         )
-
-
-def _given_type(hint: Any) -> Any:
-    # A text is taken as it is: as an optional one, "null" would become None.
-    return str if set(get_args(hint)) == {str, types.NoneType} else hint
 
 
 def _value(hint: Any, flat: Mapping[str, Any], arguments: Sequence[str]) -> Any:
@@ -190,18 +189,17 @@ def _sentence(message: str, verb: str, function: Callable[..., Any]) -> str:
         flag = next((flag for flag in known.values() if flag.key == found[1]), None)
         value = re.search(r"(?:Got value|Given value): (.*)\Z", message, re.DOTALL)
         if flag is not None and value is not None:
-            return f"{flag.text}: {value[1]!r} given, but it should be {_accepted(flag.hint)}"
-    if message.startswith("unrecognized arguments: "):
-        unknown = message.removeprefix("unrecognized arguments: ").split()
-        first = next((word for word in unknown if word.startswith("-")), unknown[0])
+            return f"{flag.text}: {value[1]!r} given, but it should be {_accepted(flag.given_type)}"
+    if found := re.match(r"(?i)unrecognized arguments: (.*)", message):
+        first = next((word for word in found[1].split() if word.startswith("-")), found[1].split()[0])
         name = first.split("=")[0]
         hint = nearest(name, known) or f"; `multilin {verb} --help` lists what there is"
         return f"{name}: unknown {'flag' if name.startswith('-') else 'argument'}{hint}"
-    if found := re.search(r"arguments? (?:are|is) required: (.*)", message):
+    if found := re.search(r"(?:arguments? (?:are|is) required: |Key )\W?([\w, ]+)", message):
         return f"{found[1].upper()}: missing; `multilin {verb} --help` shows what to give"
     if found := re.match(r"argument (\S+?)[:/ ].*expected", message):
         flag = known.get(found[1])
-        accepted = f"; give {_accepted(flag.hint)}" if flag else ""
+        accepted = f"; give {_accepted(flag.given_type)}" if flag else ""
         return f"{found[1]}: a value is missing{accepted}"
     return " ".join(message.split())
 

@@ -1,18 +1,15 @@
 """The command line: one function per verb, which parses and calls."""
 
-import contextlib
 import dataclasses
 import functools
 import json
 import os
 import sys
-import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 from rich.console import Console
-from transformers.utils import logging
 
 import multilin
 from multilin import allocator
@@ -21,6 +18,7 @@ from multilin.analysis.info import ModelSizes
 from multilin.arguments import POSITIONAL, parse
 from multilin.errors import InputError, nearest
 from multilin.inference.generate import GenerationSettings
+from multilin.messages import plain_messages, say_next
 from multilin.settings import settings
 from multilin.tokenizer_tools import TokenizerSettings
 from multilin.training.outcomes import TrainingFailed, TrainingInterrupted
@@ -105,7 +103,7 @@ def train(what: TrainArguments, changes: Changes) -> None:
     from multilin.training.trainer import train
 
     result = train(load_recipe(what.recipe, changes), resume=what.resume, overwrite=what.overwrite)
-    _next(f"multilin generate {result.output} --prompt 'The'", f"multilin evaluate {result.output}")
+    say_next(f"multilin generate {result.output} --prompt 'The'", f"multilin evaluate {result.output}")
 
 
 def generate(what: GenerateArguments, how: GenerationSettings) -> None:
@@ -124,9 +122,9 @@ def generate(what: GenerateArguments, how: GenerationSettings) -> None:
     if sys.stdout.isatty():
         print()
     if what.save_state:
-        _next(f"multilin generate {what.run} --state {what.save_state}")
+        say_next(f"multilin generate {what.run} --state {what.save_state}")
     else:
-        _next(f"multilin generate {what.run} --save-state text.state", f"multilin evaluate {what.run}")
+        say_next(f"multilin generate {what.run} --save-state text.state", f"multilin evaluate {what.run}")
 
 
 def evaluate(what: EvaluateArguments, how: EvaluationSettings) -> None:
@@ -144,7 +142,7 @@ def evaluate(what: EvaluateArguments, how: EvaluationSettings) -> None:
     print(found)
     if what.output:
         write_whole(what.output, f"{found}\n")
-    _next(f"multilin info {what.run}", f"multilin generate {what.run}")
+    say_next(f"multilin info {what.run}", f"multilin generate {what.run}")
 
 
 def info(what: InfoArguments, sizes: ModelSizes) -> None:
@@ -179,7 +177,7 @@ def convert(what: ConvertArguments) -> None:
         hint = nearest(what.kind, CONVERTERS) or f"; known are {', '.join(CONVERTERS)}"
         raise InputError(f"KIND: {what.kind!r} is not known{hint}")
     CONVERTERS[what.kind](Path(what.source), Path(what.output))
-    _next(f"multilin info {what.output}")
+    say_next(f"multilin info {what.output}")
 
 
 def tokenizer_train(what: TokenizerSettings) -> None:
@@ -188,7 +186,7 @@ def tokenizer_train(what: TokenizerSettings) -> None:
 
     tokenizer = train_into_folder(what)
     print(f"{len(tokenizer):,} tokens in {what.output}")
-    _next(
+    say_next(
         f"multilin tokenizer show {what.output} --source {what.source}",
         f"multilin train --data.source {what.source} --tokenizer.path {what.output}",
     )
@@ -213,7 +211,7 @@ def demo(changes: Changes) -> None:
     from multilin.demo import PROMPT, run_demo
 
     result = run_demo(changes)
-    _next(f"multilin generate {result.output} --prompt {PROMPT!r}", f"multilin info {result.output}")
+    say_next(f"multilin generate {result.output} --prompt {PROMPT!r}", f"multilin info {result.output}")
 
 
 VERBS: dict[str, Callable[..., None]] = {
@@ -235,7 +233,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     0 done; 1 the work failed; 2 bad input; 130 interrupted; each failure is one sentence on stderr.
     """
     allocator.keep_freed_memory()
-    with _plain_messages():
+    with plain_messages():
         try:
             _run(list(sys.argv[1:] if arguments is None else arguments))
             sys.stdout.flush()
@@ -294,27 +292,5 @@ def _fail(message: str, status: int) -> int:
     return status
 
 
-def _next(*commands: str) -> None:
-    """Say what to type next, on stderr, once for all processes of a run."""
-    if os.environ.get("RANK", "0") == "0":
-        print("\nNext:", *commands, sep="\n  ", file=sys.stderr)
-
-
 def _as_json(found: Any) -> str:
     return json.dumps(dataclasses.asdict(found), indent=2, ensure_ascii=False)
-
-
-@contextlib.contextmanager
-def _plain_messages() -> Iterator[None]:
-    """Warnings in one line without a place in the code, and no bars and remarks of transformers around ours."""
-    bars, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
-    with warnings.catch_warnings():
-        warnings.showwarning = lambda message, *_: print(f"multilin: warning: {message}", file=sys.stderr)
-        logging.disable_progress_bar()
-        logging.set_verbosity_error()
-        try:
-            yield
-        finally:
-            logging.set_verbosity(verbosity)
-            if bars:
-                logging.enable_progress_bar()

@@ -1,0 +1,31 @@
+"""What the command line says on stderr beside results: warnings, and what to type next."""
+
+import contextlib
+import os
+import sys
+import warnings
+from collections.abc import Iterator
+
+from transformers.utils import logging
+
+
+@contextlib.contextmanager
+def plain_messages() -> Iterator[None]:
+    """Warnings in one line without a place in the code, and no bars and remarks of transformers around ours."""
+    bars, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
+    with warnings.catch_warnings():
+        warnings.showwarning = lambda message, *_: print(f"multilin: warning: {message}", file=sys.stderr)
+        logging.disable_progress_bar()
+        logging.set_verbosity_error()
+        try:
+            yield
+        finally:
+            logging.set_verbosity(verbosity)
+            if bars:
+                logging.enable_progress_bar()
+
+
+def say_next(*commands: str) -> None:
+    """Say what to type next, on stderr, once for all processes of a run."""
+    if os.environ.get("RANK", "0") == "0":
+        print("\nNext:", *commands, sep="\n  ", file=sys.stderr)

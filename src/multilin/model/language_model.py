@@ -223,8 +223,9 @@ class MultilinForCausalLM(PreTrainedModel, GenerationMixin):
         """As transformers', but positions are counted by the state: generate() counts from the start of its call."""
         kwargs.pop("position_ids", None)
         prepared: dict[str, Any] = super().prepare_inputs_for_generation(input_ids, *args, **kwargs)
-        prepared.pop("position_ids", None)
-        prepared.pop("cache_position", None)
+        # Older transformers add these.
+        for name in ("position_ids", "cache_position", "inputs_embeds"):
+            prepared.pop(name, None)
         return prepared
 
     def _init_weights(self, module: nn.Module) -> None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import io
 import json
 import os
 import sys
@@ -233,6 +234,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     0 done; 1 the work failed; 2 bad input; 130 interrupted; each failure is one sentence on stderr.
     """
     allocator.keep_freed_memory()
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a character shows another one
     with plain_messages():
         try:
             _run(list(sys.argv[1:] if arguments is None else arguments))
@@ -285,6 +288,7 @@ def _print_overview() -> None:
     for verb, function in VERBS.items():
         print(f"  {verb:{width}}  {(function.__doc__ or '').splitlines()[0]}")
     print("\nStart with `multilin demo`; `multilin VERB --help` shows the flags of a verb.")
+    print(f"{allocator.VARIABLE}=system in the environment leaves the settings of glibc's memory allocator alone.")
 
 
 def _fail(message: str, status: int) -> int:

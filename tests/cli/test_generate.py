@@ -72,7 +72,8 @@ def test_settings_reach_the_sampler(loaded: Run) -> None:
 
 def test_beams_find_a_text_at_least_as_likely(loaded: Run) -> None:
     def log_likelihood(new: list[int]) -> float:
-        ids = torch.tensor([[0, *loaded.tokenizer.encode("the", add_special_tokens=False), *new]])
+        prompt = loaded.tokenizer.encode("the", add_special_tokens=False)
+        ids = torch.tensor([[0, *prompt, *new]], device=loaded.model.device)
         return -float(loaded.model.token_losses(ids)[0, -len(new) :].sum())
 
     greedy, beams = (

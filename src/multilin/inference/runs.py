@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from safetensors import SafetensorError, safe_open
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 
@@ -31,7 +32,7 @@ def longest_text(config: PretrainedConfig) -> int | None:
 
 
 def load_run(path: str | Path) -> Run:
-    """Load the model of a folder and its tokenizer.
+    """Load the model of a folder, onto the GPU if there is one, and its tokenizer.
 
     Raises:
         InputError: no model there, damaged or missing weights, or a tokenizer other than the model's.
@@ -42,7 +43,7 @@ def load_run(path: str | Path) -> Run:
     inside_a_run = not (folder / "tokenizer.json").exists() and folder.resolve().parent.name == "checkpoints"
     tokenizer = load_tokenizer(str(folder.resolve().parent.parent if inside_a_run else folder))
     _check_tokenizer(tokenizer, model.config, folder)
-    return Run(folder, model, tokenizer)
+    return Run(folder, model.to("cuda" if torch.cuda.is_available() else "cpu"), tokenizer)
 
 
 def load_model(folder: Path) -> PreTrainedModel:

@@ -30,7 +30,7 @@ class BareLoop:
 
     def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe
-        text = read_text(recipe, lambda work, count: None)
+        text = read_text(recipe)
         self.device = torch.accelerator.current_accelerator() or torch.device("cpu")
         self.model = build_model(recipe, text.tokenizer).to(self.device).train()
         order = training_order(recipe, self.model, text, 1)

@@ -17,7 +17,7 @@ from multilin.training.order import BlockOrder
 from multilin.training.recipe import Recipe
 
 
-def read_text(recipe: Recipe, progress: Progress) -> PreparedText:
+def read_text(recipe: Recipe, progress: Progress | None = None) -> PreparedText:
     """The tokenizer, and the packed training and validation text.
 
     Raises:

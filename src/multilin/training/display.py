@@ -1,8 +1,6 @@
 """What a person sees while a model trains: a progress bar on a terminal, a line now and then elsewhere."""
 
-import contextlib
 import time
-from collections.abc import Callable, Iterator
 from typing import Any
 
 from rich.console import Console
@@ -48,12 +46,11 @@ class Display:
     def line(self, line: dict[str, Any]) -> None:
         """A line of metrics.jsonl is complete."""
         self._latest |= line
-        figures = format_figures(self._latest)
         if self._progress:
-            self._progress.update(self._task, completed=line["step"], figures=figures)
+            self._progress.update(self._task, completed=line["step"], figures=format_figures(self._latest))
         elif "validation_loss" in line or time.monotonic() - self._last_print >= SECONDS_BETWEEN_LINES:
             self._last_print = time.monotonic()
-            self.message(f"step {line['step']}/{self.total_steps}  {figures}")
+            self.message(f"step {line['step']}/{self.total_steps}  {format_figures(line)}")
 
     def message(self, text: str) -> None:
         """Print one line of text (above the bar, if there is one)."""
@@ -64,13 +61,6 @@ class Display:
         if self._progress:
             self._progress.stop()
             self._progress = None
-
-
-@contextlib.contextmanager
-def preparation_display(*, silent: bool = False) -> Iterator[Callable[[str, int], None]]:
-    """Gives a function that shows on a terminal what is done with the text, and how many bytes it has seen."""
-    with Console(quiet=silent).status("reading the text") as status:
-        yield lambda work, num_bytes: status.update(f"{work}: {num_bytes / 1e6:,.1f} MB")
 
 
 def format_figures(line: dict[str, Any]) -> str:

@@ -26,8 +26,8 @@ class RunResult:
     loss: float
     validation_loss: float
     validation_bits_per_byte: float
-    model: Any
-    tokenizer: Any
+    model: Any = dataclasses.field(repr=False)
+    tokenizer: Any = dataclasses.field(repr=False)
 
 
 class TrainingFailed(RuntimeError):

@@ -159,7 +159,7 @@ class RunFolder:
             shutil.rmtree(part, ignore_errors=True)
 
     def _check_resumable(self, recipe: Recipe) -> None:
-        if not self.recipe.exists():
+        if not (self.recipe.exists() and self.data.exists()):
             raise InputError(f"output: there is no run to resume in {self.path}")
         difference = first_difference(load_recipe(self.recipe), recipe)
         if difference is not None:

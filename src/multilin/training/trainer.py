@@ -12,10 +12,11 @@ from transformers.utils import logging
 from multilin.analysis.evaluate import evaluate
 from multilin.data.prepare import PreparedText
 from multilin.errors import InputError
+from multilin.progress import staged
 from multilin.training.assemble import build_model, check_model, read_text, training_arguments, training_order
 from multilin.training.callbacks import StepCallback
 from multilin.training.checkpoints import WRITE_ERRORS, checkpoint_step
-from multilin.training.display import Display, preparation_display
+from multilin.training.display import Display
 from multilin.training.metrics import Meter
 from multilin.training.outcomes import RunResult, TrainingFailed, TrainingInterrupted
 from multilin.training.precision import autocast_dtype
@@ -50,8 +51,8 @@ def train(
     folder = RunFolder(recipe.output)
     if devices.is_main_process:
         folder.check(recipe, resume=resume, overwrite=overwrite)
-    silent = not devices.is_main_process
-    with devices.main_process_first(), preparation_display(silent=silent) as progress:
+    silent = contextlib.nullcontext()
+    with devices.main_process_first(), staged() if devices.is_main_process else silent as progress:
         text = read_text(recipe, progress)
 
     with _failures_in_one_sentence(folder), _no_progress_bars():

@@ -74,6 +74,9 @@ def create_config(
     choices = {**BASELINE_OPTIONS, **options}
     if hidden_size % int(choices["num_heads"]):
         raise InputError(f"num_heads: {choices['num_heads']} given, but it must divide the hidden size {hidden_size}")
+    for name in model:
+        if name not in GPT2Config().to_dict() | LlamaConfig().to_dict():
+            raise InputError(f"model.config.{name}: unknown field of a {architecture} config")
     model = {"bos_token_id": None, "eos_token_id": None, **model}
     return BASELINES[architecture](
         hidden_size, num_layers, choices["num_heads"], choices["dropout"],

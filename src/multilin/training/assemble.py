@@ -11,6 +11,7 @@ from transformers import PreTrainedModel, TrainingArguments
 
 from multilin.data.packing import Blocks
 from multilin.data.prepare import PreparedText, Progress, prepare_text
+from multilin.data.tokenizers import tokenizer_hash
 from multilin.errors import InputError
 from multilin.model.factory import create_model
 from multilin.training.order import BlockOrder
@@ -54,6 +55,7 @@ def check_model(recipe: Recipe) -> None:
             vocab_size=recipe.tokenizer.vocab_size or 1,
             n_positions=model.n_positions,
             options=model.options,
+            **model.config,
         )
 
 
@@ -66,10 +68,12 @@ def build_model(recipe: Recipe, tokenizer: Any) -> PreTrainedModel:
         vocab_size=len(tokenizer),
         n_positions=recipe.model.n_positions,
         options=recipe.model.options,
+        **recipe.model.config,
     )
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
         setattr(model.config, name, getattr(tokenizer, name))
         setattr(model.generation_config, name, getattr(tokenizer, name))
+    model.config.tokenizer_hash = tokenizer_hash(tokenizer)
     if _smooths_labels(model):
         model.config.label_smoothing = recipe.training.label_smoothing
     if recipe.training.gradient_checkpointing:

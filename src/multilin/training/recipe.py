@@ -37,6 +37,7 @@ class ModelRecipe:
     num_layers: Positive = 6  # layers
     n_positions: Annotated[int, Ge(2)] = 256  # context length: tokens in one training block
     options: dict[str, Any] = field(default_factory=dict)  # options of the architecture
+    config: dict[str, Any] = field(default_factory=dict)  # fields of the model's config that replace the preset's
 
 
 @settings

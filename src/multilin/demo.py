@@ -15,6 +15,8 @@ from multilin.progress import staged
 from multilin.training.assemble import read_text
 from multilin.training.outcomes import RunResult
 from multilin.training.recipe import load_recipe
+from multilin.training.report import draw_bits_per_byte
+from multilin.training.run_folder import RunFolder
 from multilin.training.trainer import train
 
 RECIPE = "demo"
@@ -43,13 +45,16 @@ def run_demo(changes: Mapping[str, Any] | None = None) -> RunResult:
     counted = {name: ngram_bits_per_byte(text.train, text.validation, order) for name, order in NGRAMS.items()}
     console.print()
     console.print(_table(counted, result))
+    folder = RunFolder(result.output)
+    picture = folder.path / "demo.png"
+    folder.replace(picture, lambda path: draw_bits_per_byte(folder.read_metrics(), counted, path))
     console.print("(less is better; the counted ones are interpolated n-grams of the same training text)", style="dim")
     console.print("\nWhat it writes, after the words in bold:\n")
     console.print(PROMPT, style="bold", end="")
     room = max(recipe.model.n_positions - len(PROMPT), 1)
     settings = dataclasses.replace(SAMPLE, max_new_tokens=min(SAMPLE.max_new_tokens, room))
     generate_text(Run(result.output, result.model, result.tokenizer), PROMPT, settings, write=_write)
-    console.print("\n")
+    console.print(f"\n\nThe course of the training: {picture}", soft_wrap=True)
     return result
 
 

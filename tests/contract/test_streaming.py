@@ -137,6 +137,9 @@ def test_a_low_precision_model_keeps_its_state_in_float32(make_model: MakeModel)
 
 def test_a_text_beyond_the_limit_is_refused_and_leaves_the_state(make_model: MakeModel) -> None:
     model = make_model()
+    if model.config.n_positions is None:
+        assert model(random_ids(1, 2 * LONGEST)).past_key_values.num_tokens.tolist() == [2 * LONGEST]
+        return
     with pytest.raises(InputError, match=f"at most {LONGEST}"):
         model(random_ids(1, LONGEST + 1))
     state = model.new_state()

@@ -3,11 +3,13 @@
 from beartype import beartype
 from jaxtyping import jaxtyped
 
+from multilin.ops import block_outer as products_op
 from multilin.ops import linear_cross_entropy as loss_op
 from multilin.ops import prefix_softmax as pooling_op
 
 _checked = jaxtyped(typechecker=beartype)
 
+block_outer = _checked(products_op.block_outer)
 prefix_softmax = _checked(pooling_op.prefix_softmax)
 linear_cross_entropy = _checked(loss_op.linear_cross_entropy)
 token_cross_entropy = _checked(loss_op.token_cross_entropy)

@@ -19,18 +19,24 @@ B, T, H, D = 2, 67, 3, 5
 FAST = [backend for backend in PREFIX_SOFTMAX.backends if backend.compute is not reference.prefix_softmax]
 
 
-def by_loops(logits: Tensor, values: Tensor, window: int | None, starts: Tensor | None, null: float | None) -> Tensor:
+def by_loops(
+    logits: Tensor, values: Tensor, window: int | None, starts: Tensor | None, null: float | None, own: Tensor | None
+) -> Tensor:
     """The equation with Python loops and exact rational order: the second source of the definition."""
     means = torch.zeros_like(values)
     for b, t, h in itertools.product(*map(range, logits.shape)):
         first = 0 if window is None else max(0, t - window + 1)
         if starts is not None:
             first = max([first, *(s for s in range(t + 1) if starts[b, s])])
-        read = [j for j in range(first, t + 1) if logits[b, j, h] > -math.inf]
-        top = max([float(logits[b, j, h]) for j in read] + ([] if null is None else [null]), default=0.0)
-        total = math.fsum(math.exp(logits[b, j, h] - top) for j in read) + (0 if null is None else math.exp(null - top))
-        for j in read:
-            means[b, t, h] += math.exp(logits[b, j, h] - top) / total * values[b, j, h]
+        read = [(float(logits[b, j, h]), values[b, j, h]) for j in range(first, t + 1) if logits[b, j, h] > -math.inf]
+        if own is not None:
+            read.append((float(own[b, t, h]), values[b, t, h]))
+        if null is not None:
+            read.append((null, torch.zeros_like(values[b, t, h])))
+        top = max((logit for logit, _ in read), default=0.0)
+        total = math.fsum(math.exp(logit - top) for logit, _ in read)
+        for logit, value in read:
+            means[b, t, h] += math.exp(logit - top) / total * value
     return means
 
 
@@ -46,8 +52,9 @@ def relative_error(result: Tensor, expected: Tensor) -> float:
 def test_the_definition_is_the_equation(window: int | None, null: float | None, packed: bool) -> None:
     logits, values = make_logits("masked", (1, 23, 2)), make_values((1, 23, 2, 3))
     starts = make_starts((1, 23)) if packed else None
-    means, _ = reference.prefix_softmax(logits, values, window=window, null_logit=null, starts=starts)
-    torch.testing.assert_close(means, by_loops(logits, values, window, starts, null), rtol=1e-12, atol=1e-12)
+    own = make_logits("peaked", (1, 23, 2), seed=5) if packed else None
+    means, _ = reference.prefix_softmax(logits, values, window=window, own_logits=own, null_logit=null, starts=starts)
+    torch.testing.assert_close(means, by_loops(logits, values, window, starts, null, own), rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("backend", FAST, ids=lambda backend: backend.name.split()[0])
@@ -60,13 +67,15 @@ def test_a_backend_equals_the_definition(backend, name: str, window: int | None)
         results = []
         for compute in (reference.prefix_softmax, backend.compute):
             inputs = [make_logits(name, (B, T, H)), make_values((B, T, H, D)), *earlier]
-            inputs = [x.clone().requires_grad_() for x in inputs]
-            state = type(earlier)(*inputs[2:])
-            means, after = compute(*inputs[:2], window=window, null_logit=null, state=state, starts=starts)
+            inputs = [x.clone().requires_grad_() for x in (*inputs, make_logits("masked", (B, T, H), seed=6))]
+            state, own = type(earlier)(*inputs[2:4]), inputs[4] if null else None
+            means, after = compute(
+                *inputs[:2], window=window, own_logits=own, null_logit=null, state=state, starts=starts
+            )
             weight = make_values((B, T, H, D), seed=7)
             loss = (means * weight).sum() + after.values_BSHD.sin().sum()
             loss = loss + after.logits_BSH.masked_fill(after.logits_BSH == -torch.inf, 0.0).sin().sum()
-            gradients = torch.autograd.grad(loss, inputs, materialize_grads=True)
+            gradients = torch.autograd.grad(loss, inputs, allow_unused=True, materialize_grads=True)
             results.append([means, *after, *gradients])
         for expected, result in zip(*results, strict=True):
             torch.testing.assert_close(result, expected, rtol=1e-9, atol=1e-10)

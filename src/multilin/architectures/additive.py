@@ -23,7 +23,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from multilin.architectures.base import LayerOptions, Preset, TrainingDefaults, register
+from multilin.architectures.base import LayerOptions, Preset, Sizes, TrainingDefaults, register
 from multilin.errors import InputError
 from multilin.layers.base import Layer, Layout, ParameterHolder, mask_padding
 from multilin.layers.feed_forward import GeluFeedForward
@@ -173,16 +173,16 @@ def _standardize(x: Tensor) -> Tensor:
         "package": {"stabilizer": "head_norm", "windows": "package"},
     },
 )
-def preset(hidden_size: int, num_layers: int, choices: AdditivePreset) -> Preset:
+def preset(sizes: Sizes, choices: AdditivePreset) -> Preset:
     """Windows that double from layer to layer, learned positions, tied output with bias."""
     shared = {field.name: getattr(choices, field.name) for field in dataclasses.fields(AdditiveShared)}
     return Preset(
-        layers=[AdditiveOptions(window=window, **shared) for window in _windows(num_layers, choices.windows)],
+        layers=[AdditiveOptions(window=window, **shared) for window in _windows(sizes.num_layers, choices.windows)],
         model={
             "positions": "learned",
             "tie_word_embeddings": True,
             "output_bias": True,
-            "logit_scale": hidden_size**-0.5 if choices.stabilizer == "mid_norm" else 1.0,
+            "logit_scale": sizes.hidden_size**-0.5 if choices.stabilizer == "mid_norm" else 1.0,
             "embedding_dropout": choices.dropout,
             "initializer_range": 0.02,
         },

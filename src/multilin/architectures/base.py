@@ -34,6 +34,19 @@ class TrainingDefaults:
 
 
 @dataclass(frozen=True)
+class Sizes:
+    """What an architecture is asked for.
+
+    hidden_size: D. num_layers: layers. vocab_size: V. n_positions: the longest text in training; None if not bounded.
+    """
+
+    hidden_size: int
+    num_layers: int
+    vocab_size: int
+    n_positions: int | None
+
+
+@dataclass(frozen=True)
 class Preset:
     """A whole model in an architecture's way.
 
@@ -56,7 +69,7 @@ class Architecture:
     layer: builds a layer from (hidden_size, options).
     options: dataclass of a layer's options.
     preset_options: dataclass of what a user may choose for a whole model.
-    preset: lays a model out from (hidden_size, num_layers, preset options).
+    preset: lays a model out from (sizes, preset options).
     variants: preset options by name that the contract tests run besides the defaults.
     packs: whether several texts can share a row (document_ids); a model with a layer that cannot refuses them.
     """
@@ -67,7 +80,7 @@ class Architecture:
     layer: Callable[[int, Any], Layer]
     options: type
     preset_options: type
-    preset: Callable[[int, int, Any], Preset]
+    preset: Callable[[Sizes, Any], Preset]
     variants: Mapping[str, Mapping[str, Any]]
     packs: bool
 
@@ -76,11 +89,11 @@ class Architecture:
         """The docstring of the architecture's file: what it is, its formulas, its state."""
         return inspect.cleandoc(sys.modules[self.preset.__module__].__doc__ or "")
 
-    def expand(self, hidden_size: int, num_layers: int, choices: Mapping[str, Any]) -> Preset:
+    def expand(self, sizes: Sizes, choices: Mapping[str, Any]) -> Preset:
         """The preset for these sizes and choices (checked)."""
-        if num_layers < 1:
-            raise InputError(f"num_layers: {num_layers} given, but it must be at least 1")
-        return self.preset(hidden_size, num_layers, load_settings(self.preset_options, choices, "model.options"))
+        if sizes.num_layers < 1:
+            raise InputError(f"num_layers: {sizes.num_layers} given, but it must be at least 1")
+        return self.preset(sizes, load_settings(self.preset_options, choices, "model.options"))
 
     def build_layer(self, hidden_size: int, values: Mapping[str, Any], where: str) -> Layer:
         """A layer from the plain data of a config's `layers` entry."""
@@ -100,10 +113,10 @@ def register(
     preset_options: type,
     variants: Mapping[str, Mapping[str, Any]] | None = None,
     packs: bool = True,
-) -> Callable[[Callable[[int, int, Any], Preset]], Callable[[int, int, Any], Preset]]:
+) -> Callable[[Callable[[Sizes, Any], Preset]], Callable[[Sizes, Any], Preset]]:
     """Decorate an architecture's preset function to make the architecture known under `name`."""
 
-    def add(preset: Callable[[int, int, Any], Preset]) -> Callable[[int, int, Any], Preset]:
+    def add(preset: Callable[[Sizes, Any], Preset]) -> Callable[[Sizes, Any], Preset]:
         if name in _registry:
             raise InputError(f"architecture: {name!r} is registered twice")
         _registry[name] = Architecture(

@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-from multilin.architectures.base import get_architecture, layer_entry
+from multilin.architectures.base import Sizes, get_architecture, layer_entry
 from multilin.errors import InputError, nearest
 
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -108,16 +108,16 @@ class MultilinConfig(PretrainedConfig):
         Raises:
             InputError: an unknown architecture, option or field, or a value out of range.
         """
-        preset = get_architecture(name).expand(hidden_size, num_layers, options or {})
+        sizes = Sizes(hidden_size, num_layers, vocab_size, n_positions)
+        preset = get_architecture(name).expand(sizes, options or {})
         known = [*inspect.signature(cls.__init__).parameters, *TOKEN_IDS]
         for field in model:
             if field not in known:
                 raise InputError(f"{field}: unknown field of the model{nearest(field, known)}")
-        fields = {**preset.model, **model}
+        fields = {"n_positions": n_positions, **preset.model, **model}
         return cls(
             vocab_size=vocab_size,
             hidden_size=hidden_size,
             layers=[layer_entry(name, options) for options in preset.layers],
-            n_positions=n_positions,
             **fields,
         )

@@ -5,7 +5,7 @@ from typing import Any
 
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PretrainedConfig, PreTrainedModel
 
-from multilin.architectures.base import TrainingDefaults, architectures, get_architecture
+from multilin.architectures.base import Sizes, TrainingDefaults, architectures, get_architecture
 from multilin.errors import InputError, nearest
 from multilin.model.config import MultilinConfig
 
@@ -90,8 +90,8 @@ def create_model(architecture: str, **sizes: Any) -> PreTrainedModel:
     return model
 
 
-def training_defaults(architecture: str, options: Mapping[str, Any] | None = None) -> TrainingDefaults:
+def training_defaults(architecture: str) -> TrainingDefaults:
     """What the source of an architecture trains with; for the baselines what our own default has."""
     if architecture in BASELINES:
         return TrainingDefaults()
-    return get_architecture(architecture).expand(1, 1, {}).training
+    return get_architecture(architecture).expand(Sizes(1, 1, 1, 1), {}).training

@@ -1,7 +1,7 @@
 """What a finished run shows: the plot of its loss and its model card."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,41 @@ def draw_loss(lines: Sequence[dict[str, Any]], path: Path) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     axes.tick_params(colors=_INK)
     axes.legend(frameon=False)
+    figure.savefig(path, format="png")
+
+
+def draw_bits_per_byte(lines: Sequence[dict[str, Any]], references: Mapping[str, float], path: Path) -> None:
+    """Plot validation bits per byte over the tokens read, between horizontal lines for models without training.
+
+    Args:
+        lines: of metrics.jsonl.
+        references: name to bits per byte on the same text.
+        path: the PNG to write.
+    """
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import EngFormatter
+
+    validated = [line for line in lines if "validation_bits_per_byte" in line]
+    tokens = [line["tokens"] for line in validated]
+    bits = [line["validation_bits_per_byte"] for line in validated]
+    figure = Figure(figsize=(7.2, 3.8), dpi=150, layout="constrained")
+    axes = figure.add_subplot()
+    for name, level in references.items():
+        axes.axhline(level, color=_INK, linewidth=0.8, linestyle=(0, (4, 4)))
+        axes.annotate(
+            f"{name} {level:.2f}", (1, level), xycoords=("axes fraction", "data"), xytext=(-2, 3),
+            textcoords="offset points", ha="right", color=_INK, fontsize=9,
+        )  # fmt: skip
+    axes.plot(tokens, bits, color=_VALIDATION, marker="o", markersize=4, linewidth=2)
+    axes.annotate(
+        f"this model {bits[-1]:.2f}, after {lines[-1]['seconds']:,.0f} s", (tokens[-1], bits[-1]), xytext=(0, -14),
+        textcoords="offset points", ha="right", color=_VALIDATION, fontweight="bold",
+    )  # fmt: skip
+    axes.set(xlabel="training tokens", ylabel="bits per byte of validation text")
+    axes.set_ylim(min(*bits, *references.values()) - 0.25)
+    axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.tick_params(colors=_INK)
     figure.savefig(path, format="png")
 
 

@@ -27,6 +27,7 @@ _WRITTEN = (
         "data.json",
         "metrics.jsonl",
         "loss.png",
+        "demo.png",
         "README.md",
         "config.json",
         "generation_config.json",

@@ -25,6 +25,7 @@ def prefix_softmax(
     values: Float[Tensor, "B T H D"],
     *,
     window: int | None = None,
+    own_logits: Float[Tensor, "B T H"] | None = None,
     null_logit: float | None = None,
     state: PrefixSoftmaxState | None = None,
     starts: Bool[Tensor, "B T"] | None = None,
@@ -41,6 +42,8 @@ def prefix_softmax(
         logits: (B, T, H) natural-log weights, one per token and head; -inf allowed, +inf and nan not.
         values: (B, T, H, D) what is averaged.
         window: number of tokens read, the current one included; None reads the whole past.
+        own_logits: (B, T, H) logits with which each position reads its own value once more; later positions do not see
+            them. None reads it once only.
         null_logit: logit of one more token of value 0 that every position reads (adds e^null_logit to the denominator).
         state: what an earlier call returned; its tokens are read first.
         starts: (B, T) True where a new text begins: nothing before it, the state included, is read from there on.
@@ -63,10 +66,12 @@ def prefix_softmax(
             f"values: shape {tuple(values.shape)} given, but it must begin with that of logits, {tuple(logits.shape)}"
         )
     dtype = torch.promote_types(torch.promote_types(logits.dtype, values.dtype), torch.float32)
+    if own_logits is not None:
+        own_logits = own_logits.to(dtype)
     compute = PREFIX_SOFTMAX.backend_for(values.device).compute
     with torch.autocast(values.device.type, enabled=False):
         means, state = compute(
-            logits.to(dtype), values.to(dtype), window=window, null_logit=null_logit, state=state, starts=starts,
-            needs_state=needs_state,
+            logits.to(dtype), values.to(dtype), window=window, own_logits=own_logits, null_logit=null_logit,
+            state=state, starts=starts, needs_state=needs_state,
         )  # fmt: skip
     return means.to(values.dtype), state

@@ -22,6 +22,7 @@ def prefix_softmax(
     values_BTHD: Tensor,
     *,
     window: int | None = None,
+    own_logits: Tensor | None = None,
     null_logit: float | None = None,
     state: PrefixSoftmaxState | None = None,
     starts: Tensor | None = None,
@@ -31,8 +32,8 @@ def prefix_softmax(
     num_new = logits_BTH.shape[1]
     if num_new <= SHORT:
         return reference.prefix_softmax(
-            logits_BTH, values_BTHD, window=window, null_logit=null_logit, state=state, starts=starts,
-            needs_state=needs_state,
+            logits_BTH, values_BTHD, window=window, own_logits=own_logits, null_logit=null_logit, state=state,
+            starts=starts, needs_state=needs_state,
         )  # fmt: skip
     logits_BSH, values_BSHD, starts_BS = read_state_first(logits_BTH, values_BTHD, state, starts)
     if window is None or window >= logits_BSH.shape[1]:
@@ -47,6 +48,8 @@ def prefix_softmax(
     else:
         state = last_tokens(logits_BSH, values_BSHD, starts_BS, window - 1)
     totals_BTH, means_BTHD = totals_BSH[:, -num_new:], means_BSHD[:, -num_new:]
+    if own_logits is not None:
+        totals_BTH, means_BTHD = _merge(totals_BTH, means_BTHD, own_logits, values_BTHD)
     if null_logit is not None:
         means_BTHD = means_BTHD * torch.sigmoid(totals_BTH - null_logit)[..., None]
     return means_BTHD, state

@@ -11,6 +11,7 @@ def prefix_softmax(
     values_BTHD: Tensor,
     *,
     window: int | None = None,
+    own_logits: Tensor | None = None,
     null_logit: float | None = None,
     state: PrefixSoftmaxState | None = None,
     starts: Tensor | None = None,
@@ -27,20 +28,28 @@ def prefix_softmax(
     if starts_BS is not None:
         text_BS = starts_BS.cumsum(dim=1)
         visible_BTS = visible_BTS & (text_BS[:, num_read:, None] == text_BS[:, None, :])
-
     scores_BHTS = logits_BSH.transpose(1, 2)[:, :, None, :].masked_fill(~visible_BTS[:, None], -torch.inf)
-    empty_BHT1 = (scores_BHTS == -torch.inf).all(dim=-1, keepdim=True)
-    log_total_BHT1 = scores_BHTS.masked_fill(empty_BHT1, 0.0).logsumexp(dim=-1, keepdim=True)
-    weights_BHTS = torch.exp(scores_BHTS - log_total_BHT1)
+    weights_BHTS, log_total_BTH = _softmax(scores_BHTS)
     means_BTHD = torch.einsum("bhts,bshd->bthd", weights_BHTS, values_BSHD)
-    log_total_BTH1 = log_total_BHT1.masked_fill(empty_BHT1, -torch.inf).transpose(1, 2)
 
     if not needs_state:
         state = None
     elif window is None:
-        state = PrefixSoftmaxState(log_total_BTH1[:, -1:, :, 0], means_BTHD[:, -1:])
+        state = PrefixSoftmaxState(log_total_BTH[:, -1:], means_BTHD[:, -1:])
     else:
         state = last_tokens(logits_BSH, values_BSHD, starts_BS, window - 1)
+    if own_logits is not None:
+        weights_BHTS, log_total_BTH = _softmax(torch.cat([scores_BHTS, own_logits.transpose(1, 2)[..., None]], dim=-1))
+        means_BTHD = torch.einsum("bhts,bshd->bthd", weights_BHTS[..., :-1], values_BSHD)
+        means_BTHD = means_BTHD + weights_BHTS[..., -1].transpose(1, 2)[..., None] * values_BTHD
     if null_logit is not None:
-        means_BTHD = means_BTHD * torch.sigmoid(log_total_BTH1 - null_logit)
+        means_BTHD = means_BTHD * torch.sigmoid(log_total_BTH - null_logit)[..., None]
     return means_BTHD, state
+
+
+def _softmax(scores_BHTS: Tensor) -> tuple[Tensor, Tensor]:
+    """Weights (B, H, T, S), 0 where nothing is visible, and the log of their total (B, T, H), -inf there."""
+    empty_BHT1 = (scores_BHTS == -torch.inf).all(dim=-1, keepdim=True)
+    log_total_BHT1 = scores_BHTS.masked_fill(empty_BHT1, 0.0).logsumexp(dim=-1, keepdim=True)
+    weights_BHTS = torch.exp(scores_BHTS - log_total_BHT1)
+    return weights_BHTS, log_total_BHT1.masked_fill(empty_BHT1, -torch.inf)[..., 0].transpose(1, 2)

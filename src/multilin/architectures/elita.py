@@ -1,0 +1,169 @@
+"""ELiTA: time-linear attention that weighs tokens by content and position, and a feed-forward of two factors.
+
+Per head, with vectors k1, k2, k3 of width D, vectors a1, a2, b1, b2, c of p frequencies, V from D to the value width,
+O back, and i the position in the text, on h = LayerNorm(x) without scale and bias:
+
+    p1_i = sin(i a1 / n + b1) . c        p2_i = sin(i a2 / n + b2) . c
+    X_j  = exp(k1 . h_j + p1_j)          R_t  = exp(p2_t + k3 . h_t)
+    y_t  = (e^(k2 . h_t) V h_t + R_t sum_{j<=t} X_j V h_j) / (e^(k2 . h_t) + R_t sum_{j<=t} X_j)        x += O y
+
+so the current token counts twice, in the sum and by itself. Everything stays in logarithms: the running sum is a prefix
+softmax and the token by itself is one more token of it. n is a constant of the model, never the length of the input:
+only so does a text mean the same however it is read. Then, on a second LayerNorm,
+
+    x += W_3 [ s(W_1 h + b_1) outer s(W_2 h + b_2) ] + b_3        s = swish, W_1: D -> D, W_2: D -> factor
+
+State: per head the log of the total weight and the mean of the values: the same size for any number of tokens, and no
+limit on their number. Use it for very long texts: 100,000 tokens cost what 100,000 separate tokens cost.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from multilin.architectures.base import LayerOptions, Preset, Sizes, TrainingDefaults, register
+from multilin.errors import InputError
+from multilin.layers.base import Layer, Layout, ParameterHolder, mask_padding
+from multilin.ops.block_outer import block_outer
+from multilin.ops.prefix_softmax import PrefixSoftmaxState, prefix_softmax
+from multilin.settings import settings
+
+
+@settings
+class ElitaShared(LayerOptions):
+    """What all layers of a model have in common."""
+
+    num_heads: int = 4  # heads
+    value_size: int | None = None  # width of a head's values; none is hidden size / heads
+    num_frequencies: int = 16  # sine waves of a position's weight
+    factor: int = 8  # width of the second factor of the feed-forward
+    norm_eps: float = 1e-5  # added to the variance; the original code has 1e-3
+    clip_logits: float | None = None  # largest exponent, as the original code clips at 20; none clips nothing
+    dropout: float = 0.0  # on attention and feed-forward, in training
+
+
+@settings
+class ElitaOptions(ElitaShared):
+    """One layer."""
+
+    position_period: float = 1.0  # n: positions are counted in units of it
+
+
+@settings
+class ElitaPreset(ElitaShared):
+    """A whole model."""
+
+    position_period: float | None = None  # n: positions are counted in units of it; none is the training length
+
+
+class ElitaAttention(ParameterHolder):
+    """sum over heads of O y_t: see the top of this file."""
+
+    def __init__(self, hidden_size: int, options: ElitaOptions) -> None:
+        super().__init__()
+        self.options = options
+        value_size = options.value_size or hidden_size // options.num_heads
+        # Per head k1 (weight in the sum), k2 (weight by itself), k3 (weight of the sum).
+        self.scores = nn.Linear(hidden_size, 3 * options.num_heads, bias=False)
+        self.values = nn.Linear(hidden_size, options.num_heads * value_size, bias=False)
+        self.output = nn.Linear(options.num_heads * value_size, hidden_size, bias=False)
+        waves = (2, options.num_heads, options.num_frequencies)
+        self.frequencies = nn.Parameter(torch.empty(waves))  # a1, a2
+        self.phases = nn.Parameter(torch.empty(waves))  # b1, b2
+        self.amplitudes = nn.Parameter(torch.empty(waves[1:]))  # c
+
+    def forward(
+        self, x_BTD: Tensor, state: PrefixSoftmaxState | None, layout: Layout
+    ) -> tuple[Tensor, PrefixSoftmaxState | None]:
+        """(B, T, D) to (B, T, D), and the state."""
+        in_sum_BTH, by_itself_BTH, of_sum_BTH = self.scores(x_BTD).chunk(3, dim=-1)
+        waves_BT2H = self._position_weights(layout.positions_BT)
+        in_sum_BTH = self._clip(in_sum_BTH + waves_BT2H[:, :, 0])
+        of_sum_BTH = self._clip(of_sum_BTH + waves_BT2H[:, :, 1])
+        means_BTHD, state = prefix_softmax(
+            mask_padding(in_sum_BTH, layout),
+            self.values(x_BTD).unflatten(-1, (self.options.num_heads, -1)),
+            own_logits=self._clip(by_itself_BTH) - of_sum_BTH,
+            state=state,
+            starts=layout.starts_BT,
+            needs_state=layout.needs_state,
+        )
+        return self.output(means_BTHD.flatten(2)), state
+
+    def _position_weights(self, positions_BT: Tensor) -> Tensor:
+        """p1 and p2 of each position and head, (B, T, 2, H)."""
+        time_BT = positions_BT.to(self.phases.dtype) / self.options.position_period
+        angles = time_BT[:, :, None, None, None] * self.frequencies + self.phases
+        return (torch.sin(angles) * self.amplitudes).sum(dim=-1)
+
+    def _clip(self, logits: Tensor) -> Tensor:
+        limit = self.options.clip_logits
+        return logits if limit is None else logits.clamp(-limit, limit)
+
+    def initialize(self, std: float) -> None:
+        """Waves of about one turn per period, of small weight."""
+        nn.init.normal_(self.frequencies)
+        nn.init.normal_(self.phases)
+        nn.init.normal_(self.amplitudes, std=std)
+
+
+class TwoFactorFeedForward(ParameterHolder):
+    """y = W_3 [ s(W_1 x + b_1) outer s(W_2 x + b_2) ] + b_3, s = swish."""
+
+    def __init__(self, hidden_size: int, factor: int) -> None:
+        super().__init__()
+        self.wide = nn.Linear(hidden_size, hidden_size)
+        self.narrow = nn.Linear(hidden_size, factor)
+        self.combine = nn.Parameter(torch.empty(hidden_size, 1, hidden_size, factor))
+        self.bias = nn.Parameter(torch.empty(hidden_size))
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        """(B, T, D) to (B, T, D)."""
+        wide, narrow = (nn.functional.silu(part(x_BTD))[..., None, :] for part in (self.wide, self.narrow))
+        return block_outer(wide, narrow, self.combine) + self.bias
+
+    def initialize(self, std: float) -> None:
+        """The combiner like the weights of matrices."""
+        nn.init.normal_(self.combine, std=std)
+        nn.init.zeros_(self.bias)
+
+
+class ElitaLayer(Layer):
+    """Time-linear attention, then the two-factor feed-forward, each on a LayerNorm without scale and bias and added."""
+
+    def __init__(self, hidden_size: int, options: ElitaOptions) -> None:
+        super().__init__()
+        if options.value_size is None and hidden_size % options.num_heads:
+            raise InputError(f"num_heads: {options.num_heads} given, but it must divide the hidden size {hidden_size}")
+        if options.position_period <= 0:
+            raise InputError(f"position_period: {options.position_period} given, but it must be above 0")
+        self.attention_norm = nn.LayerNorm(hidden_size, eps=options.norm_eps, elementwise_affine=False)
+        self.attention = ElitaAttention(hidden_size, options)
+        self.feed_forward_norm = nn.LayerNorm(hidden_size, eps=options.norm_eps, elementwise_affine=False)
+        self.feed_forward = TwoFactorFeedForward(hidden_size, options.factor)
+        self.dropout = nn.Dropout(options.dropout)
+
+    def forward(self, x_BTD: Tensor, state: PrefixSoftmaxState | None, layout: Layout) -> tuple[Tensor, object]:
+        """Output (B, T, D) and the state of the attention."""
+        update_BTD, state = self.attention(self.attention_norm(x_BTD), state, layout)
+        x_BTD = x_BTD + self.dropout(update_BTD)
+        return x_BTD + self.dropout(self.feed_forward(self.feed_forward_norm(x_BTD))), state
+
+
+@register(
+    "elita",
+    title="ELiTA",
+    source="ELiTA (acosharma)",
+    layer=ElitaLayer,
+    options=ElitaOptions,
+    preset_options=ElitaPreset,
+    variants={"clipped": {"clip_logits": 20.0}, "wide values": {"num_heads": 2, "value_size": 16, "factor": 3}},
+)
+def preset(sizes: Sizes, choices: ElitaPreset) -> Preset:
+    """No positions but those in the attention, so no limit on the text; tied output, final norm."""
+    shared = {field: getattr(choices, field) for field in ElitaShared.__dataclass_fields__}
+    period = choices.position_period or float(sizes.n_positions or 1024)
+    return Preset(
+        layers=[ElitaOptions(position_period=period, **shared)] * sizes.num_layers,
+        model={"positions": "none", "n_positions": None, "tie_word_embeddings": True},
+        training=TrainingDefaults(learning_rate=1e-3, betas=(0.9, 0.99), weight_decay=0.0),
+    )

@@ -1,0 +1,67 @@
+"""All products of pairs inside aligned blocks, contracted by a matrix."""
+
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from multilin.errors import InputError
+from multilin.ops.block_outer import expand
+from multilin.ops.dispatch import Backend, Op
+
+__all__ = ["BLOCK_OUTER", "block_outer", "xor_weight"]
+
+BLOCK_OUTER = Op("block_outer", [Backend("portable (PyTorch, products recomputed backward)", expand.block_outer)])
+
+
+def block_outer(
+    left: Float[Tensor, "*batch N K"],
+    right: Float[Tensor, "*batch N J"],
+    weight: Float[Tensor, "D N K J"],
+) -> Float[Tensor, "*batch D"]:
+    """Contract the outer products of the blocks of two vectors with a matrix.
+
+        y_d = sum over n, k, j of weight[d, n, k, j] * left[n, k] * right[n, j]
+
+    One op for three systems: with K = J a power of two, the pairs (i, i xor b), b < K, are exactly all pairs inside
+    aligned blocks of K, so 3Lin's combiner is K = 16, TScale's K = 4, and ELiTA's feed-forward is one block of D x 8.
+
+    Args:
+        left: (..., N, K) N blocks of K numbers.
+        right: (..., N, J) N blocks of J numbers.
+        weight: (D, N, K, J) the contraction.
+
+    Returns:
+        (..., D) in the dtype of `left` (of the matrix products under autocast).
+
+    Raises:
+        InputError: shapes that do not fit.
+
+    Cost: N K J D multiplications per row; N K J products per row are held for one call and recomputed backward.
+    Source: TScale and 3Lin (combiners), ELiTA (two-factor feed-forward).
+    """
+    if weight.shape[1:] != (*left.shape[-2:], right.shape[-1]) or left.shape[:-1] != right.shape[:-1]:
+        raise InputError(
+            f"weight: shape {tuple(weight.shape)} given for blocks {tuple(left.shape[-2:])} and "
+            f"{tuple(right.shape[-2:])}, but it must be (D, N, K, J)"
+        )
+    compute: Any = BLOCK_OUTER.backend_for(left.device).compute
+    result: Tensor = compute(left, right, weight)
+    return result
+
+
+def xor_weight(combiner: Float[Tensor, "D B n"], *, block: int) -> Float[Tensor, "D N K K"]:
+    """The weight of `block_outer` for a combiner over pairs (left i xor b, right i), written as combiner[d, b, i].
+
+    y_d = sum over b < block, i of combiner[d, b, i] * left[i xor b] * right[i].
+    """
+    num_out, num_b, num_i = combiner.shape
+    if num_b != block or num_i % block:
+        raise InputError(
+            f"combiner: shape {tuple(combiner.shape)} given, but it must be (D, {block}, a multiple of it)"
+        )
+    index = torch.arange(block, device=combiner.device)
+    by_pair = combiner.view(num_out, block, num_i // block, block).permute(0, 2, 1, 3)
+    # weight[d, n, k, j] = combiner[d, k xor j, n * block + j]
+    return by_pair[:, :, index[:, None] ^ index[None, :], index[None, :].expand(block, block)]

@@ -1,0 +1,48 @@
+"""block_outer: the portable path against the equation, and the combiners written with xor."""
+
+import pytest
+import torch
+
+from multilin.errors import InputError
+from multilin.ops import block_outer as unchecked
+from multilin.ops.block_outer import expand, reference, xor_weight
+from multilin.ops.block_outer.cases import SHAPES, make_inputs
+from tests.ops.checked import block_outer
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_result_and_gradients_are_those_of_the_equation(name: str) -> None:
+    inputs = [x.requires_grad_() for x in make_inputs(name)]
+    results = []
+    for compute in (reference.block_outer, expand.block_outer):
+        result = compute(*inputs)
+        results.append([result, *torch.autograd.grad(result.sin().sum(), inputs)])
+    torch.testing.assert_close(results[1], results[0], rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_precision(name: str) -> None:
+    exact = block_outer(*make_inputs(name))
+    inputs = make_inputs(name, dtype=torch.float32)
+    rounded = block_outer(*(x.to(torch.float32) for x in make_inputs(name)))
+    assert (rounded.double() - exact).norm() <= 1e-5 * exact.norm()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert block_outer(*inputs).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("block", [1, 4, 16])
+def test_xor_pairs_are_the_pairs_inside_blocks(block: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    left, right = (torch.randn(32, generator=generator, dtype=torch.float64) for _ in range(2))
+    combiner = torch.randn(5, block, 32, generator=generator, dtype=torch.float64)
+    expected = sum(combiner[:, b, i] * left[i ^ b] * right[i] for b in range(block) for i in range(32))
+    weight = xor_weight(combiner, block=block)
+    result = block_outer(left.view(-1, block), right.view(-1, block), weight)
+    torch.testing.assert_close(result, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_shapes_that_do_not_fit_are_named() -> None:
+    with pytest.raises(InputError, match="weight: shape"):
+        unchecked.block_outer(torch.zeros(2, 3), torch.zeros(2, 4), torch.zeros(1, 2, 3, 5))
+    with pytest.raises(InputError, match="combiner: shape"):
+        xor_weight(torch.zeros(2, 4, 6), block=4)

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.golden import elita, fastformer
+from tests.golden import elita, fastformer, linear_mixer
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class Comparison:
 
 Check = Callable[[Any], Iterator[tuple[str, np.ndarray, np.ndarray]]]
 
-FAMILIES: dict[str, Check] = {"elita": elita.check, "fastformer": fastformer.check}
+FAMILIES: dict[str, Check] = {"elita": elita.check, "fastformer": fastformer.check, "mixer": linear_mixer.check}
 
 
 def compare(path: Path) -> list[Comparison]:

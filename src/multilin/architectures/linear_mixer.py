@@ -1,0 +1,191 @@
+"""Linear mixer: every position is a learned weighted sum of the positions up to it, and hardly anything else.
+
+    e_t = W onehot(token_t)        h_t = e_t + sum_{j<=t} c[t, j] e_j (+ b_t)        logits_t = H h_t
+
+c is a lower triangle of n_ctx (n_ctx + 1) / 2 parameters, shared by all D features; b one number per position. A layer
+is this mixing, then, if asked for, a feed-forward x += F(x); several layers stack. All else is options:
+
+    mixing "linear"   c x            "gelu"   c' gelu(c x), two triangles
+           "relu"     c x, and a ReLU before the output projection: it stands at the end of the last layer only
+    feed_forward      "none", "linear" (A x + a), "gelu" (A_2 gelu(A_1 x + a_1) + a_2)
+
+With norms, a GELU feed-forward and several layers it is the masked mixer. With mixing and feed-forward linear and no
+norm the whole model is one linear map: a matrix over tokens and a triangle over positions, which `compose` in
+`multilin.inference.rollout` gives, and whose own outputs can be fed back in parallel (`rollout`).
+
+State: the inputs of each mixing so far, in n_ctx rows. A text cannot be longer than n_ctx, and texts cannot share a
+row: weights belong to absolute positions. Use it to study what a language model without any nonlinearity can do.
+"""
+
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from multilin.architectures.base import LayerOptions, Preset, Sizes, TrainingDefaults, register
+from multilin.errors import InputError
+from multilin.layers.base import Layer, Layout, ParameterHolder
+from multilin.ops.causal_mixing import CausalMixingState, causal_mixing, lower_triangle
+from multilin.settings import settings
+
+
+@settings
+class LinearMixerPreset(LayerOptions):
+    """A whole model."""
+
+    mixing: Literal["linear", "relu", "gelu"] = "linear"  # what happens to the sum; see the architecture's page
+    mixing_bias: bool = False  # add a number per position to the sum
+    residual: bool = True  # add the mixing to its input instead of replacing it
+    feed_forward: Literal["none", "linear", "gelu"] = "none"  # maps each position after the mixing, always added
+    expansion: int = 4  # width of the middle of the GELU feed-forward, in multiples of the hidden size
+    norm: bool = False  # LayerNorm before the mixing and before the feed-forward
+
+
+@settings
+class LinearMixerOptions(LinearMixerPreset):
+    """One layer; with mixing "relu" its output goes through a ReLU."""
+
+    context: int = 1024  # n_ctx: positions that have weights, the length of the longest text
+
+
+class LinearMixerState(NamedTuple):
+    """Inputs of the mixing, and of its second triangle if there is one."""
+
+    first: CausalMixingState
+    second: CausalMixingState | None
+
+
+class LinearMap(NamedTuple):
+    """x -> over_positions x over_features^T + offset, for x (n_ctx, D): what a linear layer does to a whole text."""
+
+    over_positions: Tensor
+    over_features: Tensor
+    offset: Tensor
+
+
+class Triangle(ParameterHolder):
+    """y_t = sum_{j<=t} c[t, j] x_j + b_t: the triangle row by row, and the bias or None."""
+
+    def __init__(self, context: int, has_bias: bool) -> None:
+        super().__init__()
+        self.context = context
+        self.triangle = nn.Parameter(torch.empty(context * (context + 1) // 2))
+        self.bias = nn.Parameter(torch.empty(context)) if has_bias else None
+
+    def matrix(self) -> Tensor:
+        """c, (n_ctx, n_ctx)."""
+        return lower_triangle(self.triangle, self.context)
+
+    def forward(
+        self, x_BTD: Tensor, state: CausalMixingState | None, layout: Layout
+    ) -> tuple[Tensor, CausalMixingState | None]:
+        """(B, T, D) to (B, T, D), and the state."""
+        return causal_mixing(
+            x_BTD, self.matrix(), self.bias, positions=layout.positions_BT, padding=layout.padding_BT,
+            state=state, needs_state=layout.needs_state,
+        )  # fmt: skip
+
+    def initialize(self, std: float) -> None:
+        """Weights like those of matrices; no bias."""
+        nn.init.normal_(self.triangle, std=std)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+
+class LinearMixerLayer(Layer):
+    """A mixing over positions, then a feed-forward or none: see the top of this file."""
+
+    def __init__(self, hidden_size: int, options: LinearMixerOptions) -> None:
+        super().__init__()
+        for name in ("context", "expansion"):
+            if getattr(options, name) < 1:
+                raise InputError(f"{name}: {getattr(options, name)} given, but it must be at least 1")
+        self.hidden_size = hidden_size
+        self.options = options
+        self.mixing_norm = nn.LayerNorm(hidden_size) if options.norm else nn.Identity()
+        self.mixing = Triangle(options.context, options.mixing_bias)
+        self.second_mixing = Triangle(options.context, options.mixing_bias) if options.mixing == "gelu" else None
+        has_norm = options.norm and options.feed_forward != "none"
+        self.feed_forward_norm = nn.LayerNorm(hidden_size) if has_norm else nn.Identity()
+        self.feed_forward = _feed_forward(hidden_size, options)
+        self.activation = nn.ReLU() if options.mixing == "relu" else nn.Identity()
+
+    def forward(
+        self, x_BTD: Tensor, state: LinearMixerState | None, layout: Layout
+    ) -> tuple[Tensor, LinearMixerState | None]:
+        """Output (B, T, D) and the inputs of the mixing."""
+        mixed_BTD, first = self.mixing(self.mixing_norm(x_BTD), state and state.first, layout)
+        second = None
+        if self.second_mixing is not None:
+            mixed_BTD = nn.functional.gelu(mixed_BTD)
+            mixed_BTD, second = self.second_mixing(mixed_BTD, state and state.second, layout)
+        x_BTD = x_BTD + mixed_BTD if self.options.residual else mixed_BTD
+        if self.feed_forward is not None:
+            x_BTD = x_BTD + self.feed_forward(self.feed_forward_norm(x_BTD))
+        return self.activation(x_BTD), LinearMixerState(first, second) if layout.needs_state else None
+
+    def linear_map(self) -> LinearMap:
+        """What this layer does to a whole text, as two matrices and an offset.
+
+        Raises:
+            InputError: an option makes the layer nonlinear.
+        """
+        options = self.options
+        if options.mixing != "linear" or options.feed_forward == "gelu" or options.norm:
+            raise InputError(
+                f"layers: mixing {options.mixing!r}, feed_forward {options.feed_forward!r} and norm {options.norm} "
+                "given, but only linear mixing with feed_forward none or linear and without norm is a linear map"
+            )
+        over_positions = self.mixing.matrix()
+        if options.residual:
+            over_positions = over_positions + torch.eye(options.context).to(over_positions)
+        width = self.hidden_size
+        over_features = torch.eye(width).to(over_positions)
+        offset = over_positions.new_zeros(options.context, width)
+        if self.mixing.bias is not None:
+            offset = offset + self.mixing.bias[:, None]
+        if isinstance(self.feed_forward, nn.Linear):
+            over_features = over_features + self.feed_forward.weight
+            offset = offset @ over_features.T + self.feed_forward.bias
+        return LinearMap(over_positions, over_features, offset)
+
+
+def _feed_forward(hidden_size: int, options: LinearMixerOptions) -> nn.Module | None:
+    if options.feed_forward == "none":
+        return None
+    if options.feed_forward == "linear":
+        return nn.Linear(hidden_size, hidden_size)
+    middle = options.expansion * hidden_size
+    return nn.Sequential(nn.Linear(hidden_size, middle), nn.GELU(), nn.Linear(middle, hidden_size))
+
+
+@register(
+    "linear_mixer",
+    title="Linear and masked mixers",
+    source="Linear Language Models (blbadger); masked mixers (arXiv 2409.01482)",
+    layer=LinearMixerLayer,
+    options=LinearMixerOptions,
+    preset_options=LinearMixerPreset,
+    variants={
+        "affine": {"mixing_bias": True, "feed_forward": "linear"},
+        "relu": {"mixing": "relu"},
+        "two triangles": {"mixing": "gelu", "mixing_bias": True},
+        "no residual": {"residual": False, "mixing_bias": True},
+        "masked mixer": {"feed_forward": "gelu", "norm": True, "mixing_bias": True},
+    },
+    packs=False,
+)
+def preset(sizes: Sizes, choices: LinearMixerPreset) -> Preset:
+    """Positions are in the weights; the output has its own matrix and no norm before it."""
+    if sizes.n_positions is None:
+        raise InputError("n_positions: none given, but linear_mixer has weights for each position of the longest text")
+    values = {field: getattr(choices, field) for field in LinearMixerPreset.__dataclass_fields__}
+    values["context"] = sizes.n_positions
+    last = LinearMixerOptions(**values)
+    if choices.mixing == "relu":
+        values["mixing"] = "linear"
+    return Preset(
+        layers=[LinearMixerOptions(**values)] * (sizes.num_layers - 1) + [last],
+        model={"positions": "none", "tie_word_embeddings": False, "final_norm": "none"},
+        training=TrainingDefaults(),
+    )

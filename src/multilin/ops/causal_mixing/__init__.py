@@ -1,0 +1,94 @@
+"""A learned weight for every pair of positions: each position is a weighted sum of the inputs up to it."""
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from multilin.errors import InputError
+from multilin.ops.causal_mixing import portable, reference
+from multilin.ops.causal_mixing.state import CausalMixingState
+from multilin.ops.dispatch import Backend, Op
+
+__all__ = ["CAUSAL_MIXING", "CausalMixingState", "causal_mixing", "lower_triangle"]
+
+CAUSAL_MIXING = Op(
+    "causal_mixing",
+    [
+        Backend("portable (PyTorch, one matrix product)", portable.causal_mixing),
+        Backend("reference (PyTorch, a matrix of weights per row)", reference.causal_mixing, is_slow=True),
+    ],
+)
+
+
+def causal_mixing(
+    x: Float[Tensor, "B T D"],
+    weights: Float[Tensor, "n n"],
+    bias: Float[Tensor, " n"] | None = None,
+    *,
+    positions: Int[Tensor, "#B T"] | None = None,
+    padding: Bool[Tensor, "B T"] | None = None,
+    state: CausalMixingState | None = None,
+    needs_state: bool = True,
+) -> tuple[Float[Tensor, "B T D"], CausalMixingState | None]:
+    """Sum of the inputs of a text up to each position, with a weight for each pair of positions.
+
+        y_t = sum_{j <= t} weights[t, j] x_j + bias_t
+
+    Args:
+        x: (B, T, D) inputs.
+        weights: (n, n) of which the triangle j <= t is read; what is above the diagonal has no effect and no gradient.
+            `lower_triangle` builds it from n (n + 1) / 2 parameters.
+        bias: (n,) one number per position, added to all D.
+        positions: (B, T) or (1, T) position of each input in its text, from 0; None counts on from the state.
+        padding: (B, T) True where there is no input: nothing reads it, and its position may be -1.
+        state: what an earlier call returned.
+        needs_state: False where nobody will read on: no state is built, None is returned for it.
+
+    Returns:
+        The sums (B, T, D) in the dtype of `x`, and the state: every input so far, in n rows from the first call on, in
+        float32 (float64 if an argument is float64).
+
+    Raises:
+        InputError: weights that are not square, or a position beyond n.
+
+    Cost: O(B T n D) time; a state of B n D numbers. n bounds the length of a text.
+    Source: "Linear Language Models" (blbadger), masked mixers (arXiv 2409.01482).
+    """
+    if weights.ndim != 2 or weights.shape[0] != weights.shape[1]:
+        raise InputError(f"weights: shape {tuple(weights.shape)} given, but it must be square")
+    if positions is None:
+        positions = _count(x, padding, state)
+    positions = positions.expand(x.shape[:2])
+    if not torch.compiler.is_compiling() and (length := int(positions.max()) + 1) > len(weights):
+        raise InputError(f"context: the text has {length} positions, but this mixing has weights for {len(weights)}")
+    dtype = torch.promote_types(torch.promote_types(x.dtype, weights.dtype), torch.float32)
+    compute = CAUSAL_MIXING.backend_for(x.device).compute
+    with torch.autocast(x.device.type, enabled=False):
+        y, inputs = compute(x.to(dtype), weights.to(dtype), positions, padding=padding, state=state)
+        if bias is not None:
+            y = y + bias.to(dtype)[positions.clamp(min=0)][..., None]
+    return y.to(x.dtype), CausalMixingState(inputs, positions[:, -1] + 1) if needs_state else None
+
+
+def _count(x_BTD: Tensor, padding_BT: Tensor | None, state: CausalMixingState | None) -> Tensor:
+    """Positions that go on from the state, (B, T); a padded token repeats the one before."""
+    ones_BT = torch.ones(x_BTD.shape[:2], dtype=torch.int64, device=x_BTD.device)
+    if padding_BT is not None:
+        ones_BT = (~padding_BT).long()
+    first: Tensor | int = 0 if state is None else state.num_read_B[:, None]
+    return first + ones_BT.cumsum(dim=1) - 1
+
+
+def lower_triangle(parameters: Float[Tensor, " P"], size: int) -> Float[Tensor, "n n"]:
+    """The (size, size) matrix whose triangle j <= t holds the parameters row by row, and zeros above.
+
+    Raises:
+        InputError: not size (size + 1) / 2 parameters.
+    """
+    if parameters.numel() != size * (size + 1) // 2:
+        raise InputError(
+            f"parameters: {parameters.numel()} given for a triangle of {size} rows, but it has {size * (size + 1) // 2}"
+        )
+    rows, columns = torch.tril_indices(size, size, device=parameters.device)
+    matrix = parameters.new_zeros(size, size)
+    return matrix.index_put((rows, columns), parameters)

@@ -1,0 +1,94 @@
+"""The mixer_* files: the original linear and masked mixers in float64."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from multilin.model import MultilinConfig, MultilinForCausalLM
+
+BLOCK = "mixerblocks.{index}."
+NORMS = {"mixing_norm": "seq_layernorm", "feed_forward_norm": "patch_layernorm"}
+
+
+def check(file: Any) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
+    """(array, ours, expected): embedding, every layer, logits, loss, and the gradients of all parameters."""
+    model, names = _model(file)
+    for name, tensor in _run(model, torch.from_numpy(file["input_ids"])).items():
+        if name in file.files:
+            yield name, tensor.detach().numpy(), file[name]
+    for ours, original in names.items():
+        if f"grad.{original}" in file.files:
+            gradient = model.get_parameter(ours).grad
+            assert gradient is not None
+            yield f"grad.{original}", gradient.numpy(), _to_ours(ours, file[f"grad.{original}"])
+
+
+def _run(model: MultilinForCausalLM, ids: Tensor) -> dict[str, Tensor]:
+    seen: dict[str, Tensor] = {}
+
+    def keep(module: torch.nn.Module, name: str) -> None:
+        # The original's ReLU is not a part of its last layer.
+        module.register_forward_hook(lambda _, inputs, output: seen.update({name: inputs[0]}))
+
+    for index, layer in enumerate(model.layers):
+        keep(layer.activation, f"layer{index}.out")
+    keep(model.layers[0], "embed")
+    result = model(ids, labels=ids)
+    result.loss.backward()
+    return {**seen, "logits": result.logits, "loss": result.loss}
+
+
+def _model(file: Any) -> tuple[MultilinForCausalLM, dict[str, str]]:
+    """The model with the file's weights, and the file's name of each parameter."""
+    kind = json.loads(str(file["meta_json"]))["kind"]
+    weights = [name.removeprefix("w_before_forward.") for name in file.files if name.startswith("w_before_forward.")]
+    # The layers of "fineweb" have norms and a feed-forward which it never calls.
+    is_bare = "fineweb" in kind
+    first = BLOCK.format(index=0)
+    expand, has_two = f"{first}patch_ff.0.weight", f"{first}conv.2.weight" in weights
+    has_feed_forward = expand in weights and not is_bare
+    vocab_size, width = file["w_before_forward.wte.weight"].shape
+    config = MultilinConfig.from_architecture(
+        "linear_mixer",
+        hidden_size=width,
+        num_layers=len({name.split(".")[1] for name in weights if name.startswith("mixerblocks.")}),
+        vocab_size=vocab_size,
+        n_positions=file["input_ids"].shape[1],
+        options={
+            "mixing": "gelu" if has_two else "relu" if "relu" in kind else "linear",
+            "mixing_bias": True,
+            "residual": not is_bare,
+            "feed_forward": "gelu" if has_feed_forward else "none",
+            "expansion": len(file[f"w_before_forward.{expand}"]) // width if has_feed_forward else 1,
+            "norm": f"{first}seq_layernorm.weight" in weights and not is_bare,
+        },
+    )
+    model = MultilinForCausalLM(config).double().eval()
+    names = {name: _original(name, has_two) for name, _ in model.named_parameters()}
+    model.load_state_dict(
+        {
+            ours: torch.from_numpy(_to_ours(ours, file[f"w_before_forward.{name}"])).double()
+            for ours, name in names.items()
+        }
+    )
+    return model, names
+
+
+def _original(name: str, has_two: bool) -> str:
+    """The file's name of one of our parameters."""
+    if not name.startswith("layers."):
+        return {"embedding.tokens.weight": "wte.weight", "output.weight": "lm_head.weight"}[name]
+    _, index, module, *rest = name.split(".")
+    tail = ".".join(rest).replace("triangle", "weight")
+    mixings = {"mixing": "conv.0", "second_mixing": "conv.2"} if has_two else {"mixing": "conv"}
+    original = {**mixings, **NORMS, "feed_forward": "patch_ff"}[module]
+    return f"{BLOCK.format(index=index)}{original}.{tail}"
+
+
+def _to_ours(name: str, array: np.ndarray) -> np.ndarray:
+    """Of a convolution's square only the triangle, row by row, is a parameter of ours."""
+    return array[..., 0][np.tril_indices(len(array))] if name.endswith("triangle") else array

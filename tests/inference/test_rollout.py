@@ -1,0 +1,119 @@
+"""compose and rollout against the model itself and against the recurrence."""
+
+import pytest
+import torch
+
+from multilin.errors import InputError
+from multilin.inference.rollout import compose, power_coefficients, rollout, rollout_sequential
+from multilin.model import MultilinConfig, MultilinForCausalLM
+
+VOCAB_SIZE, CONTEXT = 29, 19
+EXACT = {"rtol": 1e-10, "atol": 1e-10}
+
+VARIANTS = {
+    "default": {},
+    "biases": {"mixing_bias": True},
+    "feed-forward": {"mixing_bias": True, "feed_forward": "linear"},
+    "no residual": {"residual": False, "feed_forward": "linear"},
+}
+
+
+def make_model(options: dict, num_layers: int = 2, **model: object) -> MultilinForCausalLM:
+    config = MultilinConfig.from_architecture(
+        "linear_mixer", hidden_size=7, num_layers=num_layers, vocab_size=VOCAB_SIZE, n_positions=CONTEXT,
+        options=options, initializer_range=0.3, **model,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    result = MultilinForCausalLM(config).double().eval()
+    with torch.no_grad():
+        for name, parameter in result.named_parameters():
+            if name.endswith("bias"):
+                torch.nn.init.normal_(parameter)
+    return result
+
+
+def ids(*shape: int) -> torch.Tensor:
+    return torch.randint(0, VOCAB_SIZE, shape, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("num_layers", [1, 3])
+@pytest.mark.parametrize("options", VARIANTS.values(), ids=VARIANTS)
+def test_composed_logits_are_the_models(options: dict, num_layers: int) -> None:
+    model = make_model(options, num_layers, output_bias=True, logit_scale=0.7)
+    composed = compose(model)
+    assert (composed.mixing.triu(1) == 0).all()
+    for length in (CONTEXT, 4):
+        torch.testing.assert_close(composed.logits(ids(2, length)), model(ids(2, length)).logits, **EXACT)
+
+
+@pytest.mark.parametrize(("num_prompt", "num_steps"), [(1, CONTEXT), (3, 8), (CONTEXT, 1), (1, 1)])
+@pytest.mark.parametrize("options", VARIANTS.values(), ids=VARIANTS)
+def test_rollout_is_the_recurrence(options: dict, num_prompt: int, num_steps: int) -> None:
+    model, prompt = make_model(options, output_bias=bool(options), logit_scale=0.7), ids(2, num_prompt)
+    result = rollout(model, prompt, num_steps)
+    assert result.shape == (2, num_steps, VOCAB_SIZE)
+    inputs = torch.nn.functional.one_hot(prompt, VOCAB_SIZE).double()
+    tokens, mixing, bias = compose(model)
+    for _ in range(num_steps):
+        last = inputs.shape[1] - 1
+        output = tokens @ (mixing[last, : last + 1] @ inputs)[..., None]
+        inputs = torch.cat([inputs, (output[..., 0] + bias[last])[:, None]], dim=1)
+    expected = inputs[:, num_prompt:]
+    assert ((result - expected).norm(dim=-1) <= 1e-10 * expected.norm(dim=-1)).all()
+    sequential = rollout_sequential(model, prompt, num_steps)
+    assert ((sequential - expected).norm(dim=-1) <= 1e-10 * expected.norm(dim=-1)).all()
+
+
+def test_the_first_vectors_are_the_polynomials_of_q() -> None:
+    """t_1 = c0 Q t_0; t_2 = (c1 Q + c2 c0 Q^2) t_0; t_3 = (c3 Q + (c4 c0 + c5 c1) Q^2 + c5 c2 c0 Q^3) t_0."""
+    model, prompt = make_model({}, num_layers=1), ids(1, 1)
+    q, mixing, _ = compose(model)
+    c0, c1, c2, c3, c4, c5 = mixing[:3, :3][tuple(torch.tril_indices(3, 3))]
+    start = torch.nn.functional.one_hot(prompt[0, 0], VOCAB_SIZE).double()
+    powers = [torch.linalg.matrix_power(q, p) @ start for p in range(4)]
+    expected = [c0 * powers[1], c1 * powers[1] + c2 * c0 * powers[2]]
+    expected.append(c3 * powers[1] + (c4 * c0 + c5 * c1) * powers[2] + c5 * c2 * c0 * powers[3])
+    torch.testing.assert_close(rollout(model, prompt, 3)[0], torch.stack(expected), **EXACT)
+    alpha = power_coefficients(mixing, 3)
+    torch.testing.assert_close(alpha[1:] @ torch.stack(powers), torch.stack(expected), **EXACT)
+
+
+def test_long_rollouts_neither_vanish_nor_explode_on_the_way() -> None:
+    """Q of size 1e40 with weights of size 1e-40: the powers of Q alone overflow float64."""
+    model = make_model({"residual": False}, num_layers=1)
+    model.config.logit_scale = 1e40
+    with torch.no_grad():
+        model.layers[0].mixing.triangle.mul_(1e-40)
+    result, expected = rollout(model, ids(1, 1), CONTEXT), rollout_sequential(model, ids(1, 1), CONTEXT)
+    assert torch.isfinite(result).all()
+    assert ((result - expected).norm(dim=-1) <= 1e-10 * expected.norm(dim=-1)).all()
+
+
+@pytest.mark.parametrize(
+    "options", [{"mixing": "relu"}, {"mixing": "gelu"}, {"feed_forward": "gelu"}, {"norm": True}], ids=str
+)
+def test_nonlinear_models_are_refused(options: dict) -> None:
+    model = make_model(options)
+    for function in (compose, lambda m: rollout(m, ids(1, 2), 3), lambda m: rollout_sequential(m, ids(1, 2), 3)):
+        with pytest.raises(InputError, match="is a linear map"):
+            function(model)
+
+
+def test_mistakes_are_named() -> None:
+    with pytest.raises(InputError, match="final_norm: 'layer_norm' given"):
+        compose(make_model({}, final_norm="layer_norm"))
+    other = MultilinConfig.from_architecture(
+        "elita", hidden_size=8, num_layers=1, vocab_size=VOCAB_SIZE, final_norm="none"
+    )
+    with pytest.raises(InputError, match="only linear layers"):
+        compose(MultilinForCausalLM(other))
+    model = make_model({})
+    for run in (rollout, rollout_sequential):
+        with pytest.raises(InputError, match="prompt: shape"):
+            run(model, ids(1, 0), 3)
+        with pytest.raises(InputError, match="num_steps: 0"):
+            run(model, ids(1, 2), 0)
+        with pytest.raises(InputError, match="20 positions to read, but this model reads at most 19"):
+            run(model, ids(1, 2), 19)
+    with pytest.raises(InputError, match="n_positions: none given"):
+        MultilinConfig.from_architecture("linear_mixer", hidden_size=8, num_layers=1, vocab_size=5)

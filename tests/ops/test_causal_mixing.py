@@ -1,0 +1,97 @@
+"""causal_mixing: both paths against the equation, the state, padding, and the triangle that is learned."""
+
+import pytest
+import torch
+from beartype import beartype
+from jaxtyping import jaxtyped
+
+from multilin.errors import InputError
+from multilin.ops.causal_mixing import CAUSAL_MIXING, lower_triangle
+from multilin.ops.causal_mixing import causal_mixing as unchecked
+from multilin.ops.causal_mixing.cases import SHAPES, make_inputs
+
+causal_mixing = jaxtyped(typechecker=beartype)(unchecked)
+
+EXACT = {"rtol": 1e-11, "atol": 1e-11}
+
+
+def equation(x: torch.Tensor, weights: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    sums = [sum(weights[t, j] * x[:, j] for j in range(t + 1)) + bias[t] for t in range(x.shape[1])]
+    return torch.stack(sums, dim=1)
+
+
+@pytest.mark.parametrize("backend", CAUSAL_MIXING.backends, ids=lambda backend: backend.name)
+@pytest.mark.parametrize("name", SHAPES)
+def test_result_and_gradients_are_those_of_the_equation(name: str, backend, monkeypatch) -> None:
+    monkeypatch.setattr(CAUSAL_MIXING, "backends", [backend])
+    inputs = [tensor.requires_grad_() for tensor in make_inputs(name)]
+    results = []
+    for result in (equation(*inputs), causal_mixing(*inputs)[0]):
+        results.append([result, *torch.autograd.grad(result.sin().sum(), inputs)])
+    torch.testing.assert_close(results[1], results[0], **EXACT)
+    assert (results[1][2].triu(1) == 0).all()
+
+
+@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("cut", [1, 5, 6])
+def test_reading_on_from_the_state_is_reading_at_once(name: str, cut: int) -> None:
+    x, weights, bias = make_inputs(name)
+    whole, end = causal_mixing(x, weights, bias)
+    first, state = causal_mixing(x[:, :cut], weights, bias)
+    assert state is not None
+    assert end is not None
+    assert state.inputs_BND.shape == end.inputs_BND.shape == (len(x), len(weights), x.shape[2])
+    if cut < x.shape[1]:
+        rest, state = causal_mixing(x[:, cut:], weights, bias, state=state)
+        torch.testing.assert_close(torch.cat([first, rest], dim=1), whole, **EXACT)
+        torch.testing.assert_close(state, end)
+    assert end.num_read_B.tolist() == [x.shape[1]] * len(x)
+    assert causal_mixing(x, weights, needs_state=False)[1] is None
+
+
+@pytest.mark.parametrize("name", ["whole context", "few of many"])
+def test_padding_has_no_effect_whatever_it_holds(name: str) -> None:
+    x, weights, bias = make_inputs(name)
+    padding = torch.zeros(x.shape[:2], dtype=torch.bool)
+    padding[0, :3] = True
+    filled = torch.where(padding[..., None], torch.inf, x)
+    y, state = causal_mixing(filled, weights, bias, padding=padding)
+    alone, end = causal_mixing(x[:1, 3:], weights, bias)
+    torch.testing.assert_close(y[:1, 3:], alone, **EXACT)
+    assert state is not None
+    assert end is not None
+    torch.testing.assert_close(state.inputs_BND[:1], end.inputs_BND, **EXACT)
+    assert state.num_read_B.tolist()[0] == x.shape[1] - 3
+
+
+def test_precision() -> None:
+    exact, _ = causal_mixing(*make_inputs("whole context"))
+    x, weights, bias = (tensor.float() for tensor in make_inputs("whole context"))
+    rounded, state = causal_mixing(x, weights, bias)
+    assert (rounded.double() - exact).norm() <= 1e-6 * exact.norm()
+    low, state = causal_mixing(x.bfloat16(), weights.bfloat16(), bias.bfloat16())
+    assert state is not None
+    assert low.dtype == torch.bfloat16
+    assert state.inputs_BND.dtype == torch.float32
+
+
+def test_the_triangle_is_filled_row_by_row() -> None:
+    parameters = torch.arange(1.0, 7.0, requires_grad=True)
+    matrix = lower_triangle(parameters, 3)
+    assert matrix.tolist() == [[1, 0, 0], [2, 3, 0], [4, 5, 6]]
+    matrix.sum().backward()
+    assert parameters.grad is not None
+    assert parameters.grad.tolist() == [1.0] * 6
+
+
+def test_mistakes_are_named() -> None:
+    x = torch.zeros(1, 3, 2)
+    with pytest.raises(InputError, match="must be square"):
+        unchecked(x, torch.zeros(3, 4))
+    with pytest.raises(InputError, match="3 positions, but this mixing has weights for 2"):
+        unchecked(x, torch.zeros(2, 2))
+    _, state = unchecked(x, torch.zeros(3, 3))
+    with pytest.raises(InputError, match="4 positions"):
+        unchecked(x[:, :1], torch.zeros(3, 3), state=state)
+    with pytest.raises(InputError, match="triangle of 3 rows, but it has 6"):
+        lower_triangle(torch.zeros(5), 3)

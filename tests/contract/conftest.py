@@ -26,9 +26,13 @@ def case(request: pytest.FixtureRequest) -> tuple[str, dict]:
 
 @pytest.fixture
 def make_model(case: tuple[str, dict]) -> MakeModel:
-    """Builds the model under contract; weights are drawn wide so that every part matters."""
+    """Builds the model under contract.
 
-    def make(dtype: torch.dtype = torch.float64, **model: object) -> MultilinForCausalLM:
+    Weights are drawn wide, also those that start at zero, so that every part matters; `initial=True` leaves a model as
+    training begins with it.
+    """
+
+    def make(dtype: torch.dtype = torch.float64, *, initial: bool = False, **model: object) -> MultilinForCausalLM:
         name, options = case
         config = MultilinConfig.from_architecture(
             name,
@@ -39,10 +43,15 @@ def make_model(case: tuple[str, dict]) -> MakeModel:
             options=options,
             eos_token_id=0,
             pad_token_id=1,
-            **{"initializer_range": 0.3, "embedding_dropout": 0.0, **model},
+            **{**({} if initial else {"initializer_range": 0.3}), "embedding_dropout": 0.0, **model},
         )
         torch.manual_seed(0)
-        return MultilinForCausalLM(config).to(dtype).eval()
+        language_model = MultilinForCausalLM(config)
+        if not initial:
+            for parameter in language_model.parameters():
+                if not parameter.any():
+                    torch.nn.init.normal_(parameter, std=0.3)
+        return language_model.to(dtype).eval()
 
     return make
 

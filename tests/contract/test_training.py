@@ -90,7 +90,7 @@ def test_compiled_is_eager(make_model: MakeModel, length: int) -> None:
 
 
 def test_64_tokens_are_learned_by_heart(make_model: MakeModel) -> None:
-    model, ids = without_dropout(make_model(torch.float32, initializer_range=0.1)), random_ids(1, 64)
+    model, ids = without_dropout(make_model(torch.float32, initial=True)), random_ids(1, 64)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
     for _ in range(300):
         loss = model(ids, labels=ids).loss

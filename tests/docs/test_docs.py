@@ -42,8 +42,9 @@ def test_commands_name_what_exists(page: Path) -> None:
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     for target in re.findall(r"^make (\w+)", text, re.MULTILINE):
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
-    verbs = re.findall(r"^multilin (\w+)", text, re.MULTILINE)
+    commands = "\n".join(re.findall(r"```bash\n(.*?)```", text, re.DOTALL))
+    verbs = re.findall(r"^\S*multilin (\w+)", commands, re.MULTILINE)
     surface = (ROOT / "tests" / "cli" / "surface.txt").read_text(encoding="utf-8")
     assert all(verb in surface for verb in verbs)
-    for recipe in re.findall(r"^multilin train (\w+)$", text, re.MULTILINE):
+    for recipe in re.findall(r"^\S*multilin train (\w+)(?: |$)", commands, re.MULTILINE):
         assert recipe in builtin_recipes()

@@ -11,7 +11,10 @@ TOLERANCE = 1e-9
 def main(paths: list[str]) -> int:
     failed = 0
     for path in map(Path, paths):
-        for comparison in compare(path):
+        comparisons = compare(path)
+        if not comparisons:
+            print(f"{path.stem:28s} no array of this file is checked")
+        for comparison in comparisons:
             verdict = "ok" if comparison.error <= TOLERANCE else "OFF"
             failed += verdict != "ok"
             print(f"{path.stem:28s} {comparison.array:60s} {comparison.error:10.2e}  {verdict}")

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.golden import elita, fastformer, linear_mixer
+from tests.golden import additive_ops, elita, fastformer, linear_mixer, threelin, tscale
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,14 @@ class Comparison:
 
 Check = Callable[[Any], Iterator[tuple[str, np.ndarray, np.ndarray]]]
 
-FAMILIES: dict[str, Check] = {"elita": elita.check, "fastformer": fastformer.check, "mixer": linear_mixer.check}
+FAMILIES: dict[str, Check] = {
+    "additive": additive_ops.check,
+    "elita": elita.check,
+    "fastformer": fastformer.check,
+    "mixer": linear_mixer.check,
+    "threelin": threelin.check,
+    "tscale": tscale.check,
+}
 
 
 def compare(path: Path) -> list[Comparison]:

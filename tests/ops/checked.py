@@ -6,10 +6,12 @@ from jaxtyping import jaxtyped
 from multilin.ops import block_outer as products_op
 from multilin.ops import linear_cross_entropy as loss_op
 from multilin.ops import prefix_softmax as pooling_op
+from multilin.ops import windowed_attention as attention_op
 
 _checked = jaxtyped(typechecker=beartype)
 
 block_outer = _checked(products_op.block_outer)
+windowed_attention = _checked(attention_op.windowed_attention)
 prefix_softmax = _checked(pooling_op.prefix_softmax)
 linear_cross_entropy = _checked(loss_op.linear_cross_entropy)
 token_cross_entropy = _checked(loss_op.token_cross_entropy)

@@ -5,7 +5,7 @@ import torch
 
 from multilin.errors import InputError
 from multilin.ops import block_outer as unchecked
-from multilin.ops.block_outer import expand, reference, xor_weight
+from multilin.ops.block_outer import expand, reference, xor_combiner, xor_weight
 from multilin.ops.block_outer.cases import SHAPES, make_inputs
 from tests.ops.checked import block_outer
 
@@ -39,6 +39,7 @@ def test_xor_pairs_are_the_pairs_inside_blocks(block: int) -> None:
     weight = xor_weight(combiner, block=block)
     result = block_outer(left.view(-1, block), right.view(-1, block), weight)
     torch.testing.assert_close(result, expected, rtol=1e-12, atol=1e-12)
+    assert torch.equal(xor_combiner(weight), combiner)
 
 
 def test_shapes_that_do_not_fit_are_named() -> None:

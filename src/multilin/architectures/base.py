@@ -4,7 +4,7 @@ import dataclasses
 import importlib.metadata
 import inspect
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -55,7 +55,7 @@ class Preset:
     training: its training defaults.
     """
 
-    layers: list[LayerOptions]
+    layers: Sequence[LayerOptions]
     model: dict[str, Any] = field(default_factory=dict)
     training: TrainingDefaults = field(default_factory=TrainingDefaults)
 

@@ -11,7 +11,7 @@ from multilin.errors import InputError, nearest
 
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 POSITIONS = ("learned", "none")
-FINAL_NORMS = ("layer_norm", "none")
+FINAL_NORMS = ("layer_norm", "tile_norm", "none")
 
 
 class MultilinConfig(PretrainedConfig):
@@ -26,10 +26,12 @@ class MultilinConfig(PretrainedConfig):
         tie_word_embeddings: the output projection shares the token embedding.
         output_bias: add a bias per token to the logits.
         logit_scale: factor on the product with the output embedding (not on the bias).
-        final_norm: "layer_norm" before the output, or "none".
+        final_norm: before the output: "layer_norm", "tile_norm" (root mean square, no parameters), or "none".
+        final_norm_tile: width of the tiles of "tile_norm"; None is the whole vector.
         embedding_dropout: probability, in training.
         label_smoothing: share of the target spread evenly over the vocabulary, in training only.
         initializer_range: standard deviation of initial weights.
+        embedding_range: that of the token embedding; None is the same.
     """
 
     model_type = "multilin"
@@ -47,9 +49,11 @@ class MultilinConfig(PretrainedConfig):
         output_bias: bool = False,
         logit_scale: float = 1.0,
         final_norm: str = "layer_norm",
+        final_norm_tile: int | None = None,
         embedding_dropout: float = 0.0,
         label_smoothing: float = 0.0,
         initializer_range: float = 0.02,
+        embedding_range: float | None = None,
         **kwargs: Any,
     ) -> None:
         self.vocab_size = vocab_size
@@ -60,9 +64,11 @@ class MultilinConfig(PretrainedConfig):
         self.output_bias = output_bias
         self.logit_scale = logit_scale
         self.final_norm = final_norm
+        self.final_norm_tile = final_norm_tile
         self.embedding_dropout = embedding_dropout
         self.label_smoothing = label_smoothing
         self.initializer_range = initializer_range
+        self.embedding_range = embedding_range
         self.num_hidden_layers = len(self.layers)
         kwargs.pop("num_hidden_layers", None)
         super().__init__(tie_word_embeddings=tie_word_embeddings, **kwargs)

@@ -11,6 +11,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from multilin.architectures.base import get_architecture
 from multilin.errors import InputError
 from multilin.layers.base import Layer, ParameterHolder
+from multilin.layers.norms import TileNorm
 from multilin.model.config import MultilinConfig
 from multilin.model.embedding import TokenEmbedding, documents_from_lengths
 from multilin.model.state import TextState
@@ -38,7 +39,7 @@ class MultilinForCausalLM(PreTrainedModel, GenerationMixin):
         self.layers = nn.ModuleList(_build_layer(config, index) for index in range(len(config.layers)))
         names = sorted({entry["architecture"] for entry in config.layers})
         self.unpackable = ", ".join(name for name in names if not get_architecture(name).packs)
-        self.norm = nn.LayerNorm(config.hidden_size) if config.final_norm == "layer_norm" else nn.Identity()
+        self.norm = _build_norm(config)
         self.output = nn.Linear(config.hidden_size, config.vocab_size, bias=config.output_bias)
         self.post_init()
 
@@ -230,10 +231,13 @@ class MultilinForCausalLM(PreTrainedModel, GenerationMixin):
 
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, nn.Linear | nn.Embedding):
-            nn.init.normal_(module.weight, std=self.config.initializer_range)
+            is_tokens = module is self.embedding.tokens and self.config.embedding_range is not None
+            nn.init.normal_(
+                module.weight, std=self.config.embedding_range if is_tokens else self.config.initializer_range
+            )
             if isinstance(module, nn.Linear) and module.bias is not None:
                 nn.init.zeros_(module.bias)
-        elif isinstance(module, nn.LayerNorm):
+        elif isinstance(module, nn.LayerNorm) and module.elementwise_affine:
             nn.init.ones_(module.weight)
             nn.init.zeros_(module.bias)
         elif isinstance(module, ParameterHolder):
@@ -254,6 +258,12 @@ class MultilinForCausalLM(PreTrainedModel, GenerationMixin):
     def set_output_embeddings(self, new_embeddings: nn.Linear) -> None:
         """Replace the output projection."""
         self.output = new_embeddings
+
+
+def _build_norm(config: MultilinConfig) -> nn.Module:
+    if config.final_norm == "layer_norm":
+        return nn.LayerNorm(config.hidden_size)
+    return TileNorm(config.final_norm_tile) if config.final_norm == "tile_norm" else nn.Identity()
 
 
 def _build_layer(config: MultilinConfig, index: int) -> Layer:

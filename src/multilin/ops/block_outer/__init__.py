@@ -10,7 +10,7 @@ from multilin.errors import InputError
 from multilin.ops.block_outer import expand
 from multilin.ops.dispatch import Backend, Op
 
-__all__ = ["BLOCK_OUTER", "block_outer", "xor_weight"]
+__all__ = ["BLOCK_OUTER", "block_outer", "xor_combiner", "xor_weight"]
 
 BLOCK_OUTER = Op("block_outer", [Backend("portable (PyTorch, products recomputed backward)", expand.block_outer)])
 
@@ -65,3 +65,11 @@ def xor_weight(combiner: Float[Tensor, "D B n"], *, block: int) -> Float[Tensor,
     by_pair = combiner.view(num_out, block, num_i // block, block).permute(0, 2, 1, 3)
     # weight[d, n, k, j] = combiner[d, k xor j, n * block + j]
     return by_pair[:, :, index[:, None] ^ index[None, :], index[None, :].expand(block, block)]
+
+
+def xor_combiner(weight: Float[Tensor, "D N K K"]) -> Float[Tensor, "D K n"]:
+    """The combiner of which `xor_weight` makes this weight."""
+    num_out, num_blocks, block, _ = weight.shape
+    index = torch.arange(block, device=weight.device)
+    by_pair = weight[:, :, index[:, None] ^ index[None, :], index[None, :].expand(block, block)]
+    return by_pair.permute(0, 2, 1, 3).reshape(num_out, block, num_blocks * block)

@@ -1,0 +1,152 @@
+"""3Lin: attention to a decaying window, combined with the state by a trilinear product; no feed-forward.
+
+N(v) = v / rms(v) over the whole vector, N(0) = 0. On x = N(state), for the `window` tokens before t:
+
+    logit_tj = scale * N(QK x_j) . (QV x_t) - slope * (t - j) + hyper / (t - j)
+    A_t      = N( sum_j softmax_j(logit) V x_j )        X_t = N(K x_t)        both of width ttdim
+    state_t += C . [ A_t,i * X_t,(i xor b) ]            i < ttdim, b < 16      C: 16 ttdim -> D
+
+The pairs (i, i xor b) are all pairs inside aligned blocks of 16, so the products cost 16 per number instead of ttdim.
+With query_on = "current" the roles of QK and QV change: N(QK x_t) . (QV x_j). Where there is no past, A_t = 0. There
+are no positions but the decay. Six layers repeat (slope, hyper, window): (0, 6.6, 64), (0, 0, wide), (0, 13.3, 64),
+(0.25, 0, 64), (0, 20, 64), (0.5, 0, 64).
+
+State: keys and values of the last `window` tokens. Use it for models without feed-forwards, trained by normalised
+gradients and in int8.
+"""
+
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from multilin.architectures.base import LayerOptions, Preset, Sizes, TrainingDefaults, register
+from multilin.errors import InputError
+from multilin.layers.base import Layer, Layout, ParameterHolder
+from multilin.layers.norms import TileNorm
+from multilin.ops.block_outer import block_outer
+from multilin.ops.windowed_attention import WindowedAttentionState, windowed_attention
+from multilin.settings import settings
+
+PATTERN = ((0.0, 6.6, 64), (0.0, 0.0, None), (0.0, 13.3, 64), (0.25, 0.0, 64), (0.0, 20.0, 64), (0.5, 0.0, 64))
+"""Slope, hyper and window of the six layers that repeat; None is the wide window."""
+
+
+@settings
+class ThreeLinShared(LayerOptions):
+    """What all layers of a model have in common."""
+
+    query_size: int | None = None  # width of QK x and QV x; none is half the hidden size
+    value_size: int | None = None  # ttdim, width of V x and K x, a multiple of the block; none is the hidden size
+    block: int = 16  # pairs per number of the combiner, a power of two
+    query_on: Literal["past", "current"] = "past"  # which token the normalised QK belongs to
+    scale: float | None = None  # factor on the logits; none is 1 / sqrt(query size), the document has 1
+    learn_decay: bool = False  # slope and hyper are parameters
+
+
+@settings
+class ThreeLinOptions(ThreeLinShared):
+    """One layer."""
+
+    window: int = 64  # tokens of the past that are read
+    slope: float = 0.0  # linear decay over the distance in tokens
+    hyper: float = 0.0  # hyperbolic decay
+
+
+@settings
+class ThreeLinPreset(ThreeLinShared):
+    """A whole model."""
+
+    narrow: int = 64  # window of the narrow layers
+    wide: int | None = None  # window of the wide layers; none is the training length
+
+
+class ThreeLinLayer(Layer, ParameterHolder):
+    """One reading of the window and its combination with the state: see the top of this file."""
+
+    def __init__(self, hidden_size: int, options: ThreeLinOptions) -> None:
+        super().__init__()
+        query_size = options.query_size or max(hidden_size // 2, 1)
+        value_size = options.value_size or hidden_size
+        block = options.block
+        if block < 1 or block & (block - 1) or value_size % block:
+            raise InputError(
+                f"block: {block} given, but it must be a power of two that divides value_size {value_size}"
+            )
+        self.options = options
+        self.scale = query_size**-0.5 if options.scale is None else options.scale
+        self.norm = TileNorm()
+        self.query_key = nn.Linear(hidden_size, query_size, bias=False)  # QK
+        self.query_value = nn.Linear(hidden_size, query_size, bias=False)  # QV
+        self.key = nn.Linear(hidden_size, value_size, bias=False)  # K
+        self.value = nn.Linear(hidden_size, value_size, bias=False)  # V
+        self.combiner = nn.Parameter(torch.empty(hidden_size, value_size // block, block, block))
+        decay = torch.tensor([options.slope, options.hyper])
+        self.decay = nn.Parameter(decay) if options.learn_decay else None
+
+    def forward(
+        self, x_BTD: Tensor, state: WindowedAttentionState | None, layout: Layout
+    ) -> tuple[Tensor, WindowedAttentionState | None]:
+        """Output (B, T, D) and the state of the window."""
+        normed_BTD = self.norm(x_BTD)
+        keys, queries = self.norm(self.query_key(normed_BTD)), self.query_value(normed_BTD)
+        if self.options.query_on == "current":
+            keys, queries = queries, keys
+        slope, hyper = (self.options.slope, self.options.hyper) if self.decay is None else self.decay.unbind()
+        read_BT1V, state = windowed_attention(
+            queries[:, :, None],
+            keys[:, :, None],
+            self.value(normed_BTD)[:, :, None],
+            window=self.options.window,
+            scale=self.scale,
+            slope=slope,
+            hyper=hyper,
+            padding=layout.padding_BT,
+            state=state,
+            starts=layout.starts_BT,
+            needs_state=layout.needs_state,
+        )
+        own, read = self.norm(self.key(normed_BTD)), self.norm(read_BT1V[:, :, 0])
+        blocks = (-1, self.options.block)
+        return x_BTD + block_outer(own.unflatten(-1, blocks), read.unflatten(-1, blocks), self.combiner), state
+
+    def initialize(self, std: float) -> None:
+        """The combiner starts at zero: every layer begins as the identity."""
+        nn.init.zeros_(self.combiner)
+        if self.decay is not None:
+            with torch.no_grad():
+                self.decay.copy_(torch.tensor([self.options.slope, self.options.hyper]))
+
+
+@register(
+    "threelin",
+    title="3Lin",
+    source="3Lin, the triple-linear transformer (document of the author of TScale)",
+    layer=ThreeLinLayer,
+    options=ThreeLinOptions,
+    preset_options=ThreeLinPreset,
+    variants={
+        "narrow": {"narrow": 7, "wide": 20, "query_on": "current", "learn_decay": True},
+        "document": {"scale": 1.0, "value_size": 32, "query_size": 5, "block": 4},
+    },
+)
+def preset(sizes: Sizes, choices: ThreeLinPreset) -> Preset:
+    """The six rows over and over; no positions, so no limit on the text; untied output, final N."""
+    shared = {field: getattr(choices, field) for field in ThreeLinShared.__dataclass_fields__}
+    wide = choices.wide or sizes.n_positions or 1024
+    rows = [PATTERN[layer % len(PATTERN)] for layer in range(sizes.num_layers)]
+    return Preset(
+        layers=[
+            ThreeLinOptions(window=wide if window is None else choices.narrow, slope=slope, hyper=hyper, **shared)
+            for slope, hyper, window in rows
+        ],
+        model={
+            "positions": "none",
+            "n_positions": None,
+            "tie_word_embeddings": False,
+            "final_norm": "tile_norm",
+            "embedding_range": 1.0,
+            "initializer_range": sizes.hidden_size**-0.5,
+        },
+        training=TrainingDefaults(learning_rate=2e-3, betas=(0.9, 0.98), weight_decay=0.0),
+    )

@@ -1,0 +1,191 @@
+"""TScale: attention whose reading is combined with the state by a bilinear product, and ReLU feed-forwards.
+
+H heads; N(x) divides each tile of a head's width by its root mean square, a zero tile stays 0. lin(W, x) is
+W x / sqrt(width of x), without biases, so unit-variance weights keep unit variance. On x = N(state):
+
+    q = rope(N(lin(Q, x)))    r = rope(lin(R, x))    u = N(lin(U, x))    v = N(lin(V, x))
+    logit_tj = 0.5 / sqrt(d_h) * q_t . r_j - slope * ln 2 * (t - j)        1 <= t - j <= width
+    a_t      = sum_j e^logit v_j / (1 + sum_j e^logit)                     a null key of logit 0 and value 0
+    state   += lin(C, [ u_t,(z xor b) * a_t,z ])                           b < 4, per head
+    state   += lin(F, relu(N(lin(E, N(state)))))
+
+Widths: the first sixth of the layers, in pairs, reads one token; after that narrow layers (64 tokens, slope 0.5) and
+full ones alternate. An odd number of layers is rounded up, as in the source.
+
+State: keys and values of the last `width` tokens per layer. Use it where training speed on few machines counts: half
+of the attention is narrow, and all products can run in int8.
+"""
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from multilin.architectures.base import LayerOptions, Preset, Sizes, TrainingDefaults, register
+from multilin.errors import InputError
+from multilin.layers.base import Layer, Layout, ParameterHolder
+from multilin.layers.norms import TileNorm
+from multilin.layers.positions import rotate
+from multilin.ops.block_outer import block_outer
+from multilin.ops.windowed_attention import WindowedAttentionState, windowed_attention
+from multilin.settings import settings
+
+BLOCK = 4  # b < 4: all pairs inside aligned blocks of four
+HEAD_SIZE = 128
+
+
+@settings
+class TScaleShared(LayerOptions):
+    """What all layers of a model have in common."""
+
+    num_heads: int | None = None  # heads; none is hidden size / head size
+    head_size: int | None = None  # width of a head and of the tiles of N, even; none is 128, or less in a small model
+    expansion: int = 1  # width of the feed-forward in multiples of all heads together
+    rotary_base: float = 500_000.0  # of the rotary frequencies
+    scale: float | None = None  # factor on the logits; none is 0.5 / sqrt(head size)
+
+
+@settings
+class TScaleOptions(TScaleShared):
+    """One layer."""
+
+    width: int = 64  # tokens of the past that are read; 0 reads the token itself
+    slope: float = 0.0  # decay in powers of two per token
+
+
+@settings
+class TScalePreset(TScaleShared):
+    """A whole model."""
+
+    full_width: int | None = None  # width of the full layers; none is the training length
+
+
+class ScaledLinear(ParameterHolder):
+    """lin(W, x) = W x / sqrt(width of x)."""
+
+    def __init__(self, in_size: int, out_size: int, *, starts_at_zero: bool = False) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(out_size, in_size))
+        self.starts_at_zero = starts_at_zero
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., in) to (..., out)."""
+        return nn.functional.linear(x, self.weight) * self.weight.shape[1] ** -0.5
+
+    def initialize(self, std: float) -> None:
+        """Normal weights; those that add to the state start at zero."""
+        nn.init.normal_(self.weight, std=0.0 if self.starts_at_zero else std)
+
+
+class TScaleAttention(ParameterHolder):
+    """lin(C, [u xor-paired with a]): see the top of this file."""
+
+    def __init__(self, hidden_size: int, head_size: int, num_heads: int, options: TScaleOptions) -> None:
+        super().__init__()
+        self.options, self.heads = options, (num_heads, head_size)
+        self.scale = 0.5 * head_size**-0.5 if options.scale is None else options.scale
+        width = num_heads * head_size
+        self.norm = TileNorm(head_size)
+        self.query = ScaledLinear(hidden_size, width)  # Q, of the current token
+        self.remote = ScaledLinear(hidden_size, width)  # R, of the tokens that are read
+        self.own = ScaledLinear(hidden_size, width)  # U
+        self.value = ScaledLinear(hidden_size, width)  # V
+        self.combiner = nn.Parameter(torch.empty(hidden_size, width // BLOCK, BLOCK, BLOCK))
+
+    def forward(
+        self, x_BTD: Tensor, state: WindowedAttentionState | None, layout: Layout
+    ) -> tuple[Tensor, WindowedAttentionState | None]:
+        """What is added to the state (B, T, D), and the window's state."""
+        base, positions = self.options.rotary_base, layout.positions_BT
+        query, remote = self.norm(self.query(x_BTD)), self.remote(x_BTD)
+        read_BTHD, state = windowed_attention(
+            rotate(query.unflatten(-1, self.heads), positions, base),
+            rotate(remote.unflatten(-1, self.heads), positions, base),
+            self.norm(self.value(x_BTD)).unflatten(-1, self.heads),
+            window=self.options.width,
+            scale=self.scale,
+            slope=self.options.slope * math.log(2),
+            null_key=True,
+            padding=layout.padding_BT,
+            state=state,
+            starts=layout.starts_BT,
+            needs_state=layout.needs_state,
+        )
+        own_BTNK = self.norm(self.own(x_BTD)).unflatten(-1, (-1, BLOCK))
+        read_BTNK = read_BTHD.flatten(2).unflatten(-1, (-1, BLOCK))
+        num_products = self.combiner[0].numel()
+        return block_outer(own_BTNK, read_BTNK, self.combiner) * num_products**-0.5, state
+
+    def initialize(self, std: float) -> None:
+        """The combiner starts at zero: every layer begins as the identity."""
+        nn.init.zeros_(self.combiner)
+
+
+class TScaleLayer(Layer):
+    """Attention with a bilinear combiner, then a ReLU feed-forward, both added to the state."""
+
+    def __init__(self, hidden_size: int, options: TScaleOptions) -> None:
+        super().__init__()
+        head_size = options.head_size or min(HEAD_SIZE, hidden_size)
+        num_heads = options.num_heads or hidden_size // head_size
+        if hidden_size % head_size or head_size % BLOCK or (head_size > 64 and head_size % 64):
+            raise InputError(
+                f"head_size: {head_size} given, but it must divide the hidden size {hidden_size} and be a multiple of "
+                "4, above 64 of 64"
+            )
+        if options.width < 0:
+            raise InputError(f"width: {options.width} given, but it must be at least 0")
+        self.norm = TileNorm(head_size)
+        self.attention = TScaleAttention(hidden_size, head_size, num_heads, options)
+        wide = options.expansion * num_heads * head_size
+        self.expand = ScaledLinear(hidden_size, wide)
+        self.contract = ScaledLinear(wide, hidden_size, starts_at_zero=True)
+
+    def forward(
+        self, x_BTD: Tensor, state: WindowedAttentionState | None, layout: Layout
+    ) -> tuple[Tensor, WindowedAttentionState | None]:
+        """Output (B, T, D) and the window's state."""
+        update_BTD, state = self.attention(self.norm(x_BTD), state, layout)
+        x_BTD = x_BTD + update_BTD
+        return x_BTD + self.contract(torch.relu(self.norm(self.expand(self.norm(x_BTD))))), state
+
+
+def layer_widths(depth: int, full_width: int) -> list[tuple[int, float]]:
+    """(width, slope) of each layer for a depth, as the source's schedule ALIBI_V3 has them."""
+    if depth == 1:
+        return [(full_width, 0.1)]
+    num_pairs = (depth + 1) // 2
+    num_first = max(1, num_pairs // 6)
+    return [(1, 0.0)] * (2 * num_first) + [(64, 0.5), (full_width, 0.0)] * (num_pairs - num_first)
+
+
+@register(
+    "tscale",
+    title="TScale",
+    source="TScale (Foreseerr), document and code",
+    layer=TScaleLayer,
+    options=TScaleOptions,
+    preset_options=TScalePreset,
+    variants={"heads of four": {"head_size": 4, "expansion": 2, "full_width": 9}},
+)
+def preset(sizes: Sizes, choices: TScalePreset) -> Preset:
+    """The width schedule; rotary positions, so no limit on the text; untied output, final N."""
+    shared = {field: getattr(choices, field) for field in TScaleShared.__dataclass_fields__}
+    full_width = choices.full_width or sizes.n_positions or 1024
+    return Preset(
+        layers=[
+            TScaleOptions(width=width, slope=slope, **shared)
+            for width, slope in layer_widths(sizes.num_layers, full_width)
+        ],
+        model={
+            "positions": "none",
+            "n_positions": None,
+            "tie_word_embeddings": False,
+            "final_norm": "tile_norm",
+            "final_norm_tile": choices.head_size or min(HEAD_SIZE, sizes.hidden_size),
+            "logit_scale": sizes.hidden_size**-0.5,
+            "embedding_range": 1.0,
+            "initializer_range": 0.5,
+        },
+        training=TrainingDefaults(learning_rate=1e-2, betas=(0.9, 0.98), weight_decay=0.0, warmup_steps=1000),
+    )

@@ -1,0 +1,83 @@
+"""Softmax attention over a window of the strict past, with decays over distance and an optional null key."""
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from multilin.errors import InputError
+from multilin.ops.dispatch import Backend, Op
+from multilin.ops.windowed_attention import portable, reference
+from multilin.ops.windowed_attention.tokens import WindowedAttentionState
+
+__all__ = ["WINDOWED_ATTENTION", "WindowedAttentionState", "windowed_attention"]
+
+WINDOWED_ATTENTION = Op(
+    "windowed_attention",
+    [
+        Backend("portable (PyTorch, blocks)", portable.windowed_attention),
+        Backend("reference (PyTorch, quadratic time)", reference.windowed_attention, is_slow=True),
+    ],
+)
+
+
+def windowed_attention(
+    queries: Float[Tensor, "B T H D"],
+    keys: Float[Tensor, "B T H D"],
+    values: Float[Tensor, "B T H E"],
+    *,
+    window: int,
+    scale: float = 1.0,
+    slope: float | Tensor = 0.0,
+    hyper: float | Tensor = 0.0,
+    null_key: bool = False,
+    padding: Bool[Tensor, "B T"] | None = None,
+    state: WindowedAttentionState | None = None,
+    starts: Bool[Tensor, "B T"] | None = None,
+    needs_state: bool = True,
+) -> tuple[Float[Tensor, "B T H E"], WindowedAttentionState | None]:
+    """Mean of the values of earlier tokens, weighted by the softmax of
+
+        l_{t,j} = scale * q_t . k_j - slope * d + hyper / d        d = t - j, 1 <= d <= window, same text
+
+    A position without a visible token gets 0. A null key adds 1 to the denominator (a token of logit 0 and value 0).
+    Positions inside the products, such as rotary ones, belong into queries and keys before the call.
+
+    Args:
+        queries, keys: (B, T, H, D).
+        values: (B, T, H, E); E may differ from D.
+        window: tokens of the strict past that are read; 0 reads the token itself only.
+        scale: factor on the product of query and key.
+        slope, hyper: linear and hyperbolic decay over the distance in tokens; numbers or scalar tensors.
+        null_key: whether there is one.
+        padding: (B, T) True where there is no token; it is read by nobody.
+        state: what an earlier call returned; its tokens are read first.
+        starts: (B, T) True where a new text begins: nothing before it is read from there on.
+        needs_state: False where nobody will read on: None is returned for the state.
+
+    Returns:
+        The means (B, T, H, E) in the dtype of `values`, and the last `window` keys and values in float32 or better.
+
+    Raises:
+        InputError: a negative window, or shapes that do not fit.
+
+    Cost: O(B T H window (D + E)) time; memory in proportion to T * window per head.
+    Source: 3Lin and TScale; the width schedule and the decays of their documents.
+    """
+    if window < 0:
+        raise InputError(f"window: {window} given, but it must be at least 0")
+    if queries.shape != keys.shape or values.shape[:3] != keys.shape[:3]:
+        raise InputError(
+            f"keys: shape {tuple(keys.shape)} given for queries {tuple(queries.shape)} and values "
+            f"{tuple(values.shape)}, but they must share batch, time and heads"
+        )
+    dtype = torch.promote_types(torch.promote_types(queries.dtype, values.dtype), torch.float32)
+    logits_BT = torch.zeros(keys.shape[:2], dtype=dtype, device=keys.device)
+    if padding is not None:
+        logits_BT = logits_BT.masked_fill(padding, -torch.inf)
+    compute = WINDOWED_ATTENTION.backend_for(values.device).compute
+    with torch.autocast(values.device.type, enabled=False):
+        means, state = compute(
+            queries.to(dtype), keys.to(dtype), values.to(dtype), logits_BT, window=window, scale=scale, slope=slope,
+            hyper=hyper, null_key=null_key, state=state, starts=starts, needs_state=needs_state,
+        )  # fmt: skip
+    return means.to(values.dtype), state

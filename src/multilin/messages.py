@@ -2,9 +2,11 @@
 
 import contextlib
 import os
+import shutil
 import sys
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 
 from transformers.utils import logging
 
@@ -26,6 +28,18 @@ def plain_messages() -> Iterator[None]:
 
 
 def say_next(*commands: str) -> None:
-    """Say what to type next, on stderr, once for all processes of a run."""
+    """Say what to type next, on stderr, once for all processes of a run.
+
+    Args:
+        commands: beginning with `multilin`, which is replaced by how it is called here where the shell does not find it.
+    """
     if os.environ.get("RANK", "0") == "0":
-        print("\nNext:", *commands, sep="\n  ", file=sys.stderr)
+        typed = (command.replace("multilin", _program(), 1) for command in commands)
+        print("\nNext:", *typed, sep="\n  ", file=sys.stderr)
+
+
+def _program() -> str:
+    called = Path(sys.argv[0])
+    if shutil.which("multilin") or called.name != "multilin":
+        return "multilin"
+    return os.path.relpath(called) if called.is_relative_to(Path.cwd()) else str(called)

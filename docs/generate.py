@@ -60,8 +60,8 @@ def _architecture(architecture: Architecture) -> str:
             _prose(body),
             f"Source: {architecture.source}.\n",
             "## Options of a model\n",
-            f"For `model.options` in a recipe, or `options` of `MultilinConfig.from_architecture({architecture.name!r}, "
-            "...)`.\n",
+            "For `model.options` in a recipe, or `options` of "
+            f"`MultilinConfig.from_architecture({architecture.name!r}, ...)`.\n",
             _fields(architecture.preset_options),
             "## Options of a layer\n",
             "Each entry of `layers` in a `config.json`; layers of several architectures make a hybrid.\n",

@@ -31,7 +31,7 @@ def say_next(*commands: str) -> None:
     """Say what to type next, on stderr, once for all processes of a run.
 
     Args:
-        commands: beginning with `multilin`, which is replaced by how it is called here where the shell does not find it.
+        commands: beginning with `multilin`, which becomes the path it was called by if the shell does not find it.
     """
     if os.environ.get("RANK", "0") == "0":
         typed = (command.replace("multilin", _program(), 1) for command in commands)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from multilin.model import MultilinConfig, MultilinForCausalLM
+from tests.golden.watch import watch
 
 
 def check(file: Any) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
@@ -26,19 +27,11 @@ def check(file: Any) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
 
 def _run(file: Any, ids: Tensor, period: float) -> dict[str, Tensor]:
     model = _model(file, period)
-    seen: dict[str, Tensor] = {}
-
-    def keep(module: torch.nn.Module, name: str) -> None:
-        def hook(_: Any, __: Any, output: Any) -> None:
-            seen[name] = output[0] if isinstance(output, tuple) else output
-
-        module.register_forward_hook(hook)
-
-    keep(model.embedding, "x")
+    parts = {"x": model.embedding}
     for index, layer in enumerate(model.layers):
-        keep(layer.attention, f"layer{index}.attention")
-        keep(layer.feed_forward, f"layer{index}.feedforward")
-        keep(layer, f"layer{index}.out")
+        parts |= {f"layer{index}.attention": layer.attention, f"layer{index}.feedforward": layer.feed_forward}
+        parts[f"layer{index}.out"] = layer
+    seen = watch(parts)
     logits = model(ids).logits
     before = seen["x"]
     for index in range(len(model.layers)):

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from multilin.inference.convert import fastformer_config, fastformer_name, fastformer_weights
 from multilin.model import MultilinForCausalLM
+from tests.golden.watch import watch
 
 
 def check(file: Any) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
@@ -43,25 +44,19 @@ def _run(model: MultilinForCausalLM, file: Any, run: str) -> dict[str, Tensor]:
         for name in file.files
         if name.startswith("w.") and fastformer_name(name[2:]) in parameters
     }
+    seen = {name: tensor.flatten(2) for name, tensor in seen.items()}
     return {**seen, "logits_direct": result.logits, "loss": result.loss, **gradients}
 
 
 def _watch_layers(model: MultilinForCausalLM) -> dict[str, Tensor]:
     """Fills with what the parts of each layer return, under the golden file's names."""
-    seen: dict[str, Tensor] = {}
-
-    def watch(module: torch.nn.Module, name: str) -> None:
-        def keep(_: Any, __: Any, output: Any) -> None:
-            tensor = output[0] if isinstance(output, tuple) else output
-            seen[name] = tensor.flatten(2)
-
-        module.register_forward_hook(keep)
-
+    parts = {"last_norm": model.norm}
     for index, layer in enumerate(model.layers):
-        watch(layer.attention_norm, f"layer{index}.attn_norm")
-        watch(layer.attention.pool_queries, f"layer{index}.pooled_queries")
-        watch(layer.attention.pool_products, f"layer{index}.pooled_keys")
-        watch(layer.attention, f"layer{index}.attention")
-        watch(layer, f"layer{index}.out")
-    watch(model.norm, "last_norm")
-    return seen
+        parts |= {
+            f"layer{index}.attn_norm": layer.attention_norm,
+            f"layer{index}.pooled_queries": layer.attention.pool_queries,
+            f"layer{index}.pooled_keys": layer.attention.pool_products,
+            f"layer{index}.attention": layer.attention,
+            f"layer{index}.out": layer,
+        }
+    return watch(parts)

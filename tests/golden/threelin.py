@@ -10,6 +10,7 @@ from torch import Tensor
 
 from multilin.model import MultilinConfig, MultilinForCausalLM
 from multilin.ops.block_outer import xor_combiner, xor_weight
+from tests.golden.watch import watch
 
 NAMES = {"QK": "query_key.weight", "QV": "query_value.weight", "K": "key.weight", "V": "value.weight"}
 
@@ -20,17 +21,8 @@ def check(file: Any) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
         return
     meta, ids = json.loads(str(file["meta_json"])), torch.from_numpy(file["token_ids"]).long()
     model = _model(file, meta, ids.shape[1])
-    seen: dict[str, Tensor] = {}
-
-    def keep(module: torch.nn.Module, name: str) -> None:
-        def hook(_: Any, __: Any, output: Any) -> None:
-            seen[name] = output[0] if isinstance(output, tuple) else output
-
-        module.register_forward_hook(hook)
-
-    keep(model.embedding, "state_embed")
-    for index, layer in enumerate(model.layers):
-        keep(layer, f"layer{index}.state")
+    states = {f"layer{index}.state": layer for index, layer in enumerate(model.layers)}
+    seen = watch({"state_embed": model.embedding, **states})
     result = model(ids, labels=ids)
     result.loss.backward()
     ours = {**seen, "logits": result.logits, "loss": result.loss, **_gradients(model)}

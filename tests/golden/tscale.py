@@ -12,6 +12,7 @@ from torch import Tensor
 from multilin.architectures.tscale import layer_widths
 from multilin.model import MultilinConfig, MultilinForCausalLM
 from multilin.ops.block_outer import xor_weight
+from tests.golden.watch import watch
 
 SOURCE_LN2 = float(np.float32(0.693147))
 """What the source writes for ln 2; it divides by it where the mathematics multiplies by log2(e)."""
@@ -41,19 +42,10 @@ def _schedules(file: Any) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
 def _run(file: Any) -> dict[str, Tensor]:
     meta = json.loads(str(file["meta_json"]))
     model = _model(file, meta)
-    seen: dict[str, Tensor] = {}
-
-    def keep(module: torch.nn.Module, name: str) -> None:
-        def hook(_: Any, __: Any, output: Any) -> None:
-            seen[name] = output[0] if isinstance(output, tuple) else output
-
-        module.register_forward_hook(hook)
-
-    keep(model.embedding, "state_embed")
-    keep(model.norm, "FinalNormState")
+    parts = {"state_embed": model.embedding, "FinalNormState": model.norm}
     for index, layer in enumerate(model.layers):
-        keep(layer.attention, f"update{index}")
-        keep(layer, f"layer{index}.state_ffn")
+        parts |= {f"update{index}": layer.attention, f"layer{index}.state_ffn": layer}
+    seen = watch(parts)
     ids = torch.from_numpy(file["tokens"]).long()
     logits = model(ids, document_ids=_documents(ids, meta["doc_start"])).logits
     before = seen["state_embed"]

@@ -17,6 +17,7 @@ SMALL = [
         "--model.num_layers",
         "1",
     ),
+    *("--model.options.windows", "doubling"),
     *("--training.max_steps", "5", "--training.eval_max_tokens", "2000", "--training.batch_size", "2"),
 ]
 

@@ -33,7 +33,7 @@ def test_info_describes_every_architecture(cli: Call, architecture: str) -> None
     assert found["state_growth"] == 0
     assert found["longest_text"] == model.config.n_positions
     assert sum(layer["state_bytes"] for layer in found["layers"]) <= found["state_bytes"]
-    assert [layer["architecture"] for layer in found["layers"]] == [architecture] * 3
+    assert [layer["architecture"] for layer in found["layers"]] == [architecture] * len(model.config.layers)
     shown = cli("info", architecture, *SIZES)
     assert f"{found['parameters']:,}" in shown
     assert architectures()[architecture].source.split()[0] in shown

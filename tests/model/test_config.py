@@ -39,9 +39,10 @@ def test_a_hybrid_is_plain_data(tmp_path) -> None:
 
 @pytest.mark.parametrize("name", model_names())
 def test_every_name_makes_a_model_of_the_asked_sizes(name: str) -> None:
-    model = create_model(name, **SIZES, options={"num_heads": 2}, eos_token_id=0)
+    model = create_model(name, **SIZES, eos_token_id=0)
     assert model.get_input_embeddings().weight.shape == (29, 16)
-    assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    assert tied == model.config.tie_word_embeddings
     assert model.config.eos_token_id == 0
     assert model(torch.arange(5)[None], labels=torch.arange(5)[None]).loss > 0
     assert training_defaults(name).learning_rate > 0

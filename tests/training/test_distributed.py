@@ -18,7 +18,7 @@ from multilin.training.trainer import train
 
 def stop(self, args, state, control, **kwargs):
     if state.global_step == 5 and os.environ["RANK"] == "1" and "stop" in sys.argv:
-        os.kill(os.getpid(), signal.SIGTERM)
+        signal.raise_signal(signal.SIGTERM)
 
 StepCallback.on_step_begin = stop
 try:

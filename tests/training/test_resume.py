@@ -1,4 +1,3 @@
-import os
 import random
 import signal
 import subprocess
@@ -31,7 +30,7 @@ train(load_recipe(sys.argv[1]), resume="resume" in sys.argv)
 
 
 def send(number: signal.Signals) -> Callable[[torch.nn.Module], object]:
-    return lambda model: os.kill(os.getpid(), number)
+    return lambda model: signal.raise_signal(number)
 
 
 @pytest.mark.parametrize(("step", "number", "code"), [(3, signal.SIGINT, 130), (7, signal.SIGTERM, 143)])

@@ -7,6 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from multilin.model.factory import model_names
 from multilin.training.outcomes import RunResult
 from multilin.training.recipe import Recipe, load_recipe
 from multilin.training.trainer import train
@@ -85,11 +86,11 @@ def test_checkpoints_are_kept_as_the_recipe_says(result: RunResult) -> None:
     AutoModelForCausalLM.from_pretrained(result.output / "checkpoints" / "checkpoint-36")
 
 
-@pytest.mark.parametrize("architecture", ["gpt2", "llama"])
+@pytest.mark.parametrize("architecture", model_names())
 @pytest.mark.filterwarnings("ignore:.*does not take document_ids")
-def test_baselines_train_the_same_way(tiny: Tiny, tmp_path: Path, architecture: str) -> None:
+def test_every_architecture_and_baseline_trains_the_same_way(tiny: Tiny, tmp_path: Path, architecture: str) -> None:
     changes = {"model.architecture": architecture, "training.max_steps": 3, "training.label_smoothing": 0.1}
-    result = train(tiny(tmp_path / "run", **changes))
+    result = train(tiny(tmp_path / "run", **changes, **{"model.options": {}}))
     assert metrics(result.output)[-1].keys() >= {"validation_bits_per_byte", "grad_norm"}
     AutoModelForCausalLM.from_pretrained(result.output)
 

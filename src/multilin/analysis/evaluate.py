@@ -39,7 +39,7 @@ def token_losses(model: PreTrainedModel, input_ids: Tensor, document_ids: Tensor
     """
     own = getattr(model, "token_losses", None)
     if own is not None:
-        losses: Tensor = own(input_ids, document_ids)
+        losses: Tensor = own(input_ids, document_ids if getattr(model, "packs", True) else None)
         return losses.float()
     logits = model(input_ids=input_ids, use_cache=False).logits
     rows = [

@@ -86,8 +86,6 @@ class MultilinForCausalLM(PreTrainedModel, GenerationMixin):
             use_cache = past_key_values is not None or (labels is None and not self.training)
         if cu_seqlens is not None:
             document_ids = documents_from_lengths(cu_seqlens, *input_ids.shape)
-        if document_ids is not None and self.unpackable:
-            raise InputError(f"document_ids: given, but {self.unpackable} layers cannot read several texts in a row")
         state = self._open_state(past_key_values, len(input_ids)) if use_cache else None
         hidden_BTD, inputs = self._read(
             input_ids, state, attention_mask, document_ids, position_ids, bool(output_hidden_states)
@@ -120,6 +118,8 @@ class MultilinForCausalLM(PreTrainedModel, GenerationMixin):
         keeps_inputs: bool,
     ) -> tuple[Tensor, tuple[Tensor, ...] | None]:
         """Final hidden states (B, T, D) and, on request, what each layer read; the state moves on."""
+        if document_ids is not None and not self.packs:
+            raise InputError(f"document_ids: given, but {self.unpackable} layers cannot read several texts in a row")
         states: list[Any] = [None] * (len(self.layers) + 1) if state is None else [s.value for s in state.layers]
         layout, states[0] = self.embedding.lay_out(
             input_ids, states[0], attention_mask, document_ids, position_ids, needs_state=state is not None
@@ -169,6 +169,11 @@ class MultilinForCausalLM(PreTrainedModel, GenerationMixin):
         if num_items is None:
             num_items = (targets != -100).sum().clamp(min=1)
         return total / num_items
+
+    @property
+    def packs(self) -> bool:
+        """Whether several documents can share a row (document_ids)."""
+        return not self.unpackable
 
     def new_state(self) -> TextState:
         """The state at the start of a text."""

@@ -87,6 +87,8 @@ def training_order(recipe: Recipe, model: PreTrainedModel, text: PreparedText, n
     blocks = Blocks(text.train, recipe.model.n_positions)
     fields = list(blocks[0])
     unread = [field for field in fields if field not in inspect.signature(model.forward).parameters]
+    if not getattr(model, "packs", True):
+        unread.append("document_ids")
     if unread:
         warnings.warn(
             f"{recipe.model.architecture} does not take {', '.join(unread)}: documents packed into one block see each "

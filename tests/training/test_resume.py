@@ -3,7 +3,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +58,15 @@ def test_the_signals_act_as_usual_after_a_run(tiny: Tiny, tmp_path: Path, at_ste
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
 
 
+@pytest.fixture
+def usual_interrupt() -> Iterator[None]:
+    """Ctrl-C as in a terminal: a process started in the background inherits that it is ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("usual_interrupt")
 def test_a_second_signal_does_not_wait(tiny: Tiny, tmp_path: Path, at_step: AtStep) -> None:
     def twice(model: torch.nn.Module) -> None:
         send(signal.SIGINT)(model)

@@ -85,8 +85,11 @@ def draw_bits_per_byte(lines: Sequence[dict[str, Any]], references: Mapping[str,
 
 def write_card(recipe: Recipe, result: RunResult, path: Path) -> None:
     """Write the model card: what the model is, what it was trained on, how well it does, how to load it."""
-    front = {"library_name": "transformers", "pipeline_tag": "text-generation"}
-    front["tags"] = ["multilin", recipe.model.architecture]  # type: ignore[assignment]
+    front = {
+        "library_name": "transformers",
+        "pipeline_tag": "text-generation",
+        "tags": ["multilin", recipe.model.architecture],
+    }
     parameters = sum(parameter.numel() for parameter in result.model.parameters())
     model, plan = recipe.model, recipe.training
     figures = {

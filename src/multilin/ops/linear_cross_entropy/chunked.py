@@ -61,7 +61,9 @@ class LinearCrossEntropy(torch.autograd.Function):
             dlogits_low = dlogits.mul_(logit_scale).to(low)
             dhidden[rows] = dlogits_low @ weight_low
             dweight += dlogits_low.T @ hidden_low[rows]
-        ctx.save_for_backward(dhidden, dweight.to(weight_VD.dtype), None if dbias is None else dbias.to(bias_V.dtype))  # type: ignore[union-attr]
+        if dbias is not None and bias_V is not None:
+            dbias = dbias.to(bias_V.dtype)
+        ctx.save_for_backward(dhidden, dweight.to(weight_VD.dtype), dbias)
         return total
 
     @staticmethod

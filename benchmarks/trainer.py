@@ -32,7 +32,7 @@ class BareLoop:
         self.recipe = recipe
         text = read_text(recipe)
         self.device = torch.accelerator.current_accelerator() or torch.device("cpu")
-        self.model = build_model(recipe, text.tokenizer).to(self.device).train()
+        self.model = build_model(recipe, text).to(self.device).train()
         order = training_order(recipe, self.model, text, 1)
         size = recipe.training.batch_size
         batches = [stack_blocks([order[step * size + row] for row in range(size)]) for step in range(8)]

@@ -10,22 +10,41 @@ from multilin.model import MultilinConfig
 
 VOCAB_SIZE, HIDDEN_SIZE, NUM_LAYERS, LONGEST = 31, 16, 3, 128
 
+HYBRIDS = {
+    "window below, running sums above": [
+        {"architecture": "tscale", "width": 5, "slope": 0.5, "head_size": 8},
+        {"architecture": "threelin", "window": 7, "hyper": 2.0, "initializer_range": 0.5},
+        {"architecture": "additive", "window": 6},
+        {"architecture": "elita", "position_period": 50.0},
+    ],
+    "with learned mixing": [
+        {"architecture": "linear_mixer", "context": LONGEST},
+        {"architecture": "additive", "stabilizer": "head_norm"},
+    ],
+}
+
 CASES = [
-    pytest.param((name, dict(options)), id=f"{name}-{variant}")
-    for name, architecture in architectures().items()
-    for variant, options in {"default": {}, **architecture.variants}.items()
+    *(
+        pytest.param({"architecture": name, "options": dict(options)}, id=f"{name}-{variant}")
+        for name, architecture in architectures().items()
+        for variant, options in {"default": {}, **architecture.variants}.items()
+    ),
+    *(
+        pytest.param({"architecture": "additive", "layers": layers}, id=f"hybrid-{name}")
+        for name, layers in HYBRIDS.items()
+    ),
 ]
 
 MakeModel = Callable[..., MultilinForCausalLM]
 
 
 @pytest.fixture(params=CASES)
-def case(request: pytest.FixtureRequest) -> tuple[str, dict]:
+def case(request: pytest.FixtureRequest) -> dict:
     return request.param
 
 
 @pytest.fixture
-def make_model(case: tuple[str, dict]) -> MakeModel:
+def make_model(case: dict) -> MakeModel:
     """Builds the model under contract.
 
     Weights are drawn wide, also those that start at zero, so that every part matters; `initial=True` leaves a model as
@@ -33,14 +52,14 @@ def make_model(case: tuple[str, dict]) -> MakeModel:
     """
 
     def make(dtype: torch.dtype = torch.float64, *, initial: bool = False, **model: object) -> MultilinForCausalLM:
-        name, options = case
         config = MultilinConfig.from_architecture(
-            name,
+            case["architecture"],
             hidden_size=HIDDEN_SIZE,
-            num_layers=NUM_LAYERS,
+            num_layers=None if "layers" in case else NUM_LAYERS,
+            layers=case.get("layers"),
             vocab_size=VOCAB_SIZE,
             n_positions=LONGEST,
-            options=options,
+            options=case.get("options"),
             eos_token_id=0,
             pad_token_id=1,
             **{**({} if initial else {"initializer_range": 0.3}), "embedding_dropout": 0.0, **model},
@@ -57,8 +76,9 @@ def make_model(case: tuple[str, dict]) -> MakeModel:
 
 
 @pytest.fixture
-def packs(case: tuple[str, dict]) -> bool:
-    return architectures()[case[0]].packs
+def packs(case: dict) -> bool:
+    kinds = [layer["architecture"] for layer in case.get("layers", [case])]
+    return all(architectures()[kind].packs for kind in kinds)
 
 
 def random_ids(*shape: int, seed: int = 1) -> torch.Tensor:

@@ -8,7 +8,11 @@ from tests.contract.conftest import MakeModel, random_ids
 
 def loss_and_gradients(model, ids: torch.Tensor, **arguments) -> list[torch.Tensor]:
     loss = model(ids, labels=ids, **arguments).loss
-    return [loss, *torch.autograd.grad(loss, list(model.parameters()), materialize_grads=True)]
+    return [loss, *torch.autograd.grad(loss, trainable(model), materialize_grads=True)]
+
+
+def trainable(model) -> list[torch.nn.Parameter]:
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
 def without_dropout(model):

@@ -84,7 +84,7 @@ def _model(file: Any, meta: dict[str, Any]) -> MultilinForCausalLM:
             for width, (_, slope) in zip(widths, meta["layers"], strict=True)
         ],
         tie_word_embeddings=False,
-        output_bias=True,
+        output_bias="unigram",
         final_norm="tile_norm",
         final_norm_tile=128,
         logit_scale=meta["dim"] ** -0.5 * ratio,

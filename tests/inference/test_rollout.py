@@ -39,7 +39,7 @@ def ids(*shape: int) -> torch.Tensor:
 @pytest.mark.parametrize("num_layers", [1, 3])
 @pytest.mark.parametrize("options", VARIANTS.values(), ids=VARIANTS)
 def test_composed_logits_are_the_models(options: dict, num_layers: int) -> None:
-    model = make_model(options, num_layers, output_bias=True, logit_scale=0.7)
+    model = make_model(options, num_layers, output_bias="learned", logit_scale=0.7)
     composed = compose(model)
     assert (composed.mixing.triu(1) == 0).all()
     for length in (CONTEXT, 4):
@@ -49,7 +49,10 @@ def test_composed_logits_are_the_models(options: dict, num_layers: int) -> None:
 @pytest.mark.parametrize(("num_prompt", "num_steps"), [(1, CONTEXT), (3, 8), (CONTEXT, 1), (1, 1)])
 @pytest.mark.parametrize("options", VARIANTS.values(), ids=VARIANTS)
 def test_rollout_is_the_recurrence(options: dict, num_prompt: int, num_steps: int) -> None:
-    model, prompt = make_model(options, output_bias=bool(options), logit_scale=0.7), ids(2, num_prompt)
+    model, prompt = (
+        make_model(options, output_bias="learned" if options else "none", logit_scale=0.7),
+        ids(2, num_prompt),
+    )
     result = rollout(model, prompt, num_steps)
     assert result.shape == (2, num_steps, VOCAB_SIZE)
     inputs = torch.nn.functional.one_hot(prompt, VOCAB_SIZE).double()

@@ -24,10 +24,14 @@ def test_windows_of_a_preset() -> None:
     assert windows(windows=[1, 2, None, 3]) == [1, 2, None, 3]
 
 
+HYBRID = [
+    {"architecture": "tscale", "width": 8, "initializer_range": 0.5},
+    {"architecture": "additive", "stabilizer": "head_norm"},
+]
+
+
 def test_a_hybrid_is_plain_data(tmp_path) -> None:
-    """Layers of several kinds train, stream and save; here one architecture with two stabilizers."""
-    config = MultilinConfig.from_architecture("additive", **SIZES)
-    config.layers[1]["stabilizer"] = "head_norm"
+    config = MultilinConfig.from_architecture("additive", **{**SIZES, "num_layers": None}, layers=HYBRID)
     model = MultilinForCausalLM(config).eval()
     model.save_pretrained(tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
@@ -35,6 +39,12 @@ def test_a_hybrid_is_plain_data(tmp_path) -> None:
     assert torch.equal(loaded(ids).logits, model(ids).logits)
     assert json.loads((tmp_path / "config.json").read_text())["layers"][1]["stabilizer"] == "head_norm"
     assert AutoConfig.from_pretrained(tmp_path).max_position_embeddings == 32
+
+
+def test_a_layer_of_a_hybrid_may_have_its_own_initial_range() -> None:
+    model = create_model("additive", **{**SIZES, "num_layers": None, "hidden_size": 64}, layers=HYBRID)
+    assert 0.4 < model.layers[0].attention.query.weight.std() < 0.6
+    assert 0.015 < model.layers[1].attention.projections.weight.std() < 0.025
 
 
 @pytest.mark.parametrize("name", model_names())
@@ -62,6 +72,26 @@ def test_every_name_makes_a_model_of_the_asked_sizes(name: str) -> None:
         ("additive", {"label_smoothing": 1.0}, "label_smoothing: 1.0 given"),
         ("additive", {"positoins": "none"}, "positoins: unknown field of the model; did you mean 'positions'"),
         ("additive", {"positions": "some"}, "positions: 'some' given, but it must be learned or none"),
+        ("additive", {"layers": HYBRID}, "num_layers: 4 given, but 2 layers are listed"),
+        ("additive", {"layers": []}, "layers: [] given, but it must be a list"),
+        ("additive", {"layers": [{}], "num_layers": None}, "layers.0: no architecture given"),
+        ("additive", {"layers": HYBRID, "num_layers": None, "options": {"num_heads": 2}}, "options.num_heads: given"),
+        (
+            "additive",
+            {"layers": [*HYBRID, {"architecture": "elita", "num_heads": 3}], "num_layers": None},
+            "layers.2.num_heads: 3 given",
+        ),
+        (
+            "additive",
+            {"layers": [*HYBRID, {"architecture": "linear_mixer", "context": 31}], "num_layers": None},
+            "n_positions: 32 given, but layers.2 (linear_mixer) reads at most 31 tokens",
+        ),
+        (
+            "elita",
+            {"layers": [{"architecture": "linear_mixer", "context": 31}], "num_layers": None},
+            "n_positions: no limit given",
+        ),
+        ("gpt2", {"layers": HYBRID, "num_layers": None}, "layers: given, but gpt2 has no list of layers"),
         ("gpt2", {"options": {"window": 2}}, "model.options.window: unknown field"),
         ("llama", {"options": {"num_heads": 3}}, "num_heads: 3 given"),
     ],

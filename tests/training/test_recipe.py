@@ -4,6 +4,7 @@ import pytest
 
 from multilin.errors import InputError
 from multilin.settings import field_help
+from multilin.training.assemble import check_model
 from multilin.training.recipe import (
     Recipe,
     builtin_recipes,
@@ -28,8 +29,8 @@ def test_a_saved_recipe_loads_as_an_equal_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", builtin_recipes())
-def test_built_in_recipes_load(name: str) -> None:
-    assert isinstance(load_recipe(name), Recipe)
+def test_built_in_recipes_describe_a_model_that_can_be_built(name: str) -> None:
+    check_model(resolve_recipe(load_recipe(name)))
 
 
 def test_the_demo_recipe_is_built_in() -> None:

@@ -8,6 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from multilin.model.factory import model_names
+from multilin.training.assemble import read_text
 from multilin.training.outcomes import RunResult
 from multilin.training.recipe import Recipe, load_recipe
 from multilin.training.trainer import train
@@ -162,3 +163,20 @@ def test_plain_output_has_a_line_for_every_validation(
     assert [line.split()[1] for line in lines if "bits per byte" in line] == ["5/12", "10/12", "12/12"]
     assert "tokens/s" in lines[-1]
     assert errors == ""
+
+
+def test_a_hybrid_trains_through_a_recipe_and_says_what_it_is(tiny: Tiny, tmp_path: Path) -> None:
+    layers = [{"architecture": "tscale", "width": 4, "initializer_range": 0.5}, {"architecture": "additive"}]
+    changes = {"model.layers": layers, "model.num_layers": None, "training.max_steps": 6}
+    result = train(tiny(tmp_path / "run", **changes))
+    assert [entry["architecture"] for entry in result.model.config.layers] == ["tscale", "additive"]
+    assert "tscale + additive" in (tmp_path / "run" / "README.md").read_text()
+    assert load_recipe(tmp_path / "run").model.num_layers == 2
+
+
+def test_a_fixed_unigram_bias_is_the_log_of_the_token_counts(tiny: Tiny, tmp_path: Path) -> None:
+    recipe = tiny(tmp_path / "run", **{"model.config.output_bias": "unigram", "training.max_steps": 2})
+    text = read_text(recipe)
+    bias = train(recipe).model.output.bias
+    counts = torch.bincount(torch.from_numpy(text.train.tokens.astype("int64")), minlength=len(bias)) + 1.0
+    torch.testing.assert_close(bias, (counts / counts.sum()).log())

@@ -181,7 +181,7 @@ def preset(sizes: Sizes, choices: AdditivePreset) -> Preset:
         model={
             "positions": "learned",
             "tie_word_embeddings": True,
-            "output_bias": True,
+            "output_bias": "learned",
             "logit_scale": sizes.hidden_size**-0.5 if choices.stabilizer == "mid_norm" else 1.0,
             "embedding_dropout": choices.dropout,
             "initializer_range": 0.02,

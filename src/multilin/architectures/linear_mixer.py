@@ -102,6 +102,7 @@ class LinearMixerLayer(Layer):
                 raise InputError(f"{name}: {getattr(options, name)} given, but it must be at least 1")
         self.hidden_size = hidden_size
         self.options = options
+        self.longest_text = options.context
         self.mixing_norm = nn.LayerNorm(hidden_size) if options.norm else nn.Identity()
         self.mixing = Triangle(options.context, options.mixing_bias)
         self.second_mixing = Triangle(options.context, options.mixing_bias) if options.mixing == "gelu" else None

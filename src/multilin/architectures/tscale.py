@@ -8,6 +8,7 @@ W x / sqrt(width of x), without biases, so unit-variance weights keep unit varia
     a_t      = sum_j e^logit v_j / (1 + sum_j e^logit)                     a null key of logit 0 and value 0
     state   += lin(C, [ u_t,(z xor b) * a_t,z ])                           b < 4, per head
     state   += lin(F, relu(N(lin(E, N(state)))))
+    logits   = lin(W, N(state)) + bias                                     fixed log of the token counts, or none
 
 Widths: the first sixth of the layers, in pairs, reads one token; after that narrow layers (64 tokens, slope 0.5) and
 full ones alternate. An odd number of layers is rounded up, as in the source.
@@ -58,6 +59,7 @@ class TScalePreset(TScaleShared):
     """A whole model."""
 
     full_width: int | None = None  # width of the full layers; none is the training length
+    unigram_bias: bool = False  # add the log of the token counts to the logits, fixed
 
 
 class ScaledLinear(ParameterHolder):
@@ -166,7 +168,7 @@ def layer_widths(depth: int, full_width: int) -> list[tuple[int, float]]:
     layer=TScaleLayer,
     options=TScaleOptions,
     preset_options=TScalePreset,
-    variants={"heads of four": {"head_size": 4, "expansion": 2, "full_width": 9}},
+    variants={"heads of four": {"head_size": 4, "expansion": 2, "full_width": 9, "unigram_bias": True}},
 )
 def preset(sizes: Sizes, choices: TScalePreset) -> Preset:
     """The width schedule; rotary positions, so no limit on the text; untied output, final N."""
@@ -181,6 +183,7 @@ def preset(sizes: Sizes, choices: TScalePreset) -> Preset:
             "positions": "none",
             "n_positions": None,
             "tie_word_embeddings": False,
+            "output_bias": "unigram" if choices.unigram_bias else "none",
             "final_norm": "tile_norm",
             "final_norm_tile": choices.head_size or min(HEAD_SIZE, sizes.hidden_size),
             "logit_scale": sizes.hidden_size**-0.5,

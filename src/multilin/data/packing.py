@@ -105,6 +105,13 @@ class PackedText:
         """UTF-8 bytes of the exact text of all documents."""
         return self.description.num_bytes
 
+    def token_counts(self) -> NDArray[np.int64]:
+        """(vocab_size,) how often each token occurs."""
+        counts = np.zeros(self.description.vocab_size, dtype=np.int64)
+        for first in range(0, self.num_tokens, BATCH_CHARACTERS):
+            counts += np.bincount(self.tokens[first : first + BATCH_CHARACTERS], minlength=len(counts))
+        return counts
+
     def document_of(self, start: int, stop: int) -> NDArray[np.int64]:
         """(stop - start,) the number of the document each token of tokens[start:stop] belongs to."""
         first, last = np.searchsorted(self.document_starts, [start, stop - 1], side="right") - 1

@@ -31,7 +31,11 @@ class Layer(GradientCheckpointingLayer):
 
     and the state, a (nested) NamedTuple of batch-first tensors, has the same size after any number of tokens.
     `state` is None at the start of a text; a fresh state has the shape of a later one.
+
+    longest_text: tokens of the longest text the layer can read; None for no limit.
     """
+
+    longest_text: int | None = None
 
     def forward(self, x_BTD: Tensor, state: Any, layout: Layout) -> tuple[Tensor, Any]:
         """Output and state; the state is None where the layout needs none."""

@@ -1,7 +1,7 @@
 """The configuration of the one model."""
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from transformers import PretrainedConfig
@@ -12,6 +12,7 @@ from multilin.errors import InputError, nearest
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 POSITIONS = ("learned", "none")
 FINAL_NORMS = ("layer_norm", "tile_norm", "none")
+OUTPUT_BIASES = ("learned", "unigram", "none")
 
 
 class MultilinConfig(PretrainedConfig):
@@ -20,11 +21,13 @@ class MultilinConfig(PretrainedConfig):
     Args:
         vocab_size: V, number of tokens.
         hidden_size: D, width of the states between layers.
-        layers: per layer {"architecture": name, **its options}; layers of several architectures make a hybrid.
+        layers: per layer {"architecture": name, **its options}; layers of several architectures make a hybrid. A layer
+            may have its own "initializer_range".
         n_positions: longest text that can be read, or None for no limit; needed by learned positions.
         positions: "learned" adds an embedding of the position to the token's; "none" adds nothing.
         tie_word_embeddings: the output projection shares the token embedding.
-        output_bias: add a bias per token to the logits.
+        output_bias: "learned" adds a bias per token to the logits, "unigram" a fixed one that `set_token_counts` sets
+            to the log of how often each token occurs, "none" adds nothing.
         logit_scale: factor on the product with the output embedding (not on the bias).
         final_norm: before the output: "layer_norm", "tile_norm" (root mean square, no parameters), or "none".
         final_norm_tile: width of the tiles of "tile_norm"; None is the whole vector.
@@ -46,7 +49,7 @@ class MultilinConfig(PretrainedConfig):
         n_positions: int | None = None,
         positions: str = "none",
         tie_word_embeddings: bool = True,
-        output_bias: bool = False,
+        output_bias: str = "none",
         logit_scale: float = 1.0,
         final_norm: str = "layer_norm",
         final_norm_tile: int | None = None,
@@ -79,7 +82,7 @@ class MultilinConfig(PretrainedConfig):
         for name in ("vocab_size", "hidden_size"):
             if getattr(self, name) < 1:
                 raise InputError(f"{name}: {getattr(self, name)} given, but it must be at least 1")
-        for name, accepted in (("positions", POSITIONS), ("final_norm", FINAL_NORMS)):
+        for name, accepted in (("positions", POSITIONS), ("final_norm", FINAL_NORMS), ("output_bias", OUTPUT_BIASES)):
             if getattr(self, name) not in accepted:
                 raise InputError(f"{name}: {getattr(self, name)!r} given, but it must be {' or '.join(accepted)}")
         if self.positions == "learned" and not self.n_positions:
@@ -97,10 +100,11 @@ class MultilinConfig(PretrainedConfig):
         name: str,
         *,
         hidden_size: int,
-        num_layers: int,
+        num_layers: int | None = None,
         vocab_size: int,
         n_positions: int | None = None,
         options: Mapping[str, Any] | None = None,
+        layers: Sequence[Mapping[str, Any]] | None = None,
         **model: Any,
     ) -> "MultilinConfig":
         """The preset of an architecture at these sizes.
@@ -109,11 +113,17 @@ class MultilinConfig(PretrainedConfig):
             name: a registered architecture.
             hidden_size, num_layers, vocab_size, n_positions: see the class.
             options: choices of the architecture's preset (heads, windows, ...).
+            layers: entries as in the class that replace the preset's: a hybrid in the frame of this architecture. Each
+                has its own options, so `options` has no place beside it.
             model: fields of this class that replace the preset's, and token ids.
 
         Raises:
             InputError: an unknown architecture, option or field, or a value out of range.
         """
+        if layers is not None:
+            num_layers = _count_layers(layers, num_layers, options)
+        if num_layers is None:
+            raise InputError("num_layers: none given, but it is needed where no layers are listed")
         sizes = Sizes(hidden_size, num_layers, vocab_size, n_positions)
         preset = get_architecture(name).expand(sizes, options or {})
         known = [*inspect.signature(cls.__init__).parameters, *TOKEN_IDS]
@@ -124,6 +134,18 @@ class MultilinConfig(PretrainedConfig):
         return cls(
             vocab_size=vocab_size,
             hidden_size=hidden_size,
-            layers=[layer_entry(name, options) for options in preset.layers],
+            layers=[layer_entry(name, options) for options in preset.layers]
+            if layers is None
+            else [dict(entry) for entry in layers],
             **fields,
         )
+
+
+def _count_layers(layers: Sequence[Any], num_layers: int | None, options: Mapping[str, Any] | None) -> int:
+    if not layers or not all(isinstance(entry, Mapping) for entry in layers):
+        raise InputError(f"layers: {layers!r:.60} given, but it must be a list of {{architecture: name, its options}}")
+    if num_layers not in (None, len(layers)):
+        raise InputError(f"num_layers: {num_layers} given, but {len(layers)} layers are listed; leave it out")
+    if options:
+        raise InputError(f"options.{next(iter(options))}: given, but where layers are listed each has its own options")
+    return len(layers)

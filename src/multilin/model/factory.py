@@ -1,6 +1,6 @@
 """Models by name and size: every architecture of ours, and the transformers to compare with."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PretrainedConfig, PreTrainedModel
@@ -29,6 +29,8 @@ def _llama(hidden_size: int, num_layers: int, num_heads: int, dropout: float, **
 BASELINES = {"gpt2": _gpt2, "llama": _llama}
 """transformers' own models, built at the sizes of ours: same width, depth, heads, vocabulary and tied output."""
 
+DEFAULT_NUM_LAYERS = 6
+
 BASELINE_OPTIONS = {"num_heads": 4, "dropout": 0.0}
 
 
@@ -41,33 +43,39 @@ def create_config(
     architecture: str,
     *,
     hidden_size: int,
-    num_layers: int,
+    num_layers: int | None = None,
     vocab_size: int,
     n_positions: int,
     options: Mapping[str, Any] | None = None,
+    layers: Sequence[Mapping[str, Any]] | None = None,
     **model: Any,
 ) -> PretrainedConfig:
     """The config of a model with these sizes.
 
     Args:
         architecture: a registered architecture, or "gpt2" or "llama", transformers' own models.
-        hidden_size, num_layers, vocab_size: D, number of layers, V.
+        hidden_size, num_layers, vocab_size: D, number of layers (6 if not given), V.
         n_positions: longest text the model must read.
         options: choices of the architecture's preset; num_heads and dropout for the baselines.
+        layers: entries that replace the preset's, see `MultilinConfig.from_architecture`.
         model: further fields of the config (label_smoothing, token ids, ...).
 
     Raises:
         InputError: an unknown name or option, or sizes that do not fit.
     """
     options = dict(options or {})
+    if num_layers is None and layers is None:
+        num_layers = DEFAULT_NUM_LAYERS
     if architecture not in BASELINES:
         if architecture not in model_names():
             hint = nearest(architecture, model_names()) or f"; known are {', '.join(model_names())}"
             raise InputError(f"model.architecture: {architecture!r} is not known{hint}")
         return MultilinConfig.from_architecture(
             architecture, hidden_size=hidden_size, num_layers=num_layers, vocab_size=vocab_size,
-            n_positions=n_positions, options=options, **model,
+            n_positions=n_positions, options=options, layers=layers, **model,
         )  # fmt: skip
+    if num_layers is None:
+        raise InputError(f"layers: given, but {architecture} has no list of layers")
     for name in options:
         if name not in BASELINE_OPTIONS:
             raise InputError(f"model.options.{name}: unknown field{nearest(name, BASELINE_OPTIONS)}")

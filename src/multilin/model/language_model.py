@@ -1,6 +1,6 @@
 """The one language model: embedding, layers, norm, output, loss, and the state that lets any text go on."""
 
-import copy
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -37,10 +37,13 @@ class MultilinForCausalLM(PreTrainedModel, GenerationMixin):
         super().__init__(config)
         self.embedding = TokenEmbedding(config)
         self.layers = nn.ModuleList(_build_layer(config, index) for index in range(len(config.layers)))
+        _check_lengths(config, self.layers)
         names = sorted({entry["architecture"] for entry in config.layers})
         self.unpackable = ", ".join(name for name in names if not get_architecture(name).packs)
         self.norm = _build_norm(config)
-        self.output = nn.Linear(config.hidden_size, config.vocab_size, bias=config.output_bias)
+        self.output = nn.Linear(config.hidden_size, config.vocab_size, bias=config.output_bias != "none")
+        if config.output_bias == "unigram":
+            self.output.bias.requires_grad_(False)
         self.post_init()
 
     def forward(
@@ -170,6 +173,23 @@ class MultilinForCausalLM(PreTrainedModel, GenerationMixin):
             num_items = (targets != -100).sum().clamp(min=1)
         return total / num_items
 
+    @torch.no_grad()
+    def set_token_counts(self, counts: Tensor) -> None:
+        """Fix the output's bias to log((count + 1) / sum(counts + 1)) of each token, where the config asks for it.
+
+        Args:
+            counts: (V,) how often each token occurs in the training text.
+
+        Raises:
+            InputError: the config's output_bias is another one, or there are not V counts.
+        """
+        if self.config.output_bias != "unigram":
+            raise InputError(f"output_bias: {self.config.output_bias!r} given, but only 'unigram' is set from counts")
+        if counts.shape != (self.config.vocab_size,):
+            raise InputError(f"counts: shape {tuple(counts.shape)} given, but it must be ({self.config.vocab_size},)")
+        smoothed_V = counts.double() + 1
+        self.output.bias.copy_((smoothed_V / smoothed_V.sum()).log())
+
     @property
     def packs(self) -> bool:
         """Whether several documents can share a row (document_ids)."""
@@ -235,18 +255,17 @@ class MultilinForCausalLM(PreTrainedModel, GenerationMixin):
         return prepared
 
     def _init_weights(self, module: nn.Module) -> None:
+        std = getattr(module, "initializer_range", self.config.initializer_range)
         if isinstance(module, nn.Linear | nn.Embedding):
             is_tokens = module is self.embedding.tokens and self.config.embedding_range is not None
-            nn.init.normal_(
-                module.weight, std=self.config.embedding_range if is_tokens else self.config.initializer_range
-            )
+            nn.init.normal_(module.weight, std=self.config.embedding_range if is_tokens else std)
             if isinstance(module, nn.Linear) and module.bias is not None:
                 nn.init.zeros_(module.bias)
         elif isinstance(module, nn.LayerNorm) and module.elementwise_affine:
             nn.init.ones_(module.weight)
             nn.init.zeros_(module.bias)
         elif isinstance(module, ParameterHolder):
-            module.initialize(self.config.initializer_range)
+            module.initialize(std)
 
     def get_input_embeddings(self) -> nn.Module:
         """The token embedding."""
@@ -272,8 +291,29 @@ def _build_norm(config: MultilinConfig) -> nn.Module:
 
 
 def _build_layer(config: MultilinConfig, index: int) -> Layer:
-    values = copy.copy(config.layers[index])
-    return get_architecture(values.pop("architecture")).build_layer(config.hidden_size, values, f"layers.{index}")
+    values, where = dict(config.layers[index]), f"layers.{index}"
+    name, std = values.pop("architecture"), values.pop("initializer_range", None)
+    try:
+        layer = get_architecture(name).build_layer(config.hidden_size, values, where)
+    except InputError as error:
+        # In a model of one kind the field is the preset's; in a hybrid one has to know whose it is.
+        if where in str(error) or all(entry["architecture"] == name for entry in config.layers):
+            raise
+        raise InputError(f"{where}.{error}") from None
+    for module in layer.modules():
+        module.initializer_range = config.initializer_range if std is None else std
+    return layer
+
+
+def _check_lengths(config: MultilinConfig, layers: Iterable[Any]) -> None:
+    """A model cannot read longer texts than each of its layers."""
+    for index, layer in enumerate(layers):
+        longest = layer.longest_text
+        if longest is not None and (config.n_positions is None or config.n_positions > longest):
+            raise InputError(
+                f"n_positions: {config.n_positions or 'no limit'} given, but layers.{index} "
+                f"({config.layers[index]['architecture']}) reads at most {longest} tokens"
+            )
 
 
 AutoConfig.register(MultilinConfig.model_type, MultilinConfig)

@@ -4,7 +4,6 @@ import inspect
 import math
 import warnings
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers import PreTrainedModel, TrainingArguments
@@ -46,40 +45,40 @@ def read_text(recipe: Recipe, progress: Progress | None = None) -> PreparedText:
 
 def check_model(recipe: Recipe) -> None:
     """Build the model without memory, so that sizes that do not fit are refused before any text is read."""
-    model = recipe.model
     with torch.device("meta"):
-        create_model(
-            model.architecture,
-            hidden_size=model.hidden_size,
-            num_layers=model.num_layers,
-            vocab_size=recipe.tokenizer.vocab_size or 1,
-            n_positions=model.n_positions,
-            options=model.options,
-            **model.config,
-        )
+        _create_model(recipe, recipe.tokenizer.vocab_size or 1)
 
 
-def build_model(recipe: Recipe, tokenizer: Any) -> PreTrainedModel:
-    """The model, freshly initialised from torch's global random numbers."""
-    model: PreTrainedModel = create_model(
-        recipe.model.architecture,
-        hidden_size=recipe.model.hidden_size,
-        num_layers=recipe.model.num_layers,
-        vocab_size=len(tokenizer),
-        n_positions=recipe.model.n_positions,
-        options=recipe.model.options,
-        **recipe.model.config,
-    )
+def build_model(recipe: Recipe, text: PreparedText) -> PreTrainedModel:
+    """The model for this text, freshly initialised from torch's global random numbers."""
+    tokenizer = text.tokenizer
+    model = _create_model(recipe, len(tokenizer))
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
         setattr(model.config, name, getattr(tokenizer, name))
         setattr(model.generation_config, name, getattr(tokenizer, name))
     model.config.tokenizer_hash = tokenizer_hash(tokenizer)
+    if getattr(model.config, "output_bias", None) == "unigram":
+        model.set_token_counts(torch.from_numpy(text.train.token_counts()))
     if _smooths_labels(model):
         model.config.label_smoothing = recipe.training.label_smoothing
     if recipe.training.gradient_checkpointing:
         # transformers 5.23 renamed it; the old name still works there, with a warning.
         getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
     return model
+
+
+def _create_model(recipe: Recipe, vocab_size: int) -> PreTrainedModel:
+    model = recipe.model
+    return create_model(
+        model.architecture,
+        hidden_size=model.hidden_size,
+        num_layers=model.num_layers,
+        vocab_size=vocab_size,
+        n_positions=model.n_positions,
+        options=model.options,
+        layers=model.layers,
+        **model.config,
+    )
 
 
 def training_order(recipe: Recipe, model: PreTrainedModel, text: PreparedText, num_devices: int) -> BlockOrder:

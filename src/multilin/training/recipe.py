@@ -34,10 +34,18 @@ class ModelRecipe:
 
     architecture: str = "additive"  # a registered architecture, or the baselines gpt2 and llama
     hidden_size: Positive = 256  # width of the vectors between the layers
-    num_layers: Positive = 6  # layers
+    num_layers: Positive | None = None  # layers; 6 where none are listed
     n_positions: Annotated[int, Ge(2)] = 256  # context length: tokens in one training block
     options: dict[str, Any] = field(default_factory=dict)  # options of the architecture
+    layers: list[dict[str, Any]] | None = None  # hybrids: each layer's architecture and options, first to last
     config: dict[str, Any] = field(default_factory=dict)  # fields of the model's config that replace the preset's
+
+    @property
+    def kind(self) -> str:
+        """The architecture, or those of a hybrid's layers."""
+        return " + ".join(
+            dict.fromkeys(str(layer.get("architecture")) for layer in self.layers or []) or [self.architecture]
+        )
 
 
 @settings
@@ -156,7 +164,7 @@ def save_recipe(recipe: Recipe, path: str | Path) -> None:
 
 def resolve_recipe(recipe: Recipe) -> Recipe:
     """The same recipe with every default of the architecture and of this machine filled in."""
-    from multilin.model.factory import training_defaults
+    from multilin.model.factory import DEFAULT_NUM_LAYERS, training_defaults
     from multilin.training.precision import resolve_precision
 
     defaults = training_defaults(recipe.model.architecture)
@@ -175,7 +183,11 @@ def resolve_recipe(recipe: Recipe) -> Recipe:
     tokenizer = recipe.tokenizer
     if tokenizer.kind != "byte" and tokenizer.path is None:
         tokenizer = _fill(tokenizer, vocab_size=DEFAULT_VOCAB_SIZE)
-    return dataclasses.replace(recipe, tokenizer=tokenizer, training=training, optimizer=optimizer, schedule=schedule)
+    layers = recipe.model.layers
+    model = _fill(recipe.model, num_layers=DEFAULT_NUM_LAYERS if layers is None else len(layers))
+    return dataclasses.replace(
+        recipe, model=model, tokenizer=tokenizer, training=training, optimizer=optimizer, schedule=schedule
+    )
 
 
 def first_difference(old: Recipe, new: Recipe) -> tuple[str, Any, Any] | None:

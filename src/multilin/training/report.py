@@ -88,12 +88,12 @@ def write_card(recipe: Recipe, result: RunResult, path: Path) -> None:
     front = {
         "library_name": "transformers",
         "pipeline_tag": "text-generation",
-        "tags": ["multilin", recipe.model.architecture],
+        "tags": ["multilin", *recipe.model.kind.split(" + ")],
     }
     parameters = sum(parameter.numel() for parameter in result.model.parameters())
     model, plan = recipe.model, recipe.training
     figures = {
-        "Architecture": f"`{model.architecture}`, {model.num_layers} layers, width {model.hidden_size}",
+        "Architecture": f"`{model.kind}`, {model.num_layers} layers, width {model.hidden_size}",
         "Parameters": f"{parameters:,}",
         "Context in training": f"{model.n_positions} tokens",
         "Tokenizer": f"{recipe.tokenizer.path or recipe.tokenizer.kind}, {len(result.tokenizer):,} entries",
@@ -106,7 +106,7 @@ def write_card(recipe: Recipe, result: RunResult, path: Path) -> None:
     table = "\n".join(f"| {name} | {value} |" for name, value in figures.items())
     text = _CARD.format(
         front=yaml.safe_dump(front, sort_keys=False).strip(),
-        title=f"{model.architecture} on {recipe.data.source}",
+        title=f"{model.kind} on {recipe.data.source}",
         table=table,
         recipe=yaml.safe_dump(dataclasses.asdict(recipe), sort_keys=False, allow_unicode=True).strip(),
     )

@@ -60,7 +60,7 @@ def train(
             folder.begin(recipe, text, resume=resume)
         devices.wait_for_everyone()
         set_seed(recipe.training.seed)
-        model = build_model(recipe, text.tokenizer)
+        model = build_model(recipe, text)
         with StopRequest() as stop_request, _display(recipe, devices) as display:
             trainer = _build_trainer(recipe, model, text, folder, stop_request, display, devices)
             for callback in callbacks:

@@ -1,0 +1,181 @@
+"""Tokens per second of a training step: ours, GPT-2 and Llama of the same sizes, and a released package of the family.
+
+A step is forward, loss, backward and fused AdamW on random tokens, without dropout, under autocast to bf16 (or in
+float32), the same number of tokens at every text length. The peers are transformers' GPT-2 and Llama with their own
+loss and `scaled_dot_product_attention`, and, where it is installed (`pip install --no-deps leap-transformer`), the two
+models of that package. All have the same width, depth and vocabulary; heads too where the model has a choice.
+
+The limit is the machine's matrix product of 2048 x 2048 matrices in the same precision, timed between the steps. A
+model's share of it counts products with weight matrices only, 6 floating-point operations per weight and token:
+attention over pairs of positions, recomputation and mixing over time count as time spent, not as work done.
+"""
+
+import argparse
+import gc
+import json
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from multilin.architectures import architectures
+from multilin.model.factory import BASELINES, create_model
+
+PACKAGE = ("leap", "fastformer")  # models of the package leap-transformer
+GEMM_SIZE = 2048
+
+
+class Trained:
+    """A model with its optimizer, ready for steps."""
+
+    def __init__(self, name: str, length: int, arguments: argparse.Namespace) -> None:
+        self.model = _model(name, length, arguments).train()
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
+        num_rows = max(1, arguments.tokens // length)
+        self.ids = torch.randint(arguments.vocab_size, (num_rows, length))
+        self.autocast = arguments.precision == "bf16"
+
+    @property
+    def weights(self) -> int:
+        """Numbers in matrices that multiply every token: not embeddings that are only looked up."""
+        looked_up = {id(m.weight) for m in self.model.modules() if isinstance(m, nn.Embedding)}
+        multiplied = {id(m.weight) for m in self.model.modules() if isinstance(m, nn.Linear)}
+        parameters = {id(p): p for p in self.model.parameters() if p.ndim > 1}
+        return sum(p.numel() for key, p in parameters.items() if key not in looked_up or key in multiplied)
+
+    def step(self) -> None:
+        """One training step."""
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.autocast):
+            loss: Tensor = self.model(input_ids=self.ids, labels=self.ids.clone()).loss
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+def main(argv: list[str]) -> None:
+    arguments = _parser().parse_args(argv)
+    if arguments.threads:
+        torch.set_num_threads(arguments.threads)
+    rows = [row for length in arguments.lengths for row in _measure(length, arguments)]
+    _print(rows, arguments)
+    if arguments.json:
+        Path(arguments.json).write_text(json.dumps({"arguments": vars(arguments), "rows": rows}, indent=2) + "\n")
+
+
+def _measure(length: int, arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    torch.manual_seed(0)
+    trained = {name: Trained(name, length, arguments) for name in arguments.models}
+    product = _matrix_product(torch.bfloat16 if arguments.precision == "bf16" else torch.float32)
+    tasks = {**{name: one.step for name, one in trained.items()}, "limit": product}
+    seconds: dict[str, list[float]] = {name: [] for name in tasks}
+    for turn in range(arguments.turns + 1):
+        for name, task in tasks.items():
+            begin = time.perf_counter()
+            task()
+            if turn:  # the first one warms up
+                seconds[name].append(time.perf_counter() - begin)
+    peak = 2 * GEMM_SIZE**3 / statistics.median(seconds.pop("limit"))
+    rows = []
+    for name, times in seconds.items():
+        speed = trained[name].ids.numel() / statistics.median(times)
+        rows.append(
+            {
+                "model": name,
+                "length": length,
+                "parameters": sum(p.numel() for p in trained[name].model.parameters()),
+                "tokens_per_second": speed,
+                "fastest": trained[name].ids.numel() / min(times),
+                "slowest": trained[name].ids.numel() / max(times),
+                "share_of_peak": 6 * trained[name].weights * speed / peak,
+                "peak_gflops": peak / 1e9,
+            }
+        )
+    del trained, tasks
+    gc.collect()
+    return rows
+
+
+def _matrix_product(dtype: torch.dtype) -> Callable[[], Tensor]:
+    left, right = (torch.randn(GEMM_SIZE, GEMM_SIZE, dtype=dtype) for _ in range(2))
+    return lambda: left @ right
+
+
+def _model(name: str, length: int, arguments: argparse.Namespace) -> nn.Module:
+    name, _, given = name.partition(":")
+    if name in PACKAGE:
+        return _package_model(name, length, arguments)
+    options = {"num_heads": arguments.num_heads, "dropout": 0.0}
+    if name not in BASELINES:
+        # Heads and dropout where the architecture has a number for them.
+        preset = architectures()[name].preset_options()
+        options = {key: value for key, value in options.items() if getattr(preset, key, None) is not None}
+    return create_model(
+        name,
+        hidden_size=arguments.hidden_size,
+        num_layers=arguments.num_layers,
+        vocab_size=arguments.vocab_size,
+        n_positions=length,
+        options=options | (json.loads(given) if given else {}),
+    )
+
+
+def _package_model(name: str, length: int, arguments: argparse.Namespace) -> nn.Module:
+    import leap
+
+    sizes = {"hidden_size": arguments.hidden_size, "vocab_size": arguments.vocab_size, "n_positions": length}
+    if name == "leap":
+        config = leap.LeapConfig(
+            **sizes, n_layer=arguments.num_layers, n_head=arguments.num_heads, hidden_dropout_prob=0.0
+        )
+        return leap.LeapForCausalLM(config)
+    config = leap.FastformerLMConfig(
+        **sizes, n_layer=arguments.num_layers, n_heads=arguments.num_heads, hidden_dropout_prob=0.0
+    )
+    return leap.FastformerForCausalLM(config)
+
+
+def _default_models() -> list[str]:
+    try:
+        import leap  # noqa: F401
+    except ImportError:
+        return [*architectures(), *BASELINES]
+    return [*architectures(), *BASELINES, *PACKAGE]
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="benchmarks training_step", description=__doc__)
+    parser.add_argument("--models", nargs="+", default=_default_models(), help='NAME, or NAME:{"option": value}')
+    parser.add_argument("--hidden-size", type=int, default=512)
+    parser.add_argument("--num-layers", type=int, default=8)
+    parser.add_argument("--num-heads", type=int, default=8)
+    parser.add_argument("--vocab-size", type=int, default=8192)
+    parser.add_argument("--lengths", type=int, nargs="+", default=[2048, 8192], help="tokens of a text")
+    parser.add_argument("--tokens", type=int, default=4096, help="tokens of a step, one text at least")
+    parser.add_argument("--precision", default="bf16", choices=["float32", "bf16"])
+    parser.add_argument("--turns", type=int, default=5, help="steps of each; the table shows medians")
+    parser.add_argument("--threads", type=int, help="threads of torch")
+    parser.add_argument("--json", help="file to write the figures to")
+    return parser
+
+
+def _print(rows: list[dict[str, Any]], arguments: argparse.Namespace) -> None:
+    sizes = f"width {arguments.hidden_size}, {arguments.num_layers} layers, vocabulary {arguments.vocab_size}"
+    print(f"{sizes}, {arguments.precision}, {arguments.tokens} tokens a step, {torch.get_num_threads()} threads")
+    print(
+        f"{'':32}{'text':>8}{'parameters':>12}{'tokens/s':>10}{'slowest - fastest':>20}{'over GPT-2':>12}{'of peak':>9}"
+    )
+    for row in rows:
+        gpt2 = [r["tokens_per_second"] for r in rows if r["model"] == "gpt2" and r["length"] == row["length"]]
+        ratio = f"{row['tokens_per_second'] / gpt2[0]:.2f}x" if gpt2 else ""
+        spread = f"{row['slowest']:,.0f} - {row['fastest']:,.0f}"
+        print(
+            f"{row['model']:32}{row['length']:>8}{row['parameters'] / 1e6:>11.1f}M{row['tokens_per_second']:>10,.0f}"
+            f"{spread:>20}{ratio:>12}{row['share_of_peak']:>9.0%}"
+        )
+    for length in arguments.lengths:
+        peak = next(row["peak_gflops"] for row in rows if row["length"] == length)
+        print(f"limit at {length}: products of 2048 x 2048 at {peak:,.0f} GFLOP/s")

@@ -5,6 +5,7 @@ be read where no site is built; a test holds them against the code.
 """
 
 import dataclasses
+import itertools
 import types
 import typing
 from pathlib import Path
@@ -14,7 +15,7 @@ from multilin.architectures.base import Architecture, architectures
 from multilin.model.config import MultilinConfig
 from multilin.model.language_model import MultilinForCausalLM
 from multilin.settings import field_help
-from multilin.training.recipe import Recipe
+from multilin.training.recipe import Recipe, builtin_recipes
 
 DOCS = Path(__file__).parent
 EXAMPLE = {"hidden_size": 256, "num_layers": 6, "vocab_size": 8192, "n_positions": 1024}
@@ -80,13 +81,22 @@ def _recipes() -> str:
     text = (
         "# Recipes\n\nA recipe is a YAML file with these fields; every one is also a flag, "
         "`multilin train demo --training.max_steps 50`. `null` stands for the default of the architecture or of the "
-        "machine.\n"
+        "machine.\n\n## Built in\n\n`multilin train NAME` trains one of these; give your own text with `--data.source`.\n\n"
+        "| recipe | what it is |\n|---|---|\n"
     )
+    for name, path in builtin_recipes().items():
+        text += f"| `{name}` | {_opening_comment(path)} |\n"
     for section in dataclasses.fields(Recipe):
         if dataclasses.is_dataclass(section.type):
             text += f"\n## {section.name}\n\n{field_help(Recipe)[section.name].capitalize()}.\n\n"
             text += _fields(typing.cast(type, section.type))
     return text + f"\n## output\n\n{field_help(Recipe)['output'].capitalize()}.\n"
+
+
+def _opening_comment(path: Path) -> str:
+    """The first sentence or two of a recipe: the comment at its top."""
+    lines = itertools.takewhile(lambda line: line.startswith("# "), path.read_text(encoding="utf-8").splitlines())
+    return " ".join(line[2:].strip() for line in lines if not line.startswith("#   "))
 
 
 def _fields(cls: type) -> str:

@@ -22,6 +22,9 @@ KINDS = {
 }
 """What a step does, and how the legend calls it."""
 
+GIVEN = ("x", "position")
+"""What a layer is told: its input, and where in its text a token stands."""
+
 _LINE = re.compile(
     r"(?P<outputs>[^=]+?)\s*=\s*(?P<kind>\w+)(?P<option>\??)\s+(?P<parts>[\w.+? ]*)\((?P<inputs>[^()]*)\)"
 )
@@ -50,10 +53,17 @@ def read_flow(text: str) -> list[Step]:
     """The steps in order.
 
     Raises:
-        ValueError: a line is not of the form at the top of this file.
+        ValueError: a line is not of the form at the top of this file, or reads a value that no line before gives.
     """
     joined = re.sub(r"\s*\n\s*\|", " |", text)
-    return [_read_step(line.strip()) for line in joined.splitlines() if line.strip()]
+    steps, known = [], set(GIVEN)
+    for line in filter(None, map(str.strip, joined.splitlines())):
+        step = _read_step(line)
+        if missing := set(step.inputs) - known:
+            raise ValueError(f"{line!r} reads {', '.join(sorted(missing))}, which no line before gives")
+        known.update(step.outputs)
+        steps.append(step)
+    return steps
 
 
 def state_numbers(steps: list[Step], symbols: dict[str, Any]) -> int:

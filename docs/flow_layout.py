@@ -215,7 +215,8 @@ def _size(node: Node) -> tuple[float, float]:
     if node.step is None:
         return text_width(node.name, 14) + 2 * PADDING, 26.0
     lines = state_lines(node.step)
-    needed = max([text_width(node.step.label, 14), *(text_width(line, 12) + 16 for line in lines)])
+    bold = 1.08 if node.kind == "time" else 1.0
+    needed = max([bold * text_width(node.step.label, 14), *(text_width(line, 12) + 16 for line in lines)])
     return needed + 2 * PADDING, BOX_HEIGHT + (LINE_HEIGHT * len(lines) + 12 if lines else 0)
 
 

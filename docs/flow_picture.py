@@ -119,7 +119,7 @@ def _legend(picture: Picture) -> tuple[list[str], float]:
     kinds = [kind for kind in KINDS if any(node.kind == kind for node in picture.nodes)]
     entries = [(kind, KINDS[kind]) for kind in kinds if kind != "sum"]
     if any(_is_option(node) for node in picture.nodes):
-        entries.append(("card option", "with an option"))
+        entries.append(("sum option", "with an option"))
     x, y, drawn = float(MARGIN), picture.height + 6, []
     drawn.append(f'<path class="rule" d="M{MARGIN} {y - 16:.1f}H{picture.width - MARGIN:.1f}"/>')
     for kind, meaning in entries:

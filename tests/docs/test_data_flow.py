@@ -88,7 +88,7 @@ def test_no_parameter_is_left_out(name: str, options: dict) -> None:
 
 
 def watched(layer: Layer, steps: list, x_BTD: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
-    """The modules that the steps name, in the order in which the layer calls them, each with what it gave."""
+    """The modules that the steps name, in the order in which the layer calls them, each with what it gave; then x."""
     calls: list[tuple[str, torch.Tensor]] = []
     parts = {part: find(layer, part) for step in steps for part in step.parts}
 
@@ -96,7 +96,8 @@ def watched(layer: Layer, steps: list, x_BTD: torch.Tensor) -> list[tuple[str, t
         return lambda module, inputs, output: calls.append((part, output[0] if isinstance(output, tuple) else output))
 
     hooks = [m.register_forward_hook(watch(part)) for part, m in parts.items() if isinstance(m, nn.Module)]
-    layer(x_BTD, None, Layout(torch.arange(LENGTH)[None]))
+    result_BTD, _ = layer(x_BTD, None, Layout(torch.arange(LENGTH)[None]))
+    calls.append(("x", result_BTD.clone()))  # a clone, as it may be the very tensor that a module gave
     for hook in hooks:
         hook.remove()
     return calls
@@ -132,19 +133,44 @@ def test_positions_meet_where_the_picture_says(name: str, options: dict) -> None
                 assert torch.equal(result[:, 1:], other[:, 1:]) != has_met, part
 
 
+def ancestors(steps: list, active: list) -> list[set[int]]:
+    """For each active step, the numbers of the active steps that it follows from."""
+    sources: dict[str, set[int]] = {}
+    result = []
+    for step in steps:
+        read = set().union(*(sources.get(value, set()) for value in step.inputs))
+        if step in active:
+            read = read | {len(result)}
+            result.append(read)
+        else:
+            read = sources.get(step.inputs[0], set())
+        sources |= dict.fromkeys(step.outputs, read)
+    return result
+
+
 @every_variant
-def test_modules_run_in_the_declared_order(name: str, options: dict) -> None:
+def test_values_go_where_the_lines_go(name: str, options: dict) -> None:
+    steps = steps_of(name)
     for layer, _ in build_layers(name, options):
-        active = active_steps(layer, steps_of(name))
-        made: dict[str, int] = {}
-        for position, step in enumerate(active):
-            made |= dict.fromkeys(step.outputs, position)
-        called = [part for part, _ in watched(layer, active, torch.randn(1, LENGTH, WIDTH, dtype=torch.float64))]
-        for earlier, later in pairwise(active):
-            if len(earlier.parts) == len(later.parts) == 1 and set(earlier.outputs) & set(later.inputs):
-                first, second = earlier.parts[0], later.parts[0]
-                if called.count(first) == called.count(second) == 1:
-                    assert called.index(first) < called.index(second), f"{second} does not read {first}"
+        active = active_steps(layer, steps)
+        follows = ancestors(steps, active)
+        calls = watched(layer, active, torch.randn(1, LENGTH, WIDTH, dtype=torch.float64, requires_grad=True))
+        results: dict[int, torch.Tensor] = {}
+        parameters: dict[int, torch.Tensor] = {}
+        for number, step in enumerate(active):
+            for part in step.parts:
+                if isinstance(find(layer, part), nn.Module):
+                    index = next(index for index, (called, _) in enumerate(calls) if called == part)
+                    results[number] = calls.pop(index)[1]
+                elif isinstance(find(layer, part), nn.Parameter):
+                    parameters[number] = find(layer, part)
+        results.setdefault(len(active) - 1, calls.pop()[1])
+        sources = results | parameters
+        for sink, result in results.items():
+            gradients = torch.autograd.grad(result.sum(), list(sources.values()), retain_graph=True, allow_unused=True)
+            found = {source for source, gradient in zip(sources, gradients, strict=True) if gradient is not None}
+            declared = follows[sink] & set(sources)
+            assert found == declared, f"{active[sink]} does not follow from what is drawn"
 
 
 @every_variant
@@ -203,6 +229,11 @@ def test_pages_have_their_sections(name: str) -> None:
     page = generate.architecture_page(architectures()[name])
     sections = ["Data flow", "State", "Limits", "When to use it", "Options of a model", "Options of a layer", "Source"]
     assert [line[3:] for line in page.splitlines() if line.startswith("## ")] == sections
+
+
+def test_a_value_that_nothing_gives_is_refused() -> None:
+    with pytest.raises(ValueError, match="reads k, which no line before gives"):
+        data_flow.read_flow("u = product (x, k)\nk = linear key(x)")
 
 
 @pytest.mark.parametrize("line", ["x", "h = mix norm(x)", "h = norm norm(x", "h = norm norm(x) | N | 1 | 2"])

@@ -182,7 +182,7 @@ def layer_widths(depth: int, full_width: int) -> list[tuple[int, float]]:
         v = norm attention.norm(v)        | N
         u = linear attention.own(h)       | U
         u = norm attention.norm(u)        | N
-        a = time windowed_attention(q, r, v)   | attention with a null key | width (2 H head_size + 1)
+        a = time windowed_attention(q, r, v)   | attention to the tokens before | width (2 H head_size + 1)
         c = product attention.combiner(a, u)   | C of all products in blocks of 4
         x = sum (x, c)
         h = norm norm(x)                  | N

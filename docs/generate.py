@@ -82,7 +82,8 @@ def architecture_page(architecture: Architecture) -> str:
             _states(architecture),
             "## Limits\n",
             f"- Longest text: {_longest_text(architecture.name)}.",
-            "- Several texts in one row (`document_ids`): " + ("yes.\n" if architecture.packs else "no, it refuses.\n"),
+            "- Several texts in one row (`document_ids`): "
+            + ("yes.\n" if architecture.packs else "no, the model refuses them.\n"),
             *([f"## When to use it\n\n{_prose(use)}"] if use else []),
             "## Options of a model\n",
             "For `model.options` in a recipe, or `options` of "

@@ -1,65 +1,91 @@
 """Writes the pages of the documentation that follow from the code: `python docs/generate.py`.
 
-One page per registered architecture, their table, and the reference of recipes. They are committed, so that they can
-be read where no site is built; a test holds them against the code.
+One page and one picture per registered architecture, their table here and in the README, and the reference of recipes.
+They are committed, so that they can be read where no site is built; a test holds them against the code.
 """
 
 import dataclasses
+import functools
 import itertools
+import re
 import types
 import typing
 from pathlib import Path
 from typing import Any
 
-from multilin.architectures.base import Architecture, architectures
+from data_flow import read_flow
+from flow_picture import describe, draw
+
+from multilin.architectures.base import Architecture, architectures, get_architecture
 from multilin.model.config import MultilinConfig
 from multilin.model.language_model import MultilinForCausalLM
 from multilin.settings import field_help
 from multilin.training.recipe import Recipe, builtin_recipes
 
 DOCS = Path(__file__).parent
-EXAMPLE = {"hidden_size": 256, "num_layers": 6, "vocab_size": 8192, "n_positions": 1024}
+README = DOCS.parent / "README.md"
+EXAMPLE = {"hidden_size": 256, "num_layers": 6, "vocab_size": 256, "n_positions": 1024}
+SIZES = f"hidden size {EXAMPLE['hidden_size']}, {EXAMPLE['num_layers']} layers, one text, float32"
 NOTE = "<!-- Written by docs/generate.py from the code: change it there. -->\n\n"
+TABLE = "<!-- The table is written by docs/generate.py. -->\n\n", "\n<!-- End of the table. -->"
 
 
 def pages() -> dict[Path, str]:
-    """Every generated page: its path and text."""
-    written = {DOCS / "architectures" / f"{name}.md": _architecture(a) for name, a in architectures().items()}
-    written[DOCS / "architectures" / "index.md"] = _overview()
-    written[DOCS / "recipes.md"] = _recipes()
-    return {path: NOTE + text for path, text in written.items()}
+    """Every generated file: its path and text."""
+    written = {}
+    for name, architecture in architectures().items():
+        written[DOCS / "architectures" / f"{name}.md"] = NOTE + architecture_page(architecture)
+        if architecture.flow:
+            written[DOCS / "architectures" / f"{name}.svg"] = draw(architecture.title, read_flow(architecture.flow))
+    written[DOCS / "architectures" / "index.md"] = NOTE + _overview()
+    written[DOCS / "recipes.md"] = NOTE + _recipes()
+    written[README] = _readme()
+    return written
 
 
 def architecture_table(link: str = "{name}.md") -> str:
     """The registered architectures as a Markdown table; `link` says where the page of one is."""
-    rows = ["| architecture | state after any length | longest text | source |", "|---|---|---|---|"]
+    rows = ["| architecture | what it is | state | longest text | source |", "|---|---|---|---|---|"]
     for name, architecture in architectures().items():
-        longest = "`n_positions`" if _model(name, {}).config.positions == "learned" else "no limit"
         rows.append(
-            f"| [{architecture.title}]({link.format(name=name)}) (`{name}`) | {_state_size(name, {})} | {longest} | "
-            f"{architecture.source} |"
+            f"| [{architecture.title}]({link.format(name=name)}) (`{name}`) | {_summary(architecture)} | "
+            f"{_size(_state_bytes(name)[1])} | {_longest_text(name)} | {architecture.source} |"
         )
     return "\n".join(rows) + "\n"
 
 
 def _overview() -> str:
-    sizes = f"hidden size {EXAMPLE['hidden_size']}, {EXAMPLE['num_layers']} layers"
     return (
         "# Architectures\n\n"
         + architecture_table()
-        + f"\nState sizes are measured on a model of {sizes}, per text, in float32.\n"
+        + f"\nThe state is measured after 1000 tokens ({SIZES}). All of these can be the layers of one model: give "
+        "`layers` of several architectures, and it trains, writes and is saved like any other.\n"
     )
 
 
-def _architecture(architecture: Architecture) -> str:
-    title, _, body = architecture.description.partition("\n")
-    variants = {"default": {}, **architecture.variants}
+def _readme() -> str:
+    before, first, rest = README.read_text(encoding="utf-8").partition(TABLE[0])
+    _, last, after = rest.partition(TABLE[1])
+    return before + first + architecture_table("docs/architectures/{name}.md") + last + after
+
+
+def architecture_page(architecture: Architecture) -> str:
+    """The page of one architecture, with a picture if it declares its data flow."""
+    what, state, use = _parts(architecture)
     return "\n".join(
         [
             f"# {architecture.title}\n",
-            f"{title.strip()}\n",
-            _prose(body),
-            f"Source: {architecture.source}.\n",
+            _prose(what),
+            _flow(architecture),
+            "## State\n",
+            *([_prose(state)] if state else []),
+            f"Measured: {SIZES}.\n",
+            _states(architecture),
+            "## Limits\n",
+            f"- Longest text: {_longest_text(architecture.name)}.",
+            "- Several texts in one row (`document_ids`): "
+            + ("yes.\n" if architecture.packs else "no, the model refuses them.\n"),
+            *([f"## When to use it\n\n{_prose(use)}"] if use else []),
             "## Options of a model\n",
             "For `model.options` in a recipe, or `options` of "
             f"`MultilinConfig.from_architecture({architecture.name!r}, ...)`.\n",
@@ -67,21 +93,52 @@ def _architecture(architecture: Architecture) -> str:
             "## Options of a layer\n",
             "Each entry of `layers` in a `config.json`; layers of several architectures make a hybrid.\n",
             _fields(architecture.options),
-            "## State\n",
-            f"Measured: hidden size {EXAMPLE['hidden_size']}, {EXAMPLE['num_layers']} layers, one text, float32.\n",
-            "| variant | options | state |\n|---|---|---|",
-            *(f"| {name} | `{dict(options)}` | {_state_size(architecture.name, options)} |"
-              for name, options in variants.items()),
-            "",
+            f"## Source\n\n{architecture.source}.\n",
         ]
-    )  # fmt: skip
+    )
+
+
+def _parts(architecture: Architecture) -> tuple[str, str, str]:
+    """What the docstring says: what it is, then what follows "State:" and "When to use:", to the end or the next."""
+    pieces = re.split(r"\n\n(State|When to use): ", architecture.description)
+    labelled = dict(zip(pieces[1::2], pieces[2::2], strict=True))
+    state, use = (text[:1].upper() + text[1:] for text in (labelled.get("State", ""), labelled.get("When to use", "")))
+    return pieces[0], state, use
+
+
+def _summary(architecture: Architecture) -> str:
+    """The docstring's first line without the name in front."""
+    line = architecture.description.partition("\n")[0]
+    return line.partition(": ")[2].rstrip(".") or line
+
+
+def _flow(architecture: Architecture) -> str:
+    if not architecture.flow:
+        return ""
+    steps = read_flow(architecture.flow)
+    alternative = f"Data flow of one layer. {describe(steps)}"
+    dashed = " Dashed boxes are there with an option only." if any(step.is_option for step in steps) else ""
+    return (
+        f"## Data flow\n\n![{alternative}]({architecture.name}.svg)\n\n"
+        f"One layer, for one position. D is the hidden size, H the number of heads; other names are options.{dashed}\n"
+    )
+
+
+def _states(architecture: Architecture) -> str:
+    rows = ["| variant | options | after 1 token | after 1000 tokens |", "|---|---|---|---|"]
+    for variant, options in {"default": {}, **architecture.variants}.items():
+        shown = ", ".join(f"`{name}: {value}`" for name, value in options.items())
+        after = " | ".join(map(_size, _state_bytes(architecture.name, variant)))
+        rows.append(f"| {variant} | {shown} | {after} |")
+    return "\n".join(rows) + "\n"
 
 
 def _recipes() -> str:
     text = (
         "# Recipes\n\nA recipe is a YAML file with these fields; every one is also a flag, "
         "`multilin train demo --training.max_steps 50`. `null` stands for the default of the architecture or of the "
-        "machine.\n\n## Built in\n\n`multilin train NAME` trains one of these; give your own text with `--data.source`.\n\n"
+        "machine.\n\n## Built in\n\n"
+        "`multilin train NAME` trains one of these; give your own text with `--data.source`.\n\n"
         "| recipe | what it is |\n|---|---|\n"
     )
     for name, path in builtin_recipes().items():
@@ -134,17 +191,31 @@ def _prose(text: str) -> str:
     return "\n\n".join(blocks) + "\n"
 
 
-def _model(name: str, options: Any) -> MultilinForCausalLM:
-    config = MultilinConfig.from_architecture(name, **EXAMPLE, options=dict(options))
-    return MultilinForCausalLM(config).eval()
+def _longest_text(name: str) -> str:
+    return "no limit" if _config(name).n_positions is None else "`n_positions` tokens"
 
 
-def _state_size(name: str, options: Any) -> str:
+def _config(name: str, variant: str = "default") -> MultilinConfig:
+    options = {"default": {}, **get_architecture(name).variants}[variant]
+    return MultilinConfig.from_architecture(name, **EXAMPLE, options=dict(options))
+
+
+@functools.cache
+def _state_bytes(name: str, variant: str = "default") -> tuple[int, int]:
+    """After 1 and after 1000 tokens."""
     import torch
 
+    model = MultilinForCausalLM(_config(name, variant)).eval()
+    state, sizes = model.new_state(), []
     with torch.no_grad():
-        state = _model(name, options)(torch.zeros(1, 1, dtype=torch.long)).past_key_values
-    return f"{state.num_bytes / 1024:,.1f} KB"
+        for count in (1, 999):
+            model(torch.zeros(1, count, dtype=torch.long), past_key_values=state, logits_to_keep=1)
+            sizes.append(state.num_bytes)
+    return sizes[0], sizes[1]
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 1024:,.1f} KB" if num_bytes < 1024**2 else f"{num_bytes / 1024**2:,.1f} MB"
 
 
 if __name__ == "__main__":

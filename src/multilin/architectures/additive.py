@@ -13,7 +13,11 @@ With stabilizer "head_norm", which is what the released package computes, P' = G
 standardises its input and w over each head, l = rescale * (w . x) / head width, and the denominator gets + 1e-5.
 
 State: per pooling and head, one summary token (log of the total weight, mean) for a global layer, or the last
-window - 1 tokens for a windowed one. Use it for long texts on small machines, and where one wants to see what was read.
+window - 1 tokens for a windowed one.
+
+When to use: texts longer than a cache of keys and values should become, on small machines, and where one wants to see
+what was read: one weight per token, head and pooling tells it. What a token weighs cannot depend on who reads it, so
+looking up one certain earlier token is what it does worst. Learned positions bound the text at n_positions.
 """
 
 import dataclasses
@@ -172,6 +176,20 @@ def _standardize(x: Tensor) -> Tensor:
         "head_norm": {"stabilizer": "head_norm"},
         "package": {"stabilizer": "head_norm", "windows": "package"},
     },
+    flow="""
+        h       = norm attention_norm(x)           | LayerNorm
+        q, k, v = linear attention.projections(h)  | three matrices
+        G       = time attention.pool_queries(q)   | softmax mean of q | (window - 1) (D + H); D + H without window
+        P       = product (G, k)
+        P       = sum (P, k)
+        P'      = norm attention.mid_norm(P)       | LayerNorm
+        K       = time attention.pool_products(P') | softmax mean of P' | (window - 1) (D + H); D + H without window
+        u       = product (K, v)
+        x       = sum (x, u)
+        h       = norm feed_forward_norm(x)        | LayerNorm
+        f       = map feed_forward(h)              | W_2 gelu(W_1 h)
+        x       = sum (x, f)
+    """,
 )
 def preset(sizes: Sizes, choices: AdditivePreset) -> Preset:
     """Windows that double from layer to layer, learned positions, tied output with bias."""

@@ -72,6 +72,7 @@ class Architecture:
     preset: lays a model out from (sizes, preset options).
     variants: preset options by name that the contract tests run besides the defaults.
     packs: whether several texts can share a row (document_ids); a model with a layer that cannot refuses them.
+    flow: the data flow of a layer, a step per line; docs/data_flow.py says how. Its page draws it.
     """
 
     name: str
@@ -83,6 +84,7 @@ class Architecture:
     preset: Callable[[Sizes, Any], Preset]
     variants: Mapping[str, Mapping[str, Any]]
     packs: bool
+    flow: str
 
     @property
     def description(self) -> str:
@@ -113,6 +115,7 @@ def register(
     preset_options: type,
     variants: Mapping[str, Mapping[str, Any]] | None = None,
     packs: bool = True,
+    flow: str = "",
 ) -> Callable[[Callable[[Sizes, Any], Preset]], Callable[[Sizes, Any], Preset]]:
     """Decorate an architecture's preset function to make the architecture known under `name`."""
 
@@ -120,7 +123,7 @@ def register(
         if name in _registry:
             raise InputError(f"architecture: {name!r} is registered twice")
         _registry[name] = Architecture(
-            name, title, source, layer, options, preset_options, preset, dict(variants or {}), packs
+            name, title, source, layer, options, preset_options, preset, dict(variants or {}), packs, flow
         )
         return preset
 

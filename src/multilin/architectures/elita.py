@@ -14,7 +14,11 @@ only so does a text mean the same however it is read. Then, on a second LayerNor
     x += W_3 [ s(W_1 h + b_1) outer s(W_2 h + b_2) ] + b_3        s = swish, W_1: D -> D, W_2: D -> factor
 
 State: per head the log of the total weight and the mean of the values: the same size for any number of tokens, and no
-limit on their number. Use it for very long texts: 100,000 tokens cost what 100,000 separate tokens cost.
+limit on their number.
+
+When to use: very long texts and very many at a time. 100,000 tokens cost what 100,000 separate tokens cost, and the
+state is the smallest of all. Everything read is in one mean per head and nothing is ever forgotten but outweighed, so
+order and neighbours reach the model only through the sines: put windowed layers below it where they matter.
 """
 
 import torch
@@ -157,6 +161,21 @@ class ElitaLayer(Layer):
     options=ElitaOptions,
     preset_options=ElitaPreset,
     variants={"clipped": {"clip_logits": 20.0}, "wide values": {"num_heads": 2, "value_size": 16, "factor": 3}},
+    flow="""
+        h      = norm attention_norm(x)      | LayerNorm
+        V h    = linear attention.values(h)  | V
+        k h    = linear attention.scores(h)  | k1, k2, k3
+        p      = map attention.frequencies + attention.phases + attention.amplitudes(position) | sines
+        logits = sum (k h, p)
+        y      = time prefix_softmax(V h, logits)    | running sum, and the token by itself | H value_size + H
+        y      = linear attention.output(y)  | O
+        x      = sum (x, y)
+        h      = norm feed_forward_norm(x)   | LayerNorm
+        a      = map feed_forward.wide(h)    | s(W_1 h + b_1)
+        b      = map feed_forward.narrow(h)  | s(W_2 h + b_2)
+        f      = product feed_forward.combine + feed_forward.bias(a, b) | W_3 (all products) + b_3
+        x      = sum (x, f)
+    """,
 )
 def preset(sizes: Sizes, choices: ElitaPreset) -> Preset:
     """No positions but those in the attention, so no limit on the text; tied output, final norm."""

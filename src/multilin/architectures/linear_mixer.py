@@ -14,7 +14,11 @@ norm the whole model is one linear map: a matrix over tokens and a triangle over
 `multilin.inference.rollout` gives, and whose own outputs can be fed back in parallel (`rollout`).
 
 State: the inputs of each mixing so far, in n_ctx rows. A text cannot be longer than n_ctx, and texts cannot share a
-row: weights belong to absolute positions. Use it to study what a language model without any nonlinearity can do.
+row: weights belong to absolute positions.
+
+When to use: to study what a language model with little or no nonlinearity can do, and to compute many outputs at once
+(`rollout`). It has no weights that look at content, its cost grows with n_ctx squared, and it holds every input: for
+long texts or a small state take another.
 """
 
 from typing import Literal, NamedTuple
@@ -175,6 +179,17 @@ def _feed_forward(hidden_size: int, options: LinearMixerOptions) -> nn.Module | 
         "masked mixer": {"feed_forward": "gelu", "norm": True, "mixing_bias": True},
     },
     packs=False,
+    flow="""
+        h = norm? mixing_norm(x)        | LayerNorm
+        m = time mixing(h)              | weighted sum by position | context D + 1
+        m = map? (m)                    | gelu
+        m = time? second_mixing(m)      | a second weighted sum | context D + 1
+        x = sum (x, m)
+        h = norm? feed_forward_norm(x)  | LayerNorm
+        f = map? feed_forward(h)        | linear or gelu feed-forward
+        x = sum? (x, f)
+        x = map? activation(x)          | ReLU
+    """,
 )
 def preset(sizes: Sizes, choices: LinearMixerPreset) -> Preset:
     """Positions are in the weights; the output has its own matrix and no norm before it."""

@@ -11,8 +11,11 @@ With query_on = "current" the roles of QK and QV change: N(QK x_t) . (QV x_j). W
 are no positions but the decay. Six layers repeat (slope, hyper, window): (0, 6.6, 64), (0, 0, wide), (0, 13.3, 64),
 (0.25, 0, 64), (0, 20, 64), (0.5, 0, 64).
 
-State: keys and values of the last `window` tokens. Use it for models without feed-forwards, trained by normalised
-gradients and in int8.
+State: keys and values of the last `window` tokens, in float32, with a flag for each that says whether it was read.
+
+When to use: to have attention whose cost per token is bounded by the window, and to study what products of the reading
+and the state can do in place of feed-forwards. Five of six layers read 64 tokens; the wide one, and with it most of
+the state, reads the training length. The combiner holds most of the parameters: block * value_size * D per layer.
 """
 
 from typing import Literal
@@ -129,6 +132,20 @@ class ThreeLinLayer(Layer, ParameterHolder):
         "narrow": {"narrow": 7, "wide": 20, "query_on": "current", "learn_decay": True},
         "document": {"scale": 1.0, "value_size": 32, "query_size": 5, "block": 4},
     },
+    flow="""
+        h     = norm norm(x)          | N
+        key   = linear query_key(h)   | QK
+        key   = norm norm(key)        | N
+        query = linear query_value(h) | QV
+        value = linear value(h)       | V
+        X     = linear key(h)         | K
+        X     = norm norm(X)          | N
+        A     = time windowed_attention + decay?(key, query, value)
+                | attention to the window before | window (query_size + value_size + 1)
+        A     = norm norm(A)          | N
+        c     = product combiner(A, X) | C of all products in a block
+        x     = sum (x, c)
+    """,
 )
 def preset(sizes: Sizes, choices: ThreeLinPreset) -> Preset:
     """The six rows over and over; no positions, so no limit on the text; untied output, final N."""

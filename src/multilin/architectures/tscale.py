@@ -13,8 +13,12 @@ W x / sqrt(width of x), without biases, so unit-variance weights keep unit varia
 Widths: the first sixth of the layers, in pairs, reads one token; after that narrow layers (64 tokens, slope 0.5) and
 full ones alternate. An odd number of layers is rounded up, as in the source.
 
-State: keys and values of the last `width` tokens per layer. Use it where training speed on few machines counts: half
-of the attention is narrow, and all products can run in int8.
+State: keys and values of the last `width` tokens per layer, in float32, with a flag for each that says whether it was
+read.
+
+When to use: where exact look-ups in the recent past count, as in a Transformer, and a bounded state is wanted all the
+same: half of the attention is narrow, the full layers read at most the training length. Unit-variance weights and
+normalised states are the source's ground for training in int8. Its state is the largest but that of the mixers.
 """
 
 import math
@@ -169,6 +173,27 @@ def layer_widths(depth: int, full_width: int) -> list[tuple[int, float]]:
     options=TScaleOptions,
     preset_options=TScalePreset,
     variants={"heads of four": {"head_size": 4, "expansion": 2, "full_width": 9, "unigram_bias": True}},
+    flow="""
+        h = norm norm(x)                  | N
+        q = linear attention.query(h)     | Q
+        q = norm attention.norm(q)        | N
+        q = map rotate(q)                 | rope
+        r = linear attention.remote(h)    | R
+        r = map rotate(r)                 | rope
+        v = linear attention.value(h)     | V
+        v = norm attention.norm(v)        | N
+        u = linear attention.own(h)       | U
+        u = norm attention.norm(u)        | N
+        a = time windowed_attention(q, r, v)   | attention to the tokens before | width (2 H head_size + 1)
+        c = product attention.combiner(a, u)   | C of all products in blocks of 4
+        x = sum (x, c)
+        h = norm norm(x)                  | N
+        e = linear expand(h)              | E
+        e = norm norm(e)                  | N
+        e = map (e)                       | relu
+        f = linear contract(e)            | F
+        x = sum (x, f)
+    """,
 )
 def preset(sizes: Sizes, choices: TScalePreset) -> Preset:
     """The width schedule; rotary positions, so no limit on the text; untied output, final N."""

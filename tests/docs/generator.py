@@ -1,0 +1,11 @@
+"""The modules that write the documentation; they are a script beside the pages, not a part of the package."""
+
+import importlib
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "docs"))
+
+data_flow, flow_layout, flow_picture, generate = map(
+    importlib.import_module, ("data_flow", "flow_layout", "flow_picture", "generate")
+)

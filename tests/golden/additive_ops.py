@@ -13,7 +13,7 @@ Compared = tuple[str, np.ndarray, np.ndarray]
 
 
 def check(file: Any) -> Iterator[Compared]:
-    """(array, ours, expected): `CASE.global`, `CASE.window{k}` for every case with logits, gradients, `doc.*`, `rnn.*`."""
+    """(array, ours, expected): `CASE.global` and `CASE.window{k}` with their gradients, `doc.*` and `rnn.*`."""
     for name in file.files:
         case, _, kind = name.rpartition(".")
         if kind != "global" and not kind.removeprefix("window").isdigit():

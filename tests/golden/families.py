@@ -62,5 +62,6 @@ def relative_error(result: np.ndarray, expected: np.ndarray) -> float:
     """Largest difference over the largest expected magnitude (at least 1e-6)."""
     if result.shape != expected.shape:
         return float("inf")
+    result, expected = result.astype(np.float64), expected.astype(np.float64)
     scale = max(float(np.abs(expected).max(initial=0.0)), 1e-6)
     return float(np.abs(result - expected).max(initial=0.0)) / scale

@@ -84,7 +84,8 @@ def _run(file: Any) -> dict[str, Tensor]:
 def _deltas(model: MultilinForCausalLM, meta: dict[str, Any]) -> dict[str, Tensor]:
     """The gradients of the summed score without the factor 1 / sqrt(inputs), as the source hands them on."""
     size = model.config.hidden_size
-    found = {"delta.MP_MODEL_FINAL": model.output.weight.grad * size**0.5}
+    tokens = torch.nn.functional.pad(model.embedding.tokens.weight.grad, (0, 0, NUM_LABELS_BEFORE_TOKENS, 0))
+    found = {"delta.MP_MODEL_FINAL": model.output.weight.grad * size**0.5, "delta.MP_MODEL_EMBED": tokens}
     for index, layer in enumerate(model.layers):
         theirs = f"delta.layer{index}.MP"
         for ours, source in NAMES.items():

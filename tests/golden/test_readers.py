@@ -233,6 +233,68 @@ def test_tscale_with_document_starts_two_heads_and_two_tiles(tmp_path: Path) -> 
     check(tmp_path / "tscale_docstart.npz", arrays, expected)
 
 
+def standardized(u: torch.Tensor) -> torch.Tensor:
+    return (u - u.mean(-1, keepdim=True)) / (u.std(-1, keepdim=True) + 1e-5)
+
+
+def pooled(u: torch.Tensor, a: torch.Tensor, window: int, mask: torch.Tensor) -> torch.Tensor:
+    """P(u, a) over directly summed windows; u (B, T, heads, e), a (heads, e)."""
+    u = standardized(u)
+    share = torch.exp(15 * (standardized(a) * u).sum(-1) / u.shape[-1] - 10000 * (1 - mask[..., None]))
+    sums = [
+        (share[:, max(0, t - window + 1) : t + 1, :, None] * u[:, max(0, t - window + 1) : t + 1]).sum(1)
+        / (share[:, max(0, t - window + 1) : t + 1, :, None].sum(1) + 1e-5)
+        for t in range(u.shape[1])
+    ]
+    return torch.stack(sums, dim=1)
+
+
+def test_fastformer_with_windows_and_masks(tmp_path: Path) -> None:
+    meta = {"hidden_size": 12, "vocab_size": 17, "n_layer": 2, "window_sizes": [3, 5], "n_positions": 20, "n_heads": 2}
+    shapes = {"word_embedding.weight": (17, 12), "proj_logits.bias": (17,)}
+    shapes |= {
+        "fastformer_model.position_embeddings.weight": (20, 12),
+        "last_norm.weight": (12,),
+        "last_norm.bias": (12,),
+    }
+    for index in range(2):
+        stem = f"fastformer_model.decoders.{index}"
+        shapes |= {f"{stem}.attention.{name}": (2, 6) for name in ("query_attn", "key_attn")}
+        shapes |= {f"{stem}.attention.projections.weight": (36, 12), f"{stem}.boom.weight": (48, 12)}
+        shapes |= {f"{stem}.unboom.weight": (12, 48)}
+        shapes |= {f"{stem}.{n}.{k}": (12,) for n in ("attention.attn_norm", "boom_norm") for k in ("weight", "bias")}
+    w = {name: torch.from_numpy(draw(*shape)).requires_grad_() for name, shape in shapes.items()}
+    ids = torch.from_numpy(np.random.default_rng(3).integers(0, 17, (2, 16)))
+    mask = torch.ones(2, 16, dtype=torch.float64)
+    mask[0, 12:] = mask[1, :2] = mask[1, 5:12] = 0
+    arrays: dict[str, Any] = {"input_ids": ids.numpy(), "meta_json": json.dumps(meta | {"rescale": 15})}
+    arrays |= {f"w.{name}": tensor.detach().numpy() for name, tensor in w.items()}
+    arrays |= {"w.proj_logits.weight": arrays["w.word_embedding.weight"], "mask.attention_mask": mask.long().numpy()}
+    given = set(arrays)
+    for run, seen in (("nomask", torch.ones_like(mask)), ("mask", mask)):
+        x = w["word_embedding.weight"][ids] + w["fastformer_model.position_embeddings.weight"][:16]
+        for index, window in enumerate(meta["window_sizes"]):
+            stem = f"fastformer_model.decoders.{index}"
+            attention_norm = [w[f"{stem}.attention.attn_norm.{k}"] for k in ("weight", "bias")]
+            qkv = NORM(x, (12,), *attention_norm) @ w[f"{stem}.attention.projections.weight"].T
+            q, k, v = (part.unflatten(-1, (2, 6)) for part in qkv.chunk(3, dim=-1))
+            queries = pooled(q, w[f"{stem}.attention.query_attn"], window, seen)
+            x = x + (pooled(queries * k, w[f"{stem}.attention.key_attn"], window, seen) * v).flatten(2)
+            inner = (
+                NORM(x, (12,), *(w[f"{stem}.boom_norm.{k}"] for k in ("weight", "bias"))) @ w[f"{stem}.boom.weight"].T
+            )
+            x = x + GELU(inner) @ w[f"{stem}.unboom.weight"].T
+            arrays[f"{run}.layer{index}.out"] = x.detach().numpy()
+        x = NORM(x, (12,), w["last_norm.weight"], w["last_norm.bias"])
+        logits = x @ w["word_embedding.weight"].T + w["proj_logits.bias"]
+        labels = ids.masked_fill(seen == 0, -100)[:, 1:]
+        loss = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels.flatten())
+        arrays |= {f"{run}.logits_direct": logits.detach().numpy(), f"{run}.loss": loss.detach().numpy()}
+        for (name, _), gradient in zip(w.items(), torch.autograd.grad(loss, list(w.values())), strict=True):
+            arrays[f"{run}.grad.{name}"] = gradient.numpy()
+    check(tmp_path / "fastformer_windowed.npz", arrays, set(arrays) - given)
+
+
 def test_other_systems_are_named_and_not_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "leap_base.npz"
     np.savez(path, x=np.zeros(3))

@@ -19,6 +19,7 @@ from multilin.analysis.info import ModelSizes
 from multilin.arguments import POSITIONAL, parse
 from multilin.errors import InputError, nearest
 from multilin.inference.generate import GenerationSettings
+from multilin.inference.rollout_run import RolloutSettings
 from multilin.messages import plain_messages, say_next
 from multilin.settings import settings
 from multilin.tokenizer_tools import TokenizerSettings
@@ -49,6 +50,16 @@ class GenerateArguments:
     state: str | None = None  # go on from the state in this file; the prompt, if any, is added to its text
     save_state: str | None = None  # write the state after the last token to this file, to go on from
     echo: bool = True  # also write the prompt itself to stdout
+
+
+@settings
+class RolloutArguments:
+    """What to go on from."""
+
+    run: str  # folder of a trained model, all of it linear
+    prompt: str | None = None  # text to go on from; without one it is read from a pipe
+    prompt_file: str | None = None  # file with the text to go on from; one newline at its end is left out
+    json: bool = False  # print JSON
 
 
 @settings
@@ -126,6 +137,24 @@ def generate(what: GenerateArguments, how: GenerationSettings) -> None:
         say_next(f"multilin generate {what.run} --state {what.save_state}")
     else:
         say_next(f"multilin generate {what.run} --save-state text.state", f"multilin evaluate {what.run}")
+
+
+def rollout(what: RolloutArguments, how: RolloutSettings) -> None:
+    """Feed the raw outputs of an all-linear model back as its inputs, all at once and one by one.
+
+    Not the likeliest token is fed back but the whole vector of outputs; each is shown as its likeliest token.
+    """
+    from multilin.inference.prompts import read_prompt
+    from multilin.inference.rollout_run import print_rollout, rollout_run
+    from multilin.inference.runs import load_run
+
+    prompt = read_prompt(what.prompt, what.prompt_file)
+    found = rollout_run(load_run(what.run), prompt, how)
+    if what.json:
+        print(_as_json(found))
+        return
+    print_rollout(found, Console(highlight=False))
+    say_next(f"multilin generate {what.run}", f"multilin info {what.run}")
 
 
 def evaluate(what: EvaluateArguments, how: EvaluationSettings) -> None:
@@ -219,6 +248,7 @@ VERBS: dict[str, Callable[..., None]] = {
     "demo": demo,
     "train": train,
     "generate": generate,
+    "rollout": rollout,
     "evaluate": evaluate,
     "info": info,
     "tokenizer train": tokenizer_train,

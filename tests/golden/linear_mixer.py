@@ -8,6 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from multilin.architectures.linear_mixer import LinearMixerLayer, LinearMixerOptions
+from multilin.inference.rollout import compose
+from multilin.layers.base import Layout
 from multilin.model import MultilinConfig, MultilinForCausalLM
 
 BLOCK = "mixerblocks.{index}."
@@ -15,8 +18,14 @@ NORMS = {"mixing_norm": "seq_layernorm", "feed_forward_norm": "patch_layernorm"}
 
 
 def check(file: Any) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
-    """(array, ours, expected): embedding, every layer, logits, loss, and the gradients of all parameters."""
-    model, names = _model(file)
+    """(array, ours, expected): embedding, every layer, logits, loss, the gradients of all parameters, the triangles.
+
+    A linear model's logits are also those of its composition. Where a file holds a block alone, its output.
+    """
+    if "w_before_forward.wte.weight" not in file.files:
+        yield from _check_block(file)
+        return
+    model, names = make_model(file)
     for name, tensor in _run(model, torch.from_numpy(file["input_ids"])).items():
         if name in file.files:
             yield name, tensor.detach().numpy(), file[name]
@@ -25,6 +34,38 @@ def check(file: Any) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
             gradient = model.get_parameter(ours).grad
             assert gradient is not None
             yield f"grad.{original}", gradient.numpy(), _to_ours(ours, file[f"grad.{original}"])
+        if ours.endswith("triangle"):
+            matrix = model.get_submodule(ours.rpartition(".")[0]).matrix().detach().numpy()
+            yield f"w_after_forward.{original}", matrix[..., None], file[f"w_after_forward.{original}"]
+    if all(entry["mixing"] == "linear" and entry["feed_forward"] == "none" for entry in model.config.layers):
+        yield (
+            "logits, composed",
+            compose(model).logits(torch.from_numpy(file["input_ids"]).long()).numpy(),
+            file["logits"],
+        )
+
+
+def _check_block(file: Any) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
+    """A block with two triangles, on inputs x."""
+    stem = "w_before_forward."
+    weights = {name.removeprefix(stem): file[name] for name in file.files if name.startswith(stem)}
+    prefix = next(name for name in weights if name.endswith("conv.0.weight")).removesuffix("conv.0.weight")
+    x_BTD = torch.from_numpy(
+        next(file[name] for name in ("x", "input", "inputs", "embed") if name in file.files)
+    ).double()
+    expected = next(name for name in ("layer0.out", "out", "y", "output") if name in file.files)
+    options = LinearMixerOptions(mixing="gelu", mixing_bias=True, context=x_BTD.shape[1])
+    layer = LinearMixerLayer(x_BTD.shape[2], options).double()
+    layer.load_state_dict(
+        {
+            ours: torch.from_numpy(
+                _to_ours(ours, weights[f"{prefix}{_original(f'layers.0.{ours}', True).split('.', 2)[2]}"])
+            ).double()
+            for ours, _ in layer.named_parameters()
+        }
+    )
+    y_BTD, _ = layer(x_BTD, None, Layout(torch.arange(x_BTD.shape[1])[None]))
+    yield expected, y_BTD.detach().numpy(), file[expected]
 
 
 def _run(model: MultilinForCausalLM, ids: Tensor) -> dict[str, Tensor]:
@@ -42,9 +83,9 @@ def _run(model: MultilinForCausalLM, ids: Tensor) -> dict[str, Tensor]:
     return {**seen, "logits": result.logits, "loss": result.loss}
 
 
-def _model(file: Any) -> tuple[MultilinForCausalLM, dict[str, str]]:
+def make_model(file: Any) -> tuple[MultilinForCausalLM, dict[str, str]]:
     """The model with the file's weights, and the file's name of each parameter."""
-    kind = json.loads(str(file["meta_json"]))["kind"]
+    kind = str(json.loads(str(file["meta_json"]))["kind"])
     weights = [name.removeprefix("w_before_forward.") for name in file.files if name.startswith("w_before_forward.")]
     # The layers of "fineweb" have norms and a feed-forward which it never calls.
     is_bare = "fineweb" in kind
@@ -64,7 +105,7 @@ def _model(file: Any) -> tuple[MultilinForCausalLM, dict[str, str]]:
             "residual": not is_bare,
             "feed_forward": "gelu" if has_feed_forward else "none",
             "expansion": len(file[f"w_before_forward.{expand}"]) // width if has_feed_forward else 1,
-            "norm": f"{first}seq_layernorm.weight" in weights and not is_bare,
+            "norm": f"{first}seq_layernorm.weight" in weights and not is_bare and "linear" not in kind,
         },
     )
     model = MultilinForCausalLM(config).double().eval()

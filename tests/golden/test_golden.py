@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.golden.__main__ import TOLERANCE, main
-from tests.golden.families import FAMILIES, compare
+from tests.golden.__main__ import main
+from tests.golden.families import FAMILIES, compare, tolerance
 
 FOLDER = Path(__file__).parents[3] / "shared" / "golden"
 FILES = sorted(path for family in FAMILIES for path in FOLDER.glob(f"{family}_*.npz"))
@@ -20,7 +20,7 @@ def test_every_array_is_reproduced() -> None:
         comparisons = compare(path)
         assert comparisons or path.stem in NOT_YET
         for comparison in comparisons:
-            assert comparison.error <= TOLERANCE, f"{path.name}: {comparison}"
+            assert comparison.error <= tolerance(comparison.array), f"{path.name}: {comparison}"
 
 
 @pytest.mark.skipif(not FILES, reason="the golden files are not beside the project")

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,13 +12,17 @@ from torch import Tensor
 
 from multilin.architectures.tscale import layer_widths
 from multilin.model import MultilinConfig, MultilinForCausalLM
-from multilin.ops.block_outer import xor_weight
+from multilin.ops.block_outer import xor_combiner, xor_weight
+from multilin.ops.windowed_attention import windowed_attention
 from tests.golden.watch import watch
 
 SOURCE_LN2 = float(np.float32(0.693147))
 """What the source writes for ln 2; it divides by it where the mathematics multiplies by log2(e)."""
 
 NUM_LABELS_BEFORE_TOKENS = 33
+
+
+NAMES = {"query": "ATT_QK", "remote": "ATT_QV", "own": "ATT_K", "value": "ATT_V"}
 
 
 def check(file: Any) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
@@ -28,6 +33,7 @@ def check(file: Any) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
         for name, tensor in _run(file).items():
             if name in file.files:
                 yield name, tensor.detach().numpy(), file[name]
+        yield from _masks(file)
 
 
 def _schedules(file: Any) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
@@ -37,6 +43,21 @@ def _schedules(file: Any) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
             widths = file[f"depth{depth}.widths"]
             expected = np.array([[widths[int(index)], slope] for index, slope in file[name]], dtype=np.float64)
             yield name, np.array(layer_widths(depth, 1024), dtype=np.float64), expected
+
+
+def _masks(file: Any) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
+    """Which tokens a position reads: with equal logits and one value per token, those of some weight."""
+    start_token = json.loads(str(file["meta_json"]))["doc_start"]
+    ids = torch.from_numpy(file["tokens"]).long()
+    documents, length = _documents(ids, start_token), ids.shape[1]
+    starts = None if documents is None else torch.nn.functional.pad(documents.diff(dim=1) > 0, (1, 0))
+    zeros = torch.zeros(len(ids), length, 1, 1, dtype=torch.float64)
+    values = torch.eye(length, dtype=torch.float64)[None, :, None].expand(len(ids), -1, 1, -1)
+    for name in file.files:
+        if width := re.fullmatch(r"att_mask_width(\d+)", name):
+            weights, _ = windowed_attention(zeros, zeros, values, window=int(width[1]), scale=1.0, starts=starts)
+            mask = (weights[:, :, 0] > 0).numpy()
+            yield name, mask.reshape(file[name].shape), file[name].astype(bool)
 
 
 def _run(file: Any) -> dict[str, Tensor]:
@@ -54,8 +75,39 @@ def _run(file: Any) -> dict[str, Tensor]:
         before = seen[f"layer{index}.state_ffn"]
     targets = torch.from_numpy(file["targets"]).long()
     log_prob = torch.log_softmax(logits, dim=-1)
-    score = log_prob.gather(-1, targets.clamp(min=0)[..., None])[..., 0][targets >= 0].mean()
-    return {**seen, "logits_nat": logits, "log_prob": log_prob, "prob": log_prob.exp(), "score": score}
+    scores = log_prob.gather(-1, targets.clamp(min=0)[..., None])[..., 0][targets >= 0]
+    scores.sum().backward()
+    found = {**seen, "logits_nat": logits, "log_prob": log_prob, "prob": log_prob.exp(), "score": scores.mean()}
+    return {**found, **_deltas(model, meta), **_with_noise(model, file, meta)}
+
+
+def _deltas(model: MultilinForCausalLM, meta: dict[str, Any]) -> dict[str, Tensor]:
+    """The gradients of the summed score without the factor 1 / sqrt(inputs), as the source hands them on."""
+    size = model.config.hidden_size
+    tokens = torch.nn.functional.pad(model.embedding.tokens.weight.grad, (0, 0, NUM_LABELS_BEFORE_TOKENS, 0))
+    found = {"delta.MP_MODEL_FINAL": model.output.weight.grad * size**0.5, "delta.MP_MODEL_EMBED": tokens}
+    for index, layer in enumerate(model.layers):
+        theirs = f"delta.layer{index}.MP"
+        for ours, source in NAMES.items():
+            found[f"{theirs}_{source}"] = layer.attention.get_submodule(ours).weight.grad * size**0.5
+        products = 512 * meta["heads"]
+        combiner = xor_combiner(layer.attention.combiner.grad).unflatten(2, (meta["heads"], 128))
+        found[f"{theirs}_ATT_COMBINER"] = combiner.transpose(1, 2).flatten(1) * products**0.5
+        found[f"{theirs}_RELU_EXPAND"] = layer.expand.weight.grad * size**0.5
+        found[f"{theirs}_RELU_CONTRACT"] = layer.contract.weight.grad * layer.contract.weight.shape[1] ** 0.5
+    return found
+
+
+def _with_noise(model: MultilinForCausalLM, file: Any, meta: dict[str, Any]) -> dict[str, Tensor]:
+    """Probabilities where each embedding is a signed sum of the rows that training drew."""
+    if "noise.label_ids" not in file.files:
+        return {}
+    labels, ids = torch.from_numpy(file["noise.label_ids"]).long(), torch.from_numpy(file["tokens"]).long()
+    rows = _tensor(file, "MP_MODEL_EMBED")[labels] * _tensor(file, "noise.label_signs")[..., None]
+    hook = model.embedding.register_forward_hook(lambda *_: rows.sum(dim=2))
+    logits = model(ids, document_ids=_documents(ids, meta["doc_start"])).logits
+    hook.remove()
+    return {"noise.prob": logits.softmax(dim=-1)}
 
 
 def _documents(ids: Tensor, start_token: int | None) -> Tensor | None:
@@ -95,10 +147,9 @@ def _model(file: Any, meta: dict[str, Any]) -> MultilinForCausalLM:
         "output.weight": _tensor(file, "MP_MODEL_FINAL"),
         "output.bias": _tensor(file, "Bias") * math.log(2),
     }
-    names = {"query": "ATT_QK", "remote": "ATT_QV", "own": "ATT_K", "value": "ATT_V"}
     for index in range(len(config.layers)):
         ours, theirs = f"layers.{index}", f"layer{index}.MP"
-        weights |= {f"{ours}.attention.{n}.weight": _tensor(file, f"{theirs}_{source}") for n, source in names.items()}
+        weights |= {f"{ours}.attention.{n}.weight": _tensor(file, f"{theirs}_{source}") for n, source in NAMES.items()}
         weights[f"{ours}.attention.combiner"] = _combiner(_tensor(file, f"{theirs}_ATT_COMBINER"), meta["heads"])
         weights[f"{ours}.expand.weight"] = _tensor(file, f"{theirs}_RELU_EXPAND")
         weights[f"{ours}.contract.weight"] = _tensor(file, f"{theirs}_RELU_CONTRACT")

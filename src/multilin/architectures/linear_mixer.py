@@ -136,11 +136,11 @@ class LinearMixerLayer(Layer):
             InputError: an option makes the layer nonlinear.
         """
         options = self.options
-        if options.mixing != "linear" or options.feed_forward == "gelu" or options.norm:
-            raise InputError(
-                f"layers: mixing {options.mixing!r}, feed_forward {options.feed_forward!r} and norm {options.norm} "
-                "given, but only linear mixing with feed_forward none or linear and without norm is a linear map"
-            )
+        accepted = {"mixing": ("linear",), "feed_forward": ("none", "linear"), "norm": (False,)}
+        for name, values in accepted.items():
+            if (given := getattr(options, name)) not in values:
+                needed = " or ".join(map(str, values))
+                raise InputError(f"{name}: {given!r} given, but it must be {needed} for the layer to be a linear map")
         over_positions = self.mixing.matrix()
         if options.residual:
             over_positions = over_positions + torch.eye(options.context).to(over_positions)

@@ -10,9 +10,9 @@ from annotated_types import Ge, Gt, Le
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast, TextStreamer
 
-from multilin.data.encoding import make_encoder
 from multilin.data.tokenizers import start_token_id
 from multilin.errors import InputError
+from multilin.inference.prompts import encode_prompt
 from multilin.inference.runs import Run, longest_text
 from multilin.inference.snapshot import Snapshot
 from multilin.model import MultilinForCausalLM
@@ -115,16 +115,13 @@ def generate_text(
 
 def _prompt_ids(prompt: str, tokenizer: PreTrainedTokenizerFast, snapshot: Snapshot | None) -> list[int]:
     """What the model reads first: the start of a text, or what the snapshot left unread; then the prompt."""
-    try:
-        ids, _ = make_encoder(tokenizer).encode([prompt])
-    except UnicodeEncodeError:
-        raise InputError(f"prompt: {prompt[:40]!r} holds bytes that are not UTF-8") from None
+    ids = encode_prompt(prompt, tokenizer)
     if snapshot is None:
-        return [start_token_id(tokenizer), *ids.tolist()]
+        return [start_token_id(tokenizer), *ids]
     before = snapshot.unread_ids[0] if snapshot.unread_ids else []
-    if not before and not len(ids):
+    if not before and not ids:
         raise InputError("prompt: none given, and the state has no token left to read; give some text to go on with")
-    return [*before, *ids.tolist()]
+    return [*before, *ids]
 
 
 def _num_read(snapshot: Snapshot) -> int:

@@ -1,8 +1,11 @@
-"""Where a prompt comes from: the command line, a file, or what is piped in."""
+"""Where a prompt comes from, the command line, a file, or what is piped in, and its tokens."""
 
 import sys
 from pathlib import Path
 
+from transformers import PreTrainedTokenizerFast
+
+from multilin.data.encoding import make_encoder
 from multilin.errors import InputError
 
 
@@ -26,6 +29,20 @@ def read_prompt(prompt: str | None, prompt_file: str | None) -> str:
     if sys.stdin is not None and not sys.stdin.isatty():
         return _decode(sys.stdin.buffer.read(), "the prompt on stdin")
     return ""
+
+
+def encode_prompt(prompt: str, tokenizer: PreTrainedTokenizerFast) -> list[int]:
+    """Token ids of the prompt alone, without a start token.
+
+    Raises:
+        InputError: text that came from bytes which are not UTF-8.
+    """
+    try:
+        ids, _ = make_encoder(tokenizer).encode([prompt])
+    except UnicodeEncodeError:
+        raise InputError(f"prompt: {prompt[:40]!r} holds bytes that are not UTF-8") from None
+    found: list[int] = ids.tolist()
+    return found
 
 
 def _decode(content: bytes, name: str) -> str:

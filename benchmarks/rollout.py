@@ -1,0 +1,151 @@
+"""How fast a linear model's raw outputs are fed back, all at once and one after the other.
+
+`rollout` computes every output in parallel, `rollout_sequential` reads one vector at a time through the model's layers.
+The bare recurrence is the strongest sequential peer: no layers, no state, one step is a row of the triangle times the
+inputs so far and two products with (V, D) matrices. The limit is what no way can leave out: one product of the two
+(V, D) matrices with each other, one of all N hidden vectors with the output matrix. All take turns in one process.
+"""
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from multilin.inference.rollout import rollout, rollout_sequential
+from multilin.model import MultilinForCausalLM
+from multilin.model.factory import create_model
+
+PARALLEL, SEQUENTIAL, RECURRENCE, LIMIT = (
+    "rollout",
+    "rollout_sequential",
+    "peer: bare recurrence",
+    "limit: bare products",
+)
+
+
+def main(argv: list[str]) -> None:
+    arguments = _parser().parse_args(argv)
+    if arguments.threads:
+        torch.set_num_threads(arguments.threads)
+    torch.manual_seed(0)
+    device = torch.accelerator.current_accelerator() or torch.device("cpu")
+    model = create_model(
+        "linear_mixer", hidden_size=arguments.hidden_size, num_layers=1, vocab_size=arguments.vocab_size,
+        n_positions=arguments.n_positions,
+    ).to(device)  # fmt: skip
+    assert isinstance(model, MultilinForCausalLM)
+    rows = []
+    for dtype in (torch.float32, torch.float64):
+        for num_prompt in arguments.prompts:
+            prompt = torch.randint(arguments.vocab_size, (1, num_prompt), device=device)
+            rows += _measure(model.to(dtype=dtype), prompt, arguments)
+    _print(rows, arguments)
+    if arguments.json:
+        Path(arguments.json).write_text(json.dumps({"arguments": vars(arguments), "rows": rows}, indent=2) + "\n")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="benchmarks rollout", description=__doc__)
+    parser.add_argument("--hidden-size", type=int, default=256)
+    parser.add_argument("--vocab-size", type=int, default=4096)
+    parser.add_argument("--n-positions", type=int, default=512)
+    parser.add_argument("--prompts", type=int, nargs="+", default=[1, 16], help="tokens read before")
+    parser.add_argument("--steps", type=int, default=256, help="outputs")
+    parser.add_argument("--turns", type=int, default=7, help="turns of each; the table shows medians")
+    parser.add_argument("--threads", type=int, help="threads of torch; one gives steadier figures on a busy machine")
+    parser.add_argument("--json", help="file to write the figures to")
+    return parser
+
+
+def _measure(model: MultilinForCausalLM, prompt: Tensor, arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    tasks: dict[str, Callable[[], Tensor]] = {
+        PARALLEL: lambda: rollout(model, prompt, arguments.steps),
+        SEQUENTIAL: lambda: rollout_sequential(model, prompt, arguments.steps),
+        RECURRENCE: _recurrence(model, prompt, arguments.steps),
+        LIMIT: _bare_products(model, arguments.steps),
+    }
+    expected = tasks[SEQUENTIAL]()
+    seconds: dict[str, list[float]] = {name: [] for name in tasks}
+    for turn in range(arguments.turns + 1):
+        for name, task in tasks.items():
+            _synchronize()
+            begin = time.perf_counter()
+            task()
+            _synchronize()
+            if turn:  # the first one warms up
+                seconds[name].append(time.perf_counter() - begin)
+    return [
+        {
+            "way": name,
+            "dtype": str(model.dtype).removeprefix("torch."),
+            "prompt": prompt.shape[1],
+            "seconds": statistics.median(times),
+            "fastest": min(times),
+            "slowest": max(times),
+            "sequential_over_this": statistics.median(
+                slow / other for slow, other in zip(seconds[SEQUENTIAL], times, strict=True)
+            ),
+            "difference": None if name == LIMIT else _difference(tasks[name](), expected),
+        }
+        for name, times in seconds.items()
+    ]
+
+
+@torch.no_grad()
+def _recurrence(model: MultilinForCausalLM, prompt: Tensor, num_steps: int) -> Callable[[], Tensor]:
+    """t_{n+1} = H (C + 1)[n] e, e the embeddings of all inputs so far."""
+    weights, head = model.embedding.tokens.weight.detach(), model.output.weight.detach()
+    mixing = model.layers[0].linear_map().over_positions.detach()
+
+    @torch.inference_mode()
+    def run() -> Tensor:
+        num_prompt, outputs = prompt.shape[1], []
+        inputs = weights.new_empty(num_prompt + num_steps, weights.shape[1])
+        inputs[:num_prompt] = weights[prompt[0]]
+        for n in range(num_prompt - 1, num_prompt - 1 + num_steps):
+            outputs.append(head @ (mixing[n, : n + 1] @ inputs[: n + 1]))
+            inputs[n + 1] = outputs[-1] @ weights
+        return torch.stack(outputs)[None]
+
+    return run
+
+
+def _bare_products(model: MultilinForCausalLM, num_steps: int) -> Callable[[], Tensor]:
+    weights, head = model.embedding.tokens.weight.detach(), model.output.weight.detach()
+    hidden = torch.randn(num_steps, head.shape[1], dtype=head.dtype, device=head.device)
+
+    def run() -> Tensor:
+        _ = weights.T @ head
+        return hidden @ head.T
+
+    return run
+
+
+def _difference(found: Tensor, expected: Tensor) -> float:
+    """The largest relative difference of an output vector."""
+    return float(((found - expected).norm(dim=-1) / expected.norm(dim=-1)).max())
+
+
+def _print(rows: list[dict[str, Any]], arguments: argparse.Namespace) -> None:
+    sizes = f"width {arguments.hidden_size}, vocabulary {arguments.vocab_size}, {arguments.n_positions} positions"
+    print(f"{arguments.steps} outputs, {sizes}, one layer, {torch.get_num_threads()} threads")
+    print(f"{'':24}{'dtype':>9}{'prompt':>8}{'ms':>10}{'fastest - slowest':>22}{'speed':>9}{'difference':>12}")
+    for row in rows:
+        spread = f"{1e3 * row['fastest']:,.1f} - {1e3 * row['slowest']:,.1f}"
+        difference = "" if row["difference"] is None else f"{row['difference']:.1e}"
+        print(
+            f"{row['way']:24}{row['dtype']:>9}{row['prompt']:>8}{1e3 * row['seconds']:>10,.1f}{spread:>22}"
+            f"{row['sequential_over_this']:>8.1f}x{difference:>12}"
+        )
+    print("speed: how many times as fast as rollout_sequential; difference: largest relative one of an output from its")
+
+
+def _synchronize() -> None:
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()

@@ -1,0 +1,135 @@
+"""A trained model's raw outputs fed back, computed in both ways and shown as text."""
+
+import copy
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+import torch
+from annotated_types import Gt
+from rich.console import Console
+from rich.text import Text
+from torch import Tensor
+from transformers import PreTrainedTokenizerFast
+
+from multilin.data.tokenizers import start_token_id
+from multilin.errors import InputError
+from multilin.inference.prompts import encode_prompt
+from multilin.inference.rollout import rollout, rollout_sequential
+from multilin.inference.runs import Run
+from multilin.model import MultilinForCausalLM
+from multilin.settings import settings
+
+
+@settings
+class RolloutSettings:
+    """How far, and how exactly."""
+
+    num_steps: Annotated[int, Gt(0)] = 64  # output vectors to compute; all but the last are fed back
+    dtype: Literal["float64", "float32"] = "float64"  # of both computations; float32 is faster and less exact
+
+
+DEFAULTS = RolloutSettings()
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way of computing the outputs.
+
+    token_ids: the likeliest token of each output; text: the same, decoded.
+    seconds: for all outputs, the model loaded and warm.
+    """
+
+    token_ids: list[int]
+    text: str
+    seconds: float
+
+
+@dataclass(frozen=True)
+class RolloutResult:
+    """Both ways, and how they compare.
+
+    num_prompt_tokens: tokens read first, the start token included.
+    speedup: sequential over parallel seconds.
+    largest_difference: over the outputs, the norm of the difference relative to that of the output.
+    """
+
+    prompt: str
+    num_prompt_tokens: int
+    num_steps: int
+    dtype: str
+    parallel: Way
+    sequential: Way
+    speedup: float
+    largest_difference: float
+
+
+def rollout_run(run: Run, prompt: str, settings: RolloutSettings = DEFAULTS) -> RolloutResult:
+    """Feed a model's raw outputs back as its inputs after a prompt, all at once and one after the other.
+
+    Raises:
+        InputError: a model that is not linear, no prompt, or more positions than the model reads.
+    """
+    if not isinstance(run.model, MultilinForCausalLM):
+        raise InputError(f"run: a {run.model.config.model_type} model given, but only an all-linear model rolls out")
+    if not prompt:
+        raise InputError("prompt: none given, but a rollout goes on from a text; give --prompt with some")
+    ids = [start_token_id(run.tokenizer), *encode_prompt(prompt, run.tokenizer)]
+    model = copy.deepcopy(run.model).to(dtype=getattr(torch, settings.dtype))
+    prompt_BT = torch.tensor([ids], device=model.device)
+    parallel, fast = _time(rollout, model, prompt_BT, settings.num_steps)
+    sequential, slow = _time(rollout_sequential, model, prompt_BT, settings.num_steps)
+    # An output may be zero, and is then expected to be exactly that.
+    norms = sequential.norm(dim=-1).clamp(min=torch.finfo(sequential.dtype).tiny)
+    return RolloutResult(
+        prompt=prompt,
+        num_prompt_tokens=len(ids),
+        num_steps=settings.num_steps,
+        dtype=settings.dtype,
+        parallel=_way(parallel, run.tokenizer, fast),
+        sequential=_way(sequential, run.tokenizer, slow),
+        speedup=slow / fast,
+        largest_difference=float(((parallel - sequential).norm(dim=-1) / norms).max()),
+    )
+
+
+def print_rollout(result: RolloutResult, console: Console) -> None:
+    """Both texts, their times and how far apart the vectors are."""
+    console.print(
+        "Raw output vectors are fed back as inputs, not the likeliest token; each is shown as its likeliest.\n",
+        soft_wrap=True,
+    )
+    for name, way in (("parallel", result.parallel), ("sequential", result.sequential)):
+        console.print(f"{name:11}{1e3 * way.seconds:10.2f} ms  ", end="", soft_wrap=True)
+        console.print(Text(repr(result.prompt + way.text)), soft_wrap=True)
+    console.print(
+        f"\n{result.num_steps} outputs after {result.num_prompt_tokens} tokens in {result.dtype}: parallel is "
+        f"{result.speedup:.1f} times as fast, the outputs differ by {result.largest_difference:.1e} at most (relative)",
+        soft_wrap=True,
+    )
+
+
+def _time(
+    function: Callable[[MultilinForCausalLM, Tensor, int], Tensor],
+    model: MultilinForCausalLM,
+    prompt_BT: Tensor,
+    num_steps: int,
+) -> tuple[Tensor, float]:
+    """The result and the seconds it took; before, the same once with few steps, so that libraries are loaded."""
+    function(model, prompt_BT, min(num_steps, 3))
+    _synchronize(model.device)
+    begin = time.perf_counter()
+    result = function(model, prompt_BT, num_steps)
+    _synchronize(model.device)
+    return result, time.perf_counter() - begin
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.accelerator.synchronize()
+
+
+def _way(outputs_BNV: Tensor, tokenizer: PreTrainedTokenizerFast, seconds: float) -> Way:
+    token_ids = outputs_BNV[0].argmax(dim=-1).tolist()
+    return Way(token_ids, tokenizer.decode(token_ids), seconds)

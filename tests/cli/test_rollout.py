@@ -1,0 +1,97 @@
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from multilin.data.tokenizers import train_tokenizer
+from multilin.inference.runs import load_run
+from multilin.model.factory import create_model
+from tests.cli.conftest import N_POSITIONS
+
+Call = Callable[..., str]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Folders of untrained linear mixers, two of them not all linear."""
+    options = {"linear": {"mixing_bias": True, "feed_forward": "linear"}, "gelu": {"mixing": "gelu"}}
+    options["relu"] = {"mixing": "relu"}
+    return {name: _write(tmp_path_factory.mktemp(name), chosen) for name, chosen in options.items()}
+
+
+def _write(folder: Path, options: dict) -> Path:
+    tokenizer = train_tokenizer([], "byte", None)
+    torch.manual_seed(0)
+    create_model(
+        "linear_mixer", hidden_size=16, num_layers=2, vocab_size=len(tokenizer), n_positions=N_POSITIONS,
+        options=options, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
+    ).save_pretrained(folder)  # fmt: skip
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def folder(folders: dict[str, Path]) -> Path:
+    """A model that rolls out."""
+    return folders["linear"]
+
+
+def test_both_ways_give_the_same_text(folder: Path, cli: Call) -> None:
+    found = json.loads(cli("rollout", folder, "--prompt", "the cat", "--num-steps", 30, "--json"))
+    assert found["num_prompt_tokens"] == 8
+    assert len(found["parallel"]["token_ids"]) == 30
+    assert found["parallel"]["text"] == found["sequential"]["text"]
+    assert found["largest_difference"] <= 1e-10
+    assert found["speedup"] == pytest.approx(found["sequential"]["seconds"] / found["parallel"]["seconds"])
+    less_exact = json.loads(
+        cli("rollout", folder, "--prompt", "the cat", "--num-steps", 30, "--json", "--dtype", "float32")
+    )
+    assert 1e-10 < less_exact["largest_difference"] <= 1e-4
+
+
+def test_it_says_what_is_fed_back(folder: Path, cli: Call) -> None:
+    shown = cli("rollout", folder, "--prompt", "the cat", "--num-steps", 5)
+    assert "Raw output vectors are fed back as inputs, not the likeliest token" in shown
+    assert shown.count("'the cat") == 2
+    assert " times as fast" in shown
+
+
+def test_the_first_output_is_what_greedy_writing_begins_with(folder: Path, cli: Call) -> None:
+    """After that they part: the one reads a vector, the other a token."""
+    found = json.loads(cli("rollout", folder, "--prompt", "the cat", "--num-steps", 3, "--json"))
+    run = load_run(folder)
+    ids = [run.tokenizer.eos_token_id, *run.tokenizer.encode("the cat", add_special_tokens=False)]
+    logits = run.model.double()(torch.tensor([ids], device=run.model.device)).logits
+    assert found["parallel"]["token_ids"][0] == int(logits[0, -1].argmax())
+
+
+@pytest.fixture
+def gpt2(run_folder: Callable[[str], Path]) -> Path:
+    """The folder of a model of another kind."""
+    return run_folder("gpt2")
+
+
+def test_nonlinear_models_are_refused(folders: dict[str, Path], additive: Path, gpt2: Path, refusal: Call) -> None:
+    message = refusal("rollout", folders["gelu"], "--prompt", "x")
+    assert message == "layers.0.mixing: 'gelu' given, but it must be linear for the layer to be a linear map"
+    message = refusal("rollout", folders["relu"], "--prompt", "x")
+    assert message.startswith("layers.1.mixing: 'relu' given")
+    assert "only linear layers" in refusal("rollout", additive, "--prompt", "x")
+    assert refusal("rollout", gpt2, "--prompt", "x").startswith("run: a gpt2 model given")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--prompt", ""], "prompt: none given, but a rollout goes on from a text; give --prompt with some"),
+        ([], "prompt: none given, but a rollout goes on from a text; give --prompt with some"),
+        (["--prompt", "x" * N_POSITIONS], "prompt: the text has 65 tokens, but this model reads at most 64"),
+        (["--prompt", "x", "--num-steps", "64"], "num_steps: 64 after a text of 2 tokens given, but this model reads"),
+        (["--prompt", "x", "--num-steps", "0"], "--num-steps: 0 given, but it should be greater than 0"),
+        (["--prompt", "x", "--dtype", "int8"], "--dtype: 'int8' given, but it should be float64 or float32"),
+    ],
+)
+def test_bad_requests_are_refused(folder: Path, refusal: Call, arguments: list[str], message: str) -> None:
+    assert refusal("rollout", folder, *arguments).startswith(message)

@@ -77,7 +77,7 @@ def windowed_attention(
     compute = WINDOWED_ATTENTION.backend_for(values.device).compute
     with torch.autocast(values.device.type, enabled=False):
         means, state = compute(
-            queries.to(dtype), keys.to(dtype), values.to(dtype), logits_BT, window=window, scale=scale, slope=slope,
+            queries, keys, values, logits_BT, window=window, scale=scale, slope=slope,
             hyper=hyper, null_key=null_key, state=state, starts=starts, needs_state=needs_state,
         )  # fmt: skip
     return means.to(values.dtype), state

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from multilin.errors import InputError
 from multilin.layers.base import Layout
-from tests.contract.conftest import HIDDEN_SIZE, LONGEST, MakeModel, random_ids
+from tests.contract.conftest import HIDDEN_SIZE, LONGEST, VOCAB_SIZE, MakeModel, random_ids
+from tests.ops.largest import LargestTensor
 
 EXACT = {"rtol": 1e-10, "atol": 1e-10}
 
@@ -128,6 +129,19 @@ def test_the_state_does_not_grow(make_model: MakeModel) -> None:
         assert {tensor.dtype for _, tensor in state.named_tensors()} <= {torch.float32, torch.int64}
         assert {len(tensor) for _, tensor in state.named_tensors()} == {2}
     assert len(sizes) == 1
+
+
+def test_streaming_a_longer_text_needs_no_more_memory(make_model: MakeModel) -> None:
+    """Neither what is made on the way nor what the state keeps alive, views of larger tensors included."""
+    needs = []
+    for num_chunks in (2, 8):
+        model, ids = make_model(torch.float32), random_ids(1, 16 * num_chunks)
+        with torch.inference_mode(), LargestTensor() as watch:
+            _, state = read_in_pieces(model, ids, list(range(16, ids.shape[1], 16)))
+        needs.append((watch.numbers, sum(tensor.untyped_storage().nbytes() for _, tensor in state.named_tensors())))
+    assert needs[0][1] == needs[1][1]
+    # The test itself puts all logits together.
+    assert needs[1][0] <= max(needs[0][0], ids.shape[1] * VOCAB_SIZE)
 
 
 def test_a_low_precision_model_keeps_its_state_in_float32(make_model: MakeModel) -> None:

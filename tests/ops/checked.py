@@ -4,6 +4,7 @@ from beartype import beartype
 from jaxtyping import jaxtyped
 
 from multilin.ops import block_outer as products_op
+from multilin.ops import causal_mixing as mixing_op
 from multilin.ops import linear_cross_entropy as loss_op
 from multilin.ops import prefix_softmax as pooling_op
 from multilin.ops import windowed_attention as attention_op
@@ -11,6 +12,7 @@ from multilin.ops import windowed_attention as attention_op
 _checked = jaxtyped(typechecker=beartype)
 
 block_outer = _checked(products_op.block_outer)
+causal_mixing = _checked(mixing_op.causal_mixing)
 windowed_attention = _checked(attention_op.windowed_attention)
 prefix_softmax = _checked(pooling_op.prefix_softmax)
 linear_cross_entropy = _checked(loss_op.linear_cross_entropy)

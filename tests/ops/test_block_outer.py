@@ -8,6 +8,7 @@ from multilin.ops import block_outer as unchecked
 from multilin.ops.block_outer import expand, reference, xor_combiner, xor_weight
 from multilin.ops.block_outer.cases import SHAPES, make_inputs
 from tests.ops.checked import block_outer
+from tests.ops.largest import LargestTensor
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -30,6 +31,30 @@ def test_precision_against_float64(name: str, low: torch.dtype, tolerance: float
         results.append([result, *torch.autograd.grad(result.sum(), inputs)])
     for expected, result in zip(*results, strict=True):
         assert (result.double() - expected).norm() <= tolerance * expected.norm()
+
+
+def test_all_rows_pairs_are_never_held_at_once_nor_kept(monkeypatch) -> None:
+    """Kept for the backward pass: inputs only. The result does not depend on the chunks."""
+    num_pairs, rows = 8 * 16 * 16, 1024
+    left, right = (torch.randn(rows, 8, 16, requires_grad=True) for _ in range(2))
+    weight, kept = torch.randn(3, 8, 16, 16, requires_grad=True), []
+    results = []
+    for rows_per_chunk in (rows, 128):
+        monkeypatch.setitem(expand.NUMBERS, "cpu", rows_per_chunk * num_pairs)
+        with (
+            LargestTensor() as watch,
+            torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.numel()) or x, lambda x: x),
+        ):
+            result = block_outer(left, right, weight)
+            results.append([result, *torch.autograd.grad(result.sin().sum(), (left, right, weight))])
+        assert watch.numbers == rows_per_chunk * num_pairs
+    assert max(kept) <= left.numel()
+    torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-3)
+
+
+def test_no_rows_give_no_rows() -> None:
+    left, right, weight = torch.zeros(0, 2, 3), torch.zeros(0, 2, 5), torch.zeros(7, 2, 3, 5)
+    assert block_outer(left, right, weight).shape == (0, 7)
 
 
 @pytest.mark.parametrize("block", [1, 4, 16])

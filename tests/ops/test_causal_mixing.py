@@ -2,15 +2,12 @@
 
 import pytest
 import torch
-from beartype import beartype
-from jaxtyping import jaxtyped
 
 from multilin.errors import InputError
 from multilin.ops.causal_mixing import CAUSAL_MIXING, lower_triangle
 from multilin.ops.causal_mixing import causal_mixing as unchecked
 from multilin.ops.causal_mixing.cases import SHAPES, make_inputs
-
-causal_mixing = jaxtyped(typechecker=beartype)(unchecked)
+from tests.ops.checked import causal_mixing
 
 EXACT = {"rtol": 1e-11, "atol": 1e-11}
 

@@ -5,6 +5,7 @@ import torch
 
 from multilin.ops.linear_cross_entropy import chunked, reference
 from tests.ops.checked import linear_cross_entropy, token_cross_entropy
+from tests.ops.largest import LargestTensor
 
 N, D, V = 37, 7, 29
 
@@ -57,16 +58,6 @@ def test_peak_memory_is_a_chunk_of_logits_not_all() -> None:
     """Counts the largest tensor made on the way: of the order of a chunk, far below N x V."""
     num_rows, vocab = 4096, 8192
     hidden, weight = torch.randn(num_rows, 8, requires_grad=True), torch.randn(vocab, 8, requires_grad=True)
-    largest = 0
-
-    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            nonlocal largest
-            result = function(*args, **(kwargs or {}))
-            if isinstance(result, torch.Tensor):
-                largest = max(largest, result.numel())
-            return result
-
-    with Watch():
+    with LargestTensor() as watch:
         linear_cross_entropy(hidden, weight, None, torch.zeros(num_rows, dtype=torch.long)).backward()
-    assert largest <= chunked.CHUNK_NUMBERS < num_rows * vocab / 2
+    assert watch.numbers <= chunked.CHUNK_NUMBERS < num_rows * vocab / 2

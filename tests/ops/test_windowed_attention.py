@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from multilin.errors import InputError
 from multilin.ops import windowed_attention as unchecked
 from multilin.ops.prefix_softmax.cases import make_starts
-from multilin.ops.windowed_attention import WINDOWED_ATTENTION, portable, reference
+from multilin.ops.windowed_attention import WINDOWED_ATTENTION, portable, reference, tiles
 from multilin.ops.windowed_attention.cases import OPTIONS, make_inputs
 from tests.ops.checked import windowed_attention
+from tests.ops.largest import LargestTensor
 
 B, T, H, D, E = 2, 131, 2, 3, 5
 
@@ -94,6 +95,57 @@ def test_precision_against_float64(name: str, low: torch.dtype, tolerance: float
         results.append([means, *torch.autograd.grad((means * weight.to(dtype)).sum(), inputs)])
     for expected, result in zip(*results, strict=True):
         assert (result.double() - expected).norm() <= tolerance * expected.norm().clamp(min=1e-12)
+
+
+def test_an_empty_past_gives_zero_and_zero_gradients() -> None:
+    """At the start of each text and where everything visible is padding, with and without a null key."""
+    q, k, v = (x.requires_grad_() for x in make_inputs(1, T, H, D, E))
+    starts, padding = torch.arange(T)[None] == 50, (torch.arange(T)[None] >= 70) & (torch.arange(T)[None] < 90)
+    for null_key in (False, True):
+        means, _ = windowed_attention(q, k, v, window=4, null_key=null_key, starts=starts, padding=padding)
+        empty = torch.zeros(T, dtype=torch.bool)
+        empty[[0, 50]] = True
+        empty[74:91] = True
+        assert (means[0, empty] == 0).all()
+        assert (means[0, ~empty] != 0).all()
+        for gradient in torch.autograd.grad(means[0, empty].sum(), (q, k, v)):
+            assert (gradient == 0).all()
+
+
+def test_a_null_key_is_one_more_token_of_logit_and_value_zero() -> None:
+    q, k, v = make_inputs(B, T, H, D, E)
+    result, _ = windowed_attention(q, k, v, window=T, null_key=True)
+    scores = torch.einsum("bthd,bshd->bhts", q, k).masked_fill(torch.ones(T, T, dtype=torch.bool).triu(), -torch.inf)
+    scores = torch.cat([torch.zeros(B, H, T, 1, dtype=v.dtype), scores], dim=-1)
+    values = torch.cat([torch.zeros_like(v[:, :1]), v], dim=1)
+    expected = torch.einsum("bhts,bshe->bthe", scores.softmax(dim=-1), values)
+    torch.testing.assert_close(result, expected, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("numbers", [1, 3000, 50_000])
+@pytest.mark.parametrize("window", [3, 40, 1000])
+def test_how_the_work_is_cut_changes_nothing(monkeypatch, numbers: int, window: int) -> None:
+    monkeypatch.setitem(tiles.NUMBERS, "cpu", numbers)
+    results = []
+    for backend in (reference, portable):
+        inputs = [x.requires_grad_() for x in make_inputs(3, T, H, D, E)]
+        logits = torch.zeros(3, T, dtype=torch.float64)
+        means, _ = backend.windowed_attention(*inputs, logits, window=window, scale=0.7, slope=0.1, null_key=True)
+        results.append([means, *torch.autograd.grad(means.sin().sum(), inputs)])
+    torch.testing.assert_close(results[1], results[0], rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize(("window", "lengths"), [(64, (4096, 16384)), (100_000, (1024, 4096))])
+def test_no_tensor_on_the_way_grows_with_the_pairs(window: int, lengths: tuple[int, int]) -> None:
+    """Forward and backward, the largest tensor is a tile or of the inputs' size, never time x window x heads."""
+    largest = []
+    for length in lengths:
+        inputs = [x.float().requires_grad_() for x in make_inputs(1, length, 4, 4, 4)]
+        with LargestTensor() as watch:
+            windowed_attention(*inputs, window=window)[0].sum().backward()
+        largest.append(watch.numbers)
+    assert max(largest) <= max(4 * tiles.NUMBERS["cpu"], 16 * lengths[1])
+    assert max(largest) < lengths[1] * min(window, lengths[1]) * 4 / 3
 
 
 def test_every_backend_is_tested_and_bad_input_is_named() -> None:

@@ -38,7 +38,8 @@ def block_outer(
     Raises:
         InputError: shapes that do not fit.
 
-    Cost: N K J D multiplications per row; N K J products per row are held for one call and recomputed backward.
+    Cost: 2 N K J D multiplications and additions per row, three times that with backward. The N K J products of a row
+    are held for a chunk of rows only, about 2^21 numbers, and are made again backward.
     Source: TScale and 3Lin (combiners), ELiTA (two-factor feed-forward).
     """
     if weight.shape[1:] != (*left.shape[-2:], right.shape[-1]) or left.shape[:-1] != right.shape[:-1]:

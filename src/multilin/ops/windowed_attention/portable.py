@@ -1,14 +1,29 @@
-"""Windowed attention in linear time from PyTorch operations: blocks of queries against two blocks of keys."""
+"""Windowed attention in linear time from PyTorch operations: tiles of queries against the keys their windows hold.
+
+A tile's weights are made, used and dropped while they are in the cache, and made again backward. The last key of a
+block is in no window of the strict past, so its column serves as a sink: of logit 0 it is the null key, of the lowest
+finite logit it takes the weight of a row that sees nothing; its value is 0 either way, and the softmax needs no cases.
+"""
+
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from multilin.ops.windowed_attention import reference
-from multilin.ops.windowed_attention.softmax import softmax
+from multilin.ops.windowed_attention.tiles import (
+    Tile,
+    add_key_blocks,
+    block_size,
+    key_blocks,
+    query_blocks,
+    tiles,
+    write_query_blocks,
+)
 from multilin.ops.windowed_attention.tokens import WindowedAttentionState, last_tokens, read_state_first
 
-SMALLEST_BLOCK = 32  # below, the products are too small to be worth their calls
+SHORT = 8  # up to here the definition itself is faster
 
 
 def windowed_attention(
@@ -27,37 +42,134 @@ def windowed_attention(
     needs_state: bool = True,
 ) -> tuple[Tensor, WindowedAttentionState | None]:
     """See `multilin.ops.windowed_attention`."""
-    num_new, block = keys_BTHD.shape[1], max(window, SMALLEST_BLOCK)
-    if num_new <= 2 * block:
+    num_new = keys_BTHD.shape[1]
+    if num_new <= SHORT:
         return reference.windowed_attention(
             queries_BTHD, keys_BTHD, values_BTHE, logits_BT, window=window, scale=scale, slope=slope, hyper=hyper,
             null_key=null_key, state=state, starts=starts, needs_state=needs_state,
         )  # fmt: skip
     keys, values, logits_BS = read_state_first(keys_BTHD, values_BTHE, logits_BT, state)
-    num_read = keys.shape[1] - num_new
     after = last_tokens(keys, values, logits_BS, starts, window) if needs_state else None
+    if window == 0:
+        return _read_itself(queries_BTHD, keys_BTHD, values_BTHE, logits_BT, scale, null_key), after
 
-    extra = -keys.shape[1] % block
-    queries_BNKHD = pad(queries_BTHD, (0, 0, 0, 0, num_read, extra)).unflatten(1, (-1, block))
-    keys_BNLHD = _with_block_before(pad(keys, (0, 0, 0, 0, 0, extra)).unflatten(1, (-1, block)))
-    values_BNLHE = _with_block_before(pad(values, (0, 0, 0, 0, 0, extra)).unflatten(1, (-1, block)))
-    logits_BNL = _with_block_before(pad(logits_BS, (0, extra), value=-torch.inf).unflatten(1, (-1, block)), -torch.inf)
-
-    offset_K, offset_L = (torch.arange(n, device=keys.device) for n in (block, 2 * block))
-    distance_KL = offset_K[:, None] + block - offset_L[None, :]
-    hidden = ~reference.is_visible(distance_KL, window)[None, None, None]
-    if starts is not None:
-        text_BNK = pad(starts.cumsum(dim=1), (num_read, extra)).unflatten(1, (-1, block))
-        hidden = hidden | (text_BNK[..., :, None] != _with_block_before(text_BNK)[..., None, :])[:, :, None]
-    scores_BNHKL = scale * torch.einsum("bnkhd,bnlhd->bnhkl", queries_BNKHD, keys_BNLHD)
-    scores_BNHKL = scores_BNHKL + reference.decay(distance_KL, slope, hyper, keys.dtype)
-    scores_BNHKL = scores_BNHKL + logits_BNL[:, :, None, None, :]
-    weights_BNHKL = softmax(scores_BNHKL.masked_fill(hidden, -torch.inf), null_key)
-    means_BNKHE = torch.einsum("bnhkl,bnlhe->bnkhe", weights_BNHKL, values_BNLHE)
-    return means_BNKHE.flatten(1, 2)[:, num_read : num_read + num_new], after
+    num_read = keys.shape[1] - num_new
+    reach = min(window, keys.shape[1])
+    block = block_size(num_new, keys.shape[2], reach, keys.device)
+    offset_K, offset_L = (torch.arange(n, device=keys.device) for n in (block, block + reach))
+    distance_KL = offset_K[:, None] + reach - offset_L[None, :]
+    bias_KL = reference.decay(distance_KL, slope, hyper, logits_BT.dtype)
+    bias_KL = bias_KL.masked_fill(~reference.is_visible(distance_KL, window), -torch.inf)
+    text_BS = None if starts is None else pad(starts.cumsum(dim=1), (num_read, 0))
+    means_BTHE: Tensor = _WindowedAttention.apply(
+        queries_BTHD, keys, values, bias_KL, logits_BS, text_BS, scale, null_key
+    )
+    return means_BTHE, after
 
 
-def _with_block_before(x_BNK: Tensor, fill: float = 0.0) -> Tensor:
-    """Each block behind the one before it: (B, N, 2K, ...)."""
-    before = pad(x_BNK[:, :-1], (0, 0) * (x_BNK.ndim - 2) + (1, 0), value=fill)
-    return torch.cat([before, x_BNK], dim=2)
+def _read_itself(
+    queries_BTHD: Tensor, keys_BTHD: Tensor, values_BTHE: Tensor, logits_BT: Tensor, scale: float, null_key: bool
+) -> Tensor:
+    """A window of 0: the own value, weighed against the null key only."""
+    if not null_key:
+        return values_BTHE.masked_fill((logits_BT == -torch.inf)[..., None, None], 0.0)
+    dtype = logits_BT.dtype
+    scores_BTH = scale * (queries_BTHD.to(dtype) * keys_BTHD.to(dtype)).sum(dim=-1) + logits_BT[..., None]
+    return torch.sigmoid(scores_BTH)[..., None] * values_BTHE
+
+
+class _WindowedAttention(torch.autograd.Function):
+    """Means (B, T, H, E) of the values; works in the dtype of the bias, which also hides what no window holds."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        queries_BTHD: Tensor,
+        keys_BSHD: Tensor,
+        values_BSHE: Tensor,
+        bias_KL: Tensor,
+        logits_BS: Tensor,
+        text_BS: Tensor | None,
+        scale: float,
+        null_key: bool,
+    ) -> Tensor:
+        means_BTHE = values_BSHE.new_empty(*queries_BTHD.shape[:3], values_BSHE.shape[3])
+        for tile in _tiles(queries_BTHD, keys_BSHD, bias_KL):
+            queries = query_blocks(queries_BTHD, tile, bias_KL.dtype)
+            keys = key_blocks(keys_BSHD, tile, bias_KL.dtype)
+            weights = _weights(queries, keys, _biases(bias_KL, logits_BS, text_BS, tile), scale, null_key)
+            weights[..., -1] = 0.0
+            write_query_blocks(torch.bmm(weights, key_blocks(values_BSHE, tile, bias_KL.dtype)), tile, means_BTHE)
+        ctx.save_for_backward(queries_BTHD, keys_BSHD, values_BSHE, bias_KL, logits_BS, text_BS, means_BTHE)
+        ctx.options = scale, null_key
+        return means_BTHE
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *dmeans: Tensor) -> tuple[Tensor | None, ...]:
+        queries_BTHD, keys_BSHD, values_BSHE, bias_KL, logits_BS, text_BS, means_BTHE = ctx.saved_tensors
+        scale, null_key = ctx.options
+        dtype = bias_KL.dtype
+        dqueries_BTHD = torch.empty_like(queries_BTHD)
+        dkeys_BSHD = torch.zeros_like(keys_BSHD, dtype=dtype)
+        dvalues_BSHE = torch.zeros_like(values_BSHE, dtype=dtype)
+        dbias_KL = torch.zeros_like(bias_KL) if ctx.needs_input_grad[3] else None
+        with torch.autocast(bias_KL.device.type, enabled=False):
+            for tile in _tiles(queries_BTHD, keys_BSHD, bias_KL):
+                queries, keys = query_blocks(queries_BTHD, tile, dtype), key_blocks(keys_BSHD, tile, dtype)
+                means, dmean = (query_blocks(x, tile, dtype) for x in (means_BTHE, dmeans[0]))
+                weights = _weights(queries, keys, _biases(bias_KL, logits_BS, text_BS, tile), scale, null_key)
+                dweights = torch.bmm(dmean, key_blocks(values_BSHE, tile, dtype).transpose(1, 2))
+                dscores = _softmax_backward(weights, dweights, (means * dmean).sum(dim=-1, keepdim=True))
+                weights[..., -1] = 0.0
+                add_key_blocks(torch.bmm(weights.transpose(1, 2), dmean), tile, dvalues_BSHE)
+                write_query_blocks(torch.bmm(dscores, keys).mul_(scale), tile, dqueries_BTHD)
+                add_key_blocks(torch.bmm(dscores.transpose(1, 2), queries).mul_(scale), tile, dkeys_BSHD)
+                if dbias_KL is not None:
+                    dbias_KL[: tile.block, _columns(bias_KL, tile)] += dscores.sum(dim=0)
+        dkeys_BSHD, dvalues_BSHE = dkeys_BSHD.to(keys_BSHD.dtype), dvalues_BSHE.to(values_BSHE.dtype)
+        return dqueries_BTHD, dkeys_BSHD, dvalues_BSHE, dbias_KL, None, None, None, None
+
+
+def _tiles(queries_BTHD: Tensor, keys_BSHD: Tensor, bias_KL: Tensor) -> Any:
+    num_read = keys_BSHD.shape[1] - queries_BTHD.shape[1]
+    block, num_columns = bias_KL.shape
+    return tiles(queries_BTHD.shape, num_read, num_columns - block, block, bias_KL.device)
+
+
+def _columns(bias_KL: Tensor, tile: Tile) -> slice:
+    """The columns of the bias that belong to the tile's keys: its window, as far as there are tokens, and its block."""
+    last = bias_KL.shape[1] - bias_KL.shape[0] + tile.block
+    return slice(last - tile.num_keys, last)
+
+
+def _biases(bias_KL: Tensor, logits_BS: Tensor, text_BS: Tensor | None, tile: Tile) -> Tensor:
+    """What is added to all heads' products: decay, padding and other texts, (B, N, 1, K, L)."""
+    logits_BNL = logits_BS[tile.keys].unfold(1, tile.num_keys, tile.block)
+    biases_BNKL = bias_KL[: tile.block, _columns(bias_KL, tile)] + logits_BNL[:, :, None, :]
+    if text_BS is not None:
+        keys_BNL = text_BS[tile.keys].unfold(1, tile.num_keys, tile.block)
+        # The last keys of a block are those at its queries.
+        biases_BNKL.masked_fill_(keys_BNL[:, :, -tile.block :, None] != keys_BNL[:, :, None, :], -torch.inf)
+    return biases_BNKL[:, :, None]
+
+
+def _weights(queries: Tensor, keys: Tensor, biases: Tensor, scale: float, null_key: bool) -> Tensor:
+    """Softmax of the scores with the sink in the last column."""
+    scores = torch.bmm(queries, keys.transpose(1, 2)).mul_(scale)
+    by_block = scores.view(*biases.shape[:2], -1, *scores.shape[1:])
+    by_block += biases
+    scores[..., -1] = 0.0 if null_key else torch.finfo(scores.dtype).min
+    return torch.softmax(scores, dim=-1)
+
+
+def _softmax_backward(weights: Tensor, dweights: Tensor, mean: Tensor) -> Tensor:
+    """p (g - sum p g), with g counted from its mean so that nothing cancels where one weight is nearly 1.
+
+    The mean itself is known only to the rounding of g; the softmax's own gradient takes away what is left of it.
+    """
+    dweights[..., -1] = 0.0
+    dweights -= mean
+    dscores = torch.ops.aten._softmax_backward_data(dweights, weights, -1, weights.dtype)
+    dscores[..., -1] = 0.0
+    return dscores

@@ -23,8 +23,9 @@ def windowed_attention(
     starts: Tensor | None = None,
     needs_state: bool = True,
 ) -> tuple[Tensor, WindowedAttentionState | None]:
-    """See `multilin.ops.windowed_attention`; `logits_BT` is -inf at padding, else 0."""
-    num_new = keys_BTHD.shape[1]
+    """See `multilin.ops.windowed_attention`; `logits_BT` is -inf at padding, else 0, in the dtype to compute in."""
+    num_new, dtype = keys_BTHD.shape[1], logits_BT.dtype
+    queries_BTHD, keys_BTHD, values_BTHE = queries_BTHD.to(dtype), keys_BTHD.to(dtype), values_BTHE.to(dtype)
     keys, values, logits_BS = read_state_first(keys_BTHD, values_BTHE, logits_BT, state)
     num_read = keys.shape[1] - num_new
 

@@ -21,10 +21,11 @@ def read_state_first(
     """The state's tokens, then the new ones: keys, values and logits."""
     if state is None:
         return keys, values, logits
+    dtype = logits.dtype
     return (
-        torch.cat([state.keys_BSHD.to(keys.dtype), keys], dim=1),
-        torch.cat([state.values_BSHE.to(values.dtype), values], dim=1),
-        torch.cat([state.logits_BS.to(logits.dtype), logits], dim=1),
+        torch.cat([state.keys_BSHD.to(dtype), keys.to(dtype)], dim=1),
+        torch.cat([state.values_BSHE.to(dtype), values.to(dtype)], dim=1),
+        torch.cat([state.logits_BS.to(dtype), logits], dim=1),
     )
 
 
@@ -38,8 +39,9 @@ def last_tokens(
         text_BS = starts.cumsum(dim=1)
         text_BS = pad(text_BS, (keys.shape[1] - starts.shape[1], 0))
         logits = logits.masked_fill(text_BS != text_BS[:, -1:], -torch.inf)
+    keys, values = keys[:, first:].to(logits.dtype), values[:, first:].to(logits.dtype)
     return WindowedAttentionState(
-        pad(keys[:, first:], (0, 0, 0, 0, missing, 0)),
-        pad(values[:, first:], (0, 0, 0, 0, missing, 0)),
+        pad(keys, (0, 0, 0, 0, missing, 0)),
+        pad(values, (0, 0, 0, 0, missing, 0)),
         pad(logits[:, first:], (missing, 0), value=-torch.inf),
     )

@@ -1,0 +1,106 @@
+"""Memory and speed of long texts: a training step over a whole one, and reading one in chunks from state to state.
+
+Every row is a process of its own, whose memory is shown over what it holds before the first token: the peak of a
+training step (forward, backward, AdamW; with --checkpoint the layers' activations are made again backward) must grow
+in proportion to the text, that of a stream must not grow at all. The peer reads the text at once, without gradients.
+"""
+
+import argparse
+import multiprocessing
+import sys
+import time
+
+import torch
+
+from multilin import MultilinForCausalLM
+from multilin.allocator import keep_freed_memory
+from multilin.model.factory import create_model
+
+
+def main(argv: list[str]) -> None:
+    arguments = _parser().parse_args(argv)
+    sizes = f"width {arguments.hidden_size}, {arguments.num_layers} layers, vocabulary {arguments.vocab_size}"
+    print(f"{arguments.architecture}, {sizes}, batch 1, {arguments.precision}, chunks of {arguments.chunk}")
+    print(f"{'':20}{'tokens':>9}{'seconds':>9}{'tokens/s':>10}{'peak MB':>9}{'bytes/token':>13}")
+    for task in arguments.tasks:
+        for length in arguments.lengths:
+            with multiprocessing.get_context("spawn").Pool(1) as pool:
+                seconds, peak = pool.apply(_measure, (task, length, arguments))
+            line = f"{task:20}{length:>9}{seconds:>9.1f}{length / seconds:>10,.0f}{peak / 1e6:>9.0f}"
+            print(f"{line}{peak / length:>13,.0f}", flush=True)
+
+
+def _measure(task: str, length: int, arguments: argparse.Namespace) -> tuple[float, int]:
+    """Seconds, and bytes of the peak above what the process held before."""
+    if not arguments.system_allocator:
+        keep_freed_memory()
+    if arguments.threads:
+        torch.set_num_threads(arguments.threads)
+    torch.manual_seed(0)
+    model = create_model(
+        arguments.architecture,
+        hidden_size=arguments.hidden_size,
+        num_layers=arguments.num_layers,
+        vocab_size=arguments.vocab_size,
+        n_positions=max(arguments.lengths),
+    )
+    # A short text first, so that what a process needs once is not counted.
+    TASKS[task](model, torch.randint(arguments.vocab_size, (1, min(256, length))), arguments)
+    ids, before = torch.randint(arguments.vocab_size, (1, length)), _peak_bytes()
+    started = time.perf_counter()
+    TASKS[task](model, ids, arguments)
+    return time.perf_counter() - started, _peak_bytes() - before
+
+
+def _train(model: MultilinForCausalLM, ids: torch.Tensor, arguments: argparse.Namespace) -> None:
+    model.train()
+    if arguments.checkpoint:
+        model.gradient_checkpointing_enable()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    with _autocast(arguments):
+        loss = model(ids, labels=ids).loss
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _stream(model: MultilinForCausalLM, ids: torch.Tensor, arguments: argparse.Namespace) -> None:
+    state = model.eval().new_state()
+    with torch.inference_mode(), _autocast(arguments):
+        for piece in ids.split(arguments.chunk, dim=1):
+            model(piece, past_key_values=state, logits_to_keep=1)
+
+
+def _read_at_once(model: MultilinForCausalLM, ids: torch.Tensor, arguments: argparse.Namespace) -> None:
+    with torch.inference_mode(), _autocast(arguments):
+        model.eval()(ids, logits_to_keep=1)
+
+
+TASKS = {"train": _train, "stream": _stream, "read at once": _read_at_once}
+
+
+def _autocast(arguments: argparse.Namespace) -> torch.autocast:
+    return torch.autocast("cpu", torch.bfloat16, enabled=arguments.precision == "bf16")
+
+
+def _peak_bytes() -> int:
+    import resource
+
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="benchmarks long_text", description=__doc__)
+    parser.add_argument("--architecture", default="elita")
+    parser.add_argument("--tasks", nargs="+", default=list(TASKS), choices=list(TASKS))
+    parser.add_argument("--lengths", type=int, nargs="+", default=[16_384, 32_768, 100_000])
+    parser.add_argument("--chunk", type=int, default=4096)
+    parser.add_argument("--hidden-size", type=int, default=256)
+    parser.add_argument("--num-layers", type=int, default=4)
+    parser.add_argument("--vocab-size", type=int, default=4096)
+    parser.add_argument("--precision", default="float32", choices=["float32", "bf16"])
+    parser.add_argument("--checkpoint", action="store_true", help="gradient checkpointing")
+    parser.add_argument("--system-allocator", action="store_true", help="give freed memory back to the system")
+    parser.add_argument("--threads", type=int, help="threads of torch; one gives steadier figures on a busy machine")
+    return parser

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from multilin.errors import InputError
 from multilin.ops import windowed_attention as unchecked
 from multilin.ops.prefix_softmax.cases import make_starts
-from multilin.ops.windowed_attention import WINDOWED_ATTENTION, portable, reference, tiles
+from multilin.ops.windowed_attention import WINDOWED_ATTENTION, portable, reference, tiles, wide
 from multilin.ops.windowed_attention.cases import OPTIONS, make_inputs
 from tests.ops.checked import windowed_attention
 from tests.ops.largest import LargestTensor
@@ -158,3 +158,20 @@ def test_every_backend_is_tested_and_bad_input_is_named() -> None:
         unchecked.windowed_attention(x, x, x, window=-1)
     with pytest.raises(InputError, match="keys: shape"):
         unchecked.windowed_attention(x, x[:, :1], x, window=3)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 4e-3)])
+@pytest.mark.parametrize("null_key", [False, True])
+@pytest.mark.parametrize("scale", [0.2, 30.0])
+@pytest.mark.parametrize(("width", "value_width"), [(D, E), (E, D)])
+def test_a_whole_text_read_without_gradient(dtype, tolerance, null_key, scale, width, value_width) -> None:
+    """There PyTorch's own attention computes it."""
+    options = {"window": T, "null_key": null_key, "scale": scale}
+    inputs = [x.to(dtype) for x in make_inputs(B, T, H, width, value_width)]
+    assert wide.serves(*inputs, window=T, decays=(0.0, 0.0), others=())
+    expected, state = windowed_attention(*(x.double() for x in inputs), **options)
+    means, after = windowed_attention(*inputs, **options)
+    assert means.dtype == dtype
+    assert (means - expected).square().mean().sqrt() <= tolerance * expected.square().mean().sqrt()
+    for one, other in zip(after, state, strict=True):
+        torch.testing.assert_close(one.double(), other)

@@ -6,15 +6,17 @@ from torch import Tensor
 
 from multilin.errors import InputError
 from multilin.ops.dispatch import Backend, Op
-from multilin.ops.windowed_attention import portable, reference
-from multilin.ops.windowed_attention.tokens import WindowedAttentionState
+from multilin.ops.windowed_attention import portable, reference, wide
+from multilin.ops.windowed_attention.tokens import WindowedAttentionState, last_tokens
 
 __all__ = ["WINDOWED_ATTENTION", "WindowedAttentionState", "windowed_attention"]
 
 WINDOWED_ATTENTION = Op(
     "windowed_attention",
     [
-        Backend("portable (PyTorch, blocks)", portable.windowed_attention),
+        Backend(
+            "portable (PyTorch, blocks; reading a whole text, its own causal attention)", portable.windowed_attention
+        ),
         Backend("reference (PyTorch, quadratic time)", reference.windowed_attention, is_slow=True),
     ],
 )
@@ -76,6 +78,9 @@ def windowed_attention(
     logits_BT = torch.zeros(keys.shape[:2], dtype=dtype, device=keys.device)
     if padding is not None:
         logits_BT = logits_BT.masked_fill(padding, -torch.inf)
+    if wide.serves(queries, keys, values, window=window, decays=(slope, hyper), others=(padding, state, starts)):
+        after = last_tokens(keys, values, logits_BT, None, window) if needs_state else None
+        return wide.causal_attention(queries, keys, values, scale=scale, null_key=null_key), after
     compute = WINDOWED_ATTENTION.backend_for(values.device).compute
     with torch.autocast(values.device.type, enabled=False):
         means, state = compute(

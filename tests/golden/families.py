@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.golden import additive_ops, elita, fastformer, linear_mixer, threelin, tscale
+from tests.golden import additive_ops, elita, fastformer, linear_mixer, optimizers, threelin, training, tscale
 
 
 @dataclass(frozen=True)
@@ -26,17 +26,22 @@ FAMILIES: dict[str, Check] = {
     "fastformer": fastformer.check,
     "mixer": linear_mixer.check,
     "threelin": threelin.check,
+    "threelin_optimizer": optimizers.check_threelin,
+    "threelin_train": training.check_threelin,
     "tscale": tscale.check,
+    "tscale_optimizer": optimizers.check_tscale,
+    "tscale_train": training.check_tscale,
 }
+"""The longest name that a file's name begins with decides."""
 
 
 def compare(path: Path) -> list[Comparison]:
     """Every array of the file that has an expected value."""
-    family = path.name.split("_")[0]
-    if family not in FAMILIES:
-        raise ValueError(f"{path.name}: no check for the family {family!r}; there are {', '.join(FAMILIES)}")
+    families = [family for family in FAMILIES if f"{path.stem}_".startswith(f"{family}_")]
+    if not families:
+        raise ValueError(f"{path.name}: no check for this family; there are {', '.join(FAMILIES)}")
     with np.load(path, allow_pickle=False) as file:
-        return [Comparison(name, relative_error(*pair)) for name, *pair in FAMILIES[family](file)]
+        return [Comparison(name, relative_error(*pair)) for name, *pair in FAMILIES[max(families, key=len)](file)]
 
 
 def relative_error(result: np.ndarray, expected: np.ndarray) -> float:

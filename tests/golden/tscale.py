@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from multilin.architectures.tscale import layer_widths
 from multilin.model import MultilinConfig, MultilinForCausalLM
-from multilin.ops.block_outer import xor_weight
+from multilin.ops.block_outer import xor_combiner, xor_weight
 from tests.golden.watch import watch
 
 SOURCE_LN2 = float(np.float32(0.693147))
@@ -19,15 +19,29 @@ SOURCE_LN2 = float(np.float32(0.693147))
 
 NUM_LABELS_BEFORE_TOKENS = 33
 
+LAYER_NAMES = {
+    "attention.query.weight": "MP_ATT_QK",
+    "attention.remote.weight": "MP_ATT_QV",
+    "attention.own.weight": "MP_ATT_K",
+    "attention.value.weight": "MP_ATT_V",
+    "attention.combiner": "MP_ATT_COMBINER",
+    "expand.weight": "MP_RELU_EXPAND",
+    "contract.weight": "MP_RELU_CONTRACT",
+}
+
 
 def check(file: Any) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
     """(array, ours, expected) for a schedule file or for a model with its states and probabilities."""
     if any(name.endswith(".widthId_slope") for name in file.files):
         yield from _schedules(file)
     elif "MP_MODEL_EMBED" in file.files and "prob" in file.files:
-        for name, tensor in _run(file).items():
+        meta = json.loads(str(file["meta_json"]))
+        model = build_model(file, meta)
+        follow_the_source(model)
+        for name, tensor in _run(file, model, meta["doc_start"]).items():
             if name in file.files:
                 yield name, tensor.detach().numpy(), file[name]
+        yield from deltas(file, "", model, meta["heads"])
 
 
 def _schedules(file: Any) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
@@ -39,26 +53,26 @@ def _schedules(file: Any) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
             yield name, np.array(layer_widths(depth, 1024), dtype=np.float64), expected
 
 
-def _run(file: Any) -> dict[str, Tensor]:
-    meta = json.loads(str(file["meta_json"]))
-    model = _model(file, meta)
+def _run(file: Any, model: MultilinForCausalLM, start_token: int | None) -> dict[str, Tensor]:
     parts = {"state_embed": model.embedding, "FinalNormState": model.norm}
     for index, layer in enumerate(model.layers):
         parts |= {f"update{index}": layer.attention, f"layer{index}.state_ffn": layer}
     seen = watch(parts)
     ids = torch.from_numpy(file["tokens"]).long()
-    logits = model(ids, document_ids=_documents(ids, meta["doc_start"])).logits
+    logits = model(ids, document_ids=documents(ids, start_token)).logits
     before = seen["state_embed"]
     for index in range(len(model.layers)):
         seen[f"layer{index}.state_att"] = before + seen.pop(f"update{index}")
         before = seen[f"layer{index}.state_ffn"]
     targets = torch.from_numpy(file["targets"]).long()
     log_prob = torch.log_softmax(logits, dim=-1)
-    score = log_prob.gather(-1, targets.clamp(min=0)[..., None])[..., 0][targets >= 0].mean()
-    return {**seen, "logits_nat": logits, "log_prob": log_prob, "prob": log_prob.exp(), "score": score}
+    scores = log_prob.gather(-1, targets.clamp(min=0)[..., None])[..., 0][targets >= 0]
+    (-scores.sum()).backward()
+    return {**seen, "logits_nat": logits, "log_prob": log_prob, "prob": log_prob.exp(), "score": scores.mean()}
 
 
-def _documents(ids: Tensor, start_token: int | None) -> Tensor | None:
+def documents(ids: Tensor, start_token: int | None) -> Tensor | None:
+    """Numbers of the texts that a start token inside a row begins."""
     if start_token is None:
         return None
     begins = ids == start_token
@@ -66,7 +80,8 @@ def _documents(ids: Tensor, start_token: int | None) -> Tensor | None:
     return begins.long().cumsum(dim=1)
 
 
-def _model(file: Any, meta: dict[str, Any]) -> MultilinForCausalLM:
+def build_model(file: Any, meta: dict[str, Any], prefix: str = "") -> MultilinForCausalLM:
+    """Our model with the file's weights, those whose names begin with `prefix`."""
     ratio = math.log(2) / SOURCE_LN2
     shared = {
         "num_heads": meta["heads"],
@@ -90,26 +105,69 @@ def _model(file: Any, meta: dict[str, Any]) -> MultilinForCausalLM:
         logit_scale=meta["dim"] ** -0.5 * ratio,
     )
     model = MultilinForCausalLM(config).double().eval()
-    weights = {
-        "embedding.tokens.weight": _tensor(file, "MP_MODEL_EMBED")[NUM_LABELS_BEFORE_TOKENS:],
-        "output.weight": _tensor(file, "MP_MODEL_FINAL"),
-        "output.bias": _tensor(file, "Bias") * math.log(2),
-    }
-    names = {"query": "ATT_QK", "remote": "ATT_QV", "own": "ATT_K", "value": "ATT_V"}
-    for index in range(len(config.layers)):
-        ours, theirs = f"layers.{index}", f"layer{index}.MP"
-        weights |= {f"{ours}.attention.{n}.weight": _tensor(file, f"{theirs}_{source}") for n, source in names.items()}
-        weights[f"{ours}.attention.combiner"] = _combiner(_tensor(file, f"{theirs}_ATT_COMBINER"), meta["heads"])
-        weights[f"{ours}.expand.weight"] = _tensor(file, f"{theirs}_RELU_EXPAND")
-        weights[f"{ours}.contract.weight"] = _tensor(file, f"{theirs}_RELU_CONTRACT")
+    weights = {"output.bias": _tensor(file, f"{prefix}Bias" if f"{prefix}Bias" in file.files else "Bias") * math.log(2)}
+    for ours, theirs in weight_names(len(config.layers)).items():
+        weights[ours] = to_ours(theirs, _tensor(file, prefix + theirs), meta["heads"])
     model.load_state_dict(weights)
     return model
+
+
+def weight_names(num_layers: int) -> dict[str, str]:
+    """The file's name of each of our weights."""
+    names = {"embedding.tokens.weight": "MP_MODEL_EMBED", "output.weight": "MP_MODEL_FINAL"}
+    for index in range(num_layers):
+        names |= {f"layers.{index}.{ours}": f"layer{index}.{theirs}" for ours, theirs in LAYER_NAMES.items()}
+    return names
+
+
+def to_ours(name: str, matrix: Tensor, num_heads: int) -> Tensor:
+    """A weight of the file as ours: without the labels that are no tokens, the combiner in blocks."""
+    if name.endswith("MP_MODEL_EMBED"):
+        return matrix[NUM_LABELS_BEFORE_TOKENS:]
+    return _combiner(matrix, num_heads) if name.endswith("MP_ATT_COMBINER") else matrix
 
 
 def _combiner(matrix: Tensor, num_heads: int) -> Tensor:
     """(D, [head, b, z]) as the weight of block_outer over all heads laid side by side."""
     by_head = matrix.view(len(matrix), num_heads, 4, 128)
     return xor_weight(by_head.transpose(1, 2).flatten(2), block=4)
+
+
+def follow_the_source(model: MultilinForCausalLM) -> None:
+    """Let gradients be the source's, which takes its float32 constant for ln 2 where it differentiates powers of two.
+
+    What reaches the two projections below comes through the attention's logits alone. The loss has the factor once
+    more, but that one is common to all gradients.
+    """
+    ratio = SOURCE_LN2 / math.log(2)
+
+    def scale_gradient(_: nn.Module, __: Any, output: Tensor) -> None:
+        output.register_hook(lambda gradient: gradient * ratio)
+
+    for layer in model.layers:
+        layer.attention.query.register_forward_hook(scale_gradient)
+        layer.attention.remote.register_forward_hook(scale_gradient)
+
+
+def deltas(
+    file: Any, prefix: str, model: MultilinForCausalLM, num_heads: int
+) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
+    """What the source hands to its optimizer: the ascent of the summed scores, without the scales of its products."""
+    for ours, theirs in weight_names(len(model.layers)).items():
+        expected, gradient = f"{prefix}delta.{theirs}", model.get_parameter(ours).grad
+        if expected in file.files and gradient is not None:
+            root = 1.0 if theirs == "MP_MODEL_EMBED" else math.sqrt(gradient[0].numel())
+            delta = -gradient * root * SOURCE_LN2 / math.log(2)
+            yield expected, *in_their_layout(theirs, delta, file[expected], num_heads)
+
+
+def in_their_layout(name: str, tensor: Tensor, expected: np.ndarray, num_heads: int) -> tuple[np.ndarray, np.ndarray]:
+    """A weight of ours, or its gradient, and the file's; of the file's embedding the rows of tokens."""
+    if name == "MP_MODEL_EMBED":
+        expected = expected[NUM_LABELS_BEFORE_TOKENS:]
+    if name.endswith("MP_ATT_COMBINER"):
+        tensor = xor_combiner(tensor).unflatten(-1, (num_heads, 128)).transpose(1, 2).flatten(1)
+    return tensor.detach().numpy().copy(), expected
 
 
 def _tensor(file: Any, name: str) -> Tensor:

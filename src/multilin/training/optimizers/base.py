@@ -60,8 +60,9 @@ class NormalizingOptimizer(torch.optim.Optimizer):
         Raises:
             InputError: the state was saved by another kind of optimizer.
         """
+        own = self.defaults.keys() - {"differentiable"}  # PyTorch adds this one to the defaults, but to no group
         for group in state_dict["param_groups"]:
-            if missing := sorted(self.defaults.keys() - group.keys()):
+            if missing := sorted(own - group.keys()):
                 raise InputError(
                     f"optimizer: a state without {', '.join(missing)} given, so it was not saved by "
                     f"{type(self).__name__}; go on with the optimizer that saved it"
@@ -91,11 +92,6 @@ def inverse(values: Tensor) -> Tensor:
 def as_rows(tensor: Tensor) -> Tensor:
     """A view (rows, numbers per row)."""
     return tensor if tensor.ndim == 2 else tensor.view(len(tensor), -1)
-
-
-def statistics_dtype(device: torch.device) -> torch.dtype:
-    """Of the few numbers kept per tensor or row: squares of small gradients underflow in float32."""
-    return torch.float32 if device.type == "mps" else torch.float64
 
 
 def _cache_sized(parameters: list[Tensor]) -> Iterator[slice]:

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from multilin.training.optimizers.base import NormalizingOptimizer, as_rows, norms, row_norms, statistics_dtype
+from multilin.training.optimizers.base import NormalizingOptimizer, as_rows, norms, row_norms
 
 NOW, MOMENTUM = 0.2, 0.8  # weights of this step's direction and of the average in an update
 
@@ -21,7 +21,8 @@ class MatrixMoment(NormalizingOptimizer):
         p <- (1 - lr * weight_decay) p - lr (0.2 n + 0.8 m)
 
     A row without gradient decays and goes on along its momentum. State: m, one number per number, as AdamW has two;
-    D, one per matrix or row; W and i, one per matrix.
+    D, one per matrix or row; W and i, one per matrix. Parameters are float32 or better, and gradients have a root
+    mean square between about 1e-19 and 1e19, where squares are numbers of float32.
 
     Args:
         params: parameters or parameter groups; `rows` of a group says how its tensors are treated.
@@ -41,7 +42,7 @@ class MatrixMoment(NormalizingOptimizer):
         """See the class."""
         states = [self._state(parameter, ()) for parameter in parameters]
         roots = [max(parameter.numel(), 1) ** 0.5 for parameter in parameters]
-        mean_square = torch.stack(torch._foreach_div(norms(gradients), roots)).to(states[0]["weight"].dtype).square()
+        mean_square = torch.stack(torch._foreach_div(norms(gradients), roots)).square()
         second_moment, weight, step = (
             torch.stack([state[name] for state in states]) for name in ("second_moment", "weight", "step")
         )
@@ -62,7 +63,7 @@ class MatrixMoment(NormalizingOptimizer):
         """See the class."""
         state = self._state(parameter, (len(parameter), 1))
         rows, now, momentum = as_rows(parameter), as_rows(gradient), as_rows(state["momentum"])
-        mean_square = row_norms(now).to(state["second_moment"].dtype).square() / max(now.shape[1], 1)
+        mean_square = row_norms(now).square() / max(now.shape[1], 1)
         keep, factor = _advance(state["second_moment"], state["weight"], state["step"], mean_square)
 
         dtype, lr = parameter.dtype, group["lr"]
@@ -75,7 +76,10 @@ class MatrixMoment(NormalizingOptimizer):
     def _state(self, parameter: Tensor, shape: tuple[int, ...]) -> dict[str, Tensor]:
         state: dict[str, Tensor] = self.state[parameter]
         if not state:
-            few: dict[str, Any] = {"dtype": statistics_dtype(parameter.device), "device": parameter.device}
+            few: dict[str, Any] = {
+                "dtype": torch.promote_types(parameter.dtype, torch.float32),
+                "device": parameter.device,
+            }
             state["momentum"] = torch.zeros_like(parameter, memory_format=torch.contiguous_format)
             state["second_moment"] = torch.zeros(shape, **few)
             state["weight"], state["step"] = torch.zeros((), **few), torch.zeros((), **few)

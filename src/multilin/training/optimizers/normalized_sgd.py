@@ -24,8 +24,8 @@ class NormalizedSGD(NormalizingOptimizer):
         normalize_then_average:  A_r <- b A_r + (1 - b) N(G_r)     W_r <- (1 - lr * weight_decay) W_r - lr A_r
         average_then_normalize:  A_r <- b A_r + (1 - b) G_r        W_r <- (1 - lr * weight_decay) W_r - lr N(A_r)
 
-    A row without gradient goes on along its average. State: one number per number of the tensors of rows; none for
-    whole tensors.
+    A row without gradient goes on along its average. State: one number per number of the tensors of rows; of whole
+    tensors only how often they moved, since PyTorch's distributed checkpoints want something of every parameter.
 
     Args:
         params: parameters or parameter groups; `rows` of a group says how its tensors are treated.
@@ -63,6 +63,7 @@ class NormalizedSGD(NormalizingOptimizer):
 
     def update_whole(self, parameters: list[Tensor], gradients: list[Tensor], group: dict[str, Any]) -> None:
         """See the class."""
+        torch._foreach_add_([self._state(parameter)["step"] for parameter in parameters], 1)
         if group["weight_decay"]:
             torch._foreach_mul_(parameters, 1 - group["lr"] * group["weight_decay"])
         factors = (-group["lr"] * inverse(torch.stack(norms(gradients)))).to(parameters[0].dtype)
@@ -70,8 +71,9 @@ class NormalizedSGD(NormalizingOptimizer):
 
     def update_rows(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
         """See the class."""
-        state = self.state[parameter]
-        if not state:
+        state = self._state(parameter)
+        state["step"].add_(1)
+        if "row_average" not in state:
             state["row_average"] = torch.zeros_like(parameter, memory_format=torch.contiguous_format)
         average, rows, now = as_rows(state["row_average"]), as_rows(parameter), as_rows(gradient)
         keep = group["row_average"]
@@ -84,3 +86,9 @@ class NormalizedSGD(NormalizingOptimizer):
         else:
             average.add_(now, alpha=1 - keep)
             rows.addcmul_(average, (-group["lr"] * inverse(row_norms(average))).to(rows.dtype))
+
+    def _state(self, parameter: Tensor) -> dict[str, Tensor]:
+        state: dict[str, Tensor] = self.state[parameter]
+        if not state:
+            state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
+        return state

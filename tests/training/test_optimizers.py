@@ -118,7 +118,8 @@ def test_a_parameter_without_gradient_is_left_alone(make: Make) -> None:
 @pytest.mark.parametrize("rows", [False, True])
 def test_many_tensors_at_once_are_each_by_itself(make: Make, rows: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("multilin.training.optimizers.base.CACHE_NUMBERS", 20)
-    shapes = [(3, 2), (11, 3), (1, 1), (5, 2), (40, 1), (2, 2)]
+    monkeypatch.setattr("torch.get_num_threads", lambda: 1)
+    shapes = [(3, 2), (11, 3), (1, 1), (5, 2), (40, 1), (2, 25), (2, 2)]
     parameters = [nn.Parameter(torch.ones(shape, dtype=torch.float64)) for shape in shapes]
     optimizer = make(parameters, rows=rows, weight_decay=0.1)
     gradients = [[draw(*shape, seed=10 * step + index) for index, shape in enumerate(shapes)] for step in range(3)]

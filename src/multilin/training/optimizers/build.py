@@ -67,7 +67,7 @@ OPTIMIZERS: dict[str, OptimizerKind] = {
     ),
     "normalized_sgd": OptimizerKind(
         _normalized_sgd,
-        learning_rate=0.05,
+        learning_rate=0.1,
         options={"row_average": 0.9, "row_order": "normalize_then_average"},
     ),
     "matrix_moment": OptimizerKind(_matrix_moment, learning_rate=0.01),

@@ -71,7 +71,7 @@ class MatrixMoment(NormalizingOptimizer):
         if group["weight_decay"]:
             rows.mul_(1 - lr * group["weight_decay"])
         rows.addcmul_(now, (-NOW * lr * factor).to(dtype))
-        rows.sub_(momentum * (MOMENTUM * lr))
+        rows.addcmul_(momentum, (-MOMENTUM * lr * torch.ones_like(keep)).to(dtype))
 
     def _state(self, parameter: Tensor, shape: tuple[int, ...]) -> dict[str, Tensor]:
         state: dict[str, Tensor] = self.state[parameter]

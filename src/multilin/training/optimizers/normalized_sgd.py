@@ -41,7 +41,7 @@ class NormalizedSGD(NormalizingOptimizer):
     def __init__(
         self,
         params: Any,
-        lr: float | Tensor = 0.05,
+        lr: float | Tensor = 0.1,
         *,
         weight_decay: float = 0.0,
         row_average: float = 0.9,
@@ -82,7 +82,7 @@ class NormalizedSGD(NormalizingOptimizer):
         average.mul_(keep)
         if group["row_order"] == "normalize_then_average":
             average.addcmul_(now, ((1 - keep) * inverse(row_norms(now))).to(now.dtype))
-            rows.sub_(average * group["lr"])
+            rows.addcmul_(average, -group["lr"] * torch.ones((), dtype=rows.dtype, device=rows.device))
         else:
             average.add_(now, alpha=1 - keep)
             rows.addcmul_(average, (-group["lr"] * inverse(row_norms(average))).to(rows.dtype))

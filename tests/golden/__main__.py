@@ -3,7 +3,7 @@
 import sys
 from pathlib import Path
 
-from tests.golden.families import NotRead, compare, tolerance
+from tests.golden.families import TOLERANCE, NotRead, compare
 
 
 def main(paths: list[str]) -> int:
@@ -18,7 +18,7 @@ def main(paths: list[str]) -> int:
         if not comparisons:
             print(f"{path.stem:28s} no array of this file is checked")
         for comparison in comparisons:
-            verdict = "ok" if comparison.error <= tolerance(comparison.array) else "OFF"
+            verdict = "ok" if comparison.error <= TOLERANCE else "OFF"
             failed += verdict != "ok"
             print(f"{path.stem:28s} {comparison.array:60s} {comparison.error:10.2e}  {verdict}")
     ending = f"; {not_read} files were not read" if not_read else ""

@@ -1,6 +1,5 @@
 """Which check serves which file: by the beginning of the file's name."""
 
-import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,7 +7,17 @@ from typing import Any
 
 import numpy as np
 
-from tests.golden import additive_ops, elita, fastformer, linear_lm, linear_mixer, threelin, tscale
+from tests.golden import (
+    additive_ops,
+    elita,
+    fastformer,
+    linear_lm,
+    linear_mixer,
+    optimizers,
+    threelin,
+    training,
+    tscale,
+)
 
 
 @dataclass(frozen=True)
@@ -28,21 +37,21 @@ FAMILIES: dict[str, Check] = {
     "linear": linear_lm.check,
     "mixer": linear_mixer.check,
     "threelin": threelin.check,
+    "threelin_optimizer": optimizers.check_threelin,
+    "threelin_train": training.check_threelin,
     "tscale": tscale.check,
+    "tscale_optimizer": optimizers.check_tscale,
+    "tscale_train": training.check_tscale,
 }
+"""The longest name that a file's name begins with decides."""
 
 
-ROUNDED = re.compile(r"delta\.")
-"""Arrays that the source computed with a rounded constant (TScale's gradients, with its ln 2)."""
+TOLERANCE = 1e-9
+"""The largest relative error that an array may have."""
 
 
 class NotRead(ValueError):
     """A file that belongs to no system of this project, in one sentence."""
-
-
-def tolerance(array: str) -> float:
-    """The largest relative error that an array may have."""
-    return 1e-6 if ROUNDED.match(array) else 1e-9
 
 
 def compare(path: Path) -> list[Comparison]:
@@ -51,11 +60,11 @@ def compare(path: Path) -> list[Comparison]:
     Raises:
         NotRead: a file of another system.
     """
-    family = path.name.split("_")[0]
-    if family not in FAMILIES:
-        raise NotRead(f"{path.name}: {family!r} is none of the systems here, which are {', '.join(FAMILIES)}")
+    families = [family for family in FAMILIES if f"{path.stem}_".startswith(f"{family}_")]
+    if not families:
+        raise NotRead(f"{path.name}: belongs to none of the systems here, which are {', '.join(FAMILIES)}")
     with np.load(path, allow_pickle=False) as file:
-        return [Comparison(name, relative_error(*pair)) for name, *pair in FAMILIES[family](file)]
+        return [Comparison(name, relative_error(*pair)) for name, *pair in FAMILIES[max(families, key=len)](file)]
 
 
 def relative_error(result: np.ndarray, expected: np.ndarray) -> float:

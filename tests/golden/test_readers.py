@@ -300,5 +300,5 @@ def test_other_systems_are_named_and_not_read(tmp_path: Path, capsys: pytest.Cap
     np.savez(path, x=np.zeros(3))
     assert main([str(path)]) == 0
     shown = capsys.readouterr().out
-    assert "leap_base.npz: 'leap' is none of the systems here" in shown
+    assert "leap_base.npz: belongs to none of the systems here" in shown
     assert "1 files were not read" in shown

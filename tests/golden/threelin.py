@@ -1,7 +1,7 @@
 """The threelin_* files that hold a model: states, logits and gradients computed from the document."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -20,18 +20,21 @@ def check(file: Any) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
     if "logits" not in file.files:
         return
     meta, ids = json.loads(str(file["meta_json"])), torch.from_numpy(file["token_ids"]).long()
-    model = _model(file, meta, ids.shape[1])
+    model = build_model(file, meta, ids.shape[1])
     states = {f"layer{index}.state": layer for index, layer in enumerate(model.layers)}
     seen = watch({"state_embed": model.embedding, **states})
     result = model(ids, labels=ids)
     result.loss.backward()
-    ours = {**seen, "logits": result.logits, "loss": result.loss, **_gradients(model)}
+    gradients = in_their_names({name: parameter.grad for name, parameter in model.named_parameters()})
+    gradients = {f"grad.{name}": gradient for name, gradient in gradients.items()}
+    ours = {**seen, "logits": result.logits, "loss": result.loss, **gradients}
     for name, tensor in ours.items():
         if name in file.files:
             yield name, tensor.detach().numpy(), file[name]
 
 
-def _model(file: Any, meta: dict[str, Any], length: int) -> MultilinForCausalLM:
+def build_model(file: Any, meta: dict[str, Any], length: int, prefix: str = "w") -> MultilinForCausalLM:
+    """Our model with the file's weights under `prefix`."""
     sizes = {"query_size": meta["qdim"], "value_size": meta["ttdim"], "scale": 1.0}
     config = MultilinConfig(
         vocab_size=meta["vocab"],
@@ -45,22 +48,26 @@ def _model(file: Any, meta: dict[str, Any], length: int) -> MultilinForCausalLM:
         final_norm="none",
     )  # fmt: skip
     model = MultilinForCausalLM(config).double().eval()
-    weights = {"embedding.tokens.weight": _tensor(file, "w.embed"), "output.weight": _tensor(file, "w.final")}
+    weights = {
+        "embedding.tokens.weight": _tensor(file, f"{prefix}.embed"),
+        "output.weight": _tensor(file, f"{prefix}.final"),
+    }
     for index in range(len(config.layers)):
-        theirs, ours = f"w.layer{index}", f"layers.{index}"
+        theirs, ours = f"{prefix}.layer{index}", f"layers.{index}"
         weights |= {f"{ours}.{name}": _tensor(file, f"{theirs}.{source}") for source, name in NAMES.items()}
         weights[f"{ours}.combiner"] = xor_weight(_tensor(file, f"{theirs}.Combiner").permute(2, 0, 1), block=16)
     model.load_state_dict(weights)
     return model
 
 
-def _gradients(model: MultilinForCausalLM) -> dict[str, Tensor]:
-    parameters = {name: parameter.grad for name, parameter in model.named_parameters()}
-    found = {"grad.embed": parameters["embedding.tokens.weight"], "grad.final": parameters["output.weight"]}
-    for index in range(len(model.layers)):
-        theirs, ours = f"grad.layer{index}", f"layers.{index}"
-        found |= {f"{theirs}.{source}": parameters[f"{ours}.{name}"] for source, name in NAMES.items()}
-        found[f"{theirs}.Combiner"] = xor_combiner(parameters[f"{ours}.combiner"]).permute(1, 2, 0)
+def in_their_names(tensors: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Weights or gradients by our names, by the file's names and in its layout."""
+    found = {"embed": tensors["embedding.tokens.weight"], "final": tensors["output.weight"]}
+    for name in tensors:
+        if name.endswith(".combiner"):
+            index = name.split(".")[1]
+            found |= {f"layer{index}.{theirs}": tensors[f"layers.{index}.{ours}"] for theirs, ours in NAMES.items()}
+            found[f"layer{index}.Combiner"] = xor_combiner(tensors[name]).permute(1, 2, 0)
     return found
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from multilin.architectures.tscale import layer_widths
 from multilin.model import MultilinConfig, MultilinForCausalLM
@@ -21,8 +21,15 @@ SOURCE_LN2 = float(np.float32(0.693147))
 
 NUM_LABELS_BEFORE_TOKENS = 33
 
-
-NAMES = {"query": "ATT_QK", "remote": "ATT_QV", "own": "ATT_K", "value": "ATT_V"}
+LAYER_NAMES = {
+    "attention.query.weight": "MP_ATT_QK",
+    "attention.remote.weight": "MP_ATT_QV",
+    "attention.own.weight": "MP_ATT_K",
+    "attention.value.weight": "MP_ATT_V",
+    "attention.combiner": "MP_ATT_COMBINER",
+    "expand.weight": "MP_RELU_EXPAND",
+    "contract.weight": "MP_RELU_CONTRACT",
+}
 
 
 def check(file: Any) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
@@ -30,10 +37,16 @@ def check(file: Any) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
     if any(name.endswith(".widthId_slope") for name in file.files):
         yield from _schedules(file)
     elif "MP_MODEL_EMBED" in file.files and "prob" in file.files:
-        for name, tensor in _run(file).items():
+        meta = json.loads(str(file["meta_json"]))
+        model = build_model(file, meta)
+        follow_the_source(model)
+        for name, tensor in _run(file, model, meta["doc_start"]).items():
             if name in file.files:
                 yield name, tensor.detach().numpy(), file[name]
-        yield from _masks(file)
+        yield from deltas(file, "", model, meta["heads"])
+        yield from _masks(file, meta["doc_start"])
+        if "noise.label_ids" in file.files:
+            yield "noise.prob", _with_noise(model, file, meta["doc_start"]).detach().numpy(), file["noise.prob"]
 
 
 def _schedules(file: Any) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
@@ -45,12 +58,11 @@ def _schedules(file: Any) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
             yield name, np.array(layer_widths(depth, 1024), dtype=np.float64), expected
 
 
-def _masks(file: Any) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
+def _masks(file: Any, start_token: int | None) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
     """Which tokens a position reads: with equal logits and one value per token, those of some weight."""
-    start_token = json.loads(str(file["meta_json"]))["doc_start"]
     ids = torch.from_numpy(file["tokens"]).long()
-    documents, length = _documents(ids, start_token), ids.shape[1]
-    starts = None if documents is None else torch.nn.functional.pad(documents.diff(dim=1) > 0, (1, 0))
+    texts, length = documents(ids, start_token), ids.shape[1]
+    starts = None if texts is None else torch.nn.functional.pad(texts.diff(dim=1) > 0, (1, 0))
     zeros = torch.zeros(len(ids), length, 1, 1, dtype=torch.float64)
     values = torch.eye(length, dtype=torch.float64)[None, :, None].expand(len(ids), -1, 1, -1)
     for name in file.files:
@@ -60,15 +72,23 @@ def _masks(file: Any) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
             yield name, mask.reshape(file[name].shape), file[name].astype(bool)
 
 
-def _run(file: Any) -> dict[str, Tensor]:
-    meta = json.loads(str(file["meta_json"]))
-    model = _model(file, meta)
+def _with_noise(model: MultilinForCausalLM, file: Any, start_token: int | None) -> Tensor:
+    """Probabilities where each embedding is a signed sum of the rows that training drew."""
+    labels, ids = torch.from_numpy(file["noise.label_ids"]).long(), torch.from_numpy(file["tokens"]).long()
+    rows = _tensor(file, "MP_MODEL_EMBED")[labels] * _tensor(file, "noise.label_signs")[..., None]
+    hook = model.embedding.register_forward_hook(lambda *_: rows.sum(dim=2))
+    logits = model(ids, document_ids=documents(ids, start_token)).logits
+    hook.remove()
+    return logits.softmax(dim=-1)
+
+
+def _run(file: Any, model: MultilinForCausalLM, start_token: int | None) -> dict[str, Tensor]:
     parts = {"state_embed": model.embedding, "FinalNormState": model.norm}
     for index, layer in enumerate(model.layers):
         parts |= {f"update{index}": layer.attention, f"layer{index}.state_ffn": layer}
     seen = watch(parts)
     ids = torch.from_numpy(file["tokens"]).long()
-    logits = model(ids, document_ids=_documents(ids, meta["doc_start"])).logits
+    logits = model(ids, document_ids=documents(ids, start_token)).logits
     before = seen["state_embed"]
     for index in range(len(model.layers)):
         seen[f"layer{index}.state_att"] = before + seen.pop(f"update{index}")
@@ -76,41 +96,12 @@ def _run(file: Any) -> dict[str, Tensor]:
     targets = torch.from_numpy(file["targets"]).long()
     log_prob = torch.log_softmax(logits, dim=-1)
     scores = log_prob.gather(-1, targets.clamp(min=0)[..., None])[..., 0][targets >= 0]
-    scores.sum().backward()
-    found = {**seen, "logits_nat": logits, "log_prob": log_prob, "prob": log_prob.exp(), "score": scores.mean()}
-    return {**found, **_deltas(model, meta), **_with_noise(model, file, meta)}
+    (-scores.sum()).backward()
+    return {**seen, "logits_nat": logits, "log_prob": log_prob, "prob": log_prob.exp(), "score": scores.mean()}
 
 
-def _deltas(model: MultilinForCausalLM, meta: dict[str, Any]) -> dict[str, Tensor]:
-    """The gradients of the summed score without the factor 1 / sqrt(inputs), as the source hands them on."""
-    size = model.config.hidden_size
-    tokens = torch.nn.functional.pad(model.embedding.tokens.weight.grad, (0, 0, NUM_LABELS_BEFORE_TOKENS, 0))
-    found = {"delta.MP_MODEL_FINAL": model.output.weight.grad * size**0.5, "delta.MP_MODEL_EMBED": tokens}
-    for index, layer in enumerate(model.layers):
-        theirs = f"delta.layer{index}.MP"
-        for ours, source in NAMES.items():
-            found[f"{theirs}_{source}"] = layer.attention.get_submodule(ours).weight.grad * size**0.5
-        products = 512 * meta["heads"]
-        combiner = xor_combiner(layer.attention.combiner.grad).unflatten(2, (meta["heads"], 128))
-        found[f"{theirs}_ATT_COMBINER"] = combiner.transpose(1, 2).flatten(1) * products**0.5
-        found[f"{theirs}_RELU_EXPAND"] = layer.expand.weight.grad * size**0.5
-        found[f"{theirs}_RELU_CONTRACT"] = layer.contract.weight.grad * layer.contract.weight.shape[1] ** 0.5
-    return found
-
-
-def _with_noise(model: MultilinForCausalLM, file: Any, meta: dict[str, Any]) -> dict[str, Tensor]:
-    """Probabilities where each embedding is a signed sum of the rows that training drew."""
-    if "noise.label_ids" not in file.files:
-        return {}
-    labels, ids = torch.from_numpy(file["noise.label_ids"]).long(), torch.from_numpy(file["tokens"]).long()
-    rows = _tensor(file, "MP_MODEL_EMBED")[labels] * _tensor(file, "noise.label_signs")[..., None]
-    hook = model.embedding.register_forward_hook(lambda *_: rows.sum(dim=2))
-    logits = model(ids, document_ids=_documents(ids, meta["doc_start"])).logits
-    hook.remove()
-    return {"noise.prob": logits.softmax(dim=-1)}
-
-
-def _documents(ids: Tensor, start_token: int | None) -> Tensor | None:
+def documents(ids: Tensor, start_token: int | None) -> Tensor | None:
+    """Numbers of the texts that a start token inside a row begins."""
     if start_token is None:
         return None
     begins = ids == start_token
@@ -118,7 +109,8 @@ def _documents(ids: Tensor, start_token: int | None) -> Tensor | None:
     return begins.long().cumsum(dim=1)
 
 
-def _model(file: Any, meta: dict[str, Any]) -> MultilinForCausalLM:
+def build_model(file: Any, meta: dict[str, Any], prefix: str = "") -> MultilinForCausalLM:
+    """Our model with the file's weights, those whose names begin with `prefix`."""
     ratio = math.log(2) / SOURCE_LN2
     shared = {
         "num_heads": meta["heads"],
@@ -142,25 +134,69 @@ def _model(file: Any, meta: dict[str, Any]) -> MultilinForCausalLM:
         logit_scale=meta["dim"] ** -0.5 * ratio,
     )
     model = MultilinForCausalLM(config).double().eval()
-    weights = {
-        "embedding.tokens.weight": _tensor(file, "MP_MODEL_EMBED")[NUM_LABELS_BEFORE_TOKENS:],
-        "output.weight": _tensor(file, "MP_MODEL_FINAL"),
-        "output.bias": _tensor(file, "Bias") * math.log(2),
-    }
-    for index in range(len(config.layers)):
-        ours, theirs = f"layers.{index}", f"layer{index}.MP"
-        weights |= {f"{ours}.attention.{n}.weight": _tensor(file, f"{theirs}_{source}") for n, source in NAMES.items()}
-        weights[f"{ours}.attention.combiner"] = _combiner(_tensor(file, f"{theirs}_ATT_COMBINER"), meta["heads"])
-        weights[f"{ours}.expand.weight"] = _tensor(file, f"{theirs}_RELU_EXPAND")
-        weights[f"{ours}.contract.weight"] = _tensor(file, f"{theirs}_RELU_CONTRACT")
+    weights = {"output.bias": _tensor(file, f"{prefix}Bias" if f"{prefix}Bias" in file.files else "Bias") * math.log(2)}
+    for ours, theirs in weight_names(len(config.layers)).items():
+        weights[ours] = to_ours(theirs, _tensor(file, prefix + theirs), meta["heads"])
     model.load_state_dict(weights)
     return model
+
+
+def weight_names(num_layers: int) -> dict[str, str]:
+    """The file's name of each of our weights."""
+    names = {"embedding.tokens.weight": "MP_MODEL_EMBED", "output.weight": "MP_MODEL_FINAL"}
+    for index in range(num_layers):
+        names |= {f"layers.{index}.{ours}": f"layer{index}.{theirs}" for ours, theirs in LAYER_NAMES.items()}
+    return names
+
+
+def to_ours(name: str, matrix: Tensor, num_heads: int) -> Tensor:
+    """A weight of the file as ours: without the labels that are no tokens, the combiner in blocks."""
+    if name.endswith("MP_MODEL_EMBED"):
+        return matrix[NUM_LABELS_BEFORE_TOKENS:]
+    return _combiner(matrix, num_heads) if name.endswith("MP_ATT_COMBINER") else matrix
 
 
 def _combiner(matrix: Tensor, num_heads: int) -> Tensor:
     """(D, [head, b, z]) as the weight of block_outer over all heads laid side by side."""
     by_head = matrix.view(len(matrix), num_heads, 4, 128)
     return xor_weight(by_head.transpose(1, 2).flatten(2), block=4)
+
+
+def follow_the_source(model: MultilinForCausalLM) -> None:
+    """Let gradients be the source's, which takes its float32 constant for ln 2 where it differentiates powers of two.
+
+    What reaches the two projections below comes through the attention's logits alone. The loss has the factor once
+    more, but that one is common to all gradients.
+    """
+    ratio = SOURCE_LN2 / math.log(2)
+
+    def scale_gradient(_: nn.Module, __: Any, output: Tensor) -> None:
+        output.register_hook(lambda gradient: gradient * ratio)
+
+    for layer in model.layers:
+        layer.attention.query.register_forward_hook(scale_gradient)
+        layer.attention.remote.register_forward_hook(scale_gradient)
+
+
+def deltas(
+    file: Any, prefix: str, model: MultilinForCausalLM, num_heads: int
+) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
+    """What the source hands to its optimizer: the ascent of the summed scores, without the scales of its products."""
+    for ours, theirs in weight_names(len(model.layers)).items():
+        expected, gradient = f"{prefix}delta.{theirs}", model.get_parameter(ours).grad
+        if expected in file.files and gradient is not None:
+            root = 1.0 if theirs == "MP_MODEL_EMBED" else math.sqrt(gradient[0].numel())
+            delta = -gradient * root * SOURCE_LN2 / math.log(2)
+            yield expected, *in_their_layout(theirs, delta, file[expected], num_heads)
+
+
+def in_their_layout(name: str, tensor: Tensor, expected: np.ndarray, num_heads: int) -> tuple[np.ndarray, np.ndarray]:
+    """A weight of ours, or its gradient, and the file's; of the file's embedding the rows of tokens."""
+    if name == "MP_MODEL_EMBED":
+        expected = expected[NUM_LABELS_BEFORE_TOKENS:]
+    if name.endswith("MP_ATT_COMBINER"):
+        tensor = xor_combiner(tensor).unflatten(-1, (num_heads, 128)).transpose(1, 2).flatten(1)
+    return tensor.detach().numpy().copy(), expected
 
 
 def _tensor(file: Any, name: str) -> Tensor:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
+from torch.utils.hooks import RemovableHandle
 
 from multilin.errors import InputError
 from multilin.training import checkpoints
@@ -24,12 +25,12 @@ DISK_IS_FULL = [
 ]
 
 
-def make_loss_nan(model: torch.nn.Module) -> None:
-    model.get_input_embeddings().register_forward_hook(lambda module, inputs, output: output * torch.nan)
+def make_loss_nan(model: torch.nn.Module) -> RemovableHandle:
+    return model.get_input_embeddings().register_forward_hook(lambda module, inputs, output: output * torch.nan)
 
 
-def make_gradient_infinite(model: torch.nn.Module) -> None:
-    next(model.parameters()).register_hook(lambda gradient: gradient * torch.inf)
+def make_gradient_infinite(model: torch.nn.Module) -> RemovableHandle:
+    return next(model.parameters()).register_hook(lambda gradient: gradient * torch.inf)
 
 
 @pytest.mark.parametrize(
@@ -49,6 +50,31 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_spoils_nothing(
     at_step(0, print)
     resumed = train(recipe, resume=True)
     assert_same_weights(resumed.output, uninterrupted.output)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "normalized_sgd", "matrix_moment"])
+@pytest.mark.parametrize("spoil", [make_loss_nan, make_gradient_infinite])
+def test_a_step_that_is_not_finite_can_be_left_out(
+    tiny: Tiny, tmp_path: Path, at_step: AtStep, spoil: Callable[..., object], optimizer: str
+) -> None:
+    weights: list[dict[str, torch.Tensor]] = []
+
+    def spoil_once(model: torch.nn.Module) -> None:
+        weights.append({name: weight.clone() for name, weight in model.state_dict().items()})
+        handle = spoil(model)
+        next(model.parameters()).register_post_accumulate_grad_hook(lambda _: handle.remove())
+
+    options = {"optimizer.name": optimizer, "optimizer.nonfinite": "skip", "training.gradient_accumulation": 1}
+    recipe = tiny(tmp_path / "run", **options, **{"training.max_steps": 6, "training.log_every_steps": 1})
+    at_step(6, spoil_once)
+    with pytest.warns(UserWarning, match=r"of step 6 is not finite, in the batch of blocks .* are left out"):
+        result = train(recipe)
+    for name, weight in result.model.state_dict().items():
+        assert torch.equal(weight, weights[0][name])
+    lines = metrics(tmp_path / "run")
+    assert [line["skipped_steps"] for line in lines] == [0] * 5 + [1]
+    assert lines[-1]["loss"] == lines[-2]["loss"]
+    assert lines[-1]["tokens"] == 6 * lines[0]["tokens"]
 
 
 @pytest.mark.parametrize("error", DISK_IS_FULL)

@@ -3,8 +3,10 @@ from pathlib import Path
 import pytest
 
 from multilin.errors import InputError
+from multilin.model.factory import model_names
 from multilin.settings import field_help
 from multilin.training.assemble import check_model
+from multilin.training.optimizers import OPTIMIZERS
 from multilin.training.recipe import (
     Recipe,
     builtin_recipes,
@@ -95,6 +97,46 @@ def test_resolving_fills_what_was_not_given_and_keeps_what_was() -> None:
     assert recipe.schedule.name is not None
     assert recipe.training.precision in ("float32", "bf16")
     assert resolve_recipe(recipe) == recipe
+
+
+def test_the_optimizer_is_the_one_of_the_source() -> None:
+    names = {name: resolve_recipe(load_recipe(None, {"model.architecture": name})) for name in model_names()}
+    assert {recipe.optimizer.name for recipe in names.values()} == {"adamw", "normalized_sgd", "matrix_moment"}
+    for recipe in names.values():
+        assert resolve_recipe(recipe) == recipe
+        assert (recipe.optimizer.betas is None) == (recipe.optimizer.name != "adamw")
+
+
+def test_another_optimizer_brings_its_own_defaults() -> None:
+    plain = resolve_recipe(load_recipe(None, {"model.architecture": "elita"})).optimizer
+    other = resolve_recipe(load_recipe(None, {"model.architecture": "elita", "optimizer.name": "matrix_moment"}))
+    assert plain.betas == (0.9, 0.99)
+    assert other.optimizer.betas is None
+    assert other.optimizer.learning_rate == OPTIMIZERS["matrix_moment"].learning_rate
+    assert other.optimizer.clip_norm == 0
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        (
+            {"optimizer.name": "normalized_sgd", "optimizer.betas": [0.9, 0.99]},
+            r"optimizer\.betas: \(0\.9, 0\.99\) given, but normalized_sgd does not use it; it uses .*row_average",
+        ),
+        ({"optimizer.row_average": 0.5}, r"optimizer\.row_average: 0\.5 given, but adamw does not use it"),
+        (
+            {"schedule.tail": 3},
+            r"schedule\.tail: 3\.0 given, but only the schedule tail uses it, and schedule\.name is linear",
+        ),
+        (
+            {"schedule.constant_steps": 3, "schedule.name": "tail"},
+            r"schedule\.constant_steps: 3 given, but only the schedule inverse_sqrt uses it",
+        ),
+    ],
+)
+def test_settings_that_would_be_ignored_are_refused(overrides: dict[str, object], sentence: str) -> None:
+    with pytest.raises(InputError, match=sentence):
+        resolve_recipe(load_recipe(None, overrides))
 
 
 def test_an_unknown_architecture_is_refused_before_anything_else() -> None:

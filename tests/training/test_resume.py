@@ -50,6 +50,33 @@ def test_a_stopped_run_resumes_bit_for_bit(
     assert (result.steps, result.tokens, result.loss) == (12, uninterrupted.tokens, uninterrupted.loss)
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"optimizer.name": "normalized_sgd"},
+        {"optimizer.name": "matrix_moment", "schedule.name": "tail"},
+        {"optimizer.name": "matrix_moment", "model.architecture": "tscale"},  # untied, so two tensors of rows
+    ],
+)
+def test_every_optimizer_resumes_bit_for_bit(
+    tiny: Tiny, tmp_path: Path, at_step: AtStep, changes: dict[str, Any]
+) -> None:
+    whole = train(tiny(tmp_path / "whole", **changes))
+    recipe = tiny(tmp_path / "run", **changes)
+    at_step(5, send(signal.SIGINT))
+    with pytest.raises(TrainingInterrupted):
+        train(recipe)
+    at_step(0, print)
+    result = train(recipe, resume=True)
+    assert_same_weights(result.output, whole.output)
+    assert metrics(result.output) == metrics(whole.output)
+
+
+def test_another_optimizer_cannot_go_on(tiny: Tiny, uninterrupted: RunResult) -> None:
+    with pytest.raises(InputError, match=r"optimizer\.name: 'matrix_moment' given, but the run .* with 'adamw'"):
+        train(tiny(uninterrupted.output, **{"optimizer.name": "matrix_moment"}), resume=True)
+
+
 def test_the_signals_act_as_usual_after_a_run(tiny: Tiny, tmp_path: Path, at_step: AtStep) -> None:
     before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
     at_step(1, send(signal.SIGINT))

@@ -7,8 +7,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from multilin.architectures.base import architectures
 from multilin.model.factory import model_names
 from multilin.training.assemble import read_text
+from multilin.training.optimizers import OPTIMIZERS
 from multilin.training.outcomes import RunResult
 from multilin.training.recipe import Recipe, load_recipe
 from multilin.training.trainer import train
@@ -96,6 +98,21 @@ def test_every_architecture_and_baseline_trains_the_same_way(tiny: Tiny, tmp_pat
     AutoModelForCausalLM.from_pretrained(result.output)
 
 
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("architecture", architectures())
+@pytest.mark.filterwarnings("ignore:.*does not take document_ids")
+def test_every_optimizer_trains_every_architecture(
+    tiny: Tiny, tmp_path: Path, architecture: str, optimizer: str
+) -> None:
+    changes: dict[str, Any] = {"model.architecture": architecture, "optimizer.name": optimizer}
+    if optimizer != "adamw":
+        changes["optimizer.learning_rate"] = None
+    rest = {"schedule.name": "constant", "training.max_steps": 30, "training.eval_every_steps": 0}
+    run = {"training.save_every_steps": 0, "training.gradient_accumulation": 1, "training.log_every_steps": 1}
+    lines = metrics(train(tiny(tmp_path / "run", **changes, **rest, **run)).output)
+    assert lines[-1]["loss"] < lines[0]["loss"] - 0.1
+
+
 def test_documents_a_model_cannot_keep_apart_are_announced(tiny: Tiny, tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="gpt2 does not take document_ids: documents packed into one block"):
         train(tiny(tmp_path / "run", **{"model.architecture": "gpt2", "training.max_steps": 1}))
@@ -118,6 +135,10 @@ def test_accumulated_batches_are_one_large_batch(tiny: Tiny, tmp_path: Path) -> 
         {"optimizer.clip_norm": 0.001},
         {"optimizer.betas": [0.5, 0.6]},
         {"optimizer.weight_decay": 5.0},
+        {"optimizer.name": "normalized_sgd"},
+        {"optimizer.name": "matrix_moment"},
+        {"schedule.name": "tail"},
+        {"schedule.name": "inverse_sqrt", "schedule.constant_steps": 1},
         {"training.label_smoothing": 0.3},
         {"training.seed": 1},
         {"training.precision": "bf16"},
@@ -129,6 +150,28 @@ def test_each_setting_changes_the_training(
     other = train(tiny(tmp_path / "run", **{"training.max_steps": 6}, **changes))
     before, after = metrics(short.output)[-1], metrics(other.output)[-1]
     assert before["loss"] != after["loss"] or before["learning_rate"] != after["learning_rate"]
+    assert after["loss"] == pytest.approx(before["loss"], rel=0.6)
+
+
+@pytest.mark.parametrize(
+    ("base", "change"),
+    [
+        ({"optimizer.name": "normalized_sgd"}, {"optimizer.row_average": 0.0}),
+        ({"optimizer.name": "normalized_sgd"}, {"optimizer.row_order": "average_then_normalize"}),
+        ({"schedule.name": "tail"}, {"schedule.tail": 1.0}),
+        (
+            {"optimizer.name": "matrix_moment", "model.config.tie_word_embeddings": False},
+            {"training.normalize_gradients": True},
+        ),
+    ],
+)
+def test_each_setting_of_an_optimizer_changes_the_training(
+    tiny: Tiny, tmp_path: Path, base: dict[str, Any], change: dict[str, Any]
+) -> None:
+    steps = {"training.max_steps": 6}
+    before = metrics(train(tiny(tmp_path / "before", **steps, **base)).output)[-1]
+    after = metrics(train(tiny(tmp_path / "after", **steps, **base, **change)).output)[-1]
+    assert before["loss"] != after["loss"]
     assert after["loss"] == pytest.approx(before["loss"], rel=0.6)
 
 

@@ -24,12 +24,13 @@ class LayerOptions:
 class TrainingDefaults:
     """What the source of an architecture trains with; a recipe may say otherwise."""
 
+    optimizer: str = "adamw"  # as recipes name it: adamw, normalized_sgd or matrix_moment
     learning_rate: float = 5e-4  # peak of the schedule
     betas: tuple[float, float] = (0.9, 0.999)  # AdamW's averages
     weight_decay: float = 0.01  # on matrices, not on biases, norms and embeddings
-    schedule: str = "linear"  # from the peak to 0: linear, cosine or constant
-    warmup_steps: int = 100  # steps from 0 to the peak
-    clip_norm: float = 1.0  # largest norm of the gradient
+    schedule: str = "linear"  # from the peak on: linear, cosine, constant, tail or inverse_sqrt
+    warmup_steps: int = 100  # steps to the peak
+    clip_norm: float = 1.0  # largest norm of the gradient; 0 does not clip
     label_smoothing: float = 0.0  # in training only
 
 

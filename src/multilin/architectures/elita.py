@@ -184,5 +184,7 @@ def preset(sizes: Sizes, choices: ElitaPreset) -> Preset:
     return Preset(
         layers=[ElitaOptions(position_period=period, **shared)] * sizes.num_layers,
         model={"positions": "none", "n_positions": None, "tie_word_embeddings": True},
-        training=TrainingDefaults(learning_rate=1e-3, betas=(0.9, 0.99), weight_decay=0.0),
+        training=TrainingDefaults(
+            learning_rate=1e-3, betas=(0.9, 0.99), weight_decay=0.0, schedule="inverse_sqrt", warmup_steps=0
+        ),
     )

@@ -165,5 +165,5 @@ def preset(sizes: Sizes, choices: ThreeLinPreset) -> Preset:
             "embedding_range": 1.0,
             "initializer_range": sizes.hidden_size**-0.5,
         },
-        training=TrainingDefaults(learning_rate=2e-3, betas=(0.9, 0.98), weight_decay=0.0),
+        training=TrainingDefaults(optimizer="normalized_sgd", learning_rate=0.1, weight_decay=0.0, clip_norm=0.0),
     )

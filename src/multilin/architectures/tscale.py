@@ -215,5 +215,12 @@ def preset(sizes: Sizes, choices: TScalePreset) -> Preset:
             "embedding_range": 1.0,
             "initializer_range": 0.5,
         },
-        training=TrainingDefaults(learning_rate=1e-2, betas=(0.9, 0.98), weight_decay=0.0, warmup_steps=1000),
+        training=TrainingDefaults(
+            optimizer="matrix_moment",
+            learning_rate=1e-2,
+            weight_decay=0.0,
+            schedule="constant",
+            warmup_steps=1000,
+            clip_norm=0.0,
+        ),
     )

@@ -11,6 +11,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from multilin.architectures.base import get_architecture
 from multilin.errors import InputError
 from multilin.layers.base import Layer, ParameterHolder
+from multilin.layers.gradients import normalize_gradient
 from multilin.layers.norms import TileNorm
 from multilin.model.config import MultilinConfig
 from multilin.model.embedding import TokenEmbedding, documents_from_lengths
@@ -44,6 +45,7 @@ class MultilinForCausalLM(PreTrainedModel, GenerationMixin):
         self.output = nn.Linear(config.hidden_size, config.vocab_size, bias=config.output_bias != "none")
         if config.output_bias == "unigram":
             self.output.bias.requires_grad_(False)
+        self.normalizes_gradients = False  # whether each layer's backward begins with a gradient of unit size
         self.post_init()
 
     def forward(
@@ -111,6 +113,10 @@ class MultilinForCausalLM(PreTrainedModel, GenerationMixin):
         )  # fmt: skip
         return losses.view(len(input_ids), -1)
 
+    def row_parameters(self) -> list[Tensor]:
+        """Parameters whose rows belong to single tokens; optimizers that normalise treat each row by itself."""
+        return [self.embedding.tokens.weight, self.output.weight]
+
     def _read(
         self,
         input_ids: Tensor,
@@ -131,6 +137,8 @@ class MultilinForCausalLM(PreTrainedModel, GenerationMixin):
         inputs = [x_BTD]
         for index, layer in enumerate(self.layers, start=1):
             x_BTD, states[index] = layer(x_BTD, states[index], layout)
+            if self.normalizes_gradients:
+                x_BTD = normalize_gradient(x_BTD)
             inputs.append(x_BTD)
         # Only now, so that a call that fails leaves the state as it was.
         if state is not None:

@@ -13,6 +13,7 @@ from multilin.data.prepare import PreparedText, Progress, prepare_text
 from multilin.data.tokenizers import tokenizer_hash
 from multilin.errors import InputError
 from multilin.model.factory import create_model
+from multilin.training.optimizers import OPTIMIZERS
 from multilin.training.order import BlockOrder
 from multilin.training.recipe import Recipe
 
@@ -44,9 +45,15 @@ def read_text(recipe: Recipe, progress: Progress | None = None) -> PreparedText:
 
 
 def check_model(recipe: Recipe) -> None:
-    """Build the model without memory, so that sizes that do not fit are refused before any text is read."""
+    """Build the model without memory, so that what does not fit it is refused before any text is read.
+
+    Raises:
+        InputError: sizes or options that do not fit, or gradients that cannot be normalised layer by layer.
+    """
     with torch.device("meta"):
-        _create_model(recipe, recipe.tokenizer.vocab_size or 1)
+        network = _create_model(recipe, recipe.tokenizer.vocab_size or 1)
+    if recipe.training.normalize_gradients:
+        _check_normalized_gradients(recipe, network)
 
 
 def build_model(recipe: Recipe, text: PreparedText) -> PreTrainedModel:
@@ -61,6 +68,8 @@ def build_model(recipe: Recipe, text: PreparedText) -> PreTrainedModel:
         model.set_token_counts(torch.from_numpy(text.train.token_counts()))
     if _smooths_labels(model):
         model.config.label_smoothing = recipe.training.label_smoothing
+    if recipe.training.normalize_gradients:
+        model.normalizes_gradients = True
     if recipe.training.gradient_checkpointing:
         # transformers 5.23 renamed it; the old name still works there, with a warning.
         getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
@@ -104,14 +113,12 @@ def training_order(recipe: Recipe, model: PreTrainedModel, text: PreparedText, n
 
 
 def training_arguments(recipe: Recipe, model: PreTrainedModel, output: Path) -> TrainingArguments:
-    """The recipe in the words of transformers' Trainer; logging, validating and saving are decided by our callback."""
-    plan, optimizer, schedule = recipe.training, recipe.optimizer, recipe.schedule
-    assert optimizer.learning_rate is not None, "training needs a recipe that was resolved"
-    assert optimizer.betas is not None
-    assert optimizer.weight_decay is not None
-    assert plan.label_smoothing is not None
-    assert schedule.name is not None
-    assert schedule.warmup_steps is not None
+    """The recipe in the words of transformers' Trainer.
+
+    The optimizer and its schedule are built by our trainer; logging, validating and saving are decided by our callback.
+    """
+    plan = recipe.training
+    assert plan.label_smoothing is not None, "training needs a recipe that was resolved"
     return TrainingArguments(
         output_dir=str(output),
         max_steps=plan.max_steps,
@@ -121,15 +128,8 @@ def training_arguments(recipe: Recipe, model: PreTrainedModel, output: Path) -> 
         seed=plan.seed,
         bf16=plan.precision == "bf16",
         torch_compile=plan.compile,
-        optim="adamw_torch_fused",
-        learning_rate=optimizer.learning_rate,
-        adam_beta1=optimizer.betas[0],
-        adam_beta2=optimizer.betas[1],
-        weight_decay=optimizer.weight_decay,
         # An infinite bound does not clip, but has the norm computed, for metrics.jsonl and the finite check.
-        max_grad_norm=optimizer.clip_norm or math.inf,
-        lr_scheduler_type=schedule.name if schedule.name != "constant" else "constant_with_warmup",
-        warmup_steps=schedule.warmup_steps,
+        max_grad_norm=recipe.optimizer.clip_norm or math.inf,
         use_cpu=not torch.accelerator.is_available(),
         dataloader_pin_memory=torch.cuda.is_available(),
         ddp_find_unused_parameters=False,
@@ -146,3 +146,23 @@ def training_arguments(recipe: Recipe, model: PreTrainedModel, output: Path) -> 
 def _smooths_labels(model: PreTrainedModel) -> bool:
     # Ours smooth inside their chunked loss; for the baselines Trainer does it on the logits.
     return hasattr(model.config, "label_smoothing")
+
+
+def _check_normalized_gradients(recipe: Recipe, model: PreTrainedModel) -> None:
+    """The gradients of different layers then have scales of their own, which not everything stands."""
+    assert recipe.optimizer.name is not None, "training needs a recipe that was resolved"
+    field = "training.normalize_gradients: true given, but"
+    if not hasattr(model, "normalizes_gradients"):
+        raise InputError(f"{field} {recipe.model.architecture} cannot normalise the gradient of each layer")
+    if not OPTIMIZERS[recipe.optimizer.name].normalizes:
+        able = " or ".join(name for name, kind in OPTIMIZERS.items() if kind.normalizes)
+        raise InputError(
+            f"{field} {recipe.optimizer.name} needs the layers' gradients at one common scale; take {able}"
+        )
+    if recipe.optimizer.clip_norm:
+        raise InputError(f"{field} a common norm to clip does not exist then; set optimizer.clip_norm to 0")
+    if model.config.tie_word_embeddings:
+        raise InputError(
+            f"{field} a tied embedding adds the gradients of the first and the last layer, which then differ in scale; "
+            "set model.config.tie_word_embeddings to false"
+        )

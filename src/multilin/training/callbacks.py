@@ -1,5 +1,7 @@
 """What happens around each step: the finite check, the metrics, and when to validate, save and stop."""
 
+import math
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -25,6 +27,7 @@ class StepCallback(TrainerCallback):  # type: ignore[misc]
         writers: each stores every complete line of metrics.
         stop_request: notes a signal that asks the run to end.
         describe_batch: step to the blocks it reads, for the message about a loss that is not finite.
+        skips_nonfinite: leave out a step whose loss or gradient is not finite, instead of ending the run.
     """
 
     def __init__(
@@ -36,11 +39,14 @@ class StepCallback(TrainerCallback):  # type: ignore[misc]
         writers: Sequence[Callable[[dict[str, Any]], None]],
         stop_request: StopRequest,
         describe_batch: Callable[[int], str],
+        skips_nonfinite: bool = False,
     ) -> None:
+        self.skips_nonfinite = skips_nonfinite
         self.plan, self.meter, self.display, self.writers = plan, meter, display, writers
         self.stop_request, self.describe_batch = stop_request, describe_batch
         self.grad_norm: torch.Tensor | float = 0.0  # set by the trainer when it clips
         self._step_loss = self._step_norm = self._learning_rate = 0.0
+        self._skips = False
         self._line: dict[str, Any] | None = None
 
     def on_train_begin(
@@ -53,7 +59,7 @@ class StepCallback(TrainerCallback):  # type: ignore[misc]
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Refuse a step that would spoil the weights.
+        """Refuse a step that would spoil the weights, or leave it out.
 
         Raises:
             TrainingFailed: the loss or the gradient is not finite; the weights are still those of the step before.
@@ -61,12 +67,26 @@ class StepCallback(TrainerCallback):  # type: ignore[misc]
         loss, norm = self.meter.take_step_loss(), self.grad_norm
         # One transfer for both: on a GPU each one waits for all work in flight.
         loss_and_norm = torch.stack([loss.float(), torch.as_tensor(norm, device=loss.device).float()])
-        self._step_loss, self._step_norm = loss_and_norm.tolist()
-        if not torch.isfinite(loss_and_norm.cpu()).all():
-            what = "gradient norm" if torch.isfinite(loss) else "loss"
-            value = self._step_norm if torch.isfinite(loss) else self._step_loss
+        step_loss, step_norm = loss_and_norm.tolist()
+        finite = math.isfinite(step_loss) and math.isfinite(step_norm)
+        self._skips = _on_any_device(not finite) if self.skips_nonfinite else False
+        if self._skips:
+            self._warn_of_skipping(state.global_step + 1)
+            kwargs["model"].zero_grad(set_to_none=True)  # without gradients an optimizer leaves everything as it is
+            return
+        self._step_loss, self._step_norm = step_loss, step_norm
+        if not finite:
+            what, value = ("gradient norm", step_norm) if math.isfinite(step_loss) else ("loss", step_loss)
             step = state.global_step + 1
             raise TrainingFailed(f"the {what} of step {step} is {value}, in the batch of {self.describe_batch(step)}")
+
+    def _warn_of_skipping(self, step: int) -> None:
+        if self.meter.skipped_steps == 0:
+            warnings.warn(
+                f"the loss or the gradient of step {step} is not finite, in the batch of {self.describe_batch(step)}: "
+                "this step and others like it are left out, and counted as skipped_steps in metrics.jsonl",
+                stacklevel=2,
+            )
 
     def on_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -81,7 +101,10 @@ class StepCallback(TrainerCallback):  # type: ignore[misc]
         step = state.global_step
         last = step >= args.max_steps
         stop = _on_any_device(self.stop_request.signal_number is not None)
-        self.meter.end_step(self._step_loss)
+        if self._skips:
+            self.meter.skip_step()
+        else:
+            self.meter.end_step(self._step_loss)
         self.display.step(step)
         control.should_evaluate = last or _due(step, self.plan.eval_every_steps)
         control.should_save = last or stop or _due(step, self.plan.save_every_steps)
@@ -93,6 +116,8 @@ class StepCallback(TrainerCallback):  # type: ignore[misc]
                 grad_norm=self._step_norm,
                 average=_mean_over_devices,
             )
+            if self.skips_nonfinite:
+                self._line["skipped_steps"] = self.meter.skipped_steps
         if not control.should_evaluate:
             self._finish_line()
         return control

@@ -98,8 +98,13 @@ def read_optimizer(folder: Path) -> dict[str, Any]:
     for key, tensor in read_tensors(folder / "optimizer.safetensors").items():
         slot, name = key.split("/", 1)
         state.setdefault(name, {})[slot] = tensor
-    groups = read_json(folder / "optimizer.json")
-    return {"state": state, "param_groups": [group | {"betas": tuple(group["betas"])} for group in groups]}
+    groups = [_with_tuples(group) for group in read_json(folder / "optimizer.json")]
+    return {"state": state, "param_groups": groups}
+
+
+def _with_tuples(group: dict[str, Any]) -> dict[str, Any]:
+    # JSON knows lists only.
+    return {name: tuple(v) if isinstance(v, list) and name != "params" else v for name, v in group.items()}
 
 
 def write_random_state(path: Path) -> None:

@@ -18,6 +18,7 @@ class Meter:
     def __init__(self, tokens_per_step: int) -> None:
         self.tokens_per_step = tokens_per_step
         self.tokens = 0
+        self.skipped_steps = 0
         self.last_loss = float("nan")
         self._step_loss: torch.Tensor | None = None
         self._loss_sum, self._loss_steps = 0.0, 0
@@ -47,6 +48,14 @@ class Meter:
         """Count a step that was applied."""
         self._loss_sum += loss
         self._loss_steps += 1
+        self._count_tokens()
+
+    def skip_step(self) -> None:
+        """Count a step that was read but not applied; its loss does not count."""
+        self.skipped_steps += 1
+        self._count_tokens()
+
+    def _count_tokens(self) -> None:
         self.tokens += self.tokens_per_step
         self._window_tokens += self.tokens_per_step
 
@@ -60,8 +69,12 @@ class Meter:
     def line(
         self, step: int, *, learning_rate: float, grad_norm: float, average: Callable[[float], float]
     ) -> dict[str, Any]:
-        """The line for this step; the next one begins here. `average` takes the mean over devices."""
-        self.last_loss = average(self._loss_sum / self._loss_steps)
+        """The line for this step; the next one begins here. `average` takes the mean over devices.
+
+        The loss is that of the last line where every step since was skipped.
+        """
+        if self._loss_steps:
+            self.last_loss = average(self._loss_sum / self._loss_steps)
         speed = self._window_tokens / max(time.perf_counter() - self._window_started, 1e-9)
         self._loss_sum, self._loss_steps = 0.0, 0
         self._window_tokens, self._window_started = 0, time.perf_counter()
@@ -80,6 +93,7 @@ class Meter:
         return {
             "tokens": self.tokens,
             "seconds": self.seconds,
+            "skipped_steps": self.skipped_steps,
             "last_loss": self.last_loss,
             "loss_sum": self._loss_sum,
             "loss_steps": self._loss_steps,
@@ -89,3 +103,4 @@ class Meter:
         """Continue from what `state` gave."""
         self.tokens, self._earlier_seconds, self.last_loss = state["tokens"], state["seconds"], state["last_loss"]
         self._loss_sum, self._loss_steps = state["loss_sum"], state["loss_steps"]
+        self.skipped_steps = state.get("skipped_steps", 0)

@@ -70,21 +70,26 @@ class TokenizerRecipe:
 
 @settings
 class OptimizerRecipe:
-    """The optimizer; what is not given is the default of the architecture."""
+    """The optimizer; what is not given is the default of the architecture, or of another optimizer that is named."""
 
-    name: Literal["adamw"] = "adamw"  # optimizer
+    name: Literal["adamw", "normalized_sgd", "matrix_moment"] | None = None  # optimizer
     learning_rate: Rate | None = None  # peak learning rate, reached after the warm-up
-    betas: tuple[Fraction, Fraction] | None = None  # decay rates of AdamW's two running means
+    betas: tuple[Fraction, Fraction] | None = None  # adamw: decay rates of its two running means
+    row_average: Fraction | None = None  # normalized_sgd: weight of the past in the average of an embedding's row
+    row_order: Literal["normalize_then_average", "average_then_normalize"] | None = None  # normalized_sgd: for rows
     weight_decay: NonNegative | None = None  # decoupled decay of weight matrices (not of biases, norms, embeddings)
     clip_norm: NonNegative | None = None  # largest norm of the gradient; 0 does not clip
+    nonfinite: Literal["stop", "skip"] = "stop"  # loss or gradient not finite: end the run, or skip the step
 
 
 @settings
 class ScheduleRecipe:
     """The learning rate over time; what is not given is the default of the architecture."""
 
-    name: Literal["linear", "cosine", "constant"] | None = None  # course after the warm-up, down to 0 at the last step
-    warmup_steps: Count | None = None  # steps in which the learning rate rises from 0 to its peak
+    name: Literal["linear", "cosine", "constant", "tail", "inverse_sqrt"] | None = None  # course after the warm-up
+    warmup_steps: Count | None = None  # steps in which the learning rate rises to its peak
+    tail: Rate | None = None  # tail: the last 1/tail of the run falls to 0, 5 by default
+    constant_steps: Positive | None = None  # inverse_sqrt: steps at the peak before it falls, 100 by default
 
 
 @settings
@@ -97,6 +102,7 @@ class TrainingRecipe:
     label_smoothing: Fraction | None = None  # probability spread over the whole vocabulary, in training only
     seed: Count = 0  # seed of initial weights, data order and dropout
     precision: Literal["auto", "float32", "bf16"] = "auto"  # auto: bf16 autocast where the hardware computes in it
+    normalize_gradients: bool = False  # bring each layer's incoming gradient to unit size, for half precision
     gradient_checkpointing: bool = False  # recompute activations in the backward pass: less memory, more time
     compile: bool = False  # torch.compile the model
     eval_every_steps: Count = 100  # steps between validations; 0 validates after the last step only
@@ -163,23 +169,23 @@ def save_recipe(recipe: Recipe, path: str | Path) -> None:
 
 
 def resolve_recipe(recipe: Recipe) -> Recipe:
-    """The same recipe with every default of the architecture and of this machine filled in."""
+    """The same recipe with every default of the architecture and of this machine filled in.
+
+    Raises:
+        InputError: an unknown architecture, or a value that the chosen optimizer or schedule does not use.
+    """
     from multilin.model.factory import DEFAULT_NUM_LAYERS, training_defaults
+    from multilin.training.optimizers.build import resolve_optimizer
     from multilin.training.precision import resolve_precision
+    from multilin.training.schedules import resolve_schedule
 
     defaults = training_defaults(recipe.model.architecture)
     training = dataclasses.replace(
         _fill(recipe.training, label_smoothing=defaults.label_smoothing),
         precision=resolve_precision(recipe.training.precision),
     )
-    optimizer = _fill(
-        recipe.optimizer,
-        learning_rate=defaults.learning_rate,
-        betas=defaults.betas,
-        weight_decay=defaults.weight_decay,
-        clip_norm=defaults.clip_norm,
-    )
-    schedule = _fill(recipe.schedule, name=defaults.schedule, warmup_steps=defaults.warmup_steps)
+    optimizer = resolve_optimizer(recipe.optimizer, defaults)
+    schedule = resolve_schedule(recipe.schedule, defaults)
     tokenizer = recipe.tokenizer
     if tokenizer.kind != "byte" and tokenizer.path is None:
         tokenizer = _fill(tokenizer, vocab_size=DEFAULT_VOCAB_SIZE)

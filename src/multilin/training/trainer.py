@@ -97,6 +97,7 @@ def _build_trainer(
     blocks_per_step = len(order) // plan.max_steps
     callback = StepCallback(
         plan=plan,
+        skips_nonfinite=recipe.optimizer.nonfinite == "skip",
         meter=Meter(tokens_per_step=blocks_per_step * recipe.model.n_positions),
         display=display,
         writers=folder.metrics_writers(tensorboard=plan.tensorboard) if devices.is_main_process else [],
@@ -106,11 +107,11 @@ def _build_trainer(
     return RunTrainer(
         model=model,
         args=training_arguments(recipe, model, folder.checkpoints),
+        recipe=recipe,
         order=order,
         folder=folder,
         validate=validate,
         callback=callback,
-        keep_checkpoints=plan.keep_checkpoints,
     )
 
 

@@ -24,9 +24,12 @@ from transformers import PreTrainedModel, PrinterCallback, Trainer, TrainerContr
 
 from multilin.training import checkpoints
 from multilin.training.callbacks import StepCallback
+from multilin.training.optimizers import build_optimizer
 from multilin.training.order import BlockOrder, stack_blocks
 from multilin.training.outcomes import TrainingFailed
+from multilin.training.recipe import Recipe
 from multilin.training.run_folder import RunFolder
+from multilin.training.schedules import build_schedule
 
 _WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
@@ -36,12 +39,12 @@ class RunTrainer(Trainer):  # type: ignore[misc]
 
     Args:
         model: a causal language model whose forward returns a loss.
-        args: steps, batch size, learning rate, precision, devices.
+        args: steps, batch size, precision, devices.
+        recipe: with every default filled in; says the optimizer, the schedule, and how many checkpoints are kept.
         order: the blocks to read, from the first step to the last.
         folder: where checkpoints go.
         validate: model to its figures on the validation text, for metrics.jsonl.
         callback: follows each step; holds the meter whose state goes into checkpoints.
-        keep_checkpoints: newest checkpoints kept.
     """
 
     control: TrainerControl
@@ -51,14 +54,14 @@ class RunTrainer(Trainer):  # type: ignore[misc]
         *,
         model: PreTrainedModel,
         args: TrainingArguments,
+        recipe: Recipe,
         order: BlockOrder,
         folder: RunFolder,
         validate: Callable[[torch.nn.Module], dict[str, float]],
         callback: StepCallback,
-        keep_checkpoints: int,
     ) -> None:
         self.order, self.folder, self.validate, self.callback = order, folder, validate, callback
-        self.keep_checkpoints = keep_checkpoints
+        self.recipe = recipe
         use_cache = getattr(model.config, "use_cache", True)
         super().__init__(model=model, args=args, train_dataset=order, data_collator=stack_blocks, callbacks=[callback])
         self.remove_callback(PrinterCallback)
@@ -90,6 +93,25 @@ class RunTrainer(Trainer):  # type: ignore[misc]
             return norm
 
         self.accelerator.clip_grad_norm_ = clip_and_note
+
+    def create_optimizer(self, model: torch.nn.Module | None = None) -> torch.optim.Optimizer:
+        """The recipe's optimizer."""
+        if getattr(self, "optimizer", None) is None:
+            network = self.network if model is None else model
+            names = self.get_decay_parameter_names(network)
+            self.optimizer: Any = build_optimizer(self.recipe.optimizer, network, decayed=names)
+        optimizer: torch.optim.Optimizer = self.optimizer
+        return optimizer
+
+    def create_scheduler(
+        self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None
+    ) -> torch.optim.lr_scheduler.LRScheduler:
+        """The recipe's schedule."""
+        if getattr(self, "lr_scheduler", None) is None:
+            self.lr_scheduler: Any = build_schedule(
+                self.recipe.schedule, _bare(optimizer or self.optimizer), num_training_steps
+            )
+        return self.schedule
 
     def get_decay_parameter_names(self, model: torch.nn.Module) -> list[str]:
         """Weight decay is for matrices: not for biases, norms, embeddings, nor an output tied to an embedding."""
@@ -178,7 +200,7 @@ class RunTrainer(Trainer):  # type: ignore[misc]
     def _checkpoint_folder(self, step: int) -> Iterator[Path]:
         """The folder that every process writes into; the first process makes and publishes it."""
         if self.is_world_process_zero():
-            with checkpoints.published(self.folder.checkpoints, step, self.keep_checkpoints) as part:
+            with checkpoints.published(self.folder.checkpoints, step, self.recipe.training.keep_checkpoints) as part:
                 self.accelerator.wait_for_everyone()
                 yield part
                 self.accelerator.wait_for_everyone()

@@ -1,0 +1,101 @@
+"""The optimizer's step alone: milliseconds and bytes of state, ours beside PyTorch's AdamW.
+
+All work on copies of one model's parameters, with the same gradients, in turns within one process; the median over
+turns counts. The limit is one pass that reads gradients and parameters and writes the parameters, as any update must.
+"""
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from multilin.model.factory import create_model, model_names
+from multilin.training.optimizers import MatrixMoment, NormalizedSGD, parameter_groups
+
+TURNS_TO_WARM_UP = 2
+
+
+def main(argv: list[str]) -> None:
+    parser = argparse.ArgumentParser(prog="benchmarks optimizer", description=__doc__)
+    parser.add_argument("--architecture", default="tscale", choices=model_names())
+    parser.add_argument("--hidden-size", type=int, default=512)
+    parser.add_argument("--num-layers", type=int, default=6)
+    parser.add_argument("--vocab-size", type=int, default=8192)
+    parser.add_argument("--turns", type=int, default=15, help="turns of each")
+    parser.add_argument("--threads", type=int, help="threads of torch; one gives steadier figures on a busy machine")
+    arguments = parser.parse_args(argv)
+    if arguments.threads:
+        torch.set_num_threads(arguments.threads)
+    rows = optimizers(arguments)
+    seconds: dict[str, list[float]] = {name: [] for name in rows}
+    for _ in range(arguments.turns + TURNS_TO_WARM_UP):
+        for name, (step, _) in rows.items():
+            seconds[name].append(measure(step))
+    medians = {name: statistics.median(times[TURNS_TO_WARM_UP:]) for name, times in seconds.items()}
+    print(f"{arguments.architecture}, width {arguments.hidden_size}, {arguments.num_layers} layers, ", end="")
+    print(f"vocabulary {arguments.vocab_size}, float32, {torch.get_num_threads()} threads")
+    adam = "peer: AdamW, fused"
+    print(f"{'':24}{'ms/step':>10}{'/ fused AdamW':>15}{'state, MB':>12}{'/ AdamW':>10}")
+    for name, (_, optimizer) in rows.items():
+        size = state_bytes(optimizer)
+        print(f"{name:24}{1e3 * medians[name]:10.2f}{medians[name] / medians[adam]:15.2f}", end="")
+        print(f"{size / 1e6:12.2f}{size / state_bytes(rows[adam][1]):10.3f}")
+
+
+def optimizers(
+    arguments: argparse.Namespace,
+) -> dict[str, tuple[Callable[[], object], torch.optim.Optimizer | None]]:
+    """Each row of the table: a step, and the optimizer whose state is counted."""
+    device = torch.accelerator.current_accelerator() or torch.device("cpu")
+
+    def model() -> nn.Module:
+        network = create_model(
+            arguments.architecture, hidden_size=arguments.hidden_size, num_layers=arguments.num_layers,
+            vocab_size=arguments.vocab_size, n_positions=1024,
+        ).to(device)  # fmt: skip
+        torch.manual_seed(0)
+        for parameter in network.parameters():
+            parameter.grad = torch.randn_like(parameter)
+        return network
+
+    def groups() -> list[dict]:
+        return parameter_groups(model(), decayed=(), weight_decay=0.0, by_rows=True)
+
+    built: dict[str, torch.optim.Optimizer] = {
+        "matrix_moment": MatrixMoment(groups()),
+        "normalized_sgd": NormalizedSGD(groups()),
+        "peer: AdamW, fused": torch.optim.AdamW(model().parameters(), weight_decay=0.0, fused=True),
+        "peer: AdamW, foreach": torch.optim.AdamW(model().parameters(), weight_decay=0.0, foreach=True),
+    }
+    parameters = [parameter.detach() for parameter in model().parameters()]
+    gradients = [torch.randn_like(parameter) for parameter in parameters]
+
+    def pass_over() -> None:
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.lerp_(gradient, 1e-3)
+
+    rows = {name: (optimizer.step, optimizer) for name, optimizer in built.items()}
+    return {**rows, "limit: one lerp": (pass_over, None)}
+
+
+def state_bytes(optimizer: torch.optim.Optimizer | None) -> int:
+    """Bytes of every tensor of an optimizer's state."""
+    states = optimizer.state.values() if optimizer is not None else ()
+    return sum(slot.numel() * slot.element_size() for state in states for slot in state.values())
+
+
+def measure(step: Callable[[], object]) -> float:
+    """Seconds of one step, work on a device included."""
+    synchronize()
+    start = time.perf_counter()
+    step()
+    synchronize()
+    return time.perf_counter() - start
+
+
+def synchronize() -> None:
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()

@@ -1,0 +1,21 @@
+"""Optimizers that normalise gradients, and the table from which recipes choose one."""
+
+from multilin.training.optimizers.build import (
+    OPTIMIZERS,
+    OptimizerKind,
+    build_optimizer,
+    parameter_groups,
+    row_parameters,
+)
+from multilin.training.optimizers.matrix_moment import MatrixMoment
+from multilin.training.optimizers.normalized_sgd import NormalizedSGD
+
+__all__ = [
+    "OPTIMIZERS",
+    "MatrixMoment",
+    "NormalizedSGD",
+    "OptimizerKind",
+    "build_optimizer",
+    "parameter_groups",
+    "row_parameters",
+]

@@ -1,0 +1,106 @@
+"""What optimizers that normalise gradients share: the walk over parameters, and exact norms."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from multilin.errors import InputError
+
+CACHE_NUMBERS = 2**18  # numbers of one group of tensors on a CPU, so that several passes over it find it in the cache
+
+
+class NormalizingOptimizer(torch.optim.Optimizer):
+    """An optimizer whose update does not depend on the scale of a tensor's, or a row's, gradient.
+
+    A parameter group with `rows` true has its tensors treated row by row, the others are treated as a whole. A
+    parameter without a gradient is left alone, as in PyTorch; one whose gradient is zero counts as seen.
+
+    Subclasses update many whole tensors at once, with PyTorch's functions over lists of tensors, and one tensor of
+    rows at a time. They never wait for a number from the device, and the learning rate may be a tensor, so a step can
+    be captured into a graph.
+    """
+
+    def update_whole(self, parameters: list[Tensor], gradients: list[Tensor], group: dict[str, Any]) -> None:
+        """Update tensors that are treated as a whole."""
+        raise NotImplementedError
+
+    def update_rows(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+        """Update a tensor that is treated row by row; both are seen as (rows, numbers per row)."""
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One update of every parameter that has a gradient; returns what the closure returned.
+
+        Raises:
+            InputError: a sparse gradient.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
+            gradients = [parameter.grad for parameter in parameters]
+            if any(gradient.is_sparse for gradient in gradients):
+                raise InputError(f"optimizer: {type(self).__name__} takes dense gradients, but a sparse one was given")
+            if group["rows"]:
+                for parameter, gradient in zip(parameters, gradients, strict=True):
+                    self.update_rows(parameter, gradient, group)
+            else:
+                for some in _cache_sized(parameters):
+                    self.update_whole(parameters[some], gradients[some], group)
+        return loss
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As PyTorch's.
+
+        Raises:
+            InputError: the state was saved by another kind of optimizer.
+        """
+        own = self.defaults.keys() - {"differentiable"}  # PyTorch adds this one to the defaults, but to no group
+        for group in state_dict["param_groups"]:
+            if missing := sorted(own - group.keys()):
+                raise InputError(
+                    f"optimizer: a state without {', '.join(missing)} given, so it was not saved by "
+                    f"{type(self).__name__}; go on with the optimizer that saved it"
+                )
+        super().load_state_dict(state_dict)
+
+
+def norms(tensors: list[Tensor]) -> list[Tensor]:
+    """Frobenius norm of each tensor, in float32 or better."""
+    wide = None if tensors[0].dtype in (torch.float32, torch.float64) else torch.float32
+    return list(torch._foreach_norm(tensors, 2, dtype=wide))
+
+
+def row_norms(rows: Tensor) -> Tensor:
+    """(R, 1) Euclidean norms of the rows, in float32 or better."""
+    wide = torch.promote_types(rows.dtype, torch.float32)
+    result: Tensor = torch.linalg.vector_norm(rows, dim=1, keepdim=True, dtype=wide)
+    return result
+
+
+def inverse(values: Tensor) -> Tensor:
+    """1 / x, and 0 where x is 0."""
+    zero = values == 0
+    return values.masked_fill(zero, 1.0).reciprocal().masked_fill(zero, 0.0)
+
+
+def as_rows(tensor: Tensor) -> Tensor:
+    """A view (rows, numbers per row)."""
+    return tensor if tensor.ndim == 2 else tensor.view(len(tensor), -1)
+
+
+def _cache_sized(parameters: list[Tensor]) -> Iterator[slice]:
+    """Runs of parameters that fit a CPU's cache together; elsewhere all of them."""
+    start, numbers = 0, 0
+    for index, parameter in enumerate(parameters):
+        if index > start and parameter.device.type == "cpu" and numbers + parameter.numel() > CACHE_NUMBERS:
+            yield slice(start, index)
+            start, numbers = index, 0
+        numbers += parameter.numel()
+    if parameters:
+        yield slice(start, len(parameters))

@@ -1,0 +1,101 @@
+"""Matrix moment, the optimizer of TScale: one second moment per matrix, or per row, instead of one per number."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from multilin.training.optimizers.base import NormalizingOptimizer, as_rows, norms, row_norms
+
+NOW, MOMENTUM = 0.2, 0.8  # weights of this step's direction and of the average in an update
+
+
+class MatrixMoment(NormalizingOptimizer):
+    """Momentum of gradients that are divided by the root of their mean square over a matrix and over time.
+
+    In step i = 0, 1, ... of a matrix p with gradient g (of a tensor of rows: each row, with its own D and a common W):
+
+        b  = 1 - 0.5 / sqrt(1 + i)
+        D <- b D + mean(g^2)       W <- b W + 1       n = g / sqrt(D / W), 0 where mean(g^2) = 0
+        m <- b m + (1 - b) n
+        p <- (1 - lr * weight_decay) p - lr (0.2 n + 0.8 m)
+
+    A row without gradient decays and goes on along its momentum. State: m, one number per number, as AdamW has two;
+    D, one per matrix or row; W and i, one per matrix. Parameters are float32 or better, and gradients have a root
+    mean square between about 1e-19 and 1e19, where squares are numbers of float32.
+
+    Args:
+        params: parameters or parameter groups; `rows` of a group says how its tensors are treated.
+        lr: root mean square of an update whose direction does not change.
+        weight_decay: decoupled decay, times the learning rate; the source's l2.
+        rows: for groups that do not say.
+
+    Source: TScale (Foreseerr).
+    """
+
+    def __init__(
+        self, params: Any, lr: float | Tensor = 0.01, *, weight_decay: float = 0.0, rows: bool = False
+    ) -> None:
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "rows": rows})
+
+    def update_whole(self, parameters: list[Tensor], gradients: list[Tensor], group: dict[str, Any]) -> None:
+        """See the class."""
+        states = [self._state(parameter, ()) for parameter in parameters]
+        roots = [max(parameter.numel(), 1) ** 0.5 for parameter in parameters]
+        mean_square = torch.stack(torch._foreach_div(norms(gradients), roots)).square()
+        second_moment, weight, step = (
+            torch.stack([state[name] for state in states]) for name in ("second_moment", "weight", "step")
+        )
+        keep, factor = _advance(second_moment, weight, step, mean_square)
+        for name, values in (("second_moment", second_moment), ("weight", weight), ("step", step)):
+            torch._foreach_copy_([state[name] for state in states], values.unbind())
+
+        dtype, lr = parameters[0].dtype, group["lr"]
+        momenta = [state["momentum"] for state in states]
+        torch._foreach_mul_(momenta, keep.to(dtype).unbind())
+        torch._foreach_addcmul_(momenta, gradients, ((1 - keep) * factor).to(dtype).unbind())
+        if group["weight_decay"]:
+            torch._foreach_mul_(parameters, 1 - lr * group["weight_decay"])
+        torch._foreach_addcmul_(parameters, gradients, (-NOW * lr * factor).to(dtype).unbind())
+        torch._foreach_addcmul_(parameters, momenta, (-MOMENTUM * lr * torch.ones_like(factor)).to(dtype).unbind())
+
+    def update_rows(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+        """See the class."""
+        state = self._state(parameter, (len(parameter), 1))
+        rows, now, momentum = as_rows(parameter), as_rows(gradient), as_rows(state["momentum"])
+        mean_square = row_norms(now).square() / max(now.shape[1], 1)
+        keep, factor = _advance(state["second_moment"], state["weight"], state["step"], mean_square)
+
+        dtype, lr = parameter.dtype, group["lr"]
+        momentum.mul_(keep.to(dtype)).addcmul_(now, ((1 - keep) * factor).to(dtype))
+        if group["weight_decay"]:
+            rows.mul_(1 - lr * group["weight_decay"])
+        rows.addcmul_(now, (-NOW * lr * factor).to(dtype))
+        rows.addcmul_(momentum, (-MOMENTUM * lr * torch.ones_like(keep)).to(dtype))
+
+    def _state(self, parameter: Tensor, shape: tuple[int, ...]) -> dict[str, Tensor]:
+        state: dict[str, Tensor] = self.state[parameter]
+        if not state:
+            few: dict[str, Any] = {
+                "dtype": torch.promote_types(parameter.dtype, torch.float32),
+                "device": parameter.device,
+            }
+            state["momentum"] = torch.zeros_like(parameter, memory_format=torch.contiguous_format)
+            state["second_moment"] = torch.zeros(shape, **few)
+            state["weight"], state["step"] = torch.zeros((), **few), torch.zeros((), **few)
+        return state
+
+
+def beta(step: Tensor) -> Tensor:
+    """1 - 0.5 / sqrt(1 + i): the weight of the past in the averages, after i earlier steps."""
+    return 1 - 0.5 * (1 + step).rsqrt()
+
+
+def _advance(second_moment: Tensor, weight: Tensor, step: Tensor, mean_square: Tensor) -> tuple[Tensor, Tensor]:
+    """One step of the statistics, in place; returns b, and 1 / sqrt(D / W), 0 where the gradient is zero."""
+    keep = beta(step)
+    step.add_(1)
+    weight.mul_(keep).add_(1)
+    second_moment.mul_(keep).add_(mean_square)
+    zero = mean_square == 0
+    return keep, (weight / second_moment.masked_fill(zero, 1.0)).sqrt().masked_fill(zero, 0.0)

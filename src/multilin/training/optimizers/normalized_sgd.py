@@ -1,0 +1,94 @@
+"""Normalised SGD, the optimizer of 3Lin: every tensor moves by the direction of its gradient alone."""
+
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from multilin.errors import InputError
+from multilin.training.optimizers.base import NormalizingOptimizer, as_rows, inverse, norms, row_norms
+
+RowOrder = Literal["normalize_then_average", "average_then_normalize"]
+ROW_ORDERS: tuple[RowOrder, ...] = ("normalize_then_average", "average_then_normalize")
+
+
+class NormalizedSGD(NormalizingOptimizer):
+    """Gradient descent by gradients of norm 1, with an average over time for rows.
+
+    A whole tensor W with gradient G (N(G) = G / ||G||, Frobenius, N(0) = 0):
+
+        W <- (1 - lr * weight_decay) W - lr N(G)
+
+    A tensor of rows W_r, with an average A_r that starts at 0, b = row_average, in one of two orders:
+
+        normalize_then_average:  A_r <- b A_r + (1 - b) N(G_r)     W_r <- (1 - lr * weight_decay) W_r - lr A_r
+        average_then_normalize:  A_r <- b A_r + (1 - b) G_r        W_r <- (1 - lr * weight_decay) W_r - lr N(A_r)
+
+    A row without gradient goes on along its average. State: one number per number of the tensors of rows; of whole
+    tensors only how often they moved, since PyTorch's distributed checkpoints want something of every parameter.
+
+    Args:
+        params: parameters or parameter groups; `rows` of a group says how its tensors are treated.
+        lr: norm of the update of a tensor, or of a row.
+        weight_decay: decoupled decay, times the learning rate.
+        row_average: weight of the past in the average of rows, at least 0 and below 1.
+        row_order: which comes first for rows, normalising or averaging.
+        rows: for groups that do not say.
+
+    Source: 3Lin, the triple-linear transformer.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 0.1,
+        *,
+        weight_decay: float = 0.0,
+        row_average: float = 0.9,
+        row_order: RowOrder = "normalize_then_average",
+        rows: bool = False,
+    ) -> None:
+        if not 0 <= row_average < 1:
+            raise InputError(f"row_average: {row_average} given, but it must be at least 0 and below 1")
+        if row_order not in ROW_ORDERS:
+            raise InputError(f"row_order: {row_order!r} given, but it must be {' or '.join(ROW_ORDERS)}")
+        defaults = {
+            "lr": lr,
+            "weight_decay": weight_decay,
+            "row_average": row_average,
+            "row_order": row_order,
+            "rows": rows,
+        }
+        super().__init__(params, defaults)
+
+    def update_whole(self, parameters: list[Tensor], gradients: list[Tensor], group: dict[str, Any]) -> None:
+        """See the class."""
+        torch._foreach_add_([self._state(parameter)["step"] for parameter in parameters], 1)
+        if group["weight_decay"]:
+            torch._foreach_mul_(parameters, 1 - group["lr"] * group["weight_decay"])
+        factors = (-group["lr"] * inverse(torch.stack(norms(gradients)))).to(parameters[0].dtype)
+        torch._foreach_addcmul_(parameters, gradients, factors.unbind())
+
+    def update_rows(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+        """See the class."""
+        state = self._state(parameter)
+        state["step"].add_(1)
+        if "row_average" not in state:
+            state["row_average"] = torch.zeros_like(parameter, memory_format=torch.contiguous_format)
+        average, rows, now = as_rows(state["row_average"]), as_rows(parameter), as_rows(gradient)
+        keep = group["row_average"]
+        if group["weight_decay"]:
+            rows.mul_(1 - group["lr"] * group["weight_decay"])
+        average.mul_(keep)
+        if group["row_order"] == "normalize_then_average":
+            average.addcmul_(now, ((1 - keep) * inverse(row_norms(now))).to(now.dtype))
+            rows.addcmul_(average, -group["lr"] * torch.ones((), dtype=rows.dtype, device=rows.device))
+        else:
+            average.add_(now, alpha=1 - keep)
+            rows.addcmul_(average, (-group["lr"] * inverse(row_norms(average))).to(rows.dtype))
+
+    def _state(self, parameter: Tensor) -> dict[str, Tensor]:
+        state: dict[str, Tensor] = self.state[parameter]
+        if not state:
+            state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
+        return state

@@ -1,0 +1,73 @@
+"""The learning rate over time, as a factor on its peak.
+
+In step i = 0, 1, ... of N, the warm-up of w steps and the course after it multiply:
+
+    min(1, (i + 1) / w) * course(i)
+
+    linear        (N - i) / (N - w), at most 1
+    cosine        (1 + cos(pi (i - w) / (N - w))) / 2, 1 before w
+    constant      1
+    tail          min(1, (1 - i / N) * tail): the last 1 / tail of the run falls to 0           (TScale)
+    inverse_sqrt  min(1, sqrt(constant_steps / (i + 1)))                                        (ELiTA)
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from multilin.architectures.base import TrainingDefaults
+from multilin.errors import InputError
+from multilin.training.recipe import ScheduleRecipe
+
+SCHEDULES: dict[str, dict[str, float]] = {
+    "linear": {},
+    "cosine": {},
+    "constant": {},
+    "tail": {"tail": 5.0},
+    "inverse_sqrt": {"constant_steps": 100},
+}
+"""Every schedule by the name recipes give it: its further fields of the recipe with their defaults."""
+
+
+def resolve_schedule(recipe: ScheduleRecipe, defaults: TrainingDefaults) -> ScheduleRecipe:
+    """The same section with every default filled in.
+
+    Raises:
+        InputError: a value is given that the schedule does not use.
+    """
+    name = recipe.name or defaults.schedule
+    for field in ("tail", "constant_steps"):
+        if (given := getattr(recipe, field)) is not None and field not in SCHEDULES[name]:
+            user = next(other for other, fields in SCHEDULES.items() if field in fields)
+            raise InputError(
+                f"schedule.{field}: {given!r} given, but only the schedule {user} uses it, and schedule.name is {name}"
+            )
+    values: dict[str, Any] = {"name": name, "warmup_steps": defaults.warmup_steps, **SCHEDULES[name]}
+    return dataclasses.replace(recipe, **{key: value for key, value in values.items() if getattr(recipe, key) is None})
+
+
+def rate_factor(recipe: ScheduleRecipe, max_steps: int) -> Callable[[int], float]:
+    """The factor of step i, for a resolved recipe and a run of so many steps."""
+    assert recipe.name is not None, "a schedule needs a recipe that was resolved"
+    assert recipe.warmup_steps is not None
+    warmup_steps, tail, constant_steps = recipe.warmup_steps, recipe.tail or 0.0, recipe.constant_steps or 0
+    rest = max(max_steps - warmup_steps, 1)
+    courses: dict[str, Callable[[int], float]] = {
+        "linear": lambda i: min(1.0, max(0.0, (max_steps - i) / rest)),
+        "cosine": lambda i: 0.5 * (1 + math.cos(math.pi * min(1.0, max(0.0, (i - warmup_steps) / rest)))),
+        "constant": lambda i: 1.0,
+        "tail": lambda i: min(1.0, max(0.0, (1 - i / max_steps) * tail)),
+        "inverse_sqrt": lambda i: min(1.0, math.sqrt(constant_steps / (i + 1))),
+    }
+    course = courses[recipe.name]
+    return lambda i: min(1.0, (i + 1) / max(warmup_steps, 1)) * course(i)
+
+
+def build_schedule(
+    recipe: ScheduleRecipe, optimizer: torch.optim.Optimizer, max_steps: int
+) -> torch.optim.lr_scheduler.LRScheduler:
+    """The schedule of a resolved recipe, acting on every group of an optimizer."""
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, rate_factor(recipe, max_steps))

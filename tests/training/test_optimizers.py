@@ -1,0 +1,227 @@
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from multilin.errors import InputError
+from multilin.model.factory import create_model, model_names
+from multilin.training import checkpoints
+from multilin.training.optimizers import OPTIMIZERS, MatrixMoment, NormalizedSGD, parameter_groups, row_parameters
+from multilin.training.recipe import load_recipe
+
+Make = Callable[..., torch.optim.Optimizer]
+
+KINDS: dict[str, Make] = {
+    "normalized_sgd": NormalizedSGD,
+    "normalized_sgd_average_first": lambda *a, **k: NormalizedSGD(*a, row_order="average_then_normalize", **k),
+    "matrix_moment": MatrixMoment,
+}
+
+
+@pytest.fixture(params=KINDS)
+def make(request: pytest.FixtureRequest) -> Make:
+    return KINDS[request.param]
+
+
+def draw(*shape: int, seed: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def walk(make: Make, gradients: list[Tensor], *, rows: bool, start: Tensor | None = None, **options: Any) -> Tensor:
+    """Where a parameter of these gradients ends, from 1 or from `start`."""
+    parameter = nn.Parameter(torch.ones_like(gradients[0]) if start is None else start.clone())
+    optimizer = make([parameter], rows=rows, **options)
+    for gradient in gradients:
+        parameter.grad = gradient.clone()
+        optimizer.step()
+    return parameter.detach()
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.floats(-12, 12), st.booleans(), st.sampled_from(sorted(KINDS)))
+def test_the_scale_of_all_gradients_does_not_matter(exponent: float, rows: bool, kind: str) -> None:
+    gradients = [draw(5, 3, seed=seed, dtype=torch.float32) for seed in range(4)]
+    scaled = [gradient * 10**exponent for gradient in gradients]
+    expected = walk(KINDS[kind], gradients, rows=rows)
+    torch.testing.assert_close(walk(KINDS[kind], scaled, rows=rows), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_rows_do_not_know_of_each_other(make: Make, first: bool) -> None:
+    gradients = [draw(6, 4, seed=seed) for seed in range(3)]
+    own = walk(make, [g[:2] if first else g[2:] for g in gradients], rows=True)
+    together = walk(make, gradients, rows=True)
+    torch.testing.assert_close(together[:2] if first else together[2:], own, rtol=1e-14, atol=0)
+
+
+def test_a_tensor_as_a_whole_turns_with_its_gradient(make: Make) -> None:
+    """Rotating weights and gradients rotates the path: nothing is done number by number, as Adam does."""
+    turn = torch.linalg.qr(draw(15, 15, seed=9)).Q
+    gradients, start = [draw(5, 3, seed=seed) for seed in range(4)], draw(5, 3, seed=7)
+
+    def turned(tensor: Tensor) -> Tensor:
+        return (turn @ tensor.flatten()).view_as(tensor)
+
+    path = walk(make, gradients, rows=False, start=start)
+    torch.testing.assert_close(
+        walk(make, [turned(g) for g in gradients], rows=False, start=turned(start)), turned(path)
+    )
+
+
+def test_normalized_sgd_moves_every_tensor_by_the_learning_rate() -> None:
+    for shape in [(7,), (4, 3), (2, 3, 5), (1,)]:
+        moved = walk(NormalizedSGD, [draw(*shape, seed=1) * 1e3], rows=False, lr=0.25) - 1
+        assert moved.norm().item() == pytest.approx(0.25)
+
+
+def test_matrix_moment_moves_by_the_learning_rate_where_the_gradient_stays() -> None:
+    gradient = draw(9, 4, seed=1)
+    for rows in (False, True):
+        moved = walk(MatrixMoment, [gradient] * 400, rows=rows, lr=0.25)
+        last = walk(MatrixMoment, [gradient] * 401, rows=rows, lr=0.25) - moved
+        assert last.square().mean().sqrt().item() == pytest.approx(0.25, rel=1e-3)
+
+
+@pytest.mark.parametrize("rows", [False, True])
+def test_a_zero_gradient_from_the_start_moves_nothing_but_decay(make: Make, rows: bool) -> None:
+    zero = torch.zeros(4, 3)
+    assert torch.equal(walk(make, [zero] * 3, rows=rows), torch.ones(4, 3))
+    torch.testing.assert_close(
+        walk(make, [zero] * 3, rows=rows, lr=0.1, weight_decay=0.5), torch.full((4, 3), 0.95**3), rtol=1e-6, atol=0
+    )
+
+
+def test_a_row_whose_gradient_stops_goes_on_along_its_average(make: Make) -> None:
+    gradients = [draw(3, 4, seed=1), draw(3, 4, seed=2)]
+    stopped = [gradients[0], gradients[1].index_fill(0, torch.tensor([1]), 0.0)]
+    first = walk(make, gradients[:1], rows=True)
+    last = walk(make, stopped, rows=True)
+    direction, further = (first - 1)[1], (last - first)[1]
+    assert torch.cosine_similarity(direction, further, dim=0).item() == pytest.approx(1)
+
+
+def test_a_parameter_without_gradient_is_left_alone(make: Make) -> None:
+    seen, unseen = nn.Parameter(torch.ones(3, 2)), nn.Parameter(torch.ones(3, 2))
+    optimizer = make([seen, unseen], weight_decay=0.1)
+    seen.grad = torch.ones(3, 2)
+    optimizer.step()
+    assert torch.equal(unseen, torch.ones(3, 2))
+    assert not optimizer.state[unseen]
+
+
+@pytest.mark.parametrize("rows", [False, True])
+def test_many_tensors_at_once_are_each_by_itself(make: Make, rows: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("multilin.training.optimizers.base.CACHE_NUMBERS", 20)
+    monkeypatch.setattr("torch.get_num_threads", lambda: 1)
+    shapes = [(3, 2), (11, 3), (1, 1), (5, 2), (40, 1), (2, 25), (2, 2)]
+    parameters = [nn.Parameter(torch.ones(shape, dtype=torch.float64)) for shape in shapes]
+    optimizer = make(parameters, rows=rows, weight_decay=0.1)
+    gradients = [[draw(*shape, seed=10 * step + index) for index, shape in enumerate(shapes)] for step in range(3)]
+    for step in gradients:
+        for parameter, gradient in zip(parameters, step, strict=True):
+            parameter.grad = gradient
+        optimizer.step()
+    for index, parameter in enumerate(parameters):
+        own = walk(make, [step[index] for step in gradients], rows=rows, weight_decay=0.1)
+        torch.testing.assert_close(parameter.detach(), own, rtol=1e-14, atol=0)
+
+
+@pytest.mark.parametrize("rows", [False, True])
+def test_the_learning_rate_may_be_a_tensor(make: Make, rows: bool) -> None:
+    gradients = [draw(4, 3, seed=seed) for seed in range(3)]
+    options = {"rows": rows, "weight_decay": 0.1}
+    expected = walk(make, gradients, lr=0.125, **options)
+    result = walk(make, gradients, lr=torch.tensor(0.125, dtype=torch.float64), **options)
+    torch.testing.assert_close(result, expected, rtol=1e-14, atol=0)
+
+
+@pytest.mark.parametrize("rows", [False, True])
+def test_bf16_gradients_follow_float32_ones(make: Make, rows: bool) -> None:
+    gradients = [draw(6, 5, seed=seed).bfloat16() for seed in range(3)]
+    expected = walk(make, [gradient.float() for gradient in gradients], rows=rows, lr=0.05)
+    torch.testing.assert_close(walk(make, gradients, rows=rows, lr=0.05).float(), expected, rtol=2e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("rows", [False, True])
+def test_a_state_goes_on_bit_for_bit(make: Make, rows: bool, tmp_path: Path) -> None:
+    parameter = nn.Parameter(torch.ones(4, 3))
+    optimizer = make([parameter], rows=rows, weight_decay=0.1)
+    for seed in range(3):
+        parameter.grad = draw(4, 3, seed=seed, dtype=torch.float32)
+        optimizer.step()
+    other = nn.Parameter(parameter.detach().clone())
+    restored = make([other], rows=rows, weight_decay=0.1)
+    state = copy.deepcopy(optimizer.state_dict())
+    named = {"state": {"w": state["state"].get(0, {})}, "param_groups": state["param_groups"]}
+    checkpoints.write_optimizer(tmp_path, named)
+    read = checkpoints.read_optimizer(tmp_path)
+    restored.load_state_dict({"state": {0: read["state"].get("w", {})}, "param_groups": read["param_groups"]})
+    for seed in range(3, 6):
+        for weight, its_optimizer in ((parameter, optimizer), (other, restored)):
+            weight.grad = draw(4, 3, seed=seed, dtype=torch.float32)
+            its_optimizer.step()
+    assert torch.equal(parameter, other)
+
+
+def test_the_state_of_another_optimizer_is_refused(make: Make) -> None:
+    parameter = nn.Parameter(torch.ones(2, 2))
+    parameter.grad = torch.ones(2, 2)
+    adam = torch.optim.AdamW([parameter])
+    adam.step()
+    with pytest.raises(InputError, match=r"optimizer: a state without .*rows.* given, so it was not saved by"):
+        make([parameter]).load_state_dict(adam.state_dict())
+
+
+def test_a_sparse_gradient_is_refused(make: Make) -> None:
+    embedding = nn.Embedding(5, 3, sparse=True)
+    embedding(torch.tensor([1, 2])).sum().backward()
+    with pytest.raises(InputError, match="takes dense gradients"):
+        make(embedding.parameters(), rows=True).step()
+
+
+@pytest.mark.parametrize(("name", "value"), [("row_average", 1.0), ("row_average", -0.1), ("row_order", "sideways")])
+def test_bad_settings_are_named(name: str, value: Any) -> None:
+    with pytest.raises(InputError, match=f"{name}: {value!r} given, but it must be"):
+        NormalizedSGD([nn.Parameter(torch.ones(2))], **{name: value})
+
+
+def state_bytes(optimizer: torch.optim.Optimizer) -> int:
+    states = [slot for state in optimizer.state.values() for slot in state.values()]
+    return sum(slot.numel() * slot.element_size() for slot in states)
+
+
+def test_the_state_is_about_half_of_adams_or_less() -> None:
+    model = create_model("tscale", hidden_size=64, num_layers=2, vocab_size=300, n_positions=32)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    names = [name for name, _ in model.named_parameters()]
+    groups = parameter_groups(model, decayed=names, weight_decay=0.1, by_rows=True)
+    adam, moment, normalized = torch.optim.AdamW(model.parameters()), MatrixMoment(groups), NormalizedSGD(groups)
+    for optimizer in (adam, moment, normalized):
+        optimizer.step()
+    assert state_bytes(moment) <= 0.55 * state_bytes(adam)
+    assert state_bytes(normalized) == 4 * (2 * 64 * 300 + len(list(model.parameters())))
+
+
+@pytest.mark.parametrize("architecture", model_names())
+def test_rows_are_those_of_embedding_and_output(architecture: str) -> None:
+    model = create_model(architecture, hidden_size=16, num_layers=1, vocab_size=37, n_positions=32)
+    rows = {id(parameter) for parameter in row_parameters(model)}
+    groups = parameter_groups(model, decayed=(), weight_decay=0.0, by_rows=True)
+    by_row = [parameter for group in groups if group["rows"] for parameter in group["params"]]
+    assert {id(parameter) for parameter in by_row} == rows
+    assert all(parameter.shape == (37, 16) for parameter in by_row)
+    assert len(by_row) == (1 if model.config.tie_word_embeddings else 2)
+    assert sum(len(group["params"]) for group in groups) == len(list(model.parameters()))
+
+
+def test_recipes_name_every_optimizer() -> None:
+    with pytest.raises(InputError) as refusal:
+        load_recipe(None, {"optimizer.name": "nonsense"})
+    assert all(repr(name) in str(refusal.value) for name in OPTIMIZERS)

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.golden.__main__ import main
-from tests.golden.families import FAMILIES, compare
+from tests.golden.families import FAMILIES, TOLERANCE, compare
 
 FOLDER = Path(__file__).parents[3] / "shared" / "golden"
 FILES = sorted({path for family in FAMILIES for path in FOLDER.glob(f"{family}*.npz")})

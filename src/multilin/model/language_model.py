@@ -1,6 +1,7 @@
 """The one language model: embedding, layers, norm, output, loss, and the state that lets any text go on."""
 
 import copy
+import dataclasses
 from typing import Any
 
 import torch
@@ -11,11 +12,13 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from multilin.architectures.base import get_architecture
 from multilin.errors import InputError
 from multilin.layers.base import Layer, ParameterHolder
+from multilin.layers.linear import Arithmetic, MatrixModule, set_arithmetic
 from multilin.layers.norms import TileNorm
 from multilin.model.config import MultilinConfig
 from multilin.model.embedding import TokenEmbedding, documents_from_lengths
 from multilin.model.state import TextState
 from multilin.ops.linear_cross_entropy import linear_cross_entropy, token_cross_entropy
+from multilin.settings import load_settings
 
 
 class MultilinForCausalLM(PreTrainedModel, GenerationMixin):
@@ -42,6 +45,8 @@ class MultilinForCausalLM(PreTrainedModel, GenerationMixin):
         self.norm = _build_norm(config)
         self.output = nn.Linear(config.hidden_size, config.vocab_size, bias=config.output_bias)
         self.post_init()
+        # After the weights are drawn: int8 weights are made from them.
+        set_arithmetic(self.layers, self.arithmetic)
 
     def forward(
         self,
@@ -171,6 +176,22 @@ class MultilinForCausalLM(PreTrainedModel, GenerationMixin):
         return total / num_items
 
     @property
+    def arithmetic(self) -> Arithmetic:
+        """How the layers multiply."""
+        return load_settings(Arithmetic, self.config.arithmetic, "arithmetic")
+
+    def set_arithmetic(self, arithmetic: Arithmetic) -> None:
+        """How all layers multiply from now on, and after the model is saved and loaded; see `Arithmetic`.
+
+        Embedding and output use floats in any case.
+
+        Raises:
+            InputError: floats asked for where only int8 weights are left.
+        """
+        set_arithmetic(self.layers, arithmetic)
+        self.config.arithmetic = dataclasses.asdict(arithmetic)
+
+    @property
     def packs(self) -> bool:
         """Whether several documents can share a row (document_ids)."""
         return not self.unpackable
@@ -235,6 +256,8 @@ class MultilinForCausalLM(PreTrainedModel, GenerationMixin):
         return prepared
 
     def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, MatrixModule) and module.arithmetic.stored_as_int8:
+            return  # its weights come from a file
         if isinstance(module, nn.Linear | nn.Embedding):
             is_tokens = module is self.embedding.tokens and self.config.embedding_range is not None
             nn.init.normal_(

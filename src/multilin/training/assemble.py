@@ -15,6 +15,7 @@ from multilin.data.tokenizers import tokenizer_hash
 from multilin.errors import InputError
 from multilin.model.factory import create_model
 from multilin.training.order import BlockOrder
+from multilin.training.precision import autocast_dtype, set_arithmetic
 from multilin.training.recipe import Recipe
 
 
@@ -48,7 +49,7 @@ def check_model(recipe: Recipe) -> None:
     """Build the model without memory, so that sizes that do not fit are refused before any text is read."""
     model = recipe.model
     with torch.device("meta"):
-        create_model(
+        built = create_model(
             model.architecture,
             hidden_size=model.hidden_size,
             num_layers=model.num_layers,
@@ -57,6 +58,7 @@ def check_model(recipe: Recipe) -> None:
             options=model.options,
             **model.config,
         )
+    set_arithmetic(built, recipe.training)
 
 
 def build_model(recipe: Recipe, tokenizer: Any) -> PreTrainedModel:
@@ -76,6 +78,7 @@ def build_model(recipe: Recipe, tokenizer: Any) -> PreTrainedModel:
     model.config.tokenizer_hash = tokenizer_hash(tokenizer)
     if _smooths_labels(model):
         model.config.label_smoothing = recipe.training.label_smoothing
+    set_arithmetic(model, recipe.training)
     if recipe.training.gradient_checkpointing:
         # transformers 5.23 renamed it; the old name still works there, with a warning.
         getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
@@ -120,7 +123,7 @@ def training_arguments(recipe: Recipe, model: PreTrainedModel, output: Path) -> 
         gradient_accumulation_steps=plan.gradient_accumulation,
         label_smoothing_factor=0.0 if _smooths_labels(model) else plan.label_smoothing,
         seed=plan.seed,
-        bf16=plan.precision == "bf16",
+        bf16=autocast_dtype(plan.precision) is torch.bfloat16,
         torch_compile=plan.compile,
         optim="adamw_torch_fused",
         learning_rate=optimizer.learning_rate,

@@ -75,7 +75,7 @@ class Int8Gradients:
         return Rounded(*parts)
 
 
-def average(state: Int8Gradients, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+def average(state: Int8Gradients, bucket: Any) -> torch.futures.Future[Tensor]:
     """DistributedDataParallel's communication hook."""
     future: torch.futures.Future[Tensor] = torch.futures.Future()
     future.set_result(state.mean(bucket.buffer(), bucket.index()))

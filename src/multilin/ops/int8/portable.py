@@ -43,7 +43,8 @@ def multiply(left: Tensor, right: Tensor) -> Tensor:
     inner, columns = -n % _CUDA_MULTIPLE, -p % _CUDA_MULTIPLE
     left = torch.nn.functional.pad(left, (0, inner, 0, rows)).contiguous()
     right = torch.nn.functional.pad(right, (0, columns, 0, inner))
-    return torch._int_mm(left, right)[:m, :p]
+    # cuBLASLt's int8 product wants the right factor by columns.
+    return torch._int_mm(left, right.t().contiguous().t())[:m, :p]
 
 
 class PortableSteps:

@@ -45,6 +45,8 @@ def test_text_is_written_from_the_copy_and_its_states(copy: Path, cli: Call, tex
     whole = cli(*words, 12, "--prompt", "a cat")
     first = cli(*words, 5, "--prompt", "a cat", "--save-state", tmp_path / "s.state")
     assert whole.startswith(first)
+    before, after = (json.loads(cli("info", folder, "--json")) for folder in (copy, tmp_path / "small"))
+    assert (after["parameters"], after["flops_per_token"]) == (before["parameters"], before["flops_per_token"])
     assert "int8" not in load_run(copy).model.config.arithmetic
 
 

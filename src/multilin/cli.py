@@ -71,6 +71,14 @@ class EvaluateArguments:
 
 
 @settings
+class QuantizeArguments:
+    """What to round."""
+
+    run: str  # folder of a trained model
+    output: str | None = None  # folder for the int8 model; without one RUN-int8
+
+
+@settings
 class InfoArguments:
     """What to describe."""
 
@@ -175,6 +183,18 @@ def evaluate(what: EvaluateArguments, how: EvaluationSettings) -> None:
     say_next(f"multilin info {what.run}", f"multilin generate {what.run}")
 
 
+def quantize(what: QuantizeArguments, how: EvaluationSettings) -> None:
+    """Round a trained model's weights to int8, and show size and loss of both.
+
+    Embedding and output stay as they are; evaluate and generate run from the new folder.
+    """
+    from multilin.analysis.quantize_run import print_quantized, quantize_run
+
+    found = quantize_run(what.run, what.output, how)
+    print_quantized(found, Console(highlight=False))
+    say_next(f"multilin generate {found.int8_folder}", f"multilin evaluate {found.int8_folder}")
+
+
 def info(what: InfoArguments, sizes: ModelSizes) -> None:
     """Describe a model: parameters, work per token, state, layers; and the options of an architecture."""
     from multilin.analysis.info import find_model, print_info, print_options
@@ -250,6 +270,7 @@ VERBS: dict[str, Callable[..., None]] = {
     "generate": generate,
     "rollout": rollout,
     "evaluate": evaluate,
+    "quantize": quantize,
     "info": info,
     "tokenizer train": tokenizer_train,
     "tokenizer show": tokenizer_show,

@@ -5,6 +5,7 @@ from jaxtyping import jaxtyped
 
 from multilin.ops import block_outer as products_op
 from multilin.ops import causal_mixing as mixing_op
+from multilin.ops import int8 as int8_op
 from multilin.ops import linear_cross_entropy as loss_op
 from multilin.ops import prefix_softmax as pooling_op
 from multilin.ops import windowed_attention as attention_op
@@ -17,3 +18,6 @@ windowed_attention = _checked(attention_op.windowed_attention)
 prefix_softmax = _checked(pooling_op.prefix_softmax)
 linear_cross_entropy = _checked(loss_op.linear_cross_entropy)
 token_cross_entropy = _checked(loss_op.token_cross_entropy)
+int8_linear = _checked(int8_op.int8_linear)
+int8_block_outer = _checked(int8_op.int8_block_outer)
+quantize = _checked(int8_op.quantize)

@@ -66,7 +66,7 @@ def test_a_run_folder_is_a_recipe_that_writes_where_the_folder_now_is(tmp_path: 
         ({"training.max_steps": 0}, r"training\.max_steps: 0 given, but it should be greater than 0"),
         (
             {"training.precision": "fp8"},
-            r"training\.precision: 'fp8' given, but it should be 'auto', 'float32' or 'bf16'",
+            r"training\.precision: 'fp8' given, but it should be 'auto', 'float32', 'bf16' or 'int8'",
         ),
         ({"model.hidden_size": 1.5}, r"model\.hidden_size: 1\.5 given"),
         ({"optimizer.learning_rate": -1}, r"optimizer\.learning_rate: -1 given, but it should be greater than 0"),

@@ -113,7 +113,7 @@ def describe_model(model: PreTrainedModel) -> ModelInfo:
     layers = _layers(model, first, second)
     return ModelInfo(
         architecture=" + ".join(dict.fromkeys(layer.architecture for layer in layers)),
-        parameters=_count(model.parameters()),
+        parameters=_count(_weights(model)),
         embedding_parameters=_count(p for module in embeddings if module is not None for p in module.parameters()),
         flops_per_token=first.flops,
         flops_growth=second.flops - first.flops,
@@ -127,6 +127,14 @@ def describe_model(model: PreTrainedModel) -> ModelInfo:
 def state_bytes(cache: Cache) -> list[int]:
     """Bytes of the tensors in each entry of a model's cache: one per layer, and one for the embedding before ours."""
     return [sum(tensor.nbytes for tensor in _tensors(vars(layer))) for layer in cache.layers]
+
+
+def _product_flops(left: tuple[int, int], right: tuple[int, int], *_: Any, **__: Any) -> int:
+    return 2 * left[0] * left[1] * right[1]
+
+
+# A product of integers is as much work as one of floats, but PyTorch does not count it.
+_INT8_FLOPS = {torch.ops.aten._int_mm: _product_flops}
 
 
 class _Step:
@@ -144,7 +152,7 @@ class _Step:
             cache = model(ids, use_cache=True).past_key_values
             self.state_bytes = state_bytes(cache)
             # Fused attention is not counted on every device; the plain one is made of products that are.
-            with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+            with FlopCounterMode(display=False, custom_mapping=_INT8_FLOPS) as counter, sdpa_kernel(SDPBackend.MATH):
                 model(ids[:, :1], past_key_values=cache, use_cache=True)
         self.flops = int(counter.get_total_flops())
         model.train(was_training)
@@ -162,7 +170,13 @@ def _tensors(value: Any) -> Iterable[Tensor]:
             yield from _tensors(part)
 
 
-def _count(parameters: Iterable[nn.Parameter]) -> int:
+def _weights(module: nn.Module) -> Iterable[Tensor]:
+    """The parameters, and the int8 values that took the place of some."""
+    yield from module.parameters()
+    yield from (buffer for buffer in module.buffers() if buffer.dtype == torch.int8)
+
+
+def _count(parameters: Iterable[Tensor]) -> int:
     return sum(p.numel() for p in {id(p): p for p in parameters}.values())
 
 
@@ -181,7 +195,7 @@ def _layers(model: PreTrainedModel, first: _Step, second: _Step) -> list[LayerIn
             index=index,
             architecture=entry["architecture"],
             options={name: value for name, value in entry.items() if name != "architecture"},
-            parameters=_count(module.parameters()),
+            parameters=_count(_weights(module)),
             state_bytes=before[index],
             state_growth=after[index] - before[index],
         )

@@ -31,6 +31,7 @@ from multilin.architectures.base import LayerOptions, Preset, Sizes, TrainingDef
 from multilin.errors import InputError
 from multilin.layers.base import Layer, Layout, ParameterHolder, mask_padding
 from multilin.layers.feed_forward import GeluFeedForward
+from multilin.layers.linear import Linear
 from multilin.ops.prefix_softmax import PrefixSoftmaxState, prefix_softmax
 from multilin.settings import settings
 
@@ -111,7 +112,7 @@ class AdditiveAttention(nn.Module):
     def __init__(self, hidden_size: int, options: AdditiveOptions) -> None:
         super().__init__()
         self.num_heads = options.num_heads
-        self.projections = nn.Linear(hidden_size, 3 * hidden_size, bias=False)
+        self.projections = Linear(hidden_size, 3 * hidden_size, bias=False)
         self.pool_queries = AdditivePooling(hidden_size, options)
         self.pool_products = AdditivePooling(hidden_size, options)
         self.mid_norm = nn.LayerNorm(hidden_size) if options.stabilizer == "mid_norm" else None

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from multilin.architectures.base import LayerOptions, Preset, Sizes, TrainingDefaults, register
 from multilin.errors import InputError
 from multilin.layers.base import Layer, Layout, ParameterHolder, mask_padding
-from multilin.ops.block_outer import block_outer
+from multilin.layers.linear import Linear, MatrixModule
 from multilin.ops.prefix_softmax import PrefixSoftmaxState, prefix_softmax
 from multilin.settings import settings
 
@@ -67,9 +67,9 @@ class ElitaAttention(ParameterHolder):
         self.options = options
         value_size = options.value_size or hidden_size // options.num_heads
         # Per head k1 (weight in the sum), k2 (weight by itself), k3 (weight of the sum).
-        self.scores = nn.Linear(hidden_size, 3 * options.num_heads, bias=False)
-        self.values = nn.Linear(hidden_size, options.num_heads * value_size, bias=False)
-        self.output = nn.Linear(options.num_heads * value_size, hidden_size, bias=False)
+        self.scores = Linear(hidden_size, 3 * options.num_heads, bias=False)
+        self.values = Linear(hidden_size, options.num_heads * value_size, bias=False)
+        self.output = Linear(options.num_heads * value_size, hidden_size, bias=False)
         waves = (2, options.num_heads, options.num_frequencies)
         self.frequencies = nn.Parameter(torch.empty(waves))  # a1, a2
         self.phases = nn.Parameter(torch.empty(waves))  # b1, b2
@@ -110,20 +110,22 @@ class ElitaAttention(ParameterHolder):
         nn.init.normal_(self.amplitudes, std=std)
 
 
-class TwoFactorFeedForward(ParameterHolder):
+class TwoFactorFeedForward(ParameterHolder, MatrixModule):
     """y = W_3 [ s(W_1 x + b_1) outer s(W_2 x + b_2) ] + b_3, s = swish."""
+
+    matrices = ("combine",)
 
     def __init__(self, hidden_size: int, factor: int) -> None:
         super().__init__()
-        self.wide = nn.Linear(hidden_size, hidden_size)
-        self.narrow = nn.Linear(hidden_size, factor)
+        self.wide = Linear(hidden_size, hidden_size)
+        self.narrow = Linear(hidden_size, factor)
         self.combine = nn.Parameter(torch.empty(hidden_size, 1, hidden_size, factor))
         self.bias = nn.Parameter(torch.empty(hidden_size))
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         """(B, T, D) to (B, T, D)."""
         wide, narrow = (nn.functional.silu(part(x_BTD))[..., None, :] for part in (self.wide, self.narrow))
-        return block_outer(wide, narrow, self.combine) + self.bias
+        return self.combine_pairs(wide, narrow, name="combine") + self.bias
 
     def initialize(self, std: float) -> None:
         """The combiner like the weights of matrices."""

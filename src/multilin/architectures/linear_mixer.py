@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from multilin.architectures.base import LayerOptions, Preset, Sizes, TrainingDefaults, register
 from multilin.errors import InputError
 from multilin.layers.base import Layer, Layout, ParameterHolder
+from multilin.layers.linear import Linear
 from multilin.ops.causal_mixing import CausalMixingState, causal_mixing, lower_triangle
 from multilin.settings import settings
 
@@ -149,8 +150,8 @@ class LinearMixerLayer(Layer):
         offset = over_positions.new_zeros(options.context, width)
         if self.mixing.bias is not None:
             offset = offset + self.mixing.bias[:, None]
-        if isinstance(self.feed_forward, nn.Linear):
-            over_features = over_features + self.feed_forward.weight
+        if isinstance(self.feed_forward, Linear):
+            over_features = over_features + self.feed_forward.float_matrix()
             offset = offset @ over_features.T + self.feed_forward.bias
         return LinearMap(over_positions, over_features, offset)
 
@@ -159,9 +160,9 @@ def _feed_forward(hidden_size: int, options: LinearMixerOptions) -> nn.Module | 
     if options.feed_forward == "none":
         return None
     if options.feed_forward == "linear":
-        return nn.Linear(hidden_size, hidden_size)
+        return Linear(hidden_size, hidden_size)
     middle = options.expansion * hidden_size
-    return nn.Sequential(nn.Linear(hidden_size, middle), nn.GELU(), nn.Linear(middle, hidden_size))
+    return nn.Sequential(Linear(hidden_size, middle), nn.GELU(), Linear(middle, hidden_size))
 
 
 @register(

@@ -26,8 +26,8 @@ from torch import Tensor, nn
 from multilin.architectures.base import LayerOptions, Preset, Sizes, TrainingDefaults, register
 from multilin.errors import InputError
 from multilin.layers.base import Layer, Layout, ParameterHolder
+from multilin.layers.linear import Linear, MatrixModule
 from multilin.layers.norms import TileNorm
-from multilin.ops.block_outer import block_outer
 from multilin.ops.windowed_attention import WindowedAttentionState, windowed_attention
 from multilin.settings import settings
 
@@ -64,8 +64,10 @@ class ThreeLinPreset(ThreeLinShared):
     wide: int | None = None  # window of the wide layers; none is the training length
 
 
-class ThreeLinLayer(Layer, ParameterHolder):
+class ThreeLinLayer(Layer, ParameterHolder, MatrixModule):
     """One reading of the window and its combination with the state: see the top of this file."""
+
+    matrices = ("combiner",)
 
     def __init__(self, hidden_size: int, options: ThreeLinOptions) -> None:
         super().__init__()
@@ -79,10 +81,10 @@ class ThreeLinLayer(Layer, ParameterHolder):
         self.options = options
         self.scale = query_size**-0.5 if options.scale is None else options.scale
         self.norm = TileNorm()
-        self.query_key = nn.Linear(hidden_size, query_size, bias=False)  # QK
-        self.query_value = nn.Linear(hidden_size, query_size, bias=False)  # QV
-        self.key = nn.Linear(hidden_size, value_size, bias=False)  # K
-        self.value = nn.Linear(hidden_size, value_size, bias=False)  # V
+        self.query_key = Linear(hidden_size, query_size, bias=False)  # QK
+        self.query_value = Linear(hidden_size, query_size, bias=False)  # QV
+        self.key = Linear(hidden_size, value_size, bias=False)  # K
+        self.value = Linear(hidden_size, value_size, bias=False)  # V
         self.combiner = nn.Parameter(torch.empty(hidden_size, value_size // block, block, block))
         decay = torch.tensor([options.slope, options.hyper])
         self.decay = nn.Parameter(decay) if options.learn_decay else None
@@ -111,7 +113,7 @@ class ThreeLinLayer(Layer, ParameterHolder):
         )
         own, read = self.norm(self.key(normed_BTD)), self.norm(read_BT1V[:, :, 0])
         blocks = (-1, self.options.block)
-        return x_BTD + block_outer(own.unflatten(-1, blocks), read.unflatten(-1, blocks), self.combiner), state
+        return x_BTD + self.combine_pairs(own.unflatten(-1, blocks), read.unflatten(-1, blocks), name="combiner"), state
 
     def initialize(self, std: float) -> None:
         """The combiner starts at zero: every layer begins as the identity."""

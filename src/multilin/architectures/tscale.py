@@ -29,9 +29,9 @@ from torch import Tensor, nn
 from multilin.architectures.base import LayerOptions, Preset, Sizes, TrainingDefaults, register
 from multilin.errors import InputError
 from multilin.layers.base import Layer, Layout, ParameterHolder
+from multilin.layers.linear import MatrixModule
 from multilin.layers.norms import TileNorm
 from multilin.layers.positions import rotate
-from multilin.ops.block_outer import block_outer
 from multilin.ops.windowed_attention import WindowedAttentionState, windowed_attention
 from multilin.settings import settings
 
@@ -66,25 +66,27 @@ class TScalePreset(TScaleShared):
     unigram_bias: bool = False  # add the log of the token counts to the logits, fixed
 
 
-class ScaledLinear(ParameterHolder):
+class ScaledLinear(ParameterHolder, MatrixModule):
     """lin(W, x) = W x / sqrt(width of x)."""
 
     def __init__(self, in_size: int, out_size: int, *, starts_at_zero: bool = False) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(out_size, in_size))
-        self.starts_at_zero = starts_at_zero
+        self.in_size, self.starts_at_zero = in_size, starts_at_zero
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., in) to (..., out)."""
-        return nn.functional.linear(x, self.weight) * self.weight.shape[1] ** -0.5
+        return self.multiply(x, factor=self.in_size**-0.5)
 
     def initialize(self, std: float) -> None:
         """Normal weights; those that add to the state start at zero."""
         nn.init.normal_(self.weight, std=0.0 if self.starts_at_zero else std)
 
 
-class TScaleAttention(ParameterHolder):
+class TScaleAttention(ParameterHolder, MatrixModule):
     """lin(C, [u xor-paired with a]): see the top of this file."""
+
+    matrices = ("combiner",)
 
     def __init__(self, hidden_size: int, head_size: int, num_heads: int, options: TScaleOptions) -> None:
         super().__init__()
@@ -119,8 +121,8 @@ class TScaleAttention(ParameterHolder):
         )
         own_BTNK = self.norm(self.own(x_BTD)).unflatten(-1, (-1, BLOCK))
         read_BTNK = read_BTHD.flatten(2).unflatten(-1, (-1, BLOCK))
-        num_products = self.combiner[0].numel()
-        return block_outer(own_BTNK, read_BTNK, self.combiner) * num_products**-0.5, state
+        factor = (own_BTNK.shape[-2] * BLOCK**2) ** -0.5
+        return self.combine_pairs(own_BTNK, read_BTNK, name="combiner", factor=factor), state
 
     def initialize(self, std: float) -> None:
         """The combiner starts at zero: every layer begins as the identity."""

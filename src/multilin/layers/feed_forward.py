@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor, nn
 
+from multilin.layers.linear import Linear
+
 
 class GeluFeedForward(nn.Module):
     """y = W_2 gelu(W_1 x), exact GELU, without biases; dropout on the result.
@@ -15,8 +17,8 @@ class GeluFeedForward(nn.Module):
 
     def __init__(self, hidden_size: int, expansion: int = 4, dropout: float = 0.0) -> None:
         super().__init__()
-        self.expand = nn.Linear(hidden_size, expansion * hidden_size, bias=False)
-        self.contract = nn.Linear(expansion * hidden_size, hidden_size, bias=False)
+        self.expand = Linear(hidden_size, expansion * hidden_size, bias=False)
+        self.contract = Linear(expansion * hidden_size, hidden_size, bias=False)
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x_BTD: Tensor) -> Tensor:

@@ -8,6 +8,8 @@ from transformers import PretrainedConfig
 
 from multilin.architectures.base import Sizes, get_architecture, layer_entry
 from multilin.errors import InputError, nearest
+from multilin.layers.linear import Arithmetic
+from multilin.settings import load_settings
 
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 POSITIONS = ("learned", "none")
@@ -35,6 +37,7 @@ class MultilinConfig(PretrainedConfig):
         label_smoothing: share of the target spread evenly over the vocabulary, in training only.
         initializer_range: standard deviation of initial weights.
         embedding_range: that of the token embedding; None is the same.
+        arithmetic: fields of `multilin.layers.linear.Arithmetic`; None multiplies floats.
     """
 
     model_type = "multilin"
@@ -57,6 +60,7 @@ class MultilinConfig(PretrainedConfig):
         label_smoothing: float = 0.0,
         initializer_range: float = 0.02,
         embedding_range: float | None = None,
+        arithmetic: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
         self.vocab_size = vocab_size
@@ -72,6 +76,7 @@ class MultilinConfig(PretrainedConfig):
         self.label_smoothing = label_smoothing
         self.initializer_range = initializer_range
         self.embedding_range = embedding_range
+        self.arithmetic = dict(arithmetic or {})
         self.num_hidden_layers = len(self.layers)
         kwargs.pop("num_hidden_layers", None)
         super().__init__(tie_word_embeddings=tie_word_embeddings, **kwargs)
@@ -90,6 +95,7 @@ class MultilinConfig(PretrainedConfig):
         for name in ("label_smoothing", "embedding_dropout"):
             if not 0 <= getattr(self, name) < 1:
                 raise InputError(f"{name}: {getattr(self, name)} given, but it must be at least 0 and below 1")
+        load_settings(Arithmetic, self.arithmetic, "arithmetic")
         for index, entry in enumerate(self.layers):
             if "architecture" not in entry:
                 raise InputError(f"layers.{index}: no architecture given; every layer names one")

@@ -1,5 +1,6 @@
 """The one language model: embedding, layers, norm, output, loss, and the state that lets any text go on."""
 
+import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
@@ -12,11 +13,13 @@ from multilin.architectures.base import get_architecture
 from multilin.errors import InputError
 from multilin.layers.base import Layer, ParameterHolder
 from multilin.layers.gradients import normalize_gradient
+from multilin.layers.linear import Arithmetic, MatrixModule, set_arithmetic
 from multilin.layers.norms import TileNorm
 from multilin.model.config import MultilinConfig
 from multilin.model.embedding import TokenEmbedding, documents_from_lengths
 from multilin.model.state import TextState
 from multilin.ops.linear_cross_entropy import linear_cross_entropy, token_cross_entropy
+from multilin.settings import load_settings
 
 
 class MultilinForCausalLM(PreTrainedModel, GenerationMixin):
@@ -47,6 +50,8 @@ class MultilinForCausalLM(PreTrainedModel, GenerationMixin):
             self.output.bias.requires_grad_(False)
         self.normalizes_gradients = False  # whether each layer's backward begins with a gradient of unit size
         self.post_init()
+        # After the weights are drawn: int8 weights are made from them.
+        set_arithmetic(self.layers, self.arithmetic)
 
     def forward(
         self,
@@ -199,6 +204,22 @@ class MultilinForCausalLM(PreTrainedModel, GenerationMixin):
         self.output.bias.copy_((smoothed_V / smoothed_V.sum()).log())
 
     @property
+    def arithmetic(self) -> Arithmetic:
+        """How the layers multiply."""
+        return load_settings(Arithmetic, self.config.arithmetic, "arithmetic")
+
+    def set_arithmetic(self, arithmetic: Arithmetic) -> None:
+        """How all layers multiply from now on, and after the model is saved and loaded; see `Arithmetic`.
+
+        Embedding and output use floats in any case.
+
+        Raises:
+            InputError: floats asked for where only int8 weights are left.
+        """
+        set_arithmetic(self.layers, arithmetic)
+        self.config.arithmetic = dataclasses.asdict(arithmetic)
+
+    @property
     def packs(self) -> bool:
         """Whether several documents can share a row (document_ids)."""
         return not self.unpackable
@@ -263,6 +284,8 @@ class MultilinForCausalLM(PreTrainedModel, GenerationMixin):
         return prepared
 
     def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, MatrixModule) and module.arithmetic.stored_as_int8:
+            return  # its weights come from a file
         std = getattr(module, "initializer_range", self.config.initializer_range)
         if isinstance(module, nn.Linear | nn.Embedding):
             is_tokens = module is self.embedding.tokens and self.config.embedding_range is not None

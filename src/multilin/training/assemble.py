@@ -15,6 +15,7 @@ from multilin.errors import InputError
 from multilin.model.factory import create_model
 from multilin.training.optimizers import OPTIMIZERS
 from multilin.training.order import BlockOrder
+from multilin.training.precision import autocast_dtype, set_arithmetic
 from multilin.training.recipe import Recipe
 
 
@@ -54,6 +55,7 @@ def check_model(recipe: Recipe) -> None:
         network = _create_model(recipe, recipe.tokenizer.vocab_size or 1)
     if recipe.training.normalize_gradients:
         _check_normalized_gradients(recipe, network)
+    set_arithmetic(network, recipe.training)
 
 
 def build_model(recipe: Recipe, text: PreparedText) -> PreTrainedModel:
@@ -70,6 +72,7 @@ def build_model(recipe: Recipe, text: PreparedText) -> PreTrainedModel:
         model.config.label_smoothing = recipe.training.label_smoothing
     if recipe.training.normalize_gradients:
         model.normalizes_gradients = True
+    set_arithmetic(model, recipe.training)
     if recipe.training.gradient_checkpointing:
         # transformers 5.23 renamed it; the old name still works there, with a warning.
         getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
@@ -126,7 +129,7 @@ def training_arguments(recipe: Recipe, model: PreTrainedModel, output: Path) -> 
         gradient_accumulation_steps=plan.gradient_accumulation,
         label_smoothing_factor=0.0 if _smooths_labels(model) else plan.label_smoothing,
         seed=plan.seed,
-        bf16=plan.precision == "bf16",
+        bf16=autocast_dtype(plan.precision) is torch.bfloat16,
         torch_compile=plan.compile,
         # An infinite bound does not clip, but has the norm computed, for metrics.jsonl and the finite check.
         max_grad_norm=recipe.optimizer.clip_norm or math.inf,

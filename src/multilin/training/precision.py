@@ -1,6 +1,11 @@
-"""Which number format training computes in."""
+"""Which number formats training computes in."""
 
 import torch
+from transformers import PreTrainedModel
+
+from multilin.errors import InputError
+from multilin.layers.linear import Arithmetic
+from multilin.training.recipe import TrainingRecipe
 
 
 def resolve_precision(precision: str) -> str:
@@ -9,8 +14,35 @@ def resolve_precision(precision: str) -> str:
 
 
 def autocast_dtype(precision: str) -> torch.dtype | None:
-    """The dtype of autocast for a resolved precision; None computes in float32 throughout."""
-    return torch.bfloat16 if precision == "bf16" else None
+    """The dtype of autocast for a resolved precision; None computes in float32 throughout.
+
+    With int8 products, all else is bf16 where the hardware computes in it.
+    """
+    return torch.bfloat16 if precision == "bf16" or (precision == "int8" and _has_bf16()) else None
+
+
+def set_arithmetic(model: PreTrainedModel, plan: TrainingRecipe) -> None:
+    """Have the model multiply as the recipe says.
+
+    Raises:
+        InputError: int8 or simulated rounding for a model that offers neither.
+    """
+    uses_int8 = plan.precision == "int8"
+    if not uses_int8 and plan.quantization == "none":
+        return
+    if not hasattr(model, "set_arithmetic"):
+        field, value = ("precision", plan.precision) if uses_int8 else ("quantization", plan.quantization)
+        accepted = "auto, bf16 or float32" if uses_int8 else "none"
+        raise InputError(
+            f"training.{field}: {value!r} given, but {type(model).__name__} of transformers takes {accepted} only"
+        )
+    model.set_arithmetic(
+        Arithmetic(
+            products="int8" if uses_int8 else "float",
+            backward="int8" if uses_int8 and plan.int8_backward else "float",
+            weights=plan.quantization,
+        )
+    )
 
 
 def _has_bf16() -> bool:

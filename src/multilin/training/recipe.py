@@ -101,8 +101,11 @@ class TrainingRecipe:
     gradient_accumulation: Positive = 1  # forward passes summed into one step
     label_smoothing: Fraction | None = None  # probability spread over the whole vocabulary, in training only
     seed: Count = 0  # seed of initial weights, data order and dropout
-    precision: Literal["auto", "float32", "bf16"] = "auto"  # auto: bf16 autocast where the hardware computes in it
+    precision: Literal["auto", "float32", "bf16", "int8"] = "auto"  # auto: bf16 where the hardware computes in it
+    int8_backward: bool = True  # with precision int8, the gradient's products are int8 too, rounded at random
     normalize_gradients: bool = False  # bring each layer's incoming gradient to unit size, for half precision
+    quantization: Literal["none", "sim_4bit", "sim_2bit", "ternary"] = "none"  # weights as if stored in few values
+    communication: Literal["float", "int8"] = "float"  # how gradients travel between devices; int8 in blocks of 128
     gradient_checkpointing: bool = False  # recompute activations in the backward pass: less memory, more time
     compile: bool = False  # torch.compile the model
     eval_every_steps: Count = 100  # steps between validations; 0 validates after the last step only

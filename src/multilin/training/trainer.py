@@ -16,6 +16,7 @@ from multilin.progress import staged
 from multilin.training.assemble import build_model, check_model, read_text, training_arguments, training_order
 from multilin.training.callbacks import StepCallback
 from multilin.training.checkpoints import WRITE_ERRORS, checkpoint_step
+from multilin.training.communication import compress_gradients
 from multilin.training.display import Display
 from multilin.training.metrics import Meter
 from multilin.training.outcomes import RunResult, TrainingFailed, TrainingInterrupted
@@ -112,6 +113,7 @@ def _build_trainer(
         folder=folder,
         validate=validate,
         callback=callback,
+        wrap=compress_gradients if plan.communication == "int8" else None,
     )
 
 

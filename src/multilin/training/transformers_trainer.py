@@ -45,6 +45,7 @@ class RunTrainer(Trainer):  # type: ignore[misc]
         folder: where checkpoints go.
         validate: model to its figures on the validation text, for metrics.jsonl.
         callback: follows each step; holds the meter whose state goes into checkpoints.
+        wrap: called with the model once it is set up for its devices, and gives the model to train.
     """
 
     control: TrainerControl
@@ -59,9 +60,10 @@ class RunTrainer(Trainer):  # type: ignore[misc]
         folder: RunFolder,
         validate: Callable[[torch.nn.Module], dict[str, float]],
         callback: StepCallback,
+        wrap: Callable[[Any], Any] | None = None,
     ) -> None:
         self.order, self.folder, self.validate, self.callback = order, folder, validate, callback
-        self.recipe = recipe
+        self.recipe, self.wrap = recipe, wrap
         use_cache = getattr(model.config, "use_cache", True)
         super().__init__(model=model, args=args, train_dataset=order, data_collator=stack_blocks, callbacks=[callback])
         self.remove_callback(PrinterCallback)
@@ -85,6 +87,13 @@ class RunTrainer(Trainer):  # type: ignore[misc]
     def create_accelerator_and_postprocess(self) -> None:
         """Also note each gradient norm where it is computed: transformers 5.0 hands it to no callback."""
         super().create_accelerator_and_postprocess()
+        prepare_model = self.accelerator.prepare_model
+
+        def prepare_and_wrap(*args: Any, **kwargs: Any) -> Any:
+            prepared = prepare_model(*args, **kwargs)
+            return prepared if self.wrap is None else self.wrap(prepared)
+
+        self.accelerator.prepare_model = prepare_and_wrap
         clip = self.accelerator.clip_grad_norm_
 
         def clip_and_note(*args: Any, **kwargs: Any) -> torch.Tensor:

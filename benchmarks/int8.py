@@ -1,0 +1,170 @@
+"""What int8 gains and loses: products, a model's forward pass and training step, and errors against float32.
+
+Contestants take turns in one process, and medians are compared. On a busy machine use --threads 1: then the processor
+time of the thread is measured instead of the time on the wall.
+"""
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+
+from multilin import allocator
+from multilin.layers.linear import Arithmetic
+from multilin.model import MultilinConfig, MultilinForCausalLM
+from multilin.ops.int8 import int8_linear, quantize
+
+SHAPES = ((4096, 512, 512), (4096, 512, 2048), (4096, 2048, 512), (2048, 2048, 2048))
+FLOAT = Arithmetic()
+INT8 = Arithmetic(products="int8")
+BOTH_WAYS = Arithmetic(products="int8", backward="int8")
+PUBLISHED = {"int8": "3.6", "int8, backward too": "31.2"}
+
+Contestants = dict[str, Callable[[], object]]
+
+
+def main(argv: list[str]) -> None:
+    parser = argparse.ArgumentParser(prog="benchmarks int8", description=__doc__)
+    parser.add_argument("--part", choices=["products", "model", "precision"], help="only this table")
+    parser.add_argument("--architecture", default="tscale", help="of the model that is timed")
+    parser.add_argument("--hidden-size", type=int, default=512)
+    parser.add_argument("--num-layers", type=int, default=8)
+    parser.add_argument("--vocab-size", type=int, default=8192)
+    parser.add_argument("--length", type=int, default=512, help="tokens of a row")
+    parser.add_argument("--batch-size", type=int, default=8)
+    parser.add_argument("--turns", type=int, default=7)
+    parser.add_argument("--threads", type=int, help="threads of torch")
+    arguments = parser.parse_args(argv)
+    if arguments.threads:
+        torch.set_num_threads(arguments.threads)
+    allocator.keep_freed_memory()
+    clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
+    if arguments.part in (None, "products"):
+        _products(clock, arguments.turns)
+    if arguments.part in (None, "model"):
+        _model(arguments, clock)
+    if arguments.part in (None, "precision"):
+        _precision(arguments)
+
+
+def _medians(contestants: Contestants, clock: Callable[[], float], turns: int, repeats: int = 1) -> dict[str, float]:
+    """Seconds of each, measured in turns."""
+    seconds: dict[str, list[float]] = {name: [] for name in contestants}
+    for run in contestants.values():
+        run()
+    for _ in range(turns):
+        for name, run in contestants.items():
+            start = clock()
+            for _ in range(repeats):
+                run()
+            seconds[name].append((clock() - start) / repeats)
+    return {name: statistics.median(times) for name, times in seconds.items()}
+
+
+@torch.no_grad()
+def _products(clock: Callable[[], float], turns: int) -> None:
+    print(
+        f"products, GFLOP/s; {torch.get_num_threads()} threads; int8_linear rounds x (float32) and w, and scales back"
+    )
+    print(f"{'rows x n -> m':>22}{'float32':>10}{'bf16':>10}{'int8':>10}{'int8_linear':>13}")
+    for rows, n, m in SHAPES:
+        x, weight = torch.randn(rows, n), torch.randn(m, n)
+        low_x, low_weight = x.bfloat16(), weight.bfloat16()
+        int8_x, int8_weight = quantize(x).values, quantize(weight, per="matrix").values
+        found = _medians(
+            {
+                "float32": lambda x=x, w=weight: x @ w.T,
+                "bf16": lambda x=low_x, w=low_weight: x @ w.T,
+                "int8": lambda x=int8_x, w=int8_weight: torch._int_mm(x, w.T),
+                "int8_linear": lambda x=x, w=weight: int8_linear(x, w),
+            },
+            clock, turns, repeats=10,
+        )  # fmt: skip
+        rates = [2e-9 * rows * n * m / seconds for seconds in found.values()]
+        print(
+            f"{f'{rows} x {n} -> {m}':>22}"
+            + "".join(f"{rate:{w}.0f}" for rate, w in zip(rates, (10, 10, 10, 13), strict=True))
+        )
+
+
+def _build(architecture: str, arguments: argparse.Namespace) -> MultilinForCausalLM:
+    torch.manual_seed(0)
+    config = MultilinConfig.from_architecture(
+        architecture, hidden_size=arguments.hidden_size, num_layers=arguments.num_layers,
+        vocab_size=arguments.vocab_size, n_positions=arguments.length,
+    )  # fmt: skip
+    model = MultilinForCausalLM(config)
+    for parameter in model.parameters():
+        if not parameter.any():  # a matrix that starts at zero would hide what comes before it
+            torch.nn.init.normal_(parameter, std=config.initializer_range)
+    return model
+
+
+def _model(arguments: argparse.Namespace, clock: Callable[[], float]) -> None:
+    model = _build(arguments.architecture, arguments)
+    ids = torch.randint(arguments.vocab_size, (arguments.batch_size, arguments.length))
+
+    def forward(arithmetic: Arithmetic) -> None:
+        model.set_arithmetic(arithmetic)
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            model.eval()(ids, use_cache=False)
+
+    def step(arithmetic: Arithmetic) -> None:
+        model.set_arithmetic(arithmetic)
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model.train()(ids, labels=ids).loss
+        loss.backward()
+        model.zero_grad()
+
+    print(f"\n{arguments.architecture}, hidden {arguments.hidden_size}, {arguments.num_layers} layers, ", end="")
+    print(
+        f"{arguments.batch_size} x {arguments.length} tokens, all else in bf16 autocast, "
+        f"{torch.get_num_threads()} threads"
+    )
+    for title, run, ways in (
+        ("forward pass with logits", forward, {"bf16": FLOAT, "int8": INT8}),
+        ("loss and gradients", step, {"bf16": FLOAT, "int8": INT8, "int8, backward too": BOTH_WAYS}),
+    ):
+        contestants: Contestants = {name: lambda run=run, way=way: run(way) for name, way in ways.items()}
+        found = _medians(contestants, clock, arguments.turns)
+        for name, seconds in found.items():
+            print(f"{title:26}{name:20}{1e3 * seconds:10.0f} ms{found['bf16'] / seconds:8.2f} x")
+
+
+def _precision(arguments: argparse.Namespace) -> None:
+    print("\nerror against float32, in basis points (1e-4)")
+    print(
+        "rms: |difference| / |exact|; cosine: 1 - cosine of the angle; TScale publishes one figure, without its formula"
+    )
+    print(f"{'':10}{'':20}{'logits':>16}{'gradients':>16}{'published':>11}")
+    print(f"{'':10}{'':20}{'rms':>8}{'cosine':>8}{'rms':>8}{'cosine':>8}")
+    for architecture in ("tscale", "threelin"):
+        model = _build(architecture, arguments).train()
+        ids = torch.randint(arguments.vocab_size, (2, arguments.length), generator=torch.Generator().manual_seed(1))
+        exact = _logits_and_gradients(model, ids, FLOAT, autocast=False)
+        for name, arithmetic in (("bf16", FLOAT), ("int8", INT8), ("int8, backward too", BOTH_WAYS)):
+            found = _logits_and_gradients(model, ids, arithmetic, autocast=name == "bf16")
+            cells = [cell for x, y in zip(found, exact, strict=True) for cell in _basis_points(x, y)]
+            row = "".join(f"{cell:8.1f}" for cell in cells)
+            print(f"{architecture:10}{name:20}{row}{PUBLISHED.get(name, '') if architecture == 'tscale' else '':>11}")
+
+
+def _logits_and_gradients(
+    model: MultilinForCausalLM, ids: torch.Tensor, arithmetic: Arithmetic, *, autocast: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits, and the gradients of all layers' parameters, each laid end to end."""
+    model.set_arithmetic(arithmetic)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        with torch.no_grad():
+            logits = model.eval()(ids, use_cache=False).logits
+        loss = model.train()(ids, labels=ids).loss
+    gradients = torch.autograd.grad(loss, list(model.layers.parameters()))
+    return logits.double().flatten(), torch.cat([gradient.double().flatten() for gradient in gradients])
+
+
+def _basis_points(found: torch.Tensor, exact: torch.Tensor) -> tuple[float, float]:
+    rms = (found - exact).norm() / exact.norm()
+    cosine = 1 - (found @ exact) / (found.norm() * exact.norm())
+    return 1e4 * float(rms), 1e4 * float(cosine)

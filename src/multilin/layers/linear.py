@@ -1,0 +1,107 @@
+"""Matrices of layers, and the arithmetic that multiplies with them: floats, or int8."""
+
+from collections.abc import Iterator
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from multilin.errors import InputError
+from multilin.ops.block_outer import block_outer
+from multilin.ops.int8 import Rounded, dequantize, int8_block_outer, int8_linear, round_weight, simulate_rounding
+from multilin.settings import settings
+
+
+@settings
+class Arithmetic:
+    """How layers multiply with their matrices; embedding and output always use floats."""
+
+    products: Literal["float", "int8"] = "float"  # of inputs and weights
+    backward: Literal["float", "int8"] = "float"  # of gradients, where the products are int8
+    weights: Literal["none", "sim_4bit", "sim_2bit", "ternary"] = "none"  # stored as if in so few values
+    stored_as_int8: bool = False  # weights are held in int8, without their float master
+
+
+FLOAT = Arithmetic()
+
+
+class MatrixModule(nn.Module):
+    """A module with matrices that it multiplies in the arithmetic it is told; subclasses name them in `matrices`.
+
+    `hold_int8` replaces them by int8 values and a scale, `NAME_int8` and `NAME_scale`: buffers, which are saved with
+    the model and cannot be trained.
+    """
+
+    matrices: tuple[str, ...] = ("weight",)
+    arithmetic: Arithmetic = FLOAT
+
+    def matrix(self, name: str) -> Tensor | Rounded:
+        """The parameter, or the int8 that took its place."""
+        if not self.arithmetic.stored_as_int8:
+            parameter: Tensor = getattr(self, name)
+            return parameter
+        return Rounded(getattr(self, f"{name}_int8"), getattr(self, f"{name}_scale"))
+
+    def multiply(self, x: Tensor, bias: Tensor | None = None, *, name: str = "weight", factor: float = 1.0) -> Tensor:
+        """factor * W x + bias; (..., n) to (..., m)."""
+        weight, how = self.matrix(name), self.arithmetic
+        if how.products == "int8":
+            levels = "int8" if how.weights == "none" else how.weights
+            return int8_linear(x, weight, bias, factor=factor, levels=levels, backward=how.backward)
+        result = nn.functional.linear(x, self.float_matrix(name, x.dtype), bias if factor == 1.0 else None)
+        if factor == 1.0:
+            return result
+        return result * factor if bias is None else result * factor + bias
+
+    def combine_pairs(self, left: Tensor, right: Tensor, *, name: str, factor: float = 1.0) -> Tensor:
+        """factor times the block outer product of (..., N, K) and (..., N, J), contracted."""
+        weight, how = self.matrix(name), self.arithmetic
+        if how.products == "int8":
+            levels = "int8" if how.weights == "none" else how.weights
+            return int8_block_outer(left, right, weight, factor=factor, levels=levels, backward=how.backward)
+        result = block_outer(left, right, self.float_matrix(name, left.dtype))
+        return result if factor == 1.0 else result * factor
+
+    def float_matrix(self, name: str = "weight", dtype: torch.dtype | None = None) -> Tensor:
+        """The matrix as floats that products see: of that dtype where it is held in int8, else as the parameter is."""
+        weight = self.matrix(name)
+        if isinstance(weight, Rounded):
+            return dequantize(weight).to(dtype or weight.scale.dtype)
+        return weight if self.arithmetic.weights == "none" else simulate_rounding(weight, self.arithmetic.weights)
+
+    def hold_int8(self) -> None:
+        """Keep int8 values and a scale instead of every matrix."""
+        levels = "int8" if self.arithmetic.weights == "none" else self.arithmetic.weights
+        for name in self.matrices:
+            rounded = round_weight(getattr(self, name), levels)
+            delattr(self, name)
+            self.register_buffer(f"{name}_int8", rounded.values)
+            self.register_buffer(f"{name}_scale", rounded.scale)
+
+
+class Linear(nn.Linear, MatrixModule):
+    """PyTorch's Linear, in the arithmetic it is told."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """(..., n) to (..., m)."""
+        return self.multiply(input, self.bias)
+
+
+def matrix_modules(layers: nn.Module) -> Iterator[MatrixModule]:
+    """All that have matrices."""
+    return (module for module in layers.modules() if isinstance(module, MatrixModule))
+
+
+def set_arithmetic(layers: nn.Module, arithmetic: Arithmetic) -> None:
+    """Tell all of them how to multiply; what holds int8 cannot go back to floats.
+
+    Raises:
+        InputError: int8 weights, and another arithmetic that needs their floats.
+    """
+    for module in matrix_modules(layers):
+        if module.arithmetic.stored_as_int8 and not arithmetic.stored_as_int8:
+            raise InputError("stored_as_int8: False given, but this model's weights are int8 and their floats are gone")
+        if arithmetic.stored_as_int8 and not module.arithmetic.stored_as_int8:
+            module.arithmetic = arithmetic
+            module.hold_int8()
+        module.arithmetic = arithmetic

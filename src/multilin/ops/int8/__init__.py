@@ -1,0 +1,167 @@
+"""Products of small integers: numbers are rounded to int8 and a scale, multiplied exactly, and scaled back."""
+
+from typing import Literal
+
+from jaxtyping import Float, Int8
+from torch import Tensor
+
+from multilin.errors import InputError
+from multilin.ops.dispatch import Backend, Op
+from multilin.ops.int8 import portable
+from multilin.ops.int8.backends import KernelSteps, why_no_kernels
+from multilin.ops.int8.levels import LEVELS, round_weight, simulate_rounding
+from multilin.ops.int8.products import Int8BlockOuter, Int8Linear
+from multilin.ops.int8.rounded import BLOCK, Rounded, dequantize_blocks, quantize_blocks
+
+__all__ = [
+    "BLOCK",
+    "INT8",
+    "LEVELS",
+    "Rounded",
+    "dequantize",
+    "dequantize_blocks",
+    "int8_block_outer",
+    "int8_linear",
+    "quantize",
+    "quantize_blocks",
+    "round_weight",
+    "simulate_rounding",
+]
+
+INT8 = Op(
+    "int8",
+    [
+        Backend("CPU kernels (Numba) around torch._int_mm", KernelSteps, device="cpu", why_not=why_no_kernels),
+        Backend("portable (PyTorch around torch._int_mm)", portable.PortableSteps),
+    ],
+)
+
+Backward = Literal["float", "int8"]
+Levels = Literal["int8", "sim_4bit", "sim_2bit", "ternary"]
+
+
+def quantize(x: Float[Tensor, "*shape"], *, per: Literal["matrix", "row"] = "row") -> Rounded:
+    """Symmetric rounding to int8.
+
+        values = round(x / scale)        scale = max |x| / 127, over the whole tensor or over each row (last axis)
+
+    so |x - scale * values| <= scale / 2, zero stays zero, the largest number becomes +-127, and rounding what was
+    rounded changes nothing. Ties go to the even number. Nan and inf make the scale nan or inf, never a silent value.
+
+    Args:
+        x: any shape, a float dtype.
+        per: what shares a scale.
+
+    Returns:
+        Rounded: values int8 of x's shape; scale float32 (float64 for a float64 x), of shape () or (..., 1).
+    """
+    return portable.round_whole(x) if per == "matrix" else portable.round_rows(x)
+
+
+def dequantize(rounded: Rounded) -> Float[Tensor, "*shape"]:
+    """scale * values, in the dtype of the scale."""
+    return rounded.values.to(rounded.scale.dtype) * rounded.scale
+
+
+def int8_linear(
+    x: Float[Tensor, "*batch n"],
+    weight: Float[Tensor, "m n"] | Rounded,
+    bias: Float[Tensor, " m"] | None = None,
+    *,
+    factor: float = 1.0,
+    levels: Levels = "int8",
+    backward: Backward = "float",
+) -> Float[Tensor, "*batch m"]:
+    """A linear map whose product is one of int8 matrices.
+
+        y = factor * sx_t * sw * (X W^T) + b        X = round(x_t / sx_t),  W = round(w / sw),  X W^T exact in int32
+
+    with one scale per row of x (a token) and one for the weight. Tokens are rounded one by one, so the result at a
+    token does not depend on which others are read with it.
+
+    The gradient is straight-through: that of the product of the rounded numbers, as if rounding were the identity.
+    With backward "int8" its two products are int8 too: dy is rounded stochastically (without bias), for dx with one
+    scale per token, for dweight with one per output, after the scales of x, which stand under the sum, went into dy.
+    The random numbers come from torch's default generator of the CPU.
+
+    Args:
+        x: (..., n) float.
+        weight: (m, n) float; or Rounded, weights that stay int8 and get no gradient.
+        bias: (m,) added to the result, or None.
+        factor: on the product.
+        levels: of the rounded weight; those below int8 simulate coarser storage, see `simulate_rounding`.
+        backward: arithmetic of the gradient's products.
+
+    Returns:
+        (..., m) in the dtype of x, or of autocast.
+
+    Raises:
+        InputError: shapes that do not fit, or n > 131072, where int32 could overflow.
+
+    Cost: 2 m n operations of int8 per row; keeps n bytes per row for the backward pass.
+    Source: TScale (int8 model matrices and normalised states).
+    """
+    values = weight.values if isinstance(weight, Rounded) else weight
+    if values.ndim != 2 or values.shape[1] != x.shape[-1]:
+        raise InputError(f"weight: shape {tuple(values.shape)} given for x of width {x.shape[-1]}, but must be (m, n)")
+    _check_sum(values.shape[1])
+    rounded = weight if isinstance(weight, Rounded) else round_weight(weight, levels)
+    parameter = None if isinstance(weight, Rounded) else weight
+    steps = INT8.backend_for(x.device).compute
+    result: Tensor = Int8Linear.apply(x, parameter, rounded.values, rounded.scale, bias, factor, backward, steps)
+    return result
+
+
+def int8_block_outer(
+    left: Float[Tensor, "*batch N K"],
+    right: Float[Tensor, "*batch N J"],
+    weight: Float[Tensor, "D N K J"] | Rounded,
+    *,
+    factor: float = 1.0,
+    levels: Levels = "int8",
+    backward: Backward = "float",
+) -> Float[Tensor, "*batch D"]:
+    """`block_outer` whose contraction is a product of int8 matrices.
+
+        y_d = factor * sp * sw * sum over n, k, j of W[d, n, k, j] * P[n, k, j]
+        P[n, k, j] = round(left[n, k] * right[n, j] / sp)
+
+    The products of pairs are rounded per row, without being written down as floats. Gradients as `int8_linear`'s.
+
+    Args:
+        left, right, weight: as for `block_outer`; weight may be Rounded.
+        factor, levels, backward: as for `int8_linear`.
+
+    Returns:
+        (..., D) in the dtype of `left`, or of autocast.
+
+    Raises:
+        InputError: shapes that do not fit, or more than 131072 products.
+    """
+    values = weight.values if isinstance(weight, Rounded) else weight
+    if values.shape[1:] != (*left.shape[-2:], right.shape[-1]) or left.shape[:-1] != right.shape[:-1]:
+        raise InputError(
+            f"weight: shape {tuple(values.shape)} given for blocks {tuple(left.shape[-2:])} and "
+            f"{tuple(right.shape[-2:])}, but it must be (D, N, K, J)"
+        )
+    _check_sum(values[0].numel())
+    rounded = weight if isinstance(weight, Rounded) else round_weight(weight, levels)
+    parameter = None if isinstance(weight, Rounded) else weight
+    steps = INT8.backend_for(left.device).compute
+    result: Tensor = Int8BlockOuter.apply(
+        left, right, parameter, rounded.values, rounded.scale, factor, backward, steps
+    )
+    return result
+
+
+def _check_sum(length: int) -> None:
+    if length > portable.LONGEST_SUM:
+        raise InputError(
+            f"weight: sums of {length} products given, but int32 holds no more than {portable.LONGEST_SUM} products of "
+            "int8 for certain"
+        )
+
+
+def int8_matmul(left: Int8[Tensor, "m n"], right: Int8[Tensor, "n p"]) -> Tensor:
+    """The exact product, int32 (m, p); shapes that the hardware's kernel cannot take are padded."""
+    return portable.multiply(left, right)

@@ -1,0 +1,79 @@
+"""Gradients that travel as int8, between two processes."""
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from multilin.training.recipe import Recipe
+from tests.training.conftest import metrics
+from tests.training.test_distributed import on_two_devices
+
+MEANS = """
+import sys
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from multilin.training.communication import Int8Gradients, average
+
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+gradient = torch.randn(100_003, generator=torch.Generator().manual_seed(rank)) * (1 + 9 * rank)
+plain, fed_back = Int8Gradients(), Int8Gradients(error_feedback=True)
+once = plain.mean(gradient)
+many = torch.stack([fed_back.mean(gradient) for _ in range(50)]).mean(dim=0)
+counts = torch.tensor([plain.bytes_sent, plain.float32_bytes])
+
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(70, 3))
+model.register_comm_hook(Int8Gradients(), average)
+model(torch.full((5, 70), 1.0 + rank)).sum().backward()
+found = {"gradient": gradient, "once": once, "many": many, "counts": counts, "weight": model.module.weight.grad}
+save_file(found, f"{sys.argv[1]}/{rank}.safetensors")
+dist.destroy_process_group()
+"""
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, torch.Tensor]]:
+    """What two processes found."""
+    folder = tmp_path_factory.mktemp("means")
+    (folder / "script.py").write_text(MEANS)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    subprocess.run([*command, str(folder / "script.py"), str(folder)], check=True, capture_output=True)
+    return [load_file(folder / f"{rank}.safetensors") for rank in range(2)]
+
+
+@pytest.mark.slow
+def test_devices_agree_on_a_mean_near_the_exact_one(two: list[dict[str, torch.Tensor]]) -> None:
+    exact = torch.stack([found["gradient"] for found in two]).mean(dim=0)
+    assert torch.equal(two[0]["once"], two[1]["once"])
+    assert (two[0]["once"] - exact).norm() <= 0.01 * exact.norm()
+    torch.testing.assert_close(two[0]["weight"], torch.full((3, 70), 7.5), rtol=0.01, atol=0)
+
+
+@pytest.mark.slow
+def test_error_feedback_loses_nothing_in_the_long_run(two: list[dict[str, torch.Tensor]]) -> None:
+    exact = torch.stack([found["gradient"] for found in two]).mean(dim=0)
+    assert (two[0]["many"] - exact).norm() <= 0.1 * (two[0]["once"] - exact).norm()
+
+
+@pytest.mark.slow
+def test_a_quarter_of_the_bytes_travels(two: list[dict[str, torch.Tensor]]) -> None:
+    for found in two:
+        sent, float32 = found["counts"].tolist()
+        assert sent <= 0.27 * float32
+        assert 4 * 100_003 <= float32 <= 4 * 100_400
+
+
+@pytest.mark.slow
+def test_a_run_on_two_devices_learns_the_same(tiny: Callable[..., Recipe], tmp_path: Path) -> None:
+    plain, rounded = tmp_path / "plain", tmp_path / "rounded"
+    for output, changes in ((plain, {}), (rounded, {"training.communication": "int8"})):
+        on_two_devices(tmp_path, tiny(output, **{"model.options.dropout": 0.0}, **changes))
+    for one, other in zip(metrics(plain), metrics(rounded), strict=True):
+        assert other["loss"] == pytest.approx(one["loss"], rel=0.02)
+    assert metrics(plain) != metrics(rounded)

@@ -20,74 +20,84 @@ import numpy as np
 from numba import carray, njit
 
 from multilin.ops.prefix_softmax.cpu_global_forward import checkpoint, piece_bounds, plane, summary
-from multilin.ops.prefix_softmax.cpu_math import DOTS, ONE, SCALARS, ZERO, floats, narrow, row, widen
+from multilin.ops.prefix_softmax.cpu_math import DOTS, ONE, SCALARS, ZERO, assign, floats, narrow, row, widen
 from multilin.ops.prefix_softmax.cpu_task import ROWS
 
 
 @njit(**SCALARS)
-def next_mean(mean: Any, before: Any, v: Any, w: Any, a: Any) -> None:
+def weights(task: Any, b: int, first: int, n: int, all_past: Any, nothing: Any) -> Any:
+    """w, a, g, o and the null token's share of n rows."""
+    w, a = plane(task, b, 0, first, n), plane(task, b, 1, first, n)
+    if task.is_gated:
+        return w, a, plane(task, b, 2, first, n), plane(task, b, 3, first, n), plane(task, b, 4, first, n)
+    return w, a, all_past, nothing, nothing
+
+
+@njit(forceinline=True, **SCALARS)
+def next_mean(means: Any, v: Any, w: Any, a: Any, i: int) -> None:
     """m_t = a_t m_(t-1) + w_t v_t."""
-    for h in range(mean.shape[0]):
-        weight, decay = w[h], a[h]
-        for d in range(mean.shape[1]):
-            mean[h, d] = decay * before[h, d] + weight * widen(v[h, d])
+    for h in range(means.shape[1]):
+        weight, decay = w[i, h], a[i, h]
+        for d in range(means.shape[2]):
+            means[i + 1, h, d] = decay * means[i, h, d] + weight * widen(v[h, d])
 
 
 @njit(**SCALARS)
 def compute_means(task: Any, values: Any, b: int, first: int, n: int, means: Any) -> None:
     """means[0] is m before row `first`, a checkpoint, and means[i + 1] that of row first + i."""
-    means[0] = checkpoint(task, b, first // ROWS)
+    assign(means[0], checkpoint(task, b, first // ROWS))
     w, a = plane(task, b, 0, first, n), plane(task, b, 1, first, n)
     p_values, values_row = task.values + task.values_batch * b, task.values_row
     for i in range(n):
         v = row(values, p_values + values_row * (first + i), task.num_heads, task.width)
-        next_mean(means[i + 1], means[i], v, w[i], a[i])
+        next_mean(means, v, w, a, i)
 
 
-@njit(**DOTS)
-def back_row(S: Any, C: Any, before: Any, v: Any, dy: Any, dv: Any, w: Any, a: Any, dlogits: Any) -> None:
+@njit(forceinline=True, **DOTS)
+def back_row(S: Any, C: Any, means: Any, v: Any, dy: Any, dv: Any, w: Any, a: Any, dlogits: Any, i: int) -> None:
     """One position backward where y = m. S and C come from the later ones, and go on to the earlier ones, times a.
 
     Heads descend like time: the other order costs twice the time.
     """
     for h in range(S.shape[0] - 1, -1, -1):
-        weight, decay, z = w[h], a[h], ZERO
+        weight, decay, z = w[i, h], a[i, h], ZERO
         for d in range(S.shape[1]):
             s = S[h, d] + widen(dy[h, d])
-            z += s * (widen(v[h, d]) - before[h, d])
+            z += s * (widen(v[h, d]) - means[i, h, d])
             dv[h, d] = narrow(weight * s, dv[h, d])
             S[h, d] = decay * s
-        dlogits[h] = weight * (decay * z + C[h])
+        dlogits[i, h] = weight * (decay * z + C[h])
         C[h] = decay * (C[h] - weight * z)
 
 
-@njit(**DOTS)
+@njit(forceinline=True, **DOTS)
 def gated_back_row(
-    S: Any, C: Any, before: Any, mean: Any, v: Any, dy: Any, dv: Any, w: Any, a: Any, g: Any, o: Any, null: Any,
-    dlogits: Any, down: Any,
+    S: Any, C: Any, means: Any, v: Any, dy: Any, dv: Any, w: Any, a: Any, g: Any, o: Any, null: Any,
+    dlogits: Any, down: Any, i: int,
 ) -> None:  # fmt: skip
     """As `back_row`, with an own term and a null token."""
     for h in range(S.shape[0] - 1, -1, -1):
-        weight, decay, past, own, z, p, of_mean = w[h], a[h], g[h], o[h], ZERO, ZERO, ZERO
+        weight, decay, past, own, z, p, of_mean = w[i, h], a[i, h], g[i, h], o[i, h], ZERO, ZERO, ZERO
         for d in range(S.shape[1]):
-            gradient, x, m = widen(dy[h, d]), widen(v[h, d]), mean[h, d]
+            gradient, x, m = widen(dy[h, d]), widen(v[h, d]), means[i + 1, h, d]
             s = S[h, d] + past * gradient
-            z += s * (x - before[h, d])
+            z += s * (x - means[i, h, d])
             p += gradient * (x - m)
             of_mean += gradient * m
             dv[h, d] = narrow(weight * s + own * gradient, dv[h, d])
             S[h, d] = decay * s
-        c = C[h] + past * (null[h] * of_mean - own * p)
-        dlogits[h] = weight * (decay * z + c)
+        c = C[h] + past * (null[i, h] * of_mean - own * p)
+        dlogits[i, h] = weight * (decay * z + c)
         C[h] = decay * (c - weight * z)
-        down[h] = own * (past * p + null[h] * (p + of_mean))
+        down[i, h] = own * (past * p + null[i, h] * (p + of_mean))
 
 
 @njit(**SCALARS)
 def backward_rows(task: Any, values: Any, b: int, first: int, last: int, S: Any, C: Any) -> None:
     """Gradients of positions first <= t < last, from S and C of the later ones, which are moved on."""
     num_heads, width, is_gated = task.num_heads, task.width, task.is_gated != 0
-    means, unused = np.empty((ROWS + 1, num_heads, width), np.float32), np.empty(num_heads, np.float32)
+    means, unused = np.empty((ROWS + 1, num_heads, width), np.float32), np.empty((ROWS, num_heads), np.float32)
+    all_past, nothing = np.ones((ROWS, num_heads), np.float32), np.zeros((ROWS, num_heads), np.float32)
     p_values, p_dmeans = task.values + task.values_batch * b, task.dmeans + task.dmeans_batch * b
     p_dvalues = task.dvalues + task.dvalues_batch * b
     values_row, dmeans_row, dvalues_row = task.values_row, task.dmeans_row, task.dvalues_row
@@ -97,38 +107,44 @@ def backward_rows(task: Any, values: Any, b: int, first: int, last: int, S: Any,
         compute_means(task, values, b, s, n, means)
         p_scalars = 4 * (b * task.num_time + s) * num_heads
         dlogits = floats(task.dlogits + p_scalars, n, num_heads)
-        w, a = plane(task, b, 0, s, n), plane(task, b, 1, s, n)
+        w, a, g, o, null = weights(task, b, s, n, all_past, nothing)
+        down = floats(task.down + p_scalars, n, num_heads) if task.down != 0 else unused
         for i in range(n - 1, -1, -1):
             v = row(values, p_values + values_row * (s + i), num_heads, width)
             dy = row(values, p_dmeans + dmeans_row * (s + i), num_heads, width)
             dv = row(values, p_dvalues + dvalues_row * (s + i), num_heads, width)
             if is_gated:
-                g, o, null = (
-                    plane(task, b, 2, s + i, 1)[0],
-                    plane(task, b, 3, s + i, 1)[0],
-                    plane(task, b, 4, s + i, 1)[0],
-                )
-                down = floats(task.down + p_scalars, n, num_heads)[i] if task.down != 0 else unused
-                gated_back_row(S, C, means[i], means[i + 1], v, dy, dv, w[i], a[i], g, o, null, dlogits[i], down)
+                gated_back_row(S, C, means, v, dy, dv, w, a, g, o, null, dlogits, down, i)
             else:
-                back_row(S, C, means[i], v, dy, dv, w[i], a[i], dlogits[i])
+                back_row(S, C, means, v, dy, dv, w, a, dlogits, i)
 
 
-@njit(**DOTS)
+@njit(forceinline=True, **DOTS)
 def gather_row(
-    S: Any, C: Any, through: Any, before: Any, mean: Any, v: Any, dy: Any, w: Any, a: Any, g: Any, o: Any, null: Any
+    S: Any,
+    C: Any,
+    through: Any,
+    means: Any,
+    v: Any,
+    dy: Any,
+    w: Any,
+    a: Any,
+    g: Any,
+    o: Any,
+    null: Any,
+    i: int,
 ) -> None:
     """`gated_back_row` without results: only S, C and what is left of what came from the later positions."""
     for h in range(S.shape[0] - 1, -1, -1):
-        weight, decay, past, z, p, of_mean = w[h], a[h], g[h], ZERO, ZERO, ZERO
+        weight, decay, past, z, p, of_mean = w[i, h], a[i, h], g[i, h], ZERO, ZERO, ZERO
         for d in range(S.shape[1]):
-            gradient, x, m = widen(dy[h, d]), widen(v[h, d]), mean[h, d]
+            gradient, x, m = widen(dy[h, d]), widen(v[h, d]), means[i + 1, h, d]
             s = S[h, d] + past * gradient
-            z += s * (x - before[h, d])
+            z += s * (x - means[i, h, d])
             p += gradient * (x - m)
             of_mean += gradient * m
             S[h, d] = decay * s
-        c = C[h] + past * (null[h] * of_mean - o[h] * p)
+        c = C[h] + past * (null[i, h] * of_mean - o[i, h] * p)
         C[h] = decay * (c - weight * z)
         through[h] *= decay
 
@@ -144,25 +160,18 @@ def summarize(tasks: Any, values: Any, index: int, sources: Any) -> None:
     numbers[0] = ZERO
     numbers[1] = ONE
     means = np.empty((ROWS + 1, num_heads, width), np.float32)
-    all_past, nothing = np.ones(num_heads, np.float32), np.zeros(num_heads, np.float32)
+    all_past, nothing = np.ones((ROWS, num_heads), np.float32), np.zeros((ROWS, num_heads), np.float32)
     p_values, p_dmeans = task.values + task.values_batch * b, task.dmeans + task.dmeans_batch * b
     first, last = piece_bounds(task.num_time, num_pieces, piece)
     for c in range((last - 1) // ROWS, first // ROWS - 1, -1):
         s = c * ROWS
         n = min(ROWS, last - s)
         compute_means(task, values, b, s, n, means)
-        w, a = plane(task, b, 0, s, n), plane(task, b, 1, s, n)
+        w, a, g, o, null = weights(task, b, s, n, all_past, nothing)
         for i in range(n - 1, -1, -1):
             v = row(values, p_values + task.values_row * (s + i), num_heads, width)
             dy = row(values, p_dmeans + task.dmeans_row * (s + i), num_heads, width)
-            g, o, null = all_past, nothing, nothing
-            if task.is_gated:
-                g, o, null = (
-                    plane(task, b, 2, s + i, 1)[0],
-                    plane(task, b, 3, s + i, 1)[0],
-                    plane(task, b, 4, s + i, 1)[0],
-                )
-            gather_row(S, numbers[0], numbers[1], means[i], means[i + 1], v, dy, w[i], a[i], g, o, null)
+            gather_row(S, numbers[0], numbers[1], means, v, dy, w, a, g, o, null, i)
 
 
 @njit(**DOTS)
@@ -190,8 +199,10 @@ def read_dfinal(task: Any, b: int, S: Any, C: Any) -> None:
     C[:] = ZERO
     if task.dfinal_logits != 0:
         size = 4 * task.num_heads * task.width
-        S[:] = floats(task.dfinal_values + size * b, task.num_heads, task.width)
-        C[:] = floats(task.dfinal_logits, task.num_batch, task.num_heads)[b]
+        assign(S, floats(task.dfinal_values + size * b, task.num_heads, task.width))
+        dlogits = floats(task.dfinal_logits, task.num_batch, task.num_heads)
+        for h in range(task.num_heads):
+            C[h] = dlogits[b, h]
 
 
 def backward(tasks: Any, values: Any, index: int, sources: Any) -> None:
@@ -207,5 +218,7 @@ def backward(tasks: Any, values: Any, index: int, sources: Any) -> None:
     _, last = piece_bounds(task.num_time, num_parts * num_parts, (part + 1) * num_parts - 1)
     backward_rows(task, values, b, first, last, S, C)
     if task.dstate_logits != 0 and part == 0:
-        floats(task.dstate_values + size * b, num_heads, task.width)[:] = S
-        floats(task.dstate_logits, task.num_batch, num_heads)[b] = C
+        assign(floats(task.dstate_values + size * b, num_heads, task.width), S)
+        dlogits = floats(task.dstate_logits, task.num_batch, num_heads)
+        for h in range(num_heads):
+            dlogits[b, h] = C[h]

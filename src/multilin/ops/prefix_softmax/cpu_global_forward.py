@@ -18,6 +18,7 @@ from multilin.ops.prefix_softmax.cpu_math import (
     ONE,
     SCALARS,
     ZERO,
+    assign,
     exp_negative,
     floats,
     gate_row,
@@ -88,7 +89,8 @@ def read_state(task: Any, b: int, top: Any, total: Any, mean: Any) -> None:
             if logits[h] > LOWEST:
                 top[h] = logits[h]
                 total[h] = 1.0
-                mean[h] = values[h]
+                for d in range(task.width):
+                    mean[h, d] = values[h, d]
 
 
 @njit(**SCALARS)
@@ -96,36 +98,36 @@ def write_state(task: Any, b: int, top: Any, total: Any, mean: Any) -> None:
     """The summary token after the last position."""
     logits = floats(task.final_logits, task.num_batch, task.num_heads)[b]
     size = 4 * task.num_heads * task.width
-    floats(task.final_values + size * b, task.num_heads, task.width)[:] = mean
+    assign(floats(task.final_values + size * b, task.num_heads, task.width), mean)
     for h in range(task.num_heads):
         logits[h] = top[h] + np.log(total[h]) if total[h] > 0 else -np.inf
 
 
-@njit(**SCALARS)
-def add_row(mean: Any, v: Any, w: Any, a: Any) -> None:
+@njit(forceinline=True, **SCALARS)
+def add_row(mean: Any, v: Any, w: Any, a: Any, i: int) -> None:
     """One more token in the running means."""
     for h in range(mean.shape[0]):
-        weight, decay = w[h], a[h]
+        weight, decay = w[i, h], a[i, h]
         for d in range(mean.shape[1]):
             mean[h, d] = mean[h, d] * decay + weight * widen(v[h, d])
 
 
-@njit(**SCALARS)
-def mean_row(mean: Any, v: Any, y: Any, w: Any, a: Any) -> None:
+@njit(forceinline=True, **SCALARS)
+def mean_row(mean: Any, v: Any, y: Any, w: Any, a: Any, i: int) -> None:
     """As `add_row`, and the means are the result."""
     for h in range(mean.shape[0]):
-        weight, decay = w[h], a[h]
+        weight, decay = w[i, h], a[i, h]
         for d in range(mean.shape[1]):
             m = mean[h, d] * decay + weight * widen(v[h, d])
             mean[h, d] = m
             y[h, d] = narrow(m, y[h, d])
 
 
-@njit(**SCALARS)
-def gated_row(mean: Any, v: Any, y: Any, w: Any, a: Any, g: Any, o: Any) -> None:
+@njit(forceinline=True, **SCALARS)
+def gated_row(mean: Any, v: Any, y: Any, w: Any, a: Any, g: Any, o: Any, i: int) -> None:
     """As `mean_row`, gated."""
     for h in range(mean.shape[0]):
-        weight, decay, past, own = w[h], a[h], g[h], o[h]
+        weight, decay, past, own = w[i, h], a[i, h], g[i, h], o[i, h]
         for d in range(mean.shape[1]):
             x = widen(v[h, d])
             m = mean[h, d] * decay + weight * x
@@ -148,7 +150,7 @@ def forward_rows(task: Any, values: Any, b: int, first: int, last: int, top: Any
             w, a = plane(task, b, 0, s, n), plane(task, b, 1, s, n)
             if is_gated:
                 g, o, null = plane(task, b, 2, s, n), plane(task, b, 3, s, n), plane(task, b, 4, s, n)
-            checkpoint(task, b, s // ROWS)[:] = mean
+            assign(checkpoint(task, b, s // ROWS), mean)
         tops, totals = scratch[5, :n], scratch[6, :n]
         weigh(task, b, s, top, total, tops, totals, w, a)
         if is_gated:
@@ -156,12 +158,12 @@ def forward_rows(task: Any, values: Any, b: int, first: int, last: int, top: Any
             for i in range(n):
                 v = row(values, p_values + values_row * (s + i), num_heads, width)
                 y = row(values, p_means + means_row * (s + i), num_heads, width)
-                gated_row(mean, v, y, w[i], a[i], g[i], o[i])
+                gated_row(mean, v, y, w, a, g, o, i)
         else:
             for i in range(n):
                 v = row(values, p_values + values_row * (s + i), num_heads, width)
                 y = row(values, p_means + means_row * (s + i), num_heads, width)
-                mean_row(mean, v, y, w[i], a[i])
+                mean_row(mean, v, y, w, a, i)
 
 
 @njit
@@ -190,12 +192,8 @@ def summarize(tasks: Any, values: Any, index: int, sources: Any) -> None:
         w, a = scratch[0, :n], scratch[1, :n]
         weigh(task, b, s, top, total, scratch[2, :n], scratch[3, :n], w, a)
         for i in range(n):
-            add_row(
-                mean,
-                row(values, task.values + task.values_batch * b + task.values_row * (s + i), num_heads, width),
-                w[i],
-                a[i],
-            )
+            v = row(values, task.values + task.values_batch * b + task.values_row * (s + i), num_heads, width)
+            add_row(mean, v, w, a, i)
             if task.starts != 0 and starts_at(task.starts + task.starts_batch * b, s + i):
                 numbers[2] = ZERO
     for h in range(num_heads):
@@ -232,6 +230,6 @@ def forward(tasks: Any, values: Any, index: int, sources: Any) -> None:
     _, last = piece_bounds(task.num_time, num_parts * num_parts, (part + 1) * num_parts - 1)
     forward_rows(task, values, b, first, last, top, total, mean)
     if task.keeps and part == num_parts - 1:
-        checkpoint(task, b, (task.num_time + ROWS - 1) // ROWS)[:] = mean
+        assign(checkpoint(task, b, (task.num_time + ROWS - 1) // ROWS), mean)
     if task.final_logits != 0 and part == num_parts - 1:
         write_state(task, b, top, total, mean)

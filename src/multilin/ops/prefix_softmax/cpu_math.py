@@ -111,6 +111,14 @@ def starts_at(p_starts: int, time: int) -> bool:
     return p_starts != 0 and carray(_to_byte_pointer(p_starts), (time + 1,))[time] != 0
 
 
+@njit
+def assign(target: Any, source: Any) -> None:
+    """Copy a matrix: `target[:] = source` may fail, and its error message takes longer to compile than all else."""
+    for i in range(target.shape[0]):
+        for j in range(target.shape[1]):
+            target[i, j] = source[i, j]
+
+
 _LOG2_E = np.float32(1.4426950408889634)
 _LN2_HIGH, _LN2_LOW = np.float32(0.693359375), np.float32(-2.12194440e-4)
 _C2, _C3, _C4 = np.float32(0.5), np.float32(1.6666665459e-1), np.float32(4.1665795894e-2)

@@ -15,29 +15,30 @@ import numpy as np
 from numba import carray, njit
 
 from multilin.ops.prefix_softmax.cpu_math import DOTS, ZERO, floats, narrow, row, widen
+from multilin.ops.prefix_softmax.cpu_task import ROWS
 from multilin.ops.prefix_softmax.cpu_windowed_forward import OWN, A, B, G, H, U, W, part_bounds, plane
 
 
-@njit(**DOTS)
-def dot_row(dy: Any, y: Any, dot: Any) -> None:
+@njit(forceinline=True, **DOTS)
+def dot_row(dy: Any, y: Any, dot: Any, i: int) -> None:
     """r = dy . y of every head."""
     for h in range(dy.shape[0]):
         r = ZERO
         for d in range(dy.shape[1]):
             r += widen(dy[h, d]) * widen(y[h, d])
-        dot[h] += r
+        dot[i, h] += r
 
 
-@njit(**DOTS)
-def later_row(later: Any, before: Any, dy: Any, decay: Any, share: Any) -> None:
+@njit(forceinline=True, **DOTS)
+def later_row(later: Any, dy: Any, decay: Any, share: Any, i: int) -> None:
     """B_r = b_(r-1) B_(r-1) + h_t dy_t."""
-    for h in range(later.shape[0]):
-        a, s = decay[h], share[h]
-        for d in range(later.shape[1]):
-            later[h, d] = a * before[h, d] + s * widen(dy[h, d])
+    for h in range(later.shape[1]):
+        a, s = decay[i - 1, h], share[h]
+        for d in range(later.shape[2]):
+            later[i, h, d] = a * later[i - 1, h, d] + s * widen(dy[h, d])
 
 
-@njit(**DOTS)
+@njit(forceinline=True, **DOTS)
 def back_row(
     S: Any,
     later: Any,
@@ -52,54 +53,55 @@ def back_row(
     g: Any,
     dot: Any,
     dlogits: Any,
+    i: int,
 ) -> None:
     """One position backward. S (A above) and R come from the later positions of the block, and go on times a."""
     for h in range(S.shape[0] - 1, -1, -1):
-        weight, decay, other, share, q = w[h], a[h], u[h], g[h], ZERO
+        weight, decay, other, share, q = w[i, h], a[i, h], u[i, h], g[i, h], ZERO
         for d in range(S.shape[1]):
             s = S[h, d] + share * widen(dy[h, d])
-            z = weight * s + other * later[h, d]
+            z = weight * s + other * later[i, h, d]
             q += z * widen(v[h, d])
             dv[h, d] = narrow(z, dv[h, d])
             S[h, d] = decay * s
-        r = R[h] + share * dot[h]
-        dlogits[h] = q - (weight * r + other * later_dots[h])
+        r = R[h] + share * dot[i, h]
+        dlogits[i, h] = q - (weight * r + other * later_dots[i, h])
         R[h] = decay * r
 
 
-@njit(**DOTS)
+@njit(forceinline=True, **DOTS)
 def own_back_row(
     S: Any, later: Any, R: Any, later_dots: Any, v: Any, dy: Any, dv: Any, w: Any, a: Any, u: Any, g: Any, o: Any,
-    dot: Any, dlogits: Any, down: Any,
+    dot: Any, dlogits: Any, down: Any, i: int,
 ) -> None:  # fmt: skip
     """As `back_row`, with an own term."""
     for h in range(S.shape[0] - 1, -1, -1):
-        weight, decay, other, share, own, q, of_own = w[h], a[h], u[h], g[h], o[h], ZERO, ZERO
+        weight, decay, other, share, own, q, of_own = w[i, h], a[i, h], u[i, h], g[i, h], o[i, h], ZERO, ZERO
         for d in range(S.shape[1]):
             x, gradient = widen(v[h, d]), widen(dy[h, d])
             s = S[h, d] + share * gradient
-            z = weight * s + other * later[h, d]
+            z = weight * s + other * later[i, h, d]
             q += z * x
             of_own += x * gradient
             dv[h, d] = narrow(z + own * gradient, dv[h, d])
             S[h, d] = decay * s
-        r = R[h] + share * dot[h]
-        dlogits[h] = q - (weight * r + other * later_dots[h])
-        down[h] = own * (of_own - dot[h])
+        r = R[h] + share * dot[i, h]
+        dlogits[i, h] = q - (weight * r + other * later_dots[i, h])
+        down[i, h] = own * (of_own - dot[i, h])
         R[h] = decay * r
 
 
 @njit(**DOTS)
-def compute_dots(task: Any, values: Any, b: int, first: int, dots: Any) -> None:
-    """r = dy . y of rows from `first` on, with what y lost by rounding if that is there."""
+def compute_dots(task: Any, values: Any, b: int, first: int, begin: int, end: int, dots: Any) -> None:
+    """r = dy . y of rows begin <= i < end of the block at `first`, with what y lost by rounding if that is there."""
     num_heads, width = task.num_heads, task.width
-    dots[:] = ZERO
-    for i in range(dots.shape[0]):
+    dots[begin:end] = ZERO
+    for i in range(begin, end):
         dy = row(values, task.dmeans + task.dmeans_batch * b + task.dmeans_row * (first + i), num_heads, width)
         offset = task.means_batch * b + task.means_row * (first + i)
-        dot_row(dy, row(values, task.means + offset, num_heads, width), dots[i])
+        dot_row(dy, row(values, task.means + offset, num_heads, width), dots, i)
         if task.rounding != 0:
-            dot_row(dy, row(values, task.rounding + offset, num_heads, width), dots[i])
+            dot_row(dy, row(values, task.rounding + offset, num_heads, width), dots, i)
 
 
 @njit(**DOTS)
@@ -115,7 +117,7 @@ def gather_later(task: Any, values: Any, b: int, first: int, dots: Any, later: A
         t = min(i - 1, num_next - 1)
         share = shares[i - 1] if i <= num_next else none
         dy = row(values, p_dmeans + task.dmeans_row * (first + k + t), num_heads, width)
-        later_row(later[i], later[i - 1], dy, decay[i - 1], share)
+        later_row(later, dy, decay, share, i)
         for h in range(num_heads):
             later_dots[i, h] = decay[i - 1, h] * later_dots[i - 1, h] + share[h] * dots[t, h]
 
@@ -141,18 +143,21 @@ def backward_block(
     p_dvalues = task.dvalues + task.dvalues_batch * b
     S[:] = ZERO
     R[:] = ZERO
+    p_scalars = 4 * (b * task.num_time + first) * num_heads
+    dlogits, o, down = floats(task.dlogits + p_scalars, n, num_heads), w, w
+    if task.own != 0:
+        o, down = plane(task, b, OWN, first, n), floats(task.down + p_scalars, n, num_heads)
     for i in range(n - 1, -1, -1):
         t = first + i
+        if i == n - 1 or (i + 1) % ROWS == 0:
+            compute_dots(task, values, b, first, i // ROWS * ROWS, i + 1, dots)
         v = row(values, p_values + task.values_row * t, num_heads, width)
         dy = row(values, p_dmeans + task.dmeans_row * t, num_heads, width)
         dv = row(values, p_dvalues + task.dvalues_row * t, num_heads, width)
-        p_scalars = 4 * (b * task.num_time + t) * num_heads
-        dlogits = floats(task.dlogits + p_scalars, 1, num_heads)[0]
         if task.own != 0:
-            o, down = plane(task, b, OWN, t, 1)[0], floats(task.down + p_scalars, 1, num_heads)[0]
-            own_back_row(S, later[i], R, later_dots[i], v, dy, dv, w[i], a[i], u[i], g[i], o, dots[i], dlogits, down)
+            own_back_row(S, later, R, later_dots, v, dy, dv, w, a, u, g, o, dots, dlogits, down, i)
         else:
-            back_row(S, later[i], R, later_dots[i], v, dy, dv, w[i], a[i], u[i], g[i], dots[i], dlogits)
+            back_row(S, later, R, later_dots, v, dy, dv, w, a, u, g, dots, dlogits, i)
 
 
 def backward(tasks: Any, values: Any, index: int, sources: Any) -> None:
@@ -165,11 +170,10 @@ def backward(tasks: Any, values: Any, index: int, sources: Any) -> None:
     later, later_dots = np.zeros((k, num_heads, width), np.float32), np.zeros((k, num_heads), np.float32)
     dots, next_dots = np.empty((k, num_heads), np.float32), np.empty((k, num_heads), np.float32)
     if last < num_time and first < last:
-        compute_dots(task, values, b, last, next_dots[: min(k, num_time - last)])
+        compute_dots(task, values, b, last, 0, min(k, num_time - last), next_dots)
     for c in range((last + k - 1) // k - 1, first // k - 1, -1):
         t = c * k
         n, has_next = min(k, num_time - t), t + k < num_time
-        compute_dots(task, values, b, t, dots[:n])
         if has_next:
             gather_later(task, values, b, t, next_dots, later, later_dots)
         backward_block(task, values, b, t, n, dots, S, R, later, later_dots)

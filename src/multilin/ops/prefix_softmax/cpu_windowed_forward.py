@@ -95,38 +95,38 @@ def gate(
         gate_row(tops[i], totals[i], before_tops, before_totals, own, np.float32(task.null), g[i], h[i], o[i], unused)
 
 
-@njit(**SCALARS)
-def suffix_row(mean: Any, next_mean: Any, v: Any, u: Any, b: Any) -> None:
+@njit(forceinline=True, **SCALARS)
+def suffix_row(means: Any, v: Any, u: Any, b: Any, i: int) -> None:
     """V_r = b_r V_(r+1) + u_r v_r."""
-    for h in range(mean.shape[0] - 1, -1, -1):
-        weight, decay = u[h], b[h]
-        for d in range(mean.shape[1]):
-            mean[h, d] = decay * next_mean[h, d] + weight * widen(v[h, d])
+    for h in range(means.shape[1] - 1, -1, -1):
+        weight, decay = u[i, h], b[i, h]
+        for d in range(means.shape[2]):
+            means[i, h, d] = decay * means[i + 1, h, d] + weight * widen(v[h, d])
 
 
-@njit(**SCALARS)
-def window_row(mean: Any, suffix: Any, v: Any, y: Any, w: Any, a: Any, g: Any, s: Any) -> None:
+@njit(forceinline=True, **SCALARS)
+def window_row(mean: Any, suffix: Any, v: Any, y: Any, w: Any, a: Any, g: Any, s: Any, i: int) -> None:
     """The prefix mean moves on by a token; y is merged from prefix and suffix."""
     for h in range(mean.shape[0]):
-        weight, decay, prefix_share, suffix_share = w[h], a[h], g[h], s[h]
+        weight, decay, prefix_share, suffix_share = w[i, h], a[i, h], g[i, h], s[i, h]
         for d in range(mean.shape[1]):
             m = mean[h, d] * decay + weight * widen(v[h, d])
             mean[h, d] = m
-            y[h, d] = narrow(prefix_share * m + suffix_share * suffix[h, d], y[h, d])
+            y[h, d] = narrow(prefix_share * m + suffix_share * suffix[i + 1, h, d], y[h, d])
 
 
-@njit(**SCALARS)
+@njit(forceinline=True, **SCALARS)
 def full_row(
-    mean: Any, suffix: Any, v: Any, y: Any, rounding: Any, w: Any, a: Any, g: Any, s: Any, o: Any, keeps: bool
+    mean: Any, suffix: Any, v: Any, y: Any, rounding: Any, w: Any, a: Any, g: Any, s: Any, o: Any, keeps: bool, i: int
 ) -> None:
     """As `window_row`, with an own term, and with what y loses by rounding if it `keeps` that."""
     for h in range(mean.shape[0]):
-        weight, decay, prefix_share, suffix_share, own = w[h], a[h], g[h], s[h], o[h]
+        weight, decay, prefix_share, suffix_share, own = w[i, h], a[i, h], g[i, h], s[i, h], o[i, h]
         for d in range(mean.shape[1]):
             x = widen(v[h, d])
             m = mean[h, d] * decay + weight * x
             mean[h, d] = m
-            exact = prefix_share * m + suffix_share * suffix[h, d] + own * x
+            exact = prefix_share * m + suffix_share * suffix[i + 1, h, d] + own * x
             y[h, d] = narrow(exact, y[h, d])
             if keeps:
                 rounding[h, d] = narrow(exact - widen(y[h, d]), rounding[h, d])
@@ -147,7 +147,7 @@ def suffix_means(task: Any, values: Any, b: int, first: int, u: Any, decay: Any,
     p_values, values_row = task.values + task.values_batch * b, task.values_row
     for i in range(task.window - 1, 0, -1):
         v = row(values, p_values + values_row * (first + i), num_heads, width)
-        suffix_row(means[i], means[i + 1], v, u[i], decay[i])
+        suffix_row(means, v, u, decay, i)
 
 
 @njit(**SCALARS)
@@ -164,10 +164,10 @@ def forward_block(
         v = row(values, p_values + values_row * (first + i), num_heads, width)
         y = row(values, p_means + means_row * (first + i), num_heads, width)
         if is_plain:
-            window_row(mean, suffix[i + 1], v, y, w[i], a[i], g[i], h[i])
+            window_row(mean, suffix, v, y, w, a, g, h, i)
         else:
             rounding = row(values, p_rounding + means_row * (first + i), num_heads, width)
-            full_row(mean, suffix[i + 1], v, y, rounding, w[i], a[i], g[i], h[i], o[i], keeps)
+            full_row(mean, suffix, v, y, rounding, w, a, g, h, o, keeps, i)
 
 
 def forward(tasks: Any, values: Any, index: int, sources: Any) -> None:

@@ -68,7 +68,7 @@ def examine() -> Checkup:
     warnings = [
         f"{name} uses its {backend.name}, which is slow{_reasons(name, device)}"
         for name, backend in backends.items()
-        if backend.is_slow
+        if backend.is_slow or _reasons(name, device)
     ]
     if torch.get_num_threads() < cores:
         warnings.append(f"PyTorch uses {torch.get_num_threads()} of {cores} cores (OMP_NUM_THREADS)")
@@ -89,7 +89,7 @@ def examine() -> Checkup:
 
 
 def _reasons(op: str, device: torch.device) -> str:
-    """Why the faster implementations of an op are not used."""
+    """Why implementations of an op that would be preferred on this device are not used; empty if there are none."""
     reasons = [
         f"{backend.name}: {reason}"
         for backend in all_ops()[op].backends

@@ -16,7 +16,8 @@ from multilin.ops.prefix_softmax.cases import LOGITS, WINDOWS, make_logits, make
 from tests.ops.checked import prefix_softmax
 
 B, T, H, D = 2, 67, 3, 5
-FAST = [backend for backend in PREFIX_SOFTMAX.backends if backend.compute is not reference.prefix_softmax]
+# Those that compute in float64, which tells a wrong formula from rounding; others have tests of their own.
+FAST = [b for b in PREFIX_SOFTMAX.backends if b.dtypes is None and b.compute is not reference.prefix_softmax]
 
 
 def by_loops(

@@ -19,6 +19,8 @@ class Backend:
     name: as `multilin doctor` prints it.
     compute: same signature and result as the op's reference.
     device: type of the tensors it takes ("cpu", "cuda"); None takes any.
+    dtypes: what it computes in; None is any.
+    reads: types of values that it takes as they are; others are converted to what it computes in.
     why_not: the reason this machine cannot use it, None when it can.
     is_slow: doctor warns when this is the best there is.
     """
@@ -26,6 +28,8 @@ class Backend:
     name: str
     compute: Callable[..., Any]
     device: str | None = None
+    dtypes: tuple[torch.dtype, ...] | None = None
+    reads: tuple[torch.dtype, ...] = ()
     why_not: Callable[[], str | None] = always_available
     is_slow: bool = False
 
@@ -37,12 +41,13 @@ class Op:
         self.name = name
         self.backends = backends
 
-    def backend_for(self, device: torch.device) -> Backend:
-        """The first backend that serves this device on this machine."""
+    def backend_for(self, device: torch.device, dtype: torch.dtype = torch.float32) -> Backend:
+        """The first backend that computes in this type on this device of this machine."""
         for backend in self.backends:
-            if backend.device in (None, device.type) and backend.why_not() is None:
+            fits = backend.device in (None, device.type) and (backend.dtypes is None or dtype in backend.dtypes)
+            if fits and backend.why_not() is None:
                 return backend
-        raise AssertionError(f"{self.name}: the reference takes every device")
+        raise AssertionError(f"{self.name}: the reference takes everything")
 
 
 def all_ops() -> dict[str, Op]:

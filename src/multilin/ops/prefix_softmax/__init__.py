@@ -6,7 +6,7 @@ from torch import Tensor
 
 from multilin.errors import InputError
 from multilin.ops.dispatch import Backend, Op
-from multilin.ops.prefix_softmax import portable, reference
+from multilin.ops.prefix_softmax import cpu, portable, reference
 from multilin.ops.prefix_softmax.tokens import PrefixSoftmaxState
 
 __all__ = ["PREFIX_SOFTMAX", "PrefixSoftmaxState", "prefix_softmax"]
@@ -14,6 +14,14 @@ __all__ = ["PREFIX_SOFTMAX", "PrefixSoftmaxState", "prefix_softmax"]
 PREFIX_SOFTMAX = Op(
     "prefix_softmax",
     [
+        Backend(
+            "numba (compiled, linear time)",
+            cpu.prefix_softmax,
+            device="cpu",
+            dtypes=(torch.float32,),
+            reads=(torch.float32, torch.bfloat16),
+            why_not=cpu.why_not,
+        ),
         Backend("portable (PyTorch, linear time)", portable.prefix_softmax),
         Backend("reference (PyTorch, quadratic time)", reference.prefix_softmax, is_slow=True),
     ],
@@ -68,10 +76,11 @@ def prefix_softmax(
     dtype = torch.promote_types(torch.promote_types(logits.dtype, values.dtype), torch.float32)
     if own_logits is not None:
         own_logits = own_logits.to(dtype)
-    compute = PREFIX_SOFTMAX.backend_for(values.device).compute
+    backend = PREFIX_SOFTMAX.backend_for(values.device, dtype)
+    read_values = values if values.dtype in backend.reads else values.to(dtype)
     with torch.autocast(values.device.type, enabled=False):
-        means, state = compute(
-            logits.to(dtype), values.to(dtype), window=window, own_logits=own_logits, null_logit=null_logit,
+        means, state = backend.compute(
+            logits.to(dtype), read_values, window=window, own_logits=own_logits, null_logit=null_logit,
             state=state, starts=starts, needs_state=needs_state,
         )  # fmt: skip
     return means.to(values.dtype), state

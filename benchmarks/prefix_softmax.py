@@ -1,0 +1,194 @@
+"""How close the running softmax mean comes to the speed of memory, and what other ways to compute it cost.
+
+The limit is copying tensors of the shape of the values: 2 are moved forward (read, written), 6 forward and backward.
+Rows: ours (the preferred backend), the portable one, the definition where it is feasible, and the difference of
+cumulative sums, which is what one writes first, and is wrong after a large logit. All take turns in one process, with
+the same allocator setting; the table shows medians, and ratios to the limit of the same run.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from multilin import allocator
+from multilin.ops.prefix_softmax import PREFIX_SOFTMAX, portable, prefix_softmax, reference
+
+DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16}
+SHAPES = ("8,2048,8,64", "2,2048,8,64", "1,16384,8,64")
+FEASIBLE = 2**27  # numbers in the matrix of the definition, or in the windows of a comparison
+
+Compute = Callable[..., Tensor]
+
+
+def main(argv: list[str]) -> None:
+    arguments = _parser().parse_args(argv)
+    if arguments.threads:
+        torch.set_num_threads(arguments.threads)
+    allocator.keep_freed_memory()
+    backend = PREFIX_SOFTMAX.backend_for(torch.device("cpu"))
+    freed = "kept" if allocator.why_not() is None else f"given back ({allocator.why_not()})"
+    print(f"ours is {backend.name}; {torch.get_num_threads()} threads; freed memory is {freed}")
+    print(f"{'B,T,H,D':>16}{'window':>8}{'type':>9}  {'':20}{'forward':>17}{'+ backward':>20}{'ours gains':>15}")
+    rows = []
+    for shape in arguments.shapes:
+        for dtype in arguments.dtypes:
+            for window in arguments.windows:
+                found = measure(tuple(map(int, shape.split(","))), window or None, DTYPES[dtype], arguments.turns)
+                _print(found, shape, window, dtype)
+                rows += [{"shape": shape, "window": window, "dtype": dtype, **row} for row in found]
+            _print_spread(rows, shape, dtype)
+    rows += [{"name": name, "microseconds": value} for name, value in one_token().items()]
+    for name, seconds in first_calls().items():
+        print(f"first call, {name}: {seconds:.2f} s after importing PyTorch and multilin")
+        rows.append({"name": f"first call, {name}", "seconds": seconds})
+    if arguments.json:
+        Path(arguments.json).write_text(json.dumps({"arguments": vars(arguments), "rows": rows}, indent=2) + "\n")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="benchmarks prefix_softmax", description=__doc__)
+    parser.add_argument("--shapes", nargs="+", default=SHAPES, metavar="B,T,H,D")
+    parser.add_argument("--windows", type=int, nargs="+", default=[0, 4, 16, 64, 256, 1024], help="0: the whole past")
+    parser.add_argument("--dtypes", nargs="+", default=list(DTYPES), choices=DTYPES)
+    parser.add_argument("--turns", type=int, default=15, help="turns of each; the table shows medians")
+    parser.add_argument("--threads", type=int, help="threads of torch; one gives steadier figures on a busy machine")
+    parser.add_argument("--json", help="file to write the figures to")
+    return parser
+
+
+def cumulative_sums(logits: Tensor, values: Tensor, *, window: int | None, **_: Any) -> Tensor:
+    """The means as a quotient of cumulative sums, of differences of them with a window."""
+    weights = torch.exp(logits - logits.amax(dim=1, keepdim=True))[..., None].to(values.dtype)
+    above, below = (weights * values).cumsum(dim=1), weights.cumsum(dim=1)
+    if window is not None and window < values.shape[1]:
+        shift = (0, 0, 0, 0, window, 0)
+        above, below = (x - torch.nn.functional.pad(x[:, :-window], shift) for x in (above, below))
+    return above / below
+
+
+def measure(shape: tuple[int, ...], window: int | None, dtype: torch.dtype, turns: int) -> list[dict[str, Any]]:
+    """Median milliseconds of every way, forward and forward with backward, the limit first."""
+    torch.manual_seed(0)
+    logits, values = torch.randn(shape[:3]).requires_grad_(), torch.randn(shape).to(dtype).requires_grad_()
+    upstream = torch.randn(shape).to(dtype)
+    ways: dict[str, Compute] = {
+        "ours": lambda *x, **o: prefix_softmax(*x, **o)[0],
+        "portable": lambda *x, **o: portable.prefix_softmax(x[0], x[1].float(), **o)[0].to(dtype),
+        "cumulative sums": cumulative_sums,
+    }
+    if shape[0] * shape[1] ** 2 * shape[2] <= FEASIBLE:
+        ways["definition"] = lambda *x, **o: reference.prefix_softmax(x[0], x[1].float(), **o)[0].to(dtype)
+
+    def forward(way: Compute) -> None:
+        with torch.no_grad():
+            way(logits, values, window=window, needs_state=False)
+
+    def backward(way: Compute) -> None:
+        torch.autograd.grad(way(logits, values, window=window, needs_state=False), (logits, values), upstream)
+
+    sources, targets = ([torch.randn(shape).to(dtype) for _ in range(3)] for _ in range(2))
+
+    def copy(count: int) -> None:
+        for source, target in zip(sources[:count], targets[:count], strict=True):
+            target.copy_(source)
+
+    tasks: dict[tuple[str, str], Callable[[], None]] = {
+        ("limit: copy", "forward"): lambda: copy(1),
+        ("limit: copy", "backward"): lambda: copy(3),
+    }
+    for name, way in ways.items():
+        tasks[name, "forward"] = lambda way=way: forward(way)
+        tasks[name, "backward"] = lambda way=way: backward(way)
+    seconds = _take_turns(tasks, turns)
+    limit = {kind: seconds["limit: copy", kind] for kind in ("forward", "backward")}
+    return [
+        {
+            "name": name,
+            **{f"{kind}_ms": 1e3 * seconds[name, kind] for kind in limit},
+            **{f"{kind}_over_limit": seconds[name, kind] / limit[kind] for kind in limit},
+            **{f"{kind}_gain": seconds[name, kind] / seconds["ours", kind] for kind in limit},
+        }
+        for name in ("limit: copy", *ways)
+    ]
+
+
+def _take_turns(tasks: dict[Any, Callable[[], None]], turns: int) -> dict[Any, float]:
+    """Median seconds. What takes more than a second has three turns."""
+    found: dict[Any, list[float]] = {key: [] for key in tasks}
+    for turn in range(turns + 1):
+        for key, task in tasks.items():
+            if len(found[key]) >= 3 and statistics.median(found[key]) > 1:
+                continue
+            begin = time.perf_counter()
+            task()
+            if turn:  # the first one warms up
+                found[key].append(time.perf_counter() - begin)
+    return {key: statistics.median(times) for key, times in found.items()}
+
+
+def one_token() -> dict[str, float]:
+    """Microseconds of a call with one token that reads on from a state, and of one with gradients."""
+    logits, values = torch.randn(1, 1, 8), torch.randn(1, 1, 8, 64)
+    _, state = prefix_softmax(logits, values)
+    needed = logits.clone().requires_grad_()
+
+    def decode() -> None:
+        with torch.inference_mode():
+            for _ in range(1000):
+                prefix_softmax(logits, values, state=state)
+
+    def train() -> None:
+        for _ in range(1000):
+            prefix_softmax(needed, values, needs_state=False)
+
+    found = {name: 1e3 * s for name, s in _take_turns({"decode": decode, "for training": train}, 7).items()}
+    print("one token, microseconds: " + ", ".join(f"{name} {value:.1f}" for name, value in found.items()))
+    return found
+
+
+def first_calls() -> dict[str, float]:
+    """Seconds of the first call, forward and backward, of a new process: compiled before, and never compiled."""
+    program = """
+import time, torch, multilin.ops.prefix_softmax as op
+logits, values = torch.randn(2, 2048, 8, requires_grad=True), torch.randn(2, 2048, 8, 64, requires_grad=True)
+begin = time.perf_counter()
+op.prefix_softmax(logits, values)[0].sum().backward()
+print(time.perf_counter() - begin)
+"""
+    with tempfile.TemporaryDirectory() as folder:
+
+        def call() -> float:
+            environment = {**os.environ, "NUMBA_CACHE_DIR": folder}
+            command = [sys.executable, "-W", "ignore", "-c", program]
+            shown = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+            return float(shown.stdout)
+
+        return {"nothing compiled": call(), "from the cache": statistics.median(call() for _ in range(3))}
+
+
+def _print(rows: list[dict[str, Any]], shape: str, window: int, dtype: str) -> None:
+    for row in rows:
+        place = f"{shape:>16}{window or 'none':>8}{dtype:>9}" if row is rows[0] else " " * 33
+        figures = "".join(f"{row[f'{k}_ms']:9.2f} ms {row[f'{k}_over_limit']:5.2f}x" for k in ("forward", "backward"))
+        gains = (
+            "" if row["name"] in ("ours", "limit: copy") else f"{row['forward_gain']:8.1f}x{row['backward_gain']:6.1f}x"
+        )
+        print(f"{place}  {row['name']:20}{figures}{gains}", flush=True)
+
+
+def _print_spread(rows: list[dict[str, Any]], shape: str, dtype: str) -> None:
+    ours = [r for r in rows if (r["shape"], r["dtype"], r["name"]) == (shape, dtype, "ours") and r["window"]]
+    if len(ours) > 1:
+        spread = (max(r[key] for r in ours) / min(r[key] for r in ours) for key in ("forward_ms", "backward_ms"))
+        print(f"{'':35}ours, slowest over fastest window: " + " ".join(f"{s:.2f}x" for s in spread))

@@ -1,0 +1,142 @@
+"""The running softmax mean on a CPU, compiled by numba: about as fast as memory delivers the values.
+
+The formulas and kernels are in the `cpu_global` and `cpu_windowed` files. Here they become operators of PyTorch, with
+gradients and with shapes for tracing, so that autograd, autocast, compile and export know them.
+"""
+
+import importlib.util
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from multilin.ops.prefix_softmax.cpu_run import Kept, empty_gradients, empty_kept, run_backward, run_forward
+from multilin.ops.prefix_softmax.tokens import PrefixSoftmaxState, last_tokens, read_state_first
+
+_IS_INSTALLED = importlib.util.find_spec("numba") is not None
+
+
+def why_not() -> str | None:
+    """The reason why this installation cannot use these kernels."""
+    return None if _IS_INSTALLED else "numba is not installed"
+
+
+def prefix_softmax(
+    logits_BTH: Tensor,
+    values_BTHD: Tensor,
+    *,
+    window: int | None = None,
+    own_logits: Tensor | None = None,
+    null_logit: float | None = None,
+    state: PrefixSoftmaxState | None = None,
+    starts: Tensor | None = None,
+    needs_state: bool = True,
+) -> tuple[Tensor, PrefixSoftmaxState | None]:
+    """See `multilin.ops.prefix_softmax`. Logits in float32; values in float32 or bf16, and the means like them."""
+    null = -torch.inf if null_logit is None else null_logit
+    if window is None:
+        past = None if state is None else PrefixSoftmaxState(state.logits_BSH.float(), state.values_BSHD.float())
+        means, *final = _means(logits_BTH, values_BTHD, own_logits, starts, past, None, null, needs_state)
+        return means, PrefixSoftmaxState(*final) if needs_state else None
+
+    num_new = logits_BTH.shape[1]
+    logits_BSH, values_BSHD, starts_BS = read_state_first(logits_BTH, values_BTHD, state, starts)
+    num_read = logits_BSH.shape[1]
+    if own_logits is not None and num_read > num_new:
+        own_logits = pad(own_logits, (0, 0, num_read - num_new, 0), value=-torch.inf)
+    cut = None if window >= num_read else window
+    means_BSHD, _, _ = _means(logits_BSH, values_BSHD, own_logits, starts_BS, None, cut, null, False)
+    if needs_state:
+        state = last_tokens(logits_BSH, values_BSHD, starts_BS, window - 1)
+        state = PrefixSoftmaxState(state.logits_BSH, state.values_BSHD.float())
+    return means_BSHD[:, num_read - num_new :], state if needs_state else None
+
+
+def _means(
+    logits: Tensor, values: Tensor, own: Tensor | None, starts: Tensor | None, state: PrefixSoftmaxState | None,
+    window: int | None, null: float, needs_state: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Means and summary token; without the operator around the kernels, which takes longer than a token, if it can."""
+    state_logits, state_values = (None, None) if state is None else state
+    inputs = (logits, values, own, state_logits, state_values)
+    keeps = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
+    arguments = (logits, values, own, starts, state_logits, state_values, window, null, keeps, needs_state)
+    if keeps or torch.compiler.is_compiling() or type(values) is not Tensor:
+        return _forward(*arguments)[:3]
+    return run_forward(*arguments)[:3]
+
+
+@torch.library.custom_op("multilin::prefix_softmax", mutates_args=(), device_types="cpu")
+def _forward(
+    logits: Tensor, values: Tensor, own: Tensor | None, starts: Tensor | None, state_logits: Tensor | None,
+    state_values: Tensor | None, window: int | None, null: float, keeps: bool, needs_state: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    means, final_logits, final_values, kept = run_forward(
+        logits, values, own, starts, state_logits, state_values, window, null, keeps, needs_state
+    )
+    return means, final_logits, final_values, *kept
+
+
+@_forward.register_fake
+def _forward_shapes(
+    logits: Tensor, values: Tensor, own: Tensor | None, starts: Tensor | None, state_logits: Tensor | None,
+    state_values: Tensor | None, window: int | None, null: float, keeps: bool, needs_state: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    B, T, H, D = values.shape
+    is_gated = own is not None or null != -torch.inf
+    return (
+        torch.empty((B, T, H, D), dtype=values.dtype, device=values.device),
+        logits.new_empty((B, 1, H) if needs_state else (0,)),
+        logits.new_empty((B, 1, H, D) if needs_state else (0,)),
+        *empty_kept(values, window, has_own=own is not None, is_gated=is_gated, keeps=keeps),
+    )
+
+
+@torch.library.custom_op("multilin::prefix_softmax_backward", mutates_args=(), device_types="cpu")
+def _backward(
+    dmeans: Tensor, dfinal_logits: Tensor | None, dfinal_values: Tensor | None, values: Tensor, means: Tensor,
+    weights: Tensor, checkpoints: Tensor, rounding: Tensor, window: int | None, has_own: bool, has_state: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    kept = Kept(weights, checkpoints, rounding)
+    return run_backward(dmeans, dfinal_logits, dfinal_values, values, means, kept, window, has_own, has_state)
+
+
+@_backward.register_fake
+def _backward_shapes(
+    dmeans: Tensor, dfinal_logits: Tensor | None, dfinal_values: Tensor | None, values: Tensor, means: Tensor,
+    weights: Tensor, checkpoints: Tensor, rounding: Tensor, window: int | None, has_own: bool, has_state: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    return empty_gradients(values, has_own=has_own, has_state=has_state)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    _, values, own, _, _, state_values, window, _, keeps, _ = inputs
+    means, _, final_values, *kept = output
+    # Only a window reads its means again: without one their memory can be freed.
+    ctx.save_for_backward(values, final_values, *kept, *([means] if window is not None else []))
+    ctx.window, ctx.has_own, ctx.has_state, ctx.keeps = window, own is not None, state_values is not None, keeps
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(ctx: Any, dmeans: Tensor | None, *dfinal_and_kept: Tensor | None) -> tuple[Any, ...]:
+    if not ctx.keeps:
+        raise RuntimeError("multilin::prefix_softmax has no gradient where it was called with keeps=False")
+    values, final_values, *kept_and_means = ctx.saved_tensors
+    kept, means = kept_and_means[:3], (kept_and_means[3:] or kept_and_means)[0]
+    dfinal_logits, dfinal_values = dfinal_and_kept[:2]
+    if dmeans is None:
+        dmeans = torch.zeros_like(values)
+    if dfinal_logits is not None or dfinal_values is not None:
+        if dfinal_logits is None:
+            dfinal_logits = torch.zeros_like(final_values[..., 0])
+        if dfinal_values is None:
+            dfinal_values = torch.zeros_like(final_values)
+    dlogits, dvalues, down, dstate_logits, dstate_values = _backward(
+        dmeans, dfinal_logits, dfinal_values, values, means, *kept, ctx.window, ctx.has_own, ctx.has_state
+    )
+    state = (dstate_logits, dstate_values) if ctx.has_state else (None, None)
+    return dlogits, dvalues, down if ctx.has_own else None, None, *state, None, None, None, None
+
+
+_forward.register_autograd(_differentiate, setup_context=_save)

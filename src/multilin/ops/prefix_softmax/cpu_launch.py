@@ -1,0 +1,126 @@
+"""Compiling and starting the CPU kernels: numba is imported here and nowhere earlier."""
+
+import contextlib
+import ctypes
+import functools
+import hashlib
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numba
+import numpy as np
+import torch
+from llvmlite import ir
+from numba import cfunc, njit, prange, types
+from numba.core import event
+from numba.extending import intrinsic
+
+from multilin.ops.prefix_softmax.cpu_math import SCALARS
+from multilin.ops.prefix_softmax.cpu_task import Task
+
+SMALL = 2**15  # elements up to which waking a second thread takes longer than the work
+
+COMPILING = "prefix_softmax: compiling for this processor, once; this takes some seconds"
+
+_ELEMENTS = {torch.float32: types.float32, torch.bfloat16: types.uint16}
+_Kernel = Callable[..., None]
+_is_forked = False
+
+
+def _after_fork() -> None:
+    global _is_forked
+    _is_forked = True
+
+
+if hasattr(os, "register_at_fork"):
+    # The threads of OpenMP do not survive a fork, and entering a parallel region then hangs or kills the process.
+    os.register_at_fork(after_in_child=_after_fork)
+
+
+def num_threads(num_elements: int) -> int:
+    """Threads to use for tensors of that size: those of PyTorch, but one for little work and in a forked process."""
+    if num_elements <= SMALL or _is_forked:
+        return 1
+    return min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS)
+
+
+def launch(kernel: _Kernel, task: Task, dtype: torch.dtype, times: int, threads: int) -> None:
+    """Call the kernel for index = 0 .. times - 1, on so many threads; the values it reads are of that type."""
+    address, function = _compiled(kernel, dtype)
+    p_task = ctypes.addressof(task)
+    if threads == 1 or times == 1:
+        for index in range(times):
+            function(p_task, None, index, None)
+        return
+    numba.set_num_threads(threads)
+    _parallel()(address, p_task, times)
+
+
+@functools.cache
+def _compiled(kernel: _Kernel, dtype: torch.dtype) -> tuple[int, Callable[..., None]]:
+    """The kernel's address, and the kernel as a function of ctypes."""
+    pointer = types.CPointer(numba.from_dtype(np.dtype(Task)))
+    signature = types.void(pointer, types.CPointer(_ELEMENTS[dtype]), types.int64, types.Opaque(_sources()))
+    with _said_when_compiling():
+        compiled = cfunc(signature, cache=True, **SCALARS)(kernel)
+    prototype = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p)
+    return compiled.address, prototype(compiled.address)
+
+
+@functools.cache
+def _sources() -> str:
+    """A name for the text of all kernels: numba's cache alone looks at the file of the compiled function only."""
+    digest = hashlib.sha256()
+    for path in sorted(Path(__file__).parent.glob("cpu*.py")):
+        digest.update(path.read_bytes())
+    return f"kernels {digest.hexdigest()}"
+
+
+@contextlib.contextmanager
+def _said_when_compiling() -> Iterator[None]:
+    """Say it once per process if something is compiled inside, which takes seconds, and not read from the disk."""
+    with event.install_listener("numba:compile", _Saying()):
+        yield
+
+
+class _Saying(event.Listener):
+    said = False
+
+    def on_start(self, event: Any) -> None:
+        """A function is about to be compiled."""
+        if not _Saying.said:
+            _Saying.said = True
+            warnings.warn(COMPILING, stacklevel=2)
+
+    def on_end(self, event: Any) -> None:
+        """Nothing to do."""
+
+
+@intrinsic
+def _call(typing_context: Any, address: Any, p_task: Any, index: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        pointer = ir.IntType(8).as_pointer()
+        kernel = ir.FunctionType(ir.VoidType(), [pointer, pointer, ir.IntType(64), pointer]).as_pointer()
+        nothing = ir.Constant(pointer, None)
+        task = builder.inttoptr(arguments[1], pointer)
+        builder.call(builder.inttoptr(arguments[0], kernel), [task, nothing, arguments[2], nothing])
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64), generate
+
+
+@functools.cache
+def _parallel() -> Any:
+    """The only function that numba makes parallel, which takes seconds: it calls any kernel by its address."""
+    with _said_when_compiling():
+        _call_in_parallel.compile((types.int64, types.int64, types.int64))
+    return _call_in_parallel
+
+
+@njit(parallel=True, cache=True)
+def _call_in_parallel(address: int, p_task: int, times: int) -> None:
+    for index in prange(times):
+        _call(address, p_task, index)

@@ -1,0 +1,228 @@
+"""What the CPU kernels of the prefix softmax share: rows in memory, bf16, the exponential, weights of running means.
+
+A kernel has two stages for a piece of time. The first turns logits into weights in [0, 1], (rows, H) scalars with the
+heads in the SIMD lanes; text starts, padding, windows and the null token exist there only. The second moves vectors,
+and is nothing but multiplications and additions with those weights.
+
+Names: `p_` address or pointer, `i` row of a piece, `h` head, `d` component.
+"""
+
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import carray, njit, types
+from numba.extending import intrinsic
+
+SCALARS = {"fastmath": {"contract", "nsz"}, "error_model": "numpy"}
+DOTS = {"fastmath": {"contract", "nsz", "reassoc"}, "error_model": "numpy"}
+
+LOWEST = np.float32(np.finfo(np.float32).min)
+ZERO, ONE = np.float32(0), np.float32(1)
+TINY = 1e-300
+
+
+@intrinsic
+def like(typing_context: Any, pointer: Any, address: Any) -> Any:
+    """The address as a pointer to what `pointer` points to."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.inttoptr(arguments[1], context.get_value_type(pointer))
+
+    return pointer(pointer, types.int64), generate
+
+
+@intrinsic
+def _to_float32_pointer(typing_context: Any, address: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.inttoptr(arguments[0], ir.FloatType().as_pointer())
+
+    return types.CPointer(types.float32)(types.int64), generate
+
+
+@intrinsic
+def _to_byte_pointer(typing_context: Any, address: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.inttoptr(arguments[0], ir.IntType(8).as_pointer())
+
+    return types.CPointer(types.uint8)(types.int64), generate
+
+
+@intrinsic
+def widen(typing_context: Any, number: Any) -> Any:
+    """Float32 of a float32, or of the bits of a bf16."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        if number == types.float32:
+            return arguments[0]
+        bits = builder.zext(arguments[0], ir.IntType(32))
+        return builder.bitcast(builder.shl(bits, ir.Constant(ir.IntType(32), 16)), ir.FloatType())
+
+    return types.float32(number), generate
+
+
+@intrinsic
+def narrow(typing_context: Any, number: Any, other: Any) -> Any:
+    """A float32 in the type of `other`: itself, or the bits of the nearest bf16, ties to even."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        if other == types.float32:
+            return arguments[0]
+        word = ir.IntType(32)
+        bits = builder.bitcast(arguments[0], word)
+        last = builder.and_(builder.lshr(bits, ir.Constant(word, 16)), ir.Constant(word, 1))
+        rounded = builder.add(builder.add(bits, ir.Constant(word, 0x7FFF)), last)
+        return builder.trunc(builder.lshr(rounded, ir.Constant(word, 16)), ir.IntType(16))
+
+    return other(types.float32, other), generate
+
+
+@intrinsic
+def _round(typing_context: Any, number: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.call(builder.module.declare_intrinsic("llvm.rint", [ir.FloatType()]), arguments)
+
+    return types.float32(types.float32), generate
+
+
+@intrinsic
+def _power_of_two(typing_context: Any, exponent: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.bitcast(builder.shl(arguments[0], ir.Constant(ir.IntType(32), 23)), ir.FloatType())
+
+    return types.float32(types.int32), generate
+
+
+@njit
+def row(values: Any, address: int, num_heads: int, width: int) -> Any:
+    """The (H, D) array at an address, of the type that the pointer `values` points to."""
+    return carray(like(values, address), (num_heads, width))
+
+
+@njit
+def floats(address: int, rows: int, columns: int) -> Any:
+    """The (rows, columns) float32 array at an address."""
+    return carray(_to_float32_pointer(address), (rows, columns))
+
+
+@njit
+def starts_at(p_starts: int, time: int) -> bool:
+    """True where a text starts; never, where there are no starts (address 0)."""
+    return p_starts != 0 and carray(_to_byte_pointer(p_starts), (time + 1,))[time] != 0
+
+
+@njit
+def assign(target: Any, source: Any) -> None:
+    """Copy a matrix: `target[:] = source` may fail, and its error message takes longer to compile than all else."""
+    for i in range(target.shape[0]):
+        for j in range(target.shape[1]):
+            target[i, j] = source[i, j]
+
+
+_LOG2_E = np.float32(1.4426950408889634)
+_LN2_HIGH, _LN2_LOW = np.float32(0.693359375), np.float32(-2.12194440e-4)
+_C2, _C3, _C4 = np.float32(0.5), np.float32(1.6666665459e-1), np.float32(4.1665795894e-2)
+_C5, _C6, _C7 = np.float32(8.3334519073e-3), np.float32(1.3981999507e-3), np.float32(1.9875691500e-4)
+_SMALLEST = np.float32(-87.0)
+_BIAS = np.int32(127)
+
+
+@njit(**SCALARS)
+def exp_negative(x: Any) -> Any:
+    """e^x for x <= 0 in float32, 0 below -87; the polynomial of Cephes' expf, which the compiler can vectorise."""
+    bounded = x if x > _SMALLEST else _SMALLEST
+    n = _round(bounded * _LOG2_E)
+    r = bounded - n * _LN2_HIGH
+    r = r - n * _LN2_LOW
+    p = _C7 * r + _C6
+    p = p * r + _C5
+    p = p * r + _C4
+    p = p * r + _C3
+    p = p * r + _C2
+    p = p * r * r + r + ONE
+    result = p * _power_of_two(np.int32(n) + _BIAS)
+    return result if x > _SMALLEST else ZERO
+
+
+@njit(**SCALARS)
+def larger(x: Any, y: Any) -> Any:
+    """The larger of two numbers, as one instruction: `max` also has to think of nan."""
+    return x if x > y else y
+
+
+@njit(**SCALARS)
+def exponentials(numbers: Any) -> None:
+    """e^x of numbers <= 0, in place."""
+    for i in range(numbers.size):
+        numbers[i] = exp_negative(numbers[i])
+
+
+@njit(**SCALARS)
+def share_out(total: Any, w: Any, a: Any, totals: Any) -> None:
+    """One row's e^(l - top) in w and e^(old top - top) in a become shares of the new total, which is kept in float64.
+
+    The share of the past is computed as such, never as 1 - w, which would lose it after a large logit.
+    """
+    for h in range(total.size):
+        old = total[h] * a[h]
+        new = old + w[h]
+        total[h] = new
+        totals[h] = np.float32(new)
+        scale = 1.0 / (new if new > TINY else TINY)
+        w[h] = np.float32(w[h] * scale)
+        a[h] = np.float32(old * scale)
+
+
+@njit(**SCALARS)
+def raise_top(logits: Any, top: Any, w: Any, a: Any, tops: Any) -> None:
+    """One row's running maximum, and the exponents of the new weight and of what rescales the old ones."""
+    for h in range(top.size):
+        old, x = top[h], logits[h]
+        new = larger(old, x)
+        a[h] = old - new
+        w[h] = x - new
+        top[h] = new
+        tops[h] = new
+
+
+@njit(**SCALARS)
+def prefix_weights(
+    p_logits: int, logits_step: int, p_starts: int, block: int, first: int,
+    top: Any, total: Any, w: Any, a: Any, tops: Any, totals: Any,
+) -> None:  # fmt: skip
+    """w_t = e^(l_t - L_t), a_t = e^(L_(t-1) - L_t) of rows `first`..., L_t the log of the total weight up to t.
+
+    The past is forgotten at text starts and, if `block` is not 0, at its multiples. `top` and `total` hold L between
+    calls, `tops` and `totals` (rows, H) receive it.
+    """
+    num_rows, num_heads = w.shape
+    for i in range(num_rows):
+        forgets = (block != 0 and (first + i) % block == 0) or starts_at(p_starts, first + i)
+        if forgets:
+            top[:] = LOWEST
+        raise_top(floats(p_logits + logits_step * (first + i), 1, num_heads)[0], top, w[i], a[i], tops[i])
+        if forgets:
+            a[i] = LOWEST
+    exponentials(w.reshape(w.size))
+    exponentials(a.reshape(a.size))
+    for i in range(num_rows):
+        share_out(total, w[i], a[i], totals[i])
+
+
+@njit(**SCALARS)
+def gate_row(
+    tops: Any, totals: Any, other_tops: Any, other_totals: Any, own: Any, null: Any, g: Any, s: Any, o: Any, n: Any
+) -> None:
+    """Shares of four sources in one position: prefix g, suffix s, own token o, and null token n."""
+    for h in range(g.size):
+        top = larger(larger(tops[h], other_tops[h]), larger(own[h], null))
+        prefix = totals[h] * exp_negative(tops[h] - top)
+        suffix = other_totals[h] * exp_negative(other_tops[h] - top)
+        by_itself = exp_negative(own[h] - top)
+        nothing = exp_negative(null - top)
+        total = prefix + suffix + by_itself + nothing
+        scale = ONE / total if total > ZERO else ZERO
+        g[h] = prefix * scale
+        s[h] = suffix * scale
+        o[h] = by_itself * scale
+        n[h] = nothing * scale

@@ -1,0 +1,195 @@
+"""From tensors to kernels and back: allocates the results, describes the task, starts the kernels."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from multilin.ops.prefix_softmax.cpu_task import ROWS, Task
+
+
+class Kept(NamedTuple):
+    """What the backward pass reads besides the inputs.
+
+    weights: (B, planes, T, H) in float32, all of them in [0, 1].
+    checkpoints: (B, T / ROWS + 1, H, D) in float32, the running mean before every ROWS positions and at the end;
+        empty with a window.
+    rounding: (B, T, H, D), what bf16 means lack; empty without a window and in float32.
+    """
+
+    weights: Tensor
+    checkpoints: Tensor
+    rounding: Tensor
+
+
+def empty_kept(values: Tensor, window: int | None, *, has_own: bool, is_gated: bool, keeps: bool) -> Kept:
+    """Room for what is kept; of no size where nothing is."""
+    B, T, H, D = values.shape
+    none = (0,)
+    if not keeps:
+        return Kept(_float32(values, none), _float32(values, none), values.new_empty(none))
+    planes = (6 + has_own) if window is not None else 5 if is_gated else 2
+    has_rounding = window is not None and values.dtype != torch.float32
+    return Kept(
+        _float32(values, (B, planes, T, H)),
+        _float32(values, none if window is not None else (B, (T + ROWS - 1) // ROWS + 1, H, D)),
+        values.new_empty((B, T, H, D) if has_rounding else none),
+    )
+
+
+def run_forward(
+    logits: Tensor,
+    values: Tensor,
+    own: Tensor | None,
+    starts: Tensor | None,
+    state_logits: Tensor | None,
+    state_values: Tensor | None,
+    window: int | None,
+    null: float,
+    keeps: bool,
+    needs_state: bool,
+) -> tuple[Tensor, Tensor, Tensor, Kept]:
+    """Means, the summary token after them (of no size if not needed, or with a window), and what is kept."""
+    from multilin.ops.prefix_softmax import cpu_global_forward, cpu_windowed_forward
+    from multilin.ops.prefix_softmax.cpu_launch import launch, num_threads
+
+    B, T, H, D = values.shape
+    logits, values = _rows(logits), _rows(values)
+    is_gated = own is not None or null != -torch.inf
+    means = torch.empty((B, T, H, D), dtype=values.dtype)
+    kept = empty_kept(values, window, has_own=own is not None, is_gated=is_gated, keeps=keeps)
+    final_logits = torch.empty((B, 1, H) if needs_state else 0)
+    final_values = torch.empty((B, 1, H, D) if needs_state else 0)
+    threads = num_threads(values.numel())
+    parts = _num_parts(threads, B, T, window)
+    task = Task(
+        B, T, H, D, window or 0, parts, is_gated, keeps,
+        logits.data_ptr(), 4 * logits.stride(0), 4 * logits.stride(1),
+    )  # fmt: skip
+    task.null = null
+    _set_rows(task, "values", values)
+    _set_rows(task, "means", means)
+    if own is not None:
+        own = _rows(own)
+        _set_rows(task, "own", own)
+    if starts is not None:
+        starts = starts.contiguous()
+        task.starts, task.starts_batch = starts.data_ptr(), T
+    if state_logits is not None and state_values is not None:
+        state_logits, state_values = state_logits.contiguous(), state_values.contiguous()
+        task.state_logits, task.state_values = state_logits.data_ptr(), state_values.data_ptr()
+    if needs_state:
+        task.final_logits, task.final_values = final_logits.data_ptr(), final_values.data_ptr()
+    _set_kept(task, kept)
+    if window is not None:
+        launch(cpu_windowed_forward.forward, task, values.dtype, B * parts, threads)
+    else:
+        summaries = torch.empty(B * parts**2 * (3 + D) * H if parts > 1 else 0)
+        task.summaries = summaries.data_ptr()
+        if parts > 1:
+            launch(cpu_global_forward.summarize, task, values.dtype, B * (parts**2 - parts), threads)
+        launch(cpu_global_forward.forward, task, values.dtype, B * parts, threads)
+    return means, final_logits, final_values, kept
+
+
+class Gradients(NamedTuple):
+    """Of the inputs of `run_forward`; of no size where there is no such input."""
+
+    logits: Tensor
+    values: Tensor
+    own: Tensor
+    state_logits: Tensor
+    state_values: Tensor
+
+
+def empty_gradients(values: Tensor, *, has_own: bool, has_state: bool) -> Gradients:
+    """Room for the gradients."""
+    B, T, H, D = values.shape
+    return Gradients(
+        _float32(values, (B, T, H)),
+        torch.empty((B, T, H, D), dtype=values.dtype, device=values.device),
+        _float32(values, (B, T, H) if has_own else (0,)),
+        _float32(values, (B, 1, H) if has_state else (0,)),
+        _float32(values, (B, 1, H, D) if has_state else (0,)),
+    )
+
+
+def run_backward(
+    dmeans: Tensor,
+    dfinal_logits: Tensor | None,
+    dfinal_values: Tensor | None,
+    values: Tensor,
+    means: Tensor,
+    kept: Kept,
+    window: int | None,
+    has_own: bool,
+    has_state: bool,
+) -> Gradients:
+    """Gradients of all inputs of `run_forward`; `means` are read with a window only."""
+    from multilin.ops.prefix_softmax import cpu_global_backward, cpu_windowed_backward
+    from multilin.ops.prefix_softmax.cpu_launch import launch, num_threads
+
+    B, T, H, D = values.shape
+    values, dmeans = _rows(values), _rows(dmeans)
+    gradients = empty_gradients(values, has_own=has_own, has_state=has_state)
+    threads = num_threads(values.numel())
+    parts = _num_parts(threads, B, T, window)
+    task = Task(B, T, H, D, window or 0, parts, kept.weights.shape[1] == 5, True)
+    for name, tensor in (("values", values), ("dmeans", dmeans), ("dvalues", gradients.values)):
+        _set_rows(task, name, tensor)
+    if window is not None:
+        _set_rows(task, "means", means)
+    _set_kept(task, kept)
+    task.dlogits = gradients.logits.data_ptr()
+    if has_own:
+        task.own = task.down = gradients.own.data_ptr()
+    if has_state:
+        task.dstate_logits, task.dstate_values = gradients.state_logits.data_ptr(), gradients.state_values.data_ptr()
+    if dfinal_logits is not None and dfinal_values is not None:
+        dfinal_logits, dfinal_values = dfinal_logits.contiguous(), dfinal_values.contiguous()
+        task.dfinal_logits, task.dfinal_values = dfinal_logits.data_ptr(), dfinal_values.data_ptr()
+    if window is not None:
+        launch(cpu_windowed_backward.backward, task, values.dtype, B * parts, threads)
+    else:
+        summaries = torch.empty(B * parts**2 * (3 + D) * H if parts > 1 else 0)
+        task.summaries = summaries.data_ptr()
+        if parts > 1:
+            launch(cpu_global_backward.summarize, task, values.dtype, B * (parts**2 - parts), threads)
+        launch(cpu_global_backward.backward, task, values.dtype, B * parts, threads)
+    return gradients
+
+
+def _float32(values: Tensor, shape: tuple[int, ...]) -> Tensor:
+    return torch.empty(shape, dtype=torch.float32, device=values.device)
+
+
+def _num_parts(threads: int, num_batch: int, num_time: int, window: int | None) -> int:
+    """Parts that time is cut in: enough for all threads, where there are fewer texts than threads."""
+    parts = -(-threads // max(num_batch, 1))
+    if window is not None:
+        return min(parts, -(-num_time // window))
+    while parts > 1 and parts**2 > num_time // ROWS:
+        parts -= 1
+    return parts
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    """The tensor itself if what belongs to one position lies together, else a copy."""
+    size = 1
+    for length, stride in zip(tensor.shape[:1:-1], tensor.stride()[:1:-1], strict=True):
+        if length != 1 and stride != size:
+            return tensor.contiguous()
+        size *= length
+    return tensor
+
+
+def _set_rows(task: Task, name: str, tensor: Tensor) -> None:
+    size, strides = tensor.element_size(), tensor.stride()
+    setattr(task, name, tensor.data_ptr())
+    setattr(task, f"{name}_batch", size * strides[0])
+    setattr(task, f"{name}_row", size * strides[1])
+
+
+def _set_kept(task: Task, kept: Kept) -> None:
+    task.weights, task.checkpoints = kept.weights.data_ptr(), kept.checkpoints.data_ptr()
+    task.rounding = kept.rounding.data_ptr() if kept.rounding.numel() else 0

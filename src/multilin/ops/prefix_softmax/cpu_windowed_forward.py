@@ -1,0 +1,215 @@
+"""CPU kernels of the prefix softmax over a window of k tokens: forward, in time that does not depend on k.
+
+Time is cut in blocks of k (van Herk, Gil-Werman): the window of a position at offset r of block c is the prefix of c up
+to r, and the suffix of block c - 1 from r + 1 on. Prefix means m restart in every block, with weights w, a (see
+`prefix_weights`). Suffix means go backward through a block with weights u, b alike, V_r = b_r V_(r+1) + u_r v_r, and
+
+    y_t = g_t m_t + h_t V_(r+1) + o_t v_t          g, h, o: shares of prefix, suffix and own term
+
+A text start restarts the prefix; h is 0 after it; and tokens before the last start of a block have u = 0, b = 1.
+"""
+
+from typing import Any
+
+import numpy as np
+from numba import carray, njit
+
+from multilin.ops.prefix_softmax.cpu_math import (
+    LOWEST,
+    SCALARS,
+    ZERO,
+    exponentials,
+    floats,
+    gate_row,
+    narrow,
+    prefix_weights,
+    raise_top,
+    row,
+    share_out,
+    starts_at,
+    widen,
+)
+
+GROUP = 64  # positions whose weights are computed together, or one block if it is longer
+W, A, U, B, G, H, OWN = range(7)  # planes of weights; the last exists where there is an own term
+
+
+@njit
+def plane(task: Any, b: int, kind: int, first: int, num_rows: int) -> Any:
+    """Rows of one kind of weight, (rows, H)."""
+    planes = 7 if task.own != 0 else 6
+    offset = ((b * planes + kind) * task.num_time + first) * task.num_heads
+    return floats(task.weights + 4 * offset, num_rows, task.num_heads)
+
+
+@njit
+def p_starts(task: Any, b: int) -> int:
+    """Address of the text starts of text b, 0 where there are none."""
+    return task.starts + task.starts_batch * b if task.starts != 0 else 0
+
+
+@njit(**SCALARS)
+def suffix_weights(task: Any, b: int, first: int, u: Any, decay: Any, tops: Any, totals: Any) -> None:
+    """u_r = e^(l_r - Q_r), b_r = e^(Q_(r+1) - Q_r) of whole blocks, Q_r the log of the total weight from r on."""
+    num_rows, num_heads = u.shape
+    starts, p_logits = p_starts(task, b), task.logits + task.logits_batch * b
+    top, total = np.full(num_heads, LOWEST, np.float32), np.zeros(num_heads, np.float64)
+    nothing = np.full(num_heads, -np.inf, np.float32)
+    is_hidden = False
+    for i in range(num_rows - 1, -1, -1):
+        is_last = (first + i + 1) % task.window == 0
+        if is_last:
+            is_hidden = False
+            top[:] = LOWEST
+        logits = nothing if is_hidden else floats(p_logits + task.logits_row * (first + i), 1, num_heads)[0]
+        raise_top(logits, top, u[i], decay[i], tops[i])
+        if is_last:
+            decay[i] = LOWEST
+        is_hidden = is_hidden or starts_at(starts, first + i)
+    exponentials(u.reshape(u.size))
+    exponentials(decay.reshape(decay.size))
+    for i in range(num_rows - 1, -1, -1):
+        share_out(total, u[i], decay[i], totals[i])
+
+
+@njit(**SCALARS)
+def gate(
+    task: Any, b: int, first: int, before: int, tops: Any, totals: Any, suffix_tops: Any, suffix_totals: Any,
+    g: Any, h: Any, o: Any,
+) -> None:  # fmt: skip
+    """Shares of prefix, suffix and own term in rows from `first`; rows of the suffixes count from `before`."""
+    num_heads, starts, k = task.num_heads, p_starts(task, b), task.window
+    nothing, none = np.full(num_heads, -np.inf, np.float32), np.zeros(num_heads, np.float32)
+    unused, is_cut = np.empty(num_heads, np.float32), False
+    for i in range(g.shape[0]):
+        t = first + i
+        if t % k == 0:
+            is_cut = t < k
+        is_cut = is_cut or starts_at(starts, t)
+        own = nothing
+        if task.own != 0:
+            own = floats(task.own + task.own_batch * b + task.own_row * t, 1, num_heads)[0]
+        before_tops, before_totals = nothing, none
+        if not is_cut and (t + 1) % k != 0:
+            before_tops, before_totals = suffix_tops[t + 1 - k - before], suffix_totals[t + 1 - k - before]
+        gate_row(tops[i], totals[i], before_tops, before_totals, own, np.float32(task.null), g[i], h[i], o[i], unused)
+
+
+@njit(forceinline=True, **SCALARS)
+def suffix_row(means: Any, v: Any, u: Any, b: Any, i: int) -> None:
+    """V_r = b_r V_(r+1) + u_r v_r."""
+    for h in range(means.shape[1] - 1, -1, -1):
+        weight, decay = u[i, h], b[i, h]
+        for d in range(means.shape[2]):
+            means[i, h, d] = decay * means[i + 1, h, d] + weight * widen(v[h, d])
+
+
+@njit(forceinline=True, **SCALARS)
+def window_row(mean: Any, suffix: Any, v: Any, y: Any, w: Any, a: Any, g: Any, s: Any, i: int) -> None:
+    """The prefix mean moves on by a token; y is merged from prefix and suffix."""
+    for h in range(mean.shape[0]):
+        weight, decay, prefix_share, suffix_share = w[i, h], a[i, h], g[i, h], s[i, h]
+        for d in range(mean.shape[1]):
+            m = mean[h, d] * decay + weight * widen(v[h, d])
+            mean[h, d] = m
+            y[h, d] = narrow(prefix_share * m + suffix_share * suffix[i + 1, h, d], y[h, d])
+
+
+@njit(forceinline=True, **SCALARS)
+def full_row(
+    mean: Any, suffix: Any, v: Any, y: Any, rounding: Any, w: Any, a: Any, g: Any, s: Any, o: Any, keeps: bool, i: int
+) -> None:
+    """As `window_row`, with an own term, and with what y loses by rounding if it `keeps` that."""
+    for h in range(mean.shape[0]):
+        weight, decay, prefix_share, suffix_share, own = w[i, h], a[i, h], g[i, h], s[i, h], o[i, h]
+        for d in range(mean.shape[1]):
+            x = widen(v[h, d])
+            m = mean[h, d] * decay + weight * x
+            mean[h, d] = m
+            exact = prefix_share * m + suffix_share * suffix[i + 1, h, d] + own * x
+            y[h, d] = narrow(exact, y[h, d])
+            if keeps:
+                rounding[h, d] = narrow(exact - widen(y[h, d]), rounding[h, d])
+
+
+@njit(**SCALARS)
+def part_bounds(task: Any, part: int) -> Any:
+    """First position of a part of time, and the one after its last; multiples of the window, but for the end."""
+    blocks = (task.num_time + task.window - 1) // task.window
+    first = blocks * part // task.num_parts * task.window
+    return first, min(task.num_time, blocks * (part + 1) // task.num_parts * task.window)
+
+
+@njit(**SCALARS)
+def suffix_means(task: Any, values: Any, b: int, first: int, u: Any, decay: Any, means: Any) -> None:
+    """V_r of the block at `first` in means[r], for r > 0; means[k] is 0."""
+    num_heads, width = task.num_heads, task.width
+    p_values, values_row = task.values + task.values_batch * b, task.values_row
+    for i in range(task.window - 1, 0, -1):
+        v = row(values, p_values + values_row * (first + i), num_heads, width)
+        suffix_row(means, v, u, decay, i)
+
+
+@njit(**SCALARS)
+def forward_block(
+    task: Any, values: Any, b: int, first: int, mean: Any, suffix: Any, w: Any, a: Any, g: Any, h: Any, o: Any
+) -> None:
+    """Means of the block at `first`, whose weights these are; suffix[r] is V_r of the block before."""
+    num_heads, width = task.num_heads, task.width
+    p_values, values_row = task.values + task.values_batch * b, task.values_row
+    p_means, means_row = task.means + task.means_batch * b, task.means_row
+    p_rounding = task.rounding + task.means_batch * b if task.rounding != 0 else p_means
+    is_plain, keeps = task.own == 0 and task.rounding == 0, task.rounding != 0
+    for i in range(w.shape[0]):
+        v = row(values, p_values + values_row * (first + i), num_heads, width)
+        y = row(values, p_means + means_row * (first + i), num_heads, width)
+        if is_plain:
+            window_row(mean, suffix, v, y, w, a, g, h, i)
+        else:
+            rounding = row(values, p_rounding + means_row * (first + i), num_heads, width)
+            full_row(mean, suffix, v, y, rounding, w, a, g, h, o, keeps, i)
+
+
+def forward(tasks: Any, values: Any, index: int, sources: Any) -> None:
+    """Means of text and part `index`."""
+    task = carray(tasks, (1,))[0]
+    num_heads, k, keeps = task.num_heads, task.window, task.keeps != 0
+    b, part = index // task.num_parts, index % task.num_parts
+    first, last = part_bounds(task, part)
+    group = k * max(1, GROUP // k)
+    scratch = np.empty((11, group, num_heads), np.float32)
+    mean = np.zeros((num_heads, task.width), np.float32)
+    suffix = np.zeros((k + 1, num_heads, task.width), np.float32)
+    top, total = np.full(num_heads, LOWEST, np.float32), np.zeros(num_heads, np.float64)
+    for s in range(first, last, group):
+        n = min(group, last - s)
+        before, last_block = max(s - k, 0), s + (n - 1) // k * k
+        m = last_block - before
+        w, a, g, h, o = scratch[W, :n], scratch[A, :n], scratch[G, :n], scratch[H, :n], scratch[OWN, :n]
+        u, decay = scratch[U, :m], scratch[B, :m]
+        if keeps:
+            w, a, g, h = (
+                plane(task, b, W, s, n),
+                plane(task, b, A, s, n),
+                plane(task, b, G, s, n),
+                plane(task, b, H, s, n),
+            )
+            u, decay = plane(task, b, U, before, m), plane(task, b, B, before, m)
+            if task.own != 0:
+                o = plane(task, b, OWN, s, n)
+            if s + n == task.num_time:
+                # No block comes after the last one to read its suffixes.
+                plane(task, b, U, last_block, s + n - last_block)[:] = ZERO
+                plane(task, b, B, last_block, s + n - last_block)[:] = ZERO
+        prefix_weights(
+            task.logits + task.logits_batch * b, task.logits_row, p_starts(task, b), k, s, top, total, w, a,
+            scratch[7, :n], scratch[8, :n],
+        )  # fmt: skip
+        suffix_weights(task, b, before, u, decay, scratch[9, :m], scratch[10, :m])
+        gate(task, b, s, before, scratch[7, :n], scratch[8, :n], scratch[9, :m], scratch[10, :m], g, h, o)
+        for t in range(s, s + n, k):
+            x, z = t - s, min(t - s + k, n)
+            if t > 0:
+                y = t - k - before
+                suffix_means(task, values, b, t - k, u[y : y + k], decay[y : y + k], suffix)
+            forward_block(task, values, b, t, mean, suffix, w[x:z], a[x:z], g[x:z], h[x:z], o[x:z])

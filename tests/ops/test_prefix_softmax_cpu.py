@@ -1,0 +1,238 @@
+"""The compiled CPU kernels of prefix_softmax, which know no float64: held against the definition in it."""
+
+import multiprocessing
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from multilin.ops.prefix_softmax import PREFIX_SOFTMAX, PrefixSoftmaxState, cpu, prefix_softmax, reference
+from multilin.ops.prefix_softmax.cases import LOGITS, make_logits, make_starts, make_values
+
+pytestmark = pytest.mark.skipif(cpu.why_not() is not None, reason=str(cpu.why_not()))
+
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 4e-3}
+HARD = ["random", "peaked", "spikes", "rising", "one early spike", "masked", "masked head", "all masked"]
+
+
+@pytest.fixture(autouse=True)
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory that nobody wrote to is nan, so that reading it, or leaving it as a result, shows."""
+    empty = torch.empty
+
+    def poison(*arguments: object, **options: object) -> Tensor:
+        tensor = empty(*arguments, **options)
+        return tensor.fill_(torch.nan) if tensor.is_floating_point() else tensor
+
+    monkeypatch.setattr(torch, "empty", poison)
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+class Case(NamedTuple):
+    """Inputs of one call."""
+
+    name: str = "random"
+    shape: tuple[int, int, int, int] = (2, 67, 3, 13)
+    dtype: torch.dtype = torch.float32
+    window: int | None = None
+    packed: bool = False
+    null: float | None = None
+    own: bool = False
+    continued: bool = False
+
+
+def results(case: Case, double: bool) -> dict[str, Tensor]:
+    """Means, state and the gradients of everything; by the definition in float64, or by the kernels."""
+    shape = case.shape
+    inputs = {
+        "logits": make_logits(case.name, shape[:3]).float(),
+        "values": make_values(shape).to(case.dtype),
+        "own": make_logits("masked", shape[:3], seed=6).float() if case.own else None,
+    }
+    if case.continued:
+        early = (shape[0], 9, *shape[2:])
+        # Once through the dtype of the values: that is where a window's state comes from.
+        past = make_logits("random", early[:3], seed=9).float(), make_values(early, seed=8).to(case.dtype).float()
+        past = reference.prefix_softmax(*past, window=case.window)[1]
+        inputs |= {"state logits": past.logits_BSH, "state values": past.values_BSHD}
+    inputs = {
+        name: (x.double() if double else x.clone()).requires_grad_() for name, x in inputs.items() if x is not None
+    }
+    means, after = (reference if double else cpu).prefix_softmax(
+        inputs["logits"],
+        inputs["values"],
+        window=case.window,
+        own_logits=inputs.get("own"),
+        null_logit=case.null,
+        starts=make_starts(shape[:2], share=0.05) if case.packed else None,
+        state=PrefixSoftmaxState(inputs["state logits"], inputs["state values"]) if case.continued else None,
+    )
+    weight = make_values(shape, seed=3).to(case.dtype).to(means.dtype)
+    after_logits = after.logits_BSH.masked_fill(after.logits_BSH == -torch.inf, 0.0)
+    loss = (means * weight).sum() + after.values_BSHD.sin().sum() + after_logits.sin().sum()
+    gradients = torch.autograd.grad(loss, inputs.values(), allow_unused=True, materialize_grads=True)
+    found = {"means": means, "after logits": after_logits, "after values": after.values_BSHD}
+    return found | {f"d {name}": gradient for name, gradient in zip(inputs, gradients, strict=True)}
+
+
+def check(case: Case) -> None:
+    expected, found = results(case, double=True), results(case, double=False)
+    # A gradient of logits is a difference of products with values: rounding is seen against the size of those.
+    products = (make_values(case.shape) * make_values(case.shape, seed=3)).sum(dim=-1).norm()
+    for name, exact in expected.items():
+        smallest = 0.03 * products if name in ("d logits", "d own", "d state logits") else 1e-12
+        error = (found[name].detach().double() - exact.detach()).norm() / exact.norm().clamp(min=smallest)
+        assert error <= TOLERANCE[case.dtype], f"{name}: {error:.1e} in {case}"
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("window", [None, 1, 2, 5, 31, 64, 1000])
+@pytest.mark.parametrize("name", HARD)
+def test_it_is_the_definition(name: str, window: int | None, dtype: torch.dtype) -> None:
+    check(Case(name, dtype=dtype, window=window))
+    check(Case(name, (2, 67, 3, 5), dtype, window, packed=True, null=0.3, own=True, continued=True))
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.builds(
+        Case,
+        name=st.sampled_from(sorted(set(LOGITS) - {"thousandfold"})),
+        shape=st.tuples(st.integers(1, 3), st.integers(1, 150), st.integers(1, 5), st.integers(1, 33)),
+        dtype=st.sampled_from(sorted(TOLERANCE, key=str)),
+        window=st.one_of(st.none(), st.integers(1, 160)),
+        packed=st.booleans(),
+        null=st.sampled_from([None, -2.0, 0.3]),
+        own=st.booleans(),
+        continued=st.booleans(),
+    )
+)
+def test_it_is_the_definition_at_any_size(case: Case) -> None:
+    check(case)
+
+
+@pytest.mark.parametrize("window", [None, 16, 200])
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("everything", [False, True])
+def test_threads_share_the_work(two_threads: None, batch: int, window: int | None, everything: bool) -> None:
+    """One text on two threads cuts time in parts."""
+    options = {"packed": True, "null": 0.3, "own": True, "continued": True} if everything else {}
+    for name in ("random", "spikes"):
+        check(Case(name, (batch, 401, 3, 32), window=window, **options))
+
+
+@pytest.mark.parametrize("window", [None, 50])
+def test_a_large_logit_at_the_beginning_costs_no_precision(window: int | None) -> None:
+    logits, values = make_logits("random", (1, 4000, 2)).float(), make_values((1, 4000, 2, 8)).float()
+    logits[:, 0] = 80
+    exact, _ = reference.prefix_softmax(logits.double(), values.double(), window=window)
+    found, _ = prefix_softmax(logits, values, window=window)
+    assert (found - exact).norm() / exact.norm() <= 5e-6
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("window", [None, 7])
+def test_slices_of_one_projection_need_no_copy(window: int | None, dtype: torch.dtype) -> None:
+    projected = make_values((2, 40, 3 * 24), seed=4).to(dtype)
+    logits = make_logits("random", (2, 40, 9)).float()
+    parts = [part.unflatten(-1, (3, 8)) for part in projected.chunk(3, dim=-1)]
+    for i, part in enumerate(parts):
+        slices = logits[:, :, 3 * i : 3 * i + 3].requires_grad_(), part.requires_grad_()
+        copies = [x.detach().clone().requires_grad_() for x in slices]
+        found, expected = (cpu.prefix_softmax(*x, window=window)[0] for x in (slices, copies))
+        assert torch.equal(found, expected)
+        for a, b in zip(
+            torch.autograd.grad(found.sum(), slices), torch.autograd.grad(expected.sum(), copies), strict=True
+        ):
+            assert torch.equal(a, b)
+        # The gradient of a sum is one number seen everywhere; a transposed one lies apart.
+        slanted = make_values((40, 2, 3, 8)).to(dtype).transpose(0, 1)
+        apart, together = (cpu.prefix_softmax(*copies, window=window)[0] for _ in range(2))
+        first = torch.autograd.grad(apart, copies, slanted)
+        second = torch.autograd.grad(together, copies, slanted.contiguous())
+        assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def _mean_in_child(queue: "multiprocessing.SimpleQueue", inputs: tuple[Tensor, Tensor]) -> None:
+    # PyTorch's own operations on several threads would wait for ever here, so NumPy adds.
+    queue.put(float(prefix_softmax(*inputs)[0].numpy().sum(dtype=float)))
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.filterwarnings("ignore:.*fork.*")
+def test_a_forked_process_can_use_it_too(two_threads: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As workers of a data loader may, after their parent has used it on several threads."""
+    monkeypatch.undo()
+    inputs = make_logits("random", (2, 700, 4)).float(), make_values((2, 700, 4, 16)).float()
+    expected = float(prefix_softmax(*inputs)[0].numpy().sum(dtype=float))
+    context = multiprocessing.get_context("fork")
+    queue = context.SimpleQueue()
+    child = context.Process(target=_mean_in_child, args=(queue, inputs))
+    child.start()
+    child.join(30)
+    child.kill()
+    assert child.exitcode == 0
+    assert queue.get() == pytest.approx(expected, abs=1e-3)
+
+
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_compiled_is_eager(window: int | None, dtype: torch.dtype) -> None:
+    def loss(logits: Tensor, values: Tensor) -> Tensor:
+        return prefix_softmax(logits, values, window=window, null_logit=0.1)[0].float().square().sum()
+
+    inputs = make_logits("random", (2, 40, 3)).float(), make_values((2, 40, 3, 8)).to(dtype)
+    gradients = []
+    for function in (loss, torch.compile(loss, fullgraph=True, backend="aot_eager")):
+        needed = [x.clone().requires_grad_() for x in inputs]
+        gradients.append([(result := function(*needed)), *torch.autograd.grad(result, needed)])
+    for eager, compiled in zip(*gradients, strict=True):
+        torch.testing.assert_close(compiled, eager)
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_the_operator_keeps_the_contract_of_operators(window: int | None) -> None:
+    logits, values = make_logits("random", (2, 20, 3)).float(), make_values((2, 20, 3, 4)).float()
+    own = make_logits("random", (2, 20, 3), seed=4).float()
+    state = (make_logits("random", (2, 1, 3)).float(), make_values((2, 1, 3, 4)).float()) if window is None else ()
+    needed = [x.requires_grad_() for x in (logits, values, own, *state)]
+    starts = make_starts((2, 20))
+    past = needed[3:] or (None, None)
+    arguments = (*needed[:3], starts, *past, window, 0.3, True, window is None)
+    torch.library.opcheck(torch.ops.multilin.prefix_softmax.default, arguments)
+
+
+def test_half_precision_and_double_go_where_they_can_be_computed() -> None:
+    assert PREFIX_SOFTMAX.backend_for(torch.device("cpu"), torch.float32).compute is cpu.prefix_softmax
+    assert PREFIX_SOFTMAX.backend_for(torch.device("cpu"), torch.float64).compute is not cpu.prefix_softmax
+    logits, values = make_logits("random", (1, 9, 2)), make_values((1, 9, 2, 4))
+    exact = prefix_softmax(logits, values)[0]
+    for dtype, error in ((torch.float16, 2e-3), (torch.bfloat16, 2e-2)):
+        means, state = prefix_softmax(logits.to(dtype), values.to(dtype))
+        assert means.dtype == dtype
+        assert state.values_BSHD.dtype == torch.float32
+        torch.testing.assert_close(means.double(), exact, rtol=0, atol=error)
+
+
+def test_numba_is_imported_by_the_first_call_and_not_before() -> None:
+    program = """
+import sys, torch, multilin.ops.prefix_softmax as op
+assert "numba" not in sys.modules
+op.prefix_softmax(torch.zeros(1, 2, 1), torch.zeros(1, 2, 1, 1))
+assert "numba" in sys.modules
+"""
+    subprocess.run([sys.executable, "-W", "ignore", "-c", program], check=True)

@@ -1,5 +1,6 @@
 """Matrices of layers, and the arithmetic that multiplies with them: floats, or int8."""
 
+import dataclasses
 from collections.abc import Iterator
 from typing import Literal
 
@@ -29,7 +30,7 @@ class MatrixModule(nn.Module):
     """A module with matrices that it multiplies in the arithmetic it is told; subclasses name them in `matrices`.
 
     `hold_int8` replaces them by int8 values and a scale, `NAME_int8` and `NAME_scale`: buffers, which are saved with
-    the model and cannot be trained.
+    the model and cannot be trained. `follow_int8` sets them beside the parameters, where gradients still arrive.
     """
 
     matrices: tuple[str, ...] = ("weight",)
@@ -47,7 +48,10 @@ class MatrixModule(nn.Module):
         weight, how = self.matrix(name), self.arithmetic
         if how.products == "int8":
             levels = "int8" if how.weights == "none" else how.weights
-            return int8_linear(x, weight, bias, factor=factor, levels=levels, backward=how.backward)
+            return int8_linear(
+                x, weight, bias, factor=factor, levels=levels, backward=how.backward,
+                parameter=getattr(self, name, None),
+            )  # fmt: skip
         result = nn.functional.linear(x, self.float_matrix(name, x.dtype), bias if factor == 1.0 else None)
         if factor == 1.0:
             return result
@@ -58,7 +62,10 @@ class MatrixModule(nn.Module):
         weight, how = self.matrix(name), self.arithmetic
         if how.products == "int8":
             levels = "int8" if how.weights == "none" else how.weights
-            return int8_block_outer(left, right, weight, factor=factor, levels=levels, backward=how.backward)
+            return int8_block_outer(
+                left, right, weight, factor=factor, levels=levels, backward=how.backward,
+                parameter=getattr(self, name, None),
+            )  # fmt: skip
         result = block_outer(left, right, self.float_matrix(name, left.dtype))
         return result if factor == 1.0 else result * factor
 
@@ -77,6 +84,15 @@ class MatrixModule(nn.Module):
             delattr(self, name)
             self.register_buffer(f"{name}_int8", rounded.values)
             self.register_buffer(f"{name}_scale", rounded.scale)
+
+    def follow_int8(self, name: str, rounded: Rounded) -> None:
+        """Multiply with the int8 of floats that are kept elsewhere.
+
+        The gradient of those floats arrives at the parameter, whose own numbers are not read any more.
+        """
+        self.arithmetic = dataclasses.replace(self.arithmetic, stored_as_int8=True)
+        self.register_buffer(f"{name}_int8", rounded.values)
+        self.register_buffer(f"{name}_scale", rounded.scale)
 
 
 class Linear(nn.Linear, MatrixModule):

@@ -72,7 +72,7 @@ class StepCallback(TrainerCallback):  # type: ignore[misc]
         self._skips = _on_any_device(not finite) if self.skips_nonfinite else False
         if self._skips:
             self._warn_of_skipping(state.global_step + 1)
-            kwargs["model"].zero_grad(set_to_none=True)  # without gradients an optimizer leaves everything as it is
+            kwargs["optimizer"].zero_grad(set_to_none=True)  # without gradients an optimizer leaves everything as it is
             return
         self._step_loss, self._step_norm = step_loss, step_norm
         if not finite:

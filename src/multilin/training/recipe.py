@@ -105,6 +105,7 @@ class TrainingRecipe:
     int8_backward: bool = True  # with precision int8, the gradient's products are int8 too, rounded at random
     normalize_gradients: bool = False  # bring each layer's incoming gradient to unit size, for half precision
     quantization: Literal["none", "sim_4bit", "sim_2bit", "ternary"] = "none"  # weights as if stored in few values
+    master: Literal["device", "host"] = "device"  # where int8's float weights and the optimizer live; host is the CPU
     communication: Literal["float", "int8"] = "float"  # how gradients travel between devices; int8 in blocks of 128
     gradient_checkpointing: bool = False  # recompute activations in the backward pass: less memory, more time
     compile: bool = False  # torch.compile the model

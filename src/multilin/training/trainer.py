@@ -18,6 +18,7 @@ from multilin.training.callbacks import StepCallback
 from multilin.training.checkpoints import WRITE_ERRORS, checkpoint_step
 from multilin.training.communication import compress_gradients
 from multilin.training.display import Display
+from multilin.training.host_master import check_host_master
 from multilin.training.metrics import Meter
 from multilin.training.outcomes import RunResult, TrainingFailed, TrainingInterrupted
 from multilin.training.precision import autocast_dtype
@@ -49,6 +50,8 @@ def train(
     recipe = resolve_recipe(recipe)
     check_model(recipe)
     devices = PartialState(cpu=not torch.accelerator.is_available())
+    if recipe.training.master == "host":
+        check_host_master(recipe.training, devices)
     folder = RunFolder(recipe.output)
     if devices.is_main_process:
         folder.check(recipe, resume=resume, overwrite=overwrite)

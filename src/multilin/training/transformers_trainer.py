@@ -24,6 +24,7 @@ from transformers import PreTrainedModel, PrinterCallback, Trainer, TrainerContr
 
 from multilin.training import checkpoints
 from multilin.training.callbacks import StepCallback
+from multilin.training.host_master import HostMaster, Link
 from multilin.training.optimizers import build_optimizer
 from multilin.training.order import BlockOrder, stack_blocks
 from multilin.training.outcomes import TrainingFailed
@@ -64,6 +65,8 @@ class RunTrainer(Trainer):  # type: ignore[misc]
     ) -> None:
         self.order, self.folder, self.validate, self.callback = order, folder, validate, callback
         self.recipe, self.wrap = recipe, wrap
+        self.host = HostMaster(model, Link(args.device)) if recipe.training.master == "host" else None
+        model = model if self.host is None else self.host.copy
         use_cache = getattr(model.config, "use_cache", True)
         super().__init__(model=model, args=args, train_dataset=order, data_collator=stack_blocks, callbacks=[callback])
         self.remove_callback(PrinterCallback)
@@ -77,6 +80,11 @@ class RunTrainer(Trainer):  # type: ignore[misc]
         """What is trained: the model itself, or FSDP around it."""
         network: torch.nn.Module = self.model
         return network
+
+    @property
+    def master(self) -> torch.nn.Module:
+        """What the optimizer changes and checkpoints keep: the network, or its floats in host memory."""
+        return self.network if self.host is None else self.host.model
 
     @property
     def schedule(self) -> torch.optim.lr_scheduler.LRScheduler:
@@ -96,8 +104,8 @@ class RunTrainer(Trainer):  # type: ignore[misc]
         self.accelerator.prepare_model = prepare_and_wrap
         clip = self.accelerator.clip_grad_norm_
 
-        def clip_and_note(*args: Any, **kwargs: Any) -> torch.Tensor:
-            norm: torch.Tensor = clip(*args, **kwargs)
+        def clip_and_note(parameters: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+            norm: torch.Tensor = clip(parameters if self.host is None else self.master.parameters(), *args, **kwargs)
             self.callback.grad_norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
             return norm
 
@@ -106,9 +114,11 @@ class RunTrainer(Trainer):  # type: ignore[misc]
     def create_optimizer(self, model: torch.nn.Module | None = None) -> torch.optim.Optimizer:
         """The recipe's optimizer."""
         if getattr(self, "optimizer", None) is None:
-            network = self.network if model is None else model
+            network = self.master if model is None else model
             names = self.get_decay_parameter_names(network)
             self.optimizer: Any = build_optimizer(self.recipe.optimizer, network, decayed=names)
+            if self.host is not None:
+                self.host.follow(self.optimizer)
         optimizer: torch.optim.Optimizer = self.optimizer
         return optimizer
 
@@ -170,8 +180,8 @@ class RunTrainer(Trainer):  # type: ignore[misc]
         Raises:
             OSError: the folder cannot be written.
         """
-        model = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
-        weights = get_model_state_dict(self.network, options=_WHOLE) if self.args.world_size > 1 else None
+        model = self.accelerator.unwrap_model(self.master, keep_torch_compile=False)
+        weights = get_model_state_dict(self.master, options=_WHOLE) if self.args.world_size > 1 else None
         if not self.is_world_process_zero():
             return
         model.save_pretrained(str(output_dir or self.folder.path), state_dict=weights)
@@ -186,7 +196,7 @@ class RunTrainer(Trainer):  # type: ignore[misc]
     def bare_model(self) -> PreTrainedModel:
         """The model as it was before training wrapped it, for use."""
         model: PreTrainedModel = self.accelerator.unwrap_model(
-            self.network, keep_fp32_wrapper=False, keep_torch_compile=False
+            self.master, keep_fp32_wrapper=False, keep_torch_compile=False
         )
         model.train(False)
         return model
@@ -228,7 +238,7 @@ class RunTrainer(Trainer):  # type: ignore[misc]
             self.state.save_to_json(str(folder / "trainer_state.json"))
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        state = get_optimizer_state_dict(self.network, _bare(self.optimizer), options=_WHOLE)
+        state = get_optimizer_state_dict(self.master, _bare(self.optimizer), options=_WHOLE)
         if self.is_world_process_zero():
             checkpoints.write_optimizer(Path(output_dir), state)
             checkpoints.write_json(Path(output_dir) / "schedule.json", self.schedule.state_dict())
@@ -237,7 +247,9 @@ class RunTrainer(Trainer):  # type: ignore[misc]
         weights: dict[str, Any] = dict(checkpoints.read_tensors(Path(resume_from_checkpoint) / "model.safetensors"))
         # Not strict: a weight that is tied to another is stored once.
         options = StateDictOptions(full_state_dict=True, strict=False)
-        set_model_state_dict(model or self.network, weights, options=options)
+        set_model_state_dict(model or self.master, weights, options=options)
+        if self.host is not None:
+            self.host.send()
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
@@ -245,7 +257,7 @@ class RunTrainer(Trainer):  # type: ignore[misc]
         folder = Path(checkpoint)
         state = checkpoints.read_optimizer(folder)
         set_optimizer_state_dict(
-            self.network, _bare(self.optimizer), state, options=StateDictOptions(full_state_dict=True)
+            self.master, _bare(self.optimizer), state, options=StateDictOptions(full_state_dict=True)
         )
         self.schedule.load_state_dict(checkpoints.read_json(folder / "schedule.json"))
         self.callback.meter.load_state(checkpoints.read_json(folder / "meter.json"))

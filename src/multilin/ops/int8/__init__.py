@@ -71,6 +71,7 @@ def int8_linear(
     factor: float = 1.0,
     levels: Levels = "int8",
     backward: Backward = "float",
+    parameter: Tensor | None = None,
 ) -> Float[Tensor, "*batch m"]:
     """A linear map whose product is one of int8 matrices.
 
@@ -86,11 +87,13 @@ def int8_linear(
 
     Args:
         x: (..., n) float.
-        weight: (m, n) float; or Rounded, weights that stay int8 and get no gradient.
+        weight: (m, n) float; or Rounded, weights that stay int8.
         bias: (m,) added to the result, or None.
         factor: on the product.
         levels: of the rounded weight; those below int8 simulate coarser storage, see `simulate_rounding`.
         backward: arithmetic of the gradient's products.
+        parameter: where the gradient of a Rounded weight goes, a float tensor of its shape whose numbers are not read;
+            without one a Rounded weight gets no gradient.
 
     Returns:
         (..., m) in the dtype of x, or of autocast.
@@ -106,7 +109,7 @@ def int8_linear(
         raise InputError(f"weight: shape {tuple(values.shape)} given for x of width {x.shape[-1]}, but must be (m, n)")
     _check_sum(values.shape[1])
     rounded = weight if isinstance(weight, Rounded) else round_weight(weight, levels)
-    parameter = None if isinstance(weight, Rounded) else weight
+    parameter = parameter if isinstance(weight, Rounded) else weight
     steps = INT8.backend_for(x.device).compute
     result: Tensor = Int8Linear.apply(x, parameter, rounded.values, rounded.scale, bias, factor, backward, steps)
     return result
@@ -120,6 +123,7 @@ def int8_block_outer(
     factor: float = 1.0,
     levels: Levels = "int8",
     backward: Backward = "float",
+    parameter: Tensor | None = None,
 ) -> Float[Tensor, "*batch D"]:
     """`block_outer` whose contraction is a product of int8 matrices.
 
@@ -130,7 +134,7 @@ def int8_block_outer(
 
     Args:
         left, right, weight: as for `block_outer`; weight may be Rounded.
-        factor, levels, backward: as for `int8_linear`.
+        factor, levels, backward, parameter: as for `int8_linear`.
 
     Returns:
         (..., D) in the dtype of `left`, or of autocast.
@@ -146,7 +150,7 @@ def int8_block_outer(
         )
     _check_sum(values[0].numel())
     rounded = weight if isinstance(weight, Rounded) else round_weight(weight, levels)
-    parameter = None if isinstance(weight, Rounded) else weight
+    parameter = parameter if isinstance(weight, Rounded) else weight
     steps = INT8.backend_for(left.device).compute
     result: Tensor = Int8BlockOuter.apply(
         left, right, parameter, rounded.values, rounded.scale, factor, backward, steps

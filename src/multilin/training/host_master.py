@@ -1,0 +1,145 @@
+"""Float weights and optimizer in host memory; the device that trains holds int8 copies of the matrices."""
+
+import copy
+import functools
+import warnings
+
+import torch
+from accelerate import DistributedType, PartialState
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from multilin.errors import InputError
+from multilin.layers.linear import MatrixModule, matrix_modules
+from multilin.ops.int8 import Rounded, dequantize_blocks, quantize_blocks, round_weight
+from multilin.training.recipe import TrainingRecipe
+
+
+class Link:
+    """The way between host memory and a device.
+
+    Attributes:
+        bytes_to_device, bytes_to_host: what crossed it so far.
+    """
+
+    def __init__(self, device: torch.device | str) -> None:
+        self.device = torch.device(device)
+        self.bytes_to_device = self.bytes_to_host = 0
+
+    def to_device(self, tensor: Tensor) -> Tensor:
+        """The tensor on the device."""
+        self.bytes_to_device += tensor.nbytes
+        return tensor.to(self.device)
+
+    def to_host(self, tensor: Tensor) -> Tensor:
+        """The tensor in host memory."""
+        self.bytes_to_host += tensor.nbytes
+        return tensor.cpu()
+
+
+class HostMaster:
+    """A model in host memory, to be changed by an optimizer there, and its copy on a device, which computes gradients.
+
+    Of every matrix of the layers the device holds int8 values and one scale. All other parameters (embedding, output,
+    norms, biases) are floats on both sides. A gradient leaves the device as soon as it is complete, in int8 blocks of
+    128 with one scale each (vectors as floats), and is added up in host memory; so the device holds one at a time.
+
+    Attributes:
+        model: the floats.
+        copy: on the device, with the same names of parameters; those of matrices have a shape and no numbers.
+        link: counts what crosses.
+    """
+
+    def __init__(self, model: PreTrainedModel, link: Link, *, rounds_gradients: bool = True) -> None:
+        """Set up the copy.
+
+        Args:
+            model: in host memory, with int8 products.
+            link: to the device.
+            rounds_gradients: false brings gradients back as floats: four times the bytes, and the same results as
+                training without any of this.
+        """
+        self.model, self.link, self.rounds_gradients = model, link, rounds_gradients
+        self.copy = self._copy_without_matrices()
+        self._modules = list(zip(matrix_modules(model), matrix_modules(self.copy), strict=True))
+        in_int8 = {id(getattr(module, name)) for module, _ in self._modules for name in module.matrices}
+        both = list(zip(model.parameters(), self.copy.parameters(), strict=True))
+        self._floats = [(parameter, copied) for parameter, copied in both if id(parameter) not in in_int8]
+        for parameter, copied in both:
+            if copied.requires_grad:
+                copied.register_post_accumulate_grad_hook(functools.partial(self._bring_gradient, parameter))
+        for module, copied_module in self._modules:
+            for name in module.matrices:
+                copied_module.follow_int8(name, self._send_matrix(module, name))
+
+    def follow(self, optimizer: torch.optim.Optimizer) -> None:
+        """After each step of an optimizer of `model`, clear its gradients and renew the copy."""
+
+        def renew(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+            optimizer.zero_grad(set_to_none=True)
+            self.send()
+
+        optimizer.register_step_post_hook(renew)
+
+    @torch.no_grad()
+    def send(self) -> None:
+        """Renew the copy."""
+        for module, copied_module in self._modules:
+            for name in module.matrices:
+                rounded, held = self._send_matrix(module, name), copied_module.matrix(name)
+                assert isinstance(held, Rounded)
+                held.values.copy_(rounded.values)
+                held.scale.copy_(rounded.scale)
+        for parameter, copied in self._floats:
+            copied.copy_(self.link.to_device(parameter))
+
+    def _send_matrix(self, module: MatrixModule, name: str) -> Rounded:
+        levels = module.arithmetic.weights
+        rounded = round_weight(getattr(module, name), "int8" if levels == "none" else levels)
+        return Rounded(*map(self.link.to_device, rounded))
+
+    def _copy_without_matrices(self) -> PreTrainedModel:
+        matrices = {id(getattr(module, name)) for module in matrix_modules(self.model) for name in module.matrices}
+        made: dict[int, object] = {id(self.model.config): self.model.config}
+        made |= {id(buffer): self.link.to_device(buffer).clone() for buffer in self.model.buffers()}
+        for parameter in self.model.parameters():
+            if id(parameter) in matrices:
+                numbers = torch.zeros((), dtype=parameter.dtype, device=self.link.device).expand(parameter.shape)
+            else:
+                numbers = self.link.to_device(parameter.detach()).clone()
+            made[id(parameter)] = nn.Parameter(numbers, requires_grad=parameter.requires_grad)
+        # deepcopy takes these for copies that it made already; the config is one for both.
+        copied: PreTrainedModel = copy.deepcopy(self.model, made)
+        return copied
+
+    def _bring_gradient(self, parameter: Tensor, copied: Tensor) -> None:
+        gradient, copied.grad = copied.grad, None
+        assert gradient is not None
+        if self.rounds_gradients and gradient.ndim > 1:
+            parts = Rounded(*map(self.link.to_host, quantize_blocks(gradient)))
+            brought = dequantize_blocks(parts, gradient.shape).to(parameter.dtype)
+        else:
+            brought = self.link.to_host(gradient)
+        parameter.grad = brought if parameter.grad is None else parameter.grad.add_(brought)
+
+
+def check_host_master(plan: TrainingRecipe, devices: PartialState) -> None:
+    """Whether a run can keep its floats in host memory.
+
+    Raises:
+        InputError: the layers' matrices are not int8, or there is more than one device.
+    """
+    if plan.precision != "int8":
+        raise InputError(
+            f"training.master: 'host' given with training.precision {plan.precision!r}, but only int8 takes it: what "
+            "travels to the device is int8"
+        )
+    count = max(devices.num_processes, torch.accelerator.device_count())
+    if devices.distributed_type != DistributedType.NO or count > 1:
+        raise InputError(f"training.master: 'host' given on {count} devices, but it takes one process with one device")
+    if devices.device.type == "cpu":
+        warnings.warn(
+            "training.master: 'host' saves memory of a GPU, and there is none here: it only costs time and rounds the "
+            "gradients",
+            stacklevel=3,
+        )

@@ -1,0 +1,141 @@
+"""What each optimizer makes of the same steps: validation loss of small models, every learning rate of a grid tried.
+
+Each optimizer has the same number of learning rates, a factor of about three apart, one seed, a linear course to 0 and
+the same data in the same order. The table gives the best of each grid, and where in it that lies: at an end the grid was
+too narrow. "At equal time" is the validation loss, read off the course of the best run, when the fastest of an
+architecture's best runs ends; its learning rate has not come down yet by then. Runs that are in the folder already are
+not trained again.
+"""
+
+import argparse
+import contextlib
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from multilin.training.outcomes import TrainingFailed
+from multilin.training.recipe import load_recipe
+from multilin.training.trainer import train
+
+GRIDS = {
+    "adamw": (1e-3, 3e-3, 1e-2, 3e-2),
+    "matrix_moment": (3e-3, 1e-2, 3e-2, 1e-1),
+    "normalized_sgd": (3e-2, 1e-1, 3e-1, 1.0),
+}
+COLOURS = {"adamw": "#4c6ef5", "matrix_moment": "#e8590c", "normalized_sgd": "#2b8a3e"}
+
+
+def main(argv: list[str]) -> None:
+    parser = argparse.ArgumentParser(prog="benchmarks optimizer_learning", description=__doc__)
+    parser.add_argument("--architectures", nargs="+", default=["tscale", "threelin", "additive"])
+    parser.add_argument("--optimizers", nargs="+", default=list(GRIDS), choices=list(GRIDS))
+    parser.add_argument("--source", default="python-docs", help="text to learn")
+    parser.add_argument("--validation", help="text to validate on; without it documents of the source")
+    parser.add_argument("--hidden-size", type=int, default=128)
+    parser.add_argument("--num-layers", type=int, default=4)
+    parser.add_argument("--vocab-size", type=int, default=4096)
+    parser.add_argument("--length", type=int, default=256)
+    parser.add_argument("--batch-size", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--options", default="{}", help='of architectures: {"additive": {"dropout": 0}}')
+    parser.add_argument("--folder", default="runs/optimizer_learning", help="where the runs go")
+    parser.add_argument("--plot", help="file to draw the best runs into")
+    arguments = parser.parse_args(argv)
+    runs = {
+        (architecture, optimizer): {rate: _run(architecture, optimizer, rate, arguments) for rate in GRIDS[optimizer]}
+        for architecture in arguments.architectures
+        for optimizer in arguments.optimizers
+    }
+    best = {key: min(found, key=lambda rate: found[rate][-1]["validation_loss"]) for key, found in runs.items()}
+    courses = {key: runs[key][rate] for key, rate in best.items()}
+    _print(runs, best, arguments)
+    if arguments.plot:
+        _draw(courses, arguments)
+
+
+def _run(architecture: str, optimizer: str, rate: float, arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """The validated lines of metrics.jsonl; infinite loss where training failed."""
+    output = Path(arguments.folder) / f"{architecture}-{optimizer}-{rate:g}"
+    if not (output / "README.md").is_file():
+        recipe = load_recipe(
+            None,
+            {
+                "model.architecture": architecture,
+                "model.hidden_size": arguments.hidden_size,
+                "model.num_layers": arguments.num_layers,
+                "model.n_positions": arguments.length,
+                "model.options": json.loads(arguments.options).get(architecture, {}),
+                "data.source": arguments.source,
+                "data.validation": arguments.validation,
+                "tokenizer.vocab_size": arguments.vocab_size,
+                "optimizer.name": optimizer,
+                "optimizer.learning_rate": rate,
+                "schedule.name": "linear",
+                "schedule.warmup_steps": arguments.steps // 15,
+                "training.max_steps": arguments.steps,
+                "training.batch_size": arguments.batch_size,
+                "training.eval_every_steps": max(arguments.steps // 12, 1),
+                "training.eval_max_tokens": 50_000,
+                "training.save_every_steps": 0,
+                "output": str(output),
+            },
+        )
+        try:
+            with contextlib.redirect_stdout(io.StringIO()):
+                train(recipe, overwrite=True)
+        except TrainingFailed as failure:
+            print(f"{output.name}: {failure}")
+            return [{"seconds": 0.0, "validation_loss": float("inf"), "validation_bits_per_byte": float("inf")}]
+    lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    validated = [line for line in lines if "validation_loss" in line]
+    print(f"{output.name:40}{validated[-1]['validation_loss']:8.3f}", flush=True)
+    return validated
+
+
+def _print(
+    runs: dict[tuple[str, str], dict[float, list[dict[str, Any]]]],
+    best: dict[tuple[str, str], float],
+    arguments: argparse.Namespace,
+) -> None:
+    print(
+        f"\nwidth {arguments.hidden_size}, {arguments.num_layers} layers, vocabulary {arguments.vocab_size}, ", end=""
+    )
+    print(
+        f"{arguments.steps} steps of {arguments.batch_size} x {arguments.length} tokens, {arguments.source}, one seed"
+    )
+    print(
+        f"{'':12}{'':18}{'best rate':>10}{'loss':>8}{'bits/byte':>11}{'s/step':>9}{'at equal time':>15}  {'all rates'}"
+    )
+    for (architecture, optimizer), found in runs.items():
+        end = min(runs[key][rate][-1]["seconds"] for key, rate in best.items() if key[0] == architecture)
+        rate = best[architecture, optimizer]
+        course = found[rate]
+        at_end = np.interp(end, *zip(*((line["seconds"], line["validation_loss"]) for line in course), strict=True))
+        losses = " ".join(f"{lines[-1]['validation_loss']:.3f}" for lines in found.values())
+        print(
+            f"{architecture:12}{optimizer:18}{rate:>10g}{course[-1]['validation_loss']:>8.3f}"
+            f"{course[-1]['validation_bits_per_byte']:>11.3f}{course[-1]['seconds'] / arguments.steps:>9.3f}"
+            f"{at_end:>15.3f}  {losses}"
+        )
+
+
+def _draw(courses: dict[tuple[str, str], list[dict[str, Any]]], arguments: argparse.Namespace) -> None:
+    import matplotlib.figure
+
+    architectures = list(dict.fromkeys(architecture for architecture, _ in courses))
+    figure = matplotlib.figure.Figure(figsize=(4 * len(architectures), 3.4), layout="constrained")
+    axes = figure.subplots(1, len(architectures), sharey=True, squeeze=False)[0]
+    for (architecture, optimizer), course in courses.items():
+        axis = axes[architectures.index(architecture)]
+        tokens = [line["tokens"] / 1e3 for line in course]
+        bits = [line["validation_bits_per_byte"] for line in course]
+        axis.plot(tokens, bits, color=COLOURS[optimizer], label=optimizer)
+        axis.set_title(architecture)
+        axis.set_xlabel("thousand tokens read")
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[0].set_ylabel("bits per byte, validation")
+    axes[0].legend(frameon=False)
+    figure.savefig(arguments.plot, dpi=150)

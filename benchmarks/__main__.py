@@ -1,4 +1,4 @@
-"""`python -m benchmarks NAME [arguments]` runs one benchmark; without NAME all that take minutes, one after the other."""
+"""`python -m benchmarks NAME [arguments]` runs one benchmark; without NAME all but the longest, in turn."""
 
 import importlib
 import pkgutil

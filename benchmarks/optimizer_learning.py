@@ -1,8 +1,8 @@
 """What each optimizer makes of the same steps: validation loss of small models, every learning rate of a grid tried.
 
 Each optimizer has the same number of learning rates, a factor of about three apart, one seed, a linear course to 0 and
-the same data in the same order. The table gives the best of each grid, and where in it that lies: at an end the grid was
-too narrow. "At equal time" is the validation loss, read off the course of the best run, when the fastest of an
+the same data in the same order. The table gives the best of each grid, and where in it that lies: at an end the grid
+was too narrow. "At equal time" is the validation loss, read off the course of the best run, when the fastest of an
 architecture's best runs ends; its learning rate has not come down yet by then. Runs that are in the folder already are
 not trained again.
 """

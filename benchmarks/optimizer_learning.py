@@ -1,10 +1,9 @@
 """What each optimizer makes of the same steps: validation loss of small models, every learning rate of a grid tried.
 
 Each optimizer has the same number of learning rates, a factor of about three apart, one seed, a linear course to 0 and
-the same data in the same order. The table gives the best of each grid, and where in it that lies: at an end the grid
-was too narrow. "At equal time" is the validation loss, read off the course of the best run, when the fastest of an
-architecture's best runs ends; its learning rate has not come down yet by then. Runs that are in the folder already are
-not trained again.
+the same data in the same order. Where the best lies at an end of the grid, up to two more are tried beyond it. "At
+equal time" is the validation loss, read off the course of the best run, when the fastest of an architecture's best runs
+ends; its learning rate has not come down yet by then. Runs that are in the folder already are not trained again.
 """
 
 import argparse
@@ -25,6 +24,7 @@ GRIDS = {
     "matrix_moment": (3e-3, 1e-2, 3e-2, 1e-1),
     "normalized_sgd": (3e-2, 1e-1, 3e-1, 1.0),
 }
+MOST_BEYOND = 2  # rates tried beyond an end of the grid
 COLOURS = {"adamw": "#4c6ef5", "matrix_moment": "#e8590c", "normalized_sgd": "#2b8a3e"}
 
 
@@ -45,7 +45,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--plot", help="file to draw the best runs into")
     arguments = parser.parse_args(argv)
     runs = {
-        (architecture, optimizer): {rate: _run(architecture, optimizer, rate, arguments) for rate in GRIDS[optimizer]}
+        (architecture, optimizer): _search(architecture, optimizer, arguments)
         for architecture in arguments.architectures
         for optimizer in arguments.optimizers
     }
@@ -54,6 +54,19 @@ def main(argv: list[str]) -> None:
     _print(runs, best, arguments)
     if arguments.plot:
         _draw(courses, arguments)
+
+
+def _search(architecture: str, optimizer: str, arguments: argparse.Namespace) -> dict[float, list[dict[str, Any]]]:
+    """Every rate of the grid, and beyond its end while the best lies there."""
+    found = {rate: _run(architecture, optimizer, rate, arguments) for rate in GRIDS[optimizer]}
+    for _ in range(MOST_BEYOND):
+        rates = sorted(found)
+        best = min(rates, key=lambda rate: found[rate][-1]["validation_loss"])
+        if best not in (rates[0], rates[-1]):
+            break
+        beyond = float(f"{best / 3 if best == rates[0] else best * 3:.1g}")
+        found[beyond] = _run(architecture, optimizer, beyond, arguments)
+    return dict(sorted(found.items()))
 
 
 def _run(architecture: str, optimizer: str, rate: float, arguments: argparse.Namespace) -> list[dict[str, Any]]:

@@ -6,6 +6,7 @@ import io
 import json
 import os
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -22,6 +23,7 @@ from multilin.inference.generate import GenerationSettings
 from multilin.inference.rollout_run import RolloutSettings
 from multilin.messages import plain_messages, say_next
 from multilin.settings import settings
+from multilin.threads import contention
 from multilin.tokenizer_tools import TokenizerSettings
 from multilin.training.outcomes import TrainingFailed, TrainingInterrupted
 from multilin.training.recipe import Recipe
@@ -122,6 +124,8 @@ def train(what: TrainArguments, changes: Changes) -> None:
     from multilin.training.recipe import load_recipe
     from multilin.training.trainer import train
 
+    if sentence := contention():
+        warnings.warn(sentence, stacklevel=2)
     result = train(load_recipe(what.recipe, changes), resume=what.resume, overwrite=what.overwrite)
     say_next(f"multilin generate {result.output} --prompt 'The'", f"multilin evaluate {result.output}")
 

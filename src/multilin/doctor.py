@@ -2,7 +2,6 @@
 
 import importlib.metadata
 import importlib.util
-import os
 import platform
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +12,7 @@ from rich.table import Table
 
 from multilin import allocator
 from multilin.ops.dispatch import all_ops
+from multilin.threads import available_cores, contention
 from multilin.training.precision import resolve_precision
 
 PACKAGES = (
@@ -62,7 +62,7 @@ class Checkup:
 def examine() -> Checkup:
     """Look at this machine."""
     device = torch.accelerator.current_accelerator() or torch.device("cpu")
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = available_cores()
     backends = {name: op.backend_for(device) for name, op in all_ops().items()}
     gives_back = allocator.why_not()
     warnings = [
@@ -72,6 +72,8 @@ def examine() -> Checkup:
     ]
     if torch.get_num_threads() < cores:
         warnings.append(f"PyTorch uses {torch.get_num_threads()} of {cores} cores (OMP_NUM_THREADS)")
+    if sentence := contention():
+        warnings.append(sentence)
     return Checkup(
         versions={name: _version(name) for name in PACKAGES},
         python=platform.python_version(),

@@ -124,8 +124,7 @@ def train(what: TrainArguments, changes: Changes) -> None:
     from multilin.training.recipe import load_recipe
     from multilin.training.trainer import train
 
-    if sentence := contention():
-        warnings.warn(sentence, stacklevel=2)
+    _warn_of_busy_cores()
     result = train(load_recipe(what.recipe, changes), resume=what.resume, overwrite=what.overwrite)
     say_next(f"multilin generate {result.output} --prompt 'The'", f"multilin evaluate {result.output}")
 
@@ -264,8 +263,14 @@ def demo(changes: Changes) -> None:
     """
     from multilin.demo import PROMPT, run_demo
 
+    _warn_of_busy_cores()
     result = run_demo(changes)
     say_next(f"multilin generate {result.output} --prompt {PROMPT!r}", f"multilin info {result.output}")
+
+
+def _warn_of_busy_cores() -> None:
+    if sentence := contention():
+        warnings.warn(sentence, stacklevel=2)
 
 
 VERBS: dict[str, Callable[..., None]] = {

@@ -64,6 +64,8 @@ def main(argv: list[str]) -> None:
     _print(rows, arguments)
     if arguments.json:
         Path(arguments.json).write_text(json.dumps({"arguments": vars(arguments), "rows": rows}, indent=2) + "\n")
+    if arguments.plot:
+        _draw(rows, arguments)
 
 
 def _measure(length: int, arguments: argparse.Namespace) -> list[dict[str, Any]]:
@@ -159,6 +161,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--turns", type=int, default=5, help="steps of each; the table shows medians")
     parser.add_argument("--threads", type=int, help="threads of torch")
     parser.add_argument("--json", help="file to write the figures to")
+    parser.add_argument("--plot", help="file to draw the figures into")
     return parser
 
 
@@ -179,3 +182,21 @@ def _print(rows: list[dict[str, Any]], arguments: argparse.Namespace) -> None:
     for length in arguments.lengths:
         peak = next(row["peak_gflops"] for row in rows if row["length"] == length)
         print(f"limit at {length}: products of 2048 x 2048 at {peak:,.0f} GFLOP/s")
+
+
+def _draw(rows: list[dict[str, Any]], arguments: argparse.Namespace) -> None:
+    import matplotlib.figure
+
+    figure = matplotlib.figure.Figure(figsize=(5 * len(arguments.lengths), 3.6), layout="constrained")
+    axes = figure.subplots(1, len(arguments.lengths), sharex=True, squeeze=False)[0]
+    for axis, length in zip(axes, arguments.lengths, strict=True):
+        shown = sorted((row for row in rows if row["length"] == length), key=lambda row: row["tokens_per_second"])
+        names = [row["model"].partition(":")[0] for row in shown]
+        colours = ["#adb5bd" if name in (*BASELINES, *PACKAGE) else "#4c6ef5" for name in names]
+        bars = axis.barh(names, [row["tokens_per_second"] for row in shown], color=colours)
+        axis.bar_label(bars, [f"{row['tokens_per_second']:,.0f}" for row in shown], padding=3)
+        axis.set_title(f"texts of {length:,} tokens")
+        axis.margins(x=0.15)
+        axis.set_xlabel("tokens per second")
+        axis.spines[["top", "right"]].set_visible(False)
+    figure.savefig(arguments.plot, dpi=150)

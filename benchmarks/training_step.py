@@ -198,5 +198,6 @@ def _draw(rows: list[dict[str, Any]], arguments: argparse.Namespace) -> None:
         axis.set_title(f"texts of {length:,} tokens")
         axis.margins(x=0.15)
         axis.set_xlabel("tokens per second")
-        axis.spines[["top", "right"]].set_visible(False)
+        axis.set_xticks([])
+        axis.spines[["top", "right", "bottom"]].set_visible(False)
     figure.savefig(arguments.plot, dpi=150)

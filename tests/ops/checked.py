@@ -8,6 +8,8 @@ from multilin.ops import causal_mixing as mixing_op
 from multilin.ops import int8 as int8_op
 from multilin.ops import linear_cross_entropy as loss_op
 from multilin.ops import prefix_softmax as pooling_op
+from multilin.ops import rotary as rotary_op
+from multilin.ops import tile_norm as norm_op
 from multilin.ops import windowed_attention as attention_op
 
 _checked = jaxtyped(typechecker=beartype)
@@ -21,3 +23,5 @@ token_cross_entropy = _checked(loss_op.token_cross_entropy)
 int8_linear = _checked(int8_op.int8_linear)
 int8_block_outer = _checked(int8_op.int8_block_outer)
 quantize = _checked(int8_op.quantize)
+tile_norm = _checked(norm_op.tile_norm)
+rotary = _checked(rotary_op.rotary)

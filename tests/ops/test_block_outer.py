@@ -5,10 +5,12 @@ import torch
 
 from multilin.errors import InputError
 from multilin.ops import block_outer as unchecked
-from multilin.ops.block_outer import expand, reference, xor_combiner, xor_weight
+from multilin.ops.block_outer import cpu, expand, reference, xor_combiner, xor_weight
 from multilin.ops.block_outer.cases import SHAPES, make_inputs
+from multilin.ops.numba_kernels import why_not
 from tests.ops.checked import block_outer
 from tests.ops.largest import LargestTensor
+from tests.ops.poison import poison_memory
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -31,6 +33,38 @@ def test_precision_against_float64(name: str, low: torch.dtype, tolerance: float
         results.append([result, *torch.autograd.grad(result.sum(), inputs)])
     for expected, result in zip(*results, strict=True):
         assert (result.double() - expected).norm() <= tolerance * expected.norm()
+
+
+@pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shapes", [(4, 4), (16, 16), (4, 8), (13, 8), (3, 5), (2, 4)], ids=str)
+def test_kernels_make_pairs_and_gradients_of_their_factors(shapes, dtype, threads, monkeypatch) -> None:
+    """Blocks of whole vectors and others; the last one's end is the end of memory."""
+    poison_memory(monkeypatch)
+    monkeypatch.setattr("multilin.ops.numba_kernels.launch.SMALL", 0)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    left, right = (torch.randn(7, 5, width).to(dtype) for width in shapes)
+    dpairs = torch.randn(7, 5, *shapes).to(dtype)
+    exact = [x.double() for x in (left, right, dpairs)]
+    expected = (
+        exact[0][..., None] * exact[1][..., None, :],
+        (exact[2] * exact[1][..., None, :]).sum(dim=-1),
+        (exact[2] * exact[0][..., None]).sum(dim=-2),
+    )
+    found = cpu.expand(left, right), *cpu.contract(dpairs, left, right)
+    tolerance = 1e-6 if dtype == torch.float32 else 4e-3
+    for result, truth in zip(found, expected, strict=True):
+        assert result.dtype == dtype
+        assert (result.double() - truth).norm() <= tolerance * truth.norm()
+
+
+def test_compiled_is_eager() -> None:
+    inputs = [x.float().requires_grad_() for x in make_inputs("TScale's combiner")]
+    compiled = torch.compile(unchecked.block_outer, fullgraph=True, backend="aot_eager")
+    results = [function(*inputs) for function in (unchecked.block_outer, compiled)]
+    gradients = [torch.autograd.grad(result.sin().sum(), inputs) for result in results]
+    torch.testing.assert_close([results[1], *gradients[1]], [results[0], *gradients[0]])
 
 
 def test_all_rows_pairs_are_never_held_at_once_nor_kept(monkeypatch) -> None:

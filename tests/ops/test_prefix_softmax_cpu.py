@@ -15,6 +15,7 @@ from torch import Tensor
 
 from multilin.ops.prefix_softmax import PREFIX_SOFTMAX, PrefixSoftmaxState, cpu, prefix_softmax, reference
 from multilin.ops.prefix_softmax.cases import LOGITS, make_logits, make_starts, make_values
+from tests.ops.poison import poison_memory
 
 pytestmark = pytest.mark.skipif(cpu.why_not() is not None, reason=str(cpu.why_not()))
 
@@ -24,14 +25,7 @@ HARD = ["random", "peaked", "spikes", "rising", "one early spike", "masked", "ma
 
 @pytest.fixture(autouse=True)
 def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory that nobody wrote to is nan, so that reading it, or leaving it as a result, shows."""
-    empty = torch.empty
-
-    def poison(*arguments: object, **options: object) -> Tensor:
-        tensor = empty(*arguments, **options)
-        return tensor.fill_(torch.nan) if tensor.is_floating_point() else tensor
-
-    monkeypatch.setattr(torch, "empty", poison)
+    poison_memory(monkeypatch)
 
 
 @pytest.fixture

@@ -31,7 +31,7 @@ from multilin.errors import InputError
 from multilin.layers.base import Layer, Layout, ParameterHolder
 from multilin.layers.linear import MatrixModule
 from multilin.layers.norms import TileNorm
-from multilin.layers.positions import rotate
+from multilin.layers.positions import rotary_angles, rotate
 from multilin.ops.windowed_attention import WindowedAttentionState, windowed_attention
 from multilin.settings import settings
 
@@ -104,11 +104,11 @@ class TScaleAttention(ParameterHolder, MatrixModule):
         self, x_BTD: Tensor, state: WindowedAttentionState | None, layout: Layout
     ) -> tuple[Tensor, WindowedAttentionState | None]:
         """What is added to the state (B, T, D), and the window's state."""
-        base, positions = self.options.rotary_base, layout.positions_BT
         query, remote = self.norm(self.query(x_BTD)), self.remote(x_BTD)
+        angles = rotary_angles(layout.positions_BT, self.heads[1], self.options.rotary_base, remote.dtype)
         read_BTHD, state = windowed_attention(
-            rotate(query.unflatten(-1, self.heads), positions, base),
-            rotate(remote.unflatten(-1, self.heads), positions, base),
+            rotate(query.unflatten(-1, self.heads), angles),
+            rotate(remote.unflatten(-1, self.heads), angles),
             self.norm(self.value(x_BTD)).unflatten(-1, self.heads),
             window=self.options.width,
             scale=self.scale,

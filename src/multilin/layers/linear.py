@@ -26,6 +26,16 @@ class Arithmetic:
 FLOAT = Arithmetic()
 
 
+def scaled_linear(x: Tensor, weight: Tensor, bias: Tensor | None, factor: float) -> Tensor:
+    """factor * W x + bias, the factor applied inside the product; (..., n) to (..., m)."""
+    if factor == 1.0:
+        return nn.functional.linear(x, weight, bias)
+    start = weight.new_zeros(()) if bias is None else bias
+    rows = x.reshape(-1, x.shape[-1])
+    result = torch.addmm(start, rows, weight.t(), beta=0.0 if bias is None else 1.0, alpha=factor)
+    return result.view(*x.shape[:-1], len(weight))
+
+
 class MatrixModule(nn.Module):
     """A module with matrices that it multiplies in the arithmetic it is told; subclasses name them in `matrices`.
 
@@ -52,10 +62,7 @@ class MatrixModule(nn.Module):
                 x, weight, bias, factor=factor, levels=levels, backward=how.backward,
                 parameter=getattr(self, name, None),
             )  # fmt: skip
-        result = nn.functional.linear(x, self.float_matrix(name, x.dtype), bias if factor == 1.0 else None)
-        if factor == 1.0:
-            return result
-        return result * factor if bias is None else result * factor + bias
+        return scaled_linear(x, self.float_matrix(name, x.dtype), bias, factor)
 
     def combine_pairs(self, left: Tensor, right: Tensor, *, name: str, factor: float = 1.0) -> Tensor:
         """factor times the block outer product of (..., N, K) and (..., N, J), contracted."""

@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor, nn
 
+from multilin.ops.tile_norm import tile_norm
+
 
 class TileNorm(nn.Module):
     """x divided by its root mean square over each tile of the last axis; a zero tile stays 0, and so does its gradient.
@@ -16,10 +18,7 @@ class TileNorm(nn.Module):
         self.tile = tile
 
     def forward(self, x: Tensor) -> Tensor:
-        """Same shape and dtype; the mean square is taken in float32 or better."""
-        tiles = x.unflatten(-1, (-1, self.tile or x.shape[-1]))
-        wide = tiles.to(torch.promote_types(x.dtype, torch.float32))
-        mean_square = wide.square().mean(dim=-1, keepdim=True)
-        zero = mean_square == 0
-        scale = mean_square.masked_fill(zero, 1.0).rsqrt().masked_fill(zero, 0.0)
-        return (wide * scale).to(x.dtype).flatten(-2)
+        """Same shape and dtype; under autocast in its dtype, which matrix products read."""
+        device = x.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+        return tile_norm(x, tile=self.tile, dtype=dtype if x.dtype != torch.float64 else x.dtype)

@@ -1,25 +1,43 @@
 """Rotary positions."""
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
+
+from multilin.ops.rotary import rotary
 
 PAIR_BLOCK = 64  # pairs are (i, i + 32) inside blocks of 64, as TScale has them; narrower heads are one block
 
 
-def rotate(x_BTHD: Tensor, positions_BT: Tensor, base: float) -> Tensor:
-    """Turn pair number n of each head by position * base^(-2 n / D), so that products depend on distances only.
+class Angles(NamedTuple):
+    """Of each pair of a head at each position, (B, T, D / 2): made once for all that is turned by them."""
+
+    cos_BTP: Tensor
+    sin_BTP: Tensor
+
+
+def rotary_angles(positions_BT: Tensor, width: int, base: float, dtype: torch.dtype) -> Angles:
+    """Cosine and sine of position * base^(-2 n / D) for pair number n.
+
+    Args:
+        positions_BT: (B, T) positions in the text.
+        width: D, of a head.
+        base: of the frequencies.
+        dtype: of what will be turned; the result is in float32 or better.
+    """
+    # In float64: an angle of a late position loses its fraction in float32.
+    pair_P = torch.arange(width // 2, device=positions_BT.device, dtype=torch.float64)
+    angle_BTP = positions_BT[..., None].double() * base ** (-2 * pair_P / width)
+    wide = torch.promote_types(dtype, torch.float32)
+    return Angles(angle_BTP.cos().to(wide), angle_BTP.sin().to(wide))
+
+
+def rotate(x_BTHD: Tensor, angles: Angles) -> Tensor:
+    """Turn the pairs of each head by the angles, so that products depend on distances only.
 
     Args:
         x_BTHD: (B, T, H, D) with D even, and a multiple of 64 above 64.
-        positions_BT: (B, T) positions in the text.
-        base: of the frequencies.
+        angles: of (B, T) positions and heads of that width.
     """
-    width = x_BTHD.shape[-1]
-    block = min(PAIR_BLOCK, width)
-    # In float64: an angle of a late position loses its fraction in float32.
-    pair_P = torch.arange(width // 2, device=x_BTHD.device, dtype=torch.float64)
-    angle_BTP = positions_BT[..., None].double() * base ** (-2 * pair_P / width)
-    shape = (*positions_BT.shape, 1, width // block, block // 2)
-    cos, sin = (part.to(x_BTHD.dtype).view(shape) for part in (angle_BTP.cos(), angle_BTP.sin()))
-    first, second = x_BTHD.unflatten(-1, (-1, 2, block // 2)).unbind(dim=-2)
-    return torch.stack([first * cos - second * sin, first * sin + second * cos], dim=-2).flatten(-3)
+    return rotary(x_BTHD, *angles, block=min(PAIR_BLOCK, x_BTHD.shape[-1]))

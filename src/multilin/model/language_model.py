@@ -13,7 +13,7 @@ from multilin.architectures.base import get_architecture
 from multilin.errors import InputError
 from multilin.layers.base import Layer, ParameterHolder
 from multilin.layers.gradients import normalize_gradient
-from multilin.layers.linear import Arithmetic, MatrixModule, set_arithmetic
+from multilin.layers.linear import Arithmetic, MatrixModule, scaled_linear, set_arithmetic
 from multilin.layers.norms import TileNorm
 from multilin.model.config import MultilinConfig
 from multilin.model.embedding import TokenEmbedding, documents_from_lengths
@@ -172,8 +172,7 @@ class MultilinForCausalLM(PreTrainedModel, GenerationMixin):
         if self.config.logit_scale == 1.0:
             logits: Tensor = self.output(hidden_BTD)
             return logits
-        product = torch.nn.functional.linear(hidden_BTD, self.output.weight) * self.config.logit_scale
-        return product if self.output.bias is None else product + self.output.bias
+        return scaled_linear(hidden_BTD, self.output.weight, self.output.bias, self.config.logit_scale)
 
     def _loss(self, hidden_BTD: Tensor, labels: Tensor, num_items: int | Tensor | None) -> Tensor:
         targets = labels[:, 1:].flatten()

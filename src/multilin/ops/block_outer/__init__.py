@@ -7,12 +7,25 @@ from jaxtyping import Float
 from torch import Tensor
 
 from multilin.errors import InputError
-from multilin.ops.block_outer import expand
+from multilin.ops.block_outer import cpu, expand
 from multilin.ops.dispatch import Backend, Op
+from multilin.ops.numba_kernels import why_not
 
 __all__ = ["BLOCK_OUTER", "block_outer", "xor_combiner", "xor_weight"]
 
-BLOCK_OUTER = Op("block_outer", [Backend("portable (PyTorch, products recomputed backward)", expand.block_outer)])
+BLOCK_OUTER = Op(
+    "block_outer",
+    [
+        Backend(
+            "numba (compiled pairs, recomputed backward)",
+            cpu.block_outer,
+            device="cpu",
+            dtypes=(torch.float32, torch.bfloat16),
+            why_not=why_not,
+        ),
+        Backend("portable (PyTorch, products recomputed backward)", expand.block_outer),
+    ],
+)
 
 
 def block_outer(
@@ -47,7 +60,10 @@ def block_outer(
             f"weight: shape {tuple(weight.shape)} given for blocks {tuple(left.shape[-2:])} and "
             f"{tuple(right.shape[-2:])}, but it must be (D, N, K, J)"
         )
-    compute: Any = BLOCK_OUTER.backend_for(left.device).compute
+    device = left.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else left.dtype
+    left, right, weight = left.to(dtype), right.to(dtype), weight.to(dtype)
+    compute: Any = BLOCK_OUTER.backend_for(left.device, dtype).compute
     result: Tensor = compute(left, right, weight)
     return result
 

@@ -17,10 +17,6 @@ FEWEST_ROWS = 128
 
 def block_outer(left: Tensor, right: Tensor, weight: Tensor) -> Tensor:
     """See `multilin.ops.block_outer`."""
-    device = left.device.type
-    if torch.is_autocast_enabled(device):
-        low = torch.get_autocast_dtype(device)
-        left, right, weight = left.to(low), right.to(low), weight.to(low)
     batch = left.shape[:-2]
     result: Tensor = _BlockOuter.apply(left.reshape(-1, *left.shape[-2:]), right.reshape(-1, *right.shape[-2:]), weight)
     return result.view(*batch, len(weight))
@@ -32,7 +28,7 @@ class _BlockOuter(torch.autograd.Function):
         ctx.save_for_backward(left_RNK, right_RNJ, weight)
         weight_DF = weight.flatten(1)
         result_RD = left_RNK.new_empty(len(left_RNK), len(weight))
-        for rows in _chunks(left_RNK, weight_DF):
+        for rows in row_chunks(left_RNK, weight_DF):
             pairs = _pairs(_rows_last(left_RNK[rows]), _rows_last(right_RNJ[rows]))
             result_RD[rows] = (weight_DF @ pairs.flatten(0, 2)).t()
         return result_RD
@@ -47,7 +43,7 @@ class _BlockOuter(torch.autograd.Function):
         dweight_FD = torch.zeros_like(weight_FD, dtype=wide)
         dleft_RNK, dright_RNJ = torch.empty_like(left_RNK), torch.empty_like(right_RNJ)
         with torch.autocast(weight.device.type, enabled=False):
-            for rows in _chunks(left_RNK, weight_FD.t()):
+            for rows in row_chunks(left_RNK, weight_FD.t()):
                 left_NKR, right_NJR = _rows_last(left_RNK[rows]), _rows_last(right_RNJ[rows])
                 dresult_RD = dresults[0][rows]
                 dweight_FD += _pairs(left_NKR, right_NJR).flatten(0, 2) @ dresult_RD
@@ -58,7 +54,8 @@ class _BlockOuter(torch.autograd.Function):
         return dleft_RNK, dright_RNJ, dweight.view_as(weight)
 
 
-def _chunks(left_RNK: Tensor, weight_DF: Tensor) -> Iterator[slice]:
+def row_chunks(left_RNK: Tensor, weight_DF: Tensor) -> Iterator[slice]:
+    """Rows whose pairs are held at a time."""
     numbers = NUMBERS.get(left_RNK.device.type, MANY_NUMBERS)
     num_rows = max(numbers // max(weight_DF.shape[1], 1), FEWEST_ROWS)
     for first in range(0, len(left_RNK), num_rows):

@@ -1,8 +1,6 @@
 """The steps of int8 products on a CPU, each one pass over memory; numba is imported at the first call only."""
 
 import functools
-import importlib.util
-import os
 from typing import Any
 
 import torch
@@ -10,26 +8,16 @@ from torch import Tensor
 
 from multilin.ops.int8.portable import PortableSteps, draw_seed
 from multilin.ops.int8.rounded import Rounded
+from multilin.ops.numba_kernels import is_forked, why_not
 
-_is_forked = False
 _NARROWEST_BLOCKS = 8  # fewer blocks than SIMD lanes: the loop over them is too short
-
-
-def _after_fork() -> None:
-    global _is_forked
-    _is_forked = True
-
-
-if hasattr(os, "register_at_fork"):
-    # The threads of OpenMP do not survive a fork.
-    os.register_at_fork(after_in_child=_after_fork)
 
 
 def why_no_kernels() -> str | None:
     """The reason against them."""
-    if _is_forked:
+    if is_forked():
         return "a forked process cannot start the threads of the kernels"
-    return None if importlib.util.find_spec("numba") else "numba is not installed"
+    return why_not()
 
 
 @functools.cache

@@ -4,22 +4,15 @@ The formulas and kernels are in the `cpu_global` and `cpu_windowed` files. Here 
 gradients and with shapes for tracing, so that autograd, autocast, compile and export know them.
 """
 
-import importlib.util
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from multilin.ops.numba_kernels import why_not as why_not
 from multilin.ops.prefix_softmax.cpu_run import Kept, empty_gradients, empty_kept, run_backward, run_forward
 from multilin.ops.prefix_softmax.tokens import PrefixSoftmaxState, last_tokens, read_state_first
-
-_IS_INSTALLED = importlib.util.find_spec("numba") is not None
-
-
-def why_not() -> str | None:
-    """The reason why this installation cannot use these kernels."""
-    return None if _IS_INSTALLED else "numba is not installed"
 
 
 def prefix_softmax(

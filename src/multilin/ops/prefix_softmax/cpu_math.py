@@ -14,30 +14,16 @@ from llvmlite import ir
 from numba import carray, njit, types
 from numba.extending import intrinsic
 
-SCALARS = {"fastmath": {"contract", "nsz"}, "error_model": "numpy"}
-DOTS = {"fastmath": {"contract", "nsz", "reassoc"}, "error_model": "numpy"}
+from multilin.ops.numba_kernels.intrinsics import DOTS as DOTS
+from multilin.ops.numba_kernels.intrinsics import SCALARS as SCALARS
+from multilin.ops.numba_kernels.intrinsics import like
+from multilin.ops.numba_kernels.intrinsics import narrow as narrow
+from multilin.ops.numba_kernels.intrinsics import widen as widen
+from multilin.ops.numba_kernels.parts import floats as floats
 
 LOWEST = np.float32(np.finfo(np.float32).min)
 ZERO, ONE = np.float32(0), np.float32(1)
 TINY = 1e-300
-
-
-@intrinsic
-def like(typing_context: Any, pointer: Any, address: Any) -> Any:
-    """The address as a pointer to what `pointer` points to."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.inttoptr(arguments[1], context.get_value_type(pointer))
-
-    return pointer(pointer, types.int64), generate
-
-
-@intrinsic
-def _to_float32_pointer(typing_context: Any, address: Any) -> Any:
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.inttoptr(arguments[0], ir.FloatType().as_pointer())
-
-    return types.CPointer(types.float32)(types.int64), generate
 
 
 @intrinsic
@@ -46,35 +32,6 @@ def _to_byte_pointer(typing_context: Any, address: Any) -> Any:
         return builder.inttoptr(arguments[0], ir.IntType(8).as_pointer())
 
     return types.CPointer(types.uint8)(types.int64), generate
-
-
-@intrinsic
-def widen(typing_context: Any, number: Any) -> Any:
-    """Float32 of a float32, or of the bits of a bf16."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        if number == types.float32:
-            return arguments[0]
-        bits = builder.zext(arguments[0], ir.IntType(32))
-        return builder.bitcast(builder.shl(bits, ir.Constant(ir.IntType(32), 16)), ir.FloatType())
-
-    return types.float32(number), generate
-
-
-@intrinsic
-def narrow(typing_context: Any, number: Any, other: Any) -> Any:
-    """A float32 in the type of `other`: itself, or the bits of the nearest bf16, ties to even."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        if other == types.float32:
-            return arguments[0]
-        word = ir.IntType(32)
-        bits = builder.bitcast(arguments[0], word)
-        last = builder.and_(builder.lshr(bits, ir.Constant(word, 16)), ir.Constant(word, 1))
-        rounded = builder.add(builder.add(bits, ir.Constant(word, 0x7FFF)), last)
-        return builder.trunc(builder.lshr(rounded, ir.Constant(word, 16)), ir.IntType(16))
-
-    return other(types.float32, other), generate
 
 
 @intrinsic
@@ -97,12 +54,6 @@ def _power_of_two(typing_context: Any, exponent: Any) -> Any:
 def row(values: Any, address: int, num_heads: int, width: int) -> Any:
     """The (H, D) array at an address, of the type that the pointer `values` points to."""
     return carray(like(values, address), (num_heads, width))
-
-
-@njit
-def floats(address: int, rows: int, columns: int) -> Any:
-    """The (rows, columns) float32 array at an address."""
-    return carray(_to_float32_pointer(address), (rows, columns))
 
 
 @njit

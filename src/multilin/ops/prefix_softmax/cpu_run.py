@@ -50,8 +50,8 @@ def run_forward(
     needs_state: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Kept]:
     """Means, the summary token after them (of no size if not needed, or with a window), and what is kept."""
+    from multilin.ops.numba_kernels.launch import launch, num_threads
     from multilin.ops.prefix_softmax import cpu_global_forward, cpu_windowed_forward
-    from multilin.ops.prefix_softmax.cpu_launch import launch, num_threads
 
     B, T, H, D = values.shape
     logits, values = _rows(logits), _rows(values)
@@ -126,8 +126,8 @@ def run_backward(
     has_state: bool,
 ) -> Gradients:
     """Gradients of all inputs of `run_forward`; `means` are read with a window only."""
+    from multilin.ops.numba_kernels.launch import launch, num_threads
     from multilin.ops.prefix_softmax import cpu_global_backward, cpu_windowed_backward
-    from multilin.ops.prefix_softmax.cpu_launch import launch, num_threads
 
     B, T, H, D = values.shape
     values, dmeans = _rows(values), _rows(dmeans)

@@ -4,7 +4,7 @@ import contextlib
 import ctypes
 import functools
 import hashlib
-import os
+import inspect
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,38 +18,44 @@ from numba import cfunc, njit, prange, types
 from numba.core import event
 from numba.extending import intrinsic
 
-from multilin.ops.prefix_softmax.cpu_math import SCALARS
-from multilin.ops.prefix_softmax.cpu_task import Task
+from multilin.ops.numba_kernels import is_forked
+from multilin.ops.numba_kernels.intrinsics import SCALARS
 
 SMALL = 2**15  # elements up to which waking a second thread takes longer than the work
 
-COMPILING = "prefix_softmax: compiling for this processor, once; this takes some seconds"
+COMPILING = "CPU kernels: compiling for this processor, once; this takes some seconds"
 
 _ELEMENTS = {torch.float32: types.float32, torch.bfloat16: types.uint16}
 _Kernel = Callable[..., None]
-_is_forked = False
-
-
-def _after_fork() -> None:
-    global _is_forked
-    _is_forked = True
-
-
-if hasattr(os, "register_at_fork"):
-    # The threads of OpenMP do not survive a fork, and entering a parallel region then hangs or kills the process.
-    os.register_at_fork(after_in_child=_after_fork)
 
 
 def num_threads(num_elements: int) -> int:
     """Threads to use for tensors of that size: those of PyTorch, but one for little work and in a forked process."""
-    if num_elements <= SMALL or _is_forked:
+    if num_elements <= SMALL or is_forked():
         return 1
     return min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS)
 
 
-def launch(kernel: _Kernel, task: Task, dtype: torch.dtype, times: int, threads: int) -> None:
-    """Call the kernel for index = 0 .. times - 1, on so many threads; the values it reads are of that type."""
-    address, function = _compiled(kernel, dtype)
+def launch(
+    kernel: _Kernel,
+    task: ctypes.Structure,
+    dtype: torch.dtype,
+    times: int,
+    threads: int,
+    *,
+    result_dtype: torch.dtype | None = None,
+) -> None:
+    """Call kernel(task, elements, index, sources) for index = 0 .. times - 1, on so many threads.
+
+    Args:
+        kernel: elements is a null pointer that tells the type of the numbers, sources means nothing to it.
+        task: what the kernel reads, a structure of 64-bit numbers.
+        dtype: of the numbers, float32 or bf16.
+        times: pieces of work.
+        threads: to share them.
+        result_dtype: of a second kind of numbers: elements then points to pairs of both.
+    """
+    address, function = _compiled(kernel, type(task), dtype, result_dtype)
     p_task = ctypes.addressof(task)
     if threads == 1 or times == 1:
         for index in range(times):
@@ -60,10 +66,16 @@ def launch(kernel: _Kernel, task: Task, dtype: torch.dtype, times: int, threads:
 
 
 @functools.cache
-def _compiled(kernel: _Kernel, dtype: torch.dtype) -> tuple[int, Callable[..., None]]:
+def _compiled(
+    kernel: _Kernel, task: type[ctypes.Structure], dtype: torch.dtype, result_dtype: torch.dtype | None
+) -> tuple[int, Callable[..., None]]:
     """The kernel's address, and the kernel as a function of ctypes."""
-    pointer = types.CPointer(numba.from_dtype(np.dtype(Task)))
-    signature = types.void(pointer, types.CPointer(_ELEMENTS[dtype]), types.int64, types.Opaque(_sources()))
+    element = _ELEMENTS[dtype]
+    if result_dtype is not None:
+        element = types.Tuple((element, _ELEMENTS[result_dtype]))
+    pointer = types.CPointer(numba.from_dtype(np.dtype(task)))
+    sources = types.Opaque(_sources(Path(inspect.getfile(kernel)).parent))
+    signature = types.void(pointer, types.CPointer(element), types.int64, sources)
     with _said_when_compiling():
         compiled = cfunc(signature, cache=True, **SCALARS)(kernel)
     prototype = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p)
@@ -71,10 +83,10 @@ def _compiled(kernel: _Kernel, dtype: torch.dtype) -> tuple[int, Callable[..., N
 
 
 @functools.cache
-def _sources() -> str:
-    """A name for the text of all kernels: numba's cache alone looks at the file of the compiled function only."""
+def _sources(folder: Path) -> str:
+    """A name for the text of a folder's kernels: numba's cache alone looks at the file of the compiled function."""
     digest = hashlib.sha256()
-    for path in sorted(Path(__file__).parent.glob("cpu*.py")):
+    for path in (*sorted(folder.glob("cpu*.py")), *sorted(Path(__file__).parent.glob("*.py"))):
         digest.update(path.read_bytes())
     return f"kernels {digest.hexdigest()}"
 

@@ -1,0 +1,56 @@
+"""Pairs of numbers turned by angles, as rotary positions do."""
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from multilin.errors import InputError
+from multilin.ops.dispatch import Backend, Op
+from multilin.ops.numba_kernels import why_not
+from multilin.ops.rotary import cpu, reference
+
+__all__ = ["ROTARY", "rotary"]
+
+ROTARY = Op(
+    "rotary",
+    [
+        Backend(
+            "numba (compiled, one pass)",
+            cpu.rotary,
+            device="cpu",
+            dtypes=(torch.float32, torch.bfloat16),
+            why_not=why_not,
+        ),
+        Backend("reference (PyTorch)", reference.rotary),
+    ],
+)
+
+
+def rotary(
+    x: Float[Tensor, "B T H D"], cos: Float[Tensor, "B T P"], sin: Float[Tensor, "B T P"], *, block: int
+) -> Float[Tensor, "B T H D"]:
+    """Turn each pair of numbers of every head by the angle of its position.
+
+        y_i = x_i cos - x_j sin        y_j = x_i sin + x_j cos        j = i + block / 2, inside aligned blocks
+
+    Args:
+        x: (B, T, H, D) in any float dtype.
+        cos, sin: (B, T, D / 2) of the angles, pairs in the order of i, float32 or better; they get no gradient.
+        block: even, a divisor of D.
+
+    Returns:
+        (B, T, H, D) in the dtype of x.
+
+    Raises:
+        InputError: a block or shapes that do not fit.
+
+    Cost: one pass over x each way; nothing but the angles is kept.
+    Source: RoFormer's rotary positions, with pairs as TScale places them.
+    """
+    width = x.shape[-1]
+    if block < 2 or block % 2 or width % block:
+        raise InputError(f"block: {block} given, but it must be even and divide the width, {width}")
+    if cos.shape != (*x.shape[:2], width // 2) or sin.shape != cos.shape:
+        raise InputError(f"cos: shape {tuple(cos.shape)} given for x {tuple(x.shape)}, but it must be (B, T, D / 2)")
+    result: Tensor = ROTARY.backend_for(x.device, x.dtype).compute(x, cos, sin, block)
+    return result

@@ -1,0 +1,59 @@
+"""Vectors divided by their root mean square, tile by tile."""
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from multilin.errors import InputError
+from multilin.ops.dispatch import Backend, Op
+from multilin.ops.numba_kernels import why_not
+from multilin.ops.tile_norm import cpu, reference
+
+__all__ = ["TILE_NORM", "tile_norm"]
+
+TILE_NORM = Op(
+    "tile_norm",
+    [
+        Backend(
+            "numba (compiled, one pass)",
+            cpu.tile_norm,
+            device="cpu",
+            dtypes=(torch.float32, torch.bfloat16),
+            why_not=why_not,
+        ),
+        Backend("reference (PyTorch)", reference.tile_norm),
+    ],
+)
+
+
+def tile_norm(
+    x: Float[Tensor, "*batch D"], *, tile: int | None = None, dtype: torch.dtype | None = None
+) -> Float[Tensor, "*batch D"]:
+    """Each tile of the last axis divided by its root mean square; a zero tile stays 0, and so does its gradient.
+
+        y_i = x_i / sqrt(mean of x_j^2 over the tile of i)
+
+    Args:
+        x: (..., D) in any float dtype; sums are taken in float32 or better.
+        tile: width of a tile, a divisor of D; None is the whole vector.
+        dtype: of the result, where another one is to be read next; None is that of x.
+
+    Returns:
+        (..., D).
+
+    Raises:
+        InputError: a tile that does not divide D.
+
+    Cost: one pass over x forward; one over x and the result's gradient backward, for which x is kept.
+    Source: TScale and 3Lin, whose states and projections are normalised so.
+    """
+    width = x.shape[-1]
+    size = width if tile is None else tile
+    if size < 1 or width % size:
+        raise InputError(f"tile: {tile} given, but it must divide the width, {width}")
+    dtype = dtype or x.dtype
+    backend = TILE_NORM.backend_for(x.device, x.dtype)
+    if backend.dtypes is not None and dtype not in backend.dtypes:
+        backend = TILE_NORM.backends[-1]
+    result: Tensor = backend.compute(x, size, dtype)
+    return result

@@ -83,7 +83,9 @@ def results(case: Case, double: bool) -> dict[str, Tensor]:
     )
     weight = make_values(shape, seed=3).to(case.dtype).to(means.dtype)
     after_logits = after.logits_BSH.masked_fill(after.logits_BSH == -torch.inf, 0.0)
-    loss = (means * weight).sum() + after.values_BSHD.sin().sum() + after_logits.sin().sum()
+    # Linear in the logits of the state: near 80 their rounding alone would change the gradient of anything else.
+    after_weight = make_values(after_logits.shape, seed=5).to(after_logits.dtype)
+    loss = (means * weight).sum() + after.values_BSHD.sin().sum() + (after_logits * after_weight).sum()
     gradients = torch.autograd.grad(loss, inputs.values(), allow_unused=True, materialize_grads=True)
     found = {"means": means, "after logits": after_logits, "after values": after.values_BSHD}
     return found | {f"d {name}": gradient for name, gradient in zip(inputs, gradients, strict=True)}

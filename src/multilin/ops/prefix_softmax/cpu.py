@@ -111,10 +111,11 @@ def _backward_shapes(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    _, values, own, _, _, state_values, window, _, keeps, _ = inputs
+    _, values, own, _, _, state_values, window, null, keeps, _ = inputs
     means, _, final_values, *kept = output
-    # Only a window reads its means again: without one their memory can be freed.
-    ctx.save_for_backward(values, final_values, *kept, *([means] if window is not None else []))
+    # Gated means of the whole past are not read again: their memory can be freed.
+    reads_means = window is not None or (own is None and null == -torch.inf)
+    ctx.save_for_backward(values, final_values, *kept, *([means] if reads_means else []))
     ctx.window, ctx.has_own, ctx.has_state, ctx.keeps = window, own is not None, state_values is not None, keeps
     ctx.set_materialize_grads(False)
 

@@ -15,18 +15,21 @@ from numba import carray, njit
 
 from multilin.ops.prefix_softmax.cpu_math import (
     LOWEST,
+    MEANS,
     ONE,
+    RUNNING,
     SCALARS,
+    VALUES,
     ZERO,
     assign,
     exp_negative,
     floats,
     gate_row,
-    narrow,
+    get,
     prefix_weights,
+    put,
     row,
     starts_at,
-    widen,
 )
 from multilin.ops.prefix_softmax.cpu_task import ROWS
 
@@ -106,33 +109,36 @@ def write_state(task: Any, b: int, top: Any, total: Any, mean: Any) -> None:
 @njit(forceinline=True, **SCALARS)
 def add_row(mean: Any, v: Any, w: Any, a: Any, i: int) -> None:
     """One more token in the running means."""
-    for h in range(mean.shape[0]):
+    H, D = mean.shape
+    for h in range(H):
         weight, decay = w[i, h], a[i, h]
-        for d in range(mean.shape[1]):
-            mean[h, d] = mean[h, d] * decay + weight * widen(v[h, d])
+        for k in range(h * D, h * D + D):
+            put(mean, k, decay * get(mean, k, RUNNING) + weight * get(v, k, VALUES), RUNNING)
 
 
 @njit(forceinline=True, **SCALARS)
 def mean_row(mean: Any, v: Any, y: Any, w: Any, a: Any, i: int) -> None:
     """As `add_row`, and the means are the result."""
-    for h in range(mean.shape[0]):
+    H, D = mean.shape
+    for h in range(H):
         weight, decay = w[i, h], a[i, h]
-        for d in range(mean.shape[1]):
-            m = mean[h, d] * decay + weight * widen(v[h, d])
-            mean[h, d] = m
-            y[h, d] = narrow(m, y[h, d])
+        for k in range(h * D, h * D + D):
+            m = decay * get(mean, k, RUNNING) + weight * get(v, k, VALUES)
+            put(mean, k, m, RUNNING)
+            put(y, k, m, MEANS)
 
 
 @njit(forceinline=True, **SCALARS)
 def gated_row(mean: Any, v: Any, y: Any, w: Any, a: Any, g: Any, o: Any, i: int) -> None:
     """As `mean_row`, gated."""
-    for h in range(mean.shape[0]):
+    H, D = mean.shape
+    for h in range(H):
         weight, decay, past, own = w[i, h], a[i, h], g[i, h], o[i, h]
-        for d in range(mean.shape[1]):
-            x = widen(v[h, d])
-            m = mean[h, d] * decay + weight * x
-            mean[h, d] = m
-            y[h, d] = narrow(past * m + own * x, y[h, d])
+        for k in range(h * D, h * D + D):
+            x = get(v, k, VALUES)
+            m = decay * get(mean, k, RUNNING) + weight * x
+            put(mean, k, m, RUNNING)
+            put(y, k, past * m + own * x, MEANS)
 
 
 @njit(**SCALARS)

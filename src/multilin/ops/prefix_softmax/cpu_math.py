@@ -21,6 +21,11 @@ LOWEST = np.float32(np.finfo(np.float32).min)
 ZERO, ONE = np.float32(0), np.float32(1)
 TINY = 1e-300
 
+# NAMES of arrays for `get` and `put`. The compiler vectorises a loop only if what is stored in it cannot change what is
+# read, and checking that in every row took longer than the work. Overlapping arrays must have the same name.
+VALUES, MEANS, DMEANS, DVALUES, RUNNING, LATER, ROUNDING = range(7)
+NUM_NAMES = 7
+
 
 @intrinsic
 def like(typing_context: Any, pointer: Any, address: Any) -> Any:
@@ -48,33 +53,65 @@ def _to_byte_pointer(typing_context: Any, address: Any) -> Any:
     return types.CPointer(types.uint8)(types.int64), generate
 
 
+def _from_bf16(builder: Any, bits: Any) -> Any:
+    word = ir.IntType(32)
+    return builder.bitcast(builder.shl(builder.zext(bits, word), ir.Constant(word, 16)), ir.FloatType())
+
+
+def _to_bf16(builder: Any, number: Any) -> Any:
+    """The bits of the nearest bf16, ties to even."""
+    word = ir.IntType(32)
+    bits = builder.bitcast(number, word)
+    last = builder.and_(builder.lshr(bits, ir.Constant(word, 16)), ir.Constant(word, 1))
+    rounded = builder.add(builder.add(bits, ir.Constant(word, 0x7FFF)), last)
+    return builder.trunc(builder.lshr(rounded, ir.Constant(word, 16)), ir.IntType(16))
+
+
 @intrinsic
-def widen(typing_context: Any, number: Any) -> Any:
-    """Float32 of a float32, or of the bits of a bf16."""
+def rounded_like(typing_context: Any, number: Any, array: Any) -> Any:
+    """A float32 after it was stored in the array and read again."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        if number == types.float32:
-            return arguments[0]
-        bits = builder.zext(arguments[0], ir.IntType(32))
-        return builder.bitcast(builder.shl(bits, ir.Constant(ir.IntType(32), 16)), ir.FloatType())
+        number = arguments[0]
+        return number if array.dtype == types.float32 else _from_bf16(builder, _to_bf16(builder, number))
 
-    return types.float32(number), generate
+    return types.float32(types.float32, array), generate
 
 
-@intrinsic
-def narrow(typing_context: Any, number: Any, other: Any) -> Any:
-    """A float32 in the type of `other`: itself, or the bits of the nearest bf16, ties to even."""
+def _element(context: Any, builder: Any, array: Any, value: Any, index: Any) -> Any:
+    return builder.gep(context.make_array(array)(context, builder, value).data, [index])
+
+
+def _mark(module: Any, instruction: Any, name: int) -> None:
+    domain = module.add_metadata(["arrays"])
+    scopes = [module.add_metadata([f"array {i}", domain]) for i in range(NUM_NAMES)]
+    instruction.set_metadata("alias.scope", module.add_metadata([scopes[name]]))
+    instruction.set_metadata("noalias", module.add_metadata([x for x in scopes if x is not scopes[name]]))
+
+
+@intrinsic(prefer_literal=True)
+def get(typing_context: Any, array: Any, index: Any, name: Any) -> Any:
+    """Number `index` of a contiguous array, in float32; arrays of different names never overlap (see NAMES)."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        if other == types.float32:
-            return arguments[0]
-        word = ir.IntType(32)
-        bits = builder.bitcast(arguments[0], word)
-        last = builder.and_(builder.lshr(bits, ir.Constant(word, 16)), ir.Constant(word, 1))
-        rounded = builder.add(builder.add(bits, ir.Constant(word, 0x7FFF)), last)
-        return builder.trunc(builder.lshr(rounded, ir.Constant(word, 16)), ir.IntType(16))
+        number = builder.load(_element(context, builder, array, *arguments[:2]))
+        _mark(builder.module, number, name.literal_value)
+        return number if array.dtype == types.float32 else _from_bf16(builder, number)
 
-    return other(types.float32, other), generate
+    return types.float32(array, types.int64, name), generate
+
+
+@intrinsic(prefer_literal=True)
+def put(typing_context: Any, array: Any, index: Any, number: Any, name: Any) -> Any:
+    """Store a float32 as number `index` of a contiguous array; arrays of different names never overlap (see NAMES)."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        number = arguments[2] if array.dtype == types.float32 else _to_bf16(builder, arguments[2])
+        place = _element(context, builder, array, *arguments[:2])
+        _mark(builder.module, builder.store(number, place), name.literal_value)
+        return context.get_dummy_value()
+
+    return types.void(array, types.int64, types.float32, name), generate
 
 
 @intrinsic

@@ -125,7 +125,7 @@ def run_backward(
     has_own: bool,
     has_state: bool,
 ) -> Gradients:
-    """Gradients of all inputs of `run_forward`; `means` are read with a window only."""
+    """Gradients of all inputs of `run_forward`; `means` are not read where the whole past is gated."""
     from multilin.ops.prefix_softmax import cpu_global_backward, cpu_windowed_backward
     from multilin.ops.prefix_softmax.cpu_launch import launch, num_threads
 
@@ -134,10 +134,11 @@ def run_backward(
     gradients = empty_gradients(values, has_own=has_own, has_state=has_state)
     threads = num_threads(values.numel())
     parts = _num_parts(threads, B, T, window)
-    task = Task(B, T, H, D, window or 0, parts, kept.weights.shape[1] == 5, True)
+    is_gated = kept.weights.shape[1] == 5
+    task = Task(B, T, H, D, window or 0, parts, is_gated, True)
     for name, tensor in (("values", values), ("dmeans", dmeans), ("dvalues", gradients.values)):
         _set_rows(task, name, tensor)
-    if window is not None:
+    if window is not None or not is_gated:
         _set_rows(task, "means", means)
     _set_kept(task, kept)
     task.dlogits = gradients.logits.data_ptr()

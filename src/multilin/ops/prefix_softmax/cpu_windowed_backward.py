@@ -14,89 +14,104 @@ from typing import Any
 import numpy as np
 from numba import carray, njit
 
-from multilin.ops.prefix_softmax.cpu_math import DOTS, ZERO, floats, narrow, row, widen
-from multilin.ops.prefix_softmax.cpu_task import ROWS
+from multilin.ops.prefix_softmax.cpu_math import (
+    DMEANS,
+    DOTS,
+    DVALUES,
+    LATER,
+    MEANS,
+    ONE,
+    ROUNDING,
+    RUNNING,
+    VALUES,
+    ZERO,
+    floats,
+    get,
+    put,
+    row,
+)
 from multilin.ops.prefix_softmax.cpu_windowed_forward import OWN, A, B, G, H, U, W, part_bounds, plane
 
 
 @njit(forceinline=True, **DOTS)
 def dot_row(dy: Any, y: Any, dot: Any, i: int) -> None:
     """r = dy . y of every head."""
-    for h in range(dy.shape[0]):
+    H, D = y.shape
+    for h in range(H):
         r = ZERO
-        for d in range(dy.shape[1]):
-            r += widen(dy[h, d]) * widen(y[h, d])
+        for k in range(h * D, h * D + D):
+            r += get(dy, k, DMEANS) * get(y, k, MEANS)
         dot[i, h] += r
 
 
 @njit(forceinline=True, **DOTS)
 def later_row(later: Any, dy: Any, decay: Any, share: Any, i: int) -> None:
     """B_r = b_(r-1) B_(r-1) + h_t dy_t."""
-    for h in range(later.shape[1]):
-        a, s = decay[i - 1, h], share[h]
-        for d in range(later.shape[2]):
-            later[i, h, d] = a * later[i - 1, h, d] + s * widen(dy[h, d])
+    _, H, D = later.shape
+    for h in range(H):
+        a, s, new = decay[i - 1, h], share[h], (i * H + h) * D
+        for d in range(D):
+            B_r = a * get(later, new - H * D + d, LATER) + s * get(dy, h * D + d, DMEANS)
+            put(later, new + d, B_r, LATER)
 
 
 @njit(forceinline=True, **DOTS)
 def back_row(
-    S: Any,
-    later: Any,
-    R: Any,
-    later_dots: Any,
-    v: Any,
-    dy: Any,
-    dv: Any,
-    w: Any,
-    a: Any,
-    u: Any,
-    g: Any,
-    dot: Any,
-    dlogits: Any,
-    i: int,
-) -> None:
+    S: Any, later: Any, R: Any, later_dots: Any, v: Any, y: Any, dy: Any, dv: Any, w: Any, a: Any, u: Any, g: Any,
+    dot: Any, dlogits: Any, i: int,
+) -> None:  # fmt: skip
     """One position backward. S (A above) and R come from the later positions of the block, and go on times a."""
-    for h in range(S.shape[0] - 1, -1, -1):
-        weight, decay, other, share, q = w[i, h], a[i, h], u[i, h], g[i, h], ZERO
-        for d in range(S.shape[1]):
-            s = S[h, d] + share * widen(dy[h, d])
-            z = weight * s + other * later[i, h, d]
-            q += z * widen(v[h, d])
-            dv[h, d] = narrow(z, dv[h, d])
-            S[h, d] = decay * s
-        r = R[h] + share * dot[i, h]
-        dlogits[i, h] = q - (weight * r + other * later_dots[i, h])
-        R[h] = decay * r
+    H, D = S.shape
+    B_r = i * H * D
+    for h in range(H - 1, -1, -1):
+        weight, decay, other, share, q, r = w[i, h], a[i, h], u[i, h], g[i, h], ZERO, ZERO
+        for k in range(h * D, h * D + D):
+            gradient = get(dy, k, DMEANS)
+            r += gradient * get(y, k, MEANS)
+            s = get(S, k, RUNNING) + share * gradient
+            z = weight * s + other * get(later, B_r + k, LATER)
+            q += z * get(v, k, VALUES)
+            put(dv, k, z, DVALUES)
+            put(S, k, decay * s, RUNNING)
+        dot[i, h] = r
+        total = R[h] + share * r
+        dlogits[i, h] = q - (weight * total + other * later_dots[i, h])
+        R[h] = decay * total
 
 
 @njit(forceinline=True, **DOTS)
-def own_back_row(
-    S: Any, later: Any, R: Any, later_dots: Any, v: Any, dy: Any, dv: Any, w: Any, a: Any, u: Any, g: Any, o: Any,
-    dot: Any, dlogits: Any, down: Any, i: int,
+def full_back_row(
+    S: Any, later: Any, R: Any, later_dots: Any, v: Any, y: Any, rounding: Any, dy: Any, dv: Any, w: Any, a: Any,
+    u: Any, g: Any, o: Any, lost: float, dot: Any, dlogits: Any, down: Any, i: int,
 ) -> None:  # fmt: skip
-    """As `back_row`, with an own term."""
-    for h in range(S.shape[0] - 1, -1, -1):
-        weight, decay, other, share, own, q, of_own = w[i, h], a[i, h], u[i, h], g[i, h], o[i, h], ZERO, ZERO
-        for d in range(S.shape[1]):
-            x, gradient = widen(v[h, d]), widen(dy[h, d])
-            s = S[h, d] + share * gradient
-            z = weight * s + other * later[i, h, d]
+    """As `back_row`, with an own term and what y lost by rounding; what is not there has weight 0 in o and lost."""
+    H, D = S.shape
+    B_r = i * H * D
+    for h in range(H - 1, -1, -1):
+        weight, decay, other, share, own = w[i, h], a[i, h], u[i, h], g[i, h], o[i, h]
+        q, r, of_own = ZERO, ZERO, ZERO
+        for k in range(h * D, h * D + D):
+            x, gradient = get(v, k, VALUES), get(dy, k, DMEANS)
+            r += gradient * (get(y, k, MEANS) + lost * get(rounding, k, ROUNDING))
+            s = get(S, k, RUNNING) + share * gradient
+            z = weight * s + other * get(later, B_r + k, LATER)
             q += z * x
             of_own += x * gradient
-            dv[h, d] = narrow(z + own * gradient, dv[h, d])
-            S[h, d] = decay * s
-        r = R[h] + share * dot[i, h]
-        dlogits[i, h] = q - (weight * r + other * later_dots[i, h])
-        down[i, h] = own * (of_own - dot[i, h])
-        R[h] = decay * r
+            put(dv, k, z + own * gradient, DVALUES)
+            put(S, k, decay * s, RUNNING)
+        dot[i, h] = r
+        total = R[h] + share * r
+        dlogits[i, h] = q - (weight * total + other * later_dots[i, h])
+        down[i, h] = own * (of_own - r)
+        R[h] = decay * total
 
 
 @njit(**DOTS)
-def compute_dots(task: Any, values: Any, b: int, first: int, begin: int, end: int, dots: Any) -> None:
-    """r = dy . y of rows begin <= i < end of the block at `first`, with what y lost by rounding if that is there."""
+def compute_dots(task: Any, values: Any, b: int, first: int, num_rows: int, dots: Any) -> None:
+    """r = dy . y of rows from `first`, with what y lost by rounding if that is there."""
     num_heads, width = task.num_heads, task.width
-    dots[begin:end] = ZERO
-    for i in range(begin, end):
+    dots[:] = ZERO
+    for i in range(num_rows):
         dy = row(values, task.dmeans + task.dmeans_batch * b + task.dmeans_row * (first + i), num_heads, width)
         offset = task.means_batch * b + task.means_row * (first + i)
         dot_row(dy, row(values, task.means + offset, num_heads, width), dots, i)
@@ -124,40 +139,36 @@ def gather_later(task: Any, values: Any, b: int, first: int, dots: Any, later: A
 
 @njit(**DOTS)
 def backward_block(
-    task: Any,
-    values: Any,
-    b: int,
-    first: int,
-    n: int,
-    dots: Any,
-    S: Any,
-    R: Any,
-    later: Any,
-    later_dots: Any,
-) -> None:
+    task: Any, values: Any, b: int, first: int, n: int, dots: Any, S: Any, R: Any, later: Any, later_dots: Any,
+    no_own: Any, unused: Any,
+) -> None:  # fmt: skip
     """Gradients of the block at `first`."""
     num_heads, width = task.num_heads, task.width
     w, a, g = plane(task, b, W, first, n), plane(task, b, A, first, n), plane(task, b, G, first, n)
     u = plane(task, b, U, first, n)
     p_values, p_dmeans = task.values + task.values_batch * b, task.dmeans + task.dmeans_batch * b
-    p_dvalues = task.dvalues + task.dvalues_batch * b
+    p_means, p_dvalues = task.means + task.means_batch * b, task.dvalues + task.dvalues_batch * b
+    p_rounding, lost = (p_means, ZERO) if task.rounding == 0 else (task.rounding + task.means_batch * b, ONE)
+    is_plain = task.own == 0 and task.rounding == 0
     S[:] = ZERO
     R[:] = ZERO
     p_scalars = 4 * (b * task.num_time + first) * num_heads
-    dlogits, o, down = floats(task.dlogits + p_scalars, n, num_heads), w, w
+    dlogits, o, down = floats(task.dlogits + p_scalars, n, num_heads), no_own, unused
     if task.own != 0:
         o, down = plane(task, b, OWN, first, n), floats(task.down + p_scalars, n, num_heads)
     for i in range(n - 1, -1, -1):
         t = first + i
-        if i == n - 1 or (i + 1) % ROWS == 0:
-            compute_dots(task, values, b, first, i // ROWS * ROWS, i + 1, dots)
         v = row(values, p_values + task.values_row * t, num_heads, width)
+        y = row(values, p_means + task.means_row * t, num_heads, width)
         dy = row(values, p_dmeans + task.dmeans_row * t, num_heads, width)
         dv = row(values, p_dvalues + task.dvalues_row * t, num_heads, width)
-        if task.own != 0:
-            own_back_row(S, later, R, later_dots, v, dy, dv, w, a, u, g, o, dots, dlogits, down, i)
+        if is_plain:
+            back_row(S, later, R, later_dots, v, y, dy, dv, w, a, u, g, dots, dlogits, i)
         else:
-            back_row(S, later, R, later_dots, v, dy, dv, w, a, u, g, dots, dlogits, i)
+            rounding = row(values, p_rounding + task.means_row * t, num_heads, width)
+            full_back_row(
+                S, later, R, later_dots, v, y, rounding, dy, dv, w, a, u, g, o, lost, dots, dlogits, down, i
+            )  # fmt: skip
 
 
 def backward(tasks: Any, values: Any, index: int, sources: Any) -> None:
@@ -169,12 +180,13 @@ def backward(tasks: Any, values: Any, index: int, sources: Any) -> None:
     S, R = np.empty((num_heads, width), np.float32), np.empty(num_heads, np.float32)
     later, later_dots = np.zeros((k, num_heads, width), np.float32), np.zeros((k, num_heads), np.float32)
     dots, next_dots = np.empty((k, num_heads), np.float32), np.empty((k, num_heads), np.float32)
+    no_own, unused = np.zeros((k, num_heads), np.float32), np.empty((k, num_heads), np.float32)
     if last < num_time and first < last:
-        compute_dots(task, values, b, last, 0, min(k, num_time - last), next_dots)
+        compute_dots(task, values, b, last, min(k, num_time - last), next_dots)
     for c in range((last + k - 1) // k - 1, first // k - 1, -1):
         t = c * k
         n, has_next = min(k, num_time - t), t + k < num_time
         if has_next:
             gather_later(task, values, b, t, next_dots, later, later_dots)
-        backward_block(task, values, b, t, n, dots, S, R, later, later_dots)
+        backward_block(task, values, b, t, n, dots, S, R, later, later_dots, no_own, unused)
         dots, next_dots = next_dots, dots

@@ -15,19 +15,25 @@ import numpy as np
 from numba import carray, njit
 
 from multilin.ops.prefix_softmax.cpu_math import (
+    LATER,
     LOWEST,
+    MEANS,
+    ROUNDING,
+    RUNNING,
     SCALARS,
+    VALUES,
     ZERO,
     exponentials,
     floats,
     gate_row,
-    narrow,
+    get,
     prefix_weights,
+    put,
     raise_top,
+    rounded_like,
     row,
     share_out,
     starts_at,
-    widen,
 )
 
 GROUP = 64  # positions whose weights are computed together, or one block if it is longer
@@ -98,21 +104,25 @@ def gate(
 @njit(forceinline=True, **SCALARS)
 def suffix_row(means: Any, v: Any, u: Any, b: Any, i: int) -> None:
     """V_r = b_r V_(r+1) + u_r v_r."""
-    for h in range(means.shape[1] - 1, -1, -1):
-        weight, decay = u[i, h], b[i, h]
-        for d in range(means.shape[2]):
-            means[i, h, d] = decay * means[i + 1, h, d] + weight * widen(v[h, d])
+    _, H, D = means.shape
+    for h in range(H - 1, -1, -1):
+        weight, decay, new = u[i, h], b[i, h], (i * H + h) * D
+        for d in range(D):
+            V = decay * get(means, new + H * D + d, LATER) + weight * get(v, h * D + d, VALUES)
+            put(means, new + d, V, LATER)
 
 
 @njit(forceinline=True, **SCALARS)
 def window_row(mean: Any, suffix: Any, v: Any, y: Any, w: Any, a: Any, g: Any, s: Any, i: int) -> None:
     """The prefix mean moves on by a token; y is merged from prefix and suffix."""
-    for h in range(mean.shape[0]):
+    H, D = mean.shape
+    later = (i + 1) * H * D
+    for h in range(H):
         weight, decay, prefix_share, suffix_share = w[i, h], a[i, h], g[i, h], s[i, h]
-        for d in range(mean.shape[1]):
-            m = mean[h, d] * decay + weight * widen(v[h, d])
-            mean[h, d] = m
-            y[h, d] = narrow(prefix_share * m + suffix_share * suffix[i + 1, h, d], y[h, d])
+        for k in range(h * D, h * D + D):
+            m = decay * get(mean, k, RUNNING) + weight * get(v, k, VALUES)
+            put(mean, k, m, RUNNING)
+            put(y, k, prefix_share * m + suffix_share * get(suffix, later + k, LATER), MEANS)
 
 
 @njit(forceinline=True, **SCALARS)
@@ -120,16 +130,18 @@ def full_row(
     mean: Any, suffix: Any, v: Any, y: Any, rounding: Any, w: Any, a: Any, g: Any, s: Any, o: Any, keeps: bool, i: int
 ) -> None:
     """As `window_row`, with an own term, and with what y loses by rounding if it `keeps` that."""
-    for h in range(mean.shape[0]):
+    H, D = mean.shape
+    later = (i + 1) * H * D
+    for h in range(H):
         weight, decay, prefix_share, suffix_share, own = w[i, h], a[i, h], g[i, h], s[i, h], o[i, h]
-        for d in range(mean.shape[1]):
-            x = widen(v[h, d])
-            m = mean[h, d] * decay + weight * x
-            mean[h, d] = m
-            exact = prefix_share * m + suffix_share * suffix[i + 1, h, d] + own * x
-            y[h, d] = narrow(exact, y[h, d])
+        for k in range(h * D, h * D + D):
+            x = get(v, k, VALUES)
+            m = decay * get(mean, k, RUNNING) + weight * x
+            put(mean, k, m, RUNNING)
+            exact = prefix_share * m + suffix_share * get(suffix, later + k, LATER) + own * x
+            put(y, k, exact, MEANS)
             if keeps:
-                rounding[h, d] = narrow(exact - widen(y[h, d]), rounding[h, d])
+                put(rounding, k, exact - rounded_like(exact, y), ROUNDING)
 
 
 @njit(**SCALARS)

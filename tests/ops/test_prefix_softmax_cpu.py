@@ -137,6 +137,18 @@ def test_threads_share_the_work(two_threads: None, batch: int, window: int | Non
         check(Case(name, (batch, 401, 3, 32), window=window, **options))
 
 
+def test_starting_its_threads_leaves_the_number_of_those_of_pytorch() -> None:
+    program = """
+import torch, multilin.ops.prefix_softmax as op
+torch.set_num_threads(2)
+logits, values = torch.zeros(2, 800, 4, requires_grad=True), torch.zeros(2, 800, 4, 16)
+op.prefix_softmax(logits, values)[0].sum().backward()
+assert torch.get_num_threads() == 2
+"""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "2"}
+    subprocess.run([sys.executable, "-W", "ignore", "-c", program], check=True, env=environment)
+
+
 @pytest.mark.parametrize("window", [None, 50])
 def test_a_large_logit_at_the_beginning_costs_no_precision(window: int | None) -> None:
     logits, values = make_logits("random", (1, 4000, 2)).float(), make_values((1, 4000, 2, 8)).float()

@@ -77,7 +77,9 @@ def results(case: Case, double: bool) -> dict[str, Tensor]:
     )
     weight = make_values(shape, seed=3).to(case.dtype).to(means.dtype)
     after_logits = after.logits_BSH.masked_fill(after.logits_BSH == -torch.inf, 0.0)
-    loss = (means * weight).sum() + after.values_BSHD.sin().sum() + after_logits.sin().sum()
+    # Linear in the logits of the state: near 80 their rounding alone would change the gradient of anything else.
+    after_weight = make_values(after_logits.shape, seed=5).to(after_logits.dtype)
+    loss = (means * weight).sum() + after.values_BSHD.sin().sum() + (after_logits * after_weight).sum()
     gradients = torch.autograd.grad(loss, inputs.values(), allow_unused=True, materialize_grads=True)
     found = {"means": means, "after logits": after_logits, "after values": after.values_BSHD}
     return found | {f"d {name}": gradient for name, gradient in zip(inputs, gradients, strict=True)}
@@ -127,6 +129,18 @@ def test_threads_share_the_work(two_threads: None, batch: int, window: int | Non
     options = {"packed": True, "null": 0.3, "own": True, "continued": True} if everything else {}
     for name in ("random", "spikes"):
         check(Case(name, (batch, 401, 3, 32), window=window, **options))
+
+
+def test_starting_its_threads_leaves_the_number_of_those_of_pytorch() -> None:
+    program = """
+import torch, multilin.ops.prefix_softmax as op
+torch.set_num_threads(2)
+logits, values = torch.zeros(2, 800, 4, requires_grad=True), torch.zeros(2, 800, 4, 16)
+op.prefix_softmax(logits, values)[0].sum().backward()
+assert torch.get_num_threads() == 2
+"""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "2"}
+    subprocess.run([sys.executable, "-W", "ignore", "-c", program], check=True, env=environment)
 
 
 @pytest.mark.parametrize("window", [None, 50])

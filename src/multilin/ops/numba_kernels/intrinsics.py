@@ -51,15 +51,27 @@ def to_float32_pointer(typing_context: Any, address: Any) -> Any:
     return types.CPointer(types.float32)(types.int64), generate
 
 
+def from_bf16(builder: Any, bits: Any) -> Any:
+    """The float32 of a bf16's bits, in a builder's code."""
+    word = ir.IntType(32)
+    return builder.bitcast(builder.shl(builder.zext(bits, word), ir.Constant(word, 16)), ir.FloatType())
+
+
+def to_bf16(builder: Any, number: Any) -> Any:
+    """The bits of the bf16 nearest to a float32, ties to even, in a builder's code."""
+    word = ir.IntType(32)
+    bits = builder.bitcast(number, word)
+    last = builder.and_(builder.lshr(bits, ir.Constant(word, 16)), ir.Constant(word, 1))
+    rounded = builder.add(builder.add(bits, ir.Constant(word, 0x7FFF)), last)
+    return builder.trunc(builder.lshr(rounded, ir.Constant(word, 16)), ir.IntType(16))
+
+
 @intrinsic
 def widen(typing_context: Any, number: Any) -> Any:
     """Float32 of a float32, or of the bits of a bf16."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        if number == types.float32:
-            return arguments[0]
-        bits = builder.zext(arguments[0], ir.IntType(32))
-        return builder.bitcast(builder.shl(bits, ir.Constant(ir.IntType(32), 16)), ir.FloatType())
+        return arguments[0] if number == types.float32 else from_bf16(builder, arguments[0])
 
     return types.float32(number), generate
 
@@ -69,12 +81,6 @@ def narrow(typing_context: Any, number: Any, other: Any) -> Any:
     """A float32 in the type of `other`: itself, or the bits of the nearest bf16, ties to even."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        if other == types.float32:
-            return arguments[0]
-        word = ir.IntType(32)
-        bits = builder.bitcast(arguments[0], word)
-        last = builder.and_(builder.lshr(bits, ir.Constant(word, 16)), ir.Constant(word, 1))
-        rounded = builder.add(builder.add(bits, ir.Constant(word, 0x7FFF)), last)
-        return builder.trunc(builder.lshr(rounded, ir.Constant(word, 16)), ir.IntType(16))
+        return arguments[0] if other == types.float32 else to_bf16(builder, arguments[0])
 
     return other(types.float32, other), generate

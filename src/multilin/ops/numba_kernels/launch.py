@@ -61,8 +61,12 @@ def launch(
         for index in range(times):
             function(p_task, None, index, None)
         return
+    threads_of_torch = torch.get_num_threads()
     numba.set_num_threads(threads)
     _parallel()(address, p_task, times)
+    if torch.get_num_threads() != threads_of_torch:
+        # Numba's pool is of the same OpenMP, and starting it sets the number of threads for everyone.
+        torch.set_num_threads(threads_of_torch)
 
 
 @functools.cache

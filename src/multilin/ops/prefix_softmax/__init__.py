@@ -1,5 +1,7 @@
 """The running softmax mean of values, over the whole past or a window of it."""
 
+import contextlib
+
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
@@ -78,7 +80,8 @@ def prefix_softmax(
         own_logits = own_logits.to(dtype)
     backend = PREFIX_SOFTMAX.backend_for(values.device, dtype)
     read_values = values if values.dtype in backend.reads else values.to(dtype)
-    with torch.autocast(values.device.type, enabled=False):
+    is_autocast = torch.is_autocast_enabled(values.device.type)
+    with torch.autocast(values.device.type, enabled=False) if is_autocast else contextlib.nullcontext():
         means, state = backend.compute(
             logits.to(dtype), read_values, window=window, own_logits=own_logits, null_logit=null_logit,
             state=state, starts=starts, needs_state=needs_state,

@@ -4,10 +4,12 @@ The formulas and kernels are in the `cpu_global` and `cpu_windowed` files. Here 
 gradients and with shapes for tracing, so that autograd, autocast, compile and export know them.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 from torch.nn.functional import pad
 
 from multilin.ops.numba_kernels import why_not as why_not
@@ -30,8 +32,12 @@ def prefix_softmax(
     null = -torch.inf if null_logit is None else null_logit
     if window is None:
         past = None if state is None else PrefixSoftmaxState(state.logits_BSH.float(), state.values_BSHD.float())
-        means, *final = _means(logits_BTH, values_BTHD, own_logits, starts, past, None, null, needs_state)
-        return means, PrefixSoftmaxState(*final) if needs_state else None
+        means, final_logits, final_values = _means(
+            logits_BTH, values_BTHD, own_logits, starts, past, None, null, needs_state
+        )
+        if not needs_state or final_logits is None or final_values is None:
+            return means, None
+        return means, PrefixSoftmaxState(final_logits, final_values)
 
     num_new = logits_BTH.shape[1]
     logits_BSH, values_BSHD, starts_BS = read_state_first(logits_BTH, values_BTHD, state, starts)
@@ -49,15 +55,15 @@ def prefix_softmax(
 def _means(
     logits: Tensor, values: Tensor, own: Tensor | None, starts: Tensor | None, state: PrefixSoftmaxState | None,
     window: int | None, null: float, needs_state: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     """Means and summary token; without the operator around the kernels, which takes longer than a token, if it can."""
     state_logits, state_values = (None, None) if state is None else state
     inputs = (logits, values, own, state_logits, state_values)
     keeps = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
     arguments = (logits, values, own, starts, state_logits, state_values, window, null, keeps, needs_state)
-    if keeps or torch.compiler.is_compiling() or type(values) is not Tensor:
+    if torch.compiler.is_compiling() or any(type(x) not in (Tensor, Parameter, type(None)) for x in inputs):
         return _forward(*arguments)[:3]
-    return run_forward(*arguments)[:3]
+    return _Eager.apply(*arguments) if keeps else run_forward(*arguments)[:3]
 
 
 @torch.library.custom_op("multilin::prefix_softmax", mutates_args=(), device_types="cpu")
@@ -68,7 +74,13 @@ def _forward(
     means, final_logits, final_values, kept = run_forward(
         logits, values, own, starts, state_logits, state_values, window, null, keeps, needs_state
     )
-    return means, final_logits, final_values, *kept
+    if final_logits is None or final_values is None:
+        final_logits, final_values = logits.new_empty(0), logits.new_empty(0)
+    return means, final_logits, final_values, *(kept or _nothing_kept(logits, values))
+
+
+def _nothing_kept(logits: Tensor, values: Tensor) -> Kept:
+    return Kept(logits.new_empty(0), logits.new_empty(0), values.new_empty(0))
 
 
 @_forward.register_fake
@@ -77,22 +89,29 @@ def _forward_shapes(
     state_values: Tensor | None, window: int | None, null: float, keeps: bool, needs_state: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     B, T, H, D = values.shape
-    is_gated = own is not None or null != -torch.inf
+    kept = _nothing_kept(logits, values)
+    if keeps:
+        is_gated = own is not None or null != -torch.inf
+        kept = empty_kept(values, window, has_own=own is not None, is_gated=is_gated)
     return (
         torch.empty((B, T, H, D), dtype=values.dtype, device=values.device),
         logits.new_empty((B, 1, H) if needs_state else (0,)),
         logits.new_empty((B, 1, H, D) if needs_state else (0,)),
-        *empty_kept(values, window, has_own=own is not None, is_gated=is_gated, keeps=keeps),
+        *kept,
     )
 
 
-@torch.library.custom_op("multilin::prefix_softmax_backward", mutates_args=(), device_types="cpu")
-def _backward(
+def _compute_gradients(
     dmeans: Tensor, dfinal_logits: Tensor | None, dfinal_values: Tensor | None, values: Tensor, means: Tensor,
     weights: Tensor, checkpoints: Tensor, rounding: Tensor, window: int | None, has_own: bool, has_state: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     kept = Kept(weights, checkpoints, rounding)
     return run_backward(dmeans, dfinal_logits, dfinal_values, values, means, kept, window, has_own, has_state)
+
+
+_backward = torch.library.custom_op(
+    "multilin::prefix_softmax_backward", _compute_gradients, mutates_args=(), device_types="cpu"
+)
 
 
 @_backward.register_fake
@@ -103,11 +122,12 @@ def _backward_shapes(
     return empty_gradients(values, has_own=has_own, has_state=has_state)
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    _, values, own, _, _, state_values, window, _, keeps, _ = inputs
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+    _, values, own, _, _, state_values, window, null, keeps, _ = inputs
     means, _, final_values, *kept = output
-    # Only a window reads its means again: without one their memory can be freed.
-    ctx.save_for_backward(values, final_values, *kept, *([means] if window is not None else []))
+    # Gated means of the whole past are not read again: their memory can be freed.
+    reads_means = window is not None or (own is None and null == -torch.inf)
+    ctx.save_for_backward(values, final_values, *kept, *([means] if reads_means else []))
     ctx.window, ctx.has_own, ctx.has_state, ctx.keeps = window, own is not None, state_values is not None, keeps
     ctx.set_materialize_grads(False)
 
@@ -115,9 +135,15 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 def _differentiate(ctx: Any, dmeans: Tensor | None, *dfinal_and_kept: Tensor | None) -> tuple[Any, ...]:
     if not ctx.keeps:
         raise RuntimeError("multilin::prefix_softmax has no gradient where it was called with keeps=False")
+    return _gradients(_backward, ctx, dmeans, *dfinal_and_kept[:2])
+
+
+def _gradients(
+    backward: Callable[..., Any], ctx: Any, dmeans: Tensor | None, dfinal_logits: Any = None, dfinal_values: Any = None
+) -> tuple[Any, ...]:
+    """Of all arguments of the operator, with its backward operator or without."""
     values, final_values, *kept_and_means = ctx.saved_tensors
     kept, means = kept_and_means[:3], (kept_and_means[3:] or kept_and_means)[0]
-    dfinal_logits, dfinal_values = dfinal_and_kept[:2]
     if dmeans is None:
         dmeans = torch.zeros_like(values)
     if dfinal_logits is not None or dfinal_values is not None:
@@ -125,11 +151,29 @@ def _differentiate(ctx: Any, dmeans: Tensor | None, *dfinal_and_kept: Tensor | N
             dfinal_logits = torch.zeros_like(final_values[..., 0])
         if dfinal_values is None:
             dfinal_values = torch.zeros_like(final_values)
-    dlogits, dvalues, down, dstate_logits, dstate_values = _backward(
+    dlogits, dvalues, down, dstate_logits, dstate_values = backward(
         dmeans, dfinal_logits, dfinal_values, values, means, *kept, ctx.window, ctx.has_own, ctx.has_state
     )
     state = (dstate_logits, dstate_values) if ctx.has_state else (None, None)
     return dlogits, dvalues, down if ctx.has_own else None, None, *state, None, None, None, None
+
+
+class _Eager(torch.autograd.Function):
+    """The operator for tensors that are numbers: no name to look up, a call costs a third of the time."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """See `run_forward`."""
+        means, final_logits, final_values, kept = run_forward(*inputs)
+        assert kept is not None
+        _save(ctx, inputs, (means, final_logits, final_values, *kept))
+        return means, final_logits, final_values
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
+        """See `run_backward`."""
+        return _gradients(_compute_gradients, ctx, *gradients)
 
 
 _forward.register_autograd(_differentiate, setup_context=_save)

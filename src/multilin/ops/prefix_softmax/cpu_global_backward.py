@@ -9,7 +9,8 @@ With the weights of the forward pass, which says y_t = g_t m_t + o_t v_t, and n_
 
 C_t is the sum of what S_t sums, times how far the mean m_t is from the y of that position. So tokens are compared with
 means component by component, and where one token has nearly all the weight the differences are 0, not what is left of
-two large sums. The means are not stored but for one in ROWS: they are computed again from there, in float32.
+two large sums. Without own term and null token y is the mean, and is read. Else the means are not stored but for one
+in ROWS: they are computed again from there, in float32.
 
 Threads: as forward. The gradient of the state is S and C before the first position.
 """
@@ -20,7 +21,22 @@ import numpy as np
 from numba import carray, njit
 
 from multilin.ops.prefix_softmax.cpu_global_forward import checkpoint, piece_bounds, plane, summary
-from multilin.ops.prefix_softmax.cpu_math import DOTS, ONE, SCALARS, ZERO, assign, floats, narrow, row, widen
+from multilin.ops.prefix_softmax.cpu_math import (
+    DMEANS,
+    DOTS,
+    DVALUES,
+    MEANS,
+    ONE,
+    RUNNING,
+    SCALARS,
+    VALUES,
+    ZERO,
+    assign,
+    floats,
+    get,
+    put,
+    row,
+)
 from multilin.ops.prefix_softmax.cpu_task import ROWS
 
 
@@ -36,10 +52,12 @@ def weights(task: Any, b: int, first: int, n: int, all_past: Any, nothing: Any) 
 @njit(forceinline=True, **SCALARS)
 def next_mean(means: Any, v: Any, w: Any, a: Any, i: int) -> None:
     """m_t = a_t m_(t-1) + w_t v_t."""
-    for h in range(means.shape[1]):
-        weight, decay = w[i, h], a[i, h]
-        for d in range(means.shape[2]):
-            means[i + 1, h, d] = decay * means[i, h, d] + weight * widen(v[h, d])
+    _, H, D = means.shape
+    for h in range(H):
+        weight, decay, old = w[i, h], a[i, h], (i * H + h) * D
+        for d in range(D):
+            m = decay * get(means, old + d, MEANS) + weight * get(v, h * D + d, VALUES)
+            put(means, old + H * D + d, m, MEANS)
 
 
 @njit(**SCALARS)
@@ -54,18 +72,19 @@ def compute_means(task: Any, values: Any, b: int, first: int, n: int, means: Any
 
 
 @njit(forceinline=True, **DOTS)
-def back_row(S: Any, C: Any, means: Any, v: Any, dy: Any, dv: Any, w: Any, a: Any, dlogits: Any, i: int) -> None:
+def back_row(S: Any, C: Any, before: Any, v: Any, dy: Any, dv: Any, w: Any, a: Any, dlogits: Any, i: int) -> None:
     """One position backward where y = m. S and C come from the later ones, and go on to the earlier ones, times a.
 
     Heads descend like time: the other order costs twice the time.
     """
-    for h in range(S.shape[0] - 1, -1, -1):
+    H, D = S.shape
+    for h in range(H - 1, -1, -1):
         weight, decay, z = w[i, h], a[i, h], ZERO
-        for d in range(S.shape[1]):
-            s = S[h, d] + widen(dy[h, d])
-            z += s * (widen(v[h, d]) - means[i, h, d])
-            dv[h, d] = narrow(weight * s, dv[h, d])
-            S[h, d] = decay * s
+        for k in range(h * D, h * D + D):
+            s = get(S, k, RUNNING) + get(dy, k, DMEANS)
+            z += s * (get(v, k, VALUES) - get(before, k, MEANS))
+            put(dv, k, weight * s, DVALUES)
+            put(S, k, decay * s, RUNNING)
         dlogits[i, h] = weight * (decay * z + C[h])
         C[h] = decay * (C[h] - weight * z)
 
@@ -76,16 +95,18 @@ def gated_back_row(
     dlogits: Any, down: Any, i: int,
 ) -> None:  # fmt: skip
     """As `back_row`, with an own term and a null token."""
-    for h in range(S.shape[0] - 1, -1, -1):
+    H, D = S.shape
+    for h in range(H - 1, -1, -1):
         weight, decay, past, own, z, p, of_mean = w[i, h], a[i, h], g[i, h], o[i, h], ZERO, ZERO, ZERO
-        for d in range(S.shape[1]):
-            gradient, x, m = widen(dy[h, d]), widen(v[h, d]), means[i + 1, h, d]
-            s = S[h, d] + past * gradient
-            z += s * (x - means[i, h, d])
+        before, after = i * H * D, (i + 1) * H * D
+        for k in range(h * D, h * D + D):
+            gradient, x, m = get(dy, k, DMEANS), get(v, k, VALUES), get(means, after + k, MEANS)
+            s = get(S, k, RUNNING) + past * gradient
+            z += s * (x - get(means, before + k, MEANS))
             p += gradient * (x - m)
             of_mean += gradient * m
-            dv[h, d] = narrow(weight * s + own * gradient, dv[h, d])
-            S[h, d] = decay * s
+            put(dv, k, weight * s + own * gradient, DVALUES)
+            put(S, k, decay * s, RUNNING)
         c = C[h] + past * (null[i, h] * of_mean - own * p)
         dlogits[i, h] = weight * (decay * z + c)
         C[h] = decay * (c - weight * z)
@@ -99,12 +120,14 @@ def backward_rows(task: Any, values: Any, b: int, first: int, last: int, S: Any,
     means, unused = np.empty((ROWS + 1, num_heads, width), np.float32), np.empty((ROWS, num_heads), np.float32)
     all_past, nothing = np.ones((ROWS, num_heads), np.float32), np.zeros((ROWS, num_heads), np.float32)
     p_values, p_dmeans = task.values + task.values_batch * b, task.dmeans + task.dmeans_batch * b
-    p_dvalues = task.dvalues + task.dvalues_batch * b
+    p_dvalues, p_means = task.dvalues + task.dvalues_batch * b, task.means + task.means_batch * b
     values_row, dmeans_row, dvalues_row = task.values_row, task.dmeans_row, task.dvalues_row
+    means_row = task.means_row
     for c in range((last - 1) // ROWS, first // ROWS - 1, -1):
         s = c * ROWS
         n = min(ROWS, last - s)
-        compute_means(task, values, b, s, n, means)
+        if is_gated:
+            compute_means(task, values, b, s, n, means)
         p_scalars = 4 * (b * task.num_time + s) * num_heads
         dlogits = floats(task.dlogits + p_scalars, n, num_heads)
         w, a, g, o, null = weights(task, b, s, n, all_past, nothing)
@@ -115,8 +138,11 @@ def backward_rows(task: Any, values: Any, b: int, first: int, last: int, S: Any,
             dv = row(values, p_dvalues + dvalues_row * (s + i), num_heads, width)
             if is_gated:
                 gated_back_row(S, C, means, v, dy, dv, w, a, g, o, null, dlogits, down, i)
+            elif s + i > 0:
+                before = row(values, p_means + means_row * (s + i - 1), num_heads, width)
+                back_row(S, C, before, v, dy, dv, w, a, dlogits, i)
             else:
-                back_row(S, C, means, v, dy, dv, w, a, dlogits, i)
+                back_row(S, C, checkpoint(task, b, 0), v, dy, dv, w, a, dlogits, i)
 
 
 @njit(forceinline=True, **DOTS)
@@ -135,15 +161,17 @@ def gather_row(
     i: int,
 ) -> None:
     """`gated_back_row` without results: only S, C and what is left of what came from the later positions."""
-    for h in range(S.shape[0] - 1, -1, -1):
+    H, D = S.shape
+    for h in range(H - 1, -1, -1):
         weight, decay, past, z, p, of_mean = w[i, h], a[i, h], g[i, h], ZERO, ZERO, ZERO
-        for d in range(S.shape[1]):
-            gradient, x, m = widen(dy[h, d]), widen(v[h, d]), means[i + 1, h, d]
-            s = S[h, d] + past * gradient
-            z += s * (x - means[i, h, d])
+        before, after = i * H * D, (i + 1) * H * D
+        for k in range(h * D, h * D + D):
+            gradient, x, m = get(dy, k, DMEANS), get(v, k, VALUES), get(means, after + k, MEANS)
+            s = get(S, k, RUNNING) + past * gradient
+            z += s * (x - get(means, before + k, MEANS))
             p += gradient * (x - m)
             of_mean += gradient * m
-            S[h, d] = decay * s
+            put(S, k, decay * s, RUNNING)
         c = C[h] + past * (null[i, h] * of_mean - o[i, h] * p)
         C[h] = decay * (c - weight * z)
         through[h] *= decay

@@ -15,18 +15,24 @@ from numba import carray, njit
 
 from multilin.ops.prefix_softmax.cpu_math import (
     LOWEST,
+    MEANS,
+    NOTHING,
     ONE,
+    RUNNING,
     SCALARS,
+    VALUES,
     ZERO,
     assign,
+    copy_row,
     exp_negative,
+    fill_row,
     floats,
-    gate_row,
-    narrow,
+    four_shares,
+    get,
     prefix_weights,
+    put,
     row,
     starts_at,
-    widen,
 )
 from multilin.ops.prefix_softmax.cpu_task import ROWS
 
@@ -63,16 +69,18 @@ def weigh(task: Any, b: int, first: int, top: Any, total: Any, tops: Any, totals
 
 
 @njit(**SCALARS)
-def gate(task: Any, b: int, first: int, tops: Any, totals: Any, g: Any, o: Any, null: Any) -> None:
-    """Shares g of the past, o of the own term and that of the null token."""
-    nothing = np.full(task.num_heads, -np.inf, np.float32)
-    none = np.zeros(task.num_heads, np.float32)
-    scratch = np.empty(task.num_heads, np.float32)
-    for i in range(g.shape[0]):
-        own = nothing
+def gate(task: Any, b: int, first: int, tops: Any, totals: Any, others: Any, g: Any, o: Any, null: Any) -> None:
+    """Shares g of the past, o of the own term and that of the null token; `others` is scratch (4, rows, H)."""
+    own, no_tops, no_totals, unused = others[0], others[1], others[2], others[3]
+    num_rows, num_heads = g.shape
+    for i in range(num_rows):
+        fill_row(no_tops, i, NOTHING)
+        fill_row(no_totals, i, ZERO)
         if task.own != 0:
-            own = floats(task.own + task.own_batch * b + task.own_row * (first + i), 1, task.num_heads)[0]
-        gate_row(tops[i], totals[i], nothing, none, own, np.float32(task.null), g[i], scratch, o[i], null[i])
+            copy_row(own, i, floats(task.own + task.own_batch * b + task.own_row * (first + i), 1, num_heads), 0)
+        else:
+            fill_row(own, i, NOTHING)
+    four_shares(tops, totals, no_tops, no_totals, own, np.float32(task.null), g, unused, o, null)
 
 
 @njit(**SCALARS)
@@ -106,40 +114,43 @@ def write_state(task: Any, b: int, top: Any, total: Any, mean: Any) -> None:
 @njit(forceinline=True, **SCALARS)
 def add_row(mean: Any, v: Any, w: Any, a: Any, i: int) -> None:
     """One more token in the running means."""
-    for h in range(mean.shape[0]):
+    H, D = mean.shape
+    for h in range(H):
         weight, decay = w[i, h], a[i, h]
-        for d in range(mean.shape[1]):
-            mean[h, d] = mean[h, d] * decay + weight * widen(v[h, d])
+        for k in range(h * D, h * D + D):
+            put(mean, k, decay * get(mean, k, RUNNING) + weight * get(v, k, VALUES), RUNNING)
 
 
 @njit(forceinline=True, **SCALARS)
 def mean_row(mean: Any, v: Any, y: Any, w: Any, a: Any, i: int) -> None:
     """As `add_row`, and the means are the result."""
-    for h in range(mean.shape[0]):
+    H, D = mean.shape
+    for h in range(H):
         weight, decay = w[i, h], a[i, h]
-        for d in range(mean.shape[1]):
-            m = mean[h, d] * decay + weight * widen(v[h, d])
-            mean[h, d] = m
-            y[h, d] = narrow(m, y[h, d])
+        for k in range(h * D, h * D + D):
+            m = decay * get(mean, k, RUNNING) + weight * get(v, k, VALUES)
+            put(mean, k, m, RUNNING)
+            put(y, k, m, MEANS)
 
 
 @njit(forceinline=True, **SCALARS)
 def gated_row(mean: Any, v: Any, y: Any, w: Any, a: Any, g: Any, o: Any, i: int) -> None:
     """As `mean_row`, gated."""
-    for h in range(mean.shape[0]):
+    H, D = mean.shape
+    for h in range(H):
         weight, decay, past, own = w[i, h], a[i, h], g[i, h], o[i, h]
-        for d in range(mean.shape[1]):
-            x = widen(v[h, d])
-            m = mean[h, d] * decay + weight * x
-            mean[h, d] = m
-            y[h, d] = narrow(past * m + own * x, y[h, d])
+        for k in range(h * D, h * D + D):
+            x = get(v, k, VALUES)
+            m = decay * get(mean, k, RUNNING) + weight * x
+            put(mean, k, m, RUNNING)
+            put(y, k, past * m + own * x, MEANS)
 
 
 @njit(**SCALARS)
 def forward_rows(task: Any, values: Any, b: int, first: int, last: int, top: Any, total: Any, mean: Any) -> None:
     """Means of positions first <= t < last, from the state top, total, mean, which is moved on."""
     num_heads, width = task.num_heads, task.width
-    scratch = np.empty((7, ROWS, num_heads), np.float32)
+    scratch = np.empty((11, ROWS, num_heads), np.float32)
     p_values, p_means = task.values + task.values_batch * b, task.means + task.means_batch * b
     values_row, means_row = task.values_row, task.means_row
     is_gated = task.is_gated != 0
@@ -154,7 +165,7 @@ def forward_rows(task: Any, values: Any, b: int, first: int, last: int, top: Any
         tops, totals = scratch[5, :n], scratch[6, :n]
         weigh(task, b, s, top, total, tops, totals, w, a)
         if is_gated:
-            gate(task, b, s, tops, totals, g, o, null)
+            gate(task, b, s, tops, totals, scratch[7:], g, o, null)
             for i in range(n):
                 v = row(values, p_values + values_row * (s + i), num_heads, width)
                 y = row(values, p_means + means_row * (s + i), num_heads, width)

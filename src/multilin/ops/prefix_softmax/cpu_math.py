@@ -16,14 +16,18 @@ from numba.extending import intrinsic
 
 from multilin.ops.numba_kernels.intrinsics import DOTS as DOTS
 from multilin.ops.numba_kernels.intrinsics import SCALARS as SCALARS
-from multilin.ops.numba_kernels.intrinsics import like
-from multilin.ops.numba_kernels.intrinsics import narrow as narrow
-from multilin.ops.numba_kernels.intrinsics import widen as widen
+from multilin.ops.numba_kernels.intrinsics import from_bf16, like, to_bf16
 from multilin.ops.numba_kernels.parts import floats as floats
 
 LOWEST = np.float32(np.finfo(np.float32).min)
-ZERO, ONE = np.float32(0), np.float32(1)
+ZERO, ONE, NOTHING = np.float32(0), np.float32(1), np.float32(-np.inf)
 TINY = 1e-300
+
+# NAMES of arrays for `get` and `put`. The compiler vectorises a loop only if what is stored in it cannot change what is
+# read, and checking that in every row took longer than the work. One array must have one name in all of a kernel.
+VALUES, MEANS, DMEANS, DVALUES, RUNNING, LATER, ROUNDING = range(7)
+LOGITS, TOP, TOTAL, TOPS, TOTALS, WEIGHTS, DECAYS, OTHER_TOPS, OTHER_TOTALS = range(7, 16)
+NUM_NAMES = 16
 
 
 @intrinsic
@@ -32,6 +36,55 @@ def _to_byte_pointer(typing_context: Any, address: Any) -> Any:
         return builder.inttoptr(arguments[0], ir.IntType(8).as_pointer())
 
     return types.CPointer(types.uint8)(types.int64), generate
+
+
+@intrinsic
+def rounded_like(typing_context: Any, number: Any, array: Any) -> Any:
+    """A float32 after it was stored in the array and read again."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        number = arguments[0]
+        return number if array.dtype == types.float32 else from_bf16(builder, to_bf16(builder, number))
+
+    return types.float32(types.float32, array), generate
+
+
+def _element(context: Any, builder: Any, array: Any, value: Any, index: Any) -> Any:
+    return builder.gep(context.make_array(array)(context, builder, value).data, [index])
+
+
+def _mark(module: Any, instruction: Any, name: int) -> None:
+    domain = module.add_metadata(["arrays"])
+    scopes = [module.add_metadata([f"array {i}", domain]) for i in range(NUM_NAMES)]
+    instruction.set_metadata("alias.scope", module.add_metadata([scopes[name]]))
+    instruction.set_metadata("noalias", module.add_metadata([x for x in scopes if x is not scopes[name]]))
+
+
+@intrinsic(prefer_literal=True)
+def get(typing_context: Any, array: Any, index: Any, name: Any) -> Any:
+    """Number `index` of a contiguous array; bf16 in float32. Arrays of different names never overlap (see NAMES)."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        number = builder.load(_element(context, builder, array, *arguments[:2]))
+        _mark(builder.module, number, name.literal_value)
+        return from_bf16(builder, number) if array.dtype == types.uint16 else number
+
+    result = types.float32 if array.dtype == types.uint16 else array.dtype
+    return result(array, types.int64, name), generate
+
+
+@intrinsic(prefer_literal=True)
+def put(typing_context: Any, array: Any, index: Any, number: Any, name: Any) -> Any:
+    """Store number `index` of a contiguous array. Arrays of different names never overlap (see NAMES)."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        number = to_bf16(builder, arguments[2]) if array.dtype == types.uint16 else arguments[2]
+        place = _element(context, builder, array, *arguments[:2])
+        _mark(builder.module, builder.store(number, place), name.literal_value)
+        return context.get_dummy_value()
+
+    stored = types.float32 if array.dtype == types.uint16 else array.dtype
+    return types.void(array, types.int64, stored, name), generate
 
 
 @intrinsic
@@ -108,32 +161,35 @@ def exponentials(numbers: Any) -> None:
         numbers[i] = exp_negative(numbers[i])
 
 
-@njit(**SCALARS)
-def share_out(total: Any, w: Any, a: Any, totals: Any) -> None:
-    """One row's e^(l - top) in w and e^(old top - top) in a become shares of the new total, which is kept in float64.
+@njit(forceinline=True, **SCALARS)
+def raise_top(logits: Any, forgets: bool, top: Any, w: Any, a: Any, tops: Any, i: int) -> None:
+    """Row i: running maximum, and the exponents of the new weight and of what rescales the old ones."""
+    for h in range(top.size):
+        j = i * top.size + h
+        old, x = LOWEST if forgets else get(top, h, TOP), get(logits, h, LOGITS)
+        new = larger(old, x)
+        put(a, j, LOWEST if forgets else old - new, DECAYS)
+        put(w, j, x - new, WEIGHTS)
+        put(top, h, new, TOP)
+        put(tops, j, new, TOPS)
+
+
+@njit(forceinline=True, **SCALARS)
+def share_out(total: Any, w: Any, a: Any, totals: Any, i: int) -> None:
+    """Row i: e^(l - top) in w and e^(old top - top) in a become shares of the new total, which is kept in float64.
 
     The share of the past is computed as such, never as 1 - w, which would lose it after a large logit.
     """
     for h in range(total.size):
-        old = total[h] * a[h]
-        new = old + w[h]
-        total[h] = new
-        totals[h] = np.float32(new)
+        j = i * total.size + h
+        x = get(w, j, WEIGHTS)
+        old = get(total, h, TOTAL) * get(a, j, DECAYS)
+        new = old + x
+        put(total, h, new, TOTAL)
+        put(totals, j, np.float32(new), TOTALS)
         scale = 1.0 / (new if new > TINY else TINY)
-        w[h] = np.float32(w[h] * scale)
-        a[h] = np.float32(old * scale)
-
-
-@njit(**SCALARS)
-def raise_top(logits: Any, top: Any, w: Any, a: Any, tops: Any) -> None:
-    """One row's running maximum, and the exponents of the new weight and of what rescales the old ones."""
-    for h in range(top.size):
-        old, x = top[h], logits[h]
-        new = larger(old, x)
-        a[h] = old - new
-        w[h] = x - new
-        top[h] = new
-        tops[h] = new
+        put(w, j, np.float32(x * scale), WEIGHTS)
+        put(a, j, np.float32(old * scale), DECAYS)
 
 
 @njit(**SCALARS)
@@ -143,37 +199,63 @@ def prefix_weights(
 ) -> None:  # fmt: skip
     """w_t = e^(l_t - L_t), a_t = e^(L_(t-1) - L_t) of rows `first`..., L_t the log of the total weight up to t.
 
-    The past is forgotten at text starts and, if `block` is not 0, at its multiples. `top` and `total` hold L between
-    calls, `tops` and `totals` (rows, H) receive it.
+    The past is forgotten at text starts and, if `block` is not 0, at every block's; `first` is the start of one.
+    `top` and `total` hold L between calls, `tops` and `totals` (rows, H) receive it.
     """
     num_rows, num_heads = w.shape
+    offset = 0 if block != 0 else 1
     for i in range(num_rows):
-        forgets = (block != 0 and (first + i) % block == 0) or starts_at(p_starts, first + i)
-        if forgets:
-            top[:] = LOWEST
-        raise_top(floats(p_logits + logits_step * (first + i), 1, num_heads)[0], top, w[i], a[i], tops[i])
-        if forgets:
-            a[i] = LOWEST
+        logits = floats(p_logits + logits_step * (first + i), 1, num_heads)
+        raise_top(logits, offset == 0 or starts_at(p_starts, first + i), top, w, a, tops, i)
+        offset = 0 if offset + 1 == block else offset + 1
     exponentials(w.reshape(w.size))
     exponentials(a.reshape(a.size))
     for i in range(num_rows):
-        share_out(total, w[i], a[i], totals[i])
+        share_out(total, w, a, totals, i)
 
 
 @njit(**SCALARS)
-def gate_row(
+def two_shares(tops: Any, totals: Any, other_tops: Any, other_totals: Any, g: Any, s: Any) -> None:
+    """Shares of two sources in all positions: prefix g, suffix s."""
+    for j in range(g.size):
+        x, y = get(tops, j, TOPS), get(other_tops, j, OTHER_TOPS)
+        top = larger(x, y)
+        prefix = get(totals, j, TOTALS) * exp_negative(x - top)
+        suffix = get(other_totals, j, OTHER_TOTALS) * exp_negative(y - top)
+        total = prefix + suffix
+        scale = ONE / total if total > ZERO else ZERO
+        put(g, j, prefix * scale, WEIGHTS)
+        put(s, j, suffix * scale, DECAYS)
+
+
+@njit(**SCALARS)
+def four_shares(
     tops: Any, totals: Any, other_tops: Any, other_totals: Any, own: Any, null: Any, g: Any, s: Any, o: Any, n: Any
 ) -> None:
-    """Shares of four sources in one position: prefix g, suffix s, own token o, and null token n."""
-    for h in range(g.size):
-        top = larger(larger(tops[h], other_tops[h]), larger(own[h], null))
-        prefix = totals[h] * exp_negative(tops[h] - top)
-        suffix = other_totals[h] * exp_negative(other_tops[h] - top)
-        by_itself = exp_negative(own[h] - top)
-        nothing = exp_negative(null - top)
+    """Shares of four sources in all positions: prefix g, suffix s, own token o, and null token n."""
+    for j in range(g.size):
+        x, y, z = get(tops, j, TOPS), get(other_tops, j, OTHER_TOPS), get(own, j, LOGITS)
+        top = larger(larger(x, y), larger(z, null))
+        prefix = get(totals, j, TOTALS) * exp_negative(x - top)
+        suffix = get(other_totals, j, OTHER_TOTALS) * exp_negative(y - top)
+        by_itself, nothing = exp_negative(z - top), exp_negative(null - top)
         total = prefix + suffix + by_itself + nothing
         scale = ONE / total if total > ZERO else ZERO
-        g[h] = prefix * scale
-        s[h] = suffix * scale
-        o[h] = by_itself * scale
-        n[h] = nothing * scale
+        put(g, j, prefix * scale, WEIGHTS)
+        put(s, j, suffix * scale, DECAYS)
+        put(o, j, by_itself * scale, VALUES)
+        put(n, j, nothing * scale, RUNNING)
+
+
+@njit(forceinline=True, **SCALARS)
+def copy_row(target: Any, i: int, source: Any, j: int) -> None:
+    """Row i of one matrix becomes row j of another."""
+    for h in range(target.shape[1]):
+        target[i, h] = source[j, h]
+
+
+@njit(forceinline=True, **SCALARS)
+def fill_row(target: Any, i: int, number: Any) -> None:
+    """Row i becomes one number."""
+    for h in range(target.shape[1]):
+        target[i, h] = number

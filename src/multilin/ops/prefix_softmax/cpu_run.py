@@ -1,11 +1,27 @@
 """From tensors to kernels and back: allocates the results, describes the task, starts the kernels."""
 
-from typing import NamedTuple
+import functools
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from multilin.ops.prefix_softmax.cpu_task import ROWS, Task
+
+
+@functools.cache
+def _numba_modules() -> tuple[Any, ...]:
+    """What imports numba: imported by the first call, and not looked for again by the others."""
+    from multilin.ops.numba_kernels.launch import launch, num_threads
+    from multilin.ops.prefix_softmax import (
+        cpu_global_backward,
+        cpu_global_forward,
+        cpu_windowed_backward,
+        cpu_windowed_forward,
+    )
+
+    kernels = (cpu_global_forward, cpu_windowed_forward, cpu_global_backward, cpu_windowed_backward)
+    return *kernels, launch, num_threads
 
 
 class Kept(NamedTuple):
@@ -22,12 +38,10 @@ class Kept(NamedTuple):
     rounding: Tensor
 
 
-def empty_kept(values: Tensor, window: int | None, *, has_own: bool, is_gated: bool, keeps: bool) -> Kept:
-    """Room for what is kept; of no size where nothing is."""
+def empty_kept(values: Tensor, window: int | None, *, has_own: bool, is_gated: bool) -> Kept:
+    """Room for what is kept."""
     B, T, H, D = values.shape
     none = (0,)
-    if not keeps:
-        return Kept(_float32(values, none), _float32(values, none), values.new_empty(none))
     planes = (6 + has_own) if window is not None else 5 if is_gated else 2
     has_rounding = window is not None and values.dtype != torch.float32
     return Kept(
@@ -48,18 +62,14 @@ def run_forward(
     null: float,
     keeps: bool,
     needs_state: bool,
-) -> tuple[Tensor, Tensor, Tensor, Kept]:
-    """Means, the summary token after them (of no size if not needed, or with a window), and what is kept."""
-    from multilin.ops.numba_kernels.launch import launch, num_threads
-    from multilin.ops.prefix_softmax import cpu_global_forward, cpu_windowed_forward
-
+) -> tuple[Tensor, Tensor | None, Tensor | None, Kept | None]:
+    """Means, and the summary token after them if needed, and what is kept if it `keeps`; None for what is not there."""
+    global_forward, windowed_forward, _, _, launch, num_threads = _numba_modules()
     B, T, H, D = values.shape
     logits, values = _rows(logits), _rows(values)
     is_gated = own is not None or null != -torch.inf
     means = torch.empty((B, T, H, D), dtype=values.dtype)
-    kept = empty_kept(values, window, has_own=own is not None, is_gated=is_gated, keeps=keeps)
-    final_logits = torch.empty((B, 1, H) if needs_state else 0)
-    final_values = torch.empty((B, 1, H, D) if needs_state else 0)
+    kept = final_logits = final_values = None
     threads = num_threads(values.numel())
     parts = _num_parts(threads, B, T, window)
     task = Task(
@@ -79,16 +89,19 @@ def run_forward(
         state_logits, state_values = state_logits.contiguous(), state_values.contiguous()
         task.state_logits, task.state_values = state_logits.data_ptr(), state_values.data_ptr()
     if needs_state:
+        final_logits, final_values = torch.empty((B, 1, H)), torch.empty((B, 1, H, D))
         task.final_logits, task.final_values = final_logits.data_ptr(), final_values.data_ptr()
-    _set_kept(task, kept)
+    if keeps:
+        kept = empty_kept(values, window, has_own=own is not None, is_gated=is_gated)
+        _set_kept(task, kept)
     if window is not None:
-        launch(cpu_windowed_forward.forward, task, values.dtype, B * parts, threads)
+        launch(windowed_forward.forward, task, values.dtype, B * parts, threads)
     else:
-        summaries = torch.empty(B * parts**2 * (3 + D) * H if parts > 1 else 0)
-        task.summaries = summaries.data_ptr()
         if parts > 1:
-            launch(cpu_global_forward.summarize, task, values.dtype, B * (parts**2 - parts), threads)
-        launch(cpu_global_forward.forward, task, values.dtype, B * parts, threads)
+            summaries = torch.empty(B * parts**2 * (3 + D) * H)
+            task.summaries = summaries.data_ptr()
+            launch(global_forward.summarize, task, values.dtype, B * (parts**2 - parts), threads)
+        launch(global_forward.forward, task, values.dtype, B * parts, threads)
     return means, final_logits, final_values, kept
 
 
@@ -125,19 +138,18 @@ def run_backward(
     has_own: bool,
     has_state: bool,
 ) -> Gradients:
-    """Gradients of all inputs of `run_forward`; `means` are read with a window only."""
-    from multilin.ops.numba_kernels.launch import launch, num_threads
-    from multilin.ops.prefix_softmax import cpu_global_backward, cpu_windowed_backward
-
+    """Gradients of all inputs of `run_forward`; `means` are not read where the whole past is gated."""
+    _, _, global_backward, windowed_backward, launch, num_threads = _numba_modules()
     B, T, H, D = values.shape
     values, dmeans = _rows(values), _rows(dmeans)
     gradients = empty_gradients(values, has_own=has_own, has_state=has_state)
     threads = num_threads(values.numel())
     parts = _num_parts(threads, B, T, window)
-    task = Task(B, T, H, D, window or 0, parts, kept.weights.shape[1] == 5, True)
+    is_gated = kept.weights.shape[1] == 5
+    task = Task(B, T, H, D, window or 0, parts, is_gated, True)
     for name, tensor in (("values", values), ("dmeans", dmeans), ("dvalues", gradients.values)):
         _set_rows(task, name, tensor)
-    if window is not None:
+    if window is not None or not is_gated:
         _set_rows(task, "means", means)
     _set_kept(task, kept)
     task.dlogits = gradients.logits.data_ptr()
@@ -149,13 +161,13 @@ def run_backward(
         dfinal_logits, dfinal_values = dfinal_logits.contiguous(), dfinal_values.contiguous()
         task.dfinal_logits, task.dfinal_values = dfinal_logits.data_ptr(), dfinal_values.data_ptr()
     if window is not None:
-        launch(cpu_windowed_backward.backward, task, values.dtype, B * parts, threads)
+        launch(windowed_backward.backward, task, values.dtype, B * parts, threads)
     else:
-        summaries = torch.empty(B * parts**2 * (3 + D) * H if parts > 1 else 0)
-        task.summaries = summaries.data_ptr()
         if parts > 1:
-            launch(cpu_global_backward.summarize, task, values.dtype, B * (parts**2 - parts), threads)
-        launch(cpu_global_backward.backward, task, values.dtype, B * parts, threads)
+            summaries = torch.empty(B * parts**2 * (3 + D) * H)
+            task.summaries = summaries.data_ptr()
+            launch(global_backward.summarize, task, values.dtype, B * (parts**2 - parts), threads)
+        launch(global_backward.backward, task, values.dtype, B * parts, threads)
     return gradients
 
 
@@ -175,6 +187,8 @@ def _num_parts(threads: int, num_batch: int, num_time: int, window: int | None) 
 
 def _rows(tensor: Tensor) -> Tensor:
     """The tensor itself if what belongs to one position lies together, else a copy."""
+    if tensor.is_contiguous():
+        return tensor
     size = 1
     for length, stride in zip(tensor.shape[:1:-1], tensor.stride()[:1:-1], strict=True):
         if length != 1 and stride != size:

@@ -11,14 +11,16 @@ class TileNorm(nn.Module):
 
     Args:
         tile: width of a tile; None is the whole vector.
+        keeps_dtype: give the dtype of x also under autocast, for a gradient that half precision could not hold;
+            otherwise autocast's, which matrix products read.
     """
 
-    def __init__(self, tile: int | None = None) -> None:
+    def __init__(self, tile: int | None = None, *, keeps_dtype: bool = False) -> None:
         super().__init__()
-        self.tile = tile
+        self.tile, self.keeps_dtype = tile, keeps_dtype
 
     def forward(self, x: Tensor) -> Tensor:
-        """Same shape and dtype; under autocast in its dtype, which matrix products read."""
+        """Same shape as x."""
         device = x.device.type
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
-        return tile_norm(x, tile=self.tile, dtype=dtype if x.dtype != torch.float64 else x.dtype)
+        is_lowered = torch.is_autocast_enabled(device) and not self.keeps_dtype and x.dtype != torch.float64
+        return tile_norm(x, tile=self.tile, dtype=torch.get_autocast_dtype(device) if is_lowered else x.dtype)

@@ -317,7 +317,9 @@ class MultilinForCausalLM(PreTrainedModel, GenerationMixin):
 def _build_norm(config: MultilinConfig) -> nn.Module:
     if config.final_norm == "layer_norm":
         return nn.LayerNorm(config.hidden_size)
-    return TileNorm(config.final_norm_tile) if config.final_norm == "tile_norm" else nn.Identity()
+    if config.final_norm == "tile_norm":
+        return TileNorm(config.final_norm_tile, keeps_dtype=True)
+    return nn.Identity()
 
 
 def _build_layer(config: MultilinConfig, index: int) -> Layer:

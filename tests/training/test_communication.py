@@ -43,7 +43,8 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, torch.Tensor
     folder = tmp_path_factory.mktemp("means")
     (folder / "script.py").write_text(MEANS)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    subprocess.run([*command, str(folder / "script.py"), str(folder)], check=True, capture_output=True)
+    done = subprocess.run([*command, str(folder / "script.py"), str(folder)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
     return [load_file(folder / f"{rank}.safetensors") for rank in range(2)]
 
 

@@ -28,7 +28,7 @@ from multilin.errors import InputError
 from multilin.layers.base import Layer, Layout, ParameterHolder
 from multilin.layers.linear import Linear, MatrixModule
 from multilin.layers.norms import TileNorm
-from multilin.ops.windowed_attention import WindowedAttentionState, windowed_attention
+from multilin.ops.windowed_attention import WindowedAttentionState, check_reach, windowed_attention
 from multilin.settings import settings
 
 PATTERN = ((0.0, 6.6, 64), (0.0, 0.0, None), (0.0, 13.3, 64), (0.25, 0.0, 64), (0.0, 20.0, 64), (0.5, 0.0, 64))
@@ -78,6 +78,7 @@ class ThreeLinLayer(Layer, ParameterHolder, MatrixModule):
             raise InputError(
                 f"block: {block} given, but it must be a power of two that divides value_size {value_size}"
             )
+        check_reach(options.window, options.slope, options.hyper)
         self.options = options
         self.scale = query_size**-0.5 if options.scale is None else options.scale
         self.norm = TileNorm()

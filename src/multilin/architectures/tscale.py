@@ -32,7 +32,7 @@ from multilin.layers.base import Layer, Layout, ParameterHolder
 from multilin.layers.linear import MatrixModule
 from multilin.layers.norms import TileNorm
 from multilin.layers.positions import rotary_angles, rotate
-from multilin.ops.windowed_attention import WindowedAttentionState, windowed_attention
+from multilin.ops.windowed_attention import WindowedAttentionState, check_reach, windowed_attention
 from multilin.settings import settings
 
 BLOCK = 4  # b < 4: all pairs inside aligned blocks of four
@@ -141,8 +141,7 @@ class TScaleLayer(Layer):
                 f"head_size: {head_size} given, but it must divide the hidden size {hidden_size} and be a multiple of "
                 "4, above 64 of 64"
             )
-        if options.width < 0:
-            raise InputError(f"width: {options.width} given, but it must be at least 0")
+        check_reach(options.width, options.slope, field="width")
         self.norm = TileNorm(head_size)
         self.attention = TScaleAttention(hidden_size, head_size, num_heads, options)
         wide = options.expansion * num_heads * head_size

@@ -1,5 +1,7 @@
 """Softmax attention over a window of the strict past, with decays over distance and an optional null key."""
 
+import math
+
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
@@ -9,7 +11,7 @@ from multilin.ops.dispatch import Backend, Op
 from multilin.ops.windowed_attention import portable, reference, wide
 from multilin.ops.windowed_attention.tokens import WindowedAttentionState, last_tokens
 
-__all__ = ["WINDOWED_ATTENTION", "WindowedAttentionState", "windowed_attention"]
+__all__ = ["WINDOWED_ATTENTION", "WindowedAttentionState", "check_reach", "windowed_attention"]
 
 WINDOWED_ATTENTION = Op(
     "windowed_attention",
@@ -67,8 +69,7 @@ def windowed_attention(
     and made again backward.
     Source: 3Lin and TScale; the width schedule and the decays of their documents.
     """
-    if window < 0:
-        raise InputError(f"window: {window} given, but it must be at least 0")
+    check_reach(window, slope, hyper)
     if queries.shape != keys.shape or values.shape[:3] != keys.shape[:3]:
         raise InputError(
             f"keys: shape {tuple(keys.shape)} given for queries {tuple(queries.shape)} and values "
@@ -88,3 +89,18 @@ def windowed_attention(
             hyper=hyper, null_key=null_key, state=state, starts=starts, needs_state=needs_state,
         )  # fmt: skip
     return means.to(values.dtype), state
+
+
+def check_reach(
+    window: int, slope: float | Tensor = 0.0, hyper: float | Tensor = 0.0, *, field: str = "window"
+) -> None:
+    """Refuse a window or a decay that is none; decays that are learned, as tensors, may be anything.
+
+    Raises:
+        InputError: a negative window or slope, or a decay that is not finite; `field` is the caller's word for window.
+    """
+    if window < 0:
+        raise InputError(f"{field}: {window} given, but it must be at least 0")
+    for name, decay, least in (("slope", slope, 0.0), ("hyper", hyper, -math.inf)):
+        if not isinstance(decay, Tensor) and not (math.isfinite(decay) and decay >= least):
+            raise InputError(f"{name}: {decay} given, but it must be a finite number{' of at least 0' * (least == 0)}")

@@ -27,6 +27,18 @@ def plain_messages() -> Iterator[None]:
                 logging.enable_progress_bar()
 
 
+@contextlib.contextmanager
+def no_progress_bars() -> Iterator[None]:
+    """transformers draws no bars, such as save_pretrained's, which would go through ours."""
+    enabled = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if enabled:
+            logging.enable_progress_bar()
+
+
 def say_next(*commands: str) -> None:
     """Say what to type next, on stderr, once for all processes of a run.
 

@@ -1,21 +1,19 @@
 """Weights to int8 after training: a smaller copy of a run, and what the rounding costs."""
 
-import contextlib
 import dataclasses
 import shutil
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
-from transformers.utils import logging
 
 from multilin.analysis.evaluate import Evaluation
 from multilin.analysis.evaluate_run import DEFAULTS, EvaluationSettings, evaluate_run
 from multilin.errors import InputError
 from multilin.inference.runs import Run, load_run
 from multilin.layers.linear import matrix_modules
+from multilin.messages import no_progress_bars
 from multilin.model import MultilinForCausalLM
 from multilin.training.recipe import RECIPE_FILE
 
@@ -100,7 +98,7 @@ def _save(run: Run, target: Path) -> None:
     beside = target.with_name(f".{target.name}.partial")
     shutil.rmtree(beside, ignore_errors=True)
     try:
-        with _no_progress_bar():
+        with no_progress_bars():
             run.model.save_pretrained(beside)
         run.tokenizer.save_pretrained(beside)
         if (run.folder / RECIPE_FILE).is_file():
@@ -110,17 +108,6 @@ def _save(run: Run, target: Path) -> None:
         beside.rename(target)
     finally:
         shutil.rmtree(beside, ignore_errors=True)
-
-
-@contextlib.contextmanager
-def _no_progress_bar() -> Iterator[None]:
-    enabled = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if enabled:
-            logging.enable_progress_bar()
 
 
 def _weight_bytes(folder: Path) -> int:

@@ -7,11 +7,11 @@ from collections.abc import Iterator, Sequence
 import torch
 from accelerate import PartialState
 from transformers import PreTrainedModel, TrainerCallback, set_seed
-from transformers.utils import logging
 
 from multilin.analysis.evaluate import evaluate
 from multilin.data.prepare import PreparedText
 from multilin.errors import InputError
+from multilin.messages import no_progress_bars
 from multilin.progress import staged
 from multilin.training.assemble import build_model, check_model, read_text, training_arguments, training_order
 from multilin.training.callbacks import StepCallback
@@ -59,7 +59,7 @@ def train(
     with devices.main_process_first(), staged() if devices.is_main_process else silent as progress:
         text = read_text(recipe, progress)
 
-    with _failures_in_one_sentence(folder), _no_progress_bars():
+    with _failures_in_one_sentence(folder), no_progress_bars():
         if devices.is_main_process:
             folder.begin(recipe, text, resume=resume)
         devices.wait_for_everyone()
@@ -170,18 +170,6 @@ def _display(recipe: Recipe, devices: PartialState) -> Iterator[Display]:
         yield display
     finally:
         display.stop()
-
-
-@contextlib.contextmanager
-def _no_progress_bars() -> Iterator[None]:
-    # save_pretrained draws a bar for every checkpoint, through ours.
-    enabled = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if enabled:
-            logging.enable_progress_bar()
 
 
 @contextlib.contextmanager

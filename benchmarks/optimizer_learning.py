@@ -2,19 +2,26 @@
 
 Each optimizer has the same number of learning rates, a factor of about three apart, one seed, a linear course to 0 and
 the same data in the same order. Where the best lies at an end of the grid, up to two more are tried beyond it. "At
-equal time" is the validation loss, read off the course of the best run, when the fastest of an architecture's best runs
-ends; its learning rate has not come down yet by then. Runs that are in the folder already are not trained again.
+equal time" is the validation loss, read off the course of the best run, when the fastest optimizer of an architecture
+has done all its steps; the learning rates of the others have not come down yet by then. The seconds of a step are
+measured afterwards, the optimizers taking turns, so that they compare also where the runs shared the machine with
+other work. Runs that are in the folder already are not trained again.
 """
 
 import argparse
 import contextlib
 import io
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
+from benchmarks._turns import seconds_in_turns
+from multilin.model.factory import create_model
+from multilin.training.optimizers import build_optimizer
 from multilin.training.outcomes import TrainingFailed
 from multilin.training.recipe import load_recipe
 from multilin.training.trainer import train
@@ -41,6 +48,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--options", default="{}", help='of architectures: {"additive": {"dropout": 0}}')
+    parser.add_argument("--turns", type=int, default=7, help="steps of each that are timed at the end")
     parser.add_argument("--folder", default="runs/optimizer_learning", help="where the runs go")
     parser.add_argument("--plot", help="file to draw the best runs into")
     arguments = parser.parse_args(argv)
@@ -51,9 +59,10 @@ def main(argv: list[str]) -> None:
     }
     best = {key: min(found, key=lambda rate: found[rate][-1]["validation_loss"]) for key, found in runs.items()}
     courses = {key: runs[key][rate] for key, rate in best.items()}
-    _print(runs, best, arguments)
+    seconds = _seconds_per_step(best, arguments)
+    _print(runs, best, seconds, arguments)
     if arguments.plot:
-        _draw(courses, arguments)
+        _draw(courses, seconds, arguments)
 
 
 def _search(architecture: str, optimizer: str, arguments: argparse.Namespace) -> dict[float, list[dict[str, Any]]]:
@@ -71,7 +80,7 @@ def _search(architecture: str, optimizer: str, arguments: argparse.Namespace) ->
 
 def _run(architecture: str, optimizer: str, rate: float, arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """The validated lines of metrics.jsonl; infinite loss where training failed."""
-    output = Path(arguments.folder) / f"{architecture}-{optimizer}-{rate:g}"
+    output = _folder(architecture, optimizer, rate, arguments)
     if not (output / "README.md").is_file():
         recipe = load_recipe(
             None,
@@ -108,9 +117,48 @@ def _run(architecture: str, optimizer: str, rate: float, arguments: argparse.Nam
     return validated
 
 
+def _folder(architecture: str, optimizer: str, rate: float, arguments: argparse.Namespace) -> Path:
+    return Path(arguments.folder) / f"{architecture}-{optimizer}-{rate:g}"
+
+
+def _seconds_per_step(
+    best: dict[tuple[str, str], float], arguments: argparse.Namespace
+) -> dict[tuple[str, str], float]:
+    """Median seconds of a step of each best recipe, the optimizers of an architecture taking turns."""
+    seconds = {}
+    for architecture in dict.fromkeys(architecture for architecture, _ in best):
+        tasks = {key: _step(_folder(*key, rate, arguments)) for key, rate in best.items() if key[0] == architecture}
+        seconds |= seconds_in_turns(tasks, arguments.turns, "wall")
+    return seconds
+
+
+def _step(folder: Path) -> Callable[[], object]:
+    """One training step on random tokens, as that run did it."""
+    recipe = load_recipe(folder / "recipe.yaml")
+    plan, sizes = recipe.training, recipe.model
+    model = create_model(
+        sizes.architecture, hidden_size=sizes.hidden_size, num_layers=sizes.num_layers,
+        vocab_size=recipe.tokenizer.vocab_size, n_positions=sizes.n_positions, options=sizes.options, **sizes.config,
+    ).train()  # fmt: skip
+    optimizer = build_optimizer(recipe.optimizer, model, decayed=())
+    ids = torch.randint(recipe.tokenizer.vocab_size, (plan.batch_size, sizes.n_positions))
+
+    def step() -> None:
+        with torch.autocast("cpu", torch.bfloat16, enabled=plan.precision == "bf16"):
+            loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        if recipe.optimizer.clip_norm:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.optimizer.clip_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
 def _print(
     runs: dict[tuple[str, str], dict[float, list[dict[str, Any]]]],
     best: dict[tuple[str, str], float],
+    seconds: dict[tuple[str, str], float],
     arguments: argparse.Namespace,
 ) -> None:
     print(
@@ -119,36 +167,45 @@ def _print(
     print(
         f"{arguments.steps} steps of {arguments.batch_size} x {arguments.length} tokens, {arguments.source}, one seed"
     )
-    print(
-        f"{'':12}{'':18}{'best rate':>10}{'loss':>8}{'bits/byte':>11}{'s/step':>9}{'at equal time':>15}  {'all rates'}"
-    )
+    print(f"{'':12}{'':18}{'best rate':>10}{'loss':>8}{'bits/byte':>11}{'ms/step':>9}{'at equal time':>15}", end="")
+    print("  all rates: loss")
     for (architecture, optimizer), found in runs.items():
-        end = min(runs[key][rate][-1]["seconds"] for key, rate in best.items() if key[0] == architecture)
         rate = best[architecture, optimizer]
         course = found[rate]
-        at_end = np.interp(end, *zip(*((line["seconds"], line["validation_loss"]) for line in course), strict=True))
-        losses = " ".join(f"{lines[-1]['validation_loss']:.3f}" for lines in found.values())
+        fastest = min(taken for key, taken in seconds.items() if key[0] == architecture)
+        steps_done = arguments.steps * fastest / seconds[architecture, optimizer]
+        tokens, losses = zip(*((line["tokens"], line["validation_loss"]) for line in course), strict=True)
+        at_end = np.interp(tokens[-1] * steps_done / arguments.steps, tokens, losses)
+        tried = ", ".join(f"{tried:g}: {lines[-1]['validation_loss']:.3f}" for tried, lines in found.items())
         print(
             f"{architecture:12}{optimizer:18}{rate:>10g}{course[-1]['validation_loss']:>8.3f}"
-            f"{course[-1]['validation_bits_per_byte']:>11.3f}{course[-1]['seconds'] / arguments.steps:>9.3f}"
-            f"{at_end:>15.3f}  {losses}"
+            f"{course[-1]['validation_bits_per_byte']:>11.3f}{1e3 * seconds[architecture, optimizer]:>9.0f}"
+            f"{at_end:>15.3f}  {tried}"
         )
 
 
-def _draw(courses: dict[tuple[str, str], list[dict[str, Any]]], arguments: argparse.Namespace) -> None:
+def _draw(
+    courses: dict[tuple[str, str], list[dict[str, Any]]],
+    seconds: dict[tuple[str, str], float],
+    arguments: argparse.Namespace,
+) -> None:
     import matplotlib.figure
 
-    architectures = list(dict.fromkeys(architecture for architecture, _ in courses))
-    figure = matplotlib.figure.Figure(figsize=(4 * len(architectures), 3.4), layout="constrained")
-    axes = figure.subplots(1, len(architectures), sharey=True, squeeze=False)[0]
+    names = list(dict.fromkeys(architecture for architecture, _ in courses))
+    figure = matplotlib.figure.Figure(figsize=(4 * len(names), 6), layout="constrained")
+    axes = figure.subplots(2, len(names), sharey=True, squeeze=False)
     for (architecture, optimizer), course in courses.items():
-        axis = axes[architectures.index(architecture)]
-        tokens = [line["tokens"] / 1e3 for line in course]
+        column = names.index(architecture)
+        tokens = np.array([line["tokens"] for line in course])
         bits = [line["validation_bits_per_byte"] for line in course]
-        axis.plot(tokens, bits, color=COLOURS[optimizer], label=optimizer)
-        axis.set_title(architecture)
-        axis.set_xlabel("thousand tokens read")
-        axis.spines[["top", "right"]].set_visible(False)
-    axes[0].set_ylabel("bits per byte, validation")
-    axes[0].legend(frameon=False)
+        steps = tokens / (arguments.batch_size * arguments.length)
+        for axis, x in zip(axes[:, column], (tokens / 1e3, steps * seconds[architecture, optimizer]), strict=True):
+            axis.plot(x, bits, color=COLOURS[optimizer], label=optimizer)
+            axis.spines[["top", "right"]].set_visible(False)
+        axes[0, column].set_title(architecture)
+    for row, label in zip(axes, ("thousand tokens read", "seconds of training steps"), strict=True):
+        row[0].set_ylabel("bits per byte, validation")
+        for axis in row:
+            axis.set_xlabel(label)
+    axes[0, 0].legend(frameon=False)
     figure.savefig(arguments.plot, dpi=150)

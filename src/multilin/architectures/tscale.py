@@ -22,6 +22,7 @@ normalised states are the source's ground for training in int8. Its state is the
 """
 
 import math
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -48,6 +49,7 @@ class TScaleShared(LayerOptions):
     expansion: int = 1  # width of the feed-forward in multiples of all heads together
     rotary_base: float = 500_000.0  # of the rotary frequencies
     scale: float | None = None  # factor on the logits; none is 0.5 / sqrt(head size)
+    combiner: Literal["bilinear", "linear"] = "bilinear"  # linear is no part of TScale: lin(C, [u, a]), to compare with
 
 
 @settings
@@ -62,6 +64,9 @@ class TScaleOptions(TScaleShared):
 class TScalePreset(TScaleShared):
     """A whole model."""
 
+    widths: Literal["schedule", "full"] = (
+        "schedule"  # full is no part of TScale: every layer reads all, to compare with
+    )
     full_width: int | None = None  # width of the full layers; none is the training length
     unigram_bias: bool = False  # add the log of the token counts to the logits, fixed
 
@@ -84,7 +89,7 @@ class ScaledLinear(ParameterHolder, MatrixModule):
 
 
 class TScaleAttention(ParameterHolder, MatrixModule):
-    """lin(C, [u xor-paired with a]): see the top of this file."""
+    """lin(C, [u xor-paired with a]), or lin(C, [u, a]): see the top of this file."""
 
     matrices = ("combiner",)
 
@@ -98,7 +103,9 @@ class TScaleAttention(ParameterHolder, MatrixModule):
         self.remote = ScaledLinear(hidden_size, width)  # R, of the tokens that are read
         self.own = ScaledLinear(hidden_size, width)  # U
         self.value = ScaledLinear(hidden_size, width)  # V
-        self.combiner = nn.Parameter(torch.empty(hidden_size, width // BLOCK, BLOCK, BLOCK))
+        shape = (width // BLOCK, BLOCK, BLOCK) if options.combiner == "bilinear" else (2 * width,)
+        self.combiner = nn.Parameter(torch.empty(hidden_size, *shape))
+        self.factor = math.prod(shape) ** -0.5
 
     def forward(
         self, x_BTD: Tensor, state: WindowedAttentionState | None, layout: Layout
@@ -119,10 +126,12 @@ class TScaleAttention(ParameterHolder, MatrixModule):
             starts=layout.starts_BT,
             needs_state=layout.needs_state,
         )
-        own_BTNK = self.norm(self.own(x_BTD)).unflatten(-1, (-1, BLOCK))
-        read_BTNK = read_BTHD.flatten(2).unflatten(-1, (-1, BLOCK))
-        factor = (own_BTNK.shape[-2] * BLOCK**2) ** -0.5
-        return self.combine_pairs(own_BTNK, read_BTNK, name="combiner", factor=factor), state
+        own_BTV, read_BTV = self.norm(self.own(x_BTD)), read_BTHD.flatten(2)
+        if self.options.combiner == "linear":
+            both_BT2V = torch.cat([own_BTV, read_BTV], dim=-1)
+            return self.multiply(both_BT2V, name="combiner", factor=self.factor), state
+        own_BTNK, read_BTNK = (x.unflatten(-1, (-1, BLOCK)) for x in (own_BTV, read_BTV))
+        return self.combine_pairs(own_BTNK, read_BTNK, name="combiner", factor=self.factor), state
 
     def initialize(self, std: float) -> None:
         """The combiner starts at zero: every layer begins as the identity."""
@@ -173,7 +182,10 @@ def layer_widths(depth: int, full_width: int) -> list[tuple[int, float]]:
     layer=TScaleLayer,
     options=TScaleOptions,
     preset_options=TScalePreset,
-    variants={"heads of four": {"head_size": 4, "expansion": 2, "full_width": 9, "unigram_bias": True}},
+    variants={
+        "heads of four": {"head_size": 4, "expansion": 2, "full_width": 9, "unigram_bias": True},
+        "linear combiner": {"head_size": 8, "combiner": "linear"},
+    },
     flow="""
         h = norm norm(x)                  | N
         q = linear attention.query(h)     | Q
@@ -200,11 +212,11 @@ def preset(sizes: Sizes, choices: TScalePreset) -> Preset:
     """The width schedule; rotary positions, so no limit on the text; untied output, final N."""
     shared = {field: getattr(choices, field) for field in TScaleShared.__dataclass_fields__}
     full_width = choices.full_width or sizes.n_positions or 1024
+    widths = layer_widths(sizes.num_layers, full_width)
+    if choices.widths == "full":
+        widths = [(full_width, 0.0)] * len(widths)
     return Preset(
-        layers=[
-            TScaleOptions(width=width, slope=slope, **shared)
-            for width, slope in layer_widths(sizes.num_layers, full_width)
-        ],
+        layers=[TScaleOptions(width=width, slope=slope, **shared) for width, slope in widths],
         model={
             "positions": "none",
             "n_positions": None,

@@ -152,6 +152,19 @@ def test_a_large_logit_at_the_beginning_costs_no_precision(window: int | None) -
     assert (found - exact).norm() / exact.norm() <= 5e-6
 
 
+@pytest.mark.parametrize("window", [None, 7])
+def test_bf16_values_far_from_zero_cost_the_gradient_of_the_logits_no_digits(window: int | None) -> None:
+    values = (make_values((2, 67, 3, 13)).float() + 5).to(torch.bfloat16)
+    weights = make_values((2, 67, 3, 13), seed=3).to(torch.bfloat16)
+    gradients = []
+    for dtype in (torch.float64, torch.bfloat16):
+        logits = make_logits("random", (2, 67, 3)).to(torch.promote_types(dtype, torch.float32)).requires_grad_()
+        means, _ = prefix_softmax(logits, values.to(dtype), window=window, needs_state=False)
+        gradients.append(torch.autograd.grad((means * weights.to(dtype)).sum(), logits)[0])
+    expected, found = gradients
+    assert (found - expected).norm() < 1e-4 * expected.norm()
+
+
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("window", [None, 7])
 def test_slices_of_one_projection_need_no_copy(window: int | None, dtype: torch.dtype) -> None:

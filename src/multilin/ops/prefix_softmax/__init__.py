@@ -76,14 +76,17 @@ def prefix_softmax(
             f"values: shape {tuple(values.shape)} given, but it must begin with that of logits, {tuple(logits.shape)}"
         )
     dtype = torch.promote_types(torch.promote_types(logits.dtype, values.dtype), torch.float32)
-    if own_logits is not None:
+    # A conversion to the same type is no work, but a call of PyTorch, and one token is a matter of microseconds.
+    if logits.dtype is not dtype:
+        logits = logits.to(dtype)
+    if own_logits is not None and own_logits.dtype is not dtype:
         own_logits = own_logits.to(dtype)
     backend = PREFIX_SOFTMAX.backend_for(values.device, dtype)
-    read_values = values if values.dtype in backend.reads else values.to(dtype)
+    read_values = values if values.dtype is dtype or values.dtype in backend.reads else values.to(dtype)
     is_autocast = torch.is_autocast_enabled(values.device.type)
     with torch.autocast(values.device.type, enabled=False) if is_autocast else contextlib.nullcontext():
         means, state = backend.compute(
-            logits.to(dtype), read_values, window=window, own_logits=own_logits, null_logit=null_logit,
+            logits, read_values, window=window, own_logits=own_logits, null_logit=null_logit,
             state=state, starts=starts, needs_state=needs_state,
         )  # fmt: skip
-    return means.to(values.dtype), state
+    return means if means.dtype is values.dtype else means.to(values.dtype), state

@@ -13,7 +13,14 @@ from torch.nn import Parameter
 from torch.nn.functional import pad
 
 from multilin.ops.numba_kernels import why_not as why_not
-from multilin.ops.prefix_softmax.cpu_run import Kept, empty_gradients, empty_kept, run_backward, run_forward
+from multilin.ops.prefix_softmax.cpu_run import (
+    Kept,
+    empty_gradients,
+    empty_kept,
+    is_gated,
+    run_backward,
+    run_forward,
+)
 from multilin.ops.prefix_softmax.tokens import PrefixSoftmaxState, last_tokens, read_state_first
 
 
@@ -31,7 +38,9 @@ def prefix_softmax(
     """See `multilin.ops.prefix_softmax`. Logits in float32; values in float32 or bf16, and the means like them."""
     null = -torch.inf if null_logit is None else null_logit
     if window is None:
-        past = None if state is None else PrefixSoftmaxState(state.logits_BSH.float(), state.values_BSHD.float())
+        past = state
+        if state is not None and state.values_BSHD.dtype is not torch.float32:
+            past = PrefixSoftmaxState(state.logits_BSH.float(), state.values_BSHD.float())
         means, final_logits, final_values = _means(
             logits_BTH, values_BTHD, own_logits, starts, past, None, null, needs_state
         )
@@ -91,8 +100,7 @@ def _forward_shapes(
     B, T, H, D = values.shape
     kept = _nothing_kept(logits, values)
     if keeps:
-        is_gated = own is not None or null != -torch.inf
-        kept = empty_kept(values, window, has_own=own is not None, is_gated=is_gated)
+        kept = empty_kept(values, window, own, null)
     return (
         torch.empty((B, T, H, D), dtype=values.dtype, device=values.device),
         logits.new_empty((B, 1, H) if needs_state else (0,)),
@@ -126,7 +134,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
     _, values, own, _, _, state_values, window, null, keeps, _ = inputs
     means, _, final_values, *kept = output
     # Gated means of the whole past are not read again: their memory can be freed.
-    reads_means = window is not None or (own is None and null == -torch.inf)
+    reads_means = window is not None or not is_gated(values, own, null)
     ctx.save_for_backward(values, final_values, *kept, *([means] if reads_means else []))
     ctx.window, ctx.has_own, ctx.has_state, ctx.keeps = window, own is not None, state_values is not None, keeps
     ctx.set_materialize_grads(False)

@@ -38,11 +38,18 @@ class Kept(NamedTuple):
     rounding: Tensor
 
 
-def empty_kept(values: Tensor, window: int | None, *, has_own: bool, is_gated: bool) -> Kept:
+def is_gated(values: Tensor, own: Tensor | None, null: float) -> bool:
+    """Whether y is another number than the running mean: by an own term, by a null token, or by rounding it to bf16."""
+    return own is not None or null != -torch.inf or values.dtype != torch.float32
+
+
+def empty_kept(values: Tensor, window: int | None, own: Tensor | None, null: float) -> Kept:
     """Room for what is kept."""
     B, T, H, D = values.shape
     none = (0,)
-    planes = (6 + has_own) if window is not None else 5 if is_gated else 2
+    planes = 5 if is_gated(values, own, null) else 2
+    if window is not None:
+        planes = 6 if own is None else 7
     has_rounding = window is not None and values.dtype != torch.float32
     return Kept(
         _float32(values, (B, planes, T, H)),
@@ -67,13 +74,12 @@ def run_forward(
     global_forward, windowed_forward, _, _, launch, num_threads = _numba_modules()
     B, T, H, D = values.shape
     logits, values = _rows(logits), _rows(values)
-    is_gated = own is not None or null != -torch.inf
     means = torch.empty((B, T, H, D), dtype=values.dtype)
     kept = final_logits = final_values = None
     threads = num_threads(values.numel())
     parts = _num_parts(threads, B, T, window)
     task = Task(
-        B, T, H, D, window or 0, parts, is_gated, keeps,
+        B, T, H, D, window or 0, parts, is_gated(values, own, null), keeps,
         logits.data_ptr(), 4 * logits.stride(0), 4 * logits.stride(1),
     )  # fmt: skip
     task.null = null
@@ -92,7 +98,7 @@ def run_forward(
         final_logits, final_values = torch.empty((B, 1, H)), torch.empty((B, 1, H, D))
         task.final_logits, task.final_values = final_logits.data_ptr(), final_values.data_ptr()
     if keeps:
-        kept = empty_kept(values, window, has_own=own is not None, is_gated=is_gated)
+        kept = empty_kept(values, window, own, null)
         _set_kept(task, kept)
     if window is not None:
         launch(windowed_forward.forward, task, values.dtype, B * parts, threads)
@@ -145,11 +151,11 @@ def run_backward(
     gradients = empty_gradients(values, has_own=has_own, has_state=has_state)
     threads = num_threads(values.numel())
     parts = _num_parts(threads, B, T, window)
-    is_gated = kept.weights.shape[1] == 5
-    task = Task(B, T, H, D, window or 0, parts, is_gated, True)
+    reads_means = window is not None or kept.weights.shape[1] == 2
+    task = Task(B, T, H, D, window or 0, parts, not reads_means, True)
     for name, tensor in (("values", values), ("dmeans", dmeans), ("dvalues", gradients.values)):
         _set_rows(task, name, tensor)
-    if window is not None or not is_gated:
+    if reads_means:
         _set_rows(task, "means", means)
     _set_kept(task, kept)
     task.dlogits = gradients.logits.data_ptr()

@@ -12,7 +12,7 @@ _SIZES = (
     "num_batch", "num_time", "num_heads", "width",  # B, T, H, D
     "window",  # tokens read, for the windowed kernels
     "num_parts",  # parts of time that run at the same time; pieces are the square of it
-    "is_gated",  # 1 where y is not simply the running mean: an own term or a null token
+    "is_gated",  # 1 where y is not simply the running mean: an own term, a null token, rounding to bf16
     "keeps",  # 1 where the weights of all positions are kept for the backward pass
 )  # fmt: skip
 _INPUTS = (

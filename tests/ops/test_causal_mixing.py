@@ -72,6 +72,29 @@ def test_precision() -> None:
     assert state.inputs_BND.dtype == torch.float32
 
 
+def test_texts_longer_than_a_block_have_the_gradients_of_the_equation(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("multilin.ops.causal_mixing.triangle.BLOCK", 5)
+    inputs = [tensor.requires_grad_() for tensor in make_inputs("whole context")]
+    results = []
+    for result in (equation(*inputs), causal_mixing(*inputs)[0]):
+        results.append([result, *torch.autograd.grad(result.sin().sum(), inputs)])
+    torch.testing.assert_close(results[1], results[0], **EXACT)
+
+
+def test_under_autocast_it_is_a_bf16_product() -> None:
+    x, weights, bias = make_inputs("whole context")
+    results = []
+    for dtype, autocast in ((torch.float64, False), (torch.float32, True)):
+        inputs = [tensor.to(dtype).requires_grad_() for tensor in (x, weights, bias)]
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            result, state = causal_mixing(*inputs)
+        results.append([result, *torch.autograd.grad(result.square().sum(), inputs)])
+        assert state is not None
+        assert state.inputs_BND.dtype == dtype
+    for exact, low in zip(*results, strict=True):
+        assert 1e-5 * exact.norm() < (low - exact).norm() < 4e-3 * exact.norm()
+
+
 def test_the_triangle_is_filled_row_by_row() -> None:
     parameters = torch.arange(1.0, 7.0, requires_grad=True)
     matrix = lower_triangle(parameters, 3)

@@ -7,6 +7,7 @@ from torch import Tensor
 from multilin.errors import InputError
 from multilin.ops.causal_mixing import portable, reference
 from multilin.ops.causal_mixing.state import CausalMixingState
+from multilin.ops.causal_mixing.triangle import unpack
 from multilin.ops.dispatch import Backend, Op
 
 __all__ = ["CAUSAL_MIXING", "CausalMixingState", "causal_mixing", "lower_triangle"]
@@ -63,8 +64,13 @@ def causal_mixing(
         raise InputError(f"context: the text has {length} positions, but this mixing has weights for {len(weights)}")
     dtype = torch.promote_types(torch.promote_types(x.dtype, weights.dtype), torch.float32)
     compute = CAUSAL_MIXING.backend_for(x.device).compute
+    # Under autocast as any product with weights: of narrow numbers, summed in float32.
+    narrow = torch.is_autocast_enabled(x.device.type) and dtype == torch.float32
+    product_dtype = torch.get_autocast_dtype(x.device.type) if narrow else dtype
     with torch.autocast(x.device.type, enabled=False):
-        y, inputs = compute(x.to(dtype), weights.to(dtype), positions, padding=padding, state=state)
+        y, inputs = compute(
+            x.to(dtype), weights.to(dtype), positions, padding=padding, state=state, product_dtype=product_dtype
+        )
         if bias is not None:
             y = y + bias.to(dtype)[positions.clamp(min=0)][..., None]
     return y.to(x.dtype), CausalMixingState(inputs, positions[:, -1] + 1) if needs_state else None
@@ -89,6 +95,4 @@ def lower_triangle(parameters: Float[Tensor, " P"], size: int) -> Float[Tensor, 
         raise InputError(
             f"parameters: {parameters.numel()} given for a triangle of {size} rows, but it has {size * (size + 1) // 2}"
         )
-    rows, columns = torch.tril_indices(size, size, device=parameters.device)
-    matrix = parameters.new_zeros(size, size)
-    return matrix.index_put((rows, columns), parameters)
+    return unpack(parameters, size)

@@ -13,8 +13,10 @@ def causal_mixing(
     *,
     padding: Tensor | None = None,
     state: CausalMixingState | None = None,
+    product_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
     """See `multilin.ops.causal_mixing`; the bias is added there. Also gives all inputs read so far, (B, n, D)."""
     inputs_BND = read_inputs(x_BTD, positions_BT, padding, state, len(weights_NN))
     weights_BTN = weights_NN.tril()[positions_BT.clamp(min=0)]
-    return torch.einsum("btn,bnd->btd", weights_BTN, inputs_BND), inputs_BND
+    mixed_BTD = torch.einsum("btn,bnd->btd", weights_BTN.to(product_dtype), inputs_BND.to(product_dtype))
+    return mixed_BTD, inputs_BND

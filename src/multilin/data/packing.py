@@ -26,6 +26,7 @@ from multilin.errors import InputError
 
 BATCH_CHARACTERS = 2**22
 IGNORED_LABEL = -100
+BLOCK_FIELDS = ("input_ids", "labels", "document_ids")
 
 _TOKENS, _INDEX, _DESCRIPTION = "tokens.bin", "index.safetensors", "packed.json"
 

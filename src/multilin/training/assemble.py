@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel, TrainingArguments
 
-from multilin.data.packing import Blocks
+from multilin.data.packing import BLOCK_FIELDS, Blocks
 from multilin.data.prepare import PreparedText, Progress, prepare_text
 from multilin.data.tokenizers import tokenizer_hash
 from multilin.errors import InputError
@@ -96,23 +96,29 @@ def _create_model(recipe: Recipe, vocab_size: int) -> PreTrainedModel:
 def training_order(recipe: Recipe, model: PreTrainedModel, text: PreparedText, num_devices: int) -> BlockOrder:
     """All blocks the run reads, on all devices, from the first step to the last."""
     blocks = Blocks(text.train, recipe.model.n_positions)
-    fields = list(blocks[0])
-    unread = [field for field in fields if field not in inspect.signature(model.forward).parameters]
-    if not getattr(model, "packs", True):
-        unread.append("document_ids")
-    if unread:
-        warnings.warn(
-            f"{recipe.model.architecture} does not take {', '.join(unread)}: documents packed into one block see each "
-            "other",
-            stacklevel=2,
-        )
+    if remark := packing_remark(recipe, model):
+        warnings.warn(remark, stacklevel=2)
     plan = recipe.training
     return BlockOrder(
         blocks,
         seed=plan.seed,
         length=plan.max_steps * plan.gradient_accumulation * plan.batch_size * num_devices,
-        fields=[field for field in fields if field not in unread],
+        fields=[field for field in blocks[0] if field not in _unread(model)],
     )
+
+
+def packing_remark(recipe: Recipe, model: PreTrainedModel) -> str | None:
+    """What to know of a model that cannot tell the documents of a block apart; None of one that can."""
+    if unread := _unread(model):
+        names = ", ".join(unread)
+        return f"{recipe.model.architecture} does not take {names}: documents packed into one block see each other"
+    return None
+
+
+def _unread(model: PreTrainedModel) -> list[str]:
+    """The fields of a block that the model does not read."""
+    unread = [field for field in BLOCK_FIELDS if field not in inspect.signature(model.forward).parameters]
+    return unread if getattr(model, "packs", True) else [*unread, "document_ids"]
 
 
 def training_arguments(recipe: Recipe, model: PreTrainedModel, output: Path) -> TrainingArguments:

@@ -30,7 +30,12 @@ from multilin.training.transformers_trainer import RunTrainer
 
 
 def train(
-    recipe: Recipe, *, resume: bool = False, overwrite: bool = False, callbacks: Sequence[TrainerCallback] = ()
+    recipe: Recipe,
+    *,
+    resume: bool = False,
+    overwrite: bool = False,
+    quiet: bool = False,
+    callbacks: Sequence[TrainerCallback] = (),
 ) -> RunResult:
     """Train the model a recipe describes and leave everything about the run in its output folder.
 
@@ -40,6 +45,7 @@ def train(
         recipe: what to train, on what, how, and where to.
         resume: continue the run in the output folder at its last checkpoint.
         overwrite: replace the run in the output folder.
+        quiet: show no progress.
         callbacks: callbacks of transformers' Trainer to call at every step, after our own.
 
     Raises:
@@ -65,7 +71,7 @@ def train(
         devices.wait_for_everyone()
         set_seed(recipe.training.seed)
         model = build_model(recipe, text)
-        with StopRequest() as stop_request, _display(recipe, devices) as display:
+        with StopRequest() as stop_request, _display(recipe, silent=quiet or not devices.is_main_process) as display:
             trainer = _build_trainer(recipe, model, text, folder, stop_request, display, devices)
             for callback in callbacks:
                 trainer.add_callback(callback)
@@ -164,8 +170,8 @@ def _interrupted(trainer: RunTrainer, folder: RunFolder, stop_request: StopReque
 
 
 @contextlib.contextmanager
-def _display(recipe: Recipe, devices: PartialState) -> Iterator[Display]:
-    display = Display(recipe.training.max_steps, silent=not devices.is_main_process)
+def _display(recipe: Recipe, *, silent: bool) -> Iterator[Display]:
+    display = Display(recipe.training.max_steps, silent=silent)
     try:
         yield display
     finally:

@@ -96,6 +96,11 @@ class RowRecord:
         return [run for run in self.runs if run.status == FINISHED]
 
     @property
+    def all_runs(self) -> list[RunRecord]:
+        """Those of the grid, then those of the seeds, each once."""
+        return [*self.tuning, *(run for run in self.runs if run not in self.tuning)]
+
+    @property
     def other_parameters(self) -> int:
         """Parameters outside embeddings and the output projection."""
         return self.parameters - self.embedding_parameters

@@ -1,7 +1,6 @@
 """Running a comparison: every run into its folder, then the report."""
 
 import dataclasses
-import json
 import os
 from pathlib import Path
 
@@ -22,19 +21,17 @@ from multilin.analysis.compare.record import (
     sign,
 )
 from multilin.analysis.compare.remarks import remarks_on
+from multilin.analysis.compare.report import write_reports
 from multilin.analysis.compare.sweep import Sweep, check_sweep
 from multilin.doctor import examine
 from multilin.errors import InputError
-from multilin.files import write_whole
 from multilin.training.outcomes import TrainingFailed, TrainingInterrupted
 from multilin.training.recipe import RECIPE_FILE, Recipe, first_difference, load_recipe
 from multilin.training.trainer import train
 
-JSON_FILE = "comparison.json"
-
 
 def compare(sweep: Sweep, *, overwrite: bool = False, console: Console | None = None) -> Comparison:
-    """Train every row with every seed, measure the models, and write comparison.json into the sweep's folder.
+    """Train every row with every seed, measure the models, and write the reports into the sweep's folder.
 
     Finished runs are not trained again, stopped ones go on. A run that fails is recorded with its sentence.
 
@@ -73,13 +70,8 @@ def compare(sweep: Sweep, *, overwrite: bool = False, console: Console | None = 
     prompt = "" if sweep.task else prompt_of(plans[0].recipe)
     work.say("measuring how fast the models write")
     comparison = _describe(sweep, plans, _measured(rows, sweep, prompt), prompt, work.measure)
-    write_whole(Path(sweep.output, JSON_FILE), as_json(comparison))
+    write_reports(comparison, Path(sweep.output))
     return comparison
-
-
-def as_json(comparison: Comparison) -> str:
-    """The whole comparison as JSON."""
-    return json.dumps(dataclasses.asdict(comparison), indent=1, ensure_ascii=False) + "\n"
 
 
 class _Work:

@@ -160,7 +160,10 @@ def load_sweep(path: Path) -> Sweep:
     sweep = load_settings(Sweep, values)
     check_sweep(sweep)
     return dataclasses.replace(
-        sweep, title=sweep.title or path.stem, output=sweep.output or f"runs/compare-{path.stem}"
+        sweep,
+        title=sweep.title or path.stem,
+        grid={name: [_number(value) for value in tried] for name, tried in sweep.grid.items()},
+        output=sweep.output or f"runs/compare-{path.stem}",
     )
 
 
@@ -313,6 +316,14 @@ def _get(values: Mapping[str, Any], dotted: str) -> Any:
     for part in dotted.split("."):
         inner = inner.get(part) if isinstance(inner, Mapping) else None
     return inner
+
+
+def _number(value: Any) -> Any:
+    """YAML reads 1e-3, which lacks a point, as a text."""
+    try:
+        return float(value) if isinstance(value, str) else value
+    except ValueError:
+        return value
 
 
 def _is_sweep(path: Path) -> bool:

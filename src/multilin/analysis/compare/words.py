@@ -52,3 +52,11 @@ def budget_text(comparison: Comparison) -> str:
     kind, value = next(iter(comparison.budget.items()))
     units = {"tokens": "training tokens", "flops": "FLOPs", "seconds": "seconds of training"}
     return f"{f'{value:g}' if kind == 'seconds' else amount(value)} {units[kind]}"
+
+
+def bytes_text(count: float) -> str:
+    """Three digits and a unit: 12.3 kB."""
+    for size, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if count >= size:
+            return f"{count / size:.3g} {unit}"
+    return f"{count:.0f} bytes"

@@ -283,7 +283,9 @@ def compare(what: CompareArguments, changes: Changes) -> None:
     from multilin.analysis.compare.table import print_comparison
 
     budget = Budget(tokens=what.tokens, flops=what.flops, seconds=what.seconds)
-    sweep = changed(find_sweep(what.rows), budget=budget, num_seeds=what.seeds, task=what.task, changes=changes)
+    sweep = changed(
+        find_sweep(what.rows, what.task), budget=budget, num_seeds=what.seeds, task=what.task, changes=changes
+    )
     _warn_of_busy_cores()
     found = compare(sweep, overwrite=what.overwrite)
     print_comparison(found, Console(highlight=False))

@@ -26,10 +26,11 @@ PROMPT_TOKENS, SAMPLE_TOKENS = 12, 120
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """The figures of one model, and what to know of them."""
+    """The figures of one model, what to know of them, and the bytes it keeps of a text of its training length."""
 
     figures: list[Decoding]
     remarks: list[str]
+    memory: list[int]
 
 
 class Reader:
@@ -64,7 +65,7 @@ def measure_decoding(folders: Mapping[str, Path]) -> dict[str, Measured]:
     Args:
         folders: name to run folder.
     """
-    found = {name: Measured([], []) for name in folders}
+    found = {name: Measured([], [], []) for name in folders}
     models = {name: _long_model(folder, found[name]) for name, folder in folders.items()}
     for context in CONTEXTS:
         readers = {
@@ -86,6 +87,7 @@ def measure_decoding(folders: Mapping[str, Path]) -> dict[str, Measured]:
 def _long_model(folder: Path, measured: Measured) -> PreTrainedModel:
     """The trained model, or one like it that reads the longest context."""
     trained, needed = load_run(folder).model, CONTEXTS[-1] + TOKENS_PER_TURN
+    measured.memory.append(Reader(trained, load_recipe(folder).model.n_positions).bytes)
     limit = longest_text(trained.config)
     if limit is None or limit >= needed:
         return trained

@@ -16,7 +16,7 @@ from multilin.analysis.compare.sweep import Row, Sweep, rows_of, with_choice
 from multilin.errors import InputError
 from multilin.files import write_whole
 from multilin.messages import no_progress_bars
-from multilin.training.assemble import build_model, check_model, packing_remark, read_text
+from multilin.training.assemble import build_model, check_model, packing_remark, read_data
 from multilin.training.recipe import Recipe, resolve_recipe
 from multilin.training.run_folder import RunFolder
 from multilin.training.trainer import train
@@ -107,7 +107,7 @@ def plan_rows(sweep: Sweep, say: Callable[[str], None]) -> list[Plan]:
 def _plan(row: Row) -> Plan:
     recipe = resolve_recipe(row.recipe)
     check_model(recipe)
-    text = read_text(recipe)
+    text = read_data(recipe)
     with torch.random.fork_rng():
         model = build_model(recipe, text)
     embeddings = [model.get_input_embeddings(), model.get_output_embeddings()]
@@ -120,7 +120,7 @@ def _plan(row: Row) -> Plan:
         parameters=sum(p.numel() for p in model.parameters()),
         embedding_parameters=sum(shared.values()),
         flops_per_token=training_flops_per_token(model, recipe.model.n_positions),
-        text=text.train.folder.parent.name,
+        text=text.identity,
         remarks=[remark] if remark else [],
     )
 

@@ -27,7 +27,7 @@ class Point:
     seconds: float
     flops: float
     loss: float
-    bits_per_byte: float
+    bits_per_byte: float | None = None
     accuracy: float | None = None
 
 
@@ -68,6 +68,7 @@ class RowRecord:
 
     flops_per_token: of training. choice: the values of the grid that were best on the first seed.
     tuning: the runs that decided it. runs: one for each seed. score, loss: over the finished runs.
+    memory: bytes the trained model keeps of a text of its training length.
     """
 
     name: str
@@ -88,6 +89,7 @@ class RowRecord:
     tokens_per_second: float | None
     remarks: list[str]
     decoding: list[Decoding] = dataclasses.field(default_factory=list)
+    memory: int | None = None
     sample: str | None = None
 
     @property
@@ -156,7 +158,7 @@ def read_run(plan: Plan, folder: Path, seed: int, choice: Choice, failure: str |
                     seconds=round(seconds, 3),
                     flops=tokens * plan.flops_per_token,
                     loss=line["validation_loss"],
-                    bits_per_byte=line["validation_bits_per_byte"],
+                    bits_per_byte=line.get("validation_bits_per_byte"),
                     accuracy=line.get("validation_accuracy"),
                 )
             )

@@ -34,7 +34,7 @@ from multilin.model.factory import model_names
 from multilin.settings import load_settings, settings
 from multilin.training.recipe import Recipe, load_recipe
 
-BUILT_IN_SWEEP = "architectures"
+TEXT_SWEEP, TASK_SWEEP = "architectures", "tasks"
 
 Amount = Annotated[float, Gt(0)]
 Seed = Annotated[int, Ge(0)]
@@ -107,22 +107,26 @@ class Row:
     stated: Values
 
 
-def builtin_sweep() -> Sweep:
-    """All architectures, GPT-2 and Llama on the text inside every Python installation."""
-    path = Path(str(resources.files("multilin") / "sweeps" / f"{BUILT_IN_SWEEP}.yaml"))
-    return load_sweep(path)
+def builtin_sweep(task: str | None = None) -> Sweep:
+    """All architectures, GPT-2 and Llama: on the text inside every Python installation, or small ones on a task."""
+    name = TEXT_SWEEP if task is None else TASK_SWEEP
+    return load_sweep(Path(str(resources.files("multilin") / "sweeps" / f"{name}.yaml")))
 
 
-def find_sweep(names: Sequence[str]) -> Sweep:
+def find_sweep(names: Sequence[str], task: str | None = None) -> Sweep:
     """The sweep of a file; or one of recipes and models by name; or the built-in one, for no name.
 
     A model by name takes text, tokenizer, sizes and training of the first recipe, so that it is its like.
+
+    Args:
+        names: a sweep file, or recipes and models.
+        task: what the models are trained on, where no sweep file says so.
 
     Raises:
         InputError: neither a sweep, a recipe nor a model, or too few rows to compare.
     """
     if not names:
-        return builtin_sweep()
+        return builtin_sweep(task)
     if len(names) == 1 and _is_sweep(Path(names[0])):
         return load_sweep(Path(names[0]))
     if len(names) == 1:
@@ -138,7 +142,7 @@ def find_sweep(names: Sequence[str]) -> Sweep:
             raise InputError(f"ROWS: two rows are called {row}; give each another name in a sweep file")
         rows[row] = frame if name in model_names() else {"recipe": name}
     return dataclasses.replace(
-        builtin_sweep(), title=" and ".join([", ".join(list(rows)[:-1]), list(rows)[-1]]), base={}, rows=rows,
+        builtin_sweep(task), title=" and ".join([", ".join(list(rows)[:-1]), list(rows)[-1]]), base={}, rows=rows,
         output="runs/compare-" + "-".join(rows),
     )  # fmt: skip
 
@@ -230,7 +234,7 @@ def rows_of(sweep: Sweep) -> list[Row]:
     found = []
     for name, given in sweep.rows.items():
         stated = merge(base, _nested(given or {}, f"rows.{name}"))
-        start = _start(name, stated.pop("recipe", None), stated)
+        start = _start(name, stated.pop("recipe", None), stated, sweep.task)
         found.append(Row(name, load_settings(Recipe, merge(start, stated), f"rows.{name}"), stated))
     return found
 
@@ -267,14 +271,14 @@ def _merged(values: Values, other: Mapping[str, Any]) -> Values:
     return values
 
 
-def _start(name: str, recipe: str | None, stated: Values) -> Values:
+def _start(name: str, recipe: str | None, stated: Values, task: str | None) -> Values:
     """What the base and the row change."""
     if recipe is not None:
         return dataclasses.asdict(load_recipe(recipe))
     names_model = _get(stated, "model.architecture") or _get(stated, "model.layers")
     if name not in model_names() or names_model:
         return {}
-    known = builtin_sweep()
+    known = builtin_sweep(task)
     row = known.rows.get(name) or {}
     return merge(_nested(known.base, "base"), merge({"model": {"architecture": name}}, _nested(row, f"rows.{name}")))
 

@@ -93,6 +93,7 @@ def chart_data(comparison: Comparison) -> dict[str, Any]:
                 "name": row.name,
                 "course": mean_course(row, comparison.measure),
                 "score": row.score.mean if row.score else None,
+                "memory": row.memory,
                 "decoding": [
                     {"context": d.context, "speed": d.tokens_per_second, "state": d.state_bytes} for d in row.decoding
                 ],

@@ -78,8 +78,9 @@ def cost_sentence(comparison: Comparison) -> str:
         f"it, {bytes_text(small.state_bytes)} ({large_row.name}, the most, {bytes_text(large.state_bytes)})"
     )
     growing = [row.name for row in rows if row.decoding[-1].state_bytes > row.decoding[0].state_bytes]
-    grows = f"what {listed(growing)} {'keeps' if len(growing) == 1 else 'keep'} grows with the text"
-    return f"{sentence}; {grows}." if growing else f"{sentence}; no state grows with the text."
+    if not growing:
+        return f"{sentence}; no state grows with the text."
+    return f"{sentence}; what {listed(growing)} {'keeps' if len(growing) == 1 else 'keep'} grows with the text."
 
 
 def reached(row: RowRecord, level: float, measure: str) -> Reached:

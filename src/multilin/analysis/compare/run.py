@@ -25,6 +25,7 @@ from multilin.analysis.compare.report import write_reports
 from multilin.analysis.compare.sweep import Sweep, check_sweep
 from multilin.doctor import examine
 from multilin.errors import InputError
+from multilin.messages import no_progress_bars
 from multilin.training.outcomes import TrainingFailed, TrainingInterrupted
 from multilin.training.recipe import RECIPE_FILE, Recipe, first_difference, load_recipe
 from multilin.training.trainer import train
@@ -69,7 +70,9 @@ def compare(sweep: Sweep, *, overwrite: bool = False, console: Console | None = 
     ]
     prompt = "" if sweep.task else prompt_of(plans[0].recipe)
     work.say("measuring how fast the models write")
-    comparison = _describe(sweep, plans, _measured(rows, sweep, prompt), prompt, work.measure)
+    with no_progress_bars():
+        rows = _measured(rows, sweep, prompt)
+    comparison = _describe(sweep, plans, rows, prompt, work.measure)
     write_reports(comparison, Path(sweep.output))
     return comparison
 

@@ -46,6 +46,7 @@ _DECIDED = {
     "training.seed": "give `seeds`",
     "output": "runs go into folders of the sweep's `output`",
 }
+_TUNED = ("optimizer", "schedule")
 # What belongs to a choice and means nothing beside another one.
 _BELONGS_TO = {
     "model.architecture": ("model.options", "model.layers", "model.config"),
@@ -90,7 +91,7 @@ class Sweep:
     seeds: list[Seed] = field(default_factory=lambda: [0, 1, 2])  # every row is trained once with each
     budget: Budget = field(default_factory=Budget)  # of each run
     task: str | None = None  # a recall task instead of a text, such as mqar
-    grid: dict[str, list[Any]] = field(default_factory=dict)  # recipe field to the values tried for each row
+    grid: dict[str, list[Any]] = field(default_factory=dict)  # optimizer or schedule field to the values tried
     output: str = ""  # folder for the runs and the report
 
 
@@ -188,6 +189,10 @@ def check_sweep(sweep: Sweep) -> None:
         given = " and ".join(sweep.budget.given) or "nothing"
         raise InputError(f"budget: {given} given, but it should be exactly one of tokens, flops and seconds")
     for name, tried in sweep.grid.items():
+        if name.split(".")[0] not in _TUNED:
+            raise InputError(
+                f"grid.{name}: given, but a grid tries fields of {' and '.join(_TUNED)}; make rows of other choices"
+            )
         if not tried:
             raise InputError(f"grid.{name}: no value given; give a list, such as [1.0e-3, 4.0e-3]")
 

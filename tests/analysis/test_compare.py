@@ -228,7 +228,10 @@ def test_the_grid_is_tried_on_one_seed_and_the_best_trained_with_all(sandbox: Pa
 
 
 def test_other_tokenizers_are_compared_by_bytes_and_one_seed_says_nothing(sandbox: Path) -> None:
-    rows = {"bytes": {"recipe": None}, "words": {"tokenizer": {"kind": "bpe", "vocab_size": 280}}}
+    rows = {
+        "elita": {},
+        "words": {"model.architecture": "elita", "tokenizer": {"kind": "bpe", "vocab_size": 280}},
+    }
     found = compare(a_sweep(sandbox, "tokenizers", rows=rows, seeds=[3]), console=Console(quiet=True))
     assert not found.one_tokenizer
     assert found.measure == "bits_per_byte"

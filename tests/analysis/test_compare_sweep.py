@@ -11,7 +11,8 @@ import yaml
 
 from multilin.analysis.compare.flops import training_flops_per_token
 from multilin.analysis.compare.plan import SPEED_FILE, plan_rows
-from multilin.analysis.compare.sweep import Budget, Sweep, builtin_sweep, changed, find_sweep, load_sweep, rows_of
+from multilin.analysis.compare.rows import rows_of
+from multilin.analysis.compare.sweep import Budget, Sweep, builtin_sweep, changed, find_sweep, load_sweep
 from multilin.cli import main
 from multilin.errors import InputError
 from multilin.model.factory import create_model, model_names
@@ -43,13 +44,17 @@ def sweep_file(tmp_path: Path) -> Callable[..., Path]:
     [
         ({"row": {}}, "row: unknown field; did you mean 'rows'?"),
         (
-            {"rows": {"a": {"model.hiden_size": 8}}},
-            "rows.a.model.hiden_size: unknown field; did you mean 'hidden_size'",
+            {"rows": {"gpt2": {"model.hiden_size": 8}}},
+            "rows.gpt2.model.hiden_size: unknown field; did you mean 'hidden_size'",
         ),
-        ({"rows": {"a": {"model.hidden_size": 0}}}, "rows.a.model.hidden_size: 0 given, but it should be greater"),
+        (
+            {"rows": {"gpt2": {"model.hidden_size": 0}}},
+            "rows.gpt2.model.hidden_size: 0 given, but it should be greater",
+        ),
         ({"rows": {"a": {"recipe": "demmo"}}}, "recipe: 'demmo' is neither"),
         ({"rows": {"a/b": {}}}, "rows: 'a/b' given, but a row is named by"),
         ({"rows": {}}, "rows: none given"),
+        ({"rows": {"lama": {}}}, "rows.lama: no model given; give `recipe`"),
         ({"rows": {"a": {"output": "x"}}}, "rows.a.output: 'x' given, but runs go into folders of the sweep's"),
         ({"base": {"training.max_steps": 5}}, "base.training.max_steps: 5 given, but the budget decides"),
         ({"base": {"training": {"seed": 5}}}, "base.training.seed: 5 given, but give `seeds`"),

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from multilin.analysis.compare.flops import training_flops_per_token
-from multilin.analysis.compare.sweep import Row, Sweep, rows_of, with_choice
+from multilin.analysis.compare.rows import Row, rows_of, with_choice
+from multilin.analysis.compare.sweep import Sweep
 from multilin.errors import InputError
 from multilin.files import write_whole
 from multilin.messages import no_progress_bars

@@ -17,7 +17,6 @@ A row begins with its `recipe` (or the base's, or that of its name, or the defau
 over that the row itself.
 """
 
-import copy
 import dataclasses
 import re
 from collections.abc import Mapping, Sequence
@@ -29,6 +28,7 @@ from typing import Annotated, Any
 import yaml
 from annotated_types import Ge, Gt
 
+from multilin.analysis.compare.values import Values, merge, nested
 from multilin.errors import InputError
 from multilin.model.factory import model_names
 from multilin.settings import load_settings, settings
@@ -38,23 +38,8 @@ TEXT_SWEEP, TASK_SWEEP = "architectures", "tasks"
 
 Amount = Annotated[float, Gt(0)]
 Seed = Annotated[int, Ge(0)]
-Values = dict[str, Any]
-
 _ROW_NAME = re.compile(r"\w[\w.+-]*")
-_DECIDED = {
-    "training.max_steps": "the budget decides the number of steps",
-    "training.seed": "give `seeds`",
-    "output": "runs go into folders of the sweep's `output`",
-}
 _TUNED = ("optimizer", "schedule")
-# What belongs to a choice and means nothing beside another one.
-_BELONGS_TO = {
-    "model.architecture": ("model.options", "model.layers", "model.config"),
-    "model.layers": ("model.options", "model.num_layers"),
-    "tokenizer.kind": ("tokenizer.vocab_size", "tokenizer.path"),
-    "optimizer.name": ("optimizer.betas", "optimizer.row_average", "optimizer.row_order"),
-    "schedule.name": ("schedule.tail", "schedule.constant_steps"),
-}
 
 
 @settings
@@ -93,19 +78,6 @@ class Sweep:
     task: str | None = None  # a recall task instead of a text, such as mqar
     grid: dict[str, list[Any]] = field(default_factory=dict)  # optimizer or schedule field to the values tried
     output: str = ""  # folder for the runs and the report
-
-
-@dataclasses.dataclass(frozen=True)
-class Row:
-    """One model of a comparison.
-
-    recipe: without what a run adds: seed, steps, folder.
-    stated: the fields that the sweep itself gives, nested.
-    """
-
-    name: str
-    recipe: Recipe
-    stated: Values
 
 
 def builtin_sweep(task: str | None = None) -> Sweep:
@@ -214,10 +186,10 @@ def changed(
     """
     changes = dict(changes)
     output = changes.pop("output", sweep.output)
-    over = _nested(changes, "--")
+    over = nested(changes, "--")
     sweep = dataclasses.replace(
         sweep,
-        rows={name: _merged(_nested(row or {}, f"rows.{name}"), over) for name, row in sweep.rows.items()},
+        rows={name: merge(nested(row or {}, f"rows.{name}"), over) for name, row in sweep.rows.items()},
         budget=budget if budget.given else sweep.budget,
         seeds=list(range(num_seeds)) if num_seeds else sweep.seeds,
         task=task or sweep.task,
@@ -225,67 +197,6 @@ def changed(
     )
     check_sweep(sweep)
     return sweep
-
-
-def rows_of(sweep: Sweep) -> list[Row]:
-    """Every row with its whole recipe.
-
-    Raises:
-        InputError: an unknown field or recipe, a wrong value, or a field that the sweep decides.
-    """
-    base = _nested(sweep.base, "base")
-    if sweep.task is not None:
-        base = merge(base, {"data": {"source": f"task:{sweep.task}"}})
-    found = []
-    for name, given in sweep.rows.items():
-        stated = merge(base, _nested(given or {}, f"rows.{name}"))
-        start = _start(name, stated.pop("recipe", None), stated, sweep.task)
-        found.append(Row(name, load_settings(Recipe, merge(start, stated), f"rows.{name}"), stated))
-    return found
-
-
-def with_choice(row: Row, choice: Mapping[str, Any]) -> Recipe:
-    """The row's recipe with values of the grid.
-
-    Raises:
-        InputError: an unknown field or a wrong value.
-    """
-    values = merge(dataclasses.asdict(row.recipe), _nested(choice, "grid"))
-    return load_settings(Recipe, values, "grid")
-
-
-def merge(values: Values, other: Mapping[str, Any]) -> Values:
-    """Nested values with those of another over them; what belonged to a choice that changes is left out."""
-    merged = copy.deepcopy(values)
-    for chosen, belonging in _BELONGS_TO.items():
-        choice = _get(other, chosen)
-        if choice is not None and choice != _get(merged, chosen):
-            for dotted in belonging:
-                section, name = dotted.split(".")
-                merged.get(section, {}).pop(name, None)
-    return _merged(merged, other)
-
-
-def _merged(values: Values, other: Mapping[str, Any]) -> Values:
-    for name, value in other.items():
-        if isinstance(value, Mapping):
-            inner = values.get(name)
-            values[name] = _merged(inner if isinstance(inner, dict) else {}, value)
-        else:
-            values[name] = copy.deepcopy(value)
-    return values
-
-
-def _start(name: str, recipe: str | None, stated: Values, task: str | None) -> Values:
-    """What the base and the row change."""
-    if recipe is not None:
-        return dataclasses.asdict(load_recipe(recipe))
-    names_model = _get(stated, "model.architecture") or _get(stated, "model.layers")
-    if name not in model_names() or names_model:
-        return {}
-    known = builtin_sweep(task)
-    row = known.rows.get(name) or {}
-    return merge(_nested(known.base, "base"), merge({"model": {"architecture": name}}, _nested(row, f"rows.{name}")))
 
 
 def _frame(recipe: Recipe) -> Values:
@@ -300,31 +211,6 @@ def _frame(recipe: Recipe) -> Values:
         "tokenizer": values["tokenizer"],
         "training": training,
     }
-
-
-def _nested(values: Mapping[str, Any], where: str) -> Values:
-    """Dotted names as nested dictionaries.
-
-    Raises:
-        InputError: a field that the sweep decides.
-    """
-    found: Values = {}
-    for dotted, value in values.items():
-        for part in reversed(str(dotted).split(".")):
-            value = {part: value}
-        found = _merged(found, value)
-    for dotted, reason in _DECIDED.items():
-        if _get(found, dotted) is not None:
-            name = f"--{dotted}" if where == "--" else f"{where}.{dotted}"
-            raise InputError(f"{name}: {_get(found, dotted)!r} given, but {reason}")
-    return found
-
-
-def _get(values: Mapping[str, Any], dotted: str) -> Any:
-    inner: Any = values
-    for part in dotted.split("."):
-        inner = inner.get(part) if isinstance(inner, Mapping) else None
-    return inner
 
 
 def _number(value: Any) -> Any:

@@ -55,6 +55,7 @@ def sandbox(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
         patch.setattr(measure, "CONTEXTS", (8, 40))
+        patch.setattr(measure, "SAMPLE_TOKENS", 5)
         patch.setattr(measure, "TOKENS_PER_TURN", 3)
         patch.setattr(measure, "TURNS", 1)
         yield folder
@@ -197,7 +198,7 @@ def test_a_stopped_comparison_goes_on(found: Comparison, sandbox: Path, monkeypa
         if len(begun) == STEPS + 8:
             raise KeyboardInterrupt
 
-    sweep = a_sweep(sandbox, "stopped")
+    sweep = a_sweep(sandbox, "stopped", rows={"elita": {}})
     with monkeypatch.context() as patch:
         patch.setattr(StepCallback, "on_step_begin", stop_there)
         with pytest.raises(KeyboardInterrupt):
@@ -208,9 +209,8 @@ def test_a_stopped_comparison_goes_on(found: Comparison, sandbox: Path, monkeypa
         )
         again = compare(sweep, console=Console(quiet=True))
     assert begun[0] == 4  # where the last checkpoint was saved
-    for name in ("elita", "gpt2"):
-        for one, other in zip(again.row(name).runs, found.row(name).runs, strict=True):
-            assert [p.loss for p in one.course] == [p.loss for p in other.course]
+    for one, other in zip(again.row("elita").runs, found.row("elita").runs, strict=True):
+        assert [p.loss for p in one.course] == [p.loss for p in other.course]
 
 
 def test_the_grid_is_tried_on_one_seed_and_the_best_trained_with_all(sandbox: Path) -> None:
@@ -243,7 +243,8 @@ def test_other_tokenizers_are_compared_by_bytes_and_one_seed_says_nothing(sandbo
 
 def test_a_task_is_judged_by_its_answers(sandbox: Path) -> None:
     task = "copy?num_copied=4&num_symbols=4"
-    found = compare(a_sweep(sandbox, "task", task=task, rows={"elita": {}, "llama": {}}), console=Console(quiet=True))
+    rows = {"elita": {}, "llama": {}}
+    found = compare(a_sweep(sandbox, "task", task=task, rows=rows, seeds=[0]), console=Console(quiet=True))
     for row in found.rows:
         lines = lines_of(sandbox / "task" / row.runs[0].folder)
         assert row.runs[0].last.accuracy == lines[-1]["validation_accuracy"]
@@ -253,7 +254,7 @@ def test_a_task_is_judged_by_its_answers(sandbox: Path) -> None:
     assert best >= worst
     html = (sandbox / "task" / "comparison.html").read_text()
     assert 'id="memory"' in html
-    assert f"{100 * best:.1f} ±" in html
+    assert f"{100 * best:.1f} %" in html
 
 
 # From scipy.stats.ttest_ind(one, other, equal_var=False).

@@ -9,6 +9,7 @@ import pytest
 import torch
 import yaml
 
+from multilin.analysis.compare import plan
 from multilin.analysis.compare.flops import training_flops_per_token
 from multilin.analysis.compare.plan import SPEED_FILE, plan_rows
 from multilin.analysis.compare.rows import rows_of
@@ -162,21 +163,23 @@ def small_sweep(output: Path, **budget: float) -> Sweep:
 
 def test_tokens_become_steps(tmp_path: Path) -> None:
     plans = plan_rows(small_sweep(tmp_path, tokens=1000), print)
-    assert [plan.recipe.training.max_steps for plan in plans] == [31, 31]  # of 2 * 16 tokens
-    assert [plan.recipe.training.eval_every_steps for plan in plans] == [3, 3]
+    assert [one.recipe.training.max_steps for one in plans] == [31, 31]  # of 2 * 16 tokens
+    assert [one.recipe.training.eval_every_steps for one in plans] == [3, 3]
 
 
 def test_flops_become_steps(tmp_path: Path) -> None:
     plans = plan_rows(small_sweep(tmp_path, flops=1e8), print)
-    for plan in plans:
-        step = plan.flops_per_token * plan.tokens_per_step
-        assert plan.recipe.training.max_steps * step <= 1e8 < (plan.recipe.training.max_steps + 1) * step
+    for one in plans:
+        step = one.flops_per_token * one.tokens_per_step
+        assert one.recipe.training.max_steps * step <= 1e8 < (one.recipe.training.max_steps + 1) * step
 
 
-def test_seconds_become_steps_by_a_speed_that_is_measured_once(tmp_path: Path) -> None:
+def test_seconds_become_steps_by_a_speed_that_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan, "MEASURED_STEPS", 8)
+    monkeypatch.setattr(plan, "MEASURED_TURNS", 1)
     (tmp_path / SPEED_FILE).write_text(json.dumps({"gpt2": 0.5, "elita": 0.25}))
     plans = plan_rows(small_sweep(tmp_path, seconds=10), print)
-    assert [plan.recipe.training.max_steps for plan in plans] == [20, 40]
+    assert [one.recipe.training.max_steps for one in plans] == [20, 40]
     (tmp_path / SPEED_FILE).write_text(json.dumps({"gpt2": 0.5}))
     plan_rows(small_sweep(tmp_path, seconds=10), print)
     measured = json.loads((tmp_path / SPEED_FILE).read_text())

@@ -49,7 +49,7 @@ def welch_p(one: Spread, other: Spread) -> float | None:
 
         t = (m1 - m2) / sqrt(v1 + v2)      v = s^2 / n      df = (v1 + v2)^2 / (v1^2 / (n1 - 1) + v2^2 / (n2 - 1))
 
-    and p is the area of Student's density beyond +-t, integrated over the angle a with tan a = t / sqrt(df).
+    and p is the area of Student's density beyond +-t, integrated over the angle a with cot a = t / sqrt(df).
     """
     if one.deviation is None or other.deviation is None:
         return None
@@ -57,9 +57,10 @@ def welch_p(one: Spread, other: Spread) -> float | None:
     if first + second == 0:
         return float(one.mean == other.mean)
     freedom = (first + second) ** 2 / (first**2 / (one.count - 1) + second**2 / (other.count - 1))
-    begin = math.atan(abs(one.mean - other.mean) / math.sqrt(first + second) / math.sqrt(freedom))
+    beyond = math.atan2(math.sqrt(freedom * (first + second)), abs(one.mean - other.mean))
     nodes, weights = np.polynomial.legendre.leggauss(64)
-    half = (math.pi / 2 - begin) / 2
-    area = half * float(weights @ np.cos(begin + half * (nodes + 1)) ** (freedom - 1))
+    # The angle as a fourth power, because the density has no slope at the end where freedom is below 2.
+    powers = (nodes + 1) / 2
+    area = float(weights @ (np.sin(beyond * powers**4) ** (freedom - 1) * 2 * beyond * powers**3))
     scale = math.exp(math.lgamma((freedom + 1) / 2) - math.lgamma(freedom / 2)) / math.sqrt(math.pi)
     return min(1.0, 2 * scale * area)

@@ -37,6 +37,11 @@ class Flag(NamedTuple):
         return f"{self.section}.{self.field.name}" if self.section else self.field.name
 
     @property
+    def is_list(self) -> bool:
+        """Whether any number of texts is given by place."""
+        return self.is_positional and self.hint == list[str]
+
+    @property
     def text(self) -> str:
         """As a user writes it."""
         if self.is_positional:
@@ -131,7 +136,9 @@ def _parameters(function: Callable[..., Any]) -> list[Any]:
 
 def _add(group: Any, flag: Flag) -> None:
     description = field_help(flag.owner)[flag.field.name]
-    if flag.is_positional:
+    if flag.is_list:
+        group.add_argument(flag.field.name, type=str, nargs="*", metavar=flag.text, help=description)
+    elif flag.is_positional:
         optional = {} if flag.default is dataclasses.MISSING else {"nargs": "?"}
         group.add_argument(flag.field.name, type=flag.given_type, metavar=flag.text, help=description, **optional)
     elif flag.hint is bool and not flag.is_change and flag.default:
@@ -233,6 +240,8 @@ def _plain(value: Any) -> str:
 
 
 def _place(flag: Flag) -> str:
+    if flag.is_list:
+        return f"[{flag.text} ...]"
     return flag.text if flag.default is dataclasses.MISSING else f"[{flag.text}]"
 
 

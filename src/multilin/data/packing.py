@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import safetensors.numpy
@@ -26,6 +27,7 @@ from multilin.errors import InputError
 
 BATCH_CHARACTERS = 2**22
 IGNORED_LABEL = -100
+BLOCK_FIELDS = ("input_ids", "labels", "document_ids")
 
 _TOKENS, _INDEX, _DESCRIPTION = "tokens.bin", "index.safetensors", "packed.json"
 
@@ -104,6 +106,14 @@ class PackedText:
     def num_bytes(self) -> int:
         """UTF-8 bytes of the exact text of all documents."""
         return self.description.num_bytes
+
+    def blocks(self, block_size: int) -> "Blocks":
+        """Blocks of this size, see `Blocks`."""
+        return Blocks(self, block_size)
+
+    def describe(self) -> dict[str, Any]:
+        """What a run's data.json says of it."""
+        return asdict(self.description)
 
     def token_counts(self) -> NDArray[np.int64]:
         """(vocab_size,) how often each token occurs."""

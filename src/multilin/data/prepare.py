@@ -35,6 +35,11 @@ class PreparedText:
     train: PackedText
     validation: PackedText
 
+    @property
+    def identity(self) -> str:
+        """A hash of the text and its tokens: prepared text lies in a folder that is named by it."""
+        return self.train.folder.parent.name
+
 
 @dataclass(frozen=True)
 class _Request:

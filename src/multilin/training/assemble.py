@@ -8,8 +8,9 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel, TrainingArguments
 
-from multilin.data.packing import Blocks
+from multilin.data.packing import BLOCK_FIELDS
 from multilin.data.prepare import PreparedText, Progress, prepare_text
+from multilin.data.task_text import TaskText, is_task, task_text
 from multilin.data.tokenizers import tokenizer_hash
 from multilin.errors import InputError
 from multilin.model.factory import create_model
@@ -26,6 +27,8 @@ def read_text(recipe: Recipe, progress: Progress | None = None) -> PreparedText:
         InputError: the text cannot be read, or holds less than one block of training text.
     """
     data, tokenizer = recipe.data, recipe.tokenizer
+    if is_task(data.source):
+        raise InputError(f"data.source: {data.source} is a task, which has no text; name a text")
     text = prepare_text(
         source=data.source,
         validation=data.validation,
@@ -45,6 +48,19 @@ def read_text(recipe: Recipe, progress: Progress | None = None) -> PreparedText:
     return text
 
 
+def read_data(recipe: Recipe, progress: Progress | None = None) -> PreparedText | TaskText:
+    """What the recipe trains on: a text, or the sequences of a task.
+
+    Raises:
+        InputError: see `read_text`; an unknown task, or blocks too short for it.
+    """
+    if not is_task(recipe.data.source):
+        return read_text(recipe, progress)
+    task = task_text(recipe.data.source)
+    task.train.blocks(recipe.model.n_positions)
+    return task
+
+
 def check_model(recipe: Recipe) -> None:
     """Build the model without memory, so that what does not fit it is refused before any text is read.
 
@@ -58,7 +74,7 @@ def check_model(recipe: Recipe) -> None:
     set_arithmetic(network, recipe.training)
 
 
-def build_model(recipe: Recipe, text: PreparedText) -> PreTrainedModel:
+def build_model(recipe: Recipe, text: PreparedText | TaskText) -> PreTrainedModel:
     """The model for this text, freshly initialised from torch's global random numbers."""
     tokenizer = text.tokenizer
     model = _create_model(recipe, len(tokenizer))
@@ -93,26 +109,34 @@ def _create_model(recipe: Recipe, vocab_size: int) -> PreTrainedModel:
     )
 
 
-def training_order(recipe: Recipe, model: PreTrainedModel, text: PreparedText, num_devices: int) -> BlockOrder:
+def training_order(
+    recipe: Recipe, model: PreTrainedModel, text: PreparedText | TaskText, num_devices: int
+) -> BlockOrder:
     """All blocks the run reads, on all devices, from the first step to the last."""
-    blocks = Blocks(text.train, recipe.model.n_positions)
-    fields = list(blocks[0])
-    unread = [field for field in fields if field not in inspect.signature(model.forward).parameters]
-    if not getattr(model, "packs", True):
-        unread.append("document_ids")
-    if unread:
-        warnings.warn(
-            f"{recipe.model.architecture} does not take {', '.join(unread)}: documents packed into one block see each "
-            "other",
-            stacklevel=2,
-        )
+    blocks = text.train.blocks(recipe.model.n_positions)
+    if remark := packing_remark(recipe, model):
+        warnings.warn(remark, stacklevel=2)
     plan = recipe.training
     return BlockOrder(
         blocks,
         seed=plan.seed,
         length=plan.max_steps * plan.gradient_accumulation * plan.batch_size * num_devices,
-        fields=[field for field in fields if field not in unread],
+        fields=[field for field in blocks[0] if field not in _unread(model)],
     )
+
+
+def packing_remark(recipe: Recipe, model: PreTrainedModel) -> str | None:
+    """What to know of a model that cannot tell the documents of a block apart; None of one that can."""
+    if not is_task(recipe.data.source) and (unread := _unread(model)):
+        names = ", ".join(unread)
+        return f"{recipe.model.architecture} does not take {names}: documents packed into one block see each other"
+    return None
+
+
+def _unread(model: PreTrainedModel) -> list[str]:
+    """The fields of a block that the model does not read."""
+    unread = [field for field in BLOCK_FIELDS if field not in inspect.signature(model.forward).parameters]
+    return unread if getattr(model, "packs", True) else [*unread, "document_ids"]
 
 
 def training_arguments(recipe: Recipe, model: PreTrainedModel, output: Path) -> TrainingArguments:

@@ -68,4 +68,6 @@ def format_figures(line: dict[str, Any]) -> str:
     parts = [f"loss {line['loss']:.3f}"]
     if "validation_bits_per_byte" in line:
         parts.append(f"validation {line['validation_bits_per_byte']:.3f} bits per byte")
+    if "validation_accuracy" in line:
+        parts.append(f"validation {100 * line['validation_accuracy']:.1f} % right")
     return "  ".join([*parts, f"{line['tokens_per_second']:,.0f} tokens/s"])

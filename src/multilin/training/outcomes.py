@@ -15,7 +15,9 @@ class RunResult:
         seconds: time spent, all sittings together.
         loss: mean training loss over the steps of the last line of metrics.jsonl, in nats per token
             (with label smoothing, if any).
-        validation_loss, validation_bits_per_byte: after the last step, in nats per token and bits per byte of text.
+        validation_loss, validation_bits_per_byte: after the last step, in nats per token and bits per byte of text
+            (not a number for a task).
+        validation_accuracy: of a task, the share of right answers; None for a text.
         model, tokenizer: as trained, the model in evaluation mode.
     """
 
@@ -26,6 +28,7 @@ class RunResult:
     loss: float
     validation_loss: float
     validation_bits_per_byte: float
+    validation_accuracy: float | None
     model: Any = dataclasses.field(repr=False)
     tokenizer: Any = dataclasses.field(repr=False)
 

@@ -52,7 +52,7 @@ class ModelRecipe:
 class DataRecipe:
     """The text."""
 
-    source: str = "python-docs"  # a built-in corpus, a file, folder or glob, or a dataset of the Hugging Face hub
+    source: str = "python-docs"  # a corpus built in, a file, folder, glob, hub dataset, or a task such as task:mqar
     validation: str | None = None  # a second source to validate on; without one, documents are split off the source
     validation_fraction: Annotated[float, Gt(0), Lt(1)] = 0.05  # share of the documents split off for validation
     text_field: str = "text"  # the field or column of .jsonl, .csv and .parquet files that holds the text

@@ -31,7 +31,7 @@ def draw_loss(lines: Sequence[dict[str, Any]], path: Path) -> None:
         tokens, losses = [line["tokens"] for line in validated], [line["validation_loss"] for line in validated]
         axes.plot(tokens, losses, color=_VALIDATION, marker="o", markersize=4, label="validation")
         axes.annotate(
-            f"{validated[-1]['validation_bits_per_byte']:.3f} bits per byte",
+            _last_figure(validated[-1]),
             (tokens[-1], losses[-1]),
             xytext=(-4, 14),
             textcoords="offset points",
@@ -46,6 +46,12 @@ def draw_loss(lines: Sequence[dict[str, Any]], path: Path) -> None:
     axes.tick_params(colors=_INK)
     axes.legend(frameon=False)
     figure.savefig(path, format="png")
+
+
+def _last_figure(line: Mapping[str, Any]) -> str:
+    if "validation_accuracy" in line:
+        return f"{100 * line['validation_accuracy']:.1f} % right"
+    return f"{line['validation_bits_per_byte']:.3f} bits per byte"
 
 
 def draw_bits_per_byte(lines: Sequence[dict[str, Any]], references: Mapping[str, float], path: Path) -> None:
@@ -101,7 +107,7 @@ def write_card(recipe: Recipe, result: RunResult, path: Path) -> None:
         "Training": f"{result.steps:,} steps, {result.tokens:,} tokens, {result.seconds:,.0f} s, {plan.precision}",
         "Training loss": f"{result.loss:.3f} nats per token",
         "Validation loss": f"{result.validation_loss:.3f} nats per token",
-        "Validation bits per byte": f"{result.validation_bits_per_byte:.3f}",
+        **_score(result),
     }
     table = "\n".join(f"| {name} | {value} |" for name, value in figures.items())
     text = _CARD.format(
@@ -111,6 +117,12 @@ def write_card(recipe: Recipe, result: RunResult, path: Path) -> None:
         recipe=yaml.safe_dump(dataclasses.asdict(recipe), sort_keys=False, allow_unicode=True).strip(),
     )
     path.write_text(text, encoding="utf-8")
+
+
+def _score(result: RunResult) -> dict[str, str]:
+    if result.validation_accuracy is not None:
+        return {"Validation accuracy": f"{100 * result.validation_accuracy:.1f} %"}
+    return {"Validation bits per byte": f"{result.validation_bits_per_byte:.3f}"}
 
 
 _CARD = """\

@@ -7,7 +7,6 @@ config.json, model.safetensors, tokenizer.json ...   loss.png        the course 
 checkpoints/    where a stopped run goes on          tensorboard/    event files, if asked for
 """
 
-import dataclasses
 import importlib.util
 import json
 import os
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from multilin.data.prepare import PreparedText
+from multilin.data.task_text import TaskText
 from multilin.errors import InputError
 from multilin.training.checkpoints import checkpoints, remove_parts
 from multilin.training.recipe import RECIPE_FILE, Recipe, first_difference, load_recipe, save_recipe
@@ -73,7 +73,7 @@ class RunFolder:
         elif not self.recipe.exists() and self.path.exists() and any(self.path.glob("[!.]*")):
             raise InputError(f"output: {self.path} holds files that are not a run; give a new or an empty folder")
 
-    def begin(self, recipe: Recipe, text: PreparedText, *, resume: bool) -> None:
+    def begin(self, recipe: Recipe, text: PreparedText | TaskText, *, resume: bool) -> None:
         """Make the folder ready: what an earlier run left is removed, unless this one continues it.
 
         Raises:
@@ -176,11 +176,8 @@ class RunFolder:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
-def _describe(text: PreparedText) -> dict[str, Any]:
-    parts = {"train": text.train, "validation": text.validation}
-    described = {name: dataclasses.asdict(part.description) for name, part in parts.items()}
-    # Prepared text lies in a folder that is named by its content.
-    return {"content": text.train.folder.parent.name, **described}
+def _describe(text: PreparedText | TaskText) -> dict[str, Any]:
+    return {"content": text.identity, "train": text.train.describe(), "validation": text.validation.describe()}
 
 
 def _check_writable(path: Path) -> None:

@@ -1,19 +1,24 @@
 """The training entry: a recipe goes in, a run folder comes out."""
 
 import contextlib
+import math
 import signal
+import sys
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from accelerate import PartialState
 from transformers import PreTrainedModel, TrainerCallback, set_seed
 
+from multilin.analysis.accuracy import score_answers
 from multilin.analysis.evaluate import evaluate
 from multilin.data.prepare import PreparedText
+from multilin.data.task_text import TaskText
 from multilin.errors import InputError
 from multilin.messages import no_progress_bars
 from multilin.progress import staged
-from multilin.training.assemble import build_model, check_model, read_text, training_arguments, training_order
+from multilin.training.assemble import build_model, check_model, read_data, training_arguments, training_order
 from multilin.training.callbacks import StepCallback
 from multilin.training.checkpoints import WRITE_ERRORS, checkpoint_step
 from multilin.training.communication import compress_gradients
@@ -30,7 +35,12 @@ from multilin.training.transformers_trainer import RunTrainer
 
 
 def train(
-    recipe: Recipe, *, resume: bool = False, overwrite: bool = False, callbacks: Sequence[TrainerCallback] = ()
+    recipe: Recipe,
+    *,
+    resume: bool = False,
+    overwrite: bool = False,
+    quiet: bool = False,
+    callbacks: Sequence[TrainerCallback] = (),
 ) -> RunResult:
     """Train the model a recipe describes and leave everything about the run in its output folder.
 
@@ -40,6 +50,7 @@ def train(
         recipe: what to train, on what, how, and where to.
         resume: continue the run in the output folder at its last checkpoint.
         overwrite: replace the run in the output folder.
+        quiet: show no progress.
         callbacks: callbacks of transformers' Trainer to call at every step, after our own.
 
     Raises:
@@ -57,7 +68,7 @@ def train(
         folder.check(recipe, resume=resume, overwrite=overwrite)
     silent = contextlib.nullcontext()
     with devices.main_process_first(), staged() if devices.is_main_process else silent as progress:
-        text = read_text(recipe, progress)
+        text = read_data(recipe, progress)
 
     with _failures_in_one_sentence(folder), no_progress_bars():
         if devices.is_main_process:
@@ -65,7 +76,7 @@ def train(
         devices.wait_for_everyone()
         set_seed(recipe.training.seed)
         model = build_model(recipe, text)
-        with StopRequest() as stop_request, _display(recipe, devices) as display:
+        with StopRequest() as stop_request, _display(recipe, silent=quiet or not devices.is_main_process) as display:
             trainer = _build_trainer(recipe, model, text, folder, stop_request, display, devices)
             for callback in callbacks:
                 trainer.add_callback(callback)
@@ -78,7 +89,7 @@ def train(
 def _build_trainer(
     recipe: Recipe,
     model: PreTrainedModel,
-    text: PreparedText,
+    text: PreparedText | TaskText,
     folder: RunFolder,
     stop_request: StopRequest,
     display: Display,
@@ -88,15 +99,7 @@ def _build_trainer(
     order = training_order(recipe, model, text, devices.num_processes)
 
     def validate(model: torch.nn.Module) -> dict[str, float]:
-        found = evaluate(
-            model,
-            text.validation,
-            block_size=recipe.model.n_positions,
-            batch_size=plan.batch_size,
-            max_tokens=plan.eval_max_tokens,
-            autocast_dtype=autocast_dtype(plan.precision),
-        )
-        return {"validation_loss": found.loss, "validation_bits_per_byte": found.bits_per_byte}
+        return _validate(model, text, recipe)
 
     blocks_per_step = len(order) // plan.max_steps
     callback = StepCallback(
@@ -120,6 +123,27 @@ def _build_trainer(
     )
 
 
+def _validate(model: Any, text: PreparedText | TaskText, recipe: Recipe) -> dict[str, float]:
+    """The figures of a validation, as metrics.jsonl names them."""
+    plan, length = recipe.training, recipe.model.n_positions
+    dtype = autocast_dtype(plan.precision)
+    if isinstance(text, TaskText):
+        number = min(text.validation.number, max(1, (plan.eval_max_tokens or sys.maxsize) // length))
+        answers = score_answers(
+            model, text.validation.blocks(length), number=number, batch_size=plan.batch_size, autocast_dtype=dtype
+        )
+        return {"validation_loss": answers.loss, "validation_accuracy": answers.accuracy}
+    found = evaluate(
+        model,
+        text.validation,
+        block_size=length,
+        batch_size=plan.batch_size,
+        max_tokens=plan.eval_max_tokens,
+        autocast_dtype=dtype,
+    )
+    return {"validation_loss": found.loss, "validation_bits_per_byte": found.bits_per_byte}
+
+
 def _run(trainer: RunTrainer, folder: RunFolder, display: Display, *, resume: bool) -> None:
     checkpoint = folder.last_checkpoint() if resume else None
     step = checkpoint_step(checkpoint) if checkpoint else 0
@@ -130,7 +154,7 @@ def _run(trainer: RunTrainer, folder: RunFolder, display: Display, *, resume: bo
     trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
 
 
-def _finish(recipe: Recipe, trainer: RunTrainer, folder: RunFolder, text: PreparedText) -> RunResult:
+def _finish(recipe: Recipe, trainer: RunTrainer, folder: RunFolder, text: PreparedText | TaskText) -> RunResult:
     """Write the model, the plot and the model card."""
     trainer.accelerator.wait_for_everyone()
     trainer.publish_model()
@@ -142,7 +166,8 @@ def _finish(recipe: Recipe, trainer: RunTrainer, folder: RunFolder, text: Prepar
         seconds=meter.seconds,
         loss=lines[-1]["loss"],
         validation_loss=lines[-1]["validation_loss"],
-        validation_bits_per_byte=lines[-1]["validation_bits_per_byte"],
+        validation_bits_per_byte=lines[-1].get("validation_bits_per_byte", math.nan),
+        validation_accuracy=lines[-1].get("validation_accuracy"),
         model=trainer.bare_model(),
         tokenizer=text.tokenizer,
     )
@@ -164,8 +189,8 @@ def _interrupted(trainer: RunTrainer, folder: RunFolder, stop_request: StopReque
 
 
 @contextlib.contextmanager
-def _display(recipe: Recipe, devices: PartialState) -> Iterator[Display]:
-    display = Display(recipe.training.max_steps, silent=not devices.is_main_process)
+def _display(recipe: Recipe, *, silent: bool) -> Iterator[Display]:
+    display = Display(recipe.training.max_steps, silent=silent)
     try:
         yield display
     finally:

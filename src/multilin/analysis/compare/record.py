@@ -1,0 +1,232 @@
+"""What a comparison found, as plain data for comparison.json: read from the folders of its runs."""
+
+import dataclasses
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from multilin.analysis.compare.plan import Choice, Plan
+from multilin.analysis.compare.statistics import Difference, Spread, spread, welch_p
+from multilin.training.run_folder import RunFolder
+
+FINISHED, FAILED = "finished", "failed"
+
+
+@dataclasses.dataclass(frozen=True)
+class Point:
+    """A validation in the course of a run.
+
+    seconds: of training alone, validations and checkpoints left out, the tokens of the first line of metrics.jsonl
+        at the median speed.
+    flops: spent on the tokens so far.
+    """
+
+    step: int
+    tokens: int
+    seconds: float
+    flops: float
+    loss: float
+    bits_per_byte: float | None = None
+    accuracy: float | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class RunRecord:
+    """One run: a row, a seed, a choice from the grid.
+
+    failure: the sentence it ended with, None where it finished.
+    tokens_per_second: median over the lines of metrics.jsonl but the first, which holds the warm-up.
+    """
+
+    seed: int
+    folder: str
+    choice: dict[str, Any]
+    status: str
+    failure: str | None = None
+    tokens_per_second: float | None = None
+    course: list[Point] = dataclasses.field(default_factory=list)
+
+    @property
+    def last(self) -> Point:
+        """The validation after the last step."""
+        return self.course[-1]
+
+
+@dataclasses.dataclass(frozen=True)
+class Decoding:
+    """Writing one token after a text of `context` tokens: speed, and what is kept of the text."""
+
+    context: int
+    tokens_per_second: float
+    state_bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class RowRecord:
+    """One model of the comparison; figures that a failed row lacks are None.
+
+    flops_per_token: of training. choice: the values of the grid that were best on the first seed.
+    tuning: the runs that decided it. runs: one for each seed. score, loss: over the finished runs.
+    memory: bytes the trained model keeps of a text of its training length.
+    """
+
+    name: str
+    kind: str
+    status: str
+    parameters: int
+    embedding_parameters: int
+    flops_per_token: float
+    max_steps: int
+    tokens_per_step: int
+    recipe: dict[str, Any]
+    choice: dict[str, Any]
+    tuning: list[RunRecord]
+    runs: list[RunRecord]
+    score: Spread | None
+    loss: Spread | None
+    seconds: float | None
+    tokens_per_second: float | None
+    remarks: list[str]
+    decoding: list[Decoding] = dataclasses.field(default_factory=list)
+    memory: int | None = None
+    sample: str | None = None
+
+    @property
+    def finished(self) -> list[RunRecord]:
+        """The runs that have a score."""
+        return [run for run in self.runs if run.status == FINISHED]
+
+    @property
+    def all_runs(self) -> list[RunRecord]:
+        """Those of the grid, then those of the seeds, each once."""
+        return [*self.tuning, *(run for run in self.runs if run not in self.tuning)]
+
+    @property
+    def other_parameters(self) -> int:
+        """Parameters outside embeddings and the output projection."""
+        return self.parameters - self.embedding_parameters
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """A whole comparison.
+
+    measure: what `score` is, "bits_per_byte" or "accuracy".
+    one_tokenizer: whether all rows read the same tokens, so that losses per token can be compared too.
+    order: finished rows, the best first. differences: every row against every better one.
+    """
+
+    title: str
+    measure: str
+    budget: dict[str, float]
+    seeds: list[int]
+    grid: dict[str, list[Any]]
+    task: str | None
+    one_tokenizer: bool
+    prompt: str
+    rows: list[RowRecord]
+    order: list[str]
+    differences: list[Difference]
+    remarks: list[str]
+    machine: dict[str, Any]
+
+    def row(self, name: str) -> RowRecord:
+        """The row of a name."""
+        return next(row for row in self.rows if row.name == name)
+
+    def difference_to_best(self, name: str) -> Difference | None:
+        """Between a row and the best; None for the best itself and for a row without a score."""
+        return next((d for d in self.differences if d.one == name and d.other == self.order[0]), None)
+
+
+def read_run(plan: Plan, folder: Path, seed: int, choice: Choice, failure: str | None, output: Path) -> RunRecord:
+    """The record of a run from its metrics.jsonl."""
+    lines = RunFolder(folder).read_metrics()
+    speeds = [line["tokens_per_second"] for line in lines[1:] or lines]
+    median = statistics.median(speeds) if speeds else None
+    seconds, tokens, course = 0.0, 0, []
+    for number, line in enumerate(lines):
+        # The first line may hold the time in which kernels were compiled, once for this machine.
+        seconds += (line["tokens"] - tokens) / (line["tokens_per_second"] if number else median)
+        tokens = line["tokens"]
+        if "validation_loss" in line:
+            course.append(
+                Point(
+                    step=line["step"],
+                    tokens=tokens,
+                    seconds=round(seconds, 3),
+                    flops=tokens * plan.flops_per_token,
+                    loss=line["validation_loss"],
+                    bits_per_byte=line.get("validation_bits_per_byte"),
+                    accuracy=line.get("validation_accuracy"),
+                )
+            )
+    return RunRecord(
+        seed=seed,
+        folder=folder.relative_to(output).as_posix(),
+        choice=dict(choice),
+        status=FAILED if failure else FINISHED,
+        failure=failure,
+        tokens_per_second=median,
+        course=course,
+    )
+
+
+def is_finished(folder: Path, max_steps: int) -> bool:
+    """Whether a run has taken its last step and left its model."""
+    lines = RunFolder(folder).read_metrics()
+    return bool(lines) and lines[-1]["step"] >= max_steps and (folder / "config.json").is_file()
+
+
+def score_of(run: RunRecord, measure: str) -> float:
+    """What a finished run is judged by, after its last step."""
+    return float(getattr(run.last, measure))
+
+
+def sign(measure: str) -> int:
+    """1 where less is better, -1 where more is."""
+    return -1 if measure == "accuracy" else 1
+
+
+def make_row(
+    plan: Plan, recipe: dict[str, Any], choice: Choice, runs: Sequence[RunRecord], tuning: Sequence[RunRecord],
+    measure: str,
+) -> RowRecord:  # fmt: skip
+    """The record of a row from those of its runs."""
+    finished = [run for run in runs if run.status == FINISHED]
+    failures = dict.fromkeys(run.failure for run in runs if run.failure)
+    remarks = list(plan.remarks)
+    if failures:
+        remarks.append(f"{len(runs) - len(finished)} of {len(runs)} runs failed: {'; '.join(map(str, failures))}")
+    return RowRecord(
+        name=plan.row.name,
+        kind=plan.recipe.model.kind,
+        status=FINISHED if finished else FAILED,
+        parameters=plan.parameters,
+        embedding_parameters=plan.embedding_parameters,
+        flops_per_token=plan.flops_per_token,
+        max_steps=plan.recipe.training.max_steps,
+        tokens_per_step=plan.tokens_per_step,
+        recipe=recipe,
+        choice=dict(choice),
+        tuning=list(tuning),
+        runs=list(runs),
+        score=spread([score_of(run, measure) for run in finished]) if finished else None,
+        loss=spread([run.last.loss for run in finished]) if finished else None,
+        seconds=statistics.fmean(run.last.seconds for run in finished) if finished else None,
+        tokens_per_second=statistics.median(run.tokens_per_second or 0.0 for run in finished) if finished else None,
+        remarks=remarks,
+    )
+
+
+def ranking(rows: Sequence[RowRecord], measure: str) -> tuple[list[str], list[Difference]]:
+    """Finished rows, the best first, and every row against every better one."""
+    scored = [(row.name, row.score) for row in rows if row.score is not None]
+    scored.sort(key=lambda item: sign(measure) * item[1].mean)
+    differences = [
+        Difference(name, better, score.mean - best.mean, welch_p(score, best))
+        for place, (name, score) in enumerate(scored)
+        for better, best in scored[:place]
+    ]
+    return [name for name, _ in scored], differences

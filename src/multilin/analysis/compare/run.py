@@ -1,0 +1,206 @@
+"""Running a comparison: every run into its folder, then the report."""
+
+import dataclasses
+import os
+from pathlib import Path
+
+from rich.console import Console
+
+from multilin.analysis.compare.measure import measure_decoding, prompt_of, write_sample
+from multilin.analysis.compare.plan import Choice, Plan, choices, plan_rows
+from multilin.analysis.compare.record import (
+    FINISHED,
+    Comparison,
+    RowRecord,
+    RunRecord,
+    is_finished,
+    make_row,
+    ranking,
+    read_run,
+    score_of,
+    sign,
+)
+from multilin.analysis.compare.remarks import remarks_on
+from multilin.analysis.compare.report import write_reports
+from multilin.analysis.compare.sweep import Sweep, check_sweep
+from multilin.doctor import examine
+from multilin.errors import InputError
+from multilin.messages import no_progress_bars
+from multilin.training.outcomes import TrainingFailed, TrainingInterrupted
+from multilin.training.recipe import RECIPE_FILE, Recipe, first_difference, load_recipe
+from multilin.training.trainer import train
+
+
+def compare(sweep: Sweep, *, overwrite: bool = False, console: Console | None = None) -> Comparison:
+    """Train every row with every seed, measure the models, and write the reports into the sweep's folder.
+
+    Finished runs are not trained again, stopped ones go on. A run that fails is recorded with its sentence.
+
+    Args:
+        sweep: what to compare.
+        overwrite: replace runs in the folder.
+        console: where progress is shown.
+
+    Raises:
+        InputError: a row that cannot be trained, or a folder with runs of another sweep; nothing was trained.
+        TrainingInterrupted: SIGINT or SIGTERM, after a checkpoint; the same call goes on there.
+    """
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise InputError("compare: runs are compared in one process; start it without torchrun")
+    check_sweep(sweep)
+    work = _Work(sweep, overwrite, console or Console(highlight=False))
+    plans = plan_rows(sweep, work.say)
+    for plan in plans:
+        for seed in sweep.seeds:
+            for choice in choices(sweep):
+                work.check(plan, seed, choice)
+    tuning = work.tune(plans)
+    best = {plan.row.name: _best(tuning[plan.row.name], work.measure) for plan in plans}
+    runs = work.train_seeds(plans, best)
+    rows = [
+        make_row(
+            plan,
+            dataclasses.asdict(plan.run(sweep.output, sweep.seeds[0], best[plan.row.name])),
+            best[plan.row.name],
+            runs[plan.row.name],
+            tuning[plan.row.name],
+            work.measure,
+        )
+        for plan in plans
+    ]
+    prompt = "" if sweep.task else prompt_of(plans[0].recipe)
+    work.say("measuring how fast the models write")
+    with no_progress_bars():
+        rows = _measured(rows, sweep, prompt)
+    comparison = _describe(sweep, plans, rows, prompt, work.measure)
+    write_reports(comparison, Path(sweep.output))
+    return comparison
+
+
+class _Work:
+    """Training the runs of a sweep, one after another."""
+
+    def __init__(self, sweep: Sweep, overwrite: bool, console: Console) -> None:
+        self.sweep, self.overwrite, self.console = sweep, overwrite, console
+        self.output = Path(sweep.output)
+        self.measure = "accuracy" if sweep.task else "bits_per_byte"
+        combinations = len(choices(sweep))
+        self.total = len(sweep.rows) * (combinations if combinations > 1 else 0)
+        self.total += len(sweep.rows) * (len(sweep.seeds) - (combinations > 1))
+        self.count = 0
+        self._trained: dict[str, RunRecord] = {}
+
+    def say(self, text: str) -> None:
+        self.console.print(text, soft_wrap=True, markup=False)
+
+    def check(self, plan: Plan, seed: int, choice: Choice) -> None:
+        """Refuse a folder that holds another run than this sweep's."""
+        recipe = plan.run(self.sweep.output, seed, choice)
+        path = Path(recipe.output)
+        if self.overwrite or not (path / RECIPE_FILE).is_file():
+            return
+        difference = first_difference(load_recipe(path), recipe)
+        if difference is not None:
+            name, old, new = difference
+            raise InputError(
+                f"output: {path} holds a run with {name} {old!r}, but this comparison has {new!r}; give another "
+                "--output, or replace it with --overwrite"
+            )
+
+    def tune(self, plans: list[Plan]) -> dict[str, list[RunRecord]]:
+        """Every row with every choice of the grid, on the first seed."""
+        tried = choices(self.sweep)
+        if len(tried) == 1:
+            return {plan.row.name: [] for plan in plans}
+        seed = self.sweep.seeds[0]
+        return {plan.row.name: [self.run(plan, seed, choice) for choice in tried] for plan in plans}
+
+    def train_seeds(self, plans: list[Plan], best: dict[str, Choice]) -> dict[str, list[RunRecord]]:
+        """Every row with every seed, seed by seed, so that what is there early can be compared."""
+        found: dict[str, list[RunRecord]] = {plan.row.name: [] for plan in plans}
+        for seed in self.sweep.seeds:
+            for plan in plans:
+                found[plan.row.name].append(self.run(plan, seed, best[plan.row.name]))
+        return found
+
+    def run(self, plan: Plan, seed: int, choice: Choice) -> RunRecord:
+        """One run, trained unless that is done."""
+        recipe = plan.run(self.sweep.output, seed, choice)
+        if recipe.output not in self._trained:
+            self.count += 1
+            self._trained[recipe.output] = self._train(plan, recipe, seed, choice)
+        return self._trained[recipe.output]
+
+    def _train(self, plan: Plan, recipe: Recipe, seed: int, choice: Choice) -> RunRecord:
+        folder, failure = Path(recipe.output), None
+        heading = f"[{self.count}/{self.total}] {folder.name}"
+        if is_finished(folder, recipe.training.max_steps) and not self.overwrite:
+            self.say(f"{heading}: done before")
+        else:
+            self.say(f"{heading}: {recipe.training.max_steps:,} steps of {plan.tokens_per_step:,} tokens")
+            failure = self._failure(recipe)
+        return read_run(plan, folder, seed, choice, failure, self.output)
+
+    def _failure(self, recipe: Recipe) -> str | None:
+        """Train; the sentence of what went wrong, None if nothing did."""
+        resume = not self.overwrite and (Path(recipe.output) / RECIPE_FILE).is_file()
+        try:
+            train(recipe, resume=resume, overwrite=self.overwrite)
+        except TrainingInterrupted as stop:
+            sentence = str(stop).split("; ")[0]
+            raise TrainingInterrupted(
+                f"{Path(recipe.output).name} {sentence}; the same command goes on there", stop.exit_code - 128
+            ) from None
+        # Whatever ends one run says nothing about the others.
+        except (InputError, TrainingFailed, RuntimeError, ValueError, MemoryError) as error:
+            known = isinstance(error, InputError | TrainingFailed)
+            reason = " ".join(str(error).split())[:300]
+            failure = reason if known else f"{type(error).__name__}: {reason}"
+            self.say(f"failed: {failure}")
+            return failure
+        return None
+
+
+def _best(tuning: list[RunRecord], measure: str) -> Choice:
+    """The grid's values with the best last validation; the first ones where every run failed."""
+    finished = [run for run in tuning if run.status == FINISHED]
+    if not finished:
+        return tuning[0].choice if tuning else {}
+    return min(finished, key=lambda run: sign(measure) * score_of(run, measure)).choice
+
+
+def _measured(rows: list[RowRecord], sweep: Sweep, prompt: str) -> list[RowRecord]:
+    """The rows with decoding speeds, states and samples of the first finished run of each."""
+    folders = {row.name: Path(sweep.output, row.finished[0].folder) for row in rows if row.finished}
+    decoding = measure_decoding(folders)
+    samples = {} if sweep.task else {name: write_sample(folder, prompt) for name, folder in folders.items()}
+    return [
+        dataclasses.replace(
+            row,
+            decoding=decoding[row.name].figures if row.name in decoding else [],
+            memory=decoding[row.name].memory[0] if row.name in decoding else None,
+            sample=samples.get(row.name),
+            remarks=row.remarks + (decoding[row.name].remarks if row.name in decoding else []),
+        )
+        for row in rows
+    ]
+
+
+def _describe(sweep: Sweep, plans: list[Plan], rows: list[RowRecord], prompt: str, measure: str) -> Comparison:
+    order, differences = ranking(rows, measure)
+    comparison = Comparison(
+        title=sweep.title,
+        measure=measure,
+        budget=sweep.budget.given,
+        seeds=sweep.seeds,
+        grid=sweep.grid,
+        task=sweep.task,
+        one_tokenizer=len({plan.text for plan in plans}) == 1,
+        prompt=prompt,
+        rows=rows,
+        order=order,
+        differences=differences,
+        remarks=[],
+        machine=dataclasses.asdict(examine()),
+    )
+    return dataclasses.replace(comparison, remarks=remarks_on(comparison))

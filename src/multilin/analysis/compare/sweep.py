@@ -1,0 +1,229 @@
+"""The sweep file: which models are compared, on what, with how much, and how often.
+
+    title: Additive attention against GPT-2
+    base:                         # fields of the recipe that all rows share, nested or dotted
+      data.source: python-docs
+      model: {hidden_size: 128, n_positions: 256}
+    rows:
+      additive:                   # the name of an architecture or baseline: its row of the built-in sweep
+      gpt2: {optimizer.learning_rate: 2.0e-3}
+      mine: {recipe: my-recipe.yaml, model.num_layers: 3}
+    seeds: [0, 1, 2]
+    budget: {tokens: 400000}      # or flops, or seconds
+    grid: {optimizer.learning_rate: [1.0e-3, 4.0e-3]}
+    output: runs/mine-against-gpt2
+
+A row begins with its `recipe` (or the base's, or that of its name, or the default recipe); over that goes the base, and
+over that the row itself.
+"""
+
+import dataclasses
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import field
+from importlib import resources
+from pathlib import Path
+from typing import Annotated, Any
+
+import yaml
+from annotated_types import Ge, Gt
+
+from multilin.analysis.compare.values import Values, merge, nested
+from multilin.errors import InputError
+from multilin.model.factory import model_names
+from multilin.settings import load_settings, settings
+from multilin.training.recipe import Recipe, load_recipe
+
+TEXT_SWEEP, TASK_SWEEP = "architectures", "tasks"
+
+Amount = Annotated[float, Gt(0)]
+Seed = Annotated[int, Ge(0)]
+_ROW_NAME = re.compile(r"\w[\w.+-]*")
+_TUNED = ("optimizer", "schedule")
+
+
+@settings
+class Budget:
+    """What each run may use up: one of these."""
+
+    tokens: Amount | None = None  # training tokens of a run
+    flops: Amount | None = None  # floating-point operations of a run, as `training_flops_per_token` counts them
+    seconds: Amount | None = None  # seconds of training, validation not included, by the speed measured before
+
+    @property
+    def given(self) -> dict[str, float]:
+        """What is given, by name."""
+        return {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
+
+    @property
+    def kind(self) -> str:
+        """tokens, flops or seconds."""
+        return next(iter(self.given))
+
+    @property
+    def amount(self) -> float:
+        """How much of it."""
+        return self.given[self.kind]
+
+
+@settings
+class Sweep:
+    """A comparison as plain data: see the top of this file."""
+
+    rows: dict[str, dict[str, Any] | None]  # name of a row to fields of its recipe, dotted or nested, and `recipe`
+    title: str = ""  # heading of the report
+    base: dict[str, Any] = field(default_factory=dict)  # fields that all rows share, and `recipe`
+    seeds: list[Seed] = field(default_factory=lambda: [0, 1, 2])  # every row is trained once with each
+    budget: Budget = field(default_factory=Budget)  # of each run
+    task: str | None = None  # a recall task instead of a text, such as mqar
+    grid: dict[str, list[Any]] = field(default_factory=dict)  # optimizer or schedule field to the values tried
+    output: str = ""  # folder for the runs and the report
+
+
+def builtin_sweep(task: str | None = None) -> Sweep:
+    """All architectures, GPT-2 and Llama: on the text inside every Python installation, or small ones on a task."""
+    name = TEXT_SWEEP if task is None else TASK_SWEEP
+    return load_sweep(Path(str(resources.files("multilin") / "sweeps" / f"{name}.yaml")))
+
+
+def find_sweep(names: Sequence[str], task: str | None = None) -> Sweep:
+    """The sweep of a file; or one of recipes and models by name; or the built-in one, for no name.
+
+    A model by name takes text, tokenizer, sizes and training of the first recipe, so that it is its like.
+
+    Args:
+        names: a sweep file, or recipes and models.
+        task: what the models are trained on, where no sweep file says so.
+
+    Raises:
+        InputError: neither a sweep, a recipe nor a model, or too few rows to compare.
+    """
+    if not names:
+        return builtin_sweep(task)
+    if len(names) == 1 and _is_sweep(Path(names[0])):
+        return load_sweep(Path(names[0]))
+    if len(names) == 1:
+        raise InputError(f"ROWS: only {names[0]} given; give two or more, such as `multilin compare {names[0]} gpt2`")
+    rows: dict[str, dict[str, Any] | None] = {}
+    frame: Values = {}
+    for name in names:
+        if name not in model_names():
+            frame = frame or _frame(load_recipe(name))
+    for name in names:
+        row = name if name in model_names() else Path(name).stem
+        if row in rows:
+            raise InputError(f"ROWS: two rows are called {row}; give each another name in a sweep file")
+        rows[row] = frame if name in model_names() else {"recipe": name}
+    return dataclasses.replace(
+        builtin_sweep(task), title=" and ".join([", ".join(list(rows)[:-1]), list(rows)[-1]]), base={}, rows=rows,
+        output="runs/compare-" + "-".join(rows),
+    )  # fmt: skip
+
+
+def load_sweep(path: Path) -> Sweep:
+    """Read a sweep file.
+
+    Raises:
+        InputError: no such file, not YAML, an unknown field, or a value that is not accepted.
+    """
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise InputError(f"sweep: {path} is not YAML: {' '.join(str(error).split())}") from None
+    except OSError as error:
+        raise InputError(f"sweep: {path} cannot be read: {error.strerror}") from None
+    if not isinstance(values, dict):
+        raise InputError(f"sweep: {path} should hold `rows:` and `budget:`, not {values!r:.60}")
+    sweep = load_settings(Sweep, values)
+    check_sweep(sweep)
+    return dataclasses.replace(
+        sweep,
+        title=sweep.title or path.stem,
+        grid={name: [_number(value) for value in tried] for name, tried in sweep.grid.items()},
+        output=sweep.output or f"runs/compare-{path.stem}",
+    )
+
+
+def check_sweep(sweep: Sweep) -> None:
+    """Refuse what the fields' types do not.
+
+    Raises:
+        InputError: no rows or a name that cannot be a folder's, seeds twice, not one budget, an empty grid.
+    """
+    if not sweep.rows:
+        raise InputError("rows: none given; a sweep compares at least one row")
+    for name in sweep.rows:
+        if not _ROW_NAME.fullmatch(name):
+            raise InputError(f"rows: {name!r} given, but a row is named by letters, digits and . _ + -")
+    if not sweep.seeds or len(set(sweep.seeds)) < len(sweep.seeds):
+        raise InputError(f"seeds: {sweep.seeds} given, but it should be a list of different numbers, such as [0, 1, 2]")
+    if len(sweep.budget.given) != 1:
+        given = " and ".join(sweep.budget.given) or "nothing"
+        raise InputError(f"budget: {given} given, but it should be exactly one of tokens, flops and seconds")
+    for name, tried in sweep.grid.items():
+        if name.split(".")[0] not in _TUNED:
+            raise InputError(
+                f"grid.{name}: given, but a grid tries fields of {' and '.join(_TUNED)}; make rows of other choices"
+            )
+        if not tried:
+            raise InputError(f"grid.{name}: no value given; give a list, such as [1.0e-3, 4.0e-3]")
+
+
+def changed(
+    sweep: Sweep, *, budget: Budget, num_seeds: int | None, task: str | None, changes: Mapping[str, Any]
+) -> Sweep:
+    """The sweep with what the command line says otherwise.
+
+    Args:
+        sweep: of a file, or built in.
+        budget: replaces the sweep's if one is given.
+        num_seeds: train with seeds 0, 1, ... so many.
+        task: replaces the sweep's.
+        changes: dotted fields of the recipe to their values, for every row; `output` is the sweep's.
+
+    Raises:
+        InputError: a field that the sweep decides.
+    """
+    changes = dict(changes)
+    output = changes.pop("output", sweep.output)
+    over = nested(changes, "--")
+    sweep = dataclasses.replace(
+        sweep,
+        rows={name: merge(nested(row or {}, f"rows.{name}"), over) for name, row in sweep.rows.items()},
+        budget=budget if budget.given else sweep.budget,
+        seeds=list(range(num_seeds)) if num_seeds else sweep.seeds,
+        task=task or sweep.task,
+        output=output,
+    )
+    check_sweep(sweep)
+    return sweep
+
+
+def _frame(recipe: Recipe) -> Values:
+    """What makes a model the like of a recipe's: text, tokenizer, sizes, batches."""
+    values, model = dataclasses.asdict(recipe), recipe.model
+    num_layers = len(model.layers) if model.layers else model.num_layers
+    sizes = {"hidden_size": model.hidden_size, "n_positions": model.n_positions}
+    training = {name: values["training"][name] for name in ("batch_size", "gradient_accumulation", "precision")}
+    return {
+        "model": sizes | ({"num_layers": num_layers} if num_layers else {}),
+        "data": values["data"],
+        "tokenizer": values["tokenizer"],
+        "training": training,
+    }
+
+
+def _number(value: Any) -> Any:
+    """YAML reads 1e-3, which lacks a point, as a text."""
+    try:
+        return float(value) if isinstance(value, str) else value
+    except ValueError:
+        return value
+
+
+def _is_sweep(path: Path) -> bool:
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8")) if path.is_file() else None
+    except (OSError, UnicodeDecodeError, yaml.YAMLError):
+        return False
+    return isinstance(values, dict) and "rows" in values

@@ -1,0 +1,98 @@
+"""A recall task in the place of a text: its sequences as training blocks, and a tokenizer that writes them."""
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from tokenizers import Tokenizer, models, pre_tokenizers
+from torch import Tensor
+from transformers import PreTrainedTokenizerFast
+
+from multilin.data.tasks import Task, find_task, token_names
+from multilin.data.tokenizers import END_OF_TEXT
+
+TASK_PREFIX = "task:"
+NUM_SEQUENCES = 2**18
+"""Different training sequences; a run that reads more begins again."""
+VALIDATION_SEQUENCES = 2048
+_TRAINING, _VALIDATION = 0, 1
+
+
+def is_task(source: str) -> bool:
+    """Whether a source is a task: `task:mqar?num_pairs=8`."""
+    return source.startswith(TASK_PREFIX)
+
+
+class TaskBlocks(torch.utils.data.Dataset[dict[str, Tensor]]):
+    """Sequences of a task by number, always the same; {"input_ids", "labels"}, each (length,) int64."""
+
+    def __init__(self, task: Task, length: int, part: int, number: int) -> None:
+        self.task, self.length, self.part, self.number = task, length, part, number
+        task.generate(np.random.default_rng(0), 1, length)  # refuses a length that is too short
+
+    def __len__(self) -> int:
+        return self.number
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        found = self.task.generate(np.random.default_rng([self.part, index]), 1, self.length)
+        return {"input_ids": torch.from_numpy(found.input_ids[0]), "labels": torch.from_numpy(found.labels[0])}
+
+
+@dataclasses.dataclass(frozen=True)
+class TaskPart:
+    """The training or the validation side of a task, in the words of a packed text."""
+
+    task: Task
+    part: int
+    number: int
+
+    def blocks(self, block_size: int) -> TaskBlocks:
+        """The sequences at this length."""
+        return TaskBlocks(self.task, block_size, self.part, self.number)
+
+    def token_counts(self) -> NDArray[np.int64]:
+        """(num_tokens,) ones: how often a token occurs depends on the length."""
+        return np.ones(self.task.num_tokens, dtype=np.int64)
+
+    def describe(self) -> dict[str, Any]:
+        """What a run's data.json says of it."""
+        return {"task": str(self.task), "sequences": self.number, "vocab_size": self.task.num_tokens}
+
+
+@dataclasses.dataclass(frozen=True)
+class TaskText:
+    """What training on a task reads, as `PreparedText` is for a text."""
+
+    tokenizer: PreTrainedTokenizerFast
+    train: TaskPart
+    validation: TaskPart
+
+    @property
+    def identity(self) -> str:
+        """The task and its options."""
+        return str(self.train.task)
+
+
+def task_text(source: str) -> TaskText:
+    """The task that a source names.
+
+    Raises:
+        InputError: see `find_task`.
+    """
+    task = find_task(source.removeprefix(TASK_PREFIX))
+    return TaskText(
+        _tokenizer(task),
+        TaskPart(task, _TRAINING, NUM_SEQUENCES),
+        TaskPart(task, _VALIDATION, VALIDATION_SEQUENCES),
+    )
+
+
+def _tokenizer(task: Task) -> PreTrainedTokenizerFast:
+    names = token_names(task)
+    tokenizer = Tokenizer(models.WordLevel({name: index for index, name in enumerate(names)}, unk_token="."))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token=END_OF_TEXT, eos_token=END_OF_TEXT, unk_token=".", pad_token="."
+    )

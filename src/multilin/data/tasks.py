@@ -1,0 +1,316 @@
+"""Synthetic tasks that ask a model for what it read: sequences made anew, whose answers follow from the sequence alone.
+
+A generator makes `count` sequences of exactly `length` tokens. Each begins with the start token, which is left out of
+the examples below; labels are the tokens themselves where an answer is asked, and IGNORED_LABEL elsewhere, so a causal
+language model is scored on predicting the answer from everything before it. In the examples the asked tokens stand
+below the sequence.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, Any, NamedTuple
+from urllib.parse import parse_qsl
+
+import numpy as np
+from annotated_types import Ge
+from numpy.typing import NDArray
+
+from multilin.data.packing import IGNORED_LABEL
+from multilin.errors import InputError, nearest
+from multilin.settings import load_settings, settings
+
+START, BLANK, MARK = 0, 1, 2
+FIRST_SYMBOL = 3
+
+Ids = NDArray[np.int64]
+AtLeastOne = Annotated[int, Ge(1)]
+AtLeastTwo = Annotated[int, Ge(2)]
+
+
+class Sequences(NamedTuple):
+    """input_ids and labels, each (count, length) int64."""
+
+    input_ids: Ids
+    labels: Ids
+
+
+@settings
+class PairOptions:
+    """Pairs of a key and a value."""
+
+    num_keys: AtLeastOne = 32  # different keys
+    num_values: AtLeastTwo = 32  # different values
+
+
+@settings
+class RecallOptions(PairOptions):
+    """Pairs to remember."""
+
+    num_pairs: AtLeastOne = 8  # pairs to remember
+
+
+@settings
+class SymbolOptions:
+    """Plain symbols."""
+
+    num_symbols: AtLeastTwo = 32  # different symbols
+
+
+@settings
+class CopyOptions(SymbolOptions):
+    """Symbols to repeat."""
+
+    num_copied: AtLeastOne = 16  # symbols to repeat
+
+
+@settings
+class BitOptions:
+    """Bits."""
+
+    num_bits: AtLeastOne = 15  # bits to read
+
+
+Generator = Callable[[np.random.Generator, int, int, Any], Sequences]
+
+
+@dataclass(frozen=True)
+class Task:
+    """A task by name, with its options.
+
+    name, options: as `find_task` was given them.
+    num_tokens: size of the vocabulary. chance: accuracy of guessing among all possible answers.
+    shortest: tokens that a sequence needs at least.
+    """
+
+    name: str
+    options: Any
+    generator: Generator
+    num_tokens: int
+    chance: float
+    shortest: int
+
+    def generate(self, rng: np.random.Generator, count: int, length: int) -> Sequences:
+        """So many sequences of so many tokens.
+
+        Raises:
+            InputError: the length has no room for what the options ask for.
+        """
+        if length < self.shortest:
+            raise InputError(
+                f"model.n_positions: {length} given, but the task {self.name} with {self.options} needs at least "
+                f"{self.shortest} tokens"
+            )
+        return self.generator(rng, count, length, self.options)
+
+    def __str__(self) -> str:
+        given = "&".join(f"{name}={value}" for name, value in vars(self.options).items())
+        return f"{self.name}?{given}"
+
+
+def mqar(rng: np.random.Generator, count: int, length: int, options: RecallOptions) -> Sequences:
+    """Multi-query associative recall: pairs are shown, then every key comes again in any order and place.
+
+        A 4 C 2 F 7 . . C 2 . . A 4 . . F 7 .
+                          2       4       7
+
+    Keys are different, values drawn freely. Source: Zoology (arXiv 2312.04927).
+    """
+    keys, values = _pairs(rng, count, options)
+    input_ids, labels = _blank(count, length)
+    shown = 2 * options.num_pairs
+    input_ids[:, 1 : shown + 1 : 2], input_ids[:, 2 : shown + 2 : 2] = keys, values
+    asked = _distinct(rng, count, (length - 1 - shown) // 2, options.num_pairs)  # slots of two tokens
+    places = 1 + shown + 2 * asked
+    np.put_along_axis(input_ids, places, keys, axis=1)
+    _answer(input_ids, labels, places + 1, values)
+    return Sequences(input_ids, labels)
+
+
+def induction(rng: np.random.Generator, count: int, length: int, options: SymbolOptions) -> Sequences:
+    """What came after the mark the first time comes after it again.
+
+        d b a * c e b a d *  c
+                             c
+
+    Source: the induction heads of H3 (arXiv 2212.14052).
+    """
+    input_ids, labels = _blank(count, length)
+    input_ids[:, 1:] = FIRST_SYMBOL + rng.integers(options.num_symbols, size=(count, length - 1))
+    first = rng.integers(1, length - 3, size=(count, 1))
+    np.put_along_axis(input_ids, first, MARK, axis=1)
+    input_ids[:, -2] = MARK
+    _answer(input_ids, labels, np.full((count, 1), length - 1), np.take_along_axis(input_ids, first + 1, axis=1))
+    return Sequences(input_ids, labels)
+
+
+def copy(rng: np.random.Generator, count: int, length: int, options: CopyOptions) -> Sequences:
+    """Symbols, a mark, and the same symbols.
+
+    c a d * c a d . .
+            c a d
+    """
+    input_ids, labels = _blank(count, length)
+    number = options.num_copied
+    symbols = FIRST_SYMBOL + rng.integers(options.num_symbols, size=(count, number))
+    input_ids[:, 1 : number + 1], input_ids[:, number + 1] = symbols, MARK
+    _answer(input_ids, labels, np.tile(np.arange(number + 2, 2 * number + 2), (count, 1)), symbols)
+    return Sequences(input_ids, labels)
+
+
+def selective_copy(rng: np.random.Generator, count: int, length: int, options: CopyOptions) -> Sequences:
+    """Symbols among blanks, a mark, and the symbols without the blanks.
+
+        . c . . a . d . * c a d
+                          c a d
+
+    Source: Mamba (arXiv 2312.00752), figure 2.
+    """
+    input_ids, labels = _blank(count, length)
+    number = options.num_copied
+    symbols = FIRST_SYMBOL + rng.integers(options.num_symbols, size=(count, number))
+    mark = length - number - 1
+    places = 1 + np.sort(_distinct(rng, count, mark - 1, number), axis=1)
+    np.put_along_axis(input_ids, places, symbols, axis=1)
+    input_ids[:, mark] = MARK
+    _answer(input_ids, labels, np.tile(np.arange(mark + 1, length), (count, 1)), symbols)
+    return Sequences(input_ids, labels)
+
+
+def needle(rng: np.random.Generator, count: int, length: int, options: PairOptions) -> Sequences:
+    """A needle in a haystack: one marked value at any depth among keys and values without meaning; asked at the end.
+
+        B 3 A 9 * 7 C 1 F 5 *  7
+                               7
+
+    Pairs of a key and a value fill the sequence. After the mark comes the value to keep.
+    """
+    input_ids, labels = _blank(count, length)
+    slots = (length - 3) // 2
+    keys = FIRST_SYMBOL + rng.integers(options.num_keys, size=(count, slots))
+    values = _first_value(options) + rng.integers(options.num_values, size=(count, slots))
+    input_ids[:, 1 : 2 * slots + 1 : 2], input_ids[:, 2 : 2 * slots + 2 : 2] = keys, values
+    depth = rng.integers(slots, size=(count, 1))
+    np.put_along_axis(input_ids, 1 + 2 * depth, MARK, axis=1)
+    input_ids[:, -2] = MARK
+    _answer(input_ids, labels, np.full((count, 1), length - 1), np.take_along_axis(input_ids, 2 + 2 * depth, axis=1))
+    return Sequences(input_ids, labels)
+
+
+def majority(rng: np.random.Generator, count: int, length: int, options: BitOptions) -> Sequences:
+    """Bits, a mark, and the bit that was there more often; the number of bits is made odd, so that there is one.
+
+    1 0 1 1 0 * 1 .
+                1
+    """
+    number = _odd(options)
+    bits = rng.integers(2, size=(count, number))
+    return _bits_and_answer(bits, (bits.sum(axis=1) * 2 > number).astype(np.int64), length)
+
+
+def parity(rng: np.random.Generator, count: int, length: int, options: BitOptions) -> Sequences:
+    """Bits, a mark, and 1 if an odd number of them is 1, else 0: every single bit decides.
+
+    1 0 1 1 0 * 1 .
+                1
+    """
+    bits = rng.integers(2, size=(count, options.num_bits))
+    return _bits_and_answer(bits, bits.sum(axis=1) % 2, length)
+
+
+def find_task(text: str) -> Task:
+    """A task from its name and, after a question mark, its options: `mqar?num_pairs=16&num_keys=64`.
+
+    Raises:
+        InputError: an unknown task or option, or a value that is not accepted.
+    """
+    name, _, query = text.partition("?")
+    if name not in TASKS:
+        raise InputError(f"task: {name!r} is not known{nearest(name, TASKS)}; known are {', '.join(TASKS)}")
+    generator, kind = TASKS[name]
+    options: Any = load_settings(kind, dict(parse_qsl(query, keep_blank_values=True)), f"task.{name}")
+    if isinstance(options, RecallOptions) and options.num_pairs > options.num_keys:
+        raise InputError(
+            f"task.{name}.num_pairs: {options.num_pairs} given, but it must be at most num_keys {options.num_keys}"
+        )
+    return Task(name, options, generator, _num_tokens(options), 1 / _num_answers(options), _shortest(options))
+
+
+TASKS: dict[str, tuple[Generator, type]] = {
+    "mqar": (mqar, RecallOptions),
+    "induction": (induction, SymbolOptions),
+    "copy": (copy, CopyOptions),
+    "selective_copy": (selective_copy, CopyOptions),
+    "needle": (needle, PairOptions),
+    "majority": (majority, BitOptions),
+    "parity": (parity, BitOptions),
+}
+"""Every task by name: its generator and its options."""
+
+
+def token_names(task: Task) -> list[str]:
+    """How each token of a task is written: `.` blank, `*` mark, k keys, v values, s symbols, 0 and 1."""
+    options = task.options
+    if isinstance(options, PairOptions):
+        symbols = [f"k{i}" for i in range(options.num_keys)] + [f"v{i}" for i in range(options.num_values)]
+    elif isinstance(options, BitOptions):
+        symbols = ["0", "1"]
+    else:
+        symbols = [f"s{i}" for i in range(options.num_symbols)]
+    return ["<|endoftext|>", ".", "*", *symbols]
+
+
+def _blank(count: int, length: int) -> tuple[Ids, Ids]:
+    input_ids = np.full((count, length), BLANK, dtype=np.int64)
+    input_ids[:, 0] = START
+    return input_ids, np.full_like(input_ids, IGNORED_LABEL)
+
+
+def _answer(input_ids: Ids, labels: Ids, places: Ids, answers: Ids) -> None:
+    np.put_along_axis(input_ids, places, answers, axis=1)
+    np.put_along_axis(labels, places, answers, axis=1)
+
+
+def _distinct(rng: np.random.Generator, count: int, among: int, number: int) -> Ids:
+    """(count, number) different numbers below `among` in each row, in any order."""
+    return rng.random((count, among)).argsort(axis=1)[:, :number]
+
+
+def _pairs(rng: np.random.Generator, count: int, options: RecallOptions) -> tuple[Ids, Ids]:
+    keys = FIRST_SYMBOL + _distinct(rng, count, options.num_keys, options.num_pairs)
+    return keys, _first_value(options) + rng.integers(options.num_values, size=keys.shape)
+
+
+def _first_value(options: PairOptions) -> int:
+    return FIRST_SYMBOL + options.num_keys
+
+
+def _odd(options: BitOptions) -> int:
+    return options.num_bits | 1
+
+
+def _bits_and_answer(bits: Ids, answers: Ids, length: int) -> Sequences:
+    input_ids, labels = _blank(len(bits), length)
+    number = bits.shape[1]
+    input_ids[:, 1 : number + 1], input_ids[:, number + 1] = FIRST_SYMBOL + bits, MARK
+    _answer(input_ids, labels, np.full((len(bits), 1), number + 2), FIRST_SYMBOL + answers[:, None])
+    return Sequences(input_ids, labels)
+
+
+def _num_answers(options: Any) -> int:
+    if isinstance(options, BitOptions):
+        return 2
+    return int(options.num_values if isinstance(options, PairOptions) else options.num_symbols)
+
+
+def _num_tokens(options: Any) -> int:
+    return FIRST_SYMBOL + _num_answers(options) + (options.num_keys if isinstance(options, PairOptions) else 0)
+
+
+def _shortest(options: Any) -> int:
+    if isinstance(options, RecallOptions):
+        return 1 + 4 * options.num_pairs
+    if isinstance(options, CopyOptions):
+        return 2 + 2 * options.num_copied
+    if isinstance(options, BitOptions):
+        return 3 + _odd(options)
+    return 5

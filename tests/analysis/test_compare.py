@@ -1,0 +1,322 @@
+"""A comparison's reports hold the figures of its runs, and say of them what may be said."""
+
+import dataclasses
+import json
+import random
+import re
+import statistics
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+from multilin.analysis.compare import measure
+from multilin.analysis.compare.answers import best_sentence, cost_sentence, reached, speed_sentence
+from multilin.analysis.compare.record import Comparison, ranking
+from multilin.analysis.compare.report import as_html
+from multilin.analysis.compare.run import compare
+from multilin.analysis.compare.statistics import Spread, spread, welch_p
+from multilin.analysis.compare.sweep import Budget, Sweep
+from multilin.analysis.compare.view import dots
+from multilin.errors import InputError
+from multilin.training.callbacks import StepCallback
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*documents packed into one block")
+
+WORDS = ("the", "a", "cat", "dog", "sat", "ran", "on", "under", "mat", "tree", "and", "saw", "big", "green", "house")
+BASE = {
+    "model": {"hidden_size": 16, "num_layers": 1, "n_positions": 16},
+    "tokenizer": {"kind": "byte", "vocab_size": None},
+    "schedule.warmup_steps": 2,
+    "training": {
+        "batch_size": 2,
+        "eval_max_tokens": 200,
+        "log_every_steps": 3,
+        "eval_every_steps": 4,
+        "save_every_steps": 4,
+    },
+}
+STEPS = 10
+FAILING = {"optimizer.learning_rate": 1e30}
+
+
+@pytest.fixture(scope="module")
+def sandbox(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A folder with a text; prepared texts go there too, and decoding is measured after short texts."""
+    folder = tmp_path_factory.mktemp("compare")
+    draw = random.Random(0)
+    documents = [{"text": " ".join(draw.choices(WORDS, k=60))} for _ in range(60)]
+    (folder / "text.jsonl").write_text("".join(json.dumps(document) + "\n" for document in documents))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+        patch.setattr(measure, "CONTEXTS", (8, 40))
+        patch.setattr(measure, "SAMPLE_TOKENS", 5)
+        patch.setattr(measure, "TOKENS_PER_TURN", 3)
+        patch.setattr(measure, "TURNS", 1)
+        yield folder
+    torch.set_num_threads(threads)
+
+
+def a_sweep(sandbox: Path, name: str, **fields: Any) -> Sweep:
+    base = BASE | {"data.source": str(sandbox / "text.jsonl")}
+    return Sweep(
+        **{
+            "title": "Cats & <dogs>",
+            "base": base,
+            "rows": {"elita": {}, "gpt2": {}},
+            "seeds": [0, 1],
+            "budget": Budget(tokens=STEPS * 32),
+            "output": str(sandbox / name),
+        }
+        | fields
+    )
+
+
+@pytest.fixture(scope="module")
+def found(sandbox: Path) -> Comparison:
+    rows = {"elita": {}, "gpt2": {}, "broken": {"model.architecture": "llama", **FAILING}}
+    return compare(a_sweep(sandbox, "runs", rows=rows), console=Console(quiet=True))
+
+
+def lines_of(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_every_figure_is_that_of_the_runs_metrics(found: Comparison, sandbox: Path) -> None:
+    written = json.loads((sandbox / "runs" / "comparison.json").read_text())
+    assert [row["name"] for row in written["rows"]] == ["elita", "gpt2", "broken"]
+    for row in written["rows"][:2]:
+        finals = []
+        for run in row["runs"]:
+            lines = lines_of(sandbox / "runs" / run["folder"])
+            validated = [line for line in lines if "validation_loss" in line]
+            assert [p["step"] for p in run["course"]] == [4, 8, 10]
+            for name, metric in (("tokens", "tokens"), ("loss", "validation_loss")):
+                assert [p[name] for p in run["course"]] == [line[metric] for line in validated]
+            bits = [line["validation_bits_per_byte"] for line in validated]
+            assert [p["bits_per_byte"] for p in run["course"]] == bits
+            assert run["course"][-1]["tokens"] == STEPS * 32
+            assert run["course"][-1]["flops"] == STEPS * 32 * row["flops_per_token"]
+            speeds = [line["tokens_per_second"] for line in lines]
+            assert run["tokens_per_second"] == statistics.median(speeds[1:])
+            # Lines stand at steps 3, 4, 6, 8, 9 and 10; the first is taken at the median speed.
+            sizes = [96, 32, 64, 64, 32, 32]
+            seconds = sum(n / s for n, s in zip(sizes, [statistics.median(speeds[1:]), *speeds[1:]], strict=True))
+            assert run["course"][-1]["seconds"] == pytest.approx(seconds, abs=1e-3)
+            finals.append(bits[-1])
+        assert row["score"] == {
+            "mean": statistics.fmean(finals), "deviation": statistics.stdev(finals), "count": 2,
+        }  # fmt: skip
+
+
+def test_html_and_markdown_show_the_same_figures(found: Comparison, sandbox: Path) -> None:
+    html = (sandbox / "runs" / "comparison.html").read_text()
+    markdown = (sandbox / "runs" / "comparison.md").read_text()
+    data = json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', html, re.DOTALL)[1])
+    assert [row["name"] for row in data["rows"]] == found.order
+    for shown in data["rows"]:
+        row = found.row(shown["name"])
+        assert shown["score"] == row.score.mean
+        finals = [run.last.bits_per_byte for run in row.runs]
+        last = shown["course"][-1]
+        assert (last["bits_per_byte"], last["low"], last["high"]) == (row.score.mean, min(finals), max(finals))
+        text = f"{row.score.mean:.3f} ± {row.score.deviation:.3f}"
+        assert f"<td>{text}</td>" in html
+        assert f"| {text} |" in markdown
+        assert [d["state"] for d in shown["decoding"]] == [d.state_bytes for d in row.decoding]
+    for run in (run for row in found.rows for run in row.finished):
+        assert f'<th scope="row">{run.folder}</th>' in html
+        assert f"{run.last.bits_per_byte:.4f}" in html
+        assert f"{run.last.bits_per_byte:.4f}" in markdown
+
+
+def test_the_html_needs_nothing_else(found: Comparison, sandbox: Path) -> None:
+    html = (sandbox / "runs" / "comparison.html").read_text()
+    assert re.findall(r"(?:src|href)\s*=|@import|url\(", html) == []
+    assert html.count("<script") == 3
+
+
+def test_what_models_write_is_text_to_the_browser(found: Comparison) -> None:
+    evil = "</script><script>alert(1)</script><img src=x>"
+    rows = [dataclasses.replace(row, sample=evil) for row in found.rows]
+    html = as_html(dataclasses.replace(found, rows=rows, prompt=evil, title=evil))
+    assert "alert(1)</script>" not in html
+    assert "<img" not in html
+    assert "&lt;img src=x&gt;" in html
+
+
+def test_a_failed_row_is_shown_as_failed_and_the_rest_stands(found: Comparison, sandbox: Path) -> None:
+    broken = found.row("broken")
+    assert broken.status == "failed"
+    assert "is nan" in broken.runs[0].failure
+    assert sorted(found.order) == ["elita", "gpt2"]
+    assert "<strong>broken</strong> failed: the " in (sandbox / "runs" / "comparison.html").read_text()
+    assert any(remark == "No figures of broken, which failed." for remark in found.remarks)
+
+
+def test_the_state_of_gpt2_grows_and_that_of_elita_does_not(found: Comparison) -> None:
+    states = {row.name: [d.state_bytes for d in row.decoding] for row in found.rows}
+    assert states["elita"][0] == states["elita"][1]
+    # Keys and values, 16 numbers of 4 bytes each, of 8 and of 40 tokens.
+    assert states["gpt2"] == [2 * 16 * 4 * 8, 2 * 16 * 4 * 40]
+    assert found.row("gpt2").memory == 2 * 16 * 4 * 16
+    assert "what gpt2 keeps grows with the text" in cost_sentence(found)
+
+
+def test_a_baseline_that_reads_across_documents_is_said_to(found: Comparison) -> None:
+    assert any("documents packed into one block see each other" in remark for remark in found.row("gpt2").remarks)
+    assert not any("documents packed" in remark for remark in found.row("elita").remarks)
+
+
+def test_finished_runs_are_not_trained_again(found: Comparison, sandbox: Path) -> None:
+    files = [path for row in ("elita", "gpt2") for path in sandbox.glob(f"runs/{row}-s*/metrics.jsonl")]
+    before = [path.stat().st_mtime_ns for path in files]
+    rows = {"elita": {}, "gpt2": {}}
+    again = compare(a_sweep(sandbox, "runs", rows=rows), console=Console(quiet=True))
+    assert [path.stat().st_mtime_ns for path in files] == before
+    assert again.row("elita").runs == found.row("elita").runs
+
+
+def test_another_sweep_in_the_same_folder_is_refused(found: Comparison, sandbox: Path) -> None:
+    with pytest.raises(
+        InputError, match=r"elita-s0 holds a run with training\.max_steps 10, but this comparison has 20"
+    ):
+        compare(a_sweep(sandbox, "runs", budget=Budget(tokens=640)), console=Console(quiet=True))
+
+
+def test_a_stopped_comparison_goes_on(found: Comparison, sandbox: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stopped in the second run, after a checkpoint, it ends with the very figures of one that was not stopped."""
+    begun = []
+
+    def stop_there(self: StepCallback, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        begun.append(state.global_step)
+        if len(begun) == STEPS + 8:
+            raise KeyboardInterrupt
+
+    sweep = a_sweep(sandbox, "stopped", rows={"elita": {}})
+    with monkeypatch.context() as patch:
+        patch.setattr(StepCallback, "on_step_begin", stop_there)
+        with pytest.raises(KeyboardInterrupt):
+            compare(sweep, console=Console(quiet=True))
+        begun.clear()
+        patch.setattr(
+            StepCallback, "on_step_begin", lambda self, args, state, control, **_: begun.append(state.global_step)
+        )
+        again = compare(sweep, console=Console(quiet=True))
+    assert begun[0] == 4  # where the last checkpoint was saved
+    for one, other in zip(again.row("elita").runs, found.row("elita").runs, strict=True):
+        assert [p.loss for p in one.course] == [p.loss for p in other.course]
+
+
+def test_the_grid_is_tried_on_one_seed_and_the_best_trained_with_all(sandbox: Path) -> None:
+    grid = {"optimizer.learning_rate": [1e-6, 1e-2]}
+    found = compare(a_sweep(sandbox, "grid", rows={"elita": {}}, grid=grid), console=Console(quiet=True))
+    folders = {path.name for path in (sandbox / "grid").iterdir() if path.is_dir()}
+    assert folders == {"elita-s0-lr1e-06", "elita-s0-lr0.01", "elita-s1-lr0.01"}
+    row = found.row("elita")
+    tried = {run.choice["optimizer.learning_rate"]: run.last.bits_per_byte for run in row.tuning}
+    assert tried[1e-2] < tried[1e-6]
+    assert row.choice == {"optimizer.learning_rate": 1e-2}
+    assert row.recipe["optimizer"]["learning_rate"] == 1e-2
+    assert [run.folder for run in row.runs] == ["elita-s0-lr0.01", "elita-s1-lr0.01"]
+    assert any("the end of the grid" in remark for remark in found.remarks)
+
+
+def test_other_tokenizers_are_compared_by_bytes_and_one_seed_says_nothing(sandbox: Path) -> None:
+    rows = {
+        "elita": {},
+        "words": {"model.architecture": "elita", "tokenizer": {"kind": "bpe", "vocab_size": 280}},
+    }
+    found = compare(a_sweep(sandbox, "tokenizers", rows=rows, seeds=[3]), console=Console(quiet=True))
+    assert not found.one_tokenizer
+    assert found.measure == "bits_per_byte"
+    assert any("losses per token cannot be compared; bits per byte can" in remark for remark in found.remarks)
+    assert [d.p for d in found.differences] == [None]
+    assert "one seed says nothing" in best_sentence(found)
+    assert "one seed: no statement" in (sandbox / "tokenizers" / "comparison.md").read_text()
+
+
+def test_a_task_is_judged_by_its_answers(sandbox: Path) -> None:
+    task = "copy?num_copied=4&num_symbols=4"
+    rows = {"elita": {}, "llama": {}}
+    found = compare(a_sweep(sandbox, "task", task=task, rows=rows, seeds=[0]), console=Console(quiet=True))
+    for row in found.rows:
+        lines = lines_of(sandbox / "task" / row.runs[0].folder)
+        assert row.runs[0].last.accuracy == lines[-1]["validation_accuracy"]
+        assert row.score.mean == pytest.approx(statistics.fmean(run.last.accuracy for run in row.runs))
+        assert row.sample is None
+    best, worst = (found.row(name).score.mean for name in found.order)
+    assert best >= worst
+    html = (sandbox / "task" / "comparison.html").read_text()
+    assert 'id="memory"' in html
+    assert f"{100 * best:.1f} %" in html
+
+
+# From scipy.stats.ttest_ind(one, other, equal_var=False).
+@pytest.mark.parametrize(
+    ("one", "other", "p"),
+    [
+        ([1.0, 1.2, 1.1], [1.3, 1.5, 1.35], 0.027345300609758604),
+        ([2.0, 2.1], [2.05, 2.5], 0.49572179012156536),
+        ([3.1, 3.2, 3.0, 3.3, 3.15], [3.0, 3.01, 2.99], 0.0394094533728735),
+    ],
+)
+def test_p_is_that_of_welchs_test(one: list[float], other: list[float], p: float) -> None:
+    assert welch_p(spread(one), spread(other)) == pytest.approx(p, rel=1e-9)
+    assert welch_p(spread(other), spread(one)) == pytest.approx(p, rel=1e-9)
+
+
+def test_p_of_few_values() -> None:
+    assert welch_p(Spread(1.0, None, 1), Spread(2.0, 0.1, 3)) is None
+    assert welch_p(Spread(1.0, 0.0, 2), Spread(1.0, 0.0, 2)) == 1
+    assert welch_p(Spread(1.0, 0.0, 2), Spread(2.0, 0.0, 2)) == 0
+
+
+def made_up(found: Comparison, elita: list[list[float]], gpt2: list[list[float]]) -> Comparison:
+    """The comparison with other bits per byte at its validations, seed by seed."""
+    rows = []
+    for row, courses in ((found.row("elita"), elita), (found.row("gpt2"), gpt2)):
+        runs = [
+            dataclasses.replace(
+                run,
+                course=[
+                    dataclasses.replace(point, bits_per_byte=bits)
+                    for point, bits in zip(run.course, course, strict=True)
+                ],
+            )
+            for run, course in zip(row.runs, courses, strict=True)
+        ]
+        score = spread([course[-1] for course in courses])
+        rows.append(dataclasses.replace(row, runs=runs, score=score))
+    order, differences = ranking(rows, "bits_per_byte")
+    return dataclasses.replace(found, rows=rows, order=order, differences=differences)
+
+
+def test_the_sentences_say_what_the_figures_do(found: Comparison) -> None:
+    clear = made_up(found, [[4, 3, 2.0], [4, 3, 2.01]], [[5, 4, 2.5], [5, 4, 2.51]])
+    assert clear.order == ["elita", "gpt2"]
+    assert best_sentence(clear) == (
+        "elita is best with 320 training tokens for each run: 2.005 ± 0.007 bits per byte (mean ± standard deviation "
+        "of 2 seeds); the differences to all others are larger than noise."
+    )
+    # From 3 after 256 tokens to 2.005 after 320: 2.505 is passed after 256 + 64 * 0.495 / 0.995.
+    assert reached(clear.row("elita"), 2.505, "bits_per_byte").tokens == pytest.approx(256 + 64 * 0.495 / 0.995)
+    assert speed_sentence(clear).startswith(
+        "To reach 2.505 bits per byte, where gpt2 ends, elita needs the fewest training tokens (288 instead of 320)"
+    )
+    noisy = made_up(found, [[4, 3, 2.0], [4, 3, 2.2]], [[5, 4, 2.1], [5, 4, 2.2]])
+    assert best_sentence(noisy).endswith("; gpt2 is within noise of it.")
+
+
+def test_the_first_chart_puts_everything_at_its_place(found: Comparison) -> None:
+    best, worst = dots(made_up(found, [[4, 3, 2.0], [4, 3, 3.0]], [[5, 4, 4.0], [5, 4, 5.0]]))
+    assert best["mean"] == pytest.approx((best["seeds"][0] + best["seeds"][1]) / 2, abs=1e-2)
+    scale = best["seeds"][1] - best["seeds"][0]  # of one bit per byte
+    assert worst["mean"] - best["mean"] == pytest.approx(2 * scale, abs=1e-2)
+    assert best["width"] == pytest.approx(2 * statistics.stdev([2, 3]) * scale, abs=1e-2)
+    assert all(0 <= place <= 100 for row in (best, worst) for place in [*row["seeds"], row["from"]])

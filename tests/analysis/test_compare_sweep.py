@@ -1,0 +1,201 @@
+"""Sweep files become rows, rows become recipes, budgets become steps; and what is wrong is one sentence."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from multilin.analysis.compare import plan
+from multilin.analysis.compare.flops import training_flops_per_token
+from multilin.analysis.compare.plan import SPEED_FILE, plan_rows
+from multilin.analysis.compare.rows import rows_of
+from multilin.analysis.compare.sweep import Budget, Sweep, builtin_sweep, changed, find_sweep, load_sweep
+from multilin.cli import main
+from multilin.errors import InputError
+from multilin.model.factory import create_model, model_names
+
+SMALL = {
+    "model": {"hidden_size": 16, "num_layers": 1, "n_positions": 16},
+    "tokenizer": {"kind": "byte", "vocab_size": None},
+    "training": {"batch_size": 2},
+    "schedule.warmup_steps": 2,
+    "data.source": "task:copy?num_copied=4",  # needs no text to be prepared
+}
+
+
+@pytest.fixture
+def sweep_file(tmp_path: Path) -> Callable[..., Path]:
+    """sweep_file(rows=...): a sweep file with these fields over a good one."""
+
+    def write(**fields: Any) -> Path:
+        path = tmp_path / "sweep.yaml"
+        good = {"base": SMALL, "rows": {"elita": {}, "gpt2": {}}, "budget": {"tokens": 4000}}
+        path.write_text(yaml.safe_dump(good | fields))
+        return path
+
+    return write
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"row": {}}, "row: unknown field; did you mean 'rows'?"),
+        (
+            {"rows": {"gpt2": {"model.hiden_size": 8}}},
+            "rows.gpt2.model.hiden_size: unknown field; did you mean 'hidden_size'",
+        ),
+        (
+            {"rows": {"gpt2": {"model.hidden_size": 0}}},
+            "rows.gpt2.model.hidden_size: 0 given, but it should be greater",
+        ),
+        ({"rows": {"a": {"recipe": "demmo"}}}, "recipe: 'demmo' is neither"),
+        ({"rows": {"a/b": {}}}, "rows: 'a/b' given, but a row is named by"),
+        ({"rows": {}}, "rows: none given"),
+        ({"rows": {"lama": {}}}, "rows.lama: no model given; give `recipe`"),
+        ({"rows": {"a": {"output": "x"}}}, "rows.a.output: 'x' given, but runs go into folders of the sweep's"),
+        ({"base": {"training.max_steps": 5}}, "base.training.max_steps: 5 given, but the budget decides"),
+        ({"base": {"training": {"seed": 5}}}, "base.training.seed: 5 given, but give `seeds`"),
+        ({"budget": {"tokens": 0}}, "budget.tokens: 0 given, but it should be greater than 0"),
+        ({"budget": {"token": 5}}, "budget.token: unknown field; did you mean 'tokens'?"),
+        ({"budget": {"tokens": 5, "seconds": 5}}, "budget: tokens and seconds given, but it should be exactly one"),
+        ({"budget": {}}, "budget: nothing given, but it should be exactly one"),
+        ({"seeds": [1, 1]}, "seeds: [1, 1] given, but it should be a list of different numbers"),
+        ({"seeds": []}, "seeds: [] given, but it should be a list"),
+        ({"grid": {"optimizer.learning_rate": []}}, "grid.optimizer.learning_rate: no value given"),
+        (
+            {"grid": {"training.batch_size": [1]}},
+            "grid.training.batch_size: given, but a grid tries fields of optimizer",
+        ),
+        ({"grid": {"optimizer.rate": [1]}}, "rows.elita: grid.optimizer.rate: unknown field"),
+        ({"task": "mqra"}, "rows.elita: task: 'mqra' is not known; did you mean 'mqar'?"),
+        ({"budget": {"tokens": 50}}, "budget.tokens: 50 given, but that is 1 steps for rows.elita, not more than its"),
+    ],
+)
+def test_a_mistake_is_one_sentence_before_any_work(
+    fields: dict[str, Any],
+    sentence: str,
+    sweep_file: Callable[..., Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    output = tmp_path / "runs"
+    status = main(["compare", str(sweep_file(**fields)), "--output", str(output)])
+    captured = capsys.readouterr()
+    assert status == 2
+    assert captured.err.startswith(f"multilin: {sentence}"), captured.err
+    assert captured.err.count("\n") == 1
+    assert not output.exists()
+
+
+@pytest.mark.parametrize("budget", ["--tokens", "--flops", "--seconds"])
+def test_a_budget_of_zero_is_refused(budget: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["compare", budget, "0"]) == 2
+    assert f"{budget}: 0.0 given, but it should be greater than 0" in capsys.readouterr().err
+
+
+def test_one_recipe_is_not_compared(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["compare", "demo"]) == 2
+    assert "only demo given; give two or more, such as `multilin compare demo gpt2`" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("task", [None, "mqar"])
+def test_the_built_in_sweeps_hold_every_model(task: str | None) -> None:
+    sweep = builtin_sweep(task)
+    assert list(sweep.rows) != []
+    assert set(sweep.rows) == set(model_names())
+    rows = rows_of(sweep)
+    assert [row.recipe.model.architecture for row in rows] == [row.name for row in rows]
+    shared = {(row.recipe.data.source, row.recipe.tokenizer, row.recipe.model.n_positions) for row in rows}
+    assert len(shared) == 1
+
+
+def test_a_row_changes_the_base_and_the_base_changes_the_recipe(sweep_file: Callable[..., Path]) -> None:
+    sweep = load_sweep(
+        sweep_file(
+            base={"recipe": "demo", "model": {"hidden_size": 64}, "optimizer.learning_rate": 1e-3},
+            rows={"a": None, "b": {"model.hidden_size": 32, "model": {"options": {"windows": [2, 2, 2]}}}},
+        )
+    )
+    a, b = rows_of(sweep)
+    assert a.recipe.model.options["windows"] == [2, 4, 16]  # the recipe's
+    assert (a.recipe.model.hidden_size, a.recipe.optimizer.learning_rate) == (64, 1e-3)
+    assert (b.recipe.model.hidden_size, b.recipe.optimizer.learning_rate) == (32, 1e-3)
+    assert b.recipe.model.options == {"num_heads": 8, "windows": [2, 2, 2], "dropout": 0.0}
+
+
+def test_what_belongs_to_another_architecture_or_optimizer_is_left_out(sweep_file: Callable[..., Path]) -> None:
+    rows = {"a": {"model.architecture": "gpt2", "optimizer.name": "normalized_sgd"}}
+    (row,) = rows_of(load_sweep(sweep_file(base={"recipe": "demo"}, rows=rows)))
+    assert row.recipe.model.options == {}
+    assert row.recipe.model.config == {}
+    assert row.recipe.optimizer.betas is None
+    assert row.recipe.model.hidden_size == 192
+
+
+def test_a_model_by_name_becomes_the_like_of_the_recipe_beside_it() -> None:
+    sweep = find_sweep(["laptop", "gpt2"])
+    laptop, gpt2 = rows_of(sweep)
+    assert gpt2.recipe.model.architecture == "gpt2"
+    for name in ("hidden_size", "num_layers", "n_positions"):
+        assert getattr(gpt2.recipe.model, name) == getattr(laptop.recipe.model, name)
+    assert gpt2.recipe.tokenizer == laptop.recipe.tokenizer
+    assert gpt2.recipe.training.batch_size == laptop.recipe.training.batch_size
+
+
+def test_flags_go_to_every_row() -> None:
+    sweep = changed(
+        builtin_sweep(), budget=Budget(seconds=3), num_seeds=2, task=None,
+        changes={"model.hidden_size": 32, "output": "x"},
+    )  # fmt: skip
+    assert {row.recipe.model.hidden_size for row in rows_of(sweep)} == {32}
+    assert (sweep.seeds, sweep.budget.given, sweep.output) == ([0, 1], {"seconds": 3}, "x")
+    with pytest.raises(InputError, match=r"--training\.max_steps: 5 given, but the budget decides"):
+        changed(sweep, budget=Budget(), num_seeds=None, task=None, changes={"training.max_steps": 5})
+
+
+def small_sweep(output: Path, **budget: float) -> Sweep:
+    return Sweep(rows={"gpt2": {}, "elita": {}}, base=SMALL, budget=Budget(**budget), output=str(output))
+
+
+def test_tokens_become_steps(tmp_path: Path) -> None:
+    plans = plan_rows(small_sweep(tmp_path, tokens=1000), print)
+    assert [one.recipe.training.max_steps for one in plans] == [31, 31]  # of 2 * 16 tokens
+    assert [one.recipe.training.eval_every_steps for one in plans] == [3, 3]
+
+
+def test_flops_become_steps(tmp_path: Path) -> None:
+    plans = plan_rows(small_sweep(tmp_path, flops=1e8), print)
+    for one in plans:
+        step = one.flops_per_token * one.tokens_per_step
+        assert one.recipe.training.max_steps * step <= 1e8 < (one.recipe.training.max_steps + 1) * step
+
+
+def test_seconds_become_steps_by_a_speed_that_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan, "MEASURED_STEPS", 8)
+    monkeypatch.setattr(plan, "MEASURED_TURNS", 1)
+    (tmp_path / SPEED_FILE).write_text(json.dumps({"gpt2": 0.5, "elita": 0.25}))
+    plans = plan_rows(small_sweep(tmp_path, seconds=10), print)
+    assert [one.recipe.training.max_steps for one in plans] == [20, 40]
+    (tmp_path / SPEED_FILE).write_text(json.dumps({"gpt2": 0.5}))
+    plan_rows(small_sweep(tmp_path, seconds=10), print)
+    measured = json.loads((tmp_path / SPEED_FILE).read_text())
+    assert measured["gpt2"] == 0.5
+    assert 1e-4 < measured["elita"] < 1
+
+
+def test_flops_of_gpt2_are_those_of_its_formula() -> None:
+    layers, width, vocabulary, length = 2, 32, 50, 24
+    model = create_model("gpt2", hidden_size=width, num_layers=layers, vocab_size=vocabulary, n_positions=length)
+    weights = 12 * layers * width**2 + vocabulary * width
+    attention = 2 * 2 * layers * length * width  # queries with keys, weights with values, for every pair
+    assert training_flops_per_token(model, length) == 3 * (2 * weights + attention)
+
+
+def test_flops_of_running_means_are_those_of_the_weights() -> None:
+    model = create_model("additive", hidden_size=32, num_layers=2, vocab_size=50, n_positions=24)
+    weights = sum(module.weight.numel() for module in model.modules() if isinstance(module, torch.nn.Linear))
+    assert training_flops_per_token(model, 24) == 6 * weights

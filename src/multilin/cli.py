@@ -16,6 +16,7 @@ from rich.console import Console
 import multilin
 from multilin import allocator
 from multilin.analysis.evaluate_run import EvaluationSettings
+from multilin.analysis.explain_run import ExplainSettings
 from multilin.analysis.info import ModelSizes
 from multilin.arguments import POSITIONAL, parse
 from multilin.errors import InputError, nearest
@@ -186,6 +187,26 @@ def evaluate(what: EvaluateArguments, how: EvaluationSettings) -> None:
     say_next(f"multilin info {what.run}", f"multilin generate {what.run}")
 
 
+def explain(what: ExplainSettings) -> None:
+    """Show what a trained model read of a text: the weights of its layers, checked by removing each token.
+
+    Writes a page to look at, a picture and JSON, and shows the text coloured by what its last position read.
+    """
+    from multilin.analysis.explain_page import write_files
+    from multilin.analysis.explain_run import explain_run, output_folder
+    from multilin.analysis.explain_view import print_report
+
+    folder = output_folder(what)
+    report = explain_run(what)
+    paths = write_files(report, folder)
+    if what.json:
+        print(paths[-1].read_text(encoding="utf-8"))
+    else:
+        print_report(report, Console(highlight=False))
+        print("\nWritten:", *paths, sep="\n  ")
+    say_next(f"open {paths[0]} in a browser", f"multilin evaluate {what.run}")
+
+
 def quantize(what: QuantizeArguments, how: EvaluationSettings) -> None:
     """Round a trained model's weights to int8, and show size and loss of both.
 
@@ -279,6 +300,7 @@ VERBS: dict[str, Callable[..., None]] = {
     "generate": generate,
     "rollout": rollout,
     "evaluate": evaluate,
+    "explain": explain,
     "quantize": quantize,
     "info": info,
     "tokenizer train": tokenizer_train,

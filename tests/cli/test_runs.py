@@ -126,3 +126,15 @@ def test_missing_parts_are_named(damaged: Path, refusal: Call) -> None:
     assert "cannot be loaded" in refusal("generate", damaged, "--prompt", "x")
     (damaged / "model.safetensors").unlink()
     assert refusal("info", damaged).startswith(f"run: {damaged} holds no weights")
+
+
+def test_explain_takes_a_passage_of_the_validation_text(
+    trained: Path, cli: Call, refusal: Call, tmp_path: Path
+) -> None:
+    cli("explain", trained, "--output", tmp_path / "out", "--max-tokens", 12)
+    found = json.loads((tmp_path / "out" / "explain.json").read_text(encoding="utf-8"))
+    assert found["source"] == "the first 12 tokens of document 0 of the run's validation text"
+    text = "".join(token["text"] for token in found["tokens"][1:])
+    assert len(text) == 12
+    assert text in text_file.read_text()
+    assert "--document: 99999 given, but the validation text has" in refusal("explain", trained, "--document", 99999)

@@ -50,7 +50,7 @@ def test_train_refuses_to_replace_a_run(trained: Path, refusal: Call) -> None:
 
 
 def test_evaluate_scores_the_validation_text_of_the_run(trained: Path, cli: Call, tmp_path: Path) -> None:
-    found = json.loads(cli("evaluate", trained, "--output", tmp_path / "found.json"))
+    found = json.loads(cli("evaluate", trained, "--json", "--output", tmp_path / "found.json"))
     last = json.loads((trained / "metrics.jsonl").read_text().splitlines()[-1])
     assert found["bits_per_byte"] == pytest.approx(last["validation_bits_per_byte"], rel=1e-5)
     assert found["loss"] == pytest.approx(last["validation_loss"], rel=1e-5)
@@ -61,11 +61,11 @@ def test_evaluate_scores_the_validation_text_of_the_run(trained: Path, cli: Call
 def test_evaluate_scores_any_text(trained: Path, cli: Call, tmp_path: Path) -> None:
     text = "the cat sat on the mat\n" * 20
     (tmp_path / "text.txt").write_text(text)
-    found = json.loads(cli("evaluate", trained, "--source", tmp_path / "text.txt"))
+    found = json.loads(cli("evaluate", trained, "--json", "--source", tmp_path / "text.txt"))
     assert found["tokens"] == found["bytes"] == len(text)
     assert found["bits_per_byte"] == pytest.approx(found["loss"] / math.log(2))
     some = json.loads(
-        cli("evaluate", trained, "--source", tmp_path / "text.txt", "--max-tokens", 50, "--batch-size", 1)
+        cli("evaluate", trained, "--source", tmp_path / "text.txt", "--max-tokens", 50, "--batch-size", 1, "--json")
     )
     assert 50 <= some["tokens"] < 120
 

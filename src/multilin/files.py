@@ -21,12 +21,12 @@ def check_writable(name: str, path: str | Path) -> None:
         raise InputError(f"{name}: the folder {path.parent} cannot be written")
 
 
-def write_whole(path: str | Path, text: str) -> None:
-    """Write a file beside its place and rename it, so that it is complete or not there."""
+def write_whole(path: str | Path, content: str | bytes) -> None:
+    """Write a file (text as UTF-8) beside its place and rename it, so that it is complete or not there."""
     path = Path(path)
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        beside.write_text(text, encoding="utf-8")
+        beside.write_bytes(content.encode() if isinstance(content, str) else content)
         beside.replace(path)
     finally:
         beside.unlink(missing_ok=True)

@@ -23,7 +23,7 @@ def test_the_copy_is_smaller_and_scores_as_printed(copy: Path, cli: Call, text_f
     shown = cli("quantize", copy, "--source", text_file)
     int8 = copy.with_name("run-int8")
     rows = {line[:22].strip(): line[22:].split() for line in shown.splitlines()[1:]}
-    found = [json.loads(cli("evaluate", folder, "--source", text_file))["loss"] for folder in (copy, int8)]
+    found = [json.loads(cli("evaluate", folder, "--json", "--source", text_file))["loss"] for folder in (copy, int8)]
     assert [float(cell) for cell in rows["loss, nats per token"][:2]] == pytest.approx(found, abs=1e-4)
     assert found[1] == pytest.approx(found[0], rel=0.05)
     tensors = load_file(int8 / "model.safetensors")

@@ -50,7 +50,7 @@ def test_train_refuses_to_replace_a_run(trained: Path, refusal: Call) -> None:
 
 
 def test_evaluate_scores_the_validation_text_of_the_run(trained: Path, cli: Call, tmp_path: Path) -> None:
-    found = json.loads(cli("evaluate", trained, "--output", tmp_path / "found.json"))
+    found = json.loads(cli("evaluate", trained, "--json", "--output", tmp_path / "found.json"))
     last = json.loads((trained / "metrics.jsonl").read_text().splitlines()[-1])
     assert found["bits_per_byte"] == pytest.approx(last["validation_bits_per_byte"], rel=1e-5)
     assert found["loss"] == pytest.approx(last["validation_loss"], rel=1e-5)
@@ -61,11 +61,11 @@ def test_evaluate_scores_the_validation_text_of_the_run(trained: Path, cli: Call
 def test_evaluate_scores_any_text(trained: Path, cli: Call, tmp_path: Path) -> None:
     text = "the cat sat on the mat\n" * 20
     (tmp_path / "text.txt").write_text(text)
-    found = json.loads(cli("evaluate", trained, "--source", tmp_path / "text.txt"))
+    found = json.loads(cli("evaluate", trained, "--json", "--source", tmp_path / "text.txt"))
     assert found["tokens"] == found["bytes"] == len(text)
     assert found["bits_per_byte"] == pytest.approx(found["loss"] / math.log(2))
     some = json.loads(
-        cli("evaluate", trained, "--source", tmp_path / "text.txt", "--max-tokens", 50, "--batch-size", 1)
+        cli("evaluate", trained, "--source", tmp_path / "text.txt", "--max-tokens", 50, "--batch-size", 1, "--json")
     )
     assert 50 <= some["tokens"] < 120
 
@@ -126,3 +126,15 @@ def test_missing_parts_are_named(damaged: Path, refusal: Call) -> None:
     assert "cannot be loaded" in refusal("generate", damaged, "--prompt", "x")
     (damaged / "model.safetensors").unlink()
     assert refusal("info", damaged).startswith(f"run: {damaged} holds no weights")
+
+
+def test_explain_takes_a_passage_of_the_validation_text(
+    trained: Path, cli: Call, refusal: Call, tmp_path: Path
+) -> None:
+    cli("explain", trained, "--output", tmp_path / "out", "--max-tokens", 12)
+    found = json.loads((tmp_path / "out" / "explain.json").read_text(encoding="utf-8"))
+    assert found["source"] == "the first 12 tokens of document 0 of the run's validation text"
+    text = "".join(token["text"] for token in found["tokens"][1:])
+    assert len(text) == 12
+    assert text in text_file.read_text()
+    assert "--document: 99999 given, but the validation text has" in refusal("explain", trained, "--document", 99999)

@@ -1,12 +1,14 @@
 """How well a causal language model predicts a text, in numbers that can be compared across tokenizers."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import DataLoader, Subset
 from transformers import PreTrainedModel
@@ -24,6 +26,18 @@ class Evaluation:
     bits_per_byte: float  # all nats / ln 2 / bytes
     tokens: int  # scored tokens
     bytes: int  # UTF-8 bytes of the text they stand for
+
+
+class Scored(NamedTuple):
+    """Losses of some tokens.
+
+    places: (N,) where each stands in the packed text. contexts: how many tokens of its document were read before it,
+    the start token included. losses: -ln p, float64.
+    """
+
+    places: NDArray[np.int64]
+    contexts: NDArray[np.int64]
+    losses: NDArray[np.float64]
 
 
 def token_losses(model: PreTrainedModel, input_ids: Tensor, document_ids: Tensor) -> Tensor:
@@ -72,30 +86,56 @@ def evaluate(
     Raises:
         InputError: the model's vocabulary or longest text is too small, or there is no token to score.
     """
+    nats, tokens, counted = 0.0, 0, 0
+    for scored in read_blocks(
+        model, packed, block_size=block_size, batch_size=batch_size, max_tokens=max_tokens,
+        autocast_dtype=autocast_dtype, progress=progress,
+    ):  # fmt: skip
+        nats += float(scored.losses.sum())
+        tokens += len(scored.losses)
+        counted += int(packed.token_sizes(packed.tokens[scored.places]).sum())
+    return summarise(nats, tokens, round(counted * packed.bytes_per_counted))
+
+
+def read_blocks(
+    model: PreTrainedModel,
+    packed: PackedText,
+    *,
+    block_size: int,
+    batch_size: int = 8,
+    max_tokens: int | None = None,
+    autocast_dtype: torch.dtype | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> Iterator[Scored]:
+    """The losses that `evaluate` sums up, a batch at a time; arguments and errors are its.
+
+    In a block a token is given what the block holds of its document before it.
+    """
     _check(model, packed, block_size)
     blocks = Blocks(packed, block_size, partial=True)
     chosen = _chosen_blocks(len(blocks), block_size, max_tokens)
     device, done = next(model.parameters()).device, 0
-    total, tokens = torch.zeros((), dtype=torch.float64), 0
     was_training = model.training
     model.eval()
     try:
         for batch in DataLoader(Subset(blocks, chosen), batch_size):
-            scored = scored_tokens(batch["labels"], batch["document_ids"])
+            is_scored = scored_tokens(batch["labels"], batch["document_ids"])
             with (
                 torch.inference_mode(),
                 torch.autocast(device.type, autocast_dtype, enabled=autocast_dtype is not None),
             ):
                 losses = token_losses(model, batch["input_ids"].to(device), batch["document_ids"].to(device))
-            total += losses.cpu()[scored].double().sum()
-            tokens += int(scored.sum())
-            done += len(scored)
+            first_B1 = np.array([blocks.span(index)[0] for index in chosen[done : done + len(is_scored)]])[:, None]
+            places_BK = first_B1 + np.arange(1, block_size)
+            begins_BK = packed.document_starts[batch["document_ids"][:, 1:].numpy()]
+            contexts_BK = places_BK - np.maximum(begins_BK, first_B1)
+            kept = is_scored.numpy()
+            yield Scored(places_BK[kept], contexts_BK[kept], losses.cpu()[is_scored].double().numpy())
+            done += len(is_scored)
             if progress is not None:
                 progress(done)
     finally:
         model.train(was_training)
-    size = sum(packed.count_bytes(start + 1, stop) for start, stop in map(blocks.span, chosen))
-    return _evaluation(total.item(), tokens, size)
 
 
 def scored_tokens(labels: Tensor, document_ids: Tensor) -> Tensor:
@@ -121,7 +161,12 @@ def _chosen_blocks(count: int, block_size: int, max_tokens: int | None) -> list[
     return [int(place) for place in np.linspace(0, count - 1, wanted).round()]
 
 
-def _evaluation(nats: float, tokens: int, size: int) -> Evaluation:
+def summarise(nats: float, tokens: int, size: int) -> Evaluation:
+    """The score of so many tokens of so many bytes, whose losses sum up to `nats`.
+
+    Raises:
+        InputError: there are none.
+    """
     if tokens == 0 or size == 0:
         raise InputError("there is no token to score: the text holds nothing but document starts")
     loss = nats / tokens

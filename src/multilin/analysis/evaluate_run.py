@@ -3,13 +3,17 @@
 import dataclasses
 import tempfile
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from annotated_types import Gt
 
-from multilin.analysis.evaluate import Evaluation, evaluate
+from multilin.analysis.breakdown import Breakdown, break_down
+from multilin.analysis.evaluate import Evaluation, evaluate, read_blocks
+from multilin.analysis.long_text import check_reads_any_length, read_whole
 from multilin.data.corpora import read_documents
 from multilin.data.packing import Blocks, PackedText, pack
 from multilin.data.tokenizers import tokenizer_hash
@@ -48,15 +52,47 @@ def evaluate_run(run: Run, settings: EvaluationSettings = DEFAULTS) -> Evaluatio
     Raises:
         InputError: the text cannot be read, or none is given and the folder has no recipe that names one.
     """
+    with _text(run, settings) as packed, counted("evaluating", _num_blocks(run, packed, settings)) as progress:
+        return evaluate(run.model, packed, **_reading(run, settings), progress=progress)
+
+
+def break_down_run(run: Run, settings: EvaluationSettings = DEFAULTS, *, long: bool = False) -> Breakdown:
+    """Score a run as `evaluate_run` does, with the score of every group of tokens.
+
+    Args:
+        run: the model and its tokenizer.
+        settings: what it is scored on.
+        long: read every document whole, however long, instead of blocks.
+
+    Raises:
+        InputError: as `evaluate_run`; and with `long` a model that cannot read texts of any length.
+    """
+    if long:
+        check_reads_any_length(run)
+    with _text(run, settings) as packed:
+        if long:
+            total = min(packed.num_tokens, settings.max_tokens or packed.num_tokens)
+            with counted("reading", total) as progress:
+                scored = read_whole(run, packed, max_tokens=settings.max_tokens, progress=progress)
+                return break_down(scored, packed, run.tokenizer)
+        with counted("evaluating", _num_blocks(run, packed, settings)) as progress:
+            scored = read_blocks(run.model, packed, **_reading(run, settings), progress=progress)
+            return break_down(scored, packed, run.tokenizer)
+
+
+@contextmanager
+def _text(run: Run, settings: EvaluationSettings) -> Iterator[PackedText]:
+    """The text a run is scored on; what had to be packed for it is there until the block ends."""
     if settings.source is None:
-        return _score(run, validation_text(run), settings)
+        yield validation_text(run)
+        return
     with tempfile.TemporaryDirectory(prefix="multilin-") as folder:
         with staged() as progress:
             documents = read_documents(
                 settings.source, text_field=settings.text_field, encoding_errors=settings.encoding_errors
             )
             packed = pack(documents, run.tokenizer, Path(folder) / "text", partial(progress, "packing the text"))
-        return _score(run, packed, settings)
+        yield packed
 
 
 def validation_text(run: Run) -> PackedText:
@@ -81,23 +117,23 @@ def validation_text(run: Run) -> PackedText:
         return read_text(dataclasses.replace(recipe, tokenizer=tokenizer), progress).validation
 
 
-def _score(run: Run, packed: PackedText, settings: EvaluationSettings) -> Evaluation:
-    block_size = _block_size(run)
-    blocks = len(Blocks(packed, block_size, partial=True))
+def _reading(run: Run, settings: EvaluationSettings) -> dict[str, Any]:
+    return {
+        "block_size": block_size(run),
+        "batch_size": settings.batch_size,
+        "max_tokens": settings.max_tokens,
+    }
+
+
+def _num_blocks(run: Run, packed: PackedText, settings: EvaluationSettings) -> int:
+    blocks = len(Blocks(packed, block_size(run), partial=True))
     if settings.max_tokens is not None:
-        blocks = min(blocks, -(-settings.max_tokens // (block_size - 1)))
-    with counted("evaluating", blocks) as progress:
-        return evaluate(
-            run.model,
-            packed,
-            block_size=block_size,
-            batch_size=settings.batch_size,
-            max_tokens=settings.max_tokens,
-            progress=progress,
-        )
+        blocks = min(blocks, -(-settings.max_tokens // (block_size(run) - 1)))
+    return blocks
 
 
-def _block_size(run: Run) -> int:
+def block_size(run: Run) -> int:
+    """Tokens in a block: as in training, else the longest text the model can read."""
     if (run.folder / RECIPE_FILE).is_file():
         return load_recipe(run.folder).model.n_positions
     return run.longest_text or BLOCK_SIZE

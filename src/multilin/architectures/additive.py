@@ -32,7 +32,8 @@ from multilin.errors import InputError
 from multilin.layers.base import Layer, Layout, ParameterHolder, mask_padding
 from multilin.layers.feed_forward import GeluFeedForward
 from multilin.layers.linear import Linear
-from multilin.ops.prefix_softmax import PrefixSoftmaxState, prefix_softmax
+from multilin.layers.reading import Reader, Reading
+from multilin.ops.prefix_softmax import PrefixSoftmaxState, prefix_softmax, prefix_softmax_weights
 from multilin.settings import settings
 
 PACKAGE_EPS = 1e-5  # what the released package adds to standard deviations and to the softmax denominator
@@ -72,7 +73,7 @@ class AdditiveState(NamedTuple):
     products: PrefixSoftmaxState
 
 
-class AdditivePooling(ParameterHolder):
+class AdditivePooling(ParameterHolder, Reader):
     """The softmax mean of a head's tokens, weighted by a learned vector per head."""
 
     def __init__(self, hidden_size: int, options: AdditiveOptions) -> None:
@@ -80,26 +81,45 @@ class AdditivePooling(ParameterHolder):
         self.options = options
         self.hidden_size = hidden_size
         self.scorer = nn.Parameter(torch.empty(options.num_heads, hidden_size // options.num_heads))
+        self.null_logit = math.log(PACKAGE_EPS) if options.stabilizer == "head_norm" else None
 
     def forward(
         self, x_BTHD: Tensor, state: PrefixSoftmaxState | None, layout: Layout
     ) -> tuple[Tensor, PrefixSoftmaxState | None]:
         """Means (B, T, H, D / H) and the state after them."""
-        scorer_HD: Tensor = self.scorer
-        scale, null_logit = self.hidden_size**-0.5, None
-        if self.options.stabilizer == "head_norm":
-            x_BTHD, scorer_HD = _standardize(x_BTHD), _standardize(scorer_HD)
-            scale, null_logit = (self.options.rescale or 15.0) / scorer_HD.shape[-1], math.log(PACKAGE_EPS)
-        logits_BTH = scale * (x_BTHD * scorer_HD).sum(dim=-1)
+        logits_BTH, x_BTHD = self._score(x_BTHD, layout)
         return prefix_softmax(
-            mask_padding(logits_BTH, layout),
+            logits_BTH,
             x_BTHD,
             window=self.options.window,
-            null_logit=null_logit,
+            null_logit=self.null_logit,
             state=state,
             starts=layout.starts_BT,
             needs_state=layout.needs_state,
         )
+
+    def _score(self, x_BTHD: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
+        """Logits (B, T, H), and x as it is averaged."""
+        scorer_HD: Tensor = self.scorer
+        scale = self.hidden_size**-0.5
+        if self.options.stabilizer == "head_norm":
+            x_BTHD, scorer_HD = _standardize(x_BTHD), _standardize(scorer_HD)
+            scale = (self.options.rescale or 15.0) / scorer_HD.shape[-1]
+        return mask_padding(scale * (x_BTHD * scorer_HD).sum(dim=-1), layout), x_BTHD
+
+    def reading(self, x_BTHD: Tensor, layout: Layout) -> Reading:
+        """A softmax over the window, of one logit per token."""
+        window = self.options.window
+        weights = prefix_softmax_weights(
+            self._score(x_BTHD, layout)[0], window=window, null_logit=self.null_logit, starts=layout.starts_BT
+        )
+        among = "all tokens so far" if window is None else f"the last {window} tokens"
+        meaning = (
+            f"A weight is the token's share in the mean over {among}: its own importance e^l, the same whoever reads "
+            "it, divided by the sum of those."
+        )
+        farthest = None if window is None else window - 1
+        return Reading(meaning, weights.tokens_BHTS, 0, farthest, null_BHT=weights.null_BHT)
 
     def initialize(self, std: float) -> None:
         """Scorers like the weights of matrices."""

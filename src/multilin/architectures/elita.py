@@ -28,7 +28,8 @@ from multilin.architectures.base import LayerOptions, Preset, Sizes, TrainingDef
 from multilin.errors import InputError
 from multilin.layers.base import Layer, Layout, ParameterHolder, mask_padding
 from multilin.layers.linear import Linear, MatrixModule
-from multilin.ops.prefix_softmax import PrefixSoftmaxState, prefix_softmax
+from multilin.layers.reading import Reader, Reading
+from multilin.ops.prefix_softmax import PrefixSoftmaxState, prefix_softmax, prefix_softmax_weights
 from multilin.settings import settings
 
 
@@ -59,7 +60,7 @@ class ElitaPreset(ElitaShared):
     position_period: float | None = None  # n: positions are counted in units of it; none is the training length
 
 
-class ElitaAttention(ParameterHolder):
+class ElitaAttention(ParameterHolder, Reader):
     """sum over heads of O y_t: see the top of this file."""
 
     def __init__(self, hidden_size: int, options: ElitaOptions) -> None:
@@ -79,19 +80,34 @@ class ElitaAttention(ParameterHolder):
         self, x_BTD: Tensor, state: PrefixSoftmaxState | None, layout: Layout
     ) -> tuple[Tensor, PrefixSoftmaxState | None]:
         """(B, T, D) to (B, T, D), and the state."""
-        in_sum_BTH, by_itself_BTH, of_sum_BTH = self.scores(x_BTD).chunk(3, dim=-1)
-        waves_BT2H = self._position_weights(layout.positions_BT)
-        in_sum_BTH = self._clip(in_sum_BTH + waves_BT2H[:, :, 0])
-        of_sum_BTH = self._clip(of_sum_BTH + waves_BT2H[:, :, 1])
+        logits_BTH, own_logits_BTH = self._score(x_BTD, layout)
         means_BTHD, state = prefix_softmax(
-            mask_padding(in_sum_BTH, layout),
+            logits_BTH,
             self.values(x_BTD).unflatten(-1, (self.options.num_heads, -1)),
-            own_logits=self._clip(by_itself_BTH) - of_sum_BTH,
+            own_logits=own_logits_BTH,
             state=state,
             starts=layout.starts_BT,
             needs_state=layout.needs_state,
         )
         return self.output(means_BTHD.flatten(2)), state
+
+    def _score(self, x_BTD: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
+        """Logits of each token in the sum, and by itself, (B, T, H) each."""
+        in_sum_BTH, by_itself_BTH, of_sum_BTH = self.scores(x_BTD).chunk(3, dim=-1)
+        waves_BT2H = self._position_weights(layout.positions_BT)
+        in_sum_BTH = self._clip(in_sum_BTH + waves_BT2H[:, :, 0])
+        of_sum_BTH = self._clip(of_sum_BTH + waves_BT2H[:, :, 1])
+        return mask_padding(in_sum_BTH, layout), self._clip(by_itself_BTH) - of_sum_BTH
+
+    def reading(self, x_BTD: Tensor, layout: Layout) -> Reading:
+        """The running sum and the token by itself."""
+        logits_BTH, own_logits_BTH = self._score(x_BTD, layout)
+        weights = prefix_softmax_weights(logits_BTH, own_logits=own_logits_BTH, starts=layout.starts_BT)
+        meaning = (
+            "A weight is the token's share of what the position reads through the running sum; the own term is the "
+            "share with which the position's own token counts once more, past the sum."
+        )
+        return Reading(meaning, weights.tokens_BHTS, 0, None, own_BHT=weights.own_BHT)
 
     def _position_weights(self, positions_BT: Tensor) -> Tensor:
         """p1 and p2 of each position and head, (B, T, 2, H)."""

@@ -30,6 +30,7 @@ from multilin.architectures.base import LayerOptions, Preset, Sizes, TrainingDef
 from multilin.errors import InputError
 from multilin.layers.base import Layer, Layout, ParameterHolder
 from multilin.layers.linear import Linear
+from multilin.layers.reading import Reader, Reading
 from multilin.ops.causal_mixing import CausalMixingState, causal_mixing, lower_triangle
 from multilin.settings import settings
 
@@ -68,7 +69,7 @@ class LinearMap(NamedTuple):
     offset: Tensor
 
 
-class Triangle(ParameterHolder):
+class Triangle(ParameterHolder, Reader):
     """y_t = sum_{j<=t} c[t, j] x_j + b_t: the triangle row by row, and the bias or None."""
 
     def __init__(self, context: int, has_bias: bool) -> None:
@@ -89,6 +90,18 @@ class Triangle(ParameterHolder):
             x_BTD, self.matrix(), self.bias, positions=layout.positions_BT, padding=layout.padding_BT,
             state=state, needs_state=layout.needs_state,
         )  # fmt: skip
+
+    def reading(self, x_BTD: Tensor, layout: Layout) -> Reading:
+        """The rows of c, with a column for each token of the text."""
+        positions_BT = layout.positions_BT.expand(x_BTD.shape[:2]).clamp(min=0)
+        weights_BTS = self.matrix()[positions_BT[:, :, None], positions_BT[:, None, :]]
+        if layout.padding_BT is not None:
+            weights_BTS = weights_BTS.masked_fill(layout.padding_BT[:, None, :], 0.0)
+        meaning = (
+            "A weight is the learned number c[t, j] between the two positions: it may be negative, is no share, and is "
+            "the same for every text, whatever the tokens are."
+        )
+        return Reading(meaning, weights_BTS[:, None], 0, None, is_share=False)
 
     def initialize(self, std: float) -> None:
         """Weights like those of matrices; no bias."""

@@ -18,7 +18,7 @@ and the state can do in place of feed-forwards. Five of six layers read 64 token
 the state, reads the training length. The combiner holds most of the parameters: block * value_size * D per layer.
 """
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +28,13 @@ from multilin.errors import InputError
 from multilin.layers.base import Layer, Layout, ParameterHolder
 from multilin.layers.linear import Linear, MatrixModule
 from multilin.layers.norms import TileNorm
-from multilin.ops.windowed_attention import WindowedAttentionState, check_reach, windowed_attention
+from multilin.layers.reading import Reader, Reading
+from multilin.ops.windowed_attention import (
+    WindowedAttentionState,
+    check_reach,
+    windowed_attention,
+    windowed_attention_weights,
+)
 from multilin.settings import settings
 
 PATTERN = ((0.0, 6.6, 64), (0.0, 0.0, None), (0.0, 13.3, 64), (0.25, 0.0, 64), (0.0, 20.0, 64), (0.5, 0.0, 64))
@@ -64,7 +70,7 @@ class ThreeLinPreset(ThreeLinShared):
     wide: int | None = None  # window of the wide layers; none is the training length
 
 
-class ThreeLinLayer(Layer, ParameterHolder, MatrixModule):
+class ThreeLinLayer(Layer, ParameterHolder, MatrixModule, Reader):
     """One reading of the window and its combination with the state: see the top of this file."""
 
     matrices = ("combiner",)
@@ -95,18 +101,12 @@ class ThreeLinLayer(Layer, ParameterHolder, MatrixModule):
     ) -> tuple[Tensor, WindowedAttentionState | None]:
         """Output (B, T, D) and the state of the window."""
         normed_BTD = self.norm(x_BTD)
-        keys, queries = self.norm(self.query_key(normed_BTD)), self.query_value(normed_BTD)
-        if self.options.query_on == "current":
-            keys, queries = queries, keys
-        slope, hyper = (self.options.slope, self.options.hyper) if self.decay is None else self.decay.unbind()
+        queries, keys = self._match(normed_BTD)
         read_BT1V, state = windowed_attention(
-            queries[:, :, None],
-            keys[:, :, None],
+            queries,
+            keys,
             self.value(normed_BTD)[:, :, None],
-            window=self.options.window,
-            scale=self.scale,
-            slope=slope,
-            hyper=hyper,
+            **self._reach(),
             padding=layout.padding_BT,
             state=state,
             starts=layout.starts_BT,
@@ -115,6 +115,29 @@ class ThreeLinLayer(Layer, ParameterHolder, MatrixModule):
         own, read = self.norm(self.key(normed_BTD)), self.norm(read_BT1V[:, :, 0])
         blocks = (-1, self.options.block)
         return x_BTD + self.combine_pairs(own.unflatten(-1, blocks), read.unflatten(-1, blocks), name="combiner"), state
+
+    def _match(self, normed_BTD: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries and keys, (B, T, 1, D) each."""
+        keys, queries = self.norm(self.query_key(normed_BTD)), self.query_value(normed_BTD)
+        if self.options.query_on == "current":
+            keys, queries = queries, keys
+        return queries[:, :, None], keys[:, :, None]
+
+    def _reach(self) -> dict[str, Any]:
+        slope, hyper = (self.options.slope, self.options.hyper) if self.decay is None else self.decay.unbind()
+        return {"window": self.options.window, "scale": self.scale, "slope": slope, "hyper": hyper}
+
+    def reading(self, x_BTD: Tensor, layout: Layout) -> Reading:
+        """The attention to the window before."""
+        weights = windowed_attention_weights(
+            *self._match(self.norm(x_BTD)), **self._reach(), padding=layout.padding_BT, starts=layout.starts_BT
+        )
+        window = self.options.window
+        meaning = (
+            f"A weight is the token's share in the attention to the {window} tokens before the position, the layer's "
+            "decay over distance included; the position's own token is not read but multiplied with what is."
+        )
+        return Reading(meaning, weights.tokens_BHTS, min(window, 1), window)
 
     def initialize(self, std: float) -> None:
         """The combiner starts at zero: every layer begins as the identity."""

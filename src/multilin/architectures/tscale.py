@@ -22,7 +22,7 @@ normalised states are the source's ground for training in int8. Its state is the
 """
 
 import math
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +33,13 @@ from multilin.layers.base import Layer, Layout, ParameterHolder
 from multilin.layers.linear import MatrixModule
 from multilin.layers.norms import TileNorm
 from multilin.layers.positions import rotary_angles, rotate
-from multilin.ops.windowed_attention import WindowedAttentionState, check_reach, windowed_attention
+from multilin.layers.reading import Reader, Reading
+from multilin.ops.windowed_attention import (
+    WindowedAttentionState,
+    check_reach,
+    windowed_attention,
+    windowed_attention_weights,
+)
 from multilin.settings import settings
 
 BLOCK = 4  # b < 4: all pairs inside aligned blocks of four
@@ -88,7 +94,7 @@ class ScaledLinear(ParameterHolder, MatrixModule):
         nn.init.normal_(self.weight, std=0.0 if self.starts_at_zero else std)
 
 
-class TScaleAttention(ParameterHolder, MatrixModule):
+class TScaleAttention(ParameterHolder, MatrixModule, Reader):
     """lin(C, [u xor-paired with a]), or lin(C, [u, a]): see the top of this file."""
 
     matrices = ("combiner",)
@@ -111,16 +117,12 @@ class TScaleAttention(ParameterHolder, MatrixModule):
         self, x_BTD: Tensor, state: WindowedAttentionState | None, layout: Layout
     ) -> tuple[Tensor, WindowedAttentionState | None]:
         """What is added to the state (B, T, D), and the window's state."""
-        query, remote = self.norm(self.query(x_BTD)), self.remote(x_BTD)
-        angles = rotary_angles(layout.positions_BT, self.heads[1], self.options.rotary_base, remote.dtype)
+        queries, keys = self._match(x_BTD, layout)
         read_BTHD, state = windowed_attention(
-            rotate(query.unflatten(-1, self.heads), angles),
-            rotate(remote.unflatten(-1, self.heads), angles),
+            queries,
+            keys,
             self.norm(self.value(x_BTD)).unflatten(-1, self.heads),
-            window=self.options.width,
-            scale=self.scale,
-            slope=self.options.slope * math.log(2),
-            null_key=True,
+            **self._reach(),
             padding=layout.padding_BT,
             state=state,
             starts=layout.starts_BT,
@@ -132,6 +134,28 @@ class TScaleAttention(ParameterHolder, MatrixModule):
             return self.multiply(both_BT2V, name="combiner", factor=self.factor), state
         own_BTNK, read_BTNK = (x.unflatten(-1, (-1, BLOCK)) for x in (own_BTV, read_BTV))
         return self.combine_pairs(own_BTNK, read_BTNK, name="combiner", factor=self.factor), state
+
+    def _match(self, x_BTD: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
+        """q and r, (B, T, H, D) each."""
+        query, remote = self.norm(self.query(x_BTD)), self.remote(x_BTD)
+        angles = rotary_angles(layout.positions_BT, self.heads[1], self.options.rotary_base, remote.dtype)
+        return rotate(query.unflatten(-1, self.heads), angles), rotate(remote.unflatten(-1, self.heads), angles)
+
+    def _reach(self) -> dict[str, Any]:
+        slope = self.options.slope * math.log(2)
+        return {"window": self.options.width, "scale": self.scale, "slope": slope, "null_key": True}
+
+    def reading(self, x_BTD: Tensor, layout: Layout) -> Reading:
+        """The attention to the window before, and what the null key takes."""
+        weights = windowed_attention_weights(
+            *self._match(x_BTD, layout), **self._reach(), padding=layout.padding_BT, starts=layout.starts_BT
+        )
+        width = self.options.width
+        meaning = (
+            f"A weight is the token's share in the head's attention to the {width} tokens before the position, the "
+            "decay over distance included; what the null key takes is read from nowhere."
+        )
+        return Reading(meaning, weights.tokens_BHTS, min(width, 1), width, null_BHT=weights.null_BHT)
 
     def initialize(self, std: float) -> None:
         """The combiner starts at zero: every layer begins as the identity."""

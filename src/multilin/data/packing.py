@@ -134,11 +134,20 @@ class PackedText:
         Exact for byte-level tokenizers. For others the bytes of the whole text are shared out in proportion to the
         lengths of the tokens' names, which is exact for all tokens together.
         """
-        counted = int(self._token_bytes[self.tokens[start:stop]].sum())
+        return round(int(self.token_sizes(self.tokens[start:stop]).sum()) * self.bytes_per_counted)
+
+    def token_sizes(self, tokens: NDArray[np.integer[Any]]) -> NDArray[np.int64]:
+        """Bytes that each token stands for; for tokenizers that are not byte-level, to be times `bytes_per_counted`."""
+        sizes: NDArray[np.int64] = self._token_bytes[tokens]
+        return sizes
+
+    @property
+    def bytes_per_counted(self) -> float:
+        """UTF-8 bytes of the text per byte of its tokens' names; 1 for byte-level tokenizers."""
         description = self.description
         if description.counted_bytes in (description.num_bytes, 0):
-            return counted
-        return round(counted * description.num_bytes / description.counted_bytes)
+            return 1.0
+        return description.num_bytes / description.counted_bytes
 
 
 class Blocks(torch.utils.data.Dataset[dict[str, Tensor]]):

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -119,6 +119,18 @@ def token_byte_lengths(tokenizer: PreTrainedTokenizerFast) -> list[int]:
         else:
             lengths[index] = len(token.removeprefix("##").replace("▁", " ").encode())
     return lengths
+
+
+def token_texts(tokenizer: PreTrainedTokenizerFast, token_ids: Sequence[int]) -> list[str]:
+    """The text of each token by itself; bytes that are only a part of a character as `\\xe4`."""
+    byte_of = {character: byte for byte, character in enumerate(_byte_characters())}
+    texts = []
+    for token_id, name in zip(token_ids, tokenizer.convert_ids_to_tokens(list(token_ids)), strict=True):
+        text = tokenizer.decode([token_id])
+        if "\ufffd" in text and all(character in byte_of for character in name):
+            text = bytes(byte_of[character] for character in name).decode("utf-8", errors="backslashreplace")
+        texts.append(text)
+    return texts
 
 
 def _byte_tokenizer() -> Tokenizer:

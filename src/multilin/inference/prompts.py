@@ -9,23 +9,26 @@ from multilin.data.encoding import make_encoder
 from multilin.errors import InputError
 
 
-def read_prompt(prompt: str | None, prompt_file: str | None) -> str:
+def read_prompt(
+    prompt: str | None, prompt_file: str | None, names: tuple[str, str] = ("--prompt", "--prompt-file")
+) -> str:
     """The prompt, else the text of the file, else what is piped into stdin, else nothing.
 
-    One newline at the end of a file or pipe, which editors and `echo` add, is left out.
+    One newline at the end of a file or pipe, which editors and `echo` add, is left out. `names` are the flags that gave
+    the first two, for messages.
 
     Raises:
         InputError: both are given, the file cannot be read, or not UTF-8.
     """
     if prompt is not None and prompt_file is not None:
-        raise InputError("--prompt-file: given together with --prompt; give one of them")
+        raise InputError(f"{names[1]}: given together with {names[0]}; give one of them")
     if prompt is not None:
         return prompt
     if prompt_file is not None:
         try:
-            return _decode(Path(prompt_file).read_bytes(), f"--prompt-file: {prompt_file}")
+            return _decode(Path(prompt_file).read_bytes(), f"{names[1]}: {prompt_file}")
         except OSError as error:
-            raise InputError(f"--prompt-file: {prompt_file} cannot be read ({error.strerror})") from None
+            raise InputError(f"{names[1]}: {prompt_file} cannot be read ({error.strerror})") from None
     if sys.stdin is not None and not sys.stdin.isatty():
         return _decode(sys.stdin.buffer.read(), "the prompt on stdin")
     return ""

@@ -10,8 +10,15 @@ from multilin.errors import InputError
 from multilin.ops.dispatch import Backend, Op
 from multilin.ops.prefix_softmax import cpu, portable, reference
 from multilin.ops.prefix_softmax.tokens import PrefixSoftmaxState
+from multilin.ops.prefix_softmax.weights import PrefixSoftmaxWeights, prefix_softmax_weights
 
-__all__ = ["PREFIX_SOFTMAX", "PrefixSoftmaxState", "prefix_softmax"]
+__all__ = [
+    "PREFIX_SOFTMAX",
+    "PrefixSoftmaxState",
+    "PrefixSoftmaxWeights",
+    "prefix_softmax",
+    "prefix_softmax_weights",
+]
 
 PREFIX_SOFTMAX = Op(
     "prefix_softmax",

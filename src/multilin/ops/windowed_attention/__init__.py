@@ -10,8 +10,16 @@ from multilin.errors import InputError
 from multilin.ops.dispatch import Backend, Op
 from multilin.ops.windowed_attention import portable, reference, wide
 from multilin.ops.windowed_attention.tokens import WindowedAttentionState, last_tokens
+from multilin.ops.windowed_attention.weights import WindowedAttentionWeights, windowed_attention_weights
 
-__all__ = ["WINDOWED_ATTENTION", "WindowedAttentionState", "check_reach", "windowed_attention"]
+__all__ = [
+    "WINDOWED_ATTENTION",
+    "WindowedAttentionState",
+    "WindowedAttentionWeights",
+    "check_reach",
+    "windowed_attention",
+    "windowed_attention_weights",
+]
 
 WINDOWED_ATTENTION = Op(
     "windowed_attention",

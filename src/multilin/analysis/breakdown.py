@@ -1,0 +1,190 @@
+"""A score broken down: by how much was read before, by document, by what kind of token it is, and by how frequent."""
+
+import math
+import string
+import unicodedata
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from transformers import PreTrainedTokenizerFast
+
+from multilin.analysis.evaluate import Evaluation, Scored, summarise
+from multilin.data.packing import PackedText
+from multilin.data.tokenizers import token_texts
+
+CLASSES = ("word start", "word continuation", "digits", "punctuation", "space", "new line", "other")
+FREQUENCIES = (10, 100, 1000)
+NUM_EXTREMES = 3
+FEWEST_BYTES = 100  # of a document that can be among the best and worst
+OPENING_TOKENS = 12
+
+
+@dataclass(frozen=True)
+class Part:
+    """The tokens of one group.
+
+    name: of the group. tokens: how many were scored. bytes: of UTF-8 text they stand for. nats: their losses together.
+    """
+
+    name: str
+    tokens: int
+    bytes: float
+    nats: float
+
+    @property
+    def loss(self) -> float:
+        """Mean nats per token."""
+        return self.nats / self.tokens if self.tokens else math.nan
+
+    @property
+    def bits_per_byte(self) -> float:
+        """Bits per byte of text."""
+        return self.nats / math.log(2) / self.bytes if self.bytes else math.nan
+
+
+@dataclass(frozen=True)
+class Breakdown:
+    """A score and its parts; in each list every scored token is in one part, so that each sums up to the whole.
+
+    by_position: by the number of tokens read before, the start token included, in bins that double.
+    by_document: one part per document with a scored token, in their order; its name is the number of the document.
+    by_class: by the kind of token, `CLASSES`.
+    by_frequency: by the token's rank among the tokens of this text, most frequent first.
+    openings: the first words of the documents that are shown, by number.
+    """
+
+    evaluation: Evaluation
+    by_position: list[Part]
+    by_document: list[Part]
+    by_class: list[Part]
+    by_frequency: list[Part]
+    openings: dict[str, str]
+
+    def documents_by_score(self) -> list[Part]:
+        """Documents of at least FEWEST_BYTES bytes, the best first."""
+        long_enough = [part for part in self.by_document if part.bytes >= FEWEST_BYTES]
+        return sorted(long_enough, key=lambda part: part.bits_per_byte)
+
+
+class _Tally:
+    """Tokens, bytes and nats of groups that are numbered."""
+
+    def __init__(self, num_groups: int) -> None:
+        self._sums = np.zeros((3, num_groups))
+
+    def add(self, groups: NDArray[np.int64], sizes: NDArray[np.int64], losses: NDArray[np.float64]) -> None:
+        for row, weights in enumerate((None, sizes, losses)):
+            self._sums[row] += np.bincount(groups, weights, minlength=self._sums.shape[1])
+
+    def parts(self, names: Sequence[str], bytes_per_counted: float) -> list[Part]:
+        """Groups that have tokens."""
+        return [
+            Part(name, int(tokens), sizes * bytes_per_counted, nats)
+            for name, tokens, sizes, nats in zip(names, *self._sums, strict=True)
+            if tokens
+        ]
+
+
+def break_down(scored: Iterable[Scored], packed: PackedText, tokenizer: PreTrainedTokenizerFast) -> Breakdown:
+    """Sort the losses of all scored tokens into groups; only the sums are held.
+
+    Args:
+        scored: what `read_blocks` or `read_whole` yields.
+        packed: the text that is read.
+        tokenizer: the one it was packed with.
+
+    Raises:
+        InputError: there is no token to score.
+    """
+    kinds = TokenKinds(tokenizer, packed.description.vocab_size)
+    frequency_V = _frequency_classes(packed.token_counts())
+    num_bins = math.floor(math.log2(max(packed.num_tokens, 2))) + 1
+    by_position, by_document = _Tally(num_bins), _Tally(packed.num_documents)
+    by_class, by_frequency = _Tally(len(CLASSES)), _Tally(len(FREQUENCIES) + 1)
+    total = _Tally(1)
+    for part in scored:
+        tokens, before = packed.tokens[part.places].astype(np.int64), packed.tokens[part.places - 1].astype(np.int64)
+        sizes = packed.token_sizes(tokens)
+        documents = np.searchsorted(packed.document_starts, part.places, side="right") - 1
+        # frexp is exact where log2 would round.
+        by_position.add(np.frexp(part.contexts)[1].astype(np.int64) - 1, sizes, part.losses)
+        by_document.add(documents, sizes, part.losses)
+        by_class.add(kinds.classes(tokens, before), sizes, part.losses)
+        by_frequency.add(frequency_V[tokens], sizes, part.losses)
+        total.add(np.zeros_like(tokens), sizes, part.losses)
+    whole = total.parts([""], packed.bytes_per_counted)
+    evaluation = summarise(*((whole[0].nats, whole[0].tokens, round(whole[0].bytes)) if whole else (0.0, 0, 0)))
+    bins = ["1", *(f"{2**n:,} to {2 ** (n + 1) - 1:,}" for n in range(1, num_bins))]
+    ratio = packed.bytes_per_counted
+    found = Breakdown(
+        evaluation,
+        by_position.parts(bins, ratio),
+        by_document.parts([str(number) for number in range(packed.num_documents)], ratio),
+        by_class.parts(CLASSES, ratio),
+        by_frequency.parts(_frequency_names(), ratio),
+        {},
+    )
+    ordered = found.documents_by_score()
+    found.openings.update(
+        (part.name, _opening(packed, int(part.name), tokenizer))
+        for part in [*ordered[:NUM_EXTREMES], *ordered[-NUM_EXTREMES:]]
+    )
+    return found
+
+
+class TokenKinds:
+    """What kind each token of a vocabulary is, by its text and that of the token before it.
+
+    A word starts at a token that begins with letters, after a space or a token that does not end in a letter or digit.
+    Tokens that are only a part of a character, special tokens and other signs are "other".
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, vocab_size: int) -> None:
+        known = tokenizer.backend_tokenizer.get_vocab(with_added_tokens=True).values()
+        texts = dict(zip(known, token_texts(tokenizer, list(known)), strict=True))
+        special = set(tokenizer.all_special_ids)
+        all_texts = ["" if token in special else texts.get(token, "") for token in range(vocab_size)]
+        self._kind = np.array([_kind(text) for text in all_texts])
+        self._begins_apart = np.array([text[:1].isspace() for text in all_texts])
+        self._ends_word = np.array([text[-1:].isalnum() for text in all_texts])
+
+    def classes(self, tokens: NDArray[np.int64], before: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The number in CLASSES of each token after the one before it."""
+        kinds = self._kind[tokens]
+        goes_on = self._ends_word[before] & ~self._begins_apart[tokens]
+        return np.where((kinds == CLASSES.index("word start")) & goes_on, CLASSES.index("word continuation"), kinds)
+
+
+def _kind(text: str) -> int:
+    inner = text.strip()
+    if text and not inner:
+        name = "new line" if "\n" in text else "space"
+    elif not text or text.startswith("\\x"):
+        name = "other"
+    elif inner[0].isalpha():
+        name = "word start"
+    elif inner[0].isdigit():
+        name = "digits"
+    else:
+        is_sign = inner[0] in string.punctuation or unicodedata.category(inner[0]).startswith("P")
+        name = "punctuation" if is_sign else "other"
+    return CLASSES.index(name)
+
+
+def _frequency_classes(counts_V: NDArray[np.int64]) -> NDArray[np.int64]:
+    ranks = np.empty(len(counts_V), dtype=np.int64)
+    ranks[np.argsort(-counts_V, kind="stable")] = np.arange(len(counts_V))
+    return np.searchsorted(FREQUENCIES, ranks, side="right")
+
+
+def _frequency_names() -> list[str]:
+    edges = [0, *FREQUENCIES]
+    return [*(f"rank {first + 1} to {last}" for first, last in zip(edges, FREQUENCIES, strict=False)), "rarer"]
+
+
+def _opening(packed: PackedText, document: int, tokenizer: PreTrainedTokenizerFast) -> str:
+    start = int(packed.document_starts[document]) + 1
+    stop = int([*packed.document_starts, packed.num_tokens][document + 1])
+    return " ".join(tokenizer.decode(packed.tokens[start : min(stop, start + OPENING_TOKENS)].tolist()).split())

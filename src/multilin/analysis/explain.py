@@ -1,0 +1,182 @@
+"""What a model read of a text: the weights of its own forward pass, and what the removal of each token changes."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from multilin.analysis.removal import Agreement, Removal, agreement, measure_removal, next_token_log_probabilities
+from multilin.errors import InputError
+from multilin.layers.reading import Reading, record_readings
+from multilin.model import MultilinForCausalLM
+
+NUM_GUESSES = 3
+
+ATTENTION = "A weight is the token's share in this head's softmax attention, as transformers gives it."
+MEAN = "A weight is the mean of the shares over all layers and heads, own terms counted for the own token."
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of one layer in which positions meet.
+
+    layer: from 1 on; 0 is the mean over all.
+    name: of the step in its layer; empty where the layer has one.
+    reading: with one text, whose tensors lie on the CPU in float64.
+    agreements: for each head, and last for the mean over the heads; empty where removal was not measured.
+    """
+
+    layer: int
+    name: str
+    reading: Reading
+    agreements: list[Agreement]
+
+    @property
+    def label(self) -> str:
+        """For people: `layer 2, pool_queries`."""
+        if self.layer == 0:
+            return "mean of all layers"
+        return f"layer {self.layer}{', ' if self.name else ''}{self.name}"
+
+    @property
+    def weights_HTS(self) -> NDArray[np.float64]:
+        """(H, T, T) weights of the tokens."""
+        weights: NDArray[np.float64] = self.reading.weights_BHTS[0].numpy()
+        return weights
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What was read, of a text of T tokens whose first is the start token.
+
+    token_ids: (T,).
+    losses: -ln p of the token after each, in nats; T - 1 of them.
+    guesses: after each token the likeliest next ones, (id, probability).
+    steps: the mean over all layers first, where every weight is a share; empty for a model that shows no weights.
+    removal: what leaving out tokens changes; None where that was not asked for.
+    """
+
+    token_ids: list[int]
+    losses: NDArray[np.float64]
+    guesses: list[list[tuple[int, float]]]
+    steps: list[Step]
+    removal: Removal | None
+
+
+def explain(
+    model: PreTrainedModel,
+    token_ids: list[int],
+    *,
+    remove: bool = True,
+    batch_size: int = 16,
+    progress: Callable[[int], None] | None = None,
+) -> Explanation:
+    """Read a text once and say what every position read, then once more without each of its tokens.
+
+    Args:
+        model: a causal language model of transformers, in evaluation mode; of one that is not ours the attention is
+            shown if it gives it away.
+        token_ids: the text, its start token first.
+        remove: measure what the removal of each token changes.
+        batch_size: texts without a token read at a time.
+        progress: called with the number of tokens removed.
+
+    Raises:
+        InputError: no token after the start token, or more than the model can read.
+    """
+    longest = getattr(model.config, "max_position_embeddings", None)
+    if len(token_ids) < 2:
+        raise InputError("text: no token given; give some text to explain")
+    if longest is not None and len(token_ids) > longest:
+        raise InputError(
+            f"text: {len(token_ids)} tokens given, the start token included, but this model reads at most {longest}; "
+            "give a shorter text"
+        )
+    ids_T = torch.tensor(token_ids, device=model.device)
+    log_probabilities_TV = next_token_log_probabilities(model, ids_T[None])[0]
+    losses_K = -log_probabilities_TV[:-1].gather(1, ids_T[1:, None])[:, 0]
+    likeliest = log_probabilities_TV.exp().topk(min(NUM_GUESSES, log_probabilities_TV.shape[-1]), dim=-1)
+    guesses = [
+        list(zip(ids, shares, strict=True))
+        for ids, shares in zip(likeliest.indices.tolist(), likeliest.values.tolist(), strict=True)
+    ]
+    removal = measure_removal(model, ids_T, batch_size=batch_size, progress=progress) if remove else None
+    steps = [_step(*found, removal) for found in _readings(model, ids_T)]
+    return Explanation(token_ids, losses_K.cpu().numpy(), guesses, steps, removal)
+
+
+def _step(layer: int, name: str, reading: Reading, removal: Removal | None) -> Step:
+    if removal is None:
+        return Step(layer, name, reading, [])
+    weights_HTS = reading.weights_BHTS[0].numpy()
+    heads = list(weights_HTS) if len(weights_HTS) == 1 else [*weights_HTS, np.abs(weights_HTS).mean(axis=0)]
+    compared = [agreement(weights_TS, removal, reading.nearest, reading.farthest) for weights_TS in heads]
+    return Step(layer, name, reading, compared)
+
+
+def _readings(model: PreTrainedModel, ids_T: Tensor) -> list[tuple[int, str, Reading]]:
+    """Layer, step and reading, and before them the mean over all if there are several and all are shares."""
+    found = _own_readings(model, ids_T) if isinstance(model, MultilinForCausalLM) else attentions(model, ids_T)
+    if len(found) > 1 and all(reading.is_share for _, _, reading in found):
+        return [(0, "", _mean([reading for _, _, reading in found])), *found]
+    return found
+
+
+def _own_readings(model: MultilinForCausalLM, ids_T: Tensor) -> list[tuple[int, str, Reading]]:
+    with record_readings(model.layers) as found, torch.inference_mode():
+        model(ids_T[None], use_cache=False, logits_to_keep=1)
+    readings = []
+    for path, reading in found:
+        layer, _, name = path.partition(".")
+        readings.append((int(layer) + 1, name.rpartition(".")[2], _on_cpu(reading)))
+    return readings
+
+
+def attentions(model: PreTrainedModel, ids_T: Tensor) -> list[tuple[int, str, Reading]]:
+    """The attention of a model of transformers, if it has any and gives it away."""
+    before = model.config._attn_implementation
+    try:
+        model.set_attn_implementation("eager")  # the others never form the weights
+        with torch.inference_mode():
+            found = model(input_ids=ids_T[None], use_cache=False, output_attentions=True).attentions
+    except (ValueError, NotImplementedError):
+        found = None
+    finally:
+        model.set_attn_implementation(before)
+    return [
+        (layer, "", _on_cpu(Reading(ATTENTION, weights_BHTS, 0, None)))
+        for layer, weights_BHTS in enumerate(found or (), start=1)
+        if weights_BHTS is not None
+    ]
+
+
+def _on_cpu(reading: Reading) -> Reading:
+    own_BHT, null_BHT = reading.own_BHT, reading.null_BHT
+    return reading._replace(
+        weights_BHTS=reading.weights_BHTS.double().cpu(),
+        own_BHT=None if own_BHT is None else own_BHT.double().cpu(),
+        null_BHT=None if null_BHT is None else null_BHT.double().cpu(),
+    )
+
+
+def _mean(readings: list[Reading]) -> Reading:
+    weights, nulls = [], []
+    for reading in readings:
+        weights_BTS = reading.weights_BHTS.mean(dim=1)
+        if reading.own_BHT is not None:
+            weights_BTS = weights_BTS + torch.diag_embed(reading.own_BHT.mean(dim=1))
+        weights.append(weights_BTS)
+        if reading.null_BHT is not None:
+            nulls.append(reading.null_BHT.mean(dim=1))
+    reach = [reading.farthest for reading in readings if reading.farthest is not None]
+    return Reading(
+        MEAN,
+        torch.stack(weights).mean(dim=0)[:, None],
+        min(reading.nearest for reading in readings),
+        max(reach) if len(reach) == len(readings) else None,
+        null_BHT=torch.stack(nulls).sum(dim=0)[:, None] / len(readings) if nulls else None,
+    )

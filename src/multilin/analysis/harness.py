@@ -1,0 +1,123 @@
+"""EleutherAI's lm-eval with our models: `multilin evaluate RUN --tasks ...`, and lm-eval's own `--model multilin`.
+
+lm-eval versions with plug-ins find the model through the entry point `lm_eval.models`; for those before, this module
+runs their command line with the model registered:
+
+    python -m multilin.analysis.harness run --model multilin --model_args pretrained=RUN --tasks ...
+"""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lm_eval import simple_evaluate
+from lm_eval.api.registry import register_model
+from lm_eval.models.huggingface import HFLM
+from lm_eval.tasks import TaskManager
+
+from multilin.analysis.evaluate_run import block_size
+from multilin.data.tokenizers import start_token_id
+from multilin.errors import InputError, nearest
+from multilin.inference.prompts import encode_prompt
+from multilin.inference.runs import Run, load_run
+
+
+@dataclass(frozen=True)
+class TaskScore:
+    """A metric of a task. spread: its standard error; None where lm-eval gives none."""
+
+    task: str
+    metric: str
+    value: float
+    spread: float | None
+
+
+@register_model("multilin")
+class MultilinLM(HFLM):
+    """A run as a model of lm-eval.
+
+    Texts are cut into the windows of `evaluate`: as many tokens are predicted at once as in a block, the start token
+    stands before a text, and special tokens that are spelled out in a text are text. So for a text of whole windows
+    `bits_per_byte` and `byte_perplexity` are `evaluate`'s; in a last window that is not full lm-eval lets the model
+    read further back. Contexts of other tasks begin without a start token, as is lm-eval's custom.
+    """
+
+    def __init__(
+        self,
+        pretrained: str,
+        batch_size: int | str = 8,
+        max_length: int | None = None,
+        trust_remote_code: bool = False,
+        device: str | None = None,
+        max_batch_size: int | None = None,
+        run: Run | None = None,
+        **others: Any,
+    ) -> None:
+        if trust_remote_code:
+            raise InputError("trust_remote_code: True given, but no code that comes with a model is run")
+        if others:
+            raise InputError(f"{next(iter(others))}: unknown argument of the model multilin")
+        run = run or load_run(pretrained)
+        super().__init__(
+            pretrained=run.model if device is None else run.model.to(device),
+            tokenizer=run.tokenizer,
+            batch_size=batch_size,
+            max_batch_size=max_batch_size,
+            max_length=max_length or block_size(run) - 1,
+            prefix_token_id=start_token_id(run.tokenizer),
+        )
+
+    def tok_encode(
+        self, string: str, add_special_tokens: bool | None = None, left_truncate_len: int | None = None, **_: Any
+    ) -> list[int]:
+        """The tokens that training makes of a text."""
+        ids = encode_prompt(string, self.tokenizer)
+        return ids[-left_truncate_len:] if left_truncate_len else ids
+
+
+def evaluate_tasks(
+    run: Run, tasks: Sequence[str], *, folder: str | None = None, limit: int | None = None, batch_size: int = 8
+) -> list[TaskScore]:
+    """The scores of a run on tasks of lm-eval.
+
+    Args:
+        run: the model and its tokenizer.
+        tasks: names of tasks or groups.
+        folder: a folder with further tasks (YAML).
+        limit: examples of each task; None takes all.
+        batch_size: texts read at a time.
+
+    Raises:
+        InputError: an unknown task, or one whose data cannot be had.
+    """
+    manager = TaskManager(include_path=folder)
+    for task in tasks:
+        if task not in manager.all_tasks:
+            hint = nearest(task, manager.all_tasks) or "; `lm_eval ls tasks` lists them"
+            raise InputError(f"tasks: {task!r} is not known to lm-eval{hint}")
+    try:
+        found = simple_evaluate(
+            model=MultilinLM(str(run.folder), run=run, batch_size=batch_size),
+            tasks=list(tasks), task_manager=manager, limit=limit, bootstrap_iters=1000,
+        )  # fmt: skip
+    except (OSError, ConnectionError) as error:
+        raise InputError(f"tasks: the data cannot be loaded ({' '.join(str(error).split())[:200]})") from error
+    return [
+        TaskScore(task, metric.partition(",")[0], float(value), _spread(scores, metric))
+        for task, scores in (found or {})["results"].items()
+        for metric, value in scores.items()
+        if isinstance(value, int | float) and "," in metric and "_stderr" not in metric
+    ]
+
+
+def _spread(scores: dict[str, Any], metric: str) -> float | None:
+    name, _, kind = metric.partition(",")
+    value = scores.get(f"{name}_stderr,{kind}")
+    return float(value) if isinstance(value, int | float) else None
+
+
+if __name__ == "__main__":
+    from lm_eval.__main__ import cli_evaluate
+
+    sys.exit(cli_evaluate())

@@ -1,0 +1,166 @@
+"""lm-eval's scores of a local task are those of `multilin evaluate`."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("lm_eval")
+pytestmark = pytest.mark.filterwarnings("ignore")  # lm-eval and what it imports warn about themselves
+
+from multilin.analysis.evaluate_run import EvaluationSettings, break_down_run, evaluate_run  # noqa: E402
+from multilin.analysis.evaluate_view import score_tasks  # noqa: E402
+from multilin.data.tokenizers import train_tokenizer  # noqa: E402
+from multilin.errors import InputError  # noqa: E402
+from multilin.inference.runs import load_run  # noqa: E402
+from multilin.model.factory import create_model  # noqa: E402
+
+BLOCK = 32
+
+TASKS = {
+    "rolling": """
+output_type: loglikelihood_rolling
+doc_to_text: ""
+doc_to_target: "{{text}}"
+metric_list: [{metric: bits_per_byte}, {metric: byte_perplexity}]
+""",
+    "choice": """
+output_type: multiple_choice
+doc_to_text: "{{text}}"
+doc_to_target: 0
+doc_to_choice: [" a", " bb"]
+metric_list: [{metric: acc}]
+""",
+}
+
+
+@pytest.fixture(scope="module", params=["elita", "additive", "gpt2"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp(request.param)
+    tokenizer = train_tokenizer([], "byte", None)
+    torch.manual_seed(0)
+    model = create_model(
+        request.param, hidden_size=16, num_layers=2, vocab_size=len(tokenizer), n_positions=BLOCK,
+        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
+    )  # fmt: skip
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    (folder / "recipe.yaml").write_text(f"model: {{architecture: {request.param}, n_positions: {BLOCK}}}\n")
+    return folder
+
+
+@pytest.fixture
+def task_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Path]:
+    """task_folder(text): a folder with the tasks, on that one text."""
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+
+    def make(text: str) -> Path:
+        (tmp_path / "data.jsonl").write_text(json.dumps({"text": text}) + "\n")
+        for name, task in TASKS.items():
+            (tmp_path / f"{name}.yaml").write_text(
+                f"task: local_{name}\ndataset_path: json\ndataset_kwargs:\n  data_files:\n"
+                f"    test: {tmp_path / 'data.jsonl'}\ntest_split: test\n{task.strip()}\n"
+            )
+        return tmp_path
+
+    return make
+
+
+@pytest.mark.parametrize("length", [BLOCK - 1, 5 * (BLOCK - 1)], ids=["one window", "five windows"])
+def test_bits_per_byte_are_those_of_evaluate(folder: Path, task_folder: Callable[[str], Path], length: int) -> None:
+    """A text of whole windows, special tokens spelled out in it: the same tokens, given the same ones before."""
+    text = ("The naïve <|endoftext|> cat 世 " * 20).encode()[:length].decode(errors="ignore")
+    text += "." * (length - len(text.encode()))
+    tasks, run = task_folder(text), load_run(folder)
+    (tasks / "text.txt").write_text(text)
+    ours = evaluate_run(run, EvaluationSettings(source=str(tasks / "text.txt")))
+    theirs = score_tasks(run, "local_rolling", str(tasks))["local_rolling"]
+    assert ours.tokens == ours.bytes == length
+    assert theirs["bits_per_byte"]["value"] == pytest.approx(ours.bits_per_byte, rel=1e-6)
+    assert theirs["byte_perplexity"]["value"] == pytest.approx(2**ours.bits_per_byte, rel=1e-6)
+
+
+def test_a_last_window_that_is_not_full_reads_further_back(folder: Path, task_folder: Callable[[str], Path]) -> None:
+    text = "the cat sat on the mat. " * 3
+    tasks, run = task_folder(text), load_run(folder)
+    (tasks / "text.txt").write_text(text)
+    ours = evaluate_run(run, EvaluationSettings(source=str(tasks / "text.txt")))
+    theirs = score_tasks(run, "local_rolling", str(tasks))["local_rolling"]["bits_per_byte"]["value"]
+    assert theirs != pytest.approx(ours.bits_per_byte, rel=1e-6)
+    # The tokens of the two whole windows, and of the last those that lm-eval scores after all it can read.
+    ids = torch.tensor([[run.tokenizer.eos_token_id, *run.tokenizer.encode(text, add_special_tokens=False)]])
+    window, nats = BLOCK - 1, 0.0
+    for first, last in ((0, window), (window, 2 * window), (len(text) - window, len(text))):
+        with torch.no_grad():
+            losses = -run.model(ids[:, first:last]).logits[0].double().log_softmax(-1)
+        scored = losses.gather(1, ids[0, first + 1 : last + 1, None])
+        nats += float(scored[2 * window - first if first > window else 0 :].sum())
+    assert theirs * len(text) * 0.6931471805599453 == pytest.approx(nats, rel=1e-5)
+
+
+def test_a_long_window_is_a_text_read_whole(folder: Path, task_folder: Callable[[str], Path]) -> None:
+    from multilin.analysis.harness import MultilinLM, evaluate_tasks
+
+    run = load_run(folder)
+    if run.longest_text is not None:
+        with pytest.raises(InputError, match=r"^long: this model reads at most 32 tokens"):
+            break_down_run(run, long=True)
+        return
+    text = "the cat sat on the mat. " * 9
+    tasks = task_folder(text)
+    (tasks / "text.txt").write_text(text)
+    ours = break_down_run(run, EvaluationSettings(source=str(tasks / "text.txt")), long=True).evaluation
+    model = MultilinLM(str(folder), max_length=1000)
+    request = type("Request", (), {"args": (text,)})()
+    assert -model.loglikelihood_rolling([request])[0] == pytest.approx(ours.loss * ours.tokens, rel=1e-6)
+    (score,) = evaluate_tasks(run, ["local_choice"], folder=str(tasks))
+    assert (score.metric, score.value) in {("acc", 0.0), ("acc", 1.0)}
+
+
+def test_lm_eval_finds_the_model_by_name(folder: Path, task_folder: Callable[[str], Path], tmp_path: Path) -> None:
+    from lm_eval import simple_evaluate
+    from lm_eval.tasks import TaskManager
+
+    from multilin.analysis.harness import MultilinLM
+
+    assert MultilinLM.__module__ == "multilin.analysis.harness"
+    found = simple_evaluate(
+        model="multilin", model_args=f"pretrained={folder}", tasks=["local_rolling"],
+        task_manager=TaskManager(include_path=str(task_folder("the cat"))), bootstrap_iters=0,
+    )  # fmt: skip
+    run = load_run(folder)
+    (tmp_path / "text.txt").write_text("the cat")
+    ours = evaluate_run(run, EvaluationSettings(source=str(tmp_path / "text.txt")))
+    theirs = found["results"]["local_rolling"]["bits_per_byte,none"]
+    assert theirs == pytest.approx(ours.bits_per_byte, rel=1e-6)
+
+
+def test_bad_requests_are_refused(
+    folder: Path, task_folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from multilin.analysis.harness import MultilinLM
+
+    run, tasks = load_run(folder), str(task_folder("x"))
+    with pytest.raises(InputError, match=r"^tasks: 'local_roling' is not known to lm-eval; did you mean"):
+        score_tasks(run, "local_roling", tasks)
+    with pytest.raises(InputError, match=r"^tasks: ' ,' given, but it should be names"):
+        score_tasks(run, " ,", tasks)
+    with pytest.raises(InputError, match=r"^trust_remote_code: True given"):
+        MultilinLM(str(folder), trust_remote_code=True)
+    with pytest.raises(InputError, match=r"^max_lenght: unknown argument"):
+        MultilinLM(str(folder), max_lenght=3)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(InputError, match=r"^tasks: lm-eval is not installed; `pip install"):
+        score_tasks(run, "local_rolling", tasks)
+
+
+def test_the_package_is_light_without_lm_eval() -> None:
+    code = "import sys, multilin, multilin.cli; sys.exit('lm_eval' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from multilin.errors import InputError
 from multilin.ops import numba_kernels, triton_kernels
-from multilin.ops.block_outer import cpu, expand, gpu
+from multilin.ops.block_outer import cpu, expand, gpu, gpu_launch
 from multilin.ops.dispatch import Backend, Op
 
 __all__ = ["BLOCK_OUTER", "block_outer", "xor_combiner", "xor_weight"]
@@ -29,7 +29,7 @@ BLOCK_OUTER = Op(
             device="cuda",
             dtypes=gpu.DTYPES,
             why_not=triton_kernels.why_not,
-            refuses=gpu.refuses,
+            refuses=gpu_launch.refuses,
         ),
         Backend("portable (PyTorch, products recomputed backward)", expand.block_outer),
     ],

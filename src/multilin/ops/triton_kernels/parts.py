@@ -1,7 +1,5 @@
 """Steps of kernels that several ops take."""
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -14,7 +12,7 @@ FLOAT32_PRODUCTS = tl.constexpr("ieee" if torch.version.hip else "tf32x3")
 
 
 @triton.jit
-def dot(left: Any, right: Any) -> Any:
+def dot(left, right):
     """The matrix product in float32; float32 tiles are multiplied as such, others on the tensor cores of their type."""
     if INTERPRETED:
         # NumPy knows no bf16: the interpreter would multiply the bits.

@@ -20,3 +20,29 @@ def dot(left: Any, right: Any) -> Any:
         # NumPy knows no bf16: the interpreter would multiply the bits.
         return tl.dot(left.to(tl.float32), right.to(tl.float32), input_precision="ieee")
     return tl.dot(left, right, input_precision=FLOAT32_PRODUCTS)
+
+
+@triton.jit
+def nearest_bf16(numbers: Any) -> Any:
+    """The nearest numbers that bf16 has, in float32: the interpreter, unlike a GPU, cuts off the bits that bf16 lacks."""
+    if INTERPRETED:
+        bits = numbers.to(tl.float32).to(tl.uint32, bitcast=True)
+        bits += 0x7FFF + ((bits >> 16) & 1)
+        numbers = (bits & 0xFFFF0000).to(tl.float32, bitcast=True)
+    return numbers
+
+
+@triton.jit
+def rounded(numbers: Any, like: Any) -> Any:
+    """The numbers in the type of the tile `like`, to nearest even."""
+    if like.dtype == tl.bfloat16:
+        numbers = nearest_bf16(numbers)
+    return numbers.to(like.dtype)
+
+
+@triton.jit
+def store_rounded(p_out: Any, numbers: Any, mask: Any) -> None:
+    """Store in the type that the pointers have, to nearest even."""
+    if p_out.dtype.element_ty == tl.bfloat16:
+        numbers = nearest_bf16(numbers)
+    tl.store(p_out, numbers.to(p_out.dtype.element_ty), mask)

@@ -26,7 +26,7 @@ from multilin.ops.triton_kernels import why_not as why_not
 WIDEST = 2**13  # numbers per head: one program of a step holds them all
 
 
-def refuses(values: Tensor, window: int | None) -> str | None:
+def refuses(values: Tensor) -> str | None:
     """The reason against one call."""
     if values.shape[-1] > WIDEST:
         return f"heads are {values.shape[-1]} wide, and it takes at most {WIDEST}"
@@ -46,16 +46,21 @@ def prefix_softmax(
     starts: Tensor | None = None,
     needs_state: bool = True,
 ) -> tuple[Tensor, PrefixSoftmaxState | None]:
-    """See `multilin.ops.prefix_softmax`. Logits in float32; values in float32, bf16 or fp16, and the means like them."""
+    """See `multilin.ops.prefix_softmax`. Logits in float32; values in that, bf16 or fp16, and the means like them."""
     null = -torch.inf if null_logit is None else null_logit
     num_new, num_past = logits_BTH.shape[1], 1 if window is None else window - 1
-    past = (None, None) if state is None else (state.logits_BSH.float(), state.values_BSHD.float())
+    past_logits = None if state is None else state.logits_BSH.float()
+    past_values = None if state is None else state.values_BSHD.float()
     if num_new == 1 and (window is None or (state is not None and state.logits_BSH.shape[1] == num_past)):
-        inputs = (logits_BTH, values_BTHD, own_logits, *past)
+        inputs = (logits_BTH, values_BTHD, own_logits, past_logits, past_values)
         if not (torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)):
-            return _step(logits_BTH, values_BTHD, own_logits, starts, *past, window, null, needs_state)
+            return _step(
+                logits_BTH, values_BTHD, own_logits, starts, past_logits, past_values, window, null, needs_state
+            )
     if window is None:
-        means, *final = _means(logits_BTH, values_BTHD, own_logits, starts, *past, None, null, needs_state)
+        means, *final = _means(
+            logits_BTH, values_BTHD, own_logits, starts, past_logits, past_values, None, null, needs_state
+        )
         return means, PrefixSoftmaxState(*final) if needs_state else None
 
     logits_BSH, values_BSHD, starts_BS = read_state_first(logits_BTH, values_BTHD, state, starts)

@@ -4,7 +4,7 @@ Parts but the last are first summed up by one token each, at the price of a seco
 merges the tokens of the parts before its own and scans its part, chunk by chunk.
 """
 
-from typing import Any
+# mypy: allow-untyped-defs, allow-incomplete-defs
 
 import triton
 import triton.language as tl
@@ -13,7 +13,7 @@ from multilin.ops.prefix_softmax.gpu_math import absorb, finite, inverse, load_r
 from multilin.ops.triton_kernels.launch import autotuned
 from multilin.ops.triton_kernels.parts import dot, rounded
 
-WAYS = [({}, 4, 3), ({}, 4, 4), ({}, 4, 2), ({}, 8, 3), ({}, 8, 2), ({}, 2, 3)]
+WAYS: list[tuple[dict[str, int], int, int]] = [({}, 4, 3), ({}, 4, 4), ({}, 4, 2), ({}, 8, 3), ({}, 8, 2), ({}, 2, 3)]
 
 
 @autotuned(WAYS, key=["H", "D", "CHUNK", "BLOCK_D", "PARTS"])
@@ -22,7 +22,7 @@ def summarize(
     p_logits, logits_b, logits_t, logits_h, p_values, values_b, values_t, values_h, p_texts,
     p_part_tops, p_part_totals, p_part_means, T, H, D, part_length, num_parts, num_splits,
     CHUNK: tl.constexpr, BLOCK_D: tl.constexpr, PARTS: tl.constexpr,
-) -> None:  # fmt: skip
+):  # fmt: skip
     """Each part's tokens as one: those of the text that the part ends with."""
     i = tl.program_id(0)
     i_split, i_h = i % num_splits, i // num_splits % H
@@ -54,7 +54,7 @@ def summarize(
 def before_part(
     p_texts, p_state_logits, p_state_values, p_part_tops, p_part_totals, p_part_means,
     i_b, i_h, i_part, H, D, T, part_length, num_parts, o_d, m_d, PARTS: tl.constexpr, BLOCK_D: tl.constexpr,
-) -> Any:  # fmt: skip
+):  # fmt: skip
     """The token that stands for all before a part: the state and the parts before, of the same text."""
     text = 0
     top, total, b_mean = -float("inf"), 0.0, tl.zeros((BLOCK_D,), tl.float32)
@@ -86,7 +86,7 @@ def forward(
     p_means, p_final_logits, p_final_values, p_tops, p_scales, p_past_tops, p_past_totals, p_past_means,
     T, H, D, part_length, num_parts, num_splits, num_chunks, null,
     CHUNK: tl.constexpr, BLOCK_D: tl.constexpr, PARTS: tl.constexpr,
-) -> None:  # fmt: skip
+):  # fmt: skip
     """Means of one part, the state after the last one, and what the backward pass reads, where it is asked for."""
     i = tl.program_id(0)
     i_split, i_h = i % num_splits, i // num_splits % H

@@ -1,10 +1,10 @@
 """Backward kernels over the whole past: chunks from last to first, means computed again from those kept per chunk.
 
-Where time is cut in parts, the rows of each part but the first are summed up by one row first. That takes dy alone: what
-a later part takes from the gradients of logits, one number per head, is subtracted at the end.
+Where time is cut in parts, the rows of each part are summed up by one row first. That takes dy alone: what later parts
+take from the gradients of logits, one number per head, is subtracted at the end.
 """
 
-from typing import Any
+# mypy: allow-untyped-defs, allow-incomplete-defs
 
 import triton
 import triton.language as tl
@@ -21,7 +21,7 @@ def summarize_rows(
     p_dmeans, dmeans_b, dmeans_t, dmeans_h, p_texts, p_tops, p_scales, p_part_lows, p_part_flows,
     T, H, D, part_length, num_parts, num_splits,
     CHUNK: tl.constexpr, BLOCK_D: tl.constexpr, PARTS: tl.constexpr,
-) -> None:  # fmt: skip
+):  # fmt: skip
     """Each part's rows as one: those that still read what was before the part."""
     i = tl.program_id(0)
     i_split, i_h = i % num_splits, i // num_splits % H
@@ -54,7 +54,7 @@ def after_part(
     p_texts, p_part_lows, p_part_flows, p_dfinal_logits, p_dfinal_values, p_past_tops, p_past_totals, p_past_means,
     o_final, i_b, i_h, i_part, i_split, H, D, T, last, part_length, num_parts, o_d, m_d,
     PARTS: tl.constexpr, BLOCK_D: tl.constexpr,
-) -> Any:  # fmt: skip
+):  # fmt: skip
     """The row that stands for all after a part: the rows of the parts after it, and the final state as one of them."""
     text = 0
     low, b_flow, lost = float("inf"), tl.zeros((BLOCK_D,), tl.float32), 0.0
@@ -95,7 +95,7 @@ def backward(
     p_dvalues, p_dlogits, p_down, p_dstate_logits, p_dstate_values, p_lows_before, p_lows_after, p_lost,
     T, H, D, part_length, num_parts, num_splits, num_chunks, num_batch,
     CHUNK: tl.constexpr, BLOCK_D: tl.constexpr, PARTS: tl.constexpr,
-) -> None:  # fmt: skip
+):  # fmt: skip
     """Gradients of one part; those of logits without what later parts take from them."""
     i = tl.program_id(0)
     i_split, i_h = i % num_splits, i // num_splits % H
@@ -185,7 +185,7 @@ def subtract_lost(
     p_dlogits, p_dstate_logits, p_lows_before, p_lows_after, p_lost,
     T, H, part_length, num_parts, num_splits, num_chunks, num_batch,
     CHUNK: tl.constexpr, PARTS: tl.constexpr,
-) -> None:  # fmt: skip
+):  # fmt: skip
     """Subtract from the gradients of a part's logits, and the state's, what the parts after it take from them."""
     i = tl.program_id(0)
     i_h, i_part, i_b = i % H, i // H % num_parts, (i // (H * num_parts) % num_batch).to(tl.int64)

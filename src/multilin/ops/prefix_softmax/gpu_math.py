@@ -11,7 +11,7 @@ p_tj = exp(l_j - M_t) / D_t with the row's total D_t and delta_t = dy_t . y_t. A
 exp(l_j - low) times theirs. No logit that a row reads is above its M_t, so these factors are in [0, 1] too.
 """
 
-from typing import Any
+# mypy: allow-untyped-defs, allow-incomplete-defs
 
 import triton
 import triton.language as tl
@@ -20,38 +20,38 @@ from multilin.ops.triton_kernels.parts import store_rounded
 
 
 @triton.jit
-def load_row(p_row: Any, o_t: Any, m_t: Any, stride: Any, other: Any) -> Any:
+def load_row(p_row, o_t, m_t, stride, other):
     """One number per position."""
     return tl.load(p_row + o_t.to(tl.int64) * stride, mask=m_t, other=other)
 
 
 @triton.jit
-def load_tile(p_tile: Any, o_t: Any, m_t: Any, stride: Any, o_d: Any, m_d: Any) -> Any:
+def load_tile(p_tile, o_t, m_t, stride, o_d, m_d):
     """A vector per position, 0 where there is none."""
     return tl.load(p_tile + o_t[:, None].to(tl.int64) * stride + o_d[None, :], m_t[:, None] & m_d[None, :], 0.0)
 
 
 @triton.jit
-def store_tile(p_tile: Any, o_t: Any, m_t: Any, stride: Any, o_d: Any, m_d: Any, b_tile: Any) -> None:
+def store_tile(p_tile, o_t, m_t, stride, o_d, m_d, b_tile):
     """A vector per position."""
     p_out = p_tile + o_t[:, None].to(tl.int64) * stride + o_d[None, :]
     store_rounded(p_out, b_tile, m_t[:, None] & m_d[None, :])
 
 
 @triton.jit
-def finite(top: Any) -> Any:
+def finite(top):
     """A shift that is a number, where nothing or no row was read yet."""
     return tl.where(tl.abs(top) == float("inf"), 0.0, top)
 
 
 @triton.jit
-def inverse(total: Any) -> Any:
+def inverse(total):
     """1 / total, 0 of 0."""
     return tl.where(total > 0, 1.0 / tl.where(total > 0, total, 1.0), 0.0)
 
 
 @triton.jit
-def absorb(top: Any, total: Any, b_mean: Any, b_logits: Any, b_totals: Any, b_values: Any) -> Any:
+def absorb(top, total, b_mean, b_logits, b_totals, b_values):
     """One token for the one given and those of a tile, each of which stands for `totals` of its weight."""
     new_top = tl.maximum(top, tl.max(b_logits, axis=0))
     b_weights = b_totals * tl.exp(b_logits - finite(new_top))
@@ -62,7 +62,7 @@ def absorb(top: Any, total: Any, b_mean: Any, b_logits: Any, b_totals: Any, b_va
 
 
 @triton.jit
-def absorb_rows(low: Any, b_flow: Any, lost: Any, b_tops: Any, b_scales: Any, b_dmeans: Any, b_deltas: Any) -> Any:
+def absorb_rows(low, b_flow, lost, b_tops, b_scales, b_dmeans, b_deltas):
     """One row for the one given and those of a tile; `scales` are 1 / D_t."""
     new_low = tl.minimum(low, tl.min(b_tops, axis=0))
     b_shares = b_scales * tl.exp(finite(new_low) - b_tops)
@@ -72,6 +72,6 @@ def absorb_rows(low: Any, b_flow: Any, lost: Any, b_tops: Any, b_scales: Any, b_
 
 
 @triton.jit
-def text_at(p_text: Any, position: Any) -> Any:
+def text_at(p_text, position):
     """Number of the text of one position; 0 before the first."""
     return tl.load(p_text + position, mask=position >= 0, other=0)

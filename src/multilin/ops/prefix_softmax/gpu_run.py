@@ -8,6 +8,7 @@ from torch import Tensor
 
 CHUNK = 64  # positions whose weights are compared pair by pair, and between means kept for the backward pass
 MAX_PARTS = 64  # of one text's time
+PER_HEAD = ("logits", "own", "state_logits")  # gradients with one number per head
 
 
 @functools.cache
@@ -117,7 +118,8 @@ def run_forward(
     if window is not None:
         _windowed_forward(logits, values, own, _texts(starts), None, window, null, means, kept, None)
         return means, None, None, kept
-    cut, texts, final = plan(values, None), _texts(starts), (None, None)
+    cut, texts = plan(values, None), _texts(starts)
+    final: tuple[Tensor | None, Tensor | None] = (None, None)
     if needs_state:
         final = _float32(values, (B, 1, H)), _float32(values, (B, 1, H, D))
     inputs = (*_with_strides(logits), *_with_strides(_dense(values)))
@@ -162,32 +164,27 @@ def run_backward(
     found = empty_gradients(values, has_own=own is not None, has_state=has_state)
     if cut.splits > 1:
         # Each slice of D gives a share of what is one number per head; the shares are added below, in a fixed order.
-        found = found._replace(**{
-            name: _float32(values, (cut.splits, *part.shape))
-            for name, part in found._asdict().items() if name in ("logits", "own", "state_logits") and part.numel()
-        })  # fmt: skip
-    run = _global_backward if window is None else _windowed_backward
-    dmeans, values = _dense(dmeans), _dense(values)
-    run(dmeans, dfinal_logits, dfinal_values, logits, values, own, _texts(starts), kept, window, null, cut, found)
+        shares = {name: _float32(values, (cut.splits, *getattr(found, name).shape)) for name in PER_HEAD}
+        found = found._replace(**{name: share for name, share in shares.items() if share.numel()})
+    arguments = (logits, _dense(values), own, _texts(starts), _dense(dmeans), kept, cut, found)
+    if window is None:
+        _global_backward(*arguments, dfinal_logits, dfinal_values)
+    else:
+        _windowed_backward(*arguments, window, null)
     if cut.splits > 1:
-        found = found._replace(
-            **{
-                name: part.sum(dim=0)
-                for name, part in found._asdict().items()
-                if name in ("logits", "own", "state_logits") and part.numel()
-            }
-        )
+        totals = {name: getattr(found, name) for name in PER_HEAD}
+        found = found._replace(**{name: share.sum(dim=0) for name, share in totals.items() if share.numel()})
     return found
 
 
 def _global_backward(
-    dmeans: Tensor, dfinal_logits: Tensor | None, dfinal_values: Tensor | None, logits: Tensor, values: Tensor,
-    own: Tensor | None, texts: Tensor | None, kept: Kept, window: None, null: float, cut: Plan, found: Gradients,
+    logits: Tensor, values: Tensor, own: Tensor | None, texts: Tensor | None, dmeans: Tensor, kept: Kept, cut: Plan,
+    found: Gradients, dfinal_logits: Tensor | None, dfinal_values: Tensor | None,
 ) -> None:  # fmt: skip
     kernels = _triton_modules()[1]
     B, T, H, D = values.shape
     inputs = (*_with_strides(logits), *_with_strides(values), *_with_strides(own), texts, *_with_strides(dmeans))
-    final = (None, None)
+    final: tuple[Tensor | None, Tensor | None] = (None, None)
     if dfinal_logits is not None and dfinal_values is not None:
         final = _whole(dfinal_logits), _whole(dfinal_values)
     numbers = (T, H, D, cut.length, cut.parts, cut.splits)
@@ -216,8 +213,8 @@ def _global_backward(
 
 
 def _windowed_backward(
-    dmeans: Tensor, dfinal_logits: Tensor | None, dfinal_values: Tensor | None, logits: Tensor, values: Tensor,
-    own: Tensor | None, texts: Tensor | None, kept: Kept, window: int, null: float, cut: Plan, found: Gradients,
+    logits: Tensor, values: Tensor, own: Tensor | None, texts: Tensor | None, dmeans: Tensor, kept: Kept, cut: Plan,
+    found: Gradients, window: int, null: float,
 ) -> None:  # fmt: skip
     kernels = _triton_modules()[3]
     B, T, H, D = values.shape

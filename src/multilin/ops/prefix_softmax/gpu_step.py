@@ -1,6 +1,6 @@
 """One position of each text: a single kernel reads the state, writes the mean and the state after it."""
 
-from typing import Any
+# mypy: allow-untyped-defs, allow-incomplete-defs
 
 import triton
 import triton.language as tl
@@ -10,7 +10,7 @@ from multilin.ops.triton_kernels.parts import store_rounded
 
 
 @triton.jit
-def gated(top: Any, total: Any, b_mean: Any, own: Any, b_value: Any, null: Any) -> Any:
+def gated(top, total, b_mean, own, b_value, null):
     """The mean of all that was read and, once more, of the own value and of a token of value 0."""
     all_top = tl.maximum(tl.maximum(top, own), null)
     past, own = total * tl.exp(top - finite(all_top)), tl.exp(own - finite(all_top))
@@ -22,7 +22,7 @@ def gated(top: Any, total: Any, b_mean: Any, own: Any, b_value: Any, null: Any) 
 def step(
     p_logits, logits_b, logits_h, p_values, values_b, values_h, p_own, own_b, own_h, p_starts,
     p_state_logits, p_state_values, p_means, p_final_logits, p_final_values, H, D, null, BLOCK_D: tl.constexpr,
-) -> None:  # fmt: skip
+):  # fmt: skip
     """Over the whole past: the state is one token."""
     i_h, i_b = tl.program_id(0), tl.program_id(1).to(tl.int64)
     o_state = i_b * H + i_h
@@ -56,7 +56,7 @@ def step_window(
     p_logits, logits_b, logits_h, p_values, values_b, values_h, p_own, own_b, own_h, p_starts,
     p_state_logits, p_state_values, p_means, p_final_logits, p_final_values, H, D, num_past, null,
     CHUNK: tl.constexpr, BLOCK_D: tl.constexpr,
-) -> None:  # fmt: skip
+):  # fmt: skip
     """With a window: the state's tokens are read and move up by one place."""
     i_h, i_b = tl.program_id(0), tl.program_id(1).to(tl.int64)
     o_d = tl.arange(0, BLOCK_D)

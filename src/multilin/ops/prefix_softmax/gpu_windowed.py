@@ -1,12 +1,13 @@
 """Forward kernel with a window: linear in time whatever the window (van Herk, Gil-Werman).
 
-Time is cut in blocks as long as the window, and a program takes one block of one head. What row t reads is its own block
-up to t, and of the block before the tokens after t - window: two triangles of weights per chunk, and beyond them two
-tokens, one for the chunks before in the own block, one for the later chunks of the block before. Those of the second
-kind are found first, from the last chunk of the block before to its second. Windows up to a chunk need only the triangles.
+Time is cut in blocks as long as the window, and a program takes one block of one head. What row t reads is its own
+block up to t, and of the block before the tokens after t - window: two triangles of weights per chunk, and beyond them
+two tokens, one for the chunks before in the own block, one for the later chunks of the block before. Those of the
+second kind are found first, from the last chunk of the block before to its second. Windows up to a chunk need only the
+triangles.
 """
 
-from typing import Any
+# mypy: allow-untyped-defs, allow-incomplete-defs
 
 import triton
 import triton.language as tl
@@ -21,7 +22,7 @@ from multilin.ops.triton_kernels.parts import dot, rounded
 def sum_up_block_before(
     p_logits, logits_t, p_values, values_t, p_text, p_late_tops, p_late_totals, p_late_means,
     first, length, num_chunks, D, o_d, m_d, has_texts: tl.constexpr, CHUNK: tl.constexpr, BLOCK_D: tl.constexpr,
-) -> None:  # fmt: skip
+):  # fmt: skip
     """For each chunk of the block before: one token for the block's tokens behind that chunk, of its last text."""
     top, total, b_mean = -float("inf"), 0.0, tl.zeros((BLOCK_D,), tl.float32)
     for i_back in range(0, num_chunks):
@@ -49,7 +50,7 @@ def forward(
     p_means, p_tops, p_scales, p_deltas,
     T, H, D, window, length, num_blocks, num_splits, num_chunks, num_batch, null,
     CHUNK: tl.constexpr, BLOCK_D: tl.constexpr, HAS_CARRY: tl.constexpr,
-) -> None:  # fmt: skip
+):  # fmt: skip
     """Means of one block; or, given dy instead, the products dy_t . y_t."""
     i = tl.program_id(0)
     i_split, i_h = i % num_splits, i // num_splits % H

@@ -4,7 +4,7 @@ What reads token j is the rest of its own block, and of the next block the rows 
 chunk, and beyond them two rows, one for the later chunks of the own block, one for the earlier chunks of the next.
 """
 
-from typing import Any
+# mypy: allow-untyped-defs, allow-incomplete-defs
 
 import triton
 import triton.language as tl
@@ -19,8 +19,8 @@ from multilin.ops.triton_kernels.parts import dot, rounded
 def sum_up_next_block(
     p_dmeans, dmeans_t, p_text, p_tops, p_scales, p_deltas, p_early_lows, p_early_flows, p_early_lost,
     first, last, num_chunks, D, o_d, m_d, has_texts: tl.constexpr, CHUNK: tl.constexpr, BLOCK_D: tl.constexpr,
-) -> None:  # fmt: skip
-    """For each chunk of the next block, `first` to `last`: one row for the block's rows before it, of its first text."""
+):  # fmt: skip
+    """For each chunk of the next block, from `first` to `last`: one row for the rows before it, of the first text."""
     low, b_flow, lost = float("inf"), tl.zeros((BLOCK_D,), tl.float32), 0.0
     for i_chunk in range(0, num_chunks):
         tl.store(p_early_lows + i_chunk, low)
@@ -38,7 +38,7 @@ def sum_up_next_block(
 
 
 @triton.jit
-def shares(b_logits: Any, visible: Any, b_tops: Any, b_scales: Any) -> Any:
+def shares(b_logits, visible, b_tops, b_scales):
     """Weight of each token (columns) in the mean of each row."""
     b_scores = tl.where(visible, b_logits[None, :], -float("inf"))
     return tl.exp(b_scores - b_tops[:, None]) * b_scales[:, None]
@@ -52,7 +52,7 @@ def backward(
     p_tops, p_scales, p_deltas, p_dvalues, p_dlogits, p_down,
     T, H, D, window, length, num_blocks, num_splits, num_chunks, num_batch,
     CHUNK: tl.constexpr, BLOCK_D: tl.constexpr, HAS_CARRY: tl.constexpr,
-) -> None:  # fmt: skip
+):  # fmt: skip
     """Gradients of the tokens of one block."""
     i = tl.program_id(0)
     i_split, i_h = i % num_splits, i // num_splits % H

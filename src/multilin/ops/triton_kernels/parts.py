@@ -1,6 +1,6 @@
 """Steps of kernels that several ops take."""
 
-from typing import Any
+# mypy: allow-untyped-defs, allow-incomplete-defs
 
 import torch
 import triton
@@ -14,7 +14,7 @@ FLOAT32_PRODUCTS = tl.constexpr("ieee" if torch.version.hip else "tf32x3")
 
 
 @triton.jit
-def dot(left: Any, right: Any) -> Any:
+def dot(left, right):
     """The matrix product in float32; float32 tiles are multiplied as such, others on the tensor cores of their type."""
     if INTERPRETED:
         # NumPy knows no bf16: the interpreter would multiply the bits.
@@ -23,8 +23,8 @@ def dot(left: Any, right: Any) -> Any:
 
 
 @triton.jit
-def nearest_bf16(numbers: Any) -> Any:
-    """The nearest numbers that bf16 has, in float32: the interpreter, unlike a GPU, cuts off the bits that bf16 lacks."""
+def nearest_bf16(numbers):
+    """The nearest numbers that bf16 has: the interpreter, unlike a GPU, cuts off the bits that bf16 lacks."""
     if INTERPRETED:
         bits = numbers.to(tl.float32).to(tl.uint32, bitcast=True)
         bits += 0x7FFF + ((bits >> 16) & 1)
@@ -33,7 +33,7 @@ def nearest_bf16(numbers: Any) -> Any:
 
 
 @triton.jit
-def rounded(numbers: Any, like: Any) -> Any:
+def rounded(numbers, like):
     """The numbers in the type of the tile `like`, to nearest even."""
     if like.dtype == tl.bfloat16:
         numbers = nearest_bf16(numbers)
@@ -41,7 +41,7 @@ def rounded(numbers: Any, like: Any) -> Any:
 
 
 @triton.jit
-def store_rounded(p_out: Any, numbers: Any, mask: Any) -> None:
+def store_rounded(p_out, numbers, mask):
     """Store in the type that the pointers have, to nearest even."""
     if p_out.dtype.element_ty == tl.bfloat16:
         numbers = nearest_bf16(numbers)

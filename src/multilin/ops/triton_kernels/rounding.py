@@ -1,9 +1,11 @@
 """Rounding of float32 tiles to narrower types, the same compiled and interpreted, and products of what is rounded."""
 
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
 import triton
 import triton.language as tl
 
-from multilin.ops.triton_kernels.parts import INTERPRETED, dot
+from multilin.ops.triton_kernels.parts import dot, nearest_bf16
 
 MAGIC = tl.constexpr(12582912.0)  # 1.5 * 2^23: a sum with it has no digits behind the point
 
@@ -11,10 +13,8 @@ MAGIC = tl.constexpr(12582912.0)  # 1.5 * 2^23: a sum with it has no digits behi
 @triton.jit
 def narrow(x, dtype: tl.constexpr):
     """To the nearest number of this type, ties to even."""
-    if INTERPRETED and dtype == tl.bfloat16:
-        # The interpreter cuts the digits off that bf16 has no room for.
-        bits = x.to(tl.int32, bitcast=True)
-        x = (bits + 0x7FFF + ((bits >> 16) & 1)).to(tl.float32, bitcast=True)
+    if dtype == tl.bfloat16:
+        x = nearest_bf16(x)
     return x.to(dtype)
 
 

@@ -5,6 +5,8 @@ the weights are made by the same steps from tiles of the same sizes in every ker
 the same, which the gradient of the softmax relies on.
 """
 
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
 import triton
 import triton.language as tl
 

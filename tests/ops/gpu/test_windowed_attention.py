@@ -40,7 +40,11 @@ def check(shape, options, dtype, device, *, packed: bool = False, with_state: bo
         inputs = [x.requires_grad_() for x in (*(x.detach().to(kind) for x in wide), *decays, *before)]
         if kind == dtype:
             inputs[:3] = [x.detach().requires_grad_() for x in wide]
-        state = WindowedAttentionState(*inputs[5:], logits[:, :9].to(exact) * 0) if with_state else None
+        state = (
+            WindowedAttentionState(*inputs[5:], torch.zeros(num_batch, 9, dtype=exact, device=device))
+            if with_state
+            else None
+        )
         means, after = backend.windowed_attention(
             *inputs[:3], logits.to(exact), state=state, starts=starts,
             **{**options, "slope": inputs[3], "hyper": inputs[4]},

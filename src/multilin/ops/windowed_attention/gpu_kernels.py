@@ -14,7 +14,7 @@ from multilin.ops.triton_kernels.launch import autotuned
 from multilin.ops.triton_kernels.parts import dot
 from multilin.ops.triton_kernels.rounding import narrow
 
-WAYS: list[tuple[dict[str, int], int, int]] = [({}, 4, 2), ({}, 4, 3), ({}, 8, 2)]
+WAYS: list[tuple[dict[str, int], int, int]] = [({}, 4, 2), ({}, 4, 3), ({}, 8, 2), ({}, 4, 1)]
 KIND = ("D", "E", "BQ", "is_wide")
 
 

@@ -3,6 +3,7 @@
 import argparse
 import importlib.util
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -51,43 +52,54 @@ def limits(clock: Clock, device: torch.device, arguments: argparse.Namespace) ->
 
 def checks(clock: Clock, device: torch.device, arguments: argparse.Namespace) -> Found:
     """Relative root mean square errors of results and gradients against float64."""
-    batch, length, heads, width = arguments.check_shape
     found: Found = {}
     for dtype in TOLERANCES:
-        q, k, v = (normal((batch, length, heads, width), device, dtype) for _ in range(3))
-        logits = normal((batch, length, heads), device, dtype)
-        hidden = torch.zeros(batch, length, device=device, dtype=torch.float64)
-        for window in (None, 7):
-            found[f"prefix_softmax, window {window}, {dtype}"] = attempt(
-                lambda window=window: _errors(
-                    lambda l, v: prefix_softmax.prefix_softmax(l, v, window=window)[0],
-                    lambda l, v: pooling_reference.prefix_softmax(l, v, window=window)[0],
-                    (logits, v), dtype,
-                )
-            )  # fmt: skip
-        for options in ({"window": 9, "hyper": 20.0}, {"window": 64, "slope": 0.3, "null_key": True}):
-            options = {"scale": width**-0.5, **options}
-            found[f"windowed_attention, {options}, {dtype}"] = attempt(
-                lambda options=options: _errors(
-                    lambda *x: windowed_attention.windowed_attention(*x, **options)[0],
-                    lambda *x: attention_reference.windowed_attention(*x, hidden, **options)[0],
-                    (q, k, v), dtype,
-                )
-            )  # fmt: skip
-        for name, (left, right) in COMBINERS.items():
-            factors = _factors(name, 8 * width, batch * length, device, dtype)
-            found[f"block_outer {name} {left} x {right}, {dtype}"] = attempt(
-                lambda factors=factors: _errors(products.block_outer, products_reference.block_outer, factors, dtype)
+        for name, (fast, exact, inputs) in _checked(arguments.check_shape, device, dtype).items():
+            clock.check()
+            found[f"{name}, {str(dtype).removeprefix('torch.')}"] = attempt(
+                lambda fast=fast, exact=exact, inputs=inputs: _errors(fast, exact, inputs)
             )
-        x, weight = (normal((n, 8 * width), device, dtype, learns=False) for n in (batch * length, 4 * width))
-        found[f"int8_linear, {dtype}"] = attempt(
-            lambda x=x, weight=weight: _errors(int8.int8_linear, int8_reference.int8_linear, (x, weight), dtype)
-        )
-        clock.check()
     return found
 
 
-def _errors(fast: Any, exact: Any, inputs: tuple[Tensor, ...], dtype: torch.dtype) -> Found:
+def _checked(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
+    """Calls by name: an op, its definition, and the inputs of both."""
+    batch, length, heads, width = shape
+    q, k, v = (normal(shape, device, dtype) for _ in range(3))
+    logits = normal((batch, length, heads), device, dtype)
+    shown = torch.zeros(batch, length, device=device, dtype=torch.float64)
+    found: dict[str, Any] = {}
+    for window in (None, 7):
+        found[f"prefix_softmax, window {window}"] = (
+            partial(_pool, prefix_softmax, window=window),
+            partial(_pool, pooling_reference, window=window),
+            (logits, v),
+        )
+    for decay in ({"hyper": 20.0}, {"slope": 0.3, "null_key": True}):
+        options = {"window": 9, "scale": width**-0.5, **decay}
+        found[f"windowed_attention, {', '.join(decay)}"] = (
+            partial(_attend, windowed_attention, **options),
+            partial(_attend, attention_reference, logits_BT=shown, **options),
+            (q, k, v),
+        )
+    for name in COMBINERS:
+        factors = _factors(name, 8 * width, batch * length, device, dtype)
+        found[f"block_outer, {name}"] = products.block_outer, products_reference.block_outer, factors
+    x, weight = (normal((n, 8 * width), device, dtype, learns=False) for n in (batch * length, 4 * width))
+    found["int8_linear"] = int8.int8_linear, int8_reference.int8_linear, (x, weight)
+    return found
+
+
+def _pool(module: Any, *inputs: Tensor, **options: Any) -> Tensor:
+    return module.prefix_softmax(*inputs, **options)[0]
+
+
+def _attend(module: Any, *inputs: Tensor, **options: Any) -> Tensor:
+    return module.windowed_attention(*inputs, **options)[0]
+
+
+def _errors(fast: Any, exact: Any, inputs: tuple[Tensor, ...]) -> Found:
+    dtype = inputs[0].dtype
     wide = [x.detach().double().requires_grad_(x.requires_grad) for x in inputs]
     results = []
     for compute, given in ((exact, wide), (fast, inputs)):

@@ -26,9 +26,9 @@ class Chunk(NamedTuple):
 def chunk_of(num_blocks: int, width: int, right_width: int, dtype: torch.dtype) -> Chunk:
     """Chunks of about 128 bytes of pairs, and of no fewer pairs than tensor cores sum over."""
     wanted = 128 // dtype.itemsize
-    rights, lefts = _power_of_two(right_width), _power_of_two(width)
+    rights, lefts = power_of_two(right_width), power_of_two(width)
     lefts = min(lefts, max(wanted // rights, 1))
-    blocks = min(max(wanted // (lefts * rights), 1), _power_of_two(num_blocks)) if lefts >= width else 1
+    blocks = min(max(wanted // (lefts * rights), 1), power_of_two(num_blocks)) if lefts >= width else 1
     while blocks * lefts * rights < (32 if dtype == torch.int8 else 16):
         blocks, lefts = (blocks * 2, lefts) if lefts >= width else (blocks, lefts * 2)
     return Chunk(blocks, lefts, rights, rights == right_width and (blocks == 1 or lefts == width))
@@ -133,5 +133,6 @@ def _parts(size: int, part: int) -> int:
     return -(-size // part)
 
 
-def _power_of_two(size: int) -> int:
+def power_of_two(size: int) -> int:
+    """The least that holds `size`."""
     return 1 << (size - 1).bit_length()

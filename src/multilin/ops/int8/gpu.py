@@ -8,7 +8,7 @@ operator, so that torch.compile traces through them; seeds are tensors of the CP
 import torch
 from torch import Tensor
 
-from multilin.ops.block_outer.gpu_launch import contract, gradient_of_weight, gradients_of_factors
+from multilin.ops.block_outer.gpu_launch import contract, gradient_of_weight, gradients_of_factors, power_of_two
 from multilin.ops.int8.portable import LONGEST_SUM, PortableSteps, draw_seed
 from multilin.ops.int8.rounded import Rounded
 
@@ -165,11 +165,11 @@ def _scale_of_pairs(left: Tensor, right: Tensor) -> Tensor:
     (num_rows, blocks, width), other = left.shape, right.shape[-1]
     scale = torch.empty((num_rows, 1), dtype=torch.float32, device=left.device)
     lefts, rights = dense_rows(left.flatten(1)), dense_rows(right.flatten(1))
-    at_once = min(_power_of_two(width), 256)
+    at_once = min(power_of_two(width), 256)
     if num_rows:
         scale_of_pairs[(-(-num_rows // 4),)](
             lefts, rights, scale, num_rows, lefts.stride(0), rights.stride(0), blocks, width, other,
-            BR=4, BN=min(_power_of_two(blocks), max(256 // at_once, 1)), BK=at_once, BJ=_power_of_two(other),
+            BR=4, BN=min(power_of_two(blocks), max(256 // at_once, 1)), BK=at_once, BJ=power_of_two(other),
         )  # fmt: skip
     return scale
 
@@ -218,7 +218,3 @@ def _outer_weight_shape(
     dresult: Tensor, column_scale: Tensor | None, left: Tensor, right: Tensor, pair_scale: Tensor
 ) -> Tensor:
     return left.new_empty((dresult.shape[1], *left.shape[1:], right.shape[-1]), dtype=torch.float32)
-
-
-def _power_of_two(size: int) -> int:
-    return 1 << (size - 1).bit_length()

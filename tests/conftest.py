@@ -1,6 +1,21 @@
 """Settings for all tests."""
 
+import os
+
+import pytest
 import torch
 
 # Tiny tensors gain nothing from threads, and the test processes would fight for the cores.
 torch.set_num_threads(1)
+
+if not torch.cuda.is_available():
+    # Triton looks at it when it is first imported: its kernels then run in Python, on tensors of the CPU.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what needs a card where there is none."""
+    if not torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1":
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device that compiles kernels"))

@@ -41,6 +41,7 @@ class Checkup:
     cpu_features: the processor's instruction sets among CPU_FEATURES.
     freed_memory: what the command line does with it, see multilin.allocator.
     backends: op to the name of its implementation on the device.
+    gpu_backends: op to its implementation on a GPU, and the reason against it; without ops that have none.
     optional: package that is not needed to whether it is installed.
     warnings: sentences about what will be slow.
     """
@@ -55,6 +56,7 @@ class Checkup:
     cpu_features: list[str]
     freed_memory: str
     backends: dict[str, str]
+    gpu_backends: dict[str, str]
     optional: dict[str, bool]
     warnings: list[str] = field(default_factory=list)
 
@@ -85,6 +87,7 @@ def examine() -> Checkup:
         cpu_features=_cpu_features(),
         freed_memory="kept" if gives_back is None else f"given back to the system, as {gives_back}",
         backends={name: backend.name for name, backend in backends.items()},
+        gpu_backends=_gpu_backends(),
         optional={name: importlib.util.find_spec(name) is not None for name in OPTIONAL},
         warnings=warnings,
     )
@@ -98,6 +101,17 @@ def _reasons(op: str, device: torch.device) -> str:
         if backend.device in (None, device.type) and (reason := backend.why_not())
     ]
     return f" ({'; '.join(reasons)})" if reasons else ""
+
+
+def _gpu_backends() -> dict[str, str]:
+    """The preferred implementation of each op that has one of its own for GPUs."""
+    found: dict[str, str] = {}
+    for name, op in all_ops().items():
+        for backend in op.backends:
+            if backend.device == "cuda":
+                reason = backend.why_not()
+                found.setdefault(name, f"{backend.name}, not here: {reason}" if reason else backend.name)
+    return found
 
 
 def _version(package: str) -> str | None:
@@ -138,6 +152,8 @@ def print_checkup(checkup: Checkup, console: Console) -> None:
     table.add_row("freed memory", checkup.freed_memory)
     for name, backend in checkup.backends.items():
         table.add_row(f"op {name}", backend)
+    for name, backend in checkup.gpu_backends.items():
+        table.add_row(f"op {name} on a GPU", backend)
     for name, is_installed in checkup.optional.items():
         table.add_row(f"optional {name}", "installed" if is_installed else f"not installed ({OPTIONAL[name]})")
     console.print(table, soft_wrap=True)

@@ -2,9 +2,12 @@
 
 import importlib
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from benchmarks.__main__ import main, names
 
@@ -20,6 +23,31 @@ def test_every_benchmark_explains_itself(name: str, capsys: pytest.CaptureFixtur
 def test_an_unknown_name_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["nothing"]) == 2
     assert "training_step" in capsys.readouterr().err
+
+
+def test_a_dry_run_for_gpus_checks_everything_and_times_nothing(tmp_path: Path) -> None:
+    """In a process of its own, since Triton decides once whether it interprets."""
+    pytest.importorskip("triton")
+    program = [sys.executable, "-m", "benchmarks", "gpu", "--dry", "--json", str(tmp_path / "found.json")]
+    done = subprocess.run(program, capture_output=True, text=True, cwd=Path(__file__).parents[2])
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "nothing was timed" in done.stdout
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert not found["timed"]
+    assert all(entry["passed"] for entry in found["checks"].values())
+    assert all(
+        "failed" not in entry
+        for part in ("poolings", "matrices", "decoding", "training")
+        for entry in found[part].values()
+    )
+    assert found["matrices"]["int8_linear, 9 x 16 x 64"]["forward_ms"] is None
+
+
+def test_without_a_card_nothing_is_timed(capsys: pytest.CaptureFixture[str]) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a card")
+    assert main(["gpu"]) == 2
+    assert "--dry" in capsys.readouterr().err
 
 
 @pytest.mark.slow

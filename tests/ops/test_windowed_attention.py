@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from multilin.errors import InputError
 from multilin.ops import windowed_attention as unchecked
 from multilin.ops.prefix_softmax.cases import make_starts
-from multilin.ops.windowed_attention import WINDOWED_ATTENTION, portable, reference, tiles, wide
+from multilin.ops.windowed_attention import WINDOWED_ATTENTION, gpu, portable, reference, tiles, wide
 from multilin.ops.windowed_attention.cases import OPTIONS, make_inputs
 from tests.ops.checked import windowed_attention
 from tests.ops.largest import LargestTensor
@@ -150,6 +150,7 @@ def test_no_tensor_on_the_way_grows_with_the_pairs(window: int, lengths: tuple[i
 
 def test_every_backend_is_tested_and_bad_input_is_named() -> None:
     assert {b.compute for b in WINDOWED_ATTENTION.backends} == {
+        gpu.windowed_attention,  # in tests/ops/gpu
         portable.windowed_attention,
         reference.windowed_attention,
     }

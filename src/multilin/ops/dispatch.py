@@ -1,5 +1,6 @@
 """Which implementation of an op runs: the only place that looks at devices and installed packages for it."""
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +23,7 @@ class Backend:
     dtypes: what it computes in; None is any.
     reads: types of values that it takes as they are; others are converted to what it computes in.
     why_not: the reason this machine cannot use it, None when it can.
+    refuses: the reason it does not take one call, told by what the op passes to `backend_for`; None when it does.
     is_slow: doctor warns when this is the best there is.
     """
 
@@ -31,6 +33,7 @@ class Backend:
     dtypes: tuple[torch.dtype, ...] | None = None
     reads: tuple[torch.dtype, ...] = ()
     why_not: Callable[[], str | None] = always_available
+    refuses: Callable[..., str | None] | None = None
     is_slow: bool = False
 
 
@@ -41,13 +44,39 @@ class Op:
         self.name = name
         self.backends = backends
 
-    def backend_for(self, device: torch.device, dtype: torch.dtype = torch.float32) -> Backend:
-        """The first backend that computes in this type on this device of this machine."""
+    def backend_for(
+        self, device: torch.device, dtype: torch.dtype = torch.float32, call: tuple[Any, ...] | None = None
+    ) -> Backend:
+        """The first backend that computes in this type on this device of this machine, and takes this call.
+
+        Args:
+            device: of the tensors.
+            dtype: it computes in.
+            call: what backends decide by whether they refuse it; None asks for no call in particular.
+        """
+        refused = None
         for backend in self.backends:
             fits = backend.device in (None, device.type) and (backend.dtypes is None or dtype in backend.dtypes)
-            if fits and backend.why_not() is None:
-                return backend
+            if not fits or backend.why_not() is not None:
+                continue
+            if call is not None and backend.refuses is not None and (reason := backend.refuses(*call)) is not None:
+                refused = refused or f"{self.name}: {backend.name} does not take this call, as {reason}"
+                continue
+            if refused is not None:
+                warn_once(f"{refused}; {backend.name} runs instead, which may be many times slower")
+            return backend
         raise AssertionError(f"{self.name}: the reference takes everything")
+
+
+_said: set[str] = set()
+
+
+@torch.compiler.assume_constant_result
+def warn_once(message: str) -> None:
+    """Warn, but once per process for the same words; while a graph is traced too."""
+    if message not in _said:
+        _said.add(message)
+        warnings.warn(message, stacklevel=4)
 
 
 def all_ops() -> dict[str, Op]:

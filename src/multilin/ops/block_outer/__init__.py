@@ -7,9 +7,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from multilin.errors import InputError
-from multilin.ops.block_outer import cpu, expand
+from multilin.ops import numba_kernels, triton_kernels
+from multilin.ops.block_outer import cpu, expand, gpu, gpu_launch
 from multilin.ops.dispatch import Backend, Op
-from multilin.ops.numba_kernels import why_not
 
 __all__ = ["BLOCK_OUTER", "block_outer", "xor_combiner", "xor_weight"]
 
@@ -21,7 +21,15 @@ BLOCK_OUTER = Op(
             cpu.block_outer,
             device="cpu",
             dtypes=(torch.float32, torch.bfloat16),
-            why_not=why_not,
+            why_not=numba_kernels.why_not,
+        ),
+        Backend(
+            "triton (pairs in registers, recomputed backward)",
+            gpu.block_outer,
+            device="cuda",
+            dtypes=gpu.DTYPES,
+            why_not=triton_kernels.why_not,
+            refuses=gpu_launch.refuses,
         ),
         Backend("portable (PyTorch, products recomputed backward)", expand.block_outer),
     ],
@@ -63,7 +71,7 @@ def block_outer(
     device = left.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else left.dtype
     left, right, weight = left.to(dtype), right.to(dtype), weight.to(dtype)
-    compute: Any = BLOCK_OUTER.backend_for(left.device, dtype).compute
+    compute: Any = BLOCK_OUTER.backend_for(left.device, dtype, (right.shape[-1],)).compute
     result: Tensor = compute(left, right, weight)
     return result
 

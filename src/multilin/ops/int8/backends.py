@@ -35,10 +35,11 @@ def _bits(x: Tensor) -> tuple[Any, int]:
     return x.view(torch.int16).numpy(), 16
 
 
-class KernelSteps:
+class KernelSteps(PortableSteps):
     """As `PortableSteps`, for float32 and bf16."""
 
     dtypes = (torch.float32, torch.bfloat16)
+    is_traceable = False
 
     @staticmethod
     def round_rows(x: Tensor, seed: int = -1) -> Rounded:

@@ -53,6 +53,9 @@ class PortableSteps:
     Rows are 2-D: (R, width). Pairs are laid out (R, K, J, N).
     """
 
+    dtypes: tuple[torch.dtype, ...] | None = None  # all
+    is_traceable = True
+
     round_rows = staticmethod(round_rows)
 
     @staticmethod
@@ -90,6 +93,70 @@ class PortableSteps:
         dleft = (dpairs * right.mT[:, None]).sum(dim=2).mT
         dright = (dpairs * left.mT[:, :, None]).sum(dim=1).mT
         return dleft.to(left.dtype), dright.to(right.dtype)
+
+    @classmethod
+    def scaled_product(
+        cls, left: Rounded, right: Tensor, factor: Tensor, bias: Tensor | None, dtype: torch.dtype
+    ) -> Tensor:
+        """left @ right * factor + bias."""
+        return cls.scale_rows(multiply(left.values, right), left.scale, factor, bias, dtype)
+
+    @classmethod
+    def outer(cls, left: Tensor, right: Tensor, values: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+        """Rounded pairs contracted by an int8 weight (D, N, K, J)."""
+        return cls.scaled_product(cls.round_pairs(left, right), _flat_weight(values).t(), factor, None, dtype)
+
+    @classmethod
+    def gradients_of_factors(
+        cls, dresult: Tensor, left: Tensor, right: Tensor, values: Tensor, factor: Tensor, backward: str
+    ) -> tuple[Tensor, Tensor]:
+        """Gradients of left and right."""
+        flat = _flat_weight(values)
+        if backward == "int8":
+            rounded = cls.round_rows_randomly(dresult)
+            return cls.contract_pairs(multiply(rounded.values, flat), rounded.scale, factor, left, right)
+        product, ones = dresult @ flat.to(dresult.dtype), torch.ones_like(dresult[:, :1])
+        return PortableSteps.contract_pairs(product, ones, factor, left, right)
+
+    @classmethod
+    def gradient_of_pairs_weight(
+        cls, dresult: Tensor, left: Tensor, right: Tensor, factor: float, backward: str, dtype: torch.dtype
+    ) -> Tensor:
+        """Gradient of the weight (D, N, K, J), from pairs that are rounded again."""
+        pairs = cls.round_pairs(left, right)
+        dflat = cls.gradient_of_weight(dresult, Rounded(pairs.values, pairs.scale * factor), backward, dtype)
+        return dflat.view(len(dflat), left.shape[2], right.shape[2], left.shape[1]).permute(0, 3, 1, 2)
+
+    @classmethod
+    def gradient_of_rows(
+        cls, dresult: Tensor, values: Tensor, factor: Tensor, backward: str, dtype: torch.dtype
+    ) -> Tensor:
+        """dy W."""
+        if backward != "int8":
+            return ((dresult @ values.to(dresult.dtype)) * factor).to(dtype)
+        return cls.scaled_product(cls.round_rows_randomly(dresult), values, factor, None, dtype)
+
+    @classmethod
+    def gradient_of_weight(cls, dresult: Tensor, rows: Rounded, backward: str, dtype: torch.dtype) -> Tensor:
+        """dy^T x, x = values * scale, in pieces short enough for int32."""
+        values, row_scale = rows
+        if backward != "int8":
+            return (dresult.t() @ (values * row_scale).to(dresult.dtype)).to(dtype)
+        total = None
+        for start in range(0, max(len(dresult), 1), LONGEST_SUM):
+            part = slice(start, start + LONGEST_SUM)
+            rounded = cls.round_columns_randomly(dresult[part], row_scale[part])
+            scale = rounded.scale.t()
+            one = torch.ones((), dtype=scale.dtype, device=scale.device)
+            piece = cls.scaled_product(Rounded(rounded.values.t(), scale), values[part], one, None, scale.dtype)
+            total = piece if total is None else total + piece
+        assert total is not None
+        return total.to(dtype)
+
+
+def _flat_weight(values: Tensor) -> Tensor:
+    """(D, N, K, J) as (D, K J N), the layout of the pairs."""
+    return values.permute(0, 2, 3, 1).reshape(len(values), -1)
 
 
 def _pairs(left: Tensor, right: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from multilin.errors import InputError
 from multilin.ops.dispatch import Backend, Op
-from multilin.ops.prefix_softmax import cpu, portable, reference
+from multilin.ops.prefix_softmax import cpu, gpu, portable, reference
 from multilin.ops.prefix_softmax.tokens import PrefixSoftmaxState
 from multilin.ops.prefix_softmax.weights import PrefixSoftmaxWeights, prefix_softmax_weights
 
@@ -30,6 +30,15 @@ PREFIX_SOFTMAX = Op(
             dtypes=(torch.float32,),
             reads=(torch.float32, torch.bfloat16),
             why_not=cpu.why_not,
+        ),
+        Backend(
+            "triton (compiled, linear time)",
+            gpu.prefix_softmax,
+            device="cuda",
+            dtypes=(torch.float32,),
+            reads=(torch.float32, torch.bfloat16, torch.float16),
+            why_not=gpu.why_not,
+            refuses=gpu.refuses,
         ),
         Backend("portable (PyTorch, linear time)", portable.prefix_softmax),
         Backend("reference (PyTorch, quadratic time)", reference.prefix_softmax, is_slow=True),
@@ -88,7 +97,7 @@ def prefix_softmax(
         logits = logits.to(dtype)
     if own_logits is not None and own_logits.dtype is not dtype:
         own_logits = own_logits.to(dtype)
-    backend = PREFIX_SOFTMAX.backend_for(values.device, dtype)
+    backend = PREFIX_SOFTMAX.backend_for(values.device, dtype, (values,))
     read_values = values if values.dtype is dtype or values.dtype in backend.reads else values.to(dtype)
     is_autocast = torch.is_autocast_enabled(values.device.type)
     with torch.autocast(values.device.type, enabled=False) if is_autocast else contextlib.nullcontext():

@@ -7,8 +7,9 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from multilin.errors import InputError
+from multilin.ops import triton_kernels
 from multilin.ops.dispatch import Backend, Op
-from multilin.ops.windowed_attention import portable, reference, wide
+from multilin.ops.windowed_attention import gpu, portable, reference, wide
 from multilin.ops.windowed_attention.tokens import WindowedAttentionState, last_tokens
 from multilin.ops.windowed_attention.weights import WindowedAttentionWeights, windowed_attention_weights
 
@@ -24,6 +25,14 @@ __all__ = [
 WINDOWED_ATTENTION = Op(
     "windowed_attention",
     [
+        Backend(
+            "triton (tiles, weights made again backward)",
+            gpu.windowed_attention,
+            device="cuda",
+            dtypes=gpu.DTYPES,
+            why_not=triton_kernels.why_not,
+            refuses=gpu.refuses,
+        ),
         Backend(
             "portable (PyTorch, blocks; reading a whole text, its own causal attention)", portable.windowed_attention
         ),
@@ -90,7 +99,8 @@ def windowed_attention(
     if wide.serves(queries, keys, values, window=window, decays=(slope, hyper), others=(padding, state, starts)):
         after = last_tokens(keys, values, logits_BT, None, window) if needs_state else None
         return wide.causal_attention(queries, keys, values, scale=scale, null_key=null_key), after
-    compute = WINDOWED_ATTENTION.backend_for(values.device).compute
+    computed = torch.promote_types(queries.dtype, values.dtype)
+    compute = WINDOWED_ATTENTION.backend_for(values.device, computed, (keys.shape[3], values.shape[3])).compute
     with torch.autocast(values.device.type, enabled=False):
         means, state = compute(
             queries, keys, values, logits_BT, window=window, scale=scale, slope=slope,

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from multilin.ops.windowed_attention import reference
+from multilin.ops.windowed_attention.itself import read_itself
 from multilin.ops.windowed_attention.tiles import (
     Tile,
     add_key_blocks,
@@ -51,7 +52,7 @@ def windowed_attention(
     keys, values, logits_BS = read_state_first(keys_BTHD, values_BTHE, logits_BT, state)
     after = last_tokens(keys, values, logits_BS, starts, window) if needs_state else None
     if window == 0:
-        return _read_itself(queries_BTHD, keys_BTHD, values_BTHE, logits_BT, scale, null_key), after
+        return read_itself(queries_BTHD, keys_BTHD, values_BTHE, logits_BT, scale, null_key), after
 
     num_read = keys.shape[1] - num_new
     reach = min(window, keys.shape[1])
@@ -65,17 +66,6 @@ def windowed_attention(
         queries_BTHD, keys, values, bias_KL, logits_BS, text_BS, scale, null_key
     )
     return means_BTHE, after
-
-
-def _read_itself(
-    queries_BTHD: Tensor, keys_BTHD: Tensor, values_BTHE: Tensor, logits_BT: Tensor, scale: float, null_key: bool
-) -> Tensor:
-    """A window of 0: the own value, weighed against the null key only."""
-    if not null_key:
-        return values_BTHE.masked_fill((logits_BT == -torch.inf)[..., None, None], 0.0)
-    dtype = logits_BT.dtype
-    scores_BTH = scale * (queries_BTHD.to(dtype) * keys_BTHD.to(dtype)).sum(dim=-1) + logits_BT[..., None]
-    return torch.sigmoid(scores_BTH)[..., None] * values_BTHE
 
 
 class _WindowedAttention(torch.autograd.Function):

@@ -1,0 +1,167 @@
+"""Models on a GPU: training steps and decoding, ours beside transformers' and flash-linear-attention's."""
+
+import argparse
+import importlib.util
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks._gpu_timing import Clock, attempt
+from multilin.analysis.info import state_bytes
+from multilin.architectures import architectures
+from multilin.model.factory import BASELINES, create_model
+
+PEERS_OF_FLA = ("gla", "mamba2")
+Found = dict[str, Any]
+
+
+def peers() -> list[str]:
+    """transformers' models, and those of the package fla where it is installed."""
+    return [*BASELINES, *(PEERS_OF_FLA if importlib.util.find_spec("fla") else ())]
+
+
+def build(name: str, hidden_size: int, num_layers: int, length: int, arguments: argparse.Namespace) -> nn.Module:
+    """A model with random weights; heads are 128 wide where an architecture has a number of them."""
+    heads = max(hidden_size // 128, 1)
+    if name in PEERS_OF_FLA:
+        return _of_fla(name, hidden_size, num_layers, heads, arguments)
+    options = {"num_heads": heads, "dropout": 0.0}
+    if name not in BASELINES:
+        preset = architectures()[name].preset_options()
+        options = {key: value for key, value in options.items() if getattr(preset, key, None) is not None}
+    sizes = {"hidden_size": hidden_size, "num_layers": num_layers, "n_positions": length}
+    return create_model(name, vocab_size=arguments.vocab_size, options=options, **sizes)
+
+
+def _of_fla(name: str, hidden_size: int, num_layers: int, heads: int, arguments: argparse.Namespace) -> nn.Module:
+    from fla.models import GLAConfig, Mamba2Config
+    from transformers import AutoModelForCausalLM
+
+    shared = {"hidden_size": hidden_size, "num_hidden_layers": num_layers, "vocab_size": arguments.vocab_size}
+    if name == "gla":
+        return AutoModelForCausalLM.from_config(GLAConfig(num_heads=heads, tie_word_embeddings=True, **shared))
+    return AutoModelForCausalLM.from_config(Mamba2Config(head_dim=64, num_heads=hidden_size * 2 // 64, **shared))
+
+
+def depth_for(name: str, parameters: float, hidden_size: int, length: int, arguments: argparse.Namespace) -> int:
+    """The number of layers with which a model of this width comes nearest to so many parameters."""
+    counts = []
+    for depth in (2, 4):
+        with torch.device("meta"):
+            counts.append(sum(p.numel() for p in build(name, hidden_size, depth, length, arguments).parameters()))
+    per_layer = (counts[1] - counts[0]) / 2
+    return max(1, round((parameters - counts[0]) / per_layer) + 2)
+
+
+def multiplied_weights(model: nn.Module) -> int:
+    """Numbers in matrices that multiply every token: not embeddings that are only looked up."""
+    looked_up = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    multiplied = {id(m.weight) for m in model.modules() if isinstance(m, nn.Linear)}
+    matrices = {id(p): p for p in model.parameters() if p.ndim > 1}
+    return sum(p.numel() for key, p in matrices.items() if key not in looked_up or key in multiplied)
+
+
+def training(clock: Clock, device: torch.device, arguments: argparse.Namespace, limit: Found) -> Found:
+    """Tokens per second of a step, and its products with weights as a share of the matrix peak (MFU)."""
+    found: Found = {}
+    for parameters, hidden_size in zip(arguments.parameters, arguments.hidden_sizes, strict=True):
+        for length in arguments.lengths:
+            for name in [*peers(), *architectures()]:
+                ways = ("compiled",) if name in BASELINES else ("eager", "compiled")
+                for way in ways:
+                    label = f"{name}, {way}, {parameters / 1e6:,.0f} M, texts of {length}"
+                    found[label] = attempt(
+                        lambda name=name, way=way, parameters=parameters, hidden_size=hidden_size, length=length: _step(
+                            clock, device, arguments, limit, name, way, parameters, hidden_size, length
+                        )
+                    )
+                    print(f"  {label}: {found[label]}", flush=True)
+    return found
+
+
+def _step(
+    clock: Clock, device: torch.device, arguments: argparse.Namespace, limit: Found,
+    name: str, way: str, parameters: float, hidden_size: int, length: int,
+) -> Found:  # fmt: skip
+    clock.check()
+    depth = depth_for(name, parameters, hidden_size, length, arguments)
+    with torch.device(device):
+        model = build(name, hidden_size, depth, length, arguments).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=device.type == "cuda")
+    rows = max(1, arguments.tokens // length)
+    ids = torch.randint(arguments.vocab_size, (rows, length), device=device)
+    compute: Any = torch.compile(model) if way == "compiled" and not clock.is_dry else model
+
+    def step() -> Tensor:
+        with torch.autocast(device.type, torch.bfloat16):
+            loss: Tensor = compute(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    if not torch.isfinite(step()):
+        raise ArithmeticError("the loss is not finite")
+    milliseconds = clock.milliseconds(step, at_most=3.0)
+    weights = multiplied_weights(model)
+    count = sum(p.numel() for p in model.parameters())
+    found: Found = {"layers": depth, "parameters": count, "multiplied_weights": weights, "step_ms": milliseconds}
+    if milliseconds:
+        speed = rows * length / milliseconds * 1e3
+        found |= {"tokens_per_second": speed, "parameters_times_tokens_per_second": count * speed}
+        peak = limit.get("bf16_teraflops")
+        found["mfu"] = 6 * weights * speed / peak / 1e12 if peak else None
+        found["memory_gigabytes"] = torch.cuda.max_memory_allocated() / 1e9
+        torch.cuda.reset_peak_memory_stats()
+    torch.compiler.reset()
+    return found
+
+
+def decoding(clock: Clock, device: torch.device, arguments: argparse.Namespace) -> Found:
+    """Tokens per second at several batch sizes, bytes kept per text, and whether memory stays as it is."""
+    found: Found = {}
+    parameters, hidden_size = arguments.parameters[0], arguments.hidden_sizes[0]
+    for name in [*architectures(), "gpt2"]:
+        for batch in arguments.batches:
+            found[f"{name}, batch {batch}"] = attempt(
+                lambda name=name, batch=batch: _decode(clock, device, arguments, name, batch, parameters, hidden_size)
+            )
+    return found
+
+
+def _decode(
+    clock: Clock, device: torch.device, arguments: argparse.Namespace,
+    name: str, batch: int, parameters: float, hidden_size: int,
+) -> Found:  # fmt: skip
+    clock.check()
+    read, steps = arguments.read, arguments.steps
+    length = read + 40 * steps
+    depth = depth_for(name, parameters, hidden_size, length, arguments)
+    with torch.device(device):
+        model = build(name, hidden_size, depth, length, arguments).eval().bfloat16()
+    ids = torch.randint(arguments.vocab_size, (batch, read), device=device)
+    with torch.inference_mode():
+        cache: Any = model(ids, use_cache=True, logits_to_keep=1).past_key_values
+        last = ids[:, -1:]
+
+        def write() -> None:
+            token = last
+            for _ in range(steps):
+                token = model(token, past_key_values=cache, use_cache=True).logits[:, -1:].argmax(dim=-1)
+
+        write()
+        before, kept = _memory(), sum(state_bytes(cache))
+        milliseconds = clock.milliseconds(write)
+        after = _memory()
+    found: Found = {"layers": depth, "state_bytes_per_text": kept / batch, "step_ms": None}
+    found["state_grew"] = sum(state_bytes(cache)) != kept
+    if milliseconds:
+        found |= {"step_ms": milliseconds / steps, "tokens_per_second": batch * steps / milliseconds * 1e3}
+        found |= {"memory_grew_bytes": after - before}
+    return found
+
+
+def _memory() -> int:
+    """Bytes in live tensors on the GPU."""
+    return torch.cuda.memory_allocated() if torch.cuda.is_available() else 0

@@ -1,0 +1,80 @@
+"""Parts of a run on a GPU: each has an allowance of time, and a failure is written down while the others go on."""
+
+import statistics
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+
+class OutOfTime(Exception):
+    """The part's allowance is used up."""
+
+
+class Clock:
+    """Times tasks on the GPU within an allowance; in a dry run it only runs them, once."""
+
+    def __init__(self, seconds: float, *, is_dry: bool) -> None:
+        self.end = time.monotonic() + seconds
+        self.is_dry = is_dry
+
+    def check(self) -> None:
+        """Raise OutOfTime where the allowance is used up."""
+        if not self.is_dry and time.monotonic() > self.end:
+            raise OutOfTime("not measured, as this part's time was used up before")
+
+    def milliseconds(self, task: Callable[[], object], *, at_most: float = 1.0) -> float | None:
+        """Median of a task over about 30 runs or so many seconds, after runs that warm up and compile; None if dry."""
+        self.check()
+        task()
+        if self.is_dry:
+            return None
+        for _ in range(3):
+            task()
+        torch.cuda.synchronize()
+        found, begin = [], time.monotonic()
+        while len(found) < 30 and (len(found) < 3 or time.monotonic() - begin < at_most):
+            start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            task()
+            stop.record()
+            stop.synchronize()
+            found.append(start.elapsed_time(stop))
+        return statistics.median(found)
+
+
+def attempt(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """What the work found, or one line about its failure; memory it held is given back."""
+    try:
+        return work()
+    except Exception as error:  # whatever goes wrong in one measurement must not cost the others
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        words = (str(error).strip().splitlines() or [""])[0]
+        place = f"{where.filename.rpartition('/')[2]}:{where.lineno}"
+        return {"failed": f"{type(error).__name__}: {words[:300]} ({place})"}
+    finally:
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+
+@contextmanager
+def kernels_of_the_gpu():
+    """Inside, ops take their GPU kernels for tensors of the CPU too, as the interpreter runs them."""
+    from multilin.ops.dispatch import Op
+
+    choose = Op.backend_for
+
+    def backend_for(op: Op, device: Any, dtype: torch.dtype = torch.float32, call: Any = None) -> Any:
+        for backend in op.backends:
+            if backend.device == "cuda" and (backend.dtypes is None or dtype in backend.dtypes):
+                return backend
+        return choose(op, device, dtype, call)
+
+    Op.backend_for = backend_for
+    try:
+        yield
+    finally:
+        Op.backend_for = choose

@@ -1,0 +1,143 @@
+"""Everything about GPUs in one call of at most 8 minutes: right first, then fast, as one JSON file.
+
+limits    a large copy and large matrix products, which the shares below refer to.
+checks    every op's result and gradients against float64.
+poolings  prefix_softmax and windowed_attention beside PyTorch's attention, and GLA and retention of the package fla.
+matrices  block_outer and int8_linear as shares of the matrix peak.
+decoding  milliseconds per token, bytes of state, memory that stays as it is.
+training  tokens per second and MFU of all architectures beside GPT-2 and Llama (SDPA, compiled), GLA and Mamba-2.
+
+Each part has its allowance of time; what fails, or is not reached, says so in the result, and the others go on. With
+--dry nothing is timed: the same code runs the same kernels through Triton's interpreter on the CPU, at tiny shapes.
+"""
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+SHARES = {"limits": 0.05, "checks": 0.12, "poolings": 0.2, "matrices": 0.1, "decoding": 0.15, "training": 0.38}
+"""What each part may take of the whole time."""
+
+TINY: dict[str, Any] = {
+    "shapes": [(1, 19, 2, 16)], "check_shape": (1, 19, 2, 4), "rows": 9, "hidden_size": 16, "matrix_size": 32,
+    "copy_megabytes": 1, "parameters": [30e3], "hidden_sizes": [32], "lengths": [16], "tokens": 32, "vocab_size": 64,
+    "batches": [1, 2], "read": 8, "steps": 2,
+}  # fmt: skip
+"""The sizes of a dry run."""
+
+
+def main(argv: list[str]) -> int:
+    arguments = _parser().parse_args(argv)
+    if arguments.dry:
+        # Before triton is imported: it decides there and then what a kernel is.
+        os.environ["TRITON_INTERPRET"] = "1"
+        vars(arguments).update(TINY)
+    import torch
+
+    if not arguments.dry and not torch.cuda.is_available():
+        print("benchmarks gpu: PyTorch sees no CUDA device; --dry checks the kernels on the CPU", file=sys.stderr)
+        return 2
+    if len(arguments.parameters) != len(arguments.hidden_sizes):
+        print("benchmarks gpu: --parameters and --hidden-sizes must be equally many", file=sys.stderr)
+        return 2
+    result = _run(arguments)
+    if arguments.json:
+        path = Path(arguments.json)
+        beside = path.with_name(path.name + ".part")
+        beside.write_text(json.dumps(result, indent=2, default=str) + "\n")
+        beside.replace(path)
+    return 0 if _print(result, arguments) else 1
+
+
+def _run(arguments: argparse.Namespace) -> dict[str, Any]:
+    import torch
+
+    from benchmarks import _gpu_models, _gpu_ops, machine
+    from benchmarks._gpu_timing import Clock, attempt, kernels_of_the_gpu
+
+    torch.manual_seed(0)
+    device = torch.device("cpu" if arguments.dry else "cuda")
+    described = {"gpu": machine.accelerator(), "versions": machine.versions(), "commit": machine.commit()}
+    result: dict[str, Any] = {"timed": not arguments.dry, **described, "arguments": vars(arguments), "limits": {}}
+    parts: dict[str, Callable[[Clock], dict[str, Any]]] = {
+        "limits": lambda clock: _gpu_ops.limits(clock, device, arguments),
+        "checks": lambda clock: _gpu_ops.checks(clock, device, arguments),
+        "poolings": lambda clock: _gpu_ops.poolings(clock, device, arguments, result["limits"]),
+        "matrices": lambda clock: _gpu_ops.matrices(clock, device, arguments, result["limits"]),
+        "decoding": lambda clock: _gpu_models.decoding(clock, device, arguments),
+        "training": lambda clock: _gpu_models.training(clock, device, arguments, result["limits"]),
+    }
+    for name in arguments.parts:
+        print(f"-- {name}", flush=True)
+        clock = Clock(SHARES[name] * arguments.minutes * 60, is_dry=arguments.dry)
+        # Models run as they do on the CPU: through the interpreter they would take minutes.
+        is_op = name in ("checks", "poolings", "matrices")
+        with kernels_of_the_gpu() if arguments.dry and is_op else nullcontext():
+            result[name] = attempt(lambda name=name, clock=clock: parts[name](clock))
+    return result
+
+
+def _print(result: dict[str, Any], arguments: argparse.Namespace) -> bool:
+    """The findings, one line each; True if nothing that was checked is wrong."""
+    for part in arguments.parts:
+        print(f"\n{part}")
+        for name, found in result[part].items():
+            print(f"  {name}: {_in_words(found)}")
+    checked = [found for found in result.get("checks", {}).values() if isinstance(found, dict)]
+    wrong = sum(not found.get("passed", False) for found in checked)
+    print(f"\n{len(checked)} checks against float64, {wrong} of them failed")
+    failed = [name for part in arguments.parts for name, found in result[part].items() if _failure(found)]
+    if arguments.dry:
+        print("A dry run: kernels were interpreted on the CPU, and nothing was timed.")
+        return not wrong and not failed
+    return not wrong
+
+
+def _failure(found: Any) -> bool:
+    return isinstance(found, dict) and "failed" in found
+
+
+def _in_words(found: Any) -> str:
+    if isinstance(found, dict):
+        return ", ".join(f"{key} {_in_words(value)}" for key, value in found.items())
+    if isinstance(found, list):
+        return " ".join(_in_words(value) for value in found)
+    return f"{found:.4g}" if isinstance(found, float) else "not timed" if found is None else str(found)
+
+
+def _shape(text: str) -> tuple[int, ...]:
+    shape = tuple(int(number) for number in text.split(","))
+    if len(shape) != 4 or min(shape) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} given, but it must be four numbers from 1 on: B,T,H,D")
+    return shape
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="benchmarks gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--dry", action="store_true", help="tiny shapes through the interpreter; times nothing")
+    parser.add_argument("--json", help="file to write the findings to")
+    parser.add_argument("--minutes", type=float, default=8.0, help="of all parts together")
+    parser.add_argument("--parts", nargs="+", choices=SHARES, default=list(SHARES))
+    shapes = [(4, 2048, 16, 128), (1, 8192, 96, 128), (1, 131072, 16, 64)]
+    parser.add_argument("--shapes", type=_shape, nargs="+", default=shapes, metavar="B,T,H,D")
+    parser.add_argument("--check-shape", type=_shape, default=(2, 1031, 4, 64), metavar="B,T,H,D")
+    parser.add_argument("--rows", type=int, default=16384, help="tokens of block_outer and int8_linear")
+    parser.add_argument("--hidden-size", type=int, default=2048, help="width of block_outer and int8_linear")
+    parser.add_argument("--matrix-size", type=int, default=8192, help="of the products that give the peak")
+    parser.add_argument("--copy-megabytes", type=int, default=2048, help="of the copy that gives the limit")
+    parser.add_argument("--parameters", type=float, nargs="+", default=[125e6, 1.3e9], help="of the models")
+    parser.add_argument("--hidden-sizes", type=int, nargs="+", default=[768, 2048], help="one per number of parameters")
+    parser.add_argument("--vocab-size", type=int, default=32768)
+    parser.add_argument("--lengths", type=int, nargs="+", default=[8192], help="tokens of a text in training")
+    parser.add_argument("--tokens", type=int, default=16384, help="tokens of a training step")
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 64, 1024], help="texts decoded together")
+    parser.add_argument("--read", type=int, default=512, help="tokens read before decoding")
+    parser.add_argument("--steps", type=int, default=16, help="tokens decoded in one go")
+    return parser

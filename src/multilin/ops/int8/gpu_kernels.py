@@ -1,0 +1,138 @@
+"""Triton kernels of int8 products: rounding in one pass from memory, and products scaled before they are written.
+
+Numbers are divided and rounded as the portable path does it, so that both give the same integers.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+import triton
+import triton.language as tl
+
+from multilin.ops.block_outer.gpu_kernels import load_factor
+from multilin.ops.triton_kernels.launch import autotuned
+from multilin.ops.triton_kernels.rounding import divide, magnitude, multiply, narrow, nearest
+
+# Rows and columns of a tile of the result, numbers summed at a time, warps and pipeline stages.
+WAYS = [
+    ({"BN": 128, "BK": 64}, 4, 4),
+    ({"BN": 128, "BK": 128}, 8, 3),
+    ({"BN": 256, "BK": 64}, 8, 4),
+    ({"BN": 256, "BK": 128}, 8, 3),
+    ({"BN": 64, "BK": 128}, 4, 4),
+    ({"BN": 32, "BK": 256}, 4, 4),
+]
+
+
+@triton.jit
+def to_int8(numbers, seed, places, RANDOM: tl.constexpr):
+    """To the nearest integer, or up or down with the probability that makes the mean right."""
+    if RANDOM:
+        numbers = tl.floor(numbers + tl.rand(seed, places))
+        return tl.minimum(tl.maximum(numbers, -127.0), 127.0).to(tl.int8)
+    return nearest(numbers).to(tl.int8)
+
+
+@triton.jit(do_not_specialize=["seed"])
+def round_rows(p_x, p_values, p_scale, width, row_stride, seed, RANDOM: tl.constexpr, BW: tl.constexpr):
+    """One row to int8 and its scale, max |x| / 127."""
+    i_row = tl.program_id(0)
+    p_row, p_whole = p_x + i_row.to(tl.int64) * row_stride, p_values + i_row.to(tl.int64) * width
+    largest = tl.zeros((BW,), tl.int32)
+    for first in range(0, width, BW):
+        i_columns = first + tl.arange(0, BW)
+        b_x = tl.load(p_row + i_columns, mask=i_columns < width, other=0.0).to(tl.float32)
+        largest = tl.maximum(largest, magnitude(b_x))
+    scale = tl.div_rn(tl.max(largest, axis=0).to(tl.float32, bitcast=True), 127.0)
+    tl.store(p_scale + i_row, scale)
+    for first in range(0, width, BW):
+        i_columns = first + tl.arange(0, BW)
+        b_x = tl.load(p_row + i_columns, mask=i_columns < width, other=0.0).to(tl.float32)
+        b_values = to_int8(divide(b_x, scale), seed, i_row * width + i_columns, RANDOM)
+        tl.store(p_whole + i_columns, b_values, mask=i_columns < width)
+
+
+@triton.jit
+def load_scaled(p_x, p_row_scale, i_rows, i_columns, num_rows, width, row_stride):
+    """row_scale * x, (rows, columns)."""
+    mask = (i_rows < num_rows)[:, None] & (i_columns < width)[None, :]
+    b_x = tl.load(p_x + i_rows.to(tl.int64)[:, None] * row_stride + i_columns[None, :], mask=mask, other=0.0)
+    return b_x.to(tl.float32) * tl.load(p_row_scale + i_rows, mask=i_rows < num_rows, other=0.0)[:, None]
+
+
+@triton.jit
+def largest_of_columns(
+    p_x, p_row_scale, p_largest, num_rows, width, row_stride, rows_per_part, BR: tl.constexpr, BW: tl.constexpr
+):
+    """Raise the bits of max |row_scale * x| of each column to those of a part of the rows."""
+    i_columns = tl.program_id(0) * BW + tl.arange(0, BW)
+    first = tl.program_id(1) * rows_per_part
+    largest = tl.zeros((BW,), tl.int32)
+    for step in range(0, rows_per_part, BR):
+        i_rows = first + step + tl.arange(0, BR)
+        b_x = load_scaled(p_x, p_row_scale, i_rows, i_columns, num_rows, width, row_stride)
+        largest = tl.maximum(largest, tl.max(magnitude(b_x), axis=0))
+    tl.atomic_max(p_largest + i_columns, largest, mask=i_columns < width)
+
+
+@triton.jit(do_not_specialize=["seed"])
+def round_columns(
+    p_x, p_row_scale, p_largest, p_values, p_scale, num_rows, width, row_stride, seed,
+    BR: tl.constexpr, BW: tl.constexpr,
+):  # fmt: skip
+    """A tile of row_scale * x to int8 at random; written with the rows of a column one after another."""
+    i_rows, i_columns = tl.program_id(0) * BR + tl.arange(0, BR), tl.program_id(1) * BW + tl.arange(0, BW)
+    b_x = load_scaled(p_x, p_row_scale, i_rows, i_columns, num_rows, width, row_stride)
+    largest = tl.load(p_largest + i_columns, mask=i_columns < width, other=0)
+    scale = tl.div_rn(largest.to(tl.float32, bitcast=True), 127.0)
+    tl.store(p_scale + i_columns, scale, mask=i_columns < width)
+    b_values = to_int8(divide(b_x, scale[None, :]), seed, i_rows[:, None] * width + i_columns[None, :], True)
+    places = i_columns.to(tl.int64)[None, :] * num_rows + i_rows[:, None]
+    tl.store(p_values + places, b_values, mask=(i_rows < num_rows)[:, None] & (i_columns < width)[None, :])
+
+
+@triton.jit
+def scale_of_pairs(
+    p_left, p_right, p_scale, num_rows, left_stride, right_stride, N, K, J,
+    BR: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BJ: tl.constexpr,
+):  # fmt: skip
+    """max |left right| / 127 over all pairs of a row: in a block, the product of both factors' largest."""
+    i_rows = tl.program_id(0) * BR + tl.arange(0, BR)
+    largest = tl.zeros((BR,), tl.int32)
+    for i_block in range(0, N, BN):
+        b_right = load_factor(p_right, i_rows, right_stride, num_rows, i_block, 0, N, J, BN, BJ)
+        largest_right = tl.max(magnitude(b_right), axis=2).to(tl.float32, bitcast=True)
+        largest_left = tl.zeros((BR, BN), tl.int32)
+        for i_left in range(0, K, BK):
+            b_left = load_factor(p_left, i_rows, left_stride, num_rows, i_block, i_left, N, K, BN, BK)
+            largest_left = tl.maximum(largest_left, tl.max(magnitude(b_left), axis=2))
+        b_largest = magnitude(largest_left.to(tl.float32, bitcast=True) * largest_right)
+        largest = tl.maximum(largest, tl.max(b_largest, axis=1))
+    scale = tl.div_rn(largest.to(tl.float32, bitcast=True), 127.0)
+    tl.store(p_scale + i_rows, scale, mask=i_rows < num_rows)
+
+
+@autotuned(WAYS, ("num_columns", "length", "BM"))
+@triton.jit
+def scaled_product(
+    p_left, p_right, p_row_scale, p_factor, p_bias, p_result, num_rows, num_columns, length,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """left (rows, length) @ right (columns, length)^T in int32, times row_scale and factor, plus bias."""
+    i_rows, i_columns = tl.program_id(0) * BM + tl.arange(0, BM), tl.program_id(1) * BN + tl.arange(0, BN)
+    m_rows, m_columns = i_rows < num_rows, i_columns < num_columns
+    p_lefts = p_left + i_rows.to(tl.int64)[:, None] * length
+    p_rights = p_right + i_columns.to(tl.int64)[:, None] * length
+    total = tl.zeros((BM, BN), tl.int32)
+    for first in range(0, length, BK):
+        i_sum = first + tl.arange(0, BK)
+        m_sum = (i_sum < length)[None, :]
+        b_left = tl.load(p_lefts + i_sum[None, :], mask=m_rows[:, None] & m_sum, other=0)
+        b_right = tl.load(p_rights + i_sum[None, :], mask=m_columns[:, None] & m_sum, other=0)
+        total += multiply(b_left, tl.trans(b_right))
+    scale = tl.load(p_row_scale + i_rows, mask=m_rows, other=0.0) * tl.load(p_factor)
+    b_result = total.to(tl.float32) * scale[:, None]
+    if p_bias is not None:
+        b_result = b_result + tl.load(p_bias + i_columns, mask=m_columns, other=0.0)[None, :].to(tl.float32)
+    places = i_rows.to(tl.int64)[:, None] * num_columns + i_columns[None, :]
+    mask = m_rows[:, None] & m_columns[None, :]
+    tl.store(p_result + places, narrow(b_result, p_result.dtype.element_ty), mask=mask)

@@ -1,0 +1,45 @@
+"""Choosing how kernels are started; triton is imported here and nowhere earlier."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from multilin.ops.triton_kernels import is_interpreted
+
+
+def autotuned(configs: Sequence[tuple[dict[str, int], int, int]], key: Sequence[str]) -> Callable[[Any], Any]:
+    """A decorator above @triton.jit that measures the fastest way to compile a kernel, once per kind of call.
+
+    Choices are kept on disk between processes. The kernel must give the same result when it runs again on its own
+    output, as it does while it is measured. The interpreter takes the first config and measures nothing.
+
+    Args:
+        configs: the kernel's own constants, warps and pipeline stages of each way, the likeliest first.
+        key: names of the arguments whose values make another kind of call; dtypes of tensors do so by themselves.
+    """
+    if is_interpreted():
+        configs = configs[:1]
+    ways = [triton.Config(constants, num_warps=warps, num_stages=stages) for constants, warps, stages in configs]
+    return triton.autotune(ways, key=list(key), cache_results=True)
+
+
+@functools.cache
+def num_processors(device: torch.device) -> int:
+    """Streaming multiprocessors of the device; those of a small GPU where it is none and kernels are interpreted."""
+    if device.type != "cuda":
+        return 2
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def dense_rows(tensor: Tensor) -> Tensor:
+    """The tensor itself if the numbers of its last axis lie together, whatever its other strides are, else a copy."""
+    return tensor if tensor.stride(-1) == 1 or tensor.shape[-1] == 1 else tensor.contiguous()
+
+
+def block_of(size: int, at_most: int) -> int:
+    """The power of two from 16 on, as tensor cores need, that holds `size`, or `at_most`."""
+    return min(max(16, triton.next_power_of_2(size)), at_most)

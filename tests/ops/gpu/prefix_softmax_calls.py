@@ -1,0 +1,34 @@
+"""Calls that start every kernel of prefix_softmax, each with all that it can be given."""
+
+import torch
+
+from multilin.ops.prefix_softmax import PrefixSoftmaxState, gpu
+from multilin.ops.triton_kernels import launch
+
+T, H = 600, 2
+
+
+def call(length: int, window: int | None, dtype: torch.dtype) -> None:
+    """Forward and, but for one position, backward."""
+    is_step = length == 1
+    past = 1 if window is None else window - 1
+    logits, own = (torch.zeros(1, length, H, requires_grad=not is_step) for _ in range(2))
+    values = torch.zeros(1, length, H, 128, dtype=dtype, requires_grad=not is_step)
+    state = (torch.zeros(1, past, H), torch.zeros(1, past, H, 128))
+    state = PrefixSoftmaxState(*(x.requires_grad_(not is_step and window is None) for x in state))
+    starts = torch.zeros(1, length, dtype=torch.bool)
+    means, after = gpu.prefix_softmax(
+        logits, values, window=window, own_logits=own, null_logit=0.3, state=state, starts=starts
+    )
+    if not is_step:
+        (means.float().sum() + after.values_BSHD.sum()).backward()
+
+
+def call_every_kernel() -> None:
+    """On a card of many processors, so that time is cut."""
+    launch.num_processors = lambda device: 132
+    for dtype in (torch.bfloat16, torch.float32):
+        for window in (None, 100):
+            call(T, window, dtype)
+    for window in (None, 100):
+        call(1, window, torch.bfloat16)

@@ -1,0 +1,57 @@
+"""Calls that start every kernel of block_outer, int8 and windowed_attention."""
+
+import torch
+
+from multilin.ops.block_outer import gpu as block_outer
+from multilin.ops.int8.gpu import GpuSteps
+from multilin.ops.triton_kernels import launch
+from multilin.ops.windowed_attention import WindowedAttentionState
+from multilin.ops.windowed_attention import gpu as windowed_attention
+
+
+def call_block_outer(dtype: torch.dtype) -> None:
+    """The three systems' blocks; many rows, and few whose sums are split."""
+    for shape in ((4, 16, 16), (16, 4, 4), (1, 512, 8)):
+        for rows in (256, 1):
+            factors = [torch.zeros(rows, shape[0], width, dtype=dtype, requires_grad=True) for width in shape[1:]]
+            weight = torch.zeros(64, *shape, dtype=dtype, requires_grad=True)
+            block_outer.block_outer(*factors, weight).float().sum().backward()
+
+
+def call_int8() -> None:
+    """Rounding, and both products with both kinds of gradient."""
+    x, values, factor = torch.zeros(64, 128), torch.zeros(96, 128, dtype=torch.int8), torch.ones(())
+    rounded = GpuSteps.round_rows(x)
+    GpuSteps.scaled_product(rounded, values.t(), factor, torch.zeros(96), torch.bfloat16)
+    left, weight = torch.zeros(64, 16, 4, dtype=torch.bfloat16), torch.zeros(96, 16, 4, 4, dtype=torch.int8)
+    GpuSteps.outer(left, left, weight, factor, torch.bfloat16)
+    for backward in ("float", "int8"):
+        dresult = torch.zeros(64, 96, dtype=torch.bfloat16)
+        GpuSteps.gradient_of_rows(dresult, values, factor, backward, torch.bfloat16)
+        GpuSteps.gradient_of_weight(dresult, rounded, backward, torch.bfloat16)
+        GpuSteps.gradients_of_factors(dresult, left, left, weight, factor, backward)
+        GpuSteps.gradient_of_pairs_weight(dresult, left, left, 1.0, backward, torch.bfloat16)
+
+
+def call_windowed_attention(dtype: torch.dtype, width: int, value_width: int) -> None:
+    """A text with everything, and a token after a state."""
+    options = {"window": 64, "scale": 0.1, "hyper": 1.0, "null_key": True}
+    inputs = [torch.zeros(1, 200, 2, n, dtype=dtype, requires_grad=True) for n in (width, width, value_width)]
+    logits, starts = torch.zeros(1, 200), torch.zeros(1, 200, dtype=torch.bool)
+    slope = torch.zeros((), requires_grad=True)
+    means, _ = windowed_attention.windowed_attention(*inputs, logits, slope=slope, starts=starts, **options)
+    means.float().sum().backward()
+    state = WindowedAttentionState(torch.zeros(1, 64, 2, width), torch.zeros(1, 64, 2, value_width), logits[:, :64])
+    with torch.no_grad():
+        new = [x[:, :1] for x in inputs]
+        windowed_attention.windowed_attention(*new, logits[:, :1], state=state, starts=starts[:, :1], **options)
+
+
+def call_every_kernel() -> None:
+    """On a card of many processors, so that sums are split."""
+    launch.num_processors = lambda device: 132
+    for dtype in (torch.bfloat16, torch.float32):
+        call_block_outer(dtype)
+        call_windowed_attention(dtype, 128, 128)
+    call_windowed_attention(torch.bfloat16, 32, 256)
+    call_int8()

@@ -1,0 +1,306 @@
+"""Triton's kernels of prefix_softmax: held against the definition in float64, interpreted or on a card."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from multilin.ops.prefix_softmax import PREFIX_SOFTMAX, PrefixSoftmaxState, gpu, gpu_run, reference
+from multilin.ops.prefix_softmax.cases import LOGITS, make_logits, make_starts, make_values
+from tests.ops.poison import poison_memory
+
+ROOT = Path(__file__).parents[3]
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 4e-3, torch.float16: 1e-3}
+CHUNK = 16  # of the interpreter's small cases; on a card the chunk is as it is
+
+
+class Case(NamedTuple):
+    """Inputs of one call."""
+
+    name: str = "random"
+    shape: tuple[int, int, int, int] = (2, 37, 2, 5)
+    dtype: torch.dtype = torch.float32
+    window: int | None = None
+    packed: bool = False
+    null: float | None = None
+    own: bool = False
+    continued: bool = False
+
+
+EVERYTHING = {"packed": True, "null": 0.3, "own": True, "continued": True}
+
+
+@pytest.fixture(autouse=True)
+def small_and_poisoned(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
+    poison_memory(monkeypatch)
+    if device.type == "cpu":
+        monkeypatch.setattr(gpu_run, "CHUNK", CHUNK)
+        use_processors(monkeypatch, 1)
+
+
+def use_processors(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    """As if the card had so many: with many of them the time of few texts is cut in parts."""
+    from multilin.ops.triton_kernels import launch
+
+    monkeypatch.setattr(launch, "num_processors", lambda device: number)
+
+
+def results(case: Case, device: torch.device | None) -> dict[str, Tensor]:
+    """Means, state and the gradients of everything, by the kernels; without a device by the definition in float64."""
+    shape = case.shape
+    inputs = {
+        "logits": make_logits(case.name, shape[:3]).float(),
+        "values": make_values(shape).to(case.dtype),
+        "own": make_logits("masked", shape[:3], seed=6).float() if case.own else None,
+    }
+    if case.continued:
+        early = (shape[0], 9, *shape[2:])
+        past = make_logits("random", early[:3], seed=9).float(), make_values(early, seed=8).to(case.dtype).float()
+        past = reference.prefix_softmax(*past, window=case.window)[1]
+        inputs |= {"state logits": past.logits_BSH, "state values": past.values_BSHD}
+    inputs = {
+        name: (x.to(device, copy=True) if device else x.double()).requires_grad_()
+        for name, x in inputs.items()
+        if x is not None
+    }
+    means, after = (gpu if device else reference).prefix_softmax(
+        inputs["logits"],
+        inputs["values"],
+        window=case.window,
+        own_logits=inputs.get("own"),
+        null_logit=case.null,
+        starts=make_starts(shape[:2], share=0.05).to(device or "cpu") if case.packed else None,
+        state=PrefixSoftmaxState(inputs["state logits"], inputs["state values"]) if case.continued else None,
+    )
+    weight = make_values(shape, seed=3).to(case.dtype).to(means)
+    after_logits = after.logits_BSH.masked_fill(after.logits_BSH == -torch.inf, 0.0)
+    # Linear in the logits of the state: near 80 their rounding alone would change the gradient of anything else.
+    after_weight = make_values(after_logits.shape, seed=5).to(after_logits)
+    loss = (means * weight).sum() + after.values_BSHD.sin().sum() + (after_logits * after_weight).sum()
+    gradients = torch.autograd.grad(loss, inputs.values(), allow_unused=True, materialize_grads=True)
+    found = {"means": means, "after logits": after_logits, "after values": after.values_BSHD}
+    found |= {f"d {name}": gradient for name, gradient in zip(inputs, gradients, strict=True)}
+    return {name: x.detach().cpu() for name, x in found.items()}
+
+
+def check(case: Case, device: torch.device) -> None:
+    expected, found = results(case, None), results(case, device)
+    # A gradient of logits is a difference of products with values: rounding is seen against the size of those.
+    products = (make_values(case.shape) * make_values(case.shape, seed=3)).sum(dim=-1).norm()
+    for name, exact in expected.items():
+        smallest = 0.03 * products if name in ("d logits", "d own", "d state logits") else 1e-12
+        error = (found[name].double() - exact).norm() / exact.norm().clamp(min=smallest)
+        assert error <= TOLERANCE[case.dtype], f"{name}: {error:.1e} in {case}"
+
+
+@pytest.mark.parametrize("window", [None, 5, 23])
+@pytest.mark.parametrize("name", ["peaked", "one early spike"])
+def test_it_is_the_definition(name: str, window: int | None, device: torch.device) -> None:
+    check(Case(name, window=window), device)
+    check(Case(name, window=window, **EVERYTHING), device)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("window", [None, 23])
+def test_it_is_the_definition_in_half_precision(window: int | None, dtype: torch.dtype, device: torch.device) -> None:
+    check(Case("peaked", dtype=dtype, window=window, **EVERYTHING), device)
+
+
+@pytest.mark.parametrize("everything", [False, True])
+@pytest.mark.parametrize("name", ["random", "spikes"])
+def test_time_is_cut_in_parts_where_texts_and_heads_are_few(
+    name: str, everything: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_processors(monkeypatch, 40)
+    monkeypatch.setattr(gpu_run, "CHUNK", CHUNK)
+    shape = (1, 270, 1, 5)
+    assert gpu_run.plan(torch.empty(shape), None).parts == 4
+    check(Case(name, shape, **(EVERYTHING if everything else {})), device)
+
+
+@pytest.mark.parametrize("window", [None, 40])
+def test_wide_heads_are_cut_in_slices(window: int | None, device: torch.device) -> None:
+    shape = (1, 67, 1, 150)
+    assert gpu_run.plan(torch.empty(shape), window).splits > 1
+    check(Case("random", shape, window=window, **EVERYTHING), device)
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    st.builds(
+        Case,
+        name=st.sampled_from(sorted(set(LOGITS) - {"thousandfold"})),
+        shape=st.tuples(st.integers(1, 2), st.integers(1, 40), st.integers(1, 2), st.integers(1, 20)),
+        dtype=st.sampled_from(sorted(TOLERANCE, key=str)),
+        window=st.one_of(st.none(), st.integers(1, 40)),
+        packed=st.booleans(),
+        null=st.sampled_from([None, -2.0, 0.3]),
+        own=st.booleans(),
+        continued=st.booleans(),
+    )
+)
+def test_it_is_the_definition_at_any_size(case: Case) -> None:
+    from multilin.ops.triton_kernels import is_interpreted
+
+    check(case, torch.device("cpu" if is_interpreted() else "cuda"))
+
+
+def test_a_large_logit_at_the_beginning_costs_no_precision(device: torch.device) -> None:
+    for window in (None, 50):
+        logits, values = make_logits("random", (1, 300, 1)).float(), make_values((1, 300, 1, 4)).float()
+        logits[:, 0] = 80
+        exact, _ = reference.prefix_softmax(logits.double(), values.double(), window=window)
+        found, _ = gpu.prefix_softmax(logits.to(device), values.to(device), window=window)
+        assert (found.cpu() - exact).norm() / exact.norm() <= 5e-6
+
+
+@pytest.mark.parametrize("window", [None, 20])
+def test_the_same_call_gives_the_same_bits(window: int | None, device: torch.device) -> None:
+    logits, values = make_logits("peaked", (1, 40, 2)).float(), make_values((1, 40, 2, 8)).bfloat16()
+    first, second = (gpu.prefix_softmax(logits.to(device), values.to(device), window=window) for _ in range(2))
+    for a, b in zip((first[0], *first[1]), (second[0], *second[1]), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("window", [None, 7])
+def test_slices_of_one_projection_need_no_copy(window: int | None, device: torch.device) -> None:
+    projected = make_values((2, 20, 3 * 24), seed=4).float().to(device)
+    logits = make_logits("random", (2, 20, 9)).float().to(device)
+    part = projected.chunk(3, dim=-1)[1].unflatten(-1, (3, 8))
+    slices = logits[:, :, 3:6].requires_grad_(), part.requires_grad_()
+    copies = [x.detach().contiguous().requires_grad_() for x in slices]
+    # The gradient of a sum is one number seen everywhere; a transposed one lies apart.
+    for slanted in (torch.ones(1, device=device).expand(2, 20, 3, 8), make_values((20, 2, 3, 8)).float().mT.mT):
+        slanted = slanted.to(device) if slanted.shape[0] == 2 else slanted.to(device).transpose(0, 1)
+        found, expected = (gpu.prefix_softmax(*x, window=window)[0] for x in (slices, copies))
+        assert torch.equal(found, expected)
+        first = torch.autograd.grad(found, slices, slanted)
+        second = torch.autograd.grad(expected, copies, slanted.contiguous())
+        assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize("window", [None, 1, 7, 40])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_step_is_the_definition(window: int | None, dtype: torch.dtype, device: torch.device) -> None:
+    """One position after a state, by the kernel that takes nothing else: without gradients."""
+    B, H, D = 3, 2, 20
+    past = reference.prefix_softmax(make_logits("peaked", (B, 9, H)), make_values((B, 9, H, D)), window=window)[1]
+    past = PrefixSoftmaxState(*(x.float() for x in past))
+    logits, own = make_logits("masked", (B, 1, H), seed=5).float(), make_logits("masked", (B, 1, H), seed=6).float()
+    values = make_values((B, 1, H, D), seed=9).to(dtype)
+    starts = torch.tensor([[True], [False], [False]])
+    for own_logits, null, begins in ((None, None, None), (own, 0.3, starts)):
+        doubles = (None if x is None else x.double() for x in (logits, values, own_logits))
+        double_logits, double_values, double_own = doubles
+        exact, exact_after = reference.prefix_softmax(
+            double_logits, double_values, window=window, own_logits=double_own, null_logit=null, starts=begins,
+            state=PrefixSoftmaxState(*(x.double() for x in past)),
+        )  # fmt: skip
+        moved = (None if x is None else x.to(device) for x in (logits, values, own_logits, begins))
+        my_logits, my_values, my_own, my_starts = moved
+        state = PrefixSoftmaxState(*(x.to(device) for x in past))
+        found, after = gpu.prefix_softmax(
+            my_logits, my_values, window=window, own_logits=my_own, null_logit=null, starts=my_starts, state=state
+        )
+        assert found.dtype == dtype
+        assert (found.cpu() - exact).norm() / exact.norm() <= TOLERANCE[dtype]
+        for a, b in zip(after, exact_after, strict=True):
+            torch.testing.assert_close(a.cpu().double(), b, rtol=1e-5, atol=1e-5)
+
+
+def test_reading_token_by_token_is_reading_at_once(device: torch.device) -> None:
+    for window in (None, 4):
+        logits, values = make_logits("spikes", (2, 9, 2)).float(), make_values((2, 9, 2, 5)).float()
+        logits, values = logits.to(device), values.to(device)
+        whole, final = gpu.prefix_softmax(logits, values, window=window)
+        state, means = None, []
+        for t in range(9):
+            mean, state = gpu.prefix_softmax(logits[:, t : t + 1], values[:, t : t + 1], window=window, state=state)
+            means.append(mean)
+        torch.testing.assert_close(torch.cat(means, 1), whole, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(state.values_BSHD, final.values_BSHD, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_compiled_is_eager(window: int | None, device: torch.device) -> None:
+    def loss(logits: Tensor, values: Tensor) -> Tensor:
+        return gpu.prefix_softmax(logits, values, window=window, null_logit=0.1)[0].square().sum()
+
+    inputs = make_logits("random", (1, 20, 2)).float().to(device), make_values((1, 20, 2, 8)).float().to(device)
+    gradients = []
+    for function in (loss, torch.compile(loss, fullgraph=True, backend="aot_eager")):
+        needed = [x.clone().requires_grad_() for x in inputs]
+        gradients.append([(result := function(*needed)), *torch.autograd.grad(result, needed)])
+    for eager, compiled in zip(*gradients, strict=True):
+        torch.testing.assert_close(compiled, eager)
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_a_compiled_step_is_eager(window: int | None, device: torch.device) -> None:
+    past = 1 if window is None else window - 1
+    state = PrefixSoftmaxState(torch.zeros(2, past, 2, device=device), torch.ones(2, past, 2, 8, device=device))
+
+    def step(logits: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        mean, after = gpu.prefix_softmax(logits, values, window=window, state=state)
+        return mean, *after
+
+    inputs = torch.zeros(2, 1, 2, device=device), make_values((2, 1, 2, 8)).float().to(device)
+    with torch.no_grad():
+        for a, b in zip(torch.compile(step, fullgraph=True, backend="aot_eager")(*inputs), step(*inputs), strict=True):
+            torch.testing.assert_close(a, b)
+
+
+def test_dispatch_takes_the_kernels_for_gpus_and_refuses_what_they_cannot() -> None:
+    backend = PREFIX_SOFTMAX.backend_for(torch.device("cuda"), torch.float32, (torch.empty(1, 1, 1, 8),))
+    assert backend.compute is gpu.prefix_softmax
+    with pytest.warns(UserWarning, match="prefix_softmax: triton.*heads are 10000 wide.*portable"):
+        PREFIX_SOFTMAX.backend_for(torch.device("cuda"), torch.float32, (torch.empty(1, 1, 1, 10_000),))
+
+
+@pytest.mark.slow
+def test_every_kernel_compiles_for_a_hopper_card() -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    program = [sys.executable, "-W", "ignore", "-m", "tests.ops.gpu.compiling", "tests.ops.gpu.prefix_softmax_calls"]
+    done = subprocess.run(program, env=environment, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("window", [None, 64, 300])
+@pytest.mark.parametrize("shape", [(2, 2048, 4, 128), (1, 8192, 2, 64), (1, 3001, 5, 96)], ids=str)
+@pytest.mark.parametrize("name", ["random", "spikes"])
+def test_large_shapes_on_a_card(name: str, shape, window: int | None, dtype: torch.dtype) -> None:
+    from multilin.ops.prefix_softmax import portable
+
+    logits, values = make_logits(name, shape[:3]).float().cuda(), make_values(shape).to(dtype).cuda()
+    found = []
+    for compute, kind in ((portable.prefix_softmax, torch.float64), (gpu.prefix_softmax, dtype)):
+        inputs = logits.to(torch.float64 if kind == torch.float64 else torch.float32), values.to(kind)
+        inputs = [x.requires_grad_() for x in inputs]
+        means, state = compute(*inputs, window=window)
+        weight = make_values(shape, seed=3).to(means)
+        found.append([means, *state, *torch.autograd.grad((means * weight).sum(), inputs)])
+    for exact, result in zip(*found, strict=True):
+        exact, result = (x.nan_to_num(neginf=0.0).double() for x in (exact, result))
+        assert (result - exact).norm() / exact.norm() <= TOLERANCE[dtype]
+
+
+@pytest.mark.gpu
+def test_a_step_can_be_captured_in_a_graph() -> None:
+    state = PrefixSoftmaxState(torch.zeros(4, 1, 8, device="cuda"), torch.ones(4, 1, 8, 64, device="cuda"))
+    logits, values = torch.zeros(4, 1, 8, device="cuda"), torch.zeros(4, 1, 8, 64, device="cuda")
+    gpu.prefix_softmax(logits, values, state=state)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        means, _ = gpu.prefix_softmax(logits, values, state=state)
+    values.fill_(3.0)
+    graph.replay()
+    torch.testing.assert_close(means, torch.full_like(means, 2.0))

@@ -17,8 +17,8 @@ lint: $(VENV)/.installed-dev  ## format, lint and type checks
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-bench: $(VENV)/.installed-dev  ## run every benchmark; figures beside peers and limits
-	$(BIN)/python -m benchmarks
+bench: $(VENV)/.installed-dev  ## run every benchmark; tables, JSON and plots into runs/benchmarks
+	$(BIN)/python -m benchmarks --save runs/benchmarks
 
 docs: $(VENV)/.installed-dev  ## build the documentation site into site/
 	$(PIP) --editable .[docs]

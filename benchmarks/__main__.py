@@ -1,15 +1,20 @@
-"""`python -m benchmarks NAME [arguments]` runs one benchmark; without NAME all but the longest, in turn."""
+"""`python -m benchmarks [NAME] [--save FOLDER] [arguments]` runs one benchmark; without NAME all in turn.
 
+A module with BY_NAME_ONLY, a sentence that says why, is left out where no name is given. With --save every benchmark
+writes FOLDER/NAME.json and, where it has a function `draw`, FOLDER/NAME.png. One that fails does not end the others.
+"""
+
+import argparse
 import importlib
 import pkgutil
 import sys
+import traceback
 from pathlib import Path
 
-from benchmarks import machine
+from benchmarks import _results, machine
+from multilin.errors import InputError
 
 _NO_BENCHMARK = {"machine"}
-_BY_NAME_ONLY = {"optimizer_learning"}  # trains many models
-_NEEDS_A_GPU = {"gpu"}
 
 
 def names() -> list[str]:
@@ -20,16 +25,38 @@ def names() -> list[str]:
 
 def main(argv: list[str]) -> int:
     """Run what `argv` names and return the exit status."""
-    if argv and argv[0] not in names():
-        print(f"no benchmark {argv[0]!r}; there are {', '.join(names())}", file=sys.stderr)
+    parser = argparse.ArgumentParser(prog="benchmarks", add_help=False, allow_abbrev=False)
+    parser.add_argument("--save", type=Path)
+    chosen, rest = parser.parse_known_args(argv)
+    if rest and rest[0] not in names():
+        print(f"no benchmark {rest[0]!r}; there are {', '.join(names())}", file=sys.stderr)
         return 2
+    if chosen.save:
+        chosen.save.mkdir(parents=True, exist_ok=True)
     machine.main()
-    left_out = _BY_NAME_ONLY if machine.accelerator() != "none" else _BY_NAME_ONLY | _NEEDS_A_GPU
-    status = 0
-    for name in argv[:1] or [name for name in names() if name not in left_out]:
-        print(f"\n== {name}", flush=True)
-        status = max(status, importlib.import_module(f"benchmarks.{name}").main(argv[1:]) or 0)
-    return status
+    return max(_run(name, rest[1:], chosen.save, is_named=bool(rest)) for name in rest[:1] or names())
+
+
+def _run(name: str, argv: list[str], folder: Path | None, *, is_named: bool) -> int:
+    """The exit status of one benchmark, 1 where it failed."""
+    print(f"\n== {name}", flush=True)
+    try:
+        module = importlib.import_module(f"benchmarks.{name}")
+        if not is_named and (reason := getattr(module, "BY_NAME_ONLY", None)):
+            print(f"runs by name only: {reason}")
+            return 0
+        files = ["--json", str(folder / f"{name}.json")] if folder else []
+        if folder and hasattr(module, "draw"):
+            files += ["--plot", str(folder / f"{name}.png")]
+        return module.main([*files, *argv]) or 0
+    except Exception as failure:
+        sentence = str(failure) if isinstance(failure, InputError) else f"{type(failure).__name__}: {failure}"
+        if not isinstance(failure, InputError):
+            traceback.print_exc()
+        print(f"{name} failed: {sentence}", file=sys.stderr, flush=True)
+        if folder:
+            _results.save_json(folder / f"{name}.json", {"name": name, "arguments": argv}, {"failure": sentence})
+        return 1
 
 
 if __name__ == "__main__":

@@ -11,7 +11,13 @@ Key = TypeVar("Key")
 
 
 def seconds_in_turns(tasks: Mapping[Key, Callable[[], object]], turns: int, clock: str) -> dict[Key, float]:
-    """Median seconds of each task after one turn that warms up.
+    """Median seconds of each task; see `times_in_turns`."""
+    found = times_in_turns(tasks, turns, clock)
+    return {key: statistics.median(seconds) for key, seconds in found.items()}
+
+
+def times_in_turns(tasks: Mapping[Key, Callable[[], object]], turns: int, clock: str) -> dict[Key, list[float]]:
+    """Seconds of each task, turn after turn, after one turn that warms up.
 
     Args:
         tasks: what to time.
@@ -29,7 +35,7 @@ def seconds_in_turns(tasks: Mapping[Key, Callable[[], object]], turns: int, cloc
             synchronize()
             if turn:
                 found[key].append(now() - start)
-    return {key: statistics.median(seconds) for key, seconds in found.items()}
+    return found
 
 
 def synchronize() -> None:

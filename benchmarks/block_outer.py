@@ -6,9 +6,11 @@ Ours makes the pairs itself, a chunk at a time, and through autograd the gradien
 """
 
 import argparse
+from typing import Any
 
 import torch
 
+from benchmarks import _results
 from benchmarks._turns import device, seconds_in_turns
 from multilin.allocator import keep_freed_memory
 from multilin.ops.block_outer import block_outer
@@ -25,7 +27,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--threads", type=int, help="threads of torch; one gives steadier figures on a busy machine")
     parser.add_argument("--clock", default="wall", choices=["wall", "cpu"], help="cpu: one thread's computing time")
-    arguments = parser.parse_args(argv)
+    arguments = _results.parse(parser, argv)
     keep_freed_memory()
     if arguments.clock == "cpu":
         arguments.threads = 1
@@ -36,12 +38,20 @@ def main(argv: list[str]) -> None:
         f"{arguments.rows} rows to {arguments.hidden_size}, {torch.get_num_threads()} threads, {arguments.clock} time"
     )
     print(f"{'GFLOP/s':26}{'forward':>9}{'limit':>8}{'share':>8}{'+ backward':>13}{'limit':>8}{'share':>8}")
-    for dtype in (torch.float32, torch.bfloat16):
-        for name, shape in shapes.items():
-            _line(f"{name}, {str(dtype).removeprefix('torch.')}", shape, dtype, arguments)
+    rows = [
+        {
+            "name": name,
+            "dtype": str(dtype).removeprefix("torch."),
+            "shape": shape,
+            **_line(name, shape, dtype, arguments),
+        }
+        for dtype in (torch.float32, torch.bfloat16)
+        for name, shape in shapes.items()
+    ]
+    _results.save("block_outer", arguments, rows)
 
 
-def _line(title: str, shape: tuple[int, ...], dtype: torch.dtype, arguments: argparse.Namespace) -> None:
+def _line(name: str, shape: tuple[int, ...], dtype: torch.dtype, arguments: argparse.Namespace) -> dict[str, Any]:
     num_blocks, left_width, right_width = shape
     rows, hidden_size = arguments.rows, arguments.hidden_size
     shapes = ((rows, num_blocks, left_width), (rows, num_blocks, right_width), (hidden_size, *shape))
@@ -66,4 +76,12 @@ def _line(title: str, shape: tuple[int, ...], dtype: torch.dtype, arguments: arg
     ours, limit = once / seconds["forward"], once / seconds["bare forward"]
     both, limit_both = 3 * once / seconds["both"], 3 * once / seconds["bare both"]
     shares = f"{ours:>9.0f}{limit:>8.0f}{ours / limit:>8.0%}{both:>13.0f}{limit_both:>8.0f}{both / limit_both:>8.0%}"
-    print(f"{title:26}{shares}", flush=True)
+    print(f"{name + ', ' + str(dtype).removeprefix('torch.'):26}{shares}", flush=True)
+    return {
+        "forward_gflops": ours,
+        "forward_limit_gflops": limit,
+        "forward_share": ours / limit,
+        "both_gflops": both,
+        "both_limit_gflops": limit_both,
+        "both_share": both / limit_both,
+    }

@@ -1,144 +1,275 @@
-"""How fast one more token is written, early and late in a text, and what has to be kept for it.
+"""How fast a text is read and one more token is written, early and late in it, and what has to be kept for it.
 
-Ours keeps a state of constant size, the peer GPT-2 (transformers, its own cache) keys and values of every token read;
-both have the same width, depth, heads and vocabulary, random weights, float32, one text. A token is one forward pass
-and the argmax of its logits. The limit is the bare products with all weight matrices of ours, one vector at a time: no
-model of this size that reads its weights once per token can be faster. All take turns in one process.
+Ours keep a state of constant size, the peers (transformers, their own cache) keys and values of every token read; all
+have the same width, depth, heads and vocabulary, random weights, float32. Reading is one text, at once or streamed in
+chunks, with the logits of its last token. Writing a token is one forward pass and the argmax of its logits, for one
+text or several side by side; tokens per second are those of all of them. The limit is the bare products with all weight
+matrices of a model, a vector of each text at a time: no model of this size that reads its weights once per token can
+be faster. All take turns in one process; a turn has as many tokens as go into --turn-seconds. Memory is the peak above
+what was held before: while a text is read, and while a token is written, where the state is added.
 """
 
 import argparse
 import copy
-import json
+import os
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
-from transformers import PreTrainedModel
+from torch import Tensor, nn
+from transformers import Cache, PreTrainedModel
 
+from benchmarks import _plots, _results
+from benchmarks._memory import peak_bytes
+from benchmarks._turns import device, synchronize
 from multilin.analysis.info import state_bytes
-from multilin.model.factory import create_model
+from multilin.architectures import architectures
+from multilin.errors import InputError
+from multilin.model import MultilinForCausalLM
+from multilin.model.factory import BASELINES, create_model
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+Row = dict[str, Any]
 
 
-class Reader:
-    """A model with a text before it, ready to write from there again and again."""
+class Writer:
+    """A model with texts before it, ready to write from there again and again."""
 
-    def __init__(self, model: PreTrainedModel, position: int, vocab_size: int) -> None:
-        self.model, self.position = model, position
-        ids = torch.randint(vocab_size, (1, position), device=model.device)
-        with torch.inference_mode():
-            self.cache = model(ids, use_cache=True, logits_to_keep=1).past_key_values
-        self.start = ids[:, -1:]
+    def __init__(self, model: PreTrainedModel, cache: Cache, batch_size: int, arguments: argparse.Namespace) -> None:
+        self.model, self.position = model, cache.get_seq_length()
+        self.cache = copy.deepcopy(cache)
+        self.cache.batch_repeat_interleave(batch_size)
+        self.start = torch.randint(arguments.vocab_size, (batch_size, 1), device=model.device)
         self.bytes = sum(state_bytes(self.cache))
 
     def write(self, num_tokens: int) -> float:
         """Seconds per token over so many tokens after the text."""
-        cache, ids = copy.deepcopy(self.cache), self.start
-        _synchronize()
+        grows = not isinstance(self.model, MultilinForCausalLM)
+        # A copy of keys and values would take longer than the tokens: they are cut off again instead.
+        cache, ids = self.cache if grows else copy.deepcopy(self.cache), self.start
+        synchronize()
         begin = time.perf_counter()
         with torch.inference_mode():
             for _ in range(num_tokens):
-                ids = self.model(ids, past_key_values=cache, use_cache=True).logits.argmax(dim=-1)
-        _synchronize()
-        return (time.perf_counter() - begin) / num_tokens
+                ids = self.model(ids, past_key_values=cache, use_cache=True).logits[:, -1:].argmax(dim=-1)
+        synchronize()
+        seconds = (time.perf_counter() - begin) / num_tokens
+        if grows:
+            cache.crop(self.position)
+        return seconds
 
 
-def bare_products(model: PreTrainedModel) -> Callable[[int], float]:
+def bare_products(model: PreTrainedModel, batch_size: int) -> Callable[[int], float]:
     """Seconds per token of nothing but the products with the model's matrices."""
     matrices = [module.weight for module in model.modules() if isinstance(module, nn.Linear)]
-    vectors = [torch.randn(1, matrix.shape[1], device=matrix.device) for matrix in matrices]
+    vectors = [torch.randn(batch_size, matrix.shape[1], device=matrix.device) for matrix in matrices]
 
     def run(num_tokens: int) -> float:
-        _synchronize()
+        synchronize()
         begin = time.perf_counter()
         with torch.inference_mode():
             for _ in range(num_tokens):
                 for vector, matrix in zip(vectors, matrices, strict=True):
                     nn.functional.linear(vector, matrix)
-        _synchronize()
+        synchronize()
         return (time.perf_counter() - begin) / num_tokens
 
     return run
 
 
+@torch.inference_mode()
+def read(model: PreTrainedModel, ids: Tensor, chunk: int) -> Cache:
+    """What is kept of a text that is read so many tokens at a time."""
+    cache = None
+    for piece in ids.split(chunk, dim=1):
+        cache = model(piece, past_key_values=cache, use_cache=True, logits_to_keep=1).past_key_values
+    return cache
+
+
 def main(argv: list[str]) -> None:
-    arguments = _parser().parse_args(argv)
+    arguments = _results.parse(_parser(), argv, draws=True)
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
     torch.manual_seed(0)
-    models = {name: _model(name, arguments) for name in (arguments.architecture, "gpt2")}
-    readers = {
-        (name, position): Reader(model, position, arguments.vocab_size)
-        for position in arguments.positions
-        for name, model in models.items()
-    }
-    limit = bare_products(models[arguments.architecture])
-    tasks = {**{key: reader.write for key, reader in readers.items()}, ("limit", 0): limit}
-    seconds: dict[tuple[str, int], list[float]] = {key: [] for key in tasks}
-    for turn in range(arguments.turns + 1):
-        for key, task in tasks.items():
-            found = task(arguments.tokens)
-            if turn:  # the first one warms up
-                seconds[key].append(found)
-    rows = [
-        {
-            "model": name,
-            "position": position,
-            "tokens_per_second": 1 / statistics.median(times),
-            "fastest": 1 / min(times),
-            "slowest": 1 / max(times),
-            "state_bytes": readers[name, position].bytes if name != "limit" else 0,
-        }
-        for (name, position), times in seconds.items()
-    ]
-    _print(rows, arguments)
-    if arguments.json:
-        Path(arguments.json).write_text(json.dumps({"arguments": vars(arguments), "rows": rows}, indent=2) + "\n")
+    positions = {name: _readable(name, arguments) for name in arguments.models}
+    models = {name: _model(name, max(found), arguments) for name, found in positions.items() if found}
+    if not models:
+        raise InputError(f"--positions: {arguments.positions} given, but no model can be measured at any of them")
+    _print_sizes(arguments)
+    caches, rows = _reading(models, positions, arguments)
+    rows += _writing(models, caches, arguments)
+    _results.save("decode", arguments, rows, draw)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="benchmarks decode", description=__doc__)
-    parser.add_argument("--architecture", default="additive", help="ours")
-    parser.add_argument("--hidden-size", type=int, default=256)
-    parser.add_argument("--num-layers", type=int, default=6)
-    parser.add_argument("--num-heads", type=int, default=4)
-    parser.add_argument("--vocab-size", type=int, default=4096)
-    parser.add_argument("--positions", type=int, nargs="+", default=[100, 4000], help="tokens read before")
-    parser.add_argument("--tokens", type=int, default=50, help="tokens written in one turn")
-    parser.add_argument("--turns", type=int, default=9, help="turns of each; the table shows medians")
-    parser.add_argument("--threads", type=int, help="threads of torch; one gives steadier figures on a busy machine")
-    parser.add_argument("--json", help="file to write the figures to")
-    return parser
+def _readable(name: str, arguments: argparse.Namespace) -> list[int]:
+    """The positions at which a model is measured; the others are named."""
+    found = []
+    for position in sorted(set(arguments.positions)):
+        if name in BASELINES and position > arguments.longest_peer:
+            why = "reading takes it time in proportion to the square of the text (--longest-peer)"
+        elif (needed := _weight_bytes(name, position, arguments)) > _memory_bytes() / 4:
+            why = f"its weights would take {needed / 1e9:,.0f} GB for such a text, more than a quarter of the memory"
+        else:
+            found.append(position)
+            continue
+        print(f"{name} is left out after {position:,} tokens: {why}")
+    return found
 
 
-def _model(name: str, arguments: argparse.Namespace) -> PreTrainedModel:
-    device = torch.accelerator.current_accelerator() or torch.device("cpu")
-    model = create_model(
+def _weight_bytes(name: str, position: int, arguments: argparse.Namespace) -> int:
+    with torch.device("meta"):
+        return sum(parameter.nbytes for parameter in _build(name, position, arguments).parameters())
+
+
+def _memory_bytes() -> int:
+    if torch.cuda.is_available():
+        return int(torch.cuda.mem_get_info()[1])
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _build(name: str, position: int, arguments: argparse.Namespace) -> PreTrainedModel:
+    options = {"num_heads": arguments.num_heads}
+    if name in architectures() and getattr(architectures()[name].preset_options(), "num_heads", None) is None:
+        options = {}
+    return create_model(
         name,
         hidden_size=arguments.hidden_size,
         num_layers=arguments.num_layers,
         vocab_size=arguments.vocab_size,
-        n_positions=max(arguments.positions) + arguments.tokens,
-        options={"num_heads": arguments.num_heads},
+        n_positions=position + arguments.tokens,
+        options=options,
     )
-    return model.eval().to(device)
 
 
-def _print(rows: list[dict[str, Any]], arguments: argparse.Namespace) -> None:
+def _model(name: str, position: int, arguments: argparse.Namespace) -> PreTrainedModel:
+    return _build(name, position, arguments).eval().to(device())
+
+
+def _reading(
+    models: dict[str, PreTrainedModel], positions: dict[str, list[int]], arguments: argparse.Namespace
+) -> tuple[dict[tuple[str, int], Cache], list[Row]]:
+    """What each model keeps of each text, and how fast it read it, at once and, ours, in chunks."""
+    print(f"{'reading one text':28}{'tokens':>8}{'':>20}{'tokens/s':>10}{'slowest - fastest':>20}{'peak MB':>14}")
+    caches, rows = {}, []
+    for position in sorted({position for found in positions.values() for position in found}):
+        ids = torch.randint(arguments.vocab_size, (1, position), device=device())
+        tasks: dict[tuple[str, str], Callable[[], Cache]] = {}
+        for name in (name for name in models if position in positions[name]):
+            if name not in BASELINES and position > arguments.chunk:
+                tasks[name, f"by {arguments.chunk:,}"] = partial(read, models[name], ids, arguments.chunk)
+            tasks[name, "at once"] = partial(read, models[name], ids, position)
+        peaks = {}
+        for (name, way), task in tasks.items():
+            caches[name, position], peaks[name, way] = peak_bytes(task)
+        timed = {key: partial(_seconds, task) for key, task in tasks.items()}
+        for (name, way), seconds in _in_turns(timed, arguments.reading_turns).items():
+            row = {"task": "read", "model": name, "position": position, "way": way, **_speeds(seconds, position)}
+            rows.append({**row, "peak_bytes": peaks[name, way]})
+            _print_row(rows[-1], way, rows[-1]["peak_bytes"])
+    return caches, rows
+
+
+def _writing(
+    models: dict[str, PreTrainedModel], caches: dict[tuple[str, int], Cache], arguments: argparse.Namespace
+) -> list[Row]:
+    print(f"{'writing':28}{'after':>8}{'texts':>8}{'state bytes':>12}{'tokens/s':>10}{'slowest - fastest':>20}", end="")
+    print(f"{'memory MB':>14}")
+    tasks: dict[tuple[str, int, int], Callable[[int], float]] = {}
+    extra: dict[tuple[str, int, int], Row] = {}
+    for batch_size in arguments.batch_sizes:
+        for name, position in sorted(caches, key=lambda key: list(models).index(key[0])):
+            writer = Writer(models[name], caches[name, position], batch_size, arguments)
+            _, peak = peak_bytes(partial(writer.write, 1))
+            tasks[name, position, batch_size] = writer.write
+            memory = None if peak is None else peak + writer.bytes
+            extra[name, position, batch_size] = {"state_bytes": writer.bytes, "memory_bytes": memory}
+        for name in (name for name in models if name not in BASELINES):
+            tasks[f"limit: products of {name}", 0, batch_size] = bare_products(models[name], batch_size)
+    timed = {
+        key: partial(write, min(max(int(arguments.turn_seconds / write(1)), 1), arguments.tokens))
+        for key, write in tasks.items()
+    }
+    rows = []
+    for (name, position, batch_size), seconds in _in_turns(timed, arguments.turns).items():
+        row = {"task": "write", "model": name, "position": position, "batch_size": batch_size}
+        found = extra.get((name, position, batch_size), {"state_bytes": None, "memory_bytes": None})
+        rows.append({**row, **_speeds(seconds, batch_size), **found})
+        kept = f"{found['state_bytes']:,}" if position else ""
+        _print_row(rows[-1], f"{batch_size:>8}{kept:>12}", found["memory_bytes"])
+    return rows
+
+
+def _seconds(task: Callable[[], object]) -> float:
+    synchronize()
+    begin = time.perf_counter()
+    task()
+    synchronize()
+    return time.perf_counter() - begin
+
+
+def _in_turns(tasks: dict[Any, Callable[[], float]], turns: int) -> dict[Any, list[float]]:
+    """The seconds that each task tells, all of them warm already."""
+    seconds: dict[Any, list[float]] = {key: [] for key in tasks}
+    for _ in range(turns):
+        for key, task in tasks.items():
+            seconds[key].append(task())
+    return seconds
+
+
+def _speeds(seconds: list[float], num_tokens: int) -> Row:
+    median = num_tokens / statistics.median(seconds)
+    return {"tokens_per_second": median, "fastest": num_tokens / min(seconds), "slowest": num_tokens / max(seconds)}
+
+
+def _print_sizes(arguments: argparse.Namespace) -> None:
     sizes = f"width {arguments.hidden_size}, {arguments.num_layers} layers, {arguments.num_heads} heads"
     print(f"{sizes}, vocabulary {arguments.vocab_size}, float32, {torch.get_num_threads()} threads")
-    print(f"{'':28}{'after':>8}{'tokens/s':>10}{'slowest - fastest':>20}{'state bytes':>14}")
-    for row in rows:
-        label = {"limit": "limit: bare products", "gpt2": "peer: GPT-2"}.get(row["model"], row["model"])
-        after = row["position"] or ""
-        spread = f"{row['slowest']:,.0f} - {row['fastest']:,.0f}"
-        kept = f"{row['state_bytes']:,}" if row["state_bytes"] else ""
-        print(f"{label:28}{after:>8}{row['tokens_per_second']:>10,.0f}{spread:>20}{kept:>14}")
 
 
-def _synchronize() -> None:
-    if torch.accelerator.is_available():
-        torch.accelerator.synchronize()
+def _print_row(row: Row, middle: str, memory: int | None) -> None:
+    label = f"peer: {_plots.title(row['model'])}" if row["model"] in BASELINES else row["model"]
+    spread = f"{row['slowest']:,.0f} - {row['fastest']:,.0f}"
+    shown = "" if memory is None else f"{memory / 1e6:,.1f}"
+    print(f"{label:28}{row['position'] or '':>8}{middle:>20}{row['tokens_per_second']:>10,.0f}{spread:>20}{shown:>14}")
+
+
+def draw(rows: _results.Rows, arguments: argparse.Namespace) -> "Figure":
+    """Tokens per second and bytes of the state over the tokens read before, a row of panels per batch size."""
+    figure, panels = _plots.figure(len(arguments.batch_sizes), 2, height=3.4)
+    for axes, batch_size in zip(panels, arguments.batch_sizes, strict=True):
+        shown = [row for row in rows if row["task"] == "write" and row["position"] and row["batch_size"] == batch_size]
+        for axis, key in zip(axes, ("tokens_per_second", "state_bytes"), strict=True):
+            _plots.lines_of_models(axis, shown, "position", key)
+            _plots.scale_x(axis, arguments.positions)
+            axis.set_yscale("log")
+        axes[0].set_title(f"tokens per second, {batch_size} text{'s' if batch_size > 1 else ''}", fontsize=10)
+        axes[1].set_title("bytes kept", fontsize=10)
+        for axis in axes:
+            _plots.name_ends(axis)
+    for axis in panels[-1]:
+        axis.set_xlabel("tokens read before")
+    return figure
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="benchmarks decode", description=__doc__)
+    parser.add_argument("--models", nargs="+", default=["additive", "elita", "gpt2"], help="architectures and peers")
+    parser.add_argument("--hidden-size", type=int, default=256)
+    parser.add_argument("--num-layers", type=int, default=6)
+    parser.add_argument("--num-heads", type=int, default=4)
+    parser.add_argument("--vocab-size", type=int, default=4096)
+    parser.add_argument("--positions", type=int, nargs="+", default=[128, 1024, 8192, 65536], help="tokens read before")
+    parser.add_argument("--longest-peer", type=int, default=8192, help="longest text of the peers, in tokens")
+    parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 16], help="texts written side by side")
+    parser.add_argument("--chunk", type=int, default=2048, help="tokens of a chunk of a streamed text")
+    parser.add_argument("--tokens", type=int, default=50, help="tokens written in one turn, at most")
+    parser.add_argument("--turn-seconds", type=float, default=0.3, help="what the tokens of a turn may take")
+    parser.add_argument("--turns", type=int, default=9, help="turns of each in writing; the table shows medians")
+    parser.add_argument("--reading-turns", type=int, default=3, help="turns of each in reading")
+    parser.add_argument("--threads", type=int, help="threads of torch; one gives steadier figures on a busy machine")
+    return parser

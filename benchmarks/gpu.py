@@ -30,6 +30,8 @@ TINY: dict[str, Any] = {
 }  # fmt: skip
 """The sizes of a dry run."""
 
+BY_NAME_ONLY = None if torch.cuda.is_available() else "there is no GPU; `--dry` checks the kernels without one"
+
 
 def main(argv: list[str]) -> int:
     arguments = _parser().parse_args(argv)

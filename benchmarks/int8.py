@@ -8,9 +8,11 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
+from benchmarks import _results
 from multilin import allocator
 from multilin.layers.linear import Arithmetic
 from multilin.model import MultilinConfig, MultilinForCausalLM
@@ -36,17 +38,19 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--turns", type=int, default=7)
     parser.add_argument("--threads", type=int, help="threads of torch")
-    arguments = parser.parse_args(argv)
+    arguments = _results.parse(parser, argv)
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
     allocator.keep_freed_memory()
     clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
+    rows: list[dict[str, Any]] = []
     if arguments.part in (None, "products"):
-        _products(clock, arguments.turns)
+        rows += _products(clock, arguments.turns)
     if arguments.part in (None, "model"):
-        _model(arguments, clock)
+        rows += _model(arguments, clock)
     if arguments.part in (None, "precision"):
-        _precision(arguments)
+        rows += _precision(arguments)
+    _results.save("int8", arguments, rows)
 
 
 def _medians(contestants: Contestants, clock: Callable[[], float], turns: int, repeats: int = 1) -> dict[str, float]:
@@ -64,11 +68,12 @@ def _medians(contestants: Contestants, clock: Callable[[], float], turns: int, r
 
 
 @torch.no_grad()
-def _products(clock: Callable[[], float], turns: int) -> None:
+def _products(clock: Callable[[], float], turns: int) -> list[dict[str, Any]]:
     print(
         f"products, GFLOP/s; {torch.get_num_threads()} threads; int8_linear rounds x (float32) and w, and scales back"
     )
     print(f"{'rows x n -> m':>22}{'float32':>10}{'bf16':>10}{'int8':>10}{'int8_linear':>13}")
+    found_rows = []
     for rows, n, m in SHAPES:
         x, weight = torch.randn(rows, n), torch.randn(m, n)
         low_x, low_weight = x.bfloat16(), weight.bfloat16()
@@ -87,6 +92,9 @@ def _products(clock: Callable[[], float], turns: int) -> None:
             f"{f'{rows} x {n} -> {m}':>22}"
             + "".join(f"{rate:{w}.0f}" for rate, w in zip(rates, (10, 10, 10, 13), strict=True))
         )
+        gflops = dict(zip(found, rates, strict=True))
+        found_rows.append({"part": "products", "rows": rows, "n": n, "m": m, "gflops": gflops})
+    return found_rows
 
 
 def _build(architecture: str, arguments: argparse.Namespace) -> MultilinForCausalLM:
@@ -102,7 +110,7 @@ def _build(architecture: str, arguments: argparse.Namespace) -> MultilinForCausa
     return model
 
 
-def _model(arguments: argparse.Namespace, clock: Callable[[], float]) -> None:
+def _model(arguments: argparse.Namespace, clock: Callable[[], float]) -> list[dict[str, Any]]:
     model = _build(arguments.architecture, arguments)
     ids = torch.randint(arguments.vocab_size, (arguments.batch_size, arguments.length))
 
@@ -123,6 +131,7 @@ def _model(arguments: argparse.Namespace, clock: Callable[[], float]) -> None:
         f"{arguments.batch_size} x {arguments.length} tokens, all else in bf16 autocast, "
         f"{torch.get_num_threads()} threads"
     )
+    rows = []
     for title, run, ways in (
         ("forward pass with logits", forward, {"bf16": FLOAT, "int8": INT8}),
         ("loss and gradients", step, {"bf16": FLOAT, "int8": INT8, "int8, backward too": BOTH_WAYS}),
@@ -130,16 +139,20 @@ def _model(arguments: argparse.Namespace, clock: Callable[[], float]) -> None:
         contestants: Contestants = {name: lambda run=run, way=way: run(way) for name, way in ways.items()}
         found = _medians(contestants, clock, arguments.turns)
         for name, seconds in found.items():
-            print(f"{title:26}{name:20}{1e3 * seconds:10.0f} ms{found['bf16'] / seconds:8.2f} x")
+            gain = found["bf16"] / seconds
+            print(f"{title:26}{name:20}{1e3 * seconds:10.0f} ms{gain:8.2f} x")
+            rows.append({"part": "model", "task": title, "arithmetic": name, "seconds": seconds, "gain": gain})
+    return rows
 
 
-def _precision(arguments: argparse.Namespace) -> None:
+def _precision(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     print("\nerror against float32, in basis points (1e-4)")
     print(
         "rms: |difference| / |exact|; cosine: 1 - cosine of the angle; TScale publishes one figure, without its formula"
     )
     print(f"{'':10}{'':20}{'logits':>16}{'gradients':>16}{'published':>11}")
     print(f"{'':10}{'':20}{'rms':>8}{'cosine':>8}{'rms':>8}{'cosine':>8}")
+    rows = []
     for architecture in ("tscale", "threelin"):
         model = _build(architecture, arguments).train()
         ids = torch.randint(arguments.vocab_size, (2, arguments.length), generator=torch.Generator().manual_seed(1))
@@ -147,8 +160,10 @@ def _precision(arguments: argparse.Namespace) -> None:
         for name, arithmetic in (("bf16", FLOAT), ("int8", INT8), ("int8, backward too", BOTH_WAYS)):
             found = _logits_and_gradients(model, ids, arithmetic, autocast=name == "bf16")
             cells = [cell for x, y in zip(found, exact, strict=True) for cell in _basis_points(x, y)]
-            row = "".join(f"{cell:8.1f}" for cell in cells)
-            print(f"{architecture:10}{name:20}{row}{PUBLISHED.get(name, '') if architecture == 'tscale' else '':>11}")
+            line = "".join(f"{cell:8.1f}" for cell in cells)
+            rows.append({"part": "precision", "model": architecture, "arithmetic": name, "basis_points": cells})
+            print(f"{architecture:10}{name:20}{line}{PUBLISHED.get(name, '') if architecture == 'tscale' else '':>11}")
+    return rows
 
 
 def _logits_and_gradients(

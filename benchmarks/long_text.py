@@ -12,22 +12,26 @@ import time
 
 import torch
 
+from benchmarks import _results
 from multilin import MultilinForCausalLM
 from multilin.allocator import keep_freed_memory
 from multilin.model.factory import create_model
 
 
 def main(argv: list[str]) -> None:
-    arguments = _parser().parse_args(argv)
+    arguments = _results.parse(_parser(), argv)
     sizes = f"width {arguments.hidden_size}, {arguments.num_layers} layers, vocabulary {arguments.vocab_size}"
     print(f"{arguments.architecture}, {sizes}, batch 1, {arguments.precision}, chunks of {arguments.chunk}")
     print(f"{'':20}{'tokens':>9}{'seconds':>9}{'tokens/s':>10}{'peak MB':>9}{'bytes/token':>13}")
+    rows = []
     for task in arguments.tasks:
         for length in arguments.lengths:
             with multiprocessing.get_context("spawn").Pool(1) as pool:
                 seconds, peak = pool.apply(_measure, (task, length, arguments))
             line = f"{task:20}{length:>9}{seconds:>9.1f}{length / seconds:>10,.0f}{peak / 1e6:>9.0f}"
             print(f"{line}{peak / length:>13,.0f}", flush=True)
+            rows.append({"task": task, "length": length, "seconds": seconds, "peak_bytes": peak})
+    _results.save("long_text", arguments, rows)
 
 
 def _measure(task: str, length: int, arguments: argparse.Namespace) -> tuple[float, int]:

@@ -53,14 +53,21 @@ def commit() -> str:
         return "unknown"
 
 
-def main(argv: list[str] | None = None) -> None:
-    """Print all of it."""
+def description() -> dict[str, str]:
+    """All of it: machine, versions and commit."""
     load = f", load {os.getloadavg()[0]:.1f}" if hasattr(os, "getloadavg") else ""
-    print(
-        f"machine  {processor()}, {cores()} cores{load}; {platform.system()} {platform.release()}; GPU: {accelerator()}"
-    )
-    print("versions " + ", ".join(f"{name} {version}" for name, version in versions().items()))
-    print(f"commit   {commit()}")
+    system = f"{platform.system()} {platform.release()}"
+    return {
+        "machine": f"{processor()}, {cores()} cores{load}; {system}; GPU: {accelerator()}",
+        "versions": ", ".join(f"{name} {version}" for name, version in versions().items()),
+        "commit": commit(),
+    }
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Print it."""
+    for name, value in description().items():
+        print(f"{name:9}{value}")
 
 
 if __name__ == "__main__":

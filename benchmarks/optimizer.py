@@ -12,6 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
+from benchmarks import _results
 from multilin.model.factory import create_model, model_names
 from multilin.training.optimizers import MatrixMoment, NormalizedSGD, parameter_groups
 
@@ -26,7 +27,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--vocab-size", type=int, default=8192)
     parser.add_argument("--turns", type=int, default=15, help="turns of each")
     parser.add_argument("--threads", type=int, help="threads of torch; one gives steadier figures on a busy machine")
-    arguments = parser.parse_args(argv)
+    arguments = _results.parse(parser, argv)
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
     rows = optimizers(arguments)
@@ -43,6 +44,9 @@ def main(argv: list[str]) -> None:
         size = state_bytes(optimizer)
         print(f"{name:24}{1e3 * medians[name]:10.2f}{medians[name] / medians[adam]:15.2f}", end="")
         print(f"{size / 1e6:12.2f}{size / state_bytes(rows[adam][1]):10.3f}")
+    sizes = {name: state_bytes(optimizer) for name, (_, optimizer) in rows.items()}
+    found = [{"name": name, "seconds": medians[name], "state_bytes": sizes[name]} for name in rows]
+    _results.save("optimizer", arguments, found)
 
 
 def optimizers(

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks import _results
 from benchmarks._turns import seconds_in_turns
 from multilin.model.factory import create_model
 from multilin.training.optimizers import build_optimizer
@@ -31,6 +32,7 @@ GRIDS = {
     "matrix_moment": (3e-3, 1e-2, 3e-2, 1e-1),
     "normalized_sgd": (3e-2, 1e-1, 3e-1, 1.0),
 }
+BY_NAME_ONLY = "it trains many models"
 MOST_BEYOND = 2  # rates tried beyond an end of the grid
 COLOURS = {"adamw": "#4c6ef5", "matrix_moment": "#e8590c", "normalized_sgd": "#2b8a3e"}
 
@@ -50,8 +52,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--options", default="{}", help='of architectures: {"additive": {"dropout": 0}}')
     parser.add_argument("--turns", type=int, default=7, help="steps of each that are timed at the end")
     parser.add_argument("--folder", default="runs/optimizer_learning", help="where the runs go")
-    parser.add_argument("--plot", help="file to draw the best runs into")
-    arguments = parser.parse_args(argv)
+    arguments = _results.parse(parser, argv, draws=True)
     runs = {
         (architecture, optimizer): _search(architecture, optimizer, arguments)
         for architecture in arguments.architectures

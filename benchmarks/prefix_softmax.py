@@ -7,7 +7,7 @@ the same allocator setting; the table shows medians, and ratios to the limit of 
 """
 
 import argparse
-import json
+import math
 import os
 import statistics
 import subprocess
@@ -15,14 +15,17 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from benchmarks import _plots, _results
 from multilin import allocator
 from multilin.ops.prefix_softmax import PREFIX_SOFTMAX, portable, prefix_softmax, reference
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16}
 SHAPES = ("8,2048,8,64", "2,2048,8,64", "1,16384,8,64")
@@ -32,7 +35,7 @@ Compute = Callable[..., Tensor]
 
 
 def main(argv: list[str]) -> None:
-    arguments = _parser().parse_args(argv)
+    arguments = _results.parse(_parser(), argv, draws=True)
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
     allocator.keep_freed_memory()
@@ -52,8 +55,7 @@ def main(argv: list[str]) -> None:
     for name, seconds in first_calls().items():
         print(f"first call, {name}: {seconds:.2f} s after importing PyTorch and multilin")
         rows.append({"name": f"first call, {name}", "seconds": seconds})
-    if arguments.json:
-        Path(arguments.json).write_text(json.dumps({"arguments": vars(arguments), "rows": rows}, indent=2) + "\n")
+    _results.save("prefix_softmax", arguments, rows, draw)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -63,7 +65,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--dtypes", nargs="+", default=list(DTYPES), choices=DTYPES)
     parser.add_argument("--turns", type=int, default=15, help="turns of each; the table shows medians")
     parser.add_argument("--threads", type=int, help="threads of torch; one gives steadier figures on a busy machine")
-    parser.add_argument("--json", help="file to write the figures to")
     return parser
 
 
@@ -185,6 +186,34 @@ def _print(rows: list[dict[str, Any]], shape: str, window: int, dtype: str) -> N
             "" if row["name"] in ("ours", "limit: copy") else f"{row['forward_gain']:8.1f}x{row['backward_gain']:6.1f}x"
         )
         print(f"{place}  {row['name']:20}{figures}{gains}", flush=True)
+
+
+def draw(rows: _results.Rows, arguments: argparse.Namespace) -> "Figure":
+    """Time over that of a copy for each window, ours and cumulative sums, a row of panels per dtype."""
+    figure, panels = _plots.figure(len(arguments.dtypes), 2, height=3.6)
+    longest = max(arguments.windows, default=1) or 1
+    places = {window: window or 4 * longest for window in sorted(arguments.windows, key=lambda w: w or math.inf)}
+    names = [f"{window:,}" if window else "whole\npast" for window in places]
+    for axes, dtype in zip(panels, arguments.dtypes, strict=True):
+        for axis, kind in zip(axes, ("forward", "backward"), strict=True):
+            for name in ("cumulative sums", "ours"):
+                for index, shape in enumerate(arguments.shapes):
+                    own = [r for r in rows if (r.get("shape"), r.get("dtype"), r["name"]) == (shape, dtype, name)]
+                    own.sort(key=lambda row: places[row["window"]])
+                    x, y = [places[row["window"]] for row in own], [row[f"{kind}_over_limit"] for row in own]
+                    shown = _plots.COLOURS[index % len(_plots.COLOURS)] if name == "ours" else _plots.PEER
+                    label = shape.replace(",", "·") if name == "ours" else "" if index else "cumulative\nsums"
+                    _plots.line(axis, x, y, label or "_", shown, _plots.MARKERS[index % len(_plots.MARKERS)])
+            axis.set_yscale("log")
+            axis.yaxis.set_major_formatter("{x:g}")
+            _plots.scale_x(axis, list(places.values()), names)
+            axis.axhline(1, color=_plots.PEER, linewidth=1)
+            axis.set_title(f"{dtype}, {'forward' if kind == 'forward' else 'forward + backward'}", fontsize=10)
+            _plots.name_ends(axis)
+        axes[0].set_ylabel("time, in copies of the values")
+    for axis in panels[-1]:
+        axis.set_xlabel("window, in tokens")
+    return figure
 
 
 def _print_spread(rows: list[dict[str, Any]], shape: str, dtype: str) -> None:

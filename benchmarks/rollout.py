@@ -7,16 +7,15 @@ inputs so far and two products with (V, D) matrices. The limit is what no way ca
 """
 
 import argparse
-import json
 import statistics
-import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from benchmarks import _results
+from benchmarks._turns import times_in_turns
 from multilin.inference.rollout import rollout, rollout_sequential
 from multilin.model import MultilinForCausalLM
 from multilin.model.factory import create_model
@@ -30,7 +29,7 @@ PARALLEL, SEQUENTIAL, RECURRENCE, LIMIT = (
 
 
 def main(argv: list[str]) -> None:
-    arguments = _parser().parse_args(argv)
+    arguments = _results.parse(_parser(), argv)
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
     torch.manual_seed(0)
@@ -46,8 +45,7 @@ def main(argv: list[str]) -> None:
             prompt = torch.randint(arguments.vocab_size, (1, num_prompt), device=device)
             rows += _measure(model.to(dtype=dtype), prompt, arguments)
     _print(rows, arguments)
-    if arguments.json:
-        Path(arguments.json).write_text(json.dumps({"arguments": vars(arguments), "rows": rows}, indent=2) + "\n")
+    _results.save("rollout", arguments, rows)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -59,7 +57,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--steps", type=int, default=256, help="outputs")
     parser.add_argument("--turns", type=int, default=7, help="turns of each; the table shows medians")
     parser.add_argument("--threads", type=int, help="threads of torch; one gives steadier figures on a busy machine")
-    parser.add_argument("--json", help="file to write the figures to")
     return parser
 
 
@@ -71,15 +68,7 @@ def _measure(model: MultilinForCausalLM, prompt: Tensor, arguments: argparse.Nam
         LIMIT: _bare_products(model, arguments.steps),
     }
     expected = tasks[SEQUENTIAL]()
-    seconds: dict[str, list[float]] = {name: [] for name in tasks}
-    for turn in range(arguments.turns + 1):
-        for name, task in tasks.items():
-            _synchronize()
-            begin = time.perf_counter()
-            task()
-            _synchronize()
-            if turn:  # the first one warms up
-                seconds[name].append(time.perf_counter() - begin)
+    seconds = times_in_turns(tasks, arguments.turns, "wall")
     return [
         {
             "way": name,
@@ -144,8 +133,3 @@ def _print(rows: list[dict[str, Any]], arguments: argparse.Namespace) -> None:
             f"{row['sequential_over_this']:>8.1f}x{difference:>12}"
         )
     print("speed: how many times as fast as rollout_sequential; difference: largest relative one of an output from its")
-
-
-def _synchronize() -> None:
-    if torch.accelerator.is_available():
-        torch.accelerator.synchronize()

@@ -11,7 +11,9 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
+from benchmarks import _results
 from multilin.data.corpora import Document, read_documents
 from multilin.data.packing import pack
 from multilin.data.tokenizers import load_tokenizer, train_tokenizer
@@ -23,24 +25,28 @@ def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="benchmarks tokenize", description=__doc__)
     parser.add_argument("--source", help="see `read_documents`; the books corpus, or python-source where it is absent")
     parser.add_argument("--vocab-sizes", type=int, nargs="+", default=[4096, 8192, 32000])
-    arguments = parser.parse_args(argv)
+    arguments = _results.parse(parser, argv)
     source = arguments.source or (str(DEFAULT_SOURCE) if DEFAULT_SOURCE.exists() else "python-source")
     print(f"source {source}")
     print(f"{'':44}{'seconds':>9}{'MB/s':>8}{'tokens':>12}{'peak MB':>9}")
-    _measure("limit: read the text only", _read, source)
+    rows = [_measure("limit: read the text only", _read, source)]
     with tempfile.TemporaryDirectory() as folder:
         for vocab_size in arguments.vocab_sizes:
             tokenizer = str(Path(folder) / str(vocab_size))
-            _measure(f"train a BPE of {vocab_size}", _train, source, tokenizer, vocab_size)
-            _measure(f"BPE {vocab_size}: tokenise and pack", _pack, source, tokenizer)
-            _measure(f"BPE {vocab_size}: peer, tokenizer(text) each", _peer, source, tokenizer)
-            _measure(f"BPE {vocab_size}: peer, encode_batch_fast", _peer_batch, source, tokenizer)
+            rows += [
+                _measure(f"train a BPE of {vocab_size}", _train, source, tokenizer, vocab_size),
+                _measure(f"BPE {vocab_size}: tokenise and pack", _pack, source, tokenizer),
+                _measure(f"BPE {vocab_size}: peer, tokenizer(text) each", _peer, source, tokenizer),
+                _measure(f"BPE {vocab_size}: peer, encode_batch_fast", _peer_batch, source, tokenizer),
+            ]
+    _results.save("tokenize", arguments, rows)
 
 
-def _measure(title: str, work: Callable[..., int], source: str, *arguments: object) -> None:
+def _measure(title: str, work: Callable[..., int], source: str, *arguments: object) -> dict[str, Any]:
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         seconds, size, tokens, peak = pool.apply(_timed, (work, source, *arguments))
     print(f"{title:44}{seconds:9.2f}{size / 1e6 / seconds:8.1f}{tokens or '':>12}{peak / 1e6:9.0f}", flush=True)
+    return {"name": title, "seconds": seconds, "text_bytes": size, "tokens": tokens, "peak_bytes": peak}
 
 
 def _timed(work: Callable[..., int], source: str, *arguments: object) -> tuple[float, int, int, int]:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
+from benchmarks import _results
 from multilin.training.assemble import build_model, read_text, training_order
 from multilin.training.order import stack_blocks
 from multilin.training.precision import autocast_dtype
@@ -85,7 +86,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--steps", type=int, default=5, help="steps of one turn")
     parser.add_argument("--turns", type=int, default=15, help="turns of each")
     parser.add_argument("--threads", type=int, help="threads of torch; one gives steadier figures on a busy machine")
-    arguments = parser.parse_args(argv)
+    arguments = _results.parse(parser, argv)
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
     with tempfile.TemporaryDirectory() as folder:
@@ -98,10 +99,13 @@ def main(argv: list[str]) -> None:
     print(f"{arguments.architecture}, width {arguments.hidden_size}, {arguments.num_layers} layers, ", end="")
     print(f"{recipe.training.precision}, {arguments.batch_size} x {recipe.model.n_positions} tokens a step")
     print(f"{'':24}{'ms/step':>10}{'tokens/s':>12}")
+    rows = []
     for name, seconds in (("multilin train", ours), ("peer: bare loop", bare)):
         median = statistics.median(seconds)
         print(f"{name:24}{1e3 * median / arguments.steps:10.2f}{tokens / median:12,.0f}")
+        rows.append({"name": name, "seconds_per_step": median / arguments.steps, "tokens_per_second": tokens / median})
     print(f"cost of everything around the work: {100 * cost:.1f} % of a step (median over {len(ours)} pairs of turns)")
+    _results.save("trainer", arguments, [*rows, {"name": "cost", "share_of_a_step": cost}])
 
 
 def _recipe(arguments: argparse.Namespace, output: Path) -> Recipe:

@@ -6,24 +6,36 @@ loss and `scaled_dot_product_attention`, and, where it is installed (`pip instal
 models of that package. All have the same width, depth and vocabulary; heads too where the model has a choice.
 
 The limit is the machine's matrix product of 2048 x 2048 matrices in the same precision, timed between the steps. A
-model's share of it counts products with weight matrices only, 6 floating-point operations per weight and token:
-attention over pairs of positions, recomputation and mixing over time count as time spent, not as work done.
+model has two shares of it. "Of peak" counts products with weight matrices only, 6 floating-point operations per weight
+and token: attention over pairs of positions, recomputation and mixing over time count as time spent, not as work done.
+"All products" counts every matrix product of a forward pass with logits at every position, attention included, times
+three for a step. What is not counted: everything pointwise, norms, running means, and what backward makes again. Full
+attention counts with all pairs of positions, as its plain form computes them, though fused kernels skip the half above
+the diagonal; ours count as they are computed.
 """
 
 import argparse
+import copy
 import gc
 import json
 import statistics
-import time
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
+from benchmarks import _plots, _results
+from benchmarks._turns import times_in_turns
+from multilin.allocator import keep_freed_memory
 from multilin.architectures import architectures
+from multilin.model import MultilinForCausalLM
 from multilin.model.factory import BASELINES, create_model
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 PACKAGE = ("leap", "fastformer")  # models of the package leap-transformer
 GEMM_SIZE = 2048
@@ -47,6 +59,19 @@ class Trained:
         parameters = {id(p): p for p in self.model.parameters() if p.ndim > 1}
         return sum(p.numel() for key, p in parameters.items() if key not in looked_up or key in multiplied)
 
+    def flops(self) -> int:
+        """Floating-point operations of every matrix product of a forward pass."""
+        model, ids = self.model, self.ids
+        if not isinstance(model, MultilinForCausalLM):
+            # Without memory for all pairs of positions. Kernels of ours need numbers.
+            model, ids = copy.deepcopy(model).to("meta"), ids.to("meta")
+        counter = FlopCounterMode(display=False)
+        autocast = torch.autocast("cpu", torch.bfloat16, enabled=self.autocast)
+        # Fused attention is not counted on every device; the plain one is made of products that are.
+        with torch.no_grad(), autocast, sdpa_kernel(SDPBackend.MATH), counter:
+            model(input_ids=ids)
+        return int(counter.get_total_flops())
+
     def step(self) -> None:
         """One training step."""
         with torch.autocast("cpu", torch.bfloat16, enabled=self.autocast):
@@ -57,15 +82,14 @@ class Trained:
 
 
 def main(argv: list[str]) -> None:
-    arguments = _parser().parse_args(argv)
+    arguments = _results.parse(_parser(), argv, draws=True)
+    if not arguments.system_allocator:
+        keep_freed_memory()
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
     rows = [row for length in arguments.lengths for row in _measure(length, arguments)]
     _print(rows, arguments)
-    if arguments.json:
-        Path(arguments.json).write_text(json.dumps({"arguments": vars(arguments), "rows": rows}, indent=2) + "\n")
-    if arguments.plot:
-        _draw(rows, arguments)
+    _results.save("training_step", arguments, rows, draw)
 
 
 def _measure(length: int, arguments: argparse.Namespace) -> list[dict[str, Any]]:
@@ -73,17 +97,12 @@ def _measure(length: int, arguments: argparse.Namespace) -> list[dict[str, Any]]
     trained = {name: Trained(name, length, arguments) for name in arguments.models}
     product = _matrix_product(torch.bfloat16 if arguments.precision == "bf16" else torch.float32)
     tasks = {**{name: one.step for name, one in trained.items()}, "limit": product}
-    seconds: dict[str, list[float]] = {name: [] for name in tasks}
-    for turn in range(arguments.turns + 1):
-        for name, task in tasks.items():
-            begin = time.perf_counter()
-            task()
-            if turn:  # the first one warms up
-                seconds[name].append(time.perf_counter() - begin)
+    seconds = times_in_turns(tasks, arguments.turns, "wall")
     peak = 2 * GEMM_SIZE**3 / statistics.median(seconds.pop("limit"))
     rows = []
     for name, times in seconds.items():
         speed = trained[name].ids.numel() / statistics.median(times)
+        flops = _flops(name, trained[name])
         rows.append(
             {
                 "model": name,
@@ -93,12 +112,21 @@ def _measure(length: int, arguments: argparse.Namespace) -> list[dict[str, Any]]
                 "fastest": trained[name].ids.numel() / min(times),
                 "slowest": trained[name].ids.numel() / max(times),
                 "share_of_peak": 6 * trained[name].weights * speed / peak,
+                "share_of_peak_all_products": flops and 3 * flops / statistics.median(times) / peak,
                 "peak_gflops": peak / 1e9,
             }
         )
     del trained, tasks
     gc.collect()
     return rows
+
+
+def _flops(name: str, trained: Trained) -> int | None:
+    try:
+        return trained.flops()
+    except Exception as failure:  # models of other packages do as they like
+        print(f"{name}: its products cannot be counted ({type(failure).__name__}: {failure})")
+        return None
 
 
 def _matrix_product(dtype: torch.dtype) -> Callable[[], Tensor]:
@@ -160,44 +188,54 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--precision", default="bf16", choices=["float32", "bf16"])
     parser.add_argument("--turns", type=int, default=5, help="steps of each; the table shows medians")
     parser.add_argument("--threads", type=int, help="threads of torch")
-    parser.add_argument("--json", help="file to write the figures to")
-    parser.add_argument("--plot", help="file to draw the figures into")
+    parser.add_argument("--system-allocator", action="store_true", help="give freed memory back to the system")
     return parser
 
 
 def _print(rows: list[dict[str, Any]], arguments: argparse.Namespace) -> None:
     sizes = f"width {arguments.hidden_size}, {arguments.num_layers} layers, vocabulary {arguments.vocab_size}"
     print(f"{sizes}, {arguments.precision}, {arguments.tokens} tokens a step, {torch.get_num_threads()} threads")
-    print(
-        f"{'':32}{'text':>8}{'parameters':>12}{'tokens/s':>10}{'slowest - fastest':>20}{'over GPT-2':>12}{'of peak':>9}"
-    )
+    print(f"{'':26}{'text':>8}{'parameters':>12}{'tokens/s':>10}{'slowest - fastest':>20}{'over GPT-2':>12}", end="")
+    print(f"{'of peak':>12}{', all products':>15}")
     for row in rows:
         gpt2 = [r["tokens_per_second"] for r in rows if r["model"] == "gpt2" and r["length"] == row["length"]]
         ratio = f"{row['tokens_per_second'] / gpt2[0]:.2f}x" if gpt2 else ""
+        counted = row["share_of_peak_all_products"]
+        shown = "" if counted is None else f"{counted:.0%}"
         spread = f"{row['slowest']:,.0f} - {row['fastest']:,.0f}"
         print(
-            f"{row['model']:32}{row['length']:>8}{row['parameters'] / 1e6:>11.1f}M{row['tokens_per_second']:>10,.0f}"
-            f"{spread:>20}{ratio:>12}{row['share_of_peak']:>9.0%}"
+            f"{row['model']:26}{row['length']:>8}{row['parameters'] / 1e6:>11.1f}M{row['tokens_per_second']:>10,.0f}"
+            f"{spread:>20}{ratio:>12}{row['share_of_peak']:>12.0%}"
+            f"{shown:>15}"
         )
     for length in arguments.lengths:
         peak = next(row["peak_gflops"] for row in rows if row["length"] == length)
         print(f"limit at {length}: products of 2048 x 2048 at {peak:,.0f} GFLOP/s")
 
 
-def _draw(rows: list[dict[str, Any]], arguments: argparse.Namespace) -> None:
-    import matplotlib.figure
+def draw(rows: _results.Rows, arguments: argparse.Namespace) -> "Figure":
+    """Tokens per second: lines over the length of a text, bars where there is one length."""
+    if len(arguments.lengths) == 1:
+        return _bars(rows, arguments.lengths[0])
+    figure, ((axis,),) = _plots.figure(1, 1, height=4.8)
+    _plots.lines_of_models(axis, rows, "length", "tokens_per_second")
+    _plots.scale_x(axis, arguments.lengths)
+    axis.set_ylim(bottom=0)
+    axis.yaxis.set_major_formatter("{x:,.0f}")
+    axis.set(xlabel="tokens of a text", ylabel="tokens per second of a training step")
+    _plots.name_ends(axis)
+    return figure
 
-    figure = matplotlib.figure.Figure(figsize=(5 * len(arguments.lengths), 3.6), layout="constrained")
-    axes = figure.subplots(1, len(arguments.lengths), sharex=True, squeeze=False)[0]
-    for axis, length in zip(axes, arguments.lengths, strict=True):
-        shown = sorted((row for row in rows if row["length"] == length), key=lambda row: row["tokens_per_second"])
-        names = [row["model"].partition(":")[0] for row in shown]
-        colours = ["#adb5bd" if name in (*BASELINES, *PACKAGE) else "#4c6ef5" for name in names]
-        bars = axis.barh(names, [row["tokens_per_second"] for row in shown], color=colours)
-        axis.bar_label(bars, [f"{row['tokens_per_second']:,.0f}" for row in shown], padding=3)
-        axis.set_title(f"texts of {length:,} tokens")
-        axis.margins(x=0.15)
-        axis.set_xlabel("tokens per second")
-        axis.set_xticks([])
-        axis.spines[["top", "right", "bottom"]].set_visible(False)
-    figure.savefig(arguments.plot, dpi=150)
+
+def _bars(rows: _results.Rows, length: int) -> "Figure":
+    shown = sorted(rows, key=lambda row: row["tokens_per_second"])
+    figure, ((axis,),) = _plots.figure(1, 1, height=1 + 0.36 * len(rows))
+    colours = [_plots.colour(row["model"]) for row in shown]
+    names = [_plots.title(row["model"]) for row in shown]
+    bars = axis.barh(names, [row["tokens_per_second"] for row in shown], color=colours)
+    axis.bar_label(bars, [f"{row['tokens_per_second']:,.0f}" for row in shown], padding=3)
+    axis.margins(x=0.12)
+    axis.set_xlabel(f"tokens per second of a training step, texts of {length:,} tokens")
+    axis.set_xticks([])
+    axis.spines["bottom"].set_visible(False)
+    return figure

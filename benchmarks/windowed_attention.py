@@ -8,11 +8,13 @@ process. bf16 means inputs as autocast makes them.
 
 import argparse
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from benchmarks import _results
 from benchmarks._turns import device, seconds_in_turns
 from multilin.allocator import keep_freed_memory
 from multilin.ops.windowed_attention import windowed_attention
@@ -23,7 +25,7 @@ TOKENS_PER_TURN = 8192
 
 
 def main(argv: list[str]) -> None:
-    arguments = _parser().parse_args(argv)
+    arguments = _results.parse(_parser(), argv)
     keep_freed_memory()
     if arguments.clock == "cpu":
         arguments.threads = 1
@@ -35,15 +37,19 @@ def main(argv: list[str]) -> None:
         end="",
     )
     print(f"{torch.get_num_threads()} threads, {arguments.clock} time")
-    for dtype in arguments.dtypes:
-        for direction in ("forward", "forward + backward"):
-            _table(arguments, dtype, direction)
+    rows = [
+        row
+        for dtype in arguments.dtypes
+        for direction in ("forward", "forward + backward")
+        for row in _table(arguments, dtype, direction)
+    ]
+    _results.save("windowed_attention", arguments, rows)
 
 
-def _table(arguments: argparse.Namespace, dtype: str, direction: str) -> None:
+def _table(arguments: argparse.Namespace, dtype: str, direction: str) -> list[dict[str, Any]]:
     print(f"{dtype}, {direction}: microseconds per token")
     print(f"{'tokens':>8}{'ours':>9}{'over shortest':>15}{'limit':>9}{'over limit':>12}{'peer':>9}{'times faster':>14}")
-    shortest = None
+    rows, shortest = [], None
     for length in arguments.lengths:
         tasks = _tasks(
             arguments, length, getattr(torch, {"bf16": "bfloat16"}.get(dtype, dtype)), direction != "forward"
@@ -58,6 +64,8 @@ def _table(arguments: argparse.Namespace, dtype: str, direction: str) -> None:
         shortest = shortest or ours
         line = f"{length:>8}{ours:>9.2f}{ours / shortest:>15.2f}{limit:>9.2f}{ours / limit:>12.2f}"
         print(line + ("" if peer is None else f"{peer:>9.2f}{peer / ours:>14.1f}"), flush=True)
+        rows.append({"dtype": dtype, "direction": direction, "length": length, "microseconds_per_token": per_token})
+    return rows
 
 
 def _tasks(arguments: argparse.Namespace, length: int, dtype: torch.dtype, with_backward: bool) -> dict[str, Task]:

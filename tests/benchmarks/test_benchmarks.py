@@ -1,15 +1,22 @@
-"""Benchmarks are found by their files, explain themselves, and give figures."""
+"""Benchmarks are found by their files, explain themselves, give figures, and draw them."""
 
 import importlib
 import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
+import benchmarks.__main__
 from benchmarks.__main__ import main, names
+from multilin.errors import InputError
+
+SIZES = ["--hidden-size", "16", "--num-layers", "2", "--num-heads", "2", "--vocab-size", "50"]
+PNG = b"\x89PNG\r\n\x1a\n"
 
 
 @pytest.mark.parametrize("name", names())
@@ -17,7 +24,9 @@ def test_every_benchmark_explains_itself(name: str, capsys: pytest.CaptureFixtur
     with pytest.raises(SystemExit) as stopped:
         importlib.import_module(f"benchmarks.{name}").main(["--help"])
     assert stopped.value.code == 0
-    assert f"benchmarks {name}" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert f"benchmarks {name}" in shown
+    assert "--json" in shown
 
 
 def test_an_unknown_name_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
@@ -50,14 +59,86 @@ def test_without_a_card_nothing_is_timed(capsys: pytest.CaptureFixture[str]) -> 
     assert "--dry" in capsys.readouterr().err
 
 
-@pytest.mark.slow
+def test_a_file_that_cannot_be_written_is_refused_before_any_work(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["decode", "--json", str(tmp_path / "absent" / "found.json")]) == 1
+    assert "--json: the folder" in capsys.readouterr().err
+
+
 def test_a_training_step_is_timed_beside_its_peers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    sizes = ["--hidden-size", "16", "--num-layers", "2", "--num-heads", "2", "--vocab-size", "50"]
-    models = ["--models", "additive", "gpt2"]
-    figures = ["--lengths", "32", "--tokens", "64", "--turns", "2", "--json", str(tmp_path / "found.json")]
-    assert main(["training_step", *models, *sizes, *figures]) == 0
+    figures = ["--lengths", "32", "64", "--tokens", "64", "--turns", "1", "--models", "additive", "gpt2"]
+    assert main(["training_step", "--save", str(tmp_path), *figures, *SIZES]) == 0
     assert "limit at 32" in capsys.readouterr().out
-    ours, peer = json.loads((tmp_path / "found.json").read_text())["rows"]
+    ours, peer, *_ = _saved(tmp_path, "training_step")["rows"]
     assert (ours["model"], peer["model"]) == ("additive", "gpt2")
     assert 0 < ours["share_of_peak"] < 1
     assert ours["slowest"] <= ours["tokens_per_second"] <= ours["fastest"]
+    # Additive attention has no products but those with weights; GPT-2's are more with pairs of positions.
+    assert ours["share_of_peak_all_products"] == pytest.approx(ours["share_of_peak"], rel=0.01)
+    assert peer["share_of_peak_all_products"] > 1.01 * peer["share_of_peak"]
+    assert (tmp_path / "training_step.png").read_bytes().startswith(PNG)
+
+
+def test_reading_and_writing_are_timed_where_a_model_can(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    texts = ["--positions", "16", "40", "--chunk", "16", "--longest-peer", "16", "--batch-sizes", "1", "3"]
+    turns = ["--turns", "1", "--reading-turns", "1", "--tokens", "2", "--models", "additive", "gpt2"]
+    assert main(["decode", "--save", str(tmp_path), *texts, *turns, *SIZES]) == 0
+    assert "gpt2 is left out after 40 tokens" in capsys.readouterr().out
+    rows = _saved(tmp_path, "decode")["rows"]
+    read = [(row["model"], row["position"], row["way"]) for row in rows if row["task"] == "read"]
+    assert sorted(read) == [
+        ("additive", 16, "at once"), ("additive", 40, "at once"), ("additive", 40, "by 16"), ("gpt2", 16, "at once"),
+    ]  # fmt: skip
+    kept = {
+        (row["model"], row["position"], row["batch_size"]): row["state_bytes"] for row in rows if "state_bytes" in row
+    }
+    assert kept["additive", 40, 1] == kept["additive", 16, 1]
+    # Keys and values of two layers, sixteen tokens, sixteen float32 numbers; three texts have three times as many.
+    assert kept["gpt2", 16, 3] == 3 * kept["gpt2", 16, 1] == 3 * 2 * 2 * 16 * 16 * 4
+    assert (tmp_path / "decode.png").read_bytes().startswith(PNG)
+
+
+def test_an_op_is_timed_beside_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = importlib.import_module("benchmarks.prefix_softmax")
+    monkeypatch.setattr(module, "first_calls", dict)  # new processes, which compile
+    monkeypatch.setattr(module, "one_token", dict)
+    sizes = ["--shapes", "1,32,2,4", "--windows", "0", "4", "--dtypes", "float32", "--turns", "1"]
+    files = ["--json", str(tmp_path / "prefix_softmax.json"), "--plot", str(tmp_path / "drawn.png")]
+    assert main(["prefix_softmax", *sizes, *files]) == 0
+    found = _saved(tmp_path, "prefix_softmax")
+    assert found["arguments"]["windows"] == [0, 4]
+    assert {"machine", "versions", "commit"} < set(found)
+    assert {row["name"] for row in found["rows"]} == {
+        "limit: copy", "ours", "portable", "cumulative sums", "definition"
+    }  # fmt: skip
+    assert (tmp_path / "drawn.png").read_bytes().startswith(PNG)
+
+
+def test_a_benchmark_that_fails_does_not_end_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(argv: list[str]) -> None:
+        raise InputError("window: 0 given, but it must be positive")
+
+    ran = []
+    modules: dict[str, Any] = {
+        "broken": SimpleNamespace(main=fail),
+        "good": SimpleNamespace(main=ran.append),
+        "long": SimpleNamespace(main=fail, BY_NAME_ONLY="it takes a day"),
+    }
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, f"benchmarks.{name}", module)
+    monkeypatch.setattr(benchmarks.__main__, "names", lambda: list(modules))
+    assert main(["--save", str(tmp_path)]) == 1
+    assert ran == [["--json", str(tmp_path / "good.json")]]
+    assert _saved(tmp_path, "broken")["failure"] == "window: 0 given, but it must be positive"
+    shown = capsys.readouterr()
+    assert "broken failed: window: 0 given" in shown.err
+    assert "it takes a day" in shown.out
+
+
+def _saved(folder: Path, name: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / f"{name}.json").read_text())
+    assert found["name"] == name
+    return found

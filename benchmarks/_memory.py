@@ -1,0 +1,40 @@
+"""The memory that a piece of work needs at most."""
+
+import ctypes
+import platform
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+
+_CLEAR, _STATUS = Path("/proc/self/clear_refs"), Path("/proc/self/status")
+
+
+Result = TypeVar("Result")
+
+
+def peak_bytes(work: Callable[[], Result]) -> tuple[Result, int | None]:
+    """What `work` returns, and the bytes held at most while it runs above those held before.
+
+    Without an accelerator these are bytes of the process, which Linux alone tells; None elsewhere.
+    """
+    if torch.accelerator.is_available():
+        torch.accelerator.reset_peak_memory_stats()
+        before = torch.accelerator.memory_allocated()
+        result = work()
+        return result, torch.accelerator.max_memory_allocated() - before
+    try:
+        if platform.libc_ver()[0] == "glibc":
+            ctypes.CDLL(None).malloc_trim(0)  # memory freed before would be used again unseen
+        _CLEAR.write_text("5")
+    except OSError:
+        return work(), None
+    before = _held("VmRSS")
+    result = work()
+    return result, max(_held("VmHWM") - before, 0)
+
+
+def _held(name: str) -> int:
+    line = next(line for line in _STATUS.read_text().splitlines() if line.startswith(name))
+    return 1024 * int(line.split()[1])

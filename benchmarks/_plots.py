@@ -1,0 +1,86 @@
+"""The one look of the plots: ours in colours, peers grey and dashed, every line named at its end."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from multilin.architectures import architectures
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+# Told apart by colour-blind readers too (after Okabe and Ito), and dark enough for text on white.
+COLOURS = ("#0072b2", "#d55e00", "#00845f", "#882255", "#222222")
+MARKERS = "osD^v"
+PEER = "#737373"
+_GRID = "#e6e6e6"
+_DPI = 150
+
+
+def figure(rows: int, columns: int, *, height: float) -> tuple["Figure", Any]:
+    """A figure whose text can be read at a width of 800 pixels, and its panels as an array (rows, columns)."""
+    from matplotlib.figure import Figure
+
+    drawn = Figure(figsize=(8, height * rows), dpi=_DPI, layout="constrained")
+    panels = drawn.subplots(rows, columns, squeeze=False)
+    for axis in panels.flat:
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.set_axisbelow(True)
+    return drawn, panels
+
+
+def colour(model: str) -> str:
+    """Of a model, the same in every plot; `model` may go on with `:` and its options."""
+    names = list(architectures())
+    name = model.partition(":")[0]
+    return COLOURS[names.index(name) % len(COLOURS)] if name in names else PEER
+
+
+def line(axis: "Axes", x: Sequence[float], y: Sequence[float], name: str, shown: str, marker: str) -> None:
+    """A line with its name, for `name_ends`."""
+    dashes = (0, (4, 2)) if shown == PEER else "solid"
+    axis.plot(x, y, color=shown, marker=marker, markersize=5, linewidth=1.8, linestyle=dashes, label=name)
+
+
+def lines_of_models(axis: "Axes", rows: Sequence[dict[str, Any]], x: str, y: str) -> None:
+    """One line per model of the rows."""
+    names = list(dict.fromkeys(row["model"] for row in rows))
+    for name in names:
+        own = sorted((row for row in rows if row["model"] == name), key=lambda row: row[x])
+        index = [other for other in names if colour(other) == PEER or colour(name) != PEER].index(name)
+        marker = MARKERS[index % len(MARKERS)]
+        line(axis, [row[x] for row in own], [row[y] for row in own], title(name), colour(name), marker)
+
+
+def title(model: str) -> str:
+    """A model's name as readers know it."""
+    return {"gpt2": "GPT-2", "llama": "Llama"}.get(model, model)
+
+
+def scale_x(axis: "Axes", values: Sequence[float], names: Sequence[str] | None = None) -> None:
+    """A logarithmic axis whose ticks are these values."""
+    shown = sorted(set(values))
+    axis.set_xscale("log", base=2)
+    axis.set_xticks(shown, names or [f"{value:,}" for value in shown])
+    axis.minorticks_off()
+    axis.grid(axis="y", color=_GRID)
+
+
+def name_ends(axis: "Axes") -> None:
+    """Write the name of every line at its right end, names that would overlap moved apart."""
+    height = axis.get_window_extent().height * 72 / _DPI
+    gap = 12 / max(height, 1)
+    to_panel = axis.transData + axis.transAxes.inverted()
+    ends = sorted(
+        (float(to_panel.transform((drawn.get_xdata()[-1], drawn.get_ydata()[-1]))[1]), index)
+        for index, drawn in enumerate(axis.get_lines())
+        if not str(drawn.get_label()).startswith("_")
+    )
+    lowest = -1.0
+    for place, index in ends:
+        drawn = axis.get_lines()[index]
+        lowest = max(place, lowest + gap)
+        axis.annotate(
+            str(drawn.get_label()), (drawn.get_xdata()[-1], lowest), xycoords=("data", "axes fraction"), xytext=(7, 0),
+            textcoords="offset points", color=drawn.get_color(), va="center", fontsize=9,
+        )  # fmt: skip

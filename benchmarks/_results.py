@@ -1,0 +1,52 @@
+"""What a benchmark found, in files: its rows as JSON, with all they depend on, and their plot."""
+
+import argparse
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from benchmarks import machine
+from multilin.files import check_writable, write_whole
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+Rows = Sequence[dict[str, Any]]
+
+
+def parse(parser: argparse.ArgumentParser, argv: list[str], *, draws: bool = False) -> argparse.Namespace:
+    """The arguments of a benchmark, with `--json`, and `--plot` if it draws.
+
+    Raises:
+        InputError: a file that could not be written at the end.
+    """
+    parser.add_argument("--json", metavar="FILE", help="file to write the figures to")
+    if draws:
+        parser.add_argument("--plot", metavar="FILE", help="file to draw the figures into, .png or .svg")
+    arguments = parser.parse_args(argv)
+    for name in ("json", "plot"):
+        if path := getattr(arguments, name, None):
+            check_writable(f"--{name}", path)
+    return arguments
+
+
+def save(
+    name: str,
+    arguments: argparse.Namespace,
+    rows: Rows,
+    draw: Callable[[Rows, argparse.Namespace], "Figure"] | None = None,
+) -> None:
+    """Write the files that were asked for."""
+    if arguments.json:
+        save_json(arguments.json, {"name": name, "arguments": vars(arguments)}, {"rows": rows})
+    if draw is not None and arguments.plot:
+        path = Path(arguments.plot)
+        beside = path.with_name(f".part-{path.name}")
+        draw(rows, arguments).savefig(beside)
+        beside.replace(path)
+
+
+def save_json(path: str | Path, asked: dict[str, Any], found: dict[str, Any]) -> None:
+    """Write what was asked, on which machine, and what came of it."""
+    write_whole(path, json.dumps({**asked, **machine.description(), **found}, indent=2) + "\n")

@@ -20,6 +20,8 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+from benchmarks import machine
+
 SHARES = {"limits": 0.05, "checks": 0.12, "poolings": 0.2, "matrices": 0.1, "decoding": 0.15, "training": 0.38}
 """What each part may take of the whole time."""
 
@@ -30,7 +32,7 @@ TINY: dict[str, Any] = {
 }  # fmt: skip
 """The sizes of a dry run."""
 
-BY_NAME_ONLY = None if torch.cuda.is_available() else "there is no GPU; `--dry` checks the kernels without one"
+BY_NAME_ONLY = None if machine.accelerator() != "none" else "there is no GPU; `--dry` checks the kernels without one"
 
 
 def main(argv: list[str]) -> int:
@@ -59,7 +61,7 @@ def main(argv: list[str]) -> int:
 def _run(arguments: argparse.Namespace) -> dict[str, Any]:
     import torch
 
-    from benchmarks import _gpu_models, _gpu_ops, machine
+    from benchmarks import _gpu_models, _gpu_ops
     from benchmarks._gpu_timing import Clock, attempt, kernels_of_the_gpu
 
     torch.manual_seed(0)

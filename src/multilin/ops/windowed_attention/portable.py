@@ -69,7 +69,11 @@ def windowed_attention(
 
 
 class _WindowedAttention(torch.autograd.Function):
-    """Means (B, T, H, E) of the values; works in the dtype of the bias, which also hides what no window holds."""
+    """Means (B, T, H, E) of the values; works in the dtype of the bias, which also hides what no window holds.
+
+    Products whose results are rounded only, never subtracted from each other, are made of weights and gradients of
+    scores in the dtype of the values: the means, and the gradients of values and keys.
+    """
 
     @staticmethod
     def forward(
@@ -89,7 +93,8 @@ class _WindowedAttention(torch.autograd.Function):
             keys = key_blocks(keys_BSHD, tile, bias_KL.dtype)
             weights = _weights(queries, keys, _biases(bias_KL, logits_BS, text_BS, tile), scale, null_key)
             weights[..., -1] = 0.0
-            write_query_blocks(torch.bmm(weights, key_blocks(values_BSHE, tile, bias_KL.dtype)), tile, means_BTHE)
+            values = key_blocks(values_BSHE, tile, values_BSHE.dtype)
+            write_query_blocks(torch.bmm(weights.to(values.dtype), values), tile, means_BTHE)
         ctx.save_for_backward(queries_BTHD, keys_BSHD, values_BSHE, bias_KL, logits_BS, text_BS, means_BTHE)
         ctx.options = scale, null_key
         return means_BTHE
@@ -99,7 +104,7 @@ class _WindowedAttention(torch.autograd.Function):
     def backward(ctx: Any, *dmeans: Tensor) -> tuple[Tensor | None, ...]:
         queries_BTHD, keys_BSHD, values_BSHE, bias_KL, logits_BS, text_BS, means_BTHE = ctx.saved_tensors
         scale, null_key = ctx.options
-        dtype = bias_KL.dtype
+        dtype, narrow = bias_KL.dtype, values_BSHE.dtype
         dqueries_BTHD = torch.empty_like(queries_BTHD)
         dkeys_BSHD = torch.zeros_like(keys_BSHD, dtype=dtype)
         dvalues_BSHE = torch.zeros_like(values_BSHE, dtype=dtype)
@@ -112,12 +117,14 @@ class _WindowedAttention(torch.autograd.Function):
                 dweights = torch.bmm(dmean, key_blocks(values_BSHE, tile, dtype).transpose(1, 2))
                 dscores = _softmax_backward(weights, dweights, (means * dmean).sum(dim=-1, keepdim=True))
                 weights[..., -1] = 0.0
-                add_key_blocks(torch.bmm(weights.transpose(1, 2), dmean), tile, dvalues_BSHE)
+                dvalues = torch.bmm(weights.to(narrow).transpose(1, 2), dmean.to(narrow))
+                add_key_blocks(dvalues, tile, dvalues_BSHE)
                 write_query_blocks(torch.bmm(dscores, keys).mul_(scale), tile, dqueries_BTHD)
-                add_key_blocks(torch.bmm(dscores.transpose(1, 2), queries).mul_(scale), tile, dkeys_BSHD)
+                dkeys = torch.bmm(dscores.to(narrow).transpose(1, 2), queries.to(narrow))
+                add_key_blocks(dkeys, tile, dkeys_BSHD)
                 if dbias_KL is not None:
                     dbias_KL[: tile.block, _columns(bias_KL, tile)] += dscores.sum(dim=0)
-        dkeys_BSHD, dvalues_BSHE = dkeys_BSHD.to(keys_BSHD.dtype), dvalues_BSHE.to(values_BSHE.dtype)
+        dkeys_BSHD, dvalues_BSHE = dkeys_BSHD.mul_(scale).to(keys_BSHD.dtype), dvalues_BSHE.to(values_BSHE.dtype)
         return dqueries_BTHD, dkeys_BSHD, dvalues_BSHE, dbias_KL, None, None, None, None
 
 

@@ -7,8 +7,11 @@ import torch
 from torch import Tensor
 
 LARGEST_BLOCK = 64  # queries of a block; larger ones compare more pairs that no window holds
+LARGEST_SHARE = 4  # but a wide window loses little by blocks of one in so many of it, whose products are faster
+LARGEST_OF_ALL = 256
 SMALLEST_BLOCK = 16  # below, the products are too small to be worth their calls
 NUMBERS = {"cpu": 2**20}  # weights of a tile, 4 MB in float32: they stay in the cache between the steps
+MOST_NUMBERS = 2**23  # of a tile with a wide window, where gradients of many keys would be added too often otherwise
 MANY_NUMBERS = 2**26  # on devices that want much to do at a time
 
 
@@ -40,8 +43,10 @@ class Tile(NamedTuple):
 
 def block_size(num_new: int, num_heads: int, window: int, device: torch.device) -> int:
     """Queries of a block: about the window, fewer where the window is so wide that they alone would fill a tile."""
-    wanted = _num_weights(device) // (num_heads * max(window, 1)) // SMALLEST_BLOCK * SMALLEST_BLOCK
-    return min(num_new, LARGEST_BLOCK, max(min(wanted, window), SMALLEST_BLOCK))
+    largest = min(max(LARGEST_BLOCK, window // LARGEST_SHARE), LARGEST_OF_ALL)
+    numbers = _num_weights(device) if largest == LARGEST_BLOCK else max(_num_weights(device), MOST_NUMBERS)
+    wanted = numbers // (num_heads * max(window, 1)) // SMALLEST_BLOCK * SMALLEST_BLOCK
+    return min(num_new, largest, max(min(wanted, window), SMALLEST_BLOCK))
 
 
 def tiles(shape: torch.Size, num_read: int, window: int, block: int, device: torch.device) -> Iterator[Tile]:

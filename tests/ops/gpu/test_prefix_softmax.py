@@ -25,7 +25,7 @@ class Case(NamedTuple):
     """Inputs of one call."""
 
     name: str = "random"
-    shape: tuple[int, int, int, int] = (2, 37, 2, 5)
+    shape: tuple[int, int, int, int] = (1, 37, 2, 5)
     dtype: torch.dtype = torch.float32
     window: int | None = None
     packed: bool = False
@@ -110,7 +110,7 @@ def test_it_is_the_definition(name: str, window: int | None, device: torch.devic
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("window", [None, 23])
 def test_it_is_the_definition_in_half_precision(window: int | None, dtype: torch.dtype, device: torch.device) -> None:
-    check(Case("peaked", dtype=dtype, window=window, **EVERYTHING), device)
+    check(Case("peaked", (1, 37, 1, 9), dtype, window, **EVERYTHING), device)
 
 
 @pytest.mark.parametrize("everything", [False, True])
@@ -120,24 +120,24 @@ def test_time_is_cut_in_parts_where_texts_and_heads_are_few(
 ) -> None:
     use_processors(monkeypatch, 40)
     monkeypatch.setattr(gpu_run, "CHUNK", CHUNK)
-    shape = (1, 270, 1, 5)
-    assert gpu_run.plan(torch.empty(shape), None).parts == 4
+    shape = (1, 250, 1, 5)
+    assert gpu_run.plan(torch.empty(shape), None).parts == 3
     check(Case(name, shape, **(EVERYTHING if everything else {})), device)
 
 
-@pytest.mark.parametrize("window", [None, 40])
+@pytest.mark.parametrize("window", [None, 20])
 def test_wide_heads_are_cut_in_slices(window: int | None, device: torch.device) -> None:
-    shape = (1, 67, 1, 150)
+    shape = (1, 37, 1, 150)
     assert gpu_run.plan(torch.empty(shape), window).splits > 1
     check(Case("random", shape, window=window, **EVERYTHING), device)
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(
     st.builds(
         Case,
         name=st.sampled_from(sorted(set(LOGITS) - {"thousandfold"})),
-        shape=st.tuples(st.integers(1, 2), st.integers(1, 40), st.integers(1, 2), st.integers(1, 20)),
+        shape=st.tuples(st.integers(1, 2), st.integers(1, 33), st.integers(1, 2), st.integers(1, 20)),
         dtype=st.sampled_from(sorted(TOLERANCE, key=str)),
         window=st.one_of(st.none(), st.integers(1, 40)),
         packed=st.booleans(),
@@ -171,14 +171,14 @@ def test_the_same_call_gives_the_same_bits(window: int | None, device: torch.dev
 
 @pytest.mark.parametrize("window", [None, 7])
 def test_slices_of_one_projection_need_no_copy(window: int | None, device: torch.device) -> None:
-    projected = make_values((2, 20, 3 * 24), seed=4).float().to(device)
-    logits = make_logits("random", (2, 20, 9)).float().to(device)
+    projected = make_values((2, 5, 3 * 24), seed=4).float().to(device)
+    logits = make_logits("random", (2, 5, 9)).float().to(device)
     part = projected.chunk(3, dim=-1)[1].unflatten(-1, (3, 8))
     slices = logits[:, :, 3:6].requires_grad_(), part.requires_grad_()
     copies = [x.detach().contiguous().requires_grad_() for x in slices]
     # The gradient of a sum is one number seen everywhere; a transposed one lies apart.
-    for slanted in (torch.ones(1, device=device).expand(2, 20, 3, 8), make_values((20, 2, 3, 8)).float().mT.mT):
-        slanted = slanted.to(device) if slanted.shape[0] == 2 else slanted.to(device).transpose(0, 1)
+    one = torch.ones(1, device=device).expand(2, 5, 3, 8)
+    for slanted in (one, make_values((5, 2, 3, 8)).float().to(device).transpose(0, 1)):
         found, expected = (gpu.prefix_softmax(*x, window=window)[0] for x in (slices, copies))
         assert torch.equal(found, expected)
         first = torch.autograd.grad(found, slices, slanted)

@@ -78,7 +78,9 @@ def step_window(
         if p_final_logits is not None:
             m_moved = m_s & (o_s > 0)
             tl.store(p_final_logits + o_state - H, b_logits, m_moved)
-            tl.store(p_final_values + (o_state - H)[:, None] * D + o_d[None, :], b_values, m_moved[:, None] & m_d[None])
+            tl.store(
+                p_final_values + (o_state - H)[:, None] * D + o_d[None, :], b_values, m_moved[:, None] & m_d[None, :]
+            )
     if p_final_logits is not None:
         if num_past > 0:
             o_state = (i_b * num_past + num_past - 1) * H + i_h

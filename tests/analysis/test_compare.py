@@ -310,7 +310,7 @@ def test_the_sentences_say_what_the_figures_do(found: Comparison) -> None:
         "To reach 2.505 bits per byte, where gpt2 ends, elita needs the fewest training tokens (288 instead of 320)"
     )
     noisy = made_up(found, [[4, 3, 2.0], [4, 3, 2.2]], [[5, 4, 2.1], [5, 4, 2.2]])
-    assert best_sentence(noisy).endswith("; gpt2 is within noise of it.")
+    assert best_sentence(noisy).endswith("; gpt2 is within noise of it (p > 0.05).")
 
 
 def test_the_first_chart_puts_everything_at_its_place(found: Comparison) -> None:

@@ -149,7 +149,7 @@ def test_an_unwritable_folder_is_refused_before_any_work(
 ) -> None:
     # Whoever runs the tests as root may write everywhere, so the system's answer is replaced.
     monkeypatch.setattr(os, "access", lambda path, mode: False)
-    monkeypatch.setattr("multilin.training.trainer.read_text", lambda *given: pytest.fail("work was done"))
+    monkeypatch.setattr("multilin.training.trainer.read_data", lambda *given: pytest.fail("work was done"))
     with pytest.raises(InputError, match=r"output: .*run cannot be written; permission is missing for"):
         train(tiny(tmp_path / "run"))
 

@@ -51,6 +51,22 @@
       ctx.restore();
     };
   }
+  // Names beside single points.
+  function pointNames(u) {
+    const ratio = devicePixelRatio;
+    u.ctx.save();
+    u.ctx.font = `${12 * ratio}px system-ui, sans-serif`;
+    u.ctx.textBaseline = "middle";
+    u.ctx.fillStyle = css("--ink");
+    u.series.forEach((series, s) => {
+      if (!s || !series.show) return;
+      const at = u.data[s].findIndex((v) => v != null);
+      const x = u.valToPos(u.data[0][at], "x", true), onLeft = x > u.bbox.left + u.bbox.width * 0.75;
+      u.ctx.textAlign = onLeft ? "right" : "left";
+      u.ctx.fillText(clip(data.rows[series.row].name), x + (onLeft ? -11 : 11) * ratio, u.valToPos(u.data[s][at], "y", true));
+    });
+    u.ctx.restore();
+  }
   const clip = (name) => (name.length > 16 ? `${name.slice(0, 15)}…` : name);
   function room(rows) {
     const context = document.createElement("canvas").getContext("2d");
@@ -67,11 +83,11 @@
     return found.filter((v) => v >= low * 0.999 && v <= high * 1.001);
   }
 
-  function axes(xValues, yValues, xLabel, more = {}) {
+  function axes(xValues, yValues, xLabel, moreY = {}, moreX = {}) {
     const shared = { stroke: () => css("--quiet"), grid: { stroke: () => css("--line"), width: 1 }, ticks: { stroke: () => css("--line"), width: 1 }, font: "12px system-ui, sans-serif" };
     return [
-      { ...shared, values: xValues, label: xLabel, labelFont: "12px system-ui, sans-serif", labelSize: 20, size: 34, space: 60 },
-      { ...shared, values: yValues, size: 58, ...more },
+      { ...shared, values: xValues, label: xLabel, labelFont: "12px system-ui, sans-serif", labelSize: 20, size: 34, space: 60, ...moreX },
+      { ...shared, values: yValues, size: 58, ...moreY },
     ];
   }
 
@@ -84,10 +100,10 @@
     const plot = new uPlot({
       width, height: Math.round(Math.max(240, Math.min(380, width * 0.55))),
       legend: { show: false },
-      padding: [10, room(data.rows), 0, 0],
+      padding: [10, options.pointed ? 16 : room(data.rows), 0, 0],
       cursor: { drag: { x: false, y: false }, y: false },
       ...options,
-      hooks: { draw: [names(data.rows)], setCursor: [(u) => tell(u, id, options.tellX)] },
+      hooks: { draw: [options.pointed ? pointNames : names(data.rows)], setCursor: [(u) => tell(u, id, options.tellX)] },
     }, table, element);
     charts.push(plot);
   }
@@ -155,9 +171,9 @@
       table: uPlot.join(points.map((p) => [[p.x], [p.y]])),
       options: {
         series: [{}, ...points.map((p) => line(p.i, { width: 0, tell: score, points: { show: true, size: 11, fill: () => colour(p.i), stroke: () => colour(p.i) } }))],
-        tellX: (x) => `${short(x)} bytes`,
+        pointed: true, tellX: (x) => `${short(x)} bytes`,
         scales: { x: { time: false, distr: 3, log: 10, range: (u, low, high) => [low / 2, high * 2] }, y: { range: () => [0, 1.04] } },
-        axes: axes((u, ticks) => ticks.map((v) => (v == null ? "" : short(v))), (u, ticks) => ticks.map((v) => percent(v)), "bytes kept of a sequence"),
+        axes: axes((u, ticks) => ticks.map((v) => (v == null ? "" : short(v))), (u, ticks) => ticks.map((v) => percent(v)), "bytes kept of a sequence", {}, { splits: (u, i, low, high) => decades(low, high), filter: (u, ticks) => ticks }),
       },
     };
   }

@@ -5,6 +5,7 @@ import statistics
 from collections.abc import Sequence
 
 from multilin.analysis.compare.record import Comparison, RowRecord, sign
+from multilin.analysis.compare.statistics import LEVEL
 from multilin.analysis.compare.words import UNITS, amount, budget_text, bytes_text, score_text
 
 AXES = {"tokens": "training tokens", "seconds": "seconds of training", "flops": "FLOPs"}
@@ -37,7 +38,7 @@ def best_sentence(comparison: Comparison) -> str:
     if silent:
         return f"{sentence}. {listed(silent)} may differ from it by chance alone: one seed says nothing about that."
     if close:
-        return f"{sentence}; {listed(close)} {'is' if len(close) == 1 else 'are'} within noise of it."
+        return f"{sentence}; {listed(close)} {'is' if len(close) == 1 else 'are'} within noise of it (p > {LEVEL:g})."
     return f"{sentence}; the differences to all others are larger than noise."
 
 

@@ -30,7 +30,7 @@ class Measured:
 
     figures: list[Decoding]
     remarks: list[str]
-    memory: list[int]
+    memory: int
 
 
 class Reader:
@@ -60,19 +60,18 @@ class Reader:
 def measure_decoding(folders: Mapping[str, Path]) -> dict[str, Measured]:
     """Tokens per second and state bytes of every model, the models taking turns at each context.
 
-    A model that reads no text of that length is built anew to read it, with the same sizes and random weights.
+    Where a model reads no text of that length, one is built that just does, with the same sizes and random weights.
 
     Args:
         folders: name to run folder.
     """
-    found = {name: Measured([], [], []) for name in folders}
-    models = {name: _long_model(folder, found[name]) for name, folder in folders.items()}
+    found, trained = {}, {name: load_run(folder).model for name, folder in folders.items()}
+    for name, folder in folders.items():
+        memory = Reader(trained[name], load_recipe(folder).model.n_positions).bytes
+        found[name] = Measured([], _remarks(folder, trained[name]), memory)
     for context in CONTEXTS:
-        readers = {
-            name: Reader(model, context)
-            for name, model in models.items()
-            if (longest_text(model.config) or CONTEXTS[-1] * 2) >= context + TOKENS_PER_TURN
-        }
+        models = {name: _reading(context, folder, trained[name]) for name, folder in folders.items()}
+        readers = {name: Reader(model, context) for name, model in models.items() if model is not None}
         times: dict[str, list[float]] = {name: [] for name in readers}
         for turn in range(TURNS + 1):
             for name, reader in readers.items():
@@ -84,30 +83,37 @@ def measure_decoding(folders: Mapping[str, Path]) -> dict[str, Measured]:
     return found
 
 
-def _long_model(folder: Path, measured: Measured) -> PreTrainedModel:
-    """The trained model, or one like it that reads the longest context."""
-    trained, needed = load_run(folder).model, CONTEXTS[-1] + TOKENS_PER_TURN
-    measured.memory.append(Reader(trained, load_recipe(folder).model.n_positions).bytes)
-    limit = longest_text(trained.config)
-    if limit is None or limit >= needed:
+def _reads(model: PreTrainedModel, context: int) -> bool:
+    limit = longest_text(model.config)
+    return limit is None or limit >= context + TOKENS_PER_TURN
+
+
+def _reading(context: int, folder: Path, trained: PreTrainedModel) -> PreTrainedModel | None:
+    """The trained model, else one like it that reads so many tokens; None where there is none."""
+    if _reads(trained, context):
         return trained
     model = load_recipe(folder).model
     try:
         longer = create_model(
             model.architecture, hidden_size=model.hidden_size, num_layers=model.num_layers,
-            vocab_size=trained.config.vocab_size, n_positions=needed, options=model.options, layers=model.layers,
-            **model.config,
+            vocab_size=trained.config.vocab_size, n_positions=context + TOKENS_PER_TURN, options=model.options,
+            layers=model.layers, **model.config,
         )  # fmt: skip
     except InputError:
-        longer = trained
-    if (longest_text(longer.config) or needed) < needed:
-        measured.remarks.append(f"reads at most {limit:,} tokens, so writing was measured up to there")
-        return trained
-    measured.remarks.append(
-        f"trained to read at most {limit:,} tokens; writing was measured with a model like it that reads {needed:,}, "
-        "with random weights"
-    )
-    return longer.eval().to(trained.device)
+        return None
+    return longer.eval().to(trained.device) if _reads(longer, context) else None
+
+
+def _remarks(folder: Path, trained: PreTrainedModel) -> list[str]:
+    limit = longest_text(trained.config)
+    if _reads(trained, CONTEXTS[-1]):
+        return []
+    if _reading(CONTEXTS[-1], folder, trained) is None:
+        return [f"reads at most {limit:,} tokens, so writing was measured up to there"]
+    return [
+        f"was trained to read at most {limit:,} tokens; writing after longer texts was measured with models like it "
+        "that read them, with random weights"
+    ]
 
 
 def prompt_of(recipe: Recipe) -> str:

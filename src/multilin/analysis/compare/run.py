@@ -178,7 +178,7 @@ def _measured(rows: list[RowRecord], sweep: Sweep, prompt: str) -> list[RowRecor
         dataclasses.replace(
             row,
             decoding=decoding[row.name].figures if row.name in decoding else [],
-            memory=decoding[row.name].memory[0] if row.name in decoding else None,
+            memory=decoding[row.name].memory if row.name in decoding else None,
             sample=samples.get(row.name),
             remarks=row.remarks + (decoding[row.name].remarks if row.name in decoding else []),
         )

@@ -12,7 +12,6 @@ from dataclasses import field
 from pathlib import Path
 from typing import Annotated, Any
 
-from annotated_types import Gt
 from rich.console import Console
 
 import multilin
@@ -20,8 +19,8 @@ from multilin import allocator
 from multilin.analysis.compare.sweep import Amount, Budget, changed, find_sweep
 from multilin.analysis.compare.words import REPORT_FILE
 from multilin.analysis.evaluate_run import EvaluationSettings
-from multilin.analysis.explain_run import ExplainSettings
 from multilin.analysis.info import ModelSizes
+from multilin.analysis.verbs import evaluate, explain
 from multilin.arguments import POSITIONAL, parse
 from multilin.errors import InputError, nearest
 from multilin.inference.generate import GenerationSettings
@@ -67,19 +66,6 @@ class RolloutArguments:
     prompt: str | None = None  # text to go on from; without one it is read from a pipe
     prompt_file: str | None = None  # file with the text to go on from; one newline at its end is left out
     json: bool = False  # print JSON
-
-
-@settings
-class EvaluateArguments:
-    """What to score."""
-
-    run: str  # folder of a trained model
-    long: bool = False  # read every document whole, through the state, instead of blocks
-    tasks: str | None = None  # names of lm-eval tasks, separated by commas, to score on instead of a text
-    task_folder: str | None = None  # a folder with lm-eval tasks of your own
-    task_limit: Annotated[int, Gt(0)] | None = None  # examples of each task; none takes all
-    json: bool = False  # print JSON
-    output: str | None = None  # also write the JSON to this file
 
 
 @settings
@@ -189,57 +175,6 @@ def rollout(what: RolloutArguments, how: RolloutSettings) -> None:
         return
     print_rollout(found, Console(highlight=False))
     say_next(f"multilin generate {what.run}", f"multilin info {what.run}")
-
-
-def evaluate(what: EvaluateArguments, how: EvaluationSettings) -> None:
-    """Score a trained model on a text, as a whole and by position, kind of token, frequency and document.
-
-    Bits per byte can be compared across tokenizers, nats per token and perplexity cannot. With --tasks the model is
-    scored on tasks of EleutherAI's lm-eval instead.
-    """
-    from multilin.analysis.evaluate_run import break_down_run
-    from multilin.analysis.evaluate_view import as_data, print_breakdown, print_tasks, score_tasks
-    from multilin.files import check_writable, write_whole
-    from multilin.inference.runs import load_run
-
-    if what.output:
-        check_writable("--output", what.output)
-    run, console = load_run(what.run), Console(highlight=False)
-    data: dict[str, Any]
-    if what.tasks is not None:
-        data = score_tasks(run, what.tasks, what.task_folder, what.task_limit, how.batch_size)
-        show = functools.partial(print_tasks, data, console)
-    else:
-        found = break_down_run(run, how, long=what.long)
-        data, show = as_data(found), functools.partial(print_breakdown, found, console)
-    content = json.dumps(data, indent=2, ensure_ascii=False)
-    if what.json:
-        print(content)
-    else:
-        show()
-    if what.output:
-        write_whole(what.output, f"{content}\n")
-    say_next(f"multilin explain {what.run}", f"multilin generate {what.run}")
-
-
-def explain(what: ExplainSettings) -> None:
-    """Show what a trained model read of a text: the weights of its layers, checked by removing each token.
-
-    Writes a page to look at, a picture and JSON, and shows the text coloured by what its last position read.
-    """
-    from multilin.analysis.explain_page import write_files
-    from multilin.analysis.explain_run import explain_run, output_folder
-    from multilin.analysis.explain_view import print_report
-
-    folder = output_folder(what)
-    report = explain_run(what)
-    paths = write_files(report, folder)
-    if what.json:
-        print(paths[-1].read_text(encoding="utf-8"))
-    else:
-        print_report(report, Console(highlight=False))
-        print("\nWritten:", *paths, sep="\n  ")
-    say_next(f"open {paths[0]} in a browser", f"multilin evaluate {what.run}")
 
 
 def quantize(what: QuantizeArguments, how: EvaluationSettings) -> None:

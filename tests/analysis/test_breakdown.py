@@ -177,7 +177,8 @@ def test_memory_does_not_grow_with_a_long_text(make_run: Callable[[str], Run], t
     sums_up(found)
     assert len(sizes) == 1
     assert done[-1] == found.evaluation.tokens == long.num_tokens - 1
-    assert found.by_position[-1].name == "65,536 to 131,071"
+    low, high = (int(edge.replace(",", "")) for edge in found.by_position[-1].name.split(" to "))
+    assert low <= long.num_tokens - 1 <= high
     some = break_down(read_whole(run, long, max_tokens=1000), long, run.tokenizer)
     assert 1000 <= some.evaluation.tokens <= 1512
 

@@ -128,8 +128,35 @@ def test_missing_parts_are_named(damaged: Path, refusal: Call) -> None:
     assert refusal("info", damaged).startswith(f"run: {damaged} holds no weights")
 
 
+def test_evaluate_shows_where_the_bits_go(trained: Path, cli: Call) -> None:
+    found = json.loads(cli("evaluate", trained, "--json"))
+    shown = " ".join(cli("evaluate", trained).split())
+    assert f"{found['bits_per_byte']:.4f} bits per byte, {found['loss']:.4f} nats per token" in shown
+    for name in ("by_position", "by_class", "by_frequency"):
+        assert sum(part["tokens"] for part in found[name]) == found["tokens"]
+        for part in found[name]:
+            assert f"{part['name']} {part['bits_per_byte']:.3f} {part['loss']:.3f}" in shown
+    assert found["by_document"]["worst"] == [] or found["by_document"]["worst"][0]["begins_with"][:20] in shown
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--long"], "long: this model reads at most 32 tokens; leave --long out, and it reads in blocks"),
+        (["--tasks", "x", "--long"], "--long: given together with --tasks, which bring their own texts"),
+        (["--tasks", "x", "--source", "y"], "--source: given together with --tasks"),
+        (["--task-limit", "3"], "--task-limit: given without --tasks; name the tasks to score on"),
+        (["--task-limit", "0"], "--task-limit: 0 given, but it should be greater than 0"),
+    ],
+)
+def test_what_evaluate_would_ignore_is_refused(
+    trained: Path, refusal: Call, arguments: list[str], message: str
+) -> None:
+    assert refusal("evaluate", trained, *arguments).startswith(message)
+
+
 def test_explain_takes_a_passage_of_the_validation_text(
-    trained: Path, cli: Call, refusal: Call, tmp_path: Path
+    trained: Path, text_file: Path, cli: Call, refusal: Call, tmp_path: Path
 ) -> None:
     cli("explain", trained, "--output", tmp_path / "out", "--max-tokens", 12)
     found = json.loads((tmp_path / "out" / "explain.json").read_text(encoding="utf-8"))

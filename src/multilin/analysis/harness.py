@@ -91,11 +91,7 @@ def evaluate_tasks(
     Raises:
         InputError: an unknown task, or one whose data cannot be had.
     """
-    manager = TaskManager(include_path=folder)
-    for task in tasks:
-        if task not in manager.all_tasks:
-            hint = nearest(task, manager.all_tasks) or "; `lm_eval ls tasks` lists them"
-            raise InputError(f"tasks: {task!r} is not known to lm-eval{hint}")
+    manager = _find_tasks(tasks, folder)
     try:
         found = simple_evaluate(
             model=MultilinLM(str(run.folder), run=run, batch_size=batch_size),
@@ -109,6 +105,20 @@ def evaluate_tasks(
         for metric, value in scores.items()
         if isinstance(value, int | float) and "," in metric and "_stderr" not in metric
     ]
+
+
+def _find_tasks(tasks: Sequence[str], folder: str | None) -> TaskManager:
+    """A manager that knows the tasks; lm-eval's own, thousands of files, are looked through only if they are needed."""
+    if folder is not None:
+        manager = TaskManager(include_path=folder, include_defaults=False)
+        if set(tasks) <= set(manager.all_tasks):
+            return manager
+    manager = TaskManager(include_path=folder)
+    for task in tasks:
+        if task not in manager.all_tasks:
+            hint = nearest(task, manager.all_tasks) or "; `lm_eval ls tasks` lists them"
+            raise InputError(f"tasks: {task!r} is not known to lm-eval{hint}")
+    return manager
 
 
 def _spread(scores: dict[str, Any], metric: str) -> float | None:

@@ -12,6 +12,7 @@ from dataclasses import field
 from pathlib import Path
 from typing import Annotated, Any
 
+from annotated_types import Gt
 from rich.console import Console
 
 import multilin

@@ -1,5 +1,6 @@
 """The one look of the plots: ours in colours, peers grey and dashed, every line named at its end."""
 
+import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -68,19 +69,20 @@ def scale_x(axis: "Axes", values: Sequence[float], names: Sequence[str] | None =
 
 def name_ends(axis: "Axes") -> None:
     """Write the name of every line at its right end, names that would overlap moved apart."""
-    height = axis.get_window_extent().height * 72 / _DPI
-    gap = 12 / max(height, 1)
+    axis.figure.draw_without_rendering()  # only then are the limits known
     to_panel = axis.transData + axis.transAxes.inverted()
-    ends = sorted(
-        (float(to_panel.transform((drawn.get_xdata()[-1], drawn.get_ydata()[-1]))[1]), index)
-        for index, drawn in enumerate(axis.get_lines())
-        if not str(drawn.get_label()).startswith("_")
-    )
-    lowest = -1.0
-    for place, index in ends:
-        drawn = axis.get_lines()[index]
-        lowest = max(place, lowest + gap)
+    named = [drawn for drawn in axis.get_lines() if not str(drawn.get_label()).startswith("_")]
+    ends = {drawn: (drawn.get_xdata()[-1], drawn.get_ydata()[-1]) for drawn in named}
+    places = {drawn: float(to_panel.transform(end)[1]) for drawn, end in ends.items()}
+    gap = 11 / (axis.get_window_extent().height * 72 / _DPI)
+    order = sorted(named, key=lambda drawn: places[drawn])
+    for _ in range(100):
+        for lower, upper in itertools.pairwise(order):
+            overlap = max(gap - (places[upper] - places[lower]), 0)
+            places[lower] -= overlap / 2
+            places[upper] += overlap / 2
+    for drawn, place in places.items():
         axis.annotate(
-            str(drawn.get_label()), (drawn.get_xdata()[-1], lowest), xycoords=("data", "axes fraction"), xytext=(7, 0),
+            str(drawn.get_label()), (ends[drawn][0], place), xycoords=("data", "axes fraction"), xytext=(7, 0),
             textcoords="offset points", color=drawn.get_color(), va="center", fontsize=9,
         )  # fmt: skip

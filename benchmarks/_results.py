@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from benchmarks import machine
 from multilin.files import check_writable, write_whole
 
@@ -49,4 +51,5 @@ def save(
 
 def save_json(path: str | Path, asked: dict[str, Any], found: dict[str, Any]) -> None:
     """Write what was asked, on which machine, and what came of it."""
-    write_whole(path, json.dumps({**asked, **machine.description(), **found}, indent=2) + "\n")
+    depends_on = {**machine.description(), "threads": torch.get_num_threads()}
+    write_whole(path, json.dumps({**asked, **depends_on, **found}, indent=2) + "\n")

@@ -12,9 +12,10 @@ import argparse
 import contextlib
 import io
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -26,6 +27,9 @@ from multilin.training.optimizers import build_optimizer
 from multilin.training.outcomes import TrainingFailed
 from multilin.training.recipe import load_recipe
 from multilin.training.trainer import train
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 GRIDS = {
     "adamw": (1e-3, 3e-3, 1e-2, 3e-2),
@@ -59,11 +63,35 @@ def main(argv: list[str]) -> None:
         for optimizer in arguments.optimizers
     }
     best = {key: min(found, key=lambda rate: found[rate][-1]["validation_loss"]) for key, found in runs.items()}
-    courses = {key: runs[key][rate] for key, rate in best.items()}
     seconds = _seconds_per_step(best, arguments)
     _print(runs, best, seconds, arguments)
-    if arguments.plot:
-        _draw(courses, seconds, arguments)
+    _results.save("optimizer_learning", arguments, _rows(runs, best, seconds), draw)
+
+
+def _rows(
+    runs: dict[tuple[str, str], dict[float, list[dict[str, Any]]]],
+    best: dict[tuple[str, str], float],
+    seconds: dict[tuple[str, str], float],
+) -> list[dict[str, Any]]:
+    return [
+        {
+            "architecture": architecture,
+            "optimizer": optimizer,
+            "best_rate": best[architecture, optimizer],
+            "losses": {rate: _finite(lines[-1]["validation_loss"]) for rate, lines in found.items()},
+            "seconds_per_step": seconds[architecture, optimizer],
+            "tokens": [line.get("tokens", 0) for line in found[best[architecture, optimizer]]],
+            "bits_per_byte": [
+                _finite(line["validation_bits_per_byte"]) for line in found[best[architecture, optimizer]]
+            ],
+        }
+        for (architecture, optimizer), found in runs.items()
+    ]
+
+
+def _finite(value: float) -> float | None:
+    """JSON has no infinity, the loss of a training that failed."""
+    return value if math.isfinite(value) else None
 
 
 def _search(architecture: str, optimizer: str, arguments: argparse.Namespace) -> dict[float, list[dict[str, Any]]]:
@@ -185,28 +213,24 @@ def _print(
         )
 
 
-def _draw(
-    courses: dict[tuple[str, str], list[dict[str, Any]]],
-    seconds: dict[tuple[str, str], float],
-    arguments: argparse.Namespace,
-) -> None:
+def draw(rows: _results.Rows, arguments: argparse.Namespace) -> "Figure":
+    """Validation bits per byte of the best runs, over tokens read and over time."""
     import matplotlib.figure
 
-    names = list(dict.fromkeys(architecture for architecture, _ in courses))
+    names = list(dict.fromkeys(row["architecture"] for row in rows))
     figure = matplotlib.figure.Figure(figsize=(4 * len(names), 6), layout="constrained")
     axes = figure.subplots(2, len(names), sharey=True, squeeze=False)
-    for (architecture, optimizer), course in courses.items():
-        column = names.index(architecture)
-        tokens = np.array([line["tokens"] for line in course])
-        bits = [line["validation_bits_per_byte"] for line in course]
+    for row in rows:
+        optimizer, column, tokens = row["optimizer"], names.index(row["architecture"]), np.array(row["tokens"])
         steps = tokens / (arguments.batch_size * arguments.length)
-        for axis, x in zip(axes[:, column], (tokens / 1e3, steps * seconds[architecture, optimizer]), strict=True):
-            axis.plot(x, bits, color=COLOURS[optimizer], label=optimizer)
+        for axis, x in zip(axes[:, column], (tokens / 1e3, steps * row["seconds_per_step"]), strict=True):
+            axis.plot(x, row["bits_per_byte"], color=COLOURS[optimizer], label=optimizer)
             axis.spines[["top", "right"]].set_visible(False)
-        axes[0, column].set_title(architecture)
-    for row, label in zip(axes, ("thousand tokens read", "seconds of training steps"), strict=True):
-        row[0].set_ylabel("bits per byte, validation")
-        for axis in row:
+        axes[0, column].set_title(row["architecture"])
+    for panels, label in zip(axes, ("thousand tokens read", "seconds of training steps"), strict=True):
+        panels[0].set_ylabel("bits per byte, validation")
+        for axis in panels:
             axis.set_xlabel(label)
     axes[0, 0].legend(frameon=False)
-    figure.savefig(arguments.plot, dpi=150)
+    figure.set_dpi(150)
+    return figure

@@ -190,6 +190,8 @@ def _print(rows: list[dict[str, Any]], shape: str, window: int, dtype: str) -> N
 
 def draw(rows: _results.Rows, arguments: argparse.Namespace) -> "Figure":
     """Time over that of a copy for each window, ours and cumulative sums, a row of panels per dtype."""
+    from matplotlib.ticker import LogLocator
+
     figure, panels = _plots.figure(len(arguments.dtypes), 2, height=3.6)
     longest = max(arguments.windows, default=1) or 1
     places = {window: window or 4 * longest for window in sorted(arguments.windows, key=lambda w: w or math.inf)}
@@ -202,9 +204,10 @@ def draw(rows: _results.Rows, arguments: argparse.Namespace) -> "Figure":
                     own.sort(key=lambda row: places[row["window"]])
                     x, y = [places[row["window"]] for row in own], [row[f"{kind}_over_limit"] for row in own]
                     shown = _plots.COLOURS[index % len(_plots.COLOURS)] if name == "ours" else _plots.PEER
-                    label = shape.replace(",", "·") if name == "ours" else "" if index else "cumulative\nsums"
+                    label = shape.replace(",", "x") if name == "ours" else "" if index else "cumulative\nsums"
                     _plots.line(axis, x, y, label or "_", shown, _plots.MARKERS[index % len(_plots.MARKERS)])
-            axis.set_yscale("log")
+            axis.set_yscale("log", subs=())
+            axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
             axis.yaxis.set_major_formatter("{x:g}")
             _plots.scale_x(axis, list(places.values()), names)
             axis.axhline(1, color=_plots.PEER, linewidth=1)
@@ -212,7 +215,7 @@ def draw(rows: _results.Rows, arguments: argparse.Namespace) -> "Figure":
             _plots.name_ends(axis)
         axes[0].set_ylabel("time, in copies of the values")
     for axis in panels[-1]:
-        axis.set_xlabel("window, in tokens")
+        axis.set_xlabel("window, in tokens; lines: B x T x H x D")
     return figure
 
 

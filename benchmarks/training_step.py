@@ -196,7 +196,7 @@ def _print(rows: list[dict[str, Any]], arguments: argparse.Namespace) -> None:
     sizes = f"width {arguments.hidden_size}, {arguments.num_layers} layers, vocabulary {arguments.vocab_size}"
     print(f"{sizes}, {arguments.precision}, {arguments.tokens} tokens a step, {torch.get_num_threads()} threads")
     print(f"{'':26}{'text':>8}{'parameters':>12}{'tokens/s':>10}{'slowest - fastest':>20}{'over GPT-2':>12}", end="")
-    print(f"{'of peak':>12}{', all products':>15}")
+    print(f"{'of peak':>9}, all products")
     for row in rows:
         gpt2 = [r["tokens_per_second"] for r in rows if r["model"] == "gpt2" and r["length"] == row["length"]]
         ratio = f"{row['tokens_per_second'] / gpt2[0]:.2f}x" if gpt2 else ""
@@ -205,7 +205,7 @@ def _print(rows: list[dict[str, Any]], arguments: argparse.Namespace) -> None:
         spread = f"{row['slowest']:,.0f} - {row['fastest']:,.0f}"
         print(
             f"{row['model']:26}{row['length']:>8}{row['parameters'] / 1e6:>11.1f}M{row['tokens_per_second']:>10,.0f}"
-            f"{spread:>20}{ratio:>12}{row['share_of_peak']:>12.0%}"
+            f"{spread:>20}{ratio:>12}{row['share_of_peak']:>9.0%}"
             f"{shown:>15}"
         )
     for length in arguments.lengths:

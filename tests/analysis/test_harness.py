@@ -130,7 +130,7 @@ def test_lm_eval_finds_the_model_by_name(folder: Path, task_folder: Callable[[st
 
     assert MultilinLM.__module__ == "multilin.analysis.harness"
     found = simple_evaluate(
-        model="multilin", model_args=f"pretrained={folder}", tasks=["local_rolling"],
+        model="multilin", model_args=f"pretrained={folder}", device="cuda:0", tasks=["local_rolling"],
         task_manager=TaskManager(include_path=str(task_folder("the cat")), include_defaults=False), bootstrap_iters=0,
     )  # fmt: skip
     run = load_run(folder)

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from lm_eval import simple_evaluate
 from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
@@ -59,8 +60,11 @@ class MultilinLM(HFLM):
         if others:
             raise InputError(f"{next(iter(others))}: unknown argument of the model multilin")
         run = run or load_run(pretrained)
+        # lm-eval's command line asks for cuda:0 where nothing is said, and takes what there is.
+        if device is not None and (torch.cuda.is_available() or not device.startswith("cuda")):
+            run.model.to(device)
         super().__init__(
-            pretrained=run.model if device is None else run.model.to(device),
+            pretrained=run.model,
             tokenizer=run.tokenizer,
             batch_size=batch_size,
             max_batch_size=max_batch_size,

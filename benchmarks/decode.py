@@ -24,6 +24,7 @@ from transformers import Cache, PreTrainedModel
 
 from benchmarks import _plots, _results
 from benchmarks._memory import peak_bytes
+from benchmarks._models import multiplied
 from benchmarks._turns import device, synchronize
 from multilin.analysis.info import state_bytes
 from multilin.architectures import architectures
@@ -65,7 +66,7 @@ class Writer:
 
 def bare_products(model: PreTrainedModel, batch_size: int) -> Callable[[int], float]:
     """Seconds per token of nothing but the products with the model's matrices."""
-    matrices = [module.weight for module in model.modules() if isinstance(module, nn.Linear)]
+    matrices = [matrix.flatten(1) for matrix in multiplied(model)]
     vectors = [torch.randn(batch_size, matrix.shape[1], device=matrix.device) for matrix in matrices]
 
     def run(num_tokens: int) -> float:
@@ -153,7 +154,7 @@ def _reading(
     models: dict[str, PreTrainedModel], positions: dict[str, list[int]], arguments: argparse.Namespace
 ) -> tuple[dict[tuple[str, int], Cache], list[Row]]:
     """What each model keeps of each text, and how fast it read it, at once and, ours, in chunks."""
-    print(f"{'reading one text':28}{'tokens':>8}{'':>20}{'tokens/s':>10}{'slowest - fastest':>20}{'peak MB':>14}")
+    print(f"{'reading one text':28}{'tokens':>8}{'':>23}{'tokens/s':>10}{'slowest - fastest':>20}{'peak MB':>14}")
     for name, model in models.items():  # a short text first, so that what a process needs once is not counted
         read(model, torch.randint(arguments.vocab_size, (1, min(256, positions[name][0])), device=device()), 256)
     caches, rows = {}, []
@@ -178,7 +179,7 @@ def _reading(
 def _writing(
     models: dict[str, PreTrainedModel], caches: dict[tuple[str, int], Cache], arguments: argparse.Namespace
 ) -> list[Row]:
-    print(f"{'writing':28}{'after':>8}{'texts':>8}{'state bytes':>12}{'tokens/s':>10}{'slowest - fastest':>20}", end="")
+    print(f"{'writing':28}{'after':>8}{'texts':>8}{'state bytes':>15}{'tokens/s':>10}{'slowest - fastest':>20}", end="")
     print(f"{'memory MB':>14}")
     tasks: dict[tuple[str, int, int], Callable[[int], float]] = {}
     extra: dict[tuple[str, int, int], Row] = {}
@@ -201,7 +202,7 @@ def _writing(
         found = extra.get((name, position, batch_size), {"state_bytes": None, "memory_bytes": None})
         rows.append({**row, **_speeds(seconds, batch_size), **found})
         kept = f"{found['state_bytes']:,}" if position else ""
-        _print_row(rows[-1], f"{batch_size:>8}{kept:>12}", found["memory_bytes"])
+        _print_row(rows[-1], f"{batch_size:>8}{kept:>15}", found["memory_bytes"])
     return rows
 
 
@@ -236,7 +237,7 @@ def _print_row(row: Row, middle: str, memory: int | None) -> None:
     label = f"peer: {_plots.title(row['model'])}" if row["model"] in BASELINES else row["model"]
     spread = f"{row['slowest']:,.0f} - {row['fastest']:,.0f}"
     shown = "" if memory is None else f"{memory / 1e6:,.1f}"
-    print(f"{label:28}{row['position'] or '':>8}{middle:>20}{row['tokens_per_second']:>10,.0f}{spread:>20}{shown:>14}")
+    print(f"{label:28}{row['position'] or '':>8}{middle:>23}{row['tokens_per_second']:>10,.0f}{spread:>20}{shown:>14}")
 
 
 def draw(rows: _results.Rows, arguments: argparse.Namespace) -> "Figure":

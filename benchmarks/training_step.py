@@ -28,6 +28,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks import _plots, _results
+from benchmarks._models import multiplied
 from benchmarks._turns import times_in_turns
 from multilin.allocator import keep_freed_memory
 from multilin.architectures import architectures
@@ -53,11 +54,8 @@ class Trained:
 
     @property
     def weights(self) -> int:
-        """Numbers in matrices that multiply every token: not embeddings that are only looked up."""
-        looked_up = {id(m.weight) for m in self.model.modules() if isinstance(m, nn.Embedding)}
-        multiplied = {id(m.weight) for m in self.model.modules() if isinstance(m, nn.Linear)}
-        parameters = {id(p): p for p in self.model.parameters() if p.ndim > 1}
-        return sum(p.numel() for key, p in parameters.items() if key not in looked_up or key in multiplied)
+        """Numbers that multiply every token."""
+        return sum(matrix.numel() for matrix in multiplied(self.model))
 
     def flops(self) -> int:
         """Floating-point operations of every matrix product of a forward pass."""

@@ -1,9 +1,13 @@
 """linear_cross_entropy against its equation, with all gradients, and its memory."""
 
+import math
+
 import pytest
 import torch
 
-from multilin.ops.linear_cross_entropy import chunked, reference
+from multilin.errors import InputError
+from multilin.ops.linear_cross_entropy import chunked, cpu, portable, reference
+from multilin.ops.numba_kernels import why_not
 from tests.ops.checked import linear_cross_entropy, token_cross_entropy
 from tests.ops.largest import LargestTensor
 
@@ -52,6 +56,55 @@ def test_autocast_stays_near_float32() -> None:
     for expected, result in zip(plain, rounded, strict=True):
         assert result.dtype == torch.float32
         assert (result - expected).norm() / expected.norm() < 1e-2
+
+
+@pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 4e-3)])
+def test_the_kernel_is_the_definition(smoothing, bias, dtype, tolerance) -> None:
+    """Its inputs are the products as they are, so that only its own rounding counts."""
+    generator = torch.Generator().manual_seed(0)
+    logits = (5 * torch.randn(37, 131, generator=generator)).to(dtype)
+    logits[5, 7], logits[6] = 80.0, -80.0
+    biases = torch.randn(131, generator=generator) if bias else None
+    targets = torch.randint(131, (37,), generator=generator)
+    targets[[3, 11]] = -100
+    options = {"logit_scale": 0.3, "label_smoothing": smoothing, "ignore_index": -100, "makes_gradient": True}
+    exact = portable.losses_and_gradient(
+        logits.double(), None if biases is None else biases.double(), targets, **options
+    )
+    losses, _, _ = cpu.losses_and_gradient(logits.clone(), biases, targets, **{**options, "makes_gradient": False})
+    for expected, found in zip(
+        (*exact, exact[0]), (*cpu.losses_and_gradient(logits.clone(), biases, targets, **options), losses), strict=True
+    ):
+        if expected is None:
+            assert found is None
+            continue
+        error = tolerance if found.dtype == dtype else 1e-5
+        assert (found.double() - expected).norm() <= error * expected.norm()
+
+
+@pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
+@pytest.mark.parametrize("bad", [math.nan, -math.nan, math.inf])
+def test_a_logit_that_is_no_number_makes_the_loss_none(bad: float) -> None:
+    logits = torch.zeros(2, 40)
+    logits[1, 17] = bad
+    losses, dlogits, _ = cpu.losses_and_gradient(
+        logits, None, torch.tensor([3, 4]), logit_scale=1.0, label_smoothing=0.0, ignore_index=-100, makes_gradient=True
+    )
+    assert losses[0].isfinite()
+    assert losses[1].isnan() or losses[1].isinf()
+    assert not dlogits[1].isfinite().all()
+
+
+@pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
+@pytest.mark.parametrize("target", [29, -1])
+def test_a_target_that_is_no_token_is_refused(target: int) -> None:
+    hidden, weight, biases, targets = make_inputs(torch.float32)
+    targets[4] = target
+    with pytest.raises(InputError, match=f"targets: {target} given"):
+        token_cross_entropy(hidden, weight, biases, targets)
 
 
 def test_peak_memory_is_a_chunk_of_logits_not_all() -> None:

@@ -5,8 +5,9 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from multilin.ops.linear_cross_entropy import chunked
+from multilin.ops.linear_cross_entropy.chunked import LINEAR_CROSS_ENTROPY
 
-__all__ = ["linear_cross_entropy", "token_cross_entropy"]
+__all__ = ["LINEAR_CROSS_ENTROPY", "linear_cross_entropy", "token_cross_entropy"]
 
 
 def linear_cross_entropy(
@@ -63,8 +64,11 @@ def token_cross_entropy(
     ignore_index: int = -100,
 ) -> Float[Tensor, " N"]:
     """The terms that `linear_cross_entropy` sums, (N,) in nats, without gradients; 0 for ignored rows."""
-    losses = [
-        chunked.chunk_losses(logits, targets[rows], label_smoothing, ignore_index)
-        for rows, logits in chunked.logits_by_chunks(hidden.detach(), weight.detach(), bias, logit_scale)
-    ]
-    return torch.cat(losses)
+    with torch.no_grad():
+        device = hidden.device.type
+        low = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
+        chunks = chunked.losses_of_chunks(
+            hidden.detach().to(low), weight.detach().to(low), bias, targets, logit_scale=logit_scale,
+            label_smoothing=label_smoothing, ignore_index=ignore_index, makes_gradient=False,
+        )  # fmt: skip
+        return torch.cat([losses for _, losses, _, _ in chunks])

@@ -51,6 +51,36 @@ def to_float32_pointer(typing_context: Any, address: Any) -> Any:
     return types.CPointer(types.float32)(types.int64), generate
 
 
+@intrinsic
+def to_int64_pointer(typing_context: Any, address: Any) -> Any:
+    """The address as a pointer to int64."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.inttoptr(arguments[0], ir.IntType(64).as_pointer())
+
+    return types.CPointer(types.int64)(types.int64), generate
+
+
+@intrinsic
+def bits_of(typing_context: Any, number: Any) -> Any:
+    """The bits of a float32 as int32."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.bitcast(arguments[0], ir.IntType(32))
+
+    return types.int32(types.float32), generate
+
+
+@intrinsic
+def number_of(typing_context: Any, bits: Any) -> Any:
+    """The float32 of these bits."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.bitcast(arguments[0], ir.FloatType())
+
+    return types.float32(types.int32), generate
+
+
 def from_bf16(builder: Any, bits: Any) -> Any:
     """The float32 of a bf16's bits, in a builder's code."""
     word = ir.IntType(32)

@@ -6,19 +6,15 @@ import io
 import json
 import os
 import sys
-import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import field
 from pathlib import Path
 from typing import Annotated, Any
 
-from annotated_types import Gt
 from rich.console import Console
 
 import multilin
 from multilin import allocator
-from multilin.analysis.compare.sweep import Amount, Budget, changed, find_sweep
-from multilin.analysis.compare.words import REPORT_FILE
+from multilin.analysis.compare.verb import compare
 from multilin.analysis.evaluate_run import EvaluationSettings
 from multilin.analysis.info import ModelSizes
 from multilin.analysis.verbs import evaluate, explain
@@ -28,14 +24,12 @@ from multilin.inference.generate import GenerationSettings
 from multilin.inference.rollout_run import RolloutSettings
 from multilin.messages import plain_messages, say_next
 from multilin.settings import settings
-from multilin.threads import contention
+from multilin.threads import warn_of_contention
 from multilin.tokenizer_tools import TokenizerSettings
 from multilin.training.outcomes import TrainingFailed, TrainingInterrupted
-from multilin.training.recipe import Recipe
+from multilin.training.recipe import Changes
 
 BAD_INPUT, FAILED, INTERRUPTED, BROKEN_PIPE = 2, 1, 130, 141
-
-Changes = Annotated[dict[str, Any], Recipe]
 
 
 @settings
@@ -67,19 +61,6 @@ class RolloutArguments:
     prompt: str | None = None  # text to go on from; without one it is read from a pipe
     prompt_file: str | None = None  # file with the text to go on from; one newline at its end is left out
     json: bool = False  # print JSON
-
-
-@settings
-class CompareArguments:
-    """What to compare, and with how much."""
-
-    rows: Annotated[list[str], POSITIONAL] = field(default_factory=list)  # a sweep file; or recipes and models by name
-    tokens: Amount | None = None  # budget of each run: training tokens
-    flops: Amount | None = None  # or floating-point operations
-    seconds: Amount | None = None  # or seconds of training
-    seeds: Annotated[int, Gt(0)] | None = None  # train every row so many times
-    task: str | None = None  # a recall task instead of a text: mqar, induction, copy, ... or mqar?num_pairs=16
-    overwrite: bool = False  # replace the runs in the output folder
 
 
 @settings
@@ -134,7 +115,7 @@ def train(what: TrainArguments, changes: Changes) -> None:
     from multilin.training.recipe import load_recipe
     from multilin.training.trainer import train
 
-    _warn_of_busy_cores()
+    warn_of_contention()
     result = train(load_recipe(what.recipe, changes), resume=what.resume, overwrite=what.overwrite)
     say_next(f"multilin generate {result.output} --prompt 'The'", f"multilin evaluate {result.output}")
 
@@ -248,27 +229,6 @@ def tokenizer_show(what: TokenizerArguments) -> None:
         print_tokenizer(found, Console(highlight=False))
 
 
-def compare(what: CompareArguments, changes: Changes) -> None:
-    """Train several models with the same budget and report which is best, how fast it learns, what it costs to run.
-
-    Without a name: all architectures, GPT-2 and Llama on the text inside Python itself, in less than half an hour.
-    Fields of recipes given as flags go to every row. Started again, it goes on where it stopped.
-    """
-    from multilin.analysis.compare.run import compare
-    from multilin.analysis.compare.table import print_comparison
-
-    budget = Budget(tokens=what.tokens, flops=what.flops, seconds=what.seconds)
-    sweep = changed(
-        find_sweep(what.rows, what.task), budget=budget, num_seeds=what.seeds, task=what.task, changes=changes
-    )
-    _warn_of_busy_cores()
-    found = compare(sweep, overwrite=what.overwrite)
-    print_comparison(found, Console(highlight=False))
-    print(f"\nReport: {Path(sweep.output, REPORT_FILE)}")
-    best = [found.row(name).finished[0].folder for name in found.order[:1]]
-    say_next(*[f"multilin generate {Path(sweep.output, folder)}" for folder in best], "multilin compare --help")
-
-
 def demo(changes: Changes) -> None:
     """Train a small model on text that is already on this machine, compare it, and read what it writes.
 
@@ -276,14 +236,9 @@ def demo(changes: Changes) -> None:
     """
     from multilin.demo import PROMPT, run_demo
 
-    _warn_of_busy_cores()
+    warn_of_contention()
     result = run_demo(changes)
     say_next(f"multilin generate {result.output} --prompt {PROMPT!r}", f"multilin info {result.output}")
-
-
-def _warn_of_busy_cores() -> None:
-    if sentence := contention():
-        warnings.warn(sentence, stacklevel=2)
 
 
 VERBS: dict[str, Callable[..., None]] = {

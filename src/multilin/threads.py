@@ -1,6 +1,7 @@
 """Threads that share a computation wait for the slowest of them: what other programs do to that."""
 
 import os
+import warnings
 
 import torch
 
@@ -26,3 +27,9 @@ def contention() -> str | None:
 def available_cores() -> int:
     """Cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def warn_of_contention() -> None:
+    """Warn where `contention` has something to say."""
+    if sentence := contention():
+        warnings.warn(sentence, stacklevel=3)

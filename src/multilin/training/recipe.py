@@ -148,6 +148,10 @@ def builtin_recipes() -> dict[str, Path]:
     return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
 
 
+Changes = Annotated[dict[str, Any], Recipe]
+"""Dotted fields of a recipe to their new values, as the command line takes them."""
+
+
 def load_recipe(name_or_path: str | Path | None = None, overrides: Mapping[str, Any] | None = None) -> Recipe:
     """Read a recipe and change single values of it.
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks._gpu_timing import Clock, attempt
+from benchmarks._models import multiplied
 from multilin.analysis.info import state_bytes
 from multilin.architectures import architectures
 from multilin.model.factory import BASELINES, create_model
@@ -54,14 +55,6 @@ def depth_for(name: str, parameters: float, hidden_size: int, length: int, argum
     return max(1, round((parameters - counts[0]) / per_layer) + 2)
 
 
-def multiplied_weights(model: nn.Module) -> int:
-    """Numbers in matrices that multiply every token: not embeddings that are only looked up."""
-    looked_up = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
-    multiplied = {id(m.weight) for m in model.modules() if isinstance(m, nn.Linear)}
-    matrices = {id(p): p for p in model.parameters() if p.ndim > 1}
-    return sum(p.numel() for key, p in matrices.items() if key not in looked_up or key in multiplied)
-
-
 def training(clock: Clock, device: torch.device, arguments: argparse.Namespace, limit: Found) -> Found:
     """Tokens per second of a step, and its products with weights as a share of the matrix peak (MFU)."""
     found: Found = {}
@@ -104,7 +97,7 @@ def _step(
     if not torch.isfinite(step()):
         raise ArithmeticError("the loss is not finite")
     milliseconds = clock.milliseconds(step, at_most=3.0)
-    weights = multiplied_weights(model)
+    weights = sum(weight.numel() for weight in multiplied(model))
     count = sum(p.numel() for p in model.parameters())
     found: Found = {"layers": depth, "parameters": count, "multiplied_weights": weights, "step_ms": milliseconds}
     if milliseconds:

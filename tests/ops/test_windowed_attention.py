@@ -176,3 +176,18 @@ def test_a_whole_text_read_without_gradient(dtype, tolerance, null_key, scale, w
     assert (means - expected).square().mean().sqrt() <= tolerance * expected.square().mean().sqrt()
     for one, other in zip(after, state, strict=True):
         torch.testing.assert_close(one.double(), other)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 4e-3)])
+def test_wide_windows_whose_blocks_are_larger_are_the_definition(dtype: torch.dtype, tolerance: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    rounded = [torch.randn(1, 700, 2, 8, generator=generator).to(dtype) for _ in range(4)]
+    results = []
+    for kind, compute in ((torch.float64, reference.windowed_attention), (dtype, portable.windowed_attention)):
+        queries, keys, values = (x.to(kind).requires_grad_() for x in rounded[:3])
+        logits = torch.zeros(1, 700, dtype=torch.promote_types(kind, torch.float32))
+        means, _ = compute(queries, keys, values, logits, window=600, scale=0.3, null_key=True, needs_state=False)
+        loss = (means * rounded[3].to(kind)).sum()
+        results.append([means, *torch.autograd.grad(loss, (queries, keys, values))])
+    for exact, found in zip(*results, strict=True):
+        assert (found.double() - exact).norm() <= tolerance * exact.norm()

@@ -80,14 +80,14 @@ class Triangle(ParameterHolder, Reader):
 
     def matrix(self) -> Tensor:
         """c, (n_ctx, n_ctx)."""
-        return lower_triangle(self.triangle, self.context)
+        return lower_triangle(self.triangle)
 
     def forward(
         self, x_BTD: Tensor, state: CausalMixingState | None, layout: Layout
     ) -> tuple[Tensor, CausalMixingState | None]:
         """(B, T, D) to (B, T, D), and the state."""
         return causal_mixing(
-            x_BTD, self.matrix(), self.bias, positions=layout.positions_BT, padding=layout.padding_BT,
+            x_BTD, self.triangle, self.bias, positions=layout.positions_BT, padding=layout.padding_BT,
             state=state, needs_state=layout.needs_state,
         )  # fmt: skip
 

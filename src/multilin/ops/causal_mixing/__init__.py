@@ -7,7 +7,7 @@ from torch import Tensor
 from multilin.errors import InputError
 from multilin.ops.causal_mixing import portable, reference
 from multilin.ops.causal_mixing.state import CausalMixingState
-from multilin.ops.causal_mixing.triangle import unpack
+from multilin.ops.causal_mixing.triangle import num_rows, unpack
 from multilin.ops.dispatch import Backend, Op
 
 __all__ = ["CAUSAL_MIXING", "CausalMixingState", "causal_mixing", "lower_triangle"]
@@ -23,7 +23,7 @@ CAUSAL_MIXING = Op(
 
 def causal_mixing(
     x: Float[Tensor, "B T D"],
-    weights: Float[Tensor, "n n"],
+    triangle: Float[Tensor, " P"],
     bias: Float[Tensor, " n"] | None = None,
     *,
     positions: Int[Tensor, "#B T"] | None = None,
@@ -33,12 +33,12 @@ def causal_mixing(
 ) -> tuple[Float[Tensor, "B T D"], CausalMixingState | None]:
     """Sum of the inputs of a text up to each position, with a weight for each pair of positions.
 
-        y_t = sum_{j <= t} weights[t, j] x_j + bias_t
+        y_t = sum_{j <= t} c[t, j] x_j + bias_t
 
     Args:
         x: (B, T, D) inputs.
-        weights: (n, n) of which the triangle j <= t is read; what is above the diagonal has no effect and no gradient.
-            `lower_triangle` builds it from n (n + 1) / 2 parameters.
+        triangle: (n (n + 1) / 2,) the weights c row by row: c[0, 0], c[1, 0], c[1, 1], c[2, 0], ...; `lower_triangle`
+            makes a matrix of it.
         bias: (n,) one number per position, added to all D.
         positions: (B, T) or (1, T) position of each input in its text, from 0; None counts on from the state.
         padding: (B, T) True where there is no input: nothing reads it, and its position may be -1.
@@ -50,27 +50,25 @@ def causal_mixing(
         float32 (float64 if an argument is float64).
 
     Raises:
-        InputError: weights that are not square, or a position beyond n.
+        InputError: not a number of weights that a triangle has, or a position beyond n.
 
-    Cost: O(B T n D) time; a state of B n D numbers. n bounds the length of a text.
+    Cost: O(B T^2 D) time for a text from its start, O(B n D) for a token after it; a state of B n D numbers. n bounds
+    the length of a text.
     Source: "Linear Language Models" (blbadger), masked mixers (arXiv 2409.01482).
     """
-    if weights.ndim != 2 or weights.shape[0] != weights.shape[1]:
-        raise InputError(f"weights: shape {tuple(weights.shape)} given, but it must be square")
+    num_positions = num_rows(triangle)
     if positions is None:
         positions = _count(x, padding, state)
     positions = positions.expand(x.shape[:2])
-    if not torch.compiler.is_compiling() and (length := int(positions.max()) + 1) > len(weights):
-        raise InputError(f"context: the text has {length} positions, but this mixing has weights for {len(weights)}")
-    dtype = torch.promote_types(torch.promote_types(x.dtype, weights.dtype), torch.float32)
+    if not torch.compiler.is_compiling() and (length := int(positions.max()) + 1) > num_positions:
+        raise InputError(f"context: the text has {length} positions, but this mixing has weights for {num_positions}")
+    dtype = torch.promote_types(torch.promote_types(x.dtype, triangle.dtype), torch.float32)
     compute = CAUSAL_MIXING.backend_for(x.device).compute
     # Under autocast as any product with weights: of narrow numbers, summed in float32.
     narrow = torch.is_autocast_enabled(x.device.type) and dtype == torch.float32
     product_dtype = torch.get_autocast_dtype(x.device.type) if narrow else dtype
     with torch.autocast(x.device.type, enabled=False):
-        y, inputs = compute(
-            x.to(dtype), weights.to(dtype), positions, padding=padding, state=state, product_dtype=product_dtype
-        )
+        y, inputs = compute(x.to(dtype), triangle, positions, padding=padding, state=state, product_dtype=product_dtype)
         if bias is not None:
             y = y + bias.to(dtype)[positions.clamp(min=0)][..., None]
     return y.to(x.dtype), CausalMixingState(inputs, positions[:, -1] + 1) if needs_state else None
@@ -85,14 +83,10 @@ def _count(x_BTD: Tensor, padding_BT: Tensor | None, state: CausalMixingState | 
     return first + ones_BT.cumsum(dim=1) - 1
 
 
-def lower_triangle(parameters: Float[Tensor, " P"], size: int) -> Float[Tensor, "n n"]:
-    """The (size, size) matrix whose triangle j <= t holds the parameters row by row, and zeros above.
+def lower_triangle(triangle: Float[Tensor, " P"]) -> Float[Tensor, "n n"]:
+    """The matrix (n, n) whose triangle j <= t holds the n (n + 1) / 2 weights row by row, and zeros above.
 
     Raises:
-        InputError: not size (size + 1) / 2 parameters.
+        InputError: not a number of weights that a triangle has.
     """
-    if parameters.numel() != size * (size + 1) // 2:
-        raise InputError(
-            f"parameters: {parameters.numel()} given for a triangle of {size} rows, but it has {size * (size + 1) // 2}"
-        )
-    return unpack(parameters, size)
+    return unpack(triangle, num_rows(triangle))

@@ -13,9 +13,9 @@ SHAPES = {
 
 
 def make_inputs(name: str, *, seed: int = 0, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
-    """x, weights (above the diagonal too) and bias of that case, standard normal."""
+    """x, triangle and bias of that case, standard normal."""
     num_batch, num_time, width, num_positions = SHAPES[name]
     generator = torch.Generator().manual_seed(seed)
-    shapes = ((num_batch, num_time, width), (num_positions, num_positions), (num_positions,))
-    x, weights, bias = (torch.randn(shape, generator=generator, dtype=dtype) for shape in shapes)
-    return x, weights, bias
+    shapes = ((num_batch, num_time, width), (num_positions * (num_positions + 1) // 2,), (num_positions,))
+    x, triangle, bias = (torch.randn(shape, generator=generator, dtype=dtype) for shape in shapes)
+    return x, triangle, bias

@@ -1,5 +1,6 @@
 """Lower-triangular matrices: from their rows one after the other, and times whole texts without their upper half."""
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -7,16 +8,45 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from multilin.errors import InputError
+
 BLOCK = 512  # rows of a piece of the triangle: large enough for full-speed products
 
 
-def unpack(parameters_P: Tensor, size: int) -> Tensor:
-    """The matrix (n, n) whose triangle holds the parameters row by row, zeros above."""
-    if parameters_P.device.type == "cpu" and not torch.compiler.is_compiling():
-        matrix: Tensor = _Unpack.apply(parameters_P, size)
+def num_rows(triangle_P: Tensor) -> int:
+    """n of a triangle of n (n + 1) / 2 weights.
+
+    Raises:
+        InputError: not such a number.
+    """
+    count = triangle_P.numel()
+    size = (math.isqrt(8 * count + 1) - 1) // 2
+    if triangle_P.ndim != 1 or size * (size + 1) // 2 != count:
+        raise InputError(
+            f"triangle: shape {tuple(triangle_P.shape)} given, but it must be (n (n + 1) / 2,) for a triangle of n rows"
+        )
+    return size
+
+
+def unpack(triangle_P: Tensor, size: int) -> Tensor:
+    """The matrix (size, size) with the first `size` rows of a triangle, zeros above."""
+    if triangle_P.device.type == "cpu" and not torch.compiler.is_compiling():
+        matrix: Tensor = _Unpack.apply(triangle_P, size)
         return matrix
-    rows, columns = torch.tril_indices(size, size, device=parameters_P.device)
-    return parameters_P.new_zeros(size, size).index_put((rows, columns), parameters_P)
+    in_rows, in_columns = torch.tril_indices(size, size, device=triangle_P.device)
+    return triangle_P.new_zeros(size, size).index_put((in_rows, in_columns), triangle_P[: size * (size + 1) // 2])
+
+
+def rows(triangle_P: Tensor, positions_BT: Tensor, size: int) -> Tensor:
+    """Row `position` of the (size, size) matrix for each position, (B, T, size); -1 counts as 0."""
+    last_BT1 = positions_BT.clamp(min=0)[..., None]
+    # Whole rows are copied faster than single numbers, but first the matrix has to be there.
+    if 4 * positions_BT.numel() > size:
+        return unpack(triangle_P, size)[last_BT1[..., 0]]
+    columns_N = torch.arange(size, device=triangle_P.device)
+    is_above_BTN = columns_N > last_BT1
+    places_BTN = (last_BT1 * (last_BT1 + 1) // 2 + columns_N).masked_fill(is_above_BTN, 0)
+    return triangle_P[places_BTN].masked_fill(is_above_BTN, 0.0)
 
 
 def multiply(weights_TT: Tensor, x_BTD: Tensor) -> Tensor:
@@ -29,13 +59,16 @@ class _Unpack(torch.autograd.Function):
     """Whole rows are copied; finding each number by its two indices takes five times as long."""
 
     @staticmethod
-    def forward(ctx: Any, parameters_P: Tensor, size: int) -> Tensor:
-        return pad_sequence(parameters_P.split(list(range(1, size + 1))), batch_first=True)
+    def forward(ctx: Any, triangle_P: Tensor, size: int) -> Tensor:
+        ctx.num_unread = triangle_P.numel() - size * (size + 1) // 2
+        read_P = triangle_P[: size * (size + 1) // 2]
+        return pad_sequence(read_P.split(list(range(1, size + 1))), batch_first=True)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *dmatrix: Tensor) -> tuple[Tensor, None]:
-        return torch.cat([row[: index + 1] for index, row in enumerate(dmatrix[0].unbind())]), None
+        parts = [row[: index + 1] for index, row in enumerate(dmatrix[0].unbind())]
+        return torch.cat([*parts, dmatrix[0].new_zeros(ctx.num_unread)]), None
 
 
 class _Multiply(torch.autograd.Function):

@@ -1,28 +1,21 @@
-"""The command line: one function per verb, which parses and calls."""
+"""The command line: finds the verb, parses its arguments, calls it, and turns failures into a sentence."""
 
-import dataclasses
-import functools
 import io
-import json
 import os
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from rich.console import Console
 
 import multilin
 from multilin import allocator
 from multilin.analysis.compare.verb import compare
-from multilin.analysis.evaluate_run import EvaluationSettings
-from multilin.analysis.info import ModelSizes
-from multilin.analysis.verbs import evaluate, explain
+from multilin.analysis.verbs import evaluate, explain, info, quantize
 from multilin.arguments import POSITIONAL, parse
 from multilin.errors import InputError, nearest
-from multilin.inference.generate import GenerationSettings
-from multilin.inference.rollout_run import RolloutSettings
-from multilin.messages import plain_messages, say_next
+from multilin.inference.verbs import convert, generate, rollout
+from multilin.messages import as_json, plain_messages, say_next
 from multilin.settings import settings
 from multilin.threads import warn_of_contention
 from multilin.tokenizer_tools import TokenizerSettings
@@ -42,57 +35,10 @@ class TrainArguments:
 
 
 @settings
-class GenerateArguments:
-    """What to continue."""
-
-    run: str  # folder of a trained model
-    prompt: str | None = None  # text to continue; without one it is read from a pipe, or the model begins a text
-    prompt_file: str | None = None  # file with the text to continue; one newline at its end is left out
-    state: str | None = None  # go on from the state in this file; the prompt, if any, is added to its text
-    save_state: str | None = None  # write the state after the last token to this file, to go on from
-    echo: bool = True  # also write the prompt itself to stdout
-
-
-@settings
-class RolloutArguments:
-    """What to go on from."""
-
-    run: str  # folder of a trained model, all of it linear
-    prompt: str | None = None  # text to go on from; without one it is read from a pipe
-    prompt_file: str | None = None  # file with the text to go on from; one newline at its end is left out
-    json: bool = False  # print JSON
-
-
-@settings
-class QuantizeArguments:
-    """What to round."""
-
-    run: str  # folder of a trained model
-    output: str | None = None  # folder for the int8 model; without one RUN-int8
-
-
-@settings
-class InfoArguments:
-    """What to describe."""
-
-    model: str  # folder of a trained model, or the name of an architecture
-    json: bool = False  # print JSON
-
-
-@settings
 class DoctorArguments:
     """How to report."""
 
     json: bool = False  # print JSON
-
-
-@settings
-class ConvertArguments:
-    """What to convert."""
-
-    kind: str  # where the checkpoint comes from: fastformer
-    source: str  # its folder
-    output: str  # folder to write ours to
 
 
 @settings
@@ -120,90 +66,15 @@ def train(what: TrainArguments, changes: Changes) -> None:
     say_next(f"multilin generate {result.output} --prompt 'The'", f"multilin evaluate {result.output}")
 
 
-def generate(what: GenerateArguments, how: GenerationSettings) -> None:
-    """Write text with a trained model, streamed as it comes.
-
-    stdout gets the text alone: the prompt and what follows it.
-    """
-    from multilin.inference.prompts import read_prompt
-    from multilin.inference.runs import load_run
-    from multilin.inference.session import write_text
-
-    run = load_run(what.run)
-    prompt = read_prompt(what.prompt, what.prompt_file)
-    write = functools.partial(print, end="", flush=True)
-    write_text(run, prompt, how, state=what.state, save_state=what.save_state, echo=what.echo, write=write)
-    if sys.stdout.isatty():
-        print()
-    if what.save_state:
-        say_next(f"multilin generate {what.run} --state {what.save_state}")
-    else:
-        say_next(f"multilin generate {what.run} --save-state text.state", f"multilin evaluate {what.run}")
-
-
-def rollout(what: RolloutArguments, how: RolloutSettings) -> None:
-    """Feed the raw outputs of an all-linear model back as its inputs, all at once and one by one.
-
-    Not the likeliest token is fed back but the whole vector of outputs; each is shown as its likeliest token.
-    """
-    from multilin.inference.prompts import read_prompt
-    from multilin.inference.rollout_run import print_rollout, rollout_run
-    from multilin.inference.runs import load_run
-
-    prompt = read_prompt(what.prompt, what.prompt_file)
-    found = rollout_run(load_run(what.run), prompt, how)
-    if what.json:
-        print(_as_json(found))
-        return
-    print_rollout(found, Console(highlight=False))
-    say_next(f"multilin generate {what.run}", f"multilin info {what.run}")
-
-
-def quantize(what: QuantizeArguments, how: EvaluationSettings) -> None:
-    """Round a trained model's weights to int8, and show size and loss of both.
-
-    Embedding and output stay as they are; evaluate and generate run from the new folder.
-    """
-    from multilin.analysis.quantize_run import print_quantized, quantize_run
-
-    found = quantize_run(what.run, what.output, how)
-    print_quantized(found, Console(highlight=False))
-    say_next(f"multilin generate {found.int8_folder}", f"multilin evaluate {found.int8_folder}")
-
-
-def info(what: InfoArguments, sizes: ModelSizes) -> None:
-    """Describe a model: parameters, work per token, state, layers; and the options of an architecture."""
-    from multilin.analysis.info import find_model, print_info, print_options
-
-    found, architecture = find_model(what.model, sizes)
-    if what.json:
-        print(_as_json(found))
-        return
-    print_info(found, Console(highlight=False))
-    if architecture is not None:
-        print_options(architecture, Console(highlight=False))
-
-
 def doctor(what: DoctorArguments) -> None:
     """Show what this machine offers and which implementation every op will use."""
     from multilin.doctor import examine, print_checkup
 
     found = examine()
     if what.json:
-        print(_as_json(found))
+        print(as_json(found))
     else:
         print_checkup(found, Console(highlight=False))
-
-
-def convert(what: ConvertArguments) -> None:
-    """Turn a checkpoint of another package into ours, with the same logits."""
-    from multilin.inference.convert import CONVERTERS
-
-    if what.kind not in CONVERTERS:
-        hint = nearest(what.kind, CONVERTERS) or f"; known are {', '.join(CONVERTERS)}"
-        raise InputError(f"KIND: {what.kind!r} is not known{hint}")
-    CONVERTERS[what.kind](Path(what.source), Path(what.output))
-    say_next(f"multilin info {what.output}")
 
 
 def tokenizer_train(what: TokenizerSettings) -> None:
@@ -224,7 +95,7 @@ def tokenizer_show(what: TokenizerArguments) -> None:
 
     found = describe_tokenizer(what.tokenizer, source=what.source, text=what.text)
     if what.json:
-        print(_as_json(found))
+        print(as_json(found))
     else:
         print_tokenizer(found, Console(highlight=False))
 
@@ -324,7 +195,3 @@ def _print_overview() -> None:
 def _fail(message: str, status: int) -> int:
     print(f"multilin: {message}", file=sys.stderr)
     return status
-
-
-def _as_json(found: Any) -> str:
-    return json.dumps(dataclasses.asdict(found), indent=2, ensure_ascii=False)

@@ -1,12 +1,15 @@
-"""What the command line says on stderr beside results: warnings, and what to type next."""
+"""What the command line prints beside tables: results as JSON, and on stderr warnings and what to type next."""
 
 import contextlib
+import dataclasses
+import json
 import os
 import shutil
 import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from transformers.utils import logging
 
@@ -55,3 +58,8 @@ def _program() -> str:
     if shutil.which("multilin") or called.name != "multilin":
         return "multilin"
     return os.path.relpath(called) if called.is_relative_to(Path.cwd()) else str(called)
+
+
+def as_json(found: Any) -> str:
+    """The fields of a dataclass, and of those in it, as indented JSON."""
+    return json.dumps(dataclasses.asdict(found), indent=2, ensure_ascii=False)

@@ -1,4 +1,4 @@
-"""The verbs of the command line that score a model on text and show what it read."""
+"""The verbs of the command line that score, explain, describe and round a model."""
 
 import functools
 import json
@@ -9,8 +9,9 @@ from rich.console import Console
 
 from multilin.analysis.evaluate_run import EvaluationSettings
 from multilin.analysis.explain_run import ExplainSettings
+from multilin.analysis.info import ModelSizes
 from multilin.errors import InputError
-from multilin.messages import say_next
+from multilin.messages import as_json, say_next
 from multilin.settings import settings
 
 
@@ -77,6 +78,47 @@ def explain(what: ExplainSettings) -> None:
         print_report(report, Console(highlight=False))
         print("\nWritten:", *paths, sep="\n  ")
     say_next(f"open {paths[0]} in a browser", f"multilin evaluate {what.run}")
+
+
+@settings
+class QuantizeArguments:
+    """What to round."""
+
+    run: str  # folder of a trained model
+    output: str | None = None  # folder for the int8 model; without one RUN-int8
+
+
+@settings
+class InfoArguments:
+    """What to describe."""
+
+    model: str  # folder of a trained model, or the name of an architecture
+    json: bool = False  # print JSON
+
+
+def quantize(what: QuantizeArguments, how: EvaluationSettings) -> None:
+    """Round a trained model's weights to int8, and show size and loss of both.
+
+    Embedding and output stay as they are; evaluate and generate run from the new folder.
+    """
+    from multilin.analysis.quantize_run import print_quantized, quantize_run
+
+    found = quantize_run(what.run, what.output, how)
+    print_quantized(found, Console(highlight=False))
+    say_next(f"multilin generate {found.int8_folder}", f"multilin evaluate {found.int8_folder}")
+
+
+def info(what: InfoArguments, sizes: ModelSizes) -> None:
+    """Describe a model: parameters, work per token, state, layers; and the options of an architecture."""
+    from multilin.analysis.info import find_model, print_info, print_options
+
+    found, architecture = find_model(what.model, sizes)
+    if what.json:
+        print(as_json(found))
+        return
+    print_info(found, Console(highlight=False))
+    if architecture is not None:
+        print_options(architecture, Console(highlight=False))
 
 
 def _check_together(what: EvaluateArguments, how: EvaluationSettings) -> None:

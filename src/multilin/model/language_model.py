@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, GenerationMixin, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from multilin.architectures.base import get_architecture
@@ -17,12 +17,13 @@ from multilin.layers.linear import Arithmetic, MatrixModule, scaled_linear, set_
 from multilin.layers.norms import TileNorm
 from multilin.model.config import MultilinConfig
 from multilin.model.embedding import TokenEmbedding, documents_from_lengths
-from multilin.model.state import TextState
+from multilin.model.generation import StatefulGenerationMixin
+from multilin.model.state import TextState, open_state
 from multilin.ops.linear_cross_entropy import linear_cross_entropy, token_cross_entropy
 from multilin.settings import load_settings
 
 
-class MultilinForCausalLM(PreTrainedModel, GenerationMixin):
+class MultilinForCausalLM(PreTrainedModel, StatefulGenerationMixin):
     """A causal language model whose layers are those of the config.
 
     One call reads any number of tokens, at the start of a text or from a state; training, prefill and decoding are
@@ -96,7 +97,7 @@ class MultilinForCausalLM(PreTrainedModel, GenerationMixin):
             use_cache = past_key_values is not None or (labels is None and not self.training)
         if cu_seqlens is not None:
             document_ids = documents_from_lengths(cu_seqlens, *input_ids.shape)
-        state = self._open_state(past_key_values, len(input_ids)) if use_cache else None
+        state = open_state(past_key_values, len(self.layers), len(input_ids)) if use_cache else None
         hidden_BTD, inputs = self._read(
             input_ids, state, attention_mask, document_ids, position_ids, bool(output_hidden_states)
         )
@@ -151,22 +152,6 @@ class MultilinForCausalLM(PreTrainedModel, GenerationMixin):
                 slot.value = value
             state.num_columns += input_ids.shape[1]
         return self.norm(x_BTD), tuple(inputs) if keeps_inputs else None
-
-    def _open_state(self, given: TextState | None, num_batch: int) -> TextState:
-        if given is None:
-            return TextState(len(self.layers))
-        if not isinstance(given, TextState):
-            raise InputError(
-                f"past_key_values: {type(given).__name__} given, but it must be a TextState, as this model returns it"
-            )
-        if len(given.layers) != len(self.layers) + 1:
-            raise InputError(f"past_key_values: a state of {len(given.layers) - 1} layers, but {len(self.layers)} read")
-        if given.batch_size not in (None, num_batch):
-            raise InputError(
-                f"past_key_values: a state of {given.batch_size} rows given for {num_batch} rows of input_ids; "
-                "fork or select its rows first"
-            )
-        return given
 
     def _logits(self, hidden_BTD: Tensor) -> Tensor:
         if self.config.logit_scale == 1.0:
@@ -223,72 +208,14 @@ class MultilinForCausalLM(PreTrainedModel, GenerationMixin):
         """Whether several documents can share a row (document_ids)."""
         return not self.unpackable
 
-    def new_state(self) -> TextState:
-        """The state at the start of a text."""
-        return TextState(len(self.layers))
-
-    def generate(self, inputs: Tensor | None = None, generation_config: Any = None, **kwargs: Any) -> Any:
-        """transformers' generate (greedy, sampling, beams, streamers), at the start of a text or from a state.
-
-        With `past_key_values=state`, `inputs` are the new tokens only; the state itself is left as it was, so one
-        state can be continued many times. `return_dict_in_generate=True` returns the state reached.
-
-        Raises:
-            InputError: the prompt and the new tokens together are longer than the model can read.
-        """
-        input_ids = inputs if inputs is not None else kwargs.get("input_ids")
-        if input_ids is None or input_ids.shape[-1] == 0:
-            raise InputError("input_ids: no tokens given; generation needs at least one, such as the start token")
-        settings = generation_config or self.generation_config
-        if kwargs.get("use_cache", settings.use_cache) is not False:
-            given = kwargs.get("past_key_values")
-            num_rows = max(self._setting("num_beams", settings, kwargs), 1)
-            state = self.new_state() if given is None else self._open_state(given, len(input_ids)).clone()
-            state.num_columns = 0
-            if num_rows == 1:
-                num_rows = self._setting("num_return_sequences", settings, kwargs)
-            kwargs["past_key_values"] = state if num_rows == 1 else state.fork(num_rows)
-        self._check_length(input_ids, settings, kwargs)
-        return super().generate(inputs, generation_config, **kwargs)
-
-    def _setting(self, name: str, settings: GenerationConfig, given: dict[str, Any]) -> int:
-        value = given.get(name, getattr(settings, name, None))
-        return 1 if value is None else int(value)
-
-    def _check_length(self, input_ids: Tensor, settings: GenerationConfig, kwargs: dict[str, Any]) -> None:
-        limit = self.config.n_positions
-        if limit is None:
-            return
-        state = kwargs.get("past_key_values")
-        num_read = 0 if state is None or state.num_tokens is None else int(state.num_tokens.max())
-        mask = kwargs.get("attention_mask")
-        length = input_ids.shape[1] if mask is None else int(mask[:, -input_ids.shape[1] :].sum(dim=1).max())
-        max_new = kwargs.get("max_new_tokens", settings.max_new_tokens)
-        if max_new is None and (max_length := kwargs.get("max_length", settings.max_length)) is not None:
-            max_new = max_length - input_ids.shape[1]
-        # The last new token is written but not read.
-        if num_read + length > limit or num_read + length + max(max_new or 1, 1) - 1 > limit:
-            raise InputError(
-                f"max_new_tokens: {max_new} after a text of {num_read + length} tokens given, but this model reads at "
-                f"most {limit} tokens (n_positions)"
-            )
-
-    def prepare_inputs_for_generation(self, input_ids: Tensor, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """As transformers', but positions are counted by the state: generate() counts from the start of its call."""
-        kwargs.pop("position_ids", None)
-        prepared: dict[str, Any] = super().prepare_inputs_for_generation(input_ids, *args, **kwargs)
-        # Older transformers add these.
-        for name in ("position_ids", "cache_position", "inputs_embeds"):
-            prepared.pop(name, None)
-        return prepared
-
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, MatrixModule) and module.arithmetic.stored_as_int8:
             return  # its weights come from a file
         std = getattr(module, "initializer_range", self.config.initializer_range)
         if isinstance(module, nn.Linear | nn.Embedding):
-            is_tokens = module is self.embedding.tokens and self.config.embedding_range is not None
-            nn.init.normal_(module.weight, std=self.config.embedding_range if is_tokens else std)
+            if module is self.embedding.tokens and self.config.embedding_range is not None:
+                std = self.config.embedding_range
+            nn.init.normal_(module.weight, std=std)
             if isinstance(module, nn.Linear) and module.bias is not None:
                 nn.init.zeros_(module.bias)
         elif isinstance(module, nn.LayerNorm) and module.elementwise_affine:

@@ -166,3 +166,30 @@ class TextState(Cache):
     def crop(self, max_length: int) -> None:
         """Refused, see LayerState.crop."""
         self.layers[0].crop(max_length)
+
+
+def open_state(given: TextState | None, num_layers: int, num_batch: int) -> TextState:
+    """The state to read on from: the one given, or that at the start of a text.
+
+    Args:
+        given: what the caller passed as `past_key_values`.
+        num_layers: of the model.
+        num_batch: rows that are read.
+
+    Raises:
+        InputError: not a TextState, or one of another model or of another number of rows.
+    """
+    if given is None:
+        return TextState(num_layers)
+    if not isinstance(given, TextState):
+        raise InputError(
+            f"past_key_values: {type(given).__name__} given, but it must be a TextState, as this model returns it"
+        )
+    if len(given.layers) != num_layers + 1:
+        raise InputError(f"past_key_values: a state of {len(given.layers) - 1} layers, but {num_layers} read")
+    if given.batch_size not in (None, num_batch):
+        raise InputError(
+            f"past_key_values: a state of {given.batch_size} rows given for {num_batch} rows of input_ids; "
+            "fork or select its rows first"
+        )
+    return given

@@ -15,7 +15,8 @@ from rich.console import Console
 
 from multilin.analysis.compare import measure
 from multilin.analysis.compare.answers import best_sentence, cost_sentence, reached, speed_sentence
-from multilin.analysis.compare.record import Comparison, ranking
+from multilin.analysis.compare.grid import further_choice
+from multilin.analysis.compare.record import FAILED, FINISHED, Comparison, Point, RunRecord, ranking
 from multilin.analysis.compare.report import as_html
 from multilin.analysis.compare.run import compare
 from multilin.analysis.compare.statistics import Spread, spread, welch_p
@@ -224,7 +225,36 @@ def test_the_grid_is_tried_on_one_seed_and_the_best_trained_with_all(sandbox: Pa
     assert row.choice == {"optimizer.learning_rate": 1e-2}
     assert row.recipe["optimizer"]["learning_rate"] == 1e-2
     assert [run.folder for run in row.runs] == ["elita-s0-lr0.01", "elita-s1-lr0.01"]
-    assert any("the end of the grid" in remark for remark in found.remarks)
+    assert any("is at the end of what was tried" in remark for remark in found.remarks)
+
+
+def test_a_grid_goes_on_where_its_last_value_is_the_best(sandbox: Path) -> None:
+    grid = {"optimizer.learning_rate": [1e-5, 1e-4]}
+    sweep = dataclasses.replace(a_sweep(sandbox, "further", rows={"elita": {}}, seeds=[0], grid=grid), extend_grid=2)
+    found = compare(sweep, console=Console(quiet=True))
+    assert [run.choice["optimizer.learning_rate"] for run in found.row("elita").tuning] == [1e-5, 1e-4, 1e-3, 1e-2]
+    assert any("tried further: 0.001, 0.01 for elita" in remark for remark in found.remarks)
+    assert any("The best optimizer.learning_rate of elita is at the end" in remark for remark in found.remarks)
+
+
+def tuning_run(rate: float, bits_per_byte: float | None) -> RunRecord:
+    course = [] if bits_per_byte is None else [Point(1, 1, 1.0, 1.0, 1.0, bits_per_byte)]
+    return RunRecord(0, "run", {"rate": rate}, FINISHED if course else FAILED, course=course)
+
+
+@pytest.mark.parametrize(
+    ("tried", "further"),
+    [
+        ({0.1: 3.0, 0.2: 2.0}, 0.4),
+        ({0.2: 2.0, 0.1: 3.0, 0.4: 2.5}, None),
+        ({0.3: 2.0, 0.9: 3.0}, 0.1),
+        ({0.1: 3.0, 0.2: 2.0, 0.4: None}, None),  # one that failed was tried too
+        ({0.1: None, 0.2: None}, None),
+    ],
+)
+def test_what_is_tried_next_lies_beyond_the_best(tried: dict[float, float | None], further: float | None) -> None:
+    found = further_choice([tuning_run(*pair) for pair in tried.items()], "bits_per_byte")
+    assert found == (None if further is None else {"rate": further})
 
 
 def test_other_tokenizers_are_compared_by_bytes_and_one_seed_says_nothing(sandbox: Path) -> None:

@@ -1,7 +1,6 @@
 """From a sweep to the runs it consists of: every budget becomes a number of steps, every mistake is found first."""
 
 import dataclasses
-import itertools
 import json
 import statistics
 import tempfile
@@ -72,12 +71,6 @@ def run_path(output: str, row: str, seed: int, choice: Choice) -> str:
     return str(Path(output, "-".join([row, f"s{seed}", *parts])))
 
 
-def choices(sweep: Sweep) -> list[dict[str, Any]]:
-    """Every combination of the grid's values; one empty one without a grid."""
-    names, values = list(sweep.grid), list(sweep.grid.values())
-    return [dict(zip(names, chosen, strict=True)) for chosen in itertools.product(*values)]
-
-
 def tokens_per_step(recipe: Recipe) -> int:
     """Training tokens of a step on one device."""
     plan = recipe.training
@@ -93,7 +86,7 @@ def plan_rows(sweep: Sweep, say: Callable[[str], None]) -> list[Plan]:
     plans = []
     for row in rows_of(sweep):
         try:
-            for choice in choices(sweep):
+            for choice in sweep.choices:
                 check_model(resolve_recipe(with_choice(row, choice)))
             plans.append(_plan(row))
         except InputError as error:

@@ -1,6 +1,7 @@
 """What a reader must know to judge a comparison, one sentence each."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from multilin.analysis.compare.record import FAILED, Comparison
 
@@ -46,8 +47,25 @@ def _about_grid(comparison: Comparison) -> Iterator[str]:
         f"Every row was tuned with the same values on seed {comparison.seeds[0]}, by the validation text itself; the "
         "best ones were then trained with all seeds."
     )
-    for name, tried in comparison.grid.items():
-        ends = {str(min(tried)), str(max(tried))} if all(isinstance(value, int | float) for value in tried) else set()
-        at_end = [row.name for row in comparison.rows if str(row.choice.get(name)) in ends]
-        if at_end and len(tried) > 1:
-            yield f"The best {name} of {', '.join(at_end)} is at the end of the grid: a wider one may do better."
+    for name in comparison.grid:
+        tried = {row.name: [run.choice[name] for run in row.tuning] for row in comparison.rows}
+        if further := [f"{', '.join(map(str, new))} for {row}" for row, new in _further(comparison, name, tried)]:
+            yield f"Where the best {name} was the last of these, it was tried further: {'; '.join(further)}."
+        at_end = [row.name for row in comparison.rows if _is_last(row.choice.get(name), tried[row.name])]
+        if at_end:
+            yield f"The best {name} of {', '.join(at_end)} is at the end of what was tried: another may do better."
+
+
+def _further(
+    comparison: Comparison, name: str, tried: Mapping[str, Sequence[Any]]
+) -> Iterator[tuple[str, Sequence[Any]]]:
+    """Rows and the values that were tried for them beyond the grid."""
+    for row, values in tried.items():
+        if new := [value for value in values if value not in comparison.grid[name]]:
+            yield row, new
+
+
+def _is_last(value: Any, tried: Sequence[Any]) -> bool:
+    if len(set(tried)) < 2 or not all(isinstance(other, int | float) for other in tried):
+        return False
+    return value in (min(tried), max(tried))

@@ -6,10 +6,10 @@ from pathlib import Path
 
 from rich.console import Console
 
+from multilin.analysis.compare.grid import best_choice, further_choice
 from multilin.analysis.compare.measure import measure_decoding, prompt_of, write_sample
-from multilin.analysis.compare.plan import Choice, Plan, choices, plan_rows
+from multilin.analysis.compare.plan import Choice, Plan, plan_rows
 from multilin.analysis.compare.record import (
-    FINISHED,
     Comparison,
     RowRecord,
     RunRecord,
@@ -17,8 +17,6 @@ from multilin.analysis.compare.record import (
     make_row,
     ranking,
     read_run,
-    score_of,
-    sign,
 )
 from multilin.analysis.compare.remarks import remarks_on
 from multilin.analysis.compare.report import write_reports
@@ -52,10 +50,10 @@ def compare(sweep: Sweep, *, overwrite: bool = False, console: Console | None = 
     plans = plan_rows(sweep, work.say)
     for plan in plans:
         for seed in sweep.seeds:
-            for choice in choices(sweep):
+            for choice in sweep.choices:
                 work.check(plan, seed, choice)
     tuning = work.tune(plans)
-    best = {plan.row.name: _best(tuning[plan.row.name], work.measure) for plan in plans}
+    best = {plan.row.name: best_choice(tuning[plan.row.name], work.measure) for plan in plans}
     runs = work.train_seeds(plans, best)
     rows = [
         make_row(
@@ -84,7 +82,7 @@ class _Work:
         self.sweep, self.overwrite, self.console = sweep, overwrite, console
         self.output = Path(sweep.output)
         self.measure = "accuracy" if sweep.task else "bits_per_byte"
-        combinations = len(choices(sweep))
+        combinations = len(sweep.choices)
         self.total = len(sweep.rows) * (combinations if combinations > 1 else 0)
         self.total += len(sweep.rows) * (len(sweep.seeds) - (combinations > 1))
         self.count = 0
@@ -109,11 +107,9 @@ class _Work:
 
     def tune(self, plans: list[Plan]) -> dict[str, list[RunRecord]]:
         """Every row with every choice of the grid, on the first seed."""
-        tried = choices(self.sweep)
-        if len(tried) == 1:
+        if len(self.sweep.choices) == 1:
             return {plan.row.name: [] for plan in plans}
-        seed = self.sweep.seeds[0]
-        return {plan.row.name: [self.run(plan, seed, choice) for choice in tried] for plan in plans}
+        return {plan.row.name: self._tune(plan) for plan in plans}
 
     def train_seeds(self, plans: list[Plan], best: dict[str, Choice]) -> dict[str, list[RunRecord]]:
         """Every row with every seed, seed by seed, so that what is there early can be compared."""
@@ -130,6 +126,18 @@ class _Work:
             self.count += 1
             self._trained[recipe.output] = self._train(plan, recipe, seed, choice)
         return self._trained[recipe.output]
+
+    def _tune(self, plan: Plan) -> list[RunRecord]:
+        seed = self.sweep.seeds[0]
+        tuning = [self.run(plan, seed, choice) for choice in self.sweep.choices]
+        for _ in range(self.sweep.extend_grid):
+            further = further_choice(tuning, self.measure)
+            if further is None:
+                break
+            self.check(plan, seed, further)
+            self.total += 1
+            tuning.append(self.run(plan, seed, further))
+        return tuning
 
     def _train(self, plan: Plan, recipe: Recipe, seed: int, choice: Choice) -> RunRecord:
         folder, failure = Path(recipe.output), None
@@ -159,14 +167,6 @@ class _Work:
             self.say(f"failed: {failure}")
             return failure
         return None
-
-
-def _best(tuning: list[RunRecord], measure: str) -> Choice:
-    """The grid's values with the best last validation; the first ones where every run failed."""
-    finished = [run for run in tuning if run.status == FINISHED]
-    if not finished:
-        return tuning[0].choice if tuning else {}
-    return min(finished, key=lambda run: sign(measure) * score_of(run, measure)).choice
 
 
 def _measured(rows: list[RowRecord], sweep: Sweep, prompt: str) -> list[RowRecord]:

@@ -11,6 +11,7 @@
     seeds: [0, 1, 2]
     budget: {tokens: 400000}      # or flops, or seconds
     grid: {optimizer.learning_rate: [1.0e-3, 4.0e-3]}
+    extend_grid: 2                # up to two values more for a row whose best is the lowest or highest
     output: runs/mine-against-gpt2
 
 A row begins with its `recipe` (or the base's, or that of its name, or the default recipe); over that goes the base, and
@@ -18,6 +19,7 @@ over that the row itself.
 """
 
 import dataclasses
+import itertools
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import field
@@ -77,7 +79,13 @@ class Sweep:
     budget: Budget = field(default_factory=Budget)  # of each run
     task: str | None = None  # a recall task instead of a text, such as mqar
     grid: dict[str, list[Any]] = field(default_factory=dict)  # optimizer or schedule field to the values tried
+    extend_grid: Annotated[int, Ge(0)] = 0  # values more, at most, for a row whose best is the lowest or highest tried
     output: str = ""  # folder for the runs and the report
+
+    @property
+    def choices(self) -> list[dict[str, Any]]:
+        """Every combination of the grid's values; one empty one without a grid."""
+        return [dict(zip(self.grid, chosen, strict=True)) for chosen in itertools.product(*self.grid.values())]
 
 
 def builtin_sweep(task: str | None = None) -> Sweep:
@@ -167,6 +175,11 @@ def check_sweep(sweep: Sweep) -> None:
             )
         if not tried:
             raise InputError(f"grid.{name}: no value given; give a list, such as [1.0e-3, 4.0e-3]")
+    if sweep.extend_grid and not _can_go_on(list(sweep.grid.values())):
+        raise InputError(
+            f"extend_grid: {sweep.extend_grid} given, but only a grid of one field with two or more different positive "
+            "numbers can go on"
+        )
 
 
 def changed(
@@ -211,6 +224,13 @@ def _frame(recipe: Recipe) -> Values:
         "tokenizer": values["tokenizer"],
         "training": training,
     }
+
+
+def _can_go_on(values: list[list[Any]]) -> bool:
+    """Whether there is a ratio by which a grid goes on beyond its ends."""
+    if len(values) != 1 or len(set(values[0])) < 2:
+        return False
+    return all(isinstance(value, int | float) and value > 0 for value in values[0])
 
 
 def _number(value: Any) -> Any:

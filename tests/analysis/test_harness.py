@@ -7,15 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 
-pytest.importorskip("lm_eval")
-pytestmark = pytest.mark.filterwarnings("ignore")  # lm-eval and what it imports warn about themselves
+from multilin.analysis.evaluate_run import EvaluationSettings, break_down_run, evaluate_run
+from multilin.analysis.evaluate_view import score_tasks
+from multilin.data.tokenizers import train_tokenizer
+from multilin.errors import InputError
+from multilin.inference.runs import load_run
+from multilin.model.factory import create_model
 
-from multilin.analysis.evaluate_run import EvaluationSettings, break_down_run, evaluate_run  # noqa: E402
-from multilin.analysis.evaluate_view import score_tasks  # noqa: E402
-from multilin.data.tokenizers import train_tokenizer  # noqa: E402
-from multilin.errors import InputError  # noqa: E402
-from multilin.inference.runs import load_run  # noqa: E402
-from multilin.model.factory import create_model  # noqa: E402
+pytestmark = pytest.mark.filterwarnings("ignore")  # lm-eval and what it imports warn about themselves
 
 BLOCK = 32
 

@@ -9,19 +9,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
-from torch.nn.functional import pad
 
 from multilin.ops.numba_kernels import why_not as why_not
+from multilin.ops.prefix_softmax.compiled import empty_gradients, fill_in, is_traced, needs_gradients, windowed
 from multilin.ops.prefix_softmax.cpu_run import (
     Kept,
-    empty_gradients,
     empty_kept,
     is_gated,
     run_backward,
     run_forward,
 )
-from multilin.ops.prefix_softmax.tokens import PrefixSoftmaxState, last_tokens, read_state_first
+from multilin.ops.prefix_softmax.tokens import PrefixSoftmaxState
 
 
 def prefix_softmax(
@@ -48,17 +46,10 @@ def prefix_softmax(
             return means, None
         return means, PrefixSoftmaxState(final_logits, final_values)
 
-    num_new = logits_BTH.shape[1]
-    logits_BSH, values_BSHD, starts_BS = read_state_first(logits_BTH, values_BTHD, state, starts)
-    num_read = logits_BSH.shape[1]
-    if own_logits is not None and num_read > num_new:
-        own_logits = pad(own_logits, (0, 0, num_read - num_new, 0), value=-torch.inf)
-    cut = None if window >= num_read else window
-    means_BSHD, _, _ = _means(logits_BSH, values_BSHD, own_logits, starts_BS, None, cut, null, False)
-    if needs_state:
-        state = last_tokens(logits_BSH, values_BSHD, starts_BS, window - 1)
-        state = PrefixSoftmaxState(state.logits_BSH, state.values_BSHD.float())
-    return means_BSHD[:, num_read - num_new :], state if needs_state else None
+    def means_of(logits: Tensor, values: Tensor, own: Tensor | None, starts: Tensor | None, cut: int | None) -> Tensor:
+        return _means(logits, values, own, starts, None, cut, null, False)[0]
+
+    return windowed(means_of, logits_BTH, values_BTHD, own_logits, starts, state, window, needs_state=needs_state)
 
 
 def _means(
@@ -68,9 +59,9 @@ def _means(
     """Means and summary token; without the operator around the kernels, which takes longer than a token, if it can."""
     state_logits, state_values = (None, None) if state is None else state
     inputs = (logits, values, own, state_logits, state_values)
-    keeps = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
+    keeps = needs_gradients(*inputs)
     arguments = (logits, values, own, starts, state_logits, state_values, window, null, keeps, needs_state)
-    if torch.compiler.is_compiling() or any(type(x) not in (Tensor, Parameter, type(None)) for x in inputs):
+    if is_traced(*inputs):
         return _forward(*arguments)[:3]
     return _Eager.apply(*arguments) if keeps else run_forward(*arguments)[:3]
 
@@ -154,11 +145,7 @@ def _gradients(
     kept, means = kept_and_means[:3], (kept_and_means[3:] or kept_and_means)[0]
     if dmeans is None:
         dmeans = torch.zeros_like(values)
-    if dfinal_logits is not None or dfinal_values is not None:
-        if dfinal_logits is None:
-            dfinal_logits = torch.zeros_like(final_values[..., 0])
-        if dfinal_values is None:
-            dfinal_values = torch.zeros_like(final_values)
+    dfinal_logits, dfinal_values = fill_in(dfinal_logits, dfinal_values, final_values)
     dlogits, dvalues, down, dstate_logits, dstate_values = backward(
         dmeans, dfinal_logits, dfinal_values, values, means, *kept, ctx.window, ctx.has_own, ctx.has_state
     )

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from multilin.ops.prefix_softmax.compiled import Gradients, empty_gradients
 from multilin.ops.prefix_softmax.cpu_task import ROWS, Task
 
 
@@ -109,28 +110,6 @@ def run_forward(
             launch(global_forward.summarize, task, values.dtype, B * (parts**2 - parts), threads)
         launch(global_forward.forward, task, values.dtype, B * parts, threads)
     return means, final_logits, final_values, kept
-
-
-class Gradients(NamedTuple):
-    """Of the inputs of `run_forward`; of no size where there is no such input."""
-
-    logits: Tensor
-    values: Tensor
-    own: Tensor
-    state_logits: Tensor
-    state_values: Tensor
-
-
-def empty_gradients(values: Tensor, *, has_own: bool, has_state: bool) -> Gradients:
-    """Room for the gradients."""
-    B, T, H, D = values.shape
-    return Gradients(
-        _float32(values, (B, T, H)),
-        torch.empty((B, T, H, D), dtype=values.dtype, device=values.device),
-        _float32(values, (B, T, H) if has_own else (0,)),
-        _float32(values, (B, 1, H) if has_state else (0,)),
-        _float32(values, (B, 1, H, D) if has_state else (0,)),
-    )
 
 
 def run_backward(

@@ -9,18 +9,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
-from torch.nn.functional import pad
 
+from multilin.ops.prefix_softmax.compiled import empty_gradients, fill_in, is_traced, needs_gradients, windowed
 from multilin.ops.prefix_softmax.gpu_run import (
     Kept,
-    empty_gradients,
     empty_kept,
     run_backward,
     run_forward,
     run_step,
 )
-from multilin.ops.prefix_softmax.tokens import PrefixSoftmaxState, last_tokens, read_state_first
+from multilin.ops.prefix_softmax.tokens import PrefixSoftmaxState
 from multilin.ops.triton_kernels import why_not as why_not
 
 WIDEST = 2**13  # numbers per head: one program of a step holds them all
@@ -53,7 +51,7 @@ def prefix_softmax(
     past_values = None if state is None else state.values_BSHD.float()
     if num_new == 1 and (window is None or (state is not None and state.logits_BSH.shape[1] == num_past)):
         inputs = (logits_BTH, values_BTHD, own_logits, past_logits, past_values)
-        if not (torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)):
+        if not needs_gradients(*inputs):
             return _step(
                 logits_BTH, values_BTHD, own_logits, starts, past_logits, past_values, window, null, needs_state
             )
@@ -63,20 +61,10 @@ def prefix_softmax(
         )
         return means, PrefixSoftmaxState(*final) if needs_state else None
 
-    logits_BSH, values_BSHD, starts_BS = read_state_first(logits_BTH, values_BTHD, state, starts)
-    num_read = logits_BSH.shape[1]
-    if own_logits is not None and num_read > num_new:
-        own_logits = pad(own_logits, (0, 0, num_read - num_new, 0), value=-torch.inf)
-    cut = None if window >= num_read else window
-    means_BSHD, _, _ = _means(logits_BSH, values_BSHD, own_logits, starts_BS, None, None, cut, null, False)
-    if needs_state:
-        state = last_tokens(logits_BSH, values_BSHD, starts_BS, window - 1)
-        state = PrefixSoftmaxState(state.logits_BSH, state.values_BSHD.float())
-    return means_BSHD[:, num_read - num_new :], state if needs_state else None
+    def means_of(logits: Tensor, values: Tensor, own: Tensor | None, starts: Tensor | None, cut: int | None) -> Tensor:
+        return _means(logits, values, own, starts, None, None, cut, null, False)[0]
 
-
-def _is_traced(*inputs: Tensor | None) -> bool:
-    return torch.compiler.is_compiling() or any(type(x) not in (Tensor, Parameter, type(None)) for x in inputs)
+    return windowed(means_of, logits_BTH, values_BTHD, own_logits, starts, state, window, needs_state=needs_state)
 
 
 def _step(
@@ -85,7 +73,7 @@ def _step(
 ) -> tuple[Tensor, PrefixSoftmaxState | None]:  # fmt: skip
     """A single position, without gradients."""
     arguments = (logits, values, own, starts, state_logits, state_values, window, null, needs_state)
-    if _is_traced(logits, values, own, state_logits, state_values):
+    if is_traced(logits, values, own, state_logits, state_values):
         means, *final = _one_step(*arguments)
     else:
         means, *final = run_step(*arguments)
@@ -98,9 +86,9 @@ def _means(
 ) -> tuple[Tensor, Any, Any]:  # fmt: skip
     """Means and summary token; without the operator around the kernels, which takes longer than they do, if it can."""
     inputs = (logits, values, own, state_logits, state_values)
-    keeps = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
+    keeps = needs_gradients(*inputs)
     arguments = (logits, values, own, starts, state_logits, state_values, window, null, keeps, needs_state)
-    if _is_traced(*inputs):
+    if is_traced(*inputs):
         return _forward(*arguments)[:3]
     return _Eager.apply(*arguments) if keeps else run_forward(*arguments)[:3]
 
@@ -188,9 +176,9 @@ def _backward_shapes(
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
     logits, values, own, starts, _, state_values, window, null, keeps, _ = inputs
-    _, final_logits, final_values, *kept = output
+    _, _, final_values, *kept = output
     # The final state is saved for its shape alone; it is small.
-    ctx.save_for_backward(logits, values, own, starts, final_logits, final_values, *kept)
+    ctx.save_for_backward(logits, values, own, starts, final_values, *kept)
     ctx.window, ctx.null, ctx.has_state, ctx.keeps = window, null, state_values is not None, keeps
     ctx.set_materialize_grads(False)
 
@@ -205,12 +193,10 @@ def _gradients(
     backward: Callable[..., Any], ctx: Any, dmeans: Tensor | None, dfinal_logits: Any = None, dfinal_values: Any = None
 ) -> tuple[Any, ...]:
     """Of all arguments of the operator, with its backward operator or without."""
-    logits, values, own, starts, final_logits, final_values, *kept = ctx.saved_tensors
+    logits, values, own, starts, final_values, *kept = ctx.saved_tensors
     if dmeans is None:
         dmeans = torch.zeros_like(values)
-    if dfinal_logits is not None or dfinal_values is not None:
-        dfinal_logits = torch.zeros_like(final_logits) if dfinal_logits is None else dfinal_logits
-        dfinal_values = torch.zeros_like(final_values) if dfinal_values is None else dfinal_values
+    dfinal_logits, dfinal_values = fill_in(dfinal_logits, dfinal_values, final_values)
     dlogits, dvalues, down, dstate_logits, dstate_values = backward(
         dmeans, dfinal_logits, dfinal_values, logits, values, own, starts, *kept, ctx.window, ctx.null, ctx.has_state
     )

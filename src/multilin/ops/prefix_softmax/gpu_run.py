@@ -6,6 +6,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from multilin.ops.prefix_softmax.compiled import Gradients, empty_gradients
+
 CHUNK = 64  # positions whose weights are compared pair by pair, and between means kept for the backward pass
 MAX_PARTS = 64  # of one text's time
 PER_HEAD = ("logits", "own", "state_logits")  # gradients with one number per head
@@ -48,28 +50,6 @@ def empty_kept(values: Tensor, window: int | None) -> Kept:
     slots = -(-T // CHUNK) + 1
     past = [(B, H, slots), (B, H, slots), (B, H, slots, D)] if window is None else [(0,)] * 3
     return Kept(*(_float32(values, shape) for shape in ((B, H, T), (B, H, T), *past)))
-
-
-class Gradients(NamedTuple):
-    """Of the inputs of `run_forward`; of no size where there is no such input."""
-
-    logits: Tensor
-    values: Tensor
-    own: Tensor
-    state_logits: Tensor
-    state_values: Tensor
-
-
-def empty_gradients(values: Tensor, *, has_own: bool, has_state: bool) -> Gradients:
-    """Room for the gradients."""
-    B, T, H, D = values.shape
-    return Gradients(
-        _float32(values, (B, T, H)),
-        torch.empty((B, T, H, D), dtype=values.dtype, device=values.device),
-        _float32(values, (B, T, H) if has_own else (0,)),
-        _float32(values, (B, 1, H) if has_state else (0,)),
-        _float32(values, (B, 1, H, D) if has_state else (0,)),
-    )
 
 
 class Plan(NamedTuple):

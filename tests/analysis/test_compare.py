@@ -22,6 +22,7 @@ from multilin.analysis.compare.run import compare
 from multilin.analysis.compare.statistics import Spread, spread, welch_p
 from multilin.analysis.compare.sweep import Budget, Sweep
 from multilin.analysis.compare.view import dots
+from multilin.analysis.compare.words import p_text
 from multilin.errors import InputError
 from multilin.training.callbacks import StepCallback
 
@@ -235,6 +236,11 @@ def test_a_grid_goes_on_where_its_last_value_is_the_best(sandbox: Path) -> None:
     assert [run.choice["optimizer.learning_rate"] for run in found.row("elita").tuning] == [1e-5, 1e-4, 1e-3, 1e-2]
     assert any("tried further: 0.001, 0.01 for elita" in remark for remark in found.remarks)
     assert any("The best optimizer.learning_rate of elita is at the end" in remark for remark in found.remarks)
+
+
+@pytest.mark.parametrize(("p", "text"), [(0.0004, "< 0.001"), (0.001, "0.001"), (0.04999, "0.050")])
+def test_no_p_is_written_as_nought(p: float, text: str) -> None:
+    assert p_text(p) == text
 
 
 def tuning_run(rate: float, bits_per_byte: float | None) -> RunRecord:

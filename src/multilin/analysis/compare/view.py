@@ -6,7 +6,16 @@ from typing import Any
 from multilin.analysis.compare.answers import AXES, mean_course
 from multilin.analysis.compare.record import Comparison, RowRecord, RunRecord
 from multilin.analysis.compare.statistics import LEVEL
-from multilin.analysis.compare.words import UNITS, amount, budget_text, bytes_text, difference_text, score_text, verdict
+from multilin.analysis.compare.words import (
+    UNITS,
+    amount,
+    budget_text,
+    bytes_text,
+    difference_text,
+    p_text,
+    score_text,
+    verdict,
+)
 
 HEADINGS = ("Which is best at this budget?", "How fast does it learn?", "What does it cost to run?")
 
@@ -37,7 +46,7 @@ def differences(comparison: Comparison) -> Iterator[list[str]]:
     """A line for every two rows: the worse, the better, the difference, p, and what it means."""
     for found in comparison.differences:
         meaning = {None: "one seed: no statement", True: "within noise", False: "larger than noise"}
-        p = "" if found.p is None else f"{found.p:.3f}"
+        p = "" if found.p is None else p_text(found.p)
         yield [
             found.one, found.other, difference_text(comparison, found.difference), p, meaning[found.within_noise],
         ]  # fmt: skip

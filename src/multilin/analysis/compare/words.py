@@ -4,6 +4,7 @@ from multilin.analysis.compare.record import Comparison, RowRecord
 
 UNITS = {"bits_per_byte": "bits per byte", "accuracy": "accuracy"}
 REPORT_FILE = "comparison.html"
+SMALLEST = 0.001  # a p below this is not written out
 _PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
@@ -31,6 +32,11 @@ def difference_text(comparison: Comparison, difference: float) -> str:
     return f"{difference:+.3f}"
 
 
+def p_text(p: float) -> str:
+    """Three decimals, or that there are more zeros."""
+    return f"< {SMALLEST:g}" if p < SMALLEST else f"{p:.3f}"
+
+
 def verdict(comparison: Comparison, row: RowRecord) -> str:
     """What may be said of a row beside the best."""
     if row.score is None:
@@ -44,7 +50,8 @@ def verdict(comparison: Comparison, row: RowRecord) -> str:
         return f"{text}, one seed: no statement"
     if found.within_noise:
         return f"{text}, within noise (p = {found.p:.2f})"
-    return f"{text}, {'p < 0.001' if found.p < 0.001 else f'p = {found.p:.3f}'}"
+    sign = "" if found.p < SMALLEST else "= "
+    return f"{text}, p {sign}{p_text(found.p)}"
 
 
 def budget_text(comparison: Comparison) -> str:

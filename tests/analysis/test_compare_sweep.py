@@ -12,11 +12,13 @@ import yaml
 from multilin.analysis.compare import plan
 from multilin.analysis.compare.flops import training_flops_per_token
 from multilin.analysis.compare.plan import SPEED_FILE, plan_rows
-from multilin.analysis.compare.rows import rows_of
+from multilin.analysis.compare.rows import rows_of, with_choice
 from multilin.analysis.compare.sweep import Budget, Sweep, builtin_sweep, changed, find_sweep, load_sweep
 from multilin.cli import main
 from multilin.errors import InputError
 from multilin.model.factory import create_model, model_names
+from multilin.training.assemble import check_model
+from multilin.training.recipe import resolve_recipe
 
 SMALL = {
     "model": {"hidden_size": 16, "num_layers": 1, "n_positions": 16},
@@ -203,3 +205,17 @@ def test_flops_of_running_means_are_those_of_the_weights() -> None:
     model = create_model("additive", hidden_size=32, num_layers=2, vocab_size=50, n_positions=24)
     weights = sum(module.weight.numel() for module in model.modules() if isinstance(module, torch.nn.Linear))
     assert training_flops_per_token(model, 24) == 6 * weights
+
+
+CLAIMS = sorted((Path(__file__).parents[2] / "recipes" / "claims").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("path", CLAIMS, ids=lambda path: path.stem)
+def test_the_sweep_of_a_claim_can_be_trained_and_its_rows_are_reported(path: Path) -> None:
+    sweep = load_sweep(path)
+    documented = (path.parents[2] / "docs" / "claims.md").read_text()
+    assert f"`{path.name}`" in documented
+    for row in rows_of(sweep):
+        assert f"| `{row.name}` |" in documented
+        for choice in sweep.choices:
+            check_model(resolve_recipe(with_choice(row, choice)))

@@ -238,6 +238,19 @@ def test_a_grid_goes_on_where_its_last_value_is_the_best(sandbox: Path) -> None:
     assert any("The best optimizer.learning_rate of elita is at the end" in remark for remark in found.remarks)
 
 
+def test_a_value_that_the_field_does_not_accept_ends_the_tuning_alone(
+    sandbox: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("multilin.analysis.compare.run.further_choice", lambda *_: {"optimizer.row_average": 1.62})
+    base = a_sweep(sandbox, "bounded").base | {"optimizer.name": "normalized_sgd"}
+    sweep = a_sweep(
+        sandbox, "bounded", base=base, rows={"elita": {}}, seeds=[0], grid={"optimizer.row_average": [0.5, 0.9]}
+    )
+    found = compare(dataclasses.replace(sweep, extend_grid=2), console=Console(quiet=True))
+    assert [run.choice["optimizer.row_average"] for run in found.row("elita").tuning] == [0.5, 0.9]
+    assert found.row("elita").score is not None
+
+
 @pytest.mark.parametrize(("p", "text"), [(0.0004, "< 0.001"), (0.001, "0.001"), (0.04999, "0.050")])
 def test_no_p_is_written_as_nought(p: float, text: str) -> None:
     assert p_text(p) == text

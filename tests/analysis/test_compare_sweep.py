@@ -207,6 +207,12 @@ def test_flops_of_running_means_are_those_of_the_weights() -> None:
     assert training_flops_per_token(model, 24) == 6 * weights
 
 
+def test_a_grid_whose_numbers_yaml_reads_as_texts_can_go_on(sweep_file: Callable[..., Path]) -> None:
+    path = sweep_file(extend_grid=1)
+    path.write_text(path.read_text() + "grid: {optimizer.learning_rate: [1e-3, 4e-3]}\n")
+    assert load_sweep(path).grid == {"optimizer.learning_rate": [1e-3, 4e-3]}
+
+
 CLAIMS = sorted((Path(__file__).parents[2] / "recipes" / "claims").glob("*.yaml"))
 
 

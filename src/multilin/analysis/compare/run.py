@@ -134,6 +134,11 @@ class _Work:
             further = further_choice(tuning, self.measure)
             if further is None:
                 break
+            try:
+                plan.run(self.sweep.output, seed, further)
+            except InputError as error:
+                self.say(f"{plan.row.name} is not tuned further: {error}")
+                break
             self.check(plan, seed, further)
             self.total += 1
             tuning.append(self.run(plan, seed, further))

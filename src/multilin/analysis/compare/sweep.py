@@ -143,13 +143,14 @@ def load_sweep(path: Path) -> Sweep:
     if not isinstance(values, dict):
         raise InputError(f"sweep: {path} should hold `rows:` and `budget:`, not {values!r:.60}")
     sweep = load_settings(Sweep, values)
-    check_sweep(sweep)
-    return dataclasses.replace(
+    sweep = dataclasses.replace(
         sweep,
         title=sweep.title or path.stem,
         grid={name: [_number(value) for value in tried] for name, tried in sweep.grid.items()},
         output=sweep.output or f"runs/compare-{path.stem}",
     )
+    check_sweep(sweep)
+    return sweep
 
 
 def check_sweep(sweep: Sweep) -> None:

@@ -175,7 +175,7 @@ def _logits_and_gradients(
         with torch.no_grad():
             logits = model.eval()(ids, use_cache=False).logits
         loss = model.train()(ids, labels=ids).loss
-    gradients = torch.autograd.grad(loss, list(model.layers.parameters()))
+    gradients = torch.autograd.grad(loss, list(model.model.layers.parameters()))
     return logits.double().flatten(), torch.cat([gradient.double().flatten() for gradient in gradients])
 
 

@@ -44,7 +44,7 @@ def test_the_weights_are_those_of_the_forward_pass(
     content, _, _ = explained(architecture)
     folder = run_folder(architecture)
     model = load_run(folder).model
-    with record_readings(model.layers) as readings, torch.no_grad():
+    with record_readings(model.model.layers) as readings, torch.no_grad():
         model(ids_of(folder), use_cache=False)
     steps = [step for step in content["steps"] if step["layer"]]
     assert len(steps) == len(readings) > 0

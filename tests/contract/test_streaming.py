@@ -58,7 +58,7 @@ def test_an_extreme_future_changes_nothing(make_model: MakeModel) -> None:
     for scale in (1e3, 1e8, 1e30):
         extreme = x.clone()
         extreme[:, 30:] = scale * torch.randn(1, 20, HIDDEN_SIZE, dtype=torch.float64)
-        for layer in model.layers:
+        for layer in model.model.layers:
             before, after = layer(x, None, layout)[0], layer(extreme, None, layout)[0]
             torch.testing.assert_close(after[:, :30], before[:, :30], **EXACT)
             assert torch.isfinite(after).all()

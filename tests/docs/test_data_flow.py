@@ -41,7 +41,7 @@ def build_layers(name: str, options: dict[str, Any]) -> list[tuple[Layer, dict[s
     for parameter in model.parameters():
         if not parameter.any():
             nn.init.normal_(parameter, std=0.3)
-    return list(zip(model.layers, config.layers, strict=True))
+    return list(zip(model.model.layers, config.layers, strict=True))
 
 
 def find(layer: Layer, part: str) -> Any:

@@ -138,7 +138,7 @@ def test_what_cannot_be_converted_is_refused_and_leaves_nothing(tmp_path: Path, 
     source = write_checkpoint(
         tmp_path / "short", {k: v for k, v in weights.items() if "last_norm" not in k}, pickled=False
     )
-    refused("norm.weight should have shape", source)
+    refused("model.norm.weight should have shape", source)
     source = write_checkpoint(tmp_path / "foreign", {**weights, "other.weight": torch.ones(2)}, pickled=False)
     refused("'other.weight' is no parameter", source)
     source = write_checkpoint(tmp_path / "no-config", weights, pickled=False)

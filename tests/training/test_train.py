@@ -210,7 +210,7 @@ def test_plain_output_has_a_line_for_every_validation(
 
 def test_a_hybrid_trains_through_a_recipe_and_says_what_it_is(tiny: Tiny, tmp_path: Path) -> None:
     layers = [{"architecture": "tscale", "width": 4, "initializer_range": 0.5}, {"architecture": "additive"}]
-    changes = {"model.layers": layers, "model.num_layers": None, "training.max_steps": 6}
+    changes = {"model.model.layers": layers, "model.num_layers": None, "training.max_steps": 6}
     result = train(tiny(tmp_path / "run", **changes))
     assert [entry["architecture"] for entry in result.model.config.layers] == ["tscale", "additive"]
     assert "tscale + additive" in (tmp_path / "run" / "README.md").read_text()
@@ -220,6 +220,6 @@ def test_a_hybrid_trains_through_a_recipe_and_says_what_it_is(tiny: Tiny, tmp_pa
 def test_a_fixed_unigram_bias_is_the_log_of_the_token_counts(tiny: Tiny, tmp_path: Path) -> None:
     recipe = tiny(tmp_path / "run", **{"model.config.output_bias": "unigram", "training.max_steps": 2})
     text = read_text(recipe)
-    bias = train(recipe).model.output.bias
+    bias = train(recipe).model.lm_head.bias
     counts = torch.bincount(torch.from_numpy(text.train.tokens.astype("int64")), minlength=len(bias)) + 1.0
     torch.testing.assert_close(bias, (counts / counts.sum()).log())

@@ -90,7 +90,7 @@ def _check(run: Run) -> None:
         )
     if run.model.arithmetic.stored_as_int8:
         raise InputError(f"run: the weights in {run.folder} are int8 already; give the run they were made from")
-    if next(matrix_modules(run.model.layers), None) is None:
+    if next(matrix_modules(run.model.model.layers), None) is None:
         raise InputError(f"run: the layers of {run.folder} have no matrices that could be int8")
 
 

@@ -17,17 +17,17 @@ from multilin.model import MultilinConfig, MultilinForCausalLM
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.json", "merges.txt")
 
 FASTFORMER_NAMES = {
-    r"word_embedding\.weight": "embedding.tokens.weight",
-    r"fastformer_model\.position_embeddings\.weight": "embedding.positions.weight",
-    r"fastformer_model\.decoders\.(\d+)\.attention\.attn_norm\.": r"layers.\1.attention_norm.",
-    r"fastformer_model\.decoders\.(\d+)\.attention\.projections\.": r"layers.\1.attention.projections.",
-    r"fastformer_model\.decoders\.(\d+)\.attention\.query_attn": r"layers.\1.attention.pool_queries.scorer",
-    r"fastformer_model\.decoders\.(\d+)\.attention\.key_attn": r"layers.\1.attention.pool_products.scorer",
-    r"fastformer_model\.decoders\.(\d+)\.boom_norm\.": r"layers.\1.feed_forward_norm.",
-    r"fastformer_model\.decoders\.(\d+)\.boom\.": r"layers.\1.feed_forward.expand.",
-    r"fastformer_model\.decoders\.(\d+)\.unboom\.": r"layers.\1.feed_forward.contract.",
-    r"last_norm\.": "norm.",
-    r"proj_logits\.": "output.",
+    r"word_embedding\.weight": "model.embedding.tokens.weight",
+    r"fastformer_model\.position_embeddings\.weight": "model.embedding.positions.weight",
+    r"fastformer_model\.decoders\.(\d+)\.attention\.attn_norm\.": r"model.layers.\1.attention_norm.",
+    r"fastformer_model\.decoders\.(\d+)\.attention\.projections\.": r"model.layers.\1.attention.projections.",
+    r"fastformer_model\.decoders\.(\d+)\.attention\.query_attn": r"model.layers.\1.attention.pool_queries.scorer",
+    r"fastformer_model\.decoders\.(\d+)\.attention\.key_attn": r"model.layers.\1.attention.pool_products.scorer",
+    r"fastformer_model\.decoders\.(\d+)\.boom_norm\.": r"model.layers.\1.feed_forward_norm.",
+    r"fastformer_model\.decoders\.(\d+)\.boom\.": r"model.layers.\1.feed_forward.expand.",
+    r"fastformer_model\.decoders\.(\d+)\.unboom\.": r"model.layers.\1.feed_forward.contract.",
+    r"last_norm\.": "model.norm.",
+    r"proj_logits\.": "lm_head.",
 }
 """Names in the fastformerLM package (regular expressions) and ours."""
 
@@ -95,7 +95,7 @@ def convert_fastformer(source: Path, target: Path) -> None:
     weights = fastformer_weights(_read_weights(source))
     model = MultilinForCausalLM(config)
     expected = model.state_dict()
-    weights.setdefault("output.weight", weights.get("embedding.tokens.weight", torch.empty(0)))
+    weights.setdefault("lm_head.weight", weights.get("model.embedding.tokens.weight", torch.empty(0)))
     for name, tensor in expected.items():
         if name not in weights or weights[name].shape != tensor.shape:
             found = tuple(weights[name].shape) if name in weights else "missing"

@@ -37,6 +37,7 @@ class MultilinConfig(PretrainedConfig):
         label_smoothing: share of the target spread evenly over the vocabulary, in training only.
         initializer_range: standard deviation of initial weights.
         embedding_range: that of the token embedding; None is the same.
+        use_cache: return the state of the text that was read, where a call does not say.
         arithmetic: fields of `multilin.layers.linear.Arithmetic`; None multiplies floats.
     """
 
@@ -61,6 +62,7 @@ class MultilinConfig(PretrainedConfig):
         initializer_range: float = 0.02,
         embedding_range: float | None = None,
         arithmetic: Mapping[str, Any] | None = None,
+        use_cache: bool = True,
         **kwargs: Any,
     ) -> None:
         self.vocab_size = vocab_size
@@ -77,6 +79,7 @@ class MultilinConfig(PretrainedConfig):
         self.initializer_range = initializer_range
         self.embedding_range = embedding_range
         self.arithmetic = dict(arithmetic or {})
+        self.use_cache = use_cache
         self.num_hidden_layers = len(self.layers)
         kwargs.pop("num_hidden_layers", None)
         super().__init__(tie_word_embeddings=tie_word_embeddings, **kwargs)

@@ -1,7 +1,7 @@
 """The state of a text: what a model keeps of all it has read, in a size that does not grow."""
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -69,10 +69,6 @@ class LayerState(CacheLayerMixin):
         """Move to the CPU."""
         self.map(lambda tensor: tensor.to("cpu", non_blocking=True))
 
-    def crop(self, max_length: int) -> None:
-        """Refused: a running summary cannot forget single tokens."""
-        raise InputError("state: tokens cannot be taken back; clone the state first and go on from the clone")
-
     def get_seq_length(self) -> int:
         """Unknown to a layer; the TextState counts."""
         return 0
@@ -97,16 +93,27 @@ class LayerState(CacheLayerMixin):
         raise InputError("state: a multilin state holds no keys and values; models of other kinds cannot use it")
 
 
+class EarlierState(NamedTuple):
+    """The state before one call of the model: the columns read until then, and every layer's value."""
+
+    num_columns: int
+    values: list[Any]
+
+
 class TextState(Cache):
     """All layers' states, in transformers' Cache. `layers[0]` is the embedding's: how much each row has read.
 
     A model reads it and leaves it changed in place (`model(ids, past_key_values=state)`), as transformers' caches are;
-    `clone` first to keep a snapshot. `model.generate(ids, past_key_values=state)` reads on from a clone by itself.
+    `clone` first to keep a snapshot. `model.generate(ids, past_key_values=state)` continues from a clone by itself.
+
+    num_columns: columns of `input_ids` that were read into it, padding included; what transformers calls the length of
+        a cache.
     """
 
     def __init__(self, num_layers: int) -> None:
         super().__init__(layers=[LayerState() for _ in range(num_layers + 1)])
-        self.num_columns = 0  # of the input_ids of the running generate() call, padding included
+        self.num_columns = 0
+        self._earlier: list[EarlierState] | None = None  # recorded, the oldest first; None: not recording
 
     @property
     def num_tokens(self) -> Tensor | None:
@@ -150,22 +157,61 @@ class TextState(Cache):
     def map(self, function: Callable[[Tensor], Tensor]) -> "TextState":
         """A new state whose tensors are the function of this one's."""
         copy = TextState(len(self.layers) - 1)
+        copy.num_columns = self.num_columns
         for target, layer in zip(copy.layers, self.layers, strict=True):
             target.value = map_tensors(function, layer.value)
         return copy
 
+    def advance(self, values: list[Any], num_columns: int) -> None:
+        """Take over every layer's value after a call of the model that read so many columns."""
+        if self._earlier is not None:
+            self._earlier.append(EarlierState(self.num_columns, [layer.value for layer in self.layers]))
+        for layer, value in zip(self.layers, values, strict=True):
+            layer.value = value
+        self.num_columns += num_columns
+
+    def activate_past_recording(self) -> None:
+        """Keep the states before each further call, so that `crop` can go back to one of them."""
+        self._earlier = self._earlier or []
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Go back by at least -tokens_to_remove columns, to the state before one of the recorded calls.
+
+        A running summary cannot forget single tokens. So this takes back whole calls, and generate() reads the tokens
+        of the last one again that were to be kept: `num_columns` says where the state then stands. Recorded states
+        that no later `crop` can need are dropped. transformers' assisted decoding calls it after each round.
+
+        Args:
+            tokens_to_remove: number of columns, as a negative number or 0; transformers before 5.20 gives the positive
+                number of columns to keep instead.
+
+        Raises:
+            InputError: states were not recorded, or not from so early on.
+        """
+        kept = tokens_to_remove if tokens_to_remove > 0 else self.num_columns + tokens_to_remove
+        if kept >= self.num_columns:
+            if self._earlier is not None:
+                self._earlier.clear()
+            return
+        while self._earlier:
+            earlier = self._earlier.pop()
+            if earlier.num_columns <= kept:
+                self.num_columns = earlier.num_columns
+                for layer, value in zip(self.layers, earlier.values, strict=True):
+                    layer.value = value
+                self._earlier.clear()
+                return
+        raise InputError("state: tokens cannot be taken back; clone the state first and continue from the clone")
+
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Columns of the running generate() call that were read; not the tokens of the text (see num_tokens)."""
+        """Columns read, padding included (`num_columns`); see `num_tokens` for the tokens of each row."""
         return self.num_columns
 
     def reset(self) -> None:
         """Back to the start of a text."""
         super().reset()
         self.num_columns = 0
-
-    def crop(self, max_length: int) -> None:
-        """Refused, see LayerState.crop."""
-        self.layers[0].crop(max_length)
+        self._earlier = None if self._earlier is None else []
 
 
 def open_state(given: TextState | None, num_layers: int, num_batch: int) -> TextState:

@@ -87,7 +87,7 @@ def build_model(recipe: Recipe, text: PreparedText | TaskText) -> PreTrainedMode
     if _smooths_labels(model):
         model.config.label_smoothing = recipe.training.label_smoothing
     if recipe.training.normalize_gradients:
-        model.normalizes_gradients = True
+        model.base_model.normalizes_gradients = True
     set_arithmetic(model, recipe.training)
     if recipe.training.gradient_checkpointing:
         # transformers 5.23 renamed it; the old name still works there, with a warning.
@@ -179,7 +179,7 @@ def _check_normalized_gradients(recipe: Recipe, model: PreTrainedModel) -> None:
     """The gradients of different layers then have scales of their own, which not everything stands."""
     assert recipe.optimizer.name is not None, "training needs a recipe that was resolved"
     field = "training.normalize_gradients: true given, but"
-    if not hasattr(model, "normalizes_gradients"):
+    if not hasattr(model.base_model, "normalizes_gradients"):
         raise InputError(f"{field} {recipe.model.architecture} cannot normalise the gradient of each layer")
     if not OPTIMIZERS[recipe.optimizer.name].normalizes:
         able = " or ".join(name for name, kind in OPTIMIZERS.items() if kind.normalizes)

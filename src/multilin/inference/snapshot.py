@@ -107,11 +107,11 @@ def _fill(model: MultilinForCausalLM, tensors: dict[str, Tensor]) -> TextState:
     was_training = model.training
     model.eval()(torch.zeros((1, 1), dtype=torch.long, device=model.device), past_key_values=state)
     model.train(was_training)
-    names = {name for name, _ in state.named_tensors()}
-    if names != set(tensors):
-        raise InputError(f"state file: holds {len(tensors)} tensors of other names than the model's {len(names)}")
-    for index, layer in enumerate(state.layers):
-        value = with_tensors(layer.value, f"layers.{index}", tensors)
-        layer.value = map_tensors(lambda tensor: tensor.to(model.device), value)
+    expected = {name for name, _ in state.named_tensors()}
+    if expected != set(tensors):
+        raise InputError(f"state file: holds {len(tensors)} tensors of other names than the model's {len(expected)}")
+    names = ["embedding", *(f"layers.{index}" for index in range(len(state.layers)))]
+    values = [with_tensors(value, name, tensors) for name, value in zip(names, state.values, strict=True)]
+    state.values = [map_tensors(lambda tensor: tensor.to(model.device), value) for value in values]
     state.num_columns = 0
     return state

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModel, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
 
 from multilin.architectures.base import get_architecture
 from multilin.errors import InputError
@@ -120,7 +121,7 @@ class MultilinModel(MultilinPreTrainedModel):
             output_hidden_states = self.config.output_hidden_states
         state = open_state(past_key_values, len(self.layers), len(tokens)) if use_cache else None
 
-        values: list[Any] = [None] * (len(self.layers) + 1) if state is None else [s.value for s in state.layers]
+        values: list[Any] = [None] * (len(self.layers) + 1) if state is None else state.values
         layout, values[0] = self.embedding.lay_out(
             tokens, values[0], attention_mask, packing, needs_state=state is not None
         )
@@ -208,3 +209,5 @@ def _check_lengths(config: MultilinConfig, layers: Iterable[Any]) -> None:
 
 
 AutoModel.register(MultilinConfig, MultilinModel)
+# By these names transformers' tools tell bodies from language models: pipelines, and Trainer, which shifts labels.
+MODEL_MAPPING_NAMES[MultilinConfig.model_type] = MultilinModel.__name__

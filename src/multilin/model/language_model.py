@@ -189,5 +189,4 @@ def _build_head(config: MultilinConfig, vocab_size: int) -> nn.Linear:
 
 AutoConfig.register(MultilinConfig.model_type, MultilinConfig)
 AutoModelForCausalLM.register(MultilinConfig, MultilinForCausalLM)
-# By its name, transformers' Trainer knows that labels are shifted, and its pipelines that the model writes text.
 MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[MultilinConfig.model_type] = MultilinForCausalLM.__name__

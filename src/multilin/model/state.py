@@ -101,25 +101,42 @@ class EarlierState(NamedTuple):
 
 
 class TextState(Cache):
-    """All layers' states, in transformers' Cache. `layers[0]` is the embedding's: how much each row has read.
+    """The states of the embedding and of every layer, in transformers' Cache.
 
     A model reads it and leaves it changed in place (`model(ids, past_key_values=state)`), as transformers' caches are;
     `clone` first to keep a snapshot. `model.generate(ids, past_key_values=state)` continues from a clone by itself.
 
+    embedding: the state of the embedding, which knows what each row has read.
+    layers: the states of the layers.
     num_columns: columns of `input_ids` that were read into it, padding included; what transformers calls the length of
         a cache.
     """
 
     def __init__(self, num_layers: int) -> None:
-        super().__init__(layers=[LayerState() for _ in range(num_layers + 1)])
+        super().__init__(layers=[LayerState() for _ in range(num_layers)])
+        self.embedding = LayerState()
         self.num_columns = 0
         self._earlier: list[EarlierState] | None = None  # recorded, the oldest first; None: not recording
 
     @property
+    def parts(self) -> list[LayerState]:
+        """The state of the embedding, then those of the layers."""
+        return [self.embedding, *self.layers]
+
+    @property
+    def values(self) -> list[Any]:
+        """The NamedTuples of all parts; None before the first token."""
+        return [part.value for part in self.parts]
+
+    @values.setter
+    def values(self, values: list[Any]) -> None:
+        for part, value in zip(self.parts, values, strict=True):
+            part.value = value
+
+    @property
     def num_tokens(self) -> Tensor | None:
         """Tokens read by each row, (B,) int64; None before the first."""
-        value = self.layers[0].value
-        return None if value is None else value.num_read_B
+        return None if self.embedding.value is None else self.embedding.value.num_read_B
 
     @property
     def batch_size(self) -> int | None:
@@ -133,6 +150,7 @@ class TextState(Cache):
 
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Every tensor with its name, `layers.3.queries.logits_BSH`."""
+        yield from named_tensors(self.embedding.value, "embedding")
         for index, layer in enumerate(self.layers):
             yield from named_tensors(layer.value, f"layers.{index}")
 
@@ -156,18 +174,31 @@ class TextState(Cache):
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "TextState":
         """A new state whose tensors are the function of this one's."""
-        copy = TextState(len(self.layers) - 1)
+        copy = TextState(len(self.layers))
         copy.num_columns = self.num_columns
-        for target, layer in zip(copy.layers, self.layers, strict=True):
-            target.value = map_tensors(function, layer.value)
+        copy.values = [map_tensors(function, value) for value in self.values]
         return copy
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Row i becomes row beam_idx[i]."""
+        for part in self.parts:
+            part.reorder_cache(beam_idx)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep these rows."""
+        for part in self.parts:
+            part.batch_select_indices(indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Every row this many times."""
+        for part in self.parts:
+            part.batch_repeat_interleave(repeats)
 
     def advance(self, values: list[Any], num_columns: int) -> None:
         """Take over every layer's value after a call of the model that read so many columns."""
         if self._earlier is not None:
-            self._earlier.append(EarlierState(self.num_columns, [layer.value for layer in self.layers]))
-        for layer, value in zip(self.layers, values, strict=True):
-            layer.value = value
+            self._earlier.append(EarlierState(self.num_columns, self.values))
+        self.values = values
         self.num_columns += num_columns
 
     def activate_past_recording(self) -> None:
@@ -196,9 +227,7 @@ class TextState(Cache):
         while self._earlier:
             earlier = self._earlier.pop()
             if earlier.num_columns <= kept:
-                self.num_columns = earlier.num_columns
-                for layer, value in zip(self.layers, earlier.values, strict=True):
-                    layer.value = value
+                self.num_columns, self.values = earlier
                 self._earlier.clear()
                 return
         raise InputError("state: tokens cannot be taken back; clone the state first and continue from the clone")
@@ -209,7 +238,8 @@ class TextState(Cache):
 
     def reset(self) -> None:
         """Back to the start of a text."""
-        super().reset()
+        for part in self.parts:
+            part.reset()
         self.num_columns = 0
         self._earlier = None if self._earlier is None else []
 
@@ -231,8 +261,8 @@ def open_state(given: TextState | None, num_layers: int, num_batch: int) -> Text
         raise InputError(
             f"past_key_values: {type(given).__name__} given, but it must be a TextState, as this model returns it"
         )
-    if len(given.layers) != num_layers + 1:
-        raise InputError(f"past_key_values: a state of {len(given.layers) - 1} layers, but {num_layers} read")
+    if len(given.layers) != num_layers:
+        raise InputError(f"past_key_values: a state of {len(given.layers)} layers, but {num_layers} read")
     if given.batch_size not in (None, num_batch):
         raise InputError(
             f"past_key_values: a state of {given.batch_size} rows given for {num_batch} rows of input_ids; "

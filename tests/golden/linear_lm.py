@@ -112,7 +112,11 @@ def _model(mixing: np.ndarray, head: np.ndarray, into: np.ndarray) -> MultilinFo
     )  # fmt: skip
     model = MultilinForCausalLM(config).double().eval()
     triangle = mixing[np.tril_indices(len(mixing))]
-    weights = {"model.embedding.tokens.weight": into.T, "lm_head.weight": head, "model.layers.0.mixing.triangle": triangle}
+    weights = {
+        "model.embedding.tokens.weight": into.T,
+        "lm_head.weight": head,
+        "model.layers.0.mixing.triangle": triangle,
+    }
     model.load_state_dict({name: torch.from_numpy(array.astype(np.float64)) for name, array in weights.items()})
     return model
 

@@ -66,7 +66,9 @@ def in_their_names(tensors: Mapping[str, Any]) -> dict[str, Tensor]:
     for name in tensors:
         if name.endswith(".combiner"):
             index = name.split(".")[2]
-            found |= {f"layer{index}.{theirs}": tensors[f"model.layers.{index}.{ours}"] for theirs, ours in NAMES.items()}
+            found |= {
+                f"layer{index}.{theirs}": tensors[f"model.layers.{index}.{ours}"] for theirs, ours in NAMES.items()
+            }
             found[f"layer{index}.Combiner"] = xor_combiner(tensors[name]).permute(1, 2, 0)
     return found
 

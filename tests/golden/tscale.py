@@ -134,7 +134,9 @@ def build_model(file: Any, meta: dict[str, Any], prefix: str = "") -> MultilinFo
         logit_scale=meta["dim"] ** -0.5 * ratio,
     )
     model = MultilinForCausalLM(config).double().eval()
-    weights = {"lm_head.bias": _tensor(file, f"{prefix}Bias" if f"{prefix}Bias" in file.files else "Bias") * math.log(2)}
+    weights = {
+        "lm_head.bias": _tensor(file, f"{prefix}Bias" if f"{prefix}Bias" in file.files else "Bias") * math.log(2)
+    }
     for ours, theirs in weight_names(len(config.layers)).items():
         weights[ours] = to_ours(theirs, _tensor(file, prefix + theirs), meta["heads"])
     model.load_state_dict(weights)

@@ -46,7 +46,11 @@ def layer_gradients(scale: float, *, half: bool, normalizes: bool) -> list[torch
     with torch.autocast("cpu", dtype=torch.float16, enabled=half):
         loss = model(ids, labels=ids, use_cache=False).loss
     (loss.float() * scale).backward()
-    return [weight.grad for name, weight in model.named_parameters() if name.startswith("model.layers.") and weight.ndim == 2]
+    return [
+        weight.grad
+        for name, weight in model.named_parameters()
+        if name.startswith("model.layers.") and weight.ndim == 2
+    ]
 
 
 def worst_angle(gradients: list[torch.Tensor], expected: list[torch.Tensor]) -> float:

@@ -1,5 +1,6 @@
 """The body of the one model: embedding, layers and final norm, with the state that lets any text continue."""
 
+import itertools
 from collections.abc import Iterable
 from typing import Any
 
@@ -16,9 +17,9 @@ from multilin.layers.gradients import normalize_gradient
 from multilin.layers.linear import Arithmetic, MatrixModule, set_arithmetic
 from multilin.layers.norms import TileNorm
 from multilin.model.config import MultilinConfig
-from multilin.model.documents import read_packing
-from multilin.model.embedding import TokenEmbedding
-from multilin.model.state import TextState, open_state
+from multilin.model.documents import Packing, read_packing
+from multilin.model.embedding import TokenEmbedding, check_mask
+from multilin.model.state import TextState, open_state, put_rows, take_rows
 from multilin.settings import load_settings
 
 
@@ -113,6 +114,7 @@ class MultilinModel(MultilinPreTrainedModel):
             given = "none" if input_ids is None else "both"
             raise InputError(f"input_ids: {given} of input_ids and inputs_embeds given, but one of them is needed")
         tokens = input_ids if inputs_embeds is None else inputs_embeds
+        assert tokens is not None
         packing, others = read_packing(document_ids, cu_seqlens, position_ids, others)
         _refuse_unknown(others)
         if use_cache is None:
@@ -121,22 +123,9 @@ class MultilinModel(MultilinPreTrainedModel):
             output_hidden_states = self.config.output_hidden_states
         state = open_state(past_key_values, len(self.layers), len(tokens)) if use_cache else None
 
-        values: list[Any] = [None] * (len(self.layers) + 1) if state is None else state.values
-        layout, values[0] = self.embedding.lay_out(
-            tokens, values[0], attention_mask, packing, needs_state=state is not None
-        )
-        if layout.starts_BT is not None and self.unpackable:
-            raise InputError(
-                f"{packing.names}: several documents in a row given, but {self.unpackable} layers cannot keep them apart"
-            )
-        x_BTD = self.embedding(tokens, layout)
-        hidden_states = [x_BTD]
-        for index, layer in enumerate(self.layers, start=1):
-            x_BTD, values[index] = layer(x_BTD, values[index], layout)
-            if self.normalizes_gradients:
-                x_BTD = normalize_gradient(x_BTD)
-            hidden_states.append(x_BTD)
-        hidden_states[-1] = self.norm(x_BTD)
+        values = [None] * (len(self.layers) + 1) if state is None else state.values
+        read = self._read if state is None else self._read_around_padding
+        hidden_states, values = read(tokens, values, attention_mask, packing, state is not None)
         # Only now, so that a call that fails leaves the state as it was.
         if state is not None:
             state.advance(values, num_columns=tokens.shape[1])
@@ -146,6 +135,61 @@ class MultilinModel(MultilinPreTrainedModel):
             hidden_states=tuple(hidden_states) if output_hidden_states else None,
         )
         return result.to_tuple() if _is_false(return_dict, self.config) else result
+
+    def _read(
+        self, tokens: Tensor, values: list[Any], mask: Tensor | None, packing: Packing, needs_state: bool
+    ) -> tuple[list[Tensor], list[Any]]:
+        """The input of every layer and the final hidden states, (B, T, D) each, and the states of all parts."""
+        layout, embedding = self.embedding.lay_out(tokens, values[0], mask, packing, needs_state)
+        if layout.starts_BT is not None and self.unpackable:
+            raise InputError(
+                f"{packing.names}: several documents in a row, but {self.unpackable} layers cannot keep them apart"
+            )
+        x_BTD, after = self.embedding(tokens, layout), [embedding]
+        hidden_states = [x_BTD]
+        for layer, value in zip(self.layers, values[1:], strict=True):
+            x_BTD, state = layer(x_BTD, value, layout)
+            if self.normalizes_gradients:
+                x_BTD = normalize_gradient(x_BTD)
+            hidden_states.append(x_BTD)
+            after.append(state)
+        hidden_states[-1] = self.norm(x_BTD)
+        return hidden_states, after
+
+    def _read_around_padding(
+        self, tokens: Tensor, values: list[Any], mask: Tensor | None, packing: Packing, needs_state: bool
+    ) -> tuple[list[Tensor], list[Any]]:
+        """As `_read`, where rows may end with padding, or go on with it: states are as if it were not there.
+
+        A window would keep padding in the place of tokens. So the columns are read in pieces, between which rows change
+        from tokens to padding or back, each by the rows that have tokens there; elsewhere hidden states are 0.
+        """
+        num_batch, num_time = tokens.shape[:2]
+        mask = None if mask is None or torch.compiler.is_compiling() else check_mask(mask, num_batch, num_time)
+        # Before the first token of a text padding is inert by itself.
+        if mask is None or (mask[:, -1].all() and (values[0] is None or mask.all())):
+            return self._read(tokens, values, mask, packing, needs_state)
+        if packing.cu_seqlens is not None:
+            raise InputError("cu_seqlens: given together with padding at the end of a row, which it cannot tell apart")
+        cuts = ((mask[:, 1:] != mask[:, :-1]).any(dim=0).nonzero()[:, 0] + 1).tolist()
+        hidden_states = [
+            torch.zeros(num_batch, num_time, self.config.hidden_size, dtype=self.dtype, device=tokens.device)
+            for _ in range(len(self.layers) + 1)
+        ]
+        for first, end in itertools.pairwise([0, *cuts, num_time]):
+            # At the start of a text, rows without a token get a state, too.
+            reads_B = mask[:, first] if values[0] is not None else torch.ones_like(mask[:, first])
+            rows, piece = reads_B.nonzero()[:, 0], slice(first, end)
+            if len(rows) == 0:
+                continue
+            read, after = self._read(
+                tokens[rows, piece], [take_rows(value, rows) for value in values], mask[rows, piece],
+                packing.part(rows, piece), needs_state,
+            )  # fmt: skip
+            for target, source in zip(hidden_states, read, strict=True):
+                target[rows, piece] = source.to(target.dtype)
+            values = after if values[0] is None else put_rows(values, after, rows)
+        return hidden_states, values
 
     @property
     def packs(self) -> bool:

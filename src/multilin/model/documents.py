@@ -13,7 +13,7 @@ SIZE_HINTS = ("max_length_q", "max_length_k", "cu_seq_lens_k")
 
 
 class Packing(NamedTuple):
-    """How several documents lie in the rows; what is None is not said. A token begins a document if any of them says so.
+    """How several documents lie in the rows. A token begins a document if any field says so; None says nothing.
 
     document_ids: (B, T) number of each token's document; a change begins one.
     cu_seqlens: (N + 1,) cumulative lengths of the documents in the rows laid end to end, from 0 to B * T.
@@ -28,6 +28,17 @@ class Packing(NamedTuple):
     def names(self) -> str:
         """The arguments that are given."""
         return ", ".join(name for name, value in self._asdict().items() if value is not None)
+
+    def part(self, rows: Tensor, columns: slice) -> "Packing":
+        """That of some rows and columns, where it is not said by cu_seqlens."""
+        document_ids, _, position_ids = self
+        if position_ids is not None and len(position_ids) == 1:
+            position_ids = position_ids.expand(int(rows.max()) + 1, -1)
+        return Packing(
+            None if document_ids is None else document_ids[rows, columns],
+            None,
+            None if position_ids is None else position_ids[rows, columns],
+        )
 
 
 def read_packing(

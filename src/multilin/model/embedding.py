@@ -64,11 +64,12 @@ class TokenEmbedding(nn.Module):
             needs_state: whether the caller will read on.
 
         Raises:
-            InputError: no token, a text longer than n_positions, a tensor of another shape, or padding between two
-                parts of a text.
+            InputError: no token, a text longer than n_positions, or a tensor of another shape.
         """
         num_batch, num_time = tokens.shape[:2]
-        padding_BT = _padding(attention_mask, num_batch, num_time)
+        if num_time == 0:
+            raise InputError("input_ids: no tokens given, but at least one is needed in each row")
+        padding_BT = None if attention_mask is None else ~check_mask(attention_mask, num_batch, num_time)
         state_before = state or EmbeddingState(*(tokens.new_zeros(num_batch, dtype=torch.long) for _ in range(3)))
         if padding_BT is None:
             num_before_BT = state_before.num_read_B[:, None] + torch.arange(num_time, device=tokens.device)
@@ -83,12 +84,12 @@ class TokenEmbedding(nn.Module):
         elif starts_BT is not None:
             positions_BT = positions_BT - torch.where(starts_BT, positions_BT, 0).cummax(dim=1).values
         if not torch.compiler.is_compiling():
-            self._check(positions_BT, padding_BT, state, packing)
+            self._check_positions(positions_BT, padding_BT, state is None, packing)
         layout = Layout(positions_BT, starts_BT, padding_BT, needs_state)
         return layout, _state_after(tokens, layout, packing, state_before) if needs_state else None
 
-    def _check(
-        self, positions_BT: Tensor, padding_BT: Tensor | None, state: EmbeddingState | None, packing: Packing
+    def _check_positions(
+        self, positions_BT: Tensor, padding_BT: Tensor | None, is_start: bool, packing: Packing
     ) -> None:
         if packing.position_ids is not None:
             given_BT = positions_BT if padding_BT is None else positions_BT.masked_fill(padding_BT, 0)
@@ -96,20 +97,12 @@ class TokenEmbedding(nn.Module):
                 raise InputError(f"position_ids: {int(given_BT.min())} given, but a position is at least 0")
             length = int(given_BT.max()) + 1
         else:
-            is_short = state is None and positions_BT.shape[1] <= (self.limit or 0)
+            is_short = is_start and positions_BT.shape[1] <= (self.limit or 0)
             length = 0 if self.limit is None or is_short else int(positions_BT.max()) + 1
         if self.limit is not None and length > self.limit:
             raise InputError(
                 f"n_positions: the text has {length} tokens, but this model reads at most {self.limit} (n_positions)"
             )
-        if state is not None and padding_BT is not None and positions_BT.shape[1] > 1:
-            torn_B = padding_BT[:, 0] & (state.num_read_B > 0)
-            if torn_B.any():
-                row = int(torn_B.nonzero()[0, 0])
-                raise InputError(
-                    f"attention_mask: row {row} has read {int(state.num_read_B[row])} tokens and goes on with padding; "
-                    "continue rows of different lengths one by one, or pad them on the right"
-                )
 
 
 def hash_tokens(input_ids: Tensor, before_B: Tensor, counts_BT: Tensor | None = None) -> Tensor:
@@ -160,13 +153,20 @@ def _state_after(tokens: Tensor, layout: Layout, packing: Packing, before: Embed
     return EmbeddingState(num_read_B, document_B, hash_B)
 
 
-def _padding(attention_mask: Tensor | None, num_batch: int, num_time: int) -> Tensor | None:
-    if num_time == 0:
-        raise InputError("input_ids: no tokens given, but at least one is needed in each row")
-    if attention_mask is None:
-        return None
+def check_mask(attention_mask: Tensor, num_batch: int, num_time: int) -> Tensor:
+    """The last T columns of a mask as (B, T) bool, True for a token.
+
+    Raises:
+        InputError: another shape, or numbers other than 0 and 1.
+    """
     if attention_mask.ndim != 2 or attention_mask.shape[0] != num_batch or attention_mask.shape[1] < num_time:
         raise InputError(
             f"attention_mask: shape {tuple(attention_mask.shape)} given, but it must be ({num_batch}, {num_time})"
         )
-    return attention_mask[:, -num_time:] == 0
+    if attention_mask.dtype != torch.bool and not torch.compiler.is_compiling():
+        low, high = (x.item() for x in attention_mask.aminmax())
+        # Some packers number documents in the mask; taken for ones they would see each other.
+        if low < 0 or high > 1:
+            wrong = high if high > 1 else low
+            raise InputError(f"attention_mask: {wrong:g} given, but it must be 0 for padding or 1 for a token")
+    return attention_mask[:, -num_time:] != 0

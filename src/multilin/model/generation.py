@@ -1,9 +1,10 @@
 """transformers' generate() for models whose state continues: any text can be continued, many times."""
 
+import inspect
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import GenerationConfig, GenerationMixin
 
 from multilin.errors import InputError
@@ -19,7 +20,6 @@ class StatefulGenerationMixin(GenerationMixin):
     """
 
     config: MultilinConfig
-    model: nn.Module
 
     def new_state(self) -> TextState:
         """The state at the start of a text."""
@@ -33,7 +33,7 @@ class StatefulGenerationMixin(GenerationMixin):
         new_tokens_only: bool = False,
         **kwargs: Any,
     ) -> Any:
-        """transformers' generate (greedy, sampling, beams, streamers, assistants), at the start of a text or from a state.
+        """transformers' generate (greedy, sampling, beams, assistants), at the start of a text or from a state.
 
         With `past_key_values=state`, `inputs` are the whole text, of which the state has read a part: transformers'
         convention. The state itself is left as it was, so one state can be continued many times.
@@ -82,9 +82,7 @@ class StatefulGenerationMixin(GenerationMixin):
                 return name, tokens
         return "input_ids", None
 
-    def _open_state(
-        self, name: str, tokens: Tensor | None, kwargs: dict[str, Any], new_tokens_only: bool
-    ) -> TextState:
+    def _open_state(self, name: str, tokens: Tensor | None, kwargs: dict[str, Any], new_tokens_only: bool) -> TextState:
         """A copy of the given state, or a new one, with `num_columns` the columns of `tokens` that it has read."""
         given, mask = kwargs.get("past_key_values"), kwargs.get("attention_mask")
         num_batch = 1 if tokens is None else len(tokens)
@@ -125,21 +123,27 @@ class StatefulGenerationMixin(GenerationMixin):
             kwargs["max_length"] = num_columns + room
 
     def prepare_inputs_for_generation(
-        self, input_ids: Tensor, next_sequence_length: int | None = None, **kwargs: Any
+        self,
+        input_ids: Tensor,
+        next_sequence_length: int | None = None,
+        past_key_values: TextState | None = None,
+        attention_mask: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        **kwargs: Any,
     ) -> dict[str, Any]:
         """As transformers', but the columns to read are those that the state has not read yet.
 
         After `TextState.crop` they can be more than transformers counts. Positions are counted by the state.
         """
+        if isinstance(past_key_values, TextState) and inputs_embeds is None:
+            next_sequence_length = input_ids.shape[1] - past_key_values.num_columns
         kwargs.pop("position_ids", None)
-        state = kwargs.get("past_key_values")
-        if isinstance(state, TextState) and kwargs.get("inputs_embeds") is None:
-            next_sequence_length = input_ids.shape[1] - state.num_columns
-        prepared: dict[str, Any] = super().prepare_inputs_for_generation(input_ids, next_sequence_length, **kwargs)
-        # Older transformers add these.
-        for name in ("position_ids", "cache_position"):
-            prepared.pop(name, None)
-        return prepared
+        prepared: dict[str, Any] = super().prepare_inputs_for_generation(
+            input_ids, next_sequence_length, past_key_values, attention_mask, inputs_embeds, **kwargs
+        )
+        # What only generate() itself reads, such as its tokenizer, comes along, and from older transformers positions.
+        known = inspect.signature(self.forward).parameters.keys() - {"position_ids"}
+        return {name: value for name, value in prepared.items() if name in known}
 
 
 def _setting(name: str, settings: GenerationConfig, given: dict[str, Any]) -> Any:
@@ -170,6 +174,7 @@ def _num_columns_read(name: str, tokens: Tensor, mask: Tensor | None, state: Tex
         if not begins_alike_B.all():
             row = int((~begins_alike_B).nonzero()[0, 0])
             raise InputError(
-                f"{name}: row {row} does not begin with the {int(num_read_B[row])} tokens that the state has read; {how}"
+                f"{name}: row {row} does not begin with the {int(num_read_B[row])} tokens that the state has read; "
+                f"{how}"
             )
     return num_columns

@@ -25,6 +25,8 @@ class MultilinForCausalLM(MultilinPreTrainedModel, StatefulGenerationMixin):
     In training the logits are not returned: the loss is computed a chunk of tokens at a time.
     """
 
+    model: MultilinModel
+    lm_head: nn.Linear
     accepts_loss_kwargs = True
     _tied_weights_keys = {"lm_head.weight": "model.embedding.tokens.weight"}
 
@@ -167,17 +169,19 @@ class MultilinForCausalLM(MultilinPreTrainedModel, StatefulGenerationMixin):
         """Replace the output head."""
         self.lm_head = new_embeddings
 
+    @torch.no_grad()
     def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Module:
         """As transformers', but a fixed bias stays fixed; a new token gets that of the rarest one."""
-        before = self.lm_head
+        bias_V = self.lm_head.bias.clone() if isinstance(self.lm_head, FixedBiasLinear) else None
         embeddings: nn.Module = super().resize_token_embeddings(*args, **kwargs)
-        if isinstance(before, FixedBiasLinear) and self.lm_head is not before:
-            resized = self.lm_head
-            head = FixedBiasLinear(resized.in_features, resized.out_features).to(before.weight)
-            num_kept = min(len(before.bias), len(head.bias))
-            head.bias.fill_(before.bias.min())[:num_kept] = before.bias[:num_kept]
-            head.weight = resized.weight
-            self.lm_head = head
+        if bias_V is not None:
+            if not isinstance(self.lm_head, FixedBiasLinear):
+                weight = self.lm_head.weight
+                self.lm_head = FixedBiasLinear(weight.shape[1], weight.shape[0]).to(weight)
+                self.lm_head.weight = weight
+            num_kept = min(len(bias_V), self.lm_head.out_features)
+            self.lm_head.bias = bias_V.min().repeat(self.lm_head.out_features)
+            self.lm_head.bias[:num_kept] = bias_V[:num_kept]
         return embeddings
 
 

@@ -1,6 +1,7 @@
 """The loss of the output head: in chunks of tokens, and past the head's module only where that is its whole work."""
 
 from collections.abc import Iterator
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +15,7 @@ CHUNK_NUMBERS = 2**23  # logits of a wrapped head held at a time
 class FixedBiasLinear(nn.Linear):
     """y = W x + b with a bias that is saved with the model but never trained: a buffer."""
 
-    bias: Tensor
+    bias: Any
 
     def __init__(self, in_features: int, out_features: int) -> None:
         super().__init__(in_features, out_features, bias=False)
@@ -65,7 +66,7 @@ def apply_head(head: nn.Module, hidden: Tensor, logit_scale: float) -> Tensor:
     return logits
 
 
-def is_plain_linear(head: nn.Module) -> bool:
+def is_plain_linear(head: nn.Module) -> TypeGuard[nn.Linear]:
     """True if calling the head does nothing but multiply with its own weight and add its own bias.
 
     An adapter (another class), a hook, or accelerate's replaced `forward` that fetches weights kept elsewhere, do more.

@@ -36,6 +36,22 @@ def with_tensors(state: Any, name: str, tensors: dict[str, Tensor]) -> Any:
     return type(state)(*(with_tensors(part, f"{name}.{field}", tensors) for field, part in parts))
 
 
+def take_rows(state: Any, rows: Tensor) -> Any:
+    """The rows of those indices of a (nested) NamedTuple."""
+    return map_tensors(lambda tensor: tensor[rows], state)
+
+
+def put_rows(states: list[Any], parts: list[Any], rows: Tensor) -> list[Any]:
+    """The states with the rows of those indices replaced by the rows of the others, in their order."""
+
+    def put(state: Any, part: Any) -> Any:
+        if isinstance(state, Tensor):
+            return state.index_copy(0, rows, part.to(state.dtype))
+        return None if state is None else type(state)(*map(put, state, part))
+
+    return list(map(put, states, parts))
+
+
 class LayerState(CacheLayerMixin):
     """One layer's state inside transformers' Cache: None before the first token, then a NamedTuple of tensors."""
 

@@ -112,11 +112,11 @@ def test_rows_of_a_batch_continue_with_pieces_of_different_lengths(make_model: M
     torch.testing.assert_close(together, torch.cat([model(text).logits[:, -1] for text in texts]), **EXACT)
 
 
-def test_padding_inside_a_text_is_inert(make_model: MakeModel) -> None:
+def test_padding_between_two_calls_is_inert(make_model: MakeModel) -> None:
     model, ids, state = make_model(), random_ids(2, 12), make_model().new_state()
     padded = torch.nn.functional.pad(ids[:, 4:], (3, 2), value=1)
     mask = torch.nn.functional.pad(torch.ones_like(ids[:, 4:]), (3, 2))
-    mask[1], padded[1, :8] = torch.tensor([1, 1, 0, 1, 1, 0, 0, 1, 1, 1, 1, 0, 0]), 1
+    mask[1], padded[1, :8] = torch.tensor([0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1]), 1
     padded[1, mask[1] == 1] = ids[1, 4:]
     model(ids[:, :4], past_key_values=state)
     logits = model(padded, past_key_values=state, attention_mask=mask).logits

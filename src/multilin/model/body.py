@@ -161,24 +161,27 @@ class MultilinModel(MultilinPreTrainedModel):
     ) -> tuple[list[Tensor], list[Any]]:
         """As `_read`, where rows may end with padding, or go on with it: states are as if it were not there.
 
-        A window would keep padding in the place of tokens. So the columns are read in pieces, between which rows change
-        from tokens to padding or back, each by the rows that have tokens there; elsewhere hidden states are 0.
+        A window would keep padding in the place of tokens. So the columns are read in pieces that end where rows begin
+        or end, each by the rows that have tokens there; elsewhere hidden states are 0.
         """
         num_batch, num_time = tokens.shape[:2]
         mask = None if mask is None or torch.compiler.is_compiling() else check_mask(mask, num_batch, num_time)
+        is_start = values[0] is None
         # Before the first token of a text padding is inert by itself.
-        if mask is None or (mask[:, -1].all() and (values[0] is None or mask.all())):
+        if mask is None or (mask[:, -1].all() and (is_start or mask[:, 0].all())):
             return self._read(tokens, values, mask, packing, needs_state)
         if packing.cu_seqlens is not None:
             raise InputError("cu_seqlens: given together with padding at the end of a row, which it cannot tell apart")
-        cuts = ((mask[:, 1:] != mask[:, :-1]).any(dim=0).nonzero()[:, 0] + 1).tolist()
+        column_T = torch.arange(num_time, device=mask.device)
+        ends_B = (mask * (column_T + 1)).amax(dim=1)
+        begins_B = torch.zeros_like(ends_B) if is_start else torch.where(mask, column_T, num_time).amin(dim=1)
         hidden_states = [
             torch.zeros(num_batch, num_time, self.config.hidden_size, dtype=self.dtype, device=tokens.device)
             for _ in range(len(self.layers) + 1)
         ]
-        for first, end in itertools.pairwise([0, *cuts, num_time]):
+        for first, end in itertools.pairwise(sorted({0, num_time, *begins_B.tolist(), *ends_B.tolist()})):
             # At the start of a text, rows without a token get a state, too.
-            reads_B = mask[:, first] if values[0] is not None else torch.ones_like(mask[:, first])
+            reads_B = (begins_B <= first) & ((ends_B >= end) | (values[0] is None))
             rows, piece = reads_B.nonzero()[:, 0], slice(first, end)
             if len(rows) == 0:
                 continue

@@ -1,6 +1,9 @@
 """What transformers, PEFT, accelerate and TRL ask of a causal language model, asked of every architecture."""
 
 import copy
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -142,6 +145,37 @@ def test_the_body_loads_by_itself(architecture: str, tmp_path) -> None:
     assert type(model.base_model) is type(body)
     copied = copy.deepcopy(model)
     assert torch.equal(copied(tokens).logits, model(tokens).logits)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("installed", [False, True])
+def test_transformers_alone_says_what_to_install(installed: bool, tmp_path) -> None:
+    """Nothing of the model's folder is run unless that is asked for; then multilin is imported, or named."""
+    make("additive").save_pretrained(tmp_path / "model")
+    load = """
+import sys
+class Missing:
+    def find_spec(self, name, *_):
+        if name.partition(".")[0] == "multilin":
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+if sys.argv[2] == "False":
+    sys.meta_path.insert(0, Missing())
+from transformers import AutoModelForCausalLM
+for trusts in (None, True):
+    try:
+        result = type(AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=trusts)).__name__
+    except Exception as error:
+        result = " ".join(str(error).split())
+    print(f"\\n{trusts}: {result}")
+"""
+    environment = {**os.environ, "HF_MODULES_CACHE": str(tmp_path / "modules")}
+    result = subprocess.run(
+        [sys.executable, "-c", load, str(tmp_path / "model"), str(installed)],
+        env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    found = dict(line.split(": ", 1) for line in result.stdout.splitlines() if line.startswith(("None: ", "True: ")))
+    assert "contains custom code" in found["None"]
+    assert found["True"] == "MultilinForCausalLM" if installed else "pip install multilin" in found["True"]
 
 
 # generate

@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from multilin.layers.norms import TileNorm
 from multilin.model.config import MultilinConfig
 from multilin.model.documents import Packing, read_packing
 from multilin.model.embedding import TokenEmbedding, check_mask
+from multilin.model.remote import write_auto_file
 from multilin.model.state import TextState, open_state, put_rows, take_rows
 from multilin.settings import load_settings
 
@@ -31,6 +33,12 @@ class MultilinPreTrainedModel(PreTrainedModel):
     base_model_prefix = "model"
     main_input_name = "input_ids"
     supports_gradient_checkpointing = True
+
+    def save_pretrained(self, save_directory: str | Path, is_main_process: bool = True, **kwargs: Any) -> None:
+        """As transformers', with a file beside that says which package the model needs."""
+        if is_main_process and not Path(save_directory).is_file():
+            write_auto_file(Path(save_directory))
+        super().save_pretrained(save_directory, is_main_process=is_main_process, **kwargs)
 
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, MatrixModule) and module.arithmetic.stored_as_int8:

@@ -9,6 +9,7 @@ from transformers import PretrainedConfig
 from multilin.architectures.base import Sizes, get_architecture, layer_entry
 from multilin.errors import InputError, nearest
 from multilin.layers.linear import Arithmetic
+from multilin.model.remote import AUTO_MAP
 from multilin.settings import load_settings
 
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -82,6 +83,7 @@ class MultilinConfig(PretrainedConfig):
         self.use_cache = use_cache
         self.num_hidden_layers = len(self.layers)
         kwargs.pop("num_hidden_layers", None)
+        kwargs.setdefault("auto_map", dict(AUTO_MAP))
         super().__init__(tie_word_embeddings=tie_word_embeddings, **kwargs)
         self.tie_word_embeddings = tie_word_embeddings
         self._check()

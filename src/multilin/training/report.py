@@ -144,6 +144,8 @@ Validation is on text the model was not trained on.
 
 ## Use
 
+It needs the package [multilin](https://pypi.org/project/multilin): `pip install multilin`.
+
 ```python
 import multilin  # teaches transformers this model
 from transformers import AutoModelForCausalLM, AutoTokenizer

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from multilin.analysis.compare.plan import SPEED_FILE, read_speeds
 from multilin.analysis.compare.record import is_finished
 from multilin.errors import InputError
 from multilin.training.checkpoints import CHECKSUMS
@@ -175,3 +176,13 @@ def test_another_number_of_processes_is_refused(run: tuple[RunFolder, Recipe]) -
     folder, recipe = run
     with pytest.raises(InputError, match=r"processes: 2 given, but 1 trained the run in .*; resume it with as many"):
         folder.check(recipe, resume=True, overwrite=False, num_processes=2)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in DAMAGES if kind not in ("missing", "a folder", "the JSON {}")])
+def test_damaged_speeds_of_a_comparison_are_one_sentence(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / SPEED_FILE
+    path.write_text('{"row": 0.25}')
+    assert read_speeds(path) == {"row": 0.25}
+    path.write_text('{"row": true}') if kind == "bit flipped" else DAMAGES[kind](path)
+    with pytest.raises(InputError, match=r"speed\.json is damaged; delete it"):
+        read_speeds(path)

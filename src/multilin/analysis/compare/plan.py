@@ -156,7 +156,7 @@ def _with_steps(plan: Plan, max_steps: int) -> Recipe:
 def _seconds_per_step(output: Path, plans: list[Plan], say: Callable[[str], None]) -> dict[str, float]:
     """Median seconds of a training step, by row; measured once, so that a resumed comparison has the same steps."""
     path = output / SPEED_FILE
-    known = _read_speeds(path) if path.is_file() else {}
+    known = read_speeds(path) if path.is_file() else {}
     missing = [plan for plan in plans if plan.row.name not in known]
     times: dict[str, list[float]] = {plan.row.name: [] for plan in missing}
     for _ in range(MEASURED_TURNS):  # in turns, so that a busy minute does not fall on one row
@@ -168,7 +168,12 @@ def _seconds_per_step(output: Path, plans: list[Plan], say: Callable[[str], None
     return known
 
 
-def _read_speeds(path: Path) -> dict[str, float]:
+def read_speeds(path: Path) -> dict[str, float]:
+    """The seconds per step of rows by name, from speed.json.
+
+    Raises:
+        InputError: the file is damaged.
+    """
     try:
         speeds = json.loads(path.read_bytes())
         if all(type(seconds) is float and 0 < seconds < math.inf for seconds in speeds.values()):

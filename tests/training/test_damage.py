@@ -113,7 +113,7 @@ def test_a_checkpoint_of_later_steps_does_not_outlive_the_one_it_was_replaced_by
     ]
 
 
-@pytest.mark.parametrize("kind", [kind for kind in DAMAGES if kind != "a folder"])
+@pytest.mark.parametrize("kind", ["cut", "missing", "binary", "the JSON []"])
 def test_what_lies_beside_the_checkpoints_is_written_anew(
     run: tuple[RunFolder, Recipe], uninterrupted: RunResult, kind: str
 ) -> None:
@@ -134,6 +134,14 @@ def test_what_lies_beside_the_checkpoints_is_written_anew(
         if path.name != RECIPE_FILE:  # which names the folder
             assert path.read_bytes() == (uninterrupted.output / path.name).read_bytes()
     assert load_recipe(folder.path) == recipe
+
+
+@pytest.mark.parametrize("name", ["config.json", "metrics.jsonl", "data.json", "model.safetensors"])
+def test_what_could_not_be_written_anew_is_refused_before_any_work(run: tuple[RunFolder, Recipe], name: str) -> None:
+    folder, recipe = run
+    DAMAGES["a folder"](folder.path / name)
+    with pytest.raises(InputError, match=f"{name} is a folder; give a file"):
+        folder.check(recipe, resume=True, overwrite=False)
 
 
 @pytest.mark.parametrize("kind", [kind for kind in DAMAGES if kind != "deep JSON"])

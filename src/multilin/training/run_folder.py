@@ -21,7 +21,7 @@ from typing import Any
 from multilin.data.prepare import PreparedText
 from multilin.data.task_text import TaskText
 from multilin.errors import InputError
-from multilin.files import atomic_files, check_folder, remove_partials, write_whole
+from multilin.files import atomic_files, check_folder, check_writable, remove_partials, write_whole
 from multilin.settings import load_settings
 from multilin.training.checkpoints import checkpoints, find_damage, read_json
 from multilin.training.recipe import RECIPE_FILE, Recipe, first_difference, load_recipe, save_recipe
@@ -159,6 +159,8 @@ class RunFolder:
         return [_parse_line(text, f"{self.metrics}:{number}") for number, text in enumerate(complete.splitlines(), 1)]
 
     def _check_resumable(self, recipe: Recipe, num_processes: int) -> Path | None:
+        for path in filter(lambda path: path.suffix, self._written()):
+            check_writable("output", path)
         checkpoint = self._whole_checkpoint()
         if checkpoint is None and not self.recipe.exists():
             raise InputError(f"output: there is no run to resume in {self.path}")
@@ -199,10 +201,12 @@ class RunFolder:
             )
         return None
 
+    def _written(self) -> list[Path]:
+        return [path for pattern in _WRITTEN for path in self.path.glob(pattern)]
+
     def _clear(self) -> None:
-        for pattern in _WRITTEN:
-            for path in self.path.glob(pattern):
-                shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+        for path in self._written():
+            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
 
 
 def _parse_line(text: bytes, where: str) -> dict[str, Any]:

@@ -161,7 +161,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             _give_up_stdout()
             return BROKEN_PIPE
         except UnicodeEncodeError as error:
-            return _fail(f"{error.object[:40]!r} holds bytes that are not UTF-8", BAD_INPUT)
+            around = error.object[max(error.start - 20, 0) : error.end]
+            return _fail(f"{around!r} holds bytes that are not UTF-8", BAD_INPUT)
         except OSError as error:
             if error.filename is None and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                 error.filename = "stdout"  # every other output is written to a file that has a name

@@ -78,9 +78,9 @@ def find_damage(checkpoint: Path) -> str | None:
         return f"{CHECKSUMS} is {'damaged' if (checkpoint / CHECKSUMS).exists() else 'missing'}"
     for name, checksum in sums.items():
         path = checkpoint / name
-        if not path.is_file():
-            return f"{name} is missing"
         try:
+            if not path.is_file():
+                return f"{name} is missing"
             if _checksum(path) != checksum:
                 return f"{name} is damaged"
         except OSError as error:

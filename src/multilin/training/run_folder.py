@@ -181,7 +181,6 @@ class RunFolder:
                 f"{name}: {new!r} given, but the run in {self.path} was started with {old!r}; resume it with the same "
                 "recipe, or start a new run in another folder"
             )
-
         return checkpoint
 
     def _whole_checkpoint(self) -> Path | None:

@@ -1,9 +1,12 @@
 """The command line: finds the verb, parses its arguments, calls it, and turns failures into a sentence."""
 
+import contextlib
+import errno
 import io
 import os
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Annotated
 
 from rich.console import Console
@@ -13,7 +16,7 @@ from multilin import allocator
 from multilin.analysis.compare.verb import compare
 from multilin.analysis.verbs import evaluate, explain, info, quantize
 from multilin.arguments import POSITIONAL, parse
-from multilin.errors import InputError, nearest
+from multilin.errors import InputError, nearest, system_error
 from multilin.inference.verbs import convert, generate, rollout
 from multilin.messages import as_json, plain_messages, say_next
 from multilin.settings import settings
@@ -135,6 +138,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     0 done; 1 the work failed; 2 bad input; 130 interrupted; each failure is one sentence on stderr.
     """
     allocator.keep_freed_memory()
+    if sys.stderr is None:  # closed by the shell, 2>&-
+        sys.stderr = Path(os.devnull).open("w")  # noqa: SIM115
+    if sys.stdout is None:
+        return _fail("stdout is closed; redirect it to a file, or to /dev/null", FAILED)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a character shows another one
     with plain_messages():
@@ -150,15 +157,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return _fail(str(error), FAILED)
         except KeyboardInterrupt:
             return _fail("interrupted", INTERRUPTED)
-        except BrokenPipeError:
-            # The reader has enough; Python would complain again when it flushes stdout at exit.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        except BrokenPipeError:  # the reader has enough
+            _give_up_stdout()
             return BROKEN_PIPE
-        except SystemExit as end:  # after --help
-            return int(end.code or 0)
+        except UnicodeEncodeError as error:
+            around = error.object[max(error.start - 20, 0) : error.end]
+            return _fail(f"{around!r} holds bytes that are not UTF-8", BAD_INPUT)
+        except OSError as error:
+            if error.filename is None and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                error.filename = "stdout"  # every other output is written to a file that has a name
+            return _fail(system_error(error), BAD_INPUT if error.errno == errno.ENAMETOOLONG else FAILED)
+        except SystemExit as end:  # after --help, or by rich when the reader has enough
+            return BROKEN_PIPE if isinstance(end.__context__, BrokenPipeError) else int(end.code or 0)
 
 
 def _run(arguments: list[str]) -> None:
+    for argument in arguments:
+        argument.encode()  # raises on bytes that are not UTF-8, which Python passes on as halves of characters
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         _print_overview()
     elif arguments[0] == "--version":
@@ -193,5 +208,17 @@ def _print_overview() -> None:
 
 
 def _fail(message: str, status: int) -> int:
-    print(f"multilin: {message}", file=sys.stderr)
+    with contextlib.suppress(OSError):
+        print(f"multilin: {message}", file=sys.stderr)
+    if sys.stdout is not None:
+        _give_up_stdout()
     return status
+
+
+def _give_up_stdout() -> None:
+    """Leave nothing unwritten that Python would fail to write, and complain of, when it ends."""
+    try:
+        sys.stdout.flush()
+    except (OSError, ValueError):
+        with contextlib.suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

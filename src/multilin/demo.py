@@ -47,7 +47,7 @@ def run_demo(changes: Mapping[str, Any] | None = None) -> RunResult:
     console.print(_table(counted, result))
     folder = RunFolder(result.output)
     picture = folder.path / "demo.png"
-    folder.replace(picture, lambda path: draw_bits_per_byte(folder.read_metrics(), counted, path))
+    draw_bits_per_byte(folder.read_metrics(), counted, picture)
     console.print("(less is better; the counted ones are interpolated n-grams of the same training text)", style="dim")
     console.print("\nWhat it writes, after the words in bold:\n")
     console.print(PROMPT, style="bold", end="")

@@ -11,6 +11,12 @@ class InputError(ValueError):
     """
 
 
+def system_error(error: OSError) -> str:
+    """What the operating system refused, as the end of a sentence: `results.json: No space left on device`."""
+    reason = error.strerror or " ".join(str(error).split())
+    return f"{error.filename}: {reason}" if error.filename else reason
+
+
 def nearest(word: str, choices: Iterable[str]) -> str:
     """A hint to append to a message: `; did you mean 'window'?`, or nothing when no choice is close."""
     matches = difflib.get_close_matches(word, list(choices), n=1)

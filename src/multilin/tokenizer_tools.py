@@ -1,7 +1,5 @@
 """Tokenizers on the command line: trained into a folder, and shown."""
 
-import os
-import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,8 +12,9 @@ from transformers import PreTrainedTokenizerFast
 
 from multilin.data.corpora import read_documents
 from multilin.data.encoding import Encoder, make_encoder
-from multilin.data.tokenizers import load_tokenizer, train_tokenizer
+from multilin.data.tokenizers import TOKENIZER_FILES, load_tokenizer, train_tokenizer
 from multilin.errors import InputError
+from multilin.files import atomic_folder, check_folder
 from multilin.progress import staged
 from multilin.settings import settings
 
@@ -55,11 +54,11 @@ def train_into_folder(settings: TokenizerSettings) -> PreTrainedTokenizerFast:
 
     Raises:
         InputError: the folder holds something already or cannot be written, or the text does not do.
+        OSError: the folder cannot be written after all.
     """
+    check_folder("OUTPUT", settings.output)
     output = Path(settings.output)
-    if output.exists() and not (settings.overwrite and (output / "tokenizer.json").is_file()):
-        hint = ", or replace it with --overwrite" if (output / "tokenizer.json").is_file() else ""
-        raise InputError(f"OUTPUT: {output} exists already; give a new folder{hint}")
+    _check_replaceable(output, settings.overwrite)
     with staged() as progress:
 
         def texts() -> Iterator[str]:
@@ -73,17 +72,18 @@ def train_into_folder(settings: TokenizerSettings) -> PreTrainedTokenizerFast:
 
         vocab_size = None if settings.kind == "byte" else settings.vocab_size
         tokenizer = train_tokenizer(texts(), settings.kind, vocab_size)
-    beside = output.with_name(f".{output.name}.{os.getpid()}")
-    try:
-        beside.mkdir(parents=True)
-        tokenizer.save_pretrained(beside)
-        shutil.rmtree(output, ignore_errors=True)
-        beside.replace(output)
-    except OSError as error:
-        raise InputError(f"OUTPUT: {output} cannot be written ({error.strerror})") from None
-    finally:
-        shutil.rmtree(beside, ignore_errors=True)
+    with atomic_folder(output) as partial:
+        tokenizer.save_pretrained(partial)
     return tokenizer
+
+
+def _check_replaceable(folder: Path, overwrite: bool) -> None:
+    """Refuse a folder that holds anything but a tokenizer that may be replaced."""
+    names = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+    holds_tokenizer = "tokenizer.json" in names and names <= set(TOKENIZER_FILES)
+    if names and not (overwrite and holds_tokenizer):
+        hint = ", or replace it with --overwrite" if holds_tokenizer else ""
+        raise InputError(f"OUTPUT: {folder} exists already; give a new folder{hint}")
 
 
 def describe_tokenizer(path_or_name: str, *, source: str | None = None, text: str | None = None) -> TokenizerInfo:

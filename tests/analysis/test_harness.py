@@ -48,7 +48,9 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         torch.nn.init.normal_(parameter, std=0.3)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    (folder / "recipe.yaml").write_text(f"model: {{architecture: {request.param}, n_positions: {BLOCK}}}\n")
+    (folder / "recipe.yaml").write_text(
+        f"model: {{architecture: {request.param}, n_positions: {BLOCK}}}\noutput: {folder}\n"
+    )
     return folder
 
 

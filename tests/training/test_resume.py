@@ -185,16 +185,6 @@ def test_a_changed_text_is_refused(tiny: Tiny, tmp_path: Path, at_step: AtStep, 
         train(recipe, resume=True)
 
 
-def test_a_damaged_checkpoint_is_named(tiny: Tiny, tmp_path: Path, at_step: AtStep) -> None:
-    at_step(5, send(signal.SIGINT))
-    with pytest.raises(TrainingInterrupted):
-        train(tiny(tmp_path / "run"))
-    weights = tmp_path / "run" / "checkpoints" / "checkpoint-5" / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:1000])
-    with pytest.raises(InputError, match=r"checkpoint-5: model\.safetensors cannot be read .* delete this folder"):
-        train(tiny(tmp_path / "run"), resume=True)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 1])
 def test_sigkill_at_a_random_moment_loses_nothing(

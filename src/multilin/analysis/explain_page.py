@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from multilin.analysis.explain_data import as_json, page_data
 from multilin.analysis.explain_run import Report
 from multilin.analysis.explain_words import MEANINGS, others, what_is_shown
-from multilin.files import write_whole
+from multilin.files import check_folder, write_whole
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -24,7 +24,7 @@ LINES = 40  # of text that a panel of the picture shows
 
 def write_files(report: Report, folder: Path) -> list[Path]:
     """Write explain.html, explain.png and explain.json, each beside its place and renamed."""
-    folder.mkdir(exist_ok=True)
+    check_folder("--output", folder).mkdir(exist_ok=True)
     contents: dict[str, str | bytes] = {"html": page(report), "png": picture(report), "json": as_json(report)}
     paths = []
     for suffix, content in contents.items():

@@ -10,7 +10,7 @@ from multilin.analysis.evaluate_run import validation_text
 from multilin.analysis.explain import Explanation, explain
 from multilin.data.tokenizers import start_token_id, token_texts
 from multilin.errors import InputError
-from multilin.files import check_writable
+from multilin.files import check_folder, check_writable
 from multilin.inference.prompts import encode_prompt, read_prompt
 from multilin.inference.runs import Run, load_run
 from multilin.progress import counted
@@ -18,6 +18,7 @@ from multilin.settings import settings
 from multilin.training.recipe import RECIPE_FILE
 
 PASSAGE_TOKENS = 128
+REPORT_KINDS = ("html", "png", "json")  # of the files explain.html, ...
 
 Positive = Annotated[int, Gt(0)]
 
@@ -84,7 +85,9 @@ def output_folder(settings: ExplainSettings) -> Path:
     """
     folder = Path(settings.run, "explain") if settings.output is None else Path(settings.output)
     if settings.output is not None or Path(settings.run).is_dir():
-        check_writable("--output", folder / "explain.json" if folder.exists() else folder)
+        check_folder("--output", folder if settings.output is None else settings.output)
+        for path in [folder / f"explain.{kind}" for kind in REPORT_KINDS] if folder.exists() else [folder]:
+            check_writable("--output", path)
     return folder
 
 

@@ -11,6 +11,7 @@ from rich.table import Table
 from multilin.analysis.evaluate import Evaluation
 from multilin.analysis.evaluate_run import DEFAULTS, EvaluationSettings, evaluate_run
 from multilin.errors import InputError
+from multilin.files import atomic_folder, check_folder
 from multilin.inference.runs import Run, load_run
 from multilin.layers.linear import matrix_modules
 from multilin.messages import no_progress_bars
@@ -50,20 +51,18 @@ def quantize_run(
 
     Raises:
         InputError: no model of multilin there, one that is int8 already, or a folder that holds something.
+        OSError: the copy cannot be written.
     """
     folder = Path(path)
-    target = Path(output) if output is not None else folder.with_name(f"{folder.resolve().name}-int8")
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise InputError(f"output: {target} exists already; name a new folder")
+    beside = folder if folder.name not in ("", "..") else folder.resolve()
+    target = beside.parent / f"{beside.resolve().name}-int8" if output is None else Path(output)
+    check_folder("output", target if output is None else output, must_be_new=True)
     run = load_run(folder)
     _check(run)
     before = evaluate_run(run, settings)
     arithmetic = dataclasses.replace(run.model.arithmetic, products="int8", backward="float", stored_as_int8=True)
     run.model.set_arithmetic(arithmetic)
-    try:
-        _save(run, target)
-    except OSError as error:
-        raise InputError(f"output: {target} cannot be written: {error.strerror}") from None
+    _save(run, target)
     after = evaluate_run(load_run(target), settings)
     return Quantized(folder, target, _weight_bytes(folder), _weight_bytes(target), before, after)
 
@@ -95,19 +94,12 @@ def _check(run: Run) -> None:
 
 
 def _save(run: Run, target: Path) -> None:
-    beside = target.with_name(f".{target.name}.partial")
-    shutil.rmtree(beside, ignore_errors=True)
-    try:
+    with atomic_folder(target) as partial:
         with no_progress_bars():
-            run.model.save_pretrained(beside)
-        run.tokenizer.save_pretrained(beside)
+            run.model.save_pretrained(partial)
+        run.tokenizer.save_pretrained(partial)
         if (run.folder / RECIPE_FILE).is_file():
-            shutil.copy(run.folder / RECIPE_FILE, beside / RECIPE_FILE)
-        if target.exists():
-            target.rmdir()
-        beside.rename(target)
-    finally:
-        shutil.rmtree(beside, ignore_errors=True)
+            shutil.copy(run.folder / RECIPE_FILE, partial / RECIPE_FILE)
 
 
 def _weight_bytes(folder: Path) -> int:

@@ -40,7 +40,7 @@ def evaluate(what: EvaluateArguments, how: EvaluationSettings) -> None:
     from multilin.inference.runs import load_run
 
     _check_together(what, how)
-    if what.output:
+    if what.output is not None:
         check_writable("--output", what.output)
     run, console = load_run(what.run), Console(highlight=False)
     data: dict[str, Any]
@@ -51,12 +51,12 @@ def evaluate(what: EvaluateArguments, how: EvaluationSettings) -> None:
         found = break_down_run(run, how, long=what.long)
         data, show = as_data(found), functools.partial(print_breakdown, found, console)
     content = json.dumps(data, indent=2, ensure_ascii=False)
+    if what.output is not None:
+        write_whole(what.output, f"{content}\n")
     if what.json:
         print(content)
     else:
         show()
-    if what.output:
-        write_whole(what.output, f"{content}\n")
     say_next(f"multilin explain {what.run}", f"multilin generate {what.run}")
 
 

@@ -3,7 +3,6 @@
 import hashlib
 import json
 import os
-import shutil
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -19,6 +18,7 @@ from multilin.data.packing import PackedText, pack
 from multilin.data.split import Spool, split_document, validation_side
 from multilin.data.tokenizers import TokenizerKind, load_tokenizer, tokenizer_hash, train_tokenizer
 from multilin.errors import InputError
+from multilin.files import atomic_folder, remove_partials
 
 # Counted up whenever the same input would be prepared differently.
 FORMAT = 1
@@ -131,19 +131,14 @@ def _prepare_once(
     request: _Request, tokenizer: PreTrainedTokenizerFast | None, folder: Path, progress: Progress
 ) -> None:
     """Prepare into a folder beside and rename it, so that the cache holds whole entries only, whoever interrupts."""
-    staging = folder.with_name(f"{folder.name}.partial")
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(folder.with_name(f"{folder.name}.lock")):  # several processes may start the same training
             if folder.exists():
                 return
-            shutil.rmtree(staging, ignore_errors=True)
-            staging.mkdir()
-            try:
-                _prepare(request, tokenizer, staging, progress)
-                staging.rename(folder)
-            finally:
-                shutil.rmtree(staging, ignore_errors=True)
+            remove_partials(folder.parent, folder.name)
+            with atomic_folder(folder) as partial:
+                _prepare(request, tokenizer, partial, progress)
     except OSError as error:
         raise InputError(
             f"the data cache {folder.parent} cannot be written ({error.strerror or error}); set XDG_CACHE_HOME to a "

@@ -15,6 +15,11 @@ from multilin.errors import InputError
 END_OF_TEXT = "<|endoftext|>"
 PAD = "<|pad|>"
 BYTE_VOCAB_SIZE = 258
+TOKENIZER_FILES = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("chat_template.jinja", "vocab.json", "merges.txt"),
+)
+"""Every file that transformers may write for a tokenizer."""
 
 TokenizerKind = Literal["byte", "bpe", "unigram"]
 

@@ -11,10 +11,10 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
+from multilin.data.tokenizers import TOKENIZER_FILES
 from multilin.errors import InputError
+from multilin.files import atomic_folder, check_folder
 from multilin.model import MultilinConfig, MultilinForCausalLM
-
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.json", "merges.txt")
 
 FASTFORMER_NAMES = {
     r"word_embedding\.weight": "model.embedding.tokens.weight",
@@ -89,8 +89,7 @@ def convert_fastformer(source: Path, target: Path) -> None:
     Raises:
         InputError: a missing or damaged file, a parameter missing or of another shape, or a target that exists.
     """
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise InputError(f"target: {target} exists already; name a new folder")
+    check_folder("OUTPUT", target, must_be_new=True)
     config = fastformer_config(_read_config(source))
     weights = fastformer_weights(_read_weights(source))
     model = MultilinForCausalLM(config)
@@ -101,15 +100,11 @@ def convert_fastformer(source: Path, target: Path) -> None:
             found = tuple(weights[name].shape) if name in weights else "missing"
             raise InputError(f"weights: {name} should have shape {tuple(tensor.shape)}, but it is {found}")
     model.load_state_dict(weights)
-    beside = target.with_name(f".{target.name}.partial")
-    shutil.rmtree(beside, ignore_errors=True)
-    model.save_pretrained(beside)
-    for name in TOKENIZER_FILES:
-        if (source / name).exists():
-            shutil.copy(source / name, beside / name)
-    if target.exists():
-        target.rmdir()
-    beside.rename(target)
+    with atomic_folder(target) as partial:
+        model.save_pretrained(partial)
+        for name in TOKENIZER_FILES:
+            if (source / name).exists():
+                shutil.copy(source / name, partial / name)
 
 
 def _read_config(source: Path) -> dict[str, Any]:

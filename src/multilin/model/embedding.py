@@ -11,6 +11,7 @@ from multilin.model.config import MultilinConfig
 from multilin.model.documents import Packing, document_starts
 
 HASH_FACTOR = 6364136223846793005  # Knuth's multiplier for numbers of 64 bits, which wrap around
+HASH_MASK = 2**63 - 1
 
 
 class EmbeddingState(NamedTuple):
@@ -106,7 +107,7 @@ class TokenEmbedding(nn.Module):
 
 
 def hash_tokens(input_ids: Tensor, before_B: Tensor, counts_BT: Tensor | None = None) -> Tensor:
-    """Polynomial hash of token ids, h <- HASH_FACTOR h + id + 1 modulo 2^64, the same however a text is split.
+    """Polynomial hash of token ids, h <- HASH_FACTOR h + id + 1 modulo 2^63, the same however a text is split.
 
     Args:
         input_ids: (B, T) int64 ids.
@@ -118,15 +119,17 @@ def hash_tokens(input_ids: Tensor, before_B: Tensor, counts_BT: Tensor | None = 
     """
     num_time = input_ids.shape[1]
     if num_time == 1 and counts_BT is None:
-        return before_B * HASH_FACTOR + input_ids[:, 0] + 1
+        return (before_B * HASH_FACTOR + input_ids[:, 0] + 1) & HASH_MASK
     powers_T = torch.full((num_time + 1,), HASH_FACTOR, dtype=torch.long, device=input_ids.device)
     powers_T[0] = 1
     powers_T = powers_T.cumprod(dim=0)
     if counts_BT is None:
-        return before_B * powers_T[num_time] + ((input_ids + 1) * powers_T[:num_time].flip(0)).sum(dim=1)
+        hash_B = before_B * powers_T[num_time] + ((input_ids + 1) * powers_T[:num_time].flip(0)).sum(dim=1)
+        return hash_B & HASH_MASK
     counts_BT = counts_BT.long()
     num_after_BT = counts_BT.flip(1).cumsum(dim=1).flip(1) - counts_BT
-    return before_B * powers_T[counts_BT.sum(dim=1)] + ((input_ids + 1) * counts_BT * powers_T[num_after_BT]).sum(dim=1)
+    terms_BT = (input_ids + 1) * counts_BT * powers_T[num_after_BT]
+    return (before_B * powers_T[counts_BT.sum(dim=1)] + terms_BT.sum(dim=1)) & HASH_MASK
 
 
 def _state_after(tokens: Tensor, layout: Layout, packing: Packing, before: EmbeddingState) -> EmbeddingState:

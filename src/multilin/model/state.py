@@ -1,6 +1,6 @@
 """The state of a text: what a model keeps of all it has read, in a size that does not grow."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -26,7 +26,7 @@ def named_tensors(state: Any, name: str) -> Iterator[tuple[str, Tensor]]:
             yield from named_tensors(part, f"{name}.{field}")
 
 
-def with_tensors(state: Any, name: str, tensors: dict[str, Tensor]) -> Any:
+def with_tensors(state: Any, name: str, tensors: Mapping[str, Tensor]) -> Any:
     """The same (nested) NamedTuple with the tensors of these dotted names."""
     if isinstance(state, Tensor):
         return tensors[name]
@@ -169,6 +169,11 @@ class TextState(Cache):
         yield from named_tensors(self.embedding.value, "embedding")
         for index, layer in enumerate(self.layers):
             yield from named_tensors(layer.value, f"layers.{index}")
+
+    def replace_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take tensors by their names in `named_tensors`, in place of those of a state that has read something."""
+        names = ["embedding", *(f"layers.{index}" for index in range(len(self.layers)))]
+        self.values = [with_tensors(value, name, tensors) for name, value in zip(names, self.values, strict=True)]
 
     def clone(self) -> "TextState":
         """An independent copy: a snapshot to come back to."""

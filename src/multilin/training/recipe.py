@@ -16,6 +16,7 @@ import yaml
 from annotated_types import Ge, Gt, Lt
 
 from multilin.errors import InputError, nearest
+from multilin.files import write_whole
 from multilin.settings import load_settings, settings
 
 RECIPE_FILE = "recipe.yaml"
@@ -163,6 +164,10 @@ def load_recipe(name_or_path: str | Path | None = None, overrides: Mapping[str, 
         InputError: no such recipe, not YAML, an unknown field or a value of a wrong type.
     """
     values = {} if name_or_path is None else _read_yaml(_find(str(name_or_path)))
+    if name_or_path is not None and Path(name_or_path).is_dir() and "output" not in values:
+        raise InputError(
+            f"recipe: {name_or_path}/{RECIPE_FILE} is cut short: it has no output, which a run writes last"
+        )
     for dotted, value in (overrides or {}).items():
         _set(values, dotted, value)
     if name_or_path is not None and Path(name_or_path).is_dir() and "output" not in (overrides or {}):
@@ -173,7 +178,7 @@ def load_recipe(name_or_path: str | Path | None = None, overrides: Mapping[str, 
 def save_recipe(recipe: Recipe, path: str | Path) -> None:
     """Write a recipe as YAML that `load_recipe` reads back to an equal one."""
     text = yaml.safe_dump(dataclasses.asdict(recipe), sort_keys=False, allow_unicode=True)
-    Path(path).write_text(text, encoding="utf-8")
+    write_whole(path, text)
 
 
 def resolve_recipe(recipe: Recipe) -> Recipe:

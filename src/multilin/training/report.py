@@ -7,6 +7,7 @@ from typing import Any
 
 import yaml
 
+from multilin.files import atomic_file, write_whole
 from multilin.training.outcomes import RunResult
 from multilin.training.recipe import Recipe
 
@@ -45,7 +46,8 @@ def draw_loss(lines: Sequence[dict[str, Any]], path: Path) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     axes.tick_params(colors=_INK)
     axes.legend(frameon=False)
-    figure.savefig(path, format="png")
+    with atomic_file(path) as partial:
+        figure.savefig(partial, format="png")
 
 
 def _last_figure(line: Mapping[str, Any]) -> str:
@@ -86,7 +88,8 @@ def draw_bits_per_byte(lines: Sequence[dict[str, Any]], references: Mapping[str,
     axes.xaxis.set_major_formatter(EngFormatter(sep=""))
     axes.spines[["top", "right"]].set_visible(False)
     axes.tick_params(colors=_INK)
-    figure.savefig(path, format="png")
+    with atomic_file(path) as partial:
+        figure.savefig(partial, format="png")
 
 
 def write_card(recipe: Recipe, result: RunResult, path: Path) -> None:
@@ -116,7 +119,7 @@ def write_card(recipe: Recipe, result: RunResult, path: Path) -> None:
         table=table,
         recipe=yaml.safe_dump(dataclasses.asdict(recipe), sort_keys=False, allow_unicode=True).strip(),
     )
-    path.write_text(text, encoding="utf-8")
+    write_whole(path, text)
 
 
 def _score(result: RunResult) -> dict[str, str]:

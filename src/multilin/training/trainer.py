@@ -5,10 +5,12 @@ import math
 import signal
 import sys
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import PartialState
+from accelerate.utils import broadcast
 from transformers import PreTrainedModel, TrainerCallback, set_seed
 
 from multilin.analysis.accuracy import score_answers
@@ -20,10 +22,11 @@ from multilin.messages import no_progress_bars
 from multilin.progress import staged
 from multilin.training.assemble import build_model, check_model, read_data, training_arguments, training_order
 from multilin.training.callbacks import StepCallback
-from multilin.training.checkpoints import WRITE_ERRORS, checkpoint_step
+from multilin.training.checkpoints import WRITE_ERRORS, checkpoint_folder, checkpoint_step
 from multilin.training.communication import compress_gradients
 from multilin.training.display import Display
 from multilin.training.host_master import check_host_master
+from multilin.training.lock import locked_folder
 from multilin.training.metrics import Meter
 from multilin.training.outcomes import RunResult, TrainingFailed, TrainingInterrupted
 from multilin.training.precision import autocast_dtype
@@ -64,26 +67,41 @@ def train(
     if recipe.training.master == "host":
         check_host_master(recipe.training, devices)
     folder = RunFolder(recipe.output)
-    if devices.is_main_process:
-        folder.check(recipe, resume=resume, overwrite=overwrite)
-    silent = contextlib.nullcontext()
-    with devices.main_process_first(), staged() if devices.is_main_process else silent as progress:
-        text = read_data(recipe, progress)
+    with _opened(folder, recipe, devices, resume=resume, overwrite=overwrite) as checkpoint:
+        silent = contextlib.nullcontext()
+        with devices.main_process_first(), staged() if devices.is_main_process else silent as progress:
+            text = read_data(recipe, progress)
+        with _failures_in_one_sentence(folder), no_progress_bars():
+            set_seed(recipe.training.seed)
+            model = build_model(recipe, text)
+            if devices.is_main_process:
+                folder.begin(recipe, text, checkpoint)
+            devices.wait_for_everyone()
+            quiet = quiet or not devices.is_main_process
+            with StopRequest() as stop_request, _display(recipe, silent=quiet) as display:
+                trainer = _build_trainer(recipe, model, text, folder, stop_request, display, devices)
+                for callback in callbacks:
+                    trainer.add_callback(callback)
+                _run(trainer, checkpoint, display, resume=resume)
+            if trainer.state.global_step < recipe.training.max_steps:
+                raise _interrupted(trainer, folder, stop_request)
+            return _finish(recipe, trainer, folder, text)
 
-    with _failures_in_one_sentence(folder), no_progress_bars():
+
+@contextlib.contextmanager
+def _opened(
+    folder: RunFolder, recipe: Recipe, devices: PartialState, *, resume: bool, overwrite: bool
+) -> Iterator[Path | None]:
+    """Keep the folder for this run alone; the result, on every process, is the checkpoint to go on from."""
+    with contextlib.ExitStack() as stack:
+        step = 0
         if devices.is_main_process:
-            folder.begin(recipe, text, resume=resume)
-        devices.wait_for_everyone()
-        set_seed(recipe.training.seed)
-        model = build_model(recipe, text)
-        with StopRequest() as stop_request, _display(recipe, silent=quiet or not devices.is_main_process) as display:
-            trainer = _build_trainer(recipe, model, text, folder, stop_request, display, devices)
-            for callback in callbacks:
-                trainer.add_callback(callback)
-            _run(trainer, folder, display, resume=resume)
-        if trainer.state.global_step < recipe.training.max_steps:
-            raise _interrupted(trainer, folder, stop_request)
-        return _finish(recipe, trainer, folder, text)
+            stack.enter_context(locked_folder(recipe.output))
+            found = folder.check(recipe, resume=resume, overwrite=overwrite, num_processes=devices.num_processes)
+            step = 0 if found is None else checkpoint_step(found)
+        if devices.num_processes > 1:
+            step = int(broadcast(torch.tensor(step, device=devices.device)))
+        yield checkpoint_folder(folder.checkpoints, step) if step else None
 
 
 def _build_trainer(
@@ -144,13 +162,11 @@ def _validate(model: Any, text: PreparedText | TaskText, recipe: Recipe) -> dict
     return {"validation_loss": found.loss, "validation_bits_per_byte": found.bits_per_byte}
 
 
-def _run(trainer: RunTrainer, folder: RunFolder, display: Display, *, resume: bool) -> None:
-    checkpoint = folder.last_checkpoint() if resume else None
-    step = checkpoint_step(checkpoint) if checkpoint else 0
-    if resume:
-        display.message(f"continues after step {step}" if checkpoint else "no checkpoint was saved yet: starts again")
-        if trainer.is_world_process_zero():
-            folder.cut_metrics(step)
+def _run(trainer: RunTrainer, checkpoint: Path | None, display: Display, *, resume: bool) -> None:
+    if checkpoint is not None:
+        display.message(f"continues after step {checkpoint_step(checkpoint)}")
+    elif resume:
+        display.message("no checkpoint was saved yet: starts again")
     trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
 
 
@@ -172,8 +188,8 @@ def _finish(recipe: Recipe, trainer: RunTrainer, folder: RunFolder, text: Prepar
         tokenizer=text.tokenizer,
     )
     if trainer.is_world_process_zero():
-        folder.replace(folder.plot, lambda path: draw_loss(lines, path))
-        folder.replace(folder.card, lambda path: write_card(recipe, result, path))
+        draw_loss(lines, folder.plot)
+        write_card(recipe, result, folder.card)
     trainer.accelerator.wait_for_everyone()
     return result
 
@@ -201,7 +217,7 @@ def _display(recipe: Recipe, *, silent: bool) -> Iterator[Display]:
 def _failures_in_one_sentence(folder: RunFolder) -> Iterator[None]:
     try:
         yield
-    except InputError:
+    except (InputError, BrokenPipeError):
         raise
     except TrainingFailed as failure:
         last = folder.last_checkpoint()

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import statistics
 import tempfile
 from collections.abc import Callable, Mapping
@@ -155,7 +156,7 @@ def _with_steps(plan: Plan, max_steps: int) -> Recipe:
 def _seconds_per_step(output: Path, plans: list[Plan], say: Callable[[str], None]) -> dict[str, float]:
     """Median seconds of a training step, by row; measured once, so that a resumed comparison has the same steps."""
     path = output / SPEED_FILE
-    known: dict[str, float] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    known = read_speeds(path) if path.is_file() else {}
     missing = [plan for plan in plans if plan.row.name not in known]
     times: dict[str, list[float]] = {plan.row.name: [] for plan in missing}
     for _ in range(MEASURED_TURNS):  # in turns, so that a busy minute does not fall on one row
@@ -163,9 +164,23 @@ def _seconds_per_step(output: Path, plans: list[Plan], say: Callable[[str], None
             say(f"measuring the speed of {plan.row.name}")
             times[plan.row.name] += _step_times(plan)
     known |= {name: statistics.median(found) for name, found in times.items()}
-    output.mkdir(parents=True, exist_ok=True)
     write_whole(path, json.dumps(known, indent=1) + "\n")
     return known
+
+
+def read_speeds(path: Path) -> dict[str, float]:
+    """The seconds per step of rows by name, from speed.json.
+
+    Raises:
+        InputError: the file is damaged.
+    """
+    try:
+        speeds = json.loads(path.read_bytes())
+        if all(type(seconds) is float and 0 < seconds < math.inf for seconds in speeds.values()):
+            return dict(speeds)
+    except (OSError, ValueError, RecursionError, AttributeError):
+        pass
+    raise InputError(f"output: {path} is damaged; delete it, and the speeds are measured again")
 
 
 def _step_times(plan: Plan) -> list[float]:

@@ -8,6 +8,7 @@ from typing import Any
 
 from multilin.analysis.compare.plan import Choice, Plan
 from multilin.analysis.compare.statistics import Difference, Spread, spread, welch_p
+from multilin.errors import InputError
 from multilin.training.run_folder import RunFolder
 
 FINISHED, FAILED = "finished", "failed"
@@ -142,7 +143,12 @@ class Comparison:
 
 def read_run(plan: Plan, folder: Path, seed: int, choice: Choice, failure: str | None, output: Path) -> RunRecord:
     """The record of a run from its metrics.jsonl."""
-    lines = RunFolder(folder).read_metrics()
+    try:
+        lines = RunFolder(folder).read_metrics()
+    except InputError:
+        if failure is None:
+            raise
+        lines = []
     speeds = [line["tokens_per_second"] for line in lines[1:] or lines]
     median = statistics.median(speeds) if speeds else None
     seconds, tokens, course = 0.0, 0, []
@@ -175,7 +181,10 @@ def read_run(plan: Plan, folder: Path, seed: int, choice: Choice, failure: str |
 
 def is_finished(folder: Path, max_steps: int) -> bool:
     """Whether a run has taken its last step and left its model."""
-    lines = RunFolder(folder).read_metrics()
+    try:
+        lines = RunFolder(folder).read_metrics()
+    except InputError:  # it is resumed, which writes the file anew
+        return False
     return bool(lines) and lines[-1]["step"] >= max_steps and (folder / "config.json").is_file()
 
 

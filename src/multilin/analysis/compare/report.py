@@ -28,6 +28,7 @@ from multilin.analysis.compare.words import REPORT_FILE, UNITS, amount, budget_t
 from multilin.files import write_whole
 
 JSON_FILE, MARKDOWN_FILE = "comparison.json", "comparison.md"
+REPORT_FILES = (JSON_FILE, MARKDOWN_FILE, REPORT_FILE)
 _ASSETS = resources.files("multilin.analysis") / "assets"
 
 

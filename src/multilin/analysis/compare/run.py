@@ -8,7 +8,7 @@ from rich.console import Console
 
 from multilin.analysis.compare.grid import best_choice, further_choice
 from multilin.analysis.compare.measure import measure_decoding, prompt_of, write_sample
-from multilin.analysis.compare.plan import Choice, Plan, plan_rows
+from multilin.analysis.compare.plan import SPEED_FILE, Choice, Plan, plan_rows
 from multilin.analysis.compare.record import (
     Comparison,
     RowRecord,
@@ -19,11 +19,13 @@ from multilin.analysis.compare.record import (
     read_run,
 )
 from multilin.analysis.compare.remarks import remarks_on
-from multilin.analysis.compare.report import write_reports
+from multilin.analysis.compare.report import REPORT_FILES, write_reports
 from multilin.analysis.compare.sweep import Sweep, check_sweep
 from multilin.doctor import examine
 from multilin.errors import InputError
+from multilin.files import check_folder, check_writable
 from multilin.messages import no_progress_bars
+from multilin.training.lock import locked_folder
 from multilin.training.outcomes import TrainingFailed, TrainingInterrupted
 from multilin.training.recipe import RECIPE_FILE, Recipe, first_difference, load_recipe
 from multilin.training.trainer import train
@@ -46,7 +48,13 @@ def compare(sweep: Sweep, *, overwrite: bool = False, console: Console | None = 
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise InputError("compare: runs are compared in one process; start it without torchrun")
     check_sweep(sweep)
-    work = _Work(sweep, overwrite, console or Console(highlight=False))
+    with locked_folder(sweep.output):
+        for name in (*REPORT_FILES, SPEED_FILE):
+            check_writable("output", Path(sweep.output, name))
+        return _compare(sweep, _Work(sweep, overwrite, console or Console(highlight=False)))
+
+
+def _compare(sweep: Sweep, work: "_Work") -> Comparison:
     plans = plan_rows(sweep, work.say)
     for plan in plans:
         for seed in sweep.seeds:
@@ -95,6 +103,7 @@ class _Work:
         """Refuse a folder that holds another run than this sweep's."""
         recipe = plan.run(self.sweep.output, seed, choice)
         path = Path(recipe.output)
+        check_folder("output", path)
         if self.overwrite or not (path / RECIPE_FILE).is_file():
             return
         difference = first_difference(load_recipe(path), recipe)

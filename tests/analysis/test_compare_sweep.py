@@ -14,7 +14,7 @@ from multilin.analysis.compare.flops import training_flops_per_token
 from multilin.analysis.compare.plan import SPEED_FILE, plan_rows
 from multilin.analysis.compare.rows import rows_of, with_choice
 from multilin.analysis.compare.sweep import Budget, Sweep, builtin_sweep, changed, find_sweep, load_sweep
-from multilin.cli import main
+from multilin.cli.main import main
 from multilin.errors import InputError
 from multilin.model.factory import create_model, model_names
 from multilin.training.assemble import check_model

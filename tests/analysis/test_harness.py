@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from multilin.analysis.evaluate_run import EvaluationSettings, break_down_run, evaluate_run
-from multilin.analysis.evaluate_view import score_tasks
+from multilin.cli.evaluate_view import score_tasks
 from multilin.data.tokenizers import train_tokenizer
 from multilin.errors import InputError
 from multilin.inference.runs import load_run

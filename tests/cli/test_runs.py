@@ -15,7 +15,7 @@ Call = Callable[..., str]
 @pytest.fixture(scope="module")
 def trained(text_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A short run, trained through the command line."""
-    from multilin.cli import main
+    from multilin.cli.main import main
 
     folder = tmp_path_factory.mktemp("runs") / "tiny"
     with pytest.MonkeyPatch.context() as patch:

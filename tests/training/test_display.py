@@ -4,8 +4,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from multilin.training import display
-from multilin.training.display import Display
+from multilin.cli import display
+from multilin.cli.display import Display
 
 LINE = {"step": 3, "loss": 2.5, "tokens_per_second": 12345.6}
 VALIDATED = LINE | {"step": 5, "validation_loss": 2.0, "validation_bits_per_byte": 1.75}

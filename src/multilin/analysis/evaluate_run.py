@@ -14,12 +14,12 @@ from annotated_types import Gt
 from multilin.analysis.breakdown import Breakdown, break_down
 from multilin.analysis.evaluate import Evaluation, evaluate, read_blocks
 from multilin.analysis.long_text import check_reads_any_length, read_whole
+from multilin.cli.progress import counted, staged
 from multilin.data.corpora import read_documents
 from multilin.data.packing import Blocks, PackedText, pack
 from multilin.data.tokenizers import tokenizer_hash
 from multilin.errors import InputError
 from multilin.inference.runs import Run
-from multilin.progress import counted, staged
 from multilin.settings import settings
 from multilin.training.assemble import read_text
 from multilin.training.recipe import RECIPE_FILE, load_recipe

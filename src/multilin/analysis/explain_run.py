@@ -8,12 +8,12 @@ from annotated_types import Ge, Gt
 
 from multilin.analysis.evaluate_run import validation_text
 from multilin.analysis.explain import Explanation, explain
+from multilin.cli.progress import counted
 from multilin.data.tokenizers import start_token_id, token_texts
 from multilin.errors import InputError
 from multilin.files import check_writable
 from multilin.inference.prompts import encode_prompt, read_prompt
 from multilin.inference.runs import Run, load_run
-from multilin.progress import counted
 from multilin.settings import settings
 from multilin.training.recipe import RECIPE_FILE
 

@@ -10,10 +10,10 @@ from rich.table import Table
 
 from multilin.analysis.evaluate import Evaluation
 from multilin.analysis.evaluate_run import DEFAULTS, EvaluationSettings, evaluate_run
+from multilin.cli.messages import no_progress_bars
 from multilin.errors import InputError
 from multilin.inference.runs import Run, load_run
 from multilin.layers.linear import matrix_modules
-from multilin.messages import no_progress_bars
 from multilin.model import MultilinForCausalLM
 from multilin.training.recipe import RECIPE_FILE
 

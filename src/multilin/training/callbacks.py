@@ -10,7 +10,7 @@ from accelerate import PartialState
 from accelerate.utils import reduce
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from multilin.training.display import Display
+from multilin.cli.display import Display
 from multilin.training.metrics import Meter
 from multilin.training.outcomes import TrainingFailed
 from multilin.training.recipe import TrainingRecipe

@@ -13,16 +13,16 @@ from transformers import PreTrainedModel, TrainerCallback, set_seed
 
 from multilin.analysis.accuracy import score_answers
 from multilin.analysis.evaluate import evaluate
+from multilin.cli.display import Display
+from multilin.cli.messages import no_progress_bars
+from multilin.cli.progress import staged
 from multilin.data.prepare import PreparedText
 from multilin.data.task_text import TaskText
 from multilin.errors import InputError
-from multilin.messages import no_progress_bars
-from multilin.progress import staged
 from multilin.training.assemble import build_model, check_model, read_data, training_arguments, training_order
 from multilin.training.callbacks import StepCallback
 from multilin.training.checkpoints import WRITE_ERRORS, checkpoint_step
 from multilin.training.communication import compress_gradients
-from multilin.training.display import Display
 from multilin.training.host_master import check_host_master
 from multilin.training.metrics import Meter
 from multilin.training.outcomes import RunResult, TrainingFailed, TrainingInterrupted

@@ -13,9 +13,9 @@ import torch
 from multilin.analysis.compare.flops import training_flops_per_token
 from multilin.analysis.compare.rows import Row, rows_of, with_choice
 from multilin.analysis.compare.sweep import Sweep
+from multilin.cli.messages import no_progress_bars
 from multilin.errors import InputError
 from multilin.files import write_whole
-from multilin.messages import no_progress_bars
 from multilin.training.assemble import build_model, check_model, packing_remark, read_data
 from multilin.training.recipe import Recipe, resolve_recipe
 from multilin.training.run_folder import RunFolder

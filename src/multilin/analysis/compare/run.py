@@ -21,9 +21,9 @@ from multilin.analysis.compare.record import (
 from multilin.analysis.compare.remarks import remarks_on
 from multilin.analysis.compare.report import write_reports
 from multilin.analysis.compare.sweep import Sweep, check_sweep
-from multilin.doctor import examine
+from multilin.cli.messages import no_progress_bars
 from multilin.errors import InputError
-from multilin.messages import no_progress_bars
+from multilin.machine import examine
 from multilin.training.outcomes import TrainingFailed, TrainingInterrupted
 from multilin.training.recipe import RECIPE_FILE, Recipe, first_difference, load_recipe
 from multilin.training.trainer import train

@@ -5,7 +5,7 @@ import os
 import pytest
 import torch
 
-from multilin import threads
+from multilin import machine
 
 
 @pytest.mark.parametrize(
@@ -21,9 +21,9 @@ from multilin import threads
 def test_busy_cores_are_told_where_threads_would_wait(monkeypatch, num_threads, load, policy, warns) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: num_threads)
     monkeypatch.setattr(os, "getloadavg", lambda: (load, 0.0, 0.0))
-    monkeypatch.setattr(threads, "available_cores", lambda: 2)
+    monkeypatch.setattr(machine, "available_cores", lambda: 2)
     monkeypatch.setenv("OMP_WAIT_POLICY", policy)
-    found = threads.contention()
+    found = machine.contention()
     assert (found is not None) == warns
     if found:
         assert f"load {load}" in found

@@ -10,8 +10,8 @@ from rich.console import Console
 from multilin.analysis.evaluate_run import EvaluationSettings
 from multilin.analysis.explain_run import ExplainSettings
 from multilin.analysis.info import ModelSizes
+from multilin.cli.messages import as_json, say_next
 from multilin.errors import InputError
-from multilin.messages import as_json, say_next
 from multilin.settings import settings
 
 
@@ -35,7 +35,7 @@ def evaluate(what: EvaluateArguments, how: EvaluationSettings) -> None:
     scored on tasks of EleutherAI's lm-eval instead.
     """
     from multilin.analysis.evaluate_run import break_down_run
-    from multilin.analysis.evaluate_view import as_data, print_breakdown, print_tasks, score_tasks
+    from multilin.cli.evaluate_view import as_data, print_breakdown, print_tasks, score_tasks
     from multilin.files import check_writable, write_whole
     from multilin.inference.runs import load_run
 
@@ -67,7 +67,7 @@ def explain(what: ExplainSettings) -> None:
     """
     from multilin.analysis.explain_page import write_files
     from multilin.analysis.explain_run import explain_run, output_folder
-    from multilin.analysis.explain_view import print_report
+    from multilin.cli.explain_view import print_report
 
     folder = output_folder(what)
     report = explain_run(what)

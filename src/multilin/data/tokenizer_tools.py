@@ -12,11 +12,11 @@ from rich.console import Console
 from rich.table import Table
 from transformers import PreTrainedTokenizerFast
 
+from multilin.cli.progress import staged
 from multilin.data.corpora import read_documents
 from multilin.data.encoding import Encoder, make_encoder
 from multilin.data.tokenizers import load_tokenizer, train_tokenizer
 from multilin.errors import InputError
-from multilin.progress import staged
 from multilin.settings import settings
 
 

@@ -9,10 +9,10 @@ from rich.console import Console
 
 from multilin.analysis.compare.sweep import Amount, Budget, changed, find_sweep
 from multilin.analysis.compare.words import REPORT_FILE
-from multilin.arguments import POSITIONAL
-from multilin.messages import say_next
+from multilin.cli.arguments import POSITIONAL
+from multilin.cli.messages import say_next
+from multilin.machine import warn_of_contention
 from multilin.settings import settings
-from multilin.threads import warn_of_contention
 from multilin.training.recipe import Changes
 
 
@@ -36,7 +36,7 @@ def compare(what: CompareArguments, changes: Changes) -> None:
     Fields of recipes given as flags go to every row. Started again, it goes on where it stopped.
     """
     from multilin.analysis.compare.run import compare
-    from multilin.analysis.compare.table import print_comparison
+    from multilin.cli.compare_view import print_comparison
 
     budget = Budget(tokens=what.tokens, flops=what.flops, seconds=what.seconds)
     sweep = changed(

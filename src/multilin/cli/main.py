@@ -9,16 +9,16 @@ from typing import Annotated
 from rich.console import Console
 
 import multilin
-from multilin import allocator
-from multilin.analysis.compare.verb import compare
-from multilin.analysis.verbs import evaluate, explain, info, quantize
-from multilin.arguments import POSITIONAL, parse
+from multilin import machine
+from multilin.cli.arguments import POSITIONAL, parse
+from multilin.cli.compare import compare
+from multilin.cli.evaluate import evaluate, explain, info, quantize
+from multilin.cli.inference import convert, generate, rollout
+from multilin.cli.messages import as_json, plain_messages, say_next
+from multilin.data.tokenizer_tools import TokenizerSettings
 from multilin.errors import InputError, nearest
-from multilin.inference.verbs import convert, generate, rollout
-from multilin.messages import as_json, plain_messages, say_next
+from multilin.machine import warn_of_contention
 from multilin.settings import settings
-from multilin.threads import warn_of_contention
-from multilin.tokenizer_tools import TokenizerSettings
 from multilin.training.outcomes import TrainingFailed, TrainingInterrupted
 from multilin.training.recipe import Changes
 
@@ -68,7 +68,7 @@ def train(what: TrainArguments, changes: Changes) -> None:
 
 def doctor(what: DoctorArguments) -> None:
     """Show what this machine offers and which implementation every op will use."""
-    from multilin.doctor import examine, print_checkup
+    from multilin.machine import examine, print_checkup
 
     found = examine()
     if what.json:
@@ -79,7 +79,7 @@ def doctor(what: DoctorArguments) -> None:
 
 def tokenizer_train(what: TokenizerSettings) -> None:
     """Train a tokenizer on a text and save it to a folder."""
-    from multilin.tokenizer_tools import train_into_folder
+    from multilin.data.tokenizer_tools import train_into_folder
 
     tokenizer = train_into_folder(what)
     print(f"{len(tokenizer):,} tokens in {what.output}")
@@ -91,7 +91,7 @@ def tokenizer_train(what: TokenizerSettings) -> None:
 
 def tokenizer_show(what: TokenizerArguments) -> None:
     """Show a tokenizer: its vocabulary, its special tokens, and how it cuts a text."""
-    from multilin.tokenizer_tools import describe_tokenizer, print_tokenizer
+    from multilin.data.tokenizer_tools import describe_tokenizer, print_tokenizer
 
     found = describe_tokenizer(what.tokenizer, source=what.source, text=what.text)
     if what.json:
@@ -105,7 +105,7 @@ def demo(changes: Changes) -> None:
 
     It takes about two minutes on two cores. A demo that ran before is replaced.
     """
-    from multilin.demo import PROMPT, run_demo
+    from multilin.cli.demo import PROMPT, run_demo
 
     warn_of_contention()
     result = run_demo(changes)
@@ -134,7 +134,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     0 done; 1 the work failed; 2 bad input; 130 interrupted; each failure is one sentence on stderr.
     """
-    allocator.keep_freed_memory()
+    machine.keep_freed_memory()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a character shows another one
     with plain_messages():
@@ -189,7 +189,7 @@ def _print_overview() -> None:
     for verb, function in VERBS.items():
         print(f"  {verb:{width}}  {(function.__doc__ or '').splitlines()[0]}")
     print("\nStart with `multilin demo`; `multilin VERB --help` shows the flags of a verb.")
-    print(f"{allocator.VARIABLE}=system in the environment leaves the settings of glibc's memory allocator alone.")
+    print(f"{machine.VARIABLE}=system in the environment leaves the settings of glibc's memory allocator alone.")
 
 
 def _fail(message: str, status: int) -> int:

@@ -6,10 +6,10 @@ from pathlib import Path
 
 from rich.console import Console
 
+from multilin.cli.messages import as_json, say_next
 from multilin.errors import InputError, nearest
 from multilin.inference.generate import GenerationSettings
 from multilin.inference.rollout_run import RolloutSettings
-from multilin.messages import as_json, say_next
 from multilin.settings import settings
 
 

@@ -1,8 +1,12 @@
-"""What this machine offers: versions, device, processor, and the implementation that each op will use."""
+"""What this machine offers, what other programs do to it, and the settings of its memory allocator."""
 
+import ctypes
 import importlib.metadata
 import importlib.util
+import os
 import platform
+import sys
+import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -10,9 +14,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from multilin import allocator
 from multilin.ops.dispatch import all_ops
-from multilin.threads import available_cores, contention
 from multilin.training.precision import resolve_precision
 
 PACKAGES = (
@@ -28,6 +30,11 @@ PACKAGES = (
 )
 # Beginnings of the names of instruction sets that decide how fast matrix products are, in bf16 and int8 above all.
 CPU_FEATURES = ("avx2", "avx512_f", "avx512_bf16", "avx512_vnni", "avx10", "amx", "sve", "bf16", "i8mm", "dotprod")
+VARIABLE = "MULTILIN_ALLOCATOR"
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
+_MMAP_BYTES, _TRIM_BYTES = 2**30, 2**31 - 1
+
 OPTIONAL = {"tensorboard": "TensorBoard event files of a run: pip install 'multilin[tensorboard]'"}
 
 
@@ -39,7 +46,7 @@ class Checkup:
     device: where models run; threads: of PyTorch on the CPU; cores: this process may use.
     precision: what `precision: auto` trains in here.
     cpu_features: the processor's instruction sets among CPU_FEATURES.
-    freed_memory: what the command line does with it, see multilin.allocator.
+    freed_memory: what the command line does with it, see `keep_freed_memory`.
     backends: op to the name of its implementation on the device.
     gpu_backends: op to its implementation on a GPU, and the reason against it; without ops that have none.
     optional: package that is not needed to whether it is installed.
@@ -66,7 +73,7 @@ def examine() -> Checkup:
     device = torch.accelerator.current_accelerator() or torch.device("cpu")
     cores = available_cores()
     backends = {name: op.backend_for(device) for name, op in all_ops().items()}
-    gives_back = allocator.why_not()
+    gives_back = why_not()
     warnings = [
         f"{name} uses its {backend.name}, which is slow{_reasons(name, device)}"
         for name, backend in backends.items()
@@ -161,3 +168,54 @@ def print_checkup(checkup: Checkup, console: Console) -> None:
         console.print(f"warning: {warning}", style="yellow", soft_wrap=True)
     if not checkup.warnings:
         console.print("no warnings", style="green")
+
+
+def contention() -> str | None:
+    """One sentence where other programs keep busy the cores that PyTorch's threads want; None where they do not.
+
+    Threads that wait keep their core busy, so with one of two cores taken a training step was measured to take 4 to 90
+    times as long; with OMP_WAIT_POLICY=passive 1.8 times, but as long on a quiet machine too.
+    """
+    threads, cores = torch.get_num_threads(), available_cores()
+    if threads == 1 or os.environ.get("OMP_WAIT_POLICY", "").lower() == "passive" or not hasattr(os, "getloadavg"):
+        return None
+    load = os.getloadavg()[0]
+    if load + threads <= cores + 0.7:
+        return None
+    return (
+        f"other programs keep this machine busy (load {load:.1f}, {cores} cores), and {threads} threads that wait for "
+        "each other can be many times slower then; OMP_WAIT_POLICY=passive in the environment bounds the loss"
+    )
+
+
+def available_cores() -> int:
+    """Cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def warn_of_contention() -> None:
+    """Warn where `contention` has something to say."""
+    if sentence := contention():
+        warnings.warn(sentence, stacklevel=3)
+
+
+def why_not() -> str | None:
+    """The reason why this process gives freed memory back to the system; None where it can keep it."""
+    if os.environ.get(VARIABLE) == "system":
+        return f"{VARIABLE}=system is set"
+    if not sys.platform.startswith("linux") or platform.libc_ver()[0] != "glibc":
+        return "the allocator is not glibc's"
+    return None
+
+
+def keep_freed_memory() -> None:
+    """Ask glibc to keep up to 2 GB of freed memory, and blocks of up to 1 GB in it, unless there is a reason not to.
+
+    By default glibc gives every tensor above 32 MB back to the system when it is freed, and every page of the next one
+    costs a fault: adding 1 to 64 MB takes 15 ms instead of 2.4, a training step up to 1.7 times as long. The command
+    line calls this; a program that imports multilin keeps its own settings.
+    """
+    if why_not() is None:
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(_M_MMAP_THRESHOLD, _MMAP_BYTES)
+        mallopt(_M_TRIM_THRESHOLD, _TRIM_BYTES)

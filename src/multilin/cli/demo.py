@@ -9,9 +9,9 @@ from rich.console import Console
 from rich.table import Table
 
 from multilin.analysis.ngrams import ngram_bits_per_byte
+from multilin.cli.progress import staged
 from multilin.inference.generate import GenerationSettings, generate_text
 from multilin.inference.runs import Run
-from multilin.progress import staged
 from multilin.training.assemble import read_text
 from multilin.training.outcomes import RunResult
 from multilin.training.recipe import load_recipe

@@ -14,6 +14,7 @@ import torch
 
 from benchmarks import _results
 from multilin.layers.linear import Arithmetic
+from multilin.machine import keep_freed_memory
 from multilin.model import MultilinConfig, MultilinForCausalLM
 from multilin.ops.int8 import int8_linear, quantize
 
@@ -40,7 +41,7 @@ def main(argv: list[str]) -> None:
     arguments = _results.parse(parser, argv)
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
-    machine.keep_freed_memory()
+    keep_freed_memory()
     clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
     rows: list[dict[str, Any]] = []
     if arguments.part in (None, "products"):

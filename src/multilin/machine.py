@@ -6,13 +6,12 @@ import importlib.util
 import os
 import platform
 import sys
+import time
 import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from rich.console import Console
-from rich.table import Table
 
 from multilin.ops.dispatch import all_ops
 from multilin.training.precision import resolve_precision
@@ -31,6 +30,7 @@ PACKAGES = (
 # Beginnings of the names of instruction sets that decide how fast matrix products are, in bf16 and int8 above all.
 CPU_FEATURES = ("avx2", "avx512_f", "avx512_bf16", "avx512_vnni", "avx10", "amx", "sve", "bf16", "i8mm", "dotprod")
 VARIABLE = "MULTILIN_ALLOCATOR"
+BUSY_CORES = 0.5  # more that other programs compute on is worth a warning
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 _MMAP_BYTES, _TRIM_BYTES = 2**30, 2**31 - 1
@@ -146,46 +146,54 @@ def _cpu_features() -> list[str]:
     return sorted(name for name, value in found.items() if value is True and name.startswith(CPU_FEATURES))
 
 
-def print_checkup(checkup: Checkup, console: Console) -> None:
-    """Show the findings as a table, warnings last."""
-    table = Table(show_header=False, box=None, pad_edge=False)
-    table.add_row("python", f"{checkup.python} on {checkup.platform}")
-    for name, version in checkup.versions.items():
-        table.add_row(name, version or "not installed")
-    table.add_row("device", checkup.device)
-    table.add_row("threads", f"{checkup.threads} on {checkup.cores} cores")
-    table.add_row("processor has", " ".join(checkup.cpu_features))
-    table.add_row("precision auto is", checkup.precision)
-    table.add_row("freed memory", checkup.freed_memory)
-    for name, backend in checkup.backends.items():
-        table.add_row(f"op {name}", backend)
-    for name, backend in checkup.gpu_backends.items():
-        table.add_row(f"op {name} on a GPU", backend)
-    for name, is_installed in checkup.optional.items():
-        table.add_row(f"optional {name}", "installed" if is_installed else f"not installed ({OPTIONAL[name]})")
-    console.print(table, soft_wrap=True)
-    for warning in checkup.warnings:
-        console.print(f"warning: {warning}", style="yellow", soft_wrap=True)
-    if not checkup.warnings:
-        console.print("no warnings", style="green")
-
-
 def contention() -> str | None:
-    """One sentence where other programs keep busy the cores that PyTorch's threads want; None where they do not.
+    """One sentence if other programs now keep cores busy that PyTorch's threads want, else None.
 
     Threads that wait keep their core busy, so with one of two cores taken a training step was measured to take 4 to 90
     times as long; with OMP_WAIT_POLICY=passive 1.8 times, but as long on a quiet machine too.
     """
     threads, cores = torch.get_num_threads(), available_cores()
-    if threads == 1 or os.environ.get("OMP_WAIT_POLICY", "").lower() == "passive" or not hasattr(os, "getloadavg"):
+    if threads == 1 or os.environ.get("OMP_WAIT_POLICY", "").lower() == "passive":
         return None
-    load = os.getloadavg()[0]
-    if load + threads <= cores + 0.7:
+    busy = cores_busy_elsewhere()
+    if busy is not None and busy + threads > cores + BUSY_CORES:
+        busy = min(busy, cores_busy_elsewhere() or 0.0)  # a program that only started or ended does no harm
+    if busy is None or busy + threads <= cores + BUSY_CORES:
         return None
     return (
-        f"other programs keep this machine busy (load {load:.1f}, {cores} cores), and {threads} threads that wait for "
-        "each other can be many times slower then; OMP_WAIT_POLICY=passive in the environment bounds the loss"
+        f"other programs keep {busy:.1f} of {cores} cores busy, and {threads} threads that wait for each other can be "
+        "many times slower then; OMP_WAIT_POLICY=passive in the environment bounds the loss"
     )
+
+
+def cores_busy_elsewhere(seconds: float = 0.25) -> float | None:
+    """How many of the cores this process may use other processes keep busy, measured for so long.
+
+    None where the system does not tell (there is no /proc/stat).
+    """
+    busy, own, begin = _busy_seconds(), _own_seconds(), time.monotonic()
+    if busy is None:
+        return None
+    time.sleep(seconds)
+    busy_after = _busy_seconds() or busy
+    return max(0.0, (busy_after - busy - (_own_seconds() - own)) / (time.monotonic() - begin))
+
+
+def _busy_seconds() -> float | None:
+    """Seconds that the cores of this process have computed since the machine was started, for all processes."""
+    try:
+        lines = Path("/proc/stat").read_text().splitlines()
+    except OSError:
+        return None
+    allowed = {f"cpu{core}" for core in os.sched_getaffinity(0)}
+    fields = [line.split() for line in lines if line.split(" ")[0] in allowed]
+    # user, nice, system, (idle, iowait,) irq, softirq
+    return sum(sum(int(line[place]) for place in (1, 2, 3, 6, 7)) for line in fields) / os.sysconf("SC_CLK_TCK")
+
+
+def _own_seconds() -> float:
+    times = os.times()
+    return times.user + times.system + times.children_user + times.children_system
 
 
 def available_cores() -> int:

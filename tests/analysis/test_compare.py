@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
 
 from multilin.analysis.compare import measure
 from multilin.analysis.compare.answers import best_sentence, cost_sentence, reached, speed_sentence
@@ -82,7 +81,7 @@ def a_sweep(sandbox: Path, name: str, **fields: Any) -> Sweep:
 @pytest.fixture(scope="module")
 def found(sandbox: Path) -> Comparison:
     rows = {"elita": {}, "gpt2": {}, "broken": {"model.architecture": "llama", **FAILING}}
-    return compare(a_sweep(sandbox, "runs", rows=rows), console=Console(quiet=True))
+    return compare(a_sweep(sandbox, "runs", rows=rows))
 
 
 def lines_of(folder: Path) -> list[dict[str, Any]]:
@@ -179,7 +178,7 @@ def test_finished_runs_are_not_trained_again(found: Comparison, sandbox: Path) -
     files = [path for row in ("elita", "gpt2") for path in sandbox.glob(f"runs/{row}-s*/metrics.jsonl")]
     before = [path.stat().st_mtime_ns for path in files]
     rows = {"elita": {}, "gpt2": {}}
-    again = compare(a_sweep(sandbox, "runs", rows=rows), console=Console(quiet=True))
+    again = compare(a_sweep(sandbox, "runs", rows=rows))
     assert [path.stat().st_mtime_ns for path in files] == before
     assert again.row("elita").runs == found.row("elita").runs
 
@@ -188,7 +187,7 @@ def test_another_sweep_in_the_same_folder_is_refused(found: Comparison, sandbox:
     with pytest.raises(
         InputError, match=r"elita-s0 holds a run with training\.max_steps 10, but this comparison has 20"
     ):
-        compare(a_sweep(sandbox, "runs", budget=Budget(tokens=640)), console=Console(quiet=True))
+        compare(a_sweep(sandbox, "runs", budget=Budget(tokens=640)))
 
 
 def test_a_stopped_comparison_goes_on(found: Comparison, sandbox: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,12 +203,12 @@ def test_a_stopped_comparison_goes_on(found: Comparison, sandbox: Path, monkeypa
     with monkeypatch.context() as patch:
         patch.setattr(StepCallback, "on_step_begin", stop_there)
         with pytest.raises(KeyboardInterrupt):
-            compare(sweep, console=Console(quiet=True))
+            compare(sweep)
         begun.clear()
         patch.setattr(
             StepCallback, "on_step_begin", lambda self, args, state, control, **_: begun.append(state.global_step)
         )
-        again = compare(sweep, console=Console(quiet=True))
+        again = compare(sweep)
     assert begun[0] == 4  # where the last checkpoint was saved
     for one, other in zip(again.row("elita").runs, found.row("elita").runs, strict=True):
         assert [p.loss for p in one.course] == [p.loss for p in other.course]
@@ -217,7 +216,7 @@ def test_a_stopped_comparison_goes_on(found: Comparison, sandbox: Path, monkeypa
 
 def test_the_grid_is_tried_on_one_seed_and_the_best_trained_with_all(sandbox: Path) -> None:
     grid = {"optimizer.learning_rate": [1e-6, 1e-2]}
-    found = compare(a_sweep(sandbox, "grid", rows={"elita": {}}, grid=grid), console=Console(quiet=True))
+    found = compare(a_sweep(sandbox, "grid", rows={"elita": {}}, grid=grid))
     folders = {path.name for path in (sandbox / "grid").iterdir() if path.is_dir()}
     assert folders == {"elita-s0-lr1e-06", "elita-s0-lr0.01", "elita-s1-lr0.01"}
     row = found.row("elita")
@@ -232,7 +231,7 @@ def test_the_grid_is_tried_on_one_seed_and_the_best_trained_with_all(sandbox: Pa
 def test_a_grid_goes_on_where_its_last_value_is_the_best(sandbox: Path) -> None:
     grid = {"optimizer.learning_rate": [1e-5, 1e-4]}
     sweep = dataclasses.replace(a_sweep(sandbox, "further", rows={"elita": {}}, seeds=[0], grid=grid), extend_grid=2)
-    found = compare(sweep, console=Console(quiet=True))
+    found = compare(sweep)
     assert [run.choice["optimizer.learning_rate"] for run in found.row("elita").tuning] == [1e-5, 1e-4, 1e-3, 1e-2]
     assert any("tried further: 0.001, 0.01 for elita" in remark for remark in found.remarks)
     assert any("The best optimizer.learning_rate of elita is at the end" in remark for remark in found.remarks)
@@ -246,7 +245,7 @@ def test_a_value_that_the_field_does_not_accept_ends_the_tuning_alone(
     sweep = a_sweep(
         sandbox, "bounded", base=base, rows={"elita": {}}, seeds=[0], grid={"optimizer.row_average": [0.5, 0.9]}
     )
-    found = compare(dataclasses.replace(sweep, extend_grid=2), console=Console(quiet=True))
+    found = compare(dataclasses.replace(sweep, extend_grid=2))
     assert [run.choice["optimizer.row_average"] for run in found.row("elita").tuning] == [0.5, 0.9]
     assert found.row("elita").score is not None
 
@@ -281,7 +280,7 @@ def test_other_tokenizers_are_compared_by_bytes_and_one_seed_says_nothing(sandbo
         "elita": {},
         "words": {"model.architecture": "elita", "tokenizer": {"kind": "bpe", "vocab_size": 280}},
     }
-    found = compare(a_sweep(sandbox, "tokenizers", rows=rows, seeds=[3]), console=Console(quiet=True))
+    found = compare(a_sweep(sandbox, "tokenizers", rows=rows, seeds=[3]))
     assert not found.one_tokenizer
     assert found.measure == "bits_per_byte"
     assert any("losses per token cannot be compared; bits per byte can" in remark for remark in found.remarks)
@@ -293,7 +292,7 @@ def test_other_tokenizers_are_compared_by_bytes_and_one_seed_says_nothing(sandbo
 def test_a_task_is_judged_by_its_answers(sandbox: Path) -> None:
     task = "copy?num_copied=4&num_symbols=4"
     rows = {"elita": {}, "llama": {}}
-    found = compare(a_sweep(sandbox, "task", task=task, rows=rows, seeds=[0]), console=Console(quiet=True))
+    found = compare(a_sweep(sandbox, "task", task=task, rows=rows, seeds=[0]))
     for row in found.rows:
         lines = lines_of(sandbox / "task" / row.runs[0].folder)
         assert row.runs[0].last.accuracy == lines[-1]["validation_accuracy"]

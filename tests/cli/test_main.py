@@ -10,7 +10,8 @@ import pytest
 
 import multilin
 from multilin import machine
-from multilin.cli.main import BROKEN_PIPE, VERBS, DoctorArguments, main
+from multilin.cli.doctor import DoctorArguments
+from multilin.cli.main import BROKEN_PIPE, VERBS, main
 from multilin.training.outcomes import TrainingFailed, TrainingInterrupted
 
 Call = Callable[..., str]
@@ -56,7 +57,7 @@ def test_every_end_has_its_exit_status(
     status: int,
     message: str,
 ) -> None:
-    def doctor(what: DoctorArguments) -> None:
+    def doctor(arguments: DoctorArguments) -> None:
         raise raised
 
     monkeypatch.setitem(VERBS, "doctor", doctor)
@@ -65,7 +66,7 @@ def test_every_end_has_its_exit_status(
 
 
 def test_a_warning_is_one_line_on_stderr(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def doctor(what: DoctorArguments) -> None:
+    def doctor(arguments: DoctorArguments) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("always")
             warnings.warn("this will be slow", stacklevel=2)

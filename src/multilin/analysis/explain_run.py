@@ -1,40 +1,21 @@
-"""`multilin explain`: which text is read, and the files that show what was read of it."""
+"""Explaining a trained model: which text is read, and what was read of it."""
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
-
-from annotated_types import Ge, Gt
 
 from multilin.analysis.evaluate_run import validation_text
 from multilin.analysis.explain import Explanation, explain
-from multilin.cli.progress import counted
+from multilin.analysis.settings import ExplainSettings
+from multilin.data.progress import Progress, no_progress
 from multilin.data.tokenizers import start_token_id, token_texts
 from multilin.errors import InputError
-from multilin.files import check_writable
-from multilin.inference.prompts import encode_prompt, read_prompt
-from multilin.inference.runs import Run, load_run
-from multilin.settings import settings
+from multilin.inference.prompts import encode_prompt
+from multilin.inference.runs import Run
 from multilin.training.recipe import RECIPE_FILE
 
 PASSAGE_TOKENS = 128
 
-Positive = Annotated[int, Gt(0)]
-
-
-@settings
-class ExplainSettings:
-    """What is explained, and how."""
-
-    run: str  # folder of a trained model
-    text: str | None = None  # text to explain; without one it is read from a pipe, or taken from the validation text
-    file: str | None = None  # file with the text to explain; one newline at its end is left out
-    document: Annotated[int, Ge(0)] = 0  # where no text is given: the document of the validation text, from 0
-    max_tokens: Positive = 400  # longest text; each of its tokens is removed once, so twice as long takes four times
-    remove: bool = True  # also measure how each prediction changes when a token is removed
-    batch_size: Positive = 16  # texts without a token read at a time
-    output: str | None = None  # folder for the page, the picture and the JSON; without one RUN/explain
-    json: bool = False  # print the JSON
+DEFAULTS = ExplainSettings()
 
 
 @dataclass(frozen=True)
@@ -57,43 +38,41 @@ class Report:
         return Path(self.run).resolve().name
 
 
-def explain_run(settings: ExplainSettings) -> Report:
-    """Load a run, choose the text, and explain it, with progress on stderr.
+def explain_run(
+    run: Run, text: str | None, settings: ExplainSettings = DEFAULTS, *, progress: Progress = no_progress
+) -> Report:
+    """Explain a text, or a passage of the run's validation text.
+
+    Args:
+        run: the model and its tokenizer.
+        text: the text; None takes the beginning of a document of the validation text.
+        settings: see ExplainSettings.
+        progress: called now and then.
 
     Raises:
         InputError: no text, or one longer than the model can read or than `max_tokens`.
     """
-    text = read_prompt(settings.text, settings.file, names=("--text", "--file"))
-    run = load_run(settings.run)
-    given = bool(text) or settings.text is not None or settings.file is not None
-    ids, source = (encode_prompt(text, run.tokenizer), "the given text") if given else _passage(run, settings)
+    if text is None:
+        ids, source = _passage(run, settings, progress)
+    else:
+        ids, source = encode_prompt(text, run.tokenizer), "the given text"
     _check_length(len(ids), settings, run.longest_text)
     token_ids = [start_token_id(run.tokenizer), *ids]
-    with counted("removing tokens", len(ids)) as progress:
-        found = explain(run.model, token_ids, remove=settings.remove, batch_size=settings.batch_size, progress=progress)
+    found = explain(
+        run.model, token_ids, remove=settings.remove, batch_size=settings.batch_size,
+        progress=lambda done: progress("removing tokens", done, len(ids)),
+    )  # fmt: skip
     named = sorted({*token_ids, *(token_id for guesses in found.guesses for token_id, _ in guesses)})
     texts = dict(zip(named, token_texts(run.tokenizer, named), strict=True))
     return Report(str(run.folder), source, [texts[token_id] for token_id in token_ids], texts, found)
 
 
-def output_folder(settings: ExplainSettings) -> Path:
-    """Where the files go.
-
-    Raises:
-        InputError: it cannot be written.
-    """
-    folder = Path(settings.run, "explain") if settings.output is None else Path(settings.output)
-    if settings.output is not None or Path(settings.run).is_dir():
-        check_writable("--output", folder / "explain.json" if folder.exists() else folder)
-    return folder
-
-
-def _passage(run: Run, settings: ExplainSettings) -> tuple[list[int], str]:
+def _passage(run: Run, settings: ExplainSettings, progress: Progress) -> tuple[list[int], str]:
     if not (run.folder / RECIPE_FILE).is_file():
         raise InputError(
             f"text: none given, and {run.folder} has no {RECIPE_FILE} that names one; give --text or --file"
         )
-    packed = validation_text(run)
+    packed = validation_text(run, progress)
     if settings.document >= packed.num_documents:
         raise InputError(
             f"--document: {settings.document} given, but the validation text has {packed.num_documents} documents, "

@@ -5,12 +5,10 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from rich.console import Console
-from rich.table import Table
-
 from multilin.analysis.evaluate import Evaluation
-from multilin.analysis.evaluate_run import DEFAULTS, EvaluationSettings, evaluate_run
-from multilin.cli.messages import no_progress_bars
+from multilin.analysis.evaluate_run import DEFAULTS, evaluate_run
+from multilin.analysis.settings import EvaluationSettings
+from multilin.data.progress import Progress, no_progress
 from multilin.errors import InputError
 from multilin.inference.runs import Run, load_run
 from multilin.layers.linear import matrix_modules
@@ -36,7 +34,11 @@ class Quantized:
 
 
 def quantize_run(
-    path: str | Path, output: str | Path | None = None, settings: EvaluationSettings = DEFAULTS
+    path: str | Path,
+    output: str | Path | None = None,
+    settings: EvaluationSettings = DEFAULTS,
+    *,
+    progress: Progress = no_progress,
 ) -> Quantized:
     """Round the matrices of all layers to int8 with one scale each, save that as a model of its own, and score both.
 
@@ -47,6 +49,7 @@ def quantize_run(
         path: folder of a trained model.
         output: folder of the copy, new or empty; by default beside the run, with "-int8" at the end of its name.
         settings: the text to score on.
+        progress: called now and then while both are scored.
 
     Raises:
         InputError: no model of multilin there, one that is int8 already, or a folder that holds something.
@@ -57,30 +60,15 @@ def quantize_run(
         raise InputError(f"output: {target} exists already; name a new folder")
     run = load_run(folder)
     _check(run)
-    before = evaluate_run(run, settings)
+    before = evaluate_run(run, settings, progress=progress)
     arithmetic = dataclasses.replace(run.model.arithmetic, products="int8", backward="float", stored_as_int8=True)
     run.model.set_arithmetic(arithmetic)
     try:
         _save(run, target)
     except OSError as error:
         raise InputError(f"output: {target} cannot be written: {error.strerror}") from None
-    after = evaluate_run(load_run(target), settings)
+    after = evaluate_run(load_run(target), settings, progress=progress)
     return Quantized(folder, target, _weight_bytes(folder), _weight_bytes(target), before, after)
-
-
-def print_quantized(found: Quantized, console: Console) -> None:
-    """Both side by side."""
-    table = Table(box=None, pad_edge=False)
-    for column in ("", "trained", "int8", "change"):
-        table.add_column(column, justify="left" if not column else "right")
-    before, after = found.evaluation, found.int8_evaluation
-    for name, old, new, form in (
-        ("weights on disk, MB", found.weight_bytes / 1e6, found.int8_weight_bytes / 1e6, ",.2f"),
-        ("loss, nats per token", before.loss, after.loss, ".4f"),
-        ("bits per byte", before.bits_per_byte, after.bits_per_byte, ".4f"),
-    ):
-        table.add_row(name, f"{old:{form}}", f"{new:{form}}", f"{100 * (new / old - 1):+.2f} %")
-    console.print(table)
 
 
 def _check(run: Run) -> None:
@@ -98,8 +86,7 @@ def _save(run: Run, target: Path) -> None:
     beside = target.with_name(f".{target.name}.partial")
     shutil.rmtree(beside, ignore_errors=True)
     try:
-        with no_progress_bars():
-            run.model.save_pretrained(beside)
+        run.model.save_pretrained(beside)
         run.tokenizer.save_pretrained(beside)
         if (run.folder / RECIPE_FILE).is_file():
             shutil.copy(run.folder / RECIPE_FILE, beside / RECIPE_FILE)

@@ -1,19 +1,20 @@
-"""The verb of the command line that compares models."""
+"""The verb that compares models."""
 
 from dataclasses import field
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from annotated_types import Gt
-from rich.console import Console
 
 from multilin.analysis.compare.sweep import Amount, Budget, changed, find_sweep
-from multilin.analysis.compare.words import REPORT_FILE
 from multilin.cli.arguments import POSITIONAL
-from multilin.cli.messages import say_next
-from multilin.machine import warn_of_contention
+from multilin.cli.messages import loading, say_next
+from multilin.cli.tables import make_console, print_table
 from multilin.settings import settings
 from multilin.training.recipe import Changes
+
+if TYPE_CHECKING:
+    from multilin.analysis.compare.record import Comparison
 
 
 @settings
@@ -29,22 +30,55 @@ class CompareArguments:
     overwrite: bool = False  # replace the runs in the output folder
 
 
-def compare(what: CompareArguments, changes: Changes) -> None:
+def compare(arguments: CompareArguments, changes: Changes) -> None:
     """Train several models with the same budget and report which is best, how fast it learns, what it costs to run.
 
     Without a name: all architectures, GPT-2 and Llama on the text inside Python itself, with three seeds each.
     Fields of recipes given as flags go to every row. Started again, it goes on where it stopped.
     """
-    from multilin.analysis.compare.run import compare
-    from multilin.cli.compare_view import print_comparison
-
-    budget = Budget(tokens=what.tokens, flops=what.flops, seconds=what.seconds)
+    budget = Budget(tokens=arguments.tokens, flops=arguments.flops, seconds=arguments.seconds)
     sweep = changed(
-        find_sweep(what.rows, what.task), budget=budget, num_seeds=what.seeds, task=what.task, changes=changes
-    )
+        find_sweep(arguments.rows, arguments.task),
+        budget=budget, num_seeds=arguments.seeds, task=arguments.task, changes=changes,
+    )  # fmt: skip
+    with loading():
+        from multilin.analysis.compare.run import compare
+        from multilin.analysis.compare.words import REPORT_FILE
+        from multilin.cli.progress import TrainingDisplay
+        from multilin.machine import warn_of_contention
     warn_of_contention()
-    found = compare(sweep, overwrite=what.overwrite)
-    print_comparison(found, Console(highlight=False))
+    with TrainingDisplay() as display:
+        comparison = compare(sweep, overwrite=arguments.overwrite, progress=display)
+    _print(comparison)
     print(f"\nReport: {Path(sweep.output, REPORT_FILE)}")
-    best = [found.row(name).finished[0].folder for name in found.order[:1]]
+    best = [comparison.row(name).finished[0].folder for name in comparison.order[:1]]
     say_next(*[f"multilin generate {Path(sweep.output, folder)}" for folder in best], "multilin compare --help")
+
+
+def _print(comparison: "Comparison") -> None:
+    """The rows, the best first, and what must be known of them."""
+    from multilin.analysis.compare.words import UNITS, amount, score_text, verdict
+
+    console = make_console()
+    ordered = [comparison.row(name) for name in comparison.order]
+    ordered += [row for row in comparison.rows if row.score is None]
+    rows = [
+        (
+            row.name,
+            score_text(comparison, row) if row.score else "",
+            verdict(comparison, row),
+            amount(row.parameters),
+            f"{row.tokens_per_second:,.0f}" if row.tokens_per_second else "",
+            f"{row.seconds:,.1f}" if row.seconds is not None else "",
+        )
+        for row in ordered
+    ]
+    head = ("row", UNITS[comparison.measure], "against the best", "parameters", "training tokens/s", "seconds")
+    console.print()
+    print_table("lrlrrr", rows, head=head, bold={0} if comparison.order else ())
+    console.print()
+    for remark in comparison.remarks:
+        console.print(remark, style="dim", soft_wrap=True, markup=False)
+    for row in comparison.rows:
+        for remark in row.remarks:
+            console.print(f"{row.name}: {remark}", style="dim", soft_wrap=True, markup=False)

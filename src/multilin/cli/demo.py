@@ -3,21 +3,15 @@
 import dataclasses
 import sys
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING
 
-from rich.console import Console
-from rich.table import Table
+from multilin.cli.messages import loading, say_next
+from multilin.cli.tables import make_console, print_table
+from multilin.inference.settings import GenerationSettings
+from multilin.training.recipe import Changes, load_recipe
 
-from multilin.analysis.ngrams import ngram_bits_per_byte
-from multilin.cli.progress import staged
-from multilin.inference.generate import GenerationSettings, generate_text
-from multilin.inference.runs import Run
-from multilin.training.assemble import read_text
-from multilin.training.outcomes import RunResult
-from multilin.training.recipe import load_recipe
-from multilin.training.report import draw_bits_per_byte
-from multilin.training.run_folder import RunFolder
-from multilin.training.trainer import train
+if TYPE_CHECKING:
+    from multilin.training.outcomes import RunResult
 
 RECIPE = "demo"
 NGRAMS = {"unigram": 1, "bigram": 2, "trigram": 3}
@@ -26,25 +20,35 @@ SAMPLE = GenerationSettings(max_new_tokens=160, temperature=0.7, seed=1, stop_at
 PROMPT = "Return a"
 
 
-def run_demo(changes: Mapping[str, Any] | None = None) -> RunResult:
-    """Train the built-in demo recipe, compare the model with counted n-grams, and let it write. An earlier demo goes.
+def demo(changes: Changes) -> None:
+    """Train a small model on text that is already on this machine, compare it, and read what it writes.
 
-    Args:
-        changes: dotted fields of the recipe to their values.
+    It takes about two minutes on two cores. A demo that ran before is replaced.
     """
-    console = Console(highlight=False)
     recipe = load_recipe(RECIPE, changes)
+    with loading():
+        from multilin.analysis.ngrams import ngram_bits_per_byte
+        from multilin.cli.progress import TrainingDisplay
+        from multilin.inference.generate import generate_text
+        from multilin.inference.runs import Run
+        from multilin.machine import warn_of_contention
+        from multilin.training.assemble import read_text
+        from multilin.training.report import draw_bits_per_byte
+        from multilin.training.run_folder import RunFolder
+        from multilin.training.trainer import train
+    warn_of_contention()
+    console = make_console()
     console.print(
         f"Training a small {recipe.model.architecture} model from scratch on {recipe.data.source} "
         f"({recipe.training.max_steps} steps, into {recipe.output})",
         soft_wrap=True,
     )
-    result = train(recipe, overwrite=True)
-    with staged() as progress:
-        text = read_text(recipe, progress)
+    with TrainingDisplay() as display:
+        result = train(recipe, overwrite=True, progress=display)
+        text = read_text(recipe, display.prepare)
     counted = {name: ngram_bits_per_byte(text.train, text.validation, order) for name, order in NGRAMS.items()}
     console.print()
-    console.print(_table(counted, result))
+    _print_scores(counted, result)
     folder = RunFolder(result.output)
     picture = folder.path / "demo.png"
     folder.replace(picture, lambda path: draw_bits_per_byte(folder.read_metrics(), counted, path))
@@ -55,20 +59,14 @@ def run_demo(changes: Mapping[str, Any] | None = None) -> RunResult:
     settings = dataclasses.replace(SAMPLE, max_new_tokens=min(SAMPLE.max_new_tokens, room))
     generate_text(Run(result.output, result.model, result.tokenizer), PROMPT, settings, write=_write)
     console.print(f"\n\nThe course of the training: {picture}", soft_wrap=True)
-    return result
+    say_next(f"multilin generate {result.output} --prompt {PROMPT!r}", f"multilin info {result.output}")
 
 
-def _table(counted: Mapping[str, float], result: RunResult) -> Table:
+def _print_scores(counted: Mapping[str, float], result: "RunResult") -> None:
     parameters = sum(parameter.numel() for parameter in result.model.parameters())
-    table = Table(box=None, pad_edge=False)
-    table.add_column("validation text")
-    table.add_column("bits per byte", justify="right")
-    for name, bits in counted.items():
-        table.add_row(f"{name}, counted", f"{bits:.3f}")
-    table.add_row(
-        f"this model ({parameters / 1e6:.1f} M parameters)", f"{result.validation_bits_per_byte:.3f}", style="bold"
-    )
-    return table
+    rows = [(f"{name}, counted", f"{bits:.3f}") for name, bits in counted.items()]
+    rows.append((f"this model ({parameters / 1e6:.1f} M parameters)", f"{result.validation_bits_per_byte:.3f}"))
+    print_table("lr", rows, head=("validation text", "bits per byte"), bold={len(counted)})
 
 
 def _write(text: str) -> None:

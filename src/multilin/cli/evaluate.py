@@ -1,18 +1,25 @@
-"""The verbs of the command line that score, explain, describe and round a model."""
+"""The verbs that score a trained model: on a text, on tasks of lm-eval, and with its weights rounded to int8."""
 
 import functools
+import importlib.util
 import json
-from typing import Annotated, Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any
 
 from annotated_types import Gt
-from rich.console import Console
 
-from multilin.analysis.evaluate_run import EvaluationSettings
-from multilin.analysis.explain_run import ExplainSettings
-from multilin.analysis.info import ModelSizes
-from multilin.cli.messages import as_json, say_next
-from multilin.errors import InputError
+from multilin.analysis.settings import EvaluationSettings
+from multilin.cli.messages import loading, say_next
+from multilin.cli.tables import make_console, print_table
+from multilin.errors import InputError, plural
+from multilin.files import check_writable, write_whole
+from multilin.inference.run_files import check_run_files
 from multilin.settings import settings
+
+if TYPE_CHECKING:
+    from multilin.analysis.quantize_run import Quantized
+
+OPENING_CHARACTERS = 40
 
 
 @settings
@@ -28,58 +35,6 @@ class EvaluateArguments:
     output: str | None = None  # also write the JSON to this file
 
 
-def evaluate(what: EvaluateArguments, how: EvaluationSettings) -> None:
-    """Score a trained model on a text, as a whole and by position, kind of token, frequency and document.
-
-    Bits per byte can be compared across tokenizers, nats per token and perplexity cannot. With --tasks the model is
-    scored on tasks of EleutherAI's lm-eval instead.
-    """
-    from multilin.analysis.evaluate_run import break_down_run
-    from multilin.cli.evaluate_view import as_data, print_breakdown, print_tasks, score_tasks
-    from multilin.files import check_writable, write_whole
-    from multilin.inference.runs import load_run
-
-    _check_together(what, how)
-    if what.output:
-        check_writable("--output", what.output)
-    run, console = load_run(what.run), Console(highlight=False)
-    data: dict[str, Any]
-    if what.tasks is not None:
-        data = score_tasks(run, what.tasks, what.task_folder, what.task_limit, how.batch_size)
-        show = functools.partial(print_tasks, data, console)
-    else:
-        found = break_down_run(run, how, long=what.long)
-        data, show = as_data(found), functools.partial(print_breakdown, found, console)
-    content = json.dumps(data, indent=2, ensure_ascii=False)
-    if what.json:
-        print(content)
-    else:
-        show()
-    if what.output:
-        write_whole(what.output, f"{content}\n")
-    say_next(f"multilin explain {what.run}", f"multilin generate {what.run}")
-
-
-def explain(what: ExplainSettings) -> None:
-    """Show what a trained model read of a text: the weights of its layers, checked by removing each token.
-
-    Writes a page to look at, a picture and JSON, and shows the text coloured by what its last position read.
-    """
-    from multilin.analysis.explain_page import write_files
-    from multilin.analysis.explain_run import explain_run, output_folder
-    from multilin.cli.explain_view import print_report
-
-    folder = output_folder(what)
-    report = explain_run(what)
-    paths = write_files(report, folder)
-    if what.json:
-        print(paths[-1].read_text(encoding="utf-8"))
-    else:
-        print_report(report, Console(highlight=False))
-        print("\nWritten:", *paths, sep="\n  ")
-    say_next(f"open {paths[0]} in a browser", f"multilin evaluate {what.run}")
-
-
 @settings
 class QuantizeArguments:
     """What to round."""
@@ -88,46 +43,154 @@ class QuantizeArguments:
     output: str | None = None  # folder for the int8 model; without one RUN-int8
 
 
-@settings
-class InfoArguments:
-    """What to describe."""
+def evaluate(arguments: EvaluateArguments, settings: EvaluationSettings) -> None:
+    """Score a trained model on a text, as a whole and by position, kind of token, frequency and document.
 
-    model: str  # folder of a trained model, or the name of an architecture
-    json: bool = False  # print JSON
+    Bits per byte can be compared across tokenizers, nats per token and perplexity cannot. With --tasks the model is
+    scored on tasks of EleutherAI's lm-eval instead.
+    """
+    _check_together(arguments, settings)
+    tasks = _task_names(arguments.tasks)
+    check_run_files(arguments.run)
+    if arguments.output:
+        check_writable("--output", arguments.output)
+    with loading(f"PyTorch and {arguments.run}"):
+        from multilin.analysis.breakdown import as_data
+        from multilin.analysis.evaluate_run import break_down_run
+        from multilin.cli.progress import show_progress
+        from multilin.inference.runs import load_run
+
+        run = load_run(arguments.run)
+        if tasks:
+            from multilin.analysis.harness import evaluate_tasks
+    data: dict[str, Any]
+    if tasks:
+        folder, limit = arguments.task_folder, arguments.task_limit
+        data = evaluate_tasks(run, tasks, folder=folder, limit=limit, batch_size=settings.batch_size)
+        show = functools.partial(_print_tasks, data)
+    else:
+        with show_progress() as progress:
+            data = as_data(break_down_run(run, settings, long=arguments.long, progress=progress))
+        show = functools.partial(_print_breakdown, data)
+    content = json.dumps(data, indent=2, ensure_ascii=False)
+    if arguments.json:
+        print(content)
+    else:
+        show()
+    if arguments.output:
+        write_whole(arguments.output, f"{content}\n")
+    say_next(f"multilin explain {arguments.run}", f"multilin generate {arguments.run}")
 
 
-def quantize(what: QuantizeArguments, how: EvaluationSettings) -> None:
+def quantize(arguments: QuantizeArguments, settings: EvaluationSettings) -> None:
     """Round a trained model's weights to int8, and show size and loss of both.
 
     Embedding and output stay as they are; evaluate and generate run from the new folder.
     """
-    from multilin.analysis.quantize_run import print_quantized, quantize_run
-
-    found = quantize_run(what.run, what.output, how)
-    print_quantized(found, Console(highlight=False))
-    say_next(f"multilin generate {found.int8_folder}", f"multilin evaluate {found.int8_folder}")
-
-
-def info(what: InfoArguments, sizes: ModelSizes) -> None:
-    """Describe a model: parameters, work per token, state, layers; and the options of an architecture."""
-    from multilin.analysis.info import find_model, print_info, print_options
-
-    found, architecture = find_model(what.model, sizes)
-    if what.json:
-        print(as_json(found))
-        return
-    print_info(found, Console(highlight=False))
-    if architecture is not None:
-        print_options(architecture, Console(highlight=False))
+    check_run_files(arguments.run)
+    with loading():
+        from multilin.analysis.quantize_run import quantize_run
+        from multilin.cli.progress import show_progress
+    with show_progress() as progress:
+        result = quantize_run(arguments.run, arguments.output, settings, progress=progress)
+    _print_quantized(result)
+    say_next(f"multilin generate {result.int8_folder}", f"multilin evaluate {result.int8_folder}")
 
 
-def _check_together(what: EvaluateArguments, how: EvaluationSettings) -> None:
-    """Refuse what would be ignored."""
-    of_texts = {"--long": what.long, "--source": how.source, "--max-tokens": how.max_tokens}
-    of_tasks = {"--task-folder": what.task_folder, "--task-limit": what.task_limit}
-    for name, given in of_texts.items():
-        if given and what.tasks is not None:
+def _check_together(arguments: EvaluateArguments, settings: EvaluationSettings) -> None:
+    """Refuse flags that would be ignored."""
+    for_texts = {"--long": arguments.long, "--source": settings.source, "--max-tokens": settings.max_tokens}
+    for_tasks = {"--task-folder": arguments.task_folder, "--task-limit": arguments.task_limit}
+    for name, given in for_texts.items():
+        if given and arguments.tasks is not None:
             raise InputError(f"{name}: given together with --tasks, which bring their own texts; leave one of them out")
-    for name, given in of_tasks.items():
-        if given and what.tasks is None:
+    for name, given in for_tasks.items():
+        if given and arguments.tasks is None:
             raise InputError(f"{name}: given without --tasks; name the tasks to score on")
+
+
+def _task_names(tasks: str | None) -> list[str]:
+    if tasks is None:
+        return []
+    if importlib.util.find_spec("lm_eval") is None:
+        raise InputError("tasks: lm-eval is not installed; `pip install 'lm-eval>=0.4.9'` installs it")
+    names = [name.strip() for name in tasks.split(",") if name.strip()]
+    if not names:
+        raise InputError(f"tasks: {tasks!r} given, but it should be names of lm-eval tasks, separated by commas")
+    return names
+
+
+def _print_breakdown(data: Mapping[str, Any]) -> None:
+    """The whole, then a table for each way of grouping the tokens."""
+    console = make_console()
+    console.print(
+        f"[bold]{data['bits_per_byte']:.4f} bits per byte[/bold], {data['loss']:.4f} nats per token, perplexity "
+        f"{data['perplexity']:,.2f}; {plural(data['tokens'], 'token')}, {plural(data['bytes'], 'byte')}"
+    )
+    for title, name in (
+        ("tokens read before", "by_position"),
+        ("kind of token", "by_class"),
+        ("frequency in this text", "by_frequency"),
+    ):
+        console.print()
+        rows = (
+            (
+                part["name"],
+                "-" if part["bits_per_byte"] is None else f"{part['bits_per_byte']:.3f}",
+                f"{part['loss']:.3f}",
+                f"{100 * part['tokens'] / data['tokens']:.1f} %",
+            )
+            for part in data[name]
+        )
+        print_table("lrrr", rows, head=(title, "bits per byte", "nats per token", "share of tokens"))
+    console.print()
+    _print_documents(data["by_document"])
+
+
+def _print_documents(documents: Mapping[str, Any]) -> None:
+    """How many there are; of two or more that are long enough their spread, the best and the worst."""
+    console, number, long_enough = make_console(), documents["number"], documents["long_enough"]
+    if "best" not in documents:
+        console.print(f"{plural(number, 'document')}, {long_enough} of at least {documents['fewest_bytes']} bytes")
+        return
+    low, middle, high = documents["bits_per_byte_quantiles"].values()
+    console.print(
+        f"{plural(number, 'document')}, {long_enough:,} of them of at least {documents['fewest_bytes']} bytes: median "
+        f"{middle:.3f} bits per byte, eight in ten between {low:.3f} and {high:.3f}"
+    )
+    rows = (
+        (
+            name,
+            part["name"],
+            f"{part['bits_per_byte']:.3f}",
+            f"{part['bytes']:,.0f}",
+            part["begins_with"][:OPENING_CHARACTERS],
+        )
+        for name in ("best", "worst")
+        for part in documents[name]
+    )
+    print_table("lrrrl", rows, head=("", "document", "bits per byte", "bytes", "begins with"))
+
+
+def _print_tasks(data: Mapping[str, Any]) -> None:
+    """A line for each metric of each task."""
+    rows = [
+        (task, metric, f"{score['value']:.4f}", "" if (error := score["standard_error"]) is None else f"{error:.4f}")
+        for task, metrics in data.items()
+        for metric, score in metrics.items()
+    ]
+    print_table("llrr", rows, head=("task", "metric", "value", "standard error"))
+
+
+def _print_quantized(result: "Quantized") -> None:
+    """The model before and after, side by side."""
+    before, after = result.evaluation, result.int8_evaluation
+    figures = (
+        ("weights on disk, MB", result.weight_bytes / 1e6, result.int8_weight_bytes / 1e6, ",.2f"),
+        ("loss, nats per token", before.loss, after.loss, ".4f"),
+        ("bits per byte", before.bits_per_byte, after.bits_per_byte, ".4f"),
+    )
+    rows = (
+        (name, f"{old:{form}}", f"{new:{form}}", f"{100 * (new / old - 1):+.2f} %") for name, old, new, form in figures
+    )
+    print_table("lrrr", rows, head=("", "trained", "int8", "change"))

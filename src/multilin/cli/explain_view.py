@@ -2,22 +2,21 @@
 
 import numpy as np
 from numpy.typing import NDArray
-from rich.console import Console
 from rich.padding import Padding
 from rich.style import Style
-from rich.table import Table
 from rich.text import Text
 
 from multilin.analysis.explain_run import Report
 from multilin.analysis.explain_words import MEANINGS, others, what_is_shown
+from multilin.cli.tables import make_console, print_table
 
 NUM_LARGEST = 10
 SHADES = ((235, 242, 252), (200, 221, 247), (152, 193, 240), (96, 158, 229), (43, 117, 209))
 
 
-def print_report(report: Report, console: Console) -> None:
+def print_report(report: Report) -> None:
     """The text, what its last position read, what the removal of tokens changes there, and whether both agree."""
-    found = report.explanation
+    console, found = make_console(), report.explanation
     last = len(report.tokens) - 1
     console.print(f"[bold]What {report.name} read[/bold]: {report.source}, {last} tokens", highlight=False)
     if found.steps:
@@ -25,7 +24,7 @@ def print_report(report: Report, console: Console) -> None:
         weights_S = step.weights_HTS.mean(axis=0)[-1]
         console.print(f"\nWeights at the last position, {step.label}. {step.reading.meaning}")
         console.print(Padding(_coloured(report.tokens, weights_S), (1, 0)))
-        console.print(_largest(report.tokens, weights_S, "weight"))
+        _print_largest(report.tokens, weights_S, "weight")
     if found.removal is not None:
         effects_S = others(found.removal.divergence_TS[-1])
         console.print(
@@ -34,10 +33,10 @@ def print_report(report: Report, console: Console) -> None:
         )
         if not found.steps:
             console.print(Padding(_coloured(report.tokens, effects_S), (1, 0)))
-        console.print(_largest(report.tokens, effects_S, "divergence"))
+        _print_largest(report.tokens, effects_S, "divergence")
     if found.steps and found.removal is not None:
         console.print(f"\n{MEANINGS['agreement']}")
-        console.print(_agreements(report))
+        _print_agreements(report)
     console.print(f"\n[bold]{what_is_shown(found)}[/bold]", highlight=False)
 
 
@@ -52,28 +51,24 @@ def _coloured(tokens: list[str], values_S: NDArray[np.float64]) -> Text:
     return text
 
 
-def _largest(tokens: list[str], values_S: NDArray[np.float64], name: str) -> Table:
-    table = Table(box=None, pad_edge=False)
-    for column in ("token", "at", name):
-        table.add_column(column, justify="left" if column == "token" else "right")
+def _print_largest(tokens: list[str], values_S: NDArray[np.float64], name: str) -> None:
     order = np.argsort(-np.abs(np.nan_to_num(values_S)), kind="stable")[:NUM_LARGEST]
-    for index in order:
-        if values_S[index] and values_S[index] == values_S[index]:
-            shown = Text("start of the text" if index == 0 else repr(tokens[index]))
-            table.add_row(shown, str(index), f"{values_S[index]:.4g}")
-    return table
+    rows = [
+        ("start of the text" if index == 0 else repr(tokens[index]), str(index), f"{values_S[index]:.4g}")
+        for index in order
+        if values_S[index] and values_S[index] == values_S[index]
+    ]
+    print_table("lrr", rows, head=("token", "at", name))
 
 
-def _agreements(report: Report) -> Table:
-    table = Table(box=None, pad_edge=False)
-    for name in ("", "weights", "single heads", "nearness"):
-        table.add_column(name, justify="right" if name else "left", no_wrap=True)
+def _print_agreements(report: Report) -> None:
+    rows = []
     for step in report.explanation.steps:
         each = [found.correlation for found in step.agreements[:-1] if found.correlation is not None]
         heads = f"{min(each):.2f} to {max(each):.2f}" if each else ""
         last = step.agreements[-1]
-        table.add_row(step.label, _number(last.correlation), heads, _number(last.nearness))
-    return table
+        rows.append((step.label, _number(last.correlation), heads, _number(last.nearness)))
+    print_table("lrrr", rows, head=("", "weights", "single heads", "nearness"))
 
 
 def _number(value: float | None) -> str:

@@ -1,16 +1,20 @@
-"""The verbs of the command line that run a trained model, and the one that brings it here."""
+"""The verbs that run a trained model, and the one that converts a model of another package."""
 
 import functools
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from rich.console import Console
-
-from multilin.cli.messages import as_json, say_next
+from multilin.cli.messages import as_json, loading, say_next
+from multilin.cli.prompts import read_prompt
+from multilin.cli.tables import make_console
 from multilin.errors import InputError, nearest
-from multilin.inference.generate import GenerationSettings
-from multilin.inference.rollout_run import RolloutSettings
+from multilin.inference.run_files import check_run_files
+from multilin.inference.settings import GenerationSettings, RolloutSettings
 from multilin.settings import settings
+
+if TYPE_CHECKING:
+    from multilin.inference.rollout_run import RolloutResult
 
 
 @settings
@@ -44,51 +48,72 @@ class ConvertArguments:
     output: str  # folder to write ours to
 
 
-def generate(what: GenerateArguments, how: GenerationSettings) -> None:
+def generate(arguments: GenerateArguments, settings: GenerationSettings) -> None:
     """Write text with a trained model, streamed as it comes.
 
     stdout gets the text alone: the prompt and what follows it.
     """
-    from multilin.inference.prompts import read_prompt
-    from multilin.inference.runs import load_run
-    from multilin.inference.session import write_text
+    check_run_files(arguments.run)
+    prompt = read_prompt(arguments.prompt, arguments.prompt_file)
+    with loading(f"PyTorch and {arguments.run}"):
+        from multilin.inference.runs import load_run
+        from multilin.inference.session import write_text
 
-    run = load_run(what.run)
-    prompt = read_prompt(what.prompt, what.prompt_file)
+        run = load_run(arguments.run)
+    state, save_state = arguments.state, arguments.save_state
     write = functools.partial(print, end="", flush=True)
-    write_text(run, prompt, how, state=what.state, save_state=what.save_state, echo=what.echo, write=write)
+    write_text(run, prompt, settings, state=state, save_state=save_state, echo=arguments.echo, write=write)
     if sys.stdout.isatty():
         print()
-    if what.save_state:
-        say_next(f"multilin generate {what.run} --state {what.save_state}")
+    if save_state:
+        say_next(f"multilin generate {arguments.run} --state {save_state}")
     else:
-        say_next(f"multilin generate {what.run} --save-state text.state", f"multilin evaluate {what.run}")
+        say_next(f"multilin generate {arguments.run} --save-state text.state", f"multilin evaluate {arguments.run}")
 
 
-def rollout(what: RolloutArguments, how: RolloutSettings) -> None:
+def rollout(arguments: RolloutArguments, settings: RolloutSettings) -> None:
     """Feed the raw outputs of an all-linear model back as its inputs, all at once and one by one.
 
     Not the likeliest token is fed back but the whole vector of outputs; each is shown as its likeliest token.
     """
-    from multilin.inference.prompts import read_prompt
-    from multilin.inference.rollout_run import print_rollout, rollout_run
-    from multilin.inference.runs import load_run
+    check_run_files(arguments.run)
+    prompt = read_prompt(arguments.prompt, arguments.prompt_file)
+    with loading(f"PyTorch and {arguments.run}"):
+        from multilin.inference.rollout_run import rollout_run
+        from multilin.inference.runs import load_run
 
-    prompt = read_prompt(what.prompt, what.prompt_file)
-    found = rollout_run(load_run(what.run), prompt, how)
-    if what.json:
-        print(as_json(found))
+        run = load_run(arguments.run)
+    result = rollout_run(run, prompt, settings)
+    if arguments.json:
+        print(as_json(result))
         return
-    print_rollout(found, Console(highlight=False))
-    say_next(f"multilin generate {what.run}", f"multilin info {what.run}")
+    _print_rollout(result)
+    say_next(f"multilin generate {arguments.run}", f"multilin info {arguments.run}")
 
 
-def convert(what: ConvertArguments) -> None:
+def convert(arguments: ConvertArguments) -> None:
     """Turn a checkpoint of another package into ours, with the same logits."""
-    from multilin.inference.convert import CONVERTERS
+    with loading():
+        from multilin.inference.convert import CONVERTERS
+    if arguments.kind not in CONVERTERS:
+        hint = nearest(arguments.kind, CONVERTERS) or f"; known are {', '.join(CONVERTERS)}"
+        raise InputError(f"KIND: {arguments.kind!r} is not known{hint}")
+    CONVERTERS[arguments.kind](Path(arguments.source), Path(arguments.output))
+    say_next(f"multilin info {arguments.output}")
 
-    if what.kind not in CONVERTERS:
-        hint = nearest(what.kind, CONVERTERS) or f"; known are {', '.join(CONVERTERS)}"
-        raise InputError(f"KIND: {what.kind!r} is not known{hint}")
-    CONVERTERS[what.kind](Path(what.source), Path(what.output))
-    say_next(f"multilin info {what.output}")
+
+def _print_rollout(result: "RolloutResult") -> None:
+    """Both texts, their times and how far apart the vectors are."""
+    console = make_console()
+    console.print(
+        "Raw output vectors are fed back as inputs, not the likeliest token; each is shown as its likeliest.\n",
+        soft_wrap=True,
+    )
+    for name, way in (("parallel", result.parallel), ("sequential", result.sequential)):
+        text = repr(result.prompt + way.text)
+        console.print(f"{name:11}{1e3 * way.seconds:10.2f} ms  {text}", soft_wrap=True, markup=False)
+    console.print(
+        f"\n{result.num_steps} outputs after {result.num_prompt_tokens} tokens in {result.dtype}: parallel is "
+        f"{result.speedup:.1f} times as fast, the outputs differ by {result.largest_difference:.1e} at most (relative)",
+        soft_wrap=True,
+    )

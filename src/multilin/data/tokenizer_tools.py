@@ -1,36 +1,18 @@
-"""Tokenizers on the command line: trained into a folder, and shown."""
+"""Tokenizers trained into a folder, and described."""
 
 import os
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Literal
 
-from annotated_types import Gt
-from rich.console import Console
-from rich.table import Table
 from transformers import PreTrainedTokenizerFast
 
-from multilin.cli.progress import staged
-from multilin.data.corpora import read_documents
+from multilin.data.corpora import EncodingErrors, read_documents
 from multilin.data.encoding import Encoder, make_encoder
-from multilin.data.tokenizers import load_tokenizer, train_tokenizer
+from multilin.data.progress import Progress, no_progress
+from multilin.data.tokenizers import TokenizerKind, load_tokenizer, train_tokenizer
 from multilin.errors import InputError
-from multilin.settings import settings
-
-
-@settings
-class TokenizerSettings:
-    """A tokenizer to train."""
-
-    source: str  # text: a built-in corpus, a file, folder or glob, or a dataset of the Hugging Face hub
-    output: str  # folder to write it to
-    kind: Literal["bpe", "unigram", "byte"] = "bpe"  # how text becomes tokens
-    vocab_size: Annotated[int, Gt(0)] = 4096  # entries of the vocabulary (a byte tokenizer always has 258)
-    text_field: str = "text"  # the field or column of .jsonl, .csv and .parquet files that holds the text
-    encoding_errors: Literal["strict", "replace"] = "strict"  # bytes that are not UTF-8: refuse, or replace by U+FFFD
-    overwrite: bool = False  # replace the tokenizer in the output folder
 
 
 @dataclass(frozen=True)
@@ -50,29 +32,42 @@ class TokenizerInfo:
     pieces: list[str] | None = None
 
 
-def train_into_folder(settings: TokenizerSettings) -> PreTrainedTokenizerFast:
+def train_into_folder(
+    source: str,
+    folder: str,
+    kind: TokenizerKind,
+    vocab_size: int,
+    *,
+    text_field: str = "text",
+    encoding_errors: EncodingErrors = "strict",
+    overwrite: bool = False,
+    progress: Progress = no_progress,
+) -> PreTrainedTokenizerFast:
     """Train a tokenizer and save it, complete or not at all.
+
+    Args:
+        source, text_field, encoding_errors: the text, see `read_documents`.
+        folder: a new folder to save it to.
+        kind, vocab_size: see `train_tokenizer`; a byte tokenizer has its own size.
+        overwrite: replace a tokenizer in the folder.
+        progress: called now and then.
 
     Raises:
         InputError: the folder holds something already or cannot be written, or the text does not do.
     """
-    output = Path(settings.output)
-    if output.exists() and not (settings.overwrite and (output / "tokenizer.json").is_file()):
+    output = Path(folder)
+    if output.exists() and not (overwrite and (output / "tokenizer.json").is_file()):
         hint = ", or replace it with --overwrite" if (output / "tokenizer.json").is_file() else ""
         raise InputError(f"OUTPUT: {output} exists already; give a new folder{hint}")
-    with staged() as progress:
 
-        def texts() -> Iterator[str]:
-            count = 0
-            for document in read_documents(
-                settings.source, text_field=settings.text_field, encoding_errors=settings.encoding_errors
-            ):
-                yield document.text
-                count += len(document.text.encode())
-                progress("training the tokenizer", count)
+    def texts() -> Iterator[str]:
+        count = 0
+        for document in read_documents(source, text_field=text_field, encoding_errors=encoding_errors):
+            yield document.text
+            count += len(document.text.encode())
+            progress("training the tokenizer", count)
 
-        vocab_size = None if settings.kind == "byte" else settings.vocab_size
-        tokenizer = train_tokenizer(texts(), settings.kind, vocab_size)
+    tokenizer = train_tokenizer(texts(), kind, None if kind == "byte" else vocab_size)
     beside = output.with_name(f".{output.name}.{os.getpid()}")
     try:
         beside.mkdir(parents=True)
@@ -86,13 +81,16 @@ def train_into_folder(settings: TokenizerSettings) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def describe_tokenizer(path_or_name: str, *, source: str | None = None, text: str | None = None) -> TokenizerInfo:
+def describe_tokenizer(
+    path_or_name: str, *, source: str | None = None, text: str | None = None, progress: Progress = no_progress
+) -> TokenizerInfo:
     """Load a tokenizer and describe it.
 
     Args:
         path_or_name: see `load_tokenizer`.
         source: a text to count tokens and bytes of, see `read_documents`.
         text: a text to show the tokens of.
+        progress: called now and then.
     """
     tokenizer = load_tokenizer(path_or_name)
     encoder = make_encoder(tokenizer)
@@ -102,31 +100,16 @@ def describe_tokenizer(path_or_name: str, *, source: str | None = None, text: st
         ids, _ = encoder.encode([text])
         info = replace(info, pieces=[tokenizer.decode([index]) for index in ids.tolist()])
     if source is not None:
-        num_tokens, num_bytes = _count(encoder, source)
+        num_tokens, num_bytes = _count(encoder, source, progress)
         info = replace(info, tokens=num_tokens, bytes=num_bytes, bytes_per_token=num_bytes / num_tokens)
     return info
 
 
-def _count(encoder: Encoder, source: str) -> tuple[int, int]:
+def _count(encoder: Encoder, source: str, progress: Progress) -> tuple[int, int]:
     """Tokens and UTF-8 bytes of a source."""
     num_tokens = num_bytes = 0
-    with staged() as progress:
-        for document in read_documents(source):
-            num_tokens += sum(len(encoder.encode([piece])[0]) for piece in encoder.pieces(document.text))
-            num_bytes += len(document.text.encode())
-            progress("tokenising", num_bytes)
+    for document in read_documents(source):
+        num_tokens += sum(len(encoder.encode([piece])[0]) for piece in encoder.pieces(document.text))
+        num_bytes += len(document.text.encode())
+        progress("tokenising", num_bytes)
     return num_tokens, num_bytes
-
-
-def print_tokenizer(info: TokenizerInfo, console: Console) -> None:
-    """Show the description as a table."""
-    table = Table(show_header=False, box=None, pad_edge=False)
-    table.add_row("vocabulary", f"{info.vocabulary:,} tokens")
-    for role, token in info.special_tokens.items():
-        table.add_row(role, token)
-    if info.bytes_per_token is not None:
-        table.add_row("text", f"{info.bytes:,} bytes in {info.tokens:,} tokens")
-        table.add_row("bytes per token", f"{info.bytes_per_token:.3f}")
-    if info.pieces is not None:
-        table.add_row("pieces", " ".join(map(repr, info.pieces)))
-    console.print(table, markup=False)

@@ -9,7 +9,8 @@ import torch
 from transformers import PreTrainedModel, TrainingArguments
 
 from multilin.data.packing import BLOCK_FIELDS
-from multilin.data.prepare import PreparedText, Progress, prepare_text
+from multilin.data.prepare import PreparedText, prepare_text
+from multilin.data.progress import Progress, no_progress
 from multilin.data.task_text import TaskText, is_task, task_text
 from multilin.data.tokenizers import tokenizer_hash
 from multilin.errors import InputError
@@ -20,7 +21,7 @@ from multilin.training.precision import autocast_dtype, set_arithmetic
 from multilin.training.recipe import Recipe
 
 
-def read_text(recipe: Recipe, progress: Progress | None = None) -> PreparedText:
+def read_text(recipe: Recipe, progress: Progress = no_progress) -> PreparedText:
     """The tokenizer, and the packed training and validation text.
 
     Raises:
@@ -48,7 +49,7 @@ def read_text(recipe: Recipe, progress: Progress | None = None) -> PreparedText:
     return text
 
 
-def read_data(recipe: Recipe, progress: Progress | None = None) -> PreparedText | TaskText:
+def read_data(recipe: Recipe, progress: Progress = no_progress) -> PreparedText | TaskText:
     """What the recipe trains on: a text, or the sequences of a task.
 
     Raises:

@@ -13,9 +13,6 @@ from transformers import PreTrainedModel, TrainerCallback, set_seed
 
 from multilin.analysis.accuracy import score_answers
 from multilin.analysis.evaluate import evaluate
-from multilin.cli.display import Display
-from multilin.cli.messages import no_progress_bars
-from multilin.cli.progress import staged
 from multilin.data.prepare import PreparedText
 from multilin.data.task_text import TaskText
 from multilin.errors import InputError
@@ -27,6 +24,7 @@ from multilin.training.host_master import check_host_master
 from multilin.training.metrics import Meter
 from multilin.training.outcomes import RunResult, TrainingFailed, TrainingInterrupted
 from multilin.training.precision import autocast_dtype
+from multilin.training.progress import TrainingProgress
 from multilin.training.recipe import Recipe, resolve_recipe
 from multilin.training.report import draw_loss, write_card
 from multilin.training.run_folder import RunFolder
@@ -39,7 +37,7 @@ def train(
     *,
     resume: bool = False,
     overwrite: bool = False,
-    quiet: bool = False,
+    progress: TrainingProgress | None = None,
     callbacks: Sequence[TrainerCallback] = (),
 ) -> RunResult:
     """Train the model a recipe describes and leave everything about the run in its output folder.
@@ -50,7 +48,7 @@ def train(
         recipe: what to train, on what, how, and where to.
         resume: continue the run in the output folder at its last checkpoint.
         overwrite: replace the run in the output folder.
-        quiet: show no progress.
+        progress: told of everything the run does, in the main process; None shows nothing.
         callbacks: callbacks of transformers' Trainer to call at every step, after our own.
 
     Raises:
@@ -66,21 +64,22 @@ def train(
     folder = RunFolder(recipe.output)
     if devices.is_main_process:
         folder.check(recipe, resume=resume, overwrite=overwrite)
-    silent = contextlib.nullcontext()
-    with devices.main_process_first(), staged() if devices.is_main_process else silent as progress:
-        text = read_data(recipe, progress)
+    if progress is None or not devices.is_main_process:
+        progress = TrainingProgress()
+    with devices.main_process_first():
+        text = read_data(recipe, progress.prepare)
 
-    with _failures_in_one_sentence(folder), no_progress_bars():
+    with _failures_in_one_sentence(folder):
         if devices.is_main_process:
             folder.begin(recipe, text, resume=resume)
         devices.wait_for_everyone()
         set_seed(recipe.training.seed)
         model = build_model(recipe, text)
-        with StopRequest() as stop_request, _display(recipe, silent=quiet or not devices.is_main_process) as display:
-            trainer = _build_trainer(recipe, model, text, folder, stop_request, display, devices)
+        with StopRequest() as stop_request:
+            trainer = _build_trainer(recipe, model, text, folder, stop_request, progress, devices)
             for callback in callbacks:
                 trainer.add_callback(callback)
-            _run(trainer, folder, display, resume=resume)
+            _run(trainer, folder, progress, resume=resume)
         if trainer.state.global_step < recipe.training.max_steps:
             raise _interrupted(trainer, folder, stop_request)
         return _finish(recipe, trainer, folder, text)
@@ -92,7 +91,7 @@ def _build_trainer(
     text: PreparedText | TaskText,
     folder: RunFolder,
     stop_request: StopRequest,
-    display: Display,
+    progress: TrainingProgress,
     devices: PartialState,
 ) -> RunTrainer:
     plan = recipe.training
@@ -106,7 +105,7 @@ def _build_trainer(
         plan=plan,
         skips_nonfinite=recipe.optimizer.nonfinite == "skip",
         meter=Meter(tokens_per_step=blocks_per_step * recipe.model.n_positions),
-        display=display,
+        progress=progress,
         writers=folder.metrics_writers(tensorboard=plan.tensorboard) if devices.is_main_process else [],
         stop_request=stop_request,
         describe_batch=lambda step: order.describe((step - 1) * blocks_per_step, step * blocks_per_step),
@@ -144,14 +143,17 @@ def _validate(model: Any, text: PreparedText | TaskText, recipe: Recipe) -> dict
     return {"validation_loss": found.loss, "validation_bits_per_byte": found.bits_per_byte}
 
 
-def _run(trainer: RunTrainer, folder: RunFolder, display: Display, *, resume: bool) -> None:
+def _run(trainer: RunTrainer, folder: RunFolder, progress: TrainingProgress, *, resume: bool) -> None:
     checkpoint = folder.last_checkpoint() if resume else None
     step = checkpoint_step(checkpoint) if checkpoint else 0
     if resume:
-        display.message(f"continues after step {step}" if checkpoint else "no checkpoint was saved yet: starts again")
+        progress.message(f"continues after step {step}" if checkpoint else "no checkpoint was saved yet: starts again")
         if trainer.is_world_process_zero():
             folder.cut_metrics(step)
-    trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+    try:
+        trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+    finally:
+        progress.stop()
 
 
 def _finish(recipe: Recipe, trainer: RunTrainer, folder: RunFolder, text: PreparedText | TaskText) -> RunResult:
@@ -186,15 +188,6 @@ def _interrupted(trainer: RunTrainer, folder: RunFolder, stop_request: StopReque
         # On several devices the signal may have reached another process only.
         stop_request.signal_number or signal.SIGTERM,
     )
-
-
-@contextlib.contextmanager
-def _display(recipe: Recipe, *, silent: bool) -> Iterator[Display]:
-    display = Display(recipe.training.max_steps, silent=silent)
-    try:
-        yield display
-    finally:
-        display.stop()
 
 
 @contextlib.contextmanager

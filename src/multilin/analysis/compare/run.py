@@ -4,8 +4,6 @@ import dataclasses
 import os
 from pathlib import Path
 
-from rich.console import Console
-
 from multilin.analysis.compare.grid import best_choice, further_choice
 from multilin.analysis.compare.measure import measure_decoding, prompt_of, write_sample
 from multilin.analysis.compare.plan import Choice, Plan, plan_rows
@@ -21,15 +19,15 @@ from multilin.analysis.compare.record import (
 from multilin.analysis.compare.remarks import remarks_on
 from multilin.analysis.compare.report import write_reports
 from multilin.analysis.compare.sweep import Sweep, check_sweep
-from multilin.cli.messages import no_progress_bars
 from multilin.errors import InputError
 from multilin.machine import examine
 from multilin.training.outcomes import TrainingFailed, TrainingInterrupted
+from multilin.training.progress import TrainingProgress
 from multilin.training.recipe import RECIPE_FILE, Recipe, first_difference, load_recipe
 from multilin.training.trainer import train
 
 
-def compare(sweep: Sweep, *, overwrite: bool = False, console: Console | None = None) -> Comparison:
+def compare(sweep: Sweep, *, overwrite: bool = False, progress: TrainingProgress | None = None) -> Comparison:
     """Train every row with every seed, measure the models, and write the reports into the sweep's folder.
 
     Finished runs are not trained again, stopped ones go on. A run that fails is recorded with its sentence.
@@ -37,7 +35,7 @@ def compare(sweep: Sweep, *, overwrite: bool = False, console: Console | None = 
     Args:
         sweep: what to compare.
         overwrite: replace runs in the folder.
-        console: where progress is shown.
+        progress: told of every run; None shows nothing.
 
     Raises:
         InputError: a row that cannot be trained, or a folder with runs of another sweep; nothing was trained.
@@ -46,8 +44,9 @@ def compare(sweep: Sweep, *, overwrite: bool = False, console: Console | None = 
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise InputError("compare: runs are compared in one process; start it without torchrun")
     check_sweep(sweep)
-    work = _Work(sweep, overwrite, console or Console(highlight=False))
-    plans = plan_rows(sweep, work.say)
+    progress = progress or TrainingProgress()
+    work = _Work(sweep, overwrite, progress)
+    plans = plan_rows(sweep, progress)
     for plan in plans:
         for seed in sweep.seeds:
             for choice in sweep.choices:
@@ -67,9 +66,8 @@ def compare(sweep: Sweep, *, overwrite: bool = False, console: Console | None = 
         for plan in plans
     ]
     prompt = "" if sweep.task else prompt_of(plans[0].recipe)
-    work.say("measuring how fast the models write")
-    with no_progress_bars():
-        rows = _measured(rows, sweep, prompt)
+    progress.message("measuring how fast the models write")
+    rows = _measured(rows, sweep, prompt)
     comparison = _describe(sweep, plans, rows, prompt, work.measure)
     write_reports(comparison, Path(sweep.output))
     return comparison
@@ -78,8 +76,8 @@ def compare(sweep: Sweep, *, overwrite: bool = False, console: Console | None = 
 class _Work:
     """Training the runs of a sweep, one after another."""
 
-    def __init__(self, sweep: Sweep, overwrite: bool, console: Console) -> None:
-        self.sweep, self.overwrite, self.console = sweep, overwrite, console
+    def __init__(self, sweep: Sweep, overwrite: bool, progress: TrainingProgress) -> None:
+        self.sweep, self.overwrite, self.progress = sweep, overwrite, progress
         self.output = Path(sweep.output)
         self.measure = "accuracy" if sweep.task else "bits_per_byte"
         combinations = len(sweep.choices)
@@ -87,9 +85,6 @@ class _Work:
         self.total += len(sweep.rows) * (len(sweep.seeds) - (combinations > 1))
         self.count = 0
         self._trained: dict[str, RunRecord] = {}
-
-    def say(self, text: str) -> None:
-        self.console.print(text, soft_wrap=True, markup=False)
 
     def check(self, plan: Plan, seed: int, choice: Choice) -> None:
         """Refuse a folder that holds another run than this sweep's."""
@@ -137,7 +132,7 @@ class _Work:
             try:
                 plan.run(self.sweep.output, seed, further)
             except InputError as error:
-                self.say(f"{plan.row.name} is not tuned further: {error}")
+                self.progress.message(f"{plan.row.name} is not tuned further: {error}")
                 break
             self.check(plan, seed, further)
             self.total += 1
@@ -148,9 +143,9 @@ class _Work:
         folder, failure = Path(recipe.output), None
         heading = f"[{self.count}/{self.total}] {folder.name}"
         if is_finished(folder, recipe.training.max_steps) and not self.overwrite:
-            self.say(f"{heading}: done before")
+            self.progress.message(f"{heading}: done before")
         else:
-            self.say(f"{heading}: {recipe.training.max_steps:,} steps of {plan.tokens_per_step:,} tokens")
+            self.progress.message(f"{heading}: {recipe.training.max_steps:,} steps of {plan.tokens_per_step:,} tokens")
             failure = self._failure(recipe)
         return read_run(plan, folder, seed, choice, failure, self.output)
 
@@ -158,7 +153,7 @@ class _Work:
         """Train; the sentence of what went wrong, None if nothing did."""
         resume = not self.overwrite and (Path(recipe.output) / RECIPE_FILE).is_file()
         try:
-            train(recipe, resume=resume, overwrite=self.overwrite)
+            train(recipe, resume=resume, overwrite=self.overwrite, progress=self.progress)
         except TrainingInterrupted as stop:
             sentence = str(stop).split("; ")[0]
             raise TrainingInterrupted(
@@ -169,7 +164,7 @@ class _Work:
             known = isinstance(error, InputError | TrainingFailed)
             reason = " ".join(str(error).split())[:300]
             failure = reason if known else f"{type(error).__name__}: {reason}"
-            self.say(f"failed: {failure}")
+            self.progress.message(f"failed: {failure}")
             return failure
         return None
 

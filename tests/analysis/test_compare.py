@@ -15,13 +15,16 @@ import torch
 from multilin.analysis.compare import measure
 from multilin.analysis.compare.answers import best_sentence, cost_sentence, reached, speed_sentence
 from multilin.analysis.compare.grid import further_choice
+from multilin.analysis.compare.markdown import as_markdown
 from multilin.analysis.compare.record import FAILED, FINISHED, Comparison, Point, RunRecord, ranking
-from multilin.analysis.compare.report import as_html
+from multilin.analysis.compare.remarks import remarks_on
+from multilin.analysis.compare.report import as_html, as_json
 from multilin.analysis.compare.run import compare
 from multilin.analysis.compare.statistics import Spread, spread, welch_p
 from multilin.analysis.compare.sweep import Budget, Sweep
 from multilin.analysis.compare.view import dots
 from multilin.analysis.compare.words import p_text
+from multilin.cli.compare import print_comparison
 from multilin.errors import InputError
 from multilin.training.callbacks import StepCallback
 
@@ -341,8 +344,13 @@ def made_up(found: Comparison, elita: list[list[float]], gpt2: list[list[float]]
         ]
         score = spread([course[-1] for course in courses])
         rows.append(dataclasses.replace(row, runs=runs, score=score))
-    order, differences = ranking(rows, "bits_per_byte")
-    return dataclasses.replace(found, rows=rows, order=order, differences=differences)
+    return ranked(dataclasses.replace(found, rows=rows))
+
+
+def ranked(comparison: Comparison) -> Comparison:
+    """The comparison as its rows and its budget would have it."""
+    off_budget, order, differences = ranking(comparison.rows, comparison.measure, comparison.budget)
+    return dataclasses.replace(comparison, off_budget=off_budget, order=order, differences=differences)
 
 
 def test_the_sentences_say_what_the_figures_do(found: Comparison) -> None:
@@ -359,6 +367,54 @@ def test_the_sentences_say_what_the_figures_do(found: Comparison) -> None:
     )
     noisy = made_up(found, [[4, 3, 2.0], [4, 3, 2.2]], [[5, 4, 2.1], [5, 4, 2.2]])
     assert best_sentence(noisy).endswith("; gpt2 is within noise of it (p > 0.05).")
+
+
+@pytest.mark.parametrize(("seconds", "is_ranked"), [((20.6, 45.4), False), ((28.0, 32.9), True), ((30.0, 33.1), False)])
+def test_nothing_is_best_where_a_row_left_its_budget(
+    found: Comparison, sandbox: Path, capsys: pytest.CaptureFixture[str], seconds: tuple[float, float], is_ranked: bool
+) -> None:
+    clear = made_up(found, [[4, 3, 2.0], [4, 3, 2.01]], [[5, 4, 2.5], [5, 4, 2.51]])
+    rows = [dataclasses.replace(row, seconds=value) for row, value in zip(clear.rows, seconds, strict=True)]
+    comparison = ranked(dataclasses.replace(clear, rows=rows[::-1], budget={"seconds": 30.0}))
+    comparison = dataclasses.replace(comparison, remarks=remarks_on(comparison))
+    sentence = best_sentence(comparison)
+    print_comparison(comparison)
+    shown = {
+        "html": as_html(comparison),
+        "markdown": as_markdown(comparison).replace("\\", ""),
+        "json": as_json(comparison),
+        "terminal": " ".join(capsys.readouterr().out.split()),
+    }
+    if is_ranked:
+        assert comparison.order == ["elita", "gpt2"]
+        assert all("elita is best with 30 seconds" in shown[place] for place in ("html", "markdown"))
+        return
+    assert sentence.startswith(
+        "Nothing is said about which row is best: each run had a budget of 30 seconds of training"
+    )
+    assert f"gpt2 used {seconds[1]:g} seconds of training" in sentence
+    assert all(sentence in text for text in shown.values())
+    assert comparison.order == ["gpt2", "elita"]  # as in the sweep
+    assert comparison.differences == []
+    for text in shown.values():
+        assert not re.search(r"is best with|class=\"best\"|>best<|\| best \||\bbest +\d|within noise of", text)
+    assert shown["terminal"].count("not ranked") == 2
+
+
+def test_every_p_stays_on_its_line(
+    found: Comparison, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    comparison = made_up(found, [[4, 3, 2.0], [4, 3, 2.2]], [[5, 4, 2.1], [5, 4, 2.2]])
+    comparison = dataclasses.replace(
+        comparison, rows=[dataclasses.replace(row, name=f"{row.name}-of-the-longest-name") for row in comparison.rows]
+    )
+    comparison = ranked(comparison)
+    p = comparison.differences[0].p
+    print_comparison(comparison)
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("gpt2-of-the-longest-name ")]
+    assert f"+0.050 {p:.3f} (noise)" in " ".join(line.split())
+    assert f"within noise (p\u00a0=\u00a0{p:.3f})" in as_markdown(comparison)
 
 
 def test_the_first_chart_puts_everything_at_its_place(found: Comparison) -> None:

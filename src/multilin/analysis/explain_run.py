@@ -3,11 +3,14 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+from numpy.typing import NDArray
+
 from multilin.analysis.evaluate_run import validation_text
 from multilin.analysis.explain import Explanation, explain
 from multilin.analysis.settings import ExplainSettings
 from multilin.data.progress import Progress, no_progress
-from multilin.data.tokenizers import start_token_id, token_texts
+from multilin.data.tokenizers import start_token_id, token_texts, whole_characters
 from multilin.errors import InputError
 from multilin.inference.prompts import encode_prompt
 from multilin.inference.runs import Run
@@ -23,12 +26,14 @@ class Report:
     """An explanation, with what is needed to show it.
 
     run: the run's folder. source: where the text is from, for people. tokens: the text of each token; the first is the
-    start of the text. texts: that of every token id that is named.
+    start of the text. characters: the same text in runs of tokens that are whole characters, see `whole_characters`.
+    texts: that of every token id that is named.
     """
 
     run: str
     source: str
     tokens: list[str]
+    characters: list[tuple[int, str]]
     texts: dict[int, str]
     explanation: Explanation
 
@@ -36,6 +41,24 @@ class Report:
     def name(self) -> str:
         """Of the run, for titles."""
         return Path(self.run).resolve().name
+
+    def by_character(self, values_S: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Of each of the `characters` the largest value of its tokens, in size; nan if none of them has any."""
+        values, first = [], 0
+        for num_tokens, _ in self.characters:
+            part = values_S[first : first + num_tokens]
+            values.append(part[np.argmax(np.nan_to_num(np.abs(part), nan=-1.0))])
+            first += num_tokens
+        return np.array(values)
+
+    @property
+    def labels(self) -> list[str]:
+        """How each token is named: by its quoted text, or as a part of a character: `'世' (2 of 3)`."""
+        return [
+            repr(text) + (f" ({place} of {num_tokens})" if num_tokens > 1 else "")
+            for num_tokens, text in self.characters
+            for place in range(1, num_tokens + 1)
+        ]
 
 
 def explain_run(
@@ -64,7 +87,8 @@ def explain_run(
     )  # fmt: skip
     named = sorted({*token_ids, *(token_id for guesses in found.guesses for token_id, _ in guesses)})
     texts = dict(zip(named, token_texts(run.tokenizer, named), strict=True))
-    return Report(str(run.folder), source, [texts[token_id] for token_id in token_ids], texts, found)
+    tokens, characters = [texts[token_id] for token_id in token_ids], whole_characters(run.tokenizer, token_ids)
+    return Report(str(run.folder), source, tokens, characters, texts, found)
 
 
 def _passage(run: Run, settings: ExplainSettings, progress: Progress) -> tuple[list[int], str]:

@@ -49,15 +49,15 @@ def compare(arguments: CompareArguments, changes: Changes) -> None:
     warn_of_contention()
     with TrainingDisplay() as display:
         comparison = compare(sweep, overwrite=arguments.overwrite, progress=display)
-    _print(comparison)
+    print_comparison(comparison)
     print(f"\nReport: {Path(sweep.output, REPORT_FILE)}")
-    best = [comparison.row(name).finished[0].folder for name in comparison.order[:1]]
+    best = [comparison.row(name).finished[0].folder for name in comparison.order[:1] if comparison.is_ranked]
     say_next(*[f"multilin generate {Path(sweep.output, folder)}" for folder in best], "multilin compare --help")
 
 
-def _print(comparison: "Comparison") -> None:
+def print_comparison(comparison: "Comparison") -> None:
     """The rows, the best first, and what must be known of them."""
-    from multilin.analysis.compare.words import UNITS, amount, score_text, verdict
+    from multilin.analysis.compare.words import UNITS, amount, difference_texts, score_text
 
     console = make_console()
     ordered = [comparison.row(name) for name in comparison.order]
@@ -66,19 +66,21 @@ def _print(comparison: "Comparison") -> None:
         (
             row.name,
             score_text(comparison, row) if row.score else "",
-            verdict(comparison, row),
+            *difference_texts(comparison, row),
             amount(row.parameters),
             f"{row.tokens_per_second:,.0f}" if row.tokens_per_second else "",
             f"{row.seconds:,.1f}" if row.seconds is not None else "",
         )
         for row in ordered
     ]
-    head = ("row", UNITS[comparison.measure], "against the best", "parameters", "training tokens/s", "seconds")
+    head = ("row", UNITS[comparison.measure], "difference", "p", "parameters", "training tokens/s", "seconds")
     console.print()
-    print_table("lrlrrr", rows, head=head, bold={0} if comparison.order else ())
+    print_table("lrrrrrr", rows, head=head, bold={0} if comparison.order and comparison.is_ranked else ())
     console.print()
-    for remark in comparison.remarks:
-        console.print(remark, style="dim", soft_wrap=True, markup=False)
+    for place, remark in enumerate(comparison.remarks):
+        # The first one may be that nothing is said about which row is best.
+        style = "yellow" if place == 0 and not comparison.is_ranked else "dim"
+        console.print(remark, style=style, soft_wrap=True, markup=False)
     for row in comparison.rows:
         for remark in row.remarks:
             console.print(f"{row.name}: {remark}", style="dim", soft_wrap=True, markup=False)

@@ -169,7 +169,7 @@ def _print_documents(documents: Mapping[str, Any]) -> None:
         for name in ("best", "worst")
         for part in documents[name]
     )
-    print_table("lrrrl", rows, head=("", "document", "bits per byte", "bytes", "begins with"))
+    print_table("lrrrw", rows, head=("", "document", "bits per byte", "bytes", "begins with"))
 
 
 def _print_tasks(data: Mapping[str, Any]) -> None:

@@ -23,8 +23,8 @@ def print_report(report: Report) -> None:
         step = found.steps[0]
         weights_S = step.weights_HTS.mean(axis=0)[-1]
         console.print(f"\nWeights at the last position, {step.label}. {step.reading.meaning}")
-        console.print(Padding(_coloured(report.tokens, weights_S), (1, 0)))
-        _print_largest(report.tokens, weights_S, "weight")
+        console.print(Padding(_coloured(report, weights_S), (1, 0)))
+        _print_largest(report, weights_S, "weight")
     if found.removal is not None:
         effects_S = others(found.removal.divergence_TS[-1])
         console.print(
@@ -32,29 +32,31 @@ def print_report(report: Report) -> None:
             f"{MEANINGS['divergence']}"
         )
         if not found.steps:
-            console.print(Padding(_coloured(report.tokens, effects_S), (1, 0)))
-        _print_largest(report.tokens, effects_S, "divergence")
+            console.print(Padding(_coloured(report, effects_S), (1, 0)))
+        _print_largest(report, effects_S, "divergence")
     if found.steps and found.removal is not None:
         console.print(f"\n{MEANINGS['agreement']}")
         _print_agreements(report)
     console.print(f"\n[bold]{what_is_shown(found)}[/bold]", highlight=False)
 
 
-def _coloured(tokens: list[str], values_S: NDArray[np.float64]) -> Text:
+def _coloured(report: Report, values_S: NDArray[np.float64]) -> Text:
     text = Text()
     largest = np.nanmax(np.abs(values_S), initial=0.0)
-    for token, value in zip(["⊢", *tokens[1:]], values_S, strict=True):
+    parts = ["⊢", *(part for _, part in report.characters[1:])]
+    for part, value in zip(parts, report.by_character(values_S), strict=True):
         size = 0.0 if largest == 0 or value != value else abs(value) / largest
         shade = SHADES[min(int(size * len(SHADES)), len(SHADES) - 1)]
         style = Style(color="black", bgcolor="#{:02x}{:02x}{:02x}".format(*shade)) if size > 0.02 else Style()
-        text.append(token, style)
+        text.append(part, style)
     return text
 
 
-def _print_largest(tokens: list[str], values_S: NDArray[np.float64], name: str) -> None:
+def _print_largest(report: Report, values_S: NDArray[np.float64], name: str) -> None:
     order = np.argsort(-np.abs(np.nan_to_num(values_S)), kind="stable")[:NUM_LARGEST]
+    labels = report.labels
     rows = [
-        ("start of the text" if index == 0 else repr(tokens[index]), str(index), f"{values_S[index]:.4g}")
+        ("start of the text" if index == 0 else labels[index], str(index), f"{values_S[index]:.4g}")
         for index in order
         if values_S[index] and values_S[index] == values_S[index]
     ]

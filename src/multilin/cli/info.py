@@ -50,7 +50,7 @@ def _print_model(info: "ModelInfo") -> None:
         "longest text": "any length" if info.longest_text is None else f"{info.longest_text:,} tokens",
     }
     console = make_console()
-    print_table("ll", summary.items())
+    print_table("lw", summary.items())
     console.print()
     rows = (
         (
@@ -62,7 +62,7 @@ def _print_model(info: "ModelInfo") -> None:
         )
         for layer in info.layers
     )
-    print_table("rllrr", rows, head=("layer", "architecture", "options", "parameters", "state bytes"))
+    print_table("rlwrr", rows, head=("layer", "architecture", "options", "parameters", "state bytes"))
     console.print(
         "\nFLOPs: matrix products and attention for one token after a text of one; a multiplication and an addition "
         "are two; pointwise work is not counted.",
@@ -76,7 +76,7 @@ def _print_options(architecture: "Architecture") -> None:
     console = make_console()
     console.print()
     print_table(
-        "lll",
+        "llw",
         ((option.name, _plain(option.default), help_of[option.name]) for option in fields(architecture.preset_options)),
         head=("option", "default", "meaning"),
         title=f"Options of {architecture.name} (model.options)",

@@ -28,7 +28,7 @@ def print_table(
     """Print rows in columns.
 
     Args:
-        align: one letter per column: "l" for text, which may wrap, "r" for figures, which never do.
+        align: one letter per column: "l" left, "r" right, "w" left and wrapped where the terminal is narrow.
         rows: the cells, taken as they are: no markup.
         head: headings of the columns, if any.
         title: a line above the table.
@@ -38,14 +38,21 @@ def print_table(
     from rich.text import Text
 
     table = Table(box=None, pad_edge=False, show_header=bool(head), title=title or None, title_justify="left")
-    for letter, heading in zip(align, head or [""] * len(align), strict=True):
+    lines = [[Text(cell) if isinstance(cell, str) else cell for cell in row] for row in rows]
+    for place, (letter, heading) in enumerate(zip(align, head or [""] * len(align), strict=True)):
         if letter == "r" and len(heading) > LONGEST_HEADING:
             heading = "\n".join(heading.rsplit(" ", 1))
-        table.add_column(heading, justify="right" if letter == "r" else "left", no_wrap=letter == "r", vertical="top")
-    for place, row in enumerate(rows):
-        cells = [Text(cell) if isinstance(cell, str) else cell for cell in row]
-        table.add_row(*cells, style="bold" if place in bold else None)
+        cells = [Text(part) for part in heading.split("\n")] + [line[place] for line in lines]
+        table.add_column(
+            heading,
+            justify="right" if letter == "r" else "left",
+            no_wrap=letter != "w",
+            min_width=None if letter == "w" else max(cell.cell_len for cell in cells),
+        )
+    for place, line in enumerate(lines):
+        table.add_row(*line, style="bold" if place in bold else None)
     console = make_console()
-    # Where the terminal is too narrow for the figures it may break the lines, but nothing is cut.
+    # A terminal that is too narrow may break the lines, but nothing is cut.
     needed = console.measure(table, options=console.options.update(width=1000)).minimum
-    console.print(table, width=max(console.width, needed), soft_wrap=needed > console.width)
+    console.width = max(console.width, needed)
+    console.print(table, crop=False)

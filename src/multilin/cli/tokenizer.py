@@ -73,4 +73,4 @@ def _print(info: "TokenizerInfo") -> None:
         rows["bytes per token"] = f"{info.bytes_per_token:.3f}"
     if info.pieces is not None:
         rows["pieces"] = " ".join(map(repr, info.pieces))
-    print_table("ll", rows.items())
+    print_table("lw", rows.items())

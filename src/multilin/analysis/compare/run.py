@@ -187,7 +187,7 @@ def _measured(rows: list[RowRecord], sweep: Sweep, prompt: str) -> list[RowRecor
 
 
 def _describe(sweep: Sweep, plans: list[Plan], rows: list[RowRecord], prompt: str, measure: str) -> Comparison:
-    order, differences = ranking(rows, measure)
+    off_budget, order, differences = ranking(rows, measure, sweep.budget.given)
     comparison = Comparison(
         title=sweep.title,
         measure=measure,
@@ -198,6 +198,7 @@ def _describe(sweep: Sweep, plans: list[Plan], rows: list[RowRecord], prompt: st
         one_tokenizer=len({plan.text for plan in plans}) == 1,
         prompt=prompt,
         rows=rows,
+        off_budget=off_budget,
         order=order,
         differences=differences,
         remarks=[],

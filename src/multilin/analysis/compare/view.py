@@ -151,6 +151,8 @@ def ends(comparison: Comparison) -> Sequence[str]:
 
 def _noise(comparison: Comparison, row: RowRecord) -> str:
     """best, noise, apart or silent: how the row stands to the best one."""
+    if not comparison.is_ranked:
+        return "silent"
     if row.name == comparison.order[0]:
         return "best"
     found = comparison.difference_to_best(row.name)

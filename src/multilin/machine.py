@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from multilin.errors import plural
 from multilin.ops.dispatch import all_ops
 from multilin.training.precision import resolve_precision
 
@@ -80,7 +81,7 @@ def examine() -> Checkup:
         if backend.is_slow or _reasons(name, device)
     ]
     if torch.get_num_threads() < cores:
-        warnings.append(f"PyTorch uses {torch.get_num_threads()} of {cores} cores (OMP_NUM_THREADS)")
+        warnings.append(f"PyTorch uses {torch.get_num_threads()} of {plural(cores, 'core')} (OMP_NUM_THREADS)")
     if sentence := contention():
         warnings.append(sentence)
     return Checkup(
@@ -161,8 +162,8 @@ def contention() -> str | None:
     if busy is None or busy + threads <= cores + BUSY_CORES:
         return None
     return (
-        f"other programs keep {busy:.1f} of {cores} cores busy, and {threads} threads that wait for each other can be "
-        "many times slower then; OMP_WAIT_POLICY=passive in the environment bounds the loss"
+        f"other programs keep {busy:.1f} of {plural(cores, 'core')} busy, and {threads} threads that wait for each "
+        "other can be many times slower then; OMP_WAIT_POLICY=passive in the environment bounds the loss"
     )
 
 

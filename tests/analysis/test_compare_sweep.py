@@ -79,7 +79,7 @@ def sweep_file(tmp_path: Path) -> Callable[..., Path]:
         ({"extend_grid": 1, "grid": {"optimizer.weight_decay": [0.0, 0.1]}}, "extend_grid: 1 given, but only a grid"),
         ({"extend_grid": -1}, "extend_grid: -1 given, but it should be greater than or equal to 0"),
         ({"task": "mqra"}, "rows.elita: task: 'mqra' is not known; did you mean 'mqar'?"),
-        ({"budget": {"tokens": 50}}, "budget.tokens: 50 given, but that is 1 steps for rows.elita, not more than its"),
+        ({"budget": {"tokens": 50}}, "budget.tokens: 50 given, but that is 1 step for rows.elita, not more than its"),
     ],
 )
 def test_a_mistake_is_one_sentence_before_any_work(

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from multilin.analysis.explain_data import as_json, page_data
 from multilin.analysis.explain_run import Report
 from multilin.analysis.explain_words import MEANINGS, others, what_is_shown
+from multilin.errors import plural
 from multilin.files import write_whole
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ def page(report: Report) -> str:
     return found.render(
         run=report.name,
         source=report.source,
-        num_tokens=len(report.tokens) - 1,
+        size=plural(len(report.tokens) - 1, "token"),
         finding=what_is_shown(report.explanation),
         meaning=MEANINGS,
         data=page_data(report),
@@ -131,7 +132,9 @@ def _draw(axes: "Axes", lines: list[list[tuple[int, int, str]]], values: NDArray
                 )
             axes.text(column, row + 0.6, text.replace("$", r"\$"), family="monospace", fontsize=9.2, color="0.05")
     if len(lines) > LINES:
-        axes.text(0, LINES + 0.6, f"and {len(lines) - LINES} lines more, on the page", fontsize=8, color="0.4")
+        axes.text(
+            0, LINES + 0.6, f"and {plural(len(lines) - LINES, 'line')} more, on the page", fontsize=8, color="0.4"
+        )
     axes.set(xlim=(0, COLUMNS), ylim=(len(visible) + (len(lines) > LINES), 0))
     axes.set_axis_off()
     bar = axes.figure.colorbar(shades, ax=axes, fraction=0.025, pad=0.01)

@@ -11,7 +11,7 @@ from multilin.analysis.explain import Explanation, explain
 from multilin.analysis.settings import ExplainSettings
 from multilin.data.progress import Progress, no_progress
 from multilin.data.tokenizers import start_token_id, token_texts, whole_characters
-from multilin.errors import InputError
+from multilin.errors import InputError, plural
 from multilin.inference.prompts import encode_prompt
 from multilin.inference.runs import Run
 from multilin.training.recipe import RECIPE_FILE
@@ -99,24 +99,24 @@ def _passage(run: Run, settings: ExplainSettings, progress: Progress) -> tuple[l
     packed = validation_text(run, progress)
     if settings.document >= packed.num_documents:
         raise InputError(
-            f"--document: {settings.document} given, but the validation text has {packed.num_documents} documents, "
-            "counted from 0"
+            f"--document: {settings.document} given, but the validation text has "
+            f"{plural(packed.num_documents, 'document')}, counted from 0"
         )
     start = int(packed.document_starts[settings.document]) + 1
     ends = [*packed.document_starts.tolist(), packed.num_tokens]
     longest = min(PASSAGE_TOKENS, settings.max_tokens, (run.longest_text or PASSAGE_TOKENS + 1) - 1)
     ids = packed.tokens[start : min(ends[settings.document + 1], start + longest)].tolist()
-    return ids, f"the first {len(ids)} tokens of document {settings.document} of the run's validation text"
+    return ids, f"the first {plural(len(ids), 'token')} of document {settings.document} of the run's validation text"
 
 
 def _check_length(num_tokens: int, settings: ExplainSettings, longest: int | None) -> None:
     if longest is not None and num_tokens + 1 > longest:
         raise InputError(
-            f"text: {num_tokens + 1} tokens given, the start token included, but this model reads at most {longest}; "
-            "give a shorter text"
+            f"text: {plural(num_tokens + 1, 'token')} given, the start token included, but this model reads at most "
+            f"{longest}; give a shorter text"
         )
     if num_tokens > settings.max_tokens:
         raise InputError(
-            f"text: {num_tokens} tokens given, but at most {settings.max_tokens} are explained, as each is removed in "
-            "turn; give a shorter text, or raise --max-tokens"
+            f"text: {plural(num_tokens, 'token')} given, but at most {settings.max_tokens} are explained, as each is "
+            "removed in turn; give a shorter text, or raise --max-tokens"
         )

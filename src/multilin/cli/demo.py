@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from multilin.cli.messages import loading, say_next
 from multilin.cli.tables import make_console, print_table
+from multilin.errors import plural
 from multilin.inference.settings import GenerationSettings
 from multilin.training.recipe import Changes, load_recipe
 
@@ -40,7 +41,7 @@ def demo(changes: Changes) -> None:
     console = make_console()
     console.print(
         f"Training a small {recipe.model.architecture} model from scratch on {recipe.data.source} "
-        f"({recipe.training.max_steps} steps, into {recipe.output})",
+        f"({plural(recipe.training.max_steps, 'step')}, into {recipe.output})",
         soft_wrap=True,
     )
     with TrainingDisplay() as display:

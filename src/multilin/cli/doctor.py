@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING
 
 from multilin.cli.messages import as_json, loading
 from multilin.cli.tables import make_console, print_table
+from multilin.errors import plural
 from multilin.settings import settings
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ def _print(checkup: "Checkup") -> None:
     rows |= {name: version or "not installed" for name, version in checkup.versions.items()}
     rows |= {
         "device": checkup.device,
-        "threads": f"{checkup.threads} on {checkup.cores} cores",
+        "threads": f"{checkup.threads} on {plural(checkup.cores, 'core')}",
         "processor has": " ".join(checkup.cpu_features),
         "precision auto is": checkup.precision,
         "freed memory": checkup.freed_memory,

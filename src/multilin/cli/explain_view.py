@@ -9,6 +9,7 @@ from rich.text import Text
 from multilin.analysis.explain_run import Report
 from multilin.analysis.explain_words import MEANINGS, others, what_is_shown
 from multilin.cli.tables import make_console, print_table
+from multilin.errors import plural
 
 NUM_LARGEST = 10
 SHADES = ((235, 242, 252), (200, 221, 247), (152, 193, 240), (96, 158, 229), (43, 117, 209))
@@ -18,7 +19,7 @@ def print_report(report: Report) -> None:
     """The text, what its last position read, what the removal of tokens changes there, and whether both agree."""
     console, found = make_console(), report.explanation
     last = len(report.tokens) - 1
-    console.print(f"[bold]What {report.name} read[/bold]: {report.source}, {last} tokens", highlight=False)
+    console.print(f"[bold]What {report.name} read[/bold]: {report.source}, {plural(last, 'token')}", highlight=False)
     if found.steps:
         step = found.steps[0]
         weights_S = step.weights_HTS.mean(axis=0)[-1]

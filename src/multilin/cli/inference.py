@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from multilin.cli.messages import as_json, loading, say_next
 from multilin.cli.prompts import read_prompt
 from multilin.cli.tables import make_console
-from multilin.errors import InputError, nearest
+from multilin.errors import InputError, nearest, plural
 from multilin.inference.run_files import check_run_files
 from multilin.inference.settings import GenerationSettings, RolloutSettings
 from multilin.settings import settings
@@ -113,7 +113,8 @@ def _print_rollout(result: "RolloutResult") -> None:
         text = repr(result.prompt + way.text)
         console.print(f"{name:11}{1e3 * way.seconds:10.2f} ms  {text}", soft_wrap=True, markup=False)
     console.print(
-        f"\n{result.num_steps} outputs after {result.num_prompt_tokens} tokens in {result.dtype}: parallel is "
-        f"{result.speedup:.1f} times as fast, the outputs differ by {result.largest_difference:.1e} at most (relative)",
+        f"\n{plural(result.num_steps, 'output')} after {plural(result.num_prompt_tokens, 'token')} in "
+        f"{result.dtype}: parallel is {result.speedup:.1f} times as fast, the outputs differ by "
+        f"{result.largest_difference:.1e} at most (relative)",
         soft_wrap=True,
     )

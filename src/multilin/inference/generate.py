@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast, TextStreamer
 
 from multilin.data.tokenizers import start_token_id
-from multilin.errors import InputError
+from multilin.errors import InputError, plural
 from multilin.inference.prompts import encode_prompt
 from multilin.inference.runs import Run, longest_text
 from multilin.inference.settings import GenerationSettings
@@ -120,8 +120,8 @@ def _check_length(num_before: int, max_new_tokens: int, limit: int | None) -> No
             f"prompt: the text has {num_before} tokens, but this model reads at most {limit} (n_positions)"
         )
     raise InputError(
-        f"max_new_tokens: {max_new_tokens} after a text of {num_before} tokens given, but this model reads at most "
-        f"{limit} (n_positions), so at most {limit - num_before + 1} can follow"
+        f"max_new_tokens: {max_new_tokens} after a text of {plural(num_before, 'token')} given, but this model reads "
+        f"at most {limit} (n_positions), so at most {limit - num_before + 1} can follow"
     )
 
 

@@ -8,7 +8,7 @@ from safetensors import SafetensorError, safe_open
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 from multilin.data.tokenizers import load_tokenizer, tokenizer_hash
-from multilin.errors import InputError
+from multilin.errors import InputError, plural
 from multilin.inference.run_files import check_run_files
 
 
@@ -66,9 +66,8 @@ def load_model(folder: Path) -> PreTrainedModel:
         raise InputError(f"run: the model in {folder} cannot be loaded ({reason})") from error
     if found["missing_keys"]:
         missing = sorted(found["missing_keys"])
-        raise InputError(
-            f"run: the weights in {folder} lack {missing[0]} and {len(missing) - 1} others of its config.json"
-        )
+        others = f" and {plural(len(missing) - 1, 'other')}" if missing[1:] else ""
+        raise InputError(f"run: the weights in {folder} lack {missing[0]}{others} of its config.json")
     return model.eval()
 
 

@@ -13,7 +13,7 @@ from multilin.data.prepare import PreparedText, prepare_text
 from multilin.data.progress import Progress, no_progress
 from multilin.data.task_text import TaskText, is_task, task_text
 from multilin.data.tokenizers import tokenizer_hash
-from multilin.errors import InputError
+from multilin.errors import InputError, plural
 from multilin.model.factory import create_model
 from multilin.training.optimizers import OPTIMIZERS
 from multilin.training.order import BlockOrder
@@ -43,8 +43,8 @@ def read_text(recipe: Recipe, progress: Progress = no_progress) -> PreparedText:
     )
     if text.train.num_tokens < recipe.model.n_positions:
         raise InputError(
-            f"data.source: {data.source} holds {text.train.num_tokens} tokens to train on, less than one block of "
-            f"model.n_positions = {recipe.model.n_positions}; give more text or a smaller block"
+            f"data.source: {data.source} holds {plural(text.train.num_tokens, 'token')} to train on, less than one "
+            f"block of model.n_positions = {recipe.model.n_positions}; give more text or a smaller block"
         )
     return text
 

@@ -13,7 +13,7 @@ import torch
 from multilin.analysis.compare.flops import training_flops_per_token
 from multilin.analysis.compare.rows import Row, rows_of, with_choice
 from multilin.analysis.compare.sweep import Sweep
-from multilin.errors import InputError
+from multilin.errors import InputError, plural
 from multilin.files import write_whole
 from multilin.training.assemble import build_model, check_model, packing_remark, read_data
 from multilin.training.progress import TrainingProgress
@@ -132,8 +132,9 @@ def _steps(sweep: Sweep, plans: list[Plan], progress: TrainingProgress) -> list[
         warmup = plan.recipe.schedule.warmup_steps or 0
         if count <= warmup:
             raise InputError(
-                f"budget.{budget.kind}: {budget.amount:g} given, but that is {count} steps for rows.{plan.row.name}, "
-                f"not more than its warm-up of {warmup}; give more, or a smaller schedule.warmup_steps or batch"
+                f"budget.{budget.kind}: {budget.amount:g} given, but that is {plural(count, 'step')} for "
+                f"rows.{plan.row.name}, not more than its warm-up of {warmup}; give more, or a "
+                "smaller schedule.warmup_steps or batch"
             )
     return steps
 

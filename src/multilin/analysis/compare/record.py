@@ -8,6 +8,7 @@ from typing import Any
 
 from multilin.analysis.compare.plan import Choice, Plan
 from multilin.analysis.compare.statistics import Difference, Spread, spread, welch_p
+from multilin.errors import plural
 from multilin.training.run_folder import RunFolder
 
 FINISHED, FAILED = "finished", "failed"
@@ -208,7 +209,9 @@ def make_row(
     failures = dict.fromkeys(run.failure for run in runs if run.failure)
     remarks = list(plan.remarks)
     if failures:
-        remarks.append(f"{len(runs) - len(finished)} of {len(runs)} runs failed: {'; '.join(map(str, failures))}")
+        remarks.append(
+            f"{len(runs) - len(finished)} of {plural(len(runs), 'run')} failed: {'; '.join(map(str, failures))}"
+        )
     return RowRecord(
         name=plan.row.name,
         kind=plan.recipe.model.kind,

@@ -19,7 +19,7 @@ from multilin.analysis.compare.record import (
 from multilin.analysis.compare.remarks import remarks_on
 from multilin.analysis.compare.report import write_reports
 from multilin.analysis.compare.sweep import Sweep, check_sweep
-from multilin.errors import InputError
+from multilin.errors import InputError, plural
 from multilin.machine import examine
 from multilin.training.outcomes import TrainingFailed, TrainingInterrupted
 from multilin.training.progress import TrainingProgress
@@ -145,7 +145,9 @@ class _Work:
         if is_finished(folder, recipe.training.max_steps) and not self.overwrite:
             self.progress.message(f"{heading}: done before")
         else:
-            self.progress.message(f"{heading}: {recipe.training.max_steps:,} steps of {plan.tokens_per_step:,} tokens")
+            self.progress.message(
+                f"{heading}: {plural(recipe.training.max_steps, 'step')} of {plural(plan.tokens_per_step, 'token')}"
+            )
             failure = self._failure(recipe)
         return read_run(plan, folder, seed, choice, failure, self.output)
 

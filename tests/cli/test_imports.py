@@ -1,5 +1,6 @@
 """Help and mistakes are answered without importing what takes seconds; programs get the models with the package."""
 
+import ast
 import os
 import subprocess
 import sys
@@ -11,6 +12,8 @@ import multilin
 from multilin.cli import messages
 
 HEAVY = {"torch", "transformers", "numba", "matplotlib", "datasets", "pandas", "accelerate", "scipy", "numpy"}
+
+SOURCE = Path(multilin.__file__).parent
 
 LIGHT_CALLS = """
 import sys
@@ -77,6 +80,18 @@ def test_programs_are_told_from_the_command_line(
     monkeypatch.setattr(sys, "argv", arguments)
     monkeypatch.setattr(sys, "orig_argv", original)
     assert multilin._is_command_line() is expected
+
+
+def test_the_command_line_alone_prints() -> None:
+    """All else reports to the progress it is given, and imports nothing of the command line."""
+    for path in SOURCE.rglob("*.py"):
+        if path.is_relative_to(SOURCE / "cli") or path == SOURCE / "__main__.py":
+            continue
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            modules = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            modules += [name.name for name in node.names] if isinstance(node, ast.Import) else []
+            assert not any(name.startswith(("rich", "multilin.cli")) for name in modules), path
+            assert not (isinstance(node, ast.Call) and ast.unparse(node.func) in ("print", "sys.stdout.write")), path
 
 
 LOAD = """

@@ -1,5 +1,6 @@
 """The verb that compares models."""
 
+import importlib
 from dataclasses import field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -36,6 +37,9 @@ def compare(arguments: CompareArguments, changes: Changes) -> None:
     Without a name: all architectures, GPT-2 and Llama on the text inside Python itself, with three seeds each.
     Fields of recipes given as flags go to every row. Started again, it goes on where it stopped.
     """
+    if len(arguments.rows) > 1:  # perhaps names of models, which are known when all of them are imported
+        with loading():
+            importlib.import_module("multilin.model.factory")
     budget = Budget(tokens=arguments.tokens, flops=arguments.flops, seconds=arguments.seconds)
     sweep = changed(
         find_sweep(arguments.rows, arguments.task),

@@ -1,4 +1,4 @@
-"""The first thing to try: a small model learns text that is already on this machine, and writes some of its own."""
+"""The first thing to try: a small model learns text that is already on this machine, and generates more."""
 
 import dataclasses
 import sys
@@ -22,7 +22,7 @@ PROMPT = "Return a"
 
 
 def demo(changes: Changes) -> None:
-    """Train a small model on text that is already on this machine, compare it, and read what it writes.
+    """Train a small model on text that is already on this machine, compare it, and read text that it generates.
 
     It takes about two minutes on two cores. A demo that ran before is replaced.
     """
@@ -54,7 +54,7 @@ def demo(changes: Changes) -> None:
     picture = folder.path / "demo.png"
     folder.replace(picture, lambda path: draw_bits_per_byte(folder.read_metrics(), counted, path))
     console.print("(less is better; the counted ones are interpolated n-grams of the same training text)", style="dim")
-    console.print("\nWhat it writes, after the words in bold:\n")
+    console.print("\nText that it generates, after the words in bold:\n")
     console.print(PROMPT, style="bold", end="")
     room = max(recipe.model.n_positions - len(PROMPT), 1)
     settings = dataclasses.replace(SAMPLE, max_new_tokens=min(SAMPLE.max_new_tokens, room))

@@ -49,7 +49,7 @@ class ConvertArguments:
 
 
 def generate(arguments: GenerateArguments, settings: GenerationSettings) -> None:
-    """Write text with a trained model, streamed as it comes.
+    """Generate text with a trained model, streamed as it comes.
 
     stdout gets the text alone: the prompt and what follows it.
     """

@@ -11,15 +11,15 @@ Positive = Annotated[int, Gt(0)]
 
 @settings
 class GenerationSettings:
-    """How text is written."""
+    """How text is generated."""
 
-    max_new_tokens: Positive = 200  # tokens to write, at most
+    max_new_tokens: Positive = 200  # tokens to generate, at most
     temperature: Annotated[float, Gt(0)] = 0.8  # below 1 prefers likely tokens more than the model does, above 1 less
     top_k: Positive | None = None  # draw from the k likeliest tokens only
     top_p: Annotated[float, Gt(0), Le(1)] | None = None  # draw from the likeliest tokens that together have this share
     greedy: bool = False  # always take the likeliest token instead of drawing
-    num_beams: Positive = 1  # search for the likeliest text among so many at a time instead of drawing
-    seed: Annotated[int, Ge(0)] | None = None  # the same seed writes the same text again; none writes another one
+    num_beams: Positive = 1  # beam search with so many sequences at a time instead of drawing
+    seed: Annotated[int, Ge(0)] | None = None  # the same seed generates the same text again; none takes a new one
     stop_at_end: bool = True  # stop where the model ends its text; otherwise it begins a new one
 
     @property

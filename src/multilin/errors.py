@@ -1,4 +1,4 @@
-"""The one exception for bad input, whose message is a sentence a user can act on."""
+"""The one exception for bad input, whose message is a sentence a user can act on, and helpers for such sentences."""
 
 import difflib
 from collections.abc import Iterable
@@ -21,3 +21,8 @@ def nearest(word: str, choices: Iterable[str]) -> str:
     """A hint to append to a message: `; did you mean 'window'?`, or nothing when no choice is close."""
     matches = difflib.get_close_matches(word, list(choices), n=1)
     return f"; did you mean {matches[0]!r}?" if matches else ""
+
+
+def plural(number: int, noun: str) -> str:
+    """A count with its noun: `1 document`, `1,204 documents`."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"

@@ -14,11 +14,12 @@ import inspect
 import io
 import tokenize
 from collections.abc import Mapping
-from typing import Any, TypeVar, cast, dataclass_transform
-
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from typing import TYPE_CHECKING, Any, TypeVar, cast, dataclass_transform
 
 from multilin.errors import InputError, nearest
+
+if TYPE_CHECKING:
+    from pydantic import TypeAdapter, ValidationError
 
 SettingsT = TypeVar("SettingsT")
 
@@ -27,7 +28,7 @@ SettingsT = TypeVar("SettingsT")
 def settings(cls: type[SettingsT]) -> type[SettingsT]:
     """Make a class a frozen dataclass that refuses unknown fields and values of a wrong type."""
     # Not strict, so that "5e-4", which YAML reads as a string, is a number; "abc" and 1.5 layers still are not.
-    cls.__pydantic_config__ = ConfigDict(extra="forbid")  # type: ignore[attr-defined]
+    cls.__pydantic_config__ = {"extra": "forbid"}  # type: ignore[attr-defined]
     return dataclasses.dataclass(frozen=True)(cls)
 
 
@@ -60,6 +61,8 @@ def load_settings(cls: type[SettingsT], values: Mapping[str, Any], where: str = 
     Raises:
         InputError: an unknown field (with the nearest known one), a value of a wrong type, or a missing field.
     """
+    from pydantic import ValidationError  # only here, because help on the command line does not need it
+
     try:
         return cast(SettingsT, _adapter(cast(Any, cls)).validate_python(dict(values)))
     except ValidationError as error:
@@ -67,11 +70,13 @@ def load_settings(cls: type[SettingsT], values: Mapping[str, Any], where: str = 
 
 
 @functools.cache
-def _adapter(cls: Any) -> TypeAdapter[Any]:
+def _adapter(cls: Any) -> "TypeAdapter[Any]":
+    from pydantic import TypeAdapter
+
     return TypeAdapter(cls)
 
 
-def _sentence(cls: type, error: ValidationError, where: str) -> str:
+def _sentence(cls: type, error: "ValidationError", where: str) -> str:
     """The first mistake as one sentence. A union's members appear in pydantic's location; field names alone stay."""
     first = error.errors(include_url=False)[0]
     path: list[str] = [where] if where else []

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from multilin.cli import main
+from multilin.cli.main import main
 from multilin.data.tokenizers import train_tokenizer
 from multilin.inference.runs import Run, load_run
 from multilin.model.factory import create_model

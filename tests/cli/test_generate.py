@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from multilin.errors import InputError
-from multilin.inference.generate import GenerationSettings, generate_text
+from multilin.inference.generate import generate_text
 from multilin.inference.runs import Run
+from multilin.inference.settings import GenerationSettings
 from tests.cli.conftest import N_POSITIONS
 
 SAMPLED = ["--temperature", "1.0", "--top-k", "20", "--seed", "7"]

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from multilin.cli import BAD_INPUT, BROKEN_PIPE, FAILED, VERBS, DoctorArguments, main
+from multilin.cli.doctor import DoctorArguments
+from multilin.cli.main import BAD_INPUT, BROKEN_PIPE, FAILED, VERBS, main
 
 Call = Callable[..., str]
 

@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from multilin import MultilinForCausalLM, architectures
+from multilin import MultilinForCausalLM
+from multilin.architectures import architectures
 from multilin.layers.base import Layer, Layout
 from multilin.model import MultilinConfig
 from multilin.model.state import named_tensors

@@ -12,7 +12,8 @@ from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModel, AutoModelForCausalLM, GenerationConfig, Trainer, TrainingArguments, pipeline
 
-from multilin import InputError, MultilinForCausalLM, architectures
+from multilin import InputError, MultilinForCausalLM
+from multilin.architectures import architectures
 from multilin.data.tokenizers import train_tokenizer
 from multilin.model.factory import create_model
 

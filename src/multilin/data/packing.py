@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerFast
 from multilin.data.encoding import Encoder, make_encoder
 from multilin.data.files import Document
 from multilin.data.tokenizers import start_token_id, token_byte_lengths, tokenizer_hash
-from multilin.errors import InputError
+from multilin.errors import InputError, plural
 from multilin.files import atomic_folder
 
 BATCH_CHARACTERS = 2**22
@@ -85,7 +85,7 @@ class PackedText:
         expected = description.num_tokens * np.dtype(description.dtype).itemsize
         if size != expected:
             raise InputError(
-                f"{folder}: {_TOKENS} has {size} bytes instead of {expected}; delete it to prepare it again"
+                f"{folder}: {_TOKENS} has {plural(size, 'byte')} instead of {expected}; delete it to prepare it again"
             )
         return cls(folder, description, index)
 

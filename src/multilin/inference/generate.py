@@ -3,42 +3,19 @@
 import io
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-from annotated_types import Ge, Gt, Le
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast, TextStreamer
 
 from multilin.data.tokenizers import start_token_id
-from multilin.errors import InputError
+from multilin.errors import InputError, plural
 from multilin.inference.prompts import encode_prompt
 from multilin.inference.runs import Run, longest_text
+from multilin.inference.settings import GenerationSettings
 from multilin.inference.snapshot import Snapshot
 from multilin.model import MultilinForCausalLM
-from multilin.settings import settings
-
-Positive = Annotated[int, Gt(0)]
-
-
-@settings
-class GenerationSettings:
-    """How text is written."""
-
-    max_new_tokens: Positive = 200  # tokens to write, at most
-    temperature: Annotated[float, Gt(0)] = 0.8  # below 1 prefers likely tokens more than the model does, above 1 less
-    top_k: Positive | None = None  # draw from the k likeliest tokens only
-    top_p: Annotated[float, Gt(0), Le(1)] | None = None  # draw from the likeliest tokens that together have this share
-    greedy: bool = False  # always take the likeliest token instead of drawing
-    num_beams: Positive = 1  # search for the likeliest text among so many at a time instead of drawing
-    seed: Annotated[int, Ge(0)] | None = None  # the same seed writes the same text again; none writes another one
-    stop_at_end: bool = True  # stop where the model ends its text; otherwise it begins a new one
-
-    @property
-    def draws(self) -> bool:
-        """Whether chance plays a part."""
-        return not self.greedy and self.num_beams == 1
-
 
 DEFAULTS = GenerationSettings()
 
@@ -143,8 +120,8 @@ def _check_length(num_before: int, max_new_tokens: int, limit: int | None) -> No
             f"prompt: the text has {num_before} tokens, but this model reads at most {limit} (n_positions)"
         )
     raise InputError(
-        f"max_new_tokens: {max_new_tokens} after a text of {num_before} tokens given, but this model reads at most "
-        f"{limit} (n_positions), so at most {limit - num_before + 1} can follow"
+        f"max_new_tokens: {max_new_tokens} after a text of {plural(num_before, 'token')} given, but this model reads "
+        f"at most {limit} (n_positions), so at most {limit - num_before + 1} can follow"
     )
 
 

@@ -20,7 +20,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from multilin.errors import InputError
+from multilin.errors import InputError, plural
 from multilin.layers.base import Layout
 from multilin.model import MultilinForCausalLM
 
@@ -230,11 +230,12 @@ def _check_request(prompt: Tensor, num_steps: int, num_positions: int) -> None:
     num_prompt = prompt.shape[1]
     if num_prompt > num_positions:
         raise InputError(
-            f"prompt: the text has {num_prompt} tokens, but this model reads at most {num_positions} (n_positions)"
+            f"prompt: the text has {plural(num_prompt, 'token')}, but this model reads at most {num_positions} "
+            "(n_positions)"
         )
     if num_prompt + num_steps - 1 > num_positions:
         raise InputError(
-            f"num_steps: {num_steps} after a text of {num_prompt} tokens given, but this model reads at most "
+            f"num_steps: {num_steps} after a text of {plural(num_prompt, 'token')} given, but this model reads at most "
             f"{num_positions} (n_positions), so at most {num_positions - num_prompt + 1} can follow"
         )
 

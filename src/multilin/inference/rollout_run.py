@@ -1,15 +1,11 @@
-"""A trained model's raw outputs fed back, computed in both ways and shown as text."""
+"""A trained model's raw outputs fed back, computed in both ways and decoded as text."""
 
 import copy
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Literal
 
 import torch
-from annotated_types import Gt
-from rich.console import Console
-from rich.text import Text
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
@@ -18,17 +14,8 @@ from multilin.errors import InputError
 from multilin.inference.prompts import encode_prompt
 from multilin.inference.rollout import rollout, rollout_sequential
 from multilin.inference.runs import Run
+from multilin.inference.settings import RolloutSettings
 from multilin.model import MultilinForCausalLM
-from multilin.settings import settings
-
-
-@settings
-class RolloutSettings:
-    """How far, and how exactly."""
-
-    num_steps: Annotated[int, Gt(0)] = 64  # output vectors to compute; all but the last are fed back
-    dtype: Literal["float64", "float32"] = "float64"  # of both computations; float32 is faster and less exact
-
 
 DEFAULTS = RolloutSettings()
 
@@ -91,22 +78,6 @@ def rollout_run(run: Run, prompt: str, settings: RolloutSettings = DEFAULTS) -> 
         sequential=_way(sequential, run.tokenizer, slow),
         speedup=slow / fast,
         largest_difference=float(((parallel - sequential).norm(dim=-1) / norms).max()),
-    )
-
-
-def print_rollout(result: RolloutResult, console: Console) -> None:
-    """Both texts, their times and how far apart the vectors are."""
-    console.print(
-        "Raw output vectors are fed back as inputs, not the likeliest token; each is shown as its likeliest.\n",
-        soft_wrap=True,
-    )
-    for name, way in (("parallel", result.parallel), ("sequential", result.sequential)):
-        console.print(f"{name:11}{1e3 * way.seconds:10.2f} ms  ", end="", soft_wrap=True)
-        console.print(Text(repr(result.prompt + way.text)), soft_wrap=True)
-    console.print(
-        f"\n{result.num_steps} outputs after {result.num_prompt_tokens} tokens in {result.dtype}: parallel is "
-        f"{result.speedup:.1f} times as fast, the outputs differ by {result.largest_difference:.1e} at most (relative)",
-        soft_wrap=True,
     )
 
 

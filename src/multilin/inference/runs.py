@@ -8,7 +8,8 @@ from safetensors import SafetensorError, safe_open
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 from multilin.data.tokenizers import load_tokenizer, tokenizer_hash
-from multilin.errors import InputError
+from multilin.errors import InputError, plural
+from multilin.inference.run_files import check_run_files
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,8 @@ def load_model(folder: Path) -> PreTrainedModel:
     Raises:
         InputError: no model there, or damaged or missing weights.
     """
-    _check_files(folder)
+    check_run_files(folder)
+    _check_weights(folder)
     try:
         model, found = AutoModelForCausalLM.from_pretrained(
             folder, use_safetensors=True, local_files_only=True, trust_remote_code=False, output_loading_info=True
@@ -64,23 +66,13 @@ def load_model(folder: Path) -> PreTrainedModel:
         raise InputError(f"run: the model in {folder} cannot be loaded ({reason})") from error
     if found["missing_keys"]:
         missing = sorted(found["missing_keys"])
-        raise InputError(
-            f"run: the weights in {folder} lack {missing[0]} and {len(missing) - 1} others of its config.json"
-        )
+        others = f" and {plural(len(missing) - 1, 'other')}" if missing[1:] else ""
+        raise InputError(f"run: the weights in {folder} lack {missing[0]}{others} of its config.json")
     return model.eval()
 
 
-def _check_files(folder: Path) -> None:
-    if not folder.is_dir():
-        raise InputError(f"run: {str(folder)!r} is no folder; give the folder of a run, such as runs/demo")
-    if not (folder / "config.json").is_file():
-        unfinished = (folder / "recipe.yaml").is_file()
-        hint = f"; finish its training with `multilin train {folder} --resume`" if unfinished else ""
-        raise InputError(f"run: {folder} holds no model (no config.json){hint}")
-    weights = sorted(folder.glob("*.safetensors"))
-    if not weights:
-        raise InputError(f"run: {folder} holds no weights (no .safetensors file)")
-    for path in weights:
+def _check_weights(folder: Path) -> None:
+    for path in sorted(folder.glob("*.safetensors")):
         try:
             with safe_open(path, framework="pt"):
                 pass

@@ -9,10 +9,11 @@ import torch
 from transformers import PreTrainedModel, TrainingArguments
 
 from multilin.data.packing import BLOCK_FIELDS
-from multilin.data.prepare import PreparedText, Progress, prepare_text
+from multilin.data.prepare import PreparedText, prepare_text
+from multilin.data.progress import Progress, no_progress
 from multilin.data.task_text import TaskText, is_task, task_text
 from multilin.data.tokenizers import tokenizer_hash
-from multilin.errors import InputError
+from multilin.errors import InputError, plural
 from multilin.model.factory import create_model
 from multilin.training.optimizers import OPTIMIZERS
 from multilin.training.order import BlockOrder
@@ -20,7 +21,7 @@ from multilin.training.precision import autocast_dtype, set_arithmetic
 from multilin.training.recipe import Recipe
 
 
-def read_text(recipe: Recipe, progress: Progress | None = None) -> PreparedText:
+def read_text(recipe: Recipe, progress: Progress = no_progress) -> PreparedText:
     """The tokenizer, and the packed training and validation text.
 
     Raises:
@@ -42,13 +43,13 @@ def read_text(recipe: Recipe, progress: Progress | None = None) -> PreparedText:
     )
     if text.train.num_tokens < recipe.model.n_positions:
         raise InputError(
-            f"data.source: {data.source} holds {text.train.num_tokens} tokens to train on, less than one block of "
-            f"model.n_positions = {recipe.model.n_positions}; give more text or a smaller block"
+            f"data.source: {data.source} holds {plural(text.train.num_tokens, 'token')} to train on, less than one "
+            f"block of model.n_positions = {recipe.model.n_positions}; give more text or a smaller block"
         )
     return text
 
 
-def read_data(recipe: Recipe, progress: Progress | None = None) -> PreparedText | TaskText:
+def read_data(recipe: Recipe, progress: Progress = no_progress) -> PreparedText | TaskText:
     """What the recipe trains on: a text, or the sequences of a task.
 
     Raises:

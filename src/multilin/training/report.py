@@ -7,6 +7,7 @@ from typing import Any
 
 import yaml
 
+from multilin.errors import plural
 from multilin.files import atomic_file, write_whole
 from multilin.training.outcomes import RunResult
 from multilin.training.recipe import Recipe
@@ -102,12 +103,13 @@ def write_card(recipe: Recipe, result: RunResult, path: Path) -> None:
     parameters = sum(parameter.numel() for parameter in result.model.parameters())
     model, plan = recipe.model, recipe.training
     figures = {
-        "Architecture": f"`{model.kind}`, {model.num_layers} layers, width {model.hidden_size}",
+        "Architecture": f"`{model.kind}`, {plural(model.num_layers or 0, 'layer')}, width {model.hidden_size}",
         "Parameters": f"{parameters:,}",
         "Context in training": f"{model.n_positions} tokens",
         "Tokenizer": f"{recipe.tokenizer.path or recipe.tokenizer.kind}, {len(result.tokenizer):,} entries",
         "Text": f"`{recipe.data.source}`",
-        "Training": f"{result.steps:,} steps, {result.tokens:,} tokens, {result.seconds:,.0f} s, {plan.precision}",
+        "Training": f"{plural(result.steps, 'step')}, {plural(result.tokens, 'token')}, {result.seconds:,.0f} s, "
+        f"{plan.precision}",
         "Training loss": f"{result.loss:.3f} nats per token",
         "Validation loss": f"{result.validation_loss:.3f} nats per token",
         **_score(result),

@@ -18,18 +18,16 @@ from multilin.analysis.evaluate import evaluate
 from multilin.data.prepare import PreparedText
 from multilin.data.task_text import TaskText
 from multilin.errors import InputError
-from multilin.messages import no_progress_bars
-from multilin.progress import staged
 from multilin.training.assemble import build_model, check_model, read_data, training_arguments, training_order
 from multilin.training.callbacks import StepCallback
 from multilin.training.checkpoints import WRITE_ERRORS, checkpoint_folder, checkpoint_step
 from multilin.training.communication import compress_gradients
-from multilin.training.display import Display
 from multilin.training.host_master import check_host_master
 from multilin.training.lock import locked_folder
 from multilin.training.metrics import Meter
 from multilin.training.outcomes import RunResult, TrainingFailed, TrainingInterrupted
 from multilin.training.precision import autocast_dtype
+from multilin.training.progress import TrainingProgress
 from multilin.training.recipe import Recipe, resolve_recipe
 from multilin.training.report import draw_loss, write_card
 from multilin.training.run_folder import RunFolder
@@ -42,7 +40,7 @@ def train(
     *,
     resume: bool = False,
     overwrite: bool = False,
-    quiet: bool = False,
+    progress: TrainingProgress | None = None,
     callbacks: Sequence[TrainerCallback] = (),
 ) -> RunResult:
     """Train the model a recipe describes and leave everything about the run in its output folder.
@@ -53,7 +51,7 @@ def train(
         recipe: what to train, on what, how, and where to.
         resume: continue the run in the output folder at its last checkpoint.
         overwrite: replace the run in the output folder.
-        quiet: show no progress.
+        progress: told of everything the run does, in the main process; None shows nothing.
         callbacks: callbacks of transformers' Trainer to call at every step, after our own.
 
     Raises:
@@ -67,22 +65,22 @@ def train(
     if recipe.training.master == "host":
         check_host_master(recipe.training, devices)
     folder = RunFolder(recipe.output)
+    if progress is None or not devices.is_main_process:
+        progress = TrainingProgress()
     with _opened(folder, recipe, devices, resume=resume, overwrite=overwrite) as checkpoint:
-        silent = contextlib.nullcontext()
-        with devices.main_process_first(), staged() if devices.is_main_process else silent as progress:
-            text = read_data(recipe, progress)
-        with _failures_in_one_sentence(folder), no_progress_bars():
+        with devices.main_process_first():
+            text = read_data(recipe, progress.prepare)
+        with _failures_in_one_sentence(folder):
             set_seed(recipe.training.seed)
             model = build_model(recipe, text)
             if devices.is_main_process:
                 folder.begin(recipe, text, checkpoint)
             devices.wait_for_everyone()
-            quiet = quiet or not devices.is_main_process
-            with StopRequest() as stop_request, _display(recipe, silent=quiet) as display:
-                trainer = _build_trainer(recipe, model, text, folder, stop_request, display, devices)
+            with StopRequest() as stop_request:
+                trainer = _build_trainer(recipe, model, text, folder, stop_request, progress, devices)
                 for callback in callbacks:
                     trainer.add_callback(callback)
-                _run(trainer, checkpoint, display, resume=resume)
+                _run(trainer, checkpoint, progress, resume=resume)
             if trainer.state.global_step < recipe.training.max_steps:
                 raise _interrupted(trainer, folder, stop_request)
             return _finish(recipe, trainer, folder, text)
@@ -110,7 +108,7 @@ def _build_trainer(
     text: PreparedText | TaskText,
     folder: RunFolder,
     stop_request: StopRequest,
-    display: Display,
+    progress: TrainingProgress,
     devices: PartialState,
 ) -> RunTrainer:
     plan = recipe.training
@@ -124,7 +122,7 @@ def _build_trainer(
         plan=plan,
         skips_nonfinite=recipe.optimizer.nonfinite == "skip",
         meter=Meter(tokens_per_step=blocks_per_step * recipe.model.n_positions),
-        display=display,
+        progress=progress,
         writers=folder.metrics_writers(tensorboard=plan.tensorboard) if devices.is_main_process else [],
         stop_request=stop_request,
         describe_batch=lambda step: order.describe((step - 1) * blocks_per_step, step * blocks_per_step),
@@ -162,12 +160,15 @@ def _validate(model: Any, text: PreparedText | TaskText, recipe: Recipe) -> dict
     return {"validation_loss": found.loss, "validation_bits_per_byte": found.bits_per_byte}
 
 
-def _run(trainer: RunTrainer, checkpoint: Path | None, display: Display, *, resume: bool) -> None:
+def _run(trainer: RunTrainer, checkpoint: Path | None, progress: TrainingProgress, *, resume: bool) -> None:
     if checkpoint is not None:
-        display.message(f"continues after step {checkpoint_step(checkpoint)}")
+        progress.message(f"continues after step {checkpoint_step(checkpoint)}")
     elif resume:
-        display.message("no checkpoint was saved yet: starts again")
-    trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+        progress.message("no checkpoint was saved yet: starts again")
+    try:
+        trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+    finally:
+        progress.stop()
 
 
 def _finish(recipe: Recipe, trainer: RunTrainer, folder: RunFolder, text: PreparedText | TaskText) -> RunResult:
@@ -202,15 +203,6 @@ def _interrupted(trainer: RunTrainer, folder: RunFolder, stop_request: StopReque
         # On several devices the signal may have reached another process only.
         stop_request.signal_number or signal.SIGTERM,
     )
-
-
-@contextlib.contextmanager
-def _display(recipe: Recipe, *, silent: bool) -> Iterator[Display]:
-    display = Display(recipe.training.max_steps, silent=silent)
-    try:
-        yield display
-    finally:
-        display.stop()
 
 
 @contextlib.contextmanager

@@ -1,4 +1,8 @@
-"""The command line: finds the verb, parses its arguments, calls it, and turns failures into a sentence."""
+"""The command line: finds the verb, parses its arguments, calls it, and turns failures into a sentence.
+
+The modules of verbs import neither PyTorch nor anything else that takes long, so that help and mistakes are answered at
+once; each verb imports what it needs when its arguments are known to be right.
+"""
 
 import contextlib
 import errno
@@ -7,113 +11,22 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated
-
-from rich.console import Console
 
 import multilin
-from multilin import allocator
-from multilin.analysis.compare.verb import compare
-from multilin.analysis.verbs import evaluate, explain, info, quantize
-from multilin.arguments import POSITIONAL, parse
+from multilin.cli.compare import compare
+from multilin.cli.demo import demo
+from multilin.cli.doctor import doctor
+from multilin.cli.evaluate import evaluate, quantize
+from multilin.cli.explain import explain
+from multilin.cli.inference import convert, generate, rollout
+from multilin.cli.info import info
+from multilin.cli.messages import plain_warnings
+from multilin.cli.tokenizer import tokenizer_show, tokenizer_train
+from multilin.cli.train import train
 from multilin.errors import InputError, nearest, system_error
-from multilin.inference.verbs import convert, generate, rollout
-from multilin.messages import as_json, plain_messages, say_next
-from multilin.settings import settings
-from multilin.threads import warn_of_contention
-from multilin.tokenizer_tools import TokenizerSettings
 from multilin.training.outcomes import TrainingFailed, TrainingInterrupted
-from multilin.training.recipe import Changes
 
 BAD_INPUT, FAILED, INTERRUPTED, BROKEN_PIPE = 2, 1, 130, 141
-
-
-@settings
-class TrainArguments:
-    """What to train."""
-
-    recipe: Annotated[str | None, POSITIONAL] = None  # built-in recipe, YAML file or run folder; else the defaults
-    resume: bool = False  # continue the run in the output folder at its last checkpoint
-    overwrite: bool = False  # replace the run in the output folder
-
-
-@settings
-class DoctorArguments:
-    """How to report."""
-
-    json: bool = False  # print JSON
-
-
-@settings
-class TokenizerArguments:
-    """What to show."""
-
-    tokenizer: str  # folder with a tokenizer.json, run folder, or name on the hub
-    source: str | None = None  # count tokens and bytes of this text
-    text: str | None = None  # show how this text is cut
-    json: bool = False  # print JSON
-
-
-def train(what: TrainArguments, changes: Changes) -> None:
-    """Train a language model.
-
-    A recipe decides everything; any of its fields can be changed: `multilin train demo --training.max_steps 50`.
-    `multilin info ARCHITECTURE` lists the options of an architecture
-    (--model.options.num_heads 8, or --model.options '{"num_heads": 8}').
-    """
-    from multilin.training.recipe import load_recipe
-    from multilin.training.trainer import train
-
-    warn_of_contention()
-    result = train(load_recipe(what.recipe, changes), resume=what.resume, overwrite=what.overwrite)
-    say_next(f"multilin generate {result.output} --prompt 'The'", f"multilin evaluate {result.output}")
-
-
-def doctor(what: DoctorArguments) -> None:
-    """Show what this machine offers and which implementation every op will use."""
-    from multilin.doctor import examine, print_checkup
-
-    found = examine()
-    if what.json:
-        print(as_json(found))
-    else:
-        print_checkup(found, Console(highlight=False))
-
-
-def tokenizer_train(what: TokenizerSettings) -> None:
-    """Train a tokenizer on a text and save it to a folder."""
-    from multilin.tokenizer_tools import train_into_folder
-
-    tokenizer = train_into_folder(what)
-    print(f"{len(tokenizer):,} tokens in {what.output}")
-    say_next(
-        f"multilin tokenizer show {what.output} --source {what.source}",
-        f"multilin train --data.source {what.source} --tokenizer.path {what.output}",
-    )
-
-
-def tokenizer_show(what: TokenizerArguments) -> None:
-    """Show a tokenizer: its vocabulary, its special tokens, and how it cuts a text."""
-    from multilin.tokenizer_tools import describe_tokenizer, print_tokenizer
-
-    found = describe_tokenizer(what.tokenizer, source=what.source, text=what.text)
-    if what.json:
-        print(as_json(found))
-    else:
-        print_tokenizer(found, Console(highlight=False))
-
-
-def demo(changes: Changes) -> None:
-    """Train a small model on text that is already on this machine, compare it, and read what it writes.
-
-    It takes about two minutes on two cores. A demo that ran before is replaced.
-    """
-    from multilin.demo import PROMPT, run_demo
-
-    warn_of_contention()
-    result = run_demo(changes)
-    say_next(f"multilin generate {result.output} --prompt {PROMPT!r}", f"multilin info {result.output}")
-
 
 VERBS: dict[str, Callable[..., None]] = {
     "demo": demo,
@@ -137,14 +50,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     0 done; 1 the work failed; 2 bad input; 130 interrupted; each failure is one sentence on stderr.
     """
-    allocator.keep_freed_memory()
     if sys.stderr is None:  # closed by the shell, 2>&-
         sys.stderr = Path(os.devnull).open("w")  # noqa: SIM115
     if sys.stdout is None:
         return _fail("stdout is closed; redirect it to a file, or to /dev/null", FAILED)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a character shows another one
-    with plain_messages():
+    with plain_warnings():
         try:
             _run(list(sys.argv[1:] if arguments is None else arguments))
             sys.stdout.flush()
@@ -180,6 +92,8 @@ def _run(arguments: list[str]) -> None:
         print(f"multilin {multilin.__version__}")
     else:
         verb, rest = _split(arguments)
+        from multilin.cli.parser import parse
+
         VERBS[verb](*parse(verb, VERBS[verb], rest))
 
 
@@ -204,7 +118,7 @@ def _print_overview() -> None:
     for verb, function in VERBS.items():
         print(f"  {verb:{width}}  {(function.__doc__ or '').splitlines()[0]}")
     print("\nStart with `multilin demo`; `multilin VERB --help` shows the flags of a verb.")
-    print(f"{allocator.VARIABLE}=system in the environment leaves the settings of glibc's memory allocator alone.")
+    print("MULTILIN_ALLOCATOR=system in the environment leaves the settings of glibc's memory allocator alone.")
 
 
 def _fail(message: str, status: int) -> int:

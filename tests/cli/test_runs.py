@@ -119,7 +119,7 @@ def test_missing_parts_are_named(damaged: Path, refusal: Call) -> None:
     assert refusal("generate", "nowhere").startswith("run: 'nowhere' is no folder")
     config = json.loads((damaged / "config.json").read_text())
     (damaged / "config.json").write_text(json.dumps(config | {"layers": config["layers"] * 2}))
-    assert "lack layers.2." in refusal("generate", damaged, "--prompt", "x")
+    assert "lack model.layers.2." in refusal("generate", damaged, "--prompt", "x")
     (damaged / "config.json").write_text(json.dumps(config | {"layers": [{"architecture": "addtive"}]}))
     assert "did you mean 'additive'?" in refusal("generate", damaged, "--prompt", "x")
     (damaged / "config.json").write_text("{")

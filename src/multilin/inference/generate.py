@@ -76,7 +76,7 @@ def generate_text(
     streamer = _Streamer(tokenizer, pass_on, skip_special_tokens=settings.stop_at_end)
     found = model.generate(
         torch.tensor([prompt_ids], device=model.device),
-        past_key_values=None if snapshot is None else snapshot.state,
+        **({} if snapshot is None else {"past_key_values": snapshot.state, "new_tokens_only": True}),
         streamer=streamer if settings.num_beams == 1 else None,
         return_dict_in_generate=True,
         **_arguments(settings, tokenizer),

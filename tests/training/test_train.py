@@ -81,7 +81,7 @@ def test_the_folder_holds_a_card_a_plot_and_nothing_pickled(result: RunResult) -
     assert "AutoModelForCausalLM.from_pretrained" in card
     assert (result.output / "loss.png").read_bytes().startswith(b"\x89PNG")
     suffixes = {path.suffix for path in result.output.rglob("*") if path.is_file()}
-    assert suffixes <= {".json", ".jsonl", ".yaml", ".safetensors", ".png", ".md", ".txt"}
+    assert suffixes <= {".json", ".jsonl", ".yaml", ".safetensors", ".png", ".md", ".txt", ".py"}
     assert not list(result.output.rglob(".*"))
 
 
@@ -229,7 +229,7 @@ def test_progress_is_told_to_who_asks_and_printed_by_nobody(
 
 def test_a_hybrid_trains_through_a_recipe_and_says_what_it_is(tiny: Tiny, tmp_path: Path) -> None:
     layers = [{"architecture": "tscale", "width": 4, "initializer_range": 0.5}, {"architecture": "additive"}]
-    changes = {"model.model.layers": layers, "model.num_layers": None, "training.max_steps": 6}
+    changes = {"model.layers": layers, "model.num_layers": None, "training.max_steps": 6}
     result = train(tiny(tmp_path / "run", **changes))
     assert [entry["architecture"] for entry in result.model.config.layers] == ["tscale", "additive"]
     assert "tscale + additive" in (tmp_path / "run" / "README.md").read_text()

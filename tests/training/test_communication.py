@@ -1,7 +1,5 @@
 """Gradients that travel as int8, between two processes."""
 
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,6 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from multilin.training.recipe import Recipe
+from tests.processes import TWO_DEVICES, run
 from tests.training.conftest import metrics
 from tests.training.test_distributed import on_two_devices
 
@@ -42,9 +41,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, torch.Tensor
     """What two processes found."""
     folder = tmp_path_factory.mktemp("means")
     (folder / "script.py").write_text(MEANS)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run([*command, str(folder / "script.py"), str(folder)], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    run([*TWO_DEVICES, str(folder / "script.py"), str(folder)])
     return [load_file(folder / f"{rank}.safetensors") for rank in range(2)]
 
 

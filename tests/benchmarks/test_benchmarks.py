@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -33,6 +34,7 @@ def test_an_unknown_name_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert "training_step" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_dry_run_for_gpus_checks_everything_and_times_nothing(tmp_path: Path) -> None:
     """In a process of its own, since Triton decides once whether it interprets."""
     pytest.importorskip("triton")

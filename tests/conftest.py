@@ -19,6 +19,11 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+def pytest_unconfigure() -> None:
+    """Undo it: at the end of the process libraries report what was never collected as leaked."""
+    gc.unfreeze()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip what needs a card where there is none."""
     if not torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1":

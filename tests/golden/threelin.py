@@ -77,5 +77,5 @@ def _tensor(file: Any, name: str) -> Tensor:
 
 
 def _gradient(parameter: Tensor) -> Tensor:
-    """Nought in layers before the one that a file begins with."""
+    """Zero in layers before the one that a file begins with."""
     return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad

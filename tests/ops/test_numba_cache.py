@@ -14,9 +14,9 @@ from multilin.ops.numba_kernels import launch
 from multilin.ops.tile_norm import tile_norm
 
 
-def fill(x: Any) -> None:
+def fill(shift: int, x: Any) -> None:
     for i in numba.prange(x.size):
-        x[i] = 1
+        x[i] = shift
 
 
 def test_processes_that_compile_for_different_types_share_no_file(
@@ -27,9 +27,9 @@ def test_processes_that_compile_for_different_types_share_no_file(
     monkeypatch.setattr(launch, "_compiled", launch._compiled.__wrapped__)
     for dtype in (torch.float32, torch.bfloat16):
         tile_norm(torch.ones(2, 8, dtype=dtype))
-    filled = cpu._parallel(fill)
-    for kind in (np.int32, np.int16):
-        filled(np.zeros(3, kind))
+    monkeypatch.setattr(cpu, "fill", fill, raising=False)
+    for shift, bits in ((0, np.int32), (16, np.int16)):
+        cpu.compiled("fill", shift)(shift, np.zeros(3, bits))
     indices = [path.name.removesuffix(".nbi") for path in tmp_path.rglob("*.nbi")]
     entries = Counter(path.name.rsplit(".", 2)[0] for path in tmp_path.rglob("*.nbc"))
     assert len(indices) == 4

@@ -5,7 +5,6 @@ so nan and inf reach the scale. Adding 1.5 * 2^23 rounds to an integer, ties to 
 """
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -25,18 +24,10 @@ _UNIT = np.float32(2.0**-24)
 _COLUMNS = 128  # of one piece of work
 
 
-def _parallel(function: Callable[..., None]) -> Callable[..., None]:
-    """Compiled for each combination of the arrays' element types apart."""
-
-    @functools.cache
-    def compiled(*types: np.dtype) -> Any:
-        return njit(**PARALLEL)(with_own_cache_file(function, " ".join(map(str, types))))
-
-    @functools.wraps(function)
-    def call(*arguments: Any) -> None:
-        compiled(*(x.dtype for x in arguments if isinstance(x, np.ndarray)))(*arguments)
-
-    return call
+@functools.cache
+def compiled(name: str, shift: int) -> Any:
+    """The kernel of that name for numbers whose bits are shifted so far, which tells their type."""
+    return njit(**PARALLEL)(with_own_cache_file(globals()[name], f"shifted {shift}"))
 
 
 @njit(**SERIAL)
@@ -94,8 +85,7 @@ def _round_row(x: Any, move: Any, seed: Any, first: Any, values: Any) -> Any:
     return scale
 
 
-@_parallel
-def round_rows(x: Any, shift: int, seed: int, values: Any, scales: Any) -> None:
+def round_rows(shift: int, x: Any, seed: int, values: Any, scales: Any) -> None:
     """x (R, n) bits to int8 and scales (R, 1); at random if the seed is not negative."""
     for i in prange(x.shape[0]):
         scales[i, 0] = _round_row(x[i], np.int32(shift), seed, np.uint32(i * x.shape[1]), values[i])
@@ -114,8 +104,7 @@ def _round_scaled(x: Any, move: Any, row_scale: Any, inverse: Any, seed: Any, fi
         values[j] = _to_int8_randomly(number, _noise(seed, first + np.uint32(j)))
 
 
-@_parallel
-def round_columns(x: Any, shift: int, row_scales: Any, seed: int, values: Any, scales: Any) -> None:
+def round_columns(shift: int, x: Any, row_scales: Any, seed: int, values: Any, scales: Any) -> None:
     """row_scale * x (R, n) to int8 at random, with scales (n,)."""
     rows, width = x.shape
     for piece in prange((width + _COLUMNS - 1) // _COLUMNS):
@@ -148,8 +137,7 @@ def _scale_row(product: Any, scale: Any, bias: Any, result: Any, move: Any) -> N
         result[j] = (rounded if (bits & _MAGNITUDE) <= _INFINITE else bits) >> move
 
 
-@_parallel
-def scale_rows(product: Any, scales: Any, bias: Any, result: Any, shift: int) -> None:
+def scale_rows(shift: int, product: Any, scales: Any, bias: Any, result: Any) -> None:
     """product (R, n) int32 * scale of the row + bias, as bits of float32 or bf16."""
     for i in prange(product.shape[0]):
         _scale_row(product[i], scales[i], bias, result[i], np.int32(shift))
@@ -179,8 +167,7 @@ def _round_row_of_pairs(left: Any, right: Any, move: Any, values: Any) -> Any:
     return scale
 
 
-@_parallel
-def round_pairs(left: Any, right: Any, shift: int, values: Any, scales: Any) -> None:
+def round_pairs(shift: int, left: Any, right: Any, values: Any, scales: Any) -> None:
     """Products left[n, k] * right[n, j] of every row as int8 (R, K, J, N), one scale (R, 1) per row."""
     for i in prange(left.shape[0]):
         scales[i, 0] = _round_row_of_pairs(left[i], right[i], np.int32(shift), values[i])
@@ -206,8 +193,7 @@ def _contract_row(product: Any, scale: Any, left: Any, right: Any, move: Any, dl
                 dright[j, n] += number * lefts[n]
 
 
-@_parallel
-def contract_pairs(product: Any, scales: Any, left: Any, right: Any, shift: int, dleft: Any, dright: Any) -> None:
+def contract_pairs(shift: int, product: Any, scales: Any, left: Any, right: Any, dleft: Any, dright: Any) -> None:
     """dleft[k, n] = sum_j p[k, j, n] right[n, j], dright[j, n] = sum_k p[k, j, n] left[n, k]; p = product * scale."""
     for i in prange(product.shape[0]):
         _contract_row(product[i], scales[i], left[i], right[i], np.int32(shift), dleft[i], dright[i])

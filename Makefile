@@ -4,12 +4,15 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test lint bench docs clean
+.PHONY: demo test test-all lint bench docs clean
 
 demo: $(VENV)/.installed  ## train a small model on the text inside Python and read what it writes
 	$(BIN)/multilin demo
 
-test: $(VENV)/.installed-dev  ## run the whole test suite
+test: $(VENV)/.installed-dev  ## run the tests, without those that are marked as slow
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow"
+
+test-all: $(VENV)/.installed-dev  ## run all tests
 	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 lint: $(VENV)/.installed-dev  ## format, lint and type checks

@@ -1,5 +1,6 @@
 """Settings for all tests."""
 
+import gc
 import os
 
 import pytest
@@ -11,6 +12,16 @@ torch.set_num_threads(1)
 if not torch.cuda.is_available():
     # Triton looks at it when it is first imported: its kernels then run in Python, on tensors of the CPU.
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+def pytest_collection_finish() -> None:
+    """Take what was imported out of the garbage collector's sight: Trainer and others collect at every turn."""
+    gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    """Undo it: at the end of the process libraries report what was never collected as leaked."""
+    gc.unfreeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -2,7 +2,6 @@
 
 import importlib
 import json
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +13,7 @@ import torch
 import benchmarks.__main__
 from benchmarks.__main__ import main, names
 from multilin.errors import InputError
+from tests.processes import PYTHON, run
 
 SIZES = ["--hidden-size", "16", "--num-layers", "2", "--num-heads", "2", "--vocab-size", "50"]
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -34,13 +34,12 @@ def test_an_unknown_name_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert "training_step" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_dry_run_for_gpus_checks_everything_and_times_nothing(tmp_path: Path) -> None:
     """In a process of its own, since Triton decides once whether it interprets."""
     pytest.importorskip("triton")
-    program = [sys.executable, "-m", "benchmarks", "gpu", "--dry", "--json", str(tmp_path / "found.json")]
-    done = subprocess.run(program, capture_output=True, text=True, cwd=Path(__file__).parents[2])
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "nothing was timed" in done.stdout
+    shown = run([*PYTHON, "-m", "benchmarks", "gpu", "--dry", "--json", str(tmp_path / "found.json")])
+    assert "nothing was timed" in shown
     found = json.loads((tmp_path / "found.json").read_text())
     assert not found["timed"]
     assert all(entry["passed"] for entry in found["checks"].values())

@@ -72,6 +72,7 @@ def test_int8_weights_are_saved_and_loaded(make_model: MakeModel, tmp_path) -> N
             loaded.set_arithmetic(INT8)
 
 
+@pytest.mark.slow_for_variants
 @pytest.mark.parametrize("arithmetic", [BOTH_WAYS, Arithmetic(weights="sim_2bit")])
 def test_64_tokens_are_learned_with_rounded_weights(make_model: MakeModel, arithmetic: Arithmetic) -> None:
     model = without_dropout(int8_model(make_model, arithmetic, dtype=torch.float32, initial=True))

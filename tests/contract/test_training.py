@@ -85,7 +85,8 @@ def test_bf16_autocast_errs_no_more_than_bf16_weights(make_model: MakeModel) -> 
     assert error(autocast) <= 3 * error(rounded)
 
 
-@pytest.mark.parametrize("length", [1, 40])
+@pytest.mark.slow_for_variants
+@pytest.mark.parametrize("length", [pytest.param(1, marks=pytest.mark.slow), 40])
 def test_compiled_is_eager(make_model: MakeModel, length: int) -> None:
     torch.compiler.reset()
     model, ids = make_model(), random_ids(2, length)
@@ -96,6 +97,7 @@ def test_compiled_is_eager(make_model: MakeModel, length: int) -> None:
         )
 
 
+@pytest.mark.slow_for_variants
 def test_64_tokens_are_learned_by_heart(make_model: MakeModel) -> None:
     model, ids = without_dropout(make_model(torch.float32, initial=True)), random_ids(1, 64)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)

@@ -1,7 +1,6 @@
 """Preparation splits by document, is done once, follows its input, and never leaves half an entry."""
 
-import subprocess
-import sys
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from multilin.data.packing import PackedText
 from multilin.data.prepare import PreparedText, prepare_text
 from multilin.data.split import split_document, validation_side
 from multilin.errors import InputError
+from tests.processes import PYTHON, run
 
 DEFAULTS: dict[str, Any] = {
     "validation": None,
@@ -155,7 +155,7 @@ def test_a_killed_preparation_does_not_stand_in_the_way(corpus: Path, tmp_path: 
         f"p.prepare_text(source=sys.argv[1], cache_folder=sys.argv[2], **{DEFAULTS!r})"
     )
     cache = tmp_path / "cache"
-    subprocess.run([sys.executable, "-c", killed, str(corpus), str(cache)], check=False)
+    run([*PYTHON, "-c", killed, str(corpus), str(cache)], status=-signal.SIGKILL)
     (left,) = entries(cache)
     assert left.endswith(".partial")
     prepared = prepare(corpus, cache)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from multilin.model import MultilinConfig, MultilinForCausalLM
 from multilin.ops.block_outer import xor_combiner, xor_weight
-from tests.golden.watch import watch
+from tests.golden.watch import start_at_given_input, watch
 
 NAMES = {"QK": "query_key.weight", "QV": "query_value.weight", "K": "key.weight", "V": "value.weight"}
 
@@ -21,11 +21,12 @@ def check(file: Any) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
         return
     meta, ids = json.loads(str(file["meta_json"])), torch.from_numpy(file["token_ids"]).long()
     model = build_model(file, meta, ids.shape[1])
+    start_at_given_input(file, model.model.layers)
     states = {f"layer{index}.state": layer for index, layer in enumerate(model.model.layers)}
     seen = watch({"state_embed": model.model.embedding, **states})
     result = model(ids, labels=ids)
     result.loss.backward()
-    gradients = in_their_names({name: parameter.grad for name, parameter in model.named_parameters()})
+    gradients = in_their_names({name: _gradient(parameter) for name, parameter in model.named_parameters()})
     gradients = {f"grad.{name}": gradient for name, gradient in gradients.items()}
     ours = {**seen, "logits": result.logits, "loss": result.loss, **gradients}
     for name, tensor in ours.items():
@@ -34,7 +35,7 @@ def check(file: Any) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
 
 
 def build_model(file: Any, meta: dict[str, Any], length: int, prefix: str = "w") -> MultilinForCausalLM:
-    """Our model with the file's weights under `prefix`."""
+    """Our model with the file's weights under `prefix`; a layer without weights in the file keeps its own."""
     sizes = {"query_size": meta["qdim"], "value_size": meta["ttdim"], "scale": 1.0}
     config = MultilinConfig(
         vocab_size=meta["vocab"],
@@ -48,15 +49,15 @@ def build_model(file: Any, meta: dict[str, Any], length: int, prefix: str = "w")
         final_norm="none",
     )  # fmt: skip
     model = MultilinForCausalLM(config).double().eval()
-    weights = {
-        "model.embedding.tokens.weight": _tensor(file, f"{prefix}.embed"),
-        "lm_head.weight": _tensor(file, f"{prefix}.final"),
-    }
+    weights = {"lm_head.weight": _tensor(file, f"{prefix}.final")}
+    if f"{prefix}.embed" in file.files:
+        weights["model.embedding.tokens.weight"] = _tensor(file, f"{prefix}.embed")
     for index in range(len(config.layers)):
         theirs, ours = f"{prefix}.layer{index}", f"model.layers.{index}"
-        weights |= {f"{ours}.{name}": _tensor(file, f"{theirs}.{source}") for source, name in NAMES.items()}
-        weights[f"{ours}.combiner"] = xor_weight(_tensor(file, f"{theirs}.Combiner").permute(2, 0, 1), block=16)
-    model.load_state_dict(weights)
+        if f"{theirs}.QK" in file.files:
+            weights |= {f"{ours}.{name}": _tensor(file, f"{theirs}.{source}") for source, name in NAMES.items()}
+            weights[f"{ours}.combiner"] = xor_weight(_tensor(file, f"{theirs}.Combiner").permute(2, 0, 1), block=16)
+    model.load_state_dict(model.state_dict() | weights)
     return model
 
 
@@ -75,3 +76,8 @@ def in_their_names(tensors: Mapping[str, Any]) -> dict[str, Tensor]:
 
 def _tensor(file: Any, name: str) -> Tensor:
     return torch.from_numpy(file[name]).double()
+
+
+def _gradient(parameter: Tensor) -> Tensor:
+    """Zero in layers before the one that a file begins with."""
+    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad

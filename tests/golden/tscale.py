@@ -14,7 +14,7 @@ from multilin.architectures.tscale import layer_widths
 from multilin.model import MultilinConfig, MultilinForCausalLM
 from multilin.ops.block_outer import xor_combiner, xor_weight
 from multilin.ops.windowed_attention import windowed_attention
-from tests.golden.watch import watch
+from tests.golden.watch import start_at_given_input, watch
 
 SOURCE_LN2 = float(np.float32(0.693147))
 """What the source writes for ln 2; it divides by it where the mathematics multiplies by log2(e)."""
@@ -36,15 +36,17 @@ def check(file: Any) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
     """(array, ours, expected) for a schedule file or for a model with its states and probabilities."""
     if any(name.endswith(".widthId_slope") for name in file.files):
         yield from _schedules(file)
-    elif "MP_MODEL_EMBED" in file.files and "prob" in file.files:
+    elif "prob" in file.files:
         meta = json.loads(str(file["meta_json"]))
         model = build_model(file, meta)
         follow_the_source(model)
+        start_at_given_input(file, model.model.layers)
         for name, tensor in _run(file, model, meta["doc_start"]).items():
             if name in file.files:
                 yield name, tensor.detach().numpy(), file[name]
         yield from deltas(file, "", model, meta["heads"])
         yield from _masks(file, meta["doc_start"])
+        yield from _lookups(file, model)
         if "noise.label_ids" in file.files:
             yield "noise.prob", _with_noise(model, file, meta["doc_start"]).detach().numpy(), file["noise.prob"]
 
@@ -72,6 +74,18 @@ def _masks(file: Any, start_token: int | None) -> Iterator[tuple[str, np.ndarray
             yield name, mask.reshape(file[name].shape), file[name].astype(bool)
 
 
+def _lookups(file: Any, model: MultilinForCausalLM) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
+    """The means of the values from given queries, keys and values, with the reach of every layer."""
+    for index, layer in enumerate(model.model.layers):
+        if f"layer{index}.valLookup" in file.files:
+            num_heads = layer.attention.heads[0]
+            q, r, v = (
+                _tensor(file, f"layer{index}.{name}").unflatten(-1, (num_heads, -1)) for name in ("qk", "qv", "v")
+            )
+            means, _ = windowed_attention(q, r, v, **layer.attention._reach())
+            yield f"layer{index}.valLookup", means.flatten(2).numpy(), file[f"layer{index}.valLookup"]
+
+
 def _with_noise(model: MultilinForCausalLM, file: Any, start_token: int | None) -> Tensor:
     """Probabilities where each embedding is a signed sum of the rows that training drew."""
     labels, ids = torch.from_numpy(file["noise.label_ids"]).long(), torch.from_numpy(file["tokens"]).long()
@@ -91,6 +105,8 @@ def _run(file: Any, model: MultilinForCausalLM, start_token: int | None) -> dict
     logits = model(ids, document_ids=documents(ids, start_token)).logits
     before = seen["state_embed"]
     for index in range(len(model.model.layers)):
+        if f"layer{index}.input" in file.files:
+            before = _tensor(file, f"layer{index}.input")
         seen[f"layer{index}.state_att"] = before + seen.pop(f"update{index}")
         before = seen[f"layer{index}.state_ffn"]
     targets = torch.from_numpy(file["targets"]).long()
@@ -110,7 +126,7 @@ def documents(ids: Tensor, start_token: int | None) -> Tensor | None:
 
 
 def build_model(file: Any, meta: dict[str, Any], prefix: str = "") -> MultilinForCausalLM:
-    """Our model with the file's weights, those whose names begin with `prefix`."""
+    """Our model with the file's weights, those whose names begin with `prefix`; what the file lacks stays random."""
     ratio = math.log(2) / SOURCE_LN2
     shared = {
         "num_heads": meta["heads"],
@@ -138,8 +154,9 @@ def build_model(file: Any, meta: dict[str, Any], prefix: str = "") -> MultilinFo
         "lm_head.bias": _tensor(file, f"{prefix}Bias" if f"{prefix}Bias" in file.files else "Bias") * math.log(2)
     }
     for ours, theirs in weight_names(len(config.layers)).items():
-        weights[ours] = to_ours(theirs, _tensor(file, prefix + theirs), meta["heads"])
-    model.load_state_dict(weights)
+        if prefix + theirs in file.files:
+            weights[ours] = to_ours(theirs, _tensor(file, prefix + theirs), meta["heads"])
+    model.load_state_dict(model.state_dict() | weights)
     return model
 
 

@@ -2,8 +2,6 @@
 
 import multiprocessing
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -16,6 +14,7 @@ from torch import Tensor
 from multilin.ops.prefix_softmax import PREFIX_SOFTMAX, PrefixSoftmaxState, cpu, prefix_softmax, reference
 from multilin.ops.prefix_softmax.cases import LOGITS, make_logits, make_starts, make_values
 from tests.ops.poison import poison_memory
+from tests.processes import PYTHON, run
 
 pytestmark = pytest.mark.skipif(cpu.why_not() is not None, reason=str(cpu.why_not()))
 
@@ -140,7 +139,7 @@ op.prefix_softmax(logits, values)[0].sum().backward()
 assert torch.get_num_threads() == 2
 """
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "2"}
-    subprocess.run([sys.executable, "-W", "ignore", "-c", program], check=True, env=environment)
+    run([*PYTHON, "-c", program], environment=environment)
 
 
 @pytest.mark.parametrize("window", [None, 50])
@@ -204,7 +203,7 @@ def test_a_forked_process_can_use_it_too(two_threads: None, monkeypatch: pytest.
     queue = context.SimpleQueue()
     child = context.Process(target=_mean_in_child, args=(queue, inputs))
     child.start()
-    child.join(30)
+    child.join(300)
     child.kill()
     assert child.exitcode == 0
     assert queue.get() == pytest.approx(expected, abs=1e-3)
@@ -256,4 +255,4 @@ assert "numba" not in sys.modules
 op.prefix_softmax(torch.zeros(1, 2, 1), torch.zeros(1, 2, 1, 1))
 assert "numba" in sys.modules
 """
-    subprocess.run([sys.executable, "-W", "ignore", "-c", program], check=True)
+    run([*PYTHON, "-c", program])

@@ -135,7 +135,9 @@ def test_how_the_work_is_cut_changes_nothing(monkeypatch, numbers: int, window: 
     torch.testing.assert_close(results[1], results[0], rtol=1e-9, atol=1e-10)
 
 
-@pytest.mark.parametrize(("window", "lengths"), [(64, (4096, 16384)), (100_000, (1024, 4096))])
+@pytest.mark.parametrize(
+    ("window", "lengths"), [pytest.param(64, (4096, 16384), marks=pytest.mark.slow), (100_000, (1024, 4096))]
+)
 def test_no_tensor_on_the_way_grows_with_the_pairs(window: int, lengths: tuple[int, int]) -> None:
     """Forward and backward, the largest tensor is a tile or of the inputs' size, never time x window x heads."""
     largest = []

@@ -45,6 +45,12 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
+@pytest.fixture(autouse=True)
+def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plot of the loss would take a third of a tiny run; the runs of wider fixtures, made before, are drawn."""
+    monkeypatch.setattr("multilin.training.trainer.draw_loss", lambda lines, path: path.touch())
+
+
 @pytest.fixture(scope="session")
 def tiny(text_file: Path) -> Callable[..., Recipe]:
     """A recipe small enough for a test: tiny(output, **{"section.field": value})."""

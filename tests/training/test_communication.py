@@ -1,15 +1,16 @@
 """Gradients that travel as int8, between two processes."""
 
-import subprocess
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 
+from multilin.training.communication import Int8Gradients
 from multilin.training.recipe import Recipe
+from tests.processes import TWO_DEVICES, run
 from tests.training.conftest import metrics
 from tests.training.test_distributed import on_two_devices
 
@@ -42,10 +43,26 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, torch.Tensor
     """What two processes found."""
     folder = tmp_path_factory.mktemp("means")
     (folder / "script.py").write_text(MEANS)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run([*command, str(folder / "script.py"), str(folder)], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    run([*TWO_DEVICES, str(folder / "script.py"), str(folder)])
     return [load_file(folder / f"{rank}.safetensors") for rank in range(2)]
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """This process as the only device of a group."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_device_alone_rounds_its_gradient_and_sends_nothing() -> None:
+    gradient = torch.randn(1003, generator=torch.Generator().manual_seed(0))
+    plain, fed_back = Int8Gradients(), Int8Gradients(error_feedback=True)
+    once, many = plain.mean(gradient), torch.stack([fed_back.mean(gradient) for _ in range(50)]).mean(dim=0)
+    assert 0 < (once - gradient).norm() <= 0.01 * gradient.norm()
+    assert (many - gradient).norm() <= 0.1 * (once - gradient).norm()
+    assert (plain.bytes_sent, plain.float32_bytes) == (0, 0)
 
 
 @pytest.mark.slow

@@ -1,5 +1,3 @@
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -7,6 +5,7 @@ import pytest
 
 from multilin.training.recipe import Recipe, save_recipe
 from multilin.training.trainer import train
+from tests.processes import TWO_DEVICES, run
 from tests.training.conftest import assert_same_weights, metrics
 
 STOPPED_ON_ONE_DEVICE = """
@@ -33,8 +32,7 @@ def on_two_devices(folder: Path, recipe: Recipe, *words: str) -> None:
     recipe_file, script = folder / "recipe.yaml", folder / "script.py"
     save_recipe(recipe, recipe_file)
     script.write_text(STOPPED_ON_ONE_DEVICE)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
-    subprocess.run([*command, str(recipe_file), *words], check=True, capture_output=True)
+    run([*TWO_DEVICES, str(script), str(recipe_file), *words])
 
 
 @pytest.mark.slow

@@ -1,6 +1,5 @@
 import random
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -15,6 +14,7 @@ from multilin.training.outcomes import RunResult, TrainingInterrupted
 from multilin.training.progress import TrainingProgress
 from multilin.training.recipe import Recipe, save_recipe
 from multilin.training.trainer import train
+from tests.processes import PYTHON, run, running
 from tests.training.conftest import assert_same_weights, metrics
 
 Tiny = Callable[..., Recipe]
@@ -195,13 +195,13 @@ def test_sigkill_at_a_random_moment_loses_nothing(
 ) -> None:
     folder, recipe_file = tmp_path / "run", tmp_path / "recipe.yaml"
     save_recipe(tiny(folder, **{"training.save_every_steps": 1, "training.max_steps": 200}), recipe_file)
-    command = [sys.executable, "-c", TRAIN_FROM_A_FILE, str(recipe_file)]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-    while process.poll() is None and not list(folder.glob("checkpoints/checkpoint-*")):
-        time.sleep(0.02)
-    time.sleep(random.Random(seed).uniform(0.1, 1.5))
-    process.kill()
-    assert process.wait() == -signal.SIGKILL
-    subprocess.run([*command, "resume"], check=True, stdout=subprocess.DEVNULL)
+    command = [*PYTHON, "-c", TRAIN_FROM_A_FILE, str(recipe_file)]
+    with running(command) as process:
+        while process.poll() is None and not list(folder.glob("checkpoints/checkpoint-*")):
+            time.sleep(0.02)
+        time.sleep(random.Random(seed).uniform(0.1, 1.5))
+        process.kill()
+        assert process.wait() == -signal.SIGKILL
+    run([*command, "resume"])
     whole = train(tiny(tmp_path / "whole", **{"training.max_steps": 200}))
     assert_same_weights(folder, whole.output)

@@ -1,9 +1,6 @@
 """Triton's kernels of prefix_softmax: held against the definition in float64, interpreted or on a card."""
 
 import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -15,8 +12,8 @@ from torch import Tensor
 from multilin.ops.prefix_softmax import PREFIX_SOFTMAX, PrefixSoftmaxState, gpu, gpu_run, reference
 from multilin.ops.prefix_softmax.cases import LOGITS, make_logits, make_starts, make_values
 from tests.ops.poison import poison_memory
+from tests.processes import PYTHON, run
 
-ROOT = Path(__file__).parents[3]
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 4e-3, torch.float16: 1e-3}
 CHUNK = 16  # of the interpreter's small cases; on a card the chunk is as it is
 
@@ -267,9 +264,7 @@ def test_dispatch_takes_the_kernels_for_gpus_and_refuses_what_they_cannot() -> N
 @pytest.mark.slow
 def test_every_kernel_compiles_for_a_hopper_card() -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    program = [sys.executable, "-W", "ignore", "-m", "tests.ops.gpu.compiling", "tests.ops.gpu.prefix_softmax_calls"]
-    done = subprocess.run(program, env=environment, capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
+    run([*PYTHON, "-m", "tests.ops.gpu.compiling", "tests.ops.gpu.prefix_softmax_calls"], environment=environment)
 
 
 @pytest.mark.gpu

@@ -1,7 +1,5 @@
 """What Triton's kernels share, and how dispatch comes to them."""
 
-import subprocess
-import sys
 import warnings
 
 import pytest
@@ -9,6 +7,7 @@ import torch
 
 from multilin.ops import triton_kernels
 from multilin.ops.dispatch import Backend, Op, all_ops
+from tests.processes import PYTHON, run
 
 CPU = torch.device("cpu")
 
@@ -26,7 +25,7 @@ all_ops()
 assert "multilin.ops.triton_kernels.launch" not in sys.modules
 assert {installed} or triton_kernels.why_not() == "triton is not installed"
 """
-    subprocess.run([sys.executable, "-W", "ignore", "-c", program], check=True)
+    run([*PYTHON, "-c", program])
 
 
 def test_where_there_is_no_card_the_reason_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

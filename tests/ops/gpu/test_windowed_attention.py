@@ -70,7 +70,7 @@ def test_means_state_and_gradients(name: str, packed: bool, device: torch.device
 
 
 @pytest.mark.parametrize("name", ["null key", "hyperbolic decay", "peaked"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)], ids=str)
 def test_narrow_types(name: str, dtype: torch.dtype, device: torch.device, monkeypatch) -> None:
     poison_memory(monkeypatch)
     check(CPU_SHAPE, OPTIONS[name], dtype, device, with_state=True)
@@ -88,7 +88,7 @@ def test_at_size(name: str, dtype: torch.dtype, device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in OPTIONS if OPTIONS[name]["window"]])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)], ids=str)
 def test_decoding_token_by_token_equals_reading_at_once(name, dtype, device: torch.device, monkeypatch) -> None:
     """The kernel for one token: means and the state it writes, with starts and padding."""
     poison_memory(monkeypatch)

@@ -46,7 +46,7 @@ class KernelSteps(PortableSteps):
         """One scale per row."""
         values, scale = torch.empty(x.shape, dtype=torch.int8), torch.empty(len(x), 1)
         bits, shift = _bits(x.detach())
-        _run("round_rows", bits, shift, seed, values.numpy(), scale.numpy())
+        _run("round_rows", shift, bits, seed, values.numpy(), scale.numpy())
         return Rounded(values, scale)
 
     @staticmethod
@@ -60,7 +60,7 @@ class KernelSteps(PortableSteps):
         values, scale = torch.empty(x.shape, dtype=torch.int8), torch.empty(1, x.shape[1])
         bits, shift = _bits(x)
         rows = row_scale.float().contiguous().view(-1).numpy()
-        _run("round_columns", bits, shift, rows, int(draw_seed()), values.numpy(), scale.numpy()[0])
+        _run("round_columns", shift, bits, rows, int(draw_seed()), values.numpy(), scale.numpy()[0])
         return Rounded(values, scale)
 
     @staticmethod
@@ -74,7 +74,7 @@ class KernelSteps(PortableSteps):
         bits, shift = _bits(result)
         scales = (row_scale * factor).float().contiguous().view(-1)
         offsets = torch.empty(0) if bias is None else bias.detach().float().contiguous()
-        _run("scale_rows", product.contiguous().numpy(), scales.numpy(), offsets.numpy(), bits, shift)
+        _run("scale_rows", shift, product.contiguous().numpy(), scales.numpy(), offsets.numpy(), bits)
         return result
 
     @staticmethod
@@ -87,7 +87,7 @@ class KernelSteps(PortableSteps):
         values = torch.empty((rows, width, right.shape[-1], blocks), dtype=torch.int8)
         scale = torch.empty(rows, 1)
         (left_bits, shift), (right_bits, _) = _bits(left.detach()), _bits(right.detach())
-        _run("round_pairs", left_bits, right_bits, shift, values.numpy(), scale.numpy())
+        _run("round_pairs", shift, left_bits, right_bits, values.numpy(), scale.numpy())
         return Rounded(values.flatten(1), scale)
 
     @staticmethod
@@ -102,19 +102,19 @@ class KernelSteps(PortableSteps):
         dleft, dright = torch.empty((rows, width, blocks)), torch.empty((rows, other, blocks))
         (left_bits, shift), (right_bits, _) = _bits(left), _bits(right)
         scales = (row_scale * factor).float().contiguous().view(-1).numpy()
-        _run("contract_pairs", product.view(rows, width, other, blocks).numpy(), scales, left_bits, right_bits, shift,
+        _run("contract_pairs", shift, product.view(rows, width, other, blocks).numpy(), scales, left_bits, right_bits,
             dleft.numpy(), dright.numpy(),
         )  # fmt: skip
         return dleft.mT.to(left.dtype), dright.mT.to(right.dtype)
 
 
-def _run(kernel: str, *arguments: Any) -> None:
+def _run(kernel: str, shift: int, *arguments: Any) -> None:
     """Call a kernel on as many threads as PyTorch uses."""
     import numba
 
     threads = torch.get_num_threads()
     numba.set_num_threads(min(threads, int(vars(numba.config)["NUMBA_NUM_THREADS"])))
-    getattr(_kernels(), kernel)(*arguments)
+    _kernels().compiled(kernel, shift)(shift, *arguments)
     if torch.get_num_threads() != threads:
         # Starting numba's threads resets the number of PyTorch's: they share OpenMP.
         torch.set_num_threads(threads)

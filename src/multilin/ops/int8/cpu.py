@@ -4,10 +4,13 @@ The largest magnitude is found on the bits without their sign, which are ordered
 so nan and inf reach the scale. Adding 1.5 * 2^23 rounds to an integer, ties to even, and leaves it in the low bits.
 """
 
+import functools
 from typing import Any
 
 import numpy as np
 from numba import njit, prange
+
+from multilin.ops.numba_kernels.launch import with_own_cache_file
 
 SERIAL: Any = {"error_model": "numpy"}
 PARALLEL: Any = {"parallel": True, "cache": True, "nogil": True, "error_model": "numpy"}
@@ -19,6 +22,12 @@ _MAGIC_BITS = np.int32(0x4B400000)
 _ZERO, _HALF, _ONE, _LARGEST = np.float32(0.0), np.float32(0.5), np.float32(1.0), np.float32(127.0)
 _UNIT = np.float32(2.0**-24)
 _COLUMNS = 128  # of one piece of work
+
+
+@functools.cache
+def compiled(name: str, shift: int) -> Any:
+    """The kernel of that name for numbers whose bits are shifted so far, which tells their type."""
+    return njit(**PARALLEL)(with_own_cache_file(globals()[name], f"shifted {shift}"))
 
 
 @njit(**SERIAL)
@@ -76,8 +85,7 @@ def _round_row(x: Any, move: Any, seed: Any, first: Any, values: Any) -> Any:
     return scale
 
 
-@njit(**PARALLEL)
-def round_rows(x: Any, shift: int, seed: int, values: Any, scales: Any) -> None:
+def round_rows(shift: int, x: Any, seed: int, values: Any, scales: Any) -> None:
     """x (R, n) bits to int8 and scales (R, 1); at random if the seed is not negative."""
     for i in prange(x.shape[0]):
         scales[i, 0] = _round_row(x[i], np.int32(shift), seed, np.uint32(i * x.shape[1]), values[i])
@@ -96,8 +104,7 @@ def _round_scaled(x: Any, move: Any, row_scale: Any, inverse: Any, seed: Any, fi
         values[j] = _to_int8_randomly(number, _noise(seed, first + np.uint32(j)))
 
 
-@njit(**PARALLEL)
-def round_columns(x: Any, shift: int, row_scales: Any, seed: int, values: Any, scales: Any) -> None:
+def round_columns(shift: int, x: Any, row_scales: Any, seed: int, values: Any, scales: Any) -> None:
     """row_scale * x (R, n) to int8 at random, with scales (n,)."""
     rows, width = x.shape
     for piece in prange((width + _COLUMNS - 1) // _COLUMNS):
@@ -130,8 +137,7 @@ def _scale_row(product: Any, scale: Any, bias: Any, result: Any, move: Any) -> N
         result[j] = (rounded if (bits & _MAGNITUDE) <= _INFINITE else bits) >> move
 
 
-@njit(**PARALLEL)
-def scale_rows(product: Any, scales: Any, bias: Any, result: Any, shift: int) -> None:
+def scale_rows(shift: int, product: Any, scales: Any, bias: Any, result: Any) -> None:
     """product (R, n) int32 * scale of the row + bias, as bits of float32 or bf16."""
     for i in prange(product.shape[0]):
         _scale_row(product[i], scales[i], bias, result[i], np.int32(shift))
@@ -161,8 +167,7 @@ def _round_row_of_pairs(left: Any, right: Any, move: Any, values: Any) -> Any:
     return scale
 
 
-@njit(**PARALLEL)
-def round_pairs(left: Any, right: Any, shift: int, values: Any, scales: Any) -> None:
+def round_pairs(shift: int, left: Any, right: Any, values: Any, scales: Any) -> None:
     """Products left[n, k] * right[n, j] of every row as int8 (R, K, J, N), one scale (R, 1) per row."""
     for i in prange(left.shape[0]):
         scales[i, 0] = _round_row_of_pairs(left[i], right[i], np.int32(shift), values[i])
@@ -188,8 +193,7 @@ def _contract_row(product: Any, scale: Any, left: Any, right: Any, move: Any, dl
                 dright[j, n] += number * lefts[n]
 
 
-@njit(**PARALLEL)
-def contract_pairs(product: Any, scales: Any, left: Any, right: Any, shift: int, dleft: Any, dright: Any) -> None:
+def contract_pairs(shift: int, product: Any, scales: Any, left: Any, right: Any, dleft: Any, dright: Any) -> None:
     """dleft[k, n] = sum_j p[k, j, n] right[n, j], dright[j, n] = sum_k p[k, j, n] left[n, k]; p = product * scale."""
     for i in prange(product.shape[0]):
         _contract_row(product[i], scales[i], left[i], right[i], np.int32(shift), dleft[i], dright[i])

@@ -8,6 +8,7 @@ import inspect
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import numba
@@ -81,7 +82,7 @@ def _compiled(
     sources = types.Opaque(_sources(Path(inspect.getfile(kernel)).parent))
     signature = types.void(pointer, types.CPointer(element), types.int64, sources)
     with _said_when_compiling():
-        compiled = cfunc(signature, cache=True, **SCALARS)(kernel)
+        compiled = cfunc(signature, cache=True, **SCALARS)(with_own_cache_file(kernel, str(signature)))
     prototype = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p)
     return compiled.address, prototype(compiled.address)
 
@@ -93,6 +94,21 @@ def _sources(folder: Path) -> str:
     for path in (*sorted(folder.glob("cpu*.py")), *sorted(Path(__file__).parent.glob("*.py"))):
         digest.update(path.read_bytes())
     return f"kernels {digest.hexdigest()}"
+
+
+def with_own_cache_file(function: Callable[..., Any], argument_types: str) -> Callable[..., Any]:
+    """A copy of the function that numba caches in files of its own for these types of arguments.
+
+    Numba numbers the files of a function in one index, without a lock: of two processes that compile for different
+    types at the same time, one may put its code under the number that the other has entered for its types. Whoever
+    loads it then runs code for other types, which damages memory. In files of their own, both write the same.
+    """
+    assert isinstance(function, FunctionType)
+    copy = FunctionType(
+        function.__code__, function.__globals__, function.__name__, function.__defaults__, function.__closure__
+    )
+    copy.__qualname__ = f"{function.__qualname__}_{hashlib.sha256(argument_types.encode()).hexdigest()[:16]}"
+    return copy
 
 
 @contextlib.contextmanager

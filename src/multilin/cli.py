@@ -17,6 +17,7 @@ from multilin.errors import InputError, nearest
 from multilin.inference.verbs import convert, generate, rollout
 from multilin.messages import as_json, plain_messages, say_next
 from multilin.settings import settings
+from multilin.settings.bounds import PathText, Prose
 from multilin.threads import warn_of_contention
 from multilin.tokenizer_tools import TokenizerSettings
 from multilin.training.outcomes import TrainingFailed, TrainingInterrupted
@@ -29,7 +30,7 @@ BAD_INPUT, FAILED, INTERRUPTED, BROKEN_PIPE = 2, 1, 130, 141
 class TrainArguments:
     """What to train."""
 
-    recipe: Annotated[str | None, POSITIONAL] = None  # built-in recipe, YAML file or run folder; else the defaults
+    recipe: Annotated[PathText | None, POSITIONAL] = None  # built-in recipe, YAML file or run folder; else the defaults
     resume: bool = False  # continue the run in the output folder at its last checkpoint
     overwrite: bool = False  # replace the run in the output folder
 
@@ -45,9 +46,9 @@ class DoctorArguments:
 class TokenizerArguments:
     """What to show."""
 
-    tokenizer: str  # folder with a tokenizer.json, run folder, or name on the hub
-    source: str | None = None  # count tokens and bytes of this text
-    text: str | None = None  # show how this text is cut
+    tokenizer: PathText  # folder with a tokenizer.json, run folder, or name on the hub
+    source: PathText | None = None  # count tokens and bytes of this text
+    text: Prose | None = None  # show how this text is cut
     json: bool = False  # print JSON
 
 

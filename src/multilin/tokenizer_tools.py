@@ -5,9 +5,8 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
-from annotated_types import Gt
 from rich.console import Console
 from rich.table import Table
 from transformers import PreTrainedTokenizerFast
@@ -18,16 +17,17 @@ from multilin.data.tokenizers import load_tokenizer, train_tokenizer
 from multilin.errors import InputError
 from multilin.progress import staged
 from multilin.settings import settings
+from multilin.settings.bounds import PathText, Vocabulary
 
 
 @settings
 class TokenizerSettings:
     """A tokenizer to train."""
 
-    source: str  # text: a built-in corpus, a file, folder or glob, or a dataset of the Hugging Face hub
-    output: str  # folder to write it to
+    source: PathText  # text: a built-in corpus, a file, folder or glob, or a dataset of the Hugging Face hub
+    output: PathText  # folder to write it to
     kind: Literal["bpe", "unigram", "byte"] = "bpe"  # how text becomes tokens
-    vocab_size: Annotated[int, Gt(0)] = 4096  # entries of the vocabulary (a byte tokenizer always has 258)
+    vocab_size: Vocabulary = 4096  # entries of the vocabulary (a byte tokenizer always has 258)
     text_field: str = "text"  # the field or column of .jsonl, .csv and .parquet files that holds the text
     encoding_errors: Literal["strict", "replace"] = "strict"  # bytes that are not UTF-8: refuse, or replace by U+FFFD
     overwrite: bool = False  # replace the tokenizer in the output folder

@@ -146,7 +146,7 @@ def test_evaluate_shows_where_the_bits_go(trained: Path, cli: Call) -> None:
         (["--tasks", "x", "--long"], "--long: given together with --tasks, which bring their own texts"),
         (["--tasks", "x", "--source", "y"], "--source: given together with --tasks"),
         (["--task-limit", "3"], "--task-limit: given without --tasks; name the tasks to score on"),
-        (["--task-limit", "0"], "--task-limit: 0 given, but it should be greater than 0"),
+        (["--task-limit", "0"], "--task-limit: 0 given, but it should be at least 1"),
     ],
 )
 def test_what_evaluate_would_ignore_is_refused(

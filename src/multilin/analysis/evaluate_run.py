@@ -7,9 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
-
-from annotated_types import Gt
+from typing import Any, Literal
 
 from multilin.analysis.breakdown import Breakdown, break_down
 from multilin.analysis.evaluate import Evaluation, evaluate, read_blocks
@@ -21,22 +19,21 @@ from multilin.errors import InputError
 from multilin.inference.runs import Run
 from multilin.progress import counted, staged
 from multilin.settings import settings
+from multilin.settings.bounds import Batch, PathText, Tokens
 from multilin.training.assemble import read_text
 from multilin.training.recipe import RECIPE_FILE, load_recipe
 
 # For a model without a longest text and without a recipe.
 BLOCK_SIZE = 1024
 
-Positive = Annotated[int, Gt(0)]
-
 
 @settings
 class EvaluationSettings:
     """What a model is scored on."""
 
-    source: str | None = None  # text: a corpus, file, folder, glob or hub dataset; else the run's validation text
-    max_tokens: Positive | None = None  # score about so many tokens, spread evenly over the text; none scores all
-    batch_size: Positive = 8  # blocks read at a time
+    source: PathText | None = None  # text: a corpus, file, folder, glob or hub dataset; else the run's validation text
+    max_tokens: Tokens | None = None  # score about so many tokens, spread evenly over the text; none scores all
+    batch_size: Batch = 8  # blocks read at a time
     text_field: str = "text"  # the field or column of .jsonl, .csv and .parquet files that holds the text
     encoding_errors: Literal["strict", "replace"] = "strict"  # bytes that are not UTF-8: refuse, or replace by U+FFFD
 

@@ -2,9 +2,6 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
-
-from annotated_types import Ge, Gt
 
 from multilin.analysis.evaluate_run import validation_text
 from multilin.analysis.explain import Explanation, explain
@@ -15,25 +12,24 @@ from multilin.inference.prompts import encode_prompt, read_prompt
 from multilin.inference.runs import Run, load_run
 from multilin.progress import counted
 from multilin.settings import settings
+from multilin.settings.bounds import Batch, Index, PathText, Prose, ShortLength
 from multilin.training.recipe import RECIPE_FILE
 
 PASSAGE_TOKENS = 128
-
-Positive = Annotated[int, Gt(0)]
 
 
 @settings
 class ExplainSettings:
     """What is explained, and how."""
 
-    run: str  # folder of a trained model
-    text: str | None = None  # text to explain; without one it is read from a pipe, or taken from the validation text
-    file: str | None = None  # file with the text to explain; one newline at its end is left out
-    document: Annotated[int, Ge(0)] = 0  # where no text is given: the document of the validation text, from 0
-    max_tokens: Positive = 400  # longest text; each of its tokens is removed once, so twice as long takes four times
+    run: PathText  # folder of a trained model
+    text: Prose | None = None  # text to explain; without one it is read from a pipe, or taken from the validation text
+    file: PathText | None = None  # file with the text to explain; one newline at its end is left out
+    document: Index = 0  # where no text is given: the document of the validation text, from 0
+    max_tokens: ShortLength = 400  # longest text; each of its tokens is removed once, so twice as long takes four times
     remove: bool = True  # also measure how each prediction changes when a token is removed
-    batch_size: Positive = 16  # texts without a token read at a time
-    output: str | None = None  # folder for the page, the picture and the JSON; without one RUN/explain
+    batch_size: Batch = 16  # texts without a token read at a time
+    output: PathText | None = None  # folder for the page, the picture and the JSON; without one RUN/explain
     json: bool = False  # print the JSON
 
 

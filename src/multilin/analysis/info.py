@@ -19,17 +19,18 @@ from multilin.errors import InputError, nearest
 from multilin.inference.runs import load_model, longest_text
 from multilin.model.factory import create_model, model_names
 from multilin.settings import field_help, settings
+from multilin.settings.bounds import BlockLength, Depth, Section, Vocabulary, Width
 
 
 @settings
 class ModelSizes:
     """The sizes of a model that is not trained yet."""
 
-    hidden_size: int = 256  # width of the vectors between the layers
-    num_layers: int = 6  # layers
-    vocab_size: int = 4096  # entries of the vocabulary
-    n_positions: int = 256  # longest text, in tokens
-    options: dict[str, Any] = field(default_factory=dict)  # options of the architecture
+    hidden_size: Width = 256  # width of the vectors between the layers
+    num_layers: Depth = 6  # layers
+    vocab_size: Vocabulary = 4096  # entries of the vocabulary
+    n_positions: BlockLength = 256  # longest text, in tokens
+    options: Section = field(default_factory=dict)  # options of the architecture
 
 
 @dataclass(frozen=True)

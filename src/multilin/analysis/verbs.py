@@ -2,9 +2,8 @@
 
 import functools
 import json
-from typing import Annotated, Any
+from typing import Any
 
-from annotated_types import Gt
 from rich.console import Console
 
 from multilin.analysis.evaluate_run import EvaluationSettings
@@ -13,19 +12,20 @@ from multilin.analysis.info import ModelSizes
 from multilin.errors import InputError
 from multilin.messages import as_json, say_next
 from multilin.settings import settings
+from multilin.settings.bounds import PathText, Tokens
 
 
 @settings
 class EvaluateArguments:
     """What to score."""
 
-    run: str  # folder of a trained model
+    run: PathText  # folder of a trained model
     long: bool = False  # read every document whole, through the state, instead of blocks
     tasks: str | None = None  # names of lm-eval tasks, separated by commas, to score on instead of a text
-    task_folder: str | None = None  # a folder with lm-eval tasks of your own
-    task_limit: Annotated[int, Gt(0)] | None = None  # examples of each task; none takes all
+    task_folder: PathText | None = None  # a folder with lm-eval tasks of your own
+    task_limit: Tokens | None = None  # examples of each task; none takes all
     json: bool = False  # print JSON
-    output: str | None = None  # also write the JSON to this file
+    output: PathText | None = None  # also write the JSON to this file
 
 
 def evaluate(what: EvaluateArguments, how: EvaluationSettings) -> None:
@@ -84,15 +84,15 @@ def explain(what: ExplainSettings) -> None:
 class QuantizeArguments:
     """What to round."""
 
-    run: str  # folder of a trained model
-    output: str | None = None  # folder for the int8 model; without one RUN-int8
+    run: PathText  # folder of a trained model
+    output: PathText | None = None  # folder for the int8 model; without one RUN-int8
 
 
 @settings
 class InfoArguments:
     """What to describe."""
 
-    model: str  # folder of a trained model, or the name of an architecture
+    model: PathText  # folder of a trained model, or the name of an architecture
     json: bool = False  # print JSON
 
 

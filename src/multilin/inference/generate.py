@@ -3,10 +3,9 @@
 import io
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-from annotated_types import Ge, Gt, Le
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast, TextStreamer
 
@@ -17,21 +16,20 @@ from multilin.inference.runs import Run, longest_text
 from multilin.inference.snapshot import Snapshot
 from multilin.model import MultilinForCausalLM
 from multilin.settings import settings
-
-Positive = Annotated[int, Gt(0)]
+from multilin.settings.bounds import Beams, Seed, Share, Temperature, Tokens, Vocabulary
 
 
 @settings
 class GenerationSettings:
     """How text is written."""
 
-    max_new_tokens: Positive = 200  # tokens to write, at most
-    temperature: Annotated[float, Gt(0)] = 0.8  # below 1 prefers likely tokens more than the model does, above 1 less
-    top_k: Positive | None = None  # draw from the k likeliest tokens only
-    top_p: Annotated[float, Gt(0), Le(1)] | None = None  # draw from the likeliest tokens that together have this share
+    max_new_tokens: Tokens = 200  # tokens to write, at most
+    temperature: Temperature = 0.8  # below 1 prefers likely tokens more than the model does, above 1 less
+    top_k: Vocabulary | None = None  # draw from the k likeliest tokens only
+    top_p: Share | None = None  # draw from the likeliest tokens that together have this share
     greedy: bool = False  # always take the likeliest token instead of drawing
-    num_beams: Positive = 1  # search for the likeliest text among so many at a time instead of drawing
-    seed: Annotated[int, Ge(0)] | None = None  # the same seed writes the same text again; none writes another one
+    num_beams: Beams = 1  # search for the likeliest text among so many at a time instead of drawing
+    seed: Seed | None = None  # the same seed writes the same text again; none writes another one
     stop_at_end: bool = True  # stop where the model ends its text; otherwise it begins a new one
 
     @property

@@ -4,10 +4,9 @@ import copy
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Literal
 
 import torch
-from annotated_types import Gt
 from rich.console import Console
 from rich.text import Text
 from torch import Tensor
@@ -20,13 +19,14 @@ from multilin.inference.rollout import rollout, rollout_sequential
 from multilin.inference.runs import Run
 from multilin.model import MultilinForCausalLM
 from multilin.settings import settings
+from multilin.settings.bounds import Length
 
 
 @settings
 class RolloutSettings:
     """How far, and how exactly."""
 
-    num_steps: Annotated[int, Gt(0)] = 64  # output vectors to compute; all but the last are fed back
+    num_steps: Length = 64  # output vectors to compute; all but the last are fed back
     dtype: Literal["float64", "float32"] = "float64"  # of both computations; float32 is faster and less exact
 
 

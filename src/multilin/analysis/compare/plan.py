@@ -16,6 +16,7 @@ from multilin.analysis.compare.sweep import Sweep
 from multilin.errors import InputError
 from multilin.files import write_whole
 from multilin.messages import no_progress_bars
+from multilin.settings.bounds import MOST_STEPS
 from multilin.training.assemble import build_model, check_model, packing_remark, read_data
 from multilin.training.recipe import Recipe, resolve_recipe
 from multilin.training.run_folder import RunFolder
@@ -129,6 +130,11 @@ def _steps(sweep: Sweep, plans: list[Plan], say: Callable[[str], None]) -> list[
         seconds = _seconds_per_step(Path(sweep.output), plans, say)
         steps = [int(budget.amount // seconds[plan.row.name]) for plan in plans]
     for plan, count in zip(plans, steps, strict=True):
+        if count > MOST_STEPS:
+            raise InputError(
+                f"budget.{budget.kind}: {budget.amount:g} given, but that is {count:.3g} steps for "
+                f"rows.{plan.row.name}; give less, so that it is at most {MOST_STEPS:,}"
+            )
         warmup = plan.recipe.schedule.warmup_steps or 0
         if count <= warmup:
             raise InputError(

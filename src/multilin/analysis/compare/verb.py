@@ -4,14 +4,15 @@ from dataclasses import field
 from pathlib import Path
 from typing import Annotated
 
-from annotated_types import Gt
+from annotated_types import MaxLen
 from rich.console import Console
 
-from multilin.analysis.compare.sweep import Amount, Budget, changed, find_sweep
+from multilin.analysis.compare.sweep import Budget, changed, find_sweep
 from multilin.analysis.compare.words import REPORT_FILE
 from multilin.arguments import POSITIONAL
 from multilin.messages import say_next
 from multilin.settings import settings
+from multilin.settings.bounds import Amount, PathText, Repeats
 from multilin.threads import warn_of_contention
 from multilin.training.recipe import Changes
 
@@ -20,11 +21,13 @@ from multilin.training.recipe import Changes
 class CompareArguments:
     """What to compare, and with how much."""
 
-    rows: Annotated[list[str], POSITIONAL] = field(default_factory=list)  # a sweep file; or recipes and models by name
+    rows: Annotated[list[PathText], MaxLen(100), POSITIONAL] = field(
+        default_factory=list
+    )  # a sweep file; or recipes and models by name
     tokens: Amount | None = None  # budget of each run: training tokens
     flops: Amount | None = None  # or floating-point operations
     seconds: Amount | None = None  # or seconds of training
-    seeds: Annotated[int, Gt(0)] | None = None  # train every row so many times
+    seeds: Repeats | None = None  # train every row so many times
     task: str | None = None  # a recall task instead of a text: mqar, induction, copy, ... or mqar?num_pairs=16
     overwrite: bool = False  # replace the runs in the output folder
 

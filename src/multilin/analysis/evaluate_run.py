@@ -17,6 +17,7 @@ from multilin.data.packing import Blocks, PackedText, pack
 from multilin.data.tokenizers import tokenizer_hash
 from multilin.errors import InputError
 from multilin.inference.runs import Run
+from multilin.model.memory import check_reading
 from multilin.progress import counted, staged
 from multilin.settings import settings
 from multilin.settings.bounds import Batch, PathText, Tokens
@@ -49,7 +50,10 @@ def evaluate_run(run: Run, settings: EvaluationSettings = DEFAULTS) -> Evaluatio
     Raises:
         InputError: the text cannot be read, or none is given and the folder has no recipe that names one.
     """
-    with _text(run, settings) as packed, counted("evaluating", _num_blocks(run, packed, settings)) as progress:
+    with (
+        _text(run, settings) as packed,
+        counted("evaluating", _checked_num_blocks(run, packed, settings)) as progress,
+    ):
         return evaluate(run.model, packed, **_reading(run, settings), progress=progress)
 
 
@@ -72,7 +76,7 @@ def break_down_run(run: Run, settings: EvaluationSettings = DEFAULTS, *, long: b
             with counted("reading", total) as progress:
                 scored = read_whole(run, packed, max_tokens=settings.max_tokens, progress=progress)
                 return break_down(scored, packed, run.tokenizer)
-        with counted("evaluating", _num_blocks(run, packed, settings)) as progress:
+        with counted("evaluating", _checked_num_blocks(run, packed, settings)) as progress:
             scored = read_blocks(run.model, packed, **_reading(run, settings), progress=progress)
             return break_down(scored, packed, run.tokenizer)
 
@@ -122,10 +126,17 @@ def _reading(run: Run, settings: EvaluationSettings) -> dict[str, Any]:
     }
 
 
-def _num_blocks(run: Run, packed: PackedText, settings: EvaluationSettings) -> int:
+def _checked_num_blocks(run: Run, packed: PackedText, settings: EvaluationSettings) -> int:
+    """How many blocks are read.
+
+    Raises:
+        InputError: a batch of them does not fit into the memory.
+    """
     blocks = len(Blocks(packed, block_size(run), partial=True))
     if settings.max_tokens is not None:
         blocks = min(blocks, -(-settings.max_tokens // (block_size(run) - 1)))
+    num_rows = min(settings.batch_size, blocks)
+    check_reading(f"batch_size: {settings.batch_size}", run.model, num_rows, block_size(run), all_logits=True)
     return blocks
 
 

@@ -10,12 +10,14 @@ from multilin.errors import InputError
 from multilin.files import check_writable
 from multilin.inference.prompts import encode_prompt, read_prompt
 from multilin.inference.runs import Run, load_run
+from multilin.model.memory import check_memory
 from multilin.progress import counted
 from multilin.settings import settings
 from multilin.settings.bounds import Batch, Index, PathText, Prose, ShortLength
 from multilin.training.recipe import RECIPE_FILE
 
 PASSAGE_TOKENS = 128
+PAIR_BYTES = 8  # of a weight or an effect
 
 
 @settings
@@ -65,6 +67,8 @@ def explain_run(settings: ExplainSettings) -> Report:
     ids, source = (encode_prompt(text, run.tokenizer), "the given text") if given else _passage(run, settings)
     _check_length(len(ids), settings, run.longest_text)
     token_ids = [start_token_id(run.tokenizer), *ids]
+    pairs = len(token_ids) ** 2 * (2 + run.model.config.num_hidden_layers)
+    check_memory(f"text: {len(ids)} tokens given, but explaining them", pairs * PAIR_BYTES, "cpu")
     with counted("removing tokens", len(ids)) as progress:
         found = explain(run.model, token_ids, remove=settings.remove, batch_size=settings.batch_size, progress=progress)
     named = sorted({*token_ids, *(token_id for guesses in found.guesses for token_id, _ in guesses)})

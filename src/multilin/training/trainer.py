@@ -70,6 +70,7 @@ def train(
     with devices.main_process_first(), staged() if devices.is_main_process else silent as progress:
         text = read_data(recipe, progress)
 
+    check_model(recipe, len(text.tokenizer))
     with _failures_in_one_sentence(folder), no_progress_bars():
         if devices.is_main_process:
             folder.begin(recipe, text, resume=resume)

@@ -103,6 +103,7 @@ def _plan(row: Row) -> Plan:
     recipe = resolve_recipe(row.recipe)
     check_model(recipe)
     text = read_data(recipe)
+    check_model(recipe, len(text.tokenizer))
     with torch.random.fork_rng():
         model = build_model(recipe, text)
     embeddings = [model.get_input_embeddings(), model.get_output_embeddings()]

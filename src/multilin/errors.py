@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 LONGEST_MESSAGE = 1000
-LONGEST_VALUE = 60
+LONGEST_VALUE = 100
 
 
 class InputError(ValueError):
@@ -36,8 +36,8 @@ def shorten(text: str, length: int = LONGEST_VALUE) -> str:
 
 
 def shown(value: Any) -> str:
-    """The repr of a value for a message: about LONGEST_VALUE characters, however large the value is."""
-    return shorten(_SHORT.repr(value), 2 * LONGEST_VALUE)
+    """The repr of a value for a message: at most LONGEST_VALUE characters, however large the value is."""
+    return shorten(_SHORT.repr(value))
 
 
 class _Short(reprlib.Repr):
@@ -50,7 +50,7 @@ class _Short(reprlib.Repr):
 
     def repr_int(self, value: int, level: int) -> str:
         # Python refuses to write integers of more than 4300 digits.
-        if value.bit_length() > 4 * LONGEST_VALUE:
+        if value.bit_length() > 200:
             return f"an integer of {int(value.bit_length() * math.log10(2)) + 1} digits"
         return repr(value)
 

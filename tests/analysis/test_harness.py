@@ -3,12 +3,14 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from multilin.analysis.evaluate_run import EvaluationSettings, break_down_run, evaluate_run
 from multilin.analysis.evaluate_view import score_tasks
+from multilin.cli import main
 from multilin.data.tokenizers import train_tokenizer
 from multilin.errors import InputError
 from multilin.inference.runs import load_run
@@ -78,7 +80,7 @@ def test_bits_per_byte_are_those_of_evaluate(folder: Path, task_folder: Callable
     tasks, run = task_folder(text), load_run(folder)
     (tasks / "text.txt").write_text(text)
     ours = evaluate_run(run, EvaluationSettings(source=str(tasks / "text.txt")))
-    theirs = score_tasks(run, "local_rolling", str(tasks))["local_rolling"]
+    theirs = score_tasks(run, "local_rolling", str(tasks), trust_task_code=True)["local_rolling"]
     assert ours.tokens == ours.bytes == length
     assert theirs["bits_per_byte"]["value"] == pytest.approx(ours.bits_per_byte, rel=1e-6)
     assert theirs["byte_perplexity"]["value"] == pytest.approx(2**ours.bits_per_byte, rel=1e-6)
@@ -89,7 +91,9 @@ def test_a_last_window_that_is_not_full_reads_further_back(folder: Path, task_fo
     tasks, run = task_folder(text), load_run(folder)
     (tasks / "text.txt").write_text(text)
     ours = evaluate_run(run, EvaluationSettings(source=str(tasks / "text.txt")))
-    theirs = score_tasks(run, "local_rolling", str(tasks))["local_rolling"]["bits_per_byte"]["value"]
+    theirs = score_tasks(run, "local_rolling", str(tasks), trust_task_code=True)["local_rolling"]["bits_per_byte"][
+        "value"
+    ]
     assert theirs != pytest.approx(ours.bits_per_byte, rel=1e-6)
     # The tokens of the two whole windows, and of the last those that lm-eval scores after all it can read.
     ids = torch.tensor([[run.tokenizer.eos_token_id, *run.tokenizer.encode(text, add_special_tokens=False)]])
@@ -117,7 +121,7 @@ def test_a_long_window_is_a_text_read_whole(folder: Path, task_folder: Callable[
     model = MultilinLM(str(folder), max_length=1000)
     request = type("Request", (), {"args": (text,)})()
     assert -model.loglikelihood_rolling([request])[0] == pytest.approx(ours.loss * ours.tokens, rel=1e-6)
-    (score,) = evaluate_tasks(run, ["local_choice"], folder=str(tasks))
+    (score,) = evaluate_tasks(run, ["local_choice"], folder=str(tasks), trust_task_code=True)
     assert (score.metric, score.value) in {("acc", 0.0), ("acc", 1.0)}
 
 
@@ -153,13 +157,31 @@ def test_bad_requests_are_refused(
     )
     run, tasks = load_run(folder), str(task_folder("x"))
     with pytest.raises(InputError, match=r"^tasks: 'local_roling' is not known to lm-eval; did you mean"):
-        score_tasks(run, "local_roling", tasks)
+        score_tasks(run, "local_roling", tasks, trust_task_code=True)
     with pytest.raises(InputError, match=r"^tasks: ' ,' given, but it should be names"):
-        score_tasks(run, " ,", tasks)
+        score_tasks(run, " ,", tasks, trust_task_code=True)
     with pytest.raises(InputError, match=r"^trust_remote_code: True given"):
         MultilinLM(str(folder), trust_remote_code=True)
     with pytest.raises(InputError, match=r"^max_lenght: unknown argument"):
         MultilinLM(str(folder), max_lenght=3)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(InputError, match=r"^tasks: lm-eval is not installed; `pip install"):
-        score_tasks(run, "local_rolling", tasks)
+        score_tasks(run, "local_rolling", tasks, trust_task_code=True)
+
+
+@pytest.mark.parametrize("folder", ["elita"], indirect=True)
+def test_code_of_a_task_folder_runs_only_where_it_is_trusted(folder: Path, tmp_path: Path, capsys: Any) -> None:
+    """Python that `!function` names, and a template that reaches for the operating system."""
+    (tmp_path / "code.py").write_text(f"open({str(tmp_path / 'imported')!r}, 'w').close()\ndef same(doc): return doc\n")
+    (tmp_path / "data.jsonl").write_text('{"text": "the cat"}\n')
+    escape = f"{{{{ cycler.__init__.__globals__.os.mkdir('{tmp_path / 'escaped'}') }}}}"
+    (tmp_path / "task.yaml").write_text(
+        "task: with_code\ndataset_path: json\ntest_split: test\noutput_type: loglikelihood_rolling\n"
+        f"dataset_kwargs: {{data_files: {{test: {tmp_path / 'data.jsonl'}}}}}\n"
+        f'process_results: !function code.same\ndoc_to_text: ""\ndoc_to_target: "{escape}"\n'
+    )
+    asked = ["evaluate", str(folder), "--tasks", "with_code", "--task-folder", str(tmp_path)]
+    assert main(asked) == 2
+    assert "--trust-task-code" in capsys.readouterr().err
+    assert not (tmp_path / "imported").exists()
+    assert not (tmp_path / "escaped").exists()

@@ -123,7 +123,7 @@ def test_missing_parts_are_named(damaged: Path, refusal: Call) -> None:
     (damaged / "config.json").write_text(json.dumps(config | {"layers": [{"architecture": "addtive"}]}))
     assert "did you mean 'additive'?" in refusal("generate", damaged, "--prompt", "x")
     (damaged / "config.json").write_text("{")
-    assert "cannot be loaded" in refusal("generate", damaged, "--prompt", "x")
+    assert "config.json is not JSON" in refusal("generate", damaged, "--prompt", "x")
     (damaged / "model.safetensors").unlink()
     assert refusal("info", damaged).startswith(f"run: {damaged} holds no weights")
 

@@ -47,12 +47,18 @@ def print_breakdown(found: Breakdown, console: Console) -> None:
 
 
 def score_tasks(
-    run: Run, tasks: str, folder: str | None = None, limit: int | None = None, batch_size: int = 8
+    run: Run,
+    tasks: str,
+    folder: str | None = None,
+    limit: int | None = None,
+    batch_size: int = 8,
+    *,
+    trust_task_code: bool = False,
 ) -> dict[str, Any]:
     """Scores on tasks of lm-eval, whose names are separated by commas: {task: {metric: {"value", "standard_error"}}}.
 
     Raises:
-        InputError: lm-eval is not installed, an unknown task, or one whose data cannot be had.
+        InputError: lm-eval is not installed, or as `evaluate_tasks`.
     """
     if importlib.util.find_spec("lm_eval") is None:
         raise InputError("tasks: lm-eval is not installed; `pip install 'lm-eval>=0.4.9'` installs it")
@@ -62,7 +68,9 @@ def score_tasks(
     if not names:
         raise InputError(f"tasks: {tasks!r} given, but it should be names of lm-eval tasks, separated by commas")
     found: dict[str, Any] = {}
-    for score in evaluate_tasks(run, names, folder=folder, limit=limit, batch_size=batch_size):
+    for score in evaluate_tasks(
+        run, names, folder=folder, trust_task_code=trust_task_code, limit=limit, batch_size=batch_size
+    ):
         found.setdefault(score.task, {})[score.metric] = {"value": score.value, "standard_error": score.spread}
     return found
 

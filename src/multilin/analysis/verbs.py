@@ -23,6 +23,7 @@ class EvaluateArguments:
     long: bool = False  # read every document whole, through the state, instead of blocks
     tasks: str | None = None  # names of lm-eval tasks, separated by commas, to score on instead of a text
     task_folder: PathText | None = None  # a folder with lm-eval tasks of your own
+    trust_task_code: bool = False  # run the code in that folder: its YAML and templates can hold Python
     task_limit: Tokens | None = None  # examples of each task; none takes all
     json: bool = False  # print JSON
     output: PathText | None = None  # also write the JSON to this file
@@ -45,7 +46,9 @@ def evaluate(what: EvaluateArguments, how: EvaluationSettings) -> None:
     run, console = load_run(what.run), Console(highlight=False)
     data: dict[str, Any]
     if what.tasks is not None:
-        data = score_tasks(run, what.tasks, what.task_folder, what.task_limit, how.batch_size)
+        data = score_tasks(
+            run, what.tasks, what.task_folder, what.task_limit, how.batch_size, trust_task_code=what.trust_task_code
+        )
         show = functools.partial(print_tasks, data, console)
     else:
         found = break_down_run(run, how, long=what.long)
@@ -124,7 +127,11 @@ def info(what: InfoArguments, sizes: ModelSizes) -> None:
 def _check_together(what: EvaluateArguments, how: EvaluationSettings) -> None:
     """Refuse what would be ignored."""
     of_texts = {"--long": what.long, "--source": how.source, "--max-tokens": how.max_tokens}
-    of_tasks = {"--task-folder": what.task_folder, "--task-limit": what.task_limit}
+    of_tasks = {
+        "--task-folder": what.task_folder,
+        "--trust-task-code": what.trust_task_code,
+        "--task-limit": what.task_limit,
+    }
     for name, given in of_texts.items():
         if given and what.tasks is not None:
             raise InputError(f"{name}: given together with --tasks, which bring their own texts; leave one of them out")

@@ -11,6 +11,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from multilin.data.encoding import cut_at_whitespace
 from multilin.errors import InputError
+from multilin.settings.inputs import LARGEST_JSON, check_model_files, read_bytes
 
 END_OF_TEXT = "<|endoftext|>"
 PAD = "<|pad|>"
@@ -67,9 +68,10 @@ def load_tokenizer(path_or_name: str) -> PreTrainedTokenizerFast:
         folders = [path / inside for inside in _INSIDE_A_RUN if (path / inside / "tokenizer.json").is_file()]
         if not folders:
             raise InputError(f"tokenizer: {path_or_name!r} holds no tokenizer.json")
+        check_model_files(folders[0], "tokenizer")
         named = (folders[0] / "tokenizer_config.json").is_file()
         tokenizer = _from_pretrained(str(folders[0])) if named else _from_file(folders[0] / "tokenizer.json")
-    elif path.is_file():
+    elif path.exists():
         tokenizer = _from_file(path)
     elif path.suffix or path.is_absolute() or path_or_name.startswith("."):
         raise InputError(f"tokenizer: {path_or_name!r} does not exist; give a folder, a tokenizer.json or a hub name")
@@ -212,8 +214,9 @@ def _with_roles(tokenizer: Tokenizer, end_of_text: str, pad: str | None) -> PreT
 
 
 def _from_file(path: Path) -> PreTrainedTokenizerFast:
+    content = read_bytes(path, "tokenizer", LARGEST_JSON)
     try:
-        tokenizer = Tokenizer.from_str(path.read_text(encoding="utf-8"))
+        tokenizer = Tokenizer.from_str(content.decode())
     except Exception as error:  # tokenizers raises bare Exception
         raise InputError(f"tokenizer: {path} is not a tokenizer.json ({str(error)[:200]})") from None
     end = next((token for token in _KNOWN_ENDS if tokenizer.token_to_id(token) is not None), None)

@@ -5,10 +5,14 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 
+from multilin.architectures.base import Sizes
 from multilin.data.tokenizers import load_tokenizer, tokenizer_hash
 from multilin.errors import InputError
+from multilin.model.memory import check_memory, parameter_bytes
+from multilin.settings import load_settings
+from multilin.settings.inputs import check_model_files
 
 
 @dataclass(frozen=True)
@@ -50,16 +54,18 @@ def load_model(folder: Path) -> PreTrainedModel:
     """Load the model of a folder, in evaluation mode.
 
     Raises:
-        InputError: no model there, or damaged or missing weights.
+        InputError: no model there, damaged or missing weights, or a config of more than fits into the memory.
     """
     _check_files(folder)
     try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        _check_sizes(config)
         model, found = AutoModelForCausalLM.from_pretrained(
             folder, use_safetensors=True, local_files_only=True, trust_remote_code=False, output_loading_info=True
         )
     except InputError as error:
         raise InputError(f"run: {folder / 'config.json'}: {error}") from None
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
+    except Exception as error:  # what is wrong in a config or in weights ends in errors of many kinds
         reason = " ".join(str(error).split())[:200]
         raise InputError(f"run: the model in {folder} cannot be loaded ({reason})") from error
     if found["missing_keys"]:
@@ -68,6 +74,14 @@ def load_model(folder: Path) -> PreTrainedModel:
             f"run: the weights in {folder} lack {missing[0]} and {len(missing) - 1} others of its config.json"
         )
     return model.eval()
+
+
+def _check_sizes(config: PretrainedConfig) -> None:
+    sizes = {"hidden_size": config.hidden_size, "num_layers": config.num_hidden_layers, "vocab_size": config.vocab_size}
+    load_settings(Sizes, {**sizes, "n_positions": None})
+    with torch.device("meta"):
+        sketch = AutoModelForCausalLM.from_config(config)
+    check_memory("this model", parameter_bytes(sketch))
 
 
 def _check_files(folder: Path) -> None:
@@ -80,6 +94,7 @@ def _check_files(folder: Path) -> None:
     weights = sorted(folder.glob("*.safetensors"))
     if not weights:
         raise InputError(f"run: {folder} holds no weights (no .safetensors file)")
+    check_model_files(folder, "run")
     for path in weights:
         try:
             with safe_open(path, framework="pt"):

@@ -1,7 +1,7 @@
 """Memory that a model would take, estimated before anything is built, and what this machine has left.
 
-Parameters, gradients and the optimizer's numbers are counted. Activations are estimated from the shapes of the matrices:
-60 to 100 % of what training was measured to keep (30 % for mixers). So what is refused could hardly have run.
+Parameters, gradients and the optimizer's numbers are counted. Activations are estimated from the shapes of the matrices
+as 60 to 100 % of what training was measured to keep (30 % for mixers). So what is refused could hardly have run.
 """
 
 import contextlib
@@ -35,9 +35,8 @@ def check_memory(subject: str, needed: float, device: torch.device | str = "cpu"
     """
     left = available_memory(device)
     if left is not None and needed > left:
-        raise InputError(
-            f"{subject} would take at least {_gigabytes(needed)} of memory, and this machine has {_gigabytes(left)} left"
-        )
+        figures = f"{_gigabytes(needed)} of memory, and this machine has {_gigabytes(left)} left"
+        raise InputError(f"{subject} would take at least {figures}")
 
 
 def available_memory(device: torch.device | str = "cpu") -> int | None:
@@ -66,10 +65,10 @@ def _limits() -> Iterator[int]:
     with contextlib.suppress(ImportError, OSError, ValueError):
         import resource
 
-        limit, _ = resource.getrlimit(resource.RLIMIT_AS)
-        if limit != resource.RLIM_INFINITY:
+        allowed, _ = resource.getrlimit(resource.RLIMIT_AS)
+        if allowed != resource.RLIM_INFINITY:
             pages = int(Path("/proc/self/statm").read_text().split()[0])
-            yield limit - pages * os.sysconf("SC_PAGE_SIZE")
+            yield allowed - pages * os.sysconf("SC_PAGE_SIZE")
 
 
 def parameter_bytes(model: nn.Module) -> int:

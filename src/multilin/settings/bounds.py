@@ -104,6 +104,8 @@ def _check_path(value: str) -> str:
 
 PathText = Annotated[str, AfterValidator(_check_path)]
 """Path of a file or folder, or what else is looked for by its name."""
+Names = Annotated[list[PathText], MaxLen(100)]
+"""Several of them."""
 Name = Annotated[str, MaxLen(100)]
 """Of a field, a row or a task."""
 Prose = Annotated[str, MaxLen(2**20)]

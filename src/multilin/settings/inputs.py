@@ -20,6 +20,12 @@ from multilin.errors import InputError, shorten, shown
 MEGABYTE = 2**20
 LARGEST_YAML = MEGABYTE
 LARGEST_JSON = 2**27  # of a tokenizer; the largest in use have a third of it
+_LARGEST_CONFIG = 16 * MEGABYTE
+_CONFIGS = (
+    *("config.json", "generation_config.json", "model.safetensors.index.json"),
+    *("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+)
+_VOCABULARIES = ("tokenizer.json", "vocab.json", "vocab.txt", "merges.txt")
 _MOST_EVENTS, _DEEPEST, _MOST_DIGITS = 100_000, 50, 100
 
 _KINDS = {
@@ -36,7 +42,7 @@ def check_regular(path: str | Path, name: str) -> None:
 
     Args:
         path: of the file.
-        name: what the message begins with: a field, or a flag.
+        name: what the message begins with: a field, or a flag; empty where the caller adds it.
 
     Raises:
         InputError: there is no such file, or it is a folder, a device or a pipe.
@@ -45,10 +51,14 @@ def check_regular(path: str | Path, name: str) -> None:
         mode = os.stat(path).st_mode  # noqa: PTH116
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise InputError(f"{name}: {shorten(str(path))} cannot be read ({reason})") from None
+        raise InputError(f"{_subject(path, name)} cannot be read ({reason})") from None
     if not stat.S_ISREG(mode):
         kind = next((kind for is_kind, kind in _KINDS.items() if is_kind(mode)), "no file")
-        raise InputError(f"{name}: {shorten(str(path))} is {kind}; give a regular file")
+        raise InputError(f"{_subject(path, name)} is {kind}; give a regular file")
+
+
+def _subject(path: str | Path, name: str) -> str:
+    return f"{name}: {shorten(str(path))}" if name else shorten(str(path))
 
 
 def read_bytes(path: str | Path, name: str, limit: int) -> bytes:
@@ -68,29 +78,42 @@ def read_bytes(path: str | Path, name: str, limit: int) -> bytes:
         with open(descriptor, "rb") as stream:  # noqa: PTH123
             content = stream.read(limit + 1) or b""
     except OSError as error:
-        raise InputError(f"{name}: {shorten(str(path))} cannot be read ({error.strerror or error})") from None
+        raise InputError(f"{_subject(path, name)} cannot be read ({error.strerror or error})") from None
     if len(content) > limit:
-        raise InputError(
-            f"{name}: {shorten(str(path))} holds more than {limit / MEGABYTE:,.0f} MB, the most that is read"
-        )
+        raise InputError(f"{_subject(path, name)} holds more than {limit // MEGABYTE} MB, the most that is read")
     return content
 
 
 def read_yaml(path: str | Path, name: str) -> Any:
     """The plain data in a YAML file; arguments and errors as for `read_bytes` and `parse_yaml`."""
-    return parse_yaml(_decode(read_bytes(path, name, LARGEST_YAML), path, name), f"{name}: {shorten(str(path))}")
+    return parse_yaml(_decode(read_bytes(path, name, LARGEST_YAML), path, name), _subject(path, name))
 
 
 def read_json(path: str | Path, name: str, limit: int = MEGABYTE) -> Any:
     """The plain data in a JSON file; arguments and errors as for `read_bytes` and `parse_json`."""
-    return parse_json(_decode(read_bytes(path, name, limit), path, name), f"{name}: {shorten(str(path))}")
+    return parse_json(_decode(read_bytes(path, name, limit), path, name), _subject(path, name))
+
+
+def check_model_files(folder: Path, name: str) -> None:
+    """Refuse what in a folder of Hugging Face's layout would hang or fill the memory of whoever opens it.
+
+    Raises:
+        InputError: a file of the model or tokenizer that is no regular one, is too large, or no sensible JSON.
+    """
+    for path in sorted(folder.iterdir()):
+        if path.name in _CONFIGS:
+            read_json(path, name, _LARGEST_CONFIG)
+        elif path.name in _VOCABULARIES or path.suffix in (".jinja", ".safetensors"):
+            check_regular(path, name)
+            if path.suffix != ".safetensors" and (size := path.stat().st_size) > LARGEST_JSON:
+                raise InputError(f"{_subject(path, name)} holds {size / MEGABYTE:,.0f} MB, too many for its name")
 
 
 def _decode(content: bytes, path: str | Path, name: str) -> str:
     try:
         return content.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise InputError(f"{name}: {shorten(str(path))} is not UTF-8 (byte {error.start})") from None
+        raise InputError(f"{_subject(path, name)} is not UTF-8 (byte {error.start})") from None
 
 
 def parse_json(text: str | bytes, where: str) -> Any:

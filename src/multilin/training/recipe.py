@@ -62,12 +62,8 @@ class ModelRecipe:
 class DataRecipe:
     """The text."""
 
-    source: PathText = (
-        "python-docs"  # a corpus built in, a file, folder, glob, hub dataset, or a task such as task:mqar
-    )
-    validation: PathText | None = (
-        None  # a second source to validate on; without one, documents are split off the source
-    )
+    source: PathText = "python-docs"  # a built-in corpus, file, folder, glob, hub dataset, or a task such as task:mqar
+    validation: PathText | None = None  # a second source to validate on; without one, documents of the source are taken
     validation_fraction: Part = 0.05  # share of the documents split off for validation
     text_field: str = "text"  # the field or column of .jsonl, .csv and .parquet files that holds the text
     encoding_errors: Literal["strict", "replace"] = "strict"  # bytes that are not UTF-8: refuse, or replace by U+FFFD

@@ -4,7 +4,6 @@ from dataclasses import field
 from pathlib import Path
 from typing import Annotated
 
-from annotated_types import MaxLen
 from rich.console import Console
 
 from multilin.analysis.compare.sweep import Budget, changed, find_sweep
@@ -12,7 +11,7 @@ from multilin.analysis.compare.words import REPORT_FILE
 from multilin.arguments import POSITIONAL
 from multilin.messages import say_next
 from multilin.settings import settings
-from multilin.settings.bounds import Amount, PathText, Repeats
+from multilin.settings.bounds import Amount, Names, Repeats
 from multilin.threads import warn_of_contention
 from multilin.training.recipe import Changes
 
@@ -21,9 +20,7 @@ from multilin.training.recipe import Changes
 class CompareArguments:
     """What to compare, and with how much."""
 
-    rows: Annotated[list[PathText], MaxLen(100), POSITIONAL] = field(
-        default_factory=list
-    )  # a sweep file; or recipes and models by name
+    rows: Annotated[Names, POSITIONAL] = field(default_factory=list)  # a sweep file; or recipes and models by name
     tokens: Amount | None = None  # budget of each run: training tokens
     flops: Amount | None = None  # or floating-point operations
     seconds: Amount | None = None  # or seconds of training

@@ -150,8 +150,8 @@ def _check_length(num_before: int, max_new_tokens: int, limit: int | None) -> No
 
 def _check_memory(model: PreTrainedModel, prompt_ids: list[int], settings: GenerationSettings) -> None:
     num_beams, num_tokens = settings.num_beams, len(prompt_ids) + settings.max_new_tokens
-    check_reading(f"prompt: {len(prompt_ids)} tokens", model, num_beams, len(prompt_ids), all_logits=False)
     if num_beams == 1:
+        check_reading(f"prompt: {len(prompt_ids)} tokens", model, 1, len(prompt_ids), all_logits=False)
         return
     state_bytes = cache_bytes(model.config, num_tokens)
     if isinstance(model, MultilinForCausalLM):
@@ -159,7 +159,7 @@ def _check_memory(model: PreTrainedModel, prompt_ids: list[int], settings: Gener
         with torch.no_grad():
             model(first, past_key_values=state)
         state_bytes = state.num_bytes  # it does not grow
-    check_beams(f"num_beams: {num_beams}", model, num_beams, num_tokens, state_bytes)
+    check_beams(model, num_beams, num_prompt_tokens=len(prompt_ids), num_tokens=num_tokens, state_bytes=state_bytes)
 
 
 def _arguments(settings: GenerationSettings, tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:

@@ -15,7 +15,6 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from multilin.errors import InputError
 
-GIGABYTE = 1e9
 FLOAT_BYTES, ID_BYTES = 4, 8
 _KEPT_PER_OUTPUT = 2  # numbers kept for the backward pass, for every number that a matrix gives
 _READ_AT_ONCE = 4  # vectors of the hidden size held for each token that is read, without gradients
@@ -35,7 +34,7 @@ def check_memory(subject: str, needed: float, device: torch.device | str = "cpu"
     """
     left = available_memory(device)
     if left is not None and needed > left:
-        figures = f"{_gigabytes(needed)} of memory, and this machine has {_gigabytes(left)} left"
+        figures = f"{_size(needed)} of memory, and this machine has {_size(left)} left"
         raise InputError(f"{subject} would take at least {figures}")
 
 
@@ -108,26 +107,32 @@ def check_reading(field: str, model: PreTrainedModel, num_rows: int, num_tokens:
     Raises:
         InputError: the memory does not suffice.
     """
-    hidden = _READ_AT_ONCE * model.config.hidden_size * FLOAT_BYTES
-    needed = num_rows * num_tokens * (hidden + (_logit_bytes(model) if all_logits else 0))
+    needed = num_rows * num_tokens * (_hidden_bytes(model) + (_logit_bytes(model) if all_logits else 0))
     check_memory(f"{field} given, but reading {num_rows} x {num_tokens} tokens at once", needed, model.device)
 
 
-def check_beams(field: str, model: PreTrainedModel, num_beams: int, num_tokens: int, state_bytes: int) -> None:
+def check_beams(
+    model: PreTrainedModel, num_beams: int, *, num_prompt_tokens: int, num_tokens: int, state_bytes: int
+) -> None:
     """Refuse more or longer texts than can be searched at a time.
 
     Args:
-        field: what gave their number, with its value.
         model: that writes them.
         num_beams: texts at a time.
-        num_tokens: of each, when it is complete.
-        state_bytes: what the model keeps of one of them then.
+        num_prompt_tokens, num_tokens: of each, when it begins and when it is complete.
+        state_bytes: what the model keeps of one of them when it is complete.
 
     Raises:
         InputError: the memory does not suffice.
     """
-    needed = num_beams * (num_tokens * _BEAM_BYTES + state_bytes)
-    check_memory(f"{field} given, but a search among {num_beams} texts of {num_tokens} tokens", needed, model.device)
+    needed = num_beams * (num_prompt_tokens * _hidden_bytes(model) + num_tokens * _BEAM_BYTES + state_bytes)
+    subject = f"num_beams: {num_beams} given, but a search among {num_beams} texts of {num_tokens} tokens"
+    check_memory(subject, needed, model.device)
+
+
+def _hidden_bytes(model: PreTrainedModel) -> int:
+    """Bytes held for each token while it is read."""
+    return _READ_AT_ONCE * model.config.hidden_size * FLOAT_BYTES
 
 
 def cache_bytes(config: PretrainedConfig, num_tokens: int) -> int:
@@ -147,5 +152,6 @@ def _logit_bytes(model: PreTrainedModel) -> int:
     return 0 if hasattr(model, "token_losses") else 2 * model.config.vocab_size * FLOAT_BYTES
 
 
-def _gigabytes(number: float) -> str:
-    return f"{number / GIGABYTE:,.{0 if number >= 10 * GIGABYTE else 1}f} GB"
+def _size(number: float) -> str:
+    value, unit = (number / 1e9, "GB") if number >= 1e9 else (number / 1e6, "MB")
+    return f"{value:,.{0 if value >= 10 else 1}f} {unit}"

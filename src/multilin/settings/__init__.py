@@ -130,4 +130,4 @@ def _accepted(error: Any) -> str:
         "int_parsing_size": "a valid integer",
     }
     words = bounds.get(error["type"])
-    return str(error["msg"]).removeprefix("Input should be ") if words is None else words.format(**error["ctx"])
+    return str(error["msg"]).removeprefix("Input should be ") if words is None else words.format(**error.get("ctx", {}))

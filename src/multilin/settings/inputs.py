@@ -282,5 +282,12 @@ class _Dumper(yaml.SafeDumper):
         return True
 
 
+def _represent_text(dumper: _Dumper, text: str) -> Any:
+    # Other styles write these as they are, and readers take them for line breaks.
+    style = '"' if {"\x85", "\u2028", "\u2029"} & set(text) else None
+    return dumper.represent_scalar(_TAG + "str", text, style=style)
+
+
+_Dumper.add_representer(str, _represent_text)
 for _kind, (_pattern, _first) in _PLAIN.items():
     _Dumper.add_implicit_resolver(_TAG + _kind, re.compile(f"(?:{_pattern.pattern})$"), _first)

@@ -78,6 +78,14 @@ def test_bad_values_are_named(overrides: dict[str, object], sentence: str) -> No
         load_recipe(None, overrides)
 
 
+def test_a_folder_called_like_a_built_in_recipe_is_that_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("elita").mkdir()
+    Path("elita/recipe.yaml").write_text("model: {architecture: tscale}\n")
+    assert load_recipe(Path("elita")).model.architecture == "tscale"
+    assert load_recipe("elita").model.architecture == "elita"
+
+
 def test_a_missing_recipe_names_the_built_in_ones() -> None:
     with pytest.raises(InputError, match=r"'demoo' is neither .* \(.*demo.*\); did you mean 'demo'\?"):
         load_recipe("demoo")

@@ -54,8 +54,10 @@ Count = Annotated[int, _NUMBER, Ge(1), Le(2**16)]
 """Things of a kind."""
 Choices = Annotated[int, _NUMBER, Ge(2), Le(2**16)]
 """Different things to choose from."""
-Batch = Annotated[int, _NUMBER, Ge(1), Le(2**16)]
+Batch = Annotated[int, _NUMBER, Ge(1), Le(2**14)]
 """Texts at a time."""
+Passes = Annotated[int, _NUMBER, Ge(1), Le(2**12)]
+"""Times that a model reads for one step."""
 Beams = Annotated[int, _NUMBER, Ge(1), Le(2**10)]
 """Texts searched at a time."""
 Steps = Annotated[int, _NUMBER, Ge(1), Le(MOST_STEPS)]

@@ -15,7 +15,7 @@ from multilin.data.task_text import TaskText, is_task, task_text
 from multilin.data.tokenizers import tokenizer_hash
 from multilin.errors import InputError
 from multilin.model.factory import create_config, create_model
-from multilin.model.memory import activation_bytes, check_memory, parameter_bytes
+from multilin.model.memory import FLOAT_BYTES, ID_BYTES, activation_bytes, check_memory, parameter_bytes
 from multilin.training.optimizers import OPTIMIZERS
 from multilin.training.order import BlockOrder
 from multilin.training.precision import autocast_dtype, set_arithmetic
@@ -90,7 +90,7 @@ def _check_memory(recipe: Recipe, model: PreTrainedModel) -> None:
     activations = activation_bytes(
         model,
         plan.batch_size * recipe.model.n_positions,
-        number_bytes=4 if autocast_dtype(plan.precision) is None else 2,
+        number_bytes=FLOAT_BYTES if autocast_dtype(plan.precision) is None else 2,
         recomputes=plan.gradient_checkpointing,
     )
     subject = f"training.batch_size: {plan.batch_size} blocks of {recipe.model.n_positions} tokens"
@@ -99,6 +99,9 @@ def _check_memory(recipe: Recipe, model: PreTrainedModel) -> None:
             f"model: hidden_size {sizes.hidden_size}, {sizes.num_hidden_layers} layers, n_positions "
             f"{recipe.model.n_positions} and a vocabulary of {sizes.vocab_size}"
         )
+    # Trainer holds all batches of a step at once: ids, labels and documents.
+    batches = 3 * ID_BYTES * plan.gradient_accumulation * plan.batch_size * recipe.model.n_positions
+    check_memory(f"training.gradient_accumulation: {plan.gradient_accumulation} batches given, but one step", batches)
     if plan.master == "host":
         check_memory(f"{subject} given, but training", weights)
         weights = 0

@@ -21,6 +21,7 @@ from multilin.settings.bounds import (
     Fraction,
     LayerList,
     Part,
+    Passes,
     PathText,
     Rate,
     Section,
@@ -108,7 +109,7 @@ class TrainingRecipe:
 
     max_steps: Steps = 1000  # optimizer steps
     batch_size: Batch = 16  # blocks per device and forward pass
-    gradient_accumulation: Batch = 1  # forward passes summed into one step
+    gradient_accumulation: Passes = 1  # forward passes summed into one step
     label_smoothing: Fraction | None = None  # probability spread over the whole vocabulary, in training only
     seed: Seed = 0  # seed of initial weights, data order and dropout
     precision: Literal["auto", "float32", "bf16", "int8"] = "auto"  # auto: bf16 where the hardware computes in it
@@ -166,13 +167,14 @@ def load_recipe(name_or_path: str | Path | None = None, overrides: Mapping[str, 
     """Read a recipe and change single values of it.
 
     Args:
-        name_or_path: a built-in recipe, a YAML file, or the folder of a run; None starts from the defaults.
+        name_or_path: a built-in recipe, a YAML file, or the folder of a run; None starts from the defaults. A Path is
+            no built-in recipe, whatever its name.
         overrides: dotted field ("training.max_steps", "model.options.window") to its new value.
 
     Raises:
         InputError: no such recipe, not YAML, an unknown field or a value of a wrong type.
     """
-    values = {} if name_or_path is None else _read(_find(str(name_or_path)))
+    values = {} if name_or_path is None else _read(_find(name_or_path))
     for dotted, value in (overrides or {}).items():
         _set(values, dotted, value)
     if name_or_path is not None and Path(name_or_path).is_dir() and "output" not in (overrides or {}):
@@ -234,9 +236,9 @@ def _flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def _find(name_or_path: str) -> Path:
+def _find(name_or_path: str | Path) -> Path:
     builtin = builtin_recipes()
-    if name_or_path in builtin:
+    if isinstance(name_or_path, str) and name_or_path in builtin:
         return builtin[name_or_path]
     path = Path(name_or_path)
     if path.is_dir() and (path / RECIPE_FILE).is_file():
@@ -244,8 +246,8 @@ def _find(name_or_path: str) -> Path:
     if path.is_file():
         return path
     raise InputError(
-        f"recipe: {shown(name_or_path)} is neither a YAML file, the folder of a run, nor a built-in recipe "
-        f"({', '.join(builtin)}){nearest(name_or_path, builtin)}"
+        f"recipe: {shown(str(name_or_path))} is neither a YAML file, the folder of a run, nor a built-in recipe "
+        f"({', '.join(builtin)}){nearest(str(name_or_path), builtin)}"
     )
 
 

@@ -6,9 +6,10 @@ import statistics
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from annotated_types import MaxLen
 
 from multilin.analysis.compare.flops import training_flops_per_token
 from multilin.analysis.compare.rows import Row, rows_of, with_choice
@@ -16,7 +17,9 @@ from multilin.analysis.compare.sweep import Sweep
 from multilin.errors import InputError
 from multilin.files import write_whole
 from multilin.messages import no_progress_bars
-from multilin.settings.bounds import MOST_STEPS
+from multilin.settings import load_settings, settings
+from multilin.settings.bounds import MOST_STEPS, Amount, Name
+from multilin.settings.inputs import read_json
 from multilin.training.assemble import build_model, check_model, packing_remark, read_data
 from multilin.training.recipe import Recipe, resolve_recipe
 from multilin.training.run_folder import RunFolder
@@ -27,6 +30,13 @@ MEASURED_STEPS, WARM_UP_STEPS, MEASURED_TURNS = 20, 5, 2
 VALIDATIONS, CHECKPOINTS = 10, 4  # of a run, where the sweep says nothing else
 
 Choice = Mapping[str, Any]
+
+
+@settings
+class _Speeds:
+    """What SPEED_FILE holds."""
+
+    seconds: Annotated[dict[Name, Amount], MaxLen(100)]  # of a training step, by row
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,7 +172,8 @@ def _with_steps(plan: Plan, max_steps: int) -> Recipe:
 def _seconds_per_step(output: Path, plans: list[Plan], say: Callable[[str], None]) -> dict[str, float]:
     """Median seconds of a training step, by row; measured once, so that a resumed comparison has the same steps."""
     path = output / SPEED_FILE
-    known: dict[str, float] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    measured = read_json(path, "output") if path.exists() else {}
+    known = dict(load_settings(_Speeds, {"seconds": measured}, f"output: {path}").seconds)
     missing = [plan for plan in plans if plan.row.name not in known]
     times: dict[str, list[float]] = {plan.row.name: [] for plan in missing}
     for _ in range(MEASURED_TURNS):  # in turns, so that a busy minute does not fall on one row

@@ -1,5 +1,6 @@
 """Trained models on disk: a run folder, one of its checkpoints, or any folder in Hugging Face's layout."""
 
+import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,10 +10,21 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 
 from multilin.architectures.base import Sizes
 from multilin.data.tokenizers import load_tokenizer, tokenizer_hash
-from multilin.errors import InputError
+from multilin.errors import InputError, shown
+from multilin.model.config import TokenIds
+from multilin.model.factory import BaselineOptions
 from multilin.model.memory import check_memory, parameter_bytes
-from multilin.settings import load_settings
-from multilin.settings.inputs import check_model_files
+from multilin.settings import load_settings, settings
+from multilin.settings.inputs import check_model_files, read_json
+
+
+@settings
+class _GenerationFields(TokenIds):
+    """What generation_config.json decides about where a text is continued."""
+
+    output_attentions: bool | None = None
+    output_hidden_states: bool | None = None
+    use_cache: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -79,9 +91,19 @@ def load_model(folder: Path) -> PreTrainedModel:
 def _check_sizes(config: PretrainedConfig) -> None:
     sizes = {"hidden_size": config.hidden_size, "num_layers": config.num_hidden_layers, "vocab_size": config.vocab_size}
     load_settings(Sizes, {**sizes, "n_positions": None})
+    if (num_heads := getattr(config, "num_attention_heads", None)) is not None:
+        load_settings(BaselineOptions, {"num_heads": num_heads})
     with torch.device("meta"):
         sketch = AutoModelForCausalLM.from_config(config)
     check_memory("this model", parameter_bytes(sketch))
+
+
+def _check_generation(path: Path) -> None:
+    values = read_json(path, "run") if path.exists() else {}
+    if not isinstance(values, dict):
+        raise InputError(f"run: {path} should hold an object with settings, not {shown(values)}")
+    names = values.keys() & {field.name for field in dataclasses.fields(_GenerationFields)}
+    load_settings(_GenerationFields, {name: values[name] for name in names}, f"run: {path}")
 
 
 def _check_files(folder: Path) -> None:
@@ -95,6 +117,7 @@ def _check_files(folder: Path) -> None:
     if not weights:
         raise InputError(f"run: {folder} holds no weights (no .safetensors file)")
     check_model_files(folder, "run")
+    _check_generation(folder / "generation_config.json")
     for path in weights:
         try:
             with safe_open(path, framework="pt"):

@@ -230,9 +230,9 @@ def _frame(recipe: Recipe) -> Values:
 
 def _can_go_on(values: list[list[Any]]) -> bool:
     """Whether there is a ratio by which a grid goes on beyond its ends."""
-    if len(values) != 1 or len(set(values[0])) < 2:
+    if len(values) != 1 or not all(isinstance(value, int | float) and value > 0 for value in values[0]):
         return False
-    return all(isinstance(value, int | float) and value > 0 for value in values[0])
+    return len(set(values[0])) > 1
 
 
 def _is_sweep(path: Path) -> bool:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from benchmarks import machine
-from multilin.files import check_writable, write_whole
+from multilin.files import atomic_file, check_writable, write_whole
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -43,10 +43,8 @@ def save(
     if arguments.json:
         save_json(arguments.json, {"name": name, "arguments": vars(arguments)}, {"rows": rows})
     if draw is not None and arguments.plot:
-        path = Path(arguments.plot)
-        beside = path.with_name(f".part-{path.name}")
-        draw(rows, arguments).savefig(beside)
-        beside.replace(path)
+        with atomic_file(arguments.plot) as partial:
+            draw(rows, arguments).savefig(partial, format=Path(arguments.plot).suffix[1:] or "png")
 
 
 def save_json(path: str | Path, asked: dict[str, Any], found: dict[str, Any]) -> None:

@@ -12,7 +12,7 @@ import torch
 
 from benchmarks import _results
 from benchmarks._turns import device, seconds_in_turns
-from multilin.allocator import keep_freed_memory
+from multilin.machine import keep_freed_memory
 from multilin.ops.block_outer import block_outer
 
 SHAPES = {"3Lin": (32, 16, 16), "TScale": (128, 4, 4), "ELiTA": (1, 512, 8)}

@@ -17,7 +17,6 @@ import os
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 from benchmarks import machine
@@ -51,10 +50,9 @@ def main(argv: list[str]) -> int:
         return 2
     result = _run(arguments)
     if arguments.json:
-        path = Path(arguments.json)
-        beside = path.with_name(path.name + ".part")
-        beside.write_text(json.dumps(result, indent=2, default=str) + "\n")
-        beside.replace(path)
+        from multilin.files import write_whole
+
+        write_whole(arguments.json, json.dumps(result, indent=2, default=str) + "\n")
     return 0 if _print(result, arguments) else 1
 
 

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from benchmarks import _results
-from multilin import allocator
 from multilin.layers.linear import Arithmetic
+from multilin.machine import keep_freed_memory
 from multilin.model import MultilinConfig, MultilinForCausalLM
 from multilin.ops.int8 import int8_linear, quantize
 
@@ -41,7 +41,7 @@ def main(argv: list[str]) -> None:
     arguments = _results.parse(parser, argv)
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
-    allocator.keep_freed_memory()
+    keep_freed_memory()
     clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
     rows: list[dict[str, Any]] = []
     if arguments.part in (None, "products"):
@@ -175,7 +175,7 @@ def _logits_and_gradients(
         with torch.no_grad():
             logits = model.eval()(ids, use_cache=False).logits
         loss = model.train()(ids, labels=ids).loss
-    gradients = torch.autograd.grad(loss, list(model.layers.parameters()))
+    gradients = torch.autograd.grad(loss, list(model.model.layers.parameters()))
     return logits.double().flatten(), torch.cat([gradient.double().flatten() for gradient in gradients])
 
 

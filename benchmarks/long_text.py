@@ -14,7 +14,7 @@ import torch
 
 from benchmarks import _results
 from multilin import MultilinForCausalLM
-from multilin.allocator import keep_freed_memory
+from multilin.machine import keep_freed_memory
 from multilin.model.factory import create_model
 
 

@@ -9,8 +9,6 @@ other work. Runs that are in the folder already are not trained again.
 """
 
 import argparse
-import contextlib
-import io
 import json
 import math
 from collections.abc import Callable
@@ -135,8 +133,7 @@ def _run(architecture: str, optimizer: str, rate: float, arguments: argparse.Nam
             },
         )
         try:
-            with contextlib.redirect_stdout(io.StringIO()):
-                train(recipe, overwrite=True)
+            train(recipe, overwrite=True)
         except TrainingFailed as failure:
             print(f"{output.name}: {failure}")
             return [{"seconds": 0.0, "validation_loss": float("inf"), "validation_bits_per_byte": float("inf")}]

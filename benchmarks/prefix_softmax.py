@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import _plots, _results
-from multilin import allocator
+from multilin.machine import keep_freed_memory, why_not
 from multilin.ops.prefix_softmax import PREFIX_SOFTMAX, portable, prefix_softmax, reference
 
 if TYPE_CHECKING:
@@ -38,9 +38,9 @@ def main(argv: list[str]) -> None:
     arguments = _results.parse(_parser(), argv, draws=True)
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
-    allocator.keep_freed_memory()
+    keep_freed_memory()
     backend = PREFIX_SOFTMAX.backend_for(torch.device("cpu"))
-    freed = "kept" if allocator.why_not() is None else f"given back ({allocator.why_not()})"
+    freed = "kept" if why_not() is None else f"given back ({why_not()})"
     print(f"ours is {backend.name}; {torch.get_num_threads()} threads; freed memory is {freed}")
     print(f"{'B,T,H,D':>16}{'window':>8}{'type':>9}  {'':20}{'forward':>17}{'+ backward':>20}{'ours gains':>15}")
     rows = []

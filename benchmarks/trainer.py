@@ -17,6 +17,7 @@ import torch
 from transformers import TrainerCallback
 
 from benchmarks import _results
+from multilin.cli.progress import TrainingDisplay
 from multilin.training.assemble import build_model, read_text, training_order
 from multilin.training.order import stack_blocks
 from multilin.training.precision import autocast_dtype
@@ -92,7 +93,8 @@ def main(argv: list[str]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         recipe = _recipe(arguments, Path(folder) / "run")
         turns = TakeTurns(BareLoop(recipe), arguments.steps)
-        train(recipe, callbacks=[turns])
+        with TrainingDisplay() as display:
+            train(recipe, callbacks=[turns], progress=display)
     ours, bare = turns.ours[TURNS_TO_WARM_UP:], turns.bare[TURNS_TO_WARM_UP:]
     tokens = arguments.steps * arguments.batch_size * recipe.model.n_positions
     cost = statistics.median(one / other - 1 for one, other in zip(ours, bare, strict=True))

@@ -30,8 +30,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from benchmarks import _plots, _results
 from benchmarks._models import multiplied
 from benchmarks._turns import times_in_turns
-from multilin.allocator import keep_freed_memory
 from multilin.architectures import architectures
+from multilin.machine import keep_freed_memory
 from multilin.model import MultilinForCausalLM
 from multilin.model.factory import BASELINES, create_model
 

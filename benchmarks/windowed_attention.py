@@ -16,7 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks import _results
 from benchmarks._turns import device, seconds_in_turns
-from multilin.allocator import keep_freed_memory
+from multilin.machine import keep_freed_memory
 from multilin.ops.windowed_attention import windowed_attention
 
 Task = Callable[[], object]

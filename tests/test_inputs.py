@@ -14,13 +14,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from multilin.analysis.compare.sweep import load_sweep
-from multilin.arguments import flags, parse
-from multilin.cli import VERBS
+from multilin.cli.arguments import flags
+from multilin.cli.main import VERBS
+from multilin.cli.parser import parse
+from multilin.cli.prompts import LARGEST_PROMPT, read_prompt
 from multilin.data import files
 from multilin.data.corpora import read_documents, source_fingerprint
 from multilin.data.tokenizers import load_tokenizer, train_tokenizer
 from multilin.errors import InputError
-from multilin.inference.prompts import LARGEST_PROMPT, read_prompt
 from multilin.inference.runs import load_run
 from multilin.model.factory import create_model
 from multilin.settings.inputs import LARGEST_YAML, parse_json, parse_yaml, read_bytes, to_yaml

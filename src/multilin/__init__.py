@@ -3,16 +3,35 @@
 Importing the package makes transformers' AutoConfig and AutoModelForCausalLM know its models.
 """
 
-from multilin.architectures import architectures, get_architecture
-from multilin.errors import InputError
-from multilin.model import MultilinConfig, MultilinForCausalLM, TextState
+import importlib
+import sys
+from pathlib import PurePath
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from multilin.errors import InputError
+    from multilin.model import MultilinConfig, MultilinForCausalLM, MultilinModel, TextState
 
 __version__ = "0.1.0"
-__all__ = [
-    "InputError",
-    "MultilinConfig",
-    "MultilinForCausalLM",
-    "TextState",
-    "architectures",
-    "get_architecture",
-]
+__all__ = ["InputError", "MultilinConfig", "MultilinForCausalLM", "MultilinModel", "TextState"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = importlib.import_module("multilin.errors" if name == "InputError" else "multilin.model")
+    return getattr(module, name)
+
+
+def _is_command_line() -> bool:
+    """Whether this process is `multilin ...` or `python -m multilin ...`, whose --help must not wait for PyTorch."""
+    program, arguments = (sys.argv or [""])[0], sys.argv[1:]
+    if program != "-m":
+        return PurePath(program).name in ("multilin", "multilin.exe")
+    # Python is looking for a module to run, perhaps this one.
+    options = sys.orig_argv[: len(sys.orig_argv) - len(arguments)]
+    return options[-2:] == ["-m", __name__] or options[-1:] == [f"-m{__name__}"]
+
+
+if not _is_command_line():
+    importlib.import_module("multilin.model")

@@ -2,6 +2,6 @@
 
 import sys
 
-from multilin.cli import main
+from multilin.cli.main import main
 
 sys.exit(main())

@@ -1,4 +1,4 @@
-"""The one exception for bad input, whose message is a sentence a user can act on."""
+"""The one exception for bad input, whose message is a sentence a user can act on, and helpers for such sentences."""
 
 import difflib
 import math
@@ -21,10 +21,21 @@ class InputError(ValueError):
         super().__init__(shorten(message, LONGEST_MESSAGE))
 
 
+def system_error(error: OSError) -> str:
+    """What the operating system refused, as the end of a sentence: `results.json: No space left on device`."""
+    reason = error.strerror or " ".join(str(error).split())
+    return f"{error.filename}: {reason}" if error.filename else reason
+
+
 def nearest(word: str, choices: Iterable[str]) -> str:
     """A hint to append to a message: `; did you mean 'window'?`, or nothing when no choice is close."""
     matches = difflib.get_close_matches(word[:LONGEST_VALUE], list(choices), n=1)
     return f"; did you mean {matches[0]!r}?" if matches else ""
+
+
+def plural(number: int, noun: str) -> str:
+    """A count with its noun: `1 document`, `1,204 documents`."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def shorten(text: str, length: int = LONGEST_VALUE) -> str:

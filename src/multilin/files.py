@@ -1,32 +1,241 @@
-"""Small files that results are written to."""
+"""Output files and folders: each is complete or absent, and none takes the place of a device, a pipe or a link.
 
+Everything is first written to a hidden file or folder beside its place, brought to the disk, and then renamed. Symbolic
+links are followed: the file that a link leads to is the one that is replaced.
+"""
+
+import contextlib
 import os
+import re
+import secrets
+import shutil
+import stat
+from collections.abc import Iterator
 from pathlib import Path
+
+from safetensors import SafetensorError
 
 from multilin.errors import InputError
 
+LONGEST_NAME = 255  # bytes, on every common file system
+MOST_LINKS = 40  # followed in a row, as Linux does
+SHOWN_CHARACTERS = 200  # of a path in a message
+KERNEL_FOLDERS = ("/proc", "/sys")  # their files are no files: /dev/stdout is a link into /proc
 
-def check_writable(name: str, path: str | Path) -> None:
+
+def check_writable(name: str, path: str | Path) -> Path:
     """Refuse, before any work, a file that could not be written after it.
 
+    Args:
+        name: the flag or field that gave the path; messages begin with it.
+        path: where a file will be written.
+
+    Returns:
+        The path of the file itself, where `path` is a link.
+
     Raises:
-        InputError: its folder does not exist or cannot be written, or it is a folder; the message begins with `name`.
+        InputError: its folder does not exist or cannot be written; or it is a folder, device, pipe or socket.
     """
-    path = Path(path)
-    if path.is_dir():
-        raise InputError(f"{name}: {path} is a folder; give a file")
-    if not path.parent.is_dir():
-        raise InputError(f"{name}: the folder {path.parent} does not exist")
-    if not os.access(path.parent, os.W_OK):
-        raise InputError(f"{name}: the folder {path.parent} cannot be written")
+    with _refusals(name, path):
+        target = _resolve(name, path)
+        mode = _mode(target)
+        if mode is not None and stat.S_ISDIR(mode):
+            raise InputError(f"{name}: {shown(path)} is a folder; give a file")
+        if mode is not None and not stat.S_ISREG(mode):
+            raise InputError(f"{name}: {shown(path)} is {_kind(mode)}; give a file")
+        if not target.parent.is_dir():
+            raise InputError(f"{name}: the folder {shown(Path(path).parent)} does not exist")
+        if not os.access(target.parent, os.W_OK | os.X_OK):
+            raise InputError(f"{name}: the folder {shown(Path(path).parent)} cannot be written")
+        if mode is not None and not os.access(target, os.W_OK):
+            raise InputError(f"{name}: {shown(path)} cannot be written; permission is missing")
+    return target
+
+
+def check_folder(name: str, path: str | Path, *, must_be_new: bool = False) -> Path:
+    """Refuse, before any work, a folder that could not be written to after it.
+
+    Args:
+        name: the flag or field that gave the path; messages begin with it.
+        path: the folder; it and its parents need not exist.
+        must_be_new: refuse a folder that holds something.
+
+    Returns:
+        The path of the folder itself, where `path` is a link.
+
+    Raises:
+        InputError: it or a parent is no folder or cannot be written, or it is not empty but must be.
+    """
+    with _refusals(name, path):
+        existing = target = _resolve(name, path)
+        while (mode := _mode(existing)) is None:
+            existing = existing.parent
+        if not stat.S_ISDIR(mode):
+            raise InputError(f"{name}: {shown(path)} cannot be a folder, because {shown(existing)} is {_kind(mode)}")
+        if not os.access(existing, os.W_OK | os.X_OK):
+            raise InputError(f"{name}: {shown(path)} cannot be written; permission is missing for {shown(existing)}")
+        if must_be_new and existing == target and any(target.iterdir()):
+            raise InputError(f"{name}: {shown(path)} exists already; name a new folder")
+    return target
 
 
 def write_whole(path: str | Path, content: str | bytes) -> None:
-    """Write a file (text as UTF-8) beside its place and rename it, so that it is complete or not there."""
-    path = Path(path)
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    """Write a file, text as UTF-8; see `atomic_file`."""
+    with atomic_file(path) as partial:
+        partial.write_bytes(content.encode() if isinstance(content, str) else content)
+
+
+@contextlib.contextmanager
+def atomic_file(path: str | Path) -> Iterator[Path]:
+    """A path to write a file to: renamed to `path` when the block ends, removed when it fails.
+
+    The permissions are those of the file that is replaced, or of any new file.
+
+    Raises:
+        InputError: see `check_writable`.
+        OSError: it cannot be written, because the disk is full for example.
+    """
+    target = check_writable("output", path)
+    partial = partial_path(target)
     try:
-        beside.write_bytes(content.encode() if isinstance(content, str) else content)
-        beside.replace(path)
+        with _errors_about(path, partial):
+            partial.touch()
+            mode = (target if target.exists() else partial).stat().st_mode
+            yield partial
+            partial.chmod(stat.S_IMODE(mode))  # safetensors makes files that only their owner may read
+            _flush_to_disk(partial)
+            partial.replace(target)
     finally:
-        beside.unlink(missing_ok=True)
+        partial.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def atomic_folder(path: str | Path, partial: Path | None = None) -> Iterator[Path]:
+    """An empty folder to fill: renamed to `path` when the block ends, removed when it fails.
+
+    Args:
+        path: where the folder will be; one that is there is replaced as a whole.
+        partial: the folder to fill, where other processes need to know its name; see `partial_path`.
+
+    Raises:
+        InputError: see `check_folder`.
+        OSError: it cannot be written, because the disk is full for example.
+    """
+    target = check_folder("output", path)
+    partial = partial or partial_path(target)
+    try:
+        with _errors_about(path, partial):
+            partial.mkdir(parents=True)
+            yield partial
+            _flush_to_disk(*(file for file in partial.rglob("*") if file.is_file()), partial)
+            if target.exists():
+                replaced = partial_path(target)
+                target.rename(replaced)
+                partial.rename(target)
+                shutil.rmtree(replaced)
+            else:
+                partial.rename(target)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def atomic_files(folder: Path) -> Iterator[Path]:
+    """An empty folder to fill: when the block ends its files move to the top of `folder`, each as by `atomic_file`."""
+    partial = partial_path(folder / "files")
+    try:
+        with _errors_about(folder, partial):
+            partial.mkdir()
+            yield partial
+            for file in sorted(partial.iterdir()):
+                with atomic_file(folder / file.name) as moved:
+                    shutil.move(file, moved)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def shown(path: str | Path) -> str:
+    """A path in a message, cut in its middle if it is long."""
+    text, half = str(path), SHOWN_CHARACTERS // 2
+    return text if len(text) <= SHOWN_CHARACTERS else f"{text[:half]}...{text[-half:]}"
+
+
+def partial_path(target: Path, token: str | None = None) -> Path:
+    """The hidden path beside a file or folder at which it is written; `token` tells those of several writers apart."""
+    return target.with_name(f".{target.name[:40]}-{token or secrets.token_hex(4)}.partial")
+
+
+def remove_partials(folder: Path, name: str = "*") -> None:
+    """Remove what killed processes left unfinished in a folder, of one file or all; only for the holder of its lock."""
+    for partial in folder.glob(f".{name}-*.partial"):
+        shutil.rmtree(partial) if partial.is_dir() else partial.unlink()
+
+
+def _resolve(name: str, path: str | Path) -> Path:
+    """The path with its links followed, one by one: a link into the kernel's folders must not pass for its end."""
+    if not str(path) or "\0" in str(path):
+        raise InputError(f"{name}: {str(path)!r} given, but it should be the path of a file or folder")
+    target = Path(path)
+    for _ in range(MOST_LINKS):
+        target = Path(os.path.realpath(target.parent)) / target.name
+        if any(target.is_relative_to(folder) for folder in KERNEL_FOLDERS):
+            raise InputError(f"{name}: {shown(path)} belongs to the system, which keeps no files there")
+        if not target.is_symlink():
+            break
+        target = target.parent / target.readlink()
+    target = Path(os.path.realpath(target))
+    if longest := next((part for part in target.parts if len(os.fsencode(part)) > LONGEST_NAME), None):
+        size = len(os.fsencode(longest))
+        raise InputError(f"{name}: {shown(path)} has a name of {size} bytes, but at most {LONGEST_NAME} are possible")
+    return target
+
+
+def _mode(path: Path) -> int | None:
+    """Kind and permissions of what a path is; None of nothing."""
+    try:
+        return path.lstat().st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+
+
+def _kind(mode: int) -> str:
+    kinds = {stat.S_ISREG: "a file", stat.S_ISLNK: "a link that leads nowhere", stat.S_ISFIFO: "a pipe",
+             stat.S_ISSOCK: "a socket"}  # fmt: skip
+    return next((kind for is_kind, kind in kinds.items() if is_kind(mode)), "a device")
+
+
+@contextlib.contextmanager
+def _refusals(name: str, path: str | Path) -> Iterator[None]:
+    """What the system says of a path, in a sentence that names the field."""
+    try:
+        yield
+    except OSError as error:
+        raise InputError(f"{name}: {shown(path)} cannot be written ({error.strerror})") from None
+
+
+@contextlib.contextmanager
+def _errors_about(path: str | Path, partial: Path) -> Iterator[None]:
+    """Errors of writing name the file or folder that the user knows, not the hidden one beside it."""
+    try:
+        yield
+    except ConnectionError:
+        raise
+    except SafetensorError as error:
+        # safetensors reports a failed write, a full disk for one, by an exception of its own.
+        if number := re.search(r"os error (\d+)", str(error)):
+            raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from error
+        raise
+    except OSError as error:
+        if error.errno is None or not (error.filename is None or str(error.filename).startswith(str(partial))):
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+def _flush_to_disk(*paths: Path) -> None:
+    # A rename may reach the disk before the data it names; a power cut would then leave a complete-looking ruin.
+    for path in paths:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

@@ -9,9 +9,8 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from multilin.analysis.breakdown import CLASSES, FEWEST_BYTES, Breakdown, TokenKinds, break_down
+from multilin.analysis.breakdown import CLASSES, FEWEST_BYTES, Breakdown, TokenKinds, as_data, break_down
 from multilin.analysis.evaluate import evaluate, read_blocks
-from multilin.analysis.evaluate_view import as_data
 from multilin.analysis.long_text import read_whole
 from multilin.data.corpora import Document
 from multilin.data.packing import PackedText, pack

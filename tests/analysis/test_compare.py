@@ -11,18 +11,20 @@ from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
 
 from multilin.analysis.compare import measure
 from multilin.analysis.compare.answers import best_sentence, cost_sentence, reached, speed_sentence
 from multilin.analysis.compare.grid import further_choice
+from multilin.analysis.compare.markdown import as_markdown
 from multilin.analysis.compare.record import FAILED, FINISHED, Comparison, Point, RunRecord, ranking
-from multilin.analysis.compare.report import as_html
+from multilin.analysis.compare.remarks import remarks_on
+from multilin.analysis.compare.report import as_html, as_json
 from multilin.analysis.compare.run import compare
 from multilin.analysis.compare.statistics import Spread, spread, welch_p
 from multilin.analysis.compare.sweep import Budget, Sweep
 from multilin.analysis.compare.view import dots
 from multilin.analysis.compare.words import p_text
+from multilin.cli.compare import print_comparison
 from multilin.errors import InputError
 from multilin.training.callbacks import StepCallback
 
@@ -42,7 +44,7 @@ BASE = {
     },
 }
 STEPS = 10
-FAILING = {"optimizer.learning_rate": 1e30}
+FAILING = {"optimizer.learning_rate": 1e3, "optimizer.weight_decay": 1e6}  # every step multiplies weights by -1e9
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +84,7 @@ def a_sweep(sandbox: Path, name: str, **fields: Any) -> Sweep:
 @pytest.fixture(scope="module")
 def found(sandbox: Path) -> Comparison:
     rows = {"elita": {}, "gpt2": {}, "broken": {"model.architecture": "llama", **FAILING}}
-    return compare(a_sweep(sandbox, "runs", rows=rows), console=Console(quiet=True))
+    return compare(a_sweep(sandbox, "runs", rows=rows))
 
 
 def lines_of(folder: Path) -> list[dict[str, Any]]:
@@ -179,7 +181,7 @@ def test_finished_runs_are_not_trained_again(found: Comparison, sandbox: Path) -
     files = [path for row in ("elita", "gpt2") for path in sandbox.glob(f"runs/{row}-s*/metrics.jsonl")]
     before = [path.stat().st_mtime_ns for path in files]
     rows = {"elita": {}, "gpt2": {}}
-    again = compare(a_sweep(sandbox, "runs", rows=rows), console=Console(quiet=True))
+    again = compare(a_sweep(sandbox, "runs", rows=rows))
     assert [path.stat().st_mtime_ns for path in files] == before
     assert again.row("elita").runs == found.row("elita").runs
 
@@ -188,7 +190,7 @@ def test_another_sweep_in_the_same_folder_is_refused(found: Comparison, sandbox:
     with pytest.raises(
         InputError, match=r"elita-s0 holds a run with training\.max_steps 10, but this comparison has 20"
     ):
-        compare(a_sweep(sandbox, "runs", budget=Budget(tokens=640)), console=Console(quiet=True))
+        compare(a_sweep(sandbox, "runs", budget=Budget(tokens=640)))
 
 
 def test_a_stopped_comparison_goes_on(found: Comparison, sandbox: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,12 +206,12 @@ def test_a_stopped_comparison_goes_on(found: Comparison, sandbox: Path, monkeypa
     with monkeypatch.context() as patch:
         patch.setattr(StepCallback, "on_step_begin", stop_there)
         with pytest.raises(KeyboardInterrupt):
-            compare(sweep, console=Console(quiet=True))
+            compare(sweep)
         begun.clear()
         patch.setattr(
             StepCallback, "on_step_begin", lambda self, args, state, control, **_: begun.append(state.global_step)
         )
-        again = compare(sweep, console=Console(quiet=True))
+        again = compare(sweep)
     assert begun[0] == 4  # where the last checkpoint was saved
     for one, other in zip(again.row("elita").runs, found.row("elita").runs, strict=True):
         assert [p.loss for p in one.course] == [p.loss for p in other.course]
@@ -217,7 +219,7 @@ def test_a_stopped_comparison_goes_on(found: Comparison, sandbox: Path, monkeypa
 
 def test_the_grid_is_tried_on_one_seed_and_the_best_trained_with_all(sandbox: Path) -> None:
     grid = {"optimizer.learning_rate": [1e-6, 1e-2]}
-    found = compare(a_sweep(sandbox, "grid", rows={"elita": {}}, grid=grid), console=Console(quiet=True))
+    found = compare(a_sweep(sandbox, "grid", rows={"elita": {}}, grid=grid))
     folders = {path.name for path in (sandbox / "grid").iterdir() if path.is_dir()}
     assert folders == {"elita-s0-lr1e-06", "elita-s0-lr0.01", "elita-s1-lr0.01"}
     row = found.row("elita")
@@ -232,7 +234,7 @@ def test_the_grid_is_tried_on_one_seed_and_the_best_trained_with_all(sandbox: Pa
 def test_a_grid_goes_on_where_its_last_value_is_the_best(sandbox: Path) -> None:
     grid = {"optimizer.learning_rate": [1e-5, 1e-4]}
     sweep = dataclasses.replace(a_sweep(sandbox, "further", rows={"elita": {}}, seeds=[0], grid=grid), extend_grid=2)
-    found = compare(sweep, console=Console(quiet=True))
+    found = compare(sweep)
     assert [run.choice["optimizer.learning_rate"] for run in found.row("elita").tuning] == [1e-5, 1e-4, 1e-3, 1e-2]
     assert any("tried further: 0.001, 0.01 for elita" in remark for remark in found.remarks)
     assert any("The best optimizer.learning_rate of elita is at the end" in remark for remark in found.remarks)
@@ -246,7 +248,7 @@ def test_a_value_that_the_field_does_not_accept_ends_the_tuning_alone(
     sweep = a_sweep(
         sandbox, "bounded", base=base, rows={"elita": {}}, seeds=[0], grid={"optimizer.row_average": [0.5, 0.9]}
     )
-    found = compare(dataclasses.replace(sweep, extend_grid=2), console=Console(quiet=True))
+    found = compare(dataclasses.replace(sweep, extend_grid=2))
     assert [run.choice["optimizer.row_average"] for run in found.row("elita").tuning] == [0.5, 0.9]
     assert found.row("elita").score is not None
 
@@ -281,7 +283,7 @@ def test_other_tokenizers_are_compared_by_bytes_and_one_seed_says_nothing(sandbo
         "elita": {},
         "words": {"model.architecture": "elita", "tokenizer": {"kind": "bpe", "vocab_size": 280}},
     }
-    found = compare(a_sweep(sandbox, "tokenizers", rows=rows, seeds=[3]), console=Console(quiet=True))
+    found = compare(a_sweep(sandbox, "tokenizers", rows=rows, seeds=[3]))
     assert not found.one_tokenizer
     assert found.measure == "bits_per_byte"
     assert any("losses per token cannot be compared; bits per byte can" in remark for remark in found.remarks)
@@ -293,7 +295,7 @@ def test_other_tokenizers_are_compared_by_bytes_and_one_seed_says_nothing(sandbo
 def test_a_task_is_judged_by_its_answers(sandbox: Path) -> None:
     task = "copy?num_copied=4&num_symbols=4"
     rows = {"elita": {}, "llama": {}}
-    found = compare(a_sweep(sandbox, "task", task=task, rows=rows, seeds=[0]), console=Console(quiet=True))
+    found = compare(a_sweep(sandbox, "task", task=task, rows=rows, seeds=[0]))
     for row in found.rows:
         lines = lines_of(sandbox / "task" / row.runs[0].folder)
         assert row.runs[0].last.accuracy == lines[-1]["validation_accuracy"]
@@ -342,8 +344,13 @@ def made_up(found: Comparison, elita: list[list[float]], gpt2: list[list[float]]
         ]
         score = spread([course[-1] for course in courses])
         rows.append(dataclasses.replace(row, runs=runs, score=score))
-    order, differences = ranking(rows, "bits_per_byte")
-    return dataclasses.replace(found, rows=rows, order=order, differences=differences)
+    return ranked(dataclasses.replace(found, rows=rows))
+
+
+def ranked(comparison: Comparison) -> Comparison:
+    """The comparison as its rows and its budget would have it."""
+    off_budget, order, differences = ranking(comparison.rows, comparison.measure, comparison.budget)
+    return dataclasses.replace(comparison, off_budget=off_budget, order=order, differences=differences)
 
 
 def test_the_sentences_say_what_the_figures_do(found: Comparison) -> None:
@@ -360,6 +367,54 @@ def test_the_sentences_say_what_the_figures_do(found: Comparison) -> None:
     )
     noisy = made_up(found, [[4, 3, 2.0], [4, 3, 2.2]], [[5, 4, 2.1], [5, 4, 2.2]])
     assert best_sentence(noisy).endswith("; gpt2 is within noise of it (p > 0.05).")
+
+
+@pytest.mark.parametrize(("seconds", "is_ranked"), [((20.6, 45.4), False), ((28.0, 32.9), True), ((30.0, 33.1), False)])
+def test_nothing_is_best_where_a_row_left_its_budget(
+    found: Comparison, sandbox: Path, capsys: pytest.CaptureFixture[str], seconds: tuple[float, float], is_ranked: bool
+) -> None:
+    clear = made_up(found, [[4, 3, 2.0], [4, 3, 2.01]], [[5, 4, 2.5], [5, 4, 2.51]])
+    rows = [dataclasses.replace(row, seconds=value) for row, value in zip(clear.rows, seconds, strict=True)]
+    comparison = ranked(dataclasses.replace(clear, rows=rows[::-1], budget={"seconds": 30.0}))
+    comparison = dataclasses.replace(comparison, remarks=remarks_on(comparison))
+    sentence = best_sentence(comparison)
+    print_comparison(comparison)
+    shown = {
+        "html": as_html(comparison),
+        "markdown": as_markdown(comparison).replace("\\", ""),
+        "json": as_json(comparison),
+        "terminal": " ".join(capsys.readouterr().out.split()),
+    }
+    if is_ranked:
+        assert comparison.order == ["elita", "gpt2"]
+        assert all("elita is best with 30 seconds" in shown[place] for place in ("html", "markdown"))
+        return
+    assert sentence.startswith(
+        "Nothing is said about which row is best: each run had a budget of 30 seconds of training"
+    )
+    assert f"gpt2 used {seconds[1]:g} seconds of training" in sentence
+    assert all(sentence in text for text in shown.values())
+    assert comparison.order == ["gpt2", "elita"]  # as in the sweep
+    assert comparison.differences == []
+    for text in shown.values():
+        assert not re.search(r"is best with|class=\"best\"|>best<|\| best \||\bbest +\d|within noise of", text)
+    assert shown["terminal"].count("not ranked") == 2
+
+
+def test_every_p_stays_on_its_line(
+    found: Comparison, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    comparison = made_up(found, [[4, 3, 2.0], [4, 3, 2.2]], [[5, 4, 2.1], [5, 4, 2.2]])
+    comparison = dataclasses.replace(
+        comparison, rows=[dataclasses.replace(row, name=f"{row.name}-of-the-longest-name") for row in comparison.rows]
+    )
+    comparison = ranked(comparison)
+    p = comparison.differences[0].p
+    print_comparison(comparison)
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("gpt2-of-the-longest-name ")]
+    assert f"+0.050 {p:.3f} (noise)" in " ".join(line.split())
+    assert f"within noise (p\u00a0=\u00a0{p:.3f})" in as_markdown(comparison)
 
 
 def test_the_first_chart_puts_everything_at_its_place(found: Comparison) -> None:

@@ -14,10 +14,11 @@ from multilin.analysis.compare.flops import training_flops_per_token
 from multilin.analysis.compare.plan import SPEED_FILE, plan_rows
 from multilin.analysis.compare.rows import rows_of, with_choice
 from multilin.analysis.compare.sweep import Budget, Sweep, builtin_sweep, changed, find_sweep, load_sweep
-from multilin.cli import main
+from multilin.cli.main import main
 from multilin.errors import InputError
 from multilin.model.factory import create_model, model_names
 from multilin.training.assemble import check_model
+from multilin.training.progress import TrainingProgress
 from multilin.training.recipe import resolve_recipe
 
 SMALL = {
@@ -79,13 +80,19 @@ def sweep_file(tmp_path: Path) -> Callable[..., Path]:
         ({"extend_grid": 2}, "extend_grid: 2 given, but only a grid of one field with two or more different positive"),
         ({"extend_grid": 1, "grid": {"schedule.name": ["linear", "cosine"]}}, "extend_grid: 1 given, but only a grid"),
         ({"extend_grid": 1, "grid": {"optimizer.weight_decay": [0.0, 0.1]}}, "extend_grid: 1 given, but only a grid"),
-        ({"extend_grid": 1, "grid": {"optimizer.betas": [[0.9, 0.9]] * 2}}, "extend_grid: 1 given, but only a grid"),
+        (
+            {"extend_grid": 1, "grid": {"optimizer.betas": [[0.9, 0.9], [0.9, 0.99]]}},
+            "extend_grid: 1 given, but only a grid",
+        ),
         ({"seeds": list(range(101))}, "seeds: [0, 1, 2, 3, ...] given, but it should be of at most 100 entries"),
         ({"grid": {f"optimizer.{n}": list(range(99)) for n in "ab"}}, "grid: 9801 combinations given"),
-        ({"budget": {"tokens": 1e30}}, "budget.tokens: 1e+30 given, but that is 7.81e+27 steps for rows.elita; give less"),
+        (
+            {"budget": {"tokens": 1e30}},
+            "budget.tokens: 1e+30 given, but that is 3.13e+28 steps for rows.elita; give less",
+        ),
         ({"extend_grid": -1}, "extend_grid: -1 given, but it should be at least 0"),
         ({"task": "mqra"}, "rows.elita: task: 'mqra' is not known; did you mean 'mqar'?"),
-        ({"budget": {"tokens": 50}}, "budget.tokens: 50 given, but that is 1 steps for rows.elita, not more than its"),
+        ({"budget": {"tokens": 50}}, "budget.tokens: 50 given, but that is 1 step for rows.elita, not more than its"),
     ],
 )
 def test_a_mistake_is_one_sentence_before_any_work(
@@ -175,13 +182,13 @@ def small_sweep(output: Path, **budget: float) -> Sweep:
 
 
 def test_tokens_become_steps(tmp_path: Path) -> None:
-    plans = plan_rows(small_sweep(tmp_path, tokens=1000), print)
+    plans = plan_rows(small_sweep(tmp_path, tokens=1000), TrainingProgress())
     assert [one.recipe.training.max_steps for one in plans] == [31, 31]  # of 2 * 16 tokens
     assert [one.recipe.training.eval_every_steps for one in plans] == [3, 3]
 
 
 def test_flops_become_steps(tmp_path: Path) -> None:
-    plans = plan_rows(small_sweep(tmp_path, flops=1e8), print)
+    plans = plan_rows(small_sweep(tmp_path, flops=1e8), TrainingProgress())
     for one in plans:
         step = one.flops_per_token * one.tokens_per_step
         assert one.recipe.training.max_steps * step <= 1e8 < (one.recipe.training.max_steps + 1) * step
@@ -191,10 +198,10 @@ def test_seconds_become_steps_by_a_speed_that_is_measured_once(tmp_path: Path, m
     monkeypatch.setattr(plan, "MEASURED_STEPS", 8)
     monkeypatch.setattr(plan, "MEASURED_TURNS", 1)
     (tmp_path / SPEED_FILE).write_text(json.dumps({"gpt2": 0.5, "elita": 0.25}))
-    plans = plan_rows(small_sweep(tmp_path, seconds=10), print)
+    plans = plan_rows(small_sweep(tmp_path, seconds=10), TrainingProgress())
     assert [one.recipe.training.max_steps for one in plans] == [20, 40]
     (tmp_path / SPEED_FILE).write_text(json.dumps({"gpt2": 0.5}))
-    plan_rows(small_sweep(tmp_path, seconds=10), print)
+    plan_rows(small_sweep(tmp_path, seconds=10), TrainingProgress())
     measured = json.loads((tmp_path / SPEED_FILE).read_text())
     assert measured["gpt2"] == 0.5
     assert 1e-4 < measured["elita"] < 1

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from multilin.analysis.evaluate_run import EvaluationSettings, break_down_run, evaluate_run
-from multilin.analysis.evaluate_view import score_tasks
-from multilin.cli import main
+from multilin.analysis.evaluate_run import break_down_run, evaluate_run
+from multilin.analysis.settings import EvaluationSettings
+from multilin.cli.main import main
 from multilin.data.tokenizers import train_tokenizer
 from multilin.errors import InputError
-from multilin.inference.runs import load_run
+from multilin.inference.runs import Run, load_run
 from multilin.model.factory import create_model
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # lm-eval and what it imports warn about themselves
@@ -50,7 +50,9 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         torch.nn.init.normal_(parameter, std=0.3)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    (folder / "recipe.yaml").write_text(f"model: {{architecture: {request.param}, n_positions: {BLOCK}}}\n")
+    (folder / "recipe.yaml").write_text(
+        f"model: {{architecture: {request.param}, n_positions: {BLOCK}}}\noutput: {folder}\n"
+    )
     return folder
 
 
@@ -72,6 +74,13 @@ def task_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[st
     return make
 
 
+def score(run: Run, task: str, folder: Path) -> dict[str, dict[str, float | None]]:
+    """The scores of a task: metric to value and standard error."""
+    from multilin.analysis.harness import evaluate_tasks
+
+    return evaluate_tasks(run, [task], folder=str(folder), trust_task_code=True)[task]
+
+
 @pytest.mark.parametrize("length", [BLOCK - 1, 5 * (BLOCK - 1)], ids=["one window", "five windows"])
 def test_bits_per_byte_are_those_of_evaluate(folder: Path, task_folder: Callable[[str], Path], length: int) -> None:
     """A text of whole windows, special tokens spelled out in it: the same tokens, given the same ones before."""
@@ -80,7 +89,7 @@ def test_bits_per_byte_are_those_of_evaluate(folder: Path, task_folder: Callable
     tasks, run = task_folder(text), load_run(folder)
     (tasks / "text.txt").write_text(text)
     ours = evaluate_run(run, EvaluationSettings(source=str(tasks / "text.txt")))
-    theirs = score_tasks(run, "local_rolling", str(tasks), trust_task_code=True)["local_rolling"]
+    theirs = score(run, "local_rolling", tasks)
     assert ours.tokens == ours.bytes == length
     assert theirs["bits_per_byte"]["value"] == pytest.approx(ours.bits_per_byte, rel=1e-6)
     assert theirs["byte_perplexity"]["value"] == pytest.approx(2**ours.bits_per_byte, rel=1e-6)
@@ -91,9 +100,7 @@ def test_a_last_window_that_is_not_full_reads_further_back(folder: Path, task_fo
     tasks, run = task_folder(text), load_run(folder)
     (tasks / "text.txt").write_text(text)
     ours = evaluate_run(run, EvaluationSettings(source=str(tasks / "text.txt")))
-    theirs = score_tasks(run, "local_rolling", str(tasks), trust_task_code=True)["local_rolling"]["bits_per_byte"][
-        "value"
-    ]
+    theirs = score(run, "local_rolling", tasks)["bits_per_byte"]["value"]
     assert theirs != pytest.approx(ours.bits_per_byte, rel=1e-6)
     # The tokens of the two whole windows, and of the last those that lm-eval scores after all it can read.
     ids = torch.tensor([[run.tokenizer.eos_token_id, *run.tokenizer.encode(text, add_special_tokens=False)]])
@@ -107,7 +114,7 @@ def test_a_last_window_that_is_not_full_reads_further_back(folder: Path, task_fo
 
 
 def test_a_long_window_is_a_text_read_whole(folder: Path, task_folder: Callable[[str], Path]) -> None:
-    from multilin.analysis.harness import MultilinLM, evaluate_tasks
+    from multilin.analysis.harness import MultilinLM
 
     run = load_run(folder)
     if run.longest_text is not None:
@@ -121,8 +128,7 @@ def test_a_long_window_is_a_text_read_whole(folder: Path, task_folder: Callable[
     model = MultilinLM(str(folder), max_length=1000)
     request = type("Request", (), {"args": (text,)})()
     assert -model.loglikelihood_rolling([request])[0] == pytest.approx(ours.loss * ours.tokens, rel=1e-6)
-    (score,) = evaluate_tasks(run, ["local_choice"], folder=str(tasks), trust_task_code=True)
-    assert (score.metric, score.value) in {("acc", 0.0), ("acc", 1.0)}
+    assert score(run, "local_choice", tasks)["acc"]["value"] in (0.0, 1.0)
 
 
 def test_lm_eval_finds_the_model_by_name(folder: Path, task_folder: Callable[[str], Path], tmp_path: Path) -> None:
@@ -155,18 +161,12 @@ def test_bad_requests_are_refused(
         "multilin.analysis.harness.TaskManager",
         lambda include_path, **_: TaskManager(include_path=include_path, include_defaults=False),
     )
-    run, tasks = load_run(folder), str(task_folder("x"))
     with pytest.raises(InputError, match=r"^tasks: 'local_roling' is not known to lm-eval; did you mean"):
-        score_tasks(run, "local_roling", tasks, trust_task_code=True)
-    with pytest.raises(InputError, match=r"^tasks: ' ,' given, but it should be names"):
-        score_tasks(run, " ,", tasks, trust_task_code=True)
+        score(load_run(folder), "local_roling", task_folder("x"))
     with pytest.raises(InputError, match=r"^trust_remote_code: True given"):
         MultilinLM(str(folder), trust_remote_code=True)
     with pytest.raises(InputError, match=r"^max_lenght: unknown argument"):
         MultilinLM(str(folder), max_lenght=3)
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(InputError, match=r"^tasks: lm-eval is not installed; `pip install"):
-        score_tasks(run, "local_rolling", tasks, trust_task_code=True)
 
 
 @pytest.mark.parametrize("folder", ["elita"], indirect=True)

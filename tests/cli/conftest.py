@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from multilin.cli import main
+from multilin.cli.main import main
 from multilin.data.tokenizers import train_tokenizer
 from multilin.inference.runs import Run, load_run
 from multilin.model.factory import create_model
@@ -44,9 +44,9 @@ def _write_run(architecture: str, folder: Path) -> None:
     if architecture == "additive":
         letters = tokenizer.encode("abcdefghijklmnopqrstuvwxyz ", add_special_tokens=False)
         with torch.no_grad():
-            model.output.bias.fill_(-1e4)
-            model.output.bias[letters] = 0
-            for parameter in model.layers.parameters():  # large, so that what was read decides what comes
+            model.lm_head.bias.fill_(-1e4)
+            model.lm_head.bias[letters] = 0
+            for parameter in model.model.layers.parameters():  # large, so that what was read decides what comes
                 parameter.normal_()
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from multilin.arguments import flags
-from multilin.cli import VERBS
+from multilin.cli.arguments import flags
+from multilin.cli.main import VERBS
 
 FILE = Path(__file__).with_name("surface.txt")
 

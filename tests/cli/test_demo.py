@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from multilin.demo import PROMPT
+from multilin.cli.demo import PROMPT
 
 SMALL = [
     *(

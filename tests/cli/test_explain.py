@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from multilin.analysis.explain_run import Report
 from multilin.inference.runs import load_run
 from multilin.layers.reading import record_readings
 from tests.cli.conftest import N_POSITIONS
@@ -44,7 +45,7 @@ def test_the_weights_are_those_of_the_forward_pass(
     content, _, _ = explained(architecture)
     folder = run_folder(architecture)
     model = load_run(folder).model
-    with record_readings(model.layers) as readings, torch.no_grad():
+    with record_readings(model.model.layers) as readings, torch.no_grad():
         model(ids_of(folder), use_cache=False)
     steps = [step for step in content["steps"] if step["layer"]]
     assert len(steps) == len(readings) > 0
@@ -124,6 +125,26 @@ def test_losses_and_texts_of_tokens(explained: Callable, run_folder: Callable[[s
     assert content["tokens"][-1]["loss_of_next"] is None
     texts = [token["text"] for token in content["tokens"][1:]]
     assert "".join(texts) == TEXT.replace("世", r"\xe4\xb8\x96")  # three tokens, none of them a character
+
+
+def test_characters_of_several_tokens_are_shown_whole(explained: Callable) -> None:
+    content, page, shown = explained("elita")
+    start, *runs = content["characters"]
+    assert start == {"first": 0, "tokens": 1, "text": "<|endoftext|>"}
+    assert "".join(run["text"] for run in runs) == TEXT
+    assert [run["tokens"] for run in runs] == [len(character.encode()) for character in TEXT]
+    assert [run["first"] for run in runs] == [1 + len(TEXT[:place].encode()) for place in range(len(TEXT))]
+    assert json.loads(re.search(r'id="data">(.*?)</script>', page, re.DOTALL)[1])["characters"] == content["characters"]
+    assert "the cat sat on 世" in shown
+    assert "\\x" not in shown
+
+
+def test_a_character_has_the_largest_value_of_its_tokens() -> None:
+    report = Report("run", "the given text", [], [(1, "a"), (3, "世"), (2, "ï")], {}, None)
+    values = np.array([0.5, 0.1, -0.4, np.nan, np.nan, np.nan])
+    np.testing.assert_array_equal(report.by_character(values), [0.5, -0.4, np.nan])
+    parts = ["'a'", "'世' (1 of 3)", "'世' (2 of 3)", "'世' (3 of 3)", "'ï' (1 of 2)", "'ï' (2 of 2)"]
+    assert report.labels == parts
 
 
 def test_without_removal_nothing_is_said_about_reasons(explained: Callable) -> None:

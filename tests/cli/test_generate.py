@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from multilin.errors import InputError
-from multilin.inference.generate import GenerationSettings, generate_text
+from multilin.inference.generate import generate_text
 from multilin.inference.runs import Run
+from multilin.inference.settings import GenerationSettings
 from tests.cli.conftest import N_POSITIONS
 
 SAMPLED = ["--temperature", "1.0", "--top-k", "20", "--seed", "7"]
@@ -93,7 +94,7 @@ def test_text_is_streamed_and_never_half_a_character(loaded: Run, monkeypatch: p
         forced[..., next(ids)] = 0
         return forced
 
-    hook = loaded.model.output.register_forward_hook(force_next)
+    hook = loaded.model.lm_head.register_forward_hook(force_next)
     monkeypatch.setattr(loaded.model.config, "logit_scale", 1.0)  # the product and its bias then come from one module
     written: list[str] = []
     try:
@@ -108,15 +109,15 @@ def test_text_is_streamed_and_never_half_a_character(loaded: Run, monkeypatch: p
 
 def test_a_text_stops_where_the_model_ends_it(loaded: Run) -> None:
     end = loaded.tokenizer.eos_token_id
-    before = loaded.model.output.bias.detach().clone()
+    before = loaded.model.lm_head.bias.detach().clone()
     with torch.no_grad():
-        loaded.model.output.bias[end] = 1e4
+        loaded.model.lm_head.bias[end] = 1e4
     try:
         stopped = generate_text(loaded, "the", GenerationSettings(max_new_tokens=8))
         went_on = generate_text(loaded, "the", GenerationSettings(max_new_tokens=8, stop_at_end=False))
     finally:
         with torch.no_grad():
-            loaded.model.output.bias.copy_(before)
+            loaded.model.lm_head.bias.copy_(before)
     assert stopped.token_ids == [end]
     assert stopped.text == ""
     assert went_on.token_ids == [end] * 8

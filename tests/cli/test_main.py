@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 import multilin
-from multilin import allocator
-from multilin.cli import BROKEN_PIPE, VERBS, DoctorArguments, main
+from multilin import machine
+from multilin.cli.doctor import DoctorArguments
+from multilin.cli.main import BROKEN_PIPE, VERBS, main
 from multilin.training.outcomes import TrainingFailed, TrainingInterrupted
 
 Call = Callable[..., str]
@@ -56,7 +57,7 @@ def test_every_end_has_its_exit_status(
     status: int,
     message: str,
 ) -> None:
-    def doctor(what: DoctorArguments) -> None:
+    def doctor(arguments: DoctorArguments) -> None:
         raise raised
 
     monkeypatch.setitem(VERBS, "doctor", doctor)
@@ -65,7 +66,7 @@ def test_every_end_has_its_exit_status(
 
 
 def test_a_warning_is_one_line_on_stderr(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def doctor(what: DoctorArguments) -> None:
+    def doctor(arguments: DoctorArguments) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("always")
             warnings.warn("this will be slow", stacklevel=2)
@@ -95,10 +96,10 @@ def test_the_allocator_can_be_left_alone(monkeypatch: pytest.MonkeyPatch) -> Non
     def refuse(*_: object) -> None:
         raise AssertionError("mallopt was reached")
 
-    monkeypatch.setenv(allocator.VARIABLE, "system")
+    monkeypatch.setenv(machine.VARIABLE, "system")
     monkeypatch.setattr(ctypes, "CDLL", refuse)
-    allocator.keep_freed_memory()
-    assert allocator.why_not() == "MULTILIN_ALLOCATOR=system is set"
+    machine.keep_freed_memory()
+    assert machine.why_not() == "MULTILIN_ALLOCATOR=system is set"
 
 
 def test_doctor_reports_every_op(cli: Call) -> None:
@@ -112,12 +113,12 @@ def test_doctor_reports_every_op(cli: Call) -> None:
 
 
 def test_doctor_warns_about_a_slow_op(monkeypatch: pytest.MonkeyPatch, cli: Call) -> None:
-    from multilin import doctor
+    from multilin import machine
     from multilin.ops.dispatch import Backend, Op
 
     fast = Backend("fast", lambda: None, why_not=lambda: "numba is not installed")
     slow = Backend("reference", lambda: None, is_slow=True)
-    monkeypatch.setattr(doctor, "all_ops", lambda: {"some_op": Op("some_op", [fast, slow])})
+    monkeypatch.setattr(machine, "all_ops", lambda: {"some_op": Op("some_op", [fast, slow])})
     expected = "some_op uses its reference, which is slow (fast: numba is not installed)"
     assert expected in json.loads(cli("doctor", "--json"))["warnings"]
     assert expected in cli("doctor")

@@ -15,7 +15,7 @@ Call = Callable[..., str]
 @pytest.fixture(scope="module")
 def trained(text_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A short run, trained through the command line."""
-    from multilin.cli import main
+    from multilin.cli.main import main
 
     folder = tmp_path_factory.mktemp("runs") / "tiny"
     with pytest.MonkeyPatch.context() as patch:
@@ -119,7 +119,7 @@ def test_missing_parts_are_named(damaged: Path, refusal: Call) -> None:
     assert refusal("generate", "nowhere").startswith("run: 'nowhere' is no folder")
     config = json.loads((damaged / "config.json").read_text())
     (damaged / "config.json").write_text(json.dumps(config | {"layers": config["layers"] * 2}))
-    assert "lack layers.2." in refusal("generate", damaged, "--prompt", "x")
+    assert "lack model.layers.2." in refusal("generate", damaged, "--prompt", "x")
     (damaged / "config.json").write_text(json.dumps(config | {"layers": [{"architecture": "addtive"}]}))
     assert "did you mean 'additive'?" in refusal("generate", damaged, "--prompt", "x")
     (damaged / "config.json").write_text("{")
@@ -136,7 +136,26 @@ def test_evaluate_shows_where_the_bits_go(trained: Path, cli: Call) -> None:
         assert sum(part["tokens"] for part in found[name]) == found["tokens"]
         for part in found[name]:
             assert f"{part['name']} {part['bits_per_byte']:.3f} {part['loss']:.3f}" in shown
-    assert found["by_document"]["worst"] == [] or found["by_document"]["worst"][0]["begins_with"][:20] in shown
+    # The validation text is the end of one document: no best, no worst, and "1 document".
+    assert found["by_document"] == {"number": 1, "long_enough": 1, "fewest_bytes": 100}
+    assert shown.endswith("1 document, 1 of at least 100 bytes")
+
+
+def test_evaluate_shows_the_best_and_the_worst_of_several_documents(trained: Path, cli: Call, tmp_path: Path) -> None:
+    texts = [
+        "the cat sat on the mat and ran " * 5,
+        "Zürich, 12.34%! " * 20,
+        "a dog saw the tree " * 9,
+        "short",
+        "@#$%&" * 40,
+    ]
+    (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    arguments = ["evaluate", trained, "--source", tmp_path / "texts.jsonl"]
+    documents = json.loads(cli(*arguments, "--json"))["by_document"]
+    shown = " ".join(cli(*arguments).split())
+    assert "5 documents, 4 of them of at least 100 bytes: median" in shown
+    assert "best" in shown
+    assert documents["worst"][0]["begins_with"][:20] in shown
 
 
 @pytest.mark.parametrize(
@@ -147,12 +166,18 @@ def test_evaluate_shows_where_the_bits_go(trained: Path, cli: Call) -> None:
         (["--tasks", "x", "--source", "y"], "--source: given together with --tasks"),
         (["--task-limit", "3"], "--task-limit: given without --tasks; name the tasks to score on"),
         (["--task-limit", "0"], "--task-limit: 0 given, but it should be at least 1"),
+        (["--tasks", " ,"], "tasks: ' ,' given, but it should be names of lm-eval tasks, separated by commas"),
     ],
 )
 def test_what_evaluate_would_ignore_is_refused(
     trained: Path, refusal: Call, arguments: list[str], message: str
 ) -> None:
     assert refusal("evaluate", trained, *arguments).startswith(message)
+
+
+def test_tasks_need_lm_eval(trained: Path, refusal: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert refusal("evaluate", trained, "--tasks", "x").startswith("tasks: lm-eval is not installed; `pip install")
 
 
 def test_explain_takes_a_passage_of_the_validation_text(

@@ -1,7 +1,7 @@
 import pytest
 
-from multilin.arguments import flags
-from multilin.cli import VERBS, main
+from multilin.cli.arguments import flags
+from multilin.cli.main import VERBS, main
 from multilin.settings import field_help
 from tests.cli.surface import FILE, surface
 

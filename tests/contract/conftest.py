@@ -5,7 +5,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from multilin import MultilinForCausalLM, architectures
+from multilin import MultilinForCausalLM
+from multilin.architectures import architectures
 from multilin.model import MultilinConfig
 
 VOCAB_SIZE, HIDDEN_SIZE, NUM_LAYERS, LONGEST = 31, 16, 3, 128

@@ -49,26 +49,54 @@ def test_a_left_padded_batch_writes_what_its_rows_write_alone(make_model: MakeMo
 
 
 def test_a_given_state_is_continued_and_left_as_it_was(make_model: MakeModel) -> None:
+    """With the whole text, which is transformers' convention, and with the new tokens alone."""
     model, ids = make_model(), random_ids(1, 12)
-    whole = model.generate(ids, max_new_tokens=10, **GREEDY)[:, 12:]
+    whole = model.generate(ids, max_new_tokens=10, **GREEDY)
     state = model(ids[:, :8]).past_key_values
     for _ in range(2):
-        onward = model.generate(ids[:, 8:], past_key_values=state, max_new_tokens=10, **GREEDY)
-        assert torch.equal(onward[:, 4:], whole)
+        assert torch.equal(model.generate(ids, past_key_values=state, max_new_tokens=10, **GREEDY), whole)
+        onward = model.generate(ids[:, 8:], past_key_values=state, new_tokens_only=True, max_new_tokens=10, **GREEDY)
+        assert torch.equal(onward, whole[:, 8:])
     assert state.num_tokens.tolist() == [8]
-    forked = model.generate(ids[:, 8:].repeat(3, 1), past_key_values=state.fork(3), max_new_tokens=10, **GREEDY)
-    assert torch.equal(forked[:, 4:], whole.repeat(3, 1))
-    beams = model.generate(ids[:, 8:], past_key_values=state, max_new_tokens=10, num_beams=3, **GREEDY)
-    assert torch.equal(beams[:, 4:], model.generate(ids, max_new_tokens=10, num_beams=3, **GREEDY)[:, 12:])
+    with_mask = {"attention_mask": torch.ones_like(ids), "past_key_values": state}
+    assert torch.equal(model.generate(ids[:, 8:], max_new_tokens=10, **with_mask, **GREEDY), whole[:, 8:])
+    forked = model.generate(ids.repeat(3, 1), past_key_values=state.fork(3), max_new_tokens=10, **GREEDY)
+    assert torch.equal(forked, whole.repeat(3, 1))
+    beams = model.generate(ids, past_key_values=state, max_new_tokens=10, num_beams=3, **GREEDY)
+    assert torch.equal(beams, model.generate(ids, max_new_tokens=10, num_beams=3, **GREEDY))
+
+
+def test_left_padded_rows_are_continued(make_model: MakeModel) -> None:
+    model, ids = make_model(), random_ids(2, 12)
+    mask = torch.ones_like(ids)
+    mask[1, :5] = 0
+    whole = model.generate(ids, attention_mask=mask, max_new_tokens=6, **GREEDY)
+    state = model(ids[:, :8], attention_mask=mask[:, :8]).past_key_values
+    onward = model.generate(ids, attention_mask=mask, past_key_values=state, max_new_tokens=6, **GREEDY)
+    assert torch.equal(onward, whole)
+
+
+def test_another_text_than_the_state_has_read_is_refused(make_model: MakeModel) -> None:
+    model, ids = make_model(), random_ids(2, 12)
+    state = model(ids[:, :8]).past_key_values
+    other = ids.clone()
+    other[1, 3] = 2 + (other[1, 3] - 1) % 5
+    for given, words in (
+        (other, "row 1 does not begin with the 8 tokens"),
+        (ids[:, :8], "row 0 holds 8 tokens, but the state has read 8"),
+        (ids[:, 8:], "row 0 holds 4 tokens, but the state has read 8"),
+    ):
+        with pytest.raises(InputError, match=words):
+            model.generate(given, past_key_values=state, max_new_tokens=2, **GREEDY)
 
 
 def test_the_state_reached_is_returned(make_model: MakeModel) -> None:
     model, ids = make_model(), random_ids(2, 6)
     result = model.generate(ids, max_new_tokens=5, return_dict_in_generate=True, **GREEDY)
     assert result.past_key_values.num_tokens.tolist() == [10, 10]
-    again = model.generate(result.sequences[:, -1:], past_key_values=result.past_key_values, max_new_tokens=5, **GREEDY)
     longer = model.generate(ids, max_new_tokens=10, **GREEDY)
-    assert torch.equal(again[:, 1:], longer[:, 11:])
+    again = model.generate(result.sequences, past_key_values=result.past_key_values, max_new_tokens=5, **GREEDY)
+    assert torch.equal(again, longer)
 
 
 def test_snapshots_roll_back_fork_and_travel_by_file(make_model: MakeModel, tmp_path) -> None:

@@ -22,7 +22,7 @@ def int8_model(make_model: MakeModel, arithmetic: Arithmetic = INT8, **arguments
 
 
 def multiplies(model: MultilinForCausalLM) -> bool:
-    return any(True for _ in matrix_modules(model.layers))
+    return any(True for _ in matrix_modules(model.model.layers))
 
 
 def test_int8_is_near_the_floats_and_not_equal(make_model: MakeModel) -> None:
@@ -65,7 +65,7 @@ def test_int8_weights_are_saved_and_loaded(make_model: MakeModel, tmp_path) -> N
     model.save_pretrained(tmp_path)
     loaded = MultilinForCausalLM.from_pretrained(tmp_path)
     torch.testing.assert_close(loaded(ids).logits, expected)
-    for module in matrix_modules(loaded.layers):
+    for module in matrix_modules(loaded.model.layers):
         assert all(module.matrix(name).values.dtype == torch.int8 for name in module.matrices)
     if multiplies(model):
         with pytest.raises(InputError, match="stored_as_int8: False"):

@@ -16,7 +16,7 @@ LENGTH = 23
 
 
 def readings_of(model: MultilinForCausalLM, ids: Tensor, **arguments: Any) -> list[Reading]:
-    with record_readings(model.layers) as found, torch.no_grad():
+    with record_readings(model.model.layers) as found, torch.no_grad():
         model(ids, use_cache=False, **arguments)
     return [reading for _, reading in found]
 
@@ -109,7 +109,7 @@ def test_packed_texts_do_not_read_each_other(make_model: MakeModel, packs: bool)
 
 def test_nothing_is_left_behind(make_model: MakeModel) -> None:
     model, ids = make_model(), random_ids(1, 5)
-    with record_readings(model.layers) as found:
+    with record_readings(model.model.layers) as found:
         pass
     model(ids)
     assert found == []

@@ -58,7 +58,7 @@ def test_an_extreme_future_changes_nothing(make_model: MakeModel) -> None:
     for scale in (1e3, 1e8, 1e30):
         extreme = x.clone()
         extreme[:, 30:] = scale * torch.randn(1, 20, HIDDEN_SIZE, dtype=torch.float64)
-        for layer in model.layers:
+        for layer in model.model.layers:
             before, after = layer(x, None, layout)[0], layer(extreme, None, layout)[0]
             torch.testing.assert_close(after[:, :30], before[:, :30], **EXACT)
             assert torch.isfinite(after).all()
@@ -89,12 +89,40 @@ def test_left_padding_is_inert(make_model: MakeModel, split: int | None) -> None
         torch.testing.assert_close(onward, model(next_ids, past_key_values=alone.past_key_values).logits, **EXACT)
 
 
-def test_padding_inside_a_text_is_refused(make_model: MakeModel) -> None:
-    model, state = make_model(), make_model().new_state()
-    model(random_ids(1, 4), past_key_values=state)
-    with pytest.raises(InputError, match="goes on with padding"):
-        model(random_ids(1, 3), past_key_values=state, attention_mask=torch.tensor([[0, 1, 1]]))
-    assert state.num_tokens.tolist() == [4]
+@pytest.mark.parametrize("seed", range(3))
+def test_rows_of_a_batch_continue_with_pieces_of_different_lengths(make_model: MakeModel, seed: int) -> None:
+    """Padded on the right, also where a row has no token at all: each row ends where it would have ended alone."""
+    model, draw = make_model(), torch.Generator().manual_seed(seed)
+    lengths = torch.randint(0, 12, (3, 4), generator=draw)  # of 4 pieces of 3 rows
+    texts = [random_ids(1, int(length) + 1, seed=row) for row, length in enumerate(lengths.sum(dim=1))]
+    state, first = model.new_state(), torch.zeros(3, dtype=torch.long)
+    for piece in lengths.T:
+        ids, mask = torch.ones(3, 12, dtype=torch.long), torch.zeros(3, 12, dtype=torch.long)
+        for row, (text, begin, length) in enumerate(zip(texts, first.tolist(), piece.tolist(), strict=True)):
+            ids[row, :length], mask[row, :length] = text[0, begin : begin + length], 1
+        logits = model(ids, attention_mask=mask, past_key_values=state).logits
+        for row, (text, begin, length) in enumerate(zip(texts, first.tolist(), piece.tolist(), strict=True)):
+            if length:
+                alone = model(text[:, : begin + length]).logits[0, begin:]
+                torch.testing.assert_close(logits[row, :length], alone, **EXACT)
+        first = first + piece
+    assert state.num_tokens.tolist() == first.tolist()
+    last = torch.cat([text[:, -1:] for text in texts])
+    together = model(last, past_key_values=state).logits[:, 0]
+    torch.testing.assert_close(together, torch.cat([model(text).logits[:, -1] for text in texts]), **EXACT)
+
+
+def test_padding_between_two_calls_is_inert(make_model: MakeModel) -> None:
+    model, ids, state = make_model(), random_ids(2, 12), make_model().new_state()
+    padded = torch.nn.functional.pad(ids[:, 4:], (3, 2), value=1)
+    mask = torch.nn.functional.pad(torch.ones_like(ids[:, 4:]), (3, 2))
+    mask[1], padded[1, :8] = torch.tensor([0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1]), 1
+    padded[1, mask[1] == 1] = ids[1, 4:]
+    model(ids[:, :4], past_key_values=state)
+    logits = model(padded, past_key_values=state, attention_mask=mask).logits
+    torch.testing.assert_close(logits[mask == 1].view(2, 8, -1), model(ids).logits[:, 4:], **EXACT)
+    onward = [model(random_ids(2, 2), past_key_values=s).logits for s in (state, model(ids).past_key_values)]
+    torch.testing.assert_close(*onward, **EXACT)
 
 
 @pytest.mark.parametrize("cuts", [[], [7], [10, 11, 30]])

@@ -65,8 +65,11 @@ def test_gradient_checkpointing_changes_nothing(make_model: MakeModel) -> None:
 
 
 def test_bf16_autocast_errs_no_more_than_bf16_weights(make_model: MakeModel) -> None:
-    """The yardstick is what rounding the weights alone does, since some models amplify any rounding."""
-    model, ids = make_model(torch.float32, initializer_range=0.1), random_ids(4, 40)
+    """The yardstick is what rounding the weights alone does, since some models amplify any rounding.
+
+    Many tokens, since with few of them a single ReLU that rounding switches decides.
+    """
+    model, ids = make_model(torch.float32, initializer_range=0.1), random_ids(48, 40)
     exact = loss_and_gradients(model, ids)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         autocast = loss_and_gradients(model, ids)
@@ -79,7 +82,7 @@ def test_bf16_autocast_errs_no_more_than_bf16_weights(make_model: MakeModel) -> 
     def error(results: list[torch.Tensor]) -> float:
         return sum(float((x - y).square().sum()) for x, y in zip(results[1:], exact[1:], strict=True)) ** 0.5
 
-    assert error(autocast) <= 4 * error(rounded)
+    assert error(autocast) <= 3 * error(rounded)
 
 
 @pytest.mark.parametrize("length", [1, 40])

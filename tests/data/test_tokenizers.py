@@ -17,6 +17,7 @@ from multilin.data.tokenizers import (
     token_byte_lengths,
     tokenizer_hash,
     train_tokenizer,
+    whole_characters,
 )
 from multilin.errors import InputError
 
@@ -106,6 +107,18 @@ def test_byte_lengths_add_up_to_the_text_also_where_tokens_split_characters(
     for counted in (text, HARD):
         assert sum(lengths[index] for index in encode_whole(tokenizer, counted)) == len(counted.encode())
     assert lengths[:2] == [0, 0]
+
+
+@given(text=TEXTS, cut=st.integers(0, 3))
+def test_characters_are_put_together_from_their_tokens(tokenizer: PreTrainedTokenizerFast, text: str, cut: int) -> None:
+    ids = encode_whole(tokenizer, text)
+    runs = whole_characters(tokenizer, ids)
+    assert sum(num_tokens for num_tokens, _ in runs) == len(ids)
+    assert "".join(part for _, part in runs) == text
+    kept = max(len(ids) - cut, 0)  # perhaps in the middle of a character
+    cut_runs = whole_characters(tokenizer, ids[:kept])
+    assert sum(num_tokens for num_tokens, _ in cut_runs) == kept
+    assert cut_runs[:-1] == runs[: max(len(cut_runs) - 1, 0)]
 
 
 def test_a_long_text_trains_the_tokenizer_that_it_would_train_in_one_piece() -> None:

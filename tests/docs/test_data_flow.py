@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from multilin import MultilinForCausalLM, architectures
+from multilin import MultilinForCausalLM
+from multilin.architectures import architectures
 from multilin.layers.base import Layer, Layout
 from multilin.model import MultilinConfig
 from multilin.model.state import named_tensors
@@ -41,7 +42,7 @@ def build_layers(name: str, options: dict[str, Any]) -> list[tuple[Layer, dict[s
     for parameter in model.parameters():
         if not parameter.any():
             nn.init.normal_(parameter, std=0.3)
-    return list(zip(model.layers, config.layers, strict=True))
+    return list(zip(model.model.layers, config.layers, strict=True))
 
 
 def find(layer: Layer, part: str) -> Any:

@@ -27,14 +27,14 @@ def check(file: Any) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
 
 def _run(file: Any, ids: Tensor, period: float) -> dict[str, Tensor]:
     model = _model(file, period)
-    parts = {"x": model.embedding}
-    for index, layer in enumerate(model.layers):
+    parts = {"x": model.model.embedding}
+    for index, layer in enumerate(model.model.layers):
         parts |= {f"layer{index}.attention": layer.attention, f"layer{index}.feedforward": layer.feed_forward}
         parts[f"layer{index}.out"] = layer
     seen = watch(parts)
     logits = model(ids).logits
     before = seen["x"]
-    for index in range(len(model.layers)):
+    for index in range(len(model.model.layers)):
         seen[f"layer{index}.after_att"] = before + seen[f"layer{index}.attention"]
         before = seen[f"layer{index}.out"]
     return {**seen, "y": before, "logits": logits}
@@ -61,11 +61,11 @@ def _model(file: Any, period: float) -> MultilinForCausalLM:
     )
     model = MultilinForCausalLM(config).double().eval()
     weights = {
-        "embedding.tokens.weight": _tensor(file, "wrapper.embed"),
-        "output.weight": _tensor(file, "wrapper.head"),
+        "model.embedding.tokens.weight": _tensor(file, "wrapper.embed"),
+        "lm_head.weight": _tensor(file, "wrapper.head"),
     }
     for index in range(meta["layers"]):
-        weights |= {f"layers.{index}.{name}": tensor for name, tensor in _layer_weights(file, index).items()}
+        weights |= {f"model.layers.{index}.{name}": tensor for name, tensor in _layer_weights(file, index).items()}
     model.load_state_dict(weights)
     return model
 

@@ -50,8 +50,8 @@ def _run(model: MultilinForCausalLM, file: Any, run: str) -> dict[str, Tensor]:
 
 def _watch_layers(model: MultilinForCausalLM) -> dict[str, Tensor]:
     """Fills with what the parts of each layer return, under the golden file's names."""
-    parts = {"last_norm": model.norm}
-    for index, layer in enumerate(model.layers):
+    parts = {"last_norm": model.model.norm}
+    for index, layer in enumerate(model.model.layers):
         parts |= {
             f"layer{index}.attn_norm": layer.attention_norm,
             f"layer{index}.pooled_queries": layer.attention.pool_queries,

@@ -112,7 +112,11 @@ def _model(mixing: np.ndarray, head: np.ndarray, into: np.ndarray) -> MultilinFo
     )  # fmt: skip
     model = MultilinForCausalLM(config).double().eval()
     triangle = mixing[np.tril_indices(len(mixing))]
-    weights = {"embedding.tokens.weight": into.T, "output.weight": head, "layers.0.mixing.triangle": triangle}
+    weights = {
+        "model.embedding.tokens.weight": into.T,
+        "lm_head.weight": head,
+        "model.layers.0.mixing.triangle": triangle,
+    }
     model.load_state_dict({name: torch.from_numpy(array.astype(np.float64)) for name, array in weights.items()})
     return model
 
@@ -141,7 +145,7 @@ def _offset(model: MultilinForCausalLM) -> Tensor:
     num_positions = model.config.n_positions
     x_BTD = torch.zeros(1, num_positions, model.config.hidden_size, dtype=model.dtype)
     layout = Layout(torch.arange(num_positions)[None])
-    for layer in model.layers:
+    for layer in model.model.layers:
         x_BTD, _ = layer(x_BTD, None, layout)
     return x_BTD[0, :, 0]
 

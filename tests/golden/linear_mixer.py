@@ -59,7 +59,7 @@ def _check_block(file: Any) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
     layer.load_state_dict(
         {
             ours: torch.from_numpy(
-                _to_ours(ours, weights[f"{prefix}{_original(f'layers.0.{ours}', True).split('.', 2)[2]}"])
+                _to_ours(ours, weights[f"{prefix}{_original(f'model.layers.0.{ours}', True).split('.', 2)[2]}"])
             ).double()
             for ours, _ in layer.named_parameters()
         }
@@ -75,9 +75,9 @@ def _run(model: MultilinForCausalLM, ids: Tensor) -> dict[str, Tensor]:
         # The original's ReLU is not a part of its last layer.
         module.register_forward_hook(lambda _, inputs, output: seen.update({name: inputs[0]}))
 
-    for index, layer in enumerate(model.layers):
+    for index, layer in enumerate(model.model.layers):
         keep(layer.activation, f"layer{index}.out")
-    keep(model.layers[0], "embed")
+    keep(model.model.layers[0], "embed")
     result = model(ids, labels=ids)
     result.loss.backward()
     return {**seen, "logits": result.logits, "loss": result.loss}
@@ -121,9 +121,9 @@ def make_model(file: Any) -> tuple[MultilinForCausalLM, dict[str, str]]:
 
 def _original(name: str, has_two: bool) -> str:
     """The file's name of one of our parameters."""
-    if not name.startswith("layers."):
-        return {"embedding.tokens.weight": "wte.weight", "output.weight": "lm_head.weight"}[name]
-    _, index, module, *rest = name.split(".")
+    if not name.startswith("model.layers."):
+        return {"model.embedding.tokens.weight": "wte.weight", "lm_head.weight": "lm_head.weight"}[name]
+    _, _, index, module, *rest = name.split(".")
     tail = ".".join(rest).replace("triangle", "weight")
     mixings = {"mixing": "conv.0", "second_mixing": "conv.2"} if has_two else {"mixing": "conv"}
     original = {**mixings, **NORMS, "feed_forward": "patch_ff"}[module]

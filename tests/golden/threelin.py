@@ -21,8 +21,8 @@ def check(file: Any) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
         return
     meta, ids = json.loads(str(file["meta_json"])), torch.from_numpy(file["token_ids"]).long()
     model = build_model(file, meta, ids.shape[1])
-    states = {f"layer{index}.state": layer for index, layer in enumerate(model.layers)}
-    seen = watch({"state_embed": model.embedding, **states})
+    states = {f"layer{index}.state": layer for index, layer in enumerate(model.model.layers)}
+    seen = watch({"state_embed": model.model.embedding, **states})
     result = model(ids, labels=ids)
     result.loss.backward()
     gradients = in_their_names({name: parameter.grad for name, parameter in model.named_parameters()})
@@ -49,11 +49,11 @@ def build_model(file: Any, meta: dict[str, Any], length: int, prefix: str = "w")
     )  # fmt: skip
     model = MultilinForCausalLM(config).double().eval()
     weights = {
-        "embedding.tokens.weight": _tensor(file, f"{prefix}.embed"),
-        "output.weight": _tensor(file, f"{prefix}.final"),
+        "model.embedding.tokens.weight": _tensor(file, f"{prefix}.embed"),
+        "lm_head.weight": _tensor(file, f"{prefix}.final"),
     }
     for index in range(len(config.layers)):
-        theirs, ours = f"{prefix}.layer{index}", f"layers.{index}"
+        theirs, ours = f"{prefix}.layer{index}", f"model.layers.{index}"
         weights |= {f"{ours}.{name}": _tensor(file, f"{theirs}.{source}") for source, name in NAMES.items()}
         weights[f"{ours}.combiner"] = xor_weight(_tensor(file, f"{theirs}.Combiner").permute(2, 0, 1), block=16)
     model.load_state_dict(weights)
@@ -62,11 +62,13 @@ def build_model(file: Any, meta: dict[str, Any], length: int, prefix: str = "w")
 
 def in_their_names(tensors: Mapping[str, Any]) -> dict[str, Tensor]:
     """Weights or gradients by our names, by the file's names and in its layout."""
-    found = {"embed": tensors["embedding.tokens.weight"], "final": tensors["output.weight"]}
+    found = {"embed": tensors["model.embedding.tokens.weight"], "final": tensors["lm_head.weight"]}
     for name in tensors:
         if name.endswith(".combiner"):
-            index = name.split(".")[1]
-            found |= {f"layer{index}.{theirs}": tensors[f"layers.{index}.{ours}"] for theirs, ours in NAMES.items()}
+            index = name.split(".")[2]
+            found |= {
+                f"layer{index}.{theirs}": tensors[f"model.layers.{index}.{ours}"] for theirs, ours in NAMES.items()
+            }
             found[f"layer{index}.Combiner"] = xor_combiner(tensors[name]).permute(1, 2, 0)
     return found
 

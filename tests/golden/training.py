@@ -50,9 +50,9 @@ def check_tscale(file: Any) -> Triples:
     meta = json.loads(str(file["meta_json"]))
     prefix = next(n for n in sorted(file.files, key=len) if n.endswith("MP_MODEL_EMBED")).removesuffix("MP_MODEL_EMBED")
     model = tscale.build_model(file, meta, prefix)
-    model.output.bias.requires_grad_(False)
+    model.lm_head.bias.requires_grad_(False)
     tscale.follow_the_source(model)
-    names = tscale.weight_names(len(model.layers))
+    names = tscale.weight_names(len(model.model.layers))
     optimizer = MatrixMoment(parameter_groups(model, decayed=names, weight_decay=1.0, by_rows=True))
     step = 0
     while f"train.step{step}.prob" in file.files:

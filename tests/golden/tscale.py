@@ -76,21 +76,21 @@ def _with_noise(model: MultilinForCausalLM, file: Any, start_token: int | None) 
     """Probabilities where each embedding is a signed sum of the rows that training drew."""
     labels, ids = torch.from_numpy(file["noise.label_ids"]).long(), torch.from_numpy(file["tokens"]).long()
     rows = _tensor(file, "MP_MODEL_EMBED")[labels] * _tensor(file, "noise.label_signs")[..., None]
-    hook = model.embedding.register_forward_hook(lambda *_: rows.sum(dim=2))
+    hook = model.model.embedding.register_forward_hook(lambda *_: rows.sum(dim=2))
     logits = model(ids, document_ids=documents(ids, start_token)).logits
     hook.remove()
     return logits.softmax(dim=-1)
 
 
 def _run(file: Any, model: MultilinForCausalLM, start_token: int | None) -> dict[str, Tensor]:
-    parts = {"state_embed": model.embedding, "FinalNormState": model.norm}
-    for index, layer in enumerate(model.layers):
+    parts = {"state_embed": model.model.embedding, "FinalNormState": model.model.norm}
+    for index, layer in enumerate(model.model.layers):
         parts |= {f"update{index}": layer.attention, f"layer{index}.state_ffn": layer}
     seen = watch(parts)
     ids = torch.from_numpy(file["tokens"]).long()
     logits = model(ids, document_ids=documents(ids, start_token)).logits
     before = seen["state_embed"]
-    for index in range(len(model.layers)):
+    for index in range(len(model.model.layers)):
         seen[f"layer{index}.state_att"] = before + seen.pop(f"update{index}")
         before = seen[f"layer{index}.state_ffn"]
     targets = torch.from_numpy(file["targets"]).long()
@@ -134,7 +134,9 @@ def build_model(file: Any, meta: dict[str, Any], prefix: str = "") -> MultilinFo
         logit_scale=meta["dim"] ** -0.5 * ratio,
     )
     model = MultilinForCausalLM(config).double().eval()
-    weights = {"output.bias": _tensor(file, f"{prefix}Bias" if f"{prefix}Bias" in file.files else "Bias") * math.log(2)}
+    weights = {
+        "lm_head.bias": _tensor(file, f"{prefix}Bias" if f"{prefix}Bias" in file.files else "Bias") * math.log(2)
+    }
     for ours, theirs in weight_names(len(config.layers)).items():
         weights[ours] = to_ours(theirs, _tensor(file, prefix + theirs), meta["heads"])
     model.load_state_dict(weights)
@@ -143,9 +145,9 @@ def build_model(file: Any, meta: dict[str, Any], prefix: str = "") -> MultilinFo
 
 def weight_names(num_layers: int) -> dict[str, str]:
     """The file's name of each of our weights."""
-    names = {"embedding.tokens.weight": "MP_MODEL_EMBED", "output.weight": "MP_MODEL_FINAL"}
+    names = {"model.embedding.tokens.weight": "MP_MODEL_EMBED", "lm_head.weight": "MP_MODEL_FINAL"}
     for index in range(num_layers):
-        names |= {f"layers.{index}.{ours}": f"layer{index}.{theirs}" for ours, theirs in LAYER_NAMES.items()}
+        names |= {f"model.layers.{index}.{ours}": f"layer{index}.{theirs}" for ours, theirs in LAYER_NAMES.items()}
     return names
 
 
@@ -173,7 +175,7 @@ def follow_the_source(model: MultilinForCausalLM) -> None:
     def scale_gradient(_: nn.Module, __: Any, output: Tensor) -> None:
         output.register_hook(lambda gradient: gradient * ratio)
 
-    for layer in model.layers:
+    for layer in model.model.layers:
         layer.attention.query.register_forward_hook(scale_gradient)
         layer.attention.remote.register_forward_hook(scale_gradient)
 
@@ -182,7 +184,7 @@ def deltas(
     file: Any, prefix: str, model: MultilinForCausalLM, num_heads: int
 ) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
     """What the source hands to its optimizer: the ascent of the summed scores, without the scales of its products."""
-    for ours, theirs in weight_names(len(model.layers)).items():
+    for ours, theirs in weight_names(len(model.model.layers)).items():
         expected, gradient = f"{prefix}delta.{theirs}", model.get_parameter(ours).grad
         if expected in file.files and gradient is not None:
             root = 1.0 if theirs == "MP_MODEL_EMBED" else math.sqrt(gradient[0].numel())

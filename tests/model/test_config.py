@@ -43,8 +43,8 @@ def test_a_hybrid_is_plain_data(tmp_path) -> None:
 
 def test_a_layer_of_a_hybrid_may_have_its_own_initial_range() -> None:
     model = create_model("additive", **{**SIZES, "num_layers": None, "hidden_size": 64}, layers=HYBRID)
-    assert 0.4 < model.layers[0].attention.query.weight.std() < 0.6
-    assert 0.015 < model.layers[1].attention.projections.weight.std() < 0.025
+    assert 0.4 < model.model.layers[0].attention.query.weight.std() < 0.6
+    assert 0.015 < model.model.layers[1].attention.projections.weight.std() < 0.025
 
 
 @pytest.mark.parametrize("name", model_names())

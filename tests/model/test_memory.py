@@ -9,14 +9,16 @@ import torch
 
 from multilin.analysis.compare.run import compare
 from multilin.analysis.compare.sweep import Budget, Sweep
-from multilin.analysis.evaluate_run import EvaluationSettings, evaluate_run
-from multilin.analysis.explain_run import ExplainSettings, explain_run
-from multilin.analysis.info import ModelSizes, find_model
+from multilin.analysis.evaluate_run import evaluate_run
+from multilin.analysis.explain_run import explain_run
+from multilin.analysis.info import find_model
+from multilin.analysis.settings import EvaluationSettings, ModelSizes
 from multilin.data.tokenizers import train_tokenizer
 from multilin.errors import InputError
-from multilin.inference.generate import GenerationSettings, generate_text
-from multilin.inference.rollout_run import RolloutSettings, rollout_run
+from multilin.inference.generate import generate_text
+from multilin.inference.rollout_run import rollout_run
 from multilin.inference.runs import Run, load_run
+from multilin.inference.settings import GenerationSettings, RolloutSettings
 from multilin.model.factory import create_model, model_names
 from multilin.model.memory import activation_bytes, available_memory, check_memory, parameter_bytes
 from multilin.training.recipe import load_recipe
@@ -79,7 +81,7 @@ def test_training_is_refused_before_a_folder_is_written(tmp_path: Path, little_m
         with pytest.raises(
             InputError, match=words + r".* would take at least .* of memory, and this machine has 100 MB left"
         ):
-            train(load_recipe(None, {**given, **changes}), quiet=True)
+            train(load_recipe(None, {**given, **changes}))
         assert not output.exists()
 
 
@@ -91,7 +93,7 @@ def test_the_vocabulary_of_the_text_counts(tmp_path: Path, little_memory: Callab
         "training.batch_size": 1, "output": str(tmp_path / "run"),
     })  # fmt: skip
     with pytest.raises(InputError, match="a vocabulary of 60035"):
-        train(recipe, quiet=True)
+        train(recipe)
     assert not (tmp_path / "run").exists()
 
 
@@ -152,4 +154,4 @@ def test_what_looks_at_all_pairs_is_refused(
     monkeypatch.setattr("multilin.analysis.explain_run.PAIR_BYTES", 10**6)
     little_memory(1e9)
     with pytest.raises(InputError, match=r"^text: 40 tokens given, but explaining them would take at least 8\.4 GB"):
-        explain_run(ExplainSettings(str(loaded.folder), text="x" * 40))
+        explain_run(loaded, "x" * 40)

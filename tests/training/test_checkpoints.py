@@ -35,7 +35,7 @@ def test_a_failed_checkpoint_leaves_no_trace(tmp_path: Path) -> None:
 
 def test_what_a_killed_process_left_is_no_checkpoint_and_goes(tmp_path: Path) -> None:
     write(tmp_path, 1)
-    checkpoints.part_folder(tmp_path, 2).mkdir()
+    checkpoints.partial_folder(tmp_path, 2).mkdir()
     assert [path.name for path in checkpoints.checkpoints(tmp_path)] == ["checkpoint-1"]
     write(tmp_path, 3)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-1", "checkpoint-3"]

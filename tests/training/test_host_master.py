@@ -122,10 +122,10 @@ def test_nothing_crosses_beside_the_link() -> None:
     assert {tensor.device.type for tensor in [*host.copy.parameters(), *host.copy.buffers()]} == {"meta"}
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     host.follow(optimizer)
-    before = model.output.weight.detach().clone()
+    before = model.lm_head.weight.detach().clone()
     torch.stack([parameter.sum() for parameter in host.copy.parameters()]).sum().backward()
     optimizer.step()
-    torch.testing.assert_close(model.output.weight, before - 0.1)
+    torch.testing.assert_close(model.lm_head.weight, before - 0.1)
 
 
 def test_gradients_arrive_within_half_a_step_of_their_block(host: HostMaster) -> None:

@@ -38,7 +38,7 @@ def layer_gradients(scale: float, *, half: bool, normalizes: bool) -> list[torch
     """Gradients of the layers' matrices for a loss of so large a scale."""
     torch.manual_seed(0)
     model = create_model("tscale", hidden_size=16, num_layers=3, vocab_size=31, n_positions=32).train()
-    model.normalizes_gradients = normalizes
+    model.base_model.normalizes_gradients = normalizes
     for parameter in model.parameters():
         if not parameter.any():
             torch.nn.init.normal_(parameter, std=0.3)
@@ -46,7 +46,11 @@ def layer_gradients(scale: float, *, half: bool, normalizes: bool) -> list[torch
     with torch.autocast("cpu", dtype=torch.float16, enabled=half):
         loss = model(ids, labels=ids, use_cache=False).loss
     (loss.float() * scale).backward()
-    return [weight.grad for name, weight in model.named_parameters() if name.startswith("layers.") and weight.ndim == 2]
+    return [
+        weight.grad
+        for name, weight in model.named_parameters()
+        if name.startswith("model.layers.") and weight.ndim == 2
+    ]
 
 
 def worst_angle(gradients: list[torch.Tensor], expected: list[torch.Tensor]) -> float:

@@ -81,7 +81,7 @@ def test_bad_values_are_named(overrides: dict[str, object], sentence: str) -> No
 def test_a_folder_called_like_a_built_in_recipe_is_that_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("elita").mkdir()
-    Path("elita/recipe.yaml").write_text("model: {architecture: tscale}\n")
+    Path("elita/recipe.yaml").write_text("model: {architecture: tscale}\noutput: elita\n")
     assert load_recipe(Path("elita")).model.architecture == "tscale"
     assert load_recipe("elita").model.architecture == "elita"
 

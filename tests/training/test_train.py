@@ -12,6 +12,7 @@ from multilin.model.factory import model_names
 from multilin.training.assemble import read_text
 from multilin.training.optimizers import OPTIMIZERS
 from multilin.training.outcomes import RunResult
+from multilin.training.progress import TrainingProgress
 from multilin.training.recipe import Recipe, load_recipe
 from multilin.training.trainer import train
 from tests.training.conftest import metrics
@@ -80,7 +81,7 @@ def test_the_folder_holds_a_card_a_plot_and_nothing_pickled(result: RunResult) -
     assert "AutoModelForCausalLM.from_pretrained" in card
     assert (result.output / "loss.png").read_bytes().startswith(b"\x89PNG")
     suffixes = {path.suffix for path in result.output.rglob("*") if path.is_file()}
-    assert suffixes <= {".json", ".jsonl", ".yaml", ".safetensors", ".png", ".md", ".txt"}
+    assert suffixes <= {".json", ".jsonl", ".yaml", ".safetensors", ".png", ".md", ".txt", ".py"}
     assert not list(result.output.rglob(".*"))
 
 
@@ -197,15 +198,33 @@ def test_tensorboard_is_written_on_request(tiny: Tiny, tmp_path: Path) -> None:
     assert list((tmp_path / "run" / "tensorboard").glob("events.out.*"))
 
 
-def test_plain_output_has_a_line_for_every_validation(
+def test_progress_is_told_to_who_asks_and_printed_by_nobody(
     tiny: Tiny, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    train(tiny(tmp_path / "run"))
-    printed, errors = capsys.readouterr()
-    lines = printed.splitlines()
-    assert [line.split()[1] for line in lines if "bits per byte" in line] == ["5/12", "10/12", "12/12"]
-    assert "tokens/s" in lines[-1]
-    assert errors == ""
+    class Recorder(TrainingProgress):
+        def __init__(self) -> None:
+            self.calls: list[tuple[str, Any]] = []
+
+        def start(self, step: int, max_steps: int) -> None:
+            self.calls.append(("start", (step, max_steps)))
+
+        def step(self, step: int) -> None:
+            self.calls.append(("step", step))
+
+        def line(self, line: dict[str, Any]) -> None:
+            self.calls.append(("line", line))
+
+        def stop(self) -> None:
+            self.calls.append(("stop", None))
+
+    recorder = Recorder()
+    result = train(tiny(tmp_path / "run"), progress=recorder)
+    assert (recorder.calls[0], recorder.calls[-1]) == (("start", (0, 12)), ("stop", None))
+    assert [value for name, value in recorder.calls if name == "step"] == list(range(1, 13))
+    assert [value for name, value in recorder.calls if name == "line"] == [
+        json.loads(line) for line in (result.output / "metrics.jsonl").read_text().splitlines()
+    ]
+    assert capsys.readouterr().out == ""
 
 
 def test_a_hybrid_trains_through_a_recipe_and_says_what_it_is(tiny: Tiny, tmp_path: Path) -> None:
@@ -220,6 +239,6 @@ def test_a_hybrid_trains_through_a_recipe_and_says_what_it_is(tiny: Tiny, tmp_pa
 def test_a_fixed_unigram_bias_is_the_log_of_the_token_counts(tiny: Tiny, tmp_path: Path) -> None:
     recipe = tiny(tmp_path / "run", **{"model.config.output_bias": "unigram", "training.max_steps": 2})
     text = read_text(recipe)
-    bias = train(recipe).model.output.bias
+    bias = train(recipe).model.lm_head.bias
     counts = torch.bincount(torch.from_numpy(text.train.tokens.astype("int64")), minlength=len(bias)) + 1.0
     torch.testing.assert_close(bias, (counts / counts.sum()).log())

@@ -1,10 +1,12 @@
 """A score broken down: by how much was read before, by document, by what kind of token it is, and by how frequent."""
 
+import dataclasses
 import math
 import string
 import unicodedata
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +19,7 @@ from multilin.data.tokenizers import token_texts
 CLASSES = ("word start", "word continuation", "digits", "punctuation", "space", "new line", "other")
 FREQUENCIES = (10, 100, 1000)
 NUM_EXTREMES = 3
+QUANTILES = (0.1, 0.5, 0.9)
 FEWEST_BYTES = 100  # of a document that can be among the best and worst
 OPENING_TOKENS = 12
 
@@ -188,3 +191,42 @@ def _opening(packed: PackedText, document: int, tokenizer: PreTrainedTokenizerFa
     start = int(packed.document_starts[document]) + 1
     stop = int([*packed.document_starts, packed.num_tokens][document + 1])
     return " ".join(tokenizer.decode(packed.tokens[start : min(stop, start + OPENING_TOKENS)].tolist()).split())
+
+
+def as_data(found: Breakdown) -> dict[str, Any]:
+    """The score and its parts as plain data; of the documents their number, and the spread and extremes of several."""
+    return dataclasses.asdict(found.evaluation) | {
+        "by_position": [_data(part) for part in found.by_position],
+        "by_document": _documents(found),
+        "by_class": [_data(part) for part in found.by_class],
+        "by_frequency": [_data(part) for part in found.by_frequency],
+    }
+
+
+def _documents(found: Breakdown) -> dict[str, Any]:
+    ordered = found.documents_by_score()
+    shown = {"number": len(found.by_document), "long_enough": len(ordered), "fewest_bytes": FEWEST_BYTES}
+    if len(ordered) < 2:
+        return shown
+    values = np.quantile([part.bits_per_byte for part in ordered], QUANTILES)
+    # The best, the best first, and of the others the worst, the worst first.
+    extremes = {"best": ordered[:NUM_EXTREMES], "worst": ordered[NUM_EXTREMES:][-NUM_EXTREMES:][::-1]}
+    return (
+        shown
+        | {"bits_per_byte_quantiles": dict(zip(map(str, QUANTILES), map(float, values), strict=True))}
+        | {
+            name: [_data(part) | {"begins_with": found.openings[part.name]} for part in parts]
+            for name, parts in extremes.items()
+        }
+    )
+
+
+def _data(part: Part) -> dict[str, Any]:
+    return {
+        "name": part.name,
+        "tokens": part.tokens,
+        "bytes": part.bytes,
+        "nats": part.nats,
+        "loss": part.loss,
+        "bits_per_byte": part.bits_per_byte if part.bytes else None,
+    }

@@ -127,7 +127,7 @@ def _readings(model: PreTrainedModel, ids_T: Tensor) -> list[tuple[int, str, Rea
 
 
 def _own_readings(model: MultilinForCausalLM, ids_T: Tensor) -> list[tuple[int, str, Reading]]:
-    with record_readings(model.layers) as found, torch.inference_mode():
+    with record_readings(model.model.layers) as found, torch.inference_mode():
         model(ids_T[None], use_cache=False, logits_to_keep=1)
     readings = []
     for path, reading in found:

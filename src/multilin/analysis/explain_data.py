@@ -29,6 +29,7 @@ def as_json(report: Report) -> str:
         "finding": what_is_shown(found),
         "meaning": MEANINGS,
         "tokens": _tokens(report),
+        "characters": _characters(report),
         "steps": [_step(step) for step in found.steps],
         "removal": _removal(found),
     }
@@ -46,6 +47,7 @@ def page_data(report: Report) -> dict[str, Any]:
     return {
         "meaning": MEANINGS,
         "tokens": _tokens(report),
+        "characters": _characters(report),
         "steps": [_packed_step(step) for step in found.steps],
         "removal": removal,
     }
@@ -71,6 +73,15 @@ def _tokens(report: Report) -> list[dict[str, Any]]:
             "guesses": [{"id": index, "text": report.texts[index], "probability": _rounded(p)} for index, p in guesses],
         }
         for token_id, text, loss, guesses in zip(found.token_ids, report.tokens, losses, found.guesses, strict=True)
+    ]
+
+
+def _characters(report: Report) -> list[dict[str, Any]]:
+    """The runs of tokens that are whole characters: the first token, how many there are, and their text."""
+    starts = np.cumsum([0, *(num_tokens for num_tokens, _ in report.characters)]).tolist()
+    return [
+        {"first": first, "tokens": num_tokens, "text": text}
+        for first, (num_tokens, text) in zip(starts, report.characters, strict=False)
     ]
 
 

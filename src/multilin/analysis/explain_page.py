@@ -2,6 +2,7 @@
 
 import importlib.resources
 import io
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +12,8 @@ from numpy.typing import NDArray
 from multilin.analysis.explain_data import as_json, page_data
 from multilin.analysis.explain_run import Report
 from multilin.analysis.explain_words import MEANINGS, others, what_is_shown
-from multilin.files import write_whole
+from multilin.errors import plural
+from multilin.files import check_folder, write_whole
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -24,7 +26,7 @@ LINES = 40  # of text that a panel of the picture shows
 
 def write_files(report: Report, folder: Path) -> list[Path]:
     """Write explain.html, explain.png and explain.json, each beside its place and renamed."""
-    folder.mkdir(exist_ok=True)
+    check_folder("--output", folder).mkdir(exist_ok=True)
     contents: dict[str, str | bytes] = {"html": page(report), "png": picture(report), "json": as_json(report)}
     paths = []
     for suffix, content in contents.items():
@@ -42,7 +44,7 @@ def page(report: Report) -> str:
     return found.render(
         run=report.name,
         source=report.source,
-        num_tokens=len(report.tokens) - 1,
+        size=plural(len(report.tokens) - 1, "token"),
         finding=what_is_shown(report.explanation),
         meaning=MEANINGS,
         data=page_data(report),
@@ -54,15 +56,18 @@ def picture(report: Report) -> bytes:
     from matplotlib.figure import Figure
 
     panels = _panels(report)
-    lines = _lines(report.tokens)
+    lines = _lines([text for _, text in report.characters])
     height = sum(min(len(lines), LINES) * LINE_INCHES + 1.1 for _ in panels) + 0.6
     figure = Figure(figsize=(10.5, height), layout="constrained")
     figure.suptitle(f"What {report.name} read", fontsize=12, fontweight="bold")
     for axes, (title, values) in zip(np.atleast_1d(figure.subplots(len(panels))), panels, strict=True):
-        _draw(axes, report.tokens, lines, values)
+        _draw(axes, lines, report.by_character(values))
         axes.set_title(title, fontsize=8.5, loc="left", wrap=True)
     stream = io.BytesIO()
-    figure.savefig(stream, format="png", dpi=130)
+    with warnings.catch_warnings():
+        # A box stands for a character that the font lacks; the page shows it.
+        warnings.filterwarnings("ignore", "Glyph .* missing from font")
+        figure.savefig(stream, format="png", dpi=130)
     return stream.getvalue()
 
 
@@ -85,11 +90,11 @@ def _panels(report: Report) -> list[tuple[str, NDArray[np.float64]]]:
     return panels or [("The text; nothing was measured.", np.zeros(len(report.tokens)))]
 
 
-def _lines(tokens: list[str]) -> list[list[tuple[int, int, str]]]:
-    """Lines of (token, column, text), broken at newlines and where a line is full."""
+def _lines(texts: list[str]) -> list[list[tuple[int, int, str]]]:
+    """Lines of (number of the text, column, part of it), broken at newlines and where a line is full."""
     lines: list[list[tuple[int, int, str]]] = [[]]
     column = 0
-    for index, text in enumerate(tokens):
+    for index, text in enumerate(texts):
         for number, part in enumerate(("⊢" if index == 0 else text).split("\n")):
             if number:
                 lines.append([])
@@ -104,16 +109,14 @@ def _lines(tokens: list[str]) -> list[list[tuple[int, int, str]]]:
     return lines
 
 
-def _draw(
-    axes: "Axes", tokens: list[str], lines: list[list[tuple[int, int, str]]], values_S: NDArray[np.float64]
-) -> None:
+def _draw(axes: "Axes", lines: list[list[tuple[int, int, str]]], values: NDArray[np.float64]) -> None:
     from matplotlib import colormaps
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import ListedColormap, Normalize
     from matplotlib.patches import Rectangle
 
-    largest = float(np.nanmax(np.abs(values_S), initial=0.0)) or 1.0
-    is_signed = bool((values_S < 0).any())
+    largest = float(np.nanmax(np.abs(values), initial=0.0)) or 1.0
+    is_signed = bool((values < 0).any())
     # The light part of the map: text stays readable on it.
     name, first, last = ("PuOr_r", 0.2, 0.8) if is_signed else ("Blues", 0.0, 0.55)
     colours = ListedColormap(colormaps[name](np.linspace(first, last, SHADES)))
@@ -121,7 +124,7 @@ def _draw(
     visible = lines[:LINES]
     for row, line in enumerate(visible):
         for index, column, text in line:
-            value = values_S[index]
+            value = values[index]
             if value == value:
                 axes.add_patch(Rectangle((column, row), len(text), 0.78, color=shades.to_rgba(value), linewidth=0))
                 axes.add_patch(
@@ -129,7 +132,9 @@ def _draw(
                 )
             axes.text(column, row + 0.6, text.replace("$", r"\$"), family="monospace", fontsize=9.2, color="0.05")
     if len(lines) > LINES:
-        axes.text(0, LINES + 0.6, f"and {len(lines) - LINES} lines more, on the page", fontsize=8, color="0.4")
+        axes.text(
+            0, LINES + 0.6, f"and {plural(len(lines) - LINES, 'line')} more, on the page", fontsize=8, color="0.4"
+        )
     axes.set(xlim=(0, COLUMNS), ylim=(len(visible) + (len(lines) > LINES), 0))
     axes.set_axis_off()
     bar = axes.figure.colorbar(shades, ax=axes, fraction=0.025, pad=0.01)

@@ -1,38 +1,26 @@
-"""`multilin explain`: which text is read, and the files that show what was read of it."""
+"""Explaining a trained model: which text is read, and what was read of it."""
 
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+from numpy.typing import NDArray
+
 from multilin.analysis.evaluate_run import validation_text
 from multilin.analysis.explain import Explanation, explain
-from multilin.data.tokenizers import start_token_id, token_texts
-from multilin.errors import InputError
-from multilin.files import check_writable
-from multilin.inference.prompts import encode_prompt, read_prompt
-from multilin.inference.runs import Run, load_run
+from multilin.analysis.settings import ExplainSettings
+from multilin.data.progress import Progress, no_progress
+from multilin.data.tokenizers import start_token_id, token_texts, whole_characters
+from multilin.errors import InputError, plural
+from multilin.inference.prompts import encode_prompt
+from multilin.inference.runs import Run
 from multilin.model.memory import check_memory
-from multilin.progress import counted
-from multilin.settings import settings
-from multilin.settings.bounds import Batch, Index, PathText, Prose, ShortLength
 from multilin.training.recipe import RECIPE_FILE
 
 PASSAGE_TOKENS = 128
 PAIR_BYTES = 8  # of a weight or an effect
 
-
-@settings
-class ExplainSettings:
-    """What is explained, and how."""
-
-    run: PathText  # folder of a trained model
-    text: Prose | None = None  # text to explain; without one it is read from a pipe, or taken from the validation text
-    file: PathText | None = None  # file with the text to explain; one newline at its end is left out
-    document: Index = 0  # where no text is given: the document of the validation text, from 0
-    max_tokens: ShortLength = 400  # longest text; each of its tokens is removed once, so twice as long takes four times
-    remove: bool = True  # also measure how each prediction changes when a token is removed
-    batch_size: Batch = 16  # texts without a token read at a time
-    output: PathText | None = None  # folder for the page, the picture and the JSON; without one RUN/explain
-    json: bool = False  # print the JSON
+DEFAULTS = ExplainSettings()
 
 
 @dataclass(frozen=True)
@@ -40,12 +28,14 @@ class Report:
     """An explanation, with what is needed to show it.
 
     run: the run's folder. source: where the text is from, for people. tokens: the text of each token; the first is the
-    start of the text. texts: that of every token id that is named.
+    start of the text. characters: the same text in runs of tokens that are whole characters, see `whole_characters`.
+    texts: that of every token id that is named.
     """
 
     run: str
     source: str
     tokens: list[str]
+    characters: list[tuple[int, str]]
     texts: dict[int, str]
     explanation: Explanation
 
@@ -54,66 +44,83 @@ class Report:
         """Of the run, for titles."""
         return Path(self.run).resolve().name
 
+    def by_character(self, values_S: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Of each of the `characters` the largest value of its tokens, in size; nan if none of them has any."""
+        values, first = [], 0
+        for num_tokens, _ in self.characters:
+            part = values_S[first : first + num_tokens]
+            values.append(part[np.argmax(np.nan_to_num(np.abs(part), nan=-1.0))])
+            first += num_tokens
+        return np.array(values)
 
-def explain_run(settings: ExplainSettings) -> Report:
-    """Load a run, choose the text, and explain it, with progress on stderr.
+    @property
+    def labels(self) -> list[str]:
+        """How each token is named: by its quoted text, or as a part of a character: `'世' (2 of 3)`."""
+        return [
+            repr(text) + (f" ({place} of {num_tokens})" if num_tokens > 1 else "")
+            for num_tokens, text in self.characters
+            for place in range(1, num_tokens + 1)
+        ]
+
+
+def explain_run(
+    run: Run, text: str | None, settings: ExplainSettings = DEFAULTS, *, progress: Progress = no_progress
+) -> Report:
+    """Explain a text, or a passage of the run's validation text.
+
+    Args:
+        run: the model and its tokenizer.
+        text: the text; None takes the beginning of a document of the validation text.
+        settings: see ExplainSettings.
+        progress: called now and then.
 
     Raises:
         InputError: no text, or one longer than the model can read or than `max_tokens`.
     """
-    text = read_prompt(settings.text, settings.file, names=("--text", "--file"))
-    run = load_run(settings.run)
-    given = bool(text) or settings.text is not None or settings.file is not None
-    ids, source = (encode_prompt(text, run.tokenizer), "the given text") if given else _passage(run, settings)
+    if text is None:
+        ids, source = _passage(run, settings, progress)
+    else:
+        ids, source = encode_prompt(text, run.tokenizer), "the given text"
     _check_length(len(ids), settings, run.longest_text)
     token_ids = [start_token_id(run.tokenizer), *ids]
     pairs = len(token_ids) ** 2 * (2 + run.model.config.num_hidden_layers)
     check_memory(f"text: {len(ids)} tokens given, but explaining them", pairs * PAIR_BYTES, "cpu")
-    with counted("removing tokens", len(ids)) as progress:
-        found = explain(run.model, token_ids, remove=settings.remove, batch_size=settings.batch_size, progress=progress)
+    found = explain(
+        run.model, token_ids, remove=settings.remove, batch_size=settings.batch_size,
+        progress=lambda done: progress("removing tokens", done, len(ids)),
+    )  # fmt: skip
     named = sorted({*token_ids, *(token_id for guesses in found.guesses for token_id, _ in guesses)})
     texts = dict(zip(named, token_texts(run.tokenizer, named), strict=True))
-    return Report(str(run.folder), source, [texts[token_id] for token_id in token_ids], texts, found)
+    tokens, characters = [texts[token_id] for token_id in token_ids], whole_characters(run.tokenizer, token_ids)
+    return Report(str(run.folder), source, tokens, characters, texts, found)
 
 
-def output_folder(settings: ExplainSettings) -> Path:
-    """Where the files go.
-
-    Raises:
-        InputError: it cannot be written.
-    """
-    folder = Path(settings.run, "explain") if settings.output is None else Path(settings.output)
-    if settings.output is not None or Path(settings.run).is_dir():
-        check_writable("--output", folder / "explain.json" if folder.exists() else folder)
-    return folder
-
-
-def _passage(run: Run, settings: ExplainSettings) -> tuple[list[int], str]:
+def _passage(run: Run, settings: ExplainSettings, progress: Progress) -> tuple[list[int], str]:
     if not (run.folder / RECIPE_FILE).is_file():
         raise InputError(
             f"text: none given, and {run.folder} has no {RECIPE_FILE} that names one; give --text or --file"
         )
-    packed = validation_text(run)
+    packed = validation_text(run, progress)
     if settings.document >= packed.num_documents:
         raise InputError(
-            f"--document: {settings.document} given, but the validation text has {packed.num_documents} documents, "
-            "counted from 0"
+            f"--document: {settings.document} given, but the validation text has "
+            f"{plural(packed.num_documents, 'document')}, counted from 0"
         )
     start = int(packed.document_starts[settings.document]) + 1
     ends = [*packed.document_starts.tolist(), packed.num_tokens]
     longest = min(PASSAGE_TOKENS, settings.max_tokens, (run.longest_text or PASSAGE_TOKENS + 1) - 1)
     ids = packed.tokens[start : min(ends[settings.document + 1], start + longest)].tolist()
-    return ids, f"the first {len(ids)} tokens of document {settings.document} of the run's validation text"
+    return ids, f"the first {plural(len(ids), 'token')} of document {settings.document} of the run's validation text"
 
 
 def _check_length(num_tokens: int, settings: ExplainSettings, longest: int | None) -> None:
     if longest is not None and num_tokens + 1 > longest:
         raise InputError(
-            f"text: {num_tokens + 1} tokens given, the start token included, but this model reads at most {longest}; "
-            "give a shorter text"
+            f"text: {plural(num_tokens + 1, 'token')} given, the start token included, but this model reads at most "
+            f"{longest}; give a shorter text"
         )
     if num_tokens > settings.max_tokens:
         raise InputError(
-            f"text: {num_tokens} tokens given, but at most {settings.max_tokens} are explained, as each is removed in "
-            "turn; give a shorter text, or raise --max-tokens"
+            f"text: {plural(num_tokens, 'token')} given, but at most {settings.max_tokens} are explained, as each is "
+            "removed in turn; give a shorter text, or raise --max-tokens"
         )

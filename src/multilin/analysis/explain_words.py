@@ -7,6 +7,7 @@ from numpy.typing import NDArray
 
 from multilin.analysis.explain import Explanation, Step
 from multilin.analysis.removal import Agreement
+from multilin.errors import plural
 
 MEANINGS = {
     "received": (
@@ -74,7 +75,7 @@ def verdict(found: Agreement) -> str:
         sentence += " How near a token is tells as much or more."
     return (
         f"Weights and effects of removal: rank correlation {found.correlation:.2f}, nearness alone "
-        f"{found.nearness:.2f} ({found.positions} positions). {sentence}"
+        f"{found.nearness:.2f} ({plural(found.positions, 'position')}). {sentence}"
     )
 
 

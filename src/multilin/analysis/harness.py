@@ -8,7 +8,6 @@ runs their command line with the model registered:
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,16 +21,6 @@ from multilin.data.tokenizers import start_token_id
 from multilin.errors import InputError, nearest, shorten
 from multilin.inference.prompts import encode_prompt
 from multilin.inference.runs import Run, load_run
-
-
-@dataclass(frozen=True)
-class TaskScore:
-    """A metric of a task. spread: its standard error; None where lm-eval gives none."""
-
-    task: str
-    metric: str
-    value: float
-    spread: float | None
 
 
 @register_model("multilin")
@@ -88,8 +77,8 @@ def evaluate_tasks(
     trust_task_code: bool = False,
     limit: int | None = None,
     batch_size: int = 8,
-) -> list[TaskScore]:
-    """The scores of a run on tasks of lm-eval.
+) -> dict[str, dict[str, dict[str, float | None]]]:
+    """The scores of a run on tasks of lm-eval: {task: {metric: {"value": ..., "standard_error": ... or None}}}.
 
     Args:
         run: the model and its tokenizer.
@@ -116,12 +105,14 @@ def evaluate_tasks(
         )  # fmt: skip
     except (OSError, ConnectionError) as error:
         raise InputError(f"tasks: the data cannot be loaded ({' '.join(str(error).split())[:200]})") from error
-    return [
-        TaskScore(task, metric.partition(",")[0], float(value), _spread(scores, metric))
+    return {
+        task: {
+            metric.partition(",")[0]: {"value": float(value), "standard_error": _standard_error(scores, metric)}
+            for metric, value in scores.items()
+            if isinstance(value, int | float) and "," in metric and "_stderr" not in metric
+        }
         for task, scores in (found or {})["results"].items()
-        for metric, value in scores.items()
-        if isinstance(value, int | float) and "," in metric and "_stderr" not in metric
-    ]
+    }
 
 
 def _find_tasks(tasks: Sequence[str], folder: str | None) -> TaskManager:
@@ -138,7 +129,7 @@ def _find_tasks(tasks: Sequence[str], folder: str | None) -> TaskManager:
     return manager
 
 
-def _spread(scores: dict[str, Any], metric: str) -> float | None:
+def _standard_error(scores: dict[str, Any], metric: str) -> float | None:
     name, _, kind = metric.partition(",")
     value = scores.get(f"{name}_stderr,{kind}")
     return float(value) if isinstance(value, int | float) else None

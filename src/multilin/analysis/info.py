@@ -1,37 +1,23 @@
 """What a model is made of and what it costs: parameters, work per token, and memory for the text it has read."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import Cache, PreTrainedModel
 
+from multilin.analysis.settings import ModelSizes
 from multilin.architectures import architectures
 from multilin.architectures.base import Architecture
 from multilin.errors import InputError, nearest
 from multilin.inference.runs import load_model, longest_text
 from multilin.model.factory import create_model, model_names
 from multilin.model.memory import check_memory, parameter_bytes
-from multilin.settings import field_help, settings
-from multilin.settings.bounds import BlockLength, Depth, Section, Vocabulary, Width
-
-
-@settings
-class ModelSizes:
-    """The sizes of a model that is not trained yet."""
-
-    hidden_size: Width = 256  # width of the vectors between the layers
-    num_layers: Depth = 6  # layers
-    vocab_size: Vocabulary = 4096  # entries of the vocabulary
-    n_positions: BlockLength = 256  # longest text, in tokens
-    options: Section = field(default_factory=dict)  # options of the architecture
 
 
 @dataclass(frozen=True)
@@ -204,66 +190,3 @@ def _layers(model: PreTrainedModel, first: _Step, second: _Step) -> list[LayerIn
         )
         for index, (module, entry) in enumerate(zip(stack, entries, strict=True))
     ]
-
-
-def print_info(info: ModelInfo, console: Console) -> None:
-    """Show the description as two tables."""
-    options = [layer.options for layer in info.layers]
-    summary = Table(show_header=False, box=None, pad_edge=False)
-    shared = {k: v for k, v in info.layers[0].options.items() if all(k in o and o[k] == v for o in options)}
-    longest = "any length" if info.longest_text is None else f"{info.longest_text:,} tokens"
-    for name, value in {
-        "architecture": info.architecture,
-        "options": _listed(shared),
-        "parameters": f"{info.parameters:,}",
-        "  in embeddings and output": f"{info.embedding_parameters:,}",
-        "  elsewhere": f"{info.other_parameters:,}",
-        "FLOPs per token": f"{info.flops_per_token:,}{_growth(info.flops_growth, '')}",
-        "state": f"{info.state_bytes:,} bytes{_growth(info.state_growth, ' bytes')}",
-        "longest text": longest,
-    }.items():
-        summary.add_row(name, value)
-    console.print(summary)
-    console.print()
-    table = Table(box=None, pad_edge=False)
-    for name in ("layer", "architecture", "options"):
-        table.add_column(name, justify="right" if name == "layer" else "left")
-    for name in ("parameters", "state bytes"):
-        table.add_column(name, justify="right")
-    for layer in info.layers:
-        own = {name: value for name, value in layer.options.items() if name not in shared}
-        state = f"{layer.state_bytes:,}{_growth(layer.state_growth, '')}"
-        table.add_row(str(layer.index), layer.architecture, _listed(own), f"{layer.parameters:,}", state)
-    console.print(table)
-    console.print(
-        "\nFLOPs: matrix products and attention for one token after a text of one; a multiplication and an addition "
-        "are two; pointwise work is not counted.",
-        style="dim",
-    )
-
-
-def print_options(architecture: Architecture, console: Console) -> None:
-    """Show what a recipe may choose for an architecture, under `model.options`."""
-    help_of = field_help(architecture.preset_options)
-    table = Table(
-        title=f"Options of {architecture.name} (model.options)", box=None, pad_edge=False, title_justify="left"
-    )
-    for name in ("option", "default", "meaning"):
-        table.add_column(name)
-    for option in fields(architecture.preset_options):
-        table.add_row(option.name, _plain(option.default), help_of[option.name])
-    console.print()
-    console.print(table)
-    console.print(f"\nSource: {architecture.source}", style="dim")
-
-
-def _growth(growth: int, unit: str) -> str:
-    return f", and {growth:,}{unit} more per token read" if growth else ""
-
-
-def _listed(options: dict[str, Any]) -> str:
-    return ", ".join(f"{name} {_plain(value)}" for name, value in options.items())
-
-
-def _plain(value: Any) -> str:
-    return "none" if value is None else str(value)

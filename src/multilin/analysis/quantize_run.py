@@ -5,15 +5,14 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from rich.console import Console
-from rich.table import Table
-
 from multilin.analysis.evaluate import Evaluation
-from multilin.analysis.evaluate_run import DEFAULTS, EvaluationSettings, evaluate_run
+from multilin.analysis.evaluate_run import DEFAULTS, evaluate_run
+from multilin.analysis.settings import EvaluationSettings
+from multilin.data.progress import Progress, no_progress
 from multilin.errors import InputError
+from multilin.files import atomic_folder, check_folder
 from multilin.inference.runs import Run, load_run
 from multilin.layers.linear import matrix_modules
-from multilin.messages import no_progress_bars
 from multilin.model import MultilinForCausalLM
 from multilin.training.recipe import RECIPE_FILE
 
@@ -36,7 +35,11 @@ class Quantized:
 
 
 def quantize_run(
-    path: str | Path, output: str | Path | None = None, settings: EvaluationSettings = DEFAULTS
+    path: str | Path,
+    output: str | Path | None = None,
+    settings: EvaluationSettings = DEFAULTS,
+    *,
+    progress: Progress = no_progress,
 ) -> Quantized:
     """Round the matrices of all layers to int8 with one scale each, save that as a model of its own, and score both.
 
@@ -47,40 +50,24 @@ def quantize_run(
         path: folder of a trained model.
         output: folder of the copy, new or empty; by default beside the run, with "-int8" at the end of its name.
         settings: the text to score on.
+        progress: called now and then while both are scored.
 
     Raises:
         InputError: no model of multilin there, one that is int8 already, or a folder that holds something.
+        OSError: the copy cannot be written.
     """
     folder = Path(path)
-    target = Path(output) if output is not None else folder.with_name(f"{folder.resolve().name}-int8")
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise InputError(f"output: {target} exists already; name a new folder")
+    beside = folder if folder.name not in ("", "..") else folder.resolve()
+    target = beside.parent / f"{beside.resolve().name}-int8" if output is None else Path(output)
+    check_folder("output", target if output is None else output, must_be_new=True)
     run = load_run(folder)
     _check(run)
-    before = evaluate_run(run, settings)
+    before = evaluate_run(run, settings, progress=progress)
     arithmetic = dataclasses.replace(run.model.arithmetic, products="int8", backward="float", stored_as_int8=True)
     run.model.set_arithmetic(arithmetic)
-    try:
-        _save(run, target)
-    except OSError as error:
-        raise InputError(f"output: {target} cannot be written: {error.strerror}") from None
-    after = evaluate_run(load_run(target), settings)
+    _save(run, target)
+    after = evaluate_run(load_run(target), settings, progress=progress)
     return Quantized(folder, target, _weight_bytes(folder), _weight_bytes(target), before, after)
-
-
-def print_quantized(found: Quantized, console: Console) -> None:
-    """Both side by side."""
-    table = Table(box=None, pad_edge=False)
-    for column in ("", "trained", "int8", "change"):
-        table.add_column(column, justify="left" if not column else "right")
-    before, after = found.evaluation, found.int8_evaluation
-    for name, old, new, form in (
-        ("weights on disk, MB", found.weight_bytes / 1e6, found.int8_weight_bytes / 1e6, ",.2f"),
-        ("loss, nats per token", before.loss, after.loss, ".4f"),
-        ("bits per byte", before.bits_per_byte, after.bits_per_byte, ".4f"),
-    ):
-        table.add_row(name, f"{old:{form}}", f"{new:{form}}", f"{100 * (new / old - 1):+.2f} %")
-    console.print(table)
 
 
 def _check(run: Run) -> None:
@@ -90,24 +77,16 @@ def _check(run: Run) -> None:
         )
     if run.model.arithmetic.stored_as_int8:
         raise InputError(f"run: the weights in {run.folder} are int8 already; give the run they were made from")
-    if next(matrix_modules(run.model.layers), None) is None:
+    if next(matrix_modules(run.model.model.layers), None) is None:
         raise InputError(f"run: the layers of {run.folder} have no matrices that could be int8")
 
 
 def _save(run: Run, target: Path) -> None:
-    beside = target.with_name(f".{target.name}.partial")
-    shutil.rmtree(beside, ignore_errors=True)
-    try:
-        with no_progress_bars():
-            run.model.save_pretrained(beside)
-        run.tokenizer.save_pretrained(beside)
+    with atomic_folder(target) as partial:
+        run.model.save_pretrained(partial)
+        run.tokenizer.save_pretrained(partial)
         if (run.folder / RECIPE_FILE).is_file():
-            shutil.copy(run.folder / RECIPE_FILE, beside / RECIPE_FILE)
-        if target.exists():
-            target.rmdir()
-        beside.rename(target)
-    finally:
-        shutil.rmtree(beside, ignore_errors=True)
+            shutil.copy(run.folder / RECIPE_FILE, partial / RECIPE_FILE)
 
 
 def _weight_bytes(folder: Path) -> int:

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from multilin.architectures.base import LayerOptions, Preset, Sizes, TrainingDefaults, register
-from multilin.errors import InputError
+from multilin.errors import InputError, plural
 from multilin.layers.base import Layer, Layout, ParameterHolder, mask_padding
 from multilin.layers.feed_forward import GeluFeedForward
 from multilin.layers.linear import Linear
@@ -114,7 +114,7 @@ class AdditivePooling(ParameterHolder, Reader):
         weights = prefix_softmax_weights(
             self._score(x_BTHD, layout)[0], window=window, null_logit=self.null_logit, starts=layout.starts_BT
         )
-        among = "all tokens so far" if window is None else f"the last {window} tokens"
+        among = "all tokens so far" if window is None else f"the last {plural(window, 'token')}"
         meaning = (
             f"A weight is the token's share in the mean over {among}: its own importance e^l, the same whoever reads "
             "it, divided by the sum of those."
@@ -231,7 +231,7 @@ def preset(sizes: Sizes, choices: AdditivePreset) -> Preset:
 def _windows(num_layers: int, windows: Windows) -> list[int | None]:
     if isinstance(windows, tuple):
         if len(windows) != num_layers:
-            raise InputError(f"windows: {len(windows)} given, but the model has {num_layers} layers")
+            raise InputError(f"windows: {len(windows)} given, but the model has {plural(num_layers, 'layer')}")
         return list(windows)
     if windows == "doubling":
         return [*(min(4 * 2**layer, LARGEST_WINDOW) for layer in range(num_layers - 1)), None]

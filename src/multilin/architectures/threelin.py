@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from multilin.architectures.base import LayerOptions, Preset, Sizes, TrainingDefaults, register
-from multilin.errors import InputError
+from multilin.errors import InputError, plural
 from multilin.layers.base import Layer, Layout, ParameterHolder
 from multilin.layers.linear import Linear, MatrixModule
 from multilin.layers.norms import TileNorm
@@ -133,8 +133,8 @@ class ThreeLinLayer(Layer, ParameterHolder, MatrixModule, Reader):
         )
         window = self.options.window
         meaning = (
-            f"A weight is the token's share in the attention to the {window} tokens before the position, the layer's "
-            "decay over distance included; the position's own token is not read but multiplied with what is."
+            f"A weight is the token's share in the attention to the {plural(window, 'token')} before the position, the "
+            "layer's decay over distance included; the position's own token is not read but multiplied with what is."
         )
         return Reading(meaning, weights.tokens_BHTS, min(window, 1), window)
 

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from multilin.architectures.base import LayerOptions, Preset, Sizes, TrainingDefaults, register
-from multilin.errors import InputError
+from multilin.errors import InputError, plural
 from multilin.layers.base import Layer, Layout, ParameterHolder
 from multilin.layers.linear import MatrixModule
 from multilin.layers.norms import TileNorm
@@ -152,8 +152,8 @@ class TScaleAttention(ParameterHolder, MatrixModule, Reader):
         )
         width = self.options.width
         meaning = (
-            f"A weight is the token's share in the head's attention to the {width} tokens before the position, the "
-            "decay over distance included; what the null key takes is read from nowhere."
+            f"A weight is the token's share in the head's attention to the {plural(width, 'token')} before the "
+            "position, the decay over distance included; what the null key takes is read from nowhere."
         )
         return Reading(meaning, weights.tokens_BHTS, min(width, 1), width, null_BHT=weights.null_BHT)
 

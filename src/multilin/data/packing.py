@@ -5,7 +5,6 @@ something, and where a text ends the next start token is predicted.
 """
 
 import json
-import shutil
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
@@ -23,7 +22,8 @@ from transformers import PreTrainedTokenizerFast
 from multilin.data.encoding import Encoder, make_encoder
 from multilin.data.files import Document
 from multilin.data.tokenizers import start_token_id, token_byte_lengths, tokenizer_hash
-from multilin.errors import InputError
+from multilin.errors import InputError, plural
+from multilin.files import atomic_folder
 
 BATCH_CHARACTERS = 2**22
 IGNORED_LABEL = -100
@@ -85,7 +85,7 @@ class PackedText:
         expected = description.num_tokens * np.dtype(description.dtype).itemsize
         if size != expected:
             raise InputError(
-                f"{folder}: {_TOKENS} has {size} bytes instead of {expected}; delete it to prepare it again"
+                f"{folder}: {_TOKENS} has {plural(size, 'byte')} instead of {expected}; delete it to prepare it again"
             )
         return cls(folder, description, index)
 
@@ -222,20 +222,14 @@ def pack(
     """
     if folder.exists():
         raise InputError(f"{folder} exists already; a text is packed into a new folder")
-    staging = folder.with_name(f"{folder.name}.partial")
-    shutil.rmtree(staging, ignore_errors=True)
-    staging.mkdir(parents=True)
-    try:
-        with (staging / _TOKENS).open("wb") as stream:
+    with atomic_folder(folder) as partial:
+        with (partial / _TOKENS).open("wb") as stream:
             writer = _Writer(tokenizer, stream.write)
             for batch in _batches(documents, writer.encoder):
                 writer.add(batch)
                 if progress is not None:
                     progress(writer.num_bytes)
-        writer.write_index(staging)
-        staging.rename(folder)
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
+        writer.write_index(partial)
     return PackedText.open(folder)
 
 

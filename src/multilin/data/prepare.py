@@ -3,7 +3,6 @@
 import hashlib
 import json
 import os
-import shutil
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -16,14 +15,15 @@ from transformers import PreTrainedTokenizerFast
 
 from multilin.data.corpora import Document, EncodingErrors, read_documents, source_fingerprint
 from multilin.data.packing import PackedText, pack
+from multilin.data.progress import Progress, no_progress
 from multilin.data.split import Spool, split_document, validation_side
 from multilin.data.tokenizers import TokenizerKind, load_tokenizer, tokenizer_hash, train_tokenizer
 from multilin.errors import InputError
+from multilin.files import atomic_folder, remove_partials
 
 # Counted up whenever the same input would be prepared differently.
 FORMAT = 1
 
-Progress = Callable[[str, int], None]
 _Reader = Callable[[], Iterator[Document]]
 
 
@@ -82,7 +82,7 @@ def prepare_text(
     vocab_size: int | None,
     tokenizer_path: str | None,
     cache_folder: Path | None = None,
-    progress: Progress | None = None,
+    progress: Progress = no_progress,
 ) -> PreparedText:
     """Read, split, tokenise and pack text; the second time it is only opened.
 
@@ -96,7 +96,7 @@ def prepare_text(
         tokenizer_kind, vocab_size: the tokenizer to train on the training text; unused where `tokenizer_path` is given.
         tokenizer_path: a tokenizer to load instead, see `load_tokenizer`.
         cache_folder: where prepared texts are kept; $XDG_CACHE_HOME/multilin or ~/.cache/multilin by default.
-        progress: called with the name of the work under way and the bytes of text it has done.
+        progress: called with the work under way and the bytes of text done.
 
     Raises:
         InputError: a source or tokenizer that cannot be used, or a cache that cannot be written; nothing stays behind.
@@ -108,7 +108,7 @@ def prepare_text(
     cache = _cache_folder() if cache_folder is None else Path(cache_folder)
     folder = cache / request.key(tokenizer)
     if not folder.exists():
-        _prepare_once(request, tokenizer, folder, progress or (lambda stage, count: None))
+        _prepare_once(request, tokenizer, folder, progress)
     prepared = load_tokenizer(str(folder / "tokenizer"))
     return PreparedText(prepared, PackedText.open(folder / "train"), PackedText.open(folder / "validation"))
 
@@ -131,19 +131,14 @@ def _prepare_once(
     request: _Request, tokenizer: PreTrainedTokenizerFast | None, folder: Path, progress: Progress
 ) -> None:
     """Prepare into a folder beside and rename it, so that the cache holds whole entries only, whoever interrupts."""
-    staging = folder.with_name(f"{folder.name}.partial")
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(folder.with_name(f"{folder.name}.lock")):  # several processes may start the same training
             if folder.exists():
                 return
-            shutil.rmtree(staging, ignore_errors=True)
-            staging.mkdir()
-            try:
-                _prepare(request, tokenizer, staging, progress)
-                staging.rename(folder)
-            finally:
-                shutil.rmtree(staging, ignore_errors=True)
+            remove_partials(folder.parent, folder.name)
+            with atomic_folder(folder) as partial:
+                _prepare(request, tokenizer, partial, progress)
     except OSError as error:
         raise InputError(
             f"the data cache {folder.parent} cannot be written ({error.strerror or error}); set XDG_CACHE_HOME to a "

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Literal
@@ -17,6 +18,11 @@ from multilin.settings.inputs import LARGEST_JSON, check_model_files, read_bytes
 END_OF_TEXT = "<|endoftext|>"
 PAD = "<|pad|>"
 BYTE_VOCAB_SIZE = 258
+TOKENIZER_FILES = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("chat_template.jinja", "vocab.json", "merges.txt"),
+)
+"""Every file that transformers may write for a tokenizer."""
 
 TokenizerKind = Literal["byte", "bpe", "unigram"]
 
@@ -129,14 +135,43 @@ def token_byte_lengths(tokenizer: PreTrainedTokenizerFast) -> list[int]:
 
 def token_texts(tokenizer: PreTrainedTokenizerFast, token_ids: Sequence[int]) -> list[str]:
     """The text of each token by itself; bytes that are only a part of a character as `\\xe4`."""
+    return [content.decode(errors="backslashreplace") for content in _token_bytes(tokenizer, token_ids)]
+
+
+def whole_characters(tokenizer: PreTrainedTokenizerFast, token_ids: Sequence[int]) -> list[tuple[int, str]]:
+    """The text of a sequence, cut into the shortest runs of tokens that are whole characters.
+
+    Returns:
+        Of each run the number of its tokens and its text; bytes that make up no character as `\\xe4`.
+    """
+    runs, content, num_tokens = [], b"", 0
+    for part in _token_bytes(tokenizer, token_ids):
+        content, num_tokens = content + part, num_tokens + 1
+        try:
+            text = content.decode()
+        except UnicodeDecodeError as error:
+            if error.reason == "unexpected end of data":
+                continue
+            text = content.decode(errors="backslashreplace")
+        runs.append((num_tokens, text))
+        content, num_tokens = b"", 0
+    return [*runs, (num_tokens, content.decode(errors="backslashreplace"))] if num_tokens else runs
+
+
+def _token_bytes(tokenizer: PreTrainedTokenizerFast, token_ids: Sequence[int]) -> list[bytes]:
+    """The UTF-8 of each token by itself, which may be a part of a character."""
     byte_of = {character: byte for byte, character in enumerate(_byte_characters())}
-    texts = []
+    contents = []
     for token_id, name in zip(token_ids, tokenizer.convert_ids_to_tokens(list(token_ids)), strict=True):
         text = tokenizer.decode([token_id])
-        if "\ufffd" in text and all(character in byte_of for character in name):
-            text = bytes(byte_of[character] for character in name).decode("utf-8", errors="backslashreplace")
-        texts.append(text)
-    return texts
+        if "\ufffd" not in text:
+            contents.append(text.encode())
+        elif all(character in byte_of for character in name):
+            contents.append(bytes(byte_of[character] for character in name))
+        else:  # SentencePiece writes single bytes as <0xE4>
+            byte = re.fullmatch(r"<0x([0-9A-F]{2})>", name)
+            contents.append(bytes.fromhex(byte[1]) if byte else text.encode())
+    return contents
 
 
 def _byte_tokenizer() -> Tokenizer:

@@ -12,7 +12,9 @@ import torch
 from annotated_types import MaxLen
 from torch import Tensor
 
+from multilin.data.tokenizers import TOKENIZER_FILES
 from multilin.errors import InputError, shown
+from multilin.files import atomic_folder, check_folder
 from multilin.model import MultilinConfig, MultilinForCausalLM
 from multilin.settings import load_settings, settings
 from multilin.settings.bounds import (
@@ -28,20 +30,18 @@ from multilin.settings.bounds import (
 )
 from multilin.settings.inputs import read_json
 
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.json", "merges.txt")
-
 FASTFORMER_NAMES = {
-    r"word_embedding\.weight": "embedding.tokens.weight",
-    r"fastformer_model\.position_embeddings\.weight": "embedding.positions.weight",
-    r"fastformer_model\.decoders\.(\d+)\.attention\.attn_norm\.": r"layers.\1.attention_norm.",
-    r"fastformer_model\.decoders\.(\d+)\.attention\.projections\.": r"layers.\1.attention.projections.",
-    r"fastformer_model\.decoders\.(\d+)\.attention\.query_attn": r"layers.\1.attention.pool_queries.scorer",
-    r"fastformer_model\.decoders\.(\d+)\.attention\.key_attn": r"layers.\1.attention.pool_products.scorer",
-    r"fastformer_model\.decoders\.(\d+)\.boom_norm\.": r"layers.\1.feed_forward_norm.",
-    r"fastformer_model\.decoders\.(\d+)\.boom\.": r"layers.\1.feed_forward.expand.",
-    r"fastformer_model\.decoders\.(\d+)\.unboom\.": r"layers.\1.feed_forward.contract.",
-    r"last_norm\.": "norm.",
-    r"proj_logits\.": "output.",
+    r"word_embedding\.weight": "model.embedding.tokens.weight",
+    r"fastformer_model\.position_embeddings\.weight": "model.embedding.positions.weight",
+    r"fastformer_model\.decoders\.(\d+)\.attention\.attn_norm\.": r"model.layers.\1.attention_norm.",
+    r"fastformer_model\.decoders\.(\d+)\.attention\.projections\.": r"model.layers.\1.attention.projections.",
+    r"fastformer_model\.decoders\.(\d+)\.attention\.query_attn": r"model.layers.\1.attention.pool_queries.scorer",
+    r"fastformer_model\.decoders\.(\d+)\.attention\.key_attn": r"model.layers.\1.attention.pool_products.scorer",
+    r"fastformer_model\.decoders\.(\d+)\.boom_norm\.": r"model.layers.\1.feed_forward_norm.",
+    r"fastformer_model\.decoders\.(\d+)\.boom\.": r"model.layers.\1.feed_forward.expand.",
+    r"fastformer_model\.decoders\.(\d+)\.unboom\.": r"model.layers.\1.feed_forward.contract.",
+    r"last_norm\.": "model.norm.",
+    r"proj_logits\.": "lm_head.",
 }
 """Names in the fastformerLM package (regular expressions) and ours."""
 
@@ -117,28 +117,23 @@ def convert_fastformer(source: Path, target: Path) -> None:
     Raises:
         InputError: a missing or damaged file, a parameter missing or of another shape, or a target that exists.
     """
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise InputError(f"target: {target} exists already; name a new folder")
+    check_folder("OUTPUT", target, must_be_new=True)
     config = fastformer_config(_read_config(source))
     weights = fastformer_weights(_read_weights(source))
     with torch.device("meta"):
         expected = MultilinForCausalLM(config).state_dict()
-    weights.setdefault("output.weight", weights.get("embedding.tokens.weight", torch.empty(0)))
+    weights.setdefault("lm_head.weight", weights.get("model.embedding.tokens.weight", torch.empty(0)))
     for name, tensor in expected.items():
         if name not in weights or weights[name].shape != tensor.shape:
             found = tuple(weights[name].shape) if name in weights else "missing"
             raise InputError(f"weights: {name} should have shape {tuple(tensor.shape)}, but it is {found}")
     model = MultilinForCausalLM(config)
     model.load_state_dict(weights)
-    beside = target.with_name(f".{target.name}.partial")
-    shutil.rmtree(beside, ignore_errors=True)
-    model.save_pretrained(beside)
-    for name in TOKENIZER_FILES:
-        if (source / name).exists():
-            shutil.copy(source / name, beside / name)
-    if target.exists():
-        target.rmdir()
-    beside.rename(target)
+    with atomic_folder(target) as partial:
+        model.save_pretrained(partial)
+        for name in TOKENIZER_FILES:
+            if (source / name).exists():
+                shutil.copy(source / name, partial / name)
 
 
 def _read_config(source: Path) -> dict[str, Any]:

@@ -10,34 +10,13 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast, TextStreamer
 
 from multilin.data.tokenizers import start_token_id
-from multilin.errors import InputError
+from multilin.errors import InputError, plural
 from multilin.inference.prompts import encode_prompt
 from multilin.inference.runs import Run, longest_text
+from multilin.inference.settings import GenerationSettings
 from multilin.inference.snapshot import Snapshot
 from multilin.model import MultilinForCausalLM
 from multilin.model.memory import cache_bytes, check_beams, check_reading
-from multilin.settings import settings
-from multilin.settings.bounds import Beams, Seed, Share, Temperature, Tokens, Vocabulary
-
-
-@settings
-class GenerationSettings:
-    """How text is written."""
-
-    max_new_tokens: Tokens = 200  # tokens to write, at most
-    temperature: Temperature = 0.8  # below 1 prefers likely tokens more than the model does, above 1 less
-    top_k: Vocabulary | None = None  # draw from the k likeliest tokens only
-    top_p: Share | None = None  # draw from the likeliest tokens that together have this share
-    greedy: bool = False  # always take the likeliest token instead of drawing
-    num_beams: Beams = 1  # search for the likeliest text among so many at a time instead of drawing
-    seed: Seed | None = None  # the same seed writes the same text again; none writes another one
-    stop_at_end: bool = True  # stop where the model ends its text; otherwise it begins a new one
-
-    @property
-    def draws(self) -> bool:
-        """Whether chance plays a part."""
-        return not self.greedy and self.num_beams == 1
-
 
 DEFAULTS = GenerationSettings()
 
@@ -99,7 +78,7 @@ def generate_text(
     streamer = _Streamer(tokenizer, pass_on, skip_special_tokens=settings.stop_at_end)
     found = model.generate(
         torch.tensor([prompt_ids], device=model.device),
-        past_key_values=None if snapshot is None else snapshot.state,
+        **({} if snapshot is None else {"past_key_values": snapshot.state, "new_tokens_only": True}),
         streamer=streamer if settings.num_beams == 1 else None,
         return_dict_in_generate=True,
         **_arguments(settings, tokenizer),
@@ -143,8 +122,8 @@ def _check_length(num_before: int, max_new_tokens: int, limit: int | None) -> No
             f"prompt: the text has {num_before} tokens, but this model reads at most {limit} (n_positions)"
         )
     raise InputError(
-        f"max_new_tokens: {max_new_tokens} after a text of {num_before} tokens given, but this model reads at most "
-        f"{limit} (n_positions), so at most {limit - num_before + 1} can follow"
+        f"max_new_tokens: {max_new_tokens} after a text of {plural(num_before, 'token')} given, but this model reads "
+        f"at most {limit} (n_positions), so at most {limit - num_before + 1} can follow"
     )
 
 

@@ -20,7 +20,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from multilin.errors import InputError
+from multilin.errors import InputError, plural
 from multilin.layers.base import Layout
 from multilin.model import MultilinForCausalLM
 
@@ -157,15 +157,15 @@ def rollout_sequential(
 
 
 def _steps(model: MultilinForCausalLM, prompt: Tensor, num_steps: int) -> Iterator[Tensor]:
-    embedding_VD = model.embedding.tokens.weight
-    states = [None] * len(model.layers)
+    embedding_VD = model.model.embedding.tokens.weight
+    states = [None] * len(model.model.layers)
     x_BTD, first = embedding_VD[prompt], 0
     for _ in range(num_steps):
         layout = Layout(torch.arange(first, first + x_BTD.shape[1], device=prompt.device).expand(len(prompt), -1))
         first += x_BTD.shape[1]
-        for index, layer in enumerate(model.layers):
+        for index, layer in enumerate(model.model.layers):
             x_BTD, states[index] = layer(x_BTD, states[index], layout)
-        output_BV = model.output(x_BTD[:, -1] * model.config.logit_scale)
+        output_BV = model.lm_head(x_BTD[:, -1] * model.config.logit_scale)
         yield output_BV
         x_BTD = (output_BV @ embedding_VD)[:, None]
 
@@ -188,20 +188,20 @@ def power_coefficients(mixing: Float[Tensor, "n n"], num_steps: int) -> Float[Te
 
 def _factor(model: MultilinForCausalLM, dtype: torch.dtype) -> _Factors:
     maps = [[part.to(dtype) for part in parts] for parts in _linear_maps(model)]
-    embedding_VD = model.embedding.tokens.weight.to(dtype)
-    bias_V = None if model.output.bias is None else model.output.bias.to(dtype)
+    embedding_VD = model.model.embedding.tokens.weight.to(dtype)
+    bias_V = None if model.lm_head.bias is None else model.lm_head.bias.to(dtype)
     mixing_NN, features_DD, offset_ND = maps[0]
     for over_positions, over_features, offset in maps[1:]:
         mixing_NN, features_DD = over_positions @ mixing_NN, over_features @ features_DD
         offset_ND = over_positions @ offset_ND @ over_features.T + offset
     # On the small matrices, the scale costs nothing.
     features_DD, offset_ND = features_DD * model.config.logit_scale, offset_ND * model.config.logit_scale
-    return _Factors(embedding_VD.T, mixing_NN, features_DD, offset_ND, model.output.weight.to(dtype), bias_V)
+    return _Factors(embedding_VD.T, mixing_NN, features_DD, offset_ND, model.lm_head.weight.to(dtype), bias_V)
 
 
 def _linear_maps(model: MultilinForCausalLM) -> list[tuple[Tensor, Tensor, Tensor]]:
     """The map of each layer, of which there is one at least."""
-    maps = [_linear_map(layer, index) for index, layer in enumerate(model.layers)]
+    maps = [_linear_map(layer, index) for index, layer in enumerate(model.model.layers)]
     for name, value in (("positions", model.config.positions), ("final_norm", model.config.final_norm)):
         if value != "none":
             raise InputError(f"{name}: {value!r} given, but it must be 'none' for a model to be one linear map")
@@ -230,11 +230,12 @@ def _check_request(prompt: Tensor, num_steps: int, num_positions: int) -> None:
     num_prompt = prompt.shape[1]
     if num_prompt > num_positions:
         raise InputError(
-            f"prompt: the text has {num_prompt} tokens, but this model reads at most {num_positions} (n_positions)"
+            f"prompt: the text has {plural(num_prompt, 'token')}, but this model reads at most {num_positions} "
+            "(n_positions)"
         )
     if num_prompt + num_steps - 1 > num_positions:
         raise InputError(
-            f"num_steps: {num_steps} after a text of {num_prompt} tokens given, but this model reads at most "
+            f"num_steps: {num_steps} after a text of {plural(num_prompt, 'token')} given, but this model reads at most "
             f"{num_positions} (n_positions), so at most {num_positions - num_prompt + 1} can follow"
         )
 

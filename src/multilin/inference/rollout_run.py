@@ -1,14 +1,11 @@
-"""A trained model's raw outputs fed back, computed in both ways and shown as text."""
+"""A trained model's raw outputs fed back, computed in both ways and decoded as text."""
 
 import copy
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
-from rich.console import Console
-from rich.text import Text
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
@@ -17,19 +14,9 @@ from multilin.errors import InputError
 from multilin.inference.prompts import encode_prompt
 from multilin.inference.rollout import rollout, rollout_sequential
 from multilin.inference.runs import Run
+from multilin.inference.settings import RolloutSettings
 from multilin.model import MultilinForCausalLM
 from multilin.model.memory import check_memory
-from multilin.settings import settings
-from multilin.settings.bounds import Length
-
-
-@settings
-class RolloutSettings:
-    """How far, and how exactly."""
-
-    num_steps: Length = 64  # output vectors to compute; all but the last are fed back
-    dtype: Literal["float64", "float32"] = "float64"  # of both computations; float32 is faster and less exact
-
 
 DEFAULTS = RolloutSettings()
 
@@ -103,22 +90,6 @@ def _check_memory(run: Run, settings: RolloutSettings) -> None:
     numbers += 2 * min(settings.num_steps, positions) * config.vocab_size
     number_bytes = getattr(torch, settings.dtype).itemsize
     check_memory(f"num_steps: {settings.num_steps} given, but a rollout", numbers * number_bytes, run.model.device)
-
-
-def print_rollout(result: RolloutResult, console: Console) -> None:
-    """Both texts, their times and how far apart the vectors are."""
-    console.print(
-        "Raw output vectors are fed back as inputs, not the likeliest token; each is shown as its likeliest.\n",
-        soft_wrap=True,
-    )
-    for name, way in (("parallel", result.parallel), ("sequential", result.sequential)):
-        console.print(f"{name:11}{1e3 * way.seconds:10.2f} ms  ", end="", soft_wrap=True)
-        console.print(Text(repr(result.prompt + way.text)), soft_wrap=True)
-    console.print(
-        f"\n{result.num_steps} outputs after {result.num_prompt_tokens} tokens in {result.dtype}: parallel is "
-        f"{result.speedup:.1f} times as fast, the outputs differ by {result.largest_difference:.1e} at most (relative)",
-        soft_wrap=True,
-    )
 
 
 def _time(

@@ -10,7 +10,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 
 from multilin.architectures.base import Sizes
 from multilin.data.tokenizers import load_tokenizer, tokenizer_hash
-from multilin.errors import InputError, shown
+from multilin.errors import InputError, plural, shown
+from multilin.inference.run_files import check_run_files
 from multilin.model.config import TokenIds
 from multilin.model.factory import BaselineOptions
 from multilin.model.memory import check_memory, parameter_bytes
@@ -68,7 +69,8 @@ def load_model(folder: Path) -> PreTrainedModel:
     Raises:
         InputError: no model there, damaged or missing weights, or a config of more than fits into the memory.
     """
-    _check_files(folder)
+    check_run_files(folder)
+    _check_weights(folder)
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         _check_sizes(config)
@@ -82,9 +84,8 @@ def load_model(folder: Path) -> PreTrainedModel:
         raise InputError(f"run: the model in {folder} cannot be loaded ({reason})") from error
     if found["missing_keys"]:
         missing = sorted(found["missing_keys"])
-        raise InputError(
-            f"run: the weights in {folder} lack {missing[0]} and {len(missing) - 1} others of its config.json"
-        )
+        others = f" and {plural(len(missing) - 1, 'other')}" if missing[1:] else ""
+        raise InputError(f"run: the weights in {folder} lack {missing[0]}{others} of its config.json")
     return model.eval()
 
 
@@ -106,19 +107,10 @@ def _check_generation(path: Path) -> None:
     load_settings(_GenerationFields, {name: values[name] for name in names}, f"run: {path}")
 
 
-def _check_files(folder: Path) -> None:
-    if not folder.is_dir():
-        raise InputError(f"run: {str(folder)!r} is no folder; give the folder of a run, such as runs/demo")
-    if not (folder / "config.json").is_file():
-        unfinished = (folder / "recipe.yaml").is_file()
-        hint = f"; finish its training with `multilin train {folder} --resume`" if unfinished else ""
-        raise InputError(f"run: {folder} holds no model (no config.json){hint}")
-    weights = sorted(folder.glob("*.safetensors"))
-    if not weights:
-        raise InputError(f"run: {folder} holds no weights (no .safetensors file)")
+def _check_weights(folder: Path) -> None:
     check_model_files(folder, "run")
     _check_generation(folder / "generation_config.json")
-    for path in weights:
+    for path in sorted(folder.glob("*.safetensors")):
         try:
             with safe_open(path, framework="pt"):
                 pass

@@ -4,8 +4,9 @@ from collections.abc import Callable
 
 from multilin.errors import InputError
 from multilin.files import check_writable
-from multilin.inference.generate import Continuation, GenerationSettings, generate_text
+from multilin.inference.generate import Continuation, generate_text
 from multilin.inference.runs import Run
+from multilin.inference.settings import GenerationSettings
 from multilin.inference.snapshot import load_snapshot, save_snapshot
 from multilin.model import MultilinForCausalLM
 

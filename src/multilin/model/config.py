@@ -11,6 +11,7 @@ from transformers import PretrainedConfig
 from multilin.architectures.base import Sizes, get_architecture, layer_entry
 from multilin.errors import InputError, nearest, shorten, shown
 from multilin.layers.linear import Arithmetic
+from multilin.model.remote import AUTO_MAP
 from multilin.settings import load_settings, settings
 from multilin.settings.bounds import (
     Factor,
@@ -62,6 +63,7 @@ class MultilinConfig(PretrainedConfig):
         label_smoothing: share of the target spread evenly over the vocabulary, in training only.
         initializer_range: standard deviation of initial weights.
         embedding_range: that of the token embedding; None is the same.
+        use_cache: return the state of the text that was read, where a call does not say.
         arithmetic: fields of `multilin.layers.linear.Arithmetic`; None multiplies floats.
     """
 
@@ -86,6 +88,7 @@ class MultilinConfig(PretrainedConfig):
         initializer_range: Strength = 0.02,
         embedding_range: Strength | None = None,
         arithmetic: Section | None = None,
+        use_cache: bool = True,
         **kwargs: Any,
     ) -> None:
         given = locals()
@@ -98,6 +101,7 @@ class MultilinConfig(PretrainedConfig):
         self._check(kwargs)
         self.num_hidden_layers = len(self.layers)
         kwargs.pop("num_hidden_layers", None)
+        kwargs.setdefault("auto_map", dict(AUTO_MAP))
         super().__init__(**{**kwargs, "tie_word_embeddings": self.tie_word_embeddings})
 
     def _check(self, others: Mapping[str, Any]) -> None:

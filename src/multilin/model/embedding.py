@@ -8,13 +8,23 @@ from torch import Tensor, nn
 from multilin.errors import InputError
 from multilin.layers.base import Layout
 from multilin.model.config import MultilinConfig
+from multilin.model.documents import Packing, document_starts
+
+HASH_FACTOR = 6364136223846793005  # Knuth's multiplier for numbers of 64 bits, which wrap around
+HASH_MASK = 2**63 - 1
 
 
 class EmbeddingState(NamedTuple):
-    """num_read_B: tokens of its text each row has read; document_B: the document they belong to. Both int64."""
+    """What is known of the tokens that each row has read; all (B,) int64.
+
+    num_read_B: number of tokens of the document.
+    document_B: number of the document, as document_ids gave it.
+    hash_B: hash of the document's token ids, see `hash_tokens`.
+    """
 
     num_read_B: Tensor
     document_B: Tensor
+    hash_B: Tensor
 
 
 class TokenEmbedding(nn.Module):
@@ -29,9 +39,9 @@ class TokenEmbedding(nn.Module):
             self.positions = nn.Embedding(int(config.n_positions or 0), config.hidden_size)
         self.dropout = nn.Dropout(config.embedding_dropout)
 
-    def forward(self, input_ids: Tensor, layout: Layout) -> Tensor:
-        """(B, T) ids to (B, T, D)."""
-        x_BTD = self.tokens(input_ids)
+    def forward(self, tokens: Tensor, layout: Layout) -> Tensor:
+        """(B, T) ids, or (B, T, D) embeddings in their place, to (B, T, D)."""
+        x_BTD = self.tokens(tokens) if tokens.ndim == 2 else tokens
         if self.positions is not None:
             x_BTD = x_BTD + self.positions(layout.positions_BT.clamp(min=0))
         result: Tensor = self.dropout(x_BTD)
@@ -39,83 +49,127 @@ class TokenEmbedding(nn.Module):
 
     def lay_out(
         self,
-        input_ids: Tensor,
+        tokens: Tensor,
         state: EmbeddingState | None,
         attention_mask: Tensor | None,
-        document_ids: Tensor | None,
-        position_ids: Tensor | None,
+        packing: Packing,
         needs_state: bool,
     ) -> tuple[Layout, EmbeddingState | None]:
-        """Positions, text starts and padding of these tokens, and the state after them.
+        """Positions, document starts and padding of these tokens, and the state after them.
 
         Args:
-            input_ids: (B, T).
+            tokens: (B, T) ids or (B, T, D) embeddings.
             state: of the tokens before.
             attention_mask: (B, >= T) 0 where there is padding; the last T columns belong to these tokens.
-            document_ids: (B, T) number of each token's document; a change begins a new text.
-            position_ids: (B, T) or (1, T) positions to use instead of counting.
+            packing: where documents begin, and positions to use instead of counting.
             needs_state: whether the caller will read on.
 
         Raises:
-            InputError: a text longer than n_positions, a mask of another shape, or padding between two parts of a text.
+            InputError: no token, a text longer than n_positions, or a tensor of another shape.
         """
-        num_batch, num_time = input_ids.shape
-        padding_BT = _padding(attention_mask, num_batch, num_time)
-        num_read_B = torch.zeros_like(input_ids[:, 0]) if state is None else state.num_read_B
-        starts_BT = None if document_ids is None else _starts(document_ids, state)
-
-        ones_BT = torch.ones_like(input_ids) if padding_BT is None else (~padding_BT).long()
-        positions_BT = num_read_B[:, None] + ones_BT.cumsum(dim=1) - 1
-        if starts_BT is not None:
+        num_batch, num_time = tokens.shape[:2]
+        if num_time == 0:
+            raise InputError("input_ids: no tokens given, but at least one is needed in each row")
+        padding_BT = None if attention_mask is None else ~check_mask(attention_mask, num_batch, num_time)
+        state_before = state or EmbeddingState(*(tokens.new_zeros(num_batch, dtype=torch.long) for _ in range(3)))
+        if padding_BT is None:
+            num_before_BT = state_before.num_read_B[:, None] + torch.arange(num_time, device=tokens.device)
+            positions_BT = num_before_BT
+        else:
+            counts_BT = (~padding_BT).long()
+            num_before_BT = state_before.num_read_B[:, None] + counts_BT.cumsum(dim=1) - counts_BT
+            positions_BT = num_before_BT + counts_BT - 1
+        starts_BT = document_starts(packing, padding_BT, num_before_BT, state_before.document_B)
+        if packing.position_ids is not None:
+            positions_BT = packing.position_ids.expand(num_batch, num_time).long()
+        elif starts_BT is not None:
             positions_BT = positions_BT - torch.where(starts_BT, positions_BT, 0).cummax(dim=1).values
-        if position_ids is not None:
-            positions_BT = position_ids.expand(num_batch, num_time)
         if not torch.compiler.is_compiling():
-            self._check(positions_BT, padding_BT, state)
-        if needs_state:
-            document_B = torch.zeros_like(num_read_B) if document_ids is None else document_ids[:, -1]
-            state = EmbeddingState(positions_BT[:, -1] + 1, document_B)
-        return Layout(positions_BT, starts_BT, padding_BT, needs_state), state if needs_state else None
+            self._check_positions(positions_BT, padding_BT, state is None, packing)
+        layout = Layout(positions_BT, starts_BT, padding_BT, needs_state)
+        return layout, _state_after(tokens, layout, packing, state_before) if needs_state else None
 
-    def _check(self, positions_BT: Tensor, padding_BT: Tensor | None, state: EmbeddingState | None) -> None:
-        may_be_long = state is not None or positions_BT.shape[1] > (self.limit or 0)
-        if self.limit is not None and may_be_long and (length := int(positions_BT.max()) + 1) > self.limit:
+    def _check_positions(
+        self, positions_BT: Tensor, padding_BT: Tensor | None, is_start: bool, packing: Packing
+    ) -> None:
+        if packing.position_ids is not None:
+            given_BT = positions_BT if padding_BT is None else positions_BT.masked_fill(padding_BT, 0)
+            if given_BT.min() < 0:
+                raise InputError(f"position_ids: {int(given_BT.min())} given, but a position is at least 0")
+            length = int(given_BT.max()) + 1
+        else:
+            is_short = is_start and positions_BT.shape[1] <= (self.limit or 0)
+            length = 0 if self.limit is None or is_short else int(positions_BT.max()) + 1
+        if self.limit is not None and length > self.limit:
             raise InputError(
                 f"n_positions: the text has {length} tokens, but this model reads at most {self.limit} (n_positions)"
             )
-        if state is not None and padding_BT is not None and positions_BT.shape[1] > 1:
-            torn_B = padding_BT[:, 0] & (state.num_read_B > 0)
-            if torn_B.any():
-                row = int(torn_B.nonzero()[0, 0])
-                raise InputError(
-                    f"attention_mask: row {row} has read {int(state.num_read_B[row])} tokens and goes on with padding; "
-                    "continue rows of different lengths one by one, or pad them on the right"
-                )
 
 
-def _padding(attention_mask: Tensor | None, num_batch: int, num_time: int) -> Tensor | None:
-    if attention_mask is None:
-        return None
+def hash_tokens(input_ids: Tensor, before_B: Tensor, counts_BT: Tensor | None = None) -> Tensor:
+    """Polynomial hash of token ids, h <- HASH_FACTOR h + id + 1 modulo 2^63, the same however a text is split.
+
+    Args:
+        input_ids: (B, T) int64 ids.
+        before_B: (B,) int64 hash of the tokens before; 0 at the start of a text.
+        counts_BT: (B, T) True for the tokens that count; None for all.
+
+    Returns:
+        (B,) int64 hash after the last token.
+    """
+    num_time = input_ids.shape[1]
+    if num_time == 1 and counts_BT is None:
+        return (before_B * HASH_FACTOR + input_ids[:, 0] + 1) & HASH_MASK
+    powers_T = torch.full((num_time + 1,), HASH_FACTOR, dtype=torch.long, device=input_ids.device)
+    powers_T[0] = 1
+    powers_T = powers_T.cumprod(dim=0)
+    if counts_BT is None:
+        hash_B = before_B * powers_T[num_time] + ((input_ids + 1) * powers_T[:num_time].flip(0)).sum(dim=1)
+        return hash_B & HASH_MASK
+    counts_BT = counts_BT.long()
+    num_after_BT = counts_BT.flip(1).cumsum(dim=1).flip(1) - counts_BT
+    terms_BT = (input_ids + 1) * counts_BT * powers_T[num_after_BT]
+    return (before_B * powers_T[counts_BT.sum(dim=1)] + terms_BT.sum(dim=1)) & HASH_MASK
+
+
+def _state_after(tokens: Tensor, layout: Layout, packing: Packing, before: EmbeddingState) -> EmbeddingState:
+    """The state after the last token of each row."""
+    num_time = tokens.shape[1]
+    num_read_B, document_B, hash_B = before
+    last_B1 = torch.full_like(num_read_B, num_time - 1)[:, None]
+    is_empty_B = torch.zeros_like(num_read_B, dtype=torch.bool)
+    if layout.padding_BT is not None:
+        index_T = torch.arange(num_time, device=tokens.device)
+        last_B1 = torch.where(layout.padding_BT, -1, index_T).amax(dim=1, keepdim=True)
+        is_empty_B, last_B1 = last_B1[:, 0] < 0, last_B1.clamp(min=0)
+    if packing.document_ids is not None:
+        document_B = torch.where(is_empty_B, document_B, packing.document_ids.gather(1, last_B1)[:, 0])
+    counts_BT = None if layout.padding_BT is None else ~layout.padding_BT
+    if layout.starts_BT is not None:
+        started_BT = layout.starts_BT.long().flip(1).cumsum(dim=1).flip(1) - layout.starts_BT.long() == 0
+        counts_BT = started_BT if counts_BT is None else counts_BT & started_BT
+        hash_B = torch.where(layout.starts_BT.any(dim=1), 0, hash_B)
+    # Embeddings have no ids; a text that was read so is known by its length alone.
+    ids_BT = tokens if tokens.ndim == 2 else torch.zeros_like(layout.positions_BT)
+    hash_B = hash_tokens(ids_BT, hash_B, counts_BT)
+    num_read_B = torch.where(is_empty_B, num_read_B, layout.positions_BT.gather(1, last_B1)[:, 0] + 1)
+    return EmbeddingState(num_read_B, document_B, hash_B)
+
+
+def check_mask(attention_mask: Tensor, num_batch: int, num_time: int) -> Tensor:
+    """The last T columns of a mask as (B, T) bool, True for a token.
+
+    Raises:
+        InputError: another shape, or numbers other than 0 and 1.
+    """
     if attention_mask.ndim != 2 or attention_mask.shape[0] != num_batch or attention_mask.shape[1] < num_time:
         raise InputError(
             f"attention_mask: shape {tuple(attention_mask.shape)} given, but it must be ({num_batch}, {num_time})"
         )
-    return attention_mask[:, -num_time:] == 0
-
-
-def _starts(document_ids: Tensor, state: EmbeddingState | None) -> Tensor:
-    """True where the document changes; the first token goes on with the state's document if it is the same."""
-    before_B1 = document_ids[:, :1] if state is None else state.document_B[:, None]
-    return document_ids != torch.cat([before_B1, document_ids[:, :-1]], dim=1)
-
-
-def documents_from_lengths(cu_seqlens: Tensor, num_batch: int, num_time: int) -> Tensor:
-    """Document numbers (B, T) from the cumulative lengths of the texts packed into the rows laid end to end.
-
-    cu_seqlens: (N + 1,) int, 0 first, B * T last; every row must begin a text.
-    """
-    if cu_seqlens[0] != 0 or cu_seqlens[-1] != num_batch * num_time:
-        raise InputError(f"cu_seqlens: must run from 0 to the number of tokens, {num_batch * num_time}")
-    ends = cu_seqlens[1:].to(torch.int64)
-    flat = torch.searchsorted(ends, torch.arange(num_batch * num_time, device=cu_seqlens.device), right=True)
-    return flat.view(num_batch, num_time)
+    if attention_mask.dtype != torch.bool and not torch.compiler.is_compiling():
+        low, high = (x.item() for x in attention_mask.aminmax())
+        # Some packers number documents in the mask; taken for ones they would see each other.
+        if low < 0 or high > 1:
+            wrong = high if high > 1 else low
+            raise InputError(f"attention_mask: {wrong:g} given, but it must be 0 for padding or 1 for a token")
+    return attention_mask[:, -num_time:] != 0

@@ -1,12 +1,15 @@
-"""transformers' generate() for models whose state reads on: any text can be continued, many times."""
+"""transformers' generate() for models whose state continues: any text can be continued, many times."""
 
+import inspect
 from typing import Any
 
-from torch import Tensor, nn
+import torch
+from torch import Tensor
 from transformers import GenerationConfig, GenerationMixin
 
 from multilin.errors import InputError
 from multilin.model.config import MultilinConfig
+from multilin.model.embedding import hash_tokens
 from multilin.model.state import TextState, open_state
 
 
@@ -17,63 +20,161 @@ class StatefulGenerationMixin(GenerationMixin):
     """
 
     config: MultilinConfig
-    layers: nn.ModuleList
 
     def new_state(self) -> TextState:
         """The state at the start of a text."""
-        return TextState(len(self.layers))
+        return TextState(len(self.config.layers))
 
-    def generate(self, inputs: Tensor | None = None, generation_config: Any = None, **kwargs: Any) -> Any:
-        """transformers' generate (greedy, sampling, beams, streamers), at the start of a text or from a state.
+    def generate(
+        self,
+        inputs: Tensor | None = None,
+        generation_config: GenerationConfig | None = None,
+        *,
+        new_tokens_only: bool = False,
+        **kwargs: Any,
+    ) -> Any:
+        """transformers' generate (greedy, sampling, beams, assistants), at the start of a text or from a state.
 
-        With `past_key_values=state`, `inputs` are the new tokens only; the state itself is left as it was, so one
-        state can be continued many times. `return_dict_in_generate=True` returns the state reached.
+        With `past_key_values=state`, `inputs` are the whole text, of which the state has read a part: transformers'
+        convention. The state itself is left as it was, so one state can be continued many times.
+        `return_dict_in_generate=True` returns the state reached.
+
+        Args:
+            inputs: (B, T) token ids; without them, the start token.
+            generation_config: transformers' settings; single ones may be given by name.
+            new_tokens_only: `inputs` are the tokens after those that the state has read.
+            kwargs: everything else that transformers' generate takes.
 
         Raises:
-            InputError: the prompt and the new tokens together are longer than the model can read.
+            InputError: a text whose beginning is not what the state has read, prompt and new tokens together longer
+                than the model can read, no token at all, or a cache of another kind.
         """
-        input_ids = inputs if inputs is not None else kwargs.get("input_ids")
-        if input_ids is None or input_ids.shape[-1] == 0:
-            raise InputError("input_ids: no tokens given; generation needs at least one, such as the start token")
         settings = generation_config or self.generation_config
-        if kwargs.get("use_cache", settings.use_cache) is not False:
-            given = kwargs.get("past_key_values")
-            num_rows = max(self._setting("num_beams", settings, kwargs), 1)
-            state = self.new_state() if given is None else open_state(given, len(self.layers), len(input_ids)).clone()
-            state.num_columns = 0
-            if num_rows == 1:
-                num_rows = self._setting("num_return_sequences", settings, kwargs)
+        name, tokens = self._given_tokens(inputs, kwargs)
+        if tokens is None and _setting("bos_token_id", settings, kwargs) is None:
+            raise InputError("input_ids: no tokens given; generation needs at least one, such as the start token")
+        if (kind := _setting("cache_implementation", settings, kwargs)) is not None:
+            if kind != "dynamic":
+                raise InputError(
+                    f"cache_implementation: {kind!r} given, but a multilin model keeps a state of its own, of constant "
+                    "size; leave it out"
+                )
+            kwargs["cache_implementation"] = None
+        num_before = torch.zeros(1, dtype=torch.long)
+        if _setting("use_cache", settings, kwargs) is not False or kwargs.get("past_key_values") is not None:
+            state = self._open_state(name, tokens, kwargs, new_tokens_only)
+            if state.num_tokens is not None and state.num_columns == 0:
+                num_before = state.num_tokens
+            if getattr(settings, "is_assistant", False):
+                state.activate_past_recording()
+            num_rows = max(_setting(name, settings, kwargs) or 1 for name in ("num_beams", "num_return_sequences"))
             kwargs["past_key_values"] = state if num_rows == 1 else state.fork(num_rows)
-        self._check_length(input_ids, settings, kwargs)
+        self._check_length(tokens, num_before, generation_config, kwargs)
         return super().generate(inputs, generation_config, **kwargs)
 
-    def _setting(self, name: str, settings: GenerationConfig, given: dict[str, Any]) -> int:
-        value = given.get(name, getattr(settings, name, None))
-        return 1 if value is None else int(value)
+    def _given_tokens(self, inputs: Tensor | None, kwargs: dict[str, Any]) -> tuple[str, Tensor | None]:
+        """The tokens to begin with and the name they are given by; none where there is no column of them."""
+        given = {"inputs_embeds": kwargs.get("inputs_embeds"), "input_ids": inputs}
+        if inputs is None:
+            given["input_ids"] = kwargs.get("input_ids")
+        for name, tokens in given.items():
+            if tokens is not None and tokens.shape[1] > 0:
+                return name, tokens
+        return "input_ids", None
 
-    def _check_length(self, input_ids: Tensor, settings: GenerationConfig, kwargs: dict[str, Any]) -> None:
-        limit = self.config.n_positions
+    def _open_state(self, name: str, tokens: Tensor | None, kwargs: dict[str, Any], new_tokens_only: bool) -> TextState:
+        """A copy of the given state, or a new one, with `num_columns` the columns of `tokens` that it has read."""
+        given, mask = kwargs.get("past_key_values"), kwargs.get("attention_mask")
+        num_batch = 1 if tokens is None else len(tokens)
+        state = open_state(given, len(self.config.layers), num_batch)
+        if given is None or state.num_tokens is None:
+            return state
+        state = state.clone()
+        state.num_columns = 0
+        # A mask for more tokens than are given is how transformers itself is told that only new ones are.
+        if tokens is None or new_tokens_only or (mask is not None and mask.shape[1] > tokens.shape[1]):
+            return state
+        state.num_columns = _num_columns_read(name, tokens, mask, state)
+        return state
+
+    def _check_length(
+        self, tokens: Tensor | None, num_before: Tensor, given: GenerationConfig | None, kwargs: dict[str, Any]
+    ) -> None:
+        """Refuse more tokens than the model can read; where no number is given, generation ends at the limit."""
+        limit, mask = self.config.n_positions, kwargs.get("attention_mask")
+        max_new = _setting("max_new_tokens", given or self.generation_config, kwargs)
+        if max_new is not None and kwargs.get("max_length") is None:
+            kwargs["max_length"] = None  # else transformers warns that the config's is not used
         if limit is None:
             return
-        state = kwargs.get("past_key_values")
-        num_read = 0 if state is None or state.num_tokens is None else int(state.num_tokens.max())
-        mask = kwargs.get("attention_mask")
-        length = input_ids.shape[1] if mask is None else int(mask[:, -input_ids.shape[1] :].sum(dim=1).max())
-        max_new = kwargs.get("max_new_tokens", settings.max_new_tokens)
-        if max_new is None and (max_length := kwargs.get("max_length", settings.max_length)) is not None:
-            max_new = max_length - input_ids.shape[1]
-        # The last new token is written but not read.
-        if num_read + length > limit or num_read + length + max(max_new or 1, 1) - 1 > limit:
+        num_columns = 1 if tokens is None else tokens.shape[1]
+        length = num_columns if mask is None else int(mask[:, -num_columns:].sum(dim=1).max())
+        length += int(num_before.max())
+        # The last new token is generated but not read.
+        room = limit - length + 1
+        if max_new is None and (max_length := _setting("max_length", given or GenerationConfig(), kwargs)) is not None:
+            max_new = max_length - num_columns
+        if room < 1 or (max_new or 1) > room:
             raise InputError(
-                f"max_new_tokens: {max_new} after a text of {num_read + length} tokens given, but this model reads at "
-                f"most {limit} tokens (n_positions)"
+                f"max_new_tokens: {max_new} after a text of {length} tokens given, but this model reads at most "
+                f"{limit} tokens (n_positions)"
             )
+        if max_new is None:
+            kwargs["max_length"] = num_columns + room
 
-    def prepare_inputs_for_generation(self, input_ids: Tensor, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """As transformers', but positions are counted by the state: generate() counts from the start of its call."""
+    def prepare_inputs_for_generation(
+        self,
+        input_ids: Tensor,
+        next_sequence_length: int | None = None,
+        past_key_values: TextState | None = None,
+        attention_mask: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        """As transformers', but the columns to read are those that the state has not read yet.
+
+        After `TextState.crop` they can be more than transformers counts. Positions are counted by the state.
+        """
+        if isinstance(past_key_values, TextState) and inputs_embeds is None:
+            next_sequence_length = input_ids.shape[1] - past_key_values.num_columns
         kwargs.pop("position_ids", None)
-        prepared: dict[str, Any] = super().prepare_inputs_for_generation(input_ids, *args, **kwargs)
-        # Older transformers add these.
-        for name in ("position_ids", "cache_position", "inputs_embeds"):
-            prepared.pop(name, None)
-        return prepared
+        prepared: dict[str, Any] = super().prepare_inputs_for_generation(
+            input_ids, next_sequence_length, past_key_values, attention_mask, inputs_embeds, **kwargs
+        )
+        # What only generate() itself reads, such as its tokenizer, comes along, and from older transformers positions.
+        known = inspect.signature(self.forward).parameters.keys() - {"position_ids"}
+        return {name: value for name, value in prepared.items() if name in known}
+
+
+def _setting(name: str, settings: GenerationConfig, given: dict[str, Any]) -> Any:
+    value = given.get(name)
+    return getattr(settings, name, None) if value is None else value
+
+
+def _num_columns_read(name: str, tokens: Tensor, mask: Tensor | None, state: TextState) -> int:
+    """How many columns of a whole text the state has read.
+
+    Raises:
+        InputError: the text is no longer than what was read, or begins with other tokens.
+    """
+    num_read_B, _, hash_B = state.embedding.value
+    counts_BT = torch.ones(tokens.shape[:2], dtype=torch.bool, device=tokens.device) if mask is None else mask != 0
+    num_new_B = counts_BT.sum(dim=1).to(num_read_B.device) - num_read_B
+    how = "give the whole text with new tokens at its end, or the new tokens alone with new_tokens_only=True"
+    if num_new_B.min() < 1 or num_new_B.min() != num_new_B.max():
+        row = int(num_new_B.argmin())
+        raise InputError(
+            f"{name}: row {row} holds {int(num_new_B[row] + num_read_B[row])} tokens, but the state has read "
+            f"{int(num_read_B[row])} tokens of it; {how}"
+        )
+    num_columns = tokens.shape[1] - int(num_new_B[0])
+    if name == "input_ids":
+        start_B = torch.zeros_like(hash_B)
+        begins_alike_B = hash_tokens(tokens[:, :num_columns], start_B, counts_BT[:, :num_columns]) == hash_B
+        if not begins_alike_B.all():
+            row = int((~begins_alike_B).nonzero()[0, 0])
+            raise InputError(
+                f"{name}: row {row} does not begin with the {int(num_read_B[row])} tokens that the state has read; "
+                f"{how}"
+            )
+    return num_columns

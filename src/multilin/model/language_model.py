@@ -1,178 +1,131 @@
-"""The one language model: embedding, layers, norm, output, loss, and the state that lets any text go on."""
+"""The one language model: the body, an output head and its loss."""
 
 import dataclasses
-from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from multilin.architectures.base import get_architecture
 from multilin.errors import InputError
-from multilin.layers.base import Layer, ParameterHolder
-from multilin.layers.gradients import normalize_gradient
-from multilin.layers.linear import Arithmetic, MatrixModule, scaled_linear, set_arithmetic
-from multilin.layers.norms import TileNorm
+from multilin.layers.linear import Arithmetic, set_arithmetic
+from multilin.model.body import MultilinModel, MultilinPreTrainedModel
 from multilin.model.config import MultilinConfig
-from multilin.model.embedding import TokenEmbedding, documents_from_lengths
 from multilin.model.generation import StatefulGenerationMixin
-from multilin.model.state import TextState, open_state
-from multilin.ops.linear_cross_entropy import linear_cross_entropy, token_cross_entropy
+from multilin.model.loss import FixedBiasLinear, apply_head, sequence_loss, token_losses
+from multilin.model.state import TextState
 from multilin.settings import load_settings
 
 
-class MultilinForCausalLM(PreTrainedModel, StatefulGenerationMixin):
+class MultilinForCausalLM(MultilinPreTrainedModel, StatefulGenerationMixin):
     """A causal language model whose layers are those of the config.
 
-    One call reads any number of tokens, at the start of a text or from a state; training, prefill and decoding are
-    this same call. In training the logits are not returned: the loss is computed a chunk of tokens at a time.
+    In training the logits are not returned: the loss is computed a chunk of tokens at a time.
     """
 
-    config_class = MultilinConfig
-    base_model_prefix = "model"
-    main_input_name = "input_ids"
-    supports_gradient_checkpointing = True
+    model: MultilinModel
+    lm_head: nn.Linear
     accepts_loss_kwargs = True
-    _no_split_modules = ["Layer"]
-    _tied_weights_keys = {"output.weight": "embedding.tokens.weight"}
+    _tied_weights_keys = {"lm_head.weight": "model.embedding.tokens.weight"}
 
     def __init__(self, config: MultilinConfig) -> None:
         super().__init__(config)
-        self.embedding = TokenEmbedding(config)
-        self.layers = nn.ModuleList(_build_layer(config, index) for index in range(len(config.layers)))
-        _check_lengths(config, self.layers)
-        names = sorted({entry["architecture"] for entry in config.layers})
-        self.unpackable = ", ".join(name for name in names if not get_architecture(name).packs)
-        self.norm = _build_norm(config)
-        self.output = nn.Linear(config.hidden_size, config.vocab_size, bias=config.output_bias != "none")
-        if config.output_bias == "unigram":
-            self.output.bias.requires_grad_(False)
-        self.normalizes_gradients = False  # whether each layer's backward begins with a gradient of unit size
+        self.model = MultilinModel(config)
+        self.lm_head = _build_head(config, config.vocab_size)
         self.post_init()
-        # After the weights are drawn: int8 weights are made from them.
-        set_arithmetic(self.layers, self.arithmetic)
+        if config.n_positions is not None:
+            # Without it, transformers' pipelines ask for more tokens than fit.
+            self.generation_config.max_length = config.n_positions
 
     def forward(
         self,
-        input_ids: Tensor,
+        input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
         past_key_values: TextState | None = None,
+        inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
         use_cache: bool | None = None,
+        output_hidden_states: bool | None = None,
+        return_dict: bool | None = None,
         logits_to_keep: int | Tensor = 0,
         document_ids: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
-        position_ids: Tensor | None = None,
+        shift_labels: Tensor | None = None,
         num_items_in_batch: int | Tensor | None = None,
-        output_hidden_states: bool | None = None,
-        return_dict: bool | None = None,
+        **others: Any,
     ) -> CausalLMOutputWithPast | tuple:
         """Read tokens and predict the next one at each.
 
         Args:
-            input_ids: (B, T) token ids.
-            attention_mask: (B, T) 1 for tokens, 0 for padding, which weighs nothing and advances no position. A longer
-                mask, as generate() keeps, counts with its last T columns.
-            past_key_values: the state to read on from; changed in place. None is the start of a text.
+            input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, output_hidden_states, return_dict,
+                document_ids, cu_seqlens, others: see `MultilinModel.forward`.
             labels: (B, T) the ids again (-100 is not scored); token t is predicted from those before it.
-            use_cache: return the state; as the default, outside training and where no labels are given.
+            use_cache: return the state; as the default what the config says, but neither in training nor with labels.
             logits_to_keep: compute logits for the last so many positions (0 for all), or for these positions.
-            document_ids: (B, T) number of each token's document; documents packed into a row do not see each other.
-            cu_seqlens: the same as cumulative lengths over the rows laid end to end.
-            position_ids: positions to use instead of counting, for models that were trained so.
+            shift_labels: (B, T) the token that follows each position (-100 is not scored), in place of `labels`.
             num_items_in_batch: divisor of the loss instead of the number of scored tokens (gradient accumulation).
-            output_hidden_states: also return the input of every layer and the final state, (B, T, D) each.
-            return_dict: False returns a tuple.
 
         Returns:
-            loss in nats per scored token (with labels), logits (B, T kept, V) (not in training with labels), and the
-            state after the last token.
+            loss in nats per scored token (with labels), logits (B, T kept, V) (not in training with labels),
+            past_key_values with use_cache, hidden_states on request.
 
         Raises:
-            InputError: a text longer than n_positions, or arguments that do not fit together.
+            InputError: a text longer than n_positions, an unknown argument, or arguments that do not fit together.
         """
-        if use_cache is None:
-            use_cache = past_key_values is not None or (labels is None and not self.training)
-        if cu_seqlens is not None:
-            document_ids = documents_from_lengths(cu_seqlens, *input_ids.shape)
-        state = open_state(past_key_values, len(self.layers), len(input_ids)) if use_cache else None
-        hidden_BTD, inputs = self._read(
-            input_ids, state, attention_mask, document_ids, position_ids, bool(output_hidden_states)
-        )
-        loss = None if labels is None else self._loss(hidden_BTD, labels, num_items_in_batch)
+        is_scored = labels is not None or shift_labels is not None
+        if use_cache is None and is_scored:
+            use_cache = past_key_values is not None
+        body = self.model(
+            input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache, output_hidden_states,
+            return_dict=True, document_ids=document_ids, cu_seqlens=cu_seqlens, **others,
+        )  # fmt: skip
+        hidden_BTD = body.last_hidden_state
+        loss = self._loss(hidden_BTD, labels, shift_labels, num_items_in_batch) if is_scored else None
         logits = None
-        if labels is None or not self.training:
+        if not (is_scored and self.training):
             kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-            logits = self._logits(hidden_BTD[:, kept])
-        result = CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=state, hidden_states=inputs)
-        return result if return_dict is not False else result.to_tuple()
+            logits = apply_head(self.lm_head, hidden_BTD[:, kept], self.config.logit_scale)
+        result = CausalLMOutputWithPast(
+            loss=loss, logits=logits, past_key_values=body.past_key_values, hidden_states=body.hidden_states
+        )
+        is_tuple = (self.config.return_dict if return_dict is None else return_dict) is False
+        return result.to_tuple() if is_tuple else result
 
     @torch.no_grad()
     def token_losses(self, input_ids: Tensor, document_ids: Tensor | None = None) -> Tensor:
         """Nats of each token given those before it in its row: (B, T - 1), float32, for tokens 1 to T - 1."""
-        hidden_BTD, _ = self._read(input_ids, None, None, document_ids, None, False)
-        losses = token_cross_entropy(
-            hidden_BTD[:, :-1].flatten(0, 1), self.output.weight, self.output.bias, input_ids[:, 1:].flatten(),
+        hidden_BTD = self.model(input_ids, document_ids=document_ids, use_cache=False, return_dict=True)[0]
+        losses = token_losses(
+            self.lm_head, hidden_BTD[:, :-1].flatten(0, 1), input_ids[:, 1:].flatten(),
             logit_scale=self.config.logit_scale,
         )  # fmt: skip
         return losses.view(len(input_ids), -1)
 
-    def row_parameters(self) -> list[Tensor]:
-        """Parameters whose rows belong to single tokens; optimizers that normalise treat each row by itself."""
-        return [self.embedding.tokens.weight, self.output.weight]
-
-    def _read(
-        self,
-        input_ids: Tensor,
-        state: TextState | None,
-        attention_mask: Tensor | None,
-        document_ids: Tensor | None,
-        position_ids: Tensor | None,
-        keeps_inputs: bool,
-    ) -> tuple[Tensor, tuple[Tensor, ...] | None]:
-        """Final hidden states (B, T, D) and, on request, what each layer read; the state moves on."""
-        if document_ids is not None and not self.packs:
-            raise InputError(f"document_ids: given, but {self.unpackable} layers cannot read several texts in a row")
-        states: list[Any] = [None] * (len(self.layers) + 1) if state is None else [s.value for s in state.layers]
-        layout, states[0] = self.embedding.lay_out(
-            input_ids, states[0], attention_mask, document_ids, position_ids, needs_state=state is not None
-        )
-        x_BTD = self.embedding(input_ids, layout)
-        inputs = [x_BTD]
-        for index, layer in enumerate(self.layers, start=1):
-            x_BTD, states[index] = layer(x_BTD, states[index], layout)
-            if self.normalizes_gradients:
-                x_BTD = normalize_gradient(x_BTD)
-            inputs.append(x_BTD)
-        # Only now, so that a call that fails leaves the state as it was.
-        if state is not None:
-            for slot, value in zip(state.layers, states, strict=True):
-                slot.value = value
-            state.num_columns += input_ids.shape[1]
-        return self.norm(x_BTD), tuple(inputs) if keeps_inputs else None
-
-    def _logits(self, hidden_BTD: Tensor) -> Tensor:
-        if self.config.logit_scale == 1.0:
-            logits: Tensor = self.output(hidden_BTD)
-            return logits
-        return scaled_linear(hidden_BTD, self.output.weight, self.output.bias, self.config.logit_scale)
-
-    def _loss(self, hidden_BTD: Tensor, labels: Tensor, num_items: int | Tensor | None) -> Tensor:
-        targets = labels[:, 1:].flatten()
-        total = linear_cross_entropy(
-            hidden_BTD[:, :-1].flatten(0, 1), self.output.weight, self.output.bias, targets,
-            logit_scale=self.config.logit_scale,
+    def _loss(
+        self, hidden_BTD: Tensor, labels: Tensor | None, shift_labels: Tensor | None, num_items: int | Tensor | None
+    ) -> Tensor:
+        if shift_labels is None:
+            assert labels is not None
+            shift_labels, hidden_BTD = labels[:, 1:], hidden_BTD[:, :-1]
+        targets = shift_labels.flatten()
+        total = sequence_loss(
+            self.lm_head, hidden_BTD.flatten(0, 1), targets, logit_scale=self.config.logit_scale,
             label_smoothing=self.config.label_smoothing if self.training else 0.0,
         )  # fmt: skip
         if num_items is None:
             num_items = (targets != -100).sum().clamp(min=1)
         return total / num_items
 
+    def row_parameters(self) -> list[Tensor]:
+        """Parameters whose rows belong to single tokens; optimizers that normalise treat each row by itself."""
+        return [self.get_input_embeddings().weight, self.lm_head.weight]
+
     @torch.no_grad()
     def set_token_counts(self, counts: Tensor) -> None:
-        """Fix the output's bias to log((count + 1) / sum(counts + 1)) of each token, where the config asks for it.
+        """Fix the head's bias to log((count + 1) / sum(counts + 1)) of each token, where the config asks for it.
 
         Args:
             counts: (V,) how often each token occurs in the training text.
@@ -185,7 +138,7 @@ class MultilinForCausalLM(PreTrainedModel, StatefulGenerationMixin):
         if counts.shape != (self.config.vocab_size,):
             raise InputError(f"counts: shape {tuple(counts.shape)} given, but it must be ({self.config.vocab_size},)")
         smoothed_V = counts.double() + 1
-        self.output.bias.copy_((smoothed_V / smoothed_V.sum()).log())
+        self.lm_head.bias.copy_((smoothed_V / smoothed_V.sum()).log())
 
     @property
     def arithmetic(self) -> Arithmetic:
@@ -200,80 +153,44 @@ class MultilinForCausalLM(PreTrainedModel, StatefulGenerationMixin):
         Raises:
             InputError: floats asked for where only int8 weights are left.
         """
-        set_arithmetic(self.layers, arithmetic)
+        set_arithmetic(self.model.layers, arithmetic)
         self.config.arithmetic = dataclasses.asdict(arithmetic)
 
     @property
     def packs(self) -> bool:
         """Whether several documents can share a row (document_ids)."""
-        return not self.unpackable
-
-    def _init_weights(self, module: nn.Module) -> None:
-        if isinstance(module, MatrixModule) and module.arithmetic.stored_as_int8:
-            return  # its weights come from a file
-        std = getattr(module, "initializer_range", self.config.initializer_range)
-        if isinstance(module, nn.Linear | nn.Embedding):
-            if module is self.embedding.tokens and self.config.embedding_range is not None:
-                std = self.config.embedding_range
-            nn.init.normal_(module.weight, std=std)
-            if isinstance(module, nn.Linear) and module.bias is not None:
-                nn.init.zeros_(module.bias)
-        elif isinstance(module, nn.LayerNorm) and module.elementwise_affine:
-            nn.init.ones_(module.weight)
-            nn.init.zeros_(module.bias)
-        elif isinstance(module, ParameterHolder):
-            module.initialize(std)
-
-    def get_input_embeddings(self) -> nn.Module:
-        """The token embedding."""
-        return self.embedding.tokens
-
-    def set_input_embeddings(self, value: nn.Embedding) -> None:
-        """Replace the token embedding."""
-        self.embedding.tokens = value
+        return self.model.packs
 
     def get_output_embeddings(self) -> nn.Module:
-        """The output projection."""
-        return self.output
+        """The output head."""
+        return self.lm_head
 
     def set_output_embeddings(self, new_embeddings: nn.Linear) -> None:
-        """Replace the output projection."""
-        self.output = new_embeddings
+        """Replace the output head."""
+        self.lm_head = new_embeddings
+
+    @torch.no_grad()
+    def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Module:
+        """As transformers', but a fixed bias stays fixed; a new token gets that of the rarest one."""
+        bias_V = self.lm_head.bias.clone() if isinstance(self.lm_head, FixedBiasLinear) else None
+        embeddings: nn.Module = super().resize_token_embeddings(*args, **kwargs)
+        if bias_V is not None:
+            if not isinstance(self.lm_head, FixedBiasLinear):
+                weight = self.lm_head.weight
+                self.lm_head = FixedBiasLinear(weight.shape[1], weight.shape[0]).to(weight)
+                self.lm_head.weight = weight
+            num_kept = min(len(bias_V), self.lm_head.out_features)
+            self.lm_head.bias = bias_V.min().repeat(self.lm_head.out_features)
+            self.lm_head.bias[:num_kept] = bias_V[:num_kept]
+        return embeddings
 
 
-def _build_norm(config: MultilinConfig) -> nn.Module:
-    if config.final_norm == "layer_norm":
-        return nn.LayerNorm(config.hidden_size)
-    if config.final_norm == "tile_norm":
-        return TileNorm(config.final_norm_tile, keeps_dtype=True)
-    return nn.Identity()
-
-
-def _build_layer(config: MultilinConfig, index: int) -> Layer:
-    values, where = dict(config.layers[index]), f"layers.{index}"
-    name, std = values.pop("architecture"), values.pop("initializer_range", None)
-    try:
-        layer = get_architecture(name).build_layer(config.hidden_size, values, where)
-    except InputError as error:
-        # In a model of one kind the field is the preset's; in a hybrid one has to know whose it is.
-        if where in str(error) or all(entry["architecture"] == name for entry in config.layers):
-            raise
-        raise InputError(f"{where}.{error}") from None
-    for module in layer.modules():
-        module.initializer_range = config.initializer_range if std is None else std
-    return layer
-
-
-def _check_lengths(config: MultilinConfig, layers: Iterable[Any]) -> None:
-    """A model cannot read longer texts than each of its layers."""
-    for index, layer in enumerate(layers):
-        longest = layer.longest_text
-        if longest is not None and (config.n_positions is None or config.n_positions > longest):
-            raise InputError(
-                f"n_positions: {config.n_positions or 'no limit'} given, but layers.{index} "
-                f"({config.layers[index]['architecture']}) reads at most {longest} tokens"
-            )
+def _build_head(config: MultilinConfig, vocab_size: int) -> nn.Linear:
+    if config.output_bias == "unigram":
+        return FixedBiasLinear(config.hidden_size, vocab_size)
+    return nn.Linear(config.hidden_size, vocab_size, bias=config.output_bias == "learned")
 
 
 AutoConfig.register(MultilinConfig.model_type, MultilinConfig)
 AutoModelForCausalLM.register(MultilinConfig, MultilinForCausalLM)
+MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[MultilinConfig.model_type] = MultilinForCausalLM.__name__

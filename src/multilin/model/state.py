@@ -1,7 +1,7 @@
 """The state of a text: what a model keeps of all it has read, in a size that does not grow."""
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ def named_tensors(state: Any, name: str) -> Iterator[tuple[str, Tensor]]:
             yield from named_tensors(part, f"{name}.{field}")
 
 
-def with_tensors(state: Any, name: str, tensors: dict[str, Tensor]) -> Any:
+def with_tensors(state: Any, name: str, tensors: Mapping[str, Tensor]) -> Any:
     """The same (nested) NamedTuple with the tensors of these dotted names."""
     if isinstance(state, Tensor):
         return tensors[name]
@@ -34,6 +34,22 @@ def with_tensors(state: Any, name: str, tensors: dict[str, Tensor]) -> Any:
         return None
     parts = zip(state._fields, state, strict=True)
     return type(state)(*(with_tensors(part, f"{name}.{field}", tensors) for field, part in parts))
+
+
+def take_rows(state: Any, rows: Tensor) -> Any:
+    """The rows of those indices of a (nested) NamedTuple."""
+    return map_tensors(lambda tensor: tensor[rows], state)
+
+
+def put_rows(states: list[Any], parts: list[Any], rows: Tensor) -> list[Any]:
+    """The states with the rows of those indices replaced by the rows of the others, in their order."""
+
+    def put(state: Any, part: Any) -> Any:
+        if isinstance(state, Tensor):
+            return state.index_copy(0, rows, part.to(state.dtype))
+        return None if state is None else type(state)(*map(put, state, part))
+
+    return list(map(put, states, parts))
 
 
 class LayerState(CacheLayerMixin):
@@ -69,10 +85,6 @@ class LayerState(CacheLayerMixin):
         """Move to the CPU."""
         self.map(lambda tensor: tensor.to("cpu", non_blocking=True))
 
-    def crop(self, max_length: int) -> None:
-        """Refused: a running summary cannot forget single tokens."""
-        raise InputError("state: tokens cannot be taken back; clone the state first and go on from the clone")
-
     def get_seq_length(self) -> int:
         """Unknown to a layer; the TextState counts."""
         return 0
@@ -97,22 +109,50 @@ class LayerState(CacheLayerMixin):
         raise InputError("state: a multilin state holds no keys and values; models of other kinds cannot use it")
 
 
+class EarlierState(NamedTuple):
+    """The state before one call of the model: the columns read until then, and every layer's value."""
+
+    num_columns: int
+    values: list[Any]
+
+
 class TextState(Cache):
-    """All layers' states, in transformers' Cache. `layers[0]` is the embedding's: how much each row has read.
+    """The states of the embedding and of every layer, in transformers' Cache.
 
     A model reads it and leaves it changed in place (`model(ids, past_key_values=state)`), as transformers' caches are;
-    `clone` first to keep a snapshot. `model.generate(ids, past_key_values=state)` reads on from a clone by itself.
+    `clone` first to keep a snapshot. `model.generate(ids, past_key_values=state)` continues from a clone by itself.
+
+    embedding: the state of the embedding, which knows what each row has read.
+    layers: the states of the layers.
+    num_columns: columns of `input_ids` that were read into it, padding included; what transformers calls the length of
+        a cache.
     """
 
     def __init__(self, num_layers: int) -> None:
-        super().__init__(layers=[LayerState() for _ in range(num_layers + 1)])
-        self.num_columns = 0  # of the input_ids of the running generate() call, padding included
+        super().__init__(layers=[LayerState() for _ in range(num_layers)])
+        self.embedding = LayerState()
+        self.num_columns = 0
+        self._earlier: list[EarlierState] | None = None  # recorded, the oldest first; None: not recording
+
+    @property
+    def parts(self) -> list[LayerState]:
+        """The state of the embedding, then those of the layers."""
+        return [self.embedding, *self.layers]
+
+    @property
+    def values(self) -> list[Any]:
+        """The NamedTuples of all parts; None before the first token."""
+        return [part.value for part in self.parts]
+
+    @values.setter
+    def values(self, values: list[Any]) -> None:
+        for part, value in zip(self.parts, values, strict=True):
+            part.value = value
 
     @property
     def num_tokens(self) -> Tensor | None:
         """Tokens read by each row, (B,) int64; None before the first."""
-        value = self.layers[0].value
-        return None if value is None else value.num_read_B
+        return None if self.embedding.value is None else self.embedding.value.num_read_B
 
     @property
     def batch_size(self) -> int | None:
@@ -126,8 +166,14 @@ class TextState(Cache):
 
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Every tensor with its name, `layers.3.queries.logits_BSH`."""
+        yield from named_tensors(self.embedding.value, "embedding")
         for index, layer in enumerate(self.layers):
             yield from named_tensors(layer.value, f"layers.{index}")
+
+    def replace_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take tensors by their names in `named_tensors`, in place of those of a state that has read something."""
+        names = ["embedding", *(f"layers.{index}" for index in range(len(self.layers)))]
+        self.values = [with_tensors(value, name, tensors) for name, value in zip(names, self.values, strict=True)]
 
     def clone(self) -> "TextState":
         """An independent copy: a snapshot to come back to."""
@@ -149,23 +195,74 @@ class TextState(Cache):
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "TextState":
         """A new state whose tensors are the function of this one's."""
-        copy = TextState(len(self.layers) - 1)
-        for target, layer in zip(copy.layers, self.layers, strict=True):
-            target.value = map_tensors(function, layer.value)
+        copy = TextState(len(self.layers))
+        copy.num_columns = self.num_columns
+        copy.values = [map_tensors(function, value) for value in self.values]
         return copy
 
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Row i becomes row beam_idx[i]."""
+        for part in self.parts:
+            part.reorder_cache(beam_idx)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep these rows."""
+        for part in self.parts:
+            part.batch_select_indices(indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Every row this many times."""
+        for part in self.parts:
+            part.batch_repeat_interleave(repeats)
+
+    def advance(self, values: list[Any], num_columns: int) -> None:
+        """Take over every layer's value after a call of the model that read so many columns."""
+        if self._earlier is not None:
+            self._earlier.append(EarlierState(self.num_columns, self.values))
+        self.values = values
+        self.num_columns += num_columns
+
+    def activate_past_recording(self) -> None:
+        """Keep the states before each further call, so that `crop` can go back to one of them."""
+        self._earlier = self._earlier or []
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Go back by at least -tokens_to_remove columns, to the state before one of the recorded calls.
+
+        A running summary cannot forget single tokens. So this takes back whole calls, and generate() reads the tokens
+        of the last one again that were to be kept: `num_columns` says where the state then stands. Recorded states
+        that no later `crop` can need are dropped. transformers' assisted decoding calls it after each round.
+
+        Args:
+            tokens_to_remove: number of columns, as a negative number or 0; transformers before 5.20 gives the positive
+                number of columns to keep instead.
+
+        Raises:
+            InputError: states were not recorded, or not from so early on.
+        """
+        kept = tokens_to_remove if tokens_to_remove > 0 else self.num_columns + tokens_to_remove
+        if kept >= self.num_columns:
+            if self._earlier is not None:
+                self._earlier.clear()
+            return
+        while self._earlier:
+            earlier = self._earlier.pop()
+            if earlier.num_columns <= kept:
+                self.num_columns, self.values = earlier
+                self._earlier.clear()
+                return
+        raise InputError("state: tokens cannot be taken back; clone the state first and continue from the clone")
+
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Columns of the running generate() call that were read; not the tokens of the text (see num_tokens)."""
+        """Columns read, padding included (`num_columns`); see `num_tokens` for the tokens of each row."""
         return self.num_columns
 
     def reset(self) -> None:
         """Back to the start of a text."""
-        super().reset()
+        for part in self.parts:
+            part.reset()
         self.num_columns = 0
-
-    def crop(self, max_length: int) -> None:
-        """Refused, see LayerState.crop."""
-        self.layers[0].crop(max_length)
+        self._earlier = None if self._earlier is None else []
 
 
 def open_state(given: TextState | None, num_layers: int, num_batch: int) -> TextState:
@@ -185,8 +282,8 @@ def open_state(given: TextState | None, num_layers: int, num_batch: int) -> Text
         raise InputError(
             f"past_key_values: {type(given).__name__} given, but it must be a TextState, as this model returns it"
         )
-    if len(given.layers) != num_layers + 1:
-        raise InputError(f"past_key_values: a state of {len(given.layers) - 1} layers, but {num_layers} read")
+    if len(given.layers) != num_layers:
+        raise InputError(f"past_key_values: a state of {len(given.layers)} layers, but {num_layers} read")
     if given.batch_size not in (None, num_batch):
         raise InputError(
             f"past_key_values: a state of {given.batch_size} rows given for {num_batch} rows of input_ids; "

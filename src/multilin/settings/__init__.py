@@ -14,12 +14,13 @@ import inspect
 import io
 import tokenize
 from collections.abc import Mapping
-from typing import Annotated, Any, TypeVar, cast, dataclass_transform, get_args, get_origin
-
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, cast, dataclass_transform, get_args, get_origin
 
 from multilin.errors import InputError, nearest, shorten, shown
 from multilin.settings.bounds import LONGEST_TEXT
+
+if TYPE_CHECKING:
+    from pydantic import TypeAdapter, ValidationError
 
 SettingsT = TypeVar("SettingsT")
 
@@ -31,9 +32,9 @@ def settings(cls: type[SettingsT]) -> type[SettingsT]:
     Bounds of numbers are part of a field's type, see `multilin.settings.bounds`.
     """
     # Not strict, so that "5e-4", as a query or a quoted text gives it, is a number; "abc" and 1.5 layers still are not.
-    cls.__pydantic_config__ = ConfigDict(  # type: ignore[attr-defined]
-        extra="forbid", allow_inf_nan=False, str_max_length=LONGEST_TEXT
-    )
+    cls.__pydantic_config__ = {  # type: ignore[attr-defined]
+        "extra": "forbid", "allow_inf_nan": False, "str_max_length": LONGEST_TEXT
+    }  # fmt: skip
     return dataclasses.dataclass(frozen=True)(cls)
 
 
@@ -66,6 +67,8 @@ def load_settings(cls: type[SettingsT], values: Mapping[str, Any], where: str = 
     Raises:
         InputError: an unknown field (with the nearest known one), a value of a wrong type, or a missing field.
     """
+    from pydantic import ValidationError  # only here, because help on the command line does not need it
+
     try:
         return cast(SettingsT, _adapter(cast(Any, cls)).validate_python(dict(values)))
     except ValidationError as error:
@@ -73,11 +76,13 @@ def load_settings(cls: type[SettingsT], values: Mapping[str, Any], where: str = 
 
 
 @functools.cache
-def _adapter(cls: Any) -> TypeAdapter[Any]:
+def _adapter(cls: Any) -> "TypeAdapter[Any]":
+    from pydantic import TypeAdapter
+
     return TypeAdapter(cls)
 
 
-def _sentence(cls: type, error: ValidationError, where: str) -> str:
+def _sentence(cls: type, error: "ValidationError", where: str) -> str:
     """The first mistake as one sentence. A union's members appear in pydantic's location; field names alone stay."""
     errors = error.errors(include_url=False)
     first = errors[0]

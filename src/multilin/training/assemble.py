@@ -10,10 +10,11 @@ import torch
 from transformers import PreTrainedModel, TrainingArguments
 
 from multilin.data.packing import BLOCK_FIELDS
-from multilin.data.prepare import PreparedText, Progress, prepare_text
+from multilin.data.prepare import PreparedText, prepare_text
+from multilin.data.progress import Progress, no_progress
 from multilin.data.task_text import TaskText, is_task, task_text
 from multilin.data.tokenizers import tokenizer_hash
-from multilin.errors import InputError
+from multilin.errors import InputError, plural
 from multilin.model.factory import create_config, create_model
 from multilin.model.memory import FLOAT_BYTES, ID_BYTES, activation_bytes, check_memory, parameter_bytes
 from multilin.training.optimizers import OPTIMIZERS
@@ -22,7 +23,7 @@ from multilin.training.precision import autocast_dtype, set_arithmetic
 from multilin.training.recipe import Recipe
 
 
-def read_text(recipe: Recipe, progress: Progress | None = None) -> PreparedText:
+def read_text(recipe: Recipe, progress: Progress = no_progress) -> PreparedText:
     """The tokenizer, and the packed training and validation text.
 
     Raises:
@@ -44,13 +45,13 @@ def read_text(recipe: Recipe, progress: Progress | None = None) -> PreparedText:
     )
     if text.train.num_tokens < recipe.model.n_positions:
         raise InputError(
-            f"data.source: {data.source} holds {text.train.num_tokens} tokens to train on, less than one block of "
-            f"model.n_positions = {recipe.model.n_positions}; give more text or a smaller block"
+            f"data.source: {data.source} holds {plural(text.train.num_tokens, 'token')} to train on, less than one "
+            f"block of model.n_positions = {recipe.model.n_positions}; give more text or a smaller block"
         )
     return text
 
 
-def read_data(recipe: Recipe, progress: Progress | None = None) -> PreparedText | TaskText:
+def read_data(recipe: Recipe, progress: Progress = no_progress) -> PreparedText | TaskText:
     """What the recipe trains on: a text, or the sequences of a task.
 
     Raises:
@@ -122,7 +123,7 @@ def build_model(recipe: Recipe, text: PreparedText | TaskText) -> PreTrainedMode
     if _smooths_labels(model):
         model.config.label_smoothing = recipe.training.label_smoothing
     if recipe.training.normalize_gradients:
-        model.normalizes_gradients = True
+        model.base_model.normalizes_gradients = True
     set_arithmetic(model, recipe.training)
     if recipe.training.gradient_checkpointing:
         # transformers 5.23 renamed it; the old name still works there, with a warning.
@@ -217,7 +218,7 @@ def _check_normalized_gradients(recipe: Recipe, model: PreTrainedModel) -> None:
     """The gradients of different layers then have scales of their own, which not everything stands."""
     assert recipe.optimizer.name is not None, "training needs a recipe that was resolved"
     field = "training.normalize_gradients: true given, but"
-    if not hasattr(model, "normalizes_gradients"):
+    if not hasattr(model.base_model, "normalizes_gradients"):
         raise InputError(f"{field} {recipe.model.architecture} cannot normalise the gradient of each layer")
     if not OPTIMIZERS[recipe.optimizer.name].normalizes:
         able = " or ".join(name for name, kind in OPTIMIZERS.items() if kind.normalizes)

@@ -10,9 +10,9 @@ from accelerate import PartialState
 from accelerate.utils import reduce
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from multilin.training.display import Display
 from multilin.training.metrics import Meter
 from multilin.training.outcomes import TrainingFailed
+from multilin.training.progress import TrainingProgress
 from multilin.training.recipe import TrainingRecipe
 from multilin.training.signals import StopRequest
 
@@ -23,7 +23,7 @@ class StepCallback(TrainerCallback):  # type: ignore[misc]
     Args:
         plan: how often to log, validate and save.
         meter: sums losses, tokens and time.
-        display: shows each complete line of metrics.
+        progress: told of each step and each complete line of metrics.
         writers: each stores every complete line of metrics.
         stop_request: notes a signal that asks the run to end.
         describe_batch: step to the blocks it reads, for the message about a loss that is not finite.
@@ -35,14 +35,14 @@ class StepCallback(TrainerCallback):  # type: ignore[misc]
         *,
         plan: TrainingRecipe,
         meter: Meter,
-        display: Display,
+        progress: TrainingProgress,
         writers: Sequence[Callable[[dict[str, Any]], None]],
         stop_request: StopRequest,
         describe_batch: Callable[[int], str],
         skips_nonfinite: bool = False,
     ) -> None:
         self.skips_nonfinite = skips_nonfinite
-        self.plan, self.meter, self.display, self.writers = plan, meter, display, writers
+        self.plan, self.meter, self.progress, self.writers = plan, meter, progress, writers
         self.stop_request, self.describe_batch = stop_request, describe_batch
         self.grad_norm: torch.Tensor | float = 0.0  # set by the trainer when it clips
         self._step_loss = self._step_norm = self._learning_rate = 0.0
@@ -52,9 +52,9 @@ class StepCallback(TrainerCallback):  # type: ignore[misc]
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Start the clock and the display."""
+        """Start the clock."""
         self.meter.start()
-        self.display.start(state.global_step)
+        self.progress.start(state.global_step, args.max_steps)
 
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -105,7 +105,7 @@ class StepCallback(TrainerCallback):  # type: ignore[misc]
             self.meter.skip_step()
         else:
             self.meter.end_step(self._step_loss)
-        self.display.step(step)
+        self.progress.step(step)
         control.should_evaluate = last or _due(step, self.plan.eval_every_steps)
         control.should_save = last or stop or _due(step, self.plan.save_every_steps)
         control.should_training_stop = last or stop
@@ -132,7 +132,7 @@ class StepCallback(TrainerCallback):  # type: ignore[misc]
         if self._line is not None:
             for write in self.writers:
                 write(self._line)
-            self.display.line(self._line)
+            self.progress.line(self._line)
             self._line = None
 
 

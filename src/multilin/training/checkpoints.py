@@ -1,12 +1,12 @@
 """Checkpoint folders and the files in them: safetensors and JSON, complete or absent.
 
-A checkpoint is written into a hidden folder and renamed when everything is on the disk, so a folder named
-`checkpoint-N` is always complete: a full disk, a crash or a SIGKILL leaves the one before it as the newest.
+A checkpoint is written into a hidden folder and renamed when everything is on the disk, so a full disk, a crash or a
+SIGKILL leaves the one before it as the newest. Its checksums.json shows whether its files are as they were written.
 """
 
 import contextlib
+import hashlib
 import json
-import os
 import random
 import re
 import shutil
@@ -20,10 +20,13 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 from multilin.errors import InputError
+from multilin.files import atomic_folder, partial_path, remove_partials
 
-_COMPLETE = re.compile(r"checkpoint-(\d+)")
+CHECKSUMS = "checksums.json"
+STATE = "trainer_state.json"
 # safetensors reports a failed write, a full disk for one, by an exception of its own.
 WRITE_ERRORS = (OSError, SafetensorError)
+_COMPLETE = re.compile(r"checkpoint-(\d+)")
 
 
 def checkpoint_step(path: Path) -> int:
@@ -37,47 +40,57 @@ def checkpoints(folder: Path) -> list[Path]:
     return sorted(found, key=checkpoint_step)
 
 
-def part_folder(folder: Path, step: int) -> Path:
-    """Where the checkpoint of a step is gathered before it is published."""
-    return folder / f".checkpoint-{step}.part"
+def checkpoint_folder(folder: Path, step: int) -> Path:
+    """The folder of a checkpoint."""
+    return folder / f"checkpoint-{step}"
+
+
+def partial_folder(folder: Path, step: int) -> Path:
+    """Where all processes of a run write the checkpoint of a step before it is published."""
+    return partial_path(checkpoint_folder(folder, step), "run")
 
 
 @contextlib.contextmanager
 def published(folder: Path, step: int, keep: int) -> Iterator[Path]:
     """A new folder to write a checkpoint into; leaving the block without an error publishes it.
 
-    Then all but the newest `keep` checkpoints go. After an error nothing of the new one remains.
+    Then all but the newest `keep` checkpoints go, and those of later steps: a run that went on from an earlier one, as
+    they were damaged, leaves them behind. After an error nothing of the new one remains.
     """
-    part = part_folder(folder, step)
-    remove_parts(folder)
-    part.mkdir(parents=True)
+    remove_partials(folder)
+    with atomic_folder(checkpoint_folder(folder, step), partial_folder(folder, step)) as partial:
+        yield partial
+        files = sorted(path for path in partial.rglob("*") if path.is_file())
+        write_json(partial / CHECKSUMS, {path.relative_to(partial).as_posix(): _checksum(path) for path in files})
+    up_to_this = [path for path in checkpoints(folder) if checkpoint_step(path) <= step]
+    for path in checkpoints(folder):
+        if path not in up_to_this[-keep:]:
+            shutil.rmtree(path)
+
+
+def find_damage(checkpoint: Path) -> str | None:
+    """The first file of a checkpoint that is not as it was written, and what is wrong; None if there is none."""
     try:
-        yield part
-        _flush_to_disk(part)
-        final = folder / f"checkpoint-{step}"
-        shutil.rmtree(final, ignore_errors=True)
-        part.replace(final)
-    except BaseException:
-        shutil.rmtree(part, ignore_errors=True)
-        raise
-    for old in checkpoints(folder)[:-keep]:
-        shutil.rmtree(old)
-
-
-def remove_parts(folder: Path) -> None:
-    """Remove what a killed process left unfinished."""
-    for part in folder.glob(".checkpoint-*.part"):
-        shutil.rmtree(part)
-
-
-def _flush_to_disk(folder: Path) -> None:
-    # A rename may reach the disk before the data it names; a power cut would then leave a complete-looking ruin.
-    for path in [*folder.iterdir(), folder]:
-        descriptor = os.open(path, os.O_RDONLY)
+        sums = json.loads((checkpoint / CHECKSUMS).read_bytes())
+    except (OSError, ValueError, RecursionError):
+        sums = None
+    if not isinstance(sums, dict) or STATE not in sums:
+        return f"{CHECKSUMS} is {'damaged' if (checkpoint / CHECKSUMS).exists() else 'missing'}"
+    for name, checksum in sums.items():
+        path = checkpoint / name
         try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+            if not path.is_file():
+                return f"{name} is missing"
+            if _checksum(path) != checksum:
+                return f"{name} is damaged"
+        except OSError as error:
+            return f"{name} cannot be read ({error.strerror})"
+    return None
+
+
+def _checksum(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def write_optimizer(folder: Path, state: dict[str, Any]) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from multilin.errors import InputError, nearest, shorten, shown
+from multilin.files import write_whole
 from multilin.settings import load_settings, settings
 from multilin.settings.bounds import (
     Batch,
@@ -174,17 +175,21 @@ def load_recipe(name_or_path: str | Path | None = None, overrides: Mapping[str, 
     Raises:
         InputError: no such recipe, not YAML, an unknown field or a value of a wrong type.
     """
-    values = {} if name_or_path is None else _read(_find(name_or_path))
+    path = None if name_or_path is None else _find(name_or_path)
+    values = {} if path is None else _read(path)
+    is_run = path is not None and path == Path(str(name_or_path), RECIPE_FILE)
+    if is_run and "output" not in values:
+        raise InputError(f"recipe: {path} is cut short: it has no output, which a run writes last")
     for dotted, value in (overrides or {}).items():
         _set(values, dotted, value)
-    if name_or_path is not None and Path(name_or_path).is_dir() and "output" not in (overrides or {}):
+    if is_run and "output" not in (overrides or {}):
         values["output"] = str(name_or_path)  # the folder may have been moved since the run wrote it down
     return load_settings(Recipe, values)
 
 
 def save_recipe(recipe: Recipe, path: str | Path) -> None:
     """Write a recipe as YAML that `load_recipe` reads back to an equal one."""
-    Path(path).write_text(to_yaml(dataclasses.asdict(recipe)), encoding="utf-8")
+    write_whole(path, to_yaml(dataclasses.asdict(recipe)))
 
 
 def resolve_recipe(recipe: Recipe) -> Recipe:

@@ -5,6 +5,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from multilin.errors import plural
+from multilin.files import atomic_file, write_whole
 from multilin.settings.inputs import to_yaml
 from multilin.training.outcomes import RunResult
 from multilin.training.recipe import Recipe
@@ -44,7 +46,8 @@ def draw_loss(lines: Sequence[dict[str, Any]], path: Path) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     axes.tick_params(colors=_INK)
     axes.legend(frameon=False)
-    figure.savefig(path, format="png")
+    with atomic_file(path) as partial:
+        figure.savefig(partial, format="png")
 
 
 def _last_figure(line: Mapping[str, Any]) -> str:
@@ -85,7 +88,8 @@ def draw_bits_per_byte(lines: Sequence[dict[str, Any]], references: Mapping[str,
     axes.xaxis.set_major_formatter(EngFormatter(sep=""))
     axes.spines[["top", "right"]].set_visible(False)
     axes.tick_params(colors=_INK)
-    figure.savefig(path, format="png")
+    with atomic_file(path) as partial:
+        figure.savefig(partial, format="png")
 
 
 def write_card(recipe: Recipe, result: RunResult, path: Path) -> None:
@@ -98,12 +102,13 @@ def write_card(recipe: Recipe, result: RunResult, path: Path) -> None:
     parameters = sum(parameter.numel() for parameter in result.model.parameters())
     model, plan = recipe.model, recipe.training
     figures = {
-        "Architecture": f"`{model.kind}`, {model.num_layers} layers, width {model.hidden_size}",
+        "Architecture": f"`{model.kind}`, {plural(model.num_layers or 0, 'layer')}, width {model.hidden_size}",
         "Parameters": f"{parameters:,}",
         "Context in training": f"{model.n_positions} tokens",
         "Tokenizer": f"{recipe.tokenizer.path or recipe.tokenizer.kind}, {len(result.tokenizer):,} entries",
         "Text": f"`{recipe.data.source}`",
-        "Training": f"{result.steps:,} steps, {result.tokens:,} tokens, {result.seconds:,.0f} s, {plan.precision}",
+        "Training": f"{plural(result.steps, 'step')}, {plural(result.tokens, 'token')}, {result.seconds:,.0f} s, "
+        f"{plan.precision}",
         "Training loss": f"{result.loss:.3f} nats per token",
         "Validation loss": f"{result.validation_loss:.3f} nats per token",
         **_score(result),
@@ -115,7 +120,7 @@ def write_card(recipe: Recipe, result: RunResult, path: Path) -> None:
         table=table,
         recipe=to_yaml(dataclasses.asdict(recipe)).strip(),
     )
-    path.write_text(text, encoding="utf-8")
+    write_whole(path, text)
 
 
 def _score(result: RunResult) -> dict[str, str]:
@@ -142,6 +147,8 @@ Validation is on text the model was not trained on.
 ![Loss over training tokens](loss.png)
 
 ## Use
+
+It needs the package [multilin](https://pypi.org/project/multilin): `pip install multilin`.
 
 ```python
 import multilin  # teaches transformers this model

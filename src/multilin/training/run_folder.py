@@ -5,12 +5,15 @@ data.json       the text: sizes and identity
 config.json, model.safetensors, tokenizer.json ...   loss.png        the course of the loss
                 the model, as Hugging Face has it    README.md       the model card
 checkpoints/    where a stopped run goes on          tensorboard/    event files, if asked for
+
+A run is resumed from what its checkpoint holds; the files at the top are written anew from there.
 """
 
+import dataclasses
 import importlib.util
 import json
-import os
 import shutil
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,8 +21,13 @@ from typing import Any
 from multilin.data.prepare import PreparedText
 from multilin.data.task_text import TaskText
 from multilin.errors import InputError
-from multilin.training.checkpoints import checkpoints, remove_parts
+from multilin.files import atomic_files, check_folder, check_writable, remove_partials, write_whole
+from multilin.settings import load_settings
+from multilin.training.checkpoints import checkpoints, find_damage, read_json
 from multilin.training.recipe import RECIPE_FILE, Recipe, first_difference, load_recipe, save_recipe
+
+RUN_FILE = "run.json"  # in a checkpoint: recipe, text, metrics and number of processes when it was written
+METRICS = ("step", "tokens", "seconds", "loss", "tokens_per_second")  # in every line of metrics.jsonl
 
 # What a run writes at the top of its folder, and so what --overwrite removes; other files are left alone.
 _WRITTEN = (
@@ -49,12 +57,17 @@ class RunFolder:
         self.card = self.path / "README.md"
         self.checkpoints = self.path / "checkpoints"
         self.tensorboard = self.path / "tensorboard"
+        self._record: dict[str, Any] = {}
 
-    def check(self, recipe: Recipe, *, resume: bool, overwrite: bool) -> None:
+    def check(self, recipe: Recipe, *, resume: bool, overwrite: bool, num_processes: int = 1) -> Path | None:
         """Refuse, before any work, a folder that this run must not or cannot write to.
 
+        Returns:
+            The checkpoint to go on from, the newest that is whole; None to begin at the first step.
+
         Raises:
-            InputError: it holds another run or other files, cannot be written, or has nothing (the same) to resume.
+            InputError: it holds another run or other files, cannot be written, or has nothing (the same) to resume, or
+                no checkpoint that is whole.
         """
         if resume and overwrite:
             raise InputError("resume and overwrite exclude each other: continue the run, or replace it")
@@ -62,44 +75,50 @@ class RunFolder:
             raise InputError(
                 "training.tensorboard: TensorBoard is not installed; `pip install 'multilin[tensorboard]'`"
             )
-        _check_writable(self.path)
+        check_folder("output", self.path)
         if resume:
-            self._check_resumable(recipe)
-        elif self.recipe.exists() and not overwrite:
+            return self._check_resumable(recipe, num_processes)
+        if self.recipe.exists() and not overwrite:
             raise InputError(
                 f"output: {self.path} already holds a run; give another folder, or continue it with --resume, "
                 "or replace it with --overwrite"
             )
-        elif not self.recipe.exists() and self.path.exists() and any(self.path.glob("[!.]*")):
+        if not self.recipe.exists() and self.path.exists() and any(self.path.glob("[!.]*")):
             raise InputError(f"output: {self.path} holds files that are not a run; give a new or an empty folder")
+        return None
 
-    def begin(self, recipe: Recipe, text: PreparedText | TaskText, *, resume: bool) -> None:
-        """Make the folder ready: what an earlier run left is removed, unless this one continues it.
+    def begin(self, recipe: Recipe, text: PreparedText | TaskText, checkpoint: Path | None) -> None:
+        """Make the folder ready: what an earlier run left is removed, unless this one goes on from its checkpoint.
 
         Raises:
-            InputError: the text is not the one the resumed run was trained on, or the folder cannot be written.
+            InputError: the text is not the one the resumed run was trained on.
+            OSError: the folder cannot be written.
         """
         data = _describe(text)
-        if resume and json.loads(self.data.read_text(encoding="utf-8")) != data:
+        before = None if checkpoint is None else read_json(checkpoint / RUN_FILE)
+        if before is not None and before["data"] != data:
             raise InputError(
                 f"data.source: {recipe.data.source} (or the validation text) has changed since the run in {self.path} "
                 "was started; resume it with the same text, or start a new run in another folder"
             )
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise InputError(f"output: {self.path} cannot be written: {error.strerror}") from None
-        if resume:
-            remove_parts(self.checkpoints)
-        else:
+        remove_partials(self.path)
+        if before is None:
             self._clear()
-        self.replace(self.data, lambda path: path.write_text(json.dumps(data, indent=1), encoding="utf-8"))
-        self.replace_files(text.tokenizer.save_pretrained)
-        # Last, because this file makes the folder a run that can be resumed.
-        self.replace(self.recipe, lambda path: save_recipe(recipe, path))
+        # First, because this file makes the folder a run, which can be resumed or replaced.
+        save_recipe(recipe, self.recipe)
+        write_whole(self.data, json.dumps(data, indent=1))
+        lines = before["metrics"] if before else []
+        write_whole(self.metrics, "".join(json.dumps(line) + "\n" for line in lines))
+        with atomic_files(self.path) as partial:
+            text.tokenizer.save_pretrained(partial)
+        self._record = {"recipe": dataclasses.asdict(recipe), "data": data, "metrics": lines}
+
+    def record(self, num_processes: int) -> dict[str, Any]:
+        """What a checkpoint keeps of the run in its run.json."""
+        return {**self._record, "num_processes": num_processes}
 
     def last_checkpoint(self) -> Path | None:
-        """The newest complete checkpoint."""
+        """The newest checkpoint."""
         return next(reversed(checkpoints(self.checkpoints)), None)
 
     def metrics_writers(self, *, tensorboard: bool) -> list[Callable[[dict[str, Any]], None]]:
@@ -120,71 +139,86 @@ class RunFolder:
 
     def append_metrics(self, line: dict[str, Any]) -> None:
         """Add one line to metrics.jsonl."""
+        self._record["metrics"].append(line)
         with self.metrics.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
 
     def read_metrics(self) -> list[dict[str, Any]]:
-        """The lines of metrics.jsonl; one that a killed process left half written does not count."""
-        lines = []
-        for text in self.metrics.read_text(encoding="utf-8").splitlines() if self.metrics.exists() else []:
-            try:
-                lines.append(json.loads(text))
-            except ValueError:
-                break
-        return lines
+        """The lines of metrics.jsonl; one that a killed process left half written does not count.
 
-    def cut_metrics(self, step: int) -> None:
-        """Drop the lines after a step, which a resumed run will write again."""
-        kept = "".join(json.dumps(line) + "\n" for line in self.read_metrics() if line["step"] <= step)
-        self.replace(self.metrics, lambda path: path.write_text(kept, encoding="utf-8"))
-
-    def replace(self, path: Path, write: Callable[[Path], object]) -> None:
-        """Write a file beside its place and rename it there."""
-        part = path.with_name(f".part-{path.name}")
+        Raises:
+            InputError: a line is damaged, or the file cannot be read.
+        """
         try:
-            write(part)
-            part.replace(path)
-        finally:
-            part.unlink(missing_ok=True)
+            content = self.metrics.read_bytes()
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise InputError(f"run: {self.metrics} cannot be read ({error.strerror})") from None
+        complete = content[: content.rfind(b"\n") + 1]
+        return [_parse_line(text, f"{self.metrics}:{number}") for number, text in enumerate(complete.splitlines(), 1)]
 
-    def replace_files(self, write: Callable[[Path], object]) -> None:
-        """Let `write` fill a folder, and when it is complete move its files to the top of this one."""
-        part = self.path / ".part"
-        shutil.rmtree(part, ignore_errors=True)
-        part.mkdir()
-        try:
-            write(part)
-            for file in part.iterdir():
-                file.replace(self.path / file.name)
-        finally:
-            shutil.rmtree(part, ignore_errors=True)
-
-    def _check_resumable(self, recipe: Recipe) -> None:
-        if not (self.recipe.exists() and self.data.exists()):
+    def _check_resumable(self, recipe: Recipe, num_processes: int) -> Path | None:
+        for path in filter(lambda path: path.suffix, self._written()):
+            check_writable("output", path)
+        checkpoint = self._whole_checkpoint()
+        if checkpoint is None and not self.recipe.exists():
             raise InputError(f"output: there is no run to resume in {self.path}")
-        difference = first_difference(load_recipe(self.recipe), recipe)
+        if checkpoint is None:
+            before = load_recipe(self.recipe)
+        else:
+            record = read_json(checkpoint / RUN_FILE)
+            before = load_settings(Recipe, record["recipe"])
+            if record["num_processes"] != num_processes:
+                raise InputError(
+                    f"processes: {num_processes} given, but {record['num_processes']} trained the run in {self.path}; "
+                    "resume it with as many"
+                )
+        difference = first_difference(before, recipe)
         if difference is not None:
             name, old, new = difference
             raise InputError(
                 f"{name}: {new!r} given, but the run in {self.path} was started with {old!r}; resume it with the same "
                 "recipe, or start a new run in another folder"
             )
+        return checkpoint
+
+    def _whole_checkpoint(self) -> Path | None:
+        """The newest checkpoint whose files are as they were written; None if there is no checkpoint."""
+        damaged: list[str] = []
+        for checkpoint in reversed(checkpoints(self.checkpoints)):
+            damage = find_damage(checkpoint)
+            if damage is None:
+                if damaged:
+                    warnings.warn(f"{'; '.join(damaged)}; the run goes on from {checkpoint.name} instead", stacklevel=4)
+                return checkpoint
+            damaged.append(f"{checkpoint}: {damage}")
+        if damaged:
+            raise InputError(
+                f"output: there is no whole checkpoint to resume from ({'; '.join(damaged)}); put the file back, or "
+                "begin the run again with --overwrite"
+            )
+        return None
+
+    def _written(self) -> list[Path]:
+        return [path for pattern in _WRITTEN for path in self.path.glob(pattern)]
 
     def _clear(self) -> None:
-        for pattern in _WRITTEN:
-            for path in self.path.glob(pattern):
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
+        for path in self._written():
+            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+
+
+def _parse_line(text: bytes, where: str) -> dict[str, Any]:
+    try:
+        line = json.loads(text)
+    except (ValueError, RecursionError):
+        line = None
+    if not isinstance(line, dict) or not all(type(value) in (int, float) for value in line.values()):
+        raise InputError(f"run: {where} is damaged: it is no line of figures")
+    if missing := next((name for name in METRICS if name not in line), None):
+        raise InputError(f"run: {where} is damaged: it has no {missing}")
+    return line
 
 
 def _describe(text: PreparedText | TaskText) -> dict[str, Any]:
     return {"content": text.identity, "train": text.train.describe(), "validation": text.validation.describe()}
-
-
-def _check_writable(path: Path) -> None:
-    existing = path
-    while not existing.exists() and existing != existing.parent:
-        existing = existing.parent
-    if not existing.is_dir():
-        raise InputError(f"output: {path} cannot be a folder, because {existing} is a file")
-    if not os.access(existing, os.W_OK | os.X_OK):
-        raise InputError(f"output: {path} cannot be written; permission is missing for {existing}")

@@ -5,10 +5,12 @@ import math
 import signal
 import sys
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import PartialState
+from accelerate.utils import broadcast
 from transformers import PreTrainedModel, TrainerCallback, set_seed
 
 from multilin.analysis.accuracy import score_answers
@@ -16,17 +18,16 @@ from multilin.analysis.evaluate import evaluate
 from multilin.data.prepare import PreparedText
 from multilin.data.task_text import TaskText
 from multilin.errors import InputError
-from multilin.messages import no_progress_bars
-from multilin.progress import staged
 from multilin.training.assemble import build_model, check_model, read_data, training_arguments, training_order
 from multilin.training.callbacks import StepCallback
-from multilin.training.checkpoints import WRITE_ERRORS, checkpoint_step
+from multilin.training.checkpoints import WRITE_ERRORS, checkpoint_folder, checkpoint_step
 from multilin.training.communication import compress_gradients
-from multilin.training.display import Display
 from multilin.training.host_master import check_host_master
+from multilin.training.lock import locked_folder
 from multilin.training.metrics import Meter
 from multilin.training.outcomes import RunResult, TrainingFailed, TrainingInterrupted
 from multilin.training.precision import autocast_dtype
+from multilin.training.progress import TrainingProgress
 from multilin.training.recipe import Recipe, resolve_recipe
 from multilin.training.report import draw_loss, write_card
 from multilin.training.run_folder import RunFolder
@@ -39,7 +40,7 @@ def train(
     *,
     resume: bool = False,
     overwrite: bool = False,
-    quiet: bool = False,
+    progress: TrainingProgress | None = None,
     callbacks: Sequence[TrainerCallback] = (),
 ) -> RunResult:
     """Train the model a recipe describes and leave everything about the run in its output folder.
@@ -50,7 +51,7 @@ def train(
         recipe: what to train, on what, how, and where to.
         resume: continue the run in the output folder at its last checkpoint.
         overwrite: replace the run in the output folder.
-        quiet: show no progress.
+        progress: told of everything the run does, in the main process; None shows nothing.
         callbacks: callbacks of transformers' Trainer to call at every step, after our own.
 
     Raises:
@@ -64,27 +65,42 @@ def train(
     if recipe.training.master == "host":
         check_host_master(recipe.training, devices)
     folder = RunFolder(recipe.output)
-    if devices.is_main_process:
-        folder.check(recipe, resume=resume, overwrite=overwrite)
-    silent = contextlib.nullcontext()
-    with devices.main_process_first(), staged() if devices.is_main_process else silent as progress:
-        text = read_data(recipe, progress)
+    if progress is None or not devices.is_main_process:
+        progress = TrainingProgress()
+    with _opened(folder, recipe, devices, resume=resume, overwrite=overwrite) as checkpoint:
+        with devices.main_process_first():
+            text = read_data(recipe, progress.prepare)
+        check_model(recipe, len(text.tokenizer))
+        with _failures_in_one_sentence(folder):
+            set_seed(recipe.training.seed)
+            model = build_model(recipe, text)
+            if devices.is_main_process:
+                folder.begin(recipe, text, checkpoint)
+            devices.wait_for_everyone()
+            with StopRequest() as stop_request:
+                trainer = _build_trainer(recipe, model, text, folder, stop_request, progress, devices)
+                for callback in callbacks:
+                    trainer.add_callback(callback)
+                _run(trainer, checkpoint, progress, resume=resume)
+            if trainer.state.global_step < recipe.training.max_steps:
+                raise _interrupted(trainer, folder, stop_request)
+            return _finish(recipe, trainer, folder, text)
 
-    check_model(recipe, len(text.tokenizer))
-    with _failures_in_one_sentence(folder), no_progress_bars():
+
+@contextlib.contextmanager
+def _opened(
+    folder: RunFolder, recipe: Recipe, devices: PartialState, *, resume: bool, overwrite: bool
+) -> Iterator[Path | None]:
+    """Keep the folder for this run alone; the result, on every process, is the checkpoint to go on from."""
+    with contextlib.ExitStack() as stack:
+        step = 0
         if devices.is_main_process:
-            folder.begin(recipe, text, resume=resume)
-        devices.wait_for_everyone()
-        set_seed(recipe.training.seed)
-        model = build_model(recipe, text)
-        with StopRequest() as stop_request, _display(recipe, silent=quiet or not devices.is_main_process) as display:
-            trainer = _build_trainer(recipe, model, text, folder, stop_request, display, devices)
-            for callback in callbacks:
-                trainer.add_callback(callback)
-            _run(trainer, folder, display, resume=resume)
-        if trainer.state.global_step < recipe.training.max_steps:
-            raise _interrupted(trainer, folder, stop_request)
-        return _finish(recipe, trainer, folder, text)
+            stack.enter_context(locked_folder(recipe.output))
+            found = folder.check(recipe, resume=resume, overwrite=overwrite, num_processes=devices.num_processes)
+            step = 0 if found is None else checkpoint_step(found)
+        if devices.num_processes > 1:
+            step = int(broadcast(torch.tensor(step, device=devices.device)))
+        yield checkpoint_folder(folder.checkpoints, step) if step else None
 
 
 def _build_trainer(
@@ -93,7 +109,7 @@ def _build_trainer(
     text: PreparedText | TaskText,
     folder: RunFolder,
     stop_request: StopRequest,
-    display: Display,
+    progress: TrainingProgress,
     devices: PartialState,
 ) -> RunTrainer:
     plan = recipe.training
@@ -107,7 +123,7 @@ def _build_trainer(
         plan=plan,
         skips_nonfinite=recipe.optimizer.nonfinite == "skip",
         meter=Meter(tokens_per_step=blocks_per_step * recipe.model.n_positions),
-        display=display,
+        progress=progress,
         writers=folder.metrics_writers(tensorboard=plan.tensorboard) if devices.is_main_process else [],
         stop_request=stop_request,
         describe_batch=lambda step: order.describe((step - 1) * blocks_per_step, step * blocks_per_step),
@@ -145,14 +161,15 @@ def _validate(model: Any, text: PreparedText | TaskText, recipe: Recipe) -> dict
     return {"validation_loss": found.loss, "validation_bits_per_byte": found.bits_per_byte}
 
 
-def _run(trainer: RunTrainer, folder: RunFolder, display: Display, *, resume: bool) -> None:
-    checkpoint = folder.last_checkpoint() if resume else None
-    step = checkpoint_step(checkpoint) if checkpoint else 0
-    if resume:
-        display.message(f"continues after step {step}" if checkpoint else "no checkpoint was saved yet: starts again")
-        if trainer.is_world_process_zero():
-            folder.cut_metrics(step)
-    trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+def _run(trainer: RunTrainer, checkpoint: Path | None, progress: TrainingProgress, *, resume: bool) -> None:
+    if checkpoint is not None:
+        progress.message(f"continues after step {checkpoint_step(checkpoint)}")
+    elif resume:
+        progress.message("no checkpoint was saved yet: starts again")
+    try:
+        trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+    finally:
+        progress.stop()
 
 
 def _finish(recipe: Recipe, trainer: RunTrainer, folder: RunFolder, text: PreparedText | TaskText) -> RunResult:
@@ -173,8 +190,8 @@ def _finish(recipe: Recipe, trainer: RunTrainer, folder: RunFolder, text: Prepar
         tokenizer=text.tokenizer,
     )
     if trainer.is_world_process_zero():
-        folder.replace(folder.plot, lambda path: draw_loss(lines, path))
-        folder.replace(folder.card, lambda path: write_card(recipe, result, path))
+        draw_loss(lines, folder.plot)
+        write_card(recipe, result, folder.card)
     trainer.accelerator.wait_for_everyone()
     return result
 
@@ -190,19 +207,10 @@ def _interrupted(trainer: RunTrainer, folder: RunFolder, stop_request: StopReque
 
 
 @contextlib.contextmanager
-def _display(recipe: Recipe, *, silent: bool) -> Iterator[Display]:
-    display = Display(recipe.training.max_steps, silent=silent)
-    try:
-        yield display
-    finally:
-        display.stop()
-
-
-@contextlib.contextmanager
 def _failures_in_one_sentence(folder: RunFolder) -> Iterator[None]:
     try:
         yield
-    except InputError:
+    except (InputError, BrokenPipeError):
         raise
     except TrainingFailed as failure:
         last = folder.last_checkpoint()

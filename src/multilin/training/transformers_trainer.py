@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.utils.data import Sampler, SequentialSampler
 from transformers import PreTrainedModel, PrinterCallback, Trainer, TrainerControl, TrainingArguments
 
+from multilin.files import atomic_files
 from multilin.training import checkpoints
 from multilin.training.callbacks import StepCallback
 from multilin.training.host_master import HostMaster, Link
@@ -29,7 +30,7 @@ from multilin.training.optimizers import build_optimizer
 from multilin.training.order import BlockOrder, stack_blocks
 from multilin.training.outcomes import TrainingFailed
 from multilin.training.recipe import Recipe
-from multilin.training.run_folder import RunFolder
+from multilin.training.run_folder import RUN_FILE, RunFolder
 from multilin.training.schedules import build_schedule
 
 _WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
@@ -189,7 +190,8 @@ class RunTrainer(Trainer):  # type: ignore[misc]
     def publish_model(self) -> None:
         """Put the model at the top of the run folder, each file complete or not there."""
         if self.is_world_process_zero():
-            self.folder.replace_files(lambda folder: self.save_model(str(folder)))
+            with atomic_files(self.folder.path) as partial:
+                self.save_model(str(partial))
         else:
             self.save_model()
 
@@ -225,7 +227,7 @@ class RunTrainer(Trainer):  # type: ignore[misc]
                 self.accelerator.wait_for_everyone()
         else:
             self.accelerator.wait_for_everyone()
-            yield checkpoints.part_folder(self.folder.checkpoints, step)
+            yield checkpoints.partial_folder(self.folder.checkpoints, step)
             self.accelerator.wait_for_everyone()
         self.accelerator.wait_for_everyone()
 
@@ -235,7 +237,8 @@ class RunTrainer(Trainer):  # type: ignore[misc]
         self._save_optimizer_and_scheduler(str(folder))
         if self.is_world_process_zero():
             checkpoints.write_json(folder / "meter.json", self.callback.meter.state())
-            self.state.save_to_json(str(folder / "trainer_state.json"))
+            checkpoints.write_json(folder / RUN_FILE, self.folder.record(self.args.world_size))
+            self.state.save_to_json(str(folder / checkpoints.STATE))
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         state = get_optimizer_state_dict(self.master, _bare(self.optimizer), options=_WHOLE)

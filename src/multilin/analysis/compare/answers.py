@@ -4,7 +4,7 @@ import dataclasses
 import statistics
 from collections.abc import Sequence
 
-from multilin.analysis.compare.record import Comparison, RowRecord, sign
+from multilin.analysis.compare.record import TOLERANCE, Comparison, RowRecord, sign
 from multilin.analysis.compare.statistics import LEVEL
 from multilin.analysis.compare.words import UNITS, amount, budget_text, bytes_text, score_text
 
@@ -25,6 +25,13 @@ def best_sentence(comparison: Comparison) -> str:
     """Which row is best at the budget, and which ones cannot be told from it."""
     if not comparison.order:
         return "Every row failed."
+    if not comparison.is_ranked:
+        missed = [f"{name} used {budget_text(comparison, value)}" for name, value in comparison.off_budget.items()]
+        hint = "; a budget of tokens does not depend on the machine" if "seconds" in comparison.budget else ""
+        return (
+            f"Nothing is said about which row is best: each run had a budget of {budget_text(comparison)}, but "
+            f"{listed(missed)}, more than {TOLERANCE:.0%} off{hint}."
+        )
     best = comparison.row(comparison.order[0])
     assert best.score is not None
     unit, seeds = UNITS[comparison.measure], best.score.count
@@ -46,14 +53,15 @@ def speed_sentence(comparison: Comparison) -> str:
     """Who needs least to become as good as the worst row in the end."""
     if len(comparison.order) < 2:
         return "There are not two rows whose courses could be compared."
-    worst = comparison.row(comparison.order[-1])
+    rows = [comparison.row(name) for name in comparison.order]
+    worst = max(rows, key=lambda row: sign(comparison.measure) * row.score.mean if row.score else 0.0)
     assert worst.score is not None
     level = worst.score.mean
-    found = [reached(row, level, comparison.measure) for name in comparison.order if (row := comparison.row(name))]
+    found = {row.name: reached(row, level, comparison.measure) for row in rows}
     needs: dict[str, list[str]] = {}
     for axis, name in AXES.items():
-        least = min(found, key=lambda r: getattr(r, axis))
-        spent, usual = getattr(least, axis), getattr(found[-1], axis)
+        least = min(found.values(), key=lambda r: getattr(r, axis))
+        spent, usual = getattr(least, axis), getattr(found[worst.name], axis)
         few = "least" if axis == "seconds" else "fewest"
         needs.setdefault(least.row, []).append(f"the {few} {name} ({amount(spent)} instead of {amount(usual)})")
     parts = [f"{name} needs {listed(things)}" for name, things in needs.items()]

@@ -13,8 +13,9 @@ from transformers import PreTrainedModel
 from multilin.analysis.compare.record import Decoding
 from multilin.analysis.info import state_bytes
 from multilin.errors import InputError
-from multilin.inference.generate import GenerationSettings, generate_text
+from multilin.inference.generate import generate_text
 from multilin.inference.runs import load_run, longest_text
+from multilin.inference.settings import GenerationSettings
 from multilin.model.factory import create_model
 from multilin.training.assemble import read_text
 from multilin.training.recipe import Recipe, load_recipe

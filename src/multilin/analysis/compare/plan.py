@@ -4,7 +4,7 @@ import dataclasses
 import json
 import statistics
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,13 +14,13 @@ from annotated_types import MaxLen
 from multilin.analysis.compare.flops import training_flops_per_token
 from multilin.analysis.compare.rows import Row, rows_of, with_choice
 from multilin.analysis.compare.sweep import Sweep
-from multilin.errors import InputError
+from multilin.errors import InputError, plural
 from multilin.files import write_whole
-from multilin.messages import no_progress_bars
 from multilin.settings import load_settings, settings
 from multilin.settings.bounds import MOST_STEPS, Amount, Name
 from multilin.settings.inputs import read_json
 from multilin.training.assemble import build_model, check_model, packing_remark, read_data
+from multilin.training.progress import TrainingProgress
 from multilin.training.recipe import Recipe, resolve_recipe
 from multilin.training.run_folder import RunFolder
 from multilin.training.trainer import train
@@ -88,7 +88,7 @@ def tokens_per_step(recipe: Recipe) -> int:
     return plan.batch_size * plan.gradient_accumulation * recipe.model.n_positions
 
 
-def plan_rows(sweep: Sweep, say: Callable[[str], None]) -> list[Plan]:
+def plan_rows(sweep: Sweep, progress: TrainingProgress) -> list[Plan]:
     """Everything that is known before training.
 
     Raises:
@@ -99,20 +99,20 @@ def plan_rows(sweep: Sweep, say: Callable[[str], None]) -> list[Plan]:
         try:
             for choice in sweep.choices:
                 check_model(resolve_recipe(with_choice(row, choice)))
-            plans.append(_plan(row))
+            plans.append(_plan(row, progress))
         except InputError as error:
             raise InputError(f"rows.{row.name}: {str(error).removeprefix(f'rows.{row.name}.')}") from None
-    steps = _steps(sweep, plans, say)
+    steps = _steps(sweep, plans, progress)
     return [
         dataclasses.replace(plan, recipe=_with_steps(plan, max_steps))
         for plan, max_steps in zip(plans, steps, strict=True)
     ]
 
 
-def _plan(row: Row) -> Plan:
+def _plan(row: Row, progress: TrainingProgress) -> Plan:
     recipe = resolve_recipe(row.recipe)
     check_model(recipe)
-    text = read_data(recipe)
+    text = read_data(recipe, progress.prepare)
     check_model(recipe, len(text.tokenizer))
     with torch.random.fork_rng():
         model = build_model(recipe, text)
@@ -131,14 +131,14 @@ def _plan(row: Row) -> Plan:
     )
 
 
-def _steps(sweep: Sweep, plans: list[Plan], say: Callable[[str], None]) -> list[int]:
+def _steps(sweep: Sweep, plans: list[Plan], progress: TrainingProgress) -> list[int]:
     budget = sweep.budget
     if budget.kind == "tokens":
         steps = [int(budget.amount // plan.tokens_per_step) for plan in plans]
     elif budget.kind == "flops":
         steps = [int(budget.amount // (plan.flops_per_token * plan.tokens_per_step)) for plan in plans]
     else:
-        seconds = _seconds_per_step(Path(sweep.output), plans, say)
+        seconds = _seconds_per_step(Path(sweep.output), plans, progress)
         steps = [int(budget.amount // seconds[plan.row.name]) for plan in plans]
     for plan, count in zip(plans, steps, strict=True):
         if count > MOST_STEPS:
@@ -149,8 +149,9 @@ def _steps(sweep: Sweep, plans: list[Plan], say: Callable[[str], None]) -> list[
         warmup = plan.recipe.schedule.warmup_steps or 0
         if count <= warmup:
             raise InputError(
-                f"budget.{budget.kind}: {budget.amount:g} given, but that is {count} steps for rows.{plan.row.name}, "
-                f"not more than its warm-up of {warmup}; give more, or a smaller schedule.warmup_steps or batch"
+                f"budget.{budget.kind}: {budget.amount:g} given, but that is {plural(count, 'step')} for "
+                f"rows.{plan.row.name}, not more than its warm-up of {warmup}; give more, or a "
+                "smaller schedule.warmup_steps or batch"
             )
     return steps
 
@@ -169,21 +170,31 @@ def _with_steps(plan: Plan, max_steps: int) -> Recipe:
     )
 
 
-def _seconds_per_step(output: Path, plans: list[Plan], say: Callable[[str], None]) -> dict[str, float]:
+def _seconds_per_step(output: Path, plans: list[Plan], progress: TrainingProgress) -> dict[str, float]:
     """Median seconds of a training step, by row; measured once, so that a resumed comparison has the same steps."""
     path = output / SPEED_FILE
-    measured = read_json(path, "output") if path.exists() else {}
-    known = dict(load_settings(_Speeds, {"seconds": measured}, f"output: {path}").seconds)
+    known = read_speeds(path) if path.is_file() else {}
     missing = [plan for plan in plans if plan.row.name not in known]
     times: dict[str, list[float]] = {plan.row.name: [] for plan in missing}
     for _ in range(MEASURED_TURNS):  # in turns, so that a busy minute does not fall on one row
         for plan in missing:
-            say(f"measuring the speed of {plan.row.name}")
+            progress.message(f"measuring the speed of {plan.row.name}")
             times[plan.row.name] += _step_times(plan)
     known |= {name: statistics.median(found) for name, found in times.items()}
-    output.mkdir(parents=True, exist_ok=True)
     write_whole(path, json.dumps(known, indent=1) + "\n")
     return known
+
+
+def read_speeds(path: Path) -> dict[str, float]:
+    """The seconds per step of rows by name, from speed.json.
+
+    Raises:
+        InputError: the file is damaged.
+    """
+    try:
+        return dict(load_settings(_Speeds, {"seconds": read_json(path, "output")}).seconds)
+    except InputError as error:
+        raise InputError(f"output: {path} is damaged; delete it, and the speeds are measured again") from error
 
 
 def _step_times(plan: Plan) -> list[float]:
@@ -195,8 +206,8 @@ def _step_times(plan: Plan) -> list[float]:
         "save_every_steps": 0,
     }
     training = dataclasses.replace(plan.recipe.training, eval_max_tokens=1, **short)
-    with tempfile.TemporaryDirectory(prefix="multilin-") as folder, no_progress_bars():
-        train(dataclasses.replace(plan.recipe, training=training, output=str(Path(folder, "run"))), quiet=True)
+    with tempfile.TemporaryDirectory(prefix="multilin-") as folder:
+        train(dataclasses.replace(plan.recipe, training=training, output=str(Path(folder, "run"))))
         lines = RunFolder(Path(folder, "run")).read_metrics()[WARM_UP_STEPS:]
     return [plan.tokens_per_step / line["tokens_per_second"] for line in lines]
 

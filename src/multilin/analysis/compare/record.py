@@ -2,15 +2,17 @@
 
 import dataclasses
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from multilin.analysis.compare.plan import Choice, Plan
 from multilin.analysis.compare.statistics import Difference, Spread, spread, welch_p
+from multilin.errors import InputError, plural
 from multilin.training.run_folder import RunFolder
 
 FINISHED, FAILED = "finished", "failed"
+TOLERANCE = 0.1  # share of the budget by which a row may miss it and still be ranked
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,7 +116,10 @@ class Comparison:
 
     measure: what `score` is, "bits_per_byte" or "accuracy".
     one_tokenizer: whether all rows read the same tokens, so that losses per token can be compared too.
-    order: finished rows, the best first. differences: every row against every better one.
+    off_budget: rows that missed the budget by more than TOLERANCE of it, and what their runs used on average. If there
+        are any, no row is called better than another.
+    order: finished rows, the best first; in the order of the sweep if they are not ranked.
+    differences: every row against every better one; none if they are not ranked.
     """
 
     title: str
@@ -126,10 +131,16 @@ class Comparison:
     one_tokenizer: bool
     prompt: str
     rows: list[RowRecord]
+    off_budget: dict[str, float]
     order: list[str]
     differences: list[Difference]
     remarks: list[str]
     machine: dict[str, Any]
+
+    @property
+    def is_ranked(self) -> bool:
+        """Whether all rows had the same budget, so that one can be called better than another."""
+        return not self.off_budget
 
     def row(self, name: str) -> RowRecord:
         """The row of a name."""
@@ -142,7 +153,12 @@ class Comparison:
 
 def read_run(plan: Plan, folder: Path, seed: int, choice: Choice, failure: str | None, output: Path) -> RunRecord:
     """The record of a run from its metrics.jsonl."""
-    lines = RunFolder(folder).read_metrics()
+    try:
+        lines = RunFolder(folder).read_metrics()
+    except InputError:
+        if failure is None:
+            raise
+        lines = []
     speeds = [line["tokens_per_second"] for line in lines[1:] or lines]
     median = statistics.median(speeds) if speeds else None
     seconds, tokens, course = 0.0, 0, []
@@ -175,7 +191,10 @@ def read_run(plan: Plan, folder: Path, seed: int, choice: Choice, failure: str |
 
 def is_finished(folder: Path, max_steps: int) -> bool:
     """Whether a run has taken its last step and left its model."""
-    lines = RunFolder(folder).read_metrics()
+    try:
+        lines = RunFolder(folder).read_metrics()
+    except InputError:  # it is resumed, which writes the file anew
+        return False
     return bool(lines) and lines[-1]["step"] >= max_steps and (folder / "config.json").is_file()
 
 
@@ -198,7 +217,9 @@ def make_row(
     failures = dict.fromkeys(run.failure for run in runs if run.failure)
     remarks = list(plan.remarks)
     if failures:
-        remarks.append(f"{len(runs) - len(finished)} of {len(runs)} runs failed: {'; '.join(map(str, failures))}")
+        remarks.append(
+            f"{len(runs) - len(finished)} of {plural(len(runs), 'run')} failed: {'; '.join(map(str, failures))}"
+        )
     return RowRecord(
         name=plan.row.name,
         kind=plan.recipe.model.kind,
@@ -220,13 +241,26 @@ def make_row(
     )
 
 
-def ranking(rows: Sequence[RowRecord], measure: str) -> tuple[list[str], list[Difference]]:
-    """Finished rows, the best first, and every row against every better one."""
+def used(row: RowRecord, kind: str) -> float:
+    """Training tokens, FLOPs or seconds of a run of a finished row, on average."""
+    tokens = row.max_steps * row.tokens_per_step
+    return {"tokens": tokens, "flops": tokens * row.flops_per_token, "seconds": row.seconds or 0.0}[kind]
+
+
+def ranking(
+    rows: Sequence[RowRecord], measure: str, budget: Mapping[str, float]
+) -> tuple[dict[str, float], list[str], list[Difference]]:
+    """`off_budget`, `order` and `differences` of a Comparison."""
     scored = [(row.name, row.score) for row in rows if row.score is not None]
+    ((kind, amount),) = budget.items()
+    spent = {row.name: used(row, kind) for row in rows if row.score is not None}
+    off_budget = {name: value for name, value in spent.items() if abs(value - amount) > TOLERANCE * amount}
+    if off_budget:
+        return off_budget, [name for name, _ in scored], []
     scored.sort(key=lambda item: sign(measure) * item[1].mean)
     differences = [
         Difference(name, better, score.mean - best.mean, welch_p(score, best))
         for place, (name, score) in enumerate(scored)
         for better, best in scored[:place]
     ]
-    return [name for name, _ in scored], differences
+    return {}, [name for name, _ in scored], differences

@@ -3,12 +3,18 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from multilin.analysis.compare.answers import best_sentence
 from multilin.analysis.compare.record import FAILED, Comparison
 
 
 def remarks_on(comparison: Comparison) -> list[str]:
     """The caveats of the whole comparison; those of single rows are with the rows."""
-    return [*_about_text(comparison), *_about_seeds(comparison), *_about_grid(comparison)]
+    return [*_about_budget(comparison), *_about_text(comparison), *_about_seeds(comparison), *_about_grid(comparison)]
+
+
+def _about_budget(comparison: Comparison) -> Iterator[str]:
+    if not comparison.is_ranked:
+        yield best_sentence(comparison)
 
 
 def _about_text(comparison: Comparison) -> Iterator[str]:

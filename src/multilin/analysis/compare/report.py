@@ -24,10 +24,12 @@ from multilin.analysis.compare.view import (
     run_cells,
 )
 from multilin.analysis.compare.words import REPORT_FILE, UNITS, amount, budget_text
+from multilin.errors import plural
 from multilin.files import write_whole
 from multilin.settings.inputs import to_yaml
 
 JSON_FILE, MARKDOWN_FILE = "comparison.json", "comparison.md"
+REPORT_FILES = (JSON_FILE, MARKDOWN_FILE, REPORT_FILE)
 _ASSETS = resources.files("multilin.analysis") / "assets"
 
 
@@ -92,7 +94,7 @@ def _asset(name: str) -> str:
 def _summary(comparison: Comparison) -> str:
     rows, seeds = len(comparison.rows), len(comparison.seeds)
     on: Any = comparison.task or ", ".join(dict.fromkeys(row.recipe["data"]["source"] for row in comparison.rows))
-    return f"{rows} rows, {seeds} {'seed' if seeds == 1 else 'seeds'} each, {budget_text(comparison)} a run, on {on}."
+    return f"{plural(rows, 'row')}, {plural(seeds, 'seed')} each, {budget_text(comparison)} a run, on {on}."
 
 
 def _validations(row: RowRecord, measure: str) -> Iterator[list[str]]:

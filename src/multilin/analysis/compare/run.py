@@ -4,11 +4,9 @@ import dataclasses
 import os
 from pathlib import Path
 
-from rich.console import Console
-
 from multilin.analysis.compare.grid import best_choice, further_choice
 from multilin.analysis.compare.measure import measure_decoding, prompt_of, write_sample
-from multilin.analysis.compare.plan import Choice, Plan, plan_rows
+from multilin.analysis.compare.plan import SPEED_FILE, Choice, Plan, plan_rows
 from multilin.analysis.compare.record import (
     Comparison,
     RowRecord,
@@ -19,17 +17,19 @@ from multilin.analysis.compare.record import (
     read_run,
 )
 from multilin.analysis.compare.remarks import remarks_on
-from multilin.analysis.compare.report import write_reports
+from multilin.analysis.compare.report import REPORT_FILES, write_reports
 from multilin.analysis.compare.sweep import Sweep, check_sweep
-from multilin.doctor import examine
-from multilin.errors import InputError
-from multilin.messages import no_progress_bars
+from multilin.errors import InputError, plural
+from multilin.files import check_folder, check_writable
+from multilin.machine import examine
+from multilin.training.lock import locked_folder
 from multilin.training.outcomes import TrainingFailed, TrainingInterrupted
+from multilin.training.progress import TrainingProgress
 from multilin.training.recipe import RECIPE_FILE, Recipe, first_difference, load_recipe
 from multilin.training.trainer import train
 
 
-def compare(sweep: Sweep, *, overwrite: bool = False, console: Console | None = None) -> Comparison:
+def compare(sweep: Sweep, *, overwrite: bool = False, progress: TrainingProgress | None = None) -> Comparison:
     """Train every row with every seed, measure the models, and write the reports into the sweep's folder.
 
     Finished runs are not trained again, stopped ones go on. A run that fails is recorded with its sentence.
@@ -37,7 +37,7 @@ def compare(sweep: Sweep, *, overwrite: bool = False, console: Console | None = 
     Args:
         sweep: what to compare.
         overwrite: replace runs in the folder.
-        console: where progress is shown.
+        progress: told of every run; None shows nothing.
 
     Raises:
         InputError: a row that cannot be trained, or a folder with runs of another sweep; nothing was trained.
@@ -46,8 +46,14 @@ def compare(sweep: Sweep, *, overwrite: bool = False, console: Console | None = 
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise InputError("compare: runs are compared in one process; start it without torchrun")
     check_sweep(sweep)
-    work = _Work(sweep, overwrite, console or Console(highlight=False))
-    plans = plan_rows(sweep, work.say)
+    with locked_folder(sweep.output):
+        for name in (*REPORT_FILES, SPEED_FILE):
+            check_writable("output", Path(sweep.output, name))
+        return _compare(sweep, _Work(sweep, overwrite, progress or TrainingProgress()))
+
+
+def _compare(sweep: Sweep, work: "_Work") -> Comparison:
+    plans = plan_rows(sweep, work.progress)
     for plan in plans:
         for seed in sweep.seeds:
             for choice in sweep.choices:
@@ -67,9 +73,8 @@ def compare(sweep: Sweep, *, overwrite: bool = False, console: Console | None = 
         for plan in plans
     ]
     prompt = "" if sweep.task else prompt_of(plans[0].recipe)
-    work.say("measuring how fast the models write")
-    with no_progress_bars():
-        rows = _measured(rows, sweep, prompt)
+    work.progress.message("measuring how fast the models generate")
+    rows = _measured(rows, sweep, prompt)
     comparison = _describe(sweep, plans, rows, prompt, work.measure)
     write_reports(comparison, Path(sweep.output))
     return comparison
@@ -78,8 +83,8 @@ def compare(sweep: Sweep, *, overwrite: bool = False, console: Console | None = 
 class _Work:
     """Training the runs of a sweep, one after another."""
 
-    def __init__(self, sweep: Sweep, overwrite: bool, console: Console) -> None:
-        self.sweep, self.overwrite, self.console = sweep, overwrite, console
+    def __init__(self, sweep: Sweep, overwrite: bool, progress: TrainingProgress) -> None:
+        self.sweep, self.overwrite, self.progress = sweep, overwrite, progress
         self.output = Path(sweep.output)
         self.measure = "accuracy" if sweep.task else "bits_per_byte"
         combinations = len(sweep.choices)
@@ -88,13 +93,11 @@ class _Work:
         self.count = 0
         self._trained: dict[str, RunRecord] = {}
 
-    def say(self, text: str) -> None:
-        self.console.print(text, soft_wrap=True, markup=False)
-
     def check(self, plan: Plan, seed: int, choice: Choice) -> None:
         """Refuse a folder that holds another run than this sweep's."""
         recipe = plan.run(self.sweep.output, seed, choice)
         path = Path(recipe.output)
+        check_folder("output", path)
         if self.overwrite or not (path / RECIPE_FILE).is_file():
             return
         difference = first_difference(load_recipe(path), recipe)
@@ -137,7 +140,7 @@ class _Work:
             try:
                 plan.run(self.sweep.output, seed, further)
             except InputError as error:
-                self.say(f"{plan.row.name} is not tuned further: {error}")
+                self.progress.message(f"{plan.row.name} is not tuned further: {error}")
                 break
             self.check(plan, seed, further)
             self.total += 1
@@ -148,9 +151,11 @@ class _Work:
         folder, failure = Path(recipe.output), None
         heading = f"[{self.count}/{self.total}] {folder.name}"
         if is_finished(folder, recipe.training.max_steps) and not self.overwrite:
-            self.say(f"{heading}: done before")
+            self.progress.message(f"{heading}: done before")
         else:
-            self.say(f"{heading}: {recipe.training.max_steps:,} steps of {plan.tokens_per_step:,} tokens")
+            self.progress.message(
+                f"{heading}: {plural(recipe.training.max_steps, 'step')} of {plural(plan.tokens_per_step, 'token')}"
+            )
             failure = self._failure(recipe)
         return read_run(plan, folder, seed, choice, failure, self.output)
 
@@ -158,7 +163,7 @@ class _Work:
         """Train; the sentence of what went wrong, None if nothing did."""
         resume = not self.overwrite and (Path(recipe.output) / RECIPE_FILE).is_file()
         try:
-            train(recipe, resume=resume, overwrite=self.overwrite)
+            train(recipe, resume=resume, overwrite=self.overwrite, progress=self.progress)
         except TrainingInterrupted as stop:
             sentence = str(stop).split("; ")[0]
             raise TrainingInterrupted(
@@ -169,7 +174,7 @@ class _Work:
             known = isinstance(error, InputError | TrainingFailed)
             reason = " ".join(str(error).split())[:300]
             failure = reason if known else f"{type(error).__name__}: {reason}"
-            self.say(f"failed: {failure}")
+            self.progress.message(f"failed: {failure}")
             return failure
         return None
 
@@ -192,7 +197,7 @@ def _measured(rows: list[RowRecord], sweep: Sweep, prompt: str) -> list[RowRecor
 
 
 def _describe(sweep: Sweep, plans: list[Plan], rows: list[RowRecord], prompt: str, measure: str) -> Comparison:
-    order, differences = ranking(rows, measure)
+    off_budget, order, differences = ranking(rows, measure, sweep.budget.given)
     comparison = Comparison(
         title=sweep.title,
         measure=measure,
@@ -203,6 +208,7 @@ def _describe(sweep: Sweep, plans: list[Plan], rows: list[RowRecord], prompt: st
         one_tokenizer=len({plan.text for plan in plans}) == 1,
         prompt=prompt,
         rows=rows,
+        off_budget=off_budget,
         order=order,
         differences=differences,
         remarks=[],

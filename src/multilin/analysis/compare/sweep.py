@@ -32,7 +32,6 @@ from annotated_types import MaxLen
 
 from multilin.analysis.compare.values import Values, merge, nested
 from multilin.errors import InputError, shorten, shown
-from multilin.model.factory import model_names
 from multilin.settings import load_settings, settings
 from multilin.settings.bounds import Amount, Name, PathText, RepeatCount, Section, Seed, Tried
 from multilin.settings.inputs import read_yaml
@@ -119,16 +118,20 @@ def find_sweep(names: Sequence[str], task: str | None = None) -> Sweep:
         return load_sweep(Path(names[0]))
     if len(names) == 1:
         raise InputError(f"ROWS: only {names[0]} given; give two or more, such as `multilin compare {names[0]} gpt2`")
+    # Imported here, because it imports PyTorch and all else in this file is quick.
+    from multilin.model.factory import model_names
+
     rows: dict[str, dict[str, Any] | None] = {}
     frame: Values = {}
+    known = model_names()
     for name in names:
-        if name not in model_names():
+        if name not in known:
             frame = frame or _frame(load_recipe(name))
     for name in names:
-        row = name if name in model_names() else Path(name).stem
+        row = name if name in known else Path(name).stem
         if row in rows:
             raise InputError(f"ROWS: two rows are called {row}; give each another name in a sweep file")
-        rows[row] = frame if name in model_names() else {"recipe": name}
+        rows[row] = frame if name in known else {"recipe": name}
     return dataclasses.replace(
         builtin_sweep(task), title=" and ".join([", ".join(list(rows)[:-1]), list(rows)[-1]]), base={}, rows=rows,
         output="runs/compare-" + "-".join(rows),

@@ -16,6 +16,7 @@ from multilin.analysis.compare.words import (
     score_text,
     verdict,
 )
+from multilin.errors import plural
 
 HEADINGS = ("Which is best at this budget?", "How fast does it learn?", "What does it cost to run?")
 
@@ -82,8 +83,9 @@ def how_measured(comparison: Comparison) -> list[str]:
     ]
     versions = ", ".join(f"{name} {version}" for name, version in machine.get("versions", {}).items() if version)
     lines.append(
-        f"Machine: {machine.get('device')}, {machine.get('cores')} cores, {machine.get('threads')} threads of PyTorch, "
-        f"precision {machine.get('precision')}; {machine.get('platform')}; Python {machine.get('python')}, {versions}."
+        f"Machine: {machine.get('device')}, {plural(machine['cores'], 'core')}, "
+        f"{plural(machine['threads'], 'thread')} of PyTorch, precision "
+        f"{machine.get('precision')}; {machine.get('platform')}; Python {machine.get('python')}, {versions}."
     )
     return lines
 
@@ -151,6 +153,8 @@ def ends(comparison: Comparison) -> Sequence[str]:
 
 def _noise(comparison: Comparison, row: RowRecord) -> str:
     """best, noise, apart or silent: how the row stands to the best one."""
+    if not comparison.is_ranked:
+        return "silent"
     if row.name == comparison.order[0]:
         return "best"
     found = comparison.difference_to_best(row.name)

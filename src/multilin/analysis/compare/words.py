@@ -37,28 +37,40 @@ def p_text(p: float) -> str:
     return f"< {SMALLEST:g}" if p < SMALLEST else f"{p:.3f}"
 
 
-def verdict(comparison: Comparison, row: RowRecord) -> str:
-    """What may be said of a row beside the best."""
+def difference_texts(comparison: Comparison, row: RowRecord) -> tuple[str, str]:
+    """A row beside the best: the difference, and its p with what that means; or one word and nothing."""
     if row.score is None:
-        return "failed"
+        return "failed", ""
+    if not comparison.is_ranked:
+        return "not ranked", ""
     if row.name == comparison.order[0]:
-        return "best"
+        return "best", ""
     found = comparison.difference_to_best(row.name)
     assert found is not None
+    difference = difference_text(comparison, found.difference)
+    if found.p is None:
+        return difference, "one seed"
+    return difference, f"{p_text(found.p)}{' (noise)' if found.within_noise else ''}"
+
+
+def verdict(comparison: Comparison, row: RowRecord) -> str:
+    """What may be said of a row beside the best."""
+    found = comparison.difference_to_best(row.name) if row.score and comparison.is_ranked else None
+    if found is None:
+        return difference_texts(comparison, row)[0]
     text = difference_text(comparison, found.difference)
     if found.p is None:
         return f"{text}, one seed: no statement"
-    if found.within_noise:
-        return f"{text}, within noise (p = {found.p:.2f})"
-    sign = "" if found.p < SMALLEST else "= "
-    return f"{text}, p {sign}{p_text(found.p)}"
+    p = f"p {'' if found.p < SMALLEST else '= '}{p_text(found.p)}".replace(" ", "\u00a0")  # never broken apart
+    return f"{text}, within noise ({p})" if found.within_noise else f"{text}, {p}"
 
 
-def budget_text(comparison: Comparison) -> str:
-    """What every run could use up: 400 k training tokens."""
-    kind, value = next(iter(comparison.budget.items()))
+def budget_text(comparison: Comparison, value: float | None = None) -> str:
+    """The budget of every run, or another value in its unit: 400 k training tokens."""
+    kind, budget = next(iter(comparison.budget.items()))
+    value = budget if value is None else value
     units = {"tokens": "training tokens", "flops": "FLOPs", "seconds": "seconds of training"}
-    return f"{f'{value:g}' if kind == 'seconds' else amount(value)} {units[kind]}"
+    return f"{f'{round(value, 1):g}' if kind == 'seconds' else amount(value)} {units[kind]}"
 
 
 def bytes_text(count: float) -> str:

@@ -2,30 +2,30 @@
 
 import numpy as np
 from numpy.typing import NDArray
-from rich.console import Console
 from rich.padding import Padding
 from rich.style import Style
-from rich.table import Table
 from rich.text import Text
 
 from multilin.analysis.explain_run import Report
 from multilin.analysis.explain_words import MEANINGS, others, what_is_shown
+from multilin.cli.tables import make_console, print_table
+from multilin.errors import plural
 
 NUM_LARGEST = 10
 SHADES = ((235, 242, 252), (200, 221, 247), (152, 193, 240), (96, 158, 229), (43, 117, 209))
 
 
-def print_report(report: Report, console: Console) -> None:
+def print_report(report: Report) -> None:
     """The text, what its last position read, what the removal of tokens changes there, and whether both agree."""
-    found = report.explanation
+    console, found = make_console(), report.explanation
     last = len(report.tokens) - 1
-    console.print(f"[bold]What {report.name} read[/bold]: {report.source}, {last} tokens", highlight=False)
+    console.print(f"[bold]What {report.name} read[/bold]: {report.source}, {plural(last, 'token')}", highlight=False)
     if found.steps:
         step = found.steps[0]
         weights_S = step.weights_HTS.mean(axis=0)[-1]
         console.print(f"\nWeights at the last position, {step.label}. {step.reading.meaning}")
-        console.print(Padding(_coloured(report.tokens, weights_S), (1, 0)))
-        console.print(_largest(report.tokens, weights_S, "weight"))
+        console.print(Padding(_coloured(report, weights_S), (1, 0)))
+        _print_largest(report, weights_S, "weight")
     if found.removal is not None:
         effects_S = others(found.removal.divergence_TS[-1])
         console.print(
@@ -33,47 +33,45 @@ def print_report(report: Report, console: Console) -> None:
             f"{MEANINGS['divergence']}"
         )
         if not found.steps:
-            console.print(Padding(_coloured(report.tokens, effects_S), (1, 0)))
-        console.print(_largest(report.tokens, effects_S, "divergence"))
+            console.print(Padding(_coloured(report, effects_S), (1, 0)))
+        _print_largest(report, effects_S, "divergence")
     if found.steps and found.removal is not None:
         console.print(f"\n{MEANINGS['agreement']}")
-        console.print(_agreements(report))
+        _print_agreements(report)
     console.print(f"\n[bold]{what_is_shown(found)}[/bold]", highlight=False)
 
 
-def _coloured(tokens: list[str], values_S: NDArray[np.float64]) -> Text:
+def _coloured(report: Report, values_S: NDArray[np.float64]) -> Text:
     text = Text()
     largest = np.nanmax(np.abs(values_S), initial=0.0)
-    for token, value in zip(["⊢", *tokens[1:]], values_S, strict=True):
+    parts = ["⊢", *(part for _, part in report.characters[1:])]
+    for part, value in zip(parts, report.by_character(values_S), strict=True):
         size = 0.0 if largest == 0 or value != value else abs(value) / largest
         shade = SHADES[min(int(size * len(SHADES)), len(SHADES) - 1)]
         style = Style(color="black", bgcolor="#{:02x}{:02x}{:02x}".format(*shade)) if size > 0.02 else Style()
-        text.append(token, style)
+        text.append(part, style)
     return text
 
 
-def _largest(tokens: list[str], values_S: NDArray[np.float64], name: str) -> Table:
-    table = Table(box=None, pad_edge=False)
-    for column in ("token", "at", name):
-        table.add_column(column, justify="left" if column == "token" else "right")
+def _print_largest(report: Report, values_S: NDArray[np.float64], name: str) -> None:
     order = np.argsort(-np.abs(np.nan_to_num(values_S)), kind="stable")[:NUM_LARGEST]
-    for index in order:
-        if values_S[index] and values_S[index] == values_S[index]:
-            shown = Text("start of the text" if index == 0 else repr(tokens[index]))
-            table.add_row(shown, str(index), f"{values_S[index]:.4g}")
-    return table
+    labels = report.labels
+    rows = [
+        ("start of the text" if index == 0 else labels[index], str(index), f"{values_S[index]:.4g}")
+        for index in order
+        if values_S[index] and values_S[index] == values_S[index]
+    ]
+    print_table("lrr", rows, head=("token", "at", name))
 
 
-def _agreements(report: Report) -> Table:
-    table = Table(box=None, pad_edge=False)
-    for name in ("", "weights", "single heads", "nearness"):
-        table.add_column(name, justify="right" if name else "left", no_wrap=True)
+def _print_agreements(report: Report) -> None:
+    rows = []
     for step in report.explanation.steps:
         each = [found.correlation for found in step.agreements[:-1] if found.correlation is not None]
         heads = f"{min(each):.2f} to {max(each):.2f}" if each else ""
         last = step.agreements[-1]
-        table.add_row(step.label, _number(last.correlation), heads, _number(last.nearness))
-    return table
+        rows.append((step.label, _number(last.correlation), heads, _number(last.nearness)))
+    print_table("lrrr", rows, head=("", "weights", "single heads", "nearness"))
 
 
 def _number(value: float | None) -> str:

@@ -1,72 +1,18 @@
-"""The grammar of the command line: flags come from settings dataclasses, and every mistake is one sentence.
-
-A verb is a function whose parameters are settings dataclasses. Each field is a flag, with its comment as help; a field
-without a default, or marked `POSITIONAL`, is given by its place. `Annotated[dict, Recipe]` gives a flag
-`--section.field` for every field of every section of Recipe, and the function gets only those that were given.
-"""
+"""From the words of a command line to the values of a verb's parameters; every mistake is one sentence."""
 
 import argparse
 import dataclasses
 import re
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Annotated, Any, Literal, NamedTuple, NoReturn, Union, get_args, get_origin, get_type_hints
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any, Literal, NoReturn, Union, get_args, get_origin
 
 from pydantic import TypeAdapter, ValidationError
 
+from multilin.cli.arguments import Flag, flags, flags_of, parameters
 from multilin.errors import InputError, nearest, shorten, shown
 from multilin.settings import field_help, load_settings
 from multilin.settings.inputs import parse_yaml
-
-POSITIONAL = "positional"
-"""Marks a field with a default that is given by its place: `recipe: Annotated[str | None, POSITIONAL] = None`."""
-
-
-class Flag(NamedTuple):
-    """One field as the command line knows it."""
-
-    owner: type
-    field: "dataclasses.Field[Any]"
-    hint: Any
-    section: str
-    is_positional: bool
-    is_change: bool  # of something that has values of its own, such as a recipe: absent unless given
-
-    @property
-    def key(self) -> str:
-        """Its name in a parsed namespace, dotted."""
-        return f"{self.section}.{self.field.name}" if self.section else self.field.name
-
-    @property
-    def is_list(self) -> bool:
-        """Whether any number of texts is given by place."""
-        return self.is_positional and self.hint == list[str]
-
-    @property
-    def text(self) -> str:
-        """As a user writes it."""
-        if self.is_positional:
-            return self.field.name.upper()
-        return f"--{self.key}" if self.section else f"--{self.key.replace('_', '-')}"
-
-    @property
-    def given_type(self) -> Any:
-        """What its text is read as. A text is taken as it is: read as an optional one, "null" would be None."""
-        is_text = set(get_args(self.hint)) == {str, types.NoneType}
-        return str if is_text and not self.is_change else self.hint
-
-    @property
-    def takes(self) -> str:
-        """What is written after it; nothing for a switch."""
-        is_switch = self.hint is bool and not self.is_change
-        return "" if self.is_positional or is_switch else _metavar(self.hint)
-
-    @property
-    def default(self) -> Any:
-        """The field's default; MISSING where a value is required."""
-        if self.field.default_factory is not dataclasses.MISSING:
-            return self.field.default_factory()
-        return self.field.default
 
 
 def parse(verb: str, function: Callable[..., Any], arguments: Sequence[str]) -> list[Any]:
@@ -83,7 +29,7 @@ def parse(verb: str, function: Callable[..., Any], arguments: Sequence[str]) -> 
     except argparse.ArgumentError as error:
         raise InputError(_sentence(str(error), verb, known)) from None
     values = {flag.key: _read(flag, found[flag.key]) for flag in known.values() if flag.key in found}
-    return [_value(hint, values, entries) for hint in _parameters(function)]
+    return [_value(hint, values, entries) for hint in parameters(function)]
 
 
 def build_parser(verb: str, function: Callable[..., Any]) -> argparse.ArgumentParser:
@@ -104,36 +50,6 @@ def build_parser(verb: str, function: Callable[..., Any]) -> argparse.ArgumentPa
             groups[flag.section] = parser.add_argument_group(flag.section, (flag.owner.__doc__ or "").splitlines()[0])
         _add(groups[flag.section], flag)
     return parser
-
-
-def flags(function: Callable[..., Any]) -> Iterator[Flag]:
-    """Every flag of a verb."""
-    for hint in _parameters(function):
-        yield from _flags_of(hint)
-
-
-def _flags_of(hint: Any) -> Iterator[Flag]:
-    if get_origin(hint) is not Annotated:
-        yield from _fields(hint, "", is_change=False)
-        return
-    changed = get_args(hint)[1]
-    sections = {name: owner for name, owner in get_type_hints(changed).items() if dataclasses.is_dataclass(owner)}
-    for section, owner in sections.items():
-        yield from _fields(owner, section, is_change=True)
-    yield from (flag for flag in _fields(changed, "", is_change=True) if flag.key not in sections)
-
-
-def _fields(owner: Any, section: str, *, is_change: bool) -> Iterator[Flag]:
-    hints, marked = get_type_hints(owner), get_type_hints(owner, include_extras=True)
-    for field in dataclasses.fields(owner):
-        required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
-        is_positional = required or POSITIONAL in getattr(marked[field.name], "__metadata__", ())
-        yield Flag(owner, field, hints[field.name], section, is_positional, is_change)
-
-
-def _parameters(function: Callable[..., Any]) -> list[Any]:
-    hints = get_type_hints(function, include_extras=True)
-    return [hint for name, hint in hints.items() if name != "return"]
 
 
 def _add(group: Any, flag: Flag) -> None:
@@ -184,8 +100,8 @@ def _read(flag: Flag, given: Any) -> Any:
 
 def _value(hint: Any, values: Mapping[str, Any], entries: Mapping[str, dict[str, Any]]) -> Any:
     """The parameter of this type: a settings object, or changes as dotted field to value."""
-    own = {flag.key: values[flag.key] for flag in _flags_of(hint) if flag.key in values}
-    parts = {flag.key: entries[flag.key] for flag in _flags_of(hint) if flag.key in entries}
+    own = {flag.key: values[flag.key] for flag in flags_of(hint) if flag.key in values}
+    parts = {flag.key: entries[flag.key] for flag in flags_of(hint) if flag.key in entries}
     if get_origin(hint) is Annotated:
         return own | {f"{key}.{name}": value for key, part in parts.items() for name, value in part.items()}
     try:
@@ -196,7 +112,7 @@ def _value(hint: Any, values: Mapping[str, Any], entries: Mapping[str, dict[str,
 
 def _as_written(message: str, owner: type) -> str:
     """A message about a field, with the field as the flag that the user wrote."""
-    for flag in _flags_of(owner):
+    for flag in flags_of(owner):
         if message.startswith(f"{flag.field.name}:"):
             return flag.text + message.removeprefix(flag.field.name)
     return message
@@ -230,18 +146,6 @@ def _accepted(hint: Any) -> str:
         return f"a list of {_accepted(parts[0])}"
     words = {int: "an integer", float: "a number", bool: "true or false", types.NoneType: "null", str: "a text"}
     return words.get(hint, 'a JSON object such as {"num_heads": 8}')
-
-
-def _metavar(hint: Any) -> str:
-    origin, parts = get_origin(hint), [part for part in get_args(hint) if part is not types.NoneType]
-    if origin in (Union, types.UnionType):
-        return "|".join(_metavar(part) for part in parts)
-    if origin is Literal:
-        return f"{{{','.join(map(str, parts))}}}"
-    if origin is tuple:
-        return f"[{','.join(_metavar(part) for part in parts)}]"
-    words = {int: "N", float: "X", bool: "{true,false}"}
-    return words.get(hint, "JSON" if origin is dict else "TEXT")
 
 
 def _plain(value: Any) -> str:

@@ -1,18 +1,20 @@
-"""What this machine offers: versions, device, processor, and the implementation that each op will use."""
+"""What this machine offers, what other programs do to it, and the settings of its memory allocator."""
 
+import ctypes
 import importlib.metadata
 import importlib.util
+import os
 import platform
+import sys
+import time
+import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from rich.console import Console
-from rich.table import Table
 
-from multilin import allocator
+from multilin.errors import plural
 from multilin.ops.dispatch import all_ops
-from multilin.threads import available_cores, contention
 from multilin.training.precision import resolve_precision
 
 PACKAGES = (
@@ -28,6 +30,12 @@ PACKAGES = (
 )
 # Beginnings of the names of instruction sets that decide how fast matrix products are, in bf16 and int8 above all.
 CPU_FEATURES = ("avx2", "avx512_f", "avx512_bf16", "avx512_vnni", "avx10", "amx", "sve", "bf16", "i8mm", "dotprod")
+VARIABLE = "MULTILIN_ALLOCATOR"
+BUSY_CORES = 0.5  # more that other programs compute on is worth a warning
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
+_MMAP_BYTES, _TRIM_BYTES = 2**30, 2**31 - 1
+
 OPTIONAL = {"tensorboard": "TensorBoard event files of a run: pip install 'multilin[tensorboard]'"}
 
 
@@ -39,7 +47,7 @@ class Checkup:
     device: where models run; threads: of PyTorch on the CPU; cores: this process may use.
     precision: what `precision: auto` trains in here.
     cpu_features: the processor's instruction sets among CPU_FEATURES.
-    freed_memory: what the command line does with it, see multilin.allocator.
+    freed_memory: what the command line does with it, see `keep_freed_memory`.
     backends: op to the name of its implementation on the device.
     gpu_backends: op to its implementation on a GPU, and the reason against it; without ops that have none.
     optional: package that is not needed to whether it is installed.
@@ -66,14 +74,14 @@ def examine() -> Checkup:
     device = torch.accelerator.current_accelerator() or torch.device("cpu")
     cores = available_cores()
     backends = {name: op.backend_for(device) for name, op in all_ops().items()}
-    gives_back = allocator.why_not()
+    gives_back = why_not()
     warnings = [
         f"{name} uses its {backend.name}, which is slow{_reasons(name, device)}"
         for name, backend in backends.items()
         if backend.is_slow or _reasons(name, device)
     ]
     if torch.get_num_threads() < cores:
-        warnings.append(f"PyTorch uses {torch.get_num_threads()} of {cores} cores (OMP_NUM_THREADS)")
+        warnings.append(f"PyTorch uses {torch.get_num_threads()} of {plural(cores, 'core')} (OMP_NUM_THREADS)")
     if sentence := contention():
         warnings.append(sentence)
     return Checkup(
@@ -139,25 +147,84 @@ def _cpu_features() -> list[str]:
     return sorted(name for name, value in found.items() if value is True and name.startswith(CPU_FEATURES))
 
 
-def print_checkup(checkup: Checkup, console: Console) -> None:
-    """Show the findings as a table, warnings last."""
-    table = Table(show_header=False, box=None, pad_edge=False)
-    table.add_row("python", f"{checkup.python} on {checkup.platform}")
-    for name, version in checkup.versions.items():
-        table.add_row(name, version or "not installed")
-    table.add_row("device", checkup.device)
-    table.add_row("threads", f"{checkup.threads} on {checkup.cores} cores")
-    table.add_row("processor has", " ".join(checkup.cpu_features))
-    table.add_row("precision auto is", checkup.precision)
-    table.add_row("freed memory", checkup.freed_memory)
-    for name, backend in checkup.backends.items():
-        table.add_row(f"op {name}", backend)
-    for name, backend in checkup.gpu_backends.items():
-        table.add_row(f"op {name} on a GPU", backend)
-    for name, is_installed in checkup.optional.items():
-        table.add_row(f"optional {name}", "installed" if is_installed else f"not installed ({OPTIONAL[name]})")
-    console.print(table, soft_wrap=True)
-    for warning in checkup.warnings:
-        console.print(f"warning: {warning}", style="yellow", soft_wrap=True)
-    if not checkup.warnings:
-        console.print("no warnings", style="green")
+def contention() -> str | None:
+    """One sentence if other programs now keep cores busy that PyTorch's threads want, else None.
+
+    Threads that wait keep their core busy, so with one of two cores taken a training step was measured to take 4 to 90
+    times as long; with OMP_WAIT_POLICY=passive 1.8 times, but as long on a quiet machine too.
+    """
+    threads, cores = torch.get_num_threads(), available_cores()
+    if threads == 1 or os.environ.get("OMP_WAIT_POLICY", "").lower() == "passive":
+        return None
+    busy = cores_busy_elsewhere()
+    if busy is not None and busy + threads > cores + BUSY_CORES:
+        busy = min(busy, cores_busy_elsewhere() or 0.0)  # a program that only started or ended does no harm
+    if busy is None or busy + threads <= cores + BUSY_CORES:
+        return None
+    return (
+        f"other programs keep {busy:.1f} of {plural(cores, 'core')} busy, and {threads} threads that wait for each "
+        "other can be many times slower then; OMP_WAIT_POLICY=passive in the environment bounds the loss"
+    )
+
+
+def cores_busy_elsewhere(seconds: float = 0.25) -> float | None:
+    """How many of the cores this process may use other processes keep busy, measured for so long.
+
+    None where the system does not tell (there is no /proc/stat).
+    """
+    busy, own, begin = _busy_seconds(), _own_seconds(), time.monotonic()
+    if busy is None:
+        return None
+    time.sleep(seconds)
+    busy_after = _busy_seconds() or busy
+    return max(0.0, (busy_after - busy - (_own_seconds() - own)) / (time.monotonic() - begin))
+
+
+def _busy_seconds() -> float | None:
+    """Seconds that the cores of this process have computed since the machine was started, for all processes."""
+    try:
+        lines = Path("/proc/stat").read_text().splitlines()
+    except OSError:
+        return None
+    allowed = {f"cpu{core}" for core in os.sched_getaffinity(0)}
+    fields = [line.split() for line in lines if line.split(" ")[0] in allowed]
+    # user, nice, system, (idle, iowait,) irq, softirq
+    return sum(sum(int(line[place]) for place in (1, 2, 3, 6, 7)) for line in fields) / os.sysconf("SC_CLK_TCK")
+
+
+def _own_seconds() -> float:
+    times = os.times()
+    return times.user + times.system + times.children_user + times.children_system
+
+
+def available_cores() -> int:
+    """Cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def warn_of_contention() -> None:
+    """Warn where `contention` has something to say."""
+    if sentence := contention():
+        warnings.warn(sentence, stacklevel=3)
+
+
+def why_not() -> str | None:
+    """The reason why this process gives freed memory back to the system; None where it can keep it."""
+    if os.environ.get(VARIABLE) == "system":
+        return f"{VARIABLE}=system is set"
+    if not sys.platform.startswith("linux") or platform.libc_ver()[0] != "glibc":
+        return "the allocator is not glibc's"
+    return None
+
+
+def keep_freed_memory() -> None:
+    """Ask glibc to keep up to 2 GB of freed memory, and blocks of up to 1 GB in it, unless there is a reason not to.
+
+    By default glibc gives every tensor above 32 MB back to the system when it is freed, and every page of the next one
+    costs a fault: adding 1 to 64 MB takes 15 ms instead of 2.4, a training step up to 1.7 times as long. The command
+    line calls this; a program that imports multilin keeps its own settings.
+    """
+    if why_not() is None:
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(_M_MMAP_THRESHOLD, _MMAP_BYTES)
+        mallopt(_M_TRIM_THRESHOLD, _TRIM_BYTES)

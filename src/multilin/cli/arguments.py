@@ -1,0 +1,105 @@
+"""The flags of a verb, which come from settings dataclasses.
+
+A verb is a function whose parameters are settings dataclasses. Each field is a flag, with its comment as help; a field
+without a default, or marked `POSITIONAL`, is given by its place. `Annotated[dict, Recipe]` gives a flag
+`--section.field` for every field of every section of Recipe, and the function gets only those that were given.
+"""
+
+import dataclasses
+import types
+from collections.abc import Callable, Iterator
+from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
+
+POSITIONAL = "positional"
+"""Marks a field with a default that is given by its place: `recipe: Annotated[str | None, POSITIONAL] = None`."""
+
+
+class Flag(NamedTuple):
+    """One field as the command line knows it."""
+
+    owner: type
+    field: "dataclasses.Field[Any]"
+    hint: Any
+    section: str
+    is_positional: bool
+    is_change: bool  # of something that has values of its own, such as a recipe: absent unless given
+
+    @property
+    def key(self) -> str:
+        """Its name in a parsed namespace, dotted."""
+        return f"{self.section}.{self.field.name}" if self.section else self.field.name
+
+    @property
+    def is_list(self) -> bool:
+        """Whether any number of texts is given by place."""
+        return self.is_positional and self.hint == list[str]
+
+    @property
+    def text(self) -> str:
+        """As a user writes it."""
+        if self.is_positional:
+            return self.field.name.upper()
+        return f"--{self.key}" if self.section else f"--{self.key.replace('_', '-')}"
+
+    @property
+    def given_type(self) -> Any:
+        """What its text is read as. A text is taken as it is: read as an optional one, "null" would be None."""
+        is_text = set(get_args(self.hint)) == {str, types.NoneType}
+        return str if is_text and not self.is_change else self.hint
+
+    @property
+    def takes(self) -> str:
+        """What is written after it; nothing for a switch."""
+        is_switch = self.hint is bool and not self.is_change
+        return "" if self.is_positional or is_switch else _metavar(self.hint)
+
+    @property
+    def default(self) -> Any:
+        """The field's default; MISSING where a value is required."""
+        if self.field.default_factory is not dataclasses.MISSING:
+            return self.field.default_factory()
+        return self.field.default
+
+
+def flags(function: Callable[..., Any]) -> Iterator[Flag]:
+    """Every flag of a verb."""
+    for hint in parameters(function):
+        yield from flags_of(hint)
+
+
+def flags_of(hint: Any) -> Iterator[Flag]:
+    """Every flag of one parameter of a verb, given by its type."""
+    if get_origin(hint) is not Annotated:
+        yield from _fields(hint, "", is_change=False)
+        return
+    changed = get_args(hint)[1]
+    sections = {name: owner for name, owner in get_type_hints(changed).items() if dataclasses.is_dataclass(owner)}
+    for section, owner in sections.items():
+        yield from _fields(owner, section, is_change=True)
+    yield from (flag for flag in _fields(changed, "", is_change=True) if flag.key not in sections)
+
+
+def _fields(owner: Any, section: str, *, is_change: bool) -> Iterator[Flag]:
+    hints, marked = get_type_hints(owner), get_type_hints(owner, include_extras=True)
+    for field in dataclasses.fields(owner):
+        required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+        is_positional = required or POSITIONAL in getattr(marked[field.name], "__metadata__", ())
+        yield Flag(owner, field, hints[field.name], section, is_positional, is_change)
+
+
+def parameters(function: Callable[..., Any]) -> list[Any]:
+    """The types of a verb's parameters."""
+    hints = get_type_hints(function, include_extras=True)
+    return [hint for name, hint in hints.items() if name != "return"]
+
+
+def _metavar(hint: Any) -> str:
+    origin, parts = get_origin(hint), [part for part in get_args(hint) if part is not types.NoneType]
+    if origin in (Union, types.UnionType):
+        return "|".join(_metavar(part) for part in parts)
+    if origin is Literal:
+        return f"{{{','.join(map(str, parts))}}}"
+    if origin is tuple:
+        return f"[{','.join(_metavar(part) for part in parts)}]"
+    words = {int: "N", float: "X", bool: "{true,false}"}
+    return words.get(hint, "JSON" if origin is dict else "TEXT")

@@ -1,0 +1,89 @@
+"""The verb that compares models."""
+
+import importlib
+from dataclasses import field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from multilin.analysis.compare.sweep import Budget, changed, find_sweep
+from multilin.cli.arguments import POSITIONAL
+from multilin.cli.messages import loading, say_next
+from multilin.cli.tables import make_console, print_table
+from multilin.settings import settings
+from multilin.settings.bounds import Amount, Names, Repeats
+from multilin.training.recipe import Changes
+
+if TYPE_CHECKING:
+    from multilin.analysis.compare.record import Comparison
+
+
+@settings
+class CompareArguments:
+    """What to compare, and with how much."""
+
+    rows: Annotated[Names, POSITIONAL] = field(default_factory=list)  # a sweep file; or recipes and models by name
+    tokens: Amount | None = None  # budget of each run: training tokens
+    flops: Amount | None = None  # or floating-point operations
+    seconds: Amount | None = None  # or seconds of training
+    seeds: Repeats | None = None  # train every row so many times
+    task: str | None = None  # a recall task instead of a text: mqar, induction, copy, ... or mqar?num_pairs=16
+    overwrite: bool = False  # replace the runs in the output folder
+
+
+def compare(arguments: CompareArguments, changes: Changes) -> None:
+    """Train several models with the same budget and report which is best, how fast it learns, what it costs to run.
+
+    Without a name: all architectures, GPT-2 and Llama on the text inside Python itself, with three seeds each.
+    Fields of recipes given as flags go to every row. Started again, it goes on where it stopped.
+    """
+    if len(arguments.rows) > 1:  # perhaps names of models, which are known when all of them are imported
+        with loading():
+            importlib.import_module("multilin.model.factory")
+    budget = Budget(tokens=arguments.tokens, flops=arguments.flops, seconds=arguments.seconds)
+    sweep = changed(
+        find_sweep(arguments.rows, arguments.task),
+        budget=budget, num_seeds=arguments.seeds, task=arguments.task, changes=changes,
+    )  # fmt: skip
+    with loading():
+        from multilin.analysis.compare.run import compare
+        from multilin.analysis.compare.words import REPORT_FILE
+        from multilin.cli.progress import TrainingDisplay
+        from multilin.machine import warn_of_contention
+    warn_of_contention()
+    with TrainingDisplay() as display:
+        comparison = compare(sweep, overwrite=arguments.overwrite, progress=display)
+    print_comparison(comparison)
+    print(f"\nReport: {Path(sweep.output, REPORT_FILE)}")
+    best = [comparison.row(name).finished[0].folder for name in comparison.order[:1] if comparison.is_ranked]
+    say_next(*[f"multilin generate {Path(sweep.output, folder)}" for folder in best], "multilin compare --help")
+
+
+def print_comparison(comparison: "Comparison") -> None:
+    """The rows, the best first, and what must be known of them."""
+    from multilin.analysis.compare.words import UNITS, amount, difference_texts, score_text
+
+    console = make_console()
+    ordered = [comparison.row(name) for name in comparison.order]
+    ordered += [row for row in comparison.rows if row.score is None]
+    rows = [
+        (
+            row.name,
+            score_text(comparison, row) if row.score else "",
+            *difference_texts(comparison, row),
+            amount(row.parameters),
+            f"{row.tokens_per_second:,.0f}" if row.tokens_per_second else "",
+            f"{row.seconds:,.1f}" if row.seconds is not None else "",
+        )
+        for row in ordered
+    ]
+    head = ("row", UNITS[comparison.measure], "difference", "p", "parameters", "training tokens/s", "seconds")
+    console.print()
+    print_table("lrrrrrr", rows, head=head, bold={0} if comparison.order and comparison.is_ranked else ())
+    console.print()
+    for place, remark in enumerate(comparison.remarks):
+        # The first one may be that nothing is said about which row is best.
+        style = "yellow" if place == 0 and not comparison.is_ranked else "dim"
+        console.print(remark, style=style, soft_wrap=True, markup=False)
+    for row in comparison.rows:
+        for remark in row.remarks:
+            console.print(f"{row.name}: {remark}", style="dim", soft_wrap=True, markup=False)

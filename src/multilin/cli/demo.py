@@ -1,0 +1,75 @@
+"""The first thing to try: a small model learns text that is already on this machine, and generates more."""
+
+import dataclasses
+import sys
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from multilin.cli.messages import loading, say_next
+from multilin.cli.tables import make_console, print_table
+from multilin.errors import plural
+from multilin.inference.settings import GenerationSettings
+from multilin.training.recipe import Changes, load_recipe
+
+if TYPE_CHECKING:
+    from multilin.training.outcomes import RunResult
+
+RECIPE = "demo"
+NGRAMS = {"unigram": 1, "bigram": 2, "trigram": 3}
+# Enough for a paragraph; the prompt is how a documented function of the built-in text begins.
+SAMPLE = GenerationSettings(max_new_tokens=160, temperature=0.7, seed=1, stop_at_end=False)
+PROMPT = "Return a"
+
+
+def demo(changes: Changes) -> None:
+    """Train a small model on text that is already on this machine, compare it, and read text that it generates.
+
+    It takes about two minutes on two cores. A demo that ran before is replaced.
+    """
+    recipe = load_recipe(RECIPE, changes)
+    with loading():
+        from multilin.analysis.ngrams import ngram_bits_per_byte
+        from multilin.cli.progress import TrainingDisplay
+        from multilin.inference.generate import generate_text
+        from multilin.inference.runs import Run
+        from multilin.machine import warn_of_contention
+        from multilin.training.assemble import read_text
+        from multilin.training.report import draw_bits_per_byte
+        from multilin.training.run_folder import RunFolder
+        from multilin.training.trainer import train
+    warn_of_contention()
+    console = make_console()
+    console.print(
+        f"Training a small {recipe.model.architecture} model from scratch on {recipe.data.source} "
+        f"({plural(recipe.training.max_steps, 'step')}, into {recipe.output})",
+        soft_wrap=True,
+    )
+    with TrainingDisplay() as display:
+        result = train(recipe, overwrite=True, progress=display)
+        text = read_text(recipe, display.prepare)
+    counted = {name: ngram_bits_per_byte(text.train, text.validation, order) for name, order in NGRAMS.items()}
+    console.print()
+    _print_scores(counted, result)
+    folder = RunFolder(result.output)
+    picture = folder.path / "demo.png"
+    draw_bits_per_byte(folder.read_metrics(), counted, picture)
+    console.print("(less is better; the counted ones are interpolated n-grams of the same training text)", style="dim")
+    console.print("\nText that it generates, after the words in bold:\n")
+    console.print(PROMPT, style="bold", end="")
+    room = max(recipe.model.n_positions - len(PROMPT), 1)
+    settings = dataclasses.replace(SAMPLE, max_new_tokens=min(SAMPLE.max_new_tokens, room))
+    generate_text(Run(result.output, result.model, result.tokenizer), PROMPT, settings, write=_write)
+    console.print(f"\n\nThe course of the training: {picture}", soft_wrap=True)
+    say_next(f"multilin generate {result.output} --prompt {PROMPT!r}", f"multilin info {result.output}")
+
+
+def _print_scores(counted: Mapping[str, float], result: "RunResult") -> None:
+    parameters = sum(parameter.numel() for parameter in result.model.parameters())
+    rows = [(f"{name}, counted", f"{bits:.3f}") for name, bits in counted.items()]
+    rows.append((f"this model ({parameters / 1e6:.1f} M parameters)", f"{result.validation_bits_per_byte:.3f}"))
+    print_table("lr", rows, head=("validation text", "bits per byte"), bold={len(counted)})
+
+
+def _write(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()

@@ -1,0 +1,202 @@
+"""The verbs that score a trained model: on a text, on tasks of lm-eval, and with its weights rounded to int8."""
+
+import functools
+import importlib.util
+import json
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from multilin.analysis.settings import EvaluationSettings
+from multilin.cli.messages import loading, say_next
+from multilin.cli.tables import make_console, print_table
+from multilin.errors import InputError, plural
+from multilin.files import check_writable, write_whole
+from multilin.inference.run_files import check_run_files
+from multilin.settings import settings
+from multilin.settings.bounds import PathText, Tokens
+
+if TYPE_CHECKING:
+    from multilin.analysis.quantize_run import Quantized
+
+OPENING_CHARACTERS = 40
+
+
+@settings
+class EvaluateArguments:
+    """What to score."""
+
+    run: PathText  # folder of a trained model
+    long: bool = False  # read every document whole, through the state, instead of blocks
+    tasks: str | None = None  # names of lm-eval tasks, separated by commas, to score on instead of a text
+    task_folder: PathText | None = None  # a folder with lm-eval tasks of your own
+    trust_task_code: bool = False  # run the code in that folder: its YAML and templates can hold Python
+    task_limit: Tokens | None = None  # examples of each task; none takes all
+    json: bool = False  # print JSON
+    output: PathText | None = None  # also write the JSON to this file
+
+
+@settings
+class QuantizeArguments:
+    """What to round."""
+
+    run: PathText  # folder of a trained model
+    output: PathText | None = None  # folder for the int8 model; without one RUN-int8
+
+
+def evaluate(arguments: EvaluateArguments, settings: EvaluationSettings) -> None:
+    """Score a trained model on a text, as a whole and by position, kind of token, frequency and document.
+
+    Bits per byte can be compared across tokenizers, nats per token and perplexity cannot. With --tasks the model is
+    scored on tasks of EleutherAI's lm-eval instead.
+    """
+    _check_together(arguments, settings)
+    tasks = _task_names(arguments.tasks)
+    check_run_files(arguments.run)
+    if arguments.output is not None:
+        check_writable("--output", arguments.output)
+    with loading(f"PyTorch and {arguments.run}"):
+        from multilin.analysis.breakdown import as_data
+        from multilin.analysis.evaluate_run import break_down_run
+        from multilin.cli.progress import show_progress
+        from multilin.inference.runs import load_run
+
+        run = load_run(arguments.run)
+        if tasks:
+            from multilin.analysis.harness import evaluate_tasks
+    data: dict[str, Any]
+    if tasks:
+        data = evaluate_tasks(
+            run, tasks, folder=arguments.task_folder, trust_task_code=arguments.trust_task_code,
+            limit=arguments.task_limit, batch_size=settings.batch_size,
+        )  # fmt: skip
+        show = functools.partial(_print_tasks, data)
+    else:
+        with show_progress() as progress:
+            data = as_data(break_down_run(run, settings, long=arguments.long, progress=progress))
+        show = functools.partial(_print_breakdown, data)
+    content = json.dumps(data, indent=2, ensure_ascii=False)
+    if arguments.output is not None:
+        write_whole(arguments.output, f"{content}\n")
+    if arguments.json:
+        print(content)
+    else:
+        show()
+    say_next(f"multilin explain {arguments.run}", f"multilin generate {arguments.run}")
+
+
+def quantize(arguments: QuantizeArguments, settings: EvaluationSettings) -> None:
+    """Round a trained model's weights to int8, and show size and loss of both.
+
+    Embedding and output stay as they are; evaluate and generate run from the new folder.
+    """
+    check_run_files(arguments.run)
+    with loading():
+        from multilin.analysis.quantize_run import quantize_run
+        from multilin.cli.progress import show_progress
+    with show_progress() as progress:
+        result = quantize_run(arguments.run, arguments.output, settings, progress=progress)
+    _print_quantized(result)
+    say_next(f"multilin generate {result.int8_folder}", f"multilin evaluate {result.int8_folder}")
+
+
+def _check_together(arguments: EvaluateArguments, settings: EvaluationSettings) -> None:
+    """Refuse flags that would be ignored."""
+    for_texts = {"--long": arguments.long, "--source": settings.source, "--max-tokens": settings.max_tokens}
+    for_tasks = {
+        "--task-folder": arguments.task_folder,
+        "--trust-task-code": arguments.trust_task_code,
+        "--task-limit": arguments.task_limit,
+    }
+    for name, given in for_texts.items():
+        if given and arguments.tasks is not None:
+            raise InputError(f"{name}: given together with --tasks, which bring their own texts; leave one of them out")
+    for name, given in for_tasks.items():
+        if given and arguments.tasks is None:
+            raise InputError(f"{name}: given without --tasks; name the tasks to score on")
+
+
+def _task_names(tasks: str | None) -> list[str]:
+    if tasks is None:
+        return []
+    if importlib.util.find_spec("lm_eval") is None:
+        raise InputError("tasks: lm-eval is not installed; `pip install 'lm-eval>=0.4.9'` installs it")
+    names = [name.strip() for name in tasks.split(",") if name.strip()]
+    if not names:
+        raise InputError(f"tasks: {tasks!r} given, but it should be names of lm-eval tasks, separated by commas")
+    return names
+
+
+def _print_breakdown(data: Mapping[str, Any]) -> None:
+    """The whole, then a table for each way of grouping the tokens."""
+    console = make_console()
+    console.print(
+        f"[bold]{data['bits_per_byte']:.4f} bits per byte[/bold], {data['loss']:.4f} nats per token, perplexity "
+        f"{data['perplexity']:,.2f}; {plural(data['tokens'], 'token')}, {plural(data['bytes'], 'byte')}"
+    )
+    for title, name in (
+        ("tokens read before", "by_position"),
+        ("kind of token", "by_class"),
+        ("frequency in this text", "by_frequency"),
+    ):
+        console.print()
+        rows = (
+            (
+                part["name"],
+                "-" if part["bits_per_byte"] is None else f"{part['bits_per_byte']:.3f}",
+                f"{part['loss']:.3f}",
+                f"{100 * part['tokens'] / data['tokens']:.1f} %",
+            )
+            for part in data[name]
+        )
+        print_table("lrrr", rows, head=(title, "bits per byte", "nats per token", "share of tokens"))
+    console.print()
+    _print_documents(data["by_document"])
+
+
+def _print_documents(documents: Mapping[str, Any]) -> None:
+    """How many there are; of two or more that are long enough their spread, the best and the worst."""
+    console, number, long_enough = make_console(), documents["number"], documents["long_enough"]
+    if "best" not in documents:
+        console.print(f"{plural(number, 'document')}, {long_enough} of at least {documents['fewest_bytes']} bytes")
+        return
+    low, middle, high = documents["bits_per_byte_quantiles"].values()
+    console.print(
+        f"{plural(number, 'document')}, {long_enough:,} of them of at least {documents['fewest_bytes']} bytes: median "
+        f"{middle:.3f} bits per byte, eight in ten between {low:.3f} and {high:.3f}"
+    )
+    rows = (
+        (
+            name,
+            part["name"],
+            f"{part['bits_per_byte']:.3f}",
+            f"{part['bytes']:,.0f}",
+            part["begins_with"][:OPENING_CHARACTERS],
+        )
+        for name in ("best", "worst")
+        for part in documents[name]
+    )
+    print_table("lrrrw", rows, head=("", "document", "bits per byte", "bytes", "begins with"))
+
+
+def _print_tasks(data: Mapping[str, Any]) -> None:
+    """A line for each metric of each task."""
+    rows = [
+        (task, metric, f"{score['value']:.4f}", "" if (error := score["standard_error"]) is None else f"{error:.4f}")
+        for task, metrics in data.items()
+        for metric, score in metrics.items()
+    ]
+    print_table("llrr", rows, head=("task", "metric", "value", "standard error"))
+
+
+def _print_quantized(result: "Quantized") -> None:
+    """The model before and after, side by side."""
+    before, after = result.evaluation, result.int8_evaluation
+    figures = (
+        ("weights on disk, MB", result.weight_bytes / 1e6, result.int8_weight_bytes / 1e6, ",.2f"),
+        ("loss, nats per token", before.loss, after.loss, ".4f"),
+        ("bits per byte", before.bits_per_byte, after.bits_per_byte, ".4f"),
+    )
+    rows = (
+        (name, f"{old:{form}}", f"{new:{form}}", f"{100 * (new / old - 1):+.2f} %") for name, old, new, form in figures
+    )
+    print_table("lrrr", rows, head=("", "trained", "int8", "change"))

@@ -1,0 +1,121 @@
+"""The verbs that run a trained model, and the one that converts a model of another package."""
+
+import functools
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from multilin.cli.messages import as_json, loading, say_next
+from multilin.cli.prompts import read_prompt
+from multilin.cli.tables import make_console
+from multilin.errors import InputError, nearest, plural
+from multilin.inference.run_files import check_run_files
+from multilin.inference.settings import GenerationSettings, RolloutSettings
+from multilin.settings import settings
+from multilin.settings.bounds import PathText, Prose
+
+if TYPE_CHECKING:
+    from multilin.inference.rollout_run import RolloutResult
+
+
+@settings
+class GenerateArguments:
+    """What to continue."""
+
+    run: PathText  # folder of a trained model
+    prompt: Prose | None = None  # text to continue; without one it is read from a pipe, or the model begins a text
+    prompt_file: PathText | None = None  # file with the text to continue; one newline at its end is left out
+    state: PathText | None = None  # go on from the state in this file; the prompt, if any, is added to its text
+    save_state: PathText | None = None  # write the state after the last token to this file, to go on from
+    echo: bool = True  # also write the prompt itself to stdout
+
+
+@settings
+class RolloutArguments:
+    """What to go on from."""
+
+    run: PathText  # folder of a trained model, all of it linear
+    prompt: Prose | None = None  # text to go on from; without one it is read from a pipe
+    prompt_file: PathText | None = None  # file with the text to go on from; one newline at its end is left out
+    json: bool = False  # print JSON
+
+
+@settings
+class ConvertArguments:
+    """What to convert."""
+
+    kind: str  # where the checkpoint comes from: fastformer
+    source: PathText  # its folder
+    output: PathText  # folder to write ours to
+
+
+def generate(arguments: GenerateArguments, settings: GenerationSettings) -> None:
+    """Generate text with a trained model, streamed as it comes.
+
+    stdout gets the text alone: the prompt and what follows it.
+    """
+    check_run_files(arguments.run)
+    prompt = read_prompt(arguments.prompt, arguments.prompt_file)
+    with loading(f"PyTorch and {arguments.run}"):
+        from multilin.inference.runs import load_run
+        from multilin.inference.session import write_text
+
+        run = load_run(arguments.run)
+    state, save_state = arguments.state, arguments.save_state
+    write = functools.partial(print, end="", flush=True)
+    write_text(run, prompt, settings, state=state, save_state=save_state, echo=arguments.echo, write=write)
+    if sys.stdout.isatty():
+        print()
+    if save_state:
+        say_next(f"multilin generate {arguments.run} --state {save_state}")
+    else:
+        say_next(f"multilin generate {arguments.run} --save-state text.state", f"multilin evaluate {arguments.run}")
+
+
+def rollout(arguments: RolloutArguments, settings: RolloutSettings) -> None:
+    """Feed the raw outputs of an all-linear model back as its inputs, all at once and one by one.
+
+    Not the likeliest token is fed back but the whole vector of outputs; each is shown as its likeliest token.
+    """
+    check_run_files(arguments.run)
+    prompt = read_prompt(arguments.prompt, arguments.prompt_file)
+    with loading(f"PyTorch and {arguments.run}"):
+        from multilin.inference.rollout_run import rollout_run
+        from multilin.inference.runs import load_run
+
+        run = load_run(arguments.run)
+    result = rollout_run(run, prompt, settings)
+    if arguments.json:
+        print(as_json(result))
+        return
+    _print_rollout(result)
+    say_next(f"multilin generate {arguments.run}", f"multilin info {arguments.run}")
+
+
+def convert(arguments: ConvertArguments) -> None:
+    """Turn a checkpoint of another package into ours, with the same logits."""
+    with loading():
+        from multilin.inference.convert import CONVERTERS
+    if arguments.kind not in CONVERTERS:
+        hint = nearest(arguments.kind, CONVERTERS) or f"; known are {', '.join(CONVERTERS)}"
+        raise InputError(f"KIND: {arguments.kind!r} is not known{hint}")
+    CONVERTERS[arguments.kind](Path(arguments.source), Path(arguments.output))
+    say_next(f"multilin info {arguments.output}")
+
+
+def _print_rollout(result: "RolloutResult") -> None:
+    """Both texts, their times and how far apart the vectors are."""
+    console = make_console()
+    console.print(
+        "Raw output vectors are fed back as inputs, not the likeliest token; each is shown as its likeliest.\n",
+        soft_wrap=True,
+    )
+    for name, way in (("parallel", result.parallel), ("sequential", result.sequential)):
+        text = repr(result.prompt + way.text)
+        console.print(f"{name:11}{1e3 * way.seconds:10.2f} ms  {text}", soft_wrap=True, markup=False)
+    console.print(
+        f"\n{plural(result.num_steps, 'output')} after {plural(result.num_prompt_tokens, 'token')} in "
+        f"{result.dtype}: parallel is {result.speedup:.1f} times as fast, the outputs differ by "
+        f"{result.largest_difference:.1e} at most (relative)",
+        soft_wrap=True,
+    )

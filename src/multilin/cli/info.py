@@ -1,0 +1,97 @@
+"""The verb that describes a model or an architecture."""
+
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
+
+from multilin.analysis.settings import ModelSizes
+from multilin.cli.messages import as_json, loading
+from multilin.cli.tables import make_console, print_table
+from multilin.settings import field_help, settings
+from multilin.settings.bounds import PathText
+
+if TYPE_CHECKING:
+    from multilin.analysis.info import ModelInfo
+    from multilin.architectures.base import Architecture
+
+
+@settings
+class InfoArguments:
+    """What to describe."""
+
+    model: PathText  # folder of a trained model, or the name of an architecture
+    json: bool = False  # print JSON
+
+
+def info(arguments: InfoArguments, sizes: ModelSizes) -> None:
+    """Describe a model: parameters, work per token, state, layers; and the options of an architecture."""
+    with loading():
+        from multilin.analysis.info import find_model
+
+        found, architecture = find_model(arguments.model, sizes)
+    if arguments.json:
+        print(as_json(found))
+        return
+    _print_model(found)
+    if architecture is not None:
+        _print_options(architecture)
+
+
+def _print_model(info: "ModelInfo") -> None:
+    """The model in a table of two columns, then a line for each layer."""
+    options = [layer.options for layer in info.layers]
+    shared = {k: v for k, v in info.layers[0].options.items() if all(k in o and o[k] == v for o in options)}
+    summary = {
+        "architecture": info.architecture,
+        "options": _listed(shared),
+        "parameters": f"{info.parameters:,}",
+        "  in embeddings and output": f"{info.embedding_parameters:,}",
+        "  elsewhere": f"{info.other_parameters:,}",
+        "FLOPs per token": f"{info.flops_per_token:,}{_growth(info.flops_growth, '')}",
+        "state": f"{info.state_bytes:,} bytes{_growth(info.state_growth, ' bytes')}",
+        "longest text": "any length" if info.longest_text is None else f"{info.longest_text:,} tokens",
+    }
+    console = make_console()
+    print_table("lw", summary.items())
+    console.print()
+    rows = (
+        (
+            str(layer.index),
+            layer.architecture,
+            _listed({name: value for name, value in layer.options.items() if name not in shared}),
+            f"{layer.parameters:,}",
+            f"{layer.state_bytes:,}{_growth(layer.state_growth, '')}",
+        )
+        for layer in info.layers
+    )
+    print_table("rlwrr", rows, head=("layer", "architecture", "options", "parameters", "state bytes"))
+    console.print(
+        "\nFLOPs: matrix products and attention for one token after a text of one; a multiplication and an addition "
+        "are two; pointwise work is not counted.",
+        style="dim",
+    )
+
+
+def _print_options(architecture: "Architecture") -> None:
+    """What a recipe may choose for an architecture, under `model.options`."""
+    help_of = field_help(architecture.preset_options)
+    console = make_console()
+    console.print()
+    print_table(
+        "llw",
+        ((option.name, _plain(option.default), help_of[option.name]) for option in fields(architecture.preset_options)),
+        head=("option", "default", "meaning"),
+        title=f"Options of {architecture.name} (model.options)",
+    )
+    console.print(f"\nSource: {architecture.source}", style="dim")
+
+
+def _growth(growth: int, unit: str) -> str:
+    return f", and {growth:,}{unit} more per token read" if growth else ""
+
+
+def _listed(options: dict[str, Any]) -> str:
+    return ", ".join(f"{name} {_plain(value)}" for name, value in options.items())
+
+
+def _plain(value: Any) -> str:
+    return "none" if value is None else str(value)

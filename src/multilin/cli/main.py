@@ -1,0 +1,138 @@
+"""The command line: finds the verb, parses its arguments, calls it, and turns failures into a sentence.
+
+The modules of verbs import neither PyTorch nor anything else that takes long, so that help and mistakes are answered at
+once; each verb imports what it needs when its arguments are known to be right.
+"""
+
+import contextlib
+import errno
+import io
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import multilin
+from multilin.cli.compare import compare
+from multilin.cli.demo import demo
+from multilin.cli.doctor import doctor
+from multilin.cli.evaluate import evaluate, quantize
+from multilin.cli.explain import explain
+from multilin.cli.inference import convert, generate, rollout
+from multilin.cli.info import info
+from multilin.cli.messages import plain_warnings
+from multilin.cli.tokenizer import tokenizer_show, tokenizer_train
+from multilin.cli.train import train
+from multilin.errors import InputError, nearest, system_error
+from multilin.training.outcomes import TrainingFailed, TrainingInterrupted
+
+BAD_INPUT, FAILED, INTERRUPTED, BROKEN_PIPE = 2, 1, 130, 141
+
+VERBS: dict[str, Callable[..., None]] = {
+    "demo": demo,
+    "train": train,
+    "generate": generate,
+    "rollout": rollout,
+    "evaluate": evaluate,
+    "compare": compare,
+    "explain": explain,
+    "quantize": quantize,
+    "info": info,
+    "tokenizer train": tokenizer_train,
+    "tokenizer show": tokenizer_show,
+    "convert": convert,
+    "doctor": doctor,
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; the result is the exit status.
+
+    0 done; 1 the work failed; 2 bad input; 130 interrupted; each failure is one sentence on stderr.
+    """
+    if sys.stderr is None:  # closed by the shell, 2>&-
+        sys.stderr = Path(os.devnull).open("w")  # noqa: SIM115
+    if sys.stdout is None:
+        return _fail("stdout is closed; redirect it to a file, or to /dev/null", FAILED)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a character shows another one
+    with plain_warnings():
+        try:
+            _run(list(sys.argv[1:] if arguments is None else arguments))
+            sys.stdout.flush()
+            return 0
+        except InputError as error:
+            return _fail(str(error), BAD_INPUT)
+        except TrainingInterrupted as error:
+            return _fail(str(error), error.exit_code)
+        except TrainingFailed as error:
+            return _fail(str(error), FAILED)
+        except KeyboardInterrupt:
+            return _fail("interrupted", INTERRUPTED)
+        except BrokenPipeError:  # the reader has enough
+            _give_up_stdout()
+            return BROKEN_PIPE
+        except UnicodeEncodeError as error:
+            around = error.object[max(error.start - 20, 0) : error.end]
+            return _fail(f"{around!r} holds bytes that are not UTF-8", BAD_INPUT)
+        except OSError as error:
+            if error.filename is None and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                error.filename = "stdout"  # every other output is written to a file that has a name
+            return _fail(system_error(error), BAD_INPUT if error.errno == errno.ENAMETOOLONG else FAILED)
+        except SystemExit as end:  # after --help, or by rich when the reader has enough
+            return BROKEN_PIPE if isinstance(end.__context__, BrokenPipeError) else int(end.code or 0)
+
+
+def _run(arguments: list[str]) -> None:
+    for argument in arguments:
+        argument.encode()  # raises on bytes that are not UTF-8, which Python passes on as halves of characters
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        _print_overview()
+    elif arguments[0] == "--version":
+        print(f"multilin {multilin.__version__}")
+    else:
+        verb, rest = _split(arguments)
+        from multilin.cli.parser import parse
+
+        VERBS[verb](*parse(verb, VERBS[verb], rest))
+
+
+def _split(arguments: list[str]) -> tuple[str, list[str]]:
+    """The verb, of one or two words, and its arguments."""
+    for num_words in (2, 1):
+        verb = " ".join(arguments[:num_words])
+        if verb in VERBS:
+            return verb, arguments[num_words:]
+    parts = [verb.split()[1] for verb in VERBS if verb.startswith(f"{arguments[0]} ")]
+    if parts:
+        given = f"{arguments[1]!r} given" if len(arguments) > 1 else "nothing given"
+        raise InputError(f"{arguments[0]}: {given}, but it should be {' or '.join(parts)}")
+    hint = nearest(arguments[0], VERBS) or f"; known are {', '.join(VERBS)}"
+    raise InputError(f"{arguments[0]!r} is no verb of multilin{hint}")
+
+
+def _print_overview() -> None:
+    width = max(map(len, VERBS))
+    print("Train, run, explain and compare small language models with linear-time layers.\n")
+    print("usage: multilin VERB ...\n")
+    for verb, function in VERBS.items():
+        print(f"  {verb:{width}}  {(function.__doc__ or '').splitlines()[0]}")
+    print("\nStart with `multilin demo`; `multilin VERB --help` shows the flags of a verb.")
+    print("MULTILIN_ALLOCATOR=system in the environment leaves the settings of glibc's memory allocator alone.")
+
+
+def _fail(message: str, status: int) -> int:
+    with contextlib.suppress(OSError):
+        print(f"multilin: {message}", file=sys.stderr)
+    if sys.stdout is not None:
+        _give_up_stdout()
+    return status
+
+
+def _give_up_stdout() -> None:
+    """Leave nothing unwritten that Python would fail to write, and complain of, when it ends."""
+    try:
+        sys.stdout.flush()
+    except (OSError, ValueError):
+        with contextlib.suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

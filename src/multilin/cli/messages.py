@@ -1,0 +1,75 @@
+"""What the command line says beside results: warnings, what it loads, and what to type next, all on stderr."""
+
+import contextlib
+import dataclasses
+import json
+import os
+import shutil
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+
+@contextlib.contextmanager
+def plain_warnings() -> Iterator[None]:
+    """Warnings are one line each, without a place in the code."""
+    with warnings.catch_warnings():
+        warnings.showwarning = lambda message, *_: print(f"multilin: warning: {message}", file=sys.stderr)
+        yield
+
+
+@contextlib.contextmanager
+def loading(name: str = "") -> Iterator[None]:
+    """Import PyTorch and transformers, which takes seconds, and load more in the block; a terminal says so meanwhile.
+
+    Afterwards transformers draws no bars and makes no remarks of its own, and freed memory stays in the process.
+
+    Args:
+        name: loaded in the block, for the message.
+    """
+    shown = is_main_process() and sys.stderr.isatty()
+    with _status(f"loading {name or 'PyTorch'} ...") if shown else contextlib.nullcontext():
+        from transformers.utils import logging
+
+        from multilin.machine import keep_freed_memory
+
+        keep_freed_memory()
+        logging.disable_progress_bar()
+        logging.set_verbosity_error()
+        yield
+
+
+def _status(text: str) -> contextlib.AbstractContextManager[Any]:
+    from rich.console import Console
+
+    return Console(stderr=True).status(text)
+
+
+def say_next(*commands: str) -> None:
+    """Say what to type next, on stderr, once for all processes of a run.
+
+    Args:
+        commands: beginning with `multilin`, which becomes the path it was called by if the shell does not find it.
+    """
+    if is_main_process():
+        typed = (command.replace("multilin", _program(), 1) for command in commands)
+        print("\nNext:", *typed, sep="\n  ", file=sys.stderr)
+
+
+def is_main_process() -> bool:
+    """False in all but one of the processes that torchrun or accelerate started."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def _program() -> str:
+    called = Path(sys.argv[0])
+    if shutil.which("multilin") or called.name != "multilin":
+        return "multilin"
+    return os.path.relpath(called) if called.is_relative_to(Path.cwd()) else str(called)
+
+
+def as_json(result: Any) -> str:
+    """The fields of a dataclass, and of those in it, as indented JSON."""
+    return json.dumps(dataclasses.asdict(result), indent=2, ensure_ascii=False)

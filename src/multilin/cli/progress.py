@@ -1,0 +1,135 @@
+"""What a user sees while work is under way: bars on a terminal, a line now and then elsewhere."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from rich.console import Console
+from rich.filesize import decimal
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from multilin.training.progress import TrainingProgress
+
+# Without a terminal the output is read later or by a program: enough lines to follow, few enough to keep.
+SECONDS_BETWEEN_LINES = 15.0
+
+
+class StageBar:
+    """A `multilin.data.progress.Progress` that shows one line on stderr, from its first call until it is closed.
+
+    Nothing is shown where stderr is no terminal.
+    """
+
+    def __init__(self) -> None:
+        self._progress: Progress | None = None
+
+    def __call__(self, stage: str, done: int, total: int | None = None) -> None:
+        """Show the stage with a percentage, or with the bytes of text done where the total is not known."""
+        if self._progress is None:
+            console = Console(stderr=True)
+            columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[amount]}"))
+            self._progress = Progress(
+                *columns, TimeRemainingColumn(), console=console, transient=True, disable=not console.is_terminal
+            )
+            self._progress.add_task(stage, amount="")
+            self._progress.start()
+        (task,) = self._progress.tasks
+        if (task.description, task.total) != (stage, total):
+            self._progress.reset(task.id, description=stage, total=total)
+        amount = decimal(done) if total is None else f"{done / max(total, 1):.0%}"
+        self._progress.update(task.id, completed=done, amount=amount)
+
+    def close(self) -> None:
+        """Remove the line."""
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None
+
+
+@contextmanager
+def show_progress() -> Iterator[StageBar]:
+    """A `StageBar` that is closed when the block ends."""
+    bar = StageBar()
+    try:
+        yield bar
+    finally:
+        bar.close()
+
+
+class TrainingDisplay(TrainingProgress):
+    """Shows a run on stdout, within a `with` block.
+
+    On a terminal: step, bar, loss, validation bits per byte, tokens per second, time left. Elsewhere: a plain line
+    for the first line of metrics.jsonl, every validation, and then every `SECONDS_BETWEEN_LINES`.
+    """
+
+    def __init__(self, console: Console | None = None) -> None:
+        self.console = console or Console(highlight=False)
+        self._stages = StageBar()
+        self._latest: dict[str, Any] = {}
+        self._progress: Progress | None = None
+        self._max_steps = 0
+        self._last_print = float("-inf")
+
+    def __enter__(self) -> "TrainingDisplay":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.stop()
+
+    def prepare(self, stage: str, done: int, total: int | None = None) -> None:
+        """Show how far the text is prepared."""
+        self._stages(stage, done, total)
+
+    def message(self, text: str) -> None:
+        """Print one line of text (above the bar, if there is one)."""
+        self._stages.close()
+        self.console.print(text, soft_wrap=True, markup=False)
+
+    def start(self, step: int, max_steps: int) -> None:
+        """Begin after a step."""
+        self._stages.close()
+        self._max_steps, self._latest = max_steps, {}
+        if self.console.is_terminal:
+            columns = (
+                TextColumn("step"),
+                MofNCompleteColumn(),
+                BarColumn(bar_width=None),
+                TextColumn("{task.fields[figures]}"),
+            )
+            self._progress = Progress(*columns, TimeRemainingColumn(), console=self.console, expand=True)
+            self._progress.add_task("", total=max_steps, completed=step, figures="")
+            self._progress.start()
+
+    def step(self, step: int) -> None:
+        """Move the bar."""
+        if self._progress:
+            self._progress.update(self._progress.task_ids[0], completed=step)
+
+    def line(self, line: dict[str, Any]) -> None:
+        """Show the figures of a line of metrics.jsonl."""
+        self._latest |= line
+        if self._progress:
+            figures = format_figures(self._latest)
+            self._progress.update(self._progress.task_ids[0], completed=line["step"], figures=figures)
+        elif "validation_loss" in line or time.monotonic() - self._last_print >= SECONDS_BETWEEN_LINES:
+            self._last_print = time.monotonic()
+            self.message(f"step {line['step']}/{self._max_steps}  {format_figures(line)}")
+
+    def stop(self) -> None:
+        """Leave the terminal as it was."""
+        self._stages.close()
+        if self._progress:
+            self._progress.stop()
+            self._progress = None
+
+
+def format_figures(line: dict[str, Any]) -> str:
+    """The figures of a line of metrics.jsonl that a person watches."""
+    parts = [f"loss {line['loss']:.3f}"]
+    if "validation_bits_per_byte" in line:
+        parts.append(f"validation {line['validation_bits_per_byte']:.3f} bits per byte")
+    if "validation_accuracy" in line:
+        parts.append(f"validation {100 * line['validation_accuracy']:.1f} % right")
+    return "  ".join([*parts, f"{line['tokens_per_second']:,.0f} tokens/s"])

@@ -1,0 +1,75 @@
+"""The verbs for tokenizers: train one, look at one."""
+
+from typing import TYPE_CHECKING, Literal
+
+from multilin.cli.messages import as_json, loading, say_next
+from multilin.cli.tables import print_table
+from multilin.errors import plural
+from multilin.settings import settings
+from multilin.settings.bounds import PathText, Prose, Vocabulary
+
+if TYPE_CHECKING:
+    from multilin.data.tokenizer_tools import TokenizerInfo
+
+
+@settings
+class TokenizerTrainArguments:
+    """A tokenizer to train."""
+
+    source: PathText  # text: a built-in corpus, a file, folder or glob, or a dataset of the Hugging Face hub
+    output: PathText  # folder to write it to
+    kind: Literal["bpe", "unigram", "byte"] = "bpe"  # how text becomes tokens
+    vocab_size: Vocabulary = 4096  # entries of the vocabulary (a byte tokenizer always has 258)
+    text_field: str = "text"  # the field or column of .jsonl, .csv and .parquet files that holds the text
+    encoding_errors: Literal["strict", "replace"] = "strict"  # bytes that are not UTF-8: refuse, or replace by U+FFFD
+    overwrite: bool = False  # replace the tokenizer in the output folder
+
+
+@settings
+class TokenizerShowArguments:
+    """What to show."""
+
+    tokenizer: PathText  # folder with a tokenizer.json, run folder, or name on the hub
+    source: PathText | None = None  # count tokens and bytes of this text
+    text: Prose | None = None  # show how this text is cut
+    json: bool = False  # print JSON
+
+
+def tokenizer_train(arguments: TokenizerTrainArguments) -> None:
+    """Train a tokenizer on a text and save it to a folder."""
+    with loading("transformers"):
+        from multilin.cli.progress import show_progress
+        from multilin.data.tokenizer_tools import train_into_folder
+    with show_progress() as progress:
+        tokenizer = train_into_folder(
+            arguments.source, arguments.output, arguments.kind, arguments.vocab_size, text_field=arguments.text_field,
+            encoding_errors=arguments.encoding_errors, overwrite=arguments.overwrite, progress=progress,
+        )  # fmt: skip
+    print(f"{len(tokenizer):,} tokens in {arguments.output}")
+    say_next(
+        f"multilin tokenizer show {arguments.output} --source {arguments.source}",
+        f"multilin train --data.source {arguments.source} --tokenizer.path {arguments.output}",
+    )
+
+
+def tokenizer_show(arguments: TokenizerShowArguments) -> None:
+    """Show a tokenizer: its vocabulary, its special tokens, and how it cuts a text."""
+    with loading("transformers"):
+        from multilin.cli.progress import show_progress
+        from multilin.data.tokenizer_tools import describe_tokenizer
+    with show_progress() as progress:
+        info = describe_tokenizer(arguments.tokenizer, source=arguments.source, text=arguments.text, progress=progress)
+    if arguments.json:
+        print(as_json(info))
+    else:
+        _print(info)
+
+
+def _print(info: "TokenizerInfo") -> None:
+    rows = {"vocabulary": f"{info.vocabulary:,} tokens"} | info.special_tokens
+    if info.bytes is not None and info.tokens is not None:
+        rows["text"] = f"{plural(info.bytes, 'byte')} in {plural(info.tokens, 'token')}"
+        rows["bytes per token"] = f"{info.bytes_per_token:.3f}"
+    if info.pieces is not None:
+        rows["pieces"] = " ".join(map(repr, info.pieces))
+    print_table("lw", rows.items())

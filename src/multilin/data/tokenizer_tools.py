@@ -1,0 +1,114 @@
+"""Tokenizers trained into a folder, and described."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerFast
+
+from multilin.data.corpora import EncodingErrors, read_documents
+from multilin.data.encoding import Encoder, make_encoder
+from multilin.data.progress import Progress, no_progress
+from multilin.data.tokenizers import TOKENIZER_FILES, TokenizerKind, load_tokenizer, train_tokenizer
+from multilin.errors import InputError
+from multilin.files import atomic_folder, check_folder
+
+
+@dataclass(frozen=True)
+class TokenizerInfo:
+    """A tokenizer, and how it cuts a text.
+
+    special_tokens: role to token.
+    tokens, bytes, bytes_per_token: of the source's text; None where none was given.
+    pieces: tokens of the given text, each as text, U+FFFD for what is not a whole character; None where none was given.
+    """
+
+    vocabulary: int
+    special_tokens: dict[str, str]
+    tokens: int | None = None
+    bytes: int | None = None
+    bytes_per_token: float | None = None
+    pieces: list[str] | None = None
+
+
+def train_into_folder(
+    source: str,
+    folder: str,
+    kind: TokenizerKind,
+    vocab_size: int,
+    *,
+    text_field: str = "text",
+    encoding_errors: EncodingErrors = "strict",
+    overwrite: bool = False,
+    progress: Progress = no_progress,
+) -> PreTrainedTokenizerFast:
+    """Train a tokenizer and save it, complete or not at all.
+
+    Args:
+        source, text_field, encoding_errors: the text, see `read_documents`.
+        folder: a new folder to save it to.
+        kind, vocab_size: see `train_tokenizer`; a byte tokenizer has its own size.
+        overwrite: replace a tokenizer in the folder.
+        progress: called now and then.
+
+    Raises:
+        InputError: the folder holds something already or cannot be written, or the text does not do.
+        OSError: the folder cannot be written after all.
+    """
+    check_folder("OUTPUT", folder)
+    _check_replaceable(Path(folder), overwrite)
+
+    def texts() -> Iterator[str]:
+        count = 0
+        for document in read_documents(source, text_field=text_field, encoding_errors=encoding_errors):
+            yield document.text
+            count += len(document.text.encode())
+            progress("training the tokenizer", count)
+
+    tokenizer = train_tokenizer(texts(), kind, None if kind == "byte" else vocab_size)
+    with atomic_folder(folder) as partial:
+        tokenizer.save_pretrained(partial)
+    return tokenizer
+
+
+def _check_replaceable(folder: Path, overwrite: bool) -> None:
+    """Refuse a folder that holds anything but a tokenizer that may be replaced."""
+    names = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+    holds_tokenizer = "tokenizer.json" in names and names <= set(TOKENIZER_FILES)
+    if names and not (overwrite and holds_tokenizer):
+        hint = ", or replace it with --overwrite" if holds_tokenizer else ""
+        raise InputError(f"OUTPUT: {folder} exists already; give a new folder{hint}")
+
+
+def describe_tokenizer(
+    path_or_name: str, *, source: str | None = None, text: str | None = None, progress: Progress = no_progress
+) -> TokenizerInfo:
+    """Load a tokenizer and describe it.
+
+    Args:
+        path_or_name: see `load_tokenizer`.
+        source: a text to count tokens and bytes of, see `read_documents`.
+        text: a text to show the tokens of.
+        progress: called now and then.
+    """
+    tokenizer = load_tokenizer(path_or_name)
+    encoder = make_encoder(tokenizer)
+    roles = {role: str(token) for role, token in tokenizer.special_tokens_map.items()}
+    info = TokenizerInfo(len(tokenizer), roles)
+    if text is not None:
+        ids, _ = encoder.encode([text])
+        info = replace(info, pieces=[tokenizer.decode([index]) for index in ids.tolist()])
+    if source is not None:
+        num_tokens, num_bytes = _count(encoder, source, progress)
+        info = replace(info, tokens=num_tokens, bytes=num_bytes, bytes_per_token=num_bytes / num_tokens)
+    return info
+
+
+def _count(encoder: Encoder, source: str, progress: Progress) -> tuple[int, int]:
+    """Tokens and UTF-8 bytes of a source."""
+    num_tokens = num_bytes = 0
+    for document in read_documents(source):
+        num_tokens += sum(len(encoder.encode([piece])[0]) for piece in encoder.pieces(document.text))
+        num_bytes += len(document.text.encode())
+        progress("tokenising", num_bytes)
+    return num_tokens, num_bytes

@@ -1,0 +1,268 @@
+"""The body of the one model: embedding, layers and final norm, with the state that lets any text continue."""
+
+import itertools
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModel, PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
+
+from multilin.architectures.base import get_architecture
+from multilin.errors import InputError
+from multilin.layers.base import Layer, ParameterHolder
+from multilin.layers.gradients import normalize_gradient
+from multilin.layers.linear import Arithmetic, MatrixModule, set_arithmetic
+from multilin.layers.norms import TileNorm
+from multilin.model.config import MultilinConfig
+from multilin.model.documents import Packing, read_packing
+from multilin.model.embedding import TokenEmbedding, check_mask
+from multilin.model.remote import write_auto_file
+from multilin.model.state import TextState, open_state, put_rows, take_rows
+from multilin.settings import load_settings
+
+
+class MultilinPreTrainedModel(PreTrainedModel):
+    """What body and language model share: config, initial weights, and what transformers asks of a class."""
+
+    config: MultilinConfig
+    config_class = MultilinConfig
+    base_model_prefix = "model"
+    main_input_name = "input_ids"
+    supports_gradient_checkpointing = True
+
+    def save_pretrained(self, save_directory: str | Path, is_main_process: bool = True, **kwargs: Any) -> None:
+        """As transformers', with a file beside that says which package the model needs."""
+        if is_main_process and not Path(save_directory).is_file():
+            write_auto_file(Path(save_directory))
+        super().save_pretrained(save_directory, is_main_process=is_main_process, **kwargs)
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, MatrixModule) and module.arithmetic.stored_as_int8:
+            return  # its weights come from a file
+        std = getattr(module, "initializer_range", self.config.initializer_range)
+        if isinstance(module, nn.Linear | nn.Embedding):
+            if module is self.get_input_embeddings() and self.config.embedding_range is not None:
+                std = self.config.embedding_range
+            nn.init.normal_(module.weight, std=std)
+            if isinstance(module, nn.Linear) and module.bias is not None:
+                nn.init.zeros_(module.bias)
+        elif isinstance(module, nn.LayerNorm) and module.elementwise_affine:
+            nn.init.ones_(module.weight)
+            nn.init.zeros_(module.bias)
+        elif isinstance(module, ParameterHolder):
+            module.initialize(std)
+
+
+class MultilinModel(MultilinPreTrainedModel):
+    """Token ids to final hidden states: embedding, the layers of the config, final norm.
+
+    One call reads any number of tokens, at the start of a text or from a state; training, prefill and decoding are
+    this same call.
+    """
+
+    def __init__(self, config: MultilinConfig) -> None:
+        super().__init__(config)
+        self.embedding = TokenEmbedding(config)
+        self.layers = nn.ModuleList(_build_layer(config, index) for index in range(len(config.layers)))
+        _check_lengths(config, self.layers)
+        self._no_split_modules = sorted({type(layer).__name__ for layer in self.layers})
+        names = sorted({entry["architecture"] for entry in config.layers})
+        self.unpackable = ", ".join(name for name in names if not get_architecture(name).packs)
+        self.norm = _build_norm(config)
+        self.normalizes_gradients = False  # whether each layer's backward begins with a gradient of unit size
+        self.post_init()
+        # After the weights are drawn: int8 weights are made from them.
+        set_arithmetic(self.layers, load_settings(Arithmetic, config.arithmetic, "arithmetic"))
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: TextState | None = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        output_hidden_states: bool | None = None,
+        return_dict: bool | None = None,
+        document_ids: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        **others: Any,
+    ) -> BaseModelOutputWithPast | tuple:
+        """Read tokens.
+
+        Args:
+            input_ids: (B, T) token ids.
+            attention_mask: (B, T) 1 for tokens, 0 for padding, which weighs nothing and advances no position. A longer
+                mask, as generate() keeps, counts with its last T columns.
+            position_ids: (B, T) or (1, T) positions to use instead of counting. A position that does not rise begins
+                a document, as transformers' collators mark documents packed into a row.
+            past_key_values: the state to read on from; changed in place. None is the start of a text.
+            inputs_embeds: (B, T, D) embeddings to read instead of ids.
+            use_cache: return the state; as the default what the config says, but not in training.
+            output_hidden_states: also return the input of every layer and the final hidden states after the norm,
+                (B, T, D) each; as the default what the config says.
+            return_dict: False returns a tuple; as the default what the config says.
+            document_ids: (B, T) number of each token's document; documents packed into a row do not see each other.
+            cu_seqlens: (N + 1,) the same as cumulative lengths over the rows laid end to end.
+            others: `seq_idx` and `cu_seq_lens_q` are document_ids and cu_seqlens under the names that transformers'
+                collators use; `max_length_q`, `max_length_k`, `cu_seq_lens_k` and `cache_position` say nothing new;
+                anything else that is not None or False is refused.
+
+        Returns:
+            last_hidden_state (B, T, D), past_key_values with use_cache, and hidden_states on request.
+
+        Raises:
+            InputError: a text longer than n_positions, an unknown argument, or arguments that do not fit together.
+        """
+        if (input_ids is None) == (inputs_embeds is None):
+            given = "none" if input_ids is None else "both"
+            raise InputError(f"input_ids: {given} of input_ids and inputs_embeds given, but one of them is needed")
+        tokens = input_ids if inputs_embeds is None else inputs_embeds
+        assert tokens is not None
+        packing, others = read_packing(document_ids, cu_seqlens, position_ids, others)
+        _refuse_unknown(others)
+        if use_cache is None:
+            use_cache = past_key_values is not None or (self.config.use_cache and not self.training)
+        if output_hidden_states is None:
+            output_hidden_states = self.config.output_hidden_states
+        state = open_state(past_key_values, len(self.layers), len(tokens)) if use_cache else None
+
+        values = [None] * (len(self.layers) + 1) if state is None else state.values
+        read = self._read if state is None else self._read_around_padding
+        hidden_states, values = read(tokens, values, attention_mask, packing, state is not None)
+        # Only now, so that a call that fails leaves the state as it was.
+        if state is not None:
+            state.advance(values, num_columns=tokens.shape[1])
+        result = BaseModelOutputWithPast(
+            last_hidden_state=hidden_states[-1],
+            past_key_values=state,
+            hidden_states=tuple(hidden_states) if output_hidden_states else None,
+        )
+        return result.to_tuple() if _is_false(return_dict, self.config) else result
+
+    def _read(
+        self, tokens: Tensor, values: list[Any], mask: Tensor | None, packing: Packing, needs_state: bool
+    ) -> tuple[list[Tensor], list[Any]]:
+        """The input of every layer and the final hidden states, (B, T, D) each, and the states of all parts."""
+        layout, embedding = self.embedding.lay_out(tokens, values[0], mask, packing, needs_state)
+        if layout.starts_BT is not None and self.unpackable:
+            raise InputError(
+                f"{packing.names}: several documents in a row, but {self.unpackable} layers cannot keep them apart"
+            )
+        x_BTD, after = self.embedding(tokens, layout), [embedding]
+        hidden_states = [x_BTD]
+        for layer, value in zip(self.layers, values[1:], strict=True):
+            x_BTD, state = layer(x_BTD, value, layout)
+            if self.normalizes_gradients:
+                x_BTD = normalize_gradient(x_BTD)
+            hidden_states.append(x_BTD)
+            after.append(state)
+        hidden_states[-1] = self.norm(x_BTD)
+        return hidden_states, after
+
+    def _read_around_padding(
+        self, tokens: Tensor, values: list[Any], mask: Tensor | None, packing: Packing, needs_state: bool
+    ) -> tuple[list[Tensor], list[Any]]:
+        """As `_read`, where rows may end with padding, or go on with it: states are as if it were not there.
+
+        A window would keep padding in the place of tokens. So the columns are read in pieces that end where rows begin
+        or end, each by the rows that have tokens there; elsewhere hidden states are 0.
+        """
+        num_batch, num_time = tokens.shape[:2]
+        mask = None if mask is None or torch.compiler.is_compiling() else check_mask(mask, num_batch, num_time)
+        is_start = values[0] is None
+        # Before the first token of a text padding is inert by itself.
+        if mask is None or (mask[:, -1].all() and (is_start or mask[:, 0].all())):
+            return self._read(tokens, values, mask, packing, needs_state)
+        if packing.cu_seqlens is not None:
+            raise InputError("cu_seqlens: given together with padding at the end of a row, which it cannot tell apart")
+        column_T = torch.arange(num_time, device=mask.device)
+        ends_B = (mask * (column_T + 1)).amax(dim=1)
+        begins_B = torch.zeros_like(ends_B) if is_start else torch.where(mask, column_T, num_time).amin(dim=1)
+        hidden_states = [
+            torch.zeros(num_batch, num_time, self.config.hidden_size, dtype=self.dtype, device=tokens.device)
+            for _ in range(len(self.layers) + 1)
+        ]
+        for first, end in itertools.pairwise(sorted({0, num_time, *begins_B.tolist(), *ends_B.tolist()})):
+            # At the start of a text, rows without a token get a state, too.
+            reads_B = (begins_B <= first) & ((ends_B >= end) | (values[0] is None))
+            rows, piece = reads_B.nonzero()[:, 0], slice(first, end)
+            if len(rows) == 0:
+                continue
+            read, after = self._read(
+                tokens[rows, piece], [take_rows(value, rows) for value in values], mask[rows, piece],
+                packing.part(rows, piece), needs_state,
+            )  # fmt: skip
+            for target, source in zip(hidden_states, read, strict=True):
+                target[rows, piece] = source.to(target.dtype)
+            values = after if values[0] is None else put_rows(values, after, rows)
+        return hidden_states, values
+
+    @property
+    def packs(self) -> bool:
+        """Whether several documents can share a row (document_ids)."""
+        return not self.unpackable
+
+    def get_input_embeddings(self) -> nn.Module:
+        """The token embedding."""
+        return self.embedding.tokens
+
+    def set_input_embeddings(self, value: nn.Embedding) -> None:
+        """Replace the token embedding."""
+        self.embedding.tokens = value
+
+
+def _is_false(return_dict: bool | None, config: MultilinConfig) -> bool:
+    return (config.return_dict if return_dict is None else return_dict) is False
+
+
+def _refuse_unknown(others: dict[str, Any]) -> None:
+    others.pop("cache_position", None)  # the state counts
+    for name, value in others.items():
+        if value is False or (name == "token_type_ids" and not value.any()):
+            continue
+        hint = "; `multilin explain` shows what a layer read" if name == "output_attentions" else ""
+        raise InputError(f"{name}: given, but a multilin model does not take it{hint}")
+
+
+def _build_norm(config: MultilinConfig) -> nn.Module:
+    if config.final_norm == "layer_norm":
+        return nn.LayerNorm(config.hidden_size)
+    if config.final_norm == "tile_norm":
+        return TileNorm(config.final_norm_tile, keeps_dtype=True)
+    return nn.Identity()
+
+
+def _build_layer(config: MultilinConfig, index: int) -> Layer:
+    values, where = dict(config.layers[index]), f"layers.{index}"
+    name, std = values.pop("architecture"), values.pop("initializer_range", None)
+    try:
+        layer = get_architecture(name).build_layer(config.hidden_size, values, where)
+    except InputError as error:
+        # In a model of one kind the field is the preset's; in a hybrid one has to know whose it is.
+        if where in str(error) or all(entry["architecture"] == name for entry in config.layers):
+            raise
+        raise InputError(f"{where}.{error}") from None
+    for module in layer.modules():
+        module.initializer_range = config.initializer_range if std is None else std
+    return layer
+
+
+def _check_lengths(config: MultilinConfig, layers: Iterable[Any]) -> None:
+    """A model cannot read longer texts than each of its layers."""
+    for index, layer in enumerate(layers):
+        longest = layer.longest_text
+        if longest is not None and (config.n_positions is None or config.n_positions > longest):
+            raise InputError(
+                f"n_positions: {config.n_positions or 'no limit'} given, but layers.{index} "
+                f"({config.layers[index]['architecture']}) reads at most {longest} tokens"
+            )
+
+
+AutoModel.register(MultilinConfig, MultilinModel)
+# By these names transformers' tools tell bodies from language models: pipelines, and Trainer, which shifts labels.
+MODEL_MAPPING_NAMES[MultilinConfig.model_type] = MultilinModel.__name__

@@ -1,0 +1,85 @@
+"""The loss of the output head: in chunks of tokens, and past the head's module only where that is its whole work."""
+
+from collections.abc import Iterator
+from typing import Any, TypeGuard
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from multilin.ops.linear_cross_entropy import linear_cross_entropy, token_cross_entropy
+
+CHUNK_NUMBERS = 2**23  # logits of a wrapped head held at a time
+
+
+class FixedBiasLinear(nn.Linear):
+    """y = W x + b with a bias that is saved with the model but never trained: a buffer."""
+
+    bias: Any
+
+    def __init__(self, in_features: int, out_features: int) -> None:
+        super().__init__(in_features, out_features, bias=False)
+        del self.bias
+        self.register_buffer("bias", torch.zeros(out_features))
+
+
+def sequence_loss(
+    head: nn.Module, hidden_ND: Tensor, targets_N: Tensor, *, logit_scale: float, label_smoothing: float
+) -> Tensor:
+    """Sum of the cross entropy over N tokens, in nats, differentiable; targets of -100 count nothing.
+
+    Args:
+        head: module that maps (N, D) hidden states to (N, V) logits; its bias is not scaled.
+        hidden_ND: final hidden states.
+        targets_N: token ids.
+        logit_scale: factor on the hidden states.
+        label_smoothing: share of the target distribution spread evenly over the vocabulary.
+    """
+    if is_plain_linear(head):
+        return linear_cross_entropy(
+            hidden_ND, head.weight, head.bias, targets_N, logit_scale=logit_scale, label_smoothing=label_smoothing
+        )
+
+    def loss_of(hidden: Tensor, targets: Tensor) -> Tensor:
+        logits = _wide(apply_head(head, hidden, logit_scale))
+        return nn.functional.cross_entropy(logits, targets, reduction="sum", label_smoothing=label_smoothing)
+
+    losses = [checkpoint(loss_of, *chunk, use_reentrant=False) for chunk in _chunks(head, hidden_ND, targets_N)]
+    return torch.stack(losses).sum()
+
+
+def token_losses(head: nn.Module, hidden_ND: Tensor, targets_N: Tensor, *, logit_scale: float) -> Tensor:
+    """Nats of each of N tokens, (N,) float32, without gradients; arguments as for `sequence_loss`."""
+    if is_plain_linear(head):
+        return token_cross_entropy(hidden_ND, head.weight, head.bias, targets_N, logit_scale=logit_scale)
+    with torch.no_grad():
+        losses = [
+            nn.functional.cross_entropy(_wide(apply_head(head, hidden, logit_scale)), targets, reduction="none")
+            for hidden, targets in _chunks(head, hidden_ND, targets_N)
+        ]
+        return torch.cat(losses)
+
+
+def apply_head(head: nn.Module, hidden: Tensor, logit_scale: float) -> Tensor:
+    """Logits (..., V) of hidden states (..., D)."""
+    logits: Tensor = head(hidden if logit_scale == 1.0 else hidden * logit_scale)
+    return logits
+
+
+def is_plain_linear(head: nn.Module) -> TypeGuard[nn.Linear]:
+    """True if calling the head does nothing but multiply with its own weight and add its own bias.
+
+    An adapter (another class), a hook, or accelerate's replaced `forward` that fetches weights kept elsewhere, do more.
+    """
+    hooks = (head._forward_hooks, head._forward_pre_hooks, head._backward_hooks, head._backward_pre_hooks)
+    return type(head) in (nn.Linear, FixedBiasLinear) and "forward" not in vars(head) and not any(hooks)
+
+
+def _chunks(head: nn.Module, hidden_ND: Tensor, targets_N: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    num_outputs = int(getattr(head, "out_features", 2**15))
+    num_rows = max(1, CHUNK_NUMBERS // num_outputs)
+    return zip(hidden_ND.split(num_rows), targets_N.split(num_rows), strict=True)
+
+
+def _wide(logits: Tensor) -> Tensor:
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))

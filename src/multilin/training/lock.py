@@ -1,0 +1,84 @@
+"""A lock on a folder, so that two trainers never write into one."""
+
+import contextlib
+import errno
+import json
+import os
+import socket
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+from multilin.errors import InputError
+from multilin.files import check_folder, shown
+
+try:
+    import fcntl
+except ImportError:  # on Windows
+    fcntl = None  # type: ignore[assignment]
+
+LOCK_FILE = ".multilin.lock"
+
+
+@contextlib.contextmanager
+def locked_folder(path: str | Path) -> Iterator[None]:
+    """Keep other processes that ask for the same lock out of a folder, which is made if it does not exist.
+
+    The operating system holds the lock, on a hidden file, and gives it back when this process ends, however it ends. A
+    folder that was made and stayed empty is removed again.
+
+    Raises:
+        InputError: another process holds the lock, which the message names; or the folder cannot be written.
+    """
+    folder = check_folder("output", path)
+    try:
+        missing = [parent for parent in (folder, *folder.parents) if not parent.exists()]
+        folder.mkdir(parents=True, exist_ok=True)
+        descriptor = _acquire(path, folder / LOCK_FILE)
+    except OSError as error:
+        raise InputError(f"output: {shown(path)} cannot be written ({error.strerror})") from None
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            (folder / LOCK_FILE).unlink(missing_ok=True)
+        os.close(descriptor)
+        with contextlib.suppress(OSError):
+            for made in missing:
+                made.rmdir()
+
+
+def _acquire(path: str | Path, lock: Path) -> int:
+    """The descriptor of the open lock file, which names this process from now on."""
+    while True:
+        descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o666)
+        try:
+            if fcntl is None:
+                raise OSError(errno.ENOSYS, "this system has no such locks")
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = _holder(descriptor)
+            os.close(descriptor)
+            raise InputError(
+                f"output: {shown(path)} is in use by {holder}; wait until it has ended, or give another folder"
+            ) from None
+        except OSError as error:
+            warnings.warn(
+                f"{shown(path)} cannot be locked ({error.strerror}): see to it that no other process writes into it",
+                stacklevel=4,
+            )
+            return descriptor
+        # Whoever held the lock before removes the file first: then this lock is on a file that nobody else will find.
+        if os.fstat(descriptor).st_nlink:
+            os.truncate(descriptor, 0)
+            os.write(descriptor, json.dumps({"process": os.getpid(), "host": socket.gethostname()}).encode())
+            return descriptor
+        os.close(descriptor)
+
+
+def _holder(descriptor: int) -> str:
+    try:
+        holder = json.loads(os.read(descriptor, 1000))
+        return f"process {int(holder['process'])} on {str(holder['host'])!r}"
+    except (OSError, ValueError, TypeError, KeyError):  # it has not written its name yet
+        return "another process"

@@ -1,0 +1,28 @@
+"""How a training run reports what it does: to an object, so that the library never prints."""
+
+from typing import Any
+
+
+class TrainingProgress:
+    """Receives the progress of a run and ignores it; a subclass overrides what it wants to show.
+
+    Only the main process of a run reports.
+    """
+
+    def prepare(self, stage: str, done: int, total: int | None = None) -> None:
+        """The text is being prepared; arguments as for `multilin.data.progress.Progress`."""
+
+    def message(self, text: str) -> None:
+        """Something a user should know, in one line."""
+
+    def start(self, step: int, max_steps: int) -> None:
+        """Training begins, after `step` of `max_steps` steps."""
+
+    def step(self, step: int) -> None:
+        """A step is done."""
+
+    def line(self, line: dict[str, Any]) -> None:
+        """A line of metrics.jsonl is complete."""
+
+    def stop(self) -> None:
+        """Training has ended or failed."""

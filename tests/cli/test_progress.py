@@ -1,0 +1,54 @@
+import io
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from multilin.cli import progress
+from multilin.cli.progress import StageBar, TrainingDisplay
+
+LINE = {"step": 3, "loss": 2.5, "tokens_per_second": 12345.6}
+VALIDATED = LINE | {"step": 5, "validation_loss": 2.0, "validation_bits_per_byte": 1.75}
+
+
+def shown(lines: list[dict[str, Any]], *, terminal: bool) -> str:
+    out = io.StringIO()
+    with TrainingDisplay(Console(file=out, force_terminal=terminal, width=120, highlight=False)) as display:
+        display.start(0, 10)
+        for line in lines:
+            display.step(line["step"])
+            display.line(line)
+        display.message("bye [not markup]")
+    return out.getvalue()
+
+
+def test_a_terminal_gets_one_bar_with_the_latest_figures() -> None:
+    text = shown([VALIDATED, LINE | {"step": 6, "loss": 2.4}], terminal=True)
+    assert "6/10" in text
+    assert "loss 2.400  validation 1.750 bits per byte  12,346 tokens/s" in text
+
+
+def test_elsewhere_there_is_a_line_for_validations_and_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress.time, "monotonic", lambda: 0.0)
+    out = shown([LINE, LINE | {"step": 4}, VALIDATED], terminal=False)
+    assert out.splitlines() == [
+        "step 3/10  loss 2.500  12,346 tokens/s",
+        "step 5/10  loss 2.500  validation 1.750 bits per byte  12,346 tokens/s",
+        "bye [not markup]",
+    ]
+
+
+def test_a_stage_is_shown_from_its_first_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Text that lies ready in the cache needs no line such as `reading 0.0 MB`."""
+    out = io.StringIO()
+    terminal = Console(file=out, force_terminal=True, width=100)
+    monkeypatch.setattr(progress, "Console", lambda **_: terminal)
+    bar = StageBar()
+    bar.close()
+    assert out.getvalue() == ""
+    bar("packing the text", 2_500_000)
+    bar("evaluating", 3, 4)
+    bar.close()
+    assert "packing the text" in out.getvalue()
+    assert "2.5 MB" in out.getvalue()
+    assert "75%" in out.getvalue()

@@ -1,0 +1,281 @@
+"""What transformers, PEFT, accelerate and TRL ask of a causal language model, asked of every architecture."""
+
+import copy
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from accelerate import cpu_offload
+from datasets import Dataset
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModel, AutoModelForCausalLM, GenerationConfig, Trainer, TrainingArguments, pipeline
+
+from multilin import InputError, MultilinForCausalLM
+from multilin.architectures import architectures
+from multilin.data.tokenizers import train_tokenizer
+from multilin.model.factory import create_model
+
+VOCAB_SIZE, LONGEST = 31, 64
+GREEDY = {"do_sample": False, "eos_token_id": None, "pad_token_id": 1, "suppress_tokens": [1]}
+
+
+@pytest.fixture(params=list(architectures()))
+def architecture(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+def make(architecture: str, **config: object) -> MultilinForCausalLM:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "num_layers": 2, "vocab_size": VOCAB_SIZE, "n_positions": LONGEST}
+    tokens = {"bos_token_id": 2, "eos_token_id": 0, "pad_token_id": 1}
+    return create_model(architecture, **{**sizes, **tokens, "initializer_range": 0.3, **config}).eval()
+
+
+def ids(*shape: int) -> torch.Tensor:
+    return torch.randint(2, VOCAB_SIZE, shape, generator=torch.Generator().manual_seed(1))
+
+
+def cross_entropy(logits: torch.Tensor, labels: torch.Tensor, **options: float) -> torch.Tensor:
+    return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), **options)
+
+
+# Losses
+
+
+def test_the_label_smoothing_of_trainer_shifts_the_labels(architecture: str, tmp_path) -> None:
+    model, batch = make(architecture), {"input_ids": ids(2, 20), "labels": ids(2, 20)}
+    arguments = TrainingArguments(str(tmp_path), label_smoothing_factor=0.2, use_cpu=True, report_to="none")
+    loss = Trainer(model, arguments).compute_loss(model, dict(batch))
+    expected = cross_entropy(model(batch["input_ids"]).logits, batch["labels"], label_smoothing=0.2)
+    torch.testing.assert_close(loss, expected)
+
+
+def test_shifted_labels_are_taken_as_they_are(architecture: str) -> None:
+    model, tokens = make(architecture), ids(2, 20)
+    shifted = torch.nn.functional.pad(tokens[:, 1:], (0, 1), value=-100)
+    expected = model(tokens, labels=tokens).loss
+    torch.testing.assert_close(model(tokens, shift_labels=shifted).loss, expected)
+    torch.testing.assert_close(model(tokens, labels=ids(2, 20) * 0, shift_labels=shifted).loss, expected)
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.3])
+def test_an_adapter_on_the_head_is_part_of_loss_and_logits(architecture: str, scale: float) -> None:
+    model, tokens = make(architecture, logit_scale=scale, tie_word_embeddings=False), ids(2, 20)
+    adapted = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", r=3, target_modules=["lm_head"]))
+    torch.nn.init.normal_(adapted.base_model.model.lm_head.lora_B["default"].weight)
+    loss = adapted(input_ids=tokens, labels=tokens).loss
+    loss.backward()
+    trained = [parameter for parameter in adapted.parameters() if parameter.requires_grad]
+    assert all(parameter.grad is not None and parameter.grad.any() for parameter in trained)
+    logits = adapted(input_ids=tokens).logits
+    torch.testing.assert_close(loss, cross_entropy(logits, tokens))
+    losses = model.token_losses(tokens)
+    merged = adapted.merge_and_unload()
+    torch.testing.assert_close(merged(tokens).logits, logits, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(merged.token_losses(tokens), losses, rtol=1e-4, atol=1e-4)
+
+
+def test_offloaded_weights_compute_the_same(architecture: str) -> None:
+    model, tokens = make(architecture), ids(2, 20)
+    with torch.no_grad():
+        expected = model(tokens, labels=tokens)
+        cpu_offload(model, execution_device="cpu")
+        found, losses = model(tokens, labels=tokens), model.token_losses(tokens)
+    torch.testing.assert_close(found.logits, expected.logits)
+    torch.testing.assert_close(found.loss, expected.loss)
+    torch.testing.assert_close(losses.mean(), expected.loss)
+    layers = {type(layer).__name__ for layer in model.model.layers}
+    assert set(model._no_split_modules) == layers
+
+
+@pytest.mark.parametrize("size", [VOCAB_SIZE + 6, VOCAB_SIZE - 5])
+def test_a_fixed_bias_stays_fixed(architecture: str, size: int, tmp_path) -> None:
+    model = make(architecture, output_bias="unigram")
+    model.set_token_counts(torch.arange(VOCAB_SIZE))
+    model.save_pretrained(tmp_path)
+    loaded = MultilinForCausalLM.from_pretrained(tmp_path)
+    assert torch.equal(loaded.lm_head.bias, model.lm_head.bias)
+    loaded.resize_token_embeddings(size)
+    assert loaded.get_input_embeddings().weight.shape[0] == loaded.config.vocab_size == size
+    expected = torch.cat([model.lm_head.bias, model.lm_head.bias.min().expand(6)])[:size]
+    torch.testing.assert_close(loaded.lm_head.bias, expected)
+    for network in (model, loaded):
+        assert "lm_head.bias" in network.state_dict()
+        assert "lm_head.bias" not in dict(network.named_parameters())
+    loaded.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    torch.testing.assert_close(again(ids(1, 5) % size).logits, loaded.eval()(ids(1, 5) % size).logits)
+
+
+# forward
+
+
+def test_the_config_decides_what_is_returned(architecture: str) -> None:
+    model, tokens = make(architecture), ids(1, 6)
+    assert set(model(tokens)) == {"logits", "past_key_values"}
+    model.config.use_cache, model.config.output_hidden_states = False, True
+    assert set(model(tokens)) == {"logits", "hidden_states"}
+    model.config.return_dict = False
+    logits, hidden_states = model(tokens)
+    assert len(hidden_states) == model.config.num_hidden_layers + 1
+    torch.testing.assert_close(model(tokens, return_dict=True).logits, logits)
+
+
+def test_the_last_hidden_states_are_what_the_head_reads(architecture: str) -> None:
+    model, tokens = make(architecture), ids(2, 9)
+    result = model(tokens, output_hidden_states=True)
+    torch.testing.assert_close(model.lm_head(result.hidden_states[-1] * model.config.logit_scale), result.logits)
+    torch.testing.assert_close(model.base_model(tokens).last_hidden_state, result.hidden_states[-1])
+
+
+def test_embeddings_are_read_in_place_of_ids(architecture: str) -> None:
+    model, tokens = make(architecture), ids(2, 9)
+    embeddings = model.get_input_embeddings()(tokens)
+    torch.testing.assert_close(model(inputs_embeds=embeddings).logits, model(tokens).logits)
+    generated = model.generate(inputs_embeds=embeddings, max_new_tokens=5, **GREEDY)
+    assert torch.equal(generated, model.generate(tokens, max_new_tokens=5, **GREEDY)[:, 9:])
+
+
+def test_the_body_loads_by_itself(architecture: str, tmp_path) -> None:
+    model, tokens = make(architecture), ids(2, 9)
+    model.save_pretrained(tmp_path)
+    body = AutoModel.from_pretrained(tmp_path)
+    torch.testing.assert_close(body(tokens).last_hidden_state, model.base_model(tokens).last_hidden_state)
+    assert type(model.base_model) is type(body)
+    copied = copy.deepcopy(model)
+    assert torch.equal(copied(tokens).logits, model(tokens).logits)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("installed", [False, True])
+def test_transformers_alone_says_what_to_install(installed: bool, tmp_path) -> None:
+    """Nothing of the model's folder is run unless that is asked for; then multilin is imported, or named."""
+    make("additive").save_pretrained(tmp_path / "model")
+    load = """
+import sys
+class Missing:
+    def find_spec(self, name, *_):
+        if name.partition(".")[0] == "multilin":
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+if sys.argv[2] == "False":
+    sys.meta_path.insert(0, Missing())
+from transformers import AutoModelForCausalLM
+for trusts in (None, True):
+    try:
+        result = type(AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=trusts)).__name__
+    except Exception as error:
+        result = " ".join(str(error).split())
+    print(f"\\n{trusts}: {result}")
+"""
+    environment = {**os.environ, "HF_MODULES_CACHE": str(tmp_path / "modules")}
+    result = subprocess.run(
+        [sys.executable, "-c", load, str(tmp_path / "model"), str(installed)],
+        env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    found = dict(line.split(": ", 1) for line in result.stdout.splitlines() if line.startswith(("None: ", "True: ")))
+    assert "contains custom code" in found["None"]
+    assert found["True"] == "MultilinForCausalLM" if installed else "pip install multilin" in found["True"]
+
+
+# generate
+
+
+def test_assistants_change_nothing_but_speed(architecture: str) -> None:
+    """Speculative decoding takes tokens back: by a model that often errs, one that never does, and the prompt."""
+    model, tokens = make(architecture), ids(1, 12)
+    expected = model.generate(tokens, max_new_tokens=20, **GREEDY)
+    other = make(architecture, initializer_range=0.2)
+    for assistant in (other, copy.deepcopy(model)):
+        assert torch.equal(model.generate(tokens, assistant_model=assistant, max_new_tokens=20, **GREEDY), expected)
+    assert torch.equal(model.generate(tokens, prompt_lookup_num_tokens=3, max_new_tokens=20, **GREEDY), expected)
+
+
+def test_the_state_after_an_assistant_continues(architecture: str) -> None:
+    model, tokens = make(architecture), ids(1, 12)
+    how = {"prompt_lookup_num_tokens": 3, "return_dict_in_generate": True, **GREEDY}
+    first = model.generate(tokens, max_new_tokens=7, **how)
+    onward = model.generate(first.sequences, past_key_values=first.past_key_values, max_new_tokens=8, **GREEDY)
+    assert torch.equal(onward, model.generate(tokens, max_new_tokens=15, **GREEDY))
+
+
+def test_generation_without_ids_begins_with_the_start_token(architecture: str) -> None:
+    model = make(architecture)
+    expected = model.generate(torch.tensor([[2]]), max_new_tokens=5, **GREEDY)
+    assert torch.equal(model.generate(max_new_tokens=5, **GREEDY), expected)
+    model.generation_config.bos_token_id = None
+    with pytest.raises(InputError, match="input_ids: no tokens given"):
+        model.generate(max_new_tokens=5)
+
+
+def test_caches_of_other_kinds_are_refused(architecture: str) -> None:
+    model = make(architecture)
+    with pytest.raises(InputError, match="cache_implementation: 'static' given"):
+        model.generate(ids(1, 5), cache_implementation="static", max_new_tokens=2)
+    settings = GenerationConfig(cache_implementation="quantized", max_new_tokens=2)
+    with pytest.raises(InputError, match="cache_implementation: 'quantized' given"):
+        model.generate(ids(1, 5), settings)
+    expected = model.generate(ids(1, 5), max_new_tokens=4, **GREEDY)
+    found = model.generate(ids(1, 5), cache_implementation="dynamic", max_new_tokens=4, **GREEDY)
+    assert torch.equal(found, expected)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    words = [f"the cat number {i} sat on the mat and it was {i} times " * (1 + i % 3) for i in range(24)]
+    return train_tokenizer(iter(words), "bpe", 290)
+
+
+def test_pipelines_generate_with_their_defaults(architecture: str, tokenizer) -> None:
+    model = make(architecture, vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id)
+    generate = pipeline("text-generation", model=model, tokenizer=tokenizer)
+    assert generate("the cat")[0]["generated_text"].startswith("the cat")
+    assert len(generate("", return_full_text=False)[0]["generated_text"]) > 0
+    features = pipeline("feature-extraction", model=model.base_model, tokenizer=tokenizer)("the cat")
+    assert len(features[0][0]) == 16
+
+
+def test_stop_strings_stop(architecture: str, tokenizer) -> None:
+    model = make(architecture, vocab_size=len(tokenizer))
+    prompt = tokenizer("the cat", return_tensors="pt").input_ids
+    others = [token for token in range(len(tokenizer)) if not tokenizer.decode([token]).isalpha()]
+    how = {**GREEDY, "suppress_tokens": others, "repetition_penalty": 3.0, "max_new_tokens": 20}
+    whole = tokenizer.decode(model.generate(prompt, **how)[0, prompt.shape[1] :])
+    middle = whole[len(whole) // 3 : len(whole) // 3 + 3]
+    found = model.generate(prompt, stop_strings=[middle], tokenizer=tokenizer, **how)
+    text = tokenizer.decode(found[0, prompt.shape[1] :])
+    assert middle in text
+    assert len(text) < len(whole)
+
+
+# TRL
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # TRL uses names that transformers has deprecated
+@pytest.mark.parametrize("way", ["padded", "wrapped", "packed", "padding free"])
+def test_sft_learns(architecture: str, tokenizer, way: str, tmp_path) -> None:
+    trl = pytest.importorskip("trl")
+    texts = [tokenizer.decode(ids(20).tolist()) for _ in range(12)]
+    model = make(architecture, vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id)
+    settings = {
+        "padded": {}, "packed": {"packing": True}, "wrapped": {"packing": True, "packing_strategy": "wrapped"},
+        "padding free": {"padding_free": True, "max_length": None},
+    }[way]  # fmt: skip
+    arguments = trl.SFTConfig(
+        **{
+            "output_dir": str(tmp_path), "max_length": LONGEST, "max_steps": 12, "per_device_train_batch_size": 4,
+            "learning_rate": 3e-2, "logging_steps": 1, "use_cpu": True, "bf16": False, "report_to": "none",
+            "save_strategy": "no", "disable_tqdm": True, **settings,
+        }
+    )  # fmt: skip
+    data = Dataset.from_dict({"text": texts})
+    trainer = trl.SFTTrainer(model=model, args=arguments, train_dataset=data, processing_class=tokenizer)
+    if way in ("packed", "padding free") and not model.packs:
+        with pytest.raises(InputError, match="several documents in a row"):
+            trainer.train()
+        return
+    trainer.train()
+    losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]
+    assert losses[-1] < 0.9 * losses[0]

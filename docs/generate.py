@@ -137,7 +137,10 @@ def _recipes() -> str:
     text = (
         "# Recipes\n\nA recipe is a YAML file with these fields; every one is also a flag, "
         "`multilin train demo --training.max_steps 50`. `null` stands for the default of the architecture or of the "
-        "machine.\n\n## Built in\n\n"
+        "machine.\n\n"
+        "Of YAML the plain part is read: numbers, texts, true, false, null, lists and sections, at most 1 MB. `1e-3` "
+        "is a number, `yes` and `12:30` are texts; aliases, tags and repeated names are refused. Fields outside their "
+        "bounds, and models that this machine has no memory for, are refused before any work.\n\n## Built in\n\n"
         "`multilin train NAME` trains one of these; give your own text with `--data.source`.\n\n"
         "| recipe | what it is |\n|---|---|\n"
     )
@@ -159,7 +162,8 @@ def _opening_comment(path: Path) -> str:
 def _fields(cls: type) -> str:
     rows = ["| field | type | default | meaning |", "|---|---|---|---|"]
     for field in dataclasses.fields(cls):
-        kind = _type_name(typing.get_type_hints(cls)[field.name]).replace("|", "\\|")
+        hint = typing.get_type_hints(cls, include_extras=True)[field.name]
+        kind = _type_name(hint).replace("|", "\\|")
         default = field.default if field.default is not dataclasses.MISSING else field.default_factory()  # type: ignore[misc]
         shown = "null" if default is None else default
         rows.append(f"| `{field.name}` | {kind} | `{shown}` | {field_help(cls)[field.name]} |")
@@ -173,10 +177,17 @@ def _type_name(kind: Any) -> str:
     if origin in (typing.Union, types.UnionType):
         return " | ".join("null" if a is type(None) else _type_name(a) for a in arguments)
     if origin is typing.Annotated:
-        return _type_name(arguments[0])
+        return " ".join(filter(None, [_type_name(arguments[0]), _range(arguments[1:])]))
     if origin is tuple:
         return "list"
     return getattr(origin or kind, "__name__", str(kind))
+
+
+def _range(metadata: typing.Sequence[Any]) -> str:
+    """`1 to 65,536`, for a type with bounds."""
+    words = {"ge": "", "gt": "above ", "le": "", "lt": "below "}
+    bounds = {name: getattr(bound, name) for bound in metadata for name in words if hasattr(bound, name)}
+    return " to ".join(f"{words[name]}{value:,.10g}" for name, value in bounds.items())
 
 
 def _prose(text: str) -> str:

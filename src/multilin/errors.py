@@ -1,14 +1,24 @@
 """The one exception for bad input, whose message is a sentence a user can act on, and helpers for such sentences."""
 
 import difflib
+import math
+import reprlib
 from collections.abc import Iterable
+from typing import Any
+
+LONGEST_MESSAGE = 1000
+LONGEST_VALUE = 100
 
 
 class InputError(ValueError):
     """Bad input: the message names the field, the value and what would be accepted.
 
-    The command line prints the message alone and exits with status 2; in a program it is a ValueError.
+    The command line prints the message alone and exits with status 2; in a program it is a ValueError. A message longer
+    than LONGEST_MESSAGE characters is cut in its middle.
     """
+
+    def __init__(self, message: str) -> None:
+        super().__init__(shorten(message, LONGEST_MESSAGE))
 
 
 def system_error(error: OSError) -> str:
@@ -19,10 +29,41 @@ def system_error(error: OSError) -> str:
 
 def nearest(word: str, choices: Iterable[str]) -> str:
     """A hint to append to a message: `; did you mean 'window'?`, or nothing when no choice is close."""
-    matches = difflib.get_close_matches(word, list(choices), n=1)
+    matches = difflib.get_close_matches(word[:LONGEST_VALUE], list(choices), n=1)
     return f"; did you mean {matches[0]!r}?" if matches else ""
 
 
 def plural(number: int, noun: str) -> str:
     """A count with its noun: `1 document`, `1,204 documents`."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def shorten(text: str, length: int = LONGEST_VALUE) -> str:
+    """The text, or its beginning and end with ` ... ` between them: at most `length` characters."""
+    if len(text) <= length:
+        return text
+    half = (length - 5) // 2
+    return f"{text[: length - 5 - half]} ... {text[-half:]}"
+
+
+def shown(value: Any) -> str:
+    """The repr of a value for a message: at most LONGEST_VALUE characters, however large the value is."""
+    return shorten(_SHORT.repr(value))
+
+
+class _Short(reprlib.Repr):
+    """Looks at the first few entries and levels of containers only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxlevel, self.maxstring, self.maxother = 3, LONGEST_VALUE, LONGEST_VALUE
+        self.maxdict = self.maxlist = self.maxtuple = 4
+
+    def repr_int(self, value: int, level: int) -> str:
+        # Python refuses to write integers of more than 4300 digits.
+        if value.bit_length() > 200:
+            return f"an integer of {int(value.bit_length() * math.log10(2)) + 1} digits"
+        return repr(value)
+
+
+_SHORT = _Short()

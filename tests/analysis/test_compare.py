@@ -44,7 +44,7 @@ BASE = {
     },
 }
 STEPS = 10
-FAILING = {"optimizer.learning_rate": 1e30}
+FAILING = {"optimizer.learning_rate": 1e3, "optimizer.weight_decay": 1e6}  # every step multiplies weights by -1e9
 
 
 @pytest.fixture(scope="module")

@@ -53,7 +53,7 @@ def sweep_file(tmp_path: Path) -> Callable[..., Path]:
         ),
         (
             {"rows": {"gpt2": {"model.hidden_size": 0}}},
-            "rows.gpt2.model.hidden_size: 0 given, but it should be greater",
+            "rows.gpt2.model.hidden_size: 0 given, but it should be at least 1",
         ),
         ({"rows": {"a": {"recipe": "demmo"}}}, "recipe: 'demmo' is neither"),
         ({"rows": {"a/b": {}}}, "rows: 'a/b' given, but a row is named by"),
@@ -62,13 +62,16 @@ def sweep_file(tmp_path: Path) -> Callable[..., Path]:
         ({"rows": {"a": {"output": "x"}}}, "rows.a.output: 'x' given, but runs go into folders of the sweep's"),
         ({"base": {"training.max_steps": 5}}, "base.training.max_steps: 5 given, but the budget decides"),
         ({"base": {"training": {"seed": 5}}}, "base.training.seed: 5 given, but give `seeds`"),
-        ({"budget": {"tokens": 0}}, "budget.tokens: 0 given, but it should be greater than 0"),
+        ({"budget": {"tokens": 0}}, "budget.tokens: 0 given, but it should be above 0"),
         ({"budget": {"token": 5}}, "budget.token: unknown field; did you mean 'tokens'?"),
         ({"budget": {"tokens": 5, "seconds": 5}}, "budget: tokens and seconds given, but it should be exactly one"),
         ({"budget": {}}, "budget: nothing given, but it should be exactly one"),
         ({"seeds": [1, 1]}, "seeds: [1, 1] given, but it should be a list of different numbers"),
         ({"seeds": []}, "seeds: [] given, but it should be a list"),
-        ({"grid": {"optimizer.learning_rate": []}}, "grid.optimizer.learning_rate: no value given"),
+        (
+            {"grid": {"optimizer.learning_rate": []}},
+            "grid.optimizer.learning_rate: [] given, but it should be of at least 1 entries",
+        ),
         (
             {"grid": {"training.batch_size": [1]}},
             "grid.training.batch_size: given, but a grid tries fields of optimizer",
@@ -77,7 +80,17 @@ def sweep_file(tmp_path: Path) -> Callable[..., Path]:
         ({"extend_grid": 2}, "extend_grid: 2 given, but only a grid of one field with two or more different positive"),
         ({"extend_grid": 1, "grid": {"schedule.name": ["linear", "cosine"]}}, "extend_grid: 1 given, but only a grid"),
         ({"extend_grid": 1, "grid": {"optimizer.weight_decay": [0.0, 0.1]}}, "extend_grid: 1 given, but only a grid"),
-        ({"extend_grid": -1}, "extend_grid: -1 given, but it should be greater than or equal to 0"),
+        (
+            {"extend_grid": 1, "grid": {"optimizer.betas": [[0.9, 0.9], [0.9, 0.99]]}},
+            "extend_grid: 1 given, but only a grid",
+        ),
+        ({"seeds": list(range(101))}, "seeds: [0, 1, 2, 3, ...] given, but it should be of at most 100 entries"),
+        ({"grid": {f"optimizer.{n}": list(range(99)) for n in "ab"}}, "grid: 9801 combinations given"),
+        (
+            {"budget": {"tokens": 1e30}},
+            "budget.tokens: 1e+30 given, but that is 3.13e+28 steps for rows.elita; give less",
+        ),
+        ({"extend_grid": -1}, "extend_grid: -1 given, but it should be at least 0"),
         ({"task": "mqra"}, "rows.elita: task: 'mqra' is not known; did you mean 'mqar'?"),
         ({"budget": {"tokens": 50}}, "budget.tokens: 50 given, but that is 1 step for rows.elita, not more than its"),
     ],
@@ -101,7 +114,7 @@ def test_a_mistake_is_one_sentence_before_any_work(
 @pytest.mark.parametrize("budget", ["--tokens", "--flops", "--seconds"])
 def test_a_budget_of_zero_is_refused(budget: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["compare", budget, "0"]) == 2
-    assert f"{budget}: 0.0 given, but it should be greater than 0" in capsys.readouterr().err
+    assert f"{budget}: 0.0 given, but it should be above 0" in capsys.readouterr().err
 
 
 def test_one_recipe_is_not_compared(capsys: pytest.CaptureFixture[str]) -> None:
@@ -208,7 +221,7 @@ def test_flops_of_running_means_are_those_of_the_weights() -> None:
     assert training_flops_per_token(model, 24) == 6 * weights
 
 
-def test_a_grid_whose_numbers_yaml_reads_as_texts_can_go_on(sweep_file: Callable[..., Path]) -> None:
+def test_a_grid_of_numbers_without_a_point_can_go_on(sweep_file: Callable[..., Path]) -> None:
     path = sweep_file(extend_grid=1)
     path.write_text(path.read_text() + "grid: {optimizer.learning_rate: [1e-3, 4e-3]}\n")
     assert load_sweep(path).grid == {"optimizer.learning_rate": [1e-3, 4e-3]}

@@ -3,12 +3,14 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from multilin.analysis.evaluate_run import break_down_run, evaluate_run
 from multilin.analysis.settings import EvaluationSettings
+from multilin.cli.main import main
 from multilin.data.tokenizers import train_tokenizer
 from multilin.errors import InputError
 from multilin.inference.runs import Run, load_run
@@ -76,7 +78,7 @@ def score(run: Run, task: str, folder: Path) -> dict[str, dict[str, float | None
     """The scores of a task: metric to value and standard error."""
     from multilin.analysis.harness import evaluate_tasks
 
-    return evaluate_tasks(run, [task], folder=str(folder))[task]
+    return evaluate_tasks(run, [task], folder=str(folder), trust_task_code=True)[task]
 
 
 @pytest.mark.parametrize("length", [BLOCK - 1, 5 * (BLOCK - 1)], ids=["one window", "five windows"])
@@ -165,3 +167,21 @@ def test_bad_requests_are_refused(
         MultilinLM(str(folder), trust_remote_code=True)
     with pytest.raises(InputError, match=r"^max_lenght: unknown argument"):
         MultilinLM(str(folder), max_lenght=3)
+
+
+@pytest.mark.parametrize("folder", ["elita"], indirect=True)
+def test_code_of_a_task_folder_runs_only_where_it_is_trusted(folder: Path, tmp_path: Path, capsys: Any) -> None:
+    """Python that `!function` names, and a template that reaches for the operating system."""
+    (tmp_path / "code.py").write_text(f"open({str(tmp_path / 'imported')!r}, 'w').close()\ndef same(doc): return doc\n")
+    (tmp_path / "data.jsonl").write_text('{"text": "the cat"}\n')
+    escape = f"{{{{ cycler.__init__.__globals__.os.mkdir('{tmp_path / 'escaped'}') }}}}"
+    (tmp_path / "task.yaml").write_text(
+        "task: with_code\ndataset_path: json\ntest_split: test\noutput_type: loglikelihood_rolling\n"
+        f"dataset_kwargs: {{data_files: {{test: {tmp_path / 'data.jsonl'}}}}}\n"
+        f'process_results: !function code.same\ndoc_to_text: ""\ndoc_to_target: "{escape}"\n'
+    )
+    asked = ["evaluate", str(folder), "--tasks", "with_code", "--task-folder", str(tmp_path)]
+    assert main(asked) == 2
+    assert "--trust-task-code" in capsys.readouterr().err
+    assert not (tmp_path / "imported").exists()
+    assert not (tmp_path / "escaped").exists()

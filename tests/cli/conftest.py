@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from transformers import PreTrainedModel
+from transformers.utils import logging
 
 from multilin.cli.main import main
 from multilin.data.tokenizers import train_tokenizer
@@ -15,6 +16,8 @@ from multilin.model.factory import create_model
 
 WORDS = ("the", "a", "cat", "dog", "sat", "ran", "on", "under", "mat", "tree", "and", "saw", "big", "green", "house")
 N_POSITIONS = 64
+
+logging.disable_progress_bar()  # where a test is the first to ask for a folder, they would be part of its stderr
 
 
 @pytest.fixture(scope="session")

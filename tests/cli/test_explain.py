@@ -179,7 +179,7 @@ def test_a_model_that_gives_no_weights_away_shows_removal(explained: Callable, m
         (["--text", "x", "--file", "y"], "--file: given together with --text; give one of them"),
         (["--file", "nowhere.txt"], "--file: nowhere.txt cannot be read"),
         (["--text", "x", "--output", "no/where"], "--output: the folder no does not exist"),
-        (["--text", "x", "--max-tokens", "0"], "--max-tokens: 0 given, but it should be greater than 0"),
+        (["--text", "x", "--max-tokens", "0"], "--max-tokens: 0 given, but it should be at least 1"),
         ([], "text: none given, and"),
     ],
 )  # fmt: skip

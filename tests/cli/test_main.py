@@ -31,7 +31,7 @@ Call = Callable[..., str]
         (["train", "--training.compile", "maybe"], "--training.compile: 'maybe' given, but it should be true or false"),
         (["train", "--schedule.name", "line"], "--schedule.name: 'line' given, but it should be linear or cosine"),
         (["train", "--optimizer.betas", "0.9"], "--optimizer.betas: '0.9' given, but it should be a list such as [0.9"),
-        (["train", "--training.max_steps", "0"], "training.max_steps: 0 given, but it should be greater than 0"),
+        (["train", "--training.max_steps", "0"], "training.max_steps: 0 given, but it should be at least 1"),
         (["train", "--model.options.num_haeds", "2"], "model.options.num_haeds: unknown field; did you mean"),
         (["train", "demoo"], "recipe: 'demoo' is neither a YAML file, the folder of a run, nor a built-in recipe"),
         (["convert", "fastfomer", "a", "b"], "KIND: 'fastfomer' is not known; did you mean 'fastformer'?"),

@@ -89,7 +89,7 @@ def test_nonlinear_models_are_refused(folders: dict[str, Path], additive: Path, 
         ([], "prompt: none given, but a rollout goes on from a text; give --prompt with some"),
         (["--prompt", "x" * N_POSITIONS], "prompt: the text has 65 tokens, but this model reads at most 64"),
         (["--prompt", "x", "--num-steps", "64"], "num_steps: 64 after a text of 2 tokens given, but this model reads"),
-        (["--prompt", "x", "--num-steps", "0"], "--num-steps: 0 given, but it should be greater than 0"),
+        (["--prompt", "x", "--num-steps", "0"], "--num-steps: 0 given, but it should be at least 1"),
         (["--prompt", "x", "--dtype", "int8"], "--dtype: 'int8' given, but it should be float64 or float32"),
     ],
 )

@@ -123,7 +123,7 @@ def test_missing_parts_are_named(damaged: Path, refusal: Call) -> None:
     (damaged / "config.json").write_text(json.dumps(config | {"layers": [{"architecture": "addtive"}]}))
     assert "did you mean 'additive'?" in refusal("generate", damaged, "--prompt", "x")
     (damaged / "config.json").write_text("{")
-    assert "cannot be loaded" in refusal("generate", damaged, "--prompt", "x")
+    assert "config.json is not JSON" in refusal("generate", damaged, "--prompt", "x")
     (damaged / "model.safetensors").unlink()
     assert refusal("info", damaged).startswith(f"run: {damaged} holds no weights")
 
@@ -165,7 +165,7 @@ def test_evaluate_shows_the_best_and_the_worst_of_several_documents(trained: Pat
         (["--tasks", "x", "--long"], "--long: given together with --tasks, which bring their own texts"),
         (["--tasks", "x", "--source", "y"], "--source: given together with --tasks"),
         (["--task-limit", "3"], "--task-limit: given without --tasks; name the tasks to score on"),
-        (["--task-limit", "0"], "--task-limit: 0 given, but it should be greater than 0"),
+        (["--task-limit", "0"], "--task-limit: 0 given, but it should be at least 1"),
         (["--tasks", " ,"], "tasks: ' ,' given, but it should be names of lm-eval tasks, separated by commas"),
     ],
 )

@@ -122,7 +122,7 @@ def test_majority_of_an_even_number_is_made_odd() -> None:
     [
         ("mqra", "task: 'mqra' is not known; did you mean 'mqar'?; known are mqar, induction"),
         ("mqar?pairs=3", "task.mqar.pairs: unknown field"),
-        ("mqar?num_pairs=0", "task.mqar.num_pairs: '0' given, but it should be greater than or equal to 1"),
+        ("mqar?num_pairs=0", "task.mqar.num_pairs: '0' given, but it should be at least 1"),
         ("mqar?num_pairs=40", "task.mqar.num_pairs: 40 given, but it must be at most num_keys 32"),
         ("parity?num_bits=x", "task.parity.num_bits: 'x' given"),
     ],

@@ -195,3 +195,12 @@ def test_what_is_no_tokenizer_is_refused(tmp_path: Path) -> None:
     Tokenizer(models.WordLevel({"cat": 1}, unk_token="cat")).save(str(tmp_path / "tokenizer.json"))
     with pytest.raises(InputError, match="none of the end-of-text tokens"):
         load_tokenizer(str(tmp_path))
+
+
+def test_the_hub_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def offline(*_: object, **__: object) -> None:
+        raise ConnectionError("no network")
+
+    monkeypatch.setattr("huggingface_hub.HfApi.model_info", offline)
+    with pytest.raises(InputError, match=r"'owner/name' is neither .* nor a tokenizer on the hub \(no network\)"):
+        load_tokenizer("owner/name")

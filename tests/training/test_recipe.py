@@ -63,19 +63,27 @@ def test_a_run_folder_is_a_recipe_that_writes_where_the_folder_now_is(tmp_path: 
         ({"training.max_step": 3}, r"training\.max_step: unknown field; did you mean 'max_steps'\?"),
         ({"trainin.max_steps": 3}, r"trainin: unknown field; did you mean 'training'\?"),
         ({"training.max_steps": "many"}, r"training\.max_steps: 'many' given, but it should be a valid integer"),
-        ({"training.max_steps": 0}, r"training\.max_steps: 0 given, but it should be greater than 0"),
+        ({"training.max_steps": 0}, r"training\.max_steps: 0 given, but it should be at least 1"),
         (
             {"training.precision": "fp8"},
             r"training\.precision: 'fp8' given, but it should be 'auto', 'float32', 'bf16' or 'int8'",
         ),
         ({"model.hidden_size": 1.5}, r"model\.hidden_size: 1\.5 given"),
-        ({"optimizer.learning_rate": -1}, r"optimizer\.learning_rate: -1 given, but it should be greater than 0"),
-        ({"data.validation_fraction": 1}, r"data\.validation_fraction: 1 given, but it should be less than 1"),
+        ({"optimizer.learning_rate": -1}, r"optimizer\.learning_rate: -1 given, but it should be above 0"),
+        ({"data.validation_fraction": 1}, r"data\.validation_fraction: 1 given, but it should be below 1"),
     ],
 )
 def test_bad_values_are_named(overrides: dict[str, object], sentence: str) -> None:
     with pytest.raises(InputError, match=sentence):
         load_recipe(None, overrides)
+
+
+def test_a_folder_called_like_a_built_in_recipe_is_that_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("elita").mkdir()
+    Path("elita/recipe.yaml").write_text("model: {architecture: tscale}\noutput: elita\n")
+    assert load_recipe(Path("elita")).model.architecture == "tscale"
+    assert load_recipe("elita").model.architecture == "elita"
 
 
 def test_a_missing_recipe_names_the_built_in_ones() -> None:

@@ -19,6 +19,7 @@ from multilin.data.progress import Progress, no_progress
 from multilin.data.tokenizers import tokenizer_hash
 from multilin.errors import InputError
 from multilin.inference.runs import Run
+from multilin.model.memory import check_reading
 from multilin.training.assemble import read_text
 from multilin.training.recipe import RECIPE_FILE, load_recipe
 
@@ -37,7 +38,7 @@ def evaluate_run(run: Run, settings: EvaluationSettings = DEFAULTS, *, progress:
         InputError: the text cannot be read, or none is given and the folder has no recipe that names one.
     """
     with _text(run, settings, progress) as packed:
-        report = _counting(progress, "evaluating", _num_blocks(run, packed, settings))
+        report = _counting(progress, "evaluating", _checked_num_blocks(run, packed, settings))
         return evaluate(run.model, packed, **_reading(run, settings), progress=report)
 
 
@@ -62,7 +63,7 @@ def break_down_run(
             report = _counting(progress, "evaluating", min(packed.num_tokens, settings.max_tokens or packed.num_tokens))
             scored = read_whole(run, packed, max_tokens=settings.max_tokens, progress=report)
         else:
-            report = _counting(progress, "evaluating", _num_blocks(run, packed, settings))
+            report = _counting(progress, "evaluating", _checked_num_blocks(run, packed, settings))
             scored = read_blocks(run.model, packed, **_reading(run, settings), progress=report)
         return break_down(scored, packed, run.tokenizer)
 
@@ -113,10 +114,17 @@ def _reading(run: Run, settings: EvaluationSettings) -> dict[str, Any]:
     }
 
 
-def _num_blocks(run: Run, packed: PackedText, settings: EvaluationSettings) -> int:
+def _checked_num_blocks(run: Run, packed: PackedText, settings: EvaluationSettings) -> int:
+    """How many blocks are read.
+
+    Raises:
+        InputError: a batch of them does not fit into the memory.
+    """
     blocks = len(Blocks(packed, block_size(run), partial=True))
     if settings.max_tokens is not None:
         blocks = min(blocks, -(-settings.max_tokens // (block_size(run) - 1)))
+    num_rows = min(settings.batch_size, blocks)
+    check_reading(f"batch_size: {settings.batch_size}", run.model, num_rows, block_size(run), all_logits=True)
     return blocks
 
 

@@ -14,9 +14,11 @@ from multilin.data.tokenizers import start_token_id, token_texts, whole_characte
 from multilin.errors import InputError, plural
 from multilin.inference.prompts import encode_prompt
 from multilin.inference.runs import Run
+from multilin.model.memory import check_memory
 from multilin.training.recipe import RECIPE_FILE
 
 PASSAGE_TOKENS = 128
+PAIR_BYTES = 8  # of a weight or an effect
 
 DEFAULTS = ExplainSettings()
 
@@ -81,6 +83,8 @@ def explain_run(
         ids, source = encode_prompt(text, run.tokenizer), "the given text"
     _check_length(len(ids), settings, run.longest_text)
     token_ids = [start_token_id(run.tokenizer), *ids]
+    pairs = len(token_ids) ** 2 * (2 + run.model.config.num_hidden_layers)
+    check_memory(f"text: {len(ids)} tokens given, but explaining them", pairs * PAIR_BYTES, "cpu")
     found = explain(
         run.model, token_ids, remove=settings.remove, batch_size=settings.batch_size,
         progress=lambda done: progress("removing tokens", done, len(ids)),

@@ -18,7 +18,7 @@ from lm_eval.tasks import TaskManager
 
 from multilin.analysis.evaluate_run import block_size
 from multilin.data.tokenizers import start_token_id
-from multilin.errors import InputError, nearest
+from multilin.errors import InputError, nearest, shorten
 from multilin.inference.prompts import encode_prompt
 from multilin.inference.runs import Run, load_run
 
@@ -70,7 +70,13 @@ class MultilinLM(HFLM):
 
 
 def evaluate_tasks(
-    run: Run, tasks: Sequence[str], *, folder: str | None = None, limit: int | None = None, batch_size: int = 8
+    run: Run,
+    tasks: Sequence[str],
+    *,
+    folder: str | None = None,
+    trust_task_code: bool = False,
+    limit: int | None = None,
+    batch_size: int = 8,
 ) -> dict[str, dict[str, dict[str, float | None]]]:
     """The scores of a run on tasks of lm-eval: {task: {metric: {"value": ..., "standard_error": ... or None}}}.
 
@@ -78,12 +84,19 @@ def evaluate_tasks(
         run: the model and its tokenizer.
         tasks: names of tasks or groups.
         folder: a folder with further tasks (YAML).
+        trust_task_code: allow what is in the folder to run. lm-eval imports the Python that `!function` names, and its
+            templates, which are no sandbox, can reach as far as any program; neither can be told from the YAML alone.
         limit: examples of each task; None takes all.
         batch_size: texts read at a time.
 
     Raises:
-        InputError: an unknown task, or one whose data cannot be had.
+        InputError: an unknown task, one whose data cannot be had, or a folder that is not trusted.
     """
+    if folder is not None and not trust_task_code:
+        raise InputError(
+            f"--task-folder: {shorten(folder)} can run code, as lm-eval imports Python from it and evaluates its "
+            "templates; look at it, and give --trust-task-code too"
+        )
     manager = _find_tasks(tasks, folder)
     try:
         found = simple_evaluate(

@@ -17,6 +17,7 @@ from multilin.architectures.base import Architecture
 from multilin.errors import InputError, nearest
 from multilin.inference.runs import load_model, longest_text
 from multilin.model.factory import create_model, model_names
+from multilin.model.memory import check_memory, parameter_bytes
 
 
 @dataclass(frozen=True)
@@ -81,14 +82,15 @@ def find_model(name: str, sizes: ModelSizes) -> tuple[ModelInfo, Architecture | 
     if name not in model_names():
         hint = nearest(name, model_names()) or f"; known are {', '.join(model_names())}"
         raise InputError(f"MODEL: {name!r} is neither a folder nor an architecture{hint}")
-    model = create_model(
-        name,
-        hidden_size=sizes.hidden_size,
-        num_layers=sizes.num_layers,
-        vocab_size=sizes.vocab_size,
-        n_positions=sizes.n_positions,
-        options=sizes.options,
+    with torch.device("meta"):
+        model = create_model(name, **vars(sizes))
+    check_memory(
+        f"--hidden-size: {sizes.hidden_size}, {sizes.num_layers} layers, n_positions {sizes.n_positions} and a "
+        f"vocabulary of {sizes.vocab_size} given, but this model",
+        parameter_bytes(model),
     )
+    # The values of the weights do not matter here, and to draw them would take most of the time and all the memory.
+    model.to_empty(device="cpu").tie_weights()
     return describe_model(model), architectures().get(name)
 
 

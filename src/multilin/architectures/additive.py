@@ -35,28 +35,29 @@ from multilin.layers.linear import Linear
 from multilin.layers.reading import Reader, Reading
 from multilin.ops.prefix_softmax import PrefixSoftmaxState, prefix_softmax, prefix_softmax_weights
 from multilin.settings import settings
+from multilin.settings.bounds import LARGEST_WINDOW, Fraction, LayerWindows, Multiple, Positive, Window
 
 PACKAGE_EPS = 1e-5  # what the released package adds to standard deviations and to the softmax denominator
 
 
-Windows = Literal["doubling", "package", "global"] | int | tuple[int | None, ...]
+Windows = Literal["doubling", "package", "global"] | Window | LayerWindows
 
 
 @settings
 class AdditiveShared(LayerOptions):
     """What all layers of a model have in common."""
 
-    num_heads: int = 4  # heads; the hidden size must be divisible by it
+    num_heads: Multiple = 4  # heads; the hidden size must be divisible by it
     stabilizer: Literal["mid_norm", "head_norm"] = "mid_norm"  # where the attention is normalised in its middle
-    rescale: float | None = None  # largest logit of the stabilizer head_norm; none is 15
-    dropout: float = 0.1  # on poolings and feed-forward, in training
+    rescale: Positive | None = None  # largest logit of the stabilizer head_norm; none is 15
+    dropout: Fraction = 0.1  # on poolings and feed-forward, in training
 
 
 @settings
 class AdditiveOptions(AdditiveShared):
     """One layer."""
 
-    window: int | None = None  # tokens read, the current one included; none reads the whole past
+    window: Window | None = None  # tokens read, the current one included; none reads the whole past
 
 
 @settings
@@ -159,10 +160,8 @@ class AdditiveLayer(Layer):
 
     def __init__(self, hidden_size: int, options: AdditiveOptions) -> None:
         super().__init__()
-        if options.num_heads < 1 or hidden_size % options.num_heads:
+        if hidden_size % options.num_heads:
             raise InputError(f"num_heads: {options.num_heads} given, but it must divide the hidden size {hidden_size}")
-        if options.window is not None and options.window < 1:
-            raise InputError(f"window: {options.window} given, but it must be at least 1, or none for the whole past")
         if options.rescale is not None and options.stabilizer != "head_norm":
             raise InputError(f"rescale: {options.rescale} given, but only the stabilizer head_norm has one")
         self.attention_norm = nn.LayerNorm(hidden_size)
@@ -235,7 +234,7 @@ def _windows(num_layers: int, windows: Windows) -> list[int | None]:
             raise InputError(f"windows: {len(windows)} given, but the model has {plural(num_layers, 'layer')}")
         return list(windows)
     if windows == "doubling":
-        return [*(4 * 2**layer for layer in range(num_layers - 1)), None]
+        return [*(min(4 * 2**layer, LARGEST_WINDOW) for layer in range(num_layers - 1)), None]
     if windows == "package":
-        return [None, *(2 * 2**layer for layer in range(1, num_layers - 1)), None][:num_layers]
+        return [None, *(min(2 * 2**layer, LARGEST_WINDOW) for layer in range(1, num_layers - 1)), None][:num_layers]
     return [None if windows == "global" else int(windows)] * num_layers

@@ -11,6 +11,7 @@ from typing import Any
 from multilin.errors import InputError, nearest
 from multilin.layers.base import Layer
 from multilin.settings import load_settings, settings
+from multilin.settings.bounds import Depth, Fraction, Length, Rate, StepCount, Strength, Vocabulary, Width
 
 ENTRY_POINTS = "multilin.architectures"
 
@@ -25,26 +26,23 @@ class TrainingDefaults:
     """What the source of an architecture trains with; a recipe may say otherwise."""
 
     optimizer: str = "adamw"  # as recipes name it: adamw, normalized_sgd or matrix_moment
-    learning_rate: float = 5e-4  # peak of the schedule
-    betas: tuple[float, float] = (0.9, 0.999)  # AdamW's averages
-    weight_decay: float = 0.01  # on matrices, not on biases, norms and embeddings
+    learning_rate: Rate = 5e-4  # peak of the schedule
+    betas: tuple[Fraction, Fraction] = (0.9, 0.999)  # AdamW's averages
+    weight_decay: Strength = 0.01  # on matrices, not on biases, norms and embeddings
     schedule: str = "linear"  # from the peak on: linear, cosine, constant, tail or inverse_sqrt
-    warmup_steps: int = 100  # steps to the peak
-    clip_norm: float = 1.0  # largest norm of the gradient; 0 does not clip
-    label_smoothing: float = 0.0  # in training only
+    warmup_steps: StepCount = 100  # steps to the peak
+    clip_norm: Strength = 1.0  # largest norm of the gradient; 0 does not clip
+    label_smoothing: Fraction = 0.0  # in training only
 
 
-@dataclass(frozen=True)
+@settings
 class Sizes:
-    """What an architecture is asked for.
+    """What an architecture is asked for."""
 
-    hidden_size: D. num_layers: layers. vocab_size: V. n_positions: the longest text in training; None if not bounded.
-    """
-
-    hidden_size: int
-    num_layers: int
-    vocab_size: int
-    n_positions: int | None
+    hidden_size: Width  # D
+    num_layers: Depth  # layers
+    vocab_size: Vocabulary  # V
+    n_positions: Length | None  # the longest text in training; none if not bounded
 
 
 @dataclass(frozen=True)
@@ -94,8 +92,6 @@ class Architecture:
 
     def expand(self, sizes: Sizes, choices: Mapping[str, Any]) -> Preset:
         """The preset for these sizes and choices (checked)."""
-        if sizes.num_layers < 1:
-            raise InputError(f"num_layers: {sizes.num_layers} given, but it must be at least 1")
         return self.preset(sizes, load_settings(self.preset_options, choices, "model.options"))
 
     def build_layer(self, hidden_size: int, values: Mapping[str, Any], where: str) -> Layer:

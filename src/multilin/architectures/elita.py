@@ -31,33 +31,34 @@ from multilin.layers.linear import Linear, MatrixModule
 from multilin.layers.reading import Reader, Reading
 from multilin.ops.prefix_softmax import PrefixSoftmaxState, prefix_softmax, prefix_softmax_weights
 from multilin.settings import settings
+from multilin.settings.bounds import Fraction, Multiple, Positive, Width
 
 
 @settings
 class ElitaShared(LayerOptions):
     """What all layers of a model have in common."""
 
-    num_heads: int = 4  # heads
-    value_size: int | None = None  # width of a head's values; none is hidden size / heads
-    num_frequencies: int = 16  # sine waves of a position's weight
-    factor: int = 8  # width of the second factor of the feed-forward
-    norm_eps: float = 1e-5  # added to the variance; the original code has 1e-3
-    clip_logits: float | None = None  # largest exponent, as the original code clips at 20; none clips nothing
-    dropout: float = 0.0  # on attention and feed-forward, in training
+    num_heads: Multiple = 4  # heads
+    value_size: Width | None = None  # width of a head's values; none is hidden size / heads
+    num_frequencies: Multiple = 16  # sine waves of a position's weight
+    factor: Multiple = 8  # width of the second factor of the feed-forward
+    norm_eps: Positive = 1e-5  # added to the variance; the original code has 1e-3
+    clip_logits: Positive | None = None  # largest exponent, as the original code clips at 20; none clips nothing
+    dropout: Fraction = 0.0  # on attention and feed-forward, in training
 
 
 @settings
 class ElitaOptions(ElitaShared):
     """One layer."""
 
-    position_period: float = 1.0  # n: positions are counted in units of it
+    position_period: Positive = 1.0  # n: positions are counted in units of it
 
 
 @settings
 class ElitaPreset(ElitaShared):
     """A whole model."""
 
-    position_period: float | None = None  # n: positions are counted in units of it; none is the training length
+    position_period: Positive | None = None  # n: positions are counted in units of it; none is the training length
 
 
 class ElitaAttention(ParameterHolder, Reader):
@@ -156,8 +157,6 @@ class ElitaLayer(Layer):
         super().__init__()
         if options.value_size is None and hidden_size % options.num_heads:
             raise InputError(f"num_heads: {options.num_heads} given, but it must divide the hidden size {hidden_size}")
-        if options.position_period <= 0:
-            raise InputError(f"position_period: {options.position_period} given, but it must be above 0")
         self.attention_norm = nn.LayerNorm(hidden_size, eps=options.norm_eps, elementwise_affine=False)
         self.attention = ElitaAttention(hidden_size, options)
         self.feed_forward_norm = nn.LayerNorm(hidden_size, eps=options.norm_eps, elementwise_affine=False)

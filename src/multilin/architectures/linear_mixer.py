@@ -33,6 +33,7 @@ from multilin.layers.linear import Linear
 from multilin.layers.reading import Reader, Reading
 from multilin.ops.causal_mixing import CausalMixingState, causal_mixing, lower_triangle
 from multilin.settings import settings
+from multilin.settings.bounds import Length, Multiple
 
 
 @settings
@@ -43,7 +44,7 @@ class LinearMixerPreset(LayerOptions):
     mixing_bias: bool = False  # add a number per position to the sum
     residual: bool = True  # add the mixing to its input instead of replacing it
     feed_forward: Literal["none", "linear", "gelu"] = "none"  # maps each position after the mixing, always added
-    expansion: int = 4  # width of the middle of the GELU feed-forward, in multiples of the hidden size
+    expansion: Multiple = 4  # width of the middle of the GELU feed-forward, in multiples of the hidden size
     norm: bool = False  # LayerNorm before the mixing and before the feed-forward
 
 
@@ -51,7 +52,7 @@ class LinearMixerPreset(LayerOptions):
 class LinearMixerOptions(LinearMixerPreset):
     """One layer; with mixing "relu" its output goes through a ReLU."""
 
-    context: int = 1024  # n_ctx: positions that have weights, the length of the longest text
+    context: Length = 1024  # n_ctx: positions that have weights, the length of the longest text
 
 
 class LinearMixerState(NamedTuple):
@@ -115,9 +116,6 @@ class LinearMixerLayer(Layer):
 
     def __init__(self, hidden_size: int, options: LinearMixerOptions) -> None:
         super().__init__()
-        for name in ("context", "expansion"):
-            if getattr(options, name) < 1:
-                raise InputError(f"{name}: {getattr(options, name)} given, but it must be at least 1")
         self.hidden_size = hidden_size
         self.options = options
         self.longest_text = options.context

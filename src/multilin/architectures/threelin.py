@@ -31,11 +31,11 @@ from multilin.layers.norms import TileNorm
 from multilin.layers.reading import Reader, Reading
 from multilin.ops.windowed_attention import (
     WindowedAttentionState,
-    check_reach,
     windowed_attention,
     windowed_attention_weights,
 )
 from multilin.settings import settings
+from multilin.settings.bounds import Factor, Multiple, PastWindow, Strength, Width
 
 PATTERN = ((0.0, 6.6, 64), (0.0, 0.0, None), (0.0, 13.3, 64), (0.25, 0.0, 64), (0.0, 20.0, 64), (0.5, 0.0, 64))
 """Slope, hyper and window of the six layers that repeat; None is the wide window."""
@@ -45,11 +45,11 @@ PATTERN = ((0.0, 6.6, 64), (0.0, 0.0, None), (0.0, 13.3, 64), (0.25, 0.0, 64), (
 class ThreeLinShared(LayerOptions):
     """What all layers of a model have in common."""
 
-    query_size: int | None = None  # width of QK x and QV x; none is half the hidden size
-    value_size: int | None = None  # ttdim, width of V x and K x, a multiple of the block; none is the hidden size
-    block: int = 16  # pairs per number of the combiner, a power of two
+    query_size: Width | None = None  # width of QK x and QV x; none is half the hidden size
+    value_size: Width | None = None  # ttdim, width of V x and K x, a multiple of the block; none is the hidden size
+    block: Multiple = 16  # pairs per number of the combiner, a power of two
     query_on: Literal["past", "current"] = "past"  # which token the normalised QK belongs to
-    scale: float | None = None  # factor on the logits; none is 1 / sqrt(query size), the document has 1
+    scale: Factor | None = None  # factor on the logits; none is 1 / sqrt(query size), the document has 1
     learn_decay: bool = False  # slope and hyper are parameters
 
 
@@ -57,17 +57,17 @@ class ThreeLinShared(LayerOptions):
 class ThreeLinOptions(ThreeLinShared):
     """One layer."""
 
-    window: int = 64  # tokens of the past that are read
-    slope: float = 0.0  # linear decay over the distance in tokens
-    hyper: float = 0.0  # hyperbolic decay
+    window: PastWindow = 64  # tokens of the past that are read
+    slope: Strength = 0.0  # linear decay over the distance in tokens
+    hyper: Factor = 0.0  # hyperbolic decay
 
 
 @settings
 class ThreeLinPreset(ThreeLinShared):
     """A whole model."""
 
-    narrow: int = 64  # window of the narrow layers
-    wide: int | None = None  # window of the wide layers; none is the training length
+    narrow: PastWindow = 64  # window of the narrow layers
+    wide: PastWindow | None = None  # window of the wide layers; none is the training length
 
 
 class ThreeLinLayer(Layer, ParameterHolder, MatrixModule, Reader):
@@ -80,11 +80,10 @@ class ThreeLinLayer(Layer, ParameterHolder, MatrixModule, Reader):
         query_size = options.query_size or max(hidden_size // 2, 1)
         value_size = options.value_size or hidden_size
         block = options.block
-        if block < 1 or block & (block - 1) or value_size % block:
+        if block & (block - 1) or value_size % block:
             raise InputError(
                 f"block: {block} given, but it must be a power of two that divides value_size {value_size}"
             )
-        check_reach(options.window, options.slope, options.hyper)
         self.options = options
         self.scale = query_size**-0.5 if options.scale is None else options.scale
         self.norm = TileNorm()

@@ -36,11 +36,11 @@ from multilin.layers.positions import rotary_angles, rotate
 from multilin.layers.reading import Reader, Reading
 from multilin.ops.windowed_attention import (
     WindowedAttentionState,
-    check_reach,
     windowed_attention,
     windowed_attention_weights,
 )
 from multilin.settings import settings
+from multilin.settings.bounds import Factor, Multiple, PastWindow, Positive, Strength, Width
 
 BLOCK = 4  # b < 4: all pairs inside aligned blocks of four
 HEAD_SIZE = 128
@@ -50,11 +50,11 @@ HEAD_SIZE = 128
 class TScaleShared(LayerOptions):
     """What all layers of a model have in common."""
 
-    num_heads: int | None = None  # heads; none is hidden size / head size
-    head_size: int | None = None  # width of a head and of the tiles of N, even; none is 128, or less in a small model
-    expansion: int = 1  # width of the feed-forward in multiples of all heads together
-    rotary_base: float = 500_000.0  # of the rotary frequencies
-    scale: float | None = None  # factor on the logits; none is 0.5 / sqrt(head size)
+    num_heads: Multiple | None = None  # heads; none is hidden size / head size
+    head_size: Width | None = None  # width of a head and of the tiles of N, even; none is 128, or less in a small model
+    expansion: Multiple = 1  # width of the feed-forward in multiples of all heads together
+    rotary_base: Positive = 500_000.0  # of the rotary frequencies
+    scale: Factor | None = None  # factor on the logits; none is 0.5 / sqrt(head size)
     combiner: Literal["bilinear", "linear"] = "bilinear"  # linear is no part of TScale: lin(C, [u, a]), to compare with
 
 
@@ -62,8 +62,8 @@ class TScaleShared(LayerOptions):
 class TScaleOptions(TScaleShared):
     """One layer."""
 
-    width: int = 64  # tokens of the past that are read; 0 reads the token itself
-    slope: float = 0.0  # decay in powers of two per token
+    width: PastWindow = 64  # tokens of the past that are read; 0 reads the token itself
+    slope: Strength = 0.0  # decay in powers of two per token
 
 
 @settings
@@ -73,7 +73,7 @@ class TScalePreset(TScaleShared):
     widths: Literal["schedule", "full"] = (
         "schedule"  # full is no part of TScale: every layer reads all, to compare with
     )
-    full_width: int | None = None  # width of the full layers; none is the training length
+    full_width: PastWindow | None = None  # width of the full layers; none is the training length
     unigram_bias: bool = False  # add the log of the token counts to the logits, fixed
 
 
@@ -174,7 +174,6 @@ class TScaleLayer(Layer):
                 f"head_size: {head_size} given, but it must divide the hidden size {hidden_size} and be a multiple of "
                 "4, above 64 of 64"
             )
-        check_reach(options.width, options.slope, field="width")
         self.norm = TileNorm(head_size)
         self.attention = TScaleAttention(hidden_size, head_size, num_heads, options)
         wide = options.expansion * num_heads * head_size

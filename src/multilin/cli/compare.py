@@ -5,13 +5,12 @@ from dataclasses import field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from annotated_types import Gt
-
-from multilin.analysis.compare.sweep import Amount, Budget, changed, find_sweep
+from multilin.analysis.compare.sweep import Budget, changed, find_sweep
 from multilin.cli.arguments import POSITIONAL
 from multilin.cli.messages import loading, say_next
 from multilin.cli.tables import make_console, print_table
 from multilin.settings import settings
+from multilin.settings.bounds import Amount, Names, Repeats
 from multilin.training.recipe import Changes
 
 if TYPE_CHECKING:
@@ -22,11 +21,11 @@ if TYPE_CHECKING:
 class CompareArguments:
     """What to compare, and with how much."""
 
-    rows: Annotated[list[str], POSITIONAL] = field(default_factory=list)  # a sweep file; or recipes and models by name
+    rows: Annotated[Names, POSITIONAL] = field(default_factory=list)  # a sweep file; or recipes and models by name
     tokens: Amount | None = None  # budget of each run: training tokens
     flops: Amount | None = None  # or floating-point operations
     seconds: Amount | None = None  # or seconds of training
-    seeds: Annotated[int, Gt(0)] | None = None  # train every row so many times
+    seeds: Repeats | None = None  # train every row so many times
     task: str | None = None  # a recall task instead of a text: mqar, induction, copy, ... or mqar?num_pairs=16
     overwrite: bool = False  # replace the runs in the output folder
 

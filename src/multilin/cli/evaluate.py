@@ -4,9 +4,7 @@ import functools
 import importlib.util
 import json
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any
-
-from annotated_types import Gt
+from typing import TYPE_CHECKING, Any
 
 from multilin.analysis.settings import EvaluationSettings
 from multilin.cli.messages import loading, say_next
@@ -15,6 +13,7 @@ from multilin.errors import InputError, plural
 from multilin.files import check_writable, write_whole
 from multilin.inference.run_files import check_run_files
 from multilin.settings import settings
+from multilin.settings.bounds import PathText, Tokens
 
 if TYPE_CHECKING:
     from multilin.analysis.quantize_run import Quantized
@@ -26,21 +25,22 @@ OPENING_CHARACTERS = 40
 class EvaluateArguments:
     """What to score."""
 
-    run: str  # folder of a trained model
+    run: PathText  # folder of a trained model
     long: bool = False  # read every document whole, through the state, instead of blocks
     tasks: str | None = None  # names of lm-eval tasks, separated by commas, to score on instead of a text
-    task_folder: str | None = None  # a folder with lm-eval tasks of your own
-    task_limit: Annotated[int, Gt(0)] | None = None  # examples of each task; none takes all
+    task_folder: PathText | None = None  # a folder with lm-eval tasks of your own
+    trust_task_code: bool = False  # run the code in that folder: its YAML and templates can hold Python
+    task_limit: Tokens | None = None  # examples of each task; none takes all
     json: bool = False  # print JSON
-    output: str | None = None  # also write the JSON to this file
+    output: PathText | None = None  # also write the JSON to this file
 
 
 @settings
 class QuantizeArguments:
     """What to round."""
 
-    run: str  # folder of a trained model
-    output: str | None = None  # folder for the int8 model; without one RUN-int8
+    run: PathText  # folder of a trained model
+    output: PathText | None = None  # folder for the int8 model; without one RUN-int8
 
 
 def evaluate(arguments: EvaluateArguments, settings: EvaluationSettings) -> None:
@@ -65,8 +65,10 @@ def evaluate(arguments: EvaluateArguments, settings: EvaluationSettings) -> None
             from multilin.analysis.harness import evaluate_tasks
     data: dict[str, Any]
     if tasks:
-        folder, limit = arguments.task_folder, arguments.task_limit
-        data = evaluate_tasks(run, tasks, folder=folder, limit=limit, batch_size=settings.batch_size)
+        data = evaluate_tasks(
+            run, tasks, folder=arguments.task_folder, trust_task_code=arguments.trust_task_code,
+            limit=arguments.task_limit, batch_size=settings.batch_size,
+        )  # fmt: skip
         show = functools.partial(_print_tasks, data)
     else:
         with show_progress() as progress:
@@ -100,7 +102,11 @@ def quantize(arguments: QuantizeArguments, settings: EvaluationSettings) -> None
 def _check_together(arguments: EvaluateArguments, settings: EvaluationSettings) -> None:
     """Refuse flags that would be ignored."""
     for_texts = {"--long": arguments.long, "--source": settings.source, "--max-tokens": settings.max_tokens}
-    for_tasks = {"--task-folder": arguments.task_folder, "--task-limit": arguments.task_limit}
+    for_tasks = {
+        "--task-folder": arguments.task_folder,
+        "--trust-task-code": arguments.trust_task_code,
+        "--task-limit": arguments.task_limit,
+    }
     for name, given in for_texts.items():
         if given and arguments.tasks is not None:
             raise InputError(f"{name}: given together with --tasks, which bring their own texts; leave one of them out")

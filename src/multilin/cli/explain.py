@@ -8,6 +8,7 @@ from multilin.cli.prompts import read_prompt
 from multilin.files import check_folder, check_writable
 from multilin.inference.run_files import check_run_files
 from multilin.settings import settings
+from multilin.settings.bounds import PathText, Prose
 
 REPORT_KINDS = ("html", "png", "json")  # of the files explain.html, ...
 
@@ -16,10 +17,10 @@ REPORT_KINDS = ("html", "png", "json")  # of the files explain.html, ...
 class ExplainArguments:
     """What to explain."""
 
-    run: str  # folder of a trained model
-    text: str | None = None  # text to explain; without one it is read from a pipe, or taken from the validation text
-    file: str | None = None  # file with the text to explain; one newline at its end is left out
-    output: str | None = None  # folder for the page, the picture and the JSON; without one RUN/explain
+    run: PathText  # folder of a trained model
+    text: Prose | None = None  # text to explain; without one it is read from a pipe, or taken from the validation text
+    file: PathText | None = None  # file with the text to explain; one newline at its end is left out
+    output: PathText | None = None  # folder for the page, the picture and the JSON; without one RUN/explain
     json: bool = False  # print the JSON
 
 

@@ -12,6 +12,7 @@ from multilin.errors import InputError, nearest, plural
 from multilin.inference.run_files import check_run_files
 from multilin.inference.settings import GenerationSettings, RolloutSettings
 from multilin.settings import settings
+from multilin.settings.bounds import PathText, Prose
 
 if TYPE_CHECKING:
     from multilin.inference.rollout_run import RolloutResult
@@ -21,11 +22,11 @@ if TYPE_CHECKING:
 class GenerateArguments:
     """What to continue."""
 
-    run: str  # folder of a trained model
-    prompt: str | None = None  # text to continue; without one it is read from a pipe, or the model begins a text
-    prompt_file: str | None = None  # file with the text to continue; one newline at its end is left out
-    state: str | None = None  # go on from the state in this file; the prompt, if any, is added to its text
-    save_state: str | None = None  # write the state after the last token to this file, to go on from
+    run: PathText  # folder of a trained model
+    prompt: Prose | None = None  # text to continue; without one it is read from a pipe, or the model begins a text
+    prompt_file: PathText | None = None  # file with the text to continue; one newline at its end is left out
+    state: PathText | None = None  # go on from the state in this file; the prompt, if any, is added to its text
+    save_state: PathText | None = None  # write the state after the last token to this file, to go on from
     echo: bool = True  # also write the prompt itself to stdout
 
 
@@ -33,9 +34,9 @@ class GenerateArguments:
 class RolloutArguments:
     """What to go on from."""
 
-    run: str  # folder of a trained model, all of it linear
-    prompt: str | None = None  # text to go on from; without one it is read from a pipe
-    prompt_file: str | None = None  # file with the text to go on from; one newline at its end is left out
+    run: PathText  # folder of a trained model, all of it linear
+    prompt: Prose | None = None  # text to go on from; without one it is read from a pipe
+    prompt_file: PathText | None = None  # file with the text to go on from; one newline at its end is left out
     json: bool = False  # print JSON
 
 
@@ -44,8 +45,8 @@ class ConvertArguments:
     """What to convert."""
 
     kind: str  # where the checkpoint comes from: fastformer
-    source: str  # its folder
-    output: str  # folder to write ours to
+    source: PathText  # its folder
+    output: PathText  # folder to write ours to
 
 
 def generate(arguments: GenerateArguments, settings: GenerationSettings) -> None:

@@ -7,6 +7,7 @@ from multilin.analysis.settings import ModelSizes
 from multilin.cli.messages import as_json, loading
 from multilin.cli.tables import make_console, print_table
 from multilin.settings import field_help, settings
+from multilin.settings.bounds import PathText
 
 if TYPE_CHECKING:
     from multilin.analysis.info import ModelInfo
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 class InfoArguments:
     """What to describe."""
 
-    model: str  # folder of a trained model, or the name of an architecture
+    model: PathText  # folder of a trained model, or the name of an architecture
     json: bool = False  # print JSON
 
 

@@ -5,13 +5,14 @@ import dataclasses
 import re
 import types
 from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, NoReturn, Union, get_args, get_origin
 
-from jsonargparse import SUPPRESS, ActionYesNo, ArgumentParser, DefaultHelpFormatter
+from pydantic import TypeAdapter, ValidationError
 
 from multilin.cli.arguments import Flag, flags, flags_of, parameters
-from multilin.errors import InputError, nearest
+from multilin.errors import InputError, nearest, shorten, shown
 from multilin.settings import field_help, load_settings
+from multilin.settings.inputs import parse_yaml
 
 
 def parse(verb: str, function: Callable[..., Any], arguments: Sequence[str]) -> list[Any]:
@@ -21,25 +22,26 @@ def parse(verb: str, function: Callable[..., Any], arguments: Sequence[str]) -> 
         InputError: an unknown flag, a missing or wrong value.
         SystemExit: after printing the help that was asked for.
     """
-    parser = build_parser(verb, function)
+    known = {flag.text: flag for flag in flags(function)}
+    words, entries = _take_entries(arguments, list(known.values()))
     try:
-        found = parser.parse_args(list(arguments))
+        found = vars(build_parser(verb, function).parse_args(words))
     except argparse.ArgumentError as error:
-        raise InputError(_sentence(str(error), verb, function)) from None
-    flat = vars(found.as_flat())
-    return [_value(hint, flat, arguments) for hint in parameters(function)]
+        raise InputError(_sentence(str(error), verb, known)) from None
+    values = {flag.key: _read(flag, found[flag.key]) for flag in known.values() if flag.key in found}
+    return [_value(hint, values, entries) for hint in parameters(function)]
 
 
-def build_parser(verb: str, function: Callable[..., Any]) -> ArgumentParser:
-    """The parser of one verb."""
+def build_parser(verb: str, function: Callable[..., Any]) -> argparse.ArgumentParser:
+    """The parser of one verb; it gives texts, and only those that were written."""
     all_flags = list(flags(function))
     places = " ".join(_place(flag) for flag in all_flags if flag.is_positional)
-    parser = ArgumentParser(
+    parser = _Parser(
         prog=f"multilin {verb}",
         usage=" ".join(part for part in (f"multilin {verb}", places, "[--flag value ...]") if part),
         description=_paragraphs(function.__doc__ or ""),
         formatter_class=_Help,
-        exit_on_error=False,
+        argument_default=argparse.SUPPRESS,
         allow_abbrev=False,
     )
     groups: dict[str, Any] = {"": parser}
@@ -51,50 +53,61 @@ def build_parser(verb: str, function: Callable[..., Any]) -> ArgumentParser:
 
 
 def _add(group: Any, flag: Flag) -> None:
-    description = field_help(flag.owner)[flag.field.name]
+    description = field_help(flag.owner)[flag.field.name].replace("%", "%%")
     if flag.is_list:
-        group.add_argument(flag.field.name, type=str, nargs="*", metavar=flag.text, help=description)
+        group.add_argument(flag.field.name, nargs="*", metavar=flag.text, help=description)
     elif flag.is_positional:
         optional = {} if flag.default is dataclasses.MISSING else {"nargs": "?"}
-        group.add_argument(flag.field.name, type=flag.given_type, metavar=flag.text, help=description, **optional)
+        group.add_argument(flag.field.name, metavar=flag.text, help=description, **optional)
     elif flag.hint is bool and not flag.is_change and flag.default:
-        group.add_argument(
-            flag.text, action=ActionYesNo(no_prefix="no-"), default=True, help=f"{description} (default: yes)"
-        )
+        group.add_argument(flag.text, action=argparse.BooleanOptionalAction, help=f"{description} (default: yes)")
     elif flag.hint is bool and not flag.is_change:
         group.add_argument(flag.text, action="store_true", help=description)
     else:
-        shown = "" if flag.default in (None, {}) else f" (default: {_plain(flag.default)})"
-        group.add_argument(
-            flag.text,
-            type=flag.given_type,
-            default=SUPPRESS if flag.is_change else flag.default,
-            metavar=flag.takes,
-            help=f"{description}{shown}",
-        )
+        default = "" if flag.default in (None, {}) else f" (default: {_plain(flag.default)})"
+        group.add_argument(flag.text, metavar=flag.takes, help=f"{description}{default}")
 
 
-def _value(hint: Any, flat: Mapping[str, Any], arguments: Sequence[str]) -> Any:
-    if get_origin(hint) is Annotated:
-        return _changes(hint, flat, arguments)
-    values = {flag.key: flat[flag.key] for flag in flags_of(hint)}
+def _take_entries(arguments: Sequence[str], all_flags: Sequence[Flag]) -> tuple[list[str], dict[str, dict[str, Any]]]:
+    """The words without single entries of dictionaries (`--model.options.window 4`), and those by dictionary."""
+    rest: list[str] = []
+    entries: dict[str, dict[str, Any]] = {}
+    words = iter(arguments)
+    for word in words:
+        name, equals, value = word.partition("=")
+        flag = next((flag for flag in all_flags if flag.takes == "JSON" and name.startswith(f"{flag.text}.")), None)
+        if flag is None:
+            rest.append(word)
+            continue
+        text = value if equals else next(words, None)
+        if text is None:
+            raise InputError(f"{name}: a value is missing")
+        entries.setdefault(flag.key, {})[name.removeprefix(f"{flag.text}.")] = parse_yaml(text, name)
+    return rest, entries
+
+
+def _read(flag: Flag, given: Any) -> Any:
+    """The value of a flag from its text; numbers, lists and objects are read as in a recipe."""
+    is_union = get_origin(flag.given_type) in (Union, types.UnionType)
+    accepted = get_args(flag.given_type) if is_union else (flag.given_type,)
+    if not isinstance(given, str) or str in accepted:
+        return None if given == "null" and types.NoneType in accepted else given
     try:
-        return load_settings(hint, values)
+        return TypeAdapter(flag.given_type).validate_python(parse_yaml(given, flag.text))
+    except ValidationError:
+        raise InputError(f"{flag.text}: {shown(given)} given, but it should be {_accepted(flag.given_type)}") from None
+
+
+def _value(hint: Any, values: Mapping[str, Any], entries: Mapping[str, dict[str, Any]]) -> Any:
+    """The parameter of this type: a settings object, or changes as dotted field to value."""
+    own = {flag.key: values[flag.key] for flag in flags_of(hint) if flag.key in values}
+    parts = {flag.key: entries[flag.key] for flag in flags_of(hint) if flag.key in entries}
+    if get_origin(hint) is Annotated:
+        return own | {f"{key}.{name}": value for key, part in parts.items() for name, value in part.items()}
+    try:
+        return load_settings(hint, own | {key: own.get(key, {}) | part for key, part in parts.items()})
     except InputError as error:
         raise InputError(_as_written(str(error), hint)) from None
-
-
-def _changes(hint: Any, flat: Mapping[str, Any], arguments: Sequence[str]) -> dict[str, Any]:
-    """Dotted field to value; of a dictionary, single entries where they were given so."""
-    changes: dict[str, Any] = {}
-    for flag in flags_of(hint):
-        given_whole = any(argument.split("=")[0] == flag.text for argument in arguments)
-        value = flat.get(flag.key, SUPPRESS)
-        if isinstance(value, dict) and not given_whole:
-            changes |= {f"{flag.key}.{name}": entry for name, entry in value.items()}
-        elif value is not SUPPRESS:
-            changes[flag.key] = value
-    return changes
 
 
 def _as_written(message: str, owner: type) -> str:
@@ -105,21 +118,15 @@ def _as_written(message: str, owner: type) -> str:
     return message
 
 
-def _sentence(message: str, verb: str, function: Callable[..., Any]) -> str:
+def _sentence(message: str, verb: str, known: Mapping[str, Flag]) -> str:
     """A complaint of the parser as one sentence that says what would be accepted."""
-    known = {flag.text: flag for flag in flags(function)}
-    if found := re.match(r'Parser key "(\S+)":', message):
-        flag = next((flag for flag in known.values() if flag.key == found[1]), None)
-        value = re.search(r"(?:Got value|Given value): (.*)\Z", message, re.DOTALL)
-        if flag is not None and value is not None:
-            return f"{flag.text}: {value[1]!r} given, but it should be {_accepted(flag.given_type)}"
     if found := re.match(r"(?i)unrecognized arguments: (.*)", message):
         first = next((word for word in found[1].split() if word.startswith("-")), found[1].split()[0])
-        name = first.split("=")[0]
+        name = shorten(first.split("=")[0])
         hint = nearest(name, known) or f"; `multilin {verb} --help` lists what there is"
         return f"{name}: unknown {'flag' if name.startswith('-') else 'argument'}{hint}"
-    if found := re.search(r"(?:arguments? (?:are|is) required: |Key )\W?([\w, ]+)", message):
-        return f"{found[1].upper()}: missing; `multilin {verb} --help` shows what to give"
+    if found := re.search(r"arguments are required: ([\w, ]+)", message):
+        return f"{found[1]}: missing; `multilin {verb} --help` shows what to give"
     if found := re.match(r"argument (\S+?)[:/ ].*expected", message):
         flag = known.get(found[1])
         accepted = f"; give {_accepted(flag.given_type)}" if flag else ""
@@ -135,8 +142,10 @@ def _accepted(hint: Any) -> str:
         return " or ".join(map(str, parts))
     if origin is tuple:
         return f"a list such as [{', '.join('0.9' for _ in parts)}]"
+    if origin is list:
+        return f"a list of {_accepted(parts[0])}"
     words = {int: "an integer", float: "a number", bool: "true or false", types.NoneType: "null", str: "a text"}
-    return words.get(hint, 'a JSON object such as {"num_heads": 8}' if origin is dict else str(hint))
+    return words.get(hint, 'a JSON object such as {"num_heads": 8}')
 
 
 def _plain(value: Any) -> str:
@@ -153,11 +162,15 @@ def _paragraphs(docstring: str) -> str:
     return "\n".join(line.strip() for line in docstring.strip().splitlines())
 
 
-class _Help(DefaultHelpFormatter):
-    """Descriptions as they are written, and help without types and defaults added: ours says them."""
+class _Parser(argparse.ArgumentParser):
+    """Leaves the words of a mistake to the caller."""
 
-    def _get_help_string(self, action: argparse.Action) -> str:
-        return action.help or ""
+    def error(self, message: str) -> NoReturn:
+        raise argparse.ArgumentError(None, message)
+
+
+class _Help(argparse.HelpFormatter):
+    """Descriptions as they are written."""
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         return "\n".join(f"{indent}{line}" for line in text.splitlines())

@@ -1,9 +1,11 @@
 """Where a prompt comes from: the command line, a file, or what is piped in."""
 
 import sys
-from pathlib import Path
 
 from multilin.errors import InputError
+from multilin.settings.inputs import MEGABYTE, read_bytes
+
+LARGEST_PROMPT = 16 * MEGABYTE
 
 
 def read_prompt(
@@ -15,19 +17,22 @@ def read_prompt(
     the first two, for messages.
 
     Raises:
-        InputError: both are given, the file cannot be read, or not UTF-8.
+        InputError: both are given, the file is no regular one or cannot be read, more than LARGEST_PROMPT bytes, or
+            bytes that are not UTF-8.
     """
     if prompt is not None and prompt_file is not None:
         raise InputError(f"{names[1]}: given together with {names[0]}; give one of them")
     if prompt is not None:
         return prompt
     if prompt_file is not None:
-        try:
-            return _decode(Path(prompt_file).read_bytes(), f"{names[1]}: {prompt_file}")
-        except OSError as error:
-            raise InputError(f"{names[1]}: {prompt_file} cannot be read ({error.strerror})") from None
+        return _decode(read_bytes(prompt_file, names[1], LARGEST_PROMPT), f"{names[1]}: {prompt_file}")
     if sys.stdin is not None and not sys.stdin.isatty():
-        return _decode(sys.stdin.buffer.read(), "the prompt on stdin")
+        content = sys.stdin.buffer.read(LARGEST_PROMPT + 1)
+        if len(content) > LARGEST_PROMPT:
+            raise InputError(
+                f"the prompt on stdin is longer than {LARGEST_PROMPT // MEGABYTE} MB, the most that is read"
+            )
+        return _decode(content, "the prompt on stdin")
     return ""
 
 

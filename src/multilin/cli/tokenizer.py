@@ -1,13 +1,12 @@
 """The verbs for tokenizers: train one, look at one."""
 
-from typing import TYPE_CHECKING, Annotated, Literal
-
-from annotated_types import Gt
+from typing import TYPE_CHECKING, Literal
 
 from multilin.cli.messages import as_json, loading, say_next
 from multilin.cli.tables import print_table
 from multilin.errors import plural
 from multilin.settings import settings
+from multilin.settings.bounds import PathText, Prose, Vocabulary
 
 if TYPE_CHECKING:
     from multilin.data.tokenizer_tools import TokenizerInfo
@@ -17,10 +16,10 @@ if TYPE_CHECKING:
 class TokenizerTrainArguments:
     """A tokenizer to train."""
 
-    source: str  # text: a built-in corpus, a file, folder or glob, or a dataset of the Hugging Face hub
-    output: str  # folder to write it to
+    source: PathText  # text: a built-in corpus, a file, folder or glob, or a dataset of the Hugging Face hub
+    output: PathText  # folder to write it to
     kind: Literal["bpe", "unigram", "byte"] = "bpe"  # how text becomes tokens
-    vocab_size: Annotated[int, Gt(0)] = 4096  # entries of the vocabulary (a byte tokenizer always has 258)
+    vocab_size: Vocabulary = 4096  # entries of the vocabulary (a byte tokenizer always has 258)
     text_field: str = "text"  # the field or column of .jsonl, .csv and .parquet files that holds the text
     encoding_errors: Literal["strict", "replace"] = "strict"  # bytes that are not UTF-8: refuse, or replace by U+FFFD
     overwrite: bool = False  # replace the tokenizer in the output folder
@@ -30,9 +29,9 @@ class TokenizerTrainArguments:
 class TokenizerShowArguments:
     """What to show."""
 
-    tokenizer: str  # folder with a tokenizer.json, run folder, or name on the hub
-    source: str | None = None  # count tokens and bytes of this text
-    text: str | None = None  # show how this text is cut
+    tokenizer: PathText  # folder with a tokenizer.json, run folder, or name on the hub
+    source: PathText | None = None  # count tokens and bytes of this text
+    text: Prose | None = None  # show how this text is cut
     json: bool = False  # print JSON
 
 

@@ -5,6 +5,7 @@ from typing import Annotated
 from multilin.cli.arguments import POSITIONAL
 from multilin.cli.messages import loading, say_next
 from multilin.settings import settings
+from multilin.settings.bounds import PathText
 from multilin.training.recipe import Changes, load_recipe
 
 
@@ -12,7 +13,7 @@ from multilin.training.recipe import Changes, load_recipe
 class TrainArguments:
     """What to train."""
 
-    recipe: Annotated[str | None, POSITIONAL] = None  # built-in recipe, YAML file or run folder; else the defaults
+    recipe: Annotated[PathText | None, POSITIONAL] = None  # built-in recipe, YAML file or run folder; else the defaults
     resume: bool = False  # continue the run in the output folder at its last checkpoint
     overwrite: bool = False  # replace the run in the output folder
 

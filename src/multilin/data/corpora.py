@@ -2,14 +2,15 @@
 
 import glob
 import hashlib
+import itertools
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from multilin.data.files import SUPPORTED, Document, EncodingErrors, file_format, read_file, row_text
+from multilin.data.files import SUPPORTED, Document, EncodingErrors, check_file, file_format, read_file, row_text
 from multilin.data.python_library import library_files, python_docs, python_source
-from multilin.errors import InputError, nearest
+from multilin.errors import InputError, nearest, shown
 
 __all__ = ["BUILT_IN", "Document", "EncodingErrors", "read_documents", "source_fingerprint"]
 
@@ -17,6 +18,7 @@ BUILT_IN: dict[str, Callable[[], Iterator[tuple[str, str]]]] = {
     "python-docs": python_docs,
     "python-source": python_source,
 }
+MOST_FILES = 1_000_000
 _HUB_PREFIX = "hub:"
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(/[\w.-]+)?(:[^/\\]+)?")
 
@@ -44,7 +46,7 @@ def read_documents(
             empty = False
             yield document
     if empty:
-        raise InputError(f"{source!r} is empty: a corpus needs some text")
+        raise InputError(f"{shown(source)} is empty: a corpus needs some text")
 
 
 def source_fingerprint(source: str) -> str:
@@ -94,25 +96,35 @@ def _files(source: str) -> list[tuple[str, Path]]:
     """The supported files of a file, folder or glob, each with its name relative to the source."""
     path = Path(source).expanduser()
     if path.is_dir():
-        root, candidates = path, list(path.rglob("*"))
+        root, candidates = path, _few(path.rglob("*"), source)
     elif path.exists():
         if file_format(path) is None:
-            raise InputError(f"{source!r} is not a supported file; supported are {SUPPORTED}")
+            raise InputError(f"{shown(source)} is not a supported file; supported are {SUPPORTED}")
+        check_file(path)
         return [(path.name, path)]
     elif glob.has_magic(source):
         root = Path(*_before_magic(path))
-        candidates = list(root.glob(path.relative_to(root).as_posix()))
+        candidates = _few(root.glob(path.relative_to(root).as_posix()), source)
         if not candidates:
-            raise InputError(f"{source!r} matches no file")
+            raise InputError(f"{shown(source)} matches no file")
     else:
         raise InputError(
-            f"{source!r} does not exist: give a file, a folder, a glob, a hub dataset (owner/name) or one of "
+            f"{shown(source)} does not exist: give a file, a folder, a glob, a hub dataset (owner/name) or one of "
             f"{', '.join(BUILT_IN)}{nearest(source, BUILT_IN)}"
         )
     named = [(file.relative_to(root).as_posix(), file) for file in candidates if file_format(file) and file.is_file()]
     if not named:
-        raise InputError(f"{source!r} holds no supported file; supported are {SUPPORTED}")
+        raise InputError(f"{shown(source)} holds no supported file; supported are {SUPPORTED}")
+    for _, file in named:
+        check_file(file)
     return sorted(item for item in named if not any(part.startswith(".") for part in Path(item[0]).parts))
+
+
+def _few(paths: Iterator[Path], source: str) -> list[Path]:
+    found = list(itertools.islice(paths, MOST_FILES + 1))
+    if len(found) > MOST_FILES:
+        raise InputError(f"{shown(source)} holds more than {MOST_FILES:,} files and folders; name a smaller part of it")
+    return found
 
 
 def _before_magic(path: Path) -> Iterator[str]:
@@ -164,5 +176,5 @@ def _hub_revision(name: str) -> str | None:
 
 
 def _hub_failure(source: str, error: Exception) -> str:
-    reason = " ".join(str(error).split())[:200]
-    return f"{source!r} is neither a file or folder here nor a dataset the hub gives ({type(error).__name__}: {reason})"
+    reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    return f"{shown(source)} is neither a file or folder here nor a dataset the hub gives ({reason})"

@@ -5,17 +5,22 @@ import io
 import json
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Literal
 
-from multilin.errors import InputError, nearest
+from multilin.errors import InputError, nearest, shorten, shown
+from multilin.settings.inputs import MEGABYTE, check_regular
 
 FORMATS = (".txt", ".md", ".jsonl", ".csv", ".parquet")
+_WHOLE = (".txt", ".md")  # one document each
 COMPRESSIONS = (".gz", ".zst")
 SUPPORTED = f"{' '.join(FORMATS)}, each also with {' or '.join(COMPRESSIONS)}"
+
+LARGEST_DOCUMENT, LARGEST_LINE = 2**30, 2**26  # bytes that are held in memory at once
+LARGEST_EXPANSION, SMALL = 250, 64 * MEGABYTE  # text shrinks to a tenth, and what expands to more than that is none
 
 EncodingErrors = Literal["strict", "replace"]
 
@@ -36,18 +41,41 @@ def file_format(path: Path) -> str | None:
     return suffixes[-1] if suffixes and suffixes[-1] in FORMATS else None
 
 
+def check_file(path: Path) -> None:
+    """Refuse, before a file is opened, what is no regular file or one text of too many bytes.
+
+    Raises:
+        InputError: see `read_file`.
+    """
+    check_regular(path, "")
+    if path.suffix.lower() in _WHOLE:
+        _check_document(path, path.stat().st_size)
+
+
+def _check_document(path: Path, size: int) -> None:
+    if size > LARGEST_DOCUMENT:
+        raise InputError(
+            f"{shorten(str(path))}: more than {LARGEST_DOCUMENT // MEGABYTE} MB in one document; split it, or make it "
+            "lines of .jsonl"
+        )
+
+
 def read_file(path: Path, name: str, text_field: str, encoding_errors: EncodingErrors) -> Iterator[Document]:
     """The documents of one supported file, read as they are asked for.
 
     A text file is one document, held in memory as a whole; a row of the other formats is one document.
 
     Raises:
-        InputError: bytes that are not UTF-8 or not what the name claims, rows without the field, an unreadable file.
+        InputError: bytes that are not UTF-8 or not what the name claims, rows without the field, a file that is no
+            regular one or cannot be read, more than 1 GB in a document or 64 MB in a line, or compressed bytes that
+            expand as no text does.
     """
     suffix = file_format(path)
     with _opened(path) as stream:
-        if suffix in (".txt", ".md"):
-            yield Document(name, _decode(stream.read(), path, 0, encoding_errors))
+        if suffix in _WHOLE:
+            content = stream.read(LARGEST_DOCUMENT + 1)
+            _check_document(path, len(content))
+            yield Document(name, _decode(content, path, 0, encoding_errors))
             return
         if suffix == ".jsonl":
             rows = _json_rows(stream, path, encoding_errors)
@@ -67,10 +95,11 @@ def row_text(row: Mapping[str, Any], text_field: str, where: str, encoding_error
     """
     if text_field not in row:
         hint = nearest(text_field, row)
-        raise InputError(f"{where}: no field {text_field!r} (data.text_field); the row has {', '.join(row)}{hint}")
+        fields = shorten(", ".join(map(str, row)), 200)
+        raise InputError(f"{where}: no field {shown(text_field)} (data.text_field); the row has {fields}{hint}")
     text = row[text_field]
     if not isinstance(text, str):
-        raise InputError(f"{where}: field {text_field!r} holds {text!r:.40}, but it should hold a text")
+        raise InputError(f"{where}: field {text_field!r} holds {shown(text)}, but it should hold a text")
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -95,10 +124,30 @@ def _opened(path: Path) -> Iterator[IO[bytes]]:
             import pyarrow
 
             # Unlike zstandard's own reader, pyarrow's notices a file that was cut off.
-            with io.BufferedReader(pyarrow.input_stream(path, compression=compression), 2**20) as stream:
-                yield stream
+            with pyarrow.input_stream(path, compression=compression) as expanded:
+                limit = SMALL + LARGEST_EXPANSION * path.stat().st_size
+                yield io.BufferedReader(_Bounded(expanded, limit, path), MEGABYTE)
     except OSError as error:
         raise InputError(f"{path}: cannot be read ({error.strerror or error})") from None
+
+
+class _Bounded(io.RawIOBase):
+    """A stream that refuses to give more than `limit` bytes."""
+
+    def __init__(self, stream: Any, limit: int, path: Path) -> None:
+        self.stream, self.left, self.path = stream, limit, path
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        content = self.stream.read(len(buffer))
+        self.left -= len(content)
+        if self.left < 0:
+            times = f"{LARGEST_EXPANSION} times its size, which no text does"
+            raise InputError(f"{shorten(str(self.path))}: expands to more than {times}")
+        buffer[: len(content)] = content
+        return len(content)
 
 
 def _decode(content: bytes, path: Path, offset: int, encoding_errors: EncodingErrors) -> str:
@@ -110,9 +159,13 @@ def _decode(content: bytes, path: Path, offset: int, encoding_errors: EncodingEr
         ) from None
 
 
-def _lines(stream: Iterable[bytes], path: Path, encoding_errors: EncodingErrors) -> Iterator[str]:
+def _lines(stream: IO[bytes], path: Path, encoding_errors: EncodingErrors) -> Iterator[str]:
     offset = 0
-    for line in stream:
+    while line := stream.readline(LARGEST_LINE + 1):
+        if len(line) > LARGEST_LINE:
+            raise InputError(
+                f"{shorten(str(path))}: a line of more than {LARGEST_LINE // MEGABYTE} MB, from byte {offset} on"
+            )
         text = _decode(line, path, offset, encoding_errors)
         yield text.removeprefix("\ufeff") if offset == 0 else text
         offset += len(line)
@@ -127,10 +180,10 @@ def _json_rows(
         try:
             row = json.loads(line)
         except (ValueError, RecursionError) as error:
-            raise InputError(f"{path}:{number}: not a line of JSON ({error})") from None
+            raise InputError(f"{path}:{number}: not a line of JSON ({shorten(str(error), 200)})") from None
         if not isinstance(row, dict):
             raise InputError(
-                f"{path}:{number}: a line should be a JSON object with the text in a field, not {line!r:.40}"
+                f"{path}:{number}: a line should be a JSON object with the text in a field, not {shown(row)}"
             )
         yield number, row
 
@@ -138,7 +191,7 @@ def _json_rows(
 def _csv_rows(
     stream: IO[bytes], path: Path, encoding_errors: EncodingErrors
 ) -> Iterator[tuple[int, Mapping[str, Any]]]:
-    csv.field_size_limit(2**31 - 1)  # the default refuses documents over 128 kB
+    csv.field_size_limit(LARGEST_LINE)  # the default refuses documents over 128 kB
     reader = csv.DictReader(_lines(stream, path, encoding_errors), restkey="(cells beyond the header)")
     try:
         yield from enumerate(reader, start=1)

@@ -8,23 +8,21 @@ below the sequence.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Any, NamedTuple
+from typing import Any, NamedTuple
 from urllib.parse import parse_qsl
 
 import numpy as np
-from annotated_types import Ge
 from numpy.typing import NDArray
 
 from multilin.data.packing import IGNORED_LABEL
 from multilin.errors import InputError, nearest
 from multilin.settings import load_settings, settings
+from multilin.settings.bounds import Choices, Count
 
 START, BLANK, MARK = 0, 1, 2
 FIRST_SYMBOL = 3
 
 Ids = NDArray[np.int64]
-AtLeastOne = Annotated[int, Ge(1)]
-AtLeastTwo = Annotated[int, Ge(2)]
 
 
 class Sequences(NamedTuple):
@@ -38,36 +36,36 @@ class Sequences(NamedTuple):
 class PairOptions:
     """Pairs of a key and a value."""
 
-    num_keys: AtLeastOne = 32  # different keys
-    num_values: AtLeastTwo = 32  # different values
+    num_keys: Count = 32  # different keys
+    num_values: Choices = 32  # different values
 
 
 @settings
 class RecallOptions(PairOptions):
     """Pairs to remember."""
 
-    num_pairs: AtLeastOne = 8  # pairs to remember
+    num_pairs: Count = 8  # pairs to remember
 
 
 @settings
 class SymbolOptions:
     """Plain symbols."""
 
-    num_symbols: AtLeastTwo = 32  # different symbols
+    num_symbols: Choices = 32  # different symbols
 
 
 @settings
 class CopyOptions(SymbolOptions):
     """Symbols to repeat."""
 
-    num_copied: AtLeastOne = 16  # symbols to repeat
+    num_copied: Count = 16  # symbols to repeat
 
 
 @settings
 class BitOptions:
     """Bits."""
 
-    num_bits: AtLeastOne = 15  # bits to read
+    num_bits: Count = 15  # bits to read
 
 
 Generator = Callable[[np.random.Generator, int, int, Any], Sequences]

@@ -7,11 +7,13 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Literal
 
+import huggingface_hub
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from multilin.data.encoding import cut_at_whitespace
-from multilin.errors import InputError
+from multilin.errors import InputError, shown
+from multilin.settings.inputs import LARGEST_JSON, check_model_files, read_bytes
 
 END_OF_TEXT = "<|endoftext|>"
 PAD = "<|pad|>"
@@ -72,18 +74,22 @@ def load_tokenizer(path_or_name: str) -> PreTrainedTokenizerFast:
     if path.is_dir():
         folders = [path / inside for inside in _INSIDE_A_RUN if (path / inside / "tokenizer.json").is_file()]
         if not folders:
-            raise InputError(f"tokenizer: {path_or_name!r} holds no tokenizer.json")
+            raise InputError(f"tokenizer: {shown(path_or_name)} holds no tokenizer.json")
+        check_model_files(folders[0], "tokenizer")
         named = (folders[0] / "tokenizer_config.json").is_file()
         tokenizer = _from_pretrained(str(folders[0])) if named else _from_file(folders[0] / "tokenizer.json")
-    elif path.is_file():
+    elif path.exists():
         tokenizer = _from_file(path)
     elif path.suffix or path.is_absolute() or path_or_name.startswith("."):
-        raise InputError(f"tokenizer: {path_or_name!r} does not exist; give a folder, a tokenizer.json or a hub name")
+        raise InputError(
+            f"tokenizer: {shown(path_or_name)} does not exist; give a folder, a tokenizer.json or a hub name"
+        )
     else:
+        _check_hub(path_or_name)
         tokenizer = _from_pretrained(path_or_name)
     if tokenizer.eos_token_id is None:
         raise InputError(
-            f"tokenizer: {path_or_name!r} has no end-of-text token (eos_token), which starts every document"
+            f"tokenizer: {shown(path_or_name)} has no end-of-text token (eos_token), which starts every document"
         )
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
@@ -247,8 +253,9 @@ def _with_roles(tokenizer: Tokenizer, end_of_text: str, pad: str | None) -> PreT
 
 
 def _from_file(path: Path) -> PreTrainedTokenizerFast:
+    content = read_bytes(path, "tokenizer", LARGEST_JSON)
     try:
-        tokenizer = Tokenizer.from_str(path.read_text(encoding="utf-8"))
+        tokenizer = Tokenizer.from_str(content.decode())
     except Exception as error:  # tokenizers raises bare Exception
         raise InputError(f"tokenizer: {path} is not a tokenizer.json ({str(error)[:200]})") from None
     end = next((token for token in _KNOWN_ENDS if tokenizer.token_to_id(token) is not None), None)
@@ -257,12 +264,24 @@ def _from_file(path: Path) -> PreTrainedTokenizerFast:
     return _with_roles(tokenizer, end, PAD if tokenizer.token_to_id(PAD) is not None else None)
 
 
+def _check_hub(name: str) -> None:
+    """Ask the hub once: transformers would try again and again, for minutes where there is no connection."""
+    try:
+        if not isinstance(huggingface_hub.try_to_load_from_cache(name, "tokenizer.json"), str):
+            huggingface_hub.HfApi().model_info(name, timeout=20)
+    except Exception as error:  # no connection, no such name, no name at all: errors of many libraries
+        reason = " ".join(str(error).split())[:200]
+        raise InputError(
+            f"tokenizer: {shown(name)} is neither a file or folder here nor a tokenizer on the hub ({reason})"
+        ) from error
+
+
 def _from_pretrained(path_or_name: str) -> PreTrainedTokenizerFast:
     try:
         tokenizer = AutoTokenizer.from_pretrained(path_or_name, trust_remote_code=False)
     except Exception as error:  # bad JSON, no connection, no such name: errors of many libraries
         reason = " ".join(str(error).split())[:200]
-        raise InputError(f"tokenizer: {path_or_name!r} cannot be loaded ({reason})") from error
+        raise InputError(f"tokenizer: {shown(path_or_name)} cannot be loaded ({reason})") from error
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
-        raise InputError(f"tokenizer: {path_or_name!r} comes without a tokenizer.json, which is needed")
+        raise InputError(f"tokenizer: {shown(path_or_name)} comes without a tokenizer.json, which is needed")
     return tokenizer

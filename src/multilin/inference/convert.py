@@ -1,20 +1,34 @@
 """Checkpoints of the original packages, turned into ours with the same logits."""
 
-import json
+import dataclasses
 import re
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import safetensors.torch
 import torch
+from annotated_types import MaxLen
 from torch import Tensor
 
 from multilin.data.tokenizers import TOKENIZER_FILES
-from multilin.errors import InputError
+from multilin.errors import InputError, shown
 from multilin.files import atomic_folder, check_folder
 from multilin.model import MultilinConfig, MultilinForCausalLM
+from multilin.settings import load_settings, settings
+from multilin.settings.bounds import (
+    MOST_LAYERS,
+    Depth,
+    Fraction,
+    Length,
+    Multiple,
+    Positive,
+    Strength,
+    Vocabulary,
+    Width,
+)
+from multilin.settings.inputs import read_json
 
 FASTFORMER_NAMES = {
     r"word_embedding\.weight": "model.embedding.tokens.weight",
@@ -32,33 +46,47 @@ FASTFORMER_NAMES = {
 """Names in the fastformerLM package (regular expressions) and ours."""
 
 
+@settings
+class _FastformerConfig:
+    """The fields of the package's config that decide about the model."""
+
+    hidden_size: Width
+    vocab_size: Vocabulary
+    n_layer: Depth
+    n_heads: Multiple
+    n_positions: Length
+    window_sizes: Annotated[list[Length], MaxLen(MOST_LAYERS)] | None = None
+    rescale: Positive | None = None  # the same as rescale_value; versions differ in the name
+    rescale_value: Positive = 15.0
+    hidden_dropout_prob: Fraction = 0.1
+    label_smoothing: Fraction = 0.0
+    initializer_range: Strength = 0.02
+
+
 def fastformer_config(values: Mapping[str, Any]) -> MultilinConfig:
     """Our config for a FastformerLMConfig: the stabilizer "head_norm", windows as listed, tied output with bias.
 
     Raises:
-        InputError: a size that the package always writes is missing.
+        InputError: a size that the package always writes is missing, or a value out of range.
     """
-    for name in ("hidden_size", "vocab_size", "n_layer", "n_heads", "n_positions"):
-        if name not in values:
-            raise InputError(f"config.json: no field {name!r}; a checkpoint of the fastformerLM package has one")
-    num_positions, num_layers = values["n_positions"], values["n_layer"]
-    windows = values.get("window_sizes") or [num_positions] * num_layers
-    rescale = values.get("rescale", values.get("rescale_value", 15.0))
+    known = {field.name for field in dataclasses.fields(_FastformerConfig)}
+    theirs = load_settings(_FastformerConfig, {name: values[name] for name in values if name in known}, "config.json")
+    windows = theirs.window_sizes or [theirs.n_positions] * theirs.n_layer
     return MultilinConfig.from_architecture(
         "additive",
-        hidden_size=values["hidden_size"],
-        num_layers=num_layers,
-        vocab_size=values["vocab_size"],
-        n_positions=num_positions,
+        hidden_size=theirs.hidden_size,
+        num_layers=theirs.n_layer,
+        vocab_size=theirs.vocab_size,
+        n_positions=theirs.n_positions,
         options={
-            "num_heads": values["n_heads"],
-            "windows": [None if window >= num_positions else window for window in windows],
+            "num_heads": theirs.n_heads,
+            "windows": [None if window >= theirs.n_positions else window for window in windows],
             "stabilizer": "head_norm",
-            "rescale": float(rescale),
-            "dropout": values.get("hidden_dropout_prob", 0.1),
+            "rescale": theirs.rescale or theirs.rescale_value,
+            "dropout": theirs.hidden_dropout_prob,
         },
-        label_smoothing=values.get("label_smoothing", 0.0),
-        initializer_range=values.get("initializer_range", 0.02),
+        label_smoothing=theirs.label_smoothing,
+        initializer_range=theirs.initializer_range,
     )
 
 
@@ -92,13 +120,14 @@ def convert_fastformer(source: Path, target: Path) -> None:
     check_folder("OUTPUT", target, must_be_new=True)
     config = fastformer_config(_read_config(source))
     weights = fastformer_weights(_read_weights(source))
-    model = MultilinForCausalLM(config)
-    expected = model.state_dict()
+    with torch.device("meta"):
+        expected = MultilinForCausalLM(config).state_dict()
     weights.setdefault("lm_head.weight", weights.get("model.embedding.tokens.weight", torch.empty(0)))
     for name, tensor in expected.items():
         if name not in weights or weights[name].shape != tensor.shape:
             found = tuple(weights[name].shape) if name in weights else "missing"
             raise InputError(f"weights: {name} should have shape {tuple(tensor.shape)}, but it is {found}")
+    model = MultilinForCausalLM(config)
     model.load_state_dict(weights)
     with atomic_folder(target) as partial:
         model.save_pretrained(partial)
@@ -111,10 +140,9 @@ def _read_config(source: Path) -> dict[str, Any]:
     path = source / "config.json"
     if not path.is_file():
         raise InputError(f"source: {path} does not exist; a checkpoint is a folder with config.json and weights")
-    try:
-        values: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise InputError(f"source: {path} is no JSON ({error})") from None
+    values = read_json(path, "source")
+    if not isinstance(values, dict):
+        raise InputError(f"source: {path} should hold an object with the sizes of a model, not {shown(values)}")
     return values
 
 

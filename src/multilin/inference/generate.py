@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerFast, TextStreamer
+from transformers import PreTrainedModel, PreTrainedTokenizerFast, TextStreamer
 
 from multilin.data.tokenizers import start_token_id
 from multilin.errors import InputError, plural
@@ -16,6 +16,7 @@ from multilin.inference.runs import Run, longest_text
 from multilin.inference.settings import GenerationSettings
 from multilin.inference.snapshot import Snapshot
 from multilin.model import MultilinForCausalLM
+from multilin.model.memory import cache_bytes, check_beams, check_reading
 
 DEFAULTS = GenerationSettings()
 
@@ -63,6 +64,7 @@ def generate_text(
     prompt_ids = _prompt_ids(prompt, tokenizer, snapshot)
     num_read = 0 if snapshot is None else _num_read(snapshot)
     _check_length(num_read + len(prompt_ids), settings.max_new_tokens, longest_text(model.config))
+    _check_memory(model, prompt_ids, settings)
     _seed(settings, snapshot, model.device)
     if write is not None and echo:
         write(prompt)
@@ -123,6 +125,20 @@ def _check_length(num_before: int, max_new_tokens: int, limit: int | None) -> No
         f"max_new_tokens: {max_new_tokens} after a text of {plural(num_before, 'token')} given, but this model reads "
         f"at most {limit} (n_positions), so at most {limit - num_before + 1} can follow"
     )
+
+
+def _check_memory(model: PreTrainedModel, prompt_ids: list[int], settings: GenerationSettings) -> None:
+    num_beams, num_tokens = settings.num_beams, len(prompt_ids) + settings.max_new_tokens
+    if num_beams == 1:
+        check_reading(f"prompt: {len(prompt_ids)} tokens", model, 1, len(prompt_ids), all_logits=False)
+        return
+    state_bytes = cache_bytes(model.config, num_tokens)
+    if isinstance(model, MultilinForCausalLM):
+        state, first = model.new_state(), torch.tensor([prompt_ids[:1]], device=model.device)
+        with torch.no_grad():
+            model(first, past_key_values=state)
+        state_bytes = state.num_bytes  # it does not grow
+    check_beams(model, num_beams, num_prompt_tokens=len(prompt_ids), num_tokens=num_tokens, state_bytes=state_bytes)
 
 
 def _arguments(settings: GenerationSettings, tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:

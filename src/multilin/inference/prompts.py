@@ -3,7 +3,7 @@
 from transformers import PreTrainedTokenizerFast
 
 from multilin.data.encoding import make_encoder
-from multilin.errors import InputError
+from multilin.errors import InputError, shown
 
 
 def encode_prompt(prompt: str, tokenizer: PreTrainedTokenizerFast) -> list[int]:
@@ -15,6 +15,6 @@ def encode_prompt(prompt: str, tokenizer: PreTrainedTokenizerFast) -> list[int]:
     try:
         ids, _ = make_encoder(tokenizer).encode([prompt])
     except UnicodeEncodeError:
-        raise InputError(f"prompt: {prompt[:40]!r} holds bytes that are not UTF-8") from None
+        raise InputError(f"prompt: {shown(prompt)} holds bytes that are not UTF-8") from None
     found: list[int] = ids.tolist()
     return found

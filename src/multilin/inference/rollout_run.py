@@ -16,6 +16,7 @@ from multilin.inference.rollout import rollout, rollout_sequential
 from multilin.inference.runs import Run
 from multilin.inference.settings import RolloutSettings
 from multilin.model import MultilinForCausalLM
+from multilin.model.memory import check_memory
 
 DEFAULTS = RolloutSettings()
 
@@ -63,6 +64,7 @@ def rollout_run(run: Run, prompt: str, settings: RolloutSettings = DEFAULTS) -> 
     if not prompt:
         raise InputError("prompt: none given, but a rollout goes on from a text; give --prompt with some")
     ids = [start_token_id(run.tokenizer), *encode_prompt(prompt, run.tokenizer)]
+    _check_memory(run, settings)
     model = copy.deepcopy(run.model).to(dtype=getattr(torch, settings.dtype))
     prompt_BT = torch.tensor([ids], device=model.device)
     parallel, fast = _time(rollout, model, prompt_BT, settings.num_steps)
@@ -79,6 +81,15 @@ def rollout_run(run: Run, prompt: str, settings: RolloutSettings = DEFAULTS) -> 
         speedup=slow / fast,
         largest_difference=float(((parallel - sequential).norm(dim=-1) / norms).max()),
     )
+
+
+def _check_memory(run: Run, settings: RolloutSettings) -> None:
+    """A map over all positions for every layer, and the outputs of both ways."""
+    config, positions = run.model.config, run.longest_text or 0
+    numbers = (config.num_hidden_layers + 2) * positions**2
+    numbers += 2 * min(settings.num_steps, positions) * config.vocab_size
+    number_bytes = getattr(torch, settings.dtype).itemsize
+    check_memory(f"num_steps: {settings.num_steps} given, but a rollout", numbers * number_bytes, run.model.device)
 
 
 def _time(

@@ -1,15 +1,31 @@
 """Trained models on disk: a run folder, one of its checkpoints, or any folder in Hugging Face's layout."""
 
+import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 
+from multilin.architectures.base import Sizes
 from multilin.data.tokenizers import load_tokenizer, tokenizer_hash
-from multilin.errors import InputError, plural
+from multilin.errors import InputError, plural, shown
 from multilin.inference.run_files import check_run_files
+from multilin.model.config import TokenIds
+from multilin.model.factory import BaselineOptions
+from multilin.model.memory import check_memory, parameter_bytes
+from multilin.settings import load_settings, settings
+from multilin.settings.inputs import check_model_files, read_json
+
+
+@settings
+class _GenerationFields(TokenIds):
+    """What generation_config.json decides about where a text is continued."""
+
+    output_attentions: bool | None = None
+    output_hidden_states: bool | None = None
+    use_cache: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -51,17 +67,19 @@ def load_model(folder: Path) -> PreTrainedModel:
     """Load the model of a folder, in evaluation mode.
 
     Raises:
-        InputError: no model there, or damaged or missing weights.
+        InputError: no model there, damaged or missing weights, or a config of more than fits into the memory.
     """
     check_run_files(folder)
     _check_weights(folder)
     try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        _check_sizes(config)
         model, found = AutoModelForCausalLM.from_pretrained(
             folder, use_safetensors=True, local_files_only=True, trust_remote_code=False, output_loading_info=True
         )
     except InputError as error:
         raise InputError(f"run: {folder / 'config.json'}: {error}") from None
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
+    except Exception as error:  # what is wrong in a config or in weights ends in errors of many kinds
         reason = " ".join(str(error).split())[:200]
         raise InputError(f"run: the model in {folder} cannot be loaded ({reason})") from error
     if found["missing_keys"]:
@@ -71,7 +89,27 @@ def load_model(folder: Path) -> PreTrainedModel:
     return model.eval()
 
 
+def _check_sizes(config: PretrainedConfig) -> None:
+    sizes = {"hidden_size": config.hidden_size, "num_layers": config.num_hidden_layers, "vocab_size": config.vocab_size}
+    load_settings(Sizes, {**sizes, "n_positions": None})
+    if (num_heads := getattr(config, "num_attention_heads", None)) is not None:
+        load_settings(BaselineOptions, {"num_heads": num_heads})
+    with torch.device("meta"):
+        sketch = AutoModelForCausalLM.from_config(config)
+    check_memory("this model", parameter_bytes(sketch))
+
+
+def _check_generation(path: Path) -> None:
+    values = read_json(path, "run") if path.exists() else {}
+    if not isinstance(values, dict):
+        raise InputError(f"run: {path} should hold an object with settings, not {shown(values)}")
+    names = values.keys() & {field.name for field in dataclasses.fields(_GenerationFields)}
+    load_settings(_GenerationFields, {name: values[name] for name in names}, f"run: {path}")
+
+
 def _check_weights(folder: Path) -> None:
+    check_model_files(folder, "run")
+    _check_generation(folder / "generation_config.json")
     for path in sorted(folder.glob("*.safetensors")):
         try:
             with safe_open(path, framework="pt"):

@@ -1,25 +1,22 @@
 """How a trained model is run. Nothing heavy is imported here: the command line reads these before PyTorch."""
 
-from typing import Annotated, Literal
-
-from annotated_types import Ge, Gt, Le
+from typing import Literal
 
 from multilin.settings import settings
-
-Positive = Annotated[int, Gt(0)]
+from multilin.settings.bounds import Beams, Length, Seed, Share, Temperature, Tokens, Vocabulary
 
 
 @settings
 class GenerationSettings:
     """How text is generated."""
 
-    max_new_tokens: Positive = 200  # tokens to generate, at most
-    temperature: Annotated[float, Gt(0)] = 0.8  # below 1 prefers likely tokens more than the model does, above 1 less
-    top_k: Positive | None = None  # draw from the k likeliest tokens only
-    top_p: Annotated[float, Gt(0), Le(1)] | None = None  # draw from the likeliest tokens that together have this share
+    max_new_tokens: Tokens = 200  # tokens to generate, at most
+    temperature: Temperature = 0.8  # below 1 prefers likely tokens more than the model does, above 1 less
+    top_k: Vocabulary | None = None  # draw from the k likeliest tokens only
+    top_p: Share | None = None  # draw from the likeliest tokens that together have this share
     greedy: bool = False  # always take the likeliest token instead of drawing
-    num_beams: Positive = 1  # beam search with so many sequences at a time instead of drawing
-    seed: Annotated[int, Ge(0)] | None = None  # the same seed generates the same text again; none takes a new one
+    num_beams: Beams = 1  # beam search with so many sequences at a time instead of drawing
+    seed: Seed | None = None  # the same seed generates the same text again; none takes a new one
     stop_at_end: bool = True  # stop where the model ends its text; otherwise it begins a new one
 
     @property
@@ -32,5 +29,5 @@ class GenerationSettings:
 class RolloutSettings:
     """How far, and how exactly."""
 
-    num_steps: Annotated[int, Gt(0)] = 64  # output vectors to compute; all but the last are fed back
+    num_steps: Length = 64  # output vectors to compute; all but the last are fed back
     dtype: Literal["float64", "float32"] = "float64"  # of both computations; float32 is faster and less exact

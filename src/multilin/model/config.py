@@ -1,21 +1,46 @@
 """The configuration of the one model."""
 
+import dataclasses
 import inspect
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any, Literal, get_type_hints
 
+from annotated_types import MaxLen
 from transformers import PretrainedConfig
 
 from multilin.architectures.base import Sizes, get_architecture, layer_entry
-from multilin.errors import InputError, nearest
+from multilin.errors import InputError, nearest, shorten, shown
 from multilin.layers.linear import Arithmetic
 from multilin.model.remote import AUTO_MAP
-from multilin.settings import load_settings
+from multilin.settings import load_settings, settings
+from multilin.settings.bounds import (
+    Factor,
+    Fraction,
+    LayerList,
+    Length,
+    Section,
+    Strength,
+    TokenId,
+    Vocabulary,
+    Width,
+)
 
-TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
-POSITIONS = ("learned", "none")
-FINAL_NORMS = ("layer_norm", "tile_norm", "none")
-OUTPUT_BIASES = ("learned", "unigram", "none")
+
+@settings
+class TokenIds:
+    """The tokens with a role."""
+
+    bos_token_id: TokenId | None = None  # starts a text
+    eos_token_id: TokenId | Annotated[list[TokenId], MaxLen(100)] | None = None  # ends a text
+    pad_token_id: TokenId | None = None  # fills short rows
+
+
+@settings
+class _LayerEntry:
+    """What every entry of `layers` may have besides the options of its architecture."""
+
+    architecture: str  # a registered one
+    initializer_range: Strength | None = None  # standard deviation of initial weights; none is the model's
 
 
 class MultilinConfig(PretrainedConfig):
@@ -48,62 +73,48 @@ class MultilinConfig(PretrainedConfig):
 
     def __init__(
         self,
-        vocab_size: int = 258,
-        hidden_size: int = 128,
-        layers: list[dict[str, Any]] | None = None,
-        n_positions: int | None = None,
-        positions: str = "none",
+        vocab_size: Vocabulary = 258,
+        hidden_size: Width = 128,
+        layers: LayerList | None = None,
+        n_positions: Length | None = None,
+        positions: Literal["learned", "none"] = "none",
         tie_word_embeddings: bool = True,
-        output_bias: str = "none",
-        logit_scale: float = 1.0,
-        final_norm: str = "layer_norm",
-        final_norm_tile: int | None = None,
-        embedding_dropout: float = 0.0,
-        label_smoothing: float = 0.0,
-        initializer_range: float = 0.02,
-        embedding_range: float | None = None,
-        arithmetic: Mapping[str, Any] | None = None,
+        output_bias: Literal["learned", "unigram", "none"] = "none",
+        logit_scale: Factor = 1.0,
+        final_norm: Literal["layer_norm", "tile_norm", "none"] = "layer_norm",
+        final_norm_tile: Width | None = None,
+        embedding_dropout: Fraction = 0.0,
+        label_smoothing: Fraction = 0.0,
+        initializer_range: Strength = 0.02,
+        embedding_range: Strength | None = None,
+        arithmetic: Section | None = None,
         use_cache: bool = True,
         **kwargs: Any,
     ) -> None:
-        self.vocab_size = vocab_size
-        self.hidden_size = hidden_size
-        self.layers = [dict(entry) for entry in layers or []]
-        self.n_positions = n_positions
-        self.positions = positions
-        self.output_bias = output_bias
-        self.logit_scale = logit_scale
-        self.final_norm = final_norm
-        self.final_norm_tile = final_norm_tile
-        self.embedding_dropout = embedding_dropout
-        self.label_smoothing = label_smoothing
-        self.initializer_range = initializer_range
-        self.embedding_range = embedding_range
-        self.arithmetic = dict(arithmetic or {})
-        self.use_cache = use_cache
+        given = locals()
+        fields = load_settings(_Fields, {name: given[name] for name in FIELDS})
+        for name in FIELDS:
+            setattr(self, name, getattr(fields, name))
+        self.initializer_range: float = fields.initializer_range
+        self.layers: list[dict[str, Any]] = [dict(entry) for entry in fields.layers or []]
+        self.arithmetic: dict[str, Any] = dict(fields.arithmetic or {})
+        self._check(kwargs)
         self.num_hidden_layers = len(self.layers)
         kwargs.pop("num_hidden_layers", None)
         kwargs.setdefault("auto_map", dict(AUTO_MAP))
-        super().__init__(tie_word_embeddings=tie_word_embeddings, **kwargs)
-        self.tie_word_embeddings = tie_word_embeddings
-        self._check()
+        super().__init__(**{**kwargs, "tie_word_embeddings": self.tie_word_embeddings})
 
-    def _check(self) -> None:
-        for name in ("vocab_size", "hidden_size"):
-            if getattr(self, name) < 1:
-                raise InputError(f"{name}: {getattr(self, name)} given, but it must be at least 1")
-        for name, accepted in (("positions", POSITIONS), ("final_norm", FINAL_NORMS), ("output_bias", OUTPUT_BIASES)):
-            if getattr(self, name) not in accepted:
-                raise InputError(f"{name}: {getattr(self, name)!r} given, but it must be {' or '.join(accepted)}")
+    def _check(self, others: Mapping[str, Any]) -> None:
+        """What the type of a single field does not say."""
+        load_settings(TokenIds, {name: others[name] for name in TOKEN_IDS if name in others})
+        load_settings(Arithmetic, self.arithmetic, "arithmetic")
         if self.positions == "learned" and not self.n_positions:
             raise InputError("n_positions: none given, but learned positions need the length of the longest text")
-        for name in ("label_smoothing", "embedding_dropout"):
-            if not 0 <= getattr(self, name) < 1:
-                raise InputError(f"{name}: {getattr(self, name)} given, but it must be at least 0 and below 1")
-        load_settings(Arithmetic, self.arithmetic, "arithmetic")
         for index, entry in enumerate(self.layers):
             if "architecture" not in entry:
                 raise InputError(f"layers.{index}: no architecture given; every layer names one")
+            names = entry.keys() & {"architecture", "initializer_range"}
+            load_settings(_LayerEntry, {name: entry[name] for name in names}, f"layers.{index}")
 
     @classmethod
     def from_architecture(
@@ -135,16 +146,24 @@ class MultilinConfig(PretrainedConfig):
             num_layers = _count_layers(layers, num_layers, options)
         if num_layers is None:
             raise InputError("num_layers: none given, but it is needed where no layers are listed")
-        sizes = Sizes(hidden_size, num_layers, vocab_size, n_positions)
+        sizes = load_settings(
+            Sizes,
+            {
+                "hidden_size": hidden_size,
+                "num_layers": num_layers,
+                "vocab_size": vocab_size,
+                "n_positions": n_positions,
+            },
+        )
         preset = get_architecture(name).expand(sizes, options or {})
-        known = [*inspect.signature(cls.__init__).parameters, *TOKEN_IDS]
+        known = [*FIELDS, *TOKEN_IDS]
         for field in model:
             if field not in known:
-                raise InputError(f"{field}: unknown field of the model{nearest(field, known)}")
+                raise InputError(f"{shorten(field)}: unknown field of the model{nearest(field, known)}")
         fields = {"n_positions": n_positions, **preset.model, **model}
         return cls(
-            vocab_size=vocab_size,
-            hidden_size=hidden_size,
+            vocab_size=sizes.vocab_size,
+            hidden_size=sizes.hidden_size,
             layers=[layer_entry(name, options) for options in preset.layers]
             if layers is None
             else [dict(entry) for entry in layers],
@@ -152,9 +171,16 @@ class MultilinConfig(PretrainedConfig):
         )
 
 
+# The fields and their bounds are those of the signature.
+FIELDS = tuple(name for name in inspect.signature(MultilinConfig.__init__).parameters if name not in ("self", "kwargs"))
+TOKEN_IDS = tuple(field.name for field in dataclasses.fields(TokenIds))
+_HINTS = get_type_hints(MultilinConfig.__init__, include_extras=True)
+_Fields: Any = settings(type("_Fields", (), {"__annotations__": {name: _HINTS[name] for name in FIELDS}}))
+
+
 def _count_layers(layers: Sequence[Any], num_layers: int | None, options: Mapping[str, Any] | None) -> int:
     if not layers or not all(isinstance(entry, Mapping) for entry in layers):
-        raise InputError(f"layers: {layers!r:.60} given, but it must be a list of {{architecture: name, its options}}")
+        raise InputError(f"layers: {shown(layers)} given, but it must be a list of {{architecture: name, its options}}")
     if num_layers not in (None, len(layers)):
         raise InputError(f"num_layers: {num_layers} given, but {len(layers)} layers are listed; leave it out")
     if options:

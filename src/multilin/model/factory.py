@@ -1,13 +1,16 @@
 """Models by name and size: every architecture of ours, and the transformers to compare with."""
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PretrainedConfig, PreTrainedModel
 
 from multilin.architectures.base import Sizes, TrainingDefaults, architectures, get_architecture
-from multilin.errors import InputError, nearest
-from multilin.model.config import MultilinConfig
+from multilin.errors import InputError, nearest, shown
+from multilin.model.config import MultilinConfig, TokenIds
+from multilin.settings import load_settings, settings
+from multilin.settings.bounds import Fraction, Multiple, Strength
 
 
 def _gpt2(hidden_size: int, num_layers: int, num_heads: int, dropout: float, **sizes: Any) -> PretrainedConfig:
@@ -22,7 +25,7 @@ def _llama(hidden_size: int, num_layers: int, num_heads: int, dropout: float, **
     return LlamaConfig(
         hidden_size=hidden_size, num_hidden_layers=num_layers, num_attention_heads=num_heads,
         num_key_value_heads=num_heads, intermediate_size=8 * hidden_size // 3, attention_dropout=dropout,
-        max_position_embeddings=sizes.pop("n_positions"), tie_word_embeddings=True, **sizes,
+        max_position_embeddings=sizes.pop("n_positions"), **sizes,
     )  # fmt: skip
 
 
@@ -31,7 +34,21 @@ BASELINES = {"gpt2": _gpt2, "llama": _llama}
 
 DEFAULT_NUM_LAYERS = 6
 
-BASELINE_OPTIONS = {"num_heads": 4, "dropout": 0.0}
+
+@settings
+class BaselineOptions:
+    """What a recipe may choose for a baseline, as `model.options`."""
+
+    num_heads: Multiple = 4  # heads; the hidden size must be divisible by it
+    dropout: Fraction = 0.0  # in training
+
+
+@settings
+class BaselineConfig(TokenIds):
+    """Fields of a baseline's config that a recipe may set, as `model.config`."""
+
+    initializer_range: Strength = 0.02  # standard deviation of initial weights
+    tie_word_embeddings: bool = True  # the output projection shares the token embedding
 
 
 def model_names() -> list[str]:
@@ -58,7 +75,7 @@ def create_config(
         n_positions: longest text the model must read.
         options: choices of the architecture's preset; num_heads and dropout for the baselines.
         layers: entries that replace the preset's, see `MultilinConfig.from_architecture`.
-        model: further fields of the config (label_smoothing, token ids, ...).
+        model: further fields of the config: those of MultilinConfig, or of BaselineConfig.
 
     Raises:
         InputError: an unknown name or option, or sizes that do not fit.
@@ -69,26 +86,29 @@ def create_config(
     if architecture not in BASELINES:
         if architecture not in model_names():
             hint = nearest(architecture, model_names()) or f"; known are {', '.join(model_names())}"
-            raise InputError(f"model.architecture: {architecture!r} is not known{hint}")
+            raise InputError(f"model.architecture: {shown(architecture)} is not known{hint}")
         return MultilinConfig.from_architecture(
             architecture, hidden_size=hidden_size, num_layers=num_layers, vocab_size=vocab_size,
             n_positions=n_positions, options=options, layers=layers, **model,
         )  # fmt: skip
     if num_layers is None:
         raise InputError(f"layers: given, but {architecture} has no list of layers")
-    for name in options:
-        if name not in BASELINE_OPTIONS:
-            raise InputError(f"model.options.{name}: unknown field{nearest(name, BASELINE_OPTIONS)}")
-    choices = {**BASELINE_OPTIONS, **options}
-    if hidden_size % int(choices["num_heads"]):
-        raise InputError(f"num_heads: {choices['num_heads']} given, but it must divide the hidden size {hidden_size}")
-    for name in model:
-        if name not in GPT2Config().to_dict() | LlamaConfig().to_dict():
-            raise InputError(f"model.config.{name}: unknown field of a {architecture} config")
-    model = {"bos_token_id": None, "eos_token_id": None, **model}
+    sizes = load_settings(
+        Sizes,
+        {"hidden_size": hidden_size, "num_layers": num_layers, "vocab_size": vocab_size, "n_positions": n_positions},
+    )
+    choices = load_settings(BaselineOptions, options, "model.options")
+    if sizes.hidden_size % choices.num_heads:
+        raise InputError(f"num_heads: {choices.num_heads} given, but it must divide the hidden size {hidden_size}")
+    if architecture == "llama" and sizes.hidden_size // choices.num_heads % 2:
+        raise InputError(
+            f"num_heads: {choices.num_heads} given, but half the hidden size {hidden_size} must be a multiple of it, "
+            "as rotary positions turn pairs of numbers"
+        )
+    fields = load_settings(BaselineConfig, model, "model.config")
     return BASELINES[architecture](
-        hidden_size, num_layers, choices["num_heads"], choices["dropout"],
-        vocab_size=vocab_size, n_positions=n_positions, **model,
+        sizes.hidden_size, sizes.num_layers, choices.num_heads, choices.dropout,
+        vocab_size=sizes.vocab_size, n_positions=sizes.n_positions, **dataclasses.asdict(fields),
     )  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 import inspect
 import math
+import os
 import warnings
 from pathlib import Path
 
@@ -14,7 +15,8 @@ from multilin.data.progress import Progress, no_progress
 from multilin.data.task_text import TaskText, is_task, task_text
 from multilin.data.tokenizers import tokenizer_hash
 from multilin.errors import InputError, plural
-from multilin.model.factory import create_model
+from multilin.model.factory import create_config, create_model
+from multilin.model.memory import FLOAT_BYTES, ID_BYTES, activation_bytes, check_memory, parameter_bytes
 from multilin.training.optimizers import OPTIMIZERS
 from multilin.training.order import BlockOrder
 from multilin.training.precision import autocast_dtype, set_arithmetic
@@ -62,17 +64,50 @@ def read_data(recipe: Recipe, progress: Progress = no_progress) -> PreparedText 
     return task
 
 
-def check_model(recipe: Recipe) -> None:
-    """Build the model without memory, so that what does not fit it is refused before any text is read.
+def check_model(recipe: Recipe, vocab_size: int | None = None) -> None:
+    """Build the model without memory, so that what does not fit it, or this machine, is refused before any other work.
+
+    Args:
+        recipe: with every default filled in.
+        vocab_size: of the text's tokenizer; None, before it is there, takes the recipe's.
 
     Raises:
-        InputError: sizes or options that do not fit, or gradients that cannot be normalised layer by layer.
+        InputError: sizes or options that do not fit, gradients that cannot be normalised layer by layer, or a model
+            whose training needs more memory than is left.
     """
     with torch.device("meta"):
-        network = _create_model(recipe, recipe.tokenizer.vocab_size or 1)
+        network = _create_model(recipe, vocab_size or recipe.tokenizer.vocab_size or 1)
+    _check_memory(recipe, network)
     if recipe.training.normalize_gradients:
         _check_normalized_gradients(recipe, network)
     set_arithmetic(network, recipe.training)
+
+
+def _check_memory(recipe: Recipe, model: PreTrainedModel) -> None:
+    plan, sizes = recipe.training, model.config
+    assert recipe.optimizer.name is not None, "training needs a recipe that was resolved"
+    num_shards = int(os.environ.get("WORLD_SIZE", 1)) if os.environ.get("ACCELERATE_USE_FSDP") == "true" else 1
+    weights = parameter_bytes(model) * (2 + OPTIMIZERS[recipe.optimizer.name].state_numbers) // num_shards
+    activations = activation_bytes(
+        model,
+        plan.batch_size * recipe.model.n_positions,
+        number_bytes=FLOAT_BYTES if autocast_dtype(plan.precision) is None else 2,
+        recomputes=plan.gradient_checkpointing,
+    )
+    subject = f"training.batch_size: {plan.batch_size} blocks of {recipe.model.n_positions} tokens"
+    if weights > activations:
+        subject = (
+            f"model: hidden_size {sizes.hidden_size}, {sizes.num_hidden_layers} layers, n_positions "
+            f"{recipe.model.n_positions} and a vocabulary of {sizes.vocab_size}"
+        )
+    # Trainer holds all batches of a step at once: ids, labels and documents.
+    batches = 3 * ID_BYTES * plan.gradient_accumulation * plan.batch_size * recipe.model.n_positions
+    check_memory(f"training.gradient_accumulation: {plan.gradient_accumulation} batches given, but one step", batches)
+    if plan.master == "host":
+        check_memory(f"{subject} given, but training", weights)
+        weights = 0
+    device = torch.accelerator.current_accelerator() or torch.device("cpu")
+    check_memory(f"{subject} given, but training", weights + activations, device)
 
 
 def build_model(recipe: Recipe, text: PreparedText | TaskText) -> PreTrainedModel:
@@ -98,6 +133,9 @@ def build_model(recipe: Recipe, text: PreparedText | TaskText) -> PreTrainedMode
 
 def _create_model(recipe: Recipe, vocab_size: int) -> PreTrainedModel:
     model = recipe.model
+    for name in model.config:
+        if name in inspect.signature(create_config).parameters:
+            raise InputError(f"model.config.{name}: given, but it is not decided there; leave it out")
     return create_model(
         model.architecture,
         hidden_size=model.hidden_size,

@@ -12,21 +12,32 @@ from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import yaml
-from annotated_types import Ge, Gt, Lt
-
-from multilin.errors import InputError, nearest
+from multilin.errors import InputError, nearest, shorten, shown
 from multilin.files import write_whole
 from multilin.settings import load_settings, settings
+from multilin.settings.bounds import (
+    Batch,
+    BlockLength,
+    Depth,
+    Fraction,
+    LayerList,
+    Part,
+    Passes,
+    PathText,
+    Rate,
+    Section,
+    Seed,
+    StepCount,
+    Steps,
+    Strength,
+    Tokens,
+    Vocabulary,
+    Width,
+)
+from multilin.settings.inputs import read_yaml, to_yaml
 
 RECIPE_FILE = "recipe.yaml"
 DEFAULT_VOCAB_SIZE = 4096
-
-Positive = Annotated[int, Gt(0)]
-Count = Annotated[int, Ge(0)]
-Fraction = Annotated[float, Ge(0), Lt(1)]
-Rate = Annotated[float, Gt(0)]
-NonNegative = Annotated[float, Ge(0)]
 
 
 @settings
@@ -34,12 +45,12 @@ class ModelRecipe:
     """The network."""
 
     architecture: str = "additive"  # a registered architecture, or the baselines gpt2 and llama
-    hidden_size: Positive = 256  # width of the vectors between the layers
-    num_layers: Positive | None = None  # layers; 6 where none are listed
-    n_positions: Annotated[int, Ge(2)] = 256  # context length: tokens in one training block
-    options: dict[str, Any] = field(default_factory=dict)  # options of the architecture
-    layers: list[dict[str, Any]] | None = None  # hybrids: each layer's architecture and options, first to last
-    config: dict[str, Any] = field(default_factory=dict)  # fields of the model's config that replace the preset's
+    hidden_size: Width = 256  # width of the vectors between the layers
+    num_layers: Depth | None = None  # layers; 6 where none are listed
+    n_positions: BlockLength = 256  # context length: tokens in one training block
+    options: Section = field(default_factory=dict)  # options of the architecture
+    layers: LayerList | None = None  # hybrids: each layer's architecture and options, first to last
+    config: Section = field(default_factory=dict)  # fields of the model's config that replace the preset's
 
     @property
     def kind(self) -> str:
@@ -53,9 +64,9 @@ class ModelRecipe:
 class DataRecipe:
     """The text."""
 
-    source: str = "python-docs"  # a corpus built in, a file, folder, glob, hub dataset, or a task such as task:mqar
-    validation: str | None = None  # a second source to validate on; without one, documents are split off the source
-    validation_fraction: Annotated[float, Gt(0), Lt(1)] = 0.05  # share of the documents split off for validation
+    source: PathText = "python-docs"  # a built-in corpus, file, folder, glob, hub dataset, or a task such as task:mqar
+    validation: PathText | None = None  # a second source to validate on; without one, documents of the source are taken
+    validation_fraction: Part = 0.05  # share of the documents split off for validation
     text_field: str = "text"  # the field or column of .jsonl, .csv and .parquet files that holds the text
     encoding_errors: Literal["strict", "replace"] = "strict"  # bytes that are not UTF-8: refuse, or replace by U+FFFD
 
@@ -65,8 +76,8 @@ class TokenizerRecipe:
     """The tokenizer, trained on the text or loaded."""
 
     kind: Literal["bpe", "unigram", "byte"] = "bpe"  # how text becomes tokens
-    vocab_size: Positive | None = None  # entries of a trained vocabulary, 4096 by default; byte has 258 and no choice
-    path: str | None = None  # load this tokenizer (a folder or tokenizer.json) instead of training one
+    vocab_size: Vocabulary | None = None  # entries of a trained vocabulary, 4096 by default; byte has 258 and no choice
+    path: PathText | None = None  # load this tokenizer (a folder or tokenizer.json) instead of training one
 
 
 @settings
@@ -78,8 +89,8 @@ class OptimizerRecipe:
     betas: tuple[Fraction, Fraction] | None = None  # adamw: decay rates of its two running means
     row_average: Fraction | None = None  # normalized_sgd: weight of the past in the average of an embedding's row
     row_order: Literal["normalize_then_average", "average_then_normalize"] | None = None  # normalized_sgd: for rows
-    weight_decay: NonNegative | None = None  # decoupled decay of weight matrices (not of biases, norms, embeddings)
-    clip_norm: NonNegative | None = None  # largest norm of the gradient; 0 does not clip
+    weight_decay: Strength | None = None  # decoupled decay of weight matrices (not of biases, norms, embeddings)
+    clip_norm: Strength | None = None  # largest norm of the gradient; 0 does not clip
     nonfinite: Literal["stop", "skip"] = "stop"  # loss or gradient not finite: end the run, or skip the step
 
 
@@ -88,20 +99,20 @@ class ScheduleRecipe:
     """The learning rate over time; what is not given is the default of the architecture."""
 
     name: Literal["linear", "cosine", "constant", "tail", "inverse_sqrt"] | None = None  # course after the warm-up
-    warmup_steps: Count | None = None  # steps in which the learning rate rises to its peak
+    warmup_steps: StepCount | None = None  # steps in which the learning rate rises to its peak
     tail: Rate | None = None  # tail: the last 1/tail of the run falls to 0, 5 by default
-    constant_steps: Positive | None = None  # inverse_sqrt: steps at the peak before it falls, 100 by default
+    constant_steps: Steps | None = None  # inverse_sqrt: steps at the peak before it falls, 100 by default
 
 
 @settings
 class TrainingRecipe:
     """The run."""
 
-    max_steps: Positive = 1000  # optimizer steps
-    batch_size: Positive = 16  # blocks per device and forward pass
-    gradient_accumulation: Positive = 1  # forward passes summed into one step
+    max_steps: Steps = 1000  # optimizer steps
+    batch_size: Batch = 16  # blocks per device and forward pass
+    gradient_accumulation: Passes = 1  # forward passes summed into one step
     label_smoothing: Fraction | None = None  # probability spread over the whole vocabulary, in training only
-    seed: Count = 0  # seed of initial weights, data order and dropout
+    seed: Seed = 0  # seed of initial weights, data order and dropout
     precision: Literal["auto", "float32", "bf16", "int8"] = "auto"  # auto: bf16 where the hardware computes in it
     int8_backward: bool = True  # with precision int8, the gradient's products are int8 too, rounded at random
     normalize_gradients: bool = False  # bring each layer's incoming gradient to unit size, for half precision
@@ -110,11 +121,11 @@ class TrainingRecipe:
     communication: Literal["float", "int8"] = "float"  # how gradients travel between devices; int8 in blocks of 128
     gradient_checkpointing: bool = False  # recompute activations in the backward pass: less memory, more time
     compile: bool = False  # torch.compile the model
-    eval_every_steps: Count = 100  # steps between validations; 0 validates after the last step only
-    eval_max_tokens: Positive | None = 100_000  # validation tokens read each time; null reads all
-    save_every_steps: Count = 200  # steps between checkpoints; 0 saves after the last step only
-    keep_checkpoints: Positive = 2  # newest checkpoints kept
-    log_every_steps: Positive = 10  # steps between lines of metrics.jsonl
+    eval_every_steps: StepCount = 100  # steps between validations; 0 validates after the last step only
+    eval_max_tokens: Tokens | None = 100_000  # validation tokens read each time; null reads all
+    save_every_steps: StepCount = 200  # steps between checkpoints; 0 saves after the last step only
+    keep_checkpoints: Steps = 2  # newest checkpoints kept
+    log_every_steps: Steps = 10  # steps between lines of metrics.jsonl
     tensorboard: bool = False  # also write TensorBoard event files into the run folder
 
 
@@ -128,7 +139,7 @@ class Recipe:
     optimizer: OptimizerRecipe = field(default_factory=OptimizerRecipe)  # the optimizer
     schedule: ScheduleRecipe = field(default_factory=ScheduleRecipe)  # the learning rate over time
     training: TrainingRecipe = field(default_factory=TrainingRecipe)  # the run
-    output: str = "runs/default"  # folder the run is written to
+    output: PathText = "runs/default"  # folder the run is written to
 
 
 # What only reports on a run, or says where it lies, may change when it is resumed.
@@ -157,28 +168,28 @@ def load_recipe(name_or_path: str | Path | None = None, overrides: Mapping[str, 
     """Read a recipe and change single values of it.
 
     Args:
-        name_or_path: a built-in recipe, a YAML file, or the folder of a run; None starts from the defaults.
+        name_or_path: a built-in recipe, a YAML file, or the folder of a run; None starts from the defaults. A Path is
+            no built-in recipe, whatever its name.
         overrides: dotted field ("training.max_steps", "model.options.window") to its new value.
 
     Raises:
         InputError: no such recipe, not YAML, an unknown field or a value of a wrong type.
     """
-    values = {} if name_or_path is None else _read_yaml(_find(str(name_or_path)))
-    if name_or_path is not None and Path(name_or_path).is_dir() and "output" not in values:
-        raise InputError(
-            f"recipe: {name_or_path}/{RECIPE_FILE} is cut short: it has no output, which a run writes last"
-        )
+    path = None if name_or_path is None else _find(name_or_path)
+    values = {} if path is None else _read(path)
+    is_run = path is not None and path == Path(str(name_or_path), RECIPE_FILE)
+    if is_run and "output" not in values:
+        raise InputError(f"recipe: {path} is cut short: it has no output, which a run writes last")
     for dotted, value in (overrides or {}).items():
         _set(values, dotted, value)
-    if name_or_path is not None and Path(name_or_path).is_dir() and "output" not in (overrides or {}):
+    if is_run and "output" not in (overrides or {}):
         values["output"] = str(name_or_path)  # the folder may have been moved since the run wrote it down
     return load_settings(Recipe, values)
 
 
 def save_recipe(recipe: Recipe, path: str | Path) -> None:
     """Write a recipe as YAML that `load_recipe` reads back to an equal one."""
-    text = yaml.safe_dump(dataclasses.asdict(recipe), sort_keys=False, allow_unicode=True)
-    write_whole(path, text)
+    write_whole(path, to_yaml(dataclasses.asdict(recipe)))
 
 
 def resolve_recipe(recipe: Recipe) -> Recipe:
@@ -230,9 +241,9 @@ def _flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def _find(name_or_path: str) -> Path:
+def _find(name_or_path: str | Path) -> Path:
     builtin = builtin_recipes()
-    if name_or_path in builtin:
+    if isinstance(name_or_path, str) and name_or_path in builtin:
         return builtin[name_or_path]
     path = Path(name_or_path)
     if path.is_dir() and (path / RECIPE_FILE).is_file():
@@ -240,20 +251,17 @@ def _find(name_or_path: str) -> Path:
     if path.is_file():
         return path
     raise InputError(
-        f"recipe: {name_or_path!r} is neither a YAML file, the folder of a run, nor a built-in recipe "
-        f"({', '.join(builtin)}){nearest(name_or_path, builtin)}"
+        f"recipe: {shown(str(name_or_path))} is neither a YAML file, the folder of a run, nor a built-in recipe "
+        f"({', '.join(builtin)}){nearest(str(name_or_path), builtin)}"
     )
 
 
-def _read_yaml(path: Path) -> dict[str, Any]:
-    try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise InputError(f"recipe: {path} is not YAML: {' '.join(str(error).split())}") from None
-    except OSError as error:
-        raise InputError(f"recipe: {path} cannot be read: {error.strerror}") from None
+def _read(path: Path) -> dict[str, Any]:
+    values = read_yaml(path, "recipe")
     if values is not None and not isinstance(values, dict):
-        raise InputError(f"recipe: {path} should hold sections such as `model:` and `training:`, not {values!r:.60}")
+        raise InputError(
+            f"recipe: {shorten(str(path))} should hold sections such as `model:` and `training:`, not {shown(values)}"
+        )
     return values or {}
 
 

@@ -5,10 +5,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from multilin.errors import plural
 from multilin.files import atomic_file, write_whole
+from multilin.settings.inputs import to_yaml
 from multilin.training.outcomes import RunResult
 from multilin.training.recipe import Recipe
 
@@ -116,10 +115,10 @@ def write_card(recipe: Recipe, result: RunResult, path: Path) -> None:
     }
     table = "\n".join(f"| {name} | {value} |" for name, value in figures.items())
     text = _CARD.format(
-        front=yaml.safe_dump(front, sort_keys=False).strip(),
+        front=to_yaml(front).strip(),
         title=f"{model.kind} on {recipe.data.source}",
         table=table,
-        recipe=yaml.safe_dump(dataclasses.asdict(recipe), sort_keys=False, allow_unicode=True).strip(),
+        recipe=to_yaml(dataclasses.asdict(recipe)).strip(),
     )
     write_whole(path, text)
 

@@ -70,6 +70,7 @@ def train(
     with _opened(folder, recipe, devices, resume=resume, overwrite=overwrite) as checkpoint:
         with devices.main_process_first():
             text = read_data(recipe, progress.prepare)
+        check_model(recipe, len(text.tokenizer))
         with _failures_in_one_sentence(folder):
             set_seed(recipe.training.seed)
             model = build_model(recipe, text)

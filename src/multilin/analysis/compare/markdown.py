@@ -2,11 +2,10 @@
 
 from collections.abc import Iterator, Sequence
 
-import yaml
-
 from multilin.analysis.compare.answers import best_sentence, cost_sentence, speed_sentence
 from multilin.analysis.compare.record import Comparison, RowRecord
 from multilin.analysis.compare.view import COLUMNS, HEADINGS, cells, differences, how_measured, run_cells
+from multilin.settings.inputs import to_yaml
 
 
 def as_markdown(comparison: Comparison) -> str:
@@ -26,7 +25,7 @@ def as_markdown(comparison: Comparison) -> str:
     parts += ["## How it was measured", "\n".join(f"- {_text(line)}" for line in how_measured(comparison))]
     parts.append("## Recipes")
     for row in ordered:
-        parts += [f"### {row.name}", _block(yaml.safe_dump(row.recipe, sort_keys=False, allow_unicode=True), "yaml")]
+        parts += [f"### {row.name}", _block(to_yaml(row.recipe), "yaml")]
     return "\n\n".join(parts) + "\n"
 
 

@@ -2,20 +2,23 @@
 
 import dataclasses
 import json
-import math
 import statistics
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from annotated_types import MaxLen
 
 from multilin.analysis.compare.flops import training_flops_per_token
 from multilin.analysis.compare.rows import Row, rows_of, with_choice
 from multilin.analysis.compare.sweep import Sweep
 from multilin.errors import InputError, plural
 from multilin.files import write_whole
+from multilin.settings import load_settings, settings
+from multilin.settings.bounds import MOST_STEPS, Amount, Name
+from multilin.settings.inputs import read_json
 from multilin.training.assemble import build_model, check_model, packing_remark, read_data
 from multilin.training.progress import TrainingProgress
 from multilin.training.recipe import Recipe, resolve_recipe
@@ -27,6 +30,13 @@ MEASURED_STEPS, WARM_UP_STEPS, MEASURED_TURNS = 20, 5, 2
 VALIDATIONS, CHECKPOINTS = 10, 4  # of a run, where the sweep says nothing else
 
 Choice = Mapping[str, Any]
+
+
+@settings
+class _Speeds:
+    """What SPEED_FILE holds."""
+
+    seconds: Annotated[dict[Name, Amount], MaxLen(100)]  # of a training step, by row
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,6 +113,7 @@ def _plan(row: Row, progress: TrainingProgress) -> Plan:
     recipe = resolve_recipe(row.recipe)
     check_model(recipe)
     text = read_data(recipe, progress.prepare)
+    check_model(recipe, len(text.tokenizer))
     with torch.random.fork_rng():
         model = build_model(recipe, text)
     embeddings = [model.get_input_embeddings(), model.get_output_embeddings()]
@@ -130,6 +141,11 @@ def _steps(sweep: Sweep, plans: list[Plan], progress: TrainingProgress) -> list[
         seconds = _seconds_per_step(Path(sweep.output), plans, progress)
         steps = [int(budget.amount // seconds[plan.row.name]) for plan in plans]
     for plan, count in zip(plans, steps, strict=True):
+        if count > MOST_STEPS:
+            raise InputError(
+                f"budget.{budget.kind}: {budget.amount:g} given, but that is {count:.3g} steps for "
+                f"rows.{plan.row.name}; give less, so that it is at most {MOST_STEPS:,}"
+            )
         warmup = plan.recipe.schedule.warmup_steps or 0
         if count <= warmup:
             raise InputError(
@@ -176,12 +192,9 @@ def read_speeds(path: Path) -> dict[str, float]:
         InputError: the file is damaged.
     """
     try:
-        speeds = json.loads(path.read_bytes())
-        if all(type(seconds) is float and 0 < seconds < math.inf for seconds in speeds.values()):
-            return dict(speeds)
-    except (OSError, ValueError, RecursionError, AttributeError):
-        pass
-    raise InputError(f"output: {path} is damaged; delete it, and the speeds are measured again")
+        return dict(load_settings(_Speeds, {"seconds": read_json(path, "output")}).seconds)
+    except InputError as error:
+        raise InputError(f"output: {path} is damaged; delete it, and the speeds are measured again") from error
 
 
 def _step_times(plan: Plan) -> list[float]:

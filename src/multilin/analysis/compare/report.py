@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
-import yaml
 
 from multilin.analysis.compare.answers import AXES, best_sentence, cost_sentence, mean_course, speed_sentence
 from multilin.analysis.compare.markdown import as_markdown
@@ -27,6 +26,7 @@ from multilin.analysis.compare.view import (
 from multilin.analysis.compare.words import REPORT_FILE, UNITS, amount, budget_text
 from multilin.errors import plural
 from multilin.files import write_whole
+from multilin.settings.inputs import to_yaml
 
 JSON_FILE, MARKDOWN_FILE = "comparison.json", "comparison.md"
 REPORT_FILES = (JSON_FILE, MARKDOWN_FILE, REPORT_FILE)
@@ -73,9 +73,7 @@ def as_html(comparison: Comparison) -> str:
         runs=[run_cells(run) for row in [*rows, *failed] for run in row.all_runs],
         samples=[(row.name, row.sample) for row in rows if row.sample],
         measured=how_measured(comparison),
-        recipes=[
-            (row.name, yaml.safe_dump(row.recipe, sort_keys=False, allow_unicode=True)) for row in [*rows, *failed]
-        ],
+        recipes=[(row.name, to_yaml(row.recipe)) for row in [*rows, *failed]],
         data=chart_data(comparison),
         **{name: _asset(file) for name, file in _PARTS.items()},
     )

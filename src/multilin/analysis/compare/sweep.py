@@ -20,6 +20,7 @@ over that the row itself.
 
 import dataclasses
 import itertools
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import field
@@ -27,18 +28,18 @@ from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any
 
-import yaml
-from annotated_types import Ge, Gt
+from annotated_types import MaxLen
 
 from multilin.analysis.compare.values import Values, merge, nested
-from multilin.errors import InputError
+from multilin.errors import InputError, shorten, shown
 from multilin.settings import load_settings, settings
+from multilin.settings.bounds import Amount, Name, PathText, RepeatCount, Section, Seed, Tried
+from multilin.settings.inputs import read_yaml
 from multilin.training.recipe import Recipe, load_recipe
 
 TEXT_SWEEP, TASK_SWEEP = "architectures", "tasks"
+MOST_CHOICES = 1000
 
-Amount = Annotated[float, Gt(0)]
-Seed = Annotated[int, Ge(0)]
 _ROW_NAME = re.compile(r"\w[\w.+-]*")
 _TUNED = ("optimizer", "schedule")
 
@@ -71,15 +72,21 @@ class Budget:
 class Sweep:
     """A comparison as plain data: see the top of this file."""
 
-    rows: dict[str, dict[str, Any] | None]  # name of a row to fields of its recipe, dotted or nested, and `recipe`
+    rows: Annotated[
+        dict[Name, Section | None], MaxLen(100)
+    ]  # name of a row to fields of its recipe, dotted or nested, and `recipe`
     title: str = ""  # heading of the report
-    base: dict[str, Any] = field(default_factory=dict)  # fields that all rows share, and `recipe`
-    seeds: list[Seed] = field(default_factory=lambda: [0, 1, 2])  # every row is trained once with each
+    base: Section = field(default_factory=dict)  # fields that all rows share, and `recipe`
+    seeds: Annotated[list[Seed], MaxLen(100)] = field(
+        default_factory=lambda: [0, 1, 2]
+    )  # every row is trained once with each
     budget: Budget = field(default_factory=Budget)  # of each run
     task: str | None = None  # a recall task instead of a text, such as mqar
-    grid: dict[str, list[Any]] = field(default_factory=dict)  # optimizer or schedule field to the values tried
-    extend_grid: Annotated[int, Ge(0)] = 0  # values more, at most, for a row whose best is the lowest or highest tried
-    output: str = ""  # folder for the runs and the report
+    grid: Annotated[dict[str, Tried], MaxLen(4)] = field(
+        default_factory=dict
+    )  # optimizer or schedule field to the values tried
+    extend_grid: RepeatCount = 0  # values more, at most, for a row whose best is the lowest or highest tried
+    output: PathText = ""  # folder for the runs and the report
 
     @property
     def choices(self) -> list[dict[str, Any]]:
@@ -137,19 +144,13 @@ def load_sweep(path: Path) -> Sweep:
     Raises:
         InputError: no such file, not YAML, an unknown field, or a value that is not accepted.
     """
-    try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise InputError(f"sweep: {path} is not YAML: {' '.join(str(error).split())}") from None
-    except OSError as error:
-        raise InputError(f"sweep: {path} cannot be read: {error.strerror}") from None
+    values = read_yaml(path, "sweep")
     if not isinstance(values, dict):
-        raise InputError(f"sweep: {path} should hold `rows:` and `budget:`, not {values!r:.60}")
+        raise InputError(f"sweep: {shorten(str(path))} should hold `rows:` and `budget:`, not {shown(values)}")
     sweep = load_settings(Sweep, values)
     sweep = dataclasses.replace(
         sweep,
         title=sweep.title or path.stem,
-        grid={name: [_number(value) for value in tried] for name, tried in sweep.grid.items()},
         output=sweep.output or f"runs/compare-{path.stem}",
     )
     check_sweep(sweep)
@@ -166,19 +167,19 @@ def check_sweep(sweep: Sweep) -> None:
         raise InputError("rows: none given; a sweep compares at least one row")
     for name in sweep.rows:
         if not _ROW_NAME.fullmatch(name):
-            raise InputError(f"rows: {name!r} given, but a row is named by letters, digits and . _ + -")
+            raise InputError(f"rows: {shown(name)} given, but a row is named by letters, digits and . _ + -")
     if not sweep.seeds or len(set(sweep.seeds)) < len(sweep.seeds):
         raise InputError(f"seeds: {sweep.seeds} given, but it should be a list of different numbers, such as [0, 1, 2]")
     if len(sweep.budget.given) != 1:
         given = " and ".join(sweep.budget.given) or "nothing"
         raise InputError(f"budget: {given} given, but it should be exactly one of tokens, flops and seconds")
-    for name, tried in sweep.grid.items():
+    for name in sweep.grid:
         if name.split(".")[0] not in _TUNED:
             raise InputError(
                 f"grid.{name}: given, but a grid tries fields of {' and '.join(_TUNED)}; make rows of other choices"
             )
-        if not tried:
-            raise InputError(f"grid.{name}: no value given; give a list, such as [1.0e-3, 4.0e-3]")
+    if (num_choices := math.prod(map(len, sweep.grid.values()))) > MOST_CHOICES:
+        raise InputError(f"grid: {num_choices} combinations given, but at most {MOST_CHOICES} are tried")
     if sweep.extend_grid and not _can_go_on(list(sweep.grid.values())):
         raise InputError(
             f"extend_grid: {sweep.extend_grid} given, but only a grid of one field with two or more different positive "
@@ -232,22 +233,11 @@ def _frame(recipe: Recipe) -> Values:
 
 def _can_go_on(values: list[list[Any]]) -> bool:
     """Whether there is a ratio by which a grid goes on beyond its ends."""
-    if len(values) != 1 or len(set(values[0])) < 2:
+    if len(values) != 1 or not all(isinstance(value, int | float) and value > 0 for value in values[0]):
         return False
-    return all(isinstance(value, int | float) and value > 0 for value in values[0])
-
-
-def _number(value: Any) -> Any:
-    """YAML reads 1e-3, which lacks a point, as a text."""
-    try:
-        return float(value) if isinstance(value, str) else value
-    except ValueError:
-        return value
+    return len(set(values[0])) > 1
 
 
 def _is_sweep(path: Path) -> bool:
-    try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8")) if path.is_file() else None
-    except (OSError, UnicodeDecodeError, yaml.YAMLError):
-        return False
+    values = read_yaml(path, "sweep") if path.is_file() else None
     return isinstance(values, dict) and "rows" in values

@@ -17,7 +17,6 @@ __all__ = [
     "WINDOWED_ATTENTION",
     "WindowedAttentionState",
     "WindowedAttentionWeights",
-    "check_reach",
     "windowed_attention",
     "windowed_attention_weights",
 ]
@@ -86,7 +85,7 @@ def windowed_attention(
     and made again backward.
     Source: 3Lin and TScale; the width schedule and the decays of their documents.
     """
-    check_reach(window, slope, hyper)
+    _check_reach(window, slope, hyper)
     if queries.shape != keys.shape or values.shape[:3] != keys.shape[:3]:
         raise InputError(
             f"keys: shape {tuple(keys.shape)} given for queries {tuple(queries.shape)} and values "
@@ -109,16 +108,10 @@ def windowed_attention(
     return means.to(values.dtype), state
 
 
-def check_reach(
-    window: int, slope: float | Tensor = 0.0, hyper: float | Tensor = 0.0, *, field: str = "window"
-) -> None:
-    """Refuse a window or a decay that is none; decays that are learned, as tensors, may be anything.
-
-    Raises:
-        InputError: a negative window or slope, or a decay that is not finite; `field` is the caller's word for window.
-    """
+def _check_reach(window: int, slope: float | Tensor, hyper: float | Tensor) -> None:
+    """Refuse a window or a decay that is none; decays that are learned, as tensors, may be anything."""
     if window < 0:
-        raise InputError(f"{field}: {window} given, but it must be at least 0")
+        raise InputError(f"window: {window} given, but it must be at least 0")
     for name, decay, least in (("slope", slope, 0.0), ("hyper", hyper, -math.inf)):
         if not isinstance(decay, Tensor) and not (math.isfinite(decay) and decay >= least):
             raise InputError(f"{name}: {decay} given, but it must be a finite number{' of at least 0' * (least == 0)}")

@@ -24,6 +24,7 @@ class OptimizerKind:
 
     build: (parameter groups, resolved recipe) to the optimizer.
     learning_rate, weight_decay, clip_norm: its own, for an architecture whose source trains with another one.
+    state_numbers: what it keeps for every number of a matrix.
     options: its further fields of the recipe with their defaults.
     normalizes: whether its update is free of the scale of each tensor's gradient; then it treats rows by themselves.
     """
@@ -32,6 +33,7 @@ class OptimizerKind:
     learning_rate: float
     weight_decay: float = 0.0
     clip_norm: float = 0.0
+    state_numbers: int = 0
     options: Mapping[str, Any] = field(default_factory=dict)
     normalizes: bool = True
 
@@ -62,6 +64,7 @@ OPTIMIZERS: dict[str, OptimizerKind] = {
         learning_rate=_PLAIN.learning_rate,
         weight_decay=_PLAIN.weight_decay,
         clip_norm=_PLAIN.clip_norm,
+        state_numbers=2,
         options={"betas": _PLAIN.betas},
         normalizes=False,
     ),
@@ -70,7 +73,7 @@ OPTIMIZERS: dict[str, OptimizerKind] = {
         learning_rate=0.1,
         options={"row_average": 0.9, "row_order": "normalize_then_average"},
     ),
-    "matrix_moment": OptimizerKind(_matrix_moment, learning_rate=0.01),
+    "matrix_moment": OptimizerKind(_matrix_moment, learning_rate=0.01, state_numbers=1),
 }
 """Every optimizer by the name recipes give it."""
 

@@ -14,9 +14,10 @@ import inspect
 import io
 import tokenize
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, TypeVar, cast, dataclass_transform
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, cast, dataclass_transform, get_args, get_origin
 
-from multilin.errors import InputError, nearest
+from multilin.errors import InputError, nearest, shorten, shown
+from multilin.settings.bounds import LONGEST_TEXT
 
 if TYPE_CHECKING:
     from pydantic import TypeAdapter, ValidationError
@@ -26,9 +27,14 @@ SettingsT = TypeVar("SettingsT")
 
 @dataclass_transform(frozen_default=True)
 def settings(cls: type[SettingsT]) -> type[SettingsT]:
-    """Make a class a frozen dataclass that refuses unknown fields and values of a wrong type."""
-    # Not strict, so that "5e-4", which YAML reads as a string, is a number; "abc" and 1.5 layers still are not.
-    cls.__pydantic_config__ = {"extra": "forbid"}  # type: ignore[attr-defined]
+    """Make a class a frozen dataclass that refuses unknown fields, values of a wrong type, and nan and infinity.
+
+    Bounds of numbers are part of a field's type, see `multilin.settings.bounds`.
+    """
+    # Not strict, so that "5e-4", as a query or a quoted text gives it, is a number; "abc" and 1.5 layers still are not.
+    cls.__pydantic_config__ = {  # type: ignore[attr-defined]
+        "extra": "forbid", "allow_inf_nan": False, "str_max_length": LONGEST_TEXT
+    }  # fmt: skip
     return dataclasses.dataclass(frozen=True)(cls)
 
 
@@ -78,8 +84,9 @@ def _adapter(cls: Any) -> "TypeAdapter[Any]":
 
 def _sentence(cls: type, error: "ValidationError", where: str) -> str:
     """The first mistake as one sentence. A union's members appear in pydantic's location; field names alone stay."""
-    first = error.errors(include_url=False)[0]
-    path: list[str] = [where] if where else []
+    errors = error.errors(include_url=False)
+    first = errors[0]
+    path: list[str] = []
     owner: Any = cls
     for part in first["loc"]:
         known = (
@@ -87,21 +94,45 @@ def _sentence(cls: type, error: "ValidationError", where: str) -> str:
         )
         if part in known:
             path.append(str(part))
-            owner = known[part] if isinstance(known[part], type) else object
+            owner = known[part]
+        elif _is_dictionary(owner) and isinstance(part, str):
+            path.append(shorten(part))
+            owner = object
         elif first["type"] == "unexpected_keyword_argument" and part == first["loc"][-1]:
             hint = nearest(str(part), known) or f"; known are {', '.join(known)}"
-            return f"{'.'.join([*path, str(part)])}: unknown field{hint}"
+            return f"{_dotted(where, *path, shorten(str(part)))}: unknown field{hint}"
         elif isinstance(part, int):
             path.append(str(part))
-    accepted = " or ".join(
-        dict.fromkeys(
-            e["msg"].removeprefix("Input should be ")
-            for e in error.errors()
-            if e["loc"][: len(path)] == first["loc"][: len(path)]
-        )
-    )
+    field = _dotted(where, *path)
     if first["type"] in ("value_error", "assertion_error"):
-        return f"{'.'.join(path)}: {first['ctx']['error']}" if path else str(first["ctx"]["error"])
+        return f"{field}: {first['ctx']['error']}" if field else str(first["ctx"]["error"])
     if first["type"] in ("missing", "missing_argument"):
-        return f"{'.'.join([*path[:-1], str(first['loc'][-1])])}: missing; a value is required"
-    return f"{'.'.join(path)}: {first['input']!r} given, but it should be {accepted}"
+        return f"{_dotted(where, *path[:-1], str(first['loc'][-1]))}: missing; a value is required"
+    same = [e for e in errors if e["loc"][: len(path)] == first["loc"][: len(path)]]
+    return (
+        f"{field}: {shown(first['input'])} given, but it should be {' or '.join(dict.fromkeys(map(_accepted, same)))}"
+    )
+
+
+def _is_dictionary(hint: Any) -> bool:
+    return get_origin(get_args(hint)[0] if get_origin(hint) is Annotated else hint) is dict
+
+
+def _dotted(*parts: str) -> str:
+    return ".".join(part for part in parts if part)
+
+
+def _accepted(error: Any) -> str:
+    """What a value should be, by pydantic's words for what it is not."""
+    bounds = {
+        "greater_than": "above {gt}",
+        "greater_than_equal": "at least {ge}",
+        "less_than": "below {lt}",
+        "less_than_equal": "at most {le}",
+        "string_too_long": "a text of at most {max_length} characters",
+        "too_long": "of at most {max_length} entries",
+        "too_short": "of at least {min_length} entries",
+        "int_parsing_size": "a valid integer",
+    }
+    words = bounds.get(error["type"])
+    return str(error["msg"]).removeprefix("Input should be ") if words is None else words.format(**error.get("ctx", {}))

@@ -1,0 +1,157 @@
+"""Memory that a model would take, estimated before anything is built, and what this machine has left.
+
+Parameters, gradients and the optimizer's numbers are counted. Activations are estimated from the shapes of the matrices
+as 60 to 100 % of what training was measured to keep (30 % for mixers). So what is refused could hardly have run.
+"""
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from multilin.errors import InputError
+
+FLOAT_BYTES, ID_BYTES = 4, 8
+_KEPT_PER_OUTPUT = 2  # numbers kept for the backward pass, for every number that a matrix gives
+_READ_AT_ONCE = 4  # vectors of the hidden size held for each token that is read, without gradients
+_BEAM_BYTES = 24  # of a token in each beam: transformers keeps two tables of ids and two of beams, of full length
+
+
+def check_memory(subject: str, needed: float, device: torch.device | str = "cpu") -> None:
+    """Refuse what needs more memory than is left.
+
+    Args:
+        subject: what the message begins with; it ends before "would take".
+        needed: bytes.
+        device: whose memory.
+
+    Raises:
+        InputError: it does not fit; the message has both figures.
+    """
+    left = available_memory(device)
+    if left is not None and needed > left:
+        figures = f"{_size(needed)} of memory, and this machine has {_size(left)} left"
+        raise InputError(f"{subject} would take at least {figures}")
+
+
+def available_memory(device: torch.device | str = "cpu") -> int | None:
+    """Bytes that this process can still have on a device; None where the system does not tell."""
+    device = torch.device(device)
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return min(_limits(), default=None)
+
+
+def _limits() -> Iterator[int]:
+    """What the machine, the container and the shell each leave to this process."""
+    with contextlib.suppress(OSError, ValueError, StopIteration):
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        yield 1024 * int(next(line for line in lines if line.startswith("MemAvailable:")).split()[1])
+    for limit, used, statistics in (
+        ("memory.max", "memory.current", "memory.stat"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat"),
+    ):
+        with contextlib.suppress(OSError, ValueError, StopIteration):
+            folder = Path("/sys/fs/cgroup")
+            lines = (folder / statistics).read_text().splitlines()
+            cached = int(next(line for line in lines if line.startswith("inactive_file ")).split()[1])
+            yield int((folder / limit).read_text()) - int((folder / used).read_text()) + cached
+    with contextlib.suppress(ImportError, OSError, ValueError):
+        import resource
+
+        allowed, _ = resource.getrlimit(resource.RLIMIT_AS)
+        if allowed != resource.RLIM_INFINITY:
+            pages = int(Path("/proc/self/statm").read_text().split()[0])
+            yield allowed - pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def parameter_bytes(model: nn.Module) -> int:
+    """Bytes of all parameters and buffers, on whatever device; those that are shared count once."""
+    tensors = {id(tensor): tensor for tensor in [*model.parameters(), *model.buffers()]}
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+
+
+def activation_bytes(
+    model: PreTrainedModel, num_tokens: int, *, number_bytes: int = FLOAT_BYTES, recomputes: bool = False
+) -> int:
+    """Bytes that training keeps of one forward pass.
+
+    Args:
+        model: on any device, also meta.
+        num_tokens: of all texts of the pass together.
+        number_bytes: of the numbers it computes in.
+        recomputes: whether only the input of each layer is kept (gradient checkpointing).
+    """
+    config = model.config
+    inputs = config.num_hidden_layers * config.hidden_size
+    outputs = _KEPT_PER_OUTPUT * sum(len(matrix) for matrix in _matrices(model))
+    kept = inputs + (outputs // max(config.num_hidden_layers, 1) if recomputes else outputs)
+    return num_tokens * (kept * number_bytes + _logit_bytes(model))
+
+
+def check_reading(field: str, model: PreTrainedModel, num_rows: int, num_tokens: int, *, all_logits: bool) -> None:
+    """Refuse texts that are too many or too long to be read at once, without gradients.
+
+    Args:
+        field: what gave their number, with its value: what the message begins with.
+        model: that reads them.
+        num_rows: texts at a time.
+        num_tokens: of each.
+        all_logits: whether every token is scored.
+
+    Raises:
+        InputError: the memory does not suffice.
+    """
+    needed = num_rows * num_tokens * (_hidden_bytes(model) + (_logit_bytes(model) if all_logits else 0))
+    check_memory(f"{field} given, but reading {num_rows} x {num_tokens} tokens at once", needed, model.device)
+
+
+def check_beams(
+    model: PreTrainedModel, num_beams: int, *, num_prompt_tokens: int, num_tokens: int, state_bytes: int
+) -> None:
+    """Refuse more or longer texts than can be searched at a time.
+
+    Args:
+        model: that writes them.
+        num_beams: texts at a time.
+        num_prompt_tokens, num_tokens: of each, when it begins and when it is complete.
+        state_bytes: what the model keeps of one of them when it is complete.
+
+    Raises:
+        InputError: the memory does not suffice.
+    """
+    needed = num_beams * (num_prompt_tokens * _hidden_bytes(model) + num_tokens * _BEAM_BYTES + state_bytes)
+    subject = f"num_beams: {num_beams} given, but a search among {num_beams} texts of {num_tokens} tokens"
+    check_memory(subject, needed, model.device)
+
+
+def _hidden_bytes(model: PreTrainedModel) -> int:
+    """Bytes held for each token while it is read."""
+    return _READ_AT_ONCE * model.config.hidden_size * FLOAT_BYTES
+
+
+def cache_bytes(config: PretrainedConfig, num_tokens: int) -> int:
+    """Bytes of the keys and values that a Transformer keeps of a text."""
+    return 2 * config.num_hidden_layers * config.hidden_size * FLOAT_BYTES * num_tokens
+
+
+def _matrices(model: PreTrainedModel) -> Iterator[Tensor]:
+    """The parameters that multiply the states of tokens: not embeddings, nor the output."""
+    modules = [model.get_output_embeddings(), *(m for m in model.modules() if isinstance(m, nn.Embedding))]
+    others = {id(parameter) for module in modules if module is not None for parameter in module.parameters()}
+    return (p for p in model.parameters() if p.ndim > 1 and id(p) not in others)
+
+
+def _logit_bytes(model: PreTrainedModel) -> int:
+    """Bytes per token for its logits and their gradient, or logarithms; 0 where a model scores a few at a time."""
+    return 0 if hasattr(model, "token_losses") else 2 * model.config.vocab_size * FLOAT_BYTES
+
+
+def _size(number: float) -> str:
+    value, unit = (number / 1e9, "GB") if number >= 1e9 else (number / 1e6, "MB")
+    return f"{value:,.{0 if value >= 10 else 1}f} {unit}"

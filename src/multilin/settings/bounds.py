@@ -1,0 +1,146 @@
+"""Bounds of settings: every number has a smallest and a largest value, every text and list a largest length.
+
+The largest values are beyond any use of a field, so that what is a slip is refused in one sentence. Whether a model
+within them fits into the memory is another question, see `multilin.model.memory`.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+from annotated_types import Ge, Gt, Le, Lt, MaxLen, MinLen
+from pydantic import AfterValidator, BeforeValidator
+from pydantic_core import PydanticCustomError
+
+LONGEST_TEXT = 4096
+"""Characters of a text that has no bound of its own."""
+MOST_LAYERS, MOST_STEPS, LARGEST_WINDOW = 512, 10**8, 2**17
+_LONGEST_NAME = 255  # bytes, of a file system
+_MOST_VALUES, _DEEPEST = 10_000, 12  # of a section with free entries
+
+
+def _refuse_bool(value: Any) -> Any:
+    # Python counts True as 1.
+    if isinstance(value, bool | bytes):
+        raise PydanticCustomError("number_type", "Input should be a number")
+    return value
+
+
+_NUMBER = BeforeValidator(_refuse_bool)
+
+Width = Annotated[int, _NUMBER, Ge(1), Le(2**16)]
+"""Numbers in a vector."""
+Multiple = Annotated[int, _NUMBER, Ge(1), Le(2**12)]
+"""Heads, or widths in multiples of another."""
+Depth = Annotated[int, _NUMBER, Ge(1), Le(MOST_LAYERS)]
+"""Layers."""
+Length = Annotated[int, _NUMBER, Ge(1), Le(2**20)]
+"""Tokens of a text that is read as a whole."""
+ShortLength = Annotated[int, _NUMBER, Ge(1), Le(2**12)]
+"""Tokens of a text whose pairs are all looked at."""
+BlockLength = Annotated[int, _NUMBER, Ge(2), Le(2**20)]
+"""Tokens of a text of which at least one is predicted."""
+Window = Annotated[int, _NUMBER, Ge(1), Le(LARGEST_WINDOW)]
+"""Tokens read, the current one included."""
+LayerWindows = Annotated[tuple[Window | None, ...], MaxLen(MOST_LAYERS)]
+"""That of each layer; none reads the whole past."""
+PastWindow = Annotated[int, _NUMBER, Ge(0), Le(LARGEST_WINDOW)]
+"""Tokens read before the current one."""
+Vocabulary = Annotated[int, _NUMBER, Ge(1), Le(2**20)]
+"""Tokens that there are."""
+TokenId = Annotated[int, _NUMBER, Ge(0), Lt(2**20)]
+"""One of them."""
+Count = Annotated[int, _NUMBER, Ge(1), Le(2**16)]
+"""Things of a kind."""
+Choices = Annotated[int, _NUMBER, Ge(2), Le(2**16)]
+"""Different things to choose from."""
+Batch = Annotated[int, _NUMBER, Ge(1), Le(2**14)]
+"""Texts at a time."""
+Passes = Annotated[int, _NUMBER, Ge(1), Le(2**12)]
+"""Times that a model reads for one step."""
+Beams = Annotated[int, _NUMBER, Ge(1), Le(2**10)]
+"""Texts searched at a time."""
+Steps = Annotated[int, _NUMBER, Ge(1), Le(MOST_STEPS)]
+"""Of an optimizer, and what else is done one after the other."""
+StepCount = Annotated[int, _NUMBER, Ge(0), Le(MOST_STEPS)]
+"""The same or none."""
+Tokens = Annotated[int, _NUMBER, Ge(1), Le(10**12)]
+"""Tokens of a whole corpus."""
+Index = Annotated[int, _NUMBER, Ge(0), Le(10**9)]
+"""Place in a list, from 0."""
+Repeats = Annotated[int, _NUMBER, Ge(1), Le(100)]
+"""Runs of a row, and what else is done a few times."""
+RepeatCount = Annotated[int, _NUMBER, Ge(0), Le(100)]
+"""The same or none."""
+Seed = Annotated[int, _NUMBER, Ge(0), Lt(2**32)]
+"""What random numbers of Python, NumPy and PyTorch begin with."""
+
+Rate = Annotated[float, _NUMBER, Gt(0), Le(1e3)]
+"""A learning rate, or how many times as much."""
+Strength = Annotated[float, _NUMBER, Ge(0), Le(1e6)]
+"""A factor that may be 0."""
+Factor = Annotated[float, _NUMBER, Ge(-1e6), Le(1e6)]
+"""A factor of either sign."""
+Positive = Annotated[float, _NUMBER, Ge(1e-15), Le(1e9)]
+"""Above 0."""
+Fraction = Annotated[float, _NUMBER, Ge(0), Lt(1)]
+"""A part that is not the whole."""
+Part = Annotated[float, _NUMBER, Gt(0), Lt(1)]
+"""A part that is neither nothing nor the whole."""
+Share = Annotated[float, _NUMBER, Gt(0), Le(1)]
+"""A part, or the whole."""
+Temperature = Annotated[float, _NUMBER, Ge(1e-3), Le(1e3)]
+"""What logits are divided by."""
+Amount = Annotated[float, _NUMBER, Gt(0), Le(1e30)]
+"""Tokens, operations or seconds to spend."""
+
+
+def _check_path(value: str) -> str:
+    if "\0" in value:
+        raise ValueError("a name of a file or folder holds no null character")
+    longest = max(value.split("/"), key=len, default="")
+    if len(longest.encode(errors="replace")) > _LONGEST_NAME:
+        raise ValueError(f"a name of {len(longest)} characters given, but names have at most {_LONGEST_NAME} bytes")
+    return value
+
+
+PathText = Annotated[str, AfterValidator(_check_path)]
+"""Path of a file or folder, or what else is looked for by its name."""
+Names = Annotated[list[PathText], MaxLen(100)]
+"""Several of them."""
+Name = Annotated[str, MaxLen(100)]
+"""Of a field, a row or a task."""
+Prose = Annotated[str, MaxLen(2**20)]
+"""Text for a model to read, as a command line takes it."""
+
+
+def _check_plain(section: Mapping[str, Any]) -> Any:
+    """Refuse what is no plain data, or too much of it; without recursion, which could itself run too deep."""
+    rest: list[tuple[Any, int]] = [(section, 1)]
+    for _ in range(_MOST_VALUES):
+        if not rest:
+            return section
+        value, depth = rest.pop()
+        if depth > _DEEPEST:
+            raise ValueError(f"lists and sections in more than {_DEEPEST} levels given")
+        if isinstance(value, Mapping):
+            if any(not isinstance(name, str) or len(name) > LONGEST_TEXT for name in value):
+                raise ValueError(f"names of fields should be texts of at most {LONGEST_TEXT} characters")
+            rest += [(part, depth + 1) for part in value.values()]
+        elif isinstance(value, list | tuple):
+            rest += [(part, depth + 1) for part in value]
+        elif isinstance(value, str) and len(value) > LONGEST_TEXT:
+            raise ValueError(f"a text of {len(value)} characters given, but at most {LONGEST_TEXT} are accepted")
+        elif isinstance(value, float) and not math.isfinite(value):
+            raise ValueError(f"{value} given, but numbers should be finite")
+        elif not isinstance(value, str | int | float | None):
+            raise ValueError(f"a {type(value).__name__} given, but values should be numbers, texts, lists or sections")
+    raise ValueError(f"more than {_MOST_VALUES} values given")
+
+
+Section = Annotated[dict[str, Any], MaxLen(1000), AfterValidator(_check_plain)]
+"""Fields that another class of settings knows."""
+LayerList = Annotated[list[Section], MaxLen(MOST_LAYERS)]
+"""A section for each layer."""
+Tried = Annotated[list[Any], MinLen(1), MaxLen(100)]
+"""Values of one field to try."""

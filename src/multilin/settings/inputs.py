@@ -1,0 +1,293 @@
+"""What users hand in as files, YAML and JSON, with limits that no sensible input reaches.
+
+YAML here is the plain part of it: texts, numbers, true, false, null, lists and sections with names. Aliases, tags of
+other kinds, repeated names and several documents in a file are refused, and numbers are those of JSON, so that 1e-3 is
+one and 12:30 is none. `to_yaml` writes what `parse_yaml` reads back.
+"""
+
+import json
+import os
+import re
+import stat
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from multilin.errors import InputError, shorten, shown
+
+MEGABYTE = 2**20
+LARGEST_YAML = MEGABYTE
+LARGEST_JSON = 2**27  # of a tokenizer; the largest in use have a third of it
+_LARGEST_CONFIG = 16 * MEGABYTE
+_CONFIGS = (
+    *("config.json", "generation_config.json", "model.safetensors.index.json"),
+    *("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+)
+_VOCABULARIES = ("tokenizer.json", "vocab.json", "vocab.txt", "merges.txt")
+_MOST_EVENTS, _DEEPEST, _MOST_DIGITS = 100_000, 50, 100
+
+_KINDS = {
+    stat.S_ISDIR: "a folder",
+    stat.S_ISFIFO: "a pipe",
+    stat.S_ISSOCK: "a socket",
+    stat.S_ISCHR: "a device",
+    stat.S_ISBLK: "a device",
+}
+
+
+def check_regular(path: str | Path, name: str) -> None:
+    """Refuse what is no regular file, without opening it: a pipe without a writer would never answer.
+
+    Args:
+        path: of the file.
+        name: what the message begins with: a field, or a flag; empty where the caller adds it.
+
+    Raises:
+        InputError: there is no such file, or it is a folder, a device or a pipe.
+    """
+    try:
+        mode = os.stat(path).st_mode  # noqa: PTH116
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise InputError(f"{_subject(path, name)} cannot be read ({reason})") from None
+    if not stat.S_ISREG(mode):
+        kind = next((kind for is_kind, kind in _KINDS.items() if is_kind(mode)), "no file")
+        raise InputError(f"{_subject(path, name)} is {kind}; give a regular file")
+
+
+def _subject(path: str | Path, name: str) -> str:
+    return f"{name}: {shorten(str(path))}" if name else shorten(str(path))
+
+
+def read_bytes(path: str | Path, name: str, limit: int) -> bytes:
+    """The content of a regular file.
+
+    Args:
+        path, name: see `check_regular`.
+        limit: most bytes to read.
+
+    Raises:
+        InputError: as `check_regular`; or the file cannot be read, or is larger.
+    """
+    check_regular(path, name)
+    try:
+        # Some files of /proc would wait for ever for their first byte.
+        descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
+        with open(descriptor, "rb") as stream:  # noqa: PTH123
+            content = stream.read(limit + 1) or b""
+    except OSError as error:
+        raise InputError(f"{_subject(path, name)} cannot be read ({error.strerror or error})") from None
+    if len(content) > limit:
+        raise InputError(f"{_subject(path, name)} holds more than {limit // MEGABYTE} MB, the most that is read")
+    return content
+
+
+def read_yaml(path: str | Path, name: str) -> Any:
+    """The plain data in a YAML file; arguments and errors as for `read_bytes` and `parse_yaml`."""
+    return parse_yaml(_decode(read_bytes(path, name, LARGEST_YAML), path, name), _subject(path, name))
+
+
+def read_json(path: str | Path, name: str, limit: int = MEGABYTE) -> Any:
+    """The plain data in a JSON file; arguments and errors as for `read_bytes` and `parse_json`."""
+    return parse_json(_decode(read_bytes(path, name, limit), path, name), _subject(path, name))
+
+
+def check_model_files(folder: Path, name: str) -> None:
+    """Refuse what in a folder of Hugging Face's layout would hang or fill the memory of whoever opens it.
+
+    Raises:
+        InputError: a file of the model or tokenizer that is no regular one, is too large, or no sensible JSON.
+    """
+    for path in sorted(folder.iterdir()):
+        if path.name in _CONFIGS:
+            read_json(path, name, _LARGEST_CONFIG)
+        elif path.name in _VOCABULARIES or path.suffix in (".jinja", ".safetensors"):
+            check_regular(path, name)
+            if path.suffix != ".safetensors" and (size := path.stat().st_size) > LARGEST_JSON:
+                raise InputError(f"{_subject(path, name)} holds {size / MEGABYTE:,.0f} MB, too many for its name")
+
+
+def _decode(content: bytes, path: str | Path, name: str) -> str:
+    try:
+        return content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise InputError(f"{_subject(path, name)} is not UTF-8 (byte {error.start})") from None
+
+
+def parse_json(text: str | bytes, where: str) -> Any:
+    """The plain data of a JSON text.
+
+    Args:
+        text: its size is bounded by the caller.
+        where: what the message begins with.
+
+    Raises:
+        InputError: no JSON, lists and objects in more than 50 levels, a name that occurs twice, nan or infinity, or an
+            integer of more than 100 digits.
+    """
+    try:
+        value = json.loads(text, object_pairs_hook=_object, parse_int=_integer, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:
+        reason = "too many levels" if isinstance(error, RecursionError) else shorten(str(error), 200)
+        raise InputError(f"{where} is not JSON: {reason}") from None
+    if _is_deep(value):
+        raise InputError(f"{where}: lists and objects in more than {_DEEPEST} levels given")
+    return value
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        raise ValueError(f"{shown(_repeated(name for name, _ in pairs))} occurs twice")
+    return values
+
+
+def _integer(digits: str) -> int:
+    if len(digits) > _MOST_DIGITS:
+        raise ValueError(f"an integer of {len(digits)} digits")
+    return int(digits)
+
+
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(f"{name} is no number of JSON")
+
+
+def _repeated(names: Iterable[Any]) -> Any:
+    seen: set[Any] = set()
+    return next(name for name in names if name in seen or seen.add(name))  # type: ignore[func-returns-value]
+
+
+def _is_deep(value: Any) -> bool:
+    level = [value]
+    for _ in range(_DEEPEST + 1):
+        level = [
+            part
+            for outer in level
+            if isinstance(outer, dict | list)
+            for part in (outer.values() if isinstance(outer, dict) else outer)
+        ]
+        if not level:
+            return False
+    return True
+
+
+def parse_yaml(text: str, where: str) -> Any:
+    """The plain data of a YAML text.
+
+    Args:
+        text: at most LARGEST_YAML characters.
+        where: what the message begins with.
+
+    Raises:
+        InputError: no YAML, or more of it than the top of this file allows.
+    """
+    if len(text) > LARGEST_YAML:
+        raise InputError(f"{where}: {len(text)} characters given, but YAML of at most {LARGEST_YAML} is read")
+    try:
+        return _build(text)
+    except (yaml.YAMLError, UnicodeError, _Refused) as error:
+        reason = shorten(" ".join(str(error).split()), 300)
+        raise InputError(f"{where} cannot be read as YAML: {reason}") from None
+
+
+def to_yaml(value: Any) -> str:
+    """Plain data as YAML, in its own order."""
+    text: str = yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+    return text
+
+
+class _Refused(ValueError):
+    """YAML, but not the plain part of it."""
+
+
+def _build(text: str) -> Any:
+    """The value that the parser's events describe; nothing is built before its event is checked."""
+    top: list[Any] = []
+    open_values: list[Any] = [top]
+    names: list[Any] = [None]  # of each open section, the name whose value comes next
+    for count, event in enumerate(yaml.parse(text, Loader=_PARSER)):
+        place = f"line {event.start_mark.line + 1}"  # type: ignore[union-attr]
+        if count > _MOST_EVENTS or len(open_values) > _DEEPEST:
+            raise _Refused(f"{place} is beyond the {_DEEPEST} levels and {_MOST_EVENTS:,} values that are read")
+        if isinstance(event, yaml.AliasEvent):
+            raise _Refused(f"{place} repeats a value by an alias (*{shorten(str(event.anchor))}); write it out")
+        if isinstance(event, yaml.CollectionEndEvent):
+            open_values.pop()
+            names.pop()
+        elif isinstance(event, yaml.NodeEvent):
+            value = _value(event, place)
+            if isinstance(open_values[-1], dict) and names[-1] is None:
+                _check_name(value, open_values[-1], place)
+                names[-1] = value
+                continue
+            if isinstance(open_values[-1], dict):
+                open_values[-1][names[-1]], names[-1] = value, None
+            else:
+                open_values[-1].append(value)
+            if isinstance(event, yaml.CollectionStartEvent):
+                open_values.append(value)
+                names.append(None)
+    if len(top) > 1:
+        raise _Refused(f"{len(top)} documents given, separated by ---; give one")
+    return top[0] if top else None
+
+
+def _value(event: Any, place: str) -> Any:
+    """The number, text, or still empty list or section that begins with an event."""
+    if event.tag not in (None, "!", _TAG + "str"):
+        raise _Refused(f"{place} has the tag {shorten(event.tag)}, but only plain data is read")
+    if isinstance(event, yaml.MappingStartEvent):
+        return {}
+    if isinstance(event, yaml.SequenceStartEvent):
+        return []
+    text = str(event.value)
+    kind = next((kind for kind, (pattern, _) in _PLAIN.items() if pattern.fullmatch(text)), None)
+    if not event.implicit[0] or kind is None:
+        return text
+    if kind == "int" and len(text) > _MOST_DIGITS:
+        raise _Refused(f"{place} holds an integer of {len(text)} digits")
+    numeral = text.replace("_", "").replace(".inf", "inf").replace(".nan", "nan")
+    if kind in ("null", "bool"):
+        return {"true": True, "false": False}.get(text)
+    return int(numeral) if kind == "int" else float(numeral)
+
+
+def _check_name(name: Any, section: dict[str, Any], place: str) -> None:
+    if not isinstance(name, str):
+        raise _Refused(f"{place} has the name {shown(name)}, but names should be texts")
+    if name in section:
+        raise _Refused(f"{place} gives {shown(name)} a second time")
+
+
+_PARSER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+_TAG = "tag:yaml.org,2002:"
+# Which texts are no texts, and the characters that they begin with.
+_PLAIN = {
+    "null": (re.compile(r"~|null|"), ["~", "n", ""]),
+    "bool": (re.compile(r"true|false"), ["t", "f"]),
+    "int": (re.compile(r"[-+]?[0-9][0-9_]*"), list("-+0123456789")),
+    "float": (
+        re.compile(r"[-+]?(\.[0-9]+|[0-9][0-9_]*(\.[0-9_]*)?)([eE][-+]?[0-9]+)?|[-+]?\.inf|\.nan"),
+        list("-+.0123456789"),
+    ),
+}
+
+
+class _Dumper(yaml.SafeDumper):
+    """Puts quotes around texts that YAML, or `parse_yaml`, would read as something else."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def _represent_text(dumper: _Dumper, text: str) -> Any:
+    # Other styles write these as they are, and readers take them for line breaks.
+    style = '"' if {"\x85", "\u2028", "\u2029"} & set(text) else None
+    return dumper.represent_scalar(_TAG + "str", text, style=style)
+
+
+_Dumper.add_representer(str, _represent_text)
+for _kind, (_pattern, _first) in _PLAIN.items():
+    _Dumper.add_implicit_resolver(_TAG + _kind, re.compile(f"(?:{_pattern.pattern})$"), _first)

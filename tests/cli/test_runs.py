@@ -8,6 +8,7 @@ import pytest
 from transformers import AutoConfig
 
 from multilin.data.tokenizers import load_tokenizer, tokenizer_hash, train_tokenizer
+from multilin.training.run_folder import RunFolder
 
 Call = Callable[..., str]
 
@@ -79,7 +80,7 @@ def test_evaluate_needs_a_text(additive: Path, refusal: Call, tmp_path: Path) ->
 
 def test_a_run_continues_and_can_be_replaced_only_on_request(trained: Path, cli: Call, tmp_path: Path) -> None:
     """What `train` says to type next works: generate from a checkpoint too."""
-    checkpoint = next((trained / "checkpoints").glob("checkpoint-*"))
+    checkpoint = next(RunFolder(trained).checkpoints.glob("checkpoint-*"))
     assert cli("generate", trained, "--prompt", "the", "--max-new-tokens", 5, "--seed", 1).startswith("the")
     assert cli("generate", checkpoint, "--prompt", "the", "--max-new-tokens", 5, "--seed", 1).startswith("the")
 

@@ -140,11 +140,10 @@ def test_training_is_reproducible(tokenizer: PreTrainedTokenizerFast) -> None:
     assert tokenizer_hash(train_tokenizer(CORPUS, kind, len(tokenizer))) == tokenizer_hash(tokenizer)
 
 
-def test_a_tokenizer_comes_back_from_folder_file_and_run(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
-    tokenizer.save_pretrained(tmp_path / "run" / "tokenizer")
+def test_a_tokenizer_comes_back_from_folder_and_file(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    tokenizer.save_pretrained(tmp_path / "run")
     tokenizer(["a", "a b c"], padding=True)  # leaves its padding in the tokenizer
-    inside = tmp_path / "run" / "tokenizer"
-    for path in (inside, inside / "tokenizer.json", tmp_path / "run"):
+    for path in (tmp_path / "run", tmp_path / "run" / "tokenizer.json"):
         loaded = load_tokenizer(str(path))
         assert tokenizer_hash(loaded) == tokenizer_hash(tokenizer)
         assert (loaded.eos_token_id, loaded.pad_token_id) == (0, 1)

@@ -43,8 +43,10 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
 @pytest.fixture
 def run(tiny: Tiny, uninterrupted: RunResult, tmp_path: Path) -> tuple[RunFolder, Recipe]:
     """A copy of a finished run with the checkpoints of steps 8 and 12."""
-    shutil.copytree(uninterrupted.output, tmp_path / "run")
-    return RunFolder(tmp_path / "run"), load_recipe(uninterrupted.output, {"output": str(tmp_path / "run")})
+    run = RunFolder(tmp_path / "run")
+    shutil.copytree(uninterrupted.output, run.path)
+    shutil.copytree(RunFolder(uninterrupted.output).checkpoints, run.checkpoints)
+    return run, load_recipe(uninterrupted.output, {"output": str(tmp_path / "run")})
 
 
 def in_turn(checkpoint: Path) -> Iterator[Path]:

@@ -13,6 +13,7 @@ from multilin.errors import InputError
 from multilin.training import checkpoints
 from multilin.training.outcomes import RunResult, TrainingFailed
 from multilin.training.recipe import Recipe
+from multilin.training.run_folder import RunFolder
 from multilin.training.trainer import train
 from tests.training.conftest import assert_same_weights, metrics
 
@@ -93,7 +94,7 @@ def test_a_full_disk_keeps_the_checkpoint_before(
         sentence = r"checkpoint of step 8 could not be written to .*No space left.*; the checkpoint of step 4 stands"
         with pytest.raises(TrainingFailed, match=sentence):
             train(recipe)
-    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["checkpoint-4"]
+    assert [path.name for path in (tmp_path / "run.checkpoints").iterdir()] == ["checkpoint-4"]
     resumed = train(recipe, resume=True)
     assert_same_weights(resumed.output, uninterrupted.output)
 
@@ -116,7 +117,7 @@ def test_a_folder_with_another_run_is_refused_unless_told_otherwise(tiny: Tiny, 
     (first.output / "notes.txt").write_text("mine")
     second = train(tiny(tmp_path / "run", **{"training.max_steps": 1}), overwrite=True)
     assert [line["step"] for line in metrics(second.output)] == [1]
-    assert [path.name for path in (second.output / "checkpoints").iterdir()] == ["checkpoint-1"]
+    assert [path.name for path in RunFolder(second.output).checkpoints.iterdir()] == ["checkpoint-1"]
     assert (second.output / "notes.txt").read_text() == "mine"
 
 

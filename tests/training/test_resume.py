@@ -103,7 +103,7 @@ def test_a_second_signal_does_not_wait(tiny: Tiny, tmp_path: Path, at_step: AtSt
     at_step(6, twice)
     with pytest.raises(KeyboardInterrupt):
         train(tiny(tmp_path / "run"))
-    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["checkpoint-4"]
+    assert [path.name for path in (tmp_path / "run.checkpoints").iterdir()] == ["checkpoint-4"]
 
 
 def test_a_run_that_was_killed_goes_back_to_its_last_checkpoint(
@@ -132,7 +132,7 @@ def test_a_run_stopped_before_its_first_checkpoint_starts_again(
     progress, messages = TrainingProgress(), []
     progress.message = messages.append
     result = train(recipe, resume=True, progress=progress)
-    assert messages == ["no checkpoint was saved yet: starts again"]
+    assert messages == [f"no checkpoint in {tmp_path / 'run.checkpoints'}: starts at the first step"]
     assert metrics(result.output) == metrics(uninterrupted.output)
 
 
@@ -197,7 +197,7 @@ def test_sigkill_at_a_random_moment_loses_nothing(
     save_recipe(tiny(folder, **{"training.save_every_steps": 1, "training.max_steps": 200}), recipe_file)
     command = [*PYTHON, "-c", TRAIN_FROM_A_FILE, str(recipe_file)]
     with running(command) as process:
-        while process.poll() is None and not list(folder.glob("checkpoints/checkpoint-*")):
+        while process.poll() is None and not list(tmp_path.glob("run.checkpoints/checkpoint-*")):
             time.sleep(0.02)
         time.sleep(random.Random(seed).uniform(0.1, 1.5))
         process.kill()

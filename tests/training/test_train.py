@@ -7,13 +7,17 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from multilin.analysis.evaluate_run import evaluate_run
 from multilin.architectures.base import architectures
+from multilin.errors import InputError
+from multilin.inference.runs import load_run
 from multilin.model.factory import model_names
 from multilin.training.assemble import read_text
 from multilin.training.optimizers import OPTIMIZERS
 from multilin.training.outcomes import RunResult
 from multilin.training.progress import TrainingProgress
 from multilin.training.recipe import Recipe, load_recipe
+from multilin.training.run_folder import RunFolder
 from multilin.training.trainer import train
 from tests.training.conftest import metrics
 
@@ -86,8 +90,18 @@ def test_the_folder_holds_a_card_a_plot_and_nothing_pickled(result: RunResult) -
 
 
 def test_checkpoints_are_kept_as_the_recipe_says(result: RunResult) -> None:
-    assert sorted(path.name for path in (result.output / "checkpoints").iterdir()) == ["checkpoint-36", "checkpoint-40"]
-    AutoModelForCausalLM.from_pretrained(result.output / "checkpoints" / "checkpoint-36")
+    folder = RunFolder(result.output).checkpoints
+    assert sorted(path.name for path in folder.iterdir()) == ["checkpoint-36", "checkpoint-40"]
+
+
+def test_a_checkpoint_is_a_run_of_its_own_and_the_run_folder_holds_none(result: RunResult) -> None:
+    """Model, tokenizer and recipe of a checkpoint; the folder to publish has nothing of the optimizer."""
+    folder, checkpoint = result.output, RunFolder(result.output).checkpoints / "checkpoint-40"
+    last, run = load_run(checkpoint), load_run(folder)
+    assert evaluate_run(last) == evaluate_run(run)
+    assert not [path for path in folder.rglob("*") if "optimizer" in path.name or "checkpoint" in path.name]
+    with pytest.raises(InputError, match=r"checkpoint-40 is a checkpoint of a run; give the folder of the run"):
+        train(load_recipe(checkpoint), resume=True)
 
 
 @pytest.mark.parametrize("architecture", model_names())
@@ -184,7 +198,7 @@ def test_gradient_checkpointing_changes_nothing_but_memory(tiny: Tiny, tmp_path:
 
 def test_weight_decay_spares_biases_norms_and_embeddings(tiny: Tiny, tmp_path: Path) -> None:
     train(tiny(tmp_path / "run", **{"training.max_steps": 1}))
-    groups = json.loads((tmp_path / "run/checkpoints/checkpoint-1/optimizer.json").read_text())
+    groups = json.loads((tmp_path / "run.checkpoints/checkpoint-1/optimizer.json").read_text())
     decayed = [name for group in groups if group["weight_decay"] for name in group["params"]]
     spared = [name for group in groups if not group["weight_decay"] for name in group["params"]]
     assert all("norm" not in name and "bias" not in name and "embedding" not in name for name in decayed)

@@ -28,8 +28,6 @@ TokenizerKind = Literal["byte", "bpe", "unigram"]
 
 # What a bare tokenizer.json, which names no roles, may call its end of text.
 _KNOWN_ENDS = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>", "<|im_end|>")
-# Folders of a run in which a tokenizer may lie.
-_INSIDE_A_RUN = ("", "tokenizer", "model")
 
 
 def train_tokenizer(texts: Iterable[str], kind: TokenizerKind, vocab_size: int | None) -> PreTrainedTokenizerFast:
@@ -72,12 +70,11 @@ def load_tokenizer(path_or_name: str) -> PreTrainedTokenizerFast:
     """
     path = Path(path_or_name).expanduser()
     if path.is_dir():
-        folders = [path / inside for inside in _INSIDE_A_RUN if (path / inside / "tokenizer.json").is_file()]
-        if not folders:
+        if not (path / "tokenizer.json").is_file():
             raise InputError(f"tokenizer: {shown(path_or_name)} holds no tokenizer.json")
-        check_model_files(folders[0], "tokenizer")
-        named = (folders[0] / "tokenizer_config.json").is_file()
-        tokenizer = _from_pretrained(str(folders[0])) if named else _from_file(folders[0] / "tokenizer.json")
+        check_model_files(path, "tokenizer")
+        named = (path / "tokenizer_config.json").is_file()
+        tokenizer = _from_pretrained(str(path)) if named else _from_file(path / "tokenizer.json")
     elif path.exists():
         tokenizer = _from_file(path)
     elif path.suffix or path.is_absolute() or path_or_name.startswith("."):

@@ -56,9 +56,7 @@ def load_run(path: str | Path) -> Run:
     """
     folder = Path(path)
     model = load_model(folder)
-    # A checkpoint lies in checkpoints/ of its run, which holds the tokenizer.
-    inside_a_run = not (folder / "tokenizer.json").exists() and folder.resolve().parent.name == "checkpoints"
-    tokenizer = load_tokenizer(str(folder.resolve().parent.parent if inside_a_run else folder))
+    tokenizer = load_tokenizer(str(folder))
     _check_tokenizer(tokenizer, model.config, folder)
     return Run(folder, model.to("cuda" if torch.cuda.is_available() else "cpu"), tokenizer)
 

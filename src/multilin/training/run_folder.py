@@ -4,12 +4,12 @@ recipe.yaml     everything that decided the run      metrics.jsonl   one line pe
 data.json       the text: sizes and identity
 config.json, model.safetensors, tokenizer.json ...   loss.png        the course of the loss
                 the model, as Hugging Face has it    README.md       the model card
-checkpoints/    where a stopped run goes on          tensorboard/    event files, if asked for
+tensorboard/    event files, if asked for
 
-A run is resumed from what its checkpoint holds; the files at the top are written anew from there.
+Checkpoints lie beside it, in NAME.checkpoints, so that the folder can be published as it is. Each holds all of a model,
+and what training needs to go on; a run is resumed from there, and the files of its folder are written anew.
 """
 
-import dataclasses
 import importlib.util
 import json
 import shutil
@@ -18,15 +18,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from transformers import PreTrainedTokenizerFast
+
 from multilin.data.prepare import PreparedText
 from multilin.data.task_text import TaskText
 from multilin.errors import InputError
 from multilin.files import atomic_files, check_folder, check_writable, remove_partials, write_whole
-from multilin.settings import load_settings
-from multilin.training.checkpoints import checkpoints, find_damage, read_json
+from multilin.training.checkpoints import checkpoints, find_damage, read_json, write_json
 from multilin.training.recipe import RECIPE_FILE, Recipe, first_difference, load_recipe, save_recipe
 
-RUN_FILE = "run.json"  # in a checkpoint: recipe, text, metrics and number of processes when it was written
+RUN_FILE = "run.json"  # in a checkpoint: text, metrics and number of processes when it was written
 METRICS = ("step", "tokens", "seconds", "loss", "tokens_per_second")  # in every line of metrics.jsonl
 
 # What a run writes at the top of its folder, and so what --overwrite removes; other files are left alone.
@@ -41,7 +42,7 @@ _WRITTEN = (
         "generation_config.json",
         "model*.safetensors",
     ),
-    *("model.safetensors.index.json", "tokenizer*", "special_tokens_map.json", "checkpoints", "tensorboard"),
+    *("model.safetensors.index.json", "tokenizer*", "special_tokens_map.json", "tensorboard"),
 )
 
 
@@ -55,9 +56,11 @@ class RunFolder:
         self.metrics = self.path / "metrics.jsonl"
         self.plot = self.path / "loss.png"
         self.card = self.path / "README.md"
-        self.checkpoints = self.path / "checkpoints"
+        named = self.path if self.path.name not in ("", "..") else self.path.resolve()  # "." has no name
+        self.checkpoints = named.with_name(f"{named.name}.checkpoints")
         self.tensorboard = self.path / "tensorboard"
-        self._record: dict[str, Any] = {}
+        self._begun: tuple[Recipe, PreTrainedTokenizerFast]
+        self._record: dict[str, Any]
 
     def check(self, recipe: Recipe, *, resume: bool, overwrite: bool, num_processes: int = 1) -> Path | None:
         """Refuse, before any work, a folder that this run must not or cannot write to.
@@ -76,6 +79,8 @@ class RunFolder:
                 "training.tensorboard: TensorBoard is not installed; `pip install 'multilin[tensorboard]'`"
             )
         check_folder("output", self.path)
+        if (self.path / RUN_FILE).exists():
+            raise InputError(f"output: {self.path} is a checkpoint of a run; give the folder of the run, or a new one")
         if resume:
             return self._check_resumable(recipe, num_processes)
         if self.recipe.exists() and not overwrite:
@@ -111,11 +116,15 @@ class RunFolder:
         write_whole(self.metrics, "".join(json.dumps(line) + "\n" for line in lines))
         with atomic_files(self.path) as partial:
             text.tokenizer.save_pretrained(partial)
-        self._record = {"recipe": dataclasses.asdict(recipe), "data": data, "metrics": lines}
+        self._begun = recipe, text.tokenizer
+        self._record = {"data": data, "metrics": lines}
 
-    def record(self, num_processes: int) -> dict[str, Any]:
-        """What a checkpoint keeps of the run in its run.json."""
-        return {**self._record, "num_processes": num_processes}
+    def write_record(self, checkpoint: Path, num_processes: int) -> None:
+        """Write what a checkpoint keeps of the run beside the weights: recipe, tokenizer, text, metrics."""
+        recipe, tokenizer = self._begun
+        save_recipe(recipe, checkpoint / RECIPE_FILE)
+        tokenizer.save_pretrained(checkpoint)
+        write_json(checkpoint / RUN_FILE, {**self._record, "num_processes": num_processes})
 
     def last_checkpoint(self) -> Path | None:
         """The newest checkpoint."""
@@ -168,7 +177,7 @@ class RunFolder:
             before = load_recipe(self.recipe)
         else:
             record = read_json(checkpoint / RUN_FILE)
-            before = load_settings(Recipe, record["recipe"])
+            before = load_recipe(checkpoint)
             if record["num_processes"] != num_processes:
                 raise InputError(
                     f"processes: {num_processes} given, but {record['num_processes']} trained the run in {self.path}; "
@@ -204,7 +213,7 @@ class RunFolder:
         return [path for pattern in _WRITTEN for path in self.path.glob(pattern)]
 
     def _clear(self) -> None:
-        for path in self._written():
+        for path in [*self._written(), *self.checkpoints.glob("checkpoint-*")]:
             shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
 
 

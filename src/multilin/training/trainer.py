@@ -165,7 +165,7 @@ def _run(trainer: RunTrainer, checkpoint: Path | None, progress: TrainingProgres
     if checkpoint is not None:
         progress.message(f"continues after step {checkpoint_step(checkpoint)}")
     elif resume:
-        progress.message("no checkpoint was saved yet: starts again")
+        progress.message(f"no checkpoint in {trainer.folder.checkpoints}: starts at the first step")
     try:
         trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     finally:

@@ -30,7 +30,7 @@ from multilin.training.optimizers import build_optimizer
 from multilin.training.order import BlockOrder, stack_blocks
 from multilin.training.outcomes import TrainingFailed
 from multilin.training.recipe import Recipe
-from multilin.training.run_folder import RUN_FILE, RunFolder
+from multilin.training.run_folder import RunFolder
 from multilin.training.schedules import build_schedule
 
 _WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
@@ -237,7 +237,7 @@ class RunTrainer(Trainer):  # type: ignore[misc]
         self._save_optimizer_and_scheduler(str(folder))
         if self.is_world_process_zero():
             checkpoints.write_json(folder / "meter.json", self.callback.meter.state())
-            checkpoints.write_json(folder / RUN_FILE, self.folder.record(self.args.world_size))
+            self.folder.write_record(folder, self.args.world_size)
             self.state.save_to_json(str(folder / checkpoints.STATE))
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:

@@ -220,9 +220,7 @@ def test_a_stopped_comparison_goes_on(found: Comparison, sandbox: Path, monkeypa
 def test_the_grid_is_tried_on_one_seed_and_the_best_trained_with_all(sandbox: Path) -> None:
     grid = {"optimizer.learning_rate": [1e-6, 1e-2]}
     found = compare(a_sweep(sandbox, "grid", rows={"elita": {}}, grid=grid))
-    folders = {
-        path.name for path in (sandbox / "grid").iterdir() if path.is_dir() and not path.suffix == ".checkpoints"
-    }
+    folders = {path.name for path in (sandbox / "grid").iterdir() if path.is_dir() and path.suffix != ".checkpoints"}
     assert folders == {"elita-s0-lr1e-06", "elita-s0-lr0.01", "elita-s1-lr0.01"}
     row = found.row("elita")
     tried = {run.choice["optimizer.learning_rate"]: run.last.bits_per_byte for run in row.tuning}

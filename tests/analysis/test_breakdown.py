@@ -9,15 +9,15 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from multilin.analysis.breakdown import CLASSES, FEWEST_BYTES, Breakdown, TokenKinds, as_data, break_down
-from multilin.analysis.evaluate import evaluate, read_blocks
-from multilin.analysis.long_text import read_whole
+from multilin.analysis.evaluate.breakdown import CLASSES, FEWEST_BYTES, Breakdown, TokenKinds, as_data, break_down
+from multilin.analysis.evaluate.long_text import read_whole
 from multilin.data.corpora import Document
 from multilin.data.packing import PackedText, pack
 from multilin.data.tokenizers import train_tokenizer
 from multilin.errors import InputError
 from multilin.inference.runs import Run
 from multilin.model.factory import create_model
+from multilin.scoring.losses import evaluate, read_blocks
 
 TEXTS = ["The cat sat on 12 mats,\nand 7 dogs ran. " * 9, "", "naïve 你好 😀 " * 13, "x"]
 PARTS = ("by_position", "by_document", "by_class", "by_frequency")

@@ -19,7 +19,7 @@ from multilin.errors import InputError
 from multilin.model.factory import create_model, model_names
 from multilin.training.assemble import check_model
 from multilin.training.progress import TrainingProgress
-from multilin.training.recipe import resolve_recipe
+from multilin.training.resolve import resolve_recipe
 
 SMALL = {
     "model": {"hidden_size": 16, "num_layers": 1, "n_positions": 16},

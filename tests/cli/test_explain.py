@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from multilin.analysis.explain_run import Report
+from multilin.analysis.explain.run import Report
 from multilin.inference.runs import load_run
 from multilin.layers.reading import record_readings
 from tests.cli.conftest import N_POSITIONS
@@ -161,7 +161,7 @@ def test_json_is_what_is_written(run_folder: Callable[[str], Path], cli: Call, t
 
 
 def test_a_model_that_gives_no_weights_away_shows_removal(explained: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("multilin.analysis.explain.attentions", lambda *_: [])
+    monkeypatch.setattr("multilin.analysis.explain.explanation.attentions", lambda *_: [])
     content, page, shown = explained("gpt2")
     assert content["finding"].startswith("This model gives no weights away; what the removal")
     assert content["steps"] == []

@@ -35,8 +35,8 @@ def explain(arguments: ExplainArguments, settings: ExplainSettings) -> None:
     if not text and arguments.text is None and arguments.file is None:
         text = None
     with loading(f"PyTorch and {arguments.run}"):
-        from multilin.analysis.explain_page import write_files
-        from multilin.analysis.explain_run import explain_run
+        from multilin.analysis.explain.page import write_files
+        from multilin.analysis.explain.run import explain_run
         from multilin.cli.explain_view import print_report
         from multilin.cli.progress import show_progress
         from multilin.inference.runs import load_run

@@ -6,8 +6,8 @@ from rich.padding import Padding
 from rich.style import Style
 from rich.text import Text
 
-from multilin.analysis.explain_run import Report
-from multilin.analysis.explain_words import MEANINGS, others, what_is_shown
+from multilin.analysis.explain.run import Report
+from multilin.analysis.explain.words import MEANINGS, others, what_is_shown
 from multilin.cli.tables import make_console, print_table
 from multilin.errors import plural
 

@@ -21,7 +21,8 @@ from multilin.settings.bounds import MOST_STEPS, Amount, Name
 from multilin.settings.inputs import read_json
 from multilin.training.assemble import build_model, check_model, packing_remark, read_data
 from multilin.training.progress import TrainingProgress
-from multilin.training.recipe import Recipe, resolve_recipe
+from multilin.training.recipe import Recipe
+from multilin.training.resolve import resolve_recipe
 from multilin.training.run_folder import RunFolder
 from multilin.training.trainer import train
 

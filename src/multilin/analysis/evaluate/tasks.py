@@ -3,7 +3,7 @@
 lm-eval versions with plug-ins find the model through the entry point `lm_eval.models`; for those before, this module
 runs their command line with the model registered:
 
-    python -m multilin.analysis.harness run --model multilin --model_args pretrained=RUN --tasks ...
+    python -m multilin.analysis.evaluate.tasks run --model multilin --model_args pretrained=RUN --tasks ...
 """
 
 import sys
@@ -16,7 +16,7 @@ from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
-from multilin.analysis.evaluate_run import block_size
+from multilin.analysis.evaluate.run import block_size
 from multilin.data.tokenizers import start_token_id
 from multilin.errors import InputError, nearest, shorten
 from multilin.inference.prompts import encode_prompt

@@ -5,8 +5,8 @@ from statistics import mean
 import numpy as np
 from numpy.typing import NDArray
 
-from multilin.analysis.explain import Explanation, Step
-from multilin.analysis.removal import Agreement
+from multilin.analysis.explain.explanation import Explanation, Step
+from multilin.analysis.explain.removal import Agreement
 from multilin.errors import plural
 
 MEANINGS = {

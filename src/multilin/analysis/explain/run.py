@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from multilin.analysis.evaluate_run import validation_text
-from multilin.analysis.explain import Explanation, explain
+from multilin.analysis.evaluate.run import validation_text
+from multilin.analysis.explain.explanation import Explanation, explain
 from multilin.analysis.settings import ExplainSettings
 from multilin.data.progress import Progress, no_progress
 from multilin.data.tokenizers import start_token_id, token_texts, whole_characters

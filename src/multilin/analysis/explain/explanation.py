@@ -9,7 +9,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from multilin.analysis.removal import Agreement, Removal, agreement, measure_removal, next_token_log_probabilities
+from multilin.analysis.explain.removal import (
+    Agreement,
+    Removal,
+    agreement,
+    measure_removal,
+    next_token_log_probabilities,
+)
 from multilin.errors import InputError
 from multilin.layers.reading import Reading, record_readings
 from multilin.model import MultilinForCausalLM

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from multilin.analysis.explain import Explanation, Step
-from multilin.analysis.explain_run import Report
-from multilin.analysis.explain_words import MEANINGS, what_is_shown
+from multilin.analysis.explain.explanation import Explanation, Step
+from multilin.analysis.explain.run import Report
+from multilin.analysis.explain.words import MEANINGS, what_is_shown
 
 DIGITS = 7
 

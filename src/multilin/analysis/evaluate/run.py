@@ -9,9 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from multilin.analysis.breakdown import Breakdown, break_down
-from multilin.analysis.evaluate import Evaluation, evaluate, read_blocks
-from multilin.analysis.long_text import check_reads_any_length, read_whole
+from multilin.analysis.evaluate.breakdown import Breakdown, break_down
+from multilin.analysis.evaluate.long_text import check_reads_any_length, read_whole
 from multilin.analysis.settings import EvaluationSettings
 from multilin.data.corpora import read_documents
 from multilin.data.packing import Blocks, PackedText, pack
@@ -20,6 +19,7 @@ from multilin.data.tokenizers import tokenizer_hash
 from multilin.errors import InputError
 from multilin.inference.runs import Run
 from multilin.model.memory import check_reading
+from multilin.scoring.losses import Evaluation, evaluate, read_blocks
 from multilin.training.assemble import read_text
 from multilin.training.recipe import RECIPE_FILE, load_recipe
 

@@ -6,11 +6,11 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from multilin.analysis.evaluate import Scored
 from multilin.data.packing import PackedText
 from multilin.errors import InputError
 from multilin.inference.runs import Run
 from multilin.model import MultilinForCausalLM
+from multilin.scoring.losses import Scored
 
 CHUNK_TOKENS = 512
 

@@ -12,9 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerFast
 
-from multilin.analysis.evaluate import Evaluation, Scored, summarise
 from multilin.data.packing import PackedText
 from multilin.data.tokenizers import token_texts
+from multilin.scoring.losses import Evaluation, Scored, summarise
 
 CLASSES = ("word start", "word continuation", "digits", "punctuation", "space", "new line", "other")
 FREQUENCIES = (10, 100, 1000)

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from multilin.analysis.explain_data import as_json, page_data
-from multilin.analysis.explain_run import Report
-from multilin.analysis.explain_words import MEANINGS, others, what_is_shown
+from multilin.analysis.explain.data import as_json, page_data
+from multilin.analysis.explain.run import Report
+from multilin.analysis.explain.words import MEANINGS, others, what_is_shown
 from multilin.errors import plural
 from multilin.files import check_folder, write_whole
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from data_flow import read_flow
 from flow_picture import describe, draw
+from package_picture import draw_packages
 
 from multilin.architectures.base import Architecture, architectures, get_architecture
 from multilin.model.config import MultilinConfig
@@ -39,6 +40,7 @@ def pages() -> dict[Path, str]:
             written[DOCS / "architectures" / f"{name}.svg"] = draw(architecture.title, read_flow(architecture.flow))
     written[DOCS / "architectures" / "index.md"] = NOTE + _overview()
     written[DOCS / "recipes.md"] = NOTE + _recipes()
+    written[DOCS / "images" / "packages.svg"] = draw_packages()
     written[README] = _readme()
     return written
 

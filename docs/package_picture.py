@@ -1,4 +1,4 @@
-"""Draws which package of multilin imports which, from the code, as an SVG that follows the reader's light or dark theme."""
+"""Draws which package imports which, from the code, as an SVG that follows the reader's light or dark theme."""
 
 import ast
 import textwrap

@@ -15,6 +15,7 @@ from typing import Any
 
 from data_flow import read_flow
 from flow_picture import describe, draw
+from formulas import typeset
 from package_picture import draw_packages
 
 from multilin.architectures.base import Architecture, architectures, get_architecture
@@ -193,12 +194,13 @@ def _range(metadata: typing.Sequence[Any]) -> str:
 
 
 def _prose(text: str) -> str:
-    """Indented formulas of a docstring as code blocks."""
+    """A docstring as Markdown: indented formulas are typeset, and tables, which hold quotes, are code."""
     blocks = []
     for block in text.strip("\n").split("\n\n"):
         lines = block.split("\n")
         if all(line.startswith("    ") for line in lines):
-            blocks.append("```text\n" + "\n".join(line[4:] for line in lines) + "\n```")
+            formulas = "\n".join(line[4:] for line in lines)
+            blocks.append(f"```text\n{formulas}\n```" if '"' in formulas else typeset(formulas))
         else:
             blocks.append(block)
     return "\n\n".join(blocks) + "\n"

@@ -132,8 +132,9 @@ class MultilinModel(MultilinPreTrainedModel):
         state = open_state(past_key_values, len(self.layers), len(tokens)) if use_cache else None
 
         values = [None] * (len(self.layers) + 1) if state is None else state.values
-        read = self._read if state is None else self._read_around_padding
-        hidden_states, values = read(tokens, values, attention_mask, packing, state is not None)
+        hidden_states, values = self._read_around_padding(
+            tokens, values, attention_mask, packing, needs_state=state is not None
+        )
         # Only now, so that a call that fails leaves the state as it was.
         if state is not None:
             state.advance(values, num_columns=tokens.shape[1])
@@ -167,39 +168,53 @@ class MultilinModel(MultilinPreTrainedModel):
     def _read_around_padding(
         self, tokens: Tensor, values: list[Any], mask: Tensor | None, packing: Packing, needs_state: bool
     ) -> tuple[list[Tensor], list[Any]]:
-        """As `_read`, where rows may end with padding, or go on with it: states are as if it were not there.
+        """As `_read`, where padding may also follow tokens: hidden states and states are as if it were not there.
 
-        A window would keep padding in the place of tokens. So the columns are read in pieces that end where rows begin
-        or end, each by the rows that have tokens there; elsewhere hidden states are 0.
+        A window would keep padding in the place of tokens. So the tokens of each row are moved together and read
+        without the padding between them. Padding gets the hidden states of the token before it in this call: the last
+        column of a prompt padded on the right then predicts what follows the prompt. Without one they are 0.
         """
         num_batch, num_time = tokens.shape[:2]
-        mask = None if mask is None or torch.compiler.is_compiling() else check_mask(mask, num_batch, num_time)
-        is_start = values[0] is None
-        # Before the first token of a text padding is inert by itself.
-        if mask is None or (mask[:, -1].all() and (is_start or mask[:, 0].all())):
+        is_compiling, is_start = torch.compiler.is_compiling(), values[0] is None
+        mask = mask if mask is None or is_compiling else check_mask(mask, num_batch, num_time)
+        if mask is None or is_compiling or not _is_between(mask, is_start, self.training and not needs_state):
             return self._read(tokens, values, mask, packing, needs_state)
         if packing.cu_seqlens is not None:
-            raise InputError("cu_seqlens: given together with padding at the end of a row, which it cannot tell apart")
-        column_T = torch.arange(num_time, device=mask.device)
-        ends_B = (mask * (column_T + 1)).amax(dim=1)
-        begins_B = torch.zeros_like(ends_B) if is_start else torch.where(mask, column_T, num_time).amin(dim=1)
+            raise InputError("cu_seqlens: given together with padding after a token, which it cannot tell apart")
+        counts_B, number_BT = mask.sum(dim=1), mask.cumsum(dim=1) - 1
+        # Before the first token of a text padding is inert by itself, so that all rows are read at once.
+        width = max(1, int(counts_B.max()))
+        order_BT = mask.int().argsort(dim=1, descending=not is_start, stable=True)
+        order_BT = order_BT[:, -width:] if is_start else order_BT[:, :width]
+        rows_B1 = torch.arange(num_batch, device=tokens.device)[:, None]
+        packed, packing = tokens[rows_B1, order_BT], packing.part(rows_B1, order_BT)
+        if is_start:
+            hidden_states, values = self._read(packed, values, mask[rows_B1, order_BT], packing, needs_state)
+            number_BT = torch.where(number_BT < 0, -1, number_BT + (width - counts_B)[:, None])
+        else:
+            hidden_states, values = self._read_row_lengths(packed, values, counts_B, packing)
+        is_before_BT1 = (number_BT < 0)[..., None]
+        places_BT = number_BT.clamp(min=0)
+        return [x_BTD[rows_B1, places_BT].masked_fill(is_before_BT1, 0) for x_BTD in hidden_states], values
+
+    def _read_row_lengths(
+        self, tokens: Tensor, values: list[Any], counts_B: Tensor, packing: Packing
+    ) -> tuple[list[Tensor], list[Any]]:
+        """Read on with the first `counts_B` tokens of each row, in pieces that end where rows end; 0 elsewhere."""
+        num_batch, num_time = tokens.shape[:2]
         hidden_states = [
             torch.zeros(num_batch, num_time, self.config.hidden_size, dtype=self.dtype, device=tokens.device)
             for _ in range(len(self.layers) + 1)
         ]
-        for first, end in itertools.pairwise(sorted({0, num_time, *begins_B.tolist(), *ends_B.tolist()})):
-            # At the start of a text, rows without a token get a state, too.
-            reads_B = (begins_B <= first) & ((ends_B >= end) | (values[0] is None))
-            rows, piece = reads_B.nonzero()[:, 0], slice(first, end)
-            if len(rows) == 0:
-                continue
+        for first, end in itertools.pairwise(sorted({0, *counts_B.tolist()})):
+            rows, piece = (counts_B >= end).nonzero()[:, 0], slice(first, end)
             read, after = self._read(
-                tokens[rows, piece], [take_rows(value, rows) for value in values], mask[rows, piece],
-                packing.part(rows, piece), needs_state,
+                tokens[rows, piece], [take_rows(value, rows) for value in values], None, packing.part(rows, piece),
+                needs_state=True,
             )  # fmt: skip
             for target, source in zip(hidden_states, read, strict=True):
                 target[rows, piece] = source.to(target.dtype)
-            values = after if values[0] is None else put_rows(values, after, rows)
+            values = put_rows(values, after, rows)
         return hidden_states, values
 
     @property
@@ -214,6 +229,16 @@ class MultilinModel(MultilinPreTrainedModel):
     def set_input_embeddings(self, value: nn.Embedding) -> None:
         """Replace the token embedding."""
         self.embedding.tokens = value
+
+
+def _is_between(mask: Tensor, is_start: bool, only_gaps: bool) -> bool:
+    """Whether padding follows a token; with `only_gaps`, whether it stands between two tokens of a row."""
+    late_BT = ~mask
+    if is_start:
+        late_BT &= mask.cumsum(dim=1) > 0
+        if only_gaps:
+            late_BT &= mask.flip(1).cumsum(dim=1).flip(1) > 0
+    return bool(late_BT.any())
 
 
 def _is_false(return_dict: bool | None, config: MultilinConfig) -> bool:

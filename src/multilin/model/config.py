@@ -82,7 +82,9 @@ class MultilinConfig(PretrainedConfig):
         self.arithmetic = dict(arithmetic or {})
         self.use_cache = use_cache
         self.num_hidden_layers = len(self.layers)
-        kwargs.pop("num_hidden_layers", None)
+        for name in ("num_hidden_layers", "num_attention_heads"):
+            if (given := kwargs.pop(name, None)) not in (None, getattr(self, name)):
+                raise InputError(f"{name}: {given!r} given, but the layers say {getattr(self, name)}; change those")
         kwargs.setdefault("auto_map", dict(AUTO_MAP))
         super().__init__(tie_word_embeddings=tie_word_embeddings, **kwargs)
         self.tie_word_embeddings = tie_word_embeddings
@@ -104,6 +106,15 @@ class MultilinConfig(PretrainedConfig):
         for index, entry in enumerate(self.layers):
             if "architecture" not in entry:
                 raise InputError(f"layers.{index}: no architecture given; every layer names one")
+
+    @property
+    def num_attention_heads(self) -> int:
+        """Largest number of heads of a layer, for tools that ask by this name; 1 where layers have no heads."""
+        heads = [1]
+        for entry in self.layers:
+            options = {name: entry[name] for name in entry if name not in ("architecture", "initializer_range")}
+            heads.append(get_architecture(entry["architecture"]).count_heads(self.hidden_size, options))
+        return max(heads)
 
     @classmethod
     def from_architecture(

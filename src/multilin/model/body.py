@@ -20,6 +20,7 @@ from multilin.layers.norms import TileNorm
 from multilin.model.config import MultilinConfig
 from multilin.model.documents import Packing, read_packing
 from multilin.model.embedding import TokenEmbedding, check_mask
+from multilin.model.padding import ColumnOrder, pads_after_tokens
 from multilin.model.remote import write_auto_file
 from multilin.model.state import TextState, open_state, put_rows, take_rows
 from multilin.settings import load_settings
@@ -146,23 +147,28 @@ class MultilinModel(MultilinPreTrainedModel):
         return result.to_tuple() if _is_false(return_dict, self.config) else result
 
     def _read(
-        self, tokens: Tensor, values: list[Any], mask: Tensor | None, packing: Packing, needs_state: bool
-    ) -> tuple[list[Tensor], list[Any]]:
-        """The input of every layer and the final hidden states, (B, T, D) each, and the states of all parts."""
+        self, tokens: Tensor, values: list[Any], mask: Tensor | None, packing: Packing, needs_state: bool,
+        order: ColumnOrder | None = None,
+    ) -> tuple[list[Tensor], list[Any]]:  # fmt: skip
+        """The input of every layer and the final hidden states, (B, T, D) each, and the states of all parts.
+
+        With an order the tokens are packed, the hidden states not; gradients go through them all the same.
+        """
         layout, embedding = self.embedding.lay_out(tokens, values[0], mask, packing, needs_state)
         if layout.starts_BT is not None and self.unpackable:
             raise InputError(
                 f"{packing.names}: several documents in a row, but {self.unpackable} layers cannot keep them apart"
             )
         x_BTD, after = self.embedding(tokens, layout), [embedding]
-        hidden_states = [x_BTD]
+        hidden_states = [x_BTD if order is None else order.unpack(x_BTD)]
         for layer, value in zip(self.layers, values[1:], strict=True):
+            x_BTD = hidden_states[-1] if order is None else order.pack(hidden_states[-1])
             x_BTD, state = layer(x_BTD, value, layout)
             if self.normalizes_gradients:
                 x_BTD = normalize_gradient(x_BTD)
-            hidden_states.append(x_BTD)
+            hidden_states.append(x_BTD if order is None else order.unpack(x_BTD))
             after.append(state)
-        hidden_states[-1] = self.norm(x_BTD)
+        hidden_states[-1] = self.norm(hidden_states[-1])
         return hidden_states, after
 
     def _read_around_padding(
@@ -174,28 +180,18 @@ class MultilinModel(MultilinPreTrainedModel):
         without the padding between them. Padding gets the hidden states of the token before it in this call: the last
         column of a prompt padded on the right then predicts what follows the prompt. Without one they are 0.
         """
-        num_batch, num_time = tokens.shape[:2]
-        is_compiling, is_start = torch.compiler.is_compiling(), values[0] is None
-        mask = mask if mask is None or is_compiling else check_mask(mask, num_batch, num_time)
-        if mask is None or is_compiling or not _is_between(mask, is_start, self.training and not needs_state):
+        is_start = values[0] is None
+        mask = None if mask is None else check_mask(mask, *tokens.shape[:2])
+        if mask is None or not pads_after_tokens(mask, is_start, self.training and not needs_state):
             return self._read(tokens, values, mask, packing, needs_state)
         if packing.cu_seqlens is not None:
             raise InputError("cu_seqlens: given together with padding after a token, which it cannot tell apart")
-        counts_B, number_BT = mask.sum(dim=1), mask.cumsum(dim=1) - 1
-        # Before the first token of a text padding is inert by itself, so that all rows are read at once.
-        width = max(1, int(counts_B.max()))
-        order_BT = mask.int().argsort(dim=1, descending=not is_start, stable=True)
-        order_BT = order_BT[:, -width:] if is_start else order_BT[:, :width]
-        rows_B1 = torch.arange(num_batch, device=tokens.device)[:, None]
-        packed, packing = tokens[rows_B1, order_BT], packing.part(rows_B1, order_BT)
+        order = ColumnOrder.of_mask(mask, at_end=is_start)
+        packed, packing = order.pack(tokens), packing.part(order.rows_B1, order.take_BS)
         if is_start:
-            hidden_states, values = self._read(packed, values, mask[rows_B1, order_BT], packing, needs_state)
-            number_BT = torch.where(number_BT < 0, -1, number_BT + (width - counts_B)[:, None])
-        else:
-            hidden_states, values = self._read_row_lengths(packed, values, counts_B, packing)
-        is_before_BT1 = (number_BT < 0)[..., None]
-        places_BT = number_BT.clamp(min=0)
-        return [x_BTD[rows_B1, places_BT].masked_fill(is_before_BT1, 0) for x_BTD in hidden_states], values
+            return self._read(packed, values, order.pack(mask), packing, needs_state, order)
+        hidden_states, values = self._read_row_lengths(packed, values, mask.sum(dim=1), packing)
+        return [order.unpack(x_BTD) for x_BTD in hidden_states], values
 
     def _read_row_lengths(
         self, tokens: Tensor, values: list[Any], counts_B: Tensor, packing: Packing
@@ -229,16 +225,6 @@ class MultilinModel(MultilinPreTrainedModel):
     def set_input_embeddings(self, value: nn.Embedding) -> None:
         """Replace the token embedding."""
         self.embedding.tokens = value
-
-
-def _is_between(mask: Tensor, is_start: bool, only_gaps: bool) -> bool:
-    """Whether padding follows a token; with `only_gaps`, whether it stands between two tokens of a row."""
-    late_BT = ~mask
-    if is_start:
-        late_BT &= mask.cumsum(dim=1) > 0
-        if only_gaps:
-            late_BT &= mask.flip(1).cumsum(dim=1).flip(1) > 0
-    return bool(late_BT.any())
 
 
 def _is_false(return_dict: bool | None, config: MultilinConfig) -> bool:

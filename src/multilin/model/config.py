@@ -82,9 +82,9 @@ class MultilinConfig(PretrainedConfig):
         self.arithmetic = dict(arithmetic or {})
         self.use_cache = use_cache
         self.num_hidden_layers = len(self.layers)
-        for name in ("num_hidden_layers", "num_attention_heads"):
-            if (given := kwargs.pop(name, None)) not in (None, getattr(self, name)):
-                raise InputError(f"{name}: {given!r} given, but the layers say {getattr(self, name)}; change those")
+        num_layers = kwargs.pop("num_hidden_layers", len(self.layers))
+        if num_layers != len(self.layers):
+            raise InputError(f"num_hidden_layers: {num_layers} given, but {len(self.layers)} layers are listed")
         kwargs.setdefault("auto_map", dict(AUTO_MAP))
         super().__init__(tie_word_embeddings=tie_word_embeddings, **kwargs)
         self.tie_word_embeddings = tie_word_embeddings
@@ -115,6 +115,10 @@ class MultilinConfig(PretrainedConfig):
             options = {name: entry[name] for name in entry if name not in ("architecture", "initializer_range")}
             heads.append(get_architecture(entry["architecture"]).count_heads(self.hidden_size, options))
         return max(heads)
+
+    @num_attention_heads.setter
+    def num_attention_heads(self, value: int) -> None:
+        raise InputError(f"num_attention_heads: {value} given, but each layer has its own number; set it in layers")
 
     @classmethod
     def from_architecture(

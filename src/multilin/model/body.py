@@ -100,7 +100,8 @@ class MultilinModel(MultilinPreTrainedModel):
             attention_mask: (B, T) 1 for tokens, 0 for padding, which weighs nothing and advances no position. A longer
                 mask, as generate() keeps, counts with its last T columns.
             position_ids: (B, T) or (1, T) positions to use instead of counting. A position that does not rise begins
-                a document, as transformers' collators mark documents packed into a row.
+                a document, as transformers' collators mark documents packed into a row. Without a state, padding
+                between tokens then keeps its place in windows.
             past_key_values: the state to read on from; changed in place. None is the start of a text.
             inputs_embeds: (B, T, D) embeddings to read instead of ids.
             use_cache: return the state; as the default what the config says, but not in training.
@@ -181,8 +182,10 @@ class MultilinModel(MultilinPreTrainedModel):
         column of a prompt padded on the right then predicts what follows the prompt. Without one they are 0.
         """
         is_start = values[0] is None
+        # Without a state, given positions say where tokens stand: as in the published code, which counts padding.
+        keeps_columns = not needs_state and packing.position_ids is not None
         mask = None if mask is None else check_mask(mask, *tokens.shape[:2])
-        if mask is None or not pads_after_tokens(mask, is_start, self.training and not needs_state):
+        if mask is None or keeps_columns or not pads_after_tokens(mask, is_start, self.training and not needs_state):
             return self._read(tokens, values, mask, packing, needs_state)
         if packing.cu_seqlens is not None:
             raise InputError("cu_seqlens: given together with padding after a token, which it cannot tell apart")

@@ -20,6 +20,10 @@ ENTRY_POINTS = "multilin.architectures"
 class LayerOptions:
     """Options of one layer; an architecture adds its own, each with a comment that becomes its help."""
 
+    def count_heads(self, hidden_size: int) -> int:
+        """Number of heads of the layer; 1 where it is not divided into heads."""
+        return int(getattr(self, "num_heads", 1))
+
 
 @settings
 class TrainingDefaults:
@@ -97,6 +101,11 @@ class Architecture:
     def build_layer(self, hidden_size: int, values: Mapping[str, Any], where: str) -> Layer:
         """A layer from the plain data of a config's `layers` entry."""
         return self.layer(hidden_size, load_settings(self.options, values, where))
+
+    def count_heads(self, hidden_size: int, values: Mapping[str, Any]) -> int:
+        """Number of heads of the layer that `build_layer` builds from the same values."""
+        options: LayerOptions = load_settings(self.options, values, self.name)
+        return options.count_heads(hidden_size)
 
 
 _registry: dict[str, Architecture] = {}

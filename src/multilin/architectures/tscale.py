@@ -65,6 +65,10 @@ class TScaleOptions(TScaleShared):
     width: PastWindow = 64  # tokens of the past that are read; 0 reads the token itself
     slope: Strength = 0.0  # decay in powers of two per token
 
+    def count_heads(self, hidden_size: int) -> int:
+        """As many as fill the hidden size, where no number is given."""
+        return self.num_heads or hidden_size // _head_size(self, hidden_size)
+
 
 @settings
 class TScalePreset(TScaleShared):
@@ -75,6 +79,10 @@ class TScalePreset(TScaleShared):
     )
     full_width: PastWindow | None = None  # width of the full layers; none is the training length
     unigram_bias: bool = False  # add the log of the token counts to the logits, fixed
+
+
+def _head_size(options: TScaleShared, hidden_size: int) -> int:
+    return options.head_size or min(HEAD_SIZE, hidden_size)
 
 
 class ScaledLinear(ParameterHolder, MatrixModule):
@@ -167,8 +175,7 @@ class TScaleLayer(Layer):
 
     def __init__(self, hidden_size: int, options: TScaleOptions) -> None:
         super().__init__()
-        head_size = options.head_size or min(HEAD_SIZE, hidden_size)
-        num_heads = options.num_heads or hidden_size // head_size
+        head_size, num_heads = _head_size(options, hidden_size), options.count_heads(hidden_size)
         if hidden_size % head_size or head_size % BLOCK or (head_size > 64 and head_size % 64):
             raise InputError(
                 f"head_size: {head_size} given, but it must divide the hidden size {hidden_size} and be a multiple of "
@@ -246,7 +253,7 @@ def preset(sizes: Sizes, choices: TScalePreset) -> Preset:
             "tie_word_embeddings": False,
             "output_bias": "unigram" if choices.unigram_bias else "none",
             "final_norm": "tile_norm",
-            "final_norm_tile": choices.head_size or min(HEAD_SIZE, sizes.hidden_size),
+            "final_norm_tile": _head_size(choices, sizes.hidden_size),
             "logit_scale": sizes.hidden_size**-0.5,
             "embedding_range": 1.0,
             "initializer_range": 0.5,

@@ -23,7 +23,7 @@ from multilin.data.task_text import TaskText
 from multilin.errors import InputError
 from multilin.files import atomic_files, check_folder, check_writable, remove_partials, write_whole
 from multilin.settings import load_settings
-from multilin.training.checkpoints import checkpoints, find_damage, read_json
+from multilin.training.checkpoints import check_trainer_state, checkpoints, find_damage, loading, read_json
 from multilin.training.recipe import RECIPE_FILE, Recipe, first_difference, load_recipe, save_recipe
 
 RUN_FILE = "run.json"  # in a checkpoint: recipe, text, metrics and number of processes when it was written
@@ -95,7 +95,7 @@ class RunFolder:
             OSError: the folder cannot be written.
         """
         data = _describe(text)
-        before = None if checkpoint is None else read_json(checkpoint / RUN_FILE)
+        before = None if checkpoint is None else _read_record(checkpoint)
         if before is not None and before["data"] != data:
             raise InputError(
                 f"data.source: {recipe.data.source} (or the validation text) has changed since the run in {self.path} "
@@ -167,8 +167,9 @@ class RunFolder:
         if checkpoint is None:
             before = load_recipe(self.recipe)
         else:
-            record = read_json(checkpoint / RUN_FILE)
-            before = load_settings(Recipe, record["recipe"])
+            check_trainer_state(checkpoint)
+            record = _read_record(checkpoint)
+            before = record["recipe"]
             if record["num_processes"] != num_processes:
                 raise InputError(
                     f"processes: {num_processes} given, but {record['num_processes']} trained the run in {self.path}; "
@@ -218,6 +219,21 @@ def _parse_line(text: bytes, where: str) -> dict[str, Any]:
     if missing := next((name for name in METRICS if name not in line), None):
         raise InputError(f"run: {where} is damaged: it has no {missing}")
     return line
+
+
+def _read_record(checkpoint: Path) -> dict[str, Any]:
+    """What `RunFolder.record` gave, with the recipe as one.
+
+    Raises:
+        InputError: it is damaged.
+    """
+    path = checkpoint / RUN_FILE
+    with loading(path):
+        record = read_json(path)
+        for number, line in enumerate(record["metrics"], 1):
+            _parse_line(json.dumps(line).encode(), f"{path}: line {number} of metrics")
+        recipe = load_settings(Recipe, record["recipe"])
+        return {"recipe": recipe, **{name: record[name] for name in ("data", "metrics", "num_processes")}}
 
 
 def _describe(text: PreparedText | TaskText) -> dict[str, Any]:

@@ -83,13 +83,15 @@ def damaged(
         yield Case(line.split(), (Path(file).name, *named), lambda folder, do=damage: do(folder / file), passes)
 
 
-def fields(line: str, file: str, hints: dict[str, Any], number: int, *others: str) -> Iterator[Case]:
+def fields(line: str, file: str, hints: dict[str, Any], number: int) -> Iterator[Case]:
     """A command, with values of wrong types in the fields of a JSON file."""
     for name, hint in hints.items():
         values = [value for value in d.some(d.bad_values(hint), number, file + name) if value is not None]
         for value in values:
             yield Case(
-                line.split(), (name, *others), lambda folder, n=name, v=value: d.with_field((n,), v)(folder / file)
+                line.split(),
+                (name, name.split("_")[0], Path(file).name),
+                lambda folder, n=name, v=value: d.with_field((n,), v)(folder / file),
             )
 
 
@@ -372,7 +374,7 @@ def checkpoint_files(folder: Path) -> Iterator[Case]:
             cases += anywhere(folder, line, file, 9) if path.suffix == ".json" else []
             yield from (Case(case.words, (), _sealed(case.damage), may_pass=True) for case in cases)
     for name in ("metrics.jsonl", "data.json", "config.json", "recipe.yaml"):
-        yield from damaged(line, f"half/{name}", d.some(d.JSON.items(), 5, name), "output", may_pass=True)
+        yield from damaged(line, f"half/{name}", d.some(d.JSON.items(), 5, name), "half", may_pass=True)
 
 
 def _sealed(damage: Damage) -> Damage:

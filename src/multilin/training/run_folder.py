@@ -202,7 +202,9 @@ class RunFolder:
         return None
 
     def _written(self) -> list[Path]:
-        return [path for pattern in _WRITTEN for path in self.path.glob(pattern)]
+        # Not by a glob, which passes over links that lead nowhere.
+        entries = sorted(self.path.iterdir()) if self.path.is_dir() else []
+        return [path for path in entries if any(path.match(pattern) for pattern in _WRITTEN)]
 
     def _clear(self) -> None:
         for path in self._written():

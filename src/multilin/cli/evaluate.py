@@ -3,6 +3,7 @@
 import functools
 import importlib.util
 import json
+import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -63,6 +64,8 @@ def evaluate(arguments: EvaluateArguments, settings: EvaluationSettings) -> None
         run = load_run(arguments.run)
         if tasks:
             from multilin.analysis.evaluate.tasks import evaluate_tasks
+
+            logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it makes remarks about every task and model
     data: dict[str, Any]
     if tasks:
         data = evaluate_tasks(

@@ -46,6 +46,8 @@ def compare(sweep: Sweep, *, overwrite: bool = False, progress: TrainingProgress
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise InputError("compare: runs are compared in one process; start it without torchrun")
     check_sweep(sweep)
+    if Path(sweep.output, RECIPE_FILE).exists():
+        raise InputError(f"output: {sweep.output} holds a run; give another folder for the comparison")
     with locked_folder(sweep.output):
         for name in (*REPORT_FILES, SPEED_FILE):
             check_writable("output", Path(sweep.output, name))

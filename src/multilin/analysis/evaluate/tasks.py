@@ -97,14 +97,20 @@ def evaluate_tasks(
             f"--task-folder: {shorten(folder)} can run code, as lm-eval imports Python from it and evaluates its "
             "templates; look at it, and give --trust-task-code too"
         )
-    manager = _find_tasks(tasks, folder)
     try:
+        manager = _find_tasks(tasks, folder)
         found = simple_evaluate(
             model=MultilinLM(str(run.folder), run=run, batch_size=batch_size),
             tasks=list(tasks), task_manager=manager, limit=limit, bootstrap_iters=1000,
         )  # fmt: skip
-    except (OSError, ConnectionError) as error:
-        raise InputError(f"tasks: the data cannot be loaded ({' '.join(str(error).split())[:200]})") from error
+    except InputError:
+        raise
+    except Exception as error:
+        # What is wrong in a task of one's own ends in errors of many kinds; lm-eval's own can only lack their data.
+        if folder is None and not isinstance(error, OSError):
+            raise
+        reason = shorten(f"{type(error).__name__}: {' '.join(str(error).split())}", 200)
+        raise InputError(f"tasks: {shorten(', '.join(tasks))} cannot be run ({reason})") from error
     return {
         task: {
             metric.partition(",")[0]: {"value": float(value), "standard_error": _standard_error(scores, metric)}

@@ -21,12 +21,13 @@ When to use: to study what a language model with little or no nonlinearity can d
 long texts or a small state take another.
 """
 
-from typing import Literal, NamedTuple
+import dataclasses
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from multilin.architectures.base import LayerOptions, Preset, Sizes, TrainingDefaults, register
+from multilin.architectures.base import Architecture, LayerOptions, Preset, Sizes, register
 from multilin.errors import InputError
 from multilin.layers.base import Layer, Layout, ParameterHolder
 from multilin.layers.linear import Linear
@@ -83,16 +84,15 @@ class Triangle(ParameterHolder, Reader):
         """c, (n_ctx, n_ctx)."""
         return lower_triangle(self.triangle)
 
-    def forward(
-        self, x_BTD: Tensor, state: CausalMixingState | None, layout: Layout
-    ) -> tuple[Tensor, CausalMixingState | None]:
+    def forward(self, x_BTD: Tensor, state: CausalMixingState | None, layout: Layout) -> tuple[Tensor, Any]:
         """(B, T, D) to (B, T, D), and the state."""
+        self.record(lambda: self._reading(x_BTD, layout))
         return causal_mixing(
             x_BTD, self.triangle, self.bias, positions=layout.positions_BT, padding=layout.padding_BT,
             state=state, needs_state=layout.needs_state,
         )  # fmt: skip
 
-    def reading(self, x_BTD: Tensor, layout: Layout) -> Reading:
+    def _reading(self, x_BTD: Tensor, layout: Layout) -> Reading:
         """The rows of c, with a column for each token of the text."""
         positions_BT = layout.positions_BT.expand(x_BTD.shape[:2]).clamp(min=0)
         weights_BTS = self.matrix()[positions_BT[:, :, None], positions_BT[:, None, :]]
@@ -112,7 +112,17 @@ class Triangle(ParameterHolder, Reader):
 
 
 class LinearMixerLayer(Layer):
-    """A mixing over positions, then a feed-forward or none: see the top of this file."""
+    """A mixing over positions, then a feed-forward or none.
+
+    x -> norm? LayerNorm [mixing_norm] -> h
+    h -> time weighted sum by position [mixing] {context D + 1} -> m
+    m -> map? gelu -> time? a second weighted sum [second_mixing] {context D + 1} -> m
+    x + m -> x
+    x -> norm? LayerNorm [feed_forward_norm] -> h
+    h -> map? linear or gelu feed-forward [feed_forward] -> f
+    x +? f -> x
+    x -> map? ReLU [activation] -> x
+    """
 
     def __init__(self, hidden_size: int, options: LinearMixerOptions) -> None:
         super().__init__()
@@ -127,9 +137,7 @@ class LinearMixerLayer(Layer):
         self.feed_forward = _feed_forward(hidden_size, options)
         self.activation = nn.ReLU() if options.mixing == "relu" else nn.Identity()
 
-    def forward(
-        self, x_BTD: Tensor, state: LinearMixerState | None, layout: Layout
-    ) -> tuple[Tensor, LinearMixerState | None]:
+    def forward(self, x_BTD: Tensor, state: LinearMixerState | None, layout: Layout) -> tuple[Tensor, Any]:
         """Output (B, T, D) and the inputs of the mixing."""
         mixed_BTD, first = self.mixing(self.mixing_norm(x_BTD), state and state.first, layout)
         second = None
@@ -176,44 +184,35 @@ def _feed_forward(hidden_size: int, options: LinearMixerOptions) -> nn.Module | 
     return nn.Sequential(Linear(hidden_size, middle), nn.GELU(), Linear(middle, hidden_size))
 
 
-@register(
-    "linear_mixer",
-    title="Linear and masked mixers",
-    source="Linear Language Models (blbadger); masked mixers (arXiv 2409.01482)",
-    layer=LinearMixerLayer,
-    options=LinearMixerOptions,
-    preset_options=LinearMixerPreset,
-    variants={
-        "affine": {"mixing_bias": True, "feed_forward": "linear"},
-        "relu": {"mixing": "relu"},
-        "two triangles": {"mixing": "gelu", "mixing_bias": True},
-        "no residual": {"residual": False, "mixing_bias": True},
-        "masked mixer": {"feed_forward": "gelu", "norm": True, "mixing_bias": True},
-    },
-    packs=False,
-    flow="""
-        h = norm? mixing_norm(x)        | LayerNorm
-        m = time mixing(h)              | weighted sum by position | context D + 1
-        m = map? (m)                    | gelu
-        m = time? second_mixing(m)      | a second weighted sum | context D + 1
-        x = sum (x, m)
-        h = norm? feed_forward_norm(x)  | LayerNorm
-        f = map? feed_forward(h)        | linear or gelu feed-forward
-        x = sum? (x, f)
-        x = map? activation(x)          | ReLU
-    """,
-)
 def preset(sizes: Sizes, choices: LinearMixerPreset) -> Preset:
     """Positions are in the weights; the output has its own matrix and no norm before it."""
     if sizes.n_positions is None:
         raise InputError("n_positions: none given, but linear_mixer has weights for each position of the longest text")
-    values = {field: getattr(choices, field) for field in LinearMixerPreset.__dataclass_fields__}
-    values["context"] = sizes.n_positions
-    last = LinearMixerOptions(**values)
-    if choices.mixing == "relu":
-        values["mixing"] = "linear"
+    last = LinearMixerOptions.from_choices(choices, context=sizes.n_positions)
+    # A ReLU stands only before the output projection.
+    others = dataclasses.replace(last, mixing="linear") if choices.mixing == "relu" else last
     return Preset(
-        layers=[LinearMixerOptions(**values)] * (sizes.num_layers - 1) + [last],
+        layers=[others] * (sizes.num_layers - 1) + [last],
         model={"positions": "none", "tie_word_embeddings": False, "final_norm": "none"},
-        training=TrainingDefaults(),
     )
+
+
+register(
+    Architecture(
+        name="linear_mixer",
+        title="Linear and masked mixers",
+        source="Linear Language Models (blbadger); masked mixers (arXiv 2409.01482)",
+        layer=LinearMixerLayer,
+        options=LinearMixerOptions,
+        preset_options=LinearMixerPreset,
+        preset=preset,
+        variants={
+            "affine": {"mixing_bias": True, "feed_forward": "linear"},
+            "relu": {"mixing": "relu"},
+            "two triangles": {"mixing": "gelu", "mixing_bias": True},
+            "no residual": {"residual": False, "mixing_bias": True},
+            "masked mixer": {"feed_forward": "gelu", "norm": True, "mixing_bias": True},
+        },
+        packs=False,
+    )
+)

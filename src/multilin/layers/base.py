@@ -2,9 +2,10 @@
 
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
+
+from multilin.errors import InputError
 
 
 class Layout(NamedTuple):
@@ -53,8 +54,8 @@ class ParameterHolder(nn.Module):
         raise NotImplementedError
 
 
-def mask_padding(logits_BTH: Tensor, layout: Layout) -> Tensor:
-    """A padded token weighs nothing: its logits become -inf."""
-    if layout.padding_BT is None:
-        return logits_BTH
-    return logits_BTH.masked_fill(layout.padding_BT[..., None], -torch.inf)
+def head_width(hidden_size: int, num_heads: int) -> int:
+    """Width of each head; refuses a number of heads that does not divide the hidden size."""
+    if hidden_size % num_heads:
+        raise InputError(f"num_heads: {num_heads} given, but it must divide the hidden size {hidden_size}")
+    return hidden_size // num_heads

@@ -2,12 +2,13 @@
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from multilin.errors import InputError
+from multilin.layers.base import ParameterHolder
 from multilin.ops.block_outer import block_outer
 from multilin.ops.int8 import Rounded, dequantize, int8_block_outer, int8_linear, round_weight, simulate_rounding
 from multilin.settings import settings
@@ -55,26 +56,25 @@ class MatrixModule(nn.Module):
 
     def multiply(self, x: Tensor, bias: Tensor | None = None, *, name: str = "weight", factor: float = 1.0) -> Tensor:
         """factor * W x + bias; (..., n) to (..., m)."""
-        weight, how = self.matrix(name), self.arithmetic
-        if how.products == "int8":
-            levels = "int8" if how.weights == "none" else how.weights
-            return int8_linear(
-                x, weight, bias, factor=factor, levels=levels, backward=how.backward,
-                parameter=getattr(self, name, None),
-            )  # fmt: skip
+        if self.arithmetic.products == "int8":
+            return int8_linear(x, self.matrix(name), bias, factor=factor, **self._rounding(name))
         return scaled_linear(x, self.float_matrix(name, x.dtype), bias, factor)
 
     def combine_pairs(self, left: Tensor, right: Tensor, *, name: str, factor: float = 1.0) -> Tensor:
         """factor times the block outer product of (..., N, K) and (..., N, J), contracted."""
-        weight, how = self.matrix(name), self.arithmetic
-        if how.products == "int8":
-            levels = "int8" if how.weights == "none" else how.weights
-            return int8_block_outer(
-                left, right, weight, factor=factor, levels=levels, backward=how.backward,
-                parameter=getattr(self, name, None),
-            )  # fmt: skip
+        if self.arithmetic.products == "int8":
+            return int8_block_outer(left, right, self.matrix(name), factor=factor, **self._rounding(name))
         result = block_outer(left, right, self.float_matrix(name, left.dtype))
         return result if factor == 1.0 else result * factor
+
+    def _rounding(self, name: str) -> dict[str, Any]:
+        return {
+            "levels": self._levels, "backward": self.arithmetic.backward, "parameter": getattr(self, name, None)
+        }  # fmt: skip
+
+    @property
+    def _levels(self) -> str:
+        return "int8" if self.arithmetic.weights == "none" else self.arithmetic.weights
 
     def float_matrix(self, name: str = "weight", dtype: torch.dtype | None = None) -> Tensor:
         """The matrix as floats that products see: of that dtype where it is held in int8, else as the parameter is."""
@@ -85,12 +85,10 @@ class MatrixModule(nn.Module):
 
     def hold_int8(self) -> None:
         """Keep int8 values and a scale instead of every matrix."""
-        levels = "int8" if self.arithmetic.weights == "none" else self.arithmetic.weights
         for name in self.matrices:
-            rounded = round_weight(getattr(self, name), levels)
+            rounded = round_weight(getattr(self, name), self._levels)
             delattr(self, name)
-            self.register_buffer(f"{name}_int8", rounded.values)
-            self.register_buffer(f"{name}_scale", rounded.scale)
+            self._register(name, rounded)
 
     def follow_int8(self, name: str, rounded: Rounded) -> None:
         """Multiply with the int8 of floats that are kept elsewhere.
@@ -98,6 +96,9 @@ class MatrixModule(nn.Module):
         The gradient of those floats arrives at the parameter, whose own numbers are not read any more.
         """
         self.arithmetic = dataclasses.replace(self.arithmetic, stored_as_int8=True)
+        self._register(name, rounded)
+
+    def _register(self, name: str, rounded: Rounded) -> None:
         self.register_buffer(f"{name}_int8", rounded.values)
         self.register_buffer(f"{name}_scale", rounded.scale)
 
@@ -108,6 +109,23 @@ class Linear(nn.Linear, MatrixModule):
     def forward(self, input: Tensor) -> Tensor:
         """(..., n) to (..., m)."""
         return self.multiply(input, self.bias)
+
+
+class ScaledLinear(ParameterHolder, MatrixModule):
+    """W x / sqrt(width of x), without bias: with weights of unit variance y has the variance of x."""
+
+    def __init__(self, in_size: int, out_size: int, *, starts_at_zero: bool = False) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(out_size, in_size))
+        self.in_size, self.starts_at_zero = in_size, starts_at_zero
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., in) to (..., out)."""
+        return self.multiply(x, factor=self.in_size**-0.5)
+
+    def initialize(self, std: float) -> None:
+        """Normal weights, or zeros."""
+        nn.init.normal_(self.weight, std=0.0 if self.starts_at_zero else std)
 
 
 def matrix_modules(layers: nn.Module) -> Iterator[MatrixModule]:

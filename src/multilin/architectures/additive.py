@@ -27,19 +27,14 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from multilin.architectures.base import Architecture, LayerOptions, Preset, Sizes, TrainingDefaults, register
+from multilin.architectures.base import Architecture, LayerOptions, Preset, Sizes, TrainingDefaults
 from multilin.errors import InputError, plural
-from multilin.layers.base import Layout, ParameterHolder, head_width
-from multilin.layers.blocks import GeluFeedForward, ResidualBlock
-from multilin.layers.linear import Linear
-from multilin.layers.reading import Reader
+from multilin.layers import GeluFeedForward, Layout, Linear, ParameterHolder, Reader, ResidualBlock, head_width
 from multilin.ops.prefix_softmax import PrefixSoftmaxState
 from multilin.settings import settings
 from multilin.settings.bounds import LARGEST_WINDOW, Fraction, LayerWindows, Multiple, Positive, Window
 
 PACKAGE_EPS = 1e-5  # what the released package adds to standard deviations and to the softmax denominator
-
-
 Windows = Literal["doubling", "package", "global"] | Window | LayerWindows
 
 
@@ -93,10 +88,6 @@ class AdditivePooling(ParameterHolder, Reader):
         logits_BTH = self.scale * (x_BTHD * scorer_HD).sum(dim=-1)
         return self.prefix_softmax(logits_BTH, x_BTHD, state, layout, window=self.window, null_logit=self.null_logit)
 
-    def initialize(self, std: float) -> None:
-        """Scorers like the weights of matrices."""
-        nn.init.normal_(self.scorer, std=std)
-
 
 class AdditiveAttention(nn.Module):
     """u = pool(P'; w_k) * v with P' from pool(q; w_q) and k: see the top of this file."""
@@ -113,11 +104,12 @@ class AdditiveAttention(nn.Module):
     def forward(self, x_BTD: Tensor, state: AdditiveState | None, layout: Layout) -> tuple[Tensor, Any]:
         """(B, T, D) to (B, T, D), and the state."""
         q_BTHD, k_BTHD, v_BTHD = self.projections(x_BTD).unflatten(-1, (3, self.num_heads, -1)).unbind(2)
-        pooled_BTHD, queries = self.pool_queries(q_BTHD, state and state.queries, layout)
+        queries, products = state or (None, None)
+        pooled_BTHD, queries = self.pool_queries(q_BTHD, queries, layout)
         products_BTHD = self.dropout(pooled_BTHD) * k_BTHD
         if self.mid_norm is not None:
             products_BTHD = self.mid_norm((products_BTHD + k_BTHD).flatten(2)).view_as(k_BTHD)
-        pooled_BTHD, products = self.pool_products(products_BTHD, state and state.products, layout)
+        pooled_BTHD, products = self.pool_products(products_BTHD, products, layout)
         result_BTD = (self.dropout(pooled_BTHD) * v_BTHD).flatten(2)
         return result_BTD, AdditiveState(queries, products) if layout.needs_state else None
 
@@ -161,7 +153,6 @@ def preset(sizes: Sizes, choices: AdditivePreset) -> Preset:
         layers=[AdditiveOptions.from_choices(choices, window=window) for window in windows],
         model={
             "positions": "learned",
-            "tie_word_embeddings": True,
             "output_bias": "learned",
             "logit_scale": sizes.hidden_size**-0.5 if choices.stabilizer == "mid_norm" else 1.0,
             "embedding_dropout": choices.dropout,
@@ -183,21 +174,18 @@ def _windows(num_layers: int, windows: Windows) -> list[int | None]:
     return [None if windows == "global" else int(windows)] * num_layers
 
 
-register(
-    Architecture(
-        name="additive",
-        title="Additive attention",
-        source="Additive Attention Is All You Need? (mtanghu, package fastformerLM), "
-        "after Fastformer, arXiv 2108.09084",
-        layer=AdditiveLayer,
-        options=AdditiveOptions,
-        preset_options=AdditivePreset,
-        preset=preset,
-        variants={
-            "global": {"windows": "global"},
-            "windowed": {"windows": 5},
-            "head_norm": {"stabilizer": "head_norm"},
-            "package": {"stabilizer": "head_norm", "windows": "package"},
-        },
-    )
+architecture = Architecture(
+    name="additive",
+    title="Additive attention",
+    source="Additive Attention Is All You Need? (mtanghu, package fastformerLM), after Fastformer, arXiv 2108.09084",
+    layer=AdditiveLayer,
+    options=AdditiveOptions,
+    preset_options=AdditivePreset,
+    preset=preset,
+    variants={
+        "global": {"windows": "global"},
+        "windowed": {"windows": 5},
+        "head_norm": {"stabilizer": "head_norm"},
+        "package": {"stabilizer": "head_norm", "windows": "package"},
+    },
 )

@@ -108,15 +108,14 @@ _registry: dict[str, Architecture] = {}
 
 def register(architecture: Architecture) -> None:
     """Make an architecture known under its name."""
-    if architecture.name in _registry:
-        raise InputError(f"architecture: {architecture.name!r} is registered twice")
-    _registry[architecture.name] = architecture
+    if _registry.setdefault(architecture.name, architecture) is not architecture:
+        raise InputError(f"architecture: {architecture.name!r} is the name of two")
 
 
 def architectures() -> dict[str, Architecture]:
-    """Every registered architecture by name: those in this folder and those of installed packages' entry points."""
+    """Every architecture by name: those in this folder and those that entry points of installed packages name."""
     for entry in importlib.metadata.entry_points(group=ENTRY_POINTS):
-        entry.load()
+        register(entry.load())
     return dict(sorted(_registry.items()))
 
 

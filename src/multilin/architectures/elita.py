@@ -27,11 +27,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from multilin.architectures.base import Architecture, LayerOptions, Preset, Sizes, TrainingDefaults, register
-from multilin.layers.base import Layout, ParameterHolder, head_width
-from multilin.layers.blocks import ResidualBlock
-from multilin.layers.linear import Linear, MatrixModule
-from multilin.layers.reading import Reader
+from multilin.architectures.base import Architecture, LayerOptions, Preset, Sizes, TrainingDefaults
+from multilin.layers import Layout, Linear, MatrixModule, ParameterHolder, Reader, ResidualBlock, head_width
 from multilin.settings import settings
 from multilin.settings.bounds import Fraction, Multiple, Positive, Width
 
@@ -127,11 +124,6 @@ class TwoFactorFeedForward(ParameterHolder, MatrixModule):
         result: Tensor = self.dropout(self.combine_pairs(wide, narrow, name="combine") + self.bias)
         return result
 
-    def initialize(self, std: float) -> None:
-        """The combiner like the weights of matrices."""
-        nn.init.normal_(self.combine, std=std)
-        nn.init.zeros_(self.bias)
-
 
 class ElitaLayer(ResidualBlock):
     """Time-linear attention, then the two-factor feed-forward, each on a LayerNorm without scale and bias and added.
@@ -157,26 +149,24 @@ class ElitaLayer(ResidualBlock):
 
 
 def preset(sizes: Sizes, choices: ElitaPreset) -> Preset:
-    """No positions but those in the attention, so no limit on the text; tied output, final norm."""
+    """No positions but those in the attention, so no limit on the text; tied output, final LayerNorm."""
     period = choices.position_period or float(sizes.n_positions or 1024)
     return Preset(
         layers=[ElitaOptions.from_choices(choices, position_period=period)] * sizes.num_layers,
-        model={"positions": "none", "n_positions": None, "tie_word_embeddings": True},
+        model={"n_positions": None},
         training=TrainingDefaults(
             learning_rate=1e-3, betas=(0.9, 0.99), weight_decay=0.0, schedule="inverse_sqrt", warmup_steps=0
         ),
     )
 
 
-register(
-    Architecture(
-        name="elita",
-        title="ELiTA",
-        source="ELiTA (acosharma)",
-        layer=ElitaLayer,
-        options=ElitaOptions,
-        preset_options=ElitaPreset,
-        preset=preset,
-        variants={"clipped": {"clip_logits": 20.0}, "wide values": {"num_heads": 2, "value_size": 16, "factor": 3}},
-    )
+architecture = Architecture(
+    name="elita",
+    title="ELiTA",
+    source="ELiTA (acosharma)",
+    layer=ElitaLayer,
+    options=ElitaOptions,
+    preset_options=ElitaPreset,
+    preset=preset,
+    variants={"clipped": {"clip_logits": 20.0}, "wide values": {"num_heads": 2, "value_size": 16, "factor": 3}},
 )

@@ -27,11 +27,9 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from multilin.architectures.base import Architecture, LayerOptions, Preset, Sizes, register
+from multilin.architectures.base import Architecture, LayerOptions, Preset, Sizes
 from multilin.errors import InputError
-from multilin.layers.base import Layer, Layout, ParameterHolder
-from multilin.layers.linear import Linear
-from multilin.layers.reading import Reader, Reading
+from multilin.layers import Layer, Layout, Linear, ParameterHolder, Reader, Reading
 from multilin.ops.causal_mixing import CausalMixingState, causal_mixing, lower_triangle
 from multilin.settings import settings
 from multilin.settings.bounds import Length, Multiple
@@ -63,20 +61,11 @@ class LinearMixerState(NamedTuple):
     second: CausalMixingState | None
 
 
-class LinearMap(NamedTuple):
-    """x -> over_positions x over_features^T + offset, for x (n_ctx, D): what a linear layer does to a whole text."""
-
-    over_positions: Tensor
-    over_features: Tensor
-    offset: Tensor
-
-
 class Triangle(ParameterHolder, Reader):
     """y_t = sum_{j<=t} c[t, j] x_j + b_t: the triangle row by row, and the bias or None."""
 
     def __init__(self, context: int, has_bias: bool) -> None:
         super().__init__()
-        self.context = context
         self.triangle = nn.Parameter(torch.empty(context * (context + 1) // 2))
         self.bias = nn.Parameter(torch.empty(context)) if has_bias else None
 
@@ -104,12 +93,6 @@ class Triangle(ParameterHolder, Reader):
         )
         return Reading(meaning, weights_BTS[:, None], 0, None, is_share=False)
 
-    def initialize(self, std: float) -> None:
-        """Weights like those of matrices; no bias."""
-        nn.init.normal_(self.triangle, std=std)
-        if self.bias is not None:
-            nn.init.zeros_(self.bias)
-
 
 class LinearMixerLayer(Layer):
     """A mixing over positions, then a feed-forward or none.
@@ -126,62 +109,55 @@ class LinearMixerLayer(Layer):
 
     def __init__(self, hidden_size: int, options: LinearMixerOptions) -> None:
         super().__init__()
-        self.hidden_size = hidden_size
-        self.options = options
-        self.longest_text = options.context
-        self.mixing_norm = nn.LayerNorm(hidden_size) if options.norm else nn.Identity()
+        self.hidden_size, self.options, self.longest_text = hidden_size, options, options.context
+        norm = nn.LayerNorm if options.norm else nn.Identity
+        self.mixing_norm = norm(hidden_size)
         self.mixing = Triangle(options.context, options.mixing_bias)
         self.second_mixing = Triangle(options.context, options.mixing_bias) if options.mixing == "gelu" else None
-        has_norm = options.norm and options.feed_forward != "none"
-        self.feed_forward_norm = nn.LayerNorm(hidden_size) if has_norm else nn.Identity()
+        self.feed_forward_norm = nn.Identity() if options.feed_forward == "none" else norm(hidden_size)
         self.feed_forward = _feed_forward(hidden_size, options)
         self.activation = nn.ReLU() if options.mixing == "relu" else nn.Identity()
 
     def forward(self, x_BTD: Tensor, state: LinearMixerState | None, layout: Layout) -> tuple[Tensor, Any]:
         """Output (B, T, D) and the inputs of the mixing."""
-        mixed_BTD, first = self.mixing(self.mixing_norm(x_BTD), state and state.first, layout)
-        second = None
+        first, second = state or (None, None)
+        mixed_BTD, first = self.mixing(self.mixing_norm(x_BTD), first, layout)
         if self.second_mixing is not None:
-            mixed_BTD = nn.functional.gelu(mixed_BTD)
-            mixed_BTD, second = self.second_mixing(mixed_BTD, state and state.second, layout)
+            mixed_BTD, second = self.second_mixing(nn.functional.gelu(mixed_BTD), second, layout)
         x_BTD = x_BTD + mixed_BTD if self.options.residual else mixed_BTD
         if self.feed_forward is not None:
             x_BTD = x_BTD + self.feed_forward(self.feed_forward_norm(x_BTD))
         return self.activation(x_BTD), LinearMixerState(first, second) if layout.needs_state else None
 
-    def linear_map(self) -> LinearMap:
-        """What this layer does to a whole text, as two matrices and an offset.
+    def linear_map(self) -> tuple[Tensor, Tensor, Tensor]:
+        """P (n_ctx, n_ctx), R (D, D), O (n_ctx, D): this layer maps a whole text x (n_ctx, D) to P x R^T + O.
 
         Raises:
             InputError: an option makes the layer nonlinear.
         """
-        options = self.options
         accepted = {"mixing": ("linear",), "feed_forward": ("none", "linear"), "norm": (False,)}
         for name, values in accepted.items():
-            if (given := getattr(options, name)) not in values:
+            if (given := getattr(self.options, name)) not in values:
                 needed = " or ".join(map(str, values))
                 raise InputError(f"{name}: {given!r} given, but it must be {needed} for the layer to be a linear map")
         over_positions = self.mixing.matrix()
-        if options.residual:
-            over_positions = over_positions + torch.eye(options.context).to(over_positions)
-        width = self.hidden_size
-        over_features = torch.eye(width).to(over_positions)
-        offset = over_positions.new_zeros(options.context, width)
+        if self.options.residual:
+            over_positions = over_positions + torch.eye(len(over_positions)).to(over_positions)
+        over_features = torch.eye(self.hidden_size).to(over_positions)
+        offset = over_positions.new_zeros(len(over_positions), self.hidden_size)
         if self.mixing.bias is not None:
             offset = offset + self.mixing.bias[:, None]
         if isinstance(self.feed_forward, Linear):
             over_features = over_features + self.feed_forward.float_matrix()
             offset = offset @ over_features.T + self.feed_forward.bias
-        return LinearMap(over_positions, over_features, offset)
+        return over_positions, over_features, offset
 
 
 def _feed_forward(hidden_size: int, options: LinearMixerOptions) -> nn.Module | None:
-    if options.feed_forward == "none":
-        return None
-    if options.feed_forward == "linear":
-        return Linear(hidden_size, hidden_size)
-    middle = options.expansion * hidden_size
-    return nn.Sequential(Linear(hidden_size, middle), nn.GELU(), Linear(middle, hidden_size))
+    if options.feed_forward == "gelu":
+        middle = options.expansion * hidden_size
+        return nn.Sequential(Linear(hidden_size, middle), nn.GELU(), Linear(middle, hidden_size))
+    return Linear(hidden_size, hidden_size) if options.feed_forward == "linear" else None
 
 
 def preset(sizes: Sizes, choices: LinearMixerPreset) -> Preset:
@@ -193,26 +169,24 @@ def preset(sizes: Sizes, choices: LinearMixerPreset) -> Preset:
     others = dataclasses.replace(last, mixing="linear") if choices.mixing == "relu" else last
     return Preset(
         layers=[others] * (sizes.num_layers - 1) + [last],
-        model={"positions": "none", "tie_word_embeddings": False, "final_norm": "none"},
+        model={"tie_word_embeddings": False, "final_norm": "none"},
     )
 
 
-register(
-    Architecture(
-        name="linear_mixer",
-        title="Linear and masked mixers",
-        source="Linear Language Models (blbadger); masked mixers (arXiv 2409.01482)",
-        layer=LinearMixerLayer,
-        options=LinearMixerOptions,
-        preset_options=LinearMixerPreset,
-        preset=preset,
-        variants={
-            "affine": {"mixing_bias": True, "feed_forward": "linear"},
-            "relu": {"mixing": "relu"},
-            "two triangles": {"mixing": "gelu", "mixing_bias": True},
-            "no residual": {"residual": False, "mixing_bias": True},
-            "masked mixer": {"feed_forward": "gelu", "norm": True, "mixing_bias": True},
-        },
-        packs=False,
-    )
+architecture = Architecture(
+    name="linear_mixer",
+    title="Linear and masked mixers",
+    source="Linear Language Models (blbadger); masked mixers (arXiv 2409.01482)",
+    layer=LinearMixerLayer,
+    options=LinearMixerOptions,
+    preset_options=LinearMixerPreset,
+    preset=preset,
+    variants={
+        "affine": {"mixing_bias": True, "feed_forward": "linear"},
+        "relu": {"mixing": "relu"},
+        "two triangles": {"mixing": "gelu", "mixing_bias": True},
+        "no residual": {"residual": False, "mixing_bias": True},
+        "masked mixer": {"feed_forward": "gelu", "norm": True, "mixing_bias": True},
+    },
+    packs=False,
 )

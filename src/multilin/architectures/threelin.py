@@ -23,12 +23,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from multilin.architectures.base import Architecture, LayerOptions, Preset, Sizes, TrainingDefaults, register
+from multilin.architectures.base import Architecture, LayerOptions, Preset, Sizes, TrainingDefaults
 from multilin.errors import InputError
-from multilin.layers.base import Layer, Layout, ParameterHolder
-from multilin.layers.linear import Linear, MatrixModule
-from multilin.layers.norms import TileNorm
-from multilin.layers.reading import Reader
+from multilin.layers import Layer, Layout, Linear, MatrixModule, ParameterHolder, Reader, TileNorm
 from multilin.settings import settings
 from multilin.settings.bounds import Factor, Multiple, PastWindow, Strength, Width
 
@@ -137,7 +134,6 @@ def preset(sizes: Sizes, choices: ThreeLinPreset) -> Preset:
             for slope, hyper, window in rows
         ],
         model={
-            "positions": "none",
             "n_positions": None,
             "tie_word_embeddings": False,
             "final_norm": "tile_norm",
@@ -148,18 +144,16 @@ def preset(sizes: Sizes, choices: ThreeLinPreset) -> Preset:
     )
 
 
-register(
-    Architecture(
-        name="threelin",
-        title="3Lin",
-        source="3Lin, the triple-linear transformer (document of the author of TScale)",
-        layer=ThreeLinLayer,
-        options=ThreeLinOptions,
-        preset_options=ThreeLinPreset,
-        preset=preset,
-        variants={
-            "narrow": {"narrow": 7, "wide": 20, "query_on": "current", "learn_decay": True},
-            "document": {"scale": 1.0, "value_size": 32, "query_size": 5, "block": 4},
-        },
-    )
+architecture = Architecture(
+    name="threelin",
+    title="3Lin",
+    source="3Lin, the triple-linear transformer (document of the author of TScale)",
+    layer=ThreeLinLayer,
+    options=ThreeLinOptions,
+    preset_options=ThreeLinPreset,
+    preset=preset,
+    variants={
+        "narrow": {"narrow": 7, "wide": 20, "query_on": "current", "learn_decay": True},
+        "document": {"scale": 1.0, "value_size": 32, "query_size": 5, "block": 4},
+    },
 )

@@ -27,13 +27,19 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from multilin.architectures.base import Architecture, LayerOptions, Preset, Sizes, TrainingDefaults, register
+from multilin.architectures.base import Architecture, LayerOptions, Preset, Sizes, TrainingDefaults
 from multilin.errors import InputError
-from multilin.layers.base import Layer, Layout, ParameterHolder
-from multilin.layers.linear import MatrixModule, ScaledLinear
-from multilin.layers.norms import TileNorm
-from multilin.layers.positions import rotary_angles, rotate
-from multilin.layers.reading import Reader
+from multilin.layers import (
+    Layer,
+    Layout,
+    MatrixModule,
+    ParameterHolder,
+    Reader,
+    ScaledLinear,
+    TileNorm,
+    rotary_angles,
+    rotate,
+)
 from multilin.settings import settings
 from multilin.settings.bounds import Factor, Multiple, PastWindow, Positive, Strength, Width
 
@@ -65,9 +71,7 @@ class TScaleOptions(TScaleShared):
 class TScalePreset(TScaleShared):
     """A whole model."""
 
-    widths: Literal["schedule", "full"] = (
-        "schedule"  # full is no part of TScale: every layer reads all, to compare with
-    )
+    widths: Literal["schedule", "full"] = "schedule"  # full: every layer reads all; no part of TScale, to compare with
     full_width: PastWindow | None = None  # width of the full layers; none is the training length
     unigram_bias: bool = False  # add the log of the token counts to the logits, fixed
 
@@ -95,10 +99,10 @@ class TScaleAttention(ParameterHolder, MatrixModule, Reader):
 
     def forward(self, x_BTD: Tensor, state: Any, layout: Layout) -> tuple[Tensor, Any]:
         """What is added to the state (B, T, D), and the window's state."""
-        q_BTV, r_BTV, v_BTV = self.norm(self.query(x_BTD)), self.remote(x_BTD), self.norm(self.value(x_BTD))
-        q_BTHE, r_BTHE, v_BTHE = (x.unflatten(-1, self.heads) for x in (q_BTV, r_BTV, v_BTV))
-        angles = rotary_angles(layout.positions_BT, self.heads[1], self.options.rotary_base, r_BTV.dtype)
-        q_BTHE, r_BTHE = rotate(q_BTHE, angles), rotate(r_BTHE, angles)
+        angles = rotary_angles(layout.positions_BT, self.heads[1], self.options.rotary_base, x_BTD.dtype)
+        q_BTHE = rotate(self.norm(self.query(x_BTD)).unflatten(-1, self.heads), angles)
+        r_BTHE = rotate(self.remote(x_BTD).unflatten(-1, self.heads), angles)
+        v_BTHE = self.norm(self.value(x_BTD)).unflatten(-1, self.heads)
         read_BTHE, state = self.windowed_attention(q_BTHE, r_BTHE, v_BTHE, state, layout, **self.reach)
         own_BTV, read_BTV = self.norm(self.own(x_BTD)), read_BTHE.flatten(2)
         if self.options.combiner == "linear":
@@ -169,7 +173,6 @@ def preset(sizes: Sizes, choices: TScalePreset) -> Preset:
     return Preset(
         layers=[TScaleOptions.from_choices(choices, width=width, slope=slope) for width, slope in widths],
         model={
-            "positions": "none",
             "n_positions": None,
             "tie_word_embeddings": False,
             "output_bias": "unigram" if choices.unigram_bias else "none",
@@ -185,18 +188,16 @@ def preset(sizes: Sizes, choices: TScalePreset) -> Preset:
     )
 
 
-register(
-    Architecture(
-        name="tscale",
-        title="TScale",
-        source="TScale (Foreseerr), document and code",
-        layer=TScaleLayer,
-        options=TScaleOptions,
-        preset_options=TScalePreset,
-        preset=preset,
-        variants={
-            "heads of four": {"head_size": 4, "expansion": 2, "full_width": 9, "unigram_bias": True},
-            "linear combiner": {"head_size": 8, "combiner": "linear"},
-        },
-    )
+architecture = Architecture(
+    name="tscale",
+    title="TScale",
+    source="TScale (Foreseerr), document and code",
+    layer=TScaleLayer,
+    options=TScaleOptions,
+    preset_options=TScalePreset,
+    preset=preset,
+    variants={
+        "heads of four": {"head_size": 4, "expansion": 2, "full_width": 9, "unigram_bias": True},
+        "linear combiner": {"head_size": 8, "combiner": "linear"},
+    },
 )

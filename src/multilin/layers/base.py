@@ -50,8 +50,9 @@ class ParameterHolder(nn.Module):
     """
 
     def initialize(self, std: float) -> None:
-        """Draw the parameters; `std` is the model's initializer_range."""
-        raise NotImplementedError
+        """Draw the parameters, normal and the `bias` 0; `std` is the model's initializer_range."""
+        for name, parameter in self.named_parameters(recurse=False):
+            nn.init.normal_(parameter, std=std) if name != "bias" else nn.init.zeros_(parameter)
 
 
 def head_width(hidden_size: int, num_heads: int) -> int:

@@ -27,16 +27,6 @@ class Arithmetic:
 FLOAT = Arithmetic()
 
 
-def scaled_linear(x: Tensor, weight: Tensor, bias: Tensor | None, factor: float) -> Tensor:
-    """factor * W x + bias, the factor applied inside the product; (..., n) to (..., m)."""
-    if factor == 1.0:
-        return nn.functional.linear(x, weight, bias)
-    start = weight.new_zeros(()) if bias is None else bias
-    rows = x.reshape(-1, x.shape[-1])
-    result = torch.addmm(start, rows, weight.t(), beta=0.0 if bias is None else 1.0, alpha=factor)
-    return result.view(*x.shape[:-1], len(weight))
-
-
 class MatrixModule(nn.Module):
     """A module with matrices that it multiplies in the arithmetic it is told; subclasses name them in `matrices`.
 
@@ -58,7 +48,13 @@ class MatrixModule(nn.Module):
         """factor * W x + bias; (..., n) to (..., m)."""
         if self.arithmetic.products == "int8":
             return int8_linear(x, self.matrix(name), bias, factor=factor, **self._rounding(name))
-        return scaled_linear(x, self.float_matrix(name, x.dtype), bias, factor)
+        weight = self.float_matrix(name, x.dtype)
+        if factor == 1.0:
+            return nn.functional.linear(x, weight, bias)
+        # The factor inside the product takes no time.
+        start, beta = (weight.new_zeros(()), 0.0) if bias is None else (bias, 1.0)
+        result = torch.addmm(start, x.reshape(-1, x.shape[-1]), weight.t(), beta=beta, alpha=factor)
+        return result.view(*x.shape[:-1], len(weight))
 
     def combine_pairs(self, left: Tensor, right: Tensor, *, name: str, factor: float = 1.0) -> Tensor:
         """factor times the block outer product of (..., N, K) and (..., N, J), contracted."""

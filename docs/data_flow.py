@@ -1,6 +1,6 @@
 """Reads the data flow of a layer: the lines with an arrow in its docstring.
 
-    values -> kind label [parts] {state} -> kind label [parts] -> values
+    values -> kind label [parts] {state} -> kind label [parts] -> values -> kind label -> values
 
 For instance `h -> linear V [attention.values] -> v`; `x + u -> x` and `G * k -> P` are bare sums and products. x is
 what runs through the residual layers. A kind is one of KINDS; a part is a module, a parameter or an op of the layer,
@@ -31,7 +31,8 @@ _STEP = re.compile(
     rf"(?P<kind>{'|'.join(KINDS)})(?P<option>\??) (?P<label>[^\[\]{{}}]+?)"
     r"( \[(?P<parts>[\w.+? ]+)\])?( \{(?P<state>[^{}]+)\})?"
 )
-_BARE = re.compile(r"(?P<left>.+) (?P<sign>[+*])(?P<option>\??) (?P<right>.+)")
+_BARE = re.compile(r"(?P<left>[\w' ]+) (?P<sign>[+*])(?P<option>\??) (?P<right>[\w' ]+)")
+_VALUES = re.compile(r"[\w' ]+(, [\w' ]+)*")
 
 
 @dataclass(frozen=True)
@@ -73,34 +74,44 @@ def state_numbers(steps: list[Step], symbols: dict[str, Any]) -> int:
 
 
 def _read_line(line: str, known: set[str]) -> list[Step]:
-    first, *boxes, last = line.split(" -> ")
-    outputs, bare = _names(last, ","), _BARE.fullmatch(first)
-    inputs = (bare["left"], bare["right"]) if bare else _names(first, ",")
-    if missing := set(inputs) - known:
-        raise ValueError(f"{line!r} reads {', '.join(sorted(missing))}, which no line before gives")
-    known.update(outputs)
-    steps = []
-    if bare:
-        kind = "sum" if bare["sign"] == "+" else "product"
-        steps.append(Step(outputs, kind, bool(bare["option"]), (), (), inputs, label="", state=""))
-    for box in boxes:
-        match = _STEP.fullmatch(box)
-        if match is None:
-            raise ValueError(f"{box!r} in {line!r} is not 'kind label [parts] {{state}}', kind one of {list(KINDS)}")
-        parts = _names(match["parts"] or "", "+")
-        steps.append(
-            Step(
-                outputs=outputs,
-                kind=match["kind"],
-                is_option=bool(match["option"]),
-                parts=tuple(part for part in parts if not part.endswith("?")),
-                optional_parts=tuple(part[:-1] for part in parts if part.endswith("?")),
-                inputs=outputs if steps else inputs,
-                label=match["label"],
-                state=match["state"] or "",
-            )
-        )
+    """Boxes wait for the name of what the last of them gives; all of them give it that name."""
+    first, *rest = line.split(" -> ")
+    steps: list[Step] = []
+    values, boxes = _names(first, ","), [first] if _BARE.fullmatch(first) else []
+    for text in rest:
+        if not boxes or _STEP.fullmatch(text) or not _VALUES.fullmatch(text):
+            boxes.append(text)
+            continue
+        outputs = _names(text, ",")
+        steps += [_read_step(box, outputs if number else values, outputs) for number, box in enumerate(boxes)]
+        values, boxes = outputs, []
+    if boxes:
+        raise ValueError(f"{line!r} does not end with the name of a value")
+    for step in steps:
+        if missing := set(step.inputs) - known:
+            raise ValueError(f"{line!r} reads {', '.join(sorted(missing))}, which no line before gives")
+        known.update(step.outputs)
     return steps
+
+
+def _read_step(box: str, inputs: tuple[str, ...], outputs: tuple[str, ...]) -> Step:
+    if bare := _BARE.fullmatch(box):
+        kind = "sum" if bare["sign"] == "+" else "product"
+        return Step(outputs, kind, bool(bare["option"]), (), (), (bare["left"], bare["right"]), label="", state="")
+    match = _STEP.fullmatch(box)
+    if match is None:
+        raise ValueError(f"{box!r} is not 'kind label [parts] {{state}}', kind one of {list(KINDS)}")
+    parts = _names(match["parts"] or "", "+")
+    return Step(
+        outputs=outputs,
+        kind=match["kind"],
+        is_option=bool(match["option"]),
+        parts=tuple(part for part in parts if not part.endswith("?")),
+        optional_parts=tuple(part[:-1] for part in parts if part.endswith("?")),
+        inputs=inputs,
+        label=match["label"],
+        state=match["state"] or "",
+    )
 
 
 def _names(text: str, separator: str) -> tuple[str, ...]:

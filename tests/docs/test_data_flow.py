@@ -233,12 +233,25 @@ def test_a_value_that_nothing_gives_is_refused() -> None:
         data_flow.read_flow("x * k -> u\nx -> linear K [key] -> k")
 
 
-@pytest.mark.parametrize(
-    "box", ["", "mix N [norm]", "norm [norm]", "norm N [norm", "norm N {D} [norm]", "norm N [a] [b]"]
-)
-def test_a_step_that_is_none_is_refused(box: str) -> None:
+@pytest.mark.parametrize("box", ["N", "mix N [norm]", "norm [norm]", "norm N [norm", "norm N {D} [norm]"])
+@pytest.mark.parametrize("line", ["x -> {} -> h", "x -> norm N [norm] -> y -> {} -> h"])
+def test_a_step_that_is_none_is_refused(line: str, box: str) -> None:
     with pytest.raises(ValueError, match="is not 'kind label"):
-        data_flow.read_flow(f"x -> {box} -> h")
+        data_flow.read_flow(line.format(box))
+
+
+def test_a_line_that_ends_in_a_step_is_refused() -> None:
+    with pytest.raises(ValueError, match="does not end with the name of a value"):
+        data_flow.read_flow("x -> norm N [norm] -> h -> map relu")
+
+
+def test_values_named_inside_a_line_are_those_of_lines_of_their_own() -> None:
+    together = data_flow.read_flow("x + x -> h -> norm N [norm] -> map relu -> y -> linear A [a] -> z")
+    apart = data_flow.read_flow("x + x -> h\nh -> norm N [norm]\n    -> map relu -> y\ny -> linear A [a] -> z")
+    assert together == apart
+    assert [(step.inputs, step.outputs) for step in together] == [
+        (("x", "x"), ("h",)), (("h",), ("y",)), (("y",), ("y",)), (("y",), ("z",))
+    ]  # fmt: skip
 
 
 def test_a_docstring_without_arrows_has_no_flow() -> None:

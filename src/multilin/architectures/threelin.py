@@ -65,8 +65,7 @@ class ThreeLinPreset(ThreeLinShared):
 class ThreeLinLayer(Layer, ParameterHolder, MatrixModule, Reader):
     """One reading of the window and its combination with the state.
 
-    x -> norm N [norm] -> h
-    h -> linear QK [query_key] -> norm N [norm] -> key
+    x -> norm N [norm] -> h -> linear QK [query_key] -> norm N [norm] -> key
     h -> linear QV [query_value] -> query
     h -> linear V [value] -> value
     h -> linear K [key] -> norm N [norm] -> X

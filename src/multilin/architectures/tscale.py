@@ -106,8 +106,7 @@ class TScaleAttention(ParameterHolder, MatrixModule, Reader):
         read_BTHE, state = self.windowed_attention(q_BTHE, r_BTHE, v_BTHE, state, layout, **self.reach)
         own_BTV, read_BTV = self.norm(self.own(x_BTD)), read_BTHE.flatten(2)
         if self.options.combiner == "linear":
-            both_BT2V = torch.cat([own_BTV, read_BTV], dim=-1)
-            return self.multiply(both_BT2V, name="combiner", factor=self.factor), state
+            return self.multiply(torch.cat([own_BTV, read_BTV], dim=-1), name="combiner", factor=self.factor), state
         own_BTNK, read_BTNK = (x.unflatten(-1, (-1, BLOCK)) for x in (own_BTV, read_BTV))
         return self.combine_pairs(own_BTNK, read_BTNK, name="combiner", factor=self.factor), state
 
@@ -119,17 +118,13 @@ class TScaleAttention(ParameterHolder, MatrixModule, Reader):
 class TScaleLayer(Layer):
     """Attention with a bilinear combiner, then a ReLU feed-forward, both added to the state.
 
-    x -> norm N [norm] -> h
-    h -> linear Q [attention.query] -> norm N [attention.norm] -> map rope -> q
+    x -> norm N [norm] -> h -> linear Q [attention.query] -> norm N [attention.norm] -> map rope -> q
     h -> linear R [attention.remote] -> map rope -> r
     h -> linear V [attention.value] -> norm N [attention.norm] -> v
     h -> linear U [attention.own] -> norm N [attention.norm] -> u
     q, r, v -> time attention to the tokens before [attention.windowed_attention] {width (2 H head_size + 1)} -> a
     a, u -> product C of all products in blocks of 4 [attention.combiner] -> c
-    x + c -> x
-    x -> norm N [norm] -> h
-    h -> linear E [expand] -> norm N [norm] -> map relu -> e
-    e -> linear F [contract] -> f
+    x + c -> x -> norm N [norm] -> h -> linear E [expand] -> norm N [norm] -> map relu -> e -> linear F [contract] -> f
     x + f -> x
     """
 
@@ -167,9 +162,8 @@ def layer_widths(depth: int, full_width: int) -> list[tuple[int, float]]:
 def preset(sizes: Sizes, choices: TScalePreset) -> Preset:
     """The width schedule; rotary positions, so no limit on the text; untied output, final N."""
     full_width = choices.full_width or sizes.n_positions or 1024
-    widths = layer_widths(sizes.num_layers, full_width)
-    if choices.widths == "full":
-        widths = [(full_width, 0.0)] * len(widths)
+    schedule = layer_widths(sizes.num_layers, full_width)
+    widths = schedule if choices.widths == "schedule" else [(full_width, 0.0)] * len(schedule)
     return Preset(
         layers=[TScaleOptions.from_choices(choices, width=width, slope=slope) for width, slope in widths],
         model={

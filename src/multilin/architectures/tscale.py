@@ -13,8 +13,7 @@ W x / sqrt(width of x), without biases, so unit-variance weights keep unit varia
 Widths: the first sixth of the layers, in pairs, reads one token; after that narrow layers (64 tokens, slope 0.5) and
 full ones alternate. An odd number of layers is rounded up, as in the source.
 
-State: keys and values of the last `width` tokens per layer, in float32, with a flag for each that says whether it was
-read.
+State: keys and values of the last `width` tokens per layer, in float32, each with a flag that says whether it was read.
 
 When to use: where exact look-ups in the recent past count, as in a Transformer, and a bounded state is wanted all the
 same: half of the attention is narrow, the full layers read at most the training length. Unit-variance weights and
@@ -80,14 +79,14 @@ class TScaleAttention(ParameterHolder, MatrixModule, Reader):
     """lin(C, [u xor-paired with a]), or lin(C, [u, a]): see the top of this file."""
 
     matrices = ("combiner",)
+    starts_at_zero = True  # every layer begins as the identity
 
-    def __init__(self, hidden_size: int, head_size: int, num_heads: int, options: TScaleOptions) -> None:
+    def __init__(self, hidden_size: int, head_size: int, options: TScaleOptions) -> None:
         super().__init__()
-        self.options, self.heads = options, (num_heads, head_size)
+        self.options, self.heads = options, (options.num_heads or hidden_size // head_size, head_size)
         scale = 0.5 * head_size**-0.5 if options.scale is None else options.scale
-        slope = options.slope * math.log(2)
-        self.reach: dict[str, Any] = {"window": options.width, "scale": scale, "slope": slope, "null_key": True}
-        width = num_heads * head_size
+        self.reach = {"window": options.width, "scale": scale, "slope": options.slope * math.log(2), "null_key": True}
+        width = math.prod(self.heads)
         self.norm = TileNorm(head_size)
         self.query = ScaledLinear(hidden_size, width)  # Q, of the current token
         self.remote = ScaledLinear(hidden_size, width)  # R, of the tokens that are read
@@ -110,10 +109,6 @@ class TScaleAttention(ParameterHolder, MatrixModule, Reader):
         own_BTNK, read_BTNK = (x.unflatten(-1, (-1, BLOCK)) for x in (own_BTV, read_BTV))
         return self.combine_pairs(own_BTNK, read_BTNK, name="combiner", factor=self.factor), state
 
-    def initialize(self, std: float) -> None:
-        """The combiner starts at zero: every layer begins as the identity."""
-        nn.init.zeros_(self.combiner)
-
 
 class TScaleLayer(Layer):
     """Attention with a bilinear combiner, then a ReLU feed-forward, both added to the state.
@@ -131,15 +126,12 @@ class TScaleLayer(Layer):
     def __init__(self, hidden_size: int, options: TScaleOptions) -> None:
         super().__init__()
         head_size = options.head_size or min(HEAD_SIZE, hidden_size)
-        num_heads = options.num_heads or hidden_size // head_size
-        if hidden_size % head_size or head_size % BLOCK or (head_size > 64 and head_size % 64):
-            raise InputError(
-                f"head_size: {head_size} given, but it must divide the hidden size {hidden_size} and be a multiple of "
-                "4, above 64 of 64"
-            )
+        if hidden_size % head_size or head_size % (BLOCK if head_size <= 64 else 64):
+            needed = f"divide the hidden size {hidden_size} and be a multiple of 4, above 64 of 64"
+            raise InputError(f"head_size: {head_size} given, but it must {needed}")
         self.norm = TileNorm(head_size)
-        self.attention = TScaleAttention(hidden_size, head_size, num_heads, options)
-        wide = options.expansion * num_heads * head_size
+        self.attention = TScaleAttention(hidden_size, head_size, options)
+        wide = options.expansion * math.prod(self.attention.heads)
         self.expand = ScaledLinear(hidden_size, wide)
         self.contract = ScaledLinear(wide, hidden_size, starts_at_zero=True)
 

@@ -49,10 +49,15 @@ class ParameterHolder(nn.Module):
     transformers visits only modules that hold parameters directly, so it is they who draw them, not the layer around.
     """
 
+    starts_at_zero: bool = False
+
     def initialize(self, std: float) -> None:
-        """Draw the parameters, normal and the `bias` 0; `std` is the model's initializer_range."""
+        """Draw the parameters: normal with the model's initializer_range, or 0 as `bias` always is."""
         for name, parameter in self.named_parameters(recurse=False):
-            nn.init.normal_(parameter, std=std) if name != "bias" else nn.init.zeros_(parameter)
+            if self.starts_at_zero or name == "bias":
+                nn.init.zeros_(parameter)
+            else:
+                nn.init.normal_(parameter, std=std)
 
 
 def head_width(hidden_size: int, num_heads: int) -> int:

@@ -24,9 +24,6 @@ class Arithmetic:
     stored_as_int8: bool = False  # weights are held in int8, without their float master
 
 
-FLOAT = Arithmetic()
-
-
 class MatrixModule(nn.Module):
     """A module with matrices that it multiplies in the arithmetic it is told; subclasses name them in `matrices`.
 
@@ -35,7 +32,7 @@ class MatrixModule(nn.Module):
     """
 
     matrices: tuple[str, ...] = ("weight",)
-    arithmetic: Arithmetic = FLOAT
+    arithmetic = Arithmetic()
 
     def matrix(self, name: str) -> Tensor | Rounded:
         """The parameter, or the int8 that took its place."""

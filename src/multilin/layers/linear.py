@@ -18,14 +18,16 @@ from multilin.settings import settings
 class Arithmetic:
     """How layers multiply with their matrices; embedding and output always use floats."""
 
-    products: Literal["float", "int8"] = "float"  # of inputs and weights
-    backward: Literal["float", "int8"] = "float"  # of gradients, where the products are int8
-    weights: Literal["none", "sim_4bit", "sim_2bit", "ternary"] = "none"  # stored as if in so few values
-    stored_as_int8: bool = False  # weights are held in int8, without their float master
+    products: Literal["float", "int8"] = "float"  # products of inputs and weights
+    backward: Literal["float", "int8"] = "float"  # products of gradients, where the others are int8
+    weights: Literal["none", "sim_4bit", "sim_2bit", "ternary"] = (
+        "none"  # round float weights to as few values as these formats have
+    )
+    stored_as_int8: bool = False  # keep weights in int8 only, without their floats
 
 
 class MatrixModule(nn.Module):
-    """A module with matrices that it multiplies in the arithmetic it is told; subclasses name them in `matrices`.
+    """A module that multiplies with matrices, in the arithmetic that is set; subclasses name them in `matrices`.
 
     `hold_int8` replaces them by int8 values and a scale, `NAME_int8` and `NAME_scale`: buffers, which are saved with
     the model and cannot be trained. `follow_int8` sets them beside the parameters, where gradients still arrive.
@@ -35,7 +37,7 @@ class MatrixModule(nn.Module):
     arithmetic = Arithmetic()
 
     def matrix(self, name: str) -> Tensor | Rounded:
-        """The parameter, or the int8 that took its place."""
+        """The parameter, or the int8 values that replaced it."""
         if not self.arithmetic.stored_as_int8:
             parameter: Tensor = getattr(self, name)
             return parameter
@@ -70,7 +72,7 @@ class MatrixModule(nn.Module):
         return "int8" if self.arithmetic.weights == "none" else self.arithmetic.weights
 
     def float_matrix(self, name: str = "weight", dtype: torch.dtype | None = None) -> Tensor:
-        """The matrix as floats that products see: of that dtype where it is held in int8, else as the parameter is."""
+        """The matrix that products see, as floats: int8 weights in this dtype, a parameter in its own."""
         weight = self.matrix(name)
         if isinstance(weight, Rounded):
             return dequantize(weight).to(dtype or weight.scale.dtype)
@@ -84,9 +86,9 @@ class MatrixModule(nn.Module):
             self._register(name, rounded)
 
     def follow_int8(self, name: str, rounded: Rounded) -> None:
-        """Multiply with the int8 of floats that are kept elsewhere.
+        """Multiply with int8 values whose floats are kept elsewhere.
 
-        The gradient of those floats arrives at the parameter, whose own numbers are not read any more.
+        The gradient of the floats still arrives at the parameter, whose own numbers are no longer read.
         """
         self.arithmetic = dataclasses.replace(self.arithmetic, stored_as_int8=True)
         self._register(name, rounded)
@@ -97,7 +99,7 @@ class MatrixModule(nn.Module):
 
 
 class Linear(nn.Linear, MatrixModule):
-    """PyTorch's Linear, in the arithmetic it is told."""
+    """PyTorch's Linear, in the arithmetic that is set."""
 
     def forward(self, input: Tensor) -> Tensor:
         """(..., n) to (..., m)."""
@@ -122,15 +124,15 @@ class ScaledLinear(ParameterHolder, MatrixModule):
 
 
 def matrix_modules(layers: nn.Module) -> Iterator[MatrixModule]:
-    """All that have matrices."""
+    """Every MatrixModule in the layers."""
     return (module for module in layers.modules() if isinstance(module, MatrixModule))
 
 
 def set_arithmetic(layers: nn.Module, arithmetic: Arithmetic) -> None:
-    """Tell all of them how to multiply; what holds int8 cannot go back to floats.
+    """Set the arithmetic of every MatrixModule in the layers; int8 weights cannot go back to floats.
 
     Raises:
-        InputError: int8 weights, and another arithmetic that needs their floats.
+        InputError: the weights are int8 and the arithmetic needs floats.
     """
     for module in matrix_modules(layers):
         if module.arithmetic.stored_as_int8 and not arithmetic.stored_as_int8:

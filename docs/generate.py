@@ -37,8 +37,8 @@ def pages() -> dict[Path, str]:
     written = {}
     for name, architecture in architectures().items():
         written[DOCS / "architectures" / f"{name}.md"] = NOTE + architecture_page(architecture)
-        if architecture.flow:
-            written[DOCS / "architectures" / f"{name}.svg"] = draw(architecture.title, read_flow(architecture.flow))
+        if steps := read_flow(architecture.layer.__doc__ or ""):
+            written[DOCS / "architectures" / f"{name}.svg"] = draw(architecture.title, steps)
     written[DOCS / "architectures" / "index.md"] = NOTE + _overview()
     written[DOCS / "recipes.md"] = NOTE + _recipes()
     written[DOCS / "images" / "packages.svg"] = draw_packages()
@@ -116,9 +116,9 @@ def _summary(architecture: Architecture) -> str:
 
 
 def _flow(architecture: Architecture) -> str:
-    if not architecture.flow:
+    steps = read_flow(architecture.layer.__doc__ or "")
+    if not steps:
         return ""
-    steps = read_flow(architecture.flow)
     alternative = f"Data flow of one layer. {describe(steps)}"
     dashed = " Dashed boxes are there with an option only." if any(step.is_option for step in steps) else ""
     return (

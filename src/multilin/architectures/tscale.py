@@ -28,17 +28,8 @@ from torch import Tensor, nn
 
 from multilin.architectures.base import Architecture, LayerOptions, Preset, Sizes, TrainingDefaults
 from multilin.errors import InputError
-from multilin.layers import (
-    Layer,
-    Layout,
-    MatrixModule,
-    ParameterHolder,
-    Reader,
-    ScaledLinear,
-    TileNorm,
-    rotary_angles,
-    rotate,
-)  # fmt: skip
+from multilin.layers import Layer, Layout, MatrixModule, ParameterHolder, Reader, ScaledLinear, TileNorm
+from multilin.layers.positions import rotary_angles, rotate
 from multilin.settings import settings
 from multilin.settings.bounds import Factor, Multiple, PastWindow, Positive, Strength, Width
 

@@ -56,6 +56,7 @@ def sweep_file(tmp_path: Path) -> Callable[..., Path]:
             "rows.gpt2.model.hidden_size: 0 given, but it should be at least 1",
         ),
         ({"rows": {"a": {"recipe": "demmo"}}}, "recipe: 'demmo' is neither"),
+        ({"rows": {"a": {"recipe": 3}}}, "rows.a.recipe: 3 given, but it should be the name or path of a recipe"),
         ({"rows": {"a/b": {}}}, "rows: 'a/b' given, but a row is named by"),
         ({"rows": {}}, "rows: none given"),
         ({"rows": {"lama": {}}}, "rows.lama: no model given; give `recipe`"),

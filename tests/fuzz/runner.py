@@ -3,7 +3,7 @@
 import gc
 import hashlib
 import itertools
-import multiprocessing
+import multiprocessing.forkserver
 import os
 import re
 import resource
@@ -11,6 +11,7 @@ import shutil
 import stat
 import sys
 import tempfile
+import unittest.mock
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,27 +20,12 @@ from multilin.cli.main import BAD_INPUT, FAILED, main
 from multilin.errors import LONGEST_MESSAGE
 
 LIMIT_SECONDS, LIMIT_BYTES = 120, 4 * 2**30  # seconds on a busy machine; none takes more than a few on a quiet one
-PRELOADED = [
-    "tests.fuzz.cases",
-    "multilin.training.trainer",
-    "multilin.inference.session",
-    "multilin.analysis.explain_run",
-    "multilin.analysis.explain_page",
-    "multilin.analysis.compare.run",
-    "multilin.analysis.quantize_run",
-    "multilin.cli.parser",
-    "multilin.inference.rollout_run",
-    "multilin.inference.convert",
-    "multilin.data.tokenizer_tools",
-    "multilin.analysis.info",
-    "multilin.analysis.evaluate_run",
-    "multilin.analysis.harness",
-    "multilin.ops.prefix_softmax.cpu_global_backward",
-    "multilin.ops.prefix_softmax.cpu_windowed_backward",
-    "multilin.ops.prefix_softmax.cpu_global_forward",
-    "multilin.ops.prefix_softmax.cpu_windowed_forward",
-    "transformers.models.gpt2.modeling_gpt2",
-]
+PRELOADED = """
+    tests.fuzz.cases multilin.training.trainer multilin.inference.session multilin.analysis.explain.run
+    multilin.analysis.explain.page multilin.analysis.compare.run multilin.analysis.quantize multilin.cli.parser
+    multilin.inference.rollout_run multilin.inference.convert multilin.data.tokenizer_tools multilin.analysis.info
+    multilin.analysis.evaluate.run multilin.analysis.evaluate.tasks transformers.models.gpt2.modeling_gpt2
+""".split()  # noqa: SIM905
 """Imported once, by the process that all others begin as copies of."""
 
 
@@ -74,6 +60,8 @@ class Runner:
         self.base, self.valid = base, base / "valid"
         self.context = multiprocessing.get_context("forkserver")
         self.context.set_forkserver_preload(PRELOADED)
+        with unittest.mock.patch.dict(os.environ):
+            multiprocessing.forkserver.ensure_running()
         self.numbers = itertools.count()
 
     def call(self, case: Case, folder: Path) -> tuple[int | None, str, str, int]:
@@ -90,7 +78,7 @@ class Runner:
             (output / name).read_text(errors="backslashreplace") if (output / name).exists() else ""
             for name in ("stdout", "stderr", "peak")
         )
-        if left := os.listdir(output / "tmp"):
+        if left := [*(output / "tmp").iterdir()]:
             stderr += f"\nleft in TMPDIR: {left}"
         shutil.rmtree(output)
         return status, stdout, stderr, int(peak or 0)
@@ -120,7 +108,7 @@ def _child(words: list[str], folder: Path, output: Path, stdin: str, stdout: str
     gc.freeze()  # a collection would write to, and so copy, all the memory that this process shares
     os.chdir(folder)
     places = {"XDG_CACHE_HOME": folder / "cache", "TMPDIR": output / "tmp", "HOME": folder}
-    os.environ.update({name: str(path) for name, path in places.items()}, HF_HUB_OFFLINE="1", OMP_WAIT_POLICY="passive")
+    os.environ.update({name: str(path) for name, path in places.items()})
     tempfile.tempdir = None
     for number, path in enumerate((stdin, stdout or output / "stdout", output / "stderr")):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT if number else os.O_RDONLY, 0o600), number)

@@ -63,9 +63,14 @@ def evaluate(arguments: EvaluateArguments, settings: EvaluationSettings) -> None
 
         run = load_run(arguments.run)
         if tasks:
+            import datasets
+
             from multilin.analysis.evaluate.tasks import evaluate_tasks
 
-            logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it makes remarks about every task and model
+            # They draw bars and make remarks about every task and model.
+            datasets.disable_progress_bars()
+            for name in ("lm_eval", "huggingface_hub"):
+                logging.getLogger(name).setLevel(logging.CRITICAL)
     data: dict[str, Any]
     if tasks:
         data = evaluate_tasks(

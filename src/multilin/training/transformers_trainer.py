@@ -260,9 +260,10 @@ class RunTrainer(Trainer):  # type: ignore[misc]
         if checkpoint is None:
             return
         folder = Path(checkpoint)
-        with checkpoints.loading(folder / "optimizer.safetensors"):
-            state = checkpoints.read_optimizer(folder)
+        state = checkpoints.read_optimizer(folder)
+        with checkpoints.loading(folder / "optimizer.json"):
             checkpoints.check_like(_plain_groups(state), _plain_groups(_bare(self.optimizer).state_dict()), "groups")
+        with checkpoints.loading(folder / "optimizer.safetensors"):
             options = StateDictOptions(full_state_dict=True)
             set_optimizer_state_dict(self.master, _bare(self.optimizer), state, options=options)
         for name, holder in (("schedule.json", self.schedule), ("meter.json", self.callback.meter)):

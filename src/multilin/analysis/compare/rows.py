@@ -6,7 +6,7 @@ from typing import Any
 
 from multilin.analysis.compare.sweep import Sweep, builtin_sweep
 from multilin.analysis.compare.values import Values, get, merge, nested
-from multilin.errors import InputError, nearest
+from multilin.errors import InputError, nearest, shown
 from multilin.model.factory import model_names
 from multilin.settings import load_settings
 from multilin.training.recipe import Recipe, load_recipe
@@ -52,9 +52,13 @@ def with_choice(row: Row, choice: Mapping[str, Any]) -> Recipe:
     return load_settings(Recipe, values, "grid")
 
 
-def _start(name: str, recipe: str | None, stated: Values, task: str | None) -> Values:
+def _start(name: str, recipe: Any, stated: Values, task: str | None) -> Values:
     """What the base and the row change."""
     if recipe is not None:
+        if not isinstance(recipe, str):
+            raise InputError(
+                f"rows.{name}.recipe: {shown(recipe)} given, but it should be the name or path of a recipe"
+            )
         return dataclasses.asdict(load_recipe(recipe))
     if get(stated, "model.architecture") or get(stated, "model.layers"):
         return {}

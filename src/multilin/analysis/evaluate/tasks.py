@@ -8,6 +8,7 @@ runs their command line with the model registered:
 
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,9 +19,10 @@ from lm_eval.tasks import TaskManager
 
 from multilin.analysis.evaluate.run import block_size
 from multilin.data.tokenizers import start_token_id
-from multilin.errors import InputError, nearest, shorten
+from multilin.errors import InputError, nearest, shorten, shown
 from multilin.inference.prompts import encode_prompt
 from multilin.inference.runs import Run, load_run
+from multilin.settings.inputs import check_regular
 
 
 @register_model("multilin")
@@ -97,6 +99,8 @@ def evaluate_tasks(
             f"--task-folder: {shorten(folder)} can run code, as lm-eval imports Python from it and evaluates its "
             "templates; look at it, and give --trust-task-code too"
         )
+    if folder is not None:
+        _check_folder(Path(folder))
     try:
         manager = _find_tasks(tasks, folder)
         found = simple_evaluate(
@@ -119,6 +123,14 @@ def evaluate_tasks(
         }
         for task, scores in (found or {})["results"].items()
     }
+
+
+def _check_folder(folder: Path) -> None:
+    """Refuse what lm-eval would look for in vain, or wait for."""
+    if not folder.is_dir():
+        raise InputError(f"--task-folder: {shown(str(folder))} is no folder")
+    for path in sorted(folder.rglob("*.yaml")):
+        check_regular(path, "--task-folder")
 
 
 def _find_tasks(tasks: Sequence[str], folder: str | None) -> TaskManager:

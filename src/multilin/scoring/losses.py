@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from multilin.data.packing import IGNORED_LABEL, Blocks, PackedText
 from multilin.errors import InputError
+from multilin.model.modes import evaluation_mode
 
 
 @dataclass(frozen=True)
@@ -115,9 +116,7 @@ def read_blocks(
     blocks = Blocks(packed, block_size, partial=True)
     chosen = _chosen_blocks(len(blocks), block_size, max_tokens)
     device, done = next(model.parameters()).device, 0
-    was_training = model.training
-    model.eval()
-    try:
+    with evaluation_mode(model):
         for batch in DataLoader(Subset(blocks, chosen), batch_size):
             is_scored = scored_tokens(batch["labels"], batch["document_ids"])
             with (
@@ -134,8 +133,6 @@ def read_blocks(
             done += len(is_scored)
             if progress is not None:
                 progress(done)
-    finally:
-        model.train(was_training)
 
 
 def scored_tokens(labels: Tensor, document_ids: Tensor) -> Tensor:

@@ -71,9 +71,7 @@ def verdict(comparison: Comparison, row: RowRecord) -> str:
     text = difference_text(comparison, difference)
     if difference.p is None:
         return f"{text}, one seed: no statement"
-    p = f"p {'' if difference.p < SMALLEST else '= '}{p_text(difference.p)}".replace(
-        " ", "\u00a0"
-    )  # in one line
+    p = f"p {'' if difference.p < SMALLEST else '= '}{p_text(difference.p)}".replace(" ", "\u00a0")  # in one line
     return f"{text}, within noise ({p})" if difference.within_noise else f"{text}, {p}"
 
 

@@ -170,7 +170,7 @@ def read_run(plan: Plan, folder: Path, seed: int, choice: Choice, failure: str |
         seconds += (line["tokens"] - tokens) / (line["tokens_per_second"] if number else median)
         tokens = line["tokens"]
         if "validation_loss" in line:
-            scores = [line.get(f"validation_{name}") for name in ("loss", "bits_per_byte", "accuracy")]
+            scores: list[Any] = [line.get(f"validation_{name}") for name in ("loss", "bits_per_byte", "accuracy")]
             course.append(Point(line["step"], tokens, round(seconds, 3), tokens * plan.flops_per_token, *scores))
     status, name = FAILED if failure else FINISHED, folder.relative_to(output).as_posix()
     return RunRecord(seed, name, dict(choice), status, failure, median, course)

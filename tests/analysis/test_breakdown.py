@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from multilin.analysis.evaluate.breakdown import CLASSES, FEWEST_BYTES, Breakdown, TokenKinds, as_data, break_down
-from multilin.analysis.evaluate.long_text import read_whole
+from multilin.analysis.evaluate.run import read_whole
 from multilin.data.corpora import Document
 from multilin.data.packing import PackedText, pack
 from multilin.data.tokenizers import train_tokenizer

@@ -16,7 +16,7 @@ from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
-from multilin.analysis.evaluate.run import block_size
+from multilin.analysis.evaluate.run import block_size, recipe_of
 from multilin.data.tokenizers import start_token_id
 from multilin.errors import InputError, nearest, shorten
 from multilin.inference.prompts import encode_prompt
@@ -57,7 +57,7 @@ class MultilinLM(HFLM):
             tokenizer=run.tokenizer,
             batch_size=batch_size,
             max_batch_size=max_batch_size,
-            max_length=max_length or block_size(run) - 1,
+            max_length=max_length or block_size(run, recipe_of(run)) - 1,
             prefix_token_id=start_token_id(run.tokenizer),
         )
 
@@ -87,7 +87,7 @@ def evaluate_tasks(
         trust_task_code: allow what is in the folder to run. lm-eval imports the Python that `!function` names, and its
             templates, which are no sandbox, can reach as far as any program; neither can be told from the YAML alone.
         limit: examples of each task; None takes all.
-        batch_size: texts read at a time.
+        batch_size: sequences per forward pass.
 
     Raises:
         InputError: an unknown task, one whose data cannot be had, or a folder that is not trusted.
@@ -99,7 +99,7 @@ def evaluate_tasks(
         )
     manager = _find_tasks(tasks, folder)
     try:
-        found = simple_evaluate(
+        results = simple_evaluate(
             model=MultilinLM(str(run.folder), run=run, batch_size=batch_size),
             tasks=list(tasks), task_manager=manager, limit=limit, bootstrap_iters=1000,
         )  # fmt: skip
@@ -111,7 +111,7 @@ def evaluate_tasks(
             for metric, value in scores.items()
             if isinstance(value, int | float) and "," in metric and "_stderr" not in metric
         }
-        for task, scores in (found or {})["results"].items()
+        for task, scores in (results or {})["results"].items()
     }
 
 

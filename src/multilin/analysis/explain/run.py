@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from multilin.analysis.evaluate.run import validation_text
+from multilin.analysis.evaluate.run import recipe_of, validation_text
 from multilin.analysis.explain.explanation import Explanation, explain
 from multilin.analysis.settings import ExplainSettings
 from multilin.data.progress import Progress, no_progress
@@ -96,11 +96,12 @@ def explain_run(
 
 
 def _passage(run: Run, settings: ExplainSettings, progress: Progress) -> tuple[list[int], str]:
-    if not (run.folder / RECIPE_FILE).is_file():
+    recipe = recipe_of(run)
+    if recipe is None:
         raise InputError(
             f"text: none given, and {run.folder} has no {RECIPE_FILE} that names one; give --text or --file"
         )
-    packed = validation_text(run, progress)
+    packed = validation_text(run, recipe, progress)
     if settings.document >= packed.num_documents:
         raise InputError(
             f"--document: {settings.document} given, but the validation text has "

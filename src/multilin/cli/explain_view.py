@@ -6,8 +6,8 @@ from rich.padding import Padding
 from rich.style import Style
 from rich.text import Text
 
-from multilin.analysis.explain.run import Report
-from multilin.analysis.explain.words import MEANINGS, others, what_is_shown
+from multilin.analysis.explain.explanation import mask_own_token
+from multilin.analysis.explain.run import MEANINGS, Report, finding
 from multilin.cli.tables import make_console, print_table
 from multilin.errors import plural
 
@@ -17,28 +17,28 @@ SHADES = ((235, 242, 252), (200, 221, 247), (152, 193, 240), (96, 158, 229), (43
 
 def print_report(report: Report) -> None:
     """The text, what its last position read, what the removal of tokens changes there, and whether both agree."""
-    console, found = make_console(), report.explanation
+    console, explanation = make_console(), report.explanation
     last = len(report.tokens) - 1
     console.print(f"[bold]What {report.name} read[/bold]: {report.source}, {plural(last, 'token')}", highlight=False)
-    if found.steps:
-        step = found.steps[0]
+    if explanation.steps:
+        step = explanation.steps[0]
         weights_S = step.weights_HTS.mean(axis=0)[-1]
         console.print(f"\nWeights at the last position, {step.label}. {step.reading.meaning}")
         console.print(Padding(_coloured(report, weights_S), (1, 0)))
         _print_largest(report, weights_S, "weight")
-    if found.removal is not None:
-        effects_S = others(found.removal.divergence_TS[-1])
+    if explanation.removal is not None:
+        effects_S = mask_own_token(explanation.removal.divergence_TS[-1])
         console.print(
             f"\nEffect of removal on the prediction after the last position, whose own token is left out. "
             f"{MEANINGS['divergence']}"
         )
-        if not found.steps:
+        if not explanation.steps:
             console.print(Padding(_coloured(report, effects_S), (1, 0)))
         _print_largest(report, effects_S, "divergence")
-    if found.steps and found.removal is not None:
+    if explanation.steps and explanation.removal is not None:
         console.print(f"\n{MEANINGS['agreement']}")
         _print_agreements(report)
-    console.print(f"\n[bold]{what_is_shown(found)}[/bold]", highlight=False)
+    console.print(f"\n[bold]{finding(explanation)}[/bold]", highlight=False)
 
 
 def _coloured(report: Report, values_S: NDArray[np.float64]) -> Text:
@@ -67,7 +67,7 @@ def _print_largest(report: Report, values_S: NDArray[np.float64], name: str) -> 
 def _print_agreements(report: Report) -> None:
     rows = []
     for step in report.explanation.steps:
-        each = [found.correlation for found in step.agreements[:-1] if found.correlation is not None]
+        each = [agreement.correlation for agreement in step.agreements[:-1] if agreement.correlation is not None]
         heads = f"{min(each):.2f} to {max(each):.2f}" if each else ""
         last = step.agreements[-1]
         rows.append((step.label, _number(last.correlation), heads, _number(last.nearness)))

@@ -3,11 +3,8 @@
 import dataclasses
 import json
 from collections.abc import Callable, Iterator
-from importlib import resources
 from pathlib import Path
 from typing import Any
-
-import jinja2
 
 from multilin.analysis.compare.answers import (
     AXES,
@@ -26,6 +23,7 @@ from multilin.analysis.compare.answers import (
 )
 from multilin.analysis.compare.record import Comparison, RowRecord, RunRecord, score_of
 from multilin.analysis.compare.statistics import LEVEL, Difference
+from multilin.analysis.templates import asset, render
 from multilin.errors import plural
 from multilin.files import write_whole
 from multilin.settings.inputs import to_yaml
@@ -61,17 +59,15 @@ def as_json(comparison: Comparison) -> str:
 
 def as_markdown(comparison: Comparison) -> str:
     """The report as Markdown: answers, figures, samples, recipes, and how it was measured."""
-    environment = jinja2.Environment(undefined=jinja2.StrictUndefined, trim_blocks=True, keep_trailing_newline=True)
-    environment.filters |= {"text": _escaped, "cell": lambda text: _escaped(text).replace("|", "\\|"), "block": _block}
-    return environment.from_string(_asset("comparison.md.jinja")).render(_content(comparison))
+    return render("comparison.md.jinja", **_content(comparison))
 
 
 def as_html(comparison: Comparison) -> str:
     """The report as one HTML file, charts and all."""
-    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
     rows = [comparison.row(name) for name in comparison.order]
-    return environment.from_string(_asset("comparison.html.jinja")).render(
-        _content(comparison),
+    return render(
+        "comparison.html.jinja",
+        **_content(comparison),
         comparison=comparison,
         unit=UNITS[comparison.measure],
         axes=AXES,
@@ -86,10 +82,10 @@ def as_html(comparison: Comparison) -> str:
             for d in row.decoding
         ],
         data=_chart_data(comparison, rows),
-        css=_asset("comparison.css"),
-        js=_asset("comparison.js"),
-        uplot_css=_asset("uPlot.min.css"),
-        uplot_js=_asset("uPlot.iife.min.js"),
+        css=asset("comparison.css"),
+        js=asset("comparison.js"),
+        uplot_css=asset("uPlot.min.css"),
+        uplot_js=asset("uPlot.iife.min.js"),
     )
 
 
@@ -98,6 +94,7 @@ def _content(comparison: Comparison) -> dict[str, Any]:
     rows = comparison.ordered
     sources = dict.fromkeys(row.recipe["data"]["source"] for row in comparison.rows)
     seeds = f"{plural(len(comparison.rows), 'row')}, {plural(len(comparison.seeds), 'seed')} each"
+    measured = render("measured.txt.jinja", comparison=comparison, budget=budget_text(comparison), level=LEVEL)
     return {
         "title": comparison.title,
         "summary": f"{seeds}, {budget_text(comparison)} a run, on {comparison.task or ', '.join(sources)}.",
@@ -112,7 +109,7 @@ def _content(comparison: Comparison) -> dict[str, Any]:
         "runs": [_run(run) for row in rows for run in row.all_runs],
         "prompt": comparison.prompt,
         "samples": {row.name: row.sample for row in rows if row.sample},
-        "measured": _how_measured(comparison).split("\n"),
+        "measured": measured.split("\n"),
         "recipes": {row.name: to_yaml(row.recipe) for row in rows},
     }
 
@@ -136,15 +133,6 @@ def _validations(row: RowRecord, measure: str) -> Iterator[list[str]]:
     for point in mean_course(row, measure):
         figures = [f"{point[name]:.4f}" for name in (measure, "low", "high")]
         yield [row.name, f"{point['tokens']:,.0f}", f"{point['seconds']:,.1f}", amount(point["flops"]), *figures]
-
-
-def _how_measured(comparison: Comparison) -> str:
-    """Budget, seeds, grid, what the numbers mean, remarks, machine: a sentence or more a line."""
-    environment = jinja2.Environment(undefined=jinja2.StrictUndefined, trim_blocks=True)
-    environment.filters["plural"] = plural
-    return environment.from_string(_asset("measured.txt.jinja")).render(
-        comparison=comparison, budget=budget_text(comparison), level=LEVEL
-    )
 
 
 def _chart_data(comparison: Comparison, rows: list[RowRecord]) -> dict[str, Any]:
@@ -199,20 +187,3 @@ def _significance(comparison: Comparison, row: RowRecord) -> str:
         return "best"
     difference = comparison.difference_to_best(row.name)
     return {None: "unknown", True: "noise", False: "apart"}[difference.within_noise if difference else None]
-
-
-def _asset(name: str) -> str:
-    return (resources.files("multilin.analysis") / "assets" / name).read_text(encoding="utf-8")
-
-
-def _block(text: str, language: str) -> str:
-    """A Markdown block of code, whatever the text holds."""
-    fence = "```"
-    while fence in text:
-        fence += "`"
-    return f"{fence}{language}\n{text.rstrip()}\n{fence}"
-
-
-def _escaped(text: str) -> str:
-    """A text whose characters mean nothing to Markdown."""
-    return "".join(f"\\{character}" if character in "\\`*_<>[]" else character for character in text)

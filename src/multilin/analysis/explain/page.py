@@ -1,7 +1,6 @@
 """The files of an explanation: one page that opens offline, a picture, and JSON."""
 
 import base64
-import importlib.resources
 import io
 import json
 import warnings
@@ -15,6 +14,7 @@ from torch import Tensor
 
 from multilin.analysis.explain.explanation import Step, mask_own_token
 from multilin.analysis.explain.run import MEANINGS, Report, finding
+from multilin.analysis.templates import render
 from multilin.errors import plural
 from multilin.files import check_folder, write_whole
 
@@ -51,20 +51,14 @@ def as_json(report: Report) -> str:
 
 def page(report: Report) -> str:
     """The page, with everything it shows inside."""
-    from jinja2 import Environment
-
-    template = importlib.resources.files("multilin.analysis").joinpath("assets/explain.html.jinja")
-    return (
-        Environment(autoescape=True)
-        .from_string(template.read_text(encoding="utf-8"))
-        .render(
-            run=report.name,
-            source=report.source,
-            size=plural(len(report.tokens) - 1, "token"),
-            finding=finding(report.explanation),
-            meaning=MEANINGS,
-            data=_numbers(report, packed=True),
-        )
+    return render(
+        "explain.html.jinja",
+        run=report.name,
+        source=report.source,
+        size=plural(len(report.tokens) - 1, "token"),
+        finding=finding(report.explanation),
+        meaning=MEANINGS,
+        data=_numbers(report, packed=True),
     )
 
 

@@ -5,12 +5,14 @@ from pathlib import Path
 from statistics import mean
 
 import numpy as np
+import yaml
 from numpy.typing import NDArray
 
 from multilin.analysis.evaluate.run import recipe_of, validation_text
 from multilin.analysis.explain.explanation import Explanation, Step, check_length, explain
 from multilin.analysis.explain.removal import Agreement
 from multilin.analysis.settings import ExplainSettings
+from multilin.analysis.templates import asset
 from multilin.data.progress import Progress, no_progress
 from multilin.data.tokenizers import start_token_id, token_texts, whole_characters
 from multilin.errors import InputError, plural
@@ -25,32 +27,7 @@ FOLLOWS, LOOSELY = 0.5, 0.2  # rank correlations from which weights follow the e
 
 DEFAULTS = ExplainSettings()
 
-MEANINGS = {
-    "received": (
-        "The mean of the weights with which the token is read, over all positions that can read it: how much the text "
-        "as a whole reads it."
-    ),
-    "null": "The share of the position's reading that goes to no token: a term of value zero in the denominator.",
-    "own": "The share with which the position's own token counts once more, past the running sum.",
-    "divergence": (
-        "How much the prediction of the next token changes, as a whole, when the token is taken out of the text and "
-        "the text is read again: the Kullback-Leibler divergence sum p ln(p / q) in nats, p with the token, q without. "
-        "0 is no change. The other tokens keep their positions, so that it is the token that matters, not the shift."
-    ),
-    "loss_change": (
-        "How much less likely the token that really follows becomes when the token is taken out: the rise of its -ln "
-        "p, in nats. Above 0 the token helped; below 0 the model did better without it."
-    ),
-    "loss": (
-        "-ln p of the token that really follows, in nats: 0 is certainty, the logarithm of the vocabulary size a blind "
-        "guess."
-    ),
-    "agreement": (
-        "Spearman's rank correlation, from -1 to 1, of the size of the weights and the divergence on removal: at each "
-        "position the tokens it reads are ranked by both, the start token and the position's own token left out; the "
-        "mean over positions. Nearness is the same with the tokens ranked by how near they are instead of by weight."
-    ),
-}
+MEANINGS: dict[str, str] = yaml.safe_load(asset("meanings.yaml"))
 """The meaning of every number, shown beside it on the page, in the JSON and in the terminal."""
 
 

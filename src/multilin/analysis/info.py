@@ -41,7 +41,7 @@ class ModelInfo:
 
     parameters: all of them; a tensor that is used twice (tied output) counts once.
     embedding_parameters: of them in embeddings and the output projection.
-    flops_per_token: floating-point operations to read one token and predict the next, after a text of one token: matrix
+    flops_per_token: floating-point operations to read one token and predict the next, after one other token: matrix
         products and attention, a multiplication and an addition counted as two; pointwise work is not counted.
     flops_growth: what every token read adds to that.
     state_bytes, state_growth: as for a layer, all layers and the embedding together.

@@ -99,7 +99,7 @@ def evaluate_tasks(
         )
     manager = _find_tasks(tasks, folder)
     try:
-        results = simple_evaluate(
+        found = simple_evaluate(
             model=MultilinLM(str(run.folder), run=run, batch_size=batch_size),
             tasks=list(tasks), task_manager=manager, limit=limit, bootstrap_iters=1000,
         )  # fmt: skip
@@ -111,7 +111,7 @@ def evaluate_tasks(
             for metric, value in scores.items()
             if isinstance(value, int | float) and "," in metric and "_stderr" not in metric
         }
-        for task, scores in (results or {})["results"].items()
+        for task, scores in (found or {})["results"].items()
     }
 
 

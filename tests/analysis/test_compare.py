@@ -233,6 +233,14 @@ def test_the_grid_is_tried_on_one_seed_and_the_best_trained_with_all(sandbox: Pa
     assert any("is at the end of what was tried" in remark for remark in found.remarks)
 
 
+def test_a_grid_of_one_value_is_taken(sandbox: Path) -> None:
+    grid = {"optimizer.learning_rate": [1e-4]}
+    (row,) = compare(a_sweep(sandbox, "single", rows={"elita": {}}, seeds=[0], grid=grid)).rows
+    assert row.choice == {"optimizer.learning_rate": 1e-4}
+    assert row.recipe["optimizer"]["learning_rate"] == 1e-4
+    assert [run.folder for run in row.all_runs] == ["elita-s0-lr0.0001"]
+
+
 def test_a_grid_goes_on_where_its_last_value_is_the_best(sandbox: Path) -> None:
     grid = {"optimizer.learning_rate": [1e-5, 1e-4]}
     sweep = dataclasses.replace(a_sweep(sandbox, "further", rows={"elita": {}}, seeds=[0], grid=grid), extend_grid=2)

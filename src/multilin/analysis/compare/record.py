@@ -229,7 +229,7 @@ def best_choice(tuning: Sequence[RunRecord], measure: str) -> Choice:
     """The values with the best last validation; the first ones where every run failed."""
     finished = [run for run in tuning if run.status == FINISHED]
     if not finished:
-        return tuning[0].choice if tuning else {}
+        return tuning[0].choice
     return min(finished, key=lambda run: sign(measure) * score_of(run, measure)).choice
 
 

@@ -61,7 +61,7 @@ def _compare(sweep: Sweep, training: "_Training") -> Comparison:
             for choice in sweep.choices:
                 training.check(plan, seed, choice)
     tuning = {plan.row.name: training.tune(plan) for plan in plans}
-    best = {name: best_choice(runs, training.measure) for name, runs in tuning.items()}
+    best = {name: best_choice(runs, training.measure) if runs else sweep.choices[0] for name, runs in tuning.items()}
     runs: dict[str, list[RunRecord]] = {name: [] for name in best}
     for seed in sweep.seeds:  # so that early runs of all rows can be compared
         for plan in plans:
@@ -121,7 +121,7 @@ class _Training:
             )
 
     def tune(self, plan: Plan) -> list[RunRecord]:
-        """A row with every choice of the grid, and further ones beyond its ends, on the first seed."""
+        """A row with every choice of the grid, and further ones beyond its ends, on the first seed; none for one."""
         if len(self.sweep.choices) == 1:
             return []
         seed = self.sweep.seeds[0]

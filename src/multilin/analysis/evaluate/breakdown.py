@@ -222,11 +222,5 @@ def _documents(breakdown: Breakdown) -> dict[str, Any]:
 
 
 def _data(part: Part) -> dict[str, Any]:
-    return {
-        "name": part.name,
-        "tokens": part.tokens,
-        "bytes": part.bytes,
-        "nats": part.nats,
-        "loss": part.loss,
-        "bits_per_byte": part.bits_per_byte if part.bytes else None,
-    }
+    scores = {"loss": part.loss, "bits_per_byte": part.bits_per_byte if part.bytes else None}
+    return dataclasses.asdict(part) | scores

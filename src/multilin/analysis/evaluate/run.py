@@ -7,10 +7,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
 
 from multilin.analysis.evaluate.breakdown import Breakdown, break_down
-from multilin.analysis.evaluate.long_text import check_reads_any_length, read_whole
 from multilin.analysis.settings import EvaluationSettings
 from multilin.data.corpora import read_documents
 from multilin.data.packing import Blocks, PackedText, pack
@@ -18,13 +20,14 @@ from multilin.data.progress import Progress, no_progress
 from multilin.data.tokenizers import tokenizer_hash
 from multilin.errors import InputError
 from multilin.inference.runs import Run
+from multilin.model import MultilinForCausalLM
 from multilin.model.memory import check_reading
-from multilin.scoring.losses import Evaluation, evaluate, read_blocks
+from multilin.scoring.losses import Evaluation, Scored, read_blocks, sum_up
 from multilin.training.assemble import read_text
-from multilin.training.recipe import RECIPE_FILE, load_recipe
+from multilin.training.recipe import RECIPE_FILE, Recipe, load_recipe
 
-# For a model without a longest text and without a recipe.
-BLOCK_SIZE = 1024
+BLOCK_SIZE = 1024  # of a model without a longest text and without a recipe
+CHUNK_TOKENS = 512  # of a document that is read whole, in one forward pass
 
 DEFAULTS = EvaluationSettings()
 
@@ -37,9 +40,8 @@ def evaluate_run(run: Run, settings: EvaluationSettings = DEFAULTS, *, progress:
     Raises:
         InputError: the text cannot be read, or none is given and the folder has no recipe that names one.
     """
-    with _text(run, settings, progress) as packed:
-        report = _counting(progress, "evaluating", _checked_num_blocks(run, packed, settings))
-        return evaluate(run.model, packed, **_reading(run, settings), progress=report)
+    with _losses(run, settings, progress, long=False) as (packed, scored):
+        return sum_up(scored, packed)
 
 
 def break_down_run(
@@ -56,27 +58,47 @@ def break_down_run(
     Raises:
         InputError: as `evaluate_run`; and with `long` a model that cannot read texts of any length.
     """
-    if long:
-        check_reads_any_length(run)
-    with _text(run, settings, progress) as packed:
-        if long:
-            report = _counting(progress, "evaluating", min(packed.num_tokens, settings.max_tokens or packed.num_tokens))
-            scored = read_whole(run, packed, max_tokens=settings.max_tokens, progress=report)
-        else:
-            report = _counting(progress, "evaluating", _checked_num_blocks(run, packed, settings))
-            scored = read_blocks(run.model, packed, **_reading(run, settings), progress=report)
+    with _losses(run, settings, progress, long=long) as (packed, scored):
         return break_down(scored, packed, run.tokenizer)
 
 
-def _counting(progress: Progress, stage: str, total: int) -> Callable[[int], None]:
-    return lambda done: progress(stage, done, total)
+@contextmanager
+def _losses(
+    run: Run, settings: EvaluationSettings, progress: Progress, *, long: bool
+) -> Iterator[tuple[PackedText, Iterator[Scored]]]:
+    """The text and its losses; what had to be packed for it is there until the block ends."""
+    if long:
+        check_reads_any_length(run)
+    recipe, max_tokens = recipe_of(run), settings.max_tokens
+    with _text(run, recipe, settings, progress) as packed:
+        if long:
+            report = partial(progress, "evaluating", total=min(packed.num_tokens, max_tokens or packed.num_tokens))
+            yield packed, read_whole(run, packed, max_tokens=max_tokens, progress=report)
+            return
+        size = block_size(run, recipe)
+        num_blocks = len(Blocks(packed, size, partial=True))
+        if max_tokens is not None:
+            num_blocks = min(num_blocks, -(-max_tokens // (size - 1)))
+        num_rows = min(settings.batch_size, num_blocks)
+        check_reading(f"batch_size: {settings.batch_size}", run.model, num_rows, size, all_logits=True)
+        report = partial(progress, "evaluating", total=num_blocks)
+        yield (
+            packed,
+            read_blocks(
+                run.model,
+                packed,
+                block_size=size,
+                batch_size=settings.batch_size,
+                max_tokens=max_tokens,
+                progress=report,
+            ),
+        )
 
 
 @contextmanager
-def _text(run: Run, settings: EvaluationSettings, progress: Progress) -> Iterator[PackedText]:
-    """The text a run is scored on; what had to be packed for it is there until the block ends."""
+def _text(run: Run, recipe: Recipe | None, settings: EvaluationSettings, progress: Progress) -> Iterator[PackedText]:
     if settings.source is None:
-        yield validation_text(run, progress)
+        yield validation_text(run, recipe, progress)
         return
     with tempfile.TemporaryDirectory(prefix="multilin-") as folder:
         documents = read_documents(
@@ -85,15 +107,19 @@ def _text(run: Run, settings: EvaluationSettings, progress: Progress) -> Iterato
         yield pack(documents, run.tokenizer, Path(folder) / "text", partial(progress, "packing the text"))
 
 
-def validation_text(run: Run, progress: Progress = no_progress) -> PackedText:
+def recipe_of(run: Run) -> Recipe | None:
+    """The recipe in the folder of a run, if it has one."""
+    return load_recipe(run.folder) if (run.folder / RECIPE_FILE).is_file() else None
+
+
+def validation_text(run: Run, recipe: Recipe | None, progress: Progress = no_progress) -> PackedText:
     """The text a run was validated on, which its recipe names; from the cache where training has left it there.
 
     Raises:
-        InputError: the folder has no recipe, or its text cannot be read.
+        InputError: there is no recipe, or its text cannot be read.
     """
-    if not (run.folder / RECIPE_FILE).is_file():
+    if recipe is None:
         raise InputError(f"source: none given, and {run.folder} has no {RECIPE_FILE} that names a text; give one")
-    recipe = load_recipe(run.folder)
     text = read_text(recipe, progress)
     if tokenizer_hash(text.tokenizer) == tokenizer_hash(run.tokenizer):
         return text.validation
@@ -106,30 +132,63 @@ def validation_text(run: Run, progress: Progress = no_progress) -> PackedText:
     return read_text(dataclasses.replace(recipe, tokenizer=tokenizer), progress).validation
 
 
-def _reading(run: Run, settings: EvaluationSettings) -> dict[str, Any]:
-    return {
-        "block_size": block_size(run),
-        "batch_size": settings.batch_size,
-        "max_tokens": settings.max_tokens,
-    }
+def block_size(run: Run, recipe: Recipe | None) -> int:
+    """Tokens in a block: as in training, else the longest text the model can read."""
+    return recipe.model.n_positions if recipe else run.longest_text or BLOCK_SIZE
 
 
-def _checked_num_blocks(run: Run, packed: PackedText, settings: EvaluationSettings) -> int:
-    """How many blocks are read.
+def read_whole(
+    run: Run,
+    packed: PackedText,
+    *,
+    chunk_tokens: int = CHUNK_TOKENS,
+    max_tokens: int | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> Iterator[Scored]:
+    """Score every document from its start to its end, however long, each token given all of the document before it.
+
+    The state carries the past from chunk to chunk, so that memory does not grow.
+
+    Args:
+        run: a model of ours without a longest text.
+        packed: the text, packed with the model's tokenizer.
+        chunk_tokens: tokens in one forward pass; the losses do not depend on it.
+        max_tokens: stop after about so many.
+        progress: called with the number of tokens read.
 
     Raises:
-        InputError: a batch of them does not fit into the memory.
+        InputError: a model with a longest text, or one of another kind, whose memory grows with the text.
     """
-    blocks = len(Blocks(packed, block_size(run), partial=True))
-    if settings.max_tokens is not None:
-        blocks = min(blocks, -(-settings.max_tokens // (block_size(run) - 1)))
-    num_rows = min(settings.batch_size, blocks)
-    check_reading(f"batch_size: {settings.batch_size}", run.model, num_rows, block_size(run), all_logits=True)
-    return blocks
+    model = check_reads_any_length(run)
+    ends = [*packed.document_starts[1:].tolist(), packed.num_tokens]
+    num_read = 0
+    for start, end in zip(packed.document_starts.tolist(), ends, strict=True):
+        state = model.new_state()
+        for first in range(start, end - 1, chunk_tokens):
+            last = min(first + chunk_tokens, end - 1)
+            row = torch.from_numpy(packed.tokens[first : last + 1].astype(np.int64)).to(model.device)
+            with torch.inference_mode():
+                logits = model(row[None, :-1], past_key_values=state).logits[0]
+                losses = F.cross_entropy(logits.float(), row[1:], reduction="none")
+            places = np.arange(first + 1, last + 1)
+            yield Scored(places, places - start, losses.double().cpu().numpy())
+            num_read += last - first
+            if progress is not None:
+                progress(num_read)
+            if max_tokens is not None and num_read >= max_tokens:
+                return
 
 
-def block_size(run: Run) -> int:
-    """Tokens in a block: as in training, else the longest text the model can read."""
-    if (run.folder / RECIPE_FILE).is_file():
-        return load_recipe(run.folder).model.n_positions
-    return run.longest_text or BLOCK_SIZE
+def check_reads_any_length(run: Run) -> MultilinForCausalLM:
+    """The model of a run that reads texts of any length in memory of one size.
+
+    Raises:
+        InputError: it has a longest text, or is of another kind.
+    """
+    if run.longest_text is not None:
+        raise InputError(
+            f"long: this model reads at most {run.longest_text} tokens; leave --long out, and it reads in blocks"
+        )
+    if not isinstance(run.model, MultilinForCausalLM):
+        raise InputError(f"long: a {run.model.config.model_type} model given, whose memory grows with what it has read")
+    return run.model

@@ -17,7 +17,7 @@ from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
-from multilin.analysis.evaluate.run import block_size
+from multilin.analysis.evaluate.run import block_size, recipe_of
 from multilin.data.tokenizers import start_token_id
 from multilin.errors import InputError, nearest, shorten, shown
 from multilin.inference.prompts import encode_prompt
@@ -59,7 +59,7 @@ class MultilinLM(HFLM):
             tokenizer=run.tokenizer,
             batch_size=batch_size,
             max_batch_size=max_batch_size,
-            max_length=max_length or block_size(run) - 1,
+            max_length=max_length or block_size(run, recipe_of(run)) - 1,
             prefix_token_id=start_token_id(run.tokenizer),
         )
 
@@ -89,7 +89,7 @@ def evaluate_tasks(
         trust_task_code: allow what is in the folder to run. lm-eval imports the Python that `!function` names, and its
             templates, which are no sandbox, can reach as far as any program; neither can be told from the YAML alone.
         limit: examples of each task; None takes all.
-        batch_size: texts read at a time.
+        batch_size: sequences per forward pass.
 
     Raises:
         InputError: an unknown task, one whose data cannot be had, or a folder that is not trusted.

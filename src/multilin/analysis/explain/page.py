@@ -1,23 +1,27 @@
 """The files of an explanation: one page that opens offline, a picture, and JSON."""
 
-import importlib.resources
+import base64
 import io
+import json
 import warnings
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
-from multilin.analysis.explain.data import as_json, page_data
-from multilin.analysis.explain.run import Report
-from multilin.analysis.explain.words import MEANINGS, others, what_is_shown
+from multilin.analysis.explain.explanation import Step, mask_own_token
+from multilin.analysis.explain.run import MEANINGS, Report, finding
+from multilin.analysis.templates import render
 from multilin.errors import plural
 from multilin.files import check_folder, write_whole
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+DIGITS = 7
 COLUMNS = 120  # characters in a line of the picture
 LINE_INCHES = 0.26
 SHADES = 256
@@ -35,20 +39,96 @@ def write_files(report: Report, folder: Path) -> list[Path]:
     return paths
 
 
+def as_json(report: Report) -> str:
+    """Everything, every number beside its meaning.
+
+    Weights and effects are given in rows, one per position: {"first": s, "values": [...]} holds those of tokens s,
+    s + 1 and so on, and nothing is read or changed outside a row.
+    """
+    names = {"run": report.run, "source": report.source, "finding": finding(report.explanation)}
+    return json.dumps(names | _numbers(report, packed=False), ensure_ascii=False, allow_nan=False)
+
+
 def page(report: Report) -> str:
     """The page, with everything it shows inside."""
-    from jinja2 import Environment
-
-    template = importlib.resources.files("multilin.analysis").joinpath("assets/explain.html.jinja")
-    found = Environment(autoescape=True).from_string(template.read_text(encoding="utf-8"))
-    return found.render(
+    return render(
+        "explain.html.jinja",
         run=report.name,
         source=report.source,
         size=plural(len(report.tokens) - 1, "token"),
-        finding=what_is_shown(report.explanation),
+        finding=finding(report.explanation),
         meaning=MEANINGS,
-        data=page_data(report),
+        data=_numbers(report, packed=True),
     )
+
+
+def _numbers(report: Report, *, packed: bool) -> dict[str, Any]:
+    """All numbers and their meanings; arrays as lists, or packed as base64 of little-endian float32."""
+    explanation, removal = report.explanation, report.explanation.removal
+    texts = zip(explanation.token_ids, report.tokens, [*explanation.losses, np.nan], explanation.guesses, strict=True)
+    starts = np.cumsum([0, *(num_tokens for num_tokens, _ in report.characters)]).tolist()
+    effects = removal and {"divergence": removal.divergence_TS, "loss_change": removal.loss_change_TS}
+    return {
+        "meaning": MEANINGS,
+        "tokens": [
+            {
+                "id": token_id,
+                "text": text,
+                "loss_of_next": _rounded(loss),
+                "guesses": [{"id": i, "text": report.texts[i], "probability": _rounded(p)} for i, p in guesses],
+            }
+            for token_id, text, loss, guesses in texts
+        ],
+        "characters": [
+            {"first": first, "tokens": num_tokens, "text": text}
+            for first, (num_tokens, text) in zip(starts, report.characters, strict=False)
+        ],
+        "steps": [_step(step, packed) for step in explanation.steps],
+        "removal": effects and {name: _rows(values_TS, 0, None, packed) for name, values_TS in effects.items()},
+    }
+
+
+def _step(step: Step, packed: bool) -> dict[str, Any]:
+    reading = step.reading
+
+    def values(values_BHT: Tensor | None, head: int) -> Any:
+        return None if values_BHT is None else _list(values_BHT[0, head].numpy(), packed)
+
+    return {
+        "layer": step.layer,
+        "step": step.name,
+        "label": step.label,
+        **{name: getattr(reading, name) for name in ("meaning", "is_share", "nearest", "farthest")},
+        "agreements": [asdict(agreement) for agreement in step.agreements],
+        "heads": [
+            {
+                "rows": _rows(weights_TS, reading.nearest, reading.farthest, packed),
+                "own": values(reading.own_BHT, head),
+                "null": values(reading.null_BHT, head),
+            }
+            for head, weights_TS in enumerate(step.weights_HTS)
+        ],
+    }
+
+
+def _rows(values_TS: NDArray[np.float64], nearest: int, farthest: int | None, packed: bool) -> Any:
+    """Of each position the values of the tokens that it reads: with the first of them, or packed end to end."""
+    firsts = [0 if farthest is None else max(0, place - farthest) for place in range(len(values_TS))]
+    rows = [values_TS[t, first : max(first, t - nearest + 1)] for t, first in enumerate(firsts)]
+    if packed:
+        return _list(np.concatenate(rows), packed)
+    return [{"first": first, "values": _list(row, packed)} for first, row in zip(firsts, rows, strict=True)]
+
+
+def _list(values: NDArray[np.float64], packed: bool) -> list[float | None] | str:
+    if packed:
+        return base64.b64encode(values.astype("<f4").tobytes()).decode("ascii")
+    return [_rounded(value) for value in values.tolist()]
+
+
+def _rounded(value: float) -> float | None:
+    """None stands for what cannot be measured."""
+    return None if value != value else float(f"{value:.{DIGITS}g}")
 
 
 def picture(report: Report) -> bytes:
@@ -72,19 +152,19 @@ def picture(report: Report) -> bytes:
 
 
 def _panels(report: Report) -> list[tuple[str, NDArray[np.float64]]]:
-    found, panels = report.explanation, []
-    if found.steps:
-        step = found.steps[0]
+    explanation, panels = report.explanation, []
+    if explanation.steps:
+        step = explanation.steps[0]
         weights_S = step.weights_HTS.mean(axis=0)[-1]
         heads = ", mean of the heads" if len(step.weights_HTS) > 1 else ""
         title = f"Weights at the last position: {step.label}{heads}.\n{step.reading.meaning}"
         panels.append((title, weights_S))
-    if found.removal is not None:
+    if explanation.removal is not None:
         panels.append(
             (
                 "Effect of each token's removal on the prediction after the last position; its own is left out.\n"
                 "The Kullback-Leibler divergence in nats of the prediction with and without the token.",
-                others(found.removal.divergence_TS[-1]),
+                mask_own_token(explanation.removal.divergence_TS[-1]),
             )
         )
     return panels or [("The text; nothing was measured.", np.zeros(len(report.tokens)))]

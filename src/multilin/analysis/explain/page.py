@@ -4,6 +4,7 @@ import base64
 import io
 import json
 import warnings
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -135,13 +136,14 @@ def picture(report: Report) -> bytes:
     """A PNG: the text coloured by what its last position read, and by the effect of each token's removal on it."""
     from matplotlib.figure import Figure
 
-    panels = _panels(report)
-    lines = _lines([text for _, text in report.characters])
-    height = sum(min(len(lines), LINES) * LINE_INCHES + 1.1 for _ in panels) + 0.6
-    figure = Figure(figsize=(10.5, height), layout="constrained")
+    panels, pieces = _panels(report), list(_pieces([text for _, text in report.characters]))
+    num_lines = pieces[-1][1] + 1
+    figure = Figure(
+        figsize=(10.5, len(panels) * (min(num_lines, LINES) * LINE_INCHES + 1.1) + 0.6), layout="constrained"
+    )
     figure.suptitle(f"What {report.name} read", fontsize=12, fontweight="bold")
     for axes, (title, values) in zip(np.atleast_1d(figure.subplots(len(panels))), panels, strict=True):
-        _draw(axes, lines, report.by_character(values))
+        _draw(axes, pieces, report.by_character(values))
         axes.set_title(title, fontsize=8.5, loc="left", wrap=True)
     stream = io.BytesIO()
     with warnings.catch_warnings():
@@ -155,41 +157,34 @@ def _panels(report: Report) -> list[tuple[str, NDArray[np.float64]]]:
     explanation, panels = report.explanation, []
     if explanation.steps:
         step = explanation.steps[0]
-        weights_S = step.weights_HTS.mean(axis=0)[-1]
         heads = ", mean of the heads" if len(step.weights_HTS) > 1 else ""
         title = f"Weights at the last position: {step.label}{heads}.\n{step.reading.meaning}"
-        panels.append((title, weights_S))
+        panels.append((title, step.weights_HTS.mean(axis=0)[-1]))
     if explanation.removal is not None:
-        panels.append(
-            (
-                "Effect of each token's removal on the prediction after the last position; its own is left out.\n"
-                "The Kullback-Leibler divergence in nats of the prediction with and without the token.",
-                mask_own_token(explanation.removal.divergence_TS[-1]),
-            )
+        title = (
+            "Effect of each token's removal on the prediction after the last position; its own is left out.\n"
+            "The Kullback-Leibler divergence in nats of the prediction with and without the token."
         )
+        panels.append((title, mask_own_token(explanation.removal.divergence_TS[-1])))
     return panels or [("The text; nothing was measured.", np.zeros(len(report.tokens)))]
 
 
-def _lines(texts: list[str]) -> list[list[tuple[int, int, str]]]:
-    """Lines of (number of the text, column, part of it), broken at newlines and where a line is full."""
-    lines: list[list[tuple[int, int, str]]] = [[]]
-    column = 0
-    for index, text in enumerate(texts):
-        for number, part in enumerate(("⊢" if index == 0 else text).split("\n")):
+def _pieces(texts: list[str]) -> Iterator[tuple[int, int, int, str]]:
+    """Number of the text, line, column and part of it, broken at newlines and where a line is full."""
+    line = column = 0
+    for index, text in enumerate(["⊢", *texts[1:]]):
+        for number, part in enumerate(text.split("\n")):
             if number:
-                lines.append([])
-                column = 0
+                line, column = line + 1, 0
             for start in range(0, len(part), COLUMNS):
                 piece = part[start : start + COLUMNS].replace("\t", " ")
                 if column + len(piece) > COLUMNS:
-                    lines.append([])
-                    column = 0
-                lines[-1].append((index, column, piece))
+                    line, column = line + 1, 0
+                yield index, line, column, piece
                 column += len(piece)
-    return lines
 
 
-def _draw(axes: "Axes", lines: list[list[tuple[int, int, str]]], values: NDArray[np.float64]) -> None:
+def _draw(axes: "Axes", pieces: list[tuple[int, int, int, str]], values: NDArray[np.float64]) -> None:
     from matplotlib import colormaps
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import ListedColormap, Normalize
@@ -201,21 +196,18 @@ def _draw(axes: "Axes", lines: list[list[tuple[int, int, str]]], values: NDArray
     name, first, last = ("PuOr_r", 0.2, 0.8) if is_signed else ("Blues", 0.0, 0.55)
     colours = ListedColormap(colormaps[name](np.linspace(first, last, SHADES)))
     shades: Any = ScalarMappable(Normalize(-largest if is_signed else 0.0, largest), colours)
-    visible = lines[:LINES]
-    for row, line in enumerate(visible):
-        for index, column, text in line:
-            value = values[index]
-            if value == value:
-                axes.add_patch(Rectangle((column, row), len(text), 0.78, color=shades.to_rgba(value), linewidth=0))
-                axes.add_patch(
-                    Rectangle((column, row + 0.82), len(text) * abs(value) / largest, 0.1, color="0.25", linewidth=0)
-                )
-            axes.text(column, row + 0.6, text.replace("$", r"\$"), family="monospace", fontsize=9.2, color="0.05")
-    if len(lines) > LINES:
-        axes.text(
-            0, LINES + 0.6, f"and {plural(len(lines) - LINES, 'line')} more, on the page", fontsize=8, color="0.4"
-        )
-    axes.set(xlim=(0, COLUMNS), ylim=(len(visible) + (len(lines) > LINES), 0))
+    num_lines = pieces[-1][1] + 1
+    for index, line, column, text in pieces:
+        if line >= LINES:
+            axes.text(
+                0, LINES + 0.6, f"and {plural(num_lines - LINES, 'line')} more, on the page", fontsize=8, color="0.4"
+            )
+            break
+        if (value := values[index]) == value:
+            size = abs(value) / largest
+            axes.add_patch(Rectangle((column, line), len(text), 0.78, color=shades.to_rgba(value), linewidth=0))
+            axes.add_patch(Rectangle((column, line + 0.82), len(text) * size, 0.1, color="0.25", linewidth=0))
+        axes.text(column, line + 0.6, text.replace("$", r"\$"), family="monospace", fontsize=9.2, color="0.05")
+    axes.set(xlim=(0, COLUMNS), ylim=(min(num_lines, LINES) + (num_lines > LINES), 0))
     axes.set_axis_off()
-    bar = axes.figure.colorbar(shades, ax=axes, fraction=0.025, pad=0.01)
-    bar.ax.tick_params(labelsize=7)
+    axes.figure.colorbar(shades, ax=axes, fraction=0.025, pad=0.01).ax.tick_params(labelsize=7)

@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 from multilin.errors import InputError
 from multilin.ops import int8
 from multilin.ops.block_outer import block_outer
-from multilin.ops.block_outer.cases import SHAPES as OUTER_SHAPES
-from multilin.ops.block_outer.cases import make_inputs as outer_inputs
 from multilin.ops.int8 import backends, portable, reference
-from multilin.ops.int8.cases import SHAPES, make_inputs
+from tests.ops.cases.block_outer import SHAPES as OUTER_SHAPES
+from tests.ops.cases.block_outer import make_inputs as outer_inputs
+from tests.ops.cases.int8 import SHAPES, make_inputs
 from tests.ops.checked import int8_block_outer, int8_linear, quantize
 
 STEPS = [

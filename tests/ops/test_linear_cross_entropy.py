@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from multilin.errors import InputError
+from multilin.ops.kernels import why_no_numba
 from multilin.ops.linear_cross_entropy import chunked, cpu, portable, reference
-from multilin.ops.numba_kernels import why_not
 from tests.ops.checked import linear_cross_entropy, token_cross_entropy
 from tests.ops.largest import LargestTensor
 
@@ -58,7 +58,7 @@ def test_autocast_stays_near_float32() -> None:
         assert (result - expected).norm() / expected.norm() < 1e-2
 
 
-@pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
+@pytest.mark.skipif(why_no_numba() is not None, reason=str(why_no_numba()))
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 4e-3)])
@@ -85,7 +85,7 @@ def test_the_kernel_is_the_definition(smoothing, bias, dtype, tolerance) -> None
         assert (found.double() - expected).norm() <= error * expected.norm()
 
 
-@pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
+@pytest.mark.skipif(why_no_numba() is not None, reason=str(why_no_numba()))
 @pytest.mark.parametrize("bad", [math.nan, -math.nan, math.inf])
 def test_a_logit_that_is_no_number_makes_the_loss_none(bad: float) -> None:
     logits = torch.zeros(2, 40)
@@ -98,7 +98,7 @@ def test_a_logit_that_is_no_number_makes_the_loss_none(bad: float) -> None:
     assert not dlogits[1].isfinite().all()
 
 
-@pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
+@pytest.mark.skipif(why_no_numba() is not None, reason=str(why_no_numba()))
 @pytest.mark.parametrize("target", [29, -1])
 def test_a_target_that_is_no_token_is_refused(target: int) -> None:
     hidden, weight, biases, targets = make_inputs(torch.float32)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from multilin.ops.int8 import cpu
-from multilin.ops.numba_kernels import launch
+from multilin.ops.kernels import cpu_launch as launch
 from multilin.ops.tile_norm import tile_norm
 
 

@@ -12,7 +12,7 @@ from multilin.errors import InputError
 from multilin.ops import windowed_attention as unchecked
 from multilin.ops.prefix_softmax.cases import make_starts
 from multilin.ops.windowed_attention import WINDOWED_ATTENTION, gpu, portable, reference, tiles, wide
-from multilin.ops.windowed_attention.cases import OPTIONS, make_inputs
+from tests.ops.cases.windowed_attention import OPTIONS, make_inputs
 from tests.ops.checked import windowed_attention
 from tests.ops.largest import LargestTensor
 

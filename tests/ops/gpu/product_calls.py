@@ -4,7 +4,7 @@ import torch
 
 from multilin.ops.block_outer import gpu as block_outer
 from multilin.ops.int8.gpu import GpuSteps
-from multilin.ops.triton_kernels import launch
+from multilin.ops.kernels import gpu_launch as launch
 from multilin.ops.windowed_attention import WindowedAttentionState
 from multilin.ops.windowed_attention import gpu as windowed_attention
 

@@ -3,14 +3,14 @@
 import pytest
 import torch
 
-from multilin.ops.block_outer.cases import SHAPES as OUTER_SHAPES
-from multilin.ops.block_outer.cases import make_inputs as outer_inputs
 from multilin.ops.int8 import dequantize, round_weight
-from multilin.ops.int8.cases import SHAPES, make_inputs
 from multilin.ops.int8.gpu import GpuSteps
 from multilin.ops.int8.portable import PortableSteps, draw_seed
 from multilin.ops.int8.products import Int8BlockOuter, Int8Linear
 from multilin.ops.int8.rounded import Rounded
+from tests.ops.cases.block_outer import SHAPES as OUTER_SHAPES
+from tests.ops.cases.block_outer import make_inputs as outer_inputs
+from tests.ops.cases.int8 import SHAPES, make_inputs
 from tests.ops.poison import poison_memory
 
 DTYPES = [torch.float32, torch.bfloat16]

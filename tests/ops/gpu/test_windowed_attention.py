@@ -5,7 +5,7 @@ import torch
 
 from multilin.ops.prefix_softmax.cases import make_starts
 from multilin.ops.windowed_attention import WindowedAttentionState, gpu, reference
-from multilin.ops.windowed_attention.cases import OPTIONS, make_inputs
+from tests.ops.cases.windowed_attention import OPTIONS, make_inputs
 from tests.ops.poison import poison_memory
 
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 4e-3, torch.float16: 1e-3}
@@ -159,5 +159,5 @@ def test_the_ops_are_well_formed_operators(device: torch.device) -> None:
 
 
 def test_heads_too_wide_are_refused_with_the_reason() -> None:
-    assert gpu.refuses(256, 16) is None
-    assert "wider than 256" in str(gpu.refuses(16, 257))
+    assert gpu.refuses(*(torch.zeros(1, 1, 1, n) for n in (256, 256, 16))) is None
+    assert "wider than 256" in str(gpu.refuses(*(torch.zeros(1, 1, 1, n) for n in (16, 16, 257))))

@@ -6,8 +6,7 @@ from jaxtyping import Float, Int8
 from torch import Tensor
 
 from multilin.errors import InputError
-from multilin.ops import triton_kernels
-from multilin.ops.block_outer.gpu_launch import refuses
+from multilin.ops.block_outer.gpu import refuses
 from multilin.ops.dispatch import Backend, Op
 from multilin.ops.int8 import portable
 from multilin.ops.int8.backends import KernelSteps, why_no_kernels
@@ -15,6 +14,7 @@ from multilin.ops.int8.gpu import GpuSteps
 from multilin.ops.int8.levels import LEVELS, round_weight, simulate_rounding
 from multilin.ops.int8.products import Int8BlockOuter, Int8Linear
 from multilin.ops.int8.rounded import BLOCK, Rounded, dequantize_blocks, quantize_blocks
+from multilin.ops.kernels import why_no_triton
 
 __all__ = [
     "BLOCK",
@@ -39,7 +39,7 @@ INT8 = Op(
             "triton (scaled in the product, pairs in registers)",
             GpuSteps,
             device="cuda",
-            why_not=triton_kernels.why_not,
+            why_not=why_no_triton,
             refuses=refuses,
         ),
         Backend("portable (PyTorch around torch._int_mm)", portable.PortableSteps),
@@ -161,7 +161,7 @@ def int8_block_outer(
     _check_sum(values[0].numel())
     rounded = weight if isinstance(weight, Rounded) else round_weight(weight, levels)
     parameter = parameter if isinstance(weight, Rounded) else weight
-    steps = INT8.backend_for(left.device, call=(right.shape[-1],)).compute
+    steps = INT8.backend_for(left.device, arguments=(left, right)).compute
     result: Tensor = Int8BlockOuter.apply(
         left, right, parameter, rounded.values, rounded.scale, factor, backward, steps
     )

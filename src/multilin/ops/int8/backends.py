@@ -8,7 +8,7 @@ from torch import Tensor
 
 from multilin.ops.int8.portable import PortableSteps, draw_seed
 from multilin.ops.int8.rounded import Rounded
-from multilin.ops.numba_kernels import is_forked, why_not
+from multilin.ops.kernels import is_forked, why_no_numba
 
 _NARROWEST_BLOCKS = 8  # fewer blocks than SIMD lanes: the loop over them is too short
 
@@ -17,7 +17,7 @@ def why_no_kernels() -> str | None:
     """The reason against them."""
     if is_forked():
         return "a forked process cannot start the threads of the kernels"
-    return why_not()
+    return why_no_numba()
 
 
 @functools.cache

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numba import njit, prange
 
-from multilin.ops.numba_kernels.launch import with_own_cache_file
+from multilin.ops.kernels.cpu_launch import _with_own_cache_file
 
 SERIAL: Any = {"error_model": "numpy"}
 PARALLEL: Any = {"parallel": True, "cache": True, "nogil": True, "error_model": "numpy"}
@@ -27,7 +27,7 @@ _COLUMNS = 128  # of one piece of work
 @functools.cache
 def compiled(name: str, shift: int) -> Any:
     """The kernel of that name for numbers whose bits are shifted so far, which tells their type."""
-    return njit(**PARALLEL)(with_own_cache_file(globals()[name], f"shifted {shift}"))
+    return njit(**PARALLEL)(_with_own_cache_file(globals()[name], f"shifted {shift}"))
 
 
 @njit(**SERIAL)

@@ -8,9 +8,10 @@ operator, so that torch.compile traces through them; seeds are tensors of the CP
 import torch
 from torch import Tensor
 
-from multilin.ops.block_outer.gpu_launch import contract, gradient_of_weight, gradients_of_factors, power_of_two
+from multilin.ops.block_outer.gpu import contract, gradient_of_weight, gradients_of_factors, power_of_two
 from multilin.ops.int8.portable import LONGEST_SUM, PortableSteps, draw_seed
 from multilin.ops.int8.rounded import Rounded
+from multilin.ops.kernels.rows import dense_rows
 
 
 class GpuSteps(PortableSteps):
@@ -78,7 +79,7 @@ class GpuSteps(PortableSteps):
 @torch.library.custom_op("multilin::int8_round_rows", mutates_args=())
 def _round_rows(x: Tensor, seed: Tensor | None) -> tuple[Tensor, Tensor]:
     from multilin.ops.int8.gpu_kernels import round_rows
-    from multilin.ops.triton_kernels.launch import block_of, dense_rows
+    from multilin.ops.kernels.gpu_launch import block_of
 
     x = dense_rows(x)
     num_rows, width = x.shape
@@ -101,7 +102,7 @@ def _rounded_rows(x: Tensor, seed: Tensor | None) -> tuple[Tensor, Tensor]:
 def _round_columns(x: Tensor, row_scale: Tensor, seed: Tensor) -> tuple[Tensor, Tensor]:
     """Integers (width, rows), since products sum over the rows; scale (1, width)."""
     from multilin.ops.int8.gpu_kernels import largest_of_columns, round_columns
-    from multilin.ops.triton_kernels.launch import dense_rows, num_processors
+    from multilin.ops.kernels.gpu_launch import num_processors
 
     x, row_scale = dense_rows(x), row_scale.contiguous()
     num_rows, width = x.shape
@@ -135,7 +136,7 @@ def _scaled_product(
     left: Tensor, row_scale: Tensor, right: Tensor, factor: Tensor, bias: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
     from multilin.ops.int8.gpu_kernels import scaled_product
-    from multilin.ops.triton_kernels.launch import block_of
+    from multilin.ops.kernels.gpu_launch import block_of
 
     # Tensor cores read int8 along the sum only.
     left, columns = left.contiguous(), right.t().contiguous()
@@ -160,7 +161,6 @@ def _product_shape(
 @torch.library.custom_op("multilin::int8_scale_of_pairs", mutates_args=())
 def _scale_of_pairs(left: Tensor, right: Tensor) -> Tensor:
     from multilin.ops.int8.gpu_kernels import scale_of_pairs
-    from multilin.ops.triton_kernels.launch import dense_rows
 
     (num_rows, blocks, width), other = left.shape, right.shape[-1]
     scale = torch.empty((num_rows, 1), dtype=torch.float32, device=left.device)
@@ -207,10 +207,7 @@ def _factor_shapes(
 def _outer_weight(
     dresult: Tensor, column_scale: Tensor | None, left: Tensor, right: Tensor, pair_scale: Tensor
 ) -> Tensor:
-    shape = torch.Size((dresult.shape[1], *left.shape[1:], right.shape[-1]))
-    return gradient_of_weight(
-        dresult, left, right, dtype=torch.float32, shape=shape, pair_scale=pair_scale, factor=column_scale
-    )
+    return gradient_of_weight(dresult, left, right, torch.float32, pair_scale=pair_scale, factor=column_scale)
 
 
 @_outer_weight.register_fake

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from multilin.ops.dispatch import Backend, Op
+from multilin.ops.kernels import why_no_numba
 from multilin.ops.linear_cross_entropy import cpu, portable
-from multilin.ops.numba_kernels import why_not
 
 CHUNK_NUMBERS = 2**23  # logits held at a time, 16 MB in bf16: large enough for full-speed matrix products
 
@@ -20,7 +20,7 @@ LINEAR_CROSS_ENTROPY = Op(
             cpu.losses_and_gradient,
             device="cpu",
             dtypes=(torch.float32, torch.bfloat16),
-            why_not=why_not,
+            why_not=why_no_numba,
         ),
         Backend("portable (PyTorch, several passes)", portable.losses_and_gradient),
     ],

@@ -18,8 +18,8 @@ def losses_and_gradient(
     makes_gradient: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """See `portable.losses_and_gradient`; logits in float32 or bf16, whose place the gradient takes."""
+    from multilin.ops.kernels.cpu_launch import launch, num_threads
     from multilin.ops.linear_cross_entropy.cpu_kernels import forward
-    from multilin.ops.numba_kernels.launch import launch, num_threads
 
     num_rows, width = logits_NV.shape
     logits_NV, targets_N = logits_NV.contiguous(), targets_N.contiguous()

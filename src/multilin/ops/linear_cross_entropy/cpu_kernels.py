@@ -9,18 +9,18 @@ from typing import Any
 import numpy as np
 from numba import carray, njit
 
-from multilin.ops.numba_kernels.exponential import exp_negative
-from multilin.ops.numba_kernels.intrinsics import (
+from multilin.ops.kernels.cpu_exponential import exp_negative
+from multilin.ops.kernels.cpu_intrinsics import (
     DOTS,
     SCALARS,
     bits_of,
-    like,
+    floats,
     narrow,
     number_of,
-    to_int64_pointer,
+    part_of_rows,
+    pointer_to,
     widen,
 )
-from multilin.ops.numba_kernels.parts import floats, part_of_rows
 
 ZERO, ONE, NAN = np.float32(0), np.float32(1), np.float32(np.nan)
 POSITIVE, INFINITE = np.int32(0x7FFFFFFF), np.int32(0x7F800000)
@@ -89,8 +89,8 @@ def forward(tasks: Any, elements: Any, index: int, sources: Any) -> None:
     kept = ONE - smoothing
     shift = smoothing / np.float32(width)
     first, last = part_of_rows(task.num_rows, task.num_parts, index)
-    all_logits = carray(like(elements, task.logits), (task.num_rows, width))
-    targets = carray(to_int64_pointer(task.targets), (task.num_rows,))
+    all_logits = carray(pointer_to(elements, task.logits), (task.num_rows, width))
+    targets = carray(pointer_to(np.int64, task.targets), (task.num_rows,))
     losses = floats(task.losses, 1, task.num_rows)[0]
     scores = floats(task.scores, task.num_parts, width)[index]
     bias = floats(task.bias, 1, width if task.bias != 0 else 0)[0]

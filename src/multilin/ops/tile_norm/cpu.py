@@ -5,37 +5,51 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from multilin.ops.numba_kernels.rows import as_rows, place, runs_directly
-from multilin.ops.tile_norm.cpu_task import Task
+from multilin.ops.kernels.rows import as_rows, can_skip_operator, row_bytes
+
+DTYPES = (torch.float32, torch.bfloat16)
 
 
 def tile_norm(x: Tensor, tile: int, dtype: torch.dtype) -> Tensor:
-    """See `multilin.ops.tile_norm`; both dtypes are float32 or bf16."""
-    if runs_directly(x):
-        return _run_forward(x, tile, dtype, keeps=False)[0]
-    result: Tensor = _forward(x, tile, dtype)[0]
+    """See `multilin.ops.tile_norm`."""
+    if can_skip_operator(x):
+        return _forward(x, tile, dtype, keeps_scales=False)[0]
+    result: Tensor = _operator(x, tile, dtype)[0]
     return result
 
 
-@torch.library.custom_op("multilin::tile_norm", mutates_args=(), device_types="cpu")
-def _forward(x: Tensor, tile: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    return _run_forward(x, tile, dtype, keeps=True)
+def _forward(x: Tensor, tile: int, dtype: torch.dtype, keeps_scales: bool = True) -> tuple[Tensor, Tensor]:
+    """The result, and 1 / root mean square of each tile in float32 (empty if not kept)."""
+    from multilin.ops.kernels.cpu_launch import launch_parts
+    from multilin.ops.tile_norm.cpu_kernels import forward
+
+    result = torch.empty(x.shape, dtype=dtype)
+    scales = torch.empty((*x.shape[:-1], x.shape[-1] // tile) if keeps_scales else 0)
+    rows, results = as_rows(x), as_rows(result)
+    launch_parts(
+        forward, x.dtype, x.numel(), result_dtype=dtype, num_rows=len(rows), width=rows.shape[1], tile=tile, x=rows,
+        x_row=row_bytes(rows), result=results, scales=scales if keeps_scales else None,
+    )  # fmt: skip
+    return result, scales
 
 
-@_forward.register_fake
-def _forward_shapes(x: Tensor, tile: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def _backward(dresult: Tensor, x: Tensor, scales: Tensor) -> Tensor:
+    from multilin.ops.kernels.cpu_launch import launch_parts
+    from multilin.ops.tile_norm.cpu_kernels import backward
+
+    dx = torch.empty(x.shape, dtype=x.dtype)
+    rows, dresults = as_rows(x), as_rows(dresult)
+    launch_parts(
+        backward, x.dtype, x.numel(), result_dtype=dresult.dtype, num_rows=len(rows), width=rows.shape[1],
+        tile=x.shape[-1] // max(scales.shape[-1], 1), x=rows, x_row=row_bytes(rows), dresult=dresults,
+        dresult_row=row_bytes(dresults), scales=scales.contiguous(), dx=dx,
+    )  # fmt: skip
+    return dx
+
+
+def _fake_forward(x: Tensor, tile: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     scales = x.new_empty((*x.shape[:-1], x.shape[-1] // tile), dtype=torch.float32)
     return x.new_empty(x.shape, dtype=dtype), scales
-
-
-@torch.library.custom_op("multilin::tile_norm_backward", mutates_args=(), device_types="cpu")
-def _backward(dresult: Tensor, x: Tensor, scales: Tensor) -> Tensor:
-    return _run_backward(dresult, x, scales)
-
-
-@_backward.register_fake
-def _backward_shapes(dresult: Tensor, x: Tensor, scales: Tensor) -> Tensor:
-    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -43,42 +57,17 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
     ctx.mark_non_differentiable(output[1])
 
 
-def _differentiate(ctx: Any, dresult: Tensor, dscales: Tensor | None) -> tuple[Tensor, None, None]:
-    return _backward(dresult, *ctx.saved_tensors), None, None
+def _differentiate(ctx: Any, dresult: Tensor, _: Tensor | None) -> tuple[Tensor, None, None]:
+    return _backward_operator(dresult, *ctx.saved_tensors), None, None
 
 
-_forward.register_autograd(_differentiate, setup_context=_save)
-
-
-def _run_forward(x: Tensor, tile: int, dtype: torch.dtype, *, keeps: bool) -> tuple[Tensor, Tensor]:
-    """The result, and 1 / root mean square of each tile in float32 (of no size if not kept)."""
-    from multilin.ops.numba_kernels.launch import launch, num_threads
-    from multilin.ops.tile_norm.cpu_kernels import forward
-
-    result = torch.empty(x.shape, dtype=dtype)
-    scales = torch.empty((*x.shape[:-1], x.shape[-1] // tile) if keeps else 0)
-    if x.numel() == 0:
-        return result, scales
-    rows, results = as_rows(x), as_rows(result)
-    threads = num_threads(x.numel())
-    task = Task(len(rows), rows.shape[1], tile, threads, *place(rows), *place(results))
-    task.scales = scales.data_ptr() if keeps else 0
-    launch(forward, task, x.dtype, threads, threads, result_dtype=dtype)
-    return result, scales
-
-
-def _run_backward(dresult: Tensor, x: Tensor, scales: Tensor) -> Tensor:
-    from multilin.ops.numba_kernels.launch import launch, num_threads
-    from multilin.ops.tile_norm.cpu_kernels import backward
-
-    dx = torch.empty(x.shape, dtype=x.dtype)
-    if dx.numel() == 0:
-        return dx
-    rows, dresults, scales = as_rows(x), as_rows(dresult), scales.contiguous()
-    threads = num_threads(x.numel())
-    tile = x.shape[-1] // scales.shape[-1]
-    task = Task(
-        len(rows), rows.shape[1], tile, threads, *place(rows), *place(dresults), scales.data_ptr(), dx.data_ptr()
-    )
-    launch(backward, task, x.dtype, threads, threads, result_dtype=dresult.dtype)
-    return dx
+_operator = torch.library.custom_op(
+    "multilin::tile_norm", _forward, mutates_args=(), device_types="cpu",
+    schema="(Tensor x, int tile, ScalarType dtype) -> (Tensor, Tensor)",
+)  # fmt: skip
+_operator.register_fake(_fake_forward)
+_operator.register_autograd(_differentiate, setup_context=_save)
+_backward_operator = torch.library.custom_op(
+    "multilin::tile_norm_backward", _backward, mutates_args=(), device_types="cpu"
+)
+_backward_operator.register_fake(lambda dresult, x, scales: torch.empty(x.shape, dtype=x.dtype, device=x.device))

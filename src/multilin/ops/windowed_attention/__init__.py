@@ -7,8 +7,8 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from multilin.errors import InputError
-from multilin.ops import triton_kernels
 from multilin.ops.dispatch import Backend, Op
+from multilin.ops.kernels import why_no_triton
 from multilin.ops.windowed_attention import gpu, portable, reference, wide
 from multilin.ops.windowed_attention.tokens import WindowedAttentionState, last_tokens
 from multilin.ops.windowed_attention.weights import WindowedAttentionWeights, windowed_attention_weights
@@ -29,7 +29,7 @@ WINDOWED_ATTENTION = Op(
             gpu.windowed_attention,
             device="cuda",
             dtypes=gpu.DTYPES,
-            why_not=triton_kernels.why_not,
+            why_not=why_no_triton,
             refuses=gpu.refuses,
         ),
         Backend(
@@ -99,7 +99,7 @@ def windowed_attention(
         after = last_tokens(keys, values, logits_BT, None, window) if needs_state else None
         return wide.causal_attention(queries, keys, values, scale=scale, null_key=null_key), after
     computed = torch.promote_types(queries.dtype, values.dtype)
-    compute = WINDOWED_ATTENTION.backend_for(values.device, computed, (keys.shape[3], values.shape[3])).compute
+    compute = WINDOWED_ATTENTION.backend_for(values.device, computed, (queries, keys, values)).compute
     with torch.autocast(values.device.type, enabled=False):
         means, state = compute(
             queries, keys, values, logits_BT, window=window, scale=scale, slope=slope,

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from multilin.ops.kernels.rows import dense_rows
 from multilin.ops.windowed_attention.itself import read_itself
 from multilin.ops.windowed_attention.tokens import WindowedAttentionState, last_tokens, read_state_first
 
@@ -24,9 +25,9 @@ WIDEST = 256  # numbers of a head that fit into the registers
 _NARROW = 256  # windows up to here are few tiles, and may want other numbers of warps
 
 
-def refuses(width: int, value_width: int) -> str | None:
-    """The reason against a call with heads so wide."""
-    widest = max(width, value_width)
+def refuses(queries: Tensor, keys: Tensor, values: Tensor, *_: object, **options: object) -> str | None:
+    """The reason against heads that are too wide."""
+    widest = max(keys.shape[3], values.shape[3])
     return None if widest <= WIDEST else f"heads of {widest} numbers are wider than {WIDEST}"
 
 
@@ -122,7 +123,6 @@ def _attend_backward(
     queries: Tensor, keys: Tensor, values: Tensor, logits: Tensor, texts: Tensor | None, decays: Tensor | None,
     window: int, scale: float, slope: float, hyper: float, null_key: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    from multilin.ops.triton_kernels.launch import dense_rows
     from multilin.ops.windowed_attention.gpu_kernels import backward_keys, backward_queries
 
     num_batch, num_new, num_heads, _ = queries.shape
@@ -175,7 +175,7 @@ def _arguments(
     queries: Tensor, keys: Tensor, values: Tensor, logits: Tensor, texts: Tensor | None, decays: Tensor | None
 ) -> tuple[list[Tensor | None], list[Any], dict[str, int]]:
     """Tensors, numbers and constants that all kernels take; the options come after the first three numbers."""
-    from multilin.ops.triton_kernels.launch import block_of, dense_rows
+    from multilin.ops.kernels.gpu_launch import block_of
 
     queries, keys, values = dense_rows(queries), dense_rows(keys), dense_rows(values)
     texts = None if texts is None else texts.contiguous()
@@ -196,7 +196,7 @@ def _step(
     starts: Tensor | None, decays: Tensor | None, scale: float, slope: float, hyper: float, null_key: bool,
     needs_state: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    from multilin.ops.triton_kernels.launch import block_of, dense_rows
+    from multilin.ops.kernels.gpu_launch import block_of
     from multilin.ops.windowed_attention.gpu_kernels import step
 
     query, key, value = dense_rows(query), dense_rows(key), dense_rows(value)

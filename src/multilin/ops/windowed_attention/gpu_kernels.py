@@ -10,9 +10,9 @@ the same, which the gradient of the softmax relies on.
 import triton
 import triton.language as tl
 
-from multilin.ops.triton_kernels.launch import autotuned
-from multilin.ops.triton_kernels.parts import dot
-from multilin.ops.triton_kernels.rounding import narrow
+from multilin.ops.kernels.gpu_launch import autotuned
+from multilin.ops.kernels.gpu_rounding import narrow
+from multilin.ops.kernels.gpu_tiles import dot
 
 WAYS: list[tuple[dict[str, int], int, int]] = [({}, 4, 2), ({}, 4, 3), ({}, 8, 2), ({}, 4, 1)]
 KIND = ("D", "E", "BQ", "is_wide")

@@ -53,7 +53,7 @@ def test_kernels_make_pairs_and_gradients_of_their_factors(shapes, dtype, thread
         (exact[2] * exact[1][..., None, :]).sum(dim=-1),
         (exact[2] * exact[0][..., None]).sum(dim=-2),
     )
-    found = cpu.expand(left, right).view_as(dpairs), *cpu._contract(dpairs, left, right)
+    found = cpu.expand(left, right).view_as(dpairs), *cpu.contract_pairs(dpairs, left, right)
     tolerance = 1e-6 if dtype == torch.float32 else 4e-3
     for result, truth in zip(found, expected, strict=True):
         assert result.dtype == dtype

@@ -10,7 +10,7 @@ import numpy as np
 from numba import carray, njit
 
 from multilin.ops.block_outer.cpu_vectors import LANES, make_contract, make_expand
-from multilin.ops.kernels.cpu_intrinsics import SCALARS, narrow, part_of_rows, pointer_to, widen
+from multilin.ops.kernels.cpu_intrinsics import SCALARS, array, narrow, part_of_rows, pointer_to, widen
 
 ZERO = np.float32(0)
 expand_4, expand_8, expand_16 = make_expand(4), make_expand(8), make_expand(16)
@@ -40,8 +40,8 @@ def expand_block(elements, left, right, pairs, K, J, size, step):
             else:
                 expand_16(p_left, p_right, p_pairs)
         return
-    lefts, rights = carray(pointer_to(elements, left), (K,)), carray(p_right, (J,))
-    products = carray(pointer_to(elements, pairs), (K, J))
+    lefts, rights = array(elements, left, (K,)), carray(p_right, (J,))
+    products = array(elements, pairs, (K, J))
     for k in range(K):
         number = widen(lefts[k])
         for j in range(J):
@@ -63,8 +63,8 @@ def contract_block(elements, left, right, dpairs, dleft, total, K, J, size, step
             else:
                 contract_16(p_dpairs, p_left, p_right, p_dleft, p_total)
         return
-    lefts, rights = carray(pointer_to(elements, left), (K,)), carray(p_right, (J,))
-    dproducts, dlefts = carray(pointer_to(elements, dpairs), (K, J)), carray(pointer_to(elements, dleft), (K,))
+    lefts, rights = array(elements, left, (K,)), carray(p_right, (J,))
+    dproducts, dlefts = array(elements, dpairs, (K, J)), array(elements, dleft, (K,))
     totals = carray(p_total, (J,))
     for k in range(K):
         number, dnumber = widen(lefts[k]), ZERO
@@ -97,6 +97,6 @@ def contract(tasks, elements, index, sources):
         left, right, pairs = task.left + size * n * K, task.right + size * n * J, task.pairs + size * n * K * J
         total[:] = ZERO
         contract_block(elements, left, right, pairs, task.dleft + size * n * K, total.ctypes.data, K, J, size, step)
-        dright = carray(pointer_to(elements, task.dright + size * n * J), (J,))
+        dright = array(elements, task.dright + size * n * J, (J,))
         for j in range(J):
             dright[j] = narrow(total[j], dright[j])

@@ -56,7 +56,7 @@ def make_expand(width):
     @intrinsic
     def expand(typing_context, left, right, pairs):
         def generate(context, builder, signature, arguments):
-            _store(builder, builder.fmul(*_factors(builder, *arguments[:2], width)), arguments[2])
+            _store(builder, builder.fmul(*_factors(builder, arguments[0], arguments[1], width)), arguments[2])
             return context.get_dummy_value()
 
         return types.void(left, right, pairs), generate

@@ -11,9 +11,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from multilin.ops.kernels.rows import can_skip_operator, dense_rows
+from multilin.ops.kernels import LazyModule
+from multilin.ops.kernels.operators import operator
+from multilin.ops.kernels.rows import dense_rows
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_kernels, _launch = LazyModule("multilin.ops.block_outer.gpu_kernels"), LazyModule("multilin.ops.kernels.gpu_launch")
 WIDEST = 64  # numbers of a right block: a chunk holds all of them
 _PARTS = 8  # of the left blocks, at most, whose sums for dright are kept
 
@@ -27,8 +30,7 @@ def refuses(left: Tensor, right: Tensor, *_: object) -> str | None:
 def block_outer(left: Tensor, right: Tensor, weight: Tensor) -> Tensor:
     """See `multilin.ops.block_outer`; all three of one type."""
     lefts, rights = (x.reshape(-1, *x.shape[-2:]) for x in (left, right))
-    compute = contract if can_skip_operator(left, right, weight) else _operator
-    result: Tensor = compute(lefts, rights, weight)
+    result: Tensor = _forward(lefts, rights, weight)
     return result.view(*left.shape[:-2], len(weight))
 
 
@@ -69,23 +71,20 @@ def contract(
     With an int8 weight, pairs are divided by pair_scale (R, 1) and rounded, and the result is multiplied by it and by
     factor, a tensor of one number.
     """
-    from multilin.ops.block_outer.gpu_kernels import forward as kernel
-    from multilin.ops.kernels.gpu_launch import block_of, num_processors
-
     (num_rows, blocks, width), num_outs = left.shape, len(weight)
     if num_rows * num_outs == 0:
         return left.new_empty(num_rows, num_outs)
     factors, constants = _factors(left, right, weight.dtype)
-    tile = block_of(num_rows, _rows_of_tile(weight))
+    tile = _launch.block_of(num_rows, _rows_of_tile(weight))
     num_chunks = _parts(blocks, constants["BN"]) * _parts(width, constants["BK"])
     # Enough programs for the card, each with a few chunks.
     programs = _parts(num_rows, tile) * _parts(num_outs, 64)
-    per_split = _parts(num_chunks, max(1, min(2 * num_processors(left.device) // programs, num_chunks // 4)))
+    per_split = _parts(num_chunks, max(1, min(2 * _launch.num_processors(left.device) // programs, num_chunks // 4)))
     num_splits = _parts(num_chunks, per_split)
     sums = torch.float32 if factor is None else torch.int32
     dtype = left.dtype if num_splits == 1 else sums
     result = torch.empty((num_splits, num_rows, num_outs), dtype=dtype, device=left.device)
-    kernel[lambda meta: (_parts(num_rows, tile), _parts(num_outs, meta["BD"]), num_splits)](
+    _kernels.forward[lambda meta: (_parts(num_rows, tile), _parts(num_outs, meta["BD"]), num_splits)](
         *factors, pair_scale, weight.contiguous(), factor if num_splits == 1 else None, result, num_outs, per_split,
         **constants, BR=tile,
     )  # fmt: skip
@@ -103,21 +102,18 @@ def gradients_of_factors(
 
     They are multiplied by row_scale (R, 1) and factor, a tensor of one number, where those are given.
     """
-    from multilin.ops.block_outer.gpu_kernels import backward_factors as kernel
-    from multilin.ops.kernels.gpu_launch import block_of
-
     (num_rows, blocks, width), num_outs = left.shape, len(weight)
     if num_rows * num_outs == 0:
         return torch.zeros_like(left), torch.zeros_like(right)
     factors, constants = _factors(left, right, weight.dtype)
-    tile = block_of(num_rows, _rows_of_tile(weight))
+    tile = _launch.block_of(num_rows, _rows_of_tile(weight))
     num_parts = min(_PARTS, _parts(width, constants["BK"]))
     per_part = _parts(_parts(width, constants["BK"]), num_parts)
     dleft = torch.empty(left.shape, dtype=left.dtype, device=left.device)
     dtype = right.dtype if num_parts == 1 else torch.float32
     dright = torch.empty((num_parts, *right.shape), dtype=dtype, device=left.device)
     dresult = dense_rows(dresult)
-    kernel[(_parts(num_rows, tile), _parts(blocks, constants["BN"]), num_parts)](
+    _kernels.backward_factors[(_parts(num_rows, tile), _parts(blocks, constants["BN"]), num_parts)](
         *factors, weight.contiguous(), dresult, dresult.stride(0), row_scale, factor, dleft, dright, num_outs, per_part,
         **constants, BR=tile,
     )  # fmt: skip
@@ -133,9 +129,6 @@ def gradient_of_weight(
     Pairs are divided by pair_scale (R, 1) and rounded where it is given; they get it back where dresult is a float. The
     gradient is multiplied by factor (D,) where that is given.
     """
-    from multilin.ops.block_outer.gpu_kernels import backward_weight as kernel
-    from multilin.ops.kernels.gpu_launch import block_of
-
     (num_rows, blocks, width), num_outs = left.shape, dresult.shape[1]
     shape = (num_outs, blocks, width, right.shape[-1])
     if num_rows * num_outs == 0:
@@ -144,9 +137,9 @@ def gradient_of_weight(
     num_chunks = _parts(blocks, constants["BN"]) * _parts(width, constants["BK"])
     dweight = torch.empty(shape, dtype=dtype, device=left.device)
     dresult = dense_rows(dresult)
-    kernel[lambda meta: (_parts(num_outs, meta["BD"]), num_chunks)](
+    _kernels.backward_weight[lambda meta: (_parts(num_outs, meta["BD"]), num_chunks)](
         *factors, pair_scale, dresult, dresult.stride(0), factor, dweight, num_outs,
-        **constants, BR=max(32, block_of(num_rows, 128 // dresult.dtype.itemsize)),
+        **constants, BR=max(32, _launch.block_of(num_rows, 128 // dresult.dtype.itemsize)),
     )  # fmt: skip
     return dweight
 
@@ -164,20 +157,18 @@ def power_of_two(size: int) -> int:
     return 1 << (size - 1).bit_length()
 
 
+@operator("block_outer_gpu", lambda left, right, weight: left.new_empty(left.shape[0], weight.shape[0]))
 def _forward(left: Tensor, right: Tensor, weight: Tensor) -> Tensor:
     return contract(left, right, weight)
 
 
+@operator("block_outer_gpu_backward", lambda dresult, *inputs: tuple(x.new_empty(x.shape) for x in inputs))
 def _backward(dresult: Tensor, left: Tensor, right: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     factors = gradients_of_factors(dresult, left, right, weight)
     return *factors, gradient_of_weight(dresult, left, right, weight.dtype)
 
 
-_operator = torch.library.custom_op("multilin::block_outer_gpu", _forward, mutates_args=())
-_operator.register_fake(lambda left, right, weight: left.new_empty(left.shape[0], weight.shape[0]))
-_operator.register_autograd(
-    lambda ctx, dresult: _backward_operator(dresult, *ctx.saved_tensors),
-    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+_forward.differentiable(
+    lambda ctx, dresult: _backward(dresult, *ctx.saved_tensors),
+    lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
 )
-_backward_operator = torch.library.custom_op("multilin::block_outer_gpu_backward", _backward, mutates_args=())
-_backward_operator.register_fake(lambda dresult, *inputs: tuple(x.new_empty(x.shape) for x in inputs))

@@ -1,32 +1,16 @@
 """The steps of int8 products in PyTorch, for every device and dtype."""
 
+import functools
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from multilin.ops.int8.rounded import Rounded, round_by
+from multilin.ops.int8.rounding import Rounded, quantize
 
 LONGEST_SUM = 2**17  # 2^17 * 127^2 < 2^31
 _CUDA_MULTIPLE, _CUDA_ROWS = 8, 17  # what torch._int_mm takes there
-
-
-def round_whole(x: Tensor) -> Rounded:
-    """One scale."""
-    wide = x.detach().to(torch.promote_types(x.dtype, torch.float32))
-    return round_by(wide, wide.abs().amax() / 127 if wide.numel() else wide.new_zeros(()))
-
-
-def round_rows(x: Tensor) -> Rounded:
-    """One scale per row."""
-    wide = x.detach().to(torch.promote_types(x.dtype, torch.float32))
-    return round_by(wide, wide.abs().amax(dim=-1, keepdim=True) / 127)
-
-
-def round_randomly(wide: Tensor, scale: Tensor, seed: Tensor) -> Rounded:
-    """Up or down with the probability that makes the mean right."""
-    generator = torch.Generator(wide.device).manual_seed(int(seed))
-    noise = torch.rand(wide.shape, generator=generator, dtype=wide.dtype, device=wide.device)
-    divisor = torch.where(scale == 0, 1.0, scale)
-    return Rounded((wide / divisor + noise).floor_().clamp_(-127, 127).to(torch.int8), scale)
 
 
 def draw_seed() -> Tensor:
@@ -34,41 +18,43 @@ def draw_seed() -> Tensor:
     return torch.randint(2**31 - 1, ())
 
 
+def round_randomly(wide: Tensor, dim: int, seed: Tensor) -> Rounded:
+    """One scale along an axis; rounded up or down with the probability that makes the mean right."""
+    scale = wide.abs().amax(dim=dim, keepdim=True) / 127
+    generator = torch.Generator(wide.device).manual_seed(int(seed))
+    noise = torch.rand(wide.shape, generator=generator, dtype=wide.dtype, device=wide.device)
+    divisor = torch.where(scale == 0, 1.0, scale)
+    return Rounded((wide / divisor + noise).floor_().clamp_(-127, 127).to(torch.int8), scale)
+
+
 def multiply(left: Tensor, right: Tensor) -> Tensor:
     """(m, n) int8 times (n, p) int8, exact in int32."""
     if left.device.type != "cuda":
         return torch._int_mm(left, right)
     (m, n), p = left.shape, right.shape[1]
-    rows = max(_CUDA_ROWS - m, 0)
-    inner, columns = -n % _CUDA_MULTIPLE, -p % _CUDA_MULTIPLE
-    left = torch.nn.functional.pad(left, (0, inner, 0, rows)).contiguous()
-    right = torch.nn.functional.pad(right, (0, columns, 0, inner))
+    rows, inner, columns = max(_CUDA_ROWS - m, 0), -n % _CUDA_MULTIPLE, -p % _CUDA_MULTIPLE
+    left, right = pad(left, (0, inner, 0, rows)).contiguous(), pad(right, (0, columns, 0, inner))
     # cuBLASLt's int8 product wants the right factor by columns.
     return torch._int_mm(left, right.t().contiguous().t())[:m, :p]
 
 
 class PortableSteps:
-    """What surrounds the integer products; `KernelSteps` does the same with fewer passes over memory.
+    """What surrounds the integer products; `CpuSteps` and `GpuSteps` do the same with fewer passes over memory.
 
     Rows are 2-D: (R, width). Pairs are laid out (R, K, J, N).
     """
 
-    dtypes: tuple[torch.dtype, ...] | None = None  # all
-    is_traceable = True
-
-    round_rows = staticmethod(round_rows)
-
     @staticmethod
-    def round_rows_randomly(x: Tensor) -> Rounded:
-        """One scale per row, rounded without bias."""
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        return round_randomly(wide, wide.abs().amax(dim=-1, keepdim=True) / 127, draw_seed())
+    def round_rows(x: Tensor, seed: Tensor | None = None) -> Rounded:
+        """One scale per row; with a seed rounded without bias."""
+        if seed is None:
+            return quantize(x)
+        return round_randomly(x.to(torch.promote_types(x.dtype, torch.float32)), -1, seed)
 
     @staticmethod
     def round_columns_randomly(x: Tensor, row_scale: Tensor) -> Rounded:
         """row_scale * x with one scale (1, width) per column, rounded without bias."""
-        wide = x.to(row_scale.dtype) * row_scale
-        return round_randomly(wide, wide.abs().amax(dim=0, keepdim=True) / 127, draw_seed())
+        return round_randomly(x.to(row_scale.dtype) * row_scale, 0, draw_seed())
 
     @staticmethod
     def scale_rows(
@@ -78,14 +64,14 @@ class PortableSteps:
         result = product * (row_scale * factor)
         return (result if bias is None else result + bias).to(dtype)
 
-    @staticmethod
-    def round_pairs(left: Tensor, right: Tensor) -> Rounded:
+    @classmethod
+    def round_pairs(cls, left: Tensor, right: Tensor) -> Rounded:
         """left (R, N, K) and right (R, N, J) to their products (R, K J N), one scale per row."""
-        return round_rows(_pairs(left, right).flatten(1))
+        return cls.round_rows((left.mT[:, :, None] * right.mT[:, None]).flatten(1))
 
-    @staticmethod
+    @classmethod
     def contract_pairs(
-        product: Tensor, row_scale: Tensor, factor: Tensor, left: Tensor, right: Tensor
+        cls, product: Tensor, row_scale: Tensor, factor: Tensor, left: Tensor, right: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Gradients of left and right from that of the pairs, product * row_scale * factor."""
         (_, blocks, width), other = left.shape, right.shape[-1]
@@ -113,7 +99,7 @@ class PortableSteps:
         """Gradients of left and right."""
         flat = _flat_weight(values)
         if backward == "int8":
-            rounded = cls.round_rows_randomly(dresult)
+            rounded = cls.round_rows(dresult, draw_seed())
             return cls.contract_pairs(multiply(rounded.values, flat), rounded.scale, factor, left, right)
         product, ones = dresult @ flat.to(dresult.dtype), torch.ones_like(dresult[:, :1])
         return PortableSteps.contract_pairs(product, ones, factor, left, right)
@@ -134,30 +120,29 @@ class PortableSteps:
         """dy W."""
         if backward != "int8":
             return ((dresult @ values.to(dresult.dtype)) * factor).to(dtype)
-        return cls.scaled_product(cls.round_rows_randomly(dresult), values, factor, None, dtype)
+        return cls.scaled_product(cls.round_rows(dresult, draw_seed()), values, factor, None, dtype)
 
     @classmethod
     def gradient_of_weight(cls, dresult: Tensor, rows: Rounded, backward: str, dtype: torch.dtype) -> Tensor:
-        """dy^T x, x = values * scale, in pieces short enough for int32."""
+        """dy^T x, x = values * scale."""
         values, row_scale = rows
         if backward != "int8":
             return (dresult.t() @ (values * row_scale).to(dresult.dtype)).to(dtype)
-        total = None
-        for start in range(0, max(len(dresult), 1), LONGEST_SUM):
-            part = slice(start, start + LONGEST_SUM)
-            rounded = cls.round_columns_randomly(dresult[part], row_scale[part])
-            scale = rounded.scale.t()
-            one = torch.ones((), dtype=scale.dtype, device=scale.device)
-            piece = cls.scaled_product(Rounded(rounded.values.t(), scale), values[part], one, None, scale.dtype)
-            total = piece if total is None else total + piece
-        assert total is not None
-        return total.to(dtype)
+        one = torch.ones((), dtype=row_scale.dtype, device=row_scale.device)
+
+        def gradient(part: slice) -> Tensor:
+            columns, scale = cls.round_columns_randomly(dresult[part], row_scale[part])
+            return cls.scaled_product(Rounded(columns.t(), scale.t()), values[part], one, None, scale.dtype)
+
+        return sum_of_parts(gradient, len(dresult)).to(dtype)
+
+
+def sum_of_parts(gradient: Callable[[slice], Tensor], num_rows: int) -> Tensor:
+    """Sum of a gradient over parts of the rows that are short enough for int32."""
+    parts = [slice(first, first + LONGEST_SUM) for first in range(0, max(num_rows, 1), LONGEST_SUM)]
+    return functools.reduce(torch.add, map(gradient, parts))
 
 
 def _flat_weight(values: Tensor) -> Tensor:
     """(D, N, K, J) as (D, K J N), the layout of the pairs."""
     return values.permute(0, 2, 3, 1).reshape(len(values), -1)
-
-
-def _pairs(left: Tensor, right: Tensor) -> Tensor:
-    return left.mT[:, :, None] * right.mT[:, None]

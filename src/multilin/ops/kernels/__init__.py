@@ -4,8 +4,10 @@ With TRITON_INTERPRET=1 in the environment before triton is imported, Triton run
 the CPU too: that is how they are tested where there is no GPU. Dispatch never takes them for such tensors.
 """
 
+import importlib
 import importlib.util
 import os
+from typing import Any
 
 import torch
 
@@ -13,6 +15,16 @@ _HAS_NUMBA = importlib.util.find_spec("numba") is not None
 _HAS_TRITON = importlib.util.find_spec("triton") is not None
 OLDEST = (8, 0)  # compute capability: before it there are no bf16 tensor cores
 _is_forked = False
+
+
+class LazyModule:
+    """A module that is imported when one of its names is first read: numba and triton take long, or are missing."""
+
+    def __init__(self, name: str) -> None:
+        self._module = name
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(importlib.import_module(self._module), name)
 
 
 def _after_fork() -> None:

@@ -37,9 +37,15 @@ def member(typing_context, pairs, index):
 
 
 @njit
+def array(kind, address, shape):
+    """The array of a kind of numbers (see `pointer_to`) at an address."""
+    return carray(pointer_to(kind, address), shape)
+
+
+@njit
 def floats(address, rows, columns):
     """The (rows, columns) float32 array at an address."""
-    return carray(pointer_to(np.float32, address), (rows, columns))
+    return array(np.float32, address, (rows, columns))
 
 
 @njit

@@ -13,12 +13,12 @@ from multilin.ops.kernels.cpu_exponential import exp_negative
 from multilin.ops.kernels.cpu_intrinsics import (
     DOTS,
     SCALARS,
+    array,
     bits_of,
     floats,
     narrow,
     number_of,
     part_of_rows,
-    pointer_to,
     widen,
 )
 
@@ -89,8 +89,8 @@ def forward(tasks: Any, elements: Any, index: int, sources: Any) -> None:
     kept = ONE - smoothing
     shift = smoothing / np.float32(width)
     first, last = part_of_rows(task.num_rows, task.num_parts, index)
-    all_logits = carray(pointer_to(elements, task.logits), (task.num_rows, width))
-    targets = carray(pointer_to(np.int64, task.targets), (task.num_rows,))
+    all_logits = array(elements, task.logits, (task.num_rows, width))
+    targets = array(np.int64, task.targets, (task.num_rows,))
     losses = floats(task.losses, 1, task.num_rows)[0]
     scores = floats(task.scores, task.num_parts, width)[index]
     bias = floats(task.bias, 1, width if task.bias != 0 else 0)[0]

@@ -5,26 +5,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from multilin.ops.kernels.rows import as_rows, can_skip_operator, row_bytes
+from multilin.ops.kernels import LazyModule
+from multilin.ops.kernels.operators import operator
+from multilin.ops.kernels.rows import as_rows, row_bytes
 
 DTYPES = (torch.float32, torch.bfloat16)
+_kernels, _launch = LazyModule("multilin.ops.rotary.cpu_kernels"), LazyModule("multilin.ops.kernels.cpu_launch")
 
 
 def rotary(x_BTHD: Tensor, cos_BTP: Tensor, sin_BTP: Tensor, block: int) -> Tensor:
     """See `multilin.ops.rotary`."""
-    turn = _turn if can_skip_operator(x_BTHD) else _operator
-    result: Tensor = turn(x_BTHD, cos_BTP.float(), sin_BTP.float(), block, False)
+    result: Tensor = _turn(x_BTHD, cos_BTP.float(), sin_BTP.float(), block, False)
     return result
 
 
+@operator("rotary", lambda x, *_: torch.empty(x.shape, dtype=x.dtype, device=x.device))
 def _turn(x: Tensor, cos: Tensor, sin: Tensor, block: int, is_inverse: bool) -> Tensor:
-    from multilin.ops.kernels.cpu_launch import launch_parts
-    from multilin.ops.rotary.cpu_kernels import turn
-
     result = torch.empty(x.shape, dtype=x.dtype)
     rows = as_rows(x.flatten(2))
-    launch_parts(
-        turn, x.dtype, x.numel(), num_rows=len(rows), width=rows.shape[1], head_size=x.shape[-1], block=block,
+    _launch.launch_parts(
+        _kernels.turn, x.dtype, x.numel(), num_rows=len(rows), width=rows.shape[1], head_size=x.shape[-1], block=block,
         is_inverse=is_inverse, x=rows, x_row=row_bytes(rows), cos=cos.contiguous(), sin=sin.contiguous(), result=result,
     )  # fmt: skip
     return result
@@ -36,9 +36,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _differentiate(ctx: Any, dresult: Tensor) -> tuple[Any, ...]:
-    return _operator(dresult, *ctx.saved_tensors, ctx.block, not ctx.is_inverse), None, None, None, None
+    return _turn(dresult, *ctx.saved_tensors, ctx.block, not ctx.is_inverse), None, None, None, None
 
 
-_operator = torch.library.custom_op("multilin::rotary", _turn, mutates_args=(), device_types="cpu")
-_operator.register_fake(lambda x, *_: torch.empty(x.shape, dtype=x.dtype, device=x.device))
-_operator.register_autograd(_differentiate, setup_context=_save)
+_turn.differentiable(_differentiate, _save)

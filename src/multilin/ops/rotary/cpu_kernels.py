@@ -5,7 +5,7 @@
 import numpy as np
 from numba import carray, njit
 
-from multilin.ops.kernels.cpu_intrinsics import SCALARS, floats, narrow, part_of_rows, pointer_to, widen
+from multilin.ops.kernels.cpu_intrinsics import SCALARS, array, floats, narrow, part_of_rows, widen
 
 
 @njit(forceinline=True, **SCALARS)
@@ -26,10 +26,10 @@ def turn(tasks, elements, index, sources):
     width, block, num_pairs = task.width, task.block, task.head_size // 2
     first, last = part_of_rows(task.num_rows, task.num_parts, index)
     direction = np.float32(-1) if task.is_inverse != 0 else np.float32(1)
-    results = carray(pointer_to(elements, task.result), (task.num_rows, width))
+    results = array(elements, task.result, (task.num_rows, width))
     cosines, sines = floats(task.cos, task.num_rows, num_pairs), floats(task.sin, task.num_rows, num_pairs)
     for i in range(first, last):
-        x = carray(pointer_to(elements, task.x + task.x_row * i), (width,))
+        x = array(elements, task.x + task.x_row * i, (width,))
         for start in range(0, width, block):
             part = slice(start, start + block)
             pair = start % task.head_size // 2

@@ -12,11 +12,11 @@ from numba import carray, njit
 from multilin.ops.kernels.cpu_intrinsics import (
     DOTS,
     SCALARS,
+    array,
     floats,
     member,
     narrow,
     part_of_rows,
-    pointer_to,
     widen,
 )
 
@@ -50,21 +50,21 @@ def gradient(dresult, x, scale, dx):
 def forward(tasks, pairs, index, sources):
     """One part of the rows of x (num_rows, width); the pairs are numbers of x and of the result.
 
-    x_row is the bytes from one row of x to the next; scales (num_rows, width / tile) are written unless 0.
+    x_row is the bytes from one row of x to the next; scales is (num_rows, width / tile) float32.
     """
     task = carray(tasks, (1,))[0]
     width, tile, num_tiles = task.width, task.tile, task.width // task.tile
     first, last = part_of_rows(task.num_rows, task.num_parts, index)
-    results = carray(pointer_to(member(pairs, 1), task.result), (task.num_rows, width))
+    scales = floats(task.scales, task.num_rows, num_tiles)
+    results = array(member(pairs, 1), task.result, (task.num_rows, width))
     for i in range(first, last):
-        x = carray(pointer_to(member(pairs, 0), task.x + task.x_row * i), (width,))
+        x = array(member(pairs, 0), task.x + task.x_row * i, (width,))
         for n in range(num_tiles):
             part = slice(n * tile, (n + 1) * tile)
             mean_square = dot(x[part], x[part]) / np.float32(tile)
             scale = ONE / np.sqrt(mean_square) if mean_square != ZERO else ZERO
             scaled(x[part], scale, results[i, part])
-            if task.scales != 0:
-                floats(task.scales, task.num_rows, num_tiles)[i, n] = scale
+            scales[i, n] = scale
 
 
 def backward(tasks, pairs, index, sources):
@@ -72,11 +72,11 @@ def backward(tasks, pairs, index, sources):
     task = carray(tasks, (1,))[0]
     width, tile, num_tiles = task.width, task.tile, task.width // task.tile
     first, last = part_of_rows(task.num_rows, task.num_parts, index)
-    gradients = carray(pointer_to(member(pairs, 0), task.dx), (task.num_rows, width))
+    gradients = array(member(pairs, 0), task.dx, (task.num_rows, width))
     scales = floats(task.scales, task.num_rows, num_tiles)
     for i in range(first, last):
-        x = carray(pointer_to(member(pairs, 0), task.x + task.x_row * i), (width,))
-        dresult = carray(pointer_to(member(pairs, 1), task.dresult + task.dresult_row * i), (width,))
+        x = array(member(pairs, 0), task.x + task.x_row * i, (width,))
+        dresult = array(member(pairs, 1), task.dresult + task.dresult_row * i, (width,))
         for n in range(num_tiles):
             part = slice(n * tile, (n + 1) * tile)
             gradient(dresult[part], x[part], scales[i, n], gradients[i, part])

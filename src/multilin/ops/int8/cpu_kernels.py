@@ -1,0 +1,219 @@
+"""CPU kernels around int8 products.
+
+The largest magnitude is found on the bits without their sign, which are ordered as the numbers are, with nan above all:
+so nan and inf reach the scale. Adding 1.5 * 2^23 rounds to an integer, ties to even, and leaves it in the low bits.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+import numpy as np
+from numba import carray, njit
+
+from multilin.ops.kernels.cpu_intrinsics import (
+    EXACT,
+    array,
+    bits_of,
+    floats,
+    narrow,
+    number_of,
+    part_of_rows,
+    widen,
+)
+
+_MAGNITUDE = np.int32(0x7FFFFFFF)
+_MAGIC = np.float32(12582912.0)
+_MAGIC_BITS = np.int32(0x4B400000)
+_ZERO, _HALF, _ONE, _LARGEST = np.float32(0.0), np.float32(0.5), np.float32(1.0), np.float32(127.0)
+_UNIT = np.float32(2.0**-24)
+
+
+@njit(**EXACT)
+def _noise(seed, index):
+    """A number in [0, 1) that depends on seed and index only."""
+    mixed = np.uint32(np.uint32(index) * np.uint32(0x9E3779B9) + seed)
+    mixed = np.uint32((mixed ^ (mixed >> np.uint32(16))) * np.uint32(0x85EBCA6B))
+    mixed = np.uint32((mixed ^ (mixed >> np.uint32(13))) * np.uint32(0xC2B2AE35))
+    mixed = np.uint32(mixed ^ (mixed >> np.uint32(16)))
+    return np.float32(np.int32(mixed >> np.uint32(8))) * _UNIT
+
+
+@njit(**EXACT)
+def _to_int8(number):
+    return np.int8(bits_of(np.float32(number + _MAGIC)) - _MAGIC_BITS)
+
+
+@njit(**EXACT)
+def _to_int8_randomly(number, noise):
+    # The half that rounding to the nearest adds is taken off again; +-127 itself must not be passed.
+    moved = np.float32(number + noise - _HALF)
+    moved = moved if moved < _LARGEST else _LARGEST
+    return _to_int8(moved if moved > -_LARGEST else -_LARGEST)
+
+
+@njit(**EXACT)
+def _magnitude(number):
+    return np.int32(bits_of(number) & _MAGNITUDE)
+
+
+@njit(**EXACT)
+def _scale_and_inverse(largest):
+    """Scale of the numbers whose largest magnitude this is, and its inverse, 0 where it is 0 or not finite."""
+    scale = number_of(largest) / _LARGEST
+    return scale, _ONE / scale if scale > _ZERO and scale < np.float32(np.inf) else _ZERO
+
+
+@njit(**EXACT)
+def _round_row(x, seed, first, values):
+    largest = np.int32(0)
+    for j in range(x.size):
+        largest = max(largest, _magnitude(widen(x[j])))
+    scale, inverse = _scale_and_inverse(largest)
+    if seed < 0:
+        for j in range(x.size):
+            values[j] = _to_int8(widen(x[j]) * inverse)
+    else:
+        mixed = np.uint32(seed)
+        for j in range(x.size):
+            values[j] = _to_int8_randomly(widen(x[j]) * inverse, _noise(mixed, first + np.uint32(j)))
+    return scale
+
+
+def round_rows(tasks, elements, index, sources):
+    """One part of the rows of x (num_rows, width) to int8 values and float32 scales; at random for a seed >= 0."""
+    task = carray(tasks, (1,))[0]
+    first, last = part_of_rows(task.num_rows, task.num_parts, index)
+    x = array(elements, task.x, (task.num_rows, task.width))
+    values = array(np.int8, task.values, (task.num_rows, task.width))
+    scales = floats(task.scales, 1, task.num_rows)[0]
+    for i in range(first, last):
+        scales[i] = _round_row(x[i], task.seed, np.uint32(i * task.width), values[i])
+
+
+@njit(**EXACT)
+def _raise_largest(x, row_scale, largest):
+    for j in range(x.size):
+        largest[j] = max(largest[j], _magnitude(widen(x[j]) * row_scale))
+
+
+@njit(**EXACT)
+def _round_scaled(x, row_scale, inverse, seed, first, values):
+    for j in range(x.size):
+        values[j] = _to_int8_randomly(widen(x[j]) * row_scale * inverse[j], _noise(seed, first + np.uint32(j)))
+
+
+def round_columns(tasks, elements, index, sources):
+    """One part of the columns of row_scales (num_rows) * x (num_rows, width) to int8 at random, with their scales."""
+    task = carray(tasks, (1,))[0]
+    rows, width = task.num_rows, task.width
+    x = array(elements, task.x, (rows, width))
+    values = array(np.int8, task.values, (rows, width))
+    row_scales, scales = floats(task.row_scales, 1, rows)[0], floats(task.scales, 1, width)[0]
+    start, stop = part_of_rows(width, task.num_parts, index)
+    largest = np.zeros(stop - start, np.int32)
+    inverse = np.empty(stop - start, np.float32)
+    for i in range(rows):
+        _raise_largest(x[i, start:stop], row_scales[i], largest)
+    for j in range(stop - start):
+        scales[start + j], inverse[j] = _scale_and_inverse(largest[j])
+    for i in range(rows):
+        first = np.uint32(i * width + start)
+        _round_scaled(x[i, start:stop], row_scales[i], inverse, np.uint32(task.seed), first, values[i, start:stop])
+
+
+@njit(**EXACT)
+def _scale_row(product, scale, bias, result):
+    has_bias = bias.size > 0
+    for j in range(product.size):
+        number = np.float32(product[j]) * scale
+        if has_bias:
+            number = number + bias[j]
+        result[j] = narrow(number, result[j])
+
+
+def scale_rows(tasks, elements, index, sources):
+    """One part of the rows of product (num_rows, width) int32 * scale of the row + bias (width), unless that is 0."""
+    task = carray(tasks, (1,))[0]
+    first, last = part_of_rows(task.num_rows, task.num_parts, index)
+    product = array(np.int32, task.product, (task.num_rows, task.width))
+    result = array(elements, task.result, (task.num_rows, task.width))
+    scales, bias = (
+        floats(task.scales, 1, task.num_rows)[0],
+        floats(task.bias, 1, task.width if task.bias != 0 else 0)[0],
+    )
+    for i in range(first, last):
+        _scale_row(product[i], scales[i], bias, result[i])
+
+
+@njit(**EXACT)
+def _transposed(x):
+    """(blocks, width) as float32 (width, blocks)."""
+    blocks, width = x.shape
+    result = np.empty((width, blocks), np.float32)
+    for n in range(blocks):
+        for k in range(width):
+            result[k, n] = widen(x[n, k])
+    return result
+
+
+@njit(**EXACT)
+def _round_row_of_pairs(left, right, values):
+    lefts, rights = _transposed(left), _transposed(right)
+    width, other, blocks = values.shape
+    largest = np.int32(0)
+    for k in range(width):
+        for j in range(other):
+            for n in range(blocks):
+                largest = max(largest, _magnitude(lefts[k, n] * rights[j, n]))
+    scale, inverse = _scale_and_inverse(largest)
+    for k in range(width):
+        for j in range(other):
+            for n in range(blocks):
+                values[k, j, n] = _to_int8(lefts[k, n] * rights[j, n] * inverse)
+    return scale
+
+
+def round_pairs(tasks, elements, index, sources):
+    """Products left[n, k] * right[n, j] of a part of the rows as int8 values (rows, K, J, N), one scale per row."""
+    task = carray(tasks, (1,))[0]
+    R, N, K, J = task.num_rows, task.blocks, task.left_width, task.right_width
+    first, last = part_of_rows(R, task.num_parts, index)
+    left, right = (
+        array(elements, task.left, (R, N, K)),
+        array(elements, task.right, (R, N, J)),
+    )
+    values, scales = array(np.int8, task.values, (R, K, J, N)), floats(task.scales, 1, R)[0]
+    for i in range(first, last):
+        scales[i] = _round_row_of_pairs(left[i], right[i], values[i])
+
+
+@njit(**EXACT)
+def _contract_row(product, scale, left, right, dleft, dright):
+    width, other, blocks = product.shape
+    lefts, rights = _transposed(left), _transposed(right)
+    dright[:] = _ZERO
+    dleft[:] = _ZERO
+    for k in range(width):
+        for j in range(other):
+            for n in range(blocks):
+                number = np.float32(product[k, j, n]) * scale
+                dleft[k, n] += number * rights[j, n]
+                dright[j, n] += number * lefts[k, n]
+
+
+def contract_pairs(tasks, elements, index, sources):
+    """dleft[k, n] = sum_j p[k, j, n] right[n, j] and dright[j, n] = sum_k p[k, j, n] left[n, k] of a part of the rows.
+
+    p = product (rows, K, J, N) int32 * scale of the row; dleft and dright are float32.
+    """
+    task = carray(tasks, (1,))[0]
+    R, N, K, J = task.num_rows, task.blocks, task.left_width, task.right_width
+    first, last = part_of_rows(R, task.num_parts, index)
+    left, right = (
+        array(elements, task.left, (R, N, K)),
+        array(elements, task.right, (R, N, J)),
+    )
+    product, scales = array(np.int32, task.product, (R, K, J, N)), floats(task.scales, 1, R)[0]
+    dleft = array(np.float32, task.dleft, (R, K, N))
+    dright = array(np.float32, task.dright, (R, J, N))
+    for i in range(first, last):
+        _contract_row(product[i], scales[i], left[i], right[i], dleft[i], dright[i])

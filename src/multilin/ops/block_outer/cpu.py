@@ -21,39 +21,36 @@ def block_outer(left: Tensor, right: Tensor, weight: Tensor) -> Tensor:
     return in_chunks(left, right, weight, expand, contract)
 
 
+@operator("expand_pairs", lambda left, right: left.new_empty(len(left), left.shape[1] * left.shape[2] * right.shape[2]))
 def expand(left_RNK: Tensor, right_RNJ: Tensor) -> Tensor:
     """The products of pairs, (R, N K J)."""
-    pairs: Tensor = expand_pairs(left_RNK, right_RNJ)
-    return pairs.flatten(1)
+    (rows, blocks, width), other = left_RNK.shape, right_RNJ.shape[-1]
+    pairs = torch.empty((rows, blocks * width * other), dtype=left_RNK.dtype)
+    _launch.launch_parts(_kernels.expand, pairs.dtype, pairs.numel(), **factors(left_RNK, right_RNJ), pairs=pairs)
+    return pairs
 
 
 def contract(dresult_RD: Tensor, weight: Tensor, left_RNK: Tensor, right_RNJ: Tensor) -> tuple[Tensor, Tensor]:
     """Gradients of left and right."""
-    dpairs = (dresult_RD @ weight.flatten(1)).view(-1, *weight.shape[1:])
-    dleft, dright = contract_pairs(dpairs, left_RNK, right_RNJ)
+    dleft, dright = contract_pairs(dresult_RD @ weight.flatten(1), left_RNK, right_RNJ)
     return dleft, dright
-
-
-@operator("expand_pairs", lambda left, right: left.new_empty(*left.shape, right.shape[-1]))
-def expand_pairs(left: Tensor, right: Tensor) -> Tensor:
-    """The products of pairs, (R, N, K, J)."""
-    pairs = torch.empty((*left.shape, right.shape[-1]), dtype=left.dtype)
-    _launch.launch_parts(_kernels.expand, left.dtype, pairs.numel(), **_factors(left, right), pairs=pairs)
-    return pairs
 
 
 @operator("contract_pairs", lambda _, left, right: (left.new_empty(left.shape), right.new_empty(right.shape)))
 def contract_pairs(dpairs: Tensor, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of left and right from that of their products."""
+    """Gradients of left and right from that of their products (R, N K J)."""
     dleft, dright = torch.empty(left.shape, dtype=left.dtype), torch.empty(right.shape, dtype=right.dtype)
     _launch.launch_parts(
-        _kernels.contract, left.dtype, dpairs.numel(), **_factors(left, right), pairs=dpairs.contiguous(),
+        _kernels.contract, left.dtype, dpairs.numel(), **factors(left, right), pairs=dpairs.contiguous(),
         dleft=dleft, dright=dright,
     )  # fmt: skip
     return dleft, dright
 
 
-def _factors(left: Tensor, right: Tensor) -> dict[str, Any]:
+def factors(left: Tensor, right: Tensor) -> dict[str, Any]:
+    """Both factors and their sizes, as kernels take them."""
     (rows, blocks, width), other = left.shape, right.shape[-1]
-    sizes = {"num_rows": rows, "num_blocks": blocks, "left_width": width, "right_width": other}
-    return {**sizes, "left": left.contiguous(), "right": right.contiguous()}
+    return {
+        "num_rows": rows, "num_blocks": blocks, "left_width": width, "right_width": other, "left": left.contiguous(),
+        "right": right.contiguous(),
+    }  # fmt: skip

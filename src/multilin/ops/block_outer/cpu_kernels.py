@@ -75,28 +75,43 @@ def contract_block(elements, left, right, dpairs, dleft, total, K, J, size, step
         dlefts[k] = narrow(dnumber, dlefts[k])
 
 
+@njit(forceinline=True, **SCALARS)
+def expand_blocks(elements, left, right, pairs, first, last, K, J, size):
+    """Blocks first .. last - 1 of tensors at these addresses, of numbers of `size` bytes."""
+    step = lefts_of_a_vector(K, J)
+    for n in range(first, last):
+        expand_block(elements, left + size * n * K, right + size * n * J, pairs + size * n * K * J, K, J, size, step)
+
+
+@njit(forceinline=True, **SCALARS)
+def contract_blocks(elements, left, right, dpairs, dleft, dright, first, last, K, J, size):
+    """Gradients of both factors in blocks first .. last - 1 of tensors at these addresses."""
+    step = lefts_of_a_vector(K, J)
+    total = np.empty(J, np.float32)
+    for n in range(first, last):
+        p_left, p_right, p_dpairs = left + size * n * K, right + size * n * J, dpairs + size * n * K * J
+        total[:] = ZERO
+        contract_block(elements, p_left, p_right, p_dpairs, dleft + size * n * K, total.ctypes.data, K, J, size, step)
+        drights = array(elements, dright + size * n * J, (J,))
+        for j in range(J):
+            drights[j] = narrow(total[j], drights[j])
+
+
 def expand(tasks, elements, index, sources):
     """Pairs of one part of the rows."""
     task = carray(tasks, (1,))[0]
-    K, J, size = task.left_width, task.right_width, carray(elements, (1,)).itemsize
-    step = lefts_of_a_vector(K, J)
+    size, N = carray(elements, (1,)).itemsize, task.num_blocks
     first, last = part_of_rows(task.num_rows, task.num_parts, index)
-    for n in range(first * task.num_blocks, last * task.num_blocks):
-        left, right, pairs = task.left + size * n * K, task.right + size * n * J, task.pairs + size * n * K * J
-        expand_block(elements, left, right, pairs, K, J, size, step)
+    expand_blocks(
+        elements, task.left, task.right, task.pairs, first * N, last * N, task.left_width, task.right_width, size
+    )
 
 
 def contract(tasks, elements, index, sources):
     """Gradients of both factors in one part of the rows."""
     task = carray(tasks, (1,))[0]
-    K, J, size = task.left_width, task.right_width, carray(elements, (1,)).itemsize
-    step = lefts_of_a_vector(K, J)
+    size, N, K, J = carray(elements, (1,)).itemsize, task.num_blocks, task.left_width, task.right_width
     first, last = part_of_rows(task.num_rows, task.num_parts, index)
-    total = np.empty(J, np.float32)
-    for n in range(first * task.num_blocks, last * task.num_blocks):
-        left, right, pairs = task.left + size * n * K, task.right + size * n * J, task.pairs + size * n * K * J
-        total[:] = ZERO
-        contract_block(elements, left, right, pairs, task.dleft + size * n * K, total.ctypes.data, K, J, size, step)
-        dright = array(elements, task.dright + size * n * J, (J,))
-        for j in range(J):
-            dright[j] = narrow(total[j], dright[j])
+    contract_blocks(
+        elements, task.left, task.right, task.pairs, task.dleft, task.dright, first * N, last * N, K, J, size
+    )

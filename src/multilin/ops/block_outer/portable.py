@@ -27,7 +27,12 @@ def expand(left_RNK: Tensor, right_RNJ: Tensor) -> Tensor:
 
 def contract(dresult_RD: Tensor, weight: Tensor, left_RNK: Tensor, right_RNJ: Tensor) -> tuple[Tensor, Tensor]:
     """Gradients of left and right."""
-    dpairs_NKJR = (weight.flatten(1).t() @ dresult_RD.t()).view(*weight.shape[1:], -1)
+    return contract_pairs(weight.flatten(1).t() @ dresult_RD.t(), left_RNK, right_RNJ)
+
+
+def contract_pairs(dpairs_FR: Tensor, left_RNK: Tensor, right_RNJ: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients of left and right from that of their products (N K J, R)."""
+    dpairs_NKJR = dpairs_FR.unflatten(0, (*left_RNK.shape[1:], right_RNJ.shape[-1]))
     dleft_NKR = (dpairs_NKJR * _rows_last(right_RNJ)[:, None]).sum(dim=2)
     dright_NJR = (dpairs_NKJR * _rows_last(left_RNK)[:, :, None]).sum(dim=1)
     return dleft_NKR.movedim(-1, 0), dright_NJR.movedim(-1, 0)

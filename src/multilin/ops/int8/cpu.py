@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from multilin.ops.block_outer import cpu as block_outer
 from multilin.ops.int8.portable import PortableSteps, draw_seed
 from multilin.ops.int8.rounding import Rounded
 from multilin.ops.kernels import LazyModule
@@ -10,7 +11,6 @@ from multilin.ops.kernels import LazyModule
 _kernels, _launch = LazyModule("multilin.ops.int8.cpu_kernels"), LazyModule("multilin.ops.kernels.cpu_launch")
 
 DTYPES = (torch.float32, torch.bfloat16)
-_NARROWEST_BLOCKS = 8  # fewer blocks than SIMD lanes: the loop over them is too short
 _COLUMNS = 128  # of one piece of work
 
 
@@ -32,9 +32,9 @@ class CpuSteps(PortableSteps):
         """row_scale * x with one scale (1, width) per column, rounded without bias."""
         values, scale = torch.empty(x.shape, dtype=torch.int8), torch.empty(1, x.shape[1])
         _launch.launch_parts(
-            _kernels.round_columns, x.dtype, x.numel(), num_parts=-(-x.shape[1] // _COLUMNS), num_rows=len(x), width=x.shape[1],
-            x=x.contiguous(), row_scales=row_scale.float().contiguous(), seed=int(draw_seed()), values=values,
-            scales=scale,
+            _kernels.round_columns, x.dtype, x.numel(), num_parts=-(-x.shape[1] // _COLUMNS), num_rows=len(x),
+            width=x.shape[1], x=x.contiguous(), row_scales=row_scale.float().contiguous(), seed=int(draw_seed()),
+            values=values, scales=scale,
         )  # fmt: skip
         return Rounded(values, scale)
 
@@ -51,31 +51,28 @@ class CpuSteps(PortableSteps):
         )  # fmt: skip
         return result
 
-    @classmethod
-    def round_pairs(cls, left: Tensor, right: Tensor) -> Rounded:
-        """left (R, N, K) and right (R, N, J) to their products (R, K J N), one scale per row."""
-        (rows, blocks, width), other = left.shape, right.shape[-1]
-        if blocks < _NARROWEST_BLOCKS:
-            return super().round_pairs(left, right)
-        values, scale = torch.empty((rows, width * other * blocks), dtype=torch.int8), torch.empty(rows, 1)
-        _launch.launch_parts(
-            _kernels.round_pairs, left.dtype, values.numel(), num_rows=rows, blocks=blocks, left_width=width, right_width=other,
-            left=left.contiguous(), right=right.contiguous(), values=values, scales=scale,
-        )  # fmt: skip
+    @staticmethod
+    def round_pairs(left: Tensor, right: Tensor) -> Rounded:
+        """left (R, N, K) and right (R, N, J) to their products (R, N K J), one scale per row."""
+        factors = block_outer.factors(left, right)
+        width = factors["num_blocks"] * factors["left_width"] * factors["right_width"]
+        values, scale = torch.empty((len(left), width), dtype=torch.int8), torch.empty(len(left), 1)
+        _launch.launch_parts(_kernels.round_pairs, left.dtype, values.numel(), **factors, values=values, scales=scale)
         return Rounded(values, scale)
 
-    @classmethod
+    @staticmethod
     def contract_pairs(
-        cls, product: Tensor, row_scale: Tensor, factor: Tensor, left: Tensor, right: Tensor
+        product: Tensor, row_scale: Tensor, factor: Tensor, left: Tensor, right: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Gradients of left and right from that of the pairs, product * row_scale * factor."""
-        (rows, blocks, width), other = left.shape, right.shape[-1]
-        if blocks < _NARROWEST_BLOCKS:
-            return super().contract_pairs(product, row_scale, factor, left, right)
-        dleft, dright = torch.empty((rows, width, blocks)), torch.empty((rows, other, blocks))
+        dleft, dright = torch.empty(left.shape, dtype=left.dtype), torch.empty(right.shape, dtype=right.dtype)
         _launch.launch_parts(
-            _kernels.contract_pairs, left.dtype, product.numel(), num_rows=rows, blocks=blocks, left_width=width,
-            right_width=other, product=product.contiguous(), scales=(row_scale * factor).float().contiguous(),
-            left=left.contiguous(), right=right.contiguous(), dleft=dleft, dright=dright,
+            _kernels.contract_pairs, left.dtype, product.numel(), **block_outer.factors(left, right), dleft=dleft,
+            dright=dright, product=product.contiguous(), scales=(row_scale * factor).float().contiguous(),
         )  # fmt: skip
-        return dleft.mT.to(left.dtype), dright.mT.to(right.dtype)
+        return dleft, dright
+
+    @staticmethod
+    def contract(dresult: Tensor, weight: Tensor, factor: Tensor, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
+        """Gradients of left and right from that of the result, in floats."""
+        return block_outer.contract(dresult * factor.to(dresult.dtype), weight, left, right)

@@ -9,6 +9,7 @@ so nan and inf reach the scale. Adding 1.5 * 2^23 rounds to an integer, ties to 
 import numpy as np
 from numba import carray, njit
 
+from multilin.ops.block_outer.cpu_kernels import contract_blocks, expand_blocks
 from multilin.ops.kernels.cpu_intrinsics import (
     EXACT,
     array,
@@ -145,75 +146,44 @@ def scale_rows(tasks, elements, index, sources):
 
 
 @njit(**EXACT)
-def _transposed(x):
-    """(blocks, width) as float32 (width, blocks)."""
-    blocks, width = x.shape
-    result = np.empty((width, blocks), np.float32)
-    for n in range(blocks):
-        for k in range(width):
-            result[k, n] = widen(x[n, k])
-    return result
-
-
-@njit(**EXACT)
-def _round_row_of_pairs(left, right, values):
-    lefts, rights = _transposed(left), _transposed(right)
-    width, other, blocks = values.shape
-    largest = np.int32(0)
-    for k in range(width):
-        for j in range(other):
-            for n in range(blocks):
-                largest = max(largest, _magnitude(lefts[k, n] * rights[j, n]))
-    scale, inverse = _scale_and_inverse(largest)
-    for k in range(width):
-        for j in range(other):
-            for n in range(blocks):
-                values[k, j, n] = _to_int8(lefts[k, n] * rights[j, n] * inverse)
-    return scale
+def _widened(x, result):
+    """The numbers of a row as float32, and the address of the result."""
+    for j in range(x.size):
+        result[j] = widen(x[j])
+    return result.ctypes.data
 
 
 def round_pairs(tasks, elements, index, sources):
-    """Products left[n, k] * right[n, j] of a part of the rows as int8 values (rows, K, J, N), one scale per row."""
+    """Products of pairs of left (num_rows, num_blocks, left_width) and right in a part of the rows as int8 values, with
+    one scale per row."""
     task = carray(tasks, (1,))[0]
-    R, N, K, J = task.num_rows, task.blocks, task.left_width, task.right_width
+    R, N, K, J = task.num_rows, task.num_blocks, task.left_width, task.right_width
     first, last = part_of_rows(R, task.num_parts, index)
-    left, right = (
-        array(elements, task.left, (R, N, K)),
-        array(elements, task.right, (R, N, J)),
-    )
-    values, scales = array(np.int8, task.values, (R, K, J, N)), floats(task.scales, 1, R)[0]
+    left, right = array(elements, task.left, (R, N * K)), array(elements, task.right, (R, N * J))
+    values, scales = array(np.int8, task.values, (R, N * K * J)), floats(task.scales, 1, R)[0]
+    lefts, rights = np.empty(N * K, np.float32), np.empty(N * J, np.float32)
+    pairs = np.empty(N * K * J, np.float32)
     for i in range(first, last):
-        scales[i] = _round_row_of_pairs(left[i], right[i], values[i])
-
-
-@njit(**EXACT)
-def _contract_row(product, scale, left, right, dleft, dright):
-    width, other, blocks = product.shape
-    lefts, rights = _transposed(left), _transposed(right)
-    dright[:] = _ZERO
-    dleft[:] = _ZERO
-    for k in range(width):
-        for j in range(other):
-            for n in range(blocks):
-                number = np.float32(product[k, j, n]) * scale
-                dleft[k, n] += number * rights[j, n]
-                dright[j, n] += number * lefts[k, n]
+        p_left, p_right = _widened(left[i], lefts), _widened(right[i], rights)
+        expand_blocks(np.float32, p_left, p_right, pairs.ctypes.data, 0, N, K, J, 4)
+        scales[i] = _round_row(pairs, -1, np.uint32(0), values[i])
 
 
 def contract_pairs(tasks, elements, index, sources):
-    """dleft[k, n] = sum_j p[k, j, n] right[n, j] and dright[j, n] = sum_k p[k, j, n] left[n, k] of a part of the rows.
-
-    p = product (rows, K, J, N) int32 * scale of the row; dleft and dright are float32.
-    """
+    """Gradients dleft and dright in a part of the rows from that of the pairs, product int32 * scale of the row."""
     task = carray(tasks, (1,))[0]
-    R, N, K, J = task.num_rows, task.blocks, task.left_width, task.right_width
+    R, N, K, J = task.num_rows, task.num_blocks, task.left_width, task.right_width
     first, last = part_of_rows(R, task.num_parts, index)
-    left, right = (
-        array(elements, task.left, (R, N, K)),
-        array(elements, task.right, (R, N, J)),
-    )
-    product, scales = array(np.int32, task.product, (R, K, J, N)), floats(task.scales, 1, R)[0]
-    dleft = array(np.float32, task.dleft, (R, K, N))
-    dright = array(np.float32, task.dright, (R, J, N))
+    left, right = array(elements, task.left, (R, N * K)), array(elements, task.right, (R, N * J))
+    dleft, dright = array(elements, task.dleft, (R, N * K)), array(elements, task.dright, (R, N * J))
+    product, scales = array(np.int32, task.product, (R, N * K * J)), floats(task.scales, 1, R)[0]
+    lefts, rights, dpairs = np.empty(N * K, np.float32), np.empty(N * J, np.float32), np.empty(N * K * J, np.float32)
+    dlefts, drights, no_bias = np.empty(N * K, np.float32), np.empty(N * J, np.float32), np.empty(0, np.float32)
     for i in range(first, last):
-        _contract_row(product[i], scales[i], left[i], right[i], dleft[i], dright[i])
+        p_left, p_right = _widened(left[i], lefts), _widened(right[i], rights)
+        _scale_row(product[i], scales[i], no_bias, dpairs)
+        contract_blocks(
+            np.float32, p_left, p_right, dpairs.ctypes.data, dlefts.ctypes.data, drights.ctypes.data, 0, N, K, J, 4
+        )
+        _scale_row(dlefts, _ONE, no_bias, dleft[i])
+        _scale_row(drights, _ONE, no_bias, dright[i])

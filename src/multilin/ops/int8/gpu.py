@@ -160,11 +160,13 @@ class GpuSteps(PortableSteps):
         cls, dresult: Tensor, left: Tensor, right: Tensor, values: Tensor, factor: Tensor, backward: str
     ) -> tuple[Tensor, Tensor]:
         """Gradients of left and right."""
-        rounded = cls.round_rows(dresult, draw_seed()) if backward == "int8" else Rounded(dresult, None)
-        if backward != "int8":
+        row_scale = None
+        if backward == "int8":
+            dresult, row_scale = cls.round_rows(dresult, draw_seed())
+        else:
             values = values.to(dresult.dtype)
-        gradients: tuple[Tensor, Tensor] = _outer_factors(*rounded, left, right, values, factor.float())
-        return gradients
+        dleft, dright = _outer_factors(dresult, row_scale, left, right, values, factor.float())
+        return dleft, dright
 
     @classmethod
     def gradient_of_pairs_weight(

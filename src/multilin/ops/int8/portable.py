@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from multilin.ops.block_outer import portable as block_outer
 from multilin.ops.int8.rounding import Rounded, quantize
 
 LONGEST_SUM = 2**17  # 2^17 * 127^2 < 2^31
@@ -41,7 +42,7 @@ def multiply(left: Tensor, right: Tensor) -> Tensor:
 class PortableSteps:
     """What surrounds the integer products; `CpuSteps` and `GpuSteps` do the same with fewer passes over memory.
 
-    Rows are 2-D: (R, width). Pairs are laid out (R, K, J, N).
+    Rows are 2-D: (R, width).
     """
 
     @staticmethod
@@ -64,21 +65,23 @@ class PortableSteps:
         result = product * (row_scale * factor)
         return (result if bias is None else result + bias).to(dtype)
 
-    @classmethod
-    def round_pairs(cls, left: Tensor, right: Tensor) -> Rounded:
-        """left (R, N, K) and right (R, N, J) to their products (R, K J N), one scale per row."""
-        return cls.round_rows((left.mT[:, :, None] * right.mT[:, None]).flatten(1))
+    @staticmethod
+    def round_pairs(left: Tensor, right: Tensor) -> Rounded:
+        """left (R, N, K) and right (R, N, J) to their products (R, N K J), one scale per row."""
+        return quantize(block_outer.expand(left, right))
 
-    @classmethod
+    @staticmethod
     def contract_pairs(
-        cls, product: Tensor, row_scale: Tensor, factor: Tensor, left: Tensor, right: Tensor
+        product: Tensor, row_scale: Tensor, factor: Tensor, left: Tensor, right: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Gradients of left and right from that of the pairs, product * row_scale * factor."""
-        (_, blocks, width), other = left.shape, right.shape[-1]
-        dpairs = (product * (row_scale * factor)).view(-1, width, other, blocks)
-        dleft = (dpairs * right.mT[:, None]).sum(dim=2).mT
-        dright = (dpairs * left.mT[:, :, None]).sum(dim=1).mT
+        dleft, dright = block_outer.contract_pairs((product * (row_scale * factor)).t(), left, right)
         return dleft.to(left.dtype), dright.to(right.dtype)
+
+    @staticmethod
+    def contract(dresult: Tensor, weight: Tensor, factor: Tensor, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
+        """Gradients of left and right from that of the result, in floats."""
+        return block_outer.contract(dresult * factor.to(dresult.dtype), weight, left, right)
 
     @classmethod
     def scaled_product(
@@ -90,19 +93,17 @@ class PortableSteps:
     @classmethod
     def outer(cls, left: Tensor, right: Tensor, values: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
         """Rounded pairs contracted by an int8 weight (D, N, K, J)."""
-        return cls.scaled_product(cls.round_pairs(left, right), _flat_weight(values).t(), factor, None, dtype)
+        return cls.scaled_product(cls.round_pairs(left, right), values.flatten(1).t(), factor, None, dtype)
 
     @classmethod
     def gradients_of_factors(
         cls, dresult: Tensor, left: Tensor, right: Tensor, values: Tensor, factor: Tensor, backward: str
     ) -> tuple[Tensor, Tensor]:
         """Gradients of left and right."""
-        flat = _flat_weight(values)
-        if backward == "int8":
-            rounded = cls.round_rows(dresult, draw_seed())
-            return cls.contract_pairs(multiply(rounded.values, flat), rounded.scale, factor, left, right)
-        product, ones = dresult @ flat.to(dresult.dtype), torch.ones_like(dresult[:, :1])
-        return PortableSteps.contract_pairs(product, ones, factor, left, right)
+        if backward != "int8":
+            return cls.contract(dresult, values.to(dresult.dtype), factor, left, right)
+        rounded = cls.round_rows(dresult, draw_seed())
+        return cls.contract_pairs(multiply(rounded.values, values.flatten(1)), rounded.scale, factor, left, right)
 
     @classmethod
     def gradient_of_pairs_weight(
@@ -111,7 +112,7 @@ class PortableSteps:
         """Gradient of the weight (D, N, K, J), from pairs that are rounded again."""
         pairs = cls.round_pairs(left, right)
         dflat = cls.gradient_of_weight(dresult, Rounded(pairs.values, pairs.scale * factor), backward, dtype)
-        return dflat.view(len(dflat), left.shape[2], right.shape[2], left.shape[1]).permute(0, 3, 1, 2)
+        return dflat.view(-1, *left.shape[1:], right.shape[-1])
 
     @classmethod
     def gradient_of_rows(
@@ -141,8 +142,3 @@ def sum_of_parts(gradient: Callable[[slice], Tensor], num_rows: int) -> Tensor:
     """Sum of a gradient over parts of the rows that are short enough for int32."""
     parts = [slice(first, first + LONGEST_SUM) for first in range(0, max(num_rows, 1), LONGEST_SUM)]
     return functools.reduce(torch.add, map(gradient, parts))
-
-
-def _flat_weight(values: Tensor) -> Tensor:
-    """(D, N, K, J) as (D, K J N), the layout of the pairs."""
-    return values.permute(0, 2, 3, 1).reshape(len(values), -1)

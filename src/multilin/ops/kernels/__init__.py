@@ -24,7 +24,9 @@ class LazyModule:
         self._module = name
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(importlib.import_module(self._module), name)
+        value = getattr(importlib.import_module(self._module), name)
+        setattr(self, name, value)  # found without this function from now on
+        return value
 
 
 def _after_fork() -> None:

@@ -4,7 +4,6 @@ import contextlib
 import ctypes
 import functools
 import hashlib
-import inspect
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -60,14 +59,20 @@ def launch_parts(
         return
     threads = num_threads(num_elements)
     parts = threads if num_parts is None else num_parts
-    kinds = tuple((name, ctypes.c_double if type(value) is float else ctypes.c_int64) for name, value in fields.items())
+    structure = _structures.get(kernel)
+    if structure is None:
+        structure = _structures[kernel] = _structure(fields)
     values = [value.data_ptr() if isinstance(value, Tensor) else value or 0 for value in fields.values()]
-    launch(kernel, _structure(kinds)(parts, *values), dtype, parts, threads, result_dtype=result_dtype)
+    launch(kernel, structure(parts, *values), dtype, parts, threads, result_dtype=result_dtype)
 
 
-@functools.cache
-def _structure(fields: tuple[tuple[str, Any], ...]) -> type[ctypes.Structure]:
-    return type("Task", (ctypes.Structure,), {"_fields_": [("num_parts", ctypes.c_int64), *fields]})
+_structures: dict[_Kernel, type[ctypes.Structure]] = {}
+
+
+def _structure(fields: dict[str, Any]) -> type[ctypes.Structure]:
+    """A kernel's task; calls of one kernel have the same fields."""
+    kinds = [(name, ctypes.c_double if type(value) is float else ctypes.c_int64) for name, value in fields.items()]
+    return type("Task", (ctypes.Structure,), {"_fields_": [("num_parts", ctypes.c_int64), *kinds]})
 
 
 def launch(
@@ -112,7 +117,7 @@ def _compiled(
     if result_dtype is not None:
         element = types.Tuple((element, _ELEMENTS[result_dtype]))
     pointer = types.CPointer(numba.from_dtype(np.dtype(task)))
-    sources = types.Opaque(_source_digest(Path(inspect.getfile(kernel)).parent))
+    sources = types.Opaque(_source_digest())
     signature = types.void(pointer, types.CPointer(element), types.int64, sources)
     with _telling_of_compilation():
         compiled = cfunc(signature, cache=True, **SCALARS)(_with_own_cache_file(kernel, str(signature)))
@@ -121,10 +126,10 @@ def _compiled(
 
 
 @functools.cache
-def _source_digest(folder: Path) -> str:
-    """Hash of all sources that a kernel of this folder may use; numba's cache checks only the compiled file."""
+def _source_digest() -> str:
+    """Hash of the sources of all CPU kernels; numba's cache checks only the compiled file."""
     digest = hashlib.sha256()
-    for path in (*sorted(folder.glob("cpu*.py")), *sorted(Path(__file__).parent.glob("cpu_*.py"))):
+    for path in sorted(Path(__file__).parent.parent.glob("*/cpu*.py")):
         digest.update(path.read_bytes())
     return f"kernels {digest.hexdigest()}"
 

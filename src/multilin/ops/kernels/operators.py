@@ -5,17 +5,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 
 def needs_gradients(*inputs: object) -> bool:
     """True if a backward pass may follow."""
-    return torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in inputs)
+    return torch.is_grad_enabled() and any([x.requires_grad for x in inputs if isinstance(x, Tensor)])  # noqa: C419 (faster)
 
 
 def is_traced(*inputs: object) -> bool:
     """True if a graph is made of a call with these inputs, so that it must consist of known operators."""
-    special = (isinstance(x, Tensor) and type(x) not in (Tensor, torch.nn.Parameter) for x in inputs)
-    return torch.compiler.is_compiling() or any(special)
+    if torch.compiler.is_compiling():
+        return True
+    return any([type(x) is not Tensor and isinstance(x, Tensor) and type(x) is not Parameter for x in inputs])  # noqa: C419
 
 
 def refuses_eager(*inputs: object, **options: object) -> str | None:
@@ -33,7 +35,7 @@ class Operator:
 
     def __call__(self, *inputs: Any) -> Any:
         """The function's result."""
-        return (self.operator if needs_gradients(*inputs) or is_traced(*inputs) else self.compute)(*inputs)
+        return (self.operator if is_traced(*inputs) or needs_gradients(*inputs) else self.compute)(*inputs)
 
     def differentiable(self, differentiate: Callable[..., Any], save: Callable[..., Any]) -> None:
         """Set the backward pass, as PyTorch's `register_autograd` wants it."""

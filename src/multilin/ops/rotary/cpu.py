@@ -21,10 +21,10 @@ def rotary(x_BTHD: Tensor, cos_BTP: Tensor, sin_BTP: Tensor, block: int) -> Tens
 
 @operator("rotary", lambda x, *_: torch.empty(x.shape, dtype=x.dtype, device=x.device))
 def _turn(x: Tensor, cos: Tensor, sin: Tensor, block: int, is_inverse: bool) -> Tensor:
-    result = torch.empty(x.shape, dtype=x.dtype)
-    rows = as_rows(x.flatten(2))
+    result, rows = torch.empty(x.shape, dtype=x.dtype), as_rows(x.flatten(2))
+    num_rows, width = rows.shape
     _launch.launch_parts(
-        _kernels.turn, x.dtype, x.numel(), num_rows=len(rows), width=rows.shape[1], head_size=x.shape[-1], block=block,
+        _kernels.turn, x.dtype, x.numel(), num_rows=num_rows, width=width, head_size=x.shape[-1], block=block,
         is_inverse=is_inverse, x=rows, x_row=row_bytes(rows), cos=cos.contiguous(), sin=sin.contiguous(), result=result,
     )  # fmt: skip
     return result

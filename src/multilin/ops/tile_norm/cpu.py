@@ -20,41 +20,41 @@ def tile_norm(x: Tensor, tile: int, dtype: torch.dtype) -> Tensor:
 
 
 def _fake_forward(x: Tensor, tile: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    scales = x.new_empty((*x.shape[:-1], x.shape[-1] // tile), dtype=torch.float32)
-    return torch.empty(x.shape, dtype=dtype, device=x.device), scales
+    return torch.empty(x.shape, dtype=dtype, device=x.device), x.new_empty(x.numel() // tile, dtype=torch.float32)
 
 
 @operator("tile_norm", _fake_forward)
 def _forward(x: Tensor, tile: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """The result, and 1 / root mean square of each tile in float32."""
-    result, scales = _fake_forward(x, tile, dtype)
-    rows = as_rows(x)
+    size, rows = x.numel(), as_rows(x)
+    result, scales = torch.empty(x.shape, dtype=dtype), torch.empty(size // tile, dtype=torch.float32)
+    num_rows, width = rows.shape
     _launch.launch_parts(
-        _kernels.forward, x.dtype, x.numel(), result_dtype=dtype, num_rows=len(rows), width=rows.shape[1], tile=tile,
-        x=rows, x_row=row_bytes(rows), result=result, scales=scales,
+        _kernels.forward, x.dtype, size, result_dtype=dtype, num_rows=num_rows, width=width, tile=tile, x=rows,
+        x_row=row_bytes(rows), result=result, scales=scales,
     )  # fmt: skip
     return result, scales
 
 
-@operator("tile_norm_backward", lambda dresult, x, scales: torch.empty(x.shape, dtype=x.dtype, device=x.device))
-def _backward(dresult: Tensor, x: Tensor, scales: Tensor) -> Tensor:
-    dx = torch.empty(x.shape, dtype=x.dtype)
-    rows, dresults = as_rows(x), as_rows(dresult)
+@operator("tile_norm_backward", lambda dresult, x, *_: torch.empty(x.shape, dtype=x.dtype, device=x.device))
+def _backward(dresult: Tensor, x: Tensor, scales: Tensor, tile: int) -> Tensor:
+    dx, rows, dresults = torch.empty(x.shape, dtype=x.dtype), as_rows(x), as_rows(dresult)
+    num_rows, width = rows.shape
     _launch.launch_parts(
-        _kernels.backward, x.dtype, x.numel(), result_dtype=dresult.dtype, num_rows=len(rows), width=rows.shape[1],
-        tile=x.shape[-1] // max(scales.shape[-1], 1), x=rows, x_row=row_bytes(rows), dresult=dresults,
-        dresult_row=row_bytes(dresults), scales=scales.contiguous(), dx=dx,
+        _kernels.backward, x.dtype, x.numel(), result_dtype=dresult.dtype, num_rows=num_rows, width=width, tile=tile,
+        x=rows, x_row=row_bytes(rows), dresult=dresults, dresult_row=row_bytes(dresults), scales=scales, dx=dx,
     )  # fmt: skip
     return dx
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.save_for_backward(inputs[0], output[1])
+    x, ctx.tile, _ = inputs
+    ctx.save_for_backward(x, output[1])
     ctx.mark_non_differentiable(output[1])
 
 
 def _differentiate(ctx: Any, dresult: Tensor, _: Tensor | None) -> tuple[Tensor, None, None]:
-    return _backward(dresult, *ctx.saved_tensors), None, None
+    return _backward(dresult, *ctx.saved_tensors, ctx.tile), None, None
 
 
 _forward.differentiable(_differentiate, _save)

@@ -67,11 +67,11 @@ def kernels_of_the_gpu():
 
     choose = Op.backend_for
 
-    def backend_for(op: Op, device: Any, dtype: torch.dtype = torch.float32, call: Any = None) -> Any:
+    def backend_for(op: Op, device: Any, dtype: torch.dtype = torch.float32, *call: Any) -> Any:
         for backend in op.backends:
             if backend.device == "cuda" and (backend.dtypes is None or dtype in backend.dtypes):
                 return backend
-        return choose(op, device, dtype, call)
+        return choose(op, device, dtype, *call)
 
     Op.backend_for = backend_for
     try:

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from multilin.model import MultilinConfig, MultilinForCausalLM
-from multilin.ops.block_outer import xor_combiner, xor_weight
 from tests.golden.watch import start_at_given_input, watch
+from tests.golden.xor import xor_combiner, xor_weight
 
 NAMES = {"QK": "query_key.weight", "QV": "query_value.weight", "K": "key.weight", "V": "value.weight"}
 

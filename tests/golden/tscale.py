@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from multilin.architectures.tscale import layer_widths
 from multilin.model import MultilinConfig, MultilinForCausalLM
-from multilin.ops.block_outer import xor_combiner, xor_weight
 from multilin.ops.windowed_attention import windowed_attention
 from tests.golden.watch import start_at_given_input, watch
+from tests.golden.xor import xor_combiner, xor_weight
 
 SOURCE_LN2 = float(np.float32(0.693147))
 """What the source writes for ln 2; it divides by it where the mathematics multiplies by log2(e)."""

@@ -5,9 +5,10 @@ import torch
 
 from multilin.errors import InputError
 from multilin.ops import block_outer as unchecked
-from multilin.ops.block_outer import cpu, expand, reference, xor_combiner, xor_weight
-from multilin.ops.block_outer.cases import SHAPES, make_inputs
-from multilin.ops.numba_kernels import why_not
+from multilin.ops.block_outer import cpu, portable, reference
+from multilin.ops.kernels import why_no_numba
+from tests.golden.xor import xor_combiner, xor_weight
+from tests.ops.cases.block_outer import SHAPES, make_inputs
 from tests.ops.checked import block_outer
 from tests.ops.largest import LargestTensor
 from tests.ops.poison import poison_memory
@@ -17,7 +18,7 @@ from tests.ops.poison import poison_memory
 def test_result_and_gradients_are_those_of_the_equation(name: str) -> None:
     inputs = [x.requires_grad_() for x in make_inputs(name)]
     results = []
-    for compute in (reference.block_outer, expand.block_outer):
+    for compute in (reference.block_outer, portable.block_outer):
         result = compute(*inputs)
         results.append([result, *torch.autograd.grad(result.sin().sum(), inputs)])
     torch.testing.assert_close(results[1], results[0], rtol=1e-11, atol=1e-11)
@@ -35,14 +36,14 @@ def test_precision_against_float64(name: str, low: torch.dtype, tolerance: float
         assert (result.double() - expected).norm() <= tolerance * expected.norm()
 
 
-@pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
+@pytest.mark.skipif(why_no_numba() is not None, reason=str(why_no_numba()))
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("shapes", [(4, 4), (16, 16), (4, 8), (13, 8), (3, 5), (2, 4)], ids=str)
 def test_kernels_make_pairs_and_gradients_of_their_factors(shapes, dtype, threads, monkeypatch) -> None:
     """Blocks of whole vectors and others; the last one's end is the end of memory."""
     poison_memory(monkeypatch)
-    monkeypatch.setattr("multilin.ops.numba_kernels.launch.SMALL", 0)
+    monkeypatch.setattr("multilin.ops.kernels.cpu_launch.SMALL", 0)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     left, right = (torch.randn(7, 5, width).to(dtype) for width in shapes)
     dpairs = torch.randn(7, 5, *shapes).to(dtype)
@@ -52,7 +53,7 @@ def test_kernels_make_pairs_and_gradients_of_their_factors(shapes, dtype, thread
         (exact[2] * exact[1][..., None, :]).sum(dim=-1),
         (exact[2] * exact[0][..., None]).sum(dim=-2),
     )
-    found = cpu.expand(left, right), *cpu.contract(dpairs, left, right)
+    found = cpu.expand(left, right).view_as(dpairs), *cpu.contract_pairs(dpairs, left, right)
     tolerance = 1e-6 if dtype == torch.float32 else 4e-3
     for result, truth in zip(found, expected, strict=True):
         assert result.dtype == dtype
@@ -74,7 +75,7 @@ def test_all_rows_pairs_are_never_held_at_once_nor_kept(monkeypatch) -> None:
     weight, kept = torch.randn(3, 8, 16, 16, requires_grad=True), []
     results = []
     for rows_per_chunk in (rows, 128):
-        monkeypatch.setitem(expand.NUMBERS, "cpu", rows_per_chunk * num_pairs)
+        monkeypatch.setitem(portable.NUMBERS, "cpu", rows_per_chunk * num_pairs)
         with (
             LargestTensor() as watch,
             torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.numel()) or x, lambda x: x),

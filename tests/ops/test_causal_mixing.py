@@ -6,8 +6,8 @@ import torch
 from multilin.errors import InputError
 from multilin.ops.causal_mixing import CAUSAL_MIXING, lower_triangle
 from multilin.ops.causal_mixing import causal_mixing as unchecked
-from multilin.ops.causal_mixing.cases import SHAPES, make_inputs
 from multilin.ops.causal_mixing.triangle import rows
+from tests.ops.cases.causal_mixing import SHAPES, make_inputs
 from tests.ops.checked import causal_mixing
 
 EXACT = {"rtol": 1e-11, "atol": 1e-11}

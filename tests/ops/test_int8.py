@@ -8,18 +8,19 @@ from hypothesis import strategies as st
 from multilin.errors import InputError
 from multilin.ops import int8
 from multilin.ops.block_outer import block_outer
-from multilin.ops.block_outer.cases import SHAPES as OUTER_SHAPES
-from multilin.ops.block_outer.cases import make_inputs as outer_inputs
-from multilin.ops.int8 import backends, portable, reference
-from multilin.ops.int8.cases import SHAPES, make_inputs
+from multilin.ops.int8 import cpu, portable, reference
+from multilin.ops.kernels import why_no_numba
+from tests.ops.cases.block_outer import SHAPES as OUTER_SHAPES
+from tests.ops.cases.block_outer import make_inputs as outer_inputs
+from tests.ops.cases.int8 import SHAPES, make_inputs
 from tests.ops.checked import int8_block_outer, int8_linear, quantize
 
 STEPS = [
     pytest.param(portable.PortableSteps, id="portable"),
     pytest.param(
-        backends.KernelSteps,
+        cpu.CpuSteps,
         id="kernels",
-        marks=pytest.mark.skipif(backends.why_no_kernels() is not None, reason="numba is not installed"),
+        marks=pytest.mark.skipif(why_no_numba() is not None, reason="numba is not installed"),
     ),
 ]
 
@@ -76,12 +77,12 @@ def test_the_steps_agree_with_the_equation(steps, dtype: torch.dtype) -> None:
 def test_random_rounding_is_right_on_average_and_repeatable(steps) -> None:
     x, row_scale = normal(4, 33), normal(4, 1, seed=3).abs()
     torch.manual_seed(5)
-    first = steps.round_rows_randomly(x).values
+    first = steps.round_rows(x, portable.draw_seed()).values
     torch.manual_seed(5)
-    assert torch.equal(steps.round_rows_randomly(x).values, first)
-    assert not torch.equal(steps.round_rows_randomly(x).values, first)
+    assert torch.equal(steps.round_rows(x, portable.draw_seed()).values, first)
+    assert not torch.equal(steps.round_rows(x, portable.draw_seed()).values, first)
     for draw, expected in (
-        (lambda: steps.round_rows_randomly(x), x),
+        (lambda: steps.round_rows(x, portable.draw_seed()), x),
         (lambda: steps.round_columns_randomly(x, row_scale), x * row_scale),
     ):
         scale = draw().scale

@@ -11,12 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from multilin.ops.kernels import why_no_numba
 from multilin.ops.prefix_softmax import PREFIX_SOFTMAX, PrefixSoftmaxState, cpu, prefix_softmax, reference
 from multilin.ops.prefix_softmax.cases import LOGITS, make_logits, make_starts, make_values
 from tests.ops.poison import poison_memory
 from tests.processes import PYTHON, run
 
-pytestmark = pytest.mark.skipif(cpu.why_not() is not None, reason=str(cpu.why_not()))
+pytestmark = pytest.mark.skipif(why_no_numba() is not None, reason=str(why_no_numba()))
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 4e-3}
 HARD = ["random", "peaked", "spikes", "rising", "one early spike", "masked", "masked head", "all masked"]

@@ -9,8 +9,8 @@ from torch import Tensor
 from multilin.errors import InputError
 from multilin.layers.positions import rotary_angles, rotate
 from multilin.ops import rotary as unchecked
-from multilin.ops.numba_kernels import why_not
-from multilin.ops.rotary.cases import SHAPES, make_inputs
+from multilin.ops.kernels import why_no_numba
+from tests.ops.cases.rotary import SHAPES, make_inputs
 from tests.ops.checked import rotary
 from tests.ops.poison import poison_memory
 
@@ -39,7 +39,7 @@ def test_the_definition_turns_complex_numbers() -> None:
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 4e-3)], ids=str)
 @pytest.mark.parametrize("name", SHAPES)
 def test_precision_against_float64(threads, name, dtype, tolerance, monkeypatch) -> None:
-    monkeypatch.setattr("multilin.ops.numba_kernels.launch.SMALL", 0)
+    monkeypatch.setattr("multilin.ops.kernels.cpu_launch.SMALL", 0)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     (x, cos, sin), block = make_inputs(name), SHAPES[name][1]
     x = x.to(dtype)
@@ -91,7 +91,7 @@ def test_compiled_is_eager() -> None:
     torch.testing.assert_close(gradients[1], gradients[0])
 
 
-@pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
+@pytest.mark.skipif(why_no_numba() is not None, reason=str(why_no_numba()))
 def test_the_operator_keeps_the_contract_of_operators(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     x, cos, sin = make_inputs("one block", dtype=torch.float32)

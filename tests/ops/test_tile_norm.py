@@ -7,9 +7,9 @@ from torch import Tensor
 from multilin.errors import InputError
 from multilin.layers.norms import TileNorm
 from multilin.ops import tile_norm as unchecked
-from multilin.ops.numba_kernels import why_not
+from multilin.ops.kernels import why_no_numba
 from multilin.ops.tile_norm import reference
-from multilin.ops.tile_norm.cases import SHAPES, make_input
+from tests.ops.cases.tile_norm import SHAPES, make_input
 from tests.ops.checked import tile_norm
 from tests.ops.poison import poison_memory
 
@@ -38,7 +38,7 @@ def result_and_gradient(x: Tensor, tile: int | None, dtype: torch.dtype) -> tupl
 @pytest.mark.parametrize(("dtype", "result_dtype", "tolerance"), TYPES, ids=str)
 @pytest.mark.parametrize("name", WIDE)
 def test_precision_against_float64(threads, name, dtype, result_dtype, tolerance, monkeypatch) -> None:
-    monkeypatch.setattr("multilin.ops.numba_kernels.launch.SMALL", 0)
+    monkeypatch.setattr("multilin.ops.kernels.cpu_launch.SMALL", 0)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     x, tile = make_input(name).to(dtype), SHAPES[name][1]
     found = result_and_gradient(x, tile, result_dtype)
@@ -107,7 +107,7 @@ def test_compiled_is_eager(dtype: torch.dtype) -> None:
     torch.testing.assert_close(gradients[1], gradients[0])
 
 
-@pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
+@pytest.mark.skipif(why_no_numba() is not None, reason=str(why_no_numba()))
 def test_the_operator_keeps_the_contract_of_operators(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     torch.library.opcheck(

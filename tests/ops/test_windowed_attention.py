@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from multilin.errors import InputError
 from multilin.ops import windowed_attention as unchecked
 from multilin.ops.prefix_softmax.cases import make_starts
-from multilin.ops.windowed_attention import WINDOWED_ATTENTION, gpu, portable, reference, tiles, wide
-from multilin.ops.windowed_attention.cases import OPTIONS, make_inputs
+from multilin.ops.windowed_attention import WINDOWED_ATTENTION, gpu, portable, reference, special_cases, tiles
+from tests.ops.cases.windowed_attention import OPTIONS, make_inputs
 from tests.ops.checked import windowed_attention
 from tests.ops.largest import LargestTensor
 
@@ -48,16 +48,17 @@ def test_the_portable_path_equals_the_definition(name: str, packed: bool) -> Non
     """Means, state and all gradients, decays included, from a state."""
     options = {"scale": 1.0, "slope": 0.0, "hyper": 0.0, **OPTIONS[name]}
     starts = make_starts((B, T), share=0.03) if packed else None
-    logits = torch.zeros(B, T, dtype=torch.float64).masked_fill(torch.arange(T) % 17 == 3, -torch.inf)
+    padding = (torch.arange(T) % 17 == 3).expand(B, -1)
+    fast = portable.windowed_attention if options["window"] else special_cases.own_token
     earlier = [*make_inputs(B, 9, H, D, E, seed=3)[1:], torch.zeros(B, 9, dtype=torch.float64)]
     results = []
-    for backend in (reference, portable):
+    for attend in (reference.windowed_attention, fast):
         decay = [torch.tensor(options[key], dtype=torch.float64) for key in ("slope", "hyper")]
         inputs = [x.clone().requires_grad_() for x in (*make_inputs(B, T, H, D, E), *decay, *earlier[:2])]
         q, k, v, slope, hyper, *before = inputs
         state = unchecked.WindowedAttentionState(*before, earlier[2])
-        means, after = backend.windowed_attention(
-            q, k, v, logits, state=state, starts=starts, **{**options, "slope": slope, "hyper": hyper}
+        means, after = attend(
+            q, k, v, padding=padding, state=state, starts=starts, **{**options, "slope": slope, "hyper": hyper}
         )
         total = means.sin().sum() + after.keys_BSHD.cos().sum() + after.values_BSHE.cos().sum()
         gradients = torch.autograd.grad(total, inputs, allow_unused=True, materialize_grads=True)
@@ -129,8 +130,7 @@ def test_how_the_work_is_cut_changes_nothing(monkeypatch, numbers: int, window: 
     results = []
     for backend in (reference, portable):
         inputs = [x.requires_grad_() for x in make_inputs(3, T, H, D, E)]
-        logits = torch.zeros(3, T, dtype=torch.float64)
-        means, _ = backend.windowed_attention(*inputs, logits, window=window, scale=0.7, slope=0.1, null_key=True)
+        means, _ = backend.windowed_attention(*inputs, window=window, scale=0.7, slope=0.1, null_key=True)
         results.append([means, *torch.autograd.grad(means.sin().sum(), inputs)])
     torch.testing.assert_close(results[1], results[0], rtol=1e-9, atol=1e-10)
 
@@ -171,7 +171,7 @@ def test_a_whole_text_read_without_gradient(dtype, tolerance, null_key, scale, w
     """There PyTorch's own attention computes it."""
     options = {"window": T, "null_key": null_key, "scale": scale}
     inputs = [x.to(dtype) for x in make_inputs(B, T, H, width, value_width)]
-    assert wide.serves(*inputs, window=T, decays=(0.0, 0.0), others=())
+    assert special_cases.why_not_full_causal(*inputs, window=T) is None
     expected, state = windowed_attention(*(x.double() for x in inputs), **options)
     means, after = windowed_attention(*inputs, **options)
     assert means.dtype == dtype
@@ -187,8 +187,7 @@ def test_wide_windows_whose_blocks_are_larger_are_the_definition(dtype: torch.dt
     results = []
     for kind, compute in ((torch.float64, reference.windowed_attention), (dtype, portable.windowed_attention)):
         queries, keys, values = (x.to(kind).requires_grad_() for x in rounded[:3])
-        logits = torch.zeros(1, 700, dtype=torch.promote_types(kind, torch.float32))
-        means, _ = compute(queries, keys, values, logits, window=600, scale=0.3, null_key=True, needs_state=False)
+        means, _ = compute(queries, keys, values, window=600, scale=0.3, null_key=True, needs_state=False)
         loss = (means * rounded[3].to(kind)).sum()
         results.append([means, *torch.autograd.grad(loss, (queries, keys, values))])
     for exact, found in zip(*results, strict=True):

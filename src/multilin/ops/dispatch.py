@@ -1,16 +1,11 @@
-"""Which implementation of an op runs: the only place that looks at devices and installed packages for it."""
+"""Which implementation of an op runs: the only place that chooses by device, dtype, installed packages and the call."""
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-
-
-def always_available() -> str | None:
-    """No reason against a backend that needs nothing but PyTorch."""
-    return None
 
 
 @dataclass(frozen=True)
@@ -23,7 +18,7 @@ class Backend:
     dtypes: what it computes in; None is any.
     reads: types of values that it takes as they are; others are converted to what it computes in.
     why_not: the reason this machine cannot use it, None when it can.
-    refuses: the reason it does not take one call, told by what the op passes to `backend_for`; None when it does.
+    refuses: the reason it does not take a call, None when it does; same arguments as `compute`.
     is_slow: doctor warns when this is the best there is.
     """
 
@@ -32,34 +27,53 @@ class Backend:
     device: str | None = None
     dtypes: tuple[torch.dtype, ...] | None = None
     reads: tuple[torch.dtype, ...] = ()
-    why_not: Callable[[], str | None] = always_available
-    refuses: Callable[..., str | None] | None = None
+    why_not: Callable[[], str | None] = lambda: None
+    refuses: Callable[..., str | None] = lambda *arguments, **options: None
     is_slow: bool = False
 
 
 class Op:
-    """A named function with backends, the preferred first; the last one, the definition, takes everything."""
+    """A named function with backends, the preferred first; the last one, the definition, takes everything.
 
-    def __init__(self, name: str, backends: list[Backend]) -> None:
+    Special cases are backends for a few calls only, which are tried first; no warning is given where they refuse.
+    """
+
+    def __init__(self, name: str, backends: list[Backend], special_cases: Sequence[Backend] = ()) -> None:
         self.name = name
         self.backends = backends
+        self.special_cases = special_cases
+
+    def __call__(self, *arguments: Any, dtype: torch.dtype, **options: Any) -> Any:
+        """Compute with the first backend that takes the call; `dtype` is the one to compute in.
+
+        The first argument is a tensor on the device of all.
+        """
+        return self.backend_for(arguments[0].device, dtype, arguments, options).compute(*arguments, **options)
 
     def backend_for(
-        self, device: torch.device, dtype: torch.dtype = torch.float32, call: tuple[Any, ...] | None = None
+        self,
+        device: torch.device,
+        dtype: torch.dtype = torch.float32,
+        arguments: tuple[Any, ...] | None = None,
+        options: Mapping[str, Any] | None = None,
     ) -> Backend:
-        """The first backend that computes in this type on this device of this machine, and takes this call.
+        """The first backend that computes in this type on this device of this machine, and takes the call.
 
         Args:
             device: of the tensors.
             dtype: it computes in.
-            call: what backends decide by whether they refuse it; None asks for no call in particular.
+            arguments, options: of the call; None asks for no call in particular.
         """
+        call = options or {}
         refused = None
+        if arguments is not None:
+            for backend in self.special_cases:
+                if _fits(backend, device, dtype) and backend.refuses(*arguments, **call) is None:
+                    return backend
         for backend in self.backends:
-            fits = backend.device in (None, device.type) and (backend.dtypes is None or dtype in backend.dtypes)
-            if not fits or backend.why_not() is not None:
+            if not _fits(backend, device, dtype) or backend.why_not() is not None:
                 continue
-            if call is not None and backend.refuses is not None and (reason := backend.refuses(*call)) is not None:
+            if arguments is not None and (reason := backend.refuses(*arguments, **call)) is not None:
                 refused = refused or f"{self.name}: {backend.name} does not take this call, as {reason}"
                 continue
             if refused is not None:
@@ -68,14 +82,18 @@ class Op:
         raise AssertionError(f"{self.name}: the reference takes everything")
 
 
-_said: set[str] = set()
+def _fits(backend: Backend, device: torch.device, dtype: torch.dtype) -> bool:
+    return backend.device in (None, device.type) and (backend.dtypes is None or dtype in backend.dtypes)
+
+
+_warned: set[str] = set()
 
 
 @torch.compiler.assume_constant_result
 def warn_once(message: str) -> None:
     """Warn, but once per process for the same words; while a graph is traced too."""
-    if message not in _said:
-        _said.add(message)
+    if message not in _warned:
+        _warned.add(message)
         warnings.warn(message, stacklevel=4)
 
 

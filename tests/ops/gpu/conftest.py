@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from multilin.ops.triton_kernels import is_interpreted
+from multilin.ops.kernels import is_interpreted
 
 
 @pytest.fixture

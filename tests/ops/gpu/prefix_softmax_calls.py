@@ -2,8 +2,8 @@
 
 import torch
 
+from multilin.ops.kernels import gpu_launch as launch
 from multilin.ops.prefix_softmax import PrefixSoftmaxState, gpu
-from multilin.ops.triton_kernels import launch
 
 T, H = 600, 2
 

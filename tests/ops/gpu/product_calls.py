@@ -4,7 +4,7 @@ import torch
 
 from multilin.ops.block_outer import gpu as block_outer
 from multilin.ops.int8.gpu import GpuSteps
-from multilin.ops.triton_kernels import launch
+from multilin.ops.kernels import gpu_launch as launch
 from multilin.ops.windowed_attention import WindowedAttentionState
 from multilin.ops.windowed_attention import gpu as windowed_attention
 
@@ -34,14 +34,14 @@ def call_windowed_attention(dtype: torch.dtype, width: int, value_width: int) ->
     """A text with everything, and a token after a state."""
     options = {"window": 64, "scale": 0.1, "hyper": 1.0, "null_key": True}
     inputs = [torch.zeros(1, 200, 2, n, dtype=dtype, requires_grad=True) for n in (width, width, value_width)]
-    logits, starts = torch.zeros(1, 200), torch.zeros(1, 200, dtype=torch.bool)
+    starts = torch.zeros(1, 200, dtype=torch.bool)
     slope = torch.zeros((), requires_grad=True)
-    means, _ = windowed_attention.windowed_attention(*inputs, logits, slope=slope, starts=starts, **options)
+    means, _ = windowed_attention.windowed_attention(*inputs, slope=slope, starts=starts, **options)
     means.float().sum().backward()
-    state = WindowedAttentionState(torch.zeros(1, 64, 2, width), torch.zeros(1, 64, 2, value_width), logits[:, :64])
+    state = WindowedAttentionState(torch.zeros(1, 64, 2, width), torch.zeros(1, 64, 2, value_width), torch.zeros(1, 64))
     with torch.no_grad():
         new = [x[:, :1] for x in inputs]
-        windowed_attention.windowed_attention(*new, logits[:, :1], state=state, starts=starts[:, :1], **options)
+        windowed_attention.windowed_attention(*new, state=state, starts=starts[:, :1], **options)
 
 
 def call_every_kernel() -> None:

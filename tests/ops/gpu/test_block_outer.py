@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from multilin.ops.block_outer import BLOCK_OUTER, gpu, reference
-from multilin.ops.triton_kernels import launch
 from tests.ops.poison import poison_memory
 
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 4e-3, torch.float16: 1e-3}
@@ -71,7 +70,7 @@ def test_result_and_gradients_at_size(name: str, dtype: torch.dtype, device: tor
 @pytest.mark.parametrize("processors", [1, 64])
 def test_sums_split_over_programs_change_nothing(processors: int, device: torch.device, monkeypatch) -> None:
     """Few rows are given to many programs; their sums are added in float32."""
-    monkeypatch.setattr(launch, "num_processors", lambda _: processors)
+    monkeypatch.setattr(gpu._launch, "num_processors", lambda _: processors)
     check((3, 16, 8, 8, 11), torch.float32, device)
 
 
@@ -92,8 +91,8 @@ def test_the_op_is_a_well_formed_operator(device: torch.device) -> None:
 
 def test_blocks_too_wide_are_refused_with_the_reason() -> None:
     backend = next(b for b in BLOCK_OUTER.backends if b.compute is gpu.block_outer)
-    assert backend.refuses(64) is None
-    assert "wider than 64" in str(backend.refuses(65))
+    assert backend.refuses(*[torch.zeros(1, 1, 64)] * 2) is None
+    assert "wider than 64" in str(backend.refuses(*[torch.zeros(1, 1, 65)] * 2))
 
 
 def test_no_rows_give_no_rows() -> None:

@@ -3,14 +3,14 @@
 import pytest
 import torch
 
-from multilin.ops.block_outer.cases import SHAPES as OUTER_SHAPES
-from multilin.ops.block_outer.cases import make_inputs as outer_inputs
 from multilin.ops.int8 import dequantize, round_weight
-from multilin.ops.int8.cases import SHAPES, make_inputs
 from multilin.ops.int8.gpu import GpuSteps
 from multilin.ops.int8.portable import PortableSteps, draw_seed
 from multilin.ops.int8.products import Int8BlockOuter, Int8Linear
-from multilin.ops.int8.rounded import Rounded
+from multilin.ops.int8.rounding import Rounded
+from tests.ops.cases.block_outer import SHAPES as OUTER_SHAPES
+from tests.ops.cases.block_outer import make_inputs as outer_inputs
+from tests.ops.cases.int8 import SHAPES, make_inputs
 from tests.ops.poison import poison_memory
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -58,12 +58,12 @@ def test_what_is_not_finite_is_not_hidden(bad: float, device: torch.device) -> N
 def test_random_rounding_is_right_on_average_and_repeatable(device: torch.device) -> None:
     x, row_scale = normal(3, 17).to(device), normal(3, 1, seed=3).abs().to(device)
     torch.manual_seed(5)
-    first = GpuSteps.round_rows_randomly(x).values
+    first = GpuSteps.round_rows(x, draw_seed()).values
     torch.manual_seed(5)
-    assert torch.equal(GpuSteps.round_rows_randomly(x).values, first)
-    assert not torch.equal(GpuSteps.round_rows_randomly(x).values, first)
+    assert torch.equal(GpuSteps.round_rows(x, draw_seed()).values, first)
+    assert not torch.equal(GpuSteps.round_rows(x, draw_seed()).values, first)
     for draw, expected in (
-        (lambda: GpuSteps.round_rows_randomly(x), x),
+        (lambda: GpuSteps.round_rows(x, draw_seed()), x),
         (lambda: GpuSteps.round_columns_randomly(x, row_scale), x * row_scale),
     ):
         draws = [dequantize(draw()) for _ in range(60)]

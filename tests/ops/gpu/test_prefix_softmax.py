@@ -44,7 +44,7 @@ def small_and_poisoned(monkeypatch: pytest.MonkeyPatch, device: torch.device) ->
 
 def use_processors(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     """As if the card had so many: with many of them the time of few texts is cut in parts."""
-    from multilin.ops.triton_kernels import launch
+    from multilin.ops.kernels import gpu_launch as launch
 
     monkeypatch.setattr(launch, "num_processors", lambda device: number)
 
@@ -144,7 +144,7 @@ def test_wide_heads_are_cut_in_slices(window: int | None, device: torch.device) 
     )
 )
 def test_it_is_the_definition_at_any_size(case: Case) -> None:
-    from multilin.ops.triton_kernels import is_interpreted
+    from multilin.ops.kernels import is_interpreted
 
     check(case, torch.device("cpu" if is_interpreted() else "cuda"))
 

@@ -5,7 +5,7 @@ import warnings
 import pytest
 import torch
 
-from multilin.ops import triton_kernels
+from multilin.ops import kernels
 from multilin.ops.dispatch import Backend, Op, all_ops
 from tests.processes import PYTHON, run
 
@@ -19,28 +19,28 @@ def test_importing_the_ops_imports_no_kernels(installed: bool) -> None:
 import sys
 if not {installed}:
     sys.modules["triton"] = None  # as where it is not installed
-from multilin.ops import triton_kernels
+from multilin.ops import kernels
 from multilin.ops.dispatch import all_ops
 all_ops()
-assert "multilin.ops.triton_kernels.launch" not in sys.modules
-assert {installed} or triton_kernels.why_not() == "triton is not installed"
+assert "multilin.ops.kernels.gpu_launch" not in sys.modules
+assert {installed} or kernels.why_no_triton() == "triton is not installed"
 """
     run([*PYTHON, "-c", program])
 
 
 def test_where_there_is_no_card_the_reason_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton_kernels, "_IS_INSTALLED", True)
+    monkeypatch.setattr(kernels, "_HAS_TRITON", True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    assert triton_kernels.why_not() == "PyTorch sees no CUDA device"
+    assert kernels.why_no_triton() == "PyTorch sees no CUDA device"
 
 
 def test_an_old_card_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton_kernels, "_IS_INSTALLED", True)
+    monkeypatch.setattr(kernels, "_HAS_TRITON", True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    assert "7.5" in str(triton_kernels.why_not())
+    assert "7.5" in str(kernels.why_no_triton())
 
 
 def test_no_kernel_for_gpus_is_taken_for_tensors_of_the_cpu() -> None:

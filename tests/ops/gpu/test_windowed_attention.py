@@ -5,7 +5,7 @@ import torch
 
 from multilin.ops.prefix_softmax.cases import make_starts
 from multilin.ops.windowed_attention import WindowedAttentionState, gpu, reference
-from multilin.ops.windowed_attention.cases import OPTIONS, make_inputs
+from tests.ops.cases.windowed_attention import OPTIONS, make_inputs
 from tests.ops.poison import poison_memory
 
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 4e-3, torch.float16: 1e-3}
@@ -29,8 +29,7 @@ def check(shape, options, dtype, device, *, packed: bool = False, with_state: bo
     """Means, state and every gradient, decays and the state's included; inputs lie in a wider tensor."""
     options = {"scale": 1.0, "slope": 0.0, "hyper": 0.0, **options}
     num_batch, length, *_ = shape
-    logits = torch.zeros(num_batch, length, device=device)
-    logits = logits.masked_fill(torch.arange(length, device=device) % 17 == 3, -torch.inf)
+    padding = (torch.arange(length, device=device) % 17 == 3).expand(num_batch, -1)
     starts = make_starts((num_batch, length), share=0.03).to(device) if packed else None
     earlier = make_inputs(num_batch, 9, *shape[2:], seed=3)[1:] if with_state else ()
     wide = [torch.cat([x, x], dim=-1).to(device, dtype)[..., : x.shape[-1]] for x in make_inputs(*shape)]
@@ -48,7 +47,7 @@ def check(shape, options, dtype, device, *, packed: bool = False, with_state: bo
             else None
         )
         means, after = backend.windowed_attention(
-            *inputs[:3], logits.to(exact), state=state, starts=starts,
+            *inputs[:3], padding=padding, state=state, starts=starts,
             **{**options, "slope": inputs[3], "hyper": inputs[4]},
         )  # fmt: skip
         gradients = torch.autograd.grad(
@@ -62,7 +61,7 @@ def check(shape, options, dtype, device, *, packed: bool = False, with_state: bo
         assert near(result, expected, TOLERANCES[dtype])
 
 
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("name", [name for name in OPTIONS if OPTIONS[name]["window"]])
 @pytest.mark.parametrize("packed", [False, True])
 def test_means_state_and_gradients(name: str, packed: bool, device: torch.device, monkeypatch) -> None:
     poison_memory(monkeypatch)
@@ -94,18 +93,18 @@ def test_decoding_token_by_token_equals_reading_at_once(name, dtype, device: tor
     poison_memory(monkeypatch)
     options = {"scale": 1.0, **OPTIONS[name], "window": min(OPTIONS[name]["window"], 40)}
     inputs = [x.to(device, dtype) for x in make_inputs(2, 45, 2, 5, 19)]
-    logits = torch.zeros(2, 45, device=device)
-    logits[1, 41] = -torch.inf
+    padding = torch.zeros(2, 45, dtype=torch.bool, device=device)
+    padding[1, 41] = True
     starts = torch.zeros(2, 45, dtype=torch.bool, device=device)
     starts[0, 43] = True
     exact = [x.double() for x in inputs]
-    expected, last = reference.windowed_attention(*exact, logits.double(), starts=starts, **options)
+    expected, last = reference.windowed_attention(*exact, padding=padding, starts=starts, **options)
     with torch.no_grad():
-        means, state = gpu.windowed_attention(*(x[:, :40] for x in inputs), logits[:, :40], **options)
+        means, state = gpu.windowed_attention(*(x[:, :40] for x in inputs), padding=padding[:, :40], **options)
         for t in range(40, 45):
             new = slice(t, t + 1)
             mean, state = gpu.windowed_attention(
-                *(x[:, new] for x in inputs), logits[:, new], state=state, starts=starts[:, new], **options
+                *(x[:, new] for x in inputs), padding=padding[:, new], state=state, starts=starts[:, new], **options
             )
             means = torch.cat([means, mean], dim=1)
     assert means.dtype == dtype
@@ -117,26 +116,24 @@ def test_decoding_token_by_token_equals_reading_at_once(name, dtype, device: tor
 
 def test_the_forward_pass_is_deterministic(device: torch.device) -> None:
     inputs = [x.to(device, torch.float32) for x in make_inputs(*CPU_SHAPE)]
-    logits = torch.zeros(1, CPU_SHAPE[1], device=device)
-    first, second = (gpu.windowed_attention(*inputs, logits, window=9, scale=1.0)[0] for _ in range(2))
+    first, second = (gpu.windowed_attention(*inputs, window=9, scale=1.0)[0] for _ in range(2))
     assert torch.equal(first, second)
 
 
 def test_an_empty_past_gives_zero_and_zero_gradients(device: torch.device) -> None:
     inputs = [x.to(device, torch.float32).requires_grad_() for x in make_inputs(1, 33, 1, 3, 5)]
-    logits = torch.zeros(1, 33, device=device).masked_fill(torch.arange(33, device=device) < 20, -torch.inf)
+    padding = (torch.arange(33, device=device) < 20)[None]
     for null_key in (False, True):
-        means, _ = gpu.windowed_attention(*inputs, logits, window=4, scale=1.0, null_key=null_key)
+        means, _ = gpu.windowed_attention(*inputs, padding=padding, window=4, scale=1.0, null_key=null_key)
         assert (means[0, :21] == 0).all()
         assert all((x == 0).all() for x in torch.autograd.grad(means[0, :21].sum(), inputs))
 
 
 def test_compiled_is_eager(device: torch.device) -> None:
     inputs = [x.to(device, torch.float32).requires_grad_() for x in make_inputs(1, 21, 1, 3, 5)]
-    logits = torch.zeros(1, 21, device=device)
 
     def attend(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        return gpu.windowed_attention(queries, keys, values, logits, window=4, scale=1.0, slope=0.5)[0]
+        return gpu.windowed_attention(queries, keys, values, window=4, scale=1.0, slope=0.5)[0]
 
     compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
     results = [function(*inputs) for function in (attend, compiled)]
@@ -152,12 +149,12 @@ def test_the_ops_are_well_formed_operators(device: torch.device) -> None:
     torch.library.opcheck(torch.ops.multilin.windowed_attention_gpu.default, arguments)
     new = [x[:, :1].detach() for x in inputs]
     state = (inputs[1].detach()[:, :4], inputs[2].detach()[:, :4], torch.zeros(1, 4, device=device))
-    arguments = (*new, torch.zeros(1, 1, device=device), *state, None, None, 1.0, 0.0, 0.0, True, True)
+    arguments = (*new, torch.zeros(1, 1, device=device), *state, None, None, 1.0, 0.0, 0.0, True)
     torch.library.opcheck(
         torch.ops.multilin.windowed_attention_gpu_step.default, arguments, test_utils=("test_schema", "test_faketensor")
     )
 
 
 def test_heads_too_wide_are_refused_with_the_reason() -> None:
-    assert gpu.refuses(256, 16) is None
-    assert "wider than 256" in str(gpu.refuses(16, 257))
+    assert gpu.refuses(*(torch.zeros(1, 1, 1, n) for n in (256, 256, 16))) is None
+    assert "wider than 256" in str(gpu.refuses(*(torch.zeros(1, 1, 1, n) for n in (16, 16, 257))))

@@ -1,37 +1,29 @@
 """All products of pairs inside aligned blocks, contracted by a matrix."""
 
-from typing import Any
-
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from multilin.errors import InputError
-from multilin.ops import numba_kernels, triton_kernels
-from multilin.ops.block_outer import cpu, expand, gpu, gpu_launch
+from multilin.ops.block_outer import cpu, gpu, portable
 from multilin.ops.dispatch import Backend, Op
+from multilin.ops.kernels import why_no_numba, why_no_triton
 
-__all__ = ["BLOCK_OUTER", "block_outer", "xor_combiner", "xor_weight"]
+__all__ = ["BLOCK_OUTER", "block_outer"]
 
 BLOCK_OUTER = Op(
     "block_outer",
     [
-        Backend(
-            "numba (compiled pairs, recomputed backward)",
-            cpu.block_outer,
-            device="cpu",
-            dtypes=(torch.float32, torch.bfloat16),
-            why_not=numba_kernels.why_not,
-        ),
+        Backend("numba (compiled, recomputed backward)", cpu.block_outer, "cpu", cpu.DTYPES, why_not=why_no_numba),
         Backend(
             "triton (pairs in registers, recomputed backward)",
             gpu.block_outer,
-            device="cuda",
-            dtypes=gpu.DTYPES,
-            why_not=triton_kernels.why_not,
-            refuses=gpu_launch.refuses,
+            "cuda",
+            gpu.DTYPES,
+            why_not=why_no_triton,
+            refuses=gpu.refuses,
         ),
-        Backend("portable (PyTorch, products recomputed backward)", expand.block_outer),
+        Backend("portable (PyTorch, products recomputed backward)", portable.block_outer),
     ],
 )
 
@@ -71,30 +63,5 @@ def block_outer(
     device = left.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else left.dtype
     left, right, weight = left.to(dtype), right.to(dtype), weight.to(dtype)
-    compute: Any = BLOCK_OUTER.backend_for(left.device, dtype, (right.shape[-1],)).compute
-    result: Tensor = compute(left, right, weight)
+    result: Tensor = BLOCK_OUTER(left, right, weight, dtype=dtype)
     return result
-
-
-def xor_weight(combiner: Float[Tensor, "D B n"], *, block: int) -> Float[Tensor, "D N K K"]:
-    """The weight of `block_outer` for a combiner over pairs (left i xor b, right i), written as combiner[d, b, i].
-
-    y_d = sum over b < block, i of combiner[d, b, i] * left[i xor b] * right[i].
-    """
-    num_out, num_b, num_i = combiner.shape
-    if num_b != block or num_i % block:
-        raise InputError(
-            f"combiner: shape {tuple(combiner.shape)} given, but it must be (D, {block}, a multiple of it)"
-        )
-    index = torch.arange(block, device=combiner.device)
-    by_pair = combiner.view(num_out, block, num_i // block, block).permute(0, 2, 1, 3)
-    # weight[d, n, k, j] = combiner[d, k xor j, n * block + j]
-    return by_pair[:, :, index[:, None] ^ index[None, :], index[None, :].expand(block, block)]
-
-
-def xor_combiner(weight: Float[Tensor, "D N K K"]) -> Float[Tensor, "D K n"]:
-    """The combiner of which `xor_weight` makes this weight."""
-    num_out, num_blocks, block, _ = weight.shape
-    index = torch.arange(block, device=weight.device)
-    by_pair = weight[:, :, index[:, None] ^ index[None, :], index[None, :].expand(block, block)]
-    return by_pair.permute(0, 2, 1, 3).reshape(num_out, block, num_blocks * block)

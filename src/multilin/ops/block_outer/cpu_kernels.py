@@ -1,13 +1,16 @@
-"""Kernels of `block_outer`: products of pairs in the order in which they multiply the weight, and back."""
+"""Kernels of `block_outer`: products of pairs in the order in which they multiply the weight, and back.
 
-from typing import Any
+Their task: left (num_rows, num_blocks, left_width), right (num_rows, num_blocks, right_width), and the pairs, or their
+gradient; dleft and dright like left and right. All are contiguous.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
 
 import numpy as np
 from numba import carray, njit
 
 from multilin.ops.block_outer.cpu_vectors import LANES, make_contract, make_expand
-from multilin.ops.numba_kernels.intrinsics import SCALARS, like, narrow, to_float32_pointer, widen
-from multilin.ops.numba_kernels.parts import part_of_rows
+from multilin.ops.kernels.cpu_intrinsics import SCALARS, array, narrow, part_of_rows, pointer_to, widen
 
 ZERO = np.float32(0)
 expand_4, expand_8, expand_16 = make_expand(4), make_expand(8), make_expand(16)
@@ -15,7 +18,7 @@ contract_4, contract_8, contract_16 = make_contract(4), make_contract(8), make_c
 
 
 @njit
-def lefts_of_a_vector(left_width: int, right_width: int) -> int:
+def lefts_of_a_vector(left_width, right_width):
     """Numbers of the left block in a vector, 0 where blocks are not made of whole vectors."""
     if right_width != 4 and right_width != 8 and right_width != 16:
         return 0
@@ -24,22 +27,21 @@ def lefts_of_a_vector(left_width: int, right_width: int) -> int:
 
 
 @njit(forceinline=True, **SCALARS)
-def expand_block(elements: Any, left: int, right: int, pairs: int, K: int, J: int, size: int, step: int) -> None:
-    """One block at these addresses, of numbers of so many bytes."""
+def expand_block(elements, left, right, pairs, K, J, size, step):
+    """One block at these addresses, of numbers of `size` bytes."""
+    p_right = pointer_to(elements, right)
     if step != 0:
-        k = 0
-        while k < K:
-            p_left, p_pairs = like(elements, left + size * k), like(elements, pairs + size * k * J)
+        for k in range(0, K, step):
+            p_left, p_pairs = pointer_to(elements, left + size * k), pointer_to(elements, pairs + size * k * J)
             if J == 4:
-                expand_4(p_left, like(elements, right), p_pairs)
+                expand_4(p_left, p_right, p_pairs)
             elif J == 8:
-                expand_8(p_left, like(elements, right), p_pairs)
+                expand_8(p_left, p_right, p_pairs)
             else:
-                expand_16(p_left, like(elements, right), p_pairs)
-            k += step
+                expand_16(p_left, p_right, p_pairs)
         return
-    lefts, rights = carray(like(elements, left), (K,)), carray(like(elements, right), (J,))
-    products = carray(like(elements, pairs), (K, J))
+    lefts, rights = array(elements, left, (K,)), carray(p_right, (J,))
+    products = array(elements, pairs, (K, J))
     for k in range(K):
         number = widen(lefts[k])
         for j in range(J):
@@ -47,26 +49,23 @@ def expand_block(elements: Any, left: int, right: int, pairs: int, K: int, J: in
 
 
 @njit(forceinline=True, **SCALARS)
-def contract_block(
-    elements: Any, left: int, right: int, dpairs: int, dleft: int, total: int, K: int, J: int, size: int, step: int
-) -> None:
-    """dleft of one block, and dright as `total` in float32, which is 0 before."""
+def contract_block(elements, left, right, dpairs, dleft, total, K, J, size, step):
+    """dleft of one block, and dright added to `total` in float32."""
+    p_right, p_total = pointer_to(elements, right), pointer_to(np.float32, total)
     if step != 0:
-        k = 0
-        while k < K:
-            p_left, p_dpairs = like(elements, left + size * k), like(elements, dpairs + size * k * J)
-            p_dleft, p_total = like(elements, dleft + size * k), to_float32_pointer(total)
+        for k in range(0, K, step):
+            p_left, p_dleft = pointer_to(elements, left + size * k), pointer_to(elements, dleft + size * k)
+            p_dpairs = pointer_to(elements, dpairs + size * k * J)
             if J == 4:
-                contract_4(p_dpairs, p_left, like(elements, right), p_dleft, p_total)
+                contract_4(p_dpairs, p_left, p_right, p_dleft, p_total)
             elif J == 8:
-                contract_8(p_dpairs, p_left, like(elements, right), p_dleft, p_total)
+                contract_8(p_dpairs, p_left, p_right, p_dleft, p_total)
             else:
-                contract_16(p_dpairs, p_left, like(elements, right), p_dleft, p_total)
-            k += step
+                contract_16(p_dpairs, p_left, p_right, p_dleft, p_total)
         return
-    lefts, rights = carray(like(elements, left), (K,)), carray(like(elements, right), (J,))
-    dproducts, dlefts = carray(like(elements, dpairs), (K, J)), carray(like(elements, dleft), (K,))
-    totals = carray(to_float32_pointer(total), (J,))
+    lefts, rights = array(elements, left, (K,)), carray(p_right, (J,))
+    dproducts, dlefts = array(elements, dpairs, (K, J)), array(elements, dleft, (K,))
+    totals = carray(p_total, (J,))
     for k in range(K):
         number, dnumber = widen(lefts[k]), ZERO
         for j in range(J):
@@ -76,28 +75,43 @@ def contract_block(
         dlefts[k] = narrow(dnumber, dlefts[k])
 
 
-def expand(tasks: Any, elements: Any, index: int, sources: Any) -> None:
+@njit(forceinline=True, **SCALARS)
+def expand_blocks(elements, left, right, pairs, first, last, K, J, size):
+    """Blocks first .. last - 1 of tensors at these addresses, of numbers of `size` bytes."""
+    step = lefts_of_a_vector(K, J)
+    for n in range(first, last):
+        expand_block(elements, left + size * n * K, right + size * n * J, pairs + size * n * K * J, K, J, size, step)
+
+
+@njit(forceinline=True, **SCALARS)
+def contract_blocks(elements, left, right, dpairs, dleft, dright, first, last, K, J, size):
+    """Gradients of both factors in blocks first .. last - 1 of tensors at these addresses."""
+    step = lefts_of_a_vector(K, J)
+    total = np.empty(J, np.float32)
+    for n in range(first, last):
+        p_left, p_right, p_dpairs = left + size * n * K, right + size * n * J, dpairs + size * n * K * J
+        total[:] = ZERO
+        contract_block(elements, p_left, p_right, p_dpairs, dleft + size * n * K, total.ctypes.data, K, J, size, step)
+        drights = array(elements, dright + size * n * J, (J,))
+        for j in range(J):
+            drights[j] = narrow(total[j], drights[j])
+
+
+def expand(tasks, elements, index, sources):
     """Pairs of one part of the rows."""
     task = carray(tasks, (1,))[0]
-    K, J, size = task.left_width, task.right_width, carray(elements, (1,)).itemsize
-    step = lefts_of_a_vector(K, J)
+    size, N = carray(elements, (1,)).itemsize, task.num_blocks
     first, last = part_of_rows(task.num_rows, task.num_parts, index)
-    for n in range(first * task.num_blocks, last * task.num_blocks):
-        left, right, pairs = task.left + size * n * K, task.right + size * n * J, task.pairs + size * n * K * J
-        expand_block(elements, left, right, pairs, K, J, size, step)
+    expand_blocks(
+        elements, task.left, task.right, task.pairs, first * N, last * N, task.left_width, task.right_width, size
+    )
 
 
-def contract(tasks: Any, elements: Any, index: int, sources: Any) -> None:
+def contract(tasks, elements, index, sources):
     """Gradients of both factors in one part of the rows."""
     task = carray(tasks, (1,))[0]
-    K, J, size = task.left_width, task.right_width, carray(elements, (1,)).itemsize
-    step = lefts_of_a_vector(K, J)
+    size, N, K, J = carray(elements, (1,)).itemsize, task.num_blocks, task.left_width, task.right_width
     first, last = part_of_rows(task.num_rows, task.num_parts, index)
-    total = np.empty(J, np.float32)
-    for n in range(first * task.num_blocks, last * task.num_blocks):
-        left, right, pairs = task.left + size * n * K, task.right + size * n * J, task.pairs + size * n * K * J
-        total[:] = ZERO
-        contract_block(elements, left, right, pairs, task.dleft + size * n * K, total.ctypes.data, K, J, size, step)
-        dright = carray(like(elements, task.dright + size * n * J), (J,))
-        for j in range(J):
-            dright[j] = narrow(total[j], dright[j])
+    contract_blocks(
+        elements, task.left, task.right, task.pairs, task.dleft, task.dright, first * N, last * N, K, J, size
+    )

@@ -1,59 +1,174 @@
-"""Block outer products on a GPU: pairs live in registers only, forward and backward.
+"""Block outer products on a GPU, for floats and for pairs rounded to int8: pairs live in registers only.
 
 Forward, a program makes the pairs of a tile of rows and of a chunk of blocks, and multiplies them with a tile of the
 weight. Where rows are few, as while decoding, the chunks are split over programs whose sums are added in a fixed order.
 Backward, the gradient of the pairs is a tile of registers too, contracted with either factor where it was made; the
-weight's gradient makes the pairs again. The kernels are in `gpu_kernels`, their launches in
-`gpu_launch`.
+weight's gradient makes the pairs again. The kernels are in `gpu_kernels`.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from multilin.ops.block_outer.gpu_launch import contract, gradient_of_weight, gradients_of_factors
-from multilin.ops.numba_kernels.rows import runs_directly
+from multilin.ops.kernels import LazyModule
+from multilin.ops.kernels.operators import operator
+from multilin.ops.kernels.rows import dense_rows
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_kernels, _launch = LazyModule("multilin.ops.block_outer.gpu_kernels"), LazyModule("multilin.ops.kernels.gpu_launch")
+WIDEST = 64  # numbers of a right block: a chunk holds all of them
+_PARTS = 8  # of the left blocks, at most, whose sums for dright are kept
+
+
+def refuses(left: Tensor, right: Tensor, *_: object) -> str | None:
+    """The reason against right blocks that are too wide."""
+    width = right.shape[-1]
+    return None if width <= WIDEST else f"right blocks of {width} numbers are wider than {WIDEST}"
 
 
 def block_outer(left: Tensor, right: Tensor, weight: Tensor) -> Tensor:
     """See `multilin.ops.block_outer`; all three of one type."""
     lefts, rights = (x.reshape(-1, *x.shape[-2:]) for x in (left, right))
-    compute = contract if runs_directly(left, right, weight) else _forward
-    result: Tensor = compute(lefts, rights, weight)
+    result: Tensor = _forward(lefts, rights, weight)
     return result.view(*left.shape[:-2], len(weight))
 
 
-@torch.library.custom_op("multilin::block_outer_gpu", mutates_args=())
+class Chunk(NamedTuple):
+    """Blocks, and numbers of the left and of the right block, whose pairs are made at a time; see `weight_places`."""
+
+    BN: int
+    BK: int
+    BJ: int
+    DENSE: bool
+
+
+def _chunk_of(num_blocks: int, width: int, right_width: int, dtype: torch.dtype) -> Chunk:
+    """Chunks of about 128 bytes of pairs, and of no fewer pairs than tensor cores sum over."""
+    wanted = 128 // dtype.itemsize
+    rights, lefts = power_of_two(right_width), power_of_two(width)
+    lefts = min(lefts, max(wanted // rights, 1))
+    blocks = min(max(wanted // (lefts * rights), 1), power_of_two(num_blocks)) if lefts >= width else 1
+    while blocks * lefts * rights < (32 if dtype == torch.int8 else 16):
+        blocks, lefts = (blocks * 2, lefts) if lefts >= width else (blocks, lefts * 2)
+    return Chunk(blocks, lefts, rights, rights == right_width and (blocks == 1 or lefts == width))
+
+
+def _factors(left: Tensor, right: Tensor, dtype: torch.dtype) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments of every kernel: both factors with their strides and number of rows, and its constants."""
+    (num_rows, blocks, width), other = left.shape, right.shape[-1]
+    lefts, rights = dense_rows(left.flatten(1)), dense_rows(right.flatten(1))
+    chunk = _chunk_of(blocks, width, other, dtype)
+    constants = {"N": blocks, "K": width, "J": other, **chunk._asdict()}
+    return (lefts, rights, num_rows, lefts.stride(0), rights.stride(0)), constants
+
+
+def contract(
+    left: Tensor, right: Tensor, weight: Tensor, pair_scale: Tensor | None = None, factor: Tensor | None = None
+) -> Tensor:
+    """Pairs of left (R, N, K) and right (R, N, J), contracted by weight (D, N, K, J): (R, D) of the type of left.
+
+    With an int8 weight, pairs are divided by pair_scale (R, 1) and rounded, and the result is multiplied by it and by
+    factor, a tensor of one number.
+    """
+    (num_rows, blocks, width), num_outs = left.shape, len(weight)
+    if num_rows * num_outs == 0:
+        return left.new_empty(num_rows, num_outs)
+    factors, constants = _factors(left, right, weight.dtype)
+    tile = _launch.block_of(num_rows, _rows_of_tile(weight))
+    num_chunks = _parts(blocks, constants["BN"]) * _parts(width, constants["BK"])
+    # Enough programs for the card, each with a few chunks.
+    programs = _parts(num_rows, tile) * _parts(num_outs, 64)
+    per_split = _parts(num_chunks, max(1, min(2 * _launch.num_processors(left.device) // programs, num_chunks // 4)))
+    num_splits = _parts(num_chunks, per_split)
+    sums = torch.float32 if factor is None else torch.int32
+    dtype = left.dtype if num_splits == 1 else sums
+    result = torch.empty((num_splits, num_rows, num_outs), dtype=dtype, device=left.device)
+    _kernels.forward[lambda meta: (_parts(num_rows, tile), _parts(num_outs, meta["BD"]), num_splits)](
+        *factors, pair_scale, weight.contiguous(), factor if num_splits == 1 else None, result, num_outs, per_split,
+        **constants, BR=tile,
+    )  # fmt: skip
+    if num_splits == 1:
+        return result[0]
+    total = result.sum(dim=0, dtype=sums)
+    return (total if factor is None or pair_scale is None else total * (pair_scale * factor)).to(left.dtype)
+
+
+def gradients_of_factors(
+    dresult: Tensor, left: Tensor, right: Tensor, weight: Tensor,
+    row_scale: Tensor | None = None, factor: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Gradients of left and right from dresult (R, D), which is of the type of the weight.
+
+    They are multiplied by row_scale (R, 1) and factor, a tensor of one number, where those are given.
+    """
+    (num_rows, blocks, width), num_outs = left.shape, len(weight)
+    if num_rows * num_outs == 0:
+        return torch.zeros_like(left), torch.zeros_like(right)
+    factors, constants = _factors(left, right, weight.dtype)
+    tile = _launch.block_of(num_rows, _rows_of_tile(weight))
+    num_parts = min(_PARTS, _parts(width, constants["BK"]))
+    per_part = _parts(_parts(width, constants["BK"]), num_parts)
+    dleft = torch.empty(left.shape, dtype=left.dtype, device=left.device)
+    dtype = right.dtype if num_parts == 1 else torch.float32
+    dright = torch.empty((num_parts, *right.shape), dtype=dtype, device=left.device)
+    dresult = dense_rows(dresult)
+    _kernels.backward_factors[(_parts(num_rows, tile), _parts(blocks, constants["BN"]), num_parts)](
+        *factors, weight.contiguous(), dresult, dresult.stride(0), row_scale, factor, dleft, dright, num_outs, per_part,
+        **constants, BR=tile,
+    )  # fmt: skip
+    return dleft, dright[0] if num_parts == 1 else dright.sum(dim=0).to(right.dtype)
+
+
+def gradient_of_weight(
+    dresult: Tensor, left: Tensor, right: Tensor, dtype: torch.dtype,
+    pair_scale: Tensor | None = None, factor: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Gradient of the weight (D, N, K, J), of this type, from dresult (R, D).
+
+    Pairs are divided by pair_scale (R, 1) and rounded where it is given; they get it back where dresult is a float. The
+    gradient is multiplied by factor (D,) where that is given.
+    """
+    (num_rows, blocks, width), num_outs = left.shape, dresult.shape[1]
+    shape = (num_outs, blocks, width, right.shape[-1])
+    if num_rows * num_outs == 0:
+        return left.new_zeros(shape, dtype=dtype)
+    factors, constants = _factors(left, right, dresult.dtype)
+    num_chunks = _parts(blocks, constants["BN"]) * _parts(width, constants["BK"])
+    dweight = torch.empty(shape, dtype=dtype, device=left.device)
+    dresult = dense_rows(dresult)
+    _kernels.backward_weight[lambda meta: (_parts(num_outs, meta["BD"]), num_chunks)](
+        *factors, pair_scale, dresult, dresult.stride(0), factor, dweight, num_outs,
+        **constants, BR=max(32, _launch.block_of(num_rows, 128 // dresult.dtype.itemsize)),
+    )  # fmt: skip
+    return dweight
+
+
+def _rows_of_tile(weight: Tensor) -> int:
+    return 64 if weight.dtype == torch.float32 else 128
+
+
+def _parts(size: int, part: int) -> int:
+    return -(-size // part)
+
+
+def power_of_two(size: int) -> int:
+    """The least that holds `size`."""
+    return 1 << (size - 1).bit_length()
+
+
+@operator("block_outer_gpu", lambda left, right, weight: left.new_empty(left.shape[0], weight.shape[0]))
 def _forward(left: Tensor, right: Tensor, weight: Tensor) -> Tensor:
     return contract(left, right, weight)
 
 
-@_forward.register_fake
-def _result_shape(left: Tensor, right: Tensor, weight: Tensor) -> Tensor:
-    return left.new_empty(left.shape[0], weight.shape[0])
-
-
-@torch.library.custom_op("multilin::block_outer_gpu_backward", mutates_args=())
+@operator("block_outer_gpu_backward", lambda dresult, *inputs: tuple(x.new_empty(x.shape) for x in inputs))
 def _backward(dresult: Tensor, left: Tensor, right: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     factors = gradients_of_factors(dresult, left, right, weight)
-    return *factors, gradient_of_weight(dresult, left, right, dtype=weight.dtype, shape=weight.shape)
+    return *factors, gradient_of_weight(dresult, left, right, weight.dtype)
 
 
-@_backward.register_fake
-def _gradient_shapes(dresult: Tensor, left: Tensor, right: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    return left.new_empty(left.shape), right.new_empty(right.shape), weight.new_empty(weight.shape)
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
-
-
-def _differentiate(ctx: Any, dresult: Tensor) -> tuple[Tensor, ...]:
-    gradients: tuple[Tensor, ...] = _backward(dresult, *ctx.saved_tensors)
-    return gradients
-
-
-_forward.register_autograd(_differentiate, setup_context=_save)
+_forward.differentiable(
+    lambda ctx, dresult: _backward(dresult, *ctx.saved_tensors),
+    lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+)

@@ -12,8 +12,9 @@ multiplied as int8 with int8, summed in int32; as floats, where the other factor
 import triton
 import triton.language as tl
 
-from multilin.ops.triton_kernels.launch import autotuned
-from multilin.ops.triton_kernels.rounding import divide, multiply, narrow, nearest
+from multilin.ops.kernels.gpu_launch import autotuned
+from multilin.ops.kernels.gpu_rounding import divide, narrow, nearest, store_rounded
+from multilin.ops.kernels.gpu_tiles import dot, load_tile, store_tile
 
 # Outputs of a tile, warps and pipeline stages.
 WAYS = [({"BD": 64}, 4, 3), ({"BD": 128}, 4, 3), ({"BD": 128}, 8, 3), ({"BD": 128}, 8, 4), ({"BD": 32}, 4, 4)]
@@ -21,21 +22,26 @@ KIND = ("num_outs", "N", "K", "J", "BR")
 
 
 @triton.jit
-def load_factor(p_x, i_rows, row_stride, num_rows, i_block, i_first, N, WIDTH, BN: tl.constexpr, BW: tl.constexpr):
-    """Numbers i_first .. i_first + BW of BN blocks in float32, (rows, BN, BW), 0 outside."""
+def factor_places(i_rows, row_stride, num_rows, i_block, i_first, N, WIDTH, BN: tl.constexpr, BW: tl.constexpr):
+    """Where numbers i_first .. i_first + BW of BN blocks are, (rows, BN, BW), and whether they exist."""
     i_blocks, i_numbers = i_block + tl.arange(0, BN), i_first + tl.arange(0, BW)
     places = i_rows.to(tl.int64)[:, None, None] * row_stride + (i_blocks[:, None] * WIDTH + i_numbers[None, :])[None]
     inside = (i_blocks < N)[:, None] & (i_numbers < WIDTH)[None, :]
-    return tl.load(p_x + places, mask=(i_rows < num_rows)[:, None, None] & inside[None], other=0.0).to(tl.float32)
+    return places, (i_rows < num_rows)[:, None, None] & inside[None]
+
+
+@triton.jit
+def load_factor(p_x, i_rows, row_stride, num_rows, i_block, i_first, N, WIDTH, BN: tl.constexpr, BW: tl.constexpr):
+    """Numbers of a factor in float32, 0 outside."""
+    places, mask = factor_places(i_rows, row_stride, num_rows, i_block, i_first, N, WIDTH, BN, BW)
+    return tl.load(p_x + places, mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def store_factor(p_x, x, i_rows, row_stride, num_rows, i_block, i_first, N, WIDTH, BN: tl.constexpr, BW: tl.constexpr):
-    """Write what `load_factor` reads."""
-    i_blocks, i_numbers = i_block + tl.arange(0, BN), i_first + tl.arange(0, BW)
-    places = i_rows.to(tl.int64)[:, None, None] * row_stride + (i_blocks[:, None] * WIDTH + i_numbers[None, :])[None]
-    inside = (i_blocks < N)[:, None] & (i_numbers < WIDTH)[None, :]
-    tl.store(p_x + places, narrow(x, p_x.dtype.element_ty), mask=(i_rows < num_rows)[:, None, None] & inside[None])
+    """Store what `load_factor` would load."""
+    places, mask = factor_places(i_rows, row_stride, num_rows, i_block, i_first, N, WIDTH, BN, BW)
+    store_rounded(p_x + places, x, mask)
 
 
 @triton.jit
@@ -55,13 +61,6 @@ def weight_places(i_block, i_left, N, K, J, BN: tl.constexpr, BK: tl.constexpr, 
 
 
 @triton.jit
-def load_weight(p_weight, i_outs, num_outs, i_pairs, m_pairs, WIDTH):
-    """A chunk of the weight, (outs, BF)."""
-    places = i_outs.to(tl.int64)[:, None] * WIDTH + i_pairs[None, :]
-    return tl.load(p_weight + places, mask=(i_outs < num_outs)[:, None] & m_pairs[None, :], other=0.0)
-
-
-@triton.jit
 def make_pairs(left, right, p_scale, i_rows, num_rows, dtype: tl.constexpr, BR: tl.constexpr, BF: tl.constexpr):
     """(rows, BN, BK) and (rows, BN, BJ) to (rows, BF) of this type."""
     pairs = tl.reshape(left[:, :, :, None] * right[:, :, None, :], (BR, BF))
@@ -76,7 +75,7 @@ def make_pairs(left, right, p_scale, i_rows, num_rows, dtype: tl.constexpr, BR: 
 @autotuned(WAYS, KIND)
 @triton.jit
 def forward(
-    p_left, p_right, p_scale, p_weight, p_factor, p_result, num_rows, left_stride, right_stride, num_outs,
+    p_left, p_right, num_rows, left_stride, right_stride, p_scale, p_weight, p_factor, p_result, num_outs,
     chunks_per_split,
     N: tl.constexpr, K: tl.constexpr, J: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BJ: tl.constexpr,
     DENSE: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr,
@@ -97,24 +96,21 @@ def forward(
         b_left = load_factor(p_left, i_rows, left_stride, num_rows, i_block, i_left, N, K, BN, BK)
         b_right = load_factor(p_right, i_rows, right_stride, num_rows, i_block, 0, N, J, BN, BJ)
         i_pairs, m_pairs = weight_places(i_block, i_left, N, K, J, BN, BK, BJ, DENSE)
-        b_weight = load_weight(p_weight, i_outs, num_outs, i_pairs, m_pairs, N * K * J)
+        b_weight = load_tile(p_weight, i_outs, i_outs < num_outs, N * K * J, i_pairs, m_pairs)
         b_pairs = make_pairs(b_left, b_right, p_scale, i_rows, num_rows, b_weight.dtype, BR, BF)
-        b_result += multiply(b_pairs, tl.trans(b_weight))
+        b_result += dot(b_pairs, tl.trans(b_weight))
     if p_factor is not None:
         scale = tl.load(p_scale + i_rows, mask=i_rows < num_rows, other=0.0) * tl.load(p_factor)
         b_result = b_result.to(tl.float32) * scale[:, None]
-    rows = i_split.to(tl.int64) * num_rows + i_rows
-    mask = (i_rows < num_rows)[:, None] & (i_outs < num_outs)[None, :]
-    tl.store(
-        p_result + rows[:, None] * num_outs + i_outs[None, :], narrow(b_result, p_result.dtype.element_ty), mask=mask
-    )
+    p_result += i_split.to(tl.int64) * num_rows * num_outs
+    store_tile(p_result, i_rows, i_rows < num_rows, num_outs, i_outs, i_outs < num_outs, b_result)
 
 
 @autotuned(WAYS, KIND)
 @triton.jit
 def backward_factors(
-    p_left, p_right, p_weight, p_dresult, p_scale, p_factor, p_dleft, p_dright,
-    num_rows, left_stride, right_stride, dresult_stride, num_outs, chunks_per_split,
+    p_left, p_right, num_rows, left_stride, right_stride, p_weight, p_dresult, dresult_stride, p_scale, p_factor,
+    p_dleft, p_dright, num_outs, chunks_per_split,
     N: tl.constexpr, K: tl.constexpr, J: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BJ: tl.constexpr,
     DENSE: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
@@ -139,10 +135,9 @@ def backward_factors(
         b_dpairs = tl.zeros((BR, BF), SUM)
         for i_out in range(0, num_outs, BD):
             i_outs = i_out + tl.arange(0, BD)
-            b_weight = load_weight(p_weight, i_outs, num_outs, i_pairs, m_pairs, N * K * J)
-            mask = (i_rows < num_rows)[:, None] & (i_outs < num_outs)[None, :]
-            places = i_rows.to(tl.int64)[:, None] * dresult_stride + i_outs[None, :]
-            b_dpairs += multiply(tl.load(p_dresult + places, mask=mask, other=0.0), b_weight)
+            b_weight = load_tile(p_weight, i_outs, i_outs < num_outs, N * K * J, i_pairs, m_pairs)
+            b_dresult = load_tile(p_dresult, i_rows, i_rows < num_rows, dresult_stride, i_outs, i_outs < num_outs)
+            b_dpairs += dot(b_dresult, b_weight)
         b_left = load_factor(p_left, i_rows, left_stride, num_rows, i_block, i_left, N, K, BN, BK)
         b_dproducts = tl.reshape(b_dpairs.to(tl.float32) * scale[:, None], (BR, BN, BK, BJ))
         b_dleft = tl.sum(b_dproducts * b_right[:, :, None, :], axis=3)
@@ -155,8 +150,8 @@ def backward_factors(
 @autotuned(WAYS, KIND)
 @triton.jit
 def backward_weight(
-    p_left, p_right, p_scale, p_dresult, p_factor, p_dweight,
-    num_rows, left_stride, right_stride, dresult_stride, num_outs,
+    p_left, p_right, num_rows, left_stride, right_stride, p_scale, p_dresult, dresult_stride, p_factor, p_dweight,
+    num_outs,
     N: tl.constexpr, K: tl.constexpr, J: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BJ: tl.constexpr,
     DENSE: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
@@ -171,15 +166,11 @@ def backward_weight(
         i_rows = i_row + tl.arange(0, BR)
         b_left = load_factor(p_left, i_rows, left_stride, num_rows, i_block, i_left, N, K, BN, BK)
         b_right = load_factor(p_right, i_rows, right_stride, num_rows, i_block, 0, N, J, BN, BJ)
-        mask = (i_rows < num_rows)[:, None] & (i_outs < num_outs)[None, :]
-        places = i_rows.to(tl.int64)[:, None] * dresult_stride + i_outs[None, :]
-        b_dresult = tl.load(p_dresult + places, mask=mask, other=0.0)
+        b_dresult = load_tile(p_dresult, i_rows, i_rows < num_rows, dresult_stride, i_outs, i_outs < num_outs)
         b_pairs = make_pairs(b_left, b_right, p_scale, i_rows, num_rows, b_dresult.dtype, BR, BF)
-        b_dweight += multiply(tl.trans(b_dresult), b_pairs)
+        b_dweight += dot(tl.trans(b_dresult), b_pairs)
     if p_factor is not None:
         factor = tl.load(p_factor + i_outs, mask=i_outs < num_outs, other=0.0)
         b_dweight = b_dweight.to(tl.float32) * factor[:, None]
     i_pairs, m_pairs = weight_places(i_block, i_left, N, K, J, BN, BK, BJ, DENSE)
-    places = i_outs.to(tl.int64)[:, None] * (N * K * J) + i_pairs[None, :]
-    mask = (i_outs < num_outs)[:, None] & m_pairs[None, :]
-    tl.store(p_dweight + places, narrow(b_dweight, p_dweight.dtype.element_ty), mask=mask)
+    store_tile(p_dweight, i_outs, i_outs < num_outs, N * K * J, i_pairs, m_pairs, b_dweight)

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from multilin.errors import InputError
 
@@ -30,45 +29,25 @@ def num_rows(triangle_P: Tensor) -> int:
 
 def unpack(triangle_P: Tensor, size: int) -> Tensor:
     """The matrix (size, size) with the first `size` rows of a triangle, zeros above."""
-    if triangle_P.device.type == "cpu" and not torch.compiler.is_compiling():
-        matrix: Tensor = _Unpack.apply(triangle_P, size)
-        return matrix
-    in_rows, in_columns = torch.tril_indices(size, size, device=triangle_P.device)
-    return triangle_P.new_zeros(size, size).index_put((in_rows, in_columns), triangle_P[: size * (size + 1) // 2])
+    is_read = torch.ones(size, size, dtype=torch.bool, device=triangle_P.device).tril()
+    return triangle_P.new_zeros(size, size).masked_scatter(is_read, triangle_P[: size * (size + 1) // 2])
 
 
 def rows(triangle_P: Tensor, positions_BT: Tensor, size: int) -> Tensor:
     """Row `position` of the (size, size) matrix for each position, (B, T, size); -1 counts as 0."""
-    last_BT1 = positions_BT.clamp(min=0)[..., None]
+    row_BT1 = positions_BT.clamp(min=0)[..., None]
     # Whole rows are copied faster than single numbers, but first the matrix has to be there.
     if 4 * positions_BT.numel() > size:
-        return unpack(triangle_P, size)[last_BT1[..., 0]]
-    columns_N = torch.arange(size, device=triangle_P.device)
-    is_above_BTN = columns_N > last_BT1
-    places_BTN = (last_BT1 * (last_BT1 + 1) // 2 + columns_N).masked_fill(is_above_BTN, 0)
-    return triangle_P[places_BTN].masked_fill(is_above_BTN, 0.0)
+        return unpack(triangle_P, size)[row_BT1[..., 0]]
+    column_N = torch.arange(size, device=triangle_P.device)
+    weights_BTN = triangle_P[(row_BT1 * (row_BT1 + 1) // 2 + column_N.minimum(row_BT1))]
+    return weights_BTN.masked_fill(column_N > row_BT1, 0.0)
 
 
 def multiply(weights_TT: Tensor, x_BTD: Tensor) -> Tensor:
     """sum_{j <= t} weights[t, j] x_j, in the dtype of both; what is above the diagonal is not read."""
     mixed_BTD: Tensor = _Multiply.apply(weights_TT, x_BTD)
     return mixed_BTD
-
-
-class _Unpack(torch.autograd.Function):
-    """Whole rows are copied; finding each number by its two indices takes five times as long."""
-
-    @staticmethod
-    def forward(ctx: Any, triangle_P: Tensor, size: int) -> Tensor:
-        ctx.num_unread = triangle_P.numel() - size * (size + 1) // 2
-        read_P = triangle_P[: size * (size + 1) // 2]
-        return pad_sequence(read_P.split(list(range(1, size + 1))), batch_first=True)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *dmatrix: Tensor) -> tuple[Tensor, None]:
-        parts = [row[: index + 1] for index, row in enumerate(dmatrix[0].unbind())]
-        return torch.cat([*parts, dmatrix[0].new_zeros(ctx.num_unread)]), None
 
 
 class _Multiply(torch.autograd.Function):

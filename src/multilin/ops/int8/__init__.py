@@ -2,19 +2,28 @@
 
 from typing import Literal
 
-from jaxtyping import Float, Int8
+import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from multilin.errors import InputError
-from multilin.ops import triton_kernels
-from multilin.ops.block_outer.gpu_launch import refuses
 from multilin.ops.dispatch import Backend, Op
-from multilin.ops.int8 import portable
-from multilin.ops.int8.backends import KernelSteps, why_no_kernels
-from multilin.ops.int8.gpu import GpuSteps
-from multilin.ops.int8.levels import LEVELS, round_weight, simulate_rounding
-from multilin.ops.int8.products import Int8BlockOuter, Int8Linear
-from multilin.ops.int8.rounded import BLOCK, Rounded, dequantize_blocks, quantize_blocks
+from multilin.ops.int8 import cpu, gpu
+from multilin.ops.int8.portable import LONGEST_SUM, PortableSteps
+from multilin.ops.int8.products import Int8BlockOuter, Int8Linear, result_dtype
+from multilin.ops.int8.rounding import (
+    BLOCK,
+    LEVELS,
+    Rounded,
+    dequantize,
+    dequantize_blocks,
+    quantize,
+    quantize_blocks,
+    round_weight,
+    simulate_rounding,
+)
+from multilin.ops.kernels import why_no_numba, why_no_triton
+from multilin.ops.kernels.operators import refuses_eager
 
 __all__ = [
     "BLOCK",
@@ -34,43 +43,22 @@ __all__ = [
 INT8 = Op(
     "int8",
     [
-        Backend("CPU kernels (Numba) around torch._int_mm", KernelSteps, device="cpu", why_not=why_no_kernels),
+        Backend("numba (around torch._int_mm)", cpu.CpuSteps, "cpu", cpu.DTYPES, why_not=why_no_numba),
         Backend(
             "triton (scaled in the product, pairs in registers)",
-            GpuSteps,
-            device="cuda",
-            why_not=triton_kernels.why_not,
-            refuses=refuses,
+            gpu.GpuSteps,
+            "cuda",
+            gpu.DTYPES,
+            why_not=why_no_triton,
+            refuses=gpu.refuses,
         ),
-        Backend("portable (PyTorch around torch._int_mm)", portable.PortableSteps),
+        Backend("portable (PyTorch around torch._int_mm)", PortableSteps),
     ],
+    special_cases=[Backend("portable (PyTorch, in graphs)", PortableSteps, "cpu", refuses=refuses_eager)],
 )
 
 Backward = Literal["float", "int8"]
 Levels = Literal["int8", "sim_4bit", "sim_2bit", "ternary"]
-
-
-def quantize(x: Float[Tensor, "*shape"], *, per: Literal["matrix", "row"] = "row") -> Rounded:
-    """Symmetric rounding to int8.
-
-        values = round(x / scale)        scale = max |x| / 127, over the whole tensor or over each row (last axis)
-
-    so |x - scale * values| <= scale / 2, zero stays zero, the largest number becomes +-127, and rounding what was
-    rounded changes nothing. Ties go to the even number. Nan and inf make the scale nan or inf, never a silent value.
-
-    Args:
-        x: any shape, a float dtype.
-        per: what shares a scale.
-
-    Returns:
-        Rounded: values int8 of x's shape; scale float32 (float64 for a float64 x), of shape () or (..., 1).
-    """
-    return portable.round_whole(x) if per == "matrix" else portable.round_rows(x)
-
-
-def dequantize(rounded: Rounded) -> Float[Tensor, "*shape"]:
-    """scale * values, in the dtype of the scale."""
-    return rounded.values.to(rounded.scale.dtype) * rounded.scale
 
 
 def int8_linear(
@@ -117,11 +105,11 @@ def int8_linear(
     values = weight.values if isinstance(weight, Rounded) else weight
     if values.ndim != 2 or values.shape[1] != x.shape[-1]:
         raise InputError(f"weight: shape {tuple(values.shape)} given for x of width {x.shape[-1]}, but must be (m, n)")
-    _check_sum(values.shape[1])
-    rounded = weight if isinstance(weight, Rounded) else round_weight(weight, levels)
-    parameter = parameter if isinstance(weight, Rounded) else weight
-    steps = INT8.backend_for(x.device).compute
-    result: Tensor = Int8Linear.apply(x, parameter, rounded.values, rounded.scale, bias, factor, backward, steps)
+    rounded, parameter = _rounded(weight, levels, parameter)
+    # Of a float32 x kernels also need to know what the result will be.
+    dtype = result_dtype(x) if x.dtype == torch.float32 else x.dtype
+    steps = INT8.backend_for(x.device, dtype, (x,)).compute
+    result: Tensor = Int8Linear.apply(x, parameter, *rounded, bias, factor, backward, steps)
     return result
 
 
@@ -158,24 +146,18 @@ def int8_block_outer(
             f"weight: shape {tuple(values.shape)} given for blocks {tuple(left.shape[-2:])} and "
             f"{tuple(right.shape[-2:])}, but it must be (D, N, K, J)"
         )
-    _check_sum(values[0].numel())
-    rounded = weight if isinstance(weight, Rounded) else round_weight(weight, levels)
-    parameter = parameter if isinstance(weight, Rounded) else weight
-    steps = INT8.backend_for(left.device, call=(right.shape[-1],)).compute
-    result: Tensor = Int8BlockOuter.apply(
-        left, right, parameter, rounded.values, rounded.scale, factor, backward, steps
-    )
+    rounded, parameter = _rounded(weight, levels, parameter)
+    steps = INT8.backend_for(left.device, result_dtype(left), (left, right)).compute
+    result: Tensor = Int8BlockOuter.apply(left, right, parameter, *rounded, factor, backward, steps)
     return result
 
 
-def _check_sum(length: int) -> None:
-    if length > portable.LONGEST_SUM:
+def _rounded(weight: Tensor | Rounded, levels: str, parameter: Tensor | None) -> tuple[Rounded, Tensor | None]:
+    """The rounded weight, and where its gradient goes."""
+    length = (weight.values if isinstance(weight, Rounded) else weight)[0].numel()
+    if length > LONGEST_SUM:
         raise InputError(
-            f"weight: sums of {length} products given, but int32 holds no more than {portable.LONGEST_SUM} products of "
-            "int8 for certain"
+            f"weight: sums of {length} products given, but int32 holds no more than {LONGEST_SUM} products of int8 for "
+            "certain"
         )
-
-
-def int8_matmul(left: Int8[Tensor, "m n"], right: Int8[Tensor, "n p"]) -> Tensor:
-    """The exact product, int32 (m, p); shapes that the hardware's kernel cannot take are padded."""
-    return portable.multiply(left, right)
+    return (weight, parameter) if isinstance(weight, Rounded) else (round_weight(weight, levels), weight)

@@ -9,8 +9,9 @@ import triton
 import triton.language as tl
 
 from multilin.ops.block_outer.gpu_kernels import load_factor
-from multilin.ops.triton_kernels.launch import autotuned
-from multilin.ops.triton_kernels.rounding import divide, magnitude, multiply, narrow, nearest
+from multilin.ops.kernels.gpu_launch import autotuned
+from multilin.ops.kernels.gpu_rounding import divide, magnitude, narrow, nearest
+from multilin.ops.kernels.gpu_tiles import dot
 
 # Rows and columns of a tile of the result, numbers summed at a time, warps and pipeline stages.
 WAYS = [
@@ -128,7 +129,7 @@ def scaled_product(
         m_sum = (i_sum < length)[None, :]
         b_left = tl.load(p_lefts + i_sum[None, :], mask=m_rows[:, None] & m_sum, other=0)
         b_right = tl.load(p_rights + i_sum[None, :], mask=m_columns[:, None] & m_sum, other=0)
-        total += multiply(b_left, tl.trans(b_right))
+        total += dot(b_left, tl.trans(b_right))
     scale = tl.load(p_row_scale + i_rows, mask=m_rows, other=0.0) * tl.load(p_factor)
     b_result = total.to(tl.float32) * scale[:, None]
     if p_bias is not None:

@@ -1,32 +1,17 @@
 """The steps of int8 products in PyTorch, for every device and dtype."""
 
+import functools
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from multilin.ops.int8.rounded import Rounded, round_by
+from multilin.ops.block_outer import portable as block_outer
+from multilin.ops.int8.rounding import Rounded, quantize
 
 LONGEST_SUM = 2**17  # 2^17 * 127^2 < 2^31
 _CUDA_MULTIPLE, _CUDA_ROWS = 8, 17  # what torch._int_mm takes there
-
-
-def round_whole(x: Tensor) -> Rounded:
-    """One scale."""
-    wide = x.detach().to(torch.promote_types(x.dtype, torch.float32))
-    return round_by(wide, wide.abs().amax() / 127 if wide.numel() else wide.new_zeros(()))
-
-
-def round_rows(x: Tensor) -> Rounded:
-    """One scale per row."""
-    wide = x.detach().to(torch.promote_types(x.dtype, torch.float32))
-    return round_by(wide, wide.abs().amax(dim=-1, keepdim=True) / 127)
-
-
-def round_randomly(wide: Tensor, scale: Tensor, seed: Tensor) -> Rounded:
-    """Up or down with the probability that makes the mean right."""
-    generator = torch.Generator(wide.device).manual_seed(int(seed))
-    noise = torch.rand(wide.shape, generator=generator, dtype=wide.dtype, device=wide.device)
-    divisor = torch.where(scale == 0, 1.0, scale)
-    return Rounded((wide / divisor + noise).floor_().clamp_(-127, 127).to(torch.int8), scale)
 
 
 def draw_seed() -> Tensor:
@@ -34,41 +19,43 @@ def draw_seed() -> Tensor:
     return torch.randint(2**31 - 1, ())
 
 
+def round_randomly(wide: Tensor, dim: int, seed: Tensor) -> Rounded:
+    """One scale along an axis; rounded up or down with the probability that makes the mean right."""
+    scale = wide.abs().amax(dim=dim, keepdim=True) / 127
+    generator = torch.Generator(wide.device).manual_seed(int(seed))
+    noise = torch.rand(wide.shape, generator=generator, dtype=wide.dtype, device=wide.device)
+    divisor = torch.where(scale == 0, 1.0, scale)
+    return Rounded((wide / divisor + noise).floor_().clamp_(-127, 127).to(torch.int8), scale)
+
+
 def multiply(left: Tensor, right: Tensor) -> Tensor:
     """(m, n) int8 times (n, p) int8, exact in int32."""
     if left.device.type != "cuda":
         return torch._int_mm(left, right)
     (m, n), p = left.shape, right.shape[1]
-    rows = max(_CUDA_ROWS - m, 0)
-    inner, columns = -n % _CUDA_MULTIPLE, -p % _CUDA_MULTIPLE
-    left = torch.nn.functional.pad(left, (0, inner, 0, rows)).contiguous()
-    right = torch.nn.functional.pad(right, (0, columns, 0, inner))
+    rows, inner, columns = max(_CUDA_ROWS - m, 0), -n % _CUDA_MULTIPLE, -p % _CUDA_MULTIPLE
+    left, right = pad(left, (0, inner, 0, rows)).contiguous(), pad(right, (0, columns, 0, inner))
     # cuBLASLt's int8 product wants the right factor by columns.
     return torch._int_mm(left, right.t().contiguous().t())[:m, :p]
 
 
 class PortableSteps:
-    """What surrounds the integer products; `KernelSteps` does the same with fewer passes over memory.
+    """What surrounds the integer products; `CpuSteps` and `GpuSteps` do the same with fewer passes over memory.
 
-    Rows are 2-D: (R, width). Pairs are laid out (R, K, J, N).
+    Rows are 2-D: (R, width).
     """
 
-    dtypes: tuple[torch.dtype, ...] | None = None  # all
-    is_traceable = True
-
-    round_rows = staticmethod(round_rows)
-
     @staticmethod
-    def round_rows_randomly(x: Tensor) -> Rounded:
-        """One scale per row, rounded without bias."""
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        return round_randomly(wide, wide.abs().amax(dim=-1, keepdim=True) / 127, draw_seed())
+    def round_rows(x: Tensor, seed: Tensor | None = None) -> Rounded:
+        """One scale per row; with a seed rounded without bias."""
+        if seed is None:
+            return quantize(x)
+        return round_randomly(x.to(torch.promote_types(x.dtype, torch.float32)), -1, seed)
 
     @staticmethod
     def round_columns_randomly(x: Tensor, row_scale: Tensor) -> Rounded:
         """row_scale * x with one scale (1, width) per column, rounded without bias."""
-        wide = x.to(row_scale.dtype) * row_scale
-        return round_randomly(wide, wide.abs().amax(dim=0, keepdim=True) / 127, draw_seed())
+        return round_randomly(x.to(row_scale.dtype) * row_scale, 0, draw_seed())
 
     @staticmethod
     def scale_rows(
@@ -80,19 +67,21 @@ class PortableSteps:
 
     @staticmethod
     def round_pairs(left: Tensor, right: Tensor) -> Rounded:
-        """left (R, N, K) and right (R, N, J) to their products (R, K J N), one scale per row."""
-        return round_rows(_pairs(left, right).flatten(1))
+        """left (R, N, K) and right (R, N, J) to their products (R, N K J), one scale per row."""
+        return quantize(block_outer.expand(left, right))
 
     @staticmethod
     def contract_pairs(
         product: Tensor, row_scale: Tensor, factor: Tensor, left: Tensor, right: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Gradients of left and right from that of the pairs, product * row_scale * factor."""
-        (_, blocks, width), other = left.shape, right.shape[-1]
-        dpairs = (product * (row_scale * factor)).view(-1, width, other, blocks)
-        dleft = (dpairs * right.mT[:, None]).sum(dim=2).mT
-        dright = (dpairs * left.mT[:, :, None]).sum(dim=1).mT
+        dleft, dright = block_outer.contract_pairs((product * (row_scale * factor)).t(), left, right)
         return dleft.to(left.dtype), dright.to(right.dtype)
+
+    @staticmethod
+    def contract(dresult: Tensor, weight: Tensor, factor: Tensor, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
+        """Gradients of left and right from that of the result, in floats."""
+        return block_outer.contract(dresult * factor.to(dresult.dtype), weight, left, right)
 
     @classmethod
     def scaled_product(
@@ -104,19 +93,17 @@ class PortableSteps:
     @classmethod
     def outer(cls, left: Tensor, right: Tensor, values: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
         """Rounded pairs contracted by an int8 weight (D, N, K, J)."""
-        return cls.scaled_product(cls.round_pairs(left, right), _flat_weight(values).t(), factor, None, dtype)
+        return cls.scaled_product(cls.round_pairs(left, right), values.flatten(1).t(), factor, None, dtype)
 
     @classmethod
     def gradients_of_factors(
         cls, dresult: Tensor, left: Tensor, right: Tensor, values: Tensor, factor: Tensor, backward: str
     ) -> tuple[Tensor, Tensor]:
         """Gradients of left and right."""
-        flat = _flat_weight(values)
-        if backward == "int8":
-            rounded = cls.round_rows_randomly(dresult)
-            return cls.contract_pairs(multiply(rounded.values, flat), rounded.scale, factor, left, right)
-        product, ones = dresult @ flat.to(dresult.dtype), torch.ones_like(dresult[:, :1])
-        return PortableSteps.contract_pairs(product, ones, factor, left, right)
+        if backward != "int8":
+            return cls.contract(dresult, values.to(dresult.dtype), factor, left, right)
+        rounded = cls.round_rows(dresult, draw_seed())
+        return cls.contract_pairs(multiply(rounded.values, values.flatten(1)), rounded.scale, factor, left, right)
 
     @classmethod
     def gradient_of_pairs_weight(
@@ -125,7 +112,7 @@ class PortableSteps:
         """Gradient of the weight (D, N, K, J), from pairs that are rounded again."""
         pairs = cls.round_pairs(left, right)
         dflat = cls.gradient_of_weight(dresult, Rounded(pairs.values, pairs.scale * factor), backward, dtype)
-        return dflat.view(len(dflat), left.shape[2], right.shape[2], left.shape[1]).permute(0, 3, 1, 2)
+        return dflat.view(-1, *left.shape[1:], right.shape[-1])
 
     @classmethod
     def gradient_of_rows(
@@ -134,30 +121,24 @@ class PortableSteps:
         """dy W."""
         if backward != "int8":
             return ((dresult @ values.to(dresult.dtype)) * factor).to(dtype)
-        return cls.scaled_product(cls.round_rows_randomly(dresult), values, factor, None, dtype)
+        return cls.scaled_product(cls.round_rows(dresult, draw_seed()), values, factor, None, dtype)
 
     @classmethod
     def gradient_of_weight(cls, dresult: Tensor, rows: Rounded, backward: str, dtype: torch.dtype) -> Tensor:
-        """dy^T x, x = values * scale, in pieces short enough for int32."""
+        """dy^T x, x = values * scale."""
         values, row_scale = rows
         if backward != "int8":
             return (dresult.t() @ (values * row_scale).to(dresult.dtype)).to(dtype)
-        total = None
-        for start in range(0, max(len(dresult), 1), LONGEST_SUM):
-            part = slice(start, start + LONGEST_SUM)
-            rounded = cls.round_columns_randomly(dresult[part], row_scale[part])
-            scale = rounded.scale.t()
-            one = torch.ones((), dtype=scale.dtype, device=scale.device)
-            piece = cls.scaled_product(Rounded(rounded.values.t(), scale), values[part], one, None, scale.dtype)
-            total = piece if total is None else total + piece
-        assert total is not None
-        return total.to(dtype)
+        one = torch.ones((), dtype=row_scale.dtype, device=row_scale.device)
+
+        def gradient(part: slice) -> Tensor:
+            columns, scale = cls.round_columns_randomly(dresult[part], row_scale[part])
+            return cls.scaled_product(Rounded(columns.t(), scale.t()), values[part], one, None, scale.dtype)
+
+        return sum_of_parts(gradient, len(dresult)).to(dtype)
 
 
-def _flat_weight(values: Tensor) -> Tensor:
-    """(D, N, K, J) as (D, K J N), the layout of the pairs."""
-    return values.permute(0, 2, 3, 1).reshape(len(values), -1)
-
-
-def _pairs(left: Tensor, right: Tensor) -> Tensor:
-    return left.mT[:, :, None] * right.mT[:, None]
+def sum_of_parts(gradient: Callable[[slice], Tensor], num_rows: int) -> Tensor:
+    """Sum of a gradient over parts of the rows that are short enough for int32."""
+    parts = [slice(first, first + LONGEST_SUM) for first in range(0, max(num_rows, 1), LONGEST_SUM)]
+    return functools.reduce(torch.add, map(gradient, parts))

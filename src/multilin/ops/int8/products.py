@@ -5,12 +5,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from multilin.ops.int8.portable import PortableSteps
-from multilin.ops.int8.rounded import Rounded
+from multilin.ops.int8.rounding import Rounded
 
 
 class Int8Linear(torch.autograd.Function):
-    """See `int8_linear`."""
+    """See `int8_linear`; `steps` is like `portable.PortableSteps`."""
 
     @staticmethod
     def forward(
@@ -18,19 +17,17 @@ class Int8Linear(torch.autograd.Function):
         factor: float, backward: str, steps: Any,
     ) -> Tensor:  # fmt: skip
         """The product; keeps x as int8."""
-        rows = x.reshape(-1, x.shape[-1])
-        steps = steps_for(steps, rows)
-        rounded = steps.round_rows(rows)
+        rounded = steps.round_rows(x.reshape(-1, x.shape[-1]))
         result = steps.scaled_product(rounded, values.t(), scale * factor, bias, result_dtype(x))
         ctx.save_for_backward(rounded.values, rounded.scale, values, scale)
-        ctx.described = x.shape, x.dtype, None if weight is None else weight.dtype, factor, backward, steps
+        ctx.options = x.shape, x.dtype, None if weight is None else weight.dtype, factor, backward, steps
         return result.view(*x.shape[:-1], -1)
 
     @staticmethod
     def backward(ctx: Any, *dresults: Tensor) -> tuple[Any, ...]:
         """dx = dy W, dw = dy^T x, with the rounded x and W."""
         x_values, x_scale, values, scale = ctx.saved_tensors
-        shape, x_dtype, weight_dtype, factor, backward, steps = ctx.described
+        shape, x_dtype, weight_dtype, factor, backward, steps = ctx.options
         dresult = dresults[0].reshape(-1, dresults[0].shape[-1])
         dx = dweight = None
         if ctx.needs_input_grad[0]:
@@ -42,7 +39,7 @@ class Int8Linear(torch.autograd.Function):
 
 
 class Int8BlockOuter(torch.autograd.Function):
-    """See `int8_block_outer`."""
+    """See `int8_block_outer`; `steps` is like `portable.PortableSteps`."""
 
     @staticmethod
     def forward(
@@ -51,19 +48,17 @@ class Int8BlockOuter(torch.autograd.Function):
     ) -> Tensor:  # fmt: skip
         """The contraction; keeps left and right, not their products."""
         dtype = result_dtype(left)
-        left, right = left.to(dtype), right.to(dtype)
-        lefts, rights = left.reshape(-1, *left.shape[-2:]), right.reshape(-1, *right.shape[-2:])
-        steps = steps_for(steps, lefts)
+        lefts, rights = (x.to(dtype).reshape(-1, *x.shape[-2:]) for x in (left, right))
         result = steps.outer(lefts, rights, values, scale * factor, dtype)
         ctx.save_for_backward(lefts, rights, values, scale)
-        ctx.described = left.shape, right.shape, None if weight is None else weight.dtype, factor, backward, steps
+        ctx.options = left.shape, right.shape, None if weight is None else weight.dtype, factor, backward, steps
         return result.view(*left.shape[:-2], -1)
 
     @staticmethod
     def backward(ctx: Any, *dresults: Tensor) -> tuple[Any, ...]:
         """The pairs are rounded again instead of kept."""
         lefts, rights, values, scale = ctx.saved_tensors
-        left_shape, right_shape, weight_dtype, factor, backward, steps = ctx.described
+        left_shape, right_shape, weight_dtype, factor, backward, steps = ctx.options
         dresult = dresults[0].reshape(-1, len(values))
         dleft = dright = dweight = None
         if ctx.needs_input_grad[0] or ctx.needs_input_grad[1]:
@@ -72,12 +67,6 @@ class Int8BlockOuter(torch.autograd.Function):
         if weight_dtype is not None and ctx.needs_input_grad[2]:
             dweight = steps.gradient_of_pairs_weight(dresult, lefts, rights, factor, backward, weight_dtype)
         return dleft, dright, dweight, None, None, None, None, None
-
-
-def steps_for(steps: Any, rows: Tensor) -> Any:
-    """Those given, where they take this type and, while torch.compile traces, can be traced."""
-    takes = steps.dtypes is None or rows.dtype in steps.dtypes
-    return steps if takes and (steps.is_traceable or not torch.compiler.is_compiling()) else PortableSteps
 
 
 def result_dtype(x: Tensor) -> torch.dtype:

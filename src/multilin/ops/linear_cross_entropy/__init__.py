@@ -1,13 +1,29 @@
 """Cross entropy of a linear output layer that never holds all logits."""
 
+from collections.abc import Iterator
+from typing import Any
+
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from multilin.ops.linear_cross_entropy import chunked
-from multilin.ops.linear_cross_entropy.chunked import LINEAR_CROSS_ENTROPY
+from multilin.ops.dispatch import Backend, Op
+from multilin.ops.kernels import why_no_numba
+from multilin.ops.kernels.operators import refuses_eager
+from multilin.ops.linear_cross_entropy import cpu, portable
 
 __all__ = ["LINEAR_CROSS_ENTROPY", "linear_cross_entropy", "token_cross_entropy"]
+
+CHUNK_NUMBERS = 2**23  # logits held at a time, 16 MB in bf16: large enough for full-speed matrix products
+
+LINEAR_CROSS_ENTROPY = Op(
+    "linear_cross_entropy",
+    [
+        Backend("numba (compiled, one pass)", cpu.losses_and_gradient, "cpu", cpu.DTYPES, why_not=why_no_numba),
+        Backend("portable (PyTorch, several passes)", portable.losses_and_gradient),
+    ],
+    special_cases=[Backend("portable (PyTorch, in graphs)", portable.losses_and_gradient, refuses=refuses_eager)],
+)
 
 
 def linear_cross_entropy(
@@ -18,41 +34,36 @@ def linear_cross_entropy(
     *,
     logit_scale: float = 1.0,
     label_smoothing: float = 0.0,
-    ignore_index: int = -100,
 ) -> Float[Tensor, ""]:
     """Sum over rows of the cross entropy of softmax(logit_scale * hidden weight^T + bias) with the targets, in nats.
 
-    With label smoothing s the target distribution is (1 - s) onehot(target) + s / V. Rows whose target is
-    `ignore_index` count nothing. The gradients are computed in the forward pass, chunk by chunk, so the peak memory
-    is one chunk of logits, about 2^23 numbers, whatever N is. Under autocast the matrix products run in its dtype;
-    softmax, loss and the sum of the weight's gradient stay in float32.
+    With label smoothing s the target distribution is (1 - s) onehot(target) + s / V. Rows whose target is -100 count
+    nothing. The gradients are computed in the forward pass, chunk by chunk, so the peak memory is one chunk of logits,
+    about 2^23 numbers, whatever N is. Under autocast the matrix products run in its dtype; softmax, loss and the sum of
+    the weight's gradient stay in float32.
 
     Args:
         hidden: (N, D) final hidden states, a row per predicted token.
         weight: (V, D) output embedding.
         bias: (V,) added to the scaled logits, or None.
-        targets: (N,) token ids.
+        targets: (N,) token ids, or -100.
         logit_scale: factor on the product, not on the bias.
         label_smoothing: share of the target distribution spread evenly, in [0, 1).
-        ignore_index: the target that marks a row to leave out.
 
     Returns:
         A scalar in float32 (float64 for float64 inputs). Differentiable once in hidden, weight and bias.
 
+    Raises:
+        InputError: a target that is no token.
+
     Cost: 3 products of N x D x V and their memory for a chunk of rows, plus one gradient of the size of `weight`.
     """
-    if not torch.is_grad_enabled():
-        losses = token_cross_entropy(
-            hidden, weight, bias, targets, logit_scale=logit_scale, label_smoothing=label_smoothing,
-            ignore_index=ignore_index,
-        )  # fmt: skip
-        return losses.sum()
-    total: Tensor = chunked.LinearCrossEntropy.apply(
-        hidden, weight, bias, targets, logit_scale, label_smoothing, ignore_index
-    )
+    inputs = hidden, weight, bias, targets, logit_scale, label_smoothing
+    total: Tensor = _LinearCrossEntropy.apply(*inputs) if torch.is_grad_enabled() else _token_losses(*inputs).sum()
     return total
 
 
+@torch.no_grad()
 def token_cross_entropy(
     hidden: Float[Tensor, "N D"],
     weight: Float[Tensor, "V D"],
@@ -60,15 +71,65 @@ def token_cross_entropy(
     targets: Int[Tensor, " N"],
     *,
     logit_scale: float = 1.0,
-    label_smoothing: float = 0.0,
-    ignore_index: int = -100,
 ) -> Float[Tensor, " N"]:
     """The terms that `linear_cross_entropy` sums, (N,) in nats, without gradients; 0 for ignored rows."""
-    with torch.no_grad():
-        device = hidden.device.type
-        low = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
-        chunks = chunked.losses_of_chunks(
-            hidden.detach().to(low), weight.detach().to(low), bias, targets, logit_scale=logit_scale,
-            label_smoothing=label_smoothing, ignore_index=ignore_index, makes_gradient=False,
+    return _token_losses(hidden, weight, bias, targets, logit_scale, 0.0)
+
+
+def _token_losses(hidden: Tensor, weight: Tensor, *others: Any) -> Tensor:
+    chunks = _chunks(*_lowered(hidden, weight), *others, makes_gradient=False)
+    return torch.cat([losses for _, losses, _, _ in chunks])
+
+
+def _lowered(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """As the matrix products take them."""
+    device = hidden.device.type
+    low = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
+    return hidden.detach().to(low), weight.detach().to(low)
+
+
+def _chunks(
+    hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, targets_N: Tensor, logit_scale: float,
+    label_smoothing: float, *, makes_gradient: bool,
+) -> Iterator[tuple[slice, Tensor, Tensor, Tensor | None]]:  # fmt: skip
+    """Rows, their losses, and the gradients of their products and of the bias: see `portable.losses_and_gradient`."""
+    num_rows = max(1, CHUNK_NUMBERS // weight_VD.shape[0])
+    for first in range(0, max(len(hidden_ND), 1), num_rows):
+        rows = slice(first, min(first + num_rows, len(hidden_ND)))
+        yield rows, *LINEAR_CROSS_ENTROPY(
+            hidden_ND[rows] @ weight_VD.T, bias_V, targets_N[rows], logit_scale, label_smoothing, makes_gradient,
+            dtype=hidden_ND.dtype,
         )  # fmt: skip
-        return torch.cat([losses for _, losses, _, _ in chunks])
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    """The sum of the losses, with all gradients ready after the forward pass."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, targets_N: Tensor, logit_scale: float,
+        label_smoothing: float,
+    ) -> Tensor:  # fmt: skip
+        hidden_low, weight_low = _lowered(hidden_ND, weight_VD)
+        wide = torch.promote_types(weight_VD.dtype, torch.float32)
+        total = torch.zeros((), dtype=wide, device=hidden_ND.device)
+        dhidden = torch.empty_like(hidden_ND)
+        dweight = torch.zeros_like(weight_VD, dtype=wide)
+        dbias = None if bias_V is None else torch.zeros_like(bias_V, dtype=wide)
+        chunks = _chunks(hidden_low, weight_low, bias_V, targets_N, logit_scale, label_smoothing, makes_gradient=True)
+        for rows, losses, dlogits_low, dbias_of_rows in chunks:
+            total += losses.sum()
+            if dbias is not None and dbias_of_rows is not None:
+                dbias += dbias_of_rows
+            dhidden[rows] = dlogits_low @ weight_low
+            dweight += dlogits_low.T @ hidden_low[rows]
+        if dbias is not None and bias_V is not None:
+            dbias = dbias.to(bias_V.dtype)
+        ctx.save_for_backward(dhidden, dweight.to(weight_VD.dtype), dbias)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *dtotals: Tensor) -> tuple[Tensor | None, ...]:
+        """The kept gradients times that of the total."""
+        gradients = [None if g is None else g * dtotals[0].to(g.dtype) for g in ctx.saved_tensors]
+        return *gradients, None, None, None

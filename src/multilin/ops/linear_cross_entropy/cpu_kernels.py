@@ -4,41 +4,39 @@ With x = scale l + bias and p = softmax(x), the loss is log sum e^x - (1 - s) x_
 p - s / V - (1 - s) onehot(target), times the scale for the logits.
 """
 
-from typing import Any
+# mypy: allow-untyped-defs, allow-incomplete-defs
 
 import numpy as np
 from numba import carray, njit
 
-from multilin.ops.numba_kernels.exponential import exp_negative
-from multilin.ops.numba_kernels.intrinsics import (
+from multilin.ops.kernels.cpu_exponential import exp_negative
+from multilin.ops.kernels.cpu_intrinsics import (
     DOTS,
     SCALARS,
+    array,
     bits_of,
-    like,
+    floats,
     narrow,
     number_of,
-    to_int64_pointer,
+    part_of_rows,
     widen,
 )
-from multilin.ops.numba_kernels.parts import floats, part_of_rows
 
 ZERO, ONE, NAN = np.float32(0), np.float32(1), np.float32(np.nan)
 POSITIVE, INFINITE = np.int32(0x7FFFFFFF), np.int32(0x7F800000)
 
 
 @njit(**SCALARS)
-def read(logits: Any, scale: Any, bias: Any, scores: Any) -> None:
-    """scores = scale logits + bias, without bias where it has no size."""
-    if bias.size == 0:
-        for j in range(scores.size):
-            scores[j] = scale * widen(logits[j])
-    else:
-        for j in range(scores.size):
-            scores[j] = scale * widen(logits[j]) + bias[j]
+def read(logits, scale, bias, scores):
+    """scores = scale logits + bias, without bias if it is empty."""
+    for j in range(scores.size):
+        scores[j] = scale * widen(logits[j])
+    for j in range(bias.size):
+        scores[j] += bias[j]
 
 
 @njit
-def largest(scores: Any) -> Any:
+def largest(scores):
     """The largest number, or nan if there is one: compared as integers, which the compiler can vectorise."""
     top, has_nan = np.int32(-POSITIVE), np.int32(0)
     for j in range(scores.size):
@@ -53,7 +51,7 @@ def largest(scores: Any) -> Any:
 
 
 @njit(**DOTS)
-def total(scores: Any) -> Any:
+def total(scores):
     """Sum of the numbers."""
     result = ZERO
     for j in range(scores.size):
@@ -62,35 +60,39 @@ def total(scores: Any) -> Any:
 
 
 @njit(**SCALARS)
-def exponentials(scores: Any, top: Any) -> None:
+def exponentials(scores, top):
     """e^(x - top), in place."""
     for j in range(scores.size):
         scores[j] = exp_negative(scores[j] - top)
 
 
 @njit(**SCALARS)
-def write(scores: Any, factor: Any, shift: Any, scale: Any, dlogits: Any) -> None:
+def write(scores, factor, shift, scale, dlogits):
     """dlogits = scale (factor scores - shift)."""
     for j in range(scores.size):
         dlogits[j] = narrow(scale * (factor * scores[j] - shift), dlogits[j])
 
 
 @njit(**SCALARS)
-def add(scores: Any, factor: Any, shift: Any, result: Any) -> None:
+def add(scores, factor, shift, result):
     """result += factor scores - shift."""
     for j in range(scores.size):
         result[j] += factor * scores[j] - shift
 
 
-def forward(tasks: Any, elements: Any, index: int, sources: Any) -> None:
-    """One part of the rows; elements are numbers of the logits."""
+def forward(tasks, elements, index, sources):
+    """One part of the rows of logits (num_rows, width), whose gradient replaces them if makes_gradient.
+
+    scale is the factor on the logits, smoothing the share of the target that is spread over all tokens; scores and
+    dbias are (num_parts, width) float32 to work in; bias and dbias may be 0.
+    """
     task = carray(tasks, (1,))[0]
     width, scale, smoothing = task.width, np.float32(task.scale), np.float32(task.smoothing)
     kept = ONE - smoothing
     shift = smoothing / np.float32(width)
     first, last = part_of_rows(task.num_rows, task.num_parts, index)
-    all_logits = carray(like(elements, task.logits), (task.num_rows, width))
-    targets = carray(to_int64_pointer(task.targets), (task.num_rows,))
+    all_logits = array(elements, task.logits, (task.num_rows, width))
+    targets = array(np.int64, task.targets, (task.num_rows,))
     losses = floats(task.losses, 1, task.num_rows)[0]
     scores = floats(task.scores, task.num_parts, width)[index]
     bias = floats(task.bias, 1, width if task.bias != 0 else 0)[0]

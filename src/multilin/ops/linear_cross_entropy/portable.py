@@ -3,54 +3,43 @@
 import torch
 from torch import Tensor
 
+IGNORED = -100  # the target of rows that count nothing
+
 
 def losses_and_gradient(
-    logits_NV: Tensor,
-    bias_V: Tensor | None,
-    targets_N: Tensor,
-    *,
-    logit_scale: float,
-    label_smoothing: float,
-    ignore_index: int,
+    logits_NV: Tensor, bias_V: Tensor | None, targets_N: Tensor, logit_scale: float, label_smoothing: float,
     makes_gradient: bool,
-) -> tuple[Tensor, Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
     """Cross entropy of each row of scale * logits + bias, and its gradient.
 
     Args:
         logits_NV: (N, V) products of hidden states and weights; they may be overwritten.
         bias_V: (V,) or None.
-        targets_N: (N,) token ids.
+        targets_N: (N,) token ids, or IGNORED.
         logit_scale: factor on the logits, not on the bias.
         label_smoothing: share of the target distribution spread evenly.
-        ignore_index: target of rows that count nothing.
         makes_gradient: False where only the losses are read; the other results then mean nothing.
 
     Returns:
         Losses (N,) in nats, float32 or better; the sum's gradient of the logits (N, V) in their dtype; and that of the
         bias (V,), float32 or better, or None.
     """
-    wide = torch.promote_types(logits_NV.dtype, torch.float32)
-    scores_NV = logits_NV.to(wide)
+    scores_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
     if logit_scale != 1.0:
         scores_NV = scores_NV * logit_scale
     if bias_V is not None:
         scores_NV = scores_NV + bias_V
     losses_N = torch.nn.functional.cross_entropy(
-        scores_NV, targets_N, reduction="none", label_smoothing=label_smoothing, ignore_index=ignore_index
+        scores_NV, targets_N, reduction="none", label_smoothing=label_smoothing, ignore_index=IGNORED
     )
     if not makes_gradient:
         return losses_N, logits_NV, None
-    dscores_NV = _dscores(scores_NV, targets_N, label_smoothing, ignore_index)
-    dbias_V = None if bias_V is None else dscores_NV.sum(dim=0)
-    return losses_N, dscores_NV.mul_(logit_scale).to(logits_NV.dtype), dbias_V
-
-
-def _dscores(scores_NV: Tensor, targets_N: Tensor, label_smoothing: float, ignore_index: int) -> Tensor:
-    """softmax(scores) minus the target distribution; 0 in ignored rows."""
-    counted_N = (targets_N != ignore_index)[:, None]
-    target_N = targets_N.clamp(min=0)[:, None]
+    # softmax(scores) minus the target distribution; 0 in ignored rows.
     dscores_NV = torch.softmax(scores_NV, dim=-1)
     if label_smoothing:
         dscores_NV -= label_smoothing / scores_NV.shape[1]
-    dscores_NV.scatter_add_(1, target_N, torch.full_like(target_N, label_smoothing - 1.0, dtype=dscores_NV.dtype))
-    return dscores_NV.mul_(counted_N)
+    target_N1 = targets_N.clamp(min=0)[:, None]
+    dscores_NV.scatter_add_(1, target_N1, torch.full_like(target_N1, label_smoothing - 1.0, dtype=dscores_NV.dtype))
+    dscores_NV *= (targets_N != IGNORED)[:, None]
+    dbias_V = None if bias_V is None else dscores_NV.sum(dim=0)
+    return losses_N, dscores_NV.mul_(logit_scale).to(logits_NV.dtype), dbias_V

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from multilin.errors import InputError
 from multilin.ops.dispatch import Backend, Op
+from multilin.ops.kernels import why_no_numba, why_no_triton
 from multilin.ops.prefix_softmax import cpu, gpu, portable, reference
 from multilin.ops.prefix_softmax.tokens import PrefixSoftmaxState
 from multilin.ops.prefix_softmax.weights import PrefixSoftmaxWeights, prefix_softmax_weights
@@ -29,7 +30,7 @@ PREFIX_SOFTMAX = Op(
             device="cpu",
             dtypes=(torch.float32,),
             reads=(torch.float32, torch.bfloat16),
-            why_not=cpu.why_not,
+            why_not=why_no_numba,
         ),
         Backend(
             "triton (compiled, linear time)",
@@ -37,7 +38,7 @@ PREFIX_SOFTMAX = Op(
             device="cuda",
             dtypes=(torch.float32,),
             reads=(torch.float32, torch.bfloat16, torch.float16),
-            why_not=gpu.why_not,
+            why_not=why_no_triton,
             refuses=gpu.refuses,
         ),
         Backend("portable (PyTorch, linear time)", portable.prefix_softmax),

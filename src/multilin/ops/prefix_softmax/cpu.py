@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from multilin.ops.numba_kernels import why_not as why_not
 from multilin.ops.prefix_softmax.compiled import empty_gradients, fill_in, is_traced, needs_gradients, windowed
 from multilin.ops.prefix_softmax.cpu_run import (
     Kept,

@@ -14,11 +14,12 @@ from llvmlite import ir
 from numba import carray, njit, types
 from numba.extending import intrinsic
 
-from multilin.ops.numba_kernels.exponential import exp_negative as exp_negative
-from multilin.ops.numba_kernels.intrinsics import DOTS as DOTS
-from multilin.ops.numba_kernels.intrinsics import SCALARS as SCALARS
-from multilin.ops.numba_kernels.intrinsics import from_bf16, like, to_bf16
-from multilin.ops.numba_kernels.parts import floats as floats
+from multilin.ops.kernels.cpu_exponential import exp_negative as exp_negative
+from multilin.ops.kernels.cpu_intrinsics import DOTS as DOTS
+from multilin.ops.kernels.cpu_intrinsics import SCALARS as SCALARS
+from multilin.ops.kernels.cpu_intrinsics import floats as floats
+from multilin.ops.kernels.cpu_intrinsics import from_bf16, to_bf16
+from multilin.ops.kernels.cpu_intrinsics import pointer_to as like
 
 LOWEST = np.float32(np.finfo(np.float32).min)
 ZERO, ONE, NOTHING = np.float32(0), np.float32(1), np.float32(-np.inf)

@@ -13,7 +13,7 @@ from multilin.ops.prefix_softmax.cpu_task import ROWS, Task
 @functools.cache
 def _numba_modules() -> tuple[Any, ...]:
     """What imports numba: imported by the first call, and not looked for again by the others."""
-    from multilin.ops.numba_kernels.launch import launch, num_threads
+    from multilin.ops.kernels.cpu_launch import launch, num_threads
     from multilin.ops.prefix_softmax import (
         cpu_global_backward,
         cpu_global_forward,

@@ -19,7 +19,6 @@ from multilin.ops.prefix_softmax.gpu_run import (
     run_step,
 )
 from multilin.ops.prefix_softmax.tokens import PrefixSoftmaxState
-from multilin.ops.triton_kernels import why_not as why_not
 
 WIDEST = 2**13  # numbers per head: one program of a step holds them all
 

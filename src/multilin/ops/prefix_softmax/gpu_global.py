@@ -9,9 +9,10 @@ merges the tokens of the parts before its own and scans its part, chunk by chunk
 import triton
 import triton.language as tl
 
+from multilin.ops.kernels.gpu_launch import autotuned
+from multilin.ops.kernels.gpu_rounding import narrow
+from multilin.ops.kernels.gpu_tiles import dot
 from multilin.ops.prefix_softmax.gpu_math import absorb, finite, inverse, load_row, load_tile, store_tile, text_at
-from multilin.ops.triton_kernels.launch import autotuned
-from multilin.ops.triton_kernels.parts import dot, rounded
 
 WAYS: list[tuple[dict[str, int], int, int]] = [({}, 4, 3), ({}, 4, 4), ({}, 4, 2), ({}, 8, 3), ({}, 8, 2), ({}, 2, 3)]
 
@@ -123,7 +124,7 @@ def forward(
             b_tops = tl.maximum(b_tops, b_own)
         b_tops = tl.maximum(b_tops, null)
 
-        b_weights = rounded(tl.exp(b_scores - finite(b_tops)[:, None]), b_values)
+        b_weights = narrow(tl.exp(b_scores - finite(b_tops)[:, None]), b_values.dtype)
         b_past = total * tl.exp(b_past_top - finite(b_tops))
         b_own = tl.exp(b_own - finite(b_tops))
         b_totals = tl.sum(b_weights.to(tl.float32), axis=1) + b_past + b_own + tl.exp(null - finite(b_tops))

@@ -9,10 +9,11 @@ take from the gradients of logits, one number per head, is subtracted at the end
 import triton
 import triton.language as tl
 
+from multilin.ops.kernels.gpu_launch import autotuned
+from multilin.ops.kernels.gpu_rounding import narrow
+from multilin.ops.kernels.gpu_tiles import dot
 from multilin.ops.prefix_softmax.gpu_global import WAYS
 from multilin.ops.prefix_softmax.gpu_math import absorb_rows, finite, load_row, load_tile, store_tile, text_at
-from multilin.ops.triton_kernels.launch import autotuned
-from multilin.ops.triton_kernels.parts import dot, rounded
 
 
 @autotuned(WAYS, key=["H", "D", "CHUNK", "BLOCK_D", "PARTS"])
@@ -142,7 +143,7 @@ def backward(
         b_past = tl.load(p_past_totals + o_slot) * tl.exp(tl.load(p_past_tops + o_slot) - b_before_tops)
 
         b_weights = tl.exp(tl.where(visible, b_logits[None, :], -float("inf")) - b_tops[:, None])
-        b_sums = dot(rounded(b_weights, b_values), b_values) + b_past[:, None] * b_mean[None, :]
+        b_sums = dot(narrow(b_weights, b_values.dtype), b_values) + b_past[:, None] * b_mean[None, :]
         b_wide_values, b_wide_dmeans = b_values.to(tl.float32), b_dmeans.to(tl.float32)
         if p_own is not None:
             b_own = load_row(p_own + i_b * own_b + i_h * own_h, o_t, m_t, own_t, -float("inf"))
@@ -150,7 +151,7 @@ def backward(
             b_sums += b_own[:, None] * b_wide_values
         b_deltas = b_scales * tl.sum(b_sums * b_wide_dmeans, axis=1)
 
-        b_shares = rounded(b_weights * b_scales[:, None], b_values)
+        b_shares = narrow(b_weights * b_scales[:, None], b_values.dtype)
         b_dvalues = dot(tl.trans(b_shares), b_dmeans) + b_read[:, None] * b_flow[None, :]
         b_dlogits = tl.sum(b_wide_values * b_dvalues, axis=1) - b_read * lost
         b_dlogits -= tl.sum(b_shares.to(tl.float32) * b_deltas[:, None], axis=0)

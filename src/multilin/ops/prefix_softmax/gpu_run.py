@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from multilin.ops.kernels.rows import dense_rows
 from multilin.ops.prefix_softmax.compiled import Gradients, empty_gradients
 
 CHUNK = 64  # positions whose weights are compared pair by pair, and between means kept for the backward pass
@@ -16,6 +17,7 @@ PER_HEAD = ("logits", "own", "state_logits")  # gradients with one number per he
 @functools.cache
 def _triton_modules() -> tuple[Any, ...]:
     """What imports triton: imported by the first call, and not looked for again by the others."""
+    from multilin.ops.kernels import gpu_launch as launch
     from multilin.ops.prefix_softmax import (
         gpu_global,
         gpu_global_backward,
@@ -23,7 +25,6 @@ def _triton_modules() -> tuple[Any, ...]:
         gpu_windowed,
         gpu_windowed_backward,
     )
-    from multilin.ops.triton_kernels import launch
 
     return gpu_global, gpu_global_backward, gpu_windowed, gpu_windowed_backward, gpu_step, launch
 
@@ -265,7 +266,7 @@ def _with_strides(tensor: Tensor | None) -> tuple[Any, ...]:
 
 
 def _dense(tensor: Tensor) -> Tensor:
-    dense: Tensor = _triton_modules()[-1].dense_rows(tensor)
+    dense: Tensor = dense_rows(tensor)
     return dense
 
 

@@ -5,8 +5,8 @@
 import triton
 import triton.language as tl
 
+from multilin.ops.kernels.gpu_rounding import store_rounded
 from multilin.ops.prefix_softmax.gpu_math import absorb, finite, inverse
-from multilin.ops.triton_kernels.parts import store_rounded
 
 
 @triton.jit

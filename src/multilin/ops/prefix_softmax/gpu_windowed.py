@@ -12,10 +12,11 @@ triangles.
 import triton
 import triton.language as tl
 
+from multilin.ops.kernels.gpu_launch import autotuned
+from multilin.ops.kernels.gpu_rounding import narrow
+from multilin.ops.kernels.gpu_tiles import dot
 from multilin.ops.prefix_softmax.gpu_global import WAYS
 from multilin.ops.prefix_softmax.gpu_math import absorb, finite, inverse, load_row, load_tile, store_tile, text_at
-from multilin.ops.triton_kernels.launch import autotuned
-from multilin.ops.triton_kernels.parts import dot, rounded
 
 
 @triton.jit
@@ -112,8 +113,8 @@ def forward(
             b_tops = tl.maximum(tl.maximum(b_late_top, b_past_top), b_tops)
 
         b_shift = finite(b_tops)
-        b_weights = rounded(tl.exp(b_scores - b_shift[:, None]), b_values)
-        b_old_weights = rounded(tl.exp(b_old_scores - b_shift[:, None]), b_values)
+        b_weights = narrow(tl.exp(b_scores - b_shift[:, None]), b_values.dtype)
+        b_old_weights = narrow(tl.exp(b_old_scores - b_shift[:, None]), b_values.dtype)
         b_own = tl.exp(b_own - b_shift)
         b_totals = tl.sum(b_weights.to(tl.float32), axis=1) + tl.sum(b_old_weights.to(tl.float32), axis=1)
         b_totals += b_own + tl.exp(null - b_shift)

@@ -9,10 +9,11 @@ chunk, and beyond them two rows, one for the later chunks of the own block, one 
 import triton
 import triton.language as tl
 
+from multilin.ops.kernels.gpu_launch import autotuned
+from multilin.ops.kernels.gpu_rounding import narrow
+from multilin.ops.kernels.gpu_tiles import dot
 from multilin.ops.prefix_softmax.gpu_global import WAYS
 from multilin.ops.prefix_softmax.gpu_math import absorb_rows, load_row, load_tile, store_tile, text_at
-from multilin.ops.triton_kernels.launch import autotuned
-from multilin.ops.triton_kernels.parts import dot, rounded
 
 
 @triton.jit
@@ -107,8 +108,8 @@ def backward(
             b_text = load_row(p_text, o_t, m_t, 1, -1)
             visible &= b_text[:, None] == b_text[None, :]
             next_visible &= load_row(p_text, o_next, m_next, 1, -2)[:, None] == b_text[None, :]
-        b_shares = rounded(shares(b_logits, visible, b_tops, b_scales), b_values)
-        b_next_shares = rounded(shares(b_logits, next_visible, b_next_tops, b_next_scales), b_values)
+        b_shares = narrow(shares(b_logits, visible, b_tops, b_scales), b_values.dtype)
+        b_next_shares = narrow(shares(b_logits, next_visible, b_next_tops, b_next_scales), b_values.dtype)
         b_dvalues = dot(tl.trans(b_shares), b_dmeans) + dot(tl.trans(b_next_shares), b_next_dmeans)
         b_lost = tl.sum(b_shares.to(tl.float32) * b_deltas[:, None], axis=0)
         b_lost += tl.sum(b_next_shares.to(tl.float32) * b_next_deltas[:, None], axis=0)

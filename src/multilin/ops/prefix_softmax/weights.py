@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from multilin.ops.shares import shares
+from multilin.ops.softmax import softmax as shares
 
 
 class PrefixSoftmaxWeights(NamedTuple):

@@ -1,12 +1,11 @@
 """Pairs of numbers turned by angles, as rotary positions do."""
 
-import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from multilin.errors import InputError
 from multilin.ops.dispatch import Backend, Op
-from multilin.ops.numba_kernels import why_not
+from multilin.ops.kernels import why_no_numba
 from multilin.ops.rotary import cpu, reference
 
 __all__ = ["ROTARY", "rotary"]
@@ -14,13 +13,7 @@ __all__ = ["ROTARY", "rotary"]
 ROTARY = Op(
     "rotary",
     [
-        Backend(
-            "numba (compiled, one pass)",
-            cpu.rotary,
-            device="cpu",
-            dtypes=(torch.float32, torch.bfloat16),
-            why_not=why_not,
-        ),
+        Backend("numba (compiled, one pass)", cpu.rotary, "cpu", cpu.DTYPES, why_not=why_no_numba),
         Backend("reference (PyTorch)", reference.rotary),
     ],
 )
@@ -52,5 +45,5 @@ def rotary(
         raise InputError(f"block: {block} given, but it must be even and divide the width, {width}")
     if cos.shape != (*x.shape[:2], width // 2) or sin.shape != cos.shape:
         raise InputError(f"cos: shape {tuple(cos.shape)} given for x {tuple(x.shape)}, but it must be (B, T, D / 2)")
-    result: Tensor = ROTARY.backend_for(x.device, x.dtype).compute(x, cos, sin, block)
+    result: Tensor = ROTARY(x, cos, sin, block, dtype=x.dtype)
     return result

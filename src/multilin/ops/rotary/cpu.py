@@ -5,25 +5,29 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from multilin.ops.numba_kernels.rows import as_rows, place, runs_directly
-from multilin.ops.rotary.cpu_task import Task
+from multilin.ops.kernels import LazyModule
+from multilin.ops.kernels.operators import operator
+from multilin.ops.kernels.rows import as_rows, row_bytes
+
+DTYPES = (torch.float32, torch.bfloat16)
+_kernels, _launch = LazyModule("multilin.ops.rotary.cpu_kernels"), LazyModule("multilin.ops.kernels.cpu_launch")
 
 
 def rotary(x_BTHD: Tensor, cos_BTP: Tensor, sin_BTP: Tensor, block: int) -> Tensor:
-    """See `multilin.ops.rotary`; x is float32 or bf16."""
-    turn = _run if runs_directly(x_BTHD) else _turn
-    result: Tensor = turn(x_BTHD, cos_BTP.float(), sin_BTP.float(), block, False)
+    """See `multilin.ops.rotary`."""
+    result: Tensor = _turn(x_BTHD, cos_BTP.float(), sin_BTP.float(), block, False)
     return result
 
 
-@torch.library.custom_op("multilin::rotary", mutates_args=(), device_types="cpu")
+@operator("rotary", lambda x, *_: torch.empty(x.shape, dtype=x.dtype, device=x.device))
 def _turn(x: Tensor, cos: Tensor, sin: Tensor, block: int, is_inverse: bool) -> Tensor:
-    return _run(x, cos, sin, block, is_inverse)
-
-
-@_turn.register_fake
-def _turn_shape(x: Tensor, cos: Tensor, sin: Tensor, block: int, is_inverse: bool) -> Tensor:
-    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    result, rows = torch.empty(x.shape, dtype=x.dtype), as_rows(x.flatten(2))
+    num_rows, width = rows.shape
+    _launch.launch_parts(
+        _kernels.turn, x.dtype, x.numel(), num_rows=num_rows, width=width, head_size=x.shape[-1], block=block,
+        is_inverse=is_inverse, x=rows, x_row=row_bytes(rows), cos=cos.contiguous(), sin=sin.contiguous(), result=result,
+    )  # fmt: skip
+    return result
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -35,21 +39,4 @@ def _differentiate(ctx: Any, dresult: Tensor) -> tuple[Any, ...]:
     return _turn(dresult, *ctx.saved_tensors, ctx.block, not ctx.is_inverse), None, None, None, None
 
 
-_turn.register_autograd(_differentiate, setup_context=_save)
-
-
-def _run(x: Tensor, cos: Tensor, sin: Tensor, block: int, is_inverse: bool) -> Tensor:
-    from multilin.ops.numba_kernels.launch import launch, num_threads
-    from multilin.ops.rotary.cpu_kernels import turn
-
-    result = torch.empty(x.shape, dtype=x.dtype)
-    if x.numel() == 0:
-        return result
-    rows, cos, sin = as_rows(x.flatten(2)), cos.contiguous(), sin.contiguous()
-    threads = num_threads(x.numel())
-    task = Task(
-        len(rows), rows.shape[1], x.shape[-1], block, threads, is_inverse, *place(rows),
-        cos.data_ptr(), sin.data_ptr(), result.data_ptr(),
-    )  # fmt: skip
-    launch(turn, task, x.dtype, threads, threads)
-    return result
+_turn.differentiable(_differentiate, _save)

@@ -1,16 +1,15 @@
 """The kernel of `rotary`."""
 
-from typing import Any
+# mypy: allow-untyped-defs, allow-incomplete-defs
 
 import numpy as np
 from numba import carray, njit
 
-from multilin.ops.numba_kernels.intrinsics import SCALARS, like, narrow, widen
-from multilin.ops.numba_kernels.parts import floats, part_of_rows
+from multilin.ops.kernels.cpu_intrinsics import SCALARS, array, floats, narrow, part_of_rows, widen
 
 
 @njit(forceinline=True, **SCALARS)
-def turn_block(x: Any, cos: Any, sin: Any, direction: Any, result: Any) -> None:
+def turn_block(x, cos, sin, direction, result):
     """All pairs of one block."""
     half = cos.size
     for i in range(half):
@@ -20,18 +19,19 @@ def turn_block(x: Any, cos: Any, sin: Any, direction: Any, result: Any) -> None:
         result[half + i] = narrow(first * turn + second * cos[i], result[half + i])
 
 
-def turn(tasks: Any, elements: Any, index: int, sources: Any) -> None:
-    """One part of the rows."""
+def turn(tasks, elements, index, sources):
+    """One part of the rows of x (num_rows, width), each all heads of a position; cos and sin (num_rows, head_size / 2)
+    are float32. x_row: bytes from one row of x to the next; is_inverse: 1 turns back."""
     task = carray(tasks, (1,))[0]
     width, block, num_pairs = task.width, task.block, task.head_size // 2
     first, last = part_of_rows(task.num_rows, task.num_parts, index)
     direction = np.float32(-1) if task.is_inverse != 0 else np.float32(1)
-    results = carray(like(elements, task.result), (task.num_rows, width))
-    coses, sines = floats(task.cos, task.num_rows, num_pairs), floats(task.sin, task.num_rows, num_pairs)
+    results = array(elements, task.result, (task.num_rows, width))
+    cosines, sines = floats(task.cos, task.num_rows, num_pairs), floats(task.sin, task.num_rows, num_pairs)
     for i in range(first, last):
-        x = carray(like(elements, task.x + task.x_row * i), (width,))
+        x = array(elements, task.x + task.x_row * i, (width,))
         for start in range(0, width, block):
             part = slice(start, start + block)
             pair = start % task.head_size // 2
             pairs = slice(pair, pair + block // 2)
-            turn_block(x[part], coses[i, pairs], sines[i, pairs], direction, results[i, part])
+            turn_block(x[part], cosines[i, pairs], sines[i, pairs], direction, results[i, part])

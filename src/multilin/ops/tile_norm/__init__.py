@@ -6,7 +6,7 @@ from torch import Tensor
 
 from multilin.errors import InputError
 from multilin.ops.dispatch import Backend, Op
-from multilin.ops.numba_kernels import why_not
+from multilin.ops.kernels import why_no_numba
 from multilin.ops.tile_norm import cpu, reference
 
 __all__ = ["TILE_NORM", "tile_norm"]
@@ -14,13 +14,7 @@ __all__ = ["TILE_NORM", "tile_norm"]
 TILE_NORM = Op(
     "tile_norm",
     [
-        Backend(
-            "numba (compiled, one pass)",
-            cpu.tile_norm,
-            device="cpu",
-            dtypes=(torch.float32, torch.bfloat16),
-            why_not=why_not,
-        ),
+        Backend("numba (compiled, one pass)", cpu.tile_norm, "cpu", cpu.DTYPES, why_not=why_no_numba),
         Backend("reference (PyTorch)", reference.tile_norm),
     ],
 )
@@ -36,7 +30,7 @@ def tile_norm(
     Args:
         x: (..., D) in any float dtype; sums are taken in float32 or better.
         tile: width of a tile, a divisor of D; None is the whole vector.
-        dtype: of the result, where another one is to be read next; None is that of x.
+        dtype: of the result; None is that of x.
 
     Returns:
         (..., D).
@@ -52,8 +46,6 @@ def tile_norm(
     if size < 1 or width % size:
         raise InputError(f"tile: {tile} given, but it must divide the width, {width}")
     dtype = dtype or x.dtype
-    backend = TILE_NORM.backend_for(x.device, x.dtype)
-    if backend.dtypes is not None and dtype not in backend.dtypes:
-        backend = TILE_NORM.backends[-1]
-    result: Tensor = backend.compute(x, size, dtype)
+    # Kernels have to know both types.
+    result: Tensor = TILE_NORM(x, size, dtype, dtype=x.dtype if dtype in cpu.DTYPES else dtype)
     return result

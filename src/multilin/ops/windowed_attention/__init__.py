@@ -7,10 +7,10 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from multilin.errors import InputError
-from multilin.ops import triton_kernels
 from multilin.ops.dispatch import Backend, Op
-from multilin.ops.windowed_attention import gpu, portable, reference, wide
-from multilin.ops.windowed_attention.tokens import WindowedAttentionState, last_tokens
+from multilin.ops.kernels import why_no_triton
+from multilin.ops.windowed_attention import gpu, portable, reference, special_cases
+from multilin.ops.windowed_attention.tokens import WindowedAttentionState
 from multilin.ops.windowed_attention.weights import WindowedAttentionWeights, windowed_attention_weights
 
 __all__ = [
@@ -27,15 +27,25 @@ WINDOWED_ATTENTION = Op(
         Backend(
             "triton (tiles, weights made again backward)",
             gpu.windowed_attention,
-            device="cuda",
-            dtypes=gpu.DTYPES,
-            why_not=triton_kernels.why_not,
+            "cuda",
+            gpu.DTYPES,
+            why_not=why_no_triton,
             refuses=gpu.refuses,
         ),
         Backend(
             "portable (PyTorch, blocks; reading a whole text, its own causal attention)", portable.windowed_attention
         ),
         Backend("reference (PyTorch, quadratic time)", reference.windowed_attention, is_slow=True),
+    ],
+    special_cases=[
+        Backend("window 0", special_cases.own_token, refuses=special_cases.why_not_own_token),
+        Backend(
+            "PyTorch's causal attention",
+            special_cases.full_causal,
+            dtypes=gpu.DTYPES,
+            refuses=special_cases.why_not_full_causal,
+        ),
+        Backend("reference (few tokens)", reference.windowed_attention, "cpu", refuses=portable.why_not_short),
     ],
 )
 
@@ -91,21 +101,13 @@ def windowed_attention(
             f"keys: shape {tuple(keys.shape)} given for queries {tuple(queries.shape)} and values "
             f"{tuple(values.shape)}, but they must share batch, time and heads"
         )
-    dtype = torch.promote_types(torch.promote_types(queries.dtype, values.dtype), torch.float32)
-    logits_BT = torch.zeros(keys.shape[:2], dtype=dtype, device=keys.device)
-    if padding is not None:
-        logits_BT = logits_BT.masked_fill(padding, -torch.inf)
-    if wide.serves(queries, keys, values, window=window, decays=(slope, hyper), others=(padding, state, starts)):
-        after = last_tokens(keys, values, logits_BT, None, window) if needs_state else None
-        return wide.causal_attention(queries, keys, values, scale=scale, null_key=null_key), after
-    computed = torch.promote_types(queries.dtype, values.dtype)
-    compute = WINDOWED_ATTENTION.backend_for(values.device, computed, (keys.shape[3], values.shape[3])).compute
     with torch.autocast(values.device.type, enabled=False):
-        means, state = compute(
-            queries, keys, values, logits_BT, window=window, scale=scale, slope=slope,
-            hyper=hyper, null_key=null_key, state=state, starts=starts, needs_state=needs_state,
+        means, after = WINDOWED_ATTENTION(
+            queries, keys, values, window=window, scale=scale, slope=slope, hyper=hyper, null_key=null_key,
+            padding=padding, state=state, starts=starts, needs_state=needs_state,
+            dtype=torch.promote_types(queries.dtype, values.dtype),
         )  # fmt: skip
-    return means.to(values.dtype), state
+    return means.to(values.dtype), after
 
 
 def _check_reach(window: int, slope: float | Tensor, hyper: float | Tensor) -> None:

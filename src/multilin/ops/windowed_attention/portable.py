@@ -9,10 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from multilin.ops.windowed_attention import reference
-from multilin.ops.windowed_attention.itself import read_itself
 from multilin.ops.windowed_attention.tiles import (
     Tile,
     add_key_blocks,
@@ -22,50 +20,35 @@ from multilin.ops.windowed_attention.tiles import (
     tiles,
     write_query_blocks,
 )
-from multilin.ops.windowed_attention.tokens import WindowedAttentionState, last_tokens, read_state_first
+from multilin.ops.windowed_attention.tokens import WindowedAttentionState, all_tokens, last_tokens, texts
 
-SHORT = 8  # up to here the definition itself is faster
+SHORT = 8  # tokens up to which the definition itself is faster
+
+
+def why_not_short(queries: Tensor, *_: Tensor, **options: object) -> str | None:
+    """The reason against the definition."""
+    return None if queries.shape[1] <= SHORT else "there are many tokens"
 
 
 def windowed_attention(
-    queries_BTHD: Tensor,
-    keys_BTHD: Tensor,
-    values_BTHE: Tensor,
-    logits_BT: Tensor,
-    *,
-    window: int,
-    scale: float,
-    slope: float | Tensor = 0.0,
-    hyper: float | Tensor = 0.0,
-    null_key: bool = False,
-    state: WindowedAttentionState | None = None,
-    starts: Tensor | None = None,
-    needs_state: bool = True,
-) -> tuple[Tensor, WindowedAttentionState | None]:
-    """See `multilin.ops.windowed_attention`."""
-    num_new = keys_BTHD.shape[1]
-    if num_new <= SHORT:
-        return reference.windowed_attention(
-            queries_BTHD, keys_BTHD, values_BTHE, logits_BT, window=window, scale=scale, slope=slope, hyper=hyper,
-            null_key=null_key, state=state, starts=starts, needs_state=needs_state,
-        )  # fmt: skip
-    keys, values, logits_BS = read_state_first(keys_BTHD, values_BTHE, logits_BT, state)
-    after = last_tokens(keys, values, logits_BS, starts, window) if needs_state else None
-    if window == 0:
-        return read_itself(queries_BTHD, keys_BTHD, values_BTHE, logits_BT, scale, null_key), after
-
-    num_read = keys.shape[1] - num_new
-    reach = min(window, keys.shape[1])
+    queries_BTHD: Tensor, keys_BTHD: Tensor, values_BTHE: Tensor, *, window: int, scale: float = 1.0,
+    slope: float | Tensor = 0.0, hyper: float | Tensor = 0.0, null_key: bool = False, padding: Tensor | None = None,
+    state: WindowedAttentionState | None = None, starts: Tensor | None = None, needs_state: bool = True,
+) -> tuple[Tensor, WindowedAttentionState | None]:  # fmt: skip
+    """See `multilin.ops.windowed_attention`; for windows of 1 and more."""
+    keys, values, logits_BS = all_tokens(queries_BTHD, keys_BTHD, values_BTHE, padding, state)
+    num_new, num_all = queries_BTHD.shape[1], keys.shape[1]
+    reach = min(window, num_all)
     block = block_size(num_new, keys.shape[2], reach, keys.device)
     offset_K, offset_L = (torch.arange(n, device=keys.device) for n in (block, block + reach))
     distance_KL = offset_K[:, None] + reach - offset_L[None, :]
-    bias_KL = reference.decay(distance_KL, slope, hyper, logits_BT.dtype)
+    bias_KL = reference.decay(distance_KL, slope, hyper, logits_BS.dtype)
     bias_KL = bias_KL.masked_fill(~reference.is_visible(distance_KL, window), -torch.inf)
-    text_BS = None if starts is None else pad(starts.cumsum(dim=1), (num_read, 0))
+    text_BS = None if starts is None else texts(starts, num_all)
     means_BTHE: Tensor = _WindowedAttention.apply(
         queries_BTHD, keys, values, bias_KL, logits_BS, text_BS, scale, null_key
     )
-    return means_BTHE, after
+    return means_BTHE, last_tokens(keys, values, logits_BS, starts, window) if needs_state else None
 
 
 class _WindowedAttention(torch.autograd.Function):
@@ -77,16 +60,9 @@ class _WindowedAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        queries_BTHD: Tensor,
-        keys_BSHD: Tensor,
-        values_BSHE: Tensor,
-        bias_KL: Tensor,
-        logits_BS: Tensor,
-        text_BS: Tensor | None,
-        scale: float,
-        null_key: bool,
-    ) -> Tensor:
+        ctx: Any, queries_BTHD: Tensor, keys_BSHD: Tensor, values_BSHE: Tensor, bias_KL: Tensor, logits_BS: Tensor,
+        text_BS: Tensor | None, scale: float, null_key: bool,
+    ) -> Tensor:  # fmt: skip
         means_BTHE = values_BSHE.new_empty(*queries_BTHD.shape[:3], values_BSHE.shape[3])
         for tile in _tiles(queries_BTHD, keys_BSHD, bias_KL):
             queries = query_blocks(queries_BTHD, tile, bias_KL.dtype)

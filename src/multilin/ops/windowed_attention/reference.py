@@ -2,44 +2,39 @@
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
-from multilin.ops.windowed_attention.softmax import softmax
-from multilin.ops.windowed_attention.tokens import WindowedAttentionState, last_tokens, read_state_first
+from multilin.ops.softmax import softmax
+from multilin.ops.windowed_attention.tokens import WindowedAttentionState, all_tokens, last_tokens, texts
 
 
 def windowed_attention(
-    queries_BTHD: Tensor,
-    keys_BTHD: Tensor,
-    values_BTHE: Tensor,
-    logits_BT: Tensor,
-    *,
-    window: int,
-    scale: float,
-    slope: float | Tensor = 0.0,
-    hyper: float | Tensor = 0.0,
-    null_key: bool = False,
-    state: WindowedAttentionState | None = None,
-    starts: Tensor | None = None,
-    needs_state: bool = True,
-) -> tuple[Tensor, WindowedAttentionState | None]:
-    """See `multilin.ops.windowed_attention`; `logits_BT` is -inf at padding, else 0, in the dtype to compute in."""
-    num_new, dtype = keys_BTHD.shape[1], logits_BT.dtype
-    queries_BTHD, keys_BTHD, values_BTHE = queries_BTHD.to(dtype), keys_BTHD.to(dtype), values_BTHE.to(dtype)
-    keys, values, logits_BS = read_state_first(keys_BTHD, values_BTHE, logits_BT, state)
-    num_read = keys.shape[1] - num_new
+    queries_BTHD: Tensor, keys_BTHD: Tensor, values_BTHE: Tensor, *, window: int, scale: float = 1.0,
+    slope: float | Tensor = 0.0, hyper: float | Tensor = 0.0, null_key: bool = False, padding: Tensor | None = None,
+    state: WindowedAttentionState | None = None, starts: Tensor | None = None, needs_state: bool = True,
+) -> tuple[Tensor, WindowedAttentionState | None]:  # fmt: skip
+    """See `multilin.ops.windowed_attention`."""
+    keys, values, logits_BS = all_tokens(queries_BTHD, keys_BTHD, values_BTHE, padding, state)
+    scores_BHTS = visible_scores(queries_BTHD, keys, logits_BS, window, scale, slope, hyper, starts)
+    means_BTHE = torch.einsum("bhts,bshe->bthe", softmax(scores_BHTS, null_key), values.to(logits_BS.dtype))
+    return means_BTHE, last_tokens(keys, values, logits_BS, starts, window) if needs_state else None
 
-    position_S = torch.arange(keys.shape[1], device=keys.device)
+
+def visible_scores(
+    queries_BTHD: Tensor, keys_BSHD: Tensor, logits_BS: Tensor, window: int, scale: float, slope: float | Tensor,
+    hyper: float | Tensor, starts: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """Logits (B, H, T, S) of the last T tokens, -inf where a token is not visible."""
+    num_all, dtype = keys_BSHD.shape[1], logits_BS.dtype
+    num_read = num_all - queries_BTHD.shape[1]
+    position_S = torch.arange(num_all, device=keys_BSHD.device)
     distance_TS = position_S[num_read:, None] - position_S[None, :]
     visible_BTS = is_visible(distance_TS, window)[None]
     if starts is not None:
-        text_BS = pad(starts, (num_read, 0)).cumsum(dim=1)
+        text_BS = texts(starts, num_all)
         visible_BTS = visible_BTS & (text_BS[:, num_read:, None] == text_BS[:, None, :])
-    scores_BHTS = scale * torch.einsum("bthd,bshd->bhts", queries_BTHD, keys)
-    scores_BHTS = scores_BHTS + decay(distance_TS, slope, hyper, keys.dtype) + logits_BS[:, None, None, :]
-    weights_BHTS = softmax(scores_BHTS.masked_fill(~visible_BTS[:, None], -torch.inf), null_key)
-    means_BTHE = torch.einsum("bhts,bshe->bthe", weights_BHTS, values)
-    return means_BTHE, last_tokens(keys, values, logits_BS, starts, window) if needs_state else None
+    scores_BHTS = scale * torch.einsum("bthd,bshd->bhts", queries_BTHD.to(dtype), keys_BSHD.to(dtype))
+    scores_BHTS = scores_BHTS + decay(distance_TS, slope, hyper, dtype) + logits_BS[:, None, None, :]
+    return scores_BHTS.masked_fill(~visible_BTS[:, None], -torch.inf)
 
 
 def is_visible(distance: Tensor, window: int) -> Tensor:

@@ -15,18 +15,19 @@ class WindowedAttentionState(NamedTuple):
     logits_BS: Tensor
 
 
-def read_state_first(
-    keys: Tensor, values: Tensor, logits: Tensor, state: WindowedAttentionState | None
+def all_tokens(
+    queries: Tensor, keys: Tensor, values: Tensor, padding: Tensor | None, state: WindowedAttentionState | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The state's tokens, then the new ones: keys, values and logits."""
+    """Keys, values and logits of the state's tokens and then the new ones; the logits in the dtype to compute in."""
+    dtype = torch.promote_types(torch.promote_types(queries.dtype, values.dtype), torch.float32)
+    logits = torch.zeros(keys.shape[:2], dtype=dtype, device=keys.device)
+    if padding is not None:
+        logits = logits.masked_fill(padding, -torch.inf)
     if state is None:
         return keys, values, logits
-    dtype = logits.dtype
-    return (
-        torch.cat([state.keys_BSHD.to(dtype), keys.to(dtype)], dim=1),
-        torch.cat([state.values_BSHE.to(dtype), values.to(dtype)], dim=1),
-        torch.cat([state.logits_BS.to(dtype), logits], dim=1),
-    )
+    pairs = zip(state, (keys, values, logits), strict=True)
+    keys, values, logits = (torch.cat([x.to(dtype) for x in pair], dim=1) for pair in pairs)
+    return keys, values, logits
 
 
 def last_tokens(
@@ -36,8 +37,7 @@ def last_tokens(
     missing = max(num_tokens - keys.shape[1], 0)
     first = keys.shape[1] + missing - num_tokens
     if starts is not None:
-        text_BS = starts.cumsum(dim=1)
-        text_BS = pad(text_BS, (keys.shape[1] - starts.shape[1], 0))
+        text_BS = texts(starts, keys.shape[1])
         logits = logits.masked_fill(text_BS != text_BS[:, -1:], -torch.inf)
     keys, values = keys[:, first:].to(logits.dtype), values[:, first:].to(logits.dtype)
     return WindowedAttentionState(
@@ -45,3 +45,8 @@ def last_tokens(
         pad(values, (0, 0, 0, 0, missing, 0)),
         pad(logits[:, first:], (missing, 0), value=-torch.inf),
     )
+
+
+def texts(starts_BT: Tensor, length: int, dtype: torch.dtype | None = None) -> Tensor:
+    """The number of each token's text (B, length); tokens of the state, before the new ones, are in text 0."""
+    return pad(starts_BT.cumsum(dim=1, dtype=dtype), (length - starts_BT.shape[1], 0))

@@ -6,8 +6,9 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from multilin.ops.shares import shares
-from multilin.ops.windowed_attention.reference import decay, is_visible
+from multilin.ops.softmax import softmax
+from multilin.ops.windowed_attention.reference import visible_scores
+from multilin.ops.windowed_attention.tokens import all_tokens
 
 
 class WindowedAttentionWeights(NamedTuple):
@@ -37,19 +38,9 @@ def windowed_attention_weights(
 
     Cost: O(B H T^2 D) time, O(B H T^2) memory.
     """
-    dtype = torch.promote_types(queries.dtype, torch.float32)
-    place_T = torch.arange(queries.shape[1], device=queries.device)
-    distance_TS = place_T[:, None] - place_T[None, :]
-    visible_BTS = is_visible(distance_TS, window)[None]
-    if starts is not None:
-        text_BT = starts.cumsum(dim=1)
-        visible_BTS = visible_BTS & (text_BT[:, :, None] == text_BT[:, None, :])
-    if padding is not None:
-        visible_BTS = visible_BTS & ~padding[:, None, :]
-    scores_BHTS = scale * torch.einsum("bthd,bshd->bhts", queries.to(dtype), keys.to(dtype))
-    scores_BHTS = scores_BHTS + decay(distance_TS, slope, hyper, dtype)
-    scores_BHTS = scores_BHTS.masked_fill(~visible_BTS[:, None], -torch.inf)
+    _, _, logits_BT = all_tokens(queries, keys, keys, padding, None)
+    scores_BHTS = visible_scores(queries, keys, logits_BT, window, scale, slope, hyper, starts)
     if not null_key:
-        return WindowedAttentionWeights(shares(scores_BHTS), None)
-    weights = shares(torch.cat([scores_BHTS, torch.zeros_like(scores_BHTS[..., :1])], dim=-1))
+        return WindowedAttentionWeights(softmax(scores_BHTS), None)
+    weights = softmax(torch.cat([scores_BHTS, torch.zeros_like(scores_BHTS[..., :1])], dim=-1))
     return WindowedAttentionWeights(weights[..., :-1], weights[..., -1])

@@ -4,7 +4,6 @@ import contextlib
 import ctypes
 import functools
 import hashlib
-import inspect
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,9 +17,10 @@ from llvmlite import ir
 from numba import cfunc, njit, prange, types
 from numba.core import event
 from numba.extending import intrinsic
+from torch import Tensor
 
-from multilin.ops.numba_kernels import is_forked
-from multilin.ops.numba_kernels.intrinsics import SCALARS
+from multilin.ops.kernels import is_forked
+from multilin.ops.kernels.cpu_intrinsics import SCALARS
 
 SMALL = 2**15  # elements up to which waking a second thread takes longer than the work
 
@@ -37,6 +37,44 @@ def num_threads(num_elements: int) -> int:
     return min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS)
 
 
+def launch_parts(
+    kernel: _Kernel,
+    dtype: torch.dtype,
+    num_elements: int,
+    *,
+    result_dtype: torch.dtype | None = None,
+    num_parts: int | None = None,
+    **fields: Tensor | float | None,
+) -> None:
+    """Call a kernel for each part of its work, on as many threads as tensors of that size are worth.
+
+    Args:
+        kernel, dtype, result_dtype: as for `launch`.
+        num_elements: size of the tensors; nothing is done if it is 0.
+        num_parts: pieces of work; None is one for each thread.
+        fields: of the kernel's task, which also tells it `num_parts`: integers, floats, and tensors, of which it gets
+            the address, 0 for None.
+    """
+    if num_elements == 0:
+        return
+    threads = num_threads(num_elements)
+    parts = threads if num_parts is None else num_parts
+    structure = _structures.get(kernel)
+    if structure is None:
+        structure = _structures[kernel] = _structure(fields)
+    values = [value.data_ptr() if isinstance(value, Tensor) else value or 0 for value in fields.values()]
+    launch(kernel, structure(parts, *values), dtype, parts, threads, result_dtype=result_dtype)
+
+
+_structures: dict[_Kernel, type[ctypes.Structure]] = {}
+
+
+def _structure(fields: dict[str, Any]) -> type[ctypes.Structure]:
+    """A kernel's task; calls of one kernel have the same fields."""
+    kinds = [(name, ctypes.c_double if type(value) is float else ctypes.c_int64) for name, value in fields.items()]
+    return type("Task", (ctypes.Structure,), {"_fields_": [("num_parts", ctypes.c_int64), *kinds]})
+
+
 def launch(
     kernel: _Kernel,
     task: ctypes.Structure,
@@ -49,12 +87,12 @@ def launch(
     """Call kernel(task, elements, index, sources) for index = 0 .. times - 1, on so many threads.
 
     Args:
-        kernel: elements is a null pointer that tells the type of the numbers, sources means nothing to it.
-        task: what the kernel reads, a structure of 64-bit numbers.
+        kernel: elements is a null pointer whose type is that of the numbers, sources has no meaning for it.
+        task: the kernel's parameters, a structure of 64-bit numbers.
         dtype: of the numbers, float32 or bf16.
         times: pieces of work.
-        threads: to share them.
-        result_dtype: of a second kind of numbers: elements then points to pairs of both.
+        threads: number of threads that share them.
+        result_dtype: of a second kind of numbers: elements is then a pointer to pairs of both.
     """
     address, function = _compiled(kernel, type(task), dtype, result_dtype)
     p_task = ctypes.addressof(task)
@@ -79,52 +117,49 @@ def _compiled(
     if result_dtype is not None:
         element = types.Tuple((element, _ELEMENTS[result_dtype]))
     pointer = types.CPointer(numba.from_dtype(np.dtype(task)))
-    sources = types.Opaque(_sources(Path(inspect.getfile(kernel)).parent))
+    sources = types.Opaque(_source_digest())
     signature = types.void(pointer, types.CPointer(element), types.int64, sources)
-    with _said_when_compiling():
-        compiled = cfunc(signature, cache=True, **SCALARS)(with_own_cache_file(kernel, str(signature)))
+    with _telling_of_compilation():
+        compiled = cfunc(signature, cache=True, **SCALARS)(_with_own_cache_file(kernel, str(signature)))
     prototype = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p)
     return compiled.address, prototype(compiled.address)
 
 
 @functools.cache
-def _sources(folder: Path) -> str:
-    """A name for the text of a folder's kernels: numba's cache alone looks at the file of the compiled function."""
+def _source_digest() -> str:
+    """Hash of the sources of all CPU kernels; numba's cache checks only the compiled file."""
     digest = hashlib.sha256()
-    for path in (*sorted(folder.glob("cpu*.py")), *sorted(Path(__file__).parent.glob("*.py"))):
+    for path in sorted(Path(__file__).parent.parent.glob("*/cpu*.py")):
         digest.update(path.read_bytes())
     return f"kernels {digest.hexdigest()}"
 
 
-def with_own_cache_file(function: Callable[..., Any], argument_types: str) -> Callable[..., Any]:
+def _with_own_cache_file(function: Callable[..., Any], argument_types: str) -> Callable[..., Any]:
     """A copy of the function that numba caches in files of its own for these types of arguments.
 
     Numba numbers the files of a function in one index, without a lock: of two processes that compile for different
     types at the same time, one may put its code under the number that the other has entered for its types. Whoever
     loads it then runs code for other types, which damages memory. In files of their own, both write the same.
     """
-    assert isinstance(function, FunctionType)
-    copy = FunctionType(
-        function.__code__, function.__globals__, function.__name__, function.__defaults__, function.__closure__
-    )
+    copy = FunctionType(function.__code__, function.__globals__, function.__name__)
     copy.__qualname__ = f"{function.__qualname__}_{hashlib.sha256(argument_types.encode()).hexdigest()[:16]}"
     return copy
 
 
 @contextlib.contextmanager
-def _said_when_compiling() -> Iterator[None]:
-    """Say it once per process if something is compiled inside, which takes seconds, and not read from the disk."""
-    with event.install_listener("numba:compile", _Saying()):
+def _telling_of_compilation() -> Iterator[None]:
+    """Warn once per process if anything inside is compiled, which takes seconds, and not loaded from the disk."""
+    with event.install_listener("numba:compile", _CompilationListener()):
         yield
 
 
-class _Saying(event.Listener):
-    said = False
+class _CompilationListener(event.Listener):
+    has_warned = False
 
     def on_start(self, event: Any) -> None:
         """A function is about to be compiled."""
-        if not _Saying.said:
-            _Saying.said = True
+        if not _CompilationListener.has_warned:
+            _CompilationListener.has_warned = True
             warnings.warn(COMPILING, stacklevel=2)
 
     def on_end(self, event: Any) -> None:
@@ -147,7 +182,7 @@ def _call(typing_context: Any, address: Any, p_task: Any, index: Any) -> Any:
 @functools.cache
 def _parallel() -> Any:
     """The only function that numba makes parallel, which takes seconds: it calls any kernel by its address."""
-    with _said_when_compiling():
+    with _telling_of_compilation():
         _call_in_parallel.compile((types.int64, types.int64, types.int64))
     return _call_in_parallel
 

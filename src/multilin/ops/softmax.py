@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 
-def softmax(scores: Tensor, null_key: bool) -> Tensor:
-    """Softmax over the last axis, 0 where nothing is visible; a null key takes its share of weight e^0."""
+def softmax(scores: Tensor, null_key: bool = False) -> Tensor:
+    """Softmax over the last axis, 0 where all scores are -inf; a null key takes its share of weight e^0."""
     weights: Tensor = _Softmax.apply(scores, null_key)
     return weights
 
@@ -18,11 +18,11 @@ class _Softmax(torch.autograd.Function):
         top = scores.amax(dim=-1, keepdim=True)
         top = top.clamp(min=0.0) if null_key else top.masked_fill(top == -torch.inf, 0.0)
         weights = torch.exp(scores - top)
-        total = weights.sum(dim=-1, keepdim=True)
         null_weight = torch.exp(-top) if null_key else torch.zeros_like(top)
-        divisor = total + null_weight if null_key else total.masked_fill(total == 0, 1.0)
-        ctx.save_for_backward(weights / divisor, null_weight / divisor)
-        return weights / divisor
+        total = weights.sum(dim=-1, keepdim=True) + null_weight
+        total = total.masked_fill(total == 0, 1.0)
+        ctx.save_for_backward(weights / total, null_weight / total)
+        return weights / total
 
     @staticmethod
     def backward(ctx: Any, *dweights: Tensor) -> tuple[Tensor, None]:

@@ -1,21 +1,31 @@
-"""Rounding of float32 tiles to narrower types, the same compiled and interpreted, and products of what is rounded."""
+"""Rounding in GPU kernels, the same compiled and interpreted."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
 import triton
 import triton.language as tl
 
-from multilin.ops.triton_kernels.parts import dot, nearest_bf16
+from multilin.ops.kernels import is_interpreted
 
+INTERPRETED = tl.constexpr(is_interpreted())
 MAGIC = tl.constexpr(12582912.0)  # 1.5 * 2^23: a sum with it has no digits behind the point
 
 
 @triton.jit
-def narrow(x, dtype: tl.constexpr):
-    """To the nearest number of this type, ties to even."""
-    if dtype == tl.bfloat16:
-        x = nearest_bf16(x)
-    return x.to(dtype)
+def narrow(numbers, dtype: tl.constexpr):
+    """To the nearest numbers of this type, ties to even."""
+    if INTERPRETED and dtype == tl.bfloat16:
+        # The interpreter, unlike a GPU, cuts off the bits that bf16 lacks.
+        bits = numbers.to(tl.float32).to(tl.uint32, bitcast=True)
+        bits += 0x7FFF + ((bits >> 16) & 1)
+        numbers = (bits & 0xFFFF0000).to(tl.float32, bitcast=True)
+    return numbers.to(dtype)
+
+
+@triton.jit
+def store_rounded(p_out, numbers, mask):
+    """Store the nearest numbers of the type that the pointers have."""
+    tl.store(p_out, narrow(numbers, p_out.dtype.element_ty), mask)
 
 
 @triton.jit
@@ -35,11 +45,3 @@ def divide(x, scale):
 def magnitude(x):
     """The bits of |x|, ordered as the numbers are, with nan above all: its maximum hides none."""
     return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-
-
-@triton.jit
-def multiply(left, right):
-    """The matrix product in int32 for int8 tiles, else in float32."""
-    if left.dtype == tl.int8:
-        return tl.dot(left, right, out_dtype=tl.int32)
-    return dot(left, right)

@@ -1,4 +1,4 @@
-"""Choosing how kernels are started; triton is imported here and nowhere earlier."""
+"""How GPU kernels are started; triton is imported here and nowhere earlier."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -6,9 +6,8 @@ from typing import Any
 
 import torch
 import triton
-from torch import Tensor
 
-from multilin.ops.triton_kernels import is_interpreted
+from multilin.ops.kernels import is_interpreted
 
 
 def autotuned(configs: Sequence[tuple[dict[str, int], int, int]], key: Sequence[str]) -> Callable[[Any], Any]:
@@ -33,11 +32,6 @@ def num_processors(device: torch.device) -> int:
     if device.type != "cuda":
         return 2
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
-
-
-def dense_rows(tensor: Tensor) -> Tensor:
-    """The tensor itself if the numbers of its last axis lie together, whatever its other strides are, else a copy."""
-    return tensor if tensor.stride(-1) == 1 or tensor.shape[-1] == 1 else tensor.contiguous()
 
 
 def block_of(size: int, at_most: int) -> int:

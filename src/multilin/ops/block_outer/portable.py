@@ -1,0 +1,87 @@
+"""Block outer products as matrix products over the expanded pairs, for a chunk of rows at a time.
+
+A chunk's pairs stay in the cache until their matrix product, and are made again for the backward pass. Here they are in
+memory as (pairs, rows), so that they are products of whole lines of numbers.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+NUMBERS = {"cpu": 2**21}  # pairs of a chunk: in the cache, and rows enough for full-speed matrix products
+MANY_NUMBERS = 2**27  # on devices that want much to do at a time
+FEWEST_ROWS = 128
+
+
+def block_outer(left: Tensor, right: Tensor, weight: Tensor) -> Tensor:
+    """See `multilin.ops.block_outer`."""
+    return in_chunks(left, right, weight, expand, contract)
+
+
+def expand(left_RNK: Tensor, right_RNJ: Tensor) -> Tensor:
+    """The products of pairs, (R, N K J)."""
+    return (_rows_last(left_RNK)[:, :, None] * _rows_last(right_RNJ)[:, None]).flatten(0, 2).t()
+
+
+def contract(dresult_RD: Tensor, weight: Tensor, left_RNK: Tensor, right_RNJ: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients of left and right."""
+    return contract_pairs(weight.flatten(1).t() @ dresult_RD.t(), left_RNK, right_RNJ)
+
+
+def contract_pairs(dpairs_FR: Tensor, left_RNK: Tensor, right_RNJ: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients of left and right from that of their products (N K J, R)."""
+    dpairs_NKJR = dpairs_FR.unflatten(0, (*left_RNK.shape[1:], right_RNJ.shape[-1]))
+    dleft_NKR = (dpairs_NKJR * _rows_last(right_RNJ)[:, None]).sum(dim=2)
+    dright_NJR = (dpairs_NKJR * _rows_last(left_RNK)[:, :, None]).sum(dim=1)
+    return dleft_NKR.movedim(-1, 0), dright_NJR.movedim(-1, 0)
+
+
+def _rows_last(x: Tensor) -> Tensor:
+    return x.movedim(0, -1).contiguous()
+
+
+def in_chunks(left: Tensor, right: Tensor, weight: Tensor, expand: Callable, contract: Callable) -> Tensor:
+    """Block outer products whose pairs and gradients are made by functions like `expand` and `contract`."""
+    lefts, rights = (x.reshape(-1, *x.shape[-2:]) for x in (left, right))
+    result: Tensor = _BlockOuter.apply(lefts, rights, weight, expand, contract)
+    return result.view(*left.shape[:-2], len(weight))
+
+
+class _BlockOuter(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, left_RNK: Tensor, right_RNJ: Tensor, weight: Tensor, expand: Callable, contract: Callable
+    ) -> Tensor:
+        ctx.save_for_backward(left_RNK, right_RNJ, weight)
+        ctx.steps = expand, contract
+        weight_FD = weight.flatten(1).t()
+        result_RD = left_RNK.new_empty(len(left_RNK), len(weight))
+        for rows in _row_chunks(left_RNK, len(weight_FD)):
+            result_RD[rows] = expand(left_RNK[rows], right_RNJ[rows]) @ weight_FD
+        return result_RD
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *dresults: Tensor) -> tuple[Tensor | None, ...]:
+        left_RNK, right_RNJ, weight = ctx.saved_tensors
+        expand, contract = ctx.steps
+        # Sums over chunks of rows in float32 or better, whatever the dtype of the products.
+        wide = torch.promote_types(weight.dtype, torch.float32)
+        dweight_DF = torch.zeros_like(weight.flatten(1), dtype=wide)
+        dleft_RNK, dright_RNJ = torch.empty_like(left_RNK), torch.empty_like(right_RNJ)
+        with torch.autocast(weight.device.type, enabled=False):
+            for rows in _row_chunks(left_RNK, dweight_DF.shape[1]):
+                left, right, dresult_RD = left_RNK[rows], right_RNJ[rows], dresults[0][rows]
+                dweight_DF += dresult_RD.t() @ expand(left, right)
+                dleft_RNK[rows], dright_RNJ[rows] = contract(dresult_RD, weight, left, right)
+        return dleft_RNK, dright_RNJ, dweight_DF.to(weight.dtype).view_as(weight), None, None
+
+
+def _row_chunks(left_RNK: Tensor, num_pairs: int) -> Iterator[slice]:
+    """Rows whose pairs are held at a time."""
+    numbers = NUMBERS.get(left_RNK.device.type, MANY_NUMBERS)
+    num_rows = max(numbers // max(num_pairs, 1), FEWEST_ROWS)
+    for first in range(0, len(left_RNK), num_rows):
+        yield slice(first, min(first + num_rows, len(left_RNK)))

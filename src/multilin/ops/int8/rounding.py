@@ -1,0 +1,125 @@
+"""Numbers rounded to int8 and a scale: tensors, rows, blocks, and weights of fewer levels."""
+
+from typing import Any, Literal, NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from multilin.errors import InputError
+
+BLOCK = 128  # numbers that share a scale where gradients travel
+STEPS_PER_RMS = 32  # the source's weights have variance 1 and steps of 1/32
+LEVELS = {"sim_4bit": 16, "sim_2bit": 4, "ternary": 3}
+"""How many values; they divide the range of +-48 steps evenly, so four of them are +-12 and +-36, parted at +-24."""
+_RANGE = 48
+
+
+class Rounded(NamedTuple):
+    """values * scale: int8 in [-127, 127], and floats that broadcast to them."""
+
+    values: Tensor
+    scale: Tensor
+
+
+def quantize(x: Float[Tensor, "*shape"], *, per: Literal["matrix", "row"] = "row") -> Rounded:
+    """Symmetric rounding to int8.
+
+        values = round(x / scale)        scale = max |x| / 127, over the whole tensor or over each row (last axis)
+
+    so |x - scale * values| <= scale / 2, zero stays zero, the largest number becomes +-127, and rounding what was
+    rounded changes nothing. Ties go to the even number. Nan and inf make the scale nan or inf, never a silent value.
+
+    Args:
+        x: any shape, a float dtype.
+        per: what shares a scale.
+
+    Returns:
+        Rounded: values int8 of x's shape; scale float32 (float64 for a float64 x), of shape () or (..., 1).
+    """
+    wide = x.detach().to(torch.promote_types(x.dtype, torch.float32))
+    if per == "row":
+        return _round_by(wide, wide.abs().amax(dim=-1, keepdim=True) / 127)
+    return _round_by(wide, wide.abs().amax() / 127 if wide.numel() else wide.new_zeros(()))
+
+
+def dequantize(rounded: Rounded) -> Float[Tensor, "*shape"]:
+    """scale * values, in the dtype of the scale."""
+    return rounded.values.to(rounded.scale.dtype) * rounded.scale
+
+
+def quantize_blocks(x: Tensor) -> Rounded:
+    """A tensor of any shape as int8 in blocks of 128 with one float32 scale each; the last block is padded with 0.
+
+    Returns values (N, 128) int8 and scale (N, 1) float32: 1.03 bytes per number.
+    """
+    flat = x.reshape(-1).float()
+    return quantize(torch.nn.functional.pad(flat, (0, -flat.numel() % BLOCK)).view(-1, BLOCK))
+
+
+def dequantize_blocks(rounded: Rounded, shape: torch.Size | tuple[int, ...]) -> Tensor:
+    """The float32 tensor of that shape."""
+    return dequantize(rounded).view(-1)[: torch.Size(shape).numel()].view(shape)
+
+
+def _round_by(x: Tensor, scale: Tensor) -> Rounded:
+    """x / scale rounded to the nearest integer; where the scale is 0 there are only zeros."""
+    divisor = torch.where(scale == 0, 1.0, scale)
+    return Rounded((x / divisor).round_().to(torch.int8), scale)
+
+
+def round_weight(weight: Tensor, levels: str = "int8") -> Rounded:
+    """A weight as int8 with one scale: max / 127; for fewer levels a step of rms / 32, the same unit as the source's.
+
+    Raises:
+        InputError: unknown levels.
+    """
+    if levels == "int8":
+        return quantize(weight, per="matrix")
+    if levels not in LEVELS:
+        raise InputError(f"levels: {levels!r} given, but it must be int8, {', '.join(LEVELS)}")
+    wide = weight.detach().to(torch.promote_types(weight.dtype, torch.float32))
+    step = wide.square().mean().sqrt() / STEPS_PER_RMS
+    steps = wide / torch.where(step == 0, 1.0, step)
+    return Rounded(_nearest_level(steps, LEVELS[levels]), step)
+
+
+def _nearest_level(steps: Tensor, count: int) -> Tensor:
+    """The middle of the cell that a number lies in; cells beyond the range belong to the last one."""
+    cell = 2 * _RANGE // count
+    if count % 2:
+        index = (steps / cell).round().clamp(-(count // 2), count // 2)
+        return (index * cell).to(torch.int8)
+    index = (steps / cell).floor().clamp(-(count // 2), count // 2 - 1)
+    return (index * cell + cell // 2).to(torch.int8)
+
+
+def simulate_rounding(weight: Tensor, levels: str) -> Tensor:
+    """The weight as if it were stored in a few levels; the gradient is straight-through.
+
+        sim_2bit: +-12, +-36 steps, parted at +-24        sim_4bit: +-3, +-9, ... +-45        ternary: 0, +-32
+
+    A step is 1/32 of the weight's root mean square: 1/32 in the source, whose weights have variance 1. A weight of
+    zeros stays zero.
+
+    Args:
+        weight: any shape.
+        levels: "sim_2bit", "sim_4bit" or "ternary".
+
+    Returns:
+        Same shape and dtype.
+
+    Source: TScale (sim_2bit); the others by the same mechanism.
+    """
+    result: Tensor = _StraightThrough.apply(weight, levels)
+    return result
+
+
+class _StraightThrough(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, levels: str) -> Tensor:
+        return dequantize(round_weight(weight, levels)).to(weight.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *dresults: Tensor) -> tuple[Tensor, None]:
+        return dresults[0], None

@@ -115,7 +115,7 @@ def test_a_mistake_is_one_sentence_before_any_work(
 @pytest.mark.parametrize("budget", ["--tokens", "--flops", "--seconds"])
 def test_a_budget_of_zero_is_refused(budget: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["compare", budget, "0"]) == 2
-    assert f"{budget}: 0.0 given, but it should be above 0" in capsys.readouterr().err
+    assert f"{budget}: 0 given, but it should be above 0" in capsys.readouterr().err
 
 
 def test_one_recipe_is_not_compared(capsys: pytest.CaptureFixture[str]) -> None:

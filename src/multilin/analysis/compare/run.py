@@ -46,9 +46,9 @@ def compare(sweep: Sweep, *, overwrite: bool = False, progress: TrainingProgress
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise InputError("compare: runs are compared in one process; start it without torchrun")
     check_sweep(sweep)
-    if Path(sweep.output, RECIPE_FILE).exists():
-        raise InputError(f"output: {sweep.output} holds a run; give another folder for the comparison")
     with locked_folder(sweep.output):
+        if Path(sweep.output, RECIPE_FILE).exists():
+            raise InputError(f"output: {sweep.output} holds a run; give another folder for the comparison")
         for name in (*REPORT_FILES, SPEED_FILE):
             check_writable("output", Path(sweep.output, name))
         return _compare(sweep, _Work(sweep, overwrite, progress or TrainingProgress()))

@@ -110,7 +110,7 @@ def flags_of(verb: str) -> Iterator[Case]:
     """Every flag with words that its type does not allow, flags that do not exist, and words that are missing."""
     known, words = list(flags(VERBS[verb])), VALID.get(verb, [])
     for place, flag in enumerate(known):
-        number = {"train": 2, "demo": 1, "compare": 1}.get(verb, 5) if flag.section else 6
+        number = {"train": 1, "demo": 1, "compare": 1}.get(verb, 5) if flag.section else 6
         for word in d.some(_bad_words(verb, flag), number, verb + flag.key):
             names = () if "\udcff" in word else ("nonsense", flag.key, flag.text, flag.field.name, *word[:9].split())
             given = [word if index == place else other for index, other in enumerate(words)]
@@ -168,11 +168,12 @@ def values(folder: Path) -> Iterator[Case]:
 
 def recipes(folder: Path) -> Iterator[Case]:
     line, file = "train recipe.yaml", "recipe.yaml"
-    yield from damaged(line, file, d.YAML.items(), "recipe|nonsense|model|training", "cut|empty")
+    kinds = [(kind, damage) for kind, damage in d.YAML.items() if kind != "empty"]  # which is the default recipe
+    yield from damaged(line, file, kinds, "recipe|nonsense|model|training")
     for section, owner in get_type_hints(Recipe).items():
         hints = get_type_hints(owner, include_extras=True) if section != "output" else {}
         for field, hint in hints.items():
-            for value in d.some(d.bad_values(hint), 2, section + field):
+            for value in d.some(d.bad_values(hint), 1, section + field):
                 changed = {**RECIPE, section: {**RECIPE.get(section, {}), field: value}}
                 yield from damaged(line, file, [("", d.replaced(d.plain(changed)))], field)
 

@@ -69,8 +69,7 @@ def evaluate(arguments: EvaluateArguments, settings: EvaluationSettings) -> None
 
             # They draw bars and make remarks about every task and model.
             datasets.disable_progress_bars()
-            for name in ("lm_eval", "huggingface_hub"):
-                logging.getLogger(name).setLevel(logging.CRITICAL)
+            logging.getLogger("lm_eval").setLevel(logging.CRITICAL)
     data: dict[str, Any]
     if tasks:
         data = evaluate_tasks(

@@ -176,7 +176,7 @@ def changed(
         rows={name: merge(nested(row or {}, f"rows.{name}"), over) for name, row in sweep.rows.items()},
         budget=budget if budget.given else sweep.budget,
         seeds=list(range(num_seeds)) if num_seeds else sweep.seeds,
-        task=task or sweep.task,
+        task=sweep.task if task is None else task,
         output=output,
     )
     check_sweep(sweep)

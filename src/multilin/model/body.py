@@ -133,7 +133,12 @@ class MultilinModel(MultilinPreTrainedModel):
             output_hidden_states = self.config.output_hidden_states
         state = open_state(past_key_values, len(self.layers), len(tokens)) if use_cache else None
 
-        values = [None] * (len(self.layers) + 1) if state is None else state.values
+        if attention_mask is not None:
+            attention_mask = _padding_mask(attention_mask, *tokens.shape[:2])
+        values = [None] * (len(self.layers) + 1)
+        if state is not None:
+            is_plain = attention_mask is None and all(part is None for part in packing[:3])
+            values = state.begin_reading(tokens.shape[1], is_plain=is_plain)
         hidden_states, values = self._read_around_padding(
             tokens, values, attention_mask, packing, needs_state=state is not None
         )
@@ -184,7 +189,6 @@ class MultilinModel(MultilinPreTrainedModel):
         is_start = values[0] is None
         # Without a state, given positions say where tokens stand: as in the published code, which counts padding.
         keeps_columns = not needs_state and packing.position_ids is not None
-        mask = None if mask is None else check_mask(mask, *tokens.shape[:2])
         if mask is None or keeps_columns or not pads_after_tokens(mask, is_start, self.training and not needs_state):
             return self._read(tokens, values, mask, packing, needs_state)
         if packing.cu_seqlens is not None:
@@ -232,6 +236,13 @@ class MultilinModel(MultilinPreTrainedModel):
 
 def _is_false(return_dict: bool | None, config: MultilinConfig) -> bool:
     return (config.return_dict if return_dict is None else return_dict) is False
+
+
+def _padding_mask(attention_mask: Tensor, num_batch: int, num_time: int) -> Tensor | None:
+    """The mask of these tokens; None where looking costs no wait and finds no padding."""
+    mask = check_mask(attention_mask, num_batch, num_time)
+    is_seen = mask.device.type == "cpu" and not torch.compiler.is_compiling()
+    return None if is_seen and bool(mask.all()) else mask
 
 
 def _refuse_unknown(others: dict[str, Any]) -> None:

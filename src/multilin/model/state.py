@@ -8,13 +8,18 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from multilin.errors import InputError
+from multilin.ops.ring import Ring, from_ring, grow, map_windows, to_ring, write
+
+LONGEST_STEP = 16  # new tokens that are read from rings; more are read faster from windows in their order
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], state: Any) -> Any:
     """Apply a function to every tensor of a (nested) NamedTuple."""
     if isinstance(state, Tensor):
         return function(state)
-    return None if state is None else type(state)(*(map_tensors(function, part) for part in state))
+    if state is None or isinstance(state, int):
+        return state
+    return type(state)(*(map_tensors(function, part) for part in state))
 
 
 def named_tensors(state: Any, name: str) -> Iterator[tuple[str, Tensor]]:
@@ -141,8 +146,8 @@ class TextState(Cache):
 
     @property
     def values(self) -> list[Any]:
-        """The NamedTuples of all parts; None before the first token."""
-        return [part.value for part in self.parts]
+        """The NamedTuples of all parts, windows in the order of their tokens; None before the first token."""
+        return [map_windows(from_ring, part.value) for part in self.parts]
 
     @values.setter
     def values(self, values: list[Any]) -> None:
@@ -161,14 +166,18 @@ class TextState(Cache):
 
     @property
     def num_bytes(self) -> int:
-        """Size of all tensors."""
-        return sum(tensor.nbytes for _, tensor in self.named_tensors())
+        """Size of all tensors of `named_tensors`; rings that are not full yet take less memory."""
+        sizes: list[int] = []
+        for part in self.parts:
+            value = map_windows(lambda window: sizes.append(_window_bytes(window)), part.value)
+            map_tensors(lambda tensor: sizes.append(tensor.nbytes), value)
+        return sum(sizes)
 
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor with its name, `layers.3.queries.logits_BSH`."""
-        yield from named_tensors(self.embedding.value, "embedding")
-        for index, layer in enumerate(self.layers):
-            yield from named_tensors(layer.value, f"layers.{index}")
+        """Every tensor with its name, `layers.3.queries.logits_BSH`; the tokens of a window are in their order."""
+        names = ["embedding", *(f"layers.{index}" for index in range(len(self.layers)))]
+        for name, value in zip(names, self.values, strict=True):
+            yield from named_tensors(value, name)
 
     def replace_tensors(self, tensors: Mapping[str, Tensor]) -> None:
         """Take tensors by their names in `named_tensors`, in place of those of a state that has read something."""
@@ -197,7 +206,7 @@ class TextState(Cache):
         """A new state whose tensors are the function of this one's."""
         copy = TextState(len(self.layers))
         copy.num_columns = self.num_columns
-        copy.values = [map_tensors(function, value) for value in self.values]
+        copy.values = [map_tensors(function, part.value) for part in self.parts]
         return copy
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -215,11 +224,41 @@ class TextState(Cache):
         for part in self.parts:
             part.batch_repeat_interleave(repeats)
 
+    def begin_reading(self, num_new: int, *, is_plain: bool) -> list[Any]:
+        """The values of all parts, to read so many new tokens with; `advance` takes those after them.
+
+        In a short plain reading windows are rings. These are written in place, which gradients and recorded states do
+        not allow, and traced graphs do not show.
+
+        Args:
+            num_new: columns.
+            is_plain: there is no padding, no document begins, and positions are counted.
+        """
+        is_short = self.num_tokens is not None and num_new <= LONGEST_STEP
+        is_traced = torch.is_grad_enabled() or torch.compiler.is_compiling()
+        if not is_plain or not is_short or is_traced or self._earlier is not None:
+            self.values = self.values
+        else:
+            for part in self.parts:
+                part.value = map_windows(lambda window: self._as_ring(window, num_new), part.value)
+        return [part.value for part in self.parts]
+
+    def _as_ring(self, window: Any, num_new: int) -> Any:
+        ring = grow(window, num_new) if isinstance(window, Ring) else to_ring(window, self.num_tokens, num_new)
+        # What was made in inference mode can be changed there only.
+        is_locked = not torch.is_inference_mode_enabled() and any(t.is_inference() for _, t in named_tensors(ring, ""))
+        return map_tensors(torch.clone, ring) if is_locked else ring
+
     def advance(self, values: list[Any], num_columns: int) -> None:
-        """Take over every layer's value after a call of the model that read so many columns."""
+        """Take over every layer's value after a call of the model that read so many columns.
+
+        Where a part is a ring, the value holds the new tokens only, which are written into it.
+        """
         if self._earlier is not None:
             self._earlier.append(EarlierState(self.num_columns, self.values))
-        self.values = values
+        num_read_B = values[0].num_read_B
+        for part, value in zip(self.parts, values, strict=True):
+            part.value = map_windows(lambda old, new: write(old, new, num_read_B), part.value, value)
         self.num_columns += num_columns
 
     def activate_past_recording(self) -> None:
@@ -263,6 +302,14 @@ class TextState(Cache):
             part.reset()
         self.num_columns = 0
         self._earlier = None if self._earlier is None else []
+
+
+def _window_bytes(window: Any) -> int:
+    if not isinstance(window, Ring):
+        return sum(tensor.nbytes for tensor in window)
+    slots = window.tokens.slot_fields
+    sizes = ((name, tensor.nbytes) for name, tensor in window.tokens._asdict().items())
+    return sum(size // window.num_slots * window.num_kept if name in slots else size for name, size in sizes)
 
 
 def open_state(given: TextState | None, num_layers: int, num_batch: int) -> TextState:

@@ -12,6 +12,10 @@ class CausalMixingState(NamedTuple):
     inputs_BND: Tensor
     num_read_B: Tensor
 
+    slot_fields = ("inputs_BND",)
+    slots_are_positions = True
+    slots_are_multiplied = False
+
 
 def read_inputs(
     x_BTD: Tensor, positions_BT: Tensor, padding_BT: Tensor | None, state: CausalMixingState | None, num_positions: int

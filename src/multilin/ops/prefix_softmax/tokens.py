@@ -18,6 +18,13 @@ class PrefixSoftmaxState(NamedTuple):
     values_BSHD: Tensor
 
 
+class PrefixSoftmaxWindow(PrefixSoftmaxState):
+    """The last `window - 1` tokens, which can lie in a ring; see `multilin.ops.ring`."""
+
+    slot_fields = ("logits_BSH", "values_BSHD")
+    slots_are_positions = slots_are_multiplied = False
+
+
 def read_state_first(
     logits_BTH: Tensor, values_BTHD: Tensor, state: PrefixSoftmaxState | None, starts_BT: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:

@@ -14,6 +14,10 @@ class WindowedAttentionState(NamedTuple):
     values_BSHE: Tensor
     logits_BS: Tensor
 
+    slot_fields = ("keys_BSHD", "values_BSHE", "logits_BS")
+    slots_are_positions = False
+    slots_are_multiplied = True
+
 
 def all_tokens(
     queries: Tensor, keys: Tensor, values: Tensor, padding: Tensor | None, state: WindowedAttentionState | None

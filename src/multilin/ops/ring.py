@@ -1,0 +1,148 @@
+"""Windows as rings: buffers in which a new token takes the place of the oldest, so that no step copies a window.
+
+The state that an op returns holds the last tokens in their order. While a sequence is generated token by token, the same
+tokens lie in a ring of S slots, token number n of the sequence in slot n mod S. An op that is given a `Ring` reads it and
+returns only the new tokens, in a state of the same type; `write` puts them into the ring in place.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+FEWEST_SLOTS = 64  # of a ring that is not yet full; doubled as tokens come
+
+
+class Ring(NamedTuple):
+    """The last tokens of each sequence, the next one's place being slot `num_read_B` mod S.
+
+    tokens: a state of an op whose fields in `slot_fields` have S slots, (B, S, ...).
+    num_read_B: (B,) int64 tokens read.
+    num_kept: slots of the op's own state. S is smaller as long as no sequence has so many tokens.
+    """
+
+    tokens: Any
+    num_read_B: Tensor
+    num_kept: int
+
+    @property
+    def num_slots(self) -> int:
+        """S."""
+        slots: int = getattr(self.tokens, self.tokens.slot_fields[0]).shape[1]
+        return slots
+
+    def distances(self, num_new: int) -> Tensor:
+        """Distance in tokens from each of the next tokens to that in each slot, (B, T, S), at least 1."""
+        new_T = torch.arange(num_new, device=self.num_read_B.device)
+        slot_S = torch.arange(self.num_slots, device=self.num_read_B.device)
+        age_BS = (self.num_read_B[:, None] - 1 - slot_S) % self.num_slots + 1
+        return age_BS[:, None, :] + new_T[:, None]
+
+
+def map_windows(function: Callable[..., Any], state: Any, *others: Any) -> Any:
+    """Apply a function to every window of a (nested) state and what stands in its place in the others."""
+    if isinstance(state, Ring) or getattr(state, "slot_fields", ()):
+        return function(state, *others)
+    if state is None or isinstance(state, Tensor):
+        return others[0] if others else state
+    return type(state)(*(map_windows(function, *parts) for parts in zip(state, *others, strict=True)))
+
+
+def to_ring(state: Any, num_read_B: Tensor, num_new: int) -> Any:
+    """A window as a ring with room for so many new tokens; a copy. A window of no tokens stays as it is."""
+    num_kept = getattr(state, state.slot_fields[0]).shape[1]
+    if num_kept == 0:
+        return state
+    num_slots = _enough_slots(num_read_B, num_new, num_kept)
+    slot_S = torch.arange(num_slots, device=num_read_B.device)
+    if state.slots_are_positions:
+        index_BS = slot_S.expand(len(num_read_B), -1)
+    else:
+        index_BS = num_kept - 1 - (num_read_B[:, None] - 1 - slot_S) % num_slots
+    return Ring(_map_slots(lambda _, tensor: _lay_out(_take(tensor, index_BS), state), state), num_read_B, num_kept)
+
+
+def from_ring(ring: Any) -> Any:
+    """The window of an op's own state, its tokens in their order; a copy."""
+    if not isinstance(ring, Ring):
+        return ring
+    tokens, num_read_B, num_kept = ring
+    index_N = torch.arange(num_kept, device=num_read_B.device)
+    number_BN = index_N.expand(len(num_read_B), -1)
+    if not tokens.slots_are_positions:
+        number_BN = number_BN + num_read_B[:, None] - num_kept
+    is_empty_BN = (number_BN < 0) | (number_BN >= num_read_B[:, None])
+
+    def in_order(name: str, tensor: Tensor) -> Tensor:
+        taken = _take(tensor, number_BN % ring.num_slots)
+        mask = is_empty_BN.view(*is_empty_BN.shape, *(1 for _ in tensor.shape[2:]))
+        return taken.masked_fill(mask, -torch.inf if name.startswith("logits") else 0.0)
+
+    return _map_slots(in_order, tokens)
+
+
+def grow(ring: Any, num_new: int) -> Any:
+    """The ring with room for so many new tokens, as far as it keeps them; itself where there is room."""
+    if not isinstance(ring, Ring) or ring.num_slots == ring.num_kept:
+        return ring
+    more = _enough_slots(ring.num_read_B, num_new, ring.num_kept) - ring.num_slots
+    if more <= 0:
+        return ring
+
+    def pad(name: str, tensor: Tensor) -> Tensor:
+        empty = tensor.new_full((len(tensor), more, *tensor.shape[2:]), -torch.inf if name.startswith("logits") else 0.0)
+        return _lay_out(torch.cat([tensor, empty], dim=1), ring.tokens)
+
+    return ring._replace(tokens=_map_slots(pad, ring.tokens))
+
+
+def write(ring: Any, new: Any, num_read_B: Tensor) -> Any:
+    """Put new tokens, in a state of the same type, into their slots in place; what is no ring is replaced by the new.
+
+    Args:
+        ring: as it was read.
+        new: the tokens, (B, T, ...), T at most the number of slots.
+        num_read_B: tokens read, these included.
+    """
+    if not isinstance(ring, Ring):
+        return new
+    num_new = getattr(new, new.slot_fields[0]).shape[1]
+    first_B = ring.num_read_B % ring.num_slots
+    first = first_B.tolist() if first_B.device.type == "cpu" else []
+    is_slice = first and min(first) == max(first) and first[0] + num_new <= ring.num_slots
+    if not is_slice:
+        slots_BT = (first_B[:, None] + torch.arange(num_new, device=first_B.device)) % ring.num_slots
+        rows_B1 = torch.arange(len(first_B), device=first_B.device)[:, None]
+    for name in new.slot_fields:
+        target, source = getattr(ring.tokens, name), getattr(new, name)
+        if is_slice:
+            target[:, first[0] : first[0] + num_new] = source
+        else:
+            target[rows_B1, slots_BT] = source.to(target.dtype)
+    others = {name: getattr(new, name) for name in new._fields if name not in new.slot_fields}
+    return Ring(ring.tokens._replace(**others), num_read_B, ring.num_kept)
+
+
+def _enough_slots(num_read_B: Tensor, num_new: int, num_kept: int) -> int:
+    """The fewest slots, of 64, 128, 256, ..., that hold all tokens; all on a device where looking costs a wait."""
+    if num_kept <= FEWEST_SLOTS or num_read_B.device.type != "cpu":
+        return num_kept
+    needed = int(num_read_B.max()) + num_new
+    return min(max(1 << (needed - 1).bit_length(), FEWEST_SLOTS), num_kept)
+
+
+def _map_slots(function: Callable[[str, Tensor], Tensor], state: Any) -> Any:
+    return state._replace(**{name: function(name, getattr(state, name)) for name in state.slot_fields})
+
+
+def _take(tensor: Tensor, index_BS: Tensor) -> Tensor:
+    """tensor[b, index[b, s]]."""
+    return tensor[torch.arange(len(tensor), device=tensor.device)[:, None], index_BS]
+
+
+def _lay_out(tensor: Tensor, state: Any) -> Tensor:
+    """The same (B, S, H, ...), where the op multiplies with them with the slots of each head side by side in memory."""
+    if tensor.ndim < 4 or not state.slots_are_multiplied:
+        return tensor
+    return tensor.transpose(1, 2).contiguous().transpose(1, 2)

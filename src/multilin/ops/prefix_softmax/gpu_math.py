@@ -18,6 +18,16 @@ import triton.language as tl
 
 from multilin.ops.kernels.gpu_rounding import store_rounded
 
+WAYS: list[tuple[dict[str, int], int, int]] = [({}, 4, 3), ({}, 4, 4), ({}, 4, 2), ({}, 8, 3), ({}, 8, 2), ({}, 2, 3)]
+
+
+@triton.jit
+def place_of_program(H, cut):
+    """Slice of D, head, part of the time, text."""
+    i, num_parts, num_splits = tl.program_id(0), cut.parts, cut.splits
+    i_part, i_b = i // (num_splits * H) % num_parts, (i // (num_splits * H * num_parts)).to(tl.int64)
+    return i % num_splits, i // num_splits % H, i_part, i_b
+
 
 @triton.jit
 def load_row(p_row, o_t, m_t, stride, other):

@@ -1,4 +1,4 @@
-"""The state of a prefix softmax: a bounded set of tokens that the future may still read."""
+"""The state of a prefix softmax: a bounded set of tokens that the future may still read; and its gradients."""
 
 from typing import NamedTuple
 
@@ -16,6 +16,16 @@ class PrefixSoftmaxState(NamedTuple):
 
     logits_BSH: Tensor
     values_BSHD: Tensor
+
+
+class Gradients(NamedTuple):
+    """Of the inputs of a call, in their shapes; float32, but that of the values like them."""
+
+    logits: Tensor
+    values: Tensor
+    own_logits: Tensor
+    state_logits: Tensor
+    state_values: Tensor
 
 
 def read_state_first(

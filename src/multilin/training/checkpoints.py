@@ -203,21 +203,22 @@ def check_trainer_state(checkpoint: Path) -> None:
     """
     with loading(checkpoint / STATE):
         values = read_json(checkpoint / STATE)
+        TrainerState(**values)
         check_like(values, dataclasses.asdict(TrainerState()))
         if values["global_step"] != checkpoint_step(checkpoint):
             raise ValueError(f"global_step is {values['global_step']}")
 
 
 def check_like(value: Any, own: Any, name: str = "") -> None:
-    """Refuse plain data that has other names, lengths or types than our own; empty lists and sections may be filled.
+    """Refuse plain data that has other lengths or types than our own; empty lists may be filled.
+
+    Names that only one of them has are left to whoever loads it: other versions of PyTorch write some more or less.
 
     Raises:
         ValueError: what differs.
     """
     if isinstance(own, dict) and isinstance(value, dict):
-        if own and own.keys() != value.keys():
-            raise ValueError(f"{name} has other names")
-        for key in own:
+        for key in own.keys() & value.keys():
             check_like(value[key], own[key], f"{name}.{key}".strip("."))
     elif isinstance(own, list | tuple) and isinstance(value, list):
         if own and len(own) != len(value):

@@ -88,7 +88,8 @@ def prefix_softmax(
     """
     if window is not None and window < 1:
         raise InputError(f"window: {window} given, but it must be at least 1, or None for the whole past")
-    check_own_term(own_logits, window, null_logit)
+    if own_logits is not None:
+        check_own_term(window, null_logit)
     if values.shape[:3] != logits.shape:
         raise InputError(
             f"values: shape {tuple(values.shape)} given, but it must begin with that of logits, {tuple(logits.shape)}"
@@ -100,7 +101,7 @@ def prefix_softmax(
                 state=state, starts=starts, needs_state=needs_state,
             )  # fmt: skip
     # A conversion to the same type is no work, but a call of PyTorch, and one token is a matter of microseconds.
-    dtype = torch.promote_types(values.dtype, logits.dtype if logits.dtype is torch.float64 else torch.float32)
+    dtype = torch.float64 if torch.float64 in (logits.dtype, values.dtype) else torch.float32
     if logits.dtype is not dtype:
         logits = logits.to(dtype)
     if own_logits is not None and own_logits.dtype is not dtype:

@@ -83,6 +83,7 @@ def forward(
         weights, checkpoints, rounding = empty_kept(values, own, window, null)
     if needs_state:
         final_logits, final_values = torch.empty((B, 1, H)), torch.empty((B, 1, H, D))
+    starts = None if starts is None else starts.float()
     inputs = (logits, own, values, starts, state_logits, state_values)
     outputs = (means, weights, checkpoints, rounding, None, final_logits, final_values)
     _launch("forward", values, is_gated(values, own, null), window, null, (*inputs, *outputs))
@@ -123,10 +124,11 @@ def _launch(
                 tensor = tensor.contiguous()
                 strides = tensor.stride()
                 alive.append(tensor)
-            size = tensor.element_size()
             setattr(task, address, tensor.data_ptr())
-            setattr(task, batch, size * strides[0])
-            setattr(task, row, size * strides[1])
+            if B > 1 or T > 1:  # one token is a matter of microseconds
+                size = tensor.element_size()
+                setattr(task, batch, size * strides[0])
+                setattr(task, row, size * strides[1])
     kernels = cpu_global if window is None else cpu_windowed
     if window is None and parts > 1:
         summaries = torch.empty(B, parts**2, 3 + D, H)

@@ -23,7 +23,7 @@ tell every part how its past, or backward its future, ends (second launch).
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
 import numpy as np
-from numba import carray, njit
+from numba import njit
 
 from multilin.ops.prefix_softmax.cpu import ROWS
 from multilin.ops.prefix_softmax.cpu_math import (
@@ -72,7 +72,7 @@ def summary(task, piece):
 @njit
 def checkpoint(task, chunk):
     """The mean before position chunk * ROWS, (H, D), or the one after the last position."""
-    return floats(task.checkpoints + task.checkpoints_row * chunk, task.num_heads, task.width)
+    return floats(task.checkpoints + 4 * task.num_heads * task.width * chunk, task.num_heads, task.width)
 
 
 @njit(**SCALARS)
@@ -125,19 +125,15 @@ def forward_rows(task, values, first, last, top, total, mean, is_summary):
         for i in range(n):
             v = row(values, p_values + values_row * (s + i), num_heads, width)
             y = row(values, p_means + means_row * (s + i), num_heads, width)
-            if is_summary:
-                mean_row(mean, v, y, w, a, w, a, False, False, True, i)
-            elif is_gated:
-                mean_row(mean, v, y, w, a, g, o, True, has_own, False, i)
+            if is_gated:
+                mean_row(mean, v, y, w, a, g, o, True, has_own, is_summary, i)
             else:
-                mean_row(mean, v, y, w, a, w, a, False, False, False, i)
+                mean_row(mean, v, y, w, a, w, a, False, False, is_summary, i)
 
 
 def forward_summaries(tasks, values, index, sources):
     """First launch, for text and piece `index`: top, total and mean, and whether the piece lets the past through."""
-    num_parts = carray(tasks, (1,))[0].num_parts
-    num_pieces = num_parts * num_parts - num_parts
-    task, piece = task_of(tasks, index, index // num_pieces), index % num_pieces
+    task, piece = task_of(tasks, index, True)
     numbers, mean = summary(task, piece)
     top, total = np.full(task.num_heads, LOWEST, np.float32), np.zeros(task.num_heads, np.float64)
     mean[:] = ZERO
@@ -165,9 +161,8 @@ def merge_token(top, total, mean, h, passes, new_top, new_total, new_mean):
 
 def forward(tasks, values, index, sources):
     """Means and final state of text and part `index`."""
-    num_parts = carray(tasks, (1,))[0].num_parts
-    task, part = task_of(tasks, index, index // num_parts), index % num_parts
-    num_heads = task.num_heads
+    task, part = task_of(tasks, index, False)
+    num_heads, num_parts = task.num_heads, task.num_parts
     top, total = np.full(num_heads, LOWEST, np.float32), np.zeros(num_heads, np.float64)
     mean = np.zeros((num_heads, task.width), np.float32)
     if task.state_logits != 0:
@@ -253,22 +248,18 @@ def backward_rows(task, values, first, last, S, C, is_summary):
             dv = row(values, p_dvalues + dvalues_row * (s + i), num_heads, width)
             before, after = means[i], means[i + 1]
             if not is_gated:
-                before = (
-                    floats(p_means + means_row * (s + i - 1), num_heads, width) if s + i > 0 else checkpoint(task, 0)
-                )
-            if is_summary:
-                back_row(S, C, before, after, v, dy, dv, w, a, g, o, is_gated, has_own, True, dlogits, down, i)
-            elif is_gated:
-                back_row(S, C, before, after, v, dy, dv, w, a, g, o, True, has_own, False, dlogits, down, i)
+                p_before = p_means + means_row * (s + i - 1) if s + i > 0 else task.checkpoints
+                before = floats(p_before, num_heads, width)
+            if is_gated:
+                back_row(S, C, before, after, v, dy, dv, w, a, g, o, True, has_own, is_summary, dlogits, down, i)
             else:
-                back_row(S, C, before, after, v, dy, dv, w, a, w, a, False, False, False, dlogits, down, i)
+                back_row(S, C, before, after, v, dy, dv, w, a, w, a, False, False, is_summary, dlogits, down, i)
 
 
 def backward_summaries(tasks, values, index, sources):
     """First launch, for text and piece `index`, counted from the second part: S and C without the later pieces."""
-    num_parts = carray(tasks, (1,))[0].num_parts
-    num_pieces = num_parts * num_parts - num_parts
-    task, piece = task_of(tasks, index, index // num_pieces), index % num_pieces + num_parts
+    task, later = task_of(tasks, index, True)
+    piece = later + task.num_parts
     numbers, S = summary(task, piece)
     S[:] = ZERO
     numbers[0] = ZERO
@@ -283,9 +274,8 @@ def backward_summaries(tasks, values, index, sources):
 
 def backward(tasks, values, index, sources):
     """Gradients of text and part `index`."""
-    num_parts = carray(tasks, (1,))[0].num_parts
-    task, part = task_of(tasks, index, index // num_parts), index % num_parts
-    num_heads, width = task.num_heads, task.width
+    task, part = task_of(tasks, index, False)
+    num_heads, width, num_parts = task.num_heads, task.width, task.num_parts
     S, C = np.zeros((num_heads, width), np.float32), np.zeros((1, num_heads), np.float32)
     if task.dfinal_logits != 0:
         assign(S, floats(task.dfinal_values, num_heads, width))

@@ -10,7 +10,6 @@ Names: `i` row of the positions at hand, `h` head, `d` component, `k` component 
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
 import numpy as np
-from llvmlite import ir
 from numba import carray, njit, types
 from numba.extending import intrinsic
 
@@ -32,14 +31,6 @@ TINY = 1e-300
 VALUES, MEANS, DMEANS, DVALUES, RUNNING, LATER, ROUNDING = range(7)
 LOGITS, TOP, TOTAL, TOPS, TOTALS, NEW, OLD, WEIGHTS, DECAYS, OTHER_TOPS, OTHER_TOTALS, PREFIX, SUFFIX = range(7, 20)
 NUM_NAMES = 20
-
-
-@intrinsic
-def _to_byte_pointer(typing_context, address):
-    def generate(context, builder, signature, arguments):
-        return builder.inttoptr(arguments[0], ir.IntType(8).as_pointer())
-
-    return types.CPointer(types.uint8)(types.int64), generate
 
 
 @intrinsic
@@ -92,15 +83,16 @@ def put(typing_context, array, index, number, name):
 
 
 @njit
-def task_of(tasks, index, b):
-    """The task of text b for piece of work `index`: a copy, in the room after the task, with addresses of its own."""
+def task_of(tasks, index, is_summary):
+    """For work `index`: the task of its text, a copy in the room behind the tasks before, and the part of its time."""
     whole, copies = carray(tasks, (1,))[0], carray(tasks, (index + 2,))
+    num_parts = whole.num_parts * (whole.num_parts - 1) if is_summary else whole.num_parts
     copies[index + 1] = whole
     tensors = array(np.int64, whole.address + 8 * (NUM_NUMBERS * (index + 1) + FIRST_TENSOR), (NUM_TENSORS, 3))
     for i in range(NUM_TENSORS):
         if tensors[i, 0] != 0:
-            tensors[i, 0] += b * tensors[i, 1]
-    return copies[index + 1]
+            tensors[i, 0] += index // num_parts * tensors[i, 1]
+    return copies[index + 1], index % num_parts
 
 
 @njit
@@ -118,7 +110,7 @@ def weights(task, kind, first, num_rows):
 @njit
 def starts_at(task, t):
     """True where a text starts; never, where there are no starts (address 0)."""
-    return task.starts != 0 and carray(_to_byte_pointer(task.starts), (t + 1,))[t] != 0
+    return task.starts != 0 and floats(task.starts + 4 * t, 1, 1)[0, 0] != ZERO
 
 
 @njit

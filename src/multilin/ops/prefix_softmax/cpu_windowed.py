@@ -20,7 +20,7 @@ RA, RB: the same with g d and h d. It is the forward network read from its end, 
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
 import numpy as np
-from numba import carray, njit
+from numba import njit
 
 from multilin.ops.prefix_softmax.cpu_math import (
     DMEANS,
@@ -152,8 +152,7 @@ def forward_blocks(task, values, first, before, mean, suffix, w, a, u, b, g, h):
 
 def forward(tasks, values, index, sources):
     """Means of text and part `index`."""
-    num_parts = carray(tasks, (1,))[0].num_parts
-    task, part = task_of(tasks, index, index // num_parts), index % num_parts
+    task, part = task_of(tasks, index, False)
     num_heads, k, T = task.num_heads, task.window, task.num_time
     first, last = part_bounds(task, part)
     group = k * max(1, GROUP // k)
@@ -165,14 +164,8 @@ def forward(tasks, values, index, sources):
         n = min(group, last - s)
         before, last_block = max(s - k, 0), s + (n - 1) // k * k
         m = last_block - before
-        w, a, u, b, g, h = (
-            scratch[W, :n],
-            scratch[A, :n],
-            scratch[U, :m],
-            scratch[B, :m],
-            scratch[G, :n],
-            scratch[H, :n],
-        )
+        w, a, g, h = scratch[W, :n], scratch[A, :n], scratch[G, :n], scratch[H, :n]
+        u, b = scratch[U, :m], scratch[B, :m]
         tops, totals, suffix_tops, suffix_totals = scratch[6, :n], scratch[7, :n], scratch[8, :m], scratch[9, :m]
         if task.weights != 0:
             w, a = weights(task, W, s, n), weights(task, A, s, n)
@@ -187,18 +180,6 @@ def forward(tasks, values, index, sources):
         last_block = (T - 1) // k * k
         weights(task, U, last_block, T - last_block)[:] = ZERO
         weights(task, B, last_block, T - last_block)[:] = ZERO
-
-
-@njit(forceinline=True, **DOTS)
-def later_row(later, later_dots, dy, dots, decay, weight, r):
-    """B_r = b_(r-1) B_(r-1) + h_s dy_s, and RB_r alike, with these rows of weights b and h."""
-    _, H, D = later.shape
-    for h in range(H):
-        a, s, new = decay[h], weight[h], (r * H + h) * D
-        for d in range(D):
-            B_r = a * get(later, new - H * D + d, LATER) + s * get(dy, h * D + d, DMEANS)
-            put(later, new + d, B_r, LATER)
-        later_dots[r, h] = a * later_dots[r - 1, h] + s * dots[r - 1, h]
 
 
 @njit(**DOTS)
@@ -219,15 +200,21 @@ def compute_dots(task, values, first, num_rows, dots):
 
 
 @njit(**DOTS)
-def gather_later(task, values, first, later, later_dots, dots, nothing):
+def gather_later(task, values, first, later, later_dots, dots):
     """B_r and RB_r of the block at `first`, from gradients of the one after it, whose dots these are; row 0 is 0."""
     num_heads, width, p_dmeans, dmeans_row = task.num_heads, task.width, task.dmeans, task.dmeans_row
     b, h = weights(task, B, 0, task.num_time), weights(task, H, 0, task.num_time)
     for r in range(1, task.window):
         t = first + task.window + r - 1
-        # Past the end of the last block there is nothing to add: any row times 0.
+        # Past the end of the last block there is nothing to add: a row times 0.
         dy = row(values, p_dmeans + dmeans_row * (t if t < task.num_time else 0), num_heads, width)
-        later_row(later, later_dots, dy, dots, b[first + r - 1], h[t] if t < task.num_time else nothing, r)
+        for head in range(num_heads):
+            decay, new = b[first + r - 1, head], (r * num_heads + head) * width
+            weight = h[t, head] if t < task.num_time else ZERO
+            for d in range(width):
+                before = decay * get(later, new - num_heads * width + d, LATER)
+                put(later, new + d, before + weight * get(dy, head * width + d, DMEANS), LATER)
+            later_dots[r, head] = decay * later_dots[r - 1, head] + weight * dots[r - 1, head]
 
 
 @njit(forceinline=True, **DOTS)
@@ -273,18 +260,17 @@ def backward_block(task, values, first, S, R, later, later_dots, dots):
 
 def backward(tasks, values, index, sources):
     """Gradients of text and part `index`."""
-    num_parts = carray(tasks, (1,))[0].num_parts
-    task, part = task_of(tasks, index, index // num_parts), index % num_parts
+    task, part = task_of(tasks, index, False)
     num_heads, width, k, T = task.num_heads, task.width, task.window, task.num_time
     first, last = part_bounds(task, part)
     # The weight a of the first token of a block is 0: it forgets S and R of the block after it.
     S, R = np.zeros((num_heads, width), np.float32), np.zeros(num_heads, np.float32)
     later, later_dots = np.zeros((k, num_heads, width), np.float32), np.zeros((k, num_heads), np.float32)
-    dots, nothing, turn = np.zeros((2, k, num_heads), np.float32), np.zeros(num_heads, np.float32), 0
+    dots, turn = np.zeros((2, k, num_heads), np.float32), 0
     if last < T and first < last:
         compute_dots(task, values, last, min(k, T - last), dots[1])
     for t in range((last - 1) // k * k, first - 1, -k):
         if t + k < T:
-            gather_later(task, values, t, later, later_dots, dots[1 - turn], nothing)
+            gather_later(task, values, t, later, later_dots, dots[1 - turn])
         backward_block(task, values, t, S, R, later, later_dots, dots[turn])
         turn = 1 - turn

@@ -89,11 +89,11 @@ def plan(values: Tensor, window: int | None) -> Plan:
     return Plan(B, width, splits, parts, length, -(-length // CHUNK))
 
 
-def _constants(cut: Plan, window: int | None) -> dict[str, Any]:
-    """Grid and constants of the kernels over parts of time."""
+def _constants(cut: Plan, window: int | None) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Constants of all kernels over parts of time, and further ones of `forward` and `backward`."""
     parts = 1 if window is not None else 1 << (cut.parts - 1).bit_length()
-    kinds = {"WINDOWED": window is not None, "CARRIES": window is None or cut.chunks > 1}
-    return {"CHUNK": CHUNK, "BLOCK_D": cut.width, "PARTS": parts, **kinds}
+    kind = {"WINDOWED": window is not None, "CARRIES": window is None or cut.chunks > 1}
+    return {"CHUNK": CHUNK, "BLOCK_D": cut.width, "PARTS": parts}, kind
 
 
 def forward(
@@ -107,12 +107,9 @@ def forward(
     B, T, H, D = values.shape
     means = torch.empty((B, T, H, D), dtype=values.dtype, device=values.device)
     num_past = 1 if window is None else window - 1
-    final: _Tensors = (None, None)
-    if needs_state:
-        final = _float32(values, B, num_past, H), _float32(values, B, num_past, H, D)
-    state = (
-        (None, None) if state_logits is None or state_values is None else (_whole(state_logits), _whole(state_values))
-    )
+    shapes = (B, num_past, H), (B, num_past, H, D)
+    final = tuple(_float32(values, *shape) if needs_state else None for shape in shapes)
+    state = _whole(state_logits), _whole(state_values)
     kept: Any = empty_kept(values, own, window, null) if keeps else (None, None, None)
     if T == 1 and not keeps:
         kernels, _, launch = _triton_modules()
@@ -136,18 +133,17 @@ def _forward(
     kernels = _triton_modules()[0]
     B, T, H, D = values.shape
     cut = plan(values, window)
-    constants, grid = _constants(cut, window), (cut.splits * H * cut.parts * B,)
+    (constants, kind), grid = _constants(cut, window), (cut.splits * H * cut.parts * B,)
     inputs = (*_rows(logits), *_rows(values))
     tokens: _Tensors = (None, None, None)
     if constants["PARTS"] > 1:
         tokens = _scalars_and_vectors(values, B, cut.parts, H)
-        only = {name: constants[name] for name in ("CHUNK", "BLOCK_D", "PARTS")}
-        kernels.summarize[grid](*inputs, texts, tokens, T, H, D, cut, **only)
+        kernels.summarize[grid](*inputs, texts, tokens, T, H, D, cut, **constants)
     rows, past, past_means = kept
     kernels.forward[grid](
         *inputs, *_rows(own), texts, state, tokens, _room_for_chunks(values, cut, window), *_rows(dmeans), means, final,
         _pair(rows), (*_pair(None if window is not None else past), past_means), deltas, T, H, D, cut,
-        -(-T // CHUNK) + 1, window or 0, null, **constants,
+        -(-T // CHUNK) + 1, window or 0, null, **constants, **kind,
     )  # fmt: skip
 
 
@@ -160,31 +156,29 @@ def backward(
     kernels = _triton_modules()[1]
     B, T, H, D = values.shape
     cut, texts, rows, past = plan(values, window), _texts(starts), _pair(kept[0]), (*_pair(kept[1]), kept[2])
-    constants, grid = _constants(cut, window), (cut.splits * H * cut.parts * B,)
-    only = {name: constants[name] for name in ("CHUNK", "BLOCK_D", "PARTS")}
-    dfinal: _Tensors = (None, None)
-    if dfinal_logits is not None and dfinal_values is not None:
-        dfinal = _whole(dfinal_logits), _whole(dfinal_values)
+    (constants, kind), grid = _constants(cut, window), (cut.splits * H * cut.parts * B,)
+    dfinal = _whole(dfinal_logits), _whole(dfinal_values)
     sums: _Tensors = (None, None)
     ends: _Tensors = (None, None, None)
     deltas = None
     if window is not None:
         deltas = _float32(values, cut.splits, B, H, T)
-        nothing = (None, None)
-        _forward(logits, values, None, texts, nothing, dmeans, None, nothing, (None,) * 3, deltas, window, null)
+        _forward(
+            logits, values, None, texts, (None, None), dmeans, None, (None, None), (None,) * 3, deltas, window, null
+        )
     elif cut.parts > 1:
         sums = _scalars_and_vectors(values, B, cut.parts, H)[1:]
         ends = tuple(_float32(values, cut.splits, B, cut.parts, H) for _ in range(3))
-        kernels.summarize_rows[grid](*_rows(dmeans), texts, rows, sums, T, H, D, cut, **only)
+        kernels.summarize_rows[grid](*_rows(dmeans), texts, rows, sums, T, H, D, cut, **constants)
     # Each slice of D gives a share of what is one number per head; the shares are added below, in a fixed order.
     totals = (gradients.logits, gradients.own_logits, gradients.state_logits)
     shares = totals if cut.splits == 1 else [_float32(values, cut.splits, *x.shape) for x in totals]
     dlogits, down, dstate_logits = shares
     dstate = (dstate_logits, gradients.state_values) if dstate_logits.numel() else (None, None)
-    inputs = (*_rows(logits), *_rows(values), *_rows(own), texts, *_rows(dmeans))
     kernels.backward[grid](
-        *inputs, dfinal, sums, _room_for_chunks(values, cut, window), rows, past, deltas, gradients.values, dlogits,
-        down, dstate, ends, T, H, D, cut, -(-T // CHUNK) + 1, window or 0, **constants,
+        *_rows(logits), *_rows(values), *_rows(own), texts, *_rows(dmeans), dfinal, sums,
+        _room_for_chunks(values, cut, window), rows, past, deltas, gradients.values, dlogits, down,
+        dstate, ends, T, H, D, cut, -(-T // CHUNK) + 1, window or 0, **constants, **kind,
     )  # fmt: skip
     if constants["PARTS"] > 1:
         kernels.subtract_lost[grid](
@@ -225,8 +219,8 @@ def _pair(tensor: Tensor | None) -> _Tensors:
     return (None, None) if tensor is None else (tensor[0], tensor[1])
 
 
-def _whole(tensor: Tensor) -> Tensor:
-    return tensor.float().contiguous()
+def _whole(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.float().contiguous()
 
 
 def _texts(starts: Tensor | None) -> Tensor | None:

@@ -25,6 +25,7 @@ from multilin.ops.prefix_softmax.gpu_math import (
     load_tile,
     place_of_program,
     store_tile,
+    store_token,
     text_at,
 )
 
@@ -104,9 +105,7 @@ def sum_up_next_block(
     """For each chunk of the next block, from `first` to `last`: one row for the rows before it, of the first text."""
     low, b_flow, lost = float("inf"), tl.zeros((BLOCK_D,), tl.float32), 0.0
     for i_chunk in range(0, cut.chunks):
-        tl.store(early[0] + o_early + i_chunk, low)
-        tl.store(early[1] + o_early + i_chunk, lost)
-        tl.store(early[2] + (o_early + i_chunk) * D + o_d, b_flow, m_d)
+        store_token(early, o_early + i_chunk, D, o_d, m_d, low, lost, b_flow)
         o_t = first + i_chunk * CHUNK + tl.arange(0, CHUNK)
         m_t = o_t < last
         b_tops = load_row(p_tops, o_t, m_t, 1, float("inf"))

@@ -28,6 +28,7 @@ from multilin.ops.prefix_softmax.gpu_math import (
     load_tile,
     place_of_program,
     store_tile,
+    store_token,
     text_at,
 )
 
@@ -57,10 +58,7 @@ def summarize(
             b_logits = tl.where(b_text == text_at(p_texts + i_b * T, last - 1), b_logits, -float("inf"))
         b_values = load_tile(p_values, o_t, m_t, s_values[1], o_d, m_d)
         top, total, b_mean = absorb(top, total, b_mean, b_logits, b_ones, b_values)
-    o_part = (i_b * cut.parts + i_part) * H + i_h
-    tl.store(tokens[0] + o_part, top)
-    tl.store(tokens[1] + o_part, total)
-    tl.store(tokens[2] + o_part * D + o_d, b_mean, m_d)
+    store_token(tokens, (i_b * cut.parts + i_part) * H + i_h, D, o_d, m_d, top, total, b_mean)
 
 
 @triton.jit
@@ -100,9 +98,7 @@ def sum_up_block_before(
     b_ones = tl.full((CHUNK,), 1.0, tl.float32)
     for i_back in range(0, cut.chunks):
         i_chunk = cut.chunks - 1 - i_back
-        tl.store(late[0] + o_late + i_chunk, top)
-        tl.store(late[1] + o_late + i_chunk, total)
-        tl.store(late[2] + (o_late + i_chunk) * D + o_d, b_mean, m_d)
+        store_token(late, o_late + i_chunk, D, o_d, m_d, top, total, b_mean)
         if i_chunk > 0:
             o_t = first - cut.length + i_chunk * CHUNK + tl.arange(0, CHUNK)
             m_t = (o_t >= 0) & (o_t < first)
@@ -216,10 +212,7 @@ def forward(
             tl.store(rows[0] + i_bh * T + o_t, tl.where(b_scales > 0, b_tops, float("inf")), m_t)
             tl.store(rows[1] + i_bh * T + o_t, b_scales, m_t)
         if past[0] is not None:
-            o_slot = i_bh * num_slots + start // CHUNK
-            tl.store(past[0] + o_slot, top)
-            tl.store(past[1] + o_slot, total)
-            tl.store(past[2] + o_slot * D + o_d, b_mean, m_d)
+            store_token(past, i_bh * num_slots + start // CHUNK, D, o_d, m_d, top, total, b_mean)
         if p_dmeans is not None:
             b_dmeans = load_tile(p_dmeans + i_b * s_dmeans[0] + i_h * s_dmeans[2], o_t, m_t, s_dmeans[1], o_d, m_d)
             b_deltas = tl.sum(b_means * b_dmeans.to(tl.float32), axis=1)
@@ -237,10 +230,7 @@ def forward(
             tl.store(final[0] + i_bh, log_total)
             tl.store(final[1] + i_bh * D + o_d, b_mean, m_d)
         if past[0] is not None:
-            o_slot = i_bh * num_slots + num_slots - 1
-            tl.store(past[0] + o_slot, top)
-            tl.store(past[1] + o_slot, total)
-            tl.store(past[2] + o_slot * D + o_d, b_mean, m_d)
+            store_token(past, i_bh * num_slots + num_slots - 1, D, o_d, m_d, top, total, b_mean)
 
 
 @triton.jit

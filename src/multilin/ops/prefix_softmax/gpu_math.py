@@ -49,6 +49,14 @@ def store_tile(p_tile, o_t, m_t, stride, o_d, m_d, b_tile):
 
 
 @triton.jit
+def store_token(tokens, i, D, o_d, m_d, top, total, b_mean):
+    """Store number i of (tops, totals, means): a token that stands for others; or of rows alike."""
+    tl.store(tokens[0] + i, top)
+    tl.store(tokens[1] + i, total)
+    tl.store(tokens[2] + i * D + o_d, b_mean, m_d)
+
+
+@triton.jit
 def finite(top):
     """A shift that is a number, where nothing or no row was read yet."""
     return tl.where(tl.abs(top) == float("inf"), 0.0, top)

@@ -33,8 +33,7 @@ def prefix_softmax(
 
     With a window the tokens of the state are read again before the new ones, but for a single position on a GPU.
     """
-    null = -torch.inf if null_logit is None else null_logit
-    num_new = logits_BTH.shape[1]
+    null, num_new = -torch.inf if null_logit is None else null_logit, logits_BTH.shape[1]
     is_step = kernels == "gpu" and num_new == 1 and state is not None and state.logits_BSH.shape[1] + 1 == window
     if window is None or is_step:
         past: Any = (None, None)
@@ -58,7 +57,7 @@ def prefix_softmax(
     logits_BSH, values_BSHD, starts_BS = read_state_first(logits_BTH, values_BTHD, state, starts)
     num_read = logits_BSH.shape[1]
     cut = None if window >= num_read else window
-    means_BSHD, *_ = _means(kernels, logits_BSH, values_BSHD, None, starts_BS, None, None, cut, null, False)
+    means_BSHD = _means(kernels, logits_BSH, values_BSHD, None, starts_BS, None, None, cut, null, False)[0]
     if needs_state:
         state = last_tokens(logits_BSH, values_BSHD, starts_BS, window - 1)
         state = PrefixSoftmaxState(state.logits_BSH, state.values_BSHD.float())
@@ -82,8 +81,7 @@ def _needs_gradients(*inputs: Tensor | None) -> bool:
 
 
 def _run_forward(kernels: str, *arguments: Any) -> tuple[Tensor, ...]:
-    results = _MODULES[kernels].forward(*arguments)
-    return tuple(arguments[0].new_empty(0) if x is None else x for x in results)
+    return tuple(arguments[0].new_empty(0) if x is None else x for x in _MODULES[kernels].forward(*arguments))
 
 
 def _run_backward(kernels: str, *arguments: Any) -> Gradients:
@@ -140,7 +138,8 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
     if kernels == "gpu" or (window is None and cpu.is_gated(values, own, null)):
         means = None
     ctx.save_for_backward(logits, values, own, starts, means, *kept)
-    ctx.options, ctx.keeps, ctx.needs_state = (kernels, window, null, state_values is not None), keeps, needs_state
+    ctx.has_state, ctx.keeps, ctx.needs_state = state_values is not None, keeps, needs_state
+    ctx.options = kernels, window, null, ctx.has_state
     ctx.set_materialize_grads(False)
 
 
@@ -154,22 +153,18 @@ def _gradients(
     backward: Any, ctx: Any, dmeans: Tensor | None, dfinal_logits: Tensor | None, dfinal_values: Tensor | None
 ) -> tuple[Any, ...]:
     """Gradients of all arguments of the operator, by its backward operator or without it."""
-    saved, (kernels, window, null, has_state) = ctx.saved_tensors, ctx.options
+    saved, (kernels, *options) = ctx.saved_tensors, ctx.options
     values, own = saved[1:3]
     if dmeans is None:
         dmeans = torch.zeros_like(values)
     if not ctx.needs_state:
         dfinal_logits = dfinal_values = None
-    elif dfinal_logits is not None or dfinal_values is not None:
-        B, _, H, D = values.shape
-        if dfinal_logits is None:
-            dfinal_logits = dmeans.new_zeros((B, 1, H), dtype=torch.float32)
-        if dfinal_values is None:
-            dfinal_values = dmeans.new_zeros((B, 1, H, D), dtype=torch.float32)
-    dlogits, dvalues, down, *dstate = backward(
-        kernels, dmeans, dfinal_logits, dfinal_values, *saved, window, null, has_state
-    )
-    dstate = dstate if has_state else (None, None)
+    elif dfinal_logits is None and dfinal_values is not None:
+        dfinal_logits = torch.zeros_like(dfinal_values[..., 0])
+    elif dfinal_values is None and dfinal_logits is not None:
+        dfinal_values = dfinal_logits.new_zeros((*dfinal_logits.shape, values.shape[-1]))
+    dlogits, dvalues, down, *dstate = backward(kernels, dmeans, dfinal_logits, dfinal_values, *saved, *options)
+    dstate = dstate if ctx.has_state else (None, None)
     return None, dlogits, dvalues, None if own is None else down, None, *dstate, None, None, None, None
 
 

@@ -68,7 +68,8 @@ def prefix_softmax_weights(
 
     Cost: O(B H T^2) time and memory.
     """
-    check_own_term(own_logits, window, null_logit)
+    if own_logits is not None:
+        check_own_term(window, null_logit)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     scores_BHTS = _scores(logits, starts, window, logits.shape[1])
     if own_logits is not None:
@@ -80,9 +81,9 @@ def prefix_softmax_weights(
     return PrefixSoftmaxWeights(shares(scores_BHTS), None, None)
 
 
-def check_own_term(own_logits: Tensor | None, window: int | None, null_logit: float | None) -> None:
+def check_own_term(window: int | None, null_logit: float | None) -> None:
     """Raise InputError for own logits beside a window or a null token, which no architecture needs."""
-    if own_logits is not None and (window is not None or null_logit is not None):
+    if window is not None or null_logit is not None:
         other = f"window {window}" if window is not None else f"null_logit {null_logit}"
         raise InputError(f"own_logits: given with {other}, but they need window None and null_logit None")
 

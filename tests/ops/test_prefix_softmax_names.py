@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 import torch
 
+from multilin.ops.kernels import why_no_numba
 from multilin.ops.prefix_softmax import cpu, operator, reference
 from multilin.ops.prefix_softmax.cases import make_logits, make_starts, make_values
 
-pytestmark = pytest.mark.skipif(cpu.why_not() is not None, reason=str(cpu.why_not()))
+pytestmark = pytest.mark.skipif(why_no_numba() is not None, reason=str(why_no_numba()))
 
 
 class Memory:
@@ -53,13 +54,14 @@ def array_at(address: int, shape: tuple[int, ...], dtype: Any = np.float32) -> n
     return np.ctypeslib.as_array((number * math.prod(shape)).from_address(address)).reshape(shape)
 
 
-def task_of(tasks: list[cpu.Task], index: int, is_summary: bool) -> tuple[cpu.Task, int]:
+def task_of(tasks: list[cpu.Task], index: int, is_summary: bool) -> cpu.Task:
     task, parts = cpu.Task.from_buffer_copy(tasks[0]), tasks[0].num_parts
     parts = parts * (parts - 1) if is_summary else parts
     for address, batch, _ in cpu._FIELDS:
         if getattr(task, address):
             setattr(task, address, getattr(task, address) + index // parts * getattr(task, batch))
-    return task, index % parts
+    task.part = index % parts
+    return task
 
 
 @pytest.fixture

@@ -21,6 +21,7 @@ _SIZES = (
     "address",  # of the task itself
     "num_time", "num_heads", "width",  # T, H, D
     "num_parts",  # of the time of a text, which run at the same time; pieces are the square of it
+    "part",  # the one of a kernel's call, or its piece
     "window",  # tokens read, for the windowed kernels
     "is_gated",  # 1 where y is not simply the running mean: an own term, a null token, rounding to bf16
 )  # fmt: skip

@@ -133,7 +133,8 @@ def forward_rows(task, values, first, last, top, total, mean, is_summary):
 
 def forward_summaries(tasks, values, index, sources):
     """First launch, for text and piece `index`: top, total and mean, and whether the piece lets the past through."""
-    task, piece = task_of(tasks, index, True)
+    task = task_of(tasks, index, True)
+    piece = task.part
     numbers, mean = summary(task, piece)
     top, total = np.full(task.num_heads, LOWEST, np.float32), np.zeros(task.num_heads, np.float64)
     mean[:] = ZERO
@@ -161,8 +162,8 @@ def merge_token(top, total, mean, h, passes, new_top, new_total, new_mean):
 
 def forward(tasks, values, index, sources):
     """Means and final state of text and part `index`."""
-    task, part = task_of(tasks, index, False)
-    num_heads, num_parts = task.num_heads, task.num_parts
+    task = task_of(tasks, index, False)
+    num_heads, part, num_parts = task.num_heads, task.part, task.num_parts
     top, total = np.full(num_heads, LOWEST, np.float32), np.zeros(num_heads, np.float64)
     mean = np.zeros((num_heads, task.width), np.float32)
     if task.state_logits != 0:
@@ -258,8 +259,8 @@ def backward_rows(task, values, first, last, S, C, is_summary):
 
 def backward_summaries(tasks, values, index, sources):
     """First launch, for text and piece `index`, counted from the second part: S and C without the later pieces."""
-    task, later = task_of(tasks, index, True)
-    piece = later + task.num_parts
+    task = task_of(tasks, index, True)
+    piece = task.part + task.num_parts
     numbers, S = summary(task, piece)
     S[:] = ZERO
     numbers[0] = ZERO
@@ -274,8 +275,8 @@ def backward_summaries(tasks, values, index, sources):
 
 def backward(tasks, values, index, sources):
     """Gradients of text and part `index`."""
-    task, part = task_of(tasks, index, False)
-    num_heads, width, num_parts = task.num_heads, task.width, task.num_parts
+    task = task_of(tasks, index, False)
+    num_heads, width, part, num_parts = task.num_heads, task.width, task.part, task.num_parts
     S, C = np.zeros((num_heads, width), np.float32), np.zeros((1, num_heads), np.float32)
     if task.dfinal_logits != 0:
         assign(S, floats(task.dfinal_values, num_heads, width))

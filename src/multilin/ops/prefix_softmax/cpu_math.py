@@ -84,15 +84,17 @@ def put(typing_context, array, index, number, name):
 
 @njit
 def task_of(tasks, index, is_summary):
-    """For work `index`: the task of its text, a copy in the room behind the tasks before, and the part of its time."""
+    """The task of piece of work `index`, a copy behind those before: tensors of its text, and the part of its time."""
     whole, copies = carray(tasks, (1,))[0], carray(tasks, (index + 2,))
     num_parts = whole.num_parts * (whole.num_parts - 1) if is_summary else whole.num_parts
     copies[index + 1] = whole
+    task = copies[index + 1]
+    task.part = index % num_parts
     tensors = array(np.int64, whole.address + 8 * (NUM_NUMBERS * (index + 1) + FIRST_TENSOR), (NUM_TENSORS, 3))
     for i in range(NUM_TENSORS):
         if tensors[i, 0] != 0:
             tensors[i, 0] += index // num_parts * tensors[i, 1]
-    return copies[index + 1], index % num_parts
+    return task
 
 
 @njit

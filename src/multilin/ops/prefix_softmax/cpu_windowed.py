@@ -125,9 +125,9 @@ def mean_row(mean, suffix, v, y, rounding, w, a, g, s, keeps_rounding, i, r):
 
 
 @njit
-def part_bounds(task, part):
-    """First position of a part of time, and the one after its last; multiples of the window, but for the end."""
-    blocks, k = (task.num_time + task.window - 1) // task.window, task.window
+def part_bounds(task):
+    """First position of the part of time, and the one after its last; multiples of the window, but for the end."""
+    blocks, k, part = (task.num_time + task.window - 1) // task.window, task.window, task.part
     return blocks * part // task.num_parts * k, min(task.num_time, blocks * (part + 1) // task.num_parts * k)
 
 
@@ -152,9 +152,9 @@ def forward_blocks(task, values, first, before, mean, suffix, w, a, u, b, g, h):
 
 def forward(tasks, values, index, sources):
     """Means of text and part `index`."""
-    task, part = task_of(tasks, index, False)
+    task = task_of(tasks, index, False)
     num_heads, k, T = task.num_heads, task.window, task.num_time
-    first, last = part_bounds(task, part)
+    first, last = part_bounds(task)
     group = k * max(1, GROUP // k)
     scratch = np.empty((14, group, num_heads), np.float32)
     mean = np.zeros((num_heads, task.width), np.float32)
@@ -260,9 +260,9 @@ def backward_block(task, values, first, S, R, later, later_dots, dots):
 
 def backward(tasks, values, index, sources):
     """Gradients of text and part `index`."""
-    task, part = task_of(tasks, index, False)
+    task = task_of(tasks, index, False)
     num_heads, width, k, T = task.num_heads, task.width, task.window, task.num_time
-    first, last = part_bounds(task, part)
+    first, last = part_bounds(task)
     # The weight a of the first token of a block is 0: it forgets S and R of the block after it.
     S, R = np.zeros((num_heads, width), np.float32), np.zeros(num_heads, np.float32)
     later, later_dots = np.zeros((k, num_heads, width), np.float32), np.zeros((k, num_heads), np.float32)

@@ -18,16 +18,12 @@ import triton.language as tl
 
 from multilin.ops.kernels.gpu_launch import autotuned
 from multilin.ops.kernels.gpu_rounding import narrow, store_rounded
-from multilin.ops.kernels.gpu_tiles import dot
+from multilin.ops.kernels.gpu_tiles import dot, finite, inverse, load_tile, store_tile
 from multilin.ops.prefix_softmax.gpu_math import (
     WAYS,
     absorb,
-    finite,
-    inverse,
     load_row,
-    load_tile,
     place_of_program,
-    store_tile,
     store_token,
     text_at,
 )

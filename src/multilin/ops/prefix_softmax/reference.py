@@ -8,7 +8,7 @@ from torch import Tensor
 
 from multilin.errors import InputError
 from multilin.ops.prefix_softmax.state import PrefixSoftmaxState, last_tokens, read_state_first
-from multilin.ops.softmax import softmax as shares
+from multilin.ops.softmax import softmax
 
 
 def prefix_softmax(
@@ -73,12 +73,12 @@ def prefix_softmax_weights(
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     scores_BHTS = _scores(logits, starts, window, logits.shape[1])
     if own_logits is not None:
-        weights = shares(torch.cat([scores_BHTS, own_logits.to(logits.dtype).transpose(1, 2)[..., None]], dim=-1))
+        weights = softmax(torch.cat([scores_BHTS, own_logits.to(logits.dtype).transpose(1, 2)[..., None]], dim=-1))
         return PrefixSoftmaxWeights(weights[..., :-1], weights[..., -1], None)
     if null_logit is not None:
-        weights = shares(torch.cat([scores_BHTS, torch.full_like(scores_BHTS[..., :1], null_logit)], dim=-1))
+        weights = softmax(torch.cat([scores_BHTS, torch.full_like(scores_BHTS[..., :1], null_logit)], dim=-1))
         return PrefixSoftmaxWeights(weights[..., :-1], None, weights[..., -1])
-    return PrefixSoftmaxWeights(shares(scores_BHTS), None, None)
+    return PrefixSoftmaxWeights(softmax(scores_BHTS), None, None)
 
 
 def check_own_term(window: int | None, null_logit: float | None) -> None:

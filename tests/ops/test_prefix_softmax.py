@@ -48,12 +48,14 @@ def relative_error(result: Tensor, expected: Tensor) -> float:
 
 
 @pytest.mark.parametrize("window", [None, 1, 4, 40])
-@pytest.mark.parametrize("null", [None, -1.0])
+@pytest.mark.parametrize("more", [None, "null", "own"])
 @pytest.mark.parametrize("packed", [False, True])
-def test_the_definition_is_the_equation(window: int | None, null: float | None, packed: bool) -> None:
+def test_the_definition_is_the_equation(window: int | None, more: str | None, packed: bool) -> None:
+    if window is not None and more == "own":
+        return  # refused
     logits, values = make_logits("masked", (1, 23, 2)), make_values((1, 23, 2, 3))
     starts = make_starts((1, 23)) if packed else None
-    own = make_logits("peaked", (1, 23, 2), seed=5) if packed else None
+    own, null = make_logits("peaked", (1, 23, 2), seed=5) if more == "own" else None, -1.0 if more == "null" else None
     means, _ = reference.prefix_softmax(logits, values, window=window, own_logits=own, null_logit=null, starts=starts)
     torch.testing.assert_close(means, by_loops(logits, values, window, starts, null, own), rtol=1e-12, atol=1e-12)
 
@@ -64,12 +66,12 @@ def test_the_definition_is_the_equation(window: int | None, null: float | None, 
 def test_a_backend_equals_the_definition(backend, name: str, window: int | None) -> None:
     """Means, state and all gradients, from a state, with text starts; float64 tells a wrong formula from rounding."""
     earlier = reference.prefix_softmax(make_logits("random", (B, 9, H)), make_values((B, 9, H, D)), window=window)[1]
-    for starts, null in [(None, None), (make_starts((B, T)), 0.3)]:
+    for starts, null, has_own in [(None, None, False), (make_starts((B, T)), 0.3, False), (None, None, window is None)]:
         results = []
         for compute in (reference.prefix_softmax, backend.compute):
             inputs = [make_logits(name, (B, T, H)), make_values((B, T, H, D)), *earlier]
             inputs = [x.clone().requires_grad_() for x in (*inputs, make_logits("masked", (B, T, H), seed=6))]
-            state, own = type(earlier)(*inputs[2:4]), inputs[4] if null else None
+            state, own = type(earlier)(*inputs[2:4]), inputs[4] if has_own else None
             means, after = compute(
                 *inputs[:2], window=window, own_logits=own, null_logit=null, state=state, starts=starts
             )
@@ -179,3 +181,12 @@ def test_a_wrong_window_or_shape_is_named() -> None:
         unchecked.prefix_softmax(torch.zeros(1, 2, 1), torch.zeros(1, 2, 1, 1), window=0)
     with pytest.raises(InputError, match="values: shape"):
         unchecked.prefix_softmax(torch.zeros(1, 2, 1), torch.zeros(1, 3, 1, 1))
+
+
+@pytest.mark.parametrize("more", [{"window": 3}, {"null_logit": 0.5}])
+def test_an_own_term_beside_a_window_or_a_null_token_is_refused(more: dict[str, float]) -> None:
+    logits = torch.zeros(1, 2, 1)
+    with pytest.raises(InputError, match=f"own_logits: given with {' '.join(map(str, *more.items()))}"):
+        unchecked.prefix_softmax(logits, torch.zeros(1, 2, 1, 1), own_logits=logits, **more)
+    with pytest.raises(InputError, match="own_logits: given with"):
+        unchecked.prefix_softmax_weights(logits, own_logits=logits, **more)

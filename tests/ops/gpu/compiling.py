@@ -17,6 +17,19 @@ NAMES = {
 }  # fmt: skip
 
 
+def type_of(value: Any, place: tuple[int, ...], constants: dict[tuple[int, ...], Any]) -> Any:
+    """The type that Triton gives an argument, or a tuple of arguments; None becomes a constant."""
+    if isinstance(value, tuple):
+        members = [type_of(member, (*place, i), constants) for i, member in enumerate(value)]
+        return type(value)(*members) if hasattr(value, "_fields") else tuple(members)
+    if value is None:
+        constants[place] = None
+        return "constexpr"
+    if isinstance(value, torch.Tensor):
+        return f"*{NAMES[value.dtype]}"
+    return "fp32" if isinstance(value, float) else "i32"
+
+
 def compile_instead_of_running() -> None:
     """From now on, starting a kernel compiles it, in the first way that would be tried."""
     import triton
@@ -29,15 +42,14 @@ def compile_instead_of_running() -> None:
 
     def compile_kernel(self: Any, *args: Any, grid: Any, warmup: bool, num_warps: int = 4, num_stages: int = 3, **more):
         bound = dict(zip(self.arg_names, args, strict=False)) | more
-        signature, constants = {}, {}
+        signature: dict[str, Any] = {}
+        constants: dict[tuple[int, ...], Any] = {}
         for index, parameter in enumerate(self.params):
             value = bound[parameter.name]
-            if parameter.is_constexpr or value is None:
+            if parameter.is_constexpr:
                 signature[parameter.name], constants[(index,)] = "constexpr", value
-            elif isinstance(value, torch.Tensor):
-                signature[parameter.name] = f"*{NAMES[value.dtype]}"
             else:
-                signature[parameter.name] = "fp32" if isinstance(value, float) else "i32"
+                signature[parameter.name] = type_of(value, (index,), constants)
         kind = f"{self.fn.__module__}.{self.fn.__name__} {signature} {constants}"
         if kind not in compiled:
             compiled.add(kind)

@@ -3,12 +3,12 @@
 import torch
 
 from multilin.ops.kernels import gpu_launch as launch
-from multilin.ops.prefix_softmax import PrefixSoftmaxState, gpu
+from multilin.ops.prefix_softmax import PrefixSoftmaxState, operator
 
 T, H = 600, 2
 
 
-def call(length: int, window: int | None, dtype: torch.dtype) -> None:
+def call(length: int, window: int | None, dtype: torch.dtype, has_own: bool) -> None:
     """Forward and, but for one position, backward."""
     is_step = length == 1
     past = 1 if window is None else window - 1
@@ -17,9 +17,8 @@ def call(length: int, window: int | None, dtype: torch.dtype) -> None:
     state = (torch.zeros(1, past, H), torch.zeros(1, past, H, 128))
     state = PrefixSoftmaxState(*(x.requires_grad_(not is_step and window is None) for x in state))
     starts = torch.zeros(1, length, dtype=torch.bool)
-    means, after = gpu.prefix_softmax(
-        logits, values, window=window, own_logits=own, null_logit=0.3, state=state, starts=starts
-    )
+    more = {"own_logits": own} if has_own else {"null_logit": 0.3}
+    means, after = operator.prefix_softmax("gpu", logits, values, window=window, state=state, starts=starts, **more)
     if not is_step:
         (means.float().sum() + after.values_BSHD.sum()).backward()
 
@@ -27,6 +26,6 @@ def call(length: int, window: int | None, dtype: torch.dtype) -> None:
 def call_every_kernel() -> None:
     """On a card of many processors, so that time is cut."""
     launch.num_processors = lambda device: 132
-    for window in (None, 100):
+    for window, has_own in ((None, False), (None, True), (100, False)):
         for length in (T, 1):
-            call(length, window, torch.bfloat16)
+            call(length, window, torch.bfloat16, has_own)

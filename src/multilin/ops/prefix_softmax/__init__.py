@@ -1,6 +1,6 @@
 """The running softmax mean of values, over the whole past or a window of it."""
 
-import contextlib
+from functools import partial
 
 import torch
 from jaxtyping import Bool, Float
@@ -9,9 +9,9 @@ from torch import Tensor
 from multilin.errors import InputError
 from multilin.ops.dispatch import Backend, Op
 from multilin.ops.kernels import why_no_numba, why_no_triton
-from multilin.ops.prefix_softmax import cpu, gpu, portable, reference
-from multilin.ops.prefix_softmax.tokens import PrefixSoftmaxState
-from multilin.ops.prefix_softmax.weights import PrefixSoftmaxWeights, prefix_softmax_weights
+from multilin.ops.prefix_softmax import gpu, operator, portable, reference
+from multilin.ops.prefix_softmax.reference import PrefixSoftmaxWeights, check_own_term, prefix_softmax_weights
+from multilin.ops.prefix_softmax.state import PrefixSoftmaxState
 
 __all__ = [
     "PREFIX_SOFTMAX",
@@ -26,7 +26,7 @@ PREFIX_SOFTMAX = Op(
     [
         Backend(
             "numba (compiled, linear time)",
-            cpu.prefix_softmax,
+            partial(operator.prefix_softmax, "cpu"),
             device="cpu",
             dtypes=(torch.float32,),
             reads=(torch.float32, torch.bfloat16),
@@ -34,7 +34,7 @@ PREFIX_SOFTMAX = Op(
         ),
         Backend(
             "triton (compiled, linear time)",
-            gpu.prefix_softmax,
+            partial(operator.prefix_softmax, "gpu"),
             device="cuda",
             dtypes=(torch.float32,),
             reads=(torch.float32, torch.bfloat16, torch.float16),
@@ -70,7 +70,7 @@ def prefix_softmax(
         values: (B, T, H, D) what is averaged.
         window: number of tokens read, the current one included; None reads the whole past.
         own_logits: (B, T, H) logits with which each position reads its own value once more; later positions do not see
-            them. None reads it once only.
+            them. None reads it once only. Not beside a window or a null token.
         null_logit: logit of one more token of value 0 that every position reads (adds e^null_logit to the denominator).
         state: what an earlier call returned; its tokens are read first.
         starts: (B, T) True where a new text begins: nothing before it, the state included, is read from there on.
@@ -81,29 +81,35 @@ def prefix_softmax(
         last window - 1 tokens, in float32 (float64 if an input is float64).
 
     Raises:
-        InputError: a window below 1, or shapes that do not fit.
+        InputError: a window below 1, own_logits beside a window or null_logit, or shapes that do not fit.
 
     Cost: O(B T H D) time and memory, whatever the window.
     Source: "Additive Attention Is All You Need?" (mtanghu), equations 5 and 9, in the shape of a running summary.
     """
     if window is not None and window < 1:
         raise InputError(f"window: {window} given, but it must be at least 1, or None for the whole past")
+    if own_logits is not None:
+        check_own_term(window, null_logit)
     if values.shape[:3] != logits.shape:
         raise InputError(
             f"values: shape {tuple(values.shape)} given, but it must begin with that of logits, {tuple(logits.shape)}"
         )
-    dtype = torch.promote_types(torch.promote_types(logits.dtype, values.dtype), torch.float32)
+    if torch.is_autocast_enabled(values.device.type):
+        with torch.autocast(values.device.type, enabled=False):
+            return prefix_softmax(
+                logits, values, window=window, own_logits=own_logits, null_logit=null_logit,
+                state=state, starts=starts, needs_state=needs_state,
+            )  # fmt: skip
     # A conversion to the same type is no work, but a call of PyTorch, and one token is a matter of microseconds.
+    dtype = torch.float64 if torch.float64 in (logits.dtype, values.dtype) else torch.float32
     if logits.dtype is not dtype:
         logits = logits.to(dtype)
     if own_logits is not None and own_logits.dtype is not dtype:
         own_logits = own_logits.to(dtype)
     backend = PREFIX_SOFTMAX.backend_for(values.device, dtype, (values,))
     read_values = values if values.dtype is dtype or values.dtype in backend.reads else values.to(dtype)
-    is_autocast = torch.is_autocast_enabled(values.device.type)
-    with torch.autocast(values.device.type, enabled=False) if is_autocast else contextlib.nullcontext():
-        means, state = backend.compute(
-            logits, read_values, window=window, own_logits=own_logits, null_logit=null_logit,
-            state=state, starts=starts, needs_state=needs_state,
-        )  # fmt: skip
+    means, state = backend.compute(
+        logits, read_values, window=window, own_logits=own_logits, null_logit=null_logit,
+        state=state, starts=starts, needs_state=needs_state,
+    )  # fmt: skip
     return means if means.dtype is values.dtype else means.to(values.dtype), state

@@ -1,173 +1,152 @@
-"""The running softmax mean on a CPU, compiled by numba: about as fast as memory delivers the values.
+"""Starting the CPU kernels of the prefix softmax: results are allocated, a task is described, work is shared out.
 
-The formulas and kernels are in the `cpu_global` and `cpu_windowed` files. Here they become operators of PyTorch, with
-gradients and with shapes for tracing, so that autograd, autocast, compile and export know them.
+Work is divided by texts and, where they are fewer than threads, by time: divided by heads it took 2.5 times as long, as
+every thread then reads memory in pieces. Kernels take addresses because rows may lie apart, as slices of a fused
+projection do: a copy would cost as much as the kernel. Inside a row, heads and components are contiguous.
 """
 
-from collections.abc import Callable
+import ctypes
+import functools
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from multilin.ops.prefix_softmax.compiled import empty_gradients, fill_in, is_traced, needs_gradients, windowed
-from multilin.ops.prefix_softmax.cpu_run import (
-    Kept,
-    empty_kept,
-    is_gated,
-    run_backward,
-    run_forward,
-)
-from multilin.ops.prefix_softmax.tokens import PrefixSoftmaxState
+from multilin.ops.prefix_softmax.state import Gradients
+
+ROWS = 32  # positions whose values and gradients stay in the cache between two passes over them
+Kept = tuple[Tensor, Tensor, Tensor]
+
+_SIZES = (
+    "address",  # of the task itself
+    "num_time", "num_heads", "width",  # T, H, D
+    "num_parts",  # of the time of a text, which run at the same time; pieces are the square of it
+    "part",  # the one of a kernel's call, or its piece
+    "window",  # tokens read, for the windowed kernels
+    "is_gated",  # 1 where y is not simply the running mean: an own term, a null token, rounding to bf16
+)  # fmt: skip
+_VALUES = ("values", "means", "rounding", "dmeans", "dvalues")  # (B, T, H, D) in the type of the values
+_TENSORS = (
+    "logits", "own", "values", "starts", "state_logits", "state_values",
+    "means", "weights", "checkpoints", "rounding", "summaries", "final_logits", "final_values",
+    "dmeans", "dfinal_logits", "dfinal_values", "dlogits", "dvalues", "down", "dstate_logits", "dstate_values",
+)  # fmt: skip
+_FIELDS = [(name, f"{name}_batch", f"{name}_row") for name in _TENSORS]
+NUM_TENSORS, FIRST_TENSOR, NUM_NUMBERS = len(_TENSORS), len(_SIZES), len(_SIZES) + 3 * len(_TENSORS) + 1
 
 
-def prefix_softmax(
-    logits_BTH: Tensor,
-    values_BTHD: Tensor,
-    *,
-    window: int | None = None,
-    own_logits: Tensor | None = None,
-    null_logit: float | None = None,
-    state: PrefixSoftmaxState | None = None,
-    starts: Tensor | None = None,
-    needs_state: bool = True,
-) -> tuple[Tensor, PrefixSoftmaxState | None]:
-    """See `multilin.ops.prefix_softmax`. Logits in float32; values in float32 or bf16, and the means like them."""
-    null = -torch.inf if null_logit is None else null_logit
-    if window is None:
-        past = state
-        if state is not None and state.values_BSHD.dtype is not torch.float32:
-            past = PrefixSoftmaxState(state.logits_BSH.float(), state.values_BSHD.float())
-        means, final_logits, final_values = _means(
-            logits_BTH, values_BTHD, own_logits, starts, past, None, null, needs_state
-        )
-        if not needs_state or final_logits is None or final_values is None:
-            return means, None
-        return means, PrefixSoftmaxState(final_logits, final_values)
+class Task(ctypes.Structure):
+    """What a kernel is told. Of every tensor the address and the bytes between texts and positions; 0 if absent."""
 
-    def means_of(logits: Tensor, values: Tensor, own: Tensor | None, starts: Tensor | None, cut: int | None) -> Tensor:
-        return _means(logits, values, own, starts, None, cut, null, False)[0]
-
-    return windowed(means_of, logits_BTH, values_BTHD, own_logits, starts, state, window, needs_state=needs_state)
+    _fields_ = [
+        *((name, ctypes.c_int64) for name in (*_SIZES, *(field for fields in _FIELDS for field in fields))),
+        ("null", ctypes.c_double),  # logit of the null token, -inf where there is none
+    ]
 
 
-def _means(
-    logits: Tensor, values: Tensor, own: Tensor | None, starts: Tensor | None, state: PrefixSoftmaxState | None,
-    window: int | None, null: float, needs_state: bool,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
-    """Means and summary token; without the operator around the kernels, which takes longer than a token, if it can."""
-    state_logits, state_values = (None, None) if state is None else state
-    inputs = (logits, values, own, state_logits, state_values)
-    keeps = needs_gradients(*inputs)
-    arguments = (logits, values, own, starts, state_logits, state_values, window, null, keeps, needs_state)
-    if is_traced(*inputs):
-        return _forward(*arguments)[:3]
-    return _Eager.apply(*arguments) if keeps else run_forward(*arguments)[:3]
+@functools.cache
+def _numba_modules() -> tuple[Any, ...]:
+    """The modules that import numba: imported by the first call, and not looked for again by the others."""
+    from multilin.ops.kernels.cpu_launch import launch, num_threads
+    from multilin.ops.prefix_softmax import cpu_global, cpu_windowed
+
+    return cpu_global, cpu_windowed, launch, num_threads
 
 
-@torch.library.custom_op("multilin::prefix_softmax", mutates_args=(), device_types="cpu")
-def _forward(
-    logits: Tensor, values: Tensor, own: Tensor | None, starts: Tensor | None, state_logits: Tensor | None,
-    state_values: Tensor | None, window: int | None, null: float, keeps: bool, needs_state: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    means, final_logits, final_values, kept = run_forward(
-        logits, values, own, starts, state_logits, state_values, window, null, keeps, needs_state
-    )
-    if final_logits is None or final_values is None:
-        final_logits, final_values = logits.new_empty(0), logits.new_empty(0)
-    return means, final_logits, final_values, *(kept or _nothing_kept(logits, values))
+def empty_kept(values: Tensor, own: Tensor | None, window: int | None, null: float) -> Kept:
+    """Room for what the backward pass reads besides inputs and means.
 
-
-def _nothing_kept(logits: Tensor, values: Tensor) -> Kept:
-    return Kept(logits.new_empty(0), logits.new_empty(0), values.new_empty(0))
-
-
-@_forward.register_fake
-def _forward_shapes(
-    logits: Tensor, values: Tensor, own: Tensor | None, starts: Tensor | None, state_logits: Tensor | None,
-    state_values: Tensor | None, window: int | None, null: float, keeps: bool, needs_state: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    Returns:
+        weights: (B, kinds, T, H) in float32, all of them in [0, 1].
+        checkpoints: (B, T / ROWS + 1, H, D) in float32, the running mean before every ROWS positions and at the
+            end; empty with a window.
+        rounding: (B, T, H, D), what bf16 means lack; empty without a window and in float32.
+    """
     B, T, H, D = values.shape
-    kept = _nothing_kept(logits, values)
-    if keeps:
-        kept = empty_kept(values, window, own, null)
+    kinds = 6 if window is not None else 4 if is_gated(values, own, null) else 2
+    has_rounding = window is not None and values.dtype is not torch.float32
     return (
-        torch.empty((B, T, H, D), dtype=values.dtype, device=values.device),
-        logits.new_empty((B, 1, H) if needs_state else (0,)),
-        logits.new_empty((B, 1, H, D) if needs_state else (0,)),
-        *kept,
+        _empty(values, (B, kinds, T, H)),
+        _empty(values, (B, 0 if window is not None else -(-T // ROWS) + 1, H, D)),
+        _empty(values, (B if has_rounding else 0, T, H, D), values.dtype),
     )
 
 
-def _compute_gradients(
-    dmeans: Tensor, dfinal_logits: Tensor | None, dfinal_values: Tensor | None, values: Tensor, means: Tensor,
-    weights: Tensor, checkpoints: Tensor, rounding: Tensor, window: int | None, has_own: bool, has_state: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    kept = Kept(weights, checkpoints, rounding)
-    return run_backward(dmeans, dfinal_logits, dfinal_values, values, means, kept, window, has_own, has_state)
+def forward(
+    logits: Tensor, values: Tensor, own: Tensor | None, starts: Tensor | None, state_logits: Tensor | None,
+    state_values: Tensor | None, window: int | None, null: float, keeps: bool, needs_state: bool,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """Means, logits and values of the summary token after them, and what is kept; None for what is not asked for."""
+    B, T, H, D = values.shape
+    means = torch.empty((B, T, H, D), dtype=values.dtype)
+    weights = checkpoints = rounding = final_logits = final_values = None
+    if keeps:
+        weights, checkpoints, rounding = empty_kept(values, own, window, null)
+    if needs_state:
+        final_logits, final_values = torch.empty((B, 1, H)), torch.empty((B, 1, H, D))
+    starts = None if starts is None else starts.float()
+    inputs = (logits, own, values, starts, state_logits, state_values)
+    outputs = (means, weights, checkpoints, rounding, None, final_logits, final_values)
+    _launch("forward", values, is_gated(values, own, null), window, null, (*inputs, *outputs))
+    return means, final_logits, final_values, weights, checkpoints, rounding
 
 
-_backward = torch.library.custom_op(
-    "multilin::prefix_softmax_backward", _compute_gradients, mutates_args=(), device_types="cpu"
-)
+def backward(
+    dmeans: Tensor, dfinal_logits: Tensor | None, dfinal_values: Tensor | None, logits: Tensor | None, values: Tensor,
+    own: Tensor | None, starts: Tensor | None, means: Tensor | None, kept: Kept, window: int | None, null: float,
+    gradients: Gradients,
+) -> None:  # fmt: skip
+    """Fill in the gradients of all inputs of `forward`."""
+    read = (None, None, values, None, None, None, means, *kept, None, None, None, dmeans, dfinal_logits, dfinal_values)
+    _launch("backward", values, means is None, window, null, (*read, *(x if x.numel() else None for x in gradients)))
 
 
-@_backward.register_fake
-def _backward_shapes(
-    dmeans: Tensor, dfinal_logits: Tensor | None, dfinal_values: Tensor | None, values: Tensor, means: Tensor,
-    weights: Tensor, checkpoints: Tensor, rounding: Tensor, window: int | None, has_own: bool, has_state: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    return empty_gradients(values, has_own=has_own, has_state=has_state)
+def is_gated(values: Tensor, own: Tensor | None, null: float) -> bool:
+    """Whether y is another number than the running mean: by an own term, by a null token, or by rounding it to bf16."""
+    return own is not None or null != -torch.inf or values.dtype is not torch.float32
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-    _, values, own, _, _, state_values, window, null, keeps, _ = inputs
-    means, _, final_values, *kept = output
-    # Gated means of the whole past are not read again: their memory can be freed.
-    reads_means = window is not None or not is_gated(values, own, null)
-    ctx.save_for_backward(values, final_values, *kept, *([means] if reads_means else []))
-    ctx.window, ctx.has_own, ctx.has_state, ctx.keeps = window, own is not None, state_values is not None, keeps
-    ctx.set_materialize_grads(False)
+def _launch(
+    kernel: str, values: Tensor, is_gated: bool, window: int | None, null: float, tensors: tuple[Tensor | None, ...]
+) -> None:
+    """Start a kernel for every text and part of its time. The task is followed by room for a copy for each of them."""
+    cpu_global, cpu_windowed, launch, num_threads = _numba_modules()
+    B, T, H, D = values.shape
+    threads = num_threads(values.numel())
+    parts = _num_parts(threads, B, T, window)
+    tasks = (Task * (B * parts**2 + 1))()
+    task, alive = tasks[0], []
+    task.address, task.num_time, task.num_heads, task.width = ctypes.addressof(tasks), T, H, D
+    task.num_parts, task.window, task.is_gated, task.null = parts, window or 0, is_gated, null
+    for (address, batch, row), tensor in zip(_FIELDS, tensors, strict=False):
+        if tensor is not None:
+            strides = tensor.stride()
+            if strides[-1] != 1 or (len(strides) == 4 and strides[2] != D):
+                tensor = tensor.contiguous()
+                strides = tensor.stride()
+                alive.append(tensor)
+            setattr(task, address, tensor.data_ptr())
+            if B > 1 or T > 1:  # one token is a matter of microseconds
+                size = tensor.element_size()
+                setattr(task, batch, size * strides[0])
+                setattr(task, row, size * strides[1])
+    kernels = cpu_global if window is None else cpu_windowed
+    if window is None and parts > 1:
+        summaries = torch.empty(B, parts**2, 3 + D, H)
+        task.summaries, task.summaries_batch = summaries.data_ptr(), 4 * summaries.stride(0)
+        launch(getattr(kernels, f"{kernel}_summaries"), task, values.dtype, B * (parts**2 - parts), threads)
+    launch(getattr(kernels, kernel), task, values.dtype, B * parts, threads)
 
 
-def _differentiate(ctx: Any, dmeans: Tensor | None, *dfinal_and_kept: Tensor | None) -> tuple[Any, ...]:
-    if not ctx.keeps:
-        raise RuntimeError("multilin::prefix_softmax has no gradient where it was called with keeps=False")
-    return _gradients(_backward, ctx, dmeans, *dfinal_and_kept[:2])
+def _num_parts(threads: int, num_batch: int, num_time: int, window: int | None) -> int:
+    """Parts that time is cut in: enough for all threads, where there are fewer texts than threads."""
+    parts = -(-threads // max(num_batch, 1))
+    if window is not None:
+        return min(parts, -(-num_time // window))
+    while parts > 1 and parts**2 > num_time // ROWS:
+        parts -= 1
+    return parts
 
 
-def _gradients(
-    backward: Callable[..., Any], ctx: Any, dmeans: Tensor | None, dfinal_logits: Any = None, dfinal_values: Any = None
-) -> tuple[Any, ...]:
-    """Of all arguments of the operator, with its backward operator or without."""
-    values, final_values, *kept_and_means = ctx.saved_tensors
-    kept, means = kept_and_means[:3], (kept_and_means[3:] or kept_and_means)[0]
-    if dmeans is None:
-        dmeans = torch.zeros_like(values)
-    dfinal_logits, dfinal_values = fill_in(dfinal_logits, dfinal_values, final_values)
-    dlogits, dvalues, down, dstate_logits, dstate_values = backward(
-        dmeans, dfinal_logits, dfinal_values, values, means, *kept, ctx.window, ctx.has_own, ctx.has_state
-    )
-    state = (dstate_logits, dstate_values) if ctx.has_state else (None, None)
-    return dlogits, dvalues, down if ctx.has_own else None, None, *state, None, None, None, None
-
-
-class _Eager(torch.autograd.Function):
-    """The operator for tensors that are numbers: no name to look up, a call costs a third of the time."""
-
-    @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """See `run_forward`."""
-        means, final_logits, final_values, kept = run_forward(*inputs)
-        assert kept is not None
-        _save(ctx, inputs, (means, final_logits, final_values, *kept))
-        return means, final_logits, final_values
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
-        """See `run_backward`."""
-        return _gradients(_compute_gradients, ctx, *gradients)
-
-
-_forward.register_autograd(_differentiate, setup_context=_save)
+def _empty(values: Tensor, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device=values.device)

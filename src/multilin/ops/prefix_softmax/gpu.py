@@ -1,26 +1,23 @@
-"""The running softmax mean on a GPU, compiled by Triton: each value read once forward, or twice where texts are few.
+"""Starting the GPU kernels of the running softmax mean: how work is cut, and where results and scratch lie.
 
-The formulas are in `gpu_math`, the kernels in the `gpu_global`, `gpu_windowed` and `gpu_step` files. Here they become
-operators of PyTorch, with gradients and with shapes for tracing, so that autograd, compile and export know them.
+The formulas are in `gpu_math`, the kernels in `gpu_forward` and `gpu_backward`. Each value is read once forward, or
+twice where texts are few.
 """
 
-from collections.abc import Callable
-from typing import Any
+import functools
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from multilin.ops.prefix_softmax.compiled import empty_gradients, fill_in, is_traced, needs_gradients, windowed
-from multilin.ops.prefix_softmax.gpu_run import (
-    Kept,
-    empty_kept,
-    run_backward,
-    run_forward,
-    run_step,
-)
-from multilin.ops.prefix_softmax.tokens import PrefixSoftmaxState
+from multilin.ops.kernels.rows import dense_rows
+from multilin.ops.prefix_softmax.state import Gradients
 
+CHUNK = 64  # positions whose weights are compared pair by pair, and between means kept for the backward pass
+MAX_PARTS = 64  # of one text's time
 WIDEST = 2**13  # numbers per head: one program of a step holds them all
+Kept = tuple[Tensor, Tensor, Tensor]
+_Tensors = tuple[Tensor | None, ...]
 
 
 def refuses(values: Tensor) -> str | None:
@@ -32,193 +29,200 @@ def refuses(values: Tensor) -> str | None:
     return None
 
 
-def prefix_softmax(
-    logits_BTH: Tensor,
-    values_BTHD: Tensor,
-    *,
-    window: int | None = None,
-    own_logits: Tensor | None = None,
-    null_logit: float | None = None,
-    state: PrefixSoftmaxState | None = None,
-    starts: Tensor | None = None,
-    needs_state: bool = True,
-) -> tuple[Tensor, PrefixSoftmaxState | None]:
-    """See `multilin.ops.prefix_softmax`. Logits in float32; values in that, bf16 or fp16, and the means like them."""
-    null = -torch.inf if null_logit is None else null_logit
-    num_new, num_past = logits_BTH.shape[1], 1 if window is None else window - 1
-    past_logits = None if state is None else state.logits_BSH.float()
-    past_values = None if state is None else state.values_BSHD.float()
-    if num_new == 1 and (window is None or (state is not None and state.logits_BSH.shape[1] == num_past)):
-        inputs = (logits_BTH, values_BTHD, own_logits, past_logits, past_values)
-        if not needs_gradients(*inputs):
-            return _step(
-                logits_BTH, values_BTHD, own_logits, starts, past_logits, past_values, window, null, needs_state
-            )
-    if window is None:
-        means, *final = _means(
-            logits_BTH, values_BTHD, own_logits, starts, past_logits, past_values, None, null, needs_state
-        )
-        return means, PrefixSoftmaxState(*final) if needs_state else None
+@functools.cache
+def _triton_modules() -> tuple[Any, ...]:
+    """The modules that import triton: imported by the first call, and not looked for again by the others."""
+    from multilin.ops.kernels import gpu_launch as launch
+    from multilin.ops.prefix_softmax import gpu_backward, gpu_forward
 
-    def means_of(logits: Tensor, values: Tensor, own: Tensor | None, starts: Tensor | None, cut: int | None) -> Tensor:
-        return _means(logits, values, own, starts, None, None, cut, null, False)[0]
-
-    return windowed(means_of, logits_BTH, values_BTHD, own_logits, starts, state, window, needs_state=needs_state)
+    return gpu_forward, gpu_backward, launch
 
 
-def _step(
-    logits: Tensor, values: Tensor, own: Tensor | None, starts: Tensor | None, state_logits: Tensor | None,
-    state_values: Tensor | None, window: int | None, null: float, needs_state: bool,
-) -> tuple[Tensor, PrefixSoftmaxState | None]:  # fmt: skip
-    """A single position, without gradients."""
-    arguments = (logits, values, own, starts, state_logits, state_values, window, null, needs_state)
-    if is_traced(logits, values, own, state_logits, state_values):
-        means, *final = _one_step(*arguments)
-    else:
-        means, *final = run_step(*arguments)
-    return means, PrefixSoftmaxState(*final) if needs_state else None
+def empty_kept(values: Tensor, own: Tensor | None, window: int | None, null: float) -> Kept:
+    """Room for what the backward pass reads besides the inputs, in float32.
 
-
-def _means(
-    logits: Tensor, values: Tensor, own: Tensor | None, starts: Tensor | None, state_logits: Tensor | None,
-    state_values: Tensor | None, window: int | None, null: float, needs_state: bool,
-) -> tuple[Tensor, Any, Any]:  # fmt: skip
-    """Means and summary token; without the operator around the kernels, which takes longer than they do, if it can."""
-    inputs = (logits, values, own, state_logits, state_values)
-    keeps = needs_gradients(*inputs)
-    arguments = (logits, values, own, starts, state_logits, state_values, window, null, keeps, needs_state)
-    if is_traced(*inputs):
-        return _forward(*arguments)[:3]
-    return _Eager.apply(*arguments) if keeps else run_forward(*arguments)[:3]
-
-
-@torch.library.custom_op("multilin::prefix_softmax_step_gpu", mutates_args=())
-def _one_step(
-    logits: Tensor, values: Tensor, own: Tensor | None, starts: Tensor | None, state_logits: Tensor | None,
-    state_values: Tensor | None, window: int | None, null: float, needs_state: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    means, final_logits, final_values = run_step(
-        logits, values, own, starts, state_logits, state_values, window, null, needs_state
-    )
-    if final_logits is None or final_values is None:
-        return means, logits.new_empty(0), logits.new_empty(0)
-    return means, final_logits, final_values
-
-
-@_one_step.register_fake
-def _step_shapes(
-    logits: Tensor, values: Tensor, own: Tensor | None, starts: Tensor | None, state_logits: Tensor | None,
-    state_values: Tensor | None, window: int | None, null: float, needs_state: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    B, _, H, D = values.shape
-    num_past = 1 if window is None else window - 1
-    return (
-        torch.empty((B, 1, H, D), dtype=values.dtype, device=values.device),
-        logits.new_empty((B, num_past, H) if needs_state else (0,)),
-        logits.new_empty((B, num_past, H, D) if needs_state else (0,)),
-    )
-
-
-@torch.library.custom_op("multilin::prefix_softmax_gpu", mutates_args=())
-def _forward(
-    logits: Tensor, values: Tensor, own: Tensor | None, starts: Tensor | None, state_logits: Tensor | None,
-    state_values: Tensor | None, window: int | None, null: float, keeps: bool, needs_state: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    means, final_logits, final_values, kept = run_forward(
-        logits, values, own, starts, state_logits, state_values, window, null, keeps, needs_state
-    )
-    if final_logits is None or final_values is None:
-        final_logits, final_values = logits.new_empty(0), logits.new_empty(0)
-    return means, final_logits, final_values, *(kept or _nothing_kept(logits))
-
-
-def _nothing_kept(logits: Tensor) -> Kept:
-    return Kept(*(logits.new_empty(0) for _ in Kept._fields))
-
-
-@_forward.register_fake
-def _forward_shapes(
-    logits: Tensor, values: Tensor, own: Tensor | None, starts: Tensor | None, state_logits: Tensor | None,
-    state_values: Tensor | None, window: int | None, null: float, keeps: bool, needs_state: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    Returns:
+        rows: (2, B, H, T) the largest logit that each position reads, +inf where it reads nothing; and 1 / sum of
+            exp(logit - that), 0 where it reads nothing.
+        past: (2, B, H, T / CHUNK + 1) maximum, and total of exp(logit - maximum), of all before every chunk and at the
+            end; empty with a window.
+        past_means: (B, H, T / CHUNK + 1, D) the means likewise.
+    """
     B, T, H, D = values.shape
-    return (
-        torch.empty((B, T, H, D), dtype=values.dtype, device=values.device),
-        logits.new_empty((B, 1, H) if needs_state else (0,)),
-        logits.new_empty((B, 1, H, D) if needs_state else (0,)),
-        *(empty_kept(values, window) if keeps else _nothing_kept(logits)),
-    )
+    slots = 0 if window is not None else -(-T // CHUNK) + 1
+    return _float32(values, 2, B, H, T), _float32(values, 2, B, H, slots), _float32(values, B, H, slots, D)
 
 
-def _compute_gradients(
+class Plan(NamedTuple):
+    """How one call is cut.
+
+    batch: number of texts.
+    width: of the slice of D that one program takes; splits: their number.
+    parts: of the time, each of `length` positions; blocks of a window's length, or of a chunk's, if there is a window.
+    chunks: of a part that there is scratch for.
+    """
+
+    batch: int
+    width: int
+    splits: int
+    parts: int
+    length: int
+    chunks: int
+
+
+def plan(values: Tensor, window: int | None) -> Plan:
+    """As few cuts as fill the card: a program reads time in order, which is fastest, if there are enough of them."""
+    launch = _triton_modules()[-1]
+    B, T, H, D = values.shape
+    processors = launch.num_processors(values.device)
+    width = launch.block_of(D, 128)
+    length = T if window is None else max(window, CHUNK)
+    parts = -(-T // length)
+    if width > 64 and B * H * parts * -(-D // width) < 0.75 * processors:
+        width = 64
+    splits = -(-D // width)
+    programs = B * H * splits
+    if window is None and programs < 0.75 * processors:
+        parts = max(1, min(-(-4 * processors // programs), MAX_PARTS, T // (4 * CHUNK)))
+        length = -(-T // (parts * CHUNK)) * CHUNK
+        parts = -(-T // length)
+    return Plan(B, width, splits, parts, length, -(-length // CHUNK))
+
+
+def _constants(cut: Plan, window: int | None) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Constants of all kernels over parts of time, and further ones of `forward` and `backward`."""
+    parts = 1 if window is not None else 1 << (cut.parts - 1).bit_length()
+    kind = {"WINDOWED": window is not None, "CARRIES": window is None or cut.chunks > 1}
+    return {"CHUNK": CHUNK, "BLOCK_D": cut.width, "PARTS": parts}, kind
+
+
+def forward(
+    logits: Tensor, values: Tensor, own: Tensor | None, starts: Tensor | None, state_logits: Tensor | None,
+    state_values: Tensor | None, window: int | None, null: float, keeps: bool, needs_state: bool,
+) -> _Tensors:  # fmt: skip
+    """Means, logits and values of the state after them, and what is kept; None for what is not asked for.
+
+    A state beside a window is that of a single position.
+    """
+    B, T, H, D = values.shape
+    means = torch.empty((B, T, H, D), dtype=values.dtype, device=values.device)
+    num_past = 1 if window is None else window - 1
+    shapes = (B, num_past, H), (B, num_past, H, D)
+    final = tuple(_float32(values, *shape) if needs_state else None for shape in shapes)
+    state = _whole(state_logits), _whole(state_values)
+    kept: Any = empty_kept(values, own, window, null) if keeps else (None, None, None)
+    if T == 1 and not keeps:
+        kernels, _, launch = _triton_modules()
+        starts = None if starts is None else starts.contiguous().view(torch.uint8)
+        width = launch.block_of(D, 2**20)
+        chunk, warps = (1, 1 if width <= 128 else 4) if window is None else (max(16, min(64, 4096 // width)), 4)
+        kernels.step[H, B](
+            *_rows(logits), *_rows(values), *_rows(own), starts, state, means, final, H, D, num_past, null,
+            CHUNK=chunk, BLOCK_D=width, WINDOWED=window is not None, num_warps=warps,
+        )  # fmt: skip
+    else:
+        _forward(logits, values, own, _texts(starts), state, None, means, final, kept, None, window, null)
+    return means, *final, *kept
+
+
+def _forward(
+    logits: Tensor, values: Tensor, own: Tensor | None, texts: Tensor | None, state: _Tensors, dmeans: Tensor | None,
+    means: Tensor | None, final: _Tensors, kept: tuple[Any, ...], deltas: Tensor | None, window: int | None,
+    null: float,
+) -> None:  # fmt: skip
+    kernels = _triton_modules()[0]
+    B, T, H, D = values.shape
+    cut = plan(values, window)
+    (constants, kind), grid = _constants(cut, window), (cut.splits * H * cut.parts * B,)
+    inputs = (*_rows(logits), *_rows(values))
+    tokens: _Tensors = (None, None, None)
+    if constants["PARTS"] > 1:
+        tokens = _scalars_and_vectors(values, B, cut.parts, H)
+        kernels.summarize[grid](*inputs, texts, tokens, T, H, D, cut, **constants)
+    rows, past, past_means = kept
+    kernels.forward[grid](
+        *inputs, *_rows(own), texts, state, tokens, _room_for_chunks(values, cut, window), *_rows(dmeans), means, final,
+        _pair(rows), (*_pair(None if window is not None else past), past_means), deltas, T, H, D, cut,
+        -(-T // CHUNK) + 1, window or 0, null, **constants, **kind,
+    )  # fmt: skip
+
+
+def backward(
     dmeans: Tensor, dfinal_logits: Tensor | None, dfinal_values: Tensor | None, logits: Tensor, values: Tensor,
-    own: Tensor | None, starts: Tensor | None, tops: Tensor, scales: Tensor, past_tops: Tensor, past_totals: Tensor,
-    past_means: Tensor, window: int | None, null: float, has_state: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    kept = Kept(tops, scales, past_tops, past_totals, past_means)
-    return run_backward(
-        dmeans, dfinal_logits, dfinal_values, logits, values, own, starts, kept, window, null, has_state
-    )
+    own: Tensor | None, starts: Tensor | None, means: Tensor | None, kept: Kept, window: int | None, null: float,
+    gradients: Gradients,
+) -> None:  # fmt: skip
+    """Fill in the gradients of all inputs of `forward`."""
+    kernels = _triton_modules()[1]
+    B, T, H, D = values.shape
+    cut, texts, rows, past = plan(values, window), _texts(starts), _pair(kept[0]), (*_pair(kept[1]), kept[2])
+    (constants, kind), grid = _constants(cut, window), (cut.splits * H * cut.parts * B,)
+    dfinal = _whole(dfinal_logits), _whole(dfinal_values)
+    sums: _Tensors = (None, None)
+    ends: _Tensors = (None, None, None)
+    deltas = None
+    if window is not None:
+        deltas = _float32(values, cut.splits, B, H, T)
+        _forward(
+            logits, values, None, texts, (None, None), dmeans, None, (None, None), (None,) * 3, deltas, window, null
+        )
+    elif cut.parts > 1:
+        sums = _scalars_and_vectors(values, B, cut.parts, H)[1:]
+        ends = tuple(_float32(values, cut.splits, B, cut.parts, H) for _ in range(3))
+        kernels.summarize_rows[grid](*_rows(dmeans), texts, rows, sums, T, H, D, cut, **constants)
+    # Each slice of D gives a share of what is one number per head; the shares are added below, in a fixed order.
+    totals = (gradients.logits, gradients.own_logits, gradients.state_logits)
+    shares = totals if cut.splits == 1 else [_float32(values, cut.splits, *x.shape) for x in totals]
+    dlogits, down, dstate_logits = shares
+    dstate = (dstate_logits, gradients.state_values) if dstate_logits.numel() else (None, None)
+    kernels.backward[grid](
+        *_rows(logits), *_rows(values), *_rows(own), texts, *_rows(dmeans), dfinal, sums,
+        _room_for_chunks(values, cut, window), rows, past, deltas, gradients.values, dlogits, down,
+        dstate, ends, T, H, D, cut, -(-T // CHUNK) + 1, window or 0, **constants, **kind,
+    )  # fmt: skip
+    if constants["PARTS"] > 1:
+        kernels.subtract_lost[grid](
+            *_rows(logits), texts, past, dlogits, dstate, ends, T, H, cut, -(-T // CHUNK) + 1,
+            CHUNK=CHUNK, PARTS=constants["PARTS"],
+        )  # fmt: skip
+    if cut.splits > 1:
+        for total, share in zip(totals, shares, strict=True):
+            torch.sum(share, dim=0, out=total)
 
 
-_backward = torch.library.custom_op("multilin::prefix_softmax_backward_gpu", _compute_gradients, mutates_args=())
+def _float32(values: Tensor, *shape: int) -> Tensor:
+    return torch.empty(shape, dtype=torch.float32, device=values.device)
 
 
-@_backward.register_fake
-def _backward_shapes(
-    dmeans: Tensor, dfinal_logits: Tensor | None, dfinal_values: Tensor | None, logits: Tensor, values: Tensor,
-    own: Tensor | None, starts: Tensor | None, tops: Tensor, scales: Tensor, past_tops: Tensor, past_totals: Tensor,
-    past_means: Tensor, window: int | None, null: float, has_state: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    return empty_gradients(values, has_own=own is not None, has_state=has_state)
+def _scalars_and_vectors(values: Tensor, *shape: int) -> _Tensors:
+    """Scratch for two numbers and a vector, of this shape each."""
+    return *(_float32(values, *shape) for _ in range(2)), _float32(values, *shape, values.shape[-1])
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-    logits, values, own, starts, _, state_values, window, null, keeps, _ = inputs
-    _, _, final_values, *kept = output
-    # The final state is saved for its shape alone; it is small.
-    ctx.save_for_backward(logits, values, own, starts, final_values, *kept)
-    ctx.window, ctx.null, ctx.has_state, ctx.keeps = window, null, state_values is not None, keeps
-    ctx.set_materialize_grads(False)
+def _room_for_chunks(values: Tensor, cut: Plan, window: int | None) -> _Tensors:
+    """Scratch for every chunk of every block, head and slice of D, where blocks have more than one."""
+    if window is None or cut.chunks == 1:
+        return None, None, None
+    return _scalars_and_vectors(values, cut.splits, cut.batch, values.shape[2], cut.parts, cut.chunks)
 
 
-def _differentiate(ctx: Any, dmeans: Tensor | None, *dfinal_and_kept: Tensor | None) -> tuple[Any, ...]:
-    if not ctx.keeps:
-        raise RuntimeError("multilin::prefix_softmax_gpu has no gradient where it was called with keeps=False")
-    return _gradients(_backward, ctx, dmeans, *dfinal_and_kept[:2])
+def _rows(tensor: Tensor | None) -> tuple[Any, ...]:
+    """A (B, T, H, ...) tensor as kernels take it: with the strides of B, T and H."""
+    if tensor is None:
+        return None, (0, 0, 0)
+    if tensor.dim() == 4:
+        tensor = dense_rows(tensor)
+    return tensor, tensor.stride()[:3]
 
 
-def _gradients(
-    backward: Callable[..., Any], ctx: Any, dmeans: Tensor | None, dfinal_logits: Any = None, dfinal_values: Any = None
-) -> tuple[Any, ...]:
-    """Of all arguments of the operator, with its backward operator or without."""
-    logits, values, own, starts, final_values, *kept = ctx.saved_tensors
-    if dmeans is None:
-        dmeans = torch.zeros_like(values)
-    dfinal_logits, dfinal_values = fill_in(dfinal_logits, dfinal_values, final_values)
-    dlogits, dvalues, down, dstate_logits, dstate_values = backward(
-        dmeans, dfinal_logits, dfinal_values, logits, values, own, starts, *kept, ctx.window, ctx.null, ctx.has_state
-    )
-    state = (dstate_logits, dstate_values) if ctx.has_state else (None, None)
-    return dlogits, dvalues, None if own is None else down, None, *state, None, None, None, None
+def _pair(tensor: Tensor | None) -> _Tensors:
+    return (None, None) if tensor is None else (tensor[0], tensor[1])
 
 
-class _Eager(torch.autograd.Function):
-    """The operator for tensors that are numbers: no name to look up, a call costs less time."""
-
-    @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """See `run_forward`."""
-        means, final_logits, final_values, kept = run_forward(*inputs)
-        assert kept is not None
-        _save(ctx, inputs, (means, final_logits, final_values, *kept))
-        return means, final_logits, final_values
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
-        """See `run_backward`."""
-        return _gradients(_compute_gradients, ctx, *gradients)
+def _whole(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.float().contiguous()
 
 
-_forward.register_autograd(_differentiate, setup_context=_save)
+def _texts(starts: Tensor | None) -> Tensor | None:
+    """Number of the text of each position (B, T)."""
+    return None if starts is None else starts.cumsum(dim=1, dtype=torch.int32)

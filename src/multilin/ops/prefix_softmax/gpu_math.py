@@ -16,7 +16,17 @@ exp(l_j - low) times theirs. No logit that a row reads is above its M_t, so thes
 import triton
 import triton.language as tl
 
-from multilin.ops.kernels.gpu_rounding import store_rounded
+from multilin.ops.kernels.gpu_tiles import finite, inverse
+
+WAYS: list[tuple[dict[str, int], int, int]] = [({}, 4, 3), ({}, 4, 4), ({}, 4, 2), ({}, 8, 3), ({}, 8, 2), ({}, 2, 3)]
+
+
+@triton.jit
+def place_of_program(H, cut):
+    """Slice of D, head, part of the time, text."""
+    i, num_parts, num_splits = tl.program_id(0), cut.parts, cut.splits
+    i_part, i_b = i // (num_splits * H) % num_parts, (i // (num_splits * H * num_parts)).to(tl.int64)
+    return i % num_splits, i // num_splits % H, i_part, i_b
 
 
 @triton.jit
@@ -26,28 +36,11 @@ def load_row(p_row, o_t, m_t, stride, other):
 
 
 @triton.jit
-def load_tile(p_tile, o_t, m_t, stride, o_d, m_d):
-    """A vector per position, 0 where there is none."""
-    return tl.load(p_tile + o_t[:, None].to(tl.int64) * stride + o_d[None, :], m_t[:, None] & m_d[None, :], 0.0)
-
-
-@triton.jit
-def store_tile(p_tile, o_t, m_t, stride, o_d, m_d, b_tile):
-    """A vector per position."""
-    p_out = p_tile + o_t[:, None].to(tl.int64) * stride + o_d[None, :]
-    store_rounded(p_out, b_tile, m_t[:, None] & m_d[None, :])
-
-
-@triton.jit
-def finite(top):
-    """A shift that is a number, where nothing or no row was read yet."""
-    return tl.where(tl.abs(top) == float("inf"), 0.0, top)
-
-
-@triton.jit
-def inverse(total):
-    """1 / total, 0 of 0."""
-    return tl.where(total > 0, 1.0 / tl.where(total > 0, total, 1.0), 0.0)
+def store_token(tokens, i, D, o_d, m_d, top, total, b_mean):
+    """Store number i of (tops, totals, means): a token that stands for others; or of rows alike."""
+    tl.store(tokens[0] + i, top)
+    tl.store(tokens[1] + i, total)
+    tl.store(tokens[2] + i * D + o_d, b_mean, m_d)
 
 
 @triton.jit

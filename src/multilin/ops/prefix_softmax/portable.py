@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from multilin.ops.prefix_softmax import reference
-from multilin.ops.prefix_softmax.tokens import PrefixSoftmaxState, last_tokens, read_state_first
+from multilin.ops.prefix_softmax.state import PrefixSoftmaxState, last_tokens, read_state_first
 
 CHUNK = 32  # tokens that are compared pair by pair; measured best from 16 to 64 on CPUs
 SHORT = 16  # up to here the definition itself is faster
@@ -50,7 +50,7 @@ def prefix_softmax(
     totals_BTH, means_BTHD = totals_BSH[:, -num_new:], means_BSHD[:, -num_new:]
     if own_logits is not None:
         totals_BTH, means_BTHD = _merge(totals_BTH, means_BTHD, own_logits, values_BTHD)
-    if null_logit is not None:
+    elif null_logit is not None:
         means_BTHD = means_BTHD * torch.sigmoid(totals_BTH - null_logit)[..., None]
     return means_BTHD, state
 

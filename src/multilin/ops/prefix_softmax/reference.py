@@ -1,9 +1,14 @@
-"""The running softmax mean, as its equation. Quadratic in time, as a definition may be."""
+"""The running softmax mean and its weights, as their equations. Quadratic in time, as a definition may be."""
+
+from typing import NamedTuple
 
 import torch
+from jaxtyping import Bool, Float
 from torch import Tensor
 
-from multilin.ops.prefix_softmax.tokens import PrefixSoftmaxState, last_tokens, read_state_first
+from multilin.errors import InputError
+from multilin.ops.prefix_softmax.state import PrefixSoftmaxState, last_tokens, read_state_first
+from multilin.ops.softmax import softmax
 
 
 def prefix_softmax(
@@ -20,15 +25,7 @@ def prefix_softmax(
     """See `multilin.ops.prefix_softmax`."""
     num_new = logits_BTH.shape[1]
     logits_BSH, values_BSHD, starts_BS = read_state_first(logits_BTH, values_BTHD, state, starts)
-    num_read = logits_BSH.shape[1] - num_new
-
-    position_S = torch.arange(logits_BSH.shape[1], device=logits_BTH.device)
-    distance_TS = position_S[num_read:, None] - position_S[None, :]
-    visible_BTS = ((distance_TS >= 0) & (distance_TS < (window or len(position_S))))[None]
-    if starts_BS is not None:
-        text_BS = starts_BS.cumsum(dim=1)
-        visible_BTS = visible_BTS & (text_BS[:, num_read:, None] == text_BS[:, None, :])
-    scores_BHTS = logits_BSH.transpose(1, 2)[:, :, None, :].masked_fill(~visible_BTS[:, None], -torch.inf)
+    scores_BHTS = _scores(logits_BSH, starts_BS, window, num_new)
     weights_BHTS, log_total_BTH = _softmax(scores_BHTS)
     means_BTHD = torch.einsum("bhts,bshd->bthd", weights_BHTS, values_BSHD)
 
@@ -39,12 +36,68 @@ def prefix_softmax(
     else:
         state = last_tokens(logits_BSH, values_BSHD, starts_BS, window - 1)
     if own_logits is not None:
-        weights_BHTS, log_total_BTH = _softmax(torch.cat([scores_BHTS, own_logits.transpose(1, 2)[..., None]], dim=-1))
+        weights_BHTS, _ = _softmax(torch.cat([scores_BHTS, own_logits.transpose(1, 2)[..., None]], dim=-1))
         means_BTHD = torch.einsum("bhts,bshd->bthd", weights_BHTS[..., :-1], values_BSHD)
         means_BTHD = means_BTHD + weights_BHTS[..., -1].transpose(1, 2)[..., None] * values_BTHD
-    if null_logit is not None:
+    elif null_logit is not None:
         means_BTHD = means_BTHD * torch.sigmoid(log_total_BTH - null_logit)[..., None]
     return means_BTHD, state
+
+
+class PrefixSoftmaxWeights(NamedTuple):
+    """y_t = sum_j tokens[t, j] v_j + own[t] v_t, and the null token's weight is that of the value 0; their sum is 1.
+
+    tokens_BHTS: (B, H, T, T), 0 where t does not read j. own_BHT, null_BHT: (B, H, T), or None where there is no such
+    term. A position that reads nothing at all has 0 everywhere.
+    """
+
+    tokens_BHTS: Tensor
+    own_BHT: Tensor | None
+    null_BHT: Tensor | None
+
+
+def prefix_softmax_weights(
+    logits: Float[Tensor, "B T H"],
+    *,
+    window: int | None = None,
+    own_logits: Float[Tensor, "B T H"] | None = None,
+    null_logit: float | None = None,
+    starts: Bool[Tensor, "B T"] | None = None,
+) -> PrefixSoftmaxWeights:
+    """The weights of `prefix_softmax` with these arguments at the start of a text, in float32 or better.
+
+    Cost: O(B H T^2) time and memory.
+    """
+    if own_logits is not None:
+        check_own_term(window, null_logit)
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    scores_BHTS = _scores(logits, starts, window, logits.shape[1])
+    if own_logits is not None:
+        weights = softmax(torch.cat([scores_BHTS, own_logits.to(logits.dtype).transpose(1, 2)[..., None]], dim=-1))
+        return PrefixSoftmaxWeights(weights[..., :-1], weights[..., -1], None)
+    if null_logit is not None:
+        weights = softmax(torch.cat([scores_BHTS, torch.full_like(scores_BHTS[..., :1], null_logit)], dim=-1))
+        return PrefixSoftmaxWeights(weights[..., :-1], None, weights[..., -1])
+    return PrefixSoftmaxWeights(softmax(scores_BHTS), None, None)
+
+
+def check_own_term(window: int | None, null_logit: float | None) -> None:
+    """Raise InputError for own logits beside a window or a null token, which no architecture needs."""
+    if window is not None or null_logit is not None:
+        other = f"window {window}" if window is not None else f"null_logit {null_logit}"
+        raise InputError(f"own_logits: given with {other}, but they need window None and null_logit None")
+
+
+def _scores(logits_BSH: Tensor, starts_BS: Tensor | None, window: int | None, num_new: int) -> Tensor:
+    """Logits of all tokens as the last `num_new` positions see them, (B, H, num_new, S), -inf for those not read."""
+    position_S = torch.arange(logits_BSH.shape[1], device=logits_BSH.device)
+    num_past = logits_BSH.shape[1] - num_new
+    distance_TS = position_S[num_past:, None] - position_S[None, :]
+    visible_BTS = ((distance_TS >= 0) & (distance_TS < (window or len(position_S))))[None]
+    if starts_BS is not None:
+        text_BS = starts_BS.cumsum(dim=1)
+        visible_BTS = visible_BTS & (text_BS[:, num_past:, None] == text_BS[:, None, :])
+    return logits_BSH.transpose(1, 2)[:, :, None, :].masked_fill(~visible_BTS[:, None], -torch.inf)
 
 
 def _softmax(scores_BHTS: Tensor) -> tuple[Tensor, Tensor]:

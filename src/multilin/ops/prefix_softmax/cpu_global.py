@@ -1,0 +1,299 @@
+"""CPU kernels of the prefix softmax over the whole past.
+
+Forward: with weights w, a (see `prefix_weights`), the running mean is m_t = a_t m_(t-1) + w_t v_t and
+
+    y_t = g_t m_t + o_t x_t            g, o: weights of the past and of x_t = v_t, the own term, or 0, the null token
+
+Without own term and null token y is the mean. Backward, descending in time:
+
+    S_t = g_t dy_t + a_(t+1) S_(t+1)            dv_t = w_t S_t + o_t dy_t (own term)
+    z_t = S_t . (v_t - m_(t-1))                 p_t = g_t o_t dy_t . (x_t - m_t)
+    C_t = -p_t + a_(t+1) (C_(t+1) - w_(t+1) z_(t+1))
+    dl_t = w_t (a_t z_t + C_t)                  down_t = p_t
+
+C_t is the sum of what S_t sums, times how far the mean m_t is from the y of that position. So tokens are compared with
+means component by component, and where one token has nearly all the weight the differences are 0, not what is left of
+two large sums. Where y is the mean in float32 it is read. Else the means are not stored but for one in ROWS: they are
+computed again from there. The gradient of the state is S and C before the first position.
+
+Fewer texts than threads: time is cut in parts, one for each thread, and those in pieces, whose summaries (first launch)
+tell every part how its past, or backward its future, ends (second launch).
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+import numpy as np
+from numba import njit
+
+from multilin.ops.prefix_softmax.cpu import ROWS
+from multilin.ops.prefix_softmax.cpu_math import (
+    DMEANS,
+    DOTS,
+    DVALUES,
+    LOWEST,
+    MEANS,
+    NOTHING,
+    ONE,
+    RUNNING,
+    SCALARS,
+    TINY,
+    VALUES,
+    ZERO,
+    assign,
+    exp_negative,
+    floats,
+    get,
+    merge_weights,
+    prefix_weights,
+    put,
+    row,
+    starts_at,
+    task_of,
+    weights,
+)
+
+W, A, G, O = range(4)  # noqa: E741 - kinds of weights; the last two exist where y is not simply the mean
+
+
+@njit
+def piece_bounds(task, piece):
+    """First position of a piece of time, and the one after its last; multiples of ROWS, but for the end."""
+    chunks, num_pieces = (task.num_time + ROWS - 1) // ROWS, task.num_parts * task.num_parts
+    return chunks * piece // num_pieces * ROWS, min(task.num_time, chunks * (piece + 1) // num_pieces * ROWS)
+
+
+@njit
+def summary(task, piece):
+    """What a piece does to the state, or to the gradients: three numbers per head, and a vector per head."""
+    address = task.summaries + 4 * piece * task.num_heads * (3 + task.width)
+    return floats(address, 3, task.num_heads), floats(address + 12 * task.num_heads, task.num_heads, task.width)
+
+
+@njit
+def checkpoint(task, chunk):
+    """The mean before position chunk * ROWS, (H, D), or the one after the last position."""
+    return floats(task.checkpoints + 4 * task.num_heads * task.width * chunk, task.num_heads, task.width)
+
+
+@njit(**SCALARS)
+def gate(task, first, tops, totals, others, g, o):
+    """Weights g of the past and o of the own term or the null token; `others` is scratch (2, rows, H)."""
+    num_rows, num_heads = g.shape
+    other_tops, other_totals = others[0, :num_rows], others[1, :num_rows]
+    for i in range(num_rows):
+        for h in range(num_heads):
+            other_tops[i, h] = task.null
+            other_totals[i, h] = ONE
+        if task.own != 0:
+            assign(other_tops[i : i + 1], floats(task.own + task.own_row * (first + i), 1, num_heads))
+    merge_weights(tops, totals, other_tops, other_totals, NOTHING, g, o)
+
+
+@njit(forceinline=True, **SCALARS)
+def mean_row(mean, v, y, w, a, g, o, is_gated, has_own, is_summary, i):
+    """One more token in the running means, and y, but for a summary."""
+    H, D = mean.shape
+    for h in range(H):
+        weight, decay, past, own = w[i, h], a[i, h], g[i, h], o[i, h] if has_own else ZERO
+        for k in range(h * D, h * D + D):
+            x = get(v, k, VALUES)
+            m = decay * get(mean, k, RUNNING) + weight * x
+            put(mean, k, m, RUNNING)
+            if not is_summary:
+                put(y, k, past * m + own * x if is_gated else m, MEANS)
+
+
+@njit(forceinline=True, **SCALARS)
+def forward_rows(task, values, first, last, top, total, mean, is_summary):
+    """Means of positions first <= t < last, from the state top, total, mean, which is moved on."""
+    num_heads, width, is_gated, has_own = task.num_heads, task.width, task.is_gated != 0, task.own != 0
+    p_values, values_row, p_means, means_row = task.values, task.values_row, task.means, task.means_row
+    keeps = task.weights != 0 and not is_summary
+    scratch = np.empty((10, ROWS, num_heads), np.float32)
+    for s in range(first, last, ROWS):
+        n = min(ROWS, last - s)
+        w, a, g, o = scratch[0, :n], scratch[1, :n], scratch[2, :n], scratch[3, :n]
+        if keeps:
+            w, a = weights(task, W, s, n), weights(task, A, s, n)
+            assign(checkpoint(task, s // ROWS), mean)
+        tops, totals = scratch[4, :n], scratch[5, :n]
+        prefix_weights(task, 0, s, top, total, scratch[6:], tops, totals, w, a)
+        if is_gated and not is_summary:
+            if keeps:
+                g, o = weights(task, G, s, n), weights(task, O, s, n)
+            gate(task, s, tops, totals, scratch[8:], g, o)
+        for i in range(n):
+            v = row(values, p_values + values_row * (s + i), num_heads, width)
+            y = row(values, p_means + means_row * (s + i), num_heads, width)
+            if is_gated:
+                mean_row(mean, v, y, w, a, g, o, True, has_own, is_summary, i)
+            else:
+                mean_row(mean, v, y, w, a, w, a, False, False, is_summary, i)
+
+
+def forward_summaries(tasks, values, index, sources):
+    """First launch, for text and piece `index`: top, total and mean, and whether the piece lets the past through."""
+    task = task_of(tasks, index, True)
+    piece = task.part
+    numbers, mean = summary(task, piece)
+    top, total = np.full(task.num_heads, LOWEST, np.float32), np.zeros(task.num_heads, np.float64)
+    mean[:] = ZERO
+    first, last = piece_bounds(task, piece)
+    forward_rows(task, values, first, last, top, total, mean, True)
+    numbers[2] = ONE
+    for t in range(first, last):
+        if starts_at(task, t):
+            numbers[2] = ZERO
+    for h in range(task.num_heads):
+        numbers[0, h], numbers[1, h] = top[h], total[h]
+
+
+@njit(**SCALARS)
+def merge_token(top, total, mean, h, passes, new_top, new_total, new_mean):
+    """A state of head h, if it passes, and a token that stands for all after it."""
+    highest = max(top[h] if passes else LOWEST, new_top)
+    past = total[h] * exp_negative(top[h] - highest) if passes else 0.0
+    new = new_total * exp_negative(new_top - highest)
+    top[h], total[h] = highest, past + new
+    scale = 1.0 / max(total[h], TINY)
+    for d in range(mean.shape[1]):
+        mean[h, d] = np.float32(past * scale) * mean[h, d] + np.float32(new * scale) * new_mean[d]
+
+
+def forward(tasks, values, index, sources):
+    """Means and final state of text and part `index`."""
+    task = task_of(tasks, index, False)
+    num_heads, part, num_parts = task.num_heads, task.part, task.num_parts
+    top, total = np.full(num_heads, LOWEST, np.float32), np.zeros(num_heads, np.float64)
+    mean = np.zeros((num_heads, task.width), np.float32)
+    if task.state_logits != 0:
+        logits, state = floats(task.state_logits, 1, num_heads), floats(task.state_values, num_heads, task.width)
+        for h in range(num_heads):
+            if logits[0, h] > LOWEST:
+                merge_token(top, total, mean, h, False, logits[0, h], ONE, state[h])
+    for piece in range(part * num_parts):
+        numbers, piece_mean = summary(task, piece)
+        for h in range(num_heads):
+            merge_token(top, total, mean, h, numbers[2, h] != 0, numbers[0, h], numbers[1, h], piece_mean[h])
+    first, last = piece_bounds(task, part * num_parts)[0], piece_bounds(task, (part + 1) * num_parts - 1)[1]
+    forward_rows(task, values, first, last, top, total, mean, False)
+    if part < num_parts - 1:
+        return
+    if task.weights != 0:
+        assign(checkpoint(task, (task.num_time + ROWS - 1) // ROWS), mean)
+    if task.final_logits != 0:
+        assign(floats(task.final_values, num_heads, task.width), mean)
+        final_logits = floats(task.final_logits, 1, num_heads)
+        for h in range(num_heads):
+            final_logits[0, h] = top[h] + np.log(total[h]) if total[h] > 0 else NOTHING
+
+
+@njit(**SCALARS)
+def compute_means(task, values, first, means, w, a):
+    """means[0] is m before row `first`, a checkpoint, and means[i + 1] that of row first + i."""
+    H, D = task.num_heads, task.width
+    assign(means[0], checkpoint(task, first // ROWS))
+    for i in range(w.shape[0]):
+        v = row(values, task.values + task.values_row * (first + i), H, D)
+        for h in range(H):
+            weight, decay, old = w[i, h], a[i, h], (i * H + h) * D
+            for d in range(D):
+                m = decay * get(means, old + d, MEANS) + weight * get(v, h * D + d, VALUES)
+                put(means, old + H * D + d, m, MEANS)
+
+
+@njit(forceinline=True, **DOTS)
+def back_row(S, C, before, after, v, dy, dv, w, a, g, o, is_gated, has_own, is_summary, dlogits, down, i):
+    """One position backward. S and C come from the later ones, and go on to the earlier ones, times a.
+
+    Heads descend like time: the other order costs twice the time. A summary is S and C alone.
+    """
+    H, D = S.shape
+    for h in range(H - 1, -1, -1):
+        weight, decay, past, own, z, p = w[i, h], a[i, h], g[i, h], o[i, h], ZERO, ZERO
+        for k in range(h * D, h * D + D):
+            gradient, x = get(dy, k, DMEANS), get(v, k, VALUES)
+            s = get(S, k, RUNNING) + (past * gradient if is_gated else gradient)
+            z += s * (x - get(before, k, MEANS))
+            if is_gated:
+                p += gradient * ((x if has_own else ZERO) - get(after, k, MEANS))
+            if not is_summary:
+                put(dv, k, weight * s + own * gradient if has_own else weight * s, DVALUES)
+            put(S, k, decay * s, RUNNING)
+        c = C[h] - past * own * p if is_gated else C[h]
+        C[h] = decay * (c - weight * z)
+        if not is_summary:
+            dlogits[i, h] = weight * (decay * z + c)
+        if has_own and not is_summary:
+            down[i, h] = past * own * p
+
+
+@njit(forceinline=True, **SCALARS)
+def backward_rows(task, values, first, last, S, C, is_summary):
+    """Gradients of positions first <= t < last, from S and C of the later ones, which are moved on."""
+    num_heads, width, is_gated, has_own = task.num_heads, task.width, task.is_gated != 0, task.down != 0
+    p_values, values_row, p_means, means_row = task.values, task.values_row, task.means, task.means_row
+    p_dmeans, dmeans_row, p_dvalues, dvalues_row = task.dmeans, task.dmeans_row, task.dvalues, task.dvalues_row
+    means = np.empty((ROWS + 1, num_heads, width), np.float32)
+    for s in range((last - 1) // ROWS * ROWS, first - 1, -ROWS):
+        n = min(ROWS, last - s)
+        w, a = weights(task, W, s, n), weights(task, A, s, n)
+        g, o = (weights(task, G, s, n), weights(task, O, s, n)) if is_gated else (w, a)
+        dlogits = floats(task.dlogits + 4 * num_heads * s, n, num_heads)
+        down = floats(task.down + 4 * num_heads * s, n, num_heads) if has_own else dlogits
+        if is_gated:
+            compute_means(task, values, s, means, w, a)
+        for i in range(n - 1, -1, -1):
+            v = row(values, p_values + values_row * (s + i), num_heads, width)
+            dy = row(values, p_dmeans + dmeans_row * (s + i), num_heads, width)
+            dv = row(values, p_dvalues + dvalues_row * (s + i), num_heads, width)
+            before, after = means[i], means[i + 1]
+            if not is_gated:
+                p_before = p_means + means_row * (s + i - 1) if s + i > 0 else task.checkpoints
+                before = floats(p_before, num_heads, width)
+            if is_gated:
+                back_row(S, C, before, after, v, dy, dv, w, a, g, o, True, has_own, is_summary, dlogits, down, i)
+            else:
+                back_row(S, C, before, after, v, dy, dv, w, a, w, a, False, False, is_summary, dlogits, down, i)
+
+
+def backward_summaries(tasks, values, index, sources):
+    """First launch, for text and piece `index`, counted from the second part: S and C without the later pieces."""
+    task = task_of(tasks, index, True)
+    piece = task.part + task.num_parts
+    numbers, S = summary(task, piece)
+    S[:] = ZERO
+    numbers[0] = ZERO
+    numbers[1] = ONE
+    first, last = piece_bounds(task, piece)
+    backward_rows(task, values, first, last, S, numbers[0], True)
+    decays = weights(task, A, first, last - first)
+    for i in range(last - first):
+        for h in range(task.num_heads):
+            numbers[1, h] *= decays[i, h]
+
+
+def backward(tasks, values, index, sources):
+    """Gradients of text and part `index`."""
+    task = task_of(tasks, index, False)
+    num_heads, width, part, num_parts = task.num_heads, task.width, task.part, task.num_parts
+    S, C = np.zeros((num_heads, width), np.float32), np.zeros((1, num_heads), np.float32)
+    if task.dfinal_logits != 0:
+        assign(S, floats(task.dfinal_values, num_heads, width))
+        assign(C, floats(task.dfinal_logits, 1, num_heads))
+    for piece in range(num_parts * num_parts - 1, (part + 1) * num_parts - 1, -1):
+        # What C compares with moves from the mean after the piece to the one before it.
+        numbers, piece_S = summary(task, piece)
+        first, last = piece_bounds(task, piece)
+        before, after = checkpoint(task, first // ROWS), checkpoint(task, (last + ROWS - 1) // ROWS)
+        for h in range(num_heads):
+            moved = ZERO
+            for d in range(width):
+                moved += S[h, d] * (before[h, d] - after[h, d])
+                S[h, d] = piece_S[h, d] + numbers[1, h] * S[h, d]
+            C[0, h] = numbers[0, h] + numbers[1, h] * (C[0, h] + moved)
+    first, last = piece_bounds(task, part * num_parts)[0], piece_bounds(task, (part + 1) * num_parts - 1)[1]
+    backward_rows(task, values, first, last, S, C[0], False)
+    if task.dstate_logits != 0 and part == 0:
+        assign(floats(task.dstate_values, num_heads, width), S)
+        assign(floats(task.dstate_logits, 1, num_heads), C)

@@ -1,0 +1,276 @@
+"""CPU kernels of the prefix softmax over a window of k tokens, in time that does not depend on k.
+
+Time is cut in blocks of k (van Herk, Gil-Werman): the window of a position at offset r of block c is the prefix of c up
+to r, and the suffix of block c - 1 from r + 1 on. Prefix means m restart in every block, with weights w, a (see
+`prefix_weights`). Suffix means go backward through a block with weights u, b alike, V_r = b_r V_(r+1) + u_r v_r, and
+
+    y_t = g_t m_t + h_t V_(r+1)          g, h: weights of prefix and suffix; what they lack to 1 is the null token's
+
+A text start restarts the prefix; h is 0 after it; and tokens before the last start of a block have u = 0, b = 1.
+
+Backward, block by block from the last one, with d_t = dy_t . y_t:
+
+    A_t = g_t dy_t + a_(t+1) A_(t+1)                                    descending in block c
+    B_r = b_(r-1) B_(r-1) + h_s dy_s, s: offset r - 1 of block c + 1    ascending
+    dv_t = w_t A_t + u_t B_r        dl_t = v_t . dv_t - (w_t RA_t + u_t RB_r)
+
+RA, RB: the same with g d and h d. It is the forward network read from its end, so every factor is in [0, 1].
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+import numpy as np
+from numba import njit
+
+from multilin.ops.prefix_softmax.cpu_math import (
+    DMEANS,
+    DOTS,
+    DVALUES,
+    LATER,
+    LOWEST,
+    MEANS,
+    NOTHING,
+    ROUNDING,
+    RUNNING,
+    SCALARS,
+    VALUES,
+    ZERO,
+    exponentials,
+    floats,
+    get,
+    merge_weights,
+    prefix_weights,
+    put,
+    raise_top,
+    rounded_like,
+    row,
+    share_out,
+    starts_at,
+    task_of,
+    weights,
+)
+
+GROUP = 64  # positions whose weights are computed together, or one block if it is longer
+W, A, U, B, G, H = range(6)  # kinds of weights
+
+
+@njit(**SCALARS)
+def suffix_weights(task, first, scratch, tops, totals, u, b):
+    """u_r = e^(l_r - Q_r), b_r = e^(Q_(r+1) - Q_r) of whole blocks, Q_r the log of the total weight from r on."""
+    num_rows, num_heads = tops.shape
+    new, old = scratch[0, :num_rows], scratch[1, :num_rows]
+    top, total = np.full(num_heads, LOWEST, np.float32), np.zeros(num_heads, np.float64)
+    nothing = np.full((1, num_heads), NOTHING, np.float32)
+    is_hidden, left = False, 0
+    for i in range(num_rows - 1, -1, -1):
+        is_last = left == 0
+        if is_last:
+            left, is_hidden = task.window, False
+        left -= 1
+        logits = nothing if is_hidden else floats(task.logits + task.logits_row * (first + i), 1, num_heads)
+        raise_top(logits, is_last, top, new, old, tops, i)
+        is_hidden = is_hidden or starts_at(task, first + i)
+    exponentials(new.reshape(new.size))
+    exponentials(old.reshape(old.size))
+    for i in range(num_rows - 1, -1, -1):
+        share_out(total, new, old, totals, u, b, i)
+
+
+@njit(**SCALARS)
+def gate(task, first, before, tops, totals, suffix_tops, suffix_totals, others, g, h):
+    """Weights of prefix and suffix in rows from `first`; rows of the suffixes count from `before`."""
+    num_rows, num_heads = g.shape
+    other_tops, other_totals = others[0, :num_rows], others[1, :num_rows]
+    is_cut, offset = False, 0
+    for i in range(num_rows):
+        t = first + i
+        is_cut = (is_cut and offset != 0) or t < task.window or starts_at(task, t)
+        offset = 0 if offset + 1 == task.window else offset + 1
+        j = t + 1 - task.window - before
+        for head in range(num_heads):
+            if is_cut or offset == 0:
+                other_tops[i, head], other_totals[i, head] = NOTHING, ZERO
+            else:
+                other_tops[i, head], other_totals[i, head] = suffix_tops[j, head], suffix_totals[j, head]
+    merge_weights(tops, totals, other_tops, other_totals, np.float32(task.null), g, h)
+
+
+@njit(**SCALARS)
+def compute_suffixes(task, values, first, before, u, b, suffix):
+    """suffix[r] becomes V_r of the block at `first`, for r > 0, with weights whose rows count from `before`."""
+    num_heads, width, k, p_values, values_row = task.num_heads, task.width, task.window, task.values, task.values_row
+    for r in range(k - 1, 0, -1):
+        v = row(values, p_values + values_row * (first + r), num_heads, width)
+        for h in range(num_heads - 1, -1, -1):
+            weight, decay, new = u[first + r - before, h], b[first + r - before, h], (r * num_heads + h) * width
+            for d in range(width):
+                V = decay * get(suffix, new + num_heads * width + d, LATER) + weight * get(v, h * width + d, VALUES)
+                put(suffix, new + d, V, LATER)
+
+
+@njit(forceinline=True, **SCALARS)
+def mean_row(mean, suffix, v, y, rounding, w, a, g, s, keeps_rounding, i, r):
+    """The prefix mean moves on by a token; y is merged from it and from suffix r + 1."""
+    H, D = mean.shape
+    later = (r + 1) * H * D
+    for h in range(H):
+        weight, decay, prefix_weight, suffix_weight = w[i, h], a[i, h], g[i, h], s[i, h]
+        for k in range(h * D, h * D + D):
+            m = decay * get(mean, k, RUNNING) + weight * get(v, k, VALUES)
+            put(mean, k, m, RUNNING)
+            exact = prefix_weight * m + suffix_weight * get(suffix, later + k, LATER)
+            put(y, k, exact, MEANS)
+            if keeps_rounding:
+                put(rounding, k, exact - rounded_like(exact, y), ROUNDING)
+
+
+@njit
+def part_bounds(task):
+    """First position of the part of time, and the one after its last; multiples of the window, but for the end."""
+    blocks, k, part = (task.num_time + task.window - 1) // task.window, task.window, task.part
+    return blocks * part // task.num_parts * k, min(task.num_time, blocks * (part + 1) // task.num_parts * k)
+
+
+@njit(**SCALARS)
+def forward_blocks(task, values, first, before, mean, suffix, w, a, u, b, g, h):
+    """Means of blocks from `first`, with these weights; rows of u and b count from `before`; suffix[k] stays 0."""
+    num_heads, width, keeps_rounding = task.num_heads, task.width, task.rounding != 0
+    p_values, p_means, p_rounding = task.values, task.means, task.rounding
+    values_row, means_row, rounding_row = task.values_row, task.means_row, task.rounding_row
+    for start in range(0, w.shape[0], task.window):
+        if first + start > 0:
+            compute_suffixes(task, values, first + start - task.window, before, u, b, suffix)
+        for i in range(start, min(start + task.window, w.shape[0])):
+            v = row(values, p_values + values_row * (first + i), num_heads, width)
+            y = row(values, p_means + means_row * (first + i), num_heads, width)
+            rounding = row(values, p_rounding + rounding_row * (first + i), num_heads, width)
+            if keeps_rounding:
+                mean_row(mean, suffix, v, y, rounding, w, a, g, h, True, i, i - start)
+            else:
+                mean_row(mean, suffix, v, y, y, w, a, g, h, False, i, i - start)
+
+
+def forward(tasks, values, index, sources):
+    """Means of text and part `index`."""
+    task = task_of(tasks, index, False)
+    num_heads, k, T = task.num_heads, task.window, task.num_time
+    first, last = part_bounds(task)
+    group = k * max(1, GROUP // k)
+    scratch = np.empty((14, group, num_heads), np.float32)
+    mean = np.zeros((num_heads, task.width), np.float32)
+    suffix = np.zeros((k + 1, num_heads, task.width), np.float32)
+    top, total = np.full(num_heads, LOWEST, np.float32), np.zeros(num_heads, np.float64)
+    for s in range(first, last, group):
+        n = min(group, last - s)
+        before, last_block = max(s - k, 0), s + (n - 1) // k * k
+        m = last_block - before
+        w, a, g, h = scratch[W, :n], scratch[A, :n], scratch[G, :n], scratch[H, :n]
+        u, b = scratch[U, :m], scratch[B, :m]
+        tops, totals, suffix_tops, suffix_totals = scratch[6, :n], scratch[7, :n], scratch[8, :m], scratch[9, :m]
+        if task.weights != 0:
+            w, a = weights(task, W, s, n), weights(task, A, s, n)
+            u, b = weights(task, U, before, m), weights(task, B, before, m)
+            g, h = weights(task, G, s, n), weights(task, H, s, n)
+        prefix_weights(task, k, s, top, total, scratch[10:], tops, totals, w, a)
+        suffix_weights(task, before, scratch[10:], suffix_tops, suffix_totals, u, b)
+        gate(task, s, before, tops, totals, suffix_tops, suffix_totals, scratch[12:], g, h)
+        forward_blocks(task, values, s, before, mean, suffix, w, a, u, b, g, h)
+    if task.weights != 0 and last == T:
+        # No block comes after the last one to read its suffixes.
+        last_block = (T - 1) // k * k
+        weights(task, U, last_block, T - last_block)[:] = ZERO
+        weights(task, B, last_block, T - last_block)[:] = ZERO
+
+
+@njit(**DOTS)
+def compute_dots(task, values, first, num_rows, dots):
+    """dy . y of rows from `first`."""
+    num_heads, width = task.num_heads, task.width
+    for i in range(num_rows):
+        dy = row(values, task.dmeans + task.dmeans_row * (first + i), num_heads, width)
+        y = row(values, task.means + task.means_row * (first + i), num_heads, width)
+        rounding = row(values, task.rounding + task.rounding_row * (first + i), num_heads, width)
+        for h in range(num_heads):
+            dot = ZERO
+            for k in range(h * width, h * width + width):
+                dot += get(dy, k, DMEANS) * get(y, k, MEANS)
+                if task.rounding != 0:
+                    dot += get(dy, k, DMEANS) * get(rounding, k, ROUNDING)
+            dots[i, h] = dot
+
+
+@njit(**DOTS)
+def gather_later(task, values, first, later, later_dots, dots):
+    """B_r and RB_r of the block at `first`, from gradients of the one after it, whose dots these are; row 0 is 0."""
+    num_heads, width, p_dmeans, dmeans_row = task.num_heads, task.width, task.dmeans, task.dmeans_row
+    b, h = weights(task, B, 0, task.num_time), weights(task, H, 0, task.num_time)
+    for r in range(1, task.window):
+        t = first + task.window + r - 1
+        # Past the end of the last block there is nothing to add: a row times 0.
+        dy = row(values, p_dmeans + dmeans_row * (t if t < task.num_time else 0), num_heads, width)
+        for head in range(num_heads):
+            decay, new = b[first + r - 1, head], (r * num_heads + head) * width
+            weight = h[t, head] if t < task.num_time else ZERO
+            for d in range(width):
+                before = decay * get(later, new - num_heads * width + d, LATER)
+                put(later, new + d, before + weight * get(dy, head * width + d, DMEANS), LATER)
+            later_dots[r, head] = decay * later_dots[r - 1, head] + weight * dots[r - 1, head]
+
+
+@njit(forceinline=True, **DOTS)
+def back_row(S, later, R, later_dots, v, y, rounding, dy, dv, w, a, u, g, has_rounding, dots, dlogits, t, r):
+    """Position t backward, row r of its block. S (A above) and R come from later positions, and go on times a."""
+    H, D = S.shape
+    B_r = r * H * D
+    for h in range(H - 1, -1, -1):
+        weight, decay, other, past, q, dot = w[t, h], a[t, h], u[t, h], g[t, h], ZERO, ZERO
+        for k in range(h * D, h * D + D):
+            gradient, mean = get(dy, k, DMEANS), get(y, k, MEANS)
+            if has_rounding:
+                mean += get(rounding, k, ROUNDING)
+            dot += gradient * mean
+            s = get(S, k, RUNNING) + past * gradient
+            z = weight * s + other * get(later, B_r + k, LATER)
+            q += z * get(v, k, VALUES)
+            put(dv, k, z, DVALUES)
+            put(S, k, decay * s, RUNNING)
+        dots[r, h] = dot
+        total = R[h] + past * dot
+        dlogits[t, h] = q - (weight * total + other * later_dots[r, h])
+        R[h] = decay * total
+
+
+@njit(**DOTS)
+def backward_block(task, values, first, S, R, later, later_dots, dots):
+    """Gradients of the block at `first`."""
+    num_heads, width, T, has_rounding = task.num_heads, task.width, task.num_time, task.rounding != 0
+    p_values, p_means, p_rounding = task.values, task.means, task.rounding
+    values_row, means_row, rounding_row = task.values_row, task.means_row, task.rounding_row
+    p_dmeans, dmeans_row, p_dvalues, dvalues_row = task.dmeans, task.dmeans_row, task.dvalues, task.dvalues_row
+    w, a, u, g = weights(task, W, 0, T), weights(task, A, 0, T), weights(task, U, 0, T), weights(task, G, 0, T)
+    dlogits = floats(task.dlogits, T, num_heads)
+    for t in range(min(first + task.window, T) - 1, first - 1, -1):
+        v = row(values, p_values + values_row * t, num_heads, width)
+        y = row(values, p_means + means_row * t, num_heads, width)
+        rounding = row(values, p_rounding + rounding_row * t, num_heads, width)
+        dy = row(values, p_dmeans + dmeans_row * t, num_heads, width)
+        dv = row(values, p_dvalues + dvalues_row * t, num_heads, width)
+        back_row(S, later, R, later_dots, v, y, rounding, dy, dv, w, a, u, g, has_rounding, dots, dlogits, t, t - first)
+
+
+def backward(tasks, values, index, sources):
+    """Gradients of text and part `index`."""
+    task = task_of(tasks, index, False)
+    num_heads, width, k, T = task.num_heads, task.width, task.window, task.num_time
+    first, last = part_bounds(task)
+    # The weight a of the first token of a block is 0: it forgets S and R of the block after it.
+    S, R = np.zeros((num_heads, width), np.float32), np.zeros(num_heads, np.float32)
+    later, later_dots = np.zeros((k, num_heads, width), np.float32), np.zeros((k, num_heads), np.float32)
+    dots, turn = np.zeros((2, k, num_heads), np.float32), 0
+    if last < T and first < last:
+        compute_dots(task, values, last, min(k, T - last), dots[1])
+    for t in range((last - 1) // k * k, first - 1, -k):
+        if t + k < T:
+            gather_later(task, values, t, later, later_dots, dots[1 - turn])
+        backward_block(task, values, t, S, R, later, later_dots, dots[turn])
+        turn = 1 - turn

@@ -1,0 +1,287 @@
+"""Backward kernels of the running softmax mean, the forward kernels' mirror image: chunks from last to first.
+
+Over the whole past the means of a chunk are computed again from those kept before it. Where time is cut in parts, the
+rows of each part are summed up by one row first. That takes dy alone: what later parts take from the gradients of
+logits, one number per head, is subtracted at the end.
+
+With a window the products dy_t . y_t come from the forward kernel. What reads token j is the rest of its own block, and
+of the next block the rows before j + window: two triangles per chunk, and beyond them two rows, one for the later
+chunks of the own block, one for the earlier chunks of the next.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+import triton
+import triton.language as tl
+
+from multilin.ops.kernels.gpu_launch import autotuned
+from multilin.ops.kernels.gpu_rounding import narrow
+from multilin.ops.kernels.gpu_tiles import dot, finite, load_tile, store_tile
+from multilin.ops.prefix_softmax.gpu_math import (
+    WAYS,
+    absorb_rows,
+    load_row,
+    place_of_program,
+    store_token,
+    text_at,
+)
+
+
+@autotuned(WAYS, key=["H", "D", "CHUNK", "BLOCK_D", "PARTS"])
+@triton.jit
+def summarize_rows(
+    p_dmeans, s_dmeans, p_texts, rows, sums, T, H, D, cut,
+    CHUNK: tl.constexpr, BLOCK_D: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """Each part's rows as one, into (lows, flows): those that still read what was before the part."""
+    i_split, i_h, i_part, i_b = place_of_program(H, cut)
+    p_dmeans += i_b * s_dmeans[0] + i_h * s_dmeans[2]
+    o_row = (i_b * H + i_h) * T
+    o_d = i_split * BLOCK_D + tl.arange(0, BLOCK_D)
+    m_d = o_d < D
+    first = i_part * cut.length
+    last = tl.minimum(first + cut.length, T)
+    b_zeros = tl.zeros((CHUNK,), tl.float32)
+    low, b_flow = float("inf"), tl.zeros((BLOCK_D,), tl.float32)
+    for start in range(first, last, CHUNK):
+        o_t = start + tl.arange(0, CHUNK)
+        m_t = o_t < last
+        b_tops = load_row(rows[0] + o_row, o_t, m_t, 1, float("inf"))
+        if p_texts is not None:
+            b_text = load_row(p_texts + i_b * T, o_t, m_t, 1, -1)
+            b_tops = tl.where(b_text == text_at(p_texts + i_b * T, first - 1), b_tops, float("inf"))
+        b_scales = load_row(rows[1] + o_row, o_t, m_t, 1, 0.0)
+        b_dmeans = load_tile(p_dmeans, o_t, m_t, s_dmeans[1], o_d, m_d)
+        low, b_flow, _ = absorb_rows(low, b_flow, 0.0, b_tops, b_scales, b_dmeans, b_zeros)
+    o_part = (i_b * cut.parts + i_part) * H + i_h
+    tl.store(sums[0] + o_part, low)
+    tl.store(sums[1] + o_part * D + o_d, b_flow, m_d)
+
+
+@triton.jit
+def after_part(
+    p_texts, sums, dfinal, past, o_final, i_b, i_h, i_part, i_split, T, H, D, last, cut, o_d, m_d,
+    PARTS: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """The row that stands for all after a part: the rows of the parts after it, and the final state as one of them."""
+    text = 0
+    low, b_flow, lost = float("inf"), tl.zeros((BLOCK_D,), tl.float32), 0.0
+    if p_texts is not None:
+        text = text_at(p_texts + i_b * T, last - 1)
+    if dfinal[0] is not None:
+        o_state = i_b * H + i_h
+        total = tl.load(past[1] + o_final)
+        low = tl.where(total > 0, tl.load(past[0] + o_final), float("inf"))
+        if p_texts is not None:
+            low = tl.where(text_at(p_texts + i_b * T, T - 1) == text, low, float("inf"))
+        b_dfinal = tl.load(dfinal[1] + o_state * D + o_d, m_d, 0.0)
+        share = tl.where(low < float("inf"), 1.0 / tl.where(total > 0, total, 1.0), 0.0)
+        b_flow = share * b_dfinal
+        if i_part == cut.parts - 1:
+            b_mean = tl.load(past[2] + o_final * D + o_d, m_d, 0.0)
+            dlogit = tl.where(i_split == 0, tl.load(dfinal[0] + o_state), 0.0)
+            lost = share * (tl.sum(b_dfinal * b_mean, axis=0) - dlogit)
+    if PARTS > 1:
+        o_p = tl.arange(0, PARTS)
+        m_p = (o_p > i_part) & (o_p < cut.parts)
+        if p_texts is not None:
+            m_p &= tl.load(p_texts + i_b * T + o_p * cut.length - 1, m_p, -1) == text
+        o_part = (i_b * cut.parts + o_p) * H + i_h
+        b_lows = tl.load(sums[0] + o_part, m_p, float("inf"))
+        b_flows = tl.load(sums[1] + o_part[:, None] * D + o_d[None, :], m_p[:, None] & m_d[None, :], 0.0)
+        b_zeros = tl.zeros((PARTS,), tl.float32)
+        low, b_flow, lost = absorb_rows(low, b_flow, lost, b_lows, b_zeros + 1.0, b_flows, b_zeros)
+    return low, b_flow, lost
+
+
+@triton.jit
+def sum_up_next_block(
+    p_dmeans, dmeans_t, p_text, p_tops, p_scales, p_deltas, early, o_early, first, last, cut, D, o_d, m_d,
+    HAS_TEXTS: tl.constexpr, CHUNK: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """For each chunk of the next block, from `first` to `last`: one row for the rows before it, of the first text."""
+    low, b_flow, lost = float("inf"), tl.zeros((BLOCK_D,), tl.float32), 0.0
+    for i_chunk in range(0, cut.chunks):
+        store_token(early, o_early + i_chunk, D, o_d, m_d, low, lost, b_flow)
+        o_t = first + i_chunk * CHUNK + tl.arange(0, CHUNK)
+        m_t = o_t < last
+        b_tops = load_row(p_tops, o_t, m_t, 1, float("inf"))
+        if HAS_TEXTS:
+            b_text = load_row(p_text, o_t, m_t, 1, -1)
+            b_tops = tl.where(b_text == text_at(p_text, tl.minimum(first, last) - 1), b_tops, float("inf"))
+        b_scales, b_deltas = load_row(p_scales, o_t, m_t, 1, 0.0), load_row(p_deltas, o_t, m_t, 1, 0.0)
+        b_dmeans = load_tile(p_dmeans, o_t, m_t, dmeans_t, o_d, m_d)
+        low, b_flow, lost = absorb_rows(low, b_flow, lost, b_tops, b_scales, b_dmeans, b_deltas)
+
+
+@autotuned(WAYS, key=["H", "D", "CHUNK", "BLOCK_D", "PARTS", "WINDOWED", "CARRIES"])
+@triton.jit
+def backward(
+    p_logits, s_logits, p_values, s_values, p_own, s_own, p_texts, p_dmeans, s_dmeans, dfinal, sums, early,
+    rows, past, p_deltas, p_dvalues, p_dlogits, p_down, dstate, ends, T, H, D, cut, num_slots, window,
+    CHUNK: tl.constexpr, BLOCK_D: tl.constexpr, PARTS: tl.constexpr, WINDOWED: tl.constexpr, CARRIES: tl.constexpr,
+):  # fmt: skip
+    """Gradients of one part; those of logits without what later parts take from them."""
+    i_split, i_h, i_part, i_b = place_of_program(H, cut)
+    p_logits += i_b * s_logits[0] + i_h * s_logits[2]
+    p_values += i_b * s_values[0] + i_h * s_values[2]
+    p_dmeans += i_b * s_dmeans[0] + i_h * s_dmeans[2]
+    HAS_TEXTS: tl.constexpr = p_texts is not None
+    p_text = p_logits
+    if HAS_TEXTS:
+        p_text = p_texts + i_b * T
+    i_bh, i_sb = i_b * H + i_h, i_split * cut.batch + i_b
+    p_tops, p_scales = rows[0] + i_bh * T, rows[1] + i_bh * T
+    o_slots, o_out = i_bh * num_slots, i_sb * T * H + i_h
+    o_d = i_split * BLOCK_D + tl.arange(0, BLOCK_D)
+    m_d = o_d < D
+    first = i_part * cut.length
+    last = tl.minimum(first + cut.length, T)
+    o_part = (i_sb * cut.parts + i_part) * H + i_h
+    low, b_flow, lost = float("inf"), tl.zeros((BLOCK_D,), tl.float32), 0.0
+    if not WINDOWED:
+        low, b_flow, lost = after_part(
+            p_texts, sums, dfinal, past, o_slots + num_slots - 1, i_b, i_h, i_part, i_split, T, H, D, last, cut,
+            o_d, m_d, PARTS, BLOCK_D,
+        )  # fmt: skip
+        if PARTS > 1:
+            tl.store(ends[1] + o_part, low)
+    else:
+        p_deltas += (i_sb * H + i_h) * T
+        if CARRIES:
+            o_early = ((i_sb * H + i_h) * cut.parts + i_part) * cut.chunks
+            next_first, next_last = first + cut.length, tl.minimum(first + 2 * cut.length, T)
+            sum_up_next_block(
+                p_dmeans, s_dmeans[1], p_text, p_tops, p_scales, p_deltas, early, o_early, next_first, next_last, cut,
+                D, o_d, m_d, HAS_TEXTS, CHUNK, BLOCK_D,
+            )  # fmt: skip
+            tl.debug_barrier()
+    for i_back in range(0, tl.cdiv(last - first, CHUNK)):
+        i_chunk = tl.cdiv(last - first, CHUNK) - 1 - i_back
+        start = first + i_chunk * CHUNK
+        o_t = start + tl.arange(0, CHUNK)
+        m_t = o_t < last
+        b_logits = load_row(p_logits, o_t, m_t, s_logits[1], -float("inf"))
+        b_values = load_tile(p_values, o_t, m_t, s_values[1], o_d, m_d)
+        b_dmeans = load_tile(p_dmeans, o_t, m_t, s_dmeans[1], o_d, m_d)
+        b_wide_values, b_wide_dmeans = b_values.to(tl.float32), b_dmeans.to(tl.float32)
+        b_tops = load_row(p_tops, o_t, m_t, 1, float("inf"))
+        b_scales = load_row(p_scales, o_t, m_t, 1, 0.0)
+        b_before_tops, b_late_logits = b_tops, b_logits
+        distance = o_t[:, None] - o_t[None, :]
+        visible = distance >= 0
+        if WINDOWED:
+            visible &= distance < window
+        if HAS_TEXTS:
+            b_text = load_row(p_text, o_t, m_t, 1, -1)
+            text_before, text_after = text_at(p_text, start - 1), text_at(p_text, tl.minimum(start + CHUNK, last) - 1)
+            visible &= b_text[:, None] == b_text[None, :]
+            b_late_logits = tl.where(b_text == text_after, b_logits, -float("inf"))
+            b_before_tops = tl.where(b_text == text_before, b_tops, float("inf"))
+        b_weights = tl.exp(tl.where(visible, b_logits[None, :], -float("inf")) - b_tops[:, None])
+        if p_own is not None:
+            b_own = load_row(p_own + i_b * s_own[0] + i_h * s_own[2], o_t, m_t, s_own[1], -float("inf"))
+            b_own = tl.exp(b_own - b_tops)
+        if WINDOWED:
+            b_deltas = load_row(p_deltas, o_t, m_t, 1, 0.0)
+        else:
+            o_slot = o_slots + start // CHUNK
+            b_past = tl.load(past[1] + o_slot) * tl.exp(tl.load(past[0] + o_slot) - b_before_tops)
+            b_mean = tl.load(past[2] + o_slot * D + o_d, m_d, 0.0)
+            b_sums = dot(narrow(b_weights, b_values.dtype), b_values) + b_past[:, None] * b_mean[None, :]
+            if p_own is not None:
+                b_sums += b_own[:, None] * b_wide_values
+            b_deltas = b_scales * tl.sum(b_sums * b_wide_dmeans, axis=1)
+
+        b_shares = narrow(b_weights * b_scales[:, None], b_values.dtype)
+        b_dvalues = dot(tl.trans(b_shares), b_dmeans)
+        b_lost = tl.sum(b_shares.to(tl.float32) * b_deltas[:, None], axis=0)
+        if WINDOWED:
+            o_next = o_t + cut.length
+            m_next = o_next < tl.minimum(T, first + 2 * cut.length)
+            next_visible = distance + cut.length < window
+            if HAS_TEXTS:
+                next_visible &= load_row(p_text, o_next, m_next, 1, -2)[:, None] == b_text[None, :]
+            b_next_tops = load_row(p_tops, o_next, m_next, 1, float("inf"))
+            b_weights = tl.exp(tl.where(next_visible, b_logits[None, :], -float("inf")) - b_next_tops[:, None])
+            b_shares = narrow(b_weights * load_row(p_scales, o_next, m_next, 1, 0.0)[:, None], b_values.dtype)
+            b_dvalues += dot(tl.trans(b_shares), load_tile(p_dmeans, o_next, m_next, s_dmeans[1], o_d, m_d))
+            b_next_deltas = load_row(p_deltas, o_next, m_next, 1, 0.0)
+            b_lost += tl.sum(b_shares.to(tl.float32) * b_next_deltas[:, None], axis=0)
+        if CARRIES:
+            b_read = tl.exp(b_late_logits - low)
+            b_dvalues += b_read[:, None] * b_flow[None, :]
+            b_lost += b_read * lost
+            if WINDOWED:
+                b_early_logits = b_logits
+                if HAS_TEXTS:
+                    b_early_logits = tl.where(b_text == text_at(p_text, last - 1), b_logits, -float("inf"))
+                b_early_read = tl.exp(b_early_logits - tl.load(early[0] + o_early + i_chunk))
+                b_early_flow = tl.load(early[2] + (o_early + i_chunk) * D + o_d, m_d, 0.0)
+                b_dvalues += b_early_read[:, None] * b_early_flow[None, :]
+                b_lost += b_early_read * tl.load(early[1] + o_early + i_chunk)
+            if HAS_TEXTS:
+                low = tl.where(text_before == text_after, low, float("inf"))
+            low, b_flow, lost = absorb_rows(low, b_flow, lost, b_before_tops, b_scales, b_dmeans, b_deltas)
+        b_dlogits = tl.sum(b_wide_values * b_dvalues, axis=1) - b_lost
+        tl.store(p_dlogits + o_out + o_t.to(tl.int64) * H, b_dlogits, m_t)
+        if p_own is not None:
+            b_own *= b_scales
+            b_down = b_own * (tl.sum(b_wide_dmeans * b_wide_values, axis=1) - b_deltas)
+            tl.store(p_down + o_out + o_t.to(tl.int64) * H, b_down, m_t)
+            b_dvalues += b_own[:, None] * b_wide_dmeans
+        store_tile(p_dvalues + (i_b * T * H + i_h) * D, o_t, m_t, H * D, o_d, m_d, b_dvalues)
+
+    if PARTS > 1:
+        tl.store(ends[0] + o_part, low)
+        tl.store(ends[2] + o_part, lost)
+    if dstate[0] is not None:
+        if i_part == 0:
+            top, total = tl.load(past[0] + o_slots), tl.load(past[1] + o_slots)
+            b_dvalues = total * tl.exp(top - low) * b_flow
+            dlogit = tl.sum(b_dvalues * tl.load(past[2] + o_slots * D + o_d, m_d, 0.0), axis=0)
+            dlogit -= total * tl.exp(top - low) * lost
+            tl.store(dstate[1] + i_bh * D + o_d, b_dvalues, m_d)
+            tl.store(dstate[0] + i_split * cut.batch * H + i_bh, dlogit)
+
+
+@triton.jit
+def subtract_lost(
+    p_logits, s_logits, p_texts, past, p_dlogits, dstate, ends, T, H, cut, num_slots,
+    CHUNK: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """Subtract from the gradients of a part's logits, and the state's, what the parts after it take from them."""
+    i_split, i_h, i_part, i_b = place_of_program(H, cut)
+    p_logits += i_b * s_logits[0] + i_h * s_logits[2]
+    first = i_part * cut.length
+    last = tl.minimum(first + cut.length, T)
+    o_p = tl.arange(0, PARTS)
+    m_p = o_p < cut.parts
+    b_text_before = tl.zeros((PARTS,), tl.int32)
+    text_after = 0
+    if p_texts is not None:
+        b_text_before = tl.load(p_texts + i_b * T + o_p * cut.length - 1, m_p & (o_p > 0), 0)
+        text_after = text_at(p_texts + i_b * T, last - 1)
+    i_sb = i_split * cut.batch + i_b
+    o_part = (i_sb * cut.parts + o_p) * H + i_h
+    b_lows = tl.load(ends[0] + o_part, m_p, float("inf"))
+    b_lost = tl.load(ends[2] + o_part, m_p, 0.0)
+    low = tl.load(ends[1] + (i_sb * cut.parts + i_part) * H + i_h)
+    b_after = (o_p > i_part) & (b_text_before == text_after)
+    lost = tl.sum(b_lost * tl.exp(finite(low) - tl.where(b_after, b_lows, float("inf"))), axis=0)
+    for start in range(first, last, CHUNK):
+        o_t = start + tl.arange(0, CHUNK)
+        m_t = o_t < last
+        b_logits = load_row(p_logits, o_t, m_t, s_logits[1], -float("inf"))
+        if p_texts is not None:
+            b_text = load_row(p_texts + i_b * T, o_t, m_t, 1, -1)
+            b_logits = tl.where(b_text == text_after, b_logits, -float("inf"))
+        p_out = p_dlogits + i_sb * T * H + i_h + o_t.to(tl.int64) * H
+        tl.store(p_out, tl.load(p_out, m_t, 0.0) - tl.exp(b_logits - low) * lost, m_t)
+    if dstate[0] is not None:
+        if i_part == 0:
+            o_slot = (i_b * H + i_h) * num_slots
+            p_out = dstate[0] + i_sb * H + i_h
+            b_after = (o_p > 0) & (b_text_before == 0)
+            b_read = tl.exp(tl.load(past[0] + o_slot) - tl.where(b_after, b_lows, float("inf")))
+            tl.store(p_out, tl.load(p_out) - tl.load(past[1] + o_slot) * tl.sum(b_read * b_lost, axis=0))

@@ -1,0 +1,277 @@
+"""Forward kernels of the running softmax mean: over the whole past, over a window, and for a single position.
+
+A program takes a part of the time of one head. Over the whole past time is cut in parts where texts and heads alone do
+not fill the card: parts but the last are first summed up by one token each, at the price of a second reading of the
+values, and a program begins with the tokens of the parts before its own as one.
+
+With a window (van Herk, Gil-Werman: linear in time whatever the window) parts are blocks as long as it, and at least a
+chunk. What row t reads is its own block up to t, and of the block before the tokens after t - window: two triangles of
+weights per chunk, and beyond them two tokens, one for the chunks before in the own block, one for the later chunks of
+the block before. Those of the second kind are found first, from the last chunk of the block before to its second.
+Windows up to a chunk need only the triangles.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+import triton
+import triton.language as tl
+
+from multilin.ops.kernels.gpu_launch import autotuned
+from multilin.ops.kernels.gpu_rounding import narrow, store_rounded
+from multilin.ops.kernels.gpu_tiles import dot, finite, inverse, load_tile, store_tile
+from multilin.ops.prefix_softmax.gpu_math import (
+    WAYS,
+    absorb,
+    load_row,
+    place_of_program,
+    store_token,
+    text_at,
+)
+
+
+@autotuned(WAYS, key=["H", "D", "CHUNK", "BLOCK_D", "PARTS"])
+@triton.jit
+def summarize(
+    p_logits, s_logits, p_values, s_values, p_texts, tokens, T, H, D, cut,
+    CHUNK: tl.constexpr, BLOCK_D: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """Each part's tokens as one, into (tops, totals, means): those of the text that the part ends with."""
+    i_split, i_h, i_part, i_b = place_of_program(H, cut)
+    p_logits += i_b * s_logits[0] + i_h * s_logits[2]
+    p_values += i_b * s_values[0] + i_h * s_values[2]
+    o_d = i_split * BLOCK_D + tl.arange(0, BLOCK_D)
+    m_d = o_d < D
+    first = i_part * cut.length
+    last = tl.minimum(first + cut.length, T)
+    b_ones = tl.full((CHUNK,), 1.0, tl.float32)
+    top, total, b_mean = -float("inf"), 0.0, tl.zeros((BLOCK_D,), tl.float32)
+    for start in range(first, last, CHUNK):
+        o_t = start + tl.arange(0, CHUNK)
+        m_t = o_t < last
+        b_logits = load_row(p_logits, o_t, m_t, s_logits[1], -float("inf"))
+        if p_texts is not None:
+            b_text = load_row(p_texts + i_b * T, o_t, m_t, 1, -1)
+            b_logits = tl.where(b_text == text_at(p_texts + i_b * T, last - 1), b_logits, -float("inf"))
+        b_values = load_tile(p_values, o_t, m_t, s_values[1], o_d, m_d)
+        top, total, b_mean = absorb(top, total, b_mean, b_logits, b_ones, b_values)
+    store_token(tokens, (i_b * cut.parts + i_part) * H + i_h, D, o_d, m_d, top, total, b_mean)
+
+
+@triton.jit
+def before_part(
+    p_texts, state, tokens, i_b, i_h, i_part, T, H, D, cut, o_d, m_d, PARTS: tl.constexpr, BLOCK_D: tl.constexpr
+):
+    """The token that stands for all before a part: the state and the parts before, of the same text."""
+    text = 0
+    top, total, b_mean = -float("inf"), 0.0, tl.zeros((BLOCK_D,), tl.float32)
+    if p_texts is not None:
+        text = text_at(p_texts + i_b * T, i_part * cut.length - 1)
+    if state[0] is not None:
+        o_state = i_b * H + i_h
+        top = tl.where(text == 0, tl.load(state[0] + o_state), -float("inf"))
+        total = tl.where(top > -float("inf"), 1.0, 0.0)
+        b_mean = total * tl.load(state[1] + o_state * D + o_d, m_d, 0.0)
+    if PARTS > 1:
+        o_p = tl.arange(0, PARTS)
+        m_p = o_p < i_part
+        if p_texts is not None:
+            m_p &= tl.load(p_texts + i_b * T + (o_p + 1) * cut.length - 1, m_p, -1) == text
+        o_part = (i_b * cut.parts + o_p) * H + i_h
+        b_tops = tl.load(tokens[0] + o_part, m_p, -float("inf"))
+        b_totals = tl.load(tokens[1] + o_part, m_p, 0.0)
+        b_means = tl.load(tokens[2] + o_part[:, None] * D + o_d[None, :], m_p[:, None] & m_d[None, :], 0.0)
+        top, total, b_mean = absorb(top, total, b_mean, b_tops, b_totals, b_means)
+    return top, total, b_mean
+
+
+@triton.jit
+def sum_up_block_before(
+    p_logits, logits_t, p_values, values_t, p_text, late, o_late, first, cut, D, o_d, m_d,
+    HAS_TEXTS: tl.constexpr, CHUNK: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """For each chunk of the block before: one token for the block's tokens behind that chunk, of its last text."""
+    top, total, b_mean = -float("inf"), 0.0, tl.zeros((BLOCK_D,), tl.float32)
+    b_ones = tl.full((CHUNK,), 1.0, tl.float32)
+    for i_back in range(0, cut.chunks):
+        i_chunk = cut.chunks - 1 - i_back
+        store_token(late, o_late + i_chunk, D, o_d, m_d, top, total, b_mean)
+        if i_chunk > 0:
+            o_t = first - cut.length + i_chunk * CHUNK + tl.arange(0, CHUNK)
+            m_t = (o_t >= 0) & (o_t < first)
+            b_logits = load_row(p_logits, o_t, m_t, logits_t, -float("inf"))
+            if HAS_TEXTS:
+                b_text = load_row(p_text, o_t, m_t, 1, -1)
+                b_logits = tl.where(b_text == text_at(p_text, first - 1), b_logits, -float("inf"))
+            b_values = load_tile(p_values, o_t, m_t, values_t, o_d, m_d)
+            top, total, b_mean = absorb(top, total, b_mean, b_logits, b_ones, b_values)
+
+
+@autotuned(WAYS, key=["H", "D", "CHUNK", "BLOCK_D", "PARTS", "WINDOWED", "CARRIES"])
+@triton.jit
+def forward(
+    p_logits, s_logits, p_values, s_values, p_own, s_own, p_texts, state, tokens, late, p_dmeans, s_dmeans,
+    p_means, final, rows, past, p_deltas, T, H, D, cut, num_slots, window, null,
+    CHUNK: tl.constexpr, BLOCK_D: tl.constexpr, PARTS: tl.constexpr, WINDOWED: tl.constexpr, CARRIES: tl.constexpr,
+):  # fmt: skip
+    """Means of one part, the state after the last one, and what the backward pass reads, where it is asked for.
+
+    Given dy instead of means: the products dy_t . y_t. Without CARRIES the triangles are all that a row reads.
+    """
+    i_split, i_h, i_part, i_b = place_of_program(H, cut)
+    p_logits += i_b * s_logits[0] + i_h * s_logits[2]
+    p_values += i_b * s_values[0] + i_h * s_values[2]
+    HAS_TEXTS: tl.constexpr = p_texts is not None
+    p_text = p_logits
+    if HAS_TEXTS:
+        p_text = p_texts + i_b * T
+    i_bh = i_b * H + i_h
+    o_d = i_split * BLOCK_D + tl.arange(0, BLOCK_D)
+    m_d = o_d < D
+    first = i_part * cut.length
+    last = tl.minimum(first + cut.length, T)
+    b_ones = tl.full((CHUNK,), 1.0, tl.float32)
+    top, total, b_mean = -float("inf"), 0.0, tl.zeros((BLOCK_D,), tl.float32)
+    if not WINDOWED:
+        top, total, b_mean = before_part(
+            p_texts, state, tokens, i_b, i_h, i_part, T, H, D, cut, o_d, m_d, PARTS, BLOCK_D
+        )
+    elif CARRIES:
+        o_late = (((i_split * cut.batch + i_b) * H + i_h) * cut.parts + i_part) * cut.chunks
+        sum_up_block_before(
+            p_logits, s_logits[1], p_values, s_values[1], p_text, late, o_late, first, cut, D, o_d, m_d,
+            HAS_TEXTS, CHUNK, BLOCK_D,
+        )  # fmt: skip
+        tl.debug_barrier()
+    for start in range(first, last, CHUNK):
+        o_t = start + tl.arange(0, CHUNK)
+        m_t = o_t < last
+        b_logits = load_row(p_logits, o_t, m_t, s_logits[1], -float("inf"))
+        b_values = load_tile(p_values, o_t, m_t, s_values[1], o_d, m_d)
+        distance = o_t[:, None] - o_t[None, :]
+        visible = distance >= 0
+        if HAS_TEXTS:
+            b_text = load_row(p_text, o_t, m_t, 1, -1)
+            visible &= b_text[:, None] == b_text[None, :]
+        if WINDOWED:
+            visible &= distance < window
+            o_old = o_t - cut.length
+            m_old = (o_old >= 0) & (o_old < first)
+            b_old_values = load_tile(p_values, o_old, m_old, s_values[1], o_d, m_d)
+            old_visible = distance + cut.length < window
+            if HAS_TEXTS:
+                old_visible &= b_text[:, None] == load_row(p_text, o_old, m_old, 1, -1)[None, :]
+            b_old_logits = load_row(p_logits, o_old, m_old, s_logits[1], -float("inf"))
+            b_old_scores = tl.where(old_visible, b_old_logits[None, :], -float("inf"))
+        b_scores = tl.where(visible, b_logits[None, :], -float("inf"))
+        b_other = b_ones * 0.0 + null  # the null token, or the own term
+        if p_own is not None:
+            b_other = load_row(p_own + i_b * s_own[0] + i_h * s_own[2], o_t, m_t, s_own[1], -float("inf"))
+        b_tops = tl.maximum(tl.max(b_scores, axis=1), b_other)
+        if WINDOWED:
+            b_tops = tl.maximum(b_tops, tl.max(b_old_scores, axis=1))
+        if CARRIES:
+            b_past_top = b_ones * 0.0 + top
+            if HAS_TEXTS:
+                b_past_top = tl.where(b_text == text_at(p_text, start - 1), b_past_top, -float("inf"))
+            b_tops = tl.maximum(b_tops, b_past_top)
+            if WINDOWED:
+                i_late = o_late + (start - first) // CHUNK
+                b_late_top, late_total = b_ones * 0.0 + tl.load(late[0] + i_late), tl.load(late[1] + i_late)
+                if HAS_TEXTS:
+                    b_late_top = tl.where(b_text == text_at(p_text, first - 1), b_late_top, -float("inf"))
+                b_tops = tl.maximum(b_tops, b_late_top)
+
+        b_shift = finite(b_tops)
+        b_weights = narrow(tl.exp(b_scores - b_shift[:, None]), b_values.dtype)
+        b_other = tl.exp(b_other - b_shift)
+        b_totals = tl.sum(b_weights.to(tl.float32), axis=1) + b_other
+        b_sums = dot(b_weights, b_values)
+        if WINDOWED:
+            b_old_weights = narrow(tl.exp(b_old_scores - b_shift[:, None]), b_values.dtype)
+            b_totals += tl.sum(b_old_weights.to(tl.float32), axis=1)
+            b_sums += dot(b_old_weights, b_old_values)
+        if CARRIES:
+            b_past = total * tl.exp(b_past_top - b_shift)
+            b_totals += b_past
+            b_sums += b_past[:, None] * b_mean[None, :]
+            if WINDOWED:
+                b_late = late_total * tl.exp(b_late_top - b_shift)
+                b_totals += b_late
+                b_sums += b_late[:, None] * tl.load(late[2] + i_late * D + o_d, m_d, 0.0)[None, :]
+        if p_own is not None:
+            b_sums += b_other[:, None] * b_values.to(tl.float32)
+        b_scales = inverse(b_totals)
+        b_means = b_sums * b_scales[:, None]
+        if p_means is not None:
+            store_tile(p_means + (i_b * T * H + i_h) * D, o_t, m_t, H * D, o_d, m_d, b_means)
+        if rows[0] is not None:
+            tl.store(rows[0] + i_bh * T + o_t, tl.where(b_scales > 0, b_tops, float("inf")), m_t)
+            tl.store(rows[1] + i_bh * T + o_t, b_scales, m_t)
+        if past[0] is not None:
+            store_token(past, i_bh * num_slots + start // CHUNK, D, o_d, m_d, top, total, b_mean)
+        if p_dmeans is not None:
+            b_dmeans = load_tile(p_dmeans + i_b * s_dmeans[0] + i_h * s_dmeans[2], o_t, m_t, s_dmeans[1], o_d, m_d)
+            b_deltas = tl.sum(b_means * b_dmeans.to(tl.float32), axis=1)
+            tl.store(p_deltas + ((i_split * cut.batch + i_b) * H + i_h) * T + o_t, b_deltas, m_t)
+
+        if CARRIES:
+            if HAS_TEXTS:
+                text_after = text_at(p_text, tl.minimum(start + CHUNK, last) - 1)
+                b_logits = tl.where(b_text == text_after, b_logits, -float("inf"))
+                top = tl.where(text_at(p_text, start - 1) == text_after, top, -float("inf"))
+            top, total, b_mean = absorb(top, total, b_mean, b_logits, b_ones, b_values)
+    if i_part == cut.parts - 1:
+        if final[0] is not None:
+            log_total = tl.where(total > 0, top + tl.log(tl.where(total > 0, total, 1.0)), -float("inf"))
+            tl.store(final[0] + i_bh, log_total)
+            tl.store(final[1] + i_bh * D + o_d, b_mean, m_d)
+        if past[0] is not None:
+            store_token(past, i_bh * num_slots + num_slots - 1, D, o_d, m_d, top, total, b_mean)
+
+
+@triton.jit
+def step(
+    p_logits, s_logits, p_values, s_values, p_own, s_own, p_starts, state, p_means, final, H, D, num_past, null,
+    CHUNK: tl.constexpr, BLOCK_D: tl.constexpr, WINDOWED: tl.constexpr,
+):  # fmt: skip
+    """A single position: its mean and the state after it. With a window the state's tokens move up by one place."""
+    i_h, i_b = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    o_d = tl.arange(0, BLOCK_D)
+    m_d = o_d < D
+    b_ones = tl.full((CHUNK,), 1.0, tl.float32)
+    logit = tl.load(p_logits + i_b * s_logits[0] + i_h * s_logits[2])
+    b_value = tl.load(p_values + i_b * s_values[0] + i_h * s_values[2] + o_d, m_d, 0.0).to(tl.float32)
+    top, total = logit, tl.where(logit > -float("inf"), 1.0, 0.0)
+    b_mean = tl.where(total > 0, b_value, 0.0)
+    if state[0] is not None:
+        for start in range(0, num_past, CHUNK):
+            o_s = start + tl.arange(0, CHUNK)
+            m_s = o_s < num_past
+            o_state = (i_b * num_past + o_s) * H + i_h
+            b_logits = tl.load(state[0] + o_state, m_s, -float("inf"))
+            if p_starts is not None:
+                b_logits = tl.where(tl.load(p_starts + i_b) != 0, -float("inf"), b_logits)
+            b_values = tl.load(state[1] + o_state[:, None] * D + o_d[None, :], m_s[:, None] & m_d[None, :], 0.0)
+            top, total, b_mean = absorb(top, total, b_mean, b_logits, b_ones, b_values)
+            if WINDOWED:
+                if final[0] is not None:
+                    o_moved, m_moved = o_state - H, m_s & (o_s > 0)
+                    tl.store(final[0] + o_moved, b_logits, m_moved)
+                    tl.store(final[1] + o_moved[:, None] * D + o_d[None, :], b_values, m_moved[:, None] & m_d[None, :])
+    if final[0] is not None:
+        if num_past > 0:
+            o_state = (i_b * num_past + num_past - 1) * H + i_h
+            last_logit, b_last_value = logit, b_value
+            if not WINDOWED:
+                last_logit, b_last_value = top + tl.log(tl.where(total > 0, total, 1.0)), b_mean
+            tl.store(final[0] + o_state, last_logit)
+            tl.store(final[1] + o_state * D + o_d, b_last_value, m_d)
+    other = null
+    if p_own is not None:
+        other = tl.load(p_own + i_b * s_own[0] + i_h * s_own[2])
+    shift = finite(tl.maximum(top, other))
+    past, other = total * tl.exp(top - shift), tl.exp(other - shift)
+    b_sum = past * b_mean
+    if p_own is not None:
+        b_sum += other * b_value
+    store_rounded(p_means + (i_b * H + i_h) * D + o_d, b_sum * inverse(past + other), m_d)

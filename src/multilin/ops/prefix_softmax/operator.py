@@ -1,0 +1,188 @@
+"""The operator of PyTorch around the compiled kernels of both devices: gradients, shapes for tracing, windows.
+
+The modules `cpu` and `gpu` start the kernels, with the same functions `forward`, `backward` and `empty_kept`. The
+operator is told which one to take, as Triton's interpreted kernels take tensors of the CPU.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from multilin.ops.prefix_softmax import cpu, gpu
+from multilin.ops.prefix_softmax.state import Gradients, PrefixSoftmaxState, last_tokens, read_state_first
+
+_MODULES: dict[str, Any] = {"cpu": cpu, "gpu": gpu}
+_PLAIN = (Tensor, Parameter)  # others are traced
+
+
+def prefix_softmax(
+    kernels: str,
+    logits_BTH: Tensor,
+    values_BTHD: Tensor,
+    *,
+    window: int | None = None,
+    own_logits: Tensor | None = None,
+    null_logit: float | None = None,
+    state: PrefixSoftmaxState | None = None,
+    starts: Tensor | None = None,
+    needs_state: bool = True,
+) -> tuple[Tensor, PrefixSoftmaxState | None]:
+    """See `multilin.ops.prefix_softmax`. Logits in float32; values in that or half precision, the means like them.
+
+    With a window the tokens of the state are read again before the new ones, but for a single position on a GPU.
+    """
+    null, num_new = -torch.inf if null_logit is None else null_logit, logits_BTH.shape[1]
+    is_step = kernels == "gpu" and num_new == 1 and state is not None and state.logits_BSH.shape[1] + 1 == window
+    if window is None or is_step:
+        past: Any = (None, None)
+        if state is not None:
+            past = state if state.values_BSHD.dtype is torch.float32 else (x.float() for x in state)
+        if window is None or not _needs_gradients(logits_BTH, values_BTHD, *past):
+            state_logits, state_values = past
+            means, final_logits, final_values = _means(
+                kernels,
+                logits_BTH,
+                values_BTHD,
+                own_logits,
+                starts,
+                state_logits,
+                state_values,
+                window,
+                null,
+                needs_state,
+            )
+            return means, PrefixSoftmaxState(final_logits, final_values) if needs_state else None
+    logits_BSH, values_BSHD, starts_BS = read_state_first(logits_BTH, values_BTHD, state, starts)
+    num_read = logits_BSH.shape[1]
+    cut = None if window >= num_read else window
+    means_BSHD = _means(kernels, logits_BSH, values_BSHD, None, starts_BS, None, None, cut, null, False)[0]
+    if needs_state:
+        state = last_tokens(logits_BSH, values_BSHD, starts_BS, window - 1)
+        state = PrefixSoftmaxState(state.logits_BSH, state.values_BSHD.float())
+    return means_BSHD[:, num_read - num_new :], state if needs_state else None
+
+
+def _means(
+    kernels: str, logits: Tensor, values: Tensor, own: Tensor | None, starts: Tensor | None,
+    state_logits: Tensor | None, state_values: Tensor | None, window: int | None, null: float, needs_state: bool,
+) -> tuple[Tensor, Any, Any]:  # fmt: skip
+    """Means and state after them; without the operator, which takes longer than a token, where nothing traces."""
+    keeps = _needs_gradients(logits, values, own, state_logits, state_values)
+    arguments = (logits, values, own, starts, state_logits, state_values, window, null, keeps, needs_state)
+    if torch.compiler.is_compiling() or type(values) not in _PLAIN or type(logits) not in _PLAIN:
+        return _forward(kernels, *arguments)[:3]
+    return _Eager.apply(kernels, *arguments) if keeps else _MODULES[kernels].forward(*arguments)[:3]
+
+
+def _needs_gradients(*inputs: Tensor | None) -> bool:
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
+
+
+def _run_forward(kernels: str, *arguments: Any) -> tuple[Tensor, ...]:
+    return tuple(arguments[0].new_empty(0) if x is None else x for x in _MODULES[kernels].forward(*arguments))
+
+
+def _run_backward(kernels: str, *arguments: Any) -> Gradients:
+    *inputs, kept_a, kept_b, kept_c, window, null, has_state = arguments
+    gradients = _empty_gradients(values=inputs[4], own=inputs[5], has_state=has_state)
+    _MODULES[kernels].backward(*inputs, (kept_a, kept_b, kept_c), window, null, gradients)
+    return gradients
+
+
+_forward = torch.library.custom_op(
+    "multilin::prefix_softmax", _run_forward, mutates_args=(),
+    schema="(str kernels, Tensor logits, Tensor values, Tensor? own_logits, Tensor? starts, Tensor? state_logits, "
+    "Tensor? state_values, SymInt? window, float null, bool keeps, bool needs_state) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+)  # fmt: skip
+_backward = torch.library.custom_op(
+    "multilin::prefix_softmax_backward", _run_backward, mutates_args=(),
+    schema="(str kernels, Tensor dmeans, Tensor? dfinal_logits, Tensor? dfinal_values, Tensor? logits, Tensor values, "
+    "Tensor? own_logits, Tensor? starts, Tensor? means, Tensor kept_a, Tensor kept_b, Tensor kept_c, SymInt? window, "
+    "float null, bool has_state) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+)  # fmt: skip
+
+
+@_forward.register_fake
+def _forward_shapes(kernels: str, logits: Tensor, values: Tensor, own: Tensor | None, *others: Any) -> tuple[Any, ...]:
+    *_, window, null, keeps, needs_state = others
+    B, T, H, D = values.shape
+    S = 1 if window is None else window - 1
+    kept = _MODULES[kernels].empty_kept(values, own, window, null) if keeps else (logits.new_empty(0) for _ in range(3))
+    final = (logits.new_empty(shape if needs_state else (0,)) for shape in ((B, S, H), (B, S, H, D)))
+    return values.new_empty((B, T, H, D)), *final, *kept
+
+
+@_backward.register_fake
+def _backward_shapes(*arguments: Any) -> Gradients:
+    return _empty_gradients(values=arguments[5], own=arguments[6], has_state=arguments[-1])
+
+
+def _empty_gradients(values: Tensor, own: Tensor | None, has_state: bool) -> Gradients:
+    """Room for the gradients: float32, that of the values like them; of no size where there is no such input."""
+    B, T, H, D = values.shape
+    of_own, of_state = B if own is not None else 0, B if has_state else 0
+    shapes = (B, T, H), (of_own, T, H), (of_state, 1, H), (of_state, 1, H, D)
+    logits, *others = (torch.empty(shape, dtype=torch.float32, device=values.device) for shape in shapes)
+    return Gradients(logits, torch.empty((B, T, H, D), dtype=values.dtype, device=values.device), *others)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+    kernels, logits, values, own, starts, _, state_values, window, null, keeps, needs_state = inputs
+    means, _, _, *kept = output
+    # Memory of what is not read again can be freed.
+    if kernels == "cpu":
+        logits = starts = None
+    if kernels == "gpu" or (window is None and cpu.is_gated(values, own, null)):
+        means = None
+    ctx.save_for_backward(logits, values, own, starts, means, *kept)
+    ctx.has_state, ctx.keeps, ctx.needs_state = state_values is not None, keeps, needs_state
+    ctx.options = kernels, window, null, ctx.has_state
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(ctx: Any, dmeans: Tensor | None, *dfinal_and_kept: Tensor | None) -> tuple[Any, ...]:
+    if not ctx.keeps:
+        raise RuntimeError("multilin::prefix_softmax has no gradient where it was called with keeps=False")
+    return _gradients(_backward, ctx, dmeans, *dfinal_and_kept[:2])
+
+
+def _gradients(
+    backward: Any, ctx: Any, dmeans: Tensor | None, dfinal_logits: Tensor | None, dfinal_values: Tensor | None
+) -> tuple[Any, ...]:
+    """Gradients of all arguments of the operator, by its backward operator or without it."""
+    saved, (kernels, *options) = ctx.saved_tensors, ctx.options
+    values, own = saved[1:3]
+    if dmeans is None:
+        dmeans = torch.zeros_like(values)
+    if not ctx.needs_state:
+        dfinal_logits = dfinal_values = None
+    elif dfinal_logits is None and dfinal_values is not None:
+        dfinal_logits = torch.zeros_like(dfinal_values[..., 0])
+    elif dfinal_values is None and dfinal_logits is not None:
+        dfinal_values = dfinal_logits.new_zeros((*dfinal_logits.shape, values.shape[-1]))
+    dlogits, dvalues, down, *dstate = backward(kernels, dmeans, dfinal_logits, dfinal_values, *saved, *options)
+    dstate = dstate if ctx.has_state else (None, None)
+    return None, dlogits, dvalues, None if own is None else down, None, *dstate, None, None, None, None
+
+
+class _Eager(torch.autograd.Function):
+    """The operator for tensors that are numbers: no name to look up, a call costs a third of the time."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Means and final state."""
+        output = _MODULES[inputs[0]].forward(*inputs[1:])
+        _save(ctx, inputs, output)
+        return output[:3]
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
+        """Gradients of all inputs."""
+        return _gradients(_run_backward, ctx, *gradients)
+
+
+_forward.register_autograd(_differentiate, setup_context=_save)

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from multilin.ops.kernels import LazyModule
-from multilin.ops.kernels.operators import operator
-from multilin.ops.kernels.rows import dense_rows
+from multilin.ops.kernels.operators import dense_rows, operator
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _kernels, _launch = LazyModule("multilin.ops.block_outer.gpu_kernels"), LazyModule("multilin.ops.kernels.gpu_launch")

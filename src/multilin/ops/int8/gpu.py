@@ -13,8 +13,7 @@ from multilin.ops.block_outer.gpu import power_of_two
 from multilin.ops.int8.portable import PortableSteps, draw_seed, sum_of_parts
 from multilin.ops.int8.rounding import Rounded
 from multilin.ops.kernels import LazyModule
-from multilin.ops.kernels.operators import operator
-from multilin.ops.kernels.rows import dense_rows
+from multilin.ops.kernels.operators import dense_rows, operator
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _kernels, _launch = LazyModule("multilin.ops.int8.gpu_kernels"), LazyModule("multilin.ops.kernels.gpu_launch")

@@ -3,7 +3,8 @@
 With s = 1 / rms of a tile and y = s x, the gradient is dx = s (dy - y mean(dy y)). It is made of x, not of y, which may
 be rounded, since it is a difference; and s is kept. For a zero tile s = 0.
 
-Their task: x, y, dy and dx (num_tiles, tile), scales (num_tiles) float32; pairs are numbers of x and dx, and of y and dy.
+Their task: x, y, dy and dx (num_tiles, tile), scales (num_tiles) float32; pairs are numbers of x and dx, and of y
+and dy.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from benchmarks._gpu_timing import Clock, attempt
 from benchmarks._models import multiplied
-from multilin.analysis.info import state_bytes
+from multilin.analysis.costs import state_bytes
 from multilin.architectures import architectures
 from multilin.model.factory import BASELINES, create_model
 

@@ -26,7 +26,7 @@ from benchmarks import _plots, _results
 from benchmarks._memory import peak_bytes
 from benchmarks._models import multiplied
 from benchmarks._turns import device, synchronize
-from multilin.analysis.info import state_bytes
+from multilin.analysis.costs import state_bytes
 from multilin.architectures import architectures
 from multilin.errors import InputError
 from multilin.model import MultilinForCausalLM

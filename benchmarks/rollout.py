@@ -90,7 +90,7 @@ def _measure(model: MultilinForCausalLM, prompt: Tensor, arguments: argparse.Nam
 def _recurrence(model: MultilinForCausalLM, prompt: Tensor, num_steps: int) -> Callable[[], Tensor]:
     """t_{n+1} = H (C + 1)[n] e, e the embeddings of all inputs so far."""
     weights, head = model.model.embedding.tokens.weight.detach(), model.lm_head.weight.detach()
-    mixing = model.model.layers[0].linear_map().over_positions.detach()
+    mixing = model.model.layers[0].linear_map()[0].detach()
 
     @torch.inference_mode()
     def run() -> Tensor:

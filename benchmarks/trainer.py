@@ -21,7 +21,8 @@ from multilin.cli.progress import TrainingDisplay
 from multilin.training.assemble import build_model, read_text, training_order
 from multilin.training.order import stack_blocks
 from multilin.training.precision import autocast_dtype
-from multilin.training.recipe import Recipe, load_recipe, resolve_recipe
+from multilin.training.recipe import Recipe, load_recipe
+from multilin.training.resolve import resolve_recipe
 from multilin.training.trainer import train
 
 TURNS_TO_WARM_UP = 2

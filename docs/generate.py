@@ -15,6 +15,8 @@ from typing import Any
 
 from data_flow import read_flow
 from flow_picture import describe, draw
+from formulas import typeset
+from package_picture import draw_packages
 
 from multilin.architectures.base import Architecture, architectures, get_architecture
 from multilin.model.config import MultilinConfig
@@ -35,10 +37,11 @@ def pages() -> dict[Path, str]:
     written = {}
     for name, architecture in architectures().items():
         written[DOCS / "architectures" / f"{name}.md"] = NOTE + architecture_page(architecture)
-        if architecture.flow:
-            written[DOCS / "architectures" / f"{name}.svg"] = draw(architecture.title, read_flow(architecture.flow))
+        if steps := read_flow(architecture.layer.__doc__ or ""):
+            written[DOCS / "architectures" / f"{name}.svg"] = draw(architecture.title, steps)
     written[DOCS / "architectures" / "index.md"] = NOTE + _overview()
     written[DOCS / "recipes.md"] = NOTE + _recipes()
+    written[DOCS / "images" / "packages.svg"] = draw_packages()
     written[README] = _readme()
     return written
 
@@ -113,9 +116,9 @@ def _summary(architecture: Architecture) -> str:
 
 
 def _flow(architecture: Architecture) -> str:
-    if not architecture.flow:
+    steps = read_flow(architecture.layer.__doc__ or "")
+    if not steps:
         return ""
-    steps = read_flow(architecture.flow)
     alternative = f"Data flow of one layer. {describe(steps)}"
     dashed = " Dashed boxes are there with an option only." if any(step.is_option for step in steps) else ""
     return (
@@ -191,12 +194,13 @@ def _range(metadata: typing.Sequence[Any]) -> str:
 
 
 def _prose(text: str) -> str:
-    """Indented formulas of a docstring as code blocks."""
+    """A docstring as Markdown: indented formulas are typeset, and tables, which hold quotes, are code."""
     blocks = []
     for block in text.strip("\n").split("\n\n"):
         lines = block.split("\n")
         if all(line.startswith("    ") for line in lines):
-            blocks.append("```text\n" + "\n".join(line[4:] for line in lines) + "\n```")
+            formulas = "\n".join(line[4:] for line in lines)
+            blocks.append(f"```text\n{formulas}\n```" if '"' in formulas else typeset(formulas))
         else:
             blocks.append(block)
     return "\n\n".join(blocks) + "\n"

@@ -16,7 +16,7 @@ from multilin.errors import InputError, shorten, shown
 from multilin.settings import load_settings
 
 LONGEST = 300
-NO_SETTINGS = ("multilin.ops", "multilin.__main__", "multilin.analysis.harness")
+NO_SETTINGS = ("multilin.ops", "multilin.__main__", "multilin.analysis.evaluate.tasks")
 
 
 @pytest.fixture(scope="module")

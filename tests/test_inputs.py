@@ -195,6 +195,35 @@ def test_lines_documents_and_expansions_are_bounded(tmp_path: Path, monkeypatch:
     assert len(list(read_documents(str(tmp_path / "good.jsonl.gz")))) == 100
 
 
+def test_a_text_without_spaces_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "LONGEST_WORD", 1000)
+    (tmp_path / "one.txt").write_text("a cat " + "x" * 2500)
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"text": "x" * 2500}))
+    for name in ("one.txt", "rows.jsonl"):
+        with pytest.raises(InputError, match=rf"{name}.*: more than 1,000 characters without a space"):
+            list(read_documents(str(tmp_path / name)))
+    (tmp_path / "one.txt").write_text("x" * 999 + " " + "y" * 999)
+    assert len(list(read_documents(str(tmp_path / "one.txt")))) == 1
+
+
+def test_weights_that_are_not_finite_are_refused(tmp_path: Path) -> None:
+    model = create_model("additive", hidden_size=8, num_layers=1, vocab_size=258, n_positions=8)
+    model.model.norm.bias.data[3] = float("nan")
+    model.save_pretrained(tmp_path)
+    train_tokenizer([], "byte", None).save_pretrained(tmp_path)
+    with pytest.raises(InputError, match=r"model\.norm\.bias holds values that are not finite"):
+        load_run(tmp_path)
+
+
+def test_a_tokenizer_whose_ids_have_gaps_is_refused(tmp_path: Path) -> None:
+    train_tokenizer([], "byte", None).save_pretrained(tmp_path)
+    content = json.loads((tmp_path / "tokenizer.json").read_text())
+    del content["model"]["vocab"]["a"]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(InputError, match="257 tokens with ids up to 257"):
+        load_tokenizer(str(tmp_path))
+
+
 def test_files_of_a_model_are_bounded(tmp_path: Path) -> None:
     def written() -> Path:
         folder = tmp_path / "run"

@@ -3,7 +3,7 @@
 import difflib
 import math
 import reprlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 LONGEST_MESSAGE = 1000
@@ -36,6 +36,11 @@ def nearest(word: str, choices: Iterable[str]) -> str:
 def plural(number: int, noun: str) -> str:
     """A count with its noun: `1 document`, `1,204 documents`."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def listed(names: Sequence[str]) -> str:
+    """One or more names as in a sentence: `a`, `a and b`, `a, b and c`."""
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
 
 
 def shorten(text: str, length: int = LONGEST_VALUE) -> str:

@@ -1,5 +1,6 @@
 """Scores by position, document and kind of token: every breakdown sums up to the whole, and long texts stream."""
 
+import dataclasses
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -9,15 +10,17 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from multilin.analysis.breakdown import CLASSES, FEWEST_BYTES, Breakdown, TokenKinds, as_data, break_down
-from multilin.analysis.evaluate import evaluate, read_blocks
-from multilin.analysis.long_text import read_whole
+from multilin.analysis.evaluate.breakdown import CLASSES, FEWEST_BYTES, Breakdown, TokenKinds, as_data, break_down
+from multilin.analysis.evaluate.run import break_down_run, read_whole
+from multilin.analysis.settings import EvaluationSettings
 from multilin.data.corpora import Document
 from multilin.data.packing import PackedText, pack
 from multilin.data.tokenizers import train_tokenizer
 from multilin.errors import InputError
 from multilin.inference.runs import Run
 from multilin.model.factory import create_model
+from multilin.scoring.losses import evaluate, read_blocks
+from multilin.training.recipe import load_recipe
 
 TEXTS = ["The cat sat on 12 mats,\nand 7 dogs ran. " * 9, "", "naïve 你好 😀 " * 13, "x"]
 PARTS = ("by_position", "by_document", "by_class", "by_frequency")
@@ -186,3 +189,17 @@ def test_models_that_cannot_read_long_texts_say_so(make_run: Callable[[str], Run
     for architecture in ("additive", "linear_mixer", "gpt2", "llama"):
         with pytest.raises(InputError, match=r"^long: this model reads at most 32 tokens; leave --long out"):
             next(read_whole(make_run(architecture), packed))
+
+
+def test_the_recipe_is_read_once(
+    make_run: Callable[[str], Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, folders = tmp_path / "text.txt", []
+    source.write_text(TEXTS[0])
+    (tmp_path / "recipe.yaml").touch()
+    recipe = load_recipe(None, {"model.n_positions": 16})
+    monkeypatch.setattr("multilin.analysis.evaluate.run.load_recipe", lambda folder: folders.append(folder) or recipe)
+    run = dataclasses.replace(make_run("gpt2"), folder=tmp_path)
+    breakdown = break_down_run(run, EvaluationSettings(source=str(source)))
+    assert folders == [tmp_path]
+    assert breakdown.by_position[-1].name == "8 to 15"  # blocks are as long as in training

@@ -13,17 +13,19 @@ import pytest
 import torch
 
 from multilin.analysis.compare import measure
-from multilin.analysis.compare.answers import best_sentence, cost_sentence, reached, speed_sentence
-from multilin.analysis.compare.grid import further_choice
-from multilin.analysis.compare.markdown import as_markdown
-from multilin.analysis.compare.record import FAILED, FINISHED, Comparison, Point, RunRecord, ranking
-from multilin.analysis.compare.remarks import remarks_on
-from multilin.analysis.compare.report import as_html, as_json
+from multilin.analysis.compare.answers import (
+    best_sentence,
+    cost_sentence,
+    cost_to_reach,
+    p_text,
+    remarks_on,
+    speed_sentence,
+)
+from multilin.analysis.compare.record import FAILED, FINISHED, Comparison, Point, RunRecord, further_choice, ranking
+from multilin.analysis.compare.report import as_html, as_json, as_markdown, dots
 from multilin.analysis.compare.run import compare
 from multilin.analysis.compare.statistics import Spread, spread, welch_p
 from multilin.analysis.compare.sweep import Budget, Sweep
-from multilin.analysis.compare.view import dots
-from multilin.analysis.compare.words import p_text
 from multilin.cli.compare import print_comparison
 from multilin.errors import InputError
 from multilin.training.callbacks import StepCallback
@@ -132,7 +134,7 @@ def test_html_and_markdown_show_the_same_figures(found: Comparison, sandbox: Pat
         text = f"{row.score.mean:.3f} ± {row.score.deviation:.3f}"
         assert f"<td>{text}</td>" in html
         assert f"| {text} |" in markdown
-        assert [d["state"] for d in shown["decoding"]] == [d.state_bytes for d in row.decoding]
+        assert [d["state_bytes"] for d in shown["decoding"]] == [d.state_bytes for d in row.decoding]
     for run in (run for row in found.rows for run in row.finished):
         assert f'<th scope="row">{run.folder}</th>' in html
         assert f"{run.last.bits_per_byte:.4f}" in html
@@ -145,7 +147,7 @@ def test_the_html_needs_nothing_else(found: Comparison, sandbox: Path) -> None:
     assert html.count("<script") == 3
 
 
-def test_what_models_write_is_text_to_the_browser(found: Comparison) -> None:
+def test_samples_are_text_to_the_browser(found: Comparison) -> None:
     evil = "</script><script>alert(1)</script><img src=x>"
     rows = [dataclasses.replace(row, sample=evil) for row in found.rows]
     html = as_html(dataclasses.replace(found, rows=rows, prompt=evil, title=evil))
@@ -169,7 +171,7 @@ def test_the_state_of_gpt2_grows_and_that_of_elita_does_not(found: Comparison) -
     # Keys and values, 16 numbers of 4 bytes each, of 8 and of 40 tokens.
     assert states["gpt2"] == [2 * 16 * 4 * 8, 2 * 16 * 4 * 40]
     assert found.row("gpt2").memory == 2 * 16 * 4 * 16
-    assert "what gpt2 keeps grows with the text" in cost_sentence(found)
+    assert "the state of gpt2 grows with the sequence" in cost_sentence(found)
 
 
 def test_a_baseline_that_reads_across_documents_is_said_to(found: Comparison) -> None:
@@ -229,6 +231,14 @@ def test_the_grid_is_tried_on_one_seed_and_the_best_trained_with_all(sandbox: Pa
     assert row.recipe["optimizer"]["learning_rate"] == 1e-2
     assert [run.folder for run in row.runs] == ["elita-s0-lr0.01", "elita-s1-lr0.01"]
     assert any("is at the end of what was tried" in remark for remark in found.remarks)
+
+
+def test_a_grid_of_one_value_is_taken(sandbox: Path) -> None:
+    grid = {"optimizer.learning_rate": [1e-4]}
+    (row,) = compare(a_sweep(sandbox, "single", rows={"elita": {}}, seeds=[0], grid=grid)).rows
+    assert row.choice == {"optimizer.learning_rate": 1e-4}
+    assert row.recipe["optimizer"]["learning_rate"] == 1e-4
+    assert [run.folder for run in row.all_runs] == ["elita-s0-lr0.0001"]
 
 
 def test_a_grid_goes_on_where_its_last_value_is_the_best(sandbox: Path) -> None:
@@ -361,7 +371,8 @@ def test_the_sentences_say_what_the_figures_do(found: Comparison) -> None:
         "of 2 seeds); the differences to all others are larger than noise."
     )
     # From 3 after 256 tokens to 2.005 after 320: 2.505 is passed after 256 + 64 * 0.495 / 0.995.
-    assert reached(clear.row("elita"), 2.505, "bits_per_byte").tokens == pytest.approx(256 + 64 * 0.495 / 0.995)
+    reached = cost_to_reach(clear.row("elita"), 2.505, "bits_per_byte")
+    assert reached["tokens"] == pytest.approx(256 + 64 * 0.495 / 0.995)
     assert speed_sentence(clear).startswith(
         "To reach 2.505 bits per byte, where gpt2 ends, elita needs the fewest training tokens (288 instead of 320)"
     )
@@ -376,7 +387,7 @@ def test_nothing_is_best_where_a_row_left_its_budget(
     clear = made_up(found, [[4, 3, 2.0], [4, 3, 2.01]], [[5, 4, 2.5], [5, 4, 2.51]])
     rows = [dataclasses.replace(row, seconds=value) for row, value in zip(clear.rows, seconds, strict=True)]
     comparison = ranked(dataclasses.replace(clear, rows=rows[::-1], budget={"seconds": 30.0}))
-    comparison = dataclasses.replace(comparison, remarks=remarks_on(comparison))
+    comparison = dataclasses.replace(comparison, remarks=list(remarks_on(comparison)))
     sentence = best_sentence(comparison)
     print_comparison(comparison)
     shown = {

@@ -1,5 +1,6 @@
 """Sweep files become rows, rows become recipes, budgets become steps; and what is wrong is one sentence."""
 
+import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -10,16 +11,15 @@ import torch
 import yaml
 
 from multilin.analysis.compare import plan
-from multilin.analysis.compare.flops import training_flops_per_token
-from multilin.analysis.compare.plan import SPEED_FILE, plan_rows
-from multilin.analysis.compare.rows import rows_of, with_choice
+from multilin.analysis.compare.plan import SPEED_FILE, plan_rows, rows_of
 from multilin.analysis.compare.sweep import Budget, Sweep, builtin_sweep, changed, find_sweep, load_sweep
+from multilin.analysis.costs import training_flops_per_token
 from multilin.cli.main import main
 from multilin.errors import InputError
 from multilin.model.factory import create_model, model_names
 from multilin.training.assemble import check_model
 from multilin.training.progress import TrainingProgress
-from multilin.training.recipe import resolve_recipe
+from multilin.training.resolve import resolve_recipe
 
 SMALL = {
     "model": {"hidden_size": 16, "num_layers": 1, "n_positions": 16},
@@ -56,6 +56,7 @@ def sweep_file(tmp_path: Path) -> Callable[..., Path]:
             "rows.gpt2.model.hidden_size: 0 given, but it should be at least 1",
         ),
         ({"rows": {"a": {"recipe": "demmo"}}}, "recipe: 'demmo' is neither"),
+        ({"rows": {"a": {"recipe": 3}}}, "rows.a.recipe: 3 given, but it should be the name or path of a recipe"),
         ({"rows": {"a/b": {}}}, "rows: 'a/b' given, but a row is named by"),
         ({"rows": {}}, "rows: none given"),
         ({"rows": {"lama": {}}}, "rows.lama: no model given; give `recipe`"),
@@ -114,7 +115,7 @@ def test_a_mistake_is_one_sentence_before_any_work(
 @pytest.mark.parametrize("budget", ["--tokens", "--flops", "--seconds"])
 def test_a_budget_of_zero_is_refused(budget: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["compare", budget, "0"]) == 2
-    assert f"{budget}: 0.0 given, but it should be above 0" in capsys.readouterr().err
+    assert f"{budget}: 0 given, but it should be above 0" in capsys.readouterr().err
 
 
 def test_one_recipe_is_not_compared(capsys: pytest.CaptureFixture[str]) -> None:
@@ -215,6 +216,13 @@ def test_flops_of_gpt2_are_those_of_its_formula() -> None:
     assert training_flops_per_token(model, length) == 3 * (2 * weights + attention)
 
 
+def test_flops_of_integer_products_are_counted() -> None:
+    model = create_model("additive", hidden_size=32, num_layers=2, vocab_size=50, n_positions=24)
+    of_floats = training_flops_per_token(model, 24)
+    model.set_arithmetic(dataclasses.replace(model.arithmetic, products="int8"))
+    assert training_flops_per_token(model, 24) == of_floats
+
+
 def test_flops_of_running_means_are_those_of_the_weights() -> None:
     model = create_model("additive", hidden_size=32, num_layers=2, vocab_size=50, n_positions=24)
     weights = sum(module.weight.numel() for module in model.modules() if isinstance(module, torch.nn.Linear))
@@ -238,4 +246,4 @@ def test_the_sweep_of_a_claim_can_be_trained_and_its_rows_are_reported(path: Pat
     for row in rows_of(sweep):
         assert f"| `{row.name}` |" in documented
         for choice in sweep.choices:
-            check_model(resolve_recipe(with_choice(row, choice)))
+            check_model(resolve_recipe(row.with_choice(choice)))

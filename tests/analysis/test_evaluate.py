@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
-from multilin.analysis.evaluate import evaluate, token_losses
 from multilin.data.corpora import Document
 from multilin.data.packing import Blocks, PackedText, pack
 from multilin.data.tokenizers import train_tokenizer
 from multilin.errors import InputError
+from multilin.scoring.losses import evaluate, token_losses
 
 TEXTS = ["The cat sat on the mat.\n" * 3, "", "naïve 你好 😀", "x"]
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from multilin.analysis.evaluate_run import break_down_run, evaluate_run
+from multilin.analysis.evaluate.run import break_down_run, evaluate_run
 from multilin.analysis.settings import EvaluationSettings
 from multilin.cli.main import main
 from multilin.data.tokenizers import train_tokenizer
@@ -76,7 +76,7 @@ def task_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[st
 
 def score(run: Run, task: str, folder: Path) -> dict[str, dict[str, float | None]]:
     """The scores of a task: metric to value and standard error."""
-    from multilin.analysis.harness import evaluate_tasks
+    from multilin.analysis.evaluate.tasks import evaluate_tasks
 
     return evaluate_tasks(run, [task], folder=str(folder), trust_task_code=True)[task]
 
@@ -114,7 +114,7 @@ def test_a_last_window_that_is_not_full_reads_further_back(folder: Path, task_fo
 
 
 def test_a_long_window_is_a_text_read_whole(folder: Path, task_folder: Callable[[str], Path]) -> None:
-    from multilin.analysis.harness import MultilinLM
+    from multilin.analysis.evaluate.tasks import MultilinLM
 
     run = load_run(folder)
     if run.longest_text is not None:
@@ -135,9 +135,9 @@ def test_lm_eval_finds_the_model_by_name(folder: Path, task_folder: Callable[[st
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager
 
-    from multilin.analysis.harness import MultilinLM
+    from multilin.analysis.evaluate.tasks import MultilinLM
 
-    assert MultilinLM.__module__ == "multilin.analysis.harness"
+    assert MultilinLM.__module__ == "multilin.analysis.evaluate.tasks"
     found = simple_evaluate(
         model="multilin", model_args=f"pretrained={folder}", device="cuda:0", tasks=["local_rolling"],
         task_manager=TaskManager(include_path=str(task_folder("the cat")), include_defaults=False), bootstrap_iters=0,
@@ -154,11 +154,11 @@ def test_bad_requests_are_refused(
 ) -> None:
     from lm_eval.tasks import TaskManager
 
-    from multilin.analysis.harness import MultilinLM
+    from multilin.analysis.evaluate.tasks import MultilinLM
 
     # Of lm-eval's own tasks the list alone would take seconds.
     monkeypatch.setattr(
-        "multilin.analysis.harness.TaskManager",
+        "multilin.analysis.evaluate.tasks.TaskManager",
         lambda include_path, **_: TaskManager(include_path=include_path, include_defaults=False),
     )
     with pytest.raises(InputError, match=r"^tasks: 'local_roling' is not known to lm-eval; did you mean"):

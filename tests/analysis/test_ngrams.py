@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from multilin.analysis.ngrams import NgramModel, ngram_bits_per_byte, text_ngrams
 from multilin.data.corpora import Document
 from multilin.data.packing import PackedText, pack
 from multilin.data.tokenizers import train_tokenizer
 from multilin.errors import InputError
+from multilin.scoring.ngrams import NgramModel, ngram_bits_per_byte, text_ngrams
 
 TRAIN = ["the cat sat on the mat\n", "the dog sat", "", "a naïve cat 你好, a cat\n" * 3]
 VALIDATION = ["the cat sat on a dog 😀", "q", "the mat\n"]

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from multilin.analysis.explain_run import Report
+from multilin.analysis.explain.run import Report
 from multilin.inference.runs import load_run
 from multilin.layers.reading import record_readings
 from tests.cli.conftest import N_POSITIONS
@@ -88,7 +88,7 @@ def test_the_page_holds_the_same_numbers_and_asks_no_network(explained: Callable
     assert data["tokens"] == content["tokens"]
     for packed, step in zip(data["steps"], content["steps"], strict=True):
         rows = [row["values"] for head in step["heads"] for row in head["rows"]]
-        values = np.frombuffer(base64.b64decode(packed["weights"]), "<f4")
+        values = np.frombuffer(b"".join(base64.b64decode(head["rows"]) for head in packed["heads"]), "<f4")
         np.testing.assert_allclose(values, np.concatenate(rows), rtol=1e-6)
     values = np.frombuffer(base64.b64decode(data["removal"]["divergence"]), "<f4")
     expected = [value for row in content["removal"]["divergence"] for value in row["values"]]
@@ -161,7 +161,7 @@ def test_json_is_what_is_written(run_folder: Callable[[str], Path], cli: Call, t
 
 
 def test_a_model_that_gives_no_weights_away_shows_removal(explained: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("multilin.analysis.explain.attentions", lambda *_: [])
+    monkeypatch.setattr("multilin.analysis.explain.explanation.attentions", lambda *_: [])
     content, page, shown = explained("gpt2")
     assert content["finding"].startswith("This model gives no weights away; what the removal")
     assert content["steps"] == []

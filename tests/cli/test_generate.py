@@ -191,7 +191,17 @@ def test_a_state_goes_with_its_own_model(
     ("arguments", "message"),
     [
         (["--save-state", "missing/text.state"], "--save-state: the folder missing does not exist"),
-        (["--temperature", "0"], "--temperature: 0.0 given, but it should be at least 0.001"),
+        (["--temperature", "0"], "--temperature: 0 given, but it should be at least 0.001"),
+        (["--temperature", "true"], "--temperature: True given, but it should be a number"),
+        (
+            ["--greedy", "--seed", "3"],
+            "seed: 3 given together with greedy, where nothing is drawn; leave one of them out",
+        ),
+        (
+            ["--num-beams", "2", "--top-k", "3"],
+            "top_k: 3 given together with num_beams: 2, where nothing is drawn; leave one of them out",
+        ),
+        (["--num-beams", "2", "--greedy"], "num_beams: 2 given together with greedy; give one of them"),
         (["--top-p", "1.5"], "--top-p: 1.5 given, but it should be at most 1"),
         (["--max-new-tokens", "many"], "--max-new-tokens: 'many' given, but it should be an integer"),
         (["--prompt-file", "nowhere.txt"], "--prompt-file: given together with --prompt; give one of them"),

@@ -65,7 +65,7 @@ def test_the_module_is_the_command_line() -> None:
         (["-m", "train"], ["python", "-m", "multilin", "train"], True),
         (["-m"], ["python", "-X", "importtime", "-mmultilin"], True),
         (["-m", "-m", "multilin"], ["python", "-m", "pytest", "-m", "multilin"], False),
-        (["-m", "run"], ["python", "-m", "multilin.analysis.harness", "run"], False),
+        (["-m", "run"], ["python", "-m", "multilin.analysis.evaluate.tasks", "run"], False),
         (["/home/me/multilin.py"], ["python", "/home/me/multilin.py"], False),
         (["/home/me/multilin/train.py"], ["python", "train.py"], False),
         (["-c"], ["python", "-c", "import multilin"], False),

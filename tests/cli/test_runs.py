@@ -119,9 +119,10 @@ def test_a_folder_without_a_model_is_refused(refusal: Call, tmp_path: Path, verb
 def test_missing_parts_are_named(damaged: Path, refusal: Call) -> None:
     assert refusal("generate", "nowhere").startswith("run: 'nowhere' is no folder")
     config = json.loads((damaged / "config.json").read_text())
-    (damaged / "config.json").write_text(json.dumps(config | {"layers": config["layers"] * 2}))
+    (damaged / "config.json").write_text(json.dumps(config | {"layers": config["layers"] * 2, "num_hidden_layers": 4}))
     assert "lack model.layers.2." in refusal("generate", damaged, "--prompt", "x")
-    (damaged / "config.json").write_text(json.dumps(config | {"layers": [{"architecture": "addtive"}]}))
+    unknown = {"layers": [{"architecture": "addtive"}], "num_hidden_layers": 1}
+    (damaged / "config.json").write_text(json.dumps(config | unknown))
     assert "did you mean 'additive'?" in refusal("generate", damaged, "--prompt", "x")
     (damaged / "config.json").write_text("{")
     assert "config.json is not JSON" in refusal("generate", damaged, "--prompt", "x")

@@ -23,7 +23,7 @@ def readings_of(model: MultilinForCausalLM, ids: Tensor, **arguments: Any) -> li
 
 @pytest.fixture
 def op_calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, tuple, dict, Tensor]]:
-    """Every call of an op by an architecture: its name, arguments and result."""
+    """Every call of an op by a layer: its name, arguments and result."""
     calls: list[tuple[str, tuple, dict, Tensor]] = []
 
     def watched(name: str, op: Any) -> Any:
@@ -34,7 +34,8 @@ def op_calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, tuple, dict, Te
 
         return call
 
-    for module in [module for name, module in sys.modules.items() if name.startswith("multilin.architectures.")]:
+    callers = ("multilin.architectures.", "multilin.layers.")
+    for module in [module for name, module in sys.modules.items() if name.startswith(callers)]:
         for name in OPS:
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, watched(name, getattr(module, name)))

@@ -125,6 +125,32 @@ def test_padding_between_two_calls_is_inert(make_model: MakeModel) -> None:
     torch.testing.assert_close(*onward, **EXACT)
 
 
+@pytest.mark.parametrize("mode", ["first call", "second call", "no state", "training"])
+def test_padding_anywhere_in_a_row_is_inert(make_model: MakeModel, mode: str) -> None:
+    """Padding has the hidden state of the token before it, so that the last column predicts what comes next."""
+    model, ids = make_model(embedding_dropout=0.0), random_ids(3, 24)
+    mask = torch.rand(3, 24, generator=torch.Generator().manual_seed(2)) < 0.6
+    mask[0, 0], mask[1, -1], mask[2, -3:] = True, True, False
+    for module in model.modules():
+        module.training = mode == "training" and not isinstance(module, torch.nn.Dropout)
+    begin, state = random_ids(3, 5), None
+    if mode == "second call":
+        state = model(begin).past_key_values
+    given = {"past_key_values": state} if state else {"use_cache": mode == "first call"}
+    padded = model(ids, attention_mask=mask, **given)
+    for row in range(3):
+        alone = ids[row : row + 1, mask[row]]
+        if state:
+            alone = torch.cat([begin[row : row + 1], alone], dim=1)
+        result = model(alone, use_cache=True)
+        torch.testing.assert_close(padded.logits[row, mask[row]], result.logits[0, -int(mask[row].sum()) :], **EXACT)
+        torch.testing.assert_close(padded.logits[row, -1], result.logits[0, -1], **EXACT)
+        if padded.past_key_values:
+            token = random_ids(1, 1)
+            onward = model(token, past_key_values=padded.past_key_values.select([row])).logits
+            torch.testing.assert_close(onward, model(token, past_key_values=result.past_key_values).logits, **EXACT)
+
+
 @pytest.mark.parametrize("cuts", [[], [7], [10, 11, 30]])
 def test_packed_texts_do_not_see_each_other(make_model: MakeModel, packs: bool, cuts: list[int]) -> None:
     model, lengths = make_model(), [10, 1, 25, 4]

@@ -1,7 +1,6 @@
 """The pictures of the architectures tell the truth: what a layer declares as its data flow is what it does."""
 
 import dataclasses
-import sys
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterator
 from itertools import combinations, pairwise
@@ -29,7 +28,7 @@ every_variant = pytest.mark.parametrize(("name", "options"), VARIANTS)
 
 
 def steps_of(name: str) -> list:
-    return data_flow.read_flow(architectures()[name].flow)
+    return data_flow.read_flow(architectures()[name].layer.__doc__)
 
 
 def build_layers(name: str, options: dict[str, Any]) -> list[tuple[Layer, dict[str, Any]]]:
@@ -46,13 +45,10 @@ def build_layers(name: str, options: dict[str, Any]) -> list[tuple[Layer, dict[s
 
 
 def find(layer: Layer, part: str) -> Any:
-    """A module or parameter of the layer, or an op that its file uses; None if the layer has no such part."""
+    """A module, a parameter or an op of the layer; None if it has no such part."""
     found: Any = layer
     for name in part.split("."):
         found = getattr(found, name, None)
-    if found is None and "." not in part:
-        found = getattr(sys.modules[type(layer).__module__], part, None)
-        assert found is None or found.__module__.startswith("multilin."), f"{part} is no op of multilin"
     return None if isinstance(found, nn.Identity) else found
 
 
@@ -220,7 +216,7 @@ def test_pictures_stand_alone_and_know_both_themes(name: str) -> None:
 
 def test_without_a_flow_the_page_has_no_picture() -> None:
     architecture = next(iter(architectures().values()))
-    page = generate.architecture_page(dataclasses.replace(architecture, flow=""))
+    page = generate.architecture_page(dataclasses.replace(architecture, layer=lambda hidden_size, options: None))
     assert ".svg" not in page
     assert "## State" in page
 
@@ -234,10 +230,29 @@ def test_pages_have_their_sections(name: str) -> None:
 
 def test_a_value_that_nothing_gives_is_refused() -> None:
     with pytest.raises(ValueError, match="reads k, which no line before gives"):
-        data_flow.read_flow("u = product (x, k)\nk = linear key(x)")
+        data_flow.read_flow("x * k -> u\nx -> linear K [key] -> k")
 
 
-@pytest.mark.parametrize("line", ["x", "h = mix norm(x)", "h = norm norm(x", "h = norm norm(x) | N | 1 | 2"])
-def test_a_line_that_is_no_step_is_refused(line: str) -> None:
-    with pytest.raises(ValueError, match="is not 'outputs = kind"):
-        data_flow.read_flow(line)
+@pytest.mark.parametrize("box", ["N", "mix N [norm]", "norm [norm]", "norm N [norm", "norm N {D} [norm]"])
+@pytest.mark.parametrize("line", ["x -> {} -> h", "x -> norm N [norm] -> y -> {} -> h"])
+def test_a_step_that_is_none_is_refused(line: str, box: str) -> None:
+    with pytest.raises(ValueError, match="is not 'kind label"):
+        data_flow.read_flow(line.format(box))
+
+
+def test_a_line_that_ends_in_a_step_is_refused() -> None:
+    with pytest.raises(ValueError, match="does not end with the name of a value"):
+        data_flow.read_flow("x -> norm N [norm] -> h -> map relu")
+
+
+def test_values_named_inside_a_line_are_those_of_lines_of_their_own() -> None:
+    together = data_flow.read_flow("x + x -> h -> norm N [norm] -> map relu -> y -> linear A [a] -> z")
+    apart = data_flow.read_flow("x + x -> h\nh -> norm N [norm]\n    -> map relu -> y\ny -> linear A [a] -> z")
+    assert together == apart
+    assert [(step.inputs, step.outputs) for step in together] == [
+        (("x", "x"), ("h",)), (("h",), ("y",)), (("y",), ("y",)), (("y",), ("z",))
+    ]  # fmt: skip
+
+
+def test_a_docstring_without_arrows_has_no_flow() -> None:
+    assert data_flow.read_flow("A layer.\n\nIt has no arrows.") == []

@@ -36,7 +36,7 @@ def _run(model: MultilinForCausalLM, file: Any, run: str) -> dict[str, Tensor]:
     # The package counts padding as positions.
     positions = torch.arange(input_ids.shape[1])[None]
     model.zero_grad()
-    result = model(input_ids, attention_mask=mask, labels=labels, position_ids=positions)
+    result = model(input_ids, attention_mask=mask, labels=labels, position_ids=positions, use_cache=False)
     result.loss.backward()
     parameters = dict(model.named_parameters())
     gradients = {

@@ -82,7 +82,7 @@ def _lookups(file: Any, model: MultilinForCausalLM) -> Iterator[tuple[str, np.nd
             q, r, v = (
                 _tensor(file, f"layer{index}.{name}").unflatten(-1, (num_heads, -1)) for name in ("qk", "qv", "v")
             )
-            means, _ = windowed_attention(q, r, v, **layer.attention._reach())
+            means, _ = windowed_attention(q, r, v, **layer.attention.reach)
             yield f"layer{index}.valLookup", means.flatten(2).numpy(), file[f"layer{index}.valLookup"]
 
 

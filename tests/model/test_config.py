@@ -122,6 +122,22 @@ def test_a_mistake_is_named(name: str, changes: dict, words: str) -> None:
     assert "\n" not in str(caught.value)
 
 
+def test_the_number_of_heads_and_layers_is_known_to_tools() -> None:
+    heads = {"num_heads": 2}
+    counts = {
+        name: MultilinConfig.from_architecture(name, **SIZES, options=options).num_attention_heads
+        for name, options in {"additive": heads, "elita": heads, "tscale": {"head_size": 4}, "threelin": {}}.items()
+    }
+    assert counts == {"additive": 2, "elita": 2, "tscale": 4, "threelin": 1}
+    config = MultilinConfig.from_architecture("additive", **{**SIZES, "num_layers": None}, layers=HYBRID)
+    assert (config.num_attention_heads, config.num_hidden_layers) == (4, 2)
+    assert MultilinConfig.from_dict(config.to_dict()).to_dict() == config.to_dict()
+    assert MultilinConfig().num_attention_heads == 1
+    for name in ("num_attention_heads", "num_hidden_layers"):
+        with pytest.raises(InputError, match=f"{name}: 7 given"):
+            MultilinConfig(**{**config.to_dict(), name: 7})
+
+
 def test_without_positions_there_is_no_limit() -> None:
     config = create_config("additive", **{**SIZES, "n_positions": None}, positions="none")
     model = MultilinForCausalLM(config).eval()

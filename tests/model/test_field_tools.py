@@ -130,6 +130,23 @@ def test_the_last_hidden_states_are_what_the_head_reads(architecture: str) -> No
     torch.testing.assert_close(model.base_model(tokens).last_hidden_state, result.hidden_states[-1])
 
 
+def test_gradients_reach_hidden_states_between_padding(architecture: str) -> None:
+    model, mask = make(architecture), torch.tensor([[1, 0, 1, 1, 0, 0, 1, 0]])
+    result = model(ids(1, 8), attention_mask=mask, output_hidden_states=True)
+    for hidden_states in result.hidden_states:
+        hidden_states.retain_grad()
+    result.logits[0, -1].sum().backward()
+    assert all(hidden_states.grad.any() for hidden_states in result.hidden_states)
+
+
+def test_a_compiled_model_heeds_the_mask(architecture: str) -> None:
+    model, tokens, mask = make(architecture), ids(1, 8), torch.tensor([[0, 0, 1, 1, 0, 1, 1, 0]])
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    with torch.no_grad():
+        logits, expected = (network(tokens, attention_mask=mask).logits for network in (compiled, model))
+    torch.testing.assert_close(logits[:, 2:], expected[:, 2:], rtol=1e-4, atol=1e-4)
+
+
 def test_embeddings_are_read_in_place_of_ids(architecture: str) -> None:
     model, tokens = make(architecture), ids(2, 9)
     embeddings = model.get_input_embeddings()(tokens)
@@ -190,6 +207,25 @@ def test_assistants_change_nothing_but_speed(architecture: str) -> None:
     for assistant in (other, copy.deepcopy(model)):
         assert torch.equal(model.generate(tokens, assistant_model=assistant, max_new_tokens=20, **GREEDY), expected)
     assert torch.equal(model.generate(tokens, prompt_lookup_num_tokens=3, max_new_tokens=20, **GREEDY), expected)
+
+
+def test_a_prompt_padded_on_the_right_generates_what_it_generates_alone(architecture: str) -> None:
+    model, tokens = make(architecture), ids(1, 9)
+    expected = model.generate(tokens, max_new_tokens=6, **GREEDY)[:, 9:]
+    padded, mask = torch.nn.functional.pad(tokens, (0, 4), value=1), torch.ones(1, 13, dtype=torch.long)
+    mask[:, 9:] = 0
+    for options in ({}, {"use_cache": False}, {"assistant_model": model}, {"prompt_lookup_num_tokens": 3}):
+        generated = model.generate(padded, attention_mask=mask, max_new_tokens=6, **options, **GREEDY)
+        assert torch.equal(generated[:, 13:], expected)
+
+
+def test_arguments_of_forward_go_through_generate(architecture: str) -> None:
+    model, arguments = make(architecture), {"output_hidden_states": True, "other": 4}
+    prepared = model.prepare_inputs_for_generation(ids(1, 5), **arguments)
+    assert prepared.items() >= arguments.items()
+    for settings in ({"output_attentions": True}, {"generation_config": GenerationConfig(output_attentions=True)}):
+        with pytest.raises(InputError, match="output_attentions: given"):
+            model.generate(ids(1, 5), max_new_tokens=2, return_dict_in_generate=True, **settings)
 
 
 def test_the_state_after_an_assistant_continues(architecture: str) -> None:

@@ -9,8 +9,8 @@ import torch
 
 from multilin.analysis.compare.run import compare
 from multilin.analysis.compare.sweep import Budget, Sweep
-from multilin.analysis.evaluate_run import evaluate_run
-from multilin.analysis.explain_run import explain_run
+from multilin.analysis.evaluate.run import evaluate_run
+from multilin.analysis.explain.run import explain_run
 from multilin.analysis.info import find_model
 from multilin.analysis.settings import EvaluationSettings, ModelSizes
 from multilin.data.tokenizers import train_tokenizer
@@ -151,7 +151,7 @@ def test_what_looks_at_all_pairs_is_refused(
     little_memory(1e5)
     with pytest.raises(InputError, match=r"^num_steps: 9 given, but a rollout would take"):
         rollout_run(loaded, "x", RolloutSettings(num_steps=9))
-    monkeypatch.setattr("multilin.analysis.explain_run.PAIR_BYTES", 10**6)
+    monkeypatch.setattr("multilin.analysis.explain.run.PAIR_BYTES", 10**6)
     little_memory(1e9)
     with pytest.raises(InputError, match=r"^text: 40 tokens given, but explaining them would take at least 8\.4 GB"):
         explain_run(loaded, "x" * 40)

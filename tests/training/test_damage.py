@@ -1,5 +1,6 @@
 """A run whose files were damaged: the checkpoint before, or one sentence."""
 
+import hashlib
 import random
 import re
 import shutil
@@ -11,7 +12,7 @@ import pytest
 from multilin.analysis.compare.plan import SPEED_FILE, read_speeds
 from multilin.analysis.compare.record import is_finished
 from multilin.errors import InputError
-from multilin.training.checkpoints import CHECKSUMS
+from multilin.training.checkpoints import CHECKSUMS, read_json, write_json
 from multilin.training.outcomes import RunResult
 from multilin.training.recipe import RECIPE_FILE, Recipe, load_recipe
 from multilin.training.run_folder import RunFolder
@@ -88,6 +89,39 @@ def test_without_a_whole_checkpoint_one_sentence_says_so(run: tuple[RunFolder, R
         train(recipe, resume=True)
     assert "\n" not in str(refusal.value)
     assert sorted(folder.path.rglob("*")) == before
+
+
+WRONG: dict[str, Callable[[dict], object]] = {
+    "trainer_state.json": lambda values: values.update(global_step="x"),
+    "meter.json": lambda values: values.pop("last_loss"),
+    "schedule.json": lambda values: values.update(base_lrs=3),
+    "run.json": lambda values: values["metrics"].append(3),
+    "optimizer.json": lambda groups: groups[0].update(lr="x"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_checkpoint_of_another_make_is_one_sentence_whatever_its_checksums(
+    run: tuple[RunFolder, Recipe], name: str
+) -> None:
+    folder, recipe = run
+    checkpoint = folder.checkpoints / "checkpoint-12"
+    values = read_json(checkpoint / name)
+    WRONG[name](values)
+    write_json(checkpoint / name, values)
+    sums = read_json(checkpoint / CHECKSUMS)
+    write_json(checkpoint / CHECKSUMS, sums | {name: hashlib.sha256((checkpoint / name).read_bytes()).hexdigest()})
+    with pytest.raises(InputError, match=rf"{re.escape(name)}") as refusal:
+        train(recipe, resume=True)
+    assert "\n" not in str(refusal.value)
+
+
+def test_a_link_that_leads_nowhere_is_found_before_any_work(run: tuple[RunFolder, Recipe]) -> None:
+    folder, recipe = run
+    (folder.path / "config.json").unlink()
+    (folder.path / "config.json").symlink_to("config.json")
+    with pytest.raises(InputError, match=r"config\.json is a link that leads nowhere"):
+        folder.check(recipe, resume=True, overwrite=False)
 
 
 def test_the_run_goes_on_from_the_checkpoint_before(run: tuple[RunFolder, Recipe], uninterrupted: RunResult) -> None:

@@ -12,9 +12,9 @@ from multilin.training.recipe import (
     builtin_recipes,
     first_difference,
     load_recipe,
-    resolve_recipe,
     save_recipe,
 )
+from multilin.training.resolve import resolve_recipe
 
 
 def test_a_saved_recipe_loads_as_an_equal_one(tmp_path: Path) -> None:

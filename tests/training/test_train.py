@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from multilin.analysis.evaluate_run import evaluate_run
+from multilin.analysis.evaluate.run import evaluate_run
 from multilin.architectures.base import architectures
 from multilin.errors import InputError
 from multilin.inference.runs import load_run

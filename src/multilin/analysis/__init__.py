@@ -1,1 +1,1 @@
-"""What a model has learned: losses in bits per byte, beside simple models of the same text."""
+"""What a trained model is worth: scores, explanations of what it read, and comparisons of several models."""

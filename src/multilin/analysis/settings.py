@@ -24,7 +24,7 @@ class EvaluationSettings:
 
     source: PathText | None = None  # text: a corpus, file, folder, glob or hub dataset; else the run's validation text
     max_tokens: Tokens | None = None  # score about so many tokens, spread evenly over the text; none scores all
-    batch_size: Batch = 8  # blocks read at a time
+    batch_size: Batch = 8  # blocks in one forward pass
     text_field: str = "text"  # the field or column of .jsonl, .csv and .parquet files that holds the text
     encoding_errors: Literal["strict", "replace"] = "strict"  # bytes that are not UTF-8: refuse, or replace by U+FFFD
 
@@ -36,7 +36,7 @@ class ExplainSettings:
     document: Index = 0  # where no text is given: the document of the validation text, from 0
     max_tokens: ShortLength = 400  # longest text; each of its tokens is removed once, so twice as long takes four times
     remove: bool = True  # also measure how each prediction changes when a token is removed
-    batch_size: Batch = 16  # texts without a token read at a time
+    batch_size: Batch = 16  # sequences, each without one token, in one forward pass
 
 
 @settings

@@ -1,11 +1,12 @@
-"""One file per published system. Every file of this folder is imported, so a new one needs no other change."""
+"""One file per published system, which ends with its `architecture`. All files of this folder are found here."""
 
 import importlib
 import pkgutil
 
-from multilin.architectures.base import architectures, get_architecture
+from multilin.architectures.base import architectures, get_architecture, register
 
-__all__ = ["architectures", "get_architecture"]
+__all__ = ["architectures", "get_architecture", "register"]
 
-for _module in pkgutil.iter_modules(__path__):
-    importlib.import_module(f"{__name__}.{_module.name}")
+for _found in pkgutil.iter_modules(__path__):
+    if _found.name != "base":
+        register(importlib.import_module(f"{__name__}.{_found.name}").architecture)

@@ -1,6 +1,6 @@
 """Additive attention: every head scores each token by itself, and a position reads the softmax mean of its window.
 
-    l_j = w . x_j / sqrt(D)        G_t = sum_j e^(l_j) x_j / sum_j e^(l_j)        j in (t - window, t]
+    l_j = w . x_j / sqrt(D)        G_t = (sum_j e^(l_j) x_j) / (sum_j e^(l_j))        j in (t - window, t]
 
 A layer pools twice. On h = LayerNorm(x), with q, k, v = h W_q, h W_k, h W_v in heads:
 
@@ -20,26 +20,21 @@ what was read: one weight per token, head and pooling tells it. What a token wei
 looking up one certain earlier token is what it does worst. Learned positions bound the text at n_positions.
 """
 
-import dataclasses
 import math
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from multilin.architectures.base import LayerOptions, Preset, Sizes, TrainingDefaults, register
+from multilin.architectures.base import Architecture, LayerOptions, Preset, Sizes, TrainingDefaults
 from multilin.errors import InputError, plural
-from multilin.layers.base import Layer, Layout, ParameterHolder, mask_padding
-from multilin.layers.feed_forward import GeluFeedForward
-from multilin.layers.linear import Linear
-from multilin.layers.reading import Reader, Reading
-from multilin.ops.prefix_softmax import PrefixSoftmaxState, prefix_softmax, prefix_softmax_weights
+from multilin.layers import GeluFeedForward, Layout, Linear, ParameterHolder, Reader, ResidualBlock, head_width
+from multilin.ops.prefix_softmax import PrefixSoftmaxState
 from multilin.settings import settings
 from multilin.settings.bounds import LARGEST_WINDOW, Fraction, LayerWindows, Multiple, Positive, Window
 
 PACKAGE_EPS = 1e-5  # what the released package adds to standard deviations and to the softmax denominator
-
-
 Windows = Literal["doubling", "package", "global"] | Window | LayerWindows
 
 
@@ -79,52 +74,19 @@ class AdditivePooling(ParameterHolder, Reader):
 
     def __init__(self, hidden_size: int, options: AdditiveOptions) -> None:
         super().__init__()
-        self.options = options
-        self.hidden_size = hidden_size
-        self.scorer = nn.Parameter(torch.empty(options.num_heads, hidden_size // options.num_heads))
-        self.null_logit = math.log(PACKAGE_EPS) if options.stabilizer == "head_norm" else None
+        width = head_width(hidden_size, options.num_heads)
+        self.scorer = nn.Parameter(torch.empty(options.num_heads, width))
+        self.window, self.is_standardized = options.window, options.stabilizer == "head_norm"
+        self.scale = (options.rescale or 15.0) / width if self.is_standardized else hidden_size**-0.5
+        self.null_logit = math.log(PACKAGE_EPS) if self.is_standardized else None
 
-    def forward(
-        self, x_BTHD: Tensor, state: PrefixSoftmaxState | None, layout: Layout
-    ) -> tuple[Tensor, PrefixSoftmaxState | None]:
+    def forward(self, x_BTHD: Tensor, state: Any, layout: Layout) -> tuple[Tensor, Any]:
         """Means (B, T, H, D / H) and the state after them."""
-        logits_BTH, x_BTHD = self._score(x_BTHD, layout)
-        return prefix_softmax(
-            logits_BTH,
-            x_BTHD,
-            window=self.options.window,
-            null_logit=self.null_logit,
-            state=state,
-            starts=layout.starts_BT,
-            needs_state=layout.needs_state,
-        )
-
-    def _score(self, x_BTHD: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
-        """Logits (B, T, H), and x as it is averaged."""
         scorer_HD: Tensor = self.scorer
-        scale = self.hidden_size**-0.5
-        if self.options.stabilizer == "head_norm":
+        if self.is_standardized:
             x_BTHD, scorer_HD = _standardize(x_BTHD), _standardize(scorer_HD)
-            scale = (self.options.rescale or 15.0) / scorer_HD.shape[-1]
-        return mask_padding(scale * (x_BTHD * scorer_HD).sum(dim=-1), layout), x_BTHD
-
-    def reading(self, x_BTHD: Tensor, layout: Layout) -> Reading:
-        """A softmax over the window, of one logit per token."""
-        window = self.options.window
-        weights = prefix_softmax_weights(
-            self._score(x_BTHD, layout)[0], window=window, null_logit=self.null_logit, starts=layout.starts_BT
-        )
-        among = "all tokens so far" if window is None else f"the last {plural(window, 'token')}"
-        meaning = (
-            f"A weight is the token's share in the mean over {among}: its own importance e^l, the same whoever reads "
-            "it, divided by the sum of those."
-        )
-        farthest = None if window is None else window - 1
-        return Reading(meaning, weights.tokens_BHTS, 0, farthest, null_BHT=weights.null_BHT)
-
-    def initialize(self, std: float) -> None:
-        """Scorers like the weights of matrices."""
-        nn.init.normal_(self.scorer, std=std)
+        logits_BTH = self.scale * (x_BTHD * scorer_HD).sum(dim=-1)
+        return self.prefix_softmax(logits_BTH, x_BTHD, state, layout, window=self.window, null_logit=self.null_logit)
 
 
 class AdditiveAttention(nn.Module):
@@ -139,41 +101,38 @@ class AdditiveAttention(nn.Module):
         self.mid_norm = nn.LayerNorm(hidden_size) if options.stabilizer == "mid_norm" else None
         self.dropout = nn.Dropout(options.dropout)
 
-    def forward(
-        self, x_BTD: Tensor, state: AdditiveState | None, layout: Layout
-    ) -> tuple[Tensor, AdditiveState | None]:
+    def forward(self, x_BTD: Tensor, state: AdditiveState | None, layout: Layout) -> tuple[Tensor, Any]:
         """(B, T, D) to (B, T, D), and the state."""
-        q_BTHD, k_BTHD, v_BTHD = (
-            part.unflatten(-1, (self.num_heads, -1)) for part in self.projections(x_BTD).chunk(3, dim=-1)
-        )
-        pooled_BTHD, queries = self.pool_queries(q_BTHD, state and state.queries, layout)
+        q_BTHD, k_BTHD, v_BTHD = self.projections(x_BTD).unflatten(-1, (3, self.num_heads, -1)).unbind(2)
+        queries, products = state or (None, None)
+        pooled_BTHD, queries = self.pool_queries(q_BTHD, queries, layout)
         products_BTHD = self.dropout(pooled_BTHD) * k_BTHD
         if self.mid_norm is not None:
             products_BTHD = self.mid_norm((products_BTHD + k_BTHD).flatten(2)).view_as(k_BTHD)
-        pooled_BTHD, products = self.pool_products(products_BTHD, state and state.products, layout)
+        pooled_BTHD, products = self.pool_products(products_BTHD, products, layout)
         result_BTD = (self.dropout(pooled_BTHD) * v_BTHD).flatten(2)
         return result_BTD, AdditiveState(queries, products) if layout.needs_state else None
 
 
-class AdditiveLayer(Layer):
-    """Additive attention, then a GELU feed-forward of four times the width, each on a LayerNorm and added."""
+class AdditiveLayer(ResidualBlock):
+    """Additive attention, then a GELU feed-forward of four times the width, each on a LayerNorm and added.
+
+    x -> norm LayerNorm [attention_norm] -> h -> linear three matrices [attention.projections] -> q, k, v
+    q -> time softmax mean of q [attention.pool_queries] {(window - 1) (D + H); D + H without window} -> G
+    G * k -> P
+    P + k -> P -> norm LayerNorm [attention.mid_norm] -> P'
+    P' -> time softmax mean of P' [attention.pool_products] {(window - 1) (D + H); D + H without window} -> K
+    K * v -> u
+    x + u -> x -> norm LayerNorm [feed_forward_norm] -> h -> map W_2 gelu(W_1 h) [feed_forward] -> f
+    x + f -> x
+    """
 
     def __init__(self, hidden_size: int, options: AdditiveOptions) -> None:
-        super().__init__()
-        if hidden_size % options.num_heads:
-            raise InputError(f"num_heads: {options.num_heads} given, but it must divide the hidden size {hidden_size}")
         if options.rescale is not None and options.stabilizer != "head_norm":
             raise InputError(f"rescale: {options.rescale} given, but only the stabilizer head_norm has one")
-        self.attention_norm = nn.LayerNorm(hidden_size)
-        self.attention = AdditiveAttention(hidden_size, options)
-        self.feed_forward_norm = nn.LayerNorm(hidden_size)
-        self.feed_forward = GeluFeedForward(hidden_size, dropout=options.dropout)
-
-    def forward(self, x_BTD: Tensor, state: AdditiveState | None, layout: Layout) -> tuple[Tensor, Any]:
-        """Output (B, T, D) and the state of the attention."""
-        update_BTD, state = self.attention(self.attention_norm(x_BTD), state, layout)
-        x_BTD = x_BTD + update_BTD
-        return x_BTD + self.feed_forward(self.feed_forward_norm(x_BTD)), state
+        attention = AdditiveAttention(hidden_size, options)
+        feed_forward = GeluFeedForward(hidden_size, dropout=options.dropout)
+        super().__init__(partial(nn.LayerNorm, hidden_size), attention, feed_forward)
 
 
 def _standardize(x: Tensor) -> Tensor:
@@ -183,42 +142,13 @@ def _standardize(x: Tensor) -> Tensor:
     return (centred / (centred.std(dim=-1, keepdim=True) + PACKAGE_EPS)).to(x.dtype)
 
 
-@register(
-    "additive",
-    title="Additive attention",
-    source="Additive Attention Is All You Need? (mtanghu, package fastformerLM), after Fastformer, arXiv 2108.09084",
-    layer=AdditiveLayer,
-    options=AdditiveOptions,
-    preset_options=AdditivePreset,
-    variants={
-        "global": {"windows": "global"},
-        "windowed": {"windows": 5},
-        "head_norm": {"stabilizer": "head_norm"},
-        "package": {"stabilizer": "head_norm", "windows": "package"},
-    },
-    flow="""
-        h       = norm attention_norm(x)           | LayerNorm
-        q, k, v = linear attention.projections(h)  | three matrices
-        G       = time attention.pool_queries(q)   | softmax mean of q | (window - 1) (D + H); D + H without window
-        P       = product (G, k)
-        P       = sum (P, k)
-        P'      = norm attention.mid_norm(P)       | LayerNorm
-        K       = time attention.pool_products(P') | softmax mean of P' | (window - 1) (D + H); D + H without window
-        u       = product (K, v)
-        x       = sum (x, u)
-        h       = norm feed_forward_norm(x)        | LayerNorm
-        f       = map feed_forward(h)              | W_2 gelu(W_1 h)
-        x       = sum (x, f)
-    """,
-)
 def preset(sizes: Sizes, choices: AdditivePreset) -> Preset:
     """Windows that double from layer to layer, learned positions, tied output with bias."""
-    shared = {field.name: getattr(choices, field.name) for field in dataclasses.fields(AdditiveShared)}
+    windows = _windows(sizes.num_layers, choices.windows)
     return Preset(
-        layers=[AdditiveOptions(window=window, **shared) for window in _windows(sizes.num_layers, choices.windows)],
+        layers=[AdditiveOptions.from_choices(choices, window=window) for window in windows],
         model={
             "positions": "learned",
-            "tie_word_embeddings": True,
             "output_bias": "learned",
             "logit_scale": sizes.hidden_size**-0.5 if choices.stabilizer == "mid_norm" else 1.0,
             "embedding_dropout": choices.dropout,
@@ -238,3 +168,20 @@ def _windows(num_layers: int, windows: Windows) -> list[int | None]:
     if windows == "package":
         return [None, *(min(2 * 2**layer, LARGEST_WINDOW) for layer in range(1, num_layers - 1)), None][:num_layers]
     return [None if windows == "global" else int(windows)] * num_layers
+
+
+architecture = Architecture(
+    name="additive",
+    title="Additive attention",
+    source="Additive Attention Is All You Need? (mtanghu, package fastformerLM), after Fastformer, arXiv 2108.09084",
+    layer=AdditiveLayer,
+    options=AdditiveOptions,
+    preset_options=AdditivePreset,
+    preset=preset,
+    variants={
+        "global": {"windows": "global"},
+        "windowed": {"windows": 5},
+        "head_norm": {"stabilizer": "head_norm"},
+        "package": {"stabilizer": "head_norm", "windows": "package"},
+    },
+)

@@ -6,7 +6,7 @@ import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 from multilin.errors import InputError, nearest
 from multilin.layers.base import Layer
@@ -19,6 +19,16 @@ ENTRY_POINTS = "multilin.architectures"
 @settings
 class LayerOptions:
     """Options of one layer; an architecture adds its own, each with a comment that becomes its help."""
+
+    def count_heads(self, hidden_size: int) -> int:
+        """Number of heads of the layer; 1 where it is not divided into heads."""
+        return int(getattr(self, "num_heads", 1))
+
+    @classmethod
+    def from_choices(cls, choices: "LayerOptions", **own: Any) -> Self:
+        """A layer's options: those that it shares with a model's, by name, and its own."""
+        known = {field.name for field in dataclasses.fields(cls)}
+        return cls(**{name: value for name, value in vars(choices).items() if name in known} | own)
 
 
 @settings
@@ -65,13 +75,12 @@ class Architecture:
 
     name: as recipes and config.json write it.
     title, source: for people; the source is the paper or document whose equations it follows.
-    layer: builds a layer from (hidden_size, options).
+    layer: builds a layer from (hidden_size, options); the arrows in its docstring are the picture of its page.
     options: dataclass of a layer's options.
     preset_options: dataclass of what a user may choose for a whole model.
     preset: lays a model out from (sizes, preset options).
     variants: preset options by name that the contract tests run besides the defaults.
     packs: whether several texts can share a row (document_ids); a model with a layer that cannot refuses them.
-    flow: the data flow of a layer, a step per line; docs/data_flow.py says how. Its page draws it.
     """
 
     name: str
@@ -81,9 +90,8 @@ class Architecture:
     options: type
     preset_options: type
     preset: Callable[[Sizes, Any], Preset]
-    variants: Mapping[str, Mapping[str, Any]]
-    packs: bool
-    flow: str
+    variants: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    packs: bool = True
 
     @property
     def description(self) -> str:
@@ -98,39 +106,25 @@ class Architecture:
         """A layer from the plain data of a config's `layers` entry."""
         return self.layer(hidden_size, load_settings(self.options, values, where))
 
+    def count_heads(self, hidden_size: int, values: Mapping[str, Any]) -> int:
+        """Number of heads of the layer that `build_layer` builds from the same values."""
+        options: LayerOptions = load_settings(self.options, values, self.name)
+        return options.count_heads(hidden_size)
+
 
 _registry: dict[str, Architecture] = {}
 
 
-def register(
-    name: str,
-    *,
-    title: str,
-    source: str,
-    layer: Callable[[int, Any], Layer],
-    options: type,
-    preset_options: type,
-    variants: Mapping[str, Mapping[str, Any]] | None = None,
-    packs: bool = True,
-    flow: str = "",
-) -> Callable[[Callable[[Sizes, Any], Preset]], Callable[[Sizes, Any], Preset]]:
-    """Decorate an architecture's preset function to make the architecture known under `name`."""
-
-    def add(preset: Callable[[Sizes, Any], Preset]) -> Callable[[Sizes, Any], Preset]:
-        if name in _registry:
-            raise InputError(f"architecture: {name!r} is registered twice")
-        _registry[name] = Architecture(
-            name, title, source, layer, options, preset_options, preset, dict(variants or {}), packs, flow
-        )
-        return preset
-
-    return add
+def register(architecture: Architecture) -> None:
+    """Make an architecture known under its name."""
+    if _registry.setdefault(architecture.name, architecture) is not architecture:
+        raise InputError(f"architecture: {architecture.name!r} is the name of two")
 
 
 def architectures() -> dict[str, Architecture]:
-    """Every registered architecture by name: those in this folder and those of installed packages' entry points."""
+    """Every architecture by name: those in this folder and those that entry points of installed packages name."""
     for entry in importlib.metadata.entry_points(group=ENTRY_POINTS):
-        entry.load()
+        register(entry.load())
     return dict(sorted(_registry.items()))
 
 

@@ -3,7 +3,7 @@
 Per head, with vectors k1, k2, k3 of width D, vectors a1, a2, b1, b2, c of p frequencies, V from D to the value width,
 O back, and i the position in the text, on h = LayerNorm(x) without scale and bias:
 
-    p1_i = sin(i a1 / n + b1) . c        p2_i = sin(i a2 / n + b2) . c
+    p1_i = sin((i a1) / n + b1) . c      p2_i = sin((i a2) / n + b2) . c
     X_j  = exp(k1 . h_j + p1_j)          R_t  = exp(p2_t + k3 . h_t)
     y_t  = (e^(k2 . h_t) V h_t + R_t sum_{j<=t} X_j V h_j) / (e^(k2 . h_t) + R_t sum_{j<=t} X_j)        x += O y
 
@@ -21,15 +21,14 @@ state is the smallest of all. Everything read is in one mean per head and nothin
 order and neighbours reach the model only through the sines: put windowed layers below it where they matter.
 """
 
+from functools import partial
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
-from multilin.architectures.base import LayerOptions, Preset, Sizes, TrainingDefaults, register
-from multilin.errors import InputError
-from multilin.layers.base import Layer, Layout, ParameterHolder, mask_padding
-from multilin.layers.linear import Linear, MatrixModule
-from multilin.layers.reading import Reader, Reading
-from multilin.ops.prefix_softmax import PrefixSoftmaxState, prefix_softmax, prefix_softmax_weights
+from multilin.architectures.base import Architecture, LayerOptions, Preset, Sizes, TrainingDefaults
+from multilin.layers import Layout, Linear, MatrixModule, ParameterHolder, Reader, ResidualBlock, head_width
 from multilin.settings import settings
 from multilin.settings.bounds import Fraction, Multiple, Positive, Width
 
@@ -67,7 +66,7 @@ class ElitaAttention(ParameterHolder, Reader):
     def __init__(self, hidden_size: int, options: ElitaOptions) -> None:
         super().__init__()
         self.options = options
-        value_size = options.value_size or hidden_size // options.num_heads
+        value_size = options.value_size or head_width(hidden_size, options.num_heads)
         # Per head k1 (weight in the sum), k2 (weight by itself), k3 (weight of the sum).
         self.scores = Linear(hidden_size, 3 * options.num_heads, bias=False)
         self.values = Linear(hidden_size, options.num_heads * value_size, bias=False)
@@ -76,39 +75,18 @@ class ElitaAttention(ParameterHolder, Reader):
         self.frequencies = nn.Parameter(torch.empty(waves))  # a1, a2
         self.phases = nn.Parameter(torch.empty(waves))  # b1, b2
         self.amplitudes = nn.Parameter(torch.empty(waves[1:]))  # c
+        self.dropout = nn.Dropout(options.dropout)
 
-    def forward(
-        self, x_BTD: Tensor, state: PrefixSoftmaxState | None, layout: Layout
-    ) -> tuple[Tensor, PrefixSoftmaxState | None]:
-        """(B, T, D) to (B, T, D), and the state."""
-        logits_BTH, own_logits_BTH = self._score(x_BTD, layout)
-        means_BTHD, state = prefix_softmax(
-            logits_BTH,
-            self.values(x_BTD).unflatten(-1, (self.options.num_heads, -1)),
-            own_logits=own_logits_BTH,
-            state=state,
-            starts=layout.starts_BT,
-            needs_state=layout.needs_state,
-        )
-        return self.output(means_BTHD.flatten(2)), state
-
-    def _score(self, x_BTD: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
-        """Logits of each token in the sum, and by itself, (B, T, H) each."""
+    def forward(self, x_BTD: Tensor, state: Any, layout: Layout) -> tuple[Tensor, Any]:
+        """(B, T, D) to (B, T, D), and the state of the running sum."""
         in_sum_BTH, by_itself_BTH, of_sum_BTH = self.scores(x_BTD).chunk(3, dim=-1)
         waves_BT2H = self._position_weights(layout.positions_BT)
         in_sum_BTH = self._clip(in_sum_BTH + waves_BT2H[:, :, 0])
         of_sum_BTH = self._clip(of_sum_BTH + waves_BT2H[:, :, 1])
-        return mask_padding(in_sum_BTH, layout), self._clip(by_itself_BTH) - of_sum_BTH
-
-    def reading(self, x_BTD: Tensor, layout: Layout) -> Reading:
-        """The running sum and the token by itself."""
-        logits_BTH, own_logits_BTH = self._score(x_BTD, layout)
-        weights = prefix_softmax_weights(logits_BTH, own_logits=own_logits_BTH, starts=layout.starts_BT)
-        meaning = (
-            "A weight is the token's share of what the position reads through the running sum; the own term is the "
-            "share with which the position's own token counts once more, past the sum."
-        )
-        return Reading(meaning, weights.tokens_BHTS, 0, None, own_BHT=weights.own_BHT)
+        values_BTHE = self.values(x_BTD).unflatten(-1, (self.options.num_heads, -1))
+        own_logits_BTH = self._clip(by_itself_BTH) - of_sum_BTH
+        means_BTHE, state = self.prefix_softmax(in_sum_BTH, values_BTHE, state, layout, own_logits=own_logits_BTH)
+        return self.dropout(self.output(means_BTHE.flatten(2))), state
 
     def _position_weights(self, positions_BT: Tensor) -> Tensor:
         """p1 and p2 of each position and head, (B, T, 2, H)."""
@@ -132,76 +110,60 @@ class TwoFactorFeedForward(ParameterHolder, MatrixModule):
 
     matrices = ("combine",)
 
-    def __init__(self, hidden_size: int, factor: int) -> None:
+    def __init__(self, hidden_size: int, options: ElitaOptions) -> None:
         super().__init__()
         self.wide = Linear(hidden_size, hidden_size)
-        self.narrow = Linear(hidden_size, factor)
-        self.combine = nn.Parameter(torch.empty(hidden_size, 1, hidden_size, factor))
+        self.narrow = Linear(hidden_size, options.factor)
+        self.combine = nn.Parameter(torch.empty(hidden_size, 1, hidden_size, options.factor))
         self.bias = nn.Parameter(torch.empty(hidden_size))
+        self.dropout = nn.Dropout(options.dropout)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         """(B, T, D) to (B, T, D)."""
         wide, narrow = (nn.functional.silu(part(x_BTD))[..., None, :] for part in (self.wide, self.narrow))
-        return self.combine_pairs(wide, narrow, name="combine") + self.bias
-
-    def initialize(self, std: float) -> None:
-        """The combiner like the weights of matrices."""
-        nn.init.normal_(self.combine, std=std)
-        nn.init.zeros_(self.bias)
+        result: Tensor = self.dropout(self.combine_pairs(wide, narrow, name="combine") + self.bias)
+        return result
 
 
-class ElitaLayer(Layer):
-    """Time-linear attention, then the two-factor feed-forward, each on a LayerNorm without scale and bias and added."""
+class ElitaLayer(ResidualBlock):
+    """Time-linear attention, then the two-factor feed-forward, each on a LayerNorm without scale and bias and added.
+
+    x -> norm LayerNorm [attention_norm] -> h -> linear V [attention.values] -> V h
+    h -> linear k1, k2, k3 [attention.scores] -> k h
+    position -> map sines [attention.frequencies + attention.phases + attention.amplitudes] -> p
+    k h + p -> logits
+    V h, logits -> time running sum, and the token by itself [attention.prefix_softmax] {H value_size + H}
+        -> linear O [attention.output] -> y
+    x + y -> x -> norm LayerNorm [feed_forward_norm] -> h -> map s(W_1 h + b_1) [feed_forward.wide] -> a
+    h -> map s(W_2 h + b_2) [feed_forward.narrow] -> b
+    a, b -> product W_3 (all products) + b_3 [feed_forward.combine + feed_forward.bias] -> f
+    x + f -> x
+    """
 
     def __init__(self, hidden_size: int, options: ElitaOptions) -> None:
-        super().__init__()
-        if options.value_size is None and hidden_size % options.num_heads:
-            raise InputError(f"num_heads: {options.num_heads} given, but it must divide the hidden size {hidden_size}")
-        self.attention_norm = nn.LayerNorm(hidden_size, eps=options.norm_eps, elementwise_affine=False)
-        self.attention = ElitaAttention(hidden_size, options)
-        self.feed_forward_norm = nn.LayerNorm(hidden_size, eps=options.norm_eps, elementwise_affine=False)
-        self.feed_forward = TwoFactorFeedForward(hidden_size, options.factor)
-        self.dropout = nn.Dropout(options.dropout)
-
-    def forward(self, x_BTD: Tensor, state: PrefixSoftmaxState | None, layout: Layout) -> tuple[Tensor, object]:
-        """Output (B, T, D) and the state of the attention."""
-        update_BTD, state = self.attention(self.attention_norm(x_BTD), state, layout)
-        x_BTD = x_BTD + self.dropout(update_BTD)
-        return x_BTD + self.dropout(self.feed_forward(self.feed_forward_norm(x_BTD))), state
+        norm = partial(nn.LayerNorm, hidden_size, eps=options.norm_eps, elementwise_affine=False)
+        super().__init__(norm, ElitaAttention(hidden_size, options), TwoFactorFeedForward(hidden_size, options))
 
 
-@register(
-    "elita",
+def preset(sizes: Sizes, choices: ElitaPreset) -> Preset:
+    """No positions but those in the attention, so no limit on the text; tied output, final LayerNorm."""
+    period = choices.position_period or float(sizes.n_positions or 1024)
+    return Preset(
+        layers=[ElitaOptions.from_choices(choices, position_period=period)] * sizes.num_layers,
+        model={"n_positions": None},
+        training=TrainingDefaults(
+            learning_rate=1e-3, betas=(0.9, 0.99), weight_decay=0.0, schedule="inverse_sqrt", warmup_steps=0
+        ),
+    )
+
+
+architecture = Architecture(
+    name="elita",
     title="ELiTA",
     source="ELiTA (acosharma)",
     layer=ElitaLayer,
     options=ElitaOptions,
     preset_options=ElitaPreset,
+    preset=preset,
     variants={"clipped": {"clip_logits": 20.0}, "wide values": {"num_heads": 2, "value_size": 16, "factor": 3}},
-    flow="""
-        h      = norm attention_norm(x)      | LayerNorm
-        V h    = linear attention.values(h)  | V
-        k h    = linear attention.scores(h)  | k1, k2, k3
-        p      = map attention.frequencies + attention.phases + attention.amplitudes(position) | sines
-        logits = sum (k h, p)
-        y      = time prefix_softmax(V h, logits)    | running sum, and the token by itself | H value_size + H
-        y      = linear attention.output(y)  | O
-        x      = sum (x, y)
-        h      = norm feed_forward_norm(x)   | LayerNorm
-        a      = map feed_forward.wide(h)    | s(W_1 h + b_1)
-        b      = map feed_forward.narrow(h)  | s(W_2 h + b_2)
-        f      = product feed_forward.combine + feed_forward.bias(a, b) | W_3 (all products) + b_3
-        x      = sum (x, f)
-    """,
 )
-def preset(sizes: Sizes, choices: ElitaPreset) -> Preset:
-    """No positions but those in the attention, so no limit on the text; tied output, final norm."""
-    shared = {field: getattr(choices, field) for field in ElitaShared.__dataclass_fields__}
-    period = choices.position_period or float(sizes.n_positions or 1024)
-    return Preset(
-        layers=[ElitaOptions(position_period=period, **shared)] * sizes.num_layers,
-        model={"positions": "none", "n_positions": None, "tie_word_embeddings": True},
-        training=TrainingDefaults(
-            learning_rate=1e-3, betas=(0.9, 0.99), weight_decay=0.0, schedule="inverse_sqrt", warmup_steps=0
-        ),
-    )

@@ -21,16 +21,15 @@ When to use: to study what a language model with little or no nonlinearity can d
 long texts or a small state take another.
 """
 
-from typing import Literal, NamedTuple
+import dataclasses
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from multilin.architectures.base import LayerOptions, Preset, Sizes, TrainingDefaults, register
+from multilin.architectures.base import Architecture, LayerOptions, Preset, Sizes
 from multilin.errors import InputError
-from multilin.layers.base import Layer, Layout, ParameterHolder
-from multilin.layers.linear import Linear
-from multilin.layers.reading import Reader, Reading
+from multilin.layers import Layer, Layout, Linear, ParameterHolder, Reader, Reading
 from multilin.ops.causal_mixing import CausalMixingState, causal_mixing, lower_triangle
 from multilin.settings import settings
 from multilin.settings.bounds import Length, Multiple
@@ -62,20 +61,11 @@ class LinearMixerState(NamedTuple):
     second: CausalMixingState | None
 
 
-class LinearMap(NamedTuple):
-    """x -> over_positions x over_features^T + offset, for x (n_ctx, D): what a linear layer does to a whole text."""
-
-    over_positions: Tensor
-    over_features: Tensor
-    offset: Tensor
-
-
 class Triangle(ParameterHolder, Reader):
     """y_t = sum_{j<=t} c[t, j] x_j + b_t: the triangle row by row, and the bias or None."""
 
     def __init__(self, context: int, has_bias: bool) -> None:
         super().__init__()
-        self.context = context
         self.triangle = nn.Parameter(torch.empty(context * (context + 1) // 2))
         self.bias = nn.Parameter(torch.empty(context)) if has_bias else None
 
@@ -83,16 +73,15 @@ class Triangle(ParameterHolder, Reader):
         """c, (n_ctx, n_ctx)."""
         return lower_triangle(self.triangle)
 
-    def forward(
-        self, x_BTD: Tensor, state: CausalMixingState | None, layout: Layout
-    ) -> tuple[Tensor, CausalMixingState | None]:
+    def forward(self, x_BTD: Tensor, state: CausalMixingState | None, layout: Layout) -> tuple[Tensor, Any]:
         """(B, T, D) to (B, T, D), and the state."""
+        self.record(lambda: self._reading(x_BTD, layout))
         return causal_mixing(
             x_BTD, self.triangle, self.bias, positions=layout.positions_BT, padding=layout.padding_BT,
             state=state, needs_state=layout.needs_state,
         )  # fmt: skip
 
-    def reading(self, x_BTD: Tensor, layout: Layout) -> Reading:
+    def _reading(self, x_BTD: Tensor, layout: Layout) -> Reading:
         """The rows of c, with a column for each token of the text."""
         positions_BT = layout.positions_BT.expand(x_BTD.shape[:2]).clamp(min=0)
         weights_BTS = self.matrix()[positions_BT[:, :, None], positions_BT[:, None, :]]
@@ -104,85 +93,90 @@ class Triangle(ParameterHolder, Reader):
         )
         return Reading(meaning, weights_BTS[:, None], 0, None, is_share=False)
 
-    def initialize(self, std: float) -> None:
-        """Weights like those of matrices; no bias."""
-        nn.init.normal_(self.triangle, std=std)
-        if self.bias is not None:
-            nn.init.zeros_(self.bias)
-
 
 class LinearMixerLayer(Layer):
-    """A mixing over positions, then a feed-forward or none: see the top of this file."""
+    """A mixing over positions, then a feed-forward or none.
+
+    x -> norm? LayerNorm [mixing_norm] -> h -> time weighted sum by position [mixing] {context D + 1} -> m
+    m -> map? gelu -> time? a second weighted sum [second_mixing] {context D + 1} -> m
+    x + m -> x -> norm? LayerNorm [feed_forward_norm] -> h -> map? linear or gelu feed-forward [feed_forward] -> f
+    x +? f -> x -> map? ReLU [activation] -> x
+    """
 
     def __init__(self, hidden_size: int, options: LinearMixerOptions) -> None:
         super().__init__()
-        self.hidden_size = hidden_size
-        self.options = options
-        self.longest_text = options.context
-        self.mixing_norm = nn.LayerNorm(hidden_size) if options.norm else nn.Identity()
+        self.hidden_size, self.options, self.longest_text = hidden_size, options, options.context
+        norm = nn.LayerNorm if options.norm else nn.Identity
+        self.mixing_norm = norm(hidden_size)
         self.mixing = Triangle(options.context, options.mixing_bias)
         self.second_mixing = Triangle(options.context, options.mixing_bias) if options.mixing == "gelu" else None
-        has_norm = options.norm and options.feed_forward != "none"
-        self.feed_forward_norm = nn.LayerNorm(hidden_size) if has_norm else nn.Identity()
+        self.feed_forward_norm = nn.Identity() if options.feed_forward == "none" else norm(hidden_size)
         self.feed_forward = _feed_forward(hidden_size, options)
         self.activation = nn.ReLU() if options.mixing == "relu" else nn.Identity()
 
-    def forward(
-        self, x_BTD: Tensor, state: LinearMixerState | None, layout: Layout
-    ) -> tuple[Tensor, LinearMixerState | None]:
+    def forward(self, x_BTD: Tensor, state: LinearMixerState | None, layout: Layout) -> tuple[Tensor, Any]:
         """Output (B, T, D) and the inputs of the mixing."""
-        mixed_BTD, first = self.mixing(self.mixing_norm(x_BTD), state and state.first, layout)
-        second = None
+        first, second = state or (None, None)
+        mixed_BTD, first = self.mixing(self.mixing_norm(x_BTD), first, layout)
         if self.second_mixing is not None:
-            mixed_BTD = nn.functional.gelu(mixed_BTD)
-            mixed_BTD, second = self.second_mixing(mixed_BTD, state and state.second, layout)
+            mixed_BTD, second = self.second_mixing(nn.functional.gelu(mixed_BTD), second, layout)
         x_BTD = x_BTD + mixed_BTD if self.options.residual else mixed_BTD
         if self.feed_forward is not None:
             x_BTD = x_BTD + self.feed_forward(self.feed_forward_norm(x_BTD))
         return self.activation(x_BTD), LinearMixerState(first, second) if layout.needs_state else None
 
-    def linear_map(self) -> LinearMap:
-        """What this layer does to a whole text, as two matrices and an offset.
+    def linear_map(self) -> tuple[Tensor, Tensor, Tensor]:
+        """P (n_ctx, n_ctx), R (D, D), O (n_ctx, D): this layer maps a whole text x (n_ctx, D) to P x R^T + O.
 
         Raises:
             InputError: an option makes the layer nonlinear.
         """
-        options = self.options
         accepted = {"mixing": ("linear",), "feed_forward": ("none", "linear"), "norm": (False,)}
         for name, values in accepted.items():
-            if (given := getattr(options, name)) not in values:
+            if (given := getattr(self.options, name)) not in values:
                 needed = " or ".join(map(str, values))
                 raise InputError(f"{name}: {given!r} given, but it must be {needed} for the layer to be a linear map")
         over_positions = self.mixing.matrix()
-        if options.residual:
-            over_positions = over_positions + torch.eye(options.context).to(over_positions)
-        width = self.hidden_size
-        over_features = torch.eye(width).to(over_positions)
-        offset = over_positions.new_zeros(options.context, width)
+        if self.options.residual:
+            over_positions = over_positions + torch.eye(len(over_positions)).to(over_positions)
+        over_features = torch.eye(self.hidden_size).to(over_positions)
+        offset = over_positions.new_zeros(len(over_positions), self.hidden_size)
         if self.mixing.bias is not None:
             offset = offset + self.mixing.bias[:, None]
         if isinstance(self.feed_forward, Linear):
             over_features = over_features + self.feed_forward.float_matrix()
             offset = offset @ over_features.T + self.feed_forward.bias
-        return LinearMap(over_positions, over_features, offset)
+        return over_positions, over_features, offset
 
 
 def _feed_forward(hidden_size: int, options: LinearMixerOptions) -> nn.Module | None:
-    if options.feed_forward == "none":
-        return None
-    if options.feed_forward == "linear":
-        return Linear(hidden_size, hidden_size)
-    middle = options.expansion * hidden_size
-    return nn.Sequential(Linear(hidden_size, middle), nn.GELU(), Linear(middle, hidden_size))
+    if options.feed_forward == "gelu":
+        middle = options.expansion * hidden_size
+        return nn.Sequential(Linear(hidden_size, middle), nn.GELU(), Linear(middle, hidden_size))
+    return Linear(hidden_size, hidden_size) if options.feed_forward == "linear" else None
 
 
-@register(
-    "linear_mixer",
+def preset(sizes: Sizes, choices: LinearMixerPreset) -> Preset:
+    """Positions are in the weights; the output has its own matrix and no norm before it."""
+    if sizes.n_positions is None:
+        raise InputError("n_positions: none given, but linear_mixer has weights for each position of the longest text")
+    last = LinearMixerOptions.from_choices(choices, context=sizes.n_positions)
+    # A ReLU stands only before the output projection.
+    others = dataclasses.replace(last, mixing="linear") if choices.mixing == "relu" else last
+    return Preset(
+        layers=[others] * (sizes.num_layers - 1) + [last],
+        model={"tie_word_embeddings": False, "final_norm": "none"},
+    )
+
+
+architecture = Architecture(
+    name="linear_mixer",
     title="Linear and masked mixers",
     source="Linear Language Models (blbadger); masked mixers (arXiv 2409.01482)",
     layer=LinearMixerLayer,
     options=LinearMixerOptions,
     preset_options=LinearMixerPreset,
+    preset=preset,
     variants={
         "affine": {"mixing_bias": True, "feed_forward": "linear"},
         "relu": {"mixing": "relu"},
@@ -191,29 +185,4 @@ def _feed_forward(hidden_size: int, options: LinearMixerOptions) -> nn.Module | 
         "masked mixer": {"feed_forward": "gelu", "norm": True, "mixing_bias": True},
     },
     packs=False,
-    flow="""
-        h = norm? mixing_norm(x)        | LayerNorm
-        m = time mixing(h)              | weighted sum by position | context D + 1
-        m = map? (m)                    | gelu
-        m = time? second_mixing(m)      | a second weighted sum | context D + 1
-        x = sum (x, m)
-        h = norm? feed_forward_norm(x)  | LayerNorm
-        f = map? feed_forward(h)        | linear or gelu feed-forward
-        x = sum? (x, f)
-        x = map? activation(x)          | ReLU
-    """,
 )
-def preset(sizes: Sizes, choices: LinearMixerPreset) -> Preset:
-    """Positions are in the weights; the output has its own matrix and no norm before it."""
-    if sizes.n_positions is None:
-        raise InputError("n_positions: none given, but linear_mixer has weights for each position of the longest text")
-    values = {field: getattr(choices, field) for field in LinearMixerPreset.__dataclass_fields__}
-    values["context"] = sizes.n_positions
-    last = LinearMixerOptions(**values)
-    if choices.mixing == "relu":
-        values["mixing"] = "linear"
-    return Preset(
-        layers=[LinearMixerOptions(**values)] * (sizes.num_layers - 1) + [last],
-        model={"positions": "none", "tie_word_embeddings": False, "final_norm": "none"},
-        training=TrainingDefaults(),
-    )

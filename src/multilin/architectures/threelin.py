@@ -2,7 +2,7 @@
 
 N(v) = v / rms(v) over the whole vector, N(0) = 0. On x = N(state), for the `window` tokens before t:
 
-    logit_tj = scale * N(QK x_j) . (QV x_t) - slope * (t - j) + hyper / (t - j)
+    logit_tj = scale N(QK x_j) . (QV x_t) - slope (t - j) + hyper / (t - j)
     A_t      = N( sum_j softmax_j(logit) V x_j )        X_t = N(K x_t)        both of width ttdim
     state_t += C . [ A_t,i * X_t,(i xor b) ]            i < ttdim, b < 16      C: 16 ttdim -> D
 
@@ -23,17 +23,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from multilin.architectures.base import LayerOptions, Preset, Sizes, TrainingDefaults, register
-from multilin.errors import InputError, plural
-from multilin.layers.base import Layer, Layout, ParameterHolder
-from multilin.layers.linear import Linear, MatrixModule
-from multilin.layers.norms import TileNorm
-from multilin.layers.reading import Reader, Reading
-from multilin.ops.windowed_attention import (
-    WindowedAttentionState,
-    windowed_attention,
-    windowed_attention_weights,
-)
+from multilin.architectures.base import Architecture, LayerOptions, Preset, Sizes, TrainingDefaults
+from multilin.errors import InputError
+from multilin.layers import Layer, Layout, Linear, MatrixModule, ParameterHolder, Reader, TileNorm
 from multilin.settings import settings
 from multilin.settings.bounds import Factor, Multiple, PastWindow, Strength, Width
 
@@ -71,7 +63,17 @@ class ThreeLinPreset(ThreeLinShared):
 
 
 class ThreeLinLayer(Layer, ParameterHolder, MatrixModule, Reader):
-    """One reading of the window and its combination with the state: see the top of this file."""
+    """One reading of the window and its combination with the state.
+
+    x -> norm N [norm] -> h -> linear QK [query_key] -> norm N [norm] -> key
+    h -> linear QV [query_value] -> query
+    h -> linear V [value] -> value
+    h -> linear K [key] -> norm N [norm] -> X
+    key, query, value -> time attention to the window before [windowed_attention + decay?]
+        {window (query_size + value_size + 1)} -> norm N [norm] -> A
+    A, X -> product C of all products in a block [combiner] -> c
+    x + c -> x
+    """
 
     matrices = ("combiner",)
 
@@ -95,48 +97,21 @@ class ThreeLinLayer(Layer, ParameterHolder, MatrixModule, Reader):
         decay = torch.tensor([options.slope, options.hyper])
         self.decay = nn.Parameter(decay) if options.learn_decay else None
 
-    def forward(
-        self, x_BTD: Tensor, state: WindowedAttentionState | None, layout: Layout
-    ) -> tuple[Tensor, WindowedAttentionState | None]:
+    def forward(self, x_BTD: Tensor, state: Any, layout: Layout) -> tuple[Tensor, Any]:
         """Output (B, T, D) and the state of the window."""
-        normed_BTD = self.norm(x_BTD)
-        queries, keys = self._match(normed_BTD)
-        read_BT1V, state = windowed_attention(
-            queries,
-            keys,
-            self.value(normed_BTD)[:, :, None],
-            **self._reach(),
-            padding=layout.padding_BT,
-            state=state,
-            starts=layout.starts_BT,
-            needs_state=layout.needs_state,
-        )
-        own, read = self.norm(self.key(normed_BTD)), self.norm(read_BT1V[:, :, 0])
-        blocks = (-1, self.options.block)
-        return x_BTD + self.combine_pairs(own.unflatten(-1, blocks), read.unflatten(-1, blocks), name="combiner"), state
-
-    def _match(self, normed_BTD: Tensor) -> tuple[Tensor, Tensor]:
-        """Queries and keys, (B, T, 1, D) each."""
-        keys, queries = self.norm(self.query_key(normed_BTD)), self.query_value(normed_BTD)
+        h_BTD = self.norm(x_BTD)
+        keys_BTQ, queries_BTQ = self.norm(self.query_key(h_BTD)), self.query_value(h_BTD)
         if self.options.query_on == "current":
-            keys, queries = queries, keys
-        return queries[:, :, None], keys[:, :, None]
-
-    def _reach(self) -> dict[str, Any]:
+            keys_BTQ, queries_BTQ = queries_BTQ, keys_BTQ
         slope, hyper = (self.options.slope, self.options.hyper) if self.decay is None else self.decay.unbind()
-        return {"window": self.options.window, "scale": self.scale, "slope": slope, "hyper": hyper}
-
-    def reading(self, x_BTD: Tensor, layout: Layout) -> Reading:
-        """The attention to the window before."""
-        weights = windowed_attention_weights(
-            *self._match(self.norm(x_BTD)), **self._reach(), padding=layout.padding_BT, starts=layout.starts_BT
-        )
-        window = self.options.window
-        meaning = (
-            f"A weight is the token's share in the attention to the {plural(window, 'token')} before the position, the "
-            "layer's decay over distance included; the position's own token is not read but multiplied with what is."
-        )
-        return Reading(meaning, weights.tokens_BHTS, min(window, 1), window)
+        queries_BT1Q, keys_BT1Q, values_BT1V = (x[:, :, None] for x in (queries_BTQ, keys_BTQ, self.value(h_BTD)))
+        read_BT1V, state = self.windowed_attention(
+            queries_BT1Q, keys_BT1Q, values_BT1V, state, layout,
+            window=self.options.window, scale=self.scale, slope=slope, hyper=hyper,
+        )  # fmt: skip
+        both = self.norm(self.key(h_BTD)), self.norm(read_BT1V[:, :, 0])
+        own_BTNK, read_BTNK = (x.unflatten(-1, (-1, self.options.block)) for x in both)
+        return x_BTD + self.combine_pairs(own_BTNK, read_BTNK, name="combiner"), state
 
     def initialize(self, std: float) -> None:
         """The combiner starts at zero: every layer begins as the identity."""
@@ -146,44 +121,18 @@ class ThreeLinLayer(Layer, ParameterHolder, MatrixModule, Reader):
                 self.decay.copy_(torch.tensor([self.options.slope, self.options.hyper]))
 
 
-@register(
-    "threelin",
-    title="3Lin",
-    source="3Lin, the triple-linear transformer (document of the author of TScale)",
-    layer=ThreeLinLayer,
-    options=ThreeLinOptions,
-    preset_options=ThreeLinPreset,
-    variants={
-        "narrow": {"narrow": 7, "wide": 20, "query_on": "current", "learn_decay": True},
-        "document": {"scale": 1.0, "value_size": 32, "query_size": 5, "block": 4},
-    },
-    flow="""
-        h     = norm norm(x)          | N
-        key   = linear query_key(h)   | QK
-        key   = norm norm(key)        | N
-        query = linear query_value(h) | QV
-        value = linear value(h)       | V
-        X     = linear key(h)         | K
-        X     = norm norm(X)          | N
-        A     = time windowed_attention + decay?(key, query, value)
-                | attention to the window before | window (query_size + value_size + 1)
-        A     = norm norm(A)          | N
-        c     = product combiner(A, X) | C of all products in a block
-        x     = sum (x, c)
-    """,
-)
 def preset(sizes: Sizes, choices: ThreeLinPreset) -> Preset:
     """The six rows over and over; no positions, so no limit on the text; untied output, final N."""
-    shared = {field: getattr(choices, field) for field in ThreeLinShared.__dataclass_fields__}
     wide = choices.wide or sizes.n_positions or 1024
     rows = [PATTERN[layer % len(PATTERN)] for layer in range(sizes.num_layers)]
     return Preset(
         layers=[
-            ThreeLinOptions(window=wide if window is None else choices.narrow, slope=slope, hyper=hyper, **shared)
+            ThreeLinOptions.from_choices(
+                choices, window=wide if window is None else choices.narrow, slope=slope, hyper=hyper
+            )
             for slope, hyper, window in rows
         ],
         model={
-            "positions": "none",
             "n_positions": None,
             "tie_word_embeddings": False,
             "final_norm": "tile_norm",
@@ -192,3 +141,18 @@ def preset(sizes: Sizes, choices: ThreeLinPreset) -> Preset:
         },
         training=TrainingDefaults(optimizer="normalized_sgd", learning_rate=0.1, weight_decay=0.0, clip_norm=0.0),
     )
+
+
+architecture = Architecture(
+    name="threelin",
+    title="3Lin",
+    source="3Lin, the triple-linear transformer (document of the author of TScale)",
+    layer=ThreeLinLayer,
+    options=ThreeLinOptions,
+    preset_options=ThreeLinPreset,
+    preset=preset,
+    variants={
+        "narrow": {"narrow": 7, "wide": 20, "query_on": "current", "learn_decay": True},
+        "document": {"scale": 1.0, "value_size": 32, "query_size": 5, "block": 4},
+    },
+)

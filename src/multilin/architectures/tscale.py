@@ -4,17 +4,16 @@ H heads; N(x) divides each tile of a head's width by its root mean square, a zer
 W x / sqrt(width of x), without biases, so unit-variance weights keep unit variance. On x = N(state):
 
     q = rope(N(lin(Q, x)))    r = rope(lin(R, x))    u = N(lin(U, x))    v = N(lin(V, x))
-    logit_tj = 0.5 / sqrt(d_h) * q_t . r_j - slope * ln 2 * (t - j)        1 <= t - j <= width
-    a_t      = sum_j e^logit v_j / (1 + sum_j e^logit)                     a null key of logit 0 and value 0
-    state   += lin(C, [ u_t,(z xor b) * a_t,z ])                           b < 4, per head
+    logit_tj = 0.5 / sqrt(d_h) q_t . r_j - slope ln 2 (t - j)                     1 <= t - j <= width
+    a_t      = (sum_j e^(logit_tj) v_j) / (1 + sum_j e^(logit_tj))                a null key of logit 0 and value 0
+    state   += lin(C, [ u_t,(z xor b) * a_t,z ])                           b < 4   per head
     state   += lin(F, relu(N(lin(E, N(state)))))
     logits   = lin(W, N(state)) + bias                                     fixed log of the token counts, or none
 
 Widths: the first sixth of the layers, in pairs, reads one token; after that narrow layers (64 tokens, slope 0.5) and
 full ones alternate. An odd number of layers is rounded up, as in the source.
 
-State: keys and values of the last `width` tokens per layer, in float32, with a flag for each that says whether it was
-read.
+State: keys and values of the last `width` tokens per layer, in float32, each with a flag that says whether it was read.
 
 When to use: where exact look-ups in the recent past count, as in a Transformer, and a bounded state is wanted all the
 same: half of the attention is narrow, the full layers read at most the training length. Unit-variance weights and
@@ -27,18 +26,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from multilin.architectures.base import LayerOptions, Preset, Sizes, TrainingDefaults, register
-from multilin.errors import InputError, plural
-from multilin.layers.base import Layer, Layout, ParameterHolder
-from multilin.layers.linear import MatrixModule
-from multilin.layers.norms import TileNorm
+from multilin.architectures.base import Architecture, LayerOptions, Preset, Sizes, TrainingDefaults
+from multilin.errors import InputError
+from multilin.layers import Layer, Layout, MatrixModule, ParameterHolder, Reader, ScaledLinear, TileNorm
 from multilin.layers.positions import rotary_angles, rotate
-from multilin.layers.reading import Reader, Reading
-from multilin.ops.windowed_attention import (
-    WindowedAttentionState,
-    windowed_attention,
-    windowed_attention_weights,
-)
 from multilin.settings import settings
 from multilin.settings.bounds import Factor, Multiple, PastWindow, Positive, Strength, Width
 
@@ -57,6 +48,14 @@ class TScaleShared(LayerOptions):
     scale: Factor | None = None  # factor on the logits; none is 0.5 / sqrt(head size)
     combiner: Literal["bilinear", "linear"] = "bilinear"  # linear is no part of TScale: lin(C, [u, a]), to compare with
 
+    def tile(self, hidden_size: int) -> int:
+        """Width of a head."""
+        return self.head_size or min(HEAD_SIZE, hidden_size)
+
+    def count_heads(self, hidden_size: int) -> int:
+        """As many as fill the hidden size, where no number is given."""
+        return self.num_heads or hidden_size // self.tile(hidden_size)
+
 
 @settings
 class TScaleOptions(TScaleShared):
@@ -70,40 +69,23 @@ class TScaleOptions(TScaleShared):
 class TScalePreset(TScaleShared):
     """A whole model."""
 
-    widths: Literal["schedule", "full"] = (
-        "schedule"  # full is no part of TScale: every layer reads all, to compare with
-    )
+    widths: Literal["schedule", "full"] = "schedule"  # full: every layer reads all; no part of TScale, to compare with
     full_width: PastWindow | None = None  # width of the full layers; none is the training length
     unigram_bias: bool = False  # add the log of the token counts to the logits, fixed
-
-
-class ScaledLinear(ParameterHolder, MatrixModule):
-    """lin(W, x) = W x / sqrt(width of x)."""
-
-    def __init__(self, in_size: int, out_size: int, *, starts_at_zero: bool = False) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(out_size, in_size))
-        self.in_size, self.starts_at_zero = in_size, starts_at_zero
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(..., in) to (..., out)."""
-        return self.multiply(x, factor=self.in_size**-0.5)
-
-    def initialize(self, std: float) -> None:
-        """Normal weights; those that add to the state start at zero."""
-        nn.init.normal_(self.weight, std=0.0 if self.starts_at_zero else std)
 
 
 class TScaleAttention(ParameterHolder, MatrixModule, Reader):
     """lin(C, [u xor-paired with a]), or lin(C, [u, a]): see the top of this file."""
 
     matrices = ("combiner",)
+    starts_at_zero = True  # every layer begins as the identity
 
-    def __init__(self, hidden_size: int, head_size: int, num_heads: int, options: TScaleOptions) -> None:
+    def __init__(self, hidden_size: int, head_size: int, options: TScaleOptions) -> None:
         super().__init__()
-        self.options, self.heads = options, (num_heads, head_size)
-        self.scale = 0.5 * head_size**-0.5 if options.scale is None else options.scale
-        width = num_heads * head_size
+        self.options, self.heads = options, (options.count_heads(hidden_size), head_size)
+        scale = 0.5 * head_size**-0.5 if options.scale is None else options.scale
+        self.reach = {"window": options.width, "scale": scale, "slope": options.slope * math.log(2), "null_key": True}
+        width = math.prod(self.heads)
         self.norm = TileNorm(head_size)
         self.query = ScaledLinear(hidden_size, width)  # Q, of the current token
         self.remote = ScaledLinear(hidden_size, width)  # R, of the tokens that are read
@@ -113,76 +95,46 @@ class TScaleAttention(ParameterHolder, MatrixModule, Reader):
         self.combiner = nn.Parameter(torch.empty(hidden_size, *shape))
         self.factor = math.prod(shape) ** -0.5
 
-    def forward(
-        self, x_BTD: Tensor, state: WindowedAttentionState | None, layout: Layout
-    ) -> tuple[Tensor, WindowedAttentionState | None]:
+    def forward(self, x_BTD: Tensor, state: Any, layout: Layout) -> tuple[Tensor, Any]:
         """What is added to the state (B, T, D), and the window's state."""
-        queries, keys = self._match(x_BTD, layout)
-        read_BTHD, state = windowed_attention(
-            queries,
-            keys,
-            self.norm(self.value(x_BTD)).unflatten(-1, self.heads),
-            **self._reach(),
-            padding=layout.padding_BT,
-            state=state,
-            starts=layout.starts_BT,
-            needs_state=layout.needs_state,
-        )
-        own_BTV, read_BTV = self.norm(self.own(x_BTD)), read_BTHD.flatten(2)
+        angles = rotary_angles(layout.positions_BT, self.heads[1], self.options.rotary_base, x_BTD.dtype)
+        q_BTHE = rotate(self.norm(self.query(x_BTD)).unflatten(-1, self.heads), angles)
+        r_BTHE = rotate(self.remote(x_BTD).unflatten(-1, self.heads), angles)
+        v_BTHE = self.norm(self.value(x_BTD)).unflatten(-1, self.heads)
+        read_BTHE, state = self.windowed_attention(q_BTHE, r_BTHE, v_BTHE, state, layout, **self.reach)
+        own_BTV, read_BTV = self.norm(self.own(x_BTD)), read_BTHE.flatten(2)
         if self.options.combiner == "linear":
-            both_BT2V = torch.cat([own_BTV, read_BTV], dim=-1)
-            return self.multiply(both_BT2V, name="combiner", factor=self.factor), state
+            return self.multiply(torch.cat([own_BTV, read_BTV], dim=-1), name="combiner", factor=self.factor), state
         own_BTNK, read_BTNK = (x.unflatten(-1, (-1, BLOCK)) for x in (own_BTV, read_BTV))
         return self.combine_pairs(own_BTNK, read_BTNK, name="combiner", factor=self.factor), state
 
-    def _match(self, x_BTD: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
-        """q and r, (B, T, H, D) each."""
-        query, remote = self.norm(self.query(x_BTD)), self.remote(x_BTD)
-        angles = rotary_angles(layout.positions_BT, self.heads[1], self.options.rotary_base, remote.dtype)
-        return rotate(query.unflatten(-1, self.heads), angles), rotate(remote.unflatten(-1, self.heads), angles)
-
-    def _reach(self) -> dict[str, Any]:
-        slope = self.options.slope * math.log(2)
-        return {"window": self.options.width, "scale": self.scale, "slope": slope, "null_key": True}
-
-    def reading(self, x_BTD: Tensor, layout: Layout) -> Reading:
-        """The attention to the window before, and what the null key takes."""
-        weights = windowed_attention_weights(
-            *self._match(x_BTD, layout), **self._reach(), padding=layout.padding_BT, starts=layout.starts_BT
-        )
-        width = self.options.width
-        meaning = (
-            f"A weight is the token's share in the head's attention to the {plural(width, 'token')} before the "
-            "position, the decay over distance included; what the null key takes is read from nowhere."
-        )
-        return Reading(meaning, weights.tokens_BHTS, min(width, 1), width, null_BHT=weights.null_BHT)
-
-    def initialize(self, std: float) -> None:
-        """The combiner starts at zero: every layer begins as the identity."""
-        nn.init.zeros_(self.combiner)
-
 
 class TScaleLayer(Layer):
-    """Attention with a bilinear combiner, then a ReLU feed-forward, both added to the state."""
+    """Attention with a bilinear combiner, then a ReLU feed-forward, both added to the state.
+
+    x -> norm N [norm] -> h -> linear Q [attention.query] -> norm N [attention.norm] -> map rope -> q
+    h -> linear R [attention.remote] -> map rope -> r
+    h -> linear V [attention.value] -> norm N [attention.norm] -> v
+    h -> linear U [attention.own] -> norm N [attention.norm] -> u
+    q, r, v -> time attention to the tokens before [attention.windowed_attention] {width (2 H head_size + 1)} -> a
+    a, u -> product C of all products in blocks of 4 [attention.combiner] -> c
+    x + c -> x -> norm N [norm] -> h -> linear E [expand] -> norm N [norm] -> map relu -> e -> linear F [contract] -> f
+    x + f -> x
+    """
 
     def __init__(self, hidden_size: int, options: TScaleOptions) -> None:
         super().__init__()
-        head_size = options.head_size or min(HEAD_SIZE, hidden_size)
-        num_heads = options.num_heads or hidden_size // head_size
-        if hidden_size % head_size or head_size % BLOCK or (head_size > 64 and head_size % 64):
-            raise InputError(
-                f"head_size: {head_size} given, but it must divide the hidden size {hidden_size} and be a multiple of "
-                "4, above 64 of 64"
-            )
+        head_size = options.tile(hidden_size)
+        if hidden_size % head_size or head_size % (BLOCK if head_size <= 64 else 64):
+            needed = f"divide the hidden size {hidden_size} and be a multiple of 4, above 64 of 64"
+            raise InputError(f"head_size: {head_size} given, but it must {needed}")
         self.norm = TileNorm(head_size)
-        self.attention = TScaleAttention(hidden_size, head_size, num_heads, options)
-        wide = options.expansion * num_heads * head_size
+        self.attention = TScaleAttention(hidden_size, head_size, options)
+        wide = options.expansion * math.prod(self.attention.heads)
         self.expand = ScaledLinear(hidden_size, wide)
         self.contract = ScaledLinear(wide, hidden_size, starts_at_zero=True)
 
-    def forward(
-        self, x_BTD: Tensor, state: WindowedAttentionState | None, layout: Layout
-    ) -> tuple[Tensor, WindowedAttentionState | None]:
+    def forward(self, x_BTD: Tensor, state: Any, layout: Layout) -> tuple[Tensor, Any]:
         """Output (B, T, D) and the window's state."""
         update_BTD, state = self.attention(self.norm(x_BTD), state, layout)
         x_BTD = x_BTD + update_BTD
@@ -198,65 +150,39 @@ def layer_widths(depth: int, full_width: int) -> list[tuple[int, float]]:
     return [(1, 0.0)] * (2 * num_first) + [(64, 0.5), (full_width, 0.0)] * (num_pairs - num_first)
 
 
-@register(
-    "tscale",
-    title="TScale",
-    source="TScale (Foreseerr), document and code",
-    layer=TScaleLayer,
-    options=TScaleOptions,
-    preset_options=TScalePreset,
-    variants={
-        "heads of four": {"head_size": 4, "expansion": 2, "full_width": 9, "unigram_bias": True},
-        "linear combiner": {"head_size": 8, "combiner": "linear"},
-    },
-    flow="""
-        h = norm norm(x)                  | N
-        q = linear attention.query(h)     | Q
-        q = norm attention.norm(q)        | N
-        q = map rotate(q)                 | rope
-        r = linear attention.remote(h)    | R
-        r = map rotate(r)                 | rope
-        v = linear attention.value(h)     | V
-        v = norm attention.norm(v)        | N
-        u = linear attention.own(h)       | U
-        u = norm attention.norm(u)        | N
-        a = time windowed_attention(q, r, v)   | attention to the tokens before | width (2 H head_size + 1)
-        c = product attention.combiner(a, u)   | C of all products in blocks of 4
-        x = sum (x, c)
-        h = norm norm(x)                  | N
-        e = linear expand(h)              | E
-        e = norm norm(e)                  | N
-        e = map (e)                       | relu
-        f = linear contract(e)            | F
-        x = sum (x, f)
-    """,
-)
 def preset(sizes: Sizes, choices: TScalePreset) -> Preset:
     """The width schedule; rotary positions, so no limit on the text; untied output, final N."""
-    shared = {field: getattr(choices, field) for field in TScaleShared.__dataclass_fields__}
     full_width = choices.full_width or sizes.n_positions or 1024
-    widths = layer_widths(sizes.num_layers, full_width)
-    if choices.widths == "full":
-        widths = [(full_width, 0.0)] * len(widths)
+    schedule = layer_widths(sizes.num_layers, full_width)
+    widths = schedule if choices.widths == "schedule" else [(full_width, 0.0)] * len(schedule)
     return Preset(
-        layers=[TScaleOptions(width=width, slope=slope, **shared) for width, slope in widths],
+        layers=[TScaleOptions.from_choices(choices, width=width, slope=slope) for width, slope in widths],
         model={
-            "positions": "none",
             "n_positions": None,
             "tie_word_embeddings": False,
             "output_bias": "unigram" if choices.unigram_bias else "none",
             "final_norm": "tile_norm",
-            "final_norm_tile": choices.head_size or min(HEAD_SIZE, sizes.hidden_size),
+            "final_norm_tile": choices.tile(sizes.hidden_size),
             "logit_scale": sizes.hidden_size**-0.5,
             "embedding_range": 1.0,
             "initializer_range": 0.5,
         },
         training=TrainingDefaults(
-            optimizer="matrix_moment",
-            learning_rate=1e-2,
-            weight_decay=0.0,
-            schedule="constant",
-            warmup_steps=1000,
-            clip_norm=0.0,
+            "matrix_moment", learning_rate=1e-2, weight_decay=0.0, schedule="constant", warmup_steps=1000, clip_norm=0.0
         ),
     )
+
+
+architecture = Architecture(
+    name="tscale",
+    title="TScale",
+    source="TScale (Foreseerr), document and code",
+    layer=TScaleLayer,
+    options=TScaleOptions,
+    preset_options=TScalePreset,
+    preset=preset,
+    variants={
+        "heads of four": {"head_size": 4, "expansion": 2, "full_width": 9, "unigram_bias": True},
+        "linear combiner": {"head_size": 8, "combiner": "linear"},
+    },
+)

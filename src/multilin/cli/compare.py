@@ -45,8 +45,8 @@ def compare(arguments: CompareArguments, changes: Changes) -> None:
         budget=budget, num_seeds=arguments.seeds, task=arguments.task, changes=changes,
     )  # fmt: skip
     with loading():
+        from multilin.analysis.compare.report import REPORT_FILE
         from multilin.analysis.compare.run import compare
-        from multilin.analysis.compare.words import REPORT_FILE
         from multilin.cli.progress import TrainingDisplay
         from multilin.machine import warn_of_contention
     warn_of_contention()
@@ -59,12 +59,10 @@ def compare(arguments: CompareArguments, changes: Changes) -> None:
 
 
 def print_comparison(comparison: "Comparison") -> None:
-    """The rows, the best first, and what must be known of them."""
-    from multilin.analysis.compare.words import UNITS, amount, difference_texts, score_text
+    """The rows, the best first, and the remarks."""
+    from multilin.analysis.compare.answers import UNITS, amount, difference_texts, score_text
 
     console = make_console()
-    ordered = [comparison.row(name) for name in comparison.order]
-    ordered += [row for row in comparison.rows if row.score is None]
     rows = [
         (
             row.name,
@@ -74,7 +72,7 @@ def print_comparison(comparison: "Comparison") -> None:
             f"{row.tokens_per_second:,.0f}" if row.tokens_per_second else "",
             f"{row.seconds:,.1f}" if row.seconds is not None else "",
         )
-        for row in ordered
+        for row in comparison.ordered
     ]
     head = ("row", UNITS[comparison.measure], "difference", "p", "parameters", "training tokens/s", "seconds")
     console.print()

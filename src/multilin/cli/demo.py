@@ -28,11 +28,11 @@ def demo(changes: Changes) -> None:
     """
     recipe = load_recipe(RECIPE, changes)
     with loading():
-        from multilin.analysis.ngrams import ngram_bits_per_byte
         from multilin.cli.progress import TrainingDisplay
         from multilin.inference.generate import generate_text
         from multilin.inference.runs import Run
         from multilin.machine import warn_of_contention
+        from multilin.scoring.ngrams import ngram_bits_per_byte
         from multilin.training.assemble import read_text
         from multilin.training.report import draw_bits_per_byte
         from multilin.training.run_folder import RunFolder

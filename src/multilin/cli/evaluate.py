@@ -3,6 +3,7 @@
 import functools
 import importlib.util
 import json
+import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,7 @@ from multilin.settings import settings
 from multilin.settings.bounds import PathText, Tokens
 
 if TYPE_CHECKING:
-    from multilin.analysis.quantize_run import Quantized
+    from multilin.analysis.quantize import Quantized
 
 OPENING_CHARACTERS = 40
 
@@ -55,14 +56,20 @@ def evaluate(arguments: EvaluateArguments, settings: EvaluationSettings) -> None
     if arguments.output is not None:
         check_writable("--output", arguments.output)
     with loading(f"PyTorch and {arguments.run}"):
-        from multilin.analysis.breakdown import as_data
-        from multilin.analysis.evaluate_run import break_down_run
+        from multilin.analysis.evaluate.breakdown import as_data
+        from multilin.analysis.evaluate.run import break_down_run
         from multilin.cli.progress import show_progress
         from multilin.inference.runs import load_run
 
         run = load_run(arguments.run)
         if tasks:
-            from multilin.analysis.harness import evaluate_tasks
+            import datasets
+
+            from multilin.analysis.evaluate.tasks import evaluate_tasks
+
+            # They draw bars and make remarks about every task and model.
+            datasets.disable_progress_bars()
+            logging.getLogger("lm_eval").setLevel(logging.CRITICAL)
     data: dict[str, Any]
     if tasks:
         data = evaluate_tasks(
@@ -91,7 +98,7 @@ def quantize(arguments: QuantizeArguments, settings: EvaluationSettings) -> None
     """
     check_run_files(arguments.run)
     with loading():
-        from multilin.analysis.quantize_run import quantize_run
+        from multilin.analysis.quantize import quantize_run
         from multilin.cli.progress import show_progress
     with show_progress() as progress:
         result = quantize_run(arguments.run, arguments.output, settings, progress=progress)

@@ -27,11 +27,11 @@ def info(arguments: InfoArguments, sizes: ModelSizes) -> None:
     with loading():
         from multilin.analysis.info import find_model
 
-        found, architecture = find_model(arguments.model, sizes)
+        description, architecture = find_model(arguments.model, sizes)
     if arguments.json:
-        print(as_json(found))
+        print(as_json(description))
         return
-    _print_model(found)
+    _print_model(description)
     if architecture is not None:
         _print_options(architecture)
 
@@ -65,7 +65,7 @@ def _print_model(info: "ModelInfo") -> None:
     )
     print_table("rlwrr", rows, head=("layer", "architecture", "options", "parameters", "state bytes"))
     console.print(
-        "\nFLOPs: matrix products and attention for one token after a text of one; a multiplication and an addition "
+        "\nFLOPs: matrix products and attention for one token after another; a multiplication and an addition "
         "are two; pointwise work is not counted.",
         style="dim",
     )
@@ -86,7 +86,7 @@ def _print_options(architecture: "Architecture") -> None:
 
 
 def _growth(growth: int, unit: str) -> str:
-    return f", and {growth:,}{unit} more per token read" if growth else ""
+    return f", and {growth:,}{unit} more per further token" if growth else ""
 
 
 def _listed(options: dict[str, Any]) -> str:

@@ -8,6 +8,7 @@ import shutil
 import sys
 import warnings
 from collections.abc import Iterator
+from logging import ERROR, getLogger
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,8 @@ def plain_warnings() -> Iterator[None]:
 def loading(name: str = "") -> Iterator[None]:
     """Import PyTorch and transformers, which takes seconds, and load more in the block; a terminal says so meanwhile.
 
-    Afterwards transformers draws no bars and makes no remarks of its own, and freed memory stays in the process.
+    Afterwards transformers and the hub's client draw no bars and make no remarks of their own, and freed memory stays
+    in the process.
 
     Args:
         name: loaded in the block, for the message.
@@ -38,6 +40,7 @@ def loading(name: str = "") -> Iterator[None]:
         keep_freed_memory()
         logging.disable_progress_bar()
         logging.set_verbosity_error()
+        getLogger("huggingface_hub").setLevel(ERROR)
         yield
 
 

@@ -92,10 +92,12 @@ def _read(flag: Flag, given: Any) -> Any:
     accepted = get_args(flag.given_type) if is_union else (flag.given_type,)
     if not isinstance(given, str) or str in accepted:
         return None if given == "null" and types.NoneType in accepted else given
+    value = parse_yaml(given, flag.text)
     try:
-        return TypeAdapter(flag.given_type).validate_python(parse_yaml(given, flag.text))
+        TypeAdapter(flag.given_type).validate_python(value)
     except ValidationError:
         raise InputError(f"{flag.text}: {shown(given)} given, but it should be {_accepted(flag.given_type)}") from None
+    return value  # not what pydantic made of it, for which true is a number too: the settings refuse that
 
 
 def _value(hint: Any, values: Mapping[str, Any], entries: Mapping[str, dict[str, Any]]) -> Any:

@@ -137,8 +137,8 @@ def _before_magic(path: Path) -> Iterator[str]:
 def _is_hub(source: str) -> bool:
     if source.startswith(_HUB_PREFIX):
         return True
-    # A name below a folder that exists here is a mistyped path; asking the hub for it would only take time.
-    is_path = Path(source).parent.parts and Path(Path(source).parts[0]).is_dir()
+    # A name below what exists here is a mistyped path; asking the hub for it would only take time.
+    is_path = Path(source).parent.parts and Path(Path(source).parts[0]).exists()
     return not is_path and _HUB_NAME.fullmatch(source) is not None and file_format(Path(source)) is None
 
 

@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -19,6 +20,7 @@ _WHOLE = (".txt", ".md")  # one document each
 COMPRESSIONS = (".gz", ".zst")
 SUPPORTED = f"{' '.join(FORMATS)}, each also with {' or '.join(COMPRESSIONS)}"
 
+LONGEST_WORD, _SPACE = 2**23, re.compile(r"\s")
 LARGEST_DOCUMENT, LARGEST_LINE = 2**30, 2**26  # bytes that are held in memory at once
 LARGEST_EXPANSION, SMALL = 250, 64 * MEGABYTE  # text shrinks to a tenth, and what expands to more than that is none
 
@@ -67,15 +69,17 @@ def read_file(path: Path, name: str, text_field: str, encoding_errors: EncodingE
 
     Raises:
         InputError: bytes that are not UTF-8 or not what the name claims, rows without the field, a file that is no
-            regular one or cannot be read, more than 1 GB in a document or 64 MB in a line, or compressed bytes that
-            expand as no text does.
+            regular one or cannot be read, more than 1 GB in a document or 64 MB in a line, 8 million characters
+            without a space, or compressed bytes that expand as no text does.
     """
     suffix = file_format(path)
     with _opened(path) as stream:
         if suffix in _WHOLE:
             content = stream.read(LARGEST_DOCUMENT + 1)
             _check_document(path, len(content))
-            yield Document(name, _decode(content, path, 0, encoding_errors))
+            text = _decode(content, path, 0, encoding_errors)
+            _check_words(text, str(path))
+            yield Document(name, text)
             return
         if suffix == ".jsonl":
             rows = _json_rows(stream, path, encoding_errors)
@@ -109,8 +113,16 @@ def row_text(row: Mapping[str, Any], text_field: str, where: str, encoding_error
                 f"{where}: character {error.start} of field {text_field!r} is half a surrogate pair; correct it, or "
                 "set data.encoding_errors: replace"
             ) from None
-        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    _check_words(text, where)
     return text
+
+
+def _check_words(text: str, where: str) -> None:
+    """Refuse what has no spaces: a tokenizer takes a hundred bytes of memory for each character of a word."""
+    for start in range(0, len(text) - LONGEST_WORD, LONGEST_WORD):
+        if _SPACE.search(text, start, start + LONGEST_WORD) is None:
+            raise InputError(f"{where}: more than {LONGEST_WORD:,} characters without a space between them")
 
 
 @contextmanager
@@ -128,7 +140,8 @@ def _opened(path: Path) -> Iterator[IO[bytes]]:
                 limit = SMALL + LARGEST_EXPANSION * path.stat().st_size
                 yield io.BufferedReader(_Bounded(expanded, limit, path), MEGABYTE)
     except OSError as error:
-        raise InputError(f"{path}: cannot be read ({error.strerror or error})") from None
+        reason = error.strerror or shorten(" ".join(str(error).split()), 200)  # Arrow's have several lines
+        raise InputError(f"{path}: cannot be read ({reason})") from None
 
 
 class _Bounded(io.RawIOBase):
@@ -211,7 +224,7 @@ def _parquet_rows(stream: IO[bytes], path: Path, text_field: str) -> Iterator[tu
                 yield from enumerate(batch.to_pylist(), start=number + 1)
                 number += batch.num_rows
     except pyarrow.ArrowInvalid as error:
-        raise InputError(f"{path}: not a Parquet file ({error})") from None
+        raise InputError(f"{path}: not a Parquet file ({shorten(' '.join(str(error).split()), 200)})") from None
 
 
 @contextmanager

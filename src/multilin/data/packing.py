@@ -24,6 +24,7 @@ from multilin.data.files import Document
 from multilin.data.tokenizers import start_token_id, token_byte_lengths, tokenizer_hash
 from multilin.errors import InputError, plural
 from multilin.files import atomic_folder
+from multilin.settings.inputs import check_regular
 
 BATCH_CHARACTERS = 2**22
 IGNORED_LABEL = -100
@@ -74,6 +75,9 @@ class PackedText:
             InputError: the folder holds no packing, or a damaged one.
         """
         folder = Path(folder)
+        for path in (folder / name for name in (_DESCRIPTION, _INDEX, _TOKENS)):
+            if path.exists():
+                check_regular(path, "")
         try:
             description = Description(**json.loads((folder / _DESCRIPTION).read_text(encoding="utf-8")))
             index = safetensors.numpy.load_file(folder / _INDEX)

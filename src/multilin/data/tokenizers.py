@@ -66,7 +66,7 @@ def load_tokenizer(path_or_name: str) -> PreTrainedTokenizerFast:
     It has an end-of-text token, and pads with it where it has no padding token. No code that comes with it is run.
 
     Raises:
-        InputError: no tokenizer there, one without a tokenizer.json, or one without an end-of-text token.
+        InputError: no tokenizer there, one without a tokenizer.json or an end-of-text token, or ids with gaps.
     """
     path = Path(path_or_name).expanduser()
     if path.is_dir():
@@ -87,6 +87,11 @@ def load_tokenizer(path_or_name: str) -> PreTrainedTokenizerFast:
     if tokenizer.eos_token_id is None:
         raise InputError(
             f"tokenizer: {shown(path_or_name)} has no end-of-text token (eos_token), which starts every document"
+        )
+    if (largest := max(tokenizer.get_vocab().values())) >= len(tokenizer):
+        raise InputError(
+            f"tokenizer: {shown(path_or_name)} has {len(tokenizer)} tokens with ids up to {largest}, but they should "
+            "be numbered from 0 without gaps"
         )
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token

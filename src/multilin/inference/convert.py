@@ -13,7 +13,7 @@ from annotated_types import MaxLen
 from torch import Tensor
 
 from multilin.data.tokenizers import TOKENIZER_FILES
-from multilin.errors import InputError, shown
+from multilin.errors import InputError, shorten, shown
 from multilin.files import atomic_folder, check_folder
 from multilin.model import MultilinConfig, MultilinForCausalLM
 from multilin.settings import load_settings, settings
@@ -156,7 +156,7 @@ def _read_weights(source: Path) -> dict[str, Tensor]:
             return weights
     except Exception as error:
         # torch and safetensors raise many kinds of errors for damaged files; all mean the same to the user.
-        reason = str(error).splitlines()[0]
+        reason = shorten(" ".join(str(error).split()), 200) or type(error).__name__
         raise InputError(f"source: the weights in {source} are damaged or hold more than tensors ({reason})") from None
     raise InputError(f"source: {source} has no model.safetensors and no pytorch_model.bin")
 

@@ -58,9 +58,11 @@ def generate_text(
         echo: give `write` the prompt first.
 
     Raises:
-        InputError: prompt and new tokens are longer than the model can read, or a snapshot that cannot be continued.
+        InputError: prompt and new tokens are longer than the model can read, a snapshot that cannot be continued, or
+            settings that would be ignored.
     """
     model, tokenizer = run.model, run.tokenizer
+    _check_choices(settings)
     prompt_ids = _prompt_ids(prompt, tokenizer, snapshot)
     num_read = 0 if snapshot is None else _num_read(snapshot)
     _check_length(num_read + len(prompt_ids), settings.max_new_tokens, longest_text(model.config))
@@ -90,6 +92,19 @@ def generate_text(
     if settings.num_beams == 1 and isinstance(model, MultilinForCausalLM):
         after = Snapshot(found.past_key_values, [token_ids[-1:]], _random_state(model.device))
     return Continuation(token_ids, written.getvalue(), after)
+
+
+def _check_choices(settings: GenerationSettings) -> None:
+    """Refuse settings that have no part in how the tokens are chosen."""
+    if settings.greedy and settings.num_beams > 1:
+        raise InputError(f"num_beams: {settings.num_beams} given together with greedy; give one of them")
+    for name in () if settings.draws else ("temperature", "top_k", "top_p", "seed"):
+        value = getattr(settings, name)
+        if value != getattr(DEFAULTS, name):
+            other = "greedy" if settings.greedy else f"num_beams: {settings.num_beams}"
+            raise InputError(
+                f"{name}: {value} given together with {other}, where nothing is drawn; leave one of them out"
+            )
 
 
 def _prompt_ids(prompt: str, tokenizer: PreTrainedTokenizerFast, snapshot: Snapshot | None) -> list[int]:

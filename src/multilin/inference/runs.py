@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 
 from multilin.architectures.base import Sizes
 from multilin.data.tokenizers import load_tokenizer, tokenizer_hash
-from multilin.errors import InputError, plural, shown
+from multilin.errors import InputError, plural
 from multilin.inference.run_files import check_run_files
 from multilin.model.config import TokenIds
 from multilin.model.factory import BaselineOptions
@@ -84,6 +84,9 @@ def load_model(folder: Path) -> PreTrainedModel:
         missing = sorted(found["missing_keys"])
         others = f" and {plural(len(missing) - 1, 'other')}" if missing[1:] else ""
         raise InputError(f"run: the weights in {folder} lack {missing[0]}{others} of its config.json")
+    for name, parameter in model.named_parameters():
+        if not parameter.isfinite().all():
+            raise InputError(f"run: the weights in {folder} are damaged: {name} holds values that are not finite")
     return model.eval()
 
 
@@ -99,8 +102,6 @@ def _check_sizes(config: PretrainedConfig) -> None:
 
 def _check_generation(path: Path) -> None:
     values = read_json(path, "run") if path.exists() else {}
-    if not isinstance(values, dict):
-        raise InputError(f"run: {path} should hold an object with settings, not {shown(values)}")
     names = values.keys() & {field.name for field in dataclasses.fields(_GenerationFields)}
     load_settings(_GenerationFields, {name: values[name] for name in names}, f"run: {path}")
 

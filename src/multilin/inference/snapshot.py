@@ -16,6 +16,7 @@ from torch import Tensor
 from multilin.errors import InputError
 from multilin.files import atomic_file, shown
 from multilin.model import MultilinForCausalLM, TextState
+from multilin.model.modes import evaluation_mode
 
 FORMAT, EARLIER_FORMATS = "multilin-state-2", ("multilin-state-1",)
 METADATA = {"format", "model", "unread_ids", "sha256"}
@@ -112,12 +113,9 @@ def load_snapshot(path: str | Path, model: MultilinForCausalLM) -> Snapshot:
 @torch.no_grad()
 def _example_state(model: MultilinForCausalLM) -> TextState:
     """The state after one token, which has the names, shapes and dtypes of any other."""
-    state, was_training = model.new_state(), model.training
-    model.eval()
-    try:
+    state = model.new_state()
+    with evaluation_mode(model):
         model(torch.zeros((1, 1), dtype=torch.long, device=model.device), past_key_values=state)
-    finally:
-        model.train(was_training)
     state.num_columns = 0
     return state
 

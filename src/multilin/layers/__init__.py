@@ -1,1 +1,25 @@
-"""Modules shared by architectures. A layer is a causal map `y, state = layer(x, state)`; see `layers.base`."""
+"""What architectures are made of. A layer is a causal map `y, state = layer(x, state, layout)`; see `layers.base`."""
+
+from multilin.layers.base import Layer, Layout, ParameterHolder, head_width
+from multilin.layers.blocks import GeluFeedForward, ResidualBlock
+from multilin.layers.linear import Linear, MatrixModule, ScaledLinear
+from multilin.layers.norms import TileNorm
+from multilin.layers.positions import rotary_angles, rotate
+from multilin.layers.reading import Reader, Reading
+
+__all__ = [
+    "GeluFeedForward",
+    "Layer",
+    "Layout",
+    "Linear",
+    "MatrixModule",
+    "ParameterHolder",
+    "Reader",
+    "Reading",
+    "ResidualBlock",
+    "ScaledLinear",
+    "TileNorm",
+    "head_width",
+    "rotary_angles",
+    "rotate",
+]

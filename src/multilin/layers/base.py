@@ -2,18 +2,19 @@
 
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from multilin.errors import InputError
+
 
 class Layout(NamedTuple):
-    """Where the tokens of one call stand in their texts.
+    """Where the tokens of one call stand in their texts, and whether a state is needed.
 
     positions_BT: int64, position of each token in its text, from 0; a padded token repeats the one before.
     starts_BT: True where a text begins inside a row (packing); None: each row goes on with its text.
     padding_BT: True where there is no token; None: tokens everywhere.
-    needs_state: whether the caller will read on; without it no state is built.
+    needs_state: False where nobody will read on: no state is built.
     """
 
     positions_BT: Tensor
@@ -45,16 +46,24 @@ class Layer(GradientCheckpointingLayer):
 class ParameterHolder(nn.Module):
     """A module with parameters of its own, outside PyTorch's Linear, Embedding and norms, which the model initialises.
 
-    transformers visits only modules that hold parameters directly, so it is they who draw them, not the layer around.
+    transformers visits only modules that hold parameters directly, so these draw them, not the layer around.
+
+    starts_at_zero: whether all of them begin as 0.
     """
 
+    starts_at_zero: bool = False
+
     def initialize(self, std: float) -> None:
-        """Draw the parameters; `std` is the model's initializer_range."""
-        raise NotImplementedError
+        """Draw the parameters: normal with standard deviation `std`, the model's initializer_range; a `bias` is 0."""
+        for name, parameter in self.named_parameters(recurse=False):
+            if self.starts_at_zero or name == "bias":
+                nn.init.zeros_(parameter)
+            else:
+                nn.init.normal_(parameter, std=std)
 
 
-def mask_padding(logits_BTH: Tensor, layout: Layout) -> Tensor:
-    """A padded token weighs nothing: its logits become -inf."""
-    if layout.padding_BT is None:
-        return logits_BTH
-    return logits_BTH.masked_fill(layout.padding_BT[..., None], -torch.inf)
+def head_width(hidden_size: int, num_heads: int) -> int:
+    """Width of each head; refuses a number of heads that does not divide the hidden size."""
+    if hidden_size % num_heads:
+        raise InputError(f"num_heads: {num_heads} given, but it must divide the hidden size {hidden_size}")
+    return hidden_size // num_heads

@@ -2,12 +2,13 @@
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from multilin.errors import InputError
+from multilin.layers.base import ParameterHolder
 from multilin.ops.block_outer import block_outer
 from multilin.ops.int8 import Rounded, dequantize, int8_block_outer, int8_linear, round_weight, simulate_rounding
 from multilin.settings import settings
@@ -17,37 +18,26 @@ from multilin.settings import settings
 class Arithmetic:
     """How layers multiply with their matrices; embedding and output always use floats."""
 
-    products: Literal["float", "int8"] = "float"  # of inputs and weights
-    backward: Literal["float", "int8"] = "float"  # of gradients, where the products are int8
-    weights: Literal["none", "sim_4bit", "sim_2bit", "ternary"] = "none"  # stored as if in so few values
-    stored_as_int8: bool = False  # weights are held in int8, without their float master
-
-
-FLOAT = Arithmetic()
-
-
-def scaled_linear(x: Tensor, weight: Tensor, bias: Tensor | None, factor: float) -> Tensor:
-    """factor * W x + bias, the factor applied inside the product; (..., n) to (..., m)."""
-    if factor == 1.0:
-        return nn.functional.linear(x, weight, bias)
-    start = weight.new_zeros(()) if bias is None else bias
-    rows = x.reshape(-1, x.shape[-1])
-    result = torch.addmm(start, rows, weight.t(), beta=0.0 if bias is None else 1.0, alpha=factor)
-    return result.view(*x.shape[:-1], len(weight))
+    products: Literal["float", "int8"] = "float"  # products of inputs and weights
+    backward: Literal["float", "int8"] = "float"  # products of gradients, where the others are int8
+    weights: Literal["none", "sim_4bit", "sim_2bit", "ternary"] = (
+        "none"  # round float weights to as few values as these formats have
+    )
+    stored_as_int8: bool = False  # keep weights in int8 only, without their floats
 
 
 class MatrixModule(nn.Module):
-    """A module with matrices that it multiplies in the arithmetic it is told; subclasses name them in `matrices`.
+    """A module that multiplies with matrices, in the arithmetic that is set; subclasses name them in `matrices`.
 
     `hold_int8` replaces them by int8 values and a scale, `NAME_int8` and `NAME_scale`: buffers, which are saved with
     the model and cannot be trained. `follow_int8` sets them beside the parameters, where gradients still arrive.
     """
 
     matrices: tuple[str, ...] = ("weight",)
-    arithmetic: Arithmetic = FLOAT
+    arithmetic = Arithmetic()
 
     def matrix(self, name: str) -> Tensor | Rounded:
-        """The parameter, or the int8 that took its place."""
+        """The parameter, or the int8 values that replaced it."""
         if not self.arithmetic.stored_as_int8:
             parameter: Tensor = getattr(self, name)
             return parameter
@@ -55,29 +45,34 @@ class MatrixModule(nn.Module):
 
     def multiply(self, x: Tensor, bias: Tensor | None = None, *, name: str = "weight", factor: float = 1.0) -> Tensor:
         """factor * W x + bias; (..., n) to (..., m)."""
-        weight, how = self.matrix(name), self.arithmetic
-        if how.products == "int8":
-            levels = "int8" if how.weights == "none" else how.weights
-            return int8_linear(
-                x, weight, bias, factor=factor, levels=levels, backward=how.backward,
-                parameter=getattr(self, name, None),
-            )  # fmt: skip
-        return scaled_linear(x, self.float_matrix(name, x.dtype), bias, factor)
+        if self.arithmetic.products == "int8":
+            return int8_linear(x, self.matrix(name), bias, factor=factor, **self._rounding(name))
+        weight = self.float_matrix(name, x.dtype)
+        if factor == 1.0:
+            return nn.functional.linear(x, weight, bias)
+        # The factor inside the product takes no time.
+        start, beta = (weight.new_zeros(()), 0.0) if bias is None else (bias, 1.0)
+        result = torch.addmm(start, x.reshape(-1, x.shape[-1]), weight.t(), beta=beta, alpha=factor)
+        return result.view(*x.shape[:-1], len(weight))
 
     def combine_pairs(self, left: Tensor, right: Tensor, *, name: str, factor: float = 1.0) -> Tensor:
         """factor times the block outer product of (..., N, K) and (..., N, J), contracted."""
-        weight, how = self.matrix(name), self.arithmetic
-        if how.products == "int8":
-            levels = "int8" if how.weights == "none" else how.weights
-            return int8_block_outer(
-                left, right, weight, factor=factor, levels=levels, backward=how.backward,
-                parameter=getattr(self, name, None),
-            )  # fmt: skip
+        if self.arithmetic.products == "int8":
+            return int8_block_outer(left, right, self.matrix(name), factor=factor, **self._rounding(name))
         result = block_outer(left, right, self.float_matrix(name, left.dtype))
         return result if factor == 1.0 else result * factor
 
+    def _rounding(self, name: str) -> dict[str, Any]:
+        return {
+            "levels": self._levels, "backward": self.arithmetic.backward, "parameter": getattr(self, name, None)
+        }  # fmt: skip
+
+    @property
+    def _levels(self) -> str:
+        return "int8" if self.arithmetic.weights == "none" else self.arithmetic.weights
+
     def float_matrix(self, name: str = "weight", dtype: torch.dtype | None = None) -> Tensor:
-        """The matrix as floats that products see: of that dtype where it is held in int8, else as the parameter is."""
+        """The matrix that products see, as floats: int8 weights in this dtype, a parameter in its own."""
         weight = self.matrix(name)
         if isinstance(weight, Rounded):
             return dequantize(weight).to(dtype or weight.scale.dtype)
@@ -85,41 +80,59 @@ class MatrixModule(nn.Module):
 
     def hold_int8(self) -> None:
         """Keep int8 values and a scale instead of every matrix."""
-        levels = "int8" if self.arithmetic.weights == "none" else self.arithmetic.weights
         for name in self.matrices:
-            rounded = round_weight(getattr(self, name), levels)
+            rounded = round_weight(getattr(self, name), self._levels)
             delattr(self, name)
-            self.register_buffer(f"{name}_int8", rounded.values)
-            self.register_buffer(f"{name}_scale", rounded.scale)
+            self._register(name, rounded)
 
     def follow_int8(self, name: str, rounded: Rounded) -> None:
-        """Multiply with the int8 of floats that are kept elsewhere.
+        """Multiply with int8 values whose floats are kept elsewhere.
 
-        The gradient of those floats arrives at the parameter, whose own numbers are not read any more.
+        The gradient of the floats still arrives at the parameter, whose own numbers are no longer read.
         """
         self.arithmetic = dataclasses.replace(self.arithmetic, stored_as_int8=True)
+        self._register(name, rounded)
+
+    def _register(self, name: str, rounded: Rounded) -> None:
         self.register_buffer(f"{name}_int8", rounded.values)
         self.register_buffer(f"{name}_scale", rounded.scale)
 
 
 class Linear(nn.Linear, MatrixModule):
-    """PyTorch's Linear, in the arithmetic it is told."""
+    """PyTorch's Linear, in the arithmetic that is set."""
 
     def forward(self, input: Tensor) -> Tensor:
         """(..., n) to (..., m)."""
         return self.multiply(input, self.bias)
 
 
+class ScaledLinear(ParameterHolder, MatrixModule):
+    """W x / sqrt(width of x), without bias: with weights of unit variance y has the variance of x."""
+
+    def __init__(self, in_size: int, out_size: int, *, starts_at_zero: bool = False) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(out_size, in_size))
+        self.in_size, self.starts_at_zero = in_size, starts_at_zero
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., in) to (..., out)."""
+        return self.multiply(x, factor=self.in_size**-0.5)
+
+    def initialize(self, std: float) -> None:
+        """Normal weights, or zeros."""
+        nn.init.normal_(self.weight, std=0.0 if self.starts_at_zero else std)
+
+
 def matrix_modules(layers: nn.Module) -> Iterator[MatrixModule]:
-    """All that have matrices."""
+    """Every MatrixModule in the layers."""
     return (module for module in layers.modules() if isinstance(module, MatrixModule))
 
 
 def set_arithmetic(layers: nn.Module, arithmetic: Arithmetic) -> None:
-    """Tell all of them how to multiply; what holds int8 cannot go back to floats.
+    """Set the arithmetic of every MatrixModule in the layers; int8 weights cannot go back to floats.
 
     Raises:
-        InputError: int8 weights, and another arithmetic that needs their floats.
+        InputError: the weights are int8 and the arithmetic needs floats.
     """
     for module in matrix_modules(layers):
         if module.arithmetic.stored_as_int8 and not arithmetic.stored_as_int8:

@@ -11,7 +11,7 @@ PAIR_BLOCK = 64  # pairs are (i, i + 32) inside blocks of 64, as TScale has them
 
 
 class Angles(NamedTuple):
-    """Of each pair of a head at each position, (B, T, D / 2): made once for all that is turned by them."""
+    """Cosine and sine of the angle of each pair of numbers at each position, (B, T, D / 2) each."""
 
     cos_BTP: Tensor
     sin_BTP: Tensor
@@ -22,9 +22,9 @@ def rotary_angles(positions_BT: Tensor, width: int, base: float, dtype: torch.dt
 
     Args:
         positions_BT: (B, T) positions in the text.
-        width: D, of a head.
-        base: of the frequencies.
-        dtype: of what will be turned; the result is in float32 or better.
+        width: D, the width of a head.
+        base: base of the frequencies.
+        dtype: of the vectors to rotate; the result is in float32 or better.
     """
     # In float64: an angle of a late position loses its fraction in float32.
     pair_P = torch.arange(width // 2, device=positions_BT.device, dtype=torch.float64)
@@ -34,10 +34,10 @@ def rotary_angles(positions_BT: Tensor, width: int, base: float, dtype: torch.dt
 
 
 def rotate(x_BTHD: Tensor, angles: Angles) -> Tensor:
-    """Turn the pairs of each head by the angles, so that products depend on distances only.
+    """Rotate the pairs of each head by the angles, so that products of two positions depend on their distance only.
 
     Args:
         x_BTHD: (B, T, H, D) with D even, and a multiple of 64 above 64.
-        angles: of (B, T) positions and heads of that width.
+        angles: those of `rotary_angles` for these positions and this width.
     """
     return rotary(x_BTHD, *angles, block=min(PAIR_BLOCK, x_BTHD.shape[-1]))

@@ -1,12 +1,16 @@
-"""What a layer read: the modules where positions meet say with which weights, in the numbers they computed with."""
+"""Where positions meet: ops called with what the layout says, and the weights with which they read."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
+from multilin.errors import plural
 from multilin.layers.base import Layout
+from multilin.ops.prefix_softmax import PrefixSoftmaxState, prefix_softmax, prefix_softmax_weights
+from multilin.ops.windowed_attention import WindowedAttentionState, windowed_attention, windowed_attention_weights
 
 
 class Reading(NamedTuple):
@@ -30,32 +34,86 @@ class Reading(NamedTuple):
 
 
 class Reader(nn.Module):
-    """A module where positions meet: `forward(x, state, layout)` reads, `reading(x, layout)` says how."""
+    """A module where positions meet.
 
-    def reading(self, x: Tensor, layout: Layout) -> Reading:
-        """The weights of the same forward pass, at the start of a text."""
-        raise NotImplementedError
+    The methods below call ops: they take padding and the starts of texts from the layout, build no state where none is
+    needed, and record the weights. A module that calls another op does all this itself, the last with `record`.
+    """
+
+    _recorder: Callable[[Reading], None] | None = None
+
+    def record(self, make_reading: Callable[[], Reading]) -> None:
+        """Make and keep the weights of this forward pass inside `record_readings`, at the start of a text."""
+        if self._recorder is not None:
+            self._recorder(make_reading())
+
+    def prefix_softmax(
+        self, logits_BTH: Tensor, values_BTHD: Tensor, state: PrefixSoftmaxState | None, layout: Layout, **options: Any
+    ) -> tuple[Tensor, PrefixSoftmaxState | None]:
+        """The op of this name with these options (window, own_logits, null_logit): means (B, T, H, D), and the state.
+
+        A padded token has no weight: its logits become -inf.
+        """
+        if layout.padding_BT is not None:
+            logits_BTH = logits_BTH.masked_fill(layout.padding_BT[..., None], -torch.inf)
+        options["starts"] = layout.starts_BT
+        self.record(lambda: _read_softmax(logits_BTH, options))
+        return prefix_softmax(logits_BTH, values_BTHD, **options, state=state, needs_state=layout.needs_state)
+
+    def windowed_attention(
+        self,
+        queries_BTHD: Tensor,
+        keys_BTHD: Tensor,
+        values_BTHE: Tensor,
+        state: WindowedAttentionState | None,
+        layout: Layout,
+        **options: Any,
+    ) -> tuple[Tensor, WindowedAttentionState | None]:
+        """The op of this name with these options (window, scale, ...): means (B, T, H, E), and the state."""
+        options |= {"padding": layout.padding_BT, "starts": layout.starts_BT}
+        self.record(lambda: _read_window(queries_BTHD, keys_BTHD, options))
+        return windowed_attention(
+            queries_BTHD, keys_BTHD, values_BTHE, **options, state=state, needs_state=layout.needs_state
+        )
+
+
+def _read_softmax(logits_BTH: Tensor, options: dict[str, Any]) -> Reading:
+    weights, window = prefix_softmax_weights(logits_BTH, **options), options.get("window")
+    among = "all tokens so far" if window is None else f"the last {plural(window, 'token')}"
+    meaning = (
+        f"A weight is the token's share in the mean over {among}: its own importance, the same whoever reads it, "
+        "divided by the sum of the importances read"
+    )
+    if weights.own_BHT is not None:
+        meaning += "; the own term is the share with which the position's own token counts once more, past the sum"
+    farthest = None if window is None else window - 1
+    return Reading(f"{meaning}.", weights.tokens_BHTS, 0, farthest, weights.own_BHT, weights.null_BHT)
+
+
+def _read_window(queries_BTHD: Tensor, keys_BTHD: Tensor, options: dict[str, Any]) -> Reading:
+    weights, window = windowed_attention_weights(queries_BTHD, keys_BTHD, **options), options["window"]
+    meaning = (
+        f"A weight is the token's share in the head's attention to the {plural(window, 'token')} before the position, "
+        "the decay over distance included"
+    )
+    if weights.null_BHT is not None:
+        meaning += "; what the null key takes is read from nowhere"
+    return Reading(f"{meaning}.", weights.tokens_BHTS, min(window, 1), window, null_BHT=weights.null_BHT)
 
 
 @contextlib.contextmanager
-def record_readings(layer: nn.Module) -> Iterator[list[tuple[str, Reading]]]:
-    """Collect the name and reading of every Reader in a layer, in the order in which they run.
+def record_readings(layers: nn.Module) -> Iterator[list[tuple[str, Reading]]]:
+    """Collect the name and reading of every Reader in the layers, in the order in which they run.
 
-    The layer must be called at the start of a text. Nothing is computed anew but the weights: readers are asked about
-    the very inputs that the forward pass gives them.
+    The layers must be called at the start of a text. Nothing is computed anew but the weights, from the very arguments
+    that the ops are given.
     """
-    found: list[tuple[str, Reading]] = []
-
-    def asked(name: str) -> Any:
-        return lambda module, args, _: found.append((name, module.reading(args[0], args[-1])))
-
-    hooks = [
-        module.register_forward_hook(asked(name))
-        for name, module in layer.named_modules()
-        if isinstance(module, Reader)
-    ]
+    readings: list[tuple[str, Reading]] = []
+    readers = [(name, module) for name, module in layers.named_modules() if isinstance(module, Reader)]
+    for name, module in readers:
+        module._recorder = lambda reading, name=name: readings.append((name, reading))
     try:
-        yield found
+        yield readings
     finally:
-        for hook in hooks:
-            hook.remove()
+        for _, module in readers:
+            module._recorder = None

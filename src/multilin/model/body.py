@@ -20,6 +20,7 @@ from multilin.layers.norms import TileNorm
 from multilin.model.config import MultilinConfig
 from multilin.model.documents import Packing, read_packing
 from multilin.model.embedding import TokenEmbedding, check_mask
+from multilin.model.padding import ColumnOrder, pads_after_tokens
 from multilin.model.remote import write_auto_file
 from multilin.model.state import TextState, open_state, put_rows, take_rows
 from multilin.settings import load_settings
@@ -99,7 +100,8 @@ class MultilinModel(MultilinPreTrainedModel):
             attention_mask: (B, T) 1 for tokens, 0 for padding, which weighs nothing and advances no position. A longer
                 mask, as generate() keeps, counts with its last T columns.
             position_ids: (B, T) or (1, T) positions to use instead of counting. A position that does not rise begins
-                a document, as transformers' collators mark documents packed into a row.
+                a document, as transformers' collators mark documents packed into a row. Without a state, padding
+                between tokens then keeps its place in windows.
             past_key_values: the state to read on from; changed in place. None is the start of a text.
             inputs_embeds: (B, T, D) embeddings to read instead of ids.
             use_cache: return the state; as the default what the config says, but not in training.
@@ -132,8 +134,9 @@ class MultilinModel(MultilinPreTrainedModel):
         state = open_state(past_key_values, len(self.layers), len(tokens)) if use_cache else None
 
         values = [None] * (len(self.layers) + 1) if state is None else state.values
-        read = self._read if state is None else self._read_around_padding
-        hidden_states, values = read(tokens, values, attention_mask, packing, state is not None)
+        hidden_states, values = self._read_around_padding(
+            tokens, values, attention_mask, packing, needs_state=state is not None
+        )
         # Only now, so that a call that fails leaves the state as it was.
         if state is not None:
             state.advance(values, num_columns=tokens.shape[1])
@@ -145,61 +148,72 @@ class MultilinModel(MultilinPreTrainedModel):
         return result.to_tuple() if _is_false(return_dict, self.config) else result
 
     def _read(
-        self, tokens: Tensor, values: list[Any], mask: Tensor | None, packing: Packing, needs_state: bool
-    ) -> tuple[list[Tensor], list[Any]]:
-        """The input of every layer and the final hidden states, (B, T, D) each, and the states of all parts."""
+        self, tokens: Tensor, values: list[Any], mask: Tensor | None, packing: Packing, needs_state: bool,
+        order: ColumnOrder | None = None,
+    ) -> tuple[list[Tensor], list[Any]]:  # fmt: skip
+        """The input of every layer and the final hidden states, (B, T, D) each, and the states of all parts.
+
+        With an order the tokens are packed, the hidden states not; gradients go through them all the same.
+        """
         layout, embedding = self.embedding.lay_out(tokens, values[0], mask, packing, needs_state)
         if layout.starts_BT is not None and self.unpackable:
             raise InputError(
                 f"{packing.names}: several documents in a row, but {self.unpackable} layers cannot keep them apart"
             )
         x_BTD, after = self.embedding(tokens, layout), [embedding]
-        hidden_states = [x_BTD]
+        hidden_states = [x_BTD if order is None else order.unpack(x_BTD)]
         for layer, value in zip(self.layers, values[1:], strict=True):
+            x_BTD = hidden_states[-1] if order is None else order.pack(hidden_states[-1])
             x_BTD, state = layer(x_BTD, value, layout)
             if self.normalizes_gradients:
                 x_BTD = normalize_gradient(x_BTD)
-            hidden_states.append(x_BTD)
+            hidden_states.append(x_BTD if order is None else order.unpack(x_BTD))
             after.append(state)
-        hidden_states[-1] = self.norm(x_BTD)
+        hidden_states[-1] = self.norm(hidden_states[-1])
         return hidden_states, after
 
     def _read_around_padding(
         self, tokens: Tensor, values: list[Any], mask: Tensor | None, packing: Packing, needs_state: bool
     ) -> tuple[list[Tensor], list[Any]]:
-        """As `_read`, where rows may end with padding, or go on with it: states are as if it were not there.
+        """As `_read`, where padding may also follow tokens: hidden states and states are as if it were not there.
 
-        A window would keep padding in the place of tokens. So the columns are read in pieces that end where rows begin
-        or end, each by the rows that have tokens there; elsewhere hidden states are 0.
+        A window would keep padding in the place of tokens. So the tokens of each row are moved together and read
+        without the padding between them. Padding gets the hidden states of the token before it in this call: the last
+        column of a prompt padded on the right then predicts what follows the prompt. Without one they are 0.
         """
-        num_batch, num_time = tokens.shape[:2]
-        mask = None if mask is None or torch.compiler.is_compiling() else check_mask(mask, num_batch, num_time)
         is_start = values[0] is None
-        # Before the first token of a text padding is inert by itself.
-        if mask is None or (mask[:, -1].all() and (is_start or mask[:, 0].all())):
+        # Without a state, given positions say where tokens stand: as in the published code, which counts padding.
+        keeps_columns = not needs_state and packing.position_ids is not None
+        mask = None if mask is None else check_mask(mask, *tokens.shape[:2])
+        if mask is None or keeps_columns or not pads_after_tokens(mask, is_start, self.training and not needs_state):
             return self._read(tokens, values, mask, packing, needs_state)
         if packing.cu_seqlens is not None:
-            raise InputError("cu_seqlens: given together with padding at the end of a row, which it cannot tell apart")
-        column_T = torch.arange(num_time, device=mask.device)
-        ends_B = (mask * (column_T + 1)).amax(dim=1)
-        begins_B = torch.zeros_like(ends_B) if is_start else torch.where(mask, column_T, num_time).amin(dim=1)
+            raise InputError("cu_seqlens: given together with padding after a token, which it cannot tell apart")
+        order = ColumnOrder.of_mask(mask, at_end=is_start)
+        packed, packing = order.pack(tokens), packing.part(order.rows_B1, order.take_BS)
+        if is_start:
+            return self._read(packed, values, order.pack(mask), packing, needs_state, order)
+        hidden_states, values = self._read_row_lengths(packed, values, mask.sum(dim=1), packing)
+        return [order.unpack(x_BTD) for x_BTD in hidden_states], values
+
+    def _read_row_lengths(
+        self, tokens: Tensor, values: list[Any], counts_B: Tensor, packing: Packing
+    ) -> tuple[list[Tensor], list[Any]]:
+        """Read on with the first `counts_B` tokens of each row, in pieces that end where rows end; 0 elsewhere."""
+        num_batch, num_time = tokens.shape[:2]
         hidden_states = [
             torch.zeros(num_batch, num_time, self.config.hidden_size, dtype=self.dtype, device=tokens.device)
             for _ in range(len(self.layers) + 1)
         ]
-        for first, end in itertools.pairwise(sorted({0, num_time, *begins_B.tolist(), *ends_B.tolist()})):
-            # At the start of a text, rows without a token get a state, too.
-            reads_B = (begins_B <= first) & ((ends_B >= end) | (values[0] is None))
-            rows, piece = reads_B.nonzero()[:, 0], slice(first, end)
-            if len(rows) == 0:
-                continue
+        for first, end in itertools.pairwise(sorted({0, *counts_B.tolist()})):
+            rows, piece = (counts_B >= end).nonzero()[:, 0], slice(first, end)
             read, after = self._read(
-                tokens[rows, piece], [take_rows(value, rows) for value in values], mask[rows, piece],
-                packing.part(rows, piece), needs_state,
+                tokens[rows, piece], [take_rows(value, rows) for value in values], None, packing.part(rows, piece),
+                needs_state=True,
             )  # fmt: skip
             for target, source in zip(hidden_states, read, strict=True):
                 target[rows, piece] = source.to(target.dtype)
-            values = after if values[0] is None else put_rows(values, after, rows)
+            values = put_rows(values, after, rows)
         return hidden_states, values
 
     @property

@@ -100,7 +100,9 @@ class MultilinConfig(PretrainedConfig):
         self.arithmetic: dict[str, Any] = dict(fields.arithmetic or {})
         self._check(kwargs)
         self.num_hidden_layers = len(self.layers)
-        kwargs.pop("num_hidden_layers", None)
+        num_layers = kwargs.pop("num_hidden_layers", len(self.layers))
+        if num_layers != len(self.layers):
+            raise InputError(f"num_hidden_layers: {num_layers} given, but {len(self.layers)} layers are listed")
         kwargs.setdefault("auto_map", dict(AUTO_MAP))
         super().__init__(**{**kwargs, "tie_word_embeddings": self.tie_word_embeddings})
 
@@ -115,6 +117,19 @@ class MultilinConfig(PretrainedConfig):
                 raise InputError(f"layers.{index}: no architecture given; every layer names one")
             names = entry.keys() & {"architecture", "initializer_range"}
             load_settings(_LayerEntry, {name: entry[name] for name in names}, f"layers.{index}")
+
+    @property
+    def num_attention_heads(self) -> int:
+        """Largest number of heads of a layer, for tools that ask by this name; 1 where layers have no heads."""
+        heads = [1]
+        for entry in self.layers:
+            options = {name: entry[name] for name in entry if name not in ("architecture", "initializer_range")}
+            heads.append(get_architecture(entry["architecture"]).count_heads(self.hidden_size, options))
+        return max(heads)
+
+    @num_attention_heads.setter
+    def num_attention_heads(self, value: int) -> None:
+        raise InputError(f"num_attention_heads: {value} given, but each layer has its own number; set it in layers")
 
     @classmethod
     def from_architecture(

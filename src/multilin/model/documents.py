@@ -29,8 +29,8 @@ class Packing(NamedTuple):
         """The arguments that are given."""
         return ", ".join(name for name, value in self._asdict().items() if value is not None)
 
-    def part(self, rows: Tensor, columns: slice) -> "Packing":
-        """That of some rows and columns, where it is not said by cu_seqlens."""
+    def part(self, rows: Tensor, columns: slice | Tensor) -> "Packing":
+        """That of some rows and columns, as they index a tensor, where it is not said by cu_seqlens."""
         document_ids, _, position_ids = self
         if position_ids is not None and len(position_ids) == 1:
             position_ids = position_ids.expand(int(rows.max()) + 1, -1)

@@ -1,6 +1,5 @@
 """transformers' generate() for models whose state continues: any text can be continued, many times."""
 
-import inspect
 from typing import Any
 
 import torch
@@ -137,13 +136,12 @@ class StatefulGenerationMixin(GenerationMixin):
         """
         if isinstance(past_key_values, TextState) and inputs_embeds is None:
             next_sequence_length = input_ids.shape[1] - past_key_values.num_columns
-        kwargs.pop("position_ids", None)
+        for name in ("position_ids", "tokenizer", "assistant_tokenizer"):  # the latter only generate() itself reads
+            kwargs.pop(name, None)
         prepared: dict[str, Any] = super().prepare_inputs_for_generation(
             input_ids, next_sequence_length, past_key_values, attention_mask, inputs_embeds, **kwargs
         )
-        # What only generate() itself reads, such as its tokenizer, comes along, and from older transformers positions.
-        known = inspect.signature(self.forward).parameters.keys() - {"position_ids"}
-        return {name: value for name, value in prepared.items() if name in known}
+        return prepared
 
 
 def _setting(name: str, settings: GenerationConfig, given: dict[str, Any]) -> Any:

@@ -96,6 +96,8 @@ Amount = Annotated[float, _NUMBER, Gt(0), Le(1e30)]
 
 
 def _check_path(value: str) -> str:
+    if not value:
+        raise ValueError("an empty text given, but it should be the name of a file or folder")
     if "\0" in value:
         raise ValueError("a name of a file or folder holds no null character")
     longest = max(value.split("/"), key=len, default="")

@@ -102,7 +102,8 @@ def check_model_files(folder: Path, name: str) -> None:
     """
     for path in sorted(folder.iterdir()):
         if path.name in _CONFIGS:
-            read_json(path, name, _LARGEST_CONFIG)
+            if not isinstance(values := read_json(path, name, _LARGEST_CONFIG), dict):
+                raise InputError(f"{_subject(path, name)} should hold a JSON object, not {shown(values)}")
         elif path.name in _VOCABULARIES or path.suffix in (".jinja", ".safetensors"):
             check_regular(path, name)
             if path.suffix != ".safetensors" and (size := path.stat().st_size) > LARGEST_JSON:

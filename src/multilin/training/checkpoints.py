@@ -5,6 +5,7 @@ SIGKILL leaves the one before it as the newest. Its checksums.json shows whether
 """
 
 import contextlib
+import dataclasses
 import hashlib
 import json
 import random
@@ -18,12 +19,15 @@ import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
+from transformers import TrainerState
 
-from multilin.errors import InputError
+from multilin.errors import InputError, shorten, shown
 from multilin.files import atomic_folder, partial_path, remove_partials
+from multilin.settings.inputs import check_regular
 
 CHECKSUMS = "checksums.json"
 STATE = "trainer_state.json"
+LARGEST_NUMBER = 2**62  # of those that a checkpoint holds
 # safetensors reports a failed write, a full disk for one, by an exception of its own.
 WRITE_ERRORS = (OSError, SafetensorError)
 _COMPLETE = re.compile(r"checkpoint-(\d+)")
@@ -108,10 +112,12 @@ def write_optimizer(folder: Path, state: dict[str, Any]) -> None:
 def read_optimizer(folder: Path) -> dict[str, Any]:
     """What `write_optimizer` wrote."""
     state: dict[str, dict[str, torch.Tensor]] = {}
-    for key, tensor in read_tensors(folder / "optimizer.safetensors").items():
-        slot, name = key.split("/", 1)
-        state.setdefault(name, {})[slot] = tensor
-    groups = [_with_tuples(group) for group in read_json(folder / "optimizer.json")]
+    with loading(folder / "optimizer.safetensors"):
+        for key, tensor in read_tensors(folder / "optimizer.safetensors").items():
+            slot, name = key.split("/", 1)
+            state.setdefault(name, {})[slot] = tensor
+    with loading(folder / "optimizer.json"):
+        groups = [_with_tuples(group) for group in read_json(folder / "optimizer.json")]
     return {"state": state, "param_groups": groups}
 
 
@@ -138,20 +144,22 @@ def write_random_state(path: Path) -> None:
 
 def read_random_state(path: Path) -> None:
     """Set every random number generator of this process to what `write_random_state` wrote."""
-    tensors = read_tensors(path)
-    with safe_open(path, framework="pt") as file:
-        rest = json.loads(file.metadata()["rest"])
-    version, python_gauss = rest["python"]
-    name, position, has_gauss, numpy_gauss = rest["numpy"]
-    random.setstate((version, tuple(tensors["python"].tolist()), python_gauss))
-    np.random.set_state((name, tensors["numpy"].numpy().astype(np.uint32), position, has_gauss, numpy_gauss))
-    torch.set_rng_state(tensors["torch"])
-    if "cuda" in tensors and torch.cuda.is_available():
-        torch.cuda.set_rng_state(tensors["cuda"])
+    with loading(path):
+        tensors = read_tensors(path)
+        with safe_open(path, framework="pt") as file:
+            rest = json.loads(file.metadata()["rest"])
+        version, python_gauss = rest["python"]
+        name, position, has_gauss, numpy_gauss = rest["numpy"]
+        random.setstate((version, tuple(tensors["python"].tolist()), python_gauss))
+        np.random.set_state((name, tensors["numpy"].numpy().astype(np.uint32), position, has_gauss, numpy_gauss))
+        torch.set_rng_state(tensors["torch"])
+        if "cuda" in tensors and torch.cuda.is_available():
+            torch.cuda.set_rng_state(tensors["cuda"])
 
 
 def read_tensors(path: Path) -> dict[str, torch.Tensor]:
     """The tensors of a safetensors file of a checkpoint, on the CPU."""
+    check_regular(path, "checkpoint")
     try:
         return load_file(path)
     except WRITE_ERRORS as error:
@@ -165,14 +173,68 @@ def write_json(path: Path, value: Any) -> None:
 
 def read_json(path: Path) -> Any:
     """The plain data in a JSON file of a checkpoint."""
+    check_regular(path, "checkpoint")
     try:
         return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise InputError(_unreadable(path, error)) from None
 
 
+@contextlib.contextmanager
+def loading(path: Path) -> Iterator[None]:
+    """Turn errors about content of the wrong kind, which have many types, into one sentence.
+
+    Args:
+        path: the file whose content is used in the block.
+    """
+    try:
+        yield
+    except InputError:
+        raise
+    except Exception as error:
+        raise InputError(_unreadable(path, error)) from error
+
+
+def check_trainer_state(checkpoint: Path) -> None:
+    """Refuse a state of transformers' Trainer that it would not accept, or of another step.
+
+    Raises:
+        InputError: values are missing or of a wrong type.
+    """
+    with loading(checkpoint / STATE):
+        values = read_json(checkpoint / STATE)
+        TrainerState(**values)
+        check_like(values, dataclasses.asdict(TrainerState()))
+        if values["global_step"] != checkpoint_step(checkpoint):
+            raise ValueError(f"global_step is {values['global_step']}")
+
+
+def check_like(value: Any, own: Any, name: str = "") -> None:
+    """Refuse plain data that has other lengths or types than our own; empty lists may be filled.
+
+    Names that only one of them has are left to whoever loads it: other versions of PyTorch write some more or less.
+
+    Raises:
+        ValueError: what differs.
+    """
+    if isinstance(own, dict) and isinstance(value, dict):
+        for key in own.keys() & value.keys():
+            check_like(value[key], own[key], f"{name}.{key}".strip("."))
+    elif isinstance(own, list | tuple) and isinstance(value, list):
+        if own and len(own) != len(value):
+            raise ValueError(f"{name} has {len(value)} entries")
+        for index, (entry, like) in enumerate(zip(value, own, strict=False)):
+            check_like(entry, like, f"{name}.{index}")
+    elif isinstance(own, int | float) and not isinstance(own, bool):
+        if type(value) not in (int, float) or abs(value) > LARGEST_NUMBER:
+            raise ValueError(f"{name} is {shown(value)}")
+    elif type(value) is not type(own) and (own is not None or isinstance(value, list | dict)):
+        raise ValueError(f"{name} is {shown(value)}")
+
+
 def _unreadable(path: Path, error: Exception) -> str:
+    reason = shorten(f"{type(error).__name__}: {' '.join(str(error).split())}", 200)
     return (
-        f"checkpoint {path.parent}: {path.name} cannot be read ({error}); delete this folder to resume from the "
+        f"checkpoint {path.parent}: {path.name} cannot be read ({reason}); delete this folder to resume from the "
         "checkpoint before it"
     )

@@ -12,7 +12,7 @@ class Meter:
     """Sums losses, tokens and time between two lines of metrics.jsonl, and over the whole run.
 
     Time spent validating and saving counts as `seconds` of the run but not against `tokens_per_second`. What a
-    resumed run needs for its next line to equal the uninterrupted one is in `state()`.
+    resumed run needs for its next line to equal the uninterrupted one is in `state_dict()`.
     """
 
     def __init__(self, tokens_per_step: int) -> None:
@@ -88,7 +88,7 @@ class Meter:
             "tokens_per_second": round(speed, 1),
         }
 
-    def state(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         """Everything to continue from, as plain data."""
         return {
             "tokens": self.tokens,
@@ -99,8 +99,8 @@ class Meter:
             "loss_steps": self._loss_steps,
         }
 
-    def load_state(self, state: dict[str, Any]) -> None:
-        """Continue from what `state` gave."""
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from what `state_dict` gave."""
         self.tokens, self._earlier_seconds, self.last_loss = state["tokens"], state["seconds"], state["last_loss"]
         self._loss_sum, self._loss_steps = state["loss_sum"], state["loss_steps"]
-        self.skipped_steps = state.get("skipped_steps", 0)
+        self.skipped_steps = state["skipped_steps"]

@@ -2,7 +2,7 @@
 
 `load_recipe("demo", {"training.max_steps": 50})` starts from a built-in recipe, a YAML file, or the folder of an
 earlier run, and changes single values. None stands for the default of the architecture or of the machine;
-`resolve_recipe` fills these in, and the filled-in recipe is what a run writes down.
+`multilin.training.resolve` fills these in, and the filled-in recipe is what a run writes down.
 """
 
 import dataclasses
@@ -192,34 +192,6 @@ def save_recipe(recipe: Recipe, path: str | Path) -> None:
     write_whole(path, to_yaml(dataclasses.asdict(recipe)))
 
 
-def resolve_recipe(recipe: Recipe) -> Recipe:
-    """The same recipe with every default of the architecture and of this machine filled in.
-
-    Raises:
-        InputError: an unknown architecture, or a value that the chosen optimizer or schedule does not use.
-    """
-    from multilin.model.factory import DEFAULT_NUM_LAYERS, training_defaults
-    from multilin.training.optimizers.build import resolve_optimizer
-    from multilin.training.precision import resolve_precision
-    from multilin.training.schedules import resolve_schedule
-
-    defaults = training_defaults(recipe.model.architecture)
-    training = dataclasses.replace(
-        _fill(recipe.training, label_smoothing=defaults.label_smoothing),
-        precision=resolve_precision(recipe.training.precision),
-    )
-    optimizer = resolve_optimizer(recipe.optimizer, defaults)
-    schedule = resolve_schedule(recipe.schedule, defaults)
-    tokenizer = recipe.tokenizer
-    if tokenizer.kind != "byte" and tokenizer.path is None:
-        tokenizer = _fill(tokenizer, vocab_size=DEFAULT_VOCAB_SIZE)
-    layers = recipe.model.layers
-    model = _fill(recipe.model, num_layers=DEFAULT_NUM_LAYERS if layers is None else len(layers))
-    return dataclasses.replace(
-        recipe, model=model, tokenizer=tokenizer, training=training, optimizer=optimizer, schedule=schedule
-    )
-
-
 def first_difference(old: Recipe, new: Recipe) -> tuple[str, Any, Any] | None:
     """The first field, dotted, that decides the run and differs between two recipes, with both values."""
     flat_old, flat_new = _flatten(dataclasses.asdict(old)), _flatten(dataclasses.asdict(new))
@@ -227,11 +199,6 @@ def first_difference(old: Recipe, new: Recipe) -> tuple[str, Any, Any] | None:
         if name not in CHANGEABLE_ON_RESUME and flat_old.get(name) != flat_new.get(name):
             return name, flat_old.get(name), flat_new.get(name)
     return None
-
-
-def _fill(section: Any, **defaults: Any) -> Any:
-    missing = {name: value for name, value in defaults.items() if getattr(section, name) is None}
-    return dataclasses.replace(section, **missing)
 
 
 def _flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

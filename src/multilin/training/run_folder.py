@@ -24,7 +24,14 @@ from multilin.data.prepare import PreparedText
 from multilin.data.task_text import TaskText
 from multilin.errors import InputError
 from multilin.files import atomic_files, check_folder, check_writable, remove_partials, write_whole
-from multilin.training.checkpoints import checkpoints, find_damage, read_json, write_json
+from multilin.training.checkpoints import (
+    check_trainer_state,
+    checkpoints,
+    find_damage,
+    loading,
+    read_json,
+    write_json,
+)
 from multilin.training.recipe import RECIPE_FILE, Recipe, first_difference, load_recipe, save_recipe
 
 RUN_FILE = "run.json"  # in a checkpoint: text, metrics and number of processes when it was written
@@ -100,7 +107,7 @@ class RunFolder:
             OSError: the folder cannot be written.
         """
         data = _describe(text)
-        before = None if checkpoint is None else read_json(checkpoint / RUN_FILE)
+        before = None if checkpoint is None else _read_record(checkpoint)
         if before is not None and before["data"] != data:
             raise InputError(
                 f"data.source: {recipe.data.source} (or the validation text) has changed since the run in {self.path} "
@@ -176,7 +183,8 @@ class RunFolder:
         if checkpoint is None:
             before = load_recipe(self.recipe)
         else:
-            record = read_json(checkpoint / RUN_FILE)
+            check_trainer_state(checkpoint)
+            record = _read_record(checkpoint)
             before = load_recipe(checkpoint)
             if record["num_processes"] != num_processes:
                 raise InputError(
@@ -210,7 +218,9 @@ class RunFolder:
         return None
 
     def _written(self) -> list[Path]:
-        return [path for pattern in _WRITTEN for path in self.path.glob(pattern)]
+        # Not by a glob, which passes over links that lead nowhere.
+        entries = sorted(self.path.iterdir()) if self.path.is_dir() else []
+        return [path for path in entries if any(path.match(pattern) for pattern in _WRITTEN)]
 
     def _clear(self) -> None:
         for path in [*self._written(), *self.checkpoints.glob("checkpoint-*")]:
@@ -227,6 +237,20 @@ def _parse_line(text: bytes, where: str) -> dict[str, Any]:
     if missing := next((name for name in METRICS if name not in line), None):
         raise InputError(f"run: {where} is damaged: it has no {missing}")
     return line
+
+
+def _read_record(checkpoint: Path) -> dict[str, Any]:
+    """What `RunFolder.write_record` wrote to run.json.
+
+    Raises:
+        InputError: it is damaged.
+    """
+    path = checkpoint / RUN_FILE
+    with loading(path):
+        record = read_json(path)
+        for number, line in enumerate(record["metrics"], 1):
+            _parse_line(json.dumps(line).encode(), f"{path}: line {number} of metrics")
+        return {name: record[name] for name in ("data", "metrics", "num_processes")}
 
 
 def _describe(text: PreparedText | TaskText) -> dict[str, Any]:

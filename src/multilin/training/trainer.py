@@ -13,11 +13,11 @@ from accelerate import PartialState
 from accelerate.utils import broadcast
 from transformers import PreTrainedModel, TrainerCallback, set_seed
 
-from multilin.analysis.accuracy import score_answers
-from multilin.analysis.evaluate import evaluate
 from multilin.data.prepare import PreparedText
 from multilin.data.task_text import TaskText
 from multilin.errors import InputError
+from multilin.scoring.answers import score_answers
+from multilin.scoring.losses import evaluate
 from multilin.training.assemble import build_model, check_model, read_data, training_arguments, training_order
 from multilin.training.callbacks import StepCallback
 from multilin.training.checkpoints import WRITE_ERRORS, checkpoint_folder, checkpoint_step
@@ -28,8 +28,9 @@ from multilin.training.metrics import Meter
 from multilin.training.outcomes import RunResult, TrainingFailed, TrainingInterrupted
 from multilin.training.precision import autocast_dtype
 from multilin.training.progress import TrainingProgress
-from multilin.training.recipe import Recipe, resolve_recipe
+from multilin.training.recipe import Recipe
 from multilin.training.report import draw_loss, write_card
+from multilin.training.resolve import resolve_recipe
 from multilin.training.run_folder import RunFolder
 from multilin.training.signals import StopRequest
 from multilin.training.transformers_trainer import RunTrainer

@@ -236,7 +236,7 @@ class RunTrainer(Trainer):  # type: ignore[misc]
         checkpoints.write_random_state(folder / f"random-{self.args.process_index}.safetensors")
         self._save_optimizer_and_scheduler(str(folder))
         if self.is_world_process_zero():
-            checkpoints.write_json(folder / "meter.json", self.callback.meter.state())
+            checkpoints.write_json(folder / "meter.json", self.callback.meter.state_dict())
             self.folder.write_record(folder, self.args.world_size)
             self.state.save_to_json(str(folder / checkpoints.STATE))
 
@@ -247,10 +247,12 @@ class RunTrainer(Trainer):  # type: ignore[misc]
             checkpoints.write_json(Path(output_dir) / "schedule.json", self.schedule.state_dict())
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: torch.nn.Module | None = None) -> None:
-        weights: dict[str, Any] = dict(checkpoints.read_tensors(Path(resume_from_checkpoint) / "model.safetensors"))
-        # Not strict: a weight that is tied to another is stored once.
-        options = StateDictOptions(full_state_dict=True, strict=False)
-        set_model_state_dict(model or self.master, weights, options=options)
+        path = Path(resume_from_checkpoint) / "model.safetensors"
+        with checkpoints.loading(path):
+            weights: dict[str, Any] = dict(checkpoints.read_tensors(path))
+            # Not strict: a weight that is tied to another is stored once.
+            options = StateDictOptions(full_state_dict=True, strict=False)
+            set_model_state_dict(model or self.master, weights, options=options)
         if self.host is not None:
             self.host.send()
 
@@ -259,15 +261,28 @@ class RunTrainer(Trainer):  # type: ignore[misc]
             return
         folder = Path(checkpoint)
         state = checkpoints.read_optimizer(folder)
-        set_optimizer_state_dict(
-            self.master, _bare(self.optimizer), state, options=StateDictOptions(full_state_dict=True)
-        )
-        self.schedule.load_state_dict(checkpoints.read_json(folder / "schedule.json"))
-        self.callback.meter.load_state(checkpoints.read_json(folder / "meter.json"))
+        with checkpoints.loading(folder / "optimizer.json"):
+            checkpoints.check_like(_plain_groups(state), _plain_groups(_bare(self.optimizer).state_dict()), "groups")
+        with checkpoints.loading(folder / "optimizer.safetensors"):
+            options = StateDictOptions(full_state_dict=True)
+            set_optimizer_state_dict(self.master, _bare(self.optimizer), state, options=options)
+        for name, holder in (("schedule.json", self.schedule), ("meter.json", self.callback.meter)):
+            with checkpoints.loading(folder / name):
+                values, own = checkpoints.read_json(folder / name), holder.state_dict()
+                checkpoints.check_like(values, own)
+                holder.load_state_dict(values)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         if checkpoint is not None:
             checkpoints.read_random_state(Path(checkpoint) / f"random-{self.args.process_index}.safetensors")
+
+
+def _plain_groups(state: dict[str, Any]) -> list[dict[str, Any]]:
+    """The settings of each group of an optimizer's parameters."""
+    return [
+        {name: list(v) if isinstance(v, tuple) else v for name, v in group.items() if name != "params"}
+        for group in state["param_groups"]
+    ]
 
 
 def _bare(optimizer: Any) -> torch.optim.Optimizer:

@@ -22,7 +22,7 @@
   function names(rows) {
     return (u) => {
       const { ctx, bbox } = u, ratio = devicePixelRatio, step = 14 * ratio;
-      const found = [];
+      const labels = [];
       u.series.forEach((series, s) => {
         if (!s || series.row === undefined || !series.show) return;
         const values = u.data[s];
@@ -30,18 +30,18 @@
         while (last >= 0 && values[last] == null) last--;
         if (last < 0) return;
         const x = u.valToPos(u.data[0][last], "x", true), y = u.valToPos(values[last], "y", true);
-        if (y >= bbox.top - 1 && y <= bbox.top + bbox.height + 1) found.push({ row: series.row, x, y, at: y });
+        if (y >= bbox.top - 1 && y <= bbox.top + bbox.height + 1) labels.push({ row: series.row, x, y, at: y });
       });
-      found.sort((a, b) => a.y - b.y);
-      for (let i = 1; i < found.length; i++) found[i].at = Math.max(found[i].at, found[i - 1].at + step);
+      labels.sort((a, b) => a.y - b.y);
+      for (let i = 1; i < labels.length; i++) labels[i].at = Math.max(labels[i].at, labels[i - 1].at + step);
       let limit = bbox.top + bbox.height;
-      for (let i = found.length - 1; i >= 0; i--) { found[i].at = Math.min(found[i].at, limit); limit = found[i].at - step; }
+      for (let i = labels.length - 1; i >= 0; i--) { labels[i].at = Math.min(labels[i].at, limit); limit = labels[i].at - step; }
       ctx.save();
       ctx.font = `${12 * ratio}px system-ui, sans-serif`;
       ctx.textBaseline = "middle";
       ctx.textAlign = "left";
       const left = bbox.left + bbox.width + 14 * ratio;
-      for (const name of found) {
+      for (const name of labels) {
         ctx.strokeStyle = colour(name.row);
         ctx.lineWidth = ratio;
         ctx.beginPath(); ctx.moveTo(name.x, name.y); ctx.lineTo(left - 3 * ratio, name.at); ctx.stroke();
@@ -76,11 +76,11 @@
 
   // Powers of ten; with 2 and 5 between them where the axis is short.
   function decades(low, high) {
-    const found = [], steps = high / low > 100 ? [1] : [1, 2, 5];
+    const ticks = [], steps = high / low > 100 ? [1] : [1, 2, 5];
     for (let power = Math.floor(Math.log10(low)); power <= Math.ceil(Math.log10(high)); power++) {
-      for (const step of steps) found.push(step * 10 ** power);
+      for (const step of steps) ticks.push(step * 10 ** power);
     }
-    return found.filter((v) => v >= low * 0.999 && v <= high * 1.001);
+    return ticks.filter((v) => v >= low * 0.999 && v <= high * 1.001);
   }
 
   function axes(xValues, yValues, xLabel, moreY = {}, moreX = {}) {
@@ -173,7 +173,7 @@
         series: [{}, ...points.map((p) => line(p.i, { width: 0, tell: score, points: { show: true, size: 11, fill: () => colour(p.i), stroke: () => colour(p.i) } }))],
         pointed: true, tellX: (x) => `${short(x)} bytes`,
         scales: { x: { time: false, distr: 3, log: 10, range: (u, low, high) => [low / 2, high * 2] }, y: { range: () => [0, 1.04] } },
-        axes: axes((u, ticks) => ticks.map((v) => (v == null ? "" : short(v))), (u, ticks) => ticks.map((v) => percent(v)), "bytes kept of a sequence", {}, { splits: (u, i, low, high) => decades(low, high), filter: (u, ticks) => ticks }),
+        axes: axes((u, ticks) => ticks.map((v) => (v == null ? "" : short(v))), (u, ticks) => ticks.map((v) => percent(v)), "bytes of state", {}, { splits: (u, i, low, high) => decades(low, high), filter: (u, ticks) => ticks }),
       },
     };
   }
@@ -184,8 +184,8 @@
     if (!data.rows.length) return;
     chart("course", course);
     chart("memory", memory);
-    chart("speed", against("speed", "tokens before", ""));
-    chart("state", against("state", "tokens before", "B"));
+    chart("speed", against("tokens_per_second", "tokens before", ""));
+    chart("state", against("state_bytes", "tokens before", "B"));
   }
 
   function legends() {

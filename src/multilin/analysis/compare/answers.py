@@ -1,24 +1,78 @@
-"""The three questions of a comparison, each answered in a sentence that its figures give."""
+"""The sentences and figures of a comparison as text: the answers to its three questions, and what limits them."""
 
-import dataclasses
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator
 
-from multilin.analysis.compare.record import TOLERANCE, Comparison, RowRecord, sign
-from multilin.analysis.compare.statistics import LEVEL
-from multilin.analysis.compare.words import UNITS, amount, budget_text, bytes_text, score_text
+from multilin.analysis.compare.record import FAILED, TOLERANCE, Comparison, RowRecord, sign
+from multilin.analysis.compare.statistics import LEVEL, Difference
+from multilin.errors import listed
 
+UNITS = {"bits_per_byte": "bits per byte", "accuracy": "accuracy"}
 AXES = {"tokens": "training tokens", "seconds": "seconds of training", "flops": "FLOPs"}
+SMALLEST = 0.001  # a p below this is not written out
+_PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
-@dataclasses.dataclass(frozen=True)
-class Reached:
-    """What a row spent until it first was as good as `level`."""
+def amount(value: float) -> str:
+    """Three digits and a prefix: 1.23 M."""
+    for size, prefix in _PREFIXES:
+        if value >= size:
+            return f"{value / size:.3g} {prefix}"
+    return f"{value:.3g}"
 
-    row: str
-    tokens: float
-    seconds: float
-    flops: float
+
+def bytes_text(count: float) -> str:
+    """Three digits and a unit: 12.3 kB."""
+    return f"{amount(count)}B" if count >= 1000 else f"{count:.0f} bytes"
+
+
+def budget_text(comparison: Comparison, value: float | None = None) -> str:
+    """The budget of every run, or another value in its unit: 400 k training tokens."""
+    ((kind, budget),) = comparison.budget.items()
+    value = budget if value is None else value
+    return f"{f'{round(value, 1):g}' if kind == 'seconds' else amount(value)} {AXES[kind]}"
+
+
+def score_text(comparison: Comparison, row: RowRecord) -> str:
+    """Mean and standard deviation: 2.345 ± 0.012."""
+    assert row.score is not None
+    scale, digits, unit = (100, 1, " %") if comparison.measure == "accuracy" else (1, 3, "")
+    deviation = "" if row.score.deviation is None else f" ± {scale * row.score.deviation:.{digits}f}"
+    return f"{scale * row.score.mean:.{digits}f}{deviation}{unit}"
+
+
+def difference_text(comparison: Comparison, difference: Difference) -> str:
+    """With its sign, in the unit of the measure."""
+    is_accuracy = comparison.measure == "accuracy"
+    return f"{100 * difference.difference:+.1f} points" if is_accuracy else f"{difference.difference:+.3f}"
+
+
+def p_text(p: float) -> str:
+    """Three decimals, or that there are more zeros."""
+    return f"< {SMALLEST:g}" if p < SMALLEST else f"{p:.3f}"
+
+
+def difference_texts(comparison: Comparison, row: RowRecord) -> tuple[str, str]:
+    """A row beside the best: the difference, and its p with what that means; or one word and nothing."""
+    difference = comparison.difference_to_best(row.name)
+    if difference is None:
+        return "failed" if row.score is None else "best" if comparison.is_ranked else "not ranked", ""
+    if difference.p is None:
+        return difference_text(comparison, difference), "one seed"
+    noise = " (noise)" if difference.within_noise else ""
+    return difference_text(comparison, difference), f"{p_text(difference.p)}{noise}"
+
+
+def verdict(comparison: Comparison, row: RowRecord) -> str:
+    """A row beside the best: the difference, and whether it is more than noise."""
+    difference = comparison.difference_to_best(row.name)
+    if difference is None:
+        return difference_texts(comparison, row)[0]
+    text = difference_text(comparison, difference)
+    if difference.p is None:
+        return f"{text}, one seed: no statement"
+    p = f"p {'' if difference.p < SMALLEST else '= '}{p_text(difference.p)}".replace(" ", "\u00a0")  # in one line
+    return f"{text}, within noise ({p})" if difference.within_noise else f"{text}, {p}"
 
 
 def best_sentence(comparison: Comparison) -> str:
@@ -40,83 +94,124 @@ def best_sentence(comparison: Comparison) -> str:
     sentence = f"{best.name} is best with {budget_text(comparison)} for each run: {figures} ({meaning})"
     if len(comparison.order) == 1:
         return f"{sentence}."
-    found = [d for name in comparison.order[1:] if (d := comparison.difference_to_best(name))]
-    silent, close = [d.one for d in found if d.p is None], [d.one for d in found if d.within_noise]
-    if silent:
-        return f"{sentence}. {listed(silent)} may differ from it by chance alone: one seed says nothing about that."
-    if close:
+    differences = [d for d in comparison.differences if d.other == best.name]
+    if unknown := [d.one for d in differences if d.p is None]:
+        return f"{sentence}. {listed(unknown)} may differ from it by chance alone: one seed says nothing about that."
+    if close := [d.one for d in differences if d.within_noise]:
         return f"{sentence}; {listed(close)} {'is' if len(close) == 1 else 'are'} within noise of it (p > {LEVEL:g})."
     return f"{sentence}; the differences to all others are larger than noise."
 
 
 def speed_sentence(comparison: Comparison) -> str:
-    """Who needs least to become as good as the worst row in the end."""
+    """Which rows need least to become as good as the worst row in the end."""
     if len(comparison.order) < 2:
         return "There are not two rows whose courses could be compared."
     rows = [comparison.row(name) for name in comparison.order]
     worst = max(rows, key=lambda row: sign(comparison.measure) * row.score.mean if row.score else 0.0)
     assert worst.score is not None
-    level = worst.score.mean
-    found = {row.name: reached(row, level, comparison.measure) for row in rows}
+    costs = {row.name: cost_to_reach(row, worst.score.mean, comparison.measure) for row in rows}
     needs: dict[str, list[str]] = {}
     for axis, name in AXES.items():
-        least = min(found.values(), key=lambda r: getattr(r, axis))
-        spent, usual = getattr(least, axis), getattr(found[worst.name], axis)
-        few = "least" if axis == "seconds" else "fewest"
-        needs.setdefault(least.row, []).append(f"the {few} {name} ({amount(spent)} instead of {amount(usual)})")
-    parts = [f"{name} needs {listed(things)}" for name, things in needs.items()]
+        best = min(costs, key=lambda row: costs[row][axis])
+        least = "least" if axis == "seconds" else "fewest"
+        spent, usual = amount(costs[best][axis]), amount(costs[worst.name][axis])
+        needs.setdefault(best, []).append(f"the {least} {name} ({spent} instead of {usual})")
+    parts = [f"{name} needs {listed(axes)}" for name, axes in needs.items()]
     unit = UNITS[comparison.measure]
-    where = f"{score_text(comparison, worst).split(' ')[0]}{' %' if unit == 'accuracy' else ''} {unit}"
-    return f"To reach {where}, where {worst.name} ends, {'; '.join(parts)}."
+    level = f"{score_text(comparison, worst).split(' ')[0]}{' %' if unit == 'accuracy' else ''} {unit}"
+    return f"To reach {level}, where {worst.name} ends, {'; '.join(parts)}."
 
 
 def cost_sentence(comparison: Comparison) -> str:
-    """Who writes fastest and keeps least after the longest text."""
+    """Which rows generate fastest and keep the smallest state after the longest prompt."""
     rows = [row for row in comparison.rows if row.decoding]
     if not rows:
         return "No model was there to measure."
-    context = max(figure.context for row in rows for figure in row.decoding)
-    last = [(row, figure) for row in rows for figure in row.decoding if figure.context == context]
-    by_speed = sorted(last, key=lambda item: item[1].tokens_per_second)
-    by_state = sorted(last, key=lambda item: item[1].state_bytes)
-    (slow_row, slow), (fast_row, fast) = by_speed[0], by_speed[-1]
-    (small_row, small), (large_row, large) = by_state[0], by_state[-1]
+    context = max(figures.context for row in rows for figures in row.decoding)
+    last = [(row.name, figures) for row in rows for figures in row.decoding if figures.context == context]
+    (slow_row, slow), (fast_row, fast) = (end(last, key=lambda item: item[1].tokens_per_second) for end in (min, max))
+    (small_row, small), (large_row, large) = (end(last, key=lambda item: item[1].state_bytes) for end in (min, max))
     sentence = (
-        f"After a text of {context:,} tokens {fast_row.name} writes fastest, {fast.tokens_per_second:,.0f} tokens a "
-        f"second ({slow_row.name}, the slowest, {slow.tokens_per_second:,.0f}), and {small_row.name} keeps least of "
-        f"it, {bytes_text(small.state_bytes)} ({large_row.name}, the most, {bytes_text(large.state_bytes)})"
+        f"After {context:,} tokens {fast_row} generates fastest, {fast.tokens_per_second:,.0f} tokens a second "
+        f"({slow_row}, the slowest, {slow.tokens_per_second:,.0f}), and {small_row} has the smallest state, "
+        f"{bytes_text(small.state_bytes)} ({large_row}, the largest, {bytes_text(large.state_bytes)})"
     )
     growing = [row.name for row in rows if row.decoding[-1].state_bytes > row.decoding[0].state_bytes]
     if not growing:
-        return f"{sentence}; no state grows with the text."
-    return f"{sentence}; what {listed(growing)} {'keeps' if len(growing) == 1 else 'keep'} grows with the text."
+        return f"{sentence}; no state grows with the sequence."
+    return f"{sentence}; the state of {listed(growing)} grows with the sequence."
 
 
-def reached(row: RowRecord, level: float, measure: str) -> Reached:
-    """When the mean over the seeds first was as good as a level, straight lines drawn between validations."""
+def cost_to_reach(row: RowRecord, level: float, measure: str) -> dict[str, float]:
+    """Tokens, seconds and FLOPs after which the mean over the seeds first was as good as a level.
+
+    Between two validations the mean is taken to follow a straight line. A row that never was as good spent everything.
+    """
     points = mean_course(row, measure)
-    way = sign(measure)
-    before = points[0]
-    for point in points:
-        if way * (point[measure] - level) <= 0:
+    for before, point in zip([points[0], *points], points, strict=False):
+        if sign(measure) * (point[measure] - level) <= 0:
             gap = before[measure] - point[measure]
             share = 1.0 if gap == 0 else (before[measure] - level) / gap
-            at = {axis: before[axis] + share * (point[axis] - before[axis]) for axis in AXES}
-            return Reached(row.name, **at)
-        before = point
-    return Reached(row.name, **{axis: points[-1][axis] for axis in AXES})
+            return {axis: before[axis] + share * (point[axis] - before[axis]) for axis in AXES}
+    return {axis: points[-1][axis] for axis in AXES}
 
 
 def mean_course(row: RowRecord, measure: str) -> list[dict[str, float]]:
     """Means over the finished seeds at each validation, and the lowest and highest of the measure."""
-    found = []
+    course = []
     for points in zip(*(run.course for run in row.finished), strict=False):
         values = [float(getattr(point, measure)) for point in points]
         axes = {axis: statistics.fmean(getattr(point, axis) for point in points) for axis in AXES}
-        found.append({**axes, measure: statistics.fmean(values), "low": min(values), "high": max(values)})
-    return found
+        course.append({**axes, measure: statistics.fmean(values), "low": min(values), "high": max(values)})
+    return course
 
 
-def listed(names: Sequence[str]) -> str:
-    """a, b and c."""
-    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
+def remarks_on(comparison: Comparison) -> Iterator[str]:
+    """What limits the whole comparison, a sentence each; the remarks on single rows are with the rows."""
+    if not comparison.is_ranked:
+        yield best_sentence(comparison)
+    recipes = [row.recipe for row in comparison.rows]
+    if not comparison.one_tokenizer:
+        yield (
+            "The rows were trained on different tokens (their tokenizers or texts differ), so losses per token cannot "
+            "be compared; bits per byte can, as long as the validation text is the same."
+        )
+    if len({str(recipe["data"]) for recipe in recipes}) > 1:
+        yield "The rows do not have the same text: a difference may be the text's."
+    if len({(row.recipe["model"]["n_positions"], row.tokens_per_step) for row in comparison.rows}) > 1:
+        yield "Blocks or batches differ between rows, so the text does not come in the same order."
+    if "tokens" not in comparison.budget and len({row.max_steps for row in comparison.rows}) > 1:
+        yield f"With a budget of {next(iter(comparison.budget))}, rows are trained on different numbers of tokens."
+    if len(comparison.seeds) == 1:
+        yield "One seed: nothing can be said about which differences are noise."
+    elif len(comparison.seeds) < 5:
+        yield (
+            f"{len(comparison.seeds)} seeds: Welch's t-test finds only differences that are large beside the spread; "
+            "`within noise` means not shown, not equal."
+        )
+    if failed := [row.name for row in comparison.rows if row.status == FAILED]:
+        yield f"No figures of {', '.join(failed)}, which failed."
+    yield from _remarks_on_grid(comparison)
+
+
+def _remarks_on_grid(comparison: Comparison) -> Iterator[str]:
+    if not comparison.grid:
+        yield "Nothing was tuned here: every row has the learning rate its recipe names, which may suit some better."
+        return
+    yield (
+        f"Every row was tuned with the same values on seed {comparison.seeds[0]}, by the validation text itself; the "
+        "best ones were then trained with all seeds."
+    )
+    for name, values in comparison.grid.items():
+        further, at_end = [], []
+        for row in comparison.rows:
+            tried = [run.choice[name] for run in row.tuning]
+            if new := [str(value) for value in tried if value not in values]:
+                further.append(f"{', '.join(new)} for {row.name}")
+            is_number = all(isinstance(value, int | float) for value in tried)
+            if is_number and len(set(tried)) > 1 and row.choice.get(name) in (min(tried), max(tried)):
+                at_end.append(row.name)
+        if further:
+            yield f"Where the best {name} was the last of these, it was tried further: {'; '.join(further)}."
+        if at_end:
+            yield f"The best {name} of {', '.join(at_end)} is at the end of what was tried: another may do better."

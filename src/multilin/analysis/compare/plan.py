@@ -1,4 +1,7 @@
-"""From a sweep to the runs it consists of: every budget becomes a number of steps, every mistake is found first."""
+"""From a sweep to rows that are ready to be trained: recipes, numbers of steps; every mistake is found before training.
+
+A row's recipe is what it starts from, the base over that, and the row over both.
+"""
 
 import dataclasses
 import json
@@ -11,17 +14,19 @@ from typing import Annotated, Any
 import torch
 from annotated_types import MaxLen
 
-from multilin.analysis.compare.flops import training_flops_per_token
-from multilin.analysis.compare.rows import Row, rows_of, with_choice
-from multilin.analysis.compare.sweep import Sweep
-from multilin.errors import InputError, plural
+from multilin.analysis.compare.sweep import Sweep, builtin_sweep
+from multilin.analysis.compare.values import Values, get, merge, nested
+from multilin.analysis.costs import parameter_counts, training_flops_per_token
+from multilin.errors import InputError, nearest, plural, shown
 from multilin.files import write_whole
+from multilin.model.factory import model_names
 from multilin.settings import load_settings, settings
 from multilin.settings.bounds import MOST_STEPS, Amount, Name
 from multilin.settings.inputs import read_json
 from multilin.training.assemble import build_model, check_model, packing_remark, read_data
 from multilin.training.progress import TrainingProgress
-from multilin.training.recipe import Recipe, resolve_recipe
+from multilin.training.recipe import Recipe, load_recipe
+from multilin.training.resolve import resolve_recipe
 from multilin.training.run_folder import RunFolder
 from multilin.training.trainer import train
 
@@ -30,13 +35,36 @@ MEASURED_STEPS, WARM_UP_STEPS, MEASURED_TURNS = 20, 5, 2
 VALIDATIONS, CHECKPOINTS = 10, 4  # of a run, where the sweep says nothing else
 
 Choice = Mapping[str, Any]
+"""Fields of the grid to one value each."""
 
 
 @settings
 class _Speeds:
-    """What SPEED_FILE holds."""
+    """The content of SPEED_FILE."""
 
     seconds: Annotated[dict[Name, Amount], MaxLen(100)]  # of a training step, by row
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One model of a comparison.
+
+    recipe: without seed, steps and folder, which each run adds.
+    stated: the fields that the sweep itself gives, nested.
+    """
+
+    name: str
+    recipe: Recipe
+    stated: Values
+
+    def with_choice(self, choice: Choice) -> Recipe:
+        """The row's recipe with values of the grid.
+
+        Raises:
+            InputError: an unknown field or a wrong value.
+        """
+        values = merge(dataclasses.asdict(self.recipe), nested(choice, "grid"))
+        return load_settings(Recipe, values, "grid")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +75,7 @@ class Plan:
     parameters, embedding_parameters: all, and those in embeddings and the output projection.
     flops_per_token: of training, see `training_flops_per_token`.
     text: hash of the prepared text and tokenizer; rows that share it can be compared token by token.
-    remarks: what must be known to judge the row.
+    remarks: for the reader of the report.
     """
 
     row: Row
@@ -60,32 +88,57 @@ class Plan:
 
     @property
     def tokens_per_step(self) -> int:
-        """Training tokens of a step."""
-        return tokens_per_step(self.recipe)
+        """Training tokens of a step on one device."""
+        training = self.recipe.training
+        return training.batch_size * training.gradient_accumulation * self.recipe.model.n_positions
 
     def run(self, output: str, seed: int, choice: Choice) -> Recipe:
-        """The recipe of one run of the row, in its folder."""
+        """The recipe of one run of the row, in its folder: OUTPUT/ROW-sSEED, and the values of the grid behind it."""
         recipe = self.recipe
         if choice:
-            chosen = resolve_recipe(with_choice(self.row, choice))
+            chosen = resolve_recipe(self.row.with_choice(choice))
             recipe = dataclasses.replace(chosen, training=self.recipe.training)
-        training = dataclasses.replace(recipe.training, seed=seed)
-        return dataclasses.replace(recipe, training=training, output=run_path(output, self.row.name, seed, choice))
+        short = (name.split(".")[-1].replace("learning_rate", "lr") for name in choice)
+        parts = [f"{name}{_for_a_folder(value)}" for name, value in zip(short, choice.values(), strict=True)]
+        folder = str(Path(output, "-".join([self.row.name, f"s{seed}", *parts])))
+        return dataclasses.replace(recipe, training=dataclasses.replace(recipe.training, seed=seed), output=folder)
 
 
-def run_path(output: str, row: str, seed: int, choice: Choice) -> str:
-    """The folder of a run: OUTPUT/ROW-sSEED, and the values of the grid if there is one."""
-    short = {"learning_rate": "lr"}
-    parts = [
-        f"{short.get(name.split('.')[-1], name.split('.')[-1])}{_in_a_name(value)}" for name, value in choice.items()
-    ]
-    return str(Path(output, "-".join([row, f"s{seed}", *parts])))
+def rows_of(sweep: Sweep) -> list[Row]:
+    """Every row with its whole recipe.
+
+    Raises:
+        InputError: an unknown field or recipe, a wrong value, or a field that the sweep decides.
+    """
+    base = nested(sweep.base, "base")
+    if sweep.task is not None:
+        base = merge(base, {"data": {"source": f"task:{sweep.task}"}})
+    rows = []
+    for name, given in sweep.rows.items():
+        stated = merge(base, nested(given or {}, f"rows.{name}"))
+        start = _start(name, stated.pop("recipe", None), stated, sweep.task)
+        rows.append(Row(name, load_settings(Recipe, merge(start, stated), f"rows.{name}"), stated))
+    return rows
 
 
-def tokens_per_step(recipe: Recipe) -> int:
-    """Training tokens of a step on one device."""
-    plan = recipe.training
-    return plan.batch_size * plan.gradient_accumulation * recipe.model.n_positions
+def _start(name: str, recipe: Any, stated: Values, task: str | None) -> Values:
+    """The values that the base and the row change."""
+    if recipe is not None:
+        if not isinstance(recipe, str):
+            raise InputError(
+                f"rows.{name}.recipe: {shown(recipe)} given, but it should be the name or path of a recipe"
+            )
+        return dataclasses.asdict(load_recipe(recipe))
+    if get(stated, "model.architecture") or get(stated, "model.layers"):
+        return {}
+    if name not in model_names():
+        raise InputError(
+            f"rows.{name}: no model given; give `recipe`, `model.architecture` or `model.layers`, or name the row "
+            f"after a model: {', '.join(model_names())}{nearest(name, model_names())}"
+        )
+    known = builtin_sweep(task)
+    row = merge({"model": {"architecture": name}}, nested(known.rows.get(name) or {}, f"rows.{name}"))
+    return merge(nested(known.base, "base"), row)
 
 
 def plan_rows(sweep: Sweep, progress: TrainingProgress) -> list[Plan]:
@@ -98,7 +151,7 @@ def plan_rows(sweep: Sweep, progress: TrainingProgress) -> list[Plan]:
     for row in rows_of(sweep):
         try:
             for choice in sweep.choices:
-                check_model(resolve_recipe(with_choice(row, choice)))
+                check_model(resolve_recipe(row.with_choice(choice)))
             plans.append(_plan(row, progress))
         except InputError as error:
             raise InputError(f"rows.{row.name}: {str(error).removeprefix(f'rows.{row.name}.')}") from None
@@ -116,42 +169,32 @@ def _plan(row: Row, progress: TrainingProgress) -> Plan:
     check_model(recipe, len(text.tokenizer))
     with torch.random.fork_rng():
         model = build_model(recipe, text)
-    embeddings = [model.get_input_embeddings(), model.get_output_embeddings()]
-    embeddings += [module for module in model.modules() if isinstance(module, torch.nn.Embedding)]
-    shared = {id(p): p.numel() for module in embeddings if module is not None for p in module.parameters()}
     remark = packing_remark(recipe, model)
-    return Plan(
-        row,
-        recipe,
-        parameters=sum(p.numel() for p in model.parameters()),
-        embedding_parameters=sum(shared.values()),
-        flops_per_token=training_flops_per_token(model, recipe.model.n_positions),
-        text=text.identity,
-        remarks=[remark] if remark else [],
-    )
+    flops = training_flops_per_token(model, recipe.model.n_positions)
+    return Plan(row, recipe, *parameter_counts(model), flops, text.identity, [remark] if remark else [])
 
 
 def _steps(sweep: Sweep, plans: list[Plan], progress: TrainingProgress) -> list[int]:
-    budget = sweep.budget
-    if budget.kind == "tokens":
-        steps = [int(budget.amount // plan.tokens_per_step) for plan in plans]
-    elif budget.kind == "flops":
-        steps = [int(budget.amount // (plan.flops_per_token * plan.tokens_per_step)) for plan in plans]
+    ((kind, amount),) = sweep.budget.given.items()
+    if kind == "tokens":
+        costs = [float(plan.tokens_per_step) for plan in plans]
+    elif kind == "flops":
+        costs = [plan.flops_per_token * plan.tokens_per_step for plan in plans]
     else:
         seconds = _seconds_per_step(Path(sweep.output), plans, progress)
-        steps = [int(budget.amount // seconds[plan.row.name]) for plan in plans]
+        costs = [seconds[plan.row.name] for plan in plans]
+    steps = [int(amount // cost) for cost in costs]
     for plan, count in zip(plans, steps, strict=True):
         if count > MOST_STEPS:
             raise InputError(
-                f"budget.{budget.kind}: {budget.amount:g} given, but that is {count:.3g} steps for "
-                f"rows.{plan.row.name}; give less, so that it is at most {MOST_STEPS:,}"
+                f"budget.{kind}: {amount:g} given, but that is {count:.3g} steps for rows.{plan.row.name}; give less, "
+                f"so that it is at most {MOST_STEPS:,}"
             )
         warmup = plan.recipe.schedule.warmup_steps or 0
         if count <= warmup:
             raise InputError(
-                f"budget.{budget.kind}: {budget.amount:g} given, but that is {plural(count, 'step')} for "
-                f"rows.{plan.row.name}, not more than its warm-up of {warmup}; give more, or a "
-                "smaller schedule.warmup_steps or batch"
+                f"budget.{kind}: {amount:g} given, but that is {plural(count, 'step')} for rows.{plan.row.name}, not "
+                f"more than its warm-up of {warmup}; give more, or a smaller schedule.warmup_steps or batch"
             )
     return steps
 
@@ -165,9 +208,8 @@ def _with_steps(plan: Plan, max_steps: int) -> Recipe:
         "keep_checkpoints": 1,
     }
     own = {name: value for name, value in defaults.items() if name not in stated}
-    return dataclasses.replace(
-        plan.recipe, training=dataclasses.replace(plan.recipe.training, max_steps=max_steps, **own)
-    )
+    training = dataclasses.replace(plan.recipe.training, max_steps=max_steps, **own)
+    return dataclasses.replace(plan.recipe, training=training)
 
 
 def _seconds_per_step(output: Path, plans: list[Plan], progress: TrainingProgress) -> dict[str, float]:
@@ -180,7 +222,7 @@ def _seconds_per_step(output: Path, plans: list[Plan], progress: TrainingProgres
         for plan in missing:
             progress.message(f"measuring the speed of {plan.row.name}")
             times[plan.row.name] += _step_times(plan)
-    known |= {name: statistics.median(found) for name, found in times.items()}
+    known |= {name: statistics.median(seconds) for name, seconds in times.items()}
     write_whole(path, json.dumps(known, indent=1) + "\n")
     return known
 
@@ -199,19 +241,17 @@ def read_speeds(path: Path) -> dict[str, float]:
 
 def _step_times(plan: Plan) -> list[float]:
     """Seconds of single steps of a short run."""
-    short: dict[str, Any] = {
-        "max_steps": MEASURED_STEPS,
-        "log_every_steps": 1,
-        "eval_every_steps": 0,
-        "save_every_steps": 0,
-    }
-    training = dataclasses.replace(plan.recipe.training, eval_max_tokens=1, **short)
     with tempfile.TemporaryDirectory(prefix="multilin-") as folder:
-        train(dataclasses.replace(plan.recipe, training=training, output=str(Path(folder, "run"))))
-        lines = RunFolder(Path(folder, "run")).read_metrics()[WARM_UP_STEPS:]
+        training = dataclasses.replace(
+            plan.recipe.training, max_steps=MEASURED_STEPS, log_every_steps=1, eval_every_steps=0, eval_max_tokens=1,
+            save_every_steps=0,
+        )  # fmt: skip
+        output = Path(folder, "run")
+        train(dataclasses.replace(plan.recipe, training=training, output=str(output)))
+        lines = RunFolder(output).read_metrics()[WARM_UP_STEPS:]
     return [plan.tokens_per_step / line["tokens_per_second"] for line in lines]
 
 
-def _in_a_name(value: Any) -> str:
+def _for_a_folder(value: Any) -> str:
     text = f"{value:g}" if isinstance(value, float) else str(value)
     return "".join(character if character.isalnum() or character in ".+-" else "_" for character in text)

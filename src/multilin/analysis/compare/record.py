@@ -1,4 +1,4 @@
-"""What a comparison found, as plain data for comparison.json: read from the folders of its runs."""
+"""The result of a comparison as plain data for comparison.json, read from the folders of its runs."""
 
 import dataclasses
 import statistics
@@ -57,7 +57,7 @@ class RunRecord:
 
 @dataclasses.dataclass(frozen=True)
 class Decoding:
-    """Writing one token after a text of `context` tokens: speed, and what is kept of the text."""
+    """Generating one token after `context` tokens: speed, and bytes of the state before it."""
 
     context: int
     tokens_per_second: float
@@ -69,12 +69,11 @@ class RowRecord:
     """One model of the comparison; figures that a failed row lacks are None.
 
     flops_per_token: of training. choice: the values of the grid that were best on the first seed.
-    tuning: the runs that decided it. runs: one for each seed. score, loss: over the finished runs.
-    memory: bytes the trained model keeps of a text of its training length.
+    tuning: the runs that decided it. runs: one for each seed. score: over the finished runs.
+    memory: bytes of the trained model's state after a sequence of its training length.
     """
 
     name: str
-    kind: str
     status: str
     parameters: int
     embedding_parameters: int
@@ -86,7 +85,6 @@ class RowRecord:
     tuning: list[RunRecord]
     runs: list[RunRecord]
     score: Spread | None
-    loss: Spread | None
     seconds: float | None
     tokens_per_second: float | None
     remarks: list[str]
@@ -101,13 +99,13 @@ class RowRecord:
 
     @property
     def all_runs(self) -> list[RunRecord]:
-        """Those of the grid, then those of the seeds, each once."""
+        """The runs of the grid, then those of the seeds, each once."""
         return [*self.tuning, *(run for run in self.runs if run not in self.tuning)]
 
-    @property
-    def other_parameters(self) -> int:
-        """Parameters outside embeddings and the output projection."""
-        return self.parameters - self.embedding_parameters
+    def used(self, kind: str) -> float:
+        """Training tokens, FLOPs or seconds of a finished run, on average."""
+        tokens = self.max_steps * self.tokens_per_step
+        return {"tokens": tokens, "flops": tokens * self.flops_per_token, "seconds": self.seconds or 0.0}[kind]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,7 +113,7 @@ class Comparison:
     """A whole comparison.
 
     measure: what `score` is, "bits_per_byte" or "accuracy".
-    one_tokenizer: whether all rows read the same tokens, so that losses per token can be compared too.
+    one_tokenizer: whether all rows were trained on the same tokens, so that losses per token can be compared too.
     off_budget: rows that missed the budget by more than TOLERANCE of it, and what their runs used on average. If there
         are any, no row is called better than another.
     order: finished rows, the best first; in the order of the sweep if they are not ranked.
@@ -142,12 +140,17 @@ class Comparison:
         """Whether all rows had the same budget, so that one can be called better than another."""
         return not self.off_budget
 
+    @property
+    def ordered(self) -> list[RowRecord]:
+        """The finished rows in `order`, then those that failed."""
+        return [*map(self.row, self.order), *(row for row in self.rows if row.score is None)]
+
     def row(self, name: str) -> RowRecord:
         """The row of a name."""
         return next(row for row in self.rows if row.name == name)
 
     def difference_to_best(self, name: str) -> Difference | None:
-        """Between a row and the best; None for the best itself and for a row without a score."""
+        """Between a row and the best; None for the best itself and where there is no such difference."""
         return next((d for d in self.differences if d.one == name and d.other == self.order[0]), None)
 
 
@@ -167,26 +170,10 @@ def read_run(plan: Plan, folder: Path, seed: int, choice: Choice, failure: str |
         seconds += (line["tokens"] - tokens) / (line["tokens_per_second"] if number else median)
         tokens = line["tokens"]
         if "validation_loss" in line:
-            course.append(
-                Point(
-                    step=line["step"],
-                    tokens=tokens,
-                    seconds=round(seconds, 3),
-                    flops=tokens * plan.flops_per_token,
-                    loss=line["validation_loss"],
-                    bits_per_byte=line.get("validation_bits_per_byte"),
-                    accuracy=line.get("validation_accuracy"),
-                )
-            )
-    return RunRecord(
-        seed=seed,
-        folder=folder.relative_to(output).as_posix(),
-        choice=dict(choice),
-        status=FAILED if failure else FINISHED,
-        failure=failure,
-        tokens_per_second=median,
-        course=course,
-    )
+            scores: list[Any] = [line.get(f"validation_{name}") for name in ("loss", "bits_per_byte", "accuracy")]
+            course.append(Point(line["step"], tokens, round(seconds, 3), tokens * plan.flops_per_token, *scores))
+    status, name = FAILED if failure else FINISHED, folder.relative_to(output).as_posix()
+    return RunRecord(seed, name, dict(choice), status, failure, median, course)
 
 
 def is_finished(folder: Path, max_steps: int) -> bool:
@@ -198,20 +185,9 @@ def is_finished(folder: Path, max_steps: int) -> bool:
     return bool(lines) and lines[-1]["step"] >= max_steps and (folder / "config.json").is_file()
 
 
-def score_of(run: RunRecord, measure: str) -> float:
-    """What a finished run is judged by, after its last step."""
-    return float(getattr(run.last, measure))
-
-
-def sign(measure: str) -> int:
-    """1 where less is better, -1 where more is."""
-    return -1 if measure == "accuracy" else 1
-
-
 def make_row(
-    plan: Plan, recipe: dict[str, Any], choice: Choice, runs: Sequence[RunRecord], tuning: Sequence[RunRecord],
-    measure: str,
-) -> RowRecord:  # fmt: skip
+    plan: Plan, recipe: dict[str, Any], choice: Choice, runs: list[RunRecord], tuning: list[RunRecord], measure: str
+) -> RowRecord:
     """The record of a row from those of its runs."""
     finished = [run for run in runs if run.status == FINISHED]
     failures = dict.fromkeys(run.failure for run in runs if run.failure)
@@ -222,7 +198,6 @@ def make_row(
         )
     return RowRecord(
         name=plan.row.name,
-        kind=plan.recipe.model.kind,
         status=FINISHED if finished else FAILED,
         parameters=plan.parameters,
         embedding_parameters=plan.embedding_parameters,
@@ -231,20 +206,48 @@ def make_row(
         tokens_per_step=plan.tokens_per_step,
         recipe=recipe,
         choice=dict(choice),
-        tuning=list(tuning),
-        runs=list(runs),
+        tuning=tuning,
+        runs=runs,
         score=spread([score_of(run, measure) for run in finished]) if finished else None,
-        loss=spread([run.last.loss for run in finished]) if finished else None,
         seconds=statistics.fmean(run.last.seconds for run in finished) if finished else None,
         tokens_per_second=statistics.median(run.tokens_per_second or 0.0 for run in finished) if finished else None,
         remarks=remarks,
     )
 
 
-def used(row: RowRecord, kind: str) -> float:
-    """Training tokens, FLOPs or seconds of a run of a finished row, on average."""
-    tokens = row.max_steps * row.tokens_per_step
-    return {"tokens": tokens, "flops": tokens * row.flops_per_token, "seconds": row.seconds or 0.0}[kind]
+def score_of(run: RunRecord, measure: str) -> float:
+    """The score of a finished run after its last step."""
+    return float(getattr(run.last, measure))
+
+
+def sign(measure: str) -> int:
+    """1 where less is better, -1 where more is."""
+    return -1 if measure == "accuracy" else 1
+
+
+def best_choice(tuning: Sequence[RunRecord], measure: str) -> Choice:
+    """The values with the best last validation; the first ones where every run failed."""
+    finished = [run for run in tuning if run.status == FINISHED]
+    if not finished:
+        return tuning[0].choice
+    return min(finished, key=lambda run: sign(measure) * score_of(run, measure)).choice
+
+
+def further_choice(tuning: Sequence[RunRecord], measure: str) -> dict[str, float] | None:
+    """The value beyond the best one if that is the last of those tried, by the ratio between it and its neighbour.
+
+    Args:
+        tuning: runs with two or more positive values of one field; failed ones count as tried.
+        measure: by which the runs are judged.
+    """
+    best = best_choice(tuning, measure)
+    (name,) = best
+    tried = sorted({float(run.choice[name]) for run in tuning})
+    end = float(best[name])
+    if end not in (tried[0], tried[-1]) or all(run.status != FINISHED for run in tuning):
+        return None
+    neighbour = tried[1] if end == tried[0] else tried[-2]
+    return {name: float(f"{end * end / neighbour:.6g}")}
 
 
 def ranking(
@@ -253,7 +256,7 @@ def ranking(
     """`off_budget`, `order` and `differences` of a Comparison."""
     scored = [(row.name, row.score) for row in rows if row.score is not None]
     ((kind, amount),) = budget.items()
-    spent = {row.name: used(row, kind) for row in rows if row.score is not None}
+    spent = {row.name: row.used(kind) for row in rows if row.score is not None}
     off_budget = {name: value for name, value in spent.items() if abs(value - amount) > TOLERANCE * amount}
     if off_budget:
         return off_budget, [name for name, _ in scored], []

@@ -2,35 +2,47 @@
 
 import dataclasses
 import json
-from collections.abc import Iterator
-from importlib import resources
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import jinja2
-
-from multilin.analysis.compare.answers import AXES, best_sentence, cost_sentence, mean_course, speed_sentence
-from multilin.analysis.compare.markdown import as_markdown
-from multilin.analysis.compare.record import Comparison, RowRecord
-from multilin.analysis.compare.view import (
-    COLUMNS,
-    HEADINGS,
-    cells,
-    chart_data,
-    differences,
-    dots,
-    ends,
-    how_measured,
-    run_cells,
+from multilin.analysis.compare.answers import (
+    AXES,
+    UNITS,
+    amount,
+    best_sentence,
+    budget_text,
+    bytes_text,
+    cost_sentence,
+    difference_text,
+    mean_course,
+    p_text,
+    score_text,
+    speed_sentence,
+    verdict,
 )
-from multilin.analysis.compare.words import REPORT_FILE, UNITS, amount, budget_text
+from multilin.analysis.compare.record import Comparison, RowRecord, RunRecord, score_of
+from multilin.analysis.compare.statistics import LEVEL, Difference
+from multilin.analysis.templates import asset, render
 from multilin.errors import plural
 from multilin.files import write_whole
 from multilin.settings.inputs import to_yaml
 
-JSON_FILE, MARKDOWN_FILE = "comparison.json", "comparison.md"
+JSON_FILE, MARKDOWN_FILE, REPORT_FILE = "comparison.json", "comparison.md", "comparison.html"
 REPORT_FILES = (JSON_FILE, MARKDOWN_FILE, REPORT_FILE)
-_ASSETS = resources.files("multilin.analysis") / "assets"
+COLUMNS: dict[str, Callable[[Comparison, RowRecord], str]] = {
+    "row": lambda c, row: row.name,
+    "validation": lambda c, row: score_text(c, row) if row.score else "failed",
+    "against the best": verdict,
+    "parameters": lambda c, row: amount(row.parameters),
+    "without embeddings": lambda c, row: amount(row.parameters - row.embedding_parameters),
+    "FLOPs per token": lambda c, row: amount(row.flops_per_token),
+    "training tokens": lambda c, row: amount(row.max_steps * row.tokens_per_step),
+    "training seconds": lambda c, row: "" if row.seconds is None else f"{row.seconds:,.1f}",
+    "training tokens/s": lambda c, row: f"{row.tokens_per_second:,.0f}" if row.tokens_per_second else "",
+    "generation tokens/s": lambda c, row: f"{row.decoding[-1].tokens_per_second:,.0f}" if row.decoding else "",
+    "state": lambda c, row: bytes_text(row.decoding[-1].state_bytes) if row.decoding else "",
+}
 
 
 def write_reports(comparison: Comparison, folder: Path) -> None:
@@ -45,59 +57,133 @@ def as_json(comparison: Comparison) -> str:
     return json.dumps(dataclasses.asdict(comparison), indent=1, ensure_ascii=False) + "\n"
 
 
+def as_markdown(comparison: Comparison) -> str:
+    """The report as Markdown: answers, figures, samples, recipes, and how it was measured."""
+    return render("comparison.md.jinja", **_content(comparison))
+
+
 def as_html(comparison: Comparison) -> str:
     """The report as one HTML file, charts and all."""
-    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
     rows = [comparison.row(name) for name in comparison.order]
-    failed = [row for row in comparison.rows if row.score is None]
-    return environment.from_string(_asset("comparison.html.jinja")).render(
+    return render(
+        "comparison.html.jinja",
+        **_content(comparison),
         comparison=comparison,
-        summary=_summary(comparison),
-        headings=HEADINGS,
-        answers=[best_sentence(comparison), speed_sentence(comparison), cost_sentence(comparison)],
         unit=UNITS[comparison.measure],
         axes=AXES,
         dots=dots(comparison) if rows else [],
-        ends=ends(comparison),
-        failed=failed,
+        ends=("better", "worse") if comparison.measure == "bits_per_byte" else ("worse", "better"),
+        failed=[row for row in comparison.rows if row.score is None],
         length=comparison.rows[0].recipe["model"]["n_positions"],
-        columns=[name for name, _ in COLUMNS],
-        cells=[cells(comparison, row) for row in [*rows, *failed]],
-        differences=list(differences(comparison)),
         validations=[line for row in rows for line in _validations(row, comparison.measure)],
         decoding=[
             [row.name, f"{d.context:,}", f"{d.tokens_per_second:,.1f}", f"{d.state_bytes:,}"]
             for row in rows
             for d in row.decoding
         ],
-        runs=[run_cells(run) for row in [*rows, *failed] for run in row.all_runs],
-        samples=[(row.name, row.sample) for row in rows if row.sample],
-        measured=how_measured(comparison),
-        recipes=[(row.name, to_yaml(row.recipe)) for row in [*rows, *failed]],
-        data=chart_data(comparison),
-        **{name: _asset(file) for name, file in _PARTS.items()},
+        data=_chart_data(comparison, rows),
+        css=asset("comparison.css"),
+        js=asset("comparison.js"),
+        uplot_css=asset("uPlot.min.css"),
+        uplot_js=asset("uPlot.iife.min.js"),
     )
 
 
-_PARTS = {
-    "css": "comparison.css",
-    "js": "comparison.js",
-    "uplot_css": "uPlot.min.css",
-    "uplot_js": "uPlot.iife.min.js",
-}
+def _content(comparison: Comparison) -> dict[str, Any]:
+    """The texts and tables of every report."""
+    rows = comparison.ordered
+    sources = dict.fromkeys(row.recipe["data"]["source"] for row in comparison.rows)
+    seeds = f"{plural(len(comparison.rows), 'row')}, {plural(len(comparison.seeds), 'seed')} each"
+    measured = render("measured.txt.jinja", comparison=comparison, budget=budget_text(comparison), level=LEVEL)
+    return {
+        "title": comparison.title,
+        "summary": f"{seeds}, {budget_text(comparison)} a run, on {comparison.task or ', '.join(sources)}.",
+        "answers": {
+            "Which is best at this budget?": best_sentence(comparison),
+            "How fast does it learn?": speed_sentence(comparison),
+            "What does it cost to run?": cost_sentence(comparison),
+        },
+        "columns": list(COLUMNS),
+        "cells": [[cell(comparison, row) for cell in COLUMNS.values()] for row in rows],
+        "differences": [_difference(comparison, difference) for difference in comparison.differences],
+        "runs": [_run(run) for row in rows for run in row.all_runs],
+        "prompt": comparison.prompt,
+        "samples": {row.name: row.sample for row in rows if row.sample},
+        "measured": measured.split("\n"),
+        "recipes": {row.name: to_yaml(row.recipe) for row in rows},
+    }
 
 
-def _asset(name: str) -> str:
-    return (_ASSETS / name).read_text(encoding="utf-8")
+def _difference(comparison: Comparison, difference: Difference) -> list[str]:
+    meaning = {None: "one seed: no statement", True: "within noise", False: "larger than noise"}
+    p = "" if difference.p is None else p_text(difference.p)
+    names = [difference.one, difference.other]
+    return [*names, difference_text(comparison, difference), p, meaning[difference.within_noise]]
 
 
-def _summary(comparison: Comparison) -> str:
-    rows, seeds = len(comparison.rows), len(comparison.seeds)
-    on: Any = comparison.task or ", ".join(dict.fromkeys(row.recipe["data"]["source"] for row in comparison.rows))
-    return f"{plural(rows, 'row')}, {plural(seeds, 'seed')} each, {budget_text(comparison)} a run, on {on}."
+def _run(run: RunRecord) -> list[str]:
+    if run.failure or not run.course:
+        return [run.folder, str(run.seed), "failed", "", "", run.failure or ""]
+    last = run.last
+    result = f"{last.bits_per_byte:.4f}" if last.accuracy is None else f"{100 * last.accuracy:.2f} %"
+    return [run.folder, str(run.seed), result, f"{last.tokens:,}", f"{last.seconds:,.1f}", ""]
 
 
 def _validations(row: RowRecord, measure: str) -> Iterator[list[str]]:
     for point in mean_course(row, measure):
         figures = [f"{point[name]:.4f}" for name in (measure, "low", "high")]
         yield [row.name, f"{point['tokens']:,.0f}", f"{point['seconds']:,.1f}", amount(point["flops"]), *figures]
+
+
+def _chart_data(comparison: Comparison, rows: list[RowRecord]) -> dict[str, Any]:
+    return {
+        "measure": comparison.measure,
+        "axes": AXES,
+        "axis": next(iter(comparison.budget)),
+        "rows": [
+            {
+                "name": row.name,
+                "course": mean_course(row, comparison.measure),
+                "score": row.score.mean if row.score else None,
+                "memory": row.memory,
+                "decoding": [dataclasses.asdict(figures) for figures in row.decoding],
+            }
+            for row in rows
+        ],
+    }
+
+
+def dots(comparison: Comparison) -> list[dict[str, Any]]:
+    """Every row's seeds, mean and spread as places between 0 and 100 on one line, for the first chart."""
+    rows = [comparison.row(name) for name in comparison.order]
+    scores = {row.name: [score_of(run, comparison.measure) for run in row.finished] for row in rows}
+    bars = {row.name: (row.score.mean, row.score.deviation or 0.0) for row in rows if row.score}
+    ends = [score for seeds in scores.values() for score in seeds]
+    ends += [mean + way * deviation for mean, deviation in bars.values() for way in (-1, 1)]
+    room = (max(ends) - min(ends)) * 0.04 or abs(max(ends)) * 0.01 or 1.0
+    low, high = min(ends) - room, max(ends) + room
+
+    def place(value: float) -> float:
+        return round(100 * (value - low) / (high - low), 3)
+
+    return [
+        {
+            "name": row.name,
+            "text": score_text(comparison, row),
+            "verdict": verdict(comparison, row),
+            "significance": _significance(comparison, row),
+            "seeds": [place(score) for score in scores[row.name]],
+            "mean": place(mean),
+            "from": place(mean - deviation),
+            "width": place(mean + deviation) - place(mean - deviation),
+        }
+        for row, (mean, deviation) in zip(rows, bars.values(), strict=True)
+    ]
+
+
+def _significance(comparison: Comparison, row: RowRecord) -> str:
+    """best, noise, apart or unknown: the row beside the best one."""
+    if comparison.is_ranked and row.name == comparison.order[0]:
+        return "best"
+    difference = comparison.difference_to_best(row.name)
+    return {None: "unknown", True: "noise", False: "apart"}[difference.within_noise if difference else None]

@@ -4,19 +4,19 @@ import dataclasses
 import os
 from pathlib import Path
 
-from multilin.analysis.compare.grid import best_choice, further_choice
-from multilin.analysis.compare.measure import measure_decoding, prompt_of, write_sample
+from multilin.analysis.compare.answers import remarks_on
+from multilin.analysis.compare.measure import measure_rows, prompt_of
 from multilin.analysis.compare.plan import SPEED_FILE, Choice, Plan, plan_rows
 from multilin.analysis.compare.record import (
     Comparison,
-    RowRecord,
     RunRecord,
+    best_choice,
+    further_choice,
     is_finished,
     make_row,
     ranking,
     read_run,
 )
-from multilin.analysis.compare.remarks import remarks_on
 from multilin.analysis.compare.report import REPORT_FILES, write_reports
 from multilin.analysis.compare.sweep import Sweep, check_sweep
 from multilin.errors import InputError, plural
@@ -47,50 +47,64 @@ def compare(sweep: Sweep, *, overwrite: bool = False, progress: TrainingProgress
         raise InputError("compare: runs are compared in one process; start it without torchrun")
     check_sweep(sweep)
     with locked_folder(sweep.output):
+        if Path(sweep.output, RECIPE_FILE).exists():
+            raise InputError(f"output: {sweep.output} holds a run; give another folder for the comparison")
         for name in (*REPORT_FILES, SPEED_FILE):
             check_writable("output", Path(sweep.output, name))
-        return _compare(sweep, _Work(sweep, overwrite, progress or TrainingProgress()))
-
-
-def _compare(sweep: Sweep, work: "_Work") -> Comparison:
-    plans = plan_rows(sweep, work.progress)
-    for plan in plans:
-        for seed in sweep.seeds:
-            for choice in sweep.choices:
-                work.check(plan, seed, choice)
-    tuning = work.tune(plans)
-    best = {plan.row.name: best_choice(tuning[plan.row.name], work.measure) for plan in plans}
-    runs = work.train_seeds(plans, best)
-    rows = [
-        make_row(
-            plan,
-            dataclasses.asdict(plan.run(sweep.output, sweep.seeds[0], best[plan.row.name])),
-            best[plan.row.name],
-            runs[plan.row.name],
-            tuning[plan.row.name],
-            work.measure,
-        )
-        for plan in plans
-    ]
-    prompt = "" if sweep.task else prompt_of(plans[0].recipe)
-    work.progress.message("measuring how fast the models generate")
-    rows = _measured(rows, sweep, prompt)
-    comparison = _describe(sweep, plans, rows, prompt, work.measure)
-    write_reports(comparison, Path(sweep.output))
+        comparison = _compare(sweep, _Training(sweep, overwrite, progress or TrainingProgress()))
+        write_reports(comparison, Path(sweep.output))
     return comparison
 
 
-class _Work:
+def _compare(sweep: Sweep, training: "_Training") -> Comparison:
+    plans = plan_rows(sweep, training.progress)
+    for plan in plans:
+        for seed in sweep.seeds:
+            for choice in sweep.choices:
+                training.check(plan, seed, choice)
+    tuning = {plan.row.name: training.tune(plan) for plan in plans}
+    best = {name: best_choice(runs, training.measure) if runs else sweep.choices[0] for name, runs in tuning.items()}
+    runs: dict[str, list[RunRecord]] = {name: [] for name in best}
+    for seed in sweep.seeds:  # so that early runs of all rows can be compared
+        for plan in plans:
+            runs[plan.row.name].append(training.run(plan, seed, best[plan.row.name]))
+    rows = []
+    for plan in plans:
+        name = plan.row.name
+        recipe = dataclasses.asdict(plan.run(sweep.output, sweep.seeds[0], best[name]))
+        rows.append(make_row(plan, recipe, best[name], runs[name], tuning[name], training.measure))
+    prompt = None if sweep.task else prompt_of(plans[0].recipe)
+    training.progress.message("measuring how fast the models generate")
+    rows = measure_rows(rows, Path(sweep.output), prompt)
+    off_budget, order, differences = ranking(rows, training.measure, sweep.budget.given)
+    comparison = Comparison(
+        title=sweep.title,
+        measure=training.measure,
+        budget=sweep.budget.given,
+        seeds=sweep.seeds,
+        grid=sweep.grid,
+        task=sweep.task,
+        one_tokenizer=len({plan.text for plan in plans}) == 1,
+        prompt=prompt or "",
+        rows=rows,
+        off_budget=off_budget,
+        order=order,
+        differences=differences,
+        remarks=[],
+        machine=dataclasses.asdict(examine()),
+    )
+    return dataclasses.replace(comparison, remarks=list(remarks_on(comparison)))
+
+
+class _Training:
     """Training the runs of a sweep, one after another."""
 
     def __init__(self, sweep: Sweep, overwrite: bool, progress: TrainingProgress) -> None:
         self.sweep, self.overwrite, self.progress = sweep, overwrite, progress
         self.output = Path(sweep.output)
         self.measure = "accuracy" if sweep.task else "bits_per_byte"
-        combinations = len(sweep.choices)
-        self.total = len(sweep.rows) * (combinations if combinations > 1 else 0)
-        self.total += len(sweep.rows) * (len(sweep.seeds) - (combinations > 1))
-        self.count = 0
+        # The run of the first seed is one of those that tried the choices.
+        self.total = len(sweep.rows) * (len(sweep.seeds) + len(sweep.choices) - 1)
         self._trained: dict[str, RunRecord] = {}
 
     def check(self, plan: Plan, seed: int, choice: Choice) -> None:
@@ -108,29 +122,10 @@ class _Work:
                 "--output, or replace it with --overwrite"
             )
 
-    def tune(self, plans: list[Plan]) -> dict[str, list[RunRecord]]:
-        """Every row with every choice of the grid, on the first seed."""
+    def tune(self, plan: Plan) -> list[RunRecord]:
+        """A row with every choice of the grid, and further ones beyond its ends, on the first seed; none for one."""
         if len(self.sweep.choices) == 1:
-            return {plan.row.name: [] for plan in plans}
-        return {plan.row.name: self._tune(plan) for plan in plans}
-
-    def train_seeds(self, plans: list[Plan], best: dict[str, Choice]) -> dict[str, list[RunRecord]]:
-        """Every row with every seed, seed by seed, so that what is there early can be compared."""
-        found: dict[str, list[RunRecord]] = {plan.row.name: [] for plan in plans}
-        for seed in self.sweep.seeds:
-            for plan in plans:
-                found[plan.row.name].append(self.run(plan, seed, best[plan.row.name]))
-        return found
-
-    def run(self, plan: Plan, seed: int, choice: Choice) -> RunRecord:
-        """One run, trained unless that is done."""
-        recipe = plan.run(self.sweep.output, seed, choice)
-        if recipe.output not in self._trained:
-            self.count += 1
-            self._trained[recipe.output] = self._train(plan, recipe, seed, choice)
-        return self._trained[recipe.output]
-
-    def _tune(self, plan: Plan) -> list[RunRecord]:
+            return []
         seed = self.sweep.seeds[0]
         tuning = [self.run(plan, seed, choice) for choice in self.sweep.choices]
         for _ in range(self.sweep.extend_grid):
@@ -147,19 +142,23 @@ class _Work:
             tuning.append(self.run(plan, seed, further))
         return tuning
 
-    def _train(self, plan: Plan, recipe: Recipe, seed: int, choice: Choice) -> RunRecord:
-        folder, failure = Path(recipe.output), None
-        heading = f"[{self.count}/{self.total}] {folder.name}"
-        if is_finished(folder, recipe.training.max_steps) and not self.overwrite:
-            self.progress.message(f"{heading}: done before")
-        else:
-            self.progress.message(
-                f"{heading}: {plural(recipe.training.max_steps, 'step')} of {plural(plan.tokens_per_step, 'token')}"
-            )
-            failure = self._failure(recipe)
-        return read_run(plan, folder, seed, choice, failure, self.output)
+    def run(self, plan: Plan, seed: int, choice: Choice) -> RunRecord:
+        """One run, trained unless that is done."""
+        recipe = plan.run(self.sweep.output, seed, choice)
+        if recipe.output not in self._trained:
+            folder, failure = Path(recipe.output), None
+            heading = f"[{len(self._trained) + 1}/{self.total}] {folder.name}"
+            max_steps = recipe.training.max_steps
+            if is_finished(folder, max_steps) and not self.overwrite:
+                self.progress.message(f"{heading}: done before")
+            else:
+                size = f"{plural(max_steps, 'step')} of {plural(plan.tokens_per_step, 'token')}"
+                self.progress.message(f"{heading}: {size}")
+                failure = self._train(recipe)
+            self._trained[recipe.output] = read_run(plan, folder, seed, choice, failure, self.output)
+        return self._trained[recipe.output]
 
-    def _failure(self, recipe: Recipe) -> str | None:
+    def _train(self, recipe: Recipe) -> str | None:
         """Train; the sentence of what went wrong, None if nothing did."""
         resume = not self.overwrite and (Path(recipe.output) / RECIPE_FILE).is_file()
         try:
@@ -171,47 +170,9 @@ class _Work:
             ) from None
         # Whatever ends one run says nothing about the others.
         except (InputError, TrainingFailed, RuntimeError, ValueError, MemoryError) as error:
-            known = isinstance(error, InputError | TrainingFailed)
+            is_sentence = isinstance(error, InputError | TrainingFailed)
             reason = " ".join(str(error).split())[:300]
-            failure = reason if known else f"{type(error).__name__}: {reason}"
+            failure = reason if is_sentence else f"{type(error).__name__}: {reason}"
             self.progress.message(f"failed: {failure}")
             return failure
         return None
-
-
-def _measured(rows: list[RowRecord], sweep: Sweep, prompt: str) -> list[RowRecord]:
-    """The rows with decoding speeds, states and samples of the first finished run of each."""
-    folders = {row.name: Path(sweep.output, row.finished[0].folder) for row in rows if row.finished}
-    decoding = measure_decoding(folders)
-    samples = {} if sweep.task else {name: write_sample(folder, prompt) for name, folder in folders.items()}
-    return [
-        dataclasses.replace(
-            row,
-            decoding=decoding[row.name].figures if row.name in decoding else [],
-            memory=decoding[row.name].memory if row.name in decoding else None,
-            sample=samples.get(row.name),
-            remarks=row.remarks + (decoding[row.name].remarks if row.name in decoding else []),
-        )
-        for row in rows
-    ]
-
-
-def _describe(sweep: Sweep, plans: list[Plan], rows: list[RowRecord], prompt: str, measure: str) -> Comparison:
-    off_budget, order, differences = ranking(rows, measure, sweep.budget.given)
-    comparison = Comparison(
-        title=sweep.title,
-        measure=measure,
-        budget=sweep.budget.given,
-        seeds=sweep.seeds,
-        grid=sweep.grid,
-        task=sweep.task,
-        one_tokenizer=len({plan.text for plan in plans}) == 1,
-        prompt=prompt,
-        rows=rows,
-        off_budget=off_budget,
-        order=order,
-        differences=differences,
-        remarks=[],
-        machine=dataclasses.asdict(examine()),
-    )
-    return dataclasses.replace(comparison, remarks=remarks_on(comparison))

@@ -1,4 +1,4 @@
-"""What may be concluded from a few seeds: mean, standard deviation, and Welch's t-test between two rows."""
+"""Statistics of a few seeds: mean, standard deviation, and Welch's t-test between two rows."""
 
 import dataclasses
 import math
@@ -7,8 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-LEVEL = 0.05
-"""A difference with a larger p is within noise."""
+LEVEL = 0.05  # a difference with a larger p is within noise
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,22 +1,4 @@
-"""The sweep file: which models are compared, on what, with how much, and how often.
-
-    title: Additive attention against GPT-2
-    base:                         # fields of the recipe that all rows share, nested or dotted
-      data.source: python-docs
-      model: {hidden_size: 128, n_positions: 256}
-    rows:
-      additive:                   # the name of an architecture or baseline: its row of the built-in sweep
-      gpt2: {optimizer.learning_rate: 2.0e-3}
-      mine: {recipe: my-recipe.yaml, model.num_layers: 3}
-    seeds: [0, 1, 2]
-    budget: {tokens: 400000}      # or flops, or seconds
-    grid: {optimizer.learning_rate: [1.0e-3, 4.0e-3]}
-    extend_grid: 2                # up to two values more for a row whose best is the lowest or highest
-    output: runs/mine-against-gpt2
-
-A row begins with its `recipe` (or the base's, or that of its name, or the default recipe); over that goes the base, and
-over that the row itself.
-"""
+"""The sweep file: which models are compared, on what, with how much, and how often; docs/compare.md shows one."""
 
 import dataclasses
 import itertools
@@ -31,7 +13,7 @@ from typing import Annotated, Any
 from annotated_types import MaxLen
 
 from multilin.analysis.compare.values import Values, merge, nested
-from multilin.errors import InputError, shorten, shown
+from multilin.errors import InputError, listed, shorten, shown
 from multilin.settings import load_settings, settings
 from multilin.settings.bounds import Amount, Name, PathText, RepeatCount, Section, Seed, Tried
 from multilin.settings.inputs import read_yaml
@@ -46,7 +28,7 @@ _TUNED = ("optimizer", "schedule")
 
 @settings
 class Budget:
-    """What each run may use up: one of these."""
+    """What each run may use up: exactly one of tokens, flops and seconds."""
 
     tokens: Amount | None = None  # training tokens of a run
     flops: Amount | None = None  # floating-point operations of a run, as `training_flops_per_token` counts them
@@ -54,23 +36,13 @@ class Budget:
 
     @property
     def given(self) -> dict[str, float]:
-        """What is given, by name."""
-        return {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
-
-    @property
-    def kind(self) -> str:
-        """tokens, flops or seconds."""
-        return next(iter(self.given))
-
-    @property
-    def amount(self) -> float:
-        """How much of it."""
-        return self.given[self.kind]
+        """The amounts that are given, by kind: tokens, flops or seconds."""
+        return {kind: amount for kind, amount in dataclasses.asdict(self).items() if amount is not None}
 
 
 @settings
 class Sweep:
-    """A comparison as plain data: see the top of this file."""
+    """A comparison as plain data."""
 
     rows: Annotated[
         dict[Name, Section | None], MaxLen(100)
@@ -103,7 +75,7 @@ def builtin_sweep(task: str | None = None) -> Sweep:
 def find_sweep(names: Sequence[str], task: str | None = None) -> Sweep:
     """The sweep of a file; or one of recipes and models by name; or the built-in one, for no name.
 
-    A model by name takes text, tokenizer, sizes and training of the first recipe, so that it is its like.
+    A model by name takes text, tokenizer, sizes and batches of the first recipe, so that they can be compared.
 
     Args:
         names: a sweep file, or recipes and models.
@@ -121,21 +93,18 @@ def find_sweep(names: Sequence[str], task: str | None = None) -> Sweep:
     # Imported here, because it imports PyTorch and all else in this file is quick.
     from multilin.model.factory import model_names
 
-    rows: dict[str, dict[str, Any] | None] = {}
-    frame: Values = {}
     known = model_names()
-    for name in names:
-        if name not in known:
-            frame = frame or _frame(load_recipe(name))
+    recipes = [name for name in names if name not in known]
+    frame = _frame(load_recipe(recipes[0])) if recipes else {}
+    rows: dict[str, dict[str, Any] | None] = {}
     for name in names:
         row = name if name in known else Path(name).stem
         if row in rows:
             raise InputError(f"ROWS: two rows are called {row}; give each another name in a sweep file")
         rows[row] = frame if name in known else {"recipe": name}
     return dataclasses.replace(
-        builtin_sweep(task), title=" and ".join([", ".join(list(rows)[:-1]), list(rows)[-1]]), base={}, rows=rows,
-        output="runs/compare-" + "-".join(rows),
-    )  # fmt: skip
+        builtin_sweep(task), title=listed(list(rows)), base={}, rows=rows, output="runs/compare-" + "-".join(rows)
+    )
 
 
 def load_sweep(path: Path) -> Sweep:
@@ -148,17 +117,14 @@ def load_sweep(path: Path) -> Sweep:
     if not isinstance(values, dict):
         raise InputError(f"sweep: {shorten(str(path))} should hold `rows:` and `budget:`, not {shown(values)}")
     sweep = load_settings(Sweep, values)
-    sweep = dataclasses.replace(
-        sweep,
-        title=sweep.title or path.stem,
-        output=sweep.output or f"runs/compare-{path.stem}",
-    )
+    output = sweep.output or f"runs/compare-{path.stem}"
+    sweep = dataclasses.replace(sweep, title=sweep.title or path.stem, output=output)
     check_sweep(sweep)
     return sweep
 
 
 def check_sweep(sweep: Sweep) -> None:
-    """Refuse what the fields' types do not.
+    """Check what the types of the fields cannot.
 
     Raises:
         InputError: no rows or a name that cannot be a folder's, seeds twice, not one budget, an empty grid.
@@ -180,7 +146,7 @@ def check_sweep(sweep: Sweep) -> None:
             )
     if (num_choices := math.prod(map(len, sweep.grid.values()))) > MOST_CHOICES:
         raise InputError(f"grid: {num_choices} combinations given, but at most {MOST_CHOICES} are tried")
-    if sweep.extend_grid and not _can_go_on(list(sweep.grid.values())):
+    if sweep.extend_grid and not _is_extendable(sweep.grid):
         raise InputError(
             f"extend_grid: {sweep.extend_grid} given, but only a grid of one field with two or more different positive "
             "numbers can go on"
@@ -190,7 +156,7 @@ def check_sweep(sweep: Sweep) -> None:
 def changed(
     sweep: Sweep, *, budget: Budget, num_seeds: int | None, task: str | None, changes: Mapping[str, Any]
 ) -> Sweep:
-    """The sweep with what the command line says otherwise.
+    """The sweep with the changes of the command line.
 
     Args:
         sweep: of a file, or built in.
@@ -210,7 +176,7 @@ def changed(
         rows={name: merge(nested(row or {}, f"rows.{name}"), over) for name, row in sweep.rows.items()},
         budget=budget if budget.given else sweep.budget,
         seeds=list(range(num_seeds)) if num_seeds else sweep.seeds,
-        task=task or sweep.task,
+        task=sweep.task if task is None else task,
         output=output,
     )
     check_sweep(sweep)
@@ -218,24 +184,24 @@ def changed(
 
 
 def _frame(recipe: Recipe) -> Values:
-    """What makes a model the like of a recipe's: text, tokenizer, sizes, batches."""
+    """The fields of a recipe that models compared with it share: text, tokenizer, sizes, batches."""
     values, model = dataclasses.asdict(recipe), recipe.model
     num_layers = len(model.layers) if model.layers else model.num_layers
     sizes = {"hidden_size": model.hidden_size, "n_positions": model.n_positions}
-    training = {name: values["training"][name] for name in ("batch_size", "gradient_accumulation", "precision")}
     return {
         "model": sizes | ({"num_layers": num_layers} if num_layers else {}),
         "data": values["data"],
         "tokenizer": values["tokenizer"],
-        "training": training,
+        "training": {name: values["training"][name] for name in ("batch_size", "gradient_accumulation", "precision")},
     }
 
 
-def _can_go_on(values: list[list[Any]]) -> bool:
-    """Whether there is a ratio by which a grid goes on beyond its ends."""
-    if len(values) != 1 or not all(isinstance(value, int | float) and value > 0 for value in values[0]):
+def _is_extendable(grid: Mapping[str, list[Any]]) -> bool:
+    """True for a grid of one field with two or more distinct positive numbers."""
+    if len(grid) != 1:
         return False
-    return len(set(values[0])) > 1
+    (tried,) = grid.values()
+    return all(isinstance(value, int | float) and value > 0 for value in tried) and len(set(tried)) > 1
 
 
 def _is_sweep(path: Path) -> bool:

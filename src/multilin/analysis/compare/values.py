@@ -13,8 +13,7 @@ _DECIDED = {
     "training.seed": "give `seeds`",
     "output": "runs go into folders of the sweep's `output`",
 }
-# What belongs to a choice and means nothing beside another one.
-_BELONGS_TO = {
+_DEPENDENT = {  # a choice to the fields that mean nothing beside another one
     "model.architecture": ("model.options", "model.layers", "model.config"),
     "model.layers": ("model.options", "model.num_layers"),
     "tokenizer.kind": ("tokenizer.vocab_size", "tokenizer.path"),
@@ -24,47 +23,37 @@ _BELONGS_TO = {
 
 
 def merge(values: Values, other: Mapping[str, Any]) -> Values:
-    """Nested values with those of another over them; what belonged to a choice that changes is left out.
+    """Nested values with another's over them, without the fields that depended on a choice which changes.
 
     Values that name an architecture are a whole recipe, in which every choice was made.
     """
-    merged = copy.deepcopy(values)
+    kept = copy.deepcopy(values)
     is_whole = get(values, "model.architecture") is not None
-    for chosen, belonging in _BELONGS_TO.items():
-        choice, before = get(other, chosen), get(values, chosen)
+    for name, dependent in _DEPENDENT.items():
+        choice, before = get(other, name), get(values, name)
         if choice is not None and choice != before and (is_whole or before is not None):
-            for dotted in belonging:
-                section, name = dotted.split(".")
-                merged.get(section, {}).pop(name, None)
-    return _merged(merged, other)
-
-
-def _merged(values: Values, other: Mapping[str, Any]) -> Values:
-    for name, value in other.items():
-        if isinstance(value, Mapping):
-            inner = values.get(name)
-            values[name] = _merged(inner if isinstance(inner, dict) else {}, value)
-        else:
-            values[name] = copy.deepcopy(value)
-    return values
+            for dotted in dependent:
+                section, field = dotted.split(".")
+                kept.get(section, {}).pop(field, None)
+    return _overlay(kept, other)
 
 
 def nested(values: Mapping[str, Any], where: str) -> Values:
-    """Dotted names as nested dictionaries.
+    """Dotted names as nested dictionaries; `where` in the sweep file they stand, or `--` for flags, is for messages.
 
     Raises:
         InputError: a field that the sweep decides.
     """
-    found: Values = {}
+    result: Values = {}
     for dotted, value in values.items():
         for part in reversed(str(dotted).split(".")):
             value = {part: value}
-        found = _merged(found, value)
+        result = _overlay(result, value)
     for dotted, reason in _DECIDED.items():
-        if get(found, dotted) is not None:
+        if (given := get(result, dotted)) is not None:
             name = f"--{dotted}" if where == "--" else f"{where}.{dotted}"
-            raise InputError(f"{name}: {get(found, dotted)!r} given, but {reason}")
-    return found
+            raise InputError(f"{name}: {given!r} given, but {reason}")
+    return result
 
 
 def get(values: Mapping[str, Any], dotted: str) -> Any:
@@ -73,3 +62,9 @@ def get(values: Mapping[str, Any], dotted: str) -> Any:
     for part in dotted.split("."):
         inner = inner.get(part) if isinstance(inner, Mapping) else None
     return inner
+
+
+def _overlay(values: Any, other: Mapping[str, Any]) -> Values:
+    below = values if isinstance(values, Mapping) else {}
+    inner = {name: _overlay(below.get(name), v) if isinstance(v, Mapping) else v for name, v in other.items()}
+    return {**below, **inner}

@@ -12,9 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerFast
 
-from multilin.analysis.evaluate import Evaluation, Scored, summarise
 from multilin.data.packing import PackedText
 from multilin.data.tokenizers import token_texts
+from multilin.scoring.losses import Evaluation, Scored, summarise
 
 CLASSES = ("word start", "word continuation", "digits", "punctuation", "space", "new line", "other")
 FREQUENCIES = (10, 100, 1000)
@@ -121,7 +121,7 @@ def break_down(scored: Iterable[Scored], packed: PackedText, tokenizer: PreTrain
     evaluation = summarise(*((whole[0].nats, whole[0].tokens, round(whole[0].bytes)) if whole else (0.0, 0, 0)))
     bins = ["1", *(f"{2**n:,} to {2 ** (n + 1) - 1:,}" for n in range(1, num_bins))]
     ratio = packed.bytes_per_counted
-    found = Breakdown(
+    breakdown = Breakdown(
         evaluation,
         by_position.parts(bins, ratio),
         by_document.parts([str(number) for number in range(packed.num_documents)], ratio),
@@ -129,12 +129,12 @@ def break_down(scored: Iterable[Scored], packed: PackedText, tokenizer: PreTrain
         by_frequency.parts(_frequency_names(), ratio),
         {},
     )
-    ordered = found.documents_by_score()
-    found.openings.update(
+    ordered = breakdown.documents_by_score()
+    breakdown.openings.update(
         (part.name, _opening(packed, int(part.name), tokenizer))
         for part in [*ordered[:NUM_EXTREMES], *ordered[-NUM_EXTREMES:]]
     )
-    return found
+    return breakdown
 
 
 class TokenKinds:
@@ -193,19 +193,19 @@ def _opening(packed: PackedText, document: int, tokenizer: PreTrainedTokenizerFa
     return " ".join(tokenizer.decode(packed.tokens[start : min(stop, start + OPENING_TOKENS)].tolist()).split())
 
 
-def as_data(found: Breakdown) -> dict[str, Any]:
+def as_data(breakdown: Breakdown) -> dict[str, Any]:
     """The score and its parts as plain data; of the documents their number, and the spread and extremes of several."""
-    return dataclasses.asdict(found.evaluation) | {
-        "by_position": [_data(part) for part in found.by_position],
-        "by_document": _documents(found),
-        "by_class": [_data(part) for part in found.by_class],
-        "by_frequency": [_data(part) for part in found.by_frequency],
+    return dataclasses.asdict(breakdown.evaluation) | {
+        "by_position": [_data(part) for part in breakdown.by_position],
+        "by_document": _documents(breakdown),
+        "by_class": [_data(part) for part in breakdown.by_class],
+        "by_frequency": [_data(part) for part in breakdown.by_frequency],
     }
 
 
-def _documents(found: Breakdown) -> dict[str, Any]:
-    ordered = found.documents_by_score()
-    shown = {"number": len(found.by_document), "long_enough": len(ordered), "fewest_bytes": FEWEST_BYTES}
+def _documents(breakdown: Breakdown) -> dict[str, Any]:
+    ordered = breakdown.documents_by_score()
+    shown = {"number": len(breakdown.by_document), "long_enough": len(ordered), "fewest_bytes": FEWEST_BYTES}
     if len(ordered) < 2:
         return shown
     values = np.quantile([part.bits_per_byte for part in ordered], QUANTILES)
@@ -215,18 +215,12 @@ def _documents(found: Breakdown) -> dict[str, Any]:
         shown
         | {"bits_per_byte_quantiles": dict(zip(map(str, QUANTILES), map(float, values), strict=True))}
         | {
-            name: [_data(part) | {"begins_with": found.openings[part.name]} for part in parts]
+            name: [_data(part) | {"begins_with": breakdown.openings[part.name]} for part in parts]
             for name, parts in extremes.items()
         }
     )
 
 
 def _data(part: Part) -> dict[str, Any]:
-    return {
-        "name": part.name,
-        "tokens": part.tokens,
-        "bytes": part.bytes,
-        "nats": part.nats,
-        "loss": part.loss,
-        "bits_per_byte": part.bits_per_byte if part.bytes else None,
-    }
+    scores = {"loss": part.loss, "bits_per_byte": part.bits_per_byte if part.bytes else None}
+    return dataclasses.asdict(part) | scores

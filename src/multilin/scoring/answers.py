@@ -9,6 +9,7 @@ from torch.utils.data import DataLoader, Dataset, Subset
 from transformers import PreTrainedModel
 
 from multilin.data.packing import IGNORED_LABEL
+from multilin.model.modes import evaluation_mode
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,9 +40,7 @@ def score_answers(
     """
     device = next(model.parameters()).device
     nats, right, asked = 0.0, 0, 0
-    was_training = model.training
-    model.eval()
-    try:
+    with evaluation_mode(model):
         for batch in DataLoader(Subset(sequences, range(number)), batch_size):
             labels = batch["labels"][:, 1:].to(device)
             with (
@@ -54,6 +53,4 @@ def score_answers(
             nats += float(F.cross_entropy(chosen, answers, reduction="sum"))
             right += int((chosen.argmax(dim=-1) == answers).sum())
             asked += len(answers)
-    finally:
-        model.train(was_training)
     return Answers(nats / asked, right / asked, asked)

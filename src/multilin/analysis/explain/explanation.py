@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -9,8 +10,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from multilin.analysis.removal import Agreement, Removal, agreement, measure_removal, next_token_log_probabilities
+from multilin.analysis.explain.removal import (
+    Agreement,
+    Removal,
+    agreement,
+    measure_removal,
+    next_token_log_probabilities,
+)
 from multilin.errors import InputError
+from multilin.inference.runs import longest_text
 from multilin.layers.reading import Reading, record_readings
 from multilin.model import MultilinForCausalLM
 
@@ -82,20 +90,13 @@ def explain(
             shown if it gives it away.
         token_ids: the text, its start token first.
         remove: measure what the removal of each token changes.
-        batch_size: texts without a token read at a time.
+        batch_size: sequences, each without one token, in one forward pass.
         progress: called with the number of tokens removed.
 
     Raises:
         InputError: no token after the start token, or more than the model can read.
     """
-    longest = getattr(model.config, "max_position_embeddings", None)
-    if len(token_ids) < 2:
-        raise InputError("text: no token given; give some text to explain")
-    if longest is not None and len(token_ids) > longest:
-        raise InputError(
-            f"text: {len(token_ids)} tokens given, the start token included, but this model reads at most {longest}; "
-            "give a shorter text"
-        )
+    check_length(model, len(token_ids))
     ids_T = torch.tensor(token_ids, device=model.device)
     log_probabilities_TV = next_token_log_probabilities(model, ids_T[None])[0]
     losses_K = -log_probabilities_TV[:-1].gather(1, ids_T[1:, None])[:, 0]
@@ -105,8 +106,29 @@ def explain(
         for ids, shares in zip(likeliest.indices.tolist(), likeliest.values.tolist(), strict=True)
     ]
     removal = measure_removal(model, ids_T, batch_size=batch_size, progress=progress) if remove else None
-    steps = [_step(*found, removal) for found in _readings(model, ids_T)]
+    steps = [_step(*reading, removal) for reading in _readings(model, ids_T)]
     return Explanation(token_ids, losses_K.cpu().numpy(), guesses, steps, removal)
+
+
+def check_length(model: PreTrainedModel, num_tokens: int) -> None:
+    """Refuse a text of so many tokens, the start token included, that is empty or longer than the model can read.
+
+    Raises:
+        InputError: it is.
+    """
+    longest = longest_text(model.config)
+    if num_tokens < 2:
+        raise InputError("text: no token given; give some text to explain")
+    if longest is not None and num_tokens > longest:
+        raise InputError(
+            f"text: {num_tokens:,} tokens given, the start token included, but this model reads at most {longest}; "
+            "give a shorter text"
+        )
+
+
+def mask_own_token(effects_S: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Effects on the last prediction with the own token's as nan, which dwarfs the rest."""
+    return np.append(effects_S[:-1], np.nan)
 
 
 def _step(layer: int, name: str, reading: Reading, removal: Removal | None) -> Step:
@@ -120,17 +142,17 @@ def _step(layer: int, name: str, reading: Reading, removal: Removal | None) -> S
 
 def _readings(model: PreTrainedModel, ids_T: Tensor) -> list[tuple[int, str, Reading]]:
     """Layer, step and reading, and before them the mean over all if there are several and all are shares."""
-    found = _own_readings(model, ids_T) if isinstance(model, MultilinForCausalLM) else attentions(model, ids_T)
-    if len(found) > 1 and all(reading.is_share for _, _, reading in found):
-        return [(0, "", _mean([reading for _, _, reading in found])), *found]
-    return found
+    readings = _own_readings(model, ids_T) if isinstance(model, MultilinForCausalLM) else attentions(model, ids_T)
+    if len(readings) > 1 and all(reading.is_share for _, _, reading in readings):
+        return [(0, "", _mean([reading for _, _, reading in readings])), *readings]
+    return readings
 
 
 def _own_readings(model: MultilinForCausalLM, ids_T: Tensor) -> list[tuple[int, str, Reading]]:
-    with record_readings(model.model.layers) as found, torch.inference_mode():
+    with record_readings(model.model.layers) as recorded, torch.inference_mode():
         model(ids_T[None], use_cache=False, logits_to_keep=1)
     readings = []
-    for path, reading in found:
+    for path, reading in recorded:
         layer, _, name = path.partition(".")
         readings.append((int(layer) + 1, name.rpartition(".")[2], _on_cpu(reading)))
     return readings
@@ -142,25 +164,21 @@ def attentions(model: PreTrainedModel, ids_T: Tensor) -> list[tuple[int, str, Re
     try:
         model.set_attn_implementation("eager")  # the others never form the weights
         with torch.inference_mode():
-            found = model(input_ids=ids_T[None], use_cache=False, output_attentions=True).attentions
+            weights = model(input_ids=ids_T[None], use_cache=False, output_attentions=True).attentions
     except (ValueError, NotImplementedError):
-        found = None
+        weights = None
     finally:
         model.set_attn_implementation(before)
     return [
         (layer, "", _on_cpu(Reading(ATTENTION, weights_BHTS, 0, None)))
-        for layer, weights_BHTS in enumerate(found or (), start=1)
+        for layer, weights_BHTS in enumerate(weights or (), start=1)
         if weights_BHTS is not None
     ]
 
 
 def _on_cpu(reading: Reading) -> Reading:
-    own_BHT, null_BHT = reading.own_BHT, reading.null_BHT
-    return reading._replace(
-        weights_BHTS=reading.weights_BHTS.double().cpu(),
-        own_BHT=None if own_BHT is None else own_BHT.double().cpu(),
-        null_BHT=None if null_BHT is None else null_BHT.double().cpu(),
-    )
+    tensors: dict[str, Any] = {name: value for name, value in reading._asdict().items() if isinstance(value, Tensor)}
+    return reading._replace(**{name: tensor.double().cpu() for name, tensor in tensors.items()})
 
 
 def _mean(readings: list[Reading]) -> Reading:

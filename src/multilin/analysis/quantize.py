@@ -5,8 +5,7 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from multilin.analysis.evaluate import Evaluation
-from multilin.analysis.evaluate_run import DEFAULTS, evaluate_run
+from multilin.analysis.evaluate.run import DEFAULTS, evaluate_run
 from multilin.analysis.settings import EvaluationSettings
 from multilin.data.progress import Progress, no_progress
 from multilin.errors import InputError
@@ -14,6 +13,7 @@ from multilin.files import atomic_folder, check_folder
 from multilin.inference.runs import Run, load_run
 from multilin.layers.linear import matrix_modules
 from multilin.model import MultilinForCausalLM
+from multilin.scoring.losses import Evaluation
 from multilin.training.recipe import RECIPE_FILE
 
 

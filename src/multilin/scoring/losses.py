@@ -1,7 +1,7 @@
 """How well a causal language model predicts a text, in numbers that can be compared across tokenizers."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from multilin.data.packing import IGNORED_LABEL, Blocks, PackedText
 from multilin.errors import InputError
+from multilin.model.modes import evaluation_mode
 
 
 @dataclass(frozen=True)
@@ -86,14 +87,24 @@ def evaluate(
     Raises:
         InputError: the model's vocabulary or longest text is too small, or there is no token to score.
     """
-    nats, tokens, counted = 0.0, 0, 0
-    for scored in read_blocks(
+    scored = read_blocks(
         model, packed, block_size=block_size, batch_size=batch_size, max_tokens=max_tokens,
         autocast_dtype=autocast_dtype, progress=progress,
-    ):  # fmt: skip
-        nats += float(scored.losses.sum())
-        tokens += len(scored.losses)
-        counted += int(packed.token_sizes(packed.tokens[scored.places]).sum())
+    )  # fmt: skip
+    return sum_up(scored, packed)
+
+
+def sum_up(scored: Iterable[Scored], packed: PackedText) -> Evaluation:
+    """The score of a text from the losses of its tokens.
+
+    Raises:
+        InputError: there is no token to score.
+    """
+    nats, tokens, counted = 0.0, 0, 0
+    for part in scored:
+        nats += float(part.losses.sum())
+        tokens += len(part.losses)
+        counted += int(packed.token_sizes(packed.tokens[part.places]).sum())
     return summarise(nats, tokens, round(counted * packed.bytes_per_counted))
 
 
@@ -107,17 +118,15 @@ def read_blocks(
     autocast_dtype: torch.dtype | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> Iterator[Scored]:
-    """The losses that `evaluate` sums up, a batch at a time; arguments and errors are its.
+    """The losses that `evaluate` sums up, a batch at a time. Same arguments and errors as `evaluate`.
 
-    In a block a token is given what the block holds of its document before it.
+    Each token is given the tokens before it in its block that belong to its document.
     """
     _check(model, packed, block_size)
     blocks = Blocks(packed, block_size, partial=True)
     chosen = _chosen_blocks(len(blocks), block_size, max_tokens)
     device, done = next(model.parameters()).device, 0
-    was_training = model.training
-    model.eval()
-    try:
+    with evaluation_mode(model):
         for batch in DataLoader(Subset(blocks, chosen), batch_size):
             is_scored = scored_tokens(batch["labels"], batch["document_ids"])
             with (
@@ -134,8 +143,6 @@ def read_blocks(
             done += len(is_scored)
             if progress is not None:
                 progress(done)
-    finally:
-        model.train(was_training)
 
 
 def scored_tokens(labels: Tensor, document_ids: Tensor) -> Tensor:

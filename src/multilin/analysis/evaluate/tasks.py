@@ -3,11 +3,12 @@
 lm-eval versions with plug-ins find the model through the entry point `lm_eval.models`; for those before, this module
 runs their command line with the model registered:
 
-    python -m multilin.analysis.harness run --model multilin --model_args pretrained=RUN --tasks ...
+    python -m multilin.analysis.evaluate.tasks run --model multilin --model_args pretrained=RUN --tasks ...
 """
 
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,11 +17,12 @@ from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
-from multilin.analysis.evaluate_run import block_size
+from multilin.analysis.evaluate.run import block_size, recipe_of
 from multilin.data.tokenizers import start_token_id
-from multilin.errors import InputError, nearest, shorten
+from multilin.errors import InputError, nearest, shorten, shown
 from multilin.inference.prompts import encode_prompt
 from multilin.inference.runs import Run, load_run
+from multilin.settings.inputs import check_regular
 
 
 @register_model("multilin")
@@ -57,7 +59,7 @@ class MultilinLM(HFLM):
             tokenizer=run.tokenizer,
             batch_size=batch_size,
             max_batch_size=max_batch_size,
-            max_length=max_length or block_size(run) - 1,
+            max_length=max_length or block_size(run, recipe_of(run)) - 1,
             prefix_token_id=start_token_id(run.tokenizer),
         )
 
@@ -87,7 +89,7 @@ def evaluate_tasks(
         trust_task_code: allow what is in the folder to run. lm-eval imports the Python that `!function` names, and its
             templates, which are no sandbox, can reach as far as any program; neither can be told from the YAML alone.
         limit: examples of each task; None takes all.
-        batch_size: texts read at a time.
+        batch_size: sequences per forward pass.
 
     Raises:
         InputError: an unknown task, one whose data cannot be had, or a folder that is not trusted.
@@ -97,14 +99,22 @@ def evaluate_tasks(
             f"--task-folder: {shorten(folder)} can run code, as lm-eval imports Python from it and evaluates its "
             "templates; look at it, and give --trust-task-code too"
         )
-    manager = _find_tasks(tasks, folder)
+    if folder is not None:
+        _check_folder(Path(folder))
     try:
+        manager = _find_tasks(tasks, folder)
         found = simple_evaluate(
             model=MultilinLM(str(run.folder), run=run, batch_size=batch_size),
             tasks=list(tasks), task_manager=manager, limit=limit, bootstrap_iters=1000,
         )  # fmt: skip
-    except (OSError, ConnectionError) as error:
-        raise InputError(f"tasks: the data cannot be loaded ({' '.join(str(error).split())[:200]})") from error
+    except InputError:
+        raise
+    except Exception as error:
+        # What is wrong in a task of one's own ends in errors of many kinds; lm-eval's own can only lack their data.
+        if folder is None and not isinstance(error, OSError):
+            raise
+        reason = shorten(f"{type(error).__name__}: {' '.join(str(error).split())}", 200)
+        raise InputError(f"tasks: {shorten(', '.join(tasks))} cannot be run ({reason})") from error
     return {
         task: {
             metric.partition(",")[0]: {"value": float(value), "standard_error": _standard_error(scores, metric)}
@@ -113,6 +123,14 @@ def evaluate_tasks(
         }
         for task, scores in (found or {})["results"].items()
     }
+
+
+def _check_folder(folder: Path) -> None:
+    """Refuse what lm-eval would look for in vain, or wait for."""
+    if not folder.is_dir():
+        raise InputError(f"--task-folder: {shown(str(folder))} is no folder")
+    for path in sorted(folder.rglob("*.yaml")):
+        check_regular(path, "--task-folder")
 
 
 def _find_tasks(tasks: Sequence[str], folder: str | None) -> TaskManager:

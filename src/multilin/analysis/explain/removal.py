@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 FEWEST_RANKED = 3  # tokens below which a rank correlation says nothing
-READ_AT_ONCE = 2**24  # logits held at a time
+MOST_LOGITS = 2**24  # of one forward pass
 
 
 @dataclass(frozen=True)
@@ -53,14 +53,14 @@ def measure_removal(
     Args:
         model: a causal language model, in evaluation mode.
         ids_T: the text, its start token first.
-        batch_size: texts read at a time, at most.
+        batch_size: sequences in one forward pass, at most.
         progress: called with the number of tokens done.
 
     Cost: T - 1 readings of T - 1 tokens.
     """
     num_tokens, place_T = len(ids_T), torch.arange(len(ids_T), device=ids_T.device)
     whole_TV = next_token_log_probabilities(model, ids_T[None])[0]
-    batch_size = max(1, min(batch_size, READ_AT_ONCE // whole_TV.numel()))
+    batch_size = max(1, min(batch_size, MOST_LOGITS // whole_TV.numel()))
     loss_change_TS, divergence_TS = (np.full((num_tokens, num_tokens), np.nan) for _ in range(2))
     for first in range(1, num_tokens, batch_size):
         removed = range(first, min(first + batch_size, num_tokens))
@@ -104,7 +104,7 @@ def agreement(weights_TS: NDArray[np.float64], removal: Removal, nearest: int, f
         removal: measured on the same text.
         nearest, farthest: the distances that are read.
     """
-    found, by_nearness = [], []
+    correlations, by_nearness = [], []
     for place in range(len(weights_TS)):
         first = max(1, 0 if farthest is None else place - farthest)
         last = place - max(nearest, 1)
@@ -113,11 +113,11 @@ def agreement(weights_TS: NDArray[np.float64], removal: Removal, nearest: int, f
         effect_S = removal.divergence_TS[place, first : last + 1]
         correlation = rank_correlation(np.abs(weights_TS[place, first : last + 1]), effect_S)
         if correlation is not None:
-            found.append(correlation)
+            correlations.append(correlation)
             by_nearness.append(rank_correlation(np.arange(last - first + 1), effect_S) or 0.0)
-    if not found:
+    if not correlations:
         return Agreement(None, None, 0)
-    return Agreement(float(np.mean(found)), float(np.mean(by_nearness)), len(found))
+    return Agreement(float(np.mean(correlations)), float(np.mean(by_nearness)), len(correlations))
 
 
 def rank_correlation(left: NDArray[np.generic], right: NDArray[np.generic]) -> float | None:

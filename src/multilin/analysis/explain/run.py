@@ -1,14 +1,18 @@
-"""Explaining a trained model: which text is read, and what was read of it."""
+"""Explaining a trained model: which text, what its numbers mean, and the finding in a sentence."""
 
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import mean
 
 import numpy as np
+import yaml
 from numpy.typing import NDArray
 
-from multilin.analysis.evaluate_run import validation_text
-from multilin.analysis.explain import Explanation, explain
+from multilin.analysis.evaluate.run import recipe_of, validation_text
+from multilin.analysis.explain.explanation import Explanation, Step, check_length, explain
+from multilin.analysis.explain.removal import Agreement
 from multilin.analysis.settings import ExplainSettings
+from multilin.analysis.templates import asset
 from multilin.data.progress import Progress, no_progress
 from multilin.data.tokenizers import start_token_id, token_texts, whole_characters
 from multilin.errors import InputError, plural
@@ -19,8 +23,12 @@ from multilin.training.recipe import RECIPE_FILE
 
 PASSAGE_TOKENS = 128
 PAIR_BYTES = 8  # of a weight or an effect
+FOLLOWS, LOOSELY = 0.5, 0.2  # rank correlations from which weights follow the effects, and follow them loosely
 
 DEFAULTS = ExplainSettings()
+
+MEANINGS: dict[str, str] = yaml.safe_load(asset("meanings.yaml"))
+"""The meaning of every number, shown beside it on the page, in the JSON and in the terminal."""
 
 
 @dataclass(frozen=True)
@@ -46,12 +54,9 @@ class Report:
 
     def by_character(self, values_S: NDArray[np.float64]) -> NDArray[np.float64]:
         """Of each of the `characters` the largest value of its tokens, in size; nan if none of them has any."""
-        values, first = [], 0
-        for num_tokens, _ in self.characters:
-            part = values_S[first : first + num_tokens]
-            values.append(part[np.argmax(np.nan_to_num(np.abs(part), nan=-1.0))])
-            first += num_tokens
-        return np.array(values)
+        ends = np.cumsum([num_tokens for num_tokens, _ in self.characters])
+        parts = np.split(values_S, ends[:-1])
+        return np.array([part[np.argmax(np.nan_to_num(np.abs(part), nan=-1.0))] for part in parts])
 
     @property
     def labels(self) -> list[str]:
@@ -81,26 +86,32 @@ def explain_run(
         ids, source = _passage(run, settings, progress)
     else:
         ids, source = encode_prompt(text, run.tokenizer), "the given text"
-    _check_length(len(ids), settings, run.longest_text)
+    check_length(run.model, len(ids) + 1)
+    if len(ids) > settings.max_tokens:
+        raise InputError(
+            f"text: {plural(len(ids), 'token')} given, but at most {settings.max_tokens} are explained, as each is "
+            "removed in turn; give a shorter text, or raise --max-tokens"
+        )
     token_ids = [start_token_id(run.tokenizer), *ids]
     pairs = len(token_ids) ** 2 * (2 + run.model.config.num_hidden_layers)
     check_memory(f"text: {len(ids)} tokens given, but explaining them", pairs * PAIR_BYTES, "cpu")
-    found = explain(
+    explanation = explain(
         run.model, token_ids, remove=settings.remove, batch_size=settings.batch_size,
         progress=lambda done: progress("removing tokens", done, len(ids)),
     )  # fmt: skip
-    named = sorted({*token_ids, *(token_id for guesses in found.guesses for token_id, _ in guesses)})
+    named = sorted({*token_ids, *(token_id for guesses in explanation.guesses for token_id, _ in guesses)})
     texts = dict(zip(named, token_texts(run.tokenizer, named), strict=True))
     tokens, characters = [texts[token_id] for token_id in token_ids], whole_characters(run.tokenizer, token_ids)
-    return Report(str(run.folder), source, tokens, characters, texts, found)
+    return Report(str(run.folder), source, tokens, characters, texts, explanation)
 
 
 def _passage(run: Run, settings: ExplainSettings, progress: Progress) -> tuple[list[int], str]:
-    if not (run.folder / RECIPE_FILE).is_file():
+    recipe = recipe_of(run)
+    if recipe is None:
         raise InputError(
             f"text: none given, and {run.folder} has no {RECIPE_FILE} that names one; give --text or --file"
         )
-    packed = validation_text(run, progress)
+    packed = validation_text(run, recipe, progress)
     if settings.document >= packed.num_documents:
         raise InputError(
             f"--document: {settings.document} given, but the validation text has "
@@ -113,14 +124,41 @@ def _passage(run: Run, settings: ExplainSettings, progress: Progress) -> tuple[l
     return ids, f"the first {plural(len(ids), 'token')} of document {settings.document} of the run's validation text"
 
 
-def _check_length(num_tokens: int, settings: ExplainSettings, longest: int | None) -> None:
-    if longest is not None and num_tokens + 1 > longest:
-        raise InputError(
-            f"text: {plural(num_tokens + 1, 'token')} given, the start token included, but this model reads at most "
-            f"{longest}; give a shorter text"
+def finding(explanation: Explanation) -> str:
+    """Whether the weights can be taken for reasons, in a sentence or two; or why that is not known."""
+    if not explanation.steps:
+        is_removed = "what the removal of each token changes is shown instead"
+        return f"This model gives no weights away; {is_removed if explanation.removal else 'nothing else is shown'}."
+    if explanation.removal is None:
+        return "Removal was not measured, so whether the weights are reasons is not known."
+    overall = _overall(explanation.steps)
+    if overall.correlation is None or overall.nearness is None:
+        return "The text is too short to compare the weights with what the removal of tokens changes."
+    if overall.correlation >= FOLLOWS:
+        sentence = "Tokens that weigh more are mostly those whose removal changes the prediction more."
+    elif overall.correlation >= LOOSELY:
+        sentence = (
+            "Low: tokens that weigh more are only loosely those whose removal changes the prediction more. Take the "
+            "weights for what was averaged, not for reasons."
         )
-    if num_tokens > settings.max_tokens:
-        raise InputError(
-            f"text: {plural(num_tokens, 'token')} given, but at most {settings.max_tokens} are explained, as each is "
-            "removed in turn; give a shorter text, or raise --max-tokens"
+    else:
+        sentence = (
+            "Very low: the weights say next to nothing about which tokens the prediction depends on. Do not take them "
+            "for reasons."
         )
+    if overall.nearness >= overall.correlation:
+        sentence += " How near a token is tells as much or more."
+    return (
+        f"Weights and effects of removal: rank correlation {overall.correlation:.2f}, nearness alone "
+        f"{overall.nearness:.2f} ({plural(overall.positions, 'position')}). {sentence}"
+    )
+
+
+def _overall(steps: list[Step]) -> Agreement:
+    """The agreement of the mean over all layers, or the mean of the steps' where there is no such mean."""
+    agreements = [step.agreements[-1] for step in (steps[:1] if steps[0].layer == 0 else steps)]
+    known = [(a.correlation, a.nearness or 0.0, a.positions) for a in agreements if a.correlation is not None]
+    if not known:
+        return Agreement(None, None, 0)
+    correlations, by_nearness, positions = zip(*known, strict=True)
+    return Agreement(mean(correlations), mean(by_nearness), max(positions))

@@ -1,0 +1,194 @@
+"""Scoring a trained model on a text: the validation text of its own run, or any source."""
+
+import dataclasses
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from multilin.analysis.evaluate.breakdown import Breakdown, break_down
+from multilin.analysis.settings import EvaluationSettings
+from multilin.data.corpora import read_documents
+from multilin.data.packing import Blocks, PackedText, pack
+from multilin.data.progress import Progress, no_progress
+from multilin.data.tokenizers import tokenizer_hash
+from multilin.errors import InputError
+from multilin.inference.runs import Run
+from multilin.model import MultilinForCausalLM
+from multilin.model.memory import check_reading
+from multilin.scoring.losses import Evaluation, Scored, read_blocks, sum_up
+from multilin.training.assemble import read_text
+from multilin.training.recipe import RECIPE_FILE, Recipe, load_recipe
+
+BLOCK_SIZE = 1024  # of a model without a longest text and without a recipe
+CHUNK_TOKENS = 512  # of a document that is read whole, in one forward pass
+
+DEFAULTS = EvaluationSettings()
+
+
+def evaluate_run(run: Run, settings: EvaluationSettings = DEFAULTS, *, progress: Progress = no_progress) -> Evaluation:
+    """Score a run.
+
+    The text is read in blocks of the length the model was trained with, or the longest it can read.
+
+    Raises:
+        InputError: the text cannot be read, or none is given and the folder has no recipe that names one.
+    """
+    with _losses(run, settings, progress, long=False) as (packed, scored):
+        return sum_up(scored, packed)
+
+
+def break_down_run(
+    run: Run, settings: EvaluationSettings = DEFAULTS, *, long: bool = False, progress: Progress = no_progress
+) -> Breakdown:
+    """Score a run as `evaluate_run` does, with the score of every group of tokens.
+
+    Args:
+        run: the model and its tokenizer.
+        settings: what it is scored on.
+        long: read every document whole, however long, instead of blocks.
+        progress: called now and then.
+
+    Raises:
+        InputError: as `evaluate_run`; and with `long` a model that cannot read texts of any length.
+    """
+    with _losses(run, settings, progress, long=long) as (packed, scored):
+        return break_down(scored, packed, run.tokenizer)
+
+
+@contextmanager
+def _losses(
+    run: Run, settings: EvaluationSettings, progress: Progress, *, long: bool
+) -> Iterator[tuple[PackedText, Iterator[Scored]]]:
+    """The text and its losses; what had to be packed for it is there until the block ends."""
+    if long:
+        check_reads_any_length(run)
+    recipe, max_tokens = recipe_of(run), settings.max_tokens
+    with _text(run, recipe, settings, progress) as packed:
+        if long:
+            report = partial(progress, "evaluating", total=min(packed.num_tokens, max_tokens or packed.num_tokens))
+            yield packed, read_whole(run, packed, max_tokens=max_tokens, progress=report)
+            return
+        size = block_size(run, recipe)
+        num_blocks = len(Blocks(packed, size, partial=True))
+        if max_tokens is not None:
+            num_blocks = min(num_blocks, -(-max_tokens // (size - 1)))
+        num_rows = min(settings.batch_size, num_blocks)
+        check_reading(f"batch_size: {settings.batch_size}", run.model, num_rows, size, all_logits=True)
+        report = partial(progress, "evaluating", total=num_blocks)
+        yield (
+            packed,
+            read_blocks(
+                run.model,
+                packed,
+                block_size=size,
+                batch_size=settings.batch_size,
+                max_tokens=max_tokens,
+                progress=report,
+            ),
+        )
+
+
+@contextmanager
+def _text(run: Run, recipe: Recipe | None, settings: EvaluationSettings, progress: Progress) -> Iterator[PackedText]:
+    if settings.source is None:
+        yield validation_text(run, recipe, progress)
+        return
+    with tempfile.TemporaryDirectory(prefix="multilin-") as folder:
+        documents = read_documents(
+            settings.source, text_field=settings.text_field, encoding_errors=settings.encoding_errors
+        )
+        yield pack(documents, run.tokenizer, Path(folder) / "text", partial(progress, "packing the text"))
+
+
+def recipe_of(run: Run) -> Recipe | None:
+    """The recipe in the folder of a run, if it has one."""
+    return load_recipe(run.folder) if (run.folder / RECIPE_FILE).is_file() else None
+
+
+def validation_text(run: Run, recipe: Recipe | None, progress: Progress = no_progress) -> PackedText:
+    """The text a run was validated on, which its recipe names; from the cache where training has left it there.
+
+    Raises:
+        InputError: there is no recipe, or its text cannot be read.
+    """
+    if recipe is None:
+        raise InputError(f"source: none given, and {run.folder} has no {RECIPE_FILE} that names a text; give one")
+    text = read_text(recipe, progress)
+    if tokenizer_hash(text.tokenizer) == tokenizer_hash(run.tokenizer):
+        return text.validation
+    warnings.warn(
+        f"{recipe.data.source} is not the text it was when {run.folder} was trained: what is validation text now "
+        "may have been training text then",
+        stacklevel=2,
+    )
+    tokenizer = dataclasses.replace(recipe.tokenizer, path=str(run.folder))
+    return read_text(dataclasses.replace(recipe, tokenizer=tokenizer), progress).validation
+
+
+def block_size(run: Run, recipe: Recipe | None) -> int:
+    """Tokens in a block: as in training, else the longest text the model can read."""
+    return recipe.model.n_positions if recipe else run.longest_text or BLOCK_SIZE
+
+
+def read_whole(
+    run: Run,
+    packed: PackedText,
+    *,
+    chunk_tokens: int = CHUNK_TOKENS,
+    max_tokens: int | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> Iterator[Scored]:
+    """Score every document from its start to its end, however long, each token given all of the document before it.
+
+    The state carries the past from chunk to chunk, so that memory does not grow.
+
+    Args:
+        run: a model of ours without a longest text.
+        packed: the text, packed with the model's tokenizer.
+        chunk_tokens: tokens in one forward pass; the losses do not depend on it.
+        max_tokens: stop after about so many.
+        progress: called with the number of tokens read.
+
+    Raises:
+        InputError: a model with a longest text, or one of another kind, whose memory grows with the text.
+    """
+    model = check_reads_any_length(run)
+    ends = [*packed.document_starts[1:].tolist(), packed.num_tokens]
+    num_read = 0
+    for start, end in zip(packed.document_starts.tolist(), ends, strict=True):
+        state = model.new_state()
+        for first in range(start, end - 1, chunk_tokens):
+            last = min(first + chunk_tokens, end - 1)
+            row = torch.from_numpy(packed.tokens[first : last + 1].astype(np.int64)).to(model.device)
+            with torch.inference_mode():
+                logits = model(row[None, :-1], past_key_values=state).logits[0]
+                losses = F.cross_entropy(logits.float(), row[1:], reduction="none")
+            places = np.arange(first + 1, last + 1)
+            yield Scored(places, places - start, losses.double().cpu().numpy())
+            num_read += last - first
+            if progress is not None:
+                progress(num_read)
+            if max_tokens is not None and num_read >= max_tokens:
+                return
+
+
+def check_reads_any_length(run: Run) -> MultilinForCausalLM:
+    """The model of a run that reads texts of any length in memory of one size.
+
+    Raises:
+        InputError: it has a longest text, or is of another kind.
+    """
+    if run.longest_text is not None:
+        raise InputError(
+            f"long: this model reads at most {run.longest_text} tokens; leave --long out, and it reads in blocks"
+        )
+    if not isinstance(run.model, MultilinForCausalLM):
+        raise InputError(f"long: a {run.model.config.model_type} model given, whose memory grows with what it has read")
+    return run.model

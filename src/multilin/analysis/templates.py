@@ -1,0 +1,49 @@
+"""The files in the folder assets: templates of reports, and what goes into them as it is."""
+
+import functools
+from importlib import resources
+from typing import Any
+
+import jinja2
+
+from multilin.errors import plural
+
+
+def asset(name: str) -> str:
+    """The text of a file."""
+    return (resources.files("multilin.analysis") / "assets" / name).read_text(encoding="utf-8")
+
+
+def render(name: str, **values: Any) -> str:
+    """A template with these values; in HTML they are text, whatever they hold, in Markdown they go through a filter."""
+    return _environment().get_template(name).render(values)
+
+
+@functools.cache
+def _environment() -> jinja2.Environment:
+    environment = jinja2.Environment(
+        loader=jinja2.FunctionLoader(asset),
+        autoescape=lambda name: name is None or name.endswith(".html.jinja"),
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+    )
+    environment.filters |= {"plural": plural, "text": _as_text, "cell": _as_cell, "block": _as_block}
+    return environment
+
+
+def _as_text(text: str) -> str:
+    """A text whose characters mean nothing to Markdown."""
+    return "".join(f"\\{character}" if character in "\\`*_<>[]" else character for character in text)
+
+
+def _as_cell(text: str) -> str:
+    """The same in a table."""
+    return _as_text(text).replace("|", "\\|")
+
+
+def _as_block(text: str, language: str) -> str:
+    """A Markdown block of code, whatever the text holds."""
+    fence = "```"
+    while fence in text:
+        fence += "`"
+    return f"{fence}{language}\n{text.rstrip()}\n{fence}"

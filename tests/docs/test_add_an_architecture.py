@@ -1,0 +1,101 @@
+"""The example of docs/add-an-architecture.md is an architecture: it keeps the contract, and its picture is true."""
+
+import importlib.metadata
+import importlib.util
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from multilin.architectures import base
+from multilin.architectures.base import Architecture, get_architecture, register
+from multilin.errors import InputError
+from multilin.settings import field_help
+from tests.contract.conftest import make_model, packs  # noqa: F401
+from tests.contract.test_reading import (  # noqa: F401
+    op_calls,
+    test_packed_texts_do_not_read_each_other,
+    test_padding_is_not_read_and_changes_no_weight,
+    test_shares_sum_to_one_where_anything_is_read,
+    test_weights_applied_to_the_values_are_what_was_read,
+)
+from tests.contract.test_streaming import (  # noqa: F401
+    test_an_extreme_future_changes_nothing,
+    test_left_padding_is_inert,
+    test_packed_texts_do_not_see_each_other,
+    test_the_state_does_not_grow,
+    test_token_by_token_is_reading_at_once,
+)
+from tests.contract.test_training import (  # noqa: F401
+    test_64_tokens_are_learned_by_heart,
+    test_gradient_checkpointing_changes_nothing,
+)
+from tests.docs import test_data_flow
+from tests.docs.generator import generate
+
+PAGE = Path(__file__).parents[2] / "docs" / "add-an-architecture.md"
+NAME = "gated_mean"
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Architecture]:
+    """The architecture of the page's file, as saved under its name."""
+    path = tmp_path_factory.mktemp("architectures") / f"{NAME}.py"
+    path.write_text(re.search(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)[1])
+    spec = importlib.util.spec_from_file_location(NAME, path)
+    module = sys.modules[NAME] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    yield module.architecture
+    del sys.modules[NAME]
+
+
+@pytest.fixture(autouse=True)
+def example(written: Architecture, monkeypatch: pytest.MonkeyPatch) -> Architecture:
+    monkeypatch.setattr(base, "_registry", dict(base._registry))
+    register(written)
+    return written
+
+
+@pytest.fixture(params=["default", "one head"])
+def case(request: pytest.FixtureRequest, example: Architecture) -> dict:
+    return {"architecture": NAME, "options": dict({"default": {}, **example.variants}[request.param])}
+
+
+def test_its_picture_is_true(example: Architecture) -> None:
+    for check in (
+        test_data_flow.test_each_declares_its_flow,
+        test_data_flow.test_parts_exist,
+        test_data_flow.test_no_line_crosses_a_box_and_no_boxes_overlap,
+        test_data_flow.test_pages_have_their_sections,
+    ):
+        check(NAME)
+    for options in ({}, *example.variants.values()):
+        test_data_flow.test_no_parameter_is_left_out(NAME, dict(options))
+        test_data_flow.test_positions_meet_where_the_picture_says(NAME, dict(options))
+        test_data_flow.test_values_go_where_the_lines_go(NAME, dict(options))
+        test_data_flow.test_state_has_the_declared_size(NAME, dict(options))
+
+
+def test_its_page_says_what_the_file_says(example: Architecture) -> None:
+    page = generate.architecture_page(example)
+    assert page.startswith("# Gated mean\n\nGated mean: every position reads")
+    assert all(f"| `{name}` |" in page and text in page for name, text in field_help(example.options).items())
+    assert f"[Gated mean]({NAME}.md)" in generate.architecture_table()
+
+
+def test_a_name_stands_for_one_architecture(example: Architecture) -> None:
+    register(example)
+    with pytest.raises(InputError, match="architecture: 'gated_mean' is the name of two"):
+        register(Architecture(**{**vars(get_architecture("elita")), "name": NAME}))
+
+
+def test_an_installed_package_is_found_by_its_entry_point(
+    example: Architecture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group = "multilin.architectures"
+    entry = importlib.metadata.EntryPoint("other", f"{NAME}:architecture", group)
+    monkeypatch.delitem(base._registry, NAME)
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: [entry])
+    assert get_architecture(NAME) is example

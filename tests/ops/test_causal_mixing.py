@@ -6,7 +6,7 @@ import torch
 from multilin.errors import InputError
 from multilin.ops.causal_mixing import CAUSAL_MIXING, lower_triangle
 from multilin.ops.causal_mixing import causal_mixing as unchecked
-from multilin.ops.causal_mixing.triangle import rows
+from multilin.ops.causal_mixing.portable import rows
 from tests.ops.cases.causal_mixing import SHAPES, make_inputs
 from tests.ops.checked import causal_mixing
 
@@ -94,7 +94,7 @@ def test_precision() -> None:
 
 
 def test_texts_longer_than_a_block_have_the_gradients_of_the_equation(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("multilin.ops.causal_mixing.triangle.BLOCK", 5)
+    monkeypatch.setattr("multilin.ops.causal_mixing.portable.BLOCK", 5)
     inputs = [tensor.requires_grad_() for tensor in make_inputs("whole context")]
     results = []
     for result in (equation(*inputs), causal_mixing(*inputs)[0]):

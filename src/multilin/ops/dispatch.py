@@ -28,8 +28,16 @@ class Backend:
     dtypes: tuple[torch.dtype, ...] | None = None
     reads: tuple[torch.dtype, ...] = ()
     why_not: Callable[[], str | None] = lambda: None
-    refuses: Callable[..., str | None] = lambda *arguments, **options: None
+    refuses: Callable[..., str | None] | None = None
     is_slow: bool = False
+
+    def fits(self, device: torch.device, dtype: torch.dtype) -> bool:
+        """True if it computes in this type on this device."""
+        return (self.device is None or self.device == device.type) and (self.dtypes is None or dtype in self.dtypes)
+
+    def reason_against(self, arguments: tuple[Any, ...], options: Mapping[str, Any]) -> str | None:
+        """The reason against a call."""
+        return None if self.refuses is None else self.refuses(*arguments, **options)
 
 
 class Op:
@@ -64,26 +72,21 @@ class Op:
             dtype: it computes in.
             arguments, options: of the call; None asks for no call in particular.
         """
-        call = options or {}
-        refused = None
         if arguments is not None:
-            for backend in self.special_cases:
-                if _fits(backend, device, dtype) and backend.refuses(*arguments, **call) is None:
-                    return backend
+            for special in self.special_cases:
+                if special.fits(device, dtype) and special.reason_against(arguments, options or {}) is None:
+                    return special
+        refused = None
         for backend in self.backends:
-            if not _fits(backend, device, dtype) or backend.why_not() is not None:
+            if not backend.fits(device, dtype) or backend.why_not() is not None:
                 continue
-            if arguments is not None and (reason := backend.refuses(*arguments, **call)) is not None:
+            if arguments is not None and (reason := backend.reason_against(arguments, options or {})) is not None:
                 refused = refused or f"{self.name}: {backend.name} does not take this call, as {reason}"
                 continue
             if refused is not None:
                 warn_once(f"{refused}; {backend.name} runs instead, which may be many times slower")
             return backend
         raise AssertionError(f"{self.name}: the reference takes everything")
-
-
-def _fits(backend: Backend, device: torch.device, dtype: torch.dtype) -> bool:
-    return backend.device in (None, device.type) and (backend.dtypes is None or dtype in backend.dtypes)
 
 
 _warned: set[str] = set()

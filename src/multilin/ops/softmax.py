@@ -19,8 +19,8 @@ class _Softmax(torch.autograd.Function):
         top = top.clamp(min=0.0) if null_key else top.masked_fill(top == -torch.inf, 0.0)
         weights = torch.exp(scores - top)
         null_weight = torch.exp(-top) if null_key else torch.zeros_like(top)
-        total = weights.sum(dim=-1, keepdim=True) + null_weight
-        total = total.masked_fill(total == 0, 1.0)
+        total = weights.sum(dim=-1, keepdim=True)
+        total = total + null_weight if null_key else total.masked_fill(total == 0, 1.0)
         ctx.save_for_backward(weights / total, null_weight / total)
         return weights / total
 

@@ -6,14 +6,13 @@ Backward, the gradient of the pairs is a tile of registers too, contracted with 
 weight's gradient makes the pairs again. The kernels are in `gpu_kernels`.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from multilin.ops.kernels import LazyModule
-from multilin.ops.kernels.operators import operator
-from multilin.ops.kernels.rows import dense_rows
+from multilin.ops.kernels.operators import dense_rows, operator
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _kernels, _launch = LazyModule("multilin.ops.block_outer.gpu_kernels"), LazyModule("multilin.ops.kernels.gpu_launch")
@@ -34,32 +33,26 @@ def block_outer(left: Tensor, right: Tensor, weight: Tensor) -> Tensor:
     return result.view(*left.shape[:-2], len(weight))
 
 
-class Chunk(NamedTuple):
-    """Blocks, and numbers of the left and of the right block, whose pairs are made at a time; see `weight_places`."""
+def _chunk_of(num_blocks: int, width: int, right_width: int, dtype: torch.dtype) -> dict[str, Any]:
+    """Blocks BN, and numbers of the left (BK) and of the right block (BJ), whose pairs are made at a time.
 
-    BN: int
-    BK: int
-    BJ: int
-    DENSE: bool
-
-
-def _chunk_of(num_blocks: int, width: int, right_width: int, dtype: torch.dtype) -> Chunk:
-    """Chunks of about 128 bytes of pairs, and of no fewer pairs than tensor cores sum over."""
+    Chunks of about 128 bytes of pairs, and of no fewer pairs than tensor cores sum over; DENSE: see `weight_places`.
+    """
     wanted = 128 // dtype.itemsize
     rights, lefts = power_of_two(right_width), power_of_two(width)
     lefts = min(lefts, max(wanted // rights, 1))
     blocks = min(max(wanted // (lefts * rights), 1), power_of_two(num_blocks)) if lefts >= width else 1
     while blocks * lefts * rights < (32 if dtype == torch.int8 else 16):
         blocks, lefts = (blocks * 2, lefts) if lefts >= width else (blocks, lefts * 2)
-    return Chunk(blocks, lefts, rights, rights == right_width and (blocks == 1 or lefts == width))
+    is_dense = rights == right_width and (blocks == 1 or lefts == width)
+    return {"BN": blocks, "BK": lefts, "BJ": rights, "DENSE": is_dense}
 
 
 def _factors(left: Tensor, right: Tensor, dtype: torch.dtype) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Arguments of every kernel: both factors with their strides and number of rows, and its constants."""
     (num_rows, blocks, width), other = left.shape, right.shape[-1]
     lefts, rights = dense_rows(left.flatten(1)), dense_rows(right.flatten(1))
-    chunk = _chunk_of(blocks, width, other, dtype)
-    constants = {"N": blocks, "K": width, "J": other, **chunk._asdict()}
+    constants = {"N": blocks, "K": width, "J": other, **_chunk_of(blocks, width, other, dtype)}
     return (lefts, rights, num_rows, lefts.stride(0), rights.stride(0)), constants
 
 

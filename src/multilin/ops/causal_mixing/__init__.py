@@ -6,8 +6,7 @@ from torch import Tensor
 
 from multilin.errors import InputError
 from multilin.ops.causal_mixing import portable, reference
-from multilin.ops.causal_mixing.state import CausalMixingState
-from multilin.ops.causal_mixing.triangle import num_rows, unpack
+from multilin.ops.causal_mixing.reference import CausalMixingState, num_rows, unpack
 from multilin.ops.dispatch import Backend, Op
 
 __all__ = ["CAUSAL_MIXING", "CausalMixingState", "causal_mixing", "lower_triangle"]
@@ -63,12 +62,13 @@ def causal_mixing(
     if not torch.compiler.is_compiling() and (length := int(positions.max()) + 1) > num_positions:
         raise InputError(f"context: the text has {length} positions, but this mixing has weights for {num_positions}")
     dtype = torch.promote_types(torch.promote_types(x.dtype, triangle.dtype), torch.float32)
-    compute = CAUSAL_MIXING.backend_for(x.device).compute
     # Under autocast as any product with weights: of narrow numbers, summed in float32.
     narrow = torch.is_autocast_enabled(x.device.type) and dtype == torch.float32
     product_dtype = torch.get_autocast_dtype(x.device.type) if narrow else dtype
     with torch.autocast(x.device.type, enabled=False):
-        y, inputs = compute(x.to(dtype), triangle, positions, padding=padding, state=state, product_dtype=product_dtype)
+        y, inputs = CAUSAL_MIXING(
+            x.to(dtype), triangle, positions, padding=padding, state=state, product_dtype=product_dtype, dtype=dtype
+        )
         if bias is not None:
             y = y + bias.to(dtype)[positions.clamp(min=0)][..., None]
     return y.to(x.dtype), CausalMixingState(inputs, positions[:, -1] + 1) if needs_state else None

@@ -1,10 +1,24 @@
 """The weighted sum of all inputs so far with weights learned per pair of positions, as its equation."""
 
+import math
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from multilin.ops.causal_mixing.state import CausalMixingState, read_inputs
-from multilin.ops.causal_mixing.triangle import num_rows, unpack
+from multilin.errors import InputError
+
+
+class CausalMixingState(NamedTuple):
+    """inputs_BND: the input of each position, 0 where none was read; float32 or better. num_read_B: int64."""
+
+    inputs_BND: Tensor
+    num_read_B: Tensor
+
+    slot_fields = ("inputs_BND",)
+    slots_are_positions = True
+    slots_are_multiplied = False
 
 
 def causal_mixing(
@@ -22,3 +36,41 @@ def causal_mixing(
     weights_BTN = unpack(triangle_P, num_positions)[positions_BT.clamp(min=0)]
     mixed_BTD = torch.einsum("btn,bnd->btd", weights_BTN.to(product_dtype), inputs_BND.to(product_dtype))
     return mixed_BTD, inputs_BND
+
+
+def read_inputs(
+    x_BTD: Tensor, positions_BT: Tensor, padding_BT: Tensor | None, state: CausalMixingState | None, num_positions: int
+) -> Tensor:
+    """All inputs read so far, these included, each in the row of its position: (B, n, D)."""
+    num_batch, _, width = x_BTD.shape
+    if state is None:
+        inputs_BND = x_BTD.new_zeros(num_batch, num_positions, width)
+    else:
+        inputs_BND = state.inputs_BND.to(x_BTD.dtype)
+    rows_BT = positions_BT
+    if padding_BT is not None:
+        # A padded token goes to one more row, which is cut off.
+        rows_BT = positions_BT.masked_fill(padding_BT, num_positions)
+        inputs_BND = pad(inputs_BND, (0, 0, 0, 1))
+    return inputs_BND.scatter(1, rows_BT[..., None].expand_as(x_BTD), x_BTD)[:, :num_positions]
+
+
+def num_rows(triangle_P: Tensor) -> int:
+    """n of a triangle of n (n + 1) / 2 weights.
+
+    Raises:
+        InputError: not such a number.
+    """
+    count = triangle_P.numel()
+    size = (math.isqrt(8 * count + 1) - 1) // 2
+    if triangle_P.ndim != 1 or size * (size + 1) // 2 != count:
+        raise InputError(
+            f"triangle: shape {tuple(triangle_P.shape)} given, but it must be (n (n + 1) / 2,) for a triangle of n rows"
+        )
+    return size
+
+
+def unpack(triangle_P: Tensor, size: int) -> Tensor:
+    """The matrix (size, size) with the first `size` rows of a triangle, zeros above."""
+    is_read = torch.ones(size, size, dtype=torch.bool, device=triangle_P.device).tril()
+    return triangle_P.new_zeros(size, size).masked_scatter(is_read, triangle_P[: size * (size + 1) // 2])

@@ -29,14 +29,14 @@ class CpuSteps(PortableSteps):
 
     @staticmethod
     def round_columns_randomly(x: Tensor, row_scale: Tensor) -> Rounded:
-        """row_scale * x with one scale (1, width) per column, rounded without bias."""
-        values, scale = torch.empty(x.shape, dtype=torch.int8), torch.empty(1, x.shape[1])
+        """The transpose (width, R) of row_scale * x with one scale (width, 1) per column of x, rounded without bias."""
+        values, scale = torch.empty(x.shape, dtype=torch.int8), torch.empty(x.shape[1], 1)
         _launch.launch_parts(
             _kernels.round_columns, x.dtype, x.numel(), num_parts=-(-x.shape[1] // _COLUMNS), num_rows=len(x),
             width=x.shape[1], x=x.contiguous(), row_scales=row_scale.float().contiguous(), seed=int(draw_seed()),
             values=values, scales=scale,
         )  # fmt: skip
-        return Rounded(values, scale)
+        return Rounded(values.t(), scale)
 
     @staticmethod
     def scale_rows(

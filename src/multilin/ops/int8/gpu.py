@@ -13,8 +13,7 @@ from multilin.ops.block_outer.gpu import power_of_two
 from multilin.ops.int8.portable import PortableSteps, draw_seed, sum_of_parts
 from multilin.ops.int8.rounding import Rounded
 from multilin.ops.kernels import LazyModule
-from multilin.ops.kernels.operators import operator
-from multilin.ops.kernels.rows import dense_rows
+from multilin.ops.kernels.operators import dense_rows, operator
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _kernels, _launch = LazyModule("multilin.ops.int8.gpu_kernels"), LazyModule("multilin.ops.kernels.gpu_launch")
@@ -44,12 +43,11 @@ def _round_rows(x: Tensor, seed: Tensor | None) -> tuple[Tensor, Tensor]:
 
 def _fake_columns(x: Tensor, row_scale: Tensor, seed: Tensor) -> tuple[Tensor, Tensor]:
     num_rows, width = x.shape
-    return x.new_empty((width, num_rows), dtype=torch.int8), x.new_empty((1, width), dtype=torch.float32)
+    return x.new_empty((width, num_rows), dtype=torch.int8), x.new_empty((width, 1), dtype=torch.float32)
 
 
 @operator("int8_round_columns", _fake_columns)
 def _round_columns(x: Tensor, row_scale: Tensor, seed: Tensor) -> tuple[Tensor, Tensor]:
-    """Integers (width, rows), since products sum over the rows; scale (1, width)."""
     x, row_scale = dense_rows(x), row_scale.contiguous()
     (num_rows, width), (values, scale) = x.shape, _fake_columns(x, row_scale, seed)
     if num_rows * width == 0:
@@ -137,9 +135,8 @@ class GpuSteps(PortableSteps):
 
     @staticmethod
     def round_columns_randomly(x: Tensor, row_scale: Tensor) -> Rounded:
-        """row_scale * x with one scale (1, width) per column, rounded without bias."""
-        columns, scale = _round_columns(x, row_scale.float(), draw_seed())
-        return Rounded(columns.t(), scale)
+        """The transpose (width, R) of row_scale * x with one scale (width, 1) per column of x, rounded without bias."""
+        return Rounded(*_round_columns(x, row_scale.float(), draw_seed()))
 
     @classmethod
     def scaled_product(
@@ -179,7 +176,7 @@ class GpuSteps(PortableSteps):
             return dweight.to(dtype)
 
         def gradient(part: slice) -> Tensor:
-            rounded = cls.round_columns_randomly(dresult[part], scale[part] * factor)
-            return _outer_weight(*rounded, left[part], right[part], scale[part])
+            columns, column_scale = cls.round_columns_randomly(dresult[part], scale[part] * factor)
+            return _outer_weight(columns.t(), column_scale, left[part], right[part], scale[part])
 
         return sum_of_parts(gradient, len(dresult)).to(dtype)

@@ -19,15 +19,6 @@ def draw_seed() -> Tensor:
     return torch.randint(2**31 - 1, ())
 
 
-def round_randomly(wide: Tensor, dim: int, seed: Tensor) -> Rounded:
-    """One scale along an axis; rounded up or down with the probability that makes the mean right."""
-    scale = wide.abs().amax(dim=dim, keepdim=True) / 127
-    generator = torch.Generator(wide.device).manual_seed(int(seed))
-    noise = torch.rand(wide.shape, generator=generator, dtype=wide.dtype, device=wide.device)
-    divisor = torch.where(scale == 0, 1.0, scale)
-    return Rounded((wide / divisor + noise).floor_().clamp_(-127, 127).to(torch.int8), scale)
-
-
 def multiply(left: Tensor, right: Tensor) -> Tensor:
     """(m, n) int8 times (n, p) int8, exact in int32."""
     if left.device.type != "cuda":
@@ -50,12 +41,17 @@ class PortableSteps:
         """One scale per row; with a seed rounded without bias."""
         if seed is None:
             return quantize(x)
-        return round_randomly(x.to(torch.promote_types(x.dtype, torch.float32)), -1, seed)
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        scale = wide.abs().amax(dim=-1, keepdim=True) / 127
+        generator = torch.Generator(x.device).manual_seed(int(seed))
+        noise = torch.rand(wide.shape, generator=generator, dtype=wide.dtype, device=x.device)
+        divisor = torch.where(scale == 0, 1.0, scale)
+        return Rounded((wide / divisor + noise).floor_().clamp_(-127, 127).to(torch.int8), scale)
 
-    @staticmethod
-    def round_columns_randomly(x: Tensor, row_scale: Tensor) -> Rounded:
-        """row_scale * x with one scale (1, width) per column, rounded without bias."""
-        return round_randomly(x.to(row_scale.dtype) * row_scale, 0, draw_seed())
+    @classmethod
+    def round_columns_randomly(cls, x: Tensor, row_scale: Tensor) -> Rounded:
+        """The transpose (width, R) of row_scale * x with one scale (width, 1) per column of x, rounded without bias."""
+        return cls.round_rows((x.to(row_scale.dtype) * row_scale).t(), draw_seed())
 
     @staticmethod
     def scale_rows(
@@ -132,8 +128,8 @@ class PortableSteps:
         one = torch.ones((), dtype=row_scale.dtype, device=row_scale.device)
 
         def gradient(part: slice) -> Tensor:
-            columns, scale = cls.round_columns_randomly(dresult[part], row_scale[part])
-            return cls.scaled_product(Rounded(columns.t(), scale.t()), values[part], one, None, scale.dtype)
+            columns = cls.round_columns_randomly(dresult[part], row_scale[part])
+            return cls.scaled_product(columns, values[part], one, None, row_scale.dtype)
 
         return sum_of_parts(gradient, len(dresult)).to(dtype)
 

@@ -50,3 +50,8 @@ def operator(name: str, fake: Callable[..., Any]) -> Callable[[Callable[..., Any
         fake: function of the same arguments that returns empty tensors like the results.
     """
     return lambda compute: Operator(name, compute, fake)
+
+
+def dense_rows(x: Tensor) -> Tensor:
+    """The tensor itself if the numbers of its last axis are adjacent in memory, else a copy; for kernels."""
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()

@@ -18,13 +18,13 @@ class PrefixSoftmaxState(NamedTuple):
     values_BSHD: Tensor
 
 
-<<<<<<< HEAD:src/multilin/ops/prefix_softmax/tokens.py
 class PrefixSoftmaxWindow(PrefixSoftmaxState):
     """The last `window - 1` tokens, which can lie in a ring; see `multilin.ops.ring`."""
 
     slot_fields = ("logits_BSH", "values_BSHD")
     slots_are_positions = slots_are_multiplied = False
-=======
+
+
 class Gradients(NamedTuple):
     """Of the inputs of a call, in their shapes; float32, but that of the values like them."""
 
@@ -33,7 +33,6 @@ class Gradients(NamedTuple):
     own_logits: Tensor
     state_logits: Tensor
     state_values: Tensor
->>>>>>> prefix2:src/multilin/ops/prefix_softmax/state.py
 
 
 def read_state_first(

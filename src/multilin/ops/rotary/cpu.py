@@ -7,7 +7,6 @@ from torch import Tensor
 
 from multilin.ops.kernels import LazyModule
 from multilin.ops.kernels.operators import operator
-from multilin.ops.kernels.rows import as_rows, row_bytes
 
 DTYPES = (torch.float32, torch.bfloat16)
 _kernels, _launch = LazyModule("multilin.ops.rotary.cpu_kernels"), LazyModule("multilin.ops.kernels.cpu_launch")
@@ -21,11 +20,10 @@ def rotary(x_BTHD: Tensor, cos_BTP: Tensor, sin_BTP: Tensor, block: int) -> Tens
 
 @operator("rotary", lambda x, *_: torch.empty(x.shape, dtype=x.dtype, device=x.device))
 def _turn(x: Tensor, cos: Tensor, sin: Tensor, block: int, is_inverse: bool) -> Tensor:
-    result, rows = torch.empty(x.shape, dtype=x.dtype), as_rows(x.flatten(2))
-    num_rows, width = rows.shape
+    result, (batch, length, heads, head_size) = torch.empty(x.shape, dtype=x.dtype), x.shape
     _launch.launch_parts(
-        _kernels.turn, x.dtype, x.numel(), num_rows=num_rows, width=width, head_size=x.shape[-1], block=block,
-        is_inverse=is_inverse, x=rows, x_row=row_bytes(rows), cos=cos.contiguous(), sin=sin.contiguous(), result=result,
+        _kernels.turn, x.dtype, x.numel(), num_rows=batch * length, width=heads * head_size, head_size=head_size,
+        block=block, is_inverse=is_inverse, x=x.contiguous(), cos=cos.contiguous(), sin=sin.contiguous(), result=result,
     )  # fmt: skip
     return result
 

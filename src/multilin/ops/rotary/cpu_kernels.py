@@ -20,18 +20,15 @@ def turn_block(x, cos, sin, direction, result):
 
 
 def turn(tasks, elements, index, sources):
-    """One part of the rows of x (num_rows, width), each all heads of a position; cos and sin (num_rows, head_size / 2)
-    are float32. x_row: bytes from one row of x to the next; is_inverse: 1 turns back."""
+    """One part of the positions of x (num_rows, heads, head_size), whose cos and sin are (num_rows, head_size / 2)."""
     task = carray(tasks, (1,))[0]
     width, block, num_pairs = task.width, task.block, task.head_size // 2
     first, last = part_of_rows(task.num_rows, task.num_parts, index)
     direction = np.float32(-1) if task.is_inverse != 0 else np.float32(1)
-    results = array(elements, task.result, (task.num_rows, width))
+    x, results = array(elements, task.x, (task.num_rows, width)), array(elements, task.result, (task.num_rows, width))
     cosines, sines = floats(task.cos, task.num_rows, num_pairs), floats(task.sin, task.num_rows, num_pairs)
     for i in range(first, last):
-        x = array(elements, task.x + task.x_row * i, (width,))
         for start in range(0, width, block):
-            part = slice(start, start + block)
-            pair = start % task.head_size // 2
+            part, pair = slice(start, start + block), start % task.head_size // 2
             pairs = slice(pair, pair + block // 2)
-            turn_block(x[part], cosines[i, pairs], sines[i, pairs], direction, results[i, part])
+            turn_block(x[i, part], cosines[i, pairs], sines[i, pairs], direction, results[i, part])

@@ -246,7 +246,7 @@ class TextState(Cache):
     def _as_ring(self, window: Any, num_new: int) -> Any:
         ring = grow(window, num_new) if isinstance(window, Ring) else to_ring(window, self.num_tokens, num_new)
         # What was made in inference mode can be changed there only.
-        is_locked = not torch.is_inference_mode_enabled() and any(t.is_inference() for _, t in named_tensors(ring, ""))
+        is_locked = isinstance(ring, Ring) and ring.tokens[0].is_inference() and not torch.is_inference_mode_enabled()
         return map_tensors(torch.clone, ring) if is_locked else ring
 
     def advance(self, values: list[Any], num_columns: int) -> None:

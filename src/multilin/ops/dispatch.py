@@ -80,6 +80,8 @@ class Op:
         for backend in self.backends:
             if not backend.fits(device, dtype) or backend.why_not() is not None:
                 continue
+            if backend.device is not None and torch.compiler.is_exporting():
+                continue  # an exported graph is made of PyTorch's own operators
             if arguments is not None and (reason := backend.reason_against(arguments, options or {})) is not None:
                 refused = refused or f"{self.name}: {backend.name} does not take this call, as {reason}"
                 continue

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-FEWEST_SLOTS = 64  # of a ring that is not yet full; doubled as tokens come
+FEWEST_SLOTS = 256  # of a ring that is not yet full; doubled as tokens come
 
 
 class Ring(NamedTuple):
@@ -36,7 +36,7 @@ class Ring(NamedTuple):
         """Distance in tokens from each of the next tokens to that in each slot, (B, T, S), at least 1."""
         new_T = torch.arange(num_new, device=self.num_read_B.device)
         slot_S = torch.arange(self.num_slots, device=self.num_read_B.device)
-        age_BS = (self.num_read_B[:, None] - 1 - slot_S) % self.num_slots + 1
+        age_BS = (self.num_read_B[:, None] - 1 - slot_S) % (slot_S[-1:] + 1) + 1  # a tensor, for graphs of any S
         return age_BS[:, None, :] + new_T[:, None]
 
 
@@ -102,30 +102,31 @@ def write(ring: Any, new: Any, num_read_B: Tensor) -> Any:
 
     Args:
         ring: as it was read.
-        new: the tokens, (B, T, ...), T at most the number of slots.
+        new: the tokens, (B, T, ...).
         num_read_B: tokens read, these included.
     """
     if not isinstance(ring, Ring):
         return new
-    num_new = getattr(new, new.slot_fields[0]).shape[1]
-    first_B = ring.num_read_B % ring.num_slots
-    first = first_B.tolist() if first_B.device.type == "cpu" else []
-    is_slice = first and min(first) == max(first) and first[0] + num_new <= ring.num_slots
-    if not is_slice:
-        slots_BT = (first_B[:, None] + torch.arange(num_new, device=first_B.device)) % ring.num_slots
+    slots, num_slots = {name: getattr(new, name) for name in new.slot_fields}, ring.num_slots
+    num_all = slots[new.slot_fields[0]].shape[1]
+    num_new = min(num_all, num_slots)  # earlier ones have no place any more
+    first_B = (ring.num_read_B + (num_all - num_new)) % num_slots
+    first = first_B.tolist() if first_B.device.type == "cpu" else [0, 1]
+    if min(first) == max(first) <= num_slots - num_new:
+        for name, tensor in slots.items():
+            getattr(ring.tokens, name)[:, first[0] : first[0] + num_new] = tensor[:, -num_new:]
+    else:
+        slots_BT = (first_B[:, None] + torch.arange(num_new, device=first_B.device)) % num_slots
         rows_B1 = torch.arange(len(first_B), device=first_B.device)[:, None]
-    for name in new.slot_fields:
-        target, source = getattr(ring.tokens, name), getattr(new, name)
-        if is_slice:
-            target[:, first[0] : first[0] + num_new] = source
-        else:
-            target[rows_B1, slots_BT] = source.to(target.dtype)
+        for name, tensor in slots.items():
+            target = getattr(ring.tokens, name)
+            target[rows_B1, slots_BT] = tensor[:, -num_new:].to(target.dtype)
     others = {name: getattr(new, name) for name in new._fields if name not in new.slot_fields}
     return Ring(ring.tokens._replace(**others), num_read_B, ring.num_kept)
 
 
 def _enough_slots(num_read_B: Tensor, num_new: int, num_kept: int) -> int:
-    """The fewest slots, of 64, 128, 256, ..., that hold all tokens; all on a device where looking costs a wait."""
+    """The fewest slots, of 256, 512, ..., that hold all tokens; all on a device where looking costs a wait."""
     if num_kept <= FEWEST_SLOTS or num_read_B.device.type != "cpu":
         return num_kept
     needed = int(num_read_B.max()) + num_new

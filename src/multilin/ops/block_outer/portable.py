@@ -17,6 +17,8 @@ FEWEST_ROWS = 128
 
 def block_outer(left: Tensor, right: Tensor, weight: Tensor) -> Tensor:
     """See `multilin.ops.block_outer`."""
+    if torch.compiler.is_exporting():  # as one product with a constant matrix
+        return torch.nn.functional.linear((left[..., None] * right[..., None, :]).flatten(-3), weight.flatten(1))
     return in_chunks(left, right, weight, expand, contract)
 
 

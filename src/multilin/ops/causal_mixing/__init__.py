@@ -5,9 +5,10 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from multilin.errors import InputError
-from multilin.ops.causal_mixing import portable, reference
+from multilin.ops.causal_mixing import portable, reference, ring
 from multilin.ops.causal_mixing.reference import CausalMixingState, num_rows, unpack
 from multilin.ops.dispatch import Backend, Op
+from multilin.ops.ring import Ring
 
 __all__ = ["CAUSAL_MIXING", "CausalMixingState", "causal_mixing", "lower_triangle"]
 
@@ -27,7 +28,7 @@ def causal_mixing(
     *,
     positions: Int[Tensor, "#B T"] | None = None,
     padding: Bool[Tensor, "B T"] | None = None,
-    state: CausalMixingState | None = None,
+    state: CausalMixingState | Ring | None = None,
     needs_state: bool = True,
 ) -> tuple[Float[Tensor, "B T D"], CausalMixingState | None]:
     """Sum of the inputs of a text up to each position, with a weight for each pair of positions.
@@ -41,12 +42,12 @@ def causal_mixing(
         bias: (n,) one number per position, added to all D.
         positions: (B, T) or (1, T) position of each input in its text, from 0; None counts on from the state.
         padding: (B, T) True where there is no input: nothing reads it, and its position may be -1.
-        state: what an earlier call returned.
+        state: what an earlier call returned; the inputs may lie in a ring.
         needs_state: False where nobody will read on: no state is built, None is returned for it.
 
     Returns:
         The sums (B, T, D) in the dtype of `x`, and the state: every input so far, in n rows from the first call on, in
-        float32 (float64 if an argument is float64).
+        float32 (float64 if an argument is float64); from a ring, the new inputs only.
 
     Raises:
         InputError: not a number of weights that a triangle has, or a position beyond n.
@@ -66,9 +67,14 @@ def causal_mixing(
     narrow = torch.is_autocast_enabled(x.device.type) and dtype == torch.float32
     product_dtype = torch.get_autocast_dtype(x.device.type) if narrow else dtype
     with torch.autocast(x.device.type, enabled=False):
-        y, inputs = CAUSAL_MIXING(
-            x.to(dtype), triangle, positions, padding=padding, state=state, product_dtype=product_dtype, dtype=dtype
-        )
+        if isinstance(state, Ring):
+            y, inputs = ring.causal_mixing(
+                x.to(dtype), triangle, positions, state, padding=padding, product_dtype=product_dtype
+            )
+        else:
+            y, inputs = CAUSAL_MIXING(
+                x.to(dtype), triangle, positions, padding=padding, state=state, product_dtype=product_dtype, dtype=dtype
+            )
         if bias is not None:
             y = y + bias.to(dtype)[positions.clamp(min=0)][..., None]
     return y.to(x.dtype), CausalMixingState(inputs, positions[:, -1] + 1) if needs_state else None

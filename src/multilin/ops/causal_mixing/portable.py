@@ -49,6 +49,11 @@ def rows(triangle_P: Tensor, positions_BT: Tensor, size: int) -> Tensor:
     # Whole rows are copied faster than single numbers, but first the matrix has to be there.
     if 4 * positions_BT.numel() > size:
         return unpack(triangle_P, size)[row_BT1[..., 0]]
+    return gather_rows(triangle_P, row_BT1, size)
+
+
+def gather_rows(triangle_P: Tensor, row_BT1: Tensor, size: int) -> Tensor:
+    """These rows of the (size, size) matrix, number by number, (B, T, size)."""
     column_N = torch.arange(size, device=triangle_P.device)
     weights_BTN = triangle_P[(row_BT1 * (row_BT1 + 1) // 2 + column_N.minimum(row_BT1))]
     return weights_BTN.masked_fill(column_N > row_BT1, 0.0)

@@ -10,8 +10,10 @@ from multilin.errors import InputError
 from multilin.ops.dispatch import Backend, Op
 from multilin.ops.kernels import why_no_numba, why_no_triton
 from multilin.ops.prefix_softmax import gpu, operator, portable, reference
+from multilin.ops.prefix_softmax import ring as ring_case
 from multilin.ops.prefix_softmax.reference import PrefixSoftmaxWeights, check_own_term, prefix_softmax_weights
-from multilin.ops.prefix_softmax.state import PrefixSoftmaxState
+from multilin.ops.prefix_softmax.state import PrefixSoftmaxState, PrefixSoftmaxWindow
+from multilin.ops.ring import Ring
 
 __all__ = [
     "PREFIX_SOFTMAX",
@@ -54,7 +56,7 @@ def prefix_softmax(
     window: int | None = None,
     own_logits: Float[Tensor, "B T H"] | None = None,
     null_logit: float | None = None,
-    state: PrefixSoftmaxState | None = None,
+    state: PrefixSoftmaxState | Ring | None = None,
     starts: Bool[Tensor, "B T"] | None = None,
     needs_state: bool = True,
 ) -> tuple[Float[Tensor, "B T H D"], PrefixSoftmaxState | None]:
@@ -72,13 +74,13 @@ def prefix_softmax(
         own_logits: (B, T, H) logits with which each position reads its own value once more; later positions do not see
             them. None reads it once only. Not beside a window or a null token.
         null_logit: logit of one more token of value 0 that every position reads (adds e^null_logit to the denominator).
-        state: what an earlier call returned; its tokens are read first.
+        state: what an earlier call returned; its tokens are read first. A window may lie in a ring.
         starts: (B, T) True where a new text begins: nothing before it, the state included, is read from there on.
         needs_state: False where nobody will read on: no state is built, None is returned for it.
 
     Returns:
         The means (B, T, H, D) in the dtype of `values`, and the state after the last token: one summary token, or the
-        last window - 1 tokens, in float32 (float64 if an input is float64).
+        last window - 1 tokens, in float32 (float64 if an input is float64); from a ring, the new tokens only.
 
     Raises:
         InputError: a window below 1, own_logits beside a window or null_logit, or shapes that do not fit.
@@ -106,10 +108,31 @@ def prefix_softmax(
         logits = logits.to(dtype)
     if own_logits is not None and own_logits.dtype is not dtype:
         own_logits = own_logits.to(dtype)
+    if isinstance(state, Ring):
+        return _read_ring(logits, values, state, window, null_logit)
     backend = PREFIX_SOFTMAX.backend_for(values.device, dtype, (values,))
     read_values = values if values.dtype is dtype or values.dtype in backend.reads else values.to(dtype)
     means, state = backend.compute(
         logits, read_values, window=window, own_logits=own_logits, null_logit=null_logit,
         state=state, starts=starts, needs_state=needs_state,
     )  # fmt: skip
+    if window is not None and state is not None:
+        state = PrefixSoftmaxWindow(*state)
     return means if means.dtype is values.dtype else means.to(values.dtype), state
+
+
+def _read_ring(
+    logits: Tensor, values: Tensor, ring: Ring, window: int | None, null_logit: float | None
+) -> tuple[Tensor, PrefixSoftmaxWindow]:
+    """Means, and the new tokens for the ring."""
+    assert window is not None
+    new = PrefixSoftmaxWindow(logits, values.to(logits.dtype))
+    if logits.shape[1] == 1 and not torch.compiler.is_exporting():
+        # One token reads all that is kept, in whatever order.
+        kept = PrefixSoftmaxState(*ring.tokens)
+        means, _ = prefix_softmax(
+            logits, values, window=ring.num_slots + 1, null_logit=null_logit, state=kept, needs_state=False
+        )
+        return means, new
+    means = ring_case.prefix_softmax(logits, values, ring, window=window, null_logit=null_logit)
+    return means.to(values.dtype), new

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from multilin.ops.kernels.rows import dense_rows
+from multilin.ops.kernels.operators import dense_rows
 from multilin.ops.prefix_softmax.state import Gradients
 
 CHUNK = 64  # positions whose weights are compared pair by pair, and between means kept for the backward pass

@@ -26,7 +26,7 @@ def prefix_softmax(
     num_new = logits_BTH.shape[1]
     logits_BSH, values_BSHD, starts_BS = read_state_first(logits_BTH, values_BTHD, state, starts)
     scores_BHTS = _scores(logits_BSH, starts_BS, window, num_new)
-    weights_BHTS, log_total_BTH = _softmax(scores_BHTS)
+    weights_BHTS, log_total_BTH = softmax_and_total(scores_BHTS)
     means_BTHD = torch.einsum("bhts,bshd->bthd", weights_BHTS, values_BSHD)
 
     if not needs_state:
@@ -36,7 +36,7 @@ def prefix_softmax(
     else:
         state = last_tokens(logits_BSH, values_BSHD, starts_BS, window - 1)
     if own_logits is not None:
-        weights_BHTS, _ = _softmax(torch.cat([scores_BHTS, own_logits.transpose(1, 2)[..., None]], dim=-1))
+        weights_BHTS, _ = softmax_and_total(torch.cat([scores_BHTS, own_logits.transpose(1, 2)[..., None]], dim=-1))
         means_BTHD = torch.einsum("bhts,bshd->bthd", weights_BHTS[..., :-1], values_BSHD)
         means_BTHD = means_BTHD + weights_BHTS[..., -1].transpose(1, 2)[..., None] * values_BTHD
     elif null_logit is not None:
@@ -100,7 +100,7 @@ def _scores(logits_BSH: Tensor, starts_BS: Tensor | None, window: int | None, nu
     return logits_BSH.transpose(1, 2)[:, :, None, :].masked_fill(~visible_BTS[:, None], -torch.inf)
 
 
-def _softmax(scores_BHTS: Tensor) -> tuple[Tensor, Tensor]:
+def softmax_and_total(scores_BHTS: Tensor) -> tuple[Tensor, Tensor]:
     """Weights (B, H, T, S), 0 where nothing is visible, and the log of their total (B, T, H), -inf there."""
     empty_BHT1 = (scores_BHTS == -torch.inf).all(dim=-1, keepdim=True)
     log_total_BHT1 = scores_BHTS.masked_fill(empty_BHT1, 0.0).logsumexp(dim=-1, keepdim=True)

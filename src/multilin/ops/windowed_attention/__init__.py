@@ -9,7 +9,8 @@ from torch import Tensor
 from multilin.errors import InputError
 from multilin.ops.dispatch import Backend, Op
 from multilin.ops.kernels import why_no_triton
-from multilin.ops.windowed_attention import gpu, portable, reference, special_cases
+from multilin.ops.ring import Ring
+from multilin.ops.windowed_attention import gpu, portable, reference, ring, special_cases
 from multilin.ops.windowed_attention.tokens import WindowedAttentionState
 from multilin.ops.windowed_attention.weights import WindowedAttentionWeights, windowed_attention_weights
 
@@ -61,7 +62,7 @@ def windowed_attention(
     hyper: float | Tensor = 0.0,
     null_key: bool = False,
     padding: Bool[Tensor, "B T"] | None = None,
-    state: WindowedAttentionState | None = None,
+    state: WindowedAttentionState | Ring | None = None,
     starts: Bool[Tensor, "B T"] | None = None,
     needs_state: bool = True,
 ) -> tuple[Float[Tensor, "B T H E"], WindowedAttentionState | None]:
@@ -80,12 +81,13 @@ def windowed_attention(
         slope, hyper: linear and hyperbolic decay over the distance in tokens; numbers or scalar tensors.
         null_key: whether there is one.
         padding: (B, T) True where there is no token; it is read by nobody.
-        state: what an earlier call returned; its tokens are read first.
+        state: what an earlier call returned; its tokens are read first. The window may lie in a ring.
         starts: (B, T) True where a new text begins: nothing before it is read from there on.
         needs_state: False where nobody will read on: None is returned for the state.
 
     Returns:
-        The means (B, T, H, E) in the dtype of `values`, and the last `window` keys and values in float32 or better.
+        The means (B, T, H, E) in the dtype of `values`, and the last `window` keys and values in float32 or better;
+        from a ring, the new tokens only.
 
     Raises:
         InputError: a negative window, or shapes that do not fit.
@@ -102,6 +104,12 @@ def windowed_attention(
             f"{tuple(values.shape)}, but they must share batch, time and heads"
         )
     with torch.autocast(values.device.type, enabled=False):
+        if isinstance(state, Ring):
+            means, new = ring.windowed_attention(
+                queries, keys, values, state, window=window, scale=scale, slope=slope, hyper=hyper, null_key=null_key,
+                padding=padding,
+            )  # fmt: skip
+            return means.to(values.dtype), new
         means, after = WINDOWED_ATTENTION(
             queries, keys, values, window=window, scale=scale, slope=slope, hyper=hyper, null_key=null_key,
             padding=padding, state=state, starts=starts, needs_state=needs_state,

@@ -1,0 +1,62 @@
+"""The choice of the next token from logits, one sequence at a time: the same code for every engine."""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from multilin.inference.random_numbers import RandomNumbers
+from multilin.inference.settings import GenerationSettings
+
+Logits = NDArray[np.float32]
+
+
+def choose_token(logits_V: Logits, settings: GenerationSettings, seen: set[int], numbers: RandomNumbers) -> int:
+    """The next token.
+
+    In this order: the logits of tokens seen are divided by the repetition penalty where they are above 0 and multiplied
+    with it elsewhere; the bias is added; greedily the largest is taken. Otherwise logits are divided by the temperature,
+    and of their softmax the tokens that top_k, then top_p, then min_p leave are drawn from.
+
+    Args:
+        logits_V: (V,) of all tokens; they are changed.
+        settings: see GenerationSettings.
+        seen: the tokens of the sequence so far.
+        numbers: moved on by one number, unless the choice is greedy.
+    """
+    adjust(logits_V, settings, seen)
+    if settings.greedy:
+        return int(logits_V.argmax())
+    tokens, shares = candidates(logits_V, settings)
+    end = np.cumsum(shares)
+    return int(tokens[np.searchsorted(end, numbers.uniform() * end[-1], side="right").clip(max=len(tokens) - 1)])
+
+
+def adjust(logits_V: Logits, settings: GenerationSettings, seen: set[int]) -> None:
+    """Apply the repetition penalty and the bias in place."""
+    if settings.repetition_penalty != 1.0 and seen:
+        tokens = np.fromiter(seen, np.int64, len(seen))
+        logits = logits_V[tokens]
+        factor = settings.repetition_penalty
+        logits_V[tokens] = np.where(logits > 0, logits / factor, logits * factor)
+    for token, bias in settings.logit_bias.items():
+        logits_V[int(token)] += bias
+
+
+def candidates(logits_V: Logits, settings: GenerationSettings) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    """The tokens that are drawn from, the likeliest first where some are left out, and their probabilities."""
+    top_k, top_p, min_p = settings.top_k or 0, settings.top_p or 1.0, settings.min_p or 0.0
+    tokens = np.arange(len(logits_V))
+    if 0 < top_k < len(tokens):
+        tokens = np.argpartition(-logits_V, top_k - 1)[:top_k]
+    if len(tokens) < len(logits_V) or top_p < 1.0:
+        tokens = tokens[np.argsort(-logits_V[tokens], kind="stable")]
+    logits = logits_V[tokens].astype(np.float64) / settings.temperature
+    shares = np.exp(logits - logits.max())
+    shares /= shares.sum()
+    if top_p < 1.0:
+        # As many as reach the share, the last one included.
+        num_kept = int(np.searchsorted(np.cumsum(shares), top_p) + 1)
+        tokens, shares = tokens[:num_kept], shares[:num_kept]
+    if min_p > 0.0:
+        is_kept = shares >= min_p * shares.max()
+        tokens, shares = tokens[is_kept], shares[is_kept]
+    return tokens, shares

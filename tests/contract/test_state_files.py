@@ -11,7 +11,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from multilin.errors import InputError
-from multilin.inference.snapshot import RNG_STATE, Snapshot, load_snapshot, save_snapshot
+from multilin.inference.snapshot import Snapshot, load_snapshot, save_snapshot
+from multilin.inference.state_file import RNG_STATE
 from multilin.model import MultilinForCausalLM
 from tests.contract.conftest import LONGEST, VOCAB_SIZE, MakeModel
 from tests.inference.test_snapshot import rewrite

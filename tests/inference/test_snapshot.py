@@ -12,8 +12,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from multilin import InputError, MultilinForCausalLM
-from multilin.inference import snapshot
-from multilin.inference.snapshot import MOST_ROWS, RNG_STATE, Snapshot, load_snapshot, save_snapshot
+from multilin.inference.snapshot import Snapshot, load_snapshot, save_snapshot
+from multilin.inference.state_file import MOST_ROWS, RNG_STATE, StateTensor, check_shapes, checksum
 from multilin.model.factory import create_model
 
 ROWS, LONGEST, VOCAB_SIZE = 2, 64, 13
@@ -42,8 +42,12 @@ def rewrite(path: Path, change: Callable[[dict[str, str], dict[str, Tensor]], ob
     change(metadata, tensors)
     if seal:
         del metadata["sha256"]
-        metadata["sha256"] = snapshot._checksum(metadata, tensors)
+        metadata["sha256"] = checksum(metadata, {name: _numbers(tensor) for name, tensor in tensors.items()})
     save_file(tensors, path, metadata)
+
+
+def _numbers(tensor: Tensor) -> Any:
+    return (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy()
 
 
 def refused(path: Path, model: MultilinForCausalLM, match: str) -> None:
@@ -143,7 +147,7 @@ def test_what_could_not_be_read_back_is_not_written(model: MultilinForCausalLM, 
 def test_more_rows_than_can_be_are_refused(rows: int) -> None:
     shapes = {"x": [rows, 3]}
     with pytest.raises(InputError, match=f"holds {rows} rows"):
-        snapshot._check_shapes(shapes, {"x": torch.zeros(1, 3)})
+        check_shapes(shapes, {"x": StateTensor("x", [3], "float32", "summary")})
 
 
 @pytest.mark.parametrize("path", [".", "/dev/zero"])

@@ -1,135 +1,165 @@
-"""Writing text: a prompt, or the state of an earlier text, is continued token by token and streamed as it comes."""
+"""Text generation: a prompt, or the state of an earlier text, is continued token by token and streamed as it comes."""
 
-import io
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerFast, TextStreamer
-
-from multilin.data.tokenizers import start_token_id
 from multilin.errors import InputError, plural
-from multilin.inference.prompts import encode_prompt
-from multilin.inference.runs import Run, longest_text
+from multilin.inference.engine import Engine
+from multilin.inference.random_numbers import RandomNumbers
+from multilin.inference.sampling import choose_token
 from multilin.inference.settings import GenerationSettings
-from multilin.inference.snapshot import Snapshot
-from multilin.model import MultilinForCausalLM
-from multilin.model.memory import cache_bytes, check_beams, check_reading
+from multilin.inference.state_file import StateContents
+from multilin.inference.text import TextCodec, TextStream
 
 DEFAULTS = GenerationSettings()
 
 
+@dataclass
+class Sequence:
+    """A sequence in an engine, to go on with.
+
+    state: of the engine, one row.
+    unread_ids: tokens that belong to the sequence but were not read yet, normally the last one generated.
+    numbers: the random numbers of sampling; None takes new ones.
+    """
+
+    state: Any
+    unread_ids: list[int] = field(default_factory=list)
+    numbers: RandomNumbers | None = None
+
+    @classmethod
+    def restored(cls, contents: StateContents, engine: Engine) -> "Sequence":
+        """A sequence from a state file.
+
+        Raises:
+            InputError: the file holds several sequences.
+        """
+        if len(contents.unread_ids) > 1:
+            raise InputError(
+                f"state: holds {len(contents.unread_ids)} texts, but one is continued at a time; select a row"
+            )
+        numbers = None if contents.rng_state is None else RandomNumbers.from_state(contents.rng_state)
+        return cls(engine.restore(contents), [token for row in contents.unread_ids for token in row], numbers)
+
+    def saved(self, engine: Engine) -> StateContents:
+        """The sequence as state files hold it."""
+        contents = engine.save(self.state)
+        contents.unread_ids = [list(self.unread_ids)]
+        contents.rng_state = None if self.numbers is None else self.numbers.state
+        return contents
+
+
 @dataclass(frozen=True)
 class Continuation:
-    """What was written.
+    """What was generated.
 
     token_ids: the new tokens, an end of text included.
     text: what was given to `write`, the prompt not included.
-    snapshot: where the text stands now, to go on from; None for models of other kinds and after a beam search.
     """
 
     token_ids: list[int]
     text: str
-    snapshot: Snapshot | None
 
 
-def generate_text(
-    run: Run,
+def generate(
+    engine: Engine,
+    codec: TextCodec,
     prompt: str = "",
     settings: GenerationSettings = DEFAULTS,
     *,
-    snapshot: Snapshot | None = None,
+    sequence: Sequence | None = None,
     write: Callable[[str], object] | None = None,
     echo: bool = False,
 ) -> Continuation:
-    """Continue a prompt, or a text from its snapshot.
+    """Continue a prompt, or a sequence, with any engine.
 
-    Without a seed, a snapshot goes on with the random numbers it carries: the tokens are those of an uninterrupted
-    run. Sampling draws from torch's default generator of the model's device and leaves it moved on.
+    Without a seed, a sequence goes on with its own random numbers: the tokens are those of an uninterrupted run.
 
     Args:
-        run: the model and its tokenizer.
-        prompt: the text to continue; empty lets the model begin a text, or go on with that of the snapshot.
+        engine: runs the model.
+        codec: the model's tokenizer.
+        prompt: the text to continue; empty lets the model begin a text, or go on with the sequence.
         settings: see GenerationSettings.
-        snapshot: where an earlier text stopped; it stays as it is.
+        sequence: what to go on with; it is changed in place, and stands after the new tokens.
         write: called with every piece of new text as soon as it is certain; never with half a character.
         echo: give `write` the prompt first.
 
     Raises:
-        InputError: prompt and new tokens are longer than the model can read, a snapshot that cannot be continued, or
-            settings that would be ignored.
+        InputError: prompt and new tokens are longer than the model can read, nothing to read, or settings that would be
+            ignored.
     """
-    model, tokenizer = run.model, run.tokenizer
-    _check_choices(settings)
-    prompt_ids = _prompt_ids(prompt, tokenizer, snapshot)
-    num_read = 0 if snapshot is None else _num_read(snapshot)
-    _check_length(num_read + len(prompt_ids), settings.max_new_tokens, longest_text(model.config))
-    _check_memory(model, prompt_ids, settings)
-    _seed(settings, snapshot, model.device)
-    if write is not None and echo:
-        write(prompt)
-    written = io.StringIO()
-
-    def pass_on(text: str) -> None:
-        written.write(text)
-        if write is not None:
-            write(text)
-
-    streamer = _Streamer(tokenizer, pass_on, skip_special_tokens=settings.stop_at_end)
-    found = model.generate(
-        torch.tensor([prompt_ids], device=model.device),
-        **({} if snapshot is None else {"past_key_values": snapshot.state, "new_tokens_only": True}),
-        streamer=streamer if settings.num_beams == 1 else None,
-        return_dict_in_generate=True,
-        **_arguments(settings, tokenizer),
-    )
-    token_ids = found.sequences[0, len(prompt_ids) :].tolist()
-    if settings.num_beams > 1:
-        pass_on(tokenizer.decode(token_ids, skip_special_tokens=settings.stop_at_end))
-    after = None
-    if settings.num_beams == 1 and isinstance(model, MultilinForCausalLM):
-        after = Snapshot(found.past_key_values, [token_ids[-1:]], _random_state(model.device))
-    return Continuation(token_ids, written.getvalue(), after)
+    check_settings(settings, engine.vocab_size)
+    sequence = sequence or Sequence(engine.new_state())
+    num_read = sum(engine.num_read(sequence.state))
+    prompt_ids = first_ids(codec, prompt, sequence.unread_ids, is_start=num_read == 0)
+    check_length(num_read + len(prompt_ids), settings.max_new_tokens, engine.longest_text)
+    if settings.seed is not None or sequence.numbers is None:
+        sequence.numbers = RandomNumbers(settings.seed)
+    pass_on = write or (lambda _: None)
+    if echo and prompt:
+        pass_on(prompt)
+    stream = TextStream(codec, skip_special_tokens=settings.stop_at_end, stop=settings.stop)
+    token_ids = []
+    for token in _tokens(engine, codec, sequence, prompt_ids, settings):
+        token_ids.append(token)
+        if piece := stream.put(token):
+            pass_on(piece)
+        if stream.is_stopped:
+            break
+    if piece := stream.end():
+        pass_on(piece)
+    return Continuation(token_ids, stream.text)
 
 
-def _check_choices(settings: GenerationSettings) -> None:
-    """Refuse settings that have no part in how the tokens are chosen."""
+def _tokens(
+    engine: Engine, codec: TextCodec, sequence: Sequence, prompt_ids: list[int], settings: GenerationSettings
+) -> Iterator[int]:
+    """New tokens one by one; the sequence is right after each."""
+    assert sequence.numbers is not None
+    ids, seen = prompt_ids, set(prompt_ids)
+    for _ in range(settings.max_new_tokens):
+        logits_V = engine.read(sequence.state, [ids])[0]
+        if codec.pad_id != codec.end_id:
+            logits_V[codec.pad_id] = -float("inf")  # never seen in training, so its probability is an accident
+        token = choose_token(logits_V, settings, seen, sequence.numbers)
+        seen.add(token)
+        ids = sequence.unread_ids = [token]
+        yield token
+        if settings.stop_at_end and token == codec.end_id:
+            return
+
+
+def check_settings(settings: GenerationSettings, vocab_size: int) -> None:
+    """Refuse settings that have no part in how the tokens are chosen, and tokens that there are not."""
     if settings.greedy and settings.num_beams > 1:
         raise InputError(f"num_beams: {settings.num_beams} given together with greedy; give one of them")
-    for name in () if settings.draws else ("temperature", "top_k", "top_p", "seed"):
+    for name in () if settings.draws else ("temperature", "top_k", "top_p", "min_p", "seed"):
         value = getattr(settings, name)
         if value != getattr(DEFAULTS, name):
             other = "greedy" if settings.greedy else f"num_beams: {settings.num_beams}"
             raise InputError(
                 f"{name}: {value} given together with {other}, where nothing is drawn; leave one of them out"
             )
+    for token in settings.logit_bias:
+        if not (token.isdecimal() and int(token) < vocab_size):
+            raise InputError(f"logit_bias: {token!r:.40} given, but a token is a number from 0 to {vocab_size - 1}")
+    if "" in settings.stop:
+        raise InputError("stop: an empty string given, but it must have a character")
 
 
-def _prompt_ids(prompt: str, tokenizer: PreTrainedTokenizerFast, snapshot: Snapshot | None) -> list[int]:
-    """What the model reads first: the start of a text, or what the snapshot left unread; then the prompt."""
-    ids = encode_prompt(prompt, tokenizer)
-    if snapshot is None:
-        return [start_token_id(tokenizer), *ids]
-    before = snapshot.unread_ids[0] if snapshot.unread_ids else []
-    if not before and not ids:
+def first_ids(codec: TextCodec, prompt: str, unread_ids: list[int], *, is_start: bool) -> list[int]:
+    """The tokens to read first: the start of a text, or what a sequence left unread; then the prompt."""
+    ids = codec.encode(prompt)
+    if is_start and not unread_ids:
+        return [codec.end_id, *ids]
+    if not unread_ids and not ids:
         raise InputError("prompt: none given, and the state has no token left to read; give some text to go on with")
-    return [*before, *ids]
+    return [*unread_ids, *ids]
 
 
-def _num_read(snapshot: Snapshot) -> int:
-    if snapshot.state.num_tokens is None:
-        return 0
-    if snapshot.state.batch_size != 1:
-        raise InputError(
-            f"state: holds {snapshot.state.batch_size} texts, but one is continued at a time; select a row"
-        )
-    return int(snapshot.state.num_tokens[0])
-
-
-def _check_length(num_before: int, max_new_tokens: int, limit: int | None) -> None:
-    # Every model is checked here: transformers' own fail at their last position, or quietly read on past it.
+def check_length(num_before: int, max_new_tokens: int, limit: int | None) -> None:
+    """Refuse more tokens than the model can read; transformers' own models fail late or read on past their limit."""
     if limit is None or num_before + max_new_tokens - 1 <= limit:
         return
     if num_before > limit:
@@ -140,72 +170,3 @@ def _check_length(num_before: int, max_new_tokens: int, limit: int | None) -> No
         f"max_new_tokens: {max_new_tokens} after a text of {plural(num_before, 'token')} given, but this model reads "
         f"at most {limit} (n_positions), so at most {limit - num_before + 1} can follow"
     )
-
-
-def _check_memory(model: PreTrainedModel, prompt_ids: list[int], settings: GenerationSettings) -> None:
-    num_beams, num_tokens = settings.num_beams, len(prompt_ids) + settings.max_new_tokens
-    if num_beams == 1:
-        check_reading(f"prompt: {len(prompt_ids)} tokens", model, 1, len(prompt_ids), all_logits=False)
-        return
-    state_bytes = cache_bytes(model.config, num_tokens)
-    if isinstance(model, MultilinForCausalLM):
-        state, first = model.new_state(), torch.tensor([prompt_ids[:1]], device=model.device)
-        with torch.no_grad():
-            model(first, past_key_values=state)
-        state_bytes = state.num_bytes  # it does not grow
-    check_beams(model, num_beams, num_prompt_tokens=len(prompt_ids), num_tokens=num_tokens, state_bytes=state_bytes)
-
-
-def _arguments(settings: GenerationSettings, tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
-    """The settings in the words of transformers' generate()."""
-    pad, end = tokenizer.pad_token_id, tokenizer.eos_token_id
-    arguments: dict[str, Any] = {
-        "max_new_tokens": settings.max_new_tokens,
-        "do_sample": settings.draws,
-        "num_beams": settings.num_beams,
-        "eos_token_id": end if settings.stop_at_end else None,
-        "pad_token_id": pad,
-        # Never seen in training, so whatever probability it has is an accident.
-        "suppress_tokens": [pad] if pad != end else None,
-    }
-    if settings.draws:
-        # transformers' own default is 50; 0 leaves all tokens in.
-        arguments |= {"temperature": settings.temperature, "top_k": settings.top_k or 0, "top_p": settings.top_p or 1.0}
-    return arguments
-
-
-def _seed(settings: GenerationSettings, snapshot: Snapshot | None, device: torch.device) -> None:
-    if settings.seed is not None:
-        torch.manual_seed(settings.seed)
-    elif snapshot is None or snapshot.rng_state is None:
-        torch.seed()
-    elif settings.draws:
-        try:
-            _generator(device).set_state(snapshot.rng_state.cpu())
-        except RuntimeError:
-            raise InputError(
-                f"seed: none given, and the random numbers of the state are not those of this device ({device.type}); "
-                "give a seed, and sampling goes on from there"
-            ) from None
-
-
-def _random_state(device: torch.device) -> Tensor:
-    return _generator(device).get_state()
-
-
-def _generator(device: torch.device) -> torch.Generator:
-    if device.type == "cuda":
-        return torch.cuda.default_generators[device.index or 0]
-    return torch.default_generator
-
-
-class _Streamer(TextStreamer):  # type: ignore[misc]
-    """transformers' streamer, which holds back a word until it is complete, with its text going to a function."""
-
-    def __init__(self, tokenizer: PreTrainedTokenizerFast, write: Callable[[str], object], **decoding: Any) -> None:
-        super().__init__(tokenizer, skip_prompt=True, **decoding)
-        self._write = write
-
-    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-        if text:
-            self._write(text)

@@ -1,9 +1,15 @@
 """How a trained model is run. Nothing heavy is imported here: the command line reads these before PyTorch."""
 
-from typing import Literal
+import dataclasses
+from typing import Annotated, Literal
+
+from annotated_types import MaxLen
 
 from multilin.settings import settings
-from multilin.settings.bounds import Beams, Length, Seed, Share, Temperature, Tokens, Vocabulary
+from multilin.settings.bounds import Beams, Factor, Length, Positive, Seed, Share, Temperature, Tokens, Vocabulary
+
+Biases = Annotated[dict[str, Factor], MaxLen(1000)]
+StopTexts = Annotated[tuple[str, ...], MaxLen(16)]
 
 
 @settings
@@ -14,6 +20,10 @@ class GenerationSettings:
     temperature: Temperature = 0.8  # below 1 prefers likely tokens more than the model does, above 1 less
     top_k: Vocabulary | None = None  # draw from the k likeliest tokens only
     top_p: Share | None = None  # draw from the likeliest tokens that together have this share
+    min_p: Share | None = None  # draw from the tokens at least this share as likely as the likeliest
+    repetition_penalty: Positive = 1.0  # above 1 makes tokens of the prompt and the new text less likely to come again
+    logit_bias: Biases = dataclasses.field(default_factory=dict)  # added to the logits of tokens by their ids
+    stop: StopTexts = ()  # end before the first of these strings
     greedy: bool = False  # always take the likeliest token instead of drawing
     num_beams: Beams = 1  # beam search with so many sequences at a time instead of drawing
     seed: Seed | None = None  # the same seed generates the same text again; none takes a new one

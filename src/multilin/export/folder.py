@@ -1,0 +1,100 @@
+"""A folder with an exported model: graphs, weights, manifest, tokenizer, and a README that shows how to run it."""
+
+import dataclasses
+import shutil
+from collections.abc import Callable
+from importlib import resources
+from pathlib import Path
+
+from multilin.data.tokenizers import TOKENIZER_FILES
+from multilin.errors import InputError
+from multilin.export.graph import make_graph
+from multilin.export.weights import WEIGHTS, Precision, WeightFile, rounded
+from multilin.files import atomic_folder, check_folder, write_whole
+from multilin.inference.generate_run import text_codec
+from multilin.inference.manifest import GRAPHS, MANIFEST, Manifest, file_hash
+from multilin.inference.runs import Run
+from multilin.inference.snapshot import describe_state, example_state, model_hash
+from multilin.model import MultilinForCausalLM
+
+PROMPT_COLUMNS = 64
+README = "README.md"
+
+
+def export_run(
+    run: Run, folder: Path, precision: Precision = "float32", progress: Callable[[str, int, int], None] | None = None
+) -> Manifest:
+    """Export the model of a run into a new folder, complete or not at all.
+
+    Args:
+        run: the model and its tokenizer; int8 weights become floats.
+        folder: to write.
+        precision: of the products with matrices.
+        progress: called with what is done, how many parts of it, and of how many.
+
+    Raises:
+        InputError: a model of another kind, one that cannot be exported, or a folder that exists.
+        OSError: the folder cannot be written.
+    """
+    model = run.model
+    if not isinstance(model, MultilinForCausalLM):
+        raise InputError(
+            f"run: a {model.config.model_type} model given, but only models of this package can be exported"
+        )
+    check_folder("--output", folder, must_be_new=True)
+    said = progress or (lambda *_: None)
+    model = model.to("cpu").float()
+    with atomic_folder(folder) as partial:
+        weights = WeightFile(partial)
+        for index, name in enumerate(GRAPHS):
+            said("graphs", index, len(GRAPHS))
+            program = make_graph(model, PROMPT_COLUMNS if name == "prompt.onnx" else 1)
+            weights.save(rounded(program.model_proto, precision), name)
+        said("graphs", len(GRAPHS), len(GRAPHS))
+        for name in TOKENIZER_FILES:
+            if (run.folder / name).is_file():
+                shutil.copy(run.folder / name, partial / name)
+        manifest = _manifest(run, model, precision, partial)
+        write_whole(partial / README, _readme(manifest))
+        _write_manifest(manifest, partial)
+    return manifest
+
+
+def source_hashes(folder: Path) -> dict[str, str]:
+    """SHA-256 of the files of a run that decide about its export."""
+    names = ["config.json", "tokenizer.json", *sorted(path.name for path in folder.glob("*.safetensors"))]
+    return {name: file_hash(folder / name) for name in names if (folder / name).is_file()}
+
+
+def _manifest(run: Run, model: MultilinForCausalLM, precision: Precision, folder: Path) -> Manifest:
+    codec = text_codec(run.tokenizer)
+    files = [*GRAPHS, WEIGHTS, "tokenizer.json"]
+    return Manifest(
+        model_hash=model_hash(model),
+        architectures=sorted({entry["architecture"] for entry in model.config.layers}),
+        precision=precision,
+        vocab_size=model.config.vocab_size,
+        n_positions=model.config.n_positions,
+        end_id=codec.end_id,
+        pad_id=codec.pad_id,
+        prompt_columns=PROMPT_COLUMNS,
+        state=describe_state(example_state(model)),
+        source=source_hashes(run.folder),
+        files={name: file_hash(folder / name) for name in files},
+    )
+
+
+def _write_manifest(manifest: Manifest, folder: Path) -> None:
+    import json
+
+    write_whole(folder / MANIFEST, json.dumps(manifest.as_json(), indent=1) + "\n")
+
+
+def _readme(manifest: Manifest) -> str:
+    text = resources.files("multilin.export").joinpath("assets/README.md").read_text(encoding="utf-8")
+    values = dataclasses.asdict(manifest)
+    values["architectures"] = ", ".join(manifest.architectures)
+    values["limit"] = f"at most {manifest.n_positions} tokens" if manifest.n_positions else "any number of tokens"
+    for name, value in values.items():
+        text = text.replace(f"{{{{{name}}}}}", str(value))
+    return text

@@ -1,0 +1,82 @@
+"""Text generation with a run in PyTorch: any model of a folder, beams included."""
+
+from collections.abc import Callable
+
+import torch
+from transformers import PreTrainedTokenizerFast
+
+from multilin.data.tokenizers import start_token_id
+from multilin.inference.generate import (
+    DEFAULTS,
+    Continuation,
+    Sequence,
+    check_length,
+    check_settings,
+    generate,
+)
+from multilin.inference.runs import Run
+from multilin.inference.settings import GenerationSettings
+from multilin.inference.text import TextCodec, plain_tokenizer
+from multilin.inference.torch_engine import TorchEngine
+from multilin.model import MultilinForCausalLM
+from multilin.model.memory import cache_bytes, check_beams, check_reading
+
+
+def generate_text(
+    run: Run,
+    prompt: str = "",
+    settings: GenerationSettings = DEFAULTS,
+    *,
+    sequence: Sequence | None = None,
+    write: Callable[[str], object] | None = None,
+    echo: bool = False,
+) -> Continuation:
+    """Continue a prompt, or a sequence of `TorchEngine(run.model)`; see `multilin.inference.generate.generate`.
+
+    With beams, the text is written when the search has ended, and no sequence is continued.
+
+    Raises:
+        InputError: as `generate`, and where the memory does not suffice.
+    """
+    engine, codec = TorchEngine(run.model), text_codec(run.tokenizer)
+    prompt_ids = [codec.end_id, *codec.encode(prompt)]
+    check_memory(run, prompt_ids, settings)
+    if settings.num_beams == 1:
+        return generate(engine, codec, prompt, settings, sequence=sequence, write=write, echo=echo)
+    check_settings(settings, engine.vocab_size)
+    check_length(len(prompt_ids), settings.max_new_tokens, engine.longest_text)
+    pad, end = codec.pad_id, codec.end_id
+    found_ids = run.model.generate(
+        torch.tensor([prompt_ids], device=run.model.device),
+        max_new_tokens=settings.max_new_tokens, do_sample=False, num_beams=settings.num_beams,
+        eos_token_id=end if settings.stop_at_end else None, pad_token_id=pad,
+        suppress_tokens=[pad] if pad != end else None,
+    )  # fmt: skip
+    token_ids = found_ids[0, len(prompt_ids) :].tolist()
+    text = run.tokenizer.decode(token_ids, skip_special_tokens=settings.stop_at_end)
+    if write is not None:
+        write(prompt + text if echo else text)
+    return Continuation(token_ids, text)
+
+
+def text_codec(tokenizer: PreTrainedTokenizerFast) -> TextCodec:
+    """The tokenizer of a run as generation takes it."""
+    end = start_token_id(tokenizer)
+    pad = end if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+    return TextCodec(plain_tokenizer(tokenizer.backend_tokenizer.to_str()), end, pad)
+
+
+def check_memory(run: Run, prompt_ids: list[int], settings: GenerationSettings) -> None:
+    """Refuse a prompt, or beams, that the memory has no room for."""
+    model, num_beams = run.model, settings.num_beams
+    num_tokens = len(prompt_ids) + settings.max_new_tokens
+    if num_beams == 1:
+        check_reading(f"prompt: {len(prompt_ids)} tokens", model, 1, len(prompt_ids), all_logits=False)
+        return
+    state_bytes = cache_bytes(model.config, num_tokens)
+    if isinstance(model, MultilinForCausalLM):
+        state, first = model.new_state(), torch.tensor([prompt_ids[:1]], device=model.device)
+        with torch.no_grad():
+            model(first, past_key_values=state)
+        state_bytes = state.num_bytes  # it does not grow
+    check_beams(model, num_beams, num_prompt_tokens=len(prompt_ids), num_tokens=num_tokens, state_bytes=state_bytes)

@@ -1,0 +1,91 @@
+"""The manifest of an exported model: what its graphs take and give, and which files they belong to."""
+
+import dataclasses
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from multilin.errors import InputError
+from multilin.files import shown
+from multilin.inference.state_file import StateTensor
+from multilin.settings.inputs import read_json
+
+MANIFEST = "multilin.json"
+FORMAT = "multilin-onnx-1"
+GRAPHS = ("step.onnx", "prompt.onnx")
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """See docs/export.md for each field as other programs read it.
+
+    model_hash: `multilin.inference.snapshot.model_hash`, by which state files know their model.
+    architectures: of the layers.
+    precision: of the matrices: float32, 8bit or 4bit.
+    vocab_size, n_positions: V, and the tokens of the longest text or None.
+    end_id, pad_id: tokens that begin and end a text, and of padding.
+    prompt_columns: tokens that the prompt's graph reads at once.
+    state: tensors of the state.
+    source: SHA-256 of the files that the model was exported from.
+    files: SHA-256 of the files beside the manifest.
+    """
+
+    model_hash: str
+    architectures: list[str]
+    precision: str
+    vocab_size: int
+    n_positions: int | None
+    end_id: int
+    pad_id: int
+    prompt_columns: int
+    state: list[StateTensor]
+    source: dict[str, str]
+    files: dict[str, str]
+    format: str = FORMAT
+
+    @property
+    def graph_state(self) -> list[StateTensor]:
+        """The tensors of the state that graphs take and give; of the others all is known without them."""
+        return graph_tensors(self.state)
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain data."""
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return values | {"state": [about._asdict() for about in self.state]}
+
+
+def graph_tensors(state: Sequence[StateTensor]) -> list[StateTensor]:
+    """Those of a state that graphs take and give: not how many tokens were read, and which."""
+    return [about for about in state if about.kind != "count" and not about.name.startswith("embedding.")]
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of a folder, whose files have the checksums in it.
+
+    Raises:
+        InputError: no export there, one of another version, or one that was changed or is incomplete.
+    """
+    path = folder / MANIFEST
+    if not path.is_file():
+        raise InputError(f"export: {shown(folder)} holds no exported model (no {MANIFEST})")
+    values = read_json(path, "export")
+    version = values.get("format") if isinstance(values, dict) else None
+    if version != FORMAT:
+        raise InputError(f"export: {path} has format {version!r:.40}, not {FORMAT!r}; export the model again")
+    try:
+        manifest = Manifest(**values | {"state": [StateTensor(**about) for about in values["state"]]})
+        wrong = [name for name, digest in manifest.files.items() if file_hash(folder / name) != digest]
+    except (KeyError, TypeError, ValueError, OSError) as error:
+        reason = " ".join(str(error).split())[:120]
+        raise InputError(f"export: {path} is damaged or files beside it are missing ({reason})") from None
+    if wrong:
+        raise InputError(f"export: {folder / wrong[0]} is not the file that {MANIFEST} names; export the model again")
+    return manifest
+
+
+def file_hash(path: Path) -> str:
+    """SHA-256 of a file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

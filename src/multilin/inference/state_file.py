@@ -1,0 +1,274 @@
+"""State files: the state of sequences in one safetensors file, of which nothing is trusted when it is read.
+
+Nothing heavy is imported here: engines without PyTorch read and write the same files.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import safetensors
+from numpy.typing import NDArray
+from safetensors.numpy import save_file
+
+from multilin.errors import InputError
+from multilin.files import atomic_file, shown
+from multilin.inference.random_numbers import STATE_BYTES, RandomNumbers
+
+FORMAT, READABLE = "multilin-state-3", ("multilin-state-3", "multilin-state-2")
+EARLIER_FORMATS = ("multilin-state-1",)
+METADATA = {"format", "model", "unread_ids", "sha256"}
+RNG_STATE = "rng_state"
+MOST_ROWS = 2**16
+MOST_TOKENS = 2**40  # that a model without n_positions can have read
+
+
+class StateTensor(NamedTuple):
+    """A tensor of a model's state.
+
+    name: as `TextState.named_tensors` has it.
+    shape: of a row.
+    dtype: "float32", "float64" or "int64".
+    kind: "window" holds the last tokens in their order, "positions" the token at position n in slot n; their first axis
+        is that of the slots, and a logit of -inf or 0 elsewhere stands for no token. "summary" is as it is, "count" the
+        number of tokens read.
+    is_multiplied: the slots of each head lie side by side where graphs read it, (rows, heads, slots, width).
+    """
+
+    name: str
+    shape: list[int]
+    dtype: str
+    kind: Literal["window", "positions", "summary", "count"]
+    is_multiplied: bool = False
+
+    @property
+    def is_ring(self) -> bool:
+        """Whether it has slots, of which only the filled ones need be kept."""
+        return self.kind in ("window", "positions")
+
+    @property
+    def empty(self) -> float:
+        """What stands where no token was read."""
+        return -np.inf if self.name.rpartition(".")[2].startswith("logits") else 0.0
+
+    def filled(self, tensor: NDArray[Any], num_slots: int) -> NDArray[Any]:
+        """The part of (rows, slots, ...) that holds the last, or the first, so many tokens."""
+        if self.kind == "window":
+            return tensor[:, max(tensor.shape[1] - num_slots, 0) :]
+        return tensor[:, :num_slots]
+
+    def whole(self, tensor: NDArray[Any]) -> NDArray[Any]:
+        """All slots from the filled part."""
+        missing = self.shape[0] - tensor.shape[1]
+        if not missing:
+            return tensor
+        edges = (missing, 0) if self.kind == "window" else (0, missing)
+        return np.pad(tensor, [(0, 0), edges, *[(0, 0)] * (tensor.ndim - 2)], constant_values=self.empty)
+
+
+class StateOwner(NamedTuple):
+    """The model that states belong to.
+
+    hash: `model_hash` of it.
+    vocab_size: V.
+    n_positions: tokens of the longest sequence, None for no limit.
+    tensors: of its state.
+    """
+
+    hash: str
+    vocab_size: int
+    n_positions: int | None
+    tensors: Sequence[StateTensor]
+
+
+@dataclass
+class StateContents:
+    """What a state file holds.
+
+    tensors: by name, (rows, ...).
+    unread_ids: tokens of each row that were not read yet.
+    rng_state: of PyTorch's default generator on a CPU, (5056,) uint8, or None.
+    """
+
+    tensors: dict[str, NDArray[Any]]
+    unread_ids: list[list[int]] = field(default_factory=list)
+    rng_state: NDArray[np.uint8] | None = None
+
+
+def write_state(contents: StateContents, path: str | Path, owner: StateOwner) -> None:
+    """Write a state file, complete or not at all; of windows that are not full, the filled part.
+
+    Raises:
+        InputError: nothing was read yet, the state is not one that the model can have made, or the path is that of a
+            folder or device.
+        OSError: the file cannot be written.
+    """
+    if not contents.tensors:
+        raise InputError("state: nothing was read yet, so there is nothing to save")
+    tensors = {name: np.ascontiguousarray(tensor) for name, tensor in contents.tensors.items()}
+    num_read_B = tensors["embedding.num_read_B"]
+    unread_ids = contents.unread_ids or [[] for _ in num_read_B]
+    if contents.rng_state is not None:
+        tensors[RNG_STATE] = contents.rng_state
+    try:
+        _check_values(tensors, owner)
+        _check_unread_ids(unread_ids, len(num_read_B), owner.vocab_size)
+    except InputError as error:
+        raise InputError(f"state: {error}") from None
+    longest = max(int(num_read_B.max()), 1)
+    for about in owner.tensors:
+        if about.is_ring:
+            tensors[about.name] = np.ascontiguousarray(about.filled(tensors[about.name], longest))
+    metadata = {"format": FORMAT, "model": owner.hash, "unread_ids": json.dumps(unread_ids)}
+    with atomic_file(path) as partial:
+        save_file(tensors, partial, metadata | {"sha256": checksum(metadata, tensors)})
+
+
+def read_state(path: str | Path, owner: StateOwner) -> StateContents:
+    """Read a state file of this model.
+
+    Names, shapes, dtypes and values must be such as the model could have made them, and the checksum must be right.
+
+    Raises:
+        InputError: no such file, no state file or a damaged one, or the state of another model.
+    """
+    path = Path(path)
+    where = f"state file: {shown(path)}"
+    if not path.is_file():
+        raise InputError(f"{where} {'is no file' if path.exists() else 'does not exist'}")
+    try:
+        metadata, tensors = _read(path, {about.name: about for about in owner.tensors})
+        if metadata["model"] != owner.hash:
+            raise InputError("belongs to another model; states fit only the model that wrote them")
+        unread_ids = _parse(metadata["unread_ids"])
+        _check_values(tensors, owner)
+        _check_unread_ids(unread_ids, len(tensors["embedding.num_read_B"]), owner.vocab_size)
+    except InputError as error:
+        raise InputError(f"{where} {error}") from None
+    except (OSError, safetensors.SafetensorError) as error:
+        raise InputError(f"{where} is damaged or no safetensors file ({error})") from None
+    rng_state = tensors.pop(RNG_STATE, None)
+    for about in owner.tensors:
+        if about.is_ring:
+            tensors[about.name] = about.whole(tensors[about.name])
+    return StateContents(tensors, unread_ids, rng_state)
+
+
+def _read(path: Path, expected: Mapping[str, StateTensor]) -> tuple[dict[str, str], dict[str, NDArray[Any]]]:
+    """Metadata and tensors of a state file, of the right names, shapes and dtypes and with the right checksum."""
+    with safetensors.safe_open(path, framework="np") as file:
+        metadata = file.metadata() or {}
+        _check_format(metadata)
+        # Before any tensor is loaded, so that a file cannot ask for more memory than a state of the model's.
+        slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+        check_shapes({name: part.get_shape() for name, part in slices.items()}, expected)
+        _check_dtypes({name: part.get_dtype() for name, part in slices.items()}, expected)
+        tensors = {name: file.get_tensor(name) for name in slices}
+    expected_sum = metadata.pop("sha256")
+    if expected_sum != checksum(metadata, tensors):
+        raise InputError("is damaged: its content does not have the checksum that it was written with")
+    return metadata, tensors
+
+
+def _check_format(metadata: Mapping[str, str]) -> None:
+    name = metadata.get("format")
+    if name in EARLIER_FORMATS:
+        raise InputError(f"was written by an earlier version of multilin ({name!r}, not {FORMAT!r}); make a new one")
+    if name not in READABLE:
+        raise InputError(f"is no state of a text (format {name!r}, not {FORMAT!r})")
+    if set(metadata) != METADATA:
+        raise InputError(f"is damaged: its metadata should be {', '.join(sorted(METADATA))}")
+
+
+def check_shapes(shapes: Mapping[str, list[int]], expected: Mapping[str, StateTensor]) -> None:
+    """Refuse other tensors than a state has, or tensors of different numbers of rows."""
+    if wrong := sorted((set(shapes) - {RNG_STATE}) ^ set(expected)):
+        missing_or_not = "lacks" if wrong[0] in expected else "holds a tensor of another name,"
+        raise InputError(f"is no state of this model: it {missing_or_not} {wrong[0]}")
+    num_rows = next(shape[0] if shape else 0 for name, shape in shapes.items() if name != RNG_STATE)
+    if not 1 <= num_rows <= MOST_ROWS:
+        raise InputError(f"holds {num_rows} rows, but a state has 1 to {MOST_ROWS}")
+    for name, shape in shapes.items():
+        if name == RNG_STATE:
+            if shape != [STATE_BYTES]:
+                raise InputError(f"is damaged: {name} has shape {shape}, which no generator of random numbers has")
+            continue
+        wanted = [num_rows, *expected[name].shape]
+        if expected[name].is_ring and len(shape) == len(wanted):
+            wanted[1] = min(wanted[1], shape[1])
+        if shape != wanted:
+            raise InputError(f"is no state of this model: {name} has shape {shape}, but it should be {wanted}")
+
+
+_DTYPES = {
+    "F32": "float32", "F64": "float64", "F16": "float16", "BF16": "bfloat16", "I64": "int64", "I32": "int32",
+    "I8": "int8", "U8": "uint8", "BOOL": "bool",
+}  # fmt: skip
+
+
+def _check_dtypes(dtypes: Mapping[str, str], expected: Mapping[str, StateTensor]) -> None:
+    for name, code in dtypes.items():
+        wanted = expected[name].dtype if name in expected else "uint8"
+        given = _DTYPES.get(code, code)
+        if given != wanted:
+            raise InputError(f"is no state of this model: {name} holds torch.{given}, but it should be torch.{wanted}")
+
+
+def _check_values(tensors: Mapping[str, NDArray[Any]], owner: StateOwner) -> None:
+    """Refuse values that no model writes: a logit may be -inf, all else is finite, and no count is negative."""
+    counts_B, most_tokens = tensors["embedding.num_read_B"], owner.n_positions or MOST_TOKENS
+    for name, tensor in tensors.items():
+        last = name.rpartition(".")[2]
+        if name == RNG_STATE:
+            RandomNumbers.from_state(tensor)
+        elif tensor.dtype.kind == "f":
+            may_be_empty = last.startswith("logits")
+            if not (np.isfinite(tensor) | (tensor == -np.inf) & may_be_empty).all():
+                raise InputError(f"{name} holds values that are not finite")
+        elif (tensor < 0).any():
+            raise InputError(f"{name} holds the number {int(tensor.min())}, but none of a state is negative")
+        elif last.startswith("num_read") and (tensor > most_tokens).any():
+            raise InputError(f"{name} is {int(tensor.max())}, but this model reads at most {most_tokens} tokens")
+        elif last.startswith("num_read") and not np.array_equal(tensor, counts_B):
+            raise InputError(f"{name} and embedding.num_read_B count different numbers of tokens")
+
+
+def _parse(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        raise InputError("is damaged: its unread_ids are no JSON") from None
+
+
+def _check_unread_ids(unread_ids: Any, num_rows: int, vocab_size: int) -> None:
+    rows = unread_ids if isinstance(unread_ids, list) else []
+    if len(rows) != num_rows or not all(isinstance(row, list) for row in rows):
+        raise InputError(f"unread_ids: should be a list of token ids for each of its {num_rows} rows")
+    wrong = [token for row in rows for token in row if type(token) is not int or not 0 <= token < vocab_size]
+    if wrong:
+        raise InputError(f"unread_ids: {wrong[0]!r:.40} given, but a token is a number from 0 to {vocab_size - 1}")
+
+
+def checksum(metadata: Mapping[str, str], tensors: Mapping[str, NDArray[Any]]) -> str:
+    """SHA-256 over all that a state file holds."""
+    described = {name: (f"{x.shape} torch.{x.dtype}", x) for name, x in tensors.items()}
+    return digest(json.dumps(metadata, sort_keys=True), described)
+
+
+def digest(text: str, tensors: Mapping[str, tuple[str, NDArray[Any]]]) -> str:
+    """SHA-256 over a text and tensors with their names and descriptions; the tensors are hashed in parallel."""
+    total = hashlib.sha256(text.encode())
+    names = sorted(tensors)
+    with ThreadPoolExecutor() as pool:
+        for name, content in zip(names, pool.map(_content_hash, (tensors[name][1] for name in names)), strict=True):
+            total.update(f"{name} {tensors[name][0]} {content}".encode())
+    return total.hexdigest()
+
+
+def _content_hash(tensor: NDArray[Any]) -> str:
+    return hashlib.sha256(np.ascontiguousarray(tensor).reshape(-1).view(np.uint8).data).hexdigest()

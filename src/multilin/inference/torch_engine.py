@@ -1,0 +1,79 @@
+"""The engine that runs a model in PyTorch: ours with their states, others with the caches of transformers."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from transformers import DynamicCache, PreTrainedModel
+
+from multilin.errors import InputError
+from multilin.inference.runs import longest_text
+from multilin.inference.snapshot import Snapshot, from_contents, to_contents
+from multilin.inference.state_file import StateContents
+from multilin.model import MultilinForCausalLM, TextState
+
+PIECE = 4096  # tokens of a prompt read at once
+
+
+class TorchEngine:
+    """See `multilin.inference.engine.Engine`. Rows of different lengths are for models of ours only."""
+
+    name = "torch"
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model.eval()
+        self.vocab_size = int(model.config.vocab_size)
+        self.longest_text = longest_text(model.config)
+        self.keeps_states = isinstance(model, MultilinForCausalLM)
+
+    def new_state(self, num_rows: int = 1) -> Any:
+        """The state of so many rows that have read nothing."""
+        return self.model.new_state() if self.keeps_states else DynamicCache(config=self.model.config)
+
+    @torch.inference_mode()
+    def read(self, state: Any, token_ids: Sequence[Sequence[int]]) -> NDArray[np.float32]:
+        """Read the next tokens of each row; the logits after each row's last, (rows, V)."""
+        counts = [len(row) for row in token_ids]
+        longest = max(counts)
+        logits = np.zeros((len(token_ids), self.vocab_size), np.float32)
+        for first in range(0, longest, PIECE):
+            rows = [list(row[first : first + PIECE]) for row in token_ids]
+            width = max(map(len, rows))
+            ids = torch.tensor([row + [0] * (width - len(row)) for row in rows], device=self.model.device)
+            given: dict[str, Any] = {"past_key_values": state, "use_cache": True, "logits_to_keep": 1}
+            if any(len(row) < width for row in rows):
+                mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows])
+                given["attention_mask"] = mask.to(ids.device)
+            after = self.model(ids, **given).logits[:, -1].float().cpu().numpy()
+            ends = [bool(row) for row in rows]
+            logits[ends] = after[ends]
+        return logits
+
+    def num_read(self, state: Any) -> list[int]:
+        """Tokens read by each row."""
+        if not self.keeps_states:
+            return [int(state.get_seq_length())]
+        return [] if state.num_tokens is None else state.num_tokens.tolist()
+
+    def select(self, state: TextState, rows: Sequence[int]) -> TextState:
+        """A copy of these rows in this order."""
+        return state.select(list(rows))
+
+    def save(self, state: TextState) -> StateContents:
+        """The state as files hold it."""
+        contents = to_contents(Snapshot(state))
+        contents.tensors = {name: tensor.copy() for name, tensor in contents.tensors.items()}
+        return contents
+
+    def restore(self, contents: StateContents) -> TextState:
+        """The state that `save` gave.
+
+        Raises:
+            InputError: the model keeps no state that could be restored.
+        """
+        if not isinstance(self.model, MultilinForCausalLM):
+            kind = self.model.config.model_type
+            raise InputError(f"state: a {kind} model keeps no state that a file could hold; leave it out")
+        return from_contents(contents, self.model).state

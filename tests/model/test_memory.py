@@ -15,7 +15,7 @@ from multilin.analysis.info import find_model
 from multilin.analysis.settings import EvaluationSettings, ModelSizes
 from multilin.data.tokenizers import train_tokenizer
 from multilin.errors import InputError
-from multilin.inference.generate import generate_text
+from multilin.inference.generate_run import generate_text
 from multilin.inference.rollout_run import rollout_run
 from multilin.inference.runs import Run, load_run
 from multilin.inference.settings import GenerationSettings, RolloutSettings

@@ -29,7 +29,7 @@ def demo(changes: Changes) -> None:
     recipe = load_recipe(RECIPE, changes)
     with loading():
         from multilin.cli.progress import TrainingDisplay
-        from multilin.inference.generate import generate_text
+        from multilin.inference.generate_run import generate_text
         from multilin.inference.runs import Run
         from multilin.machine import warn_of_contention
         from multilin.scoring.ngrams import ngram_bits_per_byte

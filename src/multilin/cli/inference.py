@@ -2,15 +2,17 @@
 
 import functools
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from multilin.cli.export import open_engine
 from multilin.cli.messages import as_json, loading, say_next
 from multilin.cli.prompts import read_prompt
 from multilin.cli.tables import make_console
 from multilin.errors import InputError, nearest, plural
 from multilin.inference.run_files import check_run_files
-from multilin.inference.settings import GenerationSettings, RolloutSettings
+from multilin.inference.settings import EngineName, GenerationSettings, RolloutSettings
 from multilin.settings import settings
 from multilin.settings.bounds import PathText, Prose
 
@@ -22,11 +24,12 @@ if TYPE_CHECKING:
 class GenerateArguments:
     """What to continue."""
 
-    run: PathText  # folder of a trained model
+    run: PathText  # folder of a trained or exported model
     prompt: Prose | None = None  # text to continue; without one it is read from a pipe, or the model begins a text
     prompt_file: PathText | None = None  # file with the text to continue; one newline at its end is left out
     state: PathText | None = None  # go on from the state in this file; the prompt, if any, is added to its text
     save_state: PathText | None = None  # write the state after the last token to this file, to go on from
+    engine: EngineName = "auto"  # auto takes ONNX Runtime on a CPU, exporting the run once, else PyTorch
     echo: bool = True  # also write the prompt itself to stdout
 
 
@@ -54,22 +57,42 @@ def generate(arguments: GenerateArguments, settings: GenerationSettings) -> None
 
     stdout gets the text alone: the prompt and what follows it.
     """
-    check_run_files(arguments.run)
     prompt = read_prompt(arguments.prompt, arguments.prompt_file)
-    with loading(f"PyTorch and {arguments.run}"):
-        from multilin.inference.runs import load_run
-        from multilin.inference.session import write_text
-
-        run = load_run(arguments.run)
     state, save_state = arguments.state, arguments.save_state
     write = functools.partial(print, end="", flush=True)
-    write_text(run, prompt, settings, state=state, save_state=save_state, echo=arguments.echo, write=write)
+    if settings.num_beams > 1:
+        _search(arguments, prompt, settings, write)
+    else:
+        engine, codec, owner = open_engine(Path(arguments.run), arguments.engine)
+        from multilin.inference.session import continue_file
+
+        continue_file(
+            engine, codec, owner, prompt, settings, state=state, save_state=save_state, echo=arguments.echo, write=write
+        )
     if sys.stdout.isatty():
         print()
     if save_state:
         say_next(f"multilin generate {arguments.run} --state {save_state}")
     else:
         say_next(f"multilin generate {arguments.run} --save-state text.state", f"multilin evaluate {arguments.run}")
+
+
+def _search(
+    arguments: GenerateArguments, prompt: str, settings: GenerationSettings, write: Callable[[str], object]
+) -> None:
+    """Search with beams, which PyTorch does."""
+    for name, given in (("state", arguments.state), ("save-state", arguments.save_state)):
+        if given is not None:
+            raise InputError(f"--{name}: given with a search among {settings.num_beams} texts; use --num-beams 1")
+    if arguments.engine == "onnx":
+        raise InputError(f"num_beams: {settings.num_beams} given, but the engine onnx searches no beams")
+    check_run_files(arguments.run)
+    with loading(f"PyTorch and {arguments.run}"):
+        from multilin.inference.generate_run import generate_text
+        from multilin.inference.runs import load_run
+
+        run = load_run(arguments.run)
+    generate_text(run, prompt, settings, write=write, echo=arguments.echo)
 
 
 def rollout(arguments: RolloutArguments, settings: RolloutSettings) -> None:

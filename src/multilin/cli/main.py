@@ -18,6 +18,7 @@ from multilin.cli.demo import demo
 from multilin.cli.doctor import doctor
 from multilin.cli.evaluate import evaluate, quantize
 from multilin.cli.explain import explain
+from multilin.cli.export import export
 from multilin.cli.inference import convert, generate, rollout
 from multilin.cli.info import info
 from multilin.cli.messages import plain_warnings
@@ -37,6 +38,7 @@ VERBS: dict[str, Callable[..., None]] = {
     "compare": compare,
     "explain": explain,
     "quantize": quantize,
+    "export": export,
     "info": info,
     "tokenizer train": tokenizer_train,
     "tokenizer show": tokenizer_show,

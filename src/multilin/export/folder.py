@@ -1,6 +1,8 @@
 """A folder with an exported model: graphs, weights, manifest, tokenizer, and a README that shows how to run it."""
 
+import copy
 import dataclasses
+import json
 import shutil
 from collections.abc import Callable
 from importlib import resources
@@ -8,6 +10,7 @@ from pathlib import Path
 
 from multilin.data.tokenizers import TOKENIZER_FILES
 from multilin.errors import InputError
+from multilin.export.cache import source_hashes
 from multilin.export.graph import make_graph
 from multilin.export.weights import WEIGHTS, Precision, WeightFile, rounded
 from multilin.files import atomic_folder, check_folder, write_whole
@@ -43,7 +46,8 @@ def export_run(
         )
     check_folder("--output", folder, must_be_new=True)
     said = progress or (lambda *_: None)
-    model = model.to("cpu").float()
+    model = copy.deepcopy(model).to("cpu").float()
+    model.set_arithmetic(dataclasses.replace(model.arithmetic, products="float"))
     with atomic_folder(folder) as partial:
         weights = WeightFile(partial)
         for index, name in enumerate(GRAPHS):
@@ -54,23 +58,25 @@ def export_run(
         for name in TOKENIZER_FILES:
             if (run.folder / name).is_file():
                 shutil.copy(run.folder / name, partial / name)
-        manifest = _manifest(run, model, precision, partial)
+        manifest = _manifest(run, model_hash(run.model), model, precision, partial)
         write_whole(partial / README, _readme(manifest))
         _write_manifest(manifest, partial)
     return manifest
 
 
-def source_hashes(folder: Path) -> dict[str, str]:
-    """SHA-256 of the files of a run that decide about its export."""
-    names = ["config.json", "tokenizer.json", *sorted(path.name for path in folder.glob("*.safetensors"))]
-    return {name: file_hash(folder / name) for name in names if (folder / name).is_file()}
+def replace_export(run: Run, folder: Path, progress: Callable[[str, int, int], None] | None = None) -> None:
+    """Export a run in float32 into a folder, in place of what was exported there before."""
+    folder.parent.mkdir(exist_ok=True)
+    if folder.exists():
+        shutil.rmtree(folder)
+    export_run(run, folder, progress=progress)
 
 
-def _manifest(run: Run, model: MultilinForCausalLM, precision: Precision, folder: Path) -> Manifest:
+def _manifest(run: Run, owner: str, model: MultilinForCausalLM, precision: Precision, folder: Path) -> Manifest:
     codec = text_codec(run.tokenizer)
     files = [*GRAPHS, WEIGHTS, "tokenizer.json"]
     return Manifest(
-        model_hash=model_hash(model),
+        model_hash=owner,
         architectures=sorted({entry["architecture"] for entry in model.config.layers}),
         precision=precision,
         vocab_size=model.config.vocab_size,
@@ -85,8 +91,6 @@ def _manifest(run: Run, model: MultilinForCausalLM, precision: Precision, folder
 
 
 def _write_manifest(manifest: Manifest, folder: Path) -> None:
-    import json
-
     write_whole(folder / MANIFEST, json.dumps(manifest.as_json(), indent=1) + "\n")
 
 

@@ -1,4 +1,4 @@
-"""One call of a model as a graph: new tokens and a state in, logits of the last token and the change of the state out."""
+"""One call of a model as a graph: from new tokens and a state to the last token's logits and the state's change."""
 
 import io
 import logging
@@ -19,7 +19,7 @@ from multilin.model import MultilinForCausalLM
 from multilin.model.loss import apply_head
 from multilin.model.modes import evaluation_mode
 from multilin.model.state import named_tensors
-from multilin.ops.ring import Ring
+from multilin.ops.ring import Ring, slots_of
 
 EXAMPLE_ROWS, EXAMPLE_SLOTS = 3, 70  # sizes that no model's own sizes are likely to equal
 
@@ -118,7 +118,9 @@ def make_graph(model: MultilinForCausalLM, num_columns: int) -> Any:
             raise
         except Exception as error:  # what a foreign layer does can fail in as many ways as there are operators
             reason = " ".join(str(error).split())[:300]
-            raise InputError(f"run: this model cannot be exported as a graph ({type(error).__name__}: {reason})") from error
+            raise InputError(
+                f"run: this model cannot be exported as a graph ({type(error).__name__}: {reason})"
+            ) from error
 
 
 @contextmanager
@@ -135,10 +137,6 @@ def _quiet() -> Iterator[None]:
         logger.setLevel(level)
 
 
-def _is_ring(value: Any) -> bool:
-    return bool(getattr(value, "slot_fields", ())) and getattr(value, value.slot_fields[0]).shape[1] > 0
-
-
 def _open(value: Any, name: str, given: Mapping[str, Tensor], num_read_B: Tensor) -> Any:
     """The layer's state from the graph's inputs, windows as rings; `value` is an example of it."""
     if isinstance(value, Tensor):
@@ -147,4 +145,5 @@ def _open(value: Any, name: str, given: Mapping[str, Tensor], num_read_B: Tensor
         return None
     fields = zip(value._fields, value, strict=True)
     state = type(value)(*(_open(part, f"{name}.{field}", given, num_read_B) for field, part in fields))
-    return Ring(state, num_read_B, getattr(value, value.slot_fields[0]).shape[1]) if _is_ring(value) else state
+    slots = slots_of(value)
+    return state if slots is None else Ring(state, num_read_B, getattr(value, slots.fields[0]).shape[1])

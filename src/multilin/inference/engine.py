@@ -14,7 +14,7 @@ Logits = NDArray[np.float32]
 class Engine(Protocol):
     """A model that reads tokens into states.
 
-    A state is made by `new_state` or `restore`; what it is only its engine knows. It holds rows, each of its own length.
+    A state is made by `new_state` or `restore`; what it is only its engine knows. It holds rows of their own lengths.
 
     name: of the engine, for people.
     vocab_size: V.

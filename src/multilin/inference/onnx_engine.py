@@ -96,7 +96,8 @@ class OnnxEngine:
             if about.is_ring:
                 shape[0] = min(FEWEST_SLOTS, shape[0])
             tensors[about.name] = self._laid_out(np.full((num_rows, *shape), about.empty, about.dtype), about)
-        return OnnxState(*(np.zeros(num_rows, np.int64) for _ in range(3)), tensors)
+        num_read, hashes, documents = np.zeros((3, num_rows), np.int64)
+        return OnnxState(num_read, hashes, documents, tensors)
 
     def read(self, state: OnnxState, token_ids: Sequence[Sequence[int]]) -> NDArray[np.float32]:
         """Read the next tokens of each row; the logits after each row's last, (rows, V).
@@ -227,8 +228,10 @@ class OnnxEngine:
             if about.is_ring:
                 tensor = self._laid_out(_as_ring(tensor, about, num_read), about)
             tensors[about.name] = np.array(tensor, about.dtype, order="C")
-        parts = (given[f"embedding.{name}"].copy() for name in ("num_read_B", "hash_B", "document_B"))
-        return OnnxState(*parts, tensors)
+        num_read, hashes, documents = (
+            given[f"embedding.{name}"].copy() for name in ("num_read_B", "hash_B", "document_B")
+        )
+        return OnnxState(num_read, hashes, documents, tensors)
 
     def _laid_out(self, tensor: NDArray[Any], about: StateTensor) -> NDArray[Any]:
         return np.ascontiguousarray(tensor.swapaxes(1, 2)) if about.is_multiplied else tensor
@@ -241,7 +244,7 @@ class OnnxEngine:
         if about.kind == "window":
             number = number + state.num_read[:, None] - about.shape[0]
         is_empty = (number < 0) | (number >= state.num_read[:, None])
-        taken = ring[np.arange(len(ring))[:, None], number % ring.shape[1]]
+        taken: NDArray[Any] = ring[np.arange(len(ring))[:, None], number % ring.shape[1]]
         taken[is_empty] = about.empty
         return taken
 
@@ -250,10 +253,11 @@ def _as_ring(tensor: NDArray[Any], about: StateTensor, num_read: NDArray[np.int6
     """A ring from all slots of PyTorch's state, of as few slots as hold the tokens read."""
     most = max(int(num_read.max(initial=0)), 1)
     num_slots = min(max(FEWEST_SLOTS, 1 << (most - 1).bit_length()), about.shape[0])
-    if about.kind == "positions":
-        return tensor[:, :num_slots]
-    index = about.shape[0] - 1 - (num_read[:, None] - 1 - np.arange(num_slots)) % num_slots
-    return tensor[np.arange(len(tensor))[:, None], index]
+    ring: NDArray[Any] = tensor[:, :num_slots]
+    if about.kind == "window":
+        index = about.shape[0] - 1 - (num_read[:, None] - 1 - np.arange(num_slots)) % num_slots
+        ring = tensor[np.arange(len(tensor))[:, None], index]
+    return ring
 
 
 def _advance_hashes(hashes: NDArray[np.int64], ids: NDArray[np.int64], counts: NDArray[np.int64]) -> None:
@@ -263,6 +267,7 @@ def _advance_hashes(hashes: NDArray[np.int64], ids: NDArray[np.int64], counts: N
             is_read = counts > column
             if not is_read.any():
                 return
-            after = (hashes.astype(np.uint64) * _HASH_FACTOR + ids[:, column].astype(np.uint64) + np.uint64(1)) & _HASH_MASK
+            after = (
+                hashes.astype(np.uint64) * _HASH_FACTOR + ids[:, column].astype(np.uint64) + np.uint64(1)
+            ) & _HASH_MASK
             hashes[is_read] = after.astype(np.int64)[is_read]
-

@@ -24,7 +24,7 @@ class RandomNumbers:
     def __init__(self, seed: int | None = None) -> None:
         self._bits = np.random.MT19937()
         self._seed = secrets.randbits(32) if seed is None else seed
-        self._bits._legacy_seeding(self._seed & 0xFFFFFFFF)  # type: ignore[attr-defined]
+        self._bits._legacy_seeding(self._seed & 0xFFFFFFFF)
         self._generator = np.random.Generator(self._bits)
 
     def uniform(self) -> float:

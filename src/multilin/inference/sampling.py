@@ -12,9 +12,9 @@ Logits = NDArray[np.float32]
 def choose_token(logits_V: Logits, settings: GenerationSettings, seen: set[int], numbers: RandomNumbers) -> int:
     """The next token.
 
-    In this order: the logits of tokens seen are divided by the repetition penalty where they are above 0 and multiplied
-    with it elsewhere; the bias is added; greedily the largest is taken. Otherwise logits are divided by the temperature,
-    and of their softmax the tokens that top_k, then top_p, then min_p leave are drawn from.
+    In this order: the logits of tokens seen are divided by the repetition penalty where they are above 0, multiplied
+    with it elsewhere; the bias is added; greedily the largest is taken. Otherwise logits are divided by the
+    temperature, and the softmax over the tokens that top_k, then top_p, then min_p leave is drawn from.
 
     Args:
         logits_V: (V,) of all tokens; they are changed.

@@ -8,6 +8,7 @@ from annotated_types import MaxLen
 from multilin.settings import settings
 from multilin.settings.bounds import Beams, Factor, Length, Positive, Seed, Share, Temperature, Tokens, Vocabulary
 
+EngineName = Literal["auto", "torch", "onnx"]
 Biases = Annotated[dict[str, Factor], MaxLen(1000)]
 StopTexts = Annotated[tuple[str, ...], MaxLen(16)]
 

@@ -12,7 +12,7 @@ from multilin.inference.state_file import StateContents, StateOwner, StateTensor
 from multilin.model import MultilinForCausalLM, TextState
 from multilin.model.modes import evaluation_mode
 from multilin.model.state import named_tensors
-from multilin.ops.ring import map_windows
+from multilin.ops.ring import map_windows, slots_of
 
 
 @dataclass
@@ -57,13 +57,16 @@ def describe_state(state: TextState) -> list[StateTensor]:
     kinds: dict[int, tuple[Any, bool]] = {}
 
     def note(window: Any) -> None:
-        kind = "positions" if window.slots_are_positions else "window"
-        for tensor in (getattr(window, name) for name in window.slot_fields):
-            if tensor.shape[1]:
-                kinds[id(tensor)] = kind, window.slots_are_multiplied and tensor.ndim == 4
+        slots = slots_of(window)
+        assert slots is not None
+        for tensor in (getattr(window, name) for name in slots.fields):
+            kind = "positions" if slots.are_positions else "window"
+            kinds[id(tensor)] = kind, slots.are_multiplied and tensor.ndim == 4
 
     values, described = state.values, []
-    for part, value in zip(["embedding", *(f"layers.{index}" for index in range(len(state.layers)))], values, strict=True):
+    for part, value in zip(
+        ["embedding", *(f"layers.{index}" for index in range(len(state.layers)))], values, strict=True
+    ):
         map_windows(note, value)
         for name, tensor in named_tensors(value, part):
             kind, is_multiplied = kinds.get(id(tensor), ("count" if "num_read" in name else "summary", False))

@@ -1,14 +1,14 @@
 """The state of a text: what a model keeps of all it has read, in a size that does not grow."""
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from multilin.errors import InputError
-from multilin.ops.ring import Ring, from_ring, grow, map_windows, to_ring, write
+from multilin.ops.ring import Ring, from_ring, grow, map_windows, slots_of, to_ring, write
 
 LONGEST_STEP = 16  # new tokens that are read from rings; more are read faster from windows in their order
 
@@ -168,10 +168,12 @@ class TextState(Cache):
     def num_bytes(self) -> int:
         """Size of all tensors of `named_tensors`; rings that are not full yet take less memory."""
         sizes: list[int] = []
-        for part in self.parts:
-            value = map_windows(lambda window: sizes.append(_window_bytes(window)), part.value)
-            map_tensors(lambda tensor: sizes.append(tensor.nbytes), value)
-        return sum(sizes)
+
+        def count(window: Any) -> None:
+            sizes.append(_window_bytes(window))
+
+        others = [map_windows(count, part.value) for part in self.parts]
+        return sum(sizes) + sum(tensor.nbytes for value in others for _, tensor in named_tensors(value, ""))
 
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Every tensor with its name, `layers.3.queries.logits_BSH`; the tokens of a window are in their order."""
@@ -244,7 +246,11 @@ class TextState(Cache):
         return [part.value for part in self.parts]
 
     def _as_ring(self, window: Any, num_new: int) -> Any:
-        ring = grow(window, num_new) if isinstance(window, Ring) else to_ring(window, self.num_tokens, num_new)
+        ring = (
+            grow(window, num_new)
+            if isinstance(window, Ring)
+            else to_ring(window, cast(Tensor, self.num_tokens), num_new)
+        )
         # What was made in inference mode can be changed there only.
         is_locked = isinstance(ring, Ring) and ring.tokens[0].is_inference() and not torch.is_inference_mode_enabled()
         return map_tensors(torch.clone, ring) if is_locked else ring
@@ -307,9 +313,10 @@ class TextState(Cache):
 def _window_bytes(window: Any) -> int:
     if not isinstance(window, Ring):
         return sum(tensor.nbytes for tensor in window)
-    slots = window.tokens.slot_fields
+    slots = slots_of(window.tokens)
+    assert slots is not None
     sizes = ((name, tensor.nbytes) for name, tensor in window.tokens._asdict().items())
-    return sum(size // window.num_slots * window.num_kept if name in slots else size for name, size in sizes)
+    return sum(size // window.num_slots * window.num_kept if name in slots.fields else size for name, size in sizes)
 
 
 def open_state(given: TextState | None, num_layers: int, num_batch: int) -> TextState:

@@ -1,7 +1,7 @@
 """Windows as rings: buffers in which a new token takes the place of the oldest, so that no step copies a window.
 
-The state that an op returns holds the last tokens in their order. While a sequence is generated token by token, the same
-tokens lie in a ring of S slots, token number n of the sequence in slot n mod S. An op that is given a `Ring` reads it and
+The state that an op returns holds the last tokens in their order. While a sequence is generated token by token, they
+lie in a ring of S slots, token number n of the sequence in slot n mod S. An op that is given a `Ring` reads it and
 returns only the new tokens, in a state of the same type; `write` puts them into the ring in place.
 """
 
@@ -14,10 +14,37 @@ from torch import Tensor
 FEWEST_SLOTS = 256  # of a ring that is not yet full; doubled as tokens come
 
 
+class Slots(NamedTuple):
+    """Which fields of an op's state are windows, (B, S, ...).
+
+    fields: their names.
+    are_positions: the token at position n lies in slot n, not the last tokens in their order.
+    are_multiplied: the op multiplies with those of (B, S, H, D), the slots of a head as rows of a matrix.
+    """
+
+    fields: tuple[str, ...]
+    are_positions: bool = False
+    are_multiplied: bool = False
+
+
+_windows: dict[type, Slots] = {}
+
+
+def register_window(state: type, slots: Slots) -> None:
+    """Say that states of this type are windows."""
+    _windows[state] = slots
+
+
+def slots_of(state: Any) -> Slots | None:
+    """The slots of a state that is a window of one token and more; None for every other."""
+    slots = _windows.get(type(state))
+    return slots if slots is not None and getattr(state, slots.fields[0]).shape[1] > 0 else None
+
+
 class Ring(NamedTuple):
     """The last tokens of each sequence, the next one's place being slot `num_read_B` mod S.
 
-    tokens: a state of an op whose fields in `slot_fields` have S slots, (B, S, ...).
+    tokens: a state of an op whose windows have S slots.
     num_read_B: (B,) int64 tokens read.
     num_kept: slots of the op's own state. S is smaller as long as no sequence has so many tokens.
     """
@@ -29,8 +56,8 @@ class Ring(NamedTuple):
     @property
     def num_slots(self) -> int:
         """S."""
-        slots: int = getattr(self.tokens, self.tokens.slot_fields[0]).shape[1]
-        return slots
+        num_slots: int = getattr(self.tokens, _windows[type(self.tokens)].fields[0]).shape[1]
+        return num_slots
 
     def distances(self, num_new: int) -> Tensor:
         """Distance in tokens from each of the next tokens to that in each slot, (B, T, S), at least 1."""
@@ -42,7 +69,7 @@ class Ring(NamedTuple):
 
 def map_windows(function: Callable[..., Any], state: Any, *others: Any) -> Any:
     """Apply a function to every window of a (nested) state and what stands in its place in the others."""
-    if isinstance(state, Ring) or getattr(state, "slot_fields", ()):
+    if isinstance(state, Ring) or slots_of(state) is not None:
         return function(state, *others)
     if state is None or isinstance(state, Tensor):
         return others[0] if others else state
@@ -50,13 +77,12 @@ def map_windows(function: Callable[..., Any], state: Any, *others: Any) -> Any:
 
 
 def to_ring(state: Any, num_read_B: Tensor, num_new: int) -> Any:
-    """A window as a ring with room for so many new tokens; a copy. A window of no tokens stays as it is."""
-    num_kept = getattr(state, state.slot_fields[0]).shape[1]
-    if num_kept == 0:
-        return state
+    """A window as a ring with room for so many new tokens; a copy."""
+    slots = _windows[type(state)]
+    num_kept = getattr(state, slots.fields[0]).shape[1]
     num_slots = _enough_slots(num_read_B, num_new, num_kept)
     slot_S = torch.arange(num_slots, device=num_read_B.device)
-    if state.slots_are_positions:
+    if slots.are_positions:
         index_BS = slot_S.expand(len(num_read_B), -1)
     else:
         index_BS = num_kept - 1 - (num_read_B[:, None] - 1 - slot_S) % num_slots
@@ -70,7 +96,7 @@ def from_ring(ring: Any) -> Any:
     tokens, num_read_B, num_kept = ring
     index_N = torch.arange(num_kept, device=num_read_B.device)
     number_BN = index_N.expand(len(num_read_B), -1)
-    if not tokens.slots_are_positions:
+    if not _windows[type(tokens)].are_positions:
         number_BN = number_BN + num_read_B[:, None] - num_kept
     is_empty_BN = (number_BN < 0) | (number_BN >= num_read_B[:, None])
 
@@ -91,7 +117,9 @@ def grow(ring: Any, num_new: int) -> Any:
         return ring
 
     def pad(name: str, tensor: Tensor) -> Tensor:
-        empty = tensor.new_full((len(tensor), more, *tensor.shape[2:]), -torch.inf if name.startswith("logits") else 0.0)
+        empty = tensor.new_full(
+            (len(tensor), more, *tensor.shape[2:]), -torch.inf if name.startswith("logits") else 0.0
+        )
         return _lay_out(torch.cat([tensor, empty], dim=1), ring.tokens)
 
     return ring._replace(tokens=_map_slots(pad, ring.tokens))
@@ -107,8 +135,8 @@ def write(ring: Any, new: Any, num_read_B: Tensor) -> Any:
     """
     if not isinstance(ring, Ring):
         return new
-    slots, num_slots = {name: getattr(new, name) for name in new.slot_fields}, ring.num_slots
-    num_all = slots[new.slot_fields[0]].shape[1]
+    slots, num_slots = {name: getattr(new, name) for name in _windows[type(new)].fields}, ring.num_slots
+    num_all = next(iter(slots.values())).shape[1]
     num_new = min(num_all, num_slots)  # earlier ones have no place any more
     first_B = (ring.num_read_B + (num_all - num_new)) % num_slots
     first = first_B.tolist() if first_B.device.type == "cpu" else [0, 1]
@@ -121,7 +149,7 @@ def write(ring: Any, new: Any, num_read_B: Tensor) -> Any:
         for name, tensor in slots.items():
             target = getattr(ring.tokens, name)
             target[rows_B1, slots_BT] = tensor[:, -num_new:].to(target.dtype)
-    others = {name: getattr(new, name) for name in new._fields if name not in new.slot_fields}
+    others = {name: getattr(new, name) for name in new._fields if name not in slots}
     return Ring(ring.tokens._replace(**others), num_read_B, ring.num_kept)
 
 
@@ -134,7 +162,7 @@ def _enough_slots(num_read_B: Tensor, num_new: int, num_kept: int) -> int:
 
 
 def _map_slots(function: Callable[[str, Tensor], Tensor], state: Any) -> Any:
-    return state._replace(**{name: function(name, getattr(state, name)) for name in state.slot_fields})
+    return state._replace(**{name: function(name, getattr(state, name)) for name in _windows[type(state)].fields})
 
 
 def _take(tensor: Tensor, index_BS: Tensor) -> Tensor:
@@ -144,6 +172,6 @@ def _take(tensor: Tensor, index_BS: Tensor) -> Tensor:
 
 def _lay_out(tensor: Tensor, state: Any) -> Tensor:
     """The same (B, S, H, ...), where the op multiplies with them with the slots of each head side by side in memory."""
-    if tensor.ndim < 4 or not state.slots_are_multiplied:
+    if tensor.ndim < 4 or not _windows[type(state)].are_multiplied:
         return tensor
     return tensor.transpose(1, 2).contiguous().transpose(1, 2)

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from multilin.analysis.compare.record import Decoding, RowRecord
 from multilin.analysis.costs import state_bytes
 from multilin.errors import InputError
-from multilin.inference.generate import generate_text
+from multilin.inference.generate_run import generate_text
 from multilin.inference.runs import Run, load_run, longest_text
 from multilin.inference.settings import GenerationSettings
 from multilin.model.factory import create_model

@@ -80,7 +80,7 @@ def causal_mixing(
     return y.to(x.dtype), CausalMixingState(inputs, positions[:, -1] + 1) if needs_state else None
 
 
-def _count(x_BTD: Tensor, padding_BT: Tensor | None, state: CausalMixingState | None) -> Tensor:
+def _count(x_BTD: Tensor, padding_BT: Tensor | None, state: CausalMixingState | Ring | None) -> Tensor:
     """Positions that go on from the state, (B, T); a padded token repeats the one before."""
     ones_BT = torch.ones(x_BTD.shape[:2], dtype=torch.int64, device=x_BTD.device)
     if padding_BT is not None:

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from multilin.errors import InputError
+from multilin.ops.ring import Slots, register_window
 
 
 class CausalMixingState(NamedTuple):
@@ -16,9 +17,8 @@ class CausalMixingState(NamedTuple):
     inputs_BND: Tensor
     num_read_B: Tensor
 
-    slot_fields = ("inputs_BND",)
-    slots_are_positions = True
-    slots_are_multiplied = False
+
+register_window(CausalMixingState, Slots(("inputs_BND",), are_positions=True))
 
 
 def causal_mixing(

@@ -112,13 +112,13 @@ def prefix_softmax(
         return _read_ring(logits, values, state, window, null_logit)
     backend = PREFIX_SOFTMAX.backend_for(values.device, dtype, (values,))
     read_values = values if values.dtype is dtype or values.dtype in backend.reads else values.to(dtype)
-    means, state = backend.compute(
+    means, after = backend.compute(
         logits, read_values, window=window, own_logits=own_logits, null_logit=null_logit,
         state=state, starts=starts, needs_state=needs_state,
     )  # fmt: skip
-    if window is not None and state is not None:
-        state = PrefixSoftmaxWindow(*state)
-    return means if means.dtype is values.dtype else means.to(values.dtype), state
+    if window is not None and after is not None:
+        after = PrefixSoftmaxWindow(*after)
+    return means if means.dtype is values.dtype else means.to(values.dtype), after
 
 
 def _read_ring(

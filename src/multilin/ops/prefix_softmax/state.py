@@ -5,6 +5,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from multilin.ops.ring import Slots, register_window
+
 
 class PrefixSoftmaxState(NamedTuple):
     """What later positions may still read: the last `window - 1` tokens, or one summary token without a window.
@@ -21,8 +23,8 @@ class PrefixSoftmaxState(NamedTuple):
 class PrefixSoftmaxWindow(PrefixSoftmaxState):
     """The last `window - 1` tokens, which can lie in a ring; see `multilin.ops.ring`."""
 
-    slot_fields = ("logits_BSH", "values_BSHD")
-    slots_are_positions = slots_are_multiplied = False
+
+register_window(PrefixSoftmaxWindow, Slots(("logits_BSH", "values_BSHD")))
 
 
 class Gradients(NamedTuple):

@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from multilin.ops.ring import Slots, register_window
+
 
 class WindowedAttentionState(NamedTuple):
     """The last `window` tokens, in float32 or better; a logit of -inf stands for what was not read, else it is 0."""
@@ -14,9 +16,8 @@ class WindowedAttentionState(NamedTuple):
     values_BSHE: Tensor
     logits_BS: Tensor
 
-    slot_fields = ("keys_BSHD", "values_BSHE", "logits_BS")
-    slots_are_positions = False
-    slots_are_multiplied = True
+
+register_window(WindowedAttentionState, Slots(("keys_BSHD", "values_BSHE", "logits_BS"), are_multiplied=True))
 
 
 def all_tokens(

@@ -1,0 +1,135 @@
+"""The verb that exports a model as graphs, and the engine that `multilin generate` runs."""
+
+import importlib.util
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from multilin.cli.messages import loading, say_next
+from multilin.cli.tables import make_console, print_table
+from multilin.errors import InputError
+from multilin.files import check_folder
+from multilin.inference.run_files import check_run_files
+from multilin.inference.settings import EngineName
+from multilin.settings import settings
+from multilin.settings.bounds import PathText
+
+if TYPE_CHECKING:
+    from multilin.export.check import Comparison
+    from multilin.inference.engine import Engine
+    from multilin.inference.state_file import StateOwner
+    from multilin.inference.text import TextCodec
+
+    _Opened = tuple[Engine, TextCodec, Callable[[], StateOwner]]
+
+
+@settings
+class ExportArguments:
+    """What to export."""
+
+    run: PathText  # folder of a trained model
+    output: PathText  # folder to write
+    format: Literal["onnx"] = "onnx"  # graphs for ONNX Runtime
+    precision: Literal["float32", "8bit", "4bit"] = "float32"  # of the matrices
+
+
+def export(arguments: ExportArguments) -> None:
+    """Write a model as ONNX graphs that run without multilin, and compare them with the original."""
+    check_run_files(arguments.run)
+    output = Path(arguments.output)
+    check_folder("--output", output, must_be_new=True)
+    _check_installed()
+    with loading(f"PyTorch and {arguments.run}"):
+        from multilin.analysis.evaluate.run import recipe_of, validation_text
+        from multilin.cli.progress import show_progress
+        from multilin.export.check import compare_export
+        from multilin.export.folder import export_run
+        from multilin.inference.runs import load_run
+
+        run = load_run(arguments.run)
+    with show_progress() as progress:
+        export_run(run, output, arguments.precision, progress)
+        text = validation_text(run, recipe_of(run), progress)
+        progress("comparing with the original", 0, 1)
+        comparison = compare_export(run, output, text)
+    _print_comparison(comparison, arguments.precision)
+    say_next(f"multilin generate {arguments.output}", f"less {output / 'README.md'}")
+
+
+def _check_installed() -> None:
+    for name in ("onnx", "onnxscript", "onnxruntime"):
+        if importlib.util.find_spec(name) is None:
+            raise InputError(f"export: needs {name}, which is not installed; pip install 'multilin[export]'")
+
+
+def _print_comparison(comparison: "Comparison", precision: str) -> None:
+    original, exported = zip(comparison.bits_per_byte, comparison.num_bytes, comparison.tokens_per_second, strict=True)
+    rows = [
+        [name, f"{bits:.4f}", f"{size:,}", f"{speed:,.0f}"]
+        for name, (bits, size, speed) in (("PyTorch", original), (f"ONNX, {precision}", exported))
+    ]
+    print_table("lrrr", rows, head=["", "bits per byte", "bytes", "tokens/s"])
+    make_console().print(
+        f"Bits per byte of {comparison.num_tokens:,} tokens of the validation text. The logits differ by "
+        f"{comparison.largest_difference:.1e} at most (the largest is {comparison.largest_logit:.1f}); "
+        f"{comparison.equal_tokens} of {comparison.num_greedy} greedy tokens are equal.",
+        soft_wrap=True,
+    )
+
+
+def open_engine(folder: Path, name: EngineName) -> "_Opened":
+    """The engine for a run or an export, its tokenizer, and what state files of the model hold."""
+    from multilin.export.cache import cache_folder, check_engine, is_current, is_export, why_torch
+
+    check_engine(name, folder)
+    if is_export(folder):
+        return _onnx(folder)
+    check_run_files(folder)
+    if name == "torch":
+        return _torch(folder)
+    reason = why_torch(folder) if name == "auto" else None
+    if reason is None and not is_current(folder):
+        reason = _export_for(folder, may_fail=name == "auto")
+    if reason is not None:
+        print(f"multilin: engine torch, as {reason}", file=sys.stderr)
+        return _torch(folder)
+    return _onnx(cache_folder(folder))
+
+
+def _onnx(folder: Path) -> "_Opened":
+    from multilin.inference.onnx_engine import OnnxEngine
+
+    engine = OnnxEngine(folder)
+    return engine, engine.codec, lambda: engine.owner
+
+
+def _torch(folder: Path) -> "_Opened":
+    with loading(f"PyTorch and {folder}"):
+        from multilin.inference.generate_run import text_codec
+        from multilin.inference.runs import load_run
+        from multilin.inference.snapshot import state_owner
+        from multilin.inference.torch_engine import TorchEngine
+
+        run = load_run(folder)
+    return TorchEngine(run.model), text_codec(run.tokenizer), lambda: state_owner(run.model)
+
+
+def _export_for(run_folder: Path, *, may_fail: bool) -> str | None:
+    """Export a run into the folder beside it; the reason why not, where it may fail."""
+    with loading(f"PyTorch and {run_folder}"):
+        from multilin.cli.progress import show_progress
+        from multilin.export.cache import cache_folder
+        from multilin.export.folder import replace_export
+        from multilin.inference.runs import load_run
+
+        run = load_run(run_folder)
+    print(f"multilin: exporting {run_folder} once, for the engine onnx", file=sys.stderr)
+    try:
+        with show_progress() as progress:
+            replace_export(run, cache_folder(run_folder), progress)
+    except (InputError, OSError) as error:
+        if not may_fail:
+            raise
+        return str(error)
+    return None

@@ -1,0 +1,59 @@
+"""Which engine continues a text, and the export that a run keeps beside itself for it."""
+
+import importlib.util
+import json
+import shutil
+from pathlib import Path
+
+from multilin.errors import InputError
+from multilin.inference.manifest import MANIFEST, file_hash
+from multilin.inference.settings import EngineName
+
+
+def cache_folder(run: Path) -> Path:
+    """Where the export of a run is kept: RUN.cache/onnx."""
+    return run.with_name(f"{run.name}.cache") / "onnx"
+
+
+def is_export(folder: Path) -> bool:
+    """Whether a folder is an exported model and no run."""
+    return (folder / MANIFEST).is_file() and not (folder / "config.json").is_file()
+
+
+def is_current(run: Path) -> bool:
+    """Whether the export beside a run was made from the very files that lie there now."""
+    try:
+        source = json.loads((cache_folder(run) / MANIFEST).read_text(encoding="utf-8"))["source"]
+        return isinstance(source, dict) and source == source_hashes(run)
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def source_hashes(folder: Path) -> dict[str, str]:
+    """SHA-256 of the files of a run that decide about its export."""
+    names = ["config.json", "tokenizer.json", *sorted(path.name for path in folder.glob("*.safetensors"))]
+    return {name: file_hash(folder / name) for name in names if (folder / name).is_file()}
+
+
+def why_torch(run: Path) -> str | None:
+    """Why `auto` takes PyTorch for this run; None where it takes ONNX Runtime."""
+    missing = [name for name in ("onnxruntime", "onnx", "onnxscript") if importlib.util.find_spec(name) is None]
+    if missing and not ("onnxruntime" not in missing and is_current(run)):
+        return f"{missing[0]} is not installed (pip install 'multilin[export]')"
+    if shutil.which("nvidia-smi"):
+        return "there is a GPU"
+    return None
+
+
+def check_engine(name: EngineName, run: Path) -> None:
+    """Refuse an engine that cannot do what is asked for.
+
+    Raises:
+        InputError: ONNX Runtime is asked for and missing; or PyTorch for an export.
+    """
+    if is_export(run) and name == "torch":
+        raise InputError(f"engine: torch given, but {run} is an exported model; give the folder of the run")
+    if name != "onnx" and not is_export(run):
+        return
+    if importlib.util.find_spec("onnxruntime") is None:
+        raise InputError("engine: onnx needs onnxruntime, which is not installed; pip install 'multilin[export]'")

@@ -1,0 +1,107 @@
+"""An exported model beside the original: how far apart they are, on the validation text and when generating."""
+
+import statistics
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from multilin.data.packing import PackedText
+from multilin.data.tokenizers import token_byte_lengths
+from multilin.inference.engine import Engine
+from multilin.inference.onnx_engine import OnnxEngine
+from multilin.inference.runs import Run
+from multilin.inference.torch_engine import TorchEngine
+from multilin.model.memory import parameter_bytes
+
+NUM_ROWS, NUM_TOKENS = 16, 256  # of the validation text
+NUM_GREEDY = 200
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Original and export, each pair in this order.
+
+    largest_difference: of the logits on the text, and the largest logit, both in absolute value.
+    equal_tokens: greedy tokens that are the same, of `num_greedy`, up to the first that is not.
+    bits_per_byte: on `num_tokens` tokens of the text.
+    num_bytes: of weights in memory, and of the files.
+    tokens_per_second: greedy, one sequence.
+    """
+
+    largest_difference: float
+    largest_logit: float
+    equal_tokens: int
+    num_greedy: int
+    bits_per_byte: tuple[float, float]
+    num_tokens: int
+    num_bytes: tuple[int, int]
+    tokens_per_second: tuple[float, float]
+
+
+def compare_export(run: Run, folder: Path, text: PackedText) -> Comparison:
+    """Run both on the same tokens.
+
+    Args:
+        run: the original, on the CPU.
+        folder: the export.
+        text: packed with the model's tokenizer.
+    """
+    original, exported = TorchEngine(run.model), OnnxEngine(folder)
+    ids = _rows(text, original.longest_text)
+    with torch.inference_mode():
+        expected = run.model(torch.from_numpy(ids[:, :-1])).logits.float().numpy()
+    given = _read_columns(exported, ids[:, :-1])
+    lengths = np.array(token_byte_lengths(run.tokenizer))[ids[:, 1:]]
+    room = NUM_GREEDY if original.longest_text is None else min(NUM_GREEDY, original.longest_text - 1)
+    start = [int(ids[0, 0])]
+    first, seconds = _greedy(original, start, room)
+    second, exported_seconds = _greedy(exported, start, room)
+    is_equal = np.array(first) == np.array(second)
+    return Comparison(
+        largest_difference=float(np.abs(given - expected).max()),
+        largest_logit=float(np.abs(expected).max()),
+        equal_tokens=room if is_equal.all() else int(is_equal.argmin()),
+        num_greedy=room,
+        bits_per_byte=(_bits_per_byte(expected, ids, lengths), _bits_per_byte(given, ids, lengths)),
+        num_tokens=ids[:, 1:].size,
+        num_bytes=(parameter_bytes(run.model), sum(path.stat().st_size for path in folder.iterdir())),
+        tokens_per_second=(1 / seconds, 1 / exported_seconds),
+    )
+
+
+def _rows(text: PackedText, longest: int | None) -> NDArray[np.int64]:
+    """Rows of tokens from the text, as long as it and the model allow."""
+    length = min(NUM_TOKENS, longest or NUM_TOKENS, max(text.num_tokens - 1, 1)) + 1
+    num_rows = max(min(NUM_ROWS, text.num_tokens // length), 1)
+    return np.array(text.tokens[: num_rows * length], np.int64).reshape(num_rows, -1)
+
+
+def _read_columns(engine: Engine, ids: NDArray[np.int64]) -> NDArray[np.float32]:
+    """Logits after every token, (rows, T, V)."""
+    state = engine.new_state(len(ids))
+    columns = [engine.read(state, ids[:, [column]].tolist()) for column in range(ids.shape[1])]
+    return np.stack(columns, axis=1)
+
+
+def _bits_per_byte(logits: NDArray[np.float32], ids: NDArray[np.int64], lengths: NDArray[np.int64]) -> float:
+    """Of the tokens that stand for text; those that begin documents do not."""
+    wide = logits.astype(np.float64)
+    top = wide.max(axis=-1, keepdims=True)
+    log_total = np.log(np.exp(wide - top).sum(axis=-1)) + top[..., 0]
+    nats = log_total - np.take_along_axis(wide, ids[:, 1:, None], axis=-1)[..., 0]
+    return float(nats[lengths > 0].sum() / np.log(2) / max(int(lengths.sum()), 1))
+
+
+def _greedy(engine: Engine, start: list[int], num_tokens: int) -> tuple[list[int], float]:
+    """The likeliest tokens one after the other, and the median seconds of one."""
+    state, ids, chosen, seconds = engine.new_state(), start, list[int](), list[float]()
+    for _ in range(num_tokens):
+        begin = time.perf_counter()
+        ids = [int(engine.read(state, [ids])[0].argmax())]
+        seconds.append(time.perf_counter() - begin)
+        chosen += ids
+    return chosen, statistics.median(seconds)

@@ -1,0 +1,196 @@
+"""Both engines: the same logits, tokens, text and states, over the whole registry."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from multilin import InputError
+from multilin.architectures import architectures
+from multilin.inference.generate import Sequence, generate
+from multilin.inference.generate_run import text_codec
+from multilin.inference.manifest import MANIFEST
+from multilin.inference.onnx_engine import OnnxEngine
+from multilin.inference.runs import Run
+from multilin.inference.session import continue_file
+from multilin.inference.settings import GenerationSettings
+from multilin.inference.snapshot import state_owner
+from multilin.inference.torch_engine import TorchEngine
+from tests.export.conftest import FAST, N_POSITIONS, NAMES, Exports
+
+Pair = tuple[Run, Path]
+CLOSE = {"rtol": 1e-3, "atol": 1e-4}
+
+
+@pytest.fixture
+def engines(pair: Pair) -> tuple[TorchEngine, OnnxEngine]:
+    return TorchEngine(pair[0].model), OnnxEngine(pair[1], num_threads=1)
+
+
+def texts(*lengths: int) -> list[list[int]]:
+    return [np.random.default_rng(length).integers(0, 256, length).tolist() for length in lengths]
+
+
+def test_every_architecture_is_exported() -> None:
+    assert set(architectures()) <= set(NAMES)
+
+
+def test_logits_are_equal_for_rows_of_any_lengths(engines: tuple[TorchEngine, OnnxEngine]) -> None:
+    """Prompts longer than a piece, no tokens at all, and windows that turn over."""
+    torch_engine, onnx_engine = engines
+    states = [engine.new_state(3) for engine in engines]
+    for rows in (
+        texts(150, 64, 1),
+        texts(0, 3, 100),
+        [[5], [6], [7]],
+        [[8], [9], [1]],
+        texts(2, 2, 2),
+        texts(70, 0, 1),
+    ):
+        expected, given = (engine.read(state, rows) for engine, state in zip(engines, states, strict=True))
+        np.testing.assert_allclose(given, expected, **CLOSE)
+    assert torch_engine.num_read(states[0]) == onnx_engine.num_read(states[1])
+
+
+def test_states_are_exchanged_and_forked(engines: tuple[TorchEngine, OnnxEngine]) -> None:
+    states = []
+    for engine in engines:
+        state = engine.new_state(2)
+        engine.read(state, texts(130, 20))
+        states.append(engine.select(state, [1, 0, 1]))
+    saved = [engine.save(state) for engine, state in zip(engines, states, strict=True)]
+    for name, expected in saved[0].tensors.items():
+        given = saved[1].tensors[name]
+        assert (given.dtype, given.shape) == (expected.dtype, expected.shape), name
+        if expected.dtype == np.int64:  # of the others, what stands where no token was read means nothing
+            np.testing.assert_array_equal(given, expected, err_msg=name)
+    crossed = [engine.restore(contents) for engine, contents in zip(engines, reversed(saved), strict=True)]
+    rows = texts(5, 1, 9)
+    expected = engines[0].read(states[0], rows)
+    for engine, state in zip(engines, crossed, strict=True):
+        np.testing.assert_allclose(engine.read(state, rows), expected, **CLOSE)
+
+
+def test_a_state_file_of_one_engine_is_continued_by_the_other(pair: Pair, tmp_path: Path) -> None:
+    run, folder = pair
+    codec = text_codec(run.tokenizer)
+    engines = {"torch": TorchEngine(run.model), "onnx": OnnxEngine(folder, num_threads=1)}
+    settings = GenerationSettings(max_new_tokens=40, temperature=0.9, top_k=20, seed=5, stop_at_end=False)
+    onward = GenerationSettings(max_new_tokens=40, temperature=0.9, top_k=20, stop_at_end=False)
+
+    def go_on(name: str, prompt: str, given: GenerationSettings, state: str | None, save: str) -> str:
+        return continue_file(
+            engines[name], codec, lambda: state_owner(run.model), prompt, given,
+            state=state, save_state=save, echo=False, write=lambda _: None,
+        ).text  # fmt: skip
+
+    whole = generate(
+        engines["torch"], codec, "once", GenerationSettings(80, 0.9, 20, seed=5, stop_at_end=False)
+    ).text.encode()
+    for first, second in (("torch", "onnx"), ("onnx", "torch"), ("onnx", "onnx")):
+        begin = go_on(first, "once", settings, None, str(tmp_path / f"{first}.state"))
+        end = go_on(second, "", onward, str(tmp_path / f"{first}.state"), str(tmp_path / "after.state"))
+        # Where the first part ends within a character, each part has a sign for half of it.
+        assert (begin + end).encode().replace(b"\xef\xbf\xbd", b"") == whole.replace(b"\xef\xbf\xbd", b"")
+
+
+def test_a_stop_string_ends_the_text_before_it(exports: Exports) -> None:
+    run, folder = exports(FAST)
+    engine, codec = OnnxEngine(folder, num_threads=1), text_codec(run.tokenizer)
+    settings = GenerationSettings(max_new_tokens=60, seed=3, stop_at_end=False)
+    text, pieces = generate(engine, codec, "ab", settings).text, list[str]()
+    stop = text[20:23]
+    stopped = generate(
+        engine,
+        codec,
+        "ab",
+        GenerationSettings(60, seed=3, stop_at_end=False, stop=(stop, "never")),
+        write=pieces.append,
+    )
+    assert stopped.text == "".join(pieces) == text[: text.index(stop)]
+    assert len(stopped.token_ids) < 60
+    biased = GenerationSettings(max_new_tokens=9, greedy=True, logit_bias={str(codec.encode("A")[0]): 1e5})
+    assert generate(engine, codec, "ab", biased).text == "A" * 9
+
+
+def test_what_is_too_long_is_refused_before_work(exports: Exports) -> None:
+    run, folder = exports(FAST)
+    engine, codec = OnnxEngine(folder), text_codec(run.tokenizer)
+    with pytest.raises(InputError, match=f"prompt: the text has {N_POSITIONS + 1} tokens"):
+        generate(engine, codec, "x" * N_POSITIONS)
+    with pytest.raises(InputError, match=r"at most 2 can follow|at most 3 can follow"):
+        generate(engine, codec, "x" * (N_POSITIONS - 3), GenerationSettings(max_new_tokens=200))
+    state = engine.new_state()
+    with pytest.raises(InputError, match="n_positions"):
+        engine.read(state, [[1] * (N_POSITIONS + 1)])
+    sequence = Sequence(engine.new_state())
+    engine.read(sequence.state, [[1]])
+    with pytest.raises(InputError, match="has no token left to read"):
+        generate(engine, codec, "", sequence=sequence)
+
+
+DAMAGES = {
+    "no manifest": (lambda folder: (folder / MANIFEST).unlink(), "holds no exported model"),
+    "other version": (lambda folder: change(folder, format="multilin-onnx-9"), "has format 'multilin-onnx-9'"),
+    "missing field": (lambda folder: change(folder, state=None), "is damaged"),
+    "no JSON": (lambda folder: (folder / MANIFEST).write_text("{"), "JSON"),
+    "no graph": (lambda folder: (folder / "step.onnx").unlink(), "damaged or files beside it are missing"),
+    "other tokenizer": (lambda folder: (folder / "tokenizer.json").write_text("{}"), "is not the file that"),
+    "other weights": (lambda folder: (folder / "weights.bin").write_bytes(b"x"), "is not the file that"),
+    "state of another model": (lambda folder: change(folder, state=[]), "does not fit"),
+}
+
+
+def change(folder: Path, **fields: object) -> None:
+    values = json.loads((folder / MANIFEST).read_text())
+    (folder / MANIFEST).write_text(json.dumps(values | fields))
+
+
+@pytest.mark.parametrize("kind", DAMAGES)
+def test_a_damaged_export_is_refused_in_one_sentence(exports: Exports, tmp_path: Path, kind: str) -> None:
+    damage, words = DAMAGES[kind]
+    folder = tmp_path / "export"
+    shutil.copytree(exports(FAST)[1], folder)
+    damage(folder)
+    with pytest.raises(InputError, match=words) as refusal:
+        OnnxEngine(folder)
+    assert "\n" not in str(refusal.value)
+
+
+def test_nothing_half_written_is_left_by_an_export_that_fails(exports: Exports, tmp_path: Path, monkeypatch) -> None:
+    from multilin.export import folder as module
+
+    def fail(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(module, "make_graph", fail)
+    with pytest.raises(OSError, match="No space left"):
+        module.export_run(exports(FAST)[0], tmp_path / "export")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_engine_needs_no_pytorch_and_the_readme_neither(exports: Exports) -> None:
+    """What answers quickly imports little; and the program in the export's README generates the same tokens."""
+    folder = exports(FAST)[1]
+    script = f"""
+import sys
+sys.argv[0] = "multilin"  # the command line, which imports what it needs
+from multilin.inference.generate import generate
+from multilin.inference.onnx_engine import OnnxEngine
+from multilin.inference.settings import GenerationSettings
+engine = OnnxEngine({str(folder)!r}, 1)
+print(generate(engine, engine.codec, "Once upon a time", GenerationSettings(max_new_tokens=100, greedy=True)).token_ids)
+assert not {{"torch", "transformers"}} & set(sys.modules), "slow imports"
+"""
+    ours = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
+    readme = (folder / "README.md").read_text()
+    program = readme.split("```python\n")[1].split("```")[0] + "print(ids)"
+    theirs = subprocess.run([sys.executable, "-c", program], cwd=folder, capture_output=True, text=True, check=True)
+    expected = json.loads(ours)
+    after = json.loads(theirs.stdout.splitlines()[-1])[-len(expected) - 1 :]
+    assert after[: len(expected)] == expected
+    assert len(set(expected)) > 5

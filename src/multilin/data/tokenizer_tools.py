@@ -1,6 +1,5 @@
 """Tokenizers trained into a folder, and described."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -8,6 +7,7 @@ from transformers import PreTrainedTokenizerFast
 
 from multilin.data.corpora import EncodingErrors, read_documents
 from multilin.data.encoding import Encoder, make_encoder
+from multilin.data.prepare import reported_texts
 from multilin.data.progress import Progress, no_progress
 from multilin.data.tokenizers import TOKENIZER_FILES, TokenizerKind, load_tokenizer, train_tokenizer
 from multilin.errors import InputError
@@ -57,15 +57,8 @@ def train_into_folder(
     """
     check_folder("OUTPUT", folder)
     _check_replaceable(Path(folder), overwrite)
-
-    def texts() -> Iterator[str]:
-        count = 0
-        for document in read_documents(source, text_field=text_field, encoding_errors=encoding_errors):
-            yield document.text
-            count += len(document.text.encode())
-            progress("training the tokenizer", count)
-
-    tokenizer = train_tokenizer(texts(), kind, None if kind == "byte" else vocab_size)
+    documents = read_documents(source, text_field=text_field, encoding_errors=encoding_errors)
+    tokenizer = train_tokenizer(reported_texts(documents, progress), kind, None if kind == "byte" else vocab_size)
     with atomic_folder(folder) as partial:
         tokenizer.save_pretrained(partial)
     return tokenizer

@@ -10,6 +10,7 @@ from typing import Literal
 import huggingface_hub
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from multilin.data.encoding import cut_at_whitespace
 from multilin.errors import InputError, shown
@@ -162,7 +163,7 @@ def whole_characters(tokenizer: PreTrainedTokenizerFast, token_ids: Sequence[int
 
 def _token_bytes(tokenizer: PreTrainedTokenizerFast, token_ids: Sequence[int]) -> list[bytes]:
     """The UTF-8 of each token by itself, which may be a part of a character."""
-    byte_of = {character: byte for byte, character in enumerate(_byte_characters())}
+    byte_of = {character: byte for byte, character in bytes_to_unicode().items()}
     contents = []
     for token_id, name in zip(token_ids, tokenizer.convert_ids_to_tokens(list(token_ids)), strict=True):
         text = tokenizer.decode([token_id])
@@ -177,36 +178,23 @@ def _token_bytes(tokenizer: PreTrainedTokenizerFast, token_ids: Sequence[int]) -
 
 
 def _byte_tokenizer() -> Tokenizer:
-    characters = _byte_characters()
-    vocabulary = {END_OF_TEXT: 0, PAD: 1} | {character: 2 + byte for byte, character in enumerate(characters)}
+    vocabulary = {END_OF_TEXT: 0, PAD: 1} | {character: 2 + byte for byte, character in bytes_to_unicode().items()}
     tokenizer = _byte_level(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.add_special_tokens(_special_tokens())
     return tokenizer
 
 
-def _byte_characters() -> list[str]:
-    """The character that stands for each byte in a byte-level vocabulary (GPT-2's table)."""
-    visible = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    others = iter(range(256, 512))
-    return [chr(byte) if byte in visible else chr(next(others)) for byte in range(256)]
-
-
 def _trained(texts: Iterable[str], kind: TokenizerKind, vocab_size: int) -> Tokenizer:
-    model, trainer = (
-        (models.BPE(), trainers.BpeTrainer) if kind == "bpe" else (models.Unigram(), trainers.UnigramTrainer)
+    tokenizer = _byte_level(models.BPE() if kind == "bpe" else models.Unigram())
+    trainer = (trainers.BpeTrainer if kind == "bpe" else trainers.UnigramTrainer)(
+        vocab_size=vocab_size,
+        special_tokens=_special_tokens(),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
     )
-    tokenizer = _byte_level(model)
     # The trainer holds 256 texts at a time with a hundred bytes per character, so it is given short ones.
     pieces = (piece for text in texts for piece in cut_at_whitespace(text, 2**16))
-    tokenizer.train_from_iterator(
-        pieces,
-        trainer(
-            vocab_size=vocab_size,
-            special_tokens=_special_tokens(),
-            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-            show_progress=False,
-        ),
-    )
+    tokenizer.train_from_iterator(pieces, trainer)
     if tokenizer.get_vocab_size() != vocab_size:
         raise InputError(
             f"tokenizer.vocab_size: {vocab_size} given, but the corpus supports {tokenizer.get_vocab_size()} tokens; "

@@ -10,8 +10,9 @@ from collections.abc import Mapping
 from dataclasses import field
 from importlib import resources
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
+from multilin.data.settings import DataRecipe, TokenizerRecipe
 from multilin.errors import InputError, nearest, shorten, shown
 from multilin.files import write_whole
 from multilin.settings import load_settings, settings
@@ -21,7 +22,6 @@ from multilin.settings.bounds import (
     Depth,
     Fraction,
     LayerList,
-    Part,
     Passes,
     PathText,
     Rate,
@@ -31,13 +31,13 @@ from multilin.settings.bounds import (
     Steps,
     Strength,
     Tokens,
-    Vocabulary,
     Width,
 )
 from multilin.settings.inputs import read_yaml, to_yaml
 
 RECIPE_FILE = "recipe.yaml"
 DEFAULT_VOCAB_SIZE = 4096
+SectionT = TypeVar("SectionT")
 
 
 @settings
@@ -55,29 +55,8 @@ class ModelRecipe:
     @property
     def kind(self) -> str:
         """The architecture, or those of a hybrid's layers."""
-        return " + ".join(
-            dict.fromkeys(str(layer.get("architecture")) for layer in self.layers or []) or [self.architecture]
-        )
-
-
-@settings
-class DataRecipe:
-    """The text."""
-
-    source: PathText = "python-docs"  # a built-in corpus, file, folder, glob, hub dataset, or a task such as task:mqar
-    validation: PathText | None = None  # a second source to validate on; without one, documents of the source are taken
-    validation_fraction: Part = 0.05  # share of the documents split off for validation
-    text_field: str = "text"  # the field or column of .jsonl, .csv and .parquet files that holds the text
-    encoding_errors: Literal["strict", "replace"] = "strict"  # bytes that are not UTF-8: refuse, or replace by U+FFFD
-
-
-@settings
-class TokenizerRecipe:
-    """The tokenizer, trained on the text or loaded."""
-
-    kind: Literal["bpe", "unigram", "byte"] = "bpe"  # how text becomes tokens
-    vocab_size: Vocabulary | None = None  # entries of a trained vocabulary, 4096 by default; byte has 258 and no choice
-    path: PathText | None = None  # load this tokenizer (a folder or tokenizer.json) instead of training one
+        listed = dict.fromkeys(str(layer.get("architecture")) for layer in self.layers or [])
+        return " + ".join(listed or [self.architecture])
 
 
 @settings
@@ -164,6 +143,12 @@ Changes = Annotated[dict[str, Any], Recipe]
 """Dotted fields of a recipe to their new values, as the command line takes them."""
 
 
+def fill(section: SectionT, **defaults: Any) -> SectionT:
+    """The same section of a recipe, with these values where it has none."""
+    missing = {name: value for name, value in defaults.items() if getattr(section, name) is None}
+    return dataclasses.replace(section, **missing)  # type: ignore[type-var]
+
+
 def load_recipe(name_or_path: str | Path | None = None, overrides: Mapping[str, Any] | None = None) -> Recipe:
     """Read a recipe and change single values of it.
 
@@ -177,13 +162,18 @@ def load_recipe(name_or_path: str | Path | None = None, overrides: Mapping[str, 
     """
     path = None if name_or_path is None else _find(name_or_path)
     values = {} if path is None else _read(path)
-    is_run = path is not None and path == Path(str(name_or_path), RECIPE_FILE)
-    if is_run and "output" not in values:
-        raise InputError(f"recipe: {path} is cut short: it has no output, which a run writes last")
-    for dotted, value in (overrides or {}).items():
-        _set(values, dotted, value)
-    if is_run and "output" not in (overrides or {}):
+    if path is not None and path == Path(str(name_or_path), RECIPE_FILE):
+        if "output" not in values:
+            raise InputError(f"recipe: {path} is cut short: it has no output, which a run writes last")
         values["output"] = str(name_or_path)  # the folder may have been moved since the run wrote it down
+    for dotted, value in (overrides or {}).items():
+        *sections, name = dotted.split(".")
+        inner = values
+        for section in sections:
+            held = inner.get(section)
+            inner[section] = dict(held) if isinstance(held, dict) else {}
+            inner = inner[section]
+        inner[name] = value
     return load_settings(Recipe, values)
 
 
@@ -230,12 +220,3 @@ def _read(path: Path) -> dict[str, Any]:
             f"recipe: {shorten(str(path))} should hold sections such as `model:` and `training:`, not {shown(values)}"
         )
     return values or {}
-
-
-def _set(values: dict[str, Any], dotted: str, value: Any) -> None:
-    *sections, name = dotted.split(".")
-    for section in sections:
-        inner = values.get(section)
-        values[section] = dict(inner) if isinstance(inner, dict) else {}
-        values = values[section]
-    values[name] = value

@@ -1,6 +1,7 @@
 """The training entry: a recipe goes in, a run folder comes out."""
 
 import contextlib
+import functools
 import math
 import signal
 import sys
@@ -21,7 +22,6 @@ from multilin.scoring.losses import evaluate
 from multilin.training.assemble import build_model, check_model, read_data, training_arguments, training_order
 from multilin.training.callbacks import StepCallback
 from multilin.training.checkpoints import WRITE_ERRORS, checkpoint_folder, checkpoint_step
-from multilin.training.communication import compress_gradients
 from multilin.training.host_master import check_host_master
 from multilin.training.lock import locked_folder
 from multilin.training.metrics import Meter
@@ -83,8 +83,13 @@ def train(
                 for callback in callbacks:
                     trainer.add_callback(callback)
                 _run(trainer, checkpoint, progress, resume=resume)
-            if trainer.state.global_step < recipe.training.max_steps:
-                raise _interrupted(trainer, folder, stop_request)
+            if (step := trainer.state.global_step) < (last := recipe.training.max_steps):
+                raise TrainingInterrupted(
+                    f"stopped after step {step} of {last}; its checkpoint is saved, and "
+                    f"`multilin train {folder.path} --resume` continues there",
+                    # On several devices the signal may have reached another process only.
+                    stop_request.signal_number or signal.SIGTERM,
+                )
             return _finish(recipe, trainer, folder, text)
 
 
@@ -97,8 +102,8 @@ def _opened(
         step = 0
         if devices.is_main_process:
             stack.enter_context(locked_folder(recipe.output))
-            found = folder.check(recipe, resume=resume, overwrite=overwrite, num_processes=devices.num_processes)
-            step = 0 if found is None else checkpoint_step(found)
+            newest = folder.check(recipe, resume=resume, overwrite=overwrite, num_processes=devices.num_processes)
+            step = 0 if newest is None else checkpoint_step(newest)
         if devices.num_processes > 1:
             step = int(broadcast(torch.tensor(step, device=devices.device)))
         yield checkpoint_folder(folder.checkpoints, step) if step else None
@@ -115,14 +120,9 @@ def _build_trainer(
 ) -> RunTrainer:
     plan = recipe.training
     order = training_order(recipe, model, text, devices.num_processes)
-
-    def validate(model: torch.nn.Module) -> dict[str, float]:
-        return _validate(model, text, recipe)
-
     blocks_per_step = len(order) // plan.max_steps
     callback = StepCallback(
-        plan=plan,
-        skips_nonfinite=recipe.optimizer.nonfinite == "skip",
+        recipe=recipe,
         meter=Meter(tokens_per_step=blocks_per_step * recipe.model.n_positions),
         progress=progress,
         writers=folder.metrics_writers(tensorboard=plan.tensorboard) if devices.is_main_process else [],
@@ -135,9 +135,8 @@ def _build_trainer(
         recipe=recipe,
         order=order,
         folder=folder,
-        validate=validate,
+        validate=functools.partial(_validate, text=text, recipe=recipe),
         callback=callback,
-        wrap=compress_gradients if plan.communication == "int8" else None,
     )
 
 
@@ -151,15 +150,11 @@ def _validate(model: Any, text: PreparedText | TaskText, recipe: Recipe) -> dict
             model, text.validation.blocks(length), number=number, batch_size=plan.batch_size, autocast_dtype=dtype
         )
         return {"validation_loss": answers.loss, "validation_accuracy": answers.accuracy}
-    found = evaluate(
-        model,
-        text.validation,
-        block_size=length,
-        batch_size=plan.batch_size,
-        max_tokens=plan.eval_max_tokens,
+    result = evaluate(
+        model, text.validation, block_size=length, batch_size=plan.batch_size, max_tokens=plan.eval_max_tokens,
         autocast_dtype=dtype,
-    )
-    return {"validation_loss": found.loss, "validation_bits_per_byte": found.bits_per_byte}
+    )  # fmt: skip
+    return {"validation_loss": result.loss, "validation_bits_per_byte": result.bits_per_byte}
 
 
 def _run(trainer: RunTrainer, checkpoint: Path | None, progress: TrainingProgress, *, resume: bool) -> None:
@@ -178,15 +173,16 @@ def _finish(recipe: Recipe, trainer: RunTrainer, folder: RunFolder, text: Prepar
     trainer.accelerator.wait_for_everyone()
     trainer.publish_model()
     meter, lines = trainer.callback.meter, folder.read_metrics()
+    last = lines[-1]
     result = RunResult(
         output=folder.path,
         steps=trainer.state.global_step,
         tokens=meter.tokens,
         seconds=meter.seconds,
-        loss=lines[-1]["loss"],
-        validation_loss=lines[-1]["validation_loss"],
-        validation_bits_per_byte=lines[-1].get("validation_bits_per_byte", math.nan),
-        validation_accuracy=lines[-1].get("validation_accuracy"),
+        loss=last["loss"],
+        validation_loss=last["validation_loss"],
+        validation_bits_per_byte=last.get("validation_bits_per_byte", math.nan),
+        validation_accuracy=last.get("validation_accuracy"),
         model=trainer.bare_model(),
         tokenizer=text.tokenizer,
     )
@@ -195,16 +191,6 @@ def _finish(recipe: Recipe, trainer: RunTrainer, folder: RunFolder, text: Prepar
         write_card(recipe, result, folder.card)
     trainer.accelerator.wait_for_everyone()
     return result
-
-
-def _interrupted(trainer: RunTrainer, folder: RunFolder, stop_request: StopRequest) -> TrainingInterrupted:
-    step, last = trainer.state.global_step, trainer.args.max_steps
-    return TrainingInterrupted(
-        f"stopped after step {step} of {last}; its checkpoint is saved, and "
-        f"`multilin train {folder.path} --resume` continues there",
-        # On several devices the signal may have reached another process only.
-        stop_request.signal_number or signal.SIGTERM,
-    )
 
 
 @contextlib.contextmanager

@@ -18,16 +18,8 @@ from multilin.ops.dispatch import all_ops
 from multilin.training.precision import resolve_precision
 
 PACKAGES = (
-    "multilin",
-    "torch",
-    "transformers",
-    "tokenizers",
-    "datasets",
-    "accelerate",
-    "safetensors",
-    "numba",
-    "triton",
-)
+    "multilin", "torch", "transformers", "tokenizers", "datasets", "accelerate", "safetensors", "numba", "triton",
+)  # fmt: skip
 # Beginnings of the names of instruction sets that decide how fast matrix products are, in bf16 and int8 above all.
 CPU_FEATURES = ("avx2", "avx512_f", "avx512_bf16", "avx512_vnni", "avx10", "amx", "sve", "bf16", "i8mm", "dotprod")
 VARIABLE = "MULTILIN_ALLOCATOR"
@@ -113,13 +105,12 @@ def _reasons(op: str, device: torch.device) -> str:
 
 def _gpu_backends() -> dict[str, str]:
     """The preferred implementation of each op that has one of its own for GPUs."""
-    found: dict[str, str] = {}
+    preferred: dict[str, str] = {}
     for name, op in all_ops().items():
-        for backend in op.backends:
-            if backend.device == "cuda":
-                reason = backend.why_not()
-                found.setdefault(name, f"{backend.name}, not here: {reason}" if reason else backend.name)
-    return found
+        if backend := next((backend for backend in op.backends if backend.device == "cuda"), None):
+            reason = backend.why_not()
+            preferred[name] = f"{backend.name}, not here: {reason}" if reason else backend.name
+    return preferred
 
 
 def _version(package: str) -> str | None:
@@ -143,8 +134,8 @@ def _cpu_name() -> str:
 
 
 def _cpu_features() -> list[str]:
-    found = torch.cpu.get_capabilities()
-    return sorted(name for name, value in found.items() if value is True and name.startswith(CPU_FEATURES))
+    capabilities = torch.cpu.get_capabilities()
+    return sorted(name for name, value in capabilities.items() if value is True and name.startswith(CPU_FEATURES))
 
 
 def contention() -> str | None:

@@ -9,10 +9,9 @@ import pytest
 
 from multilin.data.corpora import Document
 from multilin.data.packing import PackedText
-from multilin.data.prepare import PreparedText, prepare_text
+from multilin.data.prepare import PreparedText, prepare_text, split_document, validation_side
 from multilin.data.progress import Progress, no_progress
 from multilin.data.settings import DataRecipe, TokenizerRecipe
-from multilin.data.split import split_document, validation_side
 from multilin.errors import InputError
 from tests.processes import PYTHON, run
 

@@ -44,8 +44,8 @@ def explain(arguments: ExplainArguments, settings: ExplainSettings) -> None:
     check_run_files(arguments.run)
     folder = _output_folder(arguments)
     text: str | None = read_prompt(arguments.text, arguments.file, names=("--text", "--file"))
-    if not text and arguments.text is None and arguments.file is None:
-        text = None
+    if arguments.text is None and arguments.file is None:
+        text = text or None  # nothing was piped in
     with loading(f"PyTorch and {arguments.run}"):
         from multilin.analysis.explain.page import write_files
         from multilin.analysis.explain.run import explain_run

@@ -73,15 +73,12 @@ def _print_model(info: "ModelInfo") -> None:
 
 def _print_options(architecture: "Architecture") -> None:
     """What a recipe may choose for an architecture, under `model.options`."""
-    help_of = field_help(architecture.preset_options)
-    console = make_console()
+    help_of, console = field_help(architecture.preset_options), make_console()
+    defaults = {option.name: option.default for option in fields(architecture.preset_options)}
+    rows = ((name, "none" if value is None else str(value), help_of[name]) for name, value in defaults.items())
     console.print()
-    print_table(
-        "llw",
-        ((option.name, _plain(option.default), help_of[option.name]) for option in fields(architecture.preset_options)),
-        head=("option", "default", "meaning"),
-        title=f"Options of {architecture.name} (model.options)",
-    )
+    title = f"Options of {architecture.name} (model.options)"
+    print_table("llw", rows, head=("option", "default", "meaning"), title=title)
     console.print(f"\nSource: {architecture.source}", style="dim")
 
 
@@ -90,8 +87,4 @@ def _growth(growth: int, unit: str) -> str:
 
 
 def _listed(options: dict[str, Any]) -> str:
-    return ", ".join(f"{name} {_plain(value)}" for name, value in options.items())
-
-
-def _plain(value: Any) -> str:
-    return "none" if value is None else str(value)
+    return ", ".join(f"{name} {'none' if value is None else value}" for name, value in options.items())

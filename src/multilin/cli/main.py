@@ -28,21 +28,11 @@ from multilin.training.outcomes import TrainingFailed, TrainingInterrupted
 
 BAD_INPUT, FAILED, INTERRUPTED, BROKEN_PIPE = 2, 1, 130, 141
 
-VERBS: dict[str, Callable[..., None]] = {
-    "demo": demo,
-    "train": train,
-    "generate": generate,
-    "rollout": rollout,
-    "evaluate": evaluate,
-    "compare": compare,
-    "explain": explain,
-    "quantize": quantize,
-    "info": info,
-    "tokenizer train": tokenizer_train,
-    "tokenizer show": tokenizer_show,
-    "convert": convert,
-    "doctor": doctor,
-}
+_FUNCTIONS: tuple[Callable[..., None], ...] = (
+    demo, train, generate, rollout, evaluate, compare, explain, quantize, info, tokenizer_train, tokenizer_show,
+    convert, doctor,
+)  # fmt: skip
+VERBS = {function.__name__.replace("_", " "): function for function in _FUNCTIONS}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

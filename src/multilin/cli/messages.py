@@ -31,8 +31,11 @@ def loading(name: str = "") -> Iterator[None]:
     Args:
         name: loaded in the block, for the message.
     """
-    shown = is_main_process() and sys.stderr.isatty()
-    with _status(f"loading {name or 'PyTorch'} ...") if shown else contextlib.nullcontext():
+    with contextlib.ExitStack() as stack:
+        if is_main_process() and sys.stderr.isatty():
+            from rich.console import Console
+
+            stack.enter_context(Console(stderr=True).status(f"loading {name or 'PyTorch'} ..."))
         from transformers.utils import logging
 
         from multilin.machine import keep_freed_memory
@@ -42,12 +45,6 @@ def loading(name: str = "") -> Iterator[None]:
         logging.set_verbosity_error()
         getLogger("huggingface_hub").setLevel(ERROR)
         yield
-
-
-def _status(text: str) -> contextlib.AbstractContextManager[Any]:
-    from rich.console import Console
-
-    return Console(stderr=True).status(text)
 
 
 def say_next(*commands: str) -> None:

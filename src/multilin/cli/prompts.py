@@ -29,9 +29,8 @@ def read_prompt(
     if sys.stdin is not None and not sys.stdin.isatty():
         content = sys.stdin.buffer.read(LARGEST_PROMPT + 1)
         if len(content) > LARGEST_PROMPT:
-            raise InputError(
-                f"the prompt on stdin is longer than {LARGEST_PROMPT // MEGABYTE} MB, the most that is read"
-            )
+            megabytes = LARGEST_PROMPT // MEGABYTE
+            raise InputError(f"the prompt on stdin is longer than {megabytes} MB, the most that is read")
         return _decode(content, "the prompt on stdin")
     return ""
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerFast
 
 from multilin.data.corpora import EncodingErrors, read_documents
-from multilin.data.encoding import Encoder, make_encoder
+from multilin.data.encoding import make_encoder
 from multilin.data.prepare import reported_texts
 from multilin.data.progress import Progress, no_progress
 from multilin.data.tokenizers import TOKENIZER_FILES, TokenizerKind, load_tokenizer, train_tokenizer
@@ -92,16 +92,10 @@ def describe_tokenizer(
         ids, _ = encoder.encode([text])
         info = replace(info, pieces=[tokenizer.decode([index]) for index in ids.tolist()])
     if source is not None:
-        num_tokens, num_bytes = _count(encoder, source, progress)
-        info = replace(info, tokens=num_tokens, bytes=num_bytes, bytes_per_token=num_bytes / num_tokens)
+        tokens = num_bytes = 0
+        for document in read_documents(source):
+            tokens += sum(len(encoder.encode([piece])[0]) for piece in encoder.pieces(document.text))
+            num_bytes += len(document.text.encode())
+            progress("tokenising", num_bytes)
+        info = replace(info, tokens=tokens, bytes=num_bytes, bytes_per_token=num_bytes / tokens)
     return info
-
-
-def _count(encoder: Encoder, source: str, progress: Progress) -> tuple[int, int]:
-    """Tokens and UTF-8 bytes of a source."""
-    num_tokens = num_bytes = 0
-    for document in read_documents(source):
-        num_tokens += sum(len(encoder.encode([piece])[0]) for piece in encoder.pieces(document.text))
-        num_bytes += len(document.text.encode())
-        progress("tokenising", num_bytes)
-    return num_tokens, num_bytes

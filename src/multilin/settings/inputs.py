@@ -9,13 +9,14 @@ import json
 import os
 import re
 import stat
-from collections.abc import Iterable
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from multilin.errors import InputError, shorten, shown
+from multilin.files import file_kind
 
 MEGABYTE = 2**20
 LARGEST_YAML = MEGABYTE
@@ -27,14 +28,6 @@ _CONFIGS = (
 )
 _VOCABULARIES = ("tokenizer.json", "vocab.json", "vocab.txt", "merges.txt")
 _MOST_EVENTS, _DEEPEST, _MOST_DIGITS = 100_000, 50, 100
-
-_KINDS = {
-    stat.S_ISDIR: "a folder",
-    stat.S_ISFIFO: "a pipe",
-    stat.S_ISSOCK: "a socket",
-    stat.S_ISCHR: "a device",
-    stat.S_ISBLK: "a device",
-}
 
 
 def check_regular(path: str | Path, name: str) -> None:
@@ -53,8 +46,7 @@ def check_regular(path: str | Path, name: str) -> None:
         reason = getattr(error, "strerror", None) or error
         raise InputError(f"{_subject(path, name)} cannot be read ({reason})") from None
     if not stat.S_ISREG(mode):
-        kind = next((kind for is_kind, kind in _KINDS.items() if is_kind(mode)), "no file")
-        raise InputError(f"{_subject(path, name)} is {kind}; give a regular file")
+        raise InputError(f"{_subject(path, name)} is {file_kind(mode)}; give a regular file")
 
 
 def _subject(path: str | Path, name: str) -> str:
@@ -141,7 +133,8 @@ def parse_json(text: str | bytes, where: str) -> Any:
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     values = dict(pairs)
     if len(values) < len(pairs):
-        raise ValueError(f"{shown(_repeated(name for name, _ in pairs))} occurs twice")
+        ((repeated, _),) = Counter(name for name, _ in pairs).most_common(1)
+        raise ValueError(f"{shown(repeated)} occurs twice")
     return values
 
 
@@ -155,23 +148,12 @@ def _refuse_constant(name: str) -> Any:
     raise ValueError(f"{name} is no number of JSON")
 
 
-def _repeated(names: Iterable[Any]) -> Any:
-    seen: set[Any] = set()
-    return next(name for name in names if name in seen or seen.add(name))  # type: ignore[func-returns-value]
-
-
-def _is_deep(value: Any) -> bool:
-    level = [value]
-    for _ in range(_DEEPEST + 1):
-        level = [
-            part
-            for outer in level
-            if isinstance(outer, dict | list)
-            for part in (outer.values() if isinstance(outer, dict) else outer)
-        ]
-        if not level:
-            return False
-    return True
+def _is_deep(value: Any, levels: int = _DEEPEST) -> bool:
+    if not isinstance(value, dict | list):
+        return False
+    return levels == 0 or any(
+        _is_deep(part, levels - 1) for part in (value.values() if isinstance(value, dict) else value)
+    )
 
 
 def parse_yaml(text: str, where: str) -> Any:

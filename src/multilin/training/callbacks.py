@@ -9,10 +9,9 @@ import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from multilin.training.metrics import Meter, mean_over_devices
-from multilin.training.outcomes import TrainingFailed
+from multilin.training.outcomes import StopRequest, TrainingFailed
 from multilin.training.progress import TrainingProgress
 from multilin.training.recipe import Recipe
-from multilin.training.signals import StopRequest
 
 
 class StepCallback(TrainerCallback):  # type: ignore[misc]

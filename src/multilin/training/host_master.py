@@ -16,24 +16,17 @@ from multilin.training.recipe import TrainingRecipe
 
 
 class Link:
-    """The way between host memory and a device.
-
-    Attributes:
-        bytes_to_device, bytes_to_host: what crossed it so far.
-    """
+    """The way between host memory and a device; everything that crosses passes through it."""
 
     def __init__(self, device: torch.device | str) -> None:
         self.device = torch.device(device)
-        self.bytes_to_device = self.bytes_to_host = 0
 
     def to_device(self, tensor: Tensor) -> Tensor:
         """The tensor on the device."""
-        self.bytes_to_device += tensor.nbytes
         return tensor.to(self.device)
 
     def to_host(self, tensor: Tensor) -> Tensor:
         """The tensor in host memory."""
-        self.bytes_to_host += tensor.nbytes
         return tensor.cpu()
 
 
@@ -47,7 +40,7 @@ class HostMaster:
     Attributes:
         model: the floats.
         copy: on the device, with the same names of parameters; those of matrices have a shape and no numbers.
-        link: counts what crosses.
+        link: carries weights and gradients.
     """
 
     def __init__(self, model: PreTrainedModel, link: Link, *, rounds_gradients: bool = True) -> None:

@@ -15,24 +15,8 @@ from typing import Annotated, Any, Literal, TypeVar
 from multilin.data.settings import DataRecipe, TokenizerRecipe
 from multilin.errors import InputError, nearest, shorten, shown
 from multilin.files import write_whole
-from multilin.settings import load_settings, settings
-from multilin.settings.bounds import (
-    Batch,
-    BlockLength,
-    Depth,
-    Fraction,
-    LayerList,
-    Passes,
-    PathText,
-    Rate,
-    Section,
-    Seed,
-    StepCount,
-    Steps,
-    Strength,
-    Tokens,
-    Width,
-)
+from multilin.settings import bounds, load_settings, settings
+from multilin.settings.bounds import Fraction
 from multilin.settings.inputs import read_yaml, to_yaml
 
 RECIPE_FILE = "recipe.yaml"
@@ -45,12 +29,12 @@ class ModelRecipe:
     """The network."""
 
     architecture: str = "additive"  # a registered architecture, or the baselines gpt2 and llama
-    hidden_size: Width = 256  # width of the vectors between the layers
-    num_layers: Depth | None = None  # layers; 6 where none are listed
-    n_positions: BlockLength = 256  # context length: tokens in one training block
-    options: Section = field(default_factory=dict)  # options of the architecture
-    layers: LayerList | None = None  # hybrids: each layer's architecture and options, first to last
-    config: Section = field(default_factory=dict)  # fields of the model's config that replace the preset's
+    hidden_size: bounds.Width = 256  # width of the vectors between the layers
+    num_layers: bounds.Depth | None = None  # layers; 6 where none are listed
+    n_positions: bounds.BlockLength = 256  # context length: tokens in one training block
+    options: bounds.Section = field(default_factory=dict)  # options of the architecture
+    layers: bounds.LayerList | None = None  # hybrids: each layer's architecture and options, first to last
+    config: bounds.Section = field(default_factory=dict)  # fields of the model's config that replace the preset's
 
     @property
     def kind(self) -> str:
@@ -64,12 +48,12 @@ class OptimizerRecipe:
     """The optimizer; what is not given is the default of the architecture, or of another optimizer that is named."""
 
     name: Literal["adamw", "normalized_sgd", "matrix_moment"] | None = None  # optimizer
-    learning_rate: Rate | None = None  # peak learning rate, reached after the warm-up
+    learning_rate: bounds.Rate | None = None  # peak learning rate, reached after the warm-up
     betas: tuple[Fraction, Fraction] | None = None  # adamw: decay rates of its two running means
     row_average: Fraction | None = None  # normalized_sgd: weight of the past in the average of an embedding's row
     row_order: Literal["normalize_then_average", "average_then_normalize"] | None = None  # normalized_sgd: for rows
-    weight_decay: Strength | None = None  # decoupled decay of weight matrices (not of biases, norms, embeddings)
-    clip_norm: Strength | None = None  # largest norm of the gradient; 0 does not clip
+    weight_decay: bounds.Strength | None = None  # decoupled decay of weight matrices (not of biases, norms, embeddings)
+    clip_norm: bounds.Strength | None = None  # largest norm of the gradient; 0 does not clip
     nonfinite: Literal["stop", "skip"] = "stop"  # loss or gradient not finite: end the run, or skip the step
 
 
@@ -78,20 +62,20 @@ class ScheduleRecipe:
     """The learning rate over time; what is not given is the default of the architecture."""
 
     name: Literal["linear", "cosine", "constant", "tail", "inverse_sqrt"] | None = None  # course after the warm-up
-    warmup_steps: StepCount | None = None  # steps in which the learning rate rises to its peak
-    tail: Rate | None = None  # tail: the last 1/tail of the run falls to 0, 5 by default
-    constant_steps: Steps | None = None  # inverse_sqrt: steps at the peak before it falls, 100 by default
+    warmup_steps: bounds.StepCount | None = None  # steps in which the learning rate rises to its peak
+    tail: bounds.Rate | None = None  # tail: the last 1/tail of the run falls to 0, 5 by default
+    constant_steps: bounds.Steps | None = None  # inverse_sqrt: steps at the peak before it falls, 100 by default
 
 
 @settings
 class TrainingRecipe:
     """The run."""
 
-    max_steps: Steps = 1000  # optimizer steps
-    batch_size: Batch = 16  # blocks per device and forward pass
-    gradient_accumulation: Passes = 1  # forward passes summed into one step
+    max_steps: bounds.Steps = 1000  # optimizer steps
+    batch_size: bounds.Batch = 16  # blocks per device and forward pass
+    gradient_accumulation: bounds.Passes = 1  # forward passes summed into one step
     label_smoothing: Fraction | None = None  # probability spread over the whole vocabulary, in training only
-    seed: Seed = 0  # seed of initial weights, data order and dropout
+    seed: bounds.Seed = 0  # seed of initial weights, data order and dropout
     precision: Literal["auto", "float32", "bf16", "int8"] = "auto"  # auto: bf16 where the hardware computes in it
     int8_backward: bool = True  # with precision int8, the gradient's products are int8 too, rounded at random
     normalize_gradients: bool = False  # bring each layer's incoming gradient to unit size, for half precision
@@ -100,11 +84,11 @@ class TrainingRecipe:
     communication: Literal["float", "int8"] = "float"  # how gradients travel between devices; int8 in blocks of 128
     gradient_checkpointing: bool = False  # recompute activations in the backward pass: less memory, more time
     compile: bool = False  # torch.compile the model
-    eval_every_steps: StepCount = 100  # steps between validations; 0 validates after the last step only
-    eval_max_tokens: Tokens | None = 100_000  # validation tokens read each time; null reads all
-    save_every_steps: StepCount = 200  # steps between checkpoints; 0 saves after the last step only
-    keep_checkpoints: Steps = 2  # newest checkpoints kept
-    log_every_steps: Steps = 10  # steps between lines of metrics.jsonl
+    eval_every_steps: bounds.StepCount = 100  # steps between validations; 0 validates after the last step only
+    eval_max_tokens: bounds.Tokens | None = 100_000  # validation tokens read each time; null reads all
+    save_every_steps: bounds.StepCount = 200  # steps between checkpoints; 0 saves after the last step only
+    keep_checkpoints: bounds.Steps = 2  # newest checkpoints kept
+    log_every_steps: bounds.Steps = 10  # steps between lines of metrics.jsonl
     tensorboard: bool = False  # also write TensorBoard event files into the run folder
 
 
@@ -118,7 +102,7 @@ class Recipe:
     optimizer: OptimizerRecipe = field(default_factory=OptimizerRecipe)  # the optimizer
     schedule: ScheduleRecipe = field(default_factory=ScheduleRecipe)  # the learning rate over time
     training: TrainingRecipe = field(default_factory=TrainingRecipe)  # the run
-    output: PathText = "runs/default"  # folder the run is written to
+    output: bounds.PathText = "runs/default"  # folder the run is written to
 
 
 # What only reports on a run, or says where it lies, may change when it is resumed.

@@ -1,38 +1,29 @@
 """The training entry: a recipe goes in, a run folder comes out."""
 
 import contextlib
-import functools
 import math
 import signal
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from accelerate import PartialState
 from accelerate.utils import broadcast
-from transformers import PreTrainedModel, TrainerCallback, set_seed
+from transformers import TrainerCallback, set_seed
 
 from multilin.data.prepare import PreparedText
 from multilin.data.task_text import TaskText
 from multilin.errors import InputError
-from multilin.scoring.answers import score_answers
-from multilin.scoring.losses import evaluate
-from multilin.training.assemble import build_model, check_model, read_data, training_arguments, training_order
-from multilin.training.callbacks import StepCallback
+from multilin.training.assemble import build_model, check_model, read_data
 from multilin.training.checkpoints import WRITE_ERRORS, checkpoint_folder, checkpoint_step
 from multilin.training.host_master import check_host_master
 from multilin.training.lock import locked_folder
-from multilin.training.metrics import Meter
-from multilin.training.outcomes import RunResult, TrainingFailed, TrainingInterrupted
-from multilin.training.precision import autocast_dtype
+from multilin.training.outcomes import RunResult, StopRequest, TrainingFailed, TrainingInterrupted
 from multilin.training.progress import TrainingProgress
 from multilin.training.recipe import Recipe
 from multilin.training.report import draw_loss, write_card
 from multilin.training.resolve import resolve_recipe
 from multilin.training.run_folder import RunFolder
-from multilin.training.signals import StopRequest
 from multilin.training.transformers_trainer import RunTrainer
 
 
@@ -79,7 +70,7 @@ def train(
                 folder.begin(recipe, text, checkpoint)
             devices.wait_for_everyone()
             with StopRequest() as stop_request:
-                trainer = _build_trainer(recipe, model, text, folder, stop_request, progress, devices)
+                trainer = RunTrainer(model, recipe, text, folder, progress, stop_request)
                 for callback in callbacks:
                     trainer.add_callback(callback)
                 _run(trainer, checkpoint, progress, resume=resume)
@@ -107,54 +98,6 @@ def _opened(
         if devices.num_processes > 1:
             step = int(broadcast(torch.tensor(step, device=devices.device)))
         yield checkpoint_folder(folder.checkpoints, step) if step else None
-
-
-def _build_trainer(
-    recipe: Recipe,
-    model: PreTrainedModel,
-    text: PreparedText | TaskText,
-    folder: RunFolder,
-    stop_request: StopRequest,
-    progress: TrainingProgress,
-    devices: PartialState,
-) -> RunTrainer:
-    plan = recipe.training
-    order = training_order(recipe, model, text, devices.num_processes)
-    blocks_per_step = len(order) // plan.max_steps
-    callback = StepCallback(
-        recipe=recipe,
-        meter=Meter(tokens_per_step=blocks_per_step * recipe.model.n_positions),
-        progress=progress,
-        writers=folder.metrics_writers(tensorboard=plan.tensorboard) if devices.is_main_process else [],
-        stop_request=stop_request,
-        describe_batch=lambda step: order.describe((step - 1) * blocks_per_step, step * blocks_per_step),
-    )
-    return RunTrainer(
-        model=model,
-        args=training_arguments(recipe, model, folder.checkpoints),
-        recipe=recipe,
-        order=order,
-        folder=folder,
-        validate=functools.partial(_validate, text=text, recipe=recipe),
-        callback=callback,
-    )
-
-
-def _validate(model: Any, text: PreparedText | TaskText, recipe: Recipe) -> dict[str, float]:
-    """The figures of a validation, as metrics.jsonl names them."""
-    plan, length = recipe.training, recipe.model.n_positions
-    dtype = autocast_dtype(plan.precision)
-    if isinstance(text, TaskText):
-        number = min(text.validation.number, max(1, (plan.eval_max_tokens or sys.maxsize) // length))
-        answers = score_answers(
-            model, text.validation.blocks(length), number=number, batch_size=plan.batch_size, autocast_dtype=dtype
-        )
-        return {"validation_loss": answers.loss, "validation_accuracy": answers.accuracy}
-    result = evaluate(
-        model, text.validation, block_size=length, batch_size=plan.batch_size, max_tokens=plan.eval_max_tokens,
-        autocast_dtype=dtype,
-    )  # fmt: skip
-    return {"validation_loss": result.loss, "validation_bits_per_byte": result.bits_per_byte}
 
 
 def _run(trainer: RunTrainer, checkpoint: Path | None, progress: TrainingProgress, *, resume: bool) -> None:

@@ -7,34 +7,37 @@ places it keeps private: how a checkpoint is written and read. Everything else g
 import contextlib
 import inspect
 import itertools
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
+from accelerate import PartialState
+from torch.distributed.checkpoint import state_dict as distributed
 from torch.utils.data import Sampler, SequentialSampler, default_collate
-from transformers import PreTrainedModel, PrinterCallback, Trainer, TrainerControl, TrainingArguments
+from transformers import PreTrainedModel, PrinterCallback, Trainer, TrainerControl
 
+from multilin.data.prepare import PreparedText
+from multilin.data.task_text import TaskText
 from multilin.files import atomic_files
+from multilin.scoring.answers import score_answers
+from multilin.scoring.losses import evaluate
 from multilin.training import checkpoints
+from multilin.training.assemble import training_arguments, training_order
 from multilin.training.callbacks import StepCallback
 from multilin.training.communication import compress_gradients
 from multilin.training.host_master import HostMaster, Link
+from multilin.training.metrics import Meter
 from multilin.training.optimizers import build_optimizer
-from multilin.training.order import BlockOrder
-from multilin.training.outcomes import TrainingFailed
+from multilin.training.outcomes import StopRequest, TrainingFailed
+from multilin.training.precision import autocast_dtype
+from multilin.training.progress import TrainingProgress
 from multilin.training.recipe import Recipe
 from multilin.training.run_folder import RunFolder
 from multilin.training.schedules import build_schedule
 
-_WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
+_WHOLE = distributed.StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
 class RunTrainer(Trainer):  # type: ignore[misc]
@@ -42,33 +45,42 @@ class RunTrainer(Trainer):  # type: ignore[misc]
 
     Args:
         model: a causal language model whose forward returns a loss.
-        args: steps, batch size, precision, devices.
         recipe: with every default filled in.
-        order: the blocks to read, from the first step to the last.
-        folder: where checkpoints go.
-        validate: model to its figures on the validation text, for metrics.jsonl.
-        callback: follows each step; holds the meter whose state goes into checkpoints.
+        text: the text or task to train and validate on.
+        folder: where checkpoints and metrics go.
+        progress: told of each step and each line of metrics.
+        stop_request: notes a signal that asks the run to end.
     """
 
     control: TrainerControl
 
     def __init__(
         self,
-        *,
         model: PreTrainedModel,
-        args: TrainingArguments,
         recipe: Recipe,
-        order: BlockOrder,
+        text: PreparedText | TaskText,
         folder: RunFolder,
-        validate: Callable[[torch.nn.Module], dict[str, float]],
-        callback: StepCallback,
+        progress: TrainingProgress,
+        stop_request: StopRequest,
     ) -> None:
-        self.recipe, self.order, self.folder, self.validate, self.callback = recipe, order, folder, validate, callback
-        self.host = HostMaster(model, Link(args.device)) if recipe.training.master == "host" else None
+        devices, plan = PartialState(), recipe.training
+        self.recipe, self.text, self.folder = recipe, text, folder
+        self.order = order = training_order(recipe, model, text, devices.num_processes)
+        blocks_per_step = len(order) // plan.max_steps
+        self.callback = StepCallback(
+            recipe=recipe,
+            meter=Meter(tokens_per_step=blocks_per_step * recipe.model.n_positions),
+            progress=progress,
+            writers=folder.metrics_writers(tensorboard=plan.tensorboard) if devices.is_main_process else [],
+            stop_request=stop_request,
+            describe_batch=lambda step: order.describe((step - 1) * blocks_per_step, step * blocks_per_step),
+        )
+        args = training_arguments(recipe, model, folder.checkpoints)
+        self.host = HostMaster(model, Link(args.device)) if plan.master == "host" else None
         model = model if self.host is None else self.host.copy
         use_cache = getattr(model.config, "use_cache", True)
         super().__init__(
-            model=model, args=args, train_dataset=order, data_collator=default_collate, callbacks=[callback]
+            model=model, args=args, train_dataset=order, data_collator=default_collate, callbacks=[self.callback]
         )
         self.remove_callback(PrinterCallback)
         model.config.use_cache = use_cache  # Trainer turns it off, and would save it so
@@ -137,9 +149,20 @@ class RunTrainer(Trainer):  # type: ignore[misc]
         """Validate, without touching the random numbers that training draws."""
         devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
         with self.callback.meter.paused(), torch.random.fork_rng(devices=devices):
-            metrics = self.validate(self.model)
+            metrics = self._validate()
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
+
+    def _validate(self) -> dict[str, float]:
+        """The figures of a validation, as metrics.jsonl names them."""
+        plan, length, text = self.recipe.training, self.recipe.model.n_positions, self.text
+        options: dict[str, Any] = {"batch_size": plan.batch_size, "autocast_dtype": autocast_dtype(plan.precision)}
+        if isinstance(text, TaskText):
+            number = min(text.validation.number, max(1, (plan.eval_max_tokens or sys.maxsize) // length))
+            answers = score_answers(self.model, text.validation.blocks(length), number=number, **options)
+            return {"validation_loss": answers.loss, "validation_accuracy": answers.accuracy}
+        result = evaluate(self.model, text.validation, block_size=length, max_tokens=plan.eval_max_tokens, **options)
+        return {"validation_loss": result.loss, "validation_bits_per_byte": result.bits_per_byte}
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[dict[str, torch.Tensor]], num_batches: int, device: torch.device
@@ -165,7 +188,7 @@ class RunTrainer(Trainer):  # type: ignore[misc]
             OSError: the folder cannot be written.
         """
         model = self.accelerator.unwrap_model(self.master, keep_torch_compile=False)
-        weights = get_model_state_dict(self.master, options=_WHOLE) if self.args.world_size > 1 else None
+        weights = distributed.get_model_state_dict(self.master, options=_WHOLE) if self.args.world_size > 1 else None
         if not self.is_world_process_zero():
             return
         model.save_pretrained(str(output_dir or self.folder.path), state_dict=weights)
@@ -208,7 +231,7 @@ class RunTrainer(Trainer):  # type: ignore[misc]
     def _write_checkpoint(self, folder: Path) -> None:
         self.save_model(str(folder))
         checkpoints.write_random_state(folder / f"random-{self.args.process_index}.safetensors")
-        state = get_optimizer_state_dict(self.master, _bare(self.optimizer), options=_WHOLE)
+        state = distributed.get_optimizer_state_dict(self.master, _bare(self.optimizer), options=_WHOLE)
         if self.is_world_process_zero():
             checkpoints.write_optimizer(folder, state)
             checkpoints.write_json(folder / "schedule.json", self.lr_scheduler.state_dict())
@@ -220,8 +243,8 @@ class RunTrainer(Trainer):  # type: ignore[misc]
         path = Path(resume_from_checkpoint) / "model.safetensors"
         with checkpoints.loading(path):
             # Not strict: a weight that is tied to another is stored once.
-            options = StateDictOptions(full_state_dict=True, strict=False)
-            set_model_state_dict(model or self.master, {**checkpoints.read_tensors(path)}, options=options)
+            options = distributed.StateDictOptions(full_state_dict=True, strict=False)
+            distributed.set_model_state_dict(model or self.master, {**checkpoints.read_tensors(path)}, options=options)
         if self.host is not None:
             self.host.send()
 
@@ -233,8 +256,8 @@ class RunTrainer(Trainer):  # type: ignore[misc]
         with checkpoints.loading(folder / "optimizer.json"):
             checkpoints.check_like(_plain_groups(state), _plain_groups(_bare(self.optimizer).state_dict()), "groups")
         with checkpoints.loading(folder / "optimizer.safetensors"):
-            options = StateDictOptions(full_state_dict=True)
-            set_optimizer_state_dict(self.master, _bare(self.optimizer), state, options=options)
+            options = distributed.StateDictOptions(full_state_dict=True)
+            distributed.set_optimizer_state_dict(self.master, _bare(self.optimizer), state, options=options)
         for name, holder in (("schedule.json", self.lr_scheduler), ("meter.json", self.callback.meter)):
             with checkpoints.loading(folder / name):
                 values, own = checkpoints.read_json(folder / name), holder.state_dict()

@@ -66,7 +66,7 @@ def examine() -> Checkup:
     device = torch.accelerator.current_accelerator() or torch.device("cpu")
     cores = available_cores()
     backends = {name: op.backend_for(device) for name, op in all_ops().items()}
-    gives_back = why_not()
+    gives_back, capabilities = why_not(), torch.cpu.get_capabilities()
     warnings = [
         f"{name} uses its {backend.name}, which is slow{_reasons(name, device)}"
         for name, backend in backends.items()
@@ -84,7 +84,7 @@ def examine() -> Checkup:
         threads=torch.get_num_threads(),
         cores=cores,
         precision=resolve_precision("auto"),
-        cpu_features=_cpu_features(),
+        cpu_features=sorted(k for k, value in capabilities.items() if value is True and k.startswith(CPU_FEATURES)),
         freed_memory="kept" if gives_back is None else f"given back to the system, as {gives_back}",
         backends={name: backend.name for name, backend in backends.items()},
         gpu_backends=_gpu_backends(),
@@ -131,11 +131,6 @@ def _cpu_name() -> str:
     lines = path.read_text(errors="replace").splitlines() if path.exists() else []
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return next(names, platform.processor() or platform.machine())
-
-
-def _cpu_features() -> list[str]:
-    capabilities = torch.cpu.get_capabilities()
-    return sorted(name for name, value in capabilities.items() if value is True and name.startswith(CPU_FEATURES))
 
 
 def contention() -> str | None:

@@ -24,7 +24,7 @@ OPENING_CHARACTERS = 40
 
 @settings
 class EvaluateArguments:
-    """What to score."""
+    """The model and the tasks."""
 
     run: PathText  # folder of a trained model
     long: bool = False  # read every document whole, through the state, instead of blocks
@@ -38,7 +38,7 @@ class EvaluateArguments:
 
 @settings
 class QuantizeArguments:
-    """What to round."""
+    """The model to round."""
 
     run: PathText  # folder of a trained model
     output: PathText | None = None  # folder for the int8 model; without one RUN-int8
@@ -154,15 +154,15 @@ def _print_breakdown(data: Mapping[str, Any]) -> None:
 
 
 def _print_documents(documents: Mapping[str, Any]) -> None:
-    """How many there are; of two or more that are long enough their spread, the best and the worst."""
-    console, number, long_enough = make_console(), documents["number"], documents["long_enough"]
+    """The number of documents; of two or more that are long enough the spread, the best and the worst."""
+    console, number, long_enough = make_console(), plural(documents["number"], "document"), documents["long_enough"]
     if "best" not in documents:
-        console.print(f"{plural(number, 'document')}, {long_enough} of at least {documents['fewest_bytes']} bytes")
+        console.print(f"{number}, {long_enough} of at least {documents['fewest_bytes']} bytes")
         return
     low, middle, high = documents["bits_per_byte_quantiles"].values()
     console.print(
-        f"{plural(number, 'document')}, {long_enough:,} of them of at least {documents['fewest_bytes']} bytes: median "
-        f"{middle:.3f} bits per byte, eight in ten between {low:.3f} and {high:.3f}"
+        f"{number}, {long_enough:,} of them of at least {documents['fewest_bytes']} bytes: median {middle:.3f} bits "
+        f"per byte, eight in ten between {low:.3f} and {high:.3f}"
     )
     rows = []
     for name in ("best", "worst"):
@@ -190,7 +190,5 @@ def _print_quantized(result: "Quantized") -> None:
         ("loss, nats per token", before.loss, after.loss, ".4f"),
         ("bits per byte", before.bits_per_byte, after.bits_per_byte, ".4f"),
     )
-    rows = (
-        (name, f"{old:{form}}", f"{new:{form}}", f"{100 * (new / old - 1):+.2f} %") for name, old, new, form in figures
-    )
+    rows = [(name, f"{a:{form}}", f"{b:{form}}", f"{100 * (b / a - 1):+.2f} %") for name, a, b, form in figures]
     print_table("lrrr", rows, head=("", "trained", "int8", "change"))

@@ -27,7 +27,7 @@ SHADES = ((235, 242, 252), (200, 221, 247), (152, 193, 240), (96, 158, 229), (43
 
 @settings
 class ExplainArguments:
-    """What to explain."""
+    """The model and the text to explain."""
 
     run: PathText  # folder of a trained model
     text: Prose | None = None  # text to explain; without one it is read from a pipe, or taken from the validation text

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @settings
 class InfoArguments:
-    """What to describe."""
+    """The model to describe."""
 
     model: PathText  # folder of a trained model, or the name of an architecture
     json: bool = False  # print JSON

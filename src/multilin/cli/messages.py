@@ -1,4 +1,4 @@
-"""What the command line says beside results: warnings, what it loads, and what to type next, all on stderr."""
+"""Messages of the command line beside results, all on stderr: warnings, loading, the commands to type next."""
 
 import contextlib
 import dataclasses
@@ -48,7 +48,7 @@ def loading(name: str = "") -> Iterator[None]:
 
 
 def say_next(*commands: str) -> None:
-    """Say what to type next, on stderr, once for all processes of a run.
+    """Name the commands to type next, on stderr, once for all processes of a run.
 
     Args:
         commands: beginning with `multilin`, which becomes the path it was called by if the shell does not find it.

@@ -1,4 +1,4 @@
-"""What a user sees while work is under way: bars on a terminal, a line now and then elsewhere."""
+"""Progress of work under way: bars on a terminal, a line now and then elsewhere."""
 
 import time
 from contextlib import closing

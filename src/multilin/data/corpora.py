@@ -1,16 +1,16 @@
 """Where text comes from: built-in corpora, files, folders, globs and hub datasets, read as a stream of documents."""
 
-import contextlib
 import glob
 import hashlib
 import itertools
 import re
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 from multilin.data.files import SUPPORTED, Document, EncodingErrors, check_file, file_format, read_file, row_text
 from multilin.data.python_library import library_files, python_docs, python_source
-from multilin.errors import InputError, nearest, shown
+from multilin.errors import InputError, as_input_error, nearest, shown
 
 __all__ = ["BUILT_IN", "Document", "EncodingErrors", "read_documents", "source_fingerprint"]
 
@@ -144,7 +144,7 @@ def _hub_documents(source: str, text_field: str, encoding_errors: EncodingErrors
     from datasets import load_dataset
 
     name, config, split = _hub_parts(source)
-    with _hub_errors(source):
+    with as_input_error(partial(_hub_failure, source)):
         for number, row in enumerate(load_dataset(name, config, split=split, streaming=True), start=1):
             yield Document(f"{split}:{number}", row_text(row, text_field, f"{source}:{number}", encoding_errors))
 
@@ -152,19 +152,10 @@ def _hub_documents(source: str, text_field: str, encoding_errors: EncodingErrors
 def _hub_revision(name: str) -> str | None:
     from huggingface_hub import HfApi
 
-    with _hub_errors(name):
+    with as_input_error(partial(_hub_failure, name)):
         return HfApi().dataset_info(name).sha
 
 
-@contextlib.contextmanager
-def _hub_errors(source: str) -> Iterator[None]:
-    """The hub's client raises errors of many libraries; all mean that there is no such data."""
-    try:
-        yield
-    except InputError:
-        raise
-    except Exception as error:
-        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-        raise InputError(
-            f"{shown(source)} is neither a file or folder here nor a dataset the hub gives ({reason})"
-        ) from error
+def _hub_failure(source: str, reason: str) -> str:
+    # Whatever the hub's client raises, it means that there is no such data.
+    return f"{shown(source)} is neither a file or folder here nor a dataset the hub gives ({reason})"

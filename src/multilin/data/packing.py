@@ -35,7 +35,7 @@ _TOKENS, _INDEX, _DESCRIPTION = "tokens.bin", "index.safetensors", "packed.json"
 
 @dataclass(frozen=True)
 class Description:
-    """What a packing says about itself, in packed.json."""
+    """The content of packed.json."""
 
     num_tokens: int
     num_documents: int
@@ -53,7 +53,7 @@ class PackedText:
 
     Attributes:
         folder: where it lies.
-        description: what packed.json says.
+        description: the content of packed.json.
         num_tokens, num_documents: the start tokens included.
         num_bytes: UTF-8 bytes of the exact text of all documents.
         tokens: (num_tokens,) uint16 or uint32, memory-mapped.
@@ -88,11 +88,9 @@ class PackedText:
             raise InputError(f"{folder}: no packed text, as {Path(error.filename or folder).name} is missing") from None
         except (ValueError, TypeError, SafetensorError) as error:
             raise InputError(f"{folder}: damaged packed text ({error}); delete it to prepare it again") from None
-        expected = description.num_tokens * np.dtype(description.dtype).itemsize
-        if size != expected:
-            raise InputError(
-                f"{folder}: {_TOKENS} has {plural(size, 'byte')} instead of {expected}; delete it to prepare it again"
-            )
+        if size != (expected := description.num_tokens * np.dtype(description.dtype).itemsize):
+            difference = f"{plural(size, 'byte')} instead of {expected}"
+            raise InputError(f"{folder}: {_TOKENS} has {difference}; delete it to prepare it again")
         return cls(folder, description, index)
 
     def __reduce__(self) -> tuple[Callable[[Path], "PackedText"], tuple[Path]]:
@@ -263,14 +261,10 @@ class _Writer:
         index = {"document_starts": starts, "document_bytes": sizes, "token_bytes": self._token_bytes}
         safetensors.numpy.save_file(index, folder / _INDEX)
         description = Description(
-            num_tokens=self._num_tokens,
-            num_documents=len(self._bytes),
-            num_bytes=self.num_bytes,
-            counted_bytes=self._counted_bytes,
-            dtype=self._dtype.name,
-            vocab_size=len(self._token_bytes),
-            start_token_id=start_token_id(self._tokenizer),
-            pad_token_id=int(self._tokenizer.pad_token_id),
+            num_tokens=self._num_tokens, num_documents=len(starts),
+            num_bytes=self.num_bytes, counted_bytes=self._counted_bytes,
+            dtype=self._dtype.name, vocab_size=len(self._token_bytes),
+            start_token_id=start_token_id(self._tokenizer), pad_token_id=int(self._tokenizer.pad_token_id),
             tokenizer_hash=tokenizer_hash(self._tokenizer),
-        )
+        )  # fmt: skip
         (folder / _DESCRIPTION).write_text(json.dumps(asdict(description), indent=2), encoding="utf-8")

@@ -34,7 +34,7 @@ _Reader = Callable[[], Iterator[Document]]
 
 @dataclass(frozen=True)
 class PreparedText:
-    """What training reads."""
+    """A tokenizer, and the packed text to train and to validate on."""
 
     tokenizer: PreTrainedTokenizerFast
     train: PackedText
@@ -44,126 +44,6 @@ class PreparedText:
     def identity(self) -> str:
         """A hash of the text and its tokens: prepared text lies in a folder that is named by it."""
         return self.train.folder.parent.name
-
-
-def prepare_text(
-    data: DataRecipe, recipe: TokenizerRecipe, *, cache_folder: Path | None = None, progress: Progress = no_progress
-) -> PreparedText:
-    """Read, split, tokenise and pack text; the second time it is only opened.
-
-    Args:
-        data: the sources, see `read_documents`. Without a second source to validate on, whole documents of the first
-            are taken aside: in the order of their texts' hashes as many as fit into `validation_fraction` of its bytes,
-            at least one, and the same text never on both sides. A single document is split at a line.
-        recipe: the tokenizer to train on the training text, or to load, see `load_tokenizer`.
-        cache_folder: where prepared texts are kept; $XDG_CACHE_HOME/multilin or ~/.cache/multilin by default.
-        progress: called with the work under way and the bytes of text done.
-
-    Raises:
-        InputError: a source or tokenizer that cannot be used, or a cache that cannot be written; nothing stays behind.
-    """
-    loaded = None if recipe.path is None else load_tokenizer(recipe.path)
-    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    folder = Path(cache_folder or Path(root, "multilin")) / _key(data, recipe, loaded)
-    if not folder.exists():
-        _prepare_once(data, recipe, loaded, folder, progress)
-    prepared = load_tokenizer(str(folder / "tokenizer"))
-    return PreparedText(prepared, PackedText.open(folder / "train"), PackedText.open(folder / "validation"))
-
-
-def _key(data: DataRecipe, recipe: TokenizerRecipe, tokenizer: PreTrainedTokenizerFast | None) -> str:
-    """A hash of the sources' content and of every setting that changes what is prepared."""
-    content = asdict(data) | {"format": FORMAT, "tokenizers": tokenizers.__version__}
-    for field in ("source", "validation"):
-        if content[field] is not None:
-            with _named(f"data.{field}"):
-                content[field] = source_fingerprint(content[field])
-    if data.validation is not None:
-        del content["validation_fraction"]
-    if tokenizer is None:
-        content |= {"tokenizer_kind": recipe.kind, "vocab_size": recipe.vocab_size}
-    else:
-        content["tokenizer"] = tokenizer_hash(tokenizer)
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:32]
-
-
-def _documents(data: DataRecipe, field: str) -> Iterator[Document]:
-    with _named(f"data.{field}"):
-        yield from read_documents(
-            getattr(data, field), text_field=data.text_field, encoding_errors=data.encoding_errors
-        )
-
-
-@contextmanager
-def _named(field: str) -> Iterator[None]:
-    """Put the setting in front of a message about a source."""
-    try:
-        yield
-    except InputError as error:
-        raise InputError(f"{field}: {error}") from error.__cause__
-
-
-def _prepare_once(
-    data: DataRecipe,
-    recipe: TokenizerRecipe,
-    tokenizer: PreTrainedTokenizerFast | None,
-    folder: Path,
-    progress: Progress,
-) -> None:
-    """Prepare into a folder beside and rename it, so that the cache holds whole entries only, whoever interrupts."""
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(folder.with_name(f"{folder.name}.lock")):  # several processes may start the same training
-            if folder.exists():
-                return
-            remove_partials(folder.parent, folder.name)
-            with atomic_folder(folder) as partial:
-                _prepare(data, recipe, tokenizer, partial, progress)
-    except OSError as error:
-        raise InputError(
-            f"the data cache {folder.parent} cannot be written ({error.strerror or error}); set XDG_CACHE_HOME to a "
-            "folder with room"
-        ) from error
-
-
-def _prepare(
-    data: DataRecipe,
-    recipe: TokenizerRecipe,
-    tokenizer: PreTrainedTokenizerFast | None,
-    folder: Path,
-    progress: Progress,
-) -> None:
-    spools, train, validation = _split(data, folder, progress)
-    if tokenizer is None:
-        tokenizer = train_tokenizer(reported_texts(train(), progress), recipe.kind, recipe.vocab_size)
-    tokenizer.save_pretrained(folder / "tokenizer")
-    pack(train(), tokenizer, folder / "train", partial(progress, "packing the training text"))
-    pack(validation(), tokenizer, folder / "validation", partial(progress, "packing the validation text"))
-    for spool in spools:
-        spool.path.unlink()
-
-
-def _split(data: DataRecipe, folder: Path, progress: Progress) -> tuple[list[Spool], _Reader, _Reader]:
-    """The spools on disk, and functions that read the documents of each side from there."""
-    report = partial(progress, "reading")
-    source = Spool.write(_documents(data, "source"), folder / "source.jsonl", report)
-    if data.validation is not None:
-        other = Spool.write(_documents(data, "validation"), folder / "validation.jsonl", report)
-        return [source, other], source.read, other.read
-    if len(source.sizes) == 1:
-        first, last = split_document(next(source.read()), data.validation_fraction)
-        return [source], lambda: iter([first]), lambda: iter([last])
-    side = validation_side(source.hashes, source.sizes, data.validation_fraction)
-    return [source], partial(source.read, ~side), partial(source.read, side)
-
-
-def reported_texts(documents: Iterable[Document], progress: Progress) -> Iterator[str]:
-    """The texts that a tokenizer is trained on; after each, `progress` is called with the bytes so far."""
-    count = 0
-    for document in documents:
-        yield document.text
-        count += len(document.text.encode())
-        progress("training the tokenizer", count)
 
 
 @dataclass(frozen=True)
@@ -204,6 +84,114 @@ class Spool:
             for index, line in enumerate(stream):
                 if side is None or side[index]:
                     yield Document(*json.loads(line))
+
+
+def prepare_text(
+    data: DataRecipe, recipe: TokenizerRecipe, *, cache_folder: Path | None = None, progress: Progress = no_progress
+) -> PreparedText:
+    """Read, split, tokenise and pack text; the second time it is only opened.
+
+    Args:
+        data: the sources, see `read_documents`. Without a second source to validate on, whole documents of the first
+            are taken aside: in the order of their texts' hashes as many as fit into `validation_fraction` of its bytes,
+            at least one, and the same text never on both sides. A single document is split at a line.
+        recipe: the tokenizer to train on the training text, or to load, see `load_tokenizer`.
+        cache_folder: where prepared texts are kept; $XDG_CACHE_HOME/multilin or ~/.cache/multilin by default.
+        progress: called with the work under way and the bytes of text done.
+
+    Raises:
+        InputError: a source or tokenizer that cannot be used, or a cache that cannot be written; nothing stays behind.
+    """
+    loaded = None if recipe.path is None else load_tokenizer(recipe.path)
+    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    folder = Path(cache_folder or Path(root, "multilin")) / _key(data, recipe, loaded)
+    if not folder.exists():
+        _once(folder, partial(_prepare, data, recipe, loaded, progress))
+    prepared = load_tokenizer(str(folder / "tokenizer"))
+    return PreparedText(prepared, PackedText.open(folder / "train"), PackedText.open(folder / "validation"))
+
+
+def _key(data: DataRecipe, recipe: TokenizerRecipe, tokenizer: PreTrainedTokenizerFast | None) -> str:
+    """A hash of the sources' content and of every setting that changes what is prepared."""
+    content = asdict(data) | {"format": FORMAT, "tokenizers": tokenizers.__version__}
+    for field in ("source", "validation"):
+        if content[field] is not None:
+            with _named(f"data.{field}"):
+                content[field] = source_fingerprint(content[field])
+    if data.validation is not None:
+        del content["validation_fraction"]
+    if tokenizer is None:
+        content |= {"tokenizer_kind": recipe.kind, "vocab_size": recipe.vocab_size}
+    else:
+        content["tokenizer"] = tokenizer_hash(tokenizer)
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def _documents(data: DataRecipe, field: str) -> Iterator[Document]:
+    with _named(f"data.{field}"):
+        yield from read_documents(
+            getattr(data, field), text_field=data.text_field, encoding_errors=data.encoding_errors
+        )
+
+
+@contextmanager
+def _named(field: str) -> Iterator[None]:
+    """Put the setting in front of a message about a source."""
+    try:
+        yield
+    except InputError as error:
+        raise InputError(f"{field}: {error}") from error.__cause__
+
+
+def _once(folder: Path, prepare: Callable[[Path], None]) -> None:
+    """Prepare into a folder beside and rename it, so that the cache holds whole entries only, whoever interrupts."""
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(folder.with_name(f"{folder.name}.lock")):  # several processes may start the same training
+            if not folder.exists():
+                remove_partials(folder.parent, folder.name)
+                with atomic_folder(folder) as unfinished:
+                    prepare(unfinished)
+    except OSError as error:
+        raise InputError(
+            f"the data cache {folder.parent} cannot be written ({error.strerror or error}); set XDG_CACHE_HOME to a "
+            "folder with room"
+        ) from error
+
+
+def _prepare(
+    data: DataRecipe, recipe: TokenizerRecipe, loaded: PreTrainedTokenizerFast | None, progress: Progress, folder: Path
+) -> None:
+    spools, train, validation = _split(data, folder, progress)
+    tokenizer = loaded or train_tokenizer(reported_texts(train(), progress), recipe.kind, recipe.vocab_size)
+    tokenizer.save_pretrained(folder / "tokenizer")
+    pack(train(), tokenizer, folder / "train", partial(progress, "packing the training text"))
+    pack(validation(), tokenizer, folder / "validation", partial(progress, "packing the validation text"))
+    for spool in spools:
+        spool.path.unlink()
+
+
+def _split(data: DataRecipe, folder: Path, progress: Progress) -> tuple[list[Spool], _Reader, _Reader]:
+    """The spools on disk, and functions that read the documents of each side from there."""
+    report = partial(progress, "reading")
+    source = Spool.write(_documents(data, "source"), folder / "source.jsonl", report)
+    if data.validation is not None:
+        other = Spool.write(_documents(data, "validation"), folder / "validation.jsonl", report)
+        return [source, other], source.read, other.read
+    if len(source.sizes) == 1:
+        first, last = split_document(next(source.read()), data.validation_fraction)
+        return [source], lambda: iter([first]), lambda: iter([last])
+    side = validation_side(source.hashes, source.sizes, data.validation_fraction)
+    return [source], partial(source.read, ~side), partial(source.read, side)
+
+
+def reported_texts(documents: Iterable[Document], progress: Progress) -> Iterator[str]:
+    """The texts that a tokenizer is trained on; after each, `progress` is called with the bytes so far."""
+    count = 0
+    for document in documents:
+        yield document.text
+        count += len(document.text.encode())
+        progress("training the tokenizer", count)
 
 
 def validation_side(hashes: NDArray[np.uint64], sizes: NDArray[np.int64], fraction: float) -> NDArray[np.bool_]:

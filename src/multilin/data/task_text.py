@@ -20,7 +20,7 @@ VALIDATION_SEQUENCES = 2048
 
 
 def is_task(source: str) -> bool:
-    """Whether a source is a task: `task:mqar?num_pairs=8`."""
+    """True if a source is a task: `task:mqar?num_pairs=8`."""
     return source.startswith(TASK_PREFIX)
 
 

@@ -1,4 +1,4 @@
-"""Synthetic tasks that ask a model for what it read: sequences made anew, whose answers follow from the sequence alone.
+"""Synthetic tasks that ask a model to recall its input: new sequences, whose answers follow from the sequence alone.
 
 A generator makes `count` sequences of exactly `length` tokens. Each begins with the start token, which is left out of
 the examples below; labels are the tokens themselves where an answer is asked, and IGNORED_LABEL elsewhere, so a causal
@@ -241,7 +241,7 @@ TASKS: dict[str, tuple[Generator, type]] = {
 
 
 def token_names(task: Task) -> list[str]:
-    """How each token of a task is written: `.` blank, `*` mark, k keys, v values, s symbols, 0 and 1."""
+    """The text of each token of a task: `.` blank, `*` mark, k keys, v values, s symbols, 0 and 1."""
     return ["<|endoftext|>", ".", "*", *_symbols(task.options)[0], *_symbols(task.options)[1]]
 
 

@@ -78,12 +78,12 @@ def read_bytes(path: str | Path, name: str, limit: int) -> bytes:
 
 def read_yaml(path: str | Path, name: str) -> Any:
     """The plain data in a YAML file; arguments and errors as for `read_bytes` and `parse_yaml`."""
-    return parse_yaml(_decode(read_bytes(path, name, LARGEST_YAML), path, name), _subject(path, name))
+    return parse_yaml(_read_text(path, name, LARGEST_YAML), _subject(path, name))
 
 
 def read_json(path: str | Path, name: str, limit: int = MEGABYTE) -> Any:
     """The plain data in a JSON file; arguments and errors as for `read_bytes` and `parse_json`."""
-    return parse_json(_decode(read_bytes(path, name, limit), path, name), _subject(path, name))
+    return parse_json(_read_text(path, name, limit), _subject(path, name))
 
 
 def check_model_files(folder: Path, name: str) -> None:
@@ -102,9 +102,9 @@ def check_model_files(folder: Path, name: str) -> None:
                 raise InputError(f"{_subject(path, name)} holds {size / MEGABYTE:,.0f} MB, too many for its name")
 
 
-def _decode(content: bytes, path: str | Path, name: str) -> str:
+def _read_text(path: str | Path, name: str, limit: int) -> str:
     try:
-        return content.decode("utf-8")
+        return read_bytes(path, name, limit).decode("utf-8")
     except UnicodeDecodeError as error:
         raise InputError(f"{_subject(path, name)} is not UTF-8 (byte {error.start})") from None
 

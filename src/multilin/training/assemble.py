@@ -42,7 +42,7 @@ def read_text(recipe: Recipe, progress: Progress = no_progress) -> PreparedText:
 
 
 def read_data(recipe: Recipe, progress: Progress = no_progress) -> PreparedText | TaskText:
-    """What the recipe trains on: a text, or the sequences of a task.
+    """The training data of a recipe: a text, or the sequences of a task.
 
     Raises:
         InputError: see `read_text`; an unknown task, or blocks too short for it.
@@ -202,19 +202,18 @@ def _smooths_labels(model: PreTrainedModel) -> bool:
 
 def _check_normalized_gradients(recipe: Recipe, model: PreTrainedModel) -> None:
     """The gradients of different layers then have scales of their own, which not everything stands."""
-    assert recipe.optimizer.name is not None, "training needs a recipe that was resolved"
-    field = "training.normalize_gradients: true given, but"
+    able = [name for name, kind in OPTIMIZERS.items() if kind.normalizes]
+    reason = ""
     if not hasattr(model.base_model, "normalizes_gradients"):
-        raise InputError(f"{field} {recipe.model.architecture} cannot normalise the gradient of each layer")
-    if not OPTIMIZERS[recipe.optimizer.name].normalizes:
-        able = " or ".join(name for name, kind in OPTIMIZERS.items() if kind.normalizes)
-        raise InputError(
-            f"{field} {recipe.optimizer.name} needs the layers' gradients at one common scale; take {able}"
-        )
-    if recipe.optimizer.clip_norm:
-        raise InputError(f"{field} a common norm to clip does not exist then; set optimizer.clip_norm to 0")
-    if model.config.tie_word_embeddings:
-        raise InputError(
-            f"{field} a tied embedding adds the gradients of the first and the last layer, which then differ in scale; "
+        reason = f"{recipe.model.architecture} cannot normalise the gradient of each layer"
+    elif recipe.optimizer.name not in able:
+        reason = f"{recipe.optimizer.name} needs the layers' gradients at one common scale; take {' or '.join(able)}"
+    elif recipe.optimizer.clip_norm:
+        reason = "a common norm to clip does not exist then; set optimizer.clip_norm to 0"
+    elif model.config.tie_word_embeddings:
+        reason = (
+            "a tied embedding adds the gradients of the first and the last layer, which then differ in scale; "
             "set model.config.tie_word_embeddings to false"
         )
+    if reason:
+        raise InputError(f"training.normalize_gradients: true given, but {reason}")

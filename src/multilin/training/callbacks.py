@@ -1,4 +1,4 @@
-"""What happens around each step: the finite check, the metrics, and when to validate, save and stop."""
+"""The work around each step: the finite check, the metrics, and when to validate, save and stop."""
 
 import math
 import warnings

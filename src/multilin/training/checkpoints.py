@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from transformers import TrainerState
 
-from multilin.errors import InputError, shorten, shown
+from multilin.errors import as_input_error, shown
 from multilin.files import atomic_folder, partial_path, remove_partials
 from multilin.settings.inputs import check_regular
 
@@ -142,7 +142,7 @@ def write_random_state(path: Path) -> None:
 
 
 def read_random_state(path: Path) -> None:
-    """Set every random number generator of this process to what `write_random_state` wrote."""
+    """Set every random number generator of this process to the state that `write_random_state` wrote."""
     with loading(path):
         tensors = read_tensors(path)
         with safe_open(path, framework="pt") as file:
@@ -174,23 +174,14 @@ def read_json(path: Path) -> Any:
         return json.loads(path.read_text(encoding="utf-8"))
 
 
-@contextlib.contextmanager
-def loading(path: Path) -> Iterator[None]:
-    """Turn errors about content of the wrong kind, which have many types, into one sentence.
-
-    Args:
-        path: the file whose content is used in the block.
-    """
-    try:
-        yield
-    except InputError:
-        raise
-    except Exception as error:
-        reason = shorten(f"{type(error).__name__}: {' '.join(str(error).split())}", 200)
-        raise InputError(
-            f"checkpoint {path.parent}: {path.name} cannot be read ({reason}); delete this folder to resume from the "
-            "checkpoint before it"
-        ) from error
+def loading(path: Path) -> contextlib.AbstractContextManager[None]:
+    """A block that uses the content of this file: errors about content of the wrong kind become one sentence."""
+    return as_input_error(
+        lambda reason: (
+            f"checkpoint {path.parent}: {path.name} cannot be read ({reason}); delete this folder to resume "
+            "from the checkpoint before it"
+        )
+    )
 
 
 def check_trainer_state(checkpoint: Path) -> None:

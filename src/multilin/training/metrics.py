@@ -1,4 +1,4 @@
-"""What is measured while training: the running sums behind each line of metrics.jsonl."""
+"""The measurements of a training run: the running sums behind each line of metrics.jsonl."""
 
 import contextlib
 import time
@@ -96,7 +96,7 @@ class Meter:
         return {"seconds": self.seconds} | {name: getattr(self, name) for name in _SUMS}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from what `state_dict` gave."""
+        """Continue from a state that `state_dict` gave."""
         self._earlier_seconds = state["seconds"]
         for name in _SUMS:
             setattr(self, name, state[name])

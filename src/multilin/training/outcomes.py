@@ -1,4 +1,4 @@
-"""How a run ends: with a result, by a signal, or by a failure that one sentence explains."""
+"""The ends of a run: a result, a signal, or a failure that one sentence explains."""
 
 import dataclasses
 import signal
@@ -44,7 +44,7 @@ class TrainingInterrupted(Exception):
     """A signal ended the run after a checkpoint; the message says how to resume.
 
     Attributes:
-        exit_code: what a shell expects of a program that this signal ended: 130 for SIGINT, 143 for SIGTERM.
+        exit_code: the status of a program that this signal ended, as shells expect it: 130 for SIGINT, 143 for SIGTERM.
     """
 
     def __init__(self, message: str, signal_number: int) -> None:

@@ -1,4 +1,4 @@
-"""What a finished run shows: the plot of its loss and its model card."""
+"""The plots and the model card of a finished run."""
 
 import contextlib
 import dataclasses

@@ -1,4 +1,4 @@
-"""What a recipe leaves open, filled in with the defaults of the architecture and of this machine."""
+"""Fields that a recipe leaves open are filled in with the defaults of the architecture and of this machine."""
 
 import dataclasses
 from typing import Any

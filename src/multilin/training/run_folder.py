@@ -30,7 +30,7 @@ from multilin.training.recipe import RECIPE_FILE, Recipe, first_difference, load
 RUN_FILE = "run.json"  # in a checkpoint: text, metrics and number of processes when it was written
 METRICS = ("step", "tokens", "seconds", "loss", "tokens_per_second")  # in every line of metrics.jsonl
 
-# What a run writes at the top of its folder, and so what --overwrite removes; other files are left alone.
+# Files that a run writes at the top of its folder, and that --overwrite removes; others are left alone.
 _WRITTEN = (
     "data.json", "metrics.jsonl", "loss.png", "demo.png", "README.md", "config.json", "generation_config.json",
     "model*.safetensors", "model.safetensors.index.json", "tokenizer*", "special_tokens_map.json", "tensorboard",
@@ -66,9 +66,7 @@ class RunFolder:
         if resume and overwrite:
             raise InputError("resume and overwrite exclude each other: continue the run, or replace it")
         if recipe.training.tensorboard and importlib.util.find_spec("tensorboard") is None:
-            raise InputError(
-                "training.tensorboard: TensorBoard is not installed; `pip install 'multilin[tensorboard]'`"
-            )
+            raise InputError("training.tensorboard: TensorBoard is not installed; pip install 'multilin[tensorboard]'")
         check_folder("output", self.path)
         if (self.path / RUN_FILE).exists():
             raise InputError(f"output: {self.path} is a checkpoint of a run; give the folder of the run, or a new one")
@@ -84,7 +82,7 @@ class RunFolder:
         return None
 
     def begin(self, recipe: Recipe, text: PreparedText | TaskText, checkpoint: Path | None) -> None:
-        """Make the folder ready: what an earlier run left is removed, unless this one goes on from its checkpoint.
+        """Make the folder ready: the files of an earlier run are removed, unless this one goes on from its checkpoint.
 
         Raises:
             InputError: the text is not the one the resumed run was trained on.
@@ -99,7 +97,8 @@ class RunFolder:
             )
         remove_partials(self.path)
         if before is None:
-            self._clear()
+            for path in [*self._written(), *self.checkpoints.glob("checkpoint-*")]:
+                shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
         # First, because this file makes the folder a run, which can be resumed or replaced.
         save_recipe(recipe, self.recipe)
         write_whole(self.data, json.dumps(data, indent=1))
@@ -203,10 +202,6 @@ class RunFolder:
         # Not by a glob, which passes over links that lead nowhere.
         entries = sorted(self.path.iterdir()) if self.path.is_dir() else []
         return [path for path in entries if any(path.match(pattern) for pattern in _WRITTEN)]
-
-    def _clear(self) -> None:
-        for path in [*self._written(), *self.checkpoints.glob("checkpoint-*")]:
-            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
 
 
 def _parse_line(text: bytes, where: str) -> dict[str, Any]:

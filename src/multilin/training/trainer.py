@@ -11,8 +11,6 @@ from accelerate import PartialState
 from accelerate.utils import broadcast
 from transformers import TrainerCallback, set_seed
 
-from multilin.data.prepare import PreparedText
-from multilin.data.task_text import TaskText
 from multilin.errors import InputError
 from multilin.training.assemble import build_model, check_model, read_data
 from multilin.training.checkpoints import WRITE_ERRORS, checkpoint_folder, checkpoint_step
@@ -81,7 +79,7 @@ def train(
                     # On several devices the signal may have reached another process only.
                     stop_request.signal_number or signal.SIGTERM,
                 )
-            return _finish(recipe, trainer, folder, text)
+            return _finish(trainer)
 
 
 @contextlib.contextmanager
@@ -111,11 +109,12 @@ def _run(trainer: RunTrainer, checkpoint: Path | None, progress: TrainingProgres
         progress.stop()
 
 
-def _finish(recipe: Recipe, trainer: RunTrainer, folder: RunFolder, text: PreparedText | TaskText) -> RunResult:
+def _finish(trainer: RunTrainer) -> RunResult:
     """Write the model, the plot and the model card."""
     trainer.accelerator.wait_for_everyone()
     trainer.publish_model()
-    meter, lines = trainer.callback.meter, folder.read_metrics()
+    folder, meter = trainer.folder, trainer.callback.meter
+    lines = folder.read_metrics()
     last = lines[-1]
     result = RunResult(
         output=folder.path,
@@ -127,11 +126,11 @@ def _finish(recipe: Recipe, trainer: RunTrainer, folder: RunFolder, text: Prepar
         validation_bits_per_byte=last.get("validation_bits_per_byte", math.nan),
         validation_accuracy=last.get("validation_accuracy"),
         model=trainer.bare_model(),
-        tokenizer=text.tokenizer,
+        tokenizer=trainer.text.tokenizer,
     )
     if trainer.is_world_process_zero():
         draw_loss(lines, folder.plot)
-        write_card(recipe, result, folder.card)
+        write_card(trainer.recipe, result, folder.card)
     trainer.accelerator.wait_for_everyone()
     return result
 

@@ -90,7 +90,7 @@ class RunTrainer(Trainer):  # type: ignore[misc]
 
     @property
     def master(self) -> Any:
-        """What the optimizer changes and checkpoints keep: the model (or FSDP around it), or its floats on the host."""
+        """The module that the optimizer changes and checkpoints keep: the trained model, or its floats on the host."""
         return self.model if self.host is None else self.host.model
 
     def create_accelerator_and_postprocess(self) -> None:

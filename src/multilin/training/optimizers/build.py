@@ -77,7 +77,7 @@ def resolve_optimizer(recipe: OptimizerRecipe, defaults: TrainingDefaults) -> Op
 
 
 def row_parameters(model: nn.Module) -> list[Tensor]:
-    """The parameters whose rows belong to single tokens: what the model says, else its input and output embeddings."""
+    """The parameters whose rows belong to single tokens: `model.row_parameters()`, else input and output embeddings."""
     own: Any = getattr(model, "row_parameters", None)
     if own is not None:
         return list(own())

@@ -24,7 +24,7 @@ class Layout(NamedTuple):
 
 
 class Layer(GradientCheckpointingLayer):
-    """A residual layer: reads (B, T, D) and a state, gives (B, T, D) in the dtype of x and the state after the last token.
+    """A residual layer: reads (B, T, D) and a state, gives (B, T, D) in the same dtype and the state after it.
 
     The streaming law: for every split of x = x1 ++ x2 along time,
 

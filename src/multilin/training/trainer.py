@@ -117,7 +117,9 @@ def _build_trainer(
     order = training_order(recipe, model, text, devices.num_processes)
 
     def validate(model: torch.nn.Module) -> dict[str, float]:
-        return _validate(model, text, recipe)
+        dtype = autocast_dtype(plan.precision)
+        with torch.autocast(next(model.parameters()).device.type, dtype, enabled=dtype is not None):
+            return _validate(model, text, recipe)
 
     blocks_per_step = len(order) // plan.max_steps
     callback = StepCallback(
@@ -144,22 +146,15 @@ def _build_trainer(
 def _validate(model: Any, text: PreparedText | TaskText, recipe: Recipe) -> dict[str, float]:
     """The figures of a validation, as metrics.jsonl names them."""
     plan, length = recipe.training, recipe.model.n_positions
-    dtype = autocast_dtype(plan.precision)
     if isinstance(text, TaskText):
         number = min(text.validation.number, max(1, (plan.eval_max_tokens or sys.maxsize) // length))
-        answers = score_answers(
-            model, text.validation.blocks(length), number=number, batch_size=plan.batch_size, autocast_dtype=dtype
-        )
+        sequences = text.validation.blocks(length)
+        answers = score_answers(model, sequences, number=number, batch_size=plan.batch_size)
         return {"validation_loss": answers.loss, "validation_accuracy": answers.accuracy}
-    found = evaluate(
-        model,
-        text.validation,
-        block_size=length,
-        batch_size=plan.batch_size,
-        max_tokens=plan.eval_max_tokens,
-        autocast_dtype=dtype,
+    score = evaluate(
+        model, text.validation, block_size=length, batch_size=plan.batch_size, max_tokens=plan.eval_max_tokens
     )
-    return {"validation_loss": found.loss, "validation_bits_per_byte": found.bits_per_byte}
+    return {"validation_loss": score.loss, "validation_bits_per_byte": score.bits_per_byte}
 
 
 def _run(trainer: RunTrainer, checkpoint: Path | None, progress: TrainingProgress, *, resume: bool) -> None:

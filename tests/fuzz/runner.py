@@ -23,7 +23,7 @@ LIMIT_SECONDS, LIMIT_BYTES = 120, 4 * 2**30  # seconds on a busy machine; none t
 PRELOADED = """
     tests.fuzz.cases multilin.training.trainer multilin.inference.session multilin.analysis.explain.run
     multilin.analysis.explain.page multilin.analysis.compare.run multilin.analysis.quantize multilin.cli.parser
-    multilin.inference.rollout_run multilin.inference.convert multilin.data.tokenizer_tools multilin.analysis.info
+    multilin.inference.rollout_run multilin.inference.convert multilin.data.tokenizer_tools multilin.analysis.costs
     multilin.analysis.evaluate.run multilin.analysis.evaluate.tasks transformers.models.gpt2.modeling_gpt2
 """.split()  # noqa: SIM905
 """Imported once, by the process that all others begin as copies of."""

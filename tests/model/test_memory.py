@@ -9,9 +9,9 @@ import torch
 
 from multilin.analysis.compare.run import compare
 from multilin.analysis.compare.sweep import Budget, Sweep
+from multilin.analysis.costs import find_model
 from multilin.analysis.evaluate.run import break_down_run
 from multilin.analysis.explain.run import explain_run
-from multilin.analysis.info import find_model
 from multilin.analysis.settings import EvaluationSettings, ModelSizes
 from multilin.data.tokenizers import train_tokenizer
 from multilin.errors import InputError

@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from pydantic import TypeAdapter
 
-from multilin.analysis.compare.sweep import Sweep, builtin_sweep
-from multilin.analysis.compare.values import Values, get, merge, nested
+from multilin.analysis.compare.sweep import Sweep, Values, builtin_sweep, get, merge, nested
 from multilin.analysis.costs import parameter_counts, training_flops_per_token
 from multilin.errors import InputError, nearest, plural, shown
 from multilin.files import write_whole

@@ -10,7 +10,7 @@ from multilin.settings import field_help, settings
 from multilin.settings.bounds import PathText
 
 if TYPE_CHECKING:
-    from multilin.analysis.info import ModelInfo
+    from multilin.analysis.costs import ModelInfo
     from multilin.architectures.base import Architecture
 
 
@@ -25,7 +25,7 @@ class InfoArguments:
 def info(arguments: InfoArguments, sizes: ModelSizes) -> None:
     """Describe a model: parameters, work per token, state, layers; and the options of an architecture."""
     with loading():
-        from multilin.analysis.info import find_model
+        from multilin.analysis.costs import find_model
 
         description, architecture = find_model(arguments.model, sizes)
     if arguments.json:

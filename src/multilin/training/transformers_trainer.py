@@ -148,7 +148,9 @@ class RunTrainer(Trainer):  # type: ignore[misc]
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         """Validate, without touching the random numbers that training draws."""
         devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
-        with self.callback.meter.paused(), torch.random.fork_rng(devices=devices):
+        dtype = autocast_dtype(self.recipe.training.precision)
+        autocast = torch.autocast(self.model.device.type, dtype, enabled=dtype is not None)
+        with self.callback.meter.paused(), torch.random.fork_rng(devices=devices), autocast:
             metrics = self._validate()
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
@@ -156,12 +158,15 @@ class RunTrainer(Trainer):  # type: ignore[misc]
     def _validate(self) -> dict[str, float]:
         """The figures of a validation, as metrics.jsonl names them."""
         plan, length, text = self.recipe.training, self.recipe.model.n_positions, self.text
-        options: dict[str, Any] = {"batch_size": plan.batch_size, "autocast_dtype": autocast_dtype(plan.precision)}
         if isinstance(text, TaskText):
             number = min(text.validation.number, max(1, (plan.eval_max_tokens or sys.maxsize) // length))
-            answers = score_answers(self.model, text.validation.blocks(length), number=number, **options)
+            answers = score_answers(
+                self.model, text.validation.blocks(length), number=number, batch_size=plan.batch_size
+            )
             return {"validation_loss": answers.loss, "validation_accuracy": answers.accuracy}
-        result = evaluate(self.model, text.validation, block_size=length, max_tokens=plan.eval_max_tokens, **options)
+        result = evaluate(
+            self.model, text.validation, block_size=length, batch_size=plan.batch_size, max_tokens=plan.eval_max_tokens
+        )
         return {"validation_loss": result.loss, "validation_bits_per_byte": result.bits_per_byte}
 
     def get_batch_samples(

@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 
 .PHONY: demo test test-all lint bench docs clean
 
-demo: $(VENV)/.installed  ## train a small model on the text inside Python and read what it writes
+demo: $(VENV)/.installed  ## train a small model on the text inside Python and read what it generates
 	$(BIN)/multilin demo
 
 test: $(VENV)/.installed-dev  ## run the tests, without those that are marked as slow

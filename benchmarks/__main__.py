@@ -18,9 +18,9 @@ _NO_BENCHMARK = {"machine"}
 
 
 def names() -> list[str]:
-    """The benchmarks of this folder: every module with a `main`, found by its file."""
-    found = (module.name for module in pkgutil.iter_modules([str(Path(__file__).parent)]))
-    return sorted(name for name in found if not name.startswith("_") and name not in _NO_BENCHMARK)
+    """The benchmarks of this folder: every module with a `main`."""
+    names = (module.name for module in pkgutil.iter_modules([str(Path(__file__).parent)]))
+    return sorted(name for name in names if not name.startswith("_") and name not in _NO_BENCHMARK)
 
 
 def main(argv: list[str]) -> int:

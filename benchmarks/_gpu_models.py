@@ -14,7 +14,7 @@ from multilin.architectures import architectures
 from multilin.model.factory import BASELINES, create_model
 
 PEERS_OF_FLA = ("gla", "mamba2")
-Found = dict[str, Any]
+Figures = dict[str, Any]
 
 
 def peers() -> list[str]:
@@ -55,28 +55,28 @@ def depth_for(name: str, parameters: float, hidden_size: int, length: int, argum
     return max(1, round((parameters - counts[0]) / per_layer) + 2)
 
 
-def training(clock: Clock, device: torch.device, arguments: argparse.Namespace, limit: Found) -> Found:
+def training(clock: Clock, device: torch.device, arguments: argparse.Namespace, limit: Figures) -> Figures:
     """Tokens per second of a step, and its products with weights as a share of the matrix peak (MFU)."""
-    found: Found = {}
+    figures: Figures = {}
     for parameters, hidden_size in zip(arguments.parameters, arguments.hidden_sizes, strict=True):
         for length in arguments.lengths:
             for name in [*peers(), *architectures()]:
                 ways = ("compiled",) if name in BASELINES else ("eager", "compiled")
                 for way in ways:
                     label = f"{name}, {way}, {parameters / 1e6:,.0f} M, texts of {length}"
-                    found[label] = attempt(
+                    figures[label] = attempt(
                         lambda name=name, way=way, parameters=parameters, hidden_size=hidden_size, length=length: _step(
                             clock, device, arguments, limit, name, way, parameters, hidden_size, length
                         )
                     )
-                    print(f"  {label}: {found[label]}", flush=True)
-    return found
+                    print(f"  {label}: {figures[label]}", flush=True)
+    return figures
 
 
 def _step(
-    clock: Clock, device: torch.device, arguments: argparse.Namespace, limit: Found,
+    clock: Clock, device: torch.device, arguments: argparse.Namespace, limit: Figures,
     name: str, way: str, parameters: float, hidden_size: int, length: int,
-) -> Found:  # fmt: skip
+) -> Figures:  # fmt: skip
     clock.check()
     depth = depth_for(name, parameters, hidden_size, length, arguments)
     with torch.device(device):
@@ -99,34 +99,34 @@ def _step(
     milliseconds = clock.milliseconds(step, at_most=3.0)
     weights = sum(weight.numel() for weight in multiplied(model))
     count = sum(p.numel() for p in model.parameters())
-    found: Found = {"layers": depth, "parameters": count, "multiplied_weights": weights, "step_ms": milliseconds}
+    figures: Figures = {"layers": depth, "parameters": count, "multiplied_weights": weights, "step_ms": milliseconds}
     if milliseconds:
         speed = rows * length / milliseconds * 1e3
-        found |= {"tokens_per_second": speed, "parameters_times_tokens_per_second": count * speed}
+        figures |= {"tokens_per_second": speed, "parameters_times_tokens_per_second": count * speed}
         peak = limit.get("bf16_teraflops")
-        found["mfu"] = 6 * weights * speed / peak / 1e12 if peak else None
-        found["memory_gigabytes"] = torch.cuda.max_memory_allocated() / 1e9
+        figures["mfu"] = 6 * weights * speed / peak / 1e12 if peak else None
+        figures["memory_gigabytes"] = torch.cuda.max_memory_allocated() / 1e9
         torch.cuda.reset_peak_memory_stats()
     torch.compiler.reset()
-    return found
+    return figures
 
 
-def decoding(clock: Clock, device: torch.device, arguments: argparse.Namespace) -> Found:
+def decoding(clock: Clock, device: torch.device, arguments: argparse.Namespace) -> Figures:
     """Tokens per second at several batch sizes, bytes kept per text, and whether memory stays as it is."""
-    found: Found = {}
+    figures: Figures = {}
     parameters, hidden_size = arguments.parameters[0], arguments.hidden_sizes[0]
     for name in [*architectures(), "gpt2"]:
         for batch in arguments.batches:
-            found[f"{name}, batch {batch}"] = attempt(
+            figures[f"{name}, batch {batch}"] = attempt(
                 lambda name=name, batch=batch: _decode(clock, device, arguments, name, batch, parameters, hidden_size)
             )
-    return found
+    return figures
 
 
 def _decode(
     clock: Clock, device: torch.device, arguments: argparse.Namespace,
     name: str, batch: int, parameters: float, hidden_size: int,
-) -> Found:  # fmt: skip
+) -> Figures:  # fmt: skip
     clock.check()
     read, steps = arguments.read, arguments.steps
     length = read + 40 * steps
@@ -138,21 +138,21 @@ def _decode(
         cache: Any = model(ids, use_cache=True, logits_to_keep=1).past_key_values
         last = ids[:, -1:]
 
-        def write() -> None:
+        def generate() -> None:
             token = last
             for _ in range(steps):
                 token = model(token, past_key_values=cache, use_cache=True).logits[:, -1:].argmax(dim=-1)
 
-        write()
+        generate()
         before, kept = _memory(), sum(state_bytes(cache))
-        milliseconds = clock.milliseconds(write)
+        milliseconds = clock.milliseconds(generate)
         after = _memory()
-    found: Found = {"layers": depth, "state_bytes_per_text": kept / batch, "step_ms": None}
-    found["state_grew"] = sum(state_bytes(cache)) != kept
+    figures: Figures = {"layers": depth, "state_bytes_per_text": kept / batch, "step_ms": None}
+    figures["state_grew"] = sum(state_bytes(cache)) != kept
     if milliseconds:
-        found |= {"step_ms": milliseconds / steps, "tokens_per_second": batch * steps / milliseconds * 1e3}
-        found |= {"memory_grew_bytes": after - before}
-    return found
+        figures |= {"step_ms": milliseconds / steps, "tokens_per_second": batch * steps / milliseconds * 1e3}
+        figures |= {"memory_grew_bytes": after - before}
+    return figures
 
 
 def _memory() -> int:

@@ -21,14 +21,14 @@ from multilin.ops.windowed_attention import reference as attention_reference
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 4e-3}
 COMBINERS = {"3Lin": (16, 16), "TScale": (4, 4), "ELiTA": (None, 8)}
 """Widths of the blocks of both factors; None is the hidden size."""
-Found = dict[str, Any]
+Figures = dict[str, Any]
 
 
 def normal(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype, *, learns: bool = True) -> Tensor:
     return torch.randn(shape, device=device, dtype=dtype).requires_grad_(learns)
 
 
-def limits(clock: Clock, device: torch.device, arguments: argparse.Namespace) -> Found:
+def limits(clock: Clock, device: torch.device, arguments: argparse.Namespace) -> Figures:
     """Gigabytes per second of a large copy, read and written, and tera-operations of large matrix products."""
     size = arguments.matrix_size
     numbers = torch.randn(arguments.copy_megabytes * 2**18, device=device)
@@ -43,23 +43,23 @@ def limits(clock: Clock, device: torch.device, arguments: argparse.Namespace) ->
         "float32_teraflops": (lambda: factors["left"] @ factors["right"], 2 * size**3 / 1e9),
         "int8_teraops": (lambda: torch._int_mm(*wholes), 2 * size**3 / 1e9),
     }
-    found: Found = {}
+    figures: Figures = {}
     for name, (task, amount) in tasks.items():
         milliseconds = clock.milliseconds(task)
-        found[name] = None if milliseconds is None else amount / milliseconds
-    return found
+        figures[name] = None if milliseconds is None else amount / milliseconds
+    return figures
 
 
-def checks(clock: Clock, device: torch.device, arguments: argparse.Namespace) -> Found:
+def checks(clock: Clock, device: torch.device, arguments: argparse.Namespace) -> Figures:
     """Relative root mean square errors of results and gradients against float64."""
-    found: Found = {}
+    figures: Figures = {}
     for dtype in TOLERANCES:
         for name, (fast, exact, inputs) in _checked(arguments.check_shape, device, dtype).items():
             clock.check()
-            found[f"{name}, {str(dtype).removeprefix('torch.')}"] = attempt(
+            figures[f"{name}, {str(dtype).removeprefix('torch.')}"] = attempt(
                 lambda fast=fast, exact=exact, inputs=inputs: _errors(fast, exact, inputs)
             )
-    return found
+    return figures
 
 
 def _checked(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
@@ -67,26 +67,26 @@ def _checked(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -
     batch, length, heads, width = shape
     q, k, v = (normal(shape, device, dtype) for _ in range(3))
     logits = normal((batch, length, heads), device, dtype)
-    found: dict[str, Any] = {}
+    figures: dict[str, Any] = {}
     for window in (None, 7):
-        found[f"prefix_softmax, window {window}"] = (
+        figures[f"prefix_softmax, window {window}"] = (
             partial(_pool, prefix_softmax, window=window),
             partial(_pool, pooling_reference, window=window),
             (logits, v),
         )
     for decay in ({"hyper": 20.0}, {"slope": 0.3, "null_key": True}):
         options = {"window": 9, "scale": width**-0.5, **decay}
-        found[f"windowed_attention, {', '.join(decay)}"] = (
+        figures[f"windowed_attention, {', '.join(decay)}"] = (
             partial(_attend, windowed_attention, **options),
             partial(_attend, attention_reference, **options),
             (q, k, v),
         )
     for name in COMBINERS:
         factors = _factors(name, 8 * width, batch * length, device, dtype)
-        found[f"block_outer, {name}"] = products.block_outer, products_reference.block_outer, factors
+        figures[f"block_outer, {name}"] = products.block_outer, products_reference.block_outer, factors
     x, weight = (normal((n, 8 * width), device, dtype, learns=False) for n in (batch * length, 4 * width))
-    found["int8_linear"] = int8.int8_linear, int8_reference.int8_linear, (x, weight)
-    return found
+    figures["int8_linear"] = int8.int8_linear, int8_reference.int8_linear, (x, weight)
+    return figures
 
 
 def _pool(module: Any, *inputs: Tensor, **options: Any) -> Tensor:
@@ -97,7 +97,7 @@ def _attend(module: Any, *inputs: Tensor, **options: Any) -> Tensor:
     return module.windowed_attention(*inputs, **options)[0]
 
 
-def _errors(fast: Any, exact: Any, inputs: tuple[Tensor, ...]) -> Found:
+def _errors(fast: Any, exact: Any, inputs: tuple[Tensor, ...]) -> Figures:
     dtype = inputs[0].dtype
     wide = [x.detach().double().requires_grad_(x.requires_grad) for x in inputs]
     results = []
@@ -108,20 +108,20 @@ def _errors(fast: Any, exact: Any, inputs: tuple[Tensor, ...]) -> Found:
         gradients = torch.autograd.grad(result, learned, direction.to(result.dtype)) if learned else ()
         results.append([result, *gradients])
     errors = [
-        float((found.double() - expected).norm() / expected.norm()) for expected, found in zip(*results, strict=True)
+        float((actual.double() - expected).norm() / expected.norm()) for expected, actual in zip(*results, strict=True)
     ]
     return {"errors": errors, "tolerance": TOLERANCES[dtype], "passed": all(e <= TOLERANCES[dtype] for e in errors)}
 
 
-def poolings(clock: Clock, device: torch.device, arguments: argparse.Namespace, limit: Found) -> Found:
+def poolings(clock: Clock, device: torch.device, arguments: argparse.Namespace, limit: Figures) -> Figures:
     """prefix_softmax and windowed_attention beside attention and linear attention of others, at every shape."""
-    found: Found = {}
+    figures: Figures = {}
     for shape in arguments.shapes:
-        found |= _poolings_at(tuple(shape), clock, device, limit)
-    return found
+        figures |= _poolings_at(tuple(shape), clock, device, limit)
+    return figures
 
 
-def _poolings_at(shape: tuple[int, ...], clock: Clock, device: torch.device, limit: Found) -> Found:
+def _poolings_at(shape: tuple[int, ...], clock: Clock, device: torch.device, limit: Figures) -> Figures:
     q, k, v = (normal(shape, device, torch.bfloat16) for _ in range(3))
     logits = normal(shape[:3], device, torch.bfloat16)
     dresult = torch.randn_like(v)
@@ -144,27 +144,27 @@ def _poolings_at(shape: tuple[int, ...], clock: Clock, device: torch.device, lim
         **_linear_attention(q, k, v),
     }
 
-    def time(name: str) -> Found:
+    def time(name: str) -> Figures:
         return _timed(clock, *tasks[name], dresult, limit)
 
     return {f"{name}, {shape}": attempt(lambda name=name: time(name)) for name in tasks}
 
 
-def _timed(clock: Clock, task: Callable[[], Tensor], inputs: list[Tensor], dresult: Tensor, limit: Found) -> Found:
+def _timed(clock: Clock, task: Callable[[], Tensor], inputs: list[Tensor], dresult: Tensor, limit: Figures) -> Figures:
     """Milliseconds, and the share of what copying 2 tensors (6 with backward) of the values' size would take."""
 
     def forward() -> None:
         with torch.no_grad():
             task()
 
-    found: Found = {"forward_ms": clock.milliseconds(forward)}
-    found["both_ms"] = clock.milliseconds(lambda: torch.autograd.grad(task(), inputs, dresult))
+    figures: Figures = {"forward_ms": clock.milliseconds(forward)}
+    figures["both_ms"] = clock.milliseconds(lambda: torch.autograd.grad(task(), inputs, dresult))
     rate = limit.get("copy_gigabytes_per_second")
     if rate:
         size = dresult.numel() * dresult.element_size()
-        found["forward_share_of_copy"] = 2 * size / 1e6 / rate / found["forward_ms"]
-        found["both_share_of_copy"] = 6 * size / 1e6 / rate / found["both_ms"]
-    return found
+        figures["forward_share_of_copy"] = 2 * size / 1e6 / rate / figures["forward_ms"]
+        figures["both_share_of_copy"] = 6 * size / 1e6 / rate / figures["both_ms"]
+    return figures
 
 
 def _linear_attention(q: Tensor, k: Tensor, v: Tensor) -> dict[str, tuple[Callable[[], Tensor], list[Tensor]]]:
@@ -192,13 +192,13 @@ def _factors(
     return first, second, third
 
 
-def matrices(clock: Clock, device: torch.device, arguments: argparse.Namespace, limit: Found) -> Found:
+def matrices(clock: Clock, device: torch.device, arguments: argparse.Namespace, limit: Figures) -> Figures:
     """block_outer and int8_linear as shares of the matrix peak."""
     rows, hidden_size = arguments.rows, arguments.hidden_size
-    found: Found = {}
+    figures: Figures = {}
     for name in COMBINERS:
 
-        def outer(name: str = name) -> Found:
+        def outer(name: str = name) -> Figures:
             factors = _factors(name, hidden_size, rows, device, torch.bfloat16)
             dresult = torch.randn(rows, hidden_size, device=device, dtype=torch.bfloat16)
             work = 2 * rows * factors[2].numel() / 1e9
@@ -211,9 +211,9 @@ def matrices(clock: Clock, device: torch.device, arguments: argparse.Namespace, 
             both = clock.milliseconds(lambda: torch.autograd.grad(products.block_outer(*factors), factors, dresult))
             return _rates(work, once, both, limit.get("bf16_teraflops"))
 
-        found[f"block_outer {name}, {rows} rows, {hidden_size}"] = attempt(outer)
+        figures[f"block_outer {name}, {rows} rows, {hidden_size}"] = attempt(outer)
 
-    def linear() -> Found:
+    def linear() -> Figures:
         x = normal((rows, hidden_size), device, torch.bfloat16)
         weight = normal((4 * hidden_size, hidden_size), device, torch.bfloat16)
         rounded = int8.round_weight(weight)
@@ -230,14 +230,14 @@ def matrices(clock: Clock, device: torch.device, arguments: argparse.Namespace, 
         work = 2 * rows * 4 * hidden_size**2 / 1e9
         return _rates(work, clock.milliseconds(forward), clock.milliseconds(both), limit.get("int8_teraops"))
 
-    found[f"int8_linear, {rows} x {hidden_size} x {4 * hidden_size}"] = attempt(linear)
-    return found
+    figures[f"int8_linear, {rows} x {hidden_size} x {4 * hidden_size}"] = attempt(linear)
+    return figures
 
 
-def _rates(work: float, once: float | None, both: float | None, peak: float | None) -> Found:
+def _rates(work: float, once: float | None, both: float | None, peak: float | None) -> Figures:
     """Tera-operations per second; backward is two products more."""
-    found: Found = {"forward_ms": once, "both_ms": both}
+    figures: Figures = {"forward_ms": once, "both_ms": both}
     if once and both and peak:
-        found |= {"forward_teraops": work / once, "both_teraops": 3 * work / both}
-        found |= {"forward_share_of_peak": work / once / peak, "both_share_of_peak": 3 * work / both / peak}
-    return found
+        figures |= {"forward_teraops": work / once, "both_teraops": 3 * work / both}
+        figures |= {"forward_share_of_peak": work / once / peak, "both_share_of_peak": 3 * work / both / peak}
+    return figures

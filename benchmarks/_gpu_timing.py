@@ -35,19 +35,19 @@ class Clock:
         for _ in range(3):
             task()
         torch.cuda.synchronize()
-        found, begin = [], time.monotonic()
-        while len(found) < 30 and (len(found) < 3 or time.monotonic() - begin < at_most):
+        times, begin = [], time.monotonic()
+        while len(times) < 30 and (len(times) < 3 or time.monotonic() - begin < at_most):
             start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             start.record()
             task()
             stop.record()
             stop.synchronize()
-            found.append(start.elapsed_time(stop))
-        return statistics.median(found)
+            times.append(start.elapsed_time(stop))
+        return statistics.median(times)
 
 
 def attempt(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """What the work found, or one line about its failure; memory it held is given back."""
+    """The result of the work, or one line about its failure; memory it held is given back."""
     try:
         return work()
     except Exception as error:  # whatever goes wrong in one measurement must not cost the others

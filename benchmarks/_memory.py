@@ -15,7 +15,7 @@ Result = TypeVar("Result")
 
 
 def peak_bytes(work: Callable[[], Result]) -> tuple[Result, int | None]:
-    """What `work` returns, and the bytes held at most while it runs above those held before.
+    """The result of `work`, and the bytes held at most while it runs above those held before.
 
     Without an accelerator these are bytes of the process, which Linux alone tells; None elsewhere.
     """

@@ -1,4 +1,4 @@
-"""What a benchmark found, in files: its rows as JSON, with all they depend on, and their plot."""
+"""The results of a benchmark in files: its rows as JSON, with all they depend on, and their plot."""
 
 import argparse
 import json
@@ -47,7 +47,7 @@ def save(
             draw(rows, arguments).savefig(partial, format=Path(arguments.plot).suffix[1:] or "png")
 
 
-def save_json(path: str | Path, asked: dict[str, Any], found: dict[str, Any]) -> None:
+def save_json(path: str | Path, asked: dict[str, Any], results: dict[str, Any]) -> None:
     """Write what was asked, on which machine, and what came of it."""
     depends_on = {**machine.description(), "threads": torch.get_num_threads()}
-    write_whole(path, json.dumps({**asked, **depends_on, **found}, indent=2) + "\n")
+    write_whole(path, json.dumps({**asked, **depends_on, **results}, indent=2) + "\n")

@@ -12,21 +12,20 @@ Key = TypeVar("Key")
 
 def seconds_in_turns(tasks: Mapping[Key, Callable[[], object]], turns: int, clock: str) -> dict[Key, float]:
     """Median seconds of each task; see `times_in_turns`."""
-    found = times_in_turns(tasks, turns, clock)
-    return {key: statistics.median(seconds) for key, seconds in found.items()}
+    return {key: statistics.median(seconds) for key, seconds in times_in_turns(tasks, turns, clock).items()}
 
 
 def times_in_turns(tasks: Mapping[Key, Callable[[], object]], turns: int, clock: str) -> dict[Key, list[float]]:
     """Seconds of each task, turn after turn, after one turn that warms up.
 
     Args:
-        tasks: what to time.
+        tasks: functions to time.
         turns: how often each has its turn.
         clock: "wall", or "cpu" for the time this thread computes, which other programs hardly disturb; it is honest
             with one thread only.
     """
     now = time.perf_counter if clock == "wall" else time.thread_time
-    found: dict[Key, list[float]] = {key: [] for key in tasks}
+    times: dict[Key, list[float]] = {key: [] for key in tasks}
     for turn in range(turns + 1):
         for key, task in tasks.items():
             synchronize()
@@ -34,8 +33,8 @@ def times_in_turns(tasks: Mapping[Key, Callable[[], object]], turns: int, clock:
             task()
             synchronize()
             if turn:
-                found[key].append(now() - start)
-    return found
+                times[key].append(now() - start)
+    return times
 
 
 def synchronize() -> None:

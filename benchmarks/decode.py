@@ -1,12 +1,12 @@
-"""How fast a text is read and one more token is written, early and late in it, and what has to be kept for it.
+"""Speed of prefill and of generating one token after short and long sequences, and the size of the state.
 
 Ours keep a state of constant size, the peers (transformers, their own cache) keys and values of every token read; all
-have the same width, depth, heads and vocabulary, random weights, float32. Reading is one text, at once or streamed in
-chunks, with the logits of its last token. Writing a token is one forward pass and the argmax of its logits, for one
-text or several side by side; tokens per second are those of all of them. The limit is the bare products with all weight
-matrices of a model, a vector of each text at a time: no model of this size that reads its weights once per token can
-be faster. All take turns in one process; a turn has as many tokens as go into --turn-seconds. Memory is the peak above
-what was held before: while a text is read, and while a token is written, where the state is added.
+have the same width, depth, heads and vocabulary, random weights, float32. Prefill is of one sequence, at once or
+streamed in chunks, with the logits of its last token. Generating a token is one forward pass and the argmax of its
+logits, for a batch of one or several sequences; tokens per second are those of the whole batch. The limit is the bare
+products with all weight matrices of a model, one vector for each sequence: no model of this size that reads its weights
+once per token can be faster. All take turns in one process; a turn has as many tokens as go into --turn-seconds. Memory
+is the peak above that held before, during prefill and while a token is generated; there the state is added.
 """
 
 import argparse
@@ -38,8 +38,8 @@ if TYPE_CHECKING:
 Row = dict[str, Any]
 
 
-class Writer:
-    """A model with texts before it, ready to write from there again and again."""
+class Prefilled:
+    """A model after the prefill of a batch, ready to generate from there again and again."""
 
     def __init__(self, model: PreTrainedModel, cache: Cache, batch_size: int, arguments: argparse.Namespace) -> None:
         self.model, self.cache = model, copy.deepcopy(cache)
@@ -47,8 +47,8 @@ class Writer:
         self.start = torch.randint(arguments.vocab_size, (batch_size, 1), device=model.device)
         self.bytes = sum(state_bytes(self.cache))
 
-    def write(self, num_tokens: int) -> float:
-        """Seconds per token over so many tokens after the text."""
+    def generate(self, num_tokens: int) -> float:
+        """Seconds per token over so many tokens."""
         grows = not isinstance(self.model, MultilinForCausalLM)
         # A copy of keys and values would take longer than the tokens: they are cut off again instead.
         cache, ids = self.cache if grows else copy.deepcopy(self.cache), self.start
@@ -83,8 +83,8 @@ def bare_products(model: PreTrainedModel, batch_size: int) -> Callable[[int], fl
 
 
 @torch.inference_mode()
-def read(model: PreTrainedModel, ids: Tensor, chunk: int) -> Cache:
-    """What is kept of a text that is read so many tokens at a time."""
+def prefill(model: PreTrainedModel, ids: Tensor, chunk: int) -> Cache:
+    """The cache after a sequence that is read in chunks of so many tokens."""
     cache = None
     for piece in ids.split(chunk, dim=1):
         cache = model(piece, past_key_values=cache, use_cache=True, logits_to_keep=1).past_key_values
@@ -97,28 +97,28 @@ def main(argv: list[str]) -> None:
         torch.set_num_threads(arguments.threads)
     torch.manual_seed(0)
     positions = {name: _readable(name, arguments) for name in arguments.models}
-    models = {name: _model(name, max(found), arguments) for name, found in positions.items() if found}
+    models = {name: _model(name, max(chosen), arguments) for name, chosen in positions.items() if chosen}
     if not models:
         raise InputError(f"--positions: {arguments.positions} given, but no model can be measured at any of them")
     _print_sizes(arguments)
-    caches, rows = _reading(models, positions, arguments)
-    rows += _writing(models, caches, arguments)
+    caches, rows = _prefill(models, positions, arguments)
+    rows += _generate(models, caches, arguments)
     _results.save("decode", arguments, rows, draw)
 
 
 def _readable(name: str, arguments: argparse.Namespace) -> list[int]:
     """The positions at which a model is measured; the others are named."""
-    found = []
+    chosen = []
     for position in sorted(set(arguments.positions)):
         if name in BASELINES and position > arguments.longest_peer:
-            why = "reading takes it time in proportion to the square of the text (--longest-peer)"
+            reason = "its prefill takes time in proportion to the square of the length (--longest-peer)"
         elif (needed := _weight_bytes(name, position, arguments)) > _memory_bytes() / 4:
-            why = f"its weights would take {needed / 1e9:,.0f} GB for such a text, more than a quarter of the memory"
+            reason = f"its weights would take {needed / 1e9:,.0f} GB for that length, more than a quarter of the memory"
         else:
-            found.append(position)
+            chosen.append(position)
             continue
-        print(f"{name} is left out after {position:,} tokens: {why}")
-    return found
+        print(f"{name} is left out after {position:,} tokens: {reason}")
+    return chosen
 
 
 def _weight_bytes(name: str, position: int, arguments: argparse.Namespace) -> int:
@@ -150,59 +150,63 @@ def _model(name: str, position: int, arguments: argparse.Namespace) -> PreTraine
     return _build(name, position, arguments).eval().to(device())
 
 
-def _reading(
+def _prefill(
     models: dict[str, PreTrainedModel], positions: dict[str, list[int]], arguments: argparse.Namespace
 ) -> tuple[dict[tuple[str, int], Cache], list[Row]]:
-    """What each model keeps of each text, and how fast it read it, at once and, ours, in chunks."""
-    print(f"{'reading one text':28}{'tokens':>8}{'':>23}{'tokens/s':>10}{'slowest - fastest':>20}{'peak MB':>14}")
-    for name, model in models.items():  # a short text first, so that what a process needs once is not counted
-        read(model, torch.randint(arguments.vocab_size, (1, min(256, positions[name][0])), device=device()), 256)
+    """The cache of each model after each length, and the speed of its prefill, at once and, ours, in chunks."""
+    print(
+        f"{'prefill of one sequence':28}{'tokens':>8}{'':>23}{'tokens/s':>10}{'slowest - fastest':>20}{'peak MB':>14}"
+    )
+    for name, model in models.items():  # a short sequence first, so that memory of the first call is not counted
+        prefill(model, torch.randint(arguments.vocab_size, (1, min(256, positions[name][0])), device=device()), 256)
     caches, rows = {}, []
-    for position in sorted({position for found in positions.values() for position in found}):
+    for position in sorted({position for chosen in positions.values() for position in chosen}):
         ids = torch.randint(arguments.vocab_size, (1, position), device=device())
         tasks: dict[tuple[str, str], Callable[[], Cache]] = {}
         for name in (name for name in models if position in positions[name]):
             if name not in BASELINES and position > arguments.chunk:
-                tasks[name, f"by {arguments.chunk:,}"] = partial(read, models[name], ids, arguments.chunk)
-            tasks[name, "at once"] = partial(read, models[name], ids, position)
+                tasks[name, f"by {arguments.chunk:,}"] = partial(prefill, models[name], ids, arguments.chunk)
+            tasks[name, "at once"] = partial(prefill, models[name], ids, position)
         peaks = {}
         for (name, way), task in tasks.items():
             caches[name, position], peaks[name, way] = peak_bytes(task)
         timed = {key: partial(_seconds, task) for key, task in tasks.items()}
-        for (name, way), seconds in _in_turns(timed, arguments.reading_turns).items():
-            row = {"task": "read", "model": name, "position": position, "way": way, **_speeds(seconds, position)}
+        for (name, way), seconds in _in_turns(timed, arguments.prefill_turns).items():
+            row = {"task": "prefill", "model": name, "position": position, "way": way, **_speeds(seconds, position)}
             rows.append({**row, "peak_bytes": peaks[name, way]})
             _print_row(rows[-1], way, rows[-1]["peak_bytes"])
     return caches, rows
 
 
-def _writing(
+def _generate(
     models: dict[str, PreTrainedModel], caches: dict[tuple[str, int], Cache], arguments: argparse.Namespace
 ) -> list[Row]:
-    print(f"{'writing':28}{'after':>8}{'texts':>8}{'state bytes':>15}{'tokens/s':>10}{'slowest - fastest':>20}", end="")
+    print(
+        f"{'generation':28}{'after':>8}{'batch':>8}{'state bytes':>15}{'tokens/s':>10}{'slowest - fastest':>20}", end=""
+    )
     print(f"{'memory MB':>14}")
     tasks: dict[tuple[str, int, int], Callable[[int], float]] = {}
     extra: dict[tuple[str, int, int], Row] = {}
     for batch_size in arguments.batch_sizes:
         for name, position in sorted(caches, key=lambda key: list(models).index(key[0])):
-            writer = Writer(models[name], caches[name, position], batch_size, arguments)
-            _, peak = peak_bytes(partial(writer.write, 1))
-            tasks[name, position, batch_size] = writer.write
-            memory = None if peak is None else peak + writer.bytes
-            extra[name, position, batch_size] = {"state_bytes": writer.bytes, "memory_bytes": memory}
+            prefilled = Prefilled(models[name], caches[name, position], batch_size, arguments)
+            _, peak = peak_bytes(partial(prefilled.generate, 1))
+            tasks[name, position, batch_size] = prefilled.generate
+            memory = None if peak is None else peak + prefilled.bytes
+            extra[name, position, batch_size] = {"state_bytes": prefilled.bytes, "memory_bytes": memory}
         for name in (name for name in models if name not in BASELINES):
             tasks[f"limit: products of {name}", 0, batch_size] = bare_products(models[name], batch_size)
     timed = {
-        key: partial(write, min(max(int(arguments.turn_seconds / write(1)), 1), arguments.tokens))
-        for key, write in tasks.items()
+        key: partial(generate, min(max(int(arguments.turn_seconds / generate(1)), 1), arguments.tokens))
+        for key, generate in tasks.items()
     }
     rows = []
     for (name, position, batch_size), seconds in _in_turns(timed, arguments.turns).items():
-        row = {"task": "write", "model": name, "position": position, "batch_size": batch_size}
-        found = extra.get((name, position, batch_size), {"state_bytes": None, "memory_bytes": None})
-        rows.append({**row, **_speeds(seconds, batch_size), **found})
-        kept = f"{found['state_bytes']:,}" if position else ""
-        _print_row(rows[-1], f"{batch_size:>8}{kept:>15}", found["memory_bytes"])
+        row = {"task": "generate", "model": name, "position": position, "batch_size": batch_size}
+        costs = extra.get((name, position, batch_size), {"state_bytes": None, "memory_bytes": None})
+        rows.append({**row, **_speeds(seconds, batch_size), **costs})
+        kept = f"{costs['state_bytes']:,}" if position else ""
+        _print_row(rows[-1], f"{batch_size:>8}{kept:>15}", costs["memory_bytes"])
     return rows
 
 
@@ -215,7 +219,7 @@ def _seconds(task: Callable[[], object]) -> float:
 
 
 def _in_turns(tasks: dict[Any, Callable[[], float]], turns: int) -> dict[Any, list[float]]:
-    """The seconds that each task tells, all of them warm already."""
+    """The seconds that each task returns, all of them warm already."""
     seconds: dict[Any, list[float]] = {key: [] for key in tasks}
     for _ in range(turns):
         for key, task in tasks.items():
@@ -246,7 +250,9 @@ def draw(rows: _results.Rows, arguments: argparse.Namespace) -> "Figure":
 
     figure, panels = _plots.figure(len(arguments.batch_sizes), 2, height=3.4)
     for axes, batch_size in zip(panels, arguments.batch_sizes, strict=True):
-        shown = [row for row in rows if row["task"] == "write" and row["position"] and row["batch_size"] == batch_size]
+        shown = [
+            row for row in rows if row["task"] == "generate" and row["position"] and row["batch_size"] == batch_size
+        ]
         for axis, key in zip(axes, ("tokens_per_second", "state_bytes"), strict=True):
             _plots.lines_of_models(axis, shown, "position", key)
             _plots.scale_x(axis, arguments.positions)
@@ -254,8 +260,8 @@ def draw(rows: _results.Rows, arguments: argparse.Namespace) -> "Figure":
         axes[0].yaxis.set_major_formatter("{x:,.0f}")
         axes[1].set_yscale("log")
         axes[1].yaxis.set_major_formatter(EngFormatter(unit="B"))
-        axes[0].set_title(f"tokens per second, {batch_size} text{'s' if batch_size > 1 else ''}", fontsize=10)
-        axes[1].set_title("bytes kept", fontsize=10)
+        axes[0].set_title(f"tokens per second, batch of {batch_size}", fontsize=10)
+        axes[1].set_title("bytes of state", fontsize=10)
         for axis in axes:
             _plots.name_ends(axis)
     for axis in panels[-1]:
@@ -271,12 +277,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--num-heads", type=int, default=4)
     parser.add_argument("--vocab-size", type=int, default=4096)
     parser.add_argument("--positions", type=int, nargs="+", default=[128, 1024, 8192, 65536], help="tokens read before")
-    parser.add_argument("--longest-peer", type=int, default=8192, help="longest text of the peers, in tokens")
-    parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 16], help="texts written side by side")
-    parser.add_argument("--chunk", type=int, default=2048, help="tokens of a chunk of a streamed text")
-    parser.add_argument("--tokens", type=int, default=50, help="tokens written in one turn, at most")
-    parser.add_argument("--turn-seconds", type=float, default=0.3, help="what the tokens of a turn may take")
-    parser.add_argument("--turns", type=int, default=9, help="turns of each in writing; the table shows medians")
-    parser.add_argument("--reading-turns", type=int, default=3, help="turns of each in reading")
+    parser.add_argument("--longest-peer", type=int, default=8192, help="longest sequence of the peers, in tokens")
+    parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 16], help="sequences generated side by side")
+    parser.add_argument("--chunk", type=int, default=2048, help="tokens of a chunk of a streamed sequence")
+    parser.add_argument("--tokens", type=int, default=50, help="tokens generated in one turn, at most")
+    parser.add_argument("--turn-seconds", type=float, default=0.3, help="length of a turn")
+    parser.add_argument("--turns", type=int, default=9, help="turns of each in generation; the table shows medians")
+    parser.add_argument("--prefill-turns", type=int, default=3, help="turns of each in prefill")
     parser.add_argument("--threads", type=int, help="threads of torch; one gives steadier figures on a busy machine")
     return parser

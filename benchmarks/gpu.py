@@ -88,28 +88,28 @@ def _print(result: dict[str, Any], arguments: argparse.Namespace) -> bool:
     """The findings, one line each; True if nothing that was checked is wrong."""
     for part in arguments.parts:
         print(f"\n{part}")
-        for name, found in result[part].items():
-            print(f"  {name}: {_in_words(found)}")
-    checked = [found for found in result.get("checks", {}).values() if isinstance(found, dict)]
-    wrong = sum(not found.get("passed", False) for found in checked)
+        for name, figures in result[part].items():
+            print(f"  {name}: {_in_words(figures)}")
+    checked = [figures for figures in result.get("checks", {}).values() if isinstance(figures, dict)]
+    wrong = sum(not figures.get("passed", False) for figures in checked)
     print(f"\n{len(checked)} checks against float64, {wrong} of them failed")
-    failed = [name for part in arguments.parts for name, found in result[part].items() if _failure(found)]
+    failed = [name for part in arguments.parts for name, figures in result[part].items() if _failure(figures)]
     if arguments.dry:
         print("A dry run: kernels were interpreted on the CPU, and nothing was timed.")
         return not wrong and not failed
     return not wrong
 
 
-def _failure(found: Any) -> bool:
-    return isinstance(found, dict) and "failed" in found
+def _failure(figures: Any) -> bool:
+    return isinstance(figures, dict) and "failed" in figures
 
 
-def _in_words(found: Any) -> str:
-    if isinstance(found, dict):
-        return ", ".join(f"{key} {_in_words(value)}" for key, value in found.items())
-    if isinstance(found, list):
-        return " ".join(_in_words(value) for value in found)
-    return f"{found:.4g}" if isinstance(found, float) else "not timed" if found is None else str(found)
+def _in_words(figures: Any) -> str:
+    if isinstance(figures, dict):
+        return ", ".join(f"{key} {_in_words(value)}" for key, value in figures.items())
+    if isinstance(figures, list):
+        return " ".join(_in_words(value) for value in figures)
+    return f"{figures:.4g}" if isinstance(figures, float) else "not timed" if figures is None else str(figures)
 
 
 def _shape(text: str) -> tuple[int, ...]:

@@ -78,7 +78,7 @@ def _products(clock: Callable[[], float], turns: int) -> list[dict[str, Any]]:
         x, weight = torch.randn(rows, n), torch.randn(m, n)
         low_x, low_weight = x.bfloat16(), weight.bfloat16()
         int8_x, int8_weight = quantize(x).values, quantize(weight, per="matrix").values
-        found = _medians(
+        medians = _medians(
             {
                 "float32": lambda x=x, w=weight: x @ w.T,
                 "bf16": lambda x=low_x, w=low_weight: x @ w.T,
@@ -87,12 +87,12 @@ def _products(clock: Callable[[], float], turns: int) -> list[dict[str, Any]]:
             },
             clock, turns, repeats=10,
         )  # fmt: skip
-        rates = [2e-9 * rows * n * m / seconds for seconds in found.values()]
+        rates = [2e-9 * rows * n * m / seconds for seconds in medians.values()]
         print(
             f"{f'{rows} x {n} -> {m}':>22}"
             + "".join(f"{rate:{w}.0f}" for rate, w in zip(rates, (10, 10, 10, 13), strict=True))
         )
-        gflops = dict(zip(found, rates, strict=True))
+        gflops = dict(zip(medians, rates, strict=True))
         found_rows.append({"part": "products", "rows": rows, "n": n, "m": m, "gflops": gflops})
     return found_rows
 
@@ -137,9 +137,9 @@ def _model(arguments: argparse.Namespace, clock: Callable[[], float]) -> list[di
         ("loss and gradients", step, {"bf16": FLOAT, "int8": INT8, "int8, backward too": BOTH_WAYS}),
     ):
         contestants: Contestants = {name: lambda run=run, way=way: run(way) for name, way in ways.items()}
-        found = _medians(contestants, clock, arguments.turns)
-        for name, seconds in found.items():
-            gain = found["bf16"] / seconds
+        medians = _medians(contestants, clock, arguments.turns)
+        for name, seconds in medians.items():
+            gain = medians["bf16"] / seconds
             print(f"{title:26}{name:20}{1e3 * seconds:10.0f} ms{gain:8.2f} x")
             rows.append({"part": "model", "task": title, "arithmetic": name, "seconds": seconds, "gain": gain})
     return rows
@@ -158,8 +158,8 @@ def _precision(arguments: argparse.Namespace) -> list[dict[str, Any]]:
         ids = torch.randint(arguments.vocab_size, (2, arguments.length), generator=torch.Generator().manual_seed(1))
         exact = _logits_and_gradients(model, ids, FLOAT, autocast=False)
         for name, arithmetic in (("bf16", FLOAT), ("int8", INT8), ("int8, backward too", BOTH_WAYS)):
-            found = _logits_and_gradients(model, ids, arithmetic, autocast=name == "bf16")
-            cells = [cell for x, y in zip(found, exact, strict=True) for cell in _basis_points(x, y)]
+            actual = _logits_and_gradients(model, ids, arithmetic, autocast=name == "bf16")
+            cells = [cell for x, y in zip(actual, exact, strict=True) for cell in _basis_points(x, y)]
             line = "".join(f"{cell:8.1f}" for cell in cells)
             rows.append({"part": "precision", "model": architecture, "arithmetic": name, "basis_points": cells})
             print(f"{architecture:10}{name:20}{line}{PUBLISHED.get(name, '') if architecture == 'tscale' else '':>11}")
@@ -179,7 +179,7 @@ def _logits_and_gradients(
     return logits.double().flatten(), torch.cat([gradient.double().flatten() for gradient in gradients])
 
 
-def _basis_points(found: torch.Tensor, exact: torch.Tensor) -> tuple[float, float]:
-    rms = (found - exact).norm() / exact.norm()
-    cosine = 1 - (found @ exact) / (found.norm() * exact.norm())
+def _basis_points(actual: torch.Tensor, exact: torch.Tensor) -> tuple[float, float]:
+    rms = (actual - exact).norm() / exact.norm()
+    cosine = 1 - (actual @ exact) / (actual.norm() * exact.norm())
     return 1e4 * float(rms), 1e4 * float(cosine)

@@ -31,13 +31,13 @@ def accelerator() -> str:
 
 def versions() -> dict[str, str]:
     """Python and the installed packages that decide about speed."""
-    found = {"python": platform.python_version()}
+    versions = {"python": platform.python_version()}
     for name in _PACKAGES:
         try:
-            found[name] = importlib.metadata.version(name)
+            versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-    return found
+    return versions
 
 
 def commit() -> str:

@@ -45,8 +45,8 @@ def main(argv: list[str]) -> None:
         print(f"{name:24}{1e3 * medians[name]:10.2f}{medians[name] / medians[adam]:15.2f}", end="")
         print(f"{size / 1e6:12.2f}{size / state_bytes(rows[adam][1]):10.3f}")
     sizes = {name: state_bytes(optimizer) for name, (_, optimizer) in rows.items()}
-    found = [{"name": name, "seconds": medians[name], "state_bytes": sizes[name]} for name in rows]
-    _results.save("optimizer", arguments, found)
+    results = [{"name": name, "seconds": medians[name], "state_bytes": sizes[name]} for name in rows]
+    _results.save("optimizer", arguments, results)
 
 
 def optimizers(

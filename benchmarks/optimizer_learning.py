@@ -60,7 +60,7 @@ def main(argv: list[str]) -> None:
         for architecture in arguments.architectures
         for optimizer in arguments.optimizers
     }
-    best = {key: min(found, key=lambda rate: found[rate][-1]["validation_loss"]) for key, found in runs.items()}
+    best = {key: min(by_rate, key=lambda rate: by_rate[rate][-1]["validation_loss"]) for key, by_rate in runs.items()}
     seconds = _seconds_per_step(best, arguments)
     _print(runs, best, seconds, arguments)
     _results.save("optimizer_learning", arguments, _rows(runs, best, seconds), draw)
@@ -76,14 +76,14 @@ def _rows(
             "architecture": architecture,
             "optimizer": optimizer,
             "best_rate": best[architecture, optimizer],
-            "losses": {rate: _finite(lines[-1]["validation_loss"]) for rate, lines in found.items()},
+            "losses": {rate: _finite(lines[-1]["validation_loss"]) for rate, lines in by_rate.items()},
             "seconds_per_step": seconds[architecture, optimizer],
-            "tokens": [line.get("tokens", 0) for line in found[best[architecture, optimizer]]],
+            "tokens": [line.get("tokens", 0) for line in by_rate[best[architecture, optimizer]]],
             "bits_per_byte": [
-                _finite(line["validation_bits_per_byte"]) for line in found[best[architecture, optimizer]]
+                _finite(line["validation_bits_per_byte"]) for line in by_rate[best[architecture, optimizer]]
             ],
         }
-        for (architecture, optimizer), found in runs.items()
+        for (architecture, optimizer), by_rate in runs.items()
     ]
 
 
@@ -94,15 +94,15 @@ def _finite(value: float) -> float | None:
 
 def _search(architecture: str, optimizer: str, arguments: argparse.Namespace) -> dict[float, list[dict[str, Any]]]:
     """Every rate of the grid, and beyond its end while the best lies there."""
-    found = {rate: _run(architecture, optimizer, rate, arguments) for rate in GRIDS[optimizer]}
+    by_rate = {rate: _run(architecture, optimizer, rate, arguments) for rate in GRIDS[optimizer]}
     for _ in range(MOST_BEYOND):
-        rates = sorted(found)
-        best = min(rates, key=lambda rate: found[rate][-1]["validation_loss"])
+        rates = sorted(by_rate)
+        best = min(rates, key=lambda rate: by_rate[rate][-1]["validation_loss"])
         if best not in (rates[0], rates[-1]):
             break
         beyond = float(f"{best / 3 if best == rates[0] else best * 3:.1g}")
-        found[beyond] = _run(architecture, optimizer, beyond, arguments)
-    return dict(sorted(found.items()))
+        by_rate[beyond] = _run(architecture, optimizer, beyond, arguments)
+    return dict(sorted(by_rate.items()))
 
 
 def _run(architecture: str, optimizer: str, rate: float, arguments: argparse.Namespace) -> list[dict[str, Any]]:
@@ -195,14 +195,14 @@ def _print(
     )
     print(f"{'':12}{'':18}{'best rate':>10}{'loss':>8}{'bits/byte':>11}{'ms/step':>9}{'at equal time':>15}", end="")
     print("  all rates: loss")
-    for (architecture, optimizer), found in runs.items():
+    for (architecture, optimizer), by_rate in runs.items():
         rate = best[architecture, optimizer]
-        course = found[rate]
+        course = by_rate[rate]
         fastest = min(taken for key, taken in seconds.items() if key[0] == architecture)
         steps_done = arguments.steps * fastest / seconds[architecture, optimizer]
         tokens, losses = zip(*((line["tokens"], line["validation_loss"]) for line in course), strict=True)
         at_end = np.interp(tokens[-1] * steps_done / arguments.steps, tokens, losses)
-        tried = ", ".join(f"{tried:g}: {lines[-1]['validation_loss']:.3f}" for tried, lines in found.items())
+        tried = ", ".join(f"{tried:g}: {lines[-1]['validation_loss']:.3f}" for tried, lines in by_rate.items())
         print(
             f"{architecture:12}{optimizer:18}{rate:>10g}{course[-1]['validation_loss']:>8.3f}"
             f"{course[-1]['validation_bits_per_byte']:>11.3f}{1e3 * seconds[architecture, optimizer]:>9.0f}"

@@ -47,9 +47,9 @@ def main(argv: list[str]) -> None:
     for shape in arguments.shapes:
         for dtype in arguments.dtypes:
             for window in arguments.windows:
-                found = measure(tuple(map(int, shape.split(","))), window or None, DTYPES[dtype], arguments.turns)
-                _print(found, shape, window, dtype)
-                rows += [{"shape": shape, "window": window, "dtype": dtype, **row} for row in found]
+                measured = measure(tuple(map(int, shape.split(","))), window or None, DTYPES[dtype], arguments.turns)
+                _print(measured, shape, window, dtype)
+                rows += [{"shape": shape, "window": window, "dtype": dtype, **row} for row in measured]
             _print_spread(rows, shape, dtype)
     rows += [{"name": name, "microseconds": value} for name, value in one_token().items()]
     for name, seconds in first_calls().items():
@@ -126,16 +126,16 @@ def measure(shape: tuple[int, ...], window: int | None, dtype: torch.dtype, turn
 
 def _take_turns(tasks: dict[Any, Callable[[], None]], turns: int) -> dict[Any, float]:
     """Median seconds. What takes more than a second has three turns."""
-    found: dict[Any, list[float]] = {key: [] for key in tasks}
+    seconds: dict[Any, list[float]] = {key: [] for key in tasks}
     for turn in range(turns + 1):
         for key, task in tasks.items():
-            if len(found[key]) >= 3 and statistics.median(found[key]) > 1:
+            if len(seconds[key]) >= 3 and statistics.median(seconds[key]) > 1:
                 continue
             begin = time.perf_counter()
             task()
             if turn:  # the first one warms up
-                found[key].append(time.perf_counter() - begin)
-    return {key: statistics.median(times) for key, times in found.items()}
+                seconds[key].append(time.perf_counter() - begin)
+    return {key: statistics.median(times) for key, times in seconds.items()}
 
 
 def one_token() -> dict[str, float]:
@@ -153,9 +153,9 @@ def one_token() -> dict[str, float]:
         for _ in range(1000):
             prefix_softmax(needed, values, needs_state=False)
 
-    found = {name: 1e3 * s for name, s in _take_turns({"decode": decode, "for training": train}, 7).items()}
-    print("one token, microseconds: " + ", ".join(f"{name} {value:.1f}" for name, value in found.items()))
-    return found
+    microseconds = {name: 1e3 * s for name, s in _take_turns({"decode": decode, "for training": train}, 7).items()}
+    print("one token, microseconds: " + ", ".join(f"{name} {value:.1f}" for name, value in microseconds.items()))
+    return microseconds
 
 
 def first_calls() -> dict[str, float]:

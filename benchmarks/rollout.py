@@ -116,9 +116,9 @@ def _bare_products(model: MultilinForCausalLM, num_steps: int) -> Callable[[], T
     return run
 
 
-def _difference(found: Tensor, expected: Tensor) -> float:
+def _difference(actual: Tensor, expected: Tensor) -> float:
     """The largest relative difference of an output vector."""
-    return float(((found - expected).norm(dim=-1) / expected.norm(dim=-1)).max())
+    return float(((actual - expected).norm(dim=-1) / expected.norm(dim=-1)).max())
 
 
 def _print(rows: list[dict[str, Any]], arguments: argparse.Namespace) -> None:

@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils.data import default_collate
 from transformers import TrainerCallback
 
 from benchmarks import _results
 from multilin.cli.progress import TrainingDisplay
 from multilin.training.assemble import build_model, read_text, training_order
-from multilin.training.order import stack_blocks
 from multilin.training.precision import autocast_dtype
 from multilin.training.recipe import Recipe, load_recipe
 from multilin.training.resolve import resolve_recipe
@@ -38,7 +38,7 @@ class BareLoop:
         self.model = build_model(recipe, text).to(self.device).train()
         order = training_order(recipe, self.model, text, 1)
         size = recipe.training.batch_size
-        batches = [stack_blocks([order[step * size + row] for row in range(size)]) for step in range(8)]
+        batches = [default_collate([order[step * size + row] for row in range(size)]) for step in range(8)]
         self.batches = [{name: value.to(self.device) for name, value in batch.items()} for batch in batches]
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
 

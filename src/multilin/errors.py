@@ -1,9 +1,10 @@
 """The one exception for bad input, whose message is a sentence a user can act on, and helpers for such sentences."""
 
+import contextlib
 import difflib
 import math
 import reprlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 LONGEST_MESSAGE = 1000
@@ -25,6 +26,22 @@ def system_error(error: OSError) -> str:
     """What the operating system refused, as the end of a sentence: `results.json: No space left on device`."""
     reason = error.strerror or " ".join(str(error).split())
     return f"{error.filename}: {reason}" if error.filename else reason
+
+
+@contextlib.contextmanager
+def as_input_error(sentence: Callable[[str], str]) -> Iterator[None]:
+    """Turn errors of other libraries, which have many types, into an InputError.
+
+    Args:
+        sentence: the message, from the type and the text of the error in one line.
+    """
+    try:
+        yield
+    except InputError:
+        raise
+    except Exception as error:
+        reason = shorten(f"{type(error).__name__}: {' '.join(str(error).split())}", 200)
+        raise InputError(sentence(reason)) from error
 
 
 def nearest(word: str, choices: Iterable[str]) -> str:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from multilin.errors import InputError
+from multilin.errors import InputError, shorten
 
 LONGEST_NAME = 255  # bytes, on every common file system
 MOST_LINKS = 40  # followed in a row, as Linux does
@@ -39,10 +39,8 @@ def check_writable(name: str, path: str | Path) -> Path:
     with _refusals(name, path):
         target = _resolve(name, path)
         mode = _mode(target)
-        if mode is not None and stat.S_ISDIR(mode):
-            raise InputError(f"{name}: {shown(path)} is a folder; give a file")
         if mode is not None and not stat.S_ISREG(mode):
-            raise InputError(f"{name}: {shown(path)} is {_kind(mode)}; give a file")
+            raise InputError(f"{name}: {shown(path)} is {file_kind(mode)}; give a file")
         if not target.parent.is_dir():
             raise InputError(f"{name}: the folder {shown(Path(path).parent)} does not exist")
         if not os.access(target.parent, os.W_OK | os.X_OK):
@@ -71,7 +69,9 @@ def check_folder(name: str, path: str | Path, *, must_be_new: bool = False) -> P
         while (mode := _mode(existing)) is None:
             existing = existing.parent
         if not stat.S_ISDIR(mode):
-            raise InputError(f"{name}: {shown(path)} cannot be a folder, because {shown(existing)} is {_kind(mode)}")
+            raise InputError(
+                f"{name}: {shown(path)} cannot be a folder, because {shown(existing)} is {file_kind(mode)}"
+            )
         if not os.access(existing, os.W_OK | os.X_OK):
             raise InputError(f"{name}: {shown(path)} cannot be written; permission is missing for {shown(existing)}")
         if must_be_new and existing == target and any(target.iterdir()):
@@ -156,8 +156,7 @@ def atomic_files(folder: Path) -> Iterator[Path]:
 
 def shown(path: str | Path) -> str:
     """A path in a message, cut in its middle if it is long."""
-    text, half = str(path), SHOWN_CHARACTERS // 2
-    return text if len(text) <= SHOWN_CHARACTERS else f"{text[:half]}...{text[-half:]}"
+    return shorten(str(path), SHOWN_CHARACTERS)
 
 
 def partial_path(target: Path, token: str | None = None) -> Path:
@@ -191,22 +190,23 @@ def _resolve(name: str, path: str | Path) -> Path:
 
 
 def _mode(path: Path) -> int | None:
-    """Kind and permissions of what a path is; None of nothing."""
+    """Kind and permissions of the file at a path; None where there is none."""
     try:
         return path.lstat().st_mode
     except (FileNotFoundError, NotADirectoryError):
         return None
 
 
-def _kind(mode: int) -> str:
-    kinds = {stat.S_ISREG: "a file", stat.S_ISLNK: "a link that leads nowhere", stat.S_ISFIFO: "a pipe",
-             stat.S_ISSOCK: "a socket"}  # fmt: skip
+def file_kind(mode: int) -> str:
+    """The kind of file that a mode of `os.stat` or `os.lstat` belongs to, for a message."""
+    kinds = {stat.S_ISREG: "a file", stat.S_ISDIR: "a folder", stat.S_ISLNK: "a link that leads nowhere",
+             stat.S_ISFIFO: "a pipe", stat.S_ISSOCK: "a socket"}  # fmt: skip
     return next((kind for is_kind, kind in kinds.items() if is_kind(mode)), "a device")
 
 
 @contextlib.contextmanager
 def _refusals(name: str, path: str | Path) -> Iterator[None]:
-    """What the system says of a path, in a sentence that names the field."""
+    """Errors of the system about a path become a sentence that names the field."""
     try:
         yield
     except OSError as error:

@@ -18,16 +18,8 @@ from multilin.ops.dispatch import all_ops
 from multilin.training.precision import resolve_precision
 
 PACKAGES = (
-    "multilin",
-    "torch",
-    "transformers",
-    "tokenizers",
-    "datasets",
-    "accelerate",
-    "safetensors",
-    "numba",
-    "triton",
-)
+    "multilin", "torch", "transformers", "tokenizers", "datasets", "accelerate", "safetensors", "numba", "triton",
+)  # fmt: skip
 # Beginnings of the names of instruction sets that decide how fast matrix products are, in bf16 and int8 above all.
 CPU_FEATURES = ("avx2", "avx512_f", "avx512_bf16", "avx512_vnni", "avx10", "amx", "sve", "bf16", "i8mm", "dotprod")
 VARIABLE = "MULTILIN_ALLOCATOR"
@@ -74,7 +66,7 @@ def examine() -> Checkup:
     device = torch.accelerator.current_accelerator() or torch.device("cpu")
     cores = available_cores()
     backends = {name: op.backend_for(device) for name, op in all_ops().items()}
-    gives_back = why_not()
+    gives_back, capabilities = why_not(), torch.cpu.get_capabilities()
     warnings = [
         f"{name} uses its {backend.name}, which is slow{_reasons(name, device)}"
         for name, backend in backends.items()
@@ -92,7 +84,7 @@ def examine() -> Checkup:
         threads=torch.get_num_threads(),
         cores=cores,
         precision=resolve_precision("auto"),
-        cpu_features=_cpu_features(),
+        cpu_features=sorted(k for k, value in capabilities.items() if value is True and k.startswith(CPU_FEATURES)),
         freed_memory="kept" if gives_back is None else f"given back to the system, as {gives_back}",
         backends={name: backend.name for name, backend in backends.items()},
         gpu_backends=_gpu_backends(),
@@ -113,13 +105,12 @@ def _reasons(op: str, device: torch.device) -> str:
 
 def _gpu_backends() -> dict[str, str]:
     """The preferred implementation of each op that has one of its own for GPUs."""
-    found: dict[str, str] = {}
+    preferred: dict[str, str] = {}
     for name, op in all_ops().items():
-        for backend in op.backends:
-            if backend.device == "cuda":
-                reason = backend.why_not()
-                found.setdefault(name, f"{backend.name}, not here: {reason}" if reason else backend.name)
-    return found
+        if backend := next((backend for backend in op.backends if backend.device == "cuda"), None):
+            reason = backend.why_not()
+            preferred[name] = f"{backend.name}, not here: {reason}" if reason else backend.name
+    return preferred
 
 
 def _version(package: str) -> str | None:
@@ -140,11 +131,6 @@ def _cpu_name() -> str:
     lines = path.read_text(errors="replace").splitlines() if path.exists() else []
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return next(names, platform.processor() or platform.machine())
-
-
-def _cpu_features() -> list[str]:
-    found = torch.cpu.get_capabilities()
-    return sorted(name for name, value in found.items() if value is True and name.startswith(CPU_FEATURES))
 
 
 def contention() -> str | None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from multilin.analysis.evaluate.run import break_down_run, evaluate_run
+from multilin.analysis.evaluate.run import break_down_run
 from multilin.analysis.settings import EvaluationSettings
 from multilin.cli.main import main
 from multilin.data.tokenizers import train_tokenizer
@@ -88,7 +88,7 @@ def test_bits_per_byte_are_those_of_evaluate(folder: Path, task_folder: Callable
     text += "." * (length - len(text.encode()))
     tasks, run = task_folder(text), load_run(folder)
     (tasks / "text.txt").write_text(text)
-    ours = evaluate_run(run, EvaluationSettings(source=str(tasks / "text.txt")))
+    ours = break_down_run(run, EvaluationSettings(source=str(tasks / "text.txt"))).evaluation
     theirs = score(run, "local_rolling", tasks)
     assert ours.tokens == ours.bytes == length
     assert theirs["bits_per_byte"]["value"] == pytest.approx(ours.bits_per_byte, rel=1e-6)
@@ -99,7 +99,7 @@ def test_a_last_window_that_is_not_full_reads_further_back(folder: Path, task_fo
     text = "the cat sat on the mat. " * 3
     tasks, run = task_folder(text), load_run(folder)
     (tasks / "text.txt").write_text(text)
-    ours = evaluate_run(run, EvaluationSettings(source=str(tasks / "text.txt")))
+    ours = break_down_run(run, EvaluationSettings(source=str(tasks / "text.txt"))).evaluation
     theirs = score(run, "local_rolling", tasks)["bits_per_byte"]["value"]
     assert theirs != pytest.approx(ours.bits_per_byte, rel=1e-6)
     # The tokens of the two whole windows, and of the last those that lm-eval scores after all it can read.
@@ -144,7 +144,7 @@ def test_lm_eval_finds_the_model_by_name(folder: Path, task_folder: Callable[[st
     )  # fmt: skip
     run = load_run(folder)
     (tmp_path / "text.txt").write_text("the cat")
-    ours = evaluate_run(run, EvaluationSettings(source=str(tmp_path / "text.txt")))
+    ours = break_down_run(run, EvaluationSettings(source=str(tmp_path / "text.txt"))).evaluation
     theirs = found["results"]["local_rolling"]["bits_per_byte,none"]
     assert theirs == pytest.approx(ours.bits_per_byte, rel=1e-6)
 

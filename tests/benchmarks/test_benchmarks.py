@@ -79,14 +79,14 @@ def test_a_training_step_is_timed_beside_its_peers(tmp_path: Path, capsys: pytes
     assert (tmp_path / "training_step.png").read_bytes().startswith(PNG)
 
 
-def test_reading_and_writing_are_timed_where_a_model_can(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_prefill_and_generation_are_timed_where_a_model_can(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     texts = ["--positions", "16", "40", "--chunk", "16", "--longest-peer", "16", "--batch-sizes", "1", "3"]
-    turns = ["--turns", "1", "--reading-turns", "1", "--tokens", "2", "--models", "additive", "gpt2"]
+    turns = ["--turns", "1", "--prefill-turns", "1", "--tokens", "2", "--models", "additive", "gpt2"]
     assert main(["decode", "--save", str(tmp_path), *texts, *turns, *SIZES]) == 0
     assert "gpt2 is left out after 40 tokens" in capsys.readouterr().out
     rows = _saved(tmp_path, "decode")["rows"]
-    read = [(row["model"], row["position"], row["way"]) for row in rows if row["task"] == "read"]
-    assert sorted(read) == [
+    prefills = [(row["model"], row["position"], row["way"]) for row in rows if row["task"] == "prefill"]
+    assert sorted(prefills) == [
         ("additive", 16, "at once"), ("additive", 40, "at once"), ("additive", 40, "by 16"), ("gpt2", 16, "at once"),
     ]  # fmt: skip
     kept = {

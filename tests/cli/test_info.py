@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from multilin.analysis.info import describe_model
+from multilin.analysis.costs import describe_model
 from multilin.architectures import architectures
 from multilin.model.factory import create_model
 

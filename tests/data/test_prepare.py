@@ -9,24 +9,19 @@ import pytest
 
 from multilin.data.corpora import Document
 from multilin.data.packing import PackedText
-from multilin.data.prepare import PreparedText, prepare_text
-from multilin.data.split import split_document, validation_side
+from multilin.data.prepare import PreparedText, prepare_text, split_document, validation_side
+from multilin.data.progress import Progress, no_progress
+from multilin.data.settings import DataRecipe, TokenizerRecipe
 from multilin.errors import InputError
 from tests.processes import PYTHON, run
 
-DEFAULTS: dict[str, Any] = {
-    "validation": None,
-    "validation_fraction": 0.1,
-    "text_field": "text",
-    "encoding_errors": "strict",
-    "tokenizer_kind": "bpe",
-    "vocab_size": 270,
-    "tokenizer_path": None,
-}
+DEFAULTS: dict[str, Any] = {"kind": "bpe", "vocab_size": 270, "path": None}
 
 
-def prepare(source: Path | str, cache: Path, **options: Any) -> PreparedText:
-    return prepare_text(source=str(source), cache_folder=cache, **DEFAULTS | options)
+def prepare(source: Path | str, cache: Path | None, progress: Progress = no_progress, **options: Any) -> PreparedText:
+    tokenizer = TokenizerRecipe(**DEFAULTS | {name: options.pop(name) for name in DEFAULTS.keys() & options.keys()})
+    data = DataRecipe(source=str(source), **{"validation_fraction": 0.1} | options)
+    return prepare_text(data, tokenizer, cache_folder=cache, progress=progress)
 
 
 def texts_of(prepared: PreparedText, side: PackedText) -> list[str]:
@@ -111,7 +106,7 @@ def test_the_second_time_nothing_is_read_again(corpus: Path, tmp_path: Path, mon
 
 @pytest.mark.parametrize(
     "change",
-    [{"validation_fraction": 0.3}, {"vocab_size": 265}, {"tokenizer_kind": "byte", "vocab_size": None}, "content"],
+    [{"validation_fraction": 0.3}, {"vocab_size": 265}, {"kind": "byte", "vocab_size": None}, "content"],
 )
 def test_other_settings_or_content_are_prepared_anew(corpus: Path, tmp_path: Path, change: Any) -> None:
     first = prepare(corpus, tmp_path / "cache")
@@ -125,9 +120,9 @@ def test_a_given_tokenizer_is_used_and_decides_alone(corpus: Path, tmp_path: Pat
     first = prepare(corpus, tmp_path / "cache")
     first.tokenizer.save_pretrained(tmp_path / "tokenizer")
     given = str(tmp_path / "tokenizer")
-    again = prepare(corpus, tmp_path / "cache", tokenizer_path=given, vocab_size=999)
+    again = prepare(corpus, tmp_path / "cache", path=given, vocab_size=999)
     assert again.train.description.tokenizer_hash == first.train.description.tokenizer_hash
-    assert again.train.folder == prepare(corpus, tmp_path / "cache", tokenizer_path=given).train.folder
+    assert again.train.folder == prepare(corpus, tmp_path / "cache", path=given).train.folder
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, OSError(28, "No space left on device")])
@@ -152,7 +147,8 @@ def test_a_killed_preparation_does_not_stand_in_the_way(corpus: Path, tmp_path: 
     killed = (
         "import os, sys, multilin.data.prepare as p\n"
         "p.train_tokenizer = lambda *args: os.kill(os.getpid(), 9)\n"
-        f"p.prepare_text(source=sys.argv[1], cache_folder=sys.argv[2], **{DEFAULTS!r})"
+        "data = p.DataRecipe(source=sys.argv[1], validation_fraction=0.1)\n"
+        f"p.prepare_text(data, p.TokenizerRecipe(**{DEFAULTS!r}), cache_folder=sys.argv[2])"
     )
     cache = tmp_path / "cache"
     run([*PYTHON, "-c", killed, str(corpus), str(cache)], status=-signal.SIGKILL)
@@ -165,7 +161,7 @@ def test_a_killed_preparation_does_not_stand_in_the_way(corpus: Path, tmp_path: 
 
 def test_the_cache_lies_where_the_system_says(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "caches"))
-    prepared = prepare_text(source=str(corpus), **DEFAULTS)
+    prepared = prepare(corpus, None)
     assert prepared.train.folder.parents[1] == tmp_path / "caches" / "multilin"
 
 
@@ -174,9 +170,8 @@ def test_the_cache_lies_where_the_system_says(corpus: Path, tmp_path: Path, monk
     [
         ({"source": "nowhere.txt"}, "data.source: 'nowhere.txt' does not exist"),
         ({"validation": "nowhere.txt"}, "data.validation: 'nowhere.txt' does not exist"),
-        ({"validation_fraction": 1.0}, r"data.validation_fraction: 1.0 given, but it should be between 0 and 1"),
         ({"vocab_size": 50_000}, r"vocab_size: 50000 given, but the corpus supports \d+ tokens"),
-        ({"tokenizer_path": "./nowhere"}, r"tokenizer: './nowhere' does not exist"),
+        ({"path": "./nowhere"}, r"tokenizer: './nowhere' does not exist"),
     ],
 )
 def test_bad_settings_are_refused_and_leave_nothing(

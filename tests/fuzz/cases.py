@@ -71,8 +71,8 @@ TEXTS = {
     "compare": "compare sweep.yaml --data.source {}",
 }
 ANY_VALUES = [..., None, -1, 0, d.HUGE, "x", [], {}, True, 1.5, [[]], "x" * 10**4]
-Damage = Callable[[Path], object]
-Damages = Iterable[tuple[str, Damage]]
+WRONG = yaml.safe_load(Path(__file__).with_name("wrong.yaml").read_text())
+Damages = Iterable[tuple[str, d.Damage]]
 
 
 def generate(run: str) -> str:
@@ -153,14 +153,14 @@ def options(folder: Path) -> Iterator[Case]:
 
 def commands(folder: Path) -> Iterator[Case]:
     """Words that contradict each other, or do not fit the files."""
-    for line in Path(__file__).with_name("commands.txt").read_text().splitlines():
-        yield Case(shlex.split(line))
+    for begin, ends in WRONG["commands"].items():
+        yield from (Case(shlex.split(f"{begin} {end}")) for end in ends.split("|"))
     yield from (Case(words) for words in (["\udcff"], ["x" * 10**5], ["a\nb"], ["\0"], ["tokenizer", "\udcff"]))
 
 
 def values(folder: Path) -> Iterator[Case]:
     """Values that single fields of files do not take."""
-    for line, files in yaml.safe_load(Path(__file__).with_name("fields.yaml").read_text()).items():
+    for line, files in WRONG["fields"].items():
         for file, wrong in files.items():
             damages = [("", d.with_field((name,), value)) for name, listed in wrong.items() for value in listed]
             yield from damaged(line, file, damages, "-")
@@ -219,17 +219,9 @@ def weights(folder: Path) -> Iterator[Case]:
         yield from damaged(generate(run), file, damages if run == "run" else d.some(damages, 9, run), run)
         yield from damaged(generate(run), file, [("a bit", d.flipped)], run, "a bit")
         for line in (generate(run), f"evaluate {run} --source text.txt", f"explain {run} --text a", f"info {run}"):
-            yield from damaged(line, file, [("", _filled(math.nan))], run)
+            yield from damaged(line, file, [("", d.filled(math.nan))], run)
     line = "rollout mixer --prompt a --num-steps 2"
-    yield from damaged(line, "mixer/model.safetensors", [("", _filled(math.inf))], "mixer")
-
-
-def _filled(value: float) -> Damage:
-    def fill(path: Path) -> None:
-        tensors = {name: torch.full_like(tensor, value) for name, tensor in load_file(path).items()}
-        save_file(tensors, path, {"format": "pt"})
-
-    return fill
+    yield from damaged(line, "mixer/model.safetensors", [("", d.filled(math.inf))], "mixer")
 
 
 def states(folder: Path) -> Iterator[Case]:
@@ -258,7 +250,7 @@ CHANGES: list[Change] = [
 ]
 
 
-def _resealed(metadata: dict[str, str], name: str = "", change: Change = lambda tensor: None) -> Damage:
+def _resealed(metadata: dict[str, str], name: str = "", change: Change = lambda tensor: None) -> d.Damage:
     def damage(path: Path) -> None:
         with safe_open(path, framework="pt") as file:
             texts = {key: text for key, text in file.metadata().items() if key != "sha256"} | metadata
@@ -284,7 +276,7 @@ def checkpoint_files(folder: Path) -> Iterator[Case]:
         yield from damaged(line, f"half/{name}", d.some(d.JSON.items(), 4, name), "half", "all")
 
 
-def _sealed(damage: Damage) -> Damage:
+def _sealed(damage: d.Damage) -> d.Damage:
     def sealed(folder: Path) -> None:
         damage(folder)
         checkpoint = checkpoint_of(folder)
@@ -332,11 +324,8 @@ def prompts(folder: Path) -> Iterator[Case]:
     """Prompts from files and stdin, and a stdout that is full."""
     kinds = {kind: damage for kind, damage in d.ANY.items() if kind not in ("empty", "cut", "nearly whole")}
     kinds |= {"Latin-1": d.replaced(b"caf\xe9"), "huge": lambda path: os.truncate(path, 2**34)}
-    for line in (
-        "generate run --prompt-file text.txt",
-        "rollout mixer --prompt-file text.txt",
-        "explain run --file text.txt",
-    ):
+    for verb in ("generate run --prompt-file", "rollout mixer --prompt-file", "explain run --file"):
+        line = f"{verb} text.txt"
         yield from damaged(line, "text.txt", kinds.items())
         yield from (Case(line.split()[:2], ("stdin",), stdin=path) for path in ("/dev/zero", "/proc/self/exe"))
     for line in (generate("run"), "info run", "doctor", "evaluate run --source text.txt", "tokenizer show run"):
@@ -357,7 +346,7 @@ def conversions(folder: Path) -> Iterator[Case]:
         yield from damaged(line, file, [("", _pickle(content))], "weights")
 
 
-def _pickle(content: bytes) -> Damage:
+def _pickle(content: bytes) -> d.Damage:
     return lambda path: path.rename(path.with_name("pytorch_model.bin")).write_bytes(content)
 
 

@@ -1,17 +1,20 @@
 """Malformed values of a type, and damage to files: any file, JSON, YAML, safetensors."""
 
+import dataclasses
 import json
 import math
-import operator
 import os
 import random
 import struct
-import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Any, get_args
 
-from annotated_types import Ge, Gt, Le, Lt, MaxLen, MinLen
+import torch
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+from safetensors.torch import load_file, save_file
+
+from multilin.settings.bounds import LONGEST_TEXT
 
 Damage = Callable[[Path], object]
 
@@ -21,47 +24,29 @@ BOMB = "a: &a [x, x]\n" + "".join(
 HUGE = 10**400
 VALUES: list[Any] = [-1, 0, 1.5, 10**30, HUGE, 1e300, math.nan, math.inf, -math.inf, True, "nonsense", "", "x" * 5000]
 VALUES += ["a\0b", None, [], [1], [None], {}, {"nonsense": 1}, [[]], {"a": {"b": [{}] * 3}}]
-BOUNDS = {
-    Ge: ("ge", operator.ge), Gt: ("gt", operator.gt), Le: ("le", operator.le), Lt: ("lt", operator.lt),
-    MaxLen: ("max_length", lambda value, limit: len(value) <= limit),
-    MinLen: ("min_length", lambda value, limit: len(value) >= limit),
-}  # fmt: skip
 
 
 def bad_values(hint: Any) -> list[Any]:
-    """Values that a type, with its bounds, does not allow; none that could be argued about, such as 1 for true."""
-    limits = [getattr(bound, BOUNDS[type(bound)][0]) for bound in _bounds(hint) if type(bound) in BOUNDS]
-    edges = [
-        value for limit in limits for value in (limit, limit - 1, limit + 1, limit * 10, ["1"] * int(limit % 2**17 + 1))
-    ]
-    return [value for value in [*edges, *VALUES] if not _allows(hint, value)]
+    """Values that a type refuses, of those around its bounds and those that few types take."""
+    bounds = [dataclasses.astuple(bound)[0] for bound in _metadata(hint) if type(bound).__module__ == "annotated_types"]
+    edges = [value for n in bounds for value in (n, n - 1, n + 1, n * 10, ["1"] * int(n % 2**17 + 1))]
+    config = ConfigDict(allow_inf_nan=False, str_max_length=LONGEST_TEXT)
+    adapter: TypeAdapter[Any] = TypeAdapter(hint, config=None if dataclasses.is_dataclass(hint) else config)
+    return [value for value in [*edges, *VALUES] if not _accepts(adapter, value)]
 
 
-def _bounds(hint: Any) -> Iterator[Any]:
+def _metadata(hint: Any) -> Iterator[Any]:
     yield from getattr(hint, "__metadata__", ())
     for part in get_args(hint):
-        yield from _bounds(part)
+        yield from _metadata(part)
 
 
-def _allows(hint: Any, value: Any) -> bool:
-    origin, parts = get_origin(hint), get_args(hint)
-    if origin is Annotated:
-        bounds = [(BOUNDS[type(bound)], bound) for bound in hint.__metadata__ if type(bound) in BOUNDS]
-        return _allows(parts[0], value) and all(holds(value, getattr(bound, name)) for (name, holds), bound in bounds)
-    if origin in (Union, types.UnionType):
-        return any(_allows(part, value) for part in parts)
-    if origin is Literal:
-        return value in parts
-    if origin is dict:
-        return isinstance(value, dict) and all(_allows(parts[1], entry) for entry in value.values())
-    if origin in (list, tuple):
-        fixed = origin is tuple and Ellipsis not in parts
-        return isinstance(value, list) and not fixed and all(_allows(parts[0], entry) for entry in value)
-    if hint is float:
-        return type(value) in (int, float) and abs(value) < 1e308
-    if hint is str:
-        return isinstance(value, str) and len(value) <= 4096
-    return value in (0, 1) if hint is bool else hint is Any or type(value) is hint
+def _accepts(adapter: TypeAdapter[Any], value: Any) -> bool:
+    try:
+        adapter.validate_python(value)
+    except ValidationError:
+        return False
+    return True
 
 
 def plain(value: Any) -> str:
@@ -108,18 +93,9 @@ ANY: dict[str, Damage] = {
 }  # fmt: skip
 """What no reader of any format can accept."""
 
-_NO_JSON = [
-    "[]",
-    "null",
-    "3",
-    '"x"',
-    "[[" * 50_000,
-    '{"a": 1, "a": 2}',
-    '{"a": NaN}',
-    '{"a": ' + "9" * 5000 + "}",
-    "{'a': 1}",
-]
-JSON = ANY | {text[:16]: replaced(text) for text in [*_NO_JSON, "{}x", '{"a": 1}'.encode("utf-16"), b'{"\xe9": 1}']}
+_NO_JSON = ["[]", "null", "3", '"x"', "[[" * 50_000, '{"a": 1, "a": 2}', '{"a": NaN}', "{'a': 1}", "{}x"]
+_NO_JSON += ['{"a": ' + "9" * 5000 + "}"]
+JSON = ANY | {text[:16]: replaced(text) for text in [*_NO_JSON, '{"a": 1}'.encode("utf-16"), b'{"\xe9": 1}']}
 
 _NO_YAML: list[str | bytes] = [
     BOMB, "[" * 100_000, "a:\n" + "".join(" " * depth + "- \n" for depth in range(1, 300)), "model: {a: !!set {b}}",
@@ -154,6 +130,17 @@ def places(value: Any, place: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]
     entries = value.items() if isinstance(value, dict) else enumerate(value[:2]) if isinstance(value, list) else ()
     for name, inner in entries:
         yield from places(inner, (*place, name))
+
+
+def filled(value: float) -> Damage:
+    """A safetensors file whose tensors hold one value everywhere."""
+
+    def damage(path: Path) -> None:
+        save_file(
+            {name: torch.full_like(tensor, value) for name, tensor in load_file(path).items()}, path, {"format": "pt"}
+        )
+
+    return damage
 
 
 def _header(change: Callable[[dict[str, Any], str], object], extra: bytes = b"") -> Damage:

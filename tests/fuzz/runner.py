@@ -23,7 +23,7 @@ LIMIT_SECONDS, LIMIT_BYTES = 120, 4 * 2**30  # seconds on a busy machine; none t
 PRELOADED = """
     tests.fuzz.cases multilin.training.trainer multilin.inference.session multilin.analysis.explain.run
     multilin.analysis.explain.page multilin.analysis.compare.run multilin.analysis.quantize multilin.cli.parser
-    multilin.inference.rollout_run multilin.inference.convert multilin.data.tokenizer_tools multilin.analysis.info
+    multilin.inference.rollout_run multilin.inference.convert multilin.data.tokenizer_tools multilin.analysis.costs
     multilin.analysis.evaluate.run multilin.analysis.evaluate.tasks transformers.models.gpt2.modeling_gpt2
 """.split()  # noqa: SIM905
 """Imported once, by the process that all others begin as copies of."""
@@ -94,7 +94,7 @@ class Runner:
         before = _listing(folder)
         status, stdout, stderr, peak = self.call(case, folder)
         faults = list(_faults_of_text(case, status, stdout, stderr))
-        changed = {name for name, _ in before ^ _listing(folder)}
+        changed = {name for name, *_ in before ^ _listing(folder)}
         changed = {name for name in changed if name.endswith(".partial") or (status and not name.startswith("cache"))}
         if peak > LIMIT_BYTES:
             faults.append(f"memory: {peak / 2**30:.1f} GB")
@@ -147,13 +147,12 @@ def _faults_of_text(case: Case, status: int | None, stdout: str, stderr: str) ->
         yield f"noise: {noise[0]}"
 
 
-def _listing(folder: Path) -> set[tuple[str, str]]:
-    """Every path in a folder with what it is and holds."""
-    return {(str(path.relative_to(folder)), _content(path)) for path in folder.rglob("*")}
-
-
-def _content(path: Path) -> str:
-    mode = path.lstat().st_mode
-    if stat.S_ISREG(mode) and path.stat().st_size < 2**24:
-        return hashlib.sha256(path.read_bytes()).hexdigest()
-    return f"{stat.S_IFMT(mode)} {path.readlink() if stat.S_ISLNK(mode) else ''}"
+def _listing(folder: Path) -> set[tuple[str, int, str]]:
+    """Every path in a folder, its kind, and a hash of a file or the end of a link."""
+    listing = set()
+    for path in folder.rglob("*"):
+        kind, content = stat.S_IFMT(path.lstat().st_mode), str(path.readlink()) if path.is_symlink() else ""
+        if kind == stat.S_IFREG and path.stat().st_size < 2**24:
+            content = hashlib.sha256(path.read_bytes()).hexdigest()
+        listing.add((str(path.relative_to(folder)), kind, content))
+    return listing

@@ -9,9 +9,9 @@ import torch
 
 from multilin.analysis.compare.run import compare
 from multilin.analysis.compare.sweep import Budget, Sweep
-from multilin.analysis.evaluate.run import evaluate_run
+from multilin.analysis.costs import find_model
+from multilin.analysis.evaluate.run import break_down_run
 from multilin.analysis.explain.run import explain_run
-from multilin.analysis.info import find_model
 from multilin.analysis.settings import EvaluationSettings, ModelSizes
 from multilin.data.tokenizers import train_tokenizer
 from multilin.errors import InputError
@@ -138,7 +138,7 @@ def test_reading_and_searching_is_refused(
     with pytest.raises(InputError, match=words):
         generate_text(loaded, "x", GenerationSettings(num_beams=900, max_new_tokens=10))
     with pytest.raises(InputError, match=r"^batch_size: 1000 given, but reading \d+ x \d+ tokens at once would take"):
-        evaluate_run(loaded, EvaluationSettings(source=str(tmp_path / "text.txt"), batch_size=1000))
+        break_down_run(loaded, EvaluationSettings(source=str(tmp_path / "text.txt"), batch_size=1000))
     little_memory(2e4)
     with pytest.raises(InputError, match=r"^run: .*config\.json: this model would take"):
         load_run(loaded.folder)

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from multilin.training.communication import Int8Gradients
+from multilin.training.communication import mean_in_int8
 from multilin.training.recipe import Recipe
 from tests.processes import TWO_DEVICES, run
 from tests.training.conftest import metrics
@@ -19,20 +19,29 @@ import sys
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
-from multilin.training.communication import Int8Gradients, average
+from multilin.training.communication import average, mean_in_int8
 
+sent = 0
+
+def counted(collective):
+    def call(received, part):
+        global sent
+        sent += received.nbytes // 2  # the other half is this device's own
+        collective(received, part)
+    return call
+
+for name in ("all_to_all_single", "all_gather_single", "all_gather_into_tensor"):
+    if hasattr(dist, name):
+        setattr(dist, name, counted(getattr(dist, name)))
 dist.init_process_group("gloo")
 rank = dist.get_rank()
 gradient = torch.randn(100_003, generator=torch.Generator().manual_seed(rank)) * (1 + 9 * rank)
-plain, fed_back = Int8Gradients(), Int8Gradients(error_feedback=True)
-once = plain.mean(gradient)
-many = torch.stack([fed_back.mean(gradient) for _ in range(50)]).mean(dim=0)
-counts = torch.tensor([plain.bytes_sent, plain.float32_bytes])
+once, sent_once = mean_in_int8(gradient), torch.tensor(sent)
 
 model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(70, 3))
-model.register_comm_hook(Int8Gradients(), average)
+model.register_comm_hook(None, average)
 model(torch.full((5, 70), 1.0 + rank)).sum().backward()
-found = {"gradient": gradient, "once": once, "many": many, "counts": counts, "weight": model.module.weight.grad}
+found = {"gradient": gradient, "once": once, "sent": sent_once, "weight": model.module.weight.grad}
 save_file(found, f"{sys.argv[1]}/{rank}.safetensors")
 dist.destroy_process_group()
 """
@@ -40,7 +49,7 @@ dist.destroy_process_group()
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, torch.Tensor]]:
-    """What two processes found."""
+    """The tensors that each of two processes saved."""
     folder = tmp_path_factory.mktemp("means")
     (folder / "script.py").write_text(MEANS)
     run([*TWO_DEVICES, str(folder / "script.py"), str(folder)])
@@ -56,13 +65,9 @@ def alone() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("alone")
-def test_a_device_alone_rounds_its_gradient_and_sends_nothing() -> None:
+def test_a_device_alone_rounds_its_gradient() -> None:
     gradient = torch.randn(1003, generator=torch.Generator().manual_seed(0))
-    plain, fed_back = Int8Gradients(), Int8Gradients(error_feedback=True)
-    once, many = plain.mean(gradient), torch.stack([fed_back.mean(gradient) for _ in range(50)]).mean(dim=0)
-    assert 0 < (once - gradient).norm() <= 0.01 * gradient.norm()
-    assert (many - gradient).norm() <= 0.1 * (once - gradient).norm()
-    assert (plain.bytes_sent, plain.float32_bytes) == (0, 0)
+    assert 0 < (mean_in_int8(gradient) - gradient).norm() <= 0.01 * gradient.norm()
 
 
 @pytest.mark.slow
@@ -74,17 +79,10 @@ def test_devices_agree_on_a_mean_near_the_exact_one(two: list[dict[str, torch.Te
 
 
 @pytest.mark.slow
-def test_error_feedback_loses_nothing_in_the_long_run(two: list[dict[str, torch.Tensor]]) -> None:
-    exact = torch.stack([found["gradient"] for found in two]).mean(dim=0)
-    assert (two[0]["many"] - exact).norm() <= 0.1 * (two[0]["once"] - exact).norm()
-
-
-@pytest.mark.slow
 def test_a_quarter_of_the_bytes_travels(two: list[dict[str, torch.Tensor]]) -> None:
     for found in two:
-        sent, float32 = found["counts"].tolist()
-        assert sent <= 0.27 * float32
-        assert 4 * 100_003 <= float32 <= 4 * 100_400
+        # A ring of float32 sends every number once in each of its two rounds, but for a device's own share.
+        assert 0 < found["sent"] <= 0.27 * 4 * 100_400
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 import torch
+from torch.utils.data import default_collate
 
-from multilin.training.order import BlockOrder, stack_blocks
+from multilin.training.order import BlockOrder
 
 BLOCKS = [{"input_ids": torch.tensor([n, n + 1]), "extra": torch.tensor(n)} for n in range(7)]
 
@@ -25,7 +26,7 @@ def test_a_position_holds_the_same_block_whatever_was_read_before() -> None:
 
 
 def test_batches_hold_the_fields_the_model_reads() -> None:
-    batch = stack_blocks([order()[position] for position in range(5)])
+    batch = default_collate([order()[position] for position in range(5)])
     assert list(batch) == ["input_ids"]
     assert batch["input_ids"].shape == (5, 2)
     assert len(order()) == 30

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from multilin.analysis.evaluate.run import evaluate_run
+from multilin.analysis.evaluate.run import break_down_run
 from multilin.architectures.base import architectures
 from multilin.errors import InputError
 from multilin.inference.runs import load_run
@@ -98,7 +98,7 @@ def test_a_checkpoint_is_a_run_of_its_own_and_the_run_folder_holds_none(result: 
     """Model, tokenizer and recipe of a checkpoint; the folder to publish has nothing of the optimizer."""
     folder, checkpoint = result.output, RunFolder(result.output).checkpoints / "checkpoint-40"
     last, run = load_run(checkpoint), load_run(folder)
-    assert evaluate_run(last) == evaluate_run(run)
+    assert break_down_run(last).evaluation == break_down_run(run).evaluation
     assert not [path for path in folder.rglob("*") if "optimizer" in path.name or "checkpoint" in path.name]
     with pytest.raises(InputError, match=r"checkpoint-40 is a checkpoint of a run; give the folder of the run"):
         train(load_recipe(checkpoint), resume=True)

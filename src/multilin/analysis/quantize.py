@@ -5,7 +5,7 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from multilin.analysis.evaluate.run import DEFAULTS, evaluate_run
+from multilin.analysis.evaluate.run import DEFAULTS, break_down_run
 from multilin.analysis.settings import EvaluationSettings
 from multilin.data.progress import Progress, no_progress
 from multilin.errors import InputError
@@ -43,7 +43,7 @@ def quantize_run(
 ) -> Quantized:
     """Round the matrices of all layers to int8 with one scale each, save that as a model of its own, and score both.
 
-    Embedding, output, norms and biases stay as they are. The copy multiplies in int8, in `evaluate_run` and
+    Embedding, output, norms and biases stay as they are. The copy multiplies in int8, in `multilin evaluate` and
     `generate_text` as everywhere; it cannot be trained.
 
     Args:
@@ -62,11 +62,11 @@ def quantize_run(
     check_folder("output", target if output is None else output, must_be_new=True)
     run = load_run(folder)
     _check(run)
-    before = evaluate_run(run, settings, progress=progress)
+    before = break_down_run(run, settings, progress=progress).evaluation
     arithmetic = dataclasses.replace(run.model.arithmetic, products="int8", backward="float", stored_as_int8=True)
     run.model.set_arithmetic(arithmetic)
     _save(run, target)
-    after = evaluate_run(load_run(target), settings, progress=progress)
+    after = break_down_run(load_run(target), settings, progress=progress).evaluation
     return Quantized(folder, target, _weight_bytes(folder), _weight_bytes(target), before, after)
 
 

@@ -26,30 +26,30 @@ class Flag(NamedTuple):
 
     @property
     def key(self) -> str:
-        """Its name in a parsed namespace, dotted."""
+        """The name in a parsed namespace, dotted."""
         return f"{self.section}.{self.field.name}" if self.section else self.field.name
 
     @property
     def is_list(self) -> bool:
-        """Whether any number of texts is given by place."""
+        """True if any number of texts is given by place."""
         return self.is_positional and self.hint == list[str]
 
     @property
     def text(self) -> str:
-        """As a user writes it."""
+        """The flag as a user types it."""
         if self.is_positional:
             return self.field.name.upper()
         return f"--{self.key}" if self.section else f"--{self.key.replace('_', '-')}"
 
     @property
     def given_type(self) -> Any:
-        """What its text is read as. A text is taken as it is: read as an optional one, "null" would be None."""
+        """The type that its text is read as. `str` is taken as it is: as an optional text, "null" would be None."""
         is_text = set(get_args(self.hint)) == {str, types.NoneType}
         return str if is_text and not self.is_change else self.hint
 
     @property
     def takes(self) -> str:
-        """What is written after it; nothing for a switch."""
+        """The placeholder for its value; empty for a switch."""
         is_switch = self.hint is bool and not self.is_change
         return "" if self.is_positional or is_switch else _metavar(self.hint)
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @settings
 class CompareArguments:
-    """What to compare, and with how much."""
+    """The models to compare, and their budget."""
 
     rows: Annotated[Names, POSITIONAL] = field(default_factory=list)  # a sweep file; or recipes and models by name
     tokens: Amount | None = None  # budget of each run: training tokens

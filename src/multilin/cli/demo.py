@@ -1,7 +1,7 @@
 """The first thing to try: a small model learns text that is already on this machine, and generates more."""
 
 import dataclasses
-import sys
+import functools
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -58,7 +58,12 @@ def demo(changes: Changes) -> None:
     console.print(PROMPT, style="bold", end="")
     room = max(recipe.model.n_positions - len(PROMPT), 1)
     settings = dataclasses.replace(SAMPLE, max_new_tokens=min(SAMPLE.max_new_tokens, room))
-    generate_text(Run(result.output, result.model, result.tokenizer), PROMPT, settings, write=_write)
+    generate_text(
+        Run(result.output, result.model, result.tokenizer),
+        PROMPT,
+        settings,
+        write=functools.partial(print, end="", flush=True),
+    )
     console.print(f"\n\nThe course of the training: {picture}", soft_wrap=True)
     say_next(f"multilin generate {result.output} --prompt {PROMPT!r}", f"multilin info {result.output}")
 
@@ -68,8 +73,3 @@ def _print_scores(counted: Mapping[str, float], result: "RunResult") -> None:
     rows = [(f"{name}, counted", f"{bits:.3f}") for name, bits in counted.items()]
     rows.append((f"this model ({parameters / 1e6:.1f} M parameters)", f"{result.validation_bits_per_byte:.3f}"))
     print_table("lr", rows, head=("validation text", "bits per byte"), bold={len(counted)})
-
-
-def _write(text: str) -> None:
-    sys.stdout.write(text)
-    sys.stdout.flush()

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @settings
 class DoctorArguments:
-    """How to report."""
+    """The form of the report."""
 
     json: bool = False  # print JSON
 

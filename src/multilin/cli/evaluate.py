@@ -24,7 +24,7 @@ OPENING_CHARACTERS = 40
 
 @settings
 class EvaluateArguments:
-    """What to score."""
+    """The model and the tasks."""
 
     run: PathText  # folder of a trained model
     long: bool = False  # read every document whole, through the state, instead of blocks
@@ -38,7 +38,7 @@ class EvaluateArguments:
 
 @settings
 class QuantizeArguments:
-    """What to round."""
+    """The model to round."""
 
     run: PathText  # folder of a trained model
     output: PathText | None = None  # folder for the int8 model; without one RUN-int8
@@ -109,17 +109,13 @@ def quantize(arguments: QuantizeArguments, settings: EvaluationSettings) -> None
 def _check_together(arguments: EvaluateArguments, settings: EvaluationSettings) -> None:
     """Refuse flags that would be ignored."""
     for_texts = {"--long": arguments.long, "--source": settings.source, "--max-tokens": settings.max_tokens}
-    for_tasks = {
-        "--task-folder": arguments.task_folder,
-        "--trust-task-code": arguments.trust_task_code,
-        "--task-limit": arguments.task_limit,
-    }
-    for name, given in for_texts.items():
-        if given and arguments.tasks is not None:
-            raise InputError(f"{name}: given together with --tasks, which bring their own texts; leave one of them out")
-    for name, given in for_tasks.items():
-        if given and arguments.tasks is None:
+    for_tasks = {"--task-folder": arguments.task_folder, "--trust-task-code": arguments.trust_task_code,
+                 "--task-limit": arguments.task_limit}  # fmt: skip
+    ignored = for_tasks if arguments.tasks is None else for_texts
+    if name := next((name for name, given in ignored.items() if given), None):
+        if arguments.tasks is None:
             raise InputError(f"{name}: given without --tasks; name the tasks to score on")
+        raise InputError(f"{name}: given together with --tasks, which bring their own texts; leave one of them out")
 
 
 def _task_names(tasks: str | None) -> list[str]:
@@ -134,17 +130,14 @@ def _task_names(tasks: str | None) -> list[str]:
 
 
 def _print_breakdown(data: Mapping[str, Any]) -> None:
-    """The whole, then a table for each way of grouping the tokens."""
+    """The score of the whole text, then a table for each way of grouping the tokens."""
     console = make_console()
     console.print(
         f"[bold]{data['bits_per_byte']:.4f} bits per byte[/bold], {data['loss']:.4f} nats per token, perplexity "
         f"{data['perplexity']:,.2f}; {plural(data['tokens'], 'token')}, {plural(data['bytes'], 'byte')}"
     )
-    for title, name in (
-        ("tokens read before", "by_position"),
-        ("kind of token", "by_class"),
-        ("frequency in this text", "by_frequency"),
-    ):
+    groupings = {"position": "tokens read before", "class": "kind of token", "frequency": "frequency in this text"}
+    for name, title in groupings.items():
         console.print()
         rows = (
             (
@@ -153,7 +146,7 @@ def _print_breakdown(data: Mapping[str, Any]) -> None:
                 f"{part['loss']:.3f}",
                 f"{100 * part['tokens'] / data['tokens']:.1f} %",
             )
-            for part in data[name]
+            for part in data[f"by_{name}"]
         )
         print_table("lrrr", rows, head=(title, "bits per byte", "nats per token", "share of tokens"))
     console.print()
@@ -161,27 +154,21 @@ def _print_breakdown(data: Mapping[str, Any]) -> None:
 
 
 def _print_documents(documents: Mapping[str, Any]) -> None:
-    """How many there are; of two or more that are long enough their spread, the best and the worst."""
-    console, number, long_enough = make_console(), documents["number"], documents["long_enough"]
+    """The number of documents; of two or more that are long enough the spread, the best and the worst."""
+    console, number, long_enough = make_console(), plural(documents["number"], "document"), documents["long_enough"]
     if "best" not in documents:
-        console.print(f"{plural(number, 'document')}, {long_enough} of at least {documents['fewest_bytes']} bytes")
+        console.print(f"{number}, {long_enough} of at least {documents['fewest_bytes']} bytes")
         return
     low, middle, high = documents["bits_per_byte_quantiles"].values()
     console.print(
-        f"{plural(number, 'document')}, {long_enough:,} of them of at least {documents['fewest_bytes']} bytes: median "
-        f"{middle:.3f} bits per byte, eight in ten between {low:.3f} and {high:.3f}"
+        f"{number}, {long_enough:,} of them of at least {documents['fewest_bytes']} bytes: median {middle:.3f} bits "
+        f"per byte, eight in ten between {low:.3f} and {high:.3f}"
     )
-    rows = (
-        (
-            name,
-            part["name"],
-            f"{part['bits_per_byte']:.3f}",
-            f"{part['bytes']:,.0f}",
-            part["begins_with"][:OPENING_CHARACTERS],
-        )
-        for name in ("best", "worst")
-        for part in documents[name]
-    )
+    rows = []
+    for name in ("best", "worst"):
+        for part in documents[name]:
+            figures = (f"{part['bits_per_byte']:.3f}", f"{part['bytes']:,.0f}")
+            rows.append((name, part["name"], *figures, part["begins_with"][:OPENING_CHARACTERS]))
     print_table("lrrrw", rows, head=("", "document", "bits per byte", "bytes", "begins with"))
 
 
@@ -203,7 +190,5 @@ def _print_quantized(result: "Quantized") -> None:
         ("loss, nats per token", before.loss, after.loss, ".4f"),
         ("bits per byte", before.bits_per_byte, after.bits_per_byte, ".4f"),
     )
-    rows = (
-        (name, f"{old:{form}}", f"{new:{form}}", f"{100 * (new / old - 1):+.2f} %") for name, old, new, form in figures
-    )
+    rows = [(name, f"{a:{form}}", f"{b:{form}}", f"{100 * (b / a - 1):+.2f} %") for name, a, b, form in figures]
     print_table("lrrr", rows, head=("", "trained", "int8", "change"))

@@ -27,7 +27,7 @@ SHADES = ((235, 242, 252), (200, 221, 247), (152, 193, 240), (96, 158, 229), (43
 
 @settings
 class ExplainArguments:
-    """What to explain."""
+    """The model and the text to explain."""
 
     run: PathText  # folder of a trained model
     text: Prose | None = None  # text to explain; without one it is read from a pipe, or taken from the validation text
@@ -44,8 +44,8 @@ def explain(arguments: ExplainArguments, settings: ExplainSettings) -> None:
     check_run_files(arguments.run)
     folder = _output_folder(arguments)
     text: str | None = read_prompt(arguments.text, arguments.file, names=("--text", "--file"))
-    if not text and arguments.text is None and arguments.file is None:
-        text = None
+    if arguments.text is None and arguments.file is None:
+        text = text or None  # nothing was piped in
     with loading(f"PyTorch and {arguments.run}"):
         from multilin.analysis.explain.page import write_files
         from multilin.analysis.explain.run import explain_run

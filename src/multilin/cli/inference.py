@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @settings
 class GenerateArguments:
-    """What to continue."""
+    """The model and the prompt."""
 
     run: PathText  # folder of a trained or exported model
     prompt: Prose | None = None  # text to continue; without one it is read from a pipe, or the model begins a text
@@ -35,7 +35,7 @@ class GenerateArguments:
 
 @settings
 class RolloutArguments:
-    """What to go on from."""
+    """The model and the prompt."""
 
     run: PathText  # folder of a trained model, all of it linear
     prompt: Prose | None = None  # text to go on from; without one it is read from a pipe
@@ -45,7 +45,7 @@ class RolloutArguments:
 
 @settings
 class ConvertArguments:
-    """What to convert."""
+    """The checkpoint to convert."""
 
     kind: str  # where the checkpoint comes from: fastformer
     source: PathText  # its folder

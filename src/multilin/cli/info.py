@@ -10,13 +10,13 @@ from multilin.settings import field_help, settings
 from multilin.settings.bounds import PathText
 
 if TYPE_CHECKING:
-    from multilin.analysis.info import ModelInfo
+    from multilin.analysis.costs import ModelInfo
     from multilin.architectures.base import Architecture
 
 
 @settings
 class InfoArguments:
-    """What to describe."""
+    """The model to describe."""
 
     model: PathText  # folder of a trained model, or the name of an architecture
     json: bool = False  # print JSON
@@ -25,7 +25,7 @@ class InfoArguments:
 def info(arguments: InfoArguments, sizes: ModelSizes) -> None:
     """Describe a model: parameters, work per token, state, layers; and the options of an architecture."""
     with loading():
-        from multilin.analysis.info import find_model
+        from multilin.analysis.costs import find_model
 
         description, architecture = find_model(arguments.model, sizes)
     if arguments.json:
@@ -73,15 +73,12 @@ def _print_model(info: "ModelInfo") -> None:
 
 def _print_options(architecture: "Architecture") -> None:
     """What a recipe may choose for an architecture, under `model.options`."""
-    help_of = field_help(architecture.preset_options)
-    console = make_console()
+    help_of, console = field_help(architecture.preset_options), make_console()
+    defaults = {option.name: option.default for option in fields(architecture.preset_options)}
+    rows = ((name, "none" if value is None else str(value), help_of[name]) for name, value in defaults.items())
     console.print()
-    print_table(
-        "llw",
-        ((option.name, _plain(option.default), help_of[option.name]) for option in fields(architecture.preset_options)),
-        head=("option", "default", "meaning"),
-        title=f"Options of {architecture.name} (model.options)",
-    )
+    title = f"Options of {architecture.name} (model.options)"
+    print_table("llw", rows, head=("option", "default", "meaning"), title=title)
     console.print(f"\nSource: {architecture.source}", style="dim")
 
 
@@ -90,8 +87,4 @@ def _growth(growth: int, unit: str) -> str:
 
 
 def _listed(options: dict[str, Any]) -> str:
-    return ", ".join(f"{name} {_plain(value)}" for name, value in options.items())
-
-
-def _plain(value: Any) -> str:
-    return "none" if value is None else str(value)
+    return ", ".join(f"{name} {'none' if value is None else value}" for name, value in options.items())

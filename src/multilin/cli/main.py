@@ -45,6 +45,11 @@ VERBS: dict[str, Callable[..., None]] = {
     "convert": convert,
     "doctor": doctor,
 }
+_FUNCTIONS: tuple[Callable[..., None], ...] = (
+    demo, train, generate, rollout, evaluate, compare, explain, quantize, info, tokenizer_train, tokenizer_show,
+    convert, doctor,
+)  # fmt: skip
+VERBS = {function.__name__.replace("_", " "): function for function in _FUNCTIONS}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

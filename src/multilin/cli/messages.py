@@ -1,4 +1,4 @@
-"""What the command line says beside results: warnings, what it loads, and what to type next, all on stderr."""
+"""Messages of the command line beside results, all on stderr: warnings, loading, the commands to type next."""
 
 import contextlib
 import dataclasses
@@ -31,8 +31,11 @@ def loading(name: str = "") -> Iterator[None]:
     Args:
         name: loaded in the block, for the message.
     """
-    shown = is_main_process() and sys.stderr.isatty()
-    with _status(f"loading {name or 'PyTorch'} ...") if shown else contextlib.nullcontext():
+    with contextlib.ExitStack() as stack:
+        if is_main_process() and sys.stderr.isatty():
+            from rich.console import Console
+
+            stack.enter_context(Console(stderr=True).status(f"loading {name or 'PyTorch'} ..."))
         from transformers.utils import logging
 
         from multilin.machine import keep_freed_memory
@@ -44,14 +47,8 @@ def loading(name: str = "") -> Iterator[None]:
         yield
 
 
-def _status(text: str) -> contextlib.AbstractContextManager[Any]:
-    from rich.console import Console
-
-    return Console(stderr=True).status(text)
-
-
 def say_next(*commands: str) -> None:
-    """Say what to type next, on stderr, once for all processes of a run.
+    """Name the commands to type next, on stderr, once for all processes of a run.
 
     Args:
         commands: beginning with `multilin`, which becomes the path it was called by if the shell does not find it.

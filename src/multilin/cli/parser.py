@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import inspect
 import re
 import types
 from collections.abc import Callable, Mapping, Sequence
@@ -25,22 +26,22 @@ def parse(verb: str, function: Callable[..., Any], arguments: Sequence[str]) -> 
     known = {flag.text: flag for flag in flags(function)}
     words, entries = _take_entries(arguments, list(known.values()))
     try:
-        found = vars(build_parser(verb, function).parse_args(words))
+        given = vars(build_parser(verb, function).parse_args(words))
     except argparse.ArgumentError as error:
         raise InputError(_sentence(str(error), verb, known)) from None
-    values = {flag.key: _read(flag, found[flag.key]) for flag in known.values() if flag.key in found}
+    values = {flag.key: _read(flag, given[flag.key]) for flag in known.values() if flag.key in given}
     return [_value(hint, values, entries) for hint in parameters(function)]
 
 
 def build_parser(verb: str, function: Callable[..., Any]) -> argparse.ArgumentParser:
     """The parser of one verb; it gives texts, and only those that were written."""
     all_flags = list(flags(function))
-    places = " ".join(_place(flag) for flag in all_flags if flag.is_positional)
+    places = [_place(flag) for flag in all_flags if flag.is_positional]
     parser = _Parser(
         prog=f"multilin {verb}",
-        usage=" ".join(part for part in (f"multilin {verb}", places, "[--flag value ...]") if part),
-        description=_paragraphs(function.__doc__ or ""),
-        formatter_class=_Help,
+        usage=" ".join([f"multilin {verb}", *places, "[--flag value ...]"]),
+        description=inspect.getdoc(function),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
         argument_default=argparse.SUPPRESS,
         allow_abbrev=False,
     )
@@ -54,17 +55,16 @@ def build_parser(verb: str, function: Callable[..., Any]) -> argparse.ArgumentPa
 
 def _add(group: Any, flag: Flag) -> None:
     description = field_help(flag.owner)[flag.field.name].replace("%", "%%")
-    if flag.is_list:
-        group.add_argument(flag.field.name, nargs="*", metavar=flag.text, help=description)
-    elif flag.is_positional:
-        optional = {} if flag.default is dataclasses.MISSING else {"nargs": "?"}
-        group.add_argument(flag.field.name, metavar=flag.text, help=description, **optional)
+    if flag.is_positional:
+        number = "*" if flag.is_list else None if flag.default is dataclasses.MISSING else "?"
+        group.add_argument(flag.field.name, metavar=flag.text, help=description, nargs=number)
     elif flag.hint is bool and not flag.is_change and flag.default:
         group.add_argument(flag.text, action=argparse.BooleanOptionalAction, help=f"{description} (default: yes)")
     elif flag.hint is bool and not flag.is_change:
         group.add_argument(flag.text, action="store_true", help=description)
     else:
-        default = "" if flag.default in (None, {}) else f" (default: {_plain(flag.default)})"
+        shown_default = str(flag.default).lower() if isinstance(flag.default, bool) else flag.default
+        default = "" if flag.default in (None, {}) else f" (default: {shown_default})"
         group.add_argument(flag.text, metavar=flag.takes, help=f"{description}{default}")
 
 
@@ -122,17 +122,16 @@ def _as_written(message: str, owner: type) -> str:
 
 def _sentence(message: str, verb: str, known: Mapping[str, Flag]) -> str:
     """A complaint of the parser as one sentence that says what would be accepted."""
-    if found := re.match(r"(?i)unrecognized arguments: (.*)", message):
-        first = next((word for word in found[1].split() if word.startswith("-")), found[1].split()[0])
-        name = shorten(first.split("=")[0])
+    if match := re.match(r"(?i)unrecognized arguments: (.*)", message):
+        words = match[1].split()
+        name = shorten(next((word for word in words if word.startswith("-")), words[0]).split("=")[0])
         hint = nearest(name, known) or f"; `multilin {verb} --help` lists what there is"
         return f"{name}: unknown {'flag' if name.startswith('-') else 'argument'}{hint}"
-    if found := re.search(r"arguments are required: ([\w, ]+)", message):
-        return f"{found[1]}: missing; `multilin {verb} --help` shows what to give"
-    if found := re.match(r"argument (\S+?)[:/ ].*expected", message):
-        flag = known.get(found[1])
-        accepted = f"; give {_accepted(flag.given_type)}" if flag else ""
-        return f"{found[1]}: a value is missing{accepted}"
+    if match := re.search(r"arguments are required: ([\w, ]+)", message):
+        return f"{match[1]}: missing; `multilin {verb} --help` shows what to give"
+    if match := re.match(r"argument (\S+?)[:/ ].*expected", message):
+        accepted = f"; give {_accepted(known[match[1]].given_type)}" if match[1] in known else ""
+        return f"{match[1]}: a value is missing{accepted}"
     return " ".join(message.split())
 
 
@@ -150,18 +149,10 @@ def _accepted(hint: Any) -> str:
     return words.get(hint, 'a JSON object such as {"num_heads": 8}')
 
 
-def _plain(value: Any) -> str:
-    return {True: "true", False: "false"}.get(value, str(value)) if isinstance(value, bool) else str(value)
-
-
 def _place(flag: Flag) -> str:
     if flag.is_list:
         return f"[{flag.text} ...]"
     return flag.text if flag.default is dataclasses.MISSING else f"[{flag.text}]"
-
-
-def _paragraphs(docstring: str) -> str:
-    return "\n".join(line.strip() for line in docstring.strip().splitlines())
 
 
 class _Parser(argparse.ArgumentParser):
@@ -169,10 +160,3 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise argparse.ArgumentError(None, message)
-
-
-class _Help(argparse.HelpFormatter):
-    """Descriptions as they are written."""
-
-    def _fill_text(self, text: str, width: int, indent: str) -> str:
-        return "\n".join(f"{indent}{line}" for line in text.splitlines())

@@ -1,8 +1,7 @@
-"""What a user sees while work is under way: bars on a terminal, a line now and then elsewhere."""
+"""Progress of work under way: bars on a terminal, a line now and then elsewhere."""
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing
 from typing import Any
 
 from rich.console import Console
@@ -47,14 +46,9 @@ class StageBar:
             self._progress = None
 
 
-@contextmanager
-def show_progress() -> Iterator[StageBar]:
+def show_progress() -> closing[StageBar]:
     """A `StageBar` that is closed when the block ends."""
-    bar = StageBar()
-    try:
-        yield bar
-    finally:
-        bar.close()
+    return closing(StageBar())
 
 
 class TrainingDisplay(TrainingProgress):
@@ -92,13 +86,10 @@ class TrainingDisplay(TrainingProgress):
         self._stages.close()
         self._max_steps, self._latest = max_steps, {}
         if self.console.is_terminal:
-            columns = (
-                TextColumn("step"),
-                MofNCompleteColumn(),
-                BarColumn(bar_width=None),
-                TextColumn("{task.fields[figures]}"),
-            )
-            self._progress = Progress(*columns, TimeRemainingColumn(), console=self.console, expand=True)
+            self._progress = Progress(
+                TextColumn("step"), MofNCompleteColumn(), BarColumn(bar_width=None),
+                TextColumn("{task.fields[figures]}"), TimeRemainingColumn(), console=self.console, expand=True,
+            )  # fmt: skip
             self._progress.add_task("", total=max_steps, completed=step, figures="")
             self._progress.start()
 

@@ -1,4 +1,4 @@
-"""Where a prompt comes from: the command line, a file, or what is piped in."""
+"""Prompts from the command line, a file, or a pipe."""
 
 import sys
 
@@ -11,7 +11,7 @@ LARGEST_PROMPT = 16 * MEGABYTE
 def read_prompt(
     prompt: str | None, prompt_file: str | None, names: tuple[str, str] = ("--prompt", "--prompt-file")
 ) -> str:
-    """The prompt, else the text of the file, else what is piped into stdin, else nothing.
+    """The prompt, else the text of the file, else the text piped into stdin, else empty.
 
     One newline at the end of a file or pipe, which editors and `echo` add, is left out. `names` are the flags that gave
     the first two, for messages.
@@ -29,9 +29,8 @@ def read_prompt(
     if sys.stdin is not None and not sys.stdin.isatty():
         content = sys.stdin.buffer.read(LARGEST_PROMPT + 1)
         if len(content) > LARGEST_PROMPT:
-            raise InputError(
-                f"the prompt on stdin is longer than {LARGEST_PROMPT // MEGABYTE} MB, the most that is read"
-            )
+            megabytes = LARGEST_PROMPT // MEGABYTE
+            raise InputError(f"the prompt on stdin is longer than {megabytes} MB, the most that is read")
         return _decode(content, "the prompt on stdin")
     return ""
 

@@ -27,7 +27,7 @@ class TokenizerTrainArguments:
 
 @settings
 class TokenizerShowArguments:
-    """What to show."""
+    """A tokenizer to show."""
 
     tokenizer: PathText  # folder with a tokenizer.json, run folder, or name on the hub
     source: PathText | None = None  # count tokens and bytes of this text

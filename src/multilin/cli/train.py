@@ -11,7 +11,7 @@ from multilin.training.recipe import Changes, load_recipe
 
 @settings
 class TrainArguments:
-    """What to train."""
+    """The recipe to train, and the run in its output folder."""
 
     recipe: Annotated[PathText | None, POSITIONAL] = None  # built-in recipe, YAML file or run folder; else the defaults
     resume: bool = False  # continue the run in the output folder at its last checkpoint

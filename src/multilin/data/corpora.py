@@ -5,19 +5,16 @@ import hashlib
 import itertools
 import re
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 from multilin.data.files import SUPPORTED, Document, EncodingErrors, check_file, file_format, read_file, row_text
 from multilin.data.python_library import library_files, python_docs, python_source
-from multilin.errors import InputError, nearest, shown
+from multilin.errors import InputError, as_input_error, nearest, shown
 
 __all__ = ["BUILT_IN", "Document", "EncodingErrors", "read_documents", "source_fingerprint"]
 
-BUILT_IN: dict[str, Callable[[], Iterator[tuple[str, str]]]] = {
-    "python-docs": python_docs,
-    "python-source": python_source,
-}
+BUILT_IN: dict[str, Callable[[], Iterator[Document]]] = {"python-docs": python_docs, "python-source": python_source}
 MOST_FILES = 1_000_000
 _HUB_PREFIX = "hub:"
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(/[\w.-]+)?(:[^/\\]+)?")
@@ -83,8 +80,7 @@ def _content_hash(path: Path) -> bytes:
 
 def _all_documents(source: str, text_field: str, encoding_errors: EncodingErrors) -> Iterator[Document]:
     if source in BUILT_IN:
-        for name, text in BUILT_IN[source]():
-            yield Document(name, text)
+        yield from BUILT_IN[source]()
     elif _is_hub(source):
         yield from _hub_documents(source, text_field, encoding_errors)
     else:
@@ -103,7 +99,7 @@ def _files(source: str) -> list[tuple[str, Path]]:
         check_file(path)
         return [(path.name, path)]
     elif glob.has_magic(source):
-        root = Path(*_before_magic(path))
+        root = Path(*itertools.takewhile(lambda part: not glob.has_magic(part), path.parts[:-1]))
         candidates = _few(root.glob(path.relative_to(root).as_posix()), source)
         if not candidates:
             raise InputError(f"{shown(source)} matches no file")
@@ -121,17 +117,10 @@ def _files(source: str) -> list[tuple[str, Path]]:
 
 
 def _few(paths: Iterator[Path], source: str) -> list[Path]:
-    found = list(itertools.islice(paths, MOST_FILES + 1))
-    if len(found) > MOST_FILES:
+    few = list(itertools.islice(paths, MOST_FILES + 1))
+    if len(few) > MOST_FILES:
         raise InputError(f"{shown(source)} holds more than {MOST_FILES:,} files and folders; name a smaller part of it")
-    return found
-
-
-def _before_magic(path: Path) -> Iterator[str]:
-    for part in path.parts[:-1]:
-        if glob.has_magic(part):
-            return
-        yield part
+    return few
 
 
 def _is_hub(source: str) -> bool:
@@ -152,29 +141,21 @@ def _hub_parts(source: str) -> tuple[str, str | None, str]:
 
 
 def _hub_documents(source: str, text_field: str, encoding_errors: EncodingErrors) -> Iterator[Document]:
-    name, config, split = _hub_parts(source)
-    for number, row in enumerate(_hub_rows(source, name, config, split), start=1):
-        yield Document(f"{split}:{number}", row_text(row, text_field, f"{source}:{number}", encoding_errors))
-
-
-def _hub_rows(source: str, name: str, config: str | None, split: str) -> Iterator[dict[str, Any]]:
     from datasets import load_dataset
 
-    try:
-        yield from load_dataset(name, config, split=split, streaming=True)
-    except Exception as error:  # the hub client raises errors of many libraries; all mean that there is no such data
-        raise InputError(_hub_failure(source, error)) from error
+    name, config, split = _hub_parts(source)
+    with as_input_error(partial(_hub_failure, source)):
+        for number, row in enumerate(load_dataset(name, config, split=split, streaming=True), start=1):
+            yield Document(f"{split}:{number}", row_text(row, text_field, f"{source}:{number}", encoding_errors))
 
 
 def _hub_revision(name: str) -> str | None:
     from huggingface_hub import HfApi
 
-    try:
+    with as_input_error(partial(_hub_failure, name)):
         return HfApi().dataset_info(name).sha
-    except Exception as error:  # as above
-        raise InputError(_hub_failure(name, error)) from error
 
 
-def _hub_failure(source: str, error: Exception) -> str:
-    reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+def _hub_failure(source: str, reason: str) -> str:
+    # Whatever the hub's client raises, it means that there is no such data.
     return f"{shown(source)} is neither a file or folder here nor a dataset the hub gives ({reason})"

@@ -4,7 +4,6 @@ import itertools
 import json
 import re
 from collections.abc import Iterator, Sequence
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,16 +32,21 @@ def cut_at_whitespace(text: str, characters: int) -> Iterator[str]:
     yield text[start:]
 
 
-class Encoder(Protocol):
-    """Turns texts into token ids."""
+class Encoder:
+    """Encodes whole texts, several at a time on several cores."""
+
+    def __init__(self, backend: Tokenizer) -> None:
+        self._backend = backend
 
     def pieces(self, text: str) -> Iterator[str]:
         """Parts of a text, of bounded size where possible, whose ids in a row are the ids of the text."""
-        ...
+        yield text  # as nothing is known about where it may be cut
 
     def encode(self, texts: Sequence[str]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """The ids of all texts in a row, and the number of ids of each."""
-        ...
+        encoded = [encoding.ids for encoding in self._backend.encode_batch_fast(texts, add_special_tokens=False)]
+        counts = np.array([len(ids) for ids in encoded], dtype=np.int64)
+        return np.fromiter(itertools.chain.from_iterable(encoded), np.int64, counts.sum()), counts
 
 
 def make_encoder(tokenizer: PreTrainedTokenizerFast) -> Encoder:
@@ -51,7 +55,7 @@ def make_encoder(tokenizer: PreTrainedTokenizerFast) -> Encoder:
     backend.no_truncation()
     backend.no_padding()
     backend.encode_special_tokens = True
-    return WordEncoder(backend) if _splits_at_whitespace(backend) else TextEncoder(backend)
+    return WordEncoder(backend) if _splits_at_whitespace(backend) else Encoder(backend)
 
 
 def _splits_at_whitespace(backend: Tokenizer) -> bool:
@@ -67,28 +71,11 @@ def _splits_at_whitespace(backend: Tokenizer) -> bool:
     )
 
 
-class TextEncoder:
-    """Encodes whole texts, several at a time on several cores."""
-
-    def __init__(self, backend: Tokenizer) -> None:
-        self._backend = backend
-
-    def pieces(self, text: str) -> Iterator[str]:
-        """The text itself, as nothing is known about where it may be cut."""
-        yield text
-
-    def encode(self, texts: Sequence[str]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """The ids of all texts in a row, and the number of ids of each."""
-        encoded = [encoding.ids for encoding in self._backend.encode_batch_fast(texts, add_special_tokens=False)]
-        counts = np.array([len(ids) for ids in encoded], dtype=np.int64)
-        return np.fromiter(itertools.chain.from_iterable(encoded), np.int64, counts.sum()), counts
-
-
-class WordEncoder:
+class WordEncoder(Encoder):
     """Encodes every distinct word (with the whitespace before it) once and then looks it up."""
 
     def __init__(self, backend: Tokenizer) -> None:
-        self._backend = backend
+        super().__init__(backend)
         self._index: dict[str, int] = {}
         self._starts = self._lengths = self._ids = np.zeros(0, np.int64)
 
@@ -113,9 +100,7 @@ class WordEncoder:
             self._index.clear()
             self._starts = self._lengths = self._ids = np.zeros(0, np.int64)
         new = list(set(words).difference(self._index))
-        encoded = [encoding.ids for encoding in self._backend.encode_batch_fast(new, add_special_tokens=False)]
-        lengths = np.array([len(ids) for ids in encoded], dtype=np.int64)
-        ids = np.fromiter(itertools.chain.from_iterable(encoded), np.int64, lengths.sum())
+        ids, lengths = super().encode(new)
         self._index.update(zip(new, range(len(self._index), len(self._index) + len(new)), strict=True))
         self._starts = np.concatenate([self._starts, len(self._ids) + np.cumsum(lengths) - lengths])
         self._lengths = np.concatenate([self._lengths, lengths])

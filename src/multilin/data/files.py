@@ -25,6 +25,7 @@ LARGEST_DOCUMENT, LARGEST_LINE = 2**30, 2**26  # bytes that are held in memory a
 LARGEST_EXPANSION, SMALL = 250, 64 * MEGABYTE  # text shrinks to a tenth, and what expands to more than that is none
 
 EncodingErrors = Literal["strict", "replace"]
+_Rows = Iterator[tuple[int, Mapping[str, Any]]]  # each with its number, from 1
 
 
 @dataclass(frozen=True)
@@ -81,14 +82,12 @@ def read_file(path: Path, name: str, text_field: str, encoding_errors: EncodingE
             _check_words(text, str(path))
             yield Document(name, text)
             return
-        if suffix == ".jsonl":
-            rows = _json_rows(stream, path, encoding_errors)
-        elif suffix == ".csv":
-            rows = _csv_rows(stream, path, encoding_errors)
-        else:
+        if suffix == ".parquet":
             rows = _parquet_rows(stream, path, text_field)
-        for where, row in rows:
-            yield Document(f"{name}:{where}", row_text(row, text_field, f"{path}:{where}", encoding_errors))
+        else:
+            rows = (_json_rows if suffix == ".jsonl" else _csv_rows)(stream, path, encoding_errors)
+        for number, row in rows:
+            yield Document(f"{name}:{number}", row_text(row, text_field, f"{path}:{number}", encoding_errors))
 
 
 def row_text(row: Mapping[str, Any], text_field: str, where: str, encoding_errors: EncodingErrors) -> str:
@@ -176,17 +175,14 @@ def _lines(stream: IO[bytes], path: Path, encoding_errors: EncodingErrors) -> It
     offset = 0
     while line := stream.readline(LARGEST_LINE + 1):
         if len(line) > LARGEST_LINE:
-            raise InputError(
-                f"{shorten(str(path))}: a line of more than {LARGEST_LINE // MEGABYTE} MB, from byte {offset} on"
-            )
+            megabytes = LARGEST_LINE // MEGABYTE
+            raise InputError(f"{shorten(str(path))}: a line of more than {megabytes} MB, from byte {offset} on")
         text = _decode(line, path, offset, encoding_errors)
         yield text.removeprefix("\ufeff") if offset == 0 else text
         offset += len(line)
 
 
-def _json_rows(
-    stream: IO[bytes], path: Path, encoding_errors: EncodingErrors
-) -> Iterator[tuple[int, Mapping[str, Any]]]:
+def _json_rows(stream: IO[bytes], path: Path, encoding_errors: EncodingErrors) -> _Rows:
     for number, line in enumerate(_lines(stream, path, encoding_errors), start=1):
         if not line.strip():
             continue
@@ -195,15 +191,11 @@ def _json_rows(
         except (ValueError, RecursionError) as error:
             raise InputError(f"{path}:{number}: not a line of JSON ({shorten(str(error), 200)})") from None
         if not isinstance(row, dict):
-            raise InputError(
-                f"{path}:{number}: a line should be a JSON object with the text in a field, not {shown(row)}"
-            )
+            raise InputError(f"{path}:{number}: a line should be a JSON object with a field of text, not {shown(row)}")
         yield number, row
 
 
-def _csv_rows(
-    stream: IO[bytes], path: Path, encoding_errors: EncodingErrors
-) -> Iterator[tuple[int, Mapping[str, Any]]]:
+def _csv_rows(stream: IO[bytes], path: Path, encoding_errors: EncodingErrors) -> _Rows:
     csv.field_size_limit(LARGEST_LINE)  # the default refuses documents over 128 kB
     reader = csv.DictReader(_lines(stream, path, encoding_errors), restkey="(cells beyond the header)")
     try:
@@ -212,7 +204,7 @@ def _csv_rows(
         raise InputError(f"{path}: line {reader.line_num} is not CSV ({error})") from None
 
 
-def _parquet_rows(stream: IO[bytes], path: Path, text_field: str) -> Iterator[tuple[int, Mapping[str, Any]]]:
+def _parquet_rows(stream: IO[bytes], path: Path, text_field: str) -> _Rows:
     import pyarrow
     import pyarrow.parquet
 
@@ -232,8 +224,8 @@ def _seekable(stream: IO[bytes]) -> Iterator[IO[bytes]]:
     """The stream itself, or a temporary file with its content: Parquet is read from its end."""
     if stream.seekable():
         yield stream
-        return
-    with tempfile.TemporaryFile() as copy:
-        shutil.copyfileobj(stream, copy, 2**20)
-        copy.seek(0)
-        yield copy
+    else:
+        with tempfile.TemporaryFile() as copy:
+            shutil.copyfileobj(stream, copy, 2**20)
+            copy.seek(0)
+            yield copy

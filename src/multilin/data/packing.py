@@ -35,7 +35,7 @@ _TOKENS, _INDEX, _DESCRIPTION = "tokens.bin", "index.safetensors", "packed.json"
 
 @dataclass(frozen=True)
 class Description:
-    """What a packing says about itself, in packed.json."""
+    """The content of packed.json."""
 
     num_tokens: int
     num_documents: int
@@ -53,23 +53,25 @@ class PackedText:
 
     Attributes:
         folder: where it lies.
-        description: the numbers below and the tokenizer's vocabulary size, start and padding token, and hash.
+        description: the content of packed.json.
+        num_tokens, num_documents: the start tokens included.
+        num_bytes: UTF-8 bytes of the exact text of all documents.
         tokens: (num_tokens,) uint16 or uint32, memory-mapped.
         document_starts: (num_documents,) int64, the place of each document's start token.
         document_bytes: (num_documents,) int64, UTF-8 bytes of each document's text.
     """
 
     def __init__(self, folder: Path, description: Description, index: dict[str, NDArray[np.int64]]) -> None:
-        self.folder = folder
-        self.description = description
-        self.document_starts = index["document_starts"]
-        self.document_bytes = index["document_bytes"]
+        self.folder, self.description = folder, description
+        self.num_tokens, self.num_documents = description.num_tokens, description.num_documents
+        self.num_bytes = description.num_bytes
+        self.document_starts, self.document_bytes = index["document_starts"], index["document_bytes"]
         self.tokens = np.memmap(folder / _TOKENS, dtype=description.dtype, mode="r", shape=(description.num_tokens,))
         self._token_bytes = index["token_bytes"]
 
     @classmethod
     def open(cls, folder: Path) -> "PackedText":
-        """Open what `pack` wrote.
+        """Open a folder that `pack` wrote.
 
         Raises:
             InputError: the folder holds no packing, or a damaged one.
@@ -86,37 +88,20 @@ class PackedText:
             raise InputError(f"{folder}: no packed text, as {Path(error.filename or folder).name} is missing") from None
         except (ValueError, TypeError, SafetensorError) as error:
             raise InputError(f"{folder}: damaged packed text ({error}); delete it to prepare it again") from None
-        expected = description.num_tokens * np.dtype(description.dtype).itemsize
-        if size != expected:
-            raise InputError(
-                f"{folder}: {_TOKENS} has {plural(size, 'byte')} instead of {expected}; delete it to prepare it again"
-            )
+        if size != (expected := description.num_tokens * np.dtype(description.dtype).itemsize):
+            difference = f"{plural(size, 'byte')} instead of {expected}"
+            raise InputError(f"{folder}: {_TOKENS} has {difference}; delete it to prepare it again")
         return cls(folder, description, index)
 
     def __reduce__(self) -> tuple[Callable[[Path], "PackedText"], tuple[Path]]:
         return PackedText.open, (self.folder,)  # a worker process maps the file itself instead of receiving a copy
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens, the start tokens included."""
-        return self.description.num_tokens
-
-    @property
-    def num_documents(self) -> int:
-        """Documents."""
-        return self.description.num_documents
-
-    @property
-    def num_bytes(self) -> int:
-        """UTF-8 bytes of the exact text of all documents."""
-        return self.description.num_bytes
 
     def blocks(self, block_size: int) -> "Blocks":
         """Blocks of this size, see `Blocks`."""
         return Blocks(self, block_size)
 
     def describe(self) -> dict[str, Any]:
-        """What a run's data.json says of it."""
+        """The description as plain data, for a run's data.json."""
         return asdict(self.description)
 
     def token_counts(self) -> NDArray[np.int64]:
@@ -132,18 +117,9 @@ class PackedText:
         ends = np.append(self.document_starts[first + 1 : last + 1], stop)
         return np.repeat(np.arange(first, last + 1), np.diff(ends, prepend=start))
 
-    def count_bytes(self, start: int, stop: int) -> int:
-        """UTF-8 bytes of the text that tokens[start:stop] stand for; start tokens have none.
-
-        Exact for byte-level tokenizers. For others the bytes of the whole text are shared out in proportion to the
-        lengths of the tokens' names, which is exact for all tokens together.
-        """
-        return round(int(self.token_sizes(self.tokens[start:stop]).sum()) * self.bytes_per_counted)
-
     def token_sizes(self, tokens: NDArray[np.integer[Any]]) -> NDArray[np.int64]:
         """Bytes that each token stands for; for tokenizers that are not byte-level, to be times `bytes_per_counted`."""
-        sizes: NDArray[np.int64] = self._token_bytes[tokens]
-        return sizes
+        return np.asarray(self._token_bytes[tokens])
 
     @property
     def bytes_per_counted(self) -> float:
@@ -172,8 +148,7 @@ class Blocks(torch.utils.data.Dataset[dict[str, Tensor]]):
         if block_size < 2:
             raise InputError(f"block_size: {block_size} given, but a block needs at least 2 tokens")
         predicted = packed.num_tokens - 1
-        self.packed = packed
-        self.block_size = block_size
+        self.packed, self.block_size = packed, block_size
         self._length = -(-predicted // (block_size - 1)) if partial else predicted // (block_size - 1)
         if self._length == 0:
             raise InputError(
@@ -193,18 +168,13 @@ class Blocks(torch.utils.data.Dataset[dict[str, Tensor]]):
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         start, stop = self.span(index)
-        tokens = self.packed.tokens[start:stop].astype(np.int64)
-        documents = self.packed.document_of(start, stop)
-        labels, missing = tokens, self.block_size - len(tokens)
-        if missing:
-            tokens = np.pad(tokens, (0, missing), constant_values=self.packed.description.pad_token_id)
-            labels = np.pad(labels, (0, missing), constant_values=IGNORED_LABEL)
-            documents = np.pad(documents, (0, missing), mode="edge")
-        return {
-            "input_ids": torch.from_numpy(tokens),
-            "labels": torch.from_numpy(labels.copy()),
-            "document_ids": torch.from_numpy(documents),
-        }
+        tokens, missing = self.packed.tokens[start:stop].astype(np.int64), (0, self.block_size - (stop - start))
+        fields = (
+            np.pad(tokens, missing, constant_values=self.packed.description.pad_token_id),
+            np.pad(tokens, missing, constant_values=IGNORED_LABEL),
+            np.pad(self.packed.document_of(start, stop), missing, mode="edge"),
+        )
+        return dict(zip(BLOCK_FIELDS, map(torch.from_numpy, fields), strict=True))
 
 
 def pack(
@@ -237,18 +207,13 @@ def pack(
     return PackedText.open(folder)
 
 
-@dataclass(frozen=True)
-class _Piece:
-    text: str
-    starts_document: bool
-
-
-def _batches(documents: Iterable[Document], encoder: Encoder) -> Iterator[list[_Piece]]:
-    batch: list[_Piece] = []
+def _batches(documents: Iterable[Document], encoder: Encoder) -> Iterator[list[tuple[int, str]]]:
+    """Lists of pieces, each with its number in its document."""
+    batch: list[tuple[int, str]] = []
     characters = 0
     for document in documents:
         for number, text in enumerate(encoder.pieces(document.text)):
-            batch.append(_Piece(text, starts_document=number == 0))
+            batch.append((number, text))
             characters += len(text)
             if characters >= BATCH_CHARACTERS:
                 yield batch
@@ -259,30 +224,27 @@ def _batches(documents: Iterable[Document], encoder: Encoder) -> Iterator[list[_
 
 class _Writer:
     def __init__(self, tokenizer: PreTrainedTokenizerFast, write: Callable[[bytes], object]) -> None:
-        self.encoder = make_encoder(tokenizer)
-        self.num_bytes = 0
-        self._tokenizer = tokenizer
-        self._write = write
+        self.encoder, self.num_bytes = make_encoder(tokenizer), 0
+        self._tokenizer, self._write = tokenizer, write
         self._token_bytes = np.array(token_byte_lengths(tokenizer), dtype=np.int64)
         self._dtype = np.dtype(np.uint16 if len(self._token_bytes) <= 2**16 else np.uint32)
         self._num_tokens = self._counted_bytes = self._unknown = 0
         self._starts: list[NDArray[np.int64]] = []
         self._bytes: list[int] = []
 
-    def add(self, batch: list[_Piece]) -> None:
-        ids, counts = self.encoder.encode([piece.text for piece in batch])
-        first = np.array([piece.starts_document for piece in batch])
-        places = (np.cumsum(counts) - counts)[first]
+    def add(self, batch: list[tuple[int, str]]) -> None:
+        ids, counts = self.encoder.encode([text for _, text in batch])
+        places = (np.cumsum(counts) - counts)[[number == 0 for number, _ in batch]]
         self._starts.append(self._num_tokens + places + np.arange(len(places)))
         row = np.insert(ids, places, start_token_id(self._tokenizer))
         self._write(row.astype(self._dtype).tobytes())
         self._num_tokens += len(row)
         self._counted_bytes += int(self._token_bytes[ids].sum())
         self._unknown += int((ids == self._tokenizer.unk_token_id).sum())
-        for piece in batch:
-            if piece.starts_document:
+        for number, text in batch:
+            if number == 0:
                 self._bytes.append(0)
-            size = len(piece.text.encode())
+            size = len(text.encode())
             self._bytes[-1] += size
             self.num_bytes += size
 
@@ -295,21 +257,14 @@ class _Writer:
                 "spell this text, so losses and bits per byte are too low to compare",
                 stacklevel=2,
             )
-        index = {
-            "document_starts": np.concatenate(self._starts),
-            "document_bytes": np.array(self._bytes, dtype=np.int64),
-            "token_bytes": self._token_bytes,
-        }
+        starts, sizes = np.concatenate(self._starts), np.array(self._bytes, dtype=np.int64)
+        index = {"document_starts": starts, "document_bytes": sizes, "token_bytes": self._token_bytes}
         safetensors.numpy.save_file(index, folder / _INDEX)
         description = Description(
-            num_tokens=self._num_tokens,
-            num_documents=len(self._bytes),
-            num_bytes=self.num_bytes,
-            counted_bytes=self._counted_bytes,
-            dtype=self._dtype.name,
-            vocab_size=len(self._token_bytes),
-            start_token_id=start_token_id(self._tokenizer),
-            pad_token_id=int(self._tokenizer.pad_token_id),
+            num_tokens=self._num_tokens, num_documents=len(starts),
+            num_bytes=self.num_bytes, counted_bytes=self._counted_bytes,
+            dtype=self._dtype.name, vocab_size=len(self._token_bytes),
+            start_token_id=start_token_id(self._tokenizer), pad_token_id=int(self._tokenizer.pad_token_id),
             tokenizer_hash=tokenizer_hash(self._tokenizer),
-        )
+        )  # fmt: skip
         (folder / _DESCRIPTION).write_text(json.dumps(asdict(description), indent=2), encoding="utf-8")

@@ -3,33 +3,38 @@
 import hashlib
 import json
 import os
+from array import array
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import tokenizers
 from filelock import FileLock
+from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerFast
 
-from multilin.data.corpora import Document, EncodingErrors, read_documents, source_fingerprint
+from multilin.data.corpora import read_documents, source_fingerprint
+from multilin.data.files import Document
 from multilin.data.packing import PackedText, pack
 from multilin.data.progress import Progress, no_progress
-from multilin.data.split import Spool, split_document, validation_side
-from multilin.data.tokenizers import TokenizerKind, load_tokenizer, tokenizer_hash, train_tokenizer
+from multilin.data.settings import DataRecipe, TokenizerRecipe
+from multilin.data.tokenizers import load_tokenizer, tokenizer_hash, train_tokenizer
 from multilin.errors import InputError
 from multilin.files import atomic_folder, remove_partials
 
 # Counted up whenever the same input would be prepared differently.
 FORMAT = 1
+_REPORT_BYTES = 2**22
 
 _Reader = Callable[[], Iterator[Document]]
 
 
 @dataclass(frozen=True)
 class PreparedText:
-    """What training reads."""
+    """A tokenizer, and the packed text to train and to validate on."""
 
     tokenizer: PreTrainedTokenizerFast
     train: PackedText
@@ -42,80 +47,91 @@ class PreparedText:
 
 
 @dataclass(frozen=True)
-class _Request:
-    source: str
-    validation: str | None
-    validation_fraction: float
-    text_field: str
-    encoding_errors: EncodingErrors
-    tokenizer_kind: TokenizerKind
-    vocab_size: int | None
+class Spool:
+    """Documents in a file of JSON lines.
 
-    def documents(self, field: str) -> Iterator[Document]:
-        source = getattr(self, field)
-        with _named(f"data.{field}"):
-            yield from read_documents(source, text_field=self.text_field, encoding_errors=self.encoding_errors)
+    Attributes:
+        path: the file.
+        hashes: (documents,) uint64, a hash of each text.
+        sizes: (documents,) int64, UTF-8 bytes of each text.
+    """
 
-    def key(self, tokenizer: PreTrainedTokenizerFast | None) -> str:
-        """A hash of the sources' content and of every setting that changes what is prepared."""
-        content = asdict(self) | {"format": FORMAT, "tokenizers": tokenizers.__version__}
-        for field in ("source", "validation"):
-            if content[field] is not None:
-                with _named(f"data.{field}"):
-                    content[field] = source_fingerprint(content[field])
-        if self.validation is not None:
-            del content["validation_fraction"]
-        if tokenizer is not None:
-            del content["tokenizer_kind"], content["vocab_size"]
-            content["tokenizer"] = tokenizer_hash(tokenizer)
-        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:32]
+    path: Path
+    hashes: NDArray[np.uint64]
+    sizes: NDArray[np.int64]
+
+    @classmethod
+    def write(cls, documents: Iterable[Document], path: Path, progress: Callable[[int], None]) -> "Spool":
+        """Write documents to a new file; `progress` is called now and then with the bytes of text so far."""
+        hashes, sizes, total, reported = array("Q"), array("q"), 0, 0
+        with path.open("w", encoding="utf-8") as stream:
+            for document in documents:
+                content = document.text.encode()
+                hashes.append(int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "big"))
+                sizes.append(len(content))
+                stream.write(json.dumps([document.name, document.text], ensure_ascii=False) + "\n")
+                total += len(content)
+                if total - reported >= _REPORT_BYTES:
+                    progress(total)
+                    reported = total
+        progress(total)
+        return cls(path, np.array(hashes, dtype=np.uint64), np.array(sizes, dtype=np.int64))
+
+    def read(self, side: NDArray[np.bool_] | None = None) -> Iterator[Document]:
+        """The documents in their order; with `side` (documents,) only those where it is true."""
+        # JSON escapes newlines but not U+2028, which only str.splitlines takes for one; files split at \n alone.
+        with self.path.open(encoding="utf-8", newline="\n") as stream:
+            for index, line in enumerate(stream):
+                if side is None or side[index]:
+                    yield Document(*json.loads(line))
 
 
 def prepare_text(
-    *,
-    source: str,
-    validation: str | None,
-    validation_fraction: float,
-    text_field: str,
-    encoding_errors: EncodingErrors,
-    tokenizer_kind: TokenizerKind,
-    vocab_size: int | None,
-    tokenizer_path: str | None,
-    cache_folder: Path | None = None,
-    progress: Progress = no_progress,
+    data: DataRecipe, recipe: TokenizerRecipe, *, cache_folder: Path | None = None, progress: Progress = no_progress
 ) -> PreparedText:
     """Read, split, tokenise and pack text; the second time it is only opened.
 
     Args:
-        source: see `read_documents`.
-        validation: another source to validate on; None takes whole documents of `source` aside: in the order of their
-            texts' hashes as many as fit into `validation_fraction` of its bytes, at least one, and the same text never
-            on both sides. A single document is split at a line.
-        validation_fraction: between 0 and 1; unused where `validation` is given.
-        text_field, encoding_errors: see `read_documents`.
-        tokenizer_kind, vocab_size: the tokenizer to train on the training text; unused where `tokenizer_path` is given.
-        tokenizer_path: a tokenizer to load instead, see `load_tokenizer`.
+        data: the sources, see `read_documents`. Without a second source to validate on, whole documents of the first
+            are taken aside: in the order of their texts' hashes as many as fit into `validation_fraction` of its bytes,
+            at least one, and the same text never on both sides. A single document is split at a line.
+        recipe: the tokenizer to train on the training text, or to load, see `load_tokenizer`.
         cache_folder: where prepared texts are kept; $XDG_CACHE_HOME/multilin or ~/.cache/multilin by default.
         progress: called with the work under way and the bytes of text done.
 
     Raises:
         InputError: a source or tokenizer that cannot be used, or a cache that cannot be written; nothing stays behind.
     """
-    if validation is None and not 0 < validation_fraction < 1:
-        raise InputError(f"data.validation_fraction: {validation_fraction} given, but it should be between 0 and 1")
-    request = _Request(source, validation, validation_fraction, text_field, encoding_errors, tokenizer_kind, vocab_size)
-    tokenizer = None if tokenizer_path is None else load_tokenizer(tokenizer_path)
-    cache = _cache_folder() if cache_folder is None else Path(cache_folder)
-    folder = cache / request.key(tokenizer)
+    loaded = None if recipe.path is None else load_tokenizer(recipe.path)
+    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    folder = Path(cache_folder or Path(root, "multilin")) / _key(data, recipe, loaded)
     if not folder.exists():
-        _prepare_once(request, tokenizer, folder, progress)
+        _once(folder, partial(_prepare, data, recipe, loaded, progress))
     prepared = load_tokenizer(str(folder / "tokenizer"))
     return PreparedText(prepared, PackedText.open(folder / "train"), PackedText.open(folder / "validation"))
 
 
-def _cache_folder() -> Path:
-    root = os.environ.get("XDG_CACHE_HOME")
-    return (Path(root) if root else Path.home() / ".cache") / "multilin"
+def _key(data: DataRecipe, recipe: TokenizerRecipe, tokenizer: PreTrainedTokenizerFast | None) -> str:
+    """A hash of the sources' content and of every setting that changes what is prepared."""
+    content = asdict(data) | {"format": FORMAT, "tokenizers": tokenizers.__version__}
+    for field in ("source", "validation"):
+        if content[field] is not None:
+            with _named(f"data.{field}"):
+                content[field] = source_fingerprint(content[field])
+    if data.validation is not None:
+        del content["validation_fraction"]
+    if tokenizer is None:
+        content |= {"tokenizer_kind": recipe.kind, "vocab_size": recipe.vocab_size}
+    else:
+        content["tokenizer"] = tokenizer_hash(tokenizer)
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def _documents(data: DataRecipe, field: str) -> Iterator[Document]:
+    with _named(f"data.{field}"):
+        yield from read_documents(
+            getattr(data, field), text_field=data.text_field, encoding_errors=data.encoding_errors
+        )
 
 
 @contextmanager
@@ -127,18 +143,15 @@ def _named(field: str) -> Iterator[None]:
         raise InputError(f"{field}: {error}") from error.__cause__
 
 
-def _prepare_once(
-    request: _Request, tokenizer: PreTrainedTokenizerFast | None, folder: Path, progress: Progress
-) -> None:
+def _once(folder: Path, prepare: Callable[[Path], None]) -> None:
     """Prepare into a folder beside and rename it, so that the cache holds whole entries only, whoever interrupts."""
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(folder.with_name(f"{folder.name}.lock")):  # several processes may start the same training
-            if folder.exists():
-                return
-            remove_partials(folder.parent, folder.name)
-            with atomic_folder(folder) as partial:
-                _prepare(request, tokenizer, partial, progress)
+            if not folder.exists():
+                remove_partials(folder.parent, folder.name)
+                with atomic_folder(folder) as unfinished:
+                    prepare(unfinished)
     except OSError as error:
         raise InputError(
             f"the data cache {folder.parent} cannot be written ({error.strerror or error}); set XDG_CACHE_HOME to a "
@@ -146,11 +159,11 @@ def _prepare_once(
         ) from error
 
 
-def _prepare(request: _Request, tokenizer: PreTrainedTokenizerFast | None, folder: Path, progress: Progress) -> None:
-    spools, train, validation = _split(request, folder, progress)
-    if tokenizer is None:
-        texts = _reported((document.text for document in train()), partial(progress, "training the tokenizer"))
-        tokenizer = train_tokenizer(texts, request.tokenizer_kind, request.vocab_size)
+def _prepare(
+    data: DataRecipe, recipe: TokenizerRecipe, loaded: PreTrainedTokenizerFast | None, progress: Progress, folder: Path
+) -> None:
+    spools, train, validation = _split(data, folder, progress)
+    tokenizer = loaded or train_tokenizer(reported_texts(train(), progress), recipe.kind, recipe.vocab_size)
     tokenizer.save_pretrained(folder / "tokenizer")
     pack(train(), tokenizer, folder / "train", partial(progress, "packing the training text"))
     pack(validation(), tokenizer, folder / "validation", partial(progress, "packing the validation text"))
@@ -158,23 +171,63 @@ def _prepare(request: _Request, tokenizer: PreTrainedTokenizerFast | None, folde
         spool.path.unlink()
 
 
-def _split(request: _Request, folder: Path, progress: Progress) -> tuple[list[Spool], _Reader, _Reader]:
-    """What was set aside on disk, and how to read the documents of each side from there."""
+def _split(data: DataRecipe, folder: Path, progress: Progress) -> tuple[list[Spool], _Reader, _Reader]:
+    """The spools on disk, and functions that read the documents of each side from there."""
     report = partial(progress, "reading")
-    source = Spool.write(request.documents("source"), folder / "source.jsonl", report)
-    if request.validation is not None:
-        other = Spool.write(request.documents("validation"), folder / "validation.jsonl", report)
+    source = Spool.write(_documents(data, "source"), folder / "source.jsonl", report)
+    if data.validation is not None:
+        other = Spool.write(_documents(data, "validation"), folder / "validation.jsonl", report)
         return [source, other], source.read, other.read
     if len(source.sizes) == 1:
-        first, last = split_document(next(source.read()), request.validation_fraction)
+        first, last = split_document(next(source.read()), data.validation_fraction)
         return [source], lambda: iter([first]), lambda: iter([last])
-    side = validation_side(source.hashes, source.sizes, request.validation_fraction)
+    side = validation_side(source.hashes, source.sizes, data.validation_fraction)
     return [source], partial(source.read, ~side), partial(source.read, side)
 
 
-def _reported(texts: Iterable[str], progress: Callable[[int], None]) -> Iterator[str]:
+def reported_texts(documents: Iterable[Document], progress: Progress) -> Iterator[str]:
+    """The texts that a tokenizer is trained on; after each, `progress` is called with the bytes so far."""
     count = 0
-    for text in texts:
-        yield text
-        count += len(text.encode())
-        progress(count)
+    for document in documents:
+        yield document.text
+        count += len(document.text.encode())
+        progress("training the tokenizer", count)
+
+
+def validation_side(hashes: NDArray[np.uint64], sizes: NDArray[np.int64], fraction: float) -> NDArray[np.bool_]:
+    """(documents,) which documents to validate on.
+
+    In the order of the hashes, every text that still fits into `fraction` of all bytes is taken; where none fits, the
+    smallest text. Equal texts stay together, so that no validation text has been trained on.
+
+    Raises:
+        InputError: all texts are equal.
+    """
+    distinct, text_of = np.unique(hashes, return_inverse=True)
+    if len(distinct) == 1:
+        raise InputError("data.source: all documents hold the same text, so none can be set aside (data.validation)")
+    bytes_of_text = np.bincount(text_of, weights=sizes)
+    room, taken = fraction * sizes.sum(), np.zeros(len(distinct), dtype=bool)
+    for text, size in enumerate(bytes_of_text):
+        if size <= room:
+            taken[text] = True
+            room -= size
+    if not taken.any():
+        taken[np.argmin(bytes_of_text)] = True
+    return taken[text_of]
+
+
+def split_document(document: Document, fraction: float) -> tuple[Document, Document]:
+    """Cut a document in two: at the first line that begins in the last `fraction` of it, else at the last line.
+
+    Raises:
+        InputError: the document is a single character.
+    """
+    text = document.text
+    if len(text) < 2:
+        raise InputError("data.source: a single character cannot be split for validation (data.validation)")
+    target = min(max(int(len(text) * (1 - fraction)), 1), len(text) - 1)
+    cut = text.find("\n", target - 1) + 1
+    if cut in (0, len(text)):
+        cut = text.rfind("\n", 0, target) + 1 or target
+    return Document(f"{document.name} (first part)", text[:cut]), Document(f"{document.name} (last part)", text[cut:])

@@ -1,4 +1,4 @@
-"""How long work reports its progress: to a function, so that the library never prints."""
+"""The function that long work reports its progress to, so that the library never prints."""
 
 from typing import Protocol
 

@@ -17,11 +17,10 @@ TASK_PREFIX = "task:"
 NUM_SEQUENCES = 2**18
 """Different training sequences; a run that reads more begins again."""
 VALIDATION_SEQUENCES = 2048
-_TRAINING, _VALIDATION = 0, 1
 
 
 def is_task(source: str) -> bool:
-    """Whether a source is a task: `task:mqar?num_pairs=8`."""
+    """True if a source is a task: `task:mqar?num_pairs=8`."""
     return source.startswith(TASK_PREFIX)
 
 
@@ -36,16 +35,16 @@ class TaskBlocks(torch.utils.data.Dataset[dict[str, Tensor]]):
         return self.number
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        found = self.task.generate(np.random.default_rng([self.part, index]), 1, self.length)
-        return {"input_ids": torch.from_numpy(found.input_ids[0]), "labels": torch.from_numpy(found.labels[0])}
+        sequences = self.task.generate(np.random.default_rng([self.part, index]), 1, self.length)
+        return {name: torch.from_numpy(rows[0]) for name, rows in sequences._asdict().items()}
 
 
 @dataclasses.dataclass(frozen=True)
 class TaskPart:
-    """The training or the validation side of a task, in the words of a packed text."""
+    """The training or the validation side of a task, with the methods of a packed text."""
 
     task: Task
-    part: int
+    part: int  # 0 for training, 1 for validation
     number: int
 
     def blocks(self, block_size: int) -> TaskBlocks:
@@ -57,13 +56,13 @@ class TaskPart:
         return np.ones(self.task.num_tokens, dtype=np.int64)
 
     def describe(self) -> dict[str, Any]:
-        """What a run's data.json says of it."""
+        """The task and its sizes as plain data, for a run's data.json."""
         return {"task": str(self.task), "sequences": self.number, "vocab_size": self.task.num_tokens}
 
 
 @dataclasses.dataclass(frozen=True)
 class TaskText:
-    """What training on a task reads, as `PreparedText` is for a text."""
+    """The tokenizer and the sequences of a task, as `PreparedText` is for a text."""
 
     tokenizer: PreTrainedTokenizerFast
     train: TaskPart
@@ -82,17 +81,9 @@ def task_text(source: str) -> TaskText:
         InputError: see `find_task`.
     """
     task = find_task(source.removeprefix(TASK_PREFIX))
-    return TaskText(
-        _tokenizer(task),
-        TaskPart(task, _TRAINING, NUM_SEQUENCES),
-        TaskPart(task, _VALIDATION, VALIDATION_SEQUENCES),
+    words = Tokenizer(models.WordLevel({name: index for index, name in enumerate(token_names(task))}, unk_token="."))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=words, bos_token=END_OF_TEXT, eos_token=END_OF_TEXT, unk_token=".", pad_token="."
     )
-
-
-def _tokenizer(task: Task) -> PreTrainedTokenizerFast:
-    names = token_names(task)
-    tokenizer = Tokenizer(models.WordLevel({name: index for index, name in enumerate(names)}, unk_token="."))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token=END_OF_TEXT, eos_token=END_OF_TEXT, unk_token=".", pad_token="."
-    )
+    return TaskText(tokenizer, TaskPart(task, 0, NUM_SEQUENCES), TaskPart(task, 1, VALIDATION_SEQUENCES))

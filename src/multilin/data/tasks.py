@@ -1,4 +1,4 @@
-"""Synthetic tasks that ask a model for what it read: sequences made anew, whose answers follow from the sequence alone.
+"""Synthetic tasks that ask a model to recall its input: new sequences, whose answers follow from the sequence alone.
 
 A generator makes `count` sequences of exactly `length` tokens. Each begins with the start token, which is left out of
 the examples below; labels are the tokens themselves where an answer is asked, and IGNORED_LABEL elsewhere, so a causal
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from urllib.parse import parse_qsl
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from multilin.data.packing import IGNORED_LABEL
 from multilin.errors import InputError, nearest
@@ -113,15 +113,15 @@ def mqar(rng: np.random.Generator, count: int, length: int, options: RecallOptio
 
     Keys are different, values drawn freely. Source: Zoology (arXiv 2312.04927).
     """
-    keys, values = _pairs(rng, count, options)
-    input_ids, labels = _blank(count, length)
+    keys = FIRST_SYMBOL + _distinct(rng, count, options.num_keys, options.num_pairs)
+    values = FIRST_SYMBOL + options.num_keys + rng.integers(options.num_values, size=keys.shape)
+    input_ids = _blank(count, length)
     shown = 2 * options.num_pairs
     input_ids[:, 1 : shown + 1 : 2], input_ids[:, 2 : shown + 2 : 2] = keys, values
     asked = _distinct(rng, count, (length - 1 - shown) // 2, options.num_pairs)  # slots of two tokens
     places = 1 + shown + 2 * asked
     np.put_along_axis(input_ids, places, keys, axis=1)
-    _answer(input_ids, labels, places + 1, values)
-    return Sequences(input_ids, labels)
+    return _answered(input_ids, places + 1, values)
 
 
 def induction(rng: np.random.Generator, count: int, length: int, options: SymbolOptions) -> Sequences:
@@ -132,13 +132,12 @@ def induction(rng: np.random.Generator, count: int, length: int, options: Symbol
 
     Source: the induction heads of H3 (arXiv 2212.14052).
     """
-    input_ids, labels = _blank(count, length)
+    input_ids = _blank(count, length)
     input_ids[:, 1:] = FIRST_SYMBOL + rng.integers(options.num_symbols, size=(count, length - 1))
     first = rng.integers(1, length - 3, size=(count, 1))
     np.put_along_axis(input_ids, first, MARK, axis=1)
     input_ids[:, -2] = MARK
-    _answer(input_ids, labels, np.full((count, 1), length - 1), np.take_along_axis(input_ids, first + 1, axis=1))
-    return Sequences(input_ids, labels)
+    return _answered(input_ids, [length - 1], np.take_along_axis(input_ids, first + 1, axis=1))
 
 
 def copy(rng: np.random.Generator, count: int, length: int, options: CopyOptions) -> Sequences:
@@ -147,12 +146,10 @@ def copy(rng: np.random.Generator, count: int, length: int, options: CopyOptions
     c a d * c a d . .
             c a d
     """
-    input_ids, labels = _blank(count, length)
-    number = options.num_copied
+    input_ids, number = _blank(count, length), options.num_copied
     symbols = FIRST_SYMBOL + rng.integers(options.num_symbols, size=(count, number))
     input_ids[:, 1 : number + 1], input_ids[:, number + 1] = symbols, MARK
-    _answer(input_ids, labels, np.tile(np.arange(number + 2, 2 * number + 2), (count, 1)), symbols)
-    return Sequences(input_ids, labels)
+    return _answered(input_ids, np.arange(number + 2, 2 * number + 2), symbols)
 
 
 def selective_copy(rng: np.random.Generator, count: int, length: int, options: CopyOptions) -> Sequences:
@@ -163,15 +160,13 @@ def selective_copy(rng: np.random.Generator, count: int, length: int, options: C
 
     Source: Mamba (arXiv 2312.00752), figure 2.
     """
-    input_ids, labels = _blank(count, length)
-    number = options.num_copied
+    input_ids, number = _blank(count, length), options.num_copied
     symbols = FIRST_SYMBOL + rng.integers(options.num_symbols, size=(count, number))
     mark = length - number - 1
     places = 1 + np.sort(_distinct(rng, count, mark - 1, number), axis=1)
     np.put_along_axis(input_ids, places, symbols, axis=1)
     input_ids[:, mark] = MARK
-    _answer(input_ids, labels, np.tile(np.arange(mark + 1, length), (count, 1)), symbols)
-    return Sequences(input_ids, labels)
+    return _answered(input_ids, np.arange(mark + 1, length), symbols)
 
 
 def needle(rng: np.random.Generator, count: int, length: int, options: PairOptions) -> Sequences:
@@ -182,16 +177,14 @@ def needle(rng: np.random.Generator, count: int, length: int, options: PairOptio
 
     Pairs of a key and a value fill the sequence. After the mark comes the value to keep.
     """
-    input_ids, labels = _blank(count, length)
-    slots = (length - 3) // 2
+    input_ids, slots = _blank(count, length), (length - 3) // 2
     keys = FIRST_SYMBOL + rng.integers(options.num_keys, size=(count, slots))
-    values = _first_value(options) + rng.integers(options.num_values, size=(count, slots))
+    values = FIRST_SYMBOL + options.num_keys + rng.integers(options.num_values, size=(count, slots))
     input_ids[:, 1 : 2 * slots + 1 : 2], input_ids[:, 2 : 2 * slots + 2 : 2] = keys, values
     depth = rng.integers(slots, size=(count, 1))
     np.put_along_axis(input_ids, 1 + 2 * depth, MARK, axis=1)
     input_ids[:, -2] = MARK
-    _answer(input_ids, labels, np.full((count, 1), length - 1), np.take_along_axis(input_ids, 2 + 2 * depth, axis=1))
-    return Sequences(input_ids, labels)
+    return _answered(input_ids, [length - 1], np.take_along_axis(input_ids, 2 + 2 * depth, axis=1))
 
 
 def majority(rng: np.random.Generator, count: int, length: int, options: BitOptions) -> Sequences:
@@ -200,7 +193,7 @@ def majority(rng: np.random.Generator, count: int, length: int, options: BitOpti
     1 0 1 1 0 * 1 .
                 1
     """
-    number = _odd(options)
+    number = options.num_bits | 1
     bits = rng.integers(2, size=(count, number))
     return _bits_and_answer(bits, (bits.sum(axis=1) * 2 > number).astype(np.int64), length)
 
@@ -230,7 +223,9 @@ def find_task(text: str) -> Task:
         raise InputError(
             f"task.{name}.num_pairs: {options.num_pairs} given, but it must be at most num_keys {options.num_keys}"
         )
-    return Task(name, options, generator, _num_tokens(options), 1 / _num_answers(options), _shortest(options))
+    asking, answering = _symbols(options)
+    num_tokens = FIRST_SYMBOL + len(asking) + len(answering)
+    return Task(name, options, generator, num_tokens, 1 / len(answering), _shortest(options))
 
 
 TASKS: dict[str, tuple[Generator, type]] = {
@@ -246,26 +241,22 @@ TASKS: dict[str, tuple[Generator, type]] = {
 
 
 def token_names(task: Task) -> list[str]:
-    """How each token of a task is written: `.` blank, `*` mark, k keys, v values, s symbols, 0 and 1."""
-    options = task.options
-    if isinstance(options, PairOptions):
-        symbols = [f"k{i}" for i in range(options.num_keys)] + [f"v{i}" for i in range(options.num_values)]
-    elif isinstance(options, BitOptions):
-        symbols = ["0", "1"]
-    else:
-        symbols = [f"s{i}" for i in range(options.num_symbols)]
-    return ["<|endoftext|>", ".", "*", *symbols]
+    """The text of each token of a task: `.` blank, `*` mark, k keys, v values, s symbols, 0 and 1."""
+    return ["<|endoftext|>", ".", "*", *_symbols(task.options)[0], *_symbols(task.options)[1]]
 
 
-def _blank(count: int, length: int) -> tuple[Ids, Ids]:
+def _blank(count: int, length: int) -> Ids:
     input_ids = np.full((count, length), BLANK, dtype=np.int64)
     input_ids[:, 0] = START
-    return input_ids, np.full_like(input_ids, IGNORED_LABEL)
+    return input_ids
 
 
-def _answer(input_ids: Ids, labels: Ids, places: Ids, answers: Ids) -> None:
-    np.put_along_axis(input_ids, places, answers, axis=1)
-    np.put_along_axis(labels, places, answers, axis=1)
+def _answered(input_ids: Ids, places: ArrayLike, answers: Ids) -> Sequences:
+    """The sequences with (count, number) answers at places that are the same in every row, or (count, number) too."""
+    places, labels = np.broadcast_to(places, answers.shape), np.full_like(input_ids, IGNORED_LABEL)
+    for row in (input_ids, labels):
+        np.put_along_axis(row, places, answers, axis=1)
+    return Sequences(input_ids, labels)
 
 
 def _distinct(rng: np.random.Generator, count: int, among: int, number: int) -> Ids:
@@ -273,35 +264,17 @@ def _distinct(rng: np.random.Generator, count: int, among: int, number: int) -> 
     return rng.random((count, among)).argsort(axis=1)[:, :number]
 
 
-def _pairs(rng: np.random.Generator, count: int, options: RecallOptions) -> tuple[Ids, Ids]:
-    keys = FIRST_SYMBOL + _distinct(rng, count, options.num_keys, options.num_pairs)
-    return keys, _first_value(options) + rng.integers(options.num_values, size=keys.shape)
-
-
-def _first_value(options: PairOptions) -> int:
-    return FIRST_SYMBOL + options.num_keys
-
-
-def _odd(options: BitOptions) -> int:
-    return options.num_bits | 1
-
-
 def _bits_and_answer(bits: Ids, answers: Ids, length: int) -> Sequences:
-    input_ids, labels = _blank(len(bits), length)
-    number = bits.shape[1]
+    input_ids, number = _blank(len(bits), length), bits.shape[1]
     input_ids[:, 1 : number + 1], input_ids[:, number + 1] = FIRST_SYMBOL + bits, MARK
-    _answer(input_ids, labels, np.full((len(bits), 1), number + 2), FIRST_SYMBOL + answers[:, None])
-    return Sequences(input_ids, labels)
+    return _answered(input_ids, [number + 2], FIRST_SYMBOL + answers[:, None])
 
 
-def _num_answers(options: Any) -> int:
-    if isinstance(options, BitOptions):
-        return 2
-    return int(options.num_values if isinstance(options, PairOptions) else options.num_symbols)
-
-
-def _num_tokens(options: Any) -> int:
-    return FIRST_SYMBOL + _num_answers(options) + (options.num_keys if isinstance(options, PairOptions) else 0)
+def _symbols(options: Any) -> tuple[list[str], list[str]]:
+    """The names of the symbols that only ask, and of the symbols that can be answers."""
+    if isinstance(options, PairOptions):
+        return [f"k{i}" for i in range(options.num_keys)], [f"v{i}" for i in range(options.num_values)]
+    return [], ["0", "1"] if isinstance(options, BitOptions) else [f"s{i}" for i in range(options.num_symbols)]
 
 
 def _shortest(options: Any) -> int:
@@ -310,5 +283,5 @@ def _shortest(options: Any) -> int:
     if isinstance(options, CopyOptions):
         return 2 + 2 * options.num_copied
     if isinstance(options, BitOptions):
-        return 3 + _odd(options)
+        return 3 + (options.num_bits | 1)
     return 5

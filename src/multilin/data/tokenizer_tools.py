@@ -1,13 +1,13 @@
 """Tokenizers trained into a folder, and described."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerFast
 
 from multilin.data.corpora import EncodingErrors, read_documents
-from multilin.data.encoding import Encoder, make_encoder
+from multilin.data.encoding import make_encoder
+from multilin.data.prepare import reported_texts
 from multilin.data.progress import Progress, no_progress
 from multilin.data.tokenizers import TOKENIZER_FILES, TokenizerKind, load_tokenizer, train_tokenizer
 from multilin.errors import InputError
@@ -57,15 +57,8 @@ def train_into_folder(
     """
     check_folder("OUTPUT", folder)
     _check_replaceable(Path(folder), overwrite)
-
-    def texts() -> Iterator[str]:
-        count = 0
-        for document in read_documents(source, text_field=text_field, encoding_errors=encoding_errors):
-            yield document.text
-            count += len(document.text.encode())
-            progress("training the tokenizer", count)
-
-    tokenizer = train_tokenizer(texts(), kind, None if kind == "byte" else vocab_size)
+    documents = read_documents(source, text_field=text_field, encoding_errors=encoding_errors)
+    tokenizer = train_tokenizer(reported_texts(documents, progress), kind, None if kind == "byte" else vocab_size)
     with atomic_folder(folder) as partial:
         tokenizer.save_pretrained(partial)
     return tokenizer
@@ -99,16 +92,10 @@ def describe_tokenizer(
         ids, _ = encoder.encode([text])
         info = replace(info, pieces=[tokenizer.decode([index]) for index in ids.tolist()])
     if source is not None:
-        num_tokens, num_bytes = _count(encoder, source, progress)
-        info = replace(info, tokens=num_tokens, bytes=num_bytes, bytes_per_token=num_bytes / num_tokens)
+        tokens = num_bytes = 0
+        for document in read_documents(source):
+            tokens += sum(len(encoder.encode([piece])[0]) for piece in encoder.pieces(document.text))
+            num_bytes += len(document.text.encode())
+            progress("tokenising", num_bytes)
+        info = replace(info, tokens=tokens, bytes=num_bytes, bytes_per_token=num_bytes / tokens)
     return info
-
-
-def _count(encoder: Encoder, source: str, progress: Progress) -> tuple[int, int]:
-    """Tokens and UTF-8 bytes of a source."""
-    num_tokens = num_bytes = 0
-    for document in read_documents(source):
-        num_tokens += sum(len(encoder.encode([piece])[0]) for piece in encoder.pieces(document.text))
-        num_bytes += len(document.text.encode())
-        progress("tokenising", num_bytes)
-    return num_tokens, num_bytes

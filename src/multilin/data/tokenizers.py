@@ -10,9 +10,10 @@ from typing import Literal
 import huggingface_hub
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from multilin.data.encoding import cut_at_whitespace
-from multilin.errors import InputError, shown
+from multilin.errors import InputError, as_input_error, shown
 from multilin.settings.inputs import LARGEST_JSON, check_model_files, read_bytes
 
 END_OF_TEXT = "<|endoftext|>"
@@ -42,18 +43,16 @@ def train_tokenizer(texts: Iterable[str], kind: TokenizerKind, vocab_size: int |
     Raises:
         InputError: a vocabulary size that the kind cannot have or that the corpus does not support.
     """
+    given = f"tokenizer.vocab_size: {vocab_size} given, but a {kind} tokenizer"
     if kind == "byte":
         if vocab_size not in (None, BYTE_VOCAB_SIZE):
-            raise InputError(
-                f"tokenizer.vocab_size: {vocab_size} given, but a byte tokenizer has {BYTE_VOCAB_SIZE} tokens"
-            )
-        tokenizer = _byte_tokenizer()
+            raise InputError(f"{given} has {BYTE_VOCAB_SIZE} tokens")
+        vocabulary = {END_OF_TEXT: 0, PAD: 1} | {character: 2 + byte for byte, character in bytes_to_unicode().items()}
+        tokenizer = _byte_level(models.BPE(vocab=vocabulary, merges=[]))
+        tokenizer.add_special_tokens(_special_tokens())
     elif kind in ("bpe", "unigram"):
         if vocab_size is None or vocab_size <= BYTE_VOCAB_SIZE:
-            raise InputError(
-                f"tokenizer.vocab_size: {vocab_size} given, but a {kind} tokenizer needs more than {BYTE_VOCAB_SIZE} "
-                "tokens (256 bytes and 2 special tokens)"
-            )
+            raise InputError(f"{given} needs more than {BYTE_VOCAB_SIZE} tokens (256 bytes and 2 special tokens)")
         tokenizer = _trained(texts, kind, vocab_size)
     else:
         raise InputError(f"tokenizer.kind: {kind!r} given, but it should be byte, bpe or unigram")
@@ -68,30 +67,25 @@ def load_tokenizer(path_or_name: str) -> PreTrainedTokenizerFast:
     Raises:
         InputError: no tokenizer there, one without a tokenizer.json or an end-of-text token, or ids with gaps.
     """
-    path = Path(path_or_name).expanduser()
+    path, subject = Path(path_or_name).expanduser(), f"tokenizer: {shown(path_or_name)}"
     if path.is_dir():
         if not (path / "tokenizer.json").is_file():
-            raise InputError(f"tokenizer: {shown(path_or_name)} holds no tokenizer.json")
+            raise InputError(f"{subject} holds no tokenizer.json")
         check_model_files(path, "tokenizer")
         named = (path / "tokenizer_config.json").is_file()
         tokenizer = _from_pretrained(str(path)) if named else _from_file(path / "tokenizer.json")
     elif path.exists():
         tokenizer = _from_file(path)
     elif path.suffix or path.is_absolute() or path_or_name.startswith("."):
-        raise InputError(
-            f"tokenizer: {shown(path_or_name)} does not exist; give a folder, a tokenizer.json or a hub name"
-        )
+        raise InputError(f"{subject} does not exist; give a folder, a tokenizer.json or a hub name")
     else:
         _check_hub(path_or_name)
         tokenizer = _from_pretrained(path_or_name)
     if tokenizer.eos_token_id is None:
+        raise InputError(f"{subject} has no end-of-text token (eos_token), which starts every document")
+    if (largest := max(tokenizer.get_vocab().values())) >= (number := len(tokenizer)):
         raise InputError(
-            f"tokenizer: {shown(path_or_name)} has no end-of-text token (eos_token), which starts every document"
-        )
-    if (largest := max(tokenizer.get_vocab().values())) >= len(tokenizer):
-        raise InputError(
-            f"tokenizer: {shown(path_or_name)} has {len(tokenizer)} tokens with ids up to {largest}, but they should "
-            "be numbered from 0 without gaps"
+            f"{subject} has {number} tokens with ids up to {largest}, but they should be numbered from 0 without gaps"
         )
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
@@ -162,7 +156,7 @@ def whole_characters(tokenizer: PreTrainedTokenizerFast, token_ids: Sequence[int
 
 def _token_bytes(tokenizer: PreTrainedTokenizerFast, token_ids: Sequence[int]) -> list[bytes]:
     """The UTF-8 of each token by itself, which may be a part of a character."""
-    byte_of = {character: byte for byte, character in enumerate(_byte_characters())}
+    byte_of = {character: byte for byte, character in bytes_to_unicode().items()}
     contents = []
     for token_id, name in zip(token_ids, tokenizer.convert_ids_to_tokens(list(token_ids)), strict=True):
         text = tokenizer.decode([token_id])
@@ -176,41 +170,21 @@ def _token_bytes(tokenizer: PreTrainedTokenizerFast, token_ids: Sequence[int]) -
     return contents
 
 
-def _byte_tokenizer() -> Tokenizer:
-    characters = _byte_characters()
-    vocabulary = {END_OF_TEXT: 0, PAD: 1} | {character: 2 + byte for byte, character in enumerate(characters)}
-    tokenizer = _byte_level(models.BPE(vocab=vocabulary, merges=[]))
-    tokenizer.add_special_tokens(_special_tokens())
-    return tokenizer
-
-
-def _byte_characters() -> list[str]:
-    """The character that stands for each byte in a byte-level vocabulary (GPT-2's table)."""
-    visible = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    others = iter(range(256, 512))
-    return [chr(byte) if byte in visible else chr(next(others)) for byte in range(256)]
-
-
 def _trained(texts: Iterable[str], kind: TokenizerKind, vocab_size: int) -> Tokenizer:
-    model, trainer = (
-        (models.BPE(), trainers.BpeTrainer) if kind == "bpe" else (models.Unigram(), trainers.UnigramTrainer)
+    tokenizer = _byte_level(models.BPE() if kind == "bpe" else models.Unigram())
+    trainer = (trainers.BpeTrainer if kind == "bpe" else trainers.UnigramTrainer)(
+        vocab_size=vocab_size,
+        special_tokens=_special_tokens(),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
     )
-    tokenizer = _byte_level(model)
     # The trainer holds 256 texts at a time with a hundred bytes per character, so it is given short ones.
     pieces = (piece for text in texts for piece in cut_at_whitespace(text, 2**16))
-    tokenizer.train_from_iterator(
-        pieces,
-        trainer(
-            vocab_size=vocab_size,
-            special_tokens=_special_tokens(),
-            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-            show_progress=False,
-        ),
-    )
-    if tokenizer.get_vocab_size() != vocab_size:
+    tokenizer.train_from_iterator(pieces, trainer)
+    if (most := tokenizer.get_vocab_size()) != vocab_size:
         raise InputError(
-            f"tokenizer.vocab_size: {vocab_size} given, but the corpus supports {tokenizer.get_vocab_size()} tokens; "
-            "give at most that, or more text"
+            f"tokenizer.vocab_size: {vocab_size} given, but the corpus supports {most} tokens; give at most that, or "
+            "more text"
         )
     return tokenizer if kind == "bpe" else _reproducible(tokenizer)
 
@@ -246,20 +220,15 @@ def _special_tokens() -> list[AddedToken]:
 
 def _with_roles(tokenizer: Tokenizer, end_of_text: str, pad: str | None) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        bos_token=end_of_text,
-        eos_token=end_of_text,
-        pad_token=pad,
+        tokenizer_object=tokenizer, bos_token=end_of_text, eos_token=end_of_text, pad_token=pad,
         clean_up_tokenization_spaces=False,
-    )
+    )  # fmt: skip
 
 
 def _from_file(path: Path) -> PreTrainedTokenizerFast:
     content = read_bytes(path, "tokenizer", LARGEST_JSON)
-    try:
+    with as_input_error(lambda reason: f"tokenizer: {path} is not a tokenizer.json ({reason})"):
         tokenizer = Tokenizer.from_str(content.decode())
-    except Exception as error:  # tokenizers raises bare Exception
-        raise InputError(f"tokenizer: {path} is not a tokenizer.json ({str(error)[:200]})") from None
     end = next((token for token in _KNOWN_ENDS if tokenizer.token_to_id(token) is not None), None)
     if end is None:
         raise InputError(f"tokenizer: {path} has none of the end-of-text tokens {', '.join(_KNOWN_ENDS)}")
@@ -279,11 +248,8 @@ def _check_hub(name: str) -> None:
 
 
 def _from_pretrained(path_or_name: str) -> PreTrainedTokenizerFast:
-    try:
+    with as_input_error(lambda reason: f"tokenizer: {shown(path_or_name)} cannot be loaded ({reason})"):
         tokenizer = AutoTokenizer.from_pretrained(path_or_name, trust_remote_code=False)
-    except Exception as error:  # bad JSON, no connection, no such name: errors of many libraries
-        reason = " ".join(str(error).split())[:200]
-        raise InputError(f"tokenizer: {shown(path_or_name)} cannot be loaded ({reason})") from error
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         raise InputError(f"tokenizer: {shown(path_or_name)} comes without a tokenizer.json, which is needed")
     return tokenizer

@@ -24,13 +24,14 @@ class Layout(NamedTuple):
 
 
 class Layer(GradientCheckpointingLayer):
-    """A residual layer: reads (B, T, D) and a state, gives (B, T, D) and the state after the last token.
+    """A residual layer: reads (B, T, D) and a state, gives (B, T, D) in the same dtype and the state after it.
 
     The streaming law: for every split of x = x1 ++ x2 along time,
 
         layer(x, None, layout).y == layer(x1, None, layout1).y ++ layer(x2, state after x1, layout2).y
 
-    and the state, a (nested) NamedTuple of batch-first tensors, has the same size after any number of tokens.
+    and the state, a (nested) NamedTuple of batch-first tensors in float32 (float64 where x is), has the same size after
+    any number of tokens.
     `state` is None at the start of a text; a fresh state has the shape of a later one.
 
     longest_text: tokens of the longest text the layer can read; None for no limit.

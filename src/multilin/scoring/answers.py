@@ -27,7 +27,6 @@ def score_answers(
     *,
     number: int,
     batch_size: int = 32,
-    autocast_dtype: torch.dtype | None = None,
 ) -> Answers:
     """Score a model on the first `number` sequences.
 
@@ -36,17 +35,13 @@ def score_answers(
         sequences: items {"input_ids", "labels"}, (T,) each, the label a token where it is asked, else IGNORED_LABEL.
         number: sequences to score.
         batch_size: sequences per call.
-        autocast_dtype: compute in this dtype where autocast allows it.
     """
     device = next(model.parameters()).device
     nats, right, asked = 0.0, 0, 0
     with evaluation_mode(model):
         for batch in DataLoader(Subset(sequences, range(number)), batch_size):
             labels = batch["labels"][:, 1:].to(device)
-            with (
-                torch.inference_mode(),
-                torch.autocast(device.type, autocast_dtype, enabled=autocast_dtype is not None),
-            ):
+            with torch.inference_mode():
                 logits = model(input_ids=batch["input_ids"].to(device), use_cache=False).logits[:, :-1]
             scored = labels != IGNORED_LABEL
             chosen, answers = logits[scored].float(), labels[scored]

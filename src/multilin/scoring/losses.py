@@ -1,9 +1,9 @@
 """How well a causal language model predicts a text, in numbers that can be compared across tokenizers."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -63,45 +63,14 @@ def token_losses(model: PreTrainedModel, input_ids: Tensor, document_ids: Tensor
     return torch.stack(rows)
 
 
-def evaluate(
-    model: PreTrainedModel,
-    packed: PackedText,
-    *,
-    block_size: int,
-    batch_size: int = 8,
-    max_tokens: int | None = None,
-    autocast_dtype: torch.dtype | None = None,
-    progress: Callable[[int], None] | None = None,
-) -> Evaluation:
-    """Score a model on a packed text, each block read from its own start.
-
-    Args:
-        model: a causal language model of transformers, on any device; its training mode is left as it was.
-        packed: the text, packed with the model's tokenizer.
-        block_size: tokens a model reads at once, the first of a block unscored (but the last of the block before it).
-        batch_size: blocks per call.
-        max_tokens: score at least this many tokens of evenly spaced blocks, if the text has them, instead of all.
-        autocast_dtype: compute in this dtype where autocast allows it; None computes in the model's.
-        progress: called after each batch with the number of blocks done.
+def evaluate(model: PreTrainedModel, packed: PackedText, **options: Any) -> Evaluation:
+    """The score of a model on a packed text: `read_blocks`, whose arguments and errors it has, summed up.
 
     Raises:
-        InputError: the model's vocabulary or longest text is too small, or there is no token to score.
-    """
-    scored = read_blocks(
-        model, packed, block_size=block_size, batch_size=batch_size, max_tokens=max_tokens,
-        autocast_dtype=autocast_dtype, progress=progress,
-    )  # fmt: skip
-    return sum_up(scored, packed)
-
-
-def sum_up(scored: Iterable[Scored], packed: PackedText) -> Evaluation:
-    """The score of a text from the losses of its tokens.
-
-    Raises:
-        InputError: there is no token to score.
+        InputError: also where there is no token to score.
     """
     nats, tokens, counted = 0.0, 0, 0
-    for part in scored:
+    for part in read_blocks(model, packed, **options):
         nats += float(part.losses.sum())
         tokens += len(part.losses)
         counted += int(packed.token_sizes(packed.tokens[part.places]).sum())
@@ -115,39 +84,43 @@ def read_blocks(
     block_size: int,
     batch_size: int = 8,
     max_tokens: int | None = None,
-    autocast_dtype: torch.dtype | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> Iterator[Scored]:
-    """The losses that `evaluate` sums up, a batch at a time. Same arguments and errors as `evaluate`.
+    """The losses of a packed text, a batch at a time; each block is read from its own start.
 
     Each token is given the tokens before it in its block that belong to its document.
+
+    Args:
+        model: a causal language model of transformers, on any device; its training mode is left as it was.
+        packed: the text, packed with the model's tokenizer.
+        block_size: tokens a model reads at once, the first of a block unscored (but the last of the block before it).
+        batch_size: blocks per call.
+        max_tokens: score at least this many tokens of evenly spaced blocks, if the text has them, instead of all.
+        progress: called after each batch with the number of blocks done.
+
+    Raises:
+        InputError: the model's vocabulary or longest text is too small.
     """
     _check(model, packed, block_size)
     blocks = Blocks(packed, block_size, partial=True)
-    chosen = _chosen_blocks(len(blocks), block_size, max_tokens)
+    chosen = chosen_blocks(len(blocks), block_size, max_tokens)
     device, done = next(model.parameters()).device, 0
     with evaluation_mode(model):
         for batch in DataLoader(Subset(blocks, chosen), batch_size):
-            is_scored = scored_tokens(batch["labels"], batch["document_ids"])
-            with (
-                torch.inference_mode(),
-                torch.autocast(device.type, autocast_dtype, enabled=autocast_dtype is not None),
-            ):
-                losses = token_losses(model, batch["input_ids"].to(device), batch["document_ids"].to(device))
+            labels, documents = batch["labels"], batch["document_ids"]
+            # Neither padding nor the start of a document is scored.
+            is_scored = (labels[:, 1:] != IGNORED_LABEL) & (documents[:, 1:] == documents[:, :-1])
+            with torch.inference_mode():
+                losses = token_losses(model, batch["input_ids"].to(device), documents.to(device))
             first_B1 = np.array([blocks.span(index)[0] for index in chosen[done : done + len(is_scored)]])[:, None]
             places_BK = first_B1 + np.arange(1, block_size)
-            begins_BK = packed.document_starts[batch["document_ids"][:, 1:].numpy()]
+            begins_BK = packed.document_starts[documents[:, 1:].numpy()]
             contexts_BK = places_BK - np.maximum(begins_BK, first_B1)
             kept = is_scored.numpy()
             yield Scored(places_BK[kept], contexts_BK[kept], losses.cpu()[is_scored].double().numpy())
             done += len(is_scored)
             if progress is not None:
                 progress(done)
-
-
-def scored_tokens(labels: Tensor, document_ids: Tensor) -> Tensor:
-    """(B, T - 1) bool: which tokens after the first are scored: neither padding nor the start of a document."""
-    return (labels[:, 1:] != IGNORED_LABEL) & (document_ids[:, 1:] == document_ids[:, :-1])
 
 
 def _check(model: PreTrainedModel, packed: PackedText, block_size: int) -> None:
@@ -161,7 +134,8 @@ def _check(model: PreTrainedModel, packed: PackedText, block_size: int) -> None:
         raise InputError(f"block_size: {block_size} given, but the model reads at most {longest} tokens")
 
 
-def _chosen_blocks(count: int, block_size: int, max_tokens: int | None) -> list[int]:
+def chosen_blocks(count: int, block_size: int, max_tokens: int | None) -> list[int]:
+    """The blocks of `count` that hold at least `max_tokens` scored tokens, evenly spaced; all without a number."""
     wanted = count if max_tokens is None else max(1, math.ceil(max_tokens / (block_size - 1)))
     if wanted >= count:
         return list(range(count))

@@ -36,13 +36,21 @@ class NgramModel:
         if self.vocab_size**order > 2**63:
             raise InputError(f"order: {order} given, but a vocabulary of {self.vocab_size} is too large for that")
         ngrams = text_ngrams(train, order)
-        self._tables = [_Table(self._keys(ngrams, length), self.vocab_size) for length in range(1, order + 1)]
+        self._tables = []
+        for length in range(1, order + 1):
+            keys, counts = np.unique(self._keys(ngrams, length), return_counts=True)
+            contexts, first = np.unique(keys // self.vocab_size, return_index=True)
+            distinct = np.diff(first, append=len(keys))
+            self._tables.append((keys, counts, contexts, np.add.reduceat(counts, first), distinct))
 
     def probabilities(self, ngrams: NDArray[np.int64]) -> NDArray[np.float64]:
         """(N,) probability of each n-gram's last token after the ones before it; ngrams is (N, order), oldest first."""
         result = np.full(len(ngrams), 1.0 / self.vocab_size)
-        for length, table in enumerate(self._tables, start=1):
-            result = table.interpolate(self._keys(ngrams, length), result)
+        for length, (known, counts, contexts, totals, distincts) in enumerate(self._tables, start=1):
+            keys = self._keys(ngrams, length)
+            count = _look_up(known, counts, keys)
+            total, distinct = (_look_up(contexts, values, keys // self.vocab_size) for values in (totals, distincts))
+            result = np.where(total > 0, (count + distinct * result) / np.maximum(total + distinct, 1), result)
         return result
 
     def _keys(self, ngrams: NDArray[np.int64], length: int) -> NDArray[np.int64]:
@@ -53,37 +61,14 @@ class NgramModel:
         return keys
 
 
-class _Table:
-    """Counts of the n-grams of one length, sorted by key, and of their contexts."""
-
-    def __init__(self, keys: NDArray[np.int64], vocab_size: int) -> None:
-        self._vocab_size = vocab_size
-        self._ngrams, self._counts = np.unique(keys, return_counts=True)
-        self._contexts, first = np.unique(self._ngrams // vocab_size, return_index=True)
-        self._distinct = np.diff(first, append=len(self._ngrams))
-        self._totals = np.add.reduceat(self._counts, first)
-
-    def interpolate(self, keys: NDArray[np.int64], lower: NDArray[np.float64]) -> NDArray[np.float64]:
-        count = _look_up(self._ngrams, self._counts, keys)
-        contexts = keys // self._vocab_size
-        total = _look_up(self._contexts, self._totals, contexts)
-        distinct = _look_up(self._contexts, self._distinct, contexts)
-        seen = total > 0
-        return np.where(seen, (count + distinct * lower) / np.where(seen, total + distinct, 1), lower)
-
-
 def text_ngrams(packed: PackedText, order: int) -> NDArray[np.int64]:
     """(N, order) the n-grams that end in a text token, oldest token first.
 
     Before a document's start token stands the same token again, so that no context reaches into another document.
     """
-    tokens = packed.tokens.astype(np.int64)
-    documents = packed.document_of(0, len(tokens))
-    starts = packed.document_starts
-    is_text = np.ones(len(tokens), dtype=bool)
-    is_text[starts] = False
-    ends = np.flatnonzero(is_text)
-    first = starts[documents[ends]]
+    tokens, starts = packed.tokens.astype(np.int64), packed.document_starts
+    ends = np.delete(np.arange(len(tokens)), starts)
+    first = starts[packed.document_of(0, len(tokens))[ends]]
     return np.stack([tokens[np.maximum(ends - back, first)] for back in range(order - 1, -1, -1)], axis=1)
 
 

@@ -12,8 +12,7 @@ from annotated_types import Ge, Gt, Le, Lt, MaxLen, MinLen
 from pydantic import AfterValidator, BeforeValidator
 from pydantic_core import PydanticCustomError
 
-LONGEST_TEXT = 4096
-"""Characters of a text that has no bound of its own."""
+LONGEST_TEXT = 4096  # characters of a text that has no bound of its own
 MOST_LAYERS, MOST_STEPS, LARGEST_WINDOW = 512, 10**8, 2**17
 _LONGEST_NAME = 255  # bytes, of a file system
 _MOST_VALUES, _DEEPEST = 10_000, 12  # of a section with free entries
@@ -28,71 +27,40 @@ def _refuse_bool(value: Any) -> Any:
 
 _NUMBER = BeforeValidator(_refuse_bool)
 
-Width = Annotated[int, _NUMBER, Ge(1), Le(2**16)]
-"""Numbers in a vector."""
-Multiple = Annotated[int, _NUMBER, Ge(1), Le(2**12)]
-"""Heads, or widths in multiples of another."""
-Depth = Annotated[int, _NUMBER, Ge(1), Le(MOST_LAYERS)]
-"""Layers."""
-Length = Annotated[int, _NUMBER, Ge(1), Le(2**20)]
-"""Tokens of a text that is read as a whole."""
-ShortLength = Annotated[int, _NUMBER, Ge(1), Le(2**12)]
-"""Tokens of a text whose pairs are all looked at."""
-BlockLength = Annotated[int, _NUMBER, Ge(2), Le(2**20)]
-"""Tokens of a text of which at least one is predicted."""
-Window = Annotated[int, _NUMBER, Ge(1), Le(LARGEST_WINDOW)]
-"""Tokens read, the current one included."""
+Width = Annotated[int, _NUMBER, Ge(1), Le(2**16)]  # numbers in a vector
+Multiple = Annotated[int, _NUMBER, Ge(1), Le(2**12)]  # heads, or widths in multiples of another
+Depth = Annotated[int, _NUMBER, Ge(1), Le(MOST_LAYERS)]  # layers
+Length = Annotated[int, _NUMBER, Ge(1), Le(2**20)]  # tokens of a text that is read as a whole
+ShortLength = Annotated[int, _NUMBER, Ge(1), Le(2**12)]  # tokens of a text whose pairs are all looked at
+BlockLength = Annotated[int, _NUMBER, Ge(2), Le(2**20)]  # tokens of a text of which at least one is predicted
+Window = Annotated[int, _NUMBER, Ge(1), Le(LARGEST_WINDOW)]  # tokens read, the current one included
 LayerWindows = Annotated[tuple[Window | None, ...], MaxLen(MOST_LAYERS)]
 """That of each layer; none reads the whole past."""
-PastWindow = Annotated[int, _NUMBER, Ge(0), Le(LARGEST_WINDOW)]
-"""Tokens read before the current one."""
-Vocabulary = Annotated[int, _NUMBER, Ge(1), Le(2**20)]
-"""Tokens that there are."""
-TokenId = Annotated[int, _NUMBER, Ge(0), Lt(2**20)]
-"""One of them."""
-Count = Annotated[int, _NUMBER, Ge(1), Le(2**16)]
-"""Things of a kind."""
-Choices = Annotated[int, _NUMBER, Ge(2), Le(2**16)]
-"""Different things to choose from."""
-Batch = Annotated[int, _NUMBER, Ge(1), Le(2**14)]
-"""Texts at a time."""
-Passes = Annotated[int, _NUMBER, Ge(1), Le(2**12)]
-"""Times that a model reads for one step."""
-Beams = Annotated[int, _NUMBER, Ge(1), Le(2**10)]
-"""Texts searched at a time."""
-Steps = Annotated[int, _NUMBER, Ge(1), Le(MOST_STEPS)]
-"""Of an optimizer, and what else is done one after the other."""
-StepCount = Annotated[int, _NUMBER, Ge(0), Le(MOST_STEPS)]
-"""The same or none."""
-Tokens = Annotated[int, _NUMBER, Ge(1), Le(10**12)]
-"""Tokens of a whole corpus."""
-Index = Annotated[int, _NUMBER, Ge(0), Le(10**9)]
-"""Place in a list, from 0."""
-Repeats = Annotated[int, _NUMBER, Ge(1), Le(100)]
-"""Runs of a row, and what else is done a few times."""
-RepeatCount = Annotated[int, _NUMBER, Ge(0), Le(100)]
-"""The same or none."""
-Seed = Annotated[int, _NUMBER, Ge(0), Lt(2**32)]
-"""What random numbers of Python, NumPy and PyTorch begin with."""
+PastWindow = Annotated[int, _NUMBER, Ge(0), Le(LARGEST_WINDOW)]  # tokens read before the current one
+Vocabulary = Annotated[int, _NUMBER, Ge(1), Le(2**20)]  # tokens that there are
+TokenId = Annotated[int, _NUMBER, Ge(0), Lt(2**20)]  # one of them
+Count = Annotated[int, _NUMBER, Ge(1), Le(2**16)]  # things of a kind
+Choices = Annotated[int, _NUMBER, Ge(2), Le(2**16)]  # different things to choose from
+Batch = Annotated[int, _NUMBER, Ge(1), Le(2**14)]  # texts at a time
+Passes = Annotated[int, _NUMBER, Ge(1), Le(2**12)]  # times that a model reads for one step
+Beams = Annotated[int, _NUMBER, Ge(1), Le(2**10)]  # texts searched at a time
+Steps = Annotated[int, _NUMBER, Ge(1), Le(MOST_STEPS)]  # of an optimizer, and what else is done one after the other
+StepCount = Annotated[int, _NUMBER, Ge(0), Le(MOST_STEPS)]  # the same or none
+Tokens = Annotated[int, _NUMBER, Ge(1), Le(10**12)]  # tokens of a whole corpus
+Index = Annotated[int, _NUMBER, Ge(0), Le(10**9)]  # place in a list, from 0
+Repeats = Annotated[int, _NUMBER, Ge(1), Le(100)]  # runs of a row, and what else is done a few times
+RepeatCount = Annotated[int, _NUMBER, Ge(0), Le(100)]  # the same or none
+Seed = Annotated[int, _NUMBER, Ge(0), Lt(2**32)]  # what random numbers of Python, NumPy and PyTorch begin with
 
-Rate = Annotated[float, _NUMBER, Gt(0), Le(1e3)]
-"""A learning rate, or how many times as much."""
-Strength = Annotated[float, _NUMBER, Ge(0), Le(1e6)]
-"""A factor that may be 0."""
-Factor = Annotated[float, _NUMBER, Ge(-1e6), Le(1e6)]
-"""A factor of either sign."""
-Positive = Annotated[float, _NUMBER, Ge(1e-15), Le(1e9)]
-"""Above 0."""
-Fraction = Annotated[float, _NUMBER, Ge(0), Lt(1)]
-"""A part that is not the whole."""
-Part = Annotated[float, _NUMBER, Gt(0), Lt(1)]
-"""A part that is neither nothing nor the whole."""
-Share = Annotated[float, _NUMBER, Gt(0), Le(1)]
-"""A part, or the whole."""
-Temperature = Annotated[float, _NUMBER, Ge(1e-3), Le(1e3)]
-"""What logits are divided by."""
-Amount = Annotated[float, _NUMBER, Gt(0), Le(1e30)]
-"""Tokens, operations or seconds to spend."""
+Rate = Annotated[float, _NUMBER, Gt(0), Le(1e3)]  # a learning rate, or how many times as much
+Strength = Annotated[float, _NUMBER, Ge(0), Le(1e6)]  # a factor that may be 0
+Factor = Annotated[float, _NUMBER, Ge(-1e6), Le(1e6)]  # a factor of either sign
+Positive = Annotated[float, _NUMBER, Ge(1e-15), Le(1e9)]  # above 0
+Fraction = Annotated[float, _NUMBER, Ge(0), Lt(1)]  # a part that is not the whole
+Part = Annotated[float, _NUMBER, Gt(0), Lt(1)]  # a part that is neither nothing nor the whole
+Share = Annotated[float, _NUMBER, Gt(0), Le(1)]  # a part, or the whole
+Temperature = Annotated[float, _NUMBER, Ge(1e-3), Le(1e3)]  # what logits are divided by
+Amount = Annotated[float, _NUMBER, Gt(0), Le(1e30)]  # tokens, operations or seconds to spend
 
 
 def _check_path(value: str) -> str:
@@ -108,12 +76,9 @@ def _check_path(value: str) -> str:
 
 PathText = Annotated[str, AfterValidator(_check_path)]
 """Path of a file or folder, or what else is looked for by its name."""
-Names = Annotated[list[PathText], MaxLen(100)]
-"""Several of them."""
-Name = Annotated[str, MaxLen(100)]
-"""Of a field, a row or a task."""
-Prose = Annotated[str, MaxLen(2**20)]
-"""Text for a model to read, as a command line takes it."""
+Names = Annotated[list[PathText], MaxLen(100)]  # several of them
+Name = Annotated[str, MaxLen(100)]  # of a field, a row or a task
+Prose = Annotated[str, MaxLen(2**20)]  # text for a model to read, as a command line takes it
 
 
 def _check_plain(section: Mapping[str, Any]) -> Any:
@@ -142,7 +107,5 @@ def _check_plain(section: Mapping[str, Any]) -> Any:
 
 Section = Annotated[dict[str, Any], MaxLen(1000), AfterValidator(_check_plain)]
 """Fields that another class of settings knows."""
-LayerList = Annotated[list[Section], MaxLen(MOST_LAYERS)]
-"""A section for each layer."""
-Tried = Annotated[list[Any], MinLen(1), MaxLen(100)]
-"""Values of one field to try."""
+LayerList = Annotated[list[Section], MaxLen(MOST_LAYERS)]  # a section for each layer
+Tried = Annotated[list[Any], MinLen(1), MaxLen(100)]  # values of one field to try

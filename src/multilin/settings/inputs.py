@@ -9,13 +9,14 @@ import json
 import os
 import re
 import stat
-from collections.abc import Iterable
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from multilin.errors import InputError, shorten, shown
+from multilin.files import file_kind
 
 MEGABYTE = 2**20
 LARGEST_YAML = MEGABYTE
@@ -27,14 +28,6 @@ _CONFIGS = (
 )
 _VOCABULARIES = ("tokenizer.json", "vocab.json", "vocab.txt", "merges.txt")
 _MOST_EVENTS, _DEEPEST, _MOST_DIGITS = 100_000, 50, 100
-
-_KINDS = {
-    stat.S_ISDIR: "a folder",
-    stat.S_ISFIFO: "a pipe",
-    stat.S_ISSOCK: "a socket",
-    stat.S_ISCHR: "a device",
-    stat.S_ISBLK: "a device",
-}
 
 
 def check_regular(path: str | Path, name: str) -> None:
@@ -53,8 +46,7 @@ def check_regular(path: str | Path, name: str) -> None:
         reason = getattr(error, "strerror", None) or error
         raise InputError(f"{_subject(path, name)} cannot be read ({reason})") from None
     if not stat.S_ISREG(mode):
-        kind = next((kind for is_kind, kind in _KINDS.items() if is_kind(mode)), "no file")
-        raise InputError(f"{_subject(path, name)} is {kind}; give a regular file")
+        raise InputError(f"{_subject(path, name)} is {file_kind(mode)}; give a regular file")
 
 
 def _subject(path: str | Path, name: str) -> str:
@@ -86,12 +78,12 @@ def read_bytes(path: str | Path, name: str, limit: int) -> bytes:
 
 def read_yaml(path: str | Path, name: str) -> Any:
     """The plain data in a YAML file; arguments and errors as for `read_bytes` and `parse_yaml`."""
-    return parse_yaml(_decode(read_bytes(path, name, LARGEST_YAML), path, name), _subject(path, name))
+    return parse_yaml(_read_text(path, name, LARGEST_YAML), _subject(path, name))
 
 
 def read_json(path: str | Path, name: str, limit: int = MEGABYTE) -> Any:
     """The plain data in a JSON file; arguments and errors as for `read_bytes` and `parse_json`."""
-    return parse_json(_decode(read_bytes(path, name, limit), path, name), _subject(path, name))
+    return parse_json(_read_text(path, name, limit), _subject(path, name))
 
 
 def check_model_files(folder: Path, name: str) -> None:
@@ -110,9 +102,9 @@ def check_model_files(folder: Path, name: str) -> None:
                 raise InputError(f"{_subject(path, name)} holds {size / MEGABYTE:,.0f} MB, too many for its name")
 
 
-def _decode(content: bytes, path: str | Path, name: str) -> str:
+def _read_text(path: str | Path, name: str, limit: int) -> str:
     try:
-        return content.decode("utf-8")
+        return read_bytes(path, name, limit).decode("utf-8")
     except UnicodeDecodeError as error:
         raise InputError(f"{_subject(path, name)} is not UTF-8 (byte {error.start})") from None
 
@@ -141,7 +133,8 @@ def parse_json(text: str | bytes, where: str) -> Any:
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     values = dict(pairs)
     if len(values) < len(pairs):
-        raise ValueError(f"{shown(_repeated(name for name, _ in pairs))} occurs twice")
+        ((repeated, _),) = Counter(name for name, _ in pairs).most_common(1)
+        raise ValueError(f"{shown(repeated)} occurs twice")
     return values
 
 
@@ -155,23 +148,12 @@ def _refuse_constant(name: str) -> Any:
     raise ValueError(f"{name} is no number of JSON")
 
 
-def _repeated(names: Iterable[Any]) -> Any:
-    seen: set[Any] = set()
-    return next(name for name in names if name in seen or seen.add(name))  # type: ignore[func-returns-value]
-
-
-def _is_deep(value: Any) -> bool:
-    level = [value]
-    for _ in range(_DEEPEST + 1):
-        level = [
-            part
-            for outer in level
-            if isinstance(outer, dict | list)
-            for part in (outer.values() if isinstance(outer, dict) else outer)
-        ]
-        if not level:
-            return False
-    return True
+def _is_deep(value: Any, levels: int = _DEEPEST) -> bool:
+    if not isinstance(value, dict | list):
+        return False
+    return levels == 0 or any(
+        _is_deep(part, levels - 1) for part in (value.values() if isinstance(value, dict) else value)
+    )
 
 
 def parse_yaml(text: str, where: str) -> Any:

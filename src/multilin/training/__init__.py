@@ -1,1 +1,1 @@
-"""Training: recipes, the training entry, checkpoints and what a run leaves behind."""
+"""Training: recipes, the training entry, checkpoints and run folders."""

@@ -29,30 +29,20 @@ def read_text(recipe: Recipe, progress: Progress = no_progress) -> PreparedText:
     Raises:
         InputError: the text cannot be read, or holds less than one block of training text.
     """
-    data, tokenizer = recipe.data, recipe.tokenizer
-    if is_task(data.source):
-        raise InputError(f"data.source: {data.source} is a task, which has no text; name a text")
-    text = prepare_text(
-        source=data.source,
-        validation=data.validation,
-        validation_fraction=data.validation_fraction,
-        text_field=data.text_field,
-        encoding_errors=data.encoding_errors,
-        tokenizer_kind=tokenizer.kind,
-        vocab_size=tokenizer.vocab_size,
-        tokenizer_path=tokenizer.path,
-        progress=progress,
-    )
+    source = recipe.data.source
+    if is_task(source):
+        raise InputError(f"data.source: {source} is a task, which has no text; name a text")
+    text = prepare_text(recipe.data, recipe.tokenizer, progress=progress)
     if text.train.num_tokens < recipe.model.n_positions:
         raise InputError(
-            f"data.source: {data.source} holds {plural(text.train.num_tokens, 'token')} to train on, less than one "
+            f"data.source: {source} holds {plural(text.train.num_tokens, 'token')} to train on, less than one "
             f"block of model.n_positions = {recipe.model.n_positions}; give more text or a smaller block"
         )
     return text
 
 
 def read_data(recipe: Recipe, progress: Progress = no_progress) -> PreparedText | TaskText:
-    """What the recipe trains on: a text, or the sequences of a task.
+    """The training data of a recipe: a text, or the sequences of a task.
 
     Raises:
         InputError: see `read_text`; an unknown task, or blocks too short for it.
@@ -60,7 +50,7 @@ def read_data(recipe: Recipe, progress: Progress = no_progress) -> PreparedText 
     if not is_task(recipe.data.source):
         return read_text(recipe, progress)
     task = task_text(recipe.data.source)
-    task.train.blocks(recipe.model.n_positions)
+    task.train.blocks(recipe.model.n_positions)  # refuses blocks that are too short
     return task
 
 
@@ -84,24 +74,24 @@ def check_model(recipe: Recipe, vocab_size: int | None = None) -> None:
 
 
 def _check_memory(recipe: Recipe, model: PreTrainedModel) -> None:
-    plan, sizes = recipe.training, model.config
+    plan, sizes, n_positions = recipe.training, model.config, recipe.model.n_positions
     assert recipe.optimizer.name is not None, "training needs a recipe that was resolved"
     num_shards = int(os.environ.get("WORLD_SIZE", 1)) if os.environ.get("ACCELERATE_USE_FSDP") == "true" else 1
     weights = parameter_bytes(model) * (2 + OPTIMIZERS[recipe.optimizer.name].state_numbers) // num_shards
     activations = activation_bytes(
         model,
-        plan.batch_size * recipe.model.n_positions,
+        plan.batch_size * n_positions,
         number_bytes=FLOAT_BYTES if autocast_dtype(plan.precision) is None else 2,
         recomputes=plan.gradient_checkpointing,
     )
-    subject = f"training.batch_size: {plan.batch_size} blocks of {recipe.model.n_positions} tokens"
+    subject = f"training.batch_size: {plan.batch_size} blocks of {n_positions} tokens"
     if weights > activations:
         subject = (
-            f"model: hidden_size {sizes.hidden_size}, {sizes.num_hidden_layers} layers, n_positions "
-            f"{recipe.model.n_positions} and a vocabulary of {sizes.vocab_size}"
+            f"model: hidden_size {sizes.hidden_size}, {sizes.num_hidden_layers} layers, n_positions {n_positions} and "
+            f"a vocabulary of {sizes.vocab_size}"
         )
     # Trainer holds all batches of a step at once: ids, labels and documents.
-    batches = 3 * ID_BYTES * plan.gradient_accumulation * plan.batch_size * recipe.model.n_positions
+    batches = 3 * ID_BYTES * plan.gradient_accumulation * plan.batch_size * n_positions
     check_memory(f"training.gradient_accumulation: {plan.gradient_accumulation} batches given, but one step", batches)
     if plan.master == "host":
         check_memory(f"{subject} given, but training", weights)
@@ -138,12 +128,8 @@ def _create_model(recipe: Recipe, vocab_size: int) -> PreTrainedModel:
             raise InputError(f"model.config.{name}: given, but it is not decided there; leave it out")
     return create_model(
         model.architecture,
-        hidden_size=model.hidden_size,
-        num_layers=model.num_layers,
         vocab_size=vocab_size,
-        n_positions=model.n_positions,
-        options=model.options,
-        layers=model.layers,
+        **{name: getattr(model, name) for name in ("hidden_size", "num_layers", "n_positions", "options", "layers")},
         **model.config,
     )
 
@@ -165,7 +151,7 @@ def training_order(
 
 
 def packing_remark(recipe: Recipe, model: PreTrainedModel) -> str | None:
-    """What to know of a model that cannot tell the documents of a block apart; None of one that can."""
+    """A warning about a model that cannot tell the documents of a block apart; None for one that can."""
     if not is_task(recipe.data.source) and (unread := _unread(model)):
         names = ", ".join(unread)
         return f"{recipe.model.architecture} does not take {names}: documents packed into one block see each other"
@@ -216,19 +202,18 @@ def _smooths_labels(model: PreTrainedModel) -> bool:
 
 def _check_normalized_gradients(recipe: Recipe, model: PreTrainedModel) -> None:
     """The gradients of different layers then have scales of their own, which not everything stands."""
-    assert recipe.optimizer.name is not None, "training needs a recipe that was resolved"
-    field = "training.normalize_gradients: true given, but"
+    able = [name for name, kind in OPTIMIZERS.items() if kind.normalizes]
+    reason = ""
     if not hasattr(model.base_model, "normalizes_gradients"):
-        raise InputError(f"{field} {recipe.model.architecture} cannot normalise the gradient of each layer")
-    if not OPTIMIZERS[recipe.optimizer.name].normalizes:
-        able = " or ".join(name for name, kind in OPTIMIZERS.items() if kind.normalizes)
-        raise InputError(
-            f"{field} {recipe.optimizer.name} needs the layers' gradients at one common scale; take {able}"
-        )
-    if recipe.optimizer.clip_norm:
-        raise InputError(f"{field} a common norm to clip does not exist then; set optimizer.clip_norm to 0")
-    if model.config.tie_word_embeddings:
-        raise InputError(
-            f"{field} a tied embedding adds the gradients of the first and the last layer, which then differ in scale; "
+        reason = f"{recipe.model.architecture} cannot normalise the gradient of each layer"
+    elif recipe.optimizer.name not in able:
+        reason = f"{recipe.optimizer.name} needs the layers' gradients at one common scale; take {' or '.join(able)}"
+    elif recipe.optimizer.clip_norm:
+        reason = "a common norm to clip does not exist then; set optimizer.clip_norm to 0"
+    elif model.config.tie_word_embeddings:
+        reason = (
+            "a tied embedding adds the gradients of the first and the last layer, which then differ in scale; "
             "set model.config.tie_word_embeddings to false"
         )
+    if reason:
+        raise InputError(f"training.normalize_gradients: true given, but {reason}")

@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from transformers import TrainerState
 
-from multilin.errors import InputError, shorten, shown
+from multilin.errors import as_input_error, shown
 from multilin.files import atomic_folder, partial_path, remove_partials
 from multilin.settings.inputs import check_regular
 
@@ -40,8 +40,8 @@ def checkpoint_step(path: Path) -> int:
 
 def checkpoints(folder: Path) -> list[Path]:
     """The complete checkpoints in a folder, oldest first."""
-    found = [path for path in folder.glob("checkpoint-*") if _COMPLETE.fullmatch(path.name) and path.is_dir()]
-    return sorted(found, key=checkpoint_step)
+    complete = [path for path in folder.glob("checkpoint-*") if _COMPLETE.fullmatch(path.name) and path.is_dir()]
+    return sorted(complete, key=checkpoint_step)
 
 
 def checkpoint_folder(folder: Path, step: int) -> Path:
@@ -110,27 +110,26 @@ def write_optimizer(folder: Path, state: dict[str, Any]) -> None:
 
 
 def read_optimizer(folder: Path) -> dict[str, Any]:
-    """What `write_optimizer` wrote."""
+    """Read the state that `write_optimizer` wrote."""
     state: dict[str, dict[str, torch.Tensor]] = {}
     with loading(folder / "optimizer.safetensors"):
         for key, tensor in read_tensors(folder / "optimizer.safetensors").items():
             slot, name = key.split("/", 1)
             state.setdefault(name, {})[slot] = tensor
     with loading(folder / "optimizer.json"):
-        groups = [_with_tuples(group) for group in read_json(folder / "optimizer.json")]
+        groups = [
+            # JSON knows lists only.
+            {name: tuple(v) if isinstance(v, list) and name != "params" else v for name, v in group.items()}
+            for group in read_json(folder / "optimizer.json")
+        ]
     return {"state": state, "param_groups": groups}
-
-
-def _with_tuples(group: dict[str, Any]) -> dict[str, Any]:
-    # JSON knows lists only.
-    return {name: tuple(v) if isinstance(v, list) and name != "params" else v for name, v in group.items()}
 
 
 def write_random_state(path: Path) -> None:
     """Write the state of every random number generator of this process: Python, NumPy, torch on CPU and GPU."""
-    version, words, python_gauss = random.getstate()
+    version, words, gauss = random.getstate()
     numpy_state: Any = np.random.get_state(legacy=True)
-    name, keys, position, has_gauss, numpy_gauss = numpy_state
+    name, keys, *numpy_rest = numpy_state
     tensors = {
         "python": torch.tensor(words, dtype=torch.int64),
         "numpy": torch.from_numpy(keys.astype(np.int64)),
@@ -138,20 +137,19 @@ def write_random_state(path: Path) -> None:
     }
     if torch.cuda.is_available():
         tensors["cuda"] = torch.cuda.get_rng_state()
-    rest = {"python": [version, python_gauss], "numpy": [name, int(position), int(has_gauss), float(numpy_gauss)]}
+    rest = {"python": [version, gauss], "numpy": [name, *numpy_rest]}
     save_file(tensors, path, metadata={"rest": json.dumps(rest)})
 
 
 def read_random_state(path: Path) -> None:
-    """Set every random number generator of this process to what `write_random_state` wrote."""
+    """Set every random number generator of this process to the state that `write_random_state` wrote."""
     with loading(path):
         tensors = read_tensors(path)
         with safe_open(path, framework="pt") as file:
             rest = json.loads(file.metadata()["rest"])
-        version, python_gauss = rest["python"]
-        name, position, has_gauss, numpy_gauss = rest["numpy"]
-        random.setstate((version, tuple(tensors["python"].tolist()), python_gauss))
-        np.random.set_state((name, tensors["numpy"].numpy().astype(np.uint32), position, has_gauss, numpy_gauss))
+        (version, gauss), (name, *numpy_rest) = rest["python"], rest["numpy"]
+        random.setstate((version, tuple(tensors["python"].tolist()), gauss))
+        np.random.set_state((name, tensors["numpy"].numpy().astype(np.uint32), *numpy_rest))
         torch.set_rng_state(tensors["torch"])
         if "cuda" in tensors and torch.cuda.is_available():
             torch.cuda.set_rng_state(tensors["cuda"])
@@ -160,10 +158,8 @@ def read_random_state(path: Path) -> None:
 def read_tensors(path: Path) -> dict[str, torch.Tensor]:
     """The tensors of a safetensors file of a checkpoint, on the CPU."""
     check_regular(path, "checkpoint")
-    try:
+    with loading(path):
         return load_file(path)
-    except WRITE_ERRORS as error:
-        raise InputError(_unreadable(path, error)) from None
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -174,25 +170,18 @@ def write_json(path: Path, value: Any) -> None:
 def read_json(path: Path) -> Any:
     """The plain data in a JSON file of a checkpoint."""
     check_regular(path, "checkpoint")
-    try:
+    with loading(path):
         return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise InputError(_unreadable(path, error)) from None
 
 
-@contextlib.contextmanager
-def loading(path: Path) -> Iterator[None]:
-    """Turn errors about content of the wrong kind, which have many types, into one sentence.
-
-    Args:
-        path: the file whose content is used in the block.
-    """
-    try:
-        yield
-    except InputError:
-        raise
-    except Exception as error:
-        raise InputError(_unreadable(path, error)) from error
+def loading(path: Path) -> contextlib.AbstractContextManager[None]:
+    """A block that uses the content of this file: errors about content of the wrong kind become one sentence."""
+    return as_input_error(
+        lambda reason: (
+            f"checkpoint {path.parent}: {path.name} cannot be read ({reason}); delete this folder to resume "
+            "from the checkpoint before it"
+        )
+    )
 
 
 def check_trainer_state(checkpoint: Path) -> None:
@@ -230,11 +219,3 @@ def check_like(value: Any, own: Any, name: str = "") -> None:
             raise ValueError(f"{name} is {shown(value)}")
     elif type(value) is not type(own) and (own is not None or isinstance(value, list | dict)):
         raise ValueError(f"{name} is {shown(value)}")
-
-
-def _unreadable(path: Path, error: Exception) -> str:
-    reason = shorten(f"{type(error).__name__}: {' '.join(str(error).split())}", 200)
-    return (
-        f"checkpoint {path.parent}: {path.name} cannot be read ({reason}); delete this folder to resume from the "
-        "checkpoint before it"
-    )

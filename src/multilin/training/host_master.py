@@ -16,24 +16,17 @@ from multilin.training.recipe import TrainingRecipe
 
 
 class Link:
-    """The way between host memory and a device.
-
-    Attributes:
-        bytes_to_device, bytes_to_host: what crossed it so far.
-    """
+    """The way between host memory and a device; everything that crosses passes through it."""
 
     def __init__(self, device: torch.device | str) -> None:
         self.device = torch.device(device)
-        self.bytes_to_device = self.bytes_to_host = 0
 
     def to_device(self, tensor: Tensor) -> Tensor:
         """The tensor on the device."""
-        self.bytes_to_device += tensor.nbytes
         return tensor.to(self.device)
 
     def to_host(self, tensor: Tensor) -> Tensor:
         """The tensor in host memory."""
-        self.bytes_to_host += tensor.nbytes
         return tensor.cpu()
 
 
@@ -47,7 +40,7 @@ class HostMaster:
     Attributes:
         model: the floats.
         copy: on the device, with the same names of parameters; those of matrices have a shape and no numbers.
-        link: counts what crosses.
+        link: carries weights and gradients.
     """
 
     def __init__(self, model: PreTrainedModel, link: Link, *, rounds_gradients: bool = True) -> None:
@@ -60,17 +53,17 @@ class HostMaster:
                 training without any of this.
         """
         self.model, self.link, self.rounds_gradients = model, link, rounds_gradients
-        self.copy = self._copy_without_matrices()
-        self._modules = list(zip(matrix_modules(model), matrix_modules(self.copy), strict=True))
-        in_int8 = {id(getattr(module, name)) for module, _ in self._modules for name in module.matrices}
+        in_int8 = {id(getattr(module, name)) for module in matrix_modules(model) for name in module.matrices}
+        self.copy = self._copy_without(in_int8)
+        modules = zip(matrix_modules(model), matrix_modules(self.copy), strict=True)
+        self._matrices = [(module, copied, name) for module, copied in modules for name in module.matrices]
         both = list(zip(model.parameters(), self.copy.parameters(), strict=True))
         self._floats = [(parameter, copied) for parameter, copied in both if id(parameter) not in in_int8]
         for parameter, copied in both:
             if copied.requires_grad:
                 copied.register_post_accumulate_grad_hook(functools.partial(self._bring_gradient, parameter))
-        for module, copied_module in self._modules:
-            for name in module.matrices:
-                copied_module.follow_int8(name, self._send_matrix(module, name))
+        for module, copied_module, name in self._matrices:
+            copied_module.follow_int8(name, self._send_matrix(module, name))
 
     def follow(self, optimizer: torch.optim.Optimizer) -> None:
         """After each step of an optimizer of `model`, clear its gradients and renew the copy."""
@@ -84,12 +77,11 @@ class HostMaster:
     @torch.no_grad()
     def send(self) -> None:
         """Renew the copy."""
-        for module, copied_module in self._modules:
-            for name in module.matrices:
-                rounded, held = self._send_matrix(module, name), copied_module.matrix(name)
-                assert isinstance(held, Rounded)
-                held.values.copy_(rounded.values)
-                held.scale.copy_(rounded.scale)
+        for module, copied_module, name in self._matrices:
+            rounded, held = self._send_matrix(module, name), copied_module.matrix(name)
+            assert isinstance(held, Rounded)
+            held.values.copy_(rounded.values)
+            held.scale.copy_(rounded.scale)
         for parameter, copied in self._floats:
             copied.copy_(self.link.to_device(parameter))
 
@@ -98,8 +90,7 @@ class HostMaster:
         rounded = round_weight(getattr(module, name), "int8" if levels == "none" else levels)
         return Rounded(*map(self.link.to_device, rounded))
 
-    def _copy_without_matrices(self) -> PreTrainedModel:
-        matrices = {id(getattr(module, name)) for module in matrix_modules(self.model) for name in module.matrices}
+    def _copy_without(self, matrices: set[int]) -> PreTrainedModel:
         made: dict[int, object] = {id(self.model.config): self.model.config}
         made |= {id(buffer): self.link.to_device(buffer).clone() for buffer in self.model.buffers()}
         for parameter in self.model.parameters():
@@ -124,7 +115,7 @@ class HostMaster:
 
 
 def check_host_master(plan: TrainingRecipe, devices: PartialState) -> None:
-    """Whether a run can keep its floats in host memory.
+    """Refuse a run that cannot keep its floats in host memory.
 
     Raises:
         InputError: the layers' matrices are not int8, or there is more than one device.

@@ -1,11 +1,23 @@
-"""What is measured while training: the running sums behind each line of metrics.jsonl."""
+"""The measurements of a training run: the running sums behind each line of metrics.jsonl."""
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
+from accelerate import PartialState
+from accelerate.utils import reduce
+
+_SUMS = ("tokens", "skipped_steps", "last_loss", "loss_sum", "loss_steps")
+
+
+def mean_over_devices(value: float) -> float:
+    """The mean of a number that each process of the run has."""
+    state = PartialState()
+    if state.num_processes == 1:
+        return value
+    return float(reduce(torch.tensor(value, device=state.device), reduction="mean"))
 
 
 class Meter:
@@ -17,11 +29,9 @@ class Meter:
 
     def __init__(self, tokens_per_step: int) -> None:
         self.tokens_per_step = tokens_per_step
-        self.tokens = 0
-        self.skipped_steps = 0
-        self.last_loss = float("nan")
+        self.tokens, self.skipped_steps, self.last_loss = 0, 0, float("nan")
+        self.loss_sum, self.loss_steps = 0.0, 0
         self._step_loss: torch.Tensor | None = None
-        self._loss_sum, self._loss_steps = 0.0, 0
         self._earlier_seconds, self._started = 0.0, time.perf_counter()
         self._window_tokens, self._window_started = 0, self._started
 
@@ -35,7 +45,7 @@ class Meter:
         self._started = self._window_started = time.perf_counter()
 
     def add_loss(self, loss: torch.Tensor) -> None:
-        """Add the share of the step's loss that one forward pass found."""
+        """Add the part of the step's loss that one forward pass computed."""
         self._step_loss = loss if self._step_loss is None else self._step_loss + loss
 
     def take_step_loss(self) -> torch.Tensor:
@@ -44,18 +54,13 @@ class Meter:
         assert loss is not None, "a step ended without a forward pass"
         return loss
 
-    def end_step(self, loss: float) -> None:
-        """Count a step that was applied."""
-        self._loss_sum += loss
-        self._loss_steps += 1
-        self._count_tokens()
-
-    def skip_step(self) -> None:
-        """Count a step that was read but not applied; its loss does not count."""
-        self.skipped_steps += 1
-        self._count_tokens()
-
-    def _count_tokens(self) -> None:
+    def end_step(self, loss: float | None) -> None:
+        """Count a step and its loss; None for a step that was read but not applied."""
+        if loss is None:
+            self.skipped_steps += 1
+        else:
+            self.loss_sum += loss
+            self.loss_steps += 1
         self.tokens += self.tokens_per_step
         self._window_tokens += self.tokens_per_step
 
@@ -66,17 +71,15 @@ class Meter:
         yield
         self._window_started += time.perf_counter() - before
 
-    def line(
-        self, step: int, *, learning_rate: float, grad_norm: float, average: Callable[[float], float]
-    ) -> dict[str, Any]:
-        """The line for this step; the next one begins here. `average` takes the mean over devices.
+    def line(self, step: int, *, learning_rate: float, grad_norm: float) -> dict[str, Any]:
+        """The line for this step; the next one begins here.
 
-        The loss is that of the last line where every step since was skipped.
+        The loss is the mean over devices; that of the last line where every step since was skipped.
         """
-        if self._loss_steps:
-            self.last_loss = average(self._loss_sum / self._loss_steps)
+        if self.loss_steps:
+            self.last_loss = mean_over_devices(self.loss_sum / self.loss_steps)
         speed = self._window_tokens / max(time.perf_counter() - self._window_started, 1e-9)
-        self._loss_sum, self._loss_steps = 0.0, 0
+        self.loss_sum, self.loss_steps = 0.0, 0
         self._window_tokens, self._window_started = 0, time.perf_counter()
         return {
             "step": step,
@@ -90,17 +93,10 @@ class Meter:
 
     def state_dict(self) -> dict[str, Any]:
         """Everything to continue from, as plain data."""
-        return {
-            "tokens": self.tokens,
-            "seconds": self.seconds,
-            "skipped_steps": self.skipped_steps,
-            "last_loss": self.last_loss,
-            "loss_sum": self._loss_sum,
-            "loss_steps": self._loss_steps,
-        }
+        return {"seconds": self.seconds} | {name: getattr(self, name) for name in _SUMS}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from what `state_dict` gave."""
-        self.tokens, self._earlier_seconds, self.last_loss = state["tokens"], state["seconds"], state["last_loss"]
-        self._loss_sum, self._loss_steps = state["loss_sum"], state["loss_steps"]
-        self.skipped_steps = state["skipped_steps"]
+        """Continue from a state that `state_dict` gave."""
+        self._earlier_seconds = state["seconds"]
+        for name in _SUMS:
+            setattr(self, name, state[name])

@@ -1,19 +1,13 @@
 """The order in which training reads its blocks: known for every step, before and after a stop."""
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-
-class Blocks(Protocol):
-    """Blocks of text by number."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int, /) -> dict[str, torch.Tensor]: ...
+from multilin.data.packing import Blocks
+from multilin.data.task_text import TaskBlocks
 
 
 class BlockOrder(Dataset[dict[str, torch.Tensor]]):
@@ -23,7 +17,7 @@ class BlockOrder(Dataset[dict[str, torch.Tensor]]):
     the exact batch by skipping positions. A batch may reach from one pass into the next; none is ever short.
     """
 
-    def __init__(self, blocks: Blocks, *, seed: int, length: int, fields: Sequence[str]) -> None:
+    def __init__(self, blocks: Blocks | TaskBlocks, *, seed: int, length: int, fields: Sequence[str]) -> None:
         self.blocks, self.seed, self.length, self.fields = blocks, seed, length, fields
         self._passes: dict[int, np.ndarray] = {}
 
@@ -48,8 +42,3 @@ class BlockOrder(Dataset[dict[str, torch.Tensor]]):
         blocks = [self.block_index(position) for position in range(start, end)]
         shown = ", ".join(map(str, blocks[:8])) + (", ..." if len(blocks) > 8 else "")
         return f"{'block' if len(blocks) == 1 else 'blocks'} {shown} of the training text"
-
-
-def stack_blocks(blocks: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """One batch: every field of the blocks, stacked."""
-    return {name: torch.stack([block[name] for block in blocks]) for name in blocks[0]}

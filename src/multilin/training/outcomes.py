@@ -1,7 +1,10 @@
-"""How a run ends: with a result, by a signal, or by a failure that one sentence explains."""
+"""The ends of a run: a result, a signal, or a failure that one sentence explains."""
 
 import dataclasses
+import signal
+import threading
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 
@@ -41,9 +44,38 @@ class TrainingInterrupted(Exception):
     """A signal ended the run after a checkpoint; the message says how to resume.
 
     Attributes:
-        exit_code: what a shell expects of a program that this signal ended: 130 for SIGINT, 143 for SIGTERM.
+        exit_code: the status of a program that this signal ended, as shells expect it: 130 for SIGINT, 143 for SIGTERM.
     """
 
     def __init__(self, message: str, signal_number: int) -> None:
         super().__init__(message)
         self.exit_code = 128 + signal_number
+
+
+class StopRequest:
+    """Asks a run to end: in this context SIGINT and SIGTERM are noted in `signal_number` and do not end the program.
+
+    A second signal acts as usual, for someone who cannot wait for the step and its checkpoint. Python delivers
+    signals to the main thread alone; elsewhere nothing is changed.
+    """
+
+    def __init__(self) -> None:
+        self.signal_number: int | None = None
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> "StopRequest":
+        if threading.current_thread() is threading.main_thread():
+            self._before = {number: signal.signal(number, self._note) for number in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._restore()
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.signal_number = number
+        self._restore()
+
+    def _restore(self) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before = {}

@@ -1,10 +1,10 @@
-"""How a training run reports what it does: to an object, so that the library never prints."""
+"""The object that a training run reports its progress to, so that the library never prints."""
 
 from typing import Any
 
 
 class TrainingProgress:
-    """Receives the progress of a run and ignores it; a subclass overrides what it wants to show.
+    """Receives the progress of a run and ignores it; a subclass overrides the methods it needs.
 
     Only the main process of a run reports.
     """

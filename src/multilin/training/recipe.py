@@ -10,34 +10,18 @@ from collections.abc import Mapping
 from dataclasses import field
 from importlib import resources
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
+from multilin.data.settings import DataRecipe, TokenizerRecipe
 from multilin.errors import InputError, nearest, shorten, shown
 from multilin.files import write_whole
-from multilin.settings import load_settings, settings
-from multilin.settings.bounds import (
-    Batch,
-    BlockLength,
-    Depth,
-    Fraction,
-    LayerList,
-    Part,
-    Passes,
-    PathText,
-    Rate,
-    Section,
-    Seed,
-    StepCount,
-    Steps,
-    Strength,
-    Tokens,
-    Vocabulary,
-    Width,
-)
+from multilin.settings import bounds, load_settings, settings
+from multilin.settings.bounds import Fraction
 from multilin.settings.inputs import read_yaml, to_yaml
 
 RECIPE_FILE = "recipe.yaml"
 DEFAULT_VOCAB_SIZE = 4096
+SectionT = TypeVar("SectionT")
 
 
 @settings
@@ -45,39 +29,18 @@ class ModelRecipe:
     """The network."""
 
     architecture: str = "additive"  # a registered architecture, or the baselines gpt2 and llama
-    hidden_size: Width = 256  # width of the vectors between the layers
-    num_layers: Depth | None = None  # layers; 6 where none are listed
-    n_positions: BlockLength = 256  # context length: tokens in one training block
-    options: Section = field(default_factory=dict)  # options of the architecture
-    layers: LayerList | None = None  # hybrids: each layer's architecture and options, first to last
-    config: Section = field(default_factory=dict)  # fields of the model's config that replace the preset's
+    hidden_size: bounds.Width = 256  # width of the vectors between the layers
+    num_layers: bounds.Depth | None = None  # layers; 6 where none are listed
+    n_positions: bounds.BlockLength = 256  # context length: tokens in one training block
+    options: bounds.Section = field(default_factory=dict)  # options of the architecture
+    layers: bounds.LayerList | None = None  # hybrids: each layer's architecture and options, first to last
+    config: bounds.Section = field(default_factory=dict)  # fields of the model's config that replace the preset's
 
     @property
     def kind(self) -> str:
         """The architecture, or those of a hybrid's layers."""
-        return " + ".join(
-            dict.fromkeys(str(layer.get("architecture")) for layer in self.layers or []) or [self.architecture]
-        )
-
-
-@settings
-class DataRecipe:
-    """The text."""
-
-    source: PathText = "python-docs"  # a built-in corpus, file, folder, glob, hub dataset, or a task such as task:mqar
-    validation: PathText | None = None  # a second source to validate on; without one, documents of the source are taken
-    validation_fraction: Part = 0.05  # share of the documents split off for validation
-    text_field: str = "text"  # the field or column of .jsonl, .csv and .parquet files that holds the text
-    encoding_errors: Literal["strict", "replace"] = "strict"  # bytes that are not UTF-8: refuse, or replace by U+FFFD
-
-
-@settings
-class TokenizerRecipe:
-    """The tokenizer, trained on the text or loaded."""
-
-    kind: Literal["bpe", "unigram", "byte"] = "bpe"  # how text becomes tokens
-    vocab_size: Vocabulary | None = None  # entries of a trained vocabulary, 4096 by default; byte has 258 and no choice
-    path: PathText | None = None  # load this tokenizer (a folder or tokenizer.json) instead of training one
+        listed = dict.fromkeys(str(layer.get("architecture")) for layer in self.layers or [])
+        return " + ".join(listed or [self.architecture])
 
 
 @settings
@@ -85,12 +48,12 @@ class OptimizerRecipe:
     """The optimizer; what is not given is the default of the architecture, or of another optimizer that is named."""
 
     name: Literal["adamw", "normalized_sgd", "matrix_moment"] | None = None  # optimizer
-    learning_rate: Rate | None = None  # peak learning rate, reached after the warm-up
+    learning_rate: bounds.Rate | None = None  # peak learning rate, reached after the warm-up
     betas: tuple[Fraction, Fraction] | None = None  # adamw: decay rates of its two running means
     row_average: Fraction | None = None  # normalized_sgd: weight of the past in the average of an embedding's row
     row_order: Literal["normalize_then_average", "average_then_normalize"] | None = None  # normalized_sgd: for rows
-    weight_decay: Strength | None = None  # decoupled decay of weight matrices (not of biases, norms, embeddings)
-    clip_norm: Strength | None = None  # largest norm of the gradient; 0 does not clip
+    weight_decay: bounds.Strength | None = None  # decoupled decay of weight matrices (not of biases, norms, embeddings)
+    clip_norm: bounds.Strength | None = None  # largest norm of the gradient; 0 does not clip
     nonfinite: Literal["stop", "skip"] = "stop"  # loss or gradient not finite: end the run, or skip the step
 
 
@@ -99,20 +62,20 @@ class ScheduleRecipe:
     """The learning rate over time; what is not given is the default of the architecture."""
 
     name: Literal["linear", "cosine", "constant", "tail", "inverse_sqrt"] | None = None  # course after the warm-up
-    warmup_steps: StepCount | None = None  # steps in which the learning rate rises to its peak
-    tail: Rate | None = None  # tail: the last 1/tail of the run falls to 0, 5 by default
-    constant_steps: Steps | None = None  # inverse_sqrt: steps at the peak before it falls, 100 by default
+    warmup_steps: bounds.StepCount | None = None  # steps in which the learning rate rises to its peak
+    tail: bounds.Rate | None = None  # tail: the last 1/tail of the run falls to 0, 5 by default
+    constant_steps: bounds.Steps | None = None  # inverse_sqrt: steps at the peak before it falls, 100 by default
 
 
 @settings
 class TrainingRecipe:
     """The run."""
 
-    max_steps: Steps = 1000  # optimizer steps
-    batch_size: Batch = 16  # blocks per device and forward pass
-    gradient_accumulation: Passes = 1  # forward passes summed into one step
+    max_steps: bounds.Steps = 1000  # optimizer steps
+    batch_size: bounds.Batch = 16  # blocks per device and forward pass
+    gradient_accumulation: bounds.Passes = 1  # forward passes summed into one step
     label_smoothing: Fraction | None = None  # probability spread over the whole vocabulary, in training only
-    seed: Seed = 0  # seed of initial weights, data order and dropout
+    seed: bounds.Seed = 0  # seed of initial weights, data order and dropout
     precision: Literal["auto", "float32", "bf16", "int8"] = "auto"  # auto: bf16 where the hardware computes in it
     int8_backward: bool = True  # with precision int8, the gradient's products are int8 too, rounded at random
     normalize_gradients: bool = False  # bring each layer's incoming gradient to unit size, for half precision
@@ -121,11 +84,11 @@ class TrainingRecipe:
     communication: Literal["float", "int8"] = "float"  # how gradients travel between devices; int8 in blocks of 128
     gradient_checkpointing: bool = False  # recompute activations in the backward pass: less memory, more time
     compile: bool = False  # torch.compile the model
-    eval_every_steps: StepCount = 100  # steps between validations; 0 validates after the last step only
-    eval_max_tokens: Tokens | None = 100_000  # validation tokens read each time; null reads all
-    save_every_steps: StepCount = 200  # steps between checkpoints; 0 saves after the last step only
-    keep_checkpoints: Steps = 2  # newest checkpoints kept
-    log_every_steps: Steps = 10  # steps between lines of metrics.jsonl
+    eval_every_steps: bounds.StepCount = 100  # steps between validations; 0 validates after the last step only
+    eval_max_tokens: bounds.Tokens | None = 100_000  # validation tokens read each time; null reads all
+    save_every_steps: bounds.StepCount = 200  # steps between checkpoints; 0 saves after the last step only
+    keep_checkpoints: bounds.Steps = 2  # newest checkpoints kept
+    log_every_steps: bounds.Steps = 10  # steps between lines of metrics.jsonl
     tensorboard: bool = False  # also write TensorBoard event files into the run folder
 
 
@@ -139,7 +102,7 @@ class Recipe:
     optimizer: OptimizerRecipe = field(default_factory=OptimizerRecipe)  # the optimizer
     schedule: ScheduleRecipe = field(default_factory=ScheduleRecipe)  # the learning rate over time
     training: TrainingRecipe = field(default_factory=TrainingRecipe)  # the run
-    output: PathText = "runs/default"  # folder the run is written to
+    output: bounds.PathText = "runs/default"  # folder the run is written to
 
 
 # What only reports on a run, or says where it lies, may change when it is resumed.
@@ -164,6 +127,12 @@ Changes = Annotated[dict[str, Any], Recipe]
 """Dotted fields of a recipe to their new values, as the command line takes them."""
 
 
+def fill(section: SectionT, **defaults: Any) -> SectionT:
+    """The same section of a recipe, with these values where it has none."""
+    missing = {name: value for name, value in defaults.items() if getattr(section, name) is None}
+    return dataclasses.replace(section, **missing)  # type: ignore[type-var]
+
+
 def load_recipe(name_or_path: str | Path | None = None, overrides: Mapping[str, Any] | None = None) -> Recipe:
     """Read a recipe and change single values of it.
 
@@ -177,13 +146,18 @@ def load_recipe(name_or_path: str | Path | None = None, overrides: Mapping[str, 
     """
     path = None if name_or_path is None else _find(name_or_path)
     values = {} if path is None else _read(path)
-    is_run = path is not None and path == Path(str(name_or_path), RECIPE_FILE)
-    if is_run and "output" not in values:
-        raise InputError(f"recipe: {path} is cut short: it has no output, which a run writes last")
-    for dotted, value in (overrides or {}).items():
-        _set(values, dotted, value)
-    if is_run and "output" not in (overrides or {}):
+    if path is not None and path == Path(str(name_or_path), RECIPE_FILE):
+        if "output" not in values:
+            raise InputError(f"recipe: {path} is cut short: it has no output, which a run writes last")
         values["output"] = str(name_or_path)  # the folder may have been moved since the run wrote it down
+    for dotted, value in (overrides or {}).items():
+        *sections, name = dotted.split(".")
+        inner = values
+        for section in sections:
+            held = inner.get(section)
+            inner[section] = dict(held) if isinstance(held, dict) else {}
+            inner = inner[section]
+        inner[name] = value
     return load_settings(Recipe, values)
 
 
@@ -230,12 +204,3 @@ def _read(path: Path) -> dict[str, Any]:
             f"recipe: {shorten(str(path))} should hold sections such as `model:` and `training:`, not {shown(values)}"
         )
     return values or {}
-
-
-def _set(values: dict[str, Any], dotted: str, value: Any) -> None:
-    *sections, name = dotted.split(".")
-    for section in sections:
-        inner = values.get(section)
-        values[section] = dict(inner) if isinstance(inner, dict) else {}
-        values = values[section]
-    values[name] = value

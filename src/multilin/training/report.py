@@ -1,7 +1,8 @@
-"""What a finished run shows: the plot of its loss and its model card."""
+"""The plots and the model card of a finished run."""
 
+import contextlib
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,22 @@ from multilin.training.recipe import Recipe
 _TRAINING, _VALIDATION, _INK, _GRID = "#4c78a8", "#d1495b", "#333333", "#e6e6e6"
 
 
+@contextlib.contextmanager
+def _plot(path: Path, height: float, ylabel: str) -> Iterator[Any]:
+    """Axes over the tokens read, to draw on; written to a PNG when the block ends."""
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import EngFormatter
+
+    figure = Figure(figsize=(7.2, height), dpi=150, layout="constrained")
+    axes = figure.add_subplot(xlabel="training tokens", ylabel=ylabel)
+    yield axes
+    axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.tick_params(colors=_INK)
+    with atomic_file(path) as partial:
+        figure.savefig(partial, format="png")
+
+
 def draw_loss(lines: Sequence[dict[str, Any]], path: Path) -> None:
     """Plot the loss in nats per token over the tokens read: training as a line, validation as points.
 
@@ -21,33 +38,23 @@ def draw_loss(lines: Sequence[dict[str, Any]], path: Path) -> None:
         lines: of metrics.jsonl.
         path: the PNG to write.
     """
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import EngFormatter
+    with _plot(path, 4.2, "loss (nats per token)") as axes:
+        axes.plot(*_course(lines, "loss"), color=_TRAINING, label="training")
+        if validated := [line for line in lines if "validation_loss" in line]:
+            tokens, losses = _course(validated, "validation_loss")
+            axes.plot(tokens, losses, color=_VALIDATION, marker="o", markersize=4, label="validation")
+            axes.annotate(
+                _last_figure(validated[-1]), (tokens[-1], losses[-1]), xytext=(-4, 14), textcoords="offset points",
+                ha="right", color=_VALIDATION,
+            )  # fmt: skip
+        axes.grid(color=_GRID, linewidth=0.8)
+        axes.set_axisbelow(True)
+        axes.legend(frameon=False)
 
-    figure = Figure(figsize=(7.2, 4.2), dpi=150, layout="constrained")
-    axes = figure.add_subplot()
-    axes.plot([line["tokens"] for line in lines], [line["loss"] for line in lines], color=_TRAINING, label="training")
-    validated = [line for line in lines if "validation_loss" in line]
-    if validated:
-        tokens, losses = [line["tokens"] for line in validated], [line["validation_loss"] for line in validated]
-        axes.plot(tokens, losses, color=_VALIDATION, marker="o", markersize=4, label="validation")
-        axes.annotate(
-            _last_figure(validated[-1]),
-            (tokens[-1], losses[-1]),
-            xytext=(-4, 14),
-            textcoords="offset points",
-            ha="right",
-            color=_VALIDATION,
-        )
-    axes.set(xlabel="training tokens", ylabel="loss (nats per token)")
-    axes.xaxis.set_major_formatter(EngFormatter(sep=""))
-    axes.grid(color=_GRID, linewidth=0.8)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.tick_params(colors=_INK)
-    axes.legend(frameon=False)
-    with atomic_file(path) as partial:
-        figure.savefig(partial, format="png")
+
+def _course(lines: Sequence[dict[str, Any]], name: str) -> tuple[list[int], list[float]]:
+    """The tokens and the figure of this name of each line."""
+    return [line["tokens"] for line in lines], [line[name] for line in lines]
 
 
 def _last_figure(line: Mapping[str, Any]) -> str:
@@ -64,43 +71,32 @@ def draw_bits_per_byte(lines: Sequence[dict[str, Any]], references: Mapping[str,
         references: name to bits per byte on the same text.
         path: the PNG to write.
     """
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import EngFormatter
-
-    validated = [line for line in lines if "validation_bits_per_byte" in line]
-    tokens = [line["tokens"] for line in validated]
-    bits = [line["validation_bits_per_byte"] for line in validated]
-    figure = Figure(figsize=(7.2, 3.8), dpi=150, layout="constrained")
-    axes = figure.add_subplot()
-    for name, level in references.items():
-        axes.axhline(level, color=_INK, linewidth=0.8, linestyle=(0, (4, 4)))
+    name = "validation_bits_per_byte"
+    tokens, bits = _course([line for line in lines if name in line], name)
+    with _plot(path, 3.8, "bits per byte of validation text") as axes:
+        for reference, level in references.items():
+            axes.axhline(level, color=_INK, linewidth=0.8, linestyle=(0, (4, 4)))
+            axes.annotate(
+                f"{reference} {level:.2f}", (1, level), xycoords=("axes fraction", "data"), xytext=(-2, 3),
+                textcoords="offset points", ha="right", color=_INK, fontsize=9,
+            )  # fmt: skip
+        axes.plot(tokens, bits, color=_VALIDATION, marker="o", markersize=4, linewidth=2)
         axes.annotate(
-            f"{name} {level:.2f}", (1, level), xycoords=("axes fraction", "data"), xytext=(-2, 3),
-            textcoords="offset points", ha="right", color=_INK, fontsize=9,
+            f"this model {bits[-1]:.2f}, after {lines[-1]['seconds']:,.0f} s", (tokens[-1], bits[-1]), xytext=(0, -14),
+            textcoords="offset points", ha="right", color=_VALIDATION, fontweight="bold",
         )  # fmt: skip
-    axes.plot(tokens, bits, color=_VALIDATION, marker="o", markersize=4, linewidth=2)
-    axes.annotate(
-        f"this model {bits[-1]:.2f}, after {lines[-1]['seconds']:,.0f} s", (tokens[-1], bits[-1]), xytext=(0, -14),
-        textcoords="offset points", ha="right", color=_VALIDATION, fontweight="bold",
-    )  # fmt: skip
-    axes.set(xlabel="training tokens", ylabel="bits per byte of validation text")
-    axes.set_ylim(min(*bits, *references.values()) - 0.25)
-    axes.xaxis.set_major_formatter(EngFormatter(sep=""))
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.tick_params(colors=_INK)
-    with atomic_file(path) as partial:
-        figure.savefig(partial, format="png")
+        axes.set_ylim(min(*bits, *references.values()) - 0.25)
 
 
 def write_card(recipe: Recipe, result: RunResult, path: Path) -> None:
     """Write the model card: what the model is, what it was trained on, how well it does, how to load it."""
-    front = {
-        "library_name": "transformers",
-        "pipeline_tag": "text-generation",
-        "tags": ["multilin", *recipe.model.kind.split(" + ")],
-    }
+    tags = ["multilin", *recipe.model.kind.split(" + ")]
+    front = {"library_name": "transformers", "pipeline_tag": "text-generation", "tags": tags}
     parameters = sum(parameter.numel() for parameter in result.model.parameters())
-    model, plan = recipe.model, recipe.training
+    model = recipe.model
+    score = ("bits per byte", f"{result.validation_bits_per_byte:.3f}")
+    if result.validation_accuracy is not None:
+        score = ("accuracy", f"{100 * result.validation_accuracy:.1f} %")
     figures = {
         "Architecture": f"`{model.kind}`, {plural(model.num_layers or 0, 'layer')}, width {model.hidden_size}",
         "Parameters": f"{parameters:,}",
@@ -108,25 +104,18 @@ def write_card(recipe: Recipe, result: RunResult, path: Path) -> None:
         "Tokenizer": f"{recipe.tokenizer.path or recipe.tokenizer.kind}, {len(result.tokenizer):,} entries",
         "Text": f"`{recipe.data.source}`",
         "Training": f"{plural(result.steps, 'step')}, {plural(result.tokens, 'token')}, {result.seconds:,.0f} s, "
-        f"{plan.precision}",
+        f"{recipe.training.precision}",
         "Training loss": f"{result.loss:.3f} nats per token",
         "Validation loss": f"{result.validation_loss:.3f} nats per token",
-        **_score(result),
+        f"Validation {score[0]}": score[1],
     }
-    table = "\n".join(f"| {name} | {value} |" for name, value in figures.items())
-    text = _CARD.format(
+    card = _CARD.format(
         front=to_yaml(front).strip(),
         title=f"{model.kind} on {recipe.data.source}",
-        table=table,
+        table="\n".join(f"| {name} | {value} |" for name, value in figures.items()),
         recipe=to_yaml(dataclasses.asdict(recipe)).strip(),
     )
-    write_whole(path, text)
-
-
-def _score(result: RunResult) -> dict[str, str]:
-    if result.validation_accuracy is not None:
-        return {"Validation accuracy": f"{100 * result.validation_accuracy:.1f} %"}
-    return {"Validation bits per byte": f"{result.validation_bits_per_byte:.3f}"}
+    write_whole(path, card)
 
 
 _CARD = """\

@@ -1,4 +1,4 @@
-"""What a recipe leaves open, filled in with the defaults of the architecture and of this machine."""
+"""Fields that a recipe leaves open are filled in with the defaults of the architecture and of this machine."""
 
 import dataclasses
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 from multilin.model.factory import DEFAULT_NUM_LAYERS, training_defaults
 from multilin.training.optimizers.build import resolve_optimizer
 from multilin.training.precision import resolve_precision
-from multilin.training.recipe import DEFAULT_VOCAB_SIZE, Recipe
+from multilin.training.recipe import DEFAULT_VOCAB_SIZE, Recipe, fill
 from multilin.training.schedules import resolve_schedule
 
 
@@ -17,22 +17,15 @@ def resolve_recipe(recipe: Recipe) -> Recipe:
         InputError: an unknown architecture, or a value that the chosen optimizer or schedule does not use.
     """
     defaults = training_defaults(recipe.model.architecture)
-    training = dataclasses.replace(
-        _fill(recipe.training, label_smoothing=defaults.label_smoothing),
-        precision=resolve_precision(recipe.training.precision),
-    )
-    optimizer = resolve_optimizer(recipe.optimizer, defaults)
-    schedule = resolve_schedule(recipe.schedule, defaults)
-    tokenizer = recipe.tokenizer
-    if tokenizer.kind != "byte" and tokenizer.path is None:
-        tokenizer = _fill(tokenizer, vocab_size=DEFAULT_VOCAB_SIZE)
-    layers = recipe.model.layers
-    model = _fill(recipe.model, num_layers=DEFAULT_NUM_LAYERS if layers is None else len(layers))
+    precision: Any = resolve_precision(recipe.training.precision)
+    training = dataclasses.replace(recipe.training, precision=precision)
+    layers, tokenizer = recipe.model.layers, recipe.tokenizer
+    is_trained = tokenizer.kind != "byte" and tokenizer.path is None
     return dataclasses.replace(
-        recipe, model=model, tokenizer=tokenizer, training=training, optimizer=optimizer, schedule=schedule
+        recipe,
+        model=fill(recipe.model, num_layers=DEFAULT_NUM_LAYERS if layers is None else len(layers)),
+        tokenizer=fill(tokenizer, vocab_size=DEFAULT_VOCAB_SIZE) if is_trained else tokenizer,
+        training=fill(training, label_smoothing=defaults.label_smoothing),
+        optimizer=resolve_optimizer(recipe.optimizer, defaults),
+        schedule=resolve_schedule(recipe.schedule, defaults),
     )
-
-
-def _fill(section: Any, **defaults: Any) -> Any:
-    missing = {name: value for name, value in defaults.items() if getattr(section, name) is None}
-    return dataclasses.replace(section, **missing)

@@ -24,33 +24,17 @@ from multilin.data.prepare import PreparedText
 from multilin.data.task_text import TaskText
 from multilin.errors import InputError
 from multilin.files import atomic_files, check_folder, check_writable, remove_partials, write_whole
-from multilin.training.checkpoints import (
-    check_trainer_state,
-    checkpoints,
-    find_damage,
-    loading,
-    read_json,
-    write_json,
-)
+from multilin.training import checkpoints
 from multilin.training.recipe import RECIPE_FILE, Recipe, first_difference, load_recipe, save_recipe
 
 RUN_FILE = "run.json"  # in a checkpoint: text, metrics and number of processes when it was written
 METRICS = ("step", "tokens", "seconds", "loss", "tokens_per_second")  # in every line of metrics.jsonl
 
-# What a run writes at the top of its folder, and so what --overwrite removes; other files are left alone.
+# Files that a run writes at the top of its folder, and that --overwrite removes; others are left alone.
 _WRITTEN = (
-    *(
-        "data.json",
-        "metrics.jsonl",
-        "loss.png",
-        "demo.png",
-        "README.md",
-        "config.json",
-        "generation_config.json",
-        "model*.safetensors",
-    ),
-    *("model.safetensors.index.json", "tokenizer*", "special_tokens_map.json", "tensorboard"),
-)
+    "data.json", "metrics.jsonl", "loss.png", "demo.png", "README.md", "config.json", "generation_config.json",
+    "model*.safetensors", "model.safetensors.index.json", "tokenizer*", "special_tokens_map.json", "tensorboard",
+)  # fmt: skip
 
 
 class RunFolder:
@@ -82,9 +66,7 @@ class RunFolder:
         if resume and overwrite:
             raise InputError("resume and overwrite exclude each other: continue the run, or replace it")
         if recipe.training.tensorboard and importlib.util.find_spec("tensorboard") is None:
-            raise InputError(
-                "training.tensorboard: TensorBoard is not installed; `pip install 'multilin[tensorboard]'`"
-            )
+            raise InputError("training.tensorboard: TensorBoard is not installed; pip install 'multilin[tensorboard]'")
         check_folder("output", self.path)
         if (self.path / RUN_FILE).exists():
             raise InputError(f"output: {self.path} is a checkpoint of a run; give the folder of the run, or a new one")
@@ -100,13 +82,13 @@ class RunFolder:
         return None
 
     def begin(self, recipe: Recipe, text: PreparedText | TaskText, checkpoint: Path | None) -> None:
-        """Make the folder ready: what an earlier run left is removed, unless this one goes on from its checkpoint.
+        """Make the folder ready: the files of an earlier run are removed, unless this one goes on from its checkpoint.
 
         Raises:
             InputError: the text is not the one the resumed run was trained on.
             OSError: the folder cannot be written.
         """
-        data = _describe(text)
+        data = {"content": text.identity, "train": text.train.describe(), "validation": text.validation.describe()}
         before = None if checkpoint is None else _read_record(checkpoint)
         if before is not None and before["data"] != data:
             raise InputError(
@@ -115,7 +97,8 @@ class RunFolder:
             )
         remove_partials(self.path)
         if before is None:
-            self._clear()
+            for path in [*self._written(), *self.checkpoints.glob("checkpoint-*")]:
+                shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
         # First, because this file makes the folder a run, which can be resumed or replaced.
         save_recipe(recipe, self.recipe)
         write_whole(self.data, json.dumps(data, indent=1))
@@ -127,18 +110,18 @@ class RunFolder:
         self._record = {"data": data, "metrics": lines}
 
     def write_record(self, checkpoint: Path, num_processes: int) -> None:
-        """Write what a checkpoint keeps of the run beside the weights: recipe, tokenizer, text, metrics."""
+        """Write the files of a checkpoint that describe the run: recipe, tokenizer, text, metrics."""
         recipe, tokenizer = self._begun
         save_recipe(recipe, checkpoint / RECIPE_FILE)
         tokenizer.save_pretrained(checkpoint)
-        write_json(checkpoint / RUN_FILE, {**self._record, "num_processes": num_processes})
+        checkpoints.write_json(checkpoint / RUN_FILE, {**self._record, "num_processes": num_processes})
 
     def last_checkpoint(self) -> Path | None:
         """The newest checkpoint."""
-        return next(reversed(checkpoints(self.checkpoints)), None)
+        return next(reversed(checkpoints.checkpoints(self.checkpoints)), None)
 
     def metrics_writers(self, *, tensorboard: bool) -> list[Callable[[dict[str, Any]], None]]:
-        """What stores each line of metrics: metrics.jsonl, and TensorBoard's event files if asked for."""
+        """Functions that store a line of metrics: in metrics.jsonl, and in TensorBoard's event files if asked for."""
         if not tensorboard:
             return [self.append_metrics]
         from torch.utils.tensorboard import SummaryWriter
@@ -183,7 +166,7 @@ class RunFolder:
         if checkpoint is None:
             before = load_recipe(self.recipe)
         else:
-            check_trainer_state(checkpoint)
+            checkpoints.check_trainer_state(checkpoint)
             record = _read_record(checkpoint)
             before = load_recipe(checkpoint)
             if record["num_processes"] != num_processes:
@@ -191,8 +174,7 @@ class RunFolder:
                     f"processes: {num_processes} given, but {record['num_processes']} trained the run in {self.path}; "
                     "resume it with as many"
                 )
-        difference = first_difference(before, recipe)
-        if difference is not None:
+        if difference := first_difference(before, recipe):
             name, old, new = difference
             raise InputError(
                 f"{name}: {new!r} given, but the run in {self.path} was started with {old!r}; resume it with the same "
@@ -203,9 +185,8 @@ class RunFolder:
     def _whole_checkpoint(self) -> Path | None:
         """The newest checkpoint whose files are as they were written; None if there is no checkpoint."""
         damaged: list[str] = []
-        for checkpoint in reversed(checkpoints(self.checkpoints)):
-            damage = find_damage(checkpoint)
-            if damage is None:
+        for checkpoint in reversed(checkpoints.checkpoints(self.checkpoints)):
+            if (damage := checkpoints.find_damage(checkpoint)) is None:
                 if damaged:
                     warnings.warn(f"{'; '.join(damaged)}; the run goes on from {checkpoint.name} instead", stacklevel=4)
                 return checkpoint
@@ -222,10 +203,6 @@ class RunFolder:
         entries = sorted(self.path.iterdir()) if self.path.is_dir() else []
         return [path for path in entries if any(path.match(pattern) for pattern in _WRITTEN)]
 
-    def _clear(self) -> None:
-        for path in [*self._written(), *self.checkpoints.glob("checkpoint-*")]:
-            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
-
 
 def _parse_line(text: bytes, where: str) -> dict[str, Any]:
     try:
@@ -240,18 +217,14 @@ def _parse_line(text: bytes, where: str) -> dict[str, Any]:
 
 
 def _read_record(checkpoint: Path) -> dict[str, Any]:
-    """What `RunFolder.write_record` wrote to run.json.
+    """The record that `RunFolder.write_record` wrote to run.json.
 
     Raises:
         InputError: it is damaged.
     """
     path = checkpoint / RUN_FILE
-    with loading(path):
-        record = read_json(path)
+    with checkpoints.loading(path):
+        record = checkpoints.read_json(path)
         for number, line in enumerate(record["metrics"], 1):
             _parse_line(json.dumps(line).encode(), f"{path}: line {number} of metrics")
         return {name: record[name] for name in ("data", "metrics", "num_processes")}
-
-
-def _describe(text: PreparedText | TaskText) -> dict[str, Any]:
-    return {"content": text.identity, "train": text.train.describe(), "validation": text.validation.describe()}

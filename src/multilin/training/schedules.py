@@ -11,16 +11,14 @@ In step i = 0, 1, ... of N, the warm-up of w steps and the course after it multi
     inverse_sqrt  min(1, sqrt(constant_steps / (i + 1)))                                        (ELiTA)
 """
 
-import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
 from multilin.architectures.base import TrainingDefaults
 from multilin.errors import InputError
-from multilin.training.recipe import ScheduleRecipe
+from multilin.training.recipe import ScheduleRecipe, fill
 
 SCHEDULES: dict[str, dict[str, float]] = {
     "linear": {},
@@ -45,8 +43,7 @@ def resolve_schedule(recipe: ScheduleRecipe, defaults: TrainingDefaults) -> Sche
             raise InputError(
                 f"schedule.{field}: {given!r} given, but only the schedule {user} uses it, and schedule.name is {name}"
             )
-    values: dict[str, Any] = {"name": name, "warmup_steps": defaults.warmup_steps, **SCHEDULES[name]}
-    return dataclasses.replace(recipe, **{key: value for key, value in values.items() if getattr(recipe, key) is None})
+    return fill(recipe, name=name, warmup_steps=defaults.warmup_steps, **SCHEDULES[name])
 
 
 def rate_factor(recipe: ScheduleRecipe, max_steps: int) -> Callable[[int], float]:

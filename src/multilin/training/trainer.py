@@ -3,36 +3,25 @@
 import contextlib
 import math
 import signal
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from accelerate import PartialState
 from accelerate.utils import broadcast
-from transformers import PreTrainedModel, TrainerCallback, set_seed
+from transformers import TrainerCallback, set_seed
 
-from multilin.data.prepare import PreparedText
-from multilin.data.task_text import TaskText
 from multilin.errors import InputError
-from multilin.scoring.answers import score_answers
-from multilin.scoring.losses import evaluate
-from multilin.training.assemble import build_model, check_model, read_data, training_arguments, training_order
-from multilin.training.callbacks import StepCallback
+from multilin.training.assemble import build_model, check_model, read_data
 from multilin.training.checkpoints import WRITE_ERRORS, checkpoint_folder, checkpoint_step
-from multilin.training.communication import compress_gradients
 from multilin.training.host_master import check_host_master
 from multilin.training.lock import locked_folder
-from multilin.training.metrics import Meter
-from multilin.training.outcomes import RunResult, TrainingFailed, TrainingInterrupted
-from multilin.training.precision import autocast_dtype
+from multilin.training.outcomes import RunResult, StopRequest, TrainingFailed, TrainingInterrupted
 from multilin.training.progress import TrainingProgress
 from multilin.training.recipe import Recipe
 from multilin.training.report import draw_loss, write_card
 from multilin.training.resolve import resolve_recipe
 from multilin.training.run_folder import RunFolder
-from multilin.training.signals import StopRequest
 from multilin.training.transformers_trainer import RunTrainer
 
 
@@ -79,13 +68,18 @@ def train(
                 folder.begin(recipe, text, checkpoint)
             devices.wait_for_everyone()
             with StopRequest() as stop_request:
-                trainer = _build_trainer(recipe, model, text, folder, stop_request, progress, devices)
+                trainer = RunTrainer(model, recipe, text, folder, progress, stop_request)
                 for callback in callbacks:
                     trainer.add_callback(callback)
                 _run(trainer, checkpoint, progress, resume=resume)
-            if trainer.state.global_step < recipe.training.max_steps:
-                raise _interrupted(trainer, folder, stop_request)
-            return _finish(recipe, trainer, folder, text)
+            if (step := trainer.state.global_step) < (last := recipe.training.max_steps):
+                raise TrainingInterrupted(
+                    f"stopped after step {step} of {last}; its checkpoint is saved, and "
+                    f"`multilin train {folder.path} --resume` continues there",
+                    # On several devices the signal may have reached another process only.
+                    stop_request.signal_number or signal.SIGTERM,
+                )
+            return _finish(trainer)
 
 
 @contextlib.contextmanager
@@ -97,69 +91,11 @@ def _opened(
         step = 0
         if devices.is_main_process:
             stack.enter_context(locked_folder(recipe.output))
-            found = folder.check(recipe, resume=resume, overwrite=overwrite, num_processes=devices.num_processes)
-            step = 0 if found is None else checkpoint_step(found)
+            newest = folder.check(recipe, resume=resume, overwrite=overwrite, num_processes=devices.num_processes)
+            step = 0 if newest is None else checkpoint_step(newest)
         if devices.num_processes > 1:
             step = int(broadcast(torch.tensor(step, device=devices.device)))
         yield checkpoint_folder(folder.checkpoints, step) if step else None
-
-
-def _build_trainer(
-    recipe: Recipe,
-    model: PreTrainedModel,
-    text: PreparedText | TaskText,
-    folder: RunFolder,
-    stop_request: StopRequest,
-    progress: TrainingProgress,
-    devices: PartialState,
-) -> RunTrainer:
-    plan = recipe.training
-    order = training_order(recipe, model, text, devices.num_processes)
-
-    def validate(model: torch.nn.Module) -> dict[str, float]:
-        return _validate(model, text, recipe)
-
-    blocks_per_step = len(order) // plan.max_steps
-    callback = StepCallback(
-        plan=plan,
-        skips_nonfinite=recipe.optimizer.nonfinite == "skip",
-        meter=Meter(tokens_per_step=blocks_per_step * recipe.model.n_positions),
-        progress=progress,
-        writers=folder.metrics_writers(tensorboard=plan.tensorboard) if devices.is_main_process else [],
-        stop_request=stop_request,
-        describe_batch=lambda step: order.describe((step - 1) * blocks_per_step, step * blocks_per_step),
-    )
-    return RunTrainer(
-        model=model,
-        args=training_arguments(recipe, model, folder.checkpoints),
-        recipe=recipe,
-        order=order,
-        folder=folder,
-        validate=validate,
-        callback=callback,
-        wrap=compress_gradients if plan.communication == "int8" else None,
-    )
-
-
-def _validate(model: Any, text: PreparedText | TaskText, recipe: Recipe) -> dict[str, float]:
-    """The figures of a validation, as metrics.jsonl names them."""
-    plan, length = recipe.training, recipe.model.n_positions
-    dtype = autocast_dtype(plan.precision)
-    if isinstance(text, TaskText):
-        number = min(text.validation.number, max(1, (plan.eval_max_tokens or sys.maxsize) // length))
-        answers = score_answers(
-            model, text.validation.blocks(length), number=number, batch_size=plan.batch_size, autocast_dtype=dtype
-        )
-        return {"validation_loss": answers.loss, "validation_accuracy": answers.accuracy}
-    found = evaluate(
-        model,
-        text.validation,
-        block_size=length,
-        batch_size=plan.batch_size,
-        max_tokens=plan.eval_max_tokens,
-        autocast_dtype=dtype,
-    )
-    return {"validation_loss": found.loss, "validation_bits_per_byte": found.bits_per_byte}
 
 
 def _run(trainer: RunTrainer, checkpoint: Path | None, progress: TrainingProgress, *, resume: bool) -> None:
@@ -173,38 +109,30 @@ def _run(trainer: RunTrainer, checkpoint: Path | None, progress: TrainingProgres
         progress.stop()
 
 
-def _finish(recipe: Recipe, trainer: RunTrainer, folder: RunFolder, text: PreparedText | TaskText) -> RunResult:
+def _finish(trainer: RunTrainer) -> RunResult:
     """Write the model, the plot and the model card."""
     trainer.accelerator.wait_for_everyone()
     trainer.publish_model()
-    meter, lines = trainer.callback.meter, folder.read_metrics()
+    folder, meter = trainer.folder, trainer.callback.meter
+    lines = folder.read_metrics()
+    last = lines[-1]
     result = RunResult(
         output=folder.path,
         steps=trainer.state.global_step,
         tokens=meter.tokens,
         seconds=meter.seconds,
-        loss=lines[-1]["loss"],
-        validation_loss=lines[-1]["validation_loss"],
-        validation_bits_per_byte=lines[-1].get("validation_bits_per_byte", math.nan),
-        validation_accuracy=lines[-1].get("validation_accuracy"),
+        loss=last["loss"],
+        validation_loss=last["validation_loss"],
+        validation_bits_per_byte=last.get("validation_bits_per_byte", math.nan),
+        validation_accuracy=last.get("validation_accuracy"),
         model=trainer.bare_model(),
-        tokenizer=text.tokenizer,
+        tokenizer=trainer.text.tokenizer,
     )
     if trainer.is_world_process_zero():
         draw_loss(lines, folder.plot)
-        write_card(recipe, result, folder.card)
+        write_card(trainer.recipe, result, folder.card)
     trainer.accelerator.wait_for_everyone()
     return result
-
-
-def _interrupted(trainer: RunTrainer, folder: RunFolder, stop_request: StopRequest) -> TrainingInterrupted:
-    step, last = trainer.state.global_step, trainer.args.max_steps
-    return TrainingInterrupted(
-        f"stopped after step {step} of {last}; its checkpoint is saved, and "
-        f"`multilin train {folder.path} --resume` continues there",
-        # On several devices the signal may have reached another process only.
-        stop_request.signal_number or signal.SIGTERM,
-    )
 
 
 @contextlib.contextmanager

@@ -7,33 +7,37 @@ places it keeps private: how a checkpoint is written and read. Everything else g
 import contextlib
 import inspect
 import itertools
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
-from torch.utils.data import Sampler, SequentialSampler
-from transformers import PreTrainedModel, PrinterCallback, Trainer, TrainerControl, TrainingArguments
+from accelerate import PartialState
+from torch.distributed.checkpoint import state_dict as distributed
+from torch.utils.data import Sampler, SequentialSampler, default_collate
+from transformers import PreTrainedModel, PrinterCallback, Trainer, TrainerControl
 
+from multilin.data.prepare import PreparedText
+from multilin.data.task_text import TaskText
 from multilin.files import atomic_files
+from multilin.scoring.answers import score_answers
+from multilin.scoring.losses import evaluate
 from multilin.training import checkpoints
+from multilin.training.assemble import training_arguments, training_order
 from multilin.training.callbacks import StepCallback
+from multilin.training.communication import compress_gradients
 from multilin.training.host_master import HostMaster, Link
+from multilin.training.metrics import Meter
 from multilin.training.optimizers import build_optimizer
-from multilin.training.order import BlockOrder, stack_blocks
-from multilin.training.outcomes import TrainingFailed
+from multilin.training.outcomes import StopRequest, TrainingFailed
+from multilin.training.precision import autocast_dtype
+from multilin.training.progress import TrainingProgress
 from multilin.training.recipe import Recipe
 from multilin.training.run_folder import RunFolder
 from multilin.training.schedules import build_schedule
 
-_WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
+_WHOLE = distributed.StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
 class RunTrainer(Trainer):  # type: ignore[misc]
@@ -41,35 +45,43 @@ class RunTrainer(Trainer):  # type: ignore[misc]
 
     Args:
         model: a causal language model whose forward returns a loss.
-        args: steps, batch size, precision, devices.
-        recipe: with every default filled in; says the optimizer, the schedule, and how many checkpoints are kept.
-        order: the blocks to read, from the first step to the last.
-        folder: where checkpoints go.
-        validate: model to its figures on the validation text, for metrics.jsonl.
-        callback: follows each step; holds the meter whose state goes into checkpoints.
-        wrap: called with the model once it is set up for its devices, and gives the model to train.
+        recipe: with every default filled in.
+        text: the text or task to train and validate on.
+        folder: where checkpoints and metrics go.
+        progress: told of each step and each line of metrics.
+        stop_request: notes a signal that asks the run to end.
     """
 
     control: TrainerControl
 
     def __init__(
         self,
-        *,
         model: PreTrainedModel,
-        args: TrainingArguments,
         recipe: Recipe,
-        order: BlockOrder,
+        text: PreparedText | TaskText,
         folder: RunFolder,
-        validate: Callable[[torch.nn.Module], dict[str, float]],
-        callback: StepCallback,
-        wrap: Callable[[Any], Any] | None = None,
+        progress: TrainingProgress,
+        stop_request: StopRequest,
     ) -> None:
-        self.order, self.folder, self.validate, self.callback = order, folder, validate, callback
-        self.recipe, self.wrap = recipe, wrap
-        self.host = HostMaster(model, Link(args.device)) if recipe.training.master == "host" else None
+        devices, plan = PartialState(), recipe.training
+        self.recipe, self.text, self.folder = recipe, text, folder
+        self.order = order = training_order(recipe, model, text, devices.num_processes)
+        blocks_per_step = len(order) // plan.max_steps
+        self.callback = StepCallback(
+            recipe=recipe,
+            meter=Meter(tokens_per_step=blocks_per_step * recipe.model.n_positions),
+            progress=progress,
+            writers=folder.metrics_writers(tensorboard=plan.tensorboard) if devices.is_main_process else [],
+            stop_request=stop_request,
+            describe_batch=lambda step: order.describe((step - 1) * blocks_per_step, step * blocks_per_step),
+        )
+        args = training_arguments(recipe, model, folder.checkpoints)
+        self.host = HostMaster(model, Link(args.device)) if plan.master == "host" else None
         model = model if self.host is None else self.host.copy
         use_cache = getattr(model.config, "use_cache", True)
-        super().__init__(model=model, args=args, train_dataset=order, data_collator=stack_blocks, callbacks=[callback])
+        super().__init__(
+            model=model, args=args, train_dataset=order, data_collator=default_collate, callbacks=[self.callback]
+        )
         self.remove_callback(PrinterCallback)
         model.config.use_cache = use_cache  # Trainer turns it off, and would save it so
         # Trainer looks for **kwargs only.
@@ -77,33 +89,20 @@ class RunTrainer(Trainer):  # type: ignore[misc]
             self.model_accepts_loss_kwargs = True
 
     @property
-    def network(self) -> torch.nn.Module:
-        """What is trained: the model itself, or FSDP around it."""
-        network: torch.nn.Module = self.model
-        return network
-
-    @property
-    def master(self) -> torch.nn.Module:
-        """What the optimizer changes and checkpoints keep: the network, or its floats in host memory."""
-        return self.network if self.host is None else self.host.model
-
-    @property
-    def schedule(self) -> torch.optim.lr_scheduler.LRScheduler:
-        """The learning rate over time."""
-        schedule: torch.optim.lr_scheduler.LRScheduler = self.lr_scheduler
-        return schedule
+    def master(self) -> Any:
+        """The module that the optimizer changes and checkpoints keep: the trained model, or its floats on the host."""
+        return self.model if self.host is None else self.host.model
 
     def create_accelerator_and_postprocess(self) -> None:
         """Also note each gradient norm where it is computed: transformers 5.0 hands it to no callback."""
         super().create_accelerator_and_postprocess()
-        prepare_model = self.accelerator.prepare_model
+        prepare_model, clip = self.accelerator.prepare_model, self.accelerator.clip_grad_norm_
 
-        def prepare_and_wrap(*args: Any, **kwargs: Any) -> Any:
-            prepared = prepare_model(*args, **kwargs)
-            return prepared if self.wrap is None else self.wrap(prepared)
+        def prepare_and_compress(*args: Any, **kwargs: Any) -> Any:
+            return compress_gradients(prepare_model(*args, **kwargs))
 
-        self.accelerator.prepare_model = prepare_and_wrap
-        clip = self.accelerator.clip_grad_norm_
+        if self.recipe.training.communication == "int8":
+            self.accelerator.prepare_model = prepare_and_compress
 
         def clip_and_note(parameters: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
             norm: torch.Tensor = clip(parameters if self.host is None else self.master.parameters(), *args, **kwargs)
@@ -112,26 +111,22 @@ class RunTrainer(Trainer):  # type: ignore[misc]
 
         self.accelerator.clip_grad_norm_ = clip_and_note
 
-    def create_optimizer(self, model: torch.nn.Module | None = None) -> torch.optim.Optimizer:
+    def create_optimizer(self, model: Any = None) -> Any:
         """The recipe's optimizer."""
         if getattr(self, "optimizer", None) is None:
-            network = self.master if model is None else model
-            names = self.get_decay_parameter_names(network)
-            self.optimizer: Any = build_optimizer(self.recipe.optimizer, network, decayed=names)
+            model = model or self.master
+            names = self.get_decay_parameter_names(model)
+            self.optimizer: Any = build_optimizer(self.recipe.optimizer, model, decayed=names)
             if self.host is not None:
                 self.host.follow(self.optimizer)
-        optimizer: torch.optim.Optimizer = self.optimizer
-        return optimizer
+        return self.optimizer
 
-    def create_scheduler(
-        self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None
-    ) -> torch.optim.lr_scheduler.LRScheduler:
+    def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:
         """The recipe's schedule."""
         if getattr(self, "lr_scheduler", None) is None:
-            self.lr_scheduler: Any = build_schedule(
-                self.recipe.schedule, _bare(optimizer or self.optimizer), num_training_steps
-            )
-        return self.schedule
+            bare = _bare(optimizer or self.optimizer)
+            self.lr_scheduler: Any = build_schedule(self.recipe.schedule, bare, num_training_steps)
+        return self.lr_scheduler
 
     def get_decay_parameter_names(self, model: torch.nn.Module) -> list[str]:
         """Weight decay is for matrices: not for biases, norms, embeddings, nor an output tied to an embedding."""
@@ -153,10 +148,26 @@ class RunTrainer(Trainer):  # type: ignore[misc]
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         """Validate, without touching the random numbers that training draws."""
         devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
-        with self.callback.meter.paused(), torch.random.fork_rng(devices=devices):
-            metrics = self.validate(self.network)
+        dtype = autocast_dtype(self.recipe.training.precision)
+        autocast = torch.autocast(self.model.device.type, dtype, enabled=dtype is not None)
+        with self.callback.meter.paused(), torch.random.fork_rng(devices=devices), autocast:
+            metrics = self._validate()
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
+
+    def _validate(self) -> dict[str, float]:
+        """The figures of a validation, as metrics.jsonl names them."""
+        plan, length, text = self.recipe.training, self.recipe.model.n_positions, self.text
+        if isinstance(text, TaskText):
+            number = min(text.validation.number, max(1, (plan.eval_max_tokens or sys.maxsize) // length))
+            answers = score_answers(
+                self.model, text.validation.blocks(length), number=number, batch_size=plan.batch_size
+            )
+            return {"validation_loss": answers.loss, "validation_accuracy": answers.accuracy}
+        result = evaluate(
+            self.model, text.validation, block_size=length, batch_size=plan.batch_size, max_tokens=plan.eval_max_tokens
+        )
+        return {"validation_loss": result.loss, "validation_bits_per_byte": result.bits_per_byte}
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[dict[str, torch.Tensor]], num_batches: int, device: torch.device
@@ -182,7 +193,7 @@ class RunTrainer(Trainer):  # type: ignore[misc]
             OSError: the folder cannot be written.
         """
         model = self.accelerator.unwrap_model(self.master, keep_torch_compile=False)
-        weights = get_model_state_dict(self.master, options=_WHOLE) if self.args.world_size > 1 else None
+        weights = distributed.get_model_state_dict(self.master, options=_WHOLE) if self.args.world_size > 1 else None
         if not self.is_world_process_zero():
             return
         model.save_pretrained(str(output_dir or self.folder.path), state_dict=weights)
@@ -208,51 +219,37 @@ class RunTrainer(Trainer):  # type: ignore[misc]
         return SequentialSampler(self.order)
 
     def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
-        step = self.state.global_step
+        step, parent, wait = self.state.global_step, self.folder.checkpoints, self.accelerator.wait_for_everyone
         try:
-            with self.callback.meter.paused(), self._checkpoint_folder(step) as folder:
-                self._write_checkpoint(folder)
+            with self.callback.meter.paused():
+                with contextlib.ExitStack() as stack:
+                    if self.is_world_process_zero():
+                        keep = self.recipe.training.keep_checkpoints
+                        stack.enter_context(checkpoints.published(parent, step, keep))
+                    wait()  # until the folder is there, which every process writes into
+                    self._write_checkpoint(checkpoints.partial_folder(parent, step))
+                    wait()
+                wait()
         except checkpoints.WRITE_ERRORS as error:
-            raise TrainingFailed(
-                f"the checkpoint of step {step} could not be written to {self.folder.checkpoints} ({error})"
-            ) from error
-
-    @contextlib.contextmanager
-    def _checkpoint_folder(self, step: int) -> Iterator[Path]:
-        """The folder that every process writes into; the first process makes and publishes it."""
-        if self.is_world_process_zero():
-            with checkpoints.published(self.folder.checkpoints, step, self.recipe.training.keep_checkpoints) as part:
-                self.accelerator.wait_for_everyone()
-                yield part
-                self.accelerator.wait_for_everyone()
-        else:
-            self.accelerator.wait_for_everyone()
-            yield checkpoints.partial_folder(self.folder.checkpoints, step)
-            self.accelerator.wait_for_everyone()
-        self.accelerator.wait_for_everyone()
+            raise TrainingFailed(f"the checkpoint of step {step} could not be written to {parent} ({error})") from error
 
     def _write_checkpoint(self, folder: Path) -> None:
         self.save_model(str(folder))
         checkpoints.write_random_state(folder / f"random-{self.args.process_index}.safetensors")
-        self._save_optimizer_and_scheduler(str(folder))
+        state = distributed.get_optimizer_state_dict(self.master, _bare(self.optimizer), options=_WHOLE)
         if self.is_world_process_zero():
+            checkpoints.write_optimizer(folder, state)
+            checkpoints.write_json(folder / "schedule.json", self.lr_scheduler.state_dict())
             checkpoints.write_json(folder / "meter.json", self.callback.meter.state_dict())
             self.folder.write_record(folder, self.args.world_size)
             self.state.save_to_json(str(folder / checkpoints.STATE))
 
-    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        state = get_optimizer_state_dict(self.master, _bare(self.optimizer), options=_WHOLE)
-        if self.is_world_process_zero():
-            checkpoints.write_optimizer(Path(output_dir), state)
-            checkpoints.write_json(Path(output_dir) / "schedule.json", self.schedule.state_dict())
-
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: torch.nn.Module | None = None) -> None:
         path = Path(resume_from_checkpoint) / "model.safetensors"
         with checkpoints.loading(path):
-            weights: dict[str, Any] = dict(checkpoints.read_tensors(path))
             # Not strict: a weight that is tied to another is stored once.
-            options = StateDictOptions(full_state_dict=True, strict=False)
-            set_model_state_dict(model or self.master, weights, options=options)
+            options = distributed.StateDictOptions(full_state_dict=True, strict=False)
+            distributed.set_model_state_dict(model or self.master, {**checkpoints.read_tensors(path)}, options=options)
         if self.host is not None:
             self.host.send()
 
@@ -264,9 +261,9 @@ class RunTrainer(Trainer):  # type: ignore[misc]
         with checkpoints.loading(folder / "optimizer.json"):
             checkpoints.check_like(_plain_groups(state), _plain_groups(_bare(self.optimizer).state_dict()), "groups")
         with checkpoints.loading(folder / "optimizer.safetensors"):
-            options = StateDictOptions(full_state_dict=True)
-            set_optimizer_state_dict(self.master, _bare(self.optimizer), state, options=options)
-        for name, holder in (("schedule.json", self.schedule), ("meter.json", self.callback.meter)):
+            options = distributed.StateDictOptions(full_state_dict=True)
+            distributed.set_optimizer_state_dict(self.master, _bare(self.optimizer), state, options=options)
+        for name, holder in (("schedule.json", self.lr_scheduler), ("meter.json", self.callback.meter)):
             with checkpoints.loading(folder / name):
                 values, own = checkpoints.read_json(folder / name), holder.state_dict()
                 checkpoints.check_like(values, own)

@@ -57,18 +57,15 @@ def difference_texts(comparison: Comparison, row: RowRecord) -> tuple[str, str]:
     difference = comparison.difference_to_best(row.name)
     if difference is None:
         return "failed" if row.score is None else "best" if comparison.is_ranked else "not ranked", ""
-    if difference.p is None:
-        return difference_text(comparison, difference), "one seed"
     noise = " (noise)" if difference.within_noise else ""
-    return difference_text(comparison, difference), f"{p_text(difference.p)}{noise}"
+    return difference_text(comparison, difference), "one seed" if difference.p is None else p_text(difference.p) + noise
 
 
 def verdict(comparison: Comparison, row: RowRecord) -> str:
-    """A row beside the best: the difference, and whether it is more than noise."""
-    difference = comparison.difference_to_best(row.name)
+    """A row beside the best in one text: the difference, and whether it is more than noise."""
+    difference, (text, _) = comparison.difference_to_best(row.name), difference_texts(comparison, row)
     if difference is None:
-        return difference_texts(comparison, row)[0]
-    text = difference_text(comparison, difference)
+        return text
     if difference.p is None:
         return f"{text}, one seed: no statement"
     p = f"p {'' if difference.p < SMALLEST else '= '}{p_text(difference.p)}".replace(" ", "\u00a0")  # in one line
@@ -128,18 +125,16 @@ def cost_sentence(comparison: Comparison) -> str:
     if not rows:
         return "No model was there to measure."
     context = max(figures.context for row in rows for figures in row.decoding)
-    last = [(row.name, figures) for row in rows for figures in row.decoding if figures.context == context]
-    (slow_row, slow), (fast_row, fast) = (end(last, key=lambda item: item[1].tokens_per_second) for end in (min, max))
-    (small_row, small), (large_row, large) = (end(last, key=lambda item: item[1].state_bytes) for end in (min, max))
+    last = {row.name: figures for row in rows for figures in row.decoding if figures.context == context}
+    slow, fast = (end(last, key=lambda name: last[name].tokens_per_second) for end in (min, max))
+    small, large = (end(last, key=lambda name: last[name].state_bytes) for end in (min, max))
     sentence = (
-        f"After {context:,} tokens {fast_row} generates fastest, {fast.tokens_per_second:,.0f} tokens a second "
-        f"({slow_row}, the slowest, {slow.tokens_per_second:,.0f}), and {small_row} has the smallest state, "
-        f"{bytes_text(small.state_bytes)} ({large_row}, the largest, {bytes_text(large.state_bytes)})"
+        f"After {context:,} tokens {fast} generates fastest, {last[fast].tokens_per_second:,.0f} tokens a second "
+        f"({slow}, the slowest, {last[slow].tokens_per_second:,.0f}), and {small} has the smallest state, "
+        f"{bytes_text(last[small].state_bytes)} ({large}, the largest, {bytes_text(last[large].state_bytes)})"
     )
     growing = [row.name for row in rows if row.decoding[-1].state_bytes > row.decoding[0].state_bytes]
-    if not growing:
-        return f"{sentence}; no state grows with the sequence."
-    return f"{sentence}; the state of {listed(growing)} grows with the sequence."
+    return f"{sentence}; {f'the state of {listed(growing)} grows' if growing else 'no state grows'} with the sequence."
 
 
 def cost_to_reach(row: RowRecord, level: float, measure: str) -> dict[str, float]:

@@ -61,19 +61,18 @@ def measure_rows(rows: Sequence[RowRecord], output: Path, prompt: str | None) ->
     runs = {name: load_run(folder) for name, folder in folders.items()}
     recipes = {name: load_recipe(folder).model for name, folder in folders.items()}
     decoding = _measure_decoding(runs, recipes)
-    measured = []
-    for row in rows:
-        if (run := runs.get(row.name)) is not None:
-            recipe = recipes[row.name]
-            row = dataclasses.replace(
-                row,
-                decoding=decoding[row.name],
-                memory=Prefilled(run.model, recipe.n_positions).bytes,
-                sample=None if prompt is None else _sample(run, prompt),
-                remarks=row.remarks + _remarks(run.model, decoding[row.name]),
-            )
-        measured.append(row)
-    return measured
+    return [
+        dataclasses.replace(
+            row,
+            decoding=decoding[row.name],
+            memory=Prefilled(run.model, recipes[row.name].n_positions).bytes,
+            sample=None if prompt is None else _sample(run, prompt),
+            remarks=row.remarks + _remarks(run.model, decoding[row.name]),
+        )
+        if (run := runs.get(row.name)) is not None
+        else row
+        for row in rows
+    ]
 
 
 def prompt_of(recipe: Recipe) -> str:
@@ -94,14 +93,12 @@ def _measure_decoding(runs: Mapping[str, Run], recipes: Mapping[str, ModelRecipe
     for context in CONTEXTS:
         models = {name: _long_enough(context, recipes[name], run.model) for name, run in runs.items()}
         prefilled = {name: Prefilled(model, context) for name, model in models.items() if model is not None}
-        times: dict[str, list[float]] = {name: [] for name in prefilled}
-        for turn in range(TURNS + 1):
-            for name, model in prefilled.items():
-                seconds = model.generate(TOKENS_PER_TURN if turn else 2)
-                if turn:  # the first one warms up
-                    times[name].append(seconds)
+        for model in prefilled.values():
+            model.generate(2)  # warms up
+        turns = [{name: model.generate(TOKENS_PER_TURN) for name, model in prefilled.items()} for _ in range(TURNS)]
         for name, model in prefilled.items():
-            figures[name].append(Decoding(context, round(1 / statistics.median(times[name]), 1), model.bytes))
+            seconds = statistics.median(turn[name] for turn in turns)
+            figures[name].append(Decoding(context, round(1 / seconds, 1), model.bytes))
     return figures
 
 

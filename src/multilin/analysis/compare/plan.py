@@ -9,18 +9,17 @@ import statistics
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-from annotated_types import MaxLen
+from pydantic import TypeAdapter
 
-from multilin.analysis.compare.sweep import Sweep, builtin_sweep
-from multilin.analysis.compare.values import Values, get, merge, nested
+from multilin.analysis.compare.sweep import Sweep, Values, builtin_sweep, get, merge, nested
 from multilin.analysis.costs import parameter_counts, training_flops_per_token
 from multilin.errors import InputError, nearest, plural, shown
 from multilin.files import write_whole
 from multilin.model.factory import model_names
-from multilin.settings import load_settings, settings
+from multilin.settings import load_settings
 from multilin.settings.bounds import MOST_STEPS, Amount, Name
 from multilin.settings.inputs import read_json
 from multilin.training.assemble import build_model, check_model, packing_remark, read_data
@@ -34,15 +33,7 @@ SPEED_FILE = "speed.json"
 MEASURED_STEPS, WARM_UP_STEPS, MEASURED_TURNS = 20, 5, 2
 VALIDATIONS, CHECKPOINTS = 10, 4  # of a run, where the sweep says nothing else
 
-Choice = Mapping[str, Any]
-"""Fields of the grid to one value each."""
-
-
-@settings
-class _Speeds:
-    """The content of SPEED_FILE."""
-
-    seconds: Annotated[dict[Name, Amount], MaxLen(100)]  # of a training step, by row
+Choice = Mapping[str, Any]  # fields of the grid to one value each
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,14 +85,11 @@ class Plan:
 
     def run(self, output: str, seed: int, choice: Choice) -> Recipe:
         """The recipe of one run of the row, in its folder: OUTPUT/ROW-sSEED, and the values of the grid behind it."""
-        recipe = self.recipe
-        if choice:
-            chosen = resolve_recipe(self.row.with_choice(choice))
-            recipe = dataclasses.replace(chosen, training=self.recipe.training)
-        short = (name.split(".")[-1].replace("learning_rate", "lr") for name in choice)
-        parts = [f"{name}{_for_a_folder(value)}" for name, value in zip(short, choice.values(), strict=True)]
-        folder = str(Path(output, "-".join([self.row.name, f"s{seed}", *parts])))
-        return dataclasses.replace(recipe, training=dataclasses.replace(recipe.training, seed=seed), output=folder)
+        recipe = resolve_recipe(self.row.with_choice(choice)) if choice else self.recipe
+        short = {name.split(".")[-1].replace("learning_rate", "lr"): value for name, value in choice.items()}
+        parts = [self.row.name, f"s{seed}", *(f"{name}{_for_a_folder(value)}" for name, value in short.items())]
+        training = dataclasses.replace(self.recipe.training, seed=seed)
+        return dataclasses.replace(recipe, training=training, output=str(Path(output, "-".join(parts))))
 
 
 def rows_of(sweep: Sweep) -> list[Row]:
@@ -155,11 +143,7 @@ def plan_rows(sweep: Sweep, progress: TrainingProgress) -> list[Plan]:
             plans.append(_plan(row, progress))
         except InputError as error:
             raise InputError(f"rows.{row.name}: {str(error).removeprefix(f'rows.{row.name}.')}") from None
-    steps = _steps(sweep, plans, progress)
-    return [
-        dataclasses.replace(plan, recipe=_with_steps(plan, max_steps))
-        for plan, max_steps in zip(plans, steps, strict=True)
-    ]
+    return _with_budget(sweep, plans, progress)
 
 
 def _plan(row: Row, progress: TrainingProgress) -> Plan:
@@ -174,57 +158,50 @@ def _plan(row: Row, progress: TrainingProgress) -> Plan:
     return Plan(row, recipe, *parameter_counts(model), flops, text.identity, [remark] if remark else [])
 
 
-def _steps(sweep: Sweep, plans: list[Plan], progress: TrainingProgress) -> list[int]:
+def _with_budget(sweep: Sweep, plans: list[Plan], progress: TrainingProgress) -> list[Plan]:
+    """The plans with the steps that the budget pays for, validated and saved at even distances."""
     ((kind, amount),) = sweep.budget.given.items()
-    if kind == "tokens":
-        costs = [float(plan.tokens_per_step) for plan in plans]
-    elif kind == "flops":
-        costs = [plan.flops_per_token * plan.tokens_per_step for plan in plans]
-    else:
-        seconds = _seconds_per_step(Path(sweep.output), plans, progress)
-        costs = [seconds[plan.row.name] for plan in plans]
-    steps = [int(amount // cost) for cost in costs]
-    for plan, count in zip(plans, steps, strict=True):
+    seconds = _seconds_per_step(Path(sweep.output), plans, progress) if kind == "seconds" else {}
+    result = []
+    for plan in plans:
+        name, tokens = plan.row.name, float(plan.tokens_per_step)
+        costs = {"tokens": tokens, "flops": tokens * plan.flops_per_token, "seconds": seconds.get(name, 0.0)}
+        count = int(amount // costs[kind])
         if count > MOST_STEPS:
             raise InputError(
-                f"budget.{kind}: {amount:g} given, but that is {count:.3g} steps for rows.{plan.row.name}; give less, "
-                f"so that it is at most {MOST_STEPS:,}"
+                f"budget.{kind}: {amount:g} given, but that is {count:.3g} steps for rows.{name}; give less, so that "
+                f"it is at most {MOST_STEPS:,}"
             )
-        warmup = plan.recipe.schedule.warmup_steps or 0
-        if count <= warmup:
+        if count <= (warmup := plan.recipe.schedule.warmup_steps or 0):
             raise InputError(
-                f"budget.{kind}: {amount:g} given, but that is {plural(count, 'step')} for rows.{plan.row.name}, not "
-                f"more than its warm-up of {warmup}; give more, or a smaller schedule.warmup_steps or batch"
+                f"budget.{kind}: {amount:g} given, but that is {plural(count, 'step')} for rows.{name}, not more than "
+                f"its warm-up of {warmup}; give more, or a smaller schedule.warmup_steps or batch"
             )
-    return steps
-
-
-def _with_steps(plan: Plan, max_steps: int) -> Recipe:
-    stated = plan.row.stated.get("training", {})
-    defaults: dict[str, Any] = {
-        "eval_every_steps": max(1, max_steps // VALIDATIONS),
-        "save_every_steps": max(1, max_steps // CHECKPOINTS),
-        "log_every_steps": max(1, min(10, max_steps // 20)),
-        "keep_checkpoints": 1,
-    }
-    own = {name: value for name, value in defaults.items() if name not in stated}
-    training = dataclasses.replace(plan.recipe.training, max_steps=max_steps, **own)
-    return dataclasses.replace(plan.recipe, training=training)
+        defaults: dict[str, Any] = {
+            "eval_every_steps": max(1, count // VALIDATIONS),
+            "save_every_steps": max(1, count // CHECKPOINTS),
+            "log_every_steps": max(1, min(10, count // 20)),
+            "keep_checkpoints": 1,
+        }
+        own = {field: value for field, value in defaults.items() if field not in plan.row.stated.get("training", {})}
+        training = dataclasses.replace(plan.recipe.training, max_steps=count, **own)
+        result.append(dataclasses.replace(plan, recipe=dataclasses.replace(plan.recipe, training=training)))
+    return result
 
 
 def _seconds_per_step(output: Path, plans: list[Plan], progress: TrainingProgress) -> dict[str, float]:
     """Median seconds of a training step, by row; measured once, so that a resumed comparison has the same steps."""
     path = output / SPEED_FILE
-    known = read_speeds(path) if path.is_file() else {}
-    missing = [plan for plan in plans if plan.row.name not in known]
-    times: dict[str, list[float]] = {plan.row.name: [] for plan in missing}
+    speeds = read_speeds(path) if path.is_file() else {}
+    times: dict[str, list[float]] = {}
     for _ in range(MEASURED_TURNS):  # in turns, so that a busy minute does not fall on one row
-        for plan in missing:
-            progress.message(f"measuring the speed of {plan.row.name}")
-            times[plan.row.name] += _step_times(plan)
-    known |= {name: statistics.median(seconds) for name, seconds in times.items()}
-    write_whole(path, json.dumps(known, indent=1) + "\n")
-    return known
+        for plan in plans:
+            if (name := plan.row.name) not in speeds:
+                progress.message(f"measuring the speed of {name}")
+                times.setdefault(name, []).extend(_step_times(plan))
+    speeds |= {name: statistics.median(seconds) for name, seconds in times.items()}
+    write_whole(path, json.dumps(speeds, indent=1) + "\n")
+    return speeds
 
 
 def read_speeds(path: Path) -> dict[str, float]:
@@ -234,8 +211,9 @@ def read_speeds(path: Path) -> dict[str, float]:
         InputError: the file is damaged.
     """
     try:
-        return dict(load_settings(_Speeds, {"seconds": read_json(path, "output")}).seconds)
-    except InputError as error:
+        speeds: dict[str, float] = TypeAdapter(dict[Name, Amount]).validate_python(read_json(path, "output"))
+        return speeds
+    except ValueError as error:  # pydantic's, or ours about the file
         raise InputError(f"output: {path} is damaged; delete it, and the speeds are measured again") from error
 
 

@@ -154,7 +154,7 @@ class Comparison:
         return next((d for d in self.differences if d.one == name and d.other == self.order[0]), None)
 
 
-def read_run(plan: Plan, folder: Path, seed: int, choice: Choice, failure: str | None, output: Path) -> RunRecord:
+def read_run(plan: Plan, folder: Path, seed: int, choice: Choice, failure: str | None) -> RunRecord:
     """The record of a run from its metrics.jsonl."""
     try:
         lines = RunFolder(folder).read_metrics()
@@ -172,8 +172,7 @@ def read_run(plan: Plan, folder: Path, seed: int, choice: Choice, failure: str |
         if "validation_loss" in line:
             scores: list[Any] = [line.get(f"validation_{name}") for name in ("loss", "bits_per_byte", "accuracy")]
             course.append(Point(line["step"], tokens, round(seconds, 3), tokens * plan.flops_per_token, *scores))
-    status, name = FAILED if failure else FINISHED, folder.relative_to(output).as_posix()
-    return RunRecord(seed, name, dict(choice), status, failure, median, course)
+    return RunRecord(seed, folder.name, dict(choice), FAILED if failure else FINISHED, failure, median, course)
 
 
 def is_finished(folder: Path, max_steps: int) -> bool:
@@ -190,12 +189,10 @@ def make_row(
 ) -> RowRecord:
     """The record of a row from those of its runs."""
     finished = [run for run in runs if run.status == FINISHED]
-    failures = dict.fromkeys(run.failure for run in runs if run.failure)
     remarks = list(plan.remarks)
-    if failures:
-        remarks.append(
-            f"{len(runs) - len(finished)} of {plural(len(runs), 'run')} failed: {'; '.join(map(str, failures))}"
-        )
+    if failures := dict.fromkeys(run.failure for run in runs if run.failure):
+        number = len(runs) - len(finished)
+        remarks.append(f"{number} of {plural(len(runs), 'run')} failed: {'; '.join(map(str, failures))}")
     return RowRecord(
         name=plan.row.name,
         status=FINISHED if finished else FAILED,
@@ -228,9 +225,7 @@ def sign(measure: str) -> int:
 def best_choice(tuning: Sequence[RunRecord], measure: str) -> Choice:
     """The values with the best last validation; the first ones where every run failed."""
     finished = [run for run in tuning if run.status == FINISHED]
-    if not finished:
-        return tuning[0].choice
-    return min(finished, key=lambda run: sign(measure) * score_of(run, measure)).choice
+    return min(finished, key=lambda run: sign(measure) * score_of(run, measure), default=tuning[0]).choice
 
 
 def further_choice(tuning: Sequence[RunRecord], measure: str) -> dict[str, float] | None:
@@ -254,8 +249,8 @@ def ranking(
     rows: Sequence[RowRecord], measure: str, budget: Mapping[str, float]
 ) -> tuple[dict[str, float], list[str], list[Difference]]:
     """`off_budget`, `order` and `differences` of a Comparison."""
-    scored = [(row.name, row.score) for row in rows if row.score is not None]
     ((kind, amount),) = budget.items()
+    scored = [(row.name, row.score) for row in rows if row.score is not None]
     spent = {row.name: row.used(kind) for row in rows if row.score is not None}
     off_budget = {name: value for name, value in spent.items() if abs(value - amount) > TOLERANCE * amount}
     if off_budget:

@@ -155,6 +155,12 @@ def _chart_data(comparison: Comparison, rows: list[RowRecord]) -> dict[str, Any]
 
 def dots(comparison: Comparison) -> list[dict[str, Any]]:
     """Every row's seeds, mean and spread as places between 0 and 100 on one line, for the first chart."""
+
+    def significance(difference: Difference | None) -> str:
+        if difference is None:
+            return "best" if comparison.is_ranked else "unknown"
+        return {None: "unknown", True: "noise", False: "apart"}[difference.within_noise]
+
     rows = [comparison.row(name) for name in comparison.order]
     scores = {row.name: [score_of(run, comparison.measure) for run in row.finished] for row in rows}
     bars = {row.name: (row.score.mean, row.score.deviation or 0.0) for row in rows if row.score}
@@ -171,7 +177,7 @@ def dots(comparison: Comparison) -> list[dict[str, Any]]:
             "name": row.name,
             "text": score_text(comparison, row),
             "verdict": verdict(comparison, row),
-            "significance": _significance(comparison, row),
+            "significance": significance(comparison.difference_to_best(row.name)),
             "seeds": [place(score) for score in scores[row.name]],
             "mean": place(mean),
             "from": place(mean - deviation),
@@ -179,11 +185,3 @@ def dots(comparison: Comparison) -> list[dict[str, Any]]:
         }
         for row, (mean, deviation) in zip(rows, bars.values(), strict=True)
     ]
-
-
-def _significance(comparison: Comparison, row: RowRecord) -> str:
-    """best, noise, apart or unknown: the row beside the best one."""
-    if comparison.is_ranked and row.name == comparison.order[0]:
-        return "best"
-    difference = comparison.difference_to_best(row.name)
-    return {None: "unknown", True: "noise", False: "apart"}[difference.within_noise if difference else None]

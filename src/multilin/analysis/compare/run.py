@@ -1,6 +1,7 @@
 """Running a comparison: every run into its folder, then the report."""
 
 import dataclasses
+import itertools
 import os
 from pathlib import Path
 
@@ -46,28 +47,26 @@ def compare(sweep: Sweep, *, overwrite: bool = False, progress: TrainingProgress
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise InputError("compare: runs are compared in one process; start it without torchrun")
     check_sweep(sweep)
-    with locked_folder(sweep.output):
-        if Path(sweep.output, RECIPE_FILE).exists():
-            raise InputError(f"output: {sweep.output} holds a run; give another folder for the comparison")
+    output = Path(sweep.output)
+    with locked_folder(output):
+        if (output / RECIPE_FILE).exists():
+            raise InputError(f"output: {output} holds a run; give another folder for the comparison")
         for name in (*REPORT_FILES, SPEED_FILE):
-            check_writable("output", Path(sweep.output, name))
+            check_writable("output", output / name)
         comparison = _compare(sweep, _Training(sweep, overwrite, progress or TrainingProgress()))
-        write_reports(comparison, Path(sweep.output))
+        write_reports(comparison, output)
     return comparison
 
 
 def _compare(sweep: Sweep, training: "_Training") -> Comparison:
     plans = plan_rows(sweep, training.progress)
-    for plan in plans:
-        for seed in sweep.seeds:
-            for choice in sweep.choices:
-                training.check(plan, seed, choice)
+    for plan, seed, choice in itertools.product(plans, sweep.seeds, sweep.choices):
+        training.check(plan.run(sweep.output, seed, choice))
     tuning = {plan.row.name: training.tune(plan) for plan in plans}
     best = {name: best_choice(runs, training.measure) if runs else sweep.choices[0] for name, runs in tuning.items()}
     runs: dict[str, list[RunRecord]] = {name: [] for name in best}
-    for seed in sweep.seeds:  # so that early runs of all rows can be compared
-        for plan in plans:
-            runs[plan.row.name].append(training.run(plan, seed, best[plan.row.name]))
+    for seed, plan in itertools.product(sweep.seeds, plans):  # so that early runs of all rows can be compared
+        runs[plan.row.name].append(training.run(plan, seed, best[plan.row.name]))
     rows = []
     for plan in plans:
         name = plan.row.name
@@ -101,21 +100,18 @@ class _Training:
 
     def __init__(self, sweep: Sweep, overwrite: bool, progress: TrainingProgress) -> None:
         self.sweep, self.overwrite, self.progress = sweep, overwrite, progress
-        self.output = Path(sweep.output)
         self.measure = "accuracy" if sweep.task else "bits_per_byte"
         # The run of the first seed is one of those that tried the choices.
         self.total = len(sweep.rows) * (len(sweep.seeds) + len(sweep.choices) - 1)
         self._trained: dict[str, RunRecord] = {}
 
-    def check(self, plan: Plan, seed: int, choice: Choice) -> None:
-        """Refuse a folder that holds another run than this sweep's."""
-        recipe = plan.run(self.sweep.output, seed, choice)
+    def check(self, recipe: Recipe) -> None:
+        """Refuse a run whose folder holds another one."""
         path = Path(recipe.output)
         check_folder("output", path)
         if self.overwrite or not (path / RECIPE_FILE).is_file():
             return
-        difference = first_difference(load_recipe(path), recipe)
-        if difference is not None:
+        if (difference := first_difference(load_recipe(path), recipe)) is not None:
             name, old, new = difference
             raise InputError(
                 f"output: {path} holds a run with {name} {old!r}, but this comparison has {new!r}; give another "
@@ -133,11 +129,11 @@ class _Training:
             if further is None:
                 break
             try:
-                plan.run(self.sweep.output, seed, further)
+                recipe = plan.run(self.sweep.output, seed, further)
             except InputError as error:
                 self.progress.message(f"{plan.row.name} is not tuned further: {error}")
                 break
-            self.check(plan, seed, further)
+            self.check(recipe)
             self.total += 1
             tuning.append(self.run(plan, seed, further))
         return tuning
@@ -145,17 +141,16 @@ class _Training:
     def run(self, plan: Plan, seed: int, choice: Choice) -> RunRecord:
         """One run, trained unless that is done."""
         recipe = plan.run(self.sweep.output, seed, choice)
+        folder, failure, max_steps = Path(recipe.output), None, recipe.training.max_steps
         if recipe.output not in self._trained:
-            folder, failure = Path(recipe.output), None
             heading = f"[{len(self._trained) + 1}/{self.total}] {folder.name}"
-            max_steps = recipe.training.max_steps
             if is_finished(folder, max_steps) and not self.overwrite:
                 self.progress.message(f"{heading}: done before")
             else:
                 size = f"{plural(max_steps, 'step')} of {plural(plan.tokens_per_step, 'token')}"
                 self.progress.message(f"{heading}: {size}")
                 failure = self._train(recipe)
-            self._trained[recipe.output] = read_run(plan, folder, seed, choice, failure, self.output)
+            self._trained[recipe.output] = read_run(plan, folder, seed, choice, failure)
         return self._trained[recipe.output]
 
     def _train(self, recipe: Recipe) -> str | None:

@@ -1,11 +1,12 @@
 """A score broken down: by how much was read before, by document, by what kind of token it is, and by how frequent."""
 
 import dataclasses
+import itertools
 import math
 import string
 import unicodedata
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -63,7 +64,7 @@ class Breakdown:
     by_document: list[Part]
     by_class: list[Part]
     by_frequency: list[Part]
-    openings: dict[str, str]
+    openings: dict[str, str] = field(default_factory=dict)
 
     def documents_by_score(self) -> list[Part]:
         """Documents of at least FEWEST_BYTES bytes, the best first."""
@@ -72,21 +73,20 @@ class Breakdown:
 
 
 class _Tally:
-    """Tokens, bytes and nats of groups that are numbered."""
+    """Tokens, bytes and nats of groups, by the number of the group."""
 
-    def __init__(self, num_groups: int) -> None:
-        self._sums = np.zeros((3, num_groups))
+    def __init__(self, names: Sequence[str]) -> None:
+        self.names, self.sums = names, np.zeros((3, len(names)))
 
     def add(self, groups: NDArray[np.int64], sizes: NDArray[np.int64], losses: NDArray[np.float64]) -> None:
         for row, weights in enumerate((None, sizes, losses)):
-            self._sums[row] += np.bincount(groups, weights, minlength=self._sums.shape[1])
+            self.sums[row] += np.bincount(groups, weights, minlength=len(self.names))
 
-    def parts(self, names: Sequence[str], bytes_per_counted: float) -> list[Part]:
+    def parts(self, bytes_per_counted: float) -> list[Part]:
         """Groups that have tokens."""
+        groups = zip(self.names, *self.sums.tolist(), strict=True)
         return [
-            Part(name, int(tokens), sizes * bytes_per_counted, nats)
-            for name, tokens, sizes, nats in zip(names, *self._sums, strict=True)
-            if tokens
+            Part(name, int(tokens), sizes * bytes_per_counted, nats) for name, tokens, sizes, nats in groups if tokens
         ]
 
 
@@ -94,7 +94,7 @@ def break_down(scored: Iterable[Scored], packed: PackedText, tokenizer: PreTrain
     """Sort the losses of all scored tokens into groups; only the sums are held.
 
     Args:
-        scored: what `read_blocks` or `read_whole` yields.
+        scored: the losses, from `read_blocks` or `read_whole`.
         packed: the text that is read.
         tokenizer: the one it was packed with.
 
@@ -104,36 +104,29 @@ def break_down(scored: Iterable[Scored], packed: PackedText, tokenizer: PreTrain
     kinds = TokenKinds(tokenizer, packed.description.vocab_size)
     frequency_V = _frequency_classes(packed.token_counts())
     num_bins = math.floor(math.log2(max(packed.num_tokens, 2))) + 1
-    by_position, by_document = _Tally(num_bins), _Tally(packed.num_documents)
-    by_class, by_frequency = _Tally(len(CLASSES)), _Tally(len(FREQUENCIES) + 1)
-    total = _Tally(1)
+    edges = [0, *FREQUENCIES]
+    total, by_position, by_document, by_class, by_frequency = tallies = [
+        _Tally([""]),
+        _Tally(["1", *(f"{2**n:,} to {2 ** (n + 1) - 1:,}" for n in range(1, num_bins))]),
+        _Tally([str(number) for number in range(packed.num_documents)]),
+        _Tally(CLASSES),
+        _Tally([*(f"rank {first + 1} to {last}" for first, last in itertools.pairwise(edges)), "rarer"]),
+    ]
     for part in scored:
         tokens, before = packed.tokens[part.places].astype(np.int64), packed.tokens[part.places - 1].astype(np.int64)
         sizes = packed.token_sizes(tokens)
-        documents = np.searchsorted(packed.document_starts, part.places, side="right") - 1
+        total.add(np.zeros_like(tokens), sizes, part.losses)
         # frexp is exact where log2 would round.
         by_position.add(np.frexp(part.contexts)[1].astype(np.int64) - 1, sizes, part.losses)
-        by_document.add(documents, sizes, part.losses)
+        by_document.add(np.searchsorted(packed.document_starts, part.places, side="right") - 1, sizes, part.losses)
         by_class.add(kinds.classes(tokens, before), sizes, part.losses)
         by_frequency.add(frequency_V[tokens], sizes, part.losses)
-        total.add(np.zeros_like(tokens), sizes, part.losses)
-    whole = total.parts([""], packed.bytes_per_counted)
+    whole, positions, documents, classes, frequencies = (tally.parts(packed.bytes_per_counted) for tally in tallies)
     evaluation = summarise(*((whole[0].nats, whole[0].tokens, round(whole[0].bytes)) if whole else (0.0, 0, 0)))
-    bins = ["1", *(f"{2**n:,} to {2 ** (n + 1) - 1:,}" for n in range(1, num_bins))]
-    ratio = packed.bytes_per_counted
-    breakdown = Breakdown(
-        evaluation,
-        by_position.parts(bins, ratio),
-        by_document.parts([str(number) for number in range(packed.num_documents)], ratio),
-        by_class.parts(CLASSES, ratio),
-        by_frequency.parts(_frequency_names(), ratio),
-        {},
-    )
+    breakdown = Breakdown(evaluation, positions, documents, classes, frequencies)
     ordered = breakdown.documents_by_score()
-    breakdown.openings.update(
-        (part.name, _opening(packed, int(part.name), tokenizer))
-        for part in [*ordered[:NUM_EXTREMES], *ordered[-NUM_EXTREMES:]]
-    )
+    for document in [*ordered[:NUM_EXTREMES], *ordered[-NUM_EXTREMES:]]:
+        breakdown.openings[document.name] = _opening(packed, int(document.name), tokenizer)
     return breakdown
 
 
@@ -182,11 +175,6 @@ def _frequency_classes(counts_V: NDArray[np.int64]) -> NDArray[np.int64]:
     return np.searchsorted(FREQUENCIES, ranks, side="right")
 
 
-def _frequency_names() -> list[str]:
-    edges = [0, *FREQUENCIES]
-    return [*(f"rank {first + 1} to {last}" for first, last in zip(edges, FREQUENCIES, strict=False)), "rarer"]
-
-
 def _opening(packed: PackedText, document: int, tokenizer: PreTrainedTokenizerFast) -> str:
     start = int(packed.document_starts[document]) + 1
     stop = int([*packed.document_starts, packed.num_tokens][document + 1])
@@ -196,31 +184,34 @@ def _opening(packed: PackedText, document: int, tokenizer: PreTrainedTokenizerFa
 def as_data(breakdown: Breakdown) -> dict[str, Any]:
     """The score and its parts as plain data; of the documents their number, and the spread and extremes of several."""
     return dataclasses.asdict(breakdown.evaluation) | {
-        "by_position": [_data(part) for part in breakdown.by_position],
+        "by_position": _data(breakdown.by_position),
         "by_document": _documents(breakdown),
-        "by_class": [_data(part) for part in breakdown.by_class],
-        "by_frequency": [_data(part) for part in breakdown.by_frequency],
+        "by_class": _data(breakdown.by_class),
+        "by_frequency": _data(breakdown.by_frequency),
     }
 
 
 def _documents(breakdown: Breakdown) -> dict[str, Any]:
     ordered = breakdown.documents_by_score()
-    shown = {"number": len(breakdown.by_document), "long_enough": len(ordered), "fewest_bytes": FEWEST_BYTES}
+    data: dict[str, Any] = {
+        "number": len(breakdown.by_document),
+        "long_enough": len(ordered),
+        "fewest_bytes": FEWEST_BYTES,
+    }
     if len(ordered) < 2:
-        return shown
-    values = np.quantile([part.bits_per_byte for part in ordered], QUANTILES)
+        return data
+    values = np.quantile([part.bits_per_byte for part in ordered], QUANTILES).tolist()
+    data["bits_per_byte_quantiles"] = dict(zip(map(str, QUANTILES), values, strict=True))
     # The best, the best first, and of the others the worst, the worst first.
     extremes = {"best": ordered[:NUM_EXTREMES], "worst": ordered[NUM_EXTREMES:][-NUM_EXTREMES:][::-1]}
-    return (
-        shown
-        | {"bits_per_byte_quantiles": dict(zip(map(str, QUANTILES), map(float, values), strict=True))}
-        | {
-            name: [_data(part) | {"begins_with": breakdown.openings[part.name]} for part in parts]
-            for name, parts in extremes.items()
-        }
-    )
+    for name, parts in extremes.items():
+        openings = [{"begins_with": breakdown.openings[part.name]} for part in parts]
+        data[name] = [part | opening for part, opening in zip(_data(parts), openings, strict=True)]
+    return data
 
 
-def _data(part: Part) -> dict[str, Any]:
-    scores = {"loss": part.loss, "bits_per_byte": part.bits_per_byte if part.bytes else None}
-    return dataclasses.asdict(part) | scores
+def _data(parts: Sequence[Part]) -> list[dict[str, Any]]:
+    return [
+        dataclasses.asdict(part) | {"loss": part.loss, "bits_per_byte": part.bits_per_byte if part.bytes else None}
+        for part in parts
+    ]

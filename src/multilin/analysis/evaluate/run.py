@@ -1,10 +1,10 @@
 """Scoring a trained model on a text: the validation text of its own run, or any source."""
 
 import dataclasses
+import itertools
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from multilin.errors import InputError
 from multilin.inference.runs import Run
 from multilin.model import MultilinForCausalLM
 from multilin.model.memory import check_reading
-from multilin.scoring.losses import Evaluation, Scored, read_blocks, sum_up
+from multilin.scoring.losses import Scored, chosen_blocks, read_blocks
 from multilin.training.assemble import read_text
 from multilin.training.recipe import RECIPE_FILE, Recipe, load_recipe
 
@@ -32,79 +32,46 @@ CHUNK_TOKENS = 512  # of a document that is read whole, in one forward pass
 DEFAULTS = EvaluationSettings()
 
 
-def evaluate_run(run: Run, settings: EvaluationSettings = DEFAULTS, *, progress: Progress = no_progress) -> Evaluation:
-    """Score a run.
-
-    The text is read in blocks of the length the model was trained with, or the longest it can read.
-
-    Raises:
-        InputError: the text cannot be read, or none is given and the folder has no recipe that names one.
-    """
-    with _losses(run, settings, progress, long=False) as (packed, scored):
-        return sum_up(scored, packed)
-
-
 def break_down_run(
     run: Run, settings: EvaluationSettings = DEFAULTS, *, long: bool = False, progress: Progress = no_progress
 ) -> Breakdown:
-    """Score a run as `evaluate_run` does, with the score of every group of tokens.
+    """Score a run, as a whole and for every group of tokens.
+
+    The text is read in blocks of the length the model was trained with, or the longest it can read.
 
     Args:
         run: the model and its tokenizer.
-        settings: what it is scored on.
+        settings: the text to score on.
         long: read every document whole, however long, instead of blocks.
         progress: called now and then.
 
     Raises:
-        InputError: as `evaluate_run`; and with `long` a model that cannot read texts of any length.
+        InputError: the text cannot be read, or none is given and the folder has no recipe that names one; or with
+            `long` a model that cannot read texts of any length.
     """
-    with _losses(run, settings, progress, long=long) as (packed, scored):
-        return break_down(scored, packed, run.tokenizer)
-
-
-@contextmanager
-def _losses(
-    run: Run, settings: EvaluationSettings, progress: Progress, *, long: bool
-) -> Iterator[tuple[PackedText, Iterator[Scored]]]:
-    """The text and its losses; what had to be packed for it is there until the block ends."""
     if long:
         check_reads_any_length(run)
     recipe, max_tokens = recipe_of(run), settings.max_tokens
-    with _text(run, recipe, settings, progress) as packed:
+    with tempfile.TemporaryDirectory(prefix="multilin-") as folder:
+        if settings.source is None:
+            packed = validation_text(run, recipe, progress)
+        else:
+            source, field, errors = settings.source, settings.text_field, settings.encoding_errors
+            documents = read_documents(source, text_field=field, encoding_errors=errors)
+            packed = pack(documents, run.tokenizer, Path(folder, "text"), partial(progress, "packing the text"))
         if long:
             report = partial(progress, "evaluating", total=min(packed.num_tokens, max_tokens or packed.num_tokens))
-            yield packed, read_whole(run, packed, max_tokens=max_tokens, progress=report)
-            return
-        size = block_size(run, recipe)
-        num_blocks = len(Blocks(packed, size, partial=True))
-        if max_tokens is not None:
-            num_blocks = min(num_blocks, -(-max_tokens // (size - 1)))
-        num_rows = min(settings.batch_size, num_blocks)
-        check_reading(f"batch_size: {settings.batch_size}", run.model, num_rows, size, all_logits=True)
-        report = partial(progress, "evaluating", total=num_blocks)
-        yield (
-            packed,
-            read_blocks(
-                run.model,
-                packed,
-                block_size=size,
-                batch_size=settings.batch_size,
-                max_tokens=max_tokens,
-                progress=report,
-            ),
-        )
-
-
-@contextmanager
-def _text(run: Run, recipe: Recipe | None, settings: EvaluationSettings, progress: Progress) -> Iterator[PackedText]:
-    if settings.source is None:
-        yield validation_text(run, recipe, progress)
-        return
-    with tempfile.TemporaryDirectory(prefix="multilin-") as folder:
-        documents = read_documents(
-            settings.source, text_field=settings.text_field, encoding_errors=settings.encoding_errors
-        )
-        yield pack(documents, run.tokenizer, Path(folder) / "text", partial(progress, "packing the text"))
+            scored = read_whole(run, packed, max_tokens=max_tokens, progress=report)
+        else:
+            size, batch_size = block_size(run, recipe), settings.batch_size
+            num_blocks = len(chosen_blocks(len(Blocks(packed, size, partial=True)), size, max_tokens))
+            num_rows = min(batch_size, num_blocks)
+            check_reading(f"batch_size: {batch_size}", run.model, num_rows, size, all_logits=True)
+            report = partial(progress, "evaluating", total=num_blocks)
+            scored = read_blocks(
+                run.model, packed, block_size=size, batch_size=batch_size, max_tokens=max_tokens, progress=report
+            )
+        return break_down(scored, packed, run.tokenizer)
 
 
 def recipe_of(run: Run) -> Recipe | None:
@@ -160,9 +127,8 @@ def read_whole(
         InputError: a model with a longest text, or one of another kind, whose memory grows with the text.
     """
     model = check_reads_any_length(run)
-    ends = [*packed.document_starts[1:].tolist(), packed.num_tokens]
     num_read = 0
-    for start, end in zip(packed.document_starts.tolist(), ends, strict=True):
+    for start, end in itertools.pairwise([*packed.document_starts.tolist(), packed.num_tokens]):
         state = model.new_state()
         for first in range(start, end - 1, chunk_tokens):
             last = min(first + chunk_tokens, end - 1)

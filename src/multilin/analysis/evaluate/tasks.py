@@ -94,16 +94,11 @@ def evaluate_tasks(
     Raises:
         InputError: an unknown task, one whose data cannot be had, or a folder that is not trusted.
     """
-    if folder is not None and not trust_task_code:
-        raise InputError(
-            f"--task-folder: {shorten(folder)} can run code, as lm-eval imports Python from it and evaluates its "
-            "templates; look at it, and give --trust-task-code too"
-        )
     if folder is not None:
-        _check_folder(Path(folder))
+        _check_folder(Path(folder), trust_task_code)
     try:
         manager = _find_tasks(tasks, folder)
-        found = simple_evaluate(
+        results = simple_evaluate(
             model=MultilinLM(str(run.folder), run=run, batch_size=batch_size),
             tasks=list(tasks), task_manager=manager, limit=limit, bootstrap_iters=1000,
         )  # fmt: skip
@@ -121,12 +116,17 @@ def evaluate_tasks(
             for metric, value in scores.items()
             if isinstance(value, int | float) and "," in metric and "_stderr" not in metric
         }
-        for task, scores in (found or {})["results"].items()
+        for task, scores in (results or {})["results"].items()
     }
 
 
-def _check_folder(folder: Path) -> None:
-    """Refuse what lm-eval would look for in vain, or wait for."""
+def _check_folder(folder: Path, is_trusted: bool) -> None:
+    """Refuse a folder whose code is not trusted, or with files that lm-eval would look for in vain, or wait for."""
+    if not is_trusted:
+        raise InputError(
+            f"--task-folder: {shorten(str(folder))} can run code, as lm-eval imports Python from it and evaluates its "
+            "templates; look at it, and give --trust-task-code too"
+        )
     if not folder.is_dir():
         raise InputError(f"--task-folder: {shown(str(folder))} is no folder")
     for path in sorted(folder.rglob("*.yaml")):

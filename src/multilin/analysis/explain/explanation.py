@@ -96,7 +96,14 @@ def explain(
     Raises:
         InputError: no token after the start token, or more than the model can read.
     """
-    check_length(model, len(token_ids))
+    num_tokens, longest = len(token_ids), longest_text(model.config)
+    if num_tokens < 2:
+        raise InputError("text: no token given; give some text to explain")
+    if longest is not None and num_tokens > longest:
+        raise InputError(
+            f"text: {num_tokens:,} tokens given, the start token included, but this model reads at most {longest}; "
+            "give a shorter text"
+        )
     ids_T = torch.tensor(token_ids, device=model.device)
     log_probabilities_TV = next_token_log_probabilities(model, ids_T[None])[0]
     losses_K = -log_probabilities_TV[:-1].gather(1, ids_T[1:, None])[:, 0]
@@ -108,22 +115,6 @@ def explain(
     removal = measure_removal(model, ids_T, batch_size=batch_size, progress=progress) if remove else None
     steps = [_step(*reading, removal) for reading in _readings(model, ids_T)]
     return Explanation(token_ids, losses_K.cpu().numpy(), guesses, steps, removal)
-
-
-def check_length(model: PreTrainedModel, num_tokens: int) -> None:
-    """Refuse a text of so many tokens, the start token included, that is empty or longer than the model can read.
-
-    Raises:
-        InputError: it is.
-    """
-    longest = longest_text(model.config)
-    if num_tokens < 2:
-        raise InputError("text: no token given; give some text to explain")
-    if longest is not None and num_tokens > longest:
-        raise InputError(
-            f"text: {num_tokens:,} tokens given, the start token included, but this model reads at most {longest}; "
-            "give a shorter text"
-        )
 
 
 def mask_own_token(effects_S: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -177,19 +168,15 @@ def attentions(model: PreTrainedModel, ids_T: Tensor) -> list[tuple[int, str, Re
 
 
 def _on_cpu(reading: Reading) -> Reading:
-    tensors: dict[str, Any] = {name: value for name, value in reading._asdict().items() if isinstance(value, Tensor)}
-    return reading._replace(**{name: tensor.double().cpu() for name, tensor in tensors.items()})
+    values: list[Any] = [value.double().cpu() if isinstance(value, Tensor) else value for value in reading]
+    return Reading(*values)
 
 
 def _mean(readings: list[Reading]) -> Reading:
-    weights, nulls = [], []
-    for reading in readings:
-        weights_BTS = reading.weights_BHTS.mean(dim=1)
-        if reading.own_BHT is not None:
-            weights_BTS = weights_BTS + torch.diag_embed(reading.own_BHT.mean(dim=1))
-        weights.append(weights_BTS)
-        if reading.null_BHT is not None:
-            nulls.append(reading.null_BHT.mean(dim=1))
+    weights = [reading.weights_BHTS.mean(dim=1) for reading in readings]
+    own = [reading.own_BHT for reading in readings]
+    weights = [w if o is None else w + torch.diag_embed(o.mean(dim=1)) for w, o in zip(weights, own, strict=True)]
+    nulls = [reading.null_BHT.mean(dim=1) for reading in readings if reading.null_BHT is not None]
     reach = [reading.farthest for reading in readings if reading.farthest is not None]
     return Reading(
         MEAN,

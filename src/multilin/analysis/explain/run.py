@@ -9,7 +9,7 @@ import yaml
 from numpy.typing import NDArray
 
 from multilin.analysis.evaluate.run import recipe_of, validation_text
-from multilin.analysis.explain.explanation import Explanation, Step, check_length, explain
+from multilin.analysis.explain.explanation import Explanation, Step, explain
 from multilin.analysis.explain.removal import Agreement
 from multilin.analysis.settings import ExplainSettings
 from multilin.analysis.templates import asset
@@ -86,7 +86,6 @@ def explain_run(
         ids, source = _passage(run, settings, progress)
     else:
         ids, source = encode_prompt(text, run.tokenizer), "the given text"
-    check_length(run.model, len(ids) + 1)
     if len(ids) > settings.max_tokens:
         raise InputError(
             f"text: {plural(len(ids), 'token')} given, but at most {settings.max_tokens} are explained, as each is "
@@ -117,10 +116,9 @@ def _passage(run: Run, settings: ExplainSettings, progress: Progress) -> tuple[l
             f"--document: {settings.document} given, but the validation text has "
             f"{plural(packed.num_documents, 'document')}, counted from 0"
         )
-    start = int(packed.document_starts[settings.document]) + 1
-    ends = [*packed.document_starts.tolist(), packed.num_tokens]
+    start, end = [*packed.document_starts.tolist(), packed.num_tokens][settings.document :][:2]
     longest = min(PASSAGE_TOKENS, settings.max_tokens, (run.longest_text or PASSAGE_TOKENS + 1) - 1)
-    ids = packed.tokens[start : min(ends[settings.document + 1], start + longest)].tolist()
+    ids = packed.tokens[start + 1 : min(end, start + 1 + longest)].tolist()
     return ids, f"the first {plural(len(ids), 'token')} of document {settings.document} of the run's validation text"
 
 
@@ -157,8 +155,11 @@ def finding(explanation: Explanation) -> str:
 def _overall(steps: list[Step]) -> Agreement:
     """The agreement of the mean over all layers, or the mean of the steps' where there is no such mean."""
     agreements = [step.agreements[-1] for step in (steps[:1] if steps[0].layer == 0 else steps)]
-    known = [(a.correlation, a.nearness or 0.0, a.positions) for a in agreements if a.correlation is not None]
+    known = [agreement for agreement in agreements if agreement.correlation is not None]
     if not known:
         return Agreement(None, None, 0)
-    correlations, by_nearness, positions = zip(*known, strict=True)
-    return Agreement(mean(correlations), mean(by_nearness), max(positions))
+    return Agreement(
+        mean(agreement.correlation or 0.0 for agreement in known),
+        mean(agreement.nearness or 0.0 for agreement in known),
+        max(agreement.positions for agreement in known),
+    )

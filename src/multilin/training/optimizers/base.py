@@ -1,4 +1,4 @@
-"""What optimizers that normalise gradients share: the walk over parameters, and exact norms."""
+"""The base class of optimizers that normalise gradients: the loop over parameters, and exact norms."""
 
 from collections.abc import Callable, Iterator
 from typing import Any

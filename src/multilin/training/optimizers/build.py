@@ -1,6 +1,6 @@
 """The optimizers a recipe can name: their own defaults, and how one is built for a model."""
 
-import dataclasses
+import functools
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,7 +13,7 @@ from multilin.architectures.base import TrainingDefaults
 from multilin.errors import InputError
 from multilin.training.optimizers.matrix_moment import MatrixMoment
 from multilin.training.optimizers.normalized_sgd import NormalizedSGD
-from multilin.training.recipe import OptimizerRecipe
+from multilin.training.recipe import OptimizerRecipe, fill
 
 COMMON = ("learning_rate", "weight_decay", "clip_norm")
 
@@ -22,14 +22,14 @@ COMMON = ("learning_rate", "weight_decay", "clip_norm")
 class OptimizerKind:
     """One optimizer.
 
-    build: (parameter groups, resolved recipe) to the optimizer.
-    learning_rate, weight_decay, clip_norm: its own, for an architecture whose source trains with another one.
-    state_numbers: what it keeps for every number of a matrix.
+    make: called with parameter groups, `lr`, and `options` by name.
+    learning_rate, weight_decay, clip_norm: defaults for an architecture whose source trains with another optimizer.
+    state_numbers: numbers that it keeps for every number of a matrix.
     options: its further fields of the recipe with their defaults.
     normalizes: whether its update is free of the scale of each tensor's gradient; then it treats rows by themselves.
     """
 
-    build: Callable[[list[dict[str, Any]], OptimizerRecipe], torch.optim.Optimizer]
+    make: Callable[..., torch.optim.Optimizer]
     learning_rate: float
     weight_decay: float = 0.0
     clip_norm: float = 0.0
@@ -38,42 +38,20 @@ class OptimizerKind:
     normalizes: bool = True
 
 
-def _adamw(groups: list[dict[str, Any]], recipe: OptimizerRecipe) -> torch.optim.Optimizer:
-    assert recipe.learning_rate is not None
-    assert recipe.betas is not None
-    return torch.optim.AdamW(groups, lr=recipe.learning_rate, betas=recipe.betas, fused=True)
-
-
-def _normalized_sgd(groups: list[dict[str, Any]], recipe: OptimizerRecipe) -> torch.optim.Optimizer:
-    assert recipe.learning_rate is not None
-    assert recipe.row_average is not None
-    assert recipe.row_order is not None
-    return NormalizedSGD(groups, lr=recipe.learning_rate, row_average=recipe.row_average, row_order=recipe.row_order)
-
-
-def _matrix_moment(groups: list[dict[str, Any]], recipe: OptimizerRecipe) -> torch.optim.Optimizer:
-    assert recipe.learning_rate is not None
-    return MatrixMoment(groups, lr=recipe.learning_rate)
-
-
 _PLAIN = TrainingDefaults()
 
 OPTIMIZERS: dict[str, OptimizerKind] = {
     "adamw": OptimizerKind(
-        _adamw,
-        learning_rate=_PLAIN.learning_rate,
-        weight_decay=_PLAIN.weight_decay,
-        clip_norm=_PLAIN.clip_norm,
+        functools.partial(torch.optim.AdamW, fused=True),
+        **{name: getattr(_PLAIN, name) for name in COMMON},
         state_numbers=2,
         options={"betas": _PLAIN.betas},
         normalizes=False,
     ),
     "normalized_sgd": OptimizerKind(
-        _normalized_sgd,
-        learning_rate=0.1,
-        options={"row_average": 0.9, "row_order": "normalize_then_average"},
+        NormalizedSGD, learning_rate=0.1, options={"row_average": 0.9, "row_order": "normalize_then_average"}
     ),
-    "matrix_moment": OptimizerKind(_matrix_moment, learning_rate=0.01, state_numbers=1),
+    "matrix_moment": OptimizerKind(MatrixMoment, learning_rate=0.01, state_numbers=1),
 }
 """Every optimizer by the name recipes give it."""
 
@@ -86,23 +64,20 @@ def resolve_optimizer(recipe: OptimizerRecipe, defaults: TrainingDefaults) -> Op
     """
     name = recipe.name or defaults.optimizer
     kind = OPTIMIZERS[name]
-    source: Any = defaults if name == defaults.optimizer else kind
-    values = {"name": name, **{field: getattr(source, field) for field in COMMON}, **kind.options}
-    if "betas" in kind.options and source is defaults:
-        values["betas"] = defaults.betas
-    for field_name in {option for other in OPTIMIZERS.values() for option in other.options} - kind.options.keys():
-        if (given := getattr(recipe, field_name)) is not None:
-            used = ", ".join([*COMMON, *kind.options])
+    values = {option: getattr(kind, option) for option in COMMON} | dict(kind.options)
+    if name == defaults.optimizer:
+        values |= {option: getattr(defaults, option) for option in values.keys() & vars(defaults).keys()}
+    for option in {option for other in OPTIMIZERS.values() for option in other.options} - kind.options.keys():
+        if (given := getattr(recipe, option)) is not None:
             raise InputError(
-                f"optimizer.{field_name}: {given!r} given, but {name} does not use it; it uses {used}; "
+                f"optimizer.{option}: {given!r} given, but {name} does not use it; it uses {', '.join(values)}; "
                 f"optimizer.name is one of {', '.join(OPTIMIZERS)}"
             )
-    missing = {key: value for key, value in values.items() if getattr(recipe, key) is None}
-    return dataclasses.replace(recipe, **missing)
+    return fill(recipe, name=name, **values)
 
 
 def row_parameters(model: nn.Module) -> list[Tensor]:
-    """The parameters whose rows belong to single tokens: what the model says, else its input and output embeddings."""
+    """The parameters whose rows belong to single tokens: `model.row_parameters()`, else input and output embeddings."""
     own: Any = getattr(model, "row_parameters", None)
     if own is not None:
         return list(own())
@@ -149,4 +124,4 @@ def build_optimizer(recipe: OptimizerRecipe, model: nn.Module, *, decayed: Colle
     assert recipe.weight_decay is not None
     kind = OPTIMIZERS[recipe.name]
     groups = parameter_groups(model, decayed=decayed, weight_decay=recipe.weight_decay, by_rows=kind.normalizes)
-    return kind.build(groups, recipe)
+    return kind.make(groups, lr=recipe.learning_rate, **{option: getattr(recipe, option) for option in kind.options})

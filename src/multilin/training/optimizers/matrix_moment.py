@@ -76,10 +76,8 @@ class MatrixMoment(NormalizingOptimizer):
     def _state(self, parameter: Tensor, shape: tuple[int, ...]) -> dict[str, Tensor]:
         state: dict[str, Tensor] = self.state[parameter]
         if not state:
-            few: dict[str, Any] = {
-                "dtype": torch.promote_types(parameter.dtype, torch.float32),
-                "device": parameter.device,
-            }
+            dtype = torch.promote_types(parameter.dtype, torch.float32)
+            few: dict[str, Any] = {"dtype": dtype, "device": parameter.device}
             state["momentum"] = torch.zeros_like(parameter, memory_format=torch.contiguous_format)
             state["second_moment"] = torch.zeros(shape, **few)
             state["weight"], state["step"] = torch.zeros((), **few), torch.zeros((), **few)

@@ -1,6 +1,6 @@
 """Normalised SGD, the optimizer of 3Lin: every tensor moves by the direction of its gradient alone."""
 
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -9,7 +9,7 @@ from multilin.errors import InputError
 from multilin.training.optimizers.base import NormalizingOptimizer, as_rows, inverse, norms, row_norms
 
 RowOrder = Literal["normalize_then_average", "average_then_normalize"]
-ROW_ORDERS: tuple[RowOrder, ...] = ("normalize_then_average", "average_then_normalize")
+ROW_ORDERS: tuple[RowOrder, ...] = get_args(RowOrder)
 
 
 class NormalizedSGD(NormalizingOptimizer):
@@ -52,14 +52,8 @@ class NormalizedSGD(NormalizingOptimizer):
             raise InputError(f"row_average: {row_average} given, but it must be at least 0 and below 1")
         if row_order not in ROW_ORDERS:
             raise InputError(f"row_order: {row_order!r} given, but it must be {' or '.join(ROW_ORDERS)}")
-        defaults = {
-            "lr": lr,
-            "weight_decay": weight_decay,
-            "row_average": row_average,
-            "row_order": row_order,
-            "rows": rows,
-        }
-        super().__init__(params, defaults)
+        averaging = {"row_average": row_average, "row_order": row_order}
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, **averaging, "rows": rows})
 
     def update_whole(self, parameters: list[Tensor], gradients: list[Tensor], group: dict[str, Any]) -> None:
         """See the class."""

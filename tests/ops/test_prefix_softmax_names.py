@@ -57,9 +57,9 @@ def array_at(address: int, shape: tuple[int, ...], dtype: Any = np.float32) -> n
 def task_of(tasks: list[cpu.Task], index: int, is_summary: bool) -> cpu.Task:
     task, parts = cpu.Task.from_buffer_copy(tasks[0]), tasks[0].num_parts
     parts = parts * (parts - 1) if is_summary else parts
-    for address, batch, _ in cpu._FIELDS:
-        if getattr(task, address):
-            setattr(task, address, getattr(task, address) + index // parts * getattr(task, batch))
+    for name in cpu._TENSORS:
+        if getattr(task, name):
+            setattr(task, name, getattr(task, name) + index // parts * getattr(task, f"{name}_batch"))
     task.part = index % parts
     return task
 

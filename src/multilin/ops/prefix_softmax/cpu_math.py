@@ -84,17 +84,23 @@ def put(typing_context, array, index, number, name):
 
 @njit
 def task_of(tasks, index, is_summary):
-    """The task of piece of work `index`, a copy behind those before: tensors of its text, and the part of its time."""
-    whole, copies = carray(tasks, (1,))[0], carray(tasks, (index + 2,))
-    num_parts = whole.num_parts * (whole.num_parts - 1) if is_summary else whole.num_parts
-    copies[index + 1] = whole
-    task = copies[index + 1]
-    task.part = index % num_parts
-    tensors = array(np.int64, whole.address + 8 * (NUM_NUMBERS * (index + 1) + FIRST_TENSOR), (NUM_TENSORS, 3))
-    for i in range(NUM_TENSORS):
-        if tensors[i, 0] != 0:
-            tensors[i, 0] += index // num_parts * tensors[i, 1]
-    return task
+    """The task of piece of work `index`, with its part of the time and the tensors of its text.
+
+    It is a copy in a place of its own, but for index 0, which is the first part of the first text as it stands.
+    """
+    copies = carray(tasks, (index + 1,))
+    if index > 0:
+        num_parts = copies[0].num_parts
+        if is_summary:
+            num_parts *= num_parts - 1
+        copies[index] = copies[0]
+        copies[index].part = index % num_parts
+        first = copies.ctypes.data + 8 * (NUM_NUMBERS * index + FIRST_TENSOR)
+        tensors = array(np.int64, first, (NUM_TENSORS, 3))
+        for i in range(NUM_TENSORS):
+            if tensors[i, 0] != 0:
+                tensors[i, 0] += index // num_parts * tensors[i, 1]
+    return copies[index]
 
 
 @njit

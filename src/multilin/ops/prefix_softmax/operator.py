@@ -8,13 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
+from multilin.ops.kernels.operators import is_traced, needs_gradients
 from multilin.ops.prefix_softmax import cpu, gpu
 from multilin.ops.prefix_softmax.state import Gradients, PrefixSoftmaxState, last_tokens, read_state_first
 
 _MODULES: dict[str, Any] = {"cpu": cpu, "gpu": gpu}
-_PLAIN = (Tensor, Parameter)  # others are traced
 
 
 def prefix_softmax(
@@ -38,20 +37,11 @@ def prefix_softmax(
     if window is None or is_step:
         past: Any = (None, None)
         if state is not None:
-            past = state if state.values_BSHD.dtype is torch.float32 else (x.float() for x in state)
-        if window is None or not _needs_gradients(logits_BTH, values_BTHD, *past):
-            state_logits, state_values = past
+            is_float32 = state.values_BSHD.dtype is torch.float32
+            past = state if is_float32 else PrefixSoftmaxState(*(x.float() for x in state))
+        if window is None or not needs_gradients(logits_BTH, values_BTHD, *past):
             means, final_logits, final_values = _means(
-                kernels,
-                logits_BTH,
-                values_BTHD,
-                own_logits,
-                starts,
-                state_logits,
-                state_values,
-                window,
-                null,
-                needs_state,
+                kernels, logits_BTH, values_BTHD, own_logits, starts, *past, window, null, needs_state
             )
             return means, PrefixSoftmaxState(final_logits, final_values) if needs_state else None
     logits_BSH, values_BSHD, starts_BS = read_state_first(logits_BTH, values_BTHD, state, starts)
@@ -69,15 +59,11 @@ def _means(
     state_logits: Tensor | None, state_values: Tensor | None, window: int | None, null: float, needs_state: bool,
 ) -> tuple[Tensor, Any, Any]:  # fmt: skip
     """Means and state after them; without the operator, which takes longer than a token, where nothing traces."""
-    keeps = _needs_gradients(logits, values, own, state_logits, state_values)
+    keeps = needs_gradients(logits, values, own, state_logits, state_values)
     arguments = (logits, values, own, starts, state_logits, state_values, window, null, keeps, needs_state)
-    if torch.compiler.is_compiling() or type(values) not in _PLAIN or type(logits) not in _PLAIN:
+    if is_traced(logits, values):
         return _forward(kernels, *arguments)[:3]
     return _Eager.apply(kernels, *arguments) if keeps else _MODULES[kernels].forward(*arguments)[:3]
-
-
-def _needs_gradients(*inputs: Tensor | None) -> bool:
-    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
 
 
 def _run_forward(kernels: str, *arguments: Any) -> tuple[Tensor, ...]:

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(why_no_numba() is not None, reason=str(why_no_nu
 
 
 class Memory:
-    """What `get` and `put` do, and which names each address was read and written under."""
+    """`get` and `put`, and the names under which each address was read and written."""
 
     def __init__(self) -> None:
         self.names: dict[int, set[int]] = defaultdict(set)
@@ -71,10 +71,10 @@ def memories(monkeypatch: pytest.MonkeyPatch) -> list[Memory]:
 
     from multilin.ops.prefix_softmax import cpu_global, cpu_math, cpu_windowed
 
-    found: list[Memory] = []
+    launches: list[Memory] = []
     replaced = {
-        "get": lambda *arguments: found[-1].get(*arguments),
-        "put": lambda *arguments: found[-1].put(*arguments),
+        "get": lambda *arguments: launches[-1].get(*arguments),
+        "put": lambda *arguments: launches[-1].put(*arguments),
         "task_of": task_of,
         "row": lambda dtype, address, *shape: array_at(address, shape, dtype),
         "floats": lambda address, *shape: array_at(address, shape),
@@ -88,11 +88,11 @@ def memories(monkeypatch: pytest.MonkeyPatch) -> list[Memory]:
 
     def launch(kernel: Any, task: cpu.Task, dtype: torch.dtype, times: int, threads: int) -> None:
         for index in range(times):
-            found.append(Memory())
+            launches.append(Memory())
             kernel([task], np.float32 if dtype == torch.float32 else np.uint16, index, None)
 
     monkeypatch.setattr(cpu, "_numba_modules", lambda: (cpu_global, cpu_windowed, launch, lambda size: 2))
-    return found
+    return launches
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -25,8 +25,8 @@ LOWEST = np.float32(np.finfo(np.float32).min)
 ZERO, ONE, NOTHING = np.float32(0), np.float32(1), np.float32(-np.inf)
 TINY = 1e-300
 
-# NAMES of arrays for `get` and `put`. The compiler vectorises a loop only if what is stored in it cannot change what is
-# read, and checking that in every row took longer than the work. One array must have one name in all of a kernel:
+# NAMES of arrays for `get` and `put`. The compiler vectorises a loop only if its stores cannot change its loads, and
+# checking that in every row took longer than the work. One array must have one name in all of a kernel:
 # tests/ops/test_prefix_softmax_names.py runs the kernels in Python and compares all addresses.
 VALUES, MEANS, DMEANS, DVALUES, RUNNING, LATER, ROUNDING = range(7)
 LOGITS, TOP, TOTAL, TOPS, TOTALS, NEW, OLD, WEIGHTS, DECAYS, OTHER_TOPS, OTHER_TOTALS, PREFIX, SUFFIX = range(7, 20)
@@ -144,7 +144,7 @@ def exponentials(numbers):
 
 @njit(forceinline=True, **SCALARS)
 def raise_top(logits, forgets, top, new, old, tops, i):
-    """Row i: running maximum, and the exponents of the new weight and of what rescales the old ones."""
+    """Row i: running maximum, and the exponents of the new weight and of the factor for the old ones."""
     for h in range(top.size):
         j = i * top.size + h
         before, x = LOWEST if forgets else get(top, h, TOP), get(logits, h, LOGITS)

@@ -4,7 +4,7 @@ Time is cut in blocks of k (van Herk, Gil-Werman): the window of a position at o
 to r, and the suffix of block c - 1 from r + 1 on. Prefix means m restart in every block, with weights w, a (see
 `prefix_weights`). Suffix means go backward through a block with weights u, b alike, V_r = b_r V_(r+1) + u_r v_r, and
 
-    y_t = g_t m_t + h_t V_(r+1)          g, h: weights of prefix and suffix; what they lack to 1 is the null token's
+    y_t = g_t m_t + h_t V_(r+1)          g, h: weights of prefix and suffix; 1 - g - h is the null token's
 
 A text start restarts the prefix; h is 0 after it; and tokens before the last start of a block have u = 0, b = 1.
 

@@ -37,13 +37,11 @@ def prefix_softmax(
     if window is None or is_step:
         past: Any = (None, None)
         if state is not None:
-            is_float32 = state.values_BSHD.dtype is torch.float32
-            past = state if is_float32 else PrefixSoftmaxState(*(x.float() for x in state))
+            past = state if state.values_BSHD.dtype is torch.float32 else tuple(x.float() for x in state)
         if window is None or not needs_gradients(logits_BTH, values_BTHD, *past):
-            means, final_logits, final_values = _means(
-                kernels, logits_BTH, values_BTHD, own_logits, starts, *past, window, null, needs_state
-            )
-            return means, PrefixSoftmaxState(final_logits, final_values) if needs_state else None
+            inputs = (logits_BTH, values_BTHD, own_logits, starts, *past, window, null, needs_state)
+            means, *final = _means(kernels, *inputs)
+            return means, PrefixSoftmaxState(*final) if needs_state else None
     logits_BSH, values_BSHD, starts_BS = read_state_first(logits_BTH, values_BTHD, state, starts)
     num_read = logits_BSH.shape[1]
     cut = None if window >= num_read else window
@@ -118,7 +116,7 @@ def _empty_gradients(values: Tensor, own: Tensor | None, has_state: bool) -> Gra
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
     kernels, logits, values, own, starts, _, state_values, window, null, keeps, needs_state = inputs
     means, _, _, *kept = output
-    # Memory of what is not read again can be freed.
+    # Tensors that the backward pass does not read are not kept, so that their memory can be freed.
     if kernels == "cpu":
         logits = starts = None
     if kernels == "gpu" or (window is None and cpu.is_gated(values, own, null)):

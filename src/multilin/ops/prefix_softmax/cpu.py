@@ -30,6 +30,7 @@ _TENSORS = (
     "means", "weights", "checkpoints", "rounding", "summaries", "final_logits", "final_values",
     "dmeans", "dfinal_logits", "dfinal_values", "dlogits", "dvalues", "down", "dstate_logits", "dstate_values",
 )  # fmt: skip
+_STRIDES = {name: (f"{name}_batch", f"{name}_row") for name in _TENSORS}
 NUM_TENSORS, FIRST_TENSOR, NUM_NUMBERS = len(_TENSORS), len(_SIZES), len(_SIZES) + 3 * len(_TENSORS) + 1
 
 
@@ -38,7 +39,7 @@ class Task(ctypes.Structure):
 
     _fields_ = [
         *((name, ctypes.c_int64) for name in _SIZES),
-        *((f"{name}{number}", ctypes.c_int64) for name in _TENSORS for number in ("", "_batch", "_row")),
+        *((field, ctypes.c_int64) for name in _TENSORS for field in (name, *_STRIDES[name])),
         ("null", ctypes.c_double),  # logit of the null token, -inf where there is none
     ]
 
@@ -61,13 +62,13 @@ def empty_kept(values: Tensor, own: Tensor | None, window: int | None, null: flo
             end; empty with a window.
         rounding: (B, T, H, D), exact mean minus bf16 mean; empty without a window and in float32.
     """
-    B, T, H, D = values.shape
+    (B, T, H, D), device = values.shape, values.device
     kinds = 6 if window is not None else 4 if is_gated(values, own, null) else 2
     has_rounding = window is not None and values.dtype is not torch.float32
     return (
-        torch.empty(B, kinds, T, H, device=values.device),
-        torch.empty(B, 0 if window is not None else -(-T // ROWS) + 1, H, D, device=values.device),
-        torch.empty(B if has_rounding else 0, T, H, D, dtype=values.dtype, device=values.device),
+        torch.empty(B, kinds, T, H, dtype=torch.float32, device=device),
+        torch.empty(B, 0 if window is not None else -(-T // ROWS) + 1, H, D, dtype=torch.float32, device=device),
+        torch.empty(B if has_rounding else 0, T, H, D, dtype=values.dtype, device=device),
     )
 
 
@@ -87,7 +88,8 @@ def forward(
     if keeps:
         weights, checkpoints, rounding = empty_kept(values, own, window, null)
     if needs_state:
-        final_logits, final_values = torch.empty(B, 1, H), torch.empty(B, 1, H, D)
+        final_logits = torch.empty(B, 1, H, dtype=torch.float32)
+        final_values = torch.empty(B, 1, H, D, dtype=torch.float32)
     _launch(
         "forward", is_gated(values, own, null), window, null, logits=logits, own=own, values=values,
         starts=None if starts is None else starts.float(), state_logits=state_logits, state_values=state_values,
@@ -146,12 +148,12 @@ def _launch(kernel: str, is_gated: bool, window: int | None, null: float, **tens
                 copies.append(tensor)
         setattr(task, name, tensor.data_ptr())
         if has_strides:
-            size, strides = tensor.element_size(), tensor.stride()
-            setattr(task, f"{name}_batch", size * strides[0])
-            setattr(task, f"{name}_row", size * strides[1])
+            size, strides, (batch, row) = tensor.element_size(), tensor.stride(), _STRIDES[name]
+            setattr(task, batch, size * strides[0])
+            setattr(task, row, size * strides[1])
     kernels = cpu_global if window is None else cpu_windowed
     if window is None and parts > 1:
-        summaries = torch.empty(B, parts**2, 3 + D, H)
+        summaries = torch.empty(B, parts**2, 3 + D, H, dtype=torch.float32)
         task.summaries, task.summaries_batch = summaries.data_ptr(), 4 * summaries.stride(0)
         launch(getattr(kernels, f"{kernel}_summaries"), task, values.dtype, B * (parts**2 - parts), threads)
     launch(getattr(kernels, kernel), task, values.dtype, B * parts, threads)

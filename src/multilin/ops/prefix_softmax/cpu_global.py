@@ -11,7 +11,7 @@ Without own term and null token y is the mean. Backward, descending in time:
     C_t = -p_t + a_(t+1) (C_(t+1) - w_(t+1) z_(t+1))
     dl_t = w_t (a_t z_t + C_t)                  down_t = p_t
 
-C_t is the sum of the terms of S_t, each times how far the mean m_t is from the y of its position. So tokens are compared
+C_t sums the terms of S_t, each times the distance of the mean m_t from the y of its position. So tokens are compared
 with means component by component, and where one token has nearly all the weight the differences are 0, not the rounding
 error of two large sums. Where y is the mean in float32 it is read. Else only one mean in ROWS is stored, and the others
 are computed again from there. The gradient of the state is S and C before the first position.

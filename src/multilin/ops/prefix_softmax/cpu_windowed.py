@@ -30,9 +30,13 @@ from multilin.ops.prefix_softmax.cpu_math import (
     LOWEST,
     MEANS,
     NOTHING,
+    OTHER_TOPS,
+    OTHER_TOTALS,
     ROUNDING,
     RUNNING,
     SCALARS,
+    TOPS,
+    TOTALS,
     VALUES,
     ZERO,
     exponentials,
@@ -87,11 +91,15 @@ def gate(task, first, before, tops, totals, suffix_tops, suffix_totals, others, 
         is_cut = (is_cut and offset != 0) or t < task.window or starts_at(task, t)
         offset = 0 if offset + 1 == task.window else offset + 1
         j = t + 1 - task.window - before
-        for head in range(num_heads):
-            if is_cut or offset == 0:
-                other_tops[i, head], other_totals[i, head] = NOTHING, ZERO
-            else:
-                other_tops[i, head], other_totals[i, head] = suffix_tops[j, head], suffix_totals[j, head]
+        if is_cut or offset == 0:
+            for head in range(num_heads):
+                put(other_tops, i * num_heads + head, NOTHING, OTHER_TOPS)
+                put(other_totals, i * num_heads + head, ZERO, OTHER_TOTALS)
+        else:
+            for head in range(num_heads):
+                put(other_tops, i * num_heads + head, get(suffix_tops, j * num_heads + head, TOPS), OTHER_TOPS)
+                total = get(suffix_totals, j * num_heads + head, TOTALS)
+                put(other_totals, i * num_heads + head, total, OTHER_TOTALS)
     merge_weights(tops, totals, other_tops, other_totals, np.float32(task.null), g, h)
 
 

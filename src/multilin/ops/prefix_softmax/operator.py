@@ -105,12 +105,16 @@ def _backward_shapes(*arguments: Any) -> Gradients:
 
 
 def _empty_gradients(values: Tensor, own: Tensor | None, has_state: bool) -> Gradients:
-    """Room for the gradients: float32, that of the values like them; of no size where there is no such input."""
-    B, T, H, D = values.shape
-    of_own, of_state = B if own is not None else 0, B if has_state else 0
-    shapes = (B, T, H), (of_own, T, H), (of_state, 1, H), (of_state, 1, H, D)
-    logits, *others = (torch.empty(shape, dtype=torch.float32, device=values.device) for shape in shapes)
-    return Gradients(logits, torch.empty((B, T, H, D), dtype=values.dtype, device=values.device), *others)
+    """Empty gradients of all inputs, with no elements for inputs that are None."""
+    (B, T, H, D), device, float32 = values.shape, values.device, torch.float32
+    num_own, num_states = 0 if own is None else B, B if has_state else 0
+    return Gradients(
+        torch.empty(B, T, H, dtype=float32, device=device),
+        torch.empty(B, T, H, D, dtype=values.dtype, device=device),
+        torch.empty(num_own, T, H, dtype=float32, device=device),
+        torch.empty(num_states, 1, H, dtype=float32, device=device),
+        torch.empty(num_states, 1, H, D, dtype=float32, device=device),
+    )
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:

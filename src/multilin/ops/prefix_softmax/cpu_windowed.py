@@ -103,7 +103,7 @@ def gate(task, first, before, tops, totals, suffix_tops, suffix_totals, others, 
     merge_weights(tops, totals, other_tops, other_totals, np.float32(task.null), g, h)
 
 
-@njit(**SCALARS)
+@njit(forceinline=True, **SCALARS)
 def compute_suffixes(task, values, first, before, u, b, suffix):
     """suffix[r] becomes V_r of the block at `first`, for r > 0, with weights whose rows count from `before`."""
     num_heads, width, k, p_values, values_row = task.num_heads, task.width, task.window, task.values, task.values_row

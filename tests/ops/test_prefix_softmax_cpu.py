@@ -14,7 +14,7 @@ from torch import Tensor
 
 from multilin.ops.kernels import why_no_numba
 from multilin.ops.prefix_softmax import PREFIX_SOFTMAX, PrefixSoftmaxState, operator, prefix_softmax, reference
-from multilin.ops.prefix_softmax.cases import LOGITS, make_logits, make_starts, make_values
+from tests.ops.cases.prefix_softmax import LOGITS, make_logits, make_starts, make_values
 from tests.ops.poison import poison_memory
 from tests.processes import PYTHON, run
 

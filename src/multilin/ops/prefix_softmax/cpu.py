@@ -6,51 +6,19 @@ may lie apart, as slices of a fused projection do: a copy would cost as much as 
 components are contiguous.
 """
 
-import ctypes
-import functools
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from multilin.ops.kernels import LazyModule
+from multilin.ops.prefix_softmax.cpu_task import ROWS, STRIDES, Task
 from multilin.ops.prefix_softmax.state import Gradients
 
-ROWS = 32  # positions whose values and gradients stay in the cache between two passes over them
 Kept = tuple[Tensor, Tensor, Tensor]
-
-_SIZES = (
-    "num_time", "num_heads", "width",  # T, H, D
-    "num_parts",  # of the time of a text, which run at the same time; pieces are the square of it
-    "part",  # the one of a kernel's call, or its piece
-    "window",  # tokens read, for the windowed kernels
-    "is_gated",  # 1 where y is not simply the running mean: an own term, a null token, rounding to bf16
-)  # fmt: skip
-_TENSORS = (
-    "logits", "own", "values", "starts", "state_logits", "state_values",
-    "means", "weights", "checkpoints", "rounding", "summaries", "final_logits", "final_values",
-    "dmeans", "dfinal_logits", "dfinal_values", "dlogits", "dvalues", "down", "dstate_logits", "dstate_values",
-)  # fmt: skip
-_STRIDES = {name: (f"{name}_batch", f"{name}_row") for name in _TENSORS}
-NUM_TENSORS, FIRST_TENSOR, NUM_NUMBERS = len(_TENSORS), len(_SIZES), len(_SIZES) + 3 * len(_TENSORS) + 1
-
-
-class Task(ctypes.Structure):
-    """Arguments of a kernel. Of every tensor the address, 0 if absent, and the bytes between texts and positions."""
-
-    _fields_ = [
-        *((name, ctypes.c_int64) for name in _SIZES),
-        *((field, ctypes.c_int64) for name in _TENSORS for field in (name, *_STRIDES[name])),
-        ("null", ctypes.c_double),  # logit of the null token, -inf where there is none
-    ]
-
-
-@functools.cache
-def _numba_modules() -> tuple[Any, ...]:
-    """The modules that import numba: imported by the first call, and not looked for again by the others."""
-    from multilin.ops.kernels.cpu_launch import launch, num_threads
-    from multilin.ops.prefix_softmax import cpu_global, cpu_windowed
-
-    return cpu_global, cpu_windowed, launch, num_threads
+_launcher = LazyModule("multilin.ops.kernels.cpu_launch")
+_global = LazyModule("multilin.ops.prefix_softmax.cpu_global")
+_windowed = LazyModule("multilin.ops.prefix_softmax.cpu_windowed")
 
 
 def empty_kept(values: Tensor, own: Tensor | None, window: int | None, null: float) -> Kept:
@@ -124,11 +92,10 @@ def _launch(kernel: str, is_gated: bool, window: int | None, null: float, **tens
 
     Python work counts here: the kernel takes about a microsecond for one token.
     """
-    cpu_global, cpu_windowed, launch, num_threads = _numba_modules()
     values: Any = tensors["values"]
     B, T, H, D = values.shape
-    threads = num_threads(B * T * H * D)
-    parts = _num_parts(threads, B, T, window) if threads > 1 else 1
+    threads = _launcher.num_threads(B * T * H * D)
+    parts = _num_parts(threads, B, T, window)
     tasks = (Task * (B * max(parts, parts**2 - parts)))()
     if not tasks:
         return
@@ -148,15 +115,15 @@ def _launch(kernel: str, is_gated: bool, window: int | None, null: float, **tens
                 copies.append(tensor)
         setattr(task, name, tensor.data_ptr())
         if has_strides:
-            size, strides, (batch, row) = tensor.element_size(), tensor.stride(), _STRIDES[name]
+            size, strides, (batch, row) = tensor.element_size(), tensor.stride(), STRIDES[name]
             setattr(task, batch, size * strides[0])
             setattr(task, row, size * strides[1])
-    kernels = cpu_global if window is None else cpu_windowed
+    kernels = _global if window is None else _windowed
     if window is None and parts > 1:
         summaries = torch.empty(B, parts**2, 3 + D, H, dtype=torch.float32)
         task.summaries, task.summaries_batch = summaries.data_ptr(), 4 * summaries.stride(0)
-        launch(getattr(kernels, f"{kernel}_summaries"), task, values.dtype, B * (parts**2 - parts), threads)
-    launch(getattr(kernels, kernel), task, values.dtype, B * parts, threads)
+        _launcher.launch(getattr(kernels, f"{kernel}_summaries"), task, values.dtype, B * (parts**2 - parts), threads)
+    _launcher.launch(getattr(kernels, kernel), task, values.dtype, B * parts, threads)
 
 
 def _num_parts(threads: int, num_batch: int, num_time: int, window: int | None) -> int:

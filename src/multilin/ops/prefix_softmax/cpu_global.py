@@ -25,7 +25,6 @@ tell every part how its past, or backward its future, ends (second launch).
 import numpy as np
 from numba import njit
 
-from multilin.ops.prefix_softmax.cpu import ROWS
 from multilin.ops.prefix_softmax.cpu_math import (
     DMEANS,
     DOTS,
@@ -51,6 +50,7 @@ from multilin.ops.prefix_softmax.cpu_math import (
     task_of,
     weights,
 )
+from multilin.ops.prefix_softmax.cpu_task import ROWS
 
 W, A, G, O = range(4)  # noqa: E741 - kinds of weights; the last two exist where y is not simply the mean
 

@@ -19,7 +19,7 @@ from multilin.ops.kernels.cpu_intrinsics import SCALARS as SCALARS
 from multilin.ops.kernels.cpu_intrinsics import array, from_bf16, to_bf16
 from multilin.ops.kernels.cpu_intrinsics import floats as floats
 from multilin.ops.kernels.cpu_intrinsics import pointer_to as like
-from multilin.ops.prefix_softmax.cpu import FIRST_TENSOR, NUM_NUMBERS, NUM_TENSORS
+from multilin.ops.prefix_softmax.cpu_task import FIRST_TENSOR, NUM_NUMBERS, NUM_TENSORS
 
 LOWEST = np.float32(np.finfo(np.float32).min)
 ZERO, ONE, NOTHING = np.float32(0), np.float32(1), np.float32(-np.inf)

@@ -12,7 +12,7 @@ from torch import Tensor
 from multilin.errors import InputError
 from multilin.ops import prefix_softmax as unchecked
 from multilin.ops.prefix_softmax import PREFIX_SOFTMAX, reference
-from multilin.ops.prefix_softmax.cases import LOGITS, WINDOWS, make_logits, make_starts, make_values
+from tests.ops.cases.prefix_softmax import LOGITS, WINDOWS, make_logits, make_starts, make_values
 from tests.ops.checked import prefix_softmax
 
 B, T, H, D = 2, 67, 3, 5

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from multilin.ops.kernels import why_no_numba
 from multilin.ops.prefix_softmax import PREFIX_SOFTMAX, PrefixSoftmaxState, operator, prefix_softmax, reference
-from multilin.ops.prefix_softmax.cases import LOGITS, make_logits, make_starts, make_values
+from tests.ops.cases.prefix_softmax import LOGITS, make_logits, make_starts, make_values
 from tests.ops.poison import poison_memory
 from tests.processes import PYTHON, run
 
@@ -270,3 +270,23 @@ op.prefix_softmax(torch.zeros(1, 2, 1), torch.zeros(1, 2, 1, 1))
 assert "numba" in sys.modules
 """
     run([*PYTHON, "-c", program])
+
+
+@pytest.mark.parametrize("default", [torch.float64, torch.bfloat16], ids=str)
+def test_the_default_dtype_of_torch_changes_nothing(default: torch.dtype, two_threads: None) -> None:
+    inputs = make_logits("random", (1, 2048, 8)).float(), make_values((1, 2048, 8, 8)).float()
+
+    def compute() -> list[Tensor]:
+        needed = [x.clone().requires_grad_() for x in inputs]
+        means, state = by_kernels(*needed)
+        return [means, *state, *torch.autograd.grad(means.sin().sum() + state.values_BSHD.sum(), needed)]
+
+    expected, before = compute(), torch.get_default_dtype()
+    torch.set_default_dtype(default)
+    try:
+        actual = compute()
+    finally:
+        torch.set_default_dtype(before)
+    for x, y in zip(actual, expected, strict=True):
+        assert x.dtype == y.dtype
+        assert torch.equal(x, y)

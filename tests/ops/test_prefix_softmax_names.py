@@ -6,6 +6,7 @@ The compiler is told that arrays of different names never overlap, so a wrong na
 import ctypes
 import math
 from collections import defaultdict
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,13 +15,14 @@ import torch
 
 from multilin.ops.kernels import why_no_numba
 from multilin.ops.prefix_softmax import cpu, operator, reference
-from multilin.ops.prefix_softmax.cases import make_logits, make_starts, make_values
+from multilin.ops.prefix_softmax.cpu_task import TENSORS, Task
+from tests.ops.cases.prefix_softmax import make_logits, make_starts, make_values
 
 pytestmark = pytest.mark.skipif(why_no_numba() is not None, reason=str(why_no_numba()))
 
 
 class Memory:
-    """What `get` and `put` do, and which names each address was read and written under."""
+    """`get` and `put`, and the names under which each address was read and written."""
 
     def __init__(self) -> None:
         self.names: dict[int, set[int]] = defaultdict(set)
@@ -54,12 +56,12 @@ def array_at(address: int, shape: tuple[int, ...], dtype: Any = np.float32) -> n
     return np.ctypeslib.as_array((number * math.prod(shape)).from_address(address)).reshape(shape)
 
 
-def task_of(tasks: list[cpu.Task], index: int, is_summary: bool) -> cpu.Task:
-    task, parts = cpu.Task.from_buffer_copy(tasks[0]), tasks[0].num_parts
+def task_of(tasks: list[Task], index: int, is_summary: bool) -> Task:
+    task, parts = Task.from_buffer_copy(tasks[0]), tasks[0].num_parts
     parts = parts * (parts - 1) if is_summary else parts
-    for address, batch, _ in cpu._FIELDS:
-        if getattr(task, address):
-            setattr(task, address, getattr(task, address) + index // parts * getattr(task, batch))
+    for name in TENSORS:
+        if getattr(task, name):
+            setattr(task, name, getattr(task, name) + index // parts * getattr(task, f"{name}_batch"))
     task.part = index % parts
     return task
 
@@ -71,10 +73,10 @@ def memories(monkeypatch: pytest.MonkeyPatch) -> list[Memory]:
 
     from multilin.ops.prefix_softmax import cpu_global, cpu_math, cpu_windowed
 
-    found: list[Memory] = []
+    launches: list[Memory] = []
     replaced = {
-        "get": lambda *arguments: found[-1].get(*arguments),
-        "put": lambda *arguments: found[-1].put(*arguments),
+        "get": lambda *arguments: launches[-1].get(*arguments),
+        "put": lambda *arguments: launches[-1].put(*arguments),
         "task_of": task_of,
         "row": lambda dtype, address, *shape: array_at(address, shape, dtype),
         "floats": lambda address, *shape: array_at(address, shape),
@@ -86,13 +88,13 @@ def memories(monkeypatch: pytest.MonkeyPatch) -> list[Memory]:
             if name in replaced or isinstance(value, Dispatcher):
                 monkeypatch.setattr(module, name, replaced.get(name) or value.py_func)
 
-    def launch(kernel: Any, task: cpu.Task, dtype: torch.dtype, times: int, threads: int) -> None:
+    def launch(kernel: Any, task: Task, dtype: torch.dtype, times: int, threads: int) -> None:
         for index in range(times):
-            found.append(Memory())
+            launches.append(Memory())
             kernel([task], np.float32 if dtype == torch.float32 else np.uint16, index, None)
 
-    monkeypatch.setattr(cpu, "_numba_modules", lambda: (cpu_global, cpu_windowed, launch, lambda size: 2))
-    return found
+    monkeypatch.setattr(cpu, "_launcher", SimpleNamespace(launch=launch, num_threads=lambda size: 2))
+    return launches
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from multilin.errors import InputError
 from multilin.ops import windowed_attention as unchecked
-from multilin.ops.prefix_softmax.cases import make_starts
 from multilin.ops.windowed_attention import WINDOWED_ATTENTION, gpu, portable, reference, special_cases, tiles
+from tests.ops.cases.prefix_softmax import make_starts
 from tests.ops.cases.windowed_attention import OPTIONS, make_inputs
 from tests.ops.checked import windowed_attention
 from tests.ops.largest import LargestTensor

@@ -29,25 +29,9 @@ from multilin.training.outcomes import TrainingFailed, TrainingInterrupted
 
 BAD_INPUT, FAILED, INTERRUPTED, BROKEN_PIPE = 2, 1, 130, 141
 
-VERBS: dict[str, Callable[..., None]] = {
-    "demo": demo,
-    "train": train,
-    "generate": generate,
-    "rollout": rollout,
-    "evaluate": evaluate,
-    "compare": compare,
-    "explain": explain,
-    "quantize": quantize,
-    "export": export,
-    "info": info,
-    "tokenizer train": tokenizer_train,
-    "tokenizer show": tokenizer_show,
-    "convert": convert,
-    "doctor": doctor,
-}
 _FUNCTIONS: tuple[Callable[..., None], ...] = (
-    demo, train, generate, rollout, evaluate, compare, explain, quantize, info, tokenizer_train, tokenizer_show,
-    convert, doctor,
+    demo, train, generate, rollout, evaluate, compare, explain, quantize, export, info, tokenizer_train,
+    tokenizer_show, convert, doctor,
 )  # fmt: skip
 VERBS = {function.__name__.replace("_", " "): function for function in _FUNCTIONS}
 

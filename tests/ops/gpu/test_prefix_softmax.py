@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from multilin.ops.prefix_softmax import PREFIX_SOFTMAX, PrefixSoftmaxState, gpu, operator, reference
-from multilin.ops.prefix_softmax.cases import LOGITS, make_logits, make_starts, make_values
+from tests.ops.cases.prefix_softmax import LOGITS, make_logits, make_starts, make_values
 from tests.ops.poison import poison_memory
 from tests.processes import PYTHON, run
 

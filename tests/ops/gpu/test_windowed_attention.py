@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from multilin.ops.prefix_softmax.cases import make_starts
 from multilin.ops.windowed_attention import WindowedAttentionState, gpu, reference
+from tests.ops.cases.prefix_softmax import make_starts
 from tests.ops.cases.windowed_attention import OPTIONS, make_inputs
 from tests.ops.poison import poison_memory
 

@@ -69,14 +69,14 @@ def prefix_softmax(
 
     Args:
         logits: (B, T, H) natural-log weights, one per token and head; -inf allowed, +inf and nan not.
-        values: (B, T, H, D) what is averaged.
+        values: (B, T, H, D) to be averaged.
         window: number of tokens read, the current one included; None reads the whole past.
         own_logits: (B, T, H) logits with which each position reads its own value once more; later positions do not see
             them. None reads it once only. Not beside a window or a null token.
         null_logit: logit of one more token of value 0 that every position reads (adds e^null_logit to the denominator).
-        state: what an earlier call returned; its tokens are read first. A window may lie in a ring.
+        state: returned by an earlier call; its tokens are read first. A window may lie in a ring.
         starts: (B, T) True where a new text begins: nothing before it, the state included, is read from there on.
-        needs_state: False where nobody will read on: no state is built, None is returned for it.
+        needs_state: False if the sequence ends here: no state is built, and None is returned for it.
 
     Returns:
         The means (B, T, H, D) in the dtype of `values`, and the state after the last token: one summary token, or the

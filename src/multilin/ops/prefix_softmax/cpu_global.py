@@ -11,10 +11,10 @@ Without own term and null token y is the mean. Backward, descending in time:
     C_t = -p_t + a_(t+1) (C_(t+1) - w_(t+1) z_(t+1))
     dl_t = w_t (a_t z_t + C_t)                  down_t = p_t
 
-C_t is the sum of what S_t sums, times how far the mean m_t is from the y of that position. So tokens are compared with
-means component by component, and where one token has nearly all the weight the differences are 0, not what is left of
-two large sums. Where y is the mean in float32 it is read. Else the means are not stored but for one in ROWS: they are
-computed again from there. The gradient of the state is S and C before the first position.
+C_t sums the terms of S_t, each times the distance of the mean m_t from the y of its position. So tokens are compared
+with means component by component, and where one token has nearly all the weight the differences are 0, not the rounding
+error of two large sums. Where y is the mean in float32 it is read. Else only one mean in ROWS is stored, and the others
+are computed again from there. The gradient of the state is S and C before the first position.
 
 Fewer texts than threads: time is cut in parts, one for each thread, and those in pieces, whose summaries (first launch)
 tell every part how its past, or backward its future, ends (second launch).
@@ -25,7 +25,6 @@ tell every part how its past, or backward its future, ends (second launch).
 import numpy as np
 from numba import njit
 
-from multilin.ops.prefix_softmax.cpu import ROWS
 from multilin.ops.prefix_softmax.cpu_math import (
     DMEANS,
     DOTS,
@@ -51,6 +50,7 @@ from multilin.ops.prefix_softmax.cpu_math import (
     task_of,
     weights,
 )
+from multilin.ops.prefix_softmax.cpu_task import ROWS
 
 W, A, G, O = range(4)  # noqa: E741 - kinds of weights; the last two exist where y is not simply the mean
 
@@ -64,7 +64,7 @@ def piece_bounds(task, piece):
 
 @njit
 def summary(task, piece):
-    """What a piece does to the state, or to the gradients: three numbers per head, and a vector per head."""
+    """The summary of a piece of time, see the kernels: three numbers per head (3, H), and a vector per head (H, D)."""
     address = task.summaries + 4 * piece * task.num_heads * (3 + task.width)
     return floats(address, 3, task.num_heads), floats(address + 12 * task.num_heads, task.num_heads, task.width)
 
@@ -282,7 +282,7 @@ def backward(tasks, values, index, sources):
         assign(S, floats(task.dfinal_values, num_heads, width))
         assign(C, floats(task.dfinal_logits, 1, num_heads))
     for piece in range(num_parts * num_parts - 1, (part + 1) * num_parts - 1, -1):
-        # What C compares with moves from the mean after the piece to the one before it.
+        # C is relative to the mean after the piece, and moved to the mean before it.
         numbers, piece_S = summary(task, piece)
         first, last = piece_bounds(task, piece)
         before, after = checkpoint(task, first // ROWS), checkpoint(task, (last + ROWS - 1) // ROWS)

@@ -19,14 +19,14 @@ from multilin.ops.kernels.cpu_intrinsics import SCALARS as SCALARS
 from multilin.ops.kernels.cpu_intrinsics import array, from_bf16, to_bf16
 from multilin.ops.kernels.cpu_intrinsics import floats as floats
 from multilin.ops.kernels.cpu_intrinsics import pointer_to as like
-from multilin.ops.prefix_softmax.cpu import FIRST_TENSOR, NUM_NUMBERS, NUM_TENSORS
+from multilin.ops.prefix_softmax.cpu_task import FIRST_TENSOR, NUM_NUMBERS, NUM_TENSORS
 
 LOWEST = np.float32(np.finfo(np.float32).min)
 ZERO, ONE, NOTHING = np.float32(0), np.float32(1), np.float32(-np.inf)
 TINY = 1e-300
 
-# NAMES of arrays for `get` and `put`. The compiler vectorises a loop only if what is stored in it cannot change what is
-# read, and checking that in every row took longer than the work. One array must have one name in all of a kernel:
+# NAMES of arrays for `get` and `put`. The compiler vectorises a loop only if its stores cannot change its loads, and
+# checking that in every row took longer than the work. One array must have one name in all of a kernel:
 # tests/ops/test_prefix_softmax_names.py runs the kernels in Python and compares all addresses.
 VALUES, MEANS, DMEANS, DVALUES, RUNNING, LATER, ROUNDING = range(7)
 LOGITS, TOP, TOTAL, TOPS, TOTALS, NEW, OLD, WEIGHTS, DECAYS, OTHER_TOPS, OTHER_TOTALS, PREFIX, SUFFIX = range(7, 20)
@@ -84,17 +84,23 @@ def put(typing_context, array, index, number, name):
 
 @njit
 def task_of(tasks, index, is_summary):
-    """The task of piece of work `index`, a copy behind those before: tensors of its text, and the part of its time."""
-    whole, copies = carray(tasks, (1,))[0], carray(tasks, (index + 2,))
-    num_parts = whole.num_parts * (whole.num_parts - 1) if is_summary else whole.num_parts
-    copies[index + 1] = whole
-    task = copies[index + 1]
-    task.part = index % num_parts
-    tensors = array(np.int64, whole.address + 8 * (NUM_NUMBERS * (index + 1) + FIRST_TENSOR), (NUM_TENSORS, 3))
-    for i in range(NUM_TENSORS):
-        if tensors[i, 0] != 0:
-            tensors[i, 0] += index // num_parts * tensors[i, 1]
-    return task
+    """The task of piece of work `index`, with its part of the time and the tensors of its text.
+
+    It is a copy in a place of its own, but for index 0, which is the first part of the first text as it stands.
+    """
+    copies = carray(tasks, (index + 1,))
+    if index > 0:
+        num_parts = copies[0].num_parts
+        if is_summary:
+            num_parts *= num_parts - 1
+        copies[index] = copies[0]
+        copies[index].part = index % num_parts
+        first = copies.ctypes.data + 8 * (NUM_NUMBERS * index + FIRST_TENSOR)
+        tensors = array(np.int64, first, (NUM_TENSORS, 3))
+        for i in range(NUM_TENSORS):
+            if tensors[i, 0] != 0:
+                tensors[i, 0] += index // num_parts * tensors[i, 1]
+    return copies[index]
 
 
 @njit
@@ -138,7 +144,7 @@ def exponentials(numbers):
 
 @njit(forceinline=True, **SCALARS)
 def raise_top(logits, forgets, top, new, old, tops, i):
-    """Row i: running maximum, and the exponents of the new weight and of what rescales the old ones."""
+    """Row i: running maximum, and the exponents of the new weight and of the factor for the old ones."""
     for h in range(top.size):
         j = i * top.size + h
         before, x = LOWEST if forgets else get(top, h, TOP), get(logits, h, LOGITS)

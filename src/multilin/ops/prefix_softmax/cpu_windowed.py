@@ -4,7 +4,7 @@ Time is cut in blocks of k (van Herk, Gil-Werman): the window of a position at o
 to r, and the suffix of block c - 1 from r + 1 on. Prefix means m restart in every block, with weights w, a (see
 `prefix_weights`). Suffix means go backward through a block with weights u, b alike, V_r = b_r V_(r+1) + u_r v_r, and
 
-    y_t = g_t m_t + h_t V_(r+1)          g, h: weights of prefix and suffix; what they lack to 1 is the null token's
+    y_t = g_t m_t + h_t V_(r+1)          g, h: weights of prefix and suffix; 1 - g - h is the null token's
 
 A text start restarts the prefix; h is 0 after it; and tokens before the last start of a block have u = 0, b = 1.
 
@@ -30,9 +30,13 @@ from multilin.ops.prefix_softmax.cpu_math import (
     LOWEST,
     MEANS,
     NOTHING,
+    OTHER_TOPS,
+    OTHER_TOTALS,
     ROUNDING,
     RUNNING,
     SCALARS,
+    TOPS,
+    TOTALS,
     VALUES,
     ZERO,
     exponentials,
@@ -87,15 +91,19 @@ def gate(task, first, before, tops, totals, suffix_tops, suffix_totals, others, 
         is_cut = (is_cut and offset != 0) or t < task.window or starts_at(task, t)
         offset = 0 if offset + 1 == task.window else offset + 1
         j = t + 1 - task.window - before
-        for head in range(num_heads):
-            if is_cut or offset == 0:
-                other_tops[i, head], other_totals[i, head] = NOTHING, ZERO
-            else:
-                other_tops[i, head], other_totals[i, head] = suffix_tops[j, head], suffix_totals[j, head]
+        if is_cut or offset == 0:
+            for head in range(num_heads):
+                put(other_tops, i * num_heads + head, NOTHING, OTHER_TOPS)
+                put(other_totals, i * num_heads + head, ZERO, OTHER_TOTALS)
+        else:
+            for head in range(num_heads):
+                put(other_tops, i * num_heads + head, get(suffix_tops, j * num_heads + head, TOPS), OTHER_TOPS)
+                total = get(suffix_totals, j * num_heads + head, TOTALS)
+                put(other_totals, i * num_heads + head, total, OTHER_TOTALS)
     merge_weights(tops, totals, other_tops, other_totals, np.float32(task.null), g, h)
 
 
-@njit(**SCALARS)
+@njit(forceinline=True, **SCALARS)
 def compute_suffixes(task, values, first, before, u, b, suffix):
     """suffix[r] becomes V_r of the block at `first`, for r > 0, with weights whose rows count from `before`."""
     num_heads, width, k, p_values, values_row = task.num_heads, task.width, task.window, task.values, task.values_row

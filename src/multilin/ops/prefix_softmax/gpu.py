@@ -1,4 +1,4 @@
-"""Starting the GPU kernels of the running softmax mean: how work is cut, and where results and scratch lie.
+"""Starting the GPU kernels of the running softmax mean: division of the work, results and scratch.
 
 The formulas are in `gpu_math`, the kernels in `gpu_forward` and `gpu_backward`. Each value is read once forward, or
 twice where texts are few.
@@ -39,7 +39,7 @@ def _triton_modules() -> tuple[Any, ...]:
 
 
 def empty_kept(values: Tensor, own: Tensor | None, window: int | None, null: float) -> Kept:
-    """Room for what the backward pass reads besides the inputs, in float32.
+    """Empty float32 tensors that the backward pass reads besides the inputs.
 
     Returns:
         rows: (2, B, H, T) the largest logit that each position reads, +inf where it reads nothing; and 1 / sum of
@@ -54,7 +54,7 @@ def empty_kept(values: Tensor, own: Tensor | None, window: int | None, null: flo
 
 
 class Plan(NamedTuple):
-    """How one call is cut.
+    """Division of one call's work.
 
     batch: number of texts.
     width: of the slice of D that one program takes; splits: their number.
@@ -100,9 +100,11 @@ def forward(
     logits: Tensor, values: Tensor, own: Tensor | None, starts: Tensor | None, state_logits: Tensor | None,
     state_values: Tensor | None, window: int | None, null: float, keeps: bool, needs_state: bool,
 ) -> _Tensors:  # fmt: skip
-    """Means, logits and values of the state after them, and what is kept; None for what is not asked for.
+    """Run the forward kernels. A state is given together with a window for a single position only.
 
-    A state beside a window is that of a single position.
+    Returns:
+        The means; with `needs_state` logits and values of the state after them, else None; with `keeps` the tensors of
+        `empty_kept`, else None.
     """
     B, T, H, D = values.shape
     means = torch.empty((B, T, H, D), dtype=values.dtype, device=values.device)
@@ -170,10 +172,10 @@ def backward(
         sums = _scalars_and_vectors(values, B, cut.parts, H)[1:]
         ends = tuple(_float32(values, cut.splits, B, cut.parts, H) for _ in range(3))
         kernels.summarize_rows[grid](*_rows(dmeans), texts, rows, sums, T, H, D, cut, **constants)
-    # Each slice of D gives a share of what is one number per head; the shares are added below, in a fixed order.
+    # Each slice of D gives a part of every number per head; the parts are added below, in a fixed order.
     totals = (gradients.logits, gradients.own_logits, gradients.state_logits)
-    shares = totals if cut.splits == 1 else [_float32(values, cut.splits, *x.shape) for x in totals]
-    dlogits, down, dstate_logits = shares
+    slices = totals if cut.splits == 1 else [_float32(values, cut.splits, *x.shape) for x in totals]
+    dlogits, down, dstate_logits = slices
     dstate = (dstate_logits, gradients.state_values) if dstate_logits.numel() else (None, None)
     kernels.backward[grid](
         *_rows(logits), *_rows(values), *_rows(own), texts, *_rows(dmeans), dfinal, sums,
@@ -186,8 +188,8 @@ def backward(
             CHUNK=CHUNK, PARTS=constants["PARTS"],
         )  # fmt: skip
     if cut.splits > 1:
-        for total, share in zip(totals, shares, strict=True):
-            torch.sum(share, dim=0, out=total)
+        for total, parts in zip(totals, slices, strict=True):
+            torch.sum(parts, dim=0, out=total)
 
 
 def _float32(values: Tensor, *shape: int) -> Tensor:

@@ -1,11 +1,11 @@
 """Backward kernels of the running softmax mean, the forward kernels' mirror image: chunks from last to first.
 
 Over the whole past the means of a chunk are computed again from those kept before it. Where time is cut in parts, the
-rows of each part are summed up by one row first. That takes dy alone: what later parts take from the gradients of
-logits, one number per head, is subtracted at the end.
+rows of each part are summed up by one row first. That takes dy alone: the later parts' term in the gradients of logits,
+one number per head, is subtracted at the end.
 
-With a window the products dy_t . y_t come from the forward kernel. What reads token j is the rest of its own block, and
-of the next block the rows before j + window: two triangles per chunk, and beyond them two rows, one for the later
+With a window the products dy_t . y_t come from the forward kernel. Token j is read by the rest of its own block, and
+in the next block by the rows before j + window: two triangles per chunk, and beyond them two rows, one for the later
 chunks of the own block, one for the earlier chunks of the next.
 """
 
@@ -33,7 +33,7 @@ def summarize_rows(
     p_dmeans, s_dmeans, p_texts, rows, sums, T, H, D, cut,
     CHUNK: tl.constexpr, BLOCK_D: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Each part's rows as one, into (lows, flows): those that still read what was before the part."""
+    """Each part's rows as one, into (lows, flows): only rows that still read tokens before the part."""
     i_split, i_h, i_part, i_b = place_of_program(H, cut)
     p_dmeans += i_b * s_dmeans[0] + i_h * s_dmeans[2]
     o_row = (i_b * H + i_h) * T
@@ -121,7 +121,7 @@ def backward(
     rows, past, p_deltas, p_dvalues, p_dlogits, p_down, dstate, ends, T, H, D, cut, num_slots, window,
     CHUNK: tl.constexpr, BLOCK_D: tl.constexpr, PARTS: tl.constexpr, WINDOWED: tl.constexpr, CARRIES: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of one part; those of logits without what later parts take from them."""
+    """Gradients of one part; the gradients of logits still lack the term of later parts (see `subtract_lost`)."""
     i_split, i_h, i_part, i_b = place_of_program(H, cut)
     p_logits += i_b * s_logits[0] + i_h * s_logits[2]
     p_values += i_b * s_values[0] + i_h * s_values[2]
@@ -250,7 +250,7 @@ def subtract_lost(
     p_logits, s_logits, p_texts, past, p_dlogits, dstate, ends, T, H, cut, num_slots,
     CHUNK: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Subtract from the gradients of a part's logits, and the state's, what the parts after it take from them."""
+    """Subtract the term of later parts from the gradients of a part's logits, and of the state's."""
     i_split, i_h, i_part, i_b = place_of_program(H, cut)
     p_logits += i_b * s_logits[0] + i_h * s_logits[2]
     first = i_part * cut.length

@@ -5,9 +5,9 @@ not fill the card: parts but the last are first summed up by one token each, at 
 values, and a program begins with the tokens of the parts before its own as one.
 
 With a window (van Herk, Gil-Werman: linear in time whatever the window) parts are blocks as long as it, and at least a
-chunk. What row t reads is its own block up to t, and of the block before the tokens after t - window: two triangles of
+chunk. Row t reads its own block up to t, and in the block before the tokens after t - window: two triangles of
 weights per chunk, and beyond them two tokens, one for the chunks before in the own block, one for the later chunks of
-the block before. Those of the second kind are found first, from the last chunk of the block before to its second.
+the block before. Tokens of the second kind are computed first, from the last chunk of the block before to its second.
 Windows up to a chunk need only the triangles.
 """
 
@@ -35,7 +35,7 @@ def summarize(
     p_logits, s_logits, p_values, s_values, p_texts, tokens, T, H, D, cut,
     CHUNK: tl.constexpr, BLOCK_D: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Each part's tokens as one, into (tops, totals, means): those of the text that the part ends with."""
+    """Each part's tokens as one, into (tops, totals, means): only tokens of the text that the part ends with."""
     i_split, i_h, i_part, i_b = place_of_program(H, cut)
     p_logits += i_b * s_logits[0] + i_h * s_logits[2]
     p_values += i_b * s_values[0] + i_h * s_values[2]
@@ -113,7 +113,7 @@ def forward(
     p_means, final, rows, past, p_deltas, T, H, D, cut, num_slots, window, null,
     CHUNK: tl.constexpr, BLOCK_D: tl.constexpr, PARTS: tl.constexpr, WINDOWED: tl.constexpr, CARRIES: tl.constexpr,
 ):  # fmt: skip
-    """Means of one part, the state after the last one, and what the backward pass reads, where it is asked for.
+    """Means of one part, the state after the last one, and the tensors of `empty_kept`, each unless it is None.
 
     Given dy instead of means: the products dy_t . y_t. Without CARRIES the triangles are all that a row reads.
     """

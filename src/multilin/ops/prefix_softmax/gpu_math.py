@@ -1,4 +1,4 @@
-"""What the GPU kernels of the running softmax mean do to tiles; the formulas behind them.
+"""Steps on tiles that the GPU kernels of the running softmax mean share, and their formulas.
 
 All tokens read so far are one token: a running maximum `top` of logits, a `total` of exp(logit - top) and their `mean`.
 Inside a chunk the weights exp(l_j - M_t) of the tokens j at each row t are a matrix, and its product with the values is
@@ -45,7 +45,7 @@ def store_token(tokens, i, D, o_d, m_d, top, total, b_mean):
 
 @triton.jit
 def absorb(top, total, b_mean, b_logits, b_totals, b_values):
-    """One token for the one given and those of a tile, each of which stands for `totals` of its weight."""
+    """Merge one token with the tokens of a tile; a token with total n weighs as much as n tokens of its logit."""
     new_top = tl.maximum(top, tl.max(b_logits, axis=0))
     b_weights = b_totals * tl.exp(b_logits - finite(new_top))
     past = total * tl.exp(top - finite(new_top))
@@ -56,7 +56,7 @@ def absorb(top, total, b_mean, b_logits, b_totals, b_values):
 
 @triton.jit
 def absorb_rows(low, b_flow, lost, b_tops, b_scales, b_dmeans, b_deltas):
-    """One row for the one given and those of a tile; `scales` are 1 / D_t."""
+    """Merge one row with the rows of a tile; `scales` are 1 / D_t."""
     new_low = tl.minimum(low, tl.min(b_tops, axis=0))
     b_shares = b_scales * tl.exp(finite(new_low) - b_tops)
     kept = tl.exp(finite(new_low) - low)

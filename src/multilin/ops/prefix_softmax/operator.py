@@ -8,13 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
+from multilin.ops.kernels.operators import is_traced, needs_gradients
 from multilin.ops.prefix_softmax import cpu, gpu
 from multilin.ops.prefix_softmax.state import Gradients, PrefixSoftmaxState, last_tokens, read_state_first
 
 _MODULES: dict[str, Any] = {"cpu": cpu, "gpu": gpu}
-_PLAIN = (Tensor, Parameter)  # others are traced
 
 
 def prefix_softmax(
@@ -38,22 +37,11 @@ def prefix_softmax(
     if window is None or is_step:
         past: Any = (None, None)
         if state is not None:
-            past = state if state.values_BSHD.dtype is torch.float32 else (x.float() for x in state)
-        if window is None or not _needs_gradients(logits_BTH, values_BTHD, *past):
-            state_logits, state_values = past
-            means, final_logits, final_values = _means(
-                kernels,
-                logits_BTH,
-                values_BTHD,
-                own_logits,
-                starts,
-                state_logits,
-                state_values,
-                window,
-                null,
-                needs_state,
-            )
-            return means, PrefixSoftmaxState(final_logits, final_values) if needs_state else None
+            past = state if state.values_BSHD.dtype is torch.float32 else tuple(x.float() for x in state)
+        if window is None or not needs_gradients(logits_BTH, values_BTHD, *past):
+            inputs = (logits_BTH, values_BTHD, own_logits, starts, *past, window, null, needs_state)
+            means, *final = _means(kernels, *inputs)
+            return means, PrefixSoftmaxState(*final) if needs_state else None
     logits_BSH, values_BSHD, starts_BS = read_state_first(logits_BTH, values_BTHD, state, starts)
     num_read = logits_BSH.shape[1]
     cut = None if window >= num_read else window
@@ -69,15 +57,11 @@ def _means(
     state_logits: Tensor | None, state_values: Tensor | None, window: int | None, null: float, needs_state: bool,
 ) -> tuple[Tensor, Any, Any]:  # fmt: skip
     """Means and state after them; without the operator, which takes longer than a token, where nothing traces."""
-    keeps = _needs_gradients(logits, values, own, state_logits, state_values)
+    keeps = needs_gradients(logits, values, own, state_logits, state_values)
     arguments = (logits, values, own, starts, state_logits, state_values, window, null, keeps, needs_state)
-    if torch.compiler.is_compiling() or type(values) not in _PLAIN or type(logits) not in _PLAIN:
+    if is_traced(logits, values):
         return _forward(kernels, *arguments)[:3]
     return _Eager.apply(kernels, *arguments) if keeps else _MODULES[kernels].forward(*arguments)[:3]
-
-
-def _needs_gradients(*inputs: Tensor | None) -> bool:
-    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
 
 
 def _run_forward(kernels: str, *arguments: Any) -> tuple[Tensor, ...]:
@@ -121,18 +105,22 @@ def _backward_shapes(*arguments: Any) -> Gradients:
 
 
 def _empty_gradients(values: Tensor, own: Tensor | None, has_state: bool) -> Gradients:
-    """Room for the gradients: float32, that of the values like them; of no size where there is no such input."""
-    B, T, H, D = values.shape
-    of_own, of_state = B if own is not None else 0, B if has_state else 0
-    shapes = (B, T, H), (of_own, T, H), (of_state, 1, H), (of_state, 1, H, D)
-    logits, *others = (torch.empty(shape, dtype=torch.float32, device=values.device) for shape in shapes)
-    return Gradients(logits, torch.empty((B, T, H, D), dtype=values.dtype, device=values.device), *others)
+    """Empty gradients of all inputs, with no elements for inputs that are None."""
+    (B, T, H, D), device, float32 = values.shape, values.device, torch.float32
+    num_own, num_states = 0 if own is None else B, B if has_state else 0
+    return Gradients(
+        torch.empty(B, T, H, dtype=float32, device=device),
+        torch.empty(B, T, H, D, dtype=values.dtype, device=device),
+        torch.empty(num_own, T, H, dtype=float32, device=device),
+        torch.empty(num_states, 1, H, dtype=float32, device=device),
+        torch.empty(num_states, 1, H, D, dtype=float32, device=device),
+    )
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
     kernels, logits, values, own, starts, _, state_values, window, null, keeps, needs_state = inputs
     means, _, _, *kept = output
-    # Memory of what is not read again can be freed.
+    # Tensors that the backward pass does not read are not kept, so that their memory can be freed.
     if kernels == "cpu":
         logits = starts = None
     if kernels == "gpu" or (window is None and cpu.is_gated(values, own, null)):

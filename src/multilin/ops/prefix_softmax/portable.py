@@ -129,7 +129,7 @@ def _scan_window(
 def _hide_earlier_texts(before_BNKH: Tensor, before_BNKHD: Tensor, starts_BNK: Tensor) -> tuple[Tensor, Tensor]:
     """Cut the part of a window that lies in the previous block at the last text start.
 
-    A start in the own block hides it all. A start in the previous block at offset o hides what is before o, so the
+    A start in the own block hides it all. A start in the previous block at offset o hides all before o, so the
     suffix from max(r + 1, o) is read instead of the one from r + 1: entry r of `before` holds the one from r + 1.
     """
     window = starts_BNK.shape[2]

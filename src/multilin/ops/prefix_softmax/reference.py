@@ -89,7 +89,7 @@ def check_own_term(window: int | None, null_logit: float | None) -> None:
 
 
 def _scores(logits_BSH: Tensor, starts_BS: Tensor | None, window: int | None, num_new: int) -> Tensor:
-    """Logits of all tokens as the last `num_new` positions see them, (B, H, num_new, S), -inf for those not read."""
+    """Logits of all tokens as the last `num_new` positions see them, (B, H, num_new, S), -inf for tokens not read."""
     position_S = torch.arange(logits_BSH.shape[1], device=logits_BSH.device)
     num_past = logits_BSH.shape[1] - num_new
     distance_TS = position_S[num_past:, None] - position_S[None, :]

@@ -9,11 +9,11 @@ from multilin.ops.ring import Slots, register_window
 
 
 class PrefixSoftmaxState(NamedTuple):
-    """What later positions may still read: the last `window - 1` tokens, or one summary token without a window.
+    """Tokens that later positions may still read: the last `window - 1`, or one summary token without a window.
 
     The mean of everything read is exactly one token whose value is the mean and whose logit is the log of the total
     weight. So a state always has the shape of tokens, and continuing a text is reading those tokens first. Tokens of
-    logit -inf stand for what was not read: the shape is the same from the first call on. Float32 or better.
+    logit -inf stand for tokens not read yet: the shape is the same from the first call on. Float32 or better.
     """
 
     logits_BSH: Tensor
@@ -28,7 +28,7 @@ register_window(PrefixSoftmaxWindow, Slots(("logits_BSH", "values_BSHD")))
 
 
 class Gradients(NamedTuple):
-    """Of the inputs of a call, in their shapes; float32, but that of the values like them."""
+    """Gradients of the inputs of a call, in their shapes; in float32, but for the values in the dtype of the values."""
 
     logits: Tensor
     values: Tensor

@@ -7,9 +7,11 @@ import pytest
 import torch
 
 from multilin.errors import InputError
-from multilin.inference.generate import generate_text
+from multilin.inference.generate import Sequence
+from multilin.inference.generate_run import generate_text
 from multilin.inference.runs import Run
 from multilin.inference.settings import GenerationSettings
+from multilin.inference.torch_engine import TorchEngine
 from tests.cli.conftest import N_POSITIONS
 
 SAMPLED = ["--temperature", "1.0", "--top-k", "20", "--seed", "7"]
@@ -224,7 +226,10 @@ def test_a_prompt_file_that_is_not_utf8_is_refused(additive: Path, refusal: Call
 
 
 def test_several_texts_in_a_state_are_refused(loaded: Run) -> None:
-    first = generate_text(loaded, "the", GenerationSettings(max_new_tokens=3))
-    assert first.snapshot is not None
+    engine = TorchEngine(loaded.model)
+    state = engine.new_state(2)
+    engine.read(state, [[0, 1], [0]])
+    contents = engine.save(state)
+    contents.unread_ids = [[1], [2]]
     with pytest.raises(InputError, match="holds 2 texts"):
-        generate_text(loaded, "", snapshot=first.snapshot.fork(2))
+        Sequence.restored(contents, engine)

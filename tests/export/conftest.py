@@ -30,9 +30,9 @@ def make_run(name: str, folder: Path) -> Run:
         model = MultilinForCausalLM(config)
     else:
         model = create_model(name, **sizes, options=OPTIONS.get(name), tie_word_embeddings=False)
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=0.25)
-    torch.nn.init.normal_(model.get_input_embeddings().weight)
+    for parameter_name, parameter in model.named_parameters():
+        # Positions that say much keep greedy tokens from repeating.
+        torch.nn.init.normal_(parameter, std=2.0 if "positions" in parameter_name else 0.25)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return load_run(folder)

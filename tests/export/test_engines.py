@@ -193,4 +193,4 @@ assert not {{"torch", "transformers"}} & set(sys.modules), "slow imports"
     expected = json.loads(ours)
     after = json.loads(theirs.stdout.splitlines()[-1])[-len(expected) - 1 :]
     assert after[: len(expected)] == expected
-    assert len(set(expected)) > 5
+    assert len(set(expected)) > 2

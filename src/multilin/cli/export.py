@@ -10,7 +10,7 @@ from multilin.cli.messages import loading, say_next
 from multilin.cli.tables import make_console, print_table
 from multilin.errors import InputError
 from multilin.files import check_folder
-from multilin.inference.run_files import check_run_files
+from multilin.inference.run_files import check_run_files, is_export, model_type
 from multilin.inference.settings import EngineName
 from multilin.settings import settings
 from multilin.settings.bounds import PathText
@@ -79,15 +79,23 @@ def _print_comparison(comparison: "Comparison", precision: str) -> None:
 
 
 def open_engine(folder: Path, name: EngineName) -> "_Opened":
-    """The engine for a run or an export, its tokenizer, and what state files of the model hold."""
-    from multilin.export.cache import cache_folder, check_engine, is_current, is_export, why_torch
+    """The engine for a run or an export, its tokenizer, and what state files of the model hold.
 
-    check_engine(name, folder)
+    Raises:
+        InputError: no model there, ONNX Runtime asked for and missing, or PyTorch asked for an export.
+    """
+    if not is_export(folder):
+        check_run_files(folder)
+    elif name == "torch":
+        raise InputError(f"engine: torch given, but {folder} is an exported model; give the folder of the run")
+    if (name == "onnx" or is_export(folder)) and importlib.util.find_spec("onnxruntime") is None:
+        raise InputError("engine: onnx needs onnxruntime, which is not installed; pip install 'multilin[export]'")
     if is_export(folder):
         return _onnx(folder)
-    check_run_files(folder)
-    if name == "torch":
+    if name == "torch" or (name == "auto" and model_type(folder) != "multilin"):
         return _torch(folder)
+    from multilin.export.cache import cache_folder, is_current, why_torch
+
     reason = why_torch(folder) if name == "auto" else None
     if reason is None and not is_current(folder):
         reason = _export_for(folder, may_fail=name == "auto")

@@ -5,19 +5,13 @@ import json
 import shutil
 from pathlib import Path
 
-from multilin.errors import InputError
-from multilin.inference.manifest import MANIFEST, file_hash
-from multilin.inference.settings import EngineName
+from multilin.inference.manifest import file_hash
+from multilin.inference.run_files import MANIFEST
 
 
 def cache_folder(run: Path) -> Path:
     """Where the export of a run is kept: RUN.cache/onnx."""
     return run.with_name(f"{run.name}.cache") / "onnx"
-
-
-def is_export(folder: Path) -> bool:
-    """Whether a folder is an exported model and no run."""
-    return (folder / MANIFEST).is_file() and not (folder / "config.json").is_file()
 
 
 def is_current(run: Path) -> bool:
@@ -43,17 +37,3 @@ def why_torch(run: Path) -> str | None:
     if shutil.which("nvidia-smi"):
         return "there is a GPU"
     return None
-
-
-def check_engine(name: EngineName, run: Path) -> None:
-    """Refuse an engine that cannot do what is asked for.
-
-    Raises:
-        InputError: ONNX Runtime is asked for and missing; or PyTorch for an export.
-    """
-    if is_export(run) and name == "torch":
-        raise InputError(f"engine: torch given, but {run} is an exported model; give the folder of the run")
-    if name != "onnx" and not is_export(run):
-        return
-    if importlib.util.find_spec("onnxruntime") is None:
-        raise InputError("engine: onnx needs onnxruntime, which is not installed; pip install 'multilin[export]'")

@@ -15,7 +15,8 @@ from multilin.export.graph import make_graph
 from multilin.export.weights import WEIGHTS, Precision, WeightFile, rounded
 from multilin.files import atomic_folder, check_folder, write_whole
 from multilin.inference.generate_run import text_codec
-from multilin.inference.manifest import GRAPHS, MANIFEST, Manifest, file_hash
+from multilin.inference.manifest import GRAPHS, Manifest, file_hash
+from multilin.inference.run_files import MANIFEST
 from multilin.inference.runs import Run
 from multilin.inference.snapshot import describe_state, example_state, model_hash
 from multilin.model import MultilinForCausalLM

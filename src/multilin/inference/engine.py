@@ -17,12 +17,14 @@ class Engine(Protocol):
     A state is made by `new_state` or `restore`; what it is only its engine knows. It holds rows of their own lengths.
 
     name: of the engine, for people.
+    kind: of the model, as config.json has it.
     vocab_size: V.
     longest_text: tokens a row can have, None for any number.
     keeps_states: whether states can be saved, forked and restored.
     """
 
     name: str
+    kind: str
     vocab_size: int
     longest_text: int | None
     keeps_states: bool

@@ -9,10 +9,10 @@ from typing import Any
 
 from multilin.errors import InputError
 from multilin.files import shown
+from multilin.inference.run_files import MANIFEST
 from multilin.inference.state_file import StateTensor
 from multilin.settings.inputs import read_json
 
-MANIFEST = "multilin.json"
 FORMAT = "multilin-onnx-1"
 GRAPHS = ("step.onnx", "prompt.onnx")
 

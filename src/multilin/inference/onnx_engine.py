@@ -11,7 +11,8 @@ import onnxruntime
 from numpy.typing import NDArray
 
 from multilin.errors import InputError
-from multilin.inference.manifest import MANIFEST, Manifest, read_manifest
+from multilin.inference.manifest import Manifest, read_manifest
+from multilin.inference.run_files import MANIFEST
 from multilin.inference.state_file import StateContents, StateOwner, StateTensor
 from multilin.inference.text import TextCodec
 
@@ -45,7 +46,7 @@ class OnnxEngine:
         InputError: no export there, one of another version, or one whose files do not fit together.
     """
 
-    name = "onnx"
+    name, kind = "onnx", "multilin"
     keeps_states = True
 
     def __init__(self, folder: str | Path, num_threads: int | None = None) -> None:

@@ -1,8 +1,27 @@
 """Whether a folder holds a model: a quick look before PyTorch is imported to load it."""
 
+import json
 from pathlib import Path
 
 from multilin.errors import InputError
+
+MANIFEST = "multilin.json"
+"""Describes an exported model."""
+
+
+def is_export(folder: str | Path) -> bool:
+    """Whether a folder is an exported model and no run."""
+    folder = Path(folder)
+    return (folder / MANIFEST).is_file() and not (folder / "config.json").is_file()
+
+
+def model_type(folder: Path) -> str | None:
+    """The kind of model in a folder, as its config.json names it; None where that cannot be read."""
+    try:
+        content = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        return str(content["model_type"])
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None
 
 
 def check_run_files(folder: str | Path) -> None:

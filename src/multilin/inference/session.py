@@ -36,7 +36,7 @@ def continue_file(
     """
     if not engine.keeps_states and (state or save_state):
         given = "--state" if state is not None else "--save-state"
-        raise InputError(f"{given}: this model keeps no state that a file could hold; leave it out")
+        raise InputError(f"{given}: a {engine.kind} model keeps no state that a file could hold; leave it out")
     if save_state is not None:
         check_writable("--save-state", save_state)
     sequence = Sequence(engine.new_state())

@@ -23,7 +23,7 @@ class TorchEngine:
     name = "torch"
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self.model = model.eval()
+        self.model, self.kind = model.eval(), str(model.config.model_type)
         self.vocab_size = int(model.config.vocab_size)
         self.longest_text = longest_text(model.config)
         self.keeps_states = isinstance(model, MultilinForCausalLM)
@@ -74,6 +74,5 @@ class TorchEngine:
             InputError: the model keeps no state that could be restored.
         """
         if not isinstance(self.model, MultilinForCausalLM):
-            kind = self.model.config.model_type
-            raise InputError(f"state: a {kind} model keeps no state that a file could hold; leave it out")
+            raise InputError(f"state: a {self.kind} model keeps no state that a file could hold; leave it out")
         return from_contents(contents, self.model).state

@@ -50,10 +50,15 @@ def export(arguments: ExportArguments) -> None:
         run = load_run(arguments.run)
     with show_progress() as progress:
         export_run(run, output, arguments.precision, progress)
-        text = validation_text(run, recipe_of(run), progress)
-        progress("comparing with the original", 0, 1)
-        comparison = compare_export(run, output, text)
-    _print_comparison(comparison, arguments.precision)
+        recipe, comparison = recipe_of(run), None
+        if recipe is not None:
+            text = validation_text(run, recipe, progress)
+            progress("comparing with the original", 0, 1)
+            comparison = compare_export(run, output, text)
+    if comparison is None:
+        print(f"multilin: not compared with the original: {arguments.run} has no recipe.yaml", file=sys.stderr)
+    else:
+        _print_comparison(comparison, arguments.precision)
     say_next(f"multilin generate {arguments.output}", f"less {output / 'README.md'}")
 
 

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from importlib import resources
 from pathlib import Path
 
+import onnx
+
 from multilin.data.tokenizers import TOKENIZER_FILES
 from multilin.errors import InputError
 from multilin.export.cache import source_hashes
@@ -26,7 +28,11 @@ README = "README.md"
 
 
 def export_run(
-    run: Run, folder: Path, precision: Precision = "float32", progress: Callable[[str, int, int], None] | None = None
+    run: Run,
+    folder: Path,
+    precision: Precision = "float32",
+    progress: Callable[[str, int, int], None] | None = None,
+    round_graph: Callable[[onnx.ModelProto, Precision], onnx.ModelProto] = rounded,
 ) -> Manifest:
     """Export the model of a run into a new folder, complete or not at all.
 
@@ -35,6 +41,7 @@ def export_run(
         folder: to write.
         precision: of the products with matrices.
         progress: called with what is done, how many parts of it, and of how many.
+        round_graph: brings a graph's matrices to the precision.
 
     Raises:
         InputError: a model of another kind, one that cannot be exported, or a folder that exists.
@@ -54,7 +61,7 @@ def export_run(
         for index, name in enumerate(GRAPHS):
             said("graphs", index, len(GRAPHS))
             program = make_graph(model, PROMPT_COLUMNS if name == "prompt.onnx" else 1)
-            weights.save(rounded(program.model_proto, precision), name)
+            weights.save(round_graph(program.model_proto, precision), name)
         said("graphs", len(GRAPHS), len(GRAPHS))
         for name in TOKENIZER_FILES:
             if (run.folder / name).is_file():

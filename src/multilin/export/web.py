@@ -1,0 +1,157 @@
+"""A folder with a page that runs an exported model in a browser, for any server of static files."""
+
+import base64
+import hashlib
+import http.client
+import io
+import json
+import shutil
+import subprocess
+import tarfile
+import urllib.request
+from collections.abc import Callable
+from importlib import resources
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import onnx
+from onnx import TensorProto, helper, numpy_helper
+
+from multilin.errors import InputError
+from multilin.export.folder import export_run
+from multilin.export.weights import BLOCK, SMALLEST
+from multilin.files import atomic_folder, check_folder, shown
+from multilin.inference.manifest import Manifest, file_hash
+from multilin.inference.runs import Run
+
+RUNTIME_VERSION = "1.30.0"
+RUNTIME_FILES = ("ort.wasm.bundle.min.mjs", "ort-wasm-simd-threaded.wasm")
+RUNTIME_INTEGRITY = "q0y+JrrtukXSzsBWEMccVfqX25LRmosXHF+CaRJmg8pZClzcV7svNc4rKY3jL02Vb7QmRMDs1SigqR4CXAfKYQ=="
+REGISTRY = "https://registry.npmjs.org/"
+BLOCKED_OPSET = 21  # the first in which DequantizeLinear takes a scale for every block
+
+
+def export_web(
+    run: Run,
+    folder: Path,
+    runtime: Path | None = None,
+    precision: Literal["float32", "8bit"] = "8bit",
+    progress: Callable[[str, int, int], None] | None = None,
+) -> Manifest:
+    """Export the model of a run with a page that runs it, complete or not at all.
+
+    The folder's `model` is what `export_run` writes, so that `OnnxEngine` runs it too.
+
+    Args:
+        run: the model and its tokenizer.
+        folder: to write; serve it with `python -m http.server`, for example.
+        runtime: a folder with the files of onnxruntime-web; None fetches them from the npm registry.
+        precision: of matrices in files. The browser computes in float32 either way, at the same speed: with 8 bits the
+            matrices are a quarter as large, and are expanded when the page loads.
+        progress: see `export_run`.
+
+    Raises:
+        InputError: as `export_run`; files of the runtime that are missing, of another version, or cannot be fetched.
+        OSError: the folder cannot be written.
+    """
+    check_folder("--output", folder, must_be_new=True)
+    files = fetch_runtime() if runtime is None else read_runtime(runtime)
+    with atomic_folder(folder) as partial:
+        round_graph = (lambda graph, _: graph) if precision == "float32" else (lambda graph, _: stored_in_bytes(graph))
+        manifest = export_run(run, partial / "model", precision, progress, round_graph)
+        (partial / "runtime").mkdir()
+        for name, content in files.items():
+            (partial / "runtime" / name).write_bytes(content)
+        with resources.as_file(resources.files("multilin.export") / "assets/web") as page:
+            shutil.copytree(page, partial, dirs_exist_ok=True)
+        _write_list(partial)
+    return manifest
+
+
+def stored_in_bytes(graph: onnx.ModelProto) -> onnx.ModelProto:
+    """The graph with large arrays as int8 and a float32 scale for every BLOCK numbers, expanded where they are used.
+
+    Blocks lie along the axis that products sum over. Runtimes may expand once, when they load, or in every product.
+    """
+    body, nodes, arrays = graph.graph, [], []
+    factors = {node.input[1] for node in body.node if node.op_type == "MatMul"}
+    for tensor in body.initializer:
+        values = numpy_helper.to_array(tensor)
+        axis = values.ndim - (2 if tensor.name in factors else 1)
+        is_large = tensor.data_type == TensorProto.FLOAT and values.ndim > 1 and values.nbytes >= 4 * SMALLEST
+        if not is_large or values.shape[axis] % BLOCK:
+            arrays.append(tensor)
+            continue
+        blocks = np.moveaxis(values, axis, -1).reshape(*np.delete(values.shape, axis), -1, BLOCK)
+        scales = np.abs(blocks).max(-1) / 127
+        rounded = np.rint(blocks / np.where(scales > 0, scales, 1)[..., None]).astype(np.int8)
+        names = [f"{tensor.name}.int8", f"{tensor.name}.scales"]
+        parts = (rounded.reshape(*rounded.shape[:-2], -1), scales)
+        arrays += [
+            numpy_helper.from_array(np.ascontiguousarray(np.moveaxis(part, -1, axis)), name)
+            for part, name in zip(parts, names, strict=True)
+        ]
+        nodes.append(helper.make_node("DequantizeLinear", names, [tensor.name], axis=axis, block_size=BLOCK))
+    nodes += body.node
+    for field, content in ((body.node, nodes), (body.initializer, arrays)):
+        del field[:]
+        field.extend(content)
+    for opset in graph.opset_import:
+        if opset.domain == "":
+            opset.version = max(opset.version, BLOCKED_OPSET)
+    return graph
+
+
+def read_runtime(folder: Path) -> dict[str, bytes]:
+    """The runtime's files from a folder, an unpacked npm package or the `runtime` of an earlier export.
+
+    Raises:
+        InputError: a file is missing or of another version.
+    """
+    places = [folder, folder / "dist"]
+    place = next((place for place in places if all((place / name).is_file() for name in RUNTIME_FILES)), None)
+    if place is None:
+        raise InputError(f"--runtime: {shown(folder)} holds no {' and '.join(RUNTIME_FILES)} of onnxruntime-web")
+    files = {name: (place / name).read_bytes() for name in RUNTIME_FILES}
+    if f"v{RUNTIME_VERSION}\n".encode() not in files[RUNTIME_FILES[0]][:200]:
+        raise InputError(f"--runtime: {shown(folder)} is not of onnxruntime-web {RUNTIME_VERSION}")
+    return files
+
+
+def fetch_runtime() -> dict[str, bytes]:
+    """The runtime's files from the npm registry that npm's settings name.
+
+    Raises:
+        InputError: the package cannot be fetched, or is not the one whose checksum is known here.
+    """
+    url = f"{_registry().rstrip('/')}/onnxruntime-web/-/onnxruntime-web-{RUNTIME_VERSION}.tgz"
+    try:
+        with urllib.request.urlopen(url, timeout=60) as response:
+            package = response.read()
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        reason = " ".join(str(error).split())[:120]
+        raise InputError(f"--runtime: none given, and {shown(url)} cannot be fetched ({reason})") from None
+    if base64.b64encode(hashlib.sha512(package).digest()).decode() != RUNTIME_INTEGRITY:
+        raise InputError(f"--runtime: none given, and {shown(url)} has another checksum than the package has")
+    with tarfile.open(fileobj=io.BytesIO(package)) as archive:
+        members: dict[str, Any] = {name: archive.extractfile(f"package/dist/{name}") for name in RUNTIME_FILES}
+        return {name: member.read() for name, member in members.items()}
+
+
+def _registry() -> str:
+    npm = shutil.which("npm")
+    command = [npm, "config", "get", "registry"] if npm else None
+    said = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip() if command else ""
+    return said if said.startswith(("https://", "http://")) else REGISTRY
+
+
+def _write_list(folder: Path) -> None:
+    """The sizes of all files, for the progress bar, and a version by which browsers know that files changed."""
+    paths = sorted(path for path in folder.rglob("*") if path.is_file())
+    names = [path.relative_to(folder).as_posix() for path in paths]
+    sizes = {name: path.stat().st_size for name, path in zip(names, paths, strict=True)}
+    version = hashlib.sha256("".join(map(file_hash, paths)).encode()).hexdigest()[:16]
+    (folder / "files.json").write_text(json.dumps({"version": version, "sizes": sizes}, indent=1), encoding="utf-8")
+    worker = folder / "sw.js"
+    worker.write_text(worker.read_text(encoding="utf-8").replace("{{version}}", version), encoding="utf-8")

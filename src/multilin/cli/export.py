@@ -17,6 +17,7 @@ from multilin.settings.bounds import PathText
 
 if TYPE_CHECKING:
     from multilin.export.check import Comparison
+    from multilin.export.weights import Precision
     from multilin.inference.engine import Engine
     from multilin.inference.state_file import StateOwner
     from multilin.inference.text import TextCodec
@@ -29,37 +30,54 @@ class ExportArguments:
     """What to export."""
 
     run: PathText  # folder of a trained model
-    output: PathText  # folder to write
-    format: Literal["onnx"] = "onnx"  # graphs for ONNX Runtime
-    precision: Literal["float32", "8bit", "4bit"] = "float32"  # of the matrices
+    output: PathText | None = None  # folder to write; without one RUN-onnx or RUN-web
+    format: Literal["onnx", "web"] = "onnx"  # graphs for ONNX Runtime, or a page that runs them in a browser
+    precision: Literal["float32", "8bit", "4bit"] | None = None  # of the matrices; none is float32, for web 8bit
+    runtime: PathText | None = None  # folder with the files of onnxruntime-web; without one they are fetched from npm
 
 
 def export(arguments: ExportArguments) -> None:
     """Write a model as ONNX graphs that run without multilin, and compare them with the original."""
     check_run_files(arguments.run)
-    output = Path(arguments.output)
+    output = Path(arguments.output or f"{Path(arguments.run)}-{arguments.format}")
     check_folder("--output", output, must_be_new=True)
+    if arguments.format == "onnx" and arguments.runtime is not None:
+        raise InputError("runtime: given, but only --format web has a runtime; leave it out")
+    if arguments.format == "web" and arguments.precision == "4bit":
+        raise InputError("precision: 4bit given, but a page takes float32 or 8bit")
     _check_installed()
     with loading(f"PyTorch and {arguments.run}"):
         from multilin.analysis.evaluate.run import recipe_of, validation_text
         from multilin.cli.progress import show_progress
         from multilin.export.check import compare_export
         from multilin.export.folder import export_run
+        from multilin.export.web import export_web
         from multilin.inference.runs import load_run
 
         run = load_run(arguments.run)
     with show_progress() as progress:
-        export_run(run, output, arguments.precision, progress)
+        if arguments.format == "web":
+            runtime = None if arguments.runtime is None else Path(arguments.runtime)
+            precision: Precision = "float32" if arguments.precision == "float32" else "8bit"
+            export_web(run, output, runtime, precision, progress)
+        else:
+            precision = arguments.precision or "float32"
+            export_run(run, output, precision, progress)
         recipe, comparison = recipe_of(run), None
         if recipe is not None:
             text = validation_text(run, recipe, progress)
             progress("comparing with the original", 0, 1)
-            comparison = compare_export(run, output, text)
+            comparison = compare_export(run, output / "model" if arguments.format == "web" else output, text)
     if comparison is None:
         print(f"multilin: not compared with the original: {arguments.run} has no recipe.yaml", file=sys.stderr)
     else:
-        _print_comparison(comparison, arguments.precision)
-    say_next(f"multilin generate {arguments.output}", f"less {output / 'README.md'}")
+        _print_comparison(comparison, precision)
+    if arguments.format == "web":
+        print(
+            f"\nThen open http://localhost:8000\n\nNext:\n  python -m http.server --directory {output}", file=sys.stderr
+        )
+    else:
+        say_next(f"multilin generate {output}", f"less {output / 'README.md'}")
 
 
 def _check_installed() -> None:

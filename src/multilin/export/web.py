@@ -12,7 +12,7 @@ import urllib.request
 from collections.abc import Callable
 from importlib import resources
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import onnx
@@ -20,7 +20,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from multilin.errors import InputError
 from multilin.export.folder import export_run
-from multilin.export.weights import BLOCK, SMALLEST
+from multilin.export.weights import BLOCK, SMALLEST, Precision
 from multilin.files import atomic_folder, check_folder, shown
 from multilin.inference.manifest import Manifest, file_hash
 from multilin.inference.runs import Run
@@ -36,7 +36,7 @@ def export_web(
     run: Run,
     folder: Path,
     runtime: Path | None = None,
-    precision: Literal["float32", "8bit"] = "8bit",
+    precision: Precision = "8bit",
     progress: Callable[[str, int, int], None] | None = None,
 ) -> Manifest:
     """Export the model of a run with a page that runs it, complete or not at all.

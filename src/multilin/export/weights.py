@@ -1,6 +1,7 @@
 """The weights of both graphs in one file, where equal ones lie once; and weights of fewer bits."""
 
 import hashlib
+import logging
 from pathlib import Path
 from typing import Any, Literal
 
@@ -64,6 +65,7 @@ def rounded(graph: onnx.ModelProto, precision: Precision) -> onnx.ModelProto:
     quantizer: Any = MatMulNBitsQuantizer(
         graph, bits=8 if precision == "8bit" else 4, block_size=BLOCK, is_symmetric=True, accuracy_level=4
     )
+    logging.getLogger("onnxruntime.quantization.matmul_nbits_quantizer").setLevel(logging.ERROR)
     quantizer.process()
     result: onnx.ModelProto = quantizer.model.model
     if not any(node.op_type == "MatMulNBits" for node in result.graph.node):

@@ -203,10 +203,11 @@ def compute_means(task, values, first, means, w, a):
 
 
 @njit(forceinline=True, **DOTS)
-def back_row(S, C, before, after, v, dy, dv, w, a, g, o, is_gated, has_own, is_summary, dlogits, down, i):
+def back_row(S, C, means, old, v, dy, dv, w, a, g, o, is_gated, has_own, is_summary, dlogits, down, i):
     """One position backward. S and C come from the later ones, and go on to the earlier ones, times a.
 
-    Heads descend like time: the other order costs twice the time. A summary is S and C alone.
+    The mean before the position begins at number `old` of `means`; if gated, the mean after it follows. Heads descend
+    like time: the other order costs twice the time. A summary is S and C alone.
     """
     H, D = S.shape
     for h in range(H - 1, -1, -1):
@@ -214,9 +215,9 @@ def back_row(S, C, before, after, v, dy, dv, w, a, g, o, is_gated, has_own, is_s
         for k in range(h * D, h * D + D):
             gradient, x = get(dy, k, DMEANS), get(v, k, VALUES)
             s = get(S, k, RUNNING) + (past * gradient if is_gated else gradient)
-            z += s * (x - get(before, k, MEANS))
+            z += s * (x - get(means, old + k, MEANS))
             if is_gated:
-                p += gradient * ((x if has_own else ZERO) - get(after, k, MEANS))
+                p += gradient * ((x if has_own else ZERO) - get(means, old + H * D + k, MEANS))
             if not is_summary:
                 put(dv, k, weight * s + own * gradient if has_own else weight * s, DVALUES)
             put(S, k, decay * s, RUNNING)
@@ -247,14 +248,13 @@ def backward_rows(task, values, first, last, S, C, is_summary):
             v = row(values, p_values + values_row * (s + i), num_heads, width)
             dy = row(values, p_dmeans + dmeans_row * (s + i), num_heads, width)
             dv = row(values, p_dvalues + dvalues_row * (s + i), num_heads, width)
-            before, after = means[i], means[i + 1]
-            if not is_gated:
+            if is_gated:
+                old = i * num_heads * width
+                back_row(S, C, means, old, v, dy, dv, w, a, g, o, True, has_own, is_summary, dlogits, down, i)
+            else:
                 p_before = p_means + means_row * (s + i - 1) if s + i > 0 else task.checkpoints
                 before = floats(p_before, num_heads, width)
-            if is_gated:
-                back_row(S, C, before, after, v, dy, dv, w, a, g, o, True, has_own, is_summary, dlogits, down, i)
-            else:
-                back_row(S, C, before, after, v, dy, dv, w, a, w, a, False, False, is_summary, dlogits, down, i)
+                back_row(S, C, before, 0, v, dy, dv, w, a, w, a, False, False, is_summary, dlogits, down, i)
 
 
 def backward_summaries(tasks, values, index, sources):

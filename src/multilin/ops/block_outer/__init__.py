@@ -25,6 +25,7 @@ BLOCK_OUTER = Op(
         ),
         Backend("portable (PyTorch, products recomputed backward)", portable.block_outer),
     ],
+    special_cases=[Backend("portable (no vectors)", portable.block_outer, "cpu", refuses=cpu.refuses_vectors)],
 )
 
 

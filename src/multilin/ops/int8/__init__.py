@@ -7,6 +7,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from multilin.errors import InputError
+from multilin.ops.block_outer.cpu import refuses_vectors
 from multilin.ops.dispatch import Backend, Op
 from multilin.ops.int8 import cpu, gpu
 from multilin.ops.int8.portable import LONGEST_SUM, PortableSteps
@@ -54,7 +55,10 @@ INT8 = Op(
         ),
         Backend("portable (PyTorch around torch._int_mm)", PortableSteps),
     ],
-    special_cases=[Backend("portable (PyTorch, in graphs)", PortableSteps, "cpu", refuses=refuses_eager)],
+    special_cases=[
+        Backend("portable (PyTorch, in graphs)", PortableSteps, "cpu", refuses=refuses_eager),
+        Backend("portable (PyTorch, no vectors)", PortableSteps, "cpu", refuses=refuses_vectors),
+    ],
 )
 
 Backward = Literal["float", "int8"]

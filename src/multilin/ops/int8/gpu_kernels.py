@@ -10,8 +10,7 @@ import triton.language as tl
 
 from multilin.ops.block_outer.gpu_kernels import load_factor
 from multilin.ops.kernels.gpu_launch import autotuned
-from multilin.ops.kernels.gpu_rounding import divide, magnitude, narrow, nearest
-from multilin.ops.kernels.gpu_tiles import dot
+from multilin.ops.kernels.gpu_tiles import divide, dot, magnitude, narrow, nearest
 
 # Rows and columns of a tile of the result, numbers summed at a time, warps and pipeline stages.
 WAYS = [

@@ -14,9 +14,9 @@ from llvmlite import ir
 from numba import carray, njit, types
 from numba.extending import intrinsic
 
-from multilin.ops.kernels.cpu_exponential import exp_negative as exp_negative
 from multilin.ops.kernels.cpu_intrinsics import DOTS as DOTS
 from multilin.ops.kernels.cpu_intrinsics import SCALARS as SCALARS
+from multilin.ops.kernels.cpu_intrinsics import exp_negative as exp_negative
 from multilin.ops.kernels.cpu_intrinsics import floats as floats
 from multilin.ops.kernels.cpu_intrinsics import from_bf16, to_bf16
 from multilin.ops.kernels.cpu_intrinsics import pointer_to as like

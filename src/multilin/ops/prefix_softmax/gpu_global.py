@@ -10,8 +10,7 @@ import triton
 import triton.language as tl
 
 from multilin.ops.kernels.gpu_launch import autotuned
-from multilin.ops.kernels.gpu_rounding import narrow
-from multilin.ops.kernels.gpu_tiles import dot
+from multilin.ops.kernels.gpu_tiles import dot, narrow
 from multilin.ops.prefix_softmax.gpu_math import absorb, finite, inverse, load_row, load_tile, store_tile, text_at
 
 WAYS: list[tuple[dict[str, int], int, int]] = [({}, 4, 3), ({}, 4, 4), ({}, 4, 2), ({}, 8, 3), ({}, 8, 2), ({}, 2, 3)]

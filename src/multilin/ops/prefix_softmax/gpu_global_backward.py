@@ -10,8 +10,7 @@ import triton
 import triton.language as tl
 
 from multilin.ops.kernels.gpu_launch import autotuned
-from multilin.ops.kernels.gpu_rounding import narrow
-from multilin.ops.kernels.gpu_tiles import dot
+from multilin.ops.kernels.gpu_tiles import dot, narrow
 from multilin.ops.prefix_softmax.gpu_global import WAYS
 from multilin.ops.prefix_softmax.gpu_math import absorb_rows, finite, load_row, load_tile, store_tile, text_at
 

@@ -16,7 +16,7 @@ exp(l_j - low) times theirs. No logit that a row reads is above its M_t, so thes
 import triton
 import triton.language as tl
 
-from multilin.ops.kernels.gpu_rounding import store_rounded
+from multilin.ops.kernels.gpu_tiles import store_rounded
 
 
 @triton.jit

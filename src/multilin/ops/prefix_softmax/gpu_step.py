@@ -5,7 +5,7 @@
 import triton
 import triton.language as tl
 
-from multilin.ops.kernels.gpu_rounding import store_rounded
+from multilin.ops.kernels.gpu_tiles import store_rounded
 from multilin.ops.prefix_softmax.gpu_math import absorb, finite, inverse
 
 

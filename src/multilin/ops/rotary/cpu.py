@@ -37,4 +37,4 @@ def _differentiate(ctx: Any, dresult: Tensor) -> tuple[Any, ...]:
     return _turn(dresult, *ctx.saved_tensors, ctx.block, not ctx.is_inverse), None, None, None, None
 
 
-_turn.differentiable(_differentiate, _save)
+_turn.operator.register_autograd(_differentiate, setup_context=_save)

@@ -54,4 +54,4 @@ def _differentiate(ctx: Any, dy: Tensor, _: Tensor | None) -> tuple[Tensor, None
     return _backward(dy, *ctx.saved_tensors, ctx.tile), None, None
 
 
-_forward.differentiable(_differentiate, _save)
+_forward.operator.register_autograd(_differentiate, setup_context=_save)

@@ -12,9 +12,18 @@ and dy.
 import numpy as np
 from numba import carray, njit
 
-from multilin.ops.kernels.cpu_intrinsics import DOTS, SCALARS, array, floats, member, narrow, part_of_rows, widen
-
-ZERO, ONE = np.float32(0), np.float32(1)
+from multilin.ops.kernels.cpu_intrinsics import (
+    DOTS,
+    ONE,
+    SCALARS,
+    ZERO,
+    array,
+    floats,
+    member,
+    narrow,
+    part_of_rows,
+    widen,
+)
 
 
 @njit(**DOTS)

@@ -122,7 +122,7 @@ def _differentiate(ctx: Any, dmeans: Tensor, *_: Any) -> tuple[Any, ...]:
     return dqueries, dkeys, dvalues, None, None, None if ctx.saved_tensors[8] is None else ddecays, *[None] * 5
 
 
-_attend.differentiable(_differentiate, _save)
+_attend.operator.register_autograd(_differentiate, setup_context=_save)
 
 
 def _arguments(

@@ -11,8 +11,7 @@ import triton
 import triton.language as tl
 
 from multilin.ops.kernels.gpu_launch import autotuned
-from multilin.ops.kernels.gpu_rounding import narrow, store_rounded
-from multilin.ops.kernels.gpu_tiles import dot, finite, inverse, load_tile, store_tile
+from multilin.ops.kernels.gpu_tiles import dot, finite, inverse, load_tile, narrow, store_rounded, store_tile
 
 WAYS: list[tuple[dict[str, int], int, int]] = [({}, 4, 2), ({}, 4, 3), ({}, 8, 2), ({}, 4, 1)]
 KIND = ("D", "E", "BQ", "is_wide")

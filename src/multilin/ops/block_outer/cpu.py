@@ -36,7 +36,7 @@ def expand(left_RNK: Tensor, right_RNJ: Tensor) -> Tensor:
     """The products of pairs, (R, N K J)."""
     (rows, blocks, width), other = left_RNK.shape, right_RNJ.shape[-1]
     pairs = torch.empty((rows, blocks * width * other), dtype=left_RNK.dtype)
-    _launch.launch_parts(_kernels.expand, pairs.dtype, pairs.numel(), **_factors(left_RNK, right_RNJ), pairs=pairs)
+    _launch.launch_parts(_kernels.expand, pairs.dtype, pairs.numel(), **factors(left_RNK, right_RNJ), pairs=pairs)
     return pairs
 
 
@@ -51,13 +51,13 @@ def contract_pairs(dpairs: Tensor, left: Tensor, right: Tensor) -> tuple[Tensor,
     """Gradients of left and right from that of their products (R, N K J)."""
     dleft, dright = torch.empty(left.shape, dtype=left.dtype), torch.empty(right.shape, dtype=right.dtype)
     _launch.launch_parts(
-        _kernels.contract, left.dtype, dpairs.numel(), **_factors(left, right), pairs=dpairs.contiguous(),
+        _kernels.contract, left.dtype, dpairs.numel(), **factors(left, right), pairs=dpairs.contiguous(),
         dleft=dleft, dright=dright,
     )  # fmt: skip
     return dleft, dright
 
 
-def _factors(left: Tensor, right: Tensor) -> dict[str, Any]:
+def factors(left: Tensor, right: Tensor) -> dict[str, Any]:
     """Both factors and their sizes, as kernels take them."""
     (rows, blocks, width), other = left.shape, right.shape[-1]
     return {

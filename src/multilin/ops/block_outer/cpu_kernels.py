@@ -11,10 +11,11 @@ gradient; dleft and dright like left and right. All are contiguous.
 
 import numpy as np
 from llvmlite import ir
-from numba import carray, types
+from numba import carray, njit, types
 from numba.extending import intrinsic
 
 from multilin.ops.kernels.cpu_intrinsics import (
+    SCALARS,
     ZERO,
     array,
     from_bf16,
@@ -103,18 +104,13 @@ expand_4, expand_8, expand_16 = make_expand(4), make_expand(8), make_expand(16)
 contract_4, contract_8, contract_16 = make_contract(4), make_contract(8), make_contract(16)
 
 
-def expand(tasks, elements, index, sources):
-    """Pairs of one part of the rows."""
-    task = carray(tasks, (1,))[0]
-    size, N, K, J = carray(elements, (1,)).itemsize, task.num_blocks, task.left_width, task.right_width
-    first, last = part_of_rows(task.num_rows, task.num_parts, index)
-    for n in range(first * N, last * N):
-        p_right = pointer_to(elements, task.right + size * n * J)
+@njit(forceinline=True, **SCALARS)
+def expand_blocks(elements, left, right, pairs, num_blocks, K, J, size):
+    """Blocks of tensors at these addresses, of numbers of `size` bytes."""
+    for n in range(num_blocks):
+        p_right = pointer_to(elements, right + size * n * J)
         for k in range(n * K, (n + 1) * K, LANES // J):
-            p_left, p_pairs = (
-                pointer_to(elements, task.left + size * k),
-                pointer_to(elements, task.pairs + size * k * J),
-            )
+            p_left, p_pairs = pointer_to(elements, left + size * k), pointer_to(elements, pairs + size * k * J)
             if J == 4:
                 expand_4(p_left, p_right, p_pairs)
             elif J == 8:
@@ -123,25 +119,43 @@ def expand(tasks, elements, index, sources):
                 expand_16(p_left, p_right, p_pairs)
 
 
-def contract(tasks, elements, index, sources):
-    """Gradients of both factors in one part of the rows."""
-    task = carray(tasks, (1,))[0]
-    size, N, K, J = carray(elements, (1,)).itemsize, task.num_blocks, task.left_width, task.right_width
-    first, last = part_of_rows(task.num_rows, task.num_parts, index)
+@njit(forceinline=True, **SCALARS)
+def contract_blocks(elements, left, right, dpairs, dleft, dright, num_blocks, K, J, size):
+    """Gradients of both factors in blocks of tensors at these addresses."""
     total = np.empty(J, np.float32)
     p_total = pointer_to(np.float32, total.ctypes.data)
-    for n in range(first * N, last * N):
-        p_right = pointer_to(elements, task.right + size * n * J)
+    for n in range(num_blocks):
+        p_right, drights = pointer_to(elements, right + size * n * J), array(elements, dright + size * n * J, (J,))
         total[:] = ZERO
         for k in range(n * K, (n + 1) * K, LANES // J):
-            p_left, p_dleft = pointer_to(elements, task.left + size * k), pointer_to(elements, task.dleft + size * k)
-            p_dpairs = pointer_to(elements, task.pairs + size * k * J)
+            p_left, p_dleft = pointer_to(elements, left + size * k), pointer_to(elements, dleft + size * k)
+            p_dpairs = pointer_to(elements, dpairs + size * k * J)
             if J == 4:
                 contract_4(p_dpairs, p_left, p_right, p_dleft, p_total)
             elif J == 8:
                 contract_8(p_dpairs, p_left, p_right, p_dleft, p_total)
             else:
                 contract_16(p_dpairs, p_left, p_right, p_dleft, p_total)
-        drights = array(elements, task.dright + size * n * J, (J,))
         for j in range(J):
             drights[j] = narrow(total[j], drights[j])
+
+
+def expand(tasks, elements, index, sources):
+    """Pairs of one part of the rows."""
+    task = carray(tasks, (1,))[0]
+    size, N, K, J = carray(elements, (1,)).itemsize, task.num_blocks, task.left_width, task.right_width
+    first, last = part_of_rows(task.num_rows, task.num_parts, index)
+    left, right = task.left + size * first * N * K, task.right + size * first * N * J
+    expand_blocks(elements, left, right, task.pairs + size * first * N * K * J, (last - first) * N, K, J, size)
+
+
+def contract(tasks, elements, index, sources):
+    """Gradients of both factors in one part of the rows."""
+    task = carray(tasks, (1,))[0]
+    size, N, K, J = carray(elements, (1,)).itemsize, task.num_blocks, task.left_width, task.right_width
+    first, last = part_of_rows(task.num_rows, task.num_parts, index)
+    at_left, at_right = size * first * N * K, size * first * N * J
+    contract_blocks(
+        elements, task.left + at_left, task.right + at_right, task.pairs + at_left * J, task.dleft + at_left,
+        task.dright + at_right, (last - first) * N, K, J, size,
+    )  # fmt: skip

@@ -1,7 +1,5 @@
 """The steps of int8 products on a CPU, each one pass over memory; the kernels are in `cpu_kernels`."""
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
@@ -14,7 +12,6 @@ _kernels, _launch = LazyModule("multilin.ops.int8.cpu_kernels"), LazyModule("mul
 
 DTYPES = (torch.float32, torch.bfloat16)
 _COLUMNS = 128  # of one piece of work
-_PAIRS = 2**17  # of rows that are rounded at a time
 
 
 class CpuSteps(PortableSteps):
@@ -23,9 +20,9 @@ class CpuSteps(PortableSteps):
     block_outer = block_outer
 
     @staticmethod
-    def round_rows(x: Tensor, seed: Tensor | None = None, out: Rounded | None = None) -> Rounded:
+    def round_rows(x: Tensor, seed: Tensor | None = None) -> Rounded:
         """One scale per row; with a seed rounded without bias."""
-        values, scale = out or Rounded(torch.empty(x.shape, dtype=torch.int8), torch.empty(len(x), 1))
+        values, scale = torch.empty(x.shape, dtype=torch.int8), torch.empty(len(x), 1)
         _launch.launch_parts(
             _kernels.round_rows, x.dtype, x.numel(), num_rows=len(x), width=x.shape[1], x=x.contiguous(),
             seed=-1 if seed is None else int(seed), values=values, scales=scale,
@@ -59,10 +56,12 @@ class CpuSteps(PortableSteps):
     @classmethod
     def round_pairs(cls, left: Tensor, right: Tensor) -> Rounded:
         """left (R, N, K) and right (R, N, J) to their products (R, N K J), one scale per row."""
+        factors = block_outer.factors(left.float(), right.float())
         num_pairs = left.shape[1:].numel() * right.shape[2]
         values, scale = torch.empty((len(left), num_pairs), dtype=torch.int8), torch.empty(len(left), 1)
-        for lefts, rights, *out in _chunks(num_pairs, left.float(), right.float(), values, scale):
-            cls.round_rows(block_outer.expand(lefts, rights), out=Rounded(*out))
+        _launch.launch_parts(
+            _kernels.round_pairs, torch.float32, values.numel(), **factors, values=values, scales=scale
+        )
         return Rounded(values, scale)
 
     @classmethod
@@ -70,16 +69,9 @@ class CpuSteps(PortableSteps):
         cls, product: Tensor, row_scale: Tensor, factor: Tensor, left: Tensor, right: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Gradients of left and right from that of the pairs, product * row_scale * factor."""
-        dleft, dright = torch.empty_like(left), torch.empty_like(right)
-        inputs = product, row_scale, left.float(), right.float()
-        for products, scales, lefts, rights, *out in _chunks(product.shape[1], *inputs, dleft, dright):
-            dpairs = cls.scale_rows(products, scales, factor, None, torch.float32)
-            for target, gradient in zip(out, block_outer.contract_pairs(dpairs, lefts, rights), strict=True):
-                target.copy_(gradient)
-        return dleft, dright
-
-
-def _chunks(num_pairs: int, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Rows whose pairs stay in the cache."""
-    num_rows = max(_PAIRS // max(num_pairs, 1), 1)
-    return zip(*(x.split(num_rows) for x in tensors), strict=True)
+        dleft, dright = torch.empty(left.shape), torch.empty(right.shape)
+        _launch.launch_parts(
+            _kernels.contract_pairs, torch.float32, product.numel(), **block_outer.factors(left.float(), right.float()),
+            dleft=dleft, dright=dright, product=product.contiguous(), scales=(row_scale * factor).float().contiguous(),
+        )  # fmt: skip
+        return dleft.to(left.dtype), dright.to(right.dtype)

@@ -9,6 +9,7 @@ so nan and inf reach the scale. Adding 1.5 * 2^23 rounds to an integer, ties to 
 import numpy as np
 from numba import carray, njit
 
+from multilin.ops.block_outer.cpu_kernels import contract_blocks, expand_blocks
 from multilin.ops.kernels.cpu_intrinsics import EXACT, ONE, ZERO, array, floats, narrow, part_of_rows, widen
 
 _MAGNITUDE = np.int32(0x7FFFFFFF)
@@ -133,3 +134,32 @@ def scale_rows(tasks, elements, index, sources):
     )
     for i in range(first, last):
         _scale_row(product[i], scales[i], bias, result[i])
+
+
+def round_pairs(tasks, elements, index, sources):
+    """Products of pairs of float32 in one part of the rows, as for `block_outer`, to int8 values and float32 scales."""
+    task = carray(tasks, (1,))[0]
+    R, N, K, J = task.num_rows, task.num_blocks, task.left_width, task.right_width
+    first, last = part_of_rows(R, task.num_parts, index)
+    values, scales = array(np.int8, task.values, (R, N * K * J)), floats(task.scales, 1, R)[0]
+    pairs = np.empty(N * K * J, np.float32)
+    for i in range(first, last):
+        left, right = task.left + 4 * i * N * K, task.right + 4 * i * N * J
+        expand_blocks(np.float32, left, right, pairs.ctypes.data, N, K, J, 4)
+        scales[i] = _round_row(pairs, -1, np.uint32(0), values[i])
+
+
+def contract_pairs(tasks, elements, index, sources):
+    """Gradients of both factors, float32, in one part of the rows from product int32 * scale of the row."""
+    task = carray(tasks, (1,))[0]
+    R, N, K, J = task.num_rows, task.num_blocks, task.left_width, task.right_width
+    first, last = part_of_rows(R, task.num_parts, index)
+    product, scales = array(np.int32, task.product, (R, N * K * J)), floats(task.scales, 1, R)[0]
+    dpairs, no_bias = np.empty(N * K * J, np.float32), np.empty(0, np.float32)
+    for i in range(first, last):
+        _scale_row(product[i], scales[i], no_bias, dpairs)
+        at_left, at_right = 4 * i * N * K, 4 * i * N * J
+        contract_blocks(
+            np.float32, task.left + at_left, task.right + at_right, dpairs.ctypes.data, task.dleft + at_left,
+            task.dright + at_right, N, K, J, 4,
+        )  # fmt: skip

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from multilin.errors import InputError
 from multilin.ops import windowed_attention as unchecked
 from multilin.ops.prefix_softmax.cases import make_starts
-from multilin.ops.windowed_attention import WINDOWED_ATTENTION, gpu, portable, reference, special_cases, tiles
+from multilin.ops.windowed_attention import WINDOWED_ATTENTION, gpu, portable, reference, special_cases
 from tests.ops.cases.windowed_attention import OPTIONS, make_inputs
 from tests.ops.checked import windowed_attention
 from tests.ops.largest import LargestTensor
@@ -126,7 +126,7 @@ def test_a_null_key_is_one_more_token_of_logit_and_value_zero() -> None:
 @pytest.mark.parametrize("numbers", [1, 3000, 50_000])
 @pytest.mark.parametrize("window", [3, 40, 1000])
 def test_how_the_work_is_cut_changes_nothing(monkeypatch, numbers: int, window: int) -> None:
-    monkeypatch.setitem(tiles.NUMBERS, "cpu", numbers)
+    monkeypatch.setitem(portable.NUMBERS, "cpu", numbers)
     results = []
     for backend in (reference, portable):
         inputs = [x.requires_grad_() for x in make_inputs(3, T, H, D, E)]
@@ -146,7 +146,7 @@ def test_no_tensor_on_the_way_grows_with_the_pairs(window: int, lengths: tuple[i
         with LargestTensor() as watch:
             windowed_attention(*inputs, window=window)[0].sum().backward()
         largest.append(watch.numbers)
-    assert max(largest) <= max(4 * tiles.NUMBERS["cpu"], 16 * lengths[1])
+    assert max(largest) <= max(4 * portable.NUMBERS["cpu"], 16 * lengths[1])
     assert max(largest) < lengths[1] * min(window, lengths[1]) * 4 / 3
 
 

@@ -7,6 +7,11 @@ from typing import Any
 
 import torch
 
+from multilin.ops.kernels import why_no_numba, why_no_triton
+
+CPU_DTYPES = (torch.float32, torch.bfloat16)
+GPU_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
 
 @dataclass(frozen=True)
 class Backend:
@@ -38,6 +43,16 @@ class Backend:
     def reason_against(self, arguments: tuple[Any, ...], options: Mapping[str, Any]) -> str | None:
         """The reason against a call."""
         return None if self.refuses is None else self.refuses(*arguments, **options)
+
+
+def cpu_kernels(principle: str, compute: Callable[..., Any]) -> Backend:
+    """A backend of kernels compiled by numba, described in a few words."""
+    return Backend(f"numba ({principle})", compute, "cpu", CPU_DTYPES, why_not=why_no_numba)
+
+
+def gpu_kernels(principle: str, compute: Callable[..., Any], refuses: Callable[..., str | None]) -> Backend:
+    """A backend of kernels compiled by Triton, described in a few words."""
+    return Backend(f"triton ({principle})", compute, "cuda", GPU_DTYPES, why_not=why_no_triton, refuses=refuses)
 
 
 class Op:

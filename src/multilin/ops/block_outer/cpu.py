@@ -12,7 +12,6 @@ from multilin.ops.block_outer.portable import in_chunks
 from multilin.ops.kernels import LazyModule
 from multilin.ops.kernels.operators import operator
 
-DTYPES = (torch.float32, torch.bfloat16)
 _LANES = 16  # products of a vector
 _kernels, _launch = LazyModule("multilin.ops.block_outer.cpu_kernels"), LazyModule("multilin.ops.kernels.cpu_launch")
 

@@ -14,7 +14,6 @@ from torch import Tensor
 from multilin.ops.kernels import LazyModule
 from multilin.ops.kernels.operators import dense_rows, operator
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _kernels, _launch = LazyModule("multilin.ops.block_outer.gpu_kernels"), LazyModule("multilin.ops.kernels.gpu_launch")
 WIDEST = 64  # numbers of a right block: a chunk holds all of them
 _PARTS = 8  # of the left blocks, at most, whose sums for dright are kept

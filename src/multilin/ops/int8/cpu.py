@@ -10,7 +10,6 @@ from multilin.ops.kernels import LazyModule
 
 _kernels, _launch = LazyModule("multilin.ops.int8.cpu_kernels"), LazyModule("multilin.ops.kernels.cpu_launch")
 
-DTYPES = (torch.float32, torch.bfloat16)
 _COLUMNS = 128  # of one piece of work
 
 

@@ -15,7 +15,6 @@ from multilin.ops.int8.rounding import Rounded
 from multilin.ops.kernels import LazyModule
 from multilin.ops.kernels.operators import dense_rows, operator
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _kernels, _launch = LazyModule("multilin.ops.int8.gpu_kernels"), LazyModule("multilin.ops.kernels.gpu_launch")
 
 

@@ -8,7 +8,6 @@ from torch import Tensor
 from multilin.ops.kernels import LazyModule
 from multilin.ops.kernels.operators import operator
 
-DTYPES = (torch.float32, torch.bfloat16)
 _kernels, _launch = LazyModule("multilin.ops.rotary.cpu_kernels"), LazyModule("multilin.ops.kernels.cpu_launch")
 
 

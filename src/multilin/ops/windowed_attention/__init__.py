@@ -7,11 +7,10 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from multilin.errors import InputError
-from multilin.ops.dispatch import Backend, Op
-from multilin.ops.kernels import why_no_triton
+from multilin.ops.dispatch import GPU_DTYPES, Backend, Op, gpu_kernels
 from multilin.ops.windowed_attention import gpu, portable, reference, special_cases
+from multilin.ops.windowed_attention.reference import WindowedAttentionWeights, windowed_attention_weights
 from multilin.ops.windowed_attention.tokens import WindowedAttentionState
-from multilin.ops.windowed_attention.weights import WindowedAttentionWeights, windowed_attention_weights
 
 __all__ = [
     "WINDOWED_ATTENTION",
@@ -24,14 +23,7 @@ __all__ = [
 WINDOWED_ATTENTION = Op(
     "windowed_attention",
     [
-        Backend(
-            "triton (tiles, weights made again backward)",
-            gpu.windowed_attention,
-            "cuda",
-            gpu.DTYPES,
-            why_not=why_no_triton,
-            refuses=gpu.refuses,
-        ),
+        gpu_kernels("tiles, weights made again backward", gpu.windowed_attention, gpu.refuses),
         Backend(
             "portable (PyTorch, blocks; reading a whole text, its own causal attention)", portable.windowed_attention
         ),
@@ -42,7 +34,7 @@ WINDOWED_ATTENTION = Op(
         Backend(
             "PyTorch's causal attention",
             special_cases.full_causal,
-            dtypes=gpu.DTYPES,
+            dtypes=GPU_DTYPES,
             refuses=special_cases.why_not_full_causal,
         ),
         Backend("reference (few tokens)", reference.windowed_attention, "cpu", refuses=portable.why_not_short),

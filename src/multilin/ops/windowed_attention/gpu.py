@@ -19,7 +19,6 @@ from multilin.ops.kernels import LazyModule
 from multilin.ops.kernels.operators import needs_gradients, operator
 from multilin.ops.windowed_attention.tokens import WindowedAttentionState, all_tokens, last_tokens, texts
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 WIDEST = 256  # numbers of a head that fit into the registers
 _NARROW = 256  # windows up to here are few tiles, and may want other numbers of warps
 _kernels = LazyModule("multilin.ops.windowed_attention.gpu_kernels")

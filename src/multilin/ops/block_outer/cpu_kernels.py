@@ -7,8 +7,6 @@ Their task: left (num_rows, num_blocks, left_width), right (num_rows, num_blocks
 gradient; dleft and dright like left and right. All are contiguous.
 """
 
-# mypy: allow-untyped-defs, allow-incomplete-defs
-
 import numpy as np
 from llvmlite import ir
 from numba import carray, njit, types

@@ -7,8 +7,6 @@ Where p_scale is not None, it holds a number per row by which pairs are divided 
 multiplied as int8 with int8, summed in int32; as floats, where the other factor is one, they get their scale back.
 """
 
-# mypy: allow-untyped-defs, allow-incomplete-defs
-
 import triton
 import triton.language as tl
 

@@ -3,8 +3,6 @@
 Numbers are divided and rounded as the portable path does it, so that both give the same integers.
 """
 
-# mypy: allow-untyped-defs, allow-incomplete-defs
-
 import triton
 import triton.language as tl
 

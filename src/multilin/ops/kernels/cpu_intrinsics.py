@@ -1,7 +1,5 @@
 """Addresses and numbers in CPU kernels: arrays, bf16, the exponential, and the liberties that the compiler may take."""
 
-# mypy: allow-untyped-defs, allow-incomplete-defs
-
 import functools
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Tiles in GPU kernels: rounded, loaded, multiplied and stored, the same compiled and interpreted."""
 
-# mypy: allow-untyped-defs, allow-incomplete-defs
-
 import torch
 import triton
 import triton.language as tl

@@ -4,8 +4,6 @@ With x = scale l + bias and p = softmax(x), the loss is log sum e^x - (1 - s) x_
 p - s / V - (1 - s) onehot(target), times the scale for the logits.
 """
 
-# mypy: allow-untyped-defs, allow-incomplete-defs
-
 import numpy as np
 from numba import carray, njit
 

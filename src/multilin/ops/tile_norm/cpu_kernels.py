@@ -7,8 +7,6 @@ Their task: x, y, dy and dx (num_tiles, tile), scales (num_tiles) float32; pairs
 and dy.
 """
 
-# mypy: allow-untyped-defs, allow-incomplete-defs
-
 import numpy as np
 from numba import carray, njit
 

@@ -5,8 +5,6 @@ Positions are those among all S tokens, the state's first; the new tokens are th
 that they come out bit for bit the same, which the gradient of the softmax relies on.
 """
 
-# mypy: allow-untyped-defs, allow-incomplete-defs
-
 import triton
 import triton.language as tl
 
@@ -65,6 +63,13 @@ def scores(b_queries, b_keys, p_logits, p_texts, i_queries, i_keys, S, H, window
     return tl.where(visible, b_scores, float("-inf")), away
 
 
+@triton.jit
+def load_kept(p_top, p_total, i_rows, m_rows):
+    """The largest score of each query, and 1 / the sum of the exponentials counted from it."""
+    top = tl.load(p_top + i_rows, mask=m_rows, other=0.0)
+    return top, inverse(tl.load(p_total + i_rows, mask=m_rows, other=0.0))
+
+
 @autotuned(WAYS, KIND)
 @triton.jit
 def forward(
@@ -115,8 +120,7 @@ def backward_queries(
     slope, hyper = load_decays(p_decays, slope, hyper)
     b_queries, b_dmeans = load_vectors(p_queries, i_times, T, H, D, BD), load_vectors(p_dmeans, i_times, T, H, E, BE)
     b_means = load_vectors(p_means, i_times, T, H, E, BE)
-    top = tl.load(p_top + i_rows, mask=i_times < T, other=0.0)
-    share = inverse(tl.load(p_total + i_rows, mask=i_times < T, other=0.0))
+    top, share = load_kept(p_top, p_total, i_rows, i_times < T)
     origin = tl.sum(b_dmeans.to(tl.float32) * b_means.to(tl.float32), axis=1)
     rest = tl.zeros((BQ,), tl.float32)
     if NULL_KEY:

@@ -76,6 +76,24 @@ def windowed_attention(
     return means_BTHE, last_tokens(keys, values, logits_BS, starts, window) if needs_state else None
 
 
+def own_token(
+    queries_BTHD: Tensor, keys_BTHD: Tensor, values_BTHE: Tensor, *, window: int, scale: float, null_key: bool = False,
+    padding: Tensor | None = None, starts: Tensor | None = None, needs_state: bool = True, **_: object,
+) -> tuple[Tensor, WindowedAttentionState | None]:  # fmt: skip
+    """A window of 0: each token's own value, weighed against the null key only."""
+    keys, values, logits_BT = all_tokens(queries_BTHD, keys_BTHD, values_BTHE, padding, None)
+    state = last_tokens(keys, values, logits_BT, starts, window) if needs_state else None
+    if not null_key:
+        return values_BTHE.masked_fill((logits_BT == -torch.inf)[..., None, None], 0.0), state
+    scores_BTH = scale * (queries_BTHD.to(logits_BT.dtype) * keys_BTHD.to(logits_BT.dtype)).sum(dim=-1)
+    return torch.sigmoid(scores_BTH + logits_BT[..., None])[..., None] * values_BTHE, state
+
+
+def why_not_own_token(*_: Tensor, window: int, **options: object) -> str | None:
+    """The reason against `own_token`."""
+    return None if window == 0 else "the window is larger than 0"
+
+
 class _WindowedAttention(torch.autograd.Function):
     """Means (B, T, H, E) of the values; works in the dtype of the bias, which also hides what no window holds.
 

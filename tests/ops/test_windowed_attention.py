@@ -49,7 +49,7 @@ def test_the_portable_path_equals_the_definition(name: str, packed: bool) -> Non
     options = {"scale": 1.0, "slope": 0.0, "hyper": 0.0, **OPTIONS[name]}
     starts = make_starts((B, T), share=0.03) if packed else None
     padding = (torch.arange(T) % 17 == 3).expand(B, -1)
-    fast = portable.windowed_attention if options["window"] else special_cases.own_token
+    fast = portable.windowed_attention if options["window"] else portable.own_token
     earlier = [*make_inputs(B, 9, H, D, E, seed=3)[1:], torch.zeros(B, 9, dtype=torch.float64)]
     results = []
     for attend in (reference.windowed_attention, fast):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from multilin.errors import InputError
 from multilin.ops import windowed_attention as unchecked
-from multilin.ops.windowed_attention import WINDOWED_ATTENTION, gpu, portable, reference, special_cases, tiles
+from multilin.ops.windowed_attention import WINDOWED_ATTENTION, gpu, portable, reference
 from tests.ops.cases.prefix_softmax import make_starts
 from tests.ops.cases.windowed_attention import OPTIONS, make_inputs
 from tests.ops.checked import windowed_attention
@@ -49,7 +49,7 @@ def test_the_portable_path_equals_the_definition(name: str, packed: bool) -> Non
     options = {"scale": 1.0, "slope": 0.0, "hyper": 0.0, **OPTIONS[name]}
     starts = make_starts((B, T), share=0.03) if packed else None
     padding = (torch.arange(T) % 17 == 3).expand(B, -1)
-    fast = portable.windowed_attention if options["window"] else special_cases.own_token
+    fast = portable.windowed_attention if options["window"] else portable.own_token
     earlier = [*make_inputs(B, 9, H, D, E, seed=3)[1:], torch.zeros(B, 9, dtype=torch.float64)]
     results = []
     for attend in (reference.windowed_attention, fast):
@@ -126,7 +126,7 @@ def test_a_null_key_is_one_more_token_of_logit_and_value_zero() -> None:
 @pytest.mark.parametrize("numbers", [1, 3000, 50_000])
 @pytest.mark.parametrize("window", [3, 40, 1000])
 def test_how_the_work_is_cut_changes_nothing(monkeypatch, numbers: int, window: int) -> None:
-    monkeypatch.setitem(tiles.NUMBERS, "cpu", numbers)
+    monkeypatch.setitem(portable.NUMBERS, "cpu", numbers)
     results = []
     for backend in (reference, portable):
         inputs = [x.requires_grad_() for x in make_inputs(3, T, H, D, E)]
@@ -146,7 +146,7 @@ def test_no_tensor_on_the_way_grows_with_the_pairs(window: int, lengths: tuple[i
         with LargestTensor() as watch:
             windowed_attention(*inputs, window=window)[0].sum().backward()
         largest.append(watch.numbers)
-    assert max(largest) <= max(4 * tiles.NUMBERS["cpu"], 16 * lengths[1])
+    assert max(largest) <= max(4 * portable.NUMBERS["cpu"], 16 * lengths[1])
     assert max(largest) < lengths[1] * min(window, lengths[1]) * 4 / 3
 
 
@@ -168,10 +168,8 @@ def test_every_backend_is_tested_and_bad_input_is_named() -> None:
 @pytest.mark.parametrize("scale", [0.2, 30.0])
 @pytest.mark.parametrize(("width", "value_width"), [(D, E), (E, D)])
 def test_a_whole_text_read_without_gradient(dtype, tolerance, null_key, scale, width, value_width) -> None:
-    """There PyTorch's own attention computes it."""
     options = {"window": T, "null_key": null_key, "scale": scale}
     inputs = [x.to(dtype) for x in make_inputs(B, T, H, width, value_width)]
-    assert special_cases.why_not_full_causal(*inputs, window=T) is None
     expected, state = windowed_attention(*(x.double() for x in inputs), **options)
     means, after = windowed_attention(*inputs, **options)
     assert means.dtype == dtype

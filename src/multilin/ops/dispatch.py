@@ -7,6 +7,11 @@ from typing import Any
 
 import torch
 
+from multilin.ops.kernels import why_no_numba, why_no_triton
+
+CPU_DTYPES = (torch.float32, torch.bfloat16)
+GPU_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
 
 @dataclass(frozen=True)
 class Backend:
@@ -28,28 +33,34 @@ class Backend:
     dtypes: tuple[torch.dtype, ...] | None = None
     reads: tuple[torch.dtype, ...] = ()
     why_not: Callable[[], str | None] = lambda: None
-    refuses: Callable[..., str | None] | None = None
+    refuses: Callable[..., str | None] = lambda *arguments, **options: None
     is_slow: bool = False
 
     def fits(self, device: torch.device, dtype: torch.dtype) -> bool:
         """True if it computes in this type on this device."""
         return (self.device is None or self.device == device.type) and (self.dtypes is None or dtype in self.dtypes)
 
-    def reason_against(self, arguments: tuple[Any, ...], options: Mapping[str, Any]) -> str | None:
-        """The reason against a call."""
-        return None if self.refuses is None else self.refuses(*arguments, **options)
+
+def cpu_kernels(principle: str, compute: Callable[..., Any]) -> Backend:
+    """A backend of kernels compiled by numba, described in a few words."""
+    return Backend(f"numba ({principle})", compute, "cpu", CPU_DTYPES, why_not=why_no_numba)
 
 
+def gpu_kernels(principle: str, compute: Callable[..., Any], refuses: Callable[..., str | None]) -> Backend:
+    """A backend of kernels compiled by Triton, described in a few words."""
+    return Backend(f"triton ({principle})", compute, "cuda", GPU_DTYPES, why_not=why_no_triton, refuses=refuses)
+
+
+@dataclass
 class Op:
     """A named function with backends, the preferred first; the last one, the definition, takes everything.
 
     Special cases are backends for a few calls only, which are tried first; no warning is given where they refuse.
     """
 
-    def __init__(self, name: str, backends: list[Backend], special_cases: Sequence[Backend] = ()) -> None:
-        self.name = name
-        self.backends = backends
-        self.special_cases = special_cases
+    name: str
+    backends: list[Backend]
+    special_cases: Sequence[Backend] = ()
 
     def __call__(self, *arguments: Any, dtype: torch.dtype, **options: Any) -> Any:
         """Compute with the first backend that takes the call; `dtype` is the one to compute in.
@@ -72,9 +83,10 @@ class Op:
             dtype: it computes in.
             arguments, options: of the call; None asks for no call in particular.
         """
+        options = options or {}
         if arguments is not None:
             for special in self.special_cases:
-                if special.fits(device, dtype) and special.reason_against(arguments, options or {}) is None:
+                if special.fits(device, dtype) and special.refuses(*arguments, **options) is None:
                     return special
         refused = None
         for backend in self.backends:
@@ -82,7 +94,8 @@ class Op:
                 continue
             if backend.device is not None and torch.compiler.is_exporting():
                 continue  # an exported graph is made of PyTorch's own operators
-            if arguments is not None and (reason := backend.reason_against(arguments, options or {})) is not None:
+            reason = None if arguments is None else backend.refuses(*arguments, **options)
+            if reason is not None:
                 refused = refused or f"{self.name}: {backend.name} does not take this call, as {reason}"
                 continue
             if refused is not None:

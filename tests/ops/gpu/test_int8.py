@@ -177,8 +177,8 @@ def test_the_ops_are_well_formed_operators(device: torch.device) -> None:
         (ops.int8_round_columns.default, (x, scale, draw_seed())),
         (ops.int8_scaled_product.default, (*rounded, rounded.values.t(), factor, None, torch.float32)),
         (ops.int8_scale_of_pairs.default, (left, right)),
-        (ops.int8_outer.default, (left, right, outer, factor, torch.float32)),
-        (ops.int8_outer_factors.default, (normal(3, 5).to(device), None, left, right, outer.float(), factor)),
-        (ops.int8_outer_weight.default, (normal(3, 5).to(device), None, left, right, scale)),
+        (ops.block_outer_gpu.default, (left, right, outer, scale, factor)),
+        (ops.block_outer_gpu_factors.default, (normal(3, 5).to(device), left, right, outer.float(), None, factor)),
+        (ops.block_outer_gpu_weight.default, (normal(3, 5).to(device), left, right, torch.float32, scale)),
     ):
         torch.library.opcheck(operator, arguments, test_utils=("test_schema", "test_faketensor"))

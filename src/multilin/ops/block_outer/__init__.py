@@ -6,25 +6,18 @@ from torch import Tensor
 
 from multilin.errors import InputError
 from multilin.ops.block_outer import cpu, gpu, portable
-from multilin.ops.dispatch import Backend, Op
-from multilin.ops.kernels import why_no_numba, why_no_triton
+from multilin.ops.dispatch import Backend, Op, cpu_kernels, gpu_kernels
 
 __all__ = ["BLOCK_OUTER", "block_outer"]
 
 BLOCK_OUTER = Op(
     "block_outer",
     [
-        Backend("numba (compiled, recomputed backward)", cpu.block_outer, "cpu", cpu.DTYPES, why_not=why_no_numba),
-        Backend(
-            "triton (pairs in registers, recomputed backward)",
-            gpu.block_outer,
-            "cuda",
-            gpu.DTYPES,
-            why_not=why_no_triton,
-            refuses=gpu.refuses,
-        ),
+        cpu_kernels("compiled, recomputed backward", cpu.block_outer),
+        gpu_kernels("pairs in registers, recomputed backward", gpu.block_outer, gpu.refuses),
         Backend("portable (PyTorch, products recomputed backward)", portable.block_outer),
     ],
+    special_cases=[Backend("portable (no vectors)", portable.block_outer, "cpu", refuses=cpu.refuses_vectors)],
 )
 
 

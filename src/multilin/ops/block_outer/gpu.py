@@ -14,7 +14,6 @@ from torch import Tensor
 from multilin.ops.kernels import LazyModule
 from multilin.ops.kernels.operators import dense_rows, operator
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _kernels, _launch = LazyModule("multilin.ops.block_outer.gpu_kernels"), LazyModule("multilin.ops.kernels.gpu_launch")
 WIDEST = 64  # numbers of a right block: a chunk holds all of them
 _PARTS = 8  # of the left blocks, at most, whose sums for dright are kept
@@ -29,7 +28,7 @@ def refuses(left: Tensor, right: Tensor, *_: object) -> str | None:
 def block_outer(left: Tensor, right: Tensor, weight: Tensor) -> Tensor:
     """See `multilin.ops.block_outer`; all three of one type."""
     lefts, rights = (x.reshape(-1, *x.shape[-2:]) for x in (left, right))
-    result: Tensor = _forward(lefts, rights, weight)
+    result: Tensor = contract(lefts, rights, weight)
     return result.view(*left.shape[:-2], len(weight))
 
 
@@ -56,6 +55,7 @@ def _factors(left: Tensor, right: Tensor, dtype: torch.dtype) -> tuple[tuple[Any
     return (lefts, rights, num_rows, lefts.stride(0), rights.stride(0)), constants
 
 
+@operator("block_outer_gpu", lambda left, right, weight, *_: left.new_empty(len(left), len(weight)))
 def contract(
     left: Tensor, right: Tensor, weight: Tensor, pair_scale: Tensor | None = None, factor: Tensor | None = None
 ) -> Tensor:
@@ -87,6 +87,9 @@ def contract(
     return (total if factor is None or pair_scale is None else total * (pair_scale * factor)).to(left.dtype)
 
 
+@operator(
+    "block_outer_gpu_factors", lambda _, left, right, *__: (left.new_empty(left.shape), right.new_empty(right.shape))
+)
 def gradients_of_factors(
     dresult: Tensor, left: Tensor, right: Tensor, weight: Tensor,
     row_scale: Tensor | None = None, factor: Tensor | None = None,
@@ -113,6 +116,11 @@ def gradients_of_factors(
     return dleft, dright[0] if num_parts == 1 else dright.sum(dim=0).to(right.dtype)
 
 
+def _fake_gradient_of_weight(dresult: Tensor, left: Tensor, right: Tensor, dtype: torch.dtype, *_: Any) -> Tensor:
+    return left.new_empty((dresult.shape[1], *left.shape[1:], right.shape[-1]), dtype=dtype)
+
+
+@operator("block_outer_gpu_weight", _fake_gradient_of_weight)
 def gradient_of_weight(
     dresult: Tensor, left: Tensor, right: Tensor, dtype: torch.dtype,
     pair_scale: Tensor | None = None, factor: Tensor | None = None,
@@ -123,12 +131,11 @@ def gradient_of_weight(
     gradient is multiplied by factor (D,) where that is given.
     """
     (num_rows, blocks, width), num_outs = left.shape, dresult.shape[1]
-    shape = (num_outs, blocks, width, right.shape[-1])
+    dweight = _fake_gradient_of_weight(dresult, left, right, dtype)
     if num_rows * num_outs == 0:
-        return left.new_zeros(shape, dtype=dtype)
+        return dweight.zero_()
     factors, constants = _factors(left, right, dresult.dtype)
     num_chunks = _parts(blocks, constants["BN"]) * _parts(width, constants["BK"])
-    dweight = torch.empty(shape, dtype=dtype, device=left.device)
     dresult = dense_rows(dresult)
     _kernels.backward_weight[lambda meta: (_parts(num_outs, meta["BD"]), num_chunks)](
         *factors, pair_scale, dresult, dresult.stride(0), factor, dweight, num_outs,
@@ -150,18 +157,14 @@ def power_of_two(size: int) -> int:
     return 1 << (size - 1).bit_length()
 
 
-@operator("block_outer_gpu", lambda left, right, weight: left.new_empty(left.shape[0], weight.shape[0]))
-def _forward(left: Tensor, right: Tensor, weight: Tensor) -> Tensor:
-    return contract(left, right, weight)
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[:3])
 
 
-@operator("block_outer_gpu_backward", lambda dresult, *inputs: tuple(x.new_empty(x.shape) for x in inputs))
-def _backward(dresult: Tensor, left: Tensor, right: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    factors = gradients_of_factors(dresult, left, right, weight)
-    return *factors, gradient_of_weight(dresult, left, right, weight.dtype)
+def _differentiate(ctx: Any, dresult: Tensor) -> tuple[Tensor | None, ...]:
+    left, right, weight = ctx.saved_tensors
+    dleft, dright = gradients_of_factors(dresult, left, right, weight)
+    return dleft, dright, gradient_of_weight(dresult, left, right, weight.dtype), None, None
 
 
-_forward.differentiable(
-    lambda ctx, dresult: _backward(dresult, *ctx.saved_tensors),
-    lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
-)
+contract.operator.register_autograd(_differentiate, setup_context=_save)

@@ -7,14 +7,11 @@ Where p_scale is not None, it holds a number per row by which pairs are divided 
 multiplied as int8 with int8, summed in int32; as floats, where the other factor is one, they get their scale back.
 """
 
-# mypy: allow-untyped-defs, allow-incomplete-defs
-
 import triton
 import triton.language as tl
 
 from multilin.ops.kernels.gpu_launch import autotuned
-from multilin.ops.kernels.gpu_rounding import divide, narrow, nearest, store_rounded
-from multilin.ops.kernels.gpu_tiles import dot, load_tile, store_tile
+from multilin.ops.kernels.gpu_tiles import divide, dot, load_tile, narrow, nearest, store_rounded, store_tile
 
 # Outputs of a tile, warps and pipeline stages.
 WAYS = [({"BD": 64}, 4, 3), ({"BD": 128}, 4, 3), ({"BD": 128}, 8, 3), ({"BD": 128}, 8, 4), ({"BD": 32}, 4, 4)]

@@ -58,7 +58,11 @@ def causal_mixing(
     """
     num_positions = num_rows(triangle)
     if positions is None:
-        positions = _count(x, padding, state)
+        # They go on from the state; a padded token repeats the one before.
+        is_token = torch.ones_like(x[..., 0], dtype=torch.bool) if padding is None else ~padding
+        positions = is_token.cumsum(dim=1) - 1
+        if state is not None:
+            positions = positions + state.num_read_B[:, None]
     positions = positions.expand(x.shape[:2])
     if not torch.compiler.is_compiling() and (length := int(positions.max()) + 1) > num_positions:
         raise InputError(f"context: the text has {length} positions, but this mixing has weights for {num_positions}")
@@ -78,15 +82,6 @@ def causal_mixing(
         if bias is not None:
             y = y + bias.to(dtype)[positions.clamp(min=0)][..., None]
     return y.to(x.dtype), CausalMixingState(inputs, positions[:, -1] + 1) if needs_state else None
-
-
-def _count(x_BTD: Tensor, padding_BT: Tensor | None, state: CausalMixingState | Ring | None) -> Tensor:
-    """Positions that go on from the state, (B, T); a padded token repeats the one before."""
-    ones_BT = torch.ones(x_BTD.shape[:2], dtype=torch.int64, device=x_BTD.device)
-    if padding_BT is not None:
-        ones_BT = (~padding_BT).long()
-    first: Tensor | int = 0 if state is None else state.num_read_B[:, None]
-    return first + ones_BT.cumsum(dim=1) - 1
 
 
 def lower_triangle(triangle: Float[Tensor, " P"]) -> Float[Tensor, "n n"]:

@@ -1,8 +1,5 @@
 """The causal mixing with one matrix for all texts, or with single rows of it where few are read."""
 
-from collections.abc import Iterator
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -60,46 +57,11 @@ def gather_rows(triangle_P: Tensor, row_BT1: Tensor, size: int) -> Tensor:
 
 
 def multiply(weights_TT: Tensor, x_BTD: Tensor) -> Tensor:
-    """sum_{j <= t} weights[t, j] x_j, in the dtype of both; what is above the diagonal is not read."""
-    mixed_BTD: Tensor = _Multiply.apply(weights_TT, x_BTD)
-    return mixed_BTD
+    """sum_{j <= t} weights[t, j] x_j, in the dtype of both; what is above the diagonal is not read.
 
-
-class _Multiply(torch.autograd.Function):
-    """One product for every BLOCK rows with the columns that reach to their diagonal, all texts side by side."""
-
-    @staticmethod
-    def forward(ctx: Any, weights_TT: Tensor, x_BTD: Tensor) -> Tensor:
-        x_TN = _side_by_side(x_BTD)
-        ctx.save_for_backward(weights_TT, x_TN)
-        mixed_TN = torch.empty_like(x_TN)
-        for rows, columns in _blocks(len(weights_TT)):
-            mixed_TN[rows] = weights_TT[rows, columns].tril(rows.start) @ x_TN[columns]
-        return _one_by_one(mixed_TN, len(x_BTD))
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *dmixed: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        weights_TT, x_TN = ctx.saved_tensors
-        dmixed_TN, dx_TN, dweights_TT = _side_by_side(dmixed[0]), torch.empty_like(x_TN), torch.zeros_like(weights_TT)
-        for rows, columns in _blocks(len(weights_TT)):
-            dweights_TT[rows, columns] = (dmixed_TN[rows] @ x_TN[columns].t()).tril_(rows.start)
-            # What the inputs of these rows go into: the columns below their diagonal.
-            dx_TN[rows] = weights_TT[rows.start :, rows].tril().t() @ dmixed_TN[rows.start :]
-        return dweights_TT, _one_by_one(dx_TN, len(dmixed[0]))
-
-
-def _blocks(size: int) -> Iterator[tuple[slice, slice]]:
-    """Rows of a piece, and the columns up to its last row."""
-    for first in range(0, size, BLOCK):
-        last = min(first + BLOCK, size)
-        yield slice(first, last), slice(0, last)
-
-
-def _side_by_side(x_BTD: Tensor) -> Tensor:
-    """(T, B D)."""
-    return x_BTD.transpose(0, 1).flatten(1)
-
-
-def _one_by_one(x_TN: Tensor, num_batch: int) -> Tensor:
-    return x_TN.unflatten(1, (num_batch, -1)).transpose(0, 1)
+    One product for every BLOCK rows with the columns that reach to their diagonal, all texts side by side.
+    """
+    x_TN, parts = x_BTD.transpose(0, 1).flatten(1), weights_TT.split(BLOCK)
+    ends = [min(first + BLOCK, len(x_TN)) for first in range(0, len(x_TN), BLOCK)]
+    products = [part[:, :end].tril(end - len(part)) @ x_TN[:end] for part, end in zip(parts, ends, strict=True)]
+    return torch.cat(products).unflatten(1, (len(x_BTD), -1)).transpose(0, 1)

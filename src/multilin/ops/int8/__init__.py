@@ -7,7 +7,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from multilin.errors import InputError
-from multilin.ops.dispatch import Backend, Op
+from multilin.ops.block_outer.cpu import refuses_vectors
+from multilin.ops.dispatch import Backend, Op, cpu_kernels, gpu_kernels
 from multilin.ops.int8 import cpu, gpu
 from multilin.ops.int8.portable import LONGEST_SUM, PortableSteps
 from multilin.ops.int8.products import Int8BlockOuter, Int8Linear, result_dtype
@@ -22,7 +23,6 @@ from multilin.ops.int8.rounding import (
     round_weight,
     simulate_rounding,
 )
-from multilin.ops.kernels import why_no_numba, why_no_triton
 from multilin.ops.kernels.operators import refuses_eager
 
 __all__ = [
@@ -43,18 +43,14 @@ __all__ = [
 INT8 = Op(
     "int8",
     [
-        Backend("numba (around torch._int_mm)", cpu.CpuSteps, "cpu", cpu.DTYPES, why_not=why_no_numba),
-        Backend(
-            "triton (scaled in the product, pairs in registers)",
-            gpu.GpuSteps,
-            "cuda",
-            gpu.DTYPES,
-            why_not=why_no_triton,
-            refuses=gpu.refuses,
-        ),
+        cpu_kernels("around torch._int_mm", cpu.CpuSteps),
+        gpu_kernels("scaled in the product, pairs in registers", gpu.GpuSteps, gpu.refuses),
         Backend("portable (PyTorch around torch._int_mm)", PortableSteps),
     ],
-    special_cases=[Backend("portable (PyTorch, in graphs)", PortableSteps, "cpu", refuses=refuses_eager)],
+    special_cases=[
+        Backend("portable (PyTorch, in graphs)", PortableSteps, "cpu", refuses=refuses_eager),
+        Backend("portable (PyTorch, no vectors)", PortableSteps, "cpu", refuses=refuses_vectors),
+    ],
 )
 
 Backward = Literal["float", "int8"]

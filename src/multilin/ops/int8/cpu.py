@@ -10,12 +10,13 @@ from multilin.ops.kernels import LazyModule
 
 _kernels, _launch = LazyModule("multilin.ops.int8.cpu_kernels"), LazyModule("multilin.ops.kernels.cpu_launch")
 
-DTYPES = (torch.float32, torch.bfloat16)
 _COLUMNS = 128  # of one piece of work
 
 
 class CpuSteps(PortableSteps):
     """As `PortableSteps`, for float32 and bf16, and not in graphs."""
+
+    block_outer = block_outer
 
     @staticmethod
     def round_rows(x: Tensor, seed: Tensor | None = None) -> Rounded:
@@ -51,28 +52,25 @@ class CpuSteps(PortableSteps):
         )  # fmt: skip
         return result
 
-    @staticmethod
-    def round_pairs(left: Tensor, right: Tensor) -> Rounded:
+    @classmethod
+    def round_pairs(cls, left: Tensor, right: Tensor) -> Rounded:
         """left (R, N, K) and right (R, N, J) to their products (R, N K J), one scale per row."""
-        factors = block_outer.factors(left, right)
-        width = factors["num_blocks"] * factors["left_width"] * factors["right_width"]
-        values, scale = torch.empty((len(left), width), dtype=torch.int8), torch.empty(len(left), 1)
-        _launch.launch_parts(_kernels.round_pairs, left.dtype, values.numel(), **factors, values=values, scales=scale)
+        factors = block_outer.factors(left.float(), right.float())
+        num_pairs = left.shape[1:].numel() * right.shape[2]
+        values, scale = torch.empty((len(left), num_pairs), dtype=torch.int8), torch.empty(len(left), 1)
+        _launch.launch_parts(
+            _kernels.round_pairs, torch.float32, values.numel(), **factors, values=values, scales=scale
+        )
         return Rounded(values, scale)
 
-    @staticmethod
+    @classmethod
     def contract_pairs(
-        product: Tensor, row_scale: Tensor, factor: Tensor, left: Tensor, right: Tensor
+        cls, product: Tensor, row_scale: Tensor, factor: Tensor, left: Tensor, right: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Gradients of left and right from that of the pairs, product * row_scale * factor."""
-        dleft, dright = torch.empty(left.shape, dtype=left.dtype), torch.empty(right.shape, dtype=right.dtype)
+        dleft, dright = torch.empty(left.shape), torch.empty(right.shape)
         _launch.launch_parts(
-            _kernels.contract_pairs, left.dtype, product.numel(), **block_outer.factors(left, right), dleft=dleft,
-            dright=dright, product=product.contiguous(), scales=(row_scale * factor).float().contiguous(),
+            _kernels.contract_pairs, torch.float32, product.numel(), **block_outer.factors(left.float(), right.float()),
+            dleft=dleft, dright=dright, product=product.contiguous(), scales=(row_scale * factor).float().contiguous(),
         )  # fmt: skip
-        return dleft, dright
-
-    @staticmethod
-    def contract(dresult: Tensor, weight: Tensor, factor: Tensor, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
-        """Gradients of left and right from that of the result, in floats."""
-        return block_outer.contract(dresult * factor.to(dresult.dtype), weight, left, right)
+        return dleft.to(left.dtype), dright.to(right.dtype)

@@ -4,27 +4,16 @@ The largest magnitude is found on the bits without their sign, which are ordered
 so nan and inf reach the scale. Adding 1.5 * 2^23 rounds to an integer, ties to even, and leaves it in the low bits.
 """
 
-# mypy: allow-untyped-defs, allow-incomplete-defs
-
 import numpy as np
 from numba import carray, njit
 
 from multilin.ops.block_outer.cpu_kernels import contract_blocks, expand_blocks
-from multilin.ops.kernels.cpu_intrinsics import (
-    EXACT,
-    array,
-    bits_of,
-    floats,
-    narrow,
-    number_of,
-    part_of_rows,
-    widen,
-)
+from multilin.ops.kernels.cpu_intrinsics import EXACT, ONE, ZERO, array, floats, narrow, part_of_rows, widen
 
 _MAGNITUDE = np.int32(0x7FFFFFFF)
 _MAGIC = np.float32(12582912.0)
 _MAGIC_BITS = np.int32(0x4B400000)
-_ZERO, _HALF, _ONE, _LARGEST = np.float32(0.0), np.float32(0.5), np.float32(1.0), np.float32(127.0)
+_HALF, _LARGEST = np.float32(0.5), np.float32(127.0)
 _UNIT = np.float32(2.0**-24)
 
 
@@ -40,7 +29,7 @@ def _noise(seed, index):
 
 @njit(**EXACT)
 def _to_int8(number):
-    return np.int8(bits_of(np.float32(number + _MAGIC)) - _MAGIC_BITS)
+    return np.int8(np.float32(number + _MAGIC).view(np.int32) - _MAGIC_BITS)
 
 
 @njit(**EXACT)
@@ -53,14 +42,14 @@ def _to_int8_randomly(number, noise):
 
 @njit(**EXACT)
 def _magnitude(number):
-    return np.int32(bits_of(number) & _MAGNITUDE)
+    return np.float32(number).view(np.int32) & _MAGNITUDE
 
 
 @njit(**EXACT)
 def _scale_and_inverse(largest):
     """Scale of the numbers whose largest magnitude this is, and its inverse, 0 where it is 0 or not finite."""
-    scale = number_of(largest) / _LARGEST
-    return scale, _ONE / scale if scale > _ZERO and scale < np.float32(np.inf) else _ZERO
+    scale = np.int32(largest).view(np.float32) / _LARGEST
+    return scale, ONE / scale if scale > ZERO and scale < np.float32(np.inf) else ZERO
 
 
 @njit(**EXACT)
@@ -145,45 +134,30 @@ def scale_rows(tasks, elements, index, sources):
         _scale_row(product[i], scales[i], bias, result[i])
 
 
-@njit(**EXACT)
-def _widened(x, result):
-    """The numbers of a row as float32, and the address of the result."""
-    for j in range(x.size):
-        result[j] = widen(x[j])
-    return result.ctypes.data
-
-
 def round_pairs(tasks, elements, index, sources):
-    """Products of pairs of left (num_rows, num_blocks, left_width) and right in a part of the rows as int8 values, with
-    one scale per row."""
+    """Products of pairs of float32 in one part of the rows, as for `block_outer`, to int8 values and float32 scales."""
     task = carray(tasks, (1,))[0]
     R, N, K, J = task.num_rows, task.num_blocks, task.left_width, task.right_width
     first, last = part_of_rows(R, task.num_parts, index)
-    left, right = array(elements, task.left, (R, N * K)), array(elements, task.right, (R, N * J))
     values, scales = array(np.int8, task.values, (R, N * K * J)), floats(task.scales, 1, R)[0]
-    lefts, rights = np.empty(N * K, np.float32), np.empty(N * J, np.float32)
     pairs = np.empty(N * K * J, np.float32)
     for i in range(first, last):
-        p_left, p_right = _widened(left[i], lefts), _widened(right[i], rights)
-        expand_blocks(np.float32, p_left, p_right, pairs.ctypes.data, 0, N, K, J, 4)
+        left, right = task.left + 4 * i * N * K, task.right + 4 * i * N * J
+        expand_blocks(np.float32, left, right, pairs.ctypes.data, N, K, J, 4)
         scales[i] = _round_row(pairs, -1, np.uint32(0), values[i])
 
 
 def contract_pairs(tasks, elements, index, sources):
-    """Gradients dleft and dright in a part of the rows from that of the pairs, product int32 * scale of the row."""
+    """Gradients of both factors, float32, in one part of the rows from product int32 * scale of the row."""
     task = carray(tasks, (1,))[0]
     R, N, K, J = task.num_rows, task.num_blocks, task.left_width, task.right_width
     first, last = part_of_rows(R, task.num_parts, index)
-    left, right = array(elements, task.left, (R, N * K)), array(elements, task.right, (R, N * J))
-    dleft, dright = array(elements, task.dleft, (R, N * K)), array(elements, task.dright, (R, N * J))
     product, scales = array(np.int32, task.product, (R, N * K * J)), floats(task.scales, 1, R)[0]
-    lefts, rights, dpairs = np.empty(N * K, np.float32), np.empty(N * J, np.float32), np.empty(N * K * J, np.float32)
-    dlefts, drights, no_bias = np.empty(N * K, np.float32), np.empty(N * J, np.float32), np.empty(0, np.float32)
+    dpairs, no_bias = np.empty(N * K * J, np.float32), np.empty(0, np.float32)
     for i in range(first, last):
-        p_left, p_right = _widened(left[i], lefts), _widened(right[i], rights)
         _scale_row(product[i], scales[i], no_bias, dpairs)
+        at_left, at_right = 4 * i * N * K, 4 * i * N * J
         contract_blocks(
-            np.float32, p_left, p_right, dpairs.ctypes.data, dlefts.ctypes.data, drights.ctypes.data, 0, N, K, J, 4
-        )
-        _scale_row(dlefts, _ONE, no_bias, dleft[i])
-        _scale_row(drights, _ONE, no_bias, dright[i])
+            np.float32, task.left + at_left, task.right + at_right, dpairs.ctypes.data, task.dleft + at_left,
+            task.dright + at_right, N, K, J, 4,
+        )  # fmt: skip

@@ -15,7 +15,6 @@ from multilin.ops.int8.rounding import Rounded
 from multilin.ops.kernels import LazyModule
 from multilin.ops.kernels.operators import dense_rows, operator
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _kernels, _launch = LazyModule("multilin.ops.int8.gpu_kernels"), LazyModule("multilin.ops.kernels.gpu_launch")
 
 
@@ -98,33 +97,6 @@ def _scale_of_pairs(left: Tensor, right: Tensor) -> Tensor:
     return scale
 
 
-@operator(
-    "int8_outer", lambda left, right, values, factor, dtype: left.new_empty((len(left), len(values)), dtype=dtype)
-)
-def _outer(left: Tensor, right: Tensor, values: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    return block_outer.contract(left, right, values, _scale_of_pairs(left, right), factor).to(dtype)
-
-
-@operator(
-    "int8_outer_factors", lambda dresult, scale, left, right, *_: (torch.empty_like(left), torch.empty_like(right))
-)
-def _outer_factors(
-    dresult: Tensor, row_scale: Tensor | None, left: Tensor, right: Tensor, values: Tensor, factor: Tensor
-) -> tuple[Tensor, Tensor]:
-    return block_outer.gradients_of_factors(dresult, left, right, values, row_scale, factor)
-
-
-def _fake_weight(dresult: Tensor, scale: Tensor | None, left: Tensor, right: Tensor, pair_scale: Tensor) -> Tensor:
-    return left.new_empty((dresult.shape[1], *left.shape[1:], right.shape[-1]), dtype=torch.float32)
-
-
-@operator("int8_outer_weight", _fake_weight)
-def _outer_weight(
-    dresult: Tensor, column_scale: Tensor | None, left: Tensor, right: Tensor, pair_scale: Tensor
-) -> Tensor:
-    return block_outer.gradient_of_weight(dresult, left, right, torch.float32, pair_scale, column_scale)
-
-
 class GpuSteps(PortableSteps):
     """As `PortableSteps`, for float32, bf16 and float16."""
 
@@ -149,8 +121,7 @@ class GpuSteps(PortableSteps):
     @classmethod
     def outer(cls, left: Tensor, right: Tensor, values: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
         """Rounded pairs contracted by an int8 weight (D, N, K, J)."""
-        result: Tensor = _outer(left, right, values, factor.float(), dtype)
-        return result
+        return block_outer.contract(left, right, values, _scale_of_pairs(left, right), factor.float()).to(dtype)
 
     @classmethod
     def gradients_of_factors(
@@ -162,8 +133,7 @@ class GpuSteps(PortableSteps):
             dresult, row_scale = cls.round_rows(dresult, draw_seed())
         else:
             values = values.to(dresult.dtype)
-        dleft, dright = _outer_factors(dresult, row_scale, left, right, values, factor.float())
-        return dleft, dright
+        return block_outer.gradients_of_factors(dresult, left, right, values, row_scale, factor.float())
 
     @classmethod
     def gradient_of_pairs_weight(
@@ -172,11 +142,12 @@ class GpuSteps(PortableSteps):
         """Gradient of the weight (D, N, K, J), from pairs that are rounded again."""
         scale = _scale_of_pairs(left, right)
         if backward != "int8":
-            dweight: Tensor = _outer_weight(dresult, None, left, right, scale) * factor
-            return dweight.to(dtype)
+            dweight = block_outer.gradient_of_weight(dresult, left, right, torch.float32, scale, None)
+            return (dweight * factor).to(dtype)
 
         def gradient(part: slice) -> Tensor:
             columns, column_scale = cls.round_columns_randomly(dresult[part], scale[part] * factor)
-            return _outer_weight(columns.t(), column_scale, left[part], right[part], scale[part])
+            inputs = columns.t(), left[part], right[part]
+            return block_outer.gradient_of_weight(*inputs, torch.float32, scale[part], column_scale)
 
         return sum_of_parts(gradient, len(dresult)).to(dtype)

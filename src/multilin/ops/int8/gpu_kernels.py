@@ -3,15 +3,12 @@
 Numbers are divided and rounded as the portable path does it, so that both give the same integers.
 """
 
-# mypy: allow-untyped-defs, allow-incomplete-defs
-
 import triton
 import triton.language as tl
 
 from multilin.ops.block_outer.gpu_kernels import load_factor
 from multilin.ops.kernels.gpu_launch import autotuned
-from multilin.ops.kernels.gpu_rounding import divide, magnitude, narrow, nearest
-from multilin.ops.kernels.gpu_tiles import dot
+from multilin.ops.kernels.gpu_tiles import divide, dot, magnitude, narrow, nearest
 
 # Rows and columns of a tile of the result, numbers summed at a time, warps and pipeline stages.
 WAYS = [

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,6 +37,8 @@ class PortableSteps:
     Rows are 2-D: (R, width).
     """
 
+    block_outer: Any = block_outer  # how pairs of floats are made and contracted
+
     @staticmethod
     def round_rows(x: Tensor, seed: Tensor | None = None) -> Rounded:
         """One scale per row; with a seed rounded without bias."""
@@ -61,23 +64,18 @@ class PortableSteps:
         result = product * (row_scale * factor)
         return (result if bias is None else result + bias).to(dtype)
 
-    @staticmethod
-    def round_pairs(left: Tensor, right: Tensor) -> Rounded:
+    @classmethod
+    def round_pairs(cls, left: Tensor, right: Tensor) -> Rounded:
         """left (R, N, K) and right (R, N, J) to their products (R, N K J), one scale per row."""
         return quantize(block_outer.expand(left, right))
 
-    @staticmethod
+    @classmethod
     def contract_pairs(
-        product: Tensor, row_scale: Tensor, factor: Tensor, left: Tensor, right: Tensor
+        cls, product: Tensor, row_scale: Tensor, factor: Tensor, left: Tensor, right: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Gradients of left and right from that of the pairs, product * row_scale * factor."""
         dleft, dright = block_outer.contract_pairs((product * (row_scale * factor)).t(), left, right)
         return dleft.to(left.dtype), dright.to(right.dtype)
-
-    @staticmethod
-    def contract(dresult: Tensor, weight: Tensor, factor: Tensor, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
-        """Gradients of left and right from that of the result, in floats."""
-        return block_outer.contract(dresult * factor.to(dresult.dtype), weight, left, right)
 
     @classmethod
     def scaled_product(
@@ -97,7 +95,9 @@ class PortableSteps:
     ) -> tuple[Tensor, Tensor]:
         """Gradients of left and right."""
         if backward != "int8":
-            return cls.contract(dresult, values.to(dresult.dtype), factor, left, right)
+            dresult, weight = dresult * factor.to(dresult.dtype), values.to(dresult.dtype)
+            gradients: tuple[Tensor, Tensor] = cls.block_outer.contract(dresult, weight, left, right)
+            return gradients
         rounded = cls.round_rows(dresult, draw_seed())
         return cls.contract_pairs(multiply(rounded.values, values.flatten(1)), rounded.scale, factor, left, right)
 

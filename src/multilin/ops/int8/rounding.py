@@ -1,6 +1,6 @@
 """Numbers rounded to int8 and a scale: tensors, rows, blocks, and weights of fewer levels."""
 
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -111,15 +111,5 @@ def simulate_rounding(weight: Tensor, levels: str) -> Tensor:
 
     Source: TScale (sim_2bit); the others by the same mechanism.
     """
-    result: Tensor = _StraightThrough.apply(weight, levels)
-    return result
-
-
-class _StraightThrough(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, weight: Tensor, levels: str) -> Tensor:
-        return dequantize(round_weight(weight, levels)).to(weight.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, *dresults: Tensor) -> tuple[Tensor, None]:
-        return dresults[0], None
+    # The second term is 0 and has the gradient.
+    return dequantize(round_weight(weight, levels)).to(weight.dtype) + (weight - weight.detach())

@@ -14,7 +14,7 @@ import torch
 _HAS_NUMBA = importlib.util.find_spec("numba") is not None
 _HAS_TRITON = importlib.util.find_spec("triton") is not None
 OLDEST = (8, 0)  # compute capability: before it there are no bf16 tensor cores
-_is_forked = False
+_PROCESS = os.getpid()
 
 
 class LazyModule:
@@ -29,19 +29,12 @@ class LazyModule:
         return value
 
 
-def _after_fork() -> None:
-    global _is_forked
-    _is_forked = True
-
-
-if hasattr(os, "register_at_fork"):
-    # The threads of OpenMP do not survive a fork, and entering a parallel region then hangs or kills the process.
-    os.register_at_fork(after_in_child=_after_fork)
-
-
 def is_forked() -> bool:
-    """True in a forked process, whose CPU kernels must not start threads."""
-    return _is_forked
+    """True in a forked process, whose CPU kernels must not start threads.
+
+    The threads of OpenMP do not survive a fork, and entering a parallel region then hangs or kills the process.
+    """
+    return os.getpid() != _PROCESS
 
 
 def why_no_numba() -> str | None:

@@ -1,6 +1,6 @@
-"""Addresses and numbers in CPU kernels: pointers, arrays, bf16, bits, and the liberties that the compiler may take."""
+"""Addresses and numbers in CPU kernels: arrays, bf16, the exponential, and the liberties that the compiler may take."""
 
-# mypy: allow-untyped-defs, allow-incomplete-defs
+import functools
 
 import numpy as np
 from llvmlite import ir
@@ -11,7 +11,14 @@ EXACT = {"error_model": "numpy"}
 SCALARS = {"fastmath": {"contract", "nsz"}, "error_model": "numpy"}
 DOTS = {"fastmath": {"contract", "nsz", "reassoc"}, "error_model": "numpy"}
 
-_WORD, _FLOAT = ir.IntType(32), ir.FloatType()
+ZERO, ONE = np.float32(0), np.float32(1)
+_LOG2_E = np.float32(1.4426950408889634)
+_LN2_HIGH, _LN2_LOW = np.float32(0.693359375), np.float32(-2.12194440e-4)
+_C2, _C3, _C4 = np.float32(0.5), np.float32(1.6666665459e-1), np.float32(4.1665795894e-2)
+_C5, _C6, _C7 = np.float32(8.3334519073e-3), np.float32(1.3981999507e-3), np.float32(1.9875691500e-4)
+_SMALLEST = np.float32(-87.0)
+_BIAS, _MANTISSA_BITS = np.int32(127), np.int32(23)
+_SHORT, _WORD, _FLOAT = ir.IntType(16), ir.IntType(32), ir.FloatType()
 
 
 @intrinsic
@@ -54,44 +61,27 @@ def part_of_rows(num_rows, num_parts, part):
     return num_rows * part // num_parts, num_rows * (part + 1) // num_parts
 
 
-def _bitcast(source, target, result):
-    @intrinsic
-    def bitcast(typing_context, number):
-        def generate(context, builder, signature, arguments):
-            return builder.bitcast(arguments[0], result)
-
-        return target(source), generate
-
-    return bitcast
-
-
-bits_of = _bitcast(types.float32, types.int32, _WORD)  # the bits of a float32 as int32
-number_of = _bitcast(types.int32, types.float32, _FLOAT)  # the float32 of these bits
-
-
-def _words(number):
-    """The type of 32-bit integers like a number or vector, and a function for constants of that type."""
+def _types_like(number):
+    """The types of words and floats in a vector of that length, or of one, and a function for constants of words."""
     if not isinstance(number.type, ir.VectorType):
-        return _WORD, _FLOAT, lambda value: ir.Constant(_WORD, value)
+        return _SHORT, _WORD, _FLOAT, functools.partial(ir.Constant, _WORD)
     count = number.type.count
-    words = ir.VectorType(_WORD, count)
-    return words, ir.VectorType(_FLOAT, count), lambda value: ir.Constant(words, [value] * count)
+    short, word, floats = (ir.VectorType(element, count) for element in (_SHORT, _WORD, _FLOAT))
+    return short, word, floats, lambda value: ir.Constant(word, [value] * count)
 
 
 def from_bf16(builder, bits):
     """The float32 of a bf16's bits, or a vector of them, in a builder's code."""
-    words, floats, constant = _words(bits)
-    return builder.bitcast(builder.shl(builder.zext(bits, words), constant(16)), floats)
+    _, word, floats, constant = _types_like(bits)
+    return builder.bitcast(builder.shl(builder.zext(bits, word), constant(16)), floats)
 
 
 def to_bf16(builder, number):
     """The bits of the bf16 nearest to a float32, ties to even, or a vector of them, in a builder's code."""
-    words, _, constant = _words(number)
-    bits = builder.bitcast(number, words)
+    short, word, _, constant = _types_like(number)
+    bits = builder.bitcast(number, word)
     last = builder.and_(builder.lshr(bits, constant(16)), constant(1))
-    rounded = builder.lshr(builder.add(builder.add(bits, constant(0x7FFF)), last), constant(16))
-    short = ir.IntType(16)
-    return builder.trunc(rounded, ir.VectorType(short, words.count) if words is not _WORD else short)
+    return builder.trunc(builder.lshr(builder.add(builder.add(bits, constant(0x7FFF)), last), constant(16)), short)
 
 
 @intrinsic
@@ -112,3 +102,20 @@ def narrow(typing_context, number, other):
         return arguments[0] if other == types.float32 else to_bf16(builder, arguments[0])
 
     return other(types.float32, other), generate
+
+
+@njit(**SCALARS)
+def exp_negative(x):
+    """e^x for x <= 0 in float32, 0 below -87; the polynomial of Cephes' expf, which the compiler can vectorise."""
+    bounded = x if x > _SMALLEST else _SMALLEST
+    n = np.rint(bounded * _LOG2_E)
+    r = bounded - n * _LN2_HIGH
+    r = r - n * _LN2_LOW
+    p = _C7 * r + _C6
+    p = p * r + _C5
+    p = p * r + _C4
+    p = p * r + _C3
+    p = p * r + _C2
+    p = p * r * r + r + ONE
+    result = p * np.int32((np.int32(n) + _BIAS) << _MANTISSA_BITS).view(np.float32)
+    return result if x > _SMALLEST else ZERO

@@ -1,11 +1,9 @@
 """Compiling and starting the CPU kernels: numba is imported here and nowhere earlier."""
 
-import contextlib
 import ctypes
 import functools
 import hashlib
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import FunctionType
 from typing import Any
@@ -19,6 +17,7 @@ from numba.core import event
 from numba.extending import intrinsic
 from torch import Tensor
 
+from multilin.ops.dispatch import warn_once
 from multilin.ops.kernels import is_forked
 from multilin.ops.kernels.cpu_intrinsics import SCALARS
 
@@ -58,21 +57,16 @@ def launch_parts(
     if num_elements == 0:
         return
     threads = num_threads(num_elements)
-    parts = threads if num_parts is None else num_parts
-    structure = _structures.get(kernel)
-    if structure is None:
-        structure = _structures[kernel] = _structure(fields)
+    fields["num_parts"] = parts = threads if num_parts is None else num_parts
+    task = _tasks.get(kernel)
+    if task is None:  # calls of one kernel have the same fields
+        kinds = [(name, ctypes.c_double if type(value) is float else ctypes.c_int64) for name, value in fields.items()]
+        task = _tasks[kernel] = type("Task", (ctypes.Structure,), {"_fields_": kinds})
     values = [value.data_ptr() if isinstance(value, Tensor) else value or 0 for value in fields.values()]
-    launch(kernel, structure(parts, *values), dtype, parts, threads, result_dtype=result_dtype)
+    launch(kernel, task(*values), dtype, parts, threads, result_dtype=result_dtype)
 
 
-_structures: dict[_Kernel, type[ctypes.Structure]] = {}
-
-
-def _structure(fields: dict[str, Any]) -> type[ctypes.Structure]:
-    """A kernel's task; calls of one kernel have the same fields."""
-    kinds = [(name, ctypes.c_double if type(value) is float else ctypes.c_int64) for name, value in fields.items()]
-    return type("Task", (ctypes.Structure,), {"_fields_": [("num_parts", ctypes.c_int64), *kinds]})
+_tasks: dict[_Kernel, type[ctypes.Structure]] = {}
 
 
 def launch(
@@ -119,7 +113,7 @@ def _compiled(
     pointer = types.CPointer(numba.from_dtype(np.dtype(task)))
     sources = types.Opaque(_source_digest())
     signature = types.void(pointer, types.CPointer(element), types.int64, sources)
-    with _telling_of_compilation():
+    with _announced():
         compiled = cfunc(signature, cache=True, **SCALARS)(_with_own_cache_file(kernel, str(signature)))
     prototype = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p)
     return compiled.address, prototype(compiled.address)
@@ -146,24 +140,18 @@ def _with_own_cache_file(function: Callable[..., Any], argument_types: str) -> C
     return copy
 
 
-@contextlib.contextmanager
-def _telling_of_compilation() -> Iterator[None]:
-    """Warn once per process if anything inside is compiled, which takes seconds, and not loaded from the disk."""
-    with event.install_listener("numba:compile", _CompilationListener()):
-        yield
-
-
-class _CompilationListener(event.Listener):
-    has_warned = False
+class _Announcement(event.Listener):
+    """Warns once per process when a kernel is compiled, which takes seconds, and not loaded from the disk."""
 
     def on_start(self, event: Any) -> None:
         """A function is about to be compiled."""
-        if not _CompilationListener.has_warned:
-            _CompilationListener.has_warned = True
-            warnings.warn(COMPILING, stacklevel=2)
+        warn_once(COMPILING)
 
     def on_end(self, event: Any) -> None:
         """Nothing to do."""
+
+
+_announced = functools.partial(event.install_listener, "numba:compile", _Announcement())
 
 
 @intrinsic
@@ -182,7 +170,7 @@ def _call(typing_context: Any, address: Any, p_task: Any, index: Any) -> Any:
 @functools.cache
 def _parallel() -> Any:
     """The only function that numba makes parallel, which takes seconds: it calls any kernel by its address."""
-    with _telling_of_compilation():
+    with _announced():
         _call_in_parallel.compile((types.int64, types.int64, types.int64))
     return _call_in_parallel
 

@@ -26,7 +26,10 @@ def refuses_eager(*inputs: object, **options: object) -> str | None:
 
 
 class Operator:
-    """An operator that is skipped if there is no gradient and no tracing: calling the function is faster."""
+    """An operator that is skipped if there is no gradient and no tracing: calling the function is faster.
+
+    Its backward pass is that of `operator.register_autograd`.
+    """
 
     def __init__(self, name: str, compute: Callable[..., Any], fake: Callable[..., Any]) -> None:
         self.compute = compute
@@ -36,10 +39,6 @@ class Operator:
     def __call__(self, *inputs: Any) -> Any:
         """The function's result."""
         return (self.operator if is_traced(*inputs) or needs_gradients(*inputs) else self.compute)(*inputs)
-
-    def differentiable(self, differentiate: Callable[..., Any], save: Callable[..., Any]) -> None:
-        """Set the backward pass, as PyTorch's `register_autograd` wants it."""
-        self.operator.register_autograd(differentiate, setup_context=save)
 
 
 def operator(name: str, fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], Operator]:

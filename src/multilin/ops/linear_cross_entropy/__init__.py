@@ -7,8 +7,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from multilin.ops.dispatch import Backend, Op
-from multilin.ops.kernels import why_no_numba
+from multilin.ops.dispatch import Backend, Op, cpu_kernels
 from multilin.ops.kernels.operators import refuses_eager
 from multilin.ops.linear_cross_entropy import cpu, portable
 
@@ -19,7 +18,7 @@ CHUNK_NUMBERS = 2**23  # logits held at a time, 16 MB in bf16: large enough for 
 LINEAR_CROSS_ENTROPY = Op(
     "linear_cross_entropy",
     [
-        Backend("numba (compiled, one pass)", cpu.losses_and_gradient, "cpu", cpu.DTYPES, why_not=why_no_numba),
+        cpu_kernels("compiled, one pass", cpu.losses_and_gradient),
         Backend("portable (PyTorch, several passes)", portable.losses_and_gradient),
     ],
     special_cases=[Backend("portable (PyTorch, in graphs)", portable.losses_and_gradient, refuses=refuses_eager)],

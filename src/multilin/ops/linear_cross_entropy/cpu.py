@@ -7,7 +7,6 @@ from multilin.errors import InputError
 from multilin.ops.kernels import LazyModule
 from multilin.ops.linear_cross_entropy.portable import IGNORED
 
-DTYPES = (torch.float32, torch.bfloat16)
 _kernels = LazyModule("multilin.ops.linear_cross_entropy.cpu_kernels")
 _launch = LazyModule("multilin.ops.kernels.cpu_launch")
 

@@ -4,25 +4,23 @@ With x = scale l + bias and p = softmax(x), the loss is log sum e^x - (1 - s) x_
 p - s / V - (1 - s) onehot(target), times the scale for the logits.
 """
 
-# mypy: allow-untyped-defs, allow-incomplete-defs
-
 import numpy as np
 from numba import carray, njit
 
-from multilin.ops.kernels.cpu_exponential import exp_negative
 from multilin.ops.kernels.cpu_intrinsics import (
     DOTS,
+    ONE,
     SCALARS,
+    ZERO,
     array,
-    bits_of,
+    exp_negative,
     floats,
     narrow,
-    number_of,
     part_of_rows,
     widen,
 )
 
-ZERO, ONE, NAN = np.float32(0), np.float32(1), np.float32(np.nan)
+NAN = np.float32(np.nan)
 POSITIVE, INFINITE = np.int32(0x7FFFFFFF), np.int32(0x7F800000)
 
 
@@ -40,14 +38,14 @@ def largest(scores):
     """The largest number, or nan if there is one: compared as integers, which the compiler can vectorise."""
     top, has_nan = np.int32(-POSITIVE), np.int32(0)
     for j in range(scores.size):
-        bits = bits_of(scores[j])
+        bits = np.float32(scores[j]).view(np.int32)
         size = np.int32(bits & POSITIVE)
         key = bits if bits >= 0 else np.int32(-size)
         top = key if key > top else top
         has_nan = np.int32(has_nan | np.int32(size > INFINITE))
     if has_nan != 0:
         return NAN
-    return number_of(top) if top >= 0 else -number_of(np.int32(-top))
+    return np.int32(top).view(np.float32) if top >= 0 else -np.int32(-top).view(np.float32)
 
 
 @njit(**DOTS)

@@ -13,10 +13,10 @@ import numpy as np
 from numba import carray, njit, types
 from numba.extending import intrinsic
 
-from multilin.ops.kernels.cpu_exponential import exp_negative as exp_negative
 from multilin.ops.kernels.cpu_intrinsics import DOTS as DOTS
 from multilin.ops.kernels.cpu_intrinsics import SCALARS as SCALARS
 from multilin.ops.kernels.cpu_intrinsics import array, from_bf16, to_bf16
+from multilin.ops.kernels.cpu_intrinsics import exp_negative as exp_negative
 from multilin.ops.kernels.cpu_intrinsics import floats as floats
 from multilin.ops.kernels.cpu_intrinsics import pointer_to as like
 from multilin.ops.prefix_softmax.cpu_task import FIRST_TENSOR, NUM_NUMBERS, NUM_TENSORS

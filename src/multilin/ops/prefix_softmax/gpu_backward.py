@@ -15,8 +15,7 @@ import triton
 import triton.language as tl
 
 from multilin.ops.kernels.gpu_launch import autotuned
-from multilin.ops.kernels.gpu_rounding import narrow
-from multilin.ops.kernels.gpu_tiles import dot, finite, load_tile, store_tile
+from multilin.ops.kernels.gpu_tiles import dot, finite, load_tile, narrow, store_tile
 from multilin.ops.prefix_softmax.gpu_math import (
     WAYS,
     absorb_rows,

@@ -17,8 +17,7 @@ import triton
 import triton.language as tl
 
 from multilin.ops.kernels.gpu_launch import autotuned
-from multilin.ops.kernels.gpu_rounding import narrow, store_rounded
-from multilin.ops.kernels.gpu_tiles import dot, finite, inverse, load_tile, store_tile
+from multilin.ops.kernels.gpu_tiles import dot, finite, inverse, load_tile, narrow, store_rounded, store_tile
 from multilin.ops.prefix_softmax.gpu_math import (
     WAYS,
     absorb,

@@ -4,8 +4,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from multilin.errors import InputError
-from multilin.ops.dispatch import Backend, Op
-from multilin.ops.kernels import why_no_numba
+from multilin.ops.dispatch import Backend, Op, cpu_kernels
 from multilin.ops.rotary import cpu, reference
 
 __all__ = ["ROTARY", "rotary"]
@@ -13,7 +12,7 @@ __all__ = ["ROTARY", "rotary"]
 ROTARY = Op(
     "rotary",
     [
-        Backend("numba (compiled, one pass)", cpu.rotary, "cpu", cpu.DTYPES, why_not=why_no_numba),
+        cpu_kernels("compiled, one pass", cpu.rotary),
         Backend("reference (PyTorch)", reference.rotary),
     ],
 )

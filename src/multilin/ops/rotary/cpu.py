@@ -8,7 +8,6 @@ from torch import Tensor
 from multilin.ops.kernels import LazyModule
 from multilin.ops.kernels.operators import operator
 
-DTYPES = (torch.float32, torch.bfloat16)
 _kernels, _launch = LazyModule("multilin.ops.rotary.cpu_kernels"), LazyModule("multilin.ops.kernels.cpu_launch")
 
 
@@ -37,4 +36,4 @@ def _differentiate(ctx: Any, dresult: Tensor) -> tuple[Any, ...]:
     return _turn(dresult, *ctx.saved_tensors, ctx.block, not ctx.is_inverse), None, None, None, None
 
 
-_turn.differentiable(_differentiate, _save)
+_turn.operator.register_autograd(_differentiate, setup_context=_save)

@@ -1,7 +1,5 @@
 """The kernel of `rotary`."""
 
-# mypy: allow-untyped-defs, allow-incomplete-defs
-
 import numpy as np
 from numba import carray, njit
 

@@ -5,8 +5,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from multilin.errors import InputError
-from multilin.ops.dispatch import Backend, Op
-from multilin.ops.kernels import why_no_numba
+from multilin.ops.dispatch import CPU_DTYPES, Backend, Op, cpu_kernels
 from multilin.ops.tile_norm import cpu, reference
 
 __all__ = ["TILE_NORM", "tile_norm"]
@@ -14,7 +13,7 @@ __all__ = ["TILE_NORM", "tile_norm"]
 TILE_NORM = Op(
     "tile_norm",
     [
-        Backend("numba (compiled, one pass)", cpu.tile_norm, "cpu", cpu.DTYPES, why_not=why_no_numba),
+        cpu_kernels("compiled, one pass", cpu.tile_norm),
         Backend("reference (PyTorch)", reference.tile_norm),
     ],
 )
@@ -47,5 +46,5 @@ def tile_norm(
         raise InputError(f"tile: {tile} given, but it must divide the width, {width}")
     dtype = dtype or x.dtype
     # Kernels have to know both types.
-    result: Tensor = TILE_NORM(x, size, dtype, dtype=x.dtype if dtype in cpu.DTYPES else dtype)
+    result: Tensor = TILE_NORM(x, size, dtype, dtype=x.dtype if dtype in CPU_DTYPES else dtype)
     return result

@@ -8,7 +8,6 @@ from torch import Tensor
 from multilin.ops.kernels import LazyModule
 from multilin.ops.kernels.operators import operator
 
-DTYPES = (torch.float32, torch.bfloat16)
 _kernels, _launch = LazyModule("multilin.ops.tile_norm.cpu_kernels"), LazyModule("multilin.ops.kernels.cpu_launch")
 
 
@@ -54,4 +53,4 @@ def _differentiate(ctx: Any, dy: Tensor, _: Tensor | None) -> tuple[Tensor, None
     return _backward(dy, *ctx.saved_tensors, ctx.tile), None, None
 
 
-_forward.differentiable(_differentiate, _save)
+_forward.operator.register_autograd(_differentiate, setup_context=_save)

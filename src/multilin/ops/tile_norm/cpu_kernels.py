@@ -7,14 +7,21 @@ Their task: x, y, dy and dx (num_tiles, tile), scales (num_tiles) float32; pairs
 and dy.
 """
 
-# mypy: allow-untyped-defs, allow-incomplete-defs
-
 import numpy as np
 from numba import carray, njit
 
-from multilin.ops.kernels.cpu_intrinsics import DOTS, SCALARS, array, floats, member, narrow, part_of_rows, widen
-
-ZERO, ONE = np.float32(0), np.float32(1)
+from multilin.ops.kernels.cpu_intrinsics import (
+    DOTS,
+    ONE,
+    SCALARS,
+    ZERO,
+    array,
+    floats,
+    member,
+    narrow,
+    part_of_rows,
+    widen,
+)
 
 
 @njit(**DOTS)

@@ -7,12 +7,11 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from multilin.errors import InputError
-from multilin.ops.dispatch import Backend, Op
-from multilin.ops.kernels import why_no_triton
+from multilin.ops.dispatch import Backend, Op, gpu_kernels
 from multilin.ops.ring import Ring
-from multilin.ops.windowed_attention import gpu, portable, reference, ring, special_cases
+from multilin.ops.windowed_attention import gpu, portable, reference, ring
+from multilin.ops.windowed_attention.reference import WindowedAttentionWeights, windowed_attention_weights
 from multilin.ops.windowed_attention.tokens import WindowedAttentionState
-from multilin.ops.windowed_attention.weights import WindowedAttentionWeights, windowed_attention_weights
 
 __all__ = [
     "WINDOWED_ATTENTION",
@@ -25,27 +24,12 @@ __all__ = [
 WINDOWED_ATTENTION = Op(
     "windowed_attention",
     [
-        Backend(
-            "triton (tiles, weights made again backward)",
-            gpu.windowed_attention,
-            "cuda",
-            gpu.DTYPES,
-            why_not=why_no_triton,
-            refuses=gpu.refuses,
-        ),
-        Backend(
-            "portable (PyTorch, blocks; reading a whole text, its own causal attention)", portable.windowed_attention
-        ),
+        gpu_kernels("tiles, weights made again backward", gpu.windowed_attention, gpu.refuses),
+        Backend("portable (PyTorch, blocks)", portable.windowed_attention),
         Backend("reference (PyTorch, quadratic time)", reference.windowed_attention, is_slow=True),
     ],
     special_cases=[
-        Backend("window 0", special_cases.own_token, refuses=special_cases.why_not_own_token),
-        Backend(
-            "PyTorch's causal attention",
-            special_cases.full_causal,
-            dtypes=gpu.DTYPES,
-            refuses=special_cases.why_not_full_causal,
-        ),
+        Backend("window 0", portable.own_token, refuses=portable.why_not_own_token),
         Backend("reference (few tokens)", reference.windowed_attention, "cpu", refuses=portable.why_not_short),
     ],
 )

@@ -19,7 +19,6 @@ from multilin.ops.kernels import LazyModule
 from multilin.ops.kernels.operators import needs_gradients, operator
 from multilin.ops.windowed_attention.tokens import WindowedAttentionState, all_tokens, last_tokens, texts
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 WIDEST = 256  # numbers of a head that fit into the registers
 _NARROW = 256  # windows up to here are few tiles, and may want other numbers of warps
 _kernels = LazyModule("multilin.ops.windowed_attention.gpu_kernels")
@@ -98,9 +97,9 @@ def _attend_backward(
     queries: Tensor, keys: Tensor, values: Tensor, logits: Tensor, texts: Tensor | None, decays: Tensor | None,
     window: int, scale: float, slope: float, hyper: float, null_key: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    dqueries, dkeys, dvalues = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (queries, keys, values))
+    dqueries, dkeys, dvalues, no_ddecays = _fake_backward(dmeans, means, top, total, queries, keys, values)
     if means.numel() == 0:
-        return dqueries.zero_(), dkeys.zero_(), dvalues.zero_(), top.new_zeros(2)
+        return dqueries.zero_(), dkeys.zero_(), dvalues.zero_(), no_ddecays.zero_()
     arguments, constants = _arguments(queries, keys, values, logits, texts, decays, window, scale, slope, hyper)
     rows, tiles = means.shape[0] * means.shape[2], -(-means.shape[1] // constants["BQ"])
     kept = top, total, dmeans.contiguous(), torch.empty_like(top), torch.empty_like(top)
@@ -109,7 +108,7 @@ def _attend_backward(
         *arguments, *kept, means, dqueries, ddecays, **constants, NULL_KEY=null_key
     )
     _kernels.backward_keys[(rows, -(-keys.shape[1] // constants["BL"]))](*arguments, *kept, dkeys, dvalues, **constants)
-    return dqueries, dkeys, dvalues, top.new_zeros(2) if ddecays is None else ddecays.sum(dim=0)
+    return dqueries, dkeys, dvalues, no_ddecays if ddecays is None else ddecays.sum(dim=0)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
@@ -122,7 +121,7 @@ def _differentiate(ctx: Any, dmeans: Tensor, *_: Any) -> tuple[Any, ...]:
     return dqueries, dkeys, dvalues, None, None, None if ctx.saved_tensors[8] is None else ddecays, *[None] * 5
 
 
-_attend.differentiable(_differentiate, _save)
+_attend.operator.register_autograd(_differentiate, setup_context=_save)
 
 
 def _arguments(

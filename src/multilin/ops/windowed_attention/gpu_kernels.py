@@ -5,14 +5,11 @@ Positions are those among all S tokens, the state's first; the new tokens are th
 that they come out bit for bit the same, which the gradient of the softmax relies on.
 """
 
-# mypy: allow-untyped-defs, allow-incomplete-defs
-
 import triton
 import triton.language as tl
 
 from multilin.ops.kernels.gpu_launch import autotuned
-from multilin.ops.kernels.gpu_rounding import narrow, store_rounded
-from multilin.ops.kernels.gpu_tiles import dot, finite, inverse, load_tile, store_tile
+from multilin.ops.kernels.gpu_tiles import dot, finite, inverse, load_tile, narrow, store_tile
 
 WAYS: list[tuple[dict[str, int], int, int]] = [({}, 4, 2), ({}, 4, 3), ({}, 8, 2), ({}, 4, 1)]
 KIND = ("D", "E", "BQ", "is_wide")
@@ -66,6 +63,13 @@ def scores(b_queries, b_keys, p_logits, p_texts, i_queries, i_keys, S, H, window
     return tl.where(visible, b_scores, float("-inf")), away
 
 
+@triton.jit
+def load_kept(p_top, p_total, i_rows, m_rows):
+    """The largest score of each query, and 1 / the sum of the exponentials counted from it."""
+    top = tl.load(p_top + i_rows, mask=m_rows, other=0.0)
+    return top, inverse(tl.load(p_total + i_rows, mask=m_rows, other=0.0))
+
+
 @autotuned(WAYS, KIND)
 @triton.jit
 def forward(
@@ -116,8 +120,7 @@ def backward_queries(
     slope, hyper = load_decays(p_decays, slope, hyper)
     b_queries, b_dmeans = load_vectors(p_queries, i_times, T, H, D, BD), load_vectors(p_dmeans, i_times, T, H, E, BE)
     b_means = load_vectors(p_means, i_times, T, H, E, BE)
-    top = tl.load(p_top + i_rows, mask=i_times < T, other=0.0)
-    share = inverse(tl.load(p_total + i_rows, mask=i_times < T, other=0.0))
+    top, share = load_kept(p_top, p_total, i_rows, i_times < T)
     origin = tl.sum(b_dmeans.to(tl.float32) * b_means.to(tl.float32), axis=1)
     rest = tl.zeros((BQ,), tl.float32)
     if NULL_KEY:
@@ -188,20 +191,6 @@ def backward_keys(
 
 
 @triton.jit
-def load_vector(p_x, H, WIDTH: tl.constexpr, BW: tl.constexpr):
-    """This program's head of the new token, (WIDTH,)."""
-    i_columns = tl.arange(0, BW)
-    return tl.load(first_of(p_x, 1, H, WIDTH) + i_columns, mask=i_columns < WIDTH, other=0.0)
-
-
-@triton.jit
-def store_vector(p_x, x, i_time, length, H, WIDTH: tl.constexpr, BW: tl.constexpr):
-    """Store the vector of one position of this program's head."""
-    i_columns = tl.arange(0, BW)
-    store_rounded(first_of(p_x, length, H, WIDTH) + i_time * H * WIDTH + i_columns, x, i_columns < WIDTH)
-
-
-@triton.jit
 def step(
     p_query, p_key, p_value, p_logit, p_keys, p_values, p_logits, p_starts, p_decays,
     p_mean, p_new_keys, p_new_values, p_new_logits, S, H, scale, slope, hyper,
@@ -213,7 +202,8 @@ def step(
     hidden = 0.0
     if p_starts is not None:
         hidden = tl.where(tl.load(p_starts + i_row) != 0, float("-inf"), 0.0)
-    b_query = load_vector(p_query, H, D, BD).to(tl.float32)
+    i_new = tl.arange(0, 1)
+    b_query = load_vectors(p_query, i_new, 1, H, D, BD).to(tl.float32)
     top = tl.full((), 0.0 if NULL_KEY else float("-inf"), tl.float32)
     total = tl.full((), 1.0 if NULL_KEY else 0.0, tl.float32)
     b_mean = tl.zeros((BE,), tl.float32)
@@ -222,7 +212,7 @@ def step(
         b_keys, b_values = load_vectors(p_keys, i_keys, S, H, D, BD), load_vectors(p_values, i_keys, S, H, E, BE)
         logits = tl.load(p_logits + i_row * S + i_keys, mask=i_keys < S, other=float("-inf")) + hidden
         away = tl.maximum(S - i_keys, 1).to(tl.float32)
-        b_scores = tl.sum(b_keys * b_query[None, :], axis=1) * scale
+        b_scores = tl.sum(b_keys * b_query, axis=1) * scale
         b_scores += (hyper / away - slope * away) + logits
         new_top = tl.maximum(top, tl.max(b_scores, axis=0))
         b_weights = tl.exp(b_scores - finite(new_top))
@@ -230,13 +220,13 @@ def step(
         total = total * shrink + tl.sum(b_weights, axis=0)
         b_mean = b_mean * shrink + tl.sum(b_weights[:, None] * b_values, axis=0)
         top = new_top
-        i_new = tl.where((i_keys == 0) | (i_keys >= S), S, i_keys - 1)  # the first token is forgotten
-        store_vectors(p_new_keys, b_keys, i_new, S, H, D, BD)
-        store_vectors(p_new_values, b_values, i_new, S, H, E, BE)
+        i_places = tl.where((i_keys == 0) | (i_keys >= S), S, i_keys - 1)  # the first token is forgotten
+        store_vectors(p_new_keys, b_keys, i_places, S, H, D, BD)
+        store_vectors(p_new_values, b_values, i_places, S, H, E, BE)
         if i_head == 0:
-            tl.store(p_new_logits + i_row * S + i_new, logits, mask=i_new < S)
-    store_vector(p_mean, b_mean / tl.where(total > 0.0, total, 1.0), 0, 1, H, E, BE)
-    store_vector(p_new_keys, load_vector(p_key, H, D, BD), S - 1, S, H, D, BD)
-    store_vector(p_new_values, load_vector(p_value, H, E, BE), S - 1, S, H, E, BE)
+            tl.store(p_new_logits + i_row * S + i_places, logits, mask=i_places < S)
+    store_vectors(p_mean, (b_mean / tl.where(total > 0.0, total, 1.0))[None, :], i_new, 1, H, E, BE)
+    store_vectors(p_new_keys, load_vectors(p_key, i_new, 1, H, D, BD), i_new + S - 1, S, H, D, BD)
+    store_vectors(p_new_values, load_vectors(p_value, i_new, 1, H, E, BE), i_new + S - 1, S, H, E, BE)
     if i_head == 0:
         tl.store(p_new_logits + i_row * S + S - 1, tl.load(p_logit + i_row))

@@ -5,24 +5,49 @@ block is in no window of the strict past, so its column serves as a sink: of log
 finite logit it takes the weight of a row that sees nothing; its value is 0 either way, and the softmax needs no cases.
 """
 
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from multilin.ops.windowed_attention import reference
-from multilin.ops.windowed_attention.tiles import (
-    Tile,
-    add_key_blocks,
-    block_size,
-    key_blocks,
-    query_blocks,
-    tiles,
-    write_query_blocks,
-)
 from multilin.ops.windowed_attention.tokens import WindowedAttentionState, all_tokens, last_tokens, texts
 
 SHORT = 8  # tokens up to which the definition itself is faster
+LARGEST_BLOCK = 64  # queries of a block; larger ones compare more pairs that no window holds
+LARGEST_SHARE = 4  # but a wide window loses little by blocks of one in so many of it, whose products are faster
+LARGEST_OF_ALL = 256
+SMALLEST_BLOCK = 16  # below, the products are too small to be worth their calls
+NUMBERS = {"cpu": 2**20}  # weights of a tile, 4 MB in float32: they stay in the cache between the steps
+MOST_NUMBERS = 2**23  # of a tile with a wide window, where gradients of many keys would be added too often otherwise
+MANY_NUMBERS = 2**26  # on devices that want much to do at a time
+
+
+class Tile(NamedTuple):
+    """`num_blocks` blocks of `block` queries after position `first`; block i reads `num_keys` keys from key i * block.
+
+    batch: the rows of the batch.
+    first: position of the first query among the new tokens.
+    first_key: position of the first block's first key among all tokens, the state's included.
+    """
+
+    batch: slice
+    first: int
+    num_blocks: int
+    block: int
+    first_key: int
+    num_keys: int
+
+    @property
+    def queries(self) -> tuple[slice, slice]:
+        """The tile's queries in a tensor (B, T, ...)."""
+        return self.batch, slice(self.first, self.first + self.num_blocks * self.block)
+
+    @property
+    def keys(self) -> tuple[slice, slice]:
+        """The tile's keys in a tensor (B, S, ...)."""
+        return self.batch, slice(self.first_key, self.first_key + (self.num_blocks - 1) * self.block + self.num_keys)
 
 
 def why_not_short(queries: Tensor, *_: Tensor, **options: object) -> str | None:
@@ -51,6 +76,24 @@ def windowed_attention(
     return means_BTHE, last_tokens(keys, values, logits_BS, starts, window) if needs_state else None
 
 
+def own_token(
+    queries_BTHD: Tensor, keys_BTHD: Tensor, values_BTHE: Tensor, *, window: int, scale: float, null_key: bool = False,
+    padding: Tensor | None = None, starts: Tensor | None = None, needs_state: bool = True, **_: object,
+) -> tuple[Tensor, WindowedAttentionState | None]:  # fmt: skip
+    """A window of 0: each token's own value, weighed against the null key only."""
+    keys, values, logits_BT = all_tokens(queries_BTHD, keys_BTHD, values_BTHE, padding, None)
+    state = last_tokens(keys, values, logits_BT, starts, window) if needs_state else None
+    if not null_key:
+        return values_BTHE.masked_fill((logits_BT == -torch.inf)[..., None, None], 0.0), state
+    scores_BTH = scale * (queries_BTHD.to(logits_BT.dtype) * keys_BTHD.to(logits_BT.dtype)).sum(dim=-1)
+    return torch.sigmoid(scores_BTH + logits_BT[..., None])[..., None] * values_BTHE, state
+
+
+def why_not_own_token(*_: Tensor, window: int, **options: object) -> str | None:
+    """The reason against `own_token`."""
+    return None if window == 0 else "the window is larger than 0"
+
+
 class _WindowedAttention(torch.autograd.Function):
     """Means (B, T, H, E) of the values; works in the dtype of the bias, which also hides what no window holds.
 
@@ -64,7 +107,7 @@ class _WindowedAttention(torch.autograd.Function):
         text_BS: Tensor | None, scale: float, null_key: bool,
     ) -> Tensor:  # fmt: skip
         means_BTHE = values_BSHE.new_empty(*queries_BTHD.shape[:3], values_BSHE.shape[3])
-        for tile in _tiles(queries_BTHD, keys_BSHD, bias_KL):
+        for tile in _tiles(queries_BTHD.shape, keys_BSHD.shape[1], bias_KL):
             queries = query_blocks(queries_BTHD, tile, bias_KL.dtype)
             keys = key_blocks(keys_BSHD, tile, bias_KL.dtype)
             weights = _weights(queries, keys, _biases(bias_KL, logits_BS, text_BS, tile), scale, null_key)
@@ -86,7 +129,7 @@ class _WindowedAttention(torch.autograd.Function):
         dvalues_BSHE = torch.zeros_like(values_BSHE, dtype=dtype)
         dbias_KL = torch.zeros_like(bias_KL) if ctx.needs_input_grad[3] else None
         with torch.autocast(bias_KL.device.type, enabled=False):
-            for tile in _tiles(queries_BTHD, keys_BSHD, bias_KL):
+            for tile in _tiles(queries_BTHD.shape, keys_BSHD.shape[1], bias_KL):
                 queries, keys = query_blocks(queries_BTHD, tile, dtype), key_blocks(keys_BSHD, tile, dtype)
                 means, dmean = (query_blocks(x, tile, dtype) for x in (means_BTHE, dmeans[0]))
                 weights = _weights(queries, keys, _biases(bias_KL, logits_BS, text_BS, tile), scale, null_key)
@@ -102,12 +145,6 @@ class _WindowedAttention(torch.autograd.Function):
                     dbias_KL[: tile.block, _columns(bias_KL, tile)] += dscores.sum(dim=0)
         dkeys_BSHD, dvalues_BSHE = dkeys_BSHD.mul_(scale).to(keys_BSHD.dtype), dvalues_BSHE.to(values_BSHE.dtype)
         return dqueries_BTHD, dkeys_BSHD, dvalues_BSHE, dbias_KL, None, None, None, None
-
-
-def _tiles(queries_BTHD: Tensor, keys_BSHD: Tensor, bias_KL: Tensor) -> Any:
-    num_read = keys_BSHD.shape[1] - queries_BTHD.shape[1]
-    block, num_columns = bias_KL.shape
-    return tiles(queries_BTHD.shape, num_read, num_columns - block, block, bias_KL.device)
 
 
 def _columns(bias_KL: Tensor, tile: Tile) -> slice:
@@ -146,3 +183,70 @@ def _softmax_backward(weights: Tensor, dweights: Tensor, mean: Tensor) -> Tensor
     dscores = torch.ops.aten._softmax_backward_data(dweights, weights, -1, weights.dtype)
     dscores[..., -1] = 0.0
     return dscores
+
+
+def block_size(num_new: int, num_heads: int, window: int, device: torch.device) -> int:
+    """Queries of a block: about the window, fewer where the window is so wide that they alone would fill a tile."""
+    largest = min(max(LARGEST_BLOCK, window // LARGEST_SHARE), LARGEST_OF_ALL)
+    numbers = _num_weights(device) if largest == LARGEST_BLOCK else max(_num_weights(device), MOST_NUMBERS)
+    wanted = numbers // (num_heads * max(window, 1)) // SMALLEST_BLOCK * SMALLEST_BLOCK
+    return min(num_new, largest, max(min(wanted, window), SMALLEST_BLOCK))
+
+
+def _tiles(shape: torch.Size, num_all: int, bias_KL: Tensor) -> Iterator[Tile]:
+    """Tiles of queries (B, T, H, D), the last of all tokens, in the order of time."""
+    num_batch, num_new, num_heads = shape[:3]
+    num_read, block, most = num_all - num_new, len(bias_KL), _num_weights(bias_KL.device)
+    window, first = bias_KL.shape[1] - block, 0
+    while first < num_new:
+        size = min(block, num_new - first)
+        cut = max(window - num_read - first, 0)  # keys of the window before the first token
+        num_keys = window + size - cut
+        num_blocks = 1
+        if cut == 0:
+            fit = most // (num_heads * size * num_keys)
+            num_blocks = max(1, min((num_new - first) // size, fit))
+        fit = max(1, most // (num_blocks * num_heads * size * num_keys))
+        for row in range(0, num_batch, fit):
+            batch = slice(row, min(row + fit, num_batch))
+            yield Tile(batch, first, num_blocks, size, num_read + first - window + cut, num_keys)
+        first += num_blocks * size
+
+
+def _num_weights(device: torch.device) -> int:
+    return NUMBERS.get(device.type, MANY_NUMBERS)
+
+
+def query_blocks(x_BTHD: Tensor, tile: Tile, dtype: torch.dtype) -> Tensor:
+    """The tile's queries as a batch of matrices (rows * blocks * heads, block, D)."""
+    blocks_BNKHD = x_BTHD[tile.queries].to(dtype).unflatten(1, (tile.num_blocks, tile.block))
+    return blocks_BNKHD.transpose(2, 3).flatten(0, 2)
+
+
+def key_blocks(x_BSHD: Tensor, tile: Tile, dtype: torch.dtype) -> Tensor:
+    """The tile's keys or values as a batch of matrices (rows * blocks * heads, num_keys, D)."""
+    windows_BNHDL = x_BSHD[tile.keys].to(dtype).unfold(1, tile.num_keys, tile.block)
+    return windows_BNHDL.transpose(3, 4).flatten(0, 2)
+
+
+def write_query_blocks(blocks: Tensor, tile: Tile, total_BTHD: Tensor) -> None:
+    """Write what belongs to the tile's queries where `query_blocks` read them."""
+    num_heads = total_BTHD.shape[2]
+    blocks_BNHKD = blocks.unflatten(0, (-1, tile.num_blocks, num_heads))
+    total_BTHD[tile.queries].unflatten(1, (tile.num_blocks, tile.block)).copy_(blocks_BNHKD.transpose(2, 3))
+
+
+def add_key_blocks(blocks: Tensor, tile: Tile, total_BSHD: Tensor) -> None:
+    """Add what belongs to the tile's keys where `key_blocks` read them; blocks overlap by a window."""
+    blocks_BNHLD = blocks.unflatten(0, (-1, tile.num_blocks, total_BSHD.shape[2]))
+    region_BSHD = total_BSHD[tile.keys]
+    if tile.num_blocks == 1:
+        region_BSHD.add_(blocks_BNHLD[:, 0].transpose(1, 2))
+        return
+    for offset in range(0, tile.num_keys, tile.block):
+        # Pieces of at most a block do not overlap, so that each target is written once.
+        piece_BNHLD = blocks_BNHLD[:, :, :, offset : offset + tile.block]
+        width = piece_BNHLD.shape[3]
+        last = offset + (tile.num_blocks - 1) * tile.block + width
+        targets_BNHDL = region_BSHD[:, offset:last].unfold(1, width, tile.block)
+        targets_BNHDL.add_(piece_BNHLD.transpose(3, 4))

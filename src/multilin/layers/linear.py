@@ -48,6 +48,8 @@ class MatrixModule(nn.Module):
         if self.arithmetic.products == "int8":
             return int8_linear(x, self.matrix(name), bias, factor=factor, **self._rounding(name))
         weight = self.float_matrix(name, x.dtype)
+        if torch.compiler.is_exporting():  # as a product with a constant matrix, which engines can round
+            x, factor = x * factor if factor != 1.0 else x, 1.0
         if factor == 1.0:
             return nn.functional.linear(x, weight, bias)
         # The factor inside the product takes no time.

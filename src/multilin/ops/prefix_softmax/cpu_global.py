@@ -49,6 +49,7 @@ from multilin.ops.prefix_softmax.cpu_math import (
     starts_at,
     task_of,
     weights,
+    zeros_beside,
 )
 from multilin.ops.prefix_softmax.cpu_task import ROWS
 
@@ -165,7 +166,7 @@ def forward(tasks, values, index, sources):
     task = task_of(tasks, index, False)
     num_heads, part, num_parts = task.num_heads, task.part, task.num_parts
     top, total = np.full(num_heads, LOWEST, np.float32), np.zeros(num_heads, np.float64)
-    mean = np.zeros((num_heads, task.width), np.float32)
+    mean = zeros_beside(task.values, num_heads, task.width)
     if task.state_logits != 0:
         logits, state = floats(task.state_logits, 1, num_heads), floats(task.state_values, num_heads, task.width)
         for h in range(num_heads):
@@ -277,7 +278,7 @@ def backward(tasks, values, index, sources):
     """Gradients of text and part `index`."""
     task = task_of(tasks, index, False)
     num_heads, width, part, num_parts = task.num_heads, task.width, task.part, task.num_parts
-    S, C = np.zeros((num_heads, width), np.float32), np.zeros((1, num_heads), np.float32)
+    S, C = zeros_beside(task.values, num_heads, width), np.zeros((1, num_heads), np.float32)
     if task.dfinal_logits != 0:
         assign(S, floats(task.dfinal_values, num_heads, width))
         assign(C, floats(task.dfinal_logits, 1, num_heads))

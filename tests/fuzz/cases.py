@@ -22,7 +22,7 @@ from multilin.analysis.compare.sweep import Sweep
 from multilin.architectures.base import architectures
 from multilin.cli.arguments import Flag, flags
 from multilin.cli.main import VERBS
-from multilin.inference import convert, snapshot
+from multilin.inference import convert, state_file
 from multilin.model import config
 from multilin.model.factory import BaselineOptions
 from multilin.training import checkpoints
@@ -232,7 +232,7 @@ def states(folder: Path) -> Iterator[Case]:
     for run in ("run", "mixer"):
         damages = [*d.TENSORS.items(), ("", d.flipped), *[("", _resealed({field: text})) for field, text in metadata]]
         for name in load_file(folder / f"{run}.state"):
-            changes = d.some(CHANGES[name == snapshot.RNG_STATE :], 3, run + name)  # a state may lack the first
+            changes = d.some(CHANGES[name == state_file.RNG_STATE :], 3, run + name)  # a state may lack the first
             damages += [("", _resealed({}, name, change)) for change in changes]
         yield from damaged(f"generate {run} --max-new-tokens=2 --state {run}.state", f"{run}.state", damages)
 
@@ -257,7 +257,17 @@ def _resealed(metadata: dict[str, str], name: str = "", change: Change = lambda 
         tensors = load_file(path)
         if name and (tensor := change(tensors.pop(name))) is not None:
             tensors[name] = tensor.contiguous()
-        save_file(tensors, path, texts | {"sha256": snapshot._checksum(texts, tensors)})
+        save_file(
+            tensors,
+            path,
+            texts
+            | {
+                "sha256": state_file.checksum(
+                    texts,
+                    {name: (x.float() if x.dtype == torch.bfloat16 else x).numpy() for name, x in tensors.items()},
+                )
+            },
+        )
 
     return damage
 

@@ -2,23 +2,21 @@
 
 Sixteen products are made at a time, as vector instructions: compilers find none in loops over 4, 8 or 16 numbers. A
 vector holds the products of 16 / J numbers of the left block with the J of the right one, in the order of memory.
-
-Their task: left (num_rows, num_blocks, left_width), right (num_rows, num_blocks, right_width), and the pairs, or their
-gradient; dleft and dright like left and right. All are contiguous.
 """
 
 import numpy as np
 from llvmlite import ir
-from numba import carray, njit, types
+from numba import njit, types
 from numba.extending import intrinsic
 
 from multilin.ops.kernels.cpu_intrinsics import (
     SCALARS,
     ZERO,
+    arguments_of,
     array,
     from_bf16,
     narrow,
-    part_of_rows,
+    part_of,
     pointer_to,
     to_bf16,
 )
@@ -138,22 +136,22 @@ def contract_blocks(elements, left, right, dpairs, dleft, dright, num_blocks, K,
             drights[j] = narrow(total[j], drights[j])
 
 
-def expand(tasks, elements, index, sources):
-    """Pairs of one part of the rows."""
-    task = carray(tasks, (1,))[0]
-    size, N, K, J = carray(elements, (1,)).itemsize, task.num_blocks, task.left_width, task.right_width
-    first, last = part_of_rows(task.num_rows, task.num_parts, index)
-    left, right = task.left + size * first * N * K, task.right + size * first * N * J
-    expand_blocks(elements, left, right, task.pairs + size * first * N * K * J, (last - first) * N, K, J, size)
+def expand(task, elements, index, sources):
+    """Pairs in one part of the blocks; left is (rows * blocks, left width), right alike."""
+    num_parts, left, right, pairs = arguments_of(task)
+    size, K, J = left.itemsize, left.shape[1], right.shape[1]
+    first, last = part_of(len(left), num_parts, index)
+    at_left, p_right = size * first * K, right.ctypes.data + size * first * J
+    expand_blocks(left, left.ctypes.data + at_left, p_right, pairs.ctypes.data + at_left * J, last - first, K, J, size)
 
 
-def contract(tasks, elements, index, sources):
-    """Gradients of both factors in one part of the rows."""
-    task = carray(tasks, (1,))[0]
-    size, N, K, J = carray(elements, (1,)).itemsize, task.num_blocks, task.left_width, task.right_width
-    first, last = part_of_rows(task.num_rows, task.num_parts, index)
-    at_left, at_right = size * first * N * K, size * first * N * J
+def contract(task, elements, index, sources):
+    """Gradients of both factors in one part of the blocks."""
+    num_parts, dpairs, left, right, dleft, dright = arguments_of(task)
+    size, K, J = left.itemsize, left.shape[1], right.shape[1]
+    first, last = part_of(len(left), num_parts, index)
+    at_left, at_right = size * first * K, size * first * J
     contract_blocks(
-        elements, task.left + at_left, task.right + at_right, task.pairs + at_left * J, task.dleft + at_left,
-        task.dright + at_right, (last - first) * N, K, J, size,
+        left, left.ctypes.data + at_left, right.ctypes.data + at_right, dpairs.ctypes.data + at_left * J,
+        dleft.ctypes.data + at_left, dright.ctypes.data + at_right, last - first, K, J, size,
     )  # fmt: skip

@@ -19,13 +19,16 @@ from torch import Tensor
 
 from multilin.ops.dispatch import warn_once
 from multilin.ops.kernels import is_forked
-from multilin.ops.kernels.cpu_intrinsics import SCALARS
+from multilin.ops.kernels.cpu_intrinsics import SCALARS, TaskType
 
 SMALL = 2**15  # elements up to which waking a second thread takes longer than the work
 
 COMPILING = "CPU kernels: compiling for this processor, once; this takes some seconds"
 
-_ELEMENTS = {torch.float32: types.float32, torch.bfloat16: types.uint16}
+_ELEMENTS = {
+    torch.float32: types.float32, torch.bfloat16: types.uint16, torch.int8: types.int8, torch.int32: types.int32,
+    torch.int64: types.int64,
+}  # fmt: skip
 _Kernel = Callable[..., None]
 
 
@@ -37,47 +40,43 @@ def num_threads(num_elements: int) -> int:
 
 
 def launch_parts(
-    kernel: _Kernel,
-    dtype: torch.dtype,
-    num_elements: int,
-    *,
-    result_dtype: torch.dtype | None = None,
-    num_parts: int | None = None,
-    **fields: Tensor | float | None,
+    kernel: _Kernel, num_elements: int, *arguments: Tensor | float | None, num_parts: int | None = None
 ) -> None:
     """Call a kernel for each part of its work, on as many threads as tensors of that size are worth.
 
     Args:
-        kernel, dtype, result_dtype: as for `launch`.
+        kernel: as for `launch`; `arguments_of` its task are the number of parts and the arguments.
         num_elements: size of the tensors; nothing is done if it is 0.
+        arguments: integers, floats, and contiguous tensors, which become arrays (rows, width of the last axis), or
+            vectors; None is an empty vector.
         num_parts: pieces of work; None is one for each thread.
-        fields: of the kernel's task, which also tells it `num_parts`: integers, floats, and tensors, of which it gets
-            the address, 0 for None.
     """
     if num_elements == 0:
         return
     threads = num_threads(num_elements)
-    fields["num_parts"] = parts = threads if num_parts is None else num_parts
-    task = _tasks.get(kernel)
-    if task is None:  # calls of one kernel have the same fields
-        kinds = [(name, ctypes.c_double if type(value) is float else ctypes.c_int64) for name, value in fields.items()]
-        task = _tasks[kernel] = type("Task", (ctypes.Structure,), {"_fields_": kinds})
-    values = [value.data_ptr() if isinstance(value, Tensor) else value or 0 for value in fields.values()]
-    launch(kernel, task(*values), dtype, parts, threads, result_dtype=result_dtype)
+    words: list[Any] = [threads if num_parts is None else num_parts]
+    kinds: list[Any] = [int]
+    for argument in arguments:
+        if isinstance(argument, Tensor):
+            kinds.append((argument.dtype, min(argument.dim(), 2)))
+            width = argument.shape[-1]
+            words += [argument.data_ptr()]
+            words += [width] if argument.dim() == 1 else [argument.numel() // max(width, 1), width]
+        else:
+            kinds.append((torch.float32, 1) if argument is None else type(argument))
+            words += [0, 0] if argument is None else [argument]
+    key = tuple(kinds)
+    task = _structure(tuple(map(type, words)))(*words)
+    _start(_compiled(kernel, key), ctypes.addressof(task), words[0], threads)
 
 
-_tasks: dict[_Kernel, type[ctypes.Structure]] = {}
+@functools.cache
+def _structure(kinds: tuple[type, ...]) -> type[ctypes.Structure]:
+    fields = [(str(i), ctypes.c_double if kind is float else ctypes.c_int64) for i, kind in enumerate(kinds)]
+    return type("Task", (ctypes.Structure,), {"_fields_": fields})
 
 
-def launch(
-    kernel: _Kernel,
-    task: ctypes.Structure,
-    dtype: torch.dtype,
-    times: int,
-    threads: int,
-    *,
-    result_dtype: torch.dtype | None = None,
-) -> None:
+def launch(kernel: _Kernel, task: ctypes.Structure, dtype: torch.dtype, times: int, threads: int) -> None:
     """Call kernel(task, elements, index, sources) for index = 0 .. times - 1, on so many threads.
 
     Args:
@@ -86,10 +85,12 @@ def launch(
         dtype: of the numbers, float32 or bf16.
         times: pieces of work.
         threads: number of threads that share them.
-        result_dtype: of a second kind of numbers: elements is then a pointer to pairs of both.
     """
-    address, function = _compiled(kernel, type(task), dtype, result_dtype)
-    p_task = ctypes.addressof(task)
+    _start(_compiled(kernel, (type(task), dtype)), ctypes.addressof(task), times, threads)
+
+
+def _start(compiled: tuple[int, Callable[..., None]], p_task: int, times: int, threads: int) -> None:
+    address, function = compiled
     if threads == 1 or times == 1:
         for index in range(times):
             function(p_task, None, index, None)
@@ -103,20 +104,25 @@ def launch(
 
 
 @functools.cache
-def _compiled(
-    kernel: _Kernel, task: type[ctypes.Structure], dtype: torch.dtype, result_dtype: torch.dtype | None
-) -> tuple[int, Callable[..., None]]:
+def _compiled(kernel: _Kernel, kinds: tuple[Any, ...]) -> tuple[int, Callable[..., None]]:
     """The kernel's address, and the kernel as a function of ctypes."""
-    element = _ELEMENTS[dtype]
-    if result_dtype is not None:
-        element = types.Tuple((element, _ELEMENTS[result_dtype]))
-    pointer = types.CPointer(numba.from_dtype(np.dtype(task)))
-    sources = types.Opaque(_source_digest())
-    signature = types.void(pointer, types.CPointer(element), types.int64, sources)
+    if kinds[0] is int:
+        task, elements = TaskType(tuple(map(_type_of, kinds)), _source_digest()), types.voidptr
+    else:
+        task = types.CPointer(numba.from_dtype(np.dtype(kinds[0])))
+        elements = types.CPointer(_ELEMENTS[kinds[1]])
+    signature = types.void(task, elements, types.int64, types.Opaque(_source_digest()))
     with _announced():
         compiled = cfunc(signature, cache=True, **SCALARS)(_with_own_cache_file(kernel, str(signature)))
     prototype = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p)
     return compiled.address, prototype(compiled.address)
+
+
+def _type_of(kind: Any) -> Any:
+    """The type of an argument in kernels."""
+    if isinstance(kind, tuple):
+        return types.Array(_ELEMENTS[kind[0]], kind[1], "C")
+    return types.float64 if kind is float else types.int64
 
 
 @functools.cache

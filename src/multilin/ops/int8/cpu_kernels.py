@@ -125,25 +125,19 @@ def scale_rows(task, elements, index, sources):
 def round_pairs(task, elements, index, sources):
     """Products of pairs of float32 in one part of the rows, as for `block_outer`, to int8 values and float32 scales."""
     num_parts, left, right, values, scales = arguments_of(task)
-    N, K, J = len(left) // len(values), left.shape[1], right.shape[1]
-    first, last = part_of(len(values), num_parts, index)
-    pairs = np.empty(N * K * J, np.float32)
+    N, (first, last) = len(left) // len(values), part_of(len(values), num_parts, index)
+    pairs = np.empty(values.shape[1], np.float32)
     for i in range(first, last):
-        p_left, p_right = left.ctypes.data + 4 * i * N * K, right.ctypes.data + 4 * i * N * J
-        expand_blocks(left, p_left, p_right, pairs.ctypes.data, N, K, J, 4)
+        expand_blocks(left[i * N : (i + 1) * N], right[i * N : (i + 1) * N], pairs)
         scales[i, 0] = _round_row(pairs, -1, np.uint32(0), values[i])
 
 
 def contract_pairs(task, elements, index, sources):
     """Gradients of both factors, float32, in one part of the rows from product int32 * scales (rows, 1)."""
     num_parts, product, scales, left, right, dleft, dright = arguments_of(task)
-    N, K, J = len(left) // len(product), left.shape[1], right.shape[1]
-    first, last = part_of(len(product), num_parts, index)
-    dpairs, no_bias = np.empty(N * K * J, np.float32), np.empty(0, np.float32)
+    N, (first, last) = len(left) // len(product), part_of(len(product), num_parts, index)
+    dpairs, no_bias = np.empty(product.shape[1], np.float32), np.empty(0, np.float32)
     for i in range(first, last):
         _scale_row(product[i], scales[i, 0], no_bias, dpairs)
-        at_left, at_right = 4 * i * N * K, 4 * i * N * J
-        contract_blocks(
-            left, left.ctypes.data + at_left, right.ctypes.data + at_right, dpairs.ctypes.data,
-            dleft.ctypes.data + at_left, dright.ctypes.data + at_right, N, K, J, 4,
-        )  # fmt: skip
+        blocks = slice(i * N, (i + 1) * N)
+        contract_blocks(dpairs, left[blocks], right[blocks], dleft[blocks], dright[blocks])

@@ -3,6 +3,7 @@
 import ctypes
 import functools
 import hashlib
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from types import FunctionType
@@ -29,6 +30,7 @@ _ELEMENTS = {
     torch.float32: types.float32, torch.bfloat16: types.uint16, torch.int8: types.int8, torch.int32: types.int32,
     torch.int64: types.int64,
 }  # fmt: skip
+_WORDS = {int: ctypes.c_int64, bool: ctypes.c_int64, float: ctypes.c_double}
 _Kernel = Callable[..., None]
 
 
@@ -58,22 +60,20 @@ def launch_parts(
     kinds: list[Any] = [int]
     for argument in arguments:
         if isinstance(argument, Tensor):
-            kinds.append((argument.dtype, min(argument.dim(), 2)))
-            width = argument.shape[-1]
-            words += [argument.data_ptr()]
-            words += [width] if argument.dim() == 1 else [argument.numel() // max(width, 1), width]
+            *rows, width = argument.shape
+            words.append(argument.data_ptr())
+            if rows:
+                words.append(argument.numel() // width if width else rows[0])
+            words.append(width)
+            kinds.append((argument.dtype, bool(rows)))
+        elif argument is None:
+            words += 0, 0
+            kinds.append((torch.float32, False))
         else:
-            kinds.append((torch.float32, 1) if argument is None else type(argument))
-            words += [0, 0] if argument is None else [argument]
-    key = tuple(kinds)
-    task = _structure(tuple(map(type, words)))(*words)
-    _start(_compiled(kernel, key), ctypes.addressof(task), words[0], threads)
-
-
-@functools.cache
-def _structure(kinds: tuple[type, ...]) -> type[ctypes.Structure]:
-    fields = [(str(i), ctypes.c_double if kind is float else ctypes.c_int64) for i, kind in enumerate(kinds)]
-    return type("Task", (ctypes.Structure,), {"_fields_": fields})
+            words.append(argument)
+            kinds.append(type(argument))
+    address, function, structure = _compiled(kernel, tuple(kinds))
+    _start(address, function, structure(*words), words[0], threads)
 
 
 def launch(kernel: _Kernel, task: ctypes.Structure, dtype: torch.dtype, times: int, threads: int) -> None:
@@ -86,11 +86,12 @@ def launch(kernel: _Kernel, task: ctypes.Structure, dtype: torch.dtype, times: i
         times: pieces of work.
         threads: number of threads that share them.
     """
-    _start(_compiled(kernel, (type(task), dtype)), ctypes.addressof(task), times, threads)
+    address, function, _ = _compiled(kernel, (type(task), dtype))
+    _start(address, function, task, times, threads)
 
 
-def _start(compiled: tuple[int, Callable[..., None]], p_task: int, times: int, threads: int) -> None:
-    address, function = compiled
+def _start(address: int, function: Callable[..., None], task: ctypes.Structure, times: int, threads: int) -> None:
+    p_task = ctypes.addressof(task)
     if threads == 1 or times == 1:
         for index in range(times):
             function(p_task, None, index, None)
@@ -104,25 +105,27 @@ def _start(compiled: tuple[int, Callable[..., None]], p_task: int, times: int, t
 
 
 @functools.cache
-def _compiled(kernel: _Kernel, kinds: tuple[Any, ...]) -> tuple[int, Callable[..., None]]:
-    """The kernel's address, and the kernel as a function of ctypes."""
+def _compiled(kernel: _Kernel, kinds: tuple[Any, ...]) -> tuple[int, Callable[..., None], Any]:
+    """The kernel's address, the kernel as a function of ctypes, and the structure of its task."""
     if kinds[0] is int:
-        task, elements = TaskType(tuple(map(_type_of, kinds)), _source_digest()), types.voidptr
+        words = [[ctypes.c_int64] * (2 + kind[1]) if isinstance(kind, tuple) else [_WORDS[kind]] for kind in kinds]
+        fields = [(str(i), word) for i, word in enumerate(itertools.chain(*words))]
+        structure: Any = type("Task", (ctypes.Structure,), {"_fields_": fields})
+        numbers = {int: types.int64, bool: types.int64, float: types.float64}
+        arguments = [
+            types.Array(_ELEMENTS[kind[0]], 1 + kind[1], "C") if isinstance(kind, tuple) else numbers[kind]
+            for kind in kinds
+        ]
+        task, elements = TaskType(tuple(arguments), _source_digest()), types.voidptr
     else:
-        task = types.CPointer(numba.from_dtype(np.dtype(kinds[0])))
+        structure = kinds[0]
+        task = types.CPointer(numba.from_dtype(np.dtype(structure)))
         elements = types.CPointer(_ELEMENTS[kinds[1]])
     signature = types.void(task, elements, types.int64, types.Opaque(_source_digest()))
     with _announced():
         compiled = cfunc(signature, cache=True, **SCALARS)(_with_own_cache_file(kernel, str(signature)))
     prototype = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p)
-    return compiled.address, prototype(compiled.address)
-
-
-def _type_of(kind: Any) -> Any:
-    """The type of an argument in kernels."""
-    if isinstance(kind, tuple):
-        return types.Array(_ELEMENTS[kind[0]], kind[1], "C")
-    return types.float64 if kind is float else types.int64
+    return compiled.address, prototype(compiled.address), structure
 
 
 @functools.cache

@@ -21,8 +21,10 @@ def turn(task, elements, index, sources):
     """One part of the positions: x is (positions * heads, width), cos and sin are (positions, width / 2)."""
     num_parts, x, cos, sin, block, is_inverse, results = arguments_of(task)
     first, last = part_of(len(cos), num_parts, index)
-    num_heads, direction = len(x) // len(cos), np.float32(-1) if is_inverse != 0 else np.float32(1)
-    for i in range(first * num_heads, last * num_heads):
-        for start in range(0, x.shape[1], block):
-            part, pairs = slice(start, start + block), slice(start // 2, (start + block) // 2)
-            turn_block(x[i, part], cos[i // num_heads, pairs], sin[i // num_heads, pairs], direction, results[i, part])
+    direction, head_size = np.float32(-1) if is_inverse != 0 else np.float32(1), x.shape[1]
+    rows, turned = x.reshape((len(cos), -1)), results.reshape((len(cos), -1))
+    for i in range(first, last):
+        for start in range(0, rows.shape[1], block):
+            part, pair = slice(start, start + block), start % head_size // 2
+            pairs = slice(pair, pair + block // 2)
+            turn_block(rows[i, part], cos[i, pairs], sin[i, pairs], direction, turned[i, part])

@@ -25,15 +25,14 @@ def _fake_forward(x: Tensor, tile: int, dtype: torch.dtype) -> tuple[Tensor, Ten
 def _forward(x: Tensor, tile: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """The result, and 1 / root mean square of each tile in float32."""
     y, scales = torch.empty(x.shape, dtype=dtype), torch.empty(x.numel() // tile, dtype=torch.float32)
-    _launch.launch_parts(_kernels.forward, x.numel(), x.contiguous().view(-1, tile), y.view(-1, tile), scales)
+    _launch.launch_parts(_kernels.forward, x.numel(), x.contiguous(), y, scales)
     return y, scales
 
 
 @operator("tile_norm_backward", lambda dy, x, *_: torch.empty(x.shape, dtype=x.dtype, device=x.device))
 def _backward(dy: Tensor, x: Tensor, scales: Tensor, tile: int) -> Tensor:
     dx = torch.empty(x.shape, dtype=x.dtype)
-    inputs = dy.contiguous().view(-1, tile), x.contiguous().view(-1, tile), scales
-    _launch.launch_parts(_kernels.backward, x.numel(), *inputs, dx.view(-1, tile))
+    _launch.launch_parts(_kernels.backward, x.numel(), dy.contiguous(), x.contiguous(), scales, dx)
     return dx
 
 

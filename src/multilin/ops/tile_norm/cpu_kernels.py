@@ -1,7 +1,7 @@
 """Kernels of `tile_norm`: a tile is read twice, the second time from the cache.
 
 With s = 1 / rms of a tile and y = s x, the gradient is dx = s (dy - y mean(dy y)). It is made of x, not of y, which may
-be rounded, since it is a difference; and s is kept. For a zero tile s = 0. All are (tiles, tile), scales (tiles,).
+be rounded, since it is a difference; and s is kept. For a zero tile s = 0. Scales are (tiles,).
 """
 
 import numpy as np
@@ -37,16 +37,20 @@ def gradient(dy, x, scale, dx):
 def forward(task, elements, index, sources):
     """One part of the tiles: y and scales."""
     num_parts, x, y, scales = arguments_of(task)
-    first, last = part_of(len(x), num_parts, index)
+    shape = len(scales), x.size // len(scales)
+    tiles, results = x.reshape(shape), y.reshape(shape)
+    first, last = part_of(len(scales), num_parts, index)
     for i in range(first, last):
-        mean_square = mean_product(x[i], x[i])
+        mean_square = mean_product(tiles[i], tiles[i])
         scales[i] = ONE / np.sqrt(mean_square) if mean_square != ZERO else ZERO
-        scaled(x[i], scales[i], y[i])
+        scaled(tiles[i], scales[i], results[i])
 
 
 def backward(task, elements, index, sources):
     """One part of the tiles: dx."""
     num_parts, dy, x, scales, dx = arguments_of(task)
-    first, last = part_of(len(x), num_parts, index)
+    shape = len(scales), x.size // len(scales)
+    dresults, tiles, dtiles = dy.reshape(shape), x.reshape(shape), dx.reshape(shape)
+    first, last = part_of(len(scales), num_parts, index)
     for i in range(first, last):
-        gradient(dy[i], x[i], scales[i], dx[i])
+        gradient(dresults[i], tiles[i], scales[i], dtiles[i])

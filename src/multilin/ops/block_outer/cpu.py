@@ -3,8 +3,6 @@
 Pairs are in memory as (rows, pairs), for a chunk of rows at a time; see `portable`. Right blocks are 4, 8 or 16 wide.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -35,7 +33,7 @@ def expand(left_RNK: Tensor, right_RNJ: Tensor) -> Tensor:
     """The products of pairs, (R, N K J)."""
     (rows, blocks, width), other = left_RNK.shape, right_RNJ.shape[-1]
     pairs = torch.empty((rows, blocks * width * other), dtype=left_RNK.dtype)
-    _launch.launch_parts(_kernels.expand, pairs.dtype, pairs.numel(), **factors(left_RNK, right_RNJ), pairs=pairs)
+    _launch.launch_parts(_kernels.expand, pairs.numel(), left_RNK.contiguous(), right_RNJ.contiguous(), pairs)
     return pairs
 
 
@@ -49,17 +47,6 @@ def contract(dresult_RD: Tensor, weight: Tensor, left_RNK: Tensor, right_RNJ: Te
 def contract_pairs(dpairs: Tensor, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
     """Gradients of left and right from that of their products (R, N K J)."""
     dleft, dright = torch.empty(left.shape, dtype=left.dtype), torch.empty(right.shape, dtype=right.dtype)
-    _launch.launch_parts(
-        _kernels.contract, left.dtype, dpairs.numel(), **factors(left, right), pairs=dpairs.contiguous(),
-        dleft=dleft, dright=dright,
-    )  # fmt: skip
+    inputs = dpairs.contiguous().view(len(left), -1), left.contiguous(), right.contiguous()
+    _launch.launch_parts(_kernels.contract, dpairs.numel(), *inputs, dleft, dright)
     return dleft, dright
-
-
-def factors(left: Tensor, right: Tensor) -> dict[str, Any]:
-    """Both factors and their sizes, as kernels take them."""
-    (rows, blocks, width), other = left.shape, right.shape[-1]
-    return {
-        "num_rows": rows, "num_blocks": blocks, "left_width": width, "right_width": other, "left": left.contiguous(),
-        "right": right.contiguous(),
-    }  # fmt: skip

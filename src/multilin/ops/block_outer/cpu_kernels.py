@@ -2,23 +2,20 @@
 
 Sixteen products are made at a time, as vector instructions: compilers find none in loops over 4, 8 or 16 numbers. A
 vector holds the products of 16 / J numbers of the left block with the J of the right one, in the order of memory.
-
-Their task: left (num_rows, num_blocks, left_width), right (num_rows, num_blocks, right_width), and the pairs, or their
-gradient; dleft and dright like left and right. All are contiguous.
 """
 
 import numpy as np
 from llvmlite import ir
-from numba import carray, njit, types
+from numba import njit, types
 from numba.extending import intrinsic
 
 from multilin.ops.kernels.cpu_intrinsics import (
     SCALARS,
     ZERO,
-    array,
+    arguments_of,
     from_bf16,
     narrow,
-    part_of_rows,
+    part_of,
     pointer_to,
     to_bf16,
 )
@@ -103,12 +100,14 @@ contract_4, contract_8, contract_16 = make_contract(4), make_contract(8), make_c
 
 
 @njit(forceinline=True, **SCALARS)
-def expand_blocks(elements, left, right, pairs, num_blocks, K, J, size):
-    """Blocks of tensors at these addresses, of numbers of `size` bytes."""
-    for n in range(num_blocks):
-        p_right = pointer_to(elements, right + size * n * J)
+def expand_blocks(left, right, pairs):
+    """Pairs of blocks, left is (blocks, K) and right (blocks, J), all contiguous."""
+    size, K, J = left.itemsize, left.shape[1], right.shape[1]
+    lefts, rights, products = left.ctypes.data, right.ctypes.data, pairs.ctypes.data
+    for n in range(len(left)):
+        p_right = pointer_to(right, rights + size * n * J)
         for k in range(n * K, (n + 1) * K, LANES // J):
-            p_left, p_pairs = pointer_to(elements, left + size * k), pointer_to(elements, pairs + size * k * J)
+            p_left, p_pairs = pointer_to(left, lefts + size * k), pointer_to(pairs, products + size * k * J)
             if J == 4:
                 expand_4(p_left, p_right, p_pairs)
             elif J == 8:
@@ -118,16 +117,18 @@ def expand_blocks(elements, left, right, pairs, num_blocks, K, J, size):
 
 
 @njit(forceinline=True, **SCALARS)
-def contract_blocks(elements, left, right, dpairs, dleft, dright, num_blocks, K, J, size):
-    """Gradients of both factors in blocks of tensors at these addresses."""
+def contract_blocks(dpairs, left, right, dleft, dright):
+    """Gradients of both factors from that of their pairs, shapes as in `expand_blocks`."""
+    size, K, J = left.itemsize, left.shape[1], right.shape[1]
+    lefts, rights, dproducts, dlefts = left.ctypes.data, right.ctypes.data, dpairs.ctypes.data, dleft.ctypes.data
     total = np.empty(J, np.float32)
     p_total = pointer_to(np.float32, total.ctypes.data)
-    for n in range(num_blocks):
-        p_right, drights = pointer_to(elements, right + size * n * J), array(elements, dright + size * n * J, (J,))
+    for n in range(len(left)):
+        p_right = pointer_to(right, rights + size * n * J)
         total[:] = ZERO
         for k in range(n * K, (n + 1) * K, LANES // J):
-            p_left, p_dleft = pointer_to(elements, left + size * k), pointer_to(elements, dleft + size * k)
-            p_dpairs = pointer_to(elements, dpairs + size * k * J)
+            p_left, p_dleft = pointer_to(left, lefts + size * k), pointer_to(dleft, dlefts + size * k)
+            p_dpairs = pointer_to(dpairs, dproducts + size * k * J)
             if J == 4:
                 contract_4(p_dpairs, p_left, p_right, p_dleft, p_total)
             elif J == 8:
@@ -135,25 +136,19 @@ def contract_blocks(elements, left, right, dpairs, dleft, dright, num_blocks, K,
             else:
                 contract_16(p_dpairs, p_left, p_right, p_dleft, p_total)
         for j in range(J):
-            drights[j] = narrow(total[j], drights[j])
+            dright[n, j] = narrow(total[j], dright[n, j])
 
 
-def expand(tasks, elements, index, sources):
-    """Pairs of one part of the rows."""
-    task = carray(tasks, (1,))[0]
-    size, N, K, J = carray(elements, (1,)).itemsize, task.num_blocks, task.left_width, task.right_width
-    first, last = part_of_rows(task.num_rows, task.num_parts, index)
-    left, right = task.left + size * first * N * K, task.right + size * first * N * J
-    expand_blocks(elements, left, right, task.pairs + size * first * N * K * J, (last - first) * N, K, J, size)
+def expand(task, elements, index, sources):
+    """Pairs in one part of the rows; left is (rows * blocks, K), right alike."""
+    num_parts, left, right, pairs = arguments_of(task)
+    N, (first, last) = len(left) // len(pairs), part_of(len(pairs), num_parts, index)
+    expand_blocks(left[first * N : last * N], right[first * N : last * N], pairs[first:last])
 
 
-def contract(tasks, elements, index, sources):
+def contract(task, elements, index, sources):
     """Gradients of both factors in one part of the rows."""
-    task = carray(tasks, (1,))[0]
-    size, N, K, J = carray(elements, (1,)).itemsize, task.num_blocks, task.left_width, task.right_width
-    first, last = part_of_rows(task.num_rows, task.num_parts, index)
-    at_left, at_right = size * first * N * K, size * first * N * J
-    contract_blocks(
-        elements, task.left + at_left, task.right + at_right, task.pairs + at_left * J, task.dleft + at_left,
-        task.dright + at_right, (last - first) * N, K, J, size,
-    )  # fmt: skip
+    num_parts, dpairs, left, right, dleft, dright = arguments_of(task)
+    N, (first, last) = len(left) // len(dpairs), part_of(len(dpairs), num_parts, index)
+    blocks = slice(first * N, last * N)
+    contract_blocks(dpairs[first:last], left[blocks], right[blocks], dleft[blocks], dright[blocks])

@@ -22,21 +22,17 @@ class CpuSteps(PortableSteps):
     def round_rows(x: Tensor, seed: Tensor | None = None) -> Rounded:
         """One scale per row; with a seed rounded without bias."""
         values, scale = torch.empty(x.shape, dtype=torch.int8), torch.empty(len(x), 1)
-        _launch.launch_parts(
-            _kernels.round_rows, x.dtype, x.numel(), num_rows=len(x), width=x.shape[1], x=x.contiguous(),
-            seed=-1 if seed is None else int(seed), values=values, scales=scale,
-        )  # fmt: skip
+        number = -1 if seed is None else int(seed)
+        _launch.launch_parts(_kernels.round_rows, x.numel(), x.contiguous(), number, values, scale)
         return Rounded(values, scale)
 
     @staticmethod
     def round_columns_randomly(x: Tensor, row_scale: Tensor) -> Rounded:
         """The transpose (width, R) of row_scale * x with one scale (width, 1) per column of x, rounded without bias."""
         values, scale = torch.empty(x.shape, dtype=torch.int8), torch.empty(x.shape[1], 1)
-        _launch.launch_parts(
-            _kernels.round_columns, x.dtype, x.numel(), num_parts=-(-x.shape[1] // _COLUMNS), num_rows=len(x),
-            width=x.shape[1], x=x.contiguous(), row_scales=row_scale.float().contiguous(), seed=int(draw_seed()),
-            values=values, scales=scale,
-        )  # fmt: skip
+        inputs = x.contiguous(), row_scale.float().contiguous(), int(draw_seed())
+        num_parts = -(-x.shape[1] // _COLUMNS)
+        _launch.launch_parts(_kernels.round_columns, x.numel(), *inputs, values, scale, num_parts=num_parts)
         return Rounded(values.t(), scale)
 
     @staticmethod
@@ -44,23 +40,18 @@ class CpuSteps(PortableSteps):
         product: Tensor, row_scale: Tensor, factor: Tensor, bias: Tensor | None, dtype: torch.dtype
     ) -> Tensor:
         """product * row_scale * factor + bias."""
-        result = torch.empty(product.shape, dtype=dtype)
-        _launch.launch_parts(
-            _kernels.scale_rows, dtype, product.numel(), num_rows=len(product), width=product.shape[1],
-            product=product.contiguous(), scales=(row_scale * factor).float().contiguous(),
-            bias=None if bias is None else bias.detach().float().contiguous(), result=result,
-        )  # fmt: skip
+        result, scales = torch.empty(product.shape, dtype=dtype), (row_scale * factor).float().contiguous()
+        bias = None if bias is None else bias.detach().float().contiguous()
+        _launch.launch_parts(_kernels.scale_rows, product.numel(), product.contiguous(), scales, bias, result)
         return result
 
     @classmethod
     def round_pairs(cls, left: Tensor, right: Tensor) -> Rounded:
         """left (R, N, K) and right (R, N, J) to their products (R, N K J), one scale per row."""
-        factors = block_outer.factors(left.float(), right.float())
         num_pairs = left.shape[1:].numel() * right.shape[2]
         values, scale = torch.empty((len(left), num_pairs), dtype=torch.int8), torch.empty(len(left), 1)
-        _launch.launch_parts(
-            _kernels.round_pairs, torch.float32, values.numel(), **factors, values=values, scales=scale
-        )
+        factors = (x.float().contiguous() for x in (left, right))
+        _launch.launch_parts(_kernels.round_pairs, values.numel(), *factors, values, scale)
         return Rounded(values, scale)
 
     @classmethod
@@ -69,8 +60,6 @@ class CpuSteps(PortableSteps):
     ) -> tuple[Tensor, Tensor]:
         """Gradients of left and right from that of the pairs, product * row_scale * factor."""
         dleft, dright = torch.empty(left.shape), torch.empty(right.shape)
-        _launch.launch_parts(
-            _kernels.contract_pairs, torch.float32, product.numel(), **block_outer.factors(left.float(), right.float()),
-            dleft=dleft, dright=dright, product=product.contiguous(), scales=(row_scale * factor).float().contiguous(),
-        )  # fmt: skip
+        inputs = (x.float().contiguous() for x in (row_scale * factor, left, right))
+        _launch.launch_parts(_kernels.contract_pairs, product.numel(), product.contiguous(), *inputs, dleft, dright)
         return dleft.to(left.dtype), dright.to(right.dtype)

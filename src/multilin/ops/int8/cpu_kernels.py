@@ -5,10 +5,10 @@ so nan and inf reach the scale. Adding 1.5 * 2^23 rounds to an integer, ties to 
 """
 
 import numpy as np
-from numba import carray, njit
+from numba import njit
 
 from multilin.ops.block_outer.cpu_kernels import contract_blocks, expand_blocks
-from multilin.ops.kernels.cpu_intrinsics import EXACT, ONE, ZERO, array, floats, narrow, part_of_rows, widen
+from multilin.ops.kernels.cpu_intrinsics import EXACT, ONE, ZERO, arguments_of, narrow, part_of, widen
 
 _MAGNITUDE = np.int32(0x7FFFFFFF)
 _MAGIC = np.float32(12582912.0)
@@ -68,15 +68,12 @@ def _round_row(x, seed, first, values):
     return scale
 
 
-def round_rows(tasks, elements, index, sources):
-    """One part of the rows of x (num_rows, width) to int8 values and float32 scales; at random for a seed >= 0."""
-    task = carray(tasks, (1,))[0]
-    first, last = part_of_rows(task.num_rows, task.num_parts, index)
-    x = array(elements, task.x, (task.num_rows, task.width))
-    values = array(np.int8, task.values, (task.num_rows, task.width))
-    scales = floats(task.scales, 1, task.num_rows)[0]
+def round_rows(task, elements, index, sources):
+    """One part of the rows of x to int8 values and float32 scales; at random for a seed >= 0."""
+    num_parts, x, seed, values, scales = arguments_of(task)
+    first, last = part_of(len(x), num_parts, index)
     for i in range(first, last):
-        scales[i] = _round_row(x[i], task.seed, np.uint32(i * task.width), values[i])
+        scales[i, 0] = _round_row(x[i], seed, np.uint32(i * x.shape[1]), values[i])
 
 
 @njit(**EXACT)
@@ -91,23 +88,20 @@ def _round_scaled(x, row_scale, inverse, seed, first, values):
         values[j] = _to_int8_randomly(widen(x[j]) * row_scale * inverse[j], _noise(seed, first + np.uint32(j)))
 
 
-def round_columns(tasks, elements, index, sources):
-    """One part of the columns of row_scales (num_rows) * x (num_rows, width) to int8 at random, with their scales."""
-    task = carray(tasks, (1,))[0]
-    rows, width = task.num_rows, task.width
-    x = array(elements, task.x, (rows, width))
-    values = array(np.int8, task.values, (rows, width))
-    row_scales, scales = floats(task.row_scales, 1, rows)[0], floats(task.scales, 1, width)[0]
-    start, stop = part_of_rows(width, task.num_parts, index)
+def round_columns(task, elements, index, sources):
+    """One part of the columns of row_scales (rows, 1) * x to int8 at random, with their scales (columns, 1)."""
+    num_parts, x, row_scales, seed, values, scales = arguments_of(task)
+    rows, width = x.shape
+    start, stop = part_of(width, num_parts, index)
     largest = np.zeros(stop - start, np.int32)
     inverse = np.empty(stop - start, np.float32)
     for i in range(rows):
-        _raise_largest(x[i, start:stop], row_scales[i], largest)
+        _raise_largest(x[i, start:stop], row_scales[i, 0], largest)
     for j in range(stop - start):
-        scales[start + j], inverse[j] = _scale_and_inverse(largest[j])
+        scales[start + j, 0], inverse[j] = _scale_and_inverse(largest[j])
     for i in range(rows):
         first = np.uint32(i * width + start)
-        _round_scaled(x[i, start:stop], row_scales[i], inverse, np.uint32(task.seed), first, values[i, start:stop])
+        _round_scaled(x[i, start:stop], row_scales[i, 0], inverse, np.uint32(seed), first, values[i, start:stop])
 
 
 @njit(**EXACT)
@@ -120,44 +114,30 @@ def _scale_row(product, scale, bias, result):
         result[j] = narrow(number, result[j])
 
 
-def scale_rows(tasks, elements, index, sources):
-    """One part of the rows of product (num_rows, width) int32 * scale of the row + bias (width), unless that is 0."""
-    task = carray(tasks, (1,))[0]
-    first, last = part_of_rows(task.num_rows, task.num_parts, index)
-    product = array(np.int32, task.product, (task.num_rows, task.width))
-    result = array(elements, task.result, (task.num_rows, task.width))
-    scales, bias = (
-        floats(task.scales, 1, task.num_rows)[0],
-        floats(task.bias, 1, task.width if task.bias != 0 else 0)[0],
-    )
+def scale_rows(task, elements, index, sources):
+    """One part of the rows of product int32 * scales (rows, 1) + bias (width), which may be empty."""
+    num_parts, product, scales, bias, result = arguments_of(task)
+    first, last = part_of(len(product), num_parts, index)
     for i in range(first, last):
-        _scale_row(product[i], scales[i], bias, result[i])
+        _scale_row(product[i], scales[i, 0], bias, result[i])
 
 
-def round_pairs(tasks, elements, index, sources):
+def round_pairs(task, elements, index, sources):
     """Products of pairs of float32 in one part of the rows, as for `block_outer`, to int8 values and float32 scales."""
-    task = carray(tasks, (1,))[0]
-    R, N, K, J = task.num_rows, task.num_blocks, task.left_width, task.right_width
-    first, last = part_of_rows(R, task.num_parts, index)
-    values, scales = array(np.int8, task.values, (R, N * K * J)), floats(task.scales, 1, R)[0]
-    pairs = np.empty(N * K * J, np.float32)
+    num_parts, left, right, values, scales = arguments_of(task)
+    N, (first, last) = len(left) // len(values), part_of(len(values), num_parts, index)
+    pairs = np.empty(values.shape[1], np.float32)
     for i in range(first, last):
-        left, right = task.left + 4 * i * N * K, task.right + 4 * i * N * J
-        expand_blocks(np.float32, left, right, pairs.ctypes.data, N, K, J, 4)
-        scales[i] = _round_row(pairs, -1, np.uint32(0), values[i])
+        expand_blocks(left[i * N : (i + 1) * N], right[i * N : (i + 1) * N], pairs)
+        scales[i, 0] = _round_row(pairs, -1, np.uint32(0), values[i])
 
 
-def contract_pairs(tasks, elements, index, sources):
-    """Gradients of both factors, float32, in one part of the rows from product int32 * scale of the row."""
-    task = carray(tasks, (1,))[0]
-    R, N, K, J = task.num_rows, task.num_blocks, task.left_width, task.right_width
-    first, last = part_of_rows(R, task.num_parts, index)
-    product, scales = array(np.int32, task.product, (R, N * K * J)), floats(task.scales, 1, R)[0]
-    dpairs, no_bias = np.empty(N * K * J, np.float32), np.empty(0, np.float32)
+def contract_pairs(task, elements, index, sources):
+    """Gradients of both factors, float32, in one part of the rows from product int32 * scales (rows, 1)."""
+    num_parts, product, scales, left, right, dleft, dright = arguments_of(task)
+    N, (first, last) = len(left) // len(product), part_of(len(product), num_parts, index)
+    dpairs, no_bias = np.empty(product.shape[1], np.float32), np.empty(0, np.float32)
     for i in range(first, last):
-        _scale_row(product[i], scales[i], no_bias, dpairs)
-        at_left, at_right = 4 * i * N * K, 4 * i * N * J
-        contract_blocks(
-            np.float32, task.left + at_left, task.right + at_right, dpairs.ctypes.data, task.dleft + at_left,
-            task.dright + at_right, N, K, J, 4,
-        )  # fmt: skip
+        _scale_row(product[i], scales[i, 0], no_bias, dpairs)
+        blocks = slice(i * N, (i + 1) * N)
+        contract_blocks(dpairs, left[blocks], right[blocks], dleft[blocks], dright[blocks])

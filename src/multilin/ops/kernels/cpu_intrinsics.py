@@ -1,11 +1,13 @@
 """Addresses and numbers in CPU kernels: arrays, bf16, the exponential, and the liberties that the compiler may take."""
 
 import functools
+import itertools
 
 import numpy as np
 from llvmlite import ir
 from numba import carray, njit, types
-from numba.extending import intrinsic
+from numba.extending import intrinsic, models, register_model
+from numba.np.arrayobj import populate_array
 
 EXACT = {"error_model": "numpy"}
 SCALARS = {"fastmath": {"contract", "nsz"}, "error_model": "numpy"}
@@ -18,7 +20,7 @@ _C2, _C3, _C4 = np.float32(0.5), np.float32(1.6666665459e-1), np.float32(4.16657
 _C5, _C6, _C7 = np.float32(8.3334519073e-3), np.float32(1.3981999507e-3), np.float32(1.9875691500e-4)
 _SMALLEST = np.float32(-87.0)
 _BIAS, _MANTISSA_BITS = np.int32(127), np.int32(23)
-_SHORT, _WORD, _FLOAT = ir.IntType(16), ir.IntType(32), ir.FloatType()
+_SHORT, _WORD, _LONG, _FLOAT = ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
 
 
 @intrinsic
@@ -32,15 +34,40 @@ def pointer_to(typing_context, kind, address):
     return pointer(kind, types.int64), generate
 
 
-@intrinsic(prefer_literal=True)
-def member(typing_context, pairs, index):
-    """A null pointer to the kind of numbers that comes first (0) or second (1) in `pairs`, for `pointer_to`."""
-    pointer = types.CPointer(pairs.dtype.types[index.literal_value])
+class TaskType(types.Opaque):
+    """The address of a kernel's arguments, whose types are `kinds`: 64-bit words, of an array its address and sizes."""
+
+    def __init__(self, kinds, sources):
+        super().__init__(f"task{kinds} {sources}")
+        self.kinds = kinds
+
+
+register_model(TaskType)(models.OpaqueModel)
+
+
+@intrinsic
+def arguments_of(typing_context, task):
+    """The arguments of a kernel: numbers, and arrays of one or two axes."""
+    result = types.Tuple(task.kinds)
 
     def generate(context, builder, signature, arguments):
-        return ir.Constant(context.get_value_type(pointer), None)
+        pointer, values = builder.bitcast(arguments[0], _LONG.as_pointer()), []
+        words = (builder.load(builder.gep(pointer, [ir.Constant(_WORD, i)])) for i in itertools.count())
+        for kind in task.kinds:
+            if not isinstance(kind, types.Array):
+                values.append(builder.bitcast(next(words), context.get_value_type(kind)))
+                continue
+            size = context.get_abi_sizeof(context.get_data_type(kind.dtype))
+            made = context.make_array(kind)(context, builder)
+            data, shape = builder.inttoptr(next(words), made.data.type), [next(words) for _ in range(kind.ndim)]
+            strides = [ir.Constant(_LONG, size)]
+            if kind.ndim == 2:
+                strides.insert(0, builder.mul(shape[1], strides[0]))
+            populate_array(made, data, shape, strides, ir.Constant(_LONG, size), None)
+            values.append(made._getvalue())
+        return context.make_tuple(builder, result, values)
 
-    return pointer(pairs, index), generate
+    return result(task), generate
 
 
 @njit
@@ -56,7 +83,7 @@ def floats(address, rows, columns):
 
 
 @njit
-def part_of_rows(num_rows, num_parts, part):
+def part_of(num_rows, num_parts, part):
     """First row of a part, and the one after its last."""
     return num_rows * part // num_parts, num_rows * (part + 1) // num_parts
 

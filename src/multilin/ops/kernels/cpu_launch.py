@@ -3,6 +3,7 @@
 import ctypes
 import functools
 import hashlib
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from types import FunctionType
@@ -19,13 +20,17 @@ from torch import Tensor
 
 from multilin.ops.dispatch import warn_once
 from multilin.ops.kernels import is_forked
-from multilin.ops.kernels.cpu_intrinsics import SCALARS
+from multilin.ops.kernels.cpu_intrinsics import SCALARS, TaskType
 
 SMALL = 2**15  # elements up to which waking a second thread takes longer than the work
 
 COMPILING = "CPU kernels: compiling for this processor, once; this takes some seconds"
 
-_ELEMENTS = {torch.float32: types.float32, torch.bfloat16: types.uint16}
+_ELEMENTS = {
+    torch.float32: types.float32, torch.bfloat16: types.uint16, torch.int8: types.int8, torch.int32: types.int32,
+    torch.int64: types.int64,
+}  # fmt: skip
+_WORDS = {int: ctypes.c_int64, bool: ctypes.c_int64, float: ctypes.c_double}
 _Kernel = Callable[..., None]
 
 
@@ -37,47 +42,41 @@ def num_threads(num_elements: int) -> int:
 
 
 def launch_parts(
-    kernel: _Kernel,
-    dtype: torch.dtype,
-    num_elements: int,
-    *,
-    result_dtype: torch.dtype | None = None,
-    num_parts: int | None = None,
-    **fields: Tensor | float | None,
+    kernel: _Kernel, num_elements: int, *arguments: Tensor | float | None, num_parts: int | None = None
 ) -> None:
     """Call a kernel for each part of its work, on as many threads as tensors of that size are worth.
 
     Args:
-        kernel, dtype, result_dtype: as for `launch`.
+        kernel: as for `launch`; `arguments_of` its task are the number of parts and the arguments.
         num_elements: size of the tensors; nothing is done if it is 0.
+        arguments: integers, floats, and contiguous tensors, which become arrays (rows, width of the last axis), or
+            vectors; None is an empty vector.
         num_parts: pieces of work; None is one for each thread.
-        fields: of the kernel's task, which also tells it `num_parts`: integers, floats, and tensors, of which it gets
-            the address, 0 for None.
     """
     if num_elements == 0:
         return
     threads = num_threads(num_elements)
-    fields["num_parts"] = parts = threads if num_parts is None else num_parts
-    task = _tasks.get(kernel)
-    if task is None:  # calls of one kernel have the same fields
-        kinds = [(name, ctypes.c_double if type(value) is float else ctypes.c_int64) for name, value in fields.items()]
-        task = _tasks[kernel] = type("Task", (ctypes.Structure,), {"_fields_": kinds})
-    values = [value.data_ptr() if isinstance(value, Tensor) else value or 0 for value in fields.values()]
-    launch(kernel, task(*values), dtype, parts, threads, result_dtype=result_dtype)
+    words: list[Any] = [threads if num_parts is None else num_parts]
+    kinds: list[Any] = [int]
+    for argument in arguments:
+        if isinstance(argument, Tensor):
+            *rows, width = argument.shape
+            words.append(argument.data_ptr())
+            if rows:
+                words.append(argument.numel() // width if width else rows[0])
+            words.append(width)
+            kinds.append((argument.dtype, bool(rows)))
+        elif argument is None:
+            words += 0, 0
+            kinds.append((torch.float32, False))
+        else:
+            words.append(argument)
+            kinds.append(type(argument))
+    address, function, structure = _compiled(kernel, tuple(kinds))
+    _start(address, function, structure(*words), words[0], threads)
 
 
-_tasks: dict[_Kernel, type[ctypes.Structure]] = {}
-
-
-def launch(
-    kernel: _Kernel,
-    task: ctypes.Structure,
-    dtype: torch.dtype,
-    times: int,
-    threads: int,
-    *,
-    result_dtype: torch.dtype | None = None,
-) -> None:
+def launch(kernel: _Kernel, task: ctypes.Structure, dtype: torch.dtype, times: int, threads: int) -> None:
     """Call kernel(task, elements, index, sources) for index = 0 .. times - 1, on so many threads.
 
     Args:
@@ -86,9 +85,12 @@ def launch(
         dtype: of the numbers, float32 or bf16.
         times: pieces of work.
         threads: number of threads that share them.
-        result_dtype: of a second kind of numbers: elements is then a pointer to pairs of both.
     """
-    address, function = _compiled(kernel, type(task), dtype, result_dtype)
+    address, function, _ = _compiled(kernel, (type(task), dtype))
+    _start(address, function, task, times, threads)
+
+
+def _start(address: int, function: Callable[..., None], task: ctypes.Structure, times: int, threads: int) -> None:
     p_task = ctypes.addressof(task)
     if threads == 1 or times == 1:
         for index in range(times):
@@ -103,20 +105,27 @@ def launch(
 
 
 @functools.cache
-def _compiled(
-    kernel: _Kernel, task: type[ctypes.Structure], dtype: torch.dtype, result_dtype: torch.dtype | None
-) -> tuple[int, Callable[..., None]]:
-    """The kernel's address, and the kernel as a function of ctypes."""
-    element = _ELEMENTS[dtype]
-    if result_dtype is not None:
-        element = types.Tuple((element, _ELEMENTS[result_dtype]))
-    pointer = types.CPointer(numba.from_dtype(np.dtype(task)))
-    sources = types.Opaque(_source_digest())
-    signature = types.void(pointer, types.CPointer(element), types.int64, sources)
+def _compiled(kernel: _Kernel, kinds: tuple[Any, ...]) -> tuple[int, Callable[..., None], Any]:
+    """The kernel's address, the kernel as a function of ctypes, and the structure of its task."""
+    if kinds[0] is int:
+        words = [[ctypes.c_int64] * (2 + kind[1]) if isinstance(kind, tuple) else [_WORDS[kind]] for kind in kinds]
+        fields = [(str(i), word) for i, word in enumerate(itertools.chain(*words))]
+        structure: Any = type("Task", (ctypes.Structure,), {"_fields_": fields})
+        numbers = {int: types.int64, bool: types.int64, float: types.float64}
+        arguments = [
+            types.Array(_ELEMENTS[kind[0]], 1 + kind[1], "C") if isinstance(kind, tuple) else numbers[kind]
+            for kind in kinds
+        ]
+        task, elements = TaskType(tuple(arguments), _source_digest()), types.voidptr
+    else:
+        structure = kinds[0]
+        task = types.CPointer(numba.from_dtype(np.dtype(structure)))
+        elements = types.CPointer(_ELEMENTS[kinds[1]])
+    signature = types.void(task, elements, types.int64, types.Opaque(_source_digest()))
     with _announced():
         compiled = cfunc(signature, cache=True, **SCALARS)(_with_own_cache_file(kernel, str(signature)))
     prototype = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p)
-    return compiled.address, prototype(compiled.address)
+    return compiled.address, prototype(compiled.address), structure
 
 
 @functools.cache

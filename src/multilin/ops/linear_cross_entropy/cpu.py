@@ -24,11 +24,10 @@ def losses_and_gradient(
         raise InputError(f"targets: {int(wrong)} given, but there are {width} tokens, from 0")
     threads = _launch.num_threads(logits_NV.numel())
     losses_N = torch.empty(num_rows, dtype=torch.float32)
-    dbias = torch.zeros(threads, width, dtype=torch.float32) if bias_V is not None and makes_gradient else None
+    dbias = torch.zeros(threads, width if bias_V is not None and makes_gradient else 0)
+    bias = None if bias_V is None else bias_V.detach().float().contiguous()
     _launch.launch_parts(
-        _kernels.forward, logits_NV.dtype, logits_NV.numel(), num_rows=num_rows, width=width, logits=logits_NV,
-        bias=None if bias_V is None else bias_V.detach().float().contiguous(), targets=targets_N, ignored=IGNORED,
-        makes_gradient=makes_gradient, losses=losses_N, scores=torch.empty(threads, width, dtype=torch.float32),
-        dbias=dbias, scale=float(logit_scale), smoothing=float(label_smoothing),
+        _kernels.forward, logits_NV.numel(), logits_NV, bias, targets_N, IGNORED, makes_gradient, losses_N,
+        torch.empty(threads, width), dbias, float(logit_scale), float(label_smoothing),
     )  # fmt: skip
-    return losses_N, logits_NV, None if dbias is None else dbias.sum(dim=0)
+    return losses_N, logits_NV, dbias.sum(dim=0) if dbias.numel() else None

@@ -5,18 +5,17 @@ p - s / V - (1 - s) onehot(target), times the scale for the logits.
 """
 
 import numpy as np
-from numba import carray, njit
+from numba import njit
 
 from multilin.ops.kernels.cpu_intrinsics import (
     DOTS,
     ONE,
     SCALARS,
     ZERO,
-    array,
+    arguments_of,
     exp_negative,
-    floats,
     narrow,
-    part_of_rows,
+    part_of,
     widen,
 )
 
@@ -78,28 +77,24 @@ def add(scores, factor, shift, result):
         result[j] += factor * scores[j] - shift
 
 
-def forward(tasks, elements, index, sources):
-    """One part of the rows of logits (num_rows, width), whose gradient replaces them if makes_gradient.
+def forward(task, elements, index, sources):
+    """One part of the rows of logits (rows, width), whose gradient replaces them if makes_gradient.
 
-    scale is the factor on the logits, smoothing the share of the target that is spread over all tokens; scores and
-    dbias are (num_parts, width) float32 to work in; bias and dbias may be 0.
+    scale is the factor on the logits, smoothing the share of the target that is spread over all tokens; all_scores and
+    all_dbias are (num_parts, width) float32 to work in; bias, and rows of all_dbias, may be empty.
     """
-    task = carray(tasks, (1,))[0]
-    width, scale, smoothing = task.width, np.float32(task.scale), np.float32(task.smoothing)
+    arguments = arguments_of(task)
+    num_parts, all_logits, bias, targets, ignored, makes_gradient, losses, all_scores, all_dbias = arguments[:9]
+    width, scale, smoothing = all_logits.shape[1], np.float32(arguments[9]), np.float32(arguments[10])
     kept = ONE - smoothing
     shift = smoothing / np.float32(width)
-    first, last = part_of_rows(task.num_rows, task.num_parts, index)
-    all_logits = array(elements, task.logits, (task.num_rows, width))
-    targets = array(np.int64, task.targets, (task.num_rows,))
-    losses = floats(task.losses, 1, task.num_rows)[0]
-    scores = floats(task.scores, task.num_parts, width)[index]
-    bias = floats(task.bias, 1, width if task.bias != 0 else 0)[0]
-    dbias = floats(task.dbias, task.num_parts, width if task.dbias != 0 else 0)[index]
+    first, last = part_of(len(all_logits), num_parts, index)
+    scores, dbias = all_scores[index], all_dbias[index]
     for i in range(first, last):
         logits, target = all_logits[i], targets[i]
-        if target == task.ignored:
+        if target == ignored:
             losses[i] = ZERO
-            if task.makes_gradient != 0:
+            if makes_gradient != 0:
                 for j in range(width):
                     logits[j] = narrow(ZERO, logits[j])
             continue
@@ -109,7 +104,7 @@ def forward(tasks, elements, index, sources):
         exponentials(scores, top)
         weight = total(scores)
         losses[i] = np.float32(np.log(np.float64(weight))) + top - kept * wanted - smoothing * mean
-        if task.makes_gradient != 0:
+        if makes_gradient != 0:
             factor = ONE / weight if top == top else NAN
             share = factor * scores[target] - shift - kept
             write(scores, factor, shift, scale, logits)

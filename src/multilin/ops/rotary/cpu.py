@@ -19,11 +19,8 @@ def rotary(x_BTHD: Tensor, cos_BTP: Tensor, sin_BTP: Tensor, block: int) -> Tens
 
 @operator("rotary", lambda x, *_: torch.empty(x.shape, dtype=x.dtype, device=x.device))
 def _turn(x: Tensor, cos: Tensor, sin: Tensor, block: int, is_inverse: bool) -> Tensor:
-    result, (batch, length, heads, head_size) = torch.empty(x.shape, dtype=x.dtype), x.shape
-    _launch.launch_parts(
-        _kernels.turn, x.dtype, x.numel(), num_rows=batch * length, width=heads * head_size, head_size=head_size,
-        block=block, is_inverse=is_inverse, x=x.contiguous(), cos=cos.contiguous(), sin=sin.contiguous(), result=result,
-    )  # fmt: skip
+    result, inputs = torch.empty(x.shape, dtype=x.dtype), (x.contiguous(), cos.contiguous(), sin.contiguous())
+    _launch.launch_parts(_kernels.turn, x.numel(), *inputs, block, is_inverse, result)
     return result
 
 

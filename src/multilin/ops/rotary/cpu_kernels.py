@@ -1,9 +1,9 @@
 """The kernel of `rotary`."""
 
 import numpy as np
-from numba import carray, njit
+from numba import njit
 
-from multilin.ops.kernels.cpu_intrinsics import SCALARS, array, floats, narrow, part_of_rows, widen
+from multilin.ops.kernels.cpu_intrinsics import SCALARS, arguments_of, narrow, part_of, widen
 
 
 @njit(forceinline=True, **SCALARS)
@@ -17,16 +17,14 @@ def turn_block(x, cos, sin, direction, result):
         result[half + i] = narrow(first * turn + second * cos[i], result[half + i])
 
 
-def turn(tasks, elements, index, sources):
-    """One part of the positions of x (num_rows, heads, head_size), whose cos and sin are (num_rows, head_size / 2)."""
-    task = carray(tasks, (1,))[0]
-    width, block, num_pairs = task.width, task.block, task.head_size // 2
-    first, last = part_of_rows(task.num_rows, task.num_parts, index)
-    direction = np.float32(-1) if task.is_inverse != 0 else np.float32(1)
-    x, results = array(elements, task.x, (task.num_rows, width)), array(elements, task.result, (task.num_rows, width))
-    cosines, sines = floats(task.cos, task.num_rows, num_pairs), floats(task.sin, task.num_rows, num_pairs)
+def turn(task, elements, index, sources):
+    """One part of the positions: x is (positions * heads, width), cos and sin are (positions, width / 2)."""
+    num_parts, x, cos, sin, block, is_inverse, results = arguments_of(task)
+    first, last = part_of(len(cos), num_parts, index)
+    direction, head_size = np.float32(-1) if is_inverse != 0 else np.float32(1), x.shape[1]
+    rows, turned = x.reshape((len(cos), -1)), results.reshape((len(cos), -1))
     for i in range(first, last):
-        for start in range(0, width, block):
-            part, pair = slice(start, start + block), start % task.head_size // 2
+        for start in range(0, rows.shape[1], block):
+            part, pair = slice(start, start + block), start % head_size // 2
             pairs = slice(pair, pair + block // 2)
-            turn_block(x[i, part], cosines[i, pairs], sines[i, pairs], direction, results[i, part])
+            turn_block(rows[i, part], cos[i, pairs], sin[i, pairs], direction, turned[i, part])

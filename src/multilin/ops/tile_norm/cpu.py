@@ -24,22 +24,15 @@ def _fake_forward(x: Tensor, tile: int, dtype: torch.dtype) -> tuple[Tensor, Ten
 @operator("tile_norm", _fake_forward)
 def _forward(x: Tensor, tile: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """The result, and 1 / root mean square of each tile in float32."""
-    size = x.numel()
-    y, scales = torch.empty(x.shape, dtype=dtype), torch.empty(size // tile, dtype=torch.float32)
-    _launch.launch_parts(
-        _kernels.forward, x.dtype, size, result_dtype=dtype, num_tiles=size // tile, tile=tile, x=x.contiguous(), y=y,
-        scales=scales,
-    )  # fmt: skip
+    y, scales = torch.empty(x.shape, dtype=dtype), torch.empty(x.numel() // tile, dtype=torch.float32)
+    _launch.launch_parts(_kernels.forward, x.numel(), x.contiguous(), y, scales)
     return y, scales
 
 
 @operator("tile_norm_backward", lambda dy, x, *_: torch.empty(x.shape, dtype=x.dtype, device=x.device))
 def _backward(dy: Tensor, x: Tensor, scales: Tensor, tile: int) -> Tensor:
     dx = torch.empty(x.shape, dtype=x.dtype)
-    _launch.launch_parts(
-        _kernels.backward, x.dtype, x.numel(), result_dtype=dy.dtype, num_tiles=len(scales), tile=tile,
-        x=x.contiguous(), dy=dy.contiguous(), scales=scales, dx=dx,
-    )  # fmt: skip
+    _launch.launch_parts(_kernels.backward, x.numel(), dy.contiguous(), x.contiguous(), scales, dx)
     return dx
 
 

@@ -1,27 +1,13 @@
 """Kernels of `tile_norm`: a tile is read twice, the second time from the cache.
 
 With s = 1 / rms of a tile and y = s x, the gradient is dx = s (dy - y mean(dy y)). It is made of x, not of y, which may
-be rounded, since it is a difference; and s is kept. For a zero tile s = 0.
-
-Their task: x, y, dy and dx (num_tiles, tile), scales (num_tiles) float32; pairs are numbers of x and dx, and of y
-and dy.
+be rounded, since it is a difference; and s is kept. For a zero tile s = 0. Scales are (tiles,).
 """
 
 import numpy as np
-from numba import carray, njit
+from numba import njit
 
-from multilin.ops.kernels.cpu_intrinsics import (
-    DOTS,
-    ONE,
-    SCALARS,
-    ZERO,
-    array,
-    floats,
-    member,
-    narrow,
-    part_of_rows,
-    widen,
-)
+from multilin.ops.kernels.cpu_intrinsics import DOTS, ONE, SCALARS, ZERO, arguments_of, narrow, part_of, widen
 
 
 @njit(**DOTS)
@@ -48,24 +34,23 @@ def gradient(dy, x, scale, dx):
         dx[i] = narrow(scale * (widen(dy[i]) - mean * (scale * widen(x[i]))), dx[i])
 
 
-def forward(tasks, pairs, index, sources):
+def forward(task, elements, index, sources):
     """One part of the tiles: y and scales."""
-    task = carray(tasks, (1,))[0]
-    shape, scales = (task.num_tiles, task.tile), floats(task.scales, 1, task.num_tiles)[0]
-    x, y = array(member(pairs, 0), task.x, shape), array(member(pairs, 1), task.y, shape)
-    first, last = part_of_rows(task.num_tiles, task.num_parts, index)
+    num_parts, x, y, scales = arguments_of(task)
+    shape = len(scales), x.size // len(scales)
+    tiles, results = x.reshape(shape), y.reshape(shape)
+    first, last = part_of(len(scales), num_parts, index)
     for i in range(first, last):
-        mean_square = mean_product(x[i], x[i])
+        mean_square = mean_product(tiles[i], tiles[i])
         scales[i] = ONE / np.sqrt(mean_square) if mean_square != ZERO else ZERO
-        scaled(x[i], scales[i], y[i])
+        scaled(tiles[i], scales[i], results[i])
 
 
-def backward(tasks, pairs, index, sources):
+def backward(task, elements, index, sources):
     """One part of the tiles: dx."""
-    task = carray(tasks, (1,))[0]
-    shape, scales = (task.num_tiles, task.tile), floats(task.scales, 1, task.num_tiles)[0]
-    x, dx = array(member(pairs, 0), task.x, shape), array(member(pairs, 0), task.dx, shape)
-    dy = array(member(pairs, 1), task.dy, shape)
-    first, last = part_of_rows(task.num_tiles, task.num_parts, index)
+    num_parts, dy, x, scales, dx = arguments_of(task)
+    shape = len(scales), x.size // len(scales)
+    dresults, tiles, dtiles = dy.reshape(shape), x.reshape(shape), dx.reshape(shape)
+    first, last = part_of(len(scales), num_parts, index)
     for i in range(first, last):
-        gradient(dy[i], x[i], scales[i], dx[i])
+        gradient(dresults[i], tiles[i], scales[i], dtiles[i])

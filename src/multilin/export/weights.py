@@ -2,6 +2,8 @@
 
 import hashlib
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -60,7 +62,8 @@ def rounded(graph: onnx.ModelProto, precision: Precision) -> onnx.ModelProto:
     """
     if precision == "float32":
         return graph
-    from onnxruntime.quantization.matmul_nbits_quantizer import MatMulNBitsQuantizer
+    with _logging_as_it_is():
+        from onnxruntime.quantization.matmul_nbits_quantizer import MatMulNBitsQuantizer
 
     quantizer: Any = MatMulNBitsQuantizer(
         graph, bits=8 if precision == "8bit" else 4, block_size=BLOCK, is_symmetric=True, accuracy_level=4
@@ -71,3 +74,15 @@ def rounded(graph: onnx.ModelProto, precision: Precision) -> onnx.ModelProto:
     if not any(node.op_type == "MatMulNBits" for node in result.graph.node):
         raise InputError(f"precision: {precision} given, but the graph has no product with a constant matrix")
     return result
+
+
+@contextmanager
+def _logging_as_it_is() -> Iterator[None]:
+    """Undo what an import does to the root logger: ONNX Runtime's tools have it print every remark of every library."""
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    try:
+        yield
+    finally:
+        root.handlers[:] = handlers
+        root.setLevel(level)

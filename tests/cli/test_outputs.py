@@ -125,7 +125,7 @@ SHOWING = {
     "doctor": ["doctor"],
     "evaluate": ["evaluate", "{run}", "--source", "{text}", "--output", "{output}"],
     "explain": ["explain", "{run}", "--text", "the", "--output", "{output}"],
-    "generate": ["generate", "{run}", "--prompt", "the", "--max-new-tokens", "2"],
+    "generate": ["generate", "{run}", "--prompt", "the", "--max-new-tokens", "2", "--engine", "torch"],
     "tokenizer show": ["tokenizer", "show", "{run}", "--text", "the"],
 }
 

@@ -48,7 +48,7 @@ def compare(sweep: Sweep, *, overwrite: bool = False, progress: TrainingProgress
         raise InputError("compare: runs are compared in one process; start it without torchrun")
     check_sweep(sweep)
     output = Path(sweep.output)
-    with locked_folder(output):
+    with locked_folder(sweep.output):  # an empty name is refused, which a Path no longer shows
         if (output / RECIPE_FILE).exists():
             raise InputError(f"output: {output} holds a run; give another folder for the comparison")
         for name in (*REPORT_FILES, SPEED_FILE):

@@ -55,7 +55,8 @@ def lines_of_models(axis: "Axes", rows: Sequence[dict[str, Any]], x: str, y: str
 
 def title(model: str) -> str:
     """A model's name as readers know it."""
-    return {"gpt2": "GPT-2", "llama": "Llama"}.get(model, model)
+    name, colon, engine = model.partition(":")
+    return {"gpt2": "GPT-2", "llama": "Llama"}.get(name, name) + colon + engine
 
 
 def scale_x(axis: "Axes", values: Sequence[float], names: Sequence[str] | None = None) -> None:

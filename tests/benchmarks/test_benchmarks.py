@@ -80,15 +80,13 @@ def test_a_training_step_is_timed_beside_its_peers(tmp_path: Path, capsys: pytes
 
 
 def test_prefill_and_generation_are_timed_where_a_model_can(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    texts = ["--positions", "16", "40", "--chunk", "16", "--longest-peer", "16", "--batch-sizes", "1", "3"]
+    texts = ["--positions", "16", "40", "--longest-peer", "16", "--batch-sizes", "1", "3"]
     turns = ["--turns", "1", "--prefill-turns", "1", "--tokens", "2", "--models", "additive", "gpt2"]
     assert main(["decode", "--save", str(tmp_path), *texts, *turns, *SIZES]) == 0
     assert "gpt2 is left out after 40 tokens" in capsys.readouterr().out
     rows = _saved(tmp_path, "decode")["rows"]
-    prefills = [(row["model"], row["position"], row["way"]) for row in rows if row["task"] == "prefill"]
-    assert sorted(prefills) == [
-        ("additive", 16, "at once"), ("additive", 40, "at once"), ("additive", 40, "by 16"), ("gpt2", 16, "at once"),
-    ]  # fmt: skip
+    prefills = [(row["model"], row["position"]) for row in rows if row["task"] == "prefill"]
+    assert sorted(prefills) == [("additive", 16), ("additive", 40), ("gpt2", 16)]
     kept = {
         (row["model"], row["position"], row["batch_size"]): row["state_bytes"] for row in rows if "state_bytes" in row
     }
@@ -96,6 +94,32 @@ def test_prefill_and_generation_are_timed_where_a_model_can(tmp_path: Path, caps
     # Keys and values of two layers, sixteen tokens, sixteen float32 numbers; three texts have three times as many.
     assert kept["gpt2", 16, 3] == 3 * kept["gpt2", 16, 1] == 3 * 2 * 2 * 16 * 16 * 4
     assert (tmp_path / "decode.png").read_bytes().startswith(PNG)
+
+
+@pytest.mark.slow
+def test_exported_models_are_timed_beside_those_in_pytorch(tmp_path: Path) -> None:
+    pytest.importorskip("onnxscript")
+    pytest.importorskip("onnxruntime")
+    engines = ["--engines", "torch", "onnx", "onnx-8bit", "--exports", str(tmp_path / "exports")]
+    turns = ["--turns", "1", "--prefill-turns", "1", "--tokens", "2", "--models", "additive", "gpt2"]
+    texts = ["--positions", "16", "--batch-sizes", "1", "3"]
+    assert main(["decode", "--save", str(tmp_path), *engines, *turns, *texts, *SIZES, "--hidden-size", "32"]) == 0
+    kept = {
+        (row["model"], row["batch_size"]): row["state_bytes"]
+        for row in _saved(tmp_path, "decode")["rows"]
+        if row["task"] == "generate" and row["position"]
+    }
+    assert {name for name, _ in kept} == {"additive", "additive: onnx", "additive: onnx-8bit", "gpt2", "gpt2: onnx"}
+    for name in ("additive", "gpt2"):
+        assert kept[name, 3] == kept[f"{name}: onnx", 3] == 3 * kept[f"{name}: onnx", 1]
+
+
+def test_an_engine_that_is_not_installed_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert main(["decode", "--engines", "ctranslate2-int8"]) == 1
+    assert "pip install ctranslate2" in capsys.readouterr().err
 
 
 def test_an_op_is_timed_beside_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

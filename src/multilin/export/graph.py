@@ -62,8 +62,9 @@ class Step(nn.Module):
         if num_new_B is not None:
             last_B11 = (num_new_B - 1).clamp(min=0)[:, None, None]
             x_BTD = x_BTD.gather(1, last_B11.expand(-1, -1, x_BTD.shape[-1]))
-        logits_BV = apply_head(self.model.lm_head, body.norm(x_BTD)[:, 0], self.model.config.logit_scale)
-        return logits_BV.float(), *(_turn(after[about.name], about) for about in self.tensors)
+        # With three axes the product has a constant matrix on its right, which can be rounded.
+        logits_B1V = apply_head(self.model.lm_head, body.norm(x_BTD)[:, :1], self.model.config.logit_scale)
+        return logits_B1V[:, 0].float(), *(_turn(after[about.name], about) for about in self.tensors)
 
     def example(self) -> dict[str, Tensor]:
         """Inputs by name, with `EXAMPLE_ROWS` rows and rings of `EXAMPLE_SLOTS` slots, or as many as they keep."""

@@ -27,7 +27,7 @@ def prefix_softmax(
     logits_BSH, values_BSHD, starts_BS = read_state_first(logits_BTH, values_BTHD, state, starts)
     scores_BHTS = _scores(logits_BSH, starts_BS, window, num_new)
     weights_BHTS, log_total_BTH = softmax_and_total(scores_BHTS)
-    means_BTHD = torch.einsum("bhts,bshd->bthd", weights_BHTS, values_BSHD)
+    means_BTHD = _means(weights_BHTS, values_BSHD)
 
     if not needs_state:
         state = None
@@ -37,7 +37,7 @@ def prefix_softmax(
         state = last_tokens(logits_BSH, values_BSHD, starts_BS, window - 1)
     if own_logits is not None:
         weights_BHTS, _ = softmax_and_total(torch.cat([scores_BHTS, own_logits.transpose(1, 2)[..., None]], dim=-1))
-        means_BTHD = torch.einsum("bhts,bshd->bthd", weights_BHTS[..., :-1], values_BSHD)
+        means_BTHD = _means(weights_BHTS[..., :-1], values_BSHD)
         means_BTHD = means_BTHD + weights_BHTS[..., -1].transpose(1, 2)[..., None] * values_BTHD
     elif null_logit is not None:
         means_BTHD = means_BTHD * torch.sigmoid(log_total_BTH - null_logit)[..., None]
@@ -106,3 +106,8 @@ def softmax_and_total(scores_BHTS: Tensor) -> tuple[Tensor, Tensor]:
     log_total_BHT1 = scores_BHTS.masked_fill(empty_BHT1, 0.0).logsumexp(dim=-1, keepdim=True)
     weights_BHTS = torch.exp(scores_BHTS - log_total_BHT1)
     return weights_BHTS, log_total_BHT1.masked_fill(empty_BHT1, -torch.inf)[..., 0].transpose(1, 2)
+
+
+def _means(weights_BHTS: Tensor, values_BSHD: Tensor) -> Tensor:
+    """Sum over s of weights times values, (B, T, H, D)."""
+    return (weights_BHTS @ values_BSHD.transpose(1, 2)).transpose(1, 2)

@@ -55,7 +55,9 @@ def main(argv: list[str]) -> None:
     torch.manual_seed(0)
     check_installed(arguments.engines)
     positions = {name: _readable(name, arguments) for name in arguments.models}
-    models = {name: _model(name, max(chosen), arguments) for name, chosen in positions.items() if chosen}
+    models = {
+        name: _build(name, max(chosen), arguments).eval().to(device()) for name, chosen in positions.items() if chosen
+    }
     if not models:
         raise InputError(f"--positions: {arguments.positions} given, but no model can be measured at any of them")
     _print_sizes(arguments)
@@ -135,10 +137,6 @@ def _build(name: str, position: int, arguments: argparse.Namespace) -> PreTraine
     return create_model(name, **sizes)
 
 
-def _model(name: str, position: int, arguments: argparse.Namespace) -> PreTrainedModel:
-    return _build(name, position, arguments).eval().to(device())
-
-
 def _prefill(
     decoders: dict[str, Decoder], positions: dict[str, list[int]], arguments: argparse.Namespace
 ) -> tuple[dict[tuple[str, int], Any], list[Row]]:
@@ -190,8 +188,9 @@ def _generate(
             num_bytes = decoders[label].num_bytes(state, batch_size)
             costs[label, position] = {"state_bytes": num_bytes, "memory_bytes": None if ":" in label else peak}
     for name in (name for name in models if name not in BASELINES):
-        tasks[f"limit: products of {name}", 0] = bare_products(_matrices(models[name]), batch_size)
-        tasks[f"limit: one product, {name}", 0] = one_product(_matrices(models[name]), batch_size)
+        matrices = [matrix.flatten(1) for matrix in multiplied(models[name])]
+        tasks[f"limit: products of {name}", 0] = bare_products(matrices, batch_size)
+        tasks[f"limit: one product, {name}", 0] = one_product(matrices, batch_size)
     timed = {
         key: partial(generate, min(max(int(arguments.turn_seconds / generate(1)), 1), arguments.tokens))
         for key, generate in tasks.items()
@@ -210,10 +209,6 @@ def _started(decoder: Decoder, state: Any, batch_size: int) -> Generate:
     generate = decoder.start(state, batch_size)
     generate(1)
     return generate
-
-
-def _matrices(model: PreTrainedModel) -> list[torch.Tensor]:
-    return [matrix.flatten(1) for matrix in multiplied(model)]
 
 
 def _seconds(task: Callable[[], object]) -> float:

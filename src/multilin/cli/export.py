@@ -39,6 +39,8 @@ class ExportArguments:
 def export(arguments: ExportArguments) -> None:
     """Write a model as ONNX graphs that run without multilin, and compare them with the original."""
     check_run_files(arguments.run)
+    if (kind := model_type(Path(arguments.run))) not in ("multilin", None):
+        raise InputError(f"run: a {kind} model given, but only models of this package can be exported")
     output = Path(arguments.output or f"{Path(arguments.run)}-{arguments.format}")
     check_folder("--output", output, must_be_new=True)
     if arguments.format == "onnx" and arguments.runtime is not None:

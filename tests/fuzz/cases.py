@@ -108,7 +108,7 @@ def anywhere(folder: Path, line: str, file: str, number: int) -> Iterator[Case]:
 
 def flags_of(verb: str) -> Iterator[Case]:
     """Every flag with words that its type does not allow, flags that do not exist, and words that are missing."""
-    known, words = list(flags(VERBS[verb])), VALID.get(verb, [])
+    known, words = list(flags(VERBS[verb])), VALID.get(verb, ["run"] if verb == "export" else [])
     for place, flag in enumerate(known):
         number = {"train": 1, "demo": 1, "compare": 1}.get(verb, 5) if flag.section else 6
         for word in d.some(_bad_words(verb, flag), number, verb + flag.key):

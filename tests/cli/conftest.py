@@ -52,6 +52,25 @@ def _write_run(architecture: str, folder: Path) -> None:
     tokenizer.save_pretrained(folder)
 
 
+@pytest.fixture(scope="session")
+def trained(text_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A short run, trained through the command line."""
+    folder = tmp_path_factory.mktemp("runs") / "tiny"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(folder.parent / "cache"))
+        status = main(
+            [
+                *("train", "--output", str(folder), "--data.source", str(text_file), "--tokenizer.kind", "byte"),
+                *("--tokenizer.vocab_size", "null", "--model.hidden_size", "16", "--model.num_layers", "1"),
+                *("--model.n_positions", "32", "--model.options.num_heads", "2", "--training.max_steps", "30"),
+                *("--training.batch_size", "4", "--optimizer.learning_rate", "0.02", "--schedule.warmup_steps", "2"),
+                *("--training.precision", "float32"),
+            ]
+        )
+        assert status == 0
+        yield folder
+
+
 @pytest.fixture(autouse=True)
 def nothing_piped_in(monkeypatch: pytest.MonkeyPatch) -> None:
     """A stdin that ends at once."""

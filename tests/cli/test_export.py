@@ -1,6 +1,7 @@
 """The verb export, and the engine that generate chooses."""
 
 import importlib.util
+import re
 import json
 import shutil
 from collections.abc import Callable
@@ -83,5 +84,6 @@ def test_export_prints_a_comparison(trained: Path, cli: Call, tmp_path: Path, pr
     words = " ".join(cli("export", trained, "--output", tmp_path / "out", "--precision", precision).split())
     assert "bits per byte" in words
     assert f"ONNX, {precision}" in words
-    if precision == "float32":
-        assert "200 of 200 greedy tokens are equal" in words or "greedy tokens are equal" in words
+    equal, compared = re.search(r"(\d+) of (\d+) greedy tokens are equal", words).groups()
+    assert 0 < int(compared) <= 200
+    assert precision != "float32" or equal == compared

@@ -13,27 +13,6 @@ from multilin.training.run_folder import RunFolder
 Call = Callable[..., str]
 
 
-@pytest.fixture(scope="module")
-def trained(text_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A short run, trained through the command line."""
-    from multilin.cli.main import main
-
-    folder = tmp_path_factory.mktemp("runs") / "tiny"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(folder.parent / "cache"))
-        status = main(
-            [
-                *("train", "--output", str(folder), "--data.source", str(text_file), "--tokenizer.kind", "byte"),
-                *("--tokenizer.vocab_size", "null", "--model.hidden_size", "16", "--model.num_layers", "1"),
-                *("--model.n_positions", "32", "--model.options.num_heads", "2", "--training.max_steps", "30"),
-                *("--training.batch_size", "4", "--optimizer.learning_rate", "0.02", "--schedule.warmup_steps", "2"),
-                *("--training.precision", "float32"),
-            ]
-        )
-        assert status == 0
-        yield folder
-
-
 @pytest.fixture
 def damaged(additive: Path, tmp_path: Path) -> Path:
     """A copy of a run, to be damaged."""

@@ -1,5 +1,6 @@
 """Whether a folder holds a model: a quick look before PyTorch is imported to load it."""
 
+import hashlib
 import json
 from pathlib import Path
 
@@ -39,3 +40,12 @@ def check_run_files(folder: str | Path) -> None:
         raise InputError(f"run: {folder} holds no model (no config.json){hint}")
     if not any(folder.glob("*.safetensors")):
         raise InputError(f"run: {folder} holds no weights (no .safetensors file)")
+
+
+def weights_hash(folder: Path) -> str:
+    """SHA-256 of the weights in a folder: of the names and contents of its .safetensors files."""
+    digest = hashlib.sha256()
+    for path in sorted(folder.glob("*.safetensors")):
+        with path.open("rb") as stream:
+            digest.update(path.name.encode() + hashlib.file_digest(stream, "sha256").digest())
+    return digest.hexdigest()

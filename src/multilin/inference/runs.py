@@ -1,6 +1,8 @@
 """Trained models on disk: a run folder, one of its checkpoints, or any folder in Hugging Face's layout."""
 
+import contextlib
 import dataclasses
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -67,19 +69,12 @@ def load_model(folder: Path) -> PreTrainedModel:
     Raises:
         InputError: no model there, damaged or missing weights, or a config of more than fits into the memory.
     """
-    check_run_files(folder)
+    read_config(folder)
     _check_weights(folder)
-    try:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        _check_sizes(config)
+    with _loading(folder):
         model, found = AutoModelForCausalLM.from_pretrained(
             folder, use_safetensors=True, local_files_only=True, trust_remote_code=False, output_loading_info=True
         )
-    except InputError as error:
-        raise InputError(f"run: {folder / 'config.json'}: {error}") from None
-    except Exception as error:  # what is wrong in a config or in weights ends in errors of many kinds
-        reason = " ".join(str(error).split())[:200]
-        raise InputError(f"run: the model in {folder} cannot be loaded ({reason})") from error
     if found["missing_keys"]:
         missing = sorted(found["missing_keys"])
         others = f" and {plural(len(missing) - 1, 'other')}" if missing[1:] else ""
@@ -88,6 +83,31 @@ def load_model(folder: Path) -> PreTrainedModel:
         if not parameter.isfinite().all():
             raise InputError(f"run: the weights in {folder} are damaged: {name} holds values that are not finite")
     return model.eval()
+
+
+def read_config(folder: Path) -> PretrainedConfig:
+    """The config of the model of a folder.
+
+    Raises:
+        InputError: no model there, a damaged config, or one of more than fits into the memory.
+    """
+    check_run_files(folder)
+    check_model_files(folder, "run")
+    with _loading(folder):
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        _check_sizes(config)
+    return config
+
+
+@contextlib.contextmanager
+def _loading(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except InputError as error:
+        raise InputError(f"run: {folder / 'config.json'}: {error}") from None
+    except Exception as error:  # what is wrong in a config or in weights ends in errors of many kinds
+        reason = " ".join(str(error).split())[:200]
+        raise InputError(f"run: the model in {folder} cannot be loaded ({reason})") from error
 
 
 def _check_sizes(config: PretrainedConfig) -> None:
@@ -107,7 +127,6 @@ def _check_generation(path: Path) -> None:
 
 
 def _check_weights(folder: Path) -> None:
-    check_model_files(folder, "run")
     _check_generation(folder / "generation_config.json")
     for path in sorted(folder.glob("*.safetensors")):
         try:
@@ -124,8 +143,7 @@ def _check_tokenizer(tokenizer: PreTrainedTokenizerFast, config: PretrainedConfi
             f"run: the tokenizer in {folder} is not the one its model was trained with; put the original "
             "tokenizer.json back"
         )
-    trained_here = (folder / "recipe.yaml").is_file()
-    if len(tokenizer) > config.vocab_size or (trained_here and len(tokenizer) != config.vocab_size):
+    if len(tokenizer) > config.vocab_size:
         raise InputError(
             f"run: the tokenizer in {folder} has {len(tokenizer)} tokens, but its model was trained with "
             f"{config.vocab_size}; put the original tokenizer.json back"

@@ -72,6 +72,8 @@ class RunFolder:
             raise InputError(f"output: {self.path} is a checkpoint of a run; give the folder of the run, or a new one")
         if resume:
             return self._check_resumable(recipe, num_processes)
+        if recipe.model.start is not None and Path(recipe.model.start).resolve() == self.path.resolve():
+            raise InputError(f"output: {self.path} holds the model to start from (model.start); give another folder")
         if self.recipe.exists() and not overwrite:
             raise InputError(
                 f"output: {self.path} already holds a run; give another folder, or continue it with --resume, "
@@ -164,7 +166,7 @@ class RunFolder:
         if checkpoint is None and not self.recipe.exists():
             raise InputError(f"output: there is no run to resume in {self.path}")
         if checkpoint is None:
-            before = load_recipe(self.recipe)
+            before = load_recipe(self.path)
         else:
             checkpoints.check_trainer_state(checkpoint)
             record = _read_record(checkpoint)

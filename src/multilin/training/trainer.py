@@ -50,7 +50,7 @@ def train(
         TrainingInterrupted: SIGINT or SIGTERM, after a checkpoint.
     """
     recipe = resolve_recipe(recipe)
-    check_model(recipe)
+    check_model(recipe, checkpoint=RunFolder(recipe.output).last_checkpoint() if resume else None)
     devices = PartialState(cpu=not torch.accelerator.is_available())
     if recipe.training.master == "host":
         check_host_master(recipe.training, devices)
@@ -59,11 +59,11 @@ def train(
         progress = TrainingProgress()
     with _opened(folder, recipe, devices, resume=resume, overwrite=overwrite) as checkpoint:
         with devices.main_process_first():
-            text = read_data(recipe, progress.prepare)
-        check_model(recipe, len(text.tokenizer))
+            text = read_data(recipe, progress.prepare, checkpoint)
+        check_model(recipe, len(text.tokenizer), checkpoint)
         with _failures_in_one_sentence(folder):
             set_seed(recipe.training.seed)
-            model = build_model(recipe, text)
+            model = build_model(recipe, text, checkpoint)
             if devices.is_main_process:
                 folder.begin(recipe, text, checkpoint)
             devices.wait_for_everyone()

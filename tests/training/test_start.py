@@ -1,8 +1,6 @@
 """Runs that begin with the weights, the tokenizer and the sizes of another model."""
 
 import dataclasses
-import json
-import random
 import shutil
 import signal
 import warnings
@@ -27,30 +25,6 @@ from multilin.training.trainer import train
 from tests.training.conftest import assert_same_weights, metrics
 
 DECIDED = ("model.architecture", "model.hidden_size", "model.num_layers", "model.n_positions", "tokenizer.kind")
-
-
-@pytest.fixture(scope="session")
-def letters(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Text of another kind than that of the runs to start from."""
-    draw = random.Random(1)
-    path = tmp_path_factory.mktemp("letters") / "letters.jsonl"
-    lines = [{"text": " ".join(draw.choices(("dear", "yours", "truly", "friend", "letter"), k=60))} for _ in range(40)]
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return path
-
-
-@pytest.fixture
-def tune(tiny: Callable[..., Recipe], letters: Path) -> Callable[..., Recipe]:
-    """A recipe that begins with a model: tune(start, output, **changes)."""
-
-    def make(start: Path | str, output: Path, **changes: Any) -> Recipe:
-        recipe = dataclasses.asdict(tiny(output))
-        kept = {f"{section}.{name}": value for section in ("optimizer", "schedule", "training")
-                for name, value in recipe[section].items()}  # fmt: skip
-        given = {"data.source": str(letters), "output": str(output), "model.start": str(start)}
-        return load_recipe(None, kept | given | changes)
-
-    return make
 
 
 Tune = Callable[..., Recipe]
@@ -195,7 +169,7 @@ def test_a_start_that_changed_is_said(tune: Tune, uninterrupted: RunResult, tmp_
     other = AutoModelForCausalLM.from_pretrained(folder)
     torch.nn.init.ones_(other.get_input_embeddings().weight)
     other.save_pretrained(folder)
-    with pytest.raises(InputError, match=r"model\.start: the weights in .* are not those that this recipe records"):
+    with pytest.raises(InputError, match=r"model\.start: the weights in .* are not those that the recipe records"):
         train(recipe)
 
 

@@ -19,7 +19,7 @@ from multilin.cli.doctor import doctor
 from multilin.cli.evaluate import evaluate, quantize
 from multilin.cli.explain import explain
 from multilin.cli.export import export
-from multilin.cli.inference import convert, generate, rollout
+from multilin.cli.inference import convert, generate, merge, rollout
 from multilin.cli.info import info
 from multilin.cli.messages import plain_warnings
 from multilin.cli.tokenizer import tokenizer_show, tokenizer_train
@@ -30,7 +30,7 @@ from multilin.training.outcomes import TrainingFailed, TrainingInterrupted
 BAD_INPUT, FAILED, INTERRUPTED, BROKEN_PIPE = 2, 1, 130, 141
 
 _FUNCTIONS: tuple[Callable[..., None], ...] = (
-    demo, train, generate, rollout, evaluate, compare, explain, quantize, export, info, tokenizer_train,
+    demo, train, merge, generate, rollout, evaluate, compare, explain, quantize, export, info, tokenizer_train,
     tokenizer_show, convert, doctor,
 )  # fmt: skip
 VERBS = {function.__name__.replace("_", " "): function for function in _FUNCTIONS}

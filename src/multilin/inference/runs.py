@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,12 +14,14 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 from multilin.architectures.base import Sizes
 from multilin.data.tokenizers import load_tokenizer, tokenizer_hash
 from multilin.errors import InputError, plural
-from multilin.inference.run_files import check_run_files
+from multilin.files import atomic_folder
+from multilin.inference.adapters import merge_adapters
+from multilin.inference.run_files import base_of, check_run_files, check_weights_hash, find_model, is_adapter
 from multilin.model.config import TokenIds
 from multilin.model.factory import BaselineOptions
 from multilin.model.memory import check_memory, parameter_bytes
 from multilin.settings import load_settings, settings
-from multilin.settings.inputs import check_model_files, read_json
+from multilin.settings.inputs import check_model_files, read_json, read_yaml
 
 
 @settings
@@ -71,6 +74,8 @@ def load_model(folder: Path) -> PreTrainedModel:
     """
     read_config(folder)
     _check_weights(folder)
+    if is_adapter(folder):
+        return merge_adapters(load_model(_find_base(folder)), folder)
     with _loading(folder):
         model, found = AutoModelForCausalLM.from_pretrained(
             folder, use_safetensors=True, local_files_only=True, trust_remote_code=False, output_loading_info=True
@@ -93,10 +98,37 @@ def read_config(folder: Path) -> PretrainedConfig:
     """
     check_run_files(folder)
     check_model_files(folder, "run")
+    if is_adapter(folder):
+        return read_config(_find_base(folder))
     with _loading(folder):
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         _check_sizes(config)
     return config
+
+
+def _find_base(folder: Path) -> Path:
+    """The folder of the model that adapters belong to, with the weights that they were trained with."""
+    base = find_model(base_of(folder), f"run: the model of the adapters in {folder}")
+    if is_adapter(base) and base.resolve() == folder.resolve():
+        raise InputError(f"run: the adapters in {folder} name themselves as the model they belong to")
+    recipe = read_yaml(folder / "recipe.yaml", "run") if (folder / "recipe.yaml").is_file() else {}
+    expected = recipe.get("model", {}).get("start_hash")
+    if expected is not None:
+        check_weights_hash(base, expected, f"run: the model of the adapters in {folder}")
+    return base
+
+
+def save_run(run: Run, target: Path) -> None:
+    """Write the model and the tokenizer of a run into a folder, complete or not at all, with its recipe beside them.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+    with atomic_folder(target) as partial:
+        run.model.save_pretrained(partial)
+        run.tokenizer.save_pretrained(partial)
+        if (run.folder / "recipe.yaml").is_file():
+            shutil.copy(run.folder / "recipe.yaml", partial / "recipe.yaml")
 
 
 @contextlib.contextmanager

@@ -94,7 +94,7 @@ def _sentence(cls: type, error: "ValidationError", where: str) -> str:
         )
         if part in known:
             path.append(str(part))
-            owner = known[part]
+            owner = next(filter(dataclasses.is_dataclass, get_args(known[part])), known[part])
         elif _is_dictionary(owner) and isinstance(part, str):
             path.append(shorten(part))
             owner = object

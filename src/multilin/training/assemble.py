@@ -19,6 +19,7 @@ from multilin.errors import InputError, plural
 from multilin.inference.runs import read_config
 from multilin.model.factory import create_config, create_model
 from multilin.model.memory import FLOAT_BYTES, ID_BYTES, activation_bytes, check_memory, parameter_bytes
+from multilin.training.adapters import add_adapters
 from multilin.training.optimizers import OPTIMIZERS
 from multilin.training.order import BlockOrder
 from multilin.training.precision import autocast_dtype, set_arithmetic
@@ -71,7 +72,7 @@ def check_model(recipe: Recipe, vocab_size: int | None = None, checkpoint: Path 
     Args:
         recipe: with every default filled in.
         vocab_size: of the text's tokenizer; None, before it is there, takes the recipe's.
-        checkpoint: of the run that goes on, which then needs the model it started from no more.
+        checkpoint: of the run that goes on, which then needs the model it started from for adapters only.
 
     Raises:
         InputError: sizes or options that do not fit, gradients that cannot be normalised layer by layer, or a model
@@ -79,6 +80,8 @@ def check_model(recipe: Recipe, vocab_size: int | None = None, checkpoint: Path 
     """
     with torch.device("meta"):
         network = _create_model(recipe, vocab_size or recipe.tokenizer.vocab_size or 1, checkpoint)
+        if recipe.training.lora is not None:
+            add_adapters(network, recipe)
     _check_memory(recipe, network)
     if recipe.training.normalize_gradients:
         _check_normalized_gradients(recipe, network)
@@ -89,7 +92,8 @@ def _check_memory(recipe: Recipe, model: PreTrainedModel) -> None:
     plan, sizes, n_positions = recipe.training, model.config, recipe.model.n_positions
     assert recipe.optimizer.name is not None, "training needs a recipe that was resolved"
     num_shards = int(os.environ.get("WORLD_SIZE", 1)) if os.environ.get("ACCELERATE_USE_FSDP") == "true" else 1
-    weights = parameter_bytes(model) * (2 + OPTIMIZERS[recipe.optimizer.name].state_numbers) // num_shards
+    trained = FLOAT_BYTES * sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    weights = (parameter_bytes(model) + trained * (1 + OPTIMIZERS[recipe.optimizer.name].state_numbers)) // num_shards
     activations = activation_bytes(
         model,
         plan.batch_size * n_positions,
@@ -124,7 +128,7 @@ def build_model(recipe: Recipe, text: PreparedText | TaskText, checkpoint: Path 
         InputError: the model to start from was trained with another tokenizer.
     """
     tokenizer = text.tokenizer
-    if recipe.model.start is None or checkpoint is not None:
+    if recipe.model.start is None or (checkpoint is not None and recipe.training.lora is None):
         model = _create_model(recipe, len(tokenizer), checkpoint)
     else:
         model = load_start(recipe.model.start, recipe.model.start_hash, tokenizer)
@@ -139,6 +143,8 @@ def build_model(recipe: Recipe, text: PreparedText | TaskText, checkpoint: Path 
     if recipe.training.normalize_gradients:
         model.base_model.normalizes_gradients = True
     set_arithmetic(model, recipe.training)
+    if recipe.training.lora is not None:
+        add_adapters(model, recipe)
     if recipe.training.gradient_checkpointing:
         # transformers 5.23 renamed it; the old name still works there, with a warning.
         getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
@@ -148,7 +154,8 @@ def build_model(recipe: Recipe, text: PreparedText | TaskText, checkpoint: Path 
 def _create_model(recipe: Recipe, vocab_size: int, checkpoint: Path | None) -> PreTrainedModel:
     model = recipe.model
     if model.start is not None:
-        folder = checkpoint or open_start(model.start, model.start_hash)
+        is_whole = checkpoint is not None and recipe.training.lora is None
+        folder = checkpoint if checkpoint is not None and is_whole else open_start(model.start, model.start_hash)
         network: PreTrainedModel = AutoModelForCausalLM.from_config(read_config(folder))
         return network
     for name in model.config:

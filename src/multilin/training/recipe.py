@@ -71,6 +71,16 @@ class ScheduleRecipe:
 
 
 @settings
+class LoraRecipe:
+    """Low-rank adapters: each matrix W becomes W + alpha / rank * B A, and A and B alone are trained."""
+
+    rank: bounds.Count  # rows of A and columns of B, for each matrix
+    alpha: bounds.Positive | None = None  # the update's scale times the rank; twice the rank by default
+    dropout: Fraction = 0.0  # on what A reads, in training
+    targets: bounds.Names | None = None  # ends of the names of modules; all matrices of the layers by default
+
+
+@settings
 class TrainingRecipe:
     """The run."""
 
@@ -92,6 +102,7 @@ class TrainingRecipe:
     save_every_steps: bounds.StepCount = 200  # steps between checkpoints; 0 saves after the last step only
     keep_checkpoints: bounds.Steps = 2  # newest checkpoints kept
     log_every_steps: bounds.Steps = 10  # steps between lines of metrics.jsonl
+    lora: LoraRecipe | None = None  # train adapters alone: rank, alpha, dropout, targets
     tensorboard: bool = False  # also write TensorBoard event files into the run folder
 
 

@@ -33,7 +33,8 @@ METRICS = ("step", "tokens", "seconds", "loss", "tokens_per_second")  # in every
 # Files that a run writes at the top of its folder, and that --overwrite removes; others are left alone.
 _WRITTEN = (
     "data.json", "metrics.jsonl", "loss.png", "demo.png", "README.md", "config.json", "generation_config.json",
-    "model*.safetensors", "model.safetensors.index.json", "tokenizer*", "special_tokens_map.json", "tensorboard",
+    "model*.safetensors", "model.safetensors.index.json", "adapter_config.json", "adapter_model.safetensors",
+    "tokenizer*", "special_tokens_map.json", "tensorboard",
 )  # fmt: skip
 
 

@@ -5,8 +5,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from multilin.errors import InputError, as_input_error, shown
-from multilin.inference.run_files import check_run_files, weights_hash
+from multilin.errors import InputError, shown
+from multilin.inference.run_files import check_weights_hash, find_model, weights_hash
 from multilin.settings.inputs import read_yaml
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ def complete_start(values: Mapping[str, Any]) -> dict[str, Any]:
     """
     given, tokenizer = dict(values["model"]), dict(values.get("tokenizer") or {})
     start, expected_hash = given.pop("start"), given.pop("start_hash", None)
-    folder = find_start(start)
+    folder = find_model(start, "model.start")
     model, own_tokenizer = _describe(folder)
     longest, block = model.pop("longest_text"), given.pop("n_positions", None)
     if block is not None and longest is not None and block > longest:
@@ -55,12 +55,8 @@ def open_start(start: str, expected_hash: str | None) -> Path:
     Raises:
         InputError: no model there, or other weights.
     """
-    folder = find_start(start)
-    if weights_hash(folder) != expected_hash:
-        raise InputError(
-            f"model.start: the weights in {shown(start)} are not those that this recipe records (model.start_hash); "
-            "put them back, or name model.start again to begin with what is there now"
-        )
+    folder = find_model(start, "model.start")
+    check_weights_hash(folder, expected_hash, "model.start")
     return folder
 
 
@@ -86,45 +82,6 @@ def load_start(start: str, expected_hash: str | None, tokenizer: "PreTrainedToke
             f"model.start: the model in {shown(start)} was trained with another tokenizer than that of the text"
         )
     return model.float()
-
-
-def find_start(start: str) -> Path:
-    """The folder of a model, fetched from the hub where `start` is a name there.
-
-    Raises:
-        InputError: neither a folder with a model nor a name that the hub knows.
-    """
-    folder = Path(start).expanduser()
-    if not folder.exists():
-        if folder.is_absolute() or start.startswith((".", "~")) or start.count("/") > 1:
-            raise InputError(f"model.start: {shown(start)} does not exist; give a run, a folder or a name on the hub")
-        folder = _fetch(start)
-    with _about_start():
-        check_run_files(folder)
-    return folder
-
-
-def _fetch(name: str) -> Path:
-    """The files of a model on the hub that are read here: no code, no pickles."""
-    import huggingface_hub
-
-    from multilin.data.tokenizers import TOKENIZER_FILES
-
-    def failure(reason: str) -> str:
-        return f"model.start: {shown(name)} is neither a folder here nor a model that the hub gives ({reason})"
-
-    with as_input_error(failure):
-        try:
-            # Asked once: downloads would try again and again, for minutes where there is no connection.
-            revision = huggingface_hub.HfApi().model_info(name, timeout=20).sha
-        except Exception:
-            if not isinstance(huggingface_hub.try_to_load_from_cache(name, "config.json"), str):
-                raise
-            return Path(huggingface_hub.snapshot_download(name, local_files_only=True))
-        patterns = ["config.json", "generation_config.json", "*.safetensors", "*.safetensors.index.json"]
-        return Path(
-            huggingface_hub.snapshot_download(name, revision=revision, allow_patterns=[*patterns, *TOKENIZER_FILES])
-        )
 
 
 def _describe(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:

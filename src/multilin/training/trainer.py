@@ -12,6 +12,7 @@ from accelerate.utils import broadcast
 from transformers import TrainerCallback, set_seed
 
 from multilin.errors import InputError
+from multilin.inference.adapters import reach
 from multilin.training.assemble import build_model, check_model, read_data
 from multilin.training.checkpoints import WRITE_ERRORS, checkpoint_folder, checkpoint_step
 from multilin.training.host_master import check_host_master
@@ -66,6 +67,8 @@ def train(
             model = build_model(recipe, text, checkpoint)
             if devices.is_main_process:
                 folder.begin(recipe, text, checkpoint)
+            if recipe.training.lora is not None:
+                progress.message(reach(model))
             devices.wait_for_everyone()
             with StopRequest() as stop_request:
                 trainer = RunTrainer(model, recipe, text, folder, progress, stop_request)

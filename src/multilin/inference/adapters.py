@@ -51,9 +51,7 @@ def insert_adapters(model: PreTrainedModel, config: "LoraConfig", field: str) ->
         tuner = peft.LoraModel(model, {NAME: config}, NAME)
     ends = (model.get_input_embeddings(), model.get_output_embeddings())
     if model.config.tie_word_embeddings and any(hasattr(module, "base_layer") for module in ends):
-        raise InputError(
-            f"{field}: the output of this model shares its matrix with the embedding; name others"
-        )
+        raise InputError(f"{field}: the output of this model shares its matrix with the embedding; name others")
     return tuner
 
 

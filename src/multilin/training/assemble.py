@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, TrainingArguments
 
+from multilin.data.chat import check_cuts
 from multilin.data.packing import BLOCK_FIELDS
 from multilin.data.prepare import PreparedText, prepare_text
 from multilin.data.progress import Progress, no_progress
@@ -45,7 +46,10 @@ def read_text(recipe: Recipe, progress: Progress = no_progress, run: Path | None
     if recipe.model.start is not None and run is not None:
         tokenizer = dataclasses.replace(tokenizer, path=str(run))
     text = prepare_text(recipe.data, tokenizer, progress=progress)
-    if text.train.num_tokens < recipe.model.n_positions:
+    check_cuts(text.train, recipe.model.n_positions, "data.source")
+    other = "data.source (validation part)" if recipe.data.validation is None else "data.validation"
+    check_cuts(text.validation, recipe.model.n_positions, other)
+    if text.train.is_answer is None and text.train.num_tokens < recipe.model.n_positions:
         raise InputError(
             f"data.source: {source} holds {plural(text.train.num_tokens, 'token')} to train on, less than one "
             f"block of model.n_positions = {recipe.model.n_positions}; give more text or a smaller block"

@@ -34,7 +34,7 @@ METRICS = ("step", "tokens", "seconds", "loss", "tokens_per_second")  # in every
 _WRITTEN = (
     "data.json", "metrics.jsonl", "loss.png", "demo.png", "README.md", "config.json", "generation_config.json",
     "model*.safetensors", "model.safetensors.index.json", "adapter_config.json", "adapter_model.safetensors",
-    "tokenizer*", "special_tokens_map.json", "tensorboard",
+    "tokenizer*", "special_tokens_map.json", "chat_template.jinja", "tensorboard",
 )  # fmt: skip
 
 

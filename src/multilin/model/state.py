@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from multilin.errors import InputError
-from multilin.ops.ring import Ring, from_ring, grow, map_windows, slots_of, to_ring, write
+from multilin.ops.ring import Ring, from_ring, grow, join_rings, map_windows, slots_of, to_ring, write
 
 LONGEST_STEP = 16  # new tokens that are read from rings; more are read faster from windows in their order
 
@@ -199,6 +199,19 @@ class TextState(Cache):
     def select(self, rows: list[int]) -> "TextState":
         """A copy of these rows, in this order."""
         return self.map(lambda tensor: tensor[rows])
+
+    def join(self, other: "TextState") -> None:
+        """Append the rows of another state, which is used up."""
+        if self.num_tokens is None or other.num_tokens is None:
+            if self.num_tokens is None:
+                self.num_columns, self.values = other.num_columns, [part.value for part in other.parts]
+            return
+        for state in (self, other):
+            for part in state.parts:
+                part.value = map_windows(lambda window, state=state: state._as_ring(window, 1), part.value)
+        for part, added in zip(self.parts, other.parts, strict=True):
+            part.value = join_rings(part.value, added.value)
+        self.num_columns = max(self.num_columns, other.num_columns)
 
     def to(self, device: torch.device | str) -> "TextState":
         """A copy on this device."""

@@ -243,7 +243,9 @@ class OnnxEngine:
 
     def _num_slots(self, state: OnnxState) -> int:
         """Tokens that the largest ring has slots for."""
-        sizes = [state.tensors[about.name].shape[2 if about.is_multiplied else 1] for about in self._inputs if about.is_ring]
+        sizes = [
+            state.tensors[about.name].shape[2 if about.is_multiplied else 1] for about in self._inputs if about.is_ring
+        ]
         return max(sizes, default=0)
 
     def save(self, state: OnnxState) -> StateContents:

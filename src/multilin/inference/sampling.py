@@ -1,5 +1,7 @@
 """The choice of the next token from logits, one sequence at a time: the same code for every engine."""
 
+from collections.abc import Mapping
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -9,17 +11,20 @@ from multilin.inference.settings import GenerationSettings
 Logits = NDArray[np.float32]
 
 
-def choose_token(logits_V: Logits, settings: GenerationSettings, seen: set[int], numbers: RandomNumbers) -> int:
+def choose_token(
+    logits_V: Logits, settings: GenerationSettings, seen: Mapping[int, int], numbers: RandomNumbers
+) -> int:
     """The next token.
 
     In this order: the logits of tokens seen are divided by the repetition penalty where they are above 0, multiplied
-    with it elsewhere; the bias is added; greedily the largest is taken. Otherwise logits are divided by the
+    with it elsewhere; the presence penalty and the frequency penalty times their number are taken from those of tokens
+    generated; the bias is added; greedily the largest is taken. Otherwise logits are divided by the
     temperature, and the softmax over the tokens that top_k, then top_p, then min_p leave is drawn from.
 
     Args:
         logits_V: (V,) of all tokens; they are changed.
         settings: see GenerationSettings.
-        seen: the tokens of the sequence so far.
+        seen: the tokens of the sequence so far, and how often each was generated; 0 for those of the prompt alone.
         numbers: moved on by one number, unless the choice is greedy.
     """
     adjust(logits_V, settings, seen)
@@ -30,15 +35,19 @@ def choose_token(logits_V: Logits, settings: GenerationSettings, seen: set[int],
     return int(tokens[np.searchsorted(end, numbers.uniform() * end[-1], side="right").clip(max=len(tokens) - 1)])
 
 
-def adjust(logits_V: Logits, settings: GenerationSettings, seen: set[int]) -> None:
-    """Apply the repetition penalty and the bias in place."""
+def adjust(logits_V: Logits, settings: GenerationSettings, seen: Mapping[int, int]) -> None:
+    """Apply the penalties and the bias in place."""
     if settings.repetition_penalty != 1.0 and seen:
         tokens = np.fromiter(seen, np.int64, len(seen))
         logits = logits_V[tokens]
         factor = settings.repetition_penalty
         logits_V[tokens] = np.where(logits > 0, logits / factor, logits * factor)
-    for token, bias in settings.logit_bias.items():
-        logits_V[int(token)] += bias
+    if settings.presence_penalty or settings.frequency_penalty:
+        for token, count in seen.items():
+            if count:
+                logits_V[token] -= settings.presence_penalty + settings.frequency_penalty * count
+    for name, bias in settings.logit_bias.items():
+        logits_V[int(name)] += bias
 
 
 def candidates(logits_V: Logits, settings: GenerationSettings) -> tuple[NDArray[np.int64], NDArray[np.float64]]:

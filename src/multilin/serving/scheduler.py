@@ -1,0 +1,400 @@
+"""Continuous batching: one thread owns the engine, and sequences join and leave its batch between tokens."""
+
+import logging
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from multilin.errors import InputError
+from multilin.inference.engine import Engine
+from multilin.inference.random_numbers import RandomNumbers
+from multilin.inference.sampling import choose_token
+from multilin.inference.settings import GenerationSettings
+from multilin.inference.state_file import StateContents
+from multilin.inference.text import TextCodec, TextStream
+
+PIECE = 64  # tokens of a prompt read between two steps of the batch
+IDLE_PIECE = 512  # the same while no sequence runs
+log = logging.getLogger("multilin.serve")
+
+
+class Logprob(NamedTuple):
+    """A token with the logarithm of its probability, before penalties, bias and temperature.
+
+    top: the likeliest tokens and theirs.
+    """
+
+    token_id: int
+    value: float | None
+    top: list[tuple[int, float]]
+
+
+class Piece(NamedTuple):
+    """Text that is certain, and the tokens that ended in it.
+
+    tokens: (token, characters of the new text before it); of the prompt, the characters are negative.
+    """
+
+    text: str
+    tokens: list[tuple[Logprob, int]]
+
+
+class End(NamedTuple):
+    """The end of a sequence.
+
+    finish_reason: "stop" or "length".
+    num_generated: tokens.
+    token_ids: the new tokens that belong to the text, without an end of text or a stop string.
+    state: of the engine, one row, that has read the prompt and all but the last `num_unread` of these.
+    """
+
+    finish_reason: str
+    num_generated: int
+    token_ids: list[int]
+    state: Any
+    num_unread: int
+
+
+Event = Piece | End | Exception
+
+
+class QueueFull(Exception):
+    """As many requests wait as the queue has room for."""
+
+
+class Stopped(Exception):
+    """The server ends."""
+
+
+@dataclass(eq=False)
+class Job:
+    """A prompt and the sequences that continue it.
+
+    owner: requests of different owners take turns.
+    token_ids: tokens to read, those before `start` not included.
+    known_ids: all known tokens before the new ones, for the repetition penalty.
+    start: the state to go on from; None at the start of a text.
+    settings: of each sequence.
+    max_new_tokens: for each, may be 0.
+    num_logprobs: likeliest tokens to report at each place; None reports nothing.
+    prompt_logprobs: report the tokens of the prompt too.
+    listen: called with the number of the sequence and what happened, by the thread that `notify` leads to.
+    """
+
+    owner: str
+    token_ids: list[int]
+    known_ids: Sequence[int]
+    start: StateContents | None
+    settings: list[GenerationSettings]
+    max_new_tokens: int
+    listen: Callable[[int, Event], None]
+    num_logprobs: int | None = None
+    prompt_logprobs: bool = False
+    is_cancelled: bool = False
+    submitted: float = field(default_factory=time.monotonic)
+    position: int = 0
+    state: Any = None
+
+
+class Kept(NamedTuple):
+    """Where the text of a sequence was whole: no character and no stop string had begun."""
+
+    state: Any
+    num_tokens: int
+    num_characters: int
+
+
+@dataclass(eq=False)
+class Row:
+    """A sequence in the batch."""
+
+    job: Job
+    index: int
+    settings: GenerationSettings
+    numbers: RandomNumbers
+    stream: TextStream
+    seen: dict[int, int]
+    forced: deque[int]
+    next_id: int = 0
+    token_ids: list[int] = field(default_factory=list)
+    pending: list[tuple[Logprob, int]] = field(default_factory=list)
+    kept: Kept | None = None
+    end: str | None = None
+
+
+@dataclass
+class Counts:
+    """What the scheduler has done and does."""
+
+    waiting: int = 0
+    reading: int = 0
+    running: int = 0
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    steps: int = 0
+
+
+class Scheduler:
+    """Runs jobs on an engine, in a thread of its own.
+
+    Args:
+        engine, codec: of the model.
+        notify: called in the thread with the calls to make elsewhere.
+        num_slots: sequences that run at a time.
+        queue_size: jobs that may wait beside those.
+    """
+
+    def __init__(
+        self, engine: Engine, codec: TextCodec, notify: Callable[[list[Callable[[], None]]], None],
+        num_slots: int, queue_size: int,
+    ) -> None:  # fmt: skip
+        self.engine, self.codec, self.num_slots, self.queue_size = engine, codec, num_slots, queue_size
+        self.counts = Counts()
+        self._notify, self._calls = notify, list[Callable[[], None]]()
+        self._changed, self._stopping = threading.Condition(), False
+        self._waiting: OrderedDict[str, deque[Job]] = OrderedDict()
+        self._reading: deque[Job] = deque()
+        self._rows: list[Row] = []
+        self._batch = engine.new_state(0)
+        self._thread = threading.Thread(target=self._run, name="multilin-engine", daemon=True)
+        self._thread.start()
+
+    def submit(self, jobs: Sequence[Job]) -> None:
+        """Queue all of these jobs, or none.
+
+        Raises:
+            QueueFull: there is no room.
+            Stopped: the server ends.
+        """
+        with self._changed:
+            if self._stopping:
+                raise Stopped("the server is shutting down")
+            if self.counts.waiting + len(jobs) > self.queue_size:
+                raise QueueFull
+            for job in jobs:
+                self._waiting.setdefault(job.owner, deque()).append(job)
+            self.counts.waiting += len(jobs)
+            self._changed.notify()
+
+    def cancel(self, job: Job) -> None:
+        """Let a job go before the next step."""
+        with self._changed:
+            job.is_cancelled = True
+            self._changed.notify()
+
+    def stop(self, seconds: float) -> None:
+        """Take no more jobs, let the present ones end for so long, and end the thread."""
+        with self._changed:
+            self._stopping = True
+            self._deadline = time.monotonic() + seconds
+            self._changed.notify()
+        self._thread.join(seconds + 10)
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                while not (self._waiting or self._reading or self._rows or self._stopping):
+                    self._changed.wait()
+                if self._stopping and self._is_over():
+                    break
+                self._admit()
+            self._drop_cancelled()
+            self._read_piece()
+            self._step()
+            self._send()
+        for job in {*(row.job for row in self._rows), *self._reading, *self._queued()}:
+            self._tell_all(job, Stopped("the server is shutting down"))
+        self._send()
+
+    def _is_over(self) -> bool:
+        is_idle = not (self._waiting or self._reading or self._rows)
+        return is_idle or time.monotonic() > self._deadline
+
+    def _queued(self) -> list[Job]:
+        return [job for jobs in self._waiting.values() for job in jobs]
+
+    def _admit(self) -> None:
+        """Take waiting jobs while there are slots, one owner after the other."""
+        for owner in list(self._waiting):
+            jobs = deque(job for job in self._waiting[owner] if not job.is_cancelled)
+            self.counts.waiting -= len(self._waiting[owner]) - len(jobs)
+            self._waiting[owner] = jobs
+            if not jobs:
+                del self._waiting[owner]
+        while self._waiting:
+            owner, jobs = next(iter(self._waiting.items()))
+            num_used = len(self._rows) + sum(len(job.settings) for job in self._reading)
+            if num_used + len(jobs[0].settings) > self.num_slots:
+                break
+            self._reading.append(jobs.popleft())
+            self.counts.waiting -= 1
+            self._waiting.move_to_end(owner)
+            if not jobs:
+                del self._waiting[owner]
+        self.counts.reading, self.counts.running = len(self._reading), len(self._rows)
+
+    def _drop_cancelled(self) -> None:
+        self._reading = deque(job for job in self._reading if not job.is_cancelled)
+        for place in reversed(range(len(self._rows))):
+            if self._rows[place].job.is_cancelled:
+                self._leave(place)
+
+    def _leave(self, place: int) -> Any:
+        """Take a row out of the batch; the last takes its place, as in the engine."""
+        last = self._rows.pop()
+        if place < len(self._rows):
+            self._rows[place] = last
+        return self.engine.leave(self._batch, place)
+
+    def _read_piece(self) -> None:
+        """Read a piece of the prompt whose turn it is."""
+        if not self._reading:
+            return
+        job = self._reading.popleft()
+        try:
+            if job.state is None:
+                job.state = self.engine.new_state() if job.start is None else self.engine.restore(job.start)
+                job.start = None
+            size = 1 if job.prompt_logprobs else PIECE if self._rows or self._reading else IDLE_PIECE
+            ids = job.token_ids[job.position : job.position + size]
+            logits_V = self.engine.read(job.state, [ids])[0]
+        except Exception as error:
+            self._fail([job], error)
+            return
+        job.position += len(ids)
+        self.counts.prompt_tokens += len(ids)
+        if job.position < len(job.token_ids) and not job.prompt_logprobs:
+            self._reading.append(job)
+        else:
+            self._begin(job, logits_V)
+
+    def _begin(self, job: Job, logits_V: NDArray[np.float32]) -> None:
+        """Let the sequences of a job, whose prompt was read, join the batch."""
+        num_rows, first = len(job.settings), len(self._rows)
+        self.engine.join(self._batch, job.state if num_rows == 1 else self.engine.select(job.state, [0] * num_rows))
+        job.state = None
+        for index, settings in enumerate(job.settings):
+            stream = TextStream(self.codec, skip_special_tokens=settings.stop_at_end, stop=settings.stop)
+            forced = deque(job.token_ids[job.position :])
+            row = Row(
+                job, index, settings, RandomNumbers(settings.seed), stream, dict.fromkeys(job.known_ids, 0), forced
+            )
+            self._rows.append(row)
+            self._advance(len(self._rows) - 1, logits_V.copy())
+        self._take_out(first)
+
+    def _step(self) -> None:
+        """Read a token of each row and choose the next ones."""
+        if not self._rows:
+            return
+        try:
+            logits_BV = self.engine.read(self._batch, [[row.next_id] for row in self._rows])
+        except Exception as error:
+            jobs = list(dict.fromkeys(row.job for row in self._rows))
+            self._rows, self._batch = [], self.engine.new_state(0)
+            self._fail(jobs, error)
+            return
+        self.counts.steps += 1
+        for place, logits_V in enumerate(logits_BV):
+            self._advance(place, logits_V)
+        self._take_out(0)
+
+    def _advance(self, place: int, logits_V: NDArray[np.float32]) -> None:
+        """Choose a row's next token, and say what text it makes certain."""
+        row, job = self._rows[place], self._rows[place].job
+        if self.codec.pad_id != self.codec.end_id:
+            logits_V[self.codec.pad_id] = -np.inf  # never seen in training, so its probability is an accident
+        if row.forced:
+            row.next_id = row.forced.popleft()
+            self.counts.prompt_tokens += 1
+            self._tell(row, Piece("", [(_logprob(logits_V, row.next_id, job.num_logprobs or 0), -1)]))
+            return
+        if len(row.token_ids) == job.max_new_tokens:  # none at all is asked for
+            row.end = "length"
+            return
+        entry = None if job.num_logprobs is None else logits_V.copy()
+        token = row.next_id = choose_token(logits_V, row.settings, row.seen, row.numbers)
+        row.seen[token] = row.seen.get(token, 0) + 1
+        row.token_ids.append(token)
+        self.counts.generated_tokens += 1
+        if row.settings.stop_at_end and token == self.codec.end_id:
+            row.end = "stop"
+            return
+        stream, num_before = row.stream, row.stream.length
+        piece = stream.put(token)
+        if entry is not None and job.num_logprobs is not None:
+            row.pending.append((_logprob(entry, token, job.num_logprobs), num_before))
+        if row.settings.stop:
+            if stream.is_stopped or not (stream.is_whole or row.kept):
+                row.kept = row.kept or Kept(
+                    self.engine.select(self._batch, [place]), len(row.token_ids) - 1, num_before
+                )
+            elif stream.is_whole:
+                row.kept = None
+        if stream.is_stopped:
+            row.end = "stop"
+        elif len(row.token_ids) == job.max_new_tokens:
+            row.end = "length"
+        self._release(row, piece)
+
+    def _release(self, row: Row, piece: str) -> None:
+        """Pass on text, and the tokens that begin in what was passed on."""
+        length = len(row.stream.text)
+        is_whole = row.end is None and row.stream.is_whole
+        num_ready = next((i for i, (_, begin) in enumerate(row.pending) if begin >= length and not is_whole), None)
+        tokens, row.pending = row.pending[:num_ready], [] if num_ready is None else row.pending[num_ready:]
+        if piece or tokens:
+            self._tell(row, Piece(piece, tokens))
+
+    def _take_out(self, first: int) -> None:
+        """Let the rows from this place on leave that have ended."""
+        for place in reversed(range(first, len(self._rows))):
+            row = self._rows[place]
+            if row.end is None:
+                continue
+            state, stream, token_ids = self._leave(place), row.stream, row.token_ids
+            if not stream.is_stopped:
+                self._release(row, stream.end())
+            num_generated, num_unread = len(token_ids), int(row.end == "length" and bool(token_ids))
+            if stream.is_stopped:
+                assert row.kept is not None
+                rest = self.codec.encode(stream.text[row.kept.num_characters :])
+                state, token_ids, num_unread = row.kept.state, [*token_ids[: row.kept.num_tokens], *rest], len(rest)
+            elif row.end == "stop":
+                token_ids = token_ids[:-1]
+            self._tell(row, End(row.end, num_generated, token_ids, state, num_unread))
+
+    def _tell(self, row: Row, event: Event) -> None:
+        listen, index = row.job.listen, row.index
+        self._calls.append(lambda: listen(index, event))
+
+    def _tell_all(self, job: Job, error: Exception) -> None:
+        listen = job.listen
+        self._calls.append(lambda: listen(0, error))
+
+    def _fail(self, jobs: Sequence[Job], error: Exception) -> None:
+        if not isinstance(error, InputError):
+            log.exception("the engine failed")
+        for job in jobs:
+            self._tell_all(job, error)
+
+    def _send(self) -> None:
+        if self._calls:
+            calls, self._calls = self._calls, []
+            self._notify(calls)
+
+
+def _logprob(logits_V: NDArray[np.float32], token: int, num_top: int) -> Logprob:
+    """The token's, and those of the likeliest."""
+    logits = logits_V.astype(np.float64)
+    logits -= logits.max()
+    logits -= np.log(np.exp(logits).sum())
+    top = np.argpartition(-logits, min(num_top, len(logits) - 1))[:num_top] if num_top else np.zeros(0, np.int64)
+    top = top[np.argsort(-logits[top], kind="stable")]
+    return Logprob(token, float(logits[token]), [(int(index), float(logits[index])) for index in top])

@@ -53,7 +53,7 @@ def serve(arguments: ServeArguments, limits: ServeLimits) -> None:
     memory, disk = _bytes("memory", limits.memory), _bytes("disk", limits.disk)
     listener = _listen(arguments)
     folder = Path(arguments.run)
-    engine, codec, owner = open_engine(folder, arguments.engine)
+    engine, codec, owner = open_engine(folder, arguments.engine, is_server=True)
     from multilin.serving.app import create_app
     from multilin.serving.folder import AddressFolder, MemoryFolder
     from multilin.serving.layout import open_layout

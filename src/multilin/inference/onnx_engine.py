@@ -43,6 +43,7 @@ class OnnxEngine:
     Args:
         folder: what `multilin export` wrote.
         num_threads: that a step is computed with; None leaves it to ONNX Runtime.
+        spins: threads that wait keep their cores busy, which is faster where nothing else needs them.
 
     Raises:
         InputError: no export there, one of another version, or one whose files do not fit together.
@@ -51,8 +52,8 @@ class OnnxEngine:
     name, kind = "onnx", "multilin"
     keeps_states = True
 
-    def __init__(self, folder: str | Path, num_threads: int | None = None) -> None:
-        self.folder, self.num_threads = Path(folder), num_threads
+    def __init__(self, folder: str | Path, num_threads: int | None = None, *, spins: bool = True) -> None:
+        self.folder, self.num_threads, self.spins = Path(folder), num_threads, spins
         self.manifest: Manifest = read_manifest(self.folder)
         self.vocab_size, self.longest_text = self.manifest.vocab_size, self.manifest.n_positions
         self._inputs = self.manifest.graph_state
@@ -76,6 +77,7 @@ class OnnxEngine:
     def _session(self, name: str, leading: list[str]) -> onnxruntime.InferenceSession:
         options = onnxruntime.SessionOptions()
         options.log_severity_level = 3
+        options.add_session_config_entry("session.intra_op.allow_spinning", str(int(self.spins)))
         if self.num_threads is not None:
             options.intra_op_num_threads = self.num_threads
         path = self.folder / name

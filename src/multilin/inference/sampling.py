@@ -1,6 +1,6 @@
 """The choice of the next token from logits, one sequence at a time: the same code for every engine."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,7 +14,15 @@ Logits = NDArray[np.float32]
 def choose_token(
     logits_V: Logits, settings: GenerationSettings, seen: Mapping[int, int], numbers: RandomNumbers
 ) -> int:
-    """The next token.
+    """The next token of one sequence; see `choose_tokens`."""
+    return choose_tokens(logits_V[None], [settings], [seen], [numbers])[0]
+
+
+def choose_tokens(
+    logits_BV: Logits, settings: Sequence[GenerationSettings], seen: Sequence[Mapping[int, int]],
+    numbers: Sequence[RandomNumbers],
+) -> list[int]:  # fmt: skip
+    """The next token of each sequence, which depends on nothing of the others.
 
     In this order: the logits of tokens seen are divided by the repetition penalty where they are above 0, multiplied
     with it elsewhere; the presence penalty and the frequency penalty times their number are taken from those of tokens
@@ -22,17 +30,30 @@ def choose_token(
     temperature, and the softmax over the tokens that top_k, then top_p, then min_p leave is drawn from.
 
     Args:
-        logits_V: (V,) of all tokens; they are changed.
-        settings: see GenerationSettings.
-        seen: the tokens of the sequence so far, and how often each was generated; 0 for those of the prompt alone.
-        numbers: moved on by one number, unless the choice is greedy.
+        logits_BV: (B, V) of all tokens; they are changed.
+        settings: of each sequence, see GenerationSettings.
+        seen: the tokens of each so far, and how often each was generated; 0 for those of the prompt alone.
+        numbers: of each; moved on by one number, unless the choice is greedy.
     """
-    adjust(logits_V, settings, seen)
-    if settings.greedy:
-        return int(logits_V.argmax())
-    tokens, shares = candidates(logits_V, settings)
-    end = np.cumsum(shares)
-    return int(tokens[np.searchsorted(end, numbers.uniform() * end[-1], side="right").clip(max=len(tokens) - 1)])
+    for logits_V, own, own_seen in zip(logits_BV, settings, seen, strict=True):
+        adjust(logits_V, own, own_seen)
+    drawn = [row for row, own in enumerate(settings) if not own.greedy]
+    tokens: list[int] = logits_BV.argmax(axis=1).tolist() if len(drawn) < len(settings) else [0] * len(settings)
+    plain = [row for row in drawn if not (settings[row].top_k or settings[row].top_p or settings[row].min_p)]
+    if plain:
+        logits = logits_BV[plain].astype(np.float64)
+        logits /= np.array([settings[row].temperature for row in plain])[:, None]
+        ends = np.exp(logits - logits.max(axis=1, keepdims=True)).cumsum(axis=1)
+        targets = np.array([numbers[row].uniform() for row in plain]) * ends[:, -1]
+        chosen = (ends <= targets[:, None]).sum(axis=1).clip(max=logits.shape[1] - 1)
+        for row, token in zip(plain, chosen.tolist(), strict=True):
+            tokens[row] = token
+    for row in set(drawn) - set(plain):
+        few, shares = candidates(logits_BV[row], settings[row])
+        end = np.cumsum(shares)
+        place = np.searchsorted(end, numbers[row].uniform() * end[-1], side="right")
+        tokens[row] = int(few[min(int(place), len(few) - 1)])
+    return tokens
 
 
 def adjust(logits_V: Logits, settings: GenerationSettings, seen: Mapping[int, int]) -> None:

@@ -14,13 +14,14 @@ from numpy.typing import NDArray
 from multilin.errors import InputError
 from multilin.inference.engine import Engine
 from multilin.inference.random_numbers import RandomNumbers
-from multilin.inference.sampling import choose_token
+from multilin.inference.sampling import choose_tokens
 from multilin.inference.settings import GenerationSettings
 from multilin.inference.state_file import StateContents
 from multilin.inference.text import TextCodec, TextStream
 
 PIECE = 64  # tokens of a prompt read between two steps of the batch
-IDLE_PIECE = 512  # the same while no sequence runs
+IDLE_PIECE = 512  # the same while no sequence runs and no other prompt waits
+GROUP = 8  # prompts that are read at a time
 log = logging.getLogger("multilin.serve")
 
 
@@ -127,6 +128,11 @@ class Row:
     kept: Kept | None = None
     end: str | None = None
 
+    @property
+    def has_logprobs(self) -> bool:
+        """Whether logarithms of probabilities are asked for."""
+        return self.job.num_logprobs is not None
+
 
 @dataclass
 class Counts:
@@ -135,9 +141,6 @@ class Counts:
     waiting: int = 0
     reading: int = 0
     running: int = 0
-    prompt_tokens: int = 0
-    generated_tokens: int = 0
-    steps: int = 0
 
 
 class Scheduler:
@@ -253,26 +256,41 @@ class Scheduler:
         return self.engine.leave(self._batch, place)
 
     def _read_piece(self) -> None:
-        """Read a piece of the prompt whose turn it is."""
-        if not self._reading:
+        """Read a piece of the prompts whose turn it is."""
+        jobs = [
+            job for job in (self._reading.popleft() for _ in range(min(GROUP, len(self._reading)))) if self._open(job)
+        ]
+        if not jobs:
             return
-        job = self._reading.popleft()
+        size = IDLE_PIECE if len(jobs) == 1 and not self._rows else PIECE
+        ids = [job.token_ids[job.position :][: 1 if job.prompt_logprobs else size] for job in jobs]
+        try:
+            state = jobs[0].state
+            for job in jobs[1:]:
+                self.engine.join(state, job.state)
+            logits_BV = self.engine.read(state, ids)
+            for place in reversed(range(1, len(jobs))):
+                jobs[place].state = self.engine.leave(state, place)
+        except Exception as error:
+            self._fail(jobs, error)
+            return
+        for job, read, logits_V in zip(jobs, ids, logits_BV, strict=True):
+            job.position += len(read)
+            if job.position < len(job.token_ids) and not job.prompt_logprobs:
+                self._reading.append(job)
+            else:
+                self._begin(job, logits_V)
+
+    def _open(self, job: Job) -> bool:
+        """Make the state of a job that has none; False if that fails."""
         try:
             if job.state is None:
                 job.state = self.engine.new_state() if job.start is None else self.engine.restore(job.start)
                 job.start = None
-            size = 1 if job.prompt_logprobs else PIECE if self._rows or self._reading else IDLE_PIECE
-            ids = job.token_ids[job.position : job.position + size]
-            logits_V = self.engine.read(job.state, [ids])[0]
         except Exception as error:
             self._fail([job], error)
-            return
-        job.position += len(ids)
-        self.counts.prompt_tokens += len(ids)
-        if job.position < len(job.token_ids) and not job.prompt_logprobs:
-            self._reading.append(job)
-        else:
-            self._begin(job, logits_V)
+            return False
+        return True
 
     def _begin(self, job: Job, logits_V: NDArray[np.float32]) -> None:
         """Let the sequences of a job, whose prompt was read, join the batch."""
@@ -281,13 +299,9 @@ class Scheduler:
         job.state = None
         for index, settings in enumerate(job.settings):
             stream = TextStream(self.codec, skip_special_tokens=settings.stop_at_end, stop=settings.stop)
-            forced = deque(job.token_ids[job.position :])
-            row = Row(
-                job, index, settings, RandomNumbers(settings.seed), stream, dict.fromkeys(job.known_ids, 0), forced
-            )
-            self._rows.append(row)
-            self._advance(len(self._rows) - 1, logits_V.copy())
-        self._take_out(first)
+            forced, seen = deque(job.token_ids[job.position :]), dict.fromkeys(job.known_ids, 0)
+            self._rows.append(Row(job, index, settings, RandomNumbers(settings.seed), stream, seen, forced))
+        self._advance(first, np.repeat(logits_V[None], num_rows, axis=0))
 
     def _step(self) -> None:
         """Read a token of each row and choose the next ones."""
@@ -300,36 +314,45 @@ class Scheduler:
             self._rows, self._batch = [], self.engine.new_state(0)
             self._fail(jobs, error)
             return
-        self.counts.steps += 1
-        for place, logits_V in enumerate(logits_BV):
-            self._advance(place, logits_V)
-        self._take_out(0)
+        self._advance(0, logits_BV)
 
-    def _advance(self, place: int, logits_V: NDArray[np.float32]) -> None:
-        """Choose a row's next token, and say what text it makes certain."""
-        row, job = self._rows[place], self._rows[place].job
+    def _advance(self, first: int, logits_BV: NDArray[np.float32]) -> None:
+        """Choose the next token of the rows from a place on, and take out those that have ended."""
         if self.codec.pad_id != self.codec.end_id:
-            logits_V[self.codec.pad_id] = -np.inf  # never seen in training, so its probability is an accident
-        if row.forced:
-            row.next_id = row.forced.popleft()
-            self.counts.prompt_tokens += 1
-            self._tell(row, Piece("", [(_logprob(logits_V, row.next_id, job.num_logprobs or 0), -1)]))
-            return
-        if len(row.token_ids) == job.max_new_tokens:  # none at all is asked for
-            row.end = "length"
-            return
-        entry = None if job.num_logprobs is None else logits_V.copy()
-        token = row.next_id = choose_token(logits_V, row.settings, row.seen, row.numbers)
+            logits_BV[:, self.codec.pad_id] = -np.inf  # never seen in training, so its probability is an accident
+        chosen = []
+        for place, row in enumerate(self._rows[first:]):
+            if row.forced:
+                row.next_id = row.forced.popleft()
+                entry = _logprob(logits_BV[place], row.next_id, row.job.num_logprobs or 0)
+                self._tell(row, Piece("", [(entry, -1)]))
+            elif len(row.token_ids) == row.job.max_new_tokens:  # none at all is asked for
+                row.end = "length"
+            else:
+                chosen.append(place)
+        rows = [self._rows[first + place] for place in chosen]
+        before = {place: logits_BV[place].copy() for place in chosen if self._rows[first + place].has_logprobs}
+        tokens = choose_tokens(
+            logits_BV if len(chosen) == len(logits_BV) else logits_BV[chosen], [row.settings for row in rows],
+            [row.seen for row in rows], [row.numbers for row in rows],
+        )  # fmt: skip
+        for place, token in zip(chosen, tokens, strict=True):
+            self._accept(first + place, token, before.get(place))
+        self._take_out(first)
+
+    def _accept(self, place: int, token: int, logits_V: NDArray[np.float32] | None) -> None:
+        """Add a token to a row, and say what text it makes certain."""
+        row, job = self._rows[place], self._rows[place].job
+        row.next_id = token
         row.seen[token] = row.seen.get(token, 0) + 1
         row.token_ids.append(token)
-        self.counts.generated_tokens += 1
         if row.settings.stop_at_end and token == self.codec.end_id:
             row.end = "stop"
             return
         stream, num_before = row.stream, row.stream.length
         piece = stream.put(token)
-        if entry is not None and job.num_logprobs is not None:
-            row.pending.append((_logprob(entry, token, job.num_logprobs), num_before))
+        if logits_V is not None:
+            row.pending.append((_logprob(logits_V, token, job.num_logprobs or 0), num_before))
         if row.settings.stop:
             if stream.is_stopped or not (stream.is_whole or row.kept):
                 row.kept = row.kept or Kept(

@@ -35,8 +35,6 @@ class _Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Stop listening, and let requests end."""
-        for sock in sockets or []:
-            sock.close()
         ended = asyncio.create_task(asyncio.to_thread(self._service.scheduler.stop, END_SECONDS))
         await super().shutdown(sockets)
         await ended

@@ -20,6 +20,8 @@ from multilin.serving.scheduler import End, Event, Job, Piece, QueueFull, Schedu
 from multilin.serving.sessions import Session, SessionStore
 from multilin.serving.turns import Turn, TurnStore, new_id
 
+PAUSE, PAUSE_EACH = 0.02, 0.0005  # seconds between two pieces of a stream, and more for each sequence that runs
+
 
 @dataclass(frozen=True)
 class Limits:
@@ -61,6 +63,7 @@ class Ask:
     max_tokens: for each; None takes `default_tokens` or what the model has room for.
     session: that the turn is added to.
     store: keep the turns.
+    is_streamed: text is wanted as it comes.
     """
 
     kind: str
@@ -73,6 +76,7 @@ class Ask:
     prompt_logprobs: bool = False
     store: bool = True
     session: Session | None = None
+    is_streamed: bool = False
 
 
 @dataclass
@@ -248,7 +252,8 @@ class Generation:
         self.num_prompt_tokens = self.num_cached_tokens = 0
         self.results = [Result() for _ in range(len(ask.prompts) * len(ask.settings))]
         self.turn_ids = [new_id("turn") for _ in self.results]
-        self.changed = asyncio.Event()
+        self.changed, self._next_time = asyncio.Event(), 0.0
+        self._timer: asyncio.TimerHandle | None = None
         self.is_abandoned = False
         self._received: deque[tuple[int, Event]] = deque()
         self._begun: float | None = time.monotonic()
@@ -264,7 +269,11 @@ class Generation:
             self.service.metrics.first_token.observe(time.monotonic() - self._begun)
             self._begun = None
         self._received.append((index, event))
-        self.changed.set()
+        if not isinstance(event, Piece):
+            self.changed.set()
+        elif self.ask.is_streamed and self._timer is None:
+            # Text that comes close together is sent together: to send takes longer than to generate a token.
+            self._timer = asyncio.get_running_loop().call_at(self._next_time, self.changed.set)
 
     def abandon(self) -> None:
         """The client is gone."""
@@ -291,6 +300,9 @@ class Generation:
                 yield {}
                 continue
             self.changed.clear()
+            self._timer = None
+            pause = PAUSE + PAUSE_EACH * self.service.scheduler.counts.running
+            self._next_time = asyncio.get_running_loop().time() + pause
             if self.is_abandoned:
                 return
             new: dict[int, Piece] = {}

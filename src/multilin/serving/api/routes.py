@@ -6,7 +6,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
-from multilin.serving.api.answers import ChatForm, CompletionForm, Form, ResponseForm
+from multilin.serving.api.answers import ChatForm, CompletionForm, ResponseForm
 from multilin.serving.api.requests import (
     ChatRequest,
     CompletionRequest,
@@ -63,7 +63,7 @@ async def completions(body: CompletionRequest, service: Served, owner: Owner) ->
         echoes=[prompt.text if body.echo else "" for prompt in prompts],
         first_ids=[p.token_ids[0] if is_first else None for p, is_first in zip(prompts, has_first, strict=True)],
     )  # fmt: skip
-    return await _answer(service, ask, form, body.stream)
+    return Answer(await service.begin(ask), form)
 
 
 def _prompts(service: Service, body: CompletionRequest, before: Turn | None) -> list[Prompt]:
@@ -102,7 +102,7 @@ async def chat(body: ChatRequest, service: Served, owner: Owner) -> Response:
         num_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
     )  # fmt: skip
     form = ChatForm(service, include_usage=_include_usage(body), has_logprobs=bool(body.logprobs))
-    return await _answer(service, ask, form, body.stream)
+    return Answer(await service.begin(ask), form)
 
 
 def _chat_prompt(service: Service, messages: list[dict[str, str]], before: Turn | None) -> Prompt:
@@ -140,7 +140,7 @@ async def responses(body: ResponseRequest, service: Served, owner: Owner) -> Res
     )
     generation = await service.begin(ask, lambda generation: form.response(generation, generation.results[0]))
     form.id = generation.turn_ids[0]
-    return Answer(generation, form, is_streamed=bool(body.stream))
+    return Answer(generation, form)
 
 
 @router.get("/v1/responses/{response_id}")
@@ -251,8 +251,4 @@ def _ask(
         raise ApiError(400, "max_tokens: 0 given, but it should be at least 1", "max_tokens")
     settings = [body.settings(stops, index) for index in range(num_choices)]
     return Ask(kind, owner, prompts, settings, max_tokens, default_tokens, num_logprobs, prompt_logprobs,
-               body.store is not False, session)  # fmt: skip
-
-
-async def _answer(service: Service, ask: Ask, form: Form, stream: bool | None) -> Response:
-    return Answer(await service.begin(ask), form, is_streamed=bool(stream))
+               body.store is not False, session, bool(body.stream))  # fmt: skip

@@ -60,18 +60,17 @@ class Answer(Response):
     Args:
         generation: under way.
         form: of the answer.
-        is_streamed: as server-sent events.
     """
 
-    def __init__(self, generation: Generation, form: Form, *, is_streamed: bool) -> None:
+    def __init__(self, generation: Generation, form: Form) -> None:
         super().__init__()
-        self.generation, self.form, self.is_streamed = generation, form, is_streamed
+        self.generation, self.form = generation, form
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer, and watch meanwhile whether the client is there."""
         watcher = asyncio.create_task(self._watch(receive))
         try:
-            await (self._stream(send) if self.is_streamed else self._whole(scope, receive, send))
+            await (self._stream(send) if self.generation.ask.is_streamed else self._whole(scope, receive, send))
         finally:
             self.generation.close()
             watcher.cancel()

@@ -61,7 +61,7 @@ def describe_state(state: TextState) -> list[StateTensor]:
         assert slots is not None
         for tensor in (getattr(window, name) for name in slots.fields):
             kind = "positions" if slots.are_positions else "window"
-            kinds[id(tensor)] = kind, slots.are_multiplied and tensor.ndim == 4
+            kinds[id(tensor)] = kind, kind == "window" and tensor.ndim >= 3
 
     values, described = state.values, []
     for part, value in zip(

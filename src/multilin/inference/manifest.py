@@ -13,7 +13,7 @@ from multilin.inference.run_files import MANIFEST
 from multilin.inference.state_file import StateTensor
 from multilin.settings.inputs import read_json
 
-FORMAT = "multilin-onnx-1"
+FORMAT = "multilin-onnx-2"
 GRAPHS = ("step.onnx", "prompt.onnx")
 
 

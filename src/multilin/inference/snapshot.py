@@ -11,7 +11,7 @@ from torch import Tensor
 from multilin.inference.state_file import StateContents, StateOwner, StateTensor, digest, read_state, write_state
 from multilin.model import MultilinForCausalLM, TextState
 from multilin.model.modes import evaluation_mode
-from multilin.model.state import named_tensors
+from multilin.model.state_tree import named_tensors
 from multilin.ops.ring import map_windows, slots_of
 
 

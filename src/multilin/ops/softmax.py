@@ -19,12 +19,12 @@ def softmax(scores: Tensor, null_logit: float | None = None) -> Tensor:
 class _Softmax(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, scores: Tensor, null_logit: float | None) -> Tensor:
-        has_null, top = null_logit is not None, scores.amax(dim=-1, keepdim=True)
-        top = top.clamp(min=null_logit) if has_null else top.masked_fill(top == -torch.inf, 0.0)
+        top = scores.amax(dim=-1, keepdim=True)
+        top = top.masked_fill(top == -torch.inf, 0.0) if null_logit is None else top.clamp(min=null_logit)
         weights = torch.exp(scores - top)
-        null_weight = torch.exp(null_logit - top) if has_null else torch.zeros_like(top)
+        null_weight = torch.zeros_like(top) if null_logit is None else torch.exp(null_logit - top)
         total = weights.sum(dim=-1, keepdim=True)
-        total = total + null_weight if has_null else total.masked_fill(total == 0, 1.0)
+        total = total.masked_fill(total == 0, 1.0) if null_logit is None else total + null_weight
         ctx.save_for_backward(weights / total, null_weight / total)
         return weights / total
 

@@ -19,7 +19,7 @@ GRAPHS = ("step.onnx", "prompt.onnx")
 
 @dataclass(frozen=True)
 class Manifest:
-    """See docs/export.md for each field as other programs read it.
+    """What the graphs of an exported model take and give.
 
     model_hash: `multilin.inference.snapshot.model_hash`, by which state files know their model.
     architectures: of the layers.

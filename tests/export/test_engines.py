@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -194,3 +195,33 @@ assert not {{"torch", "transformers"}} & set(sys.modules), "slow imports"
     after = json.loads(theirs.stdout.splitlines()[-1])[-len(expected) - 1 :]
     assert after[: len(expected)] == expected
     assert len(set(expected)) > 2
+
+
+def test_rows_join_and_leave_a_batch_at_any_token(engines: tuple[TorchEngine, OnnxEngine]) -> None:
+    """A batch in which rows come and go gives each row the logits that it gets alone."""
+    draw = np.random.default_rng(0)
+    for engine in engines:
+        batch, alone = engine.new_state(0), list[Any]()
+        for step in range(120):
+            if step % 9 == 0 and len(alone) < 6:
+                prompt = draw.integers(0, 256, int(draw.integers(1, 140))).tolist()
+                state = engine.new_state()
+                engine.read(state, [prompt])
+                alone.append(engine.select(state, [0]))
+                engine.join(batch, state)
+            if step % 14 == 13 and alone:
+                row = int(draw.integers(len(alone)))
+                left, expected = engine.leave(batch, row), alone[row]
+                alone[row] = alone[-1]
+                alone.pop()
+                np.testing.assert_allclose(engine.read(left, [[3, 4]]), engine.read(expected, [[3, 4]]), **CLOSE)
+            if alone:
+                ids = draw.integers(0, 256, (len(alone), 1)).tolist()
+                given = engine.read(batch, ids)
+                expected = np.concatenate([engine.read(state, [row]) for state, row in zip(alone, ids, strict=True)])
+                np.testing.assert_allclose(given, expected, **CLOSE)
+            assert engine.num_read(batch) == [count for state in alone for count in engine.num_read(state)]
+        while alone:
+            engine.leave(batch, 0)
+            alone.pop()
+        assert engine.num_read(batch) == []

@@ -103,8 +103,13 @@ def _print_comparison(comparison: "Comparison", precision: str) -> None:
     )
 
 
-def open_engine(folder: Path, name: EngineName) -> "_Opened":
+def open_engine(folder: Path, name: EngineName, *, is_server: bool = False) -> "_Opened":
     """The engine for a run or an export, its tokenizer, and what state files of the model hold.
+
+    Args:
+        folder: of the run or the export.
+        name: of the engine.
+        is_server: other threads need the cores while the engine waits.
 
     Raises:
         InputError: no model there, ONNX Runtime asked for and missing, or PyTorch asked for an export.
@@ -116,7 +121,7 @@ def open_engine(folder: Path, name: EngineName) -> "_Opened":
     if (name == "onnx" or is_export(folder)) and importlib.util.find_spec("onnxruntime") is None:
         raise InputError("engine: onnx needs onnxruntime, which is not installed; pip install 'multilin[export]'")
     if is_export(folder):
-        return _onnx(folder)
+        return _onnx(folder, is_server)
     if name == "torch" or (name == "auto" and model_type(folder) != "multilin"):
         return _torch(folder)
     from multilin.export.cache import cache_folder, is_current, why_torch
@@ -127,13 +132,13 @@ def open_engine(folder: Path, name: EngineName) -> "_Opened":
     if reason is not None:
         print(f"multilin: engine torch, as {reason}", file=sys.stderr)
         return _torch(folder)
-    return _onnx(cache_folder(folder))
+    return _onnx(cache_folder(folder), is_server)
 
 
-def _onnx(folder: Path) -> "_Opened":
+def _onnx(folder: Path, is_server: bool) -> "_Opened":
     from multilin.inference.onnx_engine import OnnxEngine
 
-    engine = OnnxEngine(folder)
+    engine = OnnxEngine(folder, spins=not is_server)
     return engine, engine.codec, lambda: engine.owner
 
 
@@ -153,14 +158,14 @@ def _export_for(run_folder: Path, *, may_fail: bool) -> str | None:
     with loading(f"PyTorch and {run_folder}"):
         from multilin.cli.progress import show_progress
         from multilin.export.cache import cache_folder
-        from multilin.export.folder import replace_export
+        from multilin.export.folder import export_run
         from multilin.inference.runs import load_run
 
         run = load_run(run_folder)
     print(f"multilin: exporting {run_folder} once, for the engine onnx", file=sys.stderr)
     try:
         with show_progress() as progress:
-            replace_export(run, cache_folder(run_folder), progress)
+            export_run(run, cache_folder(run_folder), progress=progress)
     except (InputError, OSError) as error:
         if not may_fail:
             raise

@@ -1,4 +1,4 @@
-"""What generation needs of a model, whatever runs it: read tokens into a state, copy states, save and load them."""
+"""What generation needs of a model, whatever runs it: read tokens into a state, copy, join, save and load states."""
 
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -46,6 +46,14 @@ class Engine(Protocol):
 
     def select(self, state: Any, rows: Sequence[int]) -> Any:
         """A copy of these rows in this order; a row may come more than once."""
+        ...
+
+    def join(self, state: Any, other: Any) -> None:
+        """Append the rows of another state, which is used up; a state of no rows is one that has read nothing."""
+        ...
+
+    def leave(self, state: Any, row: int) -> Any:
+        """Take a row out, as a state of its own; the last row takes its place."""
         ...
 
     def save(self, state: Any) -> StateContents:

@@ -117,13 +117,13 @@ def _tokens(
 ) -> Iterator[int]:
     """New tokens one by one; the sequence is right after each."""
     assert sequence.numbers is not None
-    ids, seen = prompt_ids, set(prompt_ids)
+    ids, seen = prompt_ids, dict.fromkeys(prompt_ids, 0)
     for _ in range(settings.max_new_tokens):
         logits_V = engine.read(sequence.state, [ids])[0]
         if codec.pad_id != codec.end_id:
             logits_V[codec.pad_id] = -float("inf")  # never seen in training, so its probability is an accident
         token = choose_token(logits_V, settings, seen, sequence.numbers)
-        seen.add(token)
+        seen[token] = seen.get(token, 0) + 1
         ids = sequence.unread_ids = [token]
         yield token
         if settings.stop_at_end and token == codec.end_id:

@@ -1,7 +1,7 @@
 """The engine that runs an exported model in ONNX Runtime, without PyTorch."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -27,12 +27,14 @@ class OnnxState:
 
     num_read, hashes, documents: (rows,) int64, as the embedding's state in PyTorch has them.
     tensors: by name, as the graphs take them: rings of some slots, token number n in slot n mod slots, and summaries.
+    room: rings with spare rows, of which those in `tensors` are the first.
     """
 
     num_read: NDArray[np.int64]
     hashes: NDArray[np.int64]
     documents: NDArray[np.int64]
     tensors: dict[str, NDArray[Any]]
+    room: dict[str, NDArray[Any]] = field(default_factory=dict)
 
 
 class OnnxEngine:
@@ -41,6 +43,7 @@ class OnnxEngine:
     Args:
         folder: what `multilin export` wrote.
         num_threads: that a step is computed with; None leaves it to ONNX Runtime.
+        spins: threads that wait keep their cores busy, which is faster where nothing else needs them.
 
     Raises:
         InputError: no export there, one of another version, or one whose files do not fit together.
@@ -49,8 +52,8 @@ class OnnxEngine:
     name, kind = "onnx", "multilin"
     keeps_states = True
 
-    def __init__(self, folder: str | Path, num_threads: int | None = None) -> None:
-        self.folder, self.num_threads = Path(folder), num_threads
+    def __init__(self, folder: str | Path, num_threads: int | None = None, *, spins: bool = True) -> None:
+        self.folder, self.num_threads, self.spins = Path(folder), num_threads, spins
         self.manifest: Manifest = read_manifest(self.folder)
         self.vocab_size, self.longest_text = self.manifest.vocab_size, self.manifest.n_positions
         self._inputs = self.manifest.graph_state
@@ -74,6 +77,7 @@ class OnnxEngine:
     def _session(self, name: str, leading: list[str]) -> onnxruntime.InferenceSession:
         options = onnxruntime.SessionOptions()
         options.log_severity_level = 3
+        options.add_session_config_entry("session.intra_op.allow_spinning", str(int(self.spins)))
         if self.num_threads is not None:
             options.intra_op_num_threads = self.num_threads
         path = self.folder / name
@@ -179,7 +183,9 @@ class OnnxEngine:
             num_slots = min(max(FEWEST_SLOTS, 1 << (num_tokens - 1).bit_length()), about.shape[0])
             edges = [(0, 0)] * tensor.ndim
             edges[axis] = (0, num_slots - tensor.shape[axis])
-            state.tensors[about.name] = np.pad(tensor, edges, constant_values=about.empty)
+            room = state.room.get(about.name, tensor)
+            state.room[about.name] = np.pad(room, edges, constant_values=about.empty)
+            state.tensors[about.name] = state.room[about.name][: len(tensor)]
 
     def _check_length(self, state: OnnxState, counts: NDArray[np.int64]) -> None:
         length = int((state.num_read + counts).max(initial=0))
@@ -199,6 +205,50 @@ class OnnxEngine:
         index = np.array(rows, np.int64)
         tensors = {name: tensor[index] for name, tensor in state.tensors.items()}
         return OnnxState(state.num_read[index], state.hashes[index], state.documents[index], tensors)
+
+    def join(self, state: OnnxState, other: OnnxState) -> None:
+        """Append the rows of another state; of rings only these rows are copied, as long as there is room."""
+        num_slots = max([self._num_slots(state), self._num_slots(other)])
+        self._grow(state, num_slots)
+        self._grow(other, num_slots)
+        before, after = len(state.num_read), len(state.num_read) + len(other.num_read)
+        for about in self._inputs:
+            ring, added = state.tensors[about.name], other.tensors[about.name]
+            if not about.is_ring:
+                state.tensors[about.name] = np.concatenate([ring, added])  # a step gives new ones anyway
+                continue
+            room = state.room.get(about.name, ring)
+            if len(room) < after:
+                room = np.empty((max(after, 2 * before), *ring.shape[1:]), ring.dtype)
+                room[:before] = ring
+                state.room[about.name] = room
+            room[before:after] = added
+            state.tensors[about.name] = room[:after]
+        state.num_read = np.concatenate([state.num_read, other.num_read])
+        state.hashes = np.concatenate([state.hashes, other.hashes])
+        state.documents = np.concatenate([state.documents, other.documents])
+
+    def leave(self, state: OnnxState, row: int) -> OnnxState:
+        """Take a row out, as a state of its own; the last row takes its place."""
+        left, last = self.select(state, [row]), len(state.num_read) - 1
+        for about in self._inputs:
+            tensor = state.tensors[about.name]
+            if not tensor.flags.writeable:
+                tensor = tensor.copy()
+            tensor[row] = tensor[last]
+            state.tensors[about.name] = tensor[:last]
+        for name in ("num_read", "hashes", "documents"):
+            tensor = getattr(state, name)
+            tensor[row] = tensor[last]
+            setattr(state, name, tensor[:last])
+        return left
+
+    def _num_slots(self, state: OnnxState) -> int:
+        """Tokens that the largest ring has slots for."""
+        sizes = [
+            state.tensors[about.name].shape[2 if about.is_multiplied else 1] for about in self._inputs if about.is_ring
+        ]
+        return max(sizes, default=0)
 
     def save(self, state: OnnxState) -> StateContents:
         """The state as files hold it."""

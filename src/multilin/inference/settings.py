@@ -23,6 +23,8 @@ class GenerationSettings:
     top_p: Share | None = None  # draw from the likeliest tokens that together have this share
     min_p: Share | None = None  # draw from the tokens at least this share as likely as the likeliest
     repetition_penalty: Positive = 1.0  # above 1 makes tokens of the prompt and the new text less likely to come again
+    presence_penalty: Factor = 0.0  # taken from the logits of tokens that the new text has
+    frequency_penalty: Factor = 0.0  # the same for each time that it has them
     logit_bias: Biases = dataclasses.field(default_factory=dict)  # added to the logits of tokens by their ids
     stop: StopTexts = ()  # end before the first of these strings
     greedy: bool = False  # always take the likeliest token instead of drawing

@@ -5,7 +5,7 @@ Nothing heavy is imported here: engines without PyTorch read and write the same 
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,10 +14,10 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import safetensors
 from numpy.typing import NDArray
-from safetensors.numpy import save_file
+from safetensors.numpy import load, save
 
 from multilin.errors import InputError
-from multilin.files import atomic_file, shown
+from multilin.files import shown, write_whole
 from multilin.inference.random_numbers import STATE_BYTES, RandomNumbers
 
 FORMAT, READABLE = "multilin-state-3", ("multilin-state-3", "multilin-state-2")
@@ -25,6 +25,7 @@ EARLIER_FORMATS = ("multilin-state-1",)
 METADATA = {"format", "model", "unread_ids", "sha256"}
 RNG_STATE = "rng_state"
 MOST_ROWS = 2**16
+LEAST_PARALLEL = 2**22  # bytes that are hashed in parallel; starting threads takes longer than hashing fewer
 MOST_TOKENS = 2**40  # that a model without n_positions can have read
 
 
@@ -37,7 +38,7 @@ class StateTensor(NamedTuple):
     kind: "window" holds the last tokens in their order, "positions" the token at position n in slot n; their first axis
         is that of the slots, and a logit of -inf or 0 elsewhere stands for no token. "summary" is as it is, "count" the
         number of tokens read.
-    is_multiplied: the slots of each head lie side by side where graphs read it, (rows, heads, slots, width).
+    is_multiplied: the slots of each head lie side by side where graphs read it, (rows, heads, slots, ...).
     """
 
     name: str
@@ -101,12 +102,20 @@ class StateContents:
 
 
 def write_state(contents: StateContents, path: str | Path, owner: StateOwner) -> None:
-    """Write a state file, complete or not at all; of windows that are not full, the filled part.
+    """Write a state file, complete or not at all; see `pack_state`.
 
     Raises:
-        InputError: nothing was read yet, the state is not one that the model can have made, or the path is that of a
-            folder or device.
+        InputError: as `pack_state`, or the path is that of a folder or device.
         OSError: the file cannot be written.
+    """
+    write_whole(path, pack_state(contents, owner))
+
+
+def pack_state(contents: StateContents, owner: StateOwner) -> bytes:
+    """The content of a state file; of windows that are not full, the filled part.
+
+    Raises:
+        InputError: nothing was read yet, or the state is not one that the model can have made.
     """
     if not contents.tensors:
         raise InputError("state: nothing was read yet, so there is nothing to save")
@@ -125,8 +134,7 @@ def write_state(contents: StateContents, path: str | Path, owner: StateOwner) ->
         if about.is_ring:
             tensors[about.name] = np.ascontiguousarray(about.filled(tensors[about.name], longest))
     metadata = {"format": FORMAT, "model": owner.hash, "unread_ids": json.dumps(unread_ids)}
-    with atomic_file(path) as partial:
-        save_file(tensors, partial, metadata | {"sha256": checksum(metadata, tensors)})
+    return save(tensors, metadata | {"sha256": checksum(metadata, tensors)})
 
 
 def read_state(path: str | Path, owner: StateOwner) -> StateContents:
@@ -141,8 +149,24 @@ def read_state(path: str | Path, owner: StateOwner) -> StateContents:
     where = f"state file: {shown(path)}"
     if not path.is_file():
         raise InputError(f"{where} {'is no file' if path.exists() else 'does not exist'}")
+    return _check(where, lambda expected: _read(path, expected), owner)
+
+
+def unpack_state(data: bytes, owner: StateOwner) -> StateContents:
+    """The same from the content of a file.
+
+    Raises:
+        InputError: no state file or a damaged one, or the state of another model.
+    """
+    return _check("state:", lambda expected: _unpack(data, expected), owner)
+
+
+_Read = Callable[[Mapping[str, StateTensor]], tuple[dict[str, str], dict[str, NDArray[Any]]]]
+
+
+def _check(where: str, read: _Read, owner: StateOwner) -> StateContents:
     try:
-        metadata, tensors = _read(path, {about.name: about for about in owner.tensors})
+        metadata, tensors = read({about.name: about for about in owner.tensors})
         if metadata["model"] != owner.hash:
             raise InputError("belongs to another model; states fit only the model that wrote them")
         unread_ids = _parse(metadata["unread_ids"])
@@ -169,10 +193,29 @@ def _read(path: Path, expected: Mapping[str, StateTensor]) -> tuple[dict[str, st
         check_shapes({name: part.get_shape() for name, part in slices.items()}, expected)
         _check_dtypes({name: part.get_dtype() for name, part in slices.items()}, expected)
         tensors = {name: file.get_tensor(name) for name in slices}
+    return _check_sum(metadata, tensors), tensors
+
+
+def _unpack(data: bytes, expected: Mapping[str, StateTensor]) -> tuple[dict[str, str], dict[str, NDArray[Any]]]:
+    """The same from the bytes of a file, than which its tensors cannot be larger."""
+    try:
+        tensors = load(data)
+        header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+    except (KeyError, ValueError, AttributeError) as error:  # types that numpy lacks, for one
+        raise InputError(f"is damaged or no safetensors file ({error!r:.80})") from None
+    metadata = header.get("__metadata__") or {}
+    _check_format(metadata)
+    check_shapes({name: list(tensor.shape) for name, tensor in tensors.items()}, expected)
+    _check_dtypes({name: str(tensor.dtype) for name, tensor in tensors.items()}, expected)
+    return _check_sum(metadata, tensors), tensors
+
+
+def _check_sum(metadata: dict[str, str], tensors: Mapping[str, NDArray[Any]]) -> dict[str, str]:
+    """The metadata without their checksum, which is right."""
     expected_sum = metadata.pop("sha256")
     if expected_sum != checksum(metadata, tensors):
         raise InputError("is damaged: its content does not have the checksum that it was written with")
-    return metadata, tensors
+    return metadata
 
 
 def _check_format(metadata: Mapping[str, str]) -> None:
@@ -261,12 +304,17 @@ def checksum(metadata: Mapping[str, str], tensors: Mapping[str, NDArray[Any]]) -
 
 
 def digest(text: str, tensors: Mapping[str, tuple[str, NDArray[Any]]]) -> str:
-    """SHA-256 over a text and tensors with their names and descriptions; the tensors are hashed in parallel."""
+    """SHA-256 over a text and tensors with their names and descriptions; large ones are hashed in parallel."""
     total = hashlib.sha256(text.encode())
     names = sorted(tensors)
-    with ThreadPoolExecutor() as pool:
-        for name, content in zip(names, pool.map(_content_hash, (tensors[name][1] for name in names)), strict=True):
-            total.update(f"{name} {tensors[name][0]} {content}".encode())
+    contents = [tensors[name][1] for name in names]
+    if sum(tensor.nbytes for tensor in contents) < LEAST_PARALLEL:
+        hashes = list(map(_content_hash, contents))
+    else:
+        with ThreadPoolExecutor() as pool:
+            hashes = list(pool.map(_content_hash, contents))
+    for name, content in zip(names, hashes, strict=True):
+        total.update(f"{name} {tensors[name][0]} {content}".encode())
     return total.hexdigest()
 
 

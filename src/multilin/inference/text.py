@@ -58,6 +58,7 @@ class TextStream:
     stop: strings before which the text ends.
     text: all pieces so far.
     is_stopped: a stop string came.
+    is_whole: all tokens so far are in the text: no character is cut and no stop string may have begun.
     """
 
     codec: TextCodec
@@ -65,6 +66,7 @@ class TextStream:
     stop: tuple[str, ...] = ()
     text: str = ""
     is_stopped: bool = False
+    is_whole: bool = True
     _held: str = ""
     _decoder: DecodeStream = field(init=False)
 
@@ -73,15 +75,22 @@ class TextStream:
 
     def put(self, token_id: int) -> str:
         """The text that a further token makes certain, often none."""
-        self._held += self._decoder.step(self.codec.tokenizer, token_id) or ""
+        new = self._decoder.step(self.codec.tokenizer, token_id) or ""
+        self._held += new
         ends = [index for word in self.stop if (index := self._held.find(word)) >= 0]
         if ends:
             self._held, self.is_stopped = self._held[: min(ends)], True
             return self.end()
         # What a stop string may begin with waits.
-        most = max((len(word) for word in self.stop), default=1) - 1
+        most = min(max((len(word) for word in self.stop), default=1) - 1, len(self._held))
         num_held = next((n for n in range(most, 0, -1) if self._may_stop(self._held[-n:])), 0)
+        self.is_whole = bool(new) and not num_held
         return self._release(len(self._held) - num_held)
+
+    @property
+    def length(self) -> int:
+        """Characters so far, those that wait included."""
+        return len(self.text) + len(self._held)
 
     def end(self) -> str:
         """What is left at the end."""

@@ -60,8 +60,8 @@ class Linear(nn.Linear):
         if self.arithmetic.products == "int8":
             return int8_linear(x, self.matrix(), self.bias, factor=factor, **self._rounding())
         weight = self.float_matrix(x.dtype)
-        if torch.compiler.is_exporting():  # as a product with a constant matrix, which engines can round
-            x, factor = x * factor if factor != 1.0 else x, 1.0
+        if torch.compiler.is_exporting() and factor != 1.0:  # a graph has a constant matrix, which can be rounded
+            weight, factor = weight * factor, 1.0
         if factor == 1.0:
             return nn.functional.linear(x, weight, self.bias)
         # The factor inside the product takes no time.
@@ -83,7 +83,10 @@ class Linear(nn.Linear):
                 weight = weight.view(shape)
             result = int8_block_outer(left, right, weight, factor=factor, **rounding)
         else:
-            result = block_outer(left, right, self.float_matrix(left.dtype).view(shape))
+            weight = self.float_matrix(left.dtype).view(shape)
+            if torch.compiler.is_exporting() and factor != 1.0:
+                weight, factor = weight * factor, 1.0
+            result = block_outer(left, right, weight)
             result = result if factor == 1.0 else result * factor
         return result if self.bias is None else result + self.bias
 

@@ -112,7 +112,12 @@ def grow(ring: Any, num_new: int) -> Any:
     """The ring with room for so many new tokens, as far as it keeps them; itself where there is room."""
     if not isinstance(ring, Ring) or ring.num_slots == ring.num_kept:
         return ring
-    more = _enough_slots(ring.num_read_B, num_new, ring.num_kept) - ring.num_slots
+    return _with_slots(ring, _enough_slots(ring.num_read_B, num_new, ring.num_kept))
+
+
+def _with_slots(ring: Ring, num_slots: int) -> Ring:
+    """The ring with at least so many slots."""
+    more = num_slots - ring.num_slots
     if more <= 0:
         return ring
 
@@ -151,6 +156,22 @@ def write(ring: Any, new: Any, num_read_B: Tensor) -> Any:
             target[rows_B1, slots_BT] = tensor[:, -num_new:].to(target.dtype)
     others = {name: getattr(new, name) for name in new._fields if name not in slots}
     return Ring(ring.tokens._replace(**others), num_read_B, ring.num_kept)
+
+
+def join_rings(state: Any, other: Any) -> Any:
+    """The rows of two (nested) states whose windows are rings, in one."""
+    if isinstance(state, Tensor):
+        return torch.cat([state, other])
+    if state is None or isinstance(state, int):
+        return state
+    if isinstance(state, Ring):
+        num_slots = max(state.num_slots, other.num_slots)
+        state, other = (_with_slots(ring, num_slots) for ring in (state, other))
+        names = _windows[type(state.tokens)].fields
+        both = join_rings(state.tokens, other.tokens)
+        laid_out = {name: _lay_out(getattr(both, name), both) for name in names}
+        return Ring(both._replace(**laid_out), torch.cat([state.num_read_B, other.num_read_B]), state.num_kept)
+    return type(state)(*(join_rings(*parts) for parts in zip(state, other, strict=True)))
 
 
 def _enough_slots(num_read_B: Tensor, num_new: int, num_kept: int) -> int:

@@ -1,0 +1,135 @@
+"""The verb that serves a model over HTTP."""
+
+import importlib.util
+import os
+import socket
+from pathlib import Path
+from typing import Annotated
+
+from annotated_types import MaxLen
+
+from multilin.cli.export import open_engine
+from multilin.errors import InputError
+from multilin.inference.settings import EngineName
+from multilin.settings import settings
+from multilin.settings.bounds import Amount, Count, Length, Name, PathText, Port
+
+Bytes = Annotated[str, MaxLen(20)]
+KEY_VARIABLE = "MULTILIN_API_KEY"
+
+
+@settings
+class ServeArguments:
+    """The model, and who may use it."""
+
+    run: PathText  # folder of a trained or exported model
+    host: Name = "127.0.0.1"  # address to listen on; any but this machine's own needs a key
+    port: Port = 8000  # 0 takes a free one
+    api_key: str | None = None  # what requests must send, several with commas; better in MULTILIN_API_KEY
+    insecure: bool = False  # listen on other addresses without a key
+    cors: str | None = None  # origins of pages that may call the server, with commas, such as https://example.org
+    name: Name | None = None  # of the model for clients; none takes that of the folder
+    engine: EngineName = "auto"  # auto takes ONNX Runtime on a CPU, exporting the run once, else PyTorch
+
+
+@settings
+class ServeLimits:
+    """How much is done at a time and kept."""
+
+    slots: Count = 64  # sequences that are generated at a time
+    queue: Count = 256  # requests that may wait; more are refused with 429
+    max_tokens: Count = 4096  # tokens to generate for a request, at most
+    max_prompt: Length = 65536  # tokens to read for a request, at most
+    memory: Bytes = "1GB"  # of states kept in memory
+    sessions: str | None = None  # folder, or address for fsspec, where states and sessions outlive the server
+    disk: Bytes = "100GB"  # of states in that folder; the oldest are deleted beyond it
+    keep_days: Amount | None = None  # delete states that are older
+
+
+def serve(arguments: ServeArguments, limits: ServeLimits) -> None:
+    """Serve a model over HTTP, as OpenAI's clients know it, with sessions that go on where they stopped."""
+    keys = _check(arguments)
+    memory, disk = _bytes("memory", limits.memory), _bytes("disk", limits.disk)
+    with _listen(arguments) as listener:
+        _serve(arguments, limits, keys, (memory, disk), listener)
+
+
+def _serve(
+    arguments: ServeArguments, limits: ServeLimits, keys: list[str], sizes: tuple[int, int], listener: socket.socket
+) -> None:
+    """Load the model, and answer until the end."""
+    folder = Path(arguments.run)
+    engine, codec, owner = open_engine(folder, arguments.engine, is_server=True)
+    from multilin.serving.app import create_app
+    from multilin.serving.folder import AddressFolder, MemoryFolder
+    from multilin.serving.layout import open_layout
+    from multilin.serving.server import run_server
+    from multilin.serving.service import Limits, Service
+    from multilin.serving.sessions import SessionStore
+    from multilin.serving.turns import TurnStore
+
+    state_owner = owner()
+    store = None if limits.sessions is None else AddressFolder(f"{limits.sessions}/{state_owner.hash[:16]}")
+    seconds = None if limits.keep_days is None else limits.keep_days * 86400
+    service = Service(
+        engine, codec, state_owner, arguments.name or folder.resolve().name, open_layout(codec, folder),
+        TurnStore(store, *sizes, seconds), SessionStore(store or MemoryFolder()),
+        Limits(limits.max_prompt, limits.max_tokens, limits.slots), limits.slots, limits.queue,
+    )  # fmt: skip
+    app = create_app(
+        service, keys=keys, origins=[] if arguments.cors is None else arguments.cors.split(","),
+        is_loopback=not keys and _is_loopback(arguments.host),
+    )  # fmt: skip
+    host, port = listener.getsockname()[:2]
+    _say(f"[{host}]:{port}" if ":" in host else f"{host}:{port}", service.name, engine.name, bool(keys))
+    run_server(app, service, listener)
+
+
+def _check(arguments: ServeArguments) -> list[str]:
+    """The keys; refuses what is not installed, and an address that all can reach without a key."""
+    for name in ("fastapi", "uvicorn", "prometheus_client"):
+        if importlib.util.find_spec(name) is None:
+            raise InputError(f"serve: needs {name}, which is not installed; pip install 'multilin[serve]'")
+    given = arguments.api_key if arguments.api_key is not None else os.environ.get(KEY_VARIABLE, "")
+    keys = [key.strip() for key in given.split(",") if key.strip()]
+    if arguments.api_key is not None and not keys:
+        raise InputError("--api-key: an empty text given, but a key has a character")
+    if not (keys or arguments.insecure or _is_loopback(arguments.host)):
+        raise InputError(
+            f"--host: {arguments.host} can be reached by others; give --api-key, or --insecure to let everybody in"
+        )
+    return keys
+
+
+def _is_loopback(host: str) -> bool:
+    return host in ("127.0.0.1", "localhost", "::1")
+
+
+def _listen(arguments: ServeArguments) -> socket.socket:
+    """The address, taken before a model is loaded."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(arguments.host, arguments.port, type=socket.SOCK_STREAM)[0]
+        return socket.create_server(address[:2], family=family)
+    except OSError as error:
+        raise InputError(
+            f"--port: {arguments.host}:{arguments.port} cannot be listened on ({error.strerror})"
+        ) from None
+
+
+def _bytes(flag: str, text: str) -> int:
+    """A number of bytes such as 500MB."""
+    units = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+    number, unit = text[:-2].strip(), text[-2:].upper()
+    if unit not in units or not number.replace(".", "", 1).isdecimal():
+        raise InputError(f"--{flag}: {text!r} given, but it should be a size such as 500MB or 2GB")
+    return int(float(number) * units[unit])
+
+
+def _say(address: str, name: str, engine: str, has_key: bool) -> None:
+    key = ' -H "Authorization: Bearer $MULTILIN_API_KEY"' if has_key else ""
+    print(f"multilin serves {name} with the engine {engine} at http://{address}", flush=True)
+    print(
+        f"\ncurl http://{address}/v1/completions{key} -H 'Content-Type: application/json' "
+        """-d '{"prompt": "Once upon a time", "max_tokens": 50}'""",
+        flush=True,
+    )

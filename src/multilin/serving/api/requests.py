@@ -1,0 +1,150 @@
+"""The bodies of requests. Fields that are not here are refused."""
+
+from typing import Annotated, Any, Literal
+
+from annotated_types import Ge, Gt, Le, Lt, MaxLen, MinLen
+from pydantic import BaseModel, ConfigDict
+
+from multilin.inference.settings import GenerationSettings
+from multilin.settings import load_settings
+
+Text = Annotated[str, MaxLen(2**24)]
+Id = Annotated[str, MaxLen(64)]
+Name = Annotated[str, MaxLen(256)]
+TokenIds = Annotated[list[int], MinLen(1), MaxLen(2**20)]
+Number = Annotated[int, Ge(0), Lt(2**31)]
+Penalty = Annotated[float, Ge(-2), Le(2)]
+NumTop = Annotated[int, Ge(0), Le(20)]
+Stop = Annotated[str, MinLen(1), MaxLen(1000)]
+MOST_STOPS = 8
+
+
+class Body(BaseModel):
+    """What all bodies have in common."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class StreamOptions(Body):
+    """What a stream holds beside the text."""
+
+    include_usage: bool = False
+
+
+class Sampling(Body):
+    """How tokens are chosen, for all requests that generate."""
+
+    model: Name | None = None
+    temperature: Annotated[float, Ge(0), Le(1000)] | None = None
+    top_p: Annotated[float, Gt(0), Le(1)] | None = None
+    top_k: Annotated[int, Ge(0), Le(2**20)] | None = None
+    min_p: Annotated[float, Ge(0), Le(1)] | None = None
+    repetition_penalty: Annotated[float, Gt(0), Le(1000)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    logit_bias: Annotated[dict[Name, Annotated[float, Ge(-1e6), Le(1e6)]], MaxLen(1000)] | None = None
+    seed: Annotated[int, Ge(-(2**63)), Lt(2**63)] | None = None
+    stop: Stop | Annotated[list[Stop], MaxLen(MOST_STOPS)] | None = None
+    ignore_eos: bool | None = None
+    stream: bool | None = None
+    user: Name | None = None
+    store: bool | None = None
+
+    def settings(self, stops: tuple[str, ...], index: int) -> GenerationSettings:
+        """Those of choice number `index`; without a temperature it is 1, with 0 the likeliest token is taken."""
+        temperature = 1.0 if self.temperature is None else self.temperature
+        values: dict[str, Any] = {
+            "repetition_penalty": self.repetition_penalty or 1.0, "logit_bias": self.logit_bias or {},
+            "presence_penalty": self.presence_penalty or 0.0, "frequency_penalty": self.frequency_penalty or 0.0,
+            "stop": (*([self.stop] if isinstance(self.stop, str) else self.stop or ()), *stops),
+            "stop_at_end": not self.ignore_eos, "greedy": temperature == 0,
+        }  # fmt: skip
+        if temperature:
+            seed = None if self.seed is None else (self.seed + index) % 2**32
+            values |= {"temperature": temperature, "top_p": self.top_p, "top_k": self.top_k or None,
+                       "min_p": self.min_p or None, "seed": seed}  # fmt: skip
+        return load_settings(GenerationSettings, values)
+
+
+class Choices(Sampling):
+    """Several answers."""
+
+    n: Annotated[int, Ge(1), Le(128)] | None = None
+    stream_options: StreamOptions | None = None
+    session: Id | None = None
+
+
+class CompletionRequest(Choices):
+    """POST /v1/completions."""
+
+    prompt: Text | list[Text] | TokenIds | list[TokenIds] = ""
+    max_tokens: Number | None = None
+    echo: bool | None = None
+    logprobs: NumTop | None = None
+
+
+class TextPart(Body):
+    """A part of a message's content."""
+
+    type: Literal["text", "input_text", "output_text"]
+    text: Text
+
+
+class Message(Body):
+    """A message of a conversation."""
+
+    type: Literal["message"] | None = None
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Text | Annotated[list[TextPart], MaxLen(1000)]
+
+    def plain(self) -> dict[str, str]:
+        """As chat templates take it."""
+        given = self.content
+        content = given if isinstance(given, str) else "".join(part.text for part in given)
+        return {"role": self.role, "content": content}
+
+
+class ChatRequest(Choices):
+    """POST /v1/chat/completions."""
+
+    messages: Annotated[list[Message], MinLen(1), MaxLen(10_000)]
+    max_tokens: Number | None = None
+    max_completion_tokens: Number | None = None
+    logprobs: bool | None = None
+    top_logprobs: NumTop | None = None
+
+
+class ResponseRequest(Sampling):
+    """POST /v1/responses."""
+
+    input: Text | Annotated[list[Message], MinLen(1), MaxLen(10_000)]
+    instructions: Text | None = None
+    previous_response_id: Id | None = None
+    max_output_tokens: Number | None = None
+    metadata: Annotated[dict[Name, Name], MaxLen(16)] | None = None
+
+
+class TokenizeRequest(Body):
+    """POST /tokenize."""
+
+    model: Name | None = None
+    prompt: Text
+
+
+class DetokenizeRequest(Body):
+    """POST /detokenize."""
+
+    model: Name | None = None
+    tokens: Annotated[list[int], MaxLen(2**20)]
+
+
+class SessionRequest(Body):
+    """POST /v1/sessions, and /v1/sessions/{id}/fork."""
+
+    turn: Id | None = None
+
+
+class RewindRequest(Body):
+    """POST /v1/sessions/{id}/rewind."""
+
+    turns: Annotated[int, Ge(1), Le(10**6)]

@@ -1,0 +1,251 @@
+"""The endpoints that generate, and those about the model."""
+
+import asyncio
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends, Request
+from starlette.responses import Response
+
+from multilin.serving.api.answers import ChatForm, CompletionForm, ResponseForm
+from multilin.serving.api.requests import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    ResponseRequest,
+    Sampling,
+    TokenizeRequest,
+)
+from multilin.serving.api.streams import Answer, JsonResponse
+from multilin.serving.errors import NOT_FOUND, ApiError
+from multilin.serving.generation import Ask, Prompt
+from multilin.serving.service import Service
+from multilin.serving.sessions import Session
+from multilin.serving.turns import Turn
+
+router = APIRouter()
+COMPLETION_TOKENS, CHAT_TOKENS = 16, 512  # generated where a request does not say how many
+Json = dict[str, Any]
+
+
+def get_service(request: Request) -> Service:
+    """The service of the app."""
+    service: Service = request.app.state.service
+    return service
+
+
+def get_owner(request: Request) -> str:
+    """Whose request it is, as the guard has found."""
+    owner: str = request.scope["owner"]
+    return owner
+
+
+Served = Annotated[Service, Depends(get_service)]
+Owner = Annotated[str, Depends(get_owner)]
+
+
+@router.post("/v1/completions")
+async def completions(body: CompletionRequest, service: Served, owner: Owner) -> Response:
+    """Continue text."""
+    check_model(service, body.model)
+    session, before = await find_session(service, owner, body.session)
+    prompts = await asyncio.to_thread(_prompts, service, body, before)
+    if session is not None and len(prompts) * (body.n or 1) > 1:
+        raise ApiError(400, "session: only one text can go on with a session; give one prompt and n 1", "session")
+    max_tokens = COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
+    if max_tokens == 0 and not body.echo:
+        raise ApiError(400, "max_tokens: 0 given, but without echo it should be at least 1", "max_tokens")
+    ask = _ask(
+        service, body, owner, "completion", prompts, body.n or 1, (), max_tokens, COMPLETION_TOKENS, session,
+        num_logprobs=body.logprobs, prompt_logprobs=bool(body.echo) and body.logprobs is not None,
+    )  # fmt: skip
+    has_first = [ask.prompt_logprobs and prompt.token_ids[0] != service.codec.end_id for prompt in prompts]
+    form = CompletionForm(
+        service, include_usage=_include_usage(body), has_logprobs=body.logprobs is not None,
+        echoes=[prompt.text if body.echo else "" for prompt in prompts],
+        first_ids=[p.token_ids[0] if is_first else None for p, is_first in zip(prompts, has_first, strict=True)],
+    )  # fmt: skip
+    return Answer(await service.begin(ask), form)
+
+
+def _prompts(service: Service, body: CompletionRequest, before: Turn | None) -> list[Prompt]:
+    """The prompts of a request: texts begin with the token that begins a text, tokens are taken as they are."""
+    given: list[Any] = body.prompt if isinstance(body.prompt, list) else [body.prompt]
+    if given and isinstance(given[0], int):
+        given = [given]
+    if not given:
+        raise ApiError(400, "prompt: an empty list given, but it should have an entry", "prompt")
+    prompts = []
+    for prompt in given:
+        if isinstance(prompt, str):
+            ids = service.codec.encode(prompt)
+            prompts.append(Prompt(prompt, ids if before is not None else [service.codec.end_id, *ids], before))
+        else:
+            prompts.append(Prompt(service.text(prompt, "prompt"), prompt, before))
+    return prompts
+
+
+@router.post("/v1/chat/completions")
+async def chat(body: ChatRequest, service: Served, owner: Owner) -> Response:
+    """Answer messages."""
+    check_model(service, body.model)
+    if body.top_logprobs is not None and not body.logprobs:
+        raise ApiError(400, "top_logprobs: given without logprobs; set logprobs to true", "top_logprobs")
+    if body.max_tokens is not None and body.max_completion_tokens is not None:
+        raise ApiError(400, "max_tokens: given together with max_completion_tokens; give one of them", "max_tokens")
+    session, before = await find_session(service, owner, body.session)
+    if session is not None and (body.n or 1) > 1:
+        raise ApiError(400, f"n: {body.n} given, but one answer goes on with a session", "n")
+    max_tokens = body.max_completion_tokens if body.max_tokens is None else body.max_tokens
+    messages = [message.plain() for message in body.messages]
+    prompt = await asyncio.to_thread(_chat_prompt, service, messages, before)
+    ask = _ask(
+        service, body, owner, "chat", [prompt], body.n or 1, service.layout.stops, max_tokens, CHAT_TOKENS, session,
+        num_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+    )  # fmt: skip
+    form = ChatForm(service, include_usage=_include_usage(body), has_logprobs=bool(body.logprobs))
+    return Answer(await service.begin(ask), form)
+
+
+def _chat_prompt(service: Service, messages: list[dict[str, str]], before: Turn | None) -> Prompt:
+    token_ids = service.layout.token_ids(messages, before)
+    earlier = (before.messages or []) if before is not None else []
+    text = "\n\n".join(message["content"] for message in messages)
+    return Prompt(text, token_ids, before, [*earlier, *messages])
+
+
+@router.post("/v1/responses")
+async def responses(body: ResponseRequest, service: Served, owner: Owner) -> Response:
+    """Answer, and keep the state to go on from."""
+    check_model(service, body.model)
+    before = None
+    if body.previous_response_id is not None:
+        before = await find_turn(service, owner, body.previous_response_id, "previous_response_id")
+    messages = [{"role": "system", "content": body.instructions}] if body.instructions else []
+    messages += (
+        [{"role": "user", "content": body.input}]
+        if isinstance(body.input, str)
+        else [message.plain() for message in body.input]
+    )
+    prompt = await asyncio.to_thread(_chat_prompt, service, messages, before)
+    form = ResponseForm(
+        service,
+        {
+            "instructions": body.instructions, "previous_response_id": body.previous_response_id,
+            "metadata": body.metadata or {}, "temperature": 1.0 if body.temperature is None else body.temperature,
+            "top_p": body.top_p or 1.0, "max_output_tokens": body.max_output_tokens,
+            "store": body.store is not False,
+        },
+    )  # fmt: skip
+    ask = _ask(
+        service, body, owner, "response", [prompt], 1, service.layout.stops, body.max_output_tokens, CHAT_TOKENS, None
+    )
+    generation = await service.begin(ask, lambda generation: form.response(generation, generation.results[0]))
+    form.id = generation.turn_ids[0]
+    return Answer(generation, form)
+
+
+@router.get("/v1/responses/{response_id}")
+async def get_response(response_id: str, service: Served, owner: Owner) -> Response:
+    """A response that was stored."""
+    turn = await find_turn(service, owner, response_id, "response_id")
+    if turn.answer is None:
+        raise ApiError(404, f"response_id: there is no response {response_id!r:.60}", "response_id", NOT_FOUND)
+    return JsonResponse(turn.answer)
+
+
+@router.delete("/v1/responses/{response_id}")
+async def delete_response(response_id: str, service: Served, owner: Owner) -> Response:
+    """Delete a response and its state."""
+    turn = await find_turn(service, owner, response_id, "response_id")
+    await asyncio.to_thread(service.turns.remove, owner, turn.id)
+    return JsonResponse({"id": turn.id, "object": "response", "deleted": True})
+
+
+@router.get("/v1/models")
+async def models(service: Served) -> Response:
+    """The one model."""
+    return JsonResponse({"object": "list", "data": [_model(service)]})
+
+
+@router.get("/v1/models/{name:path}")
+async def model(name: str, service: Served) -> Response:
+    """The model by its name."""
+    check_model(service, name)
+    return JsonResponse(_model(service))
+
+
+@router.post("/tokenize")
+async def tokenize(body: TokenizeRequest, service: Served) -> Response:
+    """Tokens of a text, without the one that begins a text."""
+    check_model(service, body.model)
+    tokens = await asyncio.to_thread(service.codec.encode, body.prompt)
+    return JsonResponse({"tokens": tokens, "count": len(tokens), "max_model_len": service.engine.longest_text})
+
+
+@router.post("/detokenize")
+async def detokenize(body: DetokenizeRequest, service: Served) -> Response:
+    """The text of tokens."""
+    check_model(service, body.model)
+    return JsonResponse({"prompt": await asyncio.to_thread(service.text, body.tokens, "tokens")})
+
+
+@router.get("/health")
+async def health() -> Response:
+    """Whether the server answers."""
+    return JsonResponse({"status": "ok"})
+
+
+@router.get("/metrics")
+async def metrics(service: Served) -> Response:
+    """Figures for Prometheus."""
+    return Response(service.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+def check_model(service: Service, name: str | None) -> None:
+    """Refuse another model than the one that is served."""
+    if name is not None and name != service.name:
+        raise ApiError(404, f"model: {name!r:.80} given, but this server has {service.name!r}", "model", NOT_FOUND)
+
+
+async def find_turn(service: Service, owner: str, turn_id: str, param: str) -> Turn:
+    """A turn of this owner."""
+    turn = await asyncio.to_thread(service.turns.peek, owner, turn_id)
+    if turn is None:
+        raise ApiError(404, f"{param}: there is no turn {turn_id!r:.60}", param, NOT_FOUND)
+    return turn
+
+
+async def find_session(service: Service, owner: str, session_id: str | None) -> tuple[Session | None, Turn | None]:
+    """A session of this owner and its last turn."""
+    if session_id is None:
+        return None, None
+    session = await asyncio.to_thread(service.sessions.get, owner, session_id)
+    if session is None:
+        raise ApiError(404, f"session: there is no session {session_id!r:.60}", "session", NOT_FOUND)
+    return session, await find_turn(service, owner, session.turns[-1], "session") if session.turns else None
+
+
+def _model(service: Service) -> Json:
+    longest = service.engine.longest_text
+    return {"id": service.name, "object": "model", "created": service.created, "owned_by": "multilin",
+            "max_model_len": longest}  # fmt: skip
+
+
+def _include_usage(body: Any) -> bool:
+    if body.stream_options is not None and not body.stream:
+        raise ApiError(400, "stream_options: given without stream; leave it out", "stream_options")
+    return body.stream_options is not None and body.stream_options.include_usage
+
+
+def _ask(
+    service: Service, body: Sampling, owner: str, kind: str, prompts: list[Prompt], num_choices: int,
+    stops: tuple[str, ...], max_tokens: int | None, default_tokens: int, session: Session | None,
+    num_logprobs: int | None = None, prompt_logprobs: bool = False,
+) -> Ask:  # fmt: skip
+    if session is not None and body.store is False:
+        raise ApiError(400, "store: false given together with session, which keeps the turn", "store")
+    if max_tokens == 0 and kind != "completion":
+        raise ApiError(400, "max_tokens: 0 given, but it should be at least 1", "max_tokens")
+    settings = [body.settings(stops, index) for index in range(num_choices)]
+    return Ask(kind, owner, prompts, settings, max_tokens, default_tokens, num_logprobs, prompt_logprobs,
+               body.store is not False, session, bool(body.stream))  # fmt: skip

@@ -1,0 +1,67 @@
+"""What a request is refused with, in the shape that OpenAI's clients know."""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from multilin.errors import InputError, shorten, shown
+
+
+class ApiError(Exception):
+    """A refusal.
+
+    Args:
+        status: of HTTP.
+        message: one sentence.
+        param: the field that is wrong, if one is.
+        code: a word for programs.
+        headers: of the answer.
+    """
+
+    def __init__(
+        self, status: int, message: str, param: str | None = None, code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(message)
+        self.status, self.message, self.param, self.code, self.headers = status, message, param, code, headers
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """As JSON."""
+        kinds = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+        kind = kinds.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+
+def from_input_error(error: InputError) -> ApiError:
+    """A refusal of the library's."""
+    match = re.match(r"([a-z_]+)[.:]", str(error))
+    return ApiError(400, str(error), match[1] if match else None, "invalid_value")
+
+
+def from_validation(errors: Sequence[Any]) -> ApiError:
+    """The first mistake that pydantic found in a body."""
+    first = errors[0]
+    path = [str(part) for part in first["loc"] if part != "body"]
+    param = shorten(path[0]) if path else None
+    kind, words = first["type"], str(first["msg"]).removeprefix("Input should be ")
+    if kind == "extra_forbidden":
+        return ApiError(400, f"{shorten(path[-1])}: unknown or unsupported field", shorten(path[-1]), "unknown_field")
+    if kind == "missing":
+        return ApiError(400, f"{path[-1] if path else 'body'}: missing; a value is required", param, "missing_field")
+    if kind == "json_invalid" or not path:
+        return ApiError(400, f"body: no JSON object ({words[:100]})", None, "invalid_json")
+    # Of a union, every member has its complaint.
+    same = [error for error in errors if error["loc"][:2] == first["loc"][:2]]
+    accepted = " or ".join(dict.fromkeys(str(error["msg"]).removeprefix("Input should be ") for error in same))
+    return ApiError(400, f"{param}: {shown(first['input'])} given, but it should be {accepted}", param, "invalid_value")
+
+
+def too_busy() -> ApiError:
+    """The queue is full."""
+    return ApiError(
+        429, "the server is busy and its queue is full; try again", None, "queue_full", {"Retry-After": "1"}
+    )
+
+
+NOT_FOUND = "not_found"

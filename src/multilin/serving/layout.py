@@ -1,0 +1,109 @@
+"""Messages as text: by the model's chat template, or in a plain layout for a model that has none."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from jinja2 import TemplateError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from tokenizers import Tokenizer
+
+from multilin.errors import InputError
+from multilin.inference.text import TextCodec
+from multilin.serving.turns import Turn
+
+Messages = list[dict[str, str]]
+ROLES = {"system": "System", "developer": "System", "user": "User", "assistant": "Assistant"}
+
+
+class PlainLayout:
+    """A line with the role, the content, and an empty line:
+
+        User:
+        Hello
+
+        Assistant:
+
+    An answer ends where the model begins another message.
+    """
+
+    stops = tuple(f"\n\n{name}:" for name in dict.fromkeys(ROLES.values()))
+
+    def __init__(self, codec: TextCodec) -> None:
+        self._codec = codec
+
+    def token_ids(self, messages: Messages, before: Turn | None) -> list[int]:
+        """Tokens of the messages and of the head of the answer; of a conversation's next ones, after `before`."""
+        parts = [f"{ROLES[message['role']]}:\n{message['content']}\n\n" for message in messages]
+        if before is not None and before.num_tokens:
+            parts.insert(0, "\n\n")
+        # Each part on its own, so that the tokens of a conversation begin with those of a shorter one.
+        ids = [token for part in [*parts, "Assistant:\n"] for token in self._codec.encode(part)]
+        return ids if before is not None else [self._codec.end_id, *ids]
+
+
+class TemplateLayout:
+    """The template of a tokenizer, in which its special tokens are tokens.
+
+    Args:
+        template: in Jinja.
+        names: of special tokens, such as bos_token, for the template.
+    """
+
+    stops: tuple[str, ...] = ()
+
+    def __init__(self, codec: TextCodec, template: str, names: dict[str, str]) -> None:
+        self._codec, self._names = codec, names
+        self._tokenizer = Tokenizer.from_str(codec.tokenizer.to_str())
+        self._tokenizer.encode_special_tokens = False
+        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+        environment.globals["raise_exception"] = _refuse
+        try:
+            self._template = environment.from_string(template)
+        except TemplateError as error:
+            raise InputError(f"run: its chat template is not valid ({error})") from None
+
+    def token_ids(self, messages: Messages, before: Turn | None) -> list[int]:
+        """Tokens of the messages and of the head of the answer; of a conversation's next ones, after `before`."""
+        if before is not None and before.messages:
+            whole, earlier = self._render(before.messages + messages), self._text(before)
+            if whole.startswith(earlier):
+                return self._encode(whole[len(earlier) :])
+        ids = self._encode(self._render(messages))
+        return ids if before is not None or ids[:1] == [self._codec.end_id] else [self._codec.end_id, *ids]
+
+    def _render(self, messages: Messages) -> str:
+        try:
+            return self._template.render(messages=messages, add_generation_prompt=True, **self._names)
+        except (TemplateError, TypeError, ValueError) as error:
+            raise InputError(f"messages: the model's chat template refuses them ({str(error)[:200]})") from None
+
+    def _text(self, turn: Turn) -> str:
+        text: str = self._codec.tokenizer.decode(turn.token_ids, skip_special_tokens=False)
+        return text
+
+    def _encode(self, text: str) -> list[int]:
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        return ids
+
+
+Layout = PlainLayout | TemplateLayout
+
+
+def open_layout(codec: TextCodec, folder: Path) -> Layout:
+    """The layout of the model of a folder."""
+    config: dict[str, Any] = {}
+    if (path := folder / "tokenizer_config.json").is_file():
+        config = json.loads(path.read_text(encoding="utf-8"))
+    template = config.get("chat_template")
+    if (path := folder / "chat_template.jinja").is_file():
+        template = path.read_text(encoding="utf-8")
+    if not isinstance(template, str):
+        return PlainLayout(codec)
+    names = {name: token for name in ("bos_token", "eos_token", "pad_token", "unk_token")
+             if isinstance(token := config.get(name), str)}  # fmt: skip
+    return TemplateLayout(codec, template, names)
+
+
+def _refuse(message: str) -> Any:
+    raise TemplateError(message)

@@ -1,0 +1,310 @@
+"""Continuous batching: one thread owns the engine, and sequences join and leave its batch between tokens."""
+
+import logging
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from multilin.errors import InputError
+from multilin.inference.engine import Engine
+from multilin.inference.random_numbers import RandomNumbers
+from multilin.inference.sampling import choose_tokens
+from multilin.inference.text import TextCodec, TextStream
+from multilin.serving.jobs import Counts, End, Event, Job, Kept, Piece, QueueFull, Row, Stopped, make_logprob
+
+PIECE = 64  # tokens of a prompt read between two steps of the batch
+IDLE_PIECE = 512  # the same while no sequence runs and no other prompt waits
+GROUP = 8  # prompts that are read at a time
+log = logging.getLogger("multilin.serve")
+
+
+class Scheduler:
+    """Runs jobs on an engine, in a thread of its own.
+
+    Args:
+        engine, codec: of the model.
+        notify: called in the thread with the calls to make elsewhere.
+        num_slots: sequences that run at a time.
+        queue_size: jobs that may wait beside those.
+    """
+
+    def __init__(
+        self, engine: Engine, codec: TextCodec, notify: Callable[[list[Callable[[], None]]], None],
+        num_slots: int, queue_size: int,
+    ) -> None:  # fmt: skip
+        self.engine, self.codec, self.num_slots, self.queue_size = engine, codec, num_slots, queue_size
+        self._num_waiting = 0
+        self._notify, self._calls = notify, list[Callable[[], None]]()
+        self._changed, self._stopping = threading.Condition(), False
+        self._waiting: OrderedDict[str, deque[Job]] = OrderedDict()
+        self._reading: deque[Job] = deque()
+        self._rows: list[Row] = []
+        self._batch = engine.new_state(0)
+        self._thread = threading.Thread(target=self._run, name="multilin-engine", daemon=True)
+        self._thread.start()
+
+    @property
+    def counts(self) -> Counts:
+        """What it does now."""
+        return Counts(self._num_waiting, len(self._reading), len(self._rows))
+
+    def submit(self, jobs: Sequence[Job]) -> None:
+        """Queue all of these jobs, or none.
+
+        Raises:
+            QueueFull: there is no room.
+            Stopped: the server ends.
+        """
+        with self._changed:
+            if self._stopping:
+                raise Stopped("the server is shutting down")
+            if self._num_waiting + len(jobs) > self.queue_size:
+                raise QueueFull
+            for job in jobs:
+                self._waiting.setdefault(job.owner, deque()).append(job)
+            self._num_waiting += len(jobs)
+            self._changed.notify()
+
+    def cancel(self, job: Job) -> None:
+        """Let a job go before the next step."""
+        with self._changed:
+            job.is_cancelled = True
+            self._changed.notify()
+
+    def stop(self, seconds: float) -> None:
+        """Take no more jobs, let the present ones end for so long, and end the thread."""
+        with self._changed:
+            self._stopping = True
+            self._deadline = time.monotonic() + seconds
+            self._changed.notify()
+        self._thread.join(seconds + 10)
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                while not (self._waiting or self._reading or self._rows or self._stopping):
+                    self._changed.wait()
+                if self._stopping and self._is_over():
+                    break
+                self._admit()
+            try:
+                self._drop_cancelled()
+                self._read_piece()
+                self._step()
+            except Exception as error:
+                self._give_up([*(row.job for row in self._rows), *self._reading], error)
+                self._reading.clear()
+            self._send()
+        for job in {*(row.job for row in self._rows), *self._reading, *self._queued()}:
+            self._tell_all(job, Stopped("the server is shutting down"))
+        self._send()
+
+    def _is_over(self) -> bool:
+        is_idle = not (self._waiting or self._reading or self._rows)
+        return is_idle or time.monotonic() > self._deadline
+
+    def _queued(self) -> list[Job]:
+        return [job for jobs in self._waiting.values() for job in jobs]
+
+    def _admit(self) -> None:
+        """Take waiting jobs while there are slots, one owner after the other."""
+        for owner in list(self._waiting):
+            jobs = deque(job for job in self._waiting[owner] if not job.is_cancelled)
+            self._num_waiting -= len(self._waiting[owner]) - len(jobs)
+            self._waiting[owner] = jobs
+            if not jobs:
+                del self._waiting[owner]
+        while self._waiting:
+            owner, jobs = next(iter(self._waiting.items()))
+            num_used = len(self._rows) + sum(len(job.settings) for job in self._reading)
+            if num_used + len(jobs[0].settings) > self.num_slots:
+                break
+            self._reading.append(jobs.popleft())
+            self._num_waiting -= 1
+            self._waiting.move_to_end(owner)
+            if not jobs:
+                del self._waiting[owner]
+
+    def _drop_cancelled(self) -> None:
+        self._reading = deque(job for job in self._reading if not job.is_cancelled)
+        for place in reversed(range(len(self._rows))):
+            if self._rows[place].job.is_cancelled:
+                self._leave(place)
+
+    def _leave(self, place: int) -> Any:
+        """Take a row out of the batch; the last takes its place, as in the engine."""
+        last = self._rows.pop()
+        if place < len(self._rows):
+            self._rows[place] = last
+        return self.engine.leave(self._batch, place)
+
+    def _read_piece(self) -> None:
+        """Read a piece of the prompts whose turn it is."""
+        jobs = self._next_prompts()
+        if not jobs:
+            return
+        size = IDLE_PIECE if len(jobs) == 1 and not self._rows else PIECE
+        ids = [job.token_ids[job.position :][: 1 if job.prompt_logprobs else size] for job in jobs]
+        try:
+            state = self._joined(jobs)
+            logits_BV = self.engine.read(state, ids)
+            for place in reversed(range(1, len(jobs))):
+                jobs[place].state = self.engine.leave(state, place)
+            jobs[0].state = state
+        except Exception as error:
+            self._fail(jobs, error)
+            return
+        for job, read, logits_V in zip(jobs, ids, logits_BV, strict=True):
+            job.position += len(read)
+            if job.position < len(job.token_ids) and not job.prompt_logprobs:
+                self._reading.append(job)
+            else:
+                self._begin(job, logits_V)
+
+    def _next_prompts(self) -> list[Job]:
+        """The prompts to read together: all at their beginning, or none."""
+        if not self._reading:
+            return []
+        is_new = self._reading[0].is_new
+        jobs = [job for job in self._reading if job.is_new == is_new][:GROUP]
+        self._reading = deque(job for job in self._reading if job not in jobs)
+        return jobs
+
+    def _joined(self, jobs: list[Job]) -> Any:
+        """Their states as one."""
+        if jobs[0].is_new:
+            return self.engine.new_state(len(jobs))
+        for job in jobs:
+            if job.start is not None:
+                job.state, job.start = self.engine.restore(job.start), None
+        for job in jobs[1:]:
+            self.engine.join(jobs[0].state, job.state)
+        return jobs[0].state
+
+    def _begin(self, job: Job, logits_V: NDArray[np.float32]) -> None:
+        """Let the sequences of a job, whose prompt was read, join the batch."""
+        num_rows, first = len(job.settings), len(self._rows)
+        self.engine.join(self._batch, job.state if num_rows == 1 else self.engine.select(job.state, [0] * num_rows))
+        job.state = None
+        for index, settings in enumerate(job.settings):
+            stream = TextStream(self.codec, skip_special_tokens=settings.stop_at_end, stop=settings.stop)
+            forced, seen = deque(job.token_ids[job.position :]), dict.fromkeys(job.known_ids, 0)
+            self._rows.append(Row(job, index, settings, RandomNumbers(settings.seed), stream, seen, forced))
+        self._advance(first, np.repeat(logits_V[None], num_rows, axis=0))
+
+    def _step(self) -> None:
+        """Read a token of each row and choose the next ones."""
+        if not self._rows:
+            return
+        try:
+            logits_BV = self.engine.read(self._batch, [[row.next_id] for row in self._rows])
+        except Exception as error:
+            self._give_up([row.job for row in self._rows], error)
+            return
+        self._advance(0, logits_BV)
+
+    def _give_up(self, jobs: Sequence[Job], error: Exception) -> None:
+        """Begin with an empty batch."""
+        self._rows, self._batch = [], self.engine.new_state(0)
+        self._fail(list(dict.fromkeys(jobs)), error)
+
+    def _advance(self, first: int, logits_BV: NDArray[np.float32]) -> None:
+        """Choose the next token of the rows from a place on, and take out those that have ended."""
+        if self.codec.pad_id != self.codec.end_id:
+            logits_BV[:, self.codec.pad_id] = -np.inf  # never seen in training, so its probability is an accident
+        chosen = []
+        for place, row in enumerate(self._rows[first:]):
+            if row.forced:
+                row.next_id = row.forced.popleft()
+                entry = make_logprob(logits_BV[place], row.next_id, row.job.num_logprobs or 0)
+                self._tell(row, Piece("", [(entry, -1)]))
+            elif len(row.token_ids) == row.job.max_new_tokens:  # none at all is asked for
+                row.end = "length"
+            else:
+                chosen.append(place)
+        rows = [self._rows[first + place] for place in chosen]
+        before = {place: logits_BV[place].copy() for place in chosen if self._rows[first + place].has_logprobs}
+        tokens = choose_tokens(
+            logits_BV if len(chosen) == len(logits_BV) else logits_BV[chosen], [row.settings for row in rows],
+            [row.seen for row in rows], [row.numbers for row in rows],
+        )  # fmt: skip
+        for place, token in zip(chosen, tokens, strict=True):
+            self._accept(first + place, token, before.get(place))
+        self._take_out(first)
+
+    def _accept(self, place: int, token: int, logits_V: NDArray[np.float32] | None) -> None:
+        """Add a token to a row, and say what text it makes certain."""
+        row, job = self._rows[place], self._rows[place].job
+        row.next_id = token
+        row.seen[token] = row.seen.get(token, 0) + 1
+        row.token_ids.append(token)
+        if row.settings.stop_at_end and token == self.codec.end_id:
+            row.end = "stop"
+            return
+        stream, num_before = row.stream, row.stream.length
+        piece = stream.put(token)
+        if logits_V is not None:
+            row.pending.append((make_logprob(logits_V, token, job.num_logprobs or 0), num_before))
+        if row.settings.stop:
+            if stream.is_stopped or not (stream.is_whole or row.kept):
+                row.kept = row.kept or Kept(
+                    self.engine.select(self._batch, [place]), len(row.token_ids) - 1, num_before
+                )
+            elif stream.is_whole:
+                row.kept = None
+        if stream.is_stopped:
+            row.end = "stop"
+        elif len(row.token_ids) == job.max_new_tokens:
+            row.end = "length"
+        self._release(row, piece)
+
+    def _release(self, row: Row, piece: str) -> None:
+        """Pass on text, and the tokens that begin in what was passed on."""
+        length = len(row.stream.text)
+        is_whole = row.end is None and row.stream.is_whole
+        num_ready = next((i for i, (_, begin) in enumerate(row.pending) if begin >= length and not is_whole), None)
+        tokens, row.pending = row.pending[:num_ready], [] if num_ready is None else row.pending[num_ready:]
+        if piece or tokens:
+            self._tell(row, Piece(piece, tokens))
+
+    def _take_out(self, first: int) -> None:
+        """Let the rows from this place on leave that have ended."""
+        for place in reversed(range(first, len(self._rows))):
+            row = self._rows[place]
+            if row.end is None:
+                continue
+            state, stream, token_ids = self._leave(place), row.stream, row.token_ids
+            if not stream.is_stopped:
+                self._release(row, stream.end())
+            num_generated, num_unread = len(token_ids), int(row.end == "length" and bool(token_ids))
+            if stream.is_stopped:
+                assert row.kept is not None
+                rest = self.codec.encode(stream.text[row.kept.num_characters :])
+                state, token_ids, num_unread = row.kept.state, [*token_ids[: row.kept.num_tokens], *rest], len(rest)
+            elif row.end == "stop":
+                token_ids = token_ids[:-1]
+            self._tell(row, End(row.end, num_generated, token_ids, state, num_unread))
+
+    def _tell(self, row: Row, event: Event) -> None:
+        listen, index = row.job.listen, row.index
+        self._calls.append(lambda: listen(index, event))
+
+    def _tell_all(self, job: Job, error: Exception) -> None:
+        listen = job.listen
+        self._calls.append(lambda: listen(0, error))
+
+    def _fail(self, jobs: Sequence[Job], error: Exception) -> None:
+        if not isinstance(error, InputError):
+            log.exception("the engine failed")
+        for job in jobs:
+            self._tell_all(job, error)
+
+    def _send(self) -> None:
+        if self._calls:
+            calls, self._calls = self._calls, []
+            self._notify(calls)

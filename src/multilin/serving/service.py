@@ -1,0 +1,193 @@
+"""What the server does with a request, whatever its shape on the wire: prompts, generation, turns and sessions."""
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from multilin.errors import InputError, shown
+from multilin.inference.engine import Engine
+from multilin.inference.generate import check_length, check_settings
+from multilin.inference.state_file import StateContents, StateOwner, pack_state, unpack_state
+from multilin.inference.text import TextCodec
+from multilin.serving.errors import NOT_FOUND, ApiError, too_busy
+from multilin.serving.generation import Ask, Generation, Prompt
+from multilin.serving.jobs import End, Job, QueueFull, Stopped
+from multilin.serving.layout import Layout
+from multilin.serving.metrics import Metrics
+from multilin.serving.scheduler import Scheduler
+from multilin.serving.sessions import SessionStore
+from multilin.serving.turns import Turn, TurnStore
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a request may ask for.
+
+    prompt_tokens: to read.
+    max_tokens: to generate, for each sequence.
+    num_sequences: prompts times n.
+    body_bytes: of a request.
+    """
+
+    prompt_tokens: int = 65536
+    max_tokens: int = 4096
+    num_sequences: int = 64
+    body_bytes: int = 2**24
+
+
+class Service:
+    """A model, its scheduler, and the turns and sessions of its users.
+
+    Args:
+        engine, codec, owner: as `multilin.cli.export.open_engine` gives them.
+        name: of the model, for clients.
+        layout: of messages.
+        turns, sessions: stores.
+        limits: of requests.
+        num_slots, queue_size: see Scheduler.
+
+    Raises:
+        InputError: a model without states.
+    """
+
+    def __init__(
+        self, engine: Engine, codec: TextCodec, owner: StateOwner, name: str, layout: Layout, turns: TurnStore,
+        sessions: SessionStore, limits: Limits, num_slots: int, queue_size: int,
+    ) -> None:  # fmt: skip
+        if not engine.keeps_states:
+            raise InputError(f"run: a {engine.kind} model keeps no state; only models of this package are served")
+        self.engine, self.codec, self.owner, self.name, self.layout = engine, codec, owner, name, layout
+        self.turns, self.sessions, self.limits, self.created = turns, sessions, limits, int(time.time())
+        self.busy: set[str] = set()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self.scheduler = Scheduler(engine, codec, self._notify, num_slots, queue_size)
+        self.metrics = Metrics(self.scheduler, turns)
+
+    def _notify(self, calls: list[Callable[[], None]]) -> None:
+        """Make the scheduler's calls on the event loop, all of a step at once."""
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(_call_all, calls)
+
+    def text(self, token_ids: list[int], param: str) -> str:
+        """The text of tokens, without those that are no text.
+
+        Raises:
+            InputError: a token that there is not, in the field `param`.
+        """
+        wrong = next((token for token in token_ids if not 0 <= token < self.engine.vocab_size), None)
+        if wrong is not None:
+            last = self.engine.vocab_size - 1
+            raise InputError(f"{param}: {shown(wrong)} given, but a token is a number from 0 to {last}")
+        text: str = self.codec.tokenizer.decode(token_ids)
+        return text
+
+    def token_text(self, token_id: int) -> str:
+        """The text of one token alone; U+FFFD in place of a part of a character."""
+        text: str = self.codec.tokenizer.decode([token_id], skip_special_tokens=False)
+        return text
+
+    async def begin(self, ask: Ask, answer: Callable[[Generation], dict[str, Any]] | None = None) -> Generation:
+        """Check a request and queue it.
+
+        Args:
+            ask: the request.
+            answer: called when a sequence has ended, for what is kept with its turn.
+
+        Raises:
+            ApiError: a session that another request continues, or a full queue.
+            InputError: what is asked for is not possible.
+        """
+        self._loop = asyncio.get_running_loop()
+        if ask.session is not None and ask.session.id in self.busy:
+            raise ApiError(409, f"session: another request continues {ask.session.id}", "session", "session_busy")
+        generation = Generation(self, ask, answer)
+        if ask.session is not None:
+            self.busy.add(ask.session.id)
+        try:
+            generation.jobs = await asyncio.to_thread(self._jobs, generation)
+            self.scheduler.submit(generation.jobs)
+        except BaseException as error:
+            generation.close()
+            if isinstance(error, QueueFull):
+                raise too_busy() from None
+            if isinstance(error, Stopped):
+                raise ApiError(503, str(error)) from None
+            raise
+        return generation
+
+    def _jobs(self, generation: Generation) -> list[Job]:
+        ask = generation.ask
+        for settings in ask.settings:
+            check_settings(settings, self.engine.vocab_size)
+        if len(ask.prompts) * len(ask.settings) > self.limits.num_sequences:
+            raise InputError(
+                f"n: {len(ask.prompts)} prompts times {len(ask.settings)} answers asked for, but this server gives at "
+                f"most {self.limits.num_sequences}"
+            )
+        if ask.max_tokens is not None and ask.max_tokens > self.limits.max_tokens:
+            raise InputError(f"max_tokens: {ask.max_tokens} given, but it should be at most {self.limits.max_tokens}")
+        return [self._job(generation, number, prompt) for number, prompt in enumerate(ask.prompts)]
+
+    def _job(self, generation: Generation, number: int, prompt: Prompt) -> Job:
+        ask, before, state = generation.ask, prompt.before, None
+        if before is not None:
+            kept = self.turns.get(ask.owner, before.id)
+            if kept is None:
+                raise ApiError(404, f"the turn {before.id} is no longer kept", "session", NOT_FOUND)
+            known_ids = before.token_ids + prompt.token_ids
+            state = kept[1]
+        else:
+            known_ids = prompt.token_ids
+            kept = None if ask.prompt_logprobs else self.turns.longest(ask.owner, known_ids)
+            if kept is not None:
+                before, state = kept
+        num_read, num_unknown = (0, 0) if before is None else (before.num_read, before.num_unknown)
+        token_ids = known_ids[num_read - num_unknown :]
+        if not token_ids:
+            raise InputError("prompt: none given, and nothing is left to read; give some text to go on with")
+        if len(token_ids) > self.limits.prompt_tokens:
+            raise InputError(
+                f"prompt: {len(token_ids)} tokens to read, but this server reads at most {self.limits.prompt_tokens}"
+            )
+        total, longest = num_read + len(token_ids), self.engine.longest_text
+        max_tokens = ask.max_tokens
+        if max_tokens is None:
+            room = self.limits.max_tokens if longest is None else longest - total + 1
+            max_tokens = max(min(ask.default_tokens, self.limits.max_tokens, room), 1)
+        try:
+            check_length(total, max_tokens, longest)
+        except InputError as error:
+            raise InputError(str(error).replace("max_new_tokens", "max_tokens")) from None
+        generation.num_prompt_tokens += total
+        generation.num_cached_tokens += num_read
+        generation.parents.append((before, known_ids, num_unknown))
+        first = number * len(ask.settings)
+        return Job(
+            ask.owner, token_ids, known_ids, None if state is None else unpack_state(state, self.owner), ask.settings,
+            max_tokens, lambda index, event: generation.receive(first + index, event), ask.num_logprobs,
+            ask.prompt_logprobs,
+        )  # fmt: skip
+
+    def keep(self, generation: Generation, index: int, end: End) -> None:
+        """Keep the turn at the end of a sequence."""
+        ask, result, number = generation.ask, generation.results[index], index // len(generation.ask.settings)
+        prompt, (before, known_ids, num_unknown) = ask.prompts[number], generation.parents[number]
+        token_ids = known_ids + end.token_ids
+        contents: StateContents = self.engine.save(end.state)
+        contents.unread_ids = [token_ids[len(token_ids) - end.num_unread :]]
+        messages = None
+        if prompt.messages is not None:
+            messages = [*prompt.messages, {"role": "assistant", "content": result.text}]
+        turn = Turn(
+            generation.turn_ids[index], ask.owner, before.id if before else None, ask.kind, prompt.text, result.text,
+            messages, token_ids, num_unknown + len(token_ids) - end.num_unread, num_unknown,
+            answer=None if generation.answer is None else generation.answer(generation),
+        )  # fmt: skip
+        self.turns.add(turn, pack_state(contents, self.owner))
+
+
+def _call_all(calls: list[Callable[[], None]]) -> None:
+    for call in calls:
+        call()

@@ -1,0 +1,72 @@
+"""Sessions: named lists of turns, the current one last."""
+
+import dataclasses
+import json
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from multilin.serving.folder import Folder
+from multilin.serving.turns import is_id, new_id
+
+
+@dataclass
+class Session:
+    """A conversation or text that grows.
+
+    id, owner: as those of turns.
+    turns: ids of its turns, the one to continue last.
+    created, changed: seconds since 1970.
+    """
+
+    id: str
+    owner: str
+    turns: list[str] = field(default_factory=list)
+    created: float = field(default_factory=time.time)
+    changed: float = field(default_factory=time.time)
+
+    @property
+    def name(self) -> str:
+        """Of its file."""
+        return f"{self.id}.{self.owner}.json"
+
+
+class SessionStore:
+    """Sessions in a folder. Methods wait for the disk; any thread may call them."""
+
+    def __init__(self, folder: Folder) -> None:
+        self._folder = folder
+
+    def create(self, owner: str, turns: list[str]) -> Session:
+        """A new session."""
+        session = Session(new_id("session"), owner, turns)
+        self.save(session)
+        return session
+
+    def save(self, session: Session) -> None:
+        """Write a session that was changed."""
+        session.changed = time.time()
+        self._folder.write(session.name, json.dumps(dataclasses.asdict(session)).encode())
+
+    def get(self, owner: str, session_id: str) -> Session | None:
+        """A session of this owner; None where there is none."""
+        if not is_id("session", session_id):
+            return None
+        return self._read(Session(session_id, owner).name)
+
+    def all(self, owner: str) -> list[Session]:
+        """Those of an owner, the last changed first."""
+        names = [name for name in self._folder.sizes() if name.endswith(f".{owner}.json") and name[:8] == "session_"]
+        sessions = [session for name in names if (session := self._read(name)) is not None]
+        return sorted(sessions, key=lambda session: -session.changed)
+
+    def remove(self, session: Session) -> None:
+        """Delete a session, not its turns."""
+        self._folder.remove(session.name)
+
+    def _read(self, name: str) -> Session | None:
+        try:
+            values: dict[str, Any] = json.loads(self._folder.read(name))
+            return Session(**values)
+        except (FileNotFoundError, ValueError, TypeError):
+            return None

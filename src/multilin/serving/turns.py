@@ -1,0 +1,300 @@
+"""Turns: what a model had read at the end of each answer, kept in memory and on disk, and found by what it had read."""
+
+import contextlib
+import dataclasses
+import json
+import logging
+import math
+import re
+import secrets
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from multilin.errors import InputError
+from multilin.serving.folder import Folder
+
+_MODULUS, _FACTOR = 2**61 - 1, 1_000_003_000_031  # of the hash by which turns are found; tokens are then compared
+LISTING = 0.2  # seconds between two looks at the folder
+CLEANING = 60.0  # seconds between two looks for what is too old or too much
+log = logging.getLogger("multilin.serve")
+
+
+def new_id(kind: str) -> str:
+    """An id that cannot be guessed: turn_ or session_ and 128 random bits."""
+    return f"{kind}_{secrets.token_urlsafe(16)}"
+
+
+def is_id(kind: str, text: str) -> bool:
+    """Whether a text has the form of `new_id(kind)`."""
+    return re.fullmatch(rf"{kind}_[A-Za-z0-9_-]{{22}}", text) is not None
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A prompt and its answer at the end of what came before. Never changed.
+
+    id: see `new_id`.
+    owner: whose it is, 16 hexadecimal digits.
+    parent: id of the turn that was continued, or None.
+    kind: "completion", "chat", "response" or "import".
+    prompt, text: what was added to the text before, and the answer.
+    messages: all of the conversation, this answer included; None where there are none, or they are not known.
+    token_ids: of the whole text, but for the first `num_unknown` tokens.
+    num_read: tokens that its state has read, unknown ones included; the rest waits to be read.
+    created: seconds since 1970.
+    answer: as it was sent, where it can be asked for again.
+    """
+
+    id: str
+    owner: str
+    parent: str | None
+    kind: str
+    prompt: str
+    text: str
+    messages: list[dict[str, str]] | None
+    token_ids: list[int]
+    num_read: int
+    num_unknown: int = 0
+    created: float = field(default_factory=time.time)
+    answer: dict[str, Any] | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Of the whole text."""
+        return self.num_unknown + len(self.token_ids)
+
+    @property
+    def unread_ids(self) -> list[int]:
+        """Tokens that the state has not read."""
+        return self.token_ids[self.num_read - self.num_unknown :]
+
+
+class Entry(NamedTuple):
+    """What is known of a turn without its content; the name of its files says it all but the size."""
+
+    id: str
+    owner: str
+    num_read: int
+    hash: int
+    created: int
+    size: int = 0
+    state_size: int = 0
+
+    @property
+    def name(self) -> str:
+        """Of its files, but for the suffix."""
+        return f"{self.id}.{self.owner}.{self.num_read}.{self.hash:x}.{self.created}"
+
+    @classmethod
+    def from_name(cls, name: str, sizes: Mapping[str, int]) -> "Entry | None":
+        """From the name of a turn's first file, and the sizes of all; None for other files."""
+        match = re.fullmatch(r"(turn_[\w-]{22})\.([0-9a-f]{16})\.(\d+)\.([0-9a-f]+)\.(\d+)\.json", name)
+        if match is None:
+            return None
+        state_size = sizes.get(f"{name.removesuffix('.json')}.safetensors", 0)
+        size = sizes[name] + state_size
+        return cls(match[1], match[2], int(match[3]), int(match[4], 16), int(match[5]), size, state_size)
+
+
+class TurnStore:
+    """Turns and their states, the content of a state file each. Methods wait for the disk; any thread may call them.
+
+    Args:
+        folder: where turns are kept beyond the memory; None drops the least recently used.
+        memory_bytes: of the states and texts kept in memory.
+        disk_bytes: beyond which the oldest turns are deleted from the folder; None for no limit.
+        seconds: after which turns are deleted; None keeps them.
+    """
+
+    def __init__(
+        self, folder: Folder | None, memory_bytes: int, disk_bytes: int | None = None, seconds: float | None = None
+    ) -> None:
+        self.folder, self.memory_bytes, self.disk_bytes, self.seconds = folder, memory_bytes, disk_bytes, seconds
+        self._memory: OrderedDict[str, tuple[bytes, bytes]] = OrderedDict()
+        self.num_bytes = 0
+        self._entries: dict[str, Entry] = {}
+        self._by_hash: dict[tuple[str, int, int], str] = {}
+        self._lock, self._listing = threading.RLock(), threading.Lock()
+        self._listed = self._cleaned = -math.inf
+        self.clean()
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def add(self, turn: Turn, state: bytes) -> None:
+        """Keep a turn; it is on disk when this returns."""
+        num_known = turn.num_read - turn.num_unknown
+        last_hash = 0
+        if not turn.num_unknown:
+            *_, last_hash = hashes(turn.token_ids[:num_known])
+        content = json.dumps(dataclasses.asdict(turn)).encode()
+        size = len(content) + len(state)
+        entry = Entry(turn.id, turn.owner, turn.num_read, last_hash, int(turn.created), size, len(state))
+        if self.folder is not None:
+            self.folder.write(f"{entry.name}.safetensors", state)
+            self.folder.write(f"{entry.name}.json", content)
+        with self._lock:
+            self._know(entry)
+            self._remember(turn.id, content, state)
+        if time.monotonic() - self._cleaned > CLEANING:
+            self.clean()
+
+    def get(self, owner: str, turn_id: str) -> tuple[Turn, bytes] | None:
+        """A turn of this owner and its state; None where there is none.
+
+        Raises:
+            InputError: its files are damaged.
+        """
+        entry = self.entry(owner, turn_id)
+        if entry is None:
+            return None
+        with self._lock:
+            kept = self._memory.get(turn_id)
+            if kept is not None:
+                self._memory.move_to_end(turn_id)
+        if kept is None:
+            content, state = self._read(entry, "json"), self._read(entry, "safetensors")
+            if content is None or state is None:
+                return None
+            kept = content, state
+            with self._lock:
+                if entry.id in self._entries:
+                    self._remember(entry.id, *kept)
+        return _parse(entry, kept[0]), kept[1]
+
+    def peek(self, owner: str, turn_id: str) -> Turn | None:
+        """A turn of this owner without its state, as `get`."""
+        entry = self.entry(owner, turn_id)
+        if entry is None:
+            return None
+        kept = self._memory.get(turn_id)
+        content = self._read(entry, "json") if kept is None else kept[0]
+        return None if content is None else _parse(entry, content)
+
+    def entry(self, owner: str, turn_id: str) -> Entry | None:
+        """What is known of a turn of this owner; None where there is none."""
+        if turn_id not in self._entries and is_id("turn", turn_id):
+            self._refresh(time.monotonic())
+        entry = self._entries.get(turn_id)
+        return entry if entry is not None and entry.owner == owner else None
+
+    def longest(self, owner: str, token_ids: Sequence[int]) -> tuple[Turn, bytes] | None:
+        """The turn that has read the most of these tokens, not all of them, and nothing else."""
+        keys = [(owner, count, value) for count, value in enumerate(hashes(token_ids[:-1]), 1)]
+        for turn_id in [self._by_hash[key] for key in reversed(keys) if key in self._by_hash]:
+            with contextlib.suppress(InputError):  # damaged files are as good as none
+                kept = self.get(owner, turn_id)
+                if kept is not None and kept[0].token_ids[: kept[0].num_read] == list(token_ids[: kept[0].num_read]):
+                    return kept
+        return None
+
+    def remove(self, owner: str, turn_id: str) -> bool:
+        """Delete a turn; False where there is none."""
+        with self._lock:
+            entry = self._entries.get(turn_id)
+            if entry is None or entry.owner != owner:
+                return False
+            self._forget(entry)
+        self._unlink(entry)
+        return True
+
+    def clean(self) -> None:
+        """Delete what is too old, and the oldest of what is too much."""
+        self._cleaned = time.monotonic()
+        self._refresh(self._cleaned)
+        with self._lock:
+            entries = sorted(self._entries.values(), key=lambda entry: entry.created)
+            total = sum(entry.size for entry in entries)
+            oldest = 0 if self.seconds is None else time.time() - self.seconds
+            gone = []
+            for entry in entries:
+                is_too_much = self.folder is not None and self.disk_bytes is not None and total > self.disk_bytes
+                if entry.created >= oldest and not is_too_much:
+                    break
+                total -= entry.size
+                gone.append(entry)
+                self._forget(entry)
+        for entry in gone:
+            self._unlink(entry)
+
+    def _read(self, entry: Entry, suffix: str) -> bytes | None:
+        try:
+            return None if self.folder is None else self.folder.read(f"{entry.name}.{suffix}")
+        except FileNotFoundError:  # another server has deleted it
+            with self._lock:
+                self._forget(entry)
+            return None
+
+    def _refresh(self, since: float) -> None:
+        """Learn of the turns that other servers have written, or this one before.
+
+        Args:
+            since: a look at the folder that began later is enough; many requests for what is not there share one.
+        """
+        if self.folder is None:
+            return
+        with self._listing:
+            if self._listed > since:
+                return
+            time.sleep(max(self._listed + LISTING - time.monotonic(), 0))
+            self._listed = time.monotonic()
+            self._list(self.folder)
+
+    def _list(self, folder: Folder) -> None:
+        sizes = folder.sizes()
+        found = [Entry.from_name(name, sizes) for name in sizes]
+        with self._lock:
+            for entry in found:
+                if entry is not None and entry.id not in self._entries:
+                    self._know(entry)
+
+    def _know(self, entry: Entry) -> None:
+        self._entries[entry.id] = entry
+        if entry.hash:
+            self._by_hash[entry.owner, entry.num_read, entry.hash] = entry.id
+
+    def _forget(self, entry: Entry) -> None:
+        self._entries.pop(entry.id, None)
+        key = entry.owner, entry.num_read, entry.hash
+        if self._by_hash.get(key) == entry.id:
+            del self._by_hash[key]
+        self.num_bytes -= sum(map(len, self._memory.pop(entry.id, ())))
+
+    def _remember(self, turn_id: str, content: bytes, state: bytes) -> None:
+        """Keep in memory, and drop what was not used for longest beyond the bound."""
+        if turn_id not in self._memory:
+            self._memory[turn_id] = content, state
+            self.num_bytes += len(content) + len(state)
+        while self.num_bytes > self.memory_bytes and len(self._memory) > 1:
+            oldest = next(iter(self._memory))
+            if self.folder is None:
+                self._forget(self._entries[oldest])
+            else:
+                self.num_bytes -= sum(map(len, self._memory.pop(oldest)))
+
+    def _unlink(self, entry: Entry) -> None:
+        if self.folder is None:
+            return
+        for suffix in ("json", "safetensors"):
+            with contextlib.suppress(FileNotFoundError):
+                self.folder.remove(f"{entry.name}.{suffix}")
+
+
+def _parse(entry: Entry, content: bytes) -> Turn:
+    try:
+        return Turn(**json.loads(content))
+    except (ValueError, TypeError) as error:
+        log.warning("%s.json is damaged: %s", entry.name, error)
+        raise InputError(f"turn: the files of {entry.id} are damaged") from None
+
+
+def hashes(token_ids: Sequence[int]) -> Iterator[int]:
+    """A hash, above 0, of the first token, the first two, and so on."""
+    value = 1
+    for token in token_ids:
+        value = (value * _FACTOR + token + 1) % _MODULUS or 1
+        yield value

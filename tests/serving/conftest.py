@@ -1,0 +1,137 @@
+"""A server on a loopback port, in a thread, with a tiny model; and clients of it."""
+
+import json
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+import uvicorn
+
+from multilin.data.tokenizers import train_tokenizer
+from multilin.export.folder import export_run
+from multilin.inference.generate_run import text_codec
+from multilin.inference.onnx_engine import OnnxEngine
+from multilin.inference.runs import Run, load_run
+from multilin.inference.snapshot import state_owner
+from multilin.inference.torch_engine import TorchEngine
+from multilin.model.factory import create_model
+from multilin.serving.app import create_app
+from multilin.serving.folder import AddressFolder, MemoryFolder
+from multilin.serving.layout import open_layout
+from multilin.serving.service import Limits, Service
+from multilin.serving.sessions import SessionStore
+from multilin.serving.turns import TurnStore
+
+LONGEST = 8192
+
+
+@pytest.fixture(scope="session")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """A run whose model writes lower-case letters and spaces, which depend on all it has read."""
+    folder = tmp_path_factory.mktemp("served") / "tiny"
+    tokenizer = train_tokenizer([""], "byte", None)
+    torch.manual_seed(0)
+    model = create_model("additive", hidden_size=16, num_layers=2, vocab_size=len(tokenizer), n_positions=LONGEST)
+    letters = tokenizer.encode("abcdefghijklmnopqrstuvwxyz ", add_special_tokens=False)
+    with torch.no_grad():
+        model.lm_head.bias.fill_(-1e4)
+        model.lm_head.bias[letters] = 0
+        for parameter in model.model.layers.parameters():  # large, so that what was read decides what comes
+            parameter.normal_()
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return load_run(folder)
+
+
+@pytest.fixture(scope="session")
+def export(run: Run) -> Path:
+    """The export of the run."""
+    folder = run.folder.parent / "tiny-onnx"
+    export_run(run, folder)
+    return folder
+
+
+@dataclass
+class Server:
+    """A running server."""
+
+    service: Service
+    port: int
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def call(self, method: str, path: str, body: Any = None, status: int = 200, **others: Any) -> Any:
+        """The JSON of an answer, which has this status."""
+        answer = httpx.request(method, self.url + path, json=body, timeout=60, **others)
+        assert answer.status_code == status, (answer.status_code, answer.text)
+        return answer.json()
+
+    def post(self, path: str, **body: Any) -> Any:
+        return self.call("POST", path, body)
+
+    def stream(self, path: str, **body: Any) -> list[Any]:
+        """The events of a stream, which ends in [DONE]."""
+        text = httpx.post(self.url + path, json=body | {"stream": True}, timeout=60).text
+        lines = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: ")]
+        assert lines[-1] == "[DONE]", text
+        return [json.loads(line) for line in lines[:-1]]
+
+    def connect(self) -> socket.socket:
+        return socket.create_connection(("127.0.0.1", self.port), timeout=30)
+
+
+Start = Callable[..., Server]
+
+
+@pytest.fixture(scope="module")
+def start(run: Run, request: pytest.FixtureRequest) -> Iterator[Start]:
+    """start(engine="onnx", keys=[...]): a server that ends with the tests of the module."""
+    ends: list[Callable[[], None]] = []
+
+    def begin(
+        engine: Any = "torch", *, slots: int = 8, queue: int = 64, memory: int = 10**8, folder: Path | None = None,
+        limits: Limits | None = None, **others: Any,
+    ) -> Server:  # fmt: skip
+        if engine == "torch":
+            engine = TorchEngine(run.model)
+        elif engine == "onnx":
+            engine = OnnxEngine(request.getfixturevalue("export"), num_threads=1)
+        codec, store = text_codec(run.tokenizer), None if folder is None else AddressFolder(str(folder))
+        service = Service(
+            engine, codec, state_owner(run.model), "tiny", open_layout(codec, run.folder), TurnStore(store, memory),
+            SessionStore(store or MemoryFolder()), limits or Limits(), slots, queue,
+        )  # fmt: skip
+        config = uvicorn.Config(
+            create_app(service, **others), port=0, log_level="warning", lifespan="off", access_log=False
+        )
+        server = uvicorn.Server(config)
+        listener = socket.create_server(("127.0.0.1", 0))
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+        thread.start()
+
+        def end() -> None:
+            server.should_exit = True
+            service.scheduler.stop(0)
+            thread.join(20)
+            listener.close()
+
+        ends.append(end)
+        return Server(service, listener.getsockname()[1])
+
+    yield begin
+    for end in ends:
+        end()
+
+
+@pytest.fixture(scope="module")
+def server(start: Start) -> Server:
+    """One with PyTorch."""
+    return start()

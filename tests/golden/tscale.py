@@ -147,7 +147,7 @@ def build_model(file: Any, meta: dict[str, Any], prefix: str = "") -> MultilinFo
         output_bias="unigram",
         final_norm="tile_norm",
         final_norm_tile=128,
-        logit_scale=meta["dim"] ** -0.5 * ratio,
+        final_scale=meta["dim"] ** -0.5 * ratio,
     )
     model = MultilinForCausalLM(config).double().eval()
     weights = {

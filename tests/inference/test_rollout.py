@@ -39,7 +39,7 @@ def ids(*shape: int) -> torch.Tensor:
 @pytest.mark.parametrize("num_layers", [1, 3])
 @pytest.mark.parametrize("options", VARIANTS.values(), ids=VARIANTS)
 def test_composed_logits_are_the_models(options: dict, num_layers: int) -> None:
-    model = make_model(options, num_layers, output_bias="learned", logit_scale=0.7)
+    model = make_model(options, num_layers, output_bias="learned", final_scale=0.7)
     composed = compose(model)
     assert (composed.mixing.triu(1) == 0).all()
     for length in (CONTEXT, 4):
@@ -50,7 +50,7 @@ def test_composed_logits_are_the_models(options: dict, num_layers: int) -> None:
 @pytest.mark.parametrize("options", VARIANTS.values(), ids=VARIANTS)
 def test_rollout_is_the_recurrence(options: dict, num_prompt: int, num_steps: int) -> None:
     model, prompt = (
-        make_model(options, output_bias="learned" if options else "none", logit_scale=0.7),
+        make_model(options, output_bias="learned" if options else "none", final_scale=0.7),
         ids(2, num_prompt),
     )
     result = rollout(model, prompt, num_steps)
@@ -84,7 +84,7 @@ def test_the_first_vectors_are_the_polynomials_of_q() -> None:
 def test_long_rollouts_neither_vanish_nor_explode_on_the_way() -> None:
     """Q of size 1e40 with weights of size 1e-40: the powers of Q alone overflow float64."""
     model = make_model({"residual": False}, num_layers=1)
-    model.config.logit_scale = 1e40
+    model.config.final_scale = 1e40
     with torch.no_grad():
         model.model.layers[0].mixing.triangle.weight.mul_(1e-40)
     result, expected = rollout(model, ids(1, 1), CONTEXT), rollout_sequential(model, ids(1, 1), CONTEXT)

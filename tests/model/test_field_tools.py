@@ -8,44 +8,13 @@ import sys
 import pytest
 import torch
 from accelerate import cpu_offload
-from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from peft.tuners.lora import LoraLayer
 from transformers import AutoModel, AutoModelForCausalLM, GenerationConfig, Trainer, TrainingArguments, pipeline
 
 from multilin import InputError, MultilinForCausalLM
-from multilin.architectures import architectures
-from multilin.data.tokenizers import train_tokenizer
 from multilin.model.factory import create_model
-
-VOCAB_SIZE, LONGEST = 31, 64
-VARIANTS = [
-    pytest.param((name, dict(options)), id=f"{name}-{variant}")
-    for name, architecture in architectures().items()
-    for variant, options in {"default": {}, **architecture.variants}.items()
-]
-GREEDY = {"do_sample": False, "eos_token_id": None, "pad_token_id": 1, "suppress_tokens": [1]}
-
-
-@pytest.fixture(params=list(architectures()))
-def architecture(request: pytest.FixtureRequest) -> str:
-    return request.param
-
-
-def make(architecture: str, **config: object) -> MultilinForCausalLM:
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "num_layers": 2, "vocab_size": VOCAB_SIZE, "n_positions": LONGEST}
-    tokens = {"bos_token_id": 2, "eos_token_id": 0, "pad_token_id": 1}
-    return create_model(architecture, **{**sizes, **tokens, "initializer_range": 0.3, **config}).eval()
-
-
-def ids(*shape: int) -> torch.Tensor:
-    return torch.randint(2, VOCAB_SIZE, shape, generator=torch.Generator().manual_seed(1))
-
-
-def cross_entropy(logits: torch.Tensor, labels: torch.Tensor, **options: float) -> torch.Tensor:
-    return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), **options)
-
+from tests.model.conftest import GREEDY, VARIANTS, VOCAB_SIZE, cross_entropy, ids, make
 
 # Losses
 
@@ -68,7 +37,7 @@ def test_shifted_labels_are_taken_as_they_are(architecture: str) -> None:
 
 @pytest.mark.parametrize("scale", [1.0, 0.3])
 def test_an_adapter_on_the_head_is_part_of_loss_and_logits(architecture: str, scale: float) -> None:
-    model, tokens = make(architecture, logit_scale=scale, tie_word_embeddings=False), ids(2, 20)
+    model, tokens = make(architecture, final_scale=scale, tie_word_embeddings=False), ids(2, 20)
     adapted = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", r=3, target_modules=["lm_head"]))
     torch.nn.init.normal_(adapted.base_model.model.lm_head.lora_B["default"].weight)
     loss = adapted(input_ids=tokens, labels=tokens).loss
@@ -158,7 +127,7 @@ def test_the_config_decides_what_is_returned(architecture: str) -> None:
 def test_the_last_hidden_states_are_what_the_head_reads(architecture: str) -> None:
     model, tokens = make(architecture), ids(2, 9)
     result = model(tokens, output_hidden_states=True)
-    torch.testing.assert_close(model.lm_head(result.hidden_states[-1] * model.config.logit_scale), result.logits)
+    torch.testing.assert_close(model.lm_head(result.hidden_states[-1]), result.logits)
     torch.testing.assert_close(model.base_model(tokens).last_hidden_state, result.hidden_states[-1])
 
 
@@ -289,12 +258,6 @@ def test_caches_of_other_kinds_are_refused(architecture: str) -> None:
     assert torch.equal(found, expected)
 
 
-@pytest.fixture(scope="module")
-def tokenizer():
-    words = [f"the cat number {i} sat on the mat and it was {i} times " * (1 + i % 3) for i in range(24)]
-    return train_tokenizer(iter(words), "bpe", 290)
-
-
 def test_pipelines_generate_with_their_defaults(architecture: str, tokenizer) -> None:
     model = make(architecture, vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id)
     generate = pipeline("text-generation", model=model, tokenizer=tokenizer)
@@ -315,35 +278,3 @@ def test_stop_strings_stop(architecture: str, tokenizer) -> None:
     text = tokenizer.decode(found[0, prompt.shape[1] :])
     assert middle in text
     assert len(text) < len(whole)
-
-
-# TRL
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")  # TRL uses names that transformers has deprecated
-@pytest.mark.parametrize("way", ["padded", "wrapped", "packed", "padding free"])
-def test_sft_learns(architecture: str, tokenizer, way: str, tmp_path) -> None:
-    trl = pytest.importorskip("trl")
-    texts = [tokenizer.decode(ids(20).tolist()) for _ in range(12)]
-    model = make(architecture, vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id)
-    settings = {
-        "padded": {}, "packed": {"packing": True}, "wrapped": {"packing": True, "packing_strategy": "wrapped"},
-        "padding free": {"padding_free": True, "max_length": None},
-    }[way]  # fmt: skip
-    arguments = trl.SFTConfig(
-        **{
-            "output_dir": str(tmp_path), "max_length": LONGEST, "max_steps": 12, "per_device_train_batch_size": 4,
-            "learning_rate": 3e-2, "logging_steps": 1, "use_cpu": True, "bf16": False, "report_to": "none",
-            "save_strategy": "no", "disable_tqdm": True, **settings,
-        }
-    )  # fmt: skip
-    data = Dataset.from_dict({"text": texts})
-    trainer = trl.SFTTrainer(model=model, args=arguments, train_dataset=data, processing_class=tokenizer)
-    if way in ("packed", "padding free") and not model.packs:
-        with pytest.raises(InputError, match="several documents in a row"):
-            trainer.train()
-        return
-    trainer.train()
-    losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]
-    assert losses[-1] < 0.9 * losses[0]

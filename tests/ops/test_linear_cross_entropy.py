@@ -34,18 +34,18 @@ def test_loss_and_gradients_are_those_of_the_equation(monkeypatch, smoothing, bi
     leaves = [x.requires_grad_() for x in (hidden, weight, biases) if x is not None]
     results = []
     for compute in (reference.linear_cross_entropy, linear_cross_entropy):
-        total = compute(hidden, weight, biases, targets, logit_scale=0.3, label_smoothing=smoothing)
+        total = compute(hidden, weight, biases, targets, label_smoothing=smoothing)
         results.append([total, *torch.autograd.grad(2.5 * total, leaves)])
     torch.testing.assert_close(results[1], results[0], rtol=1e-12, atol=1e-12)
 
 
 def test_terms_are_the_rows_of_the_sum() -> None:
     inputs = make_inputs()
-    terms = token_cross_entropy(*inputs, logit_scale=0.3)
+    terms = token_cross_entropy(*inputs)
     assert terms[3] == 0
-    torch.testing.assert_close(terms.sum(), reference.linear_cross_entropy(*inputs, logit_scale=0.3))
+    torch.testing.assert_close(terms.sum(), reference.linear_cross_entropy(*inputs))
     with torch.no_grad():
-        for options in ({"logit_scale": 0.3}, {"label_smoothing": 0.1}):
+        for options in ({}, {"label_smoothing": 0.1}):
             total = linear_cross_entropy(*inputs, **options)
             torch.testing.assert_close(total, reference.linear_cross_entropy(*inputs, **options))
 
@@ -73,7 +73,7 @@ def test_the_kernel_is_the_definition(smoothing, bias, dtype, tolerance) -> None
     biases = torch.randn(131, generator=generator) if bias else None
     targets = torch.randint(131, (37,), generator=generator)
     targets[[3, 11]] = -100
-    options = {"logit_scale": 0.3, "label_smoothing": smoothing, "makes_gradient": True}
+    options = {"label_smoothing": smoothing, "makes_gradient": True}
     exact = portable.losses_and_gradient(
         logits.double(), None if biases is None else biases.double(), targets, **options
     )
@@ -94,7 +94,7 @@ def test_a_logit_that_is_no_number_makes_the_loss_none(bad: float) -> None:
     logits = torch.zeros(2, 40)
     logits[1, 17] = bad
     losses, dlogits, _ = cpu.losses_and_gradient(
-        logits, None, torch.tensor([3, 4]), logit_scale=1.0, label_smoothing=0.0, makes_gradient=True
+        logits, None, torch.tensor([3, 4]), label_smoothing=0.0, makes_gradient=True
     )
     assert losses[0].isfinite()
     assert losses[1].isnan() or losses[1].isinf()

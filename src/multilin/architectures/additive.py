@@ -150,7 +150,7 @@ def preset(sizes: Sizes, choices: AdditivePreset) -> Preset:
         model={
             "positions": "learned",
             "output_bias": "learned",
-            "logit_scale": sizes.hidden_size**-0.5 if choices.stabilizer == "mid_norm" else 1.0,
+            "final_scale": sizes.hidden_size**-0.5 if choices.stabilizer == "mid_norm" else 1.0,
             "embedding_dropout": choices.dropout,
             "initializer_range": 0.02,
         },

@@ -161,7 +161,7 @@ def preset(sizes: Sizes, choices: TScalePreset) -> Preset:
             "output_bias": "unigram" if choices.unigram_bias else "none",
             "final_norm": "tile_norm",
             "final_norm_tile": choices.tile(sizes.hidden_size),
-            "logit_scale": sizes.hidden_size**-0.5,
+            "final_scale": sizes.hidden_size**-0.5,
             "embedding_range": 1.0,
             "initializer_range": 0.5,
         },

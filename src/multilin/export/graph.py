@@ -16,7 +16,6 @@ from multilin.inference.snapshot import describe_state, example_state
 from multilin.inference.state_file import StateTensor
 from multilin.layers.base import Layout
 from multilin.model import MultilinForCausalLM
-from multilin.model.loss import apply_head
 from multilin.model.modes import evaluation_mode
 from multilin.model.state_tree import named_tensors
 from multilin.ops.ring import Ring, slots_of
@@ -64,7 +63,7 @@ class Step(nn.Module):
             last_B11 = (num_new_B - 1).clamp(min=0)[:, None, None]
             x_BTD = x_BTD.gather(1, last_B11.expand(-1, -1, x_BTD.shape[-1]))
         # With three axes the product has a constant matrix on its right, which can be rounded.
-        logits_B1V = apply_head(self.model.lm_head, body.norm(x_BTD)[:, :1], self.model.config.logit_scale)
+        logits_B1V = self.model.lm_head(body.finish(x_BTD)[:, :1])
         return logits_B1V[:, 0].float(), *(_turn(after[about.name], about) for about in self.tensors)
 
     def example(self) -> dict[str, Tensor]:

@@ -165,7 +165,7 @@ def _steps(model: MultilinForCausalLM, prompt: Tensor, num_steps: int) -> Iterat
         first += x_BTD.shape[1]
         for index, layer in enumerate(model.model.layers):
             x_BTD, states[index] = layer(x_BTD, states[index], layout)
-        output_BV = model.lm_head(x_BTD[:, -1] * model.config.logit_scale)
+        output_BV = model.lm_head(x_BTD[:, -1] * model.config.final_scale)
         yield output_BV
         x_BTD = (output_BV @ embedding_VD)[:, None]
 
@@ -195,7 +195,7 @@ def _factor(model: MultilinForCausalLM, dtype: torch.dtype) -> _Factors:
         mixing_NN, features_DD = over_positions @ mixing_NN, over_features @ features_DD
         offset_ND = over_positions @ offset_ND @ over_features.T + offset
     # On the small matrices, the scale costs nothing.
-    features_DD, offset_ND = features_DD * model.config.logit_scale, offset_ND * model.config.logit_scale
+    features_DD, offset_ND = features_DD * model.config.final_scale, offset_ND * model.config.final_scale
     return _Factors(embedding_VD.T, mixing_NN, features_DD, offset_ND, model.lm_head.weight.to(dtype), bias_V)
 
 

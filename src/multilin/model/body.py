@@ -63,7 +63,7 @@ class MultilinPreTrainedModel(PreTrainedModel):
 
 
 class MultilinModel(MultilinPreTrainedModel):
-    """Token ids to final hidden states: embedding, the layers of the config, final norm.
+    """Token ids to final hidden states, which the head reads: embedding, the layers of the config, final norm and scale.
 
     One call reads any number of tokens, at the start of a text or from a state; training, prefill and decoding are
     this same call.
@@ -109,8 +109,8 @@ class MultilinModel(MultilinPreTrainedModel):
             past_key_values: the state to read on from; changed in place. None is the start of a text.
             inputs_embeds: (B, T, D) embeddings to read instead of ids.
             use_cache: return the state; as the default what the config says, but not in training.
-            output_hidden_states: also return the input of every layer and the final hidden states after the norm,
-                (B, T, D) each; as the default what the config says.
+            output_hidden_states: also return the input of every layer and the final hidden states, (B, T, D) each; as
+                the default what the config says.
             return_dict: False returns a tuple; as the default what the config says.
             document_ids: (B, T) number of each token's document; documents packed into a row do not see each other.
             cu_seqlens: (N + 1,) the same as cumulative lengths over the rows laid end to end.
@@ -178,7 +178,7 @@ class MultilinModel(MultilinPreTrainedModel):
                 x_BTD = normalize_gradient(x_BTD)
             hidden_states.append(x_BTD if order is None else order.unpack(x_BTD))
             after.append(state)
-        hidden_states[-1] = self.norm(hidden_states[-1])
+        hidden_states[-1] = self.finish(hidden_states[-1])
         return hidden_states, after
 
     def _read_around_padding(
@@ -223,6 +223,12 @@ class MultilinModel(MultilinPreTrainedModel):
                 target[rows, piece] = source.to(target.dtype)
             values = put_rows(values, after, rows)
         return hidden_states, values
+
+    def finish(self, x_BTD: Tensor) -> Tensor:
+        """Final hidden states from the output of the last layer: the norm, times `final_scale`; (B, T, D)."""
+        normed: Tensor = self.norm(x_BTD)
+        scale = self.config.final_scale
+        return normed if scale == 1.0 else normed * scale
 
     @property
     def packs(self) -> bool:

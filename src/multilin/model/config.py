@@ -56,9 +56,9 @@ class MultilinConfig(PretrainedConfig):
         tie_word_embeddings: the output projection shares the token embedding.
         output_bias: "learned" adds a bias per token to the logits, "unigram" a fixed one that `set_token_counts` sets
             to the log of how often each token occurs, "none" adds nothing.
-        logit_scale: factor on the product with the output embedding (not on the bias).
         final_norm: before the output: "layer_norm", "tile_norm" (root mean square, no parameters), or "none".
         final_norm_tile: width of the tiles of "tile_norm"; None is the whole vector.
+        final_scale: factor on the hidden states after it; the head reads these.
         embedding_dropout: probability, in training.
         label_smoothing: share of the target spread evenly over the vocabulary, in training only.
         initializer_range: standard deviation of initial weights.
@@ -80,9 +80,9 @@ class MultilinConfig(PretrainedConfig):
         positions: Literal["learned", "none"] = "none",
         tie_word_embeddings: bool = True,
         output_bias: Literal["learned", "unigram", "none"] = "none",
-        logit_scale: Factor = 1.0,
         final_norm: Literal["layer_norm", "tile_norm", "none"] = "layer_norm",
         final_norm_tile: Width | None = None,
+        final_scale: Factor = 1.0,
         embedding_dropout: Fraction = 0.0,
         label_smoothing: Fraction = 0.0,
         initializer_range: Strength = 0.02,
@@ -108,6 +108,8 @@ class MultilinConfig(PretrainedConfig):
 
     def _check(self, others: Mapping[str, Any]) -> None:
         """What the type of a single field does not say."""
+        if "logit_scale" in others:  # what it scaled in other models, and in earlier ones of this, includes the bias
+            raise InputError("logit_scale: given, but this model has final_scale, a factor on the final hidden states")
         load_settings(TokenIds, {name: others[name] for name in TOKEN_IDS if name in others})
         load_settings(Arithmetic, self.arithmetic, "arithmetic")
         if self.positions == "learned" and not self.n_positions:

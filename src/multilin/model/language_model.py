@@ -14,7 +14,7 @@ from multilin.layers.linear import Arithmetic, set_arithmetic
 from multilin.model.body import MultilinModel, MultilinPreTrainedModel
 from multilin.model.config import MultilinConfig
 from multilin.model.generation import StatefulGenerationMixin
-from multilin.model.loss import FixedBiasLinear, apply_head, sequence_loss, token_losses
+from multilin.model.loss import FixedBiasLinear, sequence_loss, token_losses
 from multilin.model.state import TextState
 from multilin.settings import load_settings
 
@@ -87,7 +87,7 @@ class MultilinForCausalLM(MultilinPreTrainedModel, StatefulGenerationMixin):
         logits = None
         if not (is_scored and self.training):
             kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-            logits = apply_head(self.lm_head, hidden_BTD[:, kept], self.config.logit_scale)
+            logits = self.lm_head(hidden_BTD[:, kept])
         result = CausalLMOutputWithPast(
             loss=loss, logits=logits, past_key_values=body.past_key_values, hidden_states=body.hidden_states
         )
@@ -98,10 +98,7 @@ class MultilinForCausalLM(MultilinPreTrainedModel, StatefulGenerationMixin):
     def token_losses(self, input_ids: Tensor, document_ids: Tensor | None = None) -> Tensor:
         """Nats of each token given those before it in its row: (B, T - 1), float32, for tokens 1 to T - 1."""
         hidden_BTD = self.model(input_ids, document_ids=document_ids, use_cache=False, return_dict=True)[0]
-        losses = token_losses(
-            self.lm_head, hidden_BTD[:, :-1].flatten(0, 1), input_ids[:, 1:].flatten(),
-            logit_scale=self.config.logit_scale,
-        )  # fmt: skip
+        losses = token_losses(self.lm_head, hidden_BTD[:, :-1].flatten(0, 1), input_ids[:, 1:].flatten())
         return losses.view(len(input_ids), -1)
 
     def _loss(
@@ -112,7 +109,7 @@ class MultilinForCausalLM(MultilinPreTrainedModel, StatefulGenerationMixin):
             shift_labels, hidden_BTD = labels[:, 1:], hidden_BTD[:, :-1]
         targets = shift_labels.flatten()
         total = sequence_loss(
-            self.lm_head, hidden_BTD.flatten(0, 1), targets, logit_scale=self.config.logit_scale,
+            self.lm_head, hidden_BTD.flatten(0, 1), targets,
             label_smoothing=self.config.label_smoothing if self.training else 0.0,
         )  # fmt: skip
         if num_items is None:

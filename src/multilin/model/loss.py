@@ -24,47 +24,36 @@ class FixedBiasLinear(nn.Linear):
         self.register_buffer("bias", torch.zeros(out_features))
 
 
-def sequence_loss(
-    head: nn.Module, hidden_ND: Tensor, targets_N: Tensor, *, logit_scale: float, label_smoothing: float
-) -> Tensor:
+def sequence_loss(head: nn.Module, hidden_ND: Tensor, targets_N: Tensor, *, label_smoothing: float) -> Tensor:
     """Sum of the cross entropy over N tokens, in nats, differentiable; targets of -100 count nothing.
 
     Args:
-        head: module that maps (N, D) hidden states to (N, V) logits; its bias is not scaled.
+        head: module that maps (N, D) hidden states to (N, V) logits.
         hidden_ND: final hidden states.
         targets_N: token ids.
-        logit_scale: factor on the hidden states.
         label_smoothing: share of the target distribution spread evenly over the vocabulary.
     """
     if is_plain_linear(head):
-        return linear_cross_entropy(
-            hidden_ND, head.weight, head.bias, targets_N, logit_scale=logit_scale, label_smoothing=label_smoothing
-        )
+        return linear_cross_entropy(hidden_ND, head.weight, head.bias, targets_N, label_smoothing=label_smoothing)
 
     def loss_of(hidden: Tensor, targets: Tensor) -> Tensor:
-        logits = _wide(apply_head(head, hidden, logit_scale))
+        logits = _wide(head(hidden))
         return nn.functional.cross_entropy(logits, targets, reduction="sum", label_smoothing=label_smoothing)
 
     losses = [checkpoint(loss_of, *chunk, use_reentrant=False) for chunk in _chunks(head, hidden_ND, targets_N)]
     return torch.stack(losses).sum()
 
 
-def token_losses(head: nn.Module, hidden_ND: Tensor, targets_N: Tensor, *, logit_scale: float) -> Tensor:
+def token_losses(head: nn.Module, hidden_ND: Tensor, targets_N: Tensor) -> Tensor:
     """Nats of each of N tokens, (N,) float32, without gradients; arguments as for `sequence_loss`."""
     if is_plain_linear(head):
-        return token_cross_entropy(hidden_ND, head.weight, head.bias, targets_N, logit_scale=logit_scale)
+        return token_cross_entropy(hidden_ND, head.weight, head.bias, targets_N)
     with torch.no_grad():
         losses = [
-            nn.functional.cross_entropy(_wide(apply_head(head, hidden, logit_scale)), targets, reduction="none")
+            nn.functional.cross_entropy(_wide(head(hidden)), targets, reduction="none")
             for hidden, targets in _chunks(head, hidden_ND, targets_N)
         ]
         return torch.cat(losses)
-
-
-def apply_head(head: nn.Module, hidden: Tensor, logit_scale: float) -> Tensor:
-    """Logits (..., V) of hidden states (..., D)."""
-    logits: Tensor = head(hidden if logit_scale == 1.0 else hidden * logit_scale)
-    return logits
 
 
 def is_plain_linear(head: nn.Module) -> TypeGuard[nn.Linear]:

@@ -31,10 +31,9 @@ def linear_cross_entropy(
     bias: Float[Tensor, " V"] | None,
     targets: Int[Tensor, " N"],
     *,
-    logit_scale: float = 1.0,
     label_smoothing: float = 0.0,
 ) -> Float[Tensor, ""]:
-    """Sum over rows of the cross entropy of softmax(logit_scale * hidden weight^T + bias) with the targets, in nats.
+    """Sum over rows of the cross entropy of softmax(hidden weight^T + bias) with the targets, in nats.
 
     With label smoothing s the target distribution is (1 - s) onehot(target) + s / V. Rows whose target is -100 count
     nothing. The gradients are computed in the forward pass, chunk by chunk, so the peak memory is one chunk of logits,
@@ -44,9 +43,8 @@ def linear_cross_entropy(
     Args:
         hidden: (N, D) final hidden states, a row per predicted token.
         weight: (V, D) output embedding.
-        bias: (V,) added to the scaled logits, or None.
+        bias: (V,) added to the logits, or None.
         targets: (N,) token ids, or -100.
-        logit_scale: factor on the product, not on the bias.
         label_smoothing: share of the target distribution spread evenly, in [0, 1).
 
     Returns:
@@ -57,7 +55,7 @@ def linear_cross_entropy(
 
     Cost: 3 products of N x D x V and their memory for a chunk of rows, plus one gradient of the size of `weight`.
     """
-    inputs = hidden, weight, bias, targets, logit_scale, label_smoothing
+    inputs = hidden, weight, bias, targets, label_smoothing
     total: Tensor = _LinearCrossEntropy.apply(*inputs) if torch.is_grad_enabled() else _token_losses(*inputs).sum()
     return total
 
@@ -68,11 +66,9 @@ def token_cross_entropy(
     weight: Float[Tensor, "V D"],
     bias: Float[Tensor, " V"] | None,
     targets: Int[Tensor, " N"],
-    *,
-    logit_scale: float = 1.0,
 ) -> Float[Tensor, " N"]:
     """The terms that `linear_cross_entropy` sums, (N,) in nats, without gradients; 0 for ignored rows."""
-    return _token_losses(hidden, weight, bias, targets, logit_scale, 0.0)
+    return _token_losses(hidden, weight, bias, targets, 0.0)
 
 
 def _token_losses(hidden: Tensor, weight: Tensor, *others: Any) -> Tensor:
@@ -88,7 +84,7 @@ def _lowered(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _chunks(
-    hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, targets_N: Tensor, logit_scale: float,
+    hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, targets_N: Tensor,
     label_smoothing: float, *, makes_gradient: bool,
 ) -> Iterator[tuple[slice, Tensor, Tensor, Tensor | None]]:  # fmt: skip
     """Rows, their losses, and the gradients of their products and of the bias: see `portable.losses_and_gradient`."""
@@ -96,7 +92,7 @@ def _chunks(
     for first in range(0, max(len(hidden_ND), 1), num_rows):
         rows = slice(first, min(first + num_rows, len(hidden_ND)))
         yield rows, *LINEAR_CROSS_ENTROPY(
-            hidden_ND[rows] @ weight_VD.T, bias_V, targets_N[rows], logit_scale, label_smoothing, makes_gradient,
+            hidden_ND[rows] @ weight_VD.T, bias_V, targets_N[rows], label_smoothing, makes_gradient,
             dtype=hidden_ND.dtype,
         )  # fmt: skip
 
@@ -106,7 +102,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, targets_N: Tensor, logit_scale: float,
+        ctx: Any, hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, targets_N: Tensor,
         label_smoothing: float,
     ) -> Tensor:  # fmt: skip
         hidden_low, weight_low = _lowered(hidden_ND, weight_VD)
@@ -115,7 +111,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         dhidden = torch.empty_like(hidden_ND)
         dweight = torch.zeros_like(weight_VD, dtype=wide)
         dbias = None if bias_V is None else torch.zeros_like(bias_V, dtype=wide)
-        chunks = _chunks(hidden_low, weight_low, bias_V, targets_N, logit_scale, label_smoothing, makes_gradient=True)
+        chunks = _chunks(hidden_low, weight_low, bias_V, targets_N, label_smoothing, makes_gradient=True)
         for rows, losses, dlogits_low, dbias_of_rows in chunks:
             total += losses.sum()
             if dbias is not None and dbias_of_rows is not None:
@@ -131,4 +127,4 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, *dtotals: Tensor) -> tuple[Tensor | None, ...]:
         """The kept gradients times that of the total."""
         gradients = [None if g is None else g * dtotals[0].to(g.dtype) for g in ctx.saved_tensors]
-        return *gradients, None, None, None
+        return *gradients, None, None

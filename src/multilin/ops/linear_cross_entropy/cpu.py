@@ -12,9 +12,8 @@ _launch = LazyModule("multilin.ops.kernels.cpu_launch")
 
 
 def losses_and_gradient(
-    logits_NV: Tensor, bias_V: Tensor | None, targets_N: Tensor, logit_scale: float, label_smoothing: float,
-    makes_gradient: bool,
-) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
+    logits_NV: Tensor, bias_V: Tensor | None, targets_N: Tensor, label_smoothing: float, makes_gradient: bool
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """See `portable.losses_and_gradient`; the gradient takes the place of the logits."""
     num_rows, width = logits_NV.shape
     logits_NV, targets_N = logits_NV.contiguous(), targets_N.contiguous()
@@ -28,6 +27,6 @@ def losses_and_gradient(
     bias = None if bias_V is None else bias_V.detach().float().contiguous()
     _launch.launch_parts(
         _kernels.forward, logits_NV.numel(), logits_NV, bias, targets_N, IGNORED, makes_gradient, losses_N,
-        torch.empty(threads, width), dbias, float(logit_scale), float(label_smoothing),
+        torch.empty(threads, width), dbias, float(label_smoothing),
     )  # fmt: skip
     return losses_N, logits_NV, dbias.sum(dim=0) if dbias.numel() else None

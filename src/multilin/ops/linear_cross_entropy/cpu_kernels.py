@@ -1,7 +1,7 @@
 """The kernel of `linear_cross_entropy`: a row of logits is read once and written once, and worked on in the cache.
 
-With x = scale l + bias and p = softmax(x), the loss is log sum e^x - (1 - s) x_target - s mean(x), and its gradient
-p - s / V - (1 - s) onehot(target), times the scale for the logits.
+With x = l + bias and p = softmax(x), the loss is log sum e^x - (1 - s) x_target - s mean(x), and its gradient
+p - s / V - (1 - s) onehot(target).
 """
 
 import numpy as np
@@ -24,10 +24,10 @@ POSITIVE, INFINITE = np.int32(0x7FFFFFFF), np.int32(0x7F800000)
 
 
 @njit(**SCALARS)
-def read(logits, scale, bias, scores):
-    """scores = scale logits + bias, without bias if it is empty."""
+def read(logits, bias, scores):
+    """scores = logits + bias, without bias if it is empty."""
     for j in range(scores.size):
-        scores[j] = scale * widen(logits[j])
+        scores[j] = widen(logits[j])
     for j in range(bias.size):
         scores[j] += bias[j]
 
@@ -64,10 +64,10 @@ def exponentials(scores, top):
 
 
 @njit(**SCALARS)
-def write(scores, factor, shift, scale, dlogits):
-    """dlogits = scale (factor scores - shift)."""
+def write(scores, factor, shift, dlogits):
+    """dlogits = factor scores - shift."""
     for j in range(scores.size):
-        dlogits[j] = narrow(scale * (factor * scores[j] - shift), dlogits[j])
+        dlogits[j] = narrow(factor * scores[j] - shift, dlogits[j])
 
 
 @njit(**SCALARS)
@@ -80,12 +80,12 @@ def add(scores, factor, shift, result):
 def forward(task, elements, index, sources):
     """One part of the rows of logits (rows, width), whose gradient replaces them if makes_gradient.
 
-    scale is the factor on the logits, smoothing the share of the target that is spread over all tokens; all_scores and
+    smoothing is the share of the target that is spread over all tokens; all_scores and
     all_dbias are (num_parts, width) float32 to work in; bias, and rows of all_dbias, may be empty.
     """
     arguments = arguments_of(task)
     num_parts, all_logits, bias, targets, ignored, makes_gradient, losses, all_scores, all_dbias = arguments[:9]
-    width, scale, smoothing = all_logits.shape[1], np.float32(arguments[9]), np.float32(arguments[10])
+    width, smoothing = all_logits.shape[1], np.float32(arguments[9])
     kept = ONE - smoothing
     shift = smoothing / np.float32(width)
     first, last = part_of(len(all_logits), num_parts, index)
@@ -98,7 +98,7 @@ def forward(task, elements, index, sources):
                 for j in range(width):
                     logits[j] = narrow(ZERO, logits[j])
             continue
-        read(logits, scale, bias, scores)
+        read(logits, bias, scores)
         top, wanted = largest(scores), scores[target]
         mean = total(scores) / np.float32(width) if smoothing != ZERO else ZERO
         exponentials(scores, top)
@@ -107,8 +107,8 @@ def forward(task, elements, index, sources):
         if makes_gradient != 0:
             factor = ONE / weight if top == top else NAN
             share = factor * scores[target] - shift - kept
-            write(scores, factor, shift, scale, logits)
-            logits[target] = narrow(scale * share, logits[target])
+            write(scores, factor, shift, logits)
+            logits[target] = narrow(share, logits[target])
             if dbias.size != 0:
                 add(scores, factor, shift, dbias)
                 dbias[target] -= kept

@@ -7,16 +7,14 @@ IGNORED = -100  # the target of rows that count nothing
 
 
 def losses_and_gradient(
-    logits_NV: Tensor, bias_V: Tensor | None, targets_N: Tensor, logit_scale: float, label_smoothing: float,
-    makes_gradient: bool,
-) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """Cross entropy of each row of scale * logits + bias, and its gradient.
+    logits_NV: Tensor, bias_V: Tensor | None, targets_N: Tensor, label_smoothing: float, makes_gradient: bool
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Cross entropy of each row of logits + bias, and its gradient.
 
     Args:
         logits_NV: (N, V) products of hidden states and weights; they may be overwritten.
         bias_V: (V,) or None.
         targets_N: (N,) token ids, or IGNORED.
-        logit_scale: factor on the logits, not on the bias.
         label_smoothing: share of the target distribution spread evenly.
         makes_gradient: False where only the losses are read; the other results then mean nothing.
 
@@ -25,8 +23,6 @@ def losses_and_gradient(
         bias (V,), float32 or better, or None.
     """
     scores_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
-    if logit_scale != 1.0:
-        scores_NV = scores_NV * logit_scale
     if bias_V is not None:
         scores_NV = scores_NV + bias_V
     losses_N = torch.nn.functional.cross_entropy(
@@ -42,4 +38,4 @@ def losses_and_gradient(
     dscores_NV.scatter_add_(1, target_N1, torch.full_like(target_N1, label_smoothing - 1.0, dtype=dscores_NV.dtype))
     dscores_NV *= (targets_N != IGNORED)[:, None]
     dbias_V = None if bias_V is None else dscores_NV.sum(dim=0)
-    return losses_N, dscores_NV.mul_(logit_scale).to(logits_NV.dtype), dbias_V
+    return losses_N, dscores_NV.to(logits_NV.dtype), dbias_V

@@ -5,11 +5,11 @@ from torch import Tensor
 
 
 def linear_cross_entropy(
-    hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, targets_N: Tensor, *, logit_scale: float = 1.0,
+    hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, targets_N: Tensor, *,
     label_smoothing: float = 0.0,
 ) -> Tensor:  # fmt: skip
     """See `multilin.ops.linear_cross_entropy`."""
-    logits_NV = logit_scale * hidden_ND @ weight_VD.T + (0.0 if bias_V is None else bias_V)
+    logits_NV = hidden_ND @ weight_VD.T + (0.0 if bias_V is None else bias_V)
     log_p_NV = torch.log_softmax(logits_NV, dim=-1)
     counted_N = targets_N != -100
     onehot_NV = torch.nn.functional.one_hot(targets_N.clamp(min=0), weight_VD.shape[0]).to(log_p_NV.dtype)

@@ -24,8 +24,15 @@ def pytest_unconfigure() -> None:
     gc.unfreeze()
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what needs a card where there is none."""
+    """Mark what is slow, and skip what needs a card where there is none.
+
+    Of tests marked `slow_for_variants`, those of each architecture's default are fast.
+    """
+    for item in items:
+        if item.get_closest_marker("slow_for_variants") and "-default" not in item.name:
+            item.add_marker(pytest.mark.slow)
     if not torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1":
         for item in items:
             if item.get_closest_marker("gpu"):

@@ -39,14 +39,6 @@ CASES = [
 MakeModel = Callable[..., MultilinForCausalLM]
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of tests marked `slow_for_variants`, those of each architecture's default are fast."""
-    for item in items:
-        if item.get_closest_marker("slow_for_variants") and "-default" not in item.name:
-            item.add_marker(pytest.mark.slow)
-
-
 @pytest.fixture(params=CASES)
 def case(request: pytest.FixtureRequest) -> dict:
     return request.param

@@ -63,7 +63,7 @@ class MultilinPreTrainedModel(PreTrainedModel):
 
 
 class MultilinModel(MultilinPreTrainedModel):
-    """Token ids to final hidden states, which the head reads: embedding, the layers of the config, final norm and scale.
+    """Token ids to final hidden states, which the head reads: embedding, layers, final norm and scale.
 
     One call reads any number of tokens, at the start of a text or from a state; training, prefill and decoding are
     this same call.
@@ -130,7 +130,7 @@ class MultilinModel(MultilinPreTrainedModel):
         tokens = input_ids if inputs_embeds is None else inputs_embeds
         assert tokens is not None
         packing, others = read_packing(document_ids, cu_seqlens, position_ids, others)
-        _refuse_unknown(others)
+        _refuse_unknown({"output_attentions": self.config.output_attentions, **others})
         if use_cache is None:
             use_cache = past_key_values is not None or (self.config.use_cache and not self.training)
         if output_hidden_states is None:

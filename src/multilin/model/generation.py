@@ -11,6 +11,15 @@ from multilin.model.config import MultilinConfig
 from multilin.model.embedding import hash_tokens
 from multilin.model.state import TextState, open_state
 
+OTHER_MODES = {
+    "penalty_alpha": "contrastive search",
+    "dola_layers": "DoLa",
+    "force_words_ids": "constrained beam search",
+    "constraints": "constrained beam search",
+    "num_beam_groups": "group beam search",
+}
+"""Settings of the modes that transformers itself no longer has: it would run code of the hub, made for its caches."""
+
 
 class StatefulGenerationMixin(GenerationMixin):
     """What a model with a TextState adds to generate(): a state to begin from, which stays as it was.
@@ -46,9 +55,11 @@ class StatefulGenerationMixin(GenerationMixin):
 
         Raises:
             InputError: a text whose beginning is not what the state has read, prompt and new tokens together longer
-                than the model can read, no token at all, or a cache of another kind.
+                than the model can read, no token at all, a cache of another kind, or a mode of generation that
+                transformers has given up.
         """
         settings = generation_config or self.generation_config
+        _refuse_other_modes(settings, kwargs)
         name, tokens = self._given_tokens(inputs, kwargs)
         if tokens is None and _setting("bos_token_id", settings, kwargs) is None:
             raise InputError("input_ids: no tokens given; generation needs at least one, such as the start token")
@@ -70,6 +81,13 @@ class StatefulGenerationMixin(GenerationMixin):
             kwargs["past_key_values"] = state if num_rows == 1 else state.fork(num_rows)
         self._check_length(tokens, num_before, generation_config, kwargs)
         return super().generate(inputs, generation_config, **kwargs)
+
+    def init_continuous_batching(self, *_: Any, **__: Any) -> Any:
+        """Refused, and with it `generate_batch`: it pages keys and values, and a state has none."""
+        raise InputError(
+            "generate_batch: a multilin model has no keys and values to page; use generate(), or `multilin serve` for "
+            "requests that come and go"
+        )
 
     def _given_tokens(self, inputs: Tensor | None, kwargs: dict[str, Any]) -> tuple[str, Tensor | None]:
         """The tokens to begin with and the name they are given by; none where there is no column of them."""
@@ -134,7 +152,7 @@ class StatefulGenerationMixin(GenerationMixin):
 
         After `TextState.crop` they can be more than transformers counts. Positions are counted by the state.
         """
-        if isinstance(past_key_values, TextState) and inputs_embeds is None:
+        if next_sequence_length is not None and isinstance(past_key_values, TextState) and inputs_embeds is None:
             next_sequence_length = input_ids.shape[1] - past_key_values.num_columns
         for name in ("position_ids", "tokenizer", "assistant_tokenizer"):  # the latter only generate() itself reads
             kwargs.pop(name, None)
@@ -142,6 +160,17 @@ class StatefulGenerationMixin(GenerationMixin):
             input_ids, next_sequence_length, past_key_values, attention_mask, inputs_embeds, **kwargs
         )
         return prepared
+
+
+def _refuse_other_modes(settings: GenerationConfig, given: dict[str, Any]) -> None:
+    if given.get("custom_generate") is not None:
+        return
+    for name, mode in OTHER_MODES.items():
+        value = _setting(name, settings, given)
+        if value and (name, value) != ("num_beam_groups", 1):
+            raise InputError(
+                f"{name}: {value!r:.40} given, but a multilin model does not generate by {mode}; leave it out"
+            )
 
 
 def _setting(name: str, settings: GenerationConfig, given: dict[str, Any]) -> Any:

@@ -147,6 +147,10 @@ class TextState(Cache):
         """An independent copy: a snapshot to come back to."""
         return self.map(torch.clone)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> "TextState":
+        """As `clone`, which also copies tensors with gradients."""
+        return self.clone()
+
     def fork(self, num_continuations: int) -> "TextState":
         """A copy with every row this many times, neighbours first, to continue one text in several ways."""
         if num_continuations < 1:

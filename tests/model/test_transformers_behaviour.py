@@ -1,0 +1,245 @@
+"""What transformers' common test classes ask of its own models, asked of every architecture.
+
+Left padding, beams, streamers and states given to generate() are in tests/contract/test_generation.py; assistants,
+embeddings in place of ids, hidden states and offloading in test_field_tools.py.
+"""
+
+import copy
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from multilin import InputError, MultilinForCausalLM
+from tests.model.conftest import GREEDY, VARIANTS, VOCAB_SIZE, ids, make
+
+BOTH = pytest.mark.parametrize("ties", [True, False])
+
+
+@pytest.fixture(params=VARIANTS)
+def variant(request: pytest.FixtureRequest) -> tuple[str, dict]:
+    return request.param
+
+
+def make_variant(variant: tuple[str, dict], **config: object) -> MultilinForCausalLM:
+    name, options = variant
+    return make(name, options=options, hidden_size=64, **config)
+
+
+def assert_equal_models(result: MultilinForCausalLM, expected: MultilinForCausalLM) -> None:
+    tensors = result.state_dict()
+    assert tensors.keys() == expected.state_dict().keys()
+    assert all(torch.equal(tensors[name], tensor) for name, tensor in expected.state_dict().items())
+    tokens = ids(2, 9) % expected.config.vocab_size
+    assert torch.equal(result(tokens).logits, expected(tokens).logits)
+
+
+# Saving and loading
+
+
+@pytest.mark.slow_for_variants
+@BOTH
+def test_a_folder_holds_the_whole_model(variant: tuple[str, dict], ties: bool, tmp_path: Path) -> None:
+    model = make_variant(variant, tie_word_embeddings=ties)
+    for folder, largest in (("whole", "1GB"), ("parts", "20KB")):
+        model.save_pretrained(tmp_path / folder, max_shard_size=largest)
+        loaded, about = AutoModelForCausalLM.from_pretrained(tmp_path / folder, output_loading_info=True)
+        assert not any(about.values())
+        assert_equal_models(loaded, model)
+    assert len(list((tmp_path / "parts").glob("*.safetensors"))) > 1
+    names = load_file(tmp_path / "whole" / "model.safetensors").keys()
+    assert ("lm_head.weight" in names) is not (ties and "model.embedding.tokens.weight" in names)
+
+
+@pytest.mark.parametrize("device_map", ["cpu", "auto", {"": "cpu"}])
+def test_devices_may_be_mapped(architecture: str, device_map: object, tmp_path: Path) -> None:
+    model = make(architecture)
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, device_map=device_map)
+    assert_equal_models(loaded.cpu(), model)
+
+
+@pytest.mark.slow_for_variants
+def test_weights_that_a_file_lacks_are_drawn_anew(variant: tuple[str, dict]) -> None:
+    """Also those of modules that transformers does not know."""
+    expected = make_variant(variant)
+    torch.manual_seed(0)
+    model = MultilinForCausalLM.from_pretrained(None, config=expected.config, state_dict={})
+    for name, parameter in model.named_parameters():
+        (std, mean), (drawn_std, drawn_mean) = (
+            (tensor.detach().std(correction=0), tensor.detach().mean())
+            for tensor in (parameter, expected.get_parameter(name))
+        )
+        torch.testing.assert_close(std, drawn_std, rtol=0.6, atol=1e-6, msg=name)
+        torch.testing.assert_close(mean, drawn_mean, rtol=0, atol=float(drawn_std) + 1e-6, msg=name)
+
+
+@pytest.mark.slow_for_variants
+@BOTH
+def test_copies_are_equal_and_independent(variant: tuple[str, dict], ties: bool) -> None:
+    model = make_variant(variant, tie_word_embeddings=ties)
+    for result in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert_equal_models(result, model)
+        assert (result.lm_head.weight is result.get_input_embeddings().weight) is ties
+        with torch.no_grad():
+            next(result.parameters()).add_(1)
+        assert not torch.equal(next(result.parameters()), next(model.parameters()))
+
+
+@pytest.mark.slow_for_variants
+def test_copies_of_a_state_are_equal_and_independent(variant: tuple[str, dict]) -> None:
+    """As transformers' guides keep the cache of a prompt; also one with gradients, and one with rings."""
+    model, tokens = make_variant(variant), ids(1, 12)
+    whole = model.generate(tokens, max_new_tokens=5, **GREEDY)
+    states = [model(tokens[:, :8]).past_key_values]
+    with torch.no_grad():
+        states.append(model(tokens[:, :7]).past_key_values)
+        model(tokens[:, 7:8], past_key_values=states[1])
+    for state in states:
+        for result in (copy.deepcopy(state), pickle.loads(pickle.dumps(state))):
+            with torch.no_grad():
+                expected, found = (
+                    model(tokens[:, 8:], past_key_values=each).logits for each in (state.clone(), result)
+                )
+            torch.testing.assert_close(found, expected)
+            assert result.num_tokens.tolist() == [12]
+            assert state.num_tokens.tolist() == [8]
+            again = model.generate(tokens, past_key_values=copy.deepcopy(state), max_new_tokens=5, **GREEDY)
+            assert torch.equal(again, whole)
+
+
+# Embeddings
+
+
+@pytest.mark.slow_for_variants
+@BOTH
+@pytest.mark.parametrize("size", [VOCAB_SIZE + 6, VOCAB_SIZE - 5])
+def test_a_resized_vocabulary_keeps_the_logits_of_its_tokens(
+    variant: tuple[str, dict], ties: bool, size: int, tmp_path: Path
+) -> None:
+    model = make_variant(variant, tie_word_embeddings=ties)
+    kept = min(size, VOCAB_SIZE)
+    tokens = ids(2, 9) % kept
+    with torch.no_grad():
+        before = model(tokens).logits
+    assert model.resize_token_embeddings(size) is model.get_input_embeddings()
+    result = model(tokens, labels=tokens)
+    torch.testing.assert_close(result.logits[..., :kept], before[..., :kept])
+    assert result.logits.shape[-1] == model.config.vocab_size == model.lm_head.out_features == size
+    assert (model.lm_head.weight is model.get_input_embeddings().weight) is ties
+    result.loss.backward()
+    assert model.get_input_embeddings().weight.grad.shape == (size, 64)
+    model.save_pretrained(tmp_path)
+    assert_equal_models(AutoModelForCausalLM.from_pretrained(tmp_path), model)
+
+
+def test_tied_weights_are_one(architecture: str) -> None:
+    model = make(architecture, tie_word_embeddings=True)
+    model.set_input_embeddings(torch.nn.Embedding(VOCAB_SIZE, 16))
+    model.tie_weights()
+    assert model.lm_head.weight is model.get_input_embeddings().weight
+    assert len({id(parameter) for parameter in model.parameters()}) == len(list(model.parameters()))
+
+
+# Numbers
+
+
+@pytest.mark.slow_for_variants
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_reads_and_generates(variant: tuple[str, dict], dtype: torch.dtype, tmp_path: Path) -> None:
+    model, tokens = make_variant(variant, initializer_range=0.1), ids(2, 9)
+    model.save_pretrained(tmp_path)
+    half = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype)
+    expected, result = model(tokens, labels=tokens), half(tokens, labels=tokens)
+    assert {parameter.dtype for parameter in half.parameters()} == {result.logits.dtype} == {dtype}
+    error = (result.logits - expected.logits).norm() / expected.logits.norm()
+    assert error < (0.1 if dtype == torch.bfloat16 else 0.02)
+    torch.testing.assert_close(result.loss.float(), expected.loss, rtol=0.02, atol=0)
+    generated = half.generate(tokens, max_new_tokens=4, output_logits=True, return_dict_in_generate=True, **GREEDY)
+    assert all(logits.isfinite().all() for logits in generated.logits)
+    assert generated.sequences.shape == (2, 13)
+
+
+@pytest.mark.slow_for_variants
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_recomputed_activations_give_the_same_gradients(variant: tuple[str, dict], reentrant: bool) -> None:
+    """Also where only adapters are trained, so that no gradient reaches the embedding."""
+    tokens = ids(2, 9)
+    for adapts in (False, True):
+        gradients = []
+        for recomputes in (False, True):
+            model = make_variant(variant, embedding_dropout=0.0).double().train()
+            for module in model.modules():
+                if isinstance(module, torch.nn.Dropout):
+                    module.p = 0.0
+            if recomputes:
+                model.activation_checkpointing_enable({"use_reentrant": reentrant})
+            if adapts:
+                torch.manual_seed(0)
+                lora = LoraConfig(task_type="CAUSAL_LM", r=2, target_modules="all-linear", init_lora_weights=False)
+                model = get_peft_model(model, lora).double()
+            model(input_ids=tokens, labels=tokens).loss.backward()
+            gradients.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+        assert gradients[0].keys() == gradients[1].keys()
+        assert len(gradients[0]) > 3
+        for name, gradient in gradients[0].items():
+            torch.testing.assert_close(gradients[1][name], gradient, rtol=1e-9, atol=1e-12, msg=name)
+
+
+# Generation
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"penalty_alpha": 0.6, "top_k": 4}, "penalty_alpha: 0.6 given, .* contrastive search"),
+        ({"dola_layers": "low"}, "dola_layers: 'low' given, .* DoLa"),
+        ({"force_words_ids": [[5]], "num_beams": 2}, "force_words_ids: .* constrained beam search"),
+        ({"num_beam_groups": 2, "num_beams": 4}, "num_beam_groups: 2 given, .* group beam search"),
+    ],
+)
+@pytest.mark.parametrize("trusts", [False, True])
+def test_modes_that_run_code_of_the_hub_are_refused(settings: dict, words: str, trusts: bool) -> None:
+    with pytest.raises(InputError, match=words):
+        make("additive").generate(ids(1, 5), max_new_tokens=2, trust_remote_code=trusts, **settings)
+
+
+def test_paged_batches_are_refused() -> None:
+    with pytest.raises(InputError, match=r"generate_batch: .* no keys and values to page"):
+        make("additive").generate_batch([[3, 4, 5], [6, 7]])
+
+
+def test_attentions_asked_for_by_the_config_are_refused(architecture: str) -> None:
+    model = make(architecture)
+    model.config.output_attentions = True
+    with pytest.raises(InputError, match="output_attentions: given"):
+        model(ids(1, 5))
+    assert model(ids(1, 5), output_attentions=False).logits.shape == (1, 5, VOCAB_SIZE)
+
+
+@pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"num_beams": 3, "num_return_sequences": 3}])
+def test_a_long_prompt_may_be_read_in_pieces(architecture: str, options: dict) -> None:
+    model, tokens = make(architecture), ids(2, 11)
+    mask = torch.ones_like(tokens)
+    mask[1, :4] = 0
+    how = {"attention_mask": mask, "max_new_tokens": 6, **options, **GREEDY}
+    expected = model.generate(tokens, **how)
+    assert torch.equal(model.generate(tokens, prefill_chunk_size=3, **how), expected)
+    state = model(tokens[:, :5], attention_mask=mask[:, :5]).past_key_values
+    assert torch.equal(model.generate(tokens, past_key_values=state, prefill_chunk_size=3, **how), expected)
+
+
+def test_returned_scores_are_those_of_the_sequences(architecture: str) -> None:
+    model, tokens = make(architecture), ids(2, 7)
+    how = {"max_new_tokens": 5, "return_dict_in_generate": True, "output_logits": True, "output_scores": True}
+    result = model.generate(tokens, output_hidden_states=True, **how, **GREEDY)
+    logits = model(result.sequences).logits
+    torch.testing.assert_close(torch.stack(result.logits, dim=1), logits[:, 6:-1], rtol=1e-4, atol=1e-4)
+    assert torch.equal(torch.stack(result.scores, dim=1).argmax(dim=-1), result.sequences[:, 7:])
+    assert len(result.hidden_states) == 5
+    for step in result.hidden_states:
+        assert len(step) == model.config.num_hidden_layers + 1

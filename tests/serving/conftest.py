@@ -28,16 +28,22 @@ from multilin.serving.service import Limits, Service
 from multilin.serving.sessions import SessionStore
 from multilin.serving.turns import TurnStore
 
+LONGEST = 8192
+
 
 @pytest.fixture(scope="session")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """A run without a longest text, whose model writes letters that depend on all it has read."""
+    """A run whose model writes lower-case letters and spaces, which depend on all it has read."""
     folder = tmp_path_factory.mktemp("served") / "tiny"
     tokenizer = train_tokenizer([""], "byte", None)
     torch.manual_seed(0)
-    model = create_model("elita", hidden_size=16, num_layers=2, vocab_size=len(tokenizer), n_positions=None)
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=0.4)
+    model = create_model("additive", hidden_size=16, num_layers=2, vocab_size=len(tokenizer), n_positions=LONGEST)
+    letters = tokenizer.encode("abcdefghijklmnopqrstuvwxyz ", add_special_tokens=False)
+    with torch.no_grad():
+        model.lm_head.bias.fill_(-1e4)
+        model.lm_head.bias[letters] = 0
+        for parameter in model.model.layers.parameters():  # large, so that what was read decides what comes
+            parameter.normal_()
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return load_run(folder)
@@ -92,7 +98,7 @@ def start(run: Run, request: pytest.FixtureRequest) -> Iterator[Start]:
 
     def begin(
         engine: Any = "torch", *, slots: int = 8, queue: int = 64, memory: int = 10**8, folder: Path | None = None,
-        limits: Limits = Limits(), **others: Any,
+        limits: Limits | None = None, **others: Any,
     ) -> Server:  # fmt: skip
         if engine == "torch":
             engine = TorchEngine(run.model)
@@ -101,7 +107,7 @@ def start(run: Run, request: pytest.FixtureRequest) -> Iterator[Start]:
         codec, store = text_codec(run.tokenizer), None if folder is None else AddressFolder(str(folder))
         service = Service(
             engine, codec, state_owner(run.model), "tiny", open_layout(codec, run.folder), TurnStore(store, memory),
-            SessionStore(store or MemoryFolder()), limits, slots, queue,
+            SessionStore(store or MemoryFolder()), limits or Limits(), slots, queue,
         )  # fmt: skip
         config = uvicorn.Config(
             create_app(service, **others), port=0, log_level="warning", lifespan="off", access_log=False

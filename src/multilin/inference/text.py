@@ -82,7 +82,7 @@ class TextStream:
             self._held, self.is_stopped = self._held[: min(ends)], True
             return self.end()
         # What a stop string may begin with waits.
-        most = max((len(word) for word in self.stop), default=1) - 1
+        most = min(max((len(word) for word in self.stop), default=1) - 1, len(self._held))
         num_held = next((n for n in range(most, 0, -1) if self._may_stop(self._held[-n:])), 0)
         self.is_whole = bool(new) and not num_held
         return self._release(len(self._held) - num_held)

@@ -102,6 +102,11 @@ class Job:
     position: int = 0
     state: Any = None
 
+    @property
+    def is_new(self) -> bool:
+        """Whether nothing of its text was read."""
+        return self.state is None and self.start is None
+
 
 class Kept(NamedTuple):
     """Where the text of a sequence was whole: no character and no stop string had begun."""
@@ -134,13 +139,12 @@ class Row:
         return self.job.num_logprobs is not None
 
 
-@dataclass
-class Counts:
-    """What the scheduler has done and does."""
+class Counts(NamedTuple):
+    """Jobs that wait and those whose prompts are read, and sequences that run."""
 
-    waiting: int = 0
-    reading: int = 0
-    running: int = 0
+    waiting: int
+    reading: int
+    running: int
 
 
 class Scheduler:
@@ -158,7 +162,7 @@ class Scheduler:
         num_slots: int, queue_size: int,
     ) -> None:  # fmt: skip
         self.engine, self.codec, self.num_slots, self.queue_size = engine, codec, num_slots, queue_size
-        self.counts = Counts()
+        self._num_waiting = 0
         self._notify, self._calls = notify, list[Callable[[], None]]()
         self._changed, self._stopping = threading.Condition(), False
         self._waiting: OrderedDict[str, deque[Job]] = OrderedDict()
@@ -167,6 +171,11 @@ class Scheduler:
         self._batch = engine.new_state(0)
         self._thread = threading.Thread(target=self._run, name="multilin-engine", daemon=True)
         self._thread.start()
+
+    @property
+    def counts(self) -> Counts:
+        """What it does now."""
+        return Counts(self._num_waiting, len(self._reading), len(self._rows))
 
     def submit(self, jobs: Sequence[Job]) -> None:
         """Queue all of these jobs, or none.
@@ -178,11 +187,11 @@ class Scheduler:
         with self._changed:
             if self._stopping:
                 raise Stopped("the server is shutting down")
-            if self.counts.waiting + len(jobs) > self.queue_size:
+            if self._num_waiting + len(jobs) > self.queue_size:
                 raise QueueFull
             for job in jobs:
                 self._waiting.setdefault(job.owner, deque()).append(job)
-            self.counts.waiting += len(jobs)
+            self._num_waiting += len(jobs)
             self._changed.notify()
 
     def cancel(self, job: Job) -> None:
@@ -226,7 +235,7 @@ class Scheduler:
         """Take waiting jobs while there are slots, one owner after the other."""
         for owner in list(self._waiting):
             jobs = deque(job for job in self._waiting[owner] if not job.is_cancelled)
-            self.counts.waiting -= len(self._waiting[owner]) - len(jobs)
+            self._num_waiting -= len(self._waiting[owner]) - len(jobs)
             self._waiting[owner] = jobs
             if not jobs:
                 del self._waiting[owner]
@@ -236,11 +245,10 @@ class Scheduler:
             if num_used + len(jobs[0].settings) > self.num_slots:
                 break
             self._reading.append(jobs.popleft())
-            self.counts.waiting -= 1
+            self._num_waiting -= 1
             self._waiting.move_to_end(owner)
             if not jobs:
                 del self._waiting[owner]
-        self.counts.reading, self.counts.running = len(self._reading), len(self._rows)
 
     def _drop_cancelled(self) -> None:
         self._reading = deque(job for job in self._reading if not job.is_cancelled)
@@ -257,20 +265,17 @@ class Scheduler:
 
     def _read_piece(self) -> None:
         """Read a piece of the prompts whose turn it is."""
-        jobs = [
-            job for job in (self._reading.popleft() for _ in range(min(GROUP, len(self._reading)))) if self._open(job)
-        ]
+        jobs = self._next_prompts()
         if not jobs:
             return
         size = IDLE_PIECE if len(jobs) == 1 and not self._rows else PIECE
         ids = [job.token_ids[job.position :][: 1 if job.prompt_logprobs else size] for job in jobs]
         try:
-            state = jobs[0].state
-            for job in jobs[1:]:
-                self.engine.join(state, job.state)
+            state = self._joined(jobs)
             logits_BV = self.engine.read(state, ids)
             for place in reversed(range(1, len(jobs))):
                 jobs[place].state = self.engine.leave(state, place)
+            jobs[0].state = state
         except Exception as error:
             self._fail(jobs, error)
             return
@@ -281,16 +286,25 @@ class Scheduler:
             else:
                 self._begin(job, logits_V)
 
-    def _open(self, job: Job) -> bool:
-        """Make the state of a job that has none; False if that fails."""
-        try:
-            if job.state is None:
-                job.state = self.engine.new_state() if job.start is None else self.engine.restore(job.start)
-                job.start = None
-        except Exception as error:
-            self._fail([job], error)
-            return False
-        return True
+    def _next_prompts(self) -> list[Job]:
+        """The prompts to read together: all at their beginning, or none."""
+        if not self._reading:
+            return []
+        is_new = self._reading[0].is_new
+        jobs = [job for job in self._reading if job.is_new == is_new][:GROUP]
+        self._reading = deque(job for job in self._reading if job not in jobs)
+        return jobs
+
+    def _joined(self, jobs: list[Job]) -> Any:
+        """Their states as one."""
+        if jobs[0].is_new:
+            return self.engine.new_state(len(jobs))
+        for job in jobs:
+            if job.start is not None:
+                job.state, job.start = self.engine.restore(job.start), None
+        for job in jobs[1:]:
+            self.engine.join(jobs[0].state, job.state)
+        return jobs[0].state
 
     def _begin(self, job: Job, logits_V: NDArray[np.float32]) -> None:
         """Let the sequences of a job, whose prompt was read, join the batch."""

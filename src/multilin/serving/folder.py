@@ -1,7 +1,7 @@
 """Named files of a store: in a folder, at any other address that fsspec knows, or in memory.
 
-Names begin with a kind and random characters, as in turn_4fK...; the files of a kind are spread over folders by the first
-two characters, so that a folder stays small and a file is found by the beginning of its name.
+Names begin with a kind and random characters, as in turn_4fK...; the files of a kind are spread over folders by the
+first two characters, so that a folder stays small and a file is found by the beginning of its name.
 """
 
 import contextlib

@@ -3,18 +3,13 @@
 import importlib.util
 import socket
 from pathlib import Path
-from typing import Annotated
-
-from annotated_types import Ge, Le
 
 from multilin.cli.export import open_engine
 from multilin.errors import InputError
 from multilin.inference.settings import EngineName
 from multilin.serving.settings import ServeLimits, num_bytes, split_keys
 from multilin.settings import settings
-from multilin.settings.bounds import Name, PathText
-
-Port = Annotated[int, Ge(0), Le(65535)]
+from multilin.settings.bounds import Name, PathText, Port
 
 
 @settings

@@ -3,11 +3,11 @@
 import os
 from typing import Annotated
 
-from annotated_types import Ge, Le, MaxLen
+from annotated_types import MaxLen
 
 from multilin.errors import InputError
 from multilin.settings import settings
-from multilin.settings.bounds import Amount, Count
+from multilin.settings.bounds import Amount, Count, Length
 
 Bytes = Annotated[str, MaxLen(20)]
 KEY_VARIABLE = "MULTILIN_API_KEY"
@@ -20,7 +20,7 @@ class ServeLimits:
     slots: Count = 64  # sequences that are generated at a time
     queue: Count = 256  # requests that may wait; more are refused with 429
     max_tokens: Count = 4096  # tokens to generate for a request, at most
-    max_prompt: Annotated[int, Ge(1), Le(2**24)] = 65536  # tokens to read for a request, at most
+    max_prompt: Length = 65536  # tokens to read for a request, at most
     memory: Bytes = "1GB"  # of states kept in memory
     sessions: str | None = None  # folder, or address for fsspec, where states and sessions outlive the server
     disk: Bytes = "100GB"  # of states in that folder; the oldest are deleted beyond it

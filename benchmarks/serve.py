@@ -2,13 +2,13 @@
 
 Ours have random weights and run in ONNX Runtime as `multilin export` writes them; every request streams a text of
 --tokens tokens after a prompt of its own. Streams: tokens per second of all, from the first request to the end of the
-last answer, beside the engine alone with a batch of as many sequences in this process; they take turns. Texts: each of
-many streams, half of them greedy and half drawn with a seed, against the same request alone. First token: seconds until
-text comes, of requests one after the other, with no other stream and while half of the slots generate texts of various
-lengths. Sessions: many are kept, all on disk and the last ones in memory; seconds until one continues, the oldest and
-the newest in turn. Memory: bytes of the process after each tenth of many requests, a tenth of them given up by the
-client. Peer: `transformers serve` with GPT-2 of the same sizes, in turn with ours, without and with continuous
-batching. --tasks chooses among these.
+last answer, beside the engine alone in this process, which reads as many prompts and generates as many tokens in one
+batch, always the likeliest ones; they take turns. Texts: each of many streams, half of them greedy and half drawn with
+a seed, against the same request alone. First token: seconds until text comes, of requests one after the other, with no
+other stream and while half of the slots generate texts of various lengths. Sessions: many are kept, all on disk and the
+last ones in memory; seconds until one continues, the oldest and the newest in turn. Memory: bytes of the process after
+each tenth of many requests, a tenth of them given up by the client. Peer: `transformers serve` with GPT-2 of the same
+sizes, in turn with ours, without and with continuous batching. --tasks chooses among these.
 """
 
 import argparse
@@ -131,11 +131,10 @@ def _engine(folder: Path) -> Engine:
 
 
 def _engine_speed(engine: Engine, batch_size: int, num_prompt: int, num_tokens: int) -> float:
-    state, ids = engine.new_state(batch_size), [[2]] * batch_size
-    engine.read(state, [list(range(2, 2 + num_prompt))] * batch_size)
-    begin = time.perf_counter()
+    state, begin = engine.new_state(batch_size), time.perf_counter()
+    logits = engine.read(state, [list(range(2, 2 + num_prompt))] * batch_size)
     for _ in range(num_tokens):
-        ids = engine.read(state, ids).argmax(-1)[:, None].tolist()
+        logits = engine.read(state, logits.argmax(-1)[:, None].tolist())
     return batch_size * num_tokens / (time.perf_counter() - begin)
 
 

@@ -162,7 +162,7 @@ def _first_token(folder: Path, prompts: list[str], arguments: argparse.Namespace
         server.call(_request(prompts[0], 0, 2))
         probes = _requests(prompts[SLOTS:], arguments.probes, 2)
         unloaded = asyncio.run(_probe(server, probes, []))
-        others = [{**body, "max_tokens": arguments.tokens * (number + 8) // 16}
+        others = [{**body, "max_tokens": max(arguments.tokens * (number % 13 + 4) // 16, 1)}
                   for number, body in enumerate(_requests(prompts, SLOTS // 2, 0))]  # fmt: skip
         loaded = asyncio.run(_probe(server, probes, others))
     rows = [{"load": load, "p50_ms": 1000 * statistics.median(seconds),

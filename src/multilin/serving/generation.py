@@ -15,7 +15,7 @@ from multilin.serving.turns import Turn, new_id
 if TYPE_CHECKING:
     from multilin.serving.service import Service
 
-PAUSE, PAUSE_EACH = 0.02, 0.0005  # seconds between two pieces of a stream, and more for each sequence that runs
+PAUSE, PAUSE_EACH = 0.02, 0.001  # seconds between two pieces of a stream, and more for each sequence that runs
 
 
 @dataclass(frozen=True)

@@ -27,13 +27,13 @@ COMPLETION_TOKENS, CHAT_TOKENS = 16, 512  # generated where a request does not s
 Json = dict[str, Any]
 
 
-def get_service(request: Request) -> Service:
+async def get_service(request: Request) -> Service:
     """The service of the app."""
     service: Service = request.app.state.service
     return service
 
 
-def get_owner(request: Request) -> str:
+async def get_owner(request: Request) -> str:
     """Whose request it is, as the guard has found."""
     owner: str = request.scope["owner"]
     return owner

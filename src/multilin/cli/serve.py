@@ -3,16 +3,22 @@
 import importlib.util
 import os
 import socket
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from annotated_types import Ge, Le, MaxLen
 
 from multilin.cli.export import open_engine
+from multilin.cli.messages import loading
 from multilin.errors import InputError
+from multilin.inference.run_files import is_export
 from multilin.inference.settings import EngineName
 from multilin.settings import settings
 from multilin.settings.bounds import Amount, Count, Name, PathText
+
+if TYPE_CHECKING:
+    from multilin.inference.runs import Run
 
 Port = Annotated[int, Ge(0), Le(65535)]
 Bytes = Annotated[str, MaxLen(20)]
@@ -72,7 +78,7 @@ def serve(arguments: ServeArguments, limits: ServeLimits) -> None:
     )  # fmt: skip
     app = create_app(
         service, keys=keys, origins=[] if arguments.cors is None else arguments.cors.split(","),
-        is_loopback=not keys and _is_loopback(arguments.host),
+        is_loopback=not keys and _is_loopback(arguments.host), load_run=_loader(folder),
     )  # fmt: skip
     host, port = listener.getsockname()[:2]
     _say(f"[{host}]:{port}" if ":" in host else f"{host}:{port}", service.name, engine.name, bool(keys))
@@ -93,6 +99,18 @@ def _check(arguments: ServeArguments) -> list[str]:
             f"--host: {arguments.host} can be reached by others; give --api-key, or --insecure to let everybody in"
         )
     return keys
+
+
+def _loader(folder: Path) -> "Callable[[], Run] | None":
+    """Loads the PyTorch model of a run."""
+
+    def load() -> "Run":
+        with loading(f"PyTorch and {folder}"):
+            from multilin.inference.runs import load_run
+
+            return load_run(folder)
+
+    return None if is_export(folder) else load
 
 
 def _is_loopback(host: str) -> bool:

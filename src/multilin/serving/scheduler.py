@@ -200,6 +200,10 @@ class Scheduler:
             job.is_cancelled = True
             self._changed.notify()
 
+    def finish(self, job: Job) -> None:
+        """End a job as if it had asked for no more tokens than it has; its prompt is read in any case."""
+        job.max_new_tokens = 0
+
     def stop(self, seconds: float) -> None:
         """Take no more jobs, let the present ones end for so long, and end the thread."""
         with self._changed:
@@ -340,7 +344,7 @@ class Scheduler:
                 row.next_id = row.forced.popleft()
                 entry = _logprob(logits_BV[place], row.next_id, row.job.num_logprobs or 0)
                 self._tell(row, Piece("", [(entry, -1)]))
-            elif len(row.token_ids) == row.job.max_new_tokens:  # none at all is asked for
+            elif len(row.token_ids) >= row.job.max_new_tokens:  # none at all is asked for
                 row.end = "length"
             else:
                 chosen.append(place)
@@ -376,7 +380,7 @@ class Scheduler:
                 row.kept = None
         if stream.is_stopped:
             row.end = "stop"
-        elif len(row.token_ids) == job.max_new_tokens:
+        elif len(row.token_ids) >= job.max_new_tokens:
             row.end = "length"
         self._release(row, piece)
 

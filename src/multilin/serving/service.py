@@ -117,7 +117,7 @@ class Service:
             raise InputError(f"run: a {engine.kind} model keeps no state; only models of this package are served")
         self.engine, self.codec, self.owner, self.name, self.layout = engine, codec, owner, name, layout
         self.turns, self.sessions, self.limits, self.created = turns, sessions, limits, int(time.time())
-        self.busy: set[str] = set()
+        self.busy: dict[str, Generation] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self.scheduler = Scheduler(engine, codec, self._notify, num_slots, queue_size)
         self.metrics = Metrics(self.scheduler, turns)
@@ -153,7 +153,7 @@ class Service:
             raise ApiError(409, f"session: another request continues {ask.session.id}", "session", "session_busy")
         generation = Generation(self, ask, answer)
         if ask.session is not None:
-            self.busy.add(ask.session.id)
+            self.busy[ask.session.id] = generation
         try:
             generation.jobs = await asyncio.to_thread(self._jobs, generation)
             self.scheduler.submit(generation.jobs)
@@ -280,12 +280,17 @@ class Generation:
         self.is_abandoned = True
         self.changed.set()
 
+    def finish(self) -> None:
+        """End the sequences where they are; their turns are kept."""
+        for job in self.jobs:
+            self.service.scheduler.finish(job)
+
     def close(self) -> None:
         """Let go of the sequences that have not ended, and of the session."""
         for job in self.jobs:
             self.service.scheduler.cancel(job)
         if self.ask.session is not None:
-            self.service.busy.discard(self.ask.session.id)
+            self.service.busy.pop(self.ask.session.id, None)
 
     async def pieces(self, silence: float) -> AsyncIterator[dict[int, Piece]]:
         """What is new in each sequence, until all have ended; nothing at all every so many seconds of silence.

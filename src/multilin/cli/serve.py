@@ -57,7 +57,14 @@ def serve(arguments: ServeArguments, limits: ServeLimits) -> None:
     """Serve a model over HTTP, as OpenAI's clients know it, with sessions that go on where they stopped."""
     keys = _check(arguments)
     memory, disk = _bytes("memory", limits.memory), _bytes("disk", limits.disk)
-    listener = _listen(arguments)
+    with _listen(arguments) as listener:
+        _serve(arguments, limits, keys, (memory, disk), listener)
+
+
+def _serve(
+    arguments: ServeArguments, limits: ServeLimits, keys: list[str], sizes: tuple[int, int], listener: socket.socket
+) -> None:
+    """Load the model, and answer until the end."""
     folder = Path(arguments.run)
     engine, codec, owner = open_engine(folder, arguments.engine, is_server=True)
     from multilin.serving.app import create_app
@@ -73,7 +80,7 @@ def serve(arguments: ServeArguments, limits: ServeLimits) -> None:
     seconds = None if limits.keep_days is None else limits.keep_days * 86400
     service = Service(
         engine, codec, state_owner, arguments.name or folder.resolve().name, open_layout(codec, folder),
-        TurnStore(store, memory, disk, seconds), SessionStore(store or MemoryFolder()),
+        TurnStore(store, *sizes, seconds), SessionStore(store or MemoryFolder()),
         Limits(limits.max_prompt, limits.max_tokens, limits.slots), limits.slots, limits.queue,
     )  # fmt: skip
     app = create_app(

@@ -46,6 +46,7 @@ def create_app(
     app.add_exception_handler(HTTPException, _refuse)
     app.add_exception_handler(ApiError, _refuse)
     app.add_exception_handler(InputError, _refuse)
+    app.add_exception_handler(Exception, _refuse)
     guarded: ASGIApp = Guard(app, service, keys, is_loopback=is_loopback)
     if origins:
         guarded = CORSMiddleware(guarded, allow_origins=list(origins), allow_methods=["*"], allow_headers=["*"])

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from multilin.errors import InputError
+from multilin.errors import InputError, shown
 from multilin.inference.engine import Engine
 from multilin.inference.generate import check_length, check_settings
 from multilin.inference.settings import GenerationSettings
@@ -127,8 +127,16 @@ class Service:
         if self._loop is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(_call_all, calls)
 
-    def text(self, token_ids: list[int]) -> str:
-        """The text of tokens, without those that are no text."""
+    def text(self, token_ids: list[int], param: str) -> str:
+        """The text of tokens, without those that are no text.
+
+        Raises:
+            InputError: a token that there is not, in the field `param`.
+        """
+        wrong = next((token for token in token_ids if not 0 <= token < self.engine.vocab_size), None)
+        if wrong is not None:
+            last = self.engine.vocab_size - 1
+            raise InputError(f"{param}: {shown(wrong)} given, but a token is a number from 0 to {last}")
         text: str = self.codec.tokenizer.decode(token_ids)
         return text
 
@@ -181,10 +189,6 @@ class Service:
 
     def _job(self, generation: "Generation", number: int, prompt: Prompt) -> Job:
         ask, before, state = generation.ask, prompt.before, None
-        wrong = next((token for token in prompt.token_ids if not 0 <= token < self.engine.vocab_size), None)
-        if wrong is not None:
-            last = self.engine.vocab_size - 1
-            raise InputError(f"prompt: token {wrong} given, but a token is a number from 0 to {last}")
         if before is not None:
             kept = self.turns.get(ask.owner, before.id)
             if kept is None:

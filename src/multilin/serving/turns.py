@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import json
 import logging
+import math
 import re
 import secrets
 import threading
@@ -17,6 +18,7 @@ from multilin.errors import InputError
 from multilin.serving.folder import Folder
 
 _MODULUS, _FACTOR = 2**61 - 1, 1_000_003_000_031  # of the hash by which turns are found; tokens are then compared
+LISTING = 0.2  # seconds between two looks at the folder
 CLEANING = 60.0  # seconds between two looks for what is too old or too much
 log = logging.getLogger("multilin.serve")
 
@@ -116,8 +118,9 @@ class TurnStore:
         self.num_bytes = 0
         self._entries: dict[str, Entry] = {}
         self._by_hash: dict[tuple[str, int, int], str] = {}
-        self._lock, self._listed, self._cleaned = threading.RLock(), 0.0, time.monotonic()
-        self._refresh()
+        self._lock, self._listing = threading.RLock(), threading.Lock()
+        self._listed = self._cleaned = -math.inf
+        self.clean()
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -169,7 +172,7 @@ class TurnStore:
     def entry(self, owner: str, turn_id: str) -> Entry | None:
         """What is known of a turn of this owner; None where there is none."""
         if turn_id not in self._entries and is_id("turn", turn_id):
-            self._refresh()
+            self._refresh(time.monotonic())
         entry = self._entries.get(turn_id)
         return entry if entry is not None and entry.owner == owner else None
 
@@ -196,7 +199,7 @@ class TurnStore:
     def clean(self) -> None:
         """Delete what is too old, and the oldest of what is too much."""
         self._cleaned = time.monotonic()
-        self._refresh()
+        self._refresh(self._cleaned)
         with self._lock:
             entries = sorted(self._entries.values(), key=lambda entry: entry.created)
             total = sum(entry.size for entry in entries)
@@ -238,12 +241,23 @@ class TurnStore:
             log.warning("%s.json is damaged: %s", entry.name, error)
             raise InputError(f"turn: the files of {entry.id} are damaged") from None
 
-    def _refresh(self) -> None:
-        """Learn of the turns that other servers have written, or this one before; once a second at most."""
-        if self.folder is None or time.monotonic() - self._listed < 1.0:
+    def _refresh(self, since: float) -> None:
+        """Learn of the turns that other servers have written, or this one before.
+
+        Args:
+            since: a look at the folder that began later is enough; many requests for what is not there share one.
+        """
+        if self.folder is None:
             return
-        self._listed = time.monotonic()
-        sizes = self.folder.sizes()
+        with self._listing:
+            if self._listed > since:
+                return
+            time.sleep(max(self._listed + LISTING - time.monotonic(), 0))
+            self._listed = time.monotonic()
+            self._list(self.folder)
+
+    def _list(self, folder: Folder) -> None:
+        sizes = folder.sizes()
         found = [Entry.from_name(name, sizes) for name in sizes]
         with self._lock:
             for entry in found:

@@ -79,7 +79,7 @@ def _prompts(service: Service, body: CompletionRequest, before: Turn | None) -> 
             ids = service.codec.encode(prompt)
             prompts.append(Prompt(prompt, ids if before is not None else [service.codec.end_id, *ids], before))
         else:
-            prompts.append(Prompt(service.text(prompt), prompt, before))
+            prompts.append(Prompt(service.text(prompt, "prompt"), prompt, before))
     return prompts
 
 
@@ -185,11 +185,7 @@ async def tokenize(body: TokenizeRequest, service: Served) -> Response:
 async def detokenize(body: DetokenizeRequest, service: Served) -> Response:
     """The text of tokens."""
     check_model(service, body.model)
-    wrong = next((token for token in body.tokens if not 0 <= token < service.engine.vocab_size), None)
-    if wrong is not None:
-        last = service.engine.vocab_size - 1
-        raise ApiError(400, f"tokens: {wrong} given, but a token is a number from 0 to {last}", "tokens")
-    return JsonResponse({"prompt": await asyncio.to_thread(service.text, body.tokens)})
+    return JsonResponse({"prompt": await asyncio.to_thread(service.text, body.tokens, "tokens")})
 
 
 @router.get("/health")

@@ -1,0 +1,163 @@
+"""Fields, shapes and refusals of the endpoints, and OpenAI's own client."""
+
+import json
+import math
+
+import httpx
+import openai
+import pytest
+
+from tests.serving.conftest import LONGEST, Server, Start
+
+GREEDY = {"temperature": 0, "max_tokens": 6}
+
+
+@pytest.fixture
+def client(server: Server) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+
+
+def test_openais_client(client: openai.OpenAI) -> None:
+    assert [model.id for model in client.models.list()] == ["tiny"]
+    messages = [
+        {"role": "system", "content": "be brief"},
+        {"role": "user", "content": [{"type": "text", "text": "hi"}]},
+    ]
+    given = {"model": "tiny", "messages": messages, "max_tokens": 12, "seed": 4, "temperature": 0.7}
+    whole = client.chat.completions.create(**given, n=2)
+    streamed = client.chat.completions.create(**given, stream=True, stream_options={"include_usage": True})
+    *pieces, last = list(streamed)
+    assert "".join(piece.choices[0].delta.content or "" for piece in pieces) == whole.choices[0].message.content
+    assert whole.choices[1].message.content != whole.choices[0].message.content
+    assert whole.choices[0].finish_reason == pieces[-1].choices[0].finish_reason == "length"
+    assert last.usage.completion_tokens == 12
+    text = client.completions.create(model="tiny", prompt="abc", max_tokens=5, temperature=0).choices[0].text
+    assert len(text) == 5
+    response = client.responses.create(model="tiny", input="hi", max_output_tokens=16)
+    again = client.responses.create(
+        model="tiny", input="and", previous_response_id=response.id, max_output_tokens=16, stream=True
+    )
+    done = [event for event in again if event.type == "response.incomplete"]
+    assert len(done[0].response.output_text) == 16
+    assert done[0].response.previous_response_id == response.id
+    with pytest.raises(openai.BadRequestError, match="suffix") as refusal:
+        client.completions.create(model="tiny", prompt="abc", suffix="x")
+    assert refusal.value.param == "suffix"
+    with pytest.raises(openai.NotFoundError):
+        client.completions.create(model="large", prompt="abc")
+
+
+def test_logprobs_echo_and_bias(server: Server) -> None:
+    body = {"prompt": "abc", **GREEDY, "logprobs": 3}
+    choice = server.post("/v1/completions", **body)["choices"][0]
+    logprobs = choice["logprobs"]
+    assert "".join(logprobs["tokens"]) == choice["text"]
+    assert logprobs["text_offset"] == list(range(6))
+    for token, value, top in zip(*(logprobs[k] for k in ("tokens", "token_logprobs", "top_logprobs")), strict=True):
+        assert max(top, key=top.get) == token
+        assert top[token] == value < 0
+        assert len(top) == 3
+    echoed = server.post("/v1/completions", **body, echo=True)["choices"][0]
+    assert echoed["text"] == "abc" + choice["text"]
+    assert "".join(echoed["logprobs"]["tokens"]) == echoed["text"]
+    assert echoed["logprobs"]["token_logprobs"][3:] == pytest.approx(logprobs["token_logprobs"], abs=1e-4)
+    scored = server.post("/v1/completions", **body | {"prompt": echoed["text"], "echo": True, "max_tokens": 0})
+    assert scored["choices"][0]["logprobs"]["token_logprobs"] == pytest.approx(
+        echoed["logprobs"]["token_logprobs"], abs=1e-4
+    )
+    ids = server.post("/tokenize", prompt="abc")["tokens"]
+    first = server.post("/v1/completions", **body | {"prompt": ids, "echo": True, "max_tokens": 0})["choices"][0]
+    assert first["logprobs"]["token_logprobs"][0] is None
+    assert first["text"] == "abc"
+
+    chat = {"messages": [{"role": "user", "content": "x"}], **GREEDY, "logprobs": True, "top_logprobs": 2}
+    whole = server.post("/v1/chat/completions", **chat)["choices"][0]
+    entries = whole["logprobs"]["content"]
+    assert "".join(bytes(entry["bytes"]).decode() for entry in entries) == whole["message"]["content"]
+    assert all(math.exp(entry["logprob"]) <= 1 and len(entry["top_logprobs"]) == 2 for entry in entries)
+    pieces = server.stream("/v1/chat/completions", **chat)
+    assert entries == [entry for p in pieces for entry in ((p["choices"][0]["logprobs"] or {}).get("content") or [])]
+
+    letter = ids[0]
+    biased = server.post("/v1/completions", prompt="x", **GREEDY, logit_bias={str(letter): 1e5})
+    assert biased["choices"][0]["text"] == "aaaaaa"
+    once = server.post("/v1/completions", prompt="x", **GREEDY, presence_penalty=2, logit_bias={str(letter): 1})
+    assert once["choices"][0]["finish_reason"] == "length"
+    end = server.post("/v1/completions", prompt="x", **GREEDY, logit_bias={str(server.service.codec.end_id): 1e6})
+    assert (end["choices"][0]["text"], end["choices"][0]["finish_reason"]) == ("", "stop")
+    assert end["usage"]["completion_tokens"] == 1
+
+
+def test_lists_of_prompts(server: Server) -> None:
+    ids = [server.service.codec.end_id, *server.post("/tokenize", prompt="def")["tokens"]]
+    answer = server.post("/v1/completions", prompt=["abc", "def"], **GREEDY, n=2)
+    choices = answer["choices"]
+    assert [choice["index"] for choice in choices] == [0, 1, 2, 3]
+    assert choices[0]["text"] == choices[1]["text"] != choices[2]["text"]
+    same = server.post("/v1/completions", prompt=[ids, ids], **GREEDY)["choices"]
+    assert [choice["text"] for choice in same] == [choices[2]["text"]] * 2
+    assert server.post("/detokenize", tokens=ids)["prompt"] == "def"
+    # As many tokens are read for a prompt with several answers as for one.
+    assert answer["usage"]["prompt_tokens"] == 8
+
+
+REFUSED = {
+    "unknown field": ({"prompt": "a", "best_of": 2}, "best_of"),
+    "type": ({"prompt": "a", "max_tokens": "many"}, "max_tokens"),
+    "true is no number": ({"prompt": "a", "max_tokens": True}, "max_tokens"),
+    "bound": ({"prompt": "a", "temperature": -1}, "temperature"),
+    "prompt of mixed types": ({"prompt": ["a", 1]}, "prompt"),
+    "empty list": ({"prompt": []}, "prompt"),
+    "token that there is not": ({"prompt": [99999]}, "prompt"),
+    "negative token": ({"prompt": [-1]}, "prompt"),
+    "bias of such a token": ({"prompt": "a", "logit_bias": {"99999": 1}}, "logit_bias"),
+    "bias of no token": ({"prompt": "a", "logit_bias": {"x": 1}}, "logit_bias"),
+    "too many tokens": ({"prompt": "a", "max_tokens": 10**6}, "max_tokens"),
+    "longer than the model reads": ({"prompt": "a" * LONGEST, "max_tokens": 9}, "prompt"),
+    "together longer": ({"prompt": "a" * (LONGEST - 3), "max_tokens": 9}, "max_tokens"),
+    "too many answers": ({"prompt": ["a"] * 60, "n": 2}, "n"),
+    "empty stop": ({"prompt": "a", "stop": [""]}, "stop"),
+    "half a character": ({"prompt": "a\ud800"}, "prompt"),
+    "nothing": ({"prompt": "a", "max_tokens": 0}, "max_tokens"),
+    "options without a stream": ({"prompt": "a", "stream_options": {}}, "stream_options"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_refusal_names_the_field(server: Server, name: str) -> None:
+    body, param = REFUSED[name]
+    content, header = json.dumps(body), {"Content-Type": "application/json"}
+    error = server.call("POST", "/v1/completions", content=content, headers=header, status=400)["error"]
+    assert error["param"] == param
+    assert error["type"] == "invalid_request_error"
+    assert error["message"].startswith(f"{param}: ")
+
+
+def test_what_is_no_request_of_ours(server: Server, start: Start) -> None:
+    header = {"Content-Type": "application/json"}
+    for content in (b"", b"{", b"[]", b"null", b'{"prompt": "\xff"}', b"[" * 100_000, b'{"max_tokens": 1e999}'):
+        assert "message" in server.call("POST", "/v1/completions", content=content, headers=header, status=400)["error"]
+    assert server.call("GET", "/v1/nothing", status=404)["error"]["message"]
+    assert server.call("GET", "/v1/completions", status=405)["error"]["message"]
+    assert server.call("POST", "/v1/completions", content=b"x" * (2**24 + 1), headers=header, status=413)["error"]
+    strict = start(is_loopback=True)
+    elsewhere = {"Host": "example.org"}
+    assert strict.call("GET", "/v1/models", headers=elsewhere, status=400)["error"]["param"] == "host"
+    for path in ("/v1/sessions/../../etc/passwd", "/v1/sessions/%2e%2e%2fx/state", "/v1/responses/%00"):
+        assert httpx.get(server.url + path).status_code in (404, 405)
+
+
+def test_pages_elsewhere_are_let_in_only_where_they_are_named(server: Server, start: Start) -> None:
+    origin = {"Origin": "https://example.org"}
+    assert "access-control-allow-origin" not in httpx.get(f"{server.url}/v1/models", headers=origin).headers
+    named = start(origins=["https://example.org"])
+    allowed = httpx.get(f"{named.url}/v1/models", headers=origin).headers
+    assert allowed["access-control-allow-origin"] == "https://example.org"
+
+
+def test_figures(server: Server) -> None:
+    server.post("/v1/completions", prompt="abc", **GREEDY)
+    text = httpx.get(f"{server.url}/metrics").text
+    for name in ("generated_tokens_total", "cached_tokens_total", "running_sequences 0.0", "first_token_seconds_count"):
+        assert f"multilin_{name}" in text
+    assert 'multilin_http_answers_total{path="/v1/completions",status="200"}' in text

@@ -1,0 +1,192 @@
+"""Sessions and stored turns."""
+
+import dataclasses
+import threading
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+
+from multilin.serving.folder import AddressFolder
+from multilin.serving.turns import Turn, TurnStore, new_id
+from tests.serving.conftest import Server, Start
+
+GREEDY = {"temperature": 0, "max_tokens": 8}
+
+
+def add(server: Server, session: str, prompt: str) -> str:
+    return server.post("/v1/completions", prompt=prompt, session=session, **GREEDY)["choices"][0]["text"]
+
+
+def test_forks_and_rewinds_go_on_where_the_text_stood(server: Server) -> None:
+    session = server.post("/v1/sessions")["id"]
+    first, second = add(server, session, "one"), add(server, session, "two")
+    turns = server.call("GET", f"/v1/sessions/{session}")["turns"]
+    assert [turn["prompt"] for turn in turns] == ["one", "two"]
+    assert [turn["text"] for turn in turns] == [first, second]
+    assert [turn["parent"] for turn in turns] == [None, turns[0]["id"]]
+    assert [turn["tokens"] for turn in turns] == [1 + 3 + 8, 1 + 3 + 8 + 3 + 8]
+    assert all(turn["state_bytes"] > 0 for turn in turns)
+
+    fork = server.post(f"/v1/sessions/{session}/fork", turn=turns[0]["id"])
+    assert [turn["id"] for turn in fork["turns"]] == [turns[0]["id"]]
+    assert add(server, fork["id"], "two") == second
+    assert server.post(f"/v1/sessions/{session}/rewind", turns=1)["turn"] == turns[0]["id"]
+    assert add(server, session, "two") == second
+    branch = server.post("/v1/sessions", turn=turns[1]["id"])["id"]
+    assert add(server, branch, "three") == add(server, session, "three")
+
+    server.call("DELETE", f"/v1/sessions/{session}")
+    server.call("GET", f"/v1/sessions/{session}", status=404)
+    assert all(turn["kept"] for turn in server.call("GET", f"/v1/sessions/{fork['id']}")["turns"])
+    server.call("POST", f"/v1/sessions/{fork['id']}/rewind", {"turns": 9}, 400)
+    server.call("POST", f"/v1/sessions/{fork['id']}/fork", {"turn": turns[1]["id"]}, 404)
+
+
+def test_responses_fork_where_two_name_one(server: Server) -> None:
+    first = server.post("/v1/responses", input="hello", instructions="be brief", max_output_tokens=9, temperature=0)
+    assert first["status"] == "incomplete"
+    onward = [
+        server.post("/v1/responses", input=words, previous_response_id=first["id"], max_output_tokens=9, temperature=0)
+        for words in ("left", "right", "left")
+    ]
+    texts = [response["output"][0]["content"][0]["text"] for response in onward]
+    assert texts[0] == texts[2] != texts[1]
+    assert all(response["usage"]["input_tokens_details"]["cached_tokens"] > 30 for response in onward)
+    assert server.call("GET", f"/v1/responses/{onward[1]['id']}") == onward[1]
+    server.call("DELETE", f"/v1/responses/{onward[1]['id']}")
+    server.call("GET", f"/v1/responses/{onward[1]['id']}", status=404)
+    loose = server.post("/v1/responses", input="hello", store=False, max_output_tokens=2)
+    server.call("GET", f"/v1/responses/{loose['id']}", status=404)
+    events = server.stream("/v1/responses", input="hello", instructions="be brief", max_output_tokens=9, temperature=0)
+    assert events[0]["type"] == "response.created"
+    assert (
+        "".join(event["delta"] for event in events if event["type"].endswith("delta"))
+        == (first["output"][0]["content"][0]["text"])
+    )
+    assert events[-1]["response"]["id"] == events[0]["response"]["id"] != first["id"]
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+
+
+def test_one_keys_sessions_are_invisible_to_another(start: Start) -> None:
+    server = start(keys=["alpha", "beta"])
+    alpha, beta = ({"Authorization": f"Bearer {key}"} for key in ("alpha", "beta"))
+    body = {"prompt": "abc" * 20, **GREEDY}
+    server.call("POST", "/v1/completions", body, 401)
+    server.call("POST", "/v1/completions", body, 401, headers={"Authorization": "Bearer gamma"})
+    assert server.call("GET", "/health") == {"status": "ok"}
+    session = server.call("POST", "/v1/sessions", {}, headers=alpha)["id"]
+    answer = server.call("POST", "/v1/completions", body | {"session": session}, headers=alpha)
+    turn = answer["choices"][0]["turn"]
+    longer = body | {"prompt": body["prompt"] + answer["choices"][0]["text"] + "d", "store": False}
+    cached = [
+        server.call("POST", "/v1/completions", longer, headers=key)["usage"]["prompt_tokens_details"]["cached_tokens"]
+        for key in (alpha, beta)
+    ]
+    assert cached == [68, 0]
+    for method, path, given in (
+        ("GET", f"/v1/sessions/{session}", None), ("GET", f"/v1/sessions/{session}/state", None),
+        ("POST", f"/v1/sessions/{session}/fork", None), ("DELETE", f"/v1/sessions/{session}", None),
+        ("POST", "/v1/sessions", {"turn": turn}), ("POST", "/v1/completions", body | {"session": session}),
+        ("POST", "/v1/responses", {"input": "x", "previous_response_id": turn}), ("GET", f"/v1/responses/{turn}", None),
+    ):  # fmt: skip
+        server.call(method, path, given, 404, headers=beta)
+    assert server.call("GET", "/v1/sessions", headers=beta)["data"] == []
+    assert len(server.call("GET", "/v1/sessions", headers=alpha)["data"]) == 1
+
+
+def test_a_session_is_continued_by_one_request_at_a_time(start: Start) -> None:
+    server = start()
+    session = server.post("/v1/sessions")["id"]
+    body = {"prompt": "abc", "max_tokens": 300, "session": session, "ignore_eos": True}
+    answers: list[httpx.Response] = []
+    thread = threading.Thread(
+        target=lambda: answers.append(httpx.post(server.url + "/v1/completions", json=body, timeout=60))
+    )
+    thread.start()
+    while session not in server.service.busy:
+        time.sleep(0.001)
+    error = server.call("POST", "/v1/completions", body, 409)["error"]
+    assert error["code"] == "session_busy"
+    thread.join()
+    assert answers[0].status_code == 200
+    assert server.post("/v1/completions", **body | {"max_tokens": 1})["session"] == session
+
+
+def test_a_server_that_starts_again_goes_on(start: Start, tmp_path: Path) -> None:
+    """And servers that share a folder continue each other's sessions."""
+    before, same = start(folder=tmp_path), start(folder=tmp_path, memory=1)
+    session = before.post("/v1/sessions")["id"]
+    add(before, session, "one")
+    expected = before.post(f"/v1/sessions/{session}/fork")["id"]
+    after = start(folder=tmp_path)
+    texts = [add(server, name, "two") for server, name in ((before, expected), (after, session))]
+    assert texts[0] == texts[1]
+    assert add(same, session, "three") == add(before, expected, "three")
+    assert same.service.turns.num_bytes < 20_000
+
+
+@pytest.fixture
+def turns(tmp_path: Path) -> list[Turn]:
+    return [
+        Turn(
+            new_id("turn"),
+            "0" * 16,
+            None,
+            "completion",
+            "",
+            str(number),
+            None,
+            [1, 2, number, 4],
+            3,
+            0,
+            1000.0 + number,
+        )
+        for number in range(1000)
+    ]
+
+
+@pytest.mark.slow
+def test_a_thousand_turns_on_disk(turns: list[Turn], tmp_path: Path) -> None:
+    """A new store finds each, by its id and by its tokens, and holds only so many in memory."""
+    store = TurnStore(AddressFolder(str(tmp_path)), 50_000)
+    for turn in turns:
+        store.add(turn, b"x" * 1000)
+    begin = time.monotonic()
+    store = TurnStore(AddressFolder(str(tmp_path)), 50_000)
+    assert time.monotonic() - begin < 2
+    assert len(store) == 1000
+    for turn in turns[::37]:
+        assert store.get(turn.owner, turn.id) == (turn, b"x" * 1000)
+        found = store.longest(turn.owner, [*turn.token_ids[:3], 9, 9])
+        assert found is not None
+        assert found[0] == turn
+        assert store.longest(turn.owner, turn.token_ids[:3]) is None
+        assert store.get("1" * 16, turn.id) is None
+    assert store.num_bytes <= 50_000
+    (tmp_path / f"{store.entry(turns[0].owner, turns[0].id).name}.json").write_text("{")
+    store = TurnStore(AddressFolder(str(tmp_path)), 0)
+    assert store.longest(turns[0].owner, [1, 2, 0, 4]) is None
+    assert store.longest(turns[1].owner, [1, 2, 1, 4]) is not None
+
+
+def test_old_turns_and_too_many_are_deleted(turns: list[Turn], tmp_path: Path) -> None:
+    store = TurnStore(AddressFolder(str(tmp_path)), 50_000, disk_bytes=30_000)
+    for turn in turns[:100]:
+        store.add(turn, b"x" * 1000)
+    store.clean()
+    assert 10 < len(store) < 30
+    assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= 30_000
+    assert store.get(turns[99].owner, turns[99].id) is not None
+    assert store.get(turns[0].owner, turns[0].id) is None
+    young = dataclasses.replace(turns[200], created=time.time())
+    store.add(young, b"y")
+    store.seconds = 3600.0
+    store.clean()
+    assert len(store) == 1
+    memory = TurnStore(None, 10_000)
+    for turn in turns:
+        memory.add(turn, b"x" * 1000)
+    assert memory.num_bytes <= 10_000
+    assert len(memory) < 10

@@ -344,7 +344,7 @@ class Scheduler:
                 row.next_id = row.forced.popleft()
                 entry = _logprob(logits_BV[place], row.next_id, row.job.num_logprobs or 0)
                 self._tell(row, Piece("", [(entry, -1)]))
-            elif len(row.token_ids) >= row.job.max_new_tokens:  # none at all is asked for
+            elif len(row.token_ids) == row.job.max_new_tokens:  # none at all is asked for
                 row.end = "length"
             else:
                 chosen.append(place)

@@ -50,7 +50,7 @@ def test_reading_of_a_long_text_is_that_of_its_end(start: Start, run: Run, monke
 
 
 def test_reading_of_an_export_is_refused(start: Start) -> None:
-    server = start("onnx")
+    server = start()  # without `load_run`, as for an export
     session = server.post("/v1/sessions")["id"]
     server.call("GET", f"/v1/sessions/{session}/reading", status=404)  # it has no turn
     server.post("/v1/completions", prompt="abc", session=session)

@@ -2,6 +2,10 @@
 
 import json
 import math
+import re
+import shutil
+import subprocess
+from pathlib import Path
 
 import httpx
 import openai
@@ -9,6 +13,7 @@ import pytest
 
 from tests.serving.conftest import LONGEST, Server, Start
 
+DOCS = Path(__file__).parents[2] / "docs" / "serve.md"
 GREEDY = {"temperature": 0, "max_tokens": 6}
 
 
@@ -153,6 +158,20 @@ def test_pages_elsewhere_are_let_in_only_where_they_are_named(server: Server, st
     named = start(origins=["https://example.org"])
     allowed = httpx.get(f"{named.url}/v1/models", headers=origin).headers
     assert allowed["access-control-allow-origin"] == "https://example.org"
+
+
+def test_the_examples_of_the_docs(server: Server, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    blocks = re.findall("^```(bash|python)\n(.*?)^```", DOCS.read_text(), re.MULTILINE | re.DOTALL)
+    for language, block in blocks[1:]:
+        code = block.replace("http://127.0.0.1:8000", server.url).replace('model="demo"', 'model="tiny"')
+        if language == "python":
+            exec(compile(code, str(DOCS), "exec"), {})
+            assert len(capsys.readouterr().out) == 50
+        elif shutil.which("curl"):
+            ended = subprocess.run(["bash", "-ec", code], cwd=tmp_path, capture_output=True, text=True)
+            assert ended.returncode == 0, ended.stderr
+            assert '"error"' not in ended.stdout
+    assert len(blocks) == 4
 
 
 def test_figures(server: Server) -> None:

@@ -111,8 +111,8 @@ def test_a_signal_lets_streams_end(launch: Launch) -> None:
 
 
 VALUES = [
-    None, True, -1, 0, 10**30, 1.5, float("inf"), "", "x" * 5000, "\ud800", "\0", "ü😀", [], [[]], {}, {"a": []}, [1, "a"],
-    [None] * 9, {"role": "user"}, [{"role": "user", "content": None}], "turn_" + "a" * 22, "../../etc/passwd",
+    None, True, -1, 0, 10**30, 1.5, float("inf"), "", "x" * 5000, "\ud800", "\0", "ü😀", [], [[]], {}, {"a": []},
+    [1, "a"], [None] * 9, {"role": "user"}, [{"role": "user", "content": None}], "turn_" + "a" * 22, "../../etc/passwd",
 ]  # fmt: skip
 FIELDS = [
     "prompt", "messages", "max_tokens", "n", "temperature", "top_p", "stop", "stream", "logit_bias", "seed", "echo",

@@ -2,25 +2,23 @@
 
 import asyncio
 import time
-from collections import deque
-from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from multilin.errors import InputError, shown
 from multilin.inference.engine import Engine
 from multilin.inference.generate import check_length, check_settings
-from multilin.inference.settings import GenerationSettings
 from multilin.inference.state_file import StateContents, StateOwner, pack_state, unpack_state
 from multilin.inference.text import TextCodec
 from multilin.serving.errors import NOT_FOUND, ApiError, too_busy
+from multilin.serving.generation import Ask, Generation, Prompt
+from multilin.serving.jobs import End, Job, QueueFull, Stopped
 from multilin.serving.layout import Layout
 from multilin.serving.metrics import Metrics
-from multilin.serving.scheduler import End, Event, Job, Piece, QueueFull, Scheduler, Stopped
-from multilin.serving.sessions import Session, SessionStore
-from multilin.serving.turns import Turn, TurnStore, new_id
-
-PAUSE, PAUSE_EACH = 0.02, 0.0005  # seconds between two pieces of a stream, and more for each sequence that runs
+from multilin.serving.scheduler import Scheduler
+from multilin.serving.sessions import SessionStore
+from multilin.serving.turns import Turn, TurnStore
 
 
 @dataclass(frozen=True)
@@ -37,61 +35,6 @@ class Limits:
     max_tokens: int = 4096
     num_sequences: int = 64
     body_bytes: int = 2**24
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """Tokens to read, and where they belong.
-
-    text: as it is shown in a list of turns.
-    token_ids: the whole text, or what comes after `before`.
-    before: the turn that is continued.
-    messages: of the whole conversation, if it is one.
-    """
-
-    text: str
-    token_ids: list[int]
-    before: Turn | None = None
-    messages: list[dict[str, str]] | None = None
-
-
-@dataclass(frozen=True)
-class Ask:
-    """A request for text, in the terms of the model.
-
-    settings: of the n sequences that continue each prompt.
-    max_tokens: for each; None takes `default_tokens` or what the model has room for.
-    session: that the turn is added to.
-    store: keep the turns.
-    is_streamed: text is wanted as it comes.
-    """
-
-    kind: str
-    owner: str
-    prompts: list[Prompt]
-    settings: list[GenerationSettings]
-    max_tokens: int | None
-    default_tokens: int
-    num_logprobs: int | None = None
-    prompt_logprobs: bool = False
-    store: bool = True
-    session: Session | None = None
-    is_streamed: bool = False
-
-
-@dataclass
-class Result:
-    """A sequence as far as it has come.
-
-    tokens: as in Piece, if they were asked for.
-    turn: id of its turn, None where it was not kept.
-    """
-
-    text: str = ""
-    tokens: list[Any] = field(default_factory=list)
-    finish_reason: str | None = None
-    num_generated: int = 0
-    turn: str | None = None
 
 
 class Service:
@@ -145,7 +88,7 @@ class Service:
         text: str = self.codec.tokenizer.decode([token_id], skip_special_tokens=False)
         return text
 
-    async def begin(self, ask: Ask, answer: "Callable[[Generation], dict[str, Any]] | None" = None) -> "Generation":
+    async def begin(self, ask: Ask, answer: Callable[[Generation], dict[str, Any]] | None = None) -> Generation:
         """Check a request and queue it.
 
         Args:
@@ -174,7 +117,7 @@ class Service:
             raise
         return generation
 
-    def _jobs(self, generation: "Generation") -> list[Job]:
+    def _jobs(self, generation: Generation) -> list[Job]:
         ask = generation.ask
         for settings in ask.settings:
             check_settings(settings, self.engine.vocab_size)
@@ -187,7 +130,7 @@ class Service:
             raise InputError(f"max_tokens: {ask.max_tokens} given, but it should be at most {self.limits.max_tokens}")
         return [self._job(generation, number, prompt) for number, prompt in enumerate(ask.prompts)]
 
-    def _job(self, generation: "Generation", number: int, prompt: Prompt) -> Job:
+    def _job(self, generation: Generation, number: int, prompt: Prompt) -> Job:
         ask, before, state = generation.ask, prompt.before, None
         if before is not None:
             kept = self.turns.get(ask.owner, before.id)
@@ -227,7 +170,7 @@ class Service:
             ask.prompt_logprobs,
         )  # fmt: skip
 
-    def keep(self, generation: "Generation", index: int, end: End) -> None:
+    def keep(self, generation: Generation, index: int, end: End) -> None:
         """Keep the turn at the end of a sequence."""
         ask, result, number = generation.ask, generation.results[index], index // len(generation.ask.settings)
         prompt, (before, known_ids, num_unknown) = ask.prompts[number], generation.parents[number]
@@ -243,107 +186,6 @@ class Service:
             answer=None if generation.answer is None else generation.answer(generation),
         )  # fmt: skip
         self.turns.add(turn, pack_state(contents, self.owner))
-
-
-class Generation:
-    """The sequences of a request, seen from the event loop."""
-
-    def __init__(
-        self, service: Service, ask: Ask, answer: "Callable[[Generation], dict[str, Any]] | None" = None
-    ) -> None:
-        self.service, self.ask, self.answer, self.jobs = service, ask, answer, list[Job]()
-        self.parents: list[tuple[Turn | None, list[int], int]] = []
-        self.num_prompt_tokens = self.num_cached_tokens = 0
-        self.results = [Result() for _ in range(len(ask.prompts) * len(ask.settings))]
-        self.turn_ids = [new_id("turn") for _ in self.results]
-        self.changed, self._next_time = asyncio.Event(), 0.0
-        self._timer: asyncio.TimerHandle | None = None
-        self.is_abandoned = False
-        self._received: deque[tuple[int, Event]] = deque()
-        self._begun: float | None = time.monotonic()
-
-    @property
-    def num_generated(self) -> int:
-        """Tokens of all sequences that have ended."""
-        return sum(result.num_generated for result in self.results)
-
-    def receive(self, index: int, event: Event) -> None:
-        """Take what happened to a sequence."""
-        if self._begun is not None:
-            self.service.metrics.first_token.observe(time.monotonic() - self._begun)
-            self._begun = None
-        self._received.append((index, event))
-        if not isinstance(event, Piece):
-            self.changed.set()
-        elif self.ask.is_streamed and self._timer is None:
-            # Text that comes close together is sent together: to send takes longer than to generate a token.
-            self._timer = asyncio.get_running_loop().call_at(self._next_time, self.changed.set)
-
-    def abandon(self) -> None:
-        """The client is gone."""
-        self.is_abandoned = True
-        self.changed.set()
-
-    def finish(self) -> None:
-        """End the sequences where they are; their turns are kept."""
-        for job in self.jobs:
-            self.service.scheduler.finish(job)
-
-    def close(self) -> None:
-        """Let go of the sequences that have not ended, and of the session."""
-        for job in self.jobs:
-            self.service.scheduler.cancel(job)
-        if self.ask.session is not None:
-            self.service.busy.pop(self.ask.session.id, None)
-
-    async def pieces(self, silence: float) -> AsyncIterator[dict[int, Piece]]:
-        """What is new in each sequence, until all have ended; nothing at all every so many seconds of silence.
-
-        Ends early when the client is gone.
-        """
-        while any(result.finish_reason is None for result in self.results):
-            try:
-                async with asyncio.timeout(silence):
-                    await self.changed.wait()
-            except TimeoutError:
-                yield {}
-                continue
-            self.changed.clear()
-            self._timer = None
-            pause = PAUSE + PAUSE_EACH * self.service.scheduler.counts.running
-            self._next_time = asyncio.get_running_loop().time() + pause
-            if self.is_abandoned:
-                return
-            new: dict[int, Piece] = {}
-            ended: list[tuple[int, End]] = []
-            while self._received:
-                index, event = self._received.popleft()
-                if isinstance(event, Exception):
-                    raise event
-                if isinstance(event, End):
-                    ended.append((index, event))
-                    continue
-                text, tokens = new.get(index, ("", []))
-                new[index] = Piece(text + event.text, [*tokens, *event.tokens])
-                self.results[index].text += event.text
-                self.results[index].tokens += event.tokens
-            for index, end in ended:
-                new.setdefault(index, Piece("", []))
-                await self._end(index, end)
-            yield new
-        self.service.metrics.add_request(self.num_prompt_tokens, self.num_cached_tokens, self.num_generated)
-
-    async def _end(self, index: int, end: End) -> None:
-        """Keep the turn, before the client learns of the end."""
-        result, ask = self.results[index], self.ask
-        result.num_generated, result.finish_reason = end.num_generated, end.finish_reason
-        if not ask.store:
-            return
-        await asyncio.to_thread(self.service.keep, self, index, end)
-        result.turn = self.turn_ids[index]
-        if ask.session is not None and not self.is_abandoned:
-            ask.session.turns.append(result.turn)
-            await asyncio.to_thread(self.service.sessions.save, ask.session)
 
 
 def _call_all(calls: list[Callable[[], None]]) -> None:

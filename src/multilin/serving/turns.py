@@ -114,7 +114,7 @@ class TurnStore:
         self, folder: Folder | None, memory_bytes: int, disk_bytes: int | None = None, seconds: float | None = None
     ) -> None:
         self.folder, self.memory_bytes, self.disk_bytes, self.seconds = folder, memory_bytes, disk_bytes, seconds
-        self._memory: OrderedDict[str, tuple[Turn, bytes, int]] = OrderedDict()
+        self._memory: OrderedDict[str, tuple[bytes, bytes]] = OrderedDict()
         self.num_bytes = 0
         self._entries: dict[str, Entry] = {}
         self._by_hash: dict[tuple[str, int, int], str] = {}
@@ -139,7 +139,7 @@ class TurnStore:
             self.folder.write(f"{entry.name}.json", content)
         with self._lock:
             self._know(entry)
-            self._remember(turn, state, entry.size)
+            self._remember(turn.id, content, state)
         if time.monotonic() - self._cleaned > CLEANING:
             self.clean()
 
@@ -153,21 +153,27 @@ class TurnStore:
         if entry is None:
             return None
         with self._lock:
-            if turn_id in self._memory:
+            kept = self._memory.get(turn_id)
+            if kept is not None:
                 self._memory.move_to_end(turn_id)
-                turn, state, _ = self._memory[turn_id]
-                return turn, state
-        return self._load(entry)
+        if kept is None:
+            content, state = self._read(entry, "json"), self._read(entry, "safetensors")
+            if content is None or state is None:
+                return None
+            kept = content, state
+            with self._lock:
+                if entry.id in self._entries:
+                    self._remember(entry.id, *kept)
+        return _parse(entry, kept[0]), kept[1]
 
     def peek(self, owner: str, turn_id: str) -> Turn | None:
         """A turn of this owner without its state, as `get`."""
         entry = self.entry(owner, turn_id)
         if entry is None:
             return None
-        with self._lock:
-            if turn_id in self._memory:
-                return self._memory[turn_id][0]
-        return self._read(entry)
+        kept = self._memory.get(turn_id)
+        content = self._read(entry, "json") if kept is None else kept[0]
+        return None if content is None else _parse(entry, content)
 
     def entry(self, owner: str, turn_id: str) -> Entry | None:
         """What is known of a turn of this owner; None where there is none."""
@@ -215,31 +221,13 @@ class TurnStore:
         for entry in gone:
             self._unlink(entry)
 
-    def _load(self, entry: Entry) -> tuple[Turn, bytes] | None:
-        turn = self._read(entry)
-        if turn is None or self.folder is None:
-            return None
+    def _read(self, entry: Entry, suffix: str) -> bytes | None:
         try:
-            state = self.folder.read(f"{entry.name}.safetensors")
-        except FileNotFoundError:
-            return None
-        with self._lock:
-            if entry.id in self._entries:
-                self._remember(turn, state, entry.size)
-        return turn, state
-
-    def _read(self, entry: Entry) -> Turn | None:
-        if self.folder is None:
-            return None
-        try:
-            return Turn(**json.loads(self.folder.read(f"{entry.name}.json")))
+            return None if self.folder is None else self.folder.read(f"{entry.name}.{suffix}")
         except FileNotFoundError:  # another server has deleted it
             with self._lock:
                 self._forget(entry)
             return None
-        except (ValueError, TypeError) as error:
-            log.warning("%s.json is damaged: %s", entry.name, error)
-            raise InputError(f"turn: the files of {entry.id} are damaged") from None
 
     def _refresh(self, since: float) -> None:
         """Learn of the turns that other servers have written, or this one before.
@@ -274,21 +262,19 @@ class TurnStore:
         key = entry.owner, entry.num_read, entry.hash
         if self._by_hash.get(key) == entry.id:
             del self._by_hash[key]
-        _, _, size = self._memory.pop(entry.id, (None, b"", 0))
-        self.num_bytes -= size
+        self.num_bytes -= sum(map(len, self._memory.pop(entry.id, ())))
 
-    def _remember(self, turn: Turn, state: bytes, size: int) -> None:
+    def _remember(self, turn_id: str, content: bytes, state: bytes) -> None:
         """Keep in memory, and drop what was not used for longest beyond the bound."""
-        if turn.id not in self._memory:
-            self._memory[turn.id] = turn, state, size
-            self.num_bytes += size
+        if turn_id not in self._memory:
+            self._memory[turn_id] = content, state
+            self.num_bytes += len(content) + len(state)
         while self.num_bytes > self.memory_bytes and len(self._memory) > 1:
-            oldest, (_, _, size) = next(iter(self._memory.items()))
+            oldest = next(iter(self._memory))
             if self.folder is None:
                 self._forget(self._entries[oldest])
             else:
-                del self._memory[oldest]
-                self.num_bytes -= size
+                self.num_bytes -= sum(map(len, self._memory.pop(oldest)))
 
     def _unlink(self, entry: Entry) -> None:
         if self.folder is None:
@@ -296,6 +282,14 @@ class TurnStore:
         for suffix in ("json", "safetensors"):
             with contextlib.suppress(FileNotFoundError):
                 self.folder.remove(f"{entry.name}.{suffix}")
+
+
+def _parse(entry: Entry, content: bytes) -> Turn:
+    try:
+        return Turn(**json.loads(content))
+    except (ValueError, TypeError) as error:
+        log.warning("%s.json is damaged: %s", entry.name, error)
+        raise InputError(f"turn: the files of {entry.id} are damaged") from None
 
 
 def hashes(token_ids: Sequence[int]) -> Iterator[int]:

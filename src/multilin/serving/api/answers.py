@@ -5,8 +5,9 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from multilin.serving.scheduler import Logprob, Piece
-from multilin.serving.service import Generation, Result, Service
+from multilin.serving.generation import Generation, Result
+from multilin.serving.jobs import Logprob, Piece
+from multilin.serving.service import Service
 
 Json = dict[str, Any]
 

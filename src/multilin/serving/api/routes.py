@@ -17,7 +17,8 @@ from multilin.serving.api.requests import (
 )
 from multilin.serving.api.streams import Answer, JsonResponse
 from multilin.serving.errors import NOT_FOUND, ApiError
-from multilin.serving.service import Ask, Prompt, Service
+from multilin.serving.generation import Ask, Prompt
+from multilin.serving.service import Service
 from multilin.serving.sessions import Session
 from multilin.serving.turns import Turn
 

@@ -12,8 +12,8 @@ from starlette.types import Receive, Scope, Send
 from multilin.errors import InputError
 from multilin.serving.api.answers import Form
 from multilin.serving.errors import ApiError, from_input_error
-from multilin.serving.scheduler import Stopped
-from multilin.serving.service import Generation
+from multilin.serving.generation import Generation
+from multilin.serving.jobs import Stopped
 
 SILENCE = 10.0  # seconds after which a comment keeps a stream open
 log = logging.getLogger("multilin.serve")

@@ -1,0 +1,66 @@
+"""Messages as tokens."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from multilin import InputError
+from multilin.inference.generate_run import text_codec
+from multilin.inference.runs import Run
+from multilin.inference.text import TextCodec
+from multilin.serving.layout import PlainLayout, TemplateLayout, open_layout
+from multilin.serving.turns import Turn
+
+TALK = [
+    {"role": "developer", "content": "Be brief."},
+    {"role": "user", "content": "Hello"},
+    {"role": "assistant", "content": "Hi!"},
+    {"role": "user", "content": "Bye"},
+]
+TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
+    "<{{ m.role }}>{{ m.content }}{{ eos_token }}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+@pytest.fixture
+def codec(run: Run) -> TextCodec:
+    return text_codec(run.tokenizer)
+
+
+def turn(token_ids: list[int], messages: list[dict[str, str]]) -> Turn:
+    return Turn("turn_", "0", None, "chat", "", "", messages, token_ids, len(token_ids) - 1)
+
+
+def test_the_plain_layout(run: Run, codec: TextCodec) -> None:
+    layout = open_layout(codec, run.folder)
+    assert isinstance(layout, PlainLayout)
+    ids = layout.token_ids(TALK, None)
+    assert ids[0] == codec.end_id
+    assert codec.tokenizer.decode(ids) == (
+        "System:\nBe brief.\n\nUser:\nHello\n\nAssistant:\nHi!\n\nUser:\nBye\n\nAssistant:\n"
+    )
+    head = [*layout.token_ids(TALK[:2], None), *codec.encode("Hi!")]
+    assert head + layout.token_ids(TALK[3:], turn(head, TALK[:3])) == ids
+
+
+def test_a_chat_template(run: Run, codec: TextCodec, tmp_path: Path) -> None:
+    """Its special tokens are tokens; a conversation goes on as if it was laid out as a whole."""
+    (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
+    end = codec.tokenizer.id_to_token(codec.end_id)
+    (tmp_path / "tokenizer_config.json").write_text(f'{{"eos_token": "{end}"}}')
+    layout = open_layout(codec, tmp_path)
+    assert isinstance(layout, TemplateLayout)
+    ids = layout.token_ids(TALK, None)
+    assert ids.count(codec.end_id) == 1 + len(TALK)
+    head = [*layout.token_ids(TALK[:2], None), *codec.encode("Hi!")]
+    onward = layout.token_ids(TALK[3:], turn(head[1:], TALK[:3]))
+    assert head + onward == ids
+    imported = dataclasses.replace(turn(head, TALK), messages=None)
+    assert layout.token_ids(TALK[3:], imported)[0] != codec.end_id
+    with pytest.raises(InputError, match="no tools"):
+        layout.token_ids([{"role": "tool", "content": ""}], None)
+    (tmp_path / "chat_template.jinja").write_text("{% for %}")
+    with pytest.raises(InputError, match="chat template is not valid"):
+        open_layout(codec, tmp_path)

@@ -62,7 +62,9 @@ class Readings:
         about, weights = self._kept[turn.id]
         if step >= len(weights):
             raise InputError(f"step: {step} given, but this model has {plural(len(weights), 'step')}, from 0 on")
-        rows = [np.round(row[: place + 1].astype(np.float64), DIGITS).tolist() for place, row in enumerate(weights[step])]
+        rows = [
+            np.round(row[: place + 1].astype(np.float64), DIGITS).tolist() for place, row in enumerate(weights[step])
+        ]
         return about | {"step": step, "meaning": about["meanings"][step], "weights": rows}
 
     def _explain(self, turn: Turn) -> tuple[Json, list[NDArray[np.float32]]]:

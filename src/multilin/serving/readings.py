@@ -1,4 +1,4 @@
-"""What the model read of a turn's text, as `multilin explain` shows it: the weights of its layers, made when asked for."""
+"""What the model read of a turn's text, as `multilin explain` shows it: the weights of its layers, on demand."""
 
 import asyncio
 from collections import OrderedDict
@@ -33,7 +33,8 @@ class Readings:
     """
 
     def __init__(self, load: "Callable[[], Run] | None") -> None:
-        self._load, self._run = load, None
+        self._load = load
+        self._run: Run | None = None
         self._kept: OrderedDict[str, tuple[Json, list[NDArray[np.float32]]]] = OrderedDict()
         self._thread, self._num_waiting = ThreadPoolExecutor(1, thread_name_prefix="multilin-readings"), 0
 
@@ -95,7 +96,7 @@ class Readings:
 
 def _by_character(weights_TT: NDArray[np.float64], lengths: list[int]) -> NDArray[np.float32]:
     """At the last token of each character the weight of each character: of its tokens the largest one, in size."""
-    ends = np.cumsum(lengths)
-    rows = weights_TT[ends - 1]
-    high, low = (at.reduceat(rows, ends - lengths, axis=1) for at in (np.maximum, np.minimum))
+    ends = np.cumsum(lengths).tolist()
+    rows, starts = weights_TT[[end - 1 for end in ends]], [0, *ends[:-1]]
+    high, low = np.maximum.reduceat(rows, starts, axis=1), np.minimum.reduceat(rows, starts, axis=1)
     return np.where(-low > high, low, high).astype(np.float32)

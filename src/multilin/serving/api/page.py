@@ -9,11 +9,9 @@ from starlette.responses import Response
 from multilin.serving.errors import NOT_FOUND, ApiError
 
 router = APIRouter()
-FILES = {
-    "base.css": "multilin.export:assets/web", "page.css": "multilin.serving:assets", "page.js": "multilin.serving:assets",
-    "server.js": "multilin.serving:assets", "texts.js": "multilin.serving:assets", "tree.js": "multilin.serving:assets",
-    "reading.js": "multilin.serving:assets",
-}  # fmt: skip
+OWN, SHARED = ("multilin.serving", "assets"), ("multilin.export", "assets/web")
+FILES = dict.fromkeys(("page.css", "page.js", "reading.js", "server.js", "texts.js", "tree.js"), OWN)
+FILES["base.css"] = SHARED  # with the page of an export
 PATHS = ("/", *(f"/assets/{name}" for name in FILES))
 TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript"}
 HEADERS = {
@@ -30,7 +28,7 @@ HEADERS = {
 @router.get("/")
 async def page() -> Response:
     """The page."""
-    return _file("multilin.serving:assets", "index.html")
+    return _file(OWN, "index.html")
 
 
 @router.get("/assets/{name}")
@@ -42,7 +40,7 @@ async def asset(name: str) -> Response:
 
 
 @functools.cache
-def _file(place: str, name: str) -> Response:
-    package, _, folder = place.partition(":")
+def _file(place: tuple[str, str], name: str) -> Response:
+    package, folder = place
     content = (resources.files(package) / folder / name).read_bytes()
     return Response(content, media_type=TYPES[name.rpartition(".")[2]], headers=HEADERS)

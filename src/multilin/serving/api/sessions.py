@@ -7,8 +7,6 @@ from fastapi import APIRouter, Depends, Query, Request
 from pydantic import ValidationError
 from starlette.responses import Response
 
-from multilin.errors import InputError
-from multilin.inference.state_file import pack_state, unpack_state
 from multilin.serving.api.requests import RewindRequest, SessionRequest
 from multilin.serving.api.routes import Owner, Served, find_turn
 from multilin.serving.api.streams import JsonResponse
@@ -16,7 +14,6 @@ from multilin.serving.errors import NOT_FOUND, ApiError, from_validation
 from multilin.serving.readings import Readings
 from multilin.serving.service import Service
 from multilin.serving.sessions import Session
-from multilin.serving.turns import Turn, new_id
 
 router = APIRouter()
 STATE = "application/octet-stream"
@@ -35,7 +32,7 @@ async def create_session(request: Request, service: Served, owner: Owner) -> Res
     """A new session: empty, from a turn, or from a state file as the body."""
     content = await request.body()
     if request.headers.get("content-type", "").partition(";")[0] == STATE:
-        turn = await asyncio.to_thread(_import, service, owner, content)
+        turn = await asyncio.to_thread(service.import_state, owner, content)
         return await _created(service, owner, [turn.id])
     try:
         body = SessionRequest.model_validate_json(content or b"{}")
@@ -43,19 +40,6 @@ async def create_session(request: Request, service: Served, owner: Owner) -> Res
         raise from_validation(error.errors(include_url=False)) from None
     turns = [] if body.turn is None else [(await find_turn(service, owner, body.turn, "turn")).id]
     return await _created(service, owner, turns)
-
-
-def _import(service: Service, owner: str, content: bytes) -> Turn:
-    """A state file as a turn, of whose text nothing is known."""
-    state = unpack_state(content, service.owner)
-    num_rows, unread_ids = len(state.unread_ids), state.unread_ids[0]
-    if num_rows != 1:
-        raise InputError(f"state: holds {num_rows} texts, but a session has one; select a row")
-    num_read = int(state.tensors["embedding.num_read_B"][0])
-    turn = Turn(new_id("turn"), owner, None, "import", "", "", None, unread_ids, num_read, num_read)
-    state.rng_state = None
-    service.turns.add(turn, pack_state(state, service.owner))
-    return turn
 
 
 @router.get("/v1/sessions/{session_id}")

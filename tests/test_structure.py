@@ -9,7 +9,7 @@ from tests.docs.generator import package_picture
 SOURCE = Path(multilin.__file__).parent
 ORDER = (
     "errors", "files", "settings", "ops", "layers", "architectures", "model", "data", "scoring", "inference",
-    "training", "machine", "analysis", "export", "serving", "cli",
+    "training", "machine", "analysis", "export", "publish", "serving", "cli",
 )  # fmt: skip
 MOST_LOOSE_MODULES = 5
 

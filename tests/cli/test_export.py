@@ -1,8 +1,8 @@
 """The verb export, and the engine that generate chooses."""
 
 import importlib.util
-import re
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path

@@ -14,7 +14,7 @@ from multilin import MultilinForCausalLM
 from multilin.architectures import architectures
 from multilin.layers.base import Layer, Layout
 from multilin.model import MultilinConfig
-from multilin.model.state import named_tensors
+from multilin.model.state_tree import named_tensors
 from tests.docs.generator import data_flow, flow_layout, flow_picture, generate
 
 WIDTH, LENGTH = 16, 5

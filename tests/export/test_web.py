@@ -52,7 +52,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, content in files.items():
         (parent / "runtime" / name).write_bytes(content)
     torch.manual_seed(0)
-    model = create_model("additive", hidden_size=32, num_layers=1, vocab_size=258, n_positions=512).eval()
+    layers = [{"architecture": name} for name in ("additive", "tscale", "threelin", "elita")]  # every kind of operator
+    model = create_model("additive", layers=layers, hidden_size=32, vocab_size=258, n_positions=512).eval()
     for parameter in model.parameters():
         if parameter.ndim > 1:
             torch.nn.init.normal_(parameter)  # large, so that the tokens vary with what was read

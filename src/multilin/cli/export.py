@@ -158,14 +158,14 @@ def _export_for(run_folder: Path, *, may_fail: bool) -> str | None:
     with loading(f"PyTorch and {run_folder}"):
         from multilin.cli.progress import show_progress
         from multilin.export.cache import cache_folder
-        from multilin.export.folder import replace_export
+        from multilin.export.folder import export_run
         from multilin.inference.runs import load_run
 
         run = load_run(run_folder)
     print(f"multilin: exporting {run_folder} once, for the engine onnx", file=sys.stderr)
     try:
         with show_progress() as progress:
-            replace_export(run, cache_folder(run_folder), progress)
+            export_run(run, cache_folder(run_folder), progress=progress)
     except (InputError, OSError) as error:
         if not may_fail:
             raise

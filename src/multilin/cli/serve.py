@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from annotated_types import Ge, Le, MaxLen
+from annotated_types import MaxLen
 
 from multilin.cli.export import open_engine
 from multilin.cli.messages import loading
@@ -15,12 +15,11 @@ from multilin.errors import InputError
 from multilin.inference.run_files import is_export
 from multilin.inference.settings import EngineName
 from multilin.settings import settings
-from multilin.settings.bounds import Amount, Count, Name, PathText
+from multilin.settings.bounds import Amount, Count, Length, Name, PathText, Port
 
 if TYPE_CHECKING:
     from multilin.inference.runs import Run
 
-Port = Annotated[int, Ge(0), Le(65535)]
 Bytes = Annotated[str, MaxLen(20)]
 KEY_VARIABLE = "MULTILIN_API_KEY"
 
@@ -46,7 +45,7 @@ class ServeLimits:
     slots: Count = 64  # sequences that are generated at a time
     queue: Count = 256  # requests that may wait; more are refused with 429
     max_tokens: Count = 4096  # tokens to generate for a request, at most
-    max_prompt: Annotated[int, Ge(1), Le(2**24)] = 65536  # tokens to read for a request, at most
+    max_prompt: Length = 65536  # tokens to read for a request, at most
     memory: Bytes = "1GB"  # of states kept in memory
     sessions: str | None = None  # folder, or address for fsspec, where states and sessions outlive the server
     disk: Bytes = "100GB"  # of states in that folder; the oldest are deleted beyond it

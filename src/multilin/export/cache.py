@@ -5,7 +5,7 @@ import json
 import shutil
 from pathlib import Path
 
-from multilin.inference.manifest import file_hash
+from multilin.inference.manifest import FORMAT, file_hash
 from multilin.inference.run_files import MANIFEST
 
 
@@ -15,10 +15,10 @@ def cache_folder(run: Path) -> Path:
 
 
 def is_current(run: Path) -> bool:
-    """Whether the export beside a run was made from the very files that lie there now."""
+    """Whether the export beside a run was made by this version from the very files that lie there now."""
     try:
-        source = json.loads((cache_folder(run) / MANIFEST).read_text(encoding="utf-8"))["source"]
-        return isinstance(source, dict) and source == source_hashes(run)
+        manifest = json.loads((cache_folder(run) / MANIFEST).read_text(encoding="utf-8"))
+        return bool(manifest["format"] == FORMAT and manifest["source"] == source_hashes(run))
     except (OSError, ValueError, KeyError, TypeError):
         return False
 

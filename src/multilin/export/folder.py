@@ -15,7 +15,7 @@ from multilin.errors import InputError
 from multilin.export.cache import source_hashes
 from multilin.export.graph import make_graph
 from multilin.export.weights import WEIGHTS, Precision, WeightFile, rounded
-from multilin.files import atomic_folder, check_folder, write_whole
+from multilin.files import atomic_folder, write_whole
 from multilin.inference.generate_run import text_codec
 from multilin.inference.manifest import GRAPHS, Manifest, file_hash
 from multilin.inference.run_files import MANIFEST
@@ -34,17 +34,17 @@ def export_run(
     progress: Callable[[str, int, int], None] | None = None,
     round_graph: Callable[[onnx.ModelProto, Precision], onnx.ModelProto] = rounded,
 ) -> Manifest:
-    """Export the model of a run into a new folder, complete or not at all.
+    """Export the model of a run into a folder, complete or not at all.
 
     Args:
         run: the model and its tokenizer; int8 weights become floats.
-        folder: to write.
+        folder: to write; one that is there is replaced as a whole.
         precision: of the products with matrices.
         progress: called with what is done, how many parts of it, and of how many.
         round_graph: brings a graph's matrices to the precision.
 
     Raises:
-        InputError: a model of another kind, one that cannot be exported, or a folder that exists.
+        InputError: a model of another kind, or one that cannot be exported.
         OSError: the folder cannot be written.
     """
     model = run.model
@@ -52,7 +52,6 @@ def export_run(
         raise InputError(
             f"run: a {model.config.model_type} model given, but only models of this package can be exported"
         )
-    check_folder("--output", folder, must_be_new=True)
     said = progress or (lambda *_: None)
     model = copy.deepcopy(model).to("cpu").float()
     model.set_arithmetic(dataclasses.replace(model.arithmetic, products="float"))
@@ -70,14 +69,6 @@ def export_run(
         write_whole(partial / README, _readme(manifest))
         _write_manifest(manifest, partial)
     return manifest
-
-
-def replace_export(run: Run, folder: Path, progress: Callable[[str, int, int], None] | None = None) -> None:
-    """Export a run in float32 into a folder, in place of what was exported there before."""
-    folder.parent.mkdir(exist_ok=True)
-    if folder.exists():
-        shutil.rmtree(folder)
-    export_run(run, folder, progress=progress)
 
 
 def _manifest(run: Run, owner: str, model: MultilinForCausalLM, precision: Precision, folder: Path) -> Manifest:

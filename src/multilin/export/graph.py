@@ -18,9 +18,10 @@ from multilin.layers.base import Layout
 from multilin.model import MultilinForCausalLM
 from multilin.model.loss import apply_head
 from multilin.model.modes import evaluation_mode
-from multilin.model.state import named_tensors
+from multilin.model.state_tree import named_tensors
 from multilin.ops.ring import Ring, slots_of
 
+OPSET = 23  # the first with RMSNormalization
 EXAMPLE_ROWS, EXAMPLE_SLOTS = 3, 70  # sizes that no model's own sizes are likely to equal
 
 
@@ -112,7 +113,7 @@ def make_graph(model: MultilinForCausalLM, num_columns: int) -> Any:
         try:
             program = torch.export.export(step, inputs, dynamic_shapes=dims, strict=False)
             return torch.onnx.export(
-                program, dynamo=True, optimize=True, verbose=False, input_names=names,
+                program, dynamo=True, optimize=True, verbose=False, opset_version=OPSET, input_names=names,
                 output_names=["logits", *(f"new.{about.name}" for about in step.tensors)],
             )  # fmt: skip
         except InputError:

@@ -10,12 +10,14 @@ from typing import Any, Literal
 import onnx
 from onnx import TensorProto, numpy_helper
 from onnx.external_data_helper import set_external_data
+from onnxscript.optimizer import fold_constants
 
 from multilin.errors import InputError
 
 WEIGHTS = "weights.bin"
 SMALLEST = 1024  # bytes of a tensor outside the graph's file
 _ALIGNMENT = 64
+_ANY_SIZE = 2**62
 BLOCK = 32  # weights that share a scale
 
 Precision = Literal["float32", "8bit", "4bit"]
@@ -62,6 +64,7 @@ def rounded(graph: onnx.ModelProto, precision: Precision) -> onnx.ModelProto:
     """
     if precision == "float32":
         return graph
+    fold_constants(graph, input_size_limit=_ANY_SIZE, output_size_limit=_ANY_SIZE)  # transposed weights
     with _logging_as_it_is():
         from onnxruntime.quantization.matmul_nbits_quantizer import MatMulNBitsQuantizer
 

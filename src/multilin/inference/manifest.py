@@ -13,13 +13,13 @@ from multilin.inference.run_files import MANIFEST
 from multilin.inference.state_file import StateTensor
 from multilin.settings.inputs import read_json
 
-FORMAT = "multilin-onnx-1"
+FORMAT = "multilin-onnx-2"
 GRAPHS = ("step.onnx", "prompt.onnx")
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """See docs/export.md for each field as other programs read it.
+    """What the graphs of an exported model take and give.
 
     model_hash: `multilin.inference.snapshot.model_hash`, by which state files know their model.
     architectures: of the layers.

@@ -11,7 +11,7 @@ from torch import Tensor
 from multilin.inference.state_file import StateContents, StateOwner, StateTensor, digest, read_state, write_state
 from multilin.model import MultilinForCausalLM, TextState
 from multilin.model.modes import evaluation_mode
-from multilin.model.state import named_tensors
+from multilin.model.state_tree import named_tensors
 from multilin.ops.ring import map_windows, slots_of
 
 
@@ -61,7 +61,7 @@ def describe_state(state: TextState) -> list[StateTensor]:
         assert slots is not None
         for tensor in (getattr(window, name) for name in slots.fields):
             kind = "positions" if slots.are_positions else "window"
-            kinds[id(tensor)] = kind, slots.are_multiplied and tensor.ndim == 4
+            kinds[id(tensor)] = kind, kind == "window" and tensor.ndim >= 3
 
     values, described = state.values, []
     for part, value in zip(

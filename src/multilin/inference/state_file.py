@@ -38,7 +38,7 @@ class StateTensor(NamedTuple):
     kind: "window" holds the last tokens in their order, "positions" the token at position n in slot n; their first axis
         is that of the slots, and a logit of -inf or 0 elsewhere stands for no token. "summary" is as it is, "count" the
         number of tokens read.
-    is_multiplied: the slots of each head lie side by side where graphs read it, (rows, heads, slots, width).
+    is_multiplied: the slots of each head lie side by side where graphs read it, (rows, heads, slots, ...).
     """
 
     name: str

@@ -48,8 +48,8 @@ class MatrixModule(nn.Module):
         if self.arithmetic.products == "int8":
             return int8_linear(x, self.matrix(name), bias, factor=factor, **self._rounding(name))
         weight = self.float_matrix(name, x.dtype)
-        if torch.compiler.is_exporting():  # as a product with a constant matrix, which engines can round
-            x, factor = x * factor if factor != 1.0 else x, 1.0
+        if torch.compiler.is_exporting() and factor != 1.0:  # a graph has a constant matrix, which can be rounded
+            weight, factor = weight * factor, 1.0
         if factor == 1.0:
             return nn.functional.linear(x, weight, bias)
         # The factor inside the product takes no time.
@@ -61,7 +61,10 @@ class MatrixModule(nn.Module):
         """factor times the block outer product of (..., N, K) and (..., N, J), contracted."""
         if self.arithmetic.products == "int8":
             return int8_block_outer(left, right, self.matrix(name), factor=factor, **self._rounding(name))
-        result = block_outer(left, right, self.float_matrix(name, left.dtype))
+        weight = self.float_matrix(name, left.dtype)
+        if torch.compiler.is_exporting() and factor != 1.0:
+            weight, factor = weight * factor, 1.0
+        result = block_outer(left, right, weight)
         return result if factor == 1.0 else result * factor
 
     def _rounding(self, name: str) -> dict[str, Any]:

@@ -22,7 +22,8 @@ from multilin.model.documents import Packing, read_packing
 from multilin.model.embedding import TokenEmbedding, check_mask
 from multilin.model.padding import ColumnOrder, pads_after_tokens
 from multilin.model.remote import write_auto_file
-from multilin.model.state import TextState, open_state, put_rows, take_rows
+from multilin.model.state import TextState, open_state
+from multilin.model.state_tree import put_rows, take_rows
 from multilin.settings import load_settings
 
 

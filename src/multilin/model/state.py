@@ -8,53 +8,10 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from multilin.errors import InputError
+from multilin.model.state_tree import map_tensors, named_tensors, with_tensors
 from multilin.ops.ring import Ring, from_ring, grow, join_rings, map_windows, slots_of, to_ring, write
 
 LONGEST_STEP = 16  # new tokens that are read from rings; more are read faster from windows in their order
-
-
-def map_tensors(function: Callable[[Tensor], Tensor], state: Any) -> Any:
-    """Apply a function to every tensor of a (nested) NamedTuple."""
-    if isinstance(state, Tensor):
-        return function(state)
-    if state is None or isinstance(state, int):
-        return state
-    return type(state)(*(map_tensors(function, part) for part in state))
-
-
-def named_tensors(state: Any, name: str) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of a (nested) NamedTuple with its dotted name."""
-    if isinstance(state, Tensor):
-        yield name, state
-    elif state is not None:
-        for field, part in zip(state._fields, state, strict=True):
-            yield from named_tensors(part, f"{name}.{field}")
-
-
-def with_tensors(state: Any, name: str, tensors: Mapping[str, Tensor]) -> Any:
-    """The same (nested) NamedTuple with the tensors of these dotted names."""
-    if isinstance(state, Tensor):
-        return tensors[name]
-    if state is None:
-        return None
-    parts = zip(state._fields, state, strict=True)
-    return type(state)(*(with_tensors(part, f"{name}.{field}", tensors) for field, part in parts))
-
-
-def take_rows(state: Any, rows: Tensor) -> Any:
-    """The rows of those indices of a (nested) NamedTuple."""
-    return map_tensors(lambda tensor: tensor[rows], state)
-
-
-def put_rows(states: list[Any], parts: list[Any], rows: Tensor) -> list[Any]:
-    """The states with the rows of those indices replaced by the rows of the others, in their order."""
-
-    def put(state: Any, part: Any) -> Any:
-        if isinstance(state, Tensor):
-            return state.index_copy(0, rows, part.to(state.dtype))
-        return None if state is None else type(state)(*map(put, state, part))
-
-    return list(map(put, states, parts))
 
 
 class LayerState(CacheLayerMixin):

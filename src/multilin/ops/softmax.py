@@ -4,23 +4,27 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 
-def softmax(scores: Tensor, null_key: bool = False) -> Tensor:
-    """Softmax over the last axis, 0 where all scores are -inf; a null key takes its share of weight e^0."""
-    weights: Tensor = _Softmax.apply(scores, null_key)
+def softmax(scores: Tensor, null_logit: float | None = None) -> Tensor:
+    """Softmax over the last axis, 0 where all scores are -inf; a null token takes its share of weight e^null_logit."""
+    if torch.compiler.is_exporting():  # one operator of a graph, where a null token of almost no weight avoids 0 / 0
+        null_logit = torch.finfo(scores.dtype).min if null_logit is None else null_logit
+        return pad(scores, (0, 1), value=null_logit).softmax(dim=-1)[..., :-1]
+    weights: Tensor = _Softmax.apply(scores, null_logit)
     return weights
 
 
 class _Softmax(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, scores: Tensor, null_key: bool) -> Tensor:
+    def forward(ctx: Any, scores: Tensor, null_logit: float | None) -> Tensor:
         top = scores.amax(dim=-1, keepdim=True)
-        top = top.clamp(min=0.0) if null_key else top.masked_fill(top == -torch.inf, 0.0)
+        top = top.masked_fill(top == -torch.inf, 0.0) if null_logit is None else top.clamp(min=null_logit)
         weights = torch.exp(scores - top)
-        null_weight = torch.exp(-top) if null_key else torch.zeros_like(top)
+        null_weight = torch.zeros_like(top) if null_logit is None else torch.exp(null_logit - top)
         total = weights.sum(dim=-1, keepdim=True)
-        total = total + null_weight if null_key else total.masked_fill(total == 0, 1.0)
+        total = total.masked_fill(total == 0, 1.0) if null_logit is None else total + null_weight
         ctx.save_for_backward(weights / total, null_weight / total)
         return weights / total
 

@@ -50,6 +50,7 @@ Tokens = Annotated[int, _NUMBER, Ge(1), Le(10**12)]  # tokens of a whole corpus
 Index = Annotated[int, _NUMBER, Ge(0), Le(10**9)]  # place in a list, from 0
 Repeats = Annotated[int, _NUMBER, Ge(1), Le(100)]  # runs of a row, and what else is done a few times
 RepeatCount = Annotated[int, _NUMBER, Ge(0), Le(100)]  # the same or none
+Port = Annotated[int, _NUMBER, Ge(0), Le(2**16 - 1)]  # of TCP; 0 lets the system choose
 Seed = Annotated[int, _NUMBER, Ge(0), Lt(2**32)]  # what random numbers of Python, NumPy and PyTorch begin with
 
 Rate = Annotated[float, _NUMBER, Gt(0), Le(1e3)]  # a learning rate, or how many times as much

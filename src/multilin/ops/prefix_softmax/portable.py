@@ -30,6 +30,8 @@ def prefix_softmax(
 ) -> tuple[Tensor, PrefixSoftmaxState | None]:
     """See `multilin.ops.prefix_softmax`."""
     num_new = logits_BTH.shape[1]
+    if num_new == 1 and window is None and state is not None and starts is None:
+        return _read_one(logits_BTH, values_BTHD, own_logits, null_logit, state)
     if num_new <= SHORT:
         return reference.prefix_softmax(
             logits_BTH, values_BTHD, window=window, own_logits=own_logits, null_logit=null_logit, state=state,
@@ -53,6 +55,28 @@ def prefix_softmax(
     elif null_logit is not None:
         means_BTHD = means_BTHD * torch.sigmoid(totals_BTH - null_logit)[..., None]
     return means_BTHD, state
+
+
+def _read_one(
+    logits_B1H: Tensor, values_B1HD: Tensor, own_logits_B1H: Tensor | None, null_logit: float | None,
+    state: PrefixSoftmaxState,
+) -> tuple[Tensor, PrefixSoftmaxState]:  # fmt: skip
+    """One token after the summary of all before it."""
+    past_B1H, values_B1HD = state.logits_BSH.to(logits_B1H.dtype), values_B1HD.to(logits_B1H.dtype)
+    means = _mix(state.values_BSHD.to(logits_B1H.dtype), values_B1HD, past_B1H, logits_B1H)
+    total_B1H = torch.logsumexp(torch.stack([past_B1H, logits_B1H]), dim=0)
+    after = PrefixSoftmaxState(total_B1H, means)
+    if own_logits_B1H is not None:
+        means = _mix(means, values_B1HD, total_B1H, own_logits_B1H)
+    elif null_logit is not None:
+        means = means * torch.sigmoid(total_B1H - null_logit)[..., None]
+    return means, after
+
+
+def _mix(first: Tensor, second: Tensor, first_logit: Tensor, second_logit: Tensor) -> Tensor:
+    """The mean of two values; the first where both logits are -inf, as there is a difference only of finite ones."""
+    difference = (second_logit - first_logit.clamp(min=torch.finfo(first.dtype).min))[..., None]
+    return first * torch.sigmoid(-difference) + second * torch.sigmoid(difference)
 
 
 def _scan(logits_BTH: Tensor, values_BTHD: Tensor, starts_BT: Tensor | None) -> tuple[Tensor, Tensor]:

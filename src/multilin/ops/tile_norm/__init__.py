@@ -45,6 +45,16 @@ def tile_norm(
     if size < 1 or width % size:
         raise InputError(f"tile: {tile} given, but it must divide the width, {width}")
     dtype = dtype or x.dtype
+    if torch.compiler.is_exporting():  # one operator of a graph
+        return _as_operator(x, size).to(dtype)
     # Kernels have to know both types.
     result: Tensor = TILE_NORM(x, size, dtype, dtype=x.dtype if dtype in CPU_DTYPES else dtype)
     return result
+
+
+def _as_operator(x: Tensor, tile: int) -> Tensor:
+    """The norm by PyTorch's operator; the smallest normal number beside the mean square leaves a zero tile 0."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    ones, smallest = wide.new_ones(tile), torch.finfo(wide.dtype).tiny
+    tiles = wide if tile == x.shape[-1] else wide.unflatten(-1, (-1, tile))
+    return torch.nn.functional.rms_norm(tiles, (tile,), ones, smallest).view_as(wide)

@@ -18,7 +18,9 @@ def windowed_attention(
     """See `multilin.ops.windowed_attention`."""
     keys, values, logits_BS = all_tokens(queries_BTHD, keys_BTHD, values_BTHE, padding, state)
     scores_BHTS = visible_scores(queries_BTHD, keys, logits_BS, window, scale, slope, hyper, starts)
-    means_BTHE = torch.einsum("bhts,bshe->bthe", softmax(scores_BHTS, null_key), values.to(logits_BS.dtype))
+    means_BTHE = torch.einsum(
+        "bhts,bshe->bthe", softmax(scores_BHTS, 0.0 if null_key else None), values.to(logits_BS.dtype)
+    )
     return means_BTHE, last_tokens(keys, values, logits_BS, starts, window) if needs_state else None
 
 

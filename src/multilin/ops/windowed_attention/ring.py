@@ -23,6 +23,7 @@ def windowed_attention(
     if padding is not None:
         logits_BT = logits_BT.masked_fill(padding, -torch.inf)
     new = WindowedAttentionState(keys_BTHD.to(dtype), values_BTHE.to(dtype), logits_BT)
+    null_logit = 0.0 if null_key else None
     queries_BHTD = queries_BTHD.to(dtype).transpose(1, 2) * scale
     scores_BHTS = queries_BHTD @ kept_keys.permute(0, 2, 3, 1) + kept_logits[:, None, None, :]
     has_decay = not (isinstance(slope, float | int) and isinstance(hyper, float | int) and slope == hyper == 0)
@@ -30,11 +31,11 @@ def windowed_attention(
         scores_BHTS = _weigh(scores_BHTS, ring.distances(num_new)[:, None], window, slope, hyper)
     values_BHSE = kept_values.transpose(1, 2)
     if num_new == 1:  # which does not read itself
-        return (softmax(scores_BHTS, null_key) @ values_BHSE).transpose(1, 2), new
+        return (softmax(scores_BHTS, null_logit) @ values_BHSE).transpose(1, 2), new
     index_T = torch.arange(num_new, device=keys_BTHD.device)
     scores_BHTT = queries_BHTD @ new.keys_BSHD.permute(0, 2, 3, 1) + logits_BT[:, None, None, :]
     scores_BHTT = _weigh(scores_BHTT, index_T[:, None] - index_T, window, slope, hyper)
-    weights = softmax(torch.cat([scores_BHTS, scores_BHTT], dim=-1), null_key)
+    weights = softmax(torch.cat([scores_BHTS, scores_BHTT], dim=-1), null_logit)
     means_BHTE = weights[..., :-num_new] @ values_BHSE + weights[..., -num_new:] @ new.values_BSHE.transpose(1, 2)
     return means_BHTE.transpose(1, 2), new
 

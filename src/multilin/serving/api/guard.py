@@ -56,9 +56,8 @@ class Guard:
             scope["owner"] = self._owner(connection)
             await self.app(scope, self._limited(connection, receive), counted)
         except Exception as error:
-            refusal = as_api_error(error)
             if not is_begun:
-                await error_response(refusal)(scope, receive, counted)
+                await error_response(as_api_error(error))(scope, receive, counted)
 
     def _owner(self, connection: HTTPConnection) -> str:
         host = connection.headers.get("host", "").rpartition(":")

@@ -1,0 +1,87 @@
+"""The verb publish: a folder for the hub that loads in an environment without multilin."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from multilin import MultilinForCausalLM
+
+Call = Callable[..., str]
+LEFT_OUT = ("multilin", "__editable__", "jaxtyping", "numba", "llvmlite", "triton", "annotated_types", "pydantic")
+
+
+def test_names_models_and_folders_that_cannot_be_published_are_refused(
+    additive: Path, run_folder: Callable[[str], Path], refusal: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "hub"
+    assert "name: 'letters' given" in refusal("publish", additive, "letters")
+    assert "name: '../x/y' given" in refusal("publish", additive, "../x/y")
+    assert "nothing is uploaded" in refusal("publish", additive, "someone/letters", "--private", "--folder", folder)
+    assert "gpt2 model given" in refusal("publish", run_folder("gpt2"), "someone/letters", "--folder", folder)
+    assert not folder.exists()
+
+
+def test_without_network_the_folder_is_complete_and_the_upload_is_refused(
+    additive: Path, refusal: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unreachable(self: object, *_: object, **__: object) -> None:
+        raise ConnectionError("no route to the hub")
+
+    monkeypatch.setattr("huggingface_hub.HfApi.create_repo", unreachable)
+    folder = tmp_path / "hub"
+    said = refusal("publish", additive, "someone/letters", "--upload", "--folder", folder)
+    assert "someone/letters was not uploaded (no route to the hub)" in said
+    assert (folder / "model.safetensors").is_file()
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with all installed packages but multilin and what only multilin needs."""
+    folder = tmp_path_factory.mktemp("environment")
+    for path in Path(transformers.__file__).parents[1].iterdir():
+        if not path.name.lower().startswith(LEFT_OUT):
+            (folder / path.name).symlink_to(path)
+    return folder
+
+
+SCRIPT = """
+import importlib.util, json, sys
+assert importlib.util.find_spec("multilin") is None and importlib.util.find_spec("jaxtyping") is None
+from transformers import AutoModelForCausalLM, AutoTokenizer
+for folder in (sys.argv[1], sys.argv[2]):
+    model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
+    inputs = tokenizer("the cat sat", return_tensors="pt")
+    model.save_pretrained(sys.argv[2])
+    tokenizer.save_pretrained(sys.argv[2])
+    ids = model.generate(**inputs, max_new_tokens=8, do_sample=False)[0].tolist()
+    print(json.dumps([model(**inputs).logits[0].tolist(), ids]))
+"""
+
+
+@pytest.mark.slow
+def test_a_published_run_loads_without_multilin_and_can_be_saved_again(
+    additive: Path, cli: Call, environment: Path, tmp_path: Path
+) -> None:
+    cli("publish", additive, "someone/letters", "--folder", tmp_path / "hub")
+    assert 'from_pretrained("someone/letters", trust_remote_code=True)' in (tmp_path / "hub" / "README.md").read_text()
+    home = {"PATH": os.environ["PATH"], "PYTHONPATH": str(environment), "HF_HOME": str(tmp_path / "cache")}
+    base = Path(sys.base_prefix) / "bin" / "python3"
+    done = subprocess.run(
+        [base, "-c", SCRIPT, tmp_path / "hub", tmp_path / "again"],
+        env=home, capture_output=True, text=True, check=False, cwd=tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    first, second = (json.loads(line) for line in done.stdout.splitlines() if line.startswith("[["))
+    assert first == second
+    model = MultilinForCausalLM.from_pretrained(additive)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(additive)
+    expected = model(**tokenizer("the cat sat", return_tensors="pt")).logits[0]
+    torch.testing.assert_close(torch.tensor(first[0]), expected, rtol=1e-4, atol=1e-2)

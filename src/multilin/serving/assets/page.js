@@ -81,7 +81,8 @@ function setButtons() {
   $("history").inert = isRunning;
   $("generate").textContent = isRunning ? "Stop" : turn ? "Continue" : "Generate";
   $("fresh").disabled = isRunning;
-  $("again").disabled = $("read").disabled = isRunning || !kept;
+  $("read").disabled = isRunning || !kept;
+  $("again").disabled = isRunning || !kept || texts.turns.get(turn).kind !== "completion";
   $("delete").disabled = isRunning || !turn || !texts.endingAt(turn).length;
   for (const mark of document.querySelectorAll(".branch")) mark.disabled = isRunning;
 }

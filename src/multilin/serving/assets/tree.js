@@ -22,7 +22,7 @@ export class Tree {
     const element = document.createElement("div"), item = {element, turn, parent};
     const lines = turn.kept ? [line("given", turn.prompt), line("", turn.text)] : [line("", "No longer kept")];
     element.append(...lines.filter(each => each.textContent));
-    if (!element.hasChildNodes()) element.append(line("", "(no text)"));
+    if (!element.hasChildNodes()) element.append(line("", turn.kind === "import" ? "Imported state" : "(no text)"));
     element.className = `turn ${kind} ${children.length === 1 ? "continued" : ""} ${onPath.has(turn.id) ? "on-path" : ""}`;
     element.style.setProperty("--depth", Math.min(depth, 8));
     const isSelected = turn.id === this.selected;

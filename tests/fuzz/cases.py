@@ -34,6 +34,7 @@ from tests.fuzz.runner import Case
 VALID = {
     "train": ["recipe.yaml"],
     "generate": ["run", "--prompt=a", "--max-new-tokens=2"],
+    "chat": ["run"],
     "rollout": ["mixer", "--prompt=the", "--num-steps=2"],
     "evaluate": ["run", "--source=text.txt", "--max-tokens=64"],
     "compare": ["sweep.yaml"],
@@ -127,7 +128,7 @@ def _bad_words(verb: str, flag: Flag) -> list[str]:
     name, hint = flag.field.name, get_type_hints(flag.owner, include_extras=True)[flag.field.name]
     if not flag.takes and not flag.is_positional:
         return ["maybe", "", "1"]
-    if name in ("prompt", "text"):
+    if name in ("prompt", "text", "system"):
         return ["x" * (2**20 + 1), "\udcff"]
     if name in ("output", "save_state"):
         return [*OUTPUTS, *(["missing/new", "empty"] if verb in ("generate", "evaluate") else ["text.txt"])]

@@ -2,14 +2,21 @@
 
 import importlib.util
 import socket
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from multilin.cli.export import open_engine
+from multilin.cli.messages import loading
 from multilin.errors import InputError
+from multilin.inference.run_files import is_export
 from multilin.inference.settings import EngineName
 from multilin.serving.settings import ServeLimits, num_bytes, split_keys
 from multilin.settings import settings
 from multilin.settings.bounds import Name, PathText, Port
+
+if TYPE_CHECKING:
+    from multilin.inference.runs import Run
 
 
 @settings
@@ -45,7 +52,7 @@ def _serve(arguments: ServeArguments, limits: ServeLimits, keys: list[str], list
     service = start_service(engine, codec, owner(), folder, arguments.name, limits)
     app = create_app(
         service, keys=keys, origins=[] if arguments.cors is None else arguments.cors.split(","),
-        is_loopback=not keys and _is_loopback(arguments.host),
+        is_loopback=not keys and _is_loopback(arguments.host), load_run=_loader(folder),
     )  # fmt: skip
     host, port = listener.getsockname()[:2]
     _say(f"[{host}]:{port}" if ":" in host else f"{host}:{port}", service.name, engine.name, bool(keys))
@@ -65,6 +72,18 @@ def _check(arguments: ServeArguments) -> list[str]:
             f"--host: {arguments.host} can be reached by others; give --api-key, or --insecure to let everybody in"
         )
     return keys
+
+
+def _loader(folder: Path) -> "Callable[[], Run] | None":
+    """Loads the PyTorch model of a run."""
+
+    def load() -> "Run":
+        with loading(f"PyTorch and {folder}"):
+            from multilin.inference.runs import load_run
+
+            return load_run(folder)
+
+    return None if is_export(folder) else load
 
 
 def _is_loopback(host: str) -> bool:

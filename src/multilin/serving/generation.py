@@ -112,12 +112,17 @@ class Generation:
         self.is_abandoned = True
         self.changed.set()
 
+    def finish(self) -> None:
+        """End the sequences where they are; their turns are kept."""
+        for job in self.jobs:
+            self.service.scheduler.finish(job)
+
     def close(self) -> None:
         """Let go of the sequences that have not ended, and of the session."""
         for job in self.jobs:
             self.service.scheduler.cancel(job)
         if self.ask.session is not None:
-            self.service.busy.discard(self.ask.session.id)
+            self.service.busy.pop(self.ask.session.id, None)
 
     async def pieces(self, silence: float) -> AsyncIterator[dict[int, Piece]]:
         """What is new in each sequence, until all have ended; nothing at all every so many seconds of silence.

@@ -31,12 +31,13 @@ from tests.fuzz import damage as d
 from tests.fuzz.material import LINES, RECIPE, RUNS, SWEEP, TASK, TEXT, checkpoint_of
 from tests.fuzz.runner import Case
 
+NOWHERE = ["nowhere"]
 VALID = {
     "train": ["recipe.yaml"],
     "generate": ["run", "--prompt=a", "--max-new-tokens=2"],
     "chat": ["run"],
-    "serve": ["nowhere"],
-    "merge": ["nowhere"],
+    "serve": NOWHERE,
+    "merge": NOWHERE,
     "publish": ["run", "someone/name"],
     "rollout": ["mixer", "--prompt=the", "--num-steps=2"],
     "evaluate": ["run", "--source=text.txt", "--max-tokens=64"],
@@ -49,7 +50,7 @@ VALID = {
     "convert": ["fastformer", "theirs", "new"],
     "doctor": [],
 }
-"""Words that are right, those given by place first; "nowhere" where right ones would go on for long, or change the run."""
+"""Words that are right, those given by place first; NOWHERE for verbs that would serve for ever or change the run."""
 
 INPUTS = [
     "missing",
@@ -118,7 +119,7 @@ def flags_of(verb: str) -> Iterator[Case]:
         for word in d.some(_bad_words(verb, flag), number, verb + flag.key):
             names = (
                 ()
-                if "\udcff" in word or words == ["nowhere"]
+                if "\udcff" in word or words == NOWHERE
                 else ("nonsense", flag.key, flag.text, flag.field.name, *word[:9].split())
             )
             given = [word if index == place else other for index, other in enumerate(words)]
@@ -395,7 +396,7 @@ def caches(folder: Path) -> Iterator[Case]:
 
 def valid(folder: Path) -> Iterator[Case]:
     """Nothing is wrong with these, which shows that the others are refused for their fault."""
-    lines = [f"{verb} {shlex.join(words)}" for verb, words in VALID.items() if words != ["nowhere"]] + [
+    lines = [f"{verb} {shlex.join(words)}" for verb, words in VALID.items() if words != NOWHERE] + [
         *map(generate, RUNS)
     ]
     lines += ["train half --resume", "compare timed.yaml", "train recipe.yaml --tokenizer.path run"]

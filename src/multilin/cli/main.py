@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import multilin
+from multilin.cli.chat import chat
 from multilin.cli.compare import compare
 from multilin.cli.demo import demo
 from multilin.cli.doctor import doctor
@@ -32,7 +33,7 @@ from multilin.training.outcomes import TrainingFailed, TrainingInterrupted
 BAD_INPUT, FAILED, INTERRUPTED, BROKEN_PIPE = 2, 1, 130, 141
 
 _FUNCTIONS: tuple[Callable[..., None], ...] = (
-    demo, train, merge, generate, serve, rollout, evaluate, compare, explain, quantize, export, publish, info,
+    demo, train, merge, generate, chat, serve, rollout, evaluate, compare, explain, quantize, export, publish, info,
     tokenizer_train, tokenizer_show, convert, doctor,
 )  # fmt: skip
 VERBS = {function.__name__.replace("_", " "): function for function in _FUNCTIONS}

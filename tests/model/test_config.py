@@ -146,3 +146,10 @@ def test_without_positions_there_is_no_limit() -> None:
         for _ in range(3):
             model(torch.zeros(1, 100, dtype=torch.long), past_key_values=state)
     assert state.num_tokens.tolist() == [300]
+
+
+def test_a_scale_of_logits_and_bias_is_refused() -> None:
+    """Trainers that compute the logits themselves would apply it, the model would not."""
+    config = create_model("additive", **SIZES).config.to_dict()
+    with pytest.raises(InputError, match="logit_scale: given, but this model has final_scale"):
+        MultilinConfig(**config, logit_scale=0.5)

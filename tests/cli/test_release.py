@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import sys
 import sysconfig
 import tarfile
 import venv
@@ -37,15 +36,14 @@ def installed(archives: Path, tmp_path_factory: pytest.TempPathFactory) -> Calla
     """Runs a program of an environment with the wheel; the tests lend it theirs, but not the checkout."""
     folder = tmp_path_factory.mktemp("environment")
     venv.create(folder, symlinks=True)
-    programs = folder / "bin"
-    (wheel,) = archives.glob("*.whl")
-    run([sys.executable, "-m", "pip", "--python", str(programs / "python"), "install", "--no-deps", "--no-index",
-         "--quiet", str(wheel)])  # fmt: skip
+    programs, (wheel,) = folder / "bin", archives.glob("*.whl")
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    environment["XDG_CACHE_HOME"] = str(folder / "cache")
+    pip = [*PYTHON, "-m", "pip", "--python", str(programs / "python"), "install", "--no-deps", "--no-index", "--quiet"]
+    run([*pip, str(wheel)], environment=environment)
     # Folders that are named in a .pth file have their own .pth files unread, an editable installation's among them.
     own = sysconfig.get_path("purelib", "venv", {"base": str(folder), "platbase": str(folder)})
     Path(own, "dependencies.pth").write_text(sysconfig.get_path("purelib"))
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    environment["XDG_CACHE_HOME"] = str(folder / "cache")
     return lambda program, *arguments: run([str(programs / program), *map(str, arguments)], environment=environment)
 
 

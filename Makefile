@@ -24,7 +24,6 @@ bench: $(VENV)/.installed-dev  ## run every benchmark; tables, JSON and plots in
 	$(BIN)/python -m benchmarks --save runs/benchmarks
 
 docs: $(VENV)/.installed-dev  ## build the documentation site into site/
-	$(PIP) --editable .[docs]
 	$(BIN)/python -m mkdocs build --strict
 
 $(VENV)/.installed: pyproject.toml constraints.txt

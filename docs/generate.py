@@ -1,12 +1,14 @@
 """Writes the pages of the documentation that follow from the code: `python docs/generate.py`.
 
-One page and one picture per registered architecture, their table here and in the README, and the reference of recipes.
+One page and one picture per registered architecture, their table here and in the README, the reference of recipes, and
+the tutorial as a page.
 They are committed, so that they can be read where no site is built; a test holds them against the code.
 """
 
 import dataclasses
 import functools
 import itertools
+import json
 import re
 import types
 import typing
@@ -41,6 +43,7 @@ def pages() -> dict[Path, str]:
             written[DOCS / "architectures" / f"{name}.svg"] = draw(architecture.title, steps)
     written[DOCS / "architectures" / "index.md"] = NOTE + _overview()
     written[DOCS / "recipes.md"] = NOTE + _recipes()
+    written[DOCS / "tutorial.md"] = _tutorial()
     written[DOCS / "images" / "packages.svg"] = draw_packages()
     written[README] = _readme()
     return written
@@ -154,6 +157,14 @@ def _recipes() -> str:
             text += f"\n## {section.name}\n\n{field_help(Recipe)[section.name].capitalize()}.\n\n"
             text += _fields(typing.cast(type, section.type))
     return text + f"\n## output\n\n{field_help(Recipe)['output'].capitalize()}.\n"
+
+
+def _tutorial() -> str:
+    """The notebook as Markdown."""
+    cells = json.loads((DOCS / "tutorial.ipynb").read_text(encoding="utf-8"))["cells"]
+    forms = {"markdown": "{}", "code": "```python\n{}\n```"}
+    texts = [forms[cell["cell_type"]].format("".join(cell["source"])) for cell in cells]
+    return "\n\n".join([NOTE.strip().replace("the code", "tutorial.ipynb"), *texts]) + "\n"
 
 
 def _opening_comment(path: Path) -> str:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "docs"))
 
-data_flow, flow_layout, flow_picture, formulas, generate, package_picture = map(
-    importlib.import_module, ("data_flow", "flow_layout", "flow_picture", "formulas", "generate", "package_picture")
+data_flow, docstrings, flow_layout, flow_picture, formulas, generate, package_picture = map(
+    importlib.import_module,
+    ("data_flow", "docstrings", "flow_layout", "flow_picture", "formulas", "generate", "package_picture"),
 )

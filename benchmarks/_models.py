@@ -1,6 +1,27 @@
-"""What a model multiplies with."""
+"""Models of given sizes, and what a model multiplies with."""
+
+import argparse
+from typing import Any
 
 from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from multilin.architectures import architectures
+from multilin.model.factory import create_config, create_model
+
+
+def build(name: str, arguments: argparse.Namespace, position: int) -> PreTrainedModel:
+    """A model of the sizes in the arguments; `position` is the longest text of those that need one."""
+    options = {"num_heads": arguments.num_heads}
+    if name in architectures() and getattr(architectures()[name].preset_options(), "num_heads", None) is None:
+        options = {}
+    sizes: dict[str, Any] = {
+        "hidden_size": arguments.hidden_size, "num_layers": arguments.num_layers, "vocab_size": arguments.vocab_size,
+        "n_positions": arguments.n_positions, "options": options,
+    }  # fmt: skip
+    if create_config(name, **sizes).max_position_embeddings is not None:
+        sizes["n_positions"] = position
+    return create_model(name, **sizes)
 
 
 def multiplied(model: nn.Module) -> list[Tensor]:

@@ -36,11 +36,10 @@ from benchmarks._engines import (
     one_product,
 )
 from benchmarks._memory import peak_bytes
-from benchmarks._models import multiplied
+from benchmarks._models import build, multiplied
 from benchmarks._turns import device
-from multilin.architectures import architectures
 from multilin.errors import InputError
-from multilin.model.factory import BASELINES, create_config, create_model
+from multilin.model.factory import BASELINES
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -56,7 +55,9 @@ def main(argv: list[str]) -> None:
     check_installed(arguments.engines)
     positions = {name: _readable(name, arguments) for name in arguments.models}
     models = {
-        name: _build(name, max(chosen), arguments).eval().to(device()) for name, chosen in positions.items() if chosen
+        name: build(name, arguments, max(chosen) + arguments.tokens + 2).eval().to(device())
+        for name, chosen in positions.items()
+        if chosen
     }
     if not models:
         raise InputError(f"--positions: {arguments.positions} given, but no model can be measured at any of them")
@@ -115,26 +116,15 @@ def _readable(name: str, arguments: argparse.Namespace) -> list[int]:
 
 def _weight_bytes(name: str, position: int, arguments: argparse.Namespace) -> int:
     with torch.device("meta"):
-        return sum(parameter.nbytes for parameter in _build(name, position, arguments).parameters())
+        return sum(
+            parameter.nbytes for parameter in build(name, arguments, position + arguments.tokens + 2).parameters()
+        )
 
 
 def _memory_bytes() -> int:
     if torch.cuda.is_available():
         return int(torch.cuda.mem_get_info()[1])
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-def _build(name: str, position: int, arguments: argparse.Namespace) -> PreTrainedModel:
-    options = {"num_heads": arguments.num_heads}
-    if name in architectures() and getattr(architectures()[name].preset_options(), "num_heads", None) is None:
-        options = {}
-    sizes = {
-        "hidden_size": arguments.hidden_size, "num_layers": arguments.num_layers, "vocab_size": arguments.vocab_size,
-        "n_positions": arguments.n_positions, "options": options,
-    }  # fmt: skip
-    if create_config(name, **sizes).max_position_embeddings is not None:
-        sizes["n_positions"] = position + arguments.tokens + 2
-    return create_model(name, **sizes)
 
 
 def _prefill(

@@ -15,8 +15,8 @@ Graph = dict[str, set[str]]
 
 # Where a package stands from left (0) to right (2); how high follows from what it imports.
 COLUMNS = {
-    "ops": 0, "layers": 0, "architectures": 0, "model": 0, "inference": 0, "serving": 0,
-    "errors": 1, "settings": 1, "machine": 1, "analysis": 1, "export": 1, "publish": 1, "cli": 1,
+    "ops": 0, "layers": 0, "architectures": 0, "model": 0, "inference": 0, "publish": 0, "serving": 0,
+    "errors": 1, "settings": 1, "machine": 1, "analysis": 1, "export": 1, "cli": 1,
     "files": 2, "data": 2, "scoring": 2, "training": 2,
 }  # fmt: skip
 WIDTH, HEIGHT, STEP_X, STEP_Y, MARGIN = 250, 74, 290, 106, 14

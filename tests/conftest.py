@@ -2,12 +2,20 @@
 
 import gc
 import os
+import shutil
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 
 # Tiny tensors gain nothing from threads, and the test processes would fight for the cores.
 torch.set_num_threads(1)
+
+CHROMIUM_FLAGS = [
+    *("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"),
+    *("--disable-component-update", "--disable-sync"),
+]
 
 if not torch.cuda.is_available():
     # Triton looks at it when it is first imported: its kernels then run in Python, on tensors of the CPU.
@@ -30,3 +38,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device that compiles kernels"))
+
+
+@pytest.fixture
+def browser() -> Iterator[Any]:
+    """A headless Chromium."""
+    api = pytest.importorskip("playwright.sync_api")
+    chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    if chromium is None:
+        pytest.skip("no Chromium here")
+    with api.sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=chromium, args=CHROMIUM_FLAGS)
+        yield browser
+        browser.close()

@@ -114,6 +114,24 @@ def test_exported_models_are_timed_beside_those_in_pytorch(tmp_path: Path) -> No
         assert kept[name, 3] == kept[f"{name}: onnx", 3] == 3 * kept[f"{name}: onnx", 1]
 
 
+@pytest.mark.slow
+def test_a_server_is_loaded_and_gives_every_stream_its_own_text(tmp_path: Path) -> None:
+    pytest.importorskip("onnxscript")
+    pytest.importorskip("fastapi")
+    few = ["--documents", "30", "--prompt-tokens", "8", "--tokens", "6", "--turns", "1", "--probes", "3"]
+    many = ["--streams", "1", "5", "--sessions", "20", "--requests", "40", "--kept-turns", "5"]
+    tasks = ["--models", "elita", "--tasks", "streams", "texts", "first-token", "sessions", "memory"]
+    sizes = [*SIZES, "--vocab-size", "300", "--n-positions", "64"]
+    assert main(["serve", "--save", str(tmp_path), *few, *many, *tasks, *sizes]) == 0
+    rows = {row["task"]: row for row in _saved(tmp_path, "serve")["rows"]}
+    assert rows["streams"]["streams"] == 5
+    assert rows["streams"]["over_fewest_streams"] > 0
+    assert (rows["texts"]["equal_greedy"], rows["texts"]["equal_seeded"]) == (3, 2)
+    assert rows["first-token"]["p50_over_unloaded"] > 0
+    assert rows["sessions"]["sessions"] == 20
+    assert len(rows["memory"]["resident_bytes"]) == 10
+
+
 def test_an_engine_that_is_not_installed_is_refused(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import http.server
-import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,10 +23,6 @@ from multilin.inference.runs import Run
 from multilin.model.factory import create_model
 
 PROMPT = "A prompt – with more than one piece of tokens, and characters of two and more bytes: größer, 漢字, 😀.\n"
-FLAGS = [
-    *("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"),
-    *("--disable-component-update", "--disable-sync"),
-]
 
 
 class Quiet(http.server.SimpleHTTPRequestHandler):
@@ -66,18 +61,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer.save_pretrained(parent / "run")
     web.export_web(Run(parent / "run", model, tokenizer), parent / "page", parent / "runtime")
     return parent / "page"
-
-
-@pytest.fixture
-def browser() -> Iterator[Any]:
-    api = pytest.importorskip("playwright.sync_api")
-    chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-    if chromium is None:
-        pytest.skip("no Chromium here")
-    with api.sync_playwright() as driver:
-        browser = driver.chromium.launch(executable_path=chromium, args=FLAGS)
-        yield browser
-        browser.close()
 
 
 def open_page(context: Any, address: str) -> Any:

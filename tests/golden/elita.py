@@ -88,8 +88,8 @@ def _layer_weights(file: Any, index: int) -> dict[str, Tensor]:
         "feed_forward.wide.bias": f("b1"),
         "feed_forward.narrow.weight": f("w2").T,
         "feed_forward.narrow.bias": f("b2"),
-        "feed_forward.combine": f("w3").permute(2, 0, 1)[:, None],
-        "feed_forward.bias": f("b3"),
+        "feed_forward.combine.weight": f("w3").permute(2, 0, 1).flatten(1),
+        "feed_forward.combine.bias": f("b3"),
     }
 
 

@@ -115,7 +115,7 @@ def _model(mixing: np.ndarray, head: np.ndarray, into: np.ndarray) -> MultilinFo
     weights = {
         "model.embedding.tokens.weight": into.T,
         "lm_head.weight": head,
-        "model.layers.0.mixing.triangle": triangle,
+        "model.layers.0.mixing.triangle.weight": triangle.reshape(len(mixing) | 1, -1),
     }
     model.load_state_dict({name: torch.from_numpy(array.astype(np.float64)) for name, array in weights.items()})
     return model

@@ -34,8 +34,8 @@ def check(file: Any) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
             gradient = model.get_parameter(ours).grad
             assert gradient is not None
             yield f"grad.{original}", gradient.numpy(), _to_ours(ours, file[f"grad.{original}"])
-        if ours.endswith("triangle"):
-            matrix = model.get_submodule(ours.rpartition(".")[0]).matrix().detach().numpy()
+        if ours.endswith("triangle.weight"):
+            matrix = model.get_submodule(ours.removesuffix(".triangle.weight")).matrix().detach().numpy()
             yield f"w_after_forward.{original}", matrix[..., None], file[f"w_after_forward.{original}"]
     if all(entry["mixing"] == "linear" and entry["feed_forward"] == "none" for entry in model.config.layers):
         yield (
@@ -124,7 +124,7 @@ def _original(name: str, has_two: bool) -> str:
     if not name.startswith("model.layers."):
         return {"model.embedding.tokens.weight": "wte.weight", "lm_head.weight": "lm_head.weight"}[name]
     _, _, index, module, *rest = name.split(".")
-    tail = ".".join(rest).replace("triangle", "weight")
+    tail = ".".join(rest).replace("triangle.weight", "weight")
     mixings = {"mixing": "conv.0", "second_mixing": "conv.2"} if has_two else {"mixing": "conv"}
     original = {**mixings, **NORMS, "feed_forward": "patch_ff"}[module]
     return f"{BLOCK.format(index=index)}{original}.{tail}"
@@ -132,4 +132,6 @@ def _original(name: str, has_two: bool) -> str:
 
 def _to_ours(name: str, array: np.ndarray) -> np.ndarray:
     """Of a convolution's square only the triangle, row by row, is a parameter of ours."""
-    return array[..., 0][np.tril_indices(len(array))] if name.endswith("triangle") else array
+    if not name.endswith("triangle.weight"):
+        return array
+    return array[..., 0][np.tril_indices(len(array))].reshape(len(array) | 1, -1)

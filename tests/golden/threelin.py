@@ -56,7 +56,8 @@ def build_model(file: Any, meta: dict[str, Any], length: int, prefix: str = "w")
         theirs, ours = f"{prefix}.layer{index}", f"model.layers.{index}"
         if f"{theirs}.QK" in file.files:
             weights |= {f"{ours}.{name}": _tensor(file, f"{theirs}.{source}") for source, name in NAMES.items()}
-            weights[f"{ours}.combiner"] = xor_weight(_tensor(file, f"{theirs}.Combiner").permute(2, 0, 1), block=16)
+            combiner = xor_weight(_tensor(file, f"{theirs}.Combiner").permute(2, 0, 1), block=16)
+            weights[f"{ours}.combiner.weight"] = combiner.flatten(1)
     model.load_state_dict(model.state_dict() | weights)
     return model
 
@@ -65,12 +66,12 @@ def in_their_names(tensors: Mapping[str, Any]) -> dict[str, Tensor]:
     """Weights or gradients by our names, by the file's names and in its layout."""
     found = {"embed": tensors["model.embedding.tokens.weight"], "final": tensors["lm_head.weight"]}
     for name in tensors:
-        if name.endswith(".combiner"):
+        if name.endswith(".combiner.weight"):
             index = name.split(".")[2]
             found |= {
                 f"layer{index}.{theirs}": tensors[f"model.layers.{index}.{ours}"] for theirs, ours in NAMES.items()
             }
-            found[f"layer{index}.Combiner"] = xor_combiner(tensors[name]).permute(1, 2, 0)
+            found[f"layer{index}.Combiner"] = xor_combiner(tensors[name].unflatten(1, (-1, 16, 16))).permute(1, 2, 0)
     return found
 
 

@@ -26,7 +26,7 @@ LAYER_NAMES = {
     "attention.remote.weight": "MP_ATT_QV",
     "attention.own.weight": "MP_ATT_K",
     "attention.value.weight": "MP_ATT_V",
-    "attention.combiner": "MP_ATT_COMBINER",
+    "attention.combiner.weight": "MP_ATT_COMBINER",
     "expand.weight": "MP_RELU_EXPAND",
     "contract.weight": "MP_RELU_CONTRACT",
 }
@@ -176,9 +176,9 @@ def to_ours(name: str, matrix: Tensor, num_heads: int) -> Tensor:
 
 
 def _combiner(matrix: Tensor, num_heads: int) -> Tensor:
-    """(D, [head, b, z]) as the weight of block_outer over all heads laid side by side."""
+    """(D, [head, b, z]) as the weight of block_outer over all heads laid side by side, (D, products)."""
     by_head = matrix.view(len(matrix), num_heads, 4, 128)
-    return xor_weight(by_head.transpose(1, 2).flatten(2), block=4)
+    return xor_weight(by_head.transpose(1, 2).flatten(2), block=4).flatten(1)
 
 
 def follow_the_source(model: MultilinForCausalLM) -> None:
@@ -214,7 +214,9 @@ def in_their_layout(name: str, tensor: Tensor, expected: np.ndarray, num_heads: 
     if name == "MP_MODEL_EMBED":
         expected = expected[NUM_LABELS_BEFORE_TOKENS:]
     if name.endswith("MP_ATT_COMBINER"):
-        tensor = xor_combiner(tensor).unflatten(-1, (num_heads, 128)).transpose(1, 2).flatten(1)
+        tensor = (
+            xor_combiner(tensor.unflatten(1, (-1, 4, 4))).unflatten(-1, (num_heads, 128)).transpose(1, 2).flatten(1)
+        )
     return tensor.detach().numpy().copy(), expected
 
 

@@ -86,7 +86,7 @@ def test_long_rollouts_neither_vanish_nor_explode_on_the_way() -> None:
     model = make_model({"residual": False}, num_layers=1)
     model.config.logit_scale = 1e40
     with torch.no_grad():
-        model.model.layers[0].mixing.triangle.mul_(1e-40)
+        model.model.layers[0].mixing.triangle.weight.mul_(1e-40)
     result, expected = rollout(model, ids(1, 1), CONTEXT), rollout_sequential(model, ids(1, 1), CONTEXT)
     assert torch.isfinite(result).all()
     assert ((result - expected).norm(dim=-1) <= 1e-10 * expected.norm(dim=-1)).all()

@@ -10,6 +10,7 @@ import torch
 from accelerate import cpu_offload
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
+from peft.tuners.lora import LoraLayer
 from transformers import AutoModel, AutoModelForCausalLM, GenerationConfig, Trainer, TrainingArguments, pipeline
 
 from multilin import InputError, MultilinForCausalLM
@@ -18,6 +19,11 @@ from multilin.data.tokenizers import train_tokenizer
 from multilin.model.factory import create_model
 
 VOCAB_SIZE, LONGEST = 31, 64
+VARIANTS = [
+    pytest.param((name, dict(options)), id=f"{name}-{variant}")
+    for name, architecture in architectures().items()
+    for variant, options in {"default": {}, **architecture.variants}.items()
+]
 GREEDY = {"do_sample": False, "eos_token_id": None, "pad_token_id": 1, "suppress_tokens": [1]}
 
 
@@ -75,6 +81,32 @@ def test_an_adapter_on_the_head_is_part_of_loss_and_logits(architecture: str, sc
     merged = adapted.merge_and_unload()
     torch.testing.assert_close(merged(tokens).logits, logits, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(merged.token_losses(tokens), losses, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_adapters_reach_every_matrix(variant: tuple[str, dict]) -> None:
+    name, options = variant
+    torch.manual_seed(0)
+    model = create_model(
+        name, hidden_size=64, num_layers=2, vocab_size=VOCAB_SIZE, n_positions=64, options=options,
+        initializer_range=0.3, bos_token_id=2,
+    )  # fmt: skip
+    layers, tokens = model.model.layers, ids(2, 20)
+    num_weights = sum(parameter.numel() for parameter in layers.parameters())
+    adapted = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", r=3, target_modules="all-linear"))
+    reached = [module.get_base_layer().weight for module in layers.modules() if isinstance(module, LoraLayer)]
+    assert sum(weight.numel() for weight in reached) >= 0.95 * num_weights
+    trained = {name: parameter for name, parameter in adapted.named_parameters() if parameter.requires_grad}
+    for parameter in trained.values():
+        torch.nn.init.normal_(parameter, std=0.1)
+    result = adapted.eval()(input_ids=tokens, labels=tokens)
+    result.loss.backward()
+    assert [name for name, parameter in trained.items() if parameter.grad is None or not parameter.grad.any()] == []
+    generated = adapted.generate(input_ids=tokens[:1, :5], max_new_tokens=5, **GREEDY)
+    merged = adapted.merge_and_unload()
+    largest = result.logits.detach().abs().max().item()
+    torch.testing.assert_close(merged(tokens).logits, result.logits, rtol=1e-5, atol=1e-5 * largest)
+    assert torch.equal(merged.generate(tokens[:1, :5], max_new_tokens=5, **GREEDY), generated)
 
 
 def test_offloaded_weights_compute_the_same(architecture: str) -> None:

@@ -97,8 +97,8 @@ def start(run: Run, request: pytest.FixtureRequest) -> Iterator[Start]:
     ends: list[Callable[[], None]] = []
 
     def begin(
-        engine: Any = "torch", *, slots: int = 8, queue: int = 64, memory: int = 10**8, folder: Path | None = None,
-        limits: Limits | None = None, **others: Any,
+        engine: Any = "torch", *, slots: int = 8, queue: int = 64, memory: int = 10**8,
+        folder: Path | str | None = None, limits: Limits | None = None, **others: Any,
     ) -> Server:  # fmt: skip
         if engine == "torch":
             engine = TorchEngine(run.model)

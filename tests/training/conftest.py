@@ -1,3 +1,4 @@
+import dataclasses
 import json
 import random
 from collections.abc import Callable, Iterator
@@ -77,6 +78,30 @@ def tiny(text_file: Path) -> Callable[..., Recipe]:
             "output": str(output),
         }
         return load_recipe(None, overrides | changes)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def letters(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Text of another kind than that of the runs to start from."""
+    draw = random.Random(1)
+    path = tmp_path_factory.mktemp("letters") / "letters.jsonl"
+    lines = [{"text": " ".join(draw.choices(("dear", "yours", "truly", "friend", "letter"), k=60))} for _ in range(40)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+@pytest.fixture
+def tune(tiny: Callable[..., Recipe], letters: Path) -> Callable[..., Recipe]:
+    """A recipe that begins with a model: tune(start, output, **changes)."""
+
+    def make(start: Path | str, output: Path, **changes: Any) -> Recipe:
+        recipe = dataclasses.asdict(tiny(output))
+        kept = {f"{section}.{name}": value for section in ("optimizer", "schedule", "training")
+                for name, value in recipe[section].items()}  # fmt: skip
+        given = {"data.source": str(letters), "output": str(output), "model.start": str(start)}
+        return load_recipe(None, kept | given | changes)
 
     return make
 

@@ -59,7 +59,7 @@ def host() -> HostMaster:
 
 
 def matrices(model: torch.nn.Module) -> list[Tensor]:
-    return [getattr(module, name) for module in matrix_modules(model) for name in module.matrices]
+    return [module.weight for module in matrix_modules(model)]
 
 
 def take_step(host: HostMaster) -> None:

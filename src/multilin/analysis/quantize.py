@@ -1,7 +1,6 @@
 """Weights to int8 after training: a smaller copy of a run, and what the rounding costs."""
 
 import dataclasses
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,12 +8,11 @@ from multilin.analysis.evaluate.run import DEFAULTS, break_down_run
 from multilin.analysis.settings import EvaluationSettings
 from multilin.data.progress import Progress, no_progress
 from multilin.errors import InputError
-from multilin.files import atomic_folder, check_folder
-from multilin.inference.runs import Run, load_run
+from multilin.files import check_folder
+from multilin.inference.runs import Run, load_run, save_run
 from multilin.layers.linear import matrix_modules
 from multilin.model import MultilinForCausalLM
 from multilin.scoring.losses import Evaluation
-from multilin.training.recipe import RECIPE_FILE
 
 
 @dataclass(frozen=True)
@@ -65,7 +63,7 @@ def quantize_run(
     before = break_down_run(run, settings, progress=progress).evaluation
     arithmetic = dataclasses.replace(run.model.arithmetic, products="int8", backward="float", stored_as_int8=True)
     run.model.set_arithmetic(arithmetic)
-    _save(run, target)
+    save_run(run, target)
     after = break_down_run(load_run(target), settings, progress=progress).evaluation
     return Quantized(folder, target, _weight_bytes(folder), _weight_bytes(target), before, after)
 
@@ -79,14 +77,6 @@ def _check(run: Run) -> None:
         raise InputError(f"run: the weights in {run.folder} are int8 already; give the run they were made from")
     if next(matrix_modules(run.model.model.layers), None) is None:
         raise InputError(f"run: the layers of {run.folder} have no matrices that could be int8")
-
-
-def _save(run: Run, target: Path) -> None:
-    with atomic_folder(target) as partial:
-        run.model.save_pretrained(partial)
-        run.tokenizer.save_pretrained(partial)
-        if (run.folder / RECIPE_FILE).is_file():
-            shutil.copy(run.folder / RECIPE_FILE, partial / RECIPE_FILE)
 
 
 def _weight_bytes(folder: Path) -> int:

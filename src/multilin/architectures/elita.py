@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from multilin.architectures.base import Architecture, LayerOptions, Preset, Sizes, TrainingDefaults
-from multilin.layers import Layout, Linear, MatrixModule, ParameterHolder, Reader, ResidualBlock, head_width
+from multilin.layers import Layout, Linear, ParameterHolder, Reader, ResidualBlock, head_width, multiply_pairs
 from multilin.settings import settings
 from multilin.settings.bounds import Fraction, Multiple, Positive, Width
 
@@ -105,23 +105,20 @@ class ElitaAttention(ParameterHolder, Reader):
         nn.init.normal_(self.amplitudes, std=std)
 
 
-class TwoFactorFeedForward(ParameterHolder, MatrixModule):
+class TwoFactorFeedForward(nn.Module):
     """y = W_3 [ s(W_1 x + b_1) outer s(W_2 x + b_2) ] + b_3, s = swish."""
-
-    matrices = ("combine",)
 
     def __init__(self, hidden_size: int, options: ElitaOptions) -> None:
         super().__init__()
         self.wide = Linear(hidden_size, hidden_size)
         self.narrow = Linear(hidden_size, options.factor)
-        self.combine = nn.Parameter(torch.empty(hidden_size, 1, hidden_size, options.factor))
-        self.bias = nn.Parameter(torch.empty(hidden_size))
+        self.combine = Linear(hidden_size * options.factor, hidden_size)
         self.dropout = nn.Dropout(options.dropout)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         """(B, T, D) to (B, T, D)."""
         wide, narrow = (nn.functional.silu(part(x_BTD))[..., None, :] for part in (self.wide, self.narrow))
-        result: Tensor = self.dropout(self.combine_pairs(wide, narrow, name="combine") + self.bias)
+        result: Tensor = self.dropout(multiply_pairs(self.combine, wide, narrow))
         return result
 
 
@@ -136,7 +133,7 @@ class ElitaLayer(ResidualBlock):
         -> linear O [attention.output] -> y
     x + y -> x -> norm LayerNorm [feed_forward_norm] -> h -> map s(W_1 h + b_1) [feed_forward.wide] -> a
     h -> map s(W_2 h + b_2) [feed_forward.narrow] -> b
-    a, b -> product W_3 (all products) + b_3 [feed_forward.combine + feed_forward.bias] -> f
+    a, b -> product W_3 (all products) + b_3 [feed_forward.combine] -> f
     x + f -> x
     """
 

@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from multilin.architectures.base import Architecture, LayerOptions, Preset, Sizes
 from multilin.errors import InputError
 from multilin.layers import Layer, Layout, Linear, ParameterHolder, Reader, Reading
+from multilin.layers.linear import weight_of
 from multilin.ops.causal_mixing import CausalMixingState, causal_mixing, lower_triangle
 from multilin.settings import settings
 from multilin.settings.bounds import Length, Multiple
@@ -62,22 +63,23 @@ class LinearMixerState(NamedTuple):
 
 
 class Triangle(ParameterHolder, Reader):
-    """y_t = sum_{j<=t} c[t, j] x_j + b_t: the triangle row by row, and the bias or None."""
+    """y_t = sum_{j<=t} c[t, j] x_j + b_t: the triangle row by row, in a matrix that adapters reach, and the bias."""
 
     def __init__(self, context: int, has_bias: bool) -> None:
         super().__init__()
-        self.triangle = nn.Parameter(torch.empty(context * (context + 1) // 2))
+        self.triangle = nn.Linear((context + 1) // 2, context | 1, bias=False)  # n_ctx (n_ctx + 1) / 2 weights
         self.bias = nn.Parameter(torch.empty(context)) if has_bias else None
 
     def matrix(self) -> Tensor:
         """c, (n_ctx, n_ctx)."""
-        return lower_triangle(self.triangle)
+        return lower_triangle(weight_of(self.triangle, self.triangle.weight).flatten())
 
     def forward(self, x_BTD: Tensor, state: CausalMixingState | None, layout: Layout) -> tuple[Tensor, Any]:
         """(B, T, D) to (B, T, D), and the state."""
         self.record(lambda: self._reading(x_BTD, layout))
+        triangle = weight_of(self.triangle, x_BTD).flatten()
         return causal_mixing(
-            x_BTD, self.triangle, self.bias, positions=layout.positions_BT, padding=layout.padding_BT,
+            x_BTD, triangle, self.bias, positions=layout.positions_BT, padding=layout.padding_BT,
             state=state, needs_state=layout.needs_state,
         )  # fmt: skip
 

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from multilin.architectures.base import Architecture, LayerOptions, Preset, Sizes, TrainingDefaults
 from multilin.errors import InputError
-from multilin.layers import Layer, Layout, Linear, MatrixModule, ParameterHolder, Reader, TileNorm
+from multilin.layers import Layer, Layout, Linear, ParameterHolder, Reader, TileNorm, multiply_pairs
 from multilin.settings import settings
 from multilin.settings.bounds import Factor, Multiple, PastWindow, Strength, Width
 
@@ -62,7 +62,7 @@ class ThreeLinPreset(ThreeLinShared):
     wide: PastWindow | None = None  # window of the wide layers; none is the training length
 
 
-class ThreeLinLayer(Layer, ParameterHolder, MatrixModule, Reader):
+class ThreeLinLayer(Layer, ParameterHolder, Reader):
     """One reading of the window and its combination with the state.
 
     x -> norm N [norm] -> h -> linear QK [query_key] -> norm N [norm] -> key
@@ -74,8 +74,6 @@ class ThreeLinLayer(Layer, ParameterHolder, MatrixModule, Reader):
     A, X -> product C of all products in a block [combiner] -> c
     x + c -> x
     """
-
-    matrices = ("combiner",)
 
     def __init__(self, hidden_size: int, options: ThreeLinOptions) -> None:
         super().__init__()
@@ -93,7 +91,8 @@ class ThreeLinLayer(Layer, ParameterHolder, MatrixModule, Reader):
         self.query_value = Linear(hidden_size, query_size, bias=False)  # QV
         self.key = Linear(hidden_size, value_size, bias=False)  # K
         self.value = Linear(hidden_size, value_size, bias=False)  # V
-        self.combiner = nn.Parameter(torch.empty(hidden_size, value_size // block, block, block))
+        # Every layer begins as the identity.
+        self.combiner = Linear(value_size * block, hidden_size, bias=False, starts_at_zero=True)
         decay = torch.tensor([options.slope, options.hyper])
         self.decay = nn.Parameter(decay) if options.learn_decay else None
 
@@ -111,11 +110,10 @@ class ThreeLinLayer(Layer, ParameterHolder, MatrixModule, Reader):
         )  # fmt: skip
         both = self.norm(self.key(h_BTD)), self.norm(read_BT1V[:, :, 0])
         own_BTNK, read_BTNK = (x.unflatten(-1, (-1, self.options.block)) for x in both)
-        return x_BTD + self.combine_pairs(own_BTNK, read_BTNK, name="combiner"), state
+        return x_BTD + multiply_pairs(self.combiner, own_BTNK, read_BTNK), state
 
     def initialize(self, std: float) -> None:
-        """The combiner starts at zero: every layer begins as the identity."""
-        nn.init.zeros_(self.combiner)
+        """The decay starts as the options say."""
         if self.decay is not None:
             with torch.no_grad():
                 self.decay.copy_(torch.tensor([self.options.slope, self.options.hyper]))

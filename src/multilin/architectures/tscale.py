@@ -24,11 +24,11 @@ import math
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from multilin.architectures.base import Architecture, LayerOptions, Preset, Sizes, TrainingDefaults
 from multilin.errors import InputError
-from multilin.layers import Layer, Layout, MatrixModule, ParameterHolder, Reader, ScaledLinear, TileNorm
+from multilin.layers import Layer, Layout, Linear, Reader, TileNorm, multiply_pairs, multiply_scaled
 from multilin.layers.positions import rotary_angles, rotate
 from multilin.settings import settings
 from multilin.settings.bounds import Factor, Multiple, PastWindow, Positive, Strength, Width
@@ -74,11 +74,8 @@ class TScalePreset(TScaleShared):
     unigram_bias: bool = False  # add the log of the token counts to the logits, fixed
 
 
-class TScaleAttention(ParameterHolder, MatrixModule, Reader):
+class TScaleAttention(Reader):
     """lin(C, [u xor-paired with a]), or lin(C, [u, a]): see the top of this file."""
-
-    matrices = ("combiner",)
-    starts_at_zero = True  # every layer begins as the identity
 
     def __init__(self, hidden_size: int, head_size: int, options: TScaleOptions) -> None:
         super().__init__()
@@ -87,26 +84,26 @@ class TScaleAttention(ParameterHolder, MatrixModule, Reader):
         self.reach = {"window": options.width, "scale": scale, "slope": options.slope * math.log(2), "null_key": True}
         width = math.prod(self.heads)
         self.norm = TileNorm(head_size)
-        self.query = ScaledLinear(hidden_size, width)  # Q, of the current token
-        self.remote = ScaledLinear(hidden_size, width)  # R, of the tokens that are read
-        self.own = ScaledLinear(hidden_size, width)  # U
-        self.value = ScaledLinear(hidden_size, width)  # V
-        shape = (width // BLOCK, BLOCK, BLOCK) if options.combiner == "bilinear" else (2 * width,)
-        self.combiner = nn.Parameter(torch.empty(hidden_size, *shape))
-        self.factor = math.prod(shape) ** -0.5
+        self.query = Linear(hidden_size, width, bias=False)  # Q, of the current token
+        self.remote = Linear(hidden_size, width, bias=False)  # R, of the tokens that are read
+        self.own = Linear(hidden_size, width, bias=False)  # U
+        self.value = Linear(hidden_size, width, bias=False)  # V
+        num_products = width * BLOCK if options.combiner == "bilinear" else 2 * width
+        # Every layer begins as the identity.
+        self.combiner = Linear(num_products, hidden_size, bias=False, starts_at_zero=True)
 
     def forward(self, x_BTD: Tensor, state: Any, layout: Layout) -> tuple[Tensor, Any]:
         """What is added to the state (B, T, D), and the window's state."""
         angles = rotary_angles(layout.positions_BT, self.heads[1], self.options.rotary_base, x_BTD.dtype)
-        q_BTHE = rotate(self.norm(self.query(x_BTD)).unflatten(-1, self.heads), angles)
-        r_BTHE = rotate(self.remote(x_BTD).unflatten(-1, self.heads), angles)
-        v_BTHE = self.norm(self.value(x_BTD)).unflatten(-1, self.heads)
+        q_BTHE = rotate(self.norm(multiply_scaled(self.query, x_BTD)).unflatten(-1, self.heads), angles)
+        r_BTHE = rotate(multiply_scaled(self.remote, x_BTD).unflatten(-1, self.heads), angles)
+        v_BTHE = self.norm(multiply_scaled(self.value, x_BTD)).unflatten(-1, self.heads)
         read_BTHE, state = self.windowed_attention(q_BTHE, r_BTHE, v_BTHE, state, layout, **self.reach)
-        own_BTV, read_BTV = self.norm(self.own(x_BTD)), read_BTHE.flatten(2)
+        own_BTV, read_BTV = self.norm(multiply_scaled(self.own, x_BTD)), read_BTHE.flatten(2)
         if self.options.combiner == "linear":
-            return self.multiply(torch.cat([own_BTV, read_BTV], dim=-1), name="combiner", factor=self.factor), state
+            return multiply_scaled(self.combiner, torch.cat([own_BTV, read_BTV], dim=-1)), state
         own_BTNK, read_BTNK = (x.unflatten(-1, (-1, BLOCK)) for x in (own_BTV, read_BTV))
-        return self.combine_pairs(own_BTNK, read_BTNK, name="combiner", factor=self.factor), state
+        return multiply_pairs(self.combiner, own_BTNK, read_BTNK, scaled=True), state
 
 
 class TScaleLayer(Layer):
@@ -131,14 +128,15 @@ class TScaleLayer(Layer):
         self.norm = TileNorm(head_size)
         self.attention = TScaleAttention(hidden_size, head_size, options)
         wide = options.expansion * math.prod(self.attention.heads)
-        self.expand = ScaledLinear(hidden_size, wide)
-        self.contract = ScaledLinear(wide, hidden_size, starts_at_zero=True)
+        self.expand = Linear(hidden_size, wide, bias=False)
+        self.contract = Linear(wide, hidden_size, bias=False, starts_at_zero=True)
 
     def forward(self, x_BTD: Tensor, state: Any, layout: Layout) -> tuple[Tensor, Any]:
         """Output (B, T, D) and the window's state."""
         update_BTD, state = self.attention(self.norm(x_BTD), state, layout)
         x_BTD = x_BTD + update_BTD
-        return x_BTD + self.contract(torch.relu(self.norm(self.expand(self.norm(x_BTD))))), state
+        h_BTE = torch.relu(self.norm(multiply_scaled(self.expand, self.norm(x_BTD))))
+        return x_BTD + multiply_scaled(self.contract, h_BTE), state
 
 
 def layer_widths(depth: int, full_width: int) -> list[tuple[int, float]]:

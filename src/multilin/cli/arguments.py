@@ -102,4 +102,4 @@ def _metavar(hint: Any) -> str:
     if origin is tuple:
         return f"[{','.join(_metavar(part) for part in parts)}]"
     words = {int: "N", float: "X", bool: "{true,false}"}
-    return words.get(hint, "JSON" if origin is dict else "TEXT")
+    return words.get(hint, "JSON" if origin is dict or dataclasses.is_dataclass(hint) else "TEXT")

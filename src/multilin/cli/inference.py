@@ -11,7 +11,8 @@ from multilin.cli.messages import as_json, loading, say_next
 from multilin.cli.prompts import read_prompt
 from multilin.cli.tables import make_console
 from multilin.errors import InputError, nearest, plural
-from multilin.inference.run_files import check_run_files
+from multilin.files import check_folder
+from multilin.inference.run_files import check_run_files, is_adapter
 from multilin.inference.settings import EngineName, GenerationSettings, RolloutSettings
 from multilin.settings import settings
 from multilin.settings.bounds import PathText, Prose
@@ -41,6 +42,14 @@ class RolloutArguments:
     prompt: Prose | None = None  # text to go on from; without one it is read from a pipe
     prompt_file: PathText | None = None  # file with the text to go on from; one newline at its end is left out
     json: bool = False  # print JSON
+
+
+@settings
+class MergeArguments:
+    """The run to merge."""
+
+    run: PathText  # folder of a run that trained adapters
+    output: PathText | None = None  # new folder for the model; without one RUN-merged
 
 
 @settings
@@ -113,6 +122,21 @@ def rollout(arguments: RolloutArguments, settings: RolloutSettings) -> None:
         return
     _print_rollout(result)
     say_next(f"multilin generate {arguments.run}", f"multilin info {arguments.run}")
+
+
+def merge(arguments: MergeArguments) -> None:
+    """Merge the adapters of a run with the model they belong to into a model of its own."""
+    check_run_files(arguments.run)
+    if not is_adapter(Path(arguments.run)):
+        raise InputError(f"run: {arguments.run} holds a whole model and no adapters to merge")
+    output = Path(arguments.output or f"{Path(arguments.run)}-merged")
+    check_folder("--output", output, must_be_new=True)
+    with loading(f"PyTorch and {arguments.run}"):
+        from multilin.inference.runs import load_run, save_run
+
+        run = load_run(arguments.run)
+    save_run(run, output)
+    say_next(f"multilin generate {output}", f"multilin info {output}")
 
 
 def convert(arguments: ConvertArguments) -> None:

@@ -13,13 +13,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import multilin
+from multilin.cli.chat import chat
 from multilin.cli.compare import compare
 from multilin.cli.demo import demo
 from multilin.cli.doctor import doctor
 from multilin.cli.evaluate import evaluate, quantize
 from multilin.cli.explain import explain
 from multilin.cli.export import export
-from multilin.cli.inference import convert, generate, rollout
+from multilin.cli.inference import convert, generate, merge, rollout
 from multilin.cli.info import info
 from multilin.cli.messages import plain_warnings
 from multilin.cli.publish import publish
@@ -32,7 +33,7 @@ from multilin.training.outcomes import TrainingFailed, TrainingInterrupted
 BAD_INPUT, FAILED, INTERRUPTED, BROKEN_PIPE = 2, 1, 130, 141
 
 _FUNCTIONS: tuple[Callable[..., None], ...] = (
-    demo, train, generate, serve, rollout, evaluate, compare, explain, quantize, export, publish, info,
+    demo, train, merge, generate, chat, serve, rollout, evaluate, compare, explain, quantize, export, publish, info,
     tokenizer_train, tokenizer_show, convert, doctor,
 )  # fmt: skip
 VERBS = {function.__name__.replace("_", " "): function for function in _FUNCTIONS}

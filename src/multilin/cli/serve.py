@@ -1,21 +1,22 @@
 """The verb that serves a model over HTTP."""
 
 import importlib.util
-import os
 import socket
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
-
-from annotated_types import MaxLen
+from typing import TYPE_CHECKING
 
 from multilin.cli.export import open_engine
+from multilin.cli.messages import loading
 from multilin.errors import InputError
+from multilin.inference.run_files import is_export
 from multilin.inference.settings import EngineName
+from multilin.serving.settings import ServeLimits, num_bytes, split_keys
 from multilin.settings import settings
-from multilin.settings.bounds import Amount, Count, Length, Name, PathText, Port
+from multilin.settings.bounds import Name, PathText, Port
 
-Bytes = Annotated[str, MaxLen(20)]
-KEY_VARIABLE = "MULTILIN_API_KEY"
+if TYPE_CHECKING:
+    from multilin.inference.runs import Run
 
 
 @settings
@@ -32,53 +33,26 @@ class ServeArguments:
     engine: EngineName = "auto"  # auto takes ONNX Runtime on a CPU, exporting the run once, else PyTorch
 
 
-@settings
-class ServeLimits:
-    """How much is done at a time and kept."""
-
-    slots: Count = 64  # sequences that are generated at a time
-    queue: Count = 256  # requests that may wait; more are refused with 429
-    max_tokens: Count = 4096  # tokens to generate for a request, at most
-    max_prompt: Length = 65536  # tokens to read for a request, at most
-    memory: Bytes = "1GB"  # of states kept in memory
-    sessions: str | None = None  # folder, or address for fsspec, where states and sessions outlive the server
-    disk: Bytes = "100GB"  # of states in that folder; the oldest are deleted beyond it
-    keep_days: Amount | None = None  # delete states that are older
-
-
 def serve(arguments: ServeArguments, limits: ServeLimits) -> None:
     """Serve a model over HTTP, as OpenAI's clients know it, with sessions that go on where they stopped."""
     keys = _check(arguments)
-    memory, disk = _bytes("memory", limits.memory), _bytes("disk", limits.disk)
+    num_bytes("memory", limits.memory), num_bytes("disk", limits.disk)
     with _listen(arguments) as listener:
-        _serve(arguments, limits, keys, (memory, disk), listener)
+        _serve(arguments, limits, keys, listener)
 
 
-def _serve(
-    arguments: ServeArguments, limits: ServeLimits, keys: list[str], sizes: tuple[int, int], listener: socket.socket
-) -> None:
+def _serve(arguments: ServeArguments, limits: ServeLimits, keys: list[str], listener: socket.socket) -> None:
     """Load the model, and answer until the end."""
     folder = Path(arguments.run)
     engine, codec, owner = open_engine(folder, arguments.engine, is_server=True)
     from multilin.serving.app import create_app
-    from multilin.serving.folder import AddressFolder, MemoryFolder
-    from multilin.serving.layout import open_layout
     from multilin.serving.server import run_server
-    from multilin.serving.service import Limits, Service
-    from multilin.serving.sessions import SessionStore
-    from multilin.serving.turns import TurnStore
+    from multilin.serving.start import start_service
 
-    state_owner = owner()
-    store = None if limits.sessions is None else AddressFolder(f"{limits.sessions}/{state_owner.hash[:16]}")
-    seconds = None if limits.keep_days is None else limits.keep_days * 86400
-    service = Service(
-        engine, codec, state_owner, arguments.name or folder.resolve().name, open_layout(codec, folder),
-        TurnStore(store, *sizes, seconds), SessionStore(store or MemoryFolder()),
-        Limits(limits.max_prompt, limits.max_tokens, limits.slots), limits.slots, limits.queue,
-    )  # fmt: skip
+    service = start_service(engine, codec, owner(), folder, arguments.name, limits)
     app = create_app(
         service, keys=keys, origins=[] if arguments.cors is None else arguments.cors.split(","),
-        is_loopback=not keys and _is_loopback(arguments.host),
+        is_loopback=not keys and _is_loopback(arguments.host), load_run=_loader(folder),
     )  # fmt: skip
     host, port = listener.getsockname()[:2]
     _say(f"[{host}]:{port}" if ":" in host else f"{host}:{port}", service.name, engine.name, bool(keys))
@@ -90,8 +64,7 @@ def _check(arguments: ServeArguments) -> list[str]:
     for name in ("fastapi", "uvicorn", "prometheus_client"):
         if importlib.util.find_spec(name) is None:
             raise InputError(f"serve: needs {name}, which is not installed; pip install 'multilin[serve]'")
-    given = arguments.api_key if arguments.api_key is not None else os.environ.get(KEY_VARIABLE, "")
-    keys = [key.strip() for key in given.split(",") if key.strip()]
+    keys = split_keys(arguments.api_key)
     if arguments.api_key is not None and not keys:
         raise InputError("--api-key: an empty text given, but a key has a character")
     if not (keys or arguments.insecure or _is_loopback(arguments.host)):
@@ -99,6 +72,18 @@ def _check(arguments: ServeArguments) -> list[str]:
             f"--host: {arguments.host} can be reached by others; give --api-key, or --insecure to let everybody in"
         )
     return keys
+
+
+def _loader(folder: Path) -> "Callable[[], Run] | None":
+    """Loads the PyTorch model of a run."""
+
+    def load() -> "Run":
+        with loading(f"PyTorch and {folder}"):
+            from multilin.inference.runs import load_run
+
+            return load_run(folder)
+
+    return None if is_export(folder) else load
 
 
 def _is_loopback(host: str) -> bool:
@@ -114,15 +99,6 @@ def _listen(arguments: ServeArguments) -> socket.socket:
         raise InputError(
             f"--port: {arguments.host}:{arguments.port} cannot be listened on ({error.strerror})"
         ) from None
-
-
-def _bytes(flag: str, text: str) -> int:
-    """A number of bytes such as 500MB."""
-    units = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-    number, unit = text[:-2].strip(), text[-2:].upper()
-    if unit not in units or not number.replace(".", "", 1).isdecimal():
-        raise InputError(f"--{flag}: {text!r} given, but it should be a size such as 500MB or 2GB")
-    return int(float(number) * units[unit])
 
 
 def _say(address: str, name: str, engine: str, has_key: bool) -> None:

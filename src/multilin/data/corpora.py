@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
-from multilin.data.files import SUPPORTED, Document, EncodingErrors, check_file, file_format, read_file, row_text
+from multilin.data.files import SUPPORTED, Document, EncodingErrors, check_file, file_format, read_file, row_document
 from multilin.data.python_library import library_files, python_docs, python_source
 from multilin.errors import InputError, as_input_error, nearest, shown
 
@@ -29,7 +29,7 @@ def read_documents(
         source: `python-docs` or `python-source`; a file, folder (read with its subfolders) or glob of .txt .md .jsonl
             .csv .parquet, also .gz or .zst; or a hub dataset: `owner/name[:split]`, `owner/name/config[:split]`, and
             with `hub:` in front also a name without owner or a local folder that `datasets` can load. The split is
-            `train` if none is given.
+            `train` if none is given. Rows hold texts or conversations, see `multilin.data.chat`.
         text_field: the field with the text, where documents are rows.
         encoding_errors: `strict` refuses bytes that are not UTF-8, `replace` puts U+FFFD in their place.
 
@@ -37,10 +37,13 @@ def read_documents(
         InputError: the source does not exist, holds no text, or cannot be read as what its name says. It comes when the
             first document is asked for.
     """
-    empty = True
+    empty, is_chat = True, None
     for document in _all_documents(source, text_field, encoding_errors):
         if document.text:
-            empty = False
+            if is_chat not in (None, document.messages is not None):
+                kinds = ("a text", "conversations") if is_chat else ("a conversation", "texts")
+                raise InputError(f"{shown(source)}: {document.name} is {kinds[0]} among {kinds[1]}; give them apart")
+            empty, is_chat = False, document.messages is not None
             yield document
     if empty:
         raise InputError(f"{shown(source)} is empty: a corpus needs some text")
@@ -146,7 +149,7 @@ def _hub_documents(source: str, text_field: str, encoding_errors: EncodingErrors
     name, config, split = _hub_parts(source)
     with as_input_error(partial(_hub_failure, source)):
         for number, row in enumerate(load_dataset(name, config, split=split, streaming=True), start=1):
-            yield Document(f"{split}:{number}", row_text(row, text_field, f"{source}:{number}", encoding_errors))
+            yield row_document(row, f"{split}:{number}", text_field, f"{source}:{number}", encoding_errors)
 
 
 def _hub_revision(name: str) -> str | None:

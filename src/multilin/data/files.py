@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Literal
 
+from multilin.data.chat import Message, read_messages
 from multilin.errors import InputError, nearest, shorten, shown
 from multilin.settings.inputs import MEGABYTE, check_regular
 
@@ -33,7 +34,8 @@ class Document:
     """One text, read from its start without knowing any other."""
 
     name: str  # where it came from, relative to the source: `plays/hamlet.txt`, `rows.jsonl:17`
-    text: str
+    text: str  # of a conversation what its messages say
+    messages: list[Message] | None = None  # of a conversation
 
 
 def file_format(path: Path) -> str | None:
@@ -87,7 +89,21 @@ def read_file(path: Path, name: str, text_field: str, encoding_errors: EncodingE
         else:
             rows = (_json_rows if suffix == ".jsonl" else _csv_rows)(stream, path, encoding_errors)
         for number, row in rows:
-            yield Document(f"{name}:{number}", row_text(row, text_field, f"{path}:{number}", encoding_errors))
+            yield row_document(row, f"{name}:{number}", text_field, f"{path}:{number}", encoding_errors)
+
+
+def row_document(
+    row: Mapping[str, Any], name: str, text_field: str, where: str, encoding_errors: EncodingErrors
+) -> Document:
+    """The text in a row's field, or the conversation in a row without this field.
+
+    Raises:
+        InputError: as `row_text` and `read_messages`.
+    """
+    messages = None if text_field in row else read_messages(row, where)
+    if messages is not None:
+        return Document(name, "\n\n".join(message["content"] for message in messages), messages)
+    return Document(name, row_text(row, text_field, where, encoding_errors))
 
 
 def row_text(row: Mapping[str, Any], text_field: str, where: str, encoding_errors: EncodingErrors) -> str:

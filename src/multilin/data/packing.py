@@ -4,6 +4,9 @@ Every document becomes its start token followed by its tokens, so that the first
 something, and where a text ends the next start token is predicted.
 """
 
+import contextlib
+import functools
+import itertools
 import json
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -19,6 +22,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
+from multilin.data.chat import encode_conversation, whole_documents
 from multilin.data.encoding import Encoder, make_encoder
 from multilin.data.files import Document
 from multilin.data.tokenizers import start_token_id, token_byte_lengths, tokenizer_hash
@@ -30,7 +34,7 @@ BATCH_CHARACTERS = 2**22
 IGNORED_LABEL = -100
 BLOCK_FIELDS = ("input_ids", "labels", "document_ids")
 
-_TOKENS, _INDEX, _DESCRIPTION = "tokens.bin", "index.safetensors", "packed.json"
+_TOKENS, _ANSWERS, _INDEX, _DESCRIPTION = "tokens.bin", "answers.bin", "index.safetensors", "packed.json"
 
 
 @dataclass(frozen=True)
@@ -46,6 +50,7 @@ class Description:
     start_token_id: int
     pad_token_id: int
     tokenizer_hash: str
+    is_chat: bool = False  # whether the documents are conversations, of which answers alone are scored
 
 
 class PackedText:
@@ -67,6 +72,9 @@ class PackedText:
         self.num_bytes = description.num_bytes
         self.document_starts, self.document_bytes = index["document_starts"], index["document_bytes"]
         self.tokens = np.memmap(folder / _TOKENS, dtype=description.dtype, mode="r", shape=(description.num_tokens,))
+        self.is_answer = None  # (num_tokens,) bool, memory-mapped: tokens of answers; None where all are scored
+        if description.is_chat:
+            self.is_answer = np.memmap(folder / _ANSWERS, dtype=bool, mode="r", shape=(description.num_tokens,))
         self._token_bytes = index["token_bytes"]
 
     @classmethod
@@ -88,6 +96,8 @@ class PackedText:
             raise InputError(f"{folder}: no packed text, as {Path(error.filename or folder).name} is missing") from None
         except (ValueError, TypeError, SafetensorError) as error:
             raise InputError(f"{folder}: damaged packed text ({error}); delete it to prepare it again") from None
+        if description.is_chat and not (folder / _ANSWERS).is_file():
+            raise InputError(f"{folder}: no packed text, as {_ANSWERS} is missing")
         if size != (expected := description.num_tokens * np.dtype(description.dtype).itemsize):
             difference = f"{plural(size, 'byte')} instead of {expected}"
             raise InputError(f"{folder}: {_TOKENS} has {difference}; delete it to prepare it again")
@@ -136,6 +146,9 @@ class Blocks(torch.utils.data.Dataset[dict[str, Tensor]]):
     Block i covers tokens[i * (block_size - 1) :][:block_size]. A causal language model of transformers shifts the
     labels itself, so over all blocks every token but the very first is predicted exactly once.
 
+    Conversations are never cut in two: a block is padded after as many as fit, and of one that is longer than a block
+    the rest is left out. The labels of all tokens but those of answers are -100.
+
     An item is {"input_ids", "labels", "document_ids"}, each (block_size,) int64; document_ids numbers the document
     each token belongs to. The tokens after the last whole block are left out, unless `partial`: then the last block is
     padded with the padding token, labels -100 and the last document's number.
@@ -149,6 +162,12 @@ class Blocks(torch.utils.data.Dataset[dict[str, Tensor]]):
             raise InputError(f"block_size: {block_size} given, but a block needs at least 2 tokens")
         predicted = packed.num_tokens - 1
         self.packed, self.block_size = packed, block_size
+        self._spans = (
+            None if packed.is_answer is None else whole_documents(packed.document_starts, packed.num_tokens, block_size)
+        )
+        if self._spans is not None:
+            self._length = len(self._spans)
+            return
         self._length = -(-predicted // (block_size - 1)) if partial else predicted // (block_size - 1)
         if self._length == 0:
             raise InputError(
@@ -163,15 +182,19 @@ class Blocks(torch.utils.data.Dataset[dict[str, Tensor]]):
         """First token of a block and the one after its last."""
         if not 0 <= index < self._length:
             raise IndexError(f"block {index} of {self._length}")
+        if self._spans is not None:
+            return self._spans[index]
         start = index * (self.block_size - 1)
         return start, min(start + self.block_size, self.packed.num_tokens)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         start, stop = self.span(index)
         tokens, missing = self.packed.tokens[start:stop].astype(np.int64), (0, self.block_size - (stop - start))
+        is_answer = self.packed.is_answer
+        labels = tokens if is_answer is None else np.where(is_answer[start:stop], tokens, IGNORED_LABEL)
         fields = (
             np.pad(tokens, missing, constant_values=self.packed.description.pad_token_id),
-            np.pad(tokens, missing, constant_values=IGNORED_LABEL),
+            np.pad(labels, missing, constant_values=IGNORED_LABEL),
             np.pad(self.packed.document_of(start, stop), missing, mode="edge"),
         )
         return dict(zip(BLOCK_FIELDS, map(torch.from_numpy, fields), strict=True))
@@ -197,10 +220,18 @@ def pack(
     if folder.exists():
         raise InputError(f"{folder} exists already; a text is packed into a new folder")
     with atomic_folder(folder) as partial:
-        with (partial / _TOKENS).open("wb") as stream:
+        documents = iter(documents)
+        first = next(documents, None)
+        documents = documents if first is None else itertools.chain([first], documents)
+        with (partial / _TOKENS).open("wb") as stream, contextlib.ExitStack() as stack:
             writer = _Writer(tokenizer, stream.write)
-            for batch in _batches(documents, writer.encoder):
-                writer.add(batch)
+            if first is not None and first.messages is not None:
+                writer.write_answers = stack.enter_context((partial / _ANSWERS).open("wb")).write
+                steps = (functools.partial(writer.add_conversation, document) for document in documents)
+            else:
+                steps = (functools.partial(writer.add, batch) for batch in _batches(documents, writer.encoder))
+            for step in steps:
+                step()
                 if progress is not None:
                     progress(writer.num_bytes)
         writer.write_index(partial)
@@ -231,6 +262,23 @@ class _Writer:
         self._num_tokens = self._counted_bytes = self._unknown = 0
         self._starts: list[NDArray[np.int64]] = []
         self._bytes: list[int] = []
+        self.write_answers: Callable[[bytes], object] | None = None
+
+    def add_conversation(self, document: Document) -> None:
+        assert document.messages is not None, "texts and conversations are packed apart"
+        ids, is_answer = encode_conversation(document.messages, self._tokenizer, document.name)
+        start = start_token_id(self._tokenizer)
+        if ids[0] not in (start, self._tokenizer.bos_token_id):  # which a template may write itself
+            ids, is_answer = [start, *ids], [False, *is_answer]
+        assert self.write_answers is not None
+        self.write_answers(np.array(is_answer, dtype=bool).tobytes())
+        row = np.array(ids)
+        self._starts.append(np.array([self._num_tokens]))
+        self._write(row.astype(self._dtype).tobytes())
+        self._num_tokens += len(row)
+        self._counted_bytes += int(self._token_bytes[row].sum())
+        self._bytes.append(int(self._token_bytes[row].sum()))
+        self.num_bytes += self._bytes[-1]
 
     def add(self, batch: list[tuple[int, str]]) -> None:
         ids, counts = self.encoder.encode([text for _, text in batch])
@@ -265,6 +313,6 @@ class _Writer:
             num_bytes=self.num_bytes, counted_bytes=self._counted_bytes,
             dtype=self._dtype.name, vocab_size=len(self._token_bytes),
             start_token_id=start_token_id(self._tokenizer), pad_token_id=int(self._tokenizer.pad_token_id),
-            tokenizer_hash=tokenizer_hash(self._tokenizer),
+            tokenizer_hash=tokenizer_hash(self._tokenizer), is_chat=self.write_answers is not None,
         )  # fmt: skip
         (folder / _DESCRIPTION).write_text(json.dumps(asdict(description), indent=2), encoding="utf-8")

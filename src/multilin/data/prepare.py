@@ -16,6 +16,7 @@ from filelock import FileLock
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerFast
 
+from multilin.data.chat import CHAT_TEMPLATE
 from multilin.data.corpora import read_documents, source_fingerprint
 from multilin.data.files import Document
 from multilin.data.packing import PackedText, pack
@@ -69,7 +70,8 @@ class Spool:
                 content = document.text.encode()
                 hashes.append(int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "big"))
                 sizes.append(len(content))
-                stream.write(json.dumps([document.name, document.text], ensure_ascii=False) + "\n")
+                fields = (document.name, document.text, document.messages)
+                stream.write(json.dumps(fields, ensure_ascii=False) + "\n")
                 total += len(content)
                 if total - reported >= _REPORT_BYTES:
                     progress(total)
@@ -124,6 +126,8 @@ def _key(data: DataRecipe, recipe: TokenizerRecipe, tokenizer: PreTrainedTokeniz
         content |= {"tokenizer_kind": recipe.kind, "vocab_size": recipe.vocab_size}
     else:
         content["tokenizer"] = tokenizer_hash(tokenizer)
+        if tokenizer.chat_template not in (None, CHAT_TEMPLATE):
+            content["chat_template"] = tokenizer.chat_template
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:32]
 
 
@@ -164,9 +168,14 @@ def _prepare(
 ) -> None:
     spools, train, validation = _split(data, folder, progress)
     tokenizer = loaded or train_tokenizer(reported_texts(train(), progress), recipe.kind, recipe.vocab_size)
+    if next(train()).messages is not None and tokenizer.chat_template is None:
+        tokenizer.chat_template = CHAT_TEMPLATE
     tokenizer.save_pretrained(folder / "tokenizer")
-    pack(train(), tokenizer, folder / "train", partial(progress, "packing the training text"))
-    pack(validation(), tokenizer, folder / "validation", partial(progress, "packing the validation text"))
+    first = pack(train(), tokenizer, folder / "train", partial(progress, "packing the training text"))
+    second = pack(validation(), tokenizer, folder / "validation", partial(progress, "packing the validation text"))
+    if first.description.is_chat != second.description.is_chat:
+        kinds = ("conversations", "texts") if first.description.is_chat else ("texts", "conversations")
+        raise InputError(f"data.validation: {data.validation} holds {kinds[1]}, but data.source holds {kinds[0]}")
     for spool in spools:
         spool.path.unlink()
 
@@ -221,9 +230,11 @@ def split_document(document: Document, fraction: float) -> tuple[Document, Docum
     """Cut a document in two: at the first line that begins in the last `fraction` of it, else at the last line.
 
     Raises:
-        InputError: the document is a single character.
+        InputError: the document is a single character, or a conversation.
     """
     text = document.text
+    if document.messages is not None:
+        raise InputError("data.source: a single conversation cannot be split for validation (data.validation)")
     if len(text) < 2:
         raise InputError("data.source: a single character cannot be split for validation (data.validation)")
     target = min(max(int(len(text) * (1 - fraction)), 1), len(text) - 1)

@@ -112,10 +112,9 @@ class OnnxEngine:
         """
         counts = np.array([len(row) for row in token_ids])
         self._check_length(state, counts)
-        most, fewest = int(counts.max(initial=0)), int(counts.min(initial=0))
-        if most == fewest and most <= SHORT:
-            columns = np.array(token_ids, np.int64).reshape(len(token_ids), most)
-            logits = np.zeros((len(token_ids), self.vocab_size), np.float32)
+        most = int(counts.max(initial=0))
+        if 0 < most <= SHORT and (counts == most).all():
+            columns = np.array(token_ids, np.int64)
             for column in range(most):
                 logits = self._run(self._step, state, columns[:, column : column + 1], None)
             return logits

@@ -1,12 +1,16 @@
-"""Whether a folder holds a model: a quick look before PyTorch is imported to load it."""
+"""Where a model lies and whether a folder holds one: a quick look before PyTorch is imported to load it."""
 
+import hashlib
 import json
 from pathlib import Path
 
-from multilin.errors import InputError
+from multilin.errors import InputError, as_input_error, shown
+from multilin.settings.inputs import read_json
 
 MANIFEST = "multilin.json"
 """Describes an exported model."""
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+"""The adapters of a model that lies elsewhere, as PEFT writes them."""
 
 
 def is_export(folder: str | Path) -> bool:
@@ -18,24 +22,112 @@ def is_export(folder: str | Path) -> bool:
 def model_type(folder: Path) -> str | None:
     """The kind of model in a folder, as its config.json names it; None where that cannot be read."""
     try:
+        folder = Path(base_of(folder)) if is_adapter(folder) else folder
         content = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         return str(content["model_type"])
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
 
 
+def is_adapter(folder: Path) -> bool:
+    """Whether a folder holds the adapters of a model and not the model itself."""
+    return (folder / ADAPTER_CONFIG).is_file() and not (folder / "config.json").is_file()
+
+
+def base_of(folder: Path) -> str:
+    """The model that the adapters in a folder belong to: a folder, or a name on the hub.
+
+    Raises:
+        InputError: adapter_config.json is damaged or names none.
+    """
+    values = read_json(folder / ADAPTER_CONFIG, "run")
+    base = values.get("base_model_name_or_path") if isinstance(values, dict) else None
+    if not isinstance(base, str) or not base:
+        raise InputError(f"run: {folder / ADAPTER_CONFIG} names no model that its adapters belong to")
+    return base
+
+
+def find_model(name: str, field: str) -> Path:
+    """The folder of a model, fetched from the hub where it is a name there.
+
+    Args:
+        name: of a folder or on the hub.
+        field: that gave it; messages begin with it.
+
+    Raises:
+        InputError: neither a folder with a model nor a name that the hub knows.
+    """
+    folder = Path(name).expanduser()
+    if not folder.exists():
+        if folder.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
+            raise InputError(f"{field}: {shown(name)} does not exist; give a run, a folder or a name on the hub")
+        folder = _fetch(name, field)
+    try:
+        check_run_files(folder)
+    except InputError as error:
+        raise InputError(f"{field}: {str(error).removeprefix('run: ')}") from None
+    return folder
+
+
+def _fetch(name: str, field: str) -> Path:
+    """The files of a model on the hub that are read here: no code, no pickles."""
+    import huggingface_hub
+
+    from multilin.data.tokenizers import TOKENIZER_FILES
+
+    with as_input_error(
+        lambda reason: f"{field}: {shown(name)} is neither a folder here nor a model that the hub gives ({reason})"
+    ):
+        try:
+            # Asked once: downloads would try again and again, for minutes where there is no connection.
+            revision = huggingface_hub.HfApi().model_info(name, timeout=20).sha
+        except Exception:
+            if not isinstance(huggingface_hub.try_to_load_from_cache(name, "config.json"), str):
+                raise
+            return Path(huggingface_hub.snapshot_download(name, local_files_only=True))
+        patterns = [ADAPTER_CONFIG, "config.json", "generation_config.json", "*.safetensors*", *TOKENIZER_FILES]
+        return Path(huggingface_hub.snapshot_download(name, revision=revision, allow_patterns=patterns))
+
+
 def check_run_files(folder: str | Path) -> None:
     """Refuse a folder without a model.
 
     Raises:
-        InputError: no folder, or one without config.json or .safetensors files.
+        InputError: no folder, or one without a config or .safetensors files.
     """
     folder = Path(folder)
     if not folder.is_dir():
         raise InputError(f"run: {str(folder)!r} is no folder; give the folder of a run, such as runs/demo")
-    if not (folder / "config.json").is_file():
+    if not (folder / "config.json").is_file() and not is_adapter(folder):
         unfinished = (folder / "recipe.yaml").is_file()
         hint = f"; finish its training with `multilin train {folder} --resume`" if unfinished else ""
         raise InputError(f"run: {folder} holds no model (no config.json){hint}")
     if not any(folder.glob("*.safetensors")):
         raise InputError(f"run: {folder} holds no weights (no .safetensors file)")
+
+
+def weights_hash(folder: Path) -> str:
+    """SHA-256 of the weights in a folder: of the names and contents of its .safetensors files."""
+    digest = hashlib.sha256()
+    for path in sorted(folder.glob("*.safetensors")):
+        with path.open("rb") as stream:
+            digest.update(path.name.encode() + hashlib.file_digest(stream, "sha256").digest())
+    return digest.hexdigest()
+
+
+def check_weights_hash(folder: Path, expected: str | None, field: str) -> None:
+    """Refuse a model whose weights changed since a run began with them.
+
+    Args:
+        folder: of the model.
+        expected: what `weights_hash` was then.
+        field: messages begin with it.
+
+    Raises:
+        InputError: the weights are others.
+    """
+    if weights_hash(folder) != expected:
+        raise InputError(
+            f"{field}: the weights in {folder} are not those that the recipe records (model.start_hash); put them "
+            "back, or name model.start again to begin with what is there now"
+        )

@@ -1,6 +1,9 @@
 """Trained models on disk: a run folder, one of its checkpoints, or any folder in Hugging Face's layout."""
 
+import contextlib
 import dataclasses
+import shutil
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,12 +14,14 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 from multilin.architectures.base import Sizes
 from multilin.data.tokenizers import load_tokenizer, tokenizer_hash
 from multilin.errors import InputError, plural
-from multilin.inference.run_files import check_run_files
+from multilin.files import atomic_folder
+from multilin.inference.adapters import merge_adapters
+from multilin.inference.run_files import base_of, check_run_files, check_weights_hash, find_model, is_adapter
 from multilin.model.config import TokenIds
 from multilin.model.factory import BaselineOptions
 from multilin.model.memory import check_memory, parameter_bytes
 from multilin.settings import load_settings, settings
-from multilin.settings.inputs import check_model_files, read_json
+from multilin.settings.inputs import check_model_files, read_json, read_yaml
 
 
 @settings
@@ -67,19 +72,14 @@ def load_model(folder: Path) -> PreTrainedModel:
     Raises:
         InputError: no model there, damaged or missing weights, or a config of more than fits into the memory.
     """
-    check_run_files(folder)
+    read_config(folder)
     _check_weights(folder)
-    try:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        _check_sizes(config)
+    if is_adapter(folder):
+        return merge_adapters(load_model(_find_base(folder)), folder)
+    with _loading(folder):
         model, found = AutoModelForCausalLM.from_pretrained(
             folder, use_safetensors=True, local_files_only=True, trust_remote_code=False, output_loading_info=True
         )
-    except InputError as error:
-        raise InputError(f"run: {folder / 'config.json'}: {error}") from None
-    except Exception as error:  # what is wrong in a config or in weights ends in errors of many kinds
-        reason = " ".join(str(error).split())[:200]
-        raise InputError(f"run: the model in {folder} cannot be loaded ({reason})") from error
     if found["missing_keys"]:
         missing = sorted(found["missing_keys"])
         others = f" and {plural(len(missing) - 1, 'other')}" if missing[1:] else ""
@@ -88,6 +88,58 @@ def load_model(folder: Path) -> PreTrainedModel:
         if not parameter.isfinite().all():
             raise InputError(f"run: the weights in {folder} are damaged: {name} holds values that are not finite")
     return model.eval()
+
+
+def read_config(folder: Path) -> PretrainedConfig:
+    """The config of the model of a folder.
+
+    Raises:
+        InputError: no model there, a damaged config, or one of more than fits into the memory.
+    """
+    check_run_files(folder)
+    check_model_files(folder, "run")
+    if is_adapter(folder):
+        return read_config(_find_base(folder))
+    with _loading(folder):
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        _check_sizes(config)
+    return config
+
+
+def _find_base(folder: Path) -> Path:
+    """The folder of the model that adapters belong to, with the weights that they were trained with."""
+    base = find_model(base_of(folder), f"run: the model of the adapters in {folder}")
+    if is_adapter(base) and base.resolve() == folder.resolve():
+        raise InputError(f"run: the adapters in {folder} name themselves as the model they belong to")
+    recipe = read_yaml(folder / "recipe.yaml", "run") if (folder / "recipe.yaml").is_file() else {}
+    expected = recipe.get("model", {}).get("start_hash")
+    if expected is not None:
+        check_weights_hash(base, expected, f"run: the model of the adapters in {folder}")
+    return base
+
+
+def save_run(run: Run, target: Path) -> None:
+    """Write the model and the tokenizer of a run into a folder, complete or not at all, with its recipe beside them.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+    with atomic_folder(target) as partial:
+        run.model.save_pretrained(partial)
+        run.tokenizer.save_pretrained(partial)
+        if (run.folder / "recipe.yaml").is_file():
+            shutil.copy(run.folder / "recipe.yaml", partial / "recipe.yaml")
+
+
+@contextlib.contextmanager
+def _loading(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except InputError as error:
+        raise InputError(f"run: {folder / 'config.json'}: {error}") from None
+    except Exception as error:  # what is wrong in a config or in weights ends in errors of many kinds
+        reason = " ".join(str(error).split())[:200]
+        raise InputError(f"run: the model in {folder} cannot be loaded ({reason})") from error
 
 
 def _check_sizes(config: PretrainedConfig) -> None:
@@ -107,7 +159,6 @@ def _check_generation(path: Path) -> None:
 
 
 def _check_weights(folder: Path) -> None:
-    check_model_files(folder, "run")
     _check_generation(folder / "generation_config.json")
     for path in sorted(folder.glob("*.safetensors")):
         try:
@@ -124,8 +175,7 @@ def _check_tokenizer(tokenizer: PreTrainedTokenizerFast, config: PretrainedConfi
             f"run: the tokenizer in {folder} is not the one its model was trained with; put the original "
             "tokenizer.json back"
         )
-    trained_here = (folder / "recipe.yaml").is_file()
-    if len(tokenizer) > config.vocab_size or (trained_here and len(tokenizer) != config.vocab_size):
+    if len(tokenizer) > config.vocab_size:
         raise InputError(
             f"run: the tokenizer in {folder} has {len(tokenizer)} tokens, but its model was trained with "
             f"{config.vocab_size}; put the original tokenizer.json back"

@@ -41,13 +41,13 @@ def choose_tokens(
     tokens: list[int] = logits_BV.argmax(axis=1).tolist() if len(drawn) < len(settings) else [0] * len(settings)
     plain = [row for row in drawn if not (settings[row].top_k or settings[row].top_p or settings[row].min_p)]
     if plain:
-        logits = logits_BV[plain].astype(np.float64)
-        logits /= np.array([settings[row].temperature for row in plain])[:, None]
-        ends = np.exp(logits - logits.max(axis=1, keepdims=True)).cumsum(axis=1)
-        targets = np.array([numbers[row].uniform() for row in plain]) * ends[:, -1]
-        chosen = (ends <= targets[:, None]).sum(axis=1).clip(max=logits.shape[1] - 1)
-        for row, token in zip(plain, chosen.tolist(), strict=True):
-            tokens[row] = token
+        ends = logits_BV[plain].astype(np.float64)  # in place from here on: large arrays are slow to allocate
+        ends -= ends.max(axis=1, keepdims=True)
+        ends /= np.array([settings[row].temperature for row in plain])[:, None]
+        np.cumsum(np.exp(ends, out=ends), axis=1, out=ends)
+        for row, end in zip(plain, ends, strict=True):
+            place = int(np.searchsorted(end, numbers[row].uniform() * end[-1], side="right"))
+            tokens[row] = min(place, len(end) - 1)
     for row in set(drawn) - set(plain):
         few, shares = candidates(logits_BV[row], settings[row])
         end = np.cumsum(shares)

@@ -2,7 +2,7 @@
 
 from multilin.layers.base import Layer, Layout, ParameterHolder, head_width
 from multilin.layers.blocks import GeluFeedForward, ResidualBlock
-from multilin.layers.linear import Linear, MatrixModule, ScaledLinear
+from multilin.layers.linear import Linear, multiply_pairs, multiply_scaled
 from multilin.layers.norms import TileNorm
 from multilin.layers.positions import rotary_angles, rotate
 from multilin.layers.reading import Reader, Reading
@@ -12,14 +12,14 @@ __all__ = [
     "Layer",
     "Layout",
     "Linear",
-    "MatrixModule",
     "ParameterHolder",
     "Reader",
     "Reading",
     "ResidualBlock",
-    "ScaledLinear",
     "TileNorm",
     "head_width",
+    "multiply_pairs",
+    "multiply_scaled",
     "rotary_angles",
     "rotate",
 ]

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 
 from multilin.errors import InputError
-from multilin.layers.base import ParameterHolder
 from multilin.ops.block_outer import block_outer
 from multilin.ops.int8 import Rounded, dequantize, int8_block_outer, int8_linear, round_weight, simulate_rounding
 from multilin.settings import settings
@@ -26,115 +25,172 @@ class Arithmetic:
     stored_as_int8: bool = False  # keep weights in int8 only, without their floats
 
 
-class MatrixModule(nn.Module):
-    """A module that multiplies with matrices, in the arithmetic that is set; subclasses name them in `matrices`.
+class Linear(nn.Linear):
+    """PyTorch's Linear, in the arithmetic that is set.
 
-    `hold_int8` replaces them by int8 values and a scale, `NAME_int8` and `NAME_scale`: buffers, which are saved with
-    the model and cannot be trained. `follow_int8` sets them beside the parameters, where gradients still arrive.
+    `hold_int8` replaces the weight by int8 values and a scale, `weight_int8` and `weight_scale`: buffers, which are
+    saved with the model and cannot be trained. `follow_int8` sets them beside the parameter, where gradients still
+    arrive.
+
+    Args:
+        in_features, out_features, bias: as PyTorch's.
+        starts_at_zero: whether the model draws no weights for it but zeros.
     """
 
-    matrices: tuple[str, ...] = ("weight",)
     arithmetic = Arithmetic()
+    weight_int8: Tensor
+    weight_scale: Tensor
 
-    def matrix(self, name: str) -> Tensor | Rounded:
+    def __init__(self, in_features: int, out_features: int, bias: bool = True, *, starts_at_zero: bool = False) -> None:
+        super().__init__(in_features, out_features, bias)
+        self.starts_at_zero = starts_at_zero
+
+    def forward(self, input: Tensor) -> Tensor:
+        """(..., n) to (..., m)."""
+        return self.multiply(input)
+
+    def matrix(self) -> Tensor | Rounded:
         """The parameter, or the int8 values that replaced it."""
         if not self.arithmetic.stored_as_int8:
-            parameter: Tensor = getattr(self, name)
-            return parameter
-        return Rounded(getattr(self, f"{name}_int8"), getattr(self, f"{name}_scale"))
+            return self.weight
+        return Rounded(self.weight_int8, self.weight_scale)
 
-    def multiply(self, x: Tensor, bias: Tensor | None = None, *, name: str = "weight", factor: float = 1.0) -> Tensor:
+    def multiply(self, x: Tensor, factor: float = 1.0) -> Tensor:
         """factor * W x + bias; (..., n) to (..., m)."""
         if self.arithmetic.products == "int8":
-            return int8_linear(x, self.matrix(name), bias, factor=factor, **self._rounding(name))
-        weight = self.float_matrix(name, x.dtype)
+            return int8_linear(x, self.matrix(), self.bias, factor=factor, **self._rounding())
+        weight = self.float_matrix(x.dtype)
         if torch.compiler.is_exporting() and factor != 1.0:  # a graph has a constant matrix, which can be rounded
             weight, factor = weight * factor, 1.0
         if factor == 1.0:
-            return nn.functional.linear(x, weight, bias)
+            return nn.functional.linear(x, weight, self.bias)
         # The factor inside the product takes no time.
-        start, beta = (weight.new_zeros(()), 0.0) if bias is None else (bias, 1.0)
+        start, beta = (weight.new_zeros(()), 0.0) if self.bias is None else (self.bias, 1.0)
         result = torch.addmm(start, x.reshape(-1, x.shape[-1]), weight.t(), beta=beta, alpha=factor)
         return result.view(*x.shape[:-1], len(weight))
 
-    def combine_pairs(self, left: Tensor, right: Tensor, *, name: str, factor: float = 1.0) -> Tensor:
-        """factor times the block outer product of (..., N, K) and (..., N, J), contracted."""
+    def multiply_pairs(self, left: Tensor, right: Tensor, factor: float = 1.0) -> Tensor:
+        """factor times the block outer product of (..., N, K) and (..., N, J), contracted, + bias; to (..., m)."""
+        shape = (-1, *left.shape[-2:], right.shape[-1])
         if self.arithmetic.products == "int8":
-            return int8_block_outer(left, right, self.matrix(name), factor=factor, **self._rounding(name))
-        weight = self.float_matrix(name, left.dtype)
-        if torch.compiler.is_exporting() and factor != 1.0:
-            weight, factor = weight * factor, 1.0
-        result = block_outer(left, right, weight)
-        return result if factor == 1.0 else result * factor
+            rounding = self._rounding()
+            if rounding["parameter"] is not None:
+                rounding["parameter"] = rounding["parameter"].view(shape)
+            weight = self.matrix()
+            if isinstance(weight, Rounded):
+                weight = weight._replace(values=weight.values.view(shape))
+            else:
+                weight = weight.view(shape)
+            result = int8_block_outer(left, right, weight, factor=factor, **rounding)
+        else:
+            weight = self.float_matrix(left.dtype).view(shape)
+            if torch.compiler.is_exporting() and factor != 1.0:
+                weight, factor = weight * factor, 1.0
+            result = block_outer(left, right, weight)
+            result = result if factor == 1.0 else result * factor
+        return result if self.bias is None else result + self.bias
 
-    def _rounding(self, name: str) -> dict[str, Any]:
+    def _rounding(self) -> dict[str, Any]:
         return {
-            "levels": self._levels, "backward": self.arithmetic.backward, "parameter": getattr(self, name, None)
+            "levels": self._levels, "backward": self.arithmetic.backward, "parameter": getattr(self, "weight", None)
         }  # fmt: skip
 
     @property
     def _levels(self) -> str:
         return "int8" if self.arithmetic.weights == "none" else self.arithmetic.weights
 
-    def float_matrix(self, name: str = "weight", dtype: torch.dtype | None = None) -> Tensor:
+    def float_matrix(self, dtype: torch.dtype | None = None) -> Tensor:
         """The matrix that products see, as floats: int8 weights in this dtype, a parameter in its own."""
-        weight = self.matrix(name)
+        weight = self.matrix()
         if isinstance(weight, Rounded):
             return dequantize(weight).to(dtype or weight.scale.dtype)
         return weight if self.arithmetic.weights == "none" else simulate_rounding(weight, self.arithmetic.weights)
 
     def hold_int8(self) -> None:
-        """Keep int8 values and a scale instead of every matrix."""
-        for name in self.matrices:
-            rounded = round_weight(getattr(self, name), self._levels)
-            delattr(self, name)
-            self._register(name, rounded)
+        """Keep int8 values and a scale instead of the weight."""
+        rounded = round_weight(self.weight, self._levels)
+        del self.weight
+        self._register(rounded)
 
-    def follow_int8(self, name: str, rounded: Rounded) -> None:
+    def follow_int8(self, rounded: Rounded) -> None:
         """Multiply with int8 values whose floats are kept elsewhere.
 
         The gradient of the floats still arrives at the parameter, whose own numbers are no longer read.
         """
         self.arithmetic = dataclasses.replace(self.arithmetic, stored_as_int8=True)
-        self._register(name, rounded)
+        self._register(rounded)
 
-    def _register(self, name: str, rounded: Rounded) -> None:
-        self.register_buffer(f"{name}_int8", rounded.values)
-        self.register_buffer(f"{name}_scale", rounded.scale)
-
-
-class Linear(nn.Linear, MatrixModule):
-    """PyTorch's Linear, in the arithmetic that is set."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        """(..., n) to (..., m)."""
-        return self.multiply(input, self.bias)
+    def _register(self, rounded: Rounded) -> None:
+        self.register_buffer("weight_int8", rounded.values)
+        self.register_buffer("weight_scale", rounded.scale)
 
 
-class ScaledLinear(ParameterHolder, MatrixModule):
-    """W x / sqrt(width of x), without bias: with weights of unit variance y has the variance of x."""
+def is_unwrapped(module: nn.Module) -> bool:
+    """True if calling the module runs its class's own `forward` and nothing else.
 
-    def __init__(self, in_size: int, out_size: int, *, starts_at_zero: bool = False) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(out_size, in_size))
-        self.in_size, self.starts_at_zero = in_size, starts_at_zero
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(..., in) to (..., out)."""
-        return self.multiply(x, factor=self.in_size**-0.5)
-
-    def initialize(self, std: float) -> None:
-        """Normal weights, or zeros."""
-        nn.init.normal_(self.weight, std=0.0 if self.starts_at_zero else std)
+    Hooks, and a `forward` that was replaced, as accelerate does to fetch weights kept elsewhere, do more. An adapter is
+    a module of another class around it.
+    """
+    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    return "forward" not in vars(module) and not any(hooks)
 
 
-def matrix_modules(layers: nn.Module) -> Iterator[MatrixModule]:
-    """Every MatrixModule in the layers."""
-    return (module for module in layers.modules() if isinstance(module, MatrixModule))
+def weight_of(module: nn.Module, like: Tensor) -> Tensor:
+    """The matrix (m, n) of a plain Linear without bias; with an adapter around it, what that makes of unit vectors.
+
+    Args:
+        module: PyTorch's Linear, or what an adapter made of it.
+        like: has the device and the dtype of these vectors.
+    """
+    if type(module) is nn.Linear and is_unwrapped(module):
+        return module.weight
+    result: Tensor = module(torch.eye(module.in_features).to(like)).T  # type: ignore[call-overload]
+    return result
+
+
+def multiply_scaled(module: nn.Module, x: Tensor) -> Tensor:
+    """W x / sqrt(width of x): with weights of unit variance the result has the variance of x.
+
+    Args:
+        module: a Linear, or what an adapter made of it, which is then called.
+        x: (..., n).
+
+    Returns:
+        (..., m).
+    """
+    factor = x.shape[-1] ** -0.5
+    if isinstance(module, Linear) and is_unwrapped(module):
+        return module.multiply(x, factor)
+    result: Tensor = module(x * factor)
+    return result
+
+
+def multiply_pairs(module: nn.Module, left: Tensor, right: Tensor, *, scaled: bool = False) -> Tensor:
+    """W p for the products of all pairs in blocks, p[n, k, j] = left[n, k] right[n, j]; see `block_outer`.
+
+    Args:
+        module: a Linear of N K J inputs, or what an adapter made of it, which is then called with all products at once.
+        left: (..., N, K).
+        right: (..., N, J).
+        scaled: divide by sqrt(N K J).
+
+    Returns:
+        (..., m).
+    """
+    factor = (left.shape[-2] * left.shape[-1] * right.shape[-1]) ** -0.5 if scaled else 1.0
+    if isinstance(module, Linear) and is_unwrapped(module):
+        return module.multiply_pairs(left, right, factor)
+    result: Tensor = module((left[..., None] * right[..., None, :] * factor).flatten(-3))
+    return result
+
+
+def matrix_modules(layers: nn.Module) -> Iterator[Linear]:
+    """Every Linear in the layers."""
+    return (module for module in layers.modules() if isinstance(module, Linear))
 
 
 def set_arithmetic(layers: nn.Module, arithmetic: Arithmetic) -> None:
-    """Set the arithmetic of every MatrixModule in the layers; int8 weights cannot go back to floats.
+    """Set the arithmetic of every Linear in the layers; int8 weights cannot go back to floats.
 
     Raises:
         InputError: the weights are int8 and the arithmetic needs floats.

@@ -15,7 +15,7 @@ from multilin.architectures.base import get_architecture
 from multilin.errors import InputError
 from multilin.layers.base import Layer, ParameterHolder
 from multilin.layers.gradients import normalize_gradient
-from multilin.layers.linear import Arithmetic, MatrixModule, set_arithmetic
+from multilin.layers.linear import Arithmetic, Linear, set_arithmetic
 from multilin.layers.norms import TileNorm
 from multilin.model.config import MultilinConfig
 from multilin.model.documents import Packing, read_packing
@@ -43,13 +43,16 @@ class MultilinPreTrainedModel(PreTrainedModel):
         super().save_pretrained(save_directory, is_main_process=is_main_process, **kwargs)
 
     def _init_weights(self, module: nn.Module) -> None:
-        if isinstance(module, MatrixModule) and module.arithmetic.stored_as_int8:
+        if isinstance(module, Linear) and module.arithmetic.stored_as_int8:
             return  # its weights come from a file
         std = getattr(module, "initializer_range", self.config.initializer_range)
         if isinstance(module, nn.Linear | nn.Embedding):
             if module is self.get_input_embeddings() and self.config.embedding_range is not None:
                 std = self.config.embedding_range
-            nn.init.normal_(module.weight, std=std)
+            if getattr(module, "starts_at_zero", False):
+                nn.init.zeros_(module.weight)
+            else:
+                nn.init.normal_(module.weight, std=std)
             if isinstance(module, nn.Linear) and module.bias is not None:
                 nn.init.zeros_(module.bias)
         elif isinstance(module, nn.LayerNorm) and module.elementwise_affine:

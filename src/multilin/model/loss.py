@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from multilin.layers.linear import is_unwrapped
 from multilin.ops.linear_cross_entropy import linear_cross_entropy, token_cross_entropy
 
 CHUNK_NUMBERS = 2**23  # logits of a wrapped head held at a time
@@ -69,10 +70,9 @@ def apply_head(head: nn.Module, hidden: Tensor, logit_scale: float) -> Tensor:
 def is_plain_linear(head: nn.Module) -> TypeGuard[nn.Linear]:
     """True if calling the head does nothing but multiply with its own weight and add its own bias.
 
-    An adapter (another class), a hook, or accelerate's replaced `forward` that fetches weights kept elsewhere, do more.
+    An adapter is of another class; see `is_unwrapped` for what else does more.
     """
-    hooks = (head._forward_hooks, head._forward_pre_hooks, head._backward_hooks, head._backward_pre_hooks)
-    return type(head) in (nn.Linear, FixedBiasLinear) and "forward" not in vars(head) and not any(hooks)
+    return type(head) in (nn.Linear, FixedBiasLinear) and is_unwrapped(head)
 
 
 def _chunks(head: nn.Module, hidden_ND: Tensor, targets_N: Tensor) -> Iterator[tuple[Tensor, Tensor]]:

@@ -1,6 +1,7 @@
 """The application that a web server runs."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
@@ -12,16 +13,21 @@ from starlette.types import ASGIApp
 
 import multilin
 from multilin.errors import InputError
-from multilin.serving.api import routes, sessions
+from multilin.serving.api import page, routes, sessions
 from multilin.serving.api.guard import Guard
 from multilin.serving.api.streams import as_api_error, error_response
 from multilin.serving.errors import ApiError, from_validation
+from multilin.serving.readings import Readings
 from multilin.serving.service import Service
+
+if TYPE_CHECKING:
+    from multilin.inference.runs import Run
 
 
 def create_app(
-    service: Service, *, keys: Sequence[str] = (), origins: Sequence[str] = (), is_loopback: bool = False
-) -> ASGIApp:
+    service: Service, *, keys: Sequence[str] = (), origins: Sequence[str] = (), is_loopback: bool = False,
+    load_run: "Callable[[], Run] | None" = None,
+) -> ASGIApp:  # fmt: skip
     """The application.
 
     Args:
@@ -29,11 +35,13 @@ def create_app(
         keys: of which a request must have one; none lets everybody in.
         origins: of pages elsewhere that may call it.
         is_loopback: answer only requests that name this machine.
+        load_run: gives the PyTorch model, to show what it read; None where there is none, as in an export.
     """
     app = FastAPI(title="multilin", version=multilin.__version__, docs_url=None, redoc_url=None)
-    app.state.service = service
+    app.state.service, app.state.readings = service, Readings(load_run)
     app.include_router(routes.router)
     app.include_router(sessions.router)
+    app.include_router(page.router)
     app.add_exception_handler(RequestValidationError, _refuse)
     app.add_exception_handler(HTTPException, _refuse)
     app.add_exception_handler(ApiError, _refuse)

@@ -42,7 +42,7 @@ def from_input_error(error: InputError) -> ApiError:
 def from_validation(errors: Sequence[Any]) -> ApiError:
     """The first mistake that pydantic found in a body."""
     first = errors[0]
-    path = [str(part) for part in first["loc"] if part != "body"]
+    path = [str(part) for part in first["loc"] if part not in ("body", "query")]
     param = shorten(path[0]) if path else None
     kind, words = first["type"], str(first["msg"]).removeprefix("Input should be ")
     if kind == "extra_forbidden":

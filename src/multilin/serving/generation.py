@@ -15,7 +15,7 @@ from multilin.serving.turns import Turn, new_id
 if TYPE_CHECKING:
     from multilin.serving.service import Service
 
-PAUSE, PAUSE_EACH = 0.02, 0.0005  # seconds between two pieces of a stream, and more for each sequence that runs
+PAUSE, PAUSE_EACH = 0.02, 0.001  # seconds between two pieces of a stream, and more for each sequence that runs
 
 
 @dataclass(frozen=True)
@@ -112,12 +112,17 @@ class Generation:
         self.is_abandoned = True
         self.changed.set()
 
+    def finish(self) -> None:
+        """End the sequences where they are; their turns are kept."""
+        for job in self.jobs:
+            self.service.scheduler.finish(job)
+
     def close(self) -> None:
         """Let go of the sequences that have not ended, and of the session."""
         for job in self.jobs:
             self.service.scheduler.cancel(job)
         if self.ask.session is not None:
-            self.service.busy.discard(self.ask.session.id)
+            self.service.busy.pop(self.ask.session.id, None)
 
     async def pieces(self, silence: float) -> AsyncIterator[dict[int, Piece]]:
         """What is new in each sequence, until all have ended; nothing at all every so many seconds of silence.

@@ -76,6 +76,10 @@ class Scheduler:
             job.is_cancelled = True
             self._changed.notify()
 
+    def finish(self, job: Job) -> None:
+        """End a job as if it had asked for no more tokens than it has; its prompt is read in any case."""
+        job.max_new_tokens = 0
+
     def stop(self, seconds: float) -> None:
         """Take no more jobs, let the present ones end for so long, and end the thread."""
         with self._changed:
@@ -259,7 +263,7 @@ class Scheduler:
                 row.kept = None
         if stream.is_stopped:
             row.end = "stop"
-        elif len(row.token_ids) == job.max_new_tokens:
+        elif len(row.token_ids) >= job.max_new_tokens:
             row.end = "length"
         self._release(row, piece)
 

@@ -14,11 +14,11 @@ from multilin.inference.text import TextCodec
 from multilin.serving.errors import NOT_FOUND, ApiError, too_busy
 from multilin.serving.generation import Ask, Generation, Prompt
 from multilin.serving.jobs import End, Job, QueueFull, Stopped
-from multilin.serving.layout import Layout
+from multilin.serving.layout import Layout, Messages
 from multilin.serving.metrics import Metrics
 from multilin.serving.scheduler import Scheduler
 from multilin.serving.sessions import SessionStore
-from multilin.serving.turns import Turn, TurnStore
+from multilin.serving.turns import Turn, TurnStore, new_id
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Service:
             raise InputError(f"run: a {engine.kind} model keeps no state; only models of this package are served")
         self.engine, self.codec, self.owner, self.name, self.layout = engine, codec, owner, name, layout
         self.turns, self.sessions, self.limits, self.created = turns, sessions, limits, int(time.time())
-        self.busy: set[str] = set()
+        self.busy: dict[str, Generation] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self.scheduler = Scheduler(engine, codec, self._notify, num_slots, queue_size)
         self.metrics = Metrics(self.scheduler, turns)
@@ -104,7 +104,7 @@ class Service:
             raise ApiError(409, f"session: another request continues {ask.session.id}", "session", "session_busy")
         generation = Generation(self, ask, answer)
         if ask.session is not None:
-            self.busy.add(ask.session.id)
+            self.busy[ask.session.id] = generation
         try:
             generation.jobs = await asyncio.to_thread(self._jobs, generation)
             self.scheduler.submit(generation.jobs)
@@ -169,6 +169,28 @@ class Service:
             max_tokens, lambda index, event: generation.receive(first + index, event), ask.num_logprobs,
             ask.prompt_logprobs,
         )  # fmt: skip
+
+    def chat_prompt(self, messages: Messages, before: Turn | None) -> Prompt:
+        """The next messages of a conversation, after those of the turn `before`."""
+        earlier = (before.messages or []) if before is not None else []
+        text = "\n\n".join(message["content"] for message in messages)
+        return Prompt(text, self.layout.token_ids(messages, before), before, [*earlier, *messages])
+
+    def import_state(self, owner: str, content: bytes) -> Turn:
+        """A state file as a turn, of whose text nothing is known.
+
+        Raises:
+            InputError: no state file of this model, or one of several texts.
+        """
+        state = unpack_state(content, self.owner)
+        num_rows, unread_ids = len(state.unread_ids), state.unread_ids[0]
+        if num_rows != 1:
+            raise InputError(f"state: holds {num_rows} texts, but a session has one; select a row")
+        num_read = int(state.tensors["embedding.num_read_B"][0])
+        turn = Turn(new_id("turn"), owner, None, "import", "", "", None, unread_ids, num_read, num_read)
+        state.rng_state = None
+        self.turns.add(turn, pack_state(state, self.owner))
+        return turn
 
     def keep(self, generation: Generation, index: int, end: End) -> None:
         """Keep the turn at the end of a sequence."""

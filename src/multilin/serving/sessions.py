@@ -56,7 +56,7 @@ class SessionStore:
 
     def all(self, owner: str) -> list[Session]:
         """Those of an owner, the last changed first."""
-        names = [name for name in self._folder.sizes() if name.endswith(f".{owner}.json") and name[:8] == "session_"]
+        names = [name for name in self._folder.sizes("session_") if name.endswith(f".{owner}.json")]
         sessions = [session for name in names if (session := self._read(name)) is not None]
         return sorted(sessions, key=lambda session: -session.changed)
 

@@ -18,8 +18,7 @@ from multilin.errors import InputError
 from multilin.serving.folder import Folder
 
 _MODULUS, _FACTOR = 2**61 - 1, 1_000_003_000_031  # of the hash by which turns are found; tokens are then compared
-LISTING = 0.2  # seconds between two looks at the folder
-CLEANING = 60.0  # seconds between two looks for what is too old or too much
+CLEANING = 60.0  # seconds, at least, between two looks for what is too old or too much
 log = logging.getLogger("multilin.serve")
 
 
@@ -118,8 +117,7 @@ class TurnStore:
         self.num_bytes = 0
         self._entries: dict[str, Entry] = {}
         self._by_hash: dict[tuple[str, int, int], str] = {}
-        self._lock, self._listing = threading.RLock(), threading.Lock()
-        self._listed = self._cleaned = -math.inf
+        self._lock, self._next_cleaning = threading.RLock(), math.inf
         self.clean()
 
     def __len__(self) -> int:
@@ -140,8 +138,9 @@ class TurnStore:
         with self._lock:
             self._know(entry)
             self._remember(turn.id, content, state)
-        if time.monotonic() - self._cleaned > CLEANING:
-            self.clean()
+        if time.monotonic() > self._next_cleaning:
+            self._next_cleaning = math.inf
+            threading.Thread(target=self.clean, name="multilin-clean", daemon=True).start()
 
     def get(self, owner: str, turn_id: str) -> tuple[Turn, bytes] | None:
         """A turn of this owner and its state; None where there is none.
@@ -178,7 +177,7 @@ class TurnStore:
     def entry(self, owner: str, turn_id: str) -> Entry | None:
         """What is known of a turn of this owner; None where there is none."""
         if turn_id not in self._entries and is_id("turn", turn_id):
-            self._refresh(time.monotonic())
+            self._list(turn_id)  # another server may have written it
         entry = self._entries.get(turn_id)
         return entry if entry is not None and entry.owner == owner else None
 
@@ -203,9 +202,18 @@ class TurnStore:
         return True
 
     def clean(self) -> None:
-        """Delete what is too old, and the oldest of what is too much."""
-        self._cleaned = time.monotonic()
-        self._refresh(self._cleaned)
+        """Look at the folder, and delete what is too old, and the oldest of what is too much."""
+        begin = time.monotonic()
+        try:
+            self._list("turn_")
+            for entry in self._superfluous():
+                self._unlink(entry)
+        finally:
+            now = time.monotonic()
+            self._next_cleaning = now + max(CLEANING, 20 * (now - begin))  # a large store is not listed all the time
+
+    def _superfluous(self) -> list[Entry]:
+        """Forget the turns that are too old or too much; those that were forgotten."""
         with self._lock:
             entries = sorted(self._entries.values(), key=lambda entry: entry.created)
             total = sum(entry.size for entry in entries)
@@ -218,8 +226,7 @@ class TurnStore:
                 total -= entry.size
                 gone.append(entry)
                 self._forget(entry)
-        for entry in gone:
-            self._unlink(entry)
+        return gone
 
     def _read(self, entry: Entry, suffix: str) -> bytes | None:
         try:
@@ -229,23 +236,11 @@ class TurnStore:
                 self._forget(entry)
             return None
 
-    def _refresh(self, since: float) -> None:
-        """Learn of the turns that other servers have written, or this one before.
-
-        Args:
-            since: a look at the folder that began later is enough; many requests for what is not there share one.
-        """
+    def _list(self, prefix: str) -> None:
+        """Learn of the turns in the folder whose ids begin so."""
         if self.folder is None:
             return
-        with self._listing:
-            if self._listed > since:
-                return
-            time.sleep(max(self._listed + LISTING - time.monotonic(), 0))
-            self._listed = time.monotonic()
-            self._list(self.folder)
-
-    def _list(self, folder: Folder) -> None:
-        sizes = folder.sizes()
+        sizes = self.folder.sizes(prefix)
         found = [Entry.from_name(name, sizes) for name in sizes]
         with self._lock:
             for entry in found:

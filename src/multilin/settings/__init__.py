@@ -13,6 +13,7 @@ import functools
 import inspect
 import io
 import tokenize
+import types
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar, cast, dataclass_transform, get_args, get_origin
 
@@ -95,6 +96,8 @@ def _sentence(cls: type, error: "ValidationError", where: str) -> str:
         if part in known:
             path.append(str(part))
             owner = known[part]
+            if get_origin(owner) is types.UnionType:  # of a section that may be left out
+                owner = get_args(owner)[0]
         elif _is_dictionary(owner) and isinstance(part, str):
             path.append(shorten(part))
             owner = object

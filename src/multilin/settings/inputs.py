@@ -23,7 +23,7 @@ LARGEST_YAML = MEGABYTE
 LARGEST_JSON = 2**27  # of a tokenizer; the largest in use have a third of it
 _LARGEST_CONFIG = 16 * MEGABYTE
 _CONFIGS = (
-    *("config.json", "generation_config.json", "model.safetensors.index.json"),
+    *("config.json", "generation_config.json", "model.safetensors.index.json", "adapter_config.json"),
     *("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
 )
 _VOCABULARIES = ("tokenizer.json", "vocab.json", "vocab.txt", "merges.txt")

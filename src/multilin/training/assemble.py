@@ -1,5 +1,6 @@
 """From a recipe to the parts of a run: text, model, data order, and the settings of transformers' Trainer."""
 
+import dataclasses
 import inspect
 import math
 import os
@@ -7,24 +8,33 @@ import warnings
 from pathlib import Path
 
 import torch
-from transformers import PreTrainedModel, TrainingArguments
+from transformers import AutoModelForCausalLM, PreTrainedModel, TrainingArguments
 
+from multilin.data.chat import check_cuts
 from multilin.data.packing import BLOCK_FIELDS
 from multilin.data.prepare import PreparedText, prepare_text
 from multilin.data.progress import Progress, no_progress
 from multilin.data.task_text import TaskText, is_task, task_text
 from multilin.data.tokenizers import tokenizer_hash
 from multilin.errors import InputError, plural
+from multilin.inference.runs import read_config
 from multilin.model.factory import create_config, create_model
 from multilin.model.memory import FLOAT_BYTES, ID_BYTES, activation_bytes, check_memory, parameter_bytes
+from multilin.training.adapters import add_adapters
 from multilin.training.optimizers import OPTIMIZERS
 from multilin.training.order import BlockOrder
 from multilin.training.precision import autocast_dtype, set_arithmetic
 from multilin.training.recipe import Recipe
+from multilin.training.start import load_start, open_start
 
 
-def read_text(recipe: Recipe, progress: Progress = no_progress) -> PreparedText:
+def read_text(recipe: Recipe, progress: Progress = no_progress, run: Path | None = None) -> PreparedText:
     """The tokenizer, and the packed training and validation text.
+
+    Args:
+        recipe: names them.
+        progress: called now and then.
+        run: a run of the recipe, or its checkpoint: has the tokenizer of the model that the run started from.
 
     Raises:
         InputError: the text cannot be read, or holds less than one block of training text.
@@ -32,8 +42,14 @@ def read_text(recipe: Recipe, progress: Progress = no_progress) -> PreparedText:
     source = recipe.data.source
     if is_task(source):
         raise InputError(f"data.source: {source} is a task, which has no text; name a text")
-    text = prepare_text(recipe.data, recipe.tokenizer, progress=progress)
-    if text.train.num_tokens < recipe.model.n_positions:
+    tokenizer = recipe.tokenizer
+    if recipe.model.start is not None and run is not None:
+        tokenizer = dataclasses.replace(tokenizer, path=str(run))
+    text = prepare_text(recipe.data, tokenizer, progress=progress)
+    check_cuts(text.train, recipe.model.n_positions, "data.source")
+    other = "data.source (validation part)" if recipe.data.validation is None else "data.validation"
+    check_cuts(text.validation, recipe.model.n_positions, other)
+    if text.train.is_answer is None and text.train.num_tokens < recipe.model.n_positions:
         raise InputError(
             f"data.source: {source} holds {plural(text.train.num_tokens, 'token')} to train on, less than one "
             f"block of model.n_positions = {recipe.model.n_positions}; give more text or a smaller block"
@@ -41,32 +57,35 @@ def read_text(recipe: Recipe, progress: Progress = no_progress) -> PreparedText:
     return text
 
 
-def read_data(recipe: Recipe, progress: Progress = no_progress) -> PreparedText | TaskText:
-    """The training data of a recipe: a text, or the sequences of a task.
+def read_data(recipe: Recipe, progress: Progress = no_progress, run: Path | None = None) -> PreparedText | TaskText:
+    """The training data of a recipe: a text, or the sequences of a task; arguments as for `read_text`.
 
     Raises:
         InputError: see `read_text`; an unknown task, or blocks too short for it.
     """
     if not is_task(recipe.data.source):
-        return read_text(recipe, progress)
+        return read_text(recipe, progress, run)
     task = task_text(recipe.data.source)
     task.train.blocks(recipe.model.n_positions)  # refuses blocks that are too short
     return task
 
 
-def check_model(recipe: Recipe, vocab_size: int | None = None) -> None:
+def check_model(recipe: Recipe, vocab_size: int | None = None, checkpoint: Path | None = None) -> None:
     """Build the model without memory, so that what does not fit it, or this machine, is refused before any other work.
 
     Args:
         recipe: with every default filled in.
         vocab_size: of the text's tokenizer; None, before it is there, takes the recipe's.
+        checkpoint: of the run that goes on, which then needs the model it started from for adapters only.
 
     Raises:
         InputError: sizes or options that do not fit, gradients that cannot be normalised layer by layer, or a model
             whose training needs more memory than is left.
     """
     with torch.device("meta"):
-        network = _create_model(recipe, vocab_size or recipe.tokenizer.vocab_size or 1)
+        network = _create_model(recipe, vocab_size or recipe.tokenizer.vocab_size or 1, checkpoint)
+        if recipe.training.lora is not None:
+            add_adapters(network, recipe)
     _check_memory(recipe, network)
     if recipe.training.normalize_gradients:
         _check_normalized_gradients(recipe, network)
@@ -77,7 +96,8 @@ def _check_memory(recipe: Recipe, model: PreTrainedModel) -> None:
     plan, sizes, n_positions = recipe.training, model.config, recipe.model.n_positions
     assert recipe.optimizer.name is not None, "training needs a recipe that was resolved"
     num_shards = int(os.environ.get("WORLD_SIZE", 1)) if os.environ.get("ACCELERATE_USE_FSDP") == "true" else 1
-    weights = parameter_bytes(model) * (2 + OPTIMIZERS[recipe.optimizer.name].state_numbers) // num_shards
+    trained = FLOAT_BYTES * sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    weights = (parameter_bytes(model) + trained * (1 + OPTIMIZERS[recipe.optimizer.name].state_numbers)) // num_shards
     activations = activation_bytes(
         model,
         plan.batch_size * n_positions,
@@ -100,29 +120,48 @@ def _check_memory(recipe: Recipe, model: PreTrainedModel) -> None:
     check_memory(f"{subject} given, but training", weights + activations, device)
 
 
-def build_model(recipe: Recipe, text: PreparedText | TaskText) -> PreTrainedModel:
-    """The model for this text, freshly initialised from torch's global random numbers."""
+def build_model(recipe: Recipe, text: PreparedText | TaskText, checkpoint: Path | None = None) -> PreTrainedModel:
+    """The model for this text: freshly initialised from torch's global random numbers, or that of model.start.
+
+    Args:
+        recipe: with every default filled in.
+        text: to be trained on.
+        checkpoint: of the run that goes on, which brings the weights later.
+
+    Raises:
+        InputError: the model to start from was trained with another tokenizer.
+    """
     tokenizer = text.tokenizer
-    model = _create_model(recipe, len(tokenizer))
+    if recipe.model.start is None or (checkpoint is not None and recipe.training.lora is None):
+        model = _create_model(recipe, len(tokenizer), checkpoint)
+    else:
+        model = load_start(recipe.model.start, recipe.model.start_hash, tokenizer)
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
         setattr(model.config, name, getattr(tokenizer, name))
         setattr(model.generation_config, name, getattr(tokenizer, name))
     model.config.tokenizer_hash = tokenizer_hash(tokenizer)
-    if getattr(model.config, "output_bias", None) == "unigram":
+    if recipe.model.start is None and getattr(model.config, "output_bias", None) == "unigram":
         model.set_token_counts(torch.from_numpy(text.train.token_counts()))
     if _smooths_labels(model):
         model.config.label_smoothing = recipe.training.label_smoothing
     if recipe.training.normalize_gradients:
         model.base_model.normalizes_gradients = True
     set_arithmetic(model, recipe.training)
+    if recipe.training.lora is not None:
+        add_adapters(model, recipe)
     if recipe.training.gradient_checkpointing:
         # transformers 5.23 renamed it; the old name still works there, with a warning.
         getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
     return model
 
 
-def _create_model(recipe: Recipe, vocab_size: int) -> PreTrainedModel:
+def _create_model(recipe: Recipe, vocab_size: int, checkpoint: Path | None) -> PreTrainedModel:
     model = recipe.model
+    if model.start is not None:
+        is_whole = checkpoint is not None and recipe.training.lora is None
+        folder = checkpoint if checkpoint is not None and is_whole else open_start(model.start, model.start_hash)
+        network: PreTrainedModel = AutoModelForCausalLM.from_config(read_config(folder))
+        return network
     for name in model.config:
         if name in inspect.signature(create_config).parameters:
             raise InputError(f"model.config.{name}: given, but it is not decided there; leave it out")

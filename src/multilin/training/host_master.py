@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from multilin.errors import InputError
-from multilin.layers.linear import MatrixModule, matrix_modules
+from multilin.layers.linear import Linear, matrix_modules
 from multilin.ops.int8 import Rounded, dequantize_blocks, quantize_blocks, round_weight
 from multilin.training.recipe import TrainingRecipe
 
@@ -53,17 +53,16 @@ class HostMaster:
                 training without any of this.
         """
         self.model, self.link, self.rounds_gradients = model, link, rounds_gradients
-        in_int8 = {id(getattr(module, name)) for module in matrix_modules(model) for name in module.matrices}
+        in_int8 = {id(module.weight) for module in matrix_modules(model)}
         self.copy = self._copy_without(in_int8)
-        modules = zip(matrix_modules(model), matrix_modules(self.copy), strict=True)
-        self._matrices = [(module, copied, name) for module, copied in modules for name in module.matrices]
+        self._matrices = list(zip(matrix_modules(model), matrix_modules(self.copy), strict=True))
         both = list(zip(model.parameters(), self.copy.parameters(), strict=True))
         self._floats = [(parameter, copied) for parameter, copied in both if id(parameter) not in in_int8]
         for parameter, copied in both:
             if copied.requires_grad:
                 copied.register_post_accumulate_grad_hook(functools.partial(self._bring_gradient, parameter))
-        for module, copied_module, name in self._matrices:
-            copied_module.follow_int8(name, self._send_matrix(module, name))
+        for module, copied_module in self._matrices:
+            copied_module.follow_int8(self._send_matrix(module))
 
     def follow(self, optimizer: torch.optim.Optimizer) -> None:
         """After each step of an optimizer of `model`, clear its gradients and renew the copy."""
@@ -77,17 +76,17 @@ class HostMaster:
     @torch.no_grad()
     def send(self) -> None:
         """Renew the copy."""
-        for module, copied_module, name in self._matrices:
-            rounded, held = self._send_matrix(module, name), copied_module.matrix(name)
+        for module, copied_module in self._matrices:
+            rounded, held = self._send_matrix(module), copied_module.matrix()
             assert isinstance(held, Rounded)
             held.values.copy_(rounded.values)
             held.scale.copy_(rounded.scale)
         for parameter, copied in self._floats:
             copied.copy_(self.link.to_device(parameter))
 
-    def _send_matrix(self, module: MatrixModule, name: str) -> Rounded:
+    def _send_matrix(self, module: Linear) -> Rounded:
         levels = module.arithmetic.weights
-        rounded = round_weight(getattr(module, name), "int8" if levels == "none" else levels)
+        rounded = round_weight(module.weight, "int8" if levels == "none" else levels)
         return Rounded(*map(self.link.to_device, rounded))
 
     def _copy_without(self, matrices: set[int]) -> PreTrainedModel:

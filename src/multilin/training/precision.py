@@ -28,7 +28,7 @@ def set_arithmetic(model: PreTrainedModel, plan: TrainingRecipe) -> None:
         InputError: int8 or simulated rounding for a model that offers neither.
     """
     uses_int8 = plan.precision == "int8"
-    if not uses_int8 and plan.quantization == "none":
+    if not uses_int8 and plan.quantization == "none" and not getattr(model.config, "arithmetic", None):
         return
     if not hasattr(model, "set_arithmetic"):
         field, value = ("precision", plan.precision) if uses_int8 else ("quantization", plan.quantization)

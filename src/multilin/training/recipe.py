@@ -18,6 +18,7 @@ from multilin.files import write_whole
 from multilin.settings import bounds, load_settings, settings
 from multilin.settings.bounds import Fraction
 from multilin.settings.inputs import read_yaml, to_yaml
+from multilin.training.start import complete_start
 
 RECIPE_FILE = "recipe.yaml"
 DEFAULT_VOCAB_SIZE = 4096
@@ -35,6 +36,8 @@ class ModelRecipe:
     options: bounds.Section = field(default_factory=dict)  # options of the architecture
     layers: bounds.LayerList | None = None  # hybrids: each layer's architecture and options, first to last
     config: bounds.Section = field(default_factory=dict)  # fields of the model's config that replace the preset's
+    start: bounds.PathText | None = None  # run, folder or hub name whose weights, sizes and tokenizer it begins with
+    start_hash: bounds.Name | None = None  # SHA-256 of these weights; a run records it
 
     @property
     def kind(self) -> str:
@@ -68,6 +71,16 @@ class ScheduleRecipe:
 
 
 @settings
+class LoraRecipe:
+    """Low-rank adapters: each matrix W becomes W + alpha / rank * B A, and A and B alone are trained."""
+
+    rank: bounds.Count  # rows of A and columns of B, for each matrix
+    alpha: bounds.Positive | None = None  # the update's scale times the rank; twice the rank by default
+    dropout: Fraction = 0.0  # on what A reads, in training
+    targets: bounds.Names | None = None  # ends of the names of modules; all matrices of the layers by default
+
+
+@settings
 class TrainingRecipe:
     """The run."""
 
@@ -89,6 +102,7 @@ class TrainingRecipe:
     save_every_steps: bounds.StepCount = 200  # steps between checkpoints; 0 saves after the last step only
     keep_checkpoints: bounds.Steps = 2  # newest checkpoints kept
     log_every_steps: bounds.Steps = 10  # steps between lines of metrics.jsonl
+    lora: LoraRecipe | None = None  # train adapters alone: rank, alpha, dropout, targets
     tensorboard: bool = False  # also write TensorBoard event files into the run folder
 
 
@@ -142,11 +156,13 @@ def load_recipe(name_or_path: str | Path | None = None, overrides: Mapping[str, 
         overrides: dotted field ("training.max_steps", "model.options.window") to its new value.
 
     Raises:
-        InputError: no such recipe, not YAML, an unknown field or a value of a wrong type.
+        InputError: no such recipe, not YAML, an unknown field or a value of a wrong type; a model to start from that
+            is not there, or that a field contradicts.
     """
     path = None if name_or_path is None else _find(name_or_path)
     values = {} if path is None else _read(path)
-    if path is not None and path == Path(str(name_or_path), RECIPE_FILE):
+    is_run = path is not None and path == Path(str(name_or_path), RECIPE_FILE)
+    if is_run:
         if "output" not in values:
             raise InputError(f"recipe: {path} is cut short: it has no output, which a run writes last")
         values["output"] = str(name_or_path)  # the folder may have been moved since the run wrote it down
@@ -158,7 +174,13 @@ def load_recipe(name_or_path: str | Path | None = None, overrides: Mapping[str, 
             inner[section] = dict(held) if isinstance(held, dict) else {}
             inner = inner[section]
         inner[name] = value
-    return load_settings(Recipe, values)
+    recipe = load_settings(Recipe, values)
+    changes_model = any(dotted.startswith(("model", "tokenizer")) for dotted in overrides or {})
+    if recipe.model.start is None or (is_run and not changes_model):
+        return recipe
+    if "model.start" in (overrides or {}):
+        values["model"].pop("start_hash", None)
+    return load_settings(Recipe, complete_start(values))
 
 
 def save_recipe(recipe: Recipe, path: str | Path) -> None:

@@ -111,6 +111,7 @@ def write_card(recipe: Recipe, result: RunResult, path: Path) -> None:
     }
     card = _CARD.format(
         front=to_yaml(front).strip(),
+        origin="from scratch" if model.start is None else f"from `{model.start}`",
         title=f"{model.kind} on {recipe.data.source}",
         table="\n".join(f"| {name} | {value} |" for name, value in figures.items()),
         recipe=to_yaml(dataclasses.asdict(recipe)).strip(),
@@ -125,7 +126,7 @@ _CARD = """\
 
 # {title}
 
-A causal language model, trained from scratch with `multilin`.
+A causal language model, trained {origin} with `multilin`.
 
 | | |
 |---|---|

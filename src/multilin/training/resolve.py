@@ -19,6 +19,8 @@ def resolve_recipe(recipe: Recipe) -> Recipe:
     defaults = training_defaults(recipe.model.architecture)
     precision: Any = resolve_precision(recipe.training.precision)
     training = dataclasses.replace(recipe.training, precision=precision)
+    if training.lora is not None:
+        training = dataclasses.replace(training, lora=fill(training.lora, alpha=2.0 * training.lora.rank))
     layers, tokenizer = recipe.model.layers, recipe.tokenizer
     is_trained = tokenizer.kind != "byte" and tokenizer.path is None
     return dataclasses.replace(

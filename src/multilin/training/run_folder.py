@@ -33,7 +33,8 @@ METRICS = ("step", "tokens", "seconds", "loss", "tokens_per_second")  # in every
 # Files that a run writes at the top of its folder, and that --overwrite removes; others are left alone.
 _WRITTEN = (
     "data.json", "metrics.jsonl", "loss.png", "demo.png", "README.md", "config.json", "generation_config.json",
-    "model*.safetensors", "model.safetensors.index.json", "tokenizer*", "special_tokens_map.json", "tensorboard",
+    "model*.safetensors", "model.safetensors.index.json", "adapter_config.json", "adapter_model.safetensors",
+    "tokenizer*", "special_tokens_map.json", "chat_template.jinja", "tensorboard",
 )  # fmt: skip
 
 
@@ -72,6 +73,8 @@ class RunFolder:
             raise InputError(f"output: {self.path} is a checkpoint of a run; give the folder of the run, or a new one")
         if resume:
             return self._check_resumable(recipe, num_processes)
+        if recipe.model.start is not None and Path(recipe.model.start).resolve() == self.path.resolve():
+            raise InputError(f"output: {self.path} holds the model to start from (model.start); give another folder")
         if self.recipe.exists() and not overwrite:
             raise InputError(
                 f"output: {self.path} already holds a run; give another folder, or continue it with --resume, "
@@ -164,7 +167,7 @@ class RunFolder:
         if checkpoint is None and not self.recipe.exists():
             raise InputError(f"output: there is no run to resume in {self.path}")
         if checkpoint is None:
-            before = load_recipe(self.recipe)
+            before = load_recipe(self.path)
         else:
             checkpoints.check_trainer_state(checkpoint)
             record = _read_record(checkpoint)

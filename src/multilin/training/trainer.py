@@ -12,6 +12,7 @@ from accelerate.utils import broadcast
 from transformers import TrainerCallback, set_seed
 
 from multilin.errors import InputError
+from multilin.inference.adapters import reach
 from multilin.training.assemble import build_model, check_model, read_data
 from multilin.training.checkpoints import WRITE_ERRORS, checkpoint_folder, checkpoint_step
 from multilin.training.host_master import check_host_master
@@ -50,7 +51,7 @@ def train(
         TrainingInterrupted: SIGINT or SIGTERM, after a checkpoint.
     """
     recipe = resolve_recipe(recipe)
-    check_model(recipe)
+    check_model(recipe, checkpoint=RunFolder(recipe.output).last_checkpoint() if resume else None)
     devices = PartialState(cpu=not torch.accelerator.is_available())
     if recipe.training.master == "host":
         check_host_master(recipe.training, devices)
@@ -59,13 +60,15 @@ def train(
         progress = TrainingProgress()
     with _opened(folder, recipe, devices, resume=resume, overwrite=overwrite) as checkpoint:
         with devices.main_process_first():
-            text = read_data(recipe, progress.prepare)
-        check_model(recipe, len(text.tokenizer))
+            text = read_data(recipe, progress.prepare, checkpoint)
+        check_model(recipe, len(text.tokenizer), checkpoint)
         with _failures_in_one_sentence(folder):
             set_seed(recipe.training.seed)
-            model = build_model(recipe, text)
+            model = build_model(recipe, text, checkpoint)
             if devices.is_main_process:
                 folder.begin(recipe, text, checkpoint)
+            if recipe.training.lora is not None:
+                progress.message(reach(model))
             devices.wait_for_everyone()
             with StopRequest() as stop_request:
                 trainer = RunTrainer(model, recipe, text, folder, progress, stop_request)

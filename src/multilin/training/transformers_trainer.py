@@ -21,9 +21,11 @@ from transformers import PreTrainedModel, PrinterCallback, Trainer, TrainerContr
 from multilin.data.prepare import PreparedText
 from multilin.data.task_text import TaskText
 from multilin.files import atomic_files
+from multilin.inference.run_files import ADAPTER_WEIGHTS
 from multilin.scoring.answers import score_answers
 from multilin.scoring.losses import evaluate
 from multilin.training import checkpoints
+from multilin.training.adapters import in_model, save_adapters
 from multilin.training.assemble import training_arguments, training_order
 from multilin.training.callbacks import StepCallback
 from multilin.training.communication import compress_gradients
@@ -187,7 +189,7 @@ class RunTrainer(Trainer):  # type: ignore[misc]
         return 0
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Write the model in Hugging Face's layout, gathered from all devices.
+        """Write the model in Hugging Face's layout, or its adapters in PEFT's, gathered from all devices.
 
         Raises:
             OSError: the folder cannot be written.
@@ -196,7 +198,11 @@ class RunTrainer(Trainer):  # type: ignore[misc]
         weights = distributed.get_model_state_dict(self.master, options=_WHOLE) if self.args.world_size > 1 else None
         if not self.is_world_process_zero():
             return
-        model.save_pretrained(str(output_dir or self.folder.path), state_dict=weights)
+        folder = Path(output_dir or self.folder.path)
+        if self.recipe.training.lora is None:
+            model.save_pretrained(str(folder), state_dict=weights)
+        else:
+            save_adapters(model, folder, weights)
 
     def publish_model(self) -> None:
         """Put the model at the top of the run folder, each file complete or not there."""
@@ -245,11 +251,15 @@ class RunTrainer(Trainer):  # type: ignore[misc]
             self.state.save_to_json(str(folder / checkpoints.STATE))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: torch.nn.Module | None = None) -> None:
-        path = Path(resume_from_checkpoint) / "model.safetensors"
+        is_whole = self.recipe.training.lora is None
+        path = Path(resume_from_checkpoint) / ("model.safetensors" if is_whole else ADAPTER_WEIGHTS)
         with checkpoints.loading(path):
+            weights: dict[str, Any] = {**checkpoints.read_tensors(path)}
+            if not is_whole:
+                weights = in_model(weights, self.accelerator.unwrap_model(self.master, keep_torch_compile=False))
             # Not strict: a weight that is tied to another is stored once.
             options = distributed.StateDictOptions(full_state_dict=True, strict=False)
-            distributed.set_model_state_dict(model or self.master, {**checkpoints.read_tensors(path)}, options=options)
+            distributed.set_model_state_dict(model or self.master, weights, options=options)
         if self.host is not None:
             self.host.send()
 

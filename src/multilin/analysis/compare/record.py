@@ -9,6 +9,7 @@ from typing import Any
 from multilin.analysis.compare.plan import Choice, Plan
 from multilin.analysis.compare.statistics import Difference, Spread, spread, welch_p
 from multilin.errors import InputError, plural
+from multilin.inference.run_files import is_adapter
 from multilin.training.run_folder import RunFolder
 
 FINISHED, FAILED = "finished", "failed"
@@ -181,7 +182,7 @@ def is_finished(folder: Path, max_steps: int) -> bool:
         lines = RunFolder(folder).read_metrics()
     except InputError:  # it is resumed, which writes the file anew
         return False
-    return bool(lines) and lines[-1]["step"] >= max_steps and (folder / "config.json").is_file()
+    return bool(lines) and lines[-1]["step"] >= max_steps and ((folder / "config.json").is_file() or is_adapter(folder))
 
 
 def make_row(

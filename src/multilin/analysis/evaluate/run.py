@@ -87,7 +87,7 @@ def validation_text(run: Run, recipe: Recipe | None, progress: Progress = no_pro
     """
     if recipe is None:
         raise InputError(f"source: none given, and {run.folder} has no {RECIPE_FILE} that names a text; give one")
-    text = read_text(recipe, progress)
+    text = read_text(recipe, progress, run.folder)
     if tokenizer_hash(text.tokenizer) == tokenizer_hash(run.tokenizer):
         return text.validation
     warnings.warn(

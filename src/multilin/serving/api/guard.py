@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from starlette.requests import HTTPConnection
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from multilin.serving.api import page
 from multilin.serving.api.streams import as_api_error, error_response
 from multilin.serving.errors import ApiError
 from multilin.serving.service import Service
@@ -16,7 +17,7 @@ from multilin.serving.service import Service
 NOBODY = "0" * 16  # owner of all turns where there are no keys
 BODY_SECONDS = 30.0  # for a body to arrive
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
-OPEN_PATHS = ("/health", "/")
+OPEN_PATHS = ("/health", *page.PATHS)
 log = logging.getLogger("multilin.serve")
 
 

@@ -27,13 +27,13 @@ COMPLETION_TOKENS, CHAT_TOKENS = 16, 512  # generated where a request does not s
 Json = dict[str, Any]
 
 
-def get_service(request: Request) -> Service:
+async def get_service(request: Request) -> Service:
     """The service of the app."""
     service: Service = request.app.state.service
     return service
 
 
-def get_owner(request: Request) -> str:
+async def get_owner(request: Request) -> str:
     """Whose request it is, as the guard has found."""
     owner: str = request.scope["owner"]
     return owner
@@ -97,20 +97,13 @@ async def chat(body: ChatRequest, service: Served, owner: Owner) -> Response:
         raise ApiError(400, f"n: {body.n} given, but one answer goes on with a session", "n")
     max_tokens = body.max_completion_tokens if body.max_tokens is None else body.max_tokens
     messages = [message.plain() for message in body.messages]
-    prompt = await asyncio.to_thread(_chat_prompt, service, messages, before)
+    prompt = await asyncio.to_thread(service.chat_prompt, messages, before)
     ask = _ask(
         service, body, owner, "chat", [prompt], body.n or 1, service.layout.stops, max_tokens, CHAT_TOKENS, session,
         num_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
     )  # fmt: skip
     form = ChatForm(service, include_usage=_include_usage(body), has_logprobs=bool(body.logprobs))
     return Answer(await service.begin(ask), form)
-
-
-def _chat_prompt(service: Service, messages: list[dict[str, str]], before: Turn | None) -> Prompt:
-    token_ids = service.layout.token_ids(messages, before)
-    earlier = (before.messages or []) if before is not None else []
-    text = "\n\n".join(message["content"] for message in messages)
-    return Prompt(text, token_ids, before, [*earlier, *messages])
 
 
 @router.post("/v1/responses")
@@ -126,7 +119,7 @@ async def responses(body: ResponseRequest, service: Served, owner: Owner) -> Res
         if isinstance(body.input, str)
         else [message.plain() for message in body.input]
     )
-    prompt = await asyncio.to_thread(_chat_prompt, service, messages, before)
+    prompt = await asyncio.to_thread(service.chat_prompt, messages, before)
     form = ResponseForm(
         service,
         {

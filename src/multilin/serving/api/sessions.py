@@ -1,21 +1,19 @@
 """The endpoints of sessions: list, make, look at, fork, rewind, export, import and delete."""
 
 import asyncio
-from typing import Any
+from typing import Annotated, Any
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Depends, Query, Request
 from pydantic import ValidationError
 from starlette.responses import Response
 
-from multilin.errors import InputError
-from multilin.inference.state_file import pack_state, unpack_state
 from multilin.serving.api.requests import RewindRequest, SessionRequest
 from multilin.serving.api.routes import Owner, Served, find_turn
 from multilin.serving.api.streams import JsonResponse
 from multilin.serving.errors import NOT_FOUND, ApiError, from_validation
+from multilin.serving.readings import Readings
 from multilin.serving.service import Service
 from multilin.serving.sessions import Session
-from multilin.serving.turns import Turn, new_id
 
 router = APIRouter()
 STATE = "application/octet-stream"
@@ -34,7 +32,7 @@ async def create_session(request: Request, service: Served, owner: Owner) -> Res
     """A new session: empty, from a turn, or from a state file as the body."""
     content = await request.body()
     if request.headers.get("content-type", "").partition(";")[0] == STATE:
-        turn = await asyncio.to_thread(_import, service, owner, content)
+        turn = await asyncio.to_thread(service.import_state, owner, content)
         return await _created(service, owner, [turn.id])
     try:
         body = SessionRequest.model_validate_json(content or b"{}")
@@ -42,19 +40,6 @@ async def create_session(request: Request, service: Served, owner: Owner) -> Res
         raise from_validation(error.errors(include_url=False)) from None
     turns = [] if body.turn is None else [(await find_turn(service, owner, body.turn, "turn")).id]
     return await _created(service, owner, turns)
-
-
-def _import(service: Service, owner: str, content: bytes) -> Turn:
-    """A state file as a turn, of whose text nothing is known."""
-    state = unpack_state(content, service.owner)
-    num_rows, unread_ids = len(state.unread_ids), state.unread_ids[0]
-    if num_rows != 1:
-        raise InputError(f"state: holds {num_rows} texts, but a session has one; select a row")
-    num_read = int(state.tensors["embedding.num_read_B"][0])
-    turn = Turn(new_id("turn"), owner, None, "import", "", "", None, unread_ids, num_read, num_read)
-    state.rng_state = None
-    service.turns.add(turn, pack_state(state, service.owner))
-    return turn
 
 
 @router.get("/v1/sessions/{session_id}")
@@ -91,15 +76,39 @@ async def rewind_session(session_id: str, body: RewindRequest, service: Served, 
 @router.get("/v1/sessions/{session_id}/state")
 async def export_state(session_id: str, service: Served, owner: Owner, turn: str | None = None) -> Response:
     """The state file of a session's last turn, or of another one."""
-    session = await _session(service, owner, session_id)
-    wanted = turn or (session.turns[-1] if session.turns else None)
-    if wanted is None or wanted not in session.turns:
-        raise ApiError(404, f"turn: the session has no turn {wanted!r:.60}", "turn", NOT_FOUND)
+    wanted = _turn(await _session(service, owner, session_id), turn)
     kept = await asyncio.to_thread(service.turns.get, owner, wanted)
     if kept is None:
         raise ApiError(404, f"turn: {wanted} is no longer kept", "turn", NOT_FOUND)
     headers = {"content-disposition": f'attachment; filename="{wanted}.safetensors"'}
     return Response(kept[1], media_type=STATE, headers=headers)
+
+
+def get_readings(request: Request) -> Readings:
+    """The readings of the app."""
+    readings: Readings = request.app.state.readings
+    return readings
+
+
+@router.get("/v1/sessions/{session_id}/reading")
+async def get_reading(
+    session_id: str, service: Served, owner: Owner, readings: Annotated[Readings, Depends(get_readings)],
+    turn: str | None = None, step: Annotated[int, Query(ge=0, lt=2**31)] = 0,
+) -> Response:  # fmt: skip
+    """What each token of the text up to a session's last turn, or another one, has read."""
+    wanted = _turn(await _session(service, owner, session_id), turn)
+    content = await readings.get(await find_turn(service, owner, wanted, "turn"), step)
+    return await asyncio.to_thread(JsonResponse, content)
+
+
+@router.post("/v1/sessions/{session_id}/stop")
+async def stop_session(session_id: str, service: Served, owner: Owner) -> Response:
+    """End what is generated for a session where it is; the turn is kept, unlike that of a client which leaves."""
+    await _session(service, owner, session_id)
+    generation = service.busy.get(session_id)
+    if generation is not None:
+        generation.finish()
+    return JsonResponse({"id": session_id, "object": "session", "stopped": generation is not None})
 
 
 @router.delete("/v1/sessions/{session_id}")
@@ -124,6 +133,14 @@ async def _session(service: Service, owner: str, session_id: str) -> Session:
     if session is None:
         raise ApiError(404, f"session: there is no session {session_id!r:.60}", "session", NOT_FOUND)
     return session
+
+
+def _turn(session: Session, turn: str | None) -> str:
+    """The id of a turn of a session, the last one where none is asked for."""
+    wanted = turn or (session.turns[-1] if session.turns else None)
+    if wanted is None or wanted not in session.turns:
+        raise ApiError(404, f"turn: the session has no turn {wanted!r:.60}", "turn", NOT_FOUND)
+    return wanted
 
 
 async def _created(service: Service, owner: str, turns: list[str]) -> Response:

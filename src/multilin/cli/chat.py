@@ -1,0 +1,241 @@
+"""The verb that talks with a model in the terminal."""
+
+import contextlib
+import functools
+import importlib.util
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from multilin.cli.export import open_engine
+from multilin.errors import InputError, nearest
+from multilin.files import check_writable, write_whole
+from multilin.inference.settings import EngineName, GenerationSettings
+from multilin.serving.settings import KEY_VARIABLE
+from multilin.settings import settings
+from multilin.settings.bounds import Name, PathText, Prose
+from multilin.settings.inputs import read_bytes
+
+if TYPE_CHECKING:
+    from multilin.serving.local_chat import LocalChat
+    from multilin.serving.remote_chat import RemoteChat
+    from multilin.serving.service import Service
+
+LARGEST_STATE = 2**30
+HELP = """\
+/fork       go on in a copy of the conversation; what was before stays as it is
+/switch N   return to branch N
+/rewind N   drop the last N answers, one without N
+/save FILE  write the state, to go on from with --state
+/help       this list
+/quit       end, as Ctrl-D does
+Ctrl-C ends an answer where it is; pressed twice it drops the answer."""
+
+
+@settings
+class ChatArguments:
+    """Whom to talk with, and how to begin."""
+
+    target: PathText  # address of a server (http://...), or folder of a trained or exported model
+    system: Prose | None = None  # instructions, read before the first message
+    state: PathText | None = None  # go on from the state in this file
+    session: Name | None = None  # go on with this session of the server
+    api_key: str | None = None  # of the server; better in MULTILIN_API_KEY
+    engine: EngineName = "auto"  # for a folder: auto takes ONNX Runtime on a CPU, exporting the run once, else PyTorch
+
+
+def chat(arguments: ChatArguments, settings: GenerationSettings) -> None:
+    """Talk with a model: one on a server, or one in a folder.
+
+    Messages are lines of stdin; stdout gets the answers alone. /help lists the commands.
+    """
+    state = _check(arguments, settings)
+    with _opened(arguments, settings, state) as first:
+        _talk(_Talk([first], arguments.system))
+
+
+def _talk(talk: "_Talk") -> None:
+    is_terminal = sys.stdin is not None and sys.stdin.isatty()
+    if is_terminal:
+        print("multilin: /help lists commands, Ctrl-C ends an answer, Ctrl-D the conversation", file=sys.stderr)
+    for line in _lines(is_terminal):
+        try:
+            if line.startswith("/"):
+                if not talk.command(*line.split(maxsplit=1)):
+                    break
+            elif line.strip():
+                talk.say(line)
+        except InputError as error:
+            if not is_terminal:
+                raise
+            print(f"multilin: {error}", file=sys.stderr)
+    session = getattr(talk.current, "session", None)
+    if session is not None:
+        print(f"multilin: go on with --session {session}", file=sys.stderr)
+
+
+@dataclass
+class _Talk:
+    """The branches of a conversation.
+
+    system: instructions that were not sent yet.
+    place: of the current branch.
+    """
+
+    branches: "list[LocalChat | RemoteChat]"
+    system: str | None
+    place: int = 0
+
+    @property
+    def current(self) -> "LocalChat | RemoteChat":
+        """The branch that goes on."""
+        return self.branches[self.place]
+
+    def say(self, content: str) -> None:
+        """Send a message and print the answer."""
+        messages = [{"role": "user", "content": content}]
+        if self.system is not None:
+            messages.insert(0, {"role": "system", "content": self.system})
+        try:
+            with _stopping(self.current.stop):
+                self.current.answer(messages, functools.partial(print, end="", flush=True))
+            self.system = None
+        except KeyboardInterrupt:
+            print("\nmultilin: this answer was dropped", file=sys.stderr)
+        print(flush=True)
+
+    def command(self, name: str, value: str = "") -> bool:
+        """Do what a command says; False ends the conversation."""
+        commands: dict[str, Callable[[str], None]] = {
+            "/fork": self._fork, "/switch": self._switch, "/rewind": self._rewind, "/save": self._save,
+            "/help": lambda _: print(HELP, file=sys.stderr),
+        }  # fmt: skip
+        if name == "/quit":
+            return False
+        if name not in commands:
+            hint = nearest(name, commands) or "; /help lists those that there are"
+            raise InputError(f"{name}: unknown command{hint}")
+        commands[name](value.strip())
+        return True
+
+    def _fork(self, _: str) -> None:
+        self.branches.append(self.current.fork())
+        before, self.place = self.place, len(self.branches) - 1
+        print(f"multilin: branch {self.place + 1}; /switch {before + 1} returns", file=sys.stderr)
+
+    def _switch(self, value: str) -> None:
+        self.place = _number("/switch", value, len(self.branches), "branches") - 1
+        print(f"multilin: branch {self.place + 1} of {len(self.branches)}", file=sys.stderr)
+
+    def _rewind(self, value: str) -> None:
+        self.current.rewind(_number("/rewind", value or "1", 10**6, "answers"))
+
+    def _save(self, value: str) -> None:
+        if not value:
+            raise InputError("/save: no file given")
+        path = check_writable("/save", value)
+        write_whole(path, self.current.state())
+        print(f"multilin: written: {path}", file=sys.stderr)
+
+
+def _number(command: str, value: str, largest: int, things: str) -> int:
+    if not (value.isascii() and value.isdecimal() and len(value) < 10 and 1 <= int(value) <= largest):
+        raise InputError(f"{command}: {value!r:.40} given, but it should be a number of {things} from 1 to {largest}")
+    return int(value)
+
+
+def _is_address(target: str) -> bool:
+    return target.startswith(("http://", "https://"))
+
+
+def _check(arguments: ChatArguments, settings: GenerationSettings) -> bytes | None:
+    """Refuse what does not go together; the content of the state file."""
+    if settings.num_beams > 1:
+        raise InputError(f"num_beams: {settings.num_beams} given, but answers are not searched; leave it out")
+    state = None if arguments.state is None else read_bytes(arguments.state, "--state", LARGEST_STATE)
+    for name in ("session", "api_key") if not _is_address(arguments.target) else ():
+        if getattr(arguments, name) is not None:
+            raise InputError(f"--{name.replace('_', '-')}: given, but {arguments.target} is no address of a server")
+    if state is not None and arguments.session is not None:
+        raise InputError("--state: given together with --session; give one of them")
+    if not _is_address(arguments.target) and importlib.util.find_spec("prometheus_client") is None:
+        raise InputError("chat: with a folder it needs the parts of a server; pip install 'multilin[serve]'")
+    return state
+
+
+@contextlib.contextmanager
+def _opened(
+    arguments: ChatArguments, settings: GenerationSettings, state: bytes | None
+) -> "Iterator[LocalChat | RemoteChat]":
+    """The beginning of a conversation, with what it needs until it ends."""
+    if _is_address(arguments.target):
+        from multilin.serving.remote_chat import RemoteChat, connect
+
+        key = arguments.api_key if arguments.api_key is not None else os.environ.get(KEY_VARIABLE)
+        with connect(arguments.target, key) as client:
+            yield RemoteChat.begin(client, settings, state, arguments.session)
+        return
+    service = _open_service(Path(arguments.target), arguments.engine, settings)
+    try:
+        from multilin.serving.local_chat import LocalChat
+
+        yield LocalChat.begin(service, settings, state)
+    finally:
+        service.scheduler.stop(0)
+
+
+def _open_service(folder: Path, name: EngineName, settings: GenerationSettings) -> "Service":
+    engine, codec, owner = open_engine(folder, name)
+    from multilin.serving.settings import ServeLimits
+    from multilin.serving.start import start_service
+
+    if not engine.keeps_states:
+        raise InputError(f"target: a {engine.kind} model keeps no state, which a conversation goes on from")
+    limits = ServeLimits(slots=1, queue=1, max_tokens=settings.max_new_tokens, max_prompt=2**20)
+    return start_service(engine, codec, owner(), folder, None, limits)
+
+
+def _lines(is_terminal: bool) -> Iterator[str]:
+    """Messages: typed in with a terminal's editing, else the lines of stdin."""
+    if sys.stdin is None:
+        return
+    if is_terminal:
+        with contextlib.suppress(ImportError):
+            import readline  # noqa: F401
+    while True:
+        try:
+            line = input("> ") if is_terminal else sys.stdin.readline()
+        except EOFError:
+            print()
+            return
+        except KeyboardInterrupt:
+            print("\nmultilin: Ctrl-D ends the conversation", file=sys.stderr)
+            continue
+        except UnicodeDecodeError as error:
+            raise InputError(f"stdin is not UTF-8: byte 0x{error.object[error.start]:02x}") from None
+        if not line and not is_terminal:
+            return
+        yield line.removesuffix("\n")
+
+
+@contextlib.contextmanager
+def _stopping(stop: Callable[[], None]) -> Iterator[None]:
+    """The first Ctrl-C stops what the block does, the next one interrupts it."""
+    is_stopping = False
+
+    def handle(*_: Any) -> None:
+        nonlocal is_stopping
+        if is_stopping:
+            raise KeyboardInterrupt
+        is_stopping = True
+        stop()
+
+    before = signal.signal(signal.SIGINT, handle)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -1,0 +1,160 @@
+"""Conversations: in rows of `messages` or of `prompt` and `completion`, and as tokens by a chat template."""
+
+import itertools
+import warnings
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from multilin.errors import InputError, as_input_error, nearest, plural, shown
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+    from multilin.data.packing import PackedText
+
+ROLES = ("system", "user", "assistant")
+Message = dict[str, str]
+
+CHAT_TEMPLATE = (
+    r"{% for message in messages %}{{ '' if loop.first else '\n\n' }}{{ message['role'] | capitalize + ':\n' }}"
+    r"{{ message['content'] }}{{ eos_token if message['role'] == 'assistant' else '' }}{% endfor %}"
+    r"{{ '\n\nAssistant:\n' if add_generation_prompt else '' }}"
+)
+"""That of tokenizers without one: `User:` or another role, a line break, the text, and an end of text after answers."""
+
+
+def read_messages(row: Mapping[str, Any], where: str) -> list[Message] | None:
+    """The conversation in a row: its `messages`, or a user's `prompt` and the `completion`; None in any other row.
+
+    Args:
+        row: the fields. `prompt` and `completion` are texts, or lists of messages.
+        where: of the row; messages of errors begin with it.
+
+    Raises:
+        InputError: messages of another form, an unknown role, an empty one, or none by the assistant.
+    """
+    if "messages" in row:
+        given = row["messages"]
+    elif "prompt" in row and "completion" in row:
+        given = [*_as_messages(row["prompt"], "user"), *_as_messages(row["completion"], "assistant")]
+    else:
+        return None
+    if not isinstance(given, list) or not all(isinstance(message, dict) for message in given):
+        raise InputError(
+            f"{where}: {shown(given)} given, but a conversation should be a list of objects with role and content"
+        )
+    messages = [_check(message, f"{where}: message {number}") for number, message in enumerate(given, 1)]
+    if not any(message["role"] == "assistant" for message in messages):
+        raise InputError(f"{where}: no message by the assistant, which is what training learns to write")
+    return messages
+
+
+def _as_messages(part: Any, role: str) -> list[Any]:
+    return part if isinstance(part, list) else [{"role": role, "content": part}]
+
+
+def _check(message: Mapping[str, Any], where: str) -> Message:
+    role, content = message.get("role"), message.get("content")
+    if role not in ROLES:
+        hint = nearest(str(role), ROLES)
+        raise InputError(f"{where}: the role {shown(role)} is not known; known are {', '.join(ROLES)}{hint}")
+    if not isinstance(content, str):
+        raise InputError(f"{where}: its content is {shown(content)}, but it should be a text")
+    if not content.strip():
+        raise InputError(f"{where}: the {role}'s text is empty")
+    if any(0xD800 <= ord(character) <= 0xDFFF for character in content):
+        raise InputError(f"{where}: its content holds half a surrogate pair, which is no character")
+    return {"role": str(role), "content": content}
+
+
+def encode_conversation(
+    messages: list[Message], tokenizer: "PreTrainedTokenizerFast", where: str
+) -> tuple[list[int], list[bool]]:
+    """The tokens of a conversation, and which of them the assistant wrote.
+
+    Each answer is what the template adds to the conversation so far and its prompt for an answer, so that a model
+    learns to go on from exactly the text that it is given later.
+
+    Raises:
+        InputError: the template fails or has no place for answers, or a message spells a special token.
+    """
+    for message in messages:
+        for token in tokenizer.all_special_tokens:
+            if token in message["content"]:
+                raise InputError(f"{where}: a message spells the special token {token!r}; write it in another way")
+    ids: list[int] = []
+    is_answer: list[bool] = []
+    for text, answers in _parts(messages, tokenizer, where):
+        part = tokenizer(text, add_special_tokens=False)["input_ids"]
+        ids += part
+        is_answer += [answers] * len(part)
+    return ids, is_answer
+
+
+def _parts(messages: list[Message], tokenizer: "PreTrainedTokenizerFast", where: str) -> Iterator[tuple[str, bool]]:
+    """The text of a conversation, cut where answers begin and end; true for answers."""
+
+    def render(number: int, *, prompt: bool) -> str:
+        with as_input_error(lambda reason: f"{where}: the tokenizer's chat template fails ({reason})"):
+            return str(tokenizer.apply_chat_template(messages[:number], tokenize=False, add_generation_prompt=prompt))
+
+    done = ""
+    for number, message in enumerate(messages):
+        if message["role"] == "assistant":
+            before, after = render(number, prompt=True), render(number + 1, prompt=False)
+            if not before.startswith(done) or not after.startswith(before):
+                raise InputError(
+                    f"{where}: the tokenizer's chat template writes earlier messages anew when an answer follows, so "
+                    "answers cannot be told apart; give a tokenizer with another one"
+                )
+            yield before[len(done) :], False
+            yield after[len(before) :], True
+            done = after
+
+
+def whole_documents(starts: NDArray[np.int64], num_tokens: int, block_size: int) -> list[tuple[int, int]]:
+    """Of each block the place of its first token and the one after its last: as many whole documents as fit.
+
+    Args:
+        starts: (documents,) the place of each document's first token.
+        num_tokens: of all.
+        block_size: most tokens of a block; of a document that is longer, the rest is left out.
+    """
+    spans: list[tuple[int, int]] = []
+    for start, stop in itertools.pairwise([*starts.tolist(), num_tokens]):
+        if spans and stop - spans[-1][0] <= block_size:
+            spans[-1] = (spans[-1][0], stop)
+        else:
+            spans.append((start, min(stop, start + block_size)))
+    return spans
+
+
+def check_cuts(packed: "PackedText", block_size: int, field: str) -> None:
+    """Warn of conversations that are longer than a block, which cuts them.
+
+    Args:
+        packed: a text has nothing to check.
+        block_size: tokens of a block.
+        field: that gave the source; messages begin with it.
+
+    Raises:
+        InputError: no answer is left.
+    """
+    if packed.is_answer is None:
+        return
+    sizes = np.diff(packed.document_starts, append=packed.num_tokens)
+    ends = packed.document_starts + np.minimum(sizes, block_size)
+    bounds = zip(packed.document_starts, ends, strict=True)
+    num_lost = sum(not packed.is_answer[start:end].any() for start, end in bounds)
+    num_cut, number = int((sizes > block_size).sum()), plural(len(sizes), "conversation")
+    if num_lost == len(sizes):
+        raise InputError(f"{field}: no answer begins within a block of {block_size} tokens (model.n_positions)")
+    if num_cut:
+        warnings.warn(
+            f"{field}: {num_cut:,} of {number} are longer than a block of {block_size} tokens (model.n_positions) "
+            f"and are cut there; {num_lost:,} of them lose all their answers",
+            stacklevel=2,
+        )

@@ -1,0 +1,124 @@
+"""Low-rank adapters in PEFT's format: read, put into their model, and merged with it."""
+
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from multilin.errors import InputError, as_input_error, plural
+from multilin.inference.run_files import ADAPTER_WEIGHTS, base_of
+from multilin.settings.inputs import check_regular
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
+
+PREFIX, NAME = "base_model.model.", "default"  # what PEFT puts before a weight in files, and inserts in models
+
+
+def import_peft() -> Any:
+    """The module peft.
+
+    Raises:
+        InputError: it is not installed.
+    """
+    try:
+        import peft
+    except ImportError:
+        raise InputError("adapters: PEFT is not installed; pip install 'multilin[lora]'") from None
+    return peft
+
+
+def insert_adapters(model: PreTrainedModel, config: "LoraConfig", field: str) -> Any:
+    """Put new adapters into a model, which from then on trains them alone.
+
+    Args:
+        model: changed in place.
+        config: of PEFT.
+        field: that chose it; messages begin with it.
+
+    Returns:
+        PEFT's tuner, which can merge them.
+
+    Raises:
+        InputError: there is no module of such a name, one without a matrix, or a head that is tied to the embedding.
+    """
+    peft = import_peft()
+    with as_input_error(lambda reason: f"{field}: no adapters for this model ({reason})"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of tied heads, which are refused
+        tuner = peft.LoraModel(model, {NAME: config}, NAME)
+    ends = (model.get_input_embeddings(), model.get_output_embeddings())
+    if model.config.tie_word_embeddings and any(hasattr(module, "base_layer") for module in ends):
+        raise InputError(f"{field}: the output of this model shares its matrix with the embedding; name others")
+    return tuner
+
+
+def is_adapter_weight(name: str) -> bool:
+    """Whether a weight of a model belongs to an adapter."""
+    return ".lora_" in name
+
+
+def file_name(name: str) -> str:
+    """The name in PEFT's files of an adapter's weight in a model."""
+    return PREFIX + name.replace(f".{NAME}", "")
+
+
+def merge_adapters(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
+    """The model with the adapters of a folder merged into its weights.
+
+    Args:
+        model: that the adapters belong to; changed in place.
+        folder: with adapter_config.json and adapter_model.safetensors.
+
+    Raises:
+        InputError: damaged files, adapters of another kind than LoRA, or of another model.
+    """
+    peft, subject = import_peft(), f"run: the adapters in {folder}"
+    path = folder / ADAPTER_WEIGHTS
+    if not path.is_file():
+        raise InputError(f"{subject} have no weights ({ADAPTER_WEIGHTS})")
+    check_regular(path, "run")
+    with as_input_error(lambda reason: f"{subject} cannot be read ({reason})"):
+        config, weights = peft.PeftConfig.from_pretrained(str(folder)), load_file(path)
+    if config.peft_type != peft.PeftType.LORA:
+        raise InputError(f"{subject} are of the kind {config.peft_type}, but only LORA is read")
+    config.init_lora_weights, config.inference_mode = True, True  # some initial weights change the model's own
+    other = f"{subject} belong to another model than {base_of(folder)}"
+    try:
+        tuner = insert_adapters(model, config, subject)
+    except InputError as error:
+        raise InputError(other) from error
+    own = {file_name(name): tensor for name, tensor in model.state_dict().items() if is_adapter_weight(name)}
+    if misfits := [name for name in own.keys() | weights.keys() if not _same_shape(own.get(name), weights.get(name))]:
+        raise InputError(f"{other}: {min(misfits)} does not fit it")
+    for name, tensor in weights.items():
+        if not tensor.isfinite().all():
+            raise InputError(f"{subject} are damaged: {name} holds values that are not finite")
+        own[name].copy_(tensor)
+    merged: PreTrainedModel = tuner.merge_and_unload()
+    return merged.requires_grad_(True)
+
+
+def _same_shape(one: Tensor | None, other: Tensor | None) -> bool:
+    return one is not None and other is not None and one.shape == other.shape
+
+
+def reach(model: PreTrainedModel) -> str:
+    """How much of a model its adapters reach, and how much of it is trained, as a sentence."""
+    from peft.tuners.lora import LoraLayer
+
+    embeddings = [model.get_input_embeddings(), model.get_output_embeddings()]
+    outside = {id(weight) for module in embeddings if module is not None for weight in module.parameters()}
+    adapted = [module for module in model.modules() if isinstance(module, LoraLayer)]
+    reached = {id(module.get_base_layer().weight) for module in adapted}
+    weights = {id(w): w.numel() for name, w in model.named_parameters() if not is_adapter_weight(name)}
+    in_layers = {key: number for key, number in weights.items() if key not in outside}
+    share = sum(number for key, number in in_layers.items() if key in reached) / max(sum(in_layers.values()), 1)
+    trained = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
+    return (
+        f"adapters on {plural(len(adapted), 'matrix') if len(adapted) == 1 else f'{len(adapted):,} matrices'} reach "
+        f"{share:.1%} of the weights outside embedding and output; {trained:,} numbers are trained, "
+        f"{trained / sum(weights.values()):.1%} of the model's"
+    )

@@ -1,0 +1,98 @@
+"""A conversation with a model in this process: the service of a server, without its web."""
+
+import asyncio
+import dataclasses
+from collections.abc import Callable
+
+from multilin.errors import InputError
+from multilin.inference.settings import GenerationSettings
+from multilin.serving.errors import ApiError
+from multilin.serving.generation import Ask, Generation
+from multilin.serving.service import Service
+from multilin.serving.sessions import Session
+
+OWNER = "0" * 16
+SILENCE = 3600.0  # seconds; nobody waits for a sign of life
+
+
+class LocalChat:
+    """A branch of a conversation; methods as those of `RemoteChat`.
+
+    Args:
+        service: of the model.
+        settings: how answers are generated.
+        session: the turns so far.
+    """
+
+    def __init__(self, service: Service, settings: GenerationSettings, session: Session) -> None:
+        self._service, self._settings, self._session = service, settings, session
+        self._generation: Generation | None = None
+
+    @classmethod
+    def begin(cls, service: Service, settings: GenerationSettings, state: bytes | None = None) -> "LocalChat":
+        """A new conversation, or one that goes on from the content of a state file.
+
+        Raises:
+            InputError: the state cannot be used.
+        """
+        turns = [] if state is None else [service.import_state(OWNER, state).id]
+        return cls(service, settings, service.sessions.create(OWNER, turns))
+
+    def answer(self, messages: list[dict[str, str]], write: Callable[[str], object]) -> None:
+        """Add messages, and pass on each piece of the answer.
+
+        Raises:
+            InputError: the text becomes longer than the model can read.
+        """
+        try:
+            asyncio.run(self._answer(messages, write))
+        except ApiError as error:
+            raise InputError(error.message) from None
+
+    async def _answer(self, messages: list[dict[str, str]], write: Callable[[str], object]) -> None:
+        service, turns = self._service, self._session.turns
+        before = service.turns.peek(OWNER, turns[-1]) if turns else None
+        settings = dataclasses.replace(self._settings, stop=(*self._settings.stop, *service.layout.stops))
+        ask = Ask(
+            "chat", OWNER, [service.chat_prompt(messages, before)], [settings], None, settings.max_new_tokens,
+            session=self._session, is_streamed=True,
+        )  # fmt: skip
+        self._generation = await service.begin(ask)
+        try:
+            async for new in self._generation.pieces(SILENCE):
+                for piece in new.values():
+                    write(piece.text)
+        finally:
+            self._generation.close()
+            self._generation = None
+
+    def stop(self) -> None:
+        """End the answer that is generated where it is; a signal handler may call it."""
+        if self._generation is not None:
+            self._generation.finish()
+
+    def fork(self) -> "LocalChat":
+        """Another branch that goes on from here."""
+        session = self._service.sessions.create(OWNER, list(self._session.turns))
+        return LocalChat(self._service, self._settings, session)
+
+    def rewind(self, num_turns: int) -> None:
+        """Drop the last answers and their messages.
+
+        Raises:
+            InputError: there are fewer.
+        """
+        if num_turns > len(self._session.turns):
+            raise InputError(f"turns: {num_turns} given, but the session has {len(self._session.turns)}")
+        self._session.turns = self._session.turns[:-num_turns]
+
+    def state(self) -> bytes:
+        """The content of a state file.
+
+        Raises:
+            InputError: there is no answer yet.
+        """
+        kept = self._service.turns.get(OWNER, self._session.turns[-1]) if self._session.turns else None
+        if kept is None:
+            raise InputError("turn: the session has no turn yet")
+        return kept[1]

@@ -1,0 +1,95 @@
+"""The server on Ray Serve: replicas on one or many machines, any of which continues any session.
+
+    serve run multilin.serving.ray_app:app run=runs/demo-onnx sessions=/shared/sessions replicas=2
+
+A replica has its own engine and batch; what they share is the store of sessions. Keys come from the environment of the
+replicas, in MULTILIN_API_KEY.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from multilin.errors import InputError
+from multilin.inference.engine import Engine
+from multilin.inference.run_files import is_export
+from multilin.inference.state_file import StateOwner
+from multilin.inference.text import TextCodec
+from multilin.serving.settings import KEY_VARIABLE, ServeLimits, num_bytes, split_keys
+from multilin.settings import load_settings, settings
+from multilin.settings.bounds import Count, Name, PathText
+
+if TYPE_CHECKING:
+    from ray.serve import Application
+    from starlette.types import ASGIApp
+
+
+@settings
+class RayArguments:
+    """The model, and how often it runs."""
+
+    run: PathText  # folder of a trained or exported model, on every machine
+    replicas: Count = 1  # processes that serve it
+    cpus: Count = 1  # cores of a replica
+    name: Name | None = None  # of the model for clients; none takes that of the folder
+    insecure: bool = False  # let everybody in who reaches Ray's proxy, without a key
+
+
+def app(values: Mapping[str, Any]) -> "Application":
+    """The application that Ray Serve deploys.
+
+    Args:
+        values: fields of `RayArguments`, and of `ServeLimits` with its `sessions`.
+
+    Raises:
+        InputError: a field that does not exist or has a wrong value; several replicas without a store.
+    """
+    own = {field.name for field in dataclasses.fields(RayArguments)}
+    arguments = load_settings(RayArguments, {name: value for name, value in values.items() if name in own})
+    limits = load_settings(ServeLimits, {name: value for name, value in values.items() if name not in own})
+    num_bytes("memory", limits.memory), num_bytes("disk", limits.disk)
+    if limits.sessions is None and arguments.replicas > 1:
+        raise InputError(
+            "sessions: none given, but several replicas need a folder or an address that all of them reach"
+        )
+
+    from ray import serve
+
+    def build() -> "ASGIApp":
+        return _build(arguments, limits)
+
+    deployment = serve.deployment(serve.ingress(build)()).options(
+        name="multilin", num_replicas=arguments.replicas, ray_actor_options={"num_cpus": arguments.cpus},
+        max_ongoing_requests=limits.slots + limits.queue,
+    )  # fmt: skip
+    return deployment.bind()
+
+
+def _build(arguments: RayArguments, limits: ServeLimits) -> "ASGIApp":
+    """The application of a replica."""
+    from multilin.serving.app import create_app
+    from multilin.serving.start import start_service
+
+    keys = split_keys(None)
+    if not (keys or arguments.insecure):
+        raise InputError(f"{KEY_VARIABLE}: not set for the replicas; set it, or insecure=true to let everybody in")
+    folder = Path(arguments.run)
+    service = start_service(*_open(folder, arguments.cpus), folder, arguments.name, limits)
+    return create_app(service, keys=keys)
+
+
+def _open(folder: Path, num_threads: int) -> tuple[Engine, TextCodec, StateOwner]:
+    """The engine of an export, ONNX Runtime, or of a run, PyTorch."""
+    if is_export(folder):
+        from multilin.inference.onnx_engine import OnnxEngine
+
+        engine = OnnxEngine(folder, num_threads, spins=False)
+        return engine, engine.codec, engine.owner
+    from multilin.inference.generate_run import text_codec
+    from multilin.inference.runs import load_run
+    from multilin.inference.snapshot import state_owner
+    from multilin.inference.torch_engine import TorchEngine
+
+    run = load_run(folder)
+    return TorchEngine(run.model), text_codec(run.tokenizer), state_owner(run.model)

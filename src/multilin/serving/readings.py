@@ -1,0 +1,102 @@
+"""What the model read of a turn's text, as `multilin explain` shows it: the weights of its layers, on demand."""
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from multilin.errors import InputError, plural
+from multilin.serving.errors import too_busy
+from multilin.serving.turns import Turn
+
+if TYPE_CHECKING:
+    from multilin.inference.runs import Run
+
+MOST_TOKENS = 512  # of a text, its last ones; the pairs of tokens grow with the square
+MOST_KEPT = 4  # turns whose weights are kept
+MOST_WAITING = 8  # requests
+DIGITS = 4
+Json = dict[str, Any]
+
+
+class Readings:
+    """The weights with which the tokens of turns read those before them.
+
+    A thread of its own loads the PyTorch model at the first request, and answers one request after the other.
+
+    Args:
+        load: gives the model; None where there is none, as in an export.
+    """
+
+    def __init__(self, load: "Callable[[], Run] | None") -> None:
+        self._load = load
+        self._run: Run | None = None
+        self._kept: OrderedDict[str, tuple[Json, list[NDArray[np.float32]]]] = OrderedDict()
+        self._thread, self._num_waiting = ThreadPoolExecutor(1, thread_name_prefix="multilin-readings"), 0
+
+    async def get(self, turn: Turn, step: int) -> Json:
+        """The weights of one step, where positions meet; step 0 is the mean of all where there are several.
+
+        Raises:
+            ApiError: too many wait.
+            InputError: a model that has no weights to show, or no such step.
+        """
+        if self._load is None:
+            raise InputError("turn: an export has no weights to show; serve the folder of the run itself")
+        if self._num_waiting >= MOST_WAITING:
+            raise too_busy()
+        self._num_waiting += 1
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._thread, self._get, turn, step)
+        finally:
+            self._num_waiting -= 1
+
+    def _get(self, turn: Turn, step: int) -> Json:
+        if turn.id not in self._kept:
+            self._kept[turn.id] = self._explain(turn)
+            if len(self._kept) > MOST_KEPT:
+                self._kept.popitem(last=False)
+        about, weights = self._kept[turn.id]
+        if step >= len(weights):
+            raise InputError(f"step: {step} given, but this model has {plural(len(weights), 'step')}, from 0 on")
+        rows = [
+            np.round(row[: place + 1].astype(np.float64), DIGITS).tolist() for place, row in enumerate(weights[step])
+        ]
+        return about | {"step": step, "meaning": about["meanings"][step], "weights": rows}
+
+    def _explain(self, turn: Turn) -> tuple[Json, list[NDArray[np.float32]]]:
+        """Labels and texts, and for each step the weights (characters, characters), the mean over heads."""
+        from multilin.analysis.explain.explanation import explain
+        from multilin.data.tokenizers import start_token_id, whole_characters
+
+        assert self._load is not None
+        run = self._run = self._run or self._load()
+        most = min(MOST_TOKENS, run.longest_text or MOST_TOKENS)
+        ids, start = turn.token_ids, start_token_id(run.tokenizer)
+        if ids[:1] == [start]:
+            ids = ids[1:]
+        num_left_out = max(0, len(ids) - (most - 1))
+        ids = [start, *ids[num_left_out:]]
+        steps = explain(run.model, ids, remove=False).steps
+        if not steps:
+            raise InputError("turn: this model gives no weights away")
+        characters = whole_characters(run.tokenizer, ids)
+        lengths = [num_tokens for num_tokens, _ in characters]
+        about = {
+            "object": "reading", "turn": turn.id, "num_left_out": turn.num_unknown + num_left_out,
+            "characters": ["", *(text for _, text in characters[1:])],
+            "steps": [step.label for step in steps], "meanings": [step.reading.meaning for step in steps],
+        }  # fmt: skip
+        return about, [_by_character(step.weights_HTS.mean(axis=0), lengths) for step in steps]
+
+
+def _by_character(weights_TT: NDArray[np.float64], lengths: list[int]) -> NDArray[np.float32]:
+    """At the last token of each character the weight of each character: of its tokens the largest one, in size."""
+    ends = np.cumsum(lengths).tolist()
+    rows, starts = weights_TT[[end - 1 for end in ends]], [0, *ends[:-1]]
+    high, low = np.maximum.reduceat(rows, starts, axis=1), np.minimum.reduceat(rows, starts, axis=1)
+    return np.where(-low > high, low, high).astype(np.float32)

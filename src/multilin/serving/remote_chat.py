@@ -1,0 +1,169 @@
+"""A conversation with a server of this package, which keeps it as a session."""
+
+import contextlib
+import json
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import httpx
+
+from multilin.errors import InputError, shown
+from multilin.inference.settings import GenerationSettings
+
+DEFAULTS = GenerationSettings()
+TIMEOUT = httpx.Timeout(60.0, connect=10.0)  # seconds; a server that generates says something every 10
+Json = dict[str, Any]
+
+
+class RemoteChat:
+    """A branch of a conversation: a session of a server.
+
+    Args:
+        client: of the server, see `connect`.
+        settings: how answers are generated.
+        session: id of the session.
+    """
+
+    def __init__(self, client: httpx.Client, settings: GenerationSettings, session: str) -> None:
+        self._client, self._settings, self.session = client, settings, session
+        self._stopping: threading.Thread | None = None
+
+    @classmethod
+    def begin(
+        cls, client: httpx.Client, settings: GenerationSettings, state: bytes | None = None, session: str | None = None
+    ) -> "RemoteChat":
+        """A new session, one that goes on from the content of a state file, or one that there is.
+
+        Raises:
+            InputError: the server does not answer, or refuses.
+        """
+        if session is not None:
+            identity = _call(client, "GET", f"/v1/sessions/{session}")
+        elif state is None:
+            identity = _call(client, "POST", "/v1/sessions", json={})
+        else:
+            headers = {"content-type": "application/octet-stream"}
+            identity = _call(client, "POST", "/v1/sessions", content=state, headers=headers)
+        return cls(client, settings, identity)
+
+    def answer(self, messages: list[dict[str, str]], write: Callable[[str], object]) -> None:
+        """Send messages, and pass on each piece of the answer.
+
+        Raises:
+            InputError: the server does not answer, or refuses.
+        """
+        body = {"messages": messages, "session": self.session, "stream": True, **_fields(self._settings)}
+        try:
+            with self._client.stream("POST", "/v1/chat/completions", json=body) as response:
+                if response.is_error:
+                    response.read()
+                    raise _refusal(response)
+                for event in _events(response):
+                    if "error" in event:
+                        raise InputError(f"server: {event['error']['message']}")
+                    for choice in event["choices"]:
+                        write(choice["delta"].get("content", ""))
+        except httpx.HTTPError as error:
+            raise _failure(self._client, error) from None
+        finally:
+            if self._stopping is not None:
+                self._stopping.join()
+                self._stopping = None
+
+    def stop(self) -> None:
+        """End the answer that is generated where it is, soon; a signal handler may call it."""
+        self._stopping = threading.Thread(target=self._stop, daemon=True)
+        self._stopping.start()
+
+    def _stop(self) -> None:
+        with contextlib.suppress(InputError):  # the answer itself will say so
+            _call(self._client, "POST", f"/v1/sessions/{self.session}/stop")
+
+    def fork(self) -> "RemoteChat":
+        """Another branch that goes on from here."""
+        identity = _call(self._client, "POST", f"/v1/sessions/{self.session}/fork", json={})
+        return RemoteChat(self._client, self._settings, identity)
+
+    def rewind(self, num_turns: int) -> None:
+        """Drop the last answers and their messages.
+
+        Raises:
+            InputError: there are fewer.
+        """
+        _call(self._client, "POST", f"/v1/sessions/{self.session}/rewind", json={"turns": num_turns})
+
+    def state(self) -> bytes:
+        """The content of a state file.
+
+        Raises:
+            InputError: there is no answer yet.
+        """
+        return _request(self._client, "GET", f"/v1/sessions/{self.session}/state").content
+
+
+def connect(address: str, key: str | None) -> httpx.Client:
+    """A client of a server.
+
+    Raises:
+        InputError: no address of a server.
+    """
+    headers = {} if key is None else {"authorization": f"Bearer {key}"}
+    try:
+        return httpx.Client(base_url=address.rstrip("/").removesuffix("/v1"), headers=headers, timeout=TIMEOUT)
+    except (httpx.InvalidURL, ValueError) as error:
+        raise InputError(f"target: {shown(address)} is no address of a server ({error})") from None
+
+
+def _fields(settings: GenerationSettings) -> Json:
+    """As requests have them; what is not changed is left to the server."""
+    temperature = 0.0 if settings.greedy else settings.temperature
+    fields: Json = {"temperature": temperature, "stop": list(settings.stop), "ignore_eos": not settings.stop_at_end}
+    if settings.max_new_tokens != DEFAULTS.max_new_tokens:
+        fields["max_tokens"] = settings.max_new_tokens
+    names = ("top_k", "top_p", "min_p", "seed", "repetition_penalty", "presence_penalty", "frequency_penalty")
+    return fields | {
+        name: value for name in (*names, "logit_bias") if (value := getattr(settings, name)) != getattr(DEFAULTS, name)
+    }
+
+
+def _events(response: httpx.Response) -> Iterator[Json]:
+    for line in response.iter_lines():
+        if line == "data: [DONE]":
+            return
+        if line.startswith("data: "):
+            yield json.loads(line.removeprefix("data: "))
+    raise InputError("server: the connection broke in the middle of an answer")
+
+
+def _call(client: httpx.Client, method: str, path: str, **content: Any) -> str:
+    """Make a request about a session; its id."""
+    response = _request(client, method, path, **content)
+    try:
+        return str(response.json()["id"])
+    except (ValueError, KeyError, TypeError):
+        raise InputError(f"target: {client.base_url} is no server of multilin") from None
+
+
+def _request(client: httpx.Client, method: str, path: str, **content: Any) -> httpx.Response:
+    try:
+        response = client.request(method, path, **content)
+    except httpx.HTTPError as error:
+        raise _failure(client, error) from None
+    if response.is_error:
+        raise _refusal(response)
+    return response
+
+
+def _refusal(response: httpx.Response) -> InputError:
+    try:
+        message = response.json()["error"]["message"]
+        return InputError(f"server: {message}")
+    except (ValueError, KeyError, TypeError):
+        return InputError(f"server: answers with status {response.status_code} and without a reason")
+
+
+def _failure(client: httpx.Client, error: httpx.HTTPError) -> InputError:
+    return InputError(
+        f"target: {client.base_url} does not answer ({' '.join(str(error).split()) or type(error).__name__})"
+    )

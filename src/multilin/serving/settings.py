@@ -1,0 +1,42 @@
+"""Settings of a server that hold for every way of running it."""
+
+import os
+from typing import Annotated
+
+from annotated_types import MaxLen
+
+from multilin.errors import InputError
+from multilin.settings import settings
+from multilin.settings.bounds import Amount, Count, Length
+
+Bytes = Annotated[str, MaxLen(20)]
+KEY_VARIABLE = "MULTILIN_API_KEY"
+
+
+@settings
+class ServeLimits:
+    """How much is done at a time and kept."""
+
+    slots: Count = 64  # sequences that are generated at a time
+    queue: Count = 256  # requests that may wait; more are refused with 429
+    max_tokens: Count = 4096  # tokens to generate for a request, at most
+    max_prompt: Length = 65536  # tokens to read for a request, at most
+    memory: Bytes = "1GB"  # of states kept in memory
+    sessions: str | None = None  # folder, or address for fsspec, where states and sessions outlive the server
+    disk: Bytes = "100GB"  # of states in that folder; the oldest are deleted beyond it
+    keep_days: Amount | None = None  # delete states that are older
+
+
+def split_keys(text: str | None) -> list[str]:
+    """Keys that were given with commas, or in the environment."""
+    given = os.environ.get(KEY_VARIABLE, "") if text is None else text
+    return [key.strip() for key in given.split(",") if key.strip()]
+
+
+def num_bytes(name: str, text: str) -> int:
+    """A number of bytes such as 500MB; `name` is the setting's, for the message."""
+    units = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+    number, unit = text[:-2].strip(), text[-2:].upper()
+    if unit not in units or not number.replace(".", "", 1).isdecimal():
+        raise InputError(f"--{name}: {text!r} given, but it should be a size such as 500MB or 2GB")
+    return int(float(number) * units[unit])

@@ -1,0 +1,66 @@
+"""Training low-rank adapters in place of a model's own weights."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from multilin.errors import InputError
+from multilin.inference.adapters import PREFIX, file_name, import_peft, insert_adapters, is_adapter_weight
+from multilin.inference.run_files import ADAPTER_WEIGHTS
+from multilin.training.recipe import Recipe
+
+
+def add_adapters(model: PreTrainedModel, recipe: Recipe) -> None:
+    """Put the adapters of a recipe into its model, which from then on trains them alone.
+
+    Args:
+        model: changed in place; an update begins at zero, A is drawn from torch's global random numbers.
+        recipe: with every default filled in and `training.lora`.
+
+    Raises:
+        InputError: no model to start from, PEFT is missing, no such targets, or an arithmetic that adapters cannot be
+            merged in.
+    """
+    plan, lora = recipe.training, recipe.training.lora
+    assert lora is not None
+    if recipe.model.start is None:
+        raise InputError("training.lora: given without model.start, but adapters need a trained model; give both")
+    if plan.precision == "int8" or plan.quantization != "none":
+        name = "precision" if plan.precision == "int8" else "quantization"
+        raise InputError(
+            f"training.{name}: {getattr(plan, name)!r} given with training.lora, but an adapter cannot be merged with "
+            "rounded weights"
+        )
+    config = import_peft().LoraConfig(
+        task_type="CAUSAL_LM", r=lora.rank, lora_alpha=lora.alpha, lora_dropout=lora.dropout,
+        target_modules=lora.targets or "all-linear", base_model_name_or_path=recipe.model.start,
+    )  # fmt: skip
+    insert_adapters(model, config, "training.lora.targets")
+    model.enable_input_require_grads()  # recomputed layers get gradients, though the embedding below them does not
+
+
+def save_adapters(model: PreTrainedModel, folder: Path, weights: Mapping[str, Any] | None = None) -> None:
+    """Write the adapters in a model as PEFT does: adapter_config.json and adapter_model.safetensors.
+
+    Args:
+        model: with adapters.
+        folder: exists.
+        weights: of the model, gathered from all devices; None takes its own.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+    state = model.state_dict() if weights is None else weights
+    tensors = {file_name(name): tensor.contiguous() for name, tensor in state.items() if is_adapter_weight(name)}
+    save_file(tensors, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
+    model.peft_config["default"].save_pretrained(str(folder))
+
+
+def in_model(tensors: dict[str, Tensor], model: PreTrainedModel) -> dict[str, Tensor]:
+    """The weights in a file of adapters by their names in the model."""
+    own = {file_name(name): name for name in model.state_dict() if is_adapter_weight(name)}
+    return {own.get(name, name.removeprefix(PREFIX)): tensor for name, tensor in tensors.items()}

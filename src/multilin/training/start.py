@@ -1,0 +1,120 @@
+"""The model that a run begins with: another run, or a folder or a name on the hub in the layout of transformers."""
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from multilin.errors import InputError, shown
+from multilin.inference.run_files import check_weights_hash, find_model, weights_hash
+from multilin.settings.inputs import read_yaml
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+DEFAULT_BLOCK, LONGEST_DEFAULT_BLOCK = 256, 1024
+RECIPE_FILE = "recipe.yaml"
+
+
+def complete_start(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of a recipe, with the sections `model` and `tokenizer` as its `model.start` decides them.
+
+    Args:
+        values: of a recipe that names a start. Sizes, options and tokenizer may be left out or agree with the model's;
+            a block (`n_positions`) may be shorter than the model's longest text.
+
+    Raises:
+        InputError: no model there, one that cannot be trained, or a field that contradicts it.
+    """
+    given, tokenizer = dict(values["model"]), dict(values.get("tokenizer") or {})
+    start, expected_hash = given.pop("start"), given.pop("start_hash", None)
+    folder = find_model(start, "model.start")
+    model, own_tokenizer = _describe(folder)
+    longest, block = model.pop("longest_text"), given.pop("n_positions", None)
+    if block is not None and longest is not None and block > longest:
+        raise InputError(
+            f"model.n_positions: {block} given, but the model to start from, {shown(start)}, reads at most {longest} "
+            "tokens"
+        )
+    model["n_positions"] = block or model.get("n_positions") or min(longest or DEFAULT_BLOCK, LONGEST_DEFAULT_BLOCK)
+    for section, asked, known in (("model", given, model), ("tokenizer", tokenizer, own_tokenizer | {"path": start})):
+        for name, value in asked.items():
+            if value not in (None, {}, known.get(name)):
+                has = f"has {shown(known[name])}" if known.get(name) is not None else "decides that"
+                raise InputError(
+                    f"{section}.{name}: {shown(value)} given, but the model to start from, {shown(start)}, {has}; "
+                    "leave it out"
+                )
+    model |= {"start": start, "start_hash": expected_hash or weights_hash(folder)}
+    return {**values, "model": model, "tokenizer": {"path": start}}
+
+
+def open_start(start: str, expected_hash: str | None) -> Path:
+    """The folder of the model to start from, with the weights that the recipe was made for.
+
+    Raises:
+        InputError: no model there, or other weights.
+    """
+    folder = find_model(start, "model.start")
+    check_weights_hash(folder, expected_hash, "model.start")
+    return folder
+
+
+def load_start(start: str, expected_hash: str | None, tokenizer: "PreTrainedTokenizerFast") -> "PreTrainedModel":
+    """The model to start from, in float32.
+
+    Args:
+        start, expected_hash: see `open_start`.
+        tokenizer: of the text to train on.
+
+    Raises:
+        InputError: as `open_start`, or a model for another tokenizer.
+    """
+    from multilin.data.tokenizers import load_tokenizer, tokenizer_hash
+    from multilin.inference.runs import load_model
+
+    folder = open_start(start, expected_hash)
+    with _about_start():
+        model = load_model(folder)
+    own_hash = getattr(model.config, "tokenizer_hash", None) or tokenizer_hash(load_tokenizer(str(folder)))
+    if own_hash != tokenizer_hash(tokenizer) or len(tokenizer) > model.config.vocab_size:
+        raise InputError(
+            f"model.start: the model in {shown(start)} was trained with another tokenizer than that of the text"
+        )
+    return model.float()
+
+
+def _describe(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What a recipe says of a model in its sections `model`, with `longest_text` beside it, and `tokenizer`."""
+    from multilin.inference.runs import longest_text, read_config
+    from multilin.model.factory import BASELINES
+
+    with _about_start():
+        config = read_config(folder)
+        recorded = read_yaml(folder / RECIPE_FILE, "recipe") if (folder / RECIPE_FILE).is_file() else {}
+    model: dict[str, Any] = {}
+    if (getattr(config, "arithmetic", None) or {}).get("stored_as_int8"):
+        raise InputError(f"model.start: the weights in {shown(str(folder))} are int8, which cannot be trained")
+    if config.model_type == "multilin":
+        model["architecture"] = config.layers[0]["architecture"]
+        if any(layer["architecture"] != model["architecture"] for layer in config.layers):
+            model["layers"] = config.layers
+    elif config.model_type in BASELINES:
+        model["architecture"] = config.model_type
+    else:
+        accepted = ", ".join(["multilin", *BASELINES])
+        raise InputError(f"model.start: a model of the type {config.model_type!r} given, but it should be {accepted}")
+    sections = recorded if isinstance(recorded, dict) else {}
+    own_model, tokenizer = sections.get("model") or {}, sections.get("tokenizer") or {}
+    model |= {name: value for name, value in own_model.items() if name not in ("start", "start_hash")}
+    model |= {"hidden_size": config.hidden_size, "num_layers": config.num_hidden_layers}
+    return {**model, "longest_text": longest_text(config)}, {} if tokenizer.get("path") else dict(tokenizer)
+
+
+@contextlib.contextmanager
+def _about_start() -> Iterator[None]:
+    """Messages about a run are about model.start."""
+    try:
+        yield
+    except InputError as error:
+        raise InputError(f"model.start: {str(error).removeprefix('run: ')}") from error.__cause__

@@ -56,7 +56,7 @@ class Case:
 
 def _without_exporting(words: list[str]) -> list[str]:
     """Where no engine is given PyTorch generates: exporting every run takes longer than all else."""
-    is_plain = words[:1] == ["generate"] and not any(word.startswith("--engine") for word in words)
+    is_plain = words[:1] in (["generate"], ["chat"]) and not any(word.startswith("--engine") for word in words)
     return [*words, "--engine=torch"] if is_plain else words
 
 

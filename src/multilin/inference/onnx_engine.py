@@ -16,6 +16,8 @@ from multilin.inference.run_files import MANIFEST
 from multilin.inference.state_file import StateContents, StateOwner, StateTensor
 from multilin.inference.text import TextCodec
 
+onnxruntime.disable_telemetry_events()  # nothing about a model leaves the machine
+
 FEWEST_SLOTS = 64  # of a ring that is not yet full; doubled as tokens come
 SHORT = 4  # tokens that are read one by one: loading the graph of longer pieces takes longer
 _HASH_FACTOR, _HASH_MASK = np.uint64(6364136223846793005), np.uint64(2**63 - 1)

@@ -176,13 +176,18 @@ def load_recipe(name_or_path: str | Path | None = None, overrides: Mapping[str, 
         inner[name] = value
     recipe = load_settings(Recipe, values)
     changes_model = any(dotted.startswith(("model", "tokenizer")) for dotted in overrides or {})
-    if recipe.model.start is None and recipe.model.start_hash is not None:
-        raise InputError("model.start_hash: given without model.start, the model that has these weights; leave it out")
+    check_start(recipe)
     if recipe.model.start is None or (is_run and not changes_model):
         return recipe
     if "model.start" in (overrides or {}):
         values["model"].pop("start_hash", None)
     return load_settings(Recipe, complete_start(values))
+
+
+def check_start(recipe: Recipe) -> None:
+    """Refuse a hash of weights without the model that has them."""
+    if recipe.model.start is None and recipe.model.start_hash is not None:
+        raise InputError("model.start_hash: given without model.start, the model that has these weights; leave it out")
 
 
 def save_recipe(recipe: Recipe, path: str | Path) -> None:

@@ -24,7 +24,7 @@ from multilin.settings.bounds import MOST_STEPS, Amount, Name
 from multilin.settings.inputs import read_json
 from multilin.training.assemble import build_model, check_model, packing_remark, read_data
 from multilin.training.progress import TrainingProgress
-from multilin.training.recipe import Recipe, load_recipe
+from multilin.training.recipe import Recipe, check_start, load_recipe
 from multilin.training.resolve import resolve_recipe
 from multilin.training.run_folder import RunFolder
 from multilin.training.trainer import train
@@ -106,6 +106,7 @@ def rows_of(sweep: Sweep) -> list[Row]:
         stated = merge(base, nested(given or {}, f"rows.{name}"))
         start = _start(name, stated.pop("recipe", None), stated, sweep.task)
         rows.append(Row(name, load_settings(Recipe, merge(start, stated), f"rows.{name}"), stated))
+        check_start(rows[-1].recipe)
     return rows
 
 

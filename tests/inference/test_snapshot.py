@@ -13,7 +13,8 @@ from torch import Tensor
 
 from multilin import InputError, MultilinForCausalLM
 from multilin.inference.snapshot import Snapshot, load_snapshot, save_snapshot
-from multilin.inference.state_file import MOST_ROWS, RNG_STATE, StateTensor, check_shapes, checksum
+from multilin.inference.state_contents import StateTensor
+from multilin.inference.state_file import MOST_ROWS, RNG_STATE, check_shapes, checksum
 from multilin.model.factory import create_model
 
 ROWS, LONGEST, VOCAB_SIZE = 2, 64, 13

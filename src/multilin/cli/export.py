@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from multilin.export.check import Comparison
     from multilin.export.weights import Precision
     from multilin.inference.engine import Engine
-    from multilin.inference.state_file import StateOwner
+    from multilin.inference.state_contents import StateOwner
     from multilin.inference.text import TextCodec
 
     _Opened = tuple[Engine, TextCodec, Callable[[], StateOwner]]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from multilin.errors import InputError
 from multilin.inference.manifest import graph_tensors
 from multilin.inference.snapshot import describe_state, example_state
-from multilin.inference.state_file import StateTensor
+from multilin.inference.state_contents import StateTensor
 from multilin.layers.base import Layout
 from multilin.model import MultilinForCausalLM
 from multilin.model.modes import evaluation_mode

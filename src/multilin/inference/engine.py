@@ -6,7 +6,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from multilin.inference.state_file import StateContents
+from multilin.inference.state_contents import StateContents
 
 Logits = NDArray[np.float32]
 

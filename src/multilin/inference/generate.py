@@ -9,7 +9,7 @@ from multilin.inference.engine import Engine
 from multilin.inference.random_numbers import RandomNumbers
 from multilin.inference.sampling import choose_token
 from multilin.inference.settings import GenerationSettings
-from multilin.inference.state_file import StateContents
+from multilin.inference.state_contents import StateContents
 from multilin.inference.text import TextCodec, TextStream
 
 DEFAULTS = GenerationSettings()

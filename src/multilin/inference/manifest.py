@@ -10,7 +10,7 @@ from typing import Any
 from multilin.errors import InputError
 from multilin.files import shown
 from multilin.inference.run_files import MANIFEST
-from multilin.inference.state_file import StateTensor
+from multilin.inference.state_contents import StateTensor
 from multilin.settings.inputs import read_json
 
 FORMAT = "multilin-onnx-2"

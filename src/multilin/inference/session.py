@@ -7,7 +7,8 @@ from multilin.files import check_writable
 from multilin.inference.engine import Engine
 from multilin.inference.generate import Continuation, Sequence, generate
 from multilin.inference.settings import GenerationSettings
-from multilin.inference.state_file import StateOwner, read_state, write_state
+from multilin.inference.state_contents import StateOwner
+from multilin.inference.state_file import read_state, write_state
 from multilin.inference.text import TextCodec
 
 

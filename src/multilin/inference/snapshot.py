@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from multilin.inference.state_file import StateContents, StateOwner, StateTensor, digest, read_state, write_state
+from multilin.inference.state_contents import StateContents, StateOwner, StateTensor
+from multilin.inference.state_file import digest, read_state, write_state
 from multilin.model import MultilinForCausalLM, TextState
 from multilin.model.modes import evaluation_mode
 from multilin.model.state_tree import named_tensors

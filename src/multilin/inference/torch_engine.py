@@ -11,7 +11,7 @@ from transformers import DynamicCache, PreTrainedModel
 from multilin.errors import InputError
 from multilin.inference.runs import longest_text
 from multilin.inference.snapshot import Snapshot, from_contents, to_contents
-from multilin.inference.state_file import StateContents
+from multilin.inference.state_contents import StateContents
 from multilin.model import MultilinForCausalLM, TextState
 
 PIECE = 4096  # tokens of a prompt read at once

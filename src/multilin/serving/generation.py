@@ -3,17 +3,16 @@
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from multilin.inference.settings import GenerationSettings
 from multilin.serving.jobs import End, Event, Job, Piece
+from multilin.serving.metrics import Metrics
+from multilin.serving.scheduler import Scheduler
 from multilin.serving.sessions import Session
 from multilin.serving.turns import Turn, new_id
-
-if TYPE_CHECKING:
-    from multilin.serving.service import Service
 
 PAUSE, PAUSE_EACH = 0.02, 0.001  # seconds between two pieces of a stream, and more for each sequence that runs
 
@@ -74,12 +73,22 @@ class Result:
 
 
 class Generation:
-    """The sequences of a request, seen from the event loop."""
+    """The sequences of a request, seen from the event loop.
+
+    Args:
+        ask: the request.
+        scheduler: that runs the jobs.
+        metrics: that count them.
+        on_end: awaited when a sequence has ended, before the client learns of it.
+        on_close: called when the request is over, however it ended.
+    """
 
     def __init__(
-        self, service: "Service", ask: Ask, answer: "Callable[[Generation], dict[str, Any]] | None" = None
-    ) -> None:
-        self.service, self.ask, self.answer, self.jobs = service, ask, answer, list[Job]()
+        self, ask: Ask, scheduler: Scheduler, metrics: Metrics,
+        on_end: "Callable[[Generation, int, End], Awaitable[None]]", on_close: Callable[[], object],
+    ) -> None:  # fmt: skip
+        self.ask, self.jobs, self._scheduler, self._metrics = ask, list[Job](), scheduler, metrics
+        self._on_end, self._on_close = on_end, on_close
         self.parents: list[tuple[Turn | None, list[int], int]] = []
         self.num_prompt_tokens = self.num_cached_tokens = 0
         self.results = [Result() for _ in range(len(ask.prompts) * len(ask.settings))]
@@ -98,7 +107,7 @@ class Generation:
     def receive(self, index: int, event: Event) -> None:
         """Take what happened to a sequence."""
         if self._begun is not None:
-            self.service.metrics.first_token.observe(time.monotonic() - self._begun)
+            self._metrics.first_token.observe(time.monotonic() - self._begun)
             self._begun = None
         self._received.append((index, event))
         if not isinstance(event, Piece):
@@ -115,14 +124,13 @@ class Generation:
     def finish(self) -> None:
         """End the sequences where they are; their turns are kept."""
         for job in self.jobs:
-            self.service.scheduler.finish(job)
+            self._scheduler.finish(job)
 
     def close(self) -> None:
-        """Let go of the sequences that have not ended, and of the session."""
+        """Let go of the sequences that have not ended."""
         for job in self.jobs:
-            self.service.scheduler.cancel(job)
-        if self.ask.session is not None:
-            self.service.busy.pop(self.ask.session.id, None)
+            self._scheduler.cancel(job)
+        self._on_close()
 
     async def pieces(self, silence: float) -> AsyncIterator[dict[int, Piece]]:
         """What is new in each sequence, until all have ended; nothing at all every so many seconds of silence.
@@ -138,7 +146,7 @@ class Generation:
                 continue
             self.changed.clear()
             self._timer = None
-            pause = PAUSE + PAUSE_EACH * self.service.scheduler.counts.running
+            pause = PAUSE + PAUSE_EACH * self._scheduler.counts.running
             self._next_time = asyncio.get_running_loop().time() + pause
             if self.is_abandoned:
                 return
@@ -157,18 +165,8 @@ class Generation:
                 self.results[index].tokens += event.tokens
             for index, end in ended:
                 new.setdefault(index, Piece("", []))
-                await self._end(index, end)
+                result = self.results[index]
+                result.num_generated, result.finish_reason = end.num_generated, end.finish_reason
+                await self._on_end(self, index, end)
             yield new
-        self.service.metrics.add_request(self.num_prompt_tokens, self.num_cached_tokens, self.num_generated)
-
-    async def _end(self, index: int, end: End) -> None:
-        """Keep the turn, before the client learns of the end."""
-        result, ask = self.results[index], self.ask
-        result.num_generated, result.finish_reason = end.num_generated, end.finish_reason
-        if not ask.store:
-            return
-        await asyncio.to_thread(self.service.keep, self, index, end)
-        result.turn = self.turn_ids[index]
-        if ask.session is not None and not self.is_abandoned:
-            ask.session.turns.append(result.turn)
-            await asyncio.to_thread(self.service.sessions.save, ask.session)
+        self._metrics.add_request(self.num_prompt_tokens, self.num_cached_tokens, self.num_generated)

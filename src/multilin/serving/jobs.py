@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from multilin.inference.random_numbers import RandomNumbers
 from multilin.inference.settings import GenerationSettings
-from multilin.inference.state_file import StateContents
+from multilin.inference.state_contents import StateContents
 from multilin.inference.text import TextStream
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from multilin.errors import InputError
 from multilin.inference.engine import Engine
 from multilin.inference.run_files import is_export
-from multilin.inference.state_file import StateOwner
+from multilin.inference.state_contents import StateOwner
 from multilin.inference.text import TextCodec
 from multilin.serving.settings import KEY_VARIABLE, ServeLimits, num_bytes, split_keys
 from multilin.settings import load_settings, settings

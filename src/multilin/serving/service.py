@@ -1,6 +1,7 @@
 """What the server does with a request, whatever its shape on the wire: prompts, generation, turns and sessions."""
 
 import asyncio
+import functools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,7 +10,8 @@ from typing import Any
 from multilin.errors import InputError, shown
 from multilin.inference.engine import Engine
 from multilin.inference.generate import check_length, check_settings
-from multilin.inference.state_file import StateContents, StateOwner, pack_state, unpack_state
+from multilin.inference.state_contents import StateContents, StateOwner
+from multilin.inference.state_file import pack_state, unpack_state
 from multilin.inference.text import TextCodec
 from multilin.serving.errors import NOT_FOUND, ApiError, too_busy
 from multilin.serving.generation import Ask, Generation, Prompt
@@ -19,6 +21,8 @@ from multilin.serving.metrics import Metrics
 from multilin.serving.scheduler import Scheduler
 from multilin.serving.sessions import SessionStore
 from multilin.serving.turns import Turn, TurnStore, new_id
+
+Answer = Callable[[Generation], dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -88,7 +92,7 @@ class Service:
         text: str = self.codec.tokenizer.decode([token_id], skip_special_tokens=False)
         return text
 
-    async def begin(self, ask: Ask, answer: Callable[[Generation], dict[str, Any]] | None = None) -> Generation:
+    async def begin(self, ask: Ask, answer: Answer | None = None) -> Generation:
         """Check a request and queue it.
 
         Args:
@@ -100,11 +104,15 @@ class Service:
             InputError: what is asked for is not possible.
         """
         self._loop = asyncio.get_running_loop()
-        if ask.session is not None and ask.session.id in self.busy:
-            raise ApiError(409, f"session: another request continues {ask.session.id}", "session", "session_busy")
-        generation = Generation(self, ask, answer)
-        if ask.session is not None:
-            self.busy[ask.session.id] = generation
+        session_id = "" if ask.session is None else ask.session.id
+        if session_id in self.busy:
+            raise ApiError(409, f"session: another request continues {session_id}", "session", "session_busy")
+        generation = Generation(
+            ask, self.scheduler, self.metrics, functools.partial(self._end, answer),
+            functools.partial(self.busy.pop, session_id, None),
+        )  # fmt: skip
+        if session_id:
+            self.busy[session_id] = generation
         try:
             generation.jobs = await asyncio.to_thread(self._jobs, generation)
             self.scheduler.submit(generation.jobs)
@@ -192,8 +200,18 @@ class Service:
         self.turns.add(turn, pack_state(state, self.owner))
         return turn
 
-    def keep(self, generation: Generation, index: int, end: End) -> None:
-        """Keep the turn at the end of a sequence."""
+    async def _end(self, answer: Answer | None, generation: Generation, index: int, end: End) -> None:
+        """Keep the turn at the end of a sequence, and add it to the session."""
+        session = generation.ask.session
+        if not generation.ask.store:
+            return
+        await asyncio.to_thread(self._keep, answer, generation, index, end)
+        generation.results[index].turn = turn_id = generation.turn_ids[index]
+        if session is not None and not generation.is_abandoned:
+            session.turns.append(turn_id)
+            await asyncio.to_thread(self.sessions.save, session)
+
+    def _keep(self, answer: Answer | None, generation: Generation, index: int, end: End) -> None:
         ask, result, number = generation.ask, generation.results[index], index // len(generation.ask.settings)
         prompt, (before, known_ids, num_unknown) = ask.prompts[number], generation.parents[number]
         token_ids = known_ids + end.token_ids
@@ -205,7 +223,7 @@ class Service:
         turn = Turn(
             generation.turn_ids[index], ask.owner, before.id if before else None, ask.kind, prompt.text, result.text,
             messages, token_ids, num_unknown + len(token_ids) - end.num_unread, num_unknown,
-            answer=None if generation.answer is None else generation.answer(generation),
+            answer=None if answer is None else answer(generation),
         )  # fmt: skip
         self.turns.add(turn, pack_state(contents, self.owner))
 

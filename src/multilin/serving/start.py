@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from multilin.inference.engine import Engine
-from multilin.inference.state_file import StateOwner
+from multilin.inference.state_contents import StateOwner
 from multilin.inference.text import TextCodec
 from multilin.serving.folder import AddressFolder, MemoryFolder
 from multilin.serving.layout import open_layout

@@ -1,0 +1,204 @@
+"""The state of an exported model between two calls of its graphs, in numpy."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from multilin.inference.state_contents import StateTensor
+
+FEWEST_SLOTS = 64  # of a ring that is not yet full; doubled as tokens come
+_HASH_FACTOR, _HASH_MASK = np.uint64(6364136223846793005), np.uint64(2**63 - 1)
+
+
+@dataclass
+class OnnxState:
+    """The state of some rows.
+
+    about: the tensors that the graphs take.
+    num_read, hashes, documents: (rows,) int64, as the embedding's state in PyTorch has them.
+    tensors: by name, as the graphs take them: rings of some slots, token number n in slot n mod slots, and summaries.
+    room: rings with spare rows, of which those in `tensors` are the first.
+    """
+
+    about: Sequence[StateTensor]
+    num_read: NDArray[np.int64]
+    hashes: NDArray[np.int64]
+    documents: NDArray[np.int64]
+    tensors: dict[str, NDArray[Any]]
+    room: dict[str, NDArray[Any]] = field(default_factory=dict)
+
+    @classmethod
+    def empty(cls, about: Sequence[StateTensor], num_rows: int) -> "OnnxState":
+        """The state of so many rows that have read nothing."""
+        tensors = {}
+        for one in about:
+            shape = list(one.shape)
+            if one.is_ring:
+                shape[0] = min(FEWEST_SLOTS, shape[0])
+            tensors[one.name] = _laid_out(np.full((num_rows, *shape), one.empty, one.dtype), one)
+        num_read, hashes, documents = np.zeros((3, num_rows), np.int64)
+        return cls(about, num_read, hashes, documents, tensors)
+
+    @classmethod
+    def from_contents(cls, about: Sequence[StateTensor], given: Mapping[str, NDArray[Any]]) -> "OnnxState":
+        """The state whose tensors a file holds."""
+        num_read, hashes, documents = (
+            given[f"embedding.{name}"].copy() for name in ("num_read_B", "hash_B", "document_B")
+        )
+        tensors = {}
+        for one in about:
+            tensor = given[one.name]
+            if one.is_ring:
+                tensor = _laid_out(_as_ring(tensor, one, num_read), one)
+            tensors[one.name] = np.array(tensor, one.dtype, order="C")
+        return cls(about, num_read, hashes, documents, tensors)
+
+    def contents(self, wanted: Sequence[StateTensor]) -> dict[str, NDArray[Any]]:
+        """The tensors that files hold."""
+        given = {
+            "embedding.num_read_B": self.num_read, "embedding.document_B": self.documents,
+            "embedding.hash_B": self.hashes,
+        }  # fmt: skip
+        tensors: dict[str, NDArray[Any]] = {}
+        for one in wanted:
+            if one.is_ring:
+                tensors[one.name] = self._in_order(one)
+            elif one.name in given or one.kind == "count":
+                tensors[one.name] = given.get(one.name, self.num_read).copy()
+            else:
+                tensors[one.name] = self.tensors[one.name].copy()
+        return tensors
+
+    def add(self, ids: NDArray[np.int64], counts: NDArray[np.int64], new: Sequence[NDArray[Any]]) -> None:
+        """Take in what a graph gave for the first `counts` tokens of each row: new slots of rings, or new summaries."""
+        for one, tensor in zip(self.about, new, strict=True):
+            if one.is_ring:
+                self._write(one, tensor, counts)
+            else:
+                self.tensors[one.name] = tensor
+        _advance_hashes(self.hashes, ids, counts)
+        self.num_read = self.num_read + counts
+
+    def _write(self, about: StateTensor, new: NDArray[Any], counts: NDArray[np.int64]) -> None:
+        ring, new = _slots_first(self.tensors[about.name], about), _slots_first(new, about)
+        num_slots = ring.shape[1]
+        if new.shape[1] == 1 and counts.all():
+            if len(ring) == 1:
+                ring[0, self.num_read[0] % num_slots] = new[0, 0]
+            else:
+                ring[np.arange(len(ring)), self.num_read % num_slots] = new[:, 0]
+            return
+        for row, (begin, count) in enumerate(zip(self.num_read.tolist(), counts.tolist(), strict=True)):
+            first = max(count - num_slots, 0)  # earlier ones have no place any more
+            ring[row, np.arange(begin + first, begin + count) % num_slots] = new[row, first:count]
+
+    def grow(self, num_tokens: int) -> None:
+        """Room for so many tokens in all rings, as far as they keep them."""
+        for one, tensor in self._rings():
+            axis = _slot_axis(one)
+            if tensor.shape[axis] >= min(num_tokens, one.shape[0]):
+                continue
+            edges = [(0, 0)] * tensor.ndim
+            edges[axis] = (0, _num_slots(one, num_tokens) - tensor.shape[axis])
+            room = self.room.get(one.name, tensor)
+            self.room[one.name] = np.pad(room, edges, constant_values=one.empty)
+            self.tensors[one.name] = self.room[one.name][: len(tensor)]
+
+    def _rings(self) -> Iterator[tuple[StateTensor, NDArray[Any]]]:
+        return ((one, self.tensors[one.name]) for one in self.about if one.is_ring)
+
+    def select(self, rows: Sequence[int]) -> "OnnxState":
+        """A copy of these rows in this order."""
+        index = np.array(rows, np.int64)
+        tensors = {name: tensor[index] for name, tensor in self.tensors.items()}
+        return OnnxState(self.about, self.num_read[index], self.hashes[index], self.documents[index], tensors)
+
+    def join(self, other: "OnnxState") -> None:
+        """Append the rows of another state; of rings only these rows are copied, as long as there is room."""
+        num_slots = max((ring.shape[_slot_axis(one)] for s in (self, other) for one, ring in s._rings()), default=0)
+        self.grow(num_slots)
+        other.grow(num_slots)
+        before, after = len(self.num_read), len(self.num_read) + len(other.num_read)
+        for one in self.about:
+            ring, added = self.tensors[one.name], other.tensors[one.name]
+            if not one.is_ring:
+                self.tensors[one.name] = np.concatenate([ring, added])  # a step gives new ones anyway
+                continue
+            room = self.room.get(one.name, ring)
+            if len(room) < after:
+                room = np.empty((max(after, 2 * before), *ring.shape[1:]), ring.dtype)
+                room[:before] = ring
+                self.room[one.name] = room
+            room[before:after] = added
+            self.tensors[one.name] = room[:after]
+        self.num_read = np.concatenate([self.num_read, other.num_read])
+        self.hashes = np.concatenate([self.hashes, other.hashes])
+        self.documents = np.concatenate([self.documents, other.documents])
+
+    def leave(self, row: int) -> "OnnxState":
+        """Take a row out, as a state of its own; the last row takes its place."""
+        left, last = self.select([row]), len(self.num_read) - 1
+        for name, tensor in self.tensors.items():
+            kept = tensor if tensor.flags.writeable else tensor.copy()
+            kept[row] = kept[last]
+            self.tensors[name] = kept[:last]
+        for name in ("num_read", "hashes", "documents"):
+            counts = getattr(self, name)
+            counts[row] = counts[last]
+            setattr(self, name, counts[:last])
+        return left
+
+    def _in_order(self, about: StateTensor) -> NDArray[Any]:
+        """A ring as PyTorch's state has it: the last tokens in their order, or each in the slot of its position."""
+        ring = _slots_first(self.tensors[about.name], about)
+        number = np.arange(about.shape[0])[None] + np.zeros((len(ring), 1), np.int64)
+        if about.kind == "window":
+            number = number + self.num_read[:, None] - about.shape[0]
+        is_empty = (number < 0) | (number >= self.num_read[:, None])
+        taken: NDArray[Any] = ring[np.arange(len(ring))[:, None], number % ring.shape[1]]
+        taken[is_empty] = about.empty
+        return taken
+
+
+def _slot_axis(about: StateTensor) -> int:
+    return 2 if about.is_multiplied else 1
+
+
+def _slots_first(tensor: NDArray[Any], about: StateTensor) -> NDArray[Any]:
+    """A view (rows, slots, ...) of a ring as graphs have it, and the other way round."""
+    return tensor.swapaxes(1, 2) if about.is_multiplied else tensor
+
+
+def _laid_out(tensor: NDArray[Any], about: StateTensor) -> NDArray[Any]:
+    return np.ascontiguousarray(_slots_first(tensor, about))
+
+
+def _num_slots(about: StateTensor, num_tokens: int) -> int:
+    """Slots of a ring that holds so many tokens, or all that it keeps."""
+    return min(max(FEWEST_SLOTS, 1 << (num_tokens - 1).bit_length()), about.shape[0])
+
+
+def _as_ring(tensor: NDArray[Any], about: StateTensor, num_read: NDArray[np.int64]) -> NDArray[Any]:
+    """A ring from all slots of PyTorch's state, of as few slots as hold the tokens read."""
+    num_slots = _num_slots(about, max(int(num_read.max(initial=0)), 1))
+    ring: NDArray[Any] = tensor[:, :num_slots]
+    if about.kind == "window":
+        index = about.shape[0] - 1 - (num_read[:, None] - 1 - np.arange(num_slots)) % num_slots
+        ring = tensor[np.arange(len(tensor))[:, None], index]
+    return ring
+
+
+def _advance_hashes(hashes: NDArray[np.int64], ids: NDArray[np.int64], counts: NDArray[np.int64]) -> None:
+    """As `multilin.model.embedding.hash_tokens`, in place."""
+    with np.errstate(over="ignore"):
+        for column in range(ids.shape[1]):
+            is_read = counts > column
+            if not is_read.any():
+                return
+            after = (
+                hashes.astype(np.uint64) * _HASH_FACTOR + ids[:, column].astype(np.uint64) + np.uint64(1)
+            ) & _HASH_MASK
+            hashes[is_read] = after.astype(np.int64)[is_read]

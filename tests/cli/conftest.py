@@ -13,6 +13,7 @@ from multilin.cli.main import main
 from multilin.data.tokenizers import train_tokenizer
 from multilin.inference.runs import Run, load_run
 from multilin.model.factory import create_model
+from tests.letters import write_letters
 
 WORDS = ("the", "a", "cat", "dog", "sat", "ran", "on", "under", "mat", "tree", "and", "saw", "big", "green", "house")
 N_POSITIONS = 64
@@ -42,12 +43,7 @@ def _write_run(architecture: str, folder: Path) -> None:
         bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
     )  # fmt: skip
     if architecture == "additive":
-        letters = tokenizer.encode("abcdefghijklmnopqrstuvwxyz ", add_special_tokens=False)
-        with torch.no_grad():
-            model.lm_head.bias.fill_(-1e4)
-            model.lm_head.bias[letters] = 0
-            for parameter in model.model.layers.parameters():  # large, so that what was read decides what comes
-                parameter.normal_()
+        write_letters(model, tokenizer)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 

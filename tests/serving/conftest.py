@@ -27,6 +27,7 @@ from multilin.serving.layout import open_layout
 from multilin.serving.service import Limits, Service
 from multilin.serving.sessions import SessionStore
 from multilin.serving.turns import TurnStore
+from tests.letters import write_letters
 
 LONGEST = 8192
 
@@ -38,12 +39,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     tokenizer = train_tokenizer([""], "byte", None)
     torch.manual_seed(0)
     model = create_model("additive", hidden_size=16, num_layers=2, vocab_size=len(tokenizer), n_positions=LONGEST)
-    letters = tokenizer.encode("abcdefghijklmnopqrstuvwxyz ", add_special_tokens=False)
-    with torch.no_grad():
-        model.lm_head.bias.fill_(-1e4)
-        model.lm_head.bias[letters] = 0
-        for parameter in model.model.layers.parameters():  # large, so that what was read decides what comes
-            parameter.normal_()
+    write_letters(model, tokenizer)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return load_run(folder)

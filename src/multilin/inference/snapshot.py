@@ -11,8 +11,9 @@ from torch import Tensor
 from multilin.inference.state_file import StateContents, StateOwner, StateTensor, digest, read_state, write_state
 from multilin.model import MultilinForCausalLM, TextState
 from multilin.model.modes import evaluation_mode
+from multilin.model.rings import map_windows
 from multilin.model.state_tree import named_tensors
-from multilin.ops.ring import map_windows, slots_of
+from multilin.ops.ring import slots_of
 
 
 @dataclass

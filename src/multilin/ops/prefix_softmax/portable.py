@@ -8,7 +8,7 @@ Means are only ever merged with weights in [0, 1]; nothing is subtracted.
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
+from torch.nn.functional import pad, softplus
 
 from multilin.ops.prefix_softmax import reference
 from multilin.ops.prefix_softmax.reference import PrefixSoftmaxState, last_tokens, read_state_first
@@ -93,18 +93,14 @@ def _scan(logits_BTH: Tensor, values_BTHD: Tensor, starts_BT: Tensor | None) -> 
 
 def _scan_chunk(logits_BKH: Tensor, values_BKHD: Tensor, starts_BK: Tensor | None) -> tuple[Tensor, Tensor]:
     """As `_scan`, comparing all pairs of positions."""
-    num_time = logits_BKH.shape[1]
-    hidden_KK = torch.ones(num_time, num_time, dtype=torch.bool, device=logits_BKH.device).triu(1)[None, None]
-    if starts_BK is not None:
-        text_BK = starts_BK.cumsum(dim=1)
-        hidden_KK = hidden_KK | (text_BK[:, :, None] != text_BK[:, None, :])[:, None]
-    scores_BHKK = logits_BKH.transpose(1, 2)[:, :, None, :].masked_fill(hidden_KK, -torch.inf)
-    top_BHK1 = _finite(scores_BHKK.detach().amax(dim=-1, keepdim=True))
+    scores_BHKK = reference.visible_scores(logits_BKH, starts_BK, None, logits_BKH.shape[1])
+    top_BHK1 = scores_BHKK.detach().amax(dim=-1, keepdim=True).clamp(min=torch.finfo(scores_BHKK.dtype).min)
     weights_BHKK = torch.exp(scores_BHKK - top_BHK1)
     total_BHK1 = weights_BHKK.sum(dim=-1, keepdim=True)
-    log_total_BHK1, divisor_BHK1 = _log_total(total_BHK1, top_BHK1)
-    means_BHKD = (weights_BHKK / divisor_BHK1) @ values_BKHD.transpose(1, 2)
-    return log_total_BHK1.squeeze(-1).transpose(1, 2), means_BHKD.transpose(1, 2)
+    is_empty_BHK1 = total_BHK1 == 0
+    divisor_BHK1 = total_BHK1.masked_fill(is_empty_BHK1, 1.0)  # without zeros, so that gradients stay finite
+    log_total_BHK1 = (divisor_BHK1.log() + top_BHK1).masked_fill(is_empty_BHK1, -torch.inf)
+    return log_total_BHK1.squeeze(-1).transpose(1, 2), reference.weighted_sum(weights_BHKK / divisor_BHK1, values_BKHD)
 
 
 def _scan_window(
@@ -131,22 +127,11 @@ def _scan_window(
 
 
 def _merge(logits_a: Tensor, values_a: Tensor, logits_b: Tensor, values_b: Tensor) -> tuple[Tensor, Tensor]:
-    """Two tokens as one: the log of their weight together, and their mean; empty stays empty."""
-    top = _finite(torch.maximum(logits_a.detach(), logits_b.detach()))
-    weight_a, weight_b = torch.exp(logits_a - top), torch.exp(logits_b - top)
-    log_total, divisor = _log_total(weight_a + weight_b, top)
-    return log_total, (weight_a / divisor)[..., None] * values_a + (weight_b / divisor)[..., None] * values_b
-
-
-def _log_total(total: Tensor, top: Tensor) -> tuple[Tensor, Tensor]:
-    """log(total) + top, -inf where nothing was summed, and a divisor without zeros; gradients stay finite."""
-    empty = total == 0
-    divisor = total.masked_fill(empty, 1.0)
-    return (divisor.log() + top).masked_fill(empty, -torch.inf), divisor
-
-
-def _finite(top: Tensor) -> Tensor:
-    return top.masked_fill(top == -torch.inf, 0.0)
+    """Two tokens as one: the log of their weight together, and their mean; the first value if both logits are -inf."""
+    difference = logits_b - logits_a.clamp(min=torch.finfo(logits_a.dtype).min)  # never that of two infinities
+    log_total = torch.maximum(logits_a, logits_b) + softplus(-difference.abs())
+    share = difference[..., None]
+    return log_total, values_a * torch.sigmoid(-share) + values_b * torch.sigmoid(share)
 
 
 def _blocks(

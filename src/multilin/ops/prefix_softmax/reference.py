@@ -38,9 +38,9 @@ def prefix_softmax(
     """See `multilin.ops.prefix_softmax`."""
     values_BTHD, num_new = values_BTHD.to(logits_BTH.dtype), logits_BTH.shape[1]
     logits_BSH, values_BSHD, starts_BS = read_state_first(logits_BTH, values_BTHD, state, starts)
-    scores_BHTS = _scores(logits_BSH, starts_BS, window, num_new)
+    scores_BHTS = visible_scores(logits_BSH, starts_BS, window, num_new)
     weights_BHTS, log_total_BTH = softmax_and_total(scores_BHTS)
-    means_BTHD = _means(weights_BHTS, values_BSHD)
+    means_BTHD = weighted_sum(weights_BHTS, values_BSHD)
 
     if not needs_state:
         state = None
@@ -50,7 +50,7 @@ def prefix_softmax(
         state = last_tokens(logits_BSH, values_BSHD, starts_BS, window - 1)
     if own_logits is not None:
         weights_BHTS, _ = softmax_and_total(torch.cat([scores_BHTS, own_logits.transpose(1, 2)[..., None]], dim=-1))
-        means_BTHD = _means(weights_BHTS[..., :-1], values_BSHD)
+        means_BTHD = weighted_sum(weights_BHTS[..., :-1], values_BSHD)
         means_BTHD = means_BTHD + weights_BHTS[..., -1].transpose(1, 2)[..., None] * values_BTHD
     elif null_logit is not None:
         means_BTHD = means_BTHD * torch.sigmoid(log_total_BTH - null_logit)[..., None]
@@ -103,7 +103,7 @@ def prefix_softmax_weights(
     if own_logits is not None:
         check_own_term(window, null_logit)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    scores_BHTS = _scores(logits, starts, window, logits.shape[1])
+    scores_BHTS = visible_scores(logits, starts, window, logits.shape[1])
     if own_logits is None:
         return softmax(scores_BHTS, null_logit), None
     weights = softmax(torch.cat([scores_BHTS, own_logits.to(logits.dtype).transpose(1, 2)[..., None]], dim=-1))
@@ -117,7 +117,7 @@ def check_own_term(window: int | None, null_logit: float | None) -> None:
         raise InputError(f"own_logits: given with {other}, but they need window None and null_logit None")
 
 
-def _scores(logits_BSH: Tensor, starts_BS: Tensor | None, window: int | None, num_new: int) -> Tensor:
+def visible_scores(logits_BSH: Tensor, starts_BS: Tensor | None, window: int | None, num_new: int) -> Tensor:
     """Logits of all tokens as the last `num_new` positions see them, (B, H, num_new, S), -inf for tokens not read."""
     position_S = torch.arange(logits_BSH.shape[1], device=logits_BSH.device)
     num_past = logits_BSH.shape[1] - num_new
@@ -137,6 +137,6 @@ def softmax_and_total(scores_BHTS: Tensor) -> tuple[Tensor, Tensor]:
     return weights_BHTS, log_total_BHT1.masked_fill(empty_BHT1, -torch.inf)[..., 0].transpose(1, 2)
 
 
-def _means(weights_BHTS: Tensor, values_BSHD: Tensor) -> Tensor:
+def weighted_sum(weights_BHTS: Tensor, values_BSHD: Tensor) -> Tensor:
     """Sum over s of weights times values, (B, T, H, D)."""
     return (weights_BHTS @ values_BSHD.transpose(1, 2)).transpose(1, 2)

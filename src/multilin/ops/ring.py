@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 class Slots(NamedTuple):
-    """Which fields of an op's state are windows, (B, S, ...): the attribute `slots` of the state's class."""
+    """Which fields of an op's state are windows, (B, S, ...): the property `slots` of the state."""
 
     fields: tuple[str, ...]
     are_positions: bool = False  # the token at position n lies in slot n, not the last tokens in their order

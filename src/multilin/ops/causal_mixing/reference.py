@@ -16,7 +16,11 @@ class CausalMixingState(NamedTuple):
 
     inputs_BND: Tensor
     num_read_B: Tensor
-    slots = Slots(("inputs_BND",), are_positions=True)
+
+    @property
+    def slots(self) -> Slots:
+        """The inputs are a window as long as the text may be."""
+        return Slots(("inputs_BND",), are_positions=True)
 
 
 def causal_mixing(

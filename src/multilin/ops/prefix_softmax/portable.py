@@ -26,18 +26,18 @@ def prefix_softmax(
 ) -> tuple[Tensor, PrefixSoftmaxState | None]:  # fmt: skip
     """See `multilin.ops.prefix_softmax`."""
     values_BTHD, num_new = values_BTHD.to(logits_BTH.dtype), logits_BTH.shape[1]
-    is_step = num_new == 1 and window is None and state is not None and starts is None
-    if num_new <= SHORT and not is_step:
+    if num_new == 1 and window is None and state is not None and starts is None:
+        past_B1H, past_B1HD = (x.to(logits_BTH.dtype) for x in state)
+        totals_BTH, means_BTHD = _merge(past_B1H, past_B1HD, logits_BTH, values_BTHD)
+    elif num_new <= SHORT:
         return reference.prefix_softmax(
             logits_BTH, values_BTHD, window=window, own_logits=own_logits, null_logit=null_logit, state=state,
             starts=starts, needs_state=needs_state,
         )  # fmt: skip
-    if is_step:
-        totals_BTH, means_BTHD = _merge(*(x.to(logits_BTH.dtype) for x in state), logits_BTH, values_BTHD)
     else:
         tokens = read_state_first(logits_BTH, values_BTHD, state, starts)
-        is_whole = window is None or window >= tokens[0].shape[1]
-        totals_BTH, means_BTHD = _scan(*tokens) if is_whole else _scan_window(*tokens, window)
+        is_cut = window is not None and window < tokens[0].shape[1]
+        totals_BTH, means_BTHD = _scan_window(*tokens, window or 0) if is_cut else _scan(*tokens)
     if not needs_state:
         state = None
     elif window is None:

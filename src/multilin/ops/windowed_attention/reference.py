@@ -17,7 +17,11 @@ class WindowedAttentionState(NamedTuple):
     keys_BSHD: Tensor
     values_BSHE: Tensor
     logits_BS: Tensor
-    slots = Slots(("keys_BSHD", "values_BSHE", "logits_BS"), are_multiplied=True)
+
+    @property
+    def slots(self) -> Slots:
+        """All of it is a window."""
+        return Slots(("keys_BSHD", "values_BSHE", "logits_BS"), are_multiplied=True)
 
 
 def windowed_attention(

@@ -87,6 +87,12 @@ class Op:
         raise AssertionError(f"{self.name}: the reference takes everything")
 
 
+def result_dtype(x: torch.Tensor) -> torch.dtype:
+    """The dtype of autocast on its device, else that of x."""
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+
+
 _warned: set[str] = set()
 
 

@@ -5,8 +5,7 @@ from torch import Tensor
 
 from multilin.errors import InputError
 from multilin.ops.block_outer import cpu, gpu, portable
-from multilin.ops.dispatch import Backend, Op, cpu_kernels, gpu_kernels
-from multilin.ops.kernels import result_dtype
+from multilin.ops.dispatch import Backend, Op, cpu_kernels, gpu_kernels, result_dtype
 
 __all__ = ["BLOCK_OUTER", "block_outer"]
 

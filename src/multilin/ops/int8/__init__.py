@@ -9,7 +9,7 @@ from torch import Tensor
 from multilin.errors import InputError
 from multilin.ops.block_outer import check_blocks
 from multilin.ops.block_outer.cpu import refuses_vectors
-from multilin.ops.dispatch import Backend, Op, cpu_kernels, gpu_kernels
+from multilin.ops.dispatch import Backend, Op, cpu_kernels, gpu_kernels, result_dtype
 from multilin.ops.int8 import cpu, gpu
 from multilin.ops.int8.portable import LONGEST_SUM, PortableSteps
 from multilin.ops.int8.products import Int8BlockOuter, Int8Linear
@@ -24,7 +24,7 @@ from multilin.ops.int8.rounding import (
     round_weight,
     simulate_rounding,
 )
-from multilin.ops.kernels import refuses_eager, result_dtype
+from multilin.ops.kernels import refuses_eager
 
 __all__ = [
     "BLOCK",

@@ -5,8 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from multilin.ops.dispatch import result_dtype
 from multilin.ops.int8.rounding import Rounded
-from multilin.ops.kernels import result_dtype
 
 
 class Int8Linear(torch.autograd.Function):

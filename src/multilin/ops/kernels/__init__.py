@@ -105,12 +105,6 @@ def operator(name: str, fake: Callable[..., Any], *gradient: Callable[..., Any])
     return lambda compute: Operator(name, compute, fake, gradient)
 
 
-def result_dtype(x: Tensor) -> torch.dtype:
-    """That of autocast on its device, else that of x."""
-    device = x.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
-
-
 def dense_rows(x: Tensor) -> Tensor:
     """The tensor itself if the numbers of its last axis are adjacent in memory, else a copy; for kernels."""
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()

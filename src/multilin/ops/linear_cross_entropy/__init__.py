@@ -7,8 +7,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from multilin.ops.dispatch import Backend, Op, cpu_kernels
-from multilin.ops.kernels import refuses_eager, result_dtype
+from multilin.ops.dispatch import Backend, Op, cpu_kernels, result_dtype
+from multilin.ops.kernels import refuses_eager
 from multilin.ops.linear_cross_entropy import cpu, portable
 
 __all__ = ["LINEAR_CROSS_ENTROPY", "linear_cross_entropy", "token_cross_entropy"]

@@ -70,7 +70,7 @@ def examine() -> Checkup:
     warnings = [
         f"{name} uses its {backend.name}, which is slow{_reasons(name, device)}"
         for name, backend in backends.items()
-        if backend.is_slow or _reasons(name, device)
+        if _reasons(name, device)
     ]
     if torch.get_num_threads() < cores:
         warnings.append(f"PyTorch uses {torch.get_num_threads()} of {plural(cores, 'core')} (OMP_NUM_THREADS)")

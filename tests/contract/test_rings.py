@@ -8,7 +8,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from multilin import TextState
-from multilin.ops.ring import Ring, map_windows
+from multilin.model.rings import map_windows
+from multilin.ops.ring import Ring
 from tests.contract.conftest import MakeModel, random_ids
 
 EXACT = {"rtol": 1e-10, "atol": 1e-10}

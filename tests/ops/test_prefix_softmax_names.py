@@ -15,7 +15,7 @@ import torch
 
 from multilin.ops.kernels import why_no_numba
 from multilin.ops.prefix_softmax import cpu, operator, reference
-from multilin.ops.prefix_softmax.cpu_task import TENSORS, Task
+from multilin.ops.prefix_softmax.cpu import TENSORS, Task
 from tests.ops.cases.prefix_softmax import make_logits, make_starts, make_values
 
 pytestmark = pytest.mark.skipif(why_no_numba() is not None, reason=str(why_no_numba()))
@@ -25,11 +25,11 @@ class Memory:
     """`get` and `put`, and the names under which each address was read and written."""
 
     def __init__(self) -> None:
-        self.names: dict[int, set[int]] = defaultdict(set)
+        self.names: dict[int, set[str]] = defaultdict(set)
         self.written: set[int] = set()
         self.arrays: dict[int, Any] = {}  # kept alive, so that no address is given to another array
 
-    def _place(self, array: np.ndarray, index: int, name: int) -> np.ndarray:
+    def _place(self, array: np.ndarray, index: int, name: str) -> np.ndarray:
         flat = array.reshape(-1)
         assert flat.base is not None, "a copy: the array is not contiguous"
         owner = array if array.base is None else array.base
@@ -37,16 +37,16 @@ class Memory:
         self.names[flat.ctypes.data + index * flat.itemsize].add(name)
         return flat
 
-    def get(self, array: np.ndarray, index: int, name: int) -> Any:
+    def get(self, array: np.ndarray, index: int, name: str) -> Any:
         number = self._place(array, index, name)[index]
         return np.uint32(int(number) << 16).view(np.float32) if array.dtype == np.uint16 else number
 
-    def put(self, array: np.ndarray, index: int, number: Any, name: int) -> None:
+    def put(self, array: np.ndarray, index: int, number: Any, name: str) -> None:
         flat = self._place(array, index, name)
         flat[index] = int(np.float32(number).view(np.uint32)) >> 16 if array.dtype == np.uint16 else number
         self.written.add(flat.ctypes.data + index * flat.itemsize)
 
-    def wrong(self) -> list[set[int]]:
+    def wrong(self) -> list[set[str]]:
         """The names of each address that was written, and has more than one."""
         return [names for address, names in self.names.items() if address in self.written and len(names) > 1]
 
@@ -120,8 +120,8 @@ def test_no_number_that_is_written_has_two_names(
 
 def test_a_second_name_is_found() -> None:
     memory, array = Memory(), np.zeros((2, 3), np.float32)
-    memory.get(array[1:], 0, 4)
-    memory.get(array, 3, 5)
+    memory.get(array[1:], 0, "running")
+    memory.get(array, 3, "later")
     assert memory.wrong() == []
-    memory.put(array, 3, 1.0, 5)
-    assert memory.wrong() == [{4, 5}]
+    memory.put(array, 3, 1.0, "later")
+    assert memory.wrong() == [{"later", "running"}]

@@ -78,27 +78,34 @@ class Reader(nn.Module):
 
 
 def _read_softmax(logits_BTH: Tensor, options: dict[str, Any]) -> Reading:
-    weights, window = prefix_softmax_weights(logits_BTH, **options), options.get("window")
+    (weights_BHTS, own_BHT), window = prefix_softmax_weights(logits_BTH, **options), options.get("window")
     among = "all tokens so far" if window is None else f"the last {plural(window, 'token')}"
     meaning = (
         f"A weight is the token's share in the mean over {among}: its own importance, the same whoever reads it, "
         "divided by the sum of the importances read"
     )
-    if weights.own_BHT is not None:
+    if own_BHT is not None:
         meaning += "; the own term is the share with which the position's own token counts once more, past the sum"
     farthest = None if window is None else window - 1
-    return Reading(f"{meaning}.", weights.tokens_BHTS, 0, farthest, weights.own_BHT, weights.null_BHT)
+    null_BHT = None if options.get("null_logit") is None else _missing(weights_BHTS)
+    return Reading(f"{meaning}.", weights_BHTS, 0, farthest, own_BHT, null_BHT)
 
 
 def _read_window(queries_BTHD: Tensor, keys_BTHD: Tensor, options: dict[str, Any]) -> Reading:
-    weights, window = windowed_attention_weights(queries_BTHD, keys_BTHD, **options), options["window"]
+    weights_BHTS, window = windowed_attention_weights(queries_BTHD, keys_BTHD, **options), options["window"]
+    null_BHT = _missing(weights_BHTS) if options.get("null_key") else None
     meaning = (
         f"A weight is the token's share in the head's attention to the {plural(window, 'token')} before the position, "
         "the decay over distance included"
     )
-    if weights.null_BHT is not None:
+    if null_BHT is not None:
         meaning += "; what the null key takes is read from nowhere"
-    return Reading(f"{meaning}.", weights.tokens_BHTS, min(window, 1), window, null_BHT=weights.null_BHT)
+    return Reading(f"{meaning}.", weights_BHTS, min(window, 1), window, null_BHT=null_BHT)
+
+
+def _missing(weights_BHTS: Tensor) -> Tensor:
+    """What the weights of each position lack to 1."""
+    return (1 - weights_BHTS.sum(dim=-1)).clamp(min=0)
 
 
 @contextlib.contextmanager

@@ -8,8 +8,9 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from multilin.errors import InputError
+from multilin.model.rings import from_ring, grow, join_rings, map_windows, to_ring, write
 from multilin.model.state_tree import map_tensors, named_tensors, with_tensors
-from multilin.ops.ring import Ring, from_ring, grow, join_rings, map_windows, slots_of, to_ring, write
+from multilin.ops.ring import Ring, slots_of
 
 LONGEST_STEP = 16  # new tokens that are read from rings; more are read faster from windows in their order
 

@@ -15,26 +15,15 @@ GPU_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class Backend:
-    """One way to compute an op.
+    """One way to compute an op."""
 
-    name: as `multilin doctor` prints it.
-    compute: same signature and result as the op's reference.
-    device: type of the tensors it takes ("cpu", "cuda"); None takes any.
-    dtypes: what it computes in; None is any.
-    reads: types of values that it takes as they are; others are converted to what it computes in.
-    why_not: the reason this machine cannot use it, None when it can.
-    refuses: the reason it does not take a call, None when it does; same arguments as `compute`.
-    is_slow: doctor warns when this is the best there is.
-    """
-
-    name: str
-    compute: Callable[..., Any]
-    device: str | None = None
-    dtypes: tuple[torch.dtype, ...] | None = None
-    reads: tuple[torch.dtype, ...] = ()
-    why_not: Callable[[], str | None] = lambda: None
+    name: str  # as `multilin doctor` prints it
+    compute: Callable[..., Any]  # same signature and result as the op's reference
+    device: str | None = None  # type of the tensors it takes ("cpu", "cuda"); None takes any
+    dtypes: tuple[torch.dtype, ...] | None = None  # what it computes in; None is any
+    why_not: Callable[[], str | None] = lambda: None  # the reason this machine cannot use it, None when it can
+    # The reason it does not take a call, None when it does; same arguments as `compute`.
     refuses: Callable[..., str | None] = lambda *arguments, **options: None
-    is_slow: bool = False
 
     def fits(self, device: torch.device, dtype: torch.dtype) -> bool:
         """True if it computes in this type on this device."""
@@ -63,10 +52,7 @@ class Op:
     special_cases: Sequence[Backend] = ()
 
     def __call__(self, *arguments: Any, dtype: torch.dtype, **options: Any) -> Any:
-        """Compute with the first backend that takes the call; `dtype` is the one to compute in.
-
-        The first argument is a tensor on the device of all.
-        """
+        """Compute, in this dtype, with the first backend that takes the call; the first argument is a tensor."""
         return self.backend_for(arguments[0].device, dtype, arguments, options).compute(*arguments, **options)
 
     def backend_for(
@@ -78,10 +64,7 @@ class Op:
     ) -> Backend:
         """The first backend that computes in this type on this device of this machine, and takes the call.
 
-        Args:
-            device: of the tensors.
-            dtype: it computes in.
-            arguments, options: of the call; None asks for no call in particular.
+        Without arguments it is asked for no call in particular.
         """
         options = options or {}
         if arguments is not None:
@@ -102,6 +85,12 @@ class Op:
                 warn_once(f"{refused}; {backend.name} runs instead, which may be many times slower")
             return backend
         raise AssertionError(f"{self.name}: the reference takes everything")
+
+
+def result_dtype(x: torch.Tensor) -> torch.dtype:
+    """The dtype of autocast on its device, else that of x."""
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 
 
 _warned: set[str] = set()

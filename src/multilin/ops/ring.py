@@ -2,62 +2,40 @@
 
 The state that an op returns holds the last tokens in their order. While a sequence is generated token by token, they
 lie in a ring of S slots, token number n of the sequence in slot n mod S. An op that is given a `Ring` reads it and
-returns only the new tokens, in a state of the same type; `write` puts them into the ring in place.
+returns only the new tokens, in a state of the same type, for the model to put into the ring.
 """
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-FEWEST_SLOTS = 256  # of a ring that is not yet full; doubled as tokens come
-
 
 class Slots(NamedTuple):
-    """Which fields of an op's state are windows, (B, S, ...).
-
-    fields: their names.
-    are_positions: the token at position n lies in slot n, not the last tokens in their order.
-    are_multiplied: the op multiplies with those of (B, S, H, D), the slots of a head as rows of a matrix.
-    """
+    """Which fields of an op's state are windows, (B, S, ...): the property `slots` of the state."""
 
     fields: tuple[str, ...]
-    are_positions: bool = False
-    are_multiplied: bool = False
-
-
-_windows: dict[type, Slots] = {}
-
-
-def register_window(state: type, slots: Slots) -> None:
-    """Say that states of this type are windows."""
-    _windows[state] = slots
+    are_positions: bool = False  # the token at position n lies in slot n, not the last tokens in their order
+    are_multiplied: bool = False  # the op multiplies with those of (B, S, H, D), slots of a head as rows of a matrix
 
 
 def slots_of(state: Any) -> Slots | None:
     """The slots of a state that is a window of one token and more; None for every other."""
-    slots = _windows.get(type(state))
+    slots: Slots | None = getattr(state, "slots", None)
     return slots if slots is not None and getattr(state, slots.fields[0]).shape[1] > 0 else None
 
 
 class Ring(NamedTuple):
-    """The last tokens of each sequence, the next one's place being slot `num_read_B` mod S.
+    """The last tokens of each sequence, the next one's place being slot `num_read_B` mod S."""
 
-    tokens: a state of an op whose windows have S slots.
-    num_read_B: (B,) int64 tokens read.
-    num_kept: slots of the op's own state. S is smaller as long as no sequence has so many tokens.
-    """
-
-    tokens: Any
-    num_read_B: Tensor
-    num_kept: int
+    tokens: Any  # a state of an op whose windows have S slots
+    num_read_B: Tensor  # (B,) int64 tokens read
+    num_kept: int  # slots of the op's own state; S is smaller as long as no sequence has so many tokens
 
     @property
     def num_slots(self) -> int:
         """S."""
-        num_slots: int = getattr(self.tokens, _windows[type(self.tokens)].fields[0]).shape[1]
-        return num_slots
+        return getattr(self.tokens, self.tokens.slots.fields[0]).shape[1]
 
     def distances(self, num_new: int) -> Tensor:
         """Distance in tokens from each of the next tokens to that in each slot, (B, T, S), at least 1."""
@@ -65,134 +43,3 @@ class Ring(NamedTuple):
         slot_S = torch.arange(self.num_slots, device=self.num_read_B.device)
         age_BS = (self.num_read_B[:, None] - 1 - slot_S) % (slot_S[-1:] + 1) + 1  # a tensor, for graphs of any S
         return age_BS[:, None, :] + new_T[:, None]
-
-
-def map_windows(function: Callable[..., Any], state: Any, *others: Any) -> Any:
-    """Apply a function to every window of a (nested) state and what stands in its place in the others."""
-    if isinstance(state, Ring) or slots_of(state) is not None:
-        return function(state, *others)
-    if state is None or isinstance(state, Tensor):
-        return others[0] if others else state
-    return type(state)(*(map_windows(function, *parts) for parts in zip(state, *others, strict=True)))
-
-
-def to_ring(state: Any, num_read_B: Tensor, num_new: int) -> Any:
-    """A window as a ring with room for so many new tokens; a copy."""
-    slots = _windows[type(state)]
-    num_kept = getattr(state, slots.fields[0]).shape[1]
-    num_slots = _enough_slots(num_read_B, num_new, num_kept)
-    slot_S = torch.arange(num_slots, device=num_read_B.device)
-    if slots.are_positions:
-        index_BS = slot_S.expand(len(num_read_B), -1)
-    else:
-        index_BS = num_kept - 1 - (num_read_B[:, None] - 1 - slot_S) % num_slots
-    return Ring(_map_slots(lambda _, tensor: _lay_out(_take(tensor, index_BS), state), state), num_read_B, num_kept)
-
-
-def from_ring(ring: Any) -> Any:
-    """The window of an op's own state, its tokens in their order; a copy."""
-    if not isinstance(ring, Ring):
-        return ring
-    tokens, num_read_B, num_kept = ring
-    index_N = torch.arange(num_kept, device=num_read_B.device)
-    number_BN = index_N.expand(len(num_read_B), -1)
-    if not _windows[type(tokens)].are_positions:
-        number_BN = number_BN + num_read_B[:, None] - num_kept
-    is_empty_BN = (number_BN < 0) | (number_BN >= num_read_B[:, None])
-
-    def in_order(name: str, tensor: Tensor) -> Tensor:
-        taken = _take(tensor, number_BN % ring.num_slots)
-        mask = is_empty_BN.view(*is_empty_BN.shape, *(1 for _ in tensor.shape[2:]))
-        return taken.masked_fill(mask, -torch.inf if name.startswith("logits") else 0.0)
-
-    return _map_slots(in_order, tokens)
-
-
-def grow(ring: Any, num_new: int) -> Any:
-    """The ring with room for so many new tokens, as far as it keeps them; itself where there is room."""
-    if not isinstance(ring, Ring) or ring.num_slots == ring.num_kept:
-        return ring
-    return _with_slots(ring, _enough_slots(ring.num_read_B, num_new, ring.num_kept))
-
-
-def _with_slots(ring: Ring, num_slots: int) -> Ring:
-    """The ring with at least so many slots."""
-    more = num_slots - ring.num_slots
-    if more <= 0:
-        return ring
-
-    def pad(name: str, tensor: Tensor) -> Tensor:
-        empty = tensor.new_full(
-            (len(tensor), more, *tensor.shape[2:]), -torch.inf if name.startswith("logits") else 0.0
-        )
-        return _lay_out(torch.cat([tensor, empty], dim=1), ring.tokens)
-
-    return ring._replace(tokens=_map_slots(pad, ring.tokens))
-
-
-def write(ring: Any, new: Any, num_read_B: Tensor) -> Any:
-    """Put new tokens, in a state of the same type, into their slots in place; what is no ring is replaced by the new.
-
-    Args:
-        ring: as it was read.
-        new: the tokens, (B, T, ...).
-        num_read_B: tokens read, these included.
-    """
-    if not isinstance(ring, Ring):
-        return new
-    slots, num_slots = {name: getattr(new, name) for name in _windows[type(new)].fields}, ring.num_slots
-    num_all = next(iter(slots.values())).shape[1]
-    num_new = min(num_all, num_slots)  # earlier ones have no place any more
-    first_B = (ring.num_read_B + (num_all - num_new)) % num_slots
-    first = first_B.tolist() if first_B.device.type == "cpu" else [0, 1]
-    if min(first) == max(first) <= num_slots - num_new:
-        for name, tensor in slots.items():
-            getattr(ring.tokens, name)[:, first[0] : first[0] + num_new] = tensor[:, -num_new:]
-    else:
-        slots_BT = (first_B[:, None] + torch.arange(num_new, device=first_B.device)) % num_slots
-        rows_B1 = torch.arange(len(first_B), device=first_B.device)[:, None]
-        for name, tensor in slots.items():
-            target = getattr(ring.tokens, name)
-            target[rows_B1, slots_BT] = tensor[:, -num_new:].to(target.dtype)
-    others = {name: getattr(new, name) for name in new._fields if name not in slots}
-    return Ring(ring.tokens._replace(**others), num_read_B, ring.num_kept)
-
-
-def join_rings(state: Any, other: Any) -> Any:
-    """The rows of two (nested) states whose windows are rings, in one."""
-    if isinstance(state, Tensor):
-        return torch.cat([state, other])
-    if state is None or isinstance(state, int):
-        return state
-    if isinstance(state, Ring):
-        num_slots = max(state.num_slots, other.num_slots)
-        state, other = (_with_slots(ring, num_slots) for ring in (state, other))
-        names = _windows[type(state.tokens)].fields
-        both = join_rings(state.tokens, other.tokens)
-        laid_out = {name: _lay_out(getattr(both, name), both) for name in names}
-        return Ring(both._replace(**laid_out), torch.cat([state.num_read_B, other.num_read_B]), state.num_kept)
-    return type(state)(*(join_rings(*parts) for parts in zip(state, other, strict=True)))
-
-
-def _enough_slots(num_read_B: Tensor, num_new: int, num_kept: int) -> int:
-    """The fewest slots, of 256, 512, ..., that hold all tokens; all on a device where looking costs a wait."""
-    if num_kept <= FEWEST_SLOTS or num_read_B.device.type != "cpu":
-        return num_kept
-    needed = int(num_read_B.max()) + num_new
-    return min(max(1 << (needed - 1).bit_length(), FEWEST_SLOTS), num_kept)
-
-
-def _map_slots(function: Callable[[str, Tensor], Tensor], state: Any) -> Any:
-    return state._replace(**{name: function(name, getattr(state, name)) for name in _windows[type(state)].fields})
-
-
-def _take(tensor: Tensor, index_BS: Tensor) -> Tensor:
-    """tensor[b, index[b, s]]."""
-    return tensor[torch.arange(len(tensor), device=tensor.device)[:, None], index_BS]
-
-
-def _lay_out(tensor: Tensor, state: Any) -> Tensor:
-    """The same (B, S, H, ...), where the op multiplies with them with the slots of each head side by side in memory."""
-    if tensor.ndim < 4 or not _windows[type(state)].are_multiplied:
-        return tensor
-    return tensor.transpose(1, 2).contiguous().transpose(1, 2)

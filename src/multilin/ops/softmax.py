@@ -12,8 +12,7 @@ def softmax(scores: Tensor, null_logit: float | None = None) -> Tensor:
     if torch.compiler.is_exporting():  # one operator of a graph, where a null token of almost no weight avoids 0 / 0
         null_logit = torch.finfo(scores.dtype).min if null_logit is None else null_logit
         return pad(scores, (0, 1), value=null_logit).softmax(dim=-1)[..., :-1]
-    weights: Tensor = _Softmax.apply(scores, null_logit)
-    return weights
+    return _Softmax.apply(scores, null_logit)
 
 
 class _Softmax(torch.autograd.Function):

@@ -54,9 +54,7 @@ def small_and_poisoned(monkeypatch: pytest.MonkeyPatch, device: torch.device) ->
 
 def use_processors(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     """As if the card had so many: with many of them the time of few texts is cut in parts."""
-    from multilin.ops.kernels import gpu_launch as launch
-
-    monkeypatch.setattr(launch, "num_processors", lambda device: number)
+    monkeypatch.setattr(gpu._launch, "num_processors", lambda device: number)
 
 
 def results(case: Case, device: torch.device | None) -> dict[str, Tensor]:

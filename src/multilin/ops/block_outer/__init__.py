@@ -1,12 +1,11 @@
 """All products of pairs inside aligned blocks, contracted by a matrix."""
 
-import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from multilin.errors import InputError
 from multilin.ops.block_outer import cpu, gpu, portable
-from multilin.ops.dispatch import Backend, Op, cpu_kernels, gpu_kernels
+from multilin.ops.dispatch import Backend, Op, cpu_kernels, gpu_kernels, result_dtype
 
 __all__ = ["BLOCK_OUTER", "block_outer"]
 
@@ -48,13 +47,15 @@ def block_outer(
     are held for a chunk of rows only, about 2^21 numbers, and are made again backward.
     Source: TScale and 3Lin (combiners), ELiTA (two-factor feed-forward).
     """
+    check_blocks(left, right, weight)
+    dtype = result_dtype(left)
+    return BLOCK_OUTER(left.to(dtype), right.to(dtype), weight.to(dtype), dtype=dtype)
+
+
+def check_blocks(left: Tensor, right: Tensor, weight: Tensor) -> None:
+    """Raise InputError if the shapes do not fit."""
     if weight.shape[1:] != (*left.shape[-2:], right.shape[-1]) or left.shape[:-1] != right.shape[:-1]:
         raise InputError(
             f"weight: shape {tuple(weight.shape)} given for blocks {tuple(left.shape[-2:])} and "
             f"{tuple(right.shape[-2:])}, but it must be (D, N, K, J)"
         )
-    device = left.device.type
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else left.dtype
-    left, right, weight = left.to(dtype), right.to(dtype), weight.to(dtype)
-    result: Tensor = BLOCK_OUTER(left, right, weight, dtype=dtype)
-    return result

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from multilin.ops.block_outer.portable import in_chunks
-from multilin.ops.kernels import LazyModule
-from multilin.ops.kernels.operators import operator
+from multilin.ops.kernels import LazyModule, operator
 
 _LANES = 16  # products of a vector
 _kernels, _launch = LazyModule("multilin.ops.block_outer.cpu_kernels"), LazyModule("multilin.ops.kernels.cpu_launch")
@@ -39,8 +38,7 @@ def expand(left_RNK: Tensor, right_RNJ: Tensor) -> Tensor:
 
 def contract(dresult_RD: Tensor, weight: Tensor, left_RNK: Tensor, right_RNJ: Tensor) -> tuple[Tensor, Tensor]:
     """Gradients of left and right."""
-    gradients: tuple[Tensor, Tensor] = contract_pairs(dresult_RD @ weight.flatten(1), left_RNK, right_RNJ)
-    return gradients
+    return contract_pairs(dresult_RD @ weight.flatten(1), left_RNK, right_RNJ)
 
 
 @operator("contract_pairs", lambda _, left, right: (left.new_empty(left.shape), right.new_empty(right.shape)))

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from multilin.ops.kernels import LazyModule
-from multilin.ops.kernels.operators import dense_rows, operator
+from multilin.ops.kernels import LazyModule, dense_rows, operator
 
 _kernels, _launch = LazyModule("multilin.ops.block_outer.gpu_kernels"), LazyModule("multilin.ops.kernels.gpu_launch")
 WIDEST = 64  # numbers of a right block: a chunk holds all of them
@@ -55,7 +54,19 @@ def _factors(left: Tensor, right: Tensor, dtype: torch.dtype) -> tuple[tuple[Any
     return (lefts, rights, num_rows, lefts.stride(0), rights.stride(0)), constants
 
 
-@operator("block_outer_gpu", lambda left, right, weight, *_: left.new_empty(len(left), len(weight)))
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[:3])
+
+
+def _differentiate(ctx: Any, dresult: Tensor) -> tuple[Tensor | None, ...]:
+    left, right, weight = ctx.saved_tensors
+    dleft, dright = gradients_of_factors(dresult, left, right, weight)
+    return dleft, dright, gradient_of_weight(dresult, left, right, weight.dtype), None, None
+
+
+@operator(
+    "block_outer_gpu", lambda left, right, weight, *_: left.new_empty(len(left), len(weight)), _save, _differentiate
+)
 def contract(
     left: Tensor, right: Tensor, weight: Tensor, pair_scale: Tensor | None = None, factor: Tensor | None = None
 ) -> Tensor:
@@ -155,16 +166,3 @@ def _parts(size: int, part: int) -> int:
 def power_of_two(size: int) -> int:
     """The least that holds `size`."""
     return 1 << (size - 1).bit_length()
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs[:3])
-
-
-def _differentiate(ctx: Any, dresult: Tensor) -> tuple[Tensor | None, ...]:
-    left, right, weight = ctx.saved_tensors
-    dleft, dright = gradients_of_factors(dresult, left, right, weight)
-    return dleft, dright, gradient_of_weight(dresult, left, right, weight.dtype), None, None
-
-
-contract.operator.register_autograd(_differentiate, setup_context=_save)

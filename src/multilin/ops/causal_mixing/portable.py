@@ -5,19 +5,15 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from multilin.ops.causal_mixing.reference import CausalMixingState, num_rows, read_inputs, unpack
+from multilin.ops.ring import Ring
 
 BLOCK = 512  # rows of a piece of the triangle: large enough for full-speed products
 
 
 def causal_mixing(
-    x_BTD: Tensor,
-    triangle_P: Tensor,
-    positions_BT: Tensor,
-    *,
-    padding: Tensor | None = None,
-    state: CausalMixingState | None = None,
-    product_dtype: torch.dtype,
-) -> tuple[Tensor, Tensor]:
+    x_BTD: Tensor, triangle_P: Tensor, positions_BT: Tensor, *, padding: Tensor | None = None,
+    state: CausalMixingState | None = None, product_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """See `multilin.ops.causal_mixing`."""
     num_time, num_positions = x_BTD.shape[1], num_rows(triangle_P)
     if state is None and padding is None and _counts_from_zero(positions_BT):
@@ -31,6 +27,23 @@ def causal_mixing(
         return weights_BTN.to(product_dtype) @ inputs_BND.to(product_dtype), inputs_BND
     mixed_BND = unpack(triangle_P, num_positions).to(product_dtype) @ inputs_BND.to(product_dtype)
     return mixed_BND.gather(1, positions_BT.clamp(min=0)[..., None].expand_as(x_BTD)), inputs_BND
+
+
+def from_ring(
+    x_BTD: Tensor, triangle_P: Tensor, positions_BT: Tensor, ring: Ring, *, padding: Tensor | None,
+    product_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The sums of a few new inputs beside those in a ring, each in the slot of its position, and the new inputs.
+
+    Padding may follow the inputs of a row only.
+    """
+    if padding is not None:
+        x_BTD = x_BTD.masked_fill(padding[..., None], 0.0)
+    positions_BT = positions_BT.clamp(min=0)
+    weights_BTS = gather_rows(triangle_P, positions_BT[..., None], ring.num_slots).to(product_dtype)
+    weights_BTT = weights_BTS.gather(2, positions_BT[:, None, :].expand(-1, positions_BT.shape[1], -1))
+    kept_BSD = ring.tokens.inputs_BND.to(product_dtype)
+    return weights_BTS @ kept_BSD + weights_BTT @ x_BTD.to(product_dtype), x_BTD
 
 
 def _counts_from_zero(positions_BT: Tensor) -> bool:

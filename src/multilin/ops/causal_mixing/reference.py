@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from multilin.errors import InputError
-from multilin.ops.ring import Slots, register_window
+from multilin.ops.ring import Slots
 
 
 class CausalMixingState(NamedTuple):
@@ -17,19 +17,16 @@ class CausalMixingState(NamedTuple):
     inputs_BND: Tensor
     num_read_B: Tensor
 
-
-register_window(CausalMixingState, Slots(("inputs_BND",), are_positions=True))
+    @property
+    def slots(self) -> Slots:
+        """The inputs are a window as long as the text may be."""
+        return Slots(("inputs_BND",), are_positions=True)
 
 
 def causal_mixing(
-    x_BTD: Tensor,
-    triangle_P: Tensor,
-    positions_BT: Tensor,
-    *,
-    padding: Tensor | None = None,
-    state: CausalMixingState | None = None,
-    product_dtype: torch.dtype,
-) -> tuple[Tensor, Tensor]:
+    x_BTD: Tensor, triangle_P: Tensor, positions_BT: Tensor, *, padding: Tensor | None = None,
+    state: CausalMixingState | None = None, product_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """See `multilin.ops.causal_mixing`; the bias is added there. Also gives all inputs read so far, (B, n, D)."""
     num_positions = num_rows(triangle_P)
     inputs_BND = read_inputs(x_BTD, positions_BT, padding, state, num_positions)
@@ -56,11 +53,7 @@ def read_inputs(
 
 
 def num_rows(triangle_P: Tensor) -> int:
-    """n of a triangle of n (n + 1) / 2 weights.
-
-    Raises:
-        InputError: not such a number.
-    """
+    """n of a triangle of n (n + 1) / 2 weights."""
     count = triangle_P.numel()
     size = (math.isqrt(8 * count + 1) - 1) // 2
     if triangle_P.ndim != 1 or size * (size + 1) // 2 != count:

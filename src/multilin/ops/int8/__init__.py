@@ -7,11 +7,12 @@ from jaxtyping import Float
 from torch import Tensor
 
 from multilin.errors import InputError
+from multilin.ops.block_outer import check_blocks
 from multilin.ops.block_outer.cpu import refuses_vectors
-from multilin.ops.dispatch import Backend, Op, cpu_kernels, gpu_kernels
+from multilin.ops.dispatch import Backend, Op, cpu_kernels, gpu_kernels, result_dtype
 from multilin.ops.int8 import cpu, gpu
 from multilin.ops.int8.portable import LONGEST_SUM, PortableSteps
-from multilin.ops.int8.products import Int8BlockOuter, Int8Linear, result_dtype
+from multilin.ops.int8.products import Int8BlockOuter, Int8Linear
 from multilin.ops.int8.rounding import (
     BLOCK,
     LEVELS,
@@ -23,7 +24,7 @@ from multilin.ops.int8.rounding import (
     round_weight,
     simulate_rounding,
 )
-from multilin.ops.kernels.operators import refuses_eager
+from multilin.ops.kernels import refuses_eager
 
 __all__ = [
     "BLOCK",
@@ -105,8 +106,7 @@ def int8_linear(
     # Of a float32 x kernels also need to know what the result will be.
     dtype = result_dtype(x) if x.dtype == torch.float32 else x.dtype
     steps = INT8.backend_for(x.device, dtype, (x,)).compute
-    result: Tensor = Int8Linear.apply(x, parameter, *rounded, bias, factor, backward, steps)
-    return result
+    return Int8Linear.apply(x, parameter, *rounded, bias, factor, backward, steps)
 
 
 def int8_block_outer(
@@ -136,16 +136,10 @@ def int8_block_outer(
     Raises:
         InputError: shapes that do not fit, or more than 131072 products.
     """
-    values = weight.values if isinstance(weight, Rounded) else weight
-    if values.shape[1:] != (*left.shape[-2:], right.shape[-1]) or left.shape[:-1] != right.shape[:-1]:
-        raise InputError(
-            f"weight: shape {tuple(values.shape)} given for blocks {tuple(left.shape[-2:])} and "
-            f"{tuple(right.shape[-2:])}, but it must be (D, N, K, J)"
-        )
+    check_blocks(left, right, weight.values if isinstance(weight, Rounded) else weight)
     rounded, parameter = _rounded(weight, levels, parameter)
     steps = INT8.backend_for(left.device, result_dtype(left), (left, right)).compute
-    result: Tensor = Int8BlockOuter.apply(left, right, parameter, *rounded, factor, backward, steps)
-    return result
+    return Int8BlockOuter.apply(left, right, parameter, *rounded, factor, backward, steps)
 
 
 def _rounded(weight: Tensor | Rounded, levels: str, parameter: Tensor | None) -> tuple[Rounded, Tensor | None]:

@@ -12,8 +12,7 @@ from multilin.ops.block_outer import gpu as block_outer
 from multilin.ops.block_outer.gpu import power_of_two
 from multilin.ops.int8.portable import PortableSteps, draw_seed, sum_of_parts
 from multilin.ops.int8.rounding import Rounded
-from multilin.ops.kernels import LazyModule
-from multilin.ops.kernels.operators import dense_rows, operator
+from multilin.ops.kernels import LazyModule, dense_rows, operator
 
 _kernels, _launch = LazyModule("multilin.ops.int8.gpu_kernels"), LazyModule("multilin.ops.kernels.gpu_launch")
 
@@ -115,8 +114,7 @@ class GpuSteps(PortableSteps):
         cls, left: Rounded, right: Tensor, factor: Tensor, bias: Tensor | None, dtype: torch.dtype
     ) -> Tensor:
         """left @ right * factor + bias."""
-        result: Tensor = _scaled_product(left.values, left.scale, right, factor.float(), bias, dtype)
-        return result
+        return _scaled_product(left.values, left.scale, right, factor.float(), bias, dtype)
 
     @classmethod
     def outer(cls, left: Tensor, right: Tensor, values: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -8,7 +8,7 @@ import triton.language as tl
 
 from multilin.ops.block_outer.gpu_kernels import load_factor
 from multilin.ops.kernels.gpu_launch import autotuned
-from multilin.ops.kernels.gpu_tiles import divide, dot, magnitude, narrow, nearest
+from multilin.ops.kernels.gpu_tiles import divide, dot, load_tile, magnitude, nearest, store_tile
 
 # Rows and columns of a tile of the result, numbers summed at a time, warps and pipeline stages.
 WAYS = [
@@ -52,8 +52,7 @@ def round_rows(p_x, p_values, p_scale, width, row_stride, seed, RANDOM: tl.const
 @triton.jit
 def load_scaled(p_x, p_row_scale, i_rows, i_columns, num_rows, width, row_stride):
     """row_scale * x, (rows, columns)."""
-    mask = (i_rows < num_rows)[:, None] & (i_columns < width)[None, :]
-    b_x = tl.load(p_x + i_rows.to(tl.int64)[:, None] * row_stride + i_columns[None, :], mask=mask, other=0.0)
+    b_x = load_tile(p_x, i_rows, i_rows < num_rows, row_stride, i_columns, i_columns < width)
     return b_x.to(tl.float32) * tl.load(p_row_scale + i_rows, mask=i_rows < num_rows, other=0.0)[:, None]
 
 
@@ -118,19 +117,14 @@ def scaled_product(
     """left (rows, length) @ right (columns, length)^T in int32, times row_scale and factor, plus bias."""
     i_rows, i_columns = tl.program_id(0) * BM + tl.arange(0, BM), tl.program_id(1) * BN + tl.arange(0, BN)
     m_rows, m_columns = i_rows < num_rows, i_columns < num_columns
-    p_lefts = p_left + i_rows.to(tl.int64)[:, None] * length
-    p_rights = p_right + i_columns.to(tl.int64)[:, None] * length
     total = tl.zeros((BM, BN), tl.int32)
     for first in range(0, length, BK):
         i_sum = first + tl.arange(0, BK)
-        m_sum = (i_sum < length)[None, :]
-        b_left = tl.load(p_lefts + i_sum[None, :], mask=m_rows[:, None] & m_sum, other=0)
-        b_right = tl.load(p_rights + i_sum[None, :], mask=m_columns[:, None] & m_sum, other=0)
+        b_left = load_tile(p_left, i_rows, m_rows, length, i_sum, i_sum < length)
+        b_right = load_tile(p_right, i_columns, m_columns, length, i_sum, i_sum < length)
         total += dot(b_left, tl.trans(b_right))
     scale = tl.load(p_row_scale + i_rows, mask=m_rows, other=0.0) * tl.load(p_factor)
     b_result = total.to(tl.float32) * scale[:, None]
     if p_bias is not None:
         b_result = b_result + tl.load(p_bias + i_columns, mask=m_columns, other=0.0)[None, :].to(tl.float32)
-    places = i_rows.to(tl.int64)[:, None] * num_columns + i_columns[None, :]
-    mask = m_rows[:, None] & m_columns[None, :]
-    tl.store(p_result + places, narrow(b_result, p_result.dtype.element_ty), mask=mask)
+    store_tile(p_result, i_rows, m_rows, num_columns, i_columns, m_columns, b_result)

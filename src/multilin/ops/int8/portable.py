@@ -96,8 +96,7 @@ class PortableSteps:
         """Gradients of left and right."""
         if backward != "int8":
             dresult, weight = dresult * factor.to(dresult.dtype), values.to(dresult.dtype)
-            gradients: tuple[Tensor, Tensor] = cls.block_outer.contract(dresult, weight, left, right)
-            return gradients
+            return cls.block_outer.contract(dresult, weight, left, right)
         rounded = cls.round_rows(dresult, draw_seed())
         return cls.contract_pairs(multiply(rounded.values, values.flatten(1)), rounded.scale, factor, left, right)
 

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from multilin.ops.dispatch import result_dtype
 from multilin.ops.int8.rounding import Rounded
 
 
@@ -67,9 +68,3 @@ class Int8BlockOuter(torch.autograd.Function):
         if weight_dtype is not None and ctx.needs_input_grad[2]:
             dweight = steps.gradient_of_pairs_weight(dresult, lefts, rights, factor, backward, weight_dtype)
         return dleft, dright, dweight, None, None, None, None, None
-
-
-def result_dtype(x: Tensor) -> torch.dtype:
-    """That of autocast, else that of x."""
-    device = x.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype

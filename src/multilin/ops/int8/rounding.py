@@ -32,10 +32,7 @@ def quantize(x: Float[Tensor, "*shape"], *, per: Literal["matrix", "row"] = "row
 
     Args:
         x: any shape, a float dtype.
-        per: what shares a scale.
-
-    Returns:
-        Rounded: values int8 of x's shape; scale float32 (float64 for a float64 x), of shape () or (..., 1).
+        per: what shares a scale, float32 or better, of shape () or (..., 1).
     """
     wide = x.detach().to(torch.promote_types(x.dtype, torch.float32))
     if per == "row":
@@ -49,10 +46,7 @@ def dequantize(rounded: Rounded) -> Float[Tensor, "*shape"]:
 
 
 def quantize_blocks(x: Tensor) -> Rounded:
-    """A tensor of any shape as int8 in blocks of 128 with one float32 scale each; the last block is padded with 0.
-
-    Returns values (N, 128) int8 and scale (N, 1) float32: 1.03 bytes per number.
-    """
+    """A tensor of any shape as int8 in blocks (N, 128), the last padded with 0, with float32 scales (N, 1)."""
     flat = x.reshape(-1).float()
     return quantize(torch.nn.functional.pad(flat, (0, -flat.numel() % BLOCK)).view(-1, BLOCK))
 
@@ -100,14 +94,7 @@ def simulate_rounding(weight: Tensor, levels: str) -> Tensor:
         sim_2bit: +-12, +-36 steps, parted at +-24        sim_4bit: +-3, +-9, ... +-45        ternary: 0, +-32
 
     A step is 1/32 of the weight's root mean square: 1/32 in the source, whose weights have variance 1. A weight of
-    zeros stays zero.
-
-    Args:
-        weight: any shape.
-        levels: "sim_2bit", "sim_4bit" or "ternary".
-
-    Returns:
-        Same shape and dtype.
+    zeros stays zero. The result has its shape and dtype.
 
     Source: TScale (sim_2bit); the others by the same mechanism.
     """

@@ -7,9 +7,12 @@ the CPU too: that is how they are tested where there is no GPU. Dispatch never t
 import importlib
 import importlib.util
 import os
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.nn import Parameter
 
 _HAS_NUMBA = importlib.util.find_spec("numba") is not None
 _HAS_TRITON = importlib.util.find_spec("triton") is not None
@@ -30,10 +33,7 @@ class LazyModule:
 
 
 def is_forked() -> bool:
-    """True in a forked process, whose CPU kernels must not start threads.
-
-    The threads of OpenMP do not survive a fork, and entering a parallel region then hangs or kills the process.
-    """
+    """True in a forked process: OpenMP's threads do not survive a fork, and a parallel region hangs or kills it."""
     return os.getpid() != _PROCESS
 
 
@@ -60,3 +60,51 @@ def why_no_triton() -> str | None:
 def is_interpreted() -> bool:
     """True if GPU kernels run in Python, wherever their tensors are: correct, and very slow."""
     return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "yes", "on", "y")
+
+
+def needs_gradients(*inputs: object) -> bool:
+    """True if a backward pass may follow."""
+    return torch.is_grad_enabled() and any([x.requires_grad for x in inputs if isinstance(x, Tensor)])  # noqa: C419 (faster)
+
+
+def is_traced(*inputs: object) -> bool:
+    """True if a graph is made of a call with these inputs, so that it must consist of known operators."""
+    if torch.compiler.is_compiling():
+        return True
+    return any([type(x) is not Tensor and isinstance(x, Tensor) and type(x) is not Parameter for x in inputs])  # noqa: C419
+
+
+def refuses_eager(*inputs: object, **options: object) -> str | None:
+    """`Backend.refuses` of a special case for graphs."""
+    return None if is_traced(*inputs) else "no graph is made of it"
+
+
+class Operator:
+    """The operator `multilin::NAME` of PyTorch around a function; skipped if there is no gradient and no tracing."""
+
+    def __init__(self, name: str, compute: Callable, fake: Callable, gradient: tuple[Callable, ...]) -> None:
+        self.compute = compute
+        self.operator = torch.library.custom_op(f"multilin::{name}", compute, mutates_args=())
+        self.operator.register_fake(fake)
+        if gradient:
+            self.operator.register_autograd(gradient[1], setup_context=gradient[0])
+
+    def __call__(self, *inputs: Any) -> Any:
+        """The function's result."""
+        return (self.operator if is_traced(*inputs) or needs_gradients(*inputs) else self.compute)(*inputs)
+
+
+def operator(name: str, fake: Callable[..., Any], *gradient: Callable[..., Any]) -> Callable[..., Operator]:
+    """A decorator that makes an operator of a function of tensors, for gradients, torch.compile and other tracing.
+
+    Args:
+        name: of the operator.
+        fake: function of the same arguments that returns empty tensors like the results.
+        gradient: the functions `setup_context` and `backward` of `torch.library.register_autograd`, if it has one.
+    """
+    return lambda compute: Operator(name, compute, fake, gradient)
+
+
+def dense_rows(x: Tensor) -> Tensor:
+    """The tensor itself if the numbers of its last axis are adjacent in memory, else a copy; for kernels."""
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()

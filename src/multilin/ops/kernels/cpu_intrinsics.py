@@ -13,7 +13,8 @@ EXACT = {"error_model": "numpy"}
 SCALARS = {"fastmath": {"contract", "nsz"}, "error_model": "numpy"}
 DOTS = {"fastmath": {"contract", "nsz", "reassoc"}, "error_model": "numpy"}
 
-ZERO, ONE = np.float32(0), np.float32(1)
+ZERO, ONE, NOTHING = np.float32(0), np.float32(1), np.float32(-np.inf)
+LOWEST, TINY = np.float32(np.finfo(np.float32).min), 1e-300
 _LOG2_E = np.float32(1.4426950408889634)
 _LN2_HIGH, _LN2_LOW = np.float32(0.693359375), np.float32(-2.12194440e-4)
 _C2, _C3, _C4 = np.float32(0.5), np.float32(1.6666665459e-1), np.float32(4.1665795894e-2)

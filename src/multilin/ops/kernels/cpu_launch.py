@@ -23,9 +23,7 @@ from multilin.ops.kernels import is_forked
 from multilin.ops.kernels.cpu_intrinsics import SCALARS, TaskType
 
 SMALL = 2**15  # elements up to which waking a second thread takes longer than the work
-
 COMPILING = "CPU kernels: compiling for this processor, once; this takes some seconds"
-
 _ELEMENTS = {
     torch.float32: types.float32, torch.bfloat16: types.uint16, torch.int8: types.int8, torch.int32: types.int32,
     torch.int64: types.int64,
@@ -49,8 +47,7 @@ def launch_parts(
     Args:
         kernel: as for `launch`; `arguments_of` its task are the number of parts and the arguments.
         num_elements: size of the tensors; nothing is done if it is 0.
-        arguments: integers, floats, and contiguous tensors, which become arrays (rows, width of the last axis), or
-            vectors; None is an empty vector.
+        arguments: numbers, and contiguous tensors as arrays (rows, last axis) or vectors; None is an empty vector.
         num_parts: pieces of work; None is one for each thread.
     """
     if num_elements == 0:
@@ -79,12 +76,7 @@ def launch_parts(
 def launch(kernel: _Kernel, task: ctypes.Structure, dtype: torch.dtype, times: int, threads: int) -> None:
     """Call kernel(task, elements, index, sources) for index = 0 .. times - 1, on so many threads.
 
-    Args:
-        kernel: elements is a null pointer whose type is that of the numbers, sources has no meaning for it.
-        task: the kernel's parameters, a structure of 64-bit numbers.
-        dtype: of the numbers, float32 or bf16.
-        times: pieces of work.
-        threads: number of threads that share them.
+    The task is a structure of 64-bit numbers; elements is a null pointer to numbers of this dtype, float32 or bf16.
     """
     address, function, _ = _compiled(kernel, (type(task), dtype))
     _start(address, function, task, times, threads)
@@ -153,11 +145,10 @@ class _Announcement(event.Listener):
     """Warns once per process when a kernel is compiled, which takes seconds, and not loaded from the disk."""
 
     def on_start(self, event: Any) -> None:
-        """A function is about to be compiled."""
         warn_once(COMPILING)
 
     def on_end(self, event: Any) -> None:
-        """Nothing to do."""
+        pass
 
 
 _announced = functools.partial(event.install_listener, "numba:compile", _Announcement())

@@ -36,4 +36,4 @@ def num_processors(device: torch.device) -> int:
 
 def block_of(size: int, at_most: int) -> int:
     """The power of two from 16 on, as tensor cores need, that holds `size`, or `at_most`."""
-    return min(max(16, triton.next_power_of_2(size)), at_most)
+    return min(max(16, 1 << (size - 1).bit_length()), at_most)

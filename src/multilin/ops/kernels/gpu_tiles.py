@@ -60,6 +60,12 @@ def dot(left, right):
 
 
 @triton.jit
+def load_row(p_row, o_t, m_t, stride, other):
+    """One number for each position o_t."""
+    return tl.load(p_row + o_t.to(tl.int64) * stride, mask=m_t, other=other)
+
+
+@triton.jit
 def load_tile(p_tile, o_t, m_t, stride, o_d, m_d):
     """A vector (numbers o_d) for each position o_t, 0 outside the masks."""
     return tl.load(p_tile + o_t[:, None].to(tl.int64) * stride + o_d[None, :], m_t[:, None] & m_d[None, :], 0.0)

@@ -7,8 +7,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from multilin.ops.dispatch import Backend, Op, cpu_kernels
-from multilin.ops.kernels.operators import refuses_eager
+from multilin.ops.dispatch import Backend, Op, cpu_kernels, result_dtype
+from multilin.ops.kernels import refuses_eager
 from multilin.ops.linear_cross_entropy import cpu, portable
 
 __all__ = ["LINEAR_CROSS_ENTROPY", "linear_cross_entropy", "token_cross_entropy"]
@@ -56,8 +56,7 @@ def linear_cross_entropy(
     Cost: 3 products of N x D x V and their memory for a chunk of rows, plus one gradient of the size of `weight`.
     """
     inputs = hidden, weight, bias, targets, label_smoothing
-    total: Tensor = _LinearCrossEntropy.apply(*inputs) if torch.is_grad_enabled() else _token_losses(*inputs).sum()
-    return total
+    return _LinearCrossEntropy.apply(*inputs) if torch.is_grad_enabled() else _token_losses(*inputs).sum()
 
 
 @torch.no_grad()
@@ -78,8 +77,7 @@ def _token_losses(hidden: Tensor, weight: Tensor, *others: Any) -> Tensor:
 
 def _lowered(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     """As the matrix products take them."""
-    device = hidden.device.type
-    low = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
+    low = result_dtype(weight)
     return hidden.detach().to(low), weight.detach().to(low)
 
 
@@ -118,8 +116,6 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 dbias += dbias_of_rows
             dhidden[rows] = dlogits_low @ weight_low
             dweight += dlogits_low.T @ hidden_low[rows]
-        if dbias is not None and bias_V is not None:
-            dbias = dbias.to(bias_V.dtype)
         ctx.save_for_backward(dhidden, dweight.to(weight_VD.dtype), dbias)
         return total
 

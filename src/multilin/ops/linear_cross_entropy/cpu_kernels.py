@@ -80,8 +80,7 @@ def add(scores, factor, shift, result):
 def forward(task, elements, index, sources):
     """One part of the rows of logits (rows, width), whose gradient replaces them if makes_gradient.
 
-    smoothing is the share of the target that is spread over all tokens; all_scores and
-    all_dbias are (num_parts, width) float32 to work in; bias, and rows of all_dbias, may be empty.
+    all_scores and all_dbias are (num_parts, width) to work in; bias, and rows of all_dbias, may be empty.
     """
     arguments = arguments_of(task)
     num_parts, all_logits, bias, targets, ignored, makes_gradient, losses, all_scores, all_dbias = arguments[:9]

@@ -12,15 +12,12 @@ def losses_and_gradient(
     """Cross entropy of each row of logits + bias, and its gradient.
 
     Args:
-        logits_NV: (N, V) products of hidden states and weights; they may be overwritten.
-        bias_V: (V,) or None.
-        targets_N: (N,) token ids, or IGNORED.
-        label_smoothing: share of the target distribution spread evenly.
+        logits_NV: products of hidden states and weights; they may be overwritten.
+        bias_V, targets_N, label_smoothing: as for `linear_cross_entropy`.
         makes_gradient: False where only the losses are read; the other results then mean nothing.
 
     Returns:
-        Losses (N,) in nats, float32 or better; the sum's gradient of the logits (N, V) in their dtype; and that of the
-        bias (V,), float32 or better, or None.
+        Losses (N,) in nats; the sum's gradient of the logits (N, V) in their dtype; and that of the bias (V,) or None.
     """
     scores_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
     if bias_V is not None:

@@ -7,44 +7,20 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from multilin.errors import InputError
-from multilin.ops.dispatch import Backend, Op
-from multilin.ops.kernels import why_no_numba, why_no_triton
+from multilin.ops.dispatch import Backend, Op, cpu_kernels, gpu_kernels
 from multilin.ops.prefix_softmax import gpu, operator, portable, reference
-from multilin.ops.prefix_softmax import ring as ring_case
-from multilin.ops.prefix_softmax.reference import PrefixSoftmaxWeights, check_own_term, prefix_softmax_weights
-from multilin.ops.prefix_softmax.state import PrefixSoftmaxState, PrefixSoftmaxWindow
+from multilin.ops.prefix_softmax.reference import PrefixSoftmaxState, prefix_softmax_weights
 from multilin.ops.ring import Ring
 
-__all__ = [
-    "PREFIX_SOFTMAX",
-    "PrefixSoftmaxState",
-    "PrefixSoftmaxWeights",
-    "prefix_softmax",
-    "prefix_softmax_weights",
-]
+__all__ = ["PREFIX_SOFTMAX", "PrefixSoftmaxState", "prefix_softmax", "prefix_softmax_weights"]
 
 PREFIX_SOFTMAX = Op(
     "prefix_softmax",
     [
-        Backend(
-            "numba (compiled, linear time)",
-            partial(operator.prefix_softmax, "cpu"),
-            device="cpu",
-            dtypes=(torch.float32,),
-            reads=(torch.float32, torch.bfloat16),
-            why_not=why_no_numba,
-        ),
-        Backend(
-            "triton (compiled, linear time)",
-            partial(operator.prefix_softmax, "gpu"),
-            device="cuda",
-            dtypes=(torch.float32,),
-            reads=(torch.float32, torch.bfloat16, torch.float16),
-            why_not=why_no_triton,
-            refuses=gpu.refuses,
-        ),
+        cpu_kernels("compiled, linear time", partial(operator.prefix_softmax, "cpu")),
+        gpu_kernels("compiled, linear time", partial(operator.prefix_softmax, "gpu"), gpu.refuses),
         Backend("portable (PyTorch, linear time)", portable.prefix_softmax),
-        Backend("reference (PyTorch, quadratic time)", reference.prefix_softmax, is_slow=True),
+        Backend("reference (PyTorch, quadratic time)", reference.prefix_softmax),
     ],
 )
 
@@ -91,7 +67,7 @@ def prefix_softmax(
     if window is not None and window < 1:
         raise InputError(f"window: {window} given, but it must be at least 1, or None for the whole past")
     if own_logits is not None:
-        check_own_term(window, null_logit)
+        reference.check_own_term(window, null_logit)
     if values.shape[:3] != logits.shape:
         raise InputError(
             f"values: shape {tuple(values.shape)} given, but it must begin with that of logits, {tuple(logits.shape)}"
@@ -110,29 +86,25 @@ def prefix_softmax(
         own_logits = own_logits.to(dtype)
     if isinstance(state, Ring):
         return _read_ring(logits, values, state, window, null_logit)
-    backend = PREFIX_SOFTMAX.backend_for(values.device, dtype, (values,))
-    read_values = values if values.dtype is dtype or values.dtype in backend.reads else values.to(dtype)
+    backend = PREFIX_SOFTMAX.backend_for(values.device, dtype if dtype is torch.float64 else values.dtype, (values,))
     means, after = backend.compute(
-        logits, read_values, window=window, own_logits=own_logits, null_logit=null_logit,
+        logits, values, window=window, own_logits=own_logits, null_logit=null_logit,
         state=state, starts=starts, needs_state=needs_state,
     )  # fmt: skip
     if window is not None and after is not None:
-        after = PrefixSoftmaxWindow(*after)
+        after = reference.PrefixSoftmaxWindow(*after)
     return means if means.dtype is values.dtype else means.to(values.dtype), after
 
 
 def _read_ring(
     logits: Tensor, values: Tensor, ring: Ring, window: int | None, null_logit: float | None
-) -> tuple[Tensor, PrefixSoftmaxWindow]:
+) -> tuple[Tensor, reference.PrefixSoftmaxWindow]:
     """Means, and the new tokens for the ring."""
     assert window is not None
-    new = PrefixSoftmaxWindow(logits, values.to(logits.dtype))
+    new = reference.PrefixSoftmaxWindow(logits, values.to(logits.dtype))
     if logits.shape[1] == 1 and not torch.compiler.is_exporting():
         # One token reads all that is kept, in whatever order.
-        kept = PrefixSoftmaxState(*ring.tokens)
-        means, _ = prefix_softmax(
-            logits, values, window=ring.num_slots + 1, null_logit=null_logit, state=kept, needs_state=False
-        )
-        return means, new
-    means = ring_case.prefix_softmax(logits, values, ring, window=window, null_logit=null_logit)
+        options = {"window": ring.num_slots + 1, "null_logit": null_logit, "state": ring.tokens, "needs_state": False}
+        return prefix_softmax(logits, values, **options)[0], new
+    means = portable.from_ring(logits, values, ring, window=window, null_logit=null_logit)
     return means.to(values.dtype), new

@@ -6,22 +6,46 @@ may lie apart, as slices of a fused projection do: a copy would cost as much as 
 components are contiguous.
 """
 
+import ctypes
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from multilin.ops.kernels import LazyModule
-from multilin.ops.prefix_softmax.cpu_task import ROWS, STRIDES, Task
-from multilin.ops.prefix_softmax.state import Gradients
 
-Kept = tuple[Tensor, Tensor, Tensor]
+Tensors = tuple[Tensor, ...]
+ROWS = 32  # positions whose values and gradients stay in the cache between two passes over them
 _launcher = LazyModule("multilin.ops.kernels.cpu_launch")
 _global = LazyModule("multilin.ops.prefix_softmax.cpu_global")
 _windowed = LazyModule("multilin.ops.prefix_softmax.cpu_windowed")
 
+TENSORS = (
+    "logits", "own", "values", "starts", "state_logits", "state_values",
+    "means", "weights", "checkpoints", "rounding", "summaries", "final_logits", "final_values",
+    "dmeans", "dfinal_logits", "dfinal_values", "dlogits", "dvalues", "down", "dstate_logits", "dstate_values",
+)  # fmt: skip
+_STRIDES = {name: (f"{name}_batch", f"{name}_row") for name in TENSORS}
+_SIZES = (
+    "num_time", "num_heads", "width",  # T, H, D
+    "num_parts",  # of the time of a text, which run at the same time; pieces are the square of it
+    "part",  # the one of a kernel's call, or its piece
+    "window",  # tokens read, for the windowed kernels
+    "is_gated",  # 1 where y is not simply the running mean: an own term, a null token, rounding to bf16
+)  # fmt: skip
 
-def empty_kept(values: Tensor, own: Tensor | None, window: int | None, null: float) -> Kept:
+
+class Task(ctypes.Structure):
+    """Arguments of a kernel. Of every tensor the address, 0 if absent, and the bytes between texts and positions."""
+
+    _fields_ = [
+        *((field, ctypes.c_int64) for name in TENSORS for field in (name, *_STRIDES[name])),
+        *((name, ctypes.c_int64) for name in _SIZES),
+        ("null", ctypes.c_double),  # logit of the null token, -inf where there is none
+    ]
+
+
+def empty_kept(values: Tensor, own: Tensor | None, window: int | None, null: float) -> Tensors:
     """Empty tensors that the backward pass reads besides inputs and means.
 
     Returns:
@@ -51,34 +75,30 @@ def forward(
         tensors of `empty_kept`, else None.
     """
     B, T, H, D = values.shape
-    means = torch.empty(B, T, H, D, dtype=values.dtype)
-    weights = checkpoints = rounding = final_logits = final_values = None
-    if keeps:
-        weights, checkpoints, rounding = empty_kept(values, own, window, null)
-    if needs_state:
-        final_logits = torch.empty(B, 1, H, dtype=torch.float32)
-        final_values = torch.empty(B, 1, H, D, dtype=torch.float32)
+    means, shapes = torch.empty(B, T, H, D, dtype=values.dtype), ((B, 1, H), (B, 1, H, D))
+    final = [torch.empty(shape, dtype=torch.float32) if needs_state else None for shape in shapes]
+    kept = empty_kept(values, own, window, null) if keeps else (None, None, None)
     _launch(
         "forward", is_gated(values, own, null), window, null, logits=logits, own=own, values=values,
         starts=None if starts is None else starts.float(), state_logits=state_logits, state_values=state_values,
-        means=means, weights=weights, checkpoints=checkpoints, rounding=rounding, final_logits=final_logits,
-        final_values=final_values,
+        means=means, weights=kept[0], checkpoints=kept[1], rounding=kept[2], final_logits=final[0],
+        final_values=final[1],
     )  # fmt: skip
-    return means, final_logits, final_values, weights, checkpoints, rounding
+    return means, *final, *kept
 
 
 def backward(
     dmeans: Tensor, dfinal_logits: Tensor | None, dfinal_values: Tensor | None, logits: Tensor | None, values: Tensor,
-    own: Tensor | None, starts: Tensor | None, means: Tensor | None, kept: Kept, window: int | None, null: float,
-    gradients: Gradients,
+    own: Tensor | None, starts: Tensor | None, means: Tensor | None, kept: Tensors, window: int | None, null: float,
+    gradients: Tensors,
 ) -> None:  # fmt: skip
     """Fill in the gradients of all inputs of `forward`."""
     weights, checkpoints, rounding = kept
+    dlogits, dvalues, down, dstate_logits, dstate_values = gradients
     _launch(
         "backward", means is None, window, null, values=values, means=means, weights=weights, checkpoints=checkpoints,
         rounding=rounding, dmeans=dmeans, dfinal_logits=dfinal_logits, dfinal_values=dfinal_values,
-        dlogits=gradients.logits, dvalues=gradients.values, down=gradients.own_logits,
-        dstate_logits=gradients.state_logits, dstate_values=gradients.state_values,
+        dlogits=dlogits, dvalues=dvalues, down=down, dstate_logits=dstate_logits, dstate_values=dstate_values,
     )  # fmt: skip
 
 
@@ -88,7 +108,7 @@ def is_gated(values: Tensor, own: Tensor | None, null: float) -> bool:
 
 
 def _launch(kernel: str, is_gated: bool, window: int | None, null: float, **tensors: Tensor | None) -> None:
-    """Start a kernel for every text and part of its time; behind the task there is room for a copy for each of them.
+    """Start a kernel for every text and part of its time, each with a copy of the task.
 
     Python work counts here: the kernel takes about a microsecond for one token.
     """
@@ -115,7 +135,7 @@ def _launch(kernel: str, is_gated: bool, window: int | None, null: float, **tens
                 copies.append(tensor)
         setattr(task, name, tensor.data_ptr())
         if has_strides:
-            size, strides, (batch, row) = tensor.element_size(), tensor.stride(), STRIDES[name]
+            size, strides, (batch, row) = tensor.element_size(), tensor.stride(), _STRIDES[name]
             setattr(task, batch, size * strides[0])
             setattr(task, row, size * strides[1])
     kernels = _global if window is None else _windowed

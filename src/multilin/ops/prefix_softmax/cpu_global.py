@@ -25,22 +25,9 @@ tell every part how its past, or backward its future, ends (second launch).
 import numpy as np
 from numba import njit
 
+from multilin.ops.kernels.cpu_intrinsics import DOTS, LOWEST, NOTHING, ONE, SCALARS, TINY, ZERO, exp_negative, floats
+from multilin.ops.prefix_softmax.cpu import ROWS
 from multilin.ops.prefix_softmax.cpu_math import (
-    DMEANS,
-    DOTS,
-    DVALUES,
-    LOWEST,
-    MEANS,
-    NOTHING,
-    ONE,
-    RUNNING,
-    SCALARS,
-    TINY,
-    VALUES,
-    ZERO,
-    assign,
-    exp_negative,
-    floats,
     get,
     merge_weights,
     prefix_weights,
@@ -49,11 +36,31 @@ from multilin.ops.prefix_softmax.cpu_math import (
     starts_at,
     task_of,
     weights,
-    zeros_beside,
 )
-from multilin.ops.prefix_softmax.cpu_task import ROWS
 
+PAGE = 4096  # bytes
 W, A, G, O = range(4)  # noqa: E741 - kinds of weights; the last two exist where y is not simply the mean
+
+
+@njit
+def zeros_beside(address, num_heads, width):
+    """Zeros (H, D) at the same place in a page of memory as an address.
+
+    Processors compare the last 12 bits of addresses first, so stores elsewhere in the page may hold up loads of
+    rows: where the allocator happened to place the array so, the backward pass took 1.2 times as long.
+    """
+    size = num_heads * width
+    room = np.zeros(size + PAGE // 4, np.float32)
+    first = (address - room.ctypes.data) % PAGE // 4
+    return room[first : first + size].reshape((num_heads, width))
+
+
+@njit
+def assign(target, source):
+    """Copy a matrix: `target[:] = source` may fail, and its error message takes longer to compile than all else."""
+    for i in range(source.shape[0]):
+        for j in range(source.shape[1]):
+            target[i, j] = source[i, j]
 
 
 @njit
@@ -65,7 +72,7 @@ def piece_bounds(task, piece):
 
 @njit
 def summary(task, piece):
-    """The summary of a piece of time, see the kernels: three numbers per head (3, H), and a vector per head (H, D)."""
+    """The summary of a piece of time, see the kernels: numbers (3, H) and vectors (H, D)."""
     address = task.summaries + 4 * piece * task.num_heads * (3 + task.width)
     return floats(address, 3, task.num_heads), floats(address + 12 * task.num_heads, task.num_heads, task.width)
 
@@ -97,11 +104,11 @@ def mean_row(mean, v, y, w, a, g, o, is_gated, has_own, is_summary, i):
     for h in range(H):
         weight, decay, past, own = w[i, h], a[i, h], g[i, h], o[i, h] if has_own else ZERO
         for k in range(h * D, h * D + D):
-            x = get(v, k, VALUES)
-            m = decay * get(mean, k, RUNNING) + weight * x
-            put(mean, k, m, RUNNING)
+            x = get(v, k, "values")
+            m = decay * get(mean, k, "running") + weight * x
+            put(mean, k, m, "running")
             if not is_summary:
-                put(y, k, past * m + own * x if is_gated else m, MEANS)
+                put(y, k, past * m + own * x if is_gated else m, "means")
 
 
 @njit(forceinline=True, **SCALARS)
@@ -199,29 +206,29 @@ def compute_means(task, values, first, means, w, a):
         for h in range(H):
             weight, decay, old = w[i, h], a[i, h], (i * H + h) * D
             for d in range(D):
-                m = decay * get(means, old + d, MEANS) + weight * get(v, h * D + d, VALUES)
-                put(means, old + H * D + d, m, MEANS)
+                m = decay * get(means, old + d, "means") + weight * get(v, h * D + d, "values")
+                put(means, old + H * D + d, m, "means")
 
 
 @njit(forceinline=True, **DOTS)
 def back_row(S, C, means, old, v, dy, dv, w, a, g, o, is_gated, has_own, is_summary, dlogits, down, i):
-    """One position backward. S and C come from the later ones, and go on to the earlier ones, times a.
+    """One position backward: S and C of the later ones are moved on. A summary is S and C alone.
 
     The mean before the position begins at number `old` of `means`; if gated, the mean after it follows. Heads descend
-    like time: the other order costs twice the time. A summary is S and C alone.
+    like time: the other order costs twice the time.
     """
     H, D = S.shape
     for h in range(H - 1, -1, -1):
         weight, decay, past, own, z, p = w[i, h], a[i, h], g[i, h], o[i, h], ZERO, ZERO
         for k in range(h * D, h * D + D):
-            gradient, x = get(dy, k, DMEANS), get(v, k, VALUES)
-            s = get(S, k, RUNNING) + (past * gradient if is_gated else gradient)
-            z += s * (x - get(means, old + k, MEANS))
+            gradient, x = get(dy, k, "dmeans"), get(v, k, "values")
+            s = get(S, k, "running") + (past * gradient if is_gated else gradient)
+            z += s * (x - get(means, old + k, "means"))
             if is_gated:
-                p += gradient * ((x if has_own else ZERO) - get(means, old + H * D + k, MEANS))
+                p += gradient * ((x if has_own else ZERO) - get(means, old + H * D + k, "means"))
             if not is_summary:
-                put(dv, k, weight * s + own * gradient if has_own else weight * s, DVALUES)
-            put(S, k, decay * s, RUNNING)
+                put(dv, k, weight * s + own * gradient if has_own else weight * s, "dvalues")
+            put(S, k, decay * s, "running")
         c = C[h] - past * own * p if is_gated else C[h]
         C[h] = decay * (c - weight * z)
         if not is_summary:

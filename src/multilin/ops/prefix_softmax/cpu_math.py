@@ -9,29 +9,37 @@ Names: `i` row of the positions at hand, `h` head, `d` component, `k` component 
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
+import ctypes
+
 import numpy as np
 from numba import carray, njit, types
 from numba.extending import intrinsic
 
-from multilin.ops.kernels.cpu_intrinsics import DOTS as DOTS
-from multilin.ops.kernels.cpu_intrinsics import SCALARS as SCALARS
-from multilin.ops.kernels.cpu_intrinsics import array, from_bf16, to_bf16
-from multilin.ops.kernels.cpu_intrinsics import exp_negative as exp_negative
-from multilin.ops.kernels.cpu_intrinsics import floats as floats
-from multilin.ops.kernels.cpu_intrinsics import pointer_to as like
-from multilin.ops.prefix_softmax.cpu_task import FIRST_TENSOR, NUM_NUMBERS, NUM_TENSORS
+from multilin.ops.kernels.cpu_intrinsics import (
+    LOWEST,
+    NOTHING,
+    ONE,
+    SCALARS,
+    TINY,
+    ZERO,
+    array,
+    exp_negative,
+    floats,
+    from_bf16,
+    pointer_to,
+    to_bf16,
+)
+from multilin.ops.prefix_softmax.cpu import TENSORS, Task
 
-LOWEST = np.float32(np.finfo(np.float32).min)
-ZERO, ONE, NOTHING = np.float32(0), np.float32(1), np.float32(-np.inf)
-TINY = 1e-300
-PAGE = 4096  # bytes
+TASK_SIZE, NUM_TENSORS = ctypes.sizeof(Task), len(TENSORS)
 
-# NAMES of arrays for `get` and `put`. The compiler vectorises a loop only if its stores cannot change its loads, and
+# Names of arrays for `get` and `put`. The compiler vectorises a loop only if its stores cannot change its loads, and
 # checking that in every row took longer than the work. One array must have one name in all of a kernel:
 # tests/ops/test_prefix_softmax_names.py runs the kernels in Python and compares all addresses.
-VALUES, MEANS, DMEANS, DVALUES, RUNNING, LATER, ROUNDING = range(7)
-LOGITS, TOP, TOTAL, TOPS, TOTALS, NEW, OLD, WEIGHTS, DECAYS, OTHER_TOPS, OTHER_TOTALS, PREFIX, SUFFIX = range(7, 20)
-NUM_NAMES = 20
+NAMES = (
+    "values", "means", "dmeans", "dvalues", "running", "later", "rounding", "logits", "top", "total", "tops", "totals",
+    "new", "old", "weights", "decays", "other tops", "other totals", "prefix", "suffix",
+)  # fmt: skip
 
 
 @intrinsic
@@ -51,14 +59,14 @@ def _element(context, builder, array, value, index):
 
 def _mark(module, instruction, name):
     domain = module.add_metadata(["arrays"])
-    scopes = [module.add_metadata([f"array {i}", domain]) for i in range(NUM_NAMES)]
-    instruction.set_metadata("alias.scope", module.add_metadata([scopes[name]]))
-    instruction.set_metadata("noalias", module.add_metadata([x for x in scopes if x is not scopes[name]]))
+    scopes = {name: module.add_metadata([name, domain]) for name in NAMES}
+    instruction.set_metadata("alias.scope", module.add_metadata([scopes.pop(name)]))
+    instruction.set_metadata("noalias", module.add_metadata(list(scopes.values())))
 
 
 @intrinsic(prefer_literal=True)
 def get(typing_context, array, index, name):
-    """Number `index` of a contiguous array; bf16 in float32. Arrays of different names never overlap (see NAMES)."""
+    """Number `index` of a contiguous array; bf16 in float32. Arrays of different names never overlap (see `NAMES`)."""
 
     def generate(context, builder, signature, arguments):
         number = builder.load(_element(context, builder, array, *arguments[:2]))
@@ -71,7 +79,7 @@ def get(typing_context, array, index, name):
 
 @intrinsic(prefer_literal=True)
 def put(typing_context, array, index, number, name):
-    """Store number `index` of a contiguous array. Arrays of different names never overlap (see NAMES)."""
+    """Store number `index` of a contiguous array. Arrays of different names never overlap (see `NAMES`)."""
 
     def generate(context, builder, signature, arguments):
         number = to_bf16(builder, arguments[2]) if array.dtype == types.uint16 else arguments[2]
@@ -96,8 +104,7 @@ def task_of(tasks, index, is_summary):
             num_parts *= num_parts - 1
         copies[index] = copies[0]
         copies[index].part = index % num_parts
-        first = copies.ctypes.data + 8 * (NUM_NUMBERS * index + FIRST_TENSOR)
-        tensors = array(np.int64, first, (NUM_TENSORS, 3))
+        tensors = array(np.int64, copies.ctypes.data + TASK_SIZE * index, (NUM_TENSORS, 3))
         for i in range(NUM_TENSORS):
             if tensors[i, 0] != 0:
                 tensors[i, 0] += index // num_parts * tensors[i, 1]
@@ -107,7 +114,7 @@ def task_of(tasks, index, is_summary):
 @njit
 def row(values, address, num_heads, width):
     """The (H, D) array at an address, of the type that the pointer `values` points to."""
-    return carray(like(values, address), (num_heads, width))
+    return carray(pointer_to(values, address), (num_heads, width))
 
 
 @njit
@@ -120,27 +127,6 @@ def weights(task, kind, first, num_rows):
 def starts_at(task, t):
     """True where a text starts; never, where there are no starts (address 0)."""
     return task.starts != 0 and floats(task.starts + 4 * t, 1, 1)[0, 0] != ZERO
-
-
-@njit
-def zeros_beside(address, num_heads, width):
-    """Zeros (H, D) at the same place in a page of memory as an address.
-
-    Processors compare the last 12 bits of addresses first, so stores elsewhere in the page may hold up loads of
-    rows: where the allocator happened to place the array so, the backward pass took 1.2 times as long.
-    """
-    size = num_heads * width
-    room = np.zeros(size + PAGE // 4, np.float32)
-    first = (address - room.ctypes.data) % PAGE // 4
-    return room[first : first + size].reshape((num_heads, width))
-
-
-@njit
-def assign(target, source):
-    """Copy a matrix: `target[:] = source` may fail, and its error message takes longer to compile than all else."""
-    for i in range(source.shape[0]):
-        for j in range(source.shape[1]):
-            target[i, j] = source[i, j]
 
 
 @njit(**SCALARS)
@@ -161,12 +147,12 @@ def raise_top(logits, forgets, top, new, old, tops, i):
     """Row i: running maximum, and the exponents of the new weight and of the factor for the old ones."""
     for h in range(top.size):
         j = i * top.size + h
-        before, x = LOWEST if forgets else get(top, h, TOP), get(logits, h, LOGITS)
+        before, x = LOWEST if forgets else get(top, h, "top"), get(logits, h, "logits")
         after = larger(before, x)
-        put(old, j, LOWEST if forgets else before - after, OLD)
-        put(new, j, x - after, NEW)
-        put(top, h, after, TOP)
-        put(tops, j, after, TOPS)
+        put(old, j, LOWEST if forgets else before - after, "old")
+        put(new, j, x - after, "new")
+        put(top, h, after, "top")
+        put(tops, j, after, "tops")
 
 
 @njit(forceinline=True, **SCALARS)
@@ -177,13 +163,13 @@ def share_out(total, new, old, totals, w, a, i):
     """
     for h in range(total.size):
         j = i * total.size + h
-        x, past = get(new, j, NEW), get(total, h, TOTAL) * get(old, j, OLD)
+        x, past = get(new, j, "new"), get(total, h, "total") * get(old, j, "old")
         sum_of_both = past + x
-        put(total, h, sum_of_both, TOTAL)
-        put(totals, j, np.float32(sum_of_both), TOTALS)
+        put(total, h, sum_of_both, "total")
+        put(totals, j, np.float32(sum_of_both), "totals")
         scale = 1.0 / (sum_of_both if sum_of_both > TINY else TINY)
-        put(w, j, np.float32(x * scale), WEIGHTS)
-        put(a, j, np.float32(past * scale), DECAYS)
+        put(w, j, np.float32(x * scale), "weights")
+        put(a, j, np.float32(past * scale), "decays")
 
 
 @njit(**SCALARS)
@@ -210,15 +196,15 @@ def merge_weights(tops, totals, other_tops, other_totals, null, g, s):
     """Weights of two sources in all positions, prefix g and suffix s, beside a null token of logit `null`."""
     has_null = null > NOTHING
     for j in range(g.size):
-        x, y = get(tops, j, TOPS), get(other_tops, j, OTHER_TOPS)
+        x, y = get(tops, j, "tops"), get(other_tops, j, "other tops")
         top = larger(x, y)
         if has_null:
             top = larger(top, null)
-        prefix = get(totals, j, TOTALS) * exp_negative(x - top)
-        suffix = get(other_totals, j, OTHER_TOTALS) * exp_negative(y - top)
+        prefix = get(totals, j, "totals") * exp_negative(x - top)
+        suffix = get(other_totals, j, "other totals") * exp_negative(y - top)
         total = prefix + suffix
         if has_null:
             total += exp_negative(null - top)
         scale = ONE / total if total > ZERO else ZERO
-        put(g, j, prefix * scale, PREFIX)
-        put(s, j, suffix * scale, SUFFIX)
+        put(g, j, prefix * scale, "prefix")
+        put(s, j, suffix * scale, "suffix")

@@ -22,25 +22,9 @@ RA, RB: the same with g d and h d. It is the forward network read from its end, 
 import numpy as np
 from numba import njit
 
+from multilin.ops.kernels.cpu_intrinsics import DOTS, LOWEST, NOTHING, SCALARS, ZERO, floats
 from multilin.ops.prefix_softmax.cpu_math import (
-    DMEANS,
-    DOTS,
-    DVALUES,
-    LATER,
-    LOWEST,
-    MEANS,
-    NOTHING,
-    OTHER_TOPS,
-    OTHER_TOTALS,
-    ROUNDING,
-    RUNNING,
-    SCALARS,
-    TOPS,
-    TOTALS,
-    VALUES,
-    ZERO,
     exponentials,
-    floats,
     get,
     merge_weights,
     prefix_weights,
@@ -93,13 +77,13 @@ def gate(task, first, before, tops, totals, suffix_tops, suffix_totals, others, 
         j = t + 1 - task.window - before
         if is_cut or offset == 0:
             for head in range(num_heads):
-                put(other_tops, i * num_heads + head, NOTHING, OTHER_TOPS)
-                put(other_totals, i * num_heads + head, ZERO, OTHER_TOTALS)
+                put(other_tops, i * num_heads + head, NOTHING, "other tops")
+                put(other_totals, i * num_heads + head, ZERO, "other totals")
         else:
             for head in range(num_heads):
-                put(other_tops, i * num_heads + head, get(suffix_tops, j * num_heads + head, TOPS), OTHER_TOPS)
-                total = get(suffix_totals, j * num_heads + head, TOTALS)
-                put(other_totals, i * num_heads + head, total, OTHER_TOTALS)
+                put(other_tops, i * num_heads + head, get(suffix_tops, j * num_heads + head, "tops"), "other tops")
+                total = get(suffix_totals, j * num_heads + head, "totals")
+                put(other_totals, i * num_heads + head, total, "other totals")
     merge_weights(tops, totals, other_tops, other_totals, np.float32(task.null), g, h)
 
 
@@ -112,8 +96,8 @@ def compute_suffixes(task, values, first, before, u, b, suffix):
         for h in range(num_heads - 1, -1, -1):
             weight, decay, new = u[first + r - before, h], b[first + r - before, h], (r * num_heads + h) * width
             for d in range(width):
-                V = decay * get(suffix, new + num_heads * width + d, LATER) + weight * get(v, h * width + d, VALUES)
-                put(suffix, new + d, V, LATER)
+                V = decay * get(suffix, new + num_heads * width + d, "later") + weight * get(v, h * width + d, "values")
+                put(suffix, new + d, V, "later")
 
 
 @njit(forceinline=True, **SCALARS)
@@ -124,12 +108,12 @@ def mean_row(mean, suffix, v, y, rounding, w, a, g, s, keeps_rounding, i, r):
     for h in range(H):
         weight, decay, prefix_weight, suffix_weight = w[i, h], a[i, h], g[i, h], s[i, h]
         for k in range(h * D, h * D + D):
-            m = decay * get(mean, k, RUNNING) + weight * get(v, k, VALUES)
-            put(mean, k, m, RUNNING)
-            exact = prefix_weight * m + suffix_weight * get(suffix, later + k, LATER)
-            put(y, k, exact, MEANS)
+            m = decay * get(mean, k, "running") + weight * get(v, k, "values")
+            put(mean, k, m, "running")
+            exact = prefix_weight * m + suffix_weight * get(suffix, later + k, "later")
+            put(y, k, exact, "means")
             if keeps_rounding:
-                put(rounding, k, exact - rounded_like(exact, y), ROUNDING)
+                put(rounding, k, exact - rounded_like(exact, y), "rounding")
 
 
 @njit
@@ -201,9 +185,9 @@ def compute_dots(task, values, first, num_rows, dots):
         for h in range(num_heads):
             dot = ZERO
             for k in range(h * width, h * width + width):
-                dot += get(dy, k, DMEANS) * get(y, k, MEANS)
+                dot += get(dy, k, "dmeans") * get(y, k, "means")
                 if task.rounding != 0:
-                    dot += get(dy, k, DMEANS) * get(rounding, k, ROUNDING)
+                    dot += get(dy, k, "dmeans") * get(rounding, k, "rounding")
             dots[i, h] = dot
 
 
@@ -220,8 +204,8 @@ def gather_later(task, values, first, later, later_dots, dots):
             decay, new = b[first + r - 1, head], (r * num_heads + head) * width
             weight = h[t, head] if t < task.num_time else ZERO
             for d in range(width):
-                before = decay * get(later, new - num_heads * width + d, LATER)
-                put(later, new + d, before + weight * get(dy, head * width + d, DMEANS), LATER)
+                before = decay * get(later, new - num_heads * width + d, "later")
+                put(later, new + d, before + weight * get(dy, head * width + d, "dmeans"), "later")
             later_dots[r, head] = decay * later_dots[r - 1, head] + weight * dots[r - 1, head]
 
 
@@ -233,15 +217,15 @@ def back_row(S, later, R, later_dots, v, y, rounding, dy, dv, w, a, u, g, has_ro
     for h in range(H - 1, -1, -1):
         weight, decay, other, past, q, dot = w[t, h], a[t, h], u[t, h], g[t, h], ZERO, ZERO
         for k in range(h * D, h * D + D):
-            gradient, mean = get(dy, k, DMEANS), get(y, k, MEANS)
+            gradient, mean = get(dy, k, "dmeans"), get(y, k, "means")
             if has_rounding:
-                mean += get(rounding, k, ROUNDING)
+                mean += get(rounding, k, "rounding")
             dot += gradient * mean
-            s = get(S, k, RUNNING) + past * gradient
-            z = weight * s + other * get(later, B_r + k, LATER)
-            q += z * get(v, k, VALUES)
-            put(dv, k, z, DVALUES)
-            put(S, k, decay * s, RUNNING)
+            s = get(S, k, "running") + past * gradient
+            z = weight * s + other * get(later, B_r + k, "later")
+            q += z * get(v, k, "values")
+            put(dv, k, z, "dvalues")
+            put(S, k, decay * s, "running")
         dots[r, h] = dot
         total = R[h] + past * dot
         dlogits[t, h] = q - (weight * total + other * later_dots[r, h])

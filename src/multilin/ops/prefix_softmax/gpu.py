@@ -4,20 +4,20 @@ The formulas are in `gpu_math`, the kernels in `gpu_forward` and `gpu_backward`.
 twice where texts are few.
 """
 
-import functools
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from multilin.ops.kernels.operators import dense_rows
-from multilin.ops.prefix_softmax.state import Gradients
+from multilin.ops.kernels import LazyModule, dense_rows
 
 CHUNK = 64  # positions whose weights are compared pair by pair, and between means kept for the backward pass
 MAX_PARTS = 64  # of one text's time
 WIDEST = 2**13  # numbers per head: one program of a step holds them all
-Kept = tuple[Tensor, Tensor, Tensor]
 _Tensors = tuple[Tensor | None, ...]
+_forwards = LazyModule("multilin.ops.prefix_softmax.gpu_forward")
+_backwards = LazyModule("multilin.ops.prefix_softmax.gpu_backward")
+_launch = LazyModule("multilin.ops.kernels.gpu_launch")
 
 
 def refuses(values: Tensor) -> str | None:
@@ -29,16 +29,7 @@ def refuses(values: Tensor) -> str | None:
     return None
 
 
-@functools.cache
-def _triton_modules() -> tuple[Any, ...]:
-    """The modules that import triton: imported by the first call, and not looked for again by the others."""
-    from multilin.ops.kernels import gpu_launch as launch
-    from multilin.ops.prefix_softmax import gpu_backward, gpu_forward
-
-    return gpu_forward, gpu_backward, launch
-
-
-def empty_kept(values: Tensor, own: Tensor | None, window: int | None, null: float) -> Kept:
+def empty_kept(values: Tensor, own: Tensor | None, window: int | None, null: float) -> tuple[Tensor, ...]:
     """Empty float32 tensors that the backward pass reads besides the inputs.
 
     Returns:
@@ -54,28 +45,21 @@ def empty_kept(values: Tensor, own: Tensor | None, window: int | None, null: flo
 
 
 class Plan(NamedTuple):
-    """Division of one call's work.
+    """Division of one call's work."""
 
-    batch: number of texts.
-    width: of the slice of D that one program takes; splits: their number.
-    parts: of the time, each of `length` positions; blocks of a window's length, or of a chunk's, if there is a window.
-    chunks: of a part that there is scratch for.
-    """
-
-    batch: int
-    width: int
-    splits: int
-    parts: int
-    length: int
-    chunks: int
+    batch: int  # number of texts
+    width: int  # of the slice of D that one program takes
+    splits: int  # their number
+    parts: int  # of the time; blocks of a window's length, or of a chunk's, if there is a window
+    length: int  # of a part
+    chunks: int  # of a part that there is scratch for
 
 
 def plan(values: Tensor, window: int | None) -> Plan:
     """As few cuts as fill the card: a program reads time in order, which is fastest, if there are enough of them."""
-    launch = _triton_modules()[-1]
     B, T, H, D = values.shape
-    processors = launch.num_processors(values.device)
-    width = launch.block_of(D, 128)
+    processors = _launch.num_processors(values.device)
+    width = _launch.block_of(D, 128)
     length = T if window is None else max(window, CHUNK)
     parts = -(-T // length)
     if width > 64 and B * H * parts * -(-D // width) < 0.75 * processors:
@@ -100,25 +84,19 @@ def forward(
     logits: Tensor, values: Tensor, own: Tensor | None, starts: Tensor | None, state_logits: Tensor | None,
     state_values: Tensor | None, window: int | None, null: float, keeps: bool, needs_state: bool,
 ) -> _Tensors:  # fmt: skip
-    """Run the forward kernels. A state is given together with a window for a single position only.
-
-    Returns:
-        The means; with `needs_state` logits and values of the state after them, else None; with `keeps` the tensors of
-        `empty_kept`, else None.
-    """
+    """Run the forward kernels; results as `cpu.forward` has them. A state with a window is for a single position."""
     B, T, H, D = values.shape
     means = torch.empty((B, T, H, D), dtype=values.dtype, device=values.device)
     num_past = 1 if window is None else window - 1
     shapes = (B, num_past, H), (B, num_past, H, D)
     final = tuple(_float32(values, *shape) if needs_state else None for shape in shapes)
     state = _whole(state_logits), _whole(state_values)
-    kept: Any = empty_kept(values, own, window, null) if keeps else (None, None, None)
+    kept = empty_kept(values, own, window, null) if keeps else (None, None, None)
     if T == 1 and not keeps:
-        kernels, _, launch = _triton_modules()
         starts = None if starts is None else starts.contiguous().view(torch.uint8)
-        width = launch.block_of(D, 2**20)
+        width = _launch.block_of(D, 2**20)
         chunk, warps = (1, 1 if width <= 128 else 4) if window is None else (max(16, min(64, 4096 // width)), 4)
-        kernels.step[H, B](
+        _forwards.step[H, B](
             *_rows(logits), *_rows(values), *_rows(own), starts, state, means, final, H, D, num_past, null,
             CHUNK=chunk, BLOCK_D=width, WINDOWED=window is not None, num_warps=warps,
         )  # fmt: skip
@@ -129,10 +107,8 @@ def forward(
 
 def _forward(
     logits: Tensor, values: Tensor, own: Tensor | None, texts: Tensor | None, state: _Tensors, dmeans: Tensor | None,
-    means: Tensor | None, final: _Tensors, kept: tuple[Any, ...], deltas: Tensor | None, window: int | None,
-    null: float,
+    means: Tensor | None, final: _Tensors, kept: _Tensors, deltas: Tensor | None, window: int | None, null: float,
 ) -> None:  # fmt: skip
-    kernels = _triton_modules()[0]
     B, T, H, D = values.shape
     cut = plan(values, window)
     (constants, kind), grid = _constants(cut, window), (cut.splits * H * cut.parts * B,)
@@ -140,24 +116,24 @@ def _forward(
     tokens: _Tensors = (None, None, None)
     if constants["PARTS"] > 1:
         tokens = _scalars_and_vectors(values, B, cut.parts, H)
-        kernels.summarize[grid](*inputs, texts, tokens, T, H, D, cut, **constants)
+        _forwards.summarize[grid](*inputs, texts, tokens, T, H, D, cut, **constants)
     rows, past, past_means = kept
-    kernels.forward[grid](
+    before = (None, None, None) if past is None or window is not None else (*past, past_means)
+    _forwards.forward[grid](
         *inputs, *_rows(own), texts, state, tokens, _room_for_chunks(values, cut, window), *_rows(dmeans), means, final,
-        _pair(rows), (*_pair(None if window is not None else past), past_means), deltas, T, H, D, cut,
-        -(-T // CHUNK) + 1, window or 0, null, **constants, **kind,
+        (None, None) if rows is None else (*rows,), before, deltas, T, H, D, cut, -(-T // CHUNK) + 1,
+        window or 0, null, **constants, **kind,
     )  # fmt: skip
 
 
 def backward(
     dmeans: Tensor, dfinal_logits: Tensor | None, dfinal_values: Tensor | None, logits: Tensor, values: Tensor,
-    own: Tensor | None, starts: Tensor | None, means: Tensor | None, kept: Kept, window: int | None, null: float,
-    gradients: Gradients,
+    own: Tensor | None, starts: Tensor | None, means: Tensor | None, kept: tuple[Tensor, ...], window: int | None,
+    null: float, gradients: tuple[Tensor, ...],
 ) -> None:  # fmt: skip
     """Fill in the gradients of all inputs of `forward`."""
-    kernels = _triton_modules()[1]
     B, T, H, D = values.shape
-    cut, texts, rows, past = plan(values, window), _texts(starts), _pair(kept[0]), (*_pair(kept[1]), kept[2])
+    cut, texts, rows, past = plan(values, window), _texts(starts), (*kept[0],), (*kept[1], kept[2])
     (constants, kind), grid = _constants(cut, window), (cut.splits * H * cut.parts * B,)
     dfinal = _whole(dfinal_logits), _whole(dfinal_values)
     sums: _Tensors = (None, None)
@@ -171,19 +147,19 @@ def backward(
     elif cut.parts > 1:
         sums = _scalars_and_vectors(values, B, cut.parts, H)[1:]
         ends = tuple(_float32(values, cut.splits, B, cut.parts, H) for _ in range(3))
-        kernels.summarize_rows[grid](*_rows(dmeans), texts, rows, sums, T, H, D, cut, **constants)
+        _backwards.summarize_rows[grid](*_rows(dmeans), texts, rows, sums, T, H, D, cut, **constants)
     # Each slice of D gives a part of every number per head; the parts are added below, in a fixed order.
-    totals = (gradients.logits, gradients.own_logits, gradients.state_logits)
+    *totals, dstate_values = gradients[0], *gradients[2:]
     slices = totals if cut.splits == 1 else [_float32(values, cut.splits, *x.shape) for x in totals]
     dlogits, down, dstate_logits = slices
-    dstate = (dstate_logits, gradients.state_values) if dstate_logits.numel() else (None, None)
-    kernels.backward[grid](
+    dstate = (dstate_logits, dstate_values) if dstate_logits.numel() else (None, None)
+    _backwards.backward[grid](
         *_rows(logits), *_rows(values), *_rows(own), texts, *_rows(dmeans), dfinal, sums,
-        _room_for_chunks(values, cut, window), rows, past, deltas, gradients.values, dlogits, down,
+        _room_for_chunks(values, cut, window), rows, past, deltas, gradients[1], dlogits, down,
         dstate, ends, T, H, D, cut, -(-T // CHUNK) + 1, window or 0, **constants, **kind,
     )  # fmt: skip
     if constants["PARTS"] > 1:
-        kernels.subtract_lost[grid](
+        _backwards.subtract_lost[grid](
             *_rows(logits), texts, past, dlogits, dstate, ends, T, H, cut, -(-T // CHUNK) + 1,
             CHUNK=CHUNK, PARTS=constants["PARTS"],
         )  # fmt: skip
@@ -215,10 +191,6 @@ def _rows(tensor: Tensor | None) -> tuple[Any, ...]:
     if tensor.dim() == 4:
         tensor = dense_rows(tensor)
     return tensor, tensor.stride()[:3]
-
-
-def _pair(tensor: Tensor | None) -> _Tensors:
-    return (None, None) if tensor is None else (tensor[0], tensor[1])
 
 
 def _whole(tensor: Tensor | None) -> Tensor | None:

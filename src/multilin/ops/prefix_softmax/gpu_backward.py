@@ -15,15 +15,18 @@ import triton
 import triton.language as tl
 
 from multilin.ops.kernels.gpu_launch import autotuned
-from multilin.ops.kernels.gpu_tiles import dot, finite, load_tile, narrow, store_tile
-from multilin.ops.prefix_softmax.gpu_math import (
-    WAYS,
-    absorb_rows,
-    load_row,
-    place_of_program,
-    store_token,
-    text_at,
-)
+from multilin.ops.kernels.gpu_tiles import dot, finite, load_row, load_tile, narrow, store_tile
+from multilin.ops.prefix_softmax.gpu_math import WAYS, absorb_rows, load_texts, of_text, place, store_token, text_at
+
+
+@triton.jit
+def absorb_chunk(low, b_flow, lost, p_tops, p_scales, p_deltas, p_dmeans, dmeans_t, p_text, text, o_t, m_t, o_d, m_d):
+    """Merge one row with those of a chunk that belong to this text; without deltas nothing is lost."""
+    b_tops = load_row(p_tops, o_t, m_t, 1, float("inf"))
+    b_tops = of_text(b_tops, load_texts(p_text, o_t, m_t), text, float("inf"))
+    b_scales, b_dmeans = load_row(p_scales, o_t, m_t, 1, 0.0), load_tile(p_dmeans, o_t, m_t, dmeans_t, o_d, m_d)
+    b_deltas = 0.0 if p_deltas is None else load_row(p_deltas, o_t, m_t, 1, 0.0)
+    return absorb_rows(low, b_flow, lost, b_tops, b_scales, b_dmeans, b_deltas)
 
 
 @autotuned(WAYS, key=["H", "D", "CHUNK", "BLOCK_D", "PARTS"])
@@ -33,25 +36,17 @@ def summarize_rows(
     CHUNK: tl.constexpr, BLOCK_D: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """Each part's rows as one, into (lows, flows): only rows that still read tokens before the part."""
-    i_split, i_h, i_part, i_b = place_of_program(H, cut)
+    _, i_h, i_part, i_b, first, last, o_d, m_d = place(T, H, D, cut, BLOCK_D)
     p_dmeans += i_b * s_dmeans[0] + i_h * s_dmeans[2]
-    o_row = (i_b * H + i_h) * T
-    o_d = i_split * BLOCK_D + tl.arange(0, BLOCK_D)
-    m_d = o_d < D
-    first = i_part * cut.length
-    last = tl.minimum(first + cut.length, T)
-    b_zeros = tl.zeros((CHUNK,), tl.float32)
-    low, b_flow = float("inf"), tl.zeros((BLOCK_D,), tl.float32)
+    p_text = None if p_texts is None else p_texts + i_b * T
+    text, o_row = text_at(p_text, first - 1), (i_b * H + i_h) * T
+    low, b_flow, lost = float("inf"), tl.zeros((BLOCK_D,), tl.float32), 0.0
     for start in range(first, last, CHUNK):
         o_t = start + tl.arange(0, CHUNK)
-        m_t = o_t < last
-        b_tops = load_row(rows[0] + o_row, o_t, m_t, 1, float("inf"))
-        if p_texts is not None:
-            b_text = load_row(p_texts + i_b * T, o_t, m_t, 1, -1)
-            b_tops = tl.where(b_text == text_at(p_texts + i_b * T, first - 1), b_tops, float("inf"))
-        b_scales = load_row(rows[1] + o_row, o_t, m_t, 1, 0.0)
-        b_dmeans = load_tile(p_dmeans, o_t, m_t, s_dmeans[1], o_d, m_d)
-        low, b_flow, _ = absorb_rows(low, b_flow, 0.0, b_tops, b_scales, b_dmeans, b_zeros)
+        low, b_flow, lost = absorb_chunk(
+            low, b_flow, lost, rows[0] + o_row, rows[1] + o_row, None, p_dmeans, s_dmeans[1], p_text, text,
+            o_t, o_t < last, o_d, m_d,
+        )  # fmt: skip
     o_part = (i_b * cut.parts + i_part) * H + i_h
     tl.store(sums[0] + o_part, low)
     tl.store(sums[1] + o_part * D + o_d, b_flow, m_d)
@@ -59,20 +54,16 @@ def summarize_rows(
 
 @triton.jit
 def after_part(
-    p_texts, sums, dfinal, past, o_final, i_b, i_h, i_part, i_split, T, H, D, last, cut, o_d, m_d,
+    p_text, sums, dfinal, past, o_final, i_b, i_h, i_part, i_split, T, H, D, last, cut, o_d, m_d,
     PARTS: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """The row that stands for all after a part: the rows of the parts after it, and the final state as one of them."""
-    text = 0
+    text = text_at(p_text, last - 1)
     low, b_flow, lost = float("inf"), tl.zeros((BLOCK_D,), tl.float32), 0.0
-    if p_texts is not None:
-        text = text_at(p_texts + i_b * T, last - 1)
     if dfinal[0] is not None:
         o_state = i_b * H + i_h
         total = tl.load(past[1] + o_final)
-        low = tl.where(total > 0, tl.load(past[0] + o_final), float("inf"))
-        if p_texts is not None:
-            low = tl.where(text_at(p_texts + i_b * T, T - 1) == text, low, float("inf"))
+        low = tl.where((total > 0) & (text_at(p_text, T - 1) == text), tl.load(past[0] + o_final), float("inf"))
         b_dfinal = tl.load(dfinal[1] + o_state * D + o_d, m_d, 0.0)
         share = tl.where(low < float("inf"), 1.0 / tl.where(total > 0, total, 1.0), 0.0)
         b_flow = share * b_dfinal
@@ -83,34 +74,29 @@ def after_part(
     if PARTS > 1:
         o_p = tl.arange(0, PARTS)
         m_p = (o_p > i_part) & (o_p < cut.parts)
-        if p_texts is not None:
-            m_p &= tl.load(p_texts + i_b * T + o_p * cut.length - 1, m_p, -1) == text
+        if p_text is not None:
+            m_p &= tl.load(p_text + o_p * cut.length - 1, m_p, -1) == text
         o_part = (i_b * cut.parts + o_p) * H + i_h
         b_lows = tl.load(sums[0] + o_part, m_p, float("inf"))
         b_flows = tl.load(sums[1] + o_part[:, None] * D + o_d[None, :], m_p[:, None] & m_d[None, :], 0.0)
-        b_zeros = tl.zeros((PARTS,), tl.float32)
-        low, b_flow, lost = absorb_rows(low, b_flow, lost, b_lows, b_zeros + 1.0, b_flows, b_zeros)
+        low, b_flow, lost = absorb_rows(low, b_flow, lost, b_lows, 1.0, b_flows, 0.0)
     return low, b_flow, lost
 
 
 @triton.jit
 def sum_up_next_block(
     p_dmeans, dmeans_t, p_text, p_tops, p_scales, p_deltas, early, o_early, first, last, cut, D, o_d, m_d,
-    HAS_TEXTS: tl.constexpr, CHUNK: tl.constexpr, BLOCK_D: tl.constexpr,
+    CHUNK: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """For each chunk of the next block, from `first` to `last`: one row for the rows before it, of the first text."""
     low, b_flow, lost = float("inf"), tl.zeros((BLOCK_D,), tl.float32), 0.0
+    text = text_at(p_text, tl.minimum(first, last) - 1)
     for i_chunk in range(0, cut.chunks):
         store_token(early, o_early + i_chunk, D, o_d, m_d, low, lost, b_flow)
         o_t = first + i_chunk * CHUNK + tl.arange(0, CHUNK)
-        m_t = o_t < last
-        b_tops = load_row(p_tops, o_t, m_t, 1, float("inf"))
-        if HAS_TEXTS:
-            b_text = load_row(p_text, o_t, m_t, 1, -1)
-            b_tops = tl.where(b_text == text_at(p_text, tl.minimum(first, last) - 1), b_tops, float("inf"))
-        b_scales, b_deltas = load_row(p_scales, o_t, m_t, 1, 0.0), load_row(p_deltas, o_t, m_t, 1, 0.0)
-        b_dmeans = load_tile(p_dmeans, o_t, m_t, dmeans_t, o_d, m_d)
-        low, b_flow, lost = absorb_rows(low, b_flow, lost, b_tops, b_scales, b_dmeans, b_deltas)
+        low, b_flow, lost = absorb_chunk(
+            low, b_flow, lost, p_tops, p_scales, p_deltas, p_dmeans, dmeans_t, p_text, text, o_t, o_t < last, o_d, m_d
+        )
 
 
 @autotuned(WAYS, key=["H", "D", "CHUNK", "BLOCK_D", "PARTS", "WINDOWED", "CARRIES"])
@@ -121,26 +107,19 @@ def backward(
     CHUNK: tl.constexpr, BLOCK_D: tl.constexpr, PARTS: tl.constexpr, WINDOWED: tl.constexpr, CARRIES: tl.constexpr,
 ):  # fmt: skip
     """Gradients of one part; the gradients of logits still lack the term of later parts (see `subtract_lost`)."""
-    i_split, i_h, i_part, i_b = place_of_program(H, cut)
+    i_split, i_h, i_part, i_b, first, last, o_d, m_d = place(T, H, D, cut, BLOCK_D)
     p_logits += i_b * s_logits[0] + i_h * s_logits[2]
     p_values += i_b * s_values[0] + i_h * s_values[2]
     p_dmeans += i_b * s_dmeans[0] + i_h * s_dmeans[2]
-    HAS_TEXTS: tl.constexpr = p_texts is not None
-    p_text = p_logits
-    if HAS_TEXTS:
-        p_text = p_texts + i_b * T
+    p_text = None if p_texts is None else p_texts + i_b * T
     i_bh, i_sb = i_b * H + i_h, i_split * cut.batch + i_b
     p_tops, p_scales = rows[0] + i_bh * T, rows[1] + i_bh * T
     o_slots, o_out = i_bh * num_slots, i_sb * T * H + i_h
-    o_d = i_split * BLOCK_D + tl.arange(0, BLOCK_D)
-    m_d = o_d < D
-    first = i_part * cut.length
-    last = tl.minimum(first + cut.length, T)
     o_part = (i_sb * cut.parts + i_part) * H + i_h
     low, b_flow, lost = float("inf"), tl.zeros((BLOCK_D,), tl.float32), 0.0
     if not WINDOWED:
         low, b_flow, lost = after_part(
-            p_texts, sums, dfinal, past, o_slots + num_slots - 1, i_b, i_h, i_part, i_split, T, H, D, last, cut,
+            p_text, sums, dfinal, past, o_slots + num_slots - 1, i_b, i_h, i_part, i_split, T, H, D, last, cut,
             o_d, m_d, PARTS, BLOCK_D,
         )  # fmt: skip
         if PARTS > 1:
@@ -152,7 +131,7 @@ def backward(
             next_first, next_last = first + cut.length, tl.minimum(first + 2 * cut.length, T)
             sum_up_next_block(
                 p_dmeans, s_dmeans[1], p_text, p_tops, p_scales, p_deltas, early, o_early, next_first, next_last, cut,
-                D, o_d, m_d, HAS_TEXTS, CHUNK, BLOCK_D,
+                D, o_d, m_d, CHUNK, BLOCK_D,
             )  # fmt: skip
             tl.debug_barrier()
     for i_back in range(0, tl.cdiv(last - first, CHUNK)):
@@ -166,17 +145,15 @@ def backward(
         b_wide_values, b_wide_dmeans = b_values.to(tl.float32), b_dmeans.to(tl.float32)
         b_tops = load_row(p_tops, o_t, m_t, 1, float("inf"))
         b_scales = load_row(p_scales, o_t, m_t, 1, 0.0)
-        b_before_tops, b_late_logits = b_tops, b_logits
         distance = o_t[:, None] - o_t[None, :]
         visible = distance >= 0
         if WINDOWED:
             visible &= distance < window
-        if HAS_TEXTS:
-            b_text = load_row(p_text, o_t, m_t, 1, -1)
-            text_before, text_after = text_at(p_text, start - 1), text_at(p_text, tl.minimum(start + CHUNK, last) - 1)
+        text_before, text_after = text_at(p_text, start - 1), text_at(p_text, tl.minimum(start + CHUNK, last) - 1)
+        b_text = load_texts(p_text, o_t, m_t)
+        if b_text is not None:
             visible &= b_text[:, None] == b_text[None, :]
-            b_late_logits = tl.where(b_text == text_after, b_logits, -float("inf"))
-            b_before_tops = tl.where(b_text == text_before, b_tops, float("inf"))
+        b_before_tops = of_text(b_tops, b_text, text_before, float("inf"))
         b_weights = tl.exp(tl.where(visible, b_logits[None, :], -float("inf")) - b_tops[:, None])
         if p_own is not None:
             b_own = load_row(p_own + i_b * s_own[0] + i_h * s_own[2], o_t, m_t, s_own[1], -float("inf"))
@@ -199,7 +176,7 @@ def backward(
             o_next = o_t + cut.length
             m_next = o_next < tl.minimum(T, first + 2 * cut.length)
             next_visible = distance + cut.length < window
-            if HAS_TEXTS:
+            if b_text is not None:
                 next_visible &= load_row(p_text, o_next, m_next, 1, -2)[:, None] == b_text[None, :]
             b_next_tops = load_row(p_tops, o_next, m_next, 1, float("inf"))
             b_weights = tl.exp(tl.where(next_visible, b_logits[None, :], -float("inf")) - b_next_tops[:, None])
@@ -208,19 +185,16 @@ def backward(
             b_next_deltas = load_row(p_deltas, o_next, m_next, 1, 0.0)
             b_lost += tl.sum(b_shares.to(tl.float32) * b_next_deltas[:, None], axis=0)
         if CARRIES:
-            b_read = tl.exp(b_late_logits - low)
+            b_read = tl.exp(of_text(b_logits, b_text, text_after, -float("inf")) - low)
             b_dvalues += b_read[:, None] * b_flow[None, :]
             b_lost += b_read * lost
             if WINDOWED:
-                b_early_logits = b_logits
-                if HAS_TEXTS:
-                    b_early_logits = tl.where(b_text == text_at(p_text, last - 1), b_logits, -float("inf"))
+                b_early_logits = of_text(b_logits, b_text, text_at(p_text, last - 1), -float("inf"))
                 b_early_read = tl.exp(b_early_logits - tl.load(early[0] + o_early + i_chunk))
                 b_early_flow = tl.load(early[2] + (o_early + i_chunk) * D + o_d, m_d, 0.0)
                 b_dvalues += b_early_read[:, None] * b_early_flow[None, :]
                 b_lost += b_early_read * tl.load(early[1] + o_early + i_chunk)
-            if HAS_TEXTS:
-                low = tl.where(text_before == text_after, low, float("inf"))
+            low = tl.where(text_before == text_after, low, float("inf"))
             low, b_flow, lost = absorb_rows(low, b_flow, lost, b_before_tops, b_scales, b_dmeans, b_deltas)
         b_dlogits = tl.sum(b_wide_values * b_dvalues, axis=1) - b_lost
         tl.store(p_dlogits + o_out + o_t.to(tl.int64) * H, b_dlogits, m_t)
@@ -250,17 +224,15 @@ def subtract_lost(
     CHUNK: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """Subtract the term of later parts from the gradients of a part's logits, and of the state's."""
-    i_split, i_h, i_part, i_b = place_of_program(H, cut)
+    i_split, i_h, i_part, i_b, first, last, _, _ = place(T, H, 1, cut, 1)
     p_logits += i_b * s_logits[0] + i_h * s_logits[2]
-    first = i_part * cut.length
-    last = tl.minimum(first + cut.length, T)
+    p_text = None if p_texts is None else p_texts + i_b * T
+    text_after = text_at(p_text, last - 1)
     o_p = tl.arange(0, PARTS)
     m_p = o_p < cut.parts
     b_text_before = tl.zeros((PARTS,), tl.int32)
-    text_after = 0
-    if p_texts is not None:
-        b_text_before = tl.load(p_texts + i_b * T + o_p * cut.length - 1, m_p & (o_p > 0), 0)
-        text_after = text_at(p_texts + i_b * T, last - 1)
+    if p_text is not None:
+        b_text_before = tl.load(p_text + o_p * cut.length - 1, m_p & (o_p > 0), 0)
     i_sb = i_split * cut.batch + i_b
     o_part = (i_sb * cut.parts + o_p) * H + i_h
     b_lows = tl.load(ends[0] + o_part, m_p, float("inf"))
@@ -272,9 +244,7 @@ def subtract_lost(
         o_t = start + tl.arange(0, CHUNK)
         m_t = o_t < last
         b_logits = load_row(p_logits, o_t, m_t, s_logits[1], -float("inf"))
-        if p_texts is not None:
-            b_text = load_row(p_texts + i_b * T, o_t, m_t, 1, -1)
-            b_logits = tl.where(b_text == text_after, b_logits, -float("inf"))
+        b_logits = of_text(b_logits, load_texts(p_text, o_t, m_t), text_after, -float("inf"))
         p_out = p_dlogits + i_sb * T * H + i_h + o_t.to(tl.int64) * H
         tl.store(p_out, tl.load(p_out, m_t, 0.0) - tl.exp(b_logits - low) * lost, m_t)
     if dstate[0] is not None:

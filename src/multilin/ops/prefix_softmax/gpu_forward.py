@@ -17,15 +17,16 @@ import triton
 import triton.language as tl
 
 from multilin.ops.kernels.gpu_launch import autotuned
-from multilin.ops.kernels.gpu_tiles import dot, finite, inverse, load_tile, narrow, store_rounded, store_tile
-from multilin.ops.prefix_softmax.gpu_math import (
-    WAYS,
-    absorb,
-    load_row,
-    place_of_program,
-    store_token,
-    text_at,
-)
+from multilin.ops.kernels.gpu_tiles import dot, finite, inverse, load_row, load_tile, narrow, store_rounded, store_tile
+from multilin.ops.prefix_softmax.gpu_math import WAYS, absorb, load_texts, of_text, place, store_token, text_at
+
+
+@triton.jit
+def absorb_chunk(top, total, b_mean, p_logits, logits_t, p_values, values_t, p_text, text, o_t, m_t, o_d, m_d):
+    """Merge one token with those of a chunk that belong to this text."""
+    b_logits = load_row(p_logits, o_t, m_t, logits_t, -float("inf"))
+    b_logits = of_text(b_logits, load_texts(p_text, o_t, m_t), text, -float("inf"))
+    return absorb(top, total, b_mean, b_logits, 1.0, load_tile(p_values, o_t, m_t, values_t, o_d, m_d))
 
 
 @autotuned(WAYS, key=["H", "D", "CHUNK", "BLOCK_D", "PARTS"])
@@ -35,36 +36,27 @@ def summarize(
     CHUNK: tl.constexpr, BLOCK_D: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """Each part's tokens as one, into (tops, totals, means): only tokens of the text that the part ends with."""
-    i_split, i_h, i_part, i_b = place_of_program(H, cut)
+    _, i_h, i_part, i_b, first, last, o_d, m_d = place(T, H, D, cut, BLOCK_D)
     p_logits += i_b * s_logits[0] + i_h * s_logits[2]
     p_values += i_b * s_values[0] + i_h * s_values[2]
-    o_d = i_split * BLOCK_D + tl.arange(0, BLOCK_D)
-    m_d = o_d < D
-    first = i_part * cut.length
-    last = tl.minimum(first + cut.length, T)
-    b_ones = tl.full((CHUNK,), 1.0, tl.float32)
+    p_text = None if p_texts is None else p_texts + i_b * T
+    text = text_at(p_text, last - 1)
     top, total, b_mean = -float("inf"), 0.0, tl.zeros((BLOCK_D,), tl.float32)
     for start in range(first, last, CHUNK):
         o_t = start + tl.arange(0, CHUNK)
-        m_t = o_t < last
-        b_logits = load_row(p_logits, o_t, m_t, s_logits[1], -float("inf"))
-        if p_texts is not None:
-            b_text = load_row(p_texts + i_b * T, o_t, m_t, 1, -1)
-            b_logits = tl.where(b_text == text_at(p_texts + i_b * T, last - 1), b_logits, -float("inf"))
-        b_values = load_tile(p_values, o_t, m_t, s_values[1], o_d, m_d)
-        top, total, b_mean = absorb(top, total, b_mean, b_logits, b_ones, b_values)
+        top, total, b_mean = absorb_chunk(
+            top, total, b_mean, p_logits, s_logits[1], p_values, s_values[1], p_text, text, o_t, o_t < last, o_d, m_d
+        )
     store_token(tokens, (i_b * cut.parts + i_part) * H + i_h, D, o_d, m_d, top, total, b_mean)
 
 
 @triton.jit
 def before_part(
-    p_texts, state, tokens, i_b, i_h, i_part, T, H, D, cut, o_d, m_d, PARTS: tl.constexpr, BLOCK_D: tl.constexpr
+    p_text, state, tokens, i_b, i_h, i_part, H, D, cut, o_d, m_d, PARTS: tl.constexpr, BLOCK_D: tl.constexpr
 ):
     """The token that stands for all before a part: the state and the parts before, of the same text."""
-    text = 0
+    text = text_at(p_text, i_part * cut.length - 1)
     top, total, b_mean = -float("inf"), 0.0, tl.zeros((BLOCK_D,), tl.float32)
-    if p_texts is not None:
-        text = text_at(p_texts + i_b * T, i_part * cut.length - 1)
     if state[0] is not None:
         o_state = i_b * H + i_h
         top = tl.where(text == 0, tl.load(state[0] + o_state), -float("inf"))
@@ -73,8 +65,8 @@ def before_part(
     if PARTS > 1:
         o_p = tl.arange(0, PARTS)
         m_p = o_p < i_part
-        if p_texts is not None:
-            m_p &= tl.load(p_texts + i_b * T + (o_p + 1) * cut.length - 1, m_p, -1) == text
+        if p_text is not None:
+            m_p &= tl.load(p_text + (o_p + 1) * cut.length - 1, m_p, -1) == text
         o_part = (i_b * cut.parts + o_p) * H + i_h
         b_tops = tl.load(tokens[0] + o_part, m_p, -float("inf"))
         b_totals = tl.load(tokens[1] + o_part, m_p, 0.0)
@@ -86,23 +78,20 @@ def before_part(
 @triton.jit
 def sum_up_block_before(
     p_logits, logits_t, p_values, values_t, p_text, late, o_late, first, cut, D, o_d, m_d,
-    HAS_TEXTS: tl.constexpr, CHUNK: tl.constexpr, BLOCK_D: tl.constexpr,
+    CHUNK: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """For each chunk of the block before: one token for the block's tokens behind that chunk, of its last text."""
     top, total, b_mean = -float("inf"), 0.0, tl.zeros((BLOCK_D,), tl.float32)
-    b_ones = tl.full((CHUNK,), 1.0, tl.float32)
+    text = text_at(p_text, first - 1)
     for i_back in range(0, cut.chunks):
         i_chunk = cut.chunks - 1 - i_back
         store_token(late, o_late + i_chunk, D, o_d, m_d, top, total, b_mean)
         if i_chunk > 0:
             o_t = first - cut.length + i_chunk * CHUNK + tl.arange(0, CHUNK)
             m_t = (o_t >= 0) & (o_t < first)
-            b_logits = load_row(p_logits, o_t, m_t, logits_t, -float("inf"))
-            if HAS_TEXTS:
-                b_text = load_row(p_text, o_t, m_t, 1, -1)
-                b_logits = tl.where(b_text == text_at(p_text, first - 1), b_logits, -float("inf"))
-            b_values = load_tile(p_values, o_t, m_t, values_t, o_d, m_d)
-            top, total, b_mean = absorb(top, total, b_mean, b_logits, b_ones, b_values)
+            top, total, b_mean = absorb_chunk(
+                top, total, b_mean, p_logits, logits_t, p_values, values_t, p_text, text, o_t, m_t, o_d, m_d
+            )
 
 
 @autotuned(WAYS, key=["H", "D", "CHUNK", "BLOCK_D", "PARTS", "WINDOWED", "CARRIES"])
@@ -116,30 +105,19 @@ def forward(
 
     Given dy instead of means: the products dy_t . y_t. Without CARRIES the triangles are all that a row reads.
     """
-    i_split, i_h, i_part, i_b = place_of_program(H, cut)
+    i_split, i_h, i_part, i_b, first, last, o_d, m_d = place(T, H, D, cut, BLOCK_D)
     p_logits += i_b * s_logits[0] + i_h * s_logits[2]
     p_values += i_b * s_values[0] + i_h * s_values[2]
-    HAS_TEXTS: tl.constexpr = p_texts is not None
-    p_text = p_logits
-    if HAS_TEXTS:
-        p_text = p_texts + i_b * T
+    p_text = None if p_texts is None else p_texts + i_b * T
     i_bh = i_b * H + i_h
-    o_d = i_split * BLOCK_D + tl.arange(0, BLOCK_D)
-    m_d = o_d < D
-    first = i_part * cut.length
-    last = tl.minimum(first + cut.length, T)
-    b_ones = tl.full((CHUNK,), 1.0, tl.float32)
     top, total, b_mean = -float("inf"), 0.0, tl.zeros((BLOCK_D,), tl.float32)
     if not WINDOWED:
-        top, total, b_mean = before_part(
-            p_texts, state, tokens, i_b, i_h, i_part, T, H, D, cut, o_d, m_d, PARTS, BLOCK_D
-        )
+        top, total, b_mean = before_part(p_text, state, tokens, i_b, i_h, i_part, H, D, cut, o_d, m_d, PARTS, BLOCK_D)
     elif CARRIES:
         o_late = (((i_split * cut.batch + i_b) * H + i_h) * cut.parts + i_part) * cut.chunks
         sum_up_block_before(
-            p_logits, s_logits[1], p_values, s_values[1], p_text, late, o_late, first, cut, D, o_d, m_d,
-            HAS_TEXTS, CHUNK, BLOCK_D,
-        )  # fmt: skip
+            p_logits, s_logits[1], p_values, s_values[1], p_text, late, o_late, first, cut, D, o_d, m_d, CHUNK, BLOCK_D
+        )
         tl.debug_barrier()
     for start in range(first, last, CHUNK):
         o_t = start + tl.arange(0, CHUNK)
@@ -147,9 +125,8 @@ def forward(
         b_logits = load_row(p_logits, o_t, m_t, s_logits[1], -float("inf"))
         b_values = load_tile(p_values, o_t, m_t, s_values[1], o_d, m_d)
         distance = o_t[:, None] - o_t[None, :]
-        visible = distance >= 0
-        if HAS_TEXTS:
-            b_text = load_row(p_text, o_t, m_t, 1, -1)
+        visible, b_text = distance >= 0, load_texts(p_text, o_t, m_t)
+        if b_text is not None:
             visible &= b_text[:, None] == b_text[None, :]
         if WINDOWED:
             visible &= distance < window
@@ -157,27 +134,23 @@ def forward(
             m_old = (o_old >= 0) & (o_old < first)
             b_old_values = load_tile(p_values, o_old, m_old, s_values[1], o_d, m_d)
             old_visible = distance + cut.length < window
-            if HAS_TEXTS:
-                old_visible &= b_text[:, None] == load_row(p_text, o_old, m_old, 1, -1)[None, :]
+            if b_text is not None:
+                old_visible &= b_text[:, None] == load_texts(p_text, o_old, m_old)[None, :]
             b_old_logits = load_row(p_logits, o_old, m_old, s_logits[1], -float("inf"))
             b_old_scores = tl.where(old_visible, b_old_logits[None, :], -float("inf"))
         b_scores = tl.where(visible, b_logits[None, :], -float("inf"))
-        b_other = b_ones * 0.0 + null  # the null token, or the own term
+        b_other = null  # the null token, or the own term
         if p_own is not None:
             b_other = load_row(p_own + i_b * s_own[0] + i_h * s_own[2], o_t, m_t, s_own[1], -float("inf"))
         b_tops = tl.maximum(tl.max(b_scores, axis=1), b_other)
         if WINDOWED:
             b_tops = tl.maximum(b_tops, tl.max(b_old_scores, axis=1))
         if CARRIES:
-            b_past_top = b_ones * 0.0 + top
-            if HAS_TEXTS:
-                b_past_top = tl.where(b_text == text_at(p_text, start - 1), b_past_top, -float("inf"))
+            b_past_top = of_text(top, b_text, text_at(p_text, start - 1), -float("inf"))
             b_tops = tl.maximum(b_tops, b_past_top)
             if WINDOWED:
                 i_late = o_late + (start - first) // CHUNK
-                b_late_top, late_total = b_ones * 0.0 + tl.load(late[0] + i_late), tl.load(late[1] + i_late)
-                if HAS_TEXTS:
-                    b_late_top = tl.where(b_text == text_at(p_text, first - 1), b_late_top, -float("inf"))
+                b_late_top = of_text(tl.load(late[0] + i_late), b_text, text_at(p_text, first - 1), -float("inf"))
                 b_tops = tl.maximum(b_tops, b_late_top)
 
         b_shift = finite(b_tops)
@@ -194,7 +167,7 @@ def forward(
             b_totals += b_past
             b_sums += b_past[:, None] * b_mean[None, :]
             if WINDOWED:
-                b_late = late_total * tl.exp(b_late_top - b_shift)
+                b_late = tl.load(late[1] + i_late) * tl.exp(b_late_top - b_shift)
                 b_totals += b_late
                 b_sums += b_late[:, None] * tl.load(late[2] + i_late * D + o_d, m_d, 0.0)[None, :]
         if p_own is not None:
@@ -214,11 +187,10 @@ def forward(
             tl.store(p_deltas + ((i_split * cut.batch + i_b) * H + i_h) * T + o_t, b_deltas, m_t)
 
         if CARRIES:
-            if HAS_TEXTS:
-                text_after = text_at(p_text, tl.minimum(start + CHUNK, last) - 1)
-                b_logits = tl.where(b_text == text_after, b_logits, -float("inf"))
-                top = tl.where(text_at(p_text, start - 1) == text_after, top, -float("inf"))
-            top, total, b_mean = absorb(top, total, b_mean, b_logits, b_ones, b_values)
+            text_after = text_at(p_text, tl.minimum(start + CHUNK, last) - 1)
+            top = tl.where(text_at(p_text, start - 1) == text_after, top, -float("inf"))
+            b_logits = of_text(b_logits, b_text, text_after, -float("inf"))
+            top, total, b_mean = absorb(top, total, b_mean, b_logits, 1.0, b_values)
     if i_part == cut.parts - 1:
         if final[0] is not None:
             log_total = tl.where(total > 0, top + tl.log(tl.where(total > 0, total, 1.0)), -float("inf"))
@@ -237,7 +209,6 @@ def step(
     i_h, i_b = tl.program_id(0), tl.program_id(1).to(tl.int64)
     o_d = tl.arange(0, BLOCK_D)
     m_d = o_d < D
-    b_ones = tl.full((CHUNK,), 1.0, tl.float32)
     logit = tl.load(p_logits + i_b * s_logits[0] + i_h * s_logits[2])
     b_value = tl.load(p_values + i_b * s_values[0] + i_h * s_values[2] + o_d, m_d, 0.0).to(tl.float32)
     top, total = logit, tl.where(logit > -float("inf"), 1.0, 0.0)
@@ -251,7 +222,7 @@ def step(
             if p_starts is not None:
                 b_logits = tl.where(tl.load(p_starts + i_b) != 0, -float("inf"), b_logits)
             b_values = tl.load(state[1] + o_state[:, None] * D + o_d[None, :], m_s[:, None] & m_d[None, :], 0.0)
-            top, total, b_mean = absorb(top, total, b_mean, b_logits, b_ones, b_values)
+            top, total, b_mean = absorb(top, total, b_mean, b_logits, 1.0, b_values)
             if WINDOWED:
                 if final[0] is not None:
                     o_moved, m_moved = o_state - H, m_s & (o_s > 0)

@@ -16,23 +16,19 @@ exp(l_j - low) times theirs. No logit that a row reads is above its M_t, so thes
 import triton
 import triton.language as tl
 
-from multilin.ops.kernels.gpu_tiles import finite, inverse
+from multilin.ops.kernels.gpu_tiles import finite, inverse, load_row
 
 WAYS: list[tuple[dict[str, int], int, int]] = [({}, 4, 3), ({}, 4, 4), ({}, 4, 2), ({}, 8, 3), ({}, 8, 2), ({}, 2, 3)]
 
 
 @triton.jit
-def place_of_program(H, cut):
-    """Slice of D, head, part of the time, text."""
+def place(T, H, D, cut, BLOCK_D: tl.constexpr):
+    """Slice of D, head, part of the time, text; where the part begins and ends; the numbers of D, and if they exist."""
     i, num_parts, num_splits = tl.program_id(0), cut.parts, cut.splits
-    i_part, i_b = i // (num_splits * H) % num_parts, (i // (num_splits * H * num_parts)).to(tl.int64)
-    return i % num_splits, i // num_splits % H, i_part, i_b
-
-
-@triton.jit
-def load_row(p_row, o_t, m_t, stride, other):
-    """One number per position."""
-    return tl.load(p_row + o_t.to(tl.int64) * stride, mask=m_t, other=other)
+    i_split, i_h, i_part = i % num_splits, i // num_splits % H, i // (num_splits * H) % num_parts
+    first, o_d = i_part * cut.length, i_split * BLOCK_D + tl.arange(0, BLOCK_D)
+    i_b = (i // (num_splits * H * num_parts)).to(tl.int64)
+    return i_split, i_h, i_part, i_b, first, tl.minimum(first + cut.length, T), o_d, o_d < D
 
 
 @triton.jit
@@ -66,5 +62,25 @@ def absorb_rows(low, b_flow, lost, b_tops, b_scales, b_dmeans, b_deltas):
 
 @triton.jit
 def text_at(p_text, position):
-    """Number of the text of one position; 0 before the first."""
-    return tl.load(p_text + position, mask=position >= 0, other=0)
+    """Number of the text of one position; 0 before the first, and everywhere if there is one text only."""
+    text = 0
+    if p_text is not None:
+        text = tl.load(p_text + position, mask=position >= 0, other=0)
+    return text
+
+
+@triton.jit
+def load_texts(p_text, o_t, m_t):
+    """Numbers of the texts of these positions, -1 outside; None if there is one text only."""
+    if p_text is None:
+        return None
+    else:
+        return load_row(p_text, o_t, m_t, 1, -1)
+
+
+@triton.jit
+def of_text(b_numbers, b_text, text, other):
+    """The numbers of the positions of this text, and `other` in place of the rest."""
+    if b_text is not None:
+        b_numbers = tl.where(b_text == text, b_numbers, other)
+    return b_numbers

@@ -4,30 +4,24 @@ The modules `cpu` and `gpu` start the kernels, with the same functions `forward`
 operator is told which one to take, as Triton's interpreted kernels take tensors of the CPU.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from multilin.ops.kernels.operators import is_traced, needs_gradients
+from multilin.ops.kernels import is_traced, needs_gradients
 from multilin.ops.prefix_softmax import cpu, gpu
-from multilin.ops.prefix_softmax.state import Gradients, PrefixSoftmaxState, last_tokens, read_state_first
+from multilin.ops.prefix_softmax.reference import PrefixSoftmaxState, last_tokens, read_state_first
 
 _MODULES: dict[str, Any] = {"cpu": cpu, "gpu": gpu}
 
 
 def prefix_softmax(
-    kernels: str,
-    logits_BTH: Tensor,
-    values_BTHD: Tensor,
-    *,
-    window: int | None = None,
-    own_logits: Tensor | None = None,
-    null_logit: float | None = None,
-    state: PrefixSoftmaxState | None = None,
-    starts: Tensor | None = None,
-    needs_state: bool = True,
-) -> tuple[Tensor, PrefixSoftmaxState | None]:
+    kernels: str, logits_BTH: Tensor, values_BTHD: Tensor, *, window: int | None = None,
+    own_logits: Tensor | None = None, null_logit: float | None = None, state: PrefixSoftmaxState | None = None,
+    starts: Tensor | None = None, needs_state: bool = True,
+) -> tuple[Tensor, PrefixSoftmaxState | None]:  # fmt: skip
     """See `multilin.ops.prefix_softmax`. Logits in float32; values in that or half precision, the means like them.
 
     With a window the tokens of the state are read again before the new ones, but for a single position on a GPU.
@@ -68,9 +62,9 @@ def _run_forward(kernels: str, *arguments: Any) -> tuple[Tensor, ...]:
     return tuple(arguments[0].new_empty(0) if x is None else x for x in _MODULES[kernels].forward(*arguments))
 
 
-def _run_backward(kernels: str, *arguments: Any) -> Gradients:
-    *inputs, kept_a, kept_b, kept_c, window, null, has_state = arguments
-    gradients = _empty_gradients(values=inputs[4], own=inputs[5], has_state=has_state)
+def _run_backward(kernels: str, *arguments: Any) -> tuple[Tensor, ...]:
+    *inputs, kept_a, kept_b, kept_c, window, null, _ = arguments
+    gradients = _empty_gradients(kernels, *arguments)
     _MODULES[kernels].backward(*inputs, (kept_a, kept_b, kept_c), window, null, gradients)
     return gradients
 
@@ -100,21 +94,14 @@ def _forward_shapes(kernels: str, logits: Tensor, values: Tensor, own: Tensor | 
 
 
 @_backward.register_fake
-def _backward_shapes(*arguments: Any) -> Gradients:
-    return _empty_gradients(values=arguments[5], own=arguments[6], has_state=arguments[-1])
-
-
-def _empty_gradients(values: Tensor, own: Tensor | None, has_state: bool) -> Gradients:
-    """Empty gradients of all inputs, with no elements for inputs that are None."""
-    (B, T, H, D), device, float32 = values.shape, values.device, torch.float32
+def _empty_gradients(*arguments: Any) -> tuple[Tensor, ...]:
+    """Empty gradients of logits, values, own logits and state, in float32 but for the values; no numbers for None."""
+    values, own, has_state = arguments[5], arguments[6], arguments[-1]
+    B, T, H, D = values.shape
     num_own, num_states = 0 if own is None else B, B if has_state else 0
-    return Gradients(
-        torch.empty(B, T, H, dtype=float32, device=device),
-        torch.empty(B, T, H, D, dtype=values.dtype, device=device),
-        torch.empty(num_own, T, H, dtype=float32, device=device),
-        torch.empty(num_states, 1, H, dtype=float32, device=device),
-        torch.empty(num_states, 1, H, D, dtype=float32, device=device),
-    )
+    shapes = (B, T, H), (num_own, T, H), (num_states, 1, H), (num_states, 1, H, D)
+    dlogits, *others = (torch.empty(shape, dtype=torch.float32, device=values.device) for shape in shapes)
+    return dlogits, torch.empty(B, T, H, D, dtype=values.dtype, device=values.device), *others
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
@@ -131,16 +118,12 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
     ctx.set_materialize_grads(False)
 
 
-def _differentiate(ctx: Any, dmeans: Tensor | None, *dfinal_and_kept: Tensor | None) -> tuple[Any, ...]:
-    if not ctx.keeps:
-        raise RuntimeError("multilin::prefix_softmax has no gradient where it was called with keeps=False")
-    return _gradients(_backward, ctx, dmeans, *dfinal_and_kept[:2])
-
-
-def _gradients(
-    backward: Any, ctx: Any, dmeans: Tensor | None, dfinal_logits: Tensor | None, dfinal_values: Tensor | None
+def _differentiate(
+    backward: Any, ctx: Any, dmeans: Tensor | None, dfinal_logits: Tensor | None, dfinal_values: Tensor | None, *_: Any
 ) -> tuple[Any, ...]:
     """Gradients of all arguments of the operator, by its backward operator or without it."""
+    if not ctx.keeps:
+        raise RuntimeError("multilin::prefix_softmax has no gradient where it was called with keeps=False")
     saved, (kernels, *options) = ctx.saved_tensors, ctx.options
     values, own = saved[1:3]
     if dmeans is None:
@@ -161,7 +144,6 @@ class _Eager(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Means and final state."""
         output = _MODULES[inputs[0]].forward(*inputs[1:])
         _save(ctx, inputs, output)
         return output[:3]
@@ -169,8 +151,7 @@ class _Eager(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
-        """Gradients of all inputs."""
-        return _gradients(_run_backward, ctx, *gradients)
+        return _differentiate(_run_backward, ctx, *gradients)
 
 
-_forward.register_autograd(_differentiate, setup_context=_save)
+_forward.register_autograd(partial(_differentiate, _backward), setup_context=_save)

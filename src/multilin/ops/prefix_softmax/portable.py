@@ -8,48 +8,43 @@ Means are only ever merged with weights in [0, 1]; nothing is subtracted.
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
+from torch.nn.functional import pad, softplus
 
 from multilin.ops.prefix_softmax import reference
-from multilin.ops.prefix_softmax.state import PrefixSoftmaxState, last_tokens, read_state_first
+from multilin.ops.prefix_softmax.reference import PrefixSoftmaxState, last_tokens, read_state_first
+from multilin.ops.ring import Ring
+from multilin.ops.softmax import softmax
 
 CHUNK = 32  # tokens that are compared pair by pair; measured best from 16 to 64 on CPUs
 SHORT = 16  # up to here the definition itself is faster
 
 
 def prefix_softmax(
-    logits_BTH: Tensor,
-    values_BTHD: Tensor,
-    *,
-    window: int | None = None,
-    own_logits: Tensor | None = None,
-    null_logit: float | None = None,
-    state: PrefixSoftmaxState | None = None,
-    starts: Tensor | None = None,
+    logits_BTH: Tensor, values_BTHD: Tensor, *, window: int | None = None, own_logits: Tensor | None = None,
+    null_logit: float | None = None, state: PrefixSoftmaxState | None = None, starts: Tensor | None = None,
     needs_state: bool = True,
-) -> tuple[Tensor, PrefixSoftmaxState | None]:
+) -> tuple[Tensor, PrefixSoftmaxState | None]:  # fmt: skip
     """See `multilin.ops.prefix_softmax`."""
-    num_new = logits_BTH.shape[1]
+    values_BTHD, num_new = values_BTHD.to(logits_BTH.dtype), logits_BTH.shape[1]
     if num_new == 1 and window is None and state is not None and starts is None:
-        return _read_one(logits_BTH, values_BTHD, own_logits, null_logit, state)
-    if num_new <= SHORT:
+        past_B1H, past_B1HD = (x.to(logits_BTH.dtype) for x in state)
+        totals_BTH, means_BTHD = _merge(past_B1H, past_B1HD, logits_BTH, values_BTHD)
+    elif num_new <= SHORT:
         return reference.prefix_softmax(
             logits_BTH, values_BTHD, window=window, own_logits=own_logits, null_logit=null_logit, state=state,
             starts=starts, needs_state=needs_state,
         )  # fmt: skip
-    logits_BSH, values_BSHD, starts_BS = read_state_first(logits_BTH, values_BTHD, state, starts)
-    if window is None or window >= logits_BSH.shape[1]:
-        totals_BSH, means_BSHD = _scan(logits_BSH, values_BSHD, starts_BS)
     else:
-        totals_BSH, means_BSHD = _scan_window(logits_BSH, values_BSHD, starts_BS, window)
-
+        tokens = read_state_first(logits_BTH, values_BTHD, state, starts)
+        is_cut = window is not None and window < tokens[0].shape[1]
+        totals_BTH, means_BTHD = _scan_window(*tokens, window or 0) if is_cut else _scan(*tokens)
     if not needs_state:
         state = None
     elif window is None:
-        state = PrefixSoftmaxState(totals_BSH[:, -1:], means_BSHD[:, -1:])
+        state = PrefixSoftmaxState(totals_BTH[:, -1:], means_BTHD[:, -1:])
     else:
-        state = last_tokens(logits_BSH, values_BSHD, starts_BS, window - 1)
-    totals_BTH, means_BTHD = totals_BSH[:, -num_new:], means_BSHD[:, -num_new:]
+        state = last_tokens(*tokens, window - 1)
+    totals_BTH, means_BTHD = totals_BTH[:, -num_new:], means_BTHD[:, -num_new:]
     if own_logits is not None:
         totals_BTH, means_BTHD = _merge(totals_BTH, means_BTHD, own_logits, values_BTHD)
     elif null_logit is not None:
@@ -57,26 +52,22 @@ def prefix_softmax(
     return means_BTHD, state
 
 
-def _read_one(
-    logits_B1H: Tensor, values_B1HD: Tensor, own_logits_B1H: Tensor | None, null_logit: float | None,
-    state: PrefixSoftmaxState,
-) -> tuple[Tensor, PrefixSoftmaxState]:  # fmt: skip
-    """One token after the summary of all before it."""
-    past_B1H, values_B1HD = state.logits_BSH.to(logits_B1H.dtype), values_B1HD.to(logits_B1H.dtype)
-    means = _mix(state.values_BSHD.to(logits_B1H.dtype), values_B1HD, past_B1H, logits_B1H)
-    total_B1H = torch.logsumexp(torch.stack([past_B1H, logits_B1H]), dim=0)
-    after = PrefixSoftmaxState(total_B1H, means)
-    if own_logits_B1H is not None:
-        means = _mix(means, values_B1HD, total_B1H, own_logits_B1H)
-    elif null_logit is not None:
-        means = means * torch.sigmoid(total_B1H - null_logit)[..., None]
-    return means, after
-
-
-def _mix(first: Tensor, second: Tensor, first_logit: Tensor, second_logit: Tensor) -> Tensor:
-    """The mean of two values; the first where both logits are -inf, as there is a difference only of finite ones."""
-    difference = (second_logit - first_logit.clamp(min=torch.finfo(first.dtype).min))[..., None]
-    return first * torch.sigmoid(-difference) + second * torch.sigmoid(difference)
+def from_ring(logits_BTH: Tensor, values_BTHD: Tensor, ring: Ring, *, window: int, null_logit: float | None) -> Tensor:
+    """The means of a few new tokens whose window lies in a ring; padding may follow the tokens of a row only."""
+    kept_logits, kept_values = ring.tokens
+    num_new = logits_BTH.shape[1]
+    scores_BHTS = kept_logits.to(logits_BTH.dtype).transpose(1, 2)[:, :, None]
+    scores_BHTT = logits_BTH.transpose(1, 2)[:, :, None]
+    if num_new > 1 or ring.num_kept >= window:  # otherwise the next token reads all that is kept
+        index_T = torch.arange(num_new, device=logits_BTH.device)
+        distance_TT = index_T[:, None] - index_T
+        is_hidden_TT = (distance_TT < 0) | (distance_TT >= window)
+        scores_BHTS = scores_BHTS.masked_fill((ring.distances(num_new) >= window)[:, None], -torch.inf)
+        scores_BHTT = scores_BHTT.masked_fill(is_hidden_TT, -torch.inf)
+    weights = softmax(torch.cat([scores_BHTS, scores_BHTT], dim=-1), null_logit)
+    values_BHTD = values_BTHD.to(logits_BTH.dtype).transpose(1, 2)
+    means_BHTD = weights[..., :-num_new] @ kept_values.transpose(1, 2) + weights[..., -num_new:] @ values_BHTD
+    return means_BHTD.transpose(1, 2)
 
 
 def _scan(logits_BTH: Tensor, values_BTHD: Tensor, starts_BT: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -84,15 +75,10 @@ def _scan(logits_BTH: Tensor, values_BTHD: Tensor, starts_BT: Tensor | None) -> 
     num_batch, num_time = logits_BTH.shape[:2]
     if num_time <= CHUNK:
         return _scan_chunk(logits_BTH, values_BTHD, starts_BT)
-    logits_BTH, values_BTHD, starts_BT = _fill_up(logits_BTH, values_BTHD, starts_BT, CHUNK)
-    split, join = (num_batch, -1, CHUNK), (num_batch, -1)
-    starts_BNK = None if starts_BT is None else starts_BT.unflatten(1, (-1, CHUNK))
-    totals, means = _scan_chunk(
-        logits_BTH.unflatten(1, (-1, CHUNK)).flatten(0, 1),
-        values_BTHD.unflatten(1, (-1, CHUNK)).flatten(0, 1),
-        None if starts_BNK is None else starts_BNK.flatten(0, 1),
-    )
-    totals_BNKH, means_BNKHD = totals.reshape(*split, *totals.shape[2:]), means.reshape(*split, *means.shape[2:])
+    logits_NKH, values_NKHD, starts_NK = _blocks(logits_BTH, values_BTHD, starts_BT, CHUNK)
+    chunks = _scan_chunk(logits_NKH, values_NKHD, starts_NK)
+    totals_BNKH, means_BNKHD = (x.unflatten(0, (num_batch, -1)) for x in chunks)
+    starts_BNK = None if starts_NK is None else starts_NK.unflatten(0, (num_batch, -1))
 
     past_BNH, past_BNHD = _scan(
         totals_BNKH[:, :, -1], means_BNKHD[:, :, -1], None if starts_BNK is None else starts_BNK.any(dim=2)
@@ -102,24 +88,19 @@ def _scan(logits_BTH: Tensor, values_BTHD: Tensor, starts_BT: Tensor | None) -> 
     if starts_BNK is not None:
         past_BNKH = past_BNKH.masked_fill((starts_BNK.cumsum(dim=2) > 0)[..., None], -torch.inf)
     totals_BNKH, means_BNKHD = _merge(totals_BNKH, means_BNKHD, past_BNKH, past_BNKHD)
-    totals_BTH, means_BTHD = totals_BNKH.reshape(*join, totals.shape[-1]), means_BNKHD.reshape(*join, *means.shape[2:])
-    return totals_BTH[:, :num_time], means_BTHD[:, :num_time]
+    return totals_BNKH.flatten(1, 2)[:, :num_time], means_BNKHD.flatten(1, 2)[:, :num_time]
 
 
 def _scan_chunk(logits_BKH: Tensor, values_BKHD: Tensor, starts_BK: Tensor | None) -> tuple[Tensor, Tensor]:
     """As `_scan`, comparing all pairs of positions."""
-    num_time = logits_BKH.shape[1]
-    hidden_KK = torch.ones(num_time, num_time, dtype=torch.bool, device=logits_BKH.device).triu(1)[None, None]
-    if starts_BK is not None:
-        text_BK = starts_BK.cumsum(dim=1)
-        hidden_KK = hidden_KK | (text_BK[:, :, None] != text_BK[:, None, :])[:, None]
-    scores_BHKK = logits_BKH.transpose(1, 2)[:, :, None, :].masked_fill(hidden_KK, -torch.inf)
-    top_BHK1 = _finite(scores_BHKK.detach().amax(dim=-1, keepdim=True))
+    scores_BHKK = reference.visible_scores(logits_BKH, starts_BK, None, logits_BKH.shape[1])
+    top_BHK1 = scores_BHKK.detach().amax(dim=-1, keepdim=True).clamp(min=torch.finfo(scores_BHKK.dtype).min)
     weights_BHKK = torch.exp(scores_BHKK - top_BHK1)
     total_BHK1 = weights_BHKK.sum(dim=-1, keepdim=True)
-    log_total_BHK1, divisor_BHK1 = _log_total(total_BHK1, top_BHK1)
-    means_BHKD = (weights_BHKK / divisor_BHK1) @ values_BKHD.transpose(1, 2)
-    return log_total_BHK1.squeeze(-1).transpose(1, 2), means_BHKD.transpose(1, 2)
+    is_empty_BHK1 = total_BHK1 == 0
+    divisor_BHK1 = total_BHK1.masked_fill(is_empty_BHK1, 1.0)  # without zeros, so that gradients stay finite
+    log_total_BHK1 = (divisor_BHK1.log() + top_BHK1).masked_fill(is_empty_BHK1, -torch.inf)
+    return log_total_BHK1.squeeze(-1).transpose(1, 2), reference.weighted_sum(weights_BHKK / divisor_BHK1, values_BKHD)
 
 
 def _scan_window(
@@ -127,71 +108,37 @@ def _scan_window(
 ) -> tuple[Tensor, Tensor]:
     """Log of the total weight and mean over the last `window` tokens of the same text, the current one included."""
     num_batch, num_time = logits_BTH.shape[:2]
-    logits_BTH, values_BTHD, starts_BT = _fill_up(logits_BTH, values_BTHD, starts_BT, window)
-    logits_NKH = logits_BTH.unflatten(1, (-1, window)).flatten(0, 1)
-    values_NKHD = values_BTHD.unflatten(1, (-1, window)).flatten(0, 1)
-    starts_NK = None if starts_BT is None else starts_BT.unflatten(1, (-1, window)).flatten(0, 1)
-    own_totals, own_means = _scan(logits_NKH, values_NKHD, starts_NK)
-    suffix_totals, suffix_means = (x.flip(1) for x in _scan(logits_NKH.flip(1), values_NKHD.flip(1), None))
+    logits_NKH, values_NKHD, starts_NK = _blocks(logits_BTH, values_BTHD, starts_BT, window)
+    own = _scan(logits_NKH, values_NKHD, starts_NK)
+    if starts_NK is not None:  # the next block sees only the text that this one ends with
+        text_NK = starts_NK.cumsum(dim=1)
+        logits_NKH = logits_NKH.masked_fill((text_NK != text_NK[:, -1:])[..., None], -torch.inf)
+    suffixes = (x.flip(1) for x in _scan(logits_NKH.flip(1), values_NKHD.flip(1), None))
+    totals_BNKH, means_BNKHD, suffix_BNKH, suffix_BNKHD = (x.unflatten(0, (num_batch, -1)) for x in (*own, *suffixes))
 
     # At offset r of a block the window still holds the previous block from offset r + 1 on: offset `window` is empty.
-    shape = (num_batch, -1, window)
-    before_BNKH = pad(
-        suffix_totals.reshape(*shape, *suffix_totals.shape[2:])[:, :-1, 1:], (0, 0, 0, 1), value=-torch.inf
-    )
-    before_BNKHD = pad(suffix_means.reshape(*shape, *suffix_means.shape[2:])[:, :-1, 1:], (0, 0, 0, 0, 0, 1))
-    before_BNKH = pad(before_BNKH, (0, 0, 0, 0, 1, 0), value=-torch.inf)
-    before_BNKHD = pad(before_BNKHD, (0, 0, 0, 0, 0, 0, 1, 0))
-    if starts_BT is not None:
-        before_BNKH, before_BNKHD = _hide_earlier_texts(before_BNKH, before_BNKHD, starts_BT.unflatten(1, (-1, window)))
-    totals, means = _merge(
-        own_totals.reshape(before_BNKH.shape), own_means.reshape(before_BNKHD.shape), before_BNKH, before_BNKHD
-    )
-    return totals.flatten(1, 2)[:, :num_time], means.flatten(1, 2)[:, :num_time]
-
-
-def _hide_earlier_texts(before_BNKH: Tensor, before_BNKHD: Tensor, starts_BNK: Tensor) -> tuple[Tensor, Tensor]:
-    """Cut the part of a window that lies in the previous block at the last text start.
-
-    A start in the own block hides it all. A start in the previous block at offset o hides all before o, so the
-    suffix from max(r + 1, o) is read instead of the one from r + 1: entry r of `before` holds the one from r + 1.
-    """
-    window = starts_BNK.shape[2]
-    offset_K = torch.arange(window, device=starts_BNK.device)
-    last_start_BN = torch.where(starts_BNK, offset_K, 0).amax(dim=2)
-    last_start_before_BN = pad(last_start_BN[:, :-1], (1, 0))
-    index_BNK = torch.maximum(offset_K, last_start_before_BN[..., None] - 1)
-    before_BNKH = before_BNKH.gather(2, index_BNK[..., None].expand_as(before_BNKH))
-    before_BNKHD = before_BNKHD.gather(2, index_BNK[..., None, None].expand_as(before_BNKHD))
-    return before_BNKH.masked_fill((starts_BNK.cumsum(dim=2) > 0)[..., None], -torch.inf), before_BNKHD
+    before_BNKH = pad(suffix_BNKH[:, :-1, 1:], (0, 0, 0, 1, 1, 0), value=-torch.inf)
+    before_BNKHD = pad(suffix_BNKHD[:, :-1, 1:], (0, 0, 0, 0, 0, 1, 1, 0))
+    if starts_NK is not None:
+        is_after_start_BNK = starts_NK.unflatten(0, (num_batch, -1)).cumsum(dim=2) > 0
+        before_BNKH = before_BNKH.masked_fill(is_after_start_BNK[..., None], -torch.inf)
+    totals_BNKH, means_BNKHD = _merge(totals_BNKH, means_BNKHD, before_BNKH, before_BNKHD)
+    return totals_BNKH.flatten(1, 2)[:, :num_time], means_BNKHD.flatten(1, 2)[:, :num_time]
 
 
 def _merge(logits_a: Tensor, values_a: Tensor, logits_b: Tensor, values_b: Tensor) -> tuple[Tensor, Tensor]:
-    """Two tokens as one: the log of their weight together, and their mean; empty stays empty."""
-    top = _finite(torch.maximum(logits_a.detach(), logits_b.detach()))
-    weight_a, weight_b = torch.exp(logits_a - top), torch.exp(logits_b - top)
-    log_total, divisor = _log_total(weight_a + weight_b, top)
-    return log_total, (weight_a / divisor)[..., None] * values_a + (weight_b / divisor)[..., None] * values_b
+    """Two tokens as one: the log of their weight together, and their mean; the first value if both logits are -inf."""
+    difference = logits_b - logits_a.clamp(min=torch.finfo(logits_a.dtype).min)  # never that of two infinities
+    log_total = torch.maximum(logits_a, logits_b) + softplus(-difference.abs())
+    share = difference[..., None]
+    return log_total, values_a * torch.sigmoid(-share) + values_b * torch.sigmoid(share)
 
 
-def _log_total(total: Tensor, top: Tensor) -> tuple[Tensor, Tensor]:
-    """log(total) + top, -inf where nothing was summed, and a divisor without zeros; gradients stay finite."""
-    empty = total == 0
-    divisor = total.masked_fill(empty, 1.0)
-    return (divisor.log() + top).masked_fill(empty, -torch.inf), divisor
-
-
-def _finite(top: Tensor) -> Tensor:
-    return top.masked_fill(top == -torch.inf, 0.0)
-
-
-def _fill_up(
-    logits_BTH: Tensor, values_BTHD: Tensor, starts_BT: Tensor | None, multiple: int
+def _blocks(
+    logits_BTH: Tensor, values_BTHD: Tensor, starts_BT: Tensor | None, length: int
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Append tokens without weight up to a multiple of a block length."""
-    extra = -logits_BTH.shape[1] % multiple
-    return (
-        pad(logits_BTH, (0, 0, 0, extra), value=-torch.inf),
-        pad(values_BTHD, (0, 0, 0, 0, 0, extra)),
-        None if starts_BT is None else pad(starts_BT, (0, extra)),
-    )
+    """Blocks of this length as texts of their own, (B * blocks, length, ...), filled up with tokens without weight."""
+    extra = -logits_BTH.shape[1] % length
+    logits, values = pad(logits_BTH, (0, 0, 0, extra), value=-torch.inf), pad(values_BTHD, (0, 0, 0, 0, 0, extra))
+    starts = None if starts_BT is None else pad(starts_BT, (0, extra)).reshape(-1, length)
+    return logits.reshape(-1, length, logits.shape[2]), values.reshape(-1, length, *values.shape[2:]), starts

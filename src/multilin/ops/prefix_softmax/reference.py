@@ -1,33 +1,46 @@
-"""The running softmax mean and its weights, as their equations. Quadratic in time, as a definition may be."""
+"""The running softmax mean, its state and its weights, as their equations. Quadratic in time."""
 
 from typing import NamedTuple
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
+from torch.nn.functional import pad
 
 from multilin.errors import InputError
-from multilin.ops.prefix_softmax.state import PrefixSoftmaxState, last_tokens, read_state_first
+from multilin.ops.ring import Slots
 from multilin.ops.softmax import softmax
 
 
+class PrefixSoftmaxState(NamedTuple):
+    """Tokens that later positions may still read: the last `window - 1`, or one summary token without a window.
+
+    The mean of everything read is exactly one token whose value is the mean and whose logit is the log of the total
+    weight. So a state always has the shape of tokens, and continuing a text is reading those tokens first. Tokens of
+    logit -inf stand for tokens not read yet: the shape is the same from the first call on. Float32 or better.
+    """
+
+    logits_BSH: Tensor
+    values_BSHD: Tensor
+
+
+class PrefixSoftmaxWindow(PrefixSoftmaxState):
+    """The last `window - 1` tokens, which can lie in a ring; see `multilin.ops.ring`."""
+
+    slots = Slots(("logits_BSH", "values_BSHD"))
+
+
 def prefix_softmax(
-    logits_BTH: Tensor,
-    values_BTHD: Tensor,
-    *,
-    window: int | None = None,
-    own_logits: Tensor | None = None,
-    null_logit: float | None = None,
-    state: PrefixSoftmaxState | None = None,
-    starts: Tensor | None = None,
+    logits_BTH: Tensor, values_BTHD: Tensor, *, window: int | None = None, own_logits: Tensor | None = None,
+    null_logit: float | None = None, state: PrefixSoftmaxState | None = None, starts: Tensor | None = None,
     needs_state: bool = True,
-) -> tuple[Tensor, PrefixSoftmaxState | None]:
+) -> tuple[Tensor, PrefixSoftmaxState | None]:  # fmt: skip
     """See `multilin.ops.prefix_softmax`."""
-    num_new = logits_BTH.shape[1]
+    values_BTHD, num_new = values_BTHD.to(logits_BTH.dtype), logits_BTH.shape[1]
     logits_BSH, values_BSHD, starts_BS = read_state_first(logits_BTH, values_BTHD, state, starts)
-    scores_BHTS = _scores(logits_BSH, starts_BS, window, num_new)
+    scores_BHTS = visible_scores(logits_BSH, starts_BS, window, num_new)
     weights_BHTS, log_total_BTH = softmax_and_total(scores_BHTS)
-    means_BTHD = _means(weights_BHTS, values_BSHD)
+    means_BTHD = weighted_sum(weights_BHTS, values_BSHD)
 
     if not needs_state:
         state = None
@@ -37,48 +50,64 @@ def prefix_softmax(
         state = last_tokens(logits_BSH, values_BSHD, starts_BS, window - 1)
     if own_logits is not None:
         weights_BHTS, _ = softmax_and_total(torch.cat([scores_BHTS, own_logits.transpose(1, 2)[..., None]], dim=-1))
-        means_BTHD = _means(weights_BHTS[..., :-1], values_BSHD)
+        means_BTHD = weighted_sum(weights_BHTS[..., :-1], values_BSHD)
         means_BTHD = means_BTHD + weights_BHTS[..., -1].transpose(1, 2)[..., None] * values_BTHD
     elif null_logit is not None:
         means_BTHD = means_BTHD * torch.sigmoid(log_total_BTH - null_logit)[..., None]
     return means_BTHD, state
 
 
-class PrefixSoftmaxWeights(NamedTuple):
-    """y_t = sum_j tokens[t, j] v_j + own[t] v_t, and the null token's weight is that of the value 0; their sum is 1.
+def read_state_first(
+    logits_BTH: Tensor, values_BTHD: Tensor, state: PrefixSoftmaxState | None, starts_BT: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Put the state's tokens before the new ones; `starts` grows with them."""
+    if state is None:
+        return logits_BTH, values_BTHD, starts_BT
+    logits = torch.cat([state.logits_BSH.to(logits_BTH.dtype), logits_BTH], dim=1)
+    values = torch.cat([state.values_BSHD.to(values_BTHD.dtype), values_BTHD], dim=1)
+    if starts_BT is not None:
+        starts_BT = pad(starts_BT, (state.logits_BSH.shape[1], 0))
+    return logits, values, starts_BT
 
-    tokens_BHTS: (B, H, T, T), 0 where t does not read j. own_BHT, null_BHT: (B, H, T), or None where there is no such
-    term. A position that reads nothing at all has 0 everywhere.
-    """
 
-    tokens_BHTS: Tensor
-    own_BHT: Tensor | None
-    null_BHT: Tensor | None
+def last_tokens(
+    logits_BTH: Tensor, values_BTHD: Tensor, starts_BT: Tensor | None, num_tokens: int
+) -> PrefixSoftmaxState:
+    """The last `num_tokens` tokens, with logit -inf where there is none or it belongs to an earlier text."""
+    missing = max(num_tokens - logits_BTH.shape[1], 0)
+    first = logits_BTH.shape[1] + missing - num_tokens
+    if starts_BT is not None:
+        text_BT = starts_BT.cumsum(dim=1)
+        logits_BTH = logits_BTH.masked_fill((text_BT != text_BT[:, -1:])[..., None], -torch.inf)
+    logits, values = logits_BTH[:, first:], values_BTHD[:, first:]
+    if missing:
+        logits = pad(logits, (0, 0, missing, 0), value=-torch.inf)
+        values = pad(values, (0, 0, 0, 0, missing, 0))
+    return PrefixSoftmaxState(logits, values)
 
 
 def prefix_softmax_weights(
-    logits: Float[Tensor, "B T H"],
-    *,
-    window: int | None = None,
-    own_logits: Float[Tensor, "B T H"] | None = None,
-    null_logit: float | None = None,
-    starts: Bool[Tensor, "B T"] | None = None,
-) -> PrefixSoftmaxWeights:
+    logits: Float[Tensor, "B T H"], *, window: int | None = None, own_logits: Float[Tensor, "B T H"] | None = None,
+    null_logit: float | None = None, starts: Bool[Tensor, "B T"] | None = None,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """The weights of `prefix_softmax` with these arguments at the start of a text, in float32 or better.
+
+        y_t = sum_j tokens[t, j] v_j + own[t] v_t
+
+    Returns:
+        tokens (B, H, T, T), 0 where t does not read j; and own (B, H, T), None without own logits. What their sum lacks
+        to 1 is the null token's weight; a position that reads nothing at all has 0 everywhere.
 
     Cost: O(B H T^2) time and memory.
     """
     if own_logits is not None:
         check_own_term(window, null_logit)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    scores_BHTS = _scores(logits, starts, window, logits.shape[1])
-    if own_logits is not None:
-        weights = softmax(torch.cat([scores_BHTS, own_logits.to(logits.dtype).transpose(1, 2)[..., None]], dim=-1))
-        return PrefixSoftmaxWeights(weights[..., :-1], weights[..., -1], None)
-    if null_logit is not None:
-        weights = softmax(torch.cat([scores_BHTS, torch.full_like(scores_BHTS[..., :1], null_logit)], dim=-1))
-        return PrefixSoftmaxWeights(weights[..., :-1], None, weights[..., -1])
-    return PrefixSoftmaxWeights(softmax(scores_BHTS), None, None)
+    scores_BHTS = visible_scores(logits, starts, window, logits.shape[1])
+    if own_logits is None:
+        return softmax(scores_BHTS, null_logit), None
+    weights = softmax(torch.cat([scores_BHTS, own_logits.to(logits.dtype).transpose(1, 2)[..., None]], dim=-1))
+    return weights[..., :-1], weights[..., -1]
 
 
 def check_own_term(window: int | None, null_logit: float | None) -> None:
@@ -88,7 +117,7 @@ def check_own_term(window: int | None, null_logit: float | None) -> None:
         raise InputError(f"own_logits: given with {other}, but they need window None and null_logit None")
 
 
-def _scores(logits_BSH: Tensor, starts_BS: Tensor | None, window: int | None, num_new: int) -> Tensor:
+def visible_scores(logits_BSH: Tensor, starts_BS: Tensor | None, window: int | None, num_new: int) -> Tensor:
     """Logits of all tokens as the last `num_new` positions see them, (B, H, num_new, S), -inf for tokens not read."""
     position_S = torch.arange(logits_BSH.shape[1], device=logits_BSH.device)
     num_past = logits_BSH.shape[1] - num_new
@@ -108,6 +137,6 @@ def softmax_and_total(scores_BHTS: Tensor) -> tuple[Tensor, Tensor]:
     return weights_BHTS, log_total_BHT1.masked_fill(empty_BHT1, -torch.inf)[..., 0].transpose(1, 2)
 
 
-def _means(weights_BHTS: Tensor, values_BSHD: Tensor) -> Tensor:
+def weighted_sum(weights_BHTS: Tensor, values_BSHD: Tensor) -> Tensor:
     """Sum over s of weights times values, (B, T, H, D)."""
     return (weights_BHTS @ values_BSHD.transpose(1, 2)).transpose(1, 2)

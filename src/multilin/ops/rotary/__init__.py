@@ -9,13 +9,7 @@ from multilin.ops.rotary import cpu, reference
 
 __all__ = ["ROTARY", "rotary"]
 
-ROTARY = Op(
-    "rotary",
-    [
-        cpu_kernels("compiled, one pass", cpu.rotary),
-        Backend("reference (PyTorch)", reference.rotary),
-    ],
-)
+ROTARY = Op("rotary", [cpu_kernels("compiled, one pass", cpu.rotary), Backend("reference (PyTorch)", reference.rotary)])
 
 
 def rotary(
@@ -44,5 +38,4 @@ def rotary(
         raise InputError(f"block: {block} given, but it must be even and divide the width, {width}")
     if cos.shape != (*x.shape[:2], width // 2) or sin.shape != cos.shape:
         raise InputError(f"cos: shape {tuple(cos.shape)} given for x {tuple(x.shape)}, but it must be (B, T, D / 2)")
-    result: Tensor = ROTARY(x, cos, sin, block, dtype=x.dtype)
-    return result
+    return ROTARY(x, cos, sin, block, dtype=x.dtype)

@@ -12,10 +12,7 @@ __all__ = ["TILE_NORM", "tile_norm"]
 
 TILE_NORM = Op(
     "tile_norm",
-    [
-        cpu_kernels("compiled, one pass", cpu.tile_norm),
-        Backend("reference (PyTorch)", reference.tile_norm),
-    ],
+    [cpu_kernels("compiled, one pass", cpu.tile_norm), Backend("reference (PyTorch)", reference.tile_norm)],
 )
 
 
@@ -48,8 +45,7 @@ def tile_norm(
     if torch.compiler.is_exporting():  # one operator of a graph
         return _as_operator(x, size).to(dtype)
     # Kernels have to know both types.
-    result: Tensor = TILE_NORM(x, size, dtype, dtype=x.dtype if dtype in CPU_DTYPES else dtype)
-    return result
+    return TILE_NORM(x, size, dtype, dtype=x.dtype if dtype in CPU_DTYPES else dtype)
 
 
 def _as_operator(x: Tensor, tile: int) -> Tensor:

@@ -9,24 +9,17 @@ from torch import Tensor
 from multilin.errors import InputError
 from multilin.ops.dispatch import Backend, Op, gpu_kernels
 from multilin.ops.ring import Ring
-from multilin.ops.windowed_attention import gpu, portable, reference, ring
-from multilin.ops.windowed_attention.reference import WindowedAttentionWeights, windowed_attention_weights
-from multilin.ops.windowed_attention.tokens import WindowedAttentionState
+from multilin.ops.windowed_attention import gpu, portable, reference
+from multilin.ops.windowed_attention.reference import WindowedAttentionState, windowed_attention_weights
 
-__all__ = [
-    "WINDOWED_ATTENTION",
-    "WindowedAttentionState",
-    "WindowedAttentionWeights",
-    "windowed_attention",
-    "windowed_attention_weights",
-]
+__all__ = ["WINDOWED_ATTENTION", "WindowedAttentionState", "windowed_attention", "windowed_attention_weights"]
 
 WINDOWED_ATTENTION = Op(
     "windowed_attention",
     [
         gpu_kernels("tiles, weights made again backward", gpu.windowed_attention, gpu.refuses),
         Backend("portable (PyTorch, blocks)", portable.windowed_attention),
-        Backend("reference (PyTorch, quadratic time)", reference.windowed_attention, is_slow=True),
+        Backend("reference (PyTorch, quadratic time)", reference.windowed_attention),
     ],
     special_cases=[
         Backend("window 0", portable.own_token, refuses=portable.why_not_own_token),
@@ -89,7 +82,7 @@ def windowed_attention(
         )
     with torch.autocast(values.device.type, enabled=False):
         if isinstance(state, Ring):
-            means, new = ring.windowed_attention(
+            means, new = portable.from_ring(
                 queries, keys, values, state, window=window, scale=scale, slope=slope, hyper=hyper, null_key=null_key,
                 padding=padding,
             )  # fmt: skip

@@ -1,28 +1,38 @@
 """Windowed attention on a GPU, by kernels of our own.
 
-PyTorch's flex_attention could express the windows and decays. But like every attention that keeps only the sum of
-exponentials it takes the gradient as p (g - dmeans . means), a difference that keeps few digits where one weight is
-nearly 1: our decays make most rows so, and `ops.softmax` says what is done about it. It also has no null key, runs
-float32 in tf32 and must be compiled for each kind of call. The kernels count g from dmeans . means first and then
-subtract what the softmax's own gradient still takes away, for which the tiles of a window are read twice backward.
-
-A call with one token and a state, which decoding makes, is one kernel: it reads the state and writes the next one. The
-kernels are in `gpu_kernels`.
+PyTorch's flex_attention takes the gradient as p (g - dmeans . means), a difference that keeps few digits where one
+weight is nearly 1, as our decays make most; it also has no null key and runs float32 in tf32. The kernels count g
+from dmeans . means first, and then subtract what the softmax's own gradient still takes away: the tiles of a window
+are read twice backward. A call with one token and a state is one kernel: it reads the state and writes the next one.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from multilin.ops.kernels import LazyModule
-from multilin.ops.kernels.operators import needs_gradients, operator
-from multilin.ops.windowed_attention.tokens import WindowedAttentionState, all_tokens, last_tokens, texts
+from multilin.ops.kernels import LazyModule, needs_gradients, operator
+from multilin.ops.windowed_attention.reference import WindowedAttentionState, all_tokens, last_tokens, texts
 
 WIDEST = 256  # numbers of a head that fit into the registers
 _NARROW = 256  # windows up to here are few tiles, and may want other numbers of warps
 _kernels = LazyModule("multilin.ops.windowed_attention.gpu_kernels")
 _launch = LazyModule("multilin.ops.kernels.gpu_launch")
+
+
+class _Call(NamedTuple):
+    """What kernels are given beside queries, keys and values; of `decays`, a tensor of both, or slope and hyper."""
+
+    logits: Tensor
+    texts: Tensor | None
+    decays: Tensor | None
+    num_new: int
+    num_all: int
+    num_heads: int
+    window: int
+    scale: float
+    slope: float
+    hyper: float
 
 
 def refuses(queries: Tensor, keys: Tensor, values: Tensor, **options: object) -> str | None:
@@ -72,7 +82,17 @@ def _fake_attend(queries: Tensor, keys: Tensor, values: Tensor, *_: Any) -> tupl
     return values.new_empty((num_batch, num_new, num_heads, values.shape[3])), rows, torch.empty_like(rows)
 
 
-@operator("windowed_attention_gpu", _fake_attend)
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    ctx.save_for_backward(*output, *inputs[:6])
+    ctx.options = inputs[6:]
+
+
+def _differentiate(ctx: Any, dmeans: Tensor, *_: Any) -> tuple[Any, ...]:
+    dqueries, dkeys, dvalues, ddecays = _attend_backward(dmeans, *ctx.saved_tensors, *ctx.options)
+    return dqueries, dkeys, dvalues, None, None, None if ctx.saved_tensors[8] is None else ddecays, *[None] * 5
+
+
+@operator("windowed_attention_gpu", _fake_attend, _save, _differentiate)
 def _attend(
     queries: Tensor, keys: Tensor, values: Tensor, logits: Tensor, texts: Tensor | None, decays: Tensor | None,
     window: int, scale: float, slope: float, hyper: float, null_key: bool,
@@ -111,26 +131,12 @@ def _attend_backward(
     return dqueries, dkeys, dvalues, no_ddecays if ddecays is None else ddecays.sum(dim=0)
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    ctx.save_for_backward(*output, *inputs[:6])
-    ctx.options = inputs[6:]
-
-
-def _differentiate(ctx: Any, dmeans: Tensor, *_: Any) -> tuple[Any, ...]:
-    dqueries, dkeys, dvalues, ddecays = _attend_backward(dmeans, *ctx.saved_tensors, *ctx.options)
-    return dqueries, dkeys, dvalues, None, None, None if ctx.saved_tensors[8] is None else ddecays, *[None] * 5
-
-
-_attend.operator.register_autograd(_differentiate, setup_context=_save)
-
-
 def _arguments(
     queries: Tensor, keys: Tensor, values: Tensor, logits: Tensor, texts: Tensor | None, decays: Tensor | None,
-    window: int, *numbers: float,
+    window: int, scale: float, slope: float, hyper: float,
 ) -> tuple[list[Any], dict[str, Any]]:  # fmt: skip
     """Arguments and constants of all kernels but `step`."""
     (_, num_new, num_heads, width), num_all, value_width = queries.shape, keys.shape[1], values.shape[3]
-    tensors = [x.contiguous() for x in (queries, keys, values, logits.float())]
     is_large = max(width, value_width) * queries.element_size() > 256
     constants = {
         "D": width, "E": value_width, "BD": _launch.block_of(width, WIDEST),
@@ -138,7 +144,9 @@ def _arguments(
         "BL": _launch.block_of(num_all, 32 if is_large else 64), "is_wide": window > _NARROW,
     }  # fmt: skip
     texts = None if texts is None else texts.contiguous()
-    return [*tensors, texts, decays, num_new, num_all, num_heads, min(window, num_all), *numbers], constants
+    sizes = num_new, num_all, num_heads, min(window, num_all)
+    call = _Call(logits.float().contiguous(), texts, decays, *sizes, scale, slope, hyper)
+    return [*(x.contiguous() for x in (queries, keys, values)), call], constants
 
 
 @operator("windowed_attention_gpu_step", lambda *x: tuple(torch.empty_like(x[i]) for i in (2, 4, 5, 6)))
@@ -148,12 +156,13 @@ def _step(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The mean that one token reads, and the state's keys, values and logits after it."""
     num_batch, num_read, num_heads, width = keys.shape
-    tensors = [x.contiguous() for x in (query, key, value, logit.float(), keys, values, logits.float())]
-    mean, *after = (torch.empty_like(tensors[i]) for i in (2, 4, 5, 6))
+    *tensors, logits = [x.contiguous() for x in (query, key, value, logit.float(), keys, values, logits.float())]
+    mean, *after = (torch.empty_like(x) for x in (tensors[2], *tensors[4:], logits))
     if mean.numel():
+        call = _Call(logits, None, decays, 1, num_read, num_heads, num_read, scale, slope, hyper)
         _kernels.step[(num_batch * num_heads,)](
-            *tensors, None if starts is None else starts.to(torch.int8).contiguous(), decays, mean, *after,
-            num_read, num_heads, scale, slope, hyper, D=width, E=values.shape[3], BD=_launch.block_of(width, WIDEST),
+            *tensors, None if starts is None else starts.to(torch.int8).contiguous(), call, mean, *after,
+            D=width, E=values.shape[3], BD=_launch.block_of(width, WIDEST),
             BE=_launch.block_of(values.shape[3], WIDEST), BL=_launch.block_of(num_read, 32), NULL_KEY=null_key,
         )  # fmt: skip
     return mean, after[0], after[1], after[2]

@@ -40,26 +40,27 @@ def store_vectors(p_x, x, i_times, length, H, WIDTH: tl.constexpr, BW: tl.conste
 
 
 @triton.jit
-def load_decays(p_decays, slope, hyper):
+def load_decays(call):
     """Slope and hyperbolic decay: the numbers given, or those of a tensor."""
-    if p_decays is not None:
-        slope, hyper = tl.load(p_decays), tl.load(p_decays + 1)
+    slope, hyper = call.slope, call.hyper
+    if call.decays is not None:
+        slope, hyper = tl.load(call.decays), tl.load(call.decays + 1)
     return slope, hyper
 
 
 @triton.jit
-def scores(b_queries, b_keys, p_logits, p_texts, i_queries, i_keys, S, H, window, scale, slope, hyper):
+def scores(b_queries, b_keys, i_queries, i_keys, call, decays):
     """Logits of a tile, -inf where a key is not visible, and distances of 1 at least."""
     distance = i_queries[:, None] - i_keys[None, :]
     away = tl.maximum(distance, 1).to(tl.float32)
-    visible = (distance >= 1) & (distance <= window) & (i_keys < S)[None, :]
-    i_row = tl.program_id(0) // H
-    if p_texts is not None:
-        text_of_queries = tl.load(p_texts + i_row * S + i_queries, mask=i_queries < S, other=-1)
-        text_of_keys = tl.load(p_texts + i_row * S + i_keys, mask=i_keys < S, other=-2)
+    S, i_row = call.num_all, tl.program_id(0) // call.num_heads
+    visible = (distance >= 1) & (distance <= call.window) & (i_keys < S)[None, :]
+    if call.texts is not None:
+        text_of_queries = tl.load(call.texts + i_row * S + i_queries, mask=i_queries < S, other=-1)
+        text_of_keys = tl.load(call.texts + i_row * S + i_keys, mask=i_keys < S, other=-2)
         visible = visible & (text_of_queries[:, None] == text_of_keys[None, :])
-    logits = tl.load(p_logits + i_row * S + i_keys, mask=i_keys < S, other=0.0)
-    b_scores = dot(b_queries, tl.trans(b_keys)) * scale + (hyper / away - slope * away) + logits[None, :]
+    logits = tl.load(call.logits + i_row * S + i_keys, mask=i_keys < S, other=0.0)
+    b_scores = dot(b_queries, tl.trans(b_keys)) * call.scale + (decays[1] / away - decays[0] * away) + logits[None, :]
     return tl.where(visible, b_scores, float("-inf")), away
 
 
@@ -70,18 +71,25 @@ def load_kept(p_top, p_total, i_rows, m_rows):
     return top, inverse(tl.load(p_total + i_rows, mask=m_rows, other=0.0))
 
 
+@triton.jit
+def weights_again(b_queries, b_keys, b_values, b_dmeans, top, share, origin, i_queries, i_keys, call, decays):
+    """Weights of a tile, their gradients counted from `origin`, and the distances."""
+    b_scores, away = scores(b_queries, b_keys, i_queries, i_keys, call, decays)
+    b_weights = tl.exp(b_scores - top[:, None]) * share[:, None]
+    return b_weights, dot(b_dmeans, tl.trans(b_values)) - origin[:, None], away
+
+
 @autotuned(WAYS, KIND)
 @triton.jit
 def forward(
-    p_queries, p_keys, p_values, p_logits, p_texts, p_decays, T, S, H, window, scale, slope, hyper,
-    p_means, p_top, p_total,
+    p_queries, p_keys, p_values, call, p_means, p_top, p_total,
     D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BQ: tl.constexpr, BL: tl.constexpr,
     is_wide: tl.constexpr, NULL_KEY: tl.constexpr,
 ):  # fmt: skip
     """Means of a tile of queries, with a running maximum `top` and the sum `total` of exp(score - top)."""
+    T, S, H, window, decays = call.num_new, call.num_all, call.num_heads, call.window, load_decays(call)
     i_first = tl.program_id(1) * BQ
     i_times = i_first + tl.arange(0, BQ)
-    slope, hyper = load_decays(p_decays, slope, hyper)
     b_queries = load_vectors(p_queries, i_times, T, H, D, BD)
     top = tl.full((BQ,), 0.0 if NULL_KEY else float("-inf"), tl.float32)
     total = tl.full((BQ,), 1.0 if NULL_KEY else 0.0, tl.float32)
@@ -89,9 +97,7 @@ def forward(
     for i_key in range(tl.maximum(i_first + S - T - window, 0) // BL * BL, tl.minimum(i_first + S - T + BQ, S), BL):
         i_keys = i_key + tl.arange(0, BL)
         b_keys, b_values = load_vectors(p_keys, i_keys, S, H, D, BD), load_vectors(p_values, i_keys, S, H, E, BE)
-        b_scores, _ = scores(
-            b_queries, b_keys, p_logits, p_texts, i_times + S - T, i_keys, S, H, window, scale, slope, hyper
-        )  # fmt: skip
+        b_scores, _ = scores(b_queries, b_keys, i_times + S - T, i_keys, call, decays)
         new_top = tl.maximum(top, tl.max(b_scores, axis=1))
         b_weights = tl.exp(b_scores - finite(new_top)[:, None])
         shrink = tl.exp(top - finite(new_top))
@@ -108,16 +114,15 @@ def forward(
 @autotuned(WAYS, KIND)
 @triton.jit
 def backward_queries(
-    p_queries, p_keys, p_values, p_logits, p_texts, p_decays, T, S, H, window, scale, slope, hyper,
-    p_top, p_total, p_dmeans, p_origin, p_rest, p_means, p_dqueries, p_ddecays,
+    p_queries, p_keys, p_values, call, p_top, p_total, p_dmeans, p_origin, p_rest, p_means, p_dqueries, p_ddecays,
     D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BQ: tl.constexpr, BL: tl.constexpr,
     is_wide: tl.constexpr, NULL_KEY: tl.constexpr,
 ):  # fmt: skip
     """dqueries of a tile; per query the origin dmeans . means, and what the softmax still takes from g - origin."""
+    T, S, H, window, decays = call.num_new, call.num_all, call.num_heads, call.window, load_decays(call)
     i_first = tl.program_id(1) * BQ
     i_times = i_first + tl.arange(0, BQ)
     i_rows, i_queries = tl.program_id(0).to(tl.int64) * T + i_times, i_times + S - T
-    slope, hyper = load_decays(p_decays, slope, hyper)
     b_queries, b_dmeans = load_vectors(p_queries, i_times, T, H, D, BD), load_vectors(p_dmeans, i_times, T, H, E, BE)
     b_means = load_vectors(p_means, i_times, T, H, E, BE)
     top, share = load_kept(p_top, p_total, i_rows, i_times < T)
@@ -129,24 +134,24 @@ def backward_queries(
     for i_key in range(low, high, BL):
         i_keys = i_key + tl.arange(0, BL)
         b_keys, b_values = load_vectors(p_keys, i_keys, S, H, D, BD), load_vectors(p_values, i_keys, S, H, E, BE)
-        b_scores, _ = scores(b_queries, b_keys, p_logits, p_texts, i_queries, i_keys, S, H, window, scale, slope, hyper)
-        b_weights = tl.exp(b_scores - top[:, None]) * share[:, None]
-        rest += tl.sum(b_weights * (dot(b_dmeans, tl.trans(b_values)) - origin[:, None]), axis=1)
+        b_weights, b_dweights, _ = weights_again(
+            b_queries, b_keys, b_values, b_dmeans, top, share, origin, i_queries, i_keys, call, decays
+        )
+        rest += tl.sum(b_weights * b_dweights, axis=1)
     b_dqueries = tl.zeros((BQ, BD), tl.float32)
     dslope, dhyper = tl.zeros((BQ,), tl.float32), tl.zeros((BQ,), tl.float32)
     for i_key in range(low, high, BL):
         i_keys = i_key + tl.arange(0, BL)
         b_keys, b_values = load_vectors(p_keys, i_keys, S, H, D, BD), load_vectors(p_values, i_keys, S, H, E, BE)
-        b_scores, away = scores(
-            b_queries, b_keys, p_logits, p_texts, i_queries, i_keys, S, H, window, scale, slope, hyper
-        )  # fmt: skip
-        b_weights = tl.exp(b_scores - top[:, None]) * share[:, None]
-        b_dscores = b_weights * ((dot(b_dmeans, tl.trans(b_values)) - origin[:, None]) - rest[:, None])
+        b_weights, b_dweights, away = weights_again(
+            b_queries, b_keys, b_values, b_dmeans, top, share, origin, i_queries, i_keys, call, decays
+        )
+        b_dscores = b_weights * (b_dweights - rest[:, None])
         b_dqueries += dot(narrow(b_dscores, b_keys.dtype), b_keys)
         if p_ddecays is not None:
             dslope -= tl.sum(b_dscores * away, axis=1)
             dhyper += tl.sum(b_dscores / away, axis=1)
-    store_vectors(p_dqueries, b_dqueries * scale, i_times, T, H, D, BD)
+    store_vectors(p_dqueries, b_dqueries * call.scale, i_times, T, H, D, BD)
     tl.store(p_origin + i_rows, origin, mask=i_times < T)
     tl.store(p_rest + i_rows, rest, mask=i_times < T)
     if p_ddecays is not None:
@@ -158,15 +163,14 @@ def backward_queries(
 @autotuned(WAYS, KIND)
 @triton.jit
 def backward_keys(
-    p_queries, p_keys, p_values, p_logits, p_texts, p_decays, T, S, H, window, scale, slope, hyper,
-    p_top, p_total, p_dmeans, p_origin, p_rest, p_dkeys, p_dvalues,
+    p_queries, p_keys, p_values, call, p_top, p_total, p_dmeans, p_origin, p_rest, p_dkeys, p_dvalues,
     D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BQ: tl.constexpr, BL: tl.constexpr,
     is_wide: tl.constexpr,
 ):  # fmt: skip
     """dkeys and dvalues of a tile of keys, from the tiles of queries that see it."""
+    T, S, H, window, decays = call.num_new, call.num_all, call.num_heads, call.window, load_decays(call)
     i_key = tl.program_id(1) * BL
     i_keys = i_key + tl.arange(0, BL)
-    slope, hyper = load_decays(p_decays, slope, hyper)
     b_keys, b_values = load_vectors(p_keys, i_keys, S, H, D, BD), load_vectors(p_values, i_keys, S, H, E, BE)
     b_dkeys, b_dvalues = tl.zeros((BL, BD), tl.float32), tl.zeros((BL, BE), tl.float32)
     low, high = tl.maximum(i_key + 1 - (S - T), 0) // BQ * BQ, tl.minimum(i_key + BL + window - (S - T), T)
@@ -175,30 +179,26 @@ def backward_keys(
         i_rows, m_times = tl.program_id(0).to(tl.int64) * T + i_times, i_times < T
         b_queries = load_vectors(p_queries, i_times, T, H, D, BD)
         b_dmeans = load_vectors(p_dmeans, i_times, T, H, E, BE)
-        top = tl.load(p_top + i_rows, mask=m_times, other=0.0)
-        share = inverse(tl.load(p_total + i_rows, mask=m_times, other=0.0))
+        top, share = load_kept(p_top, p_total, i_rows, m_times)
         origin = tl.load(p_origin + i_rows, mask=m_times, other=0.0)
-        rest = tl.load(p_rest + i_rows, mask=m_times, other=0.0)
-        b_scores, _ = scores(
-            b_queries, b_keys, p_logits, p_texts, i_times + S - T, i_keys, S, H, window, scale, slope, hyper
-        )  # fmt: skip
-        b_weights = tl.exp(b_scores - top[:, None]) * share[:, None]
-        b_dscores = b_weights * ((dot(b_dmeans, tl.trans(b_values)) - origin[:, None]) - rest[:, None])
+        b_weights, b_dweights, _ = weights_again(
+            b_queries, b_keys, b_values, b_dmeans, top, share, origin, i_times + S - T, i_keys, call, decays
+        )
+        b_dscores = b_weights * (b_dweights - tl.load(p_rest + i_rows, mask=m_times, other=0.0)[:, None])
         b_dvalues += dot(tl.trans(narrow(b_weights, b_values.dtype)), b_dmeans)
         b_dkeys += dot(tl.trans(narrow(b_dscores, b_keys.dtype)), b_queries)
-    store_vectors(p_dkeys, b_dkeys * scale, i_keys, S, H, D, BD)
+    store_vectors(p_dkeys, b_dkeys * call.scale, i_keys, S, H, D, BD)
     store_vectors(p_dvalues, b_dvalues, i_keys, S, H, E, BE)
 
 
 @triton.jit
 def step(
-    p_query, p_key, p_value, p_logit, p_keys, p_values, p_logits, p_starts, p_decays,
-    p_mean, p_new_keys, p_new_values, p_new_logits, S, H, scale, slope, hyper,
+    p_query, p_key, p_value, p_logit, p_keys, p_values, p_starts, call, p_mean, p_new_keys, p_new_values, p_new_logits,
     D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BL: tl.constexpr, NULL_KEY: tl.constexpr,
 ):  # fmt: skip
     """One new token of one head: reads the S tokens of the state once, and writes them one place further down."""
+    S, H, (slope, hyper) = call.num_all, call.num_heads, load_decays(call)
     i_row, i_head = tl.program_id(0) // H, tl.program_id(0) % H
-    slope, hyper = load_decays(p_decays, slope, hyper)
     hidden = 0.0
     if p_starts is not None:
         hidden = tl.where(tl.load(p_starts + i_row) != 0, float("-inf"), 0.0)
@@ -210,9 +210,9 @@ def step(
     for i_key in range(0, S, BL):
         i_keys = i_key + tl.arange(0, BL)
         b_keys, b_values = load_vectors(p_keys, i_keys, S, H, D, BD), load_vectors(p_values, i_keys, S, H, E, BE)
-        logits = tl.load(p_logits + i_row * S + i_keys, mask=i_keys < S, other=float("-inf")) + hidden
+        logits = tl.load(call.logits + i_row * S + i_keys, mask=i_keys < S, other=float("-inf")) + hidden
         away = tl.maximum(S - i_keys, 1).to(tl.float32)
-        b_scores = tl.sum(b_keys * b_query, axis=1) * scale
+        b_scores = tl.sum(b_keys * b_query, axis=1) * call.scale
         b_scores += (hyper / away - slope * away) + logits
         new_top = tl.maximum(top, tl.max(b_scores, axis=0))
         b_weights = tl.exp(b_scores - finite(new_top))

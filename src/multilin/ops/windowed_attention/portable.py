@@ -11,8 +11,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from multilin.ops.ring import Ring
+from multilin.ops.softmax import softmax
 from multilin.ops.windowed_attention import reference
-from multilin.ops.windowed_attention.tokens import WindowedAttentionState, all_tokens, last_tokens, texts
+from multilin.ops.windowed_attention.reference import WindowedAttentionState, all_tokens, last_tokens, texts
 
 SHORT = 8  # tokens up to which the definition itself is faster
 LARGEST_BLOCK = 64  # queries of a block; larger ones compare more pairs that no window holds
@@ -25,18 +27,13 @@ MANY_NUMBERS = 2**26  # on devices that want much to do at a time
 
 
 class Tile(NamedTuple):
-    """`num_blocks` blocks of `block` queries after position `first`; block i reads `num_keys` keys from key i * block.
+    """`num_blocks` blocks of `block` queries after position `first`; block i reads `num_keys` from key i * block."""
 
-    batch: the rows of the batch.
-    first: position of the first query among the new tokens.
-    first_key: position of the first block's first key among all tokens, the state's included.
-    """
-
-    batch: slice
-    first: int
+    batch: slice  # the rows of the batch
+    first: int  # position of the first query among the new tokens
     num_blocks: int
     block: int
-    first_key: int
+    first_key: int  # position of the first block's first key among all tokens, the state's included
     num_keys: int
 
     @property
@@ -48,11 +45,6 @@ class Tile(NamedTuple):
     def keys(self) -> tuple[slice, slice]:
         """The tile's keys in a tensor (B, S, ...)."""
         return self.batch, slice(self.first_key, self.first_key + (self.num_blocks - 1) * self.block + self.num_keys)
-
-
-def why_not_short(queries: Tensor, *_: Tensor, **options: object) -> str | None:
-    """The reason against the definition."""
-    return None if queries.shape[1] <= SHORT else "there are many tokens"
 
 
 def windowed_attention(
@@ -92,6 +84,42 @@ def own_token(
 def why_not_own_token(*_: Tensor, window: int, **options: object) -> str | None:
     """The reason against `own_token`."""
     return None if window == 0 else "the window is larger than 0"
+
+
+def why_not_short(queries: Tensor, *_: Tensor, **options: object) -> str | None:
+    """The reason against the definition."""
+    return None if queries.shape[1] <= SHORT else "there are many tokens"
+
+
+def from_ring(
+    queries_BTHD: Tensor, keys_BTHD: Tensor, values_BTHE: Tensor, ring: Ring, *, window: int, scale: float,
+    slope: float | Tensor, hyper: float | Tensor, null_key: bool, padding: Tensor | None,
+) -> tuple[Tensor, WindowedAttentionState]:  # fmt: skip
+    """The means of a few new tokens whose window lies in a ring, and these tokens; padding may follow a row's only."""
+    kept_keys, kept_values, kept_logits = ring.tokens
+    dtype, num_new = kept_keys.dtype, queries_BTHD.shape[1]
+    tokens = all_tokens(queries_BTHD, keys_BTHD, values_BTHE, padding, None)
+    new = WindowedAttentionState(*(x.to(dtype) for x in tokens))
+    null_logit = 0.0 if null_key else None
+    queries_BHTD = queries_BTHD.to(dtype).transpose(1, 2) * scale
+    scores_BHTS = queries_BHTD @ kept_keys.permute(0, 2, 3, 1) + kept_logits[:, None, None, :]
+    has_decay = not (isinstance(slope, float | int) and isinstance(hyper, float | int) and slope == hyper == 0)
+    if num_new > 1 or has_decay:
+        scores_BHTS = _weigh(scores_BHTS, ring.distances(num_new)[:, None], window, slope, hyper)
+    values_BHSE = kept_values.transpose(1, 2)
+    if num_new == 1:  # which does not read itself
+        return (softmax(scores_BHTS, null_logit) @ values_BHSE).transpose(1, 2), new
+    index_T = torch.arange(num_new, device=keys_BTHD.device)
+    scores_BHTT = queries_BHTD @ new.keys_BSHD.permute(0, 2, 3, 1) + new.logits_BS[:, None, None, :]
+    scores_BHTT = _weigh(scores_BHTT, index_T[:, None] - index_T, window, slope, hyper)
+    weights = softmax(torch.cat([scores_BHTS, scores_BHTT], dim=-1), null_logit)
+    means_BHTE = weights[..., :-num_new] @ values_BHSE + weights[..., -num_new:] @ new.values_BSHE.transpose(1, 2)
+    return means_BHTE.transpose(1, 2), new
+
+
+def _weigh(scores: Tensor, distance: Tensor, window: int, slope: float | Tensor, hyper: float | Tensor) -> Tensor:
+    scores = scores + reference.decay(distance, slope, hyper, scores.dtype)
+    return scores.masked_fill(~reference.is_visible(distance, window), -torch.inf)
 
 
 class _WindowedAttention(torch.autograd.Function):

@@ -1,13 +1,27 @@
-"""Windowed attention and its weights, as the equation. Quadratic in time, as a definition may be."""
+"""Windowed attention, its state and its weights, as the equation. Quadratic in time, as a definition may be."""
 
 from typing import NamedTuple
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
+from torch.nn.functional import pad
 
+from multilin.ops.ring import Slots
 from multilin.ops.softmax import softmax
-from multilin.ops.windowed_attention.tokens import WindowedAttentionState, all_tokens, last_tokens, texts
+
+
+class WindowedAttentionState(NamedTuple):
+    """The last `window` tokens, in float32 or better; a logit of -inf stands for what was not read, else it is 0."""
+
+    keys_BSHD: Tensor
+    values_BSHE: Tensor
+    logits_BS: Tensor
+
+    @property
+    def slots(self) -> Slots:
+        """All of it is a window."""
+        return Slots(("keys_BSHD", "values_BSHE", "logits_BS"), are_multiplied=True)
 
 
 def windowed_attention(
@@ -22,6 +36,39 @@ def windowed_attention(
         "bhts,bshe->bthe", softmax(scores_BHTS, 0.0 if null_key else None), values.to(logits_BS.dtype)
     )
     return means_BTHE, last_tokens(keys, values, logits_BS, starts, window) if needs_state else None
+
+
+def all_tokens(
+    queries: Tensor, keys: Tensor, values: Tensor, padding: Tensor | None, state: WindowedAttentionState | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Keys, values and logits of the state's tokens and then the new ones; the logits in the dtype to compute in."""
+    dtype = torch.promote_types(torch.promote_types(queries.dtype, values.dtype), torch.float32)
+    logits = torch.zeros(keys.shape[:2], dtype=dtype, device=keys.device)
+    if padding is not None:
+        logits = logits.masked_fill(padding, -torch.inf)
+    if state is None:
+        return keys, values, logits
+    pairs = zip(state, (keys, values, logits), strict=True)
+    keys, values, logits = (torch.cat([x.to(dtype) for x in pair], dim=1) for pair in pairs)
+    return keys, values, logits
+
+
+def last_tokens(
+    keys: Tensor, values: Tensor, logits: Tensor, starts: Tensor | None, num_tokens: int
+) -> WindowedAttentionState:
+    """The last tokens of the last text; filled up at the front where there are fewer."""
+    missing = max(num_tokens - keys.shape[1], 0)
+    first = keys.shape[1] + missing - num_tokens
+    if starts is not None:
+        text_BS = texts(starts, keys.shape[1])
+        logits = logits.masked_fill(text_BS != text_BS[:, -1:], -torch.inf)
+    keys, values = (pad(x[:, first:].to(logits.dtype), (0, 0, 0, 0, missing, 0)) for x in (keys, values))
+    return WindowedAttentionState(keys, values, pad(logits[:, first:], (missing, 0), value=-torch.inf))
+
+
+def texts(starts_BT: Tensor, length: int, dtype: torch.dtype | None = None) -> Tensor:
+    """The number of each token's text (B, length); tokens of the state, before the new ones, are in text 0."""
+    return pad(starts_BT.cumsum(dim=1, dtype=dtype), (length - starts_BT.shape[1], 0))
 
 
 def visible_scores(
@@ -53,36 +100,17 @@ def decay(distance: Tensor, slope: float | Tensor, hyper: float | Tensor, dtype:
     return (hyper / away - slope * away).masked_fill(distance < 1, 0.0)
 
 
-class WindowedAttentionWeights(NamedTuple):
-    """y_t = sum_j tokens[t, j] v_j, and what null takes reads the value 0; together they are 1.
-
-    tokens_BHTS: (B, H, T, T), 0 where t does not read j. null_BHT: (B, H, T), or None where there is no null key. A
-    position that reads nothing at all has 0 everywhere.
-    """
-
-    tokens_BHTS: Tensor
-    null_BHT: Tensor | None
-
-
 def windowed_attention_weights(
-    queries: Float[Tensor, "B T H D"],
-    keys: Float[Tensor, "B T H D"],
-    *,
-    window: int,
-    scale: float = 1.0,
-    slope: float | Tensor = 0.0,
-    hyper: float | Tensor = 0.0,
-    null_key: bool = False,
-    padding: Bool[Tensor, "B T"] | None = None,
-    starts: Bool[Tensor, "B T"] | None = None,
-) -> WindowedAttentionWeights:
+    queries: Float[Tensor, "B T H D"], keys: Float[Tensor, "B T H D"], *, window: int, scale: float = 1.0,
+    slope: float | Tensor = 0.0, hyper: float | Tensor = 0.0, null_key: bool = False,
+    padding: Bool[Tensor, "B T"] | None = None, starts: Bool[Tensor, "B T"] | None = None,
+) -> Float[Tensor, "B H T T"]:  # fmt: skip
     """The weights of `windowed_attention` with these arguments at the start of a text, in float32 or better.
+
+    They are 0 where t does not read j; what their sum lacks to 1 is the null key's.
 
     Cost: O(B H T^2 D) time, O(B H T^2) memory.
     """
     _, _, logits_BT = all_tokens(queries, keys, keys, padding, None)
     scores_BHTS = visible_scores(queries, keys, logits_BT, window, scale, slope, hyper, starts)
-    if not null_key:
-        return WindowedAttentionWeights(softmax(scores_BHTS), None)
-    weights = softmax(torch.cat([scores_BHTS, torch.zeros_like(scores_BHTS[..., :1])], dim=-1))
-    return WindowedAttentionWeights(weights[..., :-1], weights[..., -1])
+    return softmax(scores_BHTS, 0.0 if null_key else None)

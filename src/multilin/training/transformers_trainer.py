@@ -5,18 +5,23 @@ places it keeps private: how a checkpoint is written and read. Everything else g
 """
 
 import contextlib
+import functools
 import inspect
 import itertools
 import sys
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+import torch.distributed as dist
 from accelerate import PartialState
+from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint import state_dict as distributed
 from torch.utils.data import Sampler, SequentialSampler, default_collate
-from transformers import PreTrainedModel, PrinterCallback, Trainer, TrainerControl
+from transformers import PreTrainedModel, PrinterCallback, Trainer, TrainerControl, set_seed
 
 from multilin.data.prepare import PreparedText
 from multilin.data.task_text import TaskText
@@ -38,6 +43,7 @@ from multilin.training.progress import TrainingProgress
 from multilin.training.recipe import Recipe
 from multilin.training.run_folder import RunFolder
 from multilin.training.schedules import build_schedule
+from multilin.training.sharding import SHARDS, read_shards, shard, write_shards
 
 _WHOLE = distributed.StateDictOptions(full_state_dict=True, cpu_offload=True)
 
@@ -67,7 +73,7 @@ class RunTrainer(Trainer):  # type: ignore[misc]
     ) -> None:
         devices, plan = PartialState(), recipe.training
         self.recipe, self.text, self.folder = recipe, text, folder
-        self.order = order = training_order(recipe, model, text, devices.num_processes)
+        self.order = order = training_order(recipe, model, text)
         blocks_per_step = len(order) // plan.max_steps
         self.callback = StepCallback(
             recipe=recipe,
@@ -80,6 +86,12 @@ class RunTrainer(Trainer):  # type: ignore[misc]
         args = training_arguments(recipe, model, folder.checkpoints)
         self.host = HostMaster(model, Link(args.device)) if plan.master == "host" else None
         model = model if self.host is None else self.host.copy
+        self._writing: tuple[int, Future[None]] | None = None  # step and end of the checkpoint in the background
+        self._background = ThreadPoolExecutor(1)
+        self._confer = None  # in which processes agree on what each one writes
+        if plan.shard != "none" and devices.num_processes > 1:
+            shard(model, args.device, plan)
+            self._confer = dist.new_group(backend="gloo")
         use_cache = getattr(model.config, "use_cache", True)
         super().__init__(
             model=model, args=args, train_dataset=order, data_collator=default_collate, callbacks=[self.callback]
@@ -99,6 +111,10 @@ class RunTrainer(Trainer):  # type: ignore[misc]
         """Also note each gradient norm where it is computed: transformers 5.0 hands it to no callback."""
         super().create_accelerator_and_postprocess()
         prepare_model, clip = self.accelerator.prepare_model, self.accelerator.clip_grad_norm_
+        if self._confer is not None:  # it is distributed already
+            self.accelerator.prepare_model = functools.partial(
+                prepare_model, device_placement=False, evaluation_mode=True
+            )
 
         def prepare_and_compress(*args: Any, **kwargs: Any) -> Any:
             return compress_gradients(prepare_model(*args, **kwargs))
@@ -139,6 +155,11 @@ class RunTrainer(Trainer):  # type: ignore[misc]
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Forward and backward of one batch; its loss is metered."""
+        # The blocks of this pass are the same however many devices share a step, and so is what is drawn at random.
+        place = self._passes_done * self.args.world_size + self.args.process_index
+        source = np.random.SeedSequence([self.args.seed, self.state.global_step, place])
+        set_seed(int(source.generate_state(1)[0]))
+        self._passes_done += 1
         loss: torch.Tensor = super().training_step(*args, **kwargs)
         self.callback.meter.add_loss(loss)
         return loss
@@ -178,6 +199,7 @@ class RunTrainer(Trainer):  # type: ignore[misc]
 
         The first token of a row is not predicted, whatever name the model's loss goes by.
         """
+        self._passes_done = 0  # of the step that begins
         batches = list(itertools.islice(epoch_iterator, num_batches))
         if not batches or not self.model_accepts_loss_kwargs:
             return batches, None
@@ -226,31 +248,62 @@ class RunTrainer(Trainer):  # type: ignore[misc]
 
     def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
         step, parent, wait = self.state.global_step, self.folder.checkpoints, self.accelerator.wait_for_everyone
-        try:
-            with self.callback.meter.paused():
-                with contextlib.ExitStack() as stack:
-                    if self.is_world_process_zero():
-                        keep = self.recipe.training.keep_checkpoints
-                        stack.enter_context(checkpoints.published(parent, step, keep))
-                    wait()  # until the folder is there, which every process writes into
-                    self._write_checkpoint(checkpoints.partial_folder(parent, step))
+        self.finish_checkpoint()
+        with self.callback.meter.paused():
+            with self._reported(step), contextlib.ExitStack() as stack:
+                if self.is_world_process_zero():
+                    keep = self.recipe.training.keep_checkpoints
+                    stack.enter_context(checkpoints.published(parent, step, keep))
+                wait()  # until the folder is there, which every process writes into
+                folder = checkpoints.partial_folder(parent, step)
+                self._write_record(folder)
+                if self._confer is not None:
+                    written = write_shards(folder, self.master, _bare(self.optimizer), self._confer)
+                    self._writing = step, self._background.submit(_publish, stack.pop_all(), written)
+                else:
+                    self._write_whole(folder)
                     wait()
+            if self.control.should_training_stop:
+                self.finish_checkpoint()
+            if self._writing is None:
                 wait()
-        except checkpoints.WRITE_ERRORS as error:
-            raise TrainingFailed(f"the checkpoint of step {step} could not be written to {parent} ({error})") from error
 
-    def _write_checkpoint(self, folder: Path) -> None:
+    def finish_checkpoint(self) -> None:
+        """Wait until the checkpoint that is written in the background, if there is one, is complete.
+
+        Raises:
+            TrainingFailed: it could not be written.
+        """
+        if self._writing is not None:
+            (step, writing), self._writing = self._writing, None
+            with self._reported(step):
+                writing.result()
+
+    @contextlib.contextmanager
+    def _reported(self, step: int) -> Iterator[None]:
+        try:
+            yield
+        except (*checkpoints.WRITE_ERRORS, CheckpointException) as error:
+            where = self.folder.checkpoints
+            raise TrainingFailed(f"the checkpoint of step {step} could not be written to {where} ({error})") from error
+
+    def _write_whole(self, folder: Path) -> None:
         self.save_model(str(folder))
-        checkpoints.write_random_state(folder / f"random-{self.args.process_index}.safetensors")
         state = distributed.get_optimizer_state_dict(self.master, _bare(self.optimizer), options=_WHOLE)
         if self.is_world_process_zero():
             checkpoints.write_optimizer(folder, state)
+
+    def _write_record(self, folder: Path) -> None:
+        meter = self.callback.meter.state_dict()
+        if self.is_world_process_zero():
             checkpoints.write_json(folder / "schedule.json", self.lr_scheduler.state_dict())
-            checkpoints.write_json(folder / "meter.json", self.callback.meter.state_dict())
-            self.folder.write_record(folder, self.args.world_size)
+            checkpoints.write_json(folder / "meter.json", meter)
+            self.folder.write_record(folder)
             self.state.save_to_json(str(folder / checkpoints.STATE))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: torch.nn.Module | None = None) -> None:
+        if Path(resume_from_checkpoint, SHARDS).is_dir():
+            return  # to be read with the optimizer
         is_whole = self.recipe.training.lora is None
         path = Path(resume_from_checkpoint) / ("model.safetensors" if is_whole else ADAPTER_WEIGHTS)
         with checkpoints.loading(path):
@@ -267,29 +320,32 @@ class RunTrainer(Trainer):  # type: ignore[misc]
         if checkpoint is None:
             return
         folder = Path(checkpoint)
-        state = checkpoints.read_optimizer(folder)
-        with checkpoints.loading(folder / "optimizer.json"):
-            checkpoints.check_like(_plain_groups(state), _plain_groups(_bare(self.optimizer).state_dict()), "groups")
-        with checkpoints.loading(folder / "optimizer.safetensors"):
-            options = distributed.StateDictOptions(full_state_dict=True)
-            distributed.set_optimizer_state_dict(self.master, _bare(self.optimizer), state, options=options)
+        if (folder / SHARDS).is_dir():
+            read_shards(folder, self.master, _bare(self.optimizer))
+        else:
+            self._load_whole_optimizer(folder)
         for name, holder in (("schedule.json", self.lr_scheduler), ("meter.json", self.callback.meter)):
             with checkpoints.loading(folder / name):
                 values, own = checkpoints.read_json(folder / name), holder.state_dict()
                 checkpoints.check_like(values, own)
                 holder.load_state_dict(values)
 
+    def _load_whole_optimizer(self, folder: Path) -> None:
+        state = checkpoints.read_optimizer(folder)
+        with checkpoints.loading(folder / "optimizer.json"):
+            checkpoints.check_groups(state["param_groups"], _bare(self.optimizer).state_dict()["param_groups"])
+        with checkpoints.loading(folder / "optimizer.safetensors"):
+            options = distributed.StateDictOptions(full_state_dict=True)
+            distributed.set_optimizer_state_dict(self.master, _bare(self.optimizer), state, options=options)
+
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        if checkpoint is not None:
-            checkpoints.read_random_state(Path(checkpoint) / f"random-{self.args.process_index}.safetensors")
+        """Nothing: every pass seeds its own random numbers."""
 
 
-def _plain_groups(state: dict[str, Any]) -> list[dict[str, Any]]:
-    """The settings of each group of an optimizer's parameters."""
-    return [
-        {name: list(v) if isinstance(v, tuple) else v for name, v in group.items() if name != "params"}
-        for group in state["param_groups"]
-    ]
+def _publish(stack: contextlib.ExitStack, written: Future[Any]) -> None:
+    """Publish a checkpoint, by leaving its stack, when every process has written its part."""
+    with stack:
+        written.result()
 
 
 def _bare(optimizer: Any) -> torch.optim.Optimizer:

@@ -1,5 +1,6 @@
-"""A process of a run that several share, which notes the blocks it reads and can be made to stop: `run_on` starts it."""
+"""A process of a run that several share, noting the blocks it reads and stopping as told; `run_on` starts it."""
 
+import contextlib
 import json
 import os
 import signal
@@ -64,10 +65,8 @@ def main() -> None:
     StepCallback.on_step_begin = send  # type: ignore[method-assign]
     for file in (Path(word) for word in sys.argv[1:] if word.endswith(".yaml")):
         note_blocks(file.with_name(f"{file.stem}-{os.getpid()}.blocks"))
-        try:
+        with contextlib.suppress(TrainingInterrupted):
             train(load_recipe(file), resume="resume" in sys.argv)
-        except TrainingInterrupted as interruption:
-            assert interruption.exit_code == 128 + signal.SIGTERM
 
 
 if __name__ == "__main__":

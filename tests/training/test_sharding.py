@@ -1,5 +1,4 @@
-import json
-import re
+import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -8,10 +7,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
+from transformers import PreTrainedModel
 
+from multilin.architectures import architectures
 from multilin.errors import InputError
-from multilin.training.recipe import Recipe
-from multilin.training.sharding import SHARDS
+from multilin.model.factory import create_model, training_defaults
+from multilin.training.optimizers import OPTIMIZERS, build_optimizer
+from multilin.training.optimizers.build import resolve_optimizer
+from multilin.training.recipe import LoraRecipe, OptimizerRecipe, Recipe, TrainingRecipe
+from multilin.training.sharding import SHARDS, check_shard, read_shards, shard, write_shards
 from multilin.training.trainer import train
 from tests.training.conftest import metrics
 from tests.training.elastic import run_on
@@ -62,20 +66,79 @@ def test_a_divided_run_goes_on_with_more_and_fewer_processes(tiny: Tiny, tmp_pat
     run_on(4, recipe, "resume", "SIGTERM:7:2")
     train(tiny(tmp_path / "run", **rest), resume=True)  # one process, not divided
     assert_same_course(tmp_path / "run", tmp_path / "whole")
-    assert list((tmp_path / "run.checkpoints").glob("checkpoint-7/shards/shard-*.safetensors")) == []  # rotated
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"training.communication": "int8"}, r"training\.communication: 'int8' given with training\.shard 'fsdp'"),
-        ({"training.lora": {"rank": 2}}, r"training\.lora: adapters given with training\.shard 'fsdp'"),
-        ({"training.compile": True}, r"training\.compile: True given with training\.shard 'fsdp'"),
+        ({"communication": "int8"}, r"training\.communication: 'int8' given with training\.shard 'fsdp'"),
+        ({"lora": LoraRecipe(rank=2)}, r"training\.lora: adapters given with training\.shard 'fsdp'"),
+        ({"compile": True}, r"training\.compile: True given with training\.shard 'fsdp'"),
     ],
 )
-def test_what_a_divided_model_cannot_do_is_refused(
-    tiny: Tiny, tmp_path: Path, changes: dict[str, Any], message: str
-) -> None:
+def test_what_a_divided_model_cannot_do_is_refused(changes: dict[str, Any], message: str) -> None:
+    check_shard(TrainingRecipe(**changes))
     with pytest.raises(InputError, match=message):
-        train(tiny(tmp_path / "run", **{"training.shard": "fsdp"}, **changes))
-    assert list(tmp_path.iterdir()) == []
+        check_shard(TrainingRecipe(shard="fsdp", **changes))
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """A group of this process alone, in which a model can be divided."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def learner(architecture: str, optimizer: str, *, divided: bool) -> tuple[PreTrainedModel, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = create_model(architecture, vocab_size=13, hidden_size=16, num_layers=2, n_positions=11)
+    if divided:
+        shard(model, torch.device("cpu"), TrainingRecipe(precision="float32"))
+    recipe = resolve_optimizer(OptimizerRecipe(name=optimizer), training_defaults(architecture))
+    return model, build_optimizer(recipe, model, decayed=[name for name, p in model.named_parameters() if p.ndim > 1])
+
+
+def losses(model: PreTrainedModel, optimizer: torch.optim.Optimizer, steps: int) -> list[float]:
+    ids, values = torch.arange(22).view(2, 11) % 13, []
+    for step in range(steps):
+        torch.manual_seed(step)
+        loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        values.append(loss.item())
+    return values
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("architecture", architectures())
+def test_operators_and_optimizers_take_divided_tensors(architecture: str, optimizer: str) -> None:
+    make = functools.partial(learner, architecture, optimizer)
+    expected = losses(*make(divided=False), steps=3)
+    assert losses(*make(divided=True), steps=3) == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("divided", [True, False])
+def test_parts_are_loaded_as_they_were_saved(optimizer: str, divided: bool, tmp_path: Path) -> None:
+    model, state = learner("tscale", optimizer, divided=True)
+    losses(model, state, steps=2)
+    written = write_shards(tmp_path, model, state, dist.new_group(backend="gloo"))
+    expected = losses(model, state, steps=3)  # what is written in the background does not change any more
+    written.result()
+    other = learner("tscale", optimizer, divided=divided)
+    read_shards(tmp_path, *other)
+    assert losses(*other, steps=3) == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.usefixtures("alone")
+def test_parts_that_do_not_know_their_places_are_one_sentence(tmp_path: Path) -> None:
+    model, state = learner("tscale", "adamw", divided=True)
+    write_shards(tmp_path, model, state, dist.new_group(backend="gloo")).result()
+    (file,) = (tmp_path / SHARDS).iterdir()
+    save_file({name: part[: len(part) // 2] for name, part in load_file(file).items() if part.ndim}, file)
+    with pytest.raises(InputError, match=rf"checkpoint {tmp_path}: shards cannot be read"):
+        read_shards(tmp_path, model, state)

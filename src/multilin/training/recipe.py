@@ -120,9 +120,10 @@ class TrainingRecipe:
                 f"{num_devices}; start another number of processes"
             )
         if share > self.batch_size and share % self.batch_size:
+            multiple = self.batch_size * num_devices
             raise InputError(
                 f"training.global_batch_size: {blocks} given, but forward passes of training.batch_size "
-                f"{self.batch_size} on {plural(num_devices, 'device')} take multiples of {self.batch_size * num_devices}"
+                f"{self.batch_size} on {plural(num_devices, 'device')} take multiples of {multiple}"
             )
         size = min(share, self.batch_size)
         return size, share // size

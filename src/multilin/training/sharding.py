@@ -99,22 +99,23 @@ def read_shards(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer
         checkpoints.check_groups(saved, groups)
     with checkpoints.loading(folder / SHARDS):
         reader = dcp.HuggingFaceStorageReader(str(folder / SHARDS))
-        dcp.load(tensors, storage_reader=reader, no_dist=not dist.is_initialized())
+        try:
+            dcp.load(tensors, storage_reader=reader, no_dist=not dist.is_initialized())
+        except dcp.CheckpointException as error:  # no Exception, but it holds one of every process that failed
+            raise next(reason for reason, _ in error.failures.values()) from None
         slots: dict[str, dict[str, torch.Tensor]] = {}
         for key, value in tensors.items():
             slot, name = key.split("/", 1)
             slots.setdefault(slot, {})[name] = value
         # Not strict: a weight that is tied to another is stored once.
-        distributed.set_model_state_dict(
-            model, slots.pop("model"), options=distributed.StateDictOptions(strict=False)
-        )
-        state = {name: {slot: values[name] for slot, values in slots.items() if name in values} for name in _names(model)}
+        distributed.set_model_state_dict(model, slots.pop("model"), options=distributed.StateDictOptions(strict=False))
+        state = {
+            name: {slot: values[name] for slot, values in slots.items() if name in values} for name in _names(model)
+        }
         distributed.set_optimizer_state_dict(model, optimizer, {"state": state, "param_groups": saved})
 
 
-def _parts(
-    model: nn.Module, optimizer: torch.optim.Optimizer
-) -> tuple[dict[str, torch.Tensor], list[dict[str, Any]]]:
+def _parts(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, torch.Tensor], list[dict[str, Any]]]:
     """The tensors of the model and of the optimizer, "slot/parameter" to tensor, and the optimizer's groups."""
     weights = distributed.get_model_state_dict(model)
     state: Any = distributed.get_optimizer_state_dict(model, optimizer)

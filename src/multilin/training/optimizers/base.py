@@ -20,8 +20,8 @@ class NormalizingOptimizer(torch.optim.Optimizer):
     A parameter group with `rows` true has its tensors treated row by row, the others are treated as a whole. A
     parameter without a gradient is left alone, as in PyTorch; one whose gradient is zero counts as seen.
 
-    A parameter may be divided among devices by rows (a DTensor, as FSDP2 makes it). What is summed over a whole tensor is
-    then summed over all devices, one number per tensor; rows are whole on their device, and so are their statistics.
+    A parameter may be divided among devices by rows (a DTensor, as FSDP2 makes it). The squares of a tensor that is
+    treated as a whole are then summed over all devices; a row is whole on its device, and so are its statistics.
 
     Subclasses update many whole tensors at once, with PyTorch's functions over lists of tensors, and one tensor of
     rows at a time. They never wait for a number from the device, and the learning rate may be a tensor, so a step can

@@ -5,6 +5,8 @@ import os
 import torch
 import torch.distributed as dist
 from accelerate import PartialState
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
 from multilin.training.metrics import mean_over_devices
 
@@ -23,8 +25,8 @@ def join_processes() -> PartialState:
     """
     starts = _restarts()
     if starts and os.environ.get("GROUP_WORLD_SIZE") == "1" and not dist.is_initialized():
-        store, rank, world_size = next(dist.rendezvous("env://"))
-        dist.init_process_group(store=dist.PrefixStore(f"start-{starts}", store), rank=rank, world_size=world_size)
+        store, rank, world_size = next(rendezvous("env://"))
+        dist.init_process_group(store=PrefixStore(f"start-{starts}", store), rank=rank, world_size=world_size)
     return PartialState(cpu=not torch.accelerator.is_available())
 
 

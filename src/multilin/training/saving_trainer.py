@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint import state_dict as distributed
+from torch.distributed.checkpoint.api import CheckpointException
 from transformers import PreTrainedModel, Trainer
 
 from multilin.files import atomic_files

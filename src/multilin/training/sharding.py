@@ -11,10 +11,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint import state_dict as distributed
-from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse, async_save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from transformers import PreTrainedModel
@@ -82,8 +84,8 @@ def write_shards(
     if dist.get_rank() == 0:
         model.config.save_pretrained(str(folder))
         checkpoints.write_json(folder / "optimizer.json", groups)
-    writer = dcp.HuggingFaceStorageWriter(str(folder / SHARDS), save_distributed=True)
-    writing = dcp.async_save(tensors, storage_writer=writer, process_group=group)
+    writer = HuggingFaceStorageWriter(str(folder / SHARDS), save_distributed=True)
+    writing = async_save(tensors, storage_writer=writer, process_group=group)
     return writing.upload_completion if isinstance(writing, AsyncSaveResponse) else writing
 
 
@@ -98,18 +100,18 @@ def read_shards(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer
         saved = checkpoints.read_groups(folder)
         checkpoints.check_groups(saved, groups)
     with checkpoints.loading(folder / SHARDS):
-        reader = dcp.HuggingFaceStorageReader(str(folder / SHARDS))
+        reader = HuggingFaceStorageReader(str(folder / SHARDS))
         try:
-            dcp.load(tensors, storage_reader=reader, no_dist=not dist.is_initialized())
-        except dcp.CheckpointException as error:  # no Exception, but it holds one of every process that failed
+            load(tensors, storage_reader=reader, no_dist=not dist.is_initialized())
+        except CheckpointException as error:  # no Exception, but it holds one of every process that failed
             raise next(reason for reason, _ in error.failures.values()) from None
-        slots: dict[str, dict[str, torch.Tensor]] = {}
+        slots: dict[str, dict[str, Any]] = {}
         for key, value in tensors.items():
             slot, name = key.split("/", 1)
             slots.setdefault(slot, {})[name] = value
         # Not strict: a weight that is tied to another is stored once.
         distributed.set_model_state_dict(model, slots.pop("model"), options=distributed.StateDictOptions(strict=False))
-        state = {
+        state: Any = {
             name: {slot: values[name] for slot, values in slots.items() if name in values} for name in _names(model)
         }
         distributed.set_optimizer_state_dict(model, optimizer, {"state": state, "param_groups": saved})
@@ -117,9 +119,9 @@ def read_shards(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer
 
 def _parts(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, torch.Tensor], list[dict[str, Any]]]:
     """The tensors of the model and of the optimizer, "slot/parameter" to tensor, and the optimizer's groups."""
-    weights = distributed.get_model_state_dict(model)
+    weights: Any = distributed.get_model_state_dict(model)
     state: Any = distributed.get_optimizer_state_dict(model, optimizer)
-    tensors = {f"model/{name}": weights[name] for name in _names(model) if name in weights}
+    tensors: dict[str, torch.Tensor] = {f"model/{name}": weights[name] for name in _names(model) if name in weights}
     for name, slots in state["state"].items():
         tensors |= {f"{slot}/{name}": value for slot, value in slots.items()}
     return tensors, state["param_groups"]

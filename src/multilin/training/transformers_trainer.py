@@ -21,6 +21,7 @@ from transformers import PreTrainedModel, PrinterCallback, TrainerControl, set_s
 
 from multilin.data.prepare import PreparedText
 from multilin.data.task_text import TaskText
+from multilin.ops.threads import adapt
 from multilin.scoring.answers import score_answers
 from multilin.scoring.losses import evaluate
 from multilin.training.assemble import training_arguments, training_order
@@ -144,6 +145,7 @@ class RunTrainer(SavingTrainer):
         source = np.random.SeedSequence([self.args.seed, self.state.global_step, place])
         set_seed(int(source.generate_state(1)[0]))
         self._passes_done += 1
+        adapt()
         loss: torch.Tensor = super().training_step(*args, **kwargs)
         self.callback.meter.add_loss(loss)
         return loss

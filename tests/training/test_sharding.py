@@ -94,7 +94,7 @@ def learner(architecture: str, optimizer: str, *, divided: bool) -> tuple[PreTra
     torch.manual_seed(0)
     model = create_model(architecture, vocab_size=13, hidden_size=16, num_layers=2, n_positions=11)
     if divided:
-        shard(model, torch.device("cpu"), TrainingRecipe(precision="float32"))
+        shard(model, torch.device("cpu"))
     recipe = resolve_optimizer(OptimizerRecipe(name=optimizer), training_defaults(architecture))
     return model, build_optimizer(recipe, model, decayed=[name for name, p in model.named_parameters() if p.ndim > 1])
 

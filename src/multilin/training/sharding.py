@@ -6,6 +6,7 @@ processes reads.
 """
 
 import concurrent.futures
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,11 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, Hu
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse, async_save
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from transformers import PreTrainedModel
 
 from multilin.errors import InputError
 from multilin.training import checkpoints
-from multilin.training.precision import autocast_dtype
 from multilin.training.recipe import TrainingRecipe
 
 SHARDS = "shards"  # folder of a checkpoint
@@ -45,23 +45,20 @@ def check_shard(plan: TrainingRecipe) -> None:
             )
 
 
-def shard(model: PreTrainedModel, device: torch.device, plan: TrainingRecipe) -> None:
+def shard(model: PreTrainedModel, device: torch.device) -> None:
     """Divide every layer, and the rest of the model, among all processes.
 
-    With bf16, layers are gathered and computed in bf16, and their gradients summed in float32; embedding, final norm
-    and output stay float32 outside of matrix products, as without sharding.
+    Weights are gathered, and gradients summed, in float32: norms take no bf16 weights beside float32 inputs. Autocast
+    makes matrix products bf16, as without sharding, and the numbers are the same.
 
     Args:
         model: with equal weights in every process; changed in place.
         device: of this process.
-        plan: says the precision.
     """
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-    half = autocast_dtype(plan.precision) if plan.precision == "bf16" else None
-    policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32, cast_forward_inputs=False)
     layers = next(child for child in model.base_model.children() if isinstance(child, nn.ModuleList))
     for layer in layers:
-        fully_shard(layer, mesh=mesh, mp_policy=policy)
+        fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
     if hasattr(model, "token_losses"):  # validation calls it instead of the model
         register_fsdp_forward_method(model, "token_losses")
@@ -99,9 +96,10 @@ def read_shards(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer
     with checkpoints.loading(folder / "optimizer.json"):
         saved = checkpoints.read_groups(folder)
         checkpoints.check_groups(saved, groups)
-    with checkpoints.loading(folder / SHARDS):
+    with checkpoints.loading(folder / SHARDS), warnings.catch_warnings():
         reader = HuggingFaceStorageReader(str(folder / SHARDS))
         try:
+            warnings.filterwarnings("ignore", "torch.distributed is")  # not initialised: one process is enough
             load(tensors, storage_reader=reader, no_dist=not dist.is_initialized())
         except CheckpointException as error:  # no Exception, but it holds one of every process that failed
             raise next(reason for reason, _ in error.failures.values()) from None

@@ -80,7 +80,7 @@ class RunTrainer(SavingTrainer):
         model = model if self.host is None else self.host.copy
         self.background, self.confer = ThreadPoolExecutor(1), None
         if plan.shard != "none" and devices.num_processes > 1:
-            shard(model, args.device, plan)
+            shard(model, args.device)
             self.confer = dist.new_group(backend="gloo")
         use_cache = getattr(model.config, "use_cache", True)
         super().__init__(

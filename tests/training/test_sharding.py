@@ -27,6 +27,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "normalized_sgd": {"optimizer.name": "normalized_sgd", "model.architecture": "threelin"},
     "matrix_moment": {"optimizer.name": "matrix_moment", "model.architecture": "tscale"},  # untied: two tensors of rows
     "recomputed": {"training.gradient_checkpointing": True, "model.num_layers": 2},
+    "int8": {"training.precision": "int8", "model.architecture": "threelin"},
     "gpt2": {"model.architecture": "gpt2"},
 }
 

@@ -15,7 +15,7 @@ from multilin.model.factory import create_model, training_defaults
 from multilin.training.optimizers import OPTIMIZERS, build_optimizer
 from multilin.training.optimizers.build import resolve_optimizer
 from multilin.training.recipe import LoraRecipe, OptimizerRecipe, Recipe, TrainingRecipe
-from multilin.training.sharding import SHARDS, check_shard, read_shards, shard, write_shards
+from multilin.training.sharding import SHARDS, ShardWriter, check_shard, read_shards, shard
 from multilin.training.trainer import train
 from tests.training.conftest import metrics
 from tests.training.elastic import run_on
@@ -127,7 +127,7 @@ def test_operators_and_optimizers_take_divided_tensors(architecture: str, optimi
 def test_parts_are_loaded_as_they_were_saved(optimizer: str, divided: bool, tmp_path: Path) -> None:
     model, state = learner("tscale", optimizer, divided=True)
     losses(model, state, steps=2)
-    written = write_shards(tmp_path, model, state, dist.new_group(backend="gloo"))
+    written = ShardWriter().write(tmp_path, model, state)
     expected = losses(model, state, steps=3)  # what is written in the background does not change any more
     written.result()
     other = learner("tscale", optimizer, divided=divided)
@@ -138,7 +138,7 @@ def test_parts_are_loaded_as_they_were_saved(optimizer: str, divided: bool, tmp_
 @pytest.mark.usefixtures("alone")
 def test_parts_that_do_not_know_their_places_are_one_sentence(tmp_path: Path) -> None:
     model, state = learner("tscale", "adamw", divided=True)
-    write_shards(tmp_path, model, state, dist.new_group(backend="gloo")).result()
+    ShardWriter().write(tmp_path, model, state).result()
     (file,) = (tmp_path / SHARDS).iterdir()
     save_file({name: part[: len(part) // 2] for name, part in load_file(file).items() if part.ndim}, file)
     with pytest.raises(InputError, match=rf"checkpoint {tmp_path}: shards cannot be read"):

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.checkpoint import state_dict as distributed
 from torch.distributed.checkpoint.api import CheckpointException
 from transformers import PreTrainedModel, Trainer
@@ -24,7 +23,7 @@ from multilin.training.host_master import HostMaster
 from multilin.training.outcomes import TrainingFailed
 from multilin.training.recipe import Recipe
 from multilin.training.run_folder import RunFolder
-from multilin.training.sharding import SHARDS, read_shards, write_shards
+from multilin.training.sharding import SHARDS, ShardWriter, read_shards
 
 _WHOLE = distributed.StateDictOptions(full_state_dict=True, cpu_offload=True)
 
@@ -38,8 +37,7 @@ class SavingTrainer(Trainer):  # type: ignore[misc]
         callback: has the figures of the run so far.
         host: keeps the model in host memory, if the recipe says so.
         background: a thread in which a checkpoint is published.
-        confer: processes agree in it on what each one writes, while the run goes on; None for a model that every
-            process holds as a whole.
+        shards: writes the parts of a model that is divided among processes; None for one that each holds as a whole.
     """
 
     recipe: Recipe
@@ -47,7 +45,7 @@ class SavingTrainer(Trainer):  # type: ignore[misc]
     callback: StepCallback
     host: HostMaster | None
     background: ThreadPoolExecutor
-    confer: dist.ProcessGroup | None
+    shards: ShardWriter | None
     _writing: tuple[int, Future[None]] | None = None  # step and end of the checkpoint in the background
 
     @property
@@ -98,8 +96,8 @@ class SavingTrainer(Trainer):  # type: ignore[misc]
                 wait()  # until the folder is there, which every process writes into
                 folder = checkpoints.partial_folder(parent, step)
                 self._write_record(folder)
-                if self.confer is not None:
-                    written = write_shards(folder, self.master, bare_optimizer(self.optimizer), self.confer)
+                if self.shards is not None:
+                    written = self.shards.write(folder, self.master, bare_optimizer(self.optimizer))
                     self._writing = step, self.background.submit(_publish, stack.pop_all(), written)
                 else:
                     self._write_whole(folder)

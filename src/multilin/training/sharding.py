@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.checkpoint import state_dict as distributed
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse, async_save
 from torch.distributed.device_mesh import init_device_mesh
@@ -64,26 +65,32 @@ def shard(model: PreTrainedModel, device: torch.device) -> None:
         register_fsdp_forward_method(model, "token_losses")
 
 
-def write_shards(
-    folder: Path, model: PreTrainedModel, optimizer: torch.optim.Optimizer, group: dist.ProcessGroup
-) -> concurrent.futures.Future[Any]:
-    """Begin to write this process's parts of the model and of the optimizer; they may change when this returns.
+class ShardWriter:
+    """Writes this process's parts of the model and of the optimizer while training goes on; made in every process.
 
-    Args:
-        folder: of the checkpoint.
-        model, optimizer: divided among all processes.
-        group: of all processes, used by nothing else, since they confer in the background.
-
-    Returns:
-        Done when every process has written its part.
+    A copy of the parts stays in host memory from one checkpoint to the next: new memory would take longer than copying.
     """
-    tensors, groups = _parts(model, optimizer)
-    if dist.get_rank() == 0:
-        model.config.save_pretrained(str(folder))
-        checkpoints.write_json(folder / "optimizer.json", groups)
-    writer = HuggingFaceStorageWriter(str(folder / SHARDS), save_distributed=True)
-    writing = async_save(tensors, storage_writer=writer, process_group=group)
-    return writing.upload_completion if isinstance(writing, AsyncSaveResponse) else writing
+
+    def __init__(self) -> None:
+        self._group = dist.new_group(backend="gloo")  # the processes confer in the background, apart from training
+        pinned = torch.cuda.is_available()
+        self._copies = DefaultStager(StagingOptions(pinned, False, False, False))
+
+    def write(
+        self, folder: Path, model: PreTrainedModel, optimizer: torch.optim.Optimizer
+    ) -> concurrent.futures.Future[Any]:
+        """Begin to write a checkpoint; model and optimizer may change when this returns.
+
+        Returns:
+            Done when every process has written its part.
+        """
+        tensors, groups = _parts(model, optimizer)
+        if dist.get_rank() == 0:
+            model.config.save_pretrained(str(folder))
+            checkpoints.write_json(folder / "optimizer.json", groups)
+        writer = HuggingFaceStorageWriter(str(folder / SHARDS), save_distributed=True)
+        writing = async_save(tensors, storage_writer=writer, process_group=self._group, async_stager=self._copies)
+        return writing.upload_completion if isinstance(writing, AsyncSaveResponse) else writing
 
 
 def read_shards(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from accelerate import PartialState
 from torch.utils.data import Sampler, SequentialSampler, default_collate
 from transformers import PreTrainedModel, PrinterCallback, TrainerControl, set_seed
@@ -37,7 +36,7 @@ from multilin.training.recipe import Recipe
 from multilin.training.run_folder import RunFolder
 from multilin.training.saving_trainer import SavingTrainer, bare_optimizer
 from multilin.training.schedules import build_schedule
-from multilin.training.sharding import shard
+from multilin.training.sharding import ShardWriter, shard
 
 
 class RunTrainer(SavingTrainer):
@@ -78,10 +77,10 @@ class RunTrainer(SavingTrainer):
         args = training_arguments(recipe, model, folder.checkpoints)
         self.host = HostMaster(model, Link(args.device)) if plan.master == "host" else None
         model = model if self.host is None else self.host.copy
-        self.background, self.confer = ThreadPoolExecutor(1), None
+        self.background, self.shards = ThreadPoolExecutor(1), None
         if plan.shard != "none" and devices.num_processes > 1:
             shard(model, args.device)
-            self.confer = dist.new_group(backend="gloo")
+            self.shards = ShardWriter()
         use_cache = getattr(model.config, "use_cache", True)
         super().__init__(
             model=model, args=args, train_dataset=order, data_collator=default_collate, callbacks=[self.callback]
@@ -96,7 +95,7 @@ class RunTrainer(SavingTrainer):
         """Also note each gradient norm where it is computed: transformers 5.0 hands it to no callback."""
         super().create_accelerator_and_postprocess()
         prepare_model, clip = self.accelerator.prepare_model, self.accelerator.clip_grad_norm_
-        if self.confer is not None:  # it is distributed already
+        if self.shards is not None:  # it is distributed already
             self.accelerator.prepare_model = functools.partial(
                 prepare_model, device_placement=False, evaluation_mode=True
             )

@@ -17,7 +17,7 @@ def run_on(number: int, *words: Path | str, options: tuple[str, ...] = (), statu
 
     Args:
         number: of processes.
-        words: files of recipes; "resume"; SIGNAL:STEP:RANK, sent by the process of that rank when the step begins.
+        words: files of recipes; "resume"; SIGNAL:STEP:RANK, sent to the process of that rank, or to "torchrun", when the step begins.
         options: of torchrun.
         status: expected of torchrun.
     """
@@ -59,8 +59,9 @@ def main() -> None:
     def send(self: Any, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         for name, step, rank in (word.split(":") for word in sys.argv[2:] if ":" in word):
             is_first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
-            if state.global_step + 1 == int(step) and os.environ["RANK"] == rank and is_first:
-                os.kill(os.getpid(), signal.Signals[name])
+            receiver = os.getppid() if rank == "torchrun" else os.getpid()
+            if state.global_step + 1 == int(step) and os.environ["RANK"] == rank.replace("torchrun", "0") and is_first:
+                os.kill(receiver, signal.Signals[name])
 
     StepCallback.on_step_begin = send  # type: ignore[method-assign]
     for file in (Path(word) for word in sys.argv[1:] if word.endswith(".yaml")):

@@ -56,11 +56,11 @@ def test_a_run_goes_on_with_more_and_fewer_processes(tiny: Tiny, whole: Path, tm
 
 
 @pytest.mark.slow
-def test_two_processes_stop_and_resume_bit_for_bit(tiny: Tiny, tmp_path: Path) -> None:
+def test_torchrun_is_stopped_and_its_run_resumes_bit_for_bit(tiny: Tiny, tmp_path: Path) -> None:
     recipe = written(tmp_path, tiny(tmp_path / "whole"))
     run_on(2, recipe)
     recipe = written(tmp_path, tiny(tmp_path / "stopped"))
-    run_on(2, recipe, "SIGTERM:5:1")
+    run_on(2, recipe, "SIGTERM:5:torchrun", status=1)
     run_on(2, recipe, "resume")
     assert_same_weights(tmp_path / "stopped", tmp_path / "whole")
     assert metrics(tmp_path / "stopped") == metrics(tmp_path / "whole")

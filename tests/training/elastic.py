@@ -17,7 +17,8 @@ def run_on(number: int, *words: Path | str, options: tuple[str, ...] = (), statu
 
     Args:
         number: of processes.
-        words: files of recipes; "resume"; SIGNAL:STEP:RANK, sent to the process of that rank, or to "torchrun", when the step begins.
+        words: files of recipes; "resume"; SIGNAL:STEP:RANK, sent to the process of that rank, or to "torchrun", when
+            the step begins.
         options: of torchrun.
         status: expected of torchrun.
     """

@@ -36,7 +36,7 @@ class BareLoop:
         text = read_text(recipe)
         self.device = torch.accelerator.current_accelerator() or torch.device("cpu")
         self.model = build_model(recipe, text).to(self.device).train()
-        order = training_order(recipe, self.model, text, 1)
+        order = training_order(recipe, self.model, text)
         size = recipe.training.batch_size
         batches = [default_collate([order[step * size + row] for row in range(size)]) for step in range(8)]
         self.batches = [{name: value.to(self.device) for name, value in batch.items()} for batch in batches]

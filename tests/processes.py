@@ -10,7 +10,11 @@ from typing import IO
 
 ROOT = Path(__file__).parents[1]
 PYTHON = [sys.executable, "-W", "ignore"]
-TWO_DEVICES = [*PYTHON, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+
+
+def torchrun(number: int, *words: str) -> list[str]:
+    """The command that starts a program in so many processes that train together."""
+    return [*PYTHON, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(number), *words]
 
 
 class Program(subprocess.Popen[bytes]):

@@ -1,4 +1,4 @@
-"""What this machine offers, what other programs do to it, and the settings of its memory allocator."""
+"""What this machine offers, and the settings of its memory allocator."""
 
 import ctypes
 import importlib.metadata
@@ -6,8 +6,6 @@ import importlib.util
 import os
 import platform
 import sys
-import time
-import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -15,6 +13,7 @@ import torch
 
 from multilin.errors import plural
 from multilin.ops.dispatch import all_ops
+from multilin.ops.threads import available_cores
 from multilin.training.precision import resolve_precision
 
 PACKAGES = (
@@ -23,7 +22,6 @@ PACKAGES = (
 # Beginnings of the names of instruction sets that decide how fast matrix products are, in bf16 and int8 above all.
 CPU_FEATURES = ("avx2", "avx512_f", "avx512_bf16", "avx512_vnni", "avx10", "amx", "sve", "bf16", "i8mm", "dotprod")
 VARIABLE = "MULTILIN_ALLOCATOR"
-BUSY_CORES = 0.5  # more that other programs compute on is worth a warning
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 _MMAP_BYTES, _TRIM_BYTES = 2**30, 2**31 - 1
@@ -74,8 +72,6 @@ def examine() -> Checkup:
     ]
     if torch.get_num_threads() < cores:
         warnings.append(f"PyTorch uses {torch.get_num_threads()} of {plural(cores, 'core')} (OMP_NUM_THREADS)")
-    if sentence := contention():
-        warnings.append(sentence)
     return Checkup(
         versions={name: _version(name) for name in PACKAGES},
         python=platform.python_version(),
@@ -131,67 +127,6 @@ def _cpu_name() -> str:
     lines = path.read_text(errors="replace").splitlines() if path.exists() else []
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return next(names, platform.processor() or platform.machine())
-
-
-def contention() -> str | None:
-    """One sentence if other programs now keep cores busy that PyTorch's threads want, else None.
-
-    Threads that wait keep their core busy, so with one of two cores taken a training step was measured to take 4 to 90
-    times as long; with OMP_WAIT_POLICY=passive 1.8 times, but as long on a quiet machine too.
-    """
-    threads, cores = torch.get_num_threads(), available_cores()
-    if threads == 1 or os.environ.get("OMP_WAIT_POLICY", "").lower() == "passive":
-        return None
-    busy = cores_busy_elsewhere()
-    if busy is not None and busy + threads > cores + BUSY_CORES:
-        busy = min(busy, cores_busy_elsewhere() or 0.0)  # a program that only started or ended does no harm
-    if busy is None or busy + threads <= cores + BUSY_CORES:
-        return None
-    return (
-        f"other programs keep {busy:.1f} of {plural(cores, 'core')} busy, and {threads} threads that wait for each "
-        "other can be many times slower then; OMP_WAIT_POLICY=passive in the environment bounds the loss"
-    )
-
-
-def cores_busy_elsewhere(seconds: float = 0.25) -> float | None:
-    """How many of the cores this process may use other processes keep busy, measured for so long.
-
-    None where the system does not tell (there is no /proc/stat).
-    """
-    busy, own, begin = _busy_seconds(), _own_seconds(), time.monotonic()
-    if busy is None:
-        return None
-    time.sleep(seconds)
-    busy_after = _busy_seconds() or busy
-    return max(0.0, (busy_after - busy - (_own_seconds() - own)) / (time.monotonic() - begin))
-
-
-def _busy_seconds() -> float | None:
-    """Seconds that the cores of this process have computed since the machine was started, for all processes."""
-    try:
-        lines = Path("/proc/stat").read_text().splitlines()
-    except OSError:
-        return None
-    allowed = {f"cpu{core}" for core in os.sched_getaffinity(0)}
-    fields = [line.split() for line in lines if line.split(" ")[0] in allowed]
-    # user, nice, system, (idle, iowait,) irq, softirq
-    return sum(sum(int(line[place]) for place in (1, 2, 3, 6, 7)) for line in fields) / os.sysconf("SC_CLK_TCK")
-
-
-def _own_seconds() -> float:
-    times = os.times()
-    return times.user + times.system + times.children_user + times.children_system
-
-
-def available_cores() -> int:
-    """Cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def warn_of_contention() -> None:
-    """Warn where `contention` has something to say."""
-    if sentence := contention():
-        warnings.warn(sentence, stacklevel=3)
 
 
 def why_not() -> str | None:

@@ -223,3 +223,19 @@ def test_rows_join_and_leave_a_batch_at_any_token(engines: tuple[TorchEngine, On
             engine.leave(batch, 0)
             alone.pop()
         assert engine.num_read(batch) == []
+
+
+def test_a_text_goes_on_with_fewer_threads_when_another_program_takes_a_core(
+    exports: Exports, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free = [2]
+    monkeypatch.setattr("multilin.inference.onnx_engine.available_cores", lambda: 2)
+    monkeypatch.setattr("multilin.inference.onnx_engine.free_cores", lambda: free[0])
+    engines = OnnxEngine(exports(FAST)[1]), OnnxEngine(exports(FAST)[1], num_threads=1)
+    states = [engine.new_state() for engine in engines]
+    used = []
+    for free[0] in (2, 1, 2):
+        given, expected = (engine.read(state, texts(9)) for engine, state in zip(engines, states, strict=True))
+        np.testing.assert_allclose(given, expected, **CLOSE)
+        used.append(engines[0]._graph("step.onnx").get_session_options().intra_op_num_threads)
+    assert used == [0, 1, 0]  # 0 leaves the number to ONNX Runtime

@@ -69,7 +69,7 @@ def tiny(text_file: Path) -> Callable[..., Recipe]:
             "schedule.warmup_steps": 2,
             "training.max_steps": 12,
             "training.batch_size": 2,
-            "training.gradient_accumulation": 2,
+            "training.global_batch_size": 4,
             "training.precision": "float32",
             "training.eval_every_steps": 5,
             "training.eval_max_tokens": 200,

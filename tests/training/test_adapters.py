@@ -63,7 +63,7 @@ def test_adapters_of_every_architecture_are_trained_alone(
     architecture: str, tiny: Callable[..., Recipe], tune: Tune, tmp_path: Path
 ) -> None:
     warnings.simplefilter("ignore")  # of documents in a block that a mixer cannot tell apart
-    few = {"training.max_steps": 2, "training.gradient_accumulation": 1, "training.save_every_steps": 0}
+    few = {"training.max_steps": 2, "training.global_batch_size": 2, "training.save_every_steps": 0}
     first = train(tiny(tmp_path / "first", **{"model.architecture": architecture, **few}))
     told, recipe = Messages(), tune(first.output, tmp_path / "run", **few, **LORA)
     result = train(recipe, progress=told)

@@ -1,7 +1,5 @@
-import random
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
@@ -39,18 +37,6 @@ def test_what_a_killed_process_left_is_no_checkpoint_and_goes(tmp_path: Path) ->
     assert [path.name for path in checkpoints.checkpoints(tmp_path)] == ["checkpoint-1"]
     write(tmp_path, 3)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-1", "checkpoint-3"]
-
-
-def test_random_numbers_continue_where_they_were(tmp_path: Path) -> None:
-    def draw() -> list[float]:
-        return [random.gauss(0, 1), random.random(), np.random.normal(), np.random.rand(), torch.rand(()).item()]
-
-    draw()  # an odd number of Gaussian draws leaves a second one waiting in the generators
-    checkpoints.write_random_state(tmp_path / "random.safetensors")
-    expected = draw()
-    draw()
-    checkpoints.read_random_state(tmp_path / "random.safetensors")
-    assert draw() == expected
 
 
 def test_an_optimizer_state_returns_bit_for_bit(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from multilin.training.communication import mean_in_int8
 from multilin.training.recipe import Recipe
-from tests.processes import TWO_DEVICES, run
+from tests.processes import run, torchrun
 from tests.training.conftest import metrics
 from tests.training.test_distributed import on_two_devices
 
@@ -52,7 +52,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, torch.Tensor
     """The tensors that each of two processes saved."""
     folder = tmp_path_factory.mktemp("means")
     (folder / "script.py").write_text(MEANS)
-    run([*TWO_DEVICES, str(folder / "script.py"), str(folder)])
+    run(torchrun(2, str(folder / "script.py"), str(folder)))
     return [load_file(folder / f"{rank}.safetensors") for rank in range(2)]
 
 

@@ -216,12 +216,6 @@ def test_damaged_metrics_are_no_finished_run(run: tuple[RunFolder, Recipe], kind
     assert not is_finished(folder.path, 12)
 
 
-def test_another_number_of_processes_is_refused(run: tuple[RunFolder, Recipe]) -> None:
-    folder, recipe = run
-    with pytest.raises(InputError, match=r"processes: 2 given, but 1 trained the run in .*; resume it with as many"):
-        folder.check(recipe, resume=True, overwrite=False, num_processes=2)
-
-
 @pytest.mark.parametrize("kind", [kind for kind in DAMAGES if kind not in ("missing", "a folder", "the JSON {}")])
 def test_damaged_speeds_of_a_comparison_are_one_sentence(tmp_path: Path, kind: str) -> None:
     path = tmp_path / SPEED_FILE

@@ -2,53 +2,111 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
-from multilin.training.recipe import Recipe, save_recipe
+from multilin.errors import InputError
+from multilin.training.recipe import Recipe, TrainingRecipe, load_recipe, save_recipe
 from multilin.training.trainer import train
-from tests.processes import TWO_DEVICES, run
+from multilin.training.transformers_trainer import RunTrainer
 from tests.training.conftest import assert_same_weights, metrics
+from tests.training.elastic import blocks_of_steps, note_blocks, run_on
 
-STOPPED_ON_ONE_DEVICE = """
-import os, signal, sys
-from multilin.training.callbacks import StepCallback
-from multilin.training.outcomes import TrainingInterrupted
-from multilin.training.recipe import load_recipe
-from multilin.training.trainer import train
-
-def stop(self, args, state, control, **kwargs):
-    if state.global_step == 5 and os.environ["RANK"] == "1" and "stop" in sys.argv:
-        signal.raise_signal(signal.SIGTERM)
-
-StepCallback.on_step_begin = stop
-try:
-    train(load_recipe(sys.argv[1]), resume="resume" in sys.argv)
-except TrainingInterrupted as interruption:
-    assert interruption.exit_code == 143
-"""
+Tiny = Callable[..., Recipe]
+EIGHT_BLOCKS = {"training.global_batch_size": 8}  # forward passes of two, shared out over 1, 2 or 4 processes
 
 
-def on_two_devices(folder: Path, recipe: Recipe, *words: str) -> None:
-    """Train in two processes, as torchrun starts them."""
-    recipe_file, script = folder / "recipe.yaml", folder / "script.py"
-    save_recipe(recipe, recipe_file)
-    script.write_text(STOPPED_ON_ONE_DEVICE)
-    run([*TWO_DEVICES, str(script), str(recipe_file), *words])
+@pytest.fixture(scope="package")
+def whole(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run in one process, with dropout and without a stop, for others to be compared with."""
+    output = tmp_path_factory.mktemp("whole") / "run"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("multilin.training.trainer.draw_loss", lambda lines, path: path.touch())
+        patch.setattr(RunTrainer, "compute_loss", RunTrainer.compute_loss)  # to be undone
+        note_blocks(output.with_name("run-0.blocks"))
+        train(tiny(output, **EIGHT_BLOCKS))
+    return output
 
 
-@pytest.mark.slow
-def test_two_devices_are_one_with_twice_the_batch(tiny: Callable[..., Recipe], tmp_path: Path) -> None:
-    exact = {"model.options.dropout": 0.0}
-    accumulated = train(tiny(tmp_path / "one", **exact))
-    parallel = tiny(tmp_path / "two", **exact, **{"training.gradient_accumulation": 1})
-    on_two_devices(tmp_path, parallel)
-    for one, two in zip(metrics(accumulated.output), metrics(tmp_path / "two"), strict=True):
-        assert two == pytest.approx(one, rel=1e-4)
+def written(folder: Path, recipe: Recipe, name: str = "recipe.yaml") -> Path:
+    save_recipe(recipe, folder / name)
+    return folder / name
+
+
+def assert_same_course(run: Path, whole: Path) -> None:
+    """Every line of metrics, and the weights, agree up to rounding."""
+    for line, expected in zip(metrics(run), metrics(whole), strict=True):
+        assert line == pytest.approx(expected, rel=1e-4)
+    weights, others = load_file(run / "model.safetensors"), load_file(whole / "model.safetensors")
+    assert weights.keys() == others.keys()
+    for name, weight in weights.items():
+        torch.testing.assert_close(weight, others[name], rtol=1e-3, atol=2e-5)
 
 
 @pytest.mark.slow
-def test_a_run_on_two_devices_stops_and_resumes_bit_for_bit(tiny: Callable[..., Recipe], tmp_path: Path) -> None:
-    on_two_devices(tmp_path, tiny(tmp_path / "whole"))
-    on_two_devices(tmp_path, tiny(tmp_path / "stopped"), "stop")
-    on_two_devices(tmp_path, tiny(tmp_path / "stopped"), "resume")
+def test_a_run_goes_on_with_more_and_fewer_processes(tiny: Tiny, whole: Path, tmp_path: Path) -> None:
+    recipe = written(tmp_path, tiny(tmp_path / "run", **EIGHT_BLOCKS))
+    run_on(2, recipe, "SIGTERM:5:1")
+    run_on(4, recipe, "resume", "SIGTERM:8:3")
+    run_on(1, recipe, "resume")
+    assert_same_course(tmp_path / "run", whole)
+    read = blocks_of_steps(tmp_path)
+    assert read == blocks_of_steps(whole.parent)
+    assert {len(blocks) for blocks in read.values()} == {8}
+
+
+@pytest.mark.slow
+def test_torchrun_is_stopped_and_its_run_resumes_bit_for_bit(tiny: Tiny, tmp_path: Path) -> None:
+    recipe = written(tmp_path, tiny(tmp_path / "whole"))
+    run_on(2, recipe)
+    recipe = written(tmp_path, tiny(tmp_path / "stopped"))
+    run_on(2, recipe, "SIGTERM:5:torchrun", status=1)
+    run_on(2, recipe, "resume")
     assert_same_weights(tmp_path / "stopped", tmp_path / "whole")
     assert metrics(tmp_path / "stopped") == metrics(tmp_path / "whole")
+
+
+@pytest.mark.slow
+def test_a_killed_worker_is_replaced_and_the_run_goes_on_at_its_checkpoint(
+    tiny: Tiny, whole: Path, tmp_path: Path
+) -> None:
+    recipe = written(tmp_path, tiny(tmp_path / "run", **EIGHT_BLOCKS))
+    printed = run_on(2, recipe, "SIGKILL:7:1", options=("--max-restarts", "1"))
+    assert "1/1 attempts left" in printed
+    assert_same_course(tmp_path / "run", whole)
+    again = blocks_of_steps(tmp_path)
+    expected = blocks_of_steps(whole.parent)
+    repeated = {step for step, blocks in again.items() if blocks != expected[step]}
+    assert repeated <= {4, 5, 6}  # after the checkpoint of step 4, counted from 0
+
+
+@pytest.mark.slow
+def test_one_recipe_without_a_global_batch_goes_on_with_that_of_its_run(tiny: Tiny, tmp_path: Path) -> None:
+    recipe = written(tmp_path, tiny(tmp_path / "run", **{"training.global_batch_size": None}))
+    run_on(2, recipe, "SIGTERM:3:0")
+    run_on(1, recipe, "resume")
+    assert load_recipe(tmp_path / "run").training.global_batch_size == 4
+    assert metrics(tmp_path / "run")[-1]["tokens"] == 12 * 4 * 16
+
+
+@pytest.mark.parametrize(
+    ("blocks", "num_devices", "expected"), [(8, 1, (2, 4)), (8, 2, (2, 2)), (8, 8, (1, 1)), (None, 3, (2, 1))]
+)
+def test_a_step_is_shared_out(blocks: int | None, num_devices: int, expected: tuple[int, int]) -> None:
+    assert TrainingRecipe(batch_size=2, global_batch_size=blocks).split(num_devices) == expected
+
+
+@pytest.mark.parametrize(
+    ("blocks", "num_devices", "message"),
+    [
+        (8, 3, r"training\.global_batch_size: 8 given, but 3 processes take multiples of 3"),
+        (6, 2, r"training\.global_batch_size: 6 given, but .* training\.batch_size 2 on 2 devices .* multiples of 4"),
+    ],
+)
+def test_a_step_that_cannot_be_shared_out_is_refused_before_any_work(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, blocks: int, num_devices: int, message: str
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", str(num_devices))
+    with pytest.raises(InputError, match=message):
+        train(tiny(tmp_path / "run", **{"training.global_batch_size": blocks}))
+    assert list(tmp_path.iterdir()) == []

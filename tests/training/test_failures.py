@@ -65,7 +65,7 @@ def test_a_step_that_is_not_finite_can_be_left_out(
         handle = spoil(model)
         next(model.parameters()).register_post_accumulate_grad_hook(lambda _: handle.remove())
 
-    options = {"optimizer.name": optimizer, "optimizer.nonfinite": "skip", "training.gradient_accumulation": 1}
+    options = {"optimizer.name": optimizer, "optimizer.nonfinite": "skip", "training.global_batch_size": 2}
     recipe = tiny(tmp_path / "run", **options, **{"training.max_steps": 6, "training.log_every_steps": 1})
     at_step(6, spoil_once)
     with pytest.warns(UserWarning, match=r"of step 6 is not finite, in the batch of blocks .* are left out"):

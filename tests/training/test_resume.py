@@ -152,7 +152,7 @@ def test_resuming_a_finished_run_repeats_nothing(tiny: Tiny, tmp_path: Path, at_
         {"training.max_steps": 24},
         {"optimizer.learning_rate": 0.02},
         {"model.options.dropout": 0.2},
-        {"training.batch_size": 4, "training.gradient_accumulation": 1},
+        {"training.batch_size": 4},
     ],
 )
 def test_a_changed_recipe_is_refused_and_named(

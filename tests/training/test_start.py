@@ -70,7 +70,7 @@ def test_training_on_is_better_than_from_nothing(tune: Tune, uninterrupted: RunR
 def test_every_architecture_can_be_started_from(
     architecture: str, tiny: Callable[..., Recipe], tune: Tune, tmp_path: Path
 ) -> None:
-    few = {"training.max_steps": 1, "training.gradient_accumulation": 1}
+    few = {"training.max_steps": 1, "training.global_batch_size": 2}
     warnings.simplefilter("ignore")  # of documents in a block that a mixer cannot tell apart
     first = train(tiny(tmp_path / "first", **{"model.architecture": architecture, **few}))
     second = train(tune(first.output, tmp_path / "second", **few))

@@ -123,7 +123,7 @@ def test_every_optimizer_trains_every_architecture(
     if optimizer != "adamw":
         changes["optimizer.learning_rate"] = None
     rest = {"schedule.name": "constant", "training.max_steps": 30, "training.eval_every_steps": 0}
-    run = {"training.save_every_steps": 0, "training.gradient_accumulation": 1, "training.log_every_steps": 1}
+    run = {"training.save_every_steps": 0, "training.global_batch_size": 2, "training.log_every_steps": 1}
     lines = metrics(train(tiny(tmp_path / "run", **changes, **rest, **run)).output)
     assert lines[-1]["loss"] < lines[0]["loss"] - 0.1
 
@@ -135,8 +135,8 @@ def test_documents_a_model_cannot_keep_apart_are_announced(tiny: Tiny, tmp_path:
 
 def test_accumulated_batches_are_one_large_batch(tiny: Tiny, tmp_path: Path) -> None:
     plain = {"model.options.dropout": 0.0, "training.max_steps": 4}
-    large = train(tiny(tmp_path / "large", **plain, **{"training.batch_size": 4, "training.gradient_accumulation": 1}))
-    small = train(tiny(tmp_path / "small", **plain, **{"training.batch_size": 1, "training.gradient_accumulation": 4}))
+    large = train(tiny(tmp_path / "large", **plain, **{"training.batch_size": 4}))
+    small = train(tiny(tmp_path / "small", **plain, **{"training.batch_size": 1}))
     for one, other in zip(metrics(large.output), metrics(small.output), strict=True):
         assert other["loss"] == pytest.approx(one["loss"], abs=1e-4)
         assert other["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-2)

@@ -48,8 +48,6 @@ def compare(arguments: CompareArguments, changes: Changes) -> None:
         from multilin.analysis.compare.report import REPORT_FILE
         from multilin.analysis.compare.run import compare
         from multilin.cli.progress import TrainingDisplay
-        from multilin.machine import warn_of_contention
-    warn_of_contention()
     with TrainingDisplay() as display:
         comparison = compare(sweep, overwrite=arguments.overwrite, progress=display)
     print_comparison(comparison)

@@ -31,13 +31,11 @@ def demo(changes: Changes) -> None:
         from multilin.cli.progress import TrainingDisplay
         from multilin.inference.generate_run import generate_text
         from multilin.inference.runs import Run
-        from multilin.machine import warn_of_contention
         from multilin.scoring.ngrams import ngram_bits_per_byte
         from multilin.training.assemble import read_text
         from multilin.training.report import draw_bits_per_byte
         from multilin.training.run_folder import RunFolder
         from multilin.training.trainer import train
-    warn_of_contention()
     console = make_console()
     console.print(
         f"Training a small {recipe.model.architecture} model from scratch on {recipe.data.source} "

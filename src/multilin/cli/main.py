@@ -28,6 +28,7 @@ from multilin.cli.serve import serve
 from multilin.cli.tokenizer import tokenizer_show, tokenizer_train
 from multilin.cli.train import train
 from multilin.errors import InputError, nearest, system_error
+from multilin.ops.threads import following_load
 from multilin.training.outcomes import TrainingFailed, TrainingInterrupted
 
 BAD_INPUT, FAILED, INTERRUPTED, BROKEN_PIPE = 2, 1, 130, 141
@@ -88,7 +89,9 @@ def _run(arguments: list[str]) -> None:
         verb, rest = _split(arguments)
         from multilin.cli.parser import parse
 
-        VERBS[verb](*parse(verb, VERBS[verb], rest))
+        given = parse(verb, VERBS[verb], rest)
+        with following_load():
+            VERBS[verb](*given)
 
 
 def _split(arguments: list[str]) -> tuple[str, list[str]]:

@@ -28,9 +28,7 @@ def train(arguments: TrainArguments, changes: Changes) -> None:
     recipe = load_recipe(arguments.recipe, changes)
     with loading():
         from multilin.cli.progress import TrainingDisplay
-        from multilin.machine import warn_of_contention
         from multilin.training.trainer import train
-    warn_of_contention()
     with TrainingDisplay() as display:
         result = train(recipe, resume=arguments.resume, overwrite=arguments.overwrite, progress=display)
     say_next(f"multilin generate {result.output} --prompt 'The'", f"multilin evaluate {result.output}")

@@ -14,10 +14,12 @@ from multilin.inference.onnx_state import OnnxState
 from multilin.inference.run_files import MANIFEST
 from multilin.inference.state_contents import StateContents, StateOwner
 from multilin.inference.text import TextCodec
+from multilin.ops.threads import available_cores, free_cores
 
 onnxruntime.disable_telemetry_events()  # nothing about a model leaves the machine
 
 SHORT = 4  # tokens that are read one by one: loading the graph of longer pieces takes longer
+_LEADING = {"step.onnx": ["input_ids", "num_read"], "prompt.onnx": ["input_ids", "num_new", "num_read"]}  # inputs
 
 
 class OnnxEngine:
@@ -40,11 +42,8 @@ class OnnxEngine:
         self.manifest: Manifest = read_manifest(self.folder)
         self.vocab_size, self.longest_text = self.manifest.vocab_size, self.manifest.n_positions
         self._inputs = self.manifest.graph_state
-        self._step = self._session("step.onnx", ["input_ids", "num_read"])
-
-    @cached_property
-    def _prompt(self) -> onnxruntime.InferenceSession:
-        return self._session("prompt.onnx", ["input_ids", "num_new", "num_read"])
+        self._sessions: dict[tuple[str, int | None], onnxruntime.InferenceSession] = {}
+        self._graph("step.onnx")
 
     @cached_property
     def codec(self) -> TextCodec:
@@ -57,12 +56,21 @@ class OnnxEngine:
         manifest = self.manifest
         return StateOwner(manifest.model_hash, manifest.vocab_size, manifest.n_positions, manifest.state)
 
-    def _session(self, name: str, leading: list[str]) -> onnxruntime.InferenceSession:
+    def _graph(self, name: str) -> onnxruntime.InferenceSession:
+        """The graph, on as many threads as other programs leave cores; their number is fixed when it is loaded."""
+        threads, free = self.num_threads, free_cores()
+        if free < min(threads or free + 1, available_cores()):
+            threads = 1 << (free.bit_length() - 1)  # powers of two, so that few copies are loaded
+        if (name, threads) not in self._sessions:
+            self._sessions[name, threads] = self._session(name, threads)
+        return self._sessions[name, threads]
+
+    def _session(self, name: str, num_threads: int | None) -> onnxruntime.InferenceSession:
         options = onnxruntime.SessionOptions()
         options.log_severity_level = 3
         options.add_session_config_entry("session.intra_op.allow_spinning", str(int(self.spins)))
-        if self.num_threads is not None:
-            options.intra_op_num_threads = self.num_threads
+        if num_threads is not None:
+            options.intra_op_num_threads = num_threads
         path = self.folder / name
         try:
             session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
@@ -70,7 +78,7 @@ class OnnxEngine:
             reason = " ".join(str(error).split())[:200]
             raise InputError(f"export: {path} cannot be loaded ({reason}); export the model again") from None
         names = [given.name for given in session.get_inputs()]
-        expected = [*leading, *(about.name for about in self._inputs)]
+        expected = [*_LEADING[name], *(about.name for about in self._inputs)]
         outputs = [given.name for given in session.get_outputs()]
         if names != expected or outputs != ["logits", *(f"new.{about.name}" for about in self._inputs)]:
             raise InputError(f"export: {path} does not fit {MANIFEST} beside it; export the model again")
@@ -92,7 +100,7 @@ class OnnxEngine:
         if 0 < most <= SHORT and (counts == most).all():
             columns = np.array(token_ids, np.int64)
             for column in range(most):
-                logits = self._run(self._step, state, columns[:, column : column + 1], None)
+                logits = self._run("step.onnx", state, columns[:, column : column + 1], None)
             return logits
         return self._read_pieces(state, token_ids, most)
 
@@ -103,25 +111,24 @@ class OnnxEngine:
             rows = [row[first : first + size] for row in token_ids]
             num_new = np.array([len(row) for row in rows], np.int64)
             if (num_new == 1).all():
-                return self._run(self._step, state, np.array(rows, np.int64), None)
+                return self._run("step.onnx", state, np.array(rows, np.int64), None)
             ids = np.zeros((len(rows), size), np.int64)
             for target, row in zip(ids, rows, strict=True):
                 target[: len(row)] = row
-            after = self._run(self._prompt, state, ids, num_new)
+            after = self._run("prompt.onnx", state, ids, num_new)
             logits[num_new > 0] = after[num_new > 0]
         return logits
 
     def _run(
-        self, session: onnxruntime.InferenceSession, state: OnnxState, ids: NDArray[np.int64],
-        num_new: NDArray[np.int64] | None,
-    ) -> NDArray[np.float32]:  # fmt: skip
+        self, graph: str, state: OnnxState, ids: NDArray[np.int64], num_new: NDArray[np.int64] | None
+    ) -> NDArray[np.float32]:
         """Run a graph, and write what it returns into the state."""
         counts = np.ones(len(ids), np.int64) if num_new is None else num_new
         state.grow(int((state.num_read + counts).max()))
         feed = {"input_ids": ids, "num_read": state.num_read, **state.tensors}
         if num_new is not None:
             feed["num_new"] = num_new
-        logits, *new = session.run(None, feed)
+        logits, *new = self._graph(graph).run(None, feed)
         state.add(ids, counts, new)
         result: NDArray[np.float32] = logits
         return result

@@ -13,6 +13,7 @@ from multilin.inference.runs import longest_text
 from multilin.inference.snapshot import Snapshot, from_contents, to_contents
 from multilin.inference.state_contents import StateContents
 from multilin.model import MultilinForCausalLM, TextState
+from multilin.ops.threads import adapt
 
 PIECE = 4096  # tokens of a prompt read at once
 
@@ -39,6 +40,7 @@ class TorchEngine:
         longest = max(counts)
         logits = np.zeros((len(token_ids), self.vocab_size), np.float32)
         for first in range(0, longest, PIECE):
+            adapt()
             rows = [list(row[first : first + PIECE]) for row in token_ids]
             width = max(map(len, rows))
             ids = torch.tensor([row + [0] * (width - len(row)) for row in rows], device=self.model.device)

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from multilin.data.packing import IGNORED_LABEL
 from multilin.model.modes import evaluation_mode
+from multilin.ops.threads import adapt
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +41,7 @@ def score_answers(
     nats, right, asked = 0.0, 0, 0
     with evaluation_mode(model):
         for batch in DataLoader(Subset(sequences, range(number)), batch_size):
+            adapt()
             labels = batch["labels"][:, 1:].to(device)
             with torch.inference_mode():
                 logits = model(input_ids=batch["input_ids"].to(device), use_cache=False).logits[:, :-1]

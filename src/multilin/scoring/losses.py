@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from multilin.data.packing import IGNORED_LABEL, Blocks, PackedText
 from multilin.errors import InputError
 from multilin.model.modes import evaluation_mode
+from multilin.ops.threads import adapt
 
 
 @dataclass(frozen=True)
@@ -107,6 +108,7 @@ def read_blocks(
     device, done = next(model.parameters()).device, 0
     with evaluation_mode(model):
         for batch in DataLoader(Subset(blocks, chosen), batch_size):
+            adapt()
             labels, documents = batch["labels"], batch["document_ids"]
             # Neither padding nor the start of a document is scored.
             is_scored = (labels[:, 1:] != IGNORED_LABEL) & (documents[:, 1:] == documents[:, :-1])

@@ -3,7 +3,6 @@
 import dataclasses
 import inspect
 import math
-import os
 import warnings
 from pathlib import Path
 
@@ -24,7 +23,9 @@ from multilin.training.adapters import add_adapters
 from multilin.training.optimizers import OPTIMIZERS
 from multilin.training.order import BlockOrder
 from multilin.training.precision import autocast_dtype, set_arithmetic
+from multilin.training.processes import num_processes
 from multilin.training.recipe import Recipe
+from multilin.training.sharding import check_shard
 from multilin.training.start import load_start, open_start
 
 
@@ -87,6 +88,7 @@ def check_model(recipe: Recipe, vocab_size: int | None = None, checkpoint: Path 
         if recipe.training.lora is not None:
             add_adapters(network, recipe)
     _check_memory(recipe, network)
+    check_shard(recipe.training)
     if recipe.training.normalize_gradients:
         _check_normalized_gradients(recipe, network)
     set_arithmetic(network, recipe.training)
@@ -94,25 +96,26 @@ def check_model(recipe: Recipe, vocab_size: int | None = None, checkpoint: Path 
 
 def _check_memory(recipe: Recipe, model: PreTrainedModel) -> None:
     plan, sizes, n_positions = recipe.training, model.config, recipe.model.n_positions
+    batch_size, passes = plan.split(num_processes())
     assert recipe.optimizer.name is not None, "training needs a recipe that was resolved"
-    num_shards = int(os.environ.get("WORLD_SIZE", 1)) if os.environ.get("ACCELERATE_USE_FSDP") == "true" else 1
+    num_shards = 1 if plan.shard == "none" else num_processes()
     trained = FLOAT_BYTES * sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     weights = (parameter_bytes(model) + trained * (1 + OPTIMIZERS[recipe.optimizer.name].state_numbers)) // num_shards
     activations = activation_bytes(
         model,
-        plan.batch_size * n_positions,
+        batch_size * n_positions,
         number_bytes=FLOAT_BYTES if autocast_dtype(plan.precision) is None else 2,
         recomputes=plan.gradient_checkpointing,
     )
-    subject = f"training.batch_size: {plan.batch_size} blocks of {n_positions} tokens"
+    subject = f"training.batch_size: {batch_size} blocks of {n_positions} tokens"
     if weights > activations:
         subject = (
             f"model: hidden_size {sizes.hidden_size}, {sizes.num_hidden_layers} layers, n_positions {n_positions} and "
             f"a vocabulary of {sizes.vocab_size}"
         )
     # Trainer holds all batches of a step at once: ids, labels and documents.
-    batches = 3 * ID_BYTES * plan.gradient_accumulation * plan.batch_size * n_positions
-    check_memory(f"training.gradient_accumulation: {plan.gradient_accumulation} batches given, but one step", batches)
+    batches = 3 * ID_BYTES * passes * batch_size * n_positions
+    check_memory(f"training.global_batch_size: {plan.global_batch_size} blocks given, but one step", batches)
     if plan.master == "host":
         check_memory(f"{subject} given, but training", weights)
         weights = 0
@@ -173,18 +176,17 @@ def _create_model(recipe: Recipe, vocab_size: int, checkpoint: Path | None) -> P
     )
 
 
-def training_order(
-    recipe: Recipe, model: PreTrainedModel, text: PreparedText | TaskText, num_devices: int
-) -> BlockOrder:
+def training_order(recipe: Recipe, model: PreTrainedModel, text: PreparedText | TaskText) -> BlockOrder:
     """All blocks the run reads, on all devices, from the first step to the last."""
     blocks = text.train.blocks(recipe.model.n_positions)
     if remark := packing_remark(recipe, model):
         warnings.warn(remark, stacklevel=2)
     plan = recipe.training
+    assert plan.global_batch_size is not None, "training needs a recipe that was resolved"
     return BlockOrder(
         blocks,
         seed=plan.seed,
-        length=plan.max_steps * plan.gradient_accumulation * plan.batch_size * num_devices,
+        length=plan.max_steps * plan.global_batch_size,
         fields=[field for field in blocks[0] if field not in _unread(model)],
     )
 
@@ -210,11 +212,12 @@ def training_arguments(recipe: Recipe, model: PreTrainedModel, output: Path) -> 
     """
     plan = recipe.training
     assert plan.label_smoothing is not None, "training needs a recipe that was resolved"
+    batch_size, passes = plan.split(num_processes())
     return TrainingArguments(
         output_dir=str(output),
         max_steps=plan.max_steps,
-        per_device_train_batch_size=plan.batch_size,
-        gradient_accumulation_steps=plan.gradient_accumulation,
+        per_device_train_batch_size=batch_size,
+        gradient_accumulation_steps=passes,
         label_smoothing_factor=0.0 if _smooths_labels(model) else plan.label_smoothing,
         seed=plan.seed,
         bf16=autocast_dtype(plan.precision) is torch.bfloat16,

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
-from multilin.training.metrics import Meter, mean_over_devices
+from multilin.training.metrics import Meter
 from multilin.training.outcomes import StopRequest, TrainingFailed
+from multilin.training.processes import on_any_device
 from multilin.training.progress import TrainingProgress
 from multilin.training.recipe import Recipe
 
@@ -60,7 +61,7 @@ class StepCallback(TrainerCallback):  # type: ignore[misc]
         both = torch.stack([loss.float(), torch.as_tensor(self.grad_norm, device=loss.device).float()])
         step_loss, step_norm = both.tolist()
         finite = math.isfinite(step_loss) and math.isfinite(step_norm)
-        if self.skips_nonfinite and _on_any_device(not finite):
+        if self.skips_nonfinite and on_any_device(not finite):
             if self.meter.skipped_steps == 0:
                 warnings.warn(
                     f"the loss or the gradient of step {step} is not finite, in the batch of "
@@ -84,7 +85,7 @@ class StepCallback(TrainerCallback):  # type: ignore[misc]
         """Measure the step and decide what follows it."""
         step = state.global_step
         last = step >= args.max_steps
-        stop = _on_any_device(self.stop_request.signal_number is not None)
+        stop = on_any_device(self.stop_request.signal_number is not None)
         self.meter.end_step(self._step_loss)
         self.progress.step(step)
         control.should_evaluate = last or _due(step, self.plan.eval_every_steps)
@@ -109,10 +110,6 @@ class StepCallback(TrainerCallback):  # type: ignore[misc]
                 write(self._line)
             self.progress.line(self._line)
             self._line = None
-
-
-def _on_any_device(flag: bool) -> bool:
-    return mean_over_devices(float(flag)) > 0
 
 
 def _due(step: int, every: int) -> bool:

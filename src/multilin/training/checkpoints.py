@@ -8,16 +8,14 @@ import contextlib
 import dataclasses
 import hashlib
 import json
-import random
 import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from transformers import TrainerState
 
@@ -116,43 +114,29 @@ def read_optimizer(folder: Path) -> dict[str, Any]:
         for key, tensor in read_tensors(folder / "optimizer.safetensors").items():
             slot, name = key.split("/", 1)
             state.setdefault(name, {})[slot] = tensor
+    return {"state": state, "param_groups": read_groups(folder)}
+
+
+def read_groups(folder: Path) -> list[dict[str, Any]]:
+    """The settings of each group of an optimizer's parameters, and their names."""
     with loading(folder / "optimizer.json"):
-        groups = [
+        return [
             # JSON knows lists only.
             {name: tuple(v) if isinstance(v, list) and name != "params" else v for name, v in group.items()}
             for group in read_json(folder / "optimizer.json")
         ]
-    return {"state": state, "param_groups": groups}
 
 
-def write_random_state(path: Path) -> None:
-    """Write the state of every random number generator of this process: Python, NumPy, torch on CPU and GPU."""
-    version, words, gauss = random.getstate()
-    numpy_state: Any = np.random.get_state(legacy=True)
-    name, keys, *numpy_rest = numpy_state
-    tensors = {
-        "python": torch.tensor(words, dtype=torch.int64),
-        "numpy": torch.from_numpy(keys.astype(np.int64)),
-        "torch": torch.get_rng_state(),
-    }
-    if torch.cuda.is_available():
-        tensors["cuda"] = torch.cuda.get_rng_state()
-    rest = {"python": [version, gauss], "numpy": [name, *numpy_rest]}
-    save_file(tensors, path, metadata={"rest": json.dumps(rest)})
+def check_groups(saved: list[dict[str, Any]], own: list[dict[str, Any]]) -> None:
+    """Refuse groups of parameters with other settings than the optimizer's own, see `check_like`."""
 
+    def plain(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        return [
+            {name: list(v) if isinstance(v, tuple) else v for name, v in group.items() if name != "params"}
+            for group in groups
+        ]
 
-def read_random_state(path: Path) -> None:
-    """Set every random number generator of this process to the state that `write_random_state` wrote."""
-    with loading(path):
-        tensors = read_tensors(path)
-        with safe_open(path, framework="pt") as file:
-            rest = json.loads(file.metadata()["rest"])
-        (version, gauss), (name, *numpy_rest) = rest["python"], rest["numpy"]
-        random.setstate((version, tuple(tensors["python"].tolist()), gauss))
-        np.random.set_state((name, tensors["numpy"].numpy().astype(np.uint32), *numpy_rest))
-        torch.set_rng_state(tensors["torch"])
-        if "cuda" in tensors and torch.cuda.is_available():
-            torch.cuda.set_rng_state(tensors["cuda"])
+    check_like(plain(saved), plain(own), "groups")
 
 
 def read_tensors(path: Path) -> dict[str, torch.Tensor]:

@@ -17,7 +17,7 @@ def mean_over_devices(value: float) -> float:
     state = PartialState()
     if state.num_processes == 1:
         return value
-    return float(reduce(torch.tensor(value, device=state.device), reduction="mean"))
+    return float(reduce(torch.tensor(value, dtype=torch.float64, device=state.device), reduction="mean"))
 
 
 class Meter:
@@ -92,8 +92,9 @@ class Meter:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything to continue from, as plain data."""
-        return {"seconds": self.seconds} | {name: getattr(self, name) for name in _SUMS}
+        """Everything to continue from on any number of devices, as plain data; called in every process."""
+        sums = {name: getattr(self, name) for name in _SUMS}
+        return {"seconds": self.seconds} | sums | {"loss_sum": mean_over_devices(self.loss_sum)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a state that `state_dict` gave."""

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 from multilin.data.settings import DataRecipe, TokenizerRecipe
-from multilin.errors import InputError, nearest, shorten, shown
+from multilin.errors import InputError, nearest, plural, shorten, shown
 from multilin.files import write_whole
 from multilin.settings import bounds, load_settings, settings
 from multilin.settings.bounds import Fraction
@@ -85,8 +85,8 @@ class TrainingRecipe:
     """The run."""
 
     max_steps: bounds.Steps = 1000  # optimizer steps
-    batch_size: bounds.Batch = 16  # blocks per device and forward pass
-    gradient_accumulation: bounds.Passes = 1  # forward passes summed into one step
+    batch_size: bounds.Batch = 16  # most blocks per device and forward pass
+    global_batch_size: bounds.Blocks | None = None  # blocks per step on all devices; batch_size x devices by default
     label_smoothing: Fraction | None = None  # probability spread over the whole vocabulary, in training only
     seed: bounds.Seed = 0  # seed of initial weights, data order and dropout
     precision: Literal["auto", "float32", "bf16", "int8"] = "auto"  # auto: bf16 where the hardware computes in it
@@ -94,6 +94,7 @@ class TrainingRecipe:
     normalize_gradients: bool = False  # bring each layer's incoming gradient to unit size, for half precision
     quantization: Literal["none", "sim_4bit", "sim_2bit", "ternary"] = "none"  # weights as if stored in few values
     master: Literal["device", "host"] = "device"  # where int8's float weights and the optimizer live; host is the CPU
+    shard: Literal["none", "fsdp"] = "none"  # fsdp: each device holds a part of every tensor; none: all hold the whole
     communication: Literal["float", "int8"] = "float"  # how gradients travel between devices; int8 in blocks of 128
     gradient_checkpointing: bool = False  # recompute activations in the backward pass: less memory, more time
     compile: bool = False  # torch.compile the model
@@ -104,6 +105,28 @@ class TrainingRecipe:
     log_every_steps: bounds.Steps = 10  # steps between lines of metrics.jsonl
     lora: LoraRecipe | None = None  # train adapters alone: rank, alpha, dropout, targets
     tensorboard: bool = False  # also write TensorBoard event files into the run folder
+
+    def split(self, num_devices: int) -> tuple[int, int]:
+        """Blocks of one forward pass, and forward passes of one step, on each of so many devices.
+
+        Raises:
+            InputError: the blocks of a step cannot be shared out evenly.
+        """
+        blocks = self.global_batch_size or self.batch_size * num_devices
+        share, left = divmod(blocks, num_devices)
+        if left:
+            raise InputError(
+                f"training.global_batch_size: {blocks} given, but {num_devices} processes take multiples of "
+                f"{num_devices}; start another number of processes"
+            )
+        if share > self.batch_size and share % self.batch_size:
+            multiple = self.batch_size * num_devices
+            raise InputError(
+                f"training.global_batch_size: {blocks} given, but forward passes of training.batch_size "
+                f"{self.batch_size} on {plural(num_devices, 'device')} take multiples of {multiple}"
+            )
+        size = min(share, self.batch_size)
+        return size, share // size
 
 
 @settings
@@ -127,6 +150,7 @@ CHANGEABLE_ON_RESUME = (
     "training.save_every_steps",
     "training.keep_checkpoints",
     "training.log_every_steps",
+    "training.shard",
     "training.tensorboard",
 )
 

@@ -6,6 +6,7 @@ from typing import Any
 from multilin.model.factory import DEFAULT_NUM_LAYERS, training_defaults
 from multilin.training.optimizers.build import resolve_optimizer
 from multilin.training.precision import resolve_precision
+from multilin.training.processes import num_processes
 from multilin.training.recipe import DEFAULT_VOCAB_SIZE, Recipe, fill
 from multilin.training.schedules import resolve_schedule
 
@@ -19,6 +20,7 @@ def resolve_recipe(recipe: Recipe) -> Recipe:
     defaults = training_defaults(recipe.model.architecture)
     precision: Any = resolve_precision(recipe.training.precision)
     training = dataclasses.replace(recipe.training, precision=precision)
+    training = fill(training, global_batch_size=training.batch_size * num_processes())
     if training.lora is not None:
         training = dataclasses.replace(training, lora=fill(training.lora, alpha=2.0 * training.lora.rank))
     layers, tokenizer = recipe.model.layers, recipe.tokenizer

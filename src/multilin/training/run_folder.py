@@ -10,6 +10,7 @@ Checkpoints lie beside it, in NAME.checkpoints, so that the folder can be publis
 and what training needs to go on; a run is resumed from there, and the files of its folder are written anew.
 """
 
+import dataclasses
 import importlib.util
 import json
 import shutil
@@ -25,9 +26,9 @@ from multilin.data.task_text import TaskText
 from multilin.errors import InputError
 from multilin.files import atomic_files, check_folder, check_writable, remove_partials, write_whole
 from multilin.training import checkpoints
-from multilin.training.recipe import RECIPE_FILE, Recipe, first_difference, load_recipe, save_recipe
+from multilin.training.recipe import RECIPE_FILE, Recipe, fill, first_difference, load_recipe, save_recipe
 
-RUN_FILE = "run.json"  # in a checkpoint: text, metrics and number of processes when it was written
+RUN_FILE = "run.json"  # in a checkpoint: text and metrics when it was written
 METRICS = ("step", "tokens", "seconds", "loss", "tokens_per_second")  # in every line of metrics.jsonl
 
 # Files that a run writes at the top of its folder, and that --overwrite removes; others are left alone.
@@ -54,7 +55,7 @@ class RunFolder:
         self._begun: tuple[Recipe, PreTrainedTokenizerFast]
         self._record: dict[str, Any]
 
-    def check(self, recipe: Recipe, *, resume: bool, overwrite: bool, num_processes: int = 1) -> Path | None:
+    def check(self, recipe: Recipe, *, resume: bool, overwrite: bool) -> Path | None:
         """Refuse, before any work, a folder that this run must not or cannot write to.
 
         Returns:
@@ -72,7 +73,7 @@ class RunFolder:
         if (self.path / RUN_FILE).exists():
             raise InputError(f"output: {self.path} is a checkpoint of a run; give the folder of the run, or a new one")
         if resume:
-            return self._check_resumable(recipe, num_processes)
+            return self._check_resumable(recipe)
         if recipe.model.start is not None and Path(recipe.model.start).resolve() == self.path.resolve():
             raise InputError(f"output: {self.path} holds the model to start from (model.start); give another folder")
         if self.recipe.exists() and not overwrite:
@@ -83,6 +84,13 @@ class RunFolder:
         if not self.recipe.exists() and self.path.exists() and any(self.path.glob("[!.]*")):
             raise InputError(f"output: {self.path} holds files that are not a run; give a new or an empty folder")
         return None
+
+    def with_its_batch(self, recipe: Recipe) -> Recipe:
+        """The recipe with the run's blocks per step, unless it has its own: so another number of devices can go on."""
+        if not self.recipe.exists():
+            return recipe
+        blocks = load_recipe(self.path).training.global_batch_size
+        return dataclasses.replace(recipe, training=fill(recipe.training, global_batch_size=blocks))
 
     def begin(self, recipe: Recipe, text: PreparedText | TaskText, checkpoint: Path | None) -> None:
         """Make the folder ready: the files of an earlier run are removed, unless this one goes on from its checkpoint.
@@ -112,12 +120,12 @@ class RunFolder:
         self._begun = recipe, text.tokenizer
         self._record = {"data": data, "metrics": lines}
 
-    def write_record(self, checkpoint: Path, num_processes: int) -> None:
+    def write_record(self, checkpoint: Path) -> None:
         """Write the files of a checkpoint that describe the run: recipe, tokenizer, text, metrics."""
         recipe, tokenizer = self._begun
         save_recipe(recipe, checkpoint / RECIPE_FILE)
         tokenizer.save_pretrained(checkpoint)
-        checkpoints.write_json(checkpoint / RUN_FILE, {**self._record, "num_processes": num_processes})
+        checkpoints.write_json(checkpoint / RUN_FILE, self._record)
 
     def last_checkpoint(self) -> Path | None:
         """The newest checkpoint."""
@@ -160,7 +168,7 @@ class RunFolder:
         complete = content[: content.rfind(b"\n") + 1]
         return [_parse_line(text, f"{self.metrics}:{number}") for number, text in enumerate(complete.splitlines(), 1)]
 
-    def _check_resumable(self, recipe: Recipe, num_processes: int) -> Path | None:
+    def _check_resumable(self, recipe: Recipe) -> Path | None:
         for path in filter(lambda path: path.suffix, self._written()):
             check_writable("output", path)
         checkpoint = self._whole_checkpoint()
@@ -170,13 +178,8 @@ class RunFolder:
             before = load_recipe(self.path)
         else:
             checkpoints.check_trainer_state(checkpoint)
-            record = _read_record(checkpoint)
+            _read_record(checkpoint)
             before = load_recipe(checkpoint)
-            if record["num_processes"] != num_processes:
-                raise InputError(
-                    f"processes: {num_processes} given, but {record['num_processes']} trained the run in {self.path}; "
-                    "resume it with as many"
-                )
         if difference := first_difference(before, recipe):
             name, old, new = difference
             raise InputError(
@@ -230,4 +233,4 @@ def _read_record(checkpoint: Path) -> dict[str, Any]:
         record = checkpoints.read_json(path)
         for number, line in enumerate(record["metrics"], 1):
             _parse_line(json.dumps(line).encode(), f"{path}: line {number} of metrics")
-        return {name: record[name] for name in ("data", "metrics", "num_processes")}
+        return {name: record[name] for name in ("data", "metrics")}

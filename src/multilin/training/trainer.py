@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from accelerate import PartialState
 from accelerate.utils import broadcast
+from torch.distributed import DistError
 from transformers import TrainerCallback, set_seed
 
 from multilin.errors import InputError
@@ -18,6 +19,7 @@ from multilin.training.checkpoints import WRITE_ERRORS, checkpoint_folder, check
 from multilin.training.host_master import check_host_master
 from multilin.training.lock import locked_folder
 from multilin.training.outcomes import RunResult, StopRequest, TrainingFailed, TrainingInterrupted
+from multilin.training.processes import join_processes, were_restarted
 from multilin.training.progress import TrainingProgress
 from multilin.training.recipe import Recipe
 from multilin.training.report import draw_loss, write_card
@@ -36,7 +38,9 @@ def train(
 ) -> RunResult:
     """Train the model a recipe describes and leave everything about the run in its output folder.
 
-    Under torchrun or `accelerate launch` every process calls this and they train together.
+    Under torchrun or `accelerate launch` every process calls this and they train together. What a step reads and draws
+    at random does not depend on their number, so a run may go on with more or fewer of them. When torchrun starts them
+    again, as one has died, they go on at the last checkpoint.
 
     Args:
         recipe: what to train, on what, how, and where to.
@@ -50,12 +54,14 @@ def train(
         TrainingFailed: a loss that is not finite, or a full disk; the last checkpoint stands.
         TrainingInterrupted: SIGINT or SIGTERM, after a checkpoint.
     """
-    recipe = resolve_recipe(recipe)
-    check_model(recipe, checkpoint=RunFolder(recipe.output).last_checkpoint() if resume else None)
-    devices = PartialState(cpu=not torch.accelerator.is_available())
+    folder = RunFolder(recipe.output)
+    recipe = resolve_recipe(folder.with_its_batch(recipe) if resume else recipe)
+    check_model(recipe, checkpoint=folder.last_checkpoint() if resume else None)
+    devices = join_processes()
+    if were_restarted():
+        resume, overwrite = folder.recipe.exists(), False
     if recipe.training.master == "host":
         check_host_master(recipe.training, devices)
-    folder = RunFolder(recipe.output)
     if progress is None or not devices.is_main_process:
         progress = TrainingProgress()
     with _opened(folder, recipe, devices, resume=resume, overwrite=overwrite) as checkpoint:
@@ -94,7 +100,7 @@ def _opened(
         step = 0
         if devices.is_main_process:
             stack.enter_context(locked_folder(recipe.output))
-            newest = folder.check(recipe, resume=resume, overwrite=overwrite, num_processes=devices.num_processes)
+            newest = folder.check(recipe, resume=resume, overwrite=overwrite)
             step = 0 if newest is None else checkpoint_step(newest)
         if devices.num_processes > 1:
             step = int(broadcast(torch.tensor(step, device=devices.device)))
@@ -108,6 +114,7 @@ def _run(trainer: RunTrainer, checkpoint: Path | None, progress: TrainingProgres
         progress.message(f"no checkpoint in {trainer.folder.checkpoints}: starts at the first step")
     try:
         trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+        trainer.finish_checkpoint()
     finally:
         progress.stop()
 
@@ -138,6 +145,11 @@ def _finish(trainer: RunTrainer) -> RunResult:
     return result
 
 
+def _stands(folder: RunFolder) -> str:
+    last = folder.last_checkpoint()
+    return f"the checkpoint of step {checkpoint_step(last)} stands" if last else "no checkpoint was saved yet"
+
+
 @contextlib.contextmanager
 def _failures_in_one_sentence(folder: RunFolder) -> Iterator[None]:
     try:
@@ -145,8 +157,13 @@ def _failures_in_one_sentence(folder: RunFolder) -> Iterator[None]:
     except (InputError, BrokenPipeError):
         raise
     except TrainingFailed as failure:
-        last = folder.last_checkpoint()
-        stands = f"the checkpoint of step {checkpoint_step(last)} stands" if last else "no checkpoint was saved yet"
-        raise TrainingFailed(f"{failure}; {stands}") from failure.__cause__
+        raise TrainingFailed(f"{failure}; {_stands(folder)}") from failure.__cause__
     except WRITE_ERRORS as error:
         raise TrainingFailed(f"the run in {folder.path} stopped: {error}") from error
+    except RuntimeError as error:
+        if not (isinstance(error, DistError) or "gloo" in str(error)):
+            raise
+        raise TrainingFailed(
+            f"the run in {folder.path} stopped, as another of its processes has ended; {_stands(folder)}, and --resume "
+            "goes on there"
+        ) from error

@@ -1,48 +1,45 @@
-"""transformers' Trainer, with checkpoints that hold no pickles and resume bit for bit.
+"""transformers' Trainer for the blocks of a run.
 
-Trainer brings the loop, autocast, compilation and training on several devices (DDP, FSDP). Replaced here are the
-places it keeps private: how a checkpoint is written and read. Everything else goes through its public methods.
+Trainer brings the loop, autocast, compilation and training on several devices (DDP). All here goes through its public
+methods; checkpoints are in `saving_trainer`.
 """
 
-import contextlib
+import functools
 import inspect
 import itertools
 import sys
 from collections.abc import Iterator
-from pathlib import Path
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate import PartialState
-from torch.distributed.checkpoint import state_dict as distributed
 from torch.utils.data import Sampler, SequentialSampler, default_collate
-from transformers import PreTrainedModel, PrinterCallback, Trainer, TrainerControl
+from transformers import PreTrainedModel, PrinterCallback, TrainerControl, set_seed
 
 from multilin.data.prepare import PreparedText
 from multilin.data.task_text import TaskText
-from multilin.files import atomic_files
-from multilin.inference.run_files import ADAPTER_WEIGHTS
+from multilin.ops.threads import adapt
 from multilin.scoring.answers import score_answers
 from multilin.scoring.losses import evaluate
-from multilin.training import checkpoints
-from multilin.training.adapters import in_model, save_adapters
 from multilin.training.assemble import training_arguments, training_order
 from multilin.training.callbacks import StepCallback
 from multilin.training.communication import compress_gradients
 from multilin.training.host_master import HostMaster, Link
 from multilin.training.metrics import Meter
 from multilin.training.optimizers import build_optimizer
-from multilin.training.outcomes import StopRequest, TrainingFailed
+from multilin.training.outcomes import StopRequest
 from multilin.training.precision import autocast_dtype
 from multilin.training.progress import TrainingProgress
 from multilin.training.recipe import Recipe
 from multilin.training.run_folder import RunFolder
+from multilin.training.saving_trainer import SavingTrainer, bare_optimizer
 from multilin.training.schedules import build_schedule
+from multilin.training.sharding import ShardWriter, shard
 
-_WHOLE = distributed.StateDictOptions(full_state_dict=True, cpu_offload=True)
 
-
-class RunTrainer(Trainer):  # type: ignore[misc]
+class RunTrainer(SavingTrainer):
     """Trains on the blocks of a run, in their order, and keeps its checkpoints.
 
     Args:
@@ -67,7 +64,7 @@ class RunTrainer(Trainer):  # type: ignore[misc]
     ) -> None:
         devices, plan = PartialState(), recipe.training
         self.recipe, self.text, self.folder = recipe, text, folder
-        self.order = order = training_order(recipe, model, text, devices.num_processes)
+        self.order = order = training_order(recipe, model, text)
         blocks_per_step = len(order) // plan.max_steps
         self.callback = StepCallback(
             recipe=recipe,
@@ -80,6 +77,10 @@ class RunTrainer(Trainer):  # type: ignore[misc]
         args = training_arguments(recipe, model, folder.checkpoints)
         self.host = HostMaster(model, Link(args.device)) if plan.master == "host" else None
         model = model if self.host is None else self.host.copy
+        self.background, self.shards = ThreadPoolExecutor(1), None
+        if plan.shard != "none" and devices.num_processes > 1:
+            shard(model, args.device)
+            self.shards = ShardWriter()
         use_cache = getattr(model.config, "use_cache", True)
         super().__init__(
             model=model, args=args, train_dataset=order, data_collator=default_collate, callbacks=[self.callback]
@@ -90,15 +91,14 @@ class RunTrainer(Trainer):  # type: ignore[misc]
         if "num_items_in_batch" in inspect.signature(model.forward).parameters:
             self.model_accepts_loss_kwargs = True
 
-    @property
-    def master(self) -> Any:
-        """The module that the optimizer changes and checkpoints keep: the trained model, or its floats on the host."""
-        return self.model if self.host is None else self.host.model
-
     def create_accelerator_and_postprocess(self) -> None:
         """Also note each gradient norm where it is computed: transformers 5.0 hands it to no callback."""
         super().create_accelerator_and_postprocess()
         prepare_model, clip = self.accelerator.prepare_model, self.accelerator.clip_grad_norm_
+        if self.shards is not None:  # it is distributed already
+            self.accelerator.prepare_model = functools.partial(
+                prepare_model, device_placement=False, evaluation_mode=True
+            )
 
         def prepare_and_compress(*args: Any, **kwargs: Any) -> Any:
             return compress_gradients(prepare_model(*args, **kwargs))
@@ -126,7 +126,7 @@ class RunTrainer(Trainer):  # type: ignore[misc]
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:
         """The recipe's schedule."""
         if getattr(self, "lr_scheduler", None) is None:
-            bare = _bare(optimizer or self.optimizer)
+            bare = bare_optimizer(optimizer or self.optimizer)
             self.lr_scheduler: Any = build_schedule(self.recipe.schedule, bare, num_training_steps)
         return self.lr_scheduler
 
@@ -139,6 +139,12 @@ class RunTrainer(Trainer):  # type: ignore[misc]
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Forward and backward of one batch; its loss is metered."""
+        # The blocks of this pass are the same however many devices share a step, and so is what is drawn at random.
+        place = self._passes_done * self.args.world_size + self.args.process_index
+        source = np.random.SeedSequence([self.args.seed, self.state.global_step, place])
+        set_seed(int(source.generate_state(1)[0]))
+        self._passes_done += 1
+        adapt()
         loss: torch.Tensor = super().training_step(*args, **kwargs)
         self.callback.meter.add_loss(loss)
         return loss
@@ -178,6 +184,7 @@ class RunTrainer(Trainer):  # type: ignore[misc]
 
         The first token of a row is not predicted, whatever name the model's loss goes by.
         """
+        self._passes_done = 0  # of the step that begins
         batches = list(itertools.islice(epoch_iterator, num_batches))
         if not batches or not self.model_accepts_loss_kwargs:
             return batches, None
@@ -188,111 +195,6 @@ class RunTrainer(Trainer):  # type: ignore[misc]
         """Not counted: it would walk over all parameters at every step."""
         return 0
 
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Write the model in Hugging Face's layout, or its adapters in PEFT's, gathered from all devices.
-
-        Raises:
-            OSError: the folder cannot be written.
-        """
-        model = self.accelerator.unwrap_model(self.master, keep_torch_compile=False)
-        weights = distributed.get_model_state_dict(self.master, options=_WHOLE) if self.args.world_size > 1 else None
-        if not self.is_world_process_zero():
-            return
-        folder = Path(output_dir or self.folder.path)
-        if self.recipe.training.lora is None:
-            model.save_pretrained(str(folder), state_dict=weights)
-        else:
-            save_adapters(model, folder, weights)
-
-    def publish_model(self) -> None:
-        """Put the model at the top of the run folder, each file complete or not there."""
-        if self.is_world_process_zero():
-            with atomic_files(self.folder.path) as partial:
-                self.save_model(str(partial))
-        else:
-            self.save_model()
-
-    def bare_model(self) -> PreTrainedModel:
-        """The model as it was before training wrapped it, for use."""
-        model: PreTrainedModel = self.accelerator.unwrap_model(
-            self.master, keep_fp32_wrapper=False, keep_torch_compile=False
-        )
-        model.train(False)
-        return model
-
     def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[int]:
         # The order is decided by the dataset itself, so that it is the same after a stop.
         return SequentialSampler(self.order)
-
-    def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
-        step, parent, wait = self.state.global_step, self.folder.checkpoints, self.accelerator.wait_for_everyone
-        try:
-            with self.callback.meter.paused():
-                with contextlib.ExitStack() as stack:
-                    if self.is_world_process_zero():
-                        keep = self.recipe.training.keep_checkpoints
-                        stack.enter_context(checkpoints.published(parent, step, keep))
-                    wait()  # until the folder is there, which every process writes into
-                    self._write_checkpoint(checkpoints.partial_folder(parent, step))
-                    wait()
-                wait()
-        except checkpoints.WRITE_ERRORS as error:
-            raise TrainingFailed(f"the checkpoint of step {step} could not be written to {parent} ({error})") from error
-
-    def _write_checkpoint(self, folder: Path) -> None:
-        self.save_model(str(folder))
-        checkpoints.write_random_state(folder / f"random-{self.args.process_index}.safetensors")
-        state = distributed.get_optimizer_state_dict(self.master, _bare(self.optimizer), options=_WHOLE)
-        if self.is_world_process_zero():
-            checkpoints.write_optimizer(folder, state)
-            checkpoints.write_json(folder / "schedule.json", self.lr_scheduler.state_dict())
-            checkpoints.write_json(folder / "meter.json", self.callback.meter.state_dict())
-            self.folder.write_record(folder, self.args.world_size)
-            self.state.save_to_json(str(folder / checkpoints.STATE))
-
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: torch.nn.Module | None = None) -> None:
-        is_whole = self.recipe.training.lora is None
-        path = Path(resume_from_checkpoint) / ("model.safetensors" if is_whole else ADAPTER_WEIGHTS)
-        with checkpoints.loading(path):
-            weights: dict[str, Any] = {**checkpoints.read_tensors(path)}
-            if not is_whole:
-                weights = in_model(weights, self.accelerator.unwrap_model(self.master, keep_torch_compile=False))
-            # Not strict: a weight that is tied to another is stored once.
-            options = distributed.StateDictOptions(full_state_dict=True, strict=False)
-            distributed.set_model_state_dict(model or self.master, weights, options=options)
-        if self.host is not None:
-            self.host.send()
-
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if checkpoint is None:
-            return
-        folder = Path(checkpoint)
-        state = checkpoints.read_optimizer(folder)
-        with checkpoints.loading(folder / "optimizer.json"):
-            checkpoints.check_like(_plain_groups(state), _plain_groups(_bare(self.optimizer).state_dict()), "groups")
-        with checkpoints.loading(folder / "optimizer.safetensors"):
-            options = distributed.StateDictOptions(full_state_dict=True)
-            distributed.set_optimizer_state_dict(self.master, _bare(self.optimizer), state, options=options)
-        for name, holder in (("schedule.json", self.lr_scheduler), ("meter.json", self.callback.meter)):
-            with checkpoints.loading(folder / name):
-                values, own = checkpoints.read_json(folder / name), holder.state_dict()
-                checkpoints.check_like(values, own)
-                holder.load_state_dict(values)
-
-    def _load_rng_state(self, checkpoint: str | None) -> None:
-        if checkpoint is not None:
-            checkpoints.read_random_state(Path(checkpoint) / f"random-{self.args.process_index}.safetensors")
-
-
-def _plain_groups(state: dict[str, Any]) -> list[dict[str, Any]]:
-    """The settings of each group of an optimizer's parameters."""
-    return [
-        {name: list(v) if isinstance(v, tuple) else v for name, v in group.items() if name != "params"}
-        for group in state["param_groups"]
-    ]
-
-
-def _bare(optimizer: Any) -> torch.optim.Optimizer:
-    """The optimizer inside accelerate's wrapper."""
-    bare: torch.optim.Optimizer = getattr(optimizer, "optimizer", optimizer)
-    return bare

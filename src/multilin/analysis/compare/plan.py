@@ -79,9 +79,9 @@ class Plan:
 
     @property
     def tokens_per_step(self) -> int:
-        """Training tokens of a step on one device."""
+        """Training tokens of a step."""
         training = self.recipe.training
-        return training.batch_size * training.gradient_accumulation * self.recipe.model.n_positions
+        return (training.global_batch_size or training.batch_size) * self.recipe.model.n_positions
 
     def run(self, output: str, seed: int, choice: Choice) -> Recipe:
         """The recipe of one run of the row, in its folder: OUTPUT/ROW-sSEED, and the values of the grid behind it."""

@@ -2,7 +2,6 @@
 
 import dataclasses
 import itertools
-import os
 from pathlib import Path
 
 from multilin.analysis.compare.answers import remarks_on
@@ -25,6 +24,7 @@ from multilin.files import check_folder, check_writable
 from multilin.machine import examine
 from multilin.training.lock import locked_folder
 from multilin.training.outcomes import TrainingFailed, TrainingInterrupted
+from multilin.training.processes import num_processes
 from multilin.training.progress import TrainingProgress
 from multilin.training.recipe import RECIPE_FILE, Recipe, first_difference, load_recipe
 from multilin.training.trainer import train
@@ -44,7 +44,7 @@ def compare(sweep: Sweep, *, overwrite: bool = False, progress: TrainingProgress
         InputError: a row that cannot be trained, or a folder with runs of another sweep; nothing was trained.
         TrainingInterrupted: SIGINT or SIGTERM, after a checkpoint; the same call goes on there.
     """
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if num_processes() > 1:
         raise InputError("compare: runs are compared in one process; start it without torchrun")
     check_sweep(sweep)
     output = Path(sweep.output)

@@ -206,7 +206,7 @@ def _frame(recipe: Recipe) -> Values:
         "model": sizes | ({"num_layers": num_layers} if num_layers else {}),
         "data": values["data"],
         "tokenizer": values["tokenizer"],
-        "training": {name: values["training"][name] for name in ("batch_size", "gradient_accumulation", "precision")},
+        "training": {name: values["training"][name] for name in ("batch_size", "global_batch_size", "precision")},
     }
 
 

@@ -1,10 +1,13 @@
 """The base class of optimizers that normalise gradients: the loop over parameters, and exact norms."""
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from multilin.errors import InputError
 
@@ -16,6 +19,9 @@ class NormalizingOptimizer(torch.optim.Optimizer):
 
     A parameter group with `rows` true has its tensors treated row by row, the others are treated as a whole. A
     parameter without a gradient is left alone, as in PyTorch; one whose gradient is zero counts as seen.
+
+    A parameter may be divided among devices by rows (a DTensor, as FSDP2 makes it). The squares of a tensor that is
+    treated as a whole are then summed over all devices; a row is whole on its device, and so are its statistics.
 
     Subclasses update many whole tensors at once, with PyTorch's functions over lists of tensors, and one tensor of
     rows at a time. They never wait for a number from the device, and the learning rate may be a tensor, so a step can
@@ -71,9 +77,19 @@ class NormalizingOptimizer(torch.optim.Optimizer):
 
 
 def norms(tensors: list[Tensor]) -> list[Tensor]:
-    """Frobenius norm of each tensor, in float32 or better."""
+    """Frobenius norm of each tensor, in float32 or better; of one divided among devices, of the whole."""
     wide = None if tensors[0].dtype in (torch.float32, torch.float64) else torch.float32
-    return list(torch._foreach_norm(tensors, 2, dtype=wide))
+    parts = torch._foreach_norm(local(tensors), 2, dtype=wide)
+    if not isinstance(tensors[0], DTensor):
+        return list(parts)
+    squares = torch.stack(parts).double().square()
+    dist.all_reduce(squares, group=tensors[0].device_mesh.get_group())
+    return list(squares.sqrt().to(parts[0].dtype).unbind())
+
+
+def local(tensors: list[Tensor]) -> list[Tensor]:
+    """The part of each tensor that this device holds, to be changed in place; all of one that is not divided."""
+    return [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
 
 
 def row_norms(rows: Tensor) -> Tensor:
@@ -90,8 +106,9 @@ def inverse(values: Tensor) -> Tensor:
 
 
 def as_rows(tensor: Tensor) -> Tensor:
-    """A view (rows, numbers per row)."""
-    return tensor if tensor.ndim == 2 else tensor.view(len(tensor), -1)
+    """A view (rows, numbers per row) of what this device holds."""
+    (part,) = local([tensor])
+    return part if part.ndim == 2 else part.view(len(part), math.prod(part.shape[1:]))
 
 
 def _cache_sized(parameters: list[Tensor]) -> Iterator[slice]:

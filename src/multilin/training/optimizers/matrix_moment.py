@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from multilin.training.optimizers.base import NormalizingOptimizer, as_rows, norms, row_norms
+from multilin.training.optimizers.base import NormalizingOptimizer, as_rows, local, norms, row_norms
 
 NOW, MOMENTUM = 0.2, 0.8  # weights of this step's direction and of the average in an update
 
@@ -40,7 +40,7 @@ class MatrixMoment(NormalizingOptimizer):
 
     def update_whole(self, parameters: list[Tensor], gradients: list[Tensor], group: dict[str, Any]) -> None:
         """See the class."""
-        states = [self._state(parameter, ()) for parameter in parameters]
+        states = [self._state(parameter) for parameter in parameters]
         roots = [max(parameter.numel(), 1) ** 0.5 for parameter in parameters]
         mean_square = torch.stack(torch._foreach_div(norms(gradients), roots)).square()
         second_moment, weight, step = (
@@ -51,7 +51,8 @@ class MatrixMoment(NormalizingOptimizer):
             torch._foreach_copy_([state[name] for state in states], values.unbind())
 
         dtype, lr = parameters[0].dtype, group["lr"]
-        momenta = [state["momentum"] for state in states]
+        momenta = local([state["momentum"] for state in states])
+        parameters, gradients = local(parameters), local(gradients)
         torch._foreach_mul_(momenta, keep.to(dtype).unbind())
         torch._foreach_addcmul_(momenta, gradients, ((1 - keep) * factor).to(dtype).unbind())
         if group["weight_decay"]:
@@ -61,10 +62,11 @@ class MatrixMoment(NormalizingOptimizer):
 
     def update_rows(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
         """See the class."""
-        state = self._state(parameter, (len(parameter), 1))
+        state = self._state(parameter, by_row=True)
         rows, now, momentum = as_rows(parameter), as_rows(gradient), as_rows(state["momentum"])
         mean_square = row_norms(now).square() / max(now.shape[1], 1)
-        keep, factor = _advance(state["second_moment"], state["weight"], state["step"], mean_square)
+        (second_moment,) = local([state["second_moment"]])
+        keep, factor = _advance(second_moment, state["weight"], state["step"], mean_square)
 
         dtype, lr = parameter.dtype, group["lr"]
         momentum.mul_(keep.to(dtype)).addcmul_(now, ((1 - keep) * factor).to(dtype))
@@ -73,13 +75,15 @@ class MatrixMoment(NormalizingOptimizer):
         rows.addcmul_(now, (-NOW * lr * factor).to(dtype))
         rows.addcmul_(momentum, (-MOMENTUM * lr * torch.ones_like(keep)).to(dtype))
 
-    def _state(self, parameter: Tensor, shape: tuple[int, ...]) -> dict[str, Tensor]:
+    def _state(self, parameter: Tensor, *, by_row: bool = False) -> dict[str, Tensor]:
         state: dict[str, Tensor] = self.state[parameter]
         if not state:
             dtype = torch.promote_types(parameter.dtype, torch.float32)
             few: dict[str, Any] = {"dtype": dtype, "device": parameter.device}
             state["momentum"] = torch.zeros_like(parameter, memory_format=torch.contiguous_format)
-            state["second_moment"] = torch.zeros(shape, **few)
+            # One number per row, divided among devices as the rows are.
+            first = parameter.detach().reshape(len(parameter), -1)[:, :1] if by_row else torch.zeros((), **few)
+            state["second_moment"] = torch.zeros_like(first, dtype=dtype, memory_format=torch.contiguous_format)
             state["weight"], state["step"] = torch.zeros((), **few), torch.zeros((), **few)
         return state
 

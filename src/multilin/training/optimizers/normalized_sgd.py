@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from multilin.errors import InputError
-from multilin.training.optimizers.base import NormalizingOptimizer, as_rows, inverse, norms, row_norms
+from multilin.training.optimizers.base import NormalizingOptimizer, as_rows, inverse, local, norms, row_norms
 
 RowOrder = Literal["normalize_then_average", "average_then_normalize"]
 ROW_ORDERS: tuple[RowOrder, ...] = get_args(RowOrder)
@@ -59,9 +59,9 @@ class NormalizedSGD(NormalizingOptimizer):
         """See the class."""
         torch._foreach_add_([self._state(parameter)["step"] for parameter in parameters], 1)
         if group["weight_decay"]:
-            torch._foreach_mul_(parameters, 1 - group["lr"] * group["weight_decay"])
+            torch._foreach_mul_(local(parameters), 1 - group["lr"] * group["weight_decay"])
         factors = (-group["lr"] * inverse(torch.stack(norms(gradients)))).to(parameters[0].dtype)
-        torch._foreach_addcmul_(parameters, gradients, factors.unbind())
+        torch._foreach_addcmul_(local(parameters), local(gradients), factors.unbind())
 
     def update_rows(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
         """See the class."""

@@ -1,0 +1,75 @@
+"""A process of a run that several share, noting the blocks it reads and stopping as told; `run_on` starts it."""
+
+import contextlib
+import json
+import os
+import signal
+import sys
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+from tests.processes import run, torchrun
+
+
+def run_on(number: int, *words: Path | str, options: tuple[str, ...] = (), status: int = 0) -> str:
+    """Train recipes, one after the other, in so many processes.
+
+    Args:
+        number: of processes.
+        words: files of recipes; "resume"; SIGNAL:STEP:RANK, sent to the process of that rank, or to "torchrun", when
+            the step begins.
+        options: of torchrun.
+        status: expected of torchrun.
+    """
+    command = [*torchrun(number, *options), "-m", "tests.training.elastic", *map(str, words)]
+    return run(command, environment={**os.environ, "OMP_NUM_THREADS": "1"}, status=status)
+
+
+def note_blocks(file: Path) -> None:
+    """Have every forward pass of this process add its step and its blocks to a file."""
+    from multilin.training.transformers_trainer import RunTrainer
+
+    original = RunTrainer.compute_loss
+
+    def compute_loss(self: Any, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        with file.open("a") as stream:
+            stream.write(json.dumps([self.state.global_step, inputs["input_ids"].tolist()]) + "\n")
+        return original(self, model, inputs, *args, **kwargs)
+
+    RunTrainer.compute_loss = compute_loss  # type: ignore[method-assign]
+
+
+def blocks_of_steps(folder: Path) -> dict[int, list[list[int]]]:
+    """The blocks that all processes read for each step, sorted."""
+    steps = defaultdict(list)
+    for file in folder.glob("*.blocks"):
+        for line in file.read_text().splitlines():
+            step, blocks = json.loads(line)
+            steps[step] += blocks
+    return {step: sorted(blocks) for step, blocks in sorted(steps.items())}
+
+
+def main() -> None:
+    """Train the recipes among the arguments."""
+    from multilin.training.callbacks import StepCallback
+    from multilin.training.outcomes import TrainingInterrupted
+    from multilin.training.recipe import load_recipe
+    from multilin.training.trainer import train
+
+    def send(self: Any, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        for name, step, rank in (word.split(":") for word in sys.argv[2:] if ":" in word):
+            is_first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+            receiver = os.getppid() if rank == "torchrun" else os.getpid()
+            if state.global_step + 1 == int(step) and os.environ["RANK"] == rank.replace("torchrun", "0") and is_first:
+                os.kill(receiver, signal.Signals[name])
+
+    StepCallback.on_step_begin = send  # type: ignore[method-assign]
+    for file in (Path(word) for word in sys.argv[1:] if word.endswith(".yaml")):
+        note_blocks(file.with_name(f"{file.stem}-{os.getpid()}.blocks"))
+        with contextlib.suppress(TrainingInterrupted):
+            train(load_recipe(file), resume="resume" in sys.argv)
+
+
+if __name__ == "__main__":
+    main()

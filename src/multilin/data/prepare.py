@@ -19,7 +19,8 @@ from transformers import PreTrainedTokenizerFast
 from multilin.data.chat import CHAT_TEMPLATE
 from multilin.data.corpora import read_documents, source_fingerprint
 from multilin.data.files import Document
-from multilin.data.packing import PackedText, pack
+from multilin.data.packed_text import PackedText
+from multilin.data.packing import pack
 from multilin.data.progress import Progress, no_progress
 from multilin.data.settings import DataRecipe, TokenizerRecipe
 from multilin.data.tokenizers import load_tokenizer, tokenizer_hash, train_tokenizer

@@ -3,7 +3,7 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from multilin.data.packing import PackedText
+from multilin.data.packed_text import PackedText
 from multilin.errors import InputError
 
 MAX_ORDER = 3

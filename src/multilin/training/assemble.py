@@ -10,8 +10,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, TrainingArguments
 
-from multilin.data.chat import check_cuts
-from multilin.data.packing import BLOCK_FIELDS
+from multilin.data.packed_text import BLOCK_FIELDS, check_cuts
 from multilin.data.prepare import PreparedText, prepare_text
 from multilin.data.progress import Progress, no_progress
 from multilin.data.task_text import TaskText, is_task, task_text

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from multilin.data.packing import Blocks
+from multilin.data.packed_text import Blocks
 from multilin.data.task_text import TaskBlocks
 
 

@@ -3,16 +3,15 @@
 import itertools
 import json
 import warnings
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import safetensors.numpy
 import torch
 from numpy.typing import NDArray
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from multilin.errors import InputError, plural
@@ -41,6 +40,17 @@ class Description:
     is_chat: bool = False  # whether the documents are conversations, of which answers alone are scored
 
 
+def merged(descriptions: Sequence[Description]) -> Description:
+    """That of several packed texts of one tokenizer together."""
+    counts = ("num_tokens", "num_documents", "num_bytes", "counted_bytes")
+    return replace(descriptions[0], **{name: sum(getattr(one, name) for one in descriptions) for name in counts})
+
+
+def write_description(folder: Path, description: Description) -> None:
+    """Write packed.json."""
+    (folder / DESCRIPTION).write_text(json.dumps(asdict(description), indent=2), encoding="utf-8")
+
+
 class PackedText:
     """A packed corpus: all tokens in a row, and where the documents are.
 
@@ -50,8 +60,8 @@ class PackedText:
         num_tokens, num_documents: the start tokens included.
         num_bytes: UTF-8 bytes of the exact text of all documents.
         tokens: (num_tokens,) uint16 or uint32, memory-mapped.
-        document_starts: (num_documents,) int64, the place of each document's start token.
-        document_bytes: (num_documents,) int64, UTF-8 bytes of each document's text.
+        document_starts: (num_documents,) int64, the place of each document's start token, memory-mapped.
+        document_bytes: (num_documents,) int64, UTF-8 bytes of each document's text, memory-mapped.
     """
 
     def __init__(self, folder: Path, description: Description, index: dict[str, NDArray[np.int64]]) -> None:
@@ -78,7 +88,7 @@ class PackedText:
                 check_regular(path, "")
         try:
             description = Description(**json.loads((folder / DESCRIPTION).read_text(encoding="utf-8")))
-            index = safetensors.numpy.load_file(folder / INDEX)
+            index = _map_tensors(folder / INDEX)
             size = (folder / TOKENS).stat().st_size
         except FileNotFoundError as error:
             raise InputError(f"{folder}: no packed text, as {Path(error.filename or folder).name} is missing") from None
@@ -94,6 +104,11 @@ class PackedText:
     def __reduce__(self) -> tuple[Callable[[Path], "PackedText"], tuple[Path]]:
         return PackedText.open, (self.folder,)  # a worker process maps the file itself instead of receiving a copy
 
+    @property
+    def shards(self) -> Iterator["PackedText"]:
+        """Itself, as the only one."""
+        yield self
+
     def blocks(self, block_size: int) -> "Blocks":
         """Blocks of this size, see `Blocks`."""
         return Blocks(self, block_size)
@@ -108,6 +123,14 @@ class PackedText:
         for first in range(0, self.num_tokens, COUNTED_AT_ONCE):
             counts += np.bincount(self.tokens[first : first + COUNTED_AT_ONCE], minlength=len(counts))
         return counts
+
+    def count_cuts(self, block_size: int) -> tuple[int, int, int]:
+        """How many conversations there are, are longer than a block, and lose all their answers by that."""
+        assert self.is_answer is not None
+        sizes = np.diff(self.document_starts, append=self.num_tokens)
+        bounds = zip(self.document_starts, self.document_starts + np.minimum(sizes, block_size), strict=True)
+        num_lost = sum(not self.is_answer[start:end].any() for start, end in bounds)
+        return len(sizes), int((sizes > block_size).sum()), num_lost
 
     def document_of(self, start: int, stop: int) -> NDArray[np.int64]:
         """(stop - start,) the number of the document each token of tokens[start:stop] belongs to."""
@@ -126,6 +149,18 @@ class PackedText:
         if description.counted_bytes in (description.num_bytes, 0):
             return 1.0
         return description.num_bytes / description.counted_bytes
+
+
+def _map_tensors(path: Path) -> dict[str, NDArray[np.int64]]:
+    """The vectors of a safetensors file, memory-mapped: an index grows with the text."""
+    with safe_open(path, framework="np"), path.open("rb") as stream:  # which checks all of the header
+        size = int.from_bytes(stream.read(8), "little")
+        header = json.loads(stream.read(size))
+    return {
+        name: np.memmap(path, np.int64, "r", 8 + size + entry["data_offsets"][0], tuple(entry["shape"]))
+        for name, entry in header.items()
+        if name != "__metadata__" and entry["dtype"] == "I64"
+    }
 
 
 class Blocks(torch.utils.data.Dataset[dict[str, Tensor]]):
@@ -205,11 +240,11 @@ def whole_documents(starts: NDArray[np.int64], num_tokens: int, block_size: int)
     return spans
 
 
-def check_cuts(packed: "PackedText", block_size: int, field: str) -> None:
+def check_cuts(packed: Any, block_size: int, field: str) -> None:
     """Warn of conversations that are longer than a block, which cuts them.
 
     Args:
-        packed: a text has nothing to check.
+        packed: a `PackedText`, or several as one; a text has nothing to check.
         block_size: tokens of a block.
         field: that gave the source; messages begin with it.
 
@@ -218,16 +253,12 @@ def check_cuts(packed: "PackedText", block_size: int, field: str) -> None:
     """
     if packed.is_answer is None:
         return
-    sizes = np.diff(packed.document_starts, append=packed.num_tokens)
-    ends = packed.document_starts + np.minimum(sizes, block_size)
-    bounds = zip(packed.document_starts, ends, strict=True)
-    num_lost = sum(not packed.is_answer[start:end].any() for start, end in bounds)
-    num_cut, number = int((sizes > block_size).sum()), plural(len(sizes), "conversation")
-    if num_lost == len(sizes):
+    number, num_cut, num_lost = packed.count_cuts(block_size)
+    if num_lost == number:
         raise InputError(f"{field}: no answer begins within a block of {block_size} tokens (model.n_positions)")
     if num_cut:
         warnings.warn(
-            f"{field}: {num_cut:,} of {number} are longer than a block of {block_size} tokens (model.n_positions) "
-            f"and are cut there; {num_lost:,} of them lose all their answers",
+            f"{field}: {num_cut:,} of {plural(number, 'conversation')} are longer than a block of {block_size} tokens "
+            f"(model.n_positions) and are cut there; {num_lost:,} of them lose all their answers",
             stacklevel=2,
         )

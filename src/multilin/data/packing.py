@@ -7,10 +7,9 @@ something, and where a text ends the next start token is predicted.
 import contextlib
 import functools
 import itertools
-import json
+import shutil
 import warnings
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +20,7 @@ from transformers import PreTrainedTokenizerFast
 from multilin.data.chat import encode_conversation
 from multilin.data.encoding import Encoder, make_encoder
 from multilin.data.files import Document
-from multilin.data.packed_text import ANSWERS, DESCRIPTION, INDEX, TOKENS, Description, PackedText
+from multilin.data.packed_text import ANSWERS, INDEX, TOKENS, Description, PackedText, merged, write_description
 from multilin.data.tokenizers import start_token_id, token_byte_lengths, tokenizer_hash
 from multilin.errors import InputError
 from multilin.files import atomic_folder
@@ -49,22 +48,51 @@ def pack(
     if folder.exists():
         raise InputError(f"{folder} exists already; a text is packed into a new folder")
     with atomic_folder(folder) as partial:
-        documents = iter(documents)
-        first = next(documents, None)
-        documents = documents if first is None else itertools.chain([first], documents)
-        with (partial / TOKENS).open("wb") as stream, contextlib.ExitStack() as stack:
-            writer = _Writer(tokenizer, stream.write)
-            if first is not None and first.messages is not None:
-                writer.write_answers = stack.enter_context((partial / ANSWERS).open("wb")).write
-                steps = (functools.partial(writer.add_conversation, document) for document in documents)
-            else:
-                steps = (functools.partial(writer.add, batch) for batch in _batches(documents, writer.encoder))
-            for step in steps:
-                step()
-                if progress is not None:
-                    progress(writer.num_bytes)
-        writer.write_index(partial)
+        pack_into(documents, tokenizer, partial, progress)
     return PackedText.open(folder)
+
+
+def pack_into(
+    documents: Iterable[Document],
+    tokenizer: PreTrainedTokenizerFast,
+    folder: Path,
+    progress: Callable[[int], None] | None = None,
+    encoder: Encoder | None = None,
+) -> None:
+    """Like `pack`, into an empty folder; with the encoder of `make_encoder`, which remembers words, if there is one."""
+    documents = iter(documents)
+    first = next(documents, None)
+    documents = documents if first is None else itertools.chain([first], documents)
+    with (folder / TOKENS).open("wb") as stream, contextlib.ExitStack() as stack:
+        writer = _Writer(tokenizer, stream.write, encoder or make_encoder(tokenizer))
+        if first is not None and first.messages is not None:
+            writer.write_answers = stack.enter_context((folder / ANSWERS).open("wb")).write
+            steps = (functools.partial(writer.add_conversation, document) for document in documents)
+        else:
+            steps = (functools.partial(writer.add, batch) for batch in _batches(documents, writer.encoder))
+        for step in steps:
+            step()
+            if progress is not None:
+                progress(writer.num_bytes)
+    writer.write_index(folder)
+
+
+def concatenate(texts: Sequence[PackedText], folder: Path) -> None:
+    """Write packed texts of one tokenizer, one after the other, into an empty folder as one packed text."""
+    first = texts[0].description
+    for name in (TOKENS, ANSWERS) if first.is_chat else (TOKENS,):
+        with (folder / name).open("wb") as stream:
+            for text in texts:
+                with (text.folder / name).open("rb") as part:
+                    shutil.copyfileobj(part, stream)
+    before = np.cumsum([0, *(text.num_tokens for text in texts)])
+    index = {
+        "document_starts": np.concatenate([text.document_starts + n for text, n in zip(texts, before, strict=False)]),
+        "document_bytes": np.concatenate([text.document_bytes for text in texts]),
+        "token_bytes": np.array(texts[0].token_sizes(np.arange(first.vocab_size))),
+    }
+    safetensors.numpy.save_file(index, folder / INDEX)
+    write_description(folder, merged([text.description for text in texts]))
 
 
 def _batches(documents: Iterable[Document], encoder: Encoder) -> Iterator[list[tuple[int, str]]]:
@@ -83,8 +111,8 @@ def _batches(documents: Iterable[Document], encoder: Encoder) -> Iterator[list[t
 
 
 class _Writer:
-    def __init__(self, tokenizer: PreTrainedTokenizerFast, write: Callable[[bytes], object]) -> None:
-        self.encoder, self.num_bytes = make_encoder(tokenizer), 0
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, write: Callable[[bytes], object], encoder: Encoder) -> None:
+        self.encoder, self.num_bytes = encoder, 0
         self._tokenizer, self._write = tokenizer, write
         self._token_bytes = np.array(token_byte_lengths(tokenizer), dtype=np.int64)
         self._dtype = np.dtype(np.uint16 if len(self._token_bytes) <= 2**16 else np.uint32)
@@ -144,4 +172,4 @@ class _Writer:
             start_token_id=start_token_id(self._tokenizer), pad_token_id=int(self._tokenizer.pad_token_id),
             tokenizer_hash=tokenizer_hash(self._tokenizer), is_chat=self.write_answers is not None,
         )  # fmt: skip
-        (folder / DESCRIPTION).write_text(json.dumps(asdict(description), indent=2), encoding="utf-8")
+        write_description(folder, description)

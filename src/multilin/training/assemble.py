@@ -11,7 +11,8 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, TrainingArguments
 
 from multilin.data.packed_text import BLOCK_FIELDS, check_cuts
-from multilin.data.prepare import PreparedText, prepare_text
+from multilin.data.prepare import prepare_text
+from multilin.data.prepared import MixedBlocks, PreparedText
 from multilin.data.progress import Progress, no_progress
 from multilin.data.task_text import TaskText, is_task, task_text
 from multilin.data.tokenizers import tokenizer_hash
@@ -20,6 +21,7 @@ from multilin.inference.runs import read_config
 from multilin.model.factory import create_config, create_model
 from multilin.model.memory import FLOAT_BYTES, ID_BYTES, activation_bytes, check_memory, parameter_bytes
 from multilin.training.adapters import add_adapters
+from multilin.training.mixing import MixedOrder
 from multilin.training.optimizers import OPTIMIZERS
 from multilin.training.order import BlockOrder
 from multilin.training.precision import autocast_dtype, set_arithmetic
@@ -38,7 +40,7 @@ def read_text(recipe: Recipe, progress: Progress = no_progress, run: Path | None
     Raises:
         InputError: the text cannot be read, or holds less than one block of training text.
     """
-    source = recipe.data.source
+    source = recipe.data.name
     if is_task(source):
         raise InputError(f"data.source: {source} is a task, which has no text; name a text")
     tokenizer = recipe.tokenizer
@@ -62,9 +64,9 @@ def read_data(recipe: Recipe, progress: Progress = no_progress, run: Path | None
     Raises:
         InputError: see `read_text`; an unknown task, or blocks too short for it.
     """
-    if not is_task(recipe.data.source):
+    if not is_task(recipe.data.name):
         return read_text(recipe, progress, run)
-    task = task_text(recipe.data.source)
+    task = task_text(recipe.data.name)
     task.train.blocks(recipe.model.n_positions)  # refuses blocks that are too short
     return task
 
@@ -180,17 +182,16 @@ def training_order(
     if remark := packing_remark(recipe, model):
         warnings.warn(remark, stacklevel=2)
     plan = recipe.training
-    return BlockOrder(
-        blocks,
-        seed=plan.seed,
-        length=plan.max_steps * plan.gradient_accumulation * plan.batch_size * num_devices,
-        fields=[field for field in blocks[0] if field not in _unread(model)],
-    )
+    length = plan.max_steps * plan.gradient_accumulation * plan.batch_size * num_devices
+    fields = [field for field in blocks[0] if field not in _unread(model)]
+    if isinstance(blocks, MixedBlocks):
+        return MixedOrder(blocks, seed=plan.seed, length=length, fields=fields)
+    return BlockOrder(blocks, seed=plan.seed, length=length, fields=fields)
 
 
 def packing_remark(recipe: Recipe, model: PreTrainedModel) -> str | None:
     """A warning about a model that cannot tell the documents of a block apart; None for one that can."""
-    if not is_task(recipe.data.source) and (unread := _unread(model)):
+    if not is_task(recipe.data.name) and (unread := _unread(model)):
         names = ", ".join(unread)
         return f"{recipe.model.architecture} does not take {names}: documents packed into one block see each other"
     return None

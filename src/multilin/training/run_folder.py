@@ -20,7 +20,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerFast
 
-from multilin.data.prepare import PreparedText
+from multilin.data.prepared import PreparedText
 from multilin.data.task_text import TaskText
 from multilin.errors import InputError
 from multilin.files import atomic_files, check_folder, check_writable, remove_partials, write_whole

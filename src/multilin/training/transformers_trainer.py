@@ -18,7 +18,7 @@ from torch.distributed.checkpoint import state_dict as distributed
 from torch.utils.data import Sampler, SequentialSampler, default_collate
 from transformers import PreTrainedModel, PrinterCallback, Trainer, TrainerControl
 
-from multilin.data.prepare import PreparedText
+from multilin.data.prepared import PreparedText
 from multilin.data.task_text import TaskText
 from multilin.files import atomic_files
 from multilin.inference.run_files import ADAPTER_WEIGHTS

@@ -95,7 +95,7 @@ def prepare_text(
     if data.mix or is_prepared(data.source):
         return _open_shards(data, recipe, progress)
     loaded = None if recipe.path is None else load_tokenizer(recipe.path)
-    folder = (cache_folder or cache_root()) / _key(data, recipe, loaded)
+    folder = Path(cache_folder or cache_root()) / _key(data, recipe, loaded)
     if not folder.exists():
         _once(folder, partial(_prepare, data, recipe, loaded, progress))
     prepared = load_tokenizer(str(folder / "tokenizer"))

@@ -84,7 +84,7 @@ def check_model(recipe: Recipe, vocab_size: int | None = None, checkpoint: Path 
             whose training needs more memory than is left.
     """
     with torch.device("meta"):
-        network = _create_model(recipe, vocab_size or recipe.tokenizer.vocab_size or 1, checkpoint)
+        network = create_network(recipe, vocab_size or recipe.tokenizer.vocab_size or 1, checkpoint)
         if recipe.training.lora is not None:
             add_adapters(network, recipe)
     _check_memory(recipe, network)
@@ -134,7 +134,7 @@ def build_model(recipe: Recipe, text: PreparedText | TaskText, checkpoint: Path 
     """
     tokenizer = text.tokenizer
     if recipe.model.start is None or (checkpoint is not None and recipe.training.lora is None):
-        model = _create_model(recipe, len(tokenizer), checkpoint)
+        model = create_network(recipe, len(tokenizer), checkpoint)
     else:
         model = load_start(recipe.model.start, recipe.model.start_hash, tokenizer)
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
@@ -156,7 +156,8 @@ def build_model(recipe: Recipe, text: PreparedText | TaskText, checkpoint: Path 
     return model
 
 
-def _create_model(recipe: Recipe, vocab_size: int, checkpoint: Path | None) -> PreTrainedModel:
+def create_network(recipe: Recipe, vocab_size: int, checkpoint: Path | None) -> PreTrainedModel:
+    """A new model of a recipe's sizes, or of those of the model it starts from; its weights are drawn at random."""
     model = recipe.model
     if model.start is not None:
         is_whole = checkpoint is not None and recipe.training.lora is None

@@ -26,7 +26,7 @@ from multilin.data.sharding import prepare_shards
 from multilin.data.tokenizers import load_tokenizer, train_tokenizer
 
 BY_NAME_ONLY = "it writes gigabytes"
-PEER_BYTES = 50_000_000
+PEER_BYTES = 20_000_000
 
 
 def main(argv: list[str]) -> None:
@@ -34,19 +34,25 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--source", help="see `read_documents`; the books corpus, or python-source where it is absent")
     parser.add_argument("--megabytes", type=int, nargs="+", default=[500], help="of generated text, for each size")
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--folder", type=Path, help="where the text is written; a temporary folder by default")
+    parser.add_argument("--folder", type=Path, help="where text is generated, and kept; a temporary folder by default")
+    parser.add_argument("--generate-only", action="store_true", help="write the text and the tokenizer, and end")
     parser.add_argument("--no-peers", action="store_true", help="leave out the peer and the limit")
     arguments = _results.parse(parser, argv)
     source = arguments.source or (str(DEFAULT_SOURCE) if DEFAULT_SOURCE.exists() else "python-source")
     rows: list[dict[str, Any]] = []
     print(f"{'':44}{'seconds':>9}{'MB/s':>8}{'peak MB':>9}{'largest process':>17}")
     with tempfile.TemporaryDirectory(dir=arguments.folder) as name:
-        folder = Path(name)
-        tokenizer = str(folder / "tokenizer")
-        train_tokenizer((document.text for document in read_documents(source)), "bpe", 8192).save_pretrained(tokenizer)
+        folder, kept = Path(name), arguments.folder or Path(name)
+        tokenizer = str(kept / "tokenizer")
+        if not Path(tokenizer).exists():
+            texts = (document.text for document in read_documents(source))
+            train_tokenizer(texts, "bpe", 8192).save_pretrained(tokenizer)
         for size in arguments.megabytes:
-            text = folder / f"{size}.jsonl"
-            generate(source, text, size * 10**6)
+            text = kept / f"{size}.jsonl"
+            if not text.exists():
+                generate(source, text, size * 10**6)
+            if arguments.generate_only:
+                continue
             if not arguments.no_peers:
                 rows.append(_measure("peer: encode_batch_fast, one core", PEER_BYTES, _peer, text, tokenizer))
                 works = [(text, tokenizer, folder / f"limit{number}", 1) for number in range(max(arguments.workers))]
@@ -55,7 +61,6 @@ def main(argv: list[str]) -> None:
                 output = folder / f"{size}-{workers}"
                 title = f"prepare, {size:,} MB, --workers {workers}"
                 rows.append(_measure(title, size * 10**6, _side_by_side, [(text, tokenizer, output, workers)]))
-            text.unlink()
     _results.save("prepare", arguments, rows)
 
 

@@ -52,7 +52,8 @@ VALID = {
     "convert": ["fastformer", "theirs", "new"],
     "doctor": [],
 }
-"""Words that are right, those given by place first; NOWHERE for verbs that would serve for ever, change the run, or take what is wrong."""
+"""Words that are right, those given by place first; NOWHERE for verbs that would serve for ever, change the
+run, or do not look at what is named."""
 
 INPUTS = [
     "missing",

@@ -230,7 +230,9 @@ def training_arguments(recipe: Recipe, model: PreTrainedModel, output: Path) -> 
         logging_strategy="no",
         eval_strategy="no",
         save_strategy="no",
-        report_to="none",
+        # Event files of TensorBoard are written by the folder of the run.
+        report_to=[name for name in plan.report_to if name != "tensorboard"] or "none",
+        run_name=Path(recipe.output).name,
         disable_tqdm=True,
     )
 

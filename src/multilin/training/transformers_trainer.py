@@ -8,7 +8,7 @@ import contextlib
 import inspect
 import itertools
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +73,7 @@ class RunTrainer(Trainer):  # type: ignore[misc]
             recipe=recipe,
             meter=Meter(tokens_per_step=blocks_per_step * recipe.model.n_positions),
             progress=progress,
-            writers=folder.metrics_writers(tensorboard=plan.tensorboard) if devices.is_main_process else [],
+            writers=self._metrics_writers() if devices.is_main_process else [],
             stop_request=stop_request,
             describe_batch=lambda step: order.describe((step - 1) * blocks_per_step, step * blocks_per_step),
         )
@@ -94,6 +94,11 @@ class RunTrainer(Trainer):  # type: ignore[misc]
     def master(self) -> Any:
         """The module that the optimizer changes and checkpoints keep: the trained model, or its floats on the host."""
         return self.model if self.host is None else self.host.model
+
+    def _metrics_writers(self) -> list[Callable[[dict[str, Any]], None]]:
+        """Functions that store a line of metrics; the last tells the trackers that transformers knows."""
+        writers = self.folder.metrics_writers(tensorboard="tensorboard" in self.recipe.training.report_to)
+        return [*writers, lambda line: self.callback_handler.on_log(self.args, self.state, self.control, {**line})]
 
     def create_accelerator_and_postprocess(self) -> None:
         """Also note each gradient norm where it is computed: transformers 5.0 hands it to no callback."""

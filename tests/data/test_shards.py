@@ -37,26 +37,19 @@ class Flaky(MemoryFileSystem):
     protocol, store, pseudo_dirs = "flaky", {}, [""]
     calls = 0
 
-    def _fail(self) -> None:
+
+def _fail_sometimes(name: str) -> Any:
+    def call(self: Flaky, *arguments: Any, **options: Any) -> Any:
         Flaky.calls += 1
         if Flaky.calls % 2:
             raise ConnectionError("the network is away")
+        return getattr(MemoryFileSystem, name)(self, *arguments, **options)
 
-    def cat_file(self, *arguments: Any, **options: Any) -> Any:
-        self._fail()
-        return super().cat_file(*arguments, **options)
+    return call
 
-    def pipe_file(self, *arguments: Any, **options: Any) -> Any:
-        self._fail()
-        return super().pipe_file(*arguments, **options)
 
-    def get_file(self, *arguments: Any, **options: Any) -> Any:
-        self._fail()
-        return super().get_file(*arguments, **options)
-
-    def put_file(self, *arguments: Any, **options: Any) -> Any:
-        self._fail()
-        return super().put_file(*arguments, **options)
+for _name in ("cat_file", "pipe_file", "get_file", "put_file"):
+    setattr(Flaky, _name, _fail_sometimes(_name))
 
 
 class ReadOnly(MemoryFileSystem):
@@ -196,8 +189,11 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_a_killed_preparation_goes_on_twice(tmp_path: Path, workers: int) -> None:
+@pytest.mark.parametrize(
+    ("workers", "number"),
+    [(1, signal.SIGKILL), *(pytest.param(2, end, marks=pytest.mark.slow) for end in (signal.SIGKILL, signal.SIGINT))],
+)
+def test_a_killed_preparation_goes_on_twice(tmp_path: Path, workers: int, number: int) -> None:
     source = write_rows(tmp_path / "rows.jsonl", make_texts(6000))
     script = tmp_path / "killed.py"
     script.write_text(KILLED)
@@ -208,8 +204,11 @@ def test_a_killed_preparation_goes_on_twice(tmp_path: Path, workers: int) -> Non
             while len(records := list(out.glob("unfinished/0*.json"))) < wanted:
                 assert program.poll() is None
                 time.sleep(0.01)
-            program.send_signal(signal.SIGKILL)
+            left = descendants(program.pid)
+            program.send_signal(number)
             program.wait()
+            while any(Path(f"/proc/{pid}/stat").exists() for pid in left):  # workers end with the program
+                time.sleep(0.01)
         assert not (out / MANIFEST).exists()
         assert all(path.stat().st_mtime_ns == time_ns for path, time_ns in finished.items()), "a shard was packed again"
         finished = {path: path.stat().st_mtime_ns for path in (out / "train").glob("[!.]*/tokens.bin")}
@@ -229,6 +228,12 @@ def test_a_worker_that_is_killed_ends_the_work_in_one_sentence(
     monkeypatch.undo()
     monkeypatch.setattr(parts_module, "PART_BYTES", 4000)
     assert prepare_shards(plan(rows, tmp_path / "out")).num_documents == 200
+
+
+def descendants(pid: int) -> list[int]:
+    listed = [path.read_text().split() for path in Path(f"/proc/{pid}/task").glob("*/children")]
+    children = [int(child) for line in listed for child in line]
+    return [*children, *(below for child in children for below in descendants(child))]
 
 
 def _die(number: int) -> None:

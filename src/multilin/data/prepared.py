@@ -10,7 +10,7 @@ import dataclasses
 import hashlib
 import itertools
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -185,7 +185,7 @@ class PreparedText:
 
 
 def open_prepared(field: str, address: str, progress: Progress = no_progress) -> PreparedText:
-    """Open prepared text. What lies on this machine is compared with its checksums, by one process of each machine.
+    """Open prepared text. Files on this machine that are new or changed are compared with their checksums before.
 
     Args:
         field: that gave the address; messages begin with it.
@@ -204,13 +204,23 @@ def open_prepared(field: str, address: str, progress: Progress = no_progress) ->
         )
     manifest = Manifest.parse(content, f"{field}: {address}/{MANIFEST}")
     if store.local is not None and os.environ.get("LOCAL_RANK", "0") == "0":
-        check_shards(store, manifest, progress)
+        _check_once(store.local, content, lambda: check_shards(store, manifest, progress))
     tokenizer = load_tokenizer(str(store.fetch(manifest.tokenizer.name, manifest.tokenizer.files, cache)))
     if tokenizer_hash(tokenizer) != manifest.tokenizer_hash:
         raise InputError(f"{field}: the tokenizer in {shown(address)} is not the one that its text was packed with")
     validation = PackedText.open(store.fetch(manifest.validation.name, manifest.validation.files, cache))
     identity = hashlib.sha256(content).hexdigest()[:32]
     return PreparedText(tokenizer, ShardedText(store, manifest.train, cache), validation, identity)
+
+
+def _check_once(folder: Path, manifest: bytes, check: Callable[[], None]) -> None:
+    """Check a folder, unless its files have the times that they had when they were checked before."""
+    files = sorted((str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in folder.resolve().rglob("*"))
+    mark = cache_root() / "checked" / hashlib.sha256(manifest + repr(files).encode()).hexdigest()
+    if not mark.exists():
+        check()
+        mark.parent.mkdir(parents=True, exist_ok=True)
+        mark.touch()
 
 
 def check_shards(store: Store, manifest: Manifest, progress: Progress) -> None:

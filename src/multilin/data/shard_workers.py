@@ -51,6 +51,12 @@ class PartRecord:
             return cls(**json.loads(content or b""))
         return cls()
 
+    @classmethod
+    def read_all(cls, store: Store, count: int) -> "list[PartRecord]":
+        """Those of so many parts."""
+        names = store.names(UNFINISHED)
+        return [cls.read(store, number) if f"{number:05}.json" in names else cls() for number in range(count)]
+
     def write(self, store: Store, number: int) -> None:
         """Write it; what it names is complete."""
         store.write(f"{UNFINISHED}/{number:05}.json", json.dumps(asdict(self)).encode())
@@ -141,7 +147,7 @@ class Packer:
 
 def pack_parts(store: Store, job: Job, workers: int, progress: Progress) -> list[PartRecord]:
     """Pack all parts that are not complete; the records of all."""
-    records = [PartRecord.read(store, number) for number in range(len(job.parts))]
+    records = PartRecord.read_all(store, len(job.parts))
     missing = [number for number, record in enumerate(records) if not record.is_done]
     done = sum(record.num_bytes for record in records)
     if (workers := min(workers, len(missing))) <= 1:

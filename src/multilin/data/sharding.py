@@ -104,7 +104,7 @@ def _clean(store: Store, num_parts: int) -> Iterator[None]:
     try:
         yield
     except InputError:
-        if not any(PartRecord.read(store, number).num_rounds for number in range(num_parts)):
+        if not any(record.num_rounds for record in PartRecord.read_all(store, num_parts)):
             for folder in ("tokenizer", "train", "validation", UNFINISHED):
                 store.remove(folder)
         raise

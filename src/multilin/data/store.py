@@ -124,6 +124,14 @@ class Store:
         with as_input_error(lambda reason: f"{self.field}: {self.address}/{name} cannot be read ({reason})"):
             _insist(partial(self._files.get_file, f"{self._root}/{name}", str(target)))
 
+    def names(self, folder: str) -> set[str]:
+        """The names of the files in a folder; none where it does not exist."""
+        try:
+            entries = _insist(partial(self._files.ls, f"{self._root}/{folder}", detail=False))
+        except (FileNotFoundError, NotADirectoryError):
+            return set()
+        return {str(entry).rpartition("/")[2] for entry in entries}
+
     def remove(self, name: str) -> None:
         """Delete a folder, if there is one."""
         with contextlib.suppress(FileNotFoundError):
@@ -151,7 +159,7 @@ def _insist(call: Callable[[], ResultT]) -> ResultT:
             return call()
         except _LASTING:
             raise
-        except OSError:
+        except Exception:  # those of every store's own client
             if attempt == ATTEMPTS - 1:
                 raise
             time.sleep(FIRST_WAIT * 2**attempt)

@@ -6,6 +6,7 @@ of each other, each preparing its own copy: what several cores of this machine g
 """
 
 import argparse
+import contextlib
 import json
 import multiprocessing
 import os
@@ -40,7 +41,7 @@ def main(argv: list[str]) -> None:
     arguments = _results.parse(parser, argv)
     source = arguments.source or (str(DEFAULT_SOURCE) if DEFAULT_SOURCE.exists() else "python-source")
     rows: list[dict[str, Any]] = []
-    print(f"{'':44}{'seconds':>9}{'MB/s':>8}{'peak MB':>9}{'largest process':>17}")
+    print(f"{'':44}{'seconds':>9}{'MB/s':>8}{'MB per CPU s':>14}{'peak MB':>9}{'largest process':>17}")
     with tempfile.TemporaryDirectory(dir=arguments.folder) as name:
         folder, kept = Path(name), arguments.folder or Path(name)
         tokenizer = str(kept / "tokenizer")
@@ -54,7 +55,8 @@ def main(argv: list[str]) -> None:
             if arguments.generate_only:
                 continue
             if not arguments.no_peers:
-                rows.append(_measure("peer: encode_batch_fast, one core", PEER_BYTES, _peer, text, tokenizer))
+                peer = [(text, tokenizer, None, 1)]
+                rows.append(_measure("peer: encode_batch_fast, one core", PEER_BYTES, _side_by_side, peer))
                 works = [(text, tokenizer, folder / f"limit{number}", 1) for number in range(max(arguments.workers))]
                 rows.append(_measure(f"limit: {len(works)} programs", len(works) * size * 10**6, _side_by_side, works))
             for workers in arguments.workers:
@@ -90,16 +92,19 @@ def _measure(title: str, num_bytes: int, work: Callable[..., None], *arguments: 
         work(*arguments)
         seconds = time.perf_counter() - begin
     rate = num_bytes / 1e6 / seconds
-    print(f"{title:44}{seconds:9.1f}{rate:8.2f}{watch.total / 1e6:9.0f}{watch.largest / 1e6:17.0f}", flush=True)
-    return {"name": title, "seconds": seconds, "megabytes_per_second": rate, "peak_bytes": watch.total,
-            "largest_process_bytes": watch.largest}  # fmt: skip
+    per_cpu = num_bytes / 1e6 / sum(watch.cpu_seconds.values())
+    held = f"{watch.total / 1e6:9.0f}{watch.largest / 1e6:17.0f}"
+    print(f"{title:44}{seconds:9.1f}{rate:8.2f}{per_cpu:14.2f}{held}", flush=True)
+    return {"name": title, "seconds": seconds, "megabytes_per_second": rate, "megabytes_per_cpu_second": per_cpu,
+            "peak_bytes": watch.total, "largest_process_bytes": watch.largest}  # fmt: skip
 
 
 class _Watch:
-    """The most memory that the processes started by this one held, all together and one of them."""
+    """The most memory that the processes started by this one held, together and one of them, and their CPU time."""
 
     def __enter__(self) -> "_Watch":
         self.total = self.largest = 0
+        self.cpu_seconds: dict[int, float] = {}
         self._ends = threading.Event()
         self._thread = threading.Thread(target=self._look)
         self._thread.start()
@@ -111,18 +116,21 @@ class _Watch:
 
     def _look(self) -> None:
         while not self._ends.wait(0.25):
-            held = list(_descendants_bytes(os.getpid()))
+            held = []
+            for pid in _descendants(os.getpid()):
+                with contextlib.suppress(OSError, StopIteration):  # it has ended
+                    held.append(resident_bytes(pid))
+                    user, system = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]
+                    self.cpu_seconds[pid] = (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
             self.total, self.largest = max(self.total, sum(held)), max(self.largest, *held, 0)
 
 
-def _descendants_bytes(pid: int) -> Iterator[int]:
+def _descendants(pid: int) -> Iterator[int]:
     for children in Path(f"/proc/{pid}/task").glob("*/children"):
-        try:
+        with contextlib.suppress(OSError):
             for child in children.read_text().split():
-                yield resident_bytes(int(child))
-                yield from _descendants_bytes(int(child))
-        except (OSError, StopIteration):  # it has ended
-            continue
+                yield int(child)
+                yield from _descendants(int(child))
 
 
 def _side_by_side(works: list[tuple[Any, ...]]) -> None:
@@ -135,7 +143,10 @@ def _side_by_side(works: list[tuple[Any, ...]]) -> None:
         assert process.exitcode == 0
 
 
-def _prepare(text: Path, tokenizer: str, output: Path, workers: int) -> None:
+def _prepare(text: Path, tokenizer: str, output: Path | None, workers: int) -> None:
+    if output is None:
+        _peer(text, tokenizer)
+        return
     prepare_shards(ShardSettings(str(text), str(output), tokenizer=tokenizer), workers=workers)
 
 
@@ -151,4 +162,3 @@ def _peer(text: Path, tokenizer: str) -> None:
             batch = []
         if left <= 0:
             break
-    del os.environ["TOKENIZERS_PARALLELISM"]

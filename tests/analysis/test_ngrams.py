@@ -9,7 +9,8 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from multilin.data.corpora import Document
-from multilin.data.packing import PackedText, pack
+from multilin.data.packed_text import PackedText
+from multilin.data.packing import pack
 from multilin.data.tokenizers import train_tokenizer
 from multilin.errors import InputError
 from multilin.scoring.ngrams import NgramModel, ngram_bits_per_byte, text_ngrams

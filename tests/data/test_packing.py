@@ -11,7 +11,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from multilin.data.corpora import Document, read_documents
-from multilin.data.packing import Blocks, PackedText, pack
+from multilin.data.packed_text import Blocks, PackedText
+from multilin.data.packing import pack
 from multilin.data.tokenizers import load_tokenizer, train_tokenizer
 from multilin.errors import InputError
 

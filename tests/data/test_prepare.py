@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from multilin.data.corpora import Document
-from multilin.data.packing import PackedText
+from multilin.data.packed_text import PackedText
 from multilin.data.prepare import PreparedText, prepare_text, split_document, validation_side
 from multilin.data.progress import Progress, no_progress
 from multilin.data.settings import DataRecipe, TokenizerRecipe

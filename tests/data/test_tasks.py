@@ -4,7 +4,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from multilin.data.packing import IGNORED_LABEL
+from multilin.data.packed_text import IGNORED_LABEL
 from multilin.data.task_text import task_text
 from multilin.data.tasks import BLANK, FIRST_SYMBOL, MARK, START, TASKS, Sequences, find_task
 from multilin.errors import InputError

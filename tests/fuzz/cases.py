@@ -33,6 +33,8 @@ from tests.fuzz.runner import Case
 
 NOWHERE = ["nowhere"]
 VALID = {
+    "prepare": ["rows.jsonl", "--output=new", "--kind=byte", "--validation-fraction=0.3", "--workers=1"],
+    "plan": NOWHERE,
     "train": ["recipe.yaml"],
     "generate": ["run", "--prompt=a", "--max-new-tokens=2"],
     "chat": ["run"],
@@ -50,7 +52,8 @@ VALID = {
     "convert": ["fastformer", "theirs", "new"],
     "doctor": [],
 }
-"""Words that are right, those given by place first; NOWHERE for verbs that would serve for ever or change the run."""
+"""Words that are right, those given by place first; NOWHERE for verbs that would serve for ever, change the
+run, or do not look at what is named."""
 
 INPUTS = [
     "missing",
@@ -68,6 +71,7 @@ INPUTS = [
 OUTPUTS = ["/proc/new", "/sys/new", "fifo", "loop", "text.txt/x", "x" * 300, "a\0b", "", "/dev/full", "\udcff"]
 NAMES = ("architecture", "kind", "tasks", "task", "text_field")
 TEXTS = {
+    "prepare": "prepare {} --output new --kind=byte --validation-fraction=0.3 --workers=1",
     "train": "train recipe.yaml --data.source {}",
     "evaluate": "evaluate run --source {}",
     "quantize": "quantize run --output new --source {}",
@@ -115,7 +119,7 @@ def flags_of(verb: str) -> Iterator[Case]:
     """Every flag with words that its type does not allow, flags that do not exist, and words that are missing."""
     known, words = list(flags(VERBS[verb])), VALID.get(verb, ["run"] if verb == "export" else [])
     for place, flag in enumerate(known):
-        number = {"train": 1, "demo": 1, "compare": 1}.get(verb, 5) if flag.section else 6
+        number = {"train": 1, "demo": 1, "compare": 1, "plan": 1}.get(verb, 5) if flag.section else 6
         for word in d.some(_bad_words(verb, flag), number, verb + flag.key):
             names = (
                 ()
@@ -394,12 +398,32 @@ def caches(folder: Path) -> Iterator[Case]:
         yield from damaged("train recipe.yaml", str(path.relative_to(folder)), kinds, "-", may_pass)
 
 
+def shards(folder: Path) -> Iterator[Case]:
+    """Prepared text, in training and when it is prepared again."""
+    again = " ".join(["prepare", *VALID["prepare"]]).replace("=new", "=prepared")
+    for path in sorted(path for path in (folder / "prepared").rglob("*") if path.is_file()):
+        for line in ("train recipe.yaml --data.source prepared", again):
+            kinds = d.some(d.ANY.items(), 3, line + path.name)
+            yield from damaged(line, str(path.relative_to(folder)), kinds, "-")
+    for words in ("nowhere://x", "memory://nowhere", "file:///dev", "text.txt/x://y"):
+        yield Case(["train", "recipe.yaml", f"--data.source={words}"])
+    for mix in ('{"prepared": 0}', '{"prepared": "x"}', "{}", '{"nowhere": 1}', '{"": 1}', "[prepared]", "prepared"):
+        yield Case(["train", "recipe.yaml", "--data.mix", mix])
+    yield from anywhere(folder, "train recipe.yaml --data.source prepared", "prepared/manifest.json", 20)
+
+
 def valid(folder: Path) -> Iterator[Case]:
     """Nothing is wrong with these, which shows that the others are refused for their fault."""
     lines = [f"{verb} {shlex.join(words)}" for verb, words in VALID.items() if words != NOWHERE] + [
         *map(generate, RUNS)
     ]
-    lines += ["train half --resume", "compare timed.yaml", "train recipe.yaml --tokenizer.path run"]
+    lines += ["plan recipe.yaml --devices 2", "train recipe.yaml --data.source prepared"]
+    lines += [
+        "train recipe.yaml --data.mix.prepared 2",
+        "train half --resume",
+        "compare timed.yaml",
+        "train recipe.yaml --tokenizer.path run",
+    ]
     lines += [f"generate {run} --max-new-tokens 2 --state {run}.state" for run in ("run", "mixer")]
     lines += ["evaluate run --tasks local --trust-task-code --task-folder tasks"]
     lines += [line.format("rows.parquet") for line in TEXTS.values()]
@@ -410,5 +434,5 @@ _OTHERS = (options, commands, values, recipes, sweeps, timings, configs, tokeniz
 GROUPS: dict[str, Callable[[Path], Iterator[Case]]] = {
     **{f"flags of {verb}": lambda folder, verb=verb: flags_of(verb) for verb in VERBS},
     **{f"texts of {verb}": lambda folder, verb=verb: texts(verb) for verb in TEXTS},
-    **{group.__name__: group for group in (*_OTHERS, prompts, conversions, tasks, caches, valid)},
+    **{group.__name__: group for group in (*_OTHERS, prompts, conversions, tasks, caches, shards, valid)},
 }

@@ -62,6 +62,8 @@ def write_material(runner: Runner) -> None:
     for name in ("run", "mixer"):
         _succeed(runner, ["generate", name, "--prompt=a", "--max-new-tokens=3", f"--save-state={name}.state"])
     _succeed(runner, ["tokenizer", "train", "text.txt", "tokenizer", "--vocab-size", "280"])
+    words = ["rows.jsonl", "--output=prepared", "--kind=byte", "--validation-fraction=0.3", "--workers=1"]
+    _succeed(runner, ["prepare", *words])
     _succeed(runner, ["train", "recipe.yaml", "--output", "half"])
     shutil.rmtree(checkpoint_of(folder))
     lines = (folder / "half/metrics.jsonl").read_text().splitlines(keepends=True)

@@ -11,7 +11,7 @@ import torch
 
 from multilin.architectures import architectures, get_architecture
 from multilin.data.chat import CHAT_TEMPLATE, encode_conversation, read_messages
-from multilin.data.packing import Blocks
+from multilin.data.packed_text import Blocks
 from multilin.data.prepare import prepare_text
 from multilin.data.settings import DataRecipe, TokenizerRecipe
 from multilin.data.tokenizers import load_tokenizer, train_tokenizer

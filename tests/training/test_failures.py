@@ -179,6 +179,6 @@ def test_missing_tensorboard_is_said_before_any_work(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(InputError, match=r"training\.tensorboard: .*pip install 'multilin\[tensorboard\]'"):
-        train(tiny(tmp_path / "run", **{"training.tensorboard": True}))
+    with pytest.raises(InputError, match=r"training\.report_to: .*pip install 'multilin\[tensorboard\]'"):
+        train(tiny(tmp_path / "run", **{"training.report_to": ["tensorboard"]}))
     assert not (tmp_path / "run").exists()

@@ -1,3 +1,4 @@
+import importlib.util
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -208,7 +209,7 @@ def test_weight_decay_spares_biases_norms_and_embeddings(tiny: Tiny, tmp_path: P
 
 def test_tensorboard_is_written_on_request(tiny: Tiny, tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
-    train(tiny(tmp_path / "run", **{"training.max_steps": 2, "training.tensorboard": True}))
+    train(tiny(tmp_path / "run", **{"training.max_steps": 2, "training.report_to": ["tensorboard"]}))
     assert list((tmp_path / "run" / "tensorboard").glob("events.out.*"))
 
 
@@ -256,3 +257,25 @@ def test_a_fixed_unigram_bias_is_the_log_of_the_token_counts(tiny: Tiny, tmp_pat
     bias = train(recipe).model.lm_head.bias
     counts = torch.bincount(torch.from_numpy(text.train.tokens.astype("int64")), minlength=len(bias)) + 1.0
     torch.testing.assert_close(bias, (counts / counts.sum()).log())
+
+
+def test_every_line_of_metrics_is_reported(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tracker stands in for those whose packages are not here."""
+    from transformers import TrainerCallback
+    from transformers.integrations import integration_utils
+
+    reported: list[dict[str, Any]] = []
+
+    class Tracker(TrainerCallback):  # type: ignore[misc]
+        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+            assert args.run_name == "run"
+            reported.append(logs)
+
+    monkeypatch.setitem(integration_utils.INTEGRATION_TO_CALLBACK, "wandb", Tracker)
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *others: find("json" if name == "wandb" else name, *others)
+    )
+    train(tiny(tmp_path / "run", **{"training.report_to": ["wandb"]}))
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert reported[: len(lines)] == lines  # Trainer adds a summary of its own

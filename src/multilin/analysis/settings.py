@@ -7,10 +7,13 @@ from multilin.settings import settings
 from multilin.settings.bounds import (
     Batch,
     BlockLength,
+    Count,
     Depth,
     Index,
     PathText,
+    Positive,
     Section,
+    Share,
     ShortLength,
     Tokens,
     Vocabulary,
@@ -37,6 +40,16 @@ class ExplainSettings:
     max_tokens: ShortLength = 400  # longest text; each of its tokens is removed once, so twice as long takes four times
     remove: bool = True  # also measure how each prediction changes when a token is removed
     batch_size: Batch = 16  # sequences, each without one token, in one forward pass
+
+
+@settings
+class PlanSettings:
+    """The devices that a run would be trained on."""
+
+    devices: Count = 1  # devices that train together
+    kind: Literal["h200", "a100", "cpu"] = "h200"  # what they are; cpu: machines like this one
+    efficiency: Share = 0.4  # share of the device's peak that training reaches, which is assumed
+    price: Positive | None = None  # of an hour of one device
 
 
 @settings

@@ -23,6 +23,8 @@ from multilin.cli.export import export
 from multilin.cli.inference import convert, generate, merge, rollout
 from multilin.cli.info import info
 from multilin.cli.messages import plain_warnings
+from multilin.cli.plan import plan
+from multilin.cli.prepare import prepare
 from multilin.cli.publish import publish
 from multilin.cli.serve import serve
 from multilin.cli.tokenizer import tokenizer_show, tokenizer_train
@@ -34,8 +36,8 @@ from multilin.training.outcomes import TrainingFailed, TrainingInterrupted
 BAD_INPUT, FAILED, INTERRUPTED, BROKEN_PIPE = 2, 1, 130, 141
 
 _FUNCTIONS: tuple[Callable[..., None], ...] = (
-    demo, train, merge, generate, chat, serve, rollout, evaluate, compare, explain, quantize, export, publish, info,
-    tokenizer_train, tokenizer_show, convert, doctor,
+    demo, prepare, plan, train, merge, generate, chat, serve, rollout, evaluate, compare, explain, quantize, export,
+    publish, info, tokenizer_train, tokenizer_show, convert, doctor,
 )  # fmt: skip
 VERBS = {function.__name__.replace("_", " "): function for function in _FUNCTIONS}
 

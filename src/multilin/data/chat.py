@@ -1,19 +1,12 @@
 """Conversations: in rows of `messages` or of `prompt` and `completion`, and as tokens by a chat template."""
 
-import itertools
-import warnings
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-from numpy.typing import NDArray
-
-from multilin.errors import InputError, as_input_error, nearest, plural, shown
+from multilin.errors import InputError, as_input_error, nearest, shown
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
-
-    from multilin.data.packing import PackedText
 
 ROLES = ("system", "user", "assistant")
 Message = dict[str, str]
@@ -113,48 +106,3 @@ def _parts(messages: list[Message], tokenizer: "PreTrainedTokenizerFast", where:
             yield before[len(done) :], False
             yield after[len(before) :], True
             done = after
-
-
-def whole_documents(starts: NDArray[np.int64], num_tokens: int, block_size: int) -> list[tuple[int, int]]:
-    """Of each block the place of its first token and the one after its last: as many whole documents as fit.
-
-    Args:
-        starts: (documents,) the place of each document's first token.
-        num_tokens: of all.
-        block_size: most tokens of a block; of a document that is longer, the rest is left out.
-    """
-    spans: list[tuple[int, int]] = []
-    for start, stop in itertools.pairwise([*starts.tolist(), num_tokens]):
-        if spans and stop - spans[-1][0] <= block_size:
-            spans[-1] = (spans[-1][0], stop)
-        else:
-            spans.append((start, min(stop, start + block_size)))
-    return spans
-
-
-def check_cuts(packed: "PackedText", block_size: int, field: str) -> None:
-    """Warn of conversations that are longer than a block, which cuts them.
-
-    Args:
-        packed: a text has nothing to check.
-        block_size: tokens of a block.
-        field: that gave the source; messages begin with it.
-
-    Raises:
-        InputError: no answer is left.
-    """
-    if packed.is_answer is None:
-        return
-    sizes = np.diff(packed.document_starts, append=packed.num_tokens)
-    ends = packed.document_starts + np.minimum(sizes, block_size)
-    bounds = zip(packed.document_starts, ends, strict=True)
-    num_lost = sum(not packed.is_answer[start:end].any() for start, end in bounds)
-    num_cut, number = int((sizes > block_size).sum()), plural(len(sizes), "conversation")
-    if num_lost == len(sizes):
-        raise InputError(f"{field}: no answer begins within a block of {block_size} tokens (model.n_positions)")
-    if num_cut:
-        warnings.warn(
-            f"{field}: {num_cut:,} of {number} are longer than a block of {block_size} tokens (model.n_positions) "
-            f"and are cut there; {num_lost:,} of them lose all their answers",
-            stacklevel=2,
-        )

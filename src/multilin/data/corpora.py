@@ -4,15 +4,19 @@ import glob
 import hashlib
 import itertools
 import re
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from multilin.data.files import SUPPORTED, Document, EncodingErrors, check_file, file_format, read_file, row_document
 from multilin.data.python_library import library_files, python_docs, python_source
 from multilin.errors import InputError, as_input_error, nearest, shown
 
 __all__ = ["BUILT_IN", "Document", "EncodingErrors", "read_documents", "source_fingerprint"]
+
+if TYPE_CHECKING:
+    from datasets import IterableDataset
 
 BUILT_IN: dict[str, Callable[[], Iterator[Document]]] = {"python-docs": python_docs, "python-source": python_source}
 MOST_FILES = 1_000_000
@@ -37,16 +41,28 @@ def read_documents(
         InputError: the source does not exist, holds no text, or cannot be read as what its name says. It comes when the
             first document is asked for.
     """
-    empty, is_chat = True, None
-    for document in _all_documents(source, text_field, encoding_errors):
+    empty = True
+    for document in of_one_kind(_all_documents(source, text_field, encoding_errors), source):
+        empty = False
+        yield document
+    if empty:
+        raise InputError(f"{shown(source)} is empty: a corpus needs some text")
+
+
+def of_one_kind(documents: Iterable[Document], source: str) -> Iterator[Document]:
+    """The documents that have a text.
+
+    Raises:
+        InputError: texts among conversations, or the other way round.
+    """
+    is_chat = None
+    for document in documents:
         if document.text:
             if is_chat not in (None, document.messages is not None):
                 kinds = ("a text", "conversations") if is_chat else ("a conversation", "texts")
                 raise InputError(f"{shown(source)}: {document.name} is {kinds[0]} among {kinds[1]}; give them apart")
-            empty, is_chat = False, document.messages is not None
+            is_chat = document.messages is not None
             yield document
-    if empty:
-        raise InputError(f"{shown(source)} is empty: a corpus needs some text")
 
 
 def source_fingerprint(source: str) -> str:
@@ -59,14 +75,14 @@ def source_fingerprint(source: str) -> str:
     if source in BUILT_IN:
         digest.update(source.encode())
         files = [(path.name, path) for path in library_files()]
-    elif _is_hub(source):
+    elif is_hub(source):
         name, config, split = _hub_parts(source)
         if not Path(name).is_dir():
-            return hashlib.sha256(f"{name} {config} {split} {_hub_revision(name)}".encode()).hexdigest()
+            return hashlib.sha256(f"{name} {config} {split} {hub_revision(source)}".encode()).hexdigest()
         digest.update(f"{config} {split}".encode())
         files = [(path.relative_to(name).as_posix(), path) for path in sorted(Path(name).rglob("*")) if path.is_file()]
     else:
-        files = _files(source)
+        files = source_files(source)
     for name, path in files:
         digest.update(f"{len(name)} {name} ".encode())
         digest.update(_content_hash(path))
@@ -84,15 +100,19 @@ def _content_hash(path: Path) -> bytes:
 def _all_documents(source: str, text_field: str, encoding_errors: EncodingErrors) -> Iterator[Document]:
     if source in BUILT_IN:
         yield from BUILT_IN[source]()
-    elif _is_hub(source):
+    elif is_hub(source):
         yield from _hub_documents(source, text_field, encoding_errors)
     else:
-        for name, path in _files(source):
+        for name, path in source_files(source):
             yield from read_file(path, name, text_field, encoding_errors)
 
 
-def _files(source: str) -> list[tuple[str, Path]]:
-    """The supported files of a file, folder or glob, each with its name relative to the source."""
+def source_files(source: str) -> list[tuple[str, Path]]:
+    """The supported files of a file, folder or glob, each with its name relative to the source.
+
+    Raises:
+        InputError: there are none, or too many, or one that is no regular file.
+    """
     path = Path(source).expanduser()
     if path.is_dir():
         root, candidates = path, _few(path.rglob("*"), source)
@@ -126,7 +146,8 @@ def _few(paths: Iterator[Path], source: str) -> list[Path]:
     return few
 
 
-def _is_hub(source: str) -> bool:
+def is_hub(source: str) -> bool:
+    """True if a source is a dataset that `datasets` loads."""
     if source.startswith(_HUB_PREFIX):
         return True
     # A name below what exists here is a mistyped path; asking the hub for it would only take time.
@@ -143,22 +164,47 @@ def _hub_parts(source: str) -> tuple[str, str | None, str]:
     return name, config, split or "train"
 
 
-def _hub_documents(source: str, text_field: str, encoding_errors: EncodingErrors) -> Iterator[Document]:
+def hub_dataset(source: str, revision: str | None = None) -> "IterableDataset":
+    """A hub dataset as a stream of rows.
+
+    Args:
+        source: see `read_documents`.
+        revision: commit of its repository; None takes the newest.
+
+    Raises:
+        InputError: there is no such data, as far as that is known before a row is read.
+    """
     from datasets import load_dataset
 
     name, config, split = _hub_parts(source)
-    with as_input_error(partial(_hub_failure, source)):
-        for number, row in enumerate(load_dataset(name, config, split=split, streaming=True), start=1):
+    with hub_errors(source):
+        return load_dataset(name, config, split=split, streaming=True, revision=revision)
+
+
+def hub_errors(source: str) -> AbstractContextManager[None]:
+    """Whatever the hub's client raises in the block means that there is no such data."""
+    return as_input_error(
+        lambda reason: f"{shown(source)} is neither a file or folder here nor a dataset the hub gives ({reason})"
+    )
+
+
+def _hub_documents(source: str, text_field: str, encoding_errors: EncodingErrors) -> Iterator[Document]:
+    *_, split = _hub_parts(source)
+    with hub_errors(source):
+        for number, row in enumerate(hub_dataset(source), start=1):
             yield row_document(row, f"{split}:{number}", text_field, f"{source}:{number}", encoding_errors)
 
 
-def _hub_revision(name: str) -> str | None:
+def hub_revision(source: str) -> str | None:
+    """The newest commit of a hub dataset's repository; None for a folder on this machine.
+
+    Raises:
+        InputError: there is no such dataset.
+    """
     from huggingface_hub import HfApi
 
-    with as_input_error(partial(_hub_failure, name)):
+    name, *_ = _hub_parts(source)
+    if Path(name).is_dir():
+        return None
+    with hub_errors(source):
         return HfApi().dataset_info(name).sha
-
-
-def _hub_failure(source: str, reason: str) -> str:
-    # Whatever the hub's client raises, it means that there is no such data.
-    return f"{shown(source)} is neither a file or folder here nor a dataset the hub gives ({reason})"

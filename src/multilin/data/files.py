@@ -5,6 +5,7 @@ import io
 import json
 import re
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -65,10 +66,17 @@ def _check_document(path: Path, size: int) -> None:
         )
 
 
-def read_file(path: Path, name: str, text_field: str, encoding_errors: EncodingErrors) -> Iterator[Document]:
+def read_file(
+    path: Path, name: str, text_field: str, encoding_errors: EncodingErrors, span: tuple[int, int] | None = None
+) -> Iterator[Document]:
     """The documents of one supported file, read as they are asked for.
 
     A text file is one document, held in memory as a whole; a row of the other formats is one document.
+
+    Args:
+        path, name: of the file, and in the names of its documents.
+        text_field, encoding_errors: see `read_documents`.
+        span: of .jsonl, only the lines that begin at one of the bytes span[0] <= byte < span[1].
 
     Raises:
         InputError: bytes that are not UTF-8 or not what the name claims, rows without the field, a file that is no
@@ -86,10 +94,13 @@ def read_file(path: Path, name: str, text_field: str, encoding_errors: EncodingE
             return
         if suffix == ".parquet":
             rows = _parquet_rows(stream, path, text_field)
+        elif suffix == ".csv":
+            rows = _csv_rows(stream, path, encoding_errors)
         else:
-            rows = (_json_rows if suffix == ".jsonl" else _csv_rows)(stream, path, encoding_errors)
+            rows = _json_rows(stream, path, encoding_errors, span or (0, sys.maxsize))
+        after = f" (after byte {span[0]})" if span is not None and span[0] else ""
         for number, row in rows:
-            yield row_document(row, f"{name}:{number}", text_field, f"{path}:{number}", encoding_errors)
+            yield row_document(row, f"{name}:{number}{after}", text_field, f"{path}:{number}{after}", encoding_errors)
 
 
 def row_document(
@@ -187,9 +198,14 @@ def _decode(content: bytes, path: Path, offset: int, encoding_errors: EncodingEr
         ) from None
 
 
-def _lines(stream: IO[bytes], path: Path, encoding_errors: EncodingErrors) -> Iterator[str]:
-    offset = 0
-    while line := stream.readline(LARGEST_LINE + 1):
+def _lines(
+    stream: IO[bytes], path: Path, encoding_errors: EncodingErrors, span: tuple[int, int] = (0, sys.maxsize)
+) -> Iterator[str]:
+    offset, end = span
+    if offset:
+        stream.seek(offset - 1)
+        offset += len(stream.readline(LARGEST_LINE + 1)) - 1  # the rest of a line that begins before
+    while offset < end and (line := stream.readline(LARGEST_LINE + 1)):
         if len(line) > LARGEST_LINE:
             megabytes = LARGEST_LINE // MEGABYTE
             raise InputError(f"{shorten(str(path))}: a line of more than {megabytes} MB, from byte {offset} on")
@@ -198,8 +214,8 @@ def _lines(stream: IO[bytes], path: Path, encoding_errors: EncodingErrors) -> It
         offset += len(line)
 
 
-def _json_rows(stream: IO[bytes], path: Path, encoding_errors: EncodingErrors) -> _Rows:
-    for number, line in enumerate(_lines(stream, path, encoding_errors), start=1):
+def _json_rows(stream: IO[bytes], path: Path, encoding_errors: EncodingErrors, span: tuple[int, int]) -> _Rows:
+    for number, line in enumerate(_lines(stream, path, encoding_errors, span), start=1):
         if not line.strip():
             continue
         try:

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import os
 from array import array
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -19,9 +18,12 @@ from transformers import PreTrainedTokenizerFast
 from multilin.data.chat import CHAT_TEMPLATE
 from multilin.data.corpora import read_documents, source_fingerprint
 from multilin.data.files import Document
-from multilin.data.packing import PackedText, pack
+from multilin.data.packed_text import PackedText
+from multilin.data.packing import pack
+from multilin.data.prepared import PreparedText, is_prepared, open_mixture, open_prepared
 from multilin.data.progress import Progress, no_progress
 from multilin.data.settings import DataRecipe, TokenizerRecipe
+from multilin.data.store import cache_root
 from multilin.data.tokenizers import load_tokenizer, tokenizer_hash, train_tokenizer
 from multilin.errors import InputError
 from multilin.files import atomic_folder, remove_partials
@@ -31,20 +33,6 @@ FORMAT = 1
 _REPORT_BYTES = 2**22
 
 _Reader = Callable[[], Iterator[Document]]
-
-
-@dataclass(frozen=True)
-class PreparedText:
-    """A tokenizer, and the packed text to train and to validate on."""
-
-    tokenizer: PreTrainedTokenizerFast
-    train: PackedText
-    validation: PackedText
-
-    @property
-    def identity(self) -> str:
-        """A hash of the text and its tokens: prepared text lies in a folder that is named by it."""
-        return self.train.folder.parent.name
 
 
 @dataclass(frozen=True)
@@ -91,7 +79,7 @@ class Spool:
 def prepare_text(
     data: DataRecipe, recipe: TokenizerRecipe, *, cache_folder: Path | None = None, progress: Progress = no_progress
 ) -> PreparedText:
-    """Read, split, tokenise and pack text; the second time it is only opened.
+    """Read, split, tokenise and pack text; the second time it is only opened. Prepared shards are opened at once.
 
     Args:
         data: the sources, see `read_documents`. Without a second source to validate on, whole documents of the first
@@ -104,18 +92,35 @@ def prepare_text(
     Raises:
         InputError: a source or tokenizer that cannot be used, or a cache that cannot be written; nothing stays behind.
     """
+    if data.mix or is_prepared(data.source):
+        return _open_shards(data, recipe, progress)
     loaded = None if recipe.path is None else load_tokenizer(recipe.path)
-    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    folder = Path(cache_folder or Path(root, "multilin")) / _key(data, recipe, loaded)
+    folder = Path(cache_folder or cache_root()) / _key(data, recipe, loaded)
     if not folder.exists():
         _once(folder, partial(_prepare, data, recipe, loaded, progress))
     prepared = load_tokenizer(str(folder / "tokenizer"))
-    return PreparedText(prepared, PackedText.open(folder / "train"), PackedText.open(folder / "validation"))
+    train, validation = (PackedText.open(folder / side) for side in ("train", "validation"))
+    return PreparedText(prepared, train, validation, folder.name)
+
+
+def _open_shards(data: DataRecipe, recipe: TokenizerRecipe, progress: Progress) -> PreparedText:
+    """Text that `multilin prepare` made, which comes with its tokenizer and its validation text."""
+    text = open_mixture(data.mix, progress) if data.mix else open_prepared("data.source", data.source, progress)
+    if data.validation is not None:
+        raise InputError("data.validation: given, but prepared text has its own to validate on; leave it out")
+    expected = text.validation.description.tokenizer_hash
+    if recipe.path is not None and tokenizer_hash(load_tokenizer(recipe.path)) != expected:
+        raise InputError(
+            f"tokenizer.path: {recipe.path} given, but the prepared text was packed with another one; leave it out, or "
+            "prepare the text with this tokenizer"
+        )
+    return text
 
 
 def _key(data: DataRecipe, recipe: TokenizerRecipe, tokenizer: PreTrainedTokenizerFast | None) -> str:
     """A hash of the sources' content and of every setting that changes what is prepared."""
     content = asdict(data) | {"format": FORMAT, "tokenizers": tokenizers.__version__}
+    del content["mix"]
     for field in ("source", "validation"):
         if content[field] is not None:
             with _named(f"data.{field}"):

@@ -3,18 +3,24 @@
 from typing import Literal
 
 from multilin.settings import settings
-from multilin.settings.bounds import Part, PathText, Vocabulary
+from multilin.settings.bounds import Mixture, Part, PathText, Vocabulary
 
 
 @settings
 class DataRecipe:
     """The text."""
 
-    source: PathText = "python-docs"  # a built-in corpus, file, folder, glob, hub dataset, or a task such as task:mqar
+    source: PathText = "python-docs"  # corpus, file, folder, glob, hub dataset, prepared text, or a task as task:mqar
+    mix: Mixture | None = None  # prepared texts, folder or address to weight, to read instead of the source
     validation: PathText | None = None  # a second source to validate on; without one, documents of the source are taken
     validation_fraction: Part = 0.05  # share of the documents split off for validation
     text_field: str = "text"  # the field or column of .jsonl, .csv and .parquet files that holds the text
     encoding_errors: Literal["strict", "replace"] = "strict"  # bytes that are not UTF-8: refuse, or replace by U+FFFD
+
+    @property
+    def name(self) -> str:
+        """The source, or those that are mixed."""
+        return self.source if self.mix is None else " + ".join(self.mix)
 
 
 @settings
@@ -24,3 +30,17 @@ class TokenizerRecipe:
     kind: Literal["bpe", "unigram", "byte"] = "bpe"  # how text becomes tokens
     vocab_size: Vocabulary | None = None  # entries of a trained vocabulary, 4096 by default; byte has 258 and no choice
     path: PathText | None = None  # load this tokenizer (a folder or tokenizer.json) instead of training one
+
+
+@settings
+class ShardSettings:
+    """How `multilin prepare` makes shards of a text."""
+
+    source: PathText  # text: a built-in corpus, a file, folder or glob, or a dataset of the Hugging Face hub
+    output: PathText = "prepared"  # folder, or address for fsspec such as s3://bucket/folder, to write the shards to
+    tokenizer: PathText | None = None  # load this tokenizer (folder, tokenizer.json, hub name) instead of training one
+    kind: Literal["bpe", "unigram", "byte"] = "bpe"  # how text becomes tokens, where a tokenizer is trained
+    vocab_size: Vocabulary = 4096  # entries of a vocabulary that is trained (a byte tokenizer always has 258)
+    validation_fraction: Part = 0.01  # share of the documents set aside for validation, by the hash of their text
+    text_field: str = "text"  # the field or column of .jsonl, .csv and .parquet files that holds the text
+    encoding_errors: Literal["strict", "replace"] = "strict"  # bytes that are not UTF-8: refuse, or replace by U+FFFD

@@ -14,7 +14,7 @@ from urllib.parse import parse_qsl
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from multilin.data.packing import IGNORED_LABEL
+from multilin.data.packed_text import IGNORED_LABEL
 from multilin.errors import InputError, nearest
 from multilin.settings import load_settings, settings
 from multilin.settings.bounds import Choices, Count

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from multilin.data.packing import PackedText
+from multilin.data.packed_text import PackedText
 from multilin.data.tokenizers import token_byte_lengths
 from multilin.inference.engine import Engine
 from multilin.inference.onnx_engine import OnnxEngine

@@ -34,7 +34,7 @@ def check_memory(subject: str, needed: float, device: torch.device | str = "cpu"
     """
     left = available_memory(device)
     if left is not None and needed > left:
-        figures = f"{_size(needed)} of memory, and this machine has {_size(left)} left"
+        figures = f"{format_bytes(needed)} of memory, and this machine has {format_bytes(left)} left"
         raise InputError(f"{subject} would take at least {figures}")
 
 
@@ -152,6 +152,7 @@ def _logit_bytes(model: PreTrainedModel) -> int:
     return 0 if hasattr(model, "token_losses") else 2 * model.config.vocab_size * FLOAT_BYTES
 
 
-def _size(number: float) -> str:
+def format_bytes(number: float) -> str:
+    """Bytes for a message: `12 GB`, `3.4 MB`."""
     value, unit = (number / 1e9, "GB") if number >= 1e9 else (number / 1e6, "MB")
     return f"{value:,.{0 if value >= 10 else 1}f} {unit}"

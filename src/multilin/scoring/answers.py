@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Subset
 from transformers import PreTrainedModel
 
-from multilin.data.packing import IGNORED_LABEL
+from multilin.data.packed_text import IGNORED_LABEL
 from multilin.model.modes import evaluation_mode
 from multilin.ops.threads import adapt
 

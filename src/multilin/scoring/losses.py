@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Subset
 from transformers import PreTrainedModel
 
-from multilin.data.packing import IGNORED_LABEL, Blocks, PackedText
+from multilin.data.packed_text import IGNORED_LABEL, Blocks, PackedText
 from multilin.errors import InputError
 from multilin.model.modes import evaluation_mode
 from multilin.ops.threads import adapt

@@ -3,7 +3,8 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from multilin.data.packing import PackedText
+from multilin.data.packed_text import PackedText
+from multilin.data.prepared import TrainText
 from multilin.errors import InputError
 
 MAX_ORDER = 3
@@ -23,7 +24,7 @@ class NgramModel:
     Source: Chen & Goodman 1999, "An empirical study of smoothing techniques for language modeling", section 2.4.
     """
 
-    def __init__(self, train: PackedText, order: int) -> None:
+    def __init__(self, train: TrainText, order: int) -> None:
         """Count the n-grams of `train` up to `order` (1, 2 or 3); memory about 100 bytes per training token.
 
         Raises:
@@ -35,7 +36,7 @@ class NgramModel:
             raise InputError(f"order: {order} given, but n-gram models are made of order 1 to {MAX_ORDER}")
         if self.vocab_size**order > 2**63:
             raise InputError(f"order: {order} given, but a vocabulary of {self.vocab_size} is too large for that")
-        ngrams = text_ngrams(train, order)
+        ngrams = np.concatenate([text_ngrams(shard, order) for shard in train.shards])
         self._tables = []
         for length in range(1, order + 1):
             keys, counts = np.unique(self._keys(ngrams, length), return_counts=True)
@@ -72,7 +73,7 @@ def text_ngrams(packed: PackedText, order: int) -> NDArray[np.int64]:
     return np.stack([tokens[np.maximum(ends - back, first)] for back in range(order - 1, -1, -1)], axis=1)
 
 
-def ngram_bits_per_byte(train: PackedText, validation: PackedText, order: int) -> float:
+def ngram_bits_per_byte(train: TrainText, validation: PackedText, order: int) -> float:
     """Bits per byte of the exact validation text under an n-gram model of the training text (see `NgramModel`).
 
     Counted as `evaluate` does: -log2 p over all tokens but the start tokens, divided by the text's UTF-8 bytes.

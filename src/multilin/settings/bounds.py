@@ -78,6 +78,7 @@ def _check_path(value: str) -> str:
 PathText = Annotated[str, AfterValidator(_check_path)]
 """Path of a file or folder, or what else is looked for by its name."""
 Names = Annotated[list[PathText], MaxLen(100)]  # several of them
+Mixture = Annotated[dict[PathText, Positive], MinLen(1), MaxLen(100)]  # several of them, each with a weight
 Name = Annotated[str, MaxLen(100)]  # of a field, a row or a task
 Prose = Annotated[str, MaxLen(2**20)]  # text for a model to read, as a command line takes it
 

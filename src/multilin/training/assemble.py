@@ -9,9 +9,9 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, TrainingArguments
 
-from multilin.data.chat import check_cuts
-from multilin.data.packing import BLOCK_FIELDS
-from multilin.data.prepare import PreparedText, prepare_text
+from multilin.data.packed_text import BLOCK_FIELDS, check_cuts
+from multilin.data.prepare import prepare_text
+from multilin.data.prepared import MixedBlocks, PreparedText
 from multilin.data.progress import Progress, no_progress
 from multilin.data.task_text import TaskText, is_task, task_text
 from multilin.data.tokenizers import tokenizer_hash
@@ -20,6 +20,7 @@ from multilin.inference.runs import read_config
 from multilin.model.factory import create_config, create_model
 from multilin.model.memory import FLOAT_BYTES, ID_BYTES, activation_bytes, check_memory, parameter_bytes
 from multilin.training.adapters import add_adapters
+from multilin.training.mixing import MixedOrder
 from multilin.training.optimizers import OPTIMIZERS
 from multilin.training.order import BlockOrder
 from multilin.training.precision import autocast_dtype, set_arithmetic
@@ -40,7 +41,7 @@ def read_text(recipe: Recipe, progress: Progress = no_progress, run: Path | None
     Raises:
         InputError: the text cannot be read, or holds less than one block of training text.
     """
-    source = recipe.data.source
+    source = recipe.data.name
     if is_task(source):
         raise InputError(f"data.source: {source} is a task, which has no text; name a text")
     tokenizer = recipe.tokenizer
@@ -64,9 +65,9 @@ def read_data(recipe: Recipe, progress: Progress = no_progress, run: Path | None
     Raises:
         InputError: see `read_text`; an unknown task, or blocks too short for it.
     """
-    if not is_task(recipe.data.source):
+    if not is_task(recipe.data.name):
         return read_text(recipe, progress, run)
-    task = task_text(recipe.data.source)
+    task = task_text(recipe.data.name)
     task.train.blocks(recipe.model.n_positions)  # refuses blocks that are too short
     return task
 
@@ -84,7 +85,7 @@ def check_model(recipe: Recipe, vocab_size: int | None = None, checkpoint: Path 
             whose training needs more memory than is left.
     """
     with torch.device("meta"):
-        network = _create_model(recipe, vocab_size or recipe.tokenizer.vocab_size or 1, checkpoint)
+        network = create_network(recipe, vocab_size or recipe.tokenizer.vocab_size or 1, checkpoint)
         if recipe.training.lora is not None:
             add_adapters(network, recipe)
     _check_memory(recipe, network)
@@ -136,7 +137,7 @@ def build_model(recipe: Recipe, text: PreparedText | TaskText, checkpoint: Path 
     """
     tokenizer = text.tokenizer
     if recipe.model.start is None or (checkpoint is not None and recipe.training.lora is None):
-        model = _create_model(recipe, len(tokenizer), checkpoint)
+        model = create_network(recipe, len(tokenizer), checkpoint)
     else:
         model = load_start(recipe.model.start, recipe.model.start_hash, tokenizer)
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
@@ -158,7 +159,8 @@ def build_model(recipe: Recipe, text: PreparedText | TaskText, checkpoint: Path 
     return model
 
 
-def _create_model(recipe: Recipe, vocab_size: int, checkpoint: Path | None) -> PreTrainedModel:
+def create_network(recipe: Recipe, vocab_size: int, checkpoint: Path | None) -> PreTrainedModel:
+    """A new model of a recipe's sizes, or of those of the model it starts from; its weights are drawn at random."""
     model = recipe.model
     if model.start is not None:
         is_whole = checkpoint is not None and recipe.training.lora is None
@@ -183,17 +185,16 @@ def training_order(recipe: Recipe, model: PreTrainedModel, text: PreparedText | 
         warnings.warn(remark, stacklevel=2)
     plan = recipe.training
     assert plan.global_batch_size is not None, "training needs a recipe that was resolved"
-    return BlockOrder(
-        blocks,
-        seed=plan.seed,
-        length=plan.max_steps * plan.global_batch_size,
-        fields=[field for field in blocks[0] if field not in _unread(model)],
-    )
+    length = plan.max_steps * plan.global_batch_size
+    fields = [field for field in blocks[0] if field not in _unread(model)]
+    if isinstance(blocks, MixedBlocks):
+        return MixedOrder(blocks, seed=plan.seed, length=length, fields=fields)
+    return BlockOrder(blocks, seed=plan.seed, length=length, fields=fields)
 
 
 def packing_remark(recipe: Recipe, model: PreTrainedModel) -> str | None:
     """A warning about a model that cannot tell the documents of a block apart; None for one that can."""
-    if not is_task(recipe.data.source) and (unread := _unread(model)):
+    if not is_task(recipe.data.name) and (unread := _unread(model)):
         names = ", ".join(unread)
         return f"{recipe.model.architecture} does not take {names}: documents packed into one block see each other"
     return None
@@ -232,7 +233,9 @@ def training_arguments(recipe: Recipe, model: PreTrainedModel, output: Path) -> 
         logging_strategy="no",
         eval_strategy="no",
         save_strategy="no",
-        report_to="none",
+        # Event files of TensorBoard are written by the folder of the run.
+        report_to=[name for name in plan.report_to if name != "tensorboard"] or "none",
+        run_name=Path(recipe.output).name,
         disable_tqdm=True,
     )
 

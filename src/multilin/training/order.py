@@ -6,7 +6,8 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from multilin.data.packing import Blocks
+from multilin.data.packed_text import Blocks
+from multilin.data.prepared import ConcatBlocks
 from multilin.data.task_text import TaskBlocks
 
 
@@ -17,7 +18,9 @@ class BlockOrder(Dataset[dict[str, torch.Tensor]]):
     the exact batch by skipping positions. A batch may reach from one pass into the next; none is ever short.
     """
 
-    def __init__(self, blocks: Blocks | TaskBlocks, *, seed: int, length: int, fields: Sequence[str]) -> None:
+    def __init__(
+        self, blocks: Blocks | ConcatBlocks | TaskBlocks, *, seed: int, length: int, fields: Sequence[str]
+    ) -> None:
         self.blocks, self.seed, self.length, self.fields = blocks, seed, length, fields
         self._passes: dict[int, np.ndarray] = {}
 

@@ -12,6 +12,8 @@ from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
+from annotated_types import MaxLen
+
 from multilin.data.settings import DataRecipe, TokenizerRecipe
 from multilin.errors import InputError, nearest, plural, shorten, shown
 from multilin.files import write_whole
@@ -23,6 +25,7 @@ from multilin.training.start import complete_start
 RECIPE_FILE = "recipe.yaml"
 DEFAULT_VOCAB_SIZE = 4096
 SectionT = TypeVar("SectionT")
+Trackers = Annotated[list[Literal["tensorboard", "wandb", "mlflow", "trackio"]], MaxLen(4)]
 
 
 @settings
@@ -104,7 +107,7 @@ class TrainingRecipe:
     keep_checkpoints: bounds.Steps = 2  # newest checkpoints kept
     log_every_steps: bounds.Steps = 10  # steps between lines of metrics.jsonl
     lora: LoraRecipe | None = None  # train adapters alone: rank, alpha, dropout, targets
-    tensorboard: bool = False  # also write TensorBoard event files into the run folder
+    report_to: Trackers = field(default_factory=list)  # also send metrics to: tensorboard, wandb, mlflow, trackio
 
     def split(self, num_devices: int) -> tuple[int, int]:
         """Blocks of one forward pass, and forward passes of one step, on each of so many devices.
@@ -151,7 +154,7 @@ CHANGEABLE_ON_RESUME = (
     "training.keep_checkpoints",
     "training.log_every_steps",
     "training.shard",
-    "training.tensorboard",
+    "training.report_to",
 )
 
 

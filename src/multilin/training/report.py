@@ -102,7 +102,7 @@ def write_card(recipe: Recipe, result: RunResult, path: Path) -> None:
         "Parameters": f"{parameters:,}",
         "Context in training": f"{model.n_positions} tokens",
         "Tokenizer": f"{recipe.tokenizer.path or recipe.tokenizer.kind}, {len(result.tokenizer):,} entries",
-        "Text": f"`{recipe.data.source}`",
+        "Text": f"`{recipe.data.name}`",
         "Training": f"{plural(result.steps, 'step')}, {plural(result.tokens, 'token')}, {result.seconds:,.0f} s, "
         f"{recipe.training.precision}",
         "Training loss": f"{result.loss:.3f} nats per token",
@@ -112,7 +112,7 @@ def write_card(recipe: Recipe, result: RunResult, path: Path) -> None:
     card = _CARD.format(
         front=to_yaml(front).strip(),
         origin="from scratch" if model.start is None else f"from `{model.start}`",
-        title=f"{model.kind} on {recipe.data.source}",
+        title=f"{model.kind} on {recipe.data.name}",
         table="\n".join(f"| {name} | {value} |" for name, value in figures.items()),
         recipe=to_yaml(dataclasses.asdict(recipe)).strip(),
     )

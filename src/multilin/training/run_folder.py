@@ -21,7 +21,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerFast
 
-from multilin.data.prepare import PreparedText
+from multilin.data.prepared import PreparedText
 from multilin.data.task_text import TaskText
 from multilin.errors import InputError
 from multilin.files import atomic_files, check_folder, check_writable, remove_partials, write_whole
@@ -67,8 +67,10 @@ class RunFolder:
         """
         if resume and overwrite:
             raise InputError("resume and overwrite exclude each other: continue the run, or replace it")
-        if recipe.training.tensorboard and importlib.util.find_spec("tensorboard") is None:
-            raise InputError("training.tensorboard: TensorBoard is not installed; pip install 'multilin[tensorboard]'")
+        for name in recipe.training.report_to:
+            if importlib.util.find_spec(name) is None:
+                package = "'multilin[tensorboard]'" if name == "tensorboard" else name
+                raise InputError(f"training.report_to: {name} given, but it is not installed; pip install {package}")
         check_folder("output", self.path)
         if (self.path / RUN_FILE).exists():
             raise InputError(f"output: {self.path} is a checkpoint of a run; give the folder of the run, or a new one")

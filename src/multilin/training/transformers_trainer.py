@@ -8,7 +8,7 @@ import functools
 import inspect
 import itertools
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -18,7 +18,7 @@ from accelerate import PartialState
 from torch.utils.data import Sampler, SequentialSampler, default_collate
 from transformers import PreTrainedModel, PrinterCallback, TrainerControl, set_seed
 
-from multilin.data.prepare import PreparedText
+from multilin.data.prepared import PreparedText
 from multilin.data.task_text import TaskText
 from multilin.ops.threads import adapt
 from multilin.scoring.answers import score_answers
@@ -70,7 +70,7 @@ class RunTrainer(SavingTrainer):
             recipe=recipe,
             meter=Meter(tokens_per_step=blocks_per_step * recipe.model.n_positions),
             progress=progress,
-            writers=folder.metrics_writers(tensorboard=plan.tensorboard) if devices.is_main_process else [],
+            writers=self._metrics_writers() if devices.is_main_process else [],
             stop_request=stop_request,
             describe_batch=lambda step: order.describe((step - 1) * blocks_per_step, step * blocks_per_step),
         )
@@ -90,6 +90,11 @@ class RunTrainer(SavingTrainer):
         # Trainer looks for **kwargs only.
         if "num_items_in_batch" in inspect.signature(model.forward).parameters:
             self.model_accepts_loss_kwargs = True
+
+    def _metrics_writers(self) -> list[Callable[[dict[str, Any]], None]]:
+        """Functions that store a line of metrics; the last tells the trackers that transformers knows."""
+        writers = self.folder.metrics_writers(tensorboard="tensorboard" in self.recipe.training.report_to)
+        return [*writers, lambda line: self.callback_handler.on_log(self.args, self.state, self.control, {**line})]
 
     def create_accelerator_and_postprocess(self) -> None:
         """Also note each gradient norm where it is computed: transformers 5.0 hands it to no callback."""

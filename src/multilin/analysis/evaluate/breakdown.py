@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerFast
 
-from multilin.data.packing import PackedText
+from multilin.data.packed_text import PackedText
 from multilin.data.tokenizers import token_texts
 from multilin.scoring.losses import Evaluation, Scored, summarise
 

@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from multilin.analysis.evaluate.breakdown import Breakdown, break_down
 from multilin.analysis.settings import EvaluationSettings
 from multilin.data.corpora import read_documents
-from multilin.data.packing import Blocks, PackedText, pack
+from multilin.data.packed_text import Blocks, PackedText
+from multilin.data.packing import pack
 from multilin.data.progress import Progress, no_progress
 from multilin.data.tokenizers import tokenizer_hash
 from multilin.errors import InputError

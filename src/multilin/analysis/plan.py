@@ -1,0 +1,304 @@
+"""What a training run will take, before anything is rented: memory, bytes sent, time and checkpoints, counted.
+
+Weights, gradients, the optimizer's numbers, floating-point operations and the bytes that devices send each other are
+counted from the model. Activations are estimated as in `multilin.model.memory`. Times follow from the peaks of the
+hardware and an assumed share of them, so they are expectations.
+"""
+
+import time
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from transformers import PreTrainedModel
+
+from multilin.analysis.costs import parameter_counts, training_flops_per_token
+from multilin.analysis.settings import PlanSettings
+from multilin.data.manifest import MANIFEST, Manifest
+from multilin.data.prepared import is_prepared
+from multilin.data.store import Store
+from multilin.data.task_text import is_task, task_text
+from multilin.data.tokenizers import BYTE_VOCAB_SIZE, load_tokenizer
+from multilin.errors import InputError
+from multilin.model.memory import (
+    FLOAT_BYTES,
+    activation_bytes,
+    available_memory,
+    check_memory,
+    format_bytes,
+    parameter_bytes,
+)
+from multilin.ops.int8 import BLOCK
+from multilin.training.assemble import create_network
+from multilin.training.optimizers import OPTIMIZERS, row_parameters
+from multilin.training.precision import autocast_dtype
+from multilin.training.recipe import Recipe
+from multilin.training.resolve import resolve_recipe
+
+INT8_BYTES = 1 + FLOAT_BYTES / BLOCK
+"""Bytes of a number that travels as int8, with its part of the block's scale."""
+
+
+@dataclass(frozen=True)
+class Device:
+    """What a device can do at most.
+
+    memory: bytes.
+    half, single: floating-point operations per second in bf16 and in float32 (without TF32).
+    link: bytes per second that it sends to others, in one direction.
+    """
+
+    name: str
+    memory: float
+    half: float
+    single: float
+    link: float
+
+
+DEVICES = {
+    "h200": Device("NVIDIA H200 SXM", 141e9, 989e12, 67e12, 450e9),
+    "a100": Device("NVIDIA A100 SXM 80 GB", 80e9, 312e12, 19.5e12, 300e9),
+}
+"""From NVIDIA's data sheets: dense tensor cores, NVLink."""
+ETHERNET = 1.25e9
+"""Bytes per second of 10 Gbit/s, which is assumed between machines like this one."""
+
+
+@dataclass(frozen=True)
+class WayPlan:
+    """One way to train on several devices.
+
+    way: `ddp` (training.communication float), `int8` (communication int8) or `fsdp`.
+    memory: bytes that a device needs at least: weights, gradients, optimizer, activations, and what is gathered.
+    fits: whether that is less than it has.
+    sent_bytes: that a device sends in one step.
+    communication_seconds: for these at the full speed of the link.
+    is_hidden: whether they can be sent while the device computes.
+    tokens_per_second: of all devices.
+    hours, device_hours: of the run; cost: of the device hours at the given price, None without one.
+    """
+
+    way: str
+    memory: int
+    fits: bool
+    sent_bytes: int
+    communication_seconds: float
+    is_hidden: bool
+    tokens_per_second: float
+    hours: float
+    device_hours: float
+    cost: float | None
+
+
+@dataclass(frozen=True)
+class TrainingPlan:
+    """A run on several devices.
+
+    flops_per_token: of training, see `training_flops_per_token`.
+    weight_bytes, gradient_bytes, optimizer_bytes: of one device that holds all.
+    activation_bytes: of one pass on one device, estimated.
+    checkpoint_bytes: of one checkpoint: weights and the optimizer's numbers.
+    tokens: of the whole run.
+    seconds_per_step: of a device that computes without waiting for others.
+    """
+
+    device: Device
+    devices: int
+    parameters: int
+    vocab_size: int
+    flops_per_token: float
+    tokens_per_step: int
+    steps: int
+    tokens: int
+    weight_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
+    activation_bytes: int
+    checkpoint_bytes: int
+    seconds_per_step: float
+    ways: list[WayPlan]
+
+
+def plan_training(recipe: Recipe, settings: PlanSettings) -> TrainingPlan:
+    """Count what a recipe takes on several devices. No text is read, and no weights are drawn.
+
+    Args:
+        recipe: to train; without `training.global_batch_size`, `training.batch_size` blocks on every device.
+        settings: the devices, the share of their peak that training reaches, and their price.
+
+    Raises:
+        InputError: a recipe that cannot be trained, or a tokenizer that is not there.
+    """
+    if settings.kind != "cpu" and recipe.training.precision == "auto":
+        recipe = replace(recipe, training=replace(recipe.training, precision="bf16"))
+    blocks = recipe.training.global_batch_size or recipe.training.batch_size * settings.devices
+    recipe = resolve_recipe(replace(recipe, training=replace(recipe.training, global_batch_size=blocks)))
+    vocab_size = find_vocab_size(recipe)
+    with torch.device("meta"):
+        model = create_network(recipe, vocab_size, None)
+    device, plan = _device(settings), recipe.training
+    batch_size, passes = plan.split(settings.devices)
+    tokens = batch_size * recipe.model.n_positions
+    counts = _counts(recipe, model, batch_size)
+    flops = _flops(recipe, model, vocab_size)
+    is_single = plan.precision == "float32" or (settings.kind == "cpu" and autocast_dtype(plan.precision) is None)
+    peak = device.single if is_single else device.half
+    seconds = tokens * flops / (peak * settings.efficiency)
+    ways = [
+        _way(way, counts, passes, seconds, tokens * passes * settings.devices, plan.max_steps, device, settings)
+        for way in ("ddp", "int8", "fsdp")
+    ]
+    return TrainingPlan(
+        device=device, devices=settings.devices, parameters=parameter_counts(model)[0], vocab_size=vocab_size,
+        flops_per_token=flops, tokens_per_step=tokens * passes * settings.devices, steps=plan.max_steps,
+        tokens=tokens * passes * settings.devices * plan.max_steps,
+        weight_bytes=counts.weights, gradient_bytes=counts.gradients, optimizer_bytes=counts.optimizer,
+        activation_bytes=counts.activations, checkpoint_bytes=counts.weights + counts.optimizer,
+        seconds_per_step=seconds * passes, ways=ways,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Counts:
+    """Bytes of a model in training; `layers` and `rest` are those of its parameters, `largest` of the largest layer."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: int
+    layers: int
+    rest: int
+    largest: int
+    gathered: float  # bytes of a layer's number while it is gathered, relative to float32
+
+
+def _counts(recipe: Recipe, model: PreTrainedModel, batch_size: int) -> _Counts:
+    plan = recipe.training
+    assert recipe.optimizer.name is not None, "the recipe was resolved"
+    is_half = plan.precision in ("bf16", "int8")
+    kind = OPTIMIZERS[recipe.optimizer.name]
+    rows = row_parameters(model) if "row_average" in kind.options else []
+    trained = FLOAT_BYTES * sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    layers = [parameter_bytes(layer) for layer in next(m for m in model.modules() if isinstance(m, nn.ModuleList))]
+    whole = parameter_bytes(model)
+    return _Counts(
+        weights=whole,
+        gradients=trained,
+        optimizer=trained * kind.state_numbers + FLOAT_BYTES * sum(tensor.numel() for tensor in rows),
+        activations=activation_bytes(
+            model, batch_size * recipe.model.n_positions, number_bytes=2 if is_half else FLOAT_BYTES,
+            recomputes=plan.gradient_checkpointing,
+        ),
+        layers=sum(layers), rest=whole - sum(layers), largest=max(layers),
+        gathered=0.5 if plan.precision == "bf16" else 1.0,
+    )  # fmt: skip
+
+
+def sent_bytes(way: str, layers: int, rest: int, devices: int, *, passes: int = 1, gathered: float = 1.0) -> float:
+    """Bytes that each device sends in one step.
+
+    With P float32 bytes of parameters and N devices, a reduce-scatter or an all-gather of P bytes sends P (N - 1) / N
+    from each. An all-reduce is both; the int8 hook is both with 1.03 instead of 4 bytes for a number. FSDP gathers
+    each layer before its forward and before its backward pass, the rest once, and reduces all gradients, in every pass.
+
+    Args:
+        way: `ddp`, `int8` or `fsdp`.
+        layers, rest: float32 bytes of the parameters of all layers, and of the others.
+        devices: that train together.
+        passes: forward passes of one step.
+        gathered: bytes of a gathered number of a layer, relative to float32.
+    """
+    share = (devices - 1) / devices
+    if way == "fsdp":
+        return share * passes * ((2 * gathered + 1) * layers + 2 * rest)
+    return share * 2 * (layers + rest) * (INT8_BYTES / FLOAT_BYTES if way == "int8" else 1)
+
+
+def _way(
+    way: str, counts: _Counts, passes: int, seconds: float, tokens: int, steps: int, device: Device,
+    settings: PlanSettings,
+) -> WayPlan:  # fmt: skip
+    devices = settings.devices
+    held = counts.weights + counts.gradients + counts.optimizer
+    if way == "fsdp" and devices > 1:
+        # Of two layers at a time the weights are gathered, of one the gradients are whole; the rest stays gathered.
+        held = held // devices + int((2 * counts.gathered + 1) * counts.largest) + 2 * counts.rest
+    elif devices > 1:
+        held += counts.gradients  # in the buckets in which they travel
+    sent = sent_bytes(way, counts.layers, counts.rest, devices, passes=passes, gathered=counts.gathered)
+    sending = sent / device.link
+    # Gradients travel during the backward pass that makes them, two thirds of the work; gathering never rests.
+    room = seconds * passes if way == "fsdp" else seconds * 2 / 3
+    step = seconds * passes + max(sending - room, 0.0)
+    hours = steps * step / 3600
+    return WayPlan(
+        way=way, memory=held + counts.activations, fits=held + counts.activations <= device.memory,
+        sent_bytes=round(sent), communication_seconds=sending, is_hidden=sending <= room,
+        tokens_per_second=tokens / step, hours=hours, device_hours=hours * devices,
+        cost=None if settings.price is None else hours * devices * settings.price,
+    )  # fmt: skip
+
+
+def find_vocab_size(recipe: Recipe) -> int:
+    """The tokens of a recipe's tokenizer, found without reading its text.
+
+    Raises:
+        InputError: a tokenizer or a prepared text that is not there.
+    """
+    source = recipe.data.source if recipe.data.mix is None else next(iter(recipe.data.mix))
+    if is_task(source):
+        return task_text(source).train.task.num_tokens
+    if is_prepared(source):
+        content = Store("data.source", source).read(MANIFEST)
+        if content is None:
+            raise InputError(f"data.source: {source} holds no {MANIFEST}; prepare the text first")
+        return Manifest.parse(content, f"data.source: {source}/{MANIFEST}").validation.describe().vocab_size
+    if recipe.tokenizer.path is not None:
+        return len(load_tokenizer(recipe.tokenizer.path))
+    return recipe.tokenizer.vocab_size or BYTE_VOCAB_SIZE
+
+
+def _device(settings: PlanSettings) -> Device:
+    if settings.kind != "cpu":
+        return DEVICES[settings.kind]
+    half, single = (_product_rate(dtype) for dtype in (torch.bfloat16, torch.float32))
+    return Device("a machine like this one, on 10 Gbit/s", available_memory() or 0, half, single, ETHERNET)
+
+
+def _product_rate(dtype: torch.dtype, size: int = 1024) -> float:
+    """Floating-point operations per second of matrix products on this machine."""
+    left = torch.ones(size, size, dtype=dtype)
+    times = []
+    for _ in range(5):
+        begin = time.perf_counter()
+        left @ left
+        times.append(time.perf_counter() - begin)
+    return 2 * size**3 / min(times)
+
+
+def _flops(recipe: Recipe, model: PreTrainedModel, vocab_size: int) -> float:
+    """Of training on one token; the model need not fit this machine, unless it looks at numbers while it reads."""
+    length = recipe.model.n_positions
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            return training_flops_per_token(create_network(recipe, vocab_size, None), length)
+    except DataDependentOutputException:
+        check_memory("model: counting its operations", 2 * parameter_bytes(model))
+        return training_flops_per_token(create_network(recipe, vocab_size, None), length)
+
+
+def describe_plan(plan: TrainingPlan) -> dict[str, str]:
+    """What is the same for every way, in words."""
+    return {
+        "device": f"{plan.devices} x {plan.device.name}, {format_bytes(plan.device.memory)} each",
+        "parameters": f"{plan.parameters:,}, with a vocabulary of {plan.vocab_size:,}",
+        "training FLOPs per token": f"{plan.flops_per_token:,.0f}",
+        "tokens": f"{plan.tokens:,}: {plan.steps:,} steps of {plan.tokens_per_step:,}",
+        "seconds per step, computing": f"{plan.seconds_per_step:.4g}",
+        "bytes of a checkpoint": format_bytes(plan.checkpoint_bytes),
+        "memory without sharding": ", ".join(
+            f"{name} {format_bytes(getattr(plan, f'{name}_bytes'))}"
+            for name in ("weight", "gradient", "optimizer", "activation")
+        ),
+    }

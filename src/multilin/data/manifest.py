@@ -1,0 +1,75 @@
+"""The manifest of prepared text: its folders, with the checksum of every file and what they hold."""
+
+import dataclasses
+import hashlib
+import json
+from typing import Annotated, Any
+
+from annotated_types import Ge
+from pydantic import StringConstraints
+
+from multilin.data.packed_text import Description
+from multilin.errors import InputError, shown
+from multilin.settings import load_settings, settings
+from multilin.settings.bounds import Section
+
+MANIFEST = "manifest.json"
+FORMAT = 1
+_Number = Annotated[int, Ge(0)]
+_Sum = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
+_FileName = Annotated[str, StringConstraints(pattern=r"^\w[\w.-]*$")]
+
+
+@settings
+class Folder:
+    """A folder of prepared text."""
+
+    name: Annotated[str, StringConstraints(pattern=r"^[a-z]+(/[0-9]+-[0-9]+)?$")]  # relative to the manifest
+    files: dict[_FileName, _Sum]  # SHA-256 of each
+    description: dict[str, Any]  # the content of packed.json; of the tokenizer nothing
+
+    def describe(self) -> Description:
+        """The description of a packed text."""
+        return Description(**self.description)
+
+
+@settings
+class Manifest:
+    """The content of manifest.json, which is written last."""
+
+    format: int
+    settings: Section  # that decided the content, and the source's hash
+    num_documents: _Number  # of training and validation text together
+    num_tokens: _Number
+    num_bytes: _Number  # UTF-8 bytes of the text
+    tokenizer_hash: _Sum
+    tokenizer: Folder
+    validation: Folder
+    train: list[Folder]
+
+    def to_json(self) -> bytes:
+        """The file's content: the fields, and the SHA-256 of all that stands before it."""
+        values = dataclasses.asdict(self)
+        return json.dumps(values | {"sha256": _sum(values)}, indent=1).encode()
+
+    @classmethod
+    def parse(cls, content: bytes, where: str) -> "Manifest":
+        """The manifest in a file.
+
+        Raises:
+            InputError: it is damaged, or has another format.
+        """
+        try:
+            values = json.loads(content)
+            expected = values.pop("sha256")
+        except (ValueError, TypeError, AttributeError, KeyError, RecursionError):
+            raise InputError(f"{where} is no manifest of prepared text; prepare the text again") from None
+        if expected != _sum(values):
+            raise InputError(f"{where} is damaged: its checksum is not that of its content; prepare the text again")
+        if values.get("format") != FORMAT:
+            raise InputError(f"{where} has format {shown(values.get('format'))}, but only {FORMAT} is known")
+        return load_settings(cls, values, where)
+
+
+def _sum(values: Any) -> str:
+    return hashlib.sha256(json.dumps(values).encode()).hexdigest()

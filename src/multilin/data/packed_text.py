@@ -1,0 +1,264 @@
+"""A packed text: all tokens in one memory-mapped row, and the fixed-size blocks that models read from it."""
+
+import itertools
+import json
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from multilin.errors import InputError, plural
+from multilin.settings.inputs import check_regular
+
+IGNORED_LABEL = -100
+BLOCK_FIELDS = ("input_ids", "labels", "document_ids")
+
+TOKENS, ANSWERS, INDEX, DESCRIPTION = "tokens.bin", "answers.bin", "index.safetensors", "packed.json"
+COUNTED_AT_ONCE = 2**22  # tokens
+
+
+@dataclass(frozen=True)
+class Description:
+    """The content of packed.json."""
+
+    num_tokens: int
+    num_documents: int
+    num_bytes: int  # UTF-8 bytes of the text
+    counted_bytes: int  # the same as the tokens' byte lengths sum up to: equal for byte-level tokenizers
+    dtype: str
+    vocab_size: int
+    start_token_id: int
+    pad_token_id: int
+    tokenizer_hash: str
+    is_chat: bool = False  # whether the documents are conversations, of which answers alone are scored
+
+
+def merged(descriptions: Sequence[Description]) -> Description:
+    """That of several packed texts of one tokenizer together."""
+    counts = ("num_tokens", "num_documents", "num_bytes", "counted_bytes")
+    return replace(descriptions[0], **{name: sum(getattr(one, name) for one in descriptions) for name in counts})
+
+
+def write_description(folder: Path, description: Description) -> None:
+    """Write packed.json."""
+    (folder / DESCRIPTION).write_text(json.dumps(asdict(description), indent=2), encoding="utf-8")
+
+
+class PackedText:
+    """A packed corpus: all tokens in a row, and where the documents are.
+
+    Attributes:
+        folder: where it lies.
+        description: the content of packed.json.
+        num_tokens, num_documents: the start tokens included.
+        num_bytes: UTF-8 bytes of the exact text of all documents.
+        tokens: (num_tokens,) uint16 or uint32, memory-mapped.
+        document_starts: (num_documents,) int64, the place of each document's start token, memory-mapped.
+        document_bytes: (num_documents,) int64, UTF-8 bytes of each document's text, memory-mapped.
+    """
+
+    def __init__(self, folder: Path, description: Description, index: dict[str, NDArray[np.int64]]) -> None:
+        self.folder, self.description = folder, description
+        self.num_tokens, self.num_documents = description.num_tokens, description.num_documents
+        self.num_bytes = description.num_bytes
+        self.document_starts, self.document_bytes = index["document_starts"], index["document_bytes"]
+        self.tokens = np.memmap(folder / TOKENS, dtype=description.dtype, mode="r", shape=(description.num_tokens,))
+        self.is_answer = None  # (num_tokens,) bool, memory-mapped: tokens of answers; None where all are scored
+        if description.is_chat:
+            self.is_answer = np.memmap(folder / ANSWERS, dtype=bool, mode="r", shape=(description.num_tokens,))
+        self._token_bytes = index["token_bytes"]
+
+    @classmethod
+    def open(cls, folder: Path) -> "PackedText":
+        """Open a folder that `pack` wrote.
+
+        Raises:
+            InputError: the folder holds no packing, or a damaged one.
+        """
+        folder = Path(folder)
+        for path in (folder / name for name in (DESCRIPTION, INDEX, TOKENS)):
+            if path.exists():
+                check_regular(path, "")
+        try:
+            description = Description(**json.loads((folder / DESCRIPTION).read_text(encoding="utf-8")))
+            index = _map_tensors(folder / INDEX)
+            size = (folder / TOKENS).stat().st_size
+        except FileNotFoundError as error:
+            raise InputError(f"{folder}: no packed text, as {Path(error.filename or folder).name} is missing") from None
+        except (ValueError, TypeError, SafetensorError) as error:
+            raise InputError(f"{folder}: damaged packed text ({error}); delete it to prepare it again") from None
+        if description.is_chat and not (folder / ANSWERS).is_file():
+            raise InputError(f"{folder}: no packed text, as {ANSWERS} is missing")
+        if size != (expected := description.num_tokens * np.dtype(description.dtype).itemsize):
+            difference = f"{plural(size, 'byte')} instead of {expected}"
+            raise InputError(f"{folder}: {TOKENS} has {difference}; delete it to prepare it again")
+        return cls(folder, description, index)
+
+    def __reduce__(self) -> tuple[Callable[[Path], "PackedText"], tuple[Path]]:
+        return PackedText.open, (self.folder,)  # a worker process maps the file itself instead of receiving a copy
+
+    @property
+    def shards(self) -> Iterator["PackedText"]:
+        """Itself, as the only one."""
+        yield self
+
+    def blocks(self, block_size: int) -> "Blocks":
+        """Blocks of this size, see `Blocks`."""
+        return Blocks(self, block_size)
+
+    def describe(self) -> dict[str, Any]:
+        """The description as plain data, for a run's data.json."""
+        return asdict(self.description)
+
+    def token_counts(self) -> NDArray[np.int64]:
+        """(vocab_size,) how often each token occurs."""
+        counts = np.zeros(self.description.vocab_size, dtype=np.int64)
+        for first in range(0, self.num_tokens, COUNTED_AT_ONCE):
+            counts += np.bincount(self.tokens[first : first + COUNTED_AT_ONCE], minlength=len(counts))
+        return counts
+
+    def count_cuts(self, block_size: int) -> tuple[int, int, int]:
+        """How many conversations there are, are longer than a block, and lose all their answers by that."""
+        assert self.is_answer is not None
+        sizes = np.diff(self.document_starts, append=self.num_tokens)
+        bounds = zip(self.document_starts, self.document_starts + np.minimum(sizes, block_size), strict=True)
+        num_lost = sum(not self.is_answer[start:end].any() for start, end in bounds)
+        return len(sizes), int((sizes > block_size).sum()), num_lost
+
+    def document_of(self, start: int, stop: int) -> NDArray[np.int64]:
+        """(stop - start,) the number of the document each token of tokens[start:stop] belongs to."""
+        first, last = np.searchsorted(self.document_starts, [start, stop - 1], side="right") - 1
+        ends = np.append(self.document_starts[first + 1 : last + 1], stop)
+        return np.repeat(np.arange(first, last + 1), np.diff(ends, prepend=start))
+
+    def token_sizes(self, tokens: NDArray[np.integer[Any]]) -> NDArray[np.int64]:
+        """Bytes that each token stands for; for tokenizers that are not byte-level, to be times `bytes_per_counted`."""
+        return np.asarray(self._token_bytes[tokens])
+
+    @property
+    def bytes_per_counted(self) -> float:
+        """UTF-8 bytes of the text per byte of its tokens' names; 1 for byte-level tokenizers."""
+        description = self.description
+        if description.counted_bytes in (description.num_bytes, 0):
+            return 1.0
+        return description.num_bytes / description.counted_bytes
+
+
+def _map_tensors(path: Path) -> dict[str, NDArray[np.int64]]:
+    """The vectors of a safetensors file, memory-mapped: an index grows with the text."""
+    with safe_open(path, framework="np"), path.open("rb") as stream:  # which checks all of the header
+        size = int.from_bytes(stream.read(8), "little")
+        header = json.loads(stream.read(size))
+    return {
+        name: np.memmap(path, np.int64, "r", 8 + size + entry["data_offsets"][0], tuple(entry["shape"]))
+        for name, entry in header.items()
+        if name != "__metadata__" and entry["dtype"] == "I64"
+    }
+
+
+class Blocks(torch.utils.data.Dataset[dict[str, Tensor]]):
+    """Fixed-size blocks that overlap by one token.
+
+    Block i covers tokens[i * (block_size - 1) :][:block_size]. A causal language model of transformers shifts the
+    labels itself, so over all blocks every token but the very first is predicted exactly once.
+
+    Conversations are never cut in two: a block is padded after as many as fit, and of one that is longer than a block
+    the rest is left out. The labels of all tokens but those of answers are -100.
+
+    An item is {"input_ids", "labels", "document_ids"}, each (block_size,) int64; document_ids numbers the document
+    each token belongs to. The tokens after the last whole block are left out, unless `partial`: then the last block is
+    padded with the padding token, labels -100 and the last document's number.
+
+    Raises:
+        InputError: the block size is below 2, or the text is shorter than one block (two tokens if `partial`).
+    """
+
+    def __init__(self, packed: PackedText, block_size: int, *, partial: bool = False) -> None:
+        if block_size < 2:
+            raise InputError(f"block_size: {block_size} given, but a block needs at least 2 tokens")
+        predicted = packed.num_tokens - 1
+        self.packed, self.block_size = packed, block_size
+        self._spans = (
+            None if packed.is_answer is None else whole_documents(packed.document_starts, packed.num_tokens, block_size)
+        )
+        if self._spans is not None:
+            self._length = len(self._spans)
+            return
+        self._length = -(-predicted // (block_size - 1)) if partial else predicted // (block_size - 1)
+        if self._length == 0:
+            raise InputError(
+                f"block_size: {block_size} given, but the text {packed.folder.name} has only {packed.num_tokens} "
+                "tokens; give a smaller block or more text"
+            )
+
+    def __len__(self) -> int:
+        return self._length
+
+    def span(self, index: int) -> tuple[int, int]:
+        """First token of a block and the one after its last."""
+        if not 0 <= index < self._length:
+            raise IndexError(f"block {index} of {self._length}")
+        if self._spans is not None:
+            return self._spans[index]
+        start = index * (self.block_size - 1)
+        return start, min(start + self.block_size, self.packed.num_tokens)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        start, stop = self.span(index)
+        tokens, missing = self.packed.tokens[start:stop].astype(np.int64), (0, self.block_size - (stop - start))
+        is_answer = self.packed.is_answer
+        labels = tokens if is_answer is None else np.where(is_answer[start:stop], tokens, IGNORED_LABEL)
+        fields = (
+            np.pad(tokens, missing, constant_values=self.packed.description.pad_token_id),
+            np.pad(labels, missing, constant_values=IGNORED_LABEL),
+            np.pad(self.packed.document_of(start, stop), missing, mode="edge"),
+        )
+        return dict(zip(BLOCK_FIELDS, map(torch.from_numpy, fields), strict=True))
+
+
+def whole_documents(starts: NDArray[np.int64], num_tokens: int, block_size: int) -> list[tuple[int, int]]:
+    """Of each block the place of its first token and the one after its last: as many whole documents as fit.
+
+    Args:
+        starts: (documents,) the place of each document's first token.
+        num_tokens: of all.
+        block_size: most tokens of a block; of a document that is longer, the rest is left out.
+    """
+    spans: list[tuple[int, int]] = []
+    for start, stop in itertools.pairwise([*starts.tolist(), num_tokens]):
+        if spans and stop - spans[-1][0] <= block_size:
+            spans[-1] = (spans[-1][0], stop)
+        else:
+            spans.append((start, min(stop, start + block_size)))
+    return spans
+
+
+def check_cuts(packed: Any, block_size: int, field: str) -> None:
+    """Warn of conversations that are longer than a block, which cuts them.
+
+    Args:
+        packed: a `PackedText`, or several as one; a text has nothing to check.
+        block_size: tokens of a block.
+        field: that gave the source; messages begin with it.
+
+    Raises:
+        InputError: no answer is left.
+    """
+    if packed.is_answer is None:
+        return
+    number, num_cut, num_lost = packed.count_cuts(block_size)
+    if num_lost == number:
+        raise InputError(f"{field}: no answer begins within a block of {block_size} tokens (model.n_positions)")
+    if num_cut:
+        warnings.warn(
+            f"{field}: {num_cut:,} of {plural(number, 'conversation')} are longer than a block of {block_size} tokens "
+            f"(model.n_positions) and are cut there; {num_lost:,} of them lose all their answers",
+            stacklevel=2,
+        )

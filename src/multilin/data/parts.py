@@ -1,0 +1,125 @@
+"""A source cut into parts that processes read by themselves, each from any of its documents on."""
+
+import hashlib
+import itertools
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from multilin.data.corpora import (
+    BUILT_IN,
+    hub_dataset,
+    hub_errors,
+    hub_revision,
+    is_hub,
+    of_one_kind,
+    read_documents,
+    source_files,
+    source_fingerprint,
+)
+from multilin.data.files import Document, EncodingErrors, read_file, row_document
+
+if TYPE_CHECKING:
+    from datasets import IterableDataset
+
+PART_BYTES = 2**26
+"""Bytes of files in a part, where a source can be cut so."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one process reads at a time; of a built-in corpus all.
+
+    Attributes:
+        files: names and paths, read one after the other.
+        span: of a single .jsonl file, the first byte and the one after the last: lines that begin there.
+        shard: of a hub dataset, the number of the shard, how many there are, and the commit of the repository.
+    """
+
+    files: tuple[tuple[str, str], ...] = ()
+    span: tuple[int, int] | None = None
+    shard: tuple[int, int, str | None] | None = None
+
+
+def cut_source(source: str) -> tuple[list[Part], str]:
+    """The parts of a source, in its order, and a hash that changes with its files or its revision.
+
+    Lines of .jsonl are cut anywhere, small files are taken together, a hub dataset has the shards that it comes in.
+    Other files, which cannot be read from their middle, are a part each.
+
+    Raises:
+        InputError: see `read_documents`.
+    """
+    if source in BUILT_IN:
+        return [Part()], source
+    if is_hub(source):
+        revision, count = hub_revision(source), hub_dataset(source).num_shards
+        identity = f"{revision or source_fingerprint(source)} {count}"
+        return [Part(shard=(index, count, revision)) for index in range(count)], identity
+    parts: list[Part] = []
+    digest, room = hashlib.sha256(), 0
+    for name, path in source_files(source):
+        status, entry = path.stat(), (name, str(path))
+        digest.update(json.dumps([name, status.st_size, status.st_mtime_ns]).encode())
+        if path.suffix.lower() == ".jsonl":
+            cuts = range(0, status.st_size, PART_BYTES)
+            parts += [Part((entry,), span) for span in itertools.pairwise([*cuts, status.st_size])]
+            room = 0
+        elif status.st_size <= room:
+            parts[-1] = Part((*parts[-1].files, entry))
+            room -= status.st_size
+        else:
+            parts.append(Part((entry,)))
+            room = PART_BYTES - status.st_size
+    return parts, digest.hexdigest()
+
+
+class PartReader:
+    """The documents of a part, one after the other: `iter(reader)`.
+
+    Args:
+        source, text_field, encoding_errors: see `read_documents`.
+        part: one of `cut_source`.
+        position: where to begin, as `position` gave it after the last document that is not wanted any more.
+    """
+
+    def __init__(
+        self, source: str, part: Part, text_field: str, encoding_errors: EncodingErrors, position: dict[str, Any]
+    ) -> None:
+        self._source, self._part, self._text_field, self._encoding_errors = source, part, text_field, encoding_errors
+        self._done, self._state = int(position.get("documents", 0)), position.get("rows")
+        self._rows: IterableDataset | None = None
+
+    def __iter__(self) -> Iterator[Document]:
+        return of_one_kind(self._file_documents() if self._part.shard is None else self._rows_of_shard(), self._source)
+
+    def position(self) -> dict[str, Any]:
+        """Where to go on after the document that was given last, as plain data."""
+        rows: dict[str, Any] = {} if self._rows is None else {"rows": self._rows.state_dict()}
+        return {"documents": self._done, **rows}
+
+    def _file_documents(self) -> Iterator[Document]:
+        for document in itertools.islice(self._all_files(), self._done, None):
+            self._done += 1
+            yield document
+
+    def _all_files(self) -> Iterator[Document]:
+        if not self._part.files:
+            yield from read_documents(self._source)
+        for name, path in self._part.files:
+            yield from read_file(Path(path), name, self._text_field, self._encoding_errors, self._part.span)
+
+    def _rows_of_shard(self) -> Iterator[Document]:
+        assert self._part.shard is not None
+        index, count, revision = self._part.shard
+        rows = hub_dataset(self._source, revision).shard(num_shards=count, index=index)
+        if self._state is not None:
+            rows.load_state_dict(self._state)
+        self._rows = rows
+        with hub_errors(self._source):
+            for row in rows:
+                self._done += 1
+                where = f"{self._source}: row {self._done} of shard {index}"
+                yield row_document(row, f"{index}:{self._done}", self._text_field, where, self._encoding_errors)

@@ -1,0 +1,265 @@
+"""Prepared text in shards: its manifest, the shards as one text to train on, and mixtures of several such texts.
+
+    manifest.json   what there is, with checksums        train/00000-000/ ...   packed texts, see `PackedText`
+    tokenizer/      the tokenizer                        validation/            one packed text
+
+It lies in a folder or at any address of fsspec, whose files are copied into a local cache when they are first read.
+"""
+
+import dataclasses
+import hashlib
+import itertools
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from filelock import FileLock
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.data import ConcatDataset
+from transformers import PreTrainedTokenizerFast
+
+from multilin.data.manifest import MANIFEST, Folder, Manifest
+from multilin.data.packed_text import Blocks, PackedText, merged
+from multilin.data.packing import concatenate
+from multilin.data.progress import Progress, no_progress
+from multilin.data.store import Store, cache_root, check_files, is_address
+from multilin.data.tokenizers import load_tokenizer, tokenizer_hash
+from multilin.errors import InputError, as_input_error, shown
+from multilin.files import atomic_folder
+
+ConcatBlocks = ConcatDataset[dict[str, Tensor]]
+
+
+def is_prepared(source: str) -> bool:
+    """True for a folder with a manifest, and for any address."""
+    return is_address(source) or Path(source, MANIFEST).is_file()
+
+
+class ShardBlocks(torch.utils.data.Dataset[dict[str, Tensor]]):
+    """The blocks of one shard, see `Blocks`; it is fetched when the first of them is read."""
+
+    def __init__(self, text: "ShardedText", number: int, block_size: int) -> None:
+        self._text, self._number, self._block_size = text, number, block_size
+        self._blocks: Blocks | None = None
+        if text.description.is_chat:  # how many fit depends on the length of each
+            self._length = len(self._open())
+        else:
+            self._length = (text.folders[number].describe().num_tokens - 1) // (block_size - 1)
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return self._open()[index]
+
+    def _open(self) -> Blocks:
+        if self._blocks is None:
+            self._blocks = self._text.shard(self._number).blocks(self._block_size)
+        return self._blocks
+
+
+class ShardedText:
+    """The shards of a prepared text as one, with the methods of a packed text.
+
+    Attributes:
+        description: of all shards together.
+        num_tokens, num_documents, num_bytes: of all shards.
+        is_answer: None where all tokens are scored; not None for conversations.
+    """
+
+    def __init__(self, store: Store, folders: Sequence[Folder], cache: Path) -> None:
+        self.store, self.folders, self.cache = store, folders, cache
+        self.description = merged([folder.describe() for folder in folders])
+        self.num_tokens, self.num_documents = self.description.num_tokens, self.description.num_documents
+        self.num_bytes = self.description.num_bytes
+        self.is_answer = () if self.description.is_chat else None
+
+    def shard(self, number: int) -> PackedText:
+        """One of the shards, fetched if it is not on this machine."""
+        folder = self.folders[number]
+        return PackedText.open(self.store.fetch(folder.name, folder.files, self.cache))
+
+    @property
+    def shards(self) -> Iterator[PackedText]:
+        """All shards, one at a time."""
+        return map(self.shard, range(len(self.folders)))
+
+    def blocks(self, block_size: int) -> ConcatBlocks:
+        """The blocks of all shards; what is left over at the end of each is left out.
+
+        Raises:
+            InputError: no shard holds a whole block.
+        """
+        blocks: ConcatBlocks = ConcatDataset([ShardBlocks(self, n, block_size) for n in range(len(self.folders))])
+        if len(blocks) == 0:
+            raise InputError(f"{self.store.field}: no shard of {self.store.address} has {block_size} tokens")
+        return blocks
+
+    def token_counts(self) -> NDArray[np.int64]:
+        """(vocab_size,) how often each token occurs; all shards are read."""
+        counts = np.zeros(self.description.vocab_size, dtype=np.int64)
+        for shard in self.shards:
+            counts += shard.token_counts()
+        return counts
+
+    def count_cuts(self, block_size: int) -> tuple[int, int, int]:
+        """See `PackedText.count_cuts`."""
+        return _sums(shard.count_cuts(block_size) for shard in self.shards)
+
+    def describe(self) -> dict[str, Any]:
+        """The description as plain data, for a run's data.json."""
+        return dataclasses.asdict(self.description)
+
+
+class MixedBlocks(ConcatDataset[dict[str, Tensor]]):
+    """The blocks of all texts of a mixture; `weights` says how often those of each text are read."""
+
+    def __init__(self, parts: Sequence[ConcatBlocks], weights: Sequence[float]) -> None:
+        super().__init__(parts)
+        self.parts, self.weights = parts, weights
+
+
+class MixedText:
+    """Several texts of one tokenizer, of which a training run reads blocks in proportion to weights.
+
+    Attributes: as those of `ShardedText`.
+    """
+
+    def __init__(self, texts: Sequence[ShardedText], weights: Sequence[float]) -> None:
+        self.texts, self.weights = texts, weights
+        self.description = merged([text.description for text in texts])
+        self.num_tokens, self.num_documents = self.description.num_tokens, self.description.num_documents
+        self.num_bytes, self.is_answer = self.description.num_bytes, texts[0].is_answer
+
+    @property
+    def shards(self) -> Iterator[PackedText]:
+        """The shards of all texts."""
+        return itertools.chain.from_iterable(text.shards for text in self.texts)
+
+    def blocks(self, block_size: int) -> MixedBlocks:
+        """The blocks of all texts.
+
+        Raises:
+            InputError: a text without a whole block.
+        """
+        return MixedBlocks([text.blocks(block_size) for text in self.texts], self.weights)
+
+    def token_counts(self) -> NDArray[np.int64]:
+        """(vocab_size,) how often each token would occur in num_tokens tokens of the mixture."""
+        shares = [
+            weight / sum(self.weights) * text.token_counts() / text.num_tokens
+            for text, weight in zip(self.texts, self.weights, strict=True)
+        ]
+        return np.asarray(np.rint(self.num_tokens * np.sum(shares, axis=0)), dtype=np.int64)
+
+    def count_cuts(self, block_size: int) -> tuple[int, int, int]:
+        """See `PackedText.count_cuts`."""
+        return _sums(text.count_cuts(block_size) for text in self.texts)
+
+    def describe(self) -> dict[str, Any]:
+        """The descriptions as plain data, for a run's data.json."""
+        return {"mix": [text.describe() for text in self.texts], "weights": list(self.weights)}
+
+
+def _sums(counts: Iterable[tuple[int, int, int]]) -> tuple[int, int, int]:
+    first, second, third = (sum(column) for column in zip(*counts, strict=True))
+    return first, second, third
+
+
+TrainText = PackedText | ShardedText | MixedText
+
+
+@dataclass(frozen=True)
+class PreparedText:
+    """A tokenizer, the text to train on, and the packed text to validate on; `identity` is a hash of all."""
+
+    tokenizer: PreTrainedTokenizerFast
+    train: TrainText
+    validation: PackedText
+    identity: str
+
+
+def open_prepared(field: str, address: str, progress: Progress = no_progress) -> PreparedText:
+    """Open prepared text. Files on this machine that are new or changed are compared with their checksums before.
+
+    Args:
+        field: that gave the address; messages begin with it.
+        address: a folder, or an address of fsspec.
+        progress: called now and then.
+
+    Raises:
+        InputError: there is no manifest, or something is damaged or missing.
+    """
+    store, cache = Store(field, address), cache_root() / "shards"
+    with as_input_error(lambda reason: f"{field}: {shown(address)} cannot be read ({reason})"):
+        content = store.read(MANIFEST)
+    if content is None:
+        raise InputError(
+            f"{field}: {shown(address)} holds no {MANIFEST}, which `multilin prepare --output {address}` writes last"
+        )
+    manifest = Manifest.parse(content, f"{field}: {address}/{MANIFEST}")
+    if store.local is not None and os.environ.get("LOCAL_RANK", "0") == "0":
+        _check_once(store.local, content, lambda: check_shards(store, manifest, progress))
+    tokenizer = load_tokenizer(str(store.fetch(manifest.tokenizer.name, manifest.tokenizer.files, cache)))
+    if tokenizer_hash(tokenizer) != manifest.tokenizer_hash:
+        raise InputError(f"{field}: the tokenizer in {shown(address)} is not the one that its text was packed with")
+    validation = PackedText.open(store.fetch(manifest.validation.name, manifest.validation.files, cache))
+    identity = hashlib.sha256(content).hexdigest()[:32]
+    return PreparedText(tokenizer, ShardedText(store, manifest.train, cache), validation, identity)
+
+
+def _check_once(folder: Path, manifest: bytes, check: Callable[[], None]) -> None:
+    """Check a folder, unless its files have the times that they had when they were checked before."""
+    files = sorted((str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in folder.resolve().rglob("*"))
+    mark = cache_root() / "checked" / hashlib.sha256(manifest + repr(files).encode()).hexdigest()
+    if not mark.exists():
+        check()
+        mark.parent.mkdir(parents=True, exist_ok=True)
+        mark.touch()
+
+
+def check_shards(store: Store, manifest: Manifest, progress: Progress) -> None:
+    """Compare all files of a folder with their checksums.
+
+    Raises:
+        InputError: one is missing or damaged.
+    """
+    folders = [manifest.tokenizer, manifest.validation, *manifest.train]
+    for number, folder in enumerate(folders):
+        assert store.local is not None
+        check_files(store.field, store.local / folder.name, folder.files)
+        progress("checking the text", number + 1, len(folders))
+
+
+def open_mixture(weights: Mapping[str, float], progress: Progress = no_progress) -> PreparedText:
+    """Open several prepared texts as a mixture; its validation text is that of all, one after the other.
+
+    Args:
+        weights: folder or address of each text, and how often its blocks are read.
+        progress: called now and then.
+
+    Raises:
+        InputError: see `open_prepared`; texts of different tokenizers, or texts and conversations.
+    """
+    texts = {address: open_prepared("data.mix", address, progress) for address in weights}
+    (first_name, first), *others = texts.items()
+    for name, other in others:
+        for field, meaning in (("tokenizer_hash", "the same tokenizer"), ("is_chat", "texts alone or conversations")):
+            if getattr(other.validation.description, field) != getattr(first.validation.description, field):
+                raise InputError(f"data.mix: {shown(first_name)} and {shown(name)} should hold {meaning}")
+    identity = hashlib.sha256(repr([(text.identity, weights[name]) for name, text in texts.items()]).encode())
+    folder = cache_root() / "mixtures" / identity.hexdigest()[:32]
+    if not folder.exists():
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(f"{folder}.lock"):
+            if not folder.exists():
+                with atomic_folder(folder) as partial:
+                    concatenate([text.validation for text in texts.values()], partial)
+    shards = [text.train for text in texts.values() if isinstance(text.train, ShardedText)]
+    train = MixedText(shards, list(weights.values()))
+    return PreparedText(first.tokenizer, train, PackedText.open(folder), folder.name)

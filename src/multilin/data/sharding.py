@@ -1,0 +1,212 @@
+"""Text of any size into shards of packed text, by several processes, so that a preparation may stop and go on.
+
+A source is cut into parts. A process reads one part at a time and writes its shards, each of them complete or absent,
+and after each a record of how far it came; a preparation that was ended goes on behind these records. The manifest is
+written last. Which documents are set aside for validation follows from their text alone.
+"""
+
+import contextlib
+import itertools
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from filelock import FileLock, Timeout
+from transformers import PreTrainedTokenizerFast
+
+from multilin.data.chat import CHAT_TEMPLATE
+from multilin.data.manifest import FORMAT, MANIFEST, Folder, Manifest
+from multilin.data.packed_text import PackedText
+from multilin.data.packing import concatenate
+from multilin.data.parts import cut_source
+from multilin.data.prepared import check_shards
+from multilin.data.progress import Progress, no_progress
+from multilin.data.settings import ShardSettings
+from multilin.data.shard_workers import UNFINISHED, Job, PartRecord, describe_folder, pack_parts
+from multilin.data.store import Store
+from multilin.data.tokenizers import load_tokenizer, tokenizer_hash, train_tokenizer
+from multilin.errors import InputError, shown
+from multilin.files import remove_partials
+
+TOKENIZER_BYTES = 10**8
+"""UTF-8 bytes of text that a tokenizer is trained on, taken from the beginnings of all parts."""
+SAMPLED_PARTS = 100
+_SETTINGS = f"{UNFINISHED}/settings.json"
+
+
+def prepare_shards(plan: ShardSettings, *, workers: int = 1, progress: Progress = no_progress) -> Manifest:
+    """Prepare text into a folder, or to an address of fsspec. What an earlier call has finished is kept.
+
+    The memory does not grow with the text, except for a document and a few hundred bytes for each shard. Where texts
+    are trained with several processes, a program that calls this should do so below `if __name__ == "__main__":`.
+
+    Args:
+        plan: the source, the output and how text becomes tokens.
+        workers: processes that pack.
+        progress: called now and then with the bytes of text done.
+
+    Raises:
+        InputError: a source, a tokenizer or an output that cannot be used; another text in the output.
+        ChildProcessError: a process was ended from outside. What is finished stays.
+    """
+    parts, identity = cut_source(plan.source)
+    tokenizer = None if plan.tokenizer is None else load_tokenizer(plan.tokenizer)
+    deciding = {name: value for name, value in asdict(plan).items() if name not in ("output", "tokenizer")}
+    deciding |= {"content": identity, "tokenizer": None if tokenizer is None else tokenizer_hash(tokenizer)}
+    store = Store("--output", plan.output)
+    store.check_writable()
+    with _only_one(store):
+        if (manifest := _finished(store, deciding)) is not None:
+            if store.local is not None:
+                check_shards(store, manifest, progress)
+        else:
+            with TemporaryDirectory() as temporary, _clean(store, len(parts)):
+                job = Job(plan, parts, "")
+                entry = _tokenizer(store, job, deciding, tokenizer, progress)
+                job = replace(job, tokenizer=str(store.fetch(entry.name, entry.files, Path(temporary))))
+                records = pack_parts(store, job, workers, progress)
+                manifest = _finish(store, job, deciding, entry, records, Path(temporary))
+        store.remove(UNFINISHED)
+        return manifest
+
+
+@contextlib.contextmanager
+def _only_one(store: Store) -> Iterator[None]:
+    """Keep other processes of this machine out of a folder; one that was made and stayed empty is removed again."""
+    if store.local is None:
+        yield
+        return
+    store.local.mkdir(parents=True, exist_ok=True)
+    lock = store.local / ".prepare.lock"
+    try:
+        with FileLock(lock, timeout=0):
+            try:
+                yield
+            finally:
+                lock.unlink(missing_ok=True)
+                with contextlib.suppress(OSError):
+                    store.local.rmdir()
+    except Timeout:
+        raise InputError(
+            f"--output: another process prepares text in {shown(store.address)}; name another folder"
+        ) from None
+
+
+@contextlib.contextmanager
+def _clean(store: Store, num_parts: int) -> Iterator[None]:
+    """Remove what a killed process left half written, and everything where bad input ends a work that got nowhere."""
+    for folder in ("", "train", UNFINISHED, f"{UNFINISHED}/validation"):
+        if store.local is not None:
+            remove_partials(store.local / folder)
+    try:
+        yield
+    except InputError:
+        if not any(record.num_rounds for record in PartRecord.read_all(store, num_parts)):
+            for folder in ("tokenizer", "train", "validation", UNFINISHED):
+                store.remove(folder)
+        raise
+
+
+def _finished(store: Store, deciding: dict[str, Any]) -> Manifest | None:
+    """The manifest of a preparation that is complete; None where one begins or goes on.
+
+    Raises:
+        InputError: the output holds other text, or other files.
+    """
+    content = store.read(MANIFEST)
+    manifest = None if content is None else Manifest.parse(content, f"--output: {store.address}/{MANIFEST}")
+    before = manifest.settings if manifest is not None else _read_json(store, _SETTINGS)
+    if before is None and store.local is not None and any(store.local.glob("[!.]*")):
+        raise InputError(f"--output: {shown(store.address)} holds files already; name a new folder")
+    deciding = json.loads(json.dumps(deciding))
+    if before is not None and before != deciding:
+        name = next(name for name in deciding if before.get(name) != deciding[name])
+        given = "other text" if name == "content" else f"{name} {shown(deciding[name])}"
+        raise InputError(
+            f"--output: {shown(store.address)} was begun with another {name}, and {given} given; name a new folder"
+        )
+    return manifest
+
+
+def _read_json(store: Store, name: str) -> Any:
+    """The content of a file; None where there is none, or a network left a half."""
+    try:
+        return json.loads(store.read(name) or b"null")
+    except ValueError:
+        return None
+
+
+def _tokenizer(
+    store: Store, job: Job, deciding: dict[str, Any], loaded: PreTrainedTokenizerFast | None, progress: Progress
+) -> Folder:
+    """The folder of the tokenizer in the output, which is made if it is not there, and is the first thing there."""
+    if (content := _read_json(store, f"{UNFINISHED}/tokenizer.json")) is not None:
+        return Folder(**content)
+    plan = job.settings
+    texts, is_chat = _sample(job, progress)
+    size = None if plan.kind == "byte" else plan.vocab_size
+    tokenizer = loaded or train_tokenizer(texts, plan.kind, size)
+    if is_chat and tokenizer.chat_template is None:
+        tokenizer.chat_template = CHAT_TEMPLATE
+    store.write(_SETTINGS, json.dumps(deciding).encode())
+    with store.new_folder("tokenizer") as folder:
+        tokenizer.save_pretrained(folder)
+        entry = describe_folder("tokenizer", folder)
+    store.write(f"{UNFINISHED}/tokenizer.json", json.dumps(asdict(entry)).encode())
+    return entry
+
+
+def _sample(job: Job, progress: Progress) -> tuple[Iterator[str], bool]:
+    """Texts to train a tokenizer on, from parts all over the source, and whether they are conversations."""
+    numbers = range(0, len(job.parts), -(-len(job.parts) // SAMPLED_PARTS) or 1)
+    first = next(itertools.chain.from_iterable(map(job.reader, numbers)), None)
+    if first is None:
+        raise InputError(f"SOURCE: {shown(job.settings.source)} is empty: a corpus needs some text")
+
+    def texts() -> Iterator[str]:
+        total = 0
+        for number in numbers:
+            room = TOKENIZER_BYTES // len(numbers)
+            for document in job.reader(number):
+                content = document.text.encode()
+                if not job.is_held_out(content):
+                    yield document.text
+                    progress("training the tokenizer", total := total + len(content))
+                    room -= len(content)
+                if room <= 0:
+                    break
+
+    return texts(), first.messages is not None
+
+
+def _finish(
+    store: Store, job: Job, deciding: dict[str, Any], tokenizer: Folder, records: list[PartRecord], temporary: Path
+) -> Manifest:
+    """Put the validation text together and write the manifest."""
+    train = [Folder(**entry) for record in records for entry in record.train]
+    pieces = [Folder(**entry) for record in records for entry in record.validation]
+    plan = job.settings
+    for part, name in ((train, "train"), (pieces, "validate")):
+        if not part:
+            raise InputError(
+                f"--validation-fraction: {plan.validation_fraction} given, but that leaves no document to {name} on; "
+                "give another fraction, or more text"
+            )
+    if len({folder.describe().is_chat for folder in [*train, *pieces]}) > 1:
+        raise InputError(f"{shown(plan.source)}: holds texts and conversations; give them apart")
+    texts = [PackedText.open(store.fetch(piece.name, piece.files, temporary)) for piece in pieces]
+    with store.new_folder("validation") as folder:
+        concatenate(texts, folder)
+        validation = describe_folder("validation", folder)
+    every = [folder.describe() for folder in [*train, validation]]
+    manifest = Manifest(
+        format=FORMAT, settings=deciding,
+        num_documents=sum(one.num_documents for one in every), num_tokens=sum(one.num_tokens for one in every),
+        num_bytes=sum(one.num_bytes for one in every), tokenizer_hash=every[0].tokenizer_hash,
+        tokenizer=tokenizer, validation=validation, train=train,
+    )  # fmt: skip
+    store.write(MANIFEST, manifest.to_json())
+    return manifest

@@ -1,0 +1,166 @@
+"""Files at an address: in a folder, or at any place that fsspec knows, with a local copy of what is read from afar."""
+
+import contextlib
+import hashlib
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+import fsspec
+from filelock import FileLock
+from fsspec.implementations.local import LocalFileSystem
+
+from multilin.errors import InputError, as_input_error, shown
+from multilin.files import atomic_folder, check_folder, remove_partials, write_whole
+
+ATTEMPTS, FIRST_WAIT = 4, 0.5  # of a call that a place far away answers with an error; seconds, doubled each time
+_LASTING = (FileNotFoundError, PermissionError, NotADirectoryError, IsADirectoryError, FileExistsError)
+ResultT = TypeVar("ResultT")
+
+
+def cache_root() -> Path:
+    """Where prepared texts are kept: $XDG_CACHE_HOME/multilin, or ~/.cache/multilin."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "multilin")
+
+
+def is_address(path: str) -> bool:
+    """True for an address of fsspec, such as `s3://bucket/folder`; false for a path."""
+    return "://" in path
+
+
+def checksum(path: Path) -> str:
+    """The SHA-256 of a file, in hexadecimal digits."""
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+class Store:
+    """Named files below an address, each complete or absent.
+
+    Args:
+        field: that gave the address; messages begin with it.
+        address: a path, or an address such as s3://bucket/folder, which needs the package that fsspec names for it.
+
+    Raises:
+        InputError: an address that fsspec does not know, or whose package is missing.
+    """
+
+    def __init__(self, field: str, address: str) -> None:
+        self.field, self.address = field, address
+        with as_input_error(lambda reason: f"{field}: {shown(address)} cannot be opened ({reason})"):
+            self._files, self._root = fsspec.core.url_to_fs(address)
+        self.local = Path(self._root) if isinstance(self._files, LocalFileSystem) else None
+
+    def check_writable(self) -> None:
+        """Refuse, before any work, a place that cannot be written.
+
+        Raises:
+            InputError: see above.
+        """
+        if self.local is not None:
+            check_folder(self.field, self.local)
+        else:
+            with as_input_error(lambda reason: f"{self.field}: {shown(self.address)} cannot be written ({reason})"):
+                self.write("unfinished/probe", b"")
+
+    def read(self, name: str) -> bytes | None:
+        """The content of a file; None where there is none."""
+        try:
+            content: bytes = _insist(partial(self._files.cat_file, f"{self._root}/{name}"))
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        return content
+
+    def write(self, name: str, content: bytes) -> None:
+        """Make or replace a file; elsewhere than on a disk a file appears when it is complete."""
+        if self.local is not None:
+            (self.local / name).parent.mkdir(parents=True, exist_ok=True)
+            write_whole(self.local / name, content)
+        else:
+            _insist(partial(self._files.pipe_file, f"{self._root}/{name}", content))
+
+    @contextlib.contextmanager
+    def new_folder(self, name: str) -> Iterator[Path]:
+        """An empty folder on this machine, whose files are at `name` when the block ends."""
+        if self.local is not None:
+            with atomic_folder(self.local / name) as folder:
+                yield folder
+            return
+        with tempfile.TemporaryDirectory() as made:
+            yield Path(made)
+            for file in sorted(Path(made).iterdir()):
+                _insist(partial(self._files.put_file, str(file), f"{self._root}/{name}/{file.name}"))
+
+    def fetch(self, name: str, sums: Mapping[str, str], cache: Path) -> Path:
+        """A folder with local copies of files, which are checked when they arrive.
+
+        Args:
+            name: of the folder with the files.
+            sums: SHA-256 of each file.
+            cache: where copies are kept, by their content. Several processes may share it.
+
+        Raises:
+            InputError: a file is missing, or is not what its checksum says.
+        """
+        if self.local is not None:
+            return self.local / name
+        folder = cache / hashlib.sha256(repr(sorted(sums.items())).encode()).hexdigest()[:32]
+        if not folder.exists():
+            cache.mkdir(parents=True, exist_ok=True)
+            with FileLock(f"{folder}.lock"):
+                if not folder.exists():
+                    remove_partials(cache, folder.name)
+                    with atomic_folder(folder) as arrived:
+                        for file in sums:
+                            self._copy(f"{name}/{file}", arrived / file)
+                        check_files(self.field, arrived, sums)
+        return folder
+
+    def _copy(self, name: str, target: Path) -> None:
+        with as_input_error(lambda reason: f"{self.field}: {self.address}/{name} cannot be read ({reason})"):
+            _insist(partial(self._files.get_file, f"{self._root}/{name}", str(target)))
+
+    def names(self, folder: str) -> set[str]:
+        """The names of the files in a folder; none where it does not exist."""
+        try:
+            entries = _insist(partial(self._files.ls, f"{self._root}/{folder}", detail=False))
+        except (FileNotFoundError, NotADirectoryError):
+            return set()
+        return {str(entry).rpartition("/")[2] for entry in entries}
+
+    def remove(self, name: str) -> None:
+        """Delete a folder, if there is one."""
+        with contextlib.suppress(FileNotFoundError):
+            self._files.rm(f"{self._root}/{name}", recursive=True)
+
+
+def check_files(field: str, folder: Path, sums: Mapping[str, str]) -> None:
+    """Compare files with their checksums.
+
+    Raises:
+        InputError: one is missing, or holds something else.
+    """
+    for name, expected in sums.items():
+        path = folder / name
+        if not path.is_file():
+            raise InputError(f"{field}: {shown(str(path))} is missing, which the manifest names")
+        if checksum(path) != expected:
+            raise InputError(f"{field}: {shown(str(path))} is damaged: its checksum is not the manifest's")
+
+
+def _insist(call: Callable[[], ResultT]) -> ResultT:
+    """The result of a call that a network may spoil, repeated a few times."""
+    for attempt in range(ATTEMPTS):
+        try:
+            return call()
+        except _LASTING:
+            raise
+        except Exception:  # those of every store's own client
+            if attempt == ATTEMPTS - 1:
+                raise
+            time.sleep(FIRST_WAIT * 2**attempt)
+    raise AssertionError

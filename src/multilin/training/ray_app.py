@@ -1,0 +1,73 @@
+"""Training on Ray: the processes of a run are Ray's workers, on one or many machines.
+
+    from multilin.training.ray_app import train_on_ray
+    train_on_ray("recipe.yaml", {"output": "/shared/runs/books"}, workers=16, use_gpu=True)
+
+Ray Train starts the workers, tells them of each other, and starts them again when one dies; a run that has begun goes
+on from its last checkpoint then. The output is a folder that all machines reach.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from multilin.training.recipe import load_recipe
+
+if TYPE_CHECKING:
+    from ray.train import Result
+
+
+def train_on_ray(
+    recipe: str | None,
+    changes: Mapping[str, Any] | None = None,
+    *,
+    workers: int,
+    use_gpu: bool = False,
+    resume: bool = False,
+    max_failures: int = 3,
+) -> "Result":
+    """Train a recipe on workers of Ray; each calls `train`, with the same outcome as processes of torchrun.
+
+    Args:
+        recipe, changes: see `load_recipe`; paths should be absolute, and reached by all machines.
+        workers: processes that train together.
+        use_gpu: give a GPU to each.
+        resume: continue the run in the output folder.
+        max_failures: how often workers are started again.
+
+    Raises:
+        InputError: the recipe cannot be used.
+        ray.train.base_trainer.TrainingFailedError: a worker failed, and again after all starts.
+    """
+    load_recipe(recipe, changes)
+    from ray.train import FailureConfig, RunConfig, ScalingConfig
+    from ray.train.torch import TorchTrainer
+
+    trainer = TorchTrainer(
+        _work,
+        train_loop_config={"recipe": recipe, "changes": dict(changes or {}), "resume": resume},
+        scaling_config=ScalingConfig(num_workers=workers, use_gpu=use_gpu),
+        run_config=RunConfig(failure_config=FailureConfig(max_failures=max_failures)),
+    )
+    return trainer.fit()
+
+
+def _work(given: Mapping[str, Any]) -> None:
+    import torch
+    from ray.train import get_context
+
+    from multilin.training.run_folder import RunFolder
+    from multilin.training.trainer import train
+
+    recipe = load_recipe(given["recipe"], given["changes"])
+    # Workers that are started again find a mark of this work; other runs in the folder are refused as always.
+    mark, name = Path(f"{recipe.output}.ray"), get_context().get_experiment_name()
+    was_begun = [mark.is_file() and mark.read_text() == name and RunFolder(recipe.output).recipe.exists()]
+    if torch.distributed.is_initialized():
+        torch.distributed.broadcast_object_list(was_begun)
+    if get_context().get_world_rank() == 0:
+        mark.parent.mkdir(parents=True, exist_ok=True)
+        mark.write_text(name)
+    train(recipe, resume=given["resume"] or was_begun[0])
+    if get_context().get_world_rank() == 0:
+        mark.unlink()

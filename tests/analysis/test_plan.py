@@ -1,0 +1,185 @@
+"""What `plan` counts is what small runs count."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from multilin.analysis.costs import training_flops_per_token
+from multilin.analysis.plan import TrainingPlan, find_vocab_size, plan_training
+from multilin.analysis.settings import PlanSettings
+from multilin.data.settings import ShardSettings
+from multilin.data.sharding import prepare_shards
+from multilin.errors import InputError
+from multilin.model.factory import create_model, model_names
+from multilin.training.optimizers import OPTIMIZERS
+from multilin.training.optimizers.build import build_optimizer
+from multilin.training.recipe import Recipe, load_recipe
+from multilin.training.resolve import resolve_recipe
+from tests.processes import TWO_DEVICES, run
+
+SIZES = {"hidden_size": 32, "num_layers": 2, "n_positions": 16}
+
+
+def recipe(architecture: str = "additive", **changes: object) -> Recipe:
+    sizes = {f"model.{name}": value for name, value in SIZES.items()}
+    given = {"model.architecture": architecture, "tokenizer.kind": "byte", "training.precision": "float32"}
+    return load_recipe(None, sizes | given | changes)
+
+
+def plan(recipe: Recipe, **settings: object) -> TrainingPlan:
+    return plan_training(recipe, PlanSettings(**settings))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", model_names())
+def test_the_work_is_that_of_the_model_with_its_weights(name: str) -> None:
+    model = create_model(name, vocab_size=258, **SIZES)
+    found = plan(recipe(name))
+    assert found.flops_per_token == training_flops_per_token(model, SIZES["n_positions"])
+    assert found.parameters == sum(parameter.numel() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_weights_gradients_and_optimizer_take_what_is_planned(optimizer: str) -> None:
+    given = recipe(**{"optimizer.name": optimizer})
+    model = create_model("additive", vocab_size=258, **SIZES)
+    decayed = [name for name, _ in model.named_parameters()]
+    steps = build_optimizer(resolve_recipe(given).optimizer, model, decayed=decayed)
+    ids = torch.zeros((2, SIZES["n_positions"]), dtype=torch.long)
+    model(input_ids=ids, labels=ids).loss.backward()
+    steps.step()
+    tensors = [value for state in steps.state.values() for value in state.values() if isinstance(value, torch.Tensor)]
+    found = plan(given)
+    assert found.weight_bytes == sum(tensor.nbytes for tensor in [*model.parameters(), *model.buffers()])
+    assert found.gradient_bytes == sum(parameter.grad.nbytes for parameter in model.parameters())
+    assert sum(tensor.nbytes for tensor in tensors) == pytest.approx(found.optimizer_bytes, rel=0.1, abs=2000)
+
+
+def test_a_checkpoint_has_the_planned_size(tmp_path: Path) -> None:
+    from multilin.training.trainer import train
+
+    text = tmp_path / "text.jsonl"
+    text.write_text("".join(json.dumps({"text": f"the cat {number} sat"}) + "\n" for number in range(60)))
+    wide = {"model.hidden_size": 64, "data.source": str(text), "training.max_steps": 2, "output": str(tmp_path / "run")}
+    given = recipe(**wide, **{"training.batch_size": 2, "schedule.warmup_steps": 1})
+    train(given)
+    (checkpoint,) = (tmp_path / "run.checkpoints").iterdir()
+    size = sum(path.stat().st_size for path in checkpoint.glob("*.safetensors") if "random" not in path.name)
+    assert size == pytest.approx(plan(given).checkpoint_bytes, rel=0.03)
+
+
+SENT = """
+import json
+import sys
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.distributed.fsdp import fully_shard
+
+from multilin.model.factory import create_model
+from multilin.training.communication import average
+
+sent = 0
+
+
+def counted(name, whole):
+    collective = getattr(dist, name)
+
+    def call(output, input, *arguments, **options):
+        global sent
+        sent += (output, input)[whole].nbytes // 2  # the other half stays on this device
+        return collective(output, input, *arguments, **options)
+
+    setattr(dist, name, call)
+
+
+names = {"all_to_all_single": 0, "all_gather_single": 0, "all_gather_into_tensor": 0, "reduce_scatter_single": 1,
+         "reduce_scatter_tensor": 1}
+for name, whole in names.items():
+    if hasattr(dist, name):
+        counted(name, whole)
+
+
+def counted_hook(state, bucket):
+    global sent
+    sent += bucket.buffer().nbytes  # a ring of two devices sends half of it twice
+    return allreduce_hook(None, bucket)
+
+
+dist.init_process_group("gloo")
+found = {}
+for way in ("ddp", "int8", "fsdp"):
+    torch.manual_seed(0)
+    model = create_model("additive", vocab_size=258, **json.loads(sys.argv[1]))
+    if way == "fsdp":
+        for layer in next(child for child in model.base_model.children() if isinstance(child, torch.nn.ModuleList)):
+            fully_shard(layer)
+        fully_shard(model)
+        wrapped = model
+    else:
+        wrapped = torch.nn.parallel.DistributedDataParallel(model)
+        wrapped.register_comm_hook(None, counted_hook if way == "ddp" else average)
+    sent = 0
+    ids = torch.zeros((2, 16), dtype=torch.long)
+    wrapped(input_ids=ids, labels=ids).loss.backward()
+    found[way] = sent
+if dist.get_rank() == 0:
+    with open(sys.argv[2], "w") as file:
+        json.dump(found, file)
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+def test_two_devices_send_what_is_planned(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SENT)
+    run([*TWO_DEVICES, str(tmp_path / "script.py"), json.dumps(SIZES), str(tmp_path / "sent.json")])
+    sent = json.loads((tmp_path / "sent.json").read_text())
+    planned = {way.way: way.sent_bytes for way in plan(recipe(), devices=2).ways}
+    assert sent["ddp"] == planned["ddp"]
+    assert sent["fsdp"] == pytest.approx(planned["fsdp"], rel=0.02)  # tensors of an odd number of rows are padded
+    assert sent["int8"] == pytest.approx(planned["int8"], rel=0.02)  # so are blocks of 128
+
+
+@pytest.mark.parametrize("devices", [1, 2, 7, 64])
+def test_times_costs_and_bytes_agree(devices: int) -> None:
+    blocks = 3 * devices * recipe().training.batch_size  # three passes on each device
+    found = plan(recipe(**{"training.global_batch_size": blocks}), devices=devices, price=2.0)
+    for way in found.ways:
+        assert way.hours * 3600 * way.tokens_per_second == pytest.approx(found.tokens)
+        assert way.cost == pytest.approx(2.0 * devices * way.hours)
+        assert way.tokens_per_second <= found.tokens_per_step / found.seconds_per_step * (1 + 1e-9)
+        assert (way.sent_bytes == 0) == (devices == 1)
+        assert way.fits
+    ddp, int8, fsdp = found.ways
+    assert int8.sent_bytes == pytest.approx(ddp.sent_bytes * 0.258, rel=0.001)
+    assert devices == 1 or fsdp.memory < ddp.memory
+
+
+def test_what_does_not_fit_is_said() -> None:
+    large = recipe(**{"model.hidden_size": 8192, "model.num_layers": 80, "training.batch_size": 1})
+    ddp, _, fsdp = plan(large, devices=64).ways
+    assert not ddp.fits
+    assert fsdp.fits
+    assert ddp.memory > 141e9
+
+
+def test_half_the_efficiency_takes_twice_as_long() -> None:
+    fast, slow = (plan(recipe(), efficiency=efficiency).ways[0].hours for efficiency in (0.5, 0.25))
+    assert slow == pytest.approx(2 * fast)
+
+
+def test_the_vocabulary_is_found_without_the_text(tmp_path: Path) -> None:
+    source = tmp_path / "rows.jsonl"
+    source.write_text("".join(json.dumps({"text": f"{number} cats"}) + "\n" for number in range(99)))
+    prepare_shards(ShardSettings(str(source), str(tmp_path / "out"), kind="bpe", vocab_size=270))
+    bpe = recipe(**{"tokenizer.kind": "bpe", "tokenizer.vocab_size": 1000})
+    assert find_vocab_size(resolve_recipe(bpe)) == 1000
+    assert find_vocab_size(resolve_recipe(recipe(**{"data.source": "nowhere.txt"}))) == 258
+    prepared = str(tmp_path / "out")
+    assert find_vocab_size(recipe(**{"data.source": prepared})) == 270
+    assert find_vocab_size(recipe(**{"data.mix": {prepared: 1.0}})) == 270
+    with pytest.raises(InputError, match=r"data.source: memory://nowhere holds no manifest.json"):
+        plan(recipe(**{"data.source": "memory://nowhere"}))

@@ -1,0 +1,441 @@
+"""Shards hold every document once, whoever was killed meanwhile, and are the same for any number of processes."""
+
+import json
+import os
+import random
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import numpy as np
+import pytest
+from fsspec.implementations.memory import MemoryFileSystem
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from multilin.data import parts as parts_module
+from multilin.data import shard_workers, store
+from multilin.data.manifest import MANIFEST, Manifest, _sum
+from multilin.data.packed_text import PackedText
+from multilin.data.parts import PartReader, cut_source
+from multilin.data.prepare import prepare_text
+from multilin.data.prepared import ShardedText, open_mixture, open_prepared
+from multilin.data.settings import DataRecipe, ShardSettings, TokenizerRecipe
+from multilin.data.sharding import prepare_shards
+from multilin.errors import InputError
+from tests.processes import PYTHON, running
+
+WORDS = ("the", "cat", "naïve", "sat", "你好", "under", "big", "green", "trees\n", "<|endoftext|>")
+
+
+class Flaky(MemoryFileSystem):
+    """A store whose every second call fails, as a bad network's."""
+
+    protocol, store, pseudo_dirs = "flaky", {}, [""]
+    calls = 0
+
+
+def _fail_sometimes(name: str) -> Any:
+    def call(self: Flaky, *arguments: Any, **options: Any) -> Any:
+        Flaky.calls += 1
+        if Flaky.calls % 2:
+            raise ConnectionError("the network is away")
+        return getattr(MemoryFileSystem, name)(self, *arguments, **options)
+
+    return call
+
+
+for _name in ("cat_file", "pipe_file", "get_file", "put_file"):
+    setattr(Flaky, _name, _fail_sometimes(_name))
+
+
+class ReadOnly(MemoryFileSystem):
+    """A store that takes nothing."""
+
+    protocol, store, pseudo_dirs = "readonly", {}, [""]
+
+    def pipe_file(self, *arguments: Any, **options: Any) -> Any:
+        raise PermissionError("AccessDenied")
+
+
+fsspec.register_implementation("flaky", Flaky)
+fsspec.register_implementation("readonly", ReadOnly)
+
+
+@pytest.fixture(autouse=True)
+def own_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(store, "FIRST_WAIT", 0.0)
+    monkeypatch.setattr(parts_module, "PART_BYTES", 4000)
+    yield
+    for kind in (MemoryFileSystem, Flaky, ReadOnly):
+        kind.store.clear()
+
+
+def make_texts(number: int = 200, seed: int = 0) -> list[str]:
+    draw = random.Random(seed)
+    return [f"{index}: " + " ".join(draw.choices(WORDS, k=draw.randrange(1, 60))) for index in range(number)]
+
+
+def write_rows(path: Path, texts: list[str]) -> Path:
+    path.write_text("".join(json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in texts))
+    return path
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> Path:
+    return write_rows(tmp_path / "rows.jsonl", make_texts())
+
+
+def plan(source: Path | str, output: Path | str, **options: Any) -> ShardSettings:
+    return ShardSettings(str(source), str(output), **{"kind": "byte", "validation_fraction": 0.1} | options)
+
+
+def texts_of(address: Path | str) -> tuple[list[str], list[str]]:
+    """Training and validation documents, as they stand there."""
+    text = open_prepared("data.source", str(address))
+
+    def decode(packed: PackedText) -> list[str]:
+        return [text.tokenizer.decode(row[1:].tolist()) for row in np.split(packed.tokens, packed.document_starts[1:])]
+
+    return [document for shard in text.train.shards for document in decode(shard)], decode(text.validation)
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def times_of(folder: Path) -> dict[Path, int]:
+    return {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
+
+
+def test_every_document_is_on_one_side_once_and_in_order(rows: Path, tmp_path: Path) -> None:
+    manifest = prepare_shards(plan(rows, tmp_path / "out"))
+    train, validation = texts_of(tmp_path / "out")
+    assert sorted(train + validation) == sorted(make_texts())
+    assert train == [text for text in make_texts() if text in set(train)]
+    assert 0.03 < len(validation) / len(make_texts()) < 0.2
+    assert len(manifest.train) > 5
+    assert manifest.num_documents == len(make_texts())
+    assert manifest.num_bytes == sum(len(text.encode()) for text in make_texts())
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [MANIFEST, "tokenizer", "train", "validation"]
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    texts=st.lists(st.text(min_size=1, max_size=30).filter(lambda text: text.isprintable()), min_size=1, max_size=20),
+    size=st.integers(1, 200),
+    ending=st.sampled_from(["\n", "\r\n", "\n\n"]),
+)
+def test_lines_are_cut_anywhere(tmp_path_factory: Any, texts: list[str], size: int, ending: str) -> None:
+    path = tmp_path_factory.mktemp("cut") / "rows.jsonl"
+    lines = [json.dumps({"text": text}, ensure_ascii=False) for text in texts]
+    path.write_bytes("\ufeff".encode() + ending.join(lines).encode())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(parts_module, "PART_BYTES", size)
+        cut, _ = cut_source(str(path))
+    found = [document.text for part in cut for document in PartReader(str(path), part, "text", "strict", {})]
+    assert found == texts
+
+
+@pytest.mark.parametrize("kind", ["rows", "files"])
+def test_a_reader_goes_on_at_its_position(rows: Path, tmp_path: Path, kind: str) -> None:
+    source = rows
+    if kind == "files":
+        source = tmp_path / "files"
+        source.mkdir()
+        for number, text in enumerate(make_texts(30)):
+            (source / f"{number:02}.txt").write_text(text)
+    for part in cut_source(str(source))[0]:
+        whole = [document.text for document in PartReader(str(source), part, "text", "strict", {})]
+        found, position = [], {}
+        while True:
+            reader = PartReader(str(source), part, "text", "strict", position)
+            document = next(iter(reader), None)
+            if document is None:
+                break
+            found.append(document.text)
+            position = reader.position()
+        assert found == whole
+
+
+def test_the_files_are_the_same_for_any_number_of_processes(rows: Path, tmp_path: Path) -> None:
+    prepare_shards(plan(rows, tmp_path / "one", kind="bpe", vocab_size=300))
+    prepare_shards(plan(rows, tmp_path / "three", kind="bpe", vocab_size=300), workers=3)
+    assert files_of(tmp_path / "one") == files_of(tmp_path / "three")
+
+
+def test_a_second_call_changes_nothing(rows: Path, tmp_path: Path) -> None:
+    prepare_shards(plan(rows, tmp_path / "out"))
+    before, times = files_of(tmp_path / "out"), times_of(tmp_path / "out")
+    prepare_shards(plan(rows, tmp_path / "out"))
+    assert files_of(tmp_path / "out") == before
+    assert times_of(tmp_path / "out") == times
+
+
+KILLED = """
+import sys
+from multilin.data import parts
+from multilin.data.settings import ShardSettings
+from multilin.data.sharding import prepare_shards
+
+if __name__ == "__main__":
+    parts.PART_BYTES = 4000
+    settings = ShardSettings(sys.argv[1], sys.argv[2], kind="byte", validation_fraction=0.1)
+    prepare_shards(settings, workers=int(sys.argv[3]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("workers", "number"),
+    [(1, signal.SIGKILL), *(pytest.param(2, end, marks=pytest.mark.slow) for end in (signal.SIGKILL, signal.SIGINT))],
+)
+def test_a_killed_preparation_goes_on_twice(tmp_path: Path, workers: int, number: int) -> None:
+    source = write_rows(tmp_path / "rows.jsonl", make_texts(6000))
+    script = tmp_path / "killed.py"
+    script.write_text(KILLED)
+    out = tmp_path / "out"
+    finished: dict[Path, int] = {}
+    for wanted in (5, 15):
+        with running([*PYTHON, str(script), str(source), str(out), str(workers)]) as program:
+            while len(records := list(out.glob("unfinished/0*.json"))) < wanted:
+                assert program.poll() is None
+                time.sleep(0.01)
+            left = descendants(program.pid)
+            program.send_signal(number)
+            program.wait()
+            while any(Path(f"/proc/{pid}/stat").exists() for pid in left):  # workers end with the program
+                time.sleep(0.01)
+        assert not (out / MANIFEST).exists()
+        assert all(path.stat().st_mtime_ns == time_ns for path, time_ns in finished.items()), "a shard was packed again"
+        finished = {path: path.stat().st_mtime_ns for path in (out / "train").glob("[!.]*/tokens.bin")}
+        names = {record.stem for record in records}
+        finished = {path: time_ns for path, time_ns in finished.items() if path.parent.name[:5] in names}
+    prepare_shards(plan(source, out))
+    prepare_shards(plan(source, tmp_path / "whole"))
+    assert files_of(out) == files_of(tmp_path / "whole")
+
+
+def test_a_worker_that_is_killed_ends_the_work_in_one_sentence(
+    rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shard_workers, "_pack", _die)
+    with pytest.raises(ChildProcessError, match="--workers: one of 2 processes was ended from outside"):
+        prepare_shards(plan(rows, tmp_path / "out"), workers=2)
+    monkeypatch.undo()
+    monkeypatch.setattr(parts_module, "PART_BYTES", 4000)
+    assert prepare_shards(plan(rows, tmp_path / "out")).num_documents == 200
+
+
+def descendants(pid: int) -> list[int]:
+    listed = [path.read_text().split() for path in Path(f"/proc/{pid}/task").glob("*/children")]
+    children = [int(child) for line in listed for child in line]
+    return [*children, *(below for child in children for below in descendants(child))]
+
+
+def _die(number: int) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_long_part_becomes_several_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = tmp_path / "rows.csv"
+    source.write_text("text\n" + "".join(f'"{text}"\n' for text in make_texts()))
+    monkeypatch.setattr(shard_workers, "SHARD_BYTES", 3000)
+    manifest = prepare_shards(plan(source, tmp_path / "out"))
+    assert len(manifest.train) > 5
+    train, validation = texts_of(tmp_path / "out")
+    assert sorted(train + validation) == sorted(make_texts())
+
+
+@pytest.mark.parametrize("format", ["jsonl", "parquet"])
+def test_a_hub_dataset_is_streamed_and_resumed_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, format: str
+) -> None:
+    """Streams of `datasets` 5.0.0 forgot their place at the second resume."""
+    folder = tmp_path / "dataset"
+    folder.mkdir()
+    for number in range(2):
+        texts = make_texts()[number::2]
+        if format == "jsonl":
+            write_rows(folder / f"{number}.jsonl", texts)
+        else:
+            import pyarrow
+            import pyarrow.parquet
+
+            pyarrow.parquet.write_table(pyarrow.table({"text": texts}), folder / f"{number}.parquet", row_group_size=17)
+    monkeypatch.setattr(shard_workers, "SHARD_BYTES", 2000)
+    settings = plan(f"hub:{folder}", tmp_path / "out")
+    with monkeypatch.context() as patch:
+        for _ in range(3):
+            _interrupt_after(patch, shards=2)
+            with pytest.raises(KeyboardInterrupt):
+                prepare_shards(settings)
+    prepare_shards(settings)
+    prepare_shards(plan(f"hub:{folder}", tmp_path / "whole"))
+    assert files_of(tmp_path / "out") == files_of(tmp_path / "whole")
+    train, validation = texts_of(tmp_path / "out")
+    assert sorted(train + validation) == sorted(make_texts())
+
+
+def _interrupt_after(patch: pytest.MonkeyPatch, *, shards: int) -> None:
+    write, left = shard_workers.PartRecord.write, [shards]
+    patch.undo()
+
+    def stop(record: Any, *arguments: Any) -> None:
+        if left[0] == 0:
+            raise KeyboardInterrupt
+        left[0] -= 1
+        write(record, *arguments)
+
+    patch.setattr(shard_workers.PartRecord, "write", stop)
+
+
+@pytest.mark.parametrize("address", ["memory://text", "file://{}/text", "flaky://text"])
+def test_any_address_holds_the_same_text(rows: Path, tmp_path: Path, address: str) -> None:
+    address = address.format(tmp_path)
+    prepare_shards(plan(rows, tmp_path / "local"))
+    prepare_shards(plan(rows, address))
+    assert texts_of(address) == texts_of(tmp_path / "local")
+
+
+def test_far_shards_are_fetched_when_read_and_kept(rows: Path, tmp_path: Path) -> None:
+    prepare_shards(plan(rows, "flaky://text"))
+    train = open_prepared("data.source", "flaky://text").train
+    cache = tmp_path / "cache" / "multilin" / "shards"
+    num_before = len([path for path in cache.iterdir() if path.is_dir()])
+    blocks = train.blocks(16)
+    block = blocks[0]
+    assert len([path for path in cache.iterdir() if path.is_dir()]) == num_before + 1
+    Flaky.store.clear()
+    assert blocks[0]["input_ids"].tolist() == block["input_ids"].tolist()
+    with pytest.raises(InputError, match=r"data.source: flaky://text/train/\S+ cannot be read"):
+        blocks[len(blocks) - 1]
+
+
+def test_a_file_that_arrives_damaged_is_refused(rows: Path, tmp_path: Path) -> None:
+    prepare_shards(plan(rows, "memory://text"))
+    name = next(name for name in MemoryFileSystem.store if name.endswith("train/00000-000/tokens.bin"))
+    content = bytearray(MemoryFileSystem.store[name].getvalue())
+    content[7] ^= 1
+    fsspec.filesystem("memory").pipe_file(name, bytes(content))
+    blocks = open_prepared("data.source", "memory://text").train.blocks(16)
+    with pytest.raises(InputError, match="is damaged: its checksum is not the manifest's"):
+        blocks[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        (MANIFEST, "is damaged: its checksum is not that of its content"),
+        ("train/00001-000/tokens.bin", "is damaged: its checksum is not the manifest's"),
+        ("validation/index.safetensors", "is damaged: its checksum is not the manifest's"),
+        ("tokenizer/tokenizer.json", "is damaged: its checksum is not the manifest's"),
+    ],
+)
+def test_damage_is_found_before_training(rows: Path, tmp_path: Path, name: str, message: str) -> None:
+    prepare_shards(plan(rows, tmp_path / "out"))
+    path = tmp_path / "out" / name
+    content = path.read_bytes()
+    place = content.index(b'"num_') + 3 if name == MANIFEST else len(content) // 2
+    path.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
+    with pytest.raises(InputError, match=message):
+        open_prepared("data.source", str(tmp_path / "out"))
+    with pytest.raises(InputError, match=message):
+        prepare_shards(plan(rows, tmp_path / "out"))
+    path.unlink()
+    with pytest.raises(InputError, match=r"holds no manifest|is missing|does not exist"):
+        open_prepared("data.source", str(tmp_path / "out"))
+
+
+def test_two_preparations_in_one_folder_are_refused(rows: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    prepare_shards(plan(rows, out))
+    for change, name in (({"kind": "bpe", "vocab_size": 280}, "kind"), ({"validation_fraction": 0.2}, "validation_")):
+        with pytest.raises(InputError, match=f"--output: .* was begun with another {name}"):
+            prepare_shards(plan(rows, out, **change))
+    with rows.open("a") as stream:
+        stream.write('{"text": "one more"}\n')
+    with pytest.raises(InputError, match="other text given; name a new folder"):
+        prepare_shards(plan(rows, out))
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "letter.txt").write_text("Dear")
+    with pytest.raises(InputError, match="holds files already; name a new folder"):
+        prepare_shards(plan(rows, tmp_path / "mine"))
+    with store.FileLock(tmp_path / "mine" / ".prepare.lock"), pytest.raises(InputError, match="another process"):
+        prepare_shards(plan(rows, tmp_path / "mine"))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"source": "nowhere.jsonl"}, "'nowhere.jsonl' does not exist"),
+        (
+            {"output": "readonly://text"},
+            r"--output: 'readonly://text' cannot be written \(PermissionError: Acc",
+        ),
+        ({"output": "nowhere://text"}, r"--output: 'nowhere://text' cannot be opened \(ValueError: Protocol not known"),
+        ({"tokenizer": "./nowhere"}, "tokenizer: './nowhere' does not exist"),
+        ({"kind": "bpe", "vocab_size": 50_000}, "vocab_size: 50000 given, but the corpus supports"),
+        ({"text_field": "body"}, "no field 'body'"),
+        (
+            {"validation_fraction": 1e-9},
+            "1e-09 given, but that leaves no document to validate on",
+        ),
+    ],
+)
+def test_bad_settings_leave_nothing(rows: Path, tmp_path: Path, options: dict[str, Any], message: str) -> None:
+    options = {"source": str(rows), "output": str(tmp_path / "out")} | options
+    with pytest.raises(InputError, match=message):
+        prepare_shards(plan(**options))
+    if "validation_fraction" not in options:
+        assert not (tmp_path / "out").exists()
+
+
+def test_a_mixture_reads_prepared_texts_of_one_tokenizer(tmp_path: Path) -> None:
+    for name, seed in (("a", 1), ("b", 2)):
+        prepare_shards(plan(write_rows(tmp_path / f"{name}.jsonl", make_texts(seed=seed)), tmp_path / name))
+    prepare_shards(plan(tmp_path / "a.jsonl", tmp_path / "bpe", kind="bpe", vocab_size=280))
+    a, b, bpe = (str(tmp_path / name) for name in ("a", "b", "bpe"))
+    mixed = open_mixture({a: 2.0, b: 1.0})
+    parts = [open_prepared("data.source", name) for name in (a, b)]
+    assert mixed.validation.num_tokens == sum(part.validation.num_tokens for part in parts)
+    starts = mixed.validation.document_starts
+    assert (mixed.validation.tokens[starts] == mixed.validation.description.start_token_id).all()
+    assert open_mixture({a: 2.0, b: 1.0}).identity == mixed.identity != open_mixture({a: 1.0, b: 1.0}).identity
+    with pytest.raises(InputError, match="should hold the same tokenizer"):
+        open_mixture({a: 1.0, bpe: 1.0})
+    given = DataRecipe(mix={a: 1.0, str(tmp_path / "c"): 1.0})
+    with pytest.raises(InputError, match=r"data.mix: '.*c' holds no manifest.json"):
+        prepare_text(given, TokenizerRecipe())
+
+
+def test_conversations_keep_their_answers(tmp_path: Path) -> None:
+    source = tmp_path / "chat.jsonl"
+    rows = [{"prompt": f"Say {number}", "completion": f"{number} it is"} for number in range(80)]
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    prepare_shards(plan(source, "memory://chat"))
+    text = open_prepared("data.source", "memory://chat")
+    assert isinstance(text.train, ShardedText)
+    answers = [
+        text.tokenizer.decode(block["labels"][block["labels"] >= 0].tolist())
+        for block in map(text.train.blocks(40).__getitem__, range(len(text.train.blocks(40))))
+    ]
+    assert len(answers) == text.train.num_documents
+    assert all("it is" in answer and "Say" not in answer for answer in answers)
+    assert text.train.count_cuts(40)[0] == text.train.num_documents
+
+
+def test_a_manifest_names_files_of_its_folder_only(rows: Path, tmp_path: Path) -> None:
+    prepare_shards(plan(rows, tmp_path / "out"))
+    path = tmp_path / "out" / MANIFEST
+    manifest = Manifest.parse(path.read_bytes(), "here")
+    for old, new in (("train/00000-000", "../../etc"), ("tokens.bin", "../x")):
+        values = json.loads(path.read_bytes().decode().replace(old, new))
+        del values["sha256"]
+        content = json.dumps(values | {"sha256": _sum(values)}).encode()
+        with pytest.raises(InputError, match=r"here\.\w+.*should match pattern"):
+            Manifest.parse(content, "here")
+    assert Manifest.parse(manifest.to_json(), "here") == manifest

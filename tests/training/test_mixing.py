@@ -1,0 +1,92 @@
+"""Mixtures: every window holds each text by its weight, and each text's blocks come in its own order."""
+
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import TensorDataset
+
+from multilin.data.prepared import MixedBlocks
+from multilin.data.settings import ShardSettings
+from multilin.data.sharding import prepare_shards
+from multilin.training.mixing import WINDOW, MixedOrder, shares
+from multilin.training.order import BlockOrder
+from multilin.training.outcomes import TrainingInterrupted
+from multilin.training.recipe import Recipe
+from multilin.training.trainer import train
+from tests.training.conftest import assert_same_weights, metrics
+
+
+def mixed(sizes: list[int], weights: list[float], seed: int = 0) -> MixedOrder:
+    return MixedOrder(MixedBlocks([_blocks(size) for size in sizes], weights), seed=seed, length=10**6, fields=())
+
+
+def _blocks(size: int) -> torch.utils.data.ConcatDataset:  # type: ignore[type-arg]
+    return torch.utils.data.ConcatDataset([TensorDataset(torch.arange(size))])
+
+
+@settings(deadline=None, max_examples=20)
+@given(
+    sizes=st.lists(st.integers(1, 3000), min_size=1, max_size=4),
+    data=st.data(),
+    seed=st.integers(0, 2**32 - 1),
+    window=st.integers(0, 50),
+)
+def test_every_window_holds_each_text_by_its_weight(
+    sizes: list[int], data: st.DataObject, seed: int, window: int
+) -> None:
+    weights = data.draw(st.lists(st.floats(0.01, 100), min_size=len(sizes), max_size=len(sizes)))
+    order, ends = mixed(sizes, weights, seed), np.cumsum(sizes)
+    total = int(shares(weights, WINDOW).sum())
+    positions = range(window * total, (window + 1) * total)
+    found = [order.block_index(position) for position in positions]
+    counts = Counter(np.searchsorted(ends, found, side="right").tolist())
+    for text, weight in enumerate(weights):
+        exact = weight / sum(weights) * WINDOW
+        assert abs(counts[text] - exact) <= 1 or counts[text] == 1
+    again = mixed(sizes, weights, seed)
+    assert [again.block_index(position) for position in reversed(positions)] == found[::-1]
+
+
+def test_the_blocks_of_a_text_come_in_its_own_order() -> None:
+    sizes, weights = [700, 40], [3.0, 1.0]
+    order = mixed(sizes, weights, seed=3)
+    found = [order.block_index(position) for position in range(4 * WINDOW)]
+    for offset, size, blocks in ((0, 700, _blocks(700)), (700, 40, _blocks(40))):
+        own = BlockOrder(blocks, seed=3, length=10**6, fields=())
+        mine = [index - offset for index in found if 0 <= index - offset < size]
+        assert mine == [own.block_index(position) for position in range(len(mine))]
+
+
+@pytest.mark.parametrize("is_mixed", [False, True])
+def test_a_run_on_shards_stops_and_goes_on_exactly(
+    tiny: Callable[..., Recipe], text_file: Path, tmp_path: Path, is_mixed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepared = tmp_path / "prepared"
+    prepare_shards(ShardSettings(str(text_file), str(prepared), kind="byte", validation_fraction=0.2))
+    changes = (
+        {"data.mix": {str(prepared): 2.0, f"file://{prepared}": 1.0}} if is_mixed else {"data.source": str(prepared)}
+    )
+    whole = train(tiny(tmp_path / "whole", **changes))
+
+    from multilin.training.callbacks import StepCallback
+
+    with monkeypatch.context() as patch:
+        patch.setattr(StepCallback, "on_step_begin", _stop)
+        with pytest.raises(TrainingInterrupted):
+            train(tiny(tmp_path / "stopped", **changes))
+    train(tiny(tmp_path / "stopped", **changes), resume=True)
+    assert_same_weights(tmp_path / "stopped", whole.output)
+    assert metrics(tmp_path / "stopped") == metrics(whole.output)
+
+
+def _stop(self, args, state, control, **kwargs):  # type: ignore[no-untyped-def]
+    import signal
+
+    if state.global_step == 5:
+        signal.raise_signal(signal.SIGTERM)

@@ -1,0 +1,39 @@
+"""Ray's workers train the run that one process trains with as many times the batch."""
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from multilin.errors import InputError
+from multilin.training.ray_app import train_on_ray
+from multilin.training.recipe import Recipe, save_recipe
+from multilin.training.trainer import train
+from tests.training.conftest import metrics
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[None]:
+    ray = pytest.importorskip("ray", reason="needs the extra ray")
+    pytest.importorskip("ray.train.torch")
+    environment = {name: os.environ[name] for name in ("PYTHONPATH", "XDG_CACHE_HOME") if name in os.environ}
+    ray.init(num_cpus=4, include_dashboard=False, runtime_env={"env_vars": environment | {"OMP_NUM_THREADS": "1"}})
+    yield
+    ray.shutdown()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("cluster")
+def test_two_workers_are_one_with_twice_the_batch(tiny: Callable[..., Recipe], tmp_path: Path) -> None:
+    exact = {"model.options.dropout": 0.0}
+    accumulated = train(tiny(tmp_path / "one", **exact))
+    save_recipe(tiny(tmp_path / "two", **exact), tmp_path / "recipe.yaml")
+    train_on_ray(str(tmp_path / "recipe.yaml"), workers=2)
+    for one, two in zip(metrics(accumulated.output), metrics(tmp_path / "two"), strict=True):
+        assert two == pytest.approx(one, rel=1e-4)
+
+
+def test_a_recipe_that_cannot_be_used_is_refused_before_ray_starts() -> None:
+    with pytest.raises(InputError, match="recipe: 'nowhere' is neither"):
+        train_on_ray("nowhere", workers=2)

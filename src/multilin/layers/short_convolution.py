@@ -20,7 +20,7 @@ class ShortConvolution(ParameterHolder):
 
     Args:
         width: D.
-        kernel_size: K, at least 2.
+        kernel_size: K.
     """
 
     def __init__(self, width: int, kernel_size: int = 4) -> None:

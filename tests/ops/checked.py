@@ -5,6 +5,7 @@ from jaxtyping import jaxtyped
 
 from multilin.ops import block_outer as products_op
 from multilin.ops import causal_mixing as mixing_op
+from multilin.ops import delta_rule as memory_op
 from multilin.ops import int8 as int8_op
 from multilin.ops import linear_cross_entropy as loss_op
 from multilin.ops import prefix_softmax as pooling_op
@@ -16,6 +17,8 @@ _checked = jaxtyped(typechecker=beartype)
 
 block_outer = _checked(products_op.block_outer)
 causal_mixing = _checked(mixing_op.causal_mixing)
+delta_rule = _checked(memory_op.delta_rule)
+delta_rule_weights = _checked(memory_op.delta_rule_weights)
 windowed_attention = _checked(attention_op.windowed_attention)
 prefix_softmax = _checked(pooling_op.prefix_softmax)
 linear_cross_entropy = _checked(loss_op.linear_cross_entropy)

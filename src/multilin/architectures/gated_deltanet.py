@@ -1,0 +1,204 @@
+"""Gated DeltaNet: every token decays a matrix and corrects what it stores under the token's key.
+
+On h = RMSNorm(x), per head, with c a convolution over the last four tokens and s = swish:
+
+    q, k, v = s(c(W_q h)), s(c(W_k h)), s(c(W_v h))       q / (|q| sqrt(width)) and k / |k| in the place of q and k
+    a_t = e^(-A softplus(w_a . h_t + d))                  b_t = sigmoid(w_b . h_t)        A, d learned
+    S_t = a_t S_(t-1) (1 - b_t k_t k_t^T) + b_t v_t k_t^T        y_t = RMSNorm(S_t q_t) * s(W_g h_t)        x += W_o y
+
+and then x += W_3 (s(W_1 h) * W_2 h) on another RMSNorm. It is the linear layer of Qwen3-Next. Switched off one by one,
+`decays` (a = 1) leaves DeltaNet; `corrects` (S_t = a_t S_(t-1) + v_t k_t^T) gated linear attention with one gate per
+head; and both linear attention. Without `convolution`, q, k and v are those of the token alone; without `output_gate`
+the reading is only normalised.
+
+State: per head the matrix S, and the last three inputs of the convolution.
+
+When to use: where single earlier tokens must be found again in a state of fixed size. A key that comes again replaces
+what it stored instead of adding to it, so the matrix holds as many pairs as keys are wide; beyond that the pairs
+disturb each other. Its state is a matrix per head, much larger than a mean, and training costs several products per
+chunk of 64 tokens.
+"""
+
+import math
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import silu, softplus
+
+from multilin.architectures.base import Architecture, LayerOptions, Preset, Sizes, TrainingDefaults
+from multilin.layers import (
+    Layout,
+    Linear,
+    ParameterHolder,
+    Reader,
+    Reading,
+    ResidualBlock,
+    ShortConvolution,
+    head_width,
+)
+from multilin.ops.delta_rule import DeltaRuleState, delta_rule, delta_rule_weights
+from multilin.settings import settings
+from multilin.settings.bounds import Multiple, Width
+
+EPS = 1e-6  # added to mean squares and squared lengths
+DECAYS = (0.01, 16.0)  # A begins uniform between these
+STEPS = (1e-3, 0.1)  # softplus(d) begins between these, uniform in its logarithm
+
+MEANING = (
+    "A weight is the factor of the token's values in what the head reads: how well the position's query fits the "
+    "token's key, after the decay, and after later keys have replaced what was stored; it may be negative, and is no "
+    "share."
+)
+
+
+@settings
+class GatedDeltaNetOptions(LayerOptions):
+    """One layer, or a whole model."""
+
+    num_heads: Multiple = 4  # heads; the hidden size must be divisible by it
+    value_size: Width | None = None  # width of a head's values; none is hidden size / heads
+    decays: bool = True  # every token decays the matrix
+    corrects: bool = True  # a token replaces what is stored under its key; otherwise it adds to it
+    convolution: Multiple | None = 4  # tokens that the convolution of queries, keys and values sees; none has none
+    output_gate: bool = True  # multiply the reading by a gate of the token
+
+
+class GatedDeltaNetState(NamedTuple):
+    """The last inputs of the convolution, (B, S, D), and the matrices."""
+
+    inputs_BSD: Tensor | None
+    matrices: DeltaRuleState
+
+
+class Decays(ParameterHolder):
+    """log a_t = -A softplus(w_a . h_t + d) for each head, in float32 or better."""
+
+    def __init__(self, hidden_size: int, num_heads: int) -> None:
+        super().__init__()
+        self.steps = Linear(hidden_size, num_heads, bias=False)  # w_a
+        self.step_bias = nn.Parameter(torch.empty(num_heads))  # d
+        self.log_factor = nn.Parameter(torch.empty(num_heads))  # log A
+
+    def forward(self, h_BTD: Tensor) -> Tensor:
+        """(B, T, D) to (B, T, H)."""
+        dtype = torch.promote_types(h_BTD.dtype, torch.float32)
+        steps_BTH = softplus(self.steps(h_BTD).to(dtype) + self.step_bias.to(dtype))
+        return -self.log_factor.to(dtype).exp() * steps_BTH
+
+    @torch.no_grad()
+    def initialize(self, std: float) -> None:
+        """As in the source: a head forgets within one token to a hundred thousand."""
+        self.log_factor.uniform_(*DECAYS).log_()
+        steps_H = self.step_bias.uniform_(*map(math.log, STEPS)).exp()
+        self.step_bias.copy_(steps_H + torch.log(-torch.expm1(-steps_H)))
+
+
+class GatedDeltaNet(Reader):
+    """W_o y: see the top of this file."""
+
+    def __init__(self, hidden_size: int, options: GatedDeltaNetOptions) -> None:
+        super().__init__()
+        num_heads, self.key_size = options.num_heads, head_width(hidden_size, options.num_heads)
+        value_size = options.value_size or self.key_size
+        self.num_heads, self.widths = num_heads, [hidden_size, hidden_size, num_heads * value_size]
+        self.projections = Linear(hidden_size, sum(self.widths), bias=False)  # W_q, W_k, W_v
+        self.convolution = ShortConvolution(sum(self.widths), options.convolution) if options.convolution else None
+        self.decays = Decays(hidden_size, num_heads) if options.decays else None
+        self.rates = Linear(hidden_size, num_heads, bias=False) if options.corrects else None  # w_b
+        self.norm = nn.RMSNorm(value_size, eps=EPS)
+        self.output_gate = Linear(hidden_size, self.widths[2], bias=False) if options.output_gate else None  # W_g
+        self.output = Linear(self.widths[2], hidden_size, bias=False)  # W_o
+
+    def forward(self, h_BTD: Tensor, state: GatedDeltaNetState | None, layout: Layout) -> tuple[Tensor, Any]:
+        """(B, T, D) to (B, T, D), and the state."""
+        inputs, matrices = state or (None, None)
+        mixed = self.projections(h_BTD)
+        if self.convolution is not None:
+            mixed, inputs = self.convolution(mixed, inputs, layout)
+        parts = silu(mixed).split(self.widths, dim=-1)
+        q_BTHK, k_BTHK, v_BTHE = (x.unflatten(-1, (self.num_heads, -1)) for x in parts)
+        read_BTHE, matrices = self.delta_rule(
+            _normalize(q_BTHK) * self.key_size**-0.5, _normalize(k_BTHK), v_BTHE, matrices, layout,
+            log_decays=None if self.decays is None else self.decays(h_BTD),
+            rates=None if self.rates is None else torch.sigmoid(self.rates(h_BTD)),
+        )  # fmt: skip
+        y_BTD = self.norm(read_BTHE).flatten(2)
+        if self.output_gate is not None:
+            y_BTD = y_BTD * silu(self.output_gate(h_BTD))
+        return self.output(y_BTD), GatedDeltaNetState(inputs, matrices) if layout.needs_state else None
+
+    def delta_rule(
+        self, q_BTHK: Tensor, k_BTHK: Tensor, v_BTHE: Tensor, state: Any, layout: Layout, **options: Any
+    ) -> tuple[Tensor, Any]:
+        """The op of this name with these options: what is read (B, T, H, E), and the state."""
+        options |= {"padding": layout.padding_BT, "starts": layout.starts_BT}
+        self.record(lambda: Reading(MEANING, delta_rule_weights(q_BTHK, k_BTHK, **options), 0, None, is_share=False))
+        return delta_rule(q_BTHK, k_BTHK, v_BTHE, **options, state=state, needs_state=layout.needs_state)
+
+
+class SwishFeedForward(nn.Module):
+    """y = W_3 (s(W_1 x) * W_2 x), s = swish, with as many weights as one of four times the width without a gate."""
+
+    def __init__(self, hidden_size: int) -> None:
+        super().__init__()
+        self.expand = Linear(hidden_size, 2 * (8 * hidden_size // 3), bias=False)  # W_1, W_2
+        self.contract = Linear(8 * hidden_size // 3, hidden_size, bias=False)  # W_3
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        """(B, T, D) to (B, T, D)."""
+        gate, values = self.expand(x_BTD).chunk(2, dim=-1)
+        result: Tensor = self.contract(silu(gate) * values)
+        return result
+
+
+class GatedDeltaNetLayer(ResidualBlock):
+    """A reading of the matrices, then a gated feed-forward, each on an RMSNorm and added.
+
+    x -> norm RMSNorm [attention_norm] -> h -> linear q, k, v [attention.projections] -> p
+    p -> time? convolution [attention.convolution] {(convolution - 1) (2 D + H value_size)}
+        -> map swish, q and k of length 1 -> p
+    h -> map? decays a [attention.decays] -> a
+    h -> linear? rates b [attention.rates] -> b
+    p, a, b -> time delta rule [attention.delta_rule] {D value_size} -> norm RMSNorm [attention.norm] -> r
+    h -> linear? gate [attention.output_gate] -> g
+    r *? g -> r -> linear W_o [attention.output] -> y
+    x + y -> x -> norm RMSNorm [feed_forward_norm] -> h -> map W_3 (s(W_1 h) * W_2 h) [feed_forward] -> f
+    x + f -> x
+    """
+
+    def __init__(self, hidden_size: int, options: GatedDeltaNetOptions) -> None:
+        norm = partial(nn.RMSNorm, hidden_size, eps=EPS)
+        super().__init__(norm, GatedDeltaNet(hidden_size, options), SwishFeedForward(hidden_size))
+
+
+def _normalize(x: Tensor) -> Tensor:
+    """To length 1, in float32 or better."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    return wide * torch.rsqrt(wide.square().sum(dim=-1, keepdim=True) + EPS)
+
+
+def preset(sizes: Sizes, choices: GatedDeltaNetOptions) -> Preset:
+    """All layers alike; no positions, so no limit on the text."""
+    return Preset(
+        layers=[choices] * sizes.num_layers,
+        model={"n_positions": None},
+        training=TrainingDefaults(learning_rate=4e-4, betas=(0.9, 0.95), weight_decay=0.1, schedule="cosine"),
+    )
+
+
+architecture = Architecture(
+    name="gated_deltanet",
+    title="Gated DeltaNet",
+    source="Gated Delta Networks (arXiv 2412.06464); the linear layer of Qwen3-Next",
+    layer=GatedDeltaNetLayer,
+    options=GatedDeltaNetOptions,
+    preset_options=GatedDeltaNetOptions,
+    preset=preset,
+    variants={
+        "deltanet": {"decays": False, "output_gate": False, "value_size": 7},
+        "gated linear attention": {"corrects": False, "convolution": 2},
+        "linear attention": {"decays": False, "corrects": False, "convolution": None, "output_gate": False},
+    },
+)

@@ -1,0 +1,135 @@
+"""A memory per head, a matrix, in which each token corrects what is stored under its key."""
+
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from multilin.errors import InputError
+from multilin.ops.delta_rule import portable, reference
+from multilin.ops.dispatch import Backend, Op
+
+__all__ = ["DELTA_RULE", "DeltaRuleState", "delta_rule", "delta_rule_weights"]
+
+DELTA_RULE = Op(
+    "delta_rule",
+    [
+        Backend("portable (PyTorch, chunks)", portable.delta_rule),
+        Backend("reference (PyTorch, token by token)", reference.delta_rule, is_slow=True),
+    ],
+    special_cases=[Backend("reference (few tokens)", reference.delta_rule, refuses=portable.why_not_short)],
+)
+
+
+class DeltaRuleState(NamedTuple):
+    """What is stored: M, whose rows belong to the numbers of a key; float32 or better."""
+
+    memory_BHDE: Tensor
+
+
+def delta_rule(
+    queries: Float[Tensor, "B T H D"],
+    keys: Float[Tensor, "B T H D"],
+    values: Float[Tensor, "B T H E"],
+    *,
+    log_decays: Float[Tensor, "B T H"] | None = None,
+    rates: Float[Tensor, "B T H"] | None = None,
+    padding: Bool[Tensor, "B T"] | None = None,
+    state: DeltaRuleState | None = None,
+    starts: Bool[Tensor, "B T"] | None = None,
+    needs_state: bool = True,
+) -> tuple[Float[Tensor, "B T H E"], DeltaRuleState | None]:
+    """Read with a query what a matrix stores under keys, where every token first decays and corrects the matrix.
+
+        M_t = a_t (1 - b_t k_t k_t^T) M_(t-1) + b_t k_t v_t^T        y_t = M_t^T q_t        a_t = e^(log_decay_t)
+
+    M is the transpose of the S of the papers, and 0 at the start of a text. With keys of length 1 and rates b from 0 to
+    1 (to 2 it also reflects) the memory is stable: at rate 1 what was stored under the key is replaced. Without rates
+    nothing is corrected, M_t = a_t M_(t-1) + k_t v_t^T: with decays gated linear attention of one gate per head,
+    without both linear attention.
+
+    Args:
+        queries, keys: (B, T, H, D); normalise and scale them before.
+        values: (B, T, H, E); E may differ from D.
+        log_decays: (B, T, H) natural logs of a, none above 0; -inf forgets everything. None keeps everything.
+        rates: (B, T, H) b; None adds without correcting.
+        padding: (B, T) True where there is no token: the memory stays as it is.
+        state: what an earlier call returned.
+        starts: (B, T) True where a new text begins: nothing before it is read from there on.
+        needs_state: False where nobody will read on: None is returned for the state.
+
+    Returns:
+        What is read (B, T, H, E) in the dtype of `values`, and the memory after the last token, (B, H, D, E), in
+        float32 (float64 if an argument is float64).
+
+    Raises:
+        InputError: shapes that do not fit.
+
+    Cost: 2 B T H (C (3 D + 2 E) + 3 D E) multiplications and additions for chunks of C = 64 tokens, three times that
+    with backward, in float32 or better also for bf16 inputs. Memory for a backward pass: some C + D numbers for each
+    token and head, ten times.
+    Source: "Gated Delta Networks" (arXiv 2412.06464), equation 10; chunks as in "Parallelizing Linear Transformers with
+    the Delta Rule over Sequence Length" (arXiv 2406.06484).
+    """
+    _check_shapes(queries, keys, values, {"log_decays": log_decays, "rates": rates}, state)
+    dtype = torch.float32
+    for tensor in (queries, keys, values, log_decays, rates):
+        dtype = dtype if tensor is None else torch.promote_types(dtype, tensor.dtype)
+    q, k, v, a, b = (x if x is None else x.to(dtype) for x in (queries, keys, values, log_decays, rates))
+    assert q is not None
+    assert k is not None
+    assert v is not None
+    if padding is not None:
+        k, v = (x.masked_fill(padding[..., None, None], 0.0) for x in (k, v))
+        a, b = (None if x is None else x.masked_fill(padding[..., None], 0.0) for x in (a, b))
+    if starts is not None:
+        a = (torch.zeros_like(q[..., 0]) if a is None else a).masked_fill(starts[..., None], -torch.inf)
+    if state is None:
+        memory = v.new_zeros(len(v), *k.shape[2:], v.shape[3])
+    else:
+        memory = state.memory_BHDE.to(dtype)
+    with torch.autocast(v.device.type, enabled=False):
+        read, memory = DELTA_RULE(q, k, v, a, b, memory, dtype=dtype)
+    return read.to(values.dtype), DeltaRuleState(memory) if needs_state else None
+
+
+def delta_rule_weights(
+    queries: Float[Tensor, "B T H D"],
+    keys: Float[Tensor, "B T H D"],
+    *,
+    log_decays: Float[Tensor, "B T H"] | None = None,
+    rates: Float[Tensor, "B T H"] | None = None,
+    padding: Bool[Tensor, "B T"] | None = None,
+    starts: Bool[Tensor, "B T"] | None = None,
+) -> Float[Tensor, "B H T T"]:
+    """The weights w of y_t = sum_{s <= t} w_ts v_s of `delta_rule` at the start of a text; they may be negative.
+
+    Arguments as those of `delta_rule`. A value written by an earlier token weighs less where later keys overwrite it.
+
+    Cost: `delta_rule` with T values of width T.
+    """
+    num_time = keys.shape[1]
+    one_for_each = torch.eye(num_time, dtype=keys.dtype, device=keys.device)[None, :, None, :]
+    one_for_each = one_for_each.expand(*keys.shape[:3], -1)
+    weights_BTHS, _ = delta_rule(
+        queries, keys, one_for_each, log_decays=log_decays, rates=rates, padding=padding, starts=starts,
+        needs_state=False,
+    )  # fmt: skip
+    return weights_BTHS.transpose(1, 2)
+
+
+def _check_shapes(
+    queries: Tensor, keys: Tensor, values: Tensor, per_head: dict[str, Tensor | None], state: DeltaRuleState | None
+) -> None:
+    if queries.shape != keys.shape or values.shape[:3] != keys.shape[:3]:
+        raise InputError(
+            f"keys: shape {tuple(keys.shape)} given for queries {tuple(queries.shape)} and values "
+            f"{tuple(values.shape)}, but they must share batch, time and heads"
+        )
+    for name, tensor in per_head.items():
+        if tensor is not None and tensor.shape != keys.shape[:3]:
+            raise InputError(f"{name}: shape {tuple(tensor.shape)} given, but it must be {tuple(keys.shape[:3])}")
+    expected = (len(keys), *keys.shape[2:], values.shape[3])
+    if state is not None and state.memory_BHDE.shape != expected:
+        raise InputError(f"state: a memory of {tuple(state.memory_BHDE.shape)} given, but it must be {expected}")

@@ -1,0 +1,177 @@
+"""The gated delta rule in chunks of tokens, by matrix products.
+
+With u_t for what token t adds to the memory at its key, M_t = a_t M_(t-1) + k_t u_t^T, the tokens of a chunk that
+begins with the memory M solve a unit triangular system. G are the sums of the logs of the decays from the chunk's
+start, P_ts = e^(G_t - G_s) for s <= t, and b the rates:
+
+    (1 + tril_(-1)(b K K^T * P)) U = b V - b e^G K M        Y = e^G Q M + tril(Q K^T * P) U
+
+The system is solved for all chunks at once, for b V and for b e^G K; what is left to do chunk after chunk are two
+products.
+"""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+SHORT = 4  # tokens up to which the definition itself is faster
+CHUNK = 64  # tokens: large enough for full-speed products, small enough that pairs cost no more than the memory
+FORGOTTEN = -1200.0  # 2^-1200 is 0 in float64, too, and sums of such logs lose none of the others' digits
+NUMBERS = 2**18  # of a piece of the text, for each kind of tensor: they stay in the cache
+
+
+def why_not_short(queries: Tensor, *_: object) -> str | None:
+    """The reason against the definition."""
+    return None if queries.shape[1] <= SHORT else "there are many tokens"
+
+
+def delta_rule(
+    queries_BTHD: Tensor, keys_BTHD: Tensor, values_BTHE: Tensor, log_decays_BTH: Tensor | None,
+    rates_BTH: Tensor | None, memory_BHDE: Tensor,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """See `multilin.ops.delta_rule`."""
+    num_batch, num_time, num_heads, _ = keys_BTHD.shape
+    chunk = min(CHUNK, num_time)
+    widest = max(chunk, queries_BTHD.shape[3], values_BTHE.shape[3])
+    size = max(1, NUMBERS // (num_batch * num_heads * chunk * widest)) * chunk
+    inputs, parts = (queries_BTHD, keys_BTHD, values_BTHE, log_decays_BTH, rates_BTH), []
+    memory_MDE = memory_BHDE.flatten(0, 1)
+    for first in range(0, num_time, size):
+        pieces = [None if x is None else _chunks(x[:, first : first + size], chunk) for x in inputs]
+        part_NMCE, memory_MDE = _Chunks.apply(*pieces, memory_MDE)
+        parts.append(part_NMCE)
+    result_NMCE = parts[0] if len(parts) == 1 else torch.cat(parts)
+    result_NBHCE = result_NMCE.unflatten(1, (num_batch, num_heads))
+    result_BTHE = result_NBHCE.permute(1, 0, 3, 2, 4).flatten(1, 2)[:, :num_time]
+    return result_BTHE, memory_MDE.view_as(memory_BHDE)
+
+
+def _chunks(x_BTHD: Tensor, chunk: int) -> Tensor:
+    """(B, T, H, ...) to (N, B * H, C, ...), filled up with zeros, which change nothing."""
+    missing = -x_BTHD.shape[1] % chunk
+    if missing:
+        x_BTHD = pad(x_BTHD, (0, 0) * (x_BTHD.ndim - 2) + (0, missing))
+    return x_BTHD.unflatten(1, (-1, chunk)).movedim((1, 3), (0, 2)).flatten(1, 2)
+
+
+class _Chunks(torch.autograd.Function):
+    """Results (N, M, C, E) of N chunks of M heads and texts, and the memory after the last."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q_NMCD: Tensor, k_NMCD: Tensor, v_NMCE: Tensor, log_decays_NMC: Tensor | None,
+        rates_NMC: Tensor | None, memory_MDE: Tensor,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        pairs_NMCC, from_start_NMC1 = _decays(log_decays_NMC, k_NMCD)
+        scores_NMCC = (q_NMCD @ k_NMCD.mT).mul_(pairs_NMCC)
+        added_NMCE, overlaps_NMCC, read_NMCD = v_NMCE, None, None
+        if rates_NMC is not None:
+            rates_NMC1 = rates_NMC[..., None]
+            overlaps_NMCC = (k_NMCD @ k_NMCD.mT).mul_(pairs_NMCC)
+            system_NMCC = overlaps_NMCC * rates_NMC1
+            added_NMCE = solve(system_NMCC, v_NMCE * rates_NMC1)
+            read_NMCD = solve(system_NMCC, k_NMCD * (from_start_NMC1 * rates_NMC1))
+        to_end_NMDC = (k_NMCD * pairs_NMCC[:, :, -1, :, None]).mT
+        memories_NMDE = memory_MDE.new_empty(len(k_NMCD), *memory_MDE.shape)
+        for number, added_MCE in enumerate(added_NMCE):
+            memories_NMDE[number] = memory_MDE
+            if read_NMCD is not None:
+                added_MCE.baddbmm_(read_NMCD[number], memory_MDE, alpha=-1)
+            memory_MDE = memory_MDE * from_start_NMC1[number, :, -1:]
+            memory_MDE.baddbmm_(to_end_NMDC[number], added_MCE)
+        result_NMCE = (q_NMCD @ memories_NMDE).mul_(from_start_NMC1)
+        result_NMCE.flatten(0, 1).baddbmm_(scores_NMCC.flatten(0, 1), added_NMCE.flatten(0, 1))
+        ctx.save_for_backward(
+            q_NMCD, k_NMCD, v_NMCE, log_decays_NMC, rates_NMC, pairs_NMCC, from_start_NMC1, scores_NMCC,
+            overlaps_NMCC, added_NMCE, read_NMCD, memories_NMDE,
+        )  # fmt: skip
+        return result_NMCE, memory_MDE
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (q, k, v, log_decays, rates, pairs, from_start, scores, overlaps, added, read, memories) = ctx.saved_tensors
+        dresult, dmemory = gradients
+        to_end = pairs[:, :, -1, :, None]
+        dadded, dmemories, k_end = scores.mT @ dresult, torch.empty_like(memories), k * to_end
+        through_q = (q * from_start).mT @ dresult
+        for number in range(len(k) - 1, -1, -1):
+            dmemories[number] = dmemory
+            dadded[number].baddbmm_(k_end[number], dmemory)
+            dmemory = torch.addcmul(through_q[number], dmemory, from_start[number, :, -1:])
+            if read is not None:
+                dmemory.baddbmm_(read[number].mT, dadded[number], alpha=-1)
+        dscores = dresult @ added.mT
+        by_pair = dscores * scores
+        dscores.mul_(pairs)
+        dq = (dresult @ memories.mT).mul_(from_start)
+        dk = (added @ dmemories.mT).mul_(to_end)
+        from_start_logs, to_end_logs = _dot(dq, q), _dot(dk, k)
+        dq, dk, dv, drates = dq + dscores @ k, dk + dscores.mT @ q, dadded, None
+        if rates is not None:
+            rates_1 = rates[..., None]
+            dknown = torch.linalg.solve_triangular((overlaps * rates_1).mT, dadded, upper=True, unitriangular=True)
+            dsystem = (dknown @ added.mT).tril_(-1).neg_()
+            dread = (dknown @ memories.mT).mul_(-from_start)
+            dv, by_system, by_read = dknown * rates_1, dsystem * overlaps, _dot(dread, k)
+            drates = _dot(dknown, v) + by_read + by_system.sum(dim=3)
+            dsystem.mul_(pairs * rates_1)
+            dk += dread * rates_1 + (dsystem + dsystem.mT) @ k
+            by_pair.addcmul_(by_system, rates_1)
+            from_start_logs += by_read * rates
+        if log_decays is not None:
+            over_chunk = to_end_logs.sum(dim=2) + (dmemories * memories).sum(dim=(2, 3)) * from_start[:, :, -1, 0]
+            log_decays = _sum_logs(log_decays, by_pair, from_start_logs - to_end_logs, over_chunk)
+        return dq, dk, dv, log_decays, drates, dmemory
+
+
+def _dot(x: Tensor, y: Tensor) -> Tensor:
+    return (x * y).sum(dim=-1)
+
+
+def _sum_logs(log_decays_NMC: Tensor, by_pair_NMCC: Tensor, by_token_NMC: Tensor, over_chunk_NM: Tensor) -> Tensor:
+    """The gradient of the logs: that of each pair belongs to all between the two.
+
+    In float64, where the parts of the pairs on one side of a token cancel.
+    """
+    dsums_NMC = by_pair_NMCC.sum(dim=3, dtype=torch.float64) - by_pair_NMCC.sum(dim=2, dtype=torch.float64)
+    dsums_NMC += by_token_NMC
+    dsums_NMC[..., -1] += over_chunk_NM
+    dlogs_NMC = dsums_NMC.flip(2).cumsum(dim=2).flip(2)
+    return dlogs_NMC.masked_fill(log_decays_NMC < FORGOTTEN * math.log(2), 0.0).to(log_decays_NMC.dtype)
+
+
+def _decays(log_decays_NMC: Tensor | None, like: Tensor) -> tuple[Tensor, Tensor]:
+    """e^(G_t - G_s) for s <= t, else 0, (N, M, C, C); and e^(G_t), (N, M, C, 1)."""
+    size = like.shape[2]
+    is_later_CC = torch.ones(size, size, dtype=torch.bool, device=like.device).triu(1)
+    if log_decays_NMC is None:
+        return (~is_later_CC).to(like.dtype)[None, None], like.new_ones(len(like), 1, size, 1)
+    # In float64, as one large log would cost the others their digits; and to the base 2, as PyTorch's exponential of
+    # the base e takes many times longer where it vanishes.
+    logs_NMC = (log_decays_NMC.double() / math.log(2)).clamp_(min=FORGOTTEN).cumsum(dim=2)
+    logs_NMCC = (logs_NMC[..., :, None] - logs_NMC[..., None, :]).to(like.dtype)
+    return logs_NMCC.masked_fill_(is_later_CC, -torch.inf).exp2_(), logs_NMC[..., None].to(like.dtype).exp2_()
+
+
+def solve(lower: Tensor, known: Tensor) -> Tensor:
+    """x of (1 + L) x = known, L being what is below the diagonal of `lower`; (..., C, C) and (..., C, D)."""
+    if not torch.compiler.is_exporting():
+        return torch.linalg.solve_triangular(lower, known, upper=False, unitriangular=True)
+    return invert(lower) @ known
+
+
+def invert(lower: Tensor) -> Tensor:
+    """(1 + L)^(-1) by products alone, which every runtime of graphs has: of blocks on the diagonal of 1, 2, 4, ..."""
+    index_C = torch.arange(lower.shape[-1], device=lower.device)
+    inverse = torch.eye(lower.shape[-1], dtype=lower.dtype, device=lower.device)
+    size = 1
+    while size < len(index_C):
+        block_C = index_C // size
+        joins_CC = (block_C[:, None] - block_C == 1) & (block_C[:, None] % 2 == 1)
+        inverse = inverse - inverse @ (lower * joins_CC) @ inverse
+        size *= 2
+    return inverse

@@ -6,6 +6,7 @@ from multilin.layers.linear import Linear, multiply_pairs, multiply_scaled
 from multilin.layers.norms import TileNorm, standardize
 from multilin.layers.positions import rotary_angles, rotate
 from multilin.layers.reading import Reader, Reading
+from multilin.layers.short_convolution import ShortConvolution
 
 __all__ = [
     "GeluFeedForward",
@@ -16,6 +17,7 @@ __all__ = [
     "Reader",
     "Reading",
     "ResidualBlock",
+    "ShortConvolution",
     "TileNorm",
     "head_width",
     "multiply_pairs",

@@ -1,0 +1,108 @@
+"""A convolution over the last few tokens, each channel by itself."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import conv2d, pad
+
+from multilin.layers.base import Layout, ParameterHolder
+
+PIECE = 128  # positions whose products with a gradient stay in the cache until they are summed
+
+
+class ShortConvolution(ParameterHolder):
+    """y_t = sum_{i < K} w_{K-1-i} * x_{t-i}: per channel a weighted sum of the last K tokens, without bias.
+
+    Tokens before the text count as 0, and so does padding, which keeps its place between tokens. Computed in float32 or
+    better. The state is the last K - 1 inputs, (B, K - 1, D), 0 where there is none; it follows the last token of each
+    row, whether padding stands before or behind.
+
+    Args:
+        width: D.
+        kernel_size: K, at least 2.
+    """
+
+    def __init__(self, width: int, kernel_size: int = 4) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(kernel_size, width))  # the current token's row is the last
+
+    def forward(self, x_BTD: Tensor, state: Tensor | None, layout: Layout) -> tuple[Tensor, Tensor | None]:
+        """(B, T, D) to (B, T, D), and the state; None where the layout needs none."""
+        num_time, num_before = x_BTD.shape[1], len(self.weight) - 1
+        dtype = torch.promote_types(x_BTD.dtype, torch.float32)
+        new_BTD = x_BTD.to(dtype)
+        if layout.padding_BT is not None:
+            new_BTD = new_BTD.masked_fill(layout.padding_BT[..., None], 0.0)
+        if state is None:
+            state = new_BTD.new_zeros(len(x_BTD), num_before, x_BTD.shape[2])
+        inputs_BSD, weight_KD = torch.cat([state.to(dtype), new_BTD], dim=1), self.weight.to(dtype)
+        with torch.autocast(x_BTD.device.type, enabled=False):
+            if num_time == 1:
+                y_BTD = (inputs_BSD * weight_KD).sum(dim=1, keepdim=True)
+            else:
+                y_BTD = _Convolution.apply(inputs_BSD, weight_KD)
+            if layout.starts_BT is not None:
+                y_BTD = _restart(y_BTD, inputs_BSD, weight_KD, layout.starts_BT)
+        return y_BTD.to(x_BTD.dtype), _last_inputs(inputs_BSD, num_before, layout) if layout.needs_state else None
+
+    def initialize(self, std: float) -> None:
+        """Uniform within 1 / sqrt(K), as PyTorch's convolutions begin, whatever the model's range."""
+        nn.init.uniform_(self.weight, -(len(self.weight) ** -0.5), len(self.weight) ** -0.5)
+
+
+class _Convolution(torch.autograd.Function):
+    """Sums (B, T, D) of inputs (B, K - 1 + T, D): PyTorch's, but for its gradient of the weights, which is slow."""
+
+    @staticmethod
+    def forward(ctx: Any, inputs_BSD: Tensor, weight_KD: Tensor) -> Tensor:
+        ctx.save_for_backward(inputs_BSD, weight_KD)
+        return _convolve(inputs_BSD, weight_KD)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        (inputs_BSD, weight_KD), dy_BTD = ctx.saved_tensors, gradients[0]
+        num_before = len(weight_KD) - 1
+        dinputs_BSD = _convolve(pad(dy_BTD, (0, 0, num_before, num_before)), weight_KD.flip(0))
+        dweight_KD = torch.zeros_like(weight_KD)
+        for inputs_SD, dy_TD in zip(inputs_BSD, dy_BTD, strict=True):
+            for first in range(0, len(dy_TD), PIECE):
+                piece = dy_TD[first : first + PIECE]
+                for tap, total_D in enumerate(dweight_KD):
+                    total_D += (inputs_SD[first + tap : first + tap + len(piece)] * piece).sum(dim=0)
+        return dinputs_BSD, dweight_KD
+
+
+def _convolve(inputs_BSD: Tensor, weight_KD: Tensor) -> Tensor:
+    # With channels last in memory, as they are, PyTorch's two-dimensional convolution is several times the faster one.
+    kernel_DK = weight_KD.t()[:, None, :, None].contiguous(memory_format=torch.channels_last)
+    y_BDT1 = conv2d(inputs_BSD.transpose(1, 2)[..., None], kernel_DK, groups=weight_KD.shape[1])
+    return y_BDT1[..., 0].transpose(1, 2)
+
+
+def _restart(y_BTD: Tensor, inputs_BSD: Tensor, weight_KD: Tensor, starts_BT: Tensor) -> Tensor:
+    """The sums, made again where they reach over the start of a text."""
+    num_before = len(weight_KD) - 1
+    text_BS = pad(starts_BT.cumsum(dim=1), (num_before, 0))
+    text_BTK = text_BS.unfold(1, num_before + 1, 1)
+    is_own_BTK = text_BTK == text_BTK[..., -1:]
+    row_N, time_N = (~is_own_BTK.all(dim=-1)).nonzero(as_tuple=True)
+    taps_NKD = inputs_BSD[row_N[:, None], time_N[:, None] + torch.arange(num_before + 1, device=time_N.device)]
+    own_NKD = taps_NKD.masked_fill(~is_own_BTK[row_N, time_N][..., None], 0.0)
+    return y_BTD.index_put((row_N, time_N), (own_NKD * weight_KD).sum(dim=1))
+
+
+def _last_inputs(inputs_BSD: Tensor, num_before: int, layout: Layout) -> Tensor:
+    """The inputs up to the last token of each row, those of earlier texts as 0; a copy that keeps no others alive."""
+    num_batch, num_all = inputs_BSD.shape[:2]
+    index_BS = torch.arange(num_all - num_before, num_all, device=inputs_BSD.device).expand(num_batch, -1)
+    if layout.padding_BT is not None:
+        number_T = torch.arange(1, num_all - num_before + 1, device=inputs_BSD.device)
+        last_B1 = number_T.masked_fill(layout.padding_BT, 0).amax(dim=1, keepdim=True)
+        index_BS = last_B1 + torch.arange(num_before, device=inputs_BSD.device)
+    last_BSD = inputs_BSD.gather(1, index_BS[..., None].expand(-1, -1, inputs_BSD.shape[2]))
+    if layout.starts_BT is not None:
+        text_BS = pad(layout.starts_BT.cumsum(dim=1), (num_before, 0))
+        last_BSD = last_BSD.masked_fill((text_BS.gather(1, index_BS) != text_BS[:, -1:])[..., None], 0.0)
+    return last_BSD

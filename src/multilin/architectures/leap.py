@@ -11,7 +11,8 @@ Where the source subtracts two sums over the whole past, here both means are a r
 digits: with the logits log a_j, and eps as the weight of a null token.
 
 That is the source's last version. Release 1.0.1 of the package has weights "exp", a_j = e^(f_j . k_j / sqrt(e)); with a
-number r as `rescale` it standardises q, f, k and v over each head and has r / e in place of 1 / sqrt(e).
+number r as `rescale` it standardises q, f, k and v over each head and has r / e in place of 1 / sqrt(e). The command
+`multilin convert leap` reads checkpoints of both.
 
 State: per head one summary token (log of the total weight, means of k and v) for a global layer, or the last window - 1
 tokens for a windowed one.

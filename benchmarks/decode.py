@@ -38,6 +38,7 @@ from benchmarks._engines import (
 from benchmarks._memory import peak_bytes
 from benchmarks._models import build, multiplied
 from benchmarks._turns import device
+from multilin.architectures import architectures
 from multilin.errors import InputError
 from multilin.model.factory import BASELINES
 
@@ -260,7 +261,7 @@ def draw(rows: _results.Rows, arguments: argparse.Namespace) -> "Figure":
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="benchmarks decode", description=__doc__)
-    parser.add_argument("--models", nargs="+", default=["additive", "elita", "gpt2"], help="architectures and peers")
+    parser.add_argument("--models", nargs="+", default=[*architectures(), "gpt2"], help="architectures and peers")
     parser.add_argument("--engines", nargs="+", default=["torch"], choices=ENGINES, help="what runs the models")
     parser.add_argument("--exports", metavar="FOLDER", help="keeps exported models, for further runs of the same code")
     parser.add_argument("--hidden-size", type=int, default=256)

@@ -38,7 +38,7 @@ from multilin.model.factory import BASELINES, create_model
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-PACKAGE = ("leap", "fastformer")  # models of the package leap-transformer
+PACKAGE = ("package-leap", "package-fastformer")  # models of the package leap-transformer
 GEMM_SIZE = 2048
 
 
@@ -155,7 +155,7 @@ def _package_model(name: str, length: int, arguments: argparse.Namespace) -> nn.
     import leap
 
     sizes = {"hidden_size": arguments.hidden_size, "vocab_size": arguments.vocab_size, "n_positions": length}
-    if name == "leap":
+    if name == "package-leap":
         config = leap.LeapConfig(
             **sizes, n_layer=arguments.num_layers, n_head=arguments.num_heads, hidden_dropout_prob=0.0
         )

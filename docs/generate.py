@@ -1,7 +1,7 @@
 """Writes the pages of the documentation that follow from the code: `python docs/generate.py`.
 
-One page and one picture per registered architecture, their table here and in the README, the reference of recipes, and
-the tutorial as a page.
+One page and one picture per registered architecture, their table here and in the README and their place in the menu,
+the reference of recipes, and the tutorial as a page.
 They are committed, so that they can be read where no site is built; a test holds them against the code.
 """
 
@@ -27,7 +27,7 @@ from multilin.settings import field_help
 from multilin.training.recipe import Recipe, builtin_recipes
 
 DOCS = Path(__file__).parent
-README = DOCS.parent / "README.md"
+README, SITE = DOCS.parent / "README.md", DOCS.parent / "mkdocs.yml"
 EXAMPLE = {"hidden_size": 256, "num_layers": 6, "vocab_size": 256, "n_positions": 1024}
 SIZES = f"hidden size {EXAMPLE['hidden_size']}, {EXAMPLE['num_layers']} layers, one text, float32"
 NOTE = "<!-- Written by docs/generate.py from the code: change it there. -->\n\n"
@@ -46,6 +46,7 @@ def pages() -> dict[Path, str]:
     written[DOCS / "tutorial.md"] = _tutorial()
     written[DOCS / "images" / "packages.svg"] = draw_packages()
     written[README] = _readme()
+    written[SITE] = _site()
     return written
 
 
@@ -73,6 +74,12 @@ def _readme() -> str:
     before, first, rest = README.read_text(encoding="utf-8").partition(TABLE[0])
     _, last, after = rest.partition(TABLE[1])
     return before + first + architecture_table("docs/architectures/{name}.md") + last + after
+
+
+def _site() -> str:
+    """mkdocs.yml with a page for every architecture in its menu."""
+    menu = "".join(f"      - {found.title}: architectures/{name}.md\n" for name, found in architectures().items())
+    return re.sub(r"(?<=index.md\n)(      - .*: architectures/\w+\.md\n)+", menu, SITE.read_text(encoding="utf-8"))
 
 
 def architecture_page(architecture: Architecture) -> str:

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from multilin.analysis.explain.run import Report
+from multilin.architectures import architectures
 from multilin.inference.runs import load_run
 from multilin.layers.reading import record_readings
 from tests.cli.conftest import N_POSITIONS
@@ -38,7 +39,7 @@ def ids_of(folder: Path) -> torch.Tensor:
     return torch.tensor([[run.tokenizer.eos_token_id, *run.tokenizer.encode(TEXT, add_special_tokens=False)]])
 
 
-@pytest.mark.parametrize("architecture", ["additive", "elita", "threelin", "tscale", "linear_mixer"])
+@pytest.mark.parametrize("architecture", architectures())
 def test_the_weights_are_those_of_the_forward_pass(
     architecture: str, explained: Callable, run_folder: Callable[[str], Path]
 ) -> None:

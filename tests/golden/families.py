@@ -34,6 +34,7 @@ FAMILIES: dict[str, Check] = {
     "additive": additive_ops.check,
     "elita": elita.check,
     "fastformer": fastformer.check,
+    "leap": fastformer.check_leap,
     "linear": linear_lm.check,
     "mixer": linear_mixer.check,
     "threelin": threelin.check,

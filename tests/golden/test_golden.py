@@ -36,6 +36,7 @@ def test_every_array_is_reproduced(path: Path) -> None:
     [
         ("elita_base", "w.lins1.w3"),
         ("fastformer_global", "w.proj_logits.weight"),
+        ("leap_base", "w.leap_model.decoders.1.leap.projections.weight"),
         ("mixer_language", "w_before_forward.mixerblocks.1.patch_ff.0.weight"),
         ("threelin_base", "w.layer2.QV"),
         ("tscale_small", "layer3.MP_ATT_COMBINER"),

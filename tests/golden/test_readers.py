@@ -296,9 +296,9 @@ def test_fastformer_with_windows_and_masks(tmp_path: Path) -> None:
 
 
 def test_other_systems_are_named_and_not_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "leap_base.npz"
+    path = tmp_path / "foreign_base.npz"
     np.savez(path, x=np.zeros(3))
     assert main([str(path)]) == 0
     shown = capsys.readouterr().out
-    assert "leap_base.npz: belongs to none of the systems here" in shown
+    assert "foreign_base.npz: belongs to none of the systems here" in shown
     assert "1 files were not read" in shown

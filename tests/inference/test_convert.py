@@ -1,17 +1,21 @@
-"""Conversion of fastformerLM checkpoints, against the package's equations written out."""
+"""Conversion of fastformerLM and LEAP checkpoints, against equations written out, golden numbers and the package."""
 
 import json
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import safetensors.torch
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from multilin import InputError
-from multilin.inference.convert import convert_fastformer
+from multilin import InputError, MultilinForCausalLM
+from multilin.inference.convert import CONVERTERS, leap_config, our_name, our_weights
+from tests.golden.families import relative_error
 
+GOLDEN = Path(__file__).parents[1] / "golden"
 CONFIG = {
     "model_type": "FastformerForCausalLM",
     "hidden_size": 12,
@@ -77,9 +81,11 @@ def package_logits(weights: dict[str, Tensor], ids: Tensor, mask: Tensor) -> Ten
     return x @ weights["word_embedding.weight"].T + weights["proj_logits.bias"]
 
 
-def write_checkpoint(folder: Path, weights: dict[str, Tensor], *, pickled: bool) -> Path:
+def write_checkpoint(
+    folder: Path, weights: dict[str, Tensor], *, pickled: bool, config: dict[str, Any] = CONFIG
+) -> Path:
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(CONFIG))
+    (folder / "config.json").write_text(json.dumps(config))
     if pickled:
         torch.save(weights, folder / "pytorch_model.bin")
     else:
@@ -90,7 +96,7 @@ def write_checkpoint(folder: Path, weights: dict[str, Tensor], *, pickled: bool)
 @pytest.mark.parametrize("pickled", [False, True])
 def test_a_converted_checkpoint_has_the_same_logits(tmp_path: Path, pickled: bool) -> None:
     weights = make_weights()
-    convert_fastformer(write_checkpoint(tmp_path / "source", weights, pickled=pickled), tmp_path / "target")
+    CONVERTERS["fastformer"](write_checkpoint(tmp_path / "source", weights, pickled=pickled), tmp_path / "target")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "target").double()
     assert [layer["window"] for layer in model.config.layers] == [3, 8, None]
     ids = torch.randint(23, (2, 30), generator=torch.Generator().manual_seed(1))
@@ -106,11 +112,43 @@ def test_separate_projections_of_older_versions_are_joined(tmp_path: Path) -> No
     for name in [name for name in weights if "projections" in name]:
         for part, tensor in zip(("Wquery", "Wkeys", "Wvalues"), weights.pop(name).chunk(3), strict=True):
             weights[name.replace("projections", part)] = tensor.clone()
-    convert_fastformer(write_checkpoint(tmp_path / "source", weights, pickled=False), tmp_path / "target")
+    CONVERTERS["fastformer"](write_checkpoint(tmp_path / "source", weights, pickled=False), tmp_path / "target")
     ids = torch.arange(20)[None]
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "target").double()
     expected = package_logits(make_weights(), ids, torch.ones(1, 20))
     torch.testing.assert_close(model(ids).logits, expected, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("version", ["base", "release"])
+def test_converted_leap_checkpoints_have_the_logits_of_the_original(tmp_path: Path, version: str) -> None:
+    with np.load(GOLDEN / f"leap_{version}.npz") as file:
+        weights = {name[2:]: torch.from_numpy(file[name]).float() for name in file.files if name.startswith("w.")}
+        config, ids = json.loads(str(file["meta_json"])), torch.from_numpy(file["input_ids"])
+        expected = file["nomask.logits_direct"]
+    source = write_checkpoint(tmp_path / "source", weights, pickled=True, config=config)
+    CONVERTERS["leap"](source, tmp_path / "target")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "target").double()
+    assert relative_error(model(ids).logits.detach().numpy(), expected) <= 1e-9
+
+
+@pytest.mark.parametrize("rescale", [None, 10])
+def test_leap_computes_what_the_installed_package_does(rescale: int | None) -> None:
+    reason = "compares with the package: pip install --no-deps leap-transformer"
+    leap = pytest.importorskip("leap", reason=reason, exc_type=ImportError)
+    sizes = {"hidden_size": 64, "vocab_size": 19, "n_head": 2, "n_layer": 5, "n_positions": 48}
+    config = leap.LeapConfig(**sizes, rescale=rescale)
+    torch.manual_seed(0)
+    theirs = leap.LeapForCausalLM(config).double().eval()
+    ours = MultilinForCausalLM(leap_config(config.to_dict())).double().eval()
+    ours.load_state_dict(our_weights(theirs.state_dict()))
+    ids = torch.randint(19, (2, 40))
+    results = [model(input_ids=ids, labels=ids.clone()) for model in (theirs, ours)]
+    torch.testing.assert_close(results[1].logits, results[0].logits, rtol=1e-9, atol=1e-9)
+    for result in results:
+        result.loss.backward()
+    for name, parameter in theirs.named_parameters():
+        gradient = ours.get_parameter(our_name(name)).grad
+        torch.testing.assert_close(gradient, parameter.grad, rtol=1e-9, atol=1e-9, msg=name)
 
 
 class Payload:
@@ -123,7 +161,7 @@ def test_what_cannot_be_converted_is_refused_and_leaves_nothing(tmp_path: Path, 
 
     def refused(match: str, source: Path) -> None:
         with pytest.raises(InputError, match=match):
-            convert_fastformer(source, target)
+            CONVERTERS["fastformer"](source, target)
         assert not target.exists()
         assert "\n" not in match
 
@@ -141,6 +179,9 @@ def test_what_cannot_be_converted_is_refused_and_leaves_nothing(tmp_path: Path, 
     refused("model.norm.weight should have shape", source)
     source = write_checkpoint(tmp_path / "foreign", {**weights, "other.weight": torch.ones(2)}, pickled=False)
     refused("'other.weight' is no parameter", source)
+    bias = "fastformer_model.decoders.0.boom.bias"
+    source = write_checkpoint(tmp_path / "biased", {**weights, bias: torch.ones(48)}, pickled=False)
+    refused("feed_forward.expand.bias is no parameter of a model with this config", source)
     source = write_checkpoint(tmp_path / "no-config", weights, pickled=False)
     (source / "config.json").write_text("{}")
     refused("hidden_size: missing", source)
@@ -150,4 +191,4 @@ def test_what_cannot_be_converted_is_refused_and_leaves_nothing(tmp_path: Path, 
     target.mkdir()
     (target / "something").touch()
     with pytest.raises(InputError, match="exists already"):
-        convert_fastformer(source, target)
+        CONVERTERS["fastformer"](source, target)

@@ -8,6 +8,7 @@ from multilin.ops import causal_mixing as mixing_op
 from multilin.ops import delta_rule as memory_op
 from multilin.ops import int8 as int8_op
 from multilin.ops import linear_cross_entropy as loss_op
+from multilin.ops import linear_recurrence as recurrence_op
 from multilin.ops import prefix_softmax as pooling_op
 from multilin.ops import rotary as rotary_op
 from multilin.ops import tile_norm as norm_op
@@ -21,6 +22,7 @@ delta_rule = _checked(memory_op.delta_rule)
 delta_rule_weights = _checked(memory_op.delta_rule_weights)
 windowed_attention = _checked(attention_op.windowed_attention)
 prefix_softmax = _checked(pooling_op.prefix_softmax)
+linear_recurrence = _checked(recurrence_op.linear_recurrence)
 linear_cross_entropy = _checked(loss_op.linear_cross_entropy)
 token_cross_entropy = _checked(loss_op.token_cross_entropy)
 int8_linear = _checked(int8_op.int8_linear)

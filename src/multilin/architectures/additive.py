@@ -27,9 +27,18 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from multilin.architectures.base import Architecture, LayerOptions, Preset, Sizes, TrainingDefaults
-from multilin.errors import InputError, plural
-from multilin.layers import GeluFeedForward, Layout, Linear, ParameterHolder, Reader, ResidualBlock, head_width
+from multilin.architectures.base import Architecture, LayerOptions, Preset, Sizes, TrainingDefaults, spread_windows
+from multilin.errors import InputError
+from multilin.layers import (
+    GeluFeedForward,
+    Layout,
+    Linear,
+    ParameterHolder,
+    Reader,
+    ResidualBlock,
+    head_width,
+    standardize,
+)
 from multilin.ops.prefix_softmax import PrefixSoftmaxState
 from multilin.settings import settings
 from multilin.settings.bounds import LARGEST_WINDOW, Fraction, LayerWindows, Multiple, Positive, Window
@@ -84,7 +93,7 @@ class AdditivePooling(ParameterHolder, Reader):
         """Means (B, T, H, D / H) and the state after them."""
         scorer_HD: Tensor = self.scorer
         if self.is_standardized:
-            x_BTHD, scorer_HD = _standardize(x_BTHD), _standardize(scorer_HD)
+            x_BTHD, scorer_HD = standardize(x_BTHD, PACKAGE_EPS), standardize(scorer_HD, PACKAGE_EPS)
         logits_BTH = self.scale * (x_BTHD * scorer_HD).sum(dim=-1)
         return self.prefix_softmax(logits_BTH, x_BTHD, state, layout, window=self.window, null_logit=self.null_logit)
 
@@ -135,13 +144,6 @@ class AdditiveLayer(ResidualBlock):
         super().__init__(partial(nn.LayerNorm, hidden_size), attention, feed_forward)
 
 
-def _standardize(x: Tensor) -> Tensor:
-    """Mean 0 and standard deviation 1 over the last axis, with the package's divisor n - 1 and eps."""
-    wide = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
-    centred = wide - wide.mean(dim=-1, keepdim=True)
-    return (centred / (centred.std(dim=-1, keepdim=True) + PACKAGE_EPS)).to(x.dtype)
-
-
 def preset(sizes: Sizes, choices: AdditivePreset) -> Preset:
     """Windows that double from layer to layer, learned positions, tied output with bias."""
     windows = _windows(sizes.num_layers, choices.windows)
@@ -159,15 +161,11 @@ def preset(sizes: Sizes, choices: AdditivePreset) -> Preset:
 
 
 def _windows(num_layers: int, windows: Windows) -> list[int | None]:
-    if isinstance(windows, tuple):
-        if len(windows) != num_layers:
-            raise InputError(f"windows: {len(windows)} given, but the model has {plural(num_layers, 'layer')}")
-        return list(windows)
     if windows == "doubling":
         return [*(min(4 * 2**layer, LARGEST_WINDOW) for layer in range(num_layers - 1)), None]
     if windows == "package":
         return [None, *(min(2 * 2**layer, LARGEST_WINDOW) for layer in range(1, num_layers - 1)), None][:num_layers]
-    return [None if windows == "global" else int(windows)] * num_layers
+    return spread_windows(windows, num_layers)
 
 
 architecture = Architecture(

@@ -6,12 +6,23 @@ import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any, Literal, Self
 
-from multilin.errors import InputError, nearest
+from multilin.errors import InputError, nearest, plural
 from multilin.layers.base import Layer
 from multilin.settings import load_settings, settings
-from multilin.settings.bounds import Depth, Fraction, Length, Rate, StepCount, Strength, Vocabulary, Width
+from multilin.settings.bounds import (
+    Depth,
+    Fraction,
+    LayerWindows,
+    Length,
+    Rate,
+    StepCount,
+    Strength,
+    Vocabulary,
+    Width,
+    Window,
+)
 
 ENTRY_POINTS = "multilin.architectures"
 
@@ -144,3 +155,16 @@ def get_architecture(name: str) -> Architecture:
 def layer_entry(name: str, options: LayerOptions) -> dict[str, Any]:
     """A layer as plain data, for config.json."""
     return {"architecture": name, **dataclasses.asdict(options)}
+
+
+def spread_windows(windows: Literal["global"] | Window | LayerWindows, num_layers: int) -> list[int | None]:
+    """The window of each layer: one number for all of them, none of them with "global", or as listed.
+
+    Raises:
+        InputError: the list has another length than the model.
+    """
+    if not isinstance(windows, tuple):
+        return [None if windows == "global" else int(windows)] * num_layers
+    if len(windows) != num_layers:
+        raise InputError(f"windows: {len(windows)} given, but the model has {plural(num_layers, 'layer')}")
+    return list(windows)

@@ -56,7 +56,7 @@ class MergeArguments:
 class ConvertArguments:
     """The checkpoint to convert."""
 
-    kind: str  # where the checkpoint comes from: fastformer
+    kind: str  # where the checkpoint comes from: fastformer, leap
     source: PathText  # its folder
     output: PathText  # folder to write ours to
 

@@ -1,11 +1,13 @@
 """Checkpoints of the original packages, turned into ours with the same logits."""
 
 import dataclasses
+import functools
 import re
 import shutil
 from collections.abc import Callable, Mapping
+from dataclasses import field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import safetensors.torch
 import torch
@@ -30,37 +32,59 @@ from multilin.settings.bounds import (
 )
 from multilin.settings.inputs import read_json
 
-FASTFORMER_NAMES = {
+PACKAGE_NAMES = {
     r"word_embedding\.weight": "model.embedding.tokens.weight",
-    r"fastformer_model\.position_embeddings\.weight": "model.embedding.positions.weight",
-    r"fastformer_model\.decoders\.(\d+)\.attention\.attn_norm\.": r"model.layers.\1.attention_norm.",
-    r"fastformer_model\.decoders\.(\d+)\.attention\.projections\.": r"model.layers.\1.attention.projections.",
-    r"fastformer_model\.decoders\.(\d+)\.attention\.query_attn": r"model.layers.\1.attention.pool_queries.scorer",
-    r"fastformer_model\.decoders\.(\d+)\.attention\.key_attn": r"model.layers.\1.attention.pool_products.scorer",
-    r"fastformer_model\.decoders\.(\d+)\.boom_norm\.": r"model.layers.\1.feed_forward_norm.",
-    r"fastformer_model\.decoders\.(\d+)\.boom\.": r"model.layers.\1.feed_forward.expand.",
-    r"fastformer_model\.decoders\.(\d+)\.unboom\.": r"model.layers.\1.feed_forward.contract.",
+    r"\w+_model\.position_embeddings\.weight": "model.embedding.positions.weight",
+    r"\w+_model\.decoders\.(\d+)\.(attention\.)?attn_norm\.": r"model.layers.\1.attention_norm.",
+    r"\w+_model\.decoders\.(\d+)\.((attention|leap)\.)?projections\.": r"model.layers.\1.attention.projections.",
+    r"\w+_model\.decoders\.(\d+)\.attention\.query_attn": r"model.layers.\1.attention.pool_queries.scorer",
+    r"\w+_model\.decoders\.(\d+)\.attention\.key_attn": r"model.layers.\1.attention.pool_products.scorer",
+    r"\w+_model\.decoders\.(\d+)\.boom_norm\.": r"model.layers.\1.feed_forward_norm.",
+    r"\w+_model\.decoders\.(\d+)\.boom\.": r"model.layers.\1.feed_forward.expand.",
+    r"\w+_model\.decoders\.(\d+)\.unboom\.": r"model.layers.\1.feed_forward.contract.",
     r"last_norm\.": "model.norm.",
     r"proj_logits\.": "lm_head.",
 }
-"""Names in the fastformerLM package (regular expressions) and ours."""
+"""Names in the packages fastformerLM and leap-transformer (regular expressions) and ours."""
 
 
 @settings
-class _FastformerConfig:
-    """The fields of the package's config that decide about the model."""
+class _PackageConfig:
+    """The fields of the packages' configs that decide about the model."""
 
     hidden_size: Width
     vocab_size: Vocabulary
     n_layer: Depth
-    n_heads: Multiple
     n_positions: Length
     window_sizes: Annotated[list[Length], MaxLen(MOST_LAYERS)] | None = None
-    rescale: Positive | None = None  # the same as rescale_value; versions differ in the name
-    rescale_value: Positive = 15.0
     hidden_dropout_prob: Fraction = 0.1
-    label_smoothing: Fraction = 0.0
     initializer_range: Strength = 0.02
+    rescale: Positive | None = None
+
+    @property
+    def windows(self) -> list[int | None]:
+        """The window of each layer, none for one that reads all positions."""
+        sizes = self.window_sizes or [self.n_positions] * self.n_layer
+        return [None if size >= self.n_positions else size for size in sizes]
+
+
+@settings
+class _FastformerConfig(_PackageConfig):
+    """Those of fastformerLM alone."""
+
+    n_heads: Multiple = field(kw_only=True)
+    rescale_value: Positive = 15.0  # the same as rescale; versions differ in the name
+    label_smoothing: Fraction = 0.0
+
+
+@settings
+class _LeapConfig(_PackageConfig):
+    """Those of leap-transformer alone."""
+
+    n_head: Multiple = field(kw_only=True)
+
+
+_Config = TypeVar("_Config", bound=_PackageConfig)
 
 
 def fastformer_config(values: Mapping[str, Any]) -> MultilinConfig:
@@ -69,57 +93,74 @@ def fastformer_config(values: Mapping[str, Any]) -> MultilinConfig:
     Raises:
         InputError: a size that the package always writes is missing, or a value out of range.
     """
-    known = {field.name for field in dataclasses.fields(_FastformerConfig)}
-    theirs = load_settings(_FastformerConfig, {name: values[name] for name in values if name in known}, "config.json")
-    windows = theirs.window_sizes or [theirs.n_positions] * theirs.n_layer
+    theirs = _read_fields(_FastformerConfig, values)
+    options = {"stabilizer": "head_norm", "rescale": theirs.rescale or theirs.rescale_value}
+    return _our_config("additive", theirs, theirs.n_heads, options, label_smoothing=theirs.label_smoothing)
+
+
+def leap_config(values: Mapping[str, Any]) -> MultilinConfig:
+    """Our config for a LeapConfig, of release 1.0.1 if it has the field `rescale`, else of the later repository.
+
+    Raises:
+        InputError: a size that the package always writes is missing, or a value out of range.
+    """
+    theirs = _read_fields(_LeapConfig, values)
+    options = {"weights": "exp" if "rescale" in values else "elu", "rescale": theirs.rescale}
+    return _our_config("leap", theirs, theirs.n_head, options)
+
+
+def _read_fields(kind: type[_Config], values: Mapping[str, Any]) -> _Config:
+    known = {field.name for field in dataclasses.fields(kind)}
+    return load_settings(kind, {name: values[name] for name in values if name in known}, "config.json")
+
+
+def _our_config(
+    architecture: str, theirs: _PackageConfig, num_heads: int, options: dict[str, Any], **fields: Any
+) -> MultilinConfig:
+    options |= {"num_heads": num_heads, "windows": theirs.windows, "dropout": theirs.hidden_dropout_prob}
     return MultilinConfig.from_architecture(
-        "additive",
+        architecture,
         hidden_size=theirs.hidden_size,
         num_layers=theirs.n_layer,
         vocab_size=theirs.vocab_size,
         n_positions=theirs.n_positions,
-        options={
-            "num_heads": theirs.n_heads,
-            "windows": [None if window >= theirs.n_positions else window for window in windows],
-            "stabilizer": "head_norm",
-            "rescale": theirs.rescale or theirs.rescale_value,
-            "dropout": theirs.hidden_dropout_prob,
-        },
-        label_smoothing=theirs.label_smoothing,
+        options=options,
         initializer_range=theirs.initializer_range,
+        **fields,
     )
 
 
-def fastformer_name(name: str) -> str:
-    """Our name of one of the package's parameters.
+def our_name(name: str) -> str:
+    """Our name of a parameter of the packages.
 
     Raises:
-        InputError: the package has no such parameter.
+        InputError: they have no such parameter.
     """
-    for pattern, ours in FASTFORMER_NAMES.items():
+    for pattern, ours in PACKAGE_NAMES.items():
         if re.match(pattern, name):
             return re.sub(pattern, ours, name)
-    raise InputError(f"weights: {name!r} is no parameter of the fastformerLM package")
+    raise InputError(f"weights: {name!r} is no parameter of the fastformerLM and leap-transformer packages")
 
 
-def fastformer_weights(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The package's state dict under our names; older versions keep the three projections apart."""
+def our_weights(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The packages' state dict under our names; older versions of fastformerLM keep the three projections apart."""
     weights = dict(weights)
     for name in [name for name in weights if name.endswith(".Wquery.weight")]:
         parts = [name.replace("Wquery", part) for part in ("Wquery", "Wkeys", "Wvalues")]
         weights[name.replace("Wquery", "projections")] = torch.cat([weights.pop(part) for part in parts])
-    return {fastformer_name(name): tensor for name, tensor in weights.items()}
+    return {our_name(name): tensor for name, tensor in weights.items()}
 
 
-def convert_fastformer(source: Path, target: Path) -> None:
+def _convert(read_config: Callable[[Mapping[str, Any]], MultilinConfig], source: Path, target: Path) -> None:
     """Turn a folder with config.json and model.safetensors or pytorch_model.bin into a folder of ours.
 
     Raises:
-        InputError: a missing or damaged file, a parameter missing or of another shape, or a target that exists.
+        InputError: a missing or damaged file, a missing or unknown parameter or one of another shape, or a target that
+            exists.
     """
     check_folder("OUTPUT", target, must_be_new=True)
-    config = fastformer_config(_read_config(source))
-    weights = fastformer_weights(_read_weights(source))
+    config = read_config(_read_config(source))
+    weights = our_weights(_read_weights(source))
     with torch.device("meta"):
         expected = MultilinForCausalLM(config).state_dict()
     weights.setdefault("lm_head.weight", weights.get("model.embedding.tokens.weight", torch.empty(0)))
@@ -127,6 +168,8 @@ def convert_fastformer(source: Path, target: Path) -> None:
         if name not in weights or weights[name].shape != tensor.shape:
             found = tuple(weights[name].shape) if name in weights else "missing"
             raise InputError(f"weights: {name} should have shape {tuple(tensor.shape)}, but it is {found}")
+    if unknown := weights.keys() - expected.keys():
+        raise InputError(f"weights: {min(unknown)} is no parameter of a model with this config.json")
     model = MultilinForCausalLM(config)
     model.load_state_dict(weights)
     with atomic_folder(target) as partial:
@@ -161,5 +204,8 @@ def _read_weights(source: Path) -> dict[str, Tensor]:
     raise InputError(f"source: {source} has no model.safetensors and no pytorch_model.bin")
 
 
-CONVERTERS: dict[str, Callable[[Path, Path], None]] = {"fastformer": convert_fastformer}
+CONVERTERS: dict[str, Callable[[Path, Path], None]] = {
+    "fastformer": functools.partial(_convert, fastformer_config),
+    "leap": functools.partial(_convert, leap_config),
+}
 """Kinds of checkpoints that `multilin convert` knows."""

@@ -3,7 +3,7 @@
 from multilin.layers.base import Layer, Layout, ParameterHolder, head_width
 from multilin.layers.blocks import GeluFeedForward, ResidualBlock
 from multilin.layers.linear import Linear, multiply_pairs, multiply_scaled
-from multilin.layers.norms import TileNorm
+from multilin.layers.norms import TileNorm, standardize
 from multilin.layers.positions import rotary_angles, rotate
 from multilin.layers.reading import Reader, Reading
 from multilin.layers.short_convolution import ShortConvolution
@@ -24,4 +24,5 @@ __all__ = [
     "multiply_scaled",
     "rotary_angles",
     "rotate",
+    "standardize",
 ]

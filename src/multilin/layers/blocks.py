@@ -34,18 +34,19 @@ class ResidualBlock(Layer):
 
 
 class GeluFeedForward(nn.Module):
-    """y = W_2 gelu(W_1 x), exact GELU, without biases; dropout on the result.
+    """y = W_2 gelu(W_1 x), exact GELU; dropout on the result.
 
     Args:
         hidden_size: width D of x and y.
         expansion: width of the middle in multiples of D.
         dropout: probability in training.
+        bias: whether both matrices have one.
     """
 
-    def __init__(self, hidden_size: int, expansion: int = 4, dropout: float = 0.0) -> None:
+    def __init__(self, hidden_size: int, expansion: int = 4, dropout: float = 0.0, *, bias: bool = False) -> None:
         super().__init__()
-        self.expand = Linear(hidden_size, expansion * hidden_size, bias=False)
-        self.contract = Linear(expansion * hidden_size, hidden_size, bias=False)
+        self.expand = Linear(hidden_size, expansion * hidden_size, bias=bias)
+        self.contract = Linear(expansion * hidden_size, hidden_size, bias=bias)
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x_BTD: Tensor) -> Tensor:

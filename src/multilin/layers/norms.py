@@ -24,3 +24,13 @@ class TileNorm(nn.Module):
         device = x.device.type
         is_lowered = torch.is_autocast_enabled(device) and not self.keeps_dtype and x.dtype != torch.float64
         return tile_norm(x, tile=self.tile, dtype=torch.get_autocast_dtype(device) if is_lowered else x.dtype)
+
+
+def standardize(x: Tensor, eps: float) -> Tensor:
+    """Mean 0 and standard deviation 1 over the last axis, with the divisor n - 1; eps is added to the deviation.
+
+    In float32 or better; the result has the dtype of x.
+    """
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    centred = wide - wide.mean(dim=-1, keepdim=True)
+    return (centred / (centred.std(dim=-1, keepdim=True) + eps)).to(x.dtype)

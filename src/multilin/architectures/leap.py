@@ -1,0 +1,148 @@
+"""LEAP: each head weighs every token by itself, and lets the mean of its window through as far as a query asks for it.
+
+Per head of width e, on h = LayerNorm(x), with q, f, k, v the four parts of W h:
+
+    a_j = elu(f_j . k_j / sqrt(e)) + 1
+    K_t = (sum_j a_j k_j) / (sum_j a_j + eps)    V_t = (sum_j a_j v_j) / (sum_j a_j + eps)    j in (t - window, t]
+    x  += sigmoid(q_t . K_t / sqrt(e)) V_t
+
+and then x += W_2 gelu(W_1 LayerNorm(x) + b_1) + b_2. elu(u) + 1 is e^u up to 0 and u + 1 above, and eps is 0.00001.
+Where the source subtracts two sums over the whole past, here both means are a running softmax mean, which loses no
+digits: with the logits log a_j, and eps as the weight of a null token.
+
+That is the source's last version. Release 1.0.1 of the package has weights "exp", a_j = e^(f_j . k_j / sqrt(e)); with a
+number r as `rescale` it standardises q, f, k and v over each head and has r / e in place of 1 / sqrt(e). The command
+`multilin convert leap` reads checkpoints of both.
+
+State: per head one summary token (log of the total weight, means of k and v) for a global layer, or the last window - 1
+tokens for a windowed one.
+
+When to use: where additive attention does, whose successor it is; it pools once per layer, and a query decides how
+much of what was read passes. What a token weighs still cannot depend on who reads it. Learned positions bound the text
+at n_positions.
+"""
+
+import math
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from multilin.architectures.base import Architecture, LayerOptions, Preset, Sizes, TrainingDefaults, spread_windows
+from multilin.layers import GeluFeedForward, Layout, Linear, Reader, ResidualBlock, head_width, standardize
+from multilin.settings import settings
+from multilin.settings.bounds import Fraction, LayerWindows, Multiple, Positive, Window
+
+EPS = 1e-5  # what the source adds to the sum of the weights and to standard deviations
+PACKAGE_WINDOWS = (None, 4, 8, 16)  # of layers in turn
+Windows = Literal["package", "global"] | Window | LayerWindows
+
+
+@settings
+class LeapShared(LayerOptions):
+    """What all layers of a model have in common."""
+
+    num_heads: Multiple = 4  # heads; the hidden size must be divisible by it
+    weights: Literal["elu", "exp"] = "elu"  # a token's weight: elu(u) + 1, or e^u as in the package's release 1.0.1
+    rescale: Positive | None = None  # standardise the heads, and scale products by rescale / e; none does neither
+    dropout: Fraction = 0.1  # on q, f, v, u and the feed-forward, in training
+
+
+@settings
+class LeapOptions(LeapShared):
+    """One layer."""
+
+    window: Window | None = None  # tokens read, the current one included; none reads the whole past
+
+
+@settings
+class LeapPreset(LeapShared):
+    """A whole model."""
+
+    windows: Windows = "package"  # package (global, 4, 8, 16, and again), global, k, or a list
+
+
+class LeapAttention(Reader):
+    """sigmoid(q_t . K_t / sqrt(e)) V_t: see the top of this file."""
+
+    def __init__(self, hidden_size: int, options: LeapOptions) -> None:
+        super().__init__()
+        self.options, width = options, head_width(hidden_size, options.num_heads)
+        self.scale = width**-0.5 if options.rescale is None else options.rescale / width
+        self.projections = Linear(hidden_size, 4 * hidden_size, bias=False)
+        self.dropout = nn.Dropout(options.dropout)
+
+    def forward(self, x_BTD: Tensor, state: Any, layout: Layout) -> tuple[Tensor, Any]:
+        """(B, T, D) to (B, T, D), and the state of the means."""
+        parts = self.projections(x_BTD).unflatten(-1, (4, self.options.num_heads, -1))
+        if self.options.rescale is not None:
+            parts = standardize(parts, EPS)
+        q_BTHE, f_BTHE, k_BTHE, v_BTHE = parts.unbind(2)
+        q_BTHE, f_BTHE, v_BTHE = map(self.dropout, (q_BTHE, f_BTHE, v_BTHE))
+        logits_BTH = self.dropout(self.scale * (f_BTHE * k_BTHE).sum(dim=-1))
+        if self.options.weights == "elu":  # the logarithm of elu(u) + 1
+            logits_BTH = torch.where(logits_BTH > 0, torch.log1p(logits_BTH.relu()), logits_BTH)
+        means_BTHF, state = self.prefix_softmax(
+            logits_BTH,
+            torch.cat([k_BTHE, v_BTHE], dim=-1),
+            state,
+            layout,
+            window=self.options.window,
+            null_logit=math.log(EPS),
+        )
+        keys_BTHE, values_BTHE = means_BTHF.chunk(2, dim=-1)
+        gates_BTH1 = torch.sigmoid(self.scale * (q_BTHE * keys_BTHE).sum(dim=-1, keepdim=True))
+        return (gates_BTH1 * values_BTHE).flatten(2), state
+
+
+class LeapLayer(ResidualBlock):
+    """LEAP, then a GELU feed-forward of four times the width, each on a LayerNorm and added.
+
+    x -> norm LayerNorm [attention_norm] -> h -> linear four matrices [attention.projections] -> f, k, v, q
+    f, k, v -> time means with weights elu(f . k) + 1 [attention.prefix_softmax]
+        {(window - 1) (2 D + H); 2 D + H without window} -> V, K
+    K, q -> product sigmoid(q . K) -> g
+    V * g -> u
+    x + u -> x -> norm LayerNorm [feed_forward_norm] -> h -> map W_2 gelu(W_1 h) [feed_forward] -> f
+    x + f -> x
+    """
+
+    def __init__(self, hidden_size: int, options: LeapOptions) -> None:
+        attention = LeapAttention(hidden_size, options)
+        feed_forward = GeluFeedForward(hidden_size, dropout=options.dropout, bias=True)
+        super().__init__(partial(nn.LayerNorm, hidden_size), attention, feed_forward)
+
+
+def preset(sizes: Sizes, choices: LeapPreset) -> Preset:
+    """Global and narrow windows in turn, learned positions, tied output without bias."""
+    windows = choices.windows
+    if windows == "package":
+        windows = tuple(PACKAGE_WINDOWS[layer % len(PACKAGE_WINDOWS)] for layer in range(sizes.num_layers))
+    return Preset(
+        layers=[
+            LeapOptions.from_choices(choices, window=window) for window in spread_windows(windows, sizes.num_layers)
+        ],
+        model={
+            "positions": "learned",
+            "embedding_dropout": choices.dropout,
+            "initializer_range": sizes.hidden_size**-0.5,
+        },
+        training=TrainingDefaults(learning_rate=5e-4, weight_decay=0.01, schedule="cosine"),
+    )
+
+
+architecture = Architecture(
+    name="leap",
+    title="LEAP",
+    source="Linear Explainable Attention in Parallel (mtanghu, package leap-transformer and its repository)",
+    layer=LeapLayer,
+    options=LeapOptions,
+    preset_options=LeapPreset,
+    preset=preset,
+    variants={
+        "global": {"windows": "global"},
+        "windowed": {"windows": 5},
+        "release": {"weights": "exp", "rescale": 10.0},
+    },
+)

@@ -16,7 +16,7 @@ DELTA_RULE = Op(
     "delta_rule",
     [
         Backend("portable (PyTorch, chunks)", portable.delta_rule),
-        Backend("reference (PyTorch, token by token)", reference.delta_rule, is_slow=True),
+        Backend("reference (PyTorch, token by token)", reference.delta_rule),
     ],
     special_cases=[Backend("reference (few tokens)", reference.delta_rule, refuses=portable.why_not_short)],
 )

@@ -18,7 +18,7 @@ LINEAR_RECURRENCE = Op(
     [
         cpu_kernels("compiled, one pass", cpu.linear_recurrence),
         Backend("portable (PyTorch, in chunks)", portable.linear_recurrence),
-        Backend("reference (PyTorch, one position after the other)", reference.linear_recurrence, is_slow=True),
+        Backend("reference (PyTorch, one position after the other)", reference.linear_recurrence),
     ],
 )
 

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from multilin.ops.kernels import LazyModule
-from multilin.ops.kernels.operators import operator
+from multilin.ops.kernels import LazyModule, operator
 
 _kernels, _launch = (
     LazyModule("multilin.ops.linear_recurrence.cpu_kernels"),
@@ -38,7 +37,15 @@ def _fake_forward(inputs: Tensor, before: Tensor, starts: Tensor | None) -> tupl
     return torch.empty_like(inputs[:, :, 0], memory_format=torch.contiguous_format), torch.empty_like(before)
 
 
-@operator("linear_recurrence", _fake_forward)
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.save_for_backward(*inputs, output[0])
+
+
+def _differentiate(ctx: Any, dhidden: Tensor, dafter: Tensor) -> tuple[Tensor, Tensor, None]:
+    return *_backward(dhidden, dafter, *ctx.saved_tensors), None
+
+
+@operator("linear_recurrence", _fake_forward, _save, _differentiate)
 def _forward(inputs: Tensor, before: Tensor, starts: Tensor | None) -> tuple[Tensor, Tensor]:
     """Hidden states, and the last of them in float32."""
     hidden, after = _fake_forward(inputs, before, starts)
@@ -59,14 +66,3 @@ def _backward(
     given = (hidden.new_zeros(hidden.shape[-1]), hidden.contiguous(), dhidden.contiguous(), dafter.contiguous())
     _start(_kernels.backward, before, inputs, starts, *given, dinputs.flatten(2), dbefore)
     return dinputs, dbefore
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.save_for_backward(*inputs, output[0])
-
-
-def _differentiate(ctx: Any, dhidden: Tensor, dafter: Tensor) -> tuple[Tensor, Tensor, None]:
-    return *_backward(dhidden, dafter, *ctx.saved_tensors), None
-
-
-_forward.operator.register_autograd(_differentiate, setup_context=_save)

@@ -18,6 +18,7 @@ SOAK = """
 import errno
 import json
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -63,14 +64,14 @@ fsspec.register_implementation("flaky", Flaky)
 class Watch(TrainerCallback):
     begin = time.monotonic()
     lines = []
+    is_ended = False
 
     def on_step_end(self, arguments, state, control, **others):
         pages = int(Path("/proc/self/statm").read_text().split()[1])
         kept = len(checkpoints.checkpoints(folder / "run.checkpoints"))
         self.lines.append((time.monotonic() - self.begin, state.global_step, pages * os.sysconf("SC_PAGE_SIZE"), kept))
-        if rank == "0" and time.monotonic() - self.begin > seconds:
-            import signal
-
+        if rank == "0" and not self.is_ended and time.monotonic() - self.begin > seconds:
+            Watch.is_ended = True
             signal.raise_signal(signal.SIGTERM)
 
 

@@ -192,9 +192,10 @@ def _finish(
     plan = job.settings
     for part, name in ((train, "train"), (pieces, "validate")):
         if not part:
+            store.remove(UNFINISHED)  # nobody can go on from here
             raise InputError(
-                f"--validation-fraction: {plan.validation_fraction} given, but that leaves no document to {name} on; "
-                "give another fraction, or more text"
+                f"--validation-fraction: {plan.validation_fraction} given, but that leaves no document of "
+                f"{shown(plan.source)} to {name} on; give another fraction, or more text"
             )
     if len({folder.describe().is_chat for folder in [*train, *pieces]}) > 1:
         raise InputError(f"{shown(plan.source)}: holds texts and conversations; give them apart")

@@ -382,7 +382,7 @@ def test_two_preparations_in_one_folder_are_refused(rows: Path, tmp_path: Path) 
         ({"text_field": "body"}, "no field 'body'"),
         (
             {"validation_fraction": 1e-9},
-            "1e-09 given, but that leaves no document to validate on",
+            r"1e-09 given, but that leaves no document of .* to validate on",
         ),
     ],
 )
@@ -390,8 +390,7 @@ def test_bad_settings_leave_nothing(rows: Path, tmp_path: Path, options: dict[st
     options = {"source": str(rows), "output": str(tmp_path / "out")} | options
     with pytest.raises(InputError, match=message):
         prepare_shards(plan(**options))
-    if "validation_fraction" not in options:
-        assert not (tmp_path / "out").exists()
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_mixture_reads_prepared_texts_of_one_tokenizer(tmp_path: Path) -> None:

@@ -132,7 +132,7 @@ def flags_of(verb: str) -> Iterator[Case]:
         yield Case([*verb.split(), *words, *more])
     for flag in [flag for flag in known if flag.takes][:3]:
         yield Case([*verb.split(), *words, flag.text], (flag.text,))
-    for end in range(sum(flag.is_positional and verb not in ("train", "compare") for flag in known)):
+    for end in range(sum(flag.is_positional and verb not in ("train", "compare", "plan") for flag in known)):
         yield Case([*verb.split(), *words[:end]])
 
 

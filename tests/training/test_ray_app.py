@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,6 +18,12 @@ from tests.training.conftest import metrics
 def cluster() -> Iterator[None]:
     ray = pytest.importorskip("ray", reason="needs the extra ray")
     pytest.importorskip("ray.train.torch")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_AUTH_MODE", "disabled")  # which would leave a token in the home folder
+        yield from _cluster(ray)
+
+
+def _cluster(ray: Any) -> Iterator[None]:
     environment = {name: os.environ[name] for name in ("PYTHONPATH", "XDG_CACHE_HOME") if name in os.environ}
     ray.init(num_cpus=4, include_dashboard=False, runtime_env={"env_vars": environment | {"OMP_NUM_THREADS": "1"}})
     yield
@@ -24,6 +31,7 @@ def cluster() -> Iterator[None]:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # those that Ray gives itself
 @pytest.mark.usefixtures("cluster")
 def test_two_workers_are_one_with_twice_the_batch(tiny: Callable[..., Recipe], tmp_path: Path) -> None:
     exact = {"model.options.dropout": 0.0}

@@ -18,6 +18,7 @@ SOAK = """
 import errno
 import json
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -63,14 +64,14 @@ fsspec.register_implementation("flaky", Flaky)
 class Watch(TrainerCallback):
     begin = time.monotonic()
     lines = []
+    is_ended = False
 
     def on_step_end(self, arguments, state, control, **others):
         pages = int(Path("/proc/self/statm").read_text().split()[1])
         kept = len(checkpoints.checkpoints(folder / "run.checkpoints"))
         self.lines.append((time.monotonic() - self.begin, state.global_step, pages * os.sysconf("SC_PAGE_SIZE"), kept))
-        if rank == "0" and time.monotonic() - self.begin > seconds:
-            import signal
-
+        if rank == "0" and not self.is_ended and time.monotonic() - self.begin > seconds:
+            Watch.is_ended = True
             signal.raise_signal(signal.SIGTERM)
 
 
@@ -126,8 +127,8 @@ def test_a_long_run_loses_nothing_and_grows_nowhere(tmp_path: Path, devices: int
     words = [str(tmp_path / "script.py"), str(tmp_path), str(30 * MINUTES)]
     run([*(PYTHON if devices == 1 else TWO_DEVICES), *words], environment=environment, limit=60 * MINUTES + 600)
     watched = [json.loads((tmp_path / f"watch{rank}.json").read_text()) for rank in range(devices)]
+    assert sum(found["calls"] for found in watched) > 3, "the network never failed"
     for found in watched:
-        assert found["calls"] > 3, "the network never failed"
         steps = [step for _, step, _, _ in found["lines"]]
         again = [place for place in range(1, len(steps)) if steps[place] <= steps[place - 1]]
         assert len(again) == len(found["failures"]) == (devices == 1)

@@ -178,7 +178,7 @@ def _counts(recipe: Recipe, model: PreTrainedModel, batch_size: int) -> _Counts:
     assert recipe.optimizer.name is not None, "the recipe was resolved"
     is_half = plan.precision in ("bf16", "int8")
     kind = OPTIMIZERS[recipe.optimizer.name]
-    rows = row_parameters(model) if "row_average" in kind.options else []
+    rows = set(row_parameters(model)) if "row_average" in kind.options else set()
     trained = FLOAT_BYTES * sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     layers = [parameter_bytes(layer) for layer in next(m for m in model.modules() if isinstance(m, nn.ModuleList))]
     whole = parameter_bytes(model)

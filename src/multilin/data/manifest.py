@@ -3,49 +3,51 @@
 import dataclasses
 import hashlib
 import json
+from dataclasses import dataclass
 from typing import Annotated, Any
 
-from annotated_types import Ge
+from annotated_types import MaxLen, MinLen
 from pydantic import StringConstraints
 
 from multilin.data.packed_text import Description
 from multilin.errors import InputError, shown
-from multilin.settings import load_settings, settings
-from multilin.settings.bounds import Section
+from multilin.settings import load_settings
+from multilin.settings.bounds import Section, Size
 
 MANIFEST = "manifest.json"
 FORMAT = 1
-_Number = Annotated[int, Ge(0)]
 _Sum = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 _FileName = Annotated[str, StringConstraints(pattern=r"^\w[\w.-]*$")]
 
 
-@settings
+@dataclass(frozen=True)
 class Folder:
-    """A folder of prepared text."""
+    """A folder of prepared text, whose name is relative to the manifest."""
 
-    name: Annotated[str, StringConstraints(pattern=r"^[a-z]+(/[0-9]+-[0-9]+)?$")]  # relative to the manifest
-    files: dict[_FileName, _Sum]  # SHA-256 of each
-    description: dict[str, Any]  # the content of packed.json; of the tokenizer nothing
+    name: Annotated[str, StringConstraints(pattern=r"^(unfinished/)?[a-z]+(/[0-9]+-[0-9]+)?$")]
+    files: Annotated[dict[_FileName, _Sum], MaxLen(100)]  # SHA-256 of each
+    description: Description | None  # the content of packed.json; none of the tokenizer
 
     def describe(self) -> Description:
         """The description of a packed text."""
-        return Description(**self.description)
+        if self.description is None:
+            raise InputError(f"{self.name}: the manifest does not say what it holds; prepare the text again")
+        return self.description
 
 
-@settings
+@dataclass(frozen=True)
 class Manifest:
     """The content of manifest.json, which is written last."""
 
-    format: int
+    format: Size
     settings: Section  # that decided the content, and the source's hash
-    num_documents: _Number  # of training and validation text together
-    num_tokens: _Number
-    num_bytes: _Number  # UTF-8 bytes of the text
+    num_documents: Size  # of training and validation text together
+    num_tokens: Size
+    num_bytes: Size  # UTF-8 bytes of the text
     tokenizer_hash: _Sum
     tokenizer: Folder
     validation: Folder
-    train: list[Folder]
+    train: Annotated[list[Folder], MinLen(1), MaxLen(10**7)]
 
     def to_json(self) -> bytes:
         """The file's content: the fields, and the SHA-256 of all that stands before it."""

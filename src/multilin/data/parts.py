@@ -67,7 +67,7 @@ def cut_source(source: str) -> tuple[list[Part], str]:
             cuts = range(0, status.st_size, PART_BYTES)
             parts += [Part((entry,), span) for span in itertools.pairwise([*cuts, status.st_size])]
             room = 0
-        elif status.st_size <= room:
+        elif room > 0 and status.st_size <= room:
             parts[-1] = Part((*parts[-1].files, entry))
             room -= status.st_size
         else:

@@ -18,7 +18,7 @@ from typing import Any
 from multilin.data.encoding import make_encoder
 from multilin.data.files import Document
 from multilin.data.manifest import Folder
-from multilin.data.packed_text import DESCRIPTION
+from multilin.data.packed_text import DESCRIPTION, Description
 from multilin.data.packing import pack_into
 from multilin.data.parts import Part, PartReader
 from multilin.data.progress import Progress
@@ -90,7 +90,7 @@ def describe_folder(name: str, folder: Path) -> Folder:
     """The entry of a folder in a manifest, where it will have this name."""
     files = {file.name: checksum(file) for file in sorted(folder.iterdir())}
     description = folder / DESCRIPTION
-    return Folder(name, files, json.loads(description.read_text()) if description.exists() else {})
+    return Folder(name, files, Description(**json.loads(description.read_text())) if description.exists() else None)
 
 
 class Packer:

@@ -30,6 +30,7 @@ from multilin.data.store import Store
 from multilin.data.tokenizers import load_tokenizer, tokenizer_hash, train_tokenizer
 from multilin.errors import InputError, shown
 from multilin.files import remove_partials
+from multilin.settings import load_settings
 
 TOKENIZER_BYTES = 10**8
 """UTF-8 bytes of text that a tokenizer is trained on, taken from the beginnings of all parts."""
@@ -144,7 +145,7 @@ def _tokenizer(
 ) -> Folder:
     """The folder of the tokenizer in the output, which is made if it is not there, and is the first thing there."""
     if (content := _read_json(store, f"{UNFINISHED}/tokenizer.json")) is not None:
-        return Folder(**content)
+        return load_settings(Folder, content)
     plan = job.settings
     texts, is_chat = _sample(job, progress)
     size = None if plan.kind == "byte" else plan.vocab_size
@@ -186,14 +187,15 @@ def _finish(
     store: Store, job: Job, deciding: dict[str, Any], tokenizer: Folder, records: list[PartRecord], temporary: Path
 ) -> Manifest:
     """Put the validation text together and write the manifest."""
-    train = [Folder(**entry) for record in records for entry in record.train]
-    pieces = [Folder(**entry) for record in records for entry in record.validation]
+    train = [load_settings(Folder, entry) for record in records for entry in record.train]
+    pieces = [load_settings(Folder, entry) for record in records for entry in record.validation]
     plan = job.settings
     for part, name in ((train, "train"), (pieces, "validate")):
         if not part:
+            store.remove(UNFINISHED)  # nobody can go on from here
             raise InputError(
-                f"--validation-fraction: {plan.validation_fraction} given, but that leaves no document to {name} on; "
-                "give another fraction, or more text"
+                f"--validation-fraction: {plan.validation_fraction} given, but that leaves no document of "
+                f"{shown(plan.source)} to {name} on; give another fraction, or more text"
             )
     if len({folder.describe().is_chat for folder in [*train, *pieces]}) > 1:
         raise InputError(f"{shown(plan.source)}: holds texts and conversations; give them apart")

@@ -16,6 +16,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 from multilin.errors import InputError, as_input_error, shown
 from multilin.files import atomic_folder, check_folder, remove_partials, write_whole
+from multilin.settings.inputs import check_regular
 
 ATTEMPTS, FIRST_WAIT = 4, 0.5  # of a call that a place far away answers with an error; seconds, doubled each time
 _LASTING = (FileNotFoundError, PermissionError, NotADirectoryError, IsADirectoryError, FileExistsError)
@@ -69,6 +70,8 @@ class Store:
 
     def read(self, name: str) -> bytes | None:
         """The content of a file; None where there is none."""
+        if self.local is not None and (self.local / name).exists():
+            check_regular(self.local / name, self.field)
         try:
             content: bytes = _insist(partial(self._files.cat_file, f"{self._root}/{name}"))
         except (FileNotFoundError, NotADirectoryError):

@@ -47,6 +47,7 @@ Beams = Annotated[int, _NUMBER, Ge(1), Le(2**10)]  # texts searched at a time
 Steps = Annotated[int, _NUMBER, Ge(1), Le(MOST_STEPS)]  # of an optimizer, and what else is done one after the other
 StepCount = Annotated[int, _NUMBER, Ge(0), Le(MOST_STEPS)]  # the same or none
 Tokens = Annotated[int, _NUMBER, Ge(1), Le(10**12)]  # tokens of a whole corpus
+Size = Annotated[int, _NUMBER, Ge(0), Le(10**18)]  # bytes or tokens of a whole corpus, or none
 Index = Annotated[int, _NUMBER, Ge(0), Le(10**9)]  # place in a list, from 0
 Repeats = Annotated[int, _NUMBER, Ge(1), Le(100)]  # runs of a row, and what else is done a few times
 RepeatCount = Annotated[int, _NUMBER, Ge(0), Le(100)]  # the same or none

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from multilin import MultilinForCausalLM
+from multilin.architectures import architectures
 from multilin.data.tokenizers import train_tokenizer
 from multilin.export.folder import export_run
 from multilin.inference.runs import Run, load_run
@@ -16,7 +17,7 @@ from tests.contract.conftest import HYBRIDS
 N_POSITIONS = 300
 OPTIONS = {"tscale": {"head_size": 16, "full_width": 90}, "additive": {"num_heads": 2, "windows": 80}}
 FAST = "additive"
-NAMES = ["additive", "elita", "linear_mixer", "threelin", "tscale", "hybrid"]
+NAMES = [*architectures(), "hybrid"]
 
 
 def make_run(name: str, folder: Path) -> Run:

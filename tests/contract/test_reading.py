@@ -13,7 +13,7 @@ from multilin.layers.reading import Reading, record_readings
 from multilin.model import MultilinForCausalLM
 from tests.contract.conftest import MakeModel, random_ids
 
-OPS = ("prefix_softmax", "windowed_attention", "causal_mixing")
+OPS = ("prefix_softmax", "windowed_attention", "causal_mixing", "delta_rule")
 LENGTH = 23
 
 
@@ -53,7 +53,7 @@ def calls_op(model: MultilinForCausalLM) -> bool:
 
 def applied(name: str, args: tuple, reading: Reading) -> Tensor:
     """The weights applied to the values that the op was given, (B, T, H, D)."""
-    values_BTHD = {"prefix_softmax": 1, "windowed_attention": 2, "causal_mixing": 0}[name]
+    values_BTHD = {"prefix_softmax": 1, "windowed_attention": 2, "causal_mixing": 0, "delta_rule": 2}[name]
     values_BTHD = args[values_BTHD][:, :, None] if name == "causal_mixing" else args[values_BTHD]
     result_BTHD = torch.einsum("bhts,bshd->bthd", reading.weights_BHTS, values_BTHD)
     if reading.own_BHT is not None:

@@ -75,16 +75,20 @@ def forward(
         tensors of `empty_kept`, else None.
     """
     B, T, H, D = values.shape
-    means, shapes = torch.empty(B, T, H, D, dtype=values.dtype), ((B, 1, H), (B, 1, H, D))
-    final = [torch.empty(shape, dtype=torch.float32) if needs_state else None for shape in shapes]
-    kept = empty_kept(values, own, window, null) if keeps else (None, None, None)
+    means = torch.empty(B, T, H, D, dtype=values.dtype)
+    weights = checkpoints = rounding = final_logits = final_values = None
+    if keeps:
+        weights, checkpoints, rounding = empty_kept(values, own, window, null)
+    if needs_state:
+        final_logits = torch.empty(B, 1, H, dtype=torch.float32)
+        final_values = torch.empty(B, 1, H, D, dtype=torch.float32)
     _launch(
         "forward", is_gated(values, own, null), window, null, logits=logits, own=own, values=values,
         starts=None if starts is None else starts.float(), state_logits=state_logits, state_values=state_values,
-        means=means, weights=kept[0], checkpoints=kept[1], rounding=kept[2], final_logits=final[0],
-        final_values=final[1],
+        means=means, weights=weights, checkpoints=checkpoints, rounding=rounding, final_logits=final_logits,
+        final_values=final_values,
     )  # fmt: skip
-    return means, *final, *kept
+    return means, final_logits, final_values, weights, checkpoints, rounding
 
 
 def backward(

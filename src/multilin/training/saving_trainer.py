@@ -23,7 +23,7 @@ from multilin.training.host_master import HostMaster
 from multilin.training.outcomes import TrainingFailed
 from multilin.training.recipe import Recipe
 from multilin.training.run_folder import RunFolder
-from multilin.training.sharding import SHARDS, ShardWriter, read_shards
+from multilin.training.sharding import SHARDS, ShardWriter, own_names, read_shards
 
 _WHOLE = distributed.StateDictOptions(full_state_dict=True, cpu_offload=True)
 
@@ -63,6 +63,8 @@ class SavingTrainer(Trainer):  # type: ignore[misc]
         weights = distributed.get_model_state_dict(self.master, options=_WHOLE) if self.args.world_size > 1 else None
         if not self.is_world_process_zero():
             return
+        if self.shards is not None and weights is not None:
+            weights = {name: weights[name] for name in own_names(self.master) if name in weights}
         folder = Path(output_dir or self.folder.path)
         if self.recipe.training.lora is None:
             model.save_pretrained(str(folder), state_dict=weights)

@@ -117,7 +117,7 @@ def read_shards(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer
         # Not strict: a weight that is tied to another is stored once.
         distributed.set_model_state_dict(model, slots.pop("model"), options=distributed.StateDictOptions(strict=False))
         state: Any = {
-            name: {slot: values[name] for slot, values in slots.items() if name in values} for name in _names(model)
+            name: {slot: values[name] for slot, values in slots.items() if name in values} for name in own_names(model)
         }
         distributed.set_optimizer_state_dict(model, optimizer, {"state": state, "param_groups": saved})
 
@@ -126,12 +126,12 @@ def _parts(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str
     """The tensors of the model and of the optimizer, "slot/parameter" to tensor, and the optimizer's groups."""
     weights: Any = distributed.get_model_state_dict(model)
     state: Any = distributed.get_optimizer_state_dict(model, optimizer)
-    tensors: dict[str, torch.Tensor] = {f"model/{name}": weights[name] for name in _names(model) if name in weights}
+    tensors: dict[str, torch.Tensor] = {f"model/{name}": weights[name] for name in own_names(model) if name in weights}
     for name, slots in state["state"].items():
         tensors |= {f"{slot}/{name}": value for slot, value in slots.items()}
     return tensors, state["param_groups"]
 
 
-def _names(model: nn.Module) -> list[str]:
+def own_names(model: nn.Module) -> list[str]:
     """Parameters and buffers, each one once, although the state dict has those that are tied twice."""
     return [name for kind in (model.named_parameters(), model.named_buffers()) for name, _ in kind]

@@ -20,7 +20,7 @@ from torch.nn.functional import pad
 SHORT = 4  # tokens up to which the definition itself is faster
 CHUNK = 64  # tokens: large enough for full-speed products, small enough that pairs cost no more than the memory
 FORGOTTEN = -1200.0  # 2^-1200 is 0 in float64, too, and sums of such logs lose none of the others' digits
-NUMBERS = 2**18  # of a piece of the text, for each kind of tensor: they stay in the cache
+NUMBERS = 2**20  # of a piece of the text, for each kind of tensor: much of it stays in the cache
 
 
 def why_not_short(queries: Tensor, *_: object) -> str | None:
@@ -33,20 +33,18 @@ def delta_rule(
     rates_BTH: Tensor | None, memory_BHDE: Tensor,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """See `multilin.ops.delta_rule`."""
-    num_batch, num_time, num_heads, _ = keys_BTHD.shape
+    (num_batch, num_time, num_heads, width), value_width = keys_BTHD.shape, values_BTHE.shape[3]
     chunk = min(CHUNK, num_time)
-    widest = max(chunk, queries_BTHD.shape[3], values_BTHE.shape[3])
-    size = max(1, NUMBERS // (num_batch * num_heads * chunk * widest)) * chunk
-    inputs, parts = (queries_BTHD, keys_BTHD, values_BTHE, log_decays_BTH, rates_BTH), []
-    memory_MDE = memory_BHDE.flatten(0, 1)
-    for first in range(0, num_time, size):
-        pieces = [None if x is None else _chunks(x[:, first : first + size], chunk) for x in inputs]
-        part_NMCE, memory_MDE = _Chunks.apply(*pieces, memory_MDE)
-        parts.append(part_NMCE)
-    result_NMCE = parts[0] if len(parts) == 1 else torch.cat(parts)
-    result_NBHCE = result_NMCE.unflatten(1, (num_batch, num_heads))
-    result_BTHE = result_NBHCE.permute(1, 0, 3, 2, 4).flatten(1, 2)[:, :num_time]
-    return result_BTHE, memory_MDE.view_as(memory_BHDE)
+    tokens = (queries_BTHD, keys_BTHD, values_BTHE, log_decays_BTH, rates_BTH)
+    chunks = [None if x is None else _chunks(x, chunk) for x in tokens]
+    size = max(1, NUMBERS // (num_batch * num_heads * chunk * max(chunk, width, value_width)))
+    num_pieces = -(-num_time // (chunk * size))
+    pieces = [[None] * num_pieces if x is None else x.split(size) for x in chunks]
+    memory_MDE, parts = memory_BHDE.flatten(0, 1), []
+    for piece in zip(*pieces, strict=True):
+        part_NMCE, memory_MDE = _Chunks.apply(*piece, memory_MDE)
+        parts.append(part_NMCE.unflatten(1, (num_batch, num_heads)).permute(1, 0, 3, 2, 4))
+    return torch.cat(parts, dim=1).flatten(1, 2)[:, :num_time], memory_MDE.view_as(memory_BHDE)
 
 
 def _chunks(x_BTHD: Tensor, chunk: int) -> Tensor:
@@ -54,7 +52,7 @@ def _chunks(x_BTHD: Tensor, chunk: int) -> Tensor:
     missing = -x_BTHD.shape[1] % chunk
     if missing:
         x_BTHD = pad(x_BTHD, (0, 0) * (x_BTHD.ndim - 2) + (0, missing))
-    return x_BTHD.unflatten(1, (-1, chunk)).movedim((1, 3), (0, 2)).flatten(1, 2)
+    return x_BTHD.unflatten(1, (-1, chunk)).movedim((1, 3), (0, 2)).flatten(1, 2).contiguous()
 
 
 class _Chunks(torch.autograd.Function):
@@ -75,13 +73,15 @@ class _Chunks(torch.autograd.Function):
             added_NMCE = solve(system_NMCC, v_NMCE * rates_NMC1)
             read_NMCD = solve(system_NMCC, k_NMCD * (from_start_NMC1 * rates_NMC1))
         to_end_NMDC = (k_NMCD * pairs_NMCC[:, :, -1, :, None]).mT
-        memories_NMDE = memory_MDE.new_empty(len(k_NMCD), *memory_MDE.shape)
-        for number, added_MCE in enumerate(added_NMCE):
-            memories_NMDE[number] = memory_MDE
-            if read_NMCD is not None:
-                added_MCE.baddbmm_(read_NMCD[number], memory_MDE, alpha=-1)
-            memory_MDE = memory_MDE * from_start_NMC1[number, :, -1:]
-            memory_MDE.baddbmm_(to_end_NMDC[number], added_MCE)
+        memories, reads = [memory_MDE], [None] * len(k_NMCD) if read_NMCD is None else read_NMCD.unbind()
+        over_chunk_NM11 = from_start_NMC1[:, :, -1:]
+        for read_MCD, added_MCE, to_end_MDC, over_chunk_M11 in zip(
+            reads, added_NMCE.unbind(), to_end_NMDC.unbind(), over_chunk_NM11.unbind(), strict=True
+        ):
+            if read_MCD is not None:
+                added_MCE.baddbmm_(read_MCD, memories[-1], alpha=-1)
+            memories.append((memories[-1] * over_chunk_M11).baddbmm_(to_end_MDC, added_MCE))
+        memory_MDE, memories_NMDE = memories.pop(), torch.stack(memories)
         result_NMCE = (q_NMCD @ memories_NMDE).mul_(from_start_NMC1)
         result_NMCE.flatten(0, 1).baddbmm_(scores_NMCC.flatten(0, 1), added_NMCE.flatten(0, 1))
         ctx.save_for_backward(
@@ -96,14 +96,16 @@ class _Chunks(torch.autograd.Function):
         (q, k, v, log_decays, rates, pairs, from_start, scores, overlaps, added, read, memories) = ctx.saved_tensors
         dresult, dmemory = gradients
         to_end = pairs[:, :, -1, :, None]
-        dadded, dmemories, k_end = scores.mT @ dresult, torch.empty_like(memories), k * to_end
-        through_q = (q * from_start).mT @ dresult
-        for number in range(len(k) - 1, -1, -1):
-            dmemories[number] = dmemory
-            dadded[number].baddbmm_(k_end[number], dmemory)
-            dmemory = torch.addcmul(through_q[number], dmemory, from_start[number, :, -1:])
-            if read is not None:
-                dmemory.baddbmm_(read[number].mT, dadded[number], alpha=-1)
+        dadded, dmemories = scores.mT @ dresult, [dmemory]
+        reads = [None] * len(k) if read is None else read.mT.unbind()
+        for read_MDC, dadded_MCE, k_end, through_q, over_chunk in zip(
+            reversed(reads), reversed(dadded.unbind()), reversed((k * to_end).unbind()),
+            reversed(((q * from_start).mT @ dresult).unbind()), reversed(from_start[:, :, -1:].unbind()), strict=True,
+        ):  # fmt: skip
+            dadded_MCE.baddbmm_(k_end, dmemories[-1])
+            dmemory = torch.addcmul(through_q, dmemories[-1], over_chunk)
+            dmemories.append(dmemory if read_MDC is None else dmemory.baddbmm_(read_MDC, dadded_MCE, alpha=-1))
+        dmemory, dmemories = dmemories.pop(), torch.stack(dmemories[::-1])
         dscores = dresult @ added.mT
         by_pair = dscores * scores
         dscores.mul_(pairs)
@@ -113,7 +115,8 @@ class _Chunks(torch.autograd.Function):
         dq, dk, dv, drates = dq + dscores @ k, dk + dscores.mT @ q, dadded, None
         if rates is not None:
             rates_1 = rates[..., None]
-            dknown = torch.linalg.solve_triangular((overlaps * rates_1).mT, dadded, upper=True, unitriangular=True)
+            system = overlaps * rates_1
+            dknown = torch.linalg.solve_triangular(system, dadded.mT, upper=False, left=False, unitriangular=True).mT
             dsystem = (dknown @ added.mT).tril_(-1).neg_()
             dread = (dknown @ memories.mT).mul_(-from_start)
             dv, by_system, by_read = dknown * rates_1, dsystem * overlaps, _dot(dread, k)
@@ -160,7 +163,8 @@ def _decays(log_decays_NMC: Tensor | None, like: Tensor) -> tuple[Tensor, Tensor
 def solve(lower: Tensor, known: Tensor) -> Tensor:
     """x of (1 + L) x = known, L being what is below the diagonal of `lower`; (..., C, C) and (..., C, D)."""
     if not torch.compiler.is_exporting():
-        return torch.linalg.solve_triangular(lower, known, upper=False, unitriangular=True)
+        # Transposed, as its results lie in memory: so no product after it has to copy.
+        return torch.linalg.solve_triangular(lower.mT, known.mT, upper=True, left=False, unitriangular=True).mT
     return invert(lower) @ known
 
 

@@ -6,17 +6,15 @@ On h = RMSNorm(x), per head, with c a convolution over the last four tokens and 
     a_t = e^(-A softplus(w_a . h_t + d))                  b_t = sigmoid(w_b . h_t)        A, d learned
     S_t = a_t S_(t-1) (1 - b_t k_t k_t^T) + b_t v_t k_t^T        y_t = RMSNorm(S_t q_t) * s(W_g h_t)        x += W_o y
 
-and then x += W_3 (s(W_1 h) * W_2 h) on another RMSNorm. It is the linear layer of Qwen3-Next. Switched off one by one,
-`decays` (a = 1) leaves DeltaNet; `corrects` (S_t = a_t S_(t-1) + v_t k_t^T) gated linear attention with one gate per
-head; and both linear attention. Without `convolution`, q, k and v are those of the token alone; without `output_gate`
-the reading is only normalised.
+and then x += W_3 (s(W_1 h) * W_2 h) on another RMSNorm. It is the linear layer of Qwen3-Next. Without `decays` (a = 1)
+it is DeltaNet; without `corrects` (S_t = a_t S_(t-1) + v_t k_t^T) gated linear attention with one gate per head;
+without both linear attention. `convolution` and `output_gate` can be left out, too.
 
 State: per head the matrix S, and the last three inputs of the convolution.
 
 When to use: where single earlier tokens must be found again in a state of fixed size. A key that comes again replaces
-what it stored instead of adding to it, so the matrix holds as many pairs as keys are wide; beyond that the pairs
-disturb each other. Its state is a matrix per head, much larger than a mean, and training costs several products per
-chunk of 64 tokens.
+what it stored instead of adding to it, so a matrix holds as many pairs as its keys are wide; more disturb each other.
+The state is much larger than a mean, and training costs several products per chunk of 64 tokens.
 """
 
 import math
@@ -28,16 +26,8 @@ from torch import Tensor, nn
 from torch.nn.functional import silu, softplus
 
 from multilin.architectures.base import Architecture, LayerOptions, Preset, Sizes, TrainingDefaults
-from multilin.layers import (
-    Layout,
-    Linear,
-    ParameterHolder,
-    Reader,
-    Reading,
-    ResidualBlock,
-    ShortConvolution,
-    head_width,
-)
+from multilin.layers import Layout, Linear, ParameterHolder, Reader, Reading, ResidualBlock, head_width
+from multilin.layers.short_convolution import ShortConvolution
 from multilin.ops.delta_rule import DeltaRuleState, delta_rule, delta_rule_weights
 from multilin.settings import settings
 from multilin.settings.bounds import Multiple, Width
@@ -45,11 +35,9 @@ from multilin.settings.bounds import Multiple, Width
 EPS = 1e-6  # added to mean squares and squared lengths
 DECAYS = (0.01, 16.0)  # A begins uniform between these
 STEPS = (1e-3, 0.1)  # softplus(d) begins between these, uniform in its logarithm
-
 MEANING = (
-    "A weight is the factor of the token's values in what the head reads: how well the position's query fits the "
-    "token's key, after the decay, and after later keys have replaced what was stored; it may be negative, and is no "
-    "share."
+    "A weight is the factor of the token's values in what the head reads: how well query and key fit, less what has "
+    "decayed and what later keys have replaced; it may be negative, and is no share."
 )
 
 
@@ -66,7 +54,7 @@ class GatedDeltaNetOptions(LayerOptions):
 
 
 class GatedDeltaNetState(NamedTuple):
-    """The last inputs of the convolution, (B, S, D), and the matrices."""
+    """The last inputs of the convolution, and the matrices."""
 
     inputs_BSD: Tensor | None
     matrices: DeltaRuleState
@@ -84,7 +72,7 @@ class Decays(ParameterHolder):
     def forward(self, h_BTD: Tensor) -> Tensor:
         """(B, T, D) to (B, T, H)."""
         dtype = torch.promote_types(h_BTD.dtype, torch.float32)
-        steps_BTH = softplus(self.steps(h_BTD).to(dtype) + self.step_bias.to(dtype))
+        steps_BTH = softplus(self.steps(h_BTD).to(dtype) + self.step_bias)
         return -self.log_factor.to(dtype).exp() * steps_BTH
 
     @torch.no_grad()
@@ -124,7 +112,7 @@ class GatedDeltaNet(Reader):
             log_decays=None if self.decays is None else self.decays(h_BTD),
             rates=None if self.rates is None else torch.sigmoid(self.rates(h_BTD)),
         )  # fmt: skip
-        y_BTD = self.norm(read_BTHE).flatten(2)
+        y_BTD = self.norm(read_BTHE.to(self.norm.weight.dtype)).flatten(2)
         if self.output_gate is not None:
             y_BTD = y_BTD * silu(self.output_gate(h_BTD))
         return self.output(y_BTD), GatedDeltaNetState(inputs, matrices) if layout.needs_state else None
@@ -149,34 +137,33 @@ class SwishFeedForward(nn.Module):
     def forward(self, x_BTD: Tensor) -> Tensor:
         """(B, T, D) to (B, T, D)."""
         gate, values = self.expand(x_BTD).chunk(2, dim=-1)
-        result: Tensor = self.contract(silu(gate) * values)
-        return result
+        return self.contract(silu(gate) * values)  # type: ignore[no-any-return]
 
 
 class GatedDeltaNetLayer(ResidualBlock):
     """A reading of the matrices, then a gated feed-forward, each on an RMSNorm and added.
 
     x -> norm RMSNorm [attention_norm] -> h -> linear q, k, v [attention.projections] -> p
-    p -> time? convolution [attention.convolution] {(convolution - 1) (2 D + H value_size)}
+    p -> time convolution [attention.convolution] {(convolution - 1) (2 D + H value_size)}
         -> map swish, q and k of length 1 -> p
-    h -> map? decays a [attention.decays] -> a
-    h -> linear? rates b [attention.rates] -> b
+    h -> map decays a [attention.decays] -> a
+    h -> linear rates b [attention.rates] -> b
     p, a, b -> time delta rule [attention.delta_rule] {D value_size} -> norm RMSNorm [attention.norm] -> r
-    h -> linear? gate [attention.output_gate] -> g
-    r *? g -> r -> linear W_o [attention.output] -> y
+    h -> linear gate [attention.output_gate] -> g
+    r * g -> r -> linear W_o [attention.output] -> y
     x + y -> x -> norm RMSNorm [feed_forward_norm] -> h -> map W_3 (s(W_1 h) * W_2 h) [feed_forward] -> f
     x + f -> x
     """
 
     def __init__(self, hidden_size: int, options: GatedDeltaNetOptions) -> None:
-        norm = partial(nn.RMSNorm, hidden_size, eps=EPS)
-        super().__init__(norm, GatedDeltaNet(hidden_size, options), SwishFeedForward(hidden_size))
+        parts = GatedDeltaNet(hidden_size, options), SwishFeedForward(hidden_size)
+        super().__init__(partial(nn.RMSNorm, hidden_size, eps=EPS), *parts)
 
 
 def _normalize(x: Tensor) -> Tensor:
     """To length 1, in float32 or better."""
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    return wide * torch.rsqrt(wide.square().sum(dim=-1, keepdim=True) + EPS)
+    x = x.to(torch.promote_types(x.dtype, torch.float32))
+    return x * torch.rsqrt(x.square().sum(dim=-1, keepdim=True) + EPS)
 
 
 def preset(sizes: Sizes, choices: GatedDeltaNetOptions) -> Preset:

@@ -63,15 +63,21 @@ class _Convolution(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
         (inputs_BSD, weight_KD), dy_BTD = ctx.saved_tensors, gradients[0]
-        num_before = len(weight_KD) - 1
-        dinputs_BSD = _convolve(pad(dy_BTD, (0, 0, num_before, num_before)), weight_KD.flip(0))
-        dweight_KD = torch.zeros_like(weight_KD)
-        for inputs_SD, dy_TD in zip(inputs_BSD, dy_BTD, strict=True):
-            for first in range(0, len(dy_TD), PIECE):
-                piece = dy_TD[first : first + PIECE]
-                for tap, total_D in enumerate(dweight_KD):
-                    total_D += (inputs_SD[first + tap : first + tap + len(piece)] * piece).sum(dim=0)
-        return dinputs_BSD, dweight_KD
+        with torch.autocast(dy_BTD.device.type, enabled=False):
+            return _gradients(inputs_BSD, weight_KD, dy_BTD)
+
+
+def _gradients(inputs_BSD: Tensor, weight_KD: Tensor, dy_BTD: Tensor) -> tuple[Tensor, Tensor]:
+    """Those of the inputs, and of the weights: sums of products a piece of the text at a time."""
+    num_before = len(weight_KD) - 1
+    dinputs_BSD = _convolve(pad(dy_BTD, (0, 0, num_before, num_before)), weight_KD.flip(0))
+    dweight_KD = torch.zeros_like(weight_KD)
+    for inputs_SD, dy_TD in zip(inputs_BSD, dy_BTD, strict=True):
+        for first in range(0, len(dy_TD), PIECE):
+            piece = dy_TD[first : first + PIECE]
+            for tap, total_D in enumerate(dweight_KD):
+                total_D += (inputs_SD[first + tap : first + tap + len(piece)] * piece).sum(dim=0)
+    return dinputs_BSD, dweight_KD
 
 
 def _convolve(inputs_BSD: Tensor, weight_KD: Tensor) -> Tensor:

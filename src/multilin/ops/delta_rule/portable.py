@@ -73,15 +73,7 @@ class _Chunks(torch.autograd.Function):
             added_NMCE = solve(system_NMCC, v_NMCE * rates_NMC1)
             read_NMCD = solve(system_NMCC, k_NMCD * (from_start_NMC1 * rates_NMC1))
         to_end_NMDC = (k_NMCD * pairs_NMCC[:, :, -1, :, None]).mT
-        memories, reads = [memory_MDE], [None] * len(k_NMCD) if read_NMCD is None else read_NMCD.unbind()
-        over_chunk_NM11 = from_start_NMC1[:, :, -1:]
-        for read_MCD, added_MCE, to_end_MDC, over_chunk_M11 in zip(
-            reads, added_NMCE.unbind(), to_end_NMDC.unbind(), over_chunk_NM11.unbind(), strict=True
-        ):
-            if read_MCD is not None:
-                added_MCE.baddbmm_(read_MCD, memories[-1], alpha=-1)
-            memories.append((memories[-1] * over_chunk_M11).baddbmm_(to_end_MDC, added_MCE))
-        memory_MDE, memories_NMDE = memories.pop(), torch.stack(memories)
+        memories_NMDE, memory_MDE = _write(added_NMCE, read_NMCD, to_end_NMDC, from_start_NMC1[:, :, -1:], memory_MDE)
         result_NMCE = (q_NMCD @ memories_NMDE).mul_(from_start_NMC1)
         result_NMCE.flatten(0, 1).baddbmm_(scores_NMCC.flatten(0, 1), added_NMCE.flatten(0, 1))
         ctx.save_for_backward(
@@ -93,56 +85,83 @@ class _Chunks(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        (q, k, v, log_decays, rates, pairs, from_start, scores, overlaps, added, read, memories) = ctx.saved_tensors
-        dresult, dmemory = gradients
-        to_end = pairs[:, :, -1, :, None]
-        dadded, dmemories = scores.mT @ dresult, [dmemory]
-        reads = [None] * len(k) if read is None else read.mT.unbind()
-        for read_MDC, dadded_MCE, k_end, through_q, over_chunk in zip(
-            reversed(reads), reversed(dadded.unbind()), reversed((k * to_end).unbind()),
-            reversed(((q * from_start).mT @ dresult).unbind()), reversed(from_start[:, :, -1:].unbind()), strict=True,
-        ):  # fmt: skip
-            dadded_MCE.baddbmm_(k_end, dmemories[-1])
-            dmemory = torch.addcmul(through_q, dmemories[-1], over_chunk)
-            dmemories.append(dmemory if read_MDC is None else dmemory.baddbmm_(read_MDC, dadded_MCE, alpha=-1))
-        dmemory, dmemories = dmemories.pop(), torch.stack(dmemories[::-1])
-        dscores = dresult @ added.mT
-        by_pair = dscores * scores
-        dscores.mul_(pairs)
-        dq = (dresult @ memories.mT).mul_(from_start)
-        dk = (added @ dmemories.mT).mul_(to_end)
-        from_start_logs, to_end_logs = _dot(dq, q), _dot(dk, k)
-        dq, dk, dv, drates = dq + dscores @ k, dk + dscores.mT @ q, dadded, None
-        if rates is not None:
-            rates_1 = rates[..., None]
-            system = overlaps * rates_1
-            dknown = torch.linalg.solve_triangular(system, dadded.mT, upper=False, left=False, unitriangular=True).mT
-            dsystem = (dknown @ added.mT).tril_(-1).neg_()
-            dread = (dknown @ memories.mT).mul_(-from_start)
-            dv, by_system, by_read = dknown * rates_1, dsystem * overlaps, _dot(dread, k)
-            drates = _dot(dknown, v) + by_read + by_system.sum(dim=3)
-            dsystem.mul_(pairs * rates_1)
-            dk += dread * rates_1 + (dsystem + dsystem.mT) @ k
-            by_pair.addcmul_(by_system, rates_1)
-            from_start_logs += by_read * rates
-        if log_decays is not None:
-            over_chunk = to_end_logs.sum(dim=2) + (dmemories * memories).sum(dim=(2, 3)) * from_start[:, :, -1, 0]
-            log_decays = _sum_logs(log_decays, by_pair, from_start_logs - to_end_logs, over_chunk)
-        return dq, dk, dv, log_decays, drates, dmemory
+        with torch.autocast(gradients[0].device.type, enabled=False):
+            return _gradients(ctx.saved_tensors, *gradients)
+
+
+def _gradients(saved: tuple[Any, ...], dresult: Tensor, dmemory: Tensor) -> tuple[Tensor | None, ...]:
+    """Those of all arguments; the transposed system, solved once, gives that of b V - b e^G K M as a whole."""
+    q, k, v, log_decays, rates, pairs, from_start, scores, overlaps, added, read, memories = saved
+    to_end, over_chunk = pairs[:, :, -1, :, None], from_start[:, :, -1:]
+    dadded, through_q = scores.mT @ dresult, (q * from_start).mT @ dresult
+    dmemories, dmemory = _write_backward(dadded, read, k * to_end, over_chunk, through_q, dmemory)
+    dscores = dresult @ added.mT
+    by_pair = dscores * scores
+    dscores.mul_(pairs)
+    dq = (dresult @ memories.mT).mul_(from_start)
+    dk = (added @ dmemories.mT).mul_(to_end)
+    from_start_logs, to_end_logs = _dot(dq, q), _dot(dk, k)
+    dq, dk, dv, drates = dq + dscores @ k, dk + dscores.mT @ q, dadded, None
+    if rates is not None:
+        rates_1 = rates[..., None]
+        system = overlaps * rates_1
+        dknown = torch.linalg.solve_triangular(system, dadded.mT, upper=False, left=False, unitriangular=True).mT
+        dsystem = (dknown @ added.mT).tril_(-1).neg_()
+        dread = (dknown @ memories.mT).mul_(-from_start)
+        dv, by_system, by_read = dknown * rates_1, dsystem * overlaps, _dot(dread, k)
+        drates = _dot(dknown, v) + by_read + by_system.sum(dim=3)
+        dsystem.mul_(pairs * rates_1)
+        dk += dread * rates_1 + (dsystem + dsystem.mT) @ k
+        by_pair.addcmul_(by_system, rates_1)
+        from_start_logs += by_read * rates
+    if log_decays is not None:
+        whole_logs = to_end_logs.sum(dim=2) + (dmemories * memories * over_chunk).sum(dim=(2, 3))
+        log_decays = _sum_logs(log_decays, by_pair, from_start_logs - to_end_logs, whole_logs)
+    return dq, dk, dv, log_decays, drates, dmemory
+
+
+def _write(
+    added_NMCE: Tensor, read_NMCD: Tensor | None, to_end_NMDC: Tensor, over_chunk_NM11: Tensor, memory_MDE: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The memory before each chunk, and after the last; what the memory holds is taken off `added` in place."""
+    memories, reads = [memory_MDE], [None] * len(added_NMCE) if read_NMCD is None else read_NMCD.unbind()
+    for read_MCD, added_MCE, to_end_MDC, over_chunk_M11 in zip(
+        reads, added_NMCE.unbind(), to_end_NMDC.unbind(), over_chunk_NM11.unbind(), strict=True
+    ):
+        if read_MCD is not None:
+            added_MCE.baddbmm_(read_MCD, memories[-1], alpha=-1)
+        memories.append((memories[-1] * over_chunk_M11).baddbmm_(to_end_MDC, added_MCE))
+    memory_MDE = memories.pop()
+    return torch.stack(memories), memory_MDE
+
+
+def _write_backward(
+    dadded_NMCE: Tensor, read_NMCD: Tensor | None, to_end_NMCD: Tensor, over_chunk_NM11: Tensor,
+    through_q_NMDE: Tensor, dmemory_MDE: Tensor,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The gradients of the memory after each chunk, and before the first; `dadded` is completed in place."""
+    dmemories, reads = [dmemory_MDE], [None] * len(dadded_NMCE) if read_NMCD is None else read_NMCD.mT.unbind()
+    parts = (reads, dadded_NMCE.unbind(), to_end_NMCD.unbind(), over_chunk_NM11.unbind(), through_q_NMDE.unbind())
+    for read_MDC, dadded_MCE, to_end_MCD, over_chunk_M11, through_q_MDE in zip(*map(reversed, parts), strict=True):
+        dadded_MCE.baddbmm_(to_end_MCD, dmemories[-1])
+        dmemory_MDE = torch.addcmul(through_q_MDE, dmemories[-1], over_chunk_M11)
+        dmemories.append(dmemory_MDE if read_MDC is None else dmemory_MDE.baddbmm_(read_MDC, dadded_MCE, alpha=-1))
+    dmemory_MDE = dmemories.pop()
+    return torch.stack(dmemories[::-1]), dmemory_MDE
 
 
 def _dot(x: Tensor, y: Tensor) -> Tensor:
     return (x * y).sum(dim=-1)
 
 
-def _sum_logs(log_decays_NMC: Tensor, by_pair_NMCC: Tensor, by_token_NMC: Tensor, over_chunk_NM: Tensor) -> Tensor:
+def _sum_logs(log_decays_NMC: Tensor, by_pair_NMCC: Tensor, by_token_NMC: Tensor, whole_NM: Tensor) -> Tensor:
     """The gradient of the logs: that of each pair belongs to all between the two.
 
     In float64, where the parts of the pairs on one side of a token cancel.
     """
     dsums_NMC = by_pair_NMCC.sum(dim=3, dtype=torch.float64) - by_pair_NMCC.sum(dim=2, dtype=torch.float64)
     dsums_NMC += by_token_NMC
-    dsums_NMC[..., -1] += over_chunk_NM
+    dsums_NMC[..., -1] += whole_NM
     dlogs_NMC = dsums_NMC.flip(2).cumsum(dim=2).flip(2)
     return dlogs_NMC.masked_fill(log_decays_NMC < FORGOTTEN * math.log(2), 0.0).to(log_decays_NMC.dtype)
 

@@ -7,13 +7,12 @@ from torch import Tensor
 
 def linear_recurrence(inputs_BT2D: Tensor, before_BD: Tensor, starts_BT: Tensor | None) -> tuple[Tensor, Tensor]:
     """See `multilin.ops.linear_recurrence`: hidden states, and the last of them in the dtype of `before_BD`."""
-    gates_BTD, candidates_BTD = inputs_BT2D.to(before_BD.dtype).unbind(2)
     hidden_BD, all_hidden = before_BD, []
-    for t in range(gates_BTD.shape[1]):
+    for t, pair_B2D in enumerate(inputs_BT2D.to(before_BD.dtype).unbind(1)):
+        gate_BD, candidate_BD = pair_B2D.unbind(1)
         if starts_BT is not None:
             hidden_BD = hidden_BD.masked_fill(starts_BT[:, t, None], 0.0)
-        z_BD = torch.sigmoid(gates_BTD[:, t])
-        hidden_BD = torch.sigmoid(-gates_BTD[:, t]) * hidden_BD + z_BD * make_positive(candidates_BTD[:, t])
+        hidden_BD = torch.sigmoid(-gate_BD) * hidden_BD + torch.sigmoid(gate_BD) * make_positive(candidate_BD)
         all_hidden.append(hidden_BD)
     return torch.stack(all_hidden, dim=1).to(inputs_BT2D.dtype), hidden_BD
 

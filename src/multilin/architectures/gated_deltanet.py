@@ -137,7 +137,7 @@ class SwishFeedForward(nn.Module):
     def forward(self, x_BTD: Tensor) -> Tensor:
         """(B, T, D) to (B, T, D)."""
         gate, values = self.expand(x_BTD).chunk(2, dim=-1)
-        return self.contract(silu(gate) * values)  # type: ignore[no-any-return]
+        return self.contract(silu(gate) * values)
 
 
 class GatedDeltaNetLayer(ResidualBlock):

@@ -12,7 +12,8 @@ from multilin.training.communication import mean_in_int8
 from multilin.training.recipe import Recipe
 from tests.processes import run, torchrun
 from tests.training.conftest import metrics
-from tests.training.test_distributed import on_two_devices
+from tests.training.elastic import run_on
+from tests.training.test_distributed import written
 
 MEANS = """
 import sys
@@ -89,7 +90,7 @@ def test_a_quarter_of_the_bytes_travels(two: list[dict[str, torch.Tensor]]) -> N
 def test_a_run_on_two_devices_learns_the_same(tiny: Callable[..., Recipe], tmp_path: Path) -> None:
     plain, rounded = tmp_path / "plain", tmp_path / "rounded"
     for output, changes in ((plain, {}), (rounded, {"training.communication": "int8"})):
-        on_two_devices(tmp_path, tiny(output, **{"model.options.dropout": 0.0}, **changes))
+        run_on(2, written(tmp_path, tiny(output, **{"model.options.dropout": 0.0}, **changes)))
     for one, other in zip(metrics(plain), metrics(rounded), strict=True):
         assert other["loss"] == pytest.approx(one["loss"], rel=0.02)
     assert metrics(plain) != metrics(rounded)

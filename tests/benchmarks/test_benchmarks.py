@@ -156,6 +156,13 @@ def test_an_op_is_timed_beside_the_limit(tmp_path: Path, monkeypatch: pytest.Mon
     assert (tmp_path / "drawn.png").read_bytes().startswith(PNG)
 
 
+def test_a_recurrence_is_timed_beside_the_limit(tmp_path: Path) -> None:
+    assert main(["linear_recurrence", "--save", str(tmp_path), "--shapes", "1,40,8", "--turns", "1"]) == 0
+    rows = _saved(tmp_path, "linear_recurrence")["rows"]
+    assert {row["name"] for row in rows} == {"limit: copy", "ours", "portable", "step by step"}
+    assert all(row["forward_over_limit"] == row["backward_over_limit"] == 1 for row in rows if "limit" in row["name"])
+
+
 def test_a_benchmark_that_fails_does_not_end_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

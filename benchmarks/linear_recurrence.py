@@ -1,0 +1,81 @@
+"""How close minGRU's recurrence comes to the speed of memory.
+
+The limit copies as many bytes as the recurrence moves: three tensors (B, T, D) forward, nine with backward; a copy
+of one moves two. Rows: ours (the preferred backend), the portable one, and the same with PyTorch's operators,
+position after position. They take turns; the table shows medians.
+"""
+
+import argparse
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks import _results
+from benchmarks._turns import device, seconds_in_turns
+from multilin.machine import keep_freed_memory
+from multilin.ops.linear_recurrence import LINEAR_RECURRENCE, portable, reference
+
+DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16}
+_KINDS = {"forward": 3, "backward": 9}  # tensors moved
+SHAPES = ("16,256,384", "2,2048,512", "1,8192,512")
+
+
+def main(argv: list[str]) -> None:
+    parser = argparse.ArgumentParser(prog="benchmarks linear_recurrence", description=__doc__)
+    parser.add_argument("--shapes", nargs="+", default=SHAPES, metavar="B,T,D")
+    parser.add_argument("--turns", type=int, default=7)
+    parser.add_argument("--threads", type=int, help="threads of torch; one gives steadier figures on a busy machine")
+    parser.add_argument("--clock", default="wall", choices=["wall", "cpu"], help="cpu: one thread's computing time")
+    arguments = _results.parse(parser, argv)
+    keep_freed_memory()
+    if arguments.clock == "cpu":
+        arguments.threads = 1
+    if arguments.threads:
+        torch.set_num_threads(arguments.threads)
+    ours = LINEAR_RECURRENCE.backend_for(device())
+    print(f"ours is {ours.name}; {torch.get_num_threads()} threads, {arguments.clock} time")
+    print(f"{'B,T,D':>14}{'type':>9}  {'':14}{'forward':>20}{'+ backward':>20}")
+    rows = []
+    for shape in arguments.shapes:
+        for dtype in DTYPES:
+            measured = _measure(tuple(map(int, shape.split(","))), DTYPES[dtype], arguments)
+            for row in measured:
+                figures = "".join(f"{row[f'{k}_ms']:11.2f} ms {row[f'{k}_over_limit']:5.2f}x" for k in _KINDS)
+                print(f"{shape:>14}{dtype:>9}  {row['name']:14}{figures}", flush=True)
+            rows += [{"shape": shape, "dtype": dtype, **row} for row in measured]
+    _results.save("linear_recurrence", arguments, rows)
+
+
+def _measure(shape: tuple[int, ...], dtype: torch.dtype, arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    num_batch, num_time, width = shape
+    inputs = torch.randn(num_batch, num_time, 2, width, device=device(), dtype=dtype, requires_grad=True)
+    before, upstream = torch.zeros(num_batch, width, device=device()), torch.randn_like(inputs[:, :, 0])
+    ways: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
+        "ours": LINEAR_RECURRENCE.backend_for(device(), dtype).compute, "portable": portable.linear_recurrence,
+        "step by step": reference.linear_recurrence,
+    }  # fmt: skip
+
+    def forward(way: Callable[..., tuple[Tensor, Tensor]]) -> None:
+        with torch.no_grad():
+            way(inputs, before, None)
+
+    def backward(way: Callable[..., tuple[Tensor, Tensor]]) -> None:
+        torch.autograd.grad(way(inputs, before, None)[0], inputs, upstream)
+
+    tasks: dict[tuple[str, str], Callable[[], object]] = {}
+    for (kind, count), run in zip(_KINDS.items(), (forward, backward), strict=True):
+        source, target = (torch.randn(count * upstream.numel() // 2, device=device()).to(dtype) for _ in range(2))
+        tasks["limit: copy", kind] = partial(target.copy_, source)
+        tasks |= {(name, kind): partial(run, way) for name, way in ways.items()}
+    seconds = seconds_in_turns(tasks, arguments.turns, arguments.clock)
+    return [
+        {
+            "name": name,
+            **{f"{kind}_ms": 1e3 * seconds[name, kind] for kind in _KINDS},
+            **{f"{kind}_over_limit": seconds[name, kind] / seconds["limit: copy", kind] for kind in _KINDS},
+        }
+        for name in ("limit: copy", *ways)
+    ]

@@ -1,0 +1,73 @@
+"""The recurrence of minGRU: a state that every position moves towards its own candidate, each channel by itself."""
+
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from multilin.errors import InputError
+from multilin.ops.dispatch import Backend, Op, cpu_kernels
+from multilin.ops.linear_recurrence import cpu, portable, reference
+from multilin.ops.linear_recurrence.reference import linear_recurrence_weights
+
+__all__ = ["LINEAR_RECURRENCE", "LinearRecurrenceState", "linear_recurrence", "linear_recurrence_weights"]
+
+LINEAR_RECURRENCE = Op(
+    "linear_recurrence",
+    [
+        cpu_kernels("compiled, one pass", cpu.linear_recurrence),
+        Backend("portable (PyTorch, in chunks)", portable.linear_recurrence),
+        Backend("reference (PyTorch, one position after the other)", reference.linear_recurrence, is_slow=True),
+    ],
+)
+
+
+class LinearRecurrenceState(NamedTuple):
+    """h after the last token, in float32 (float64 if an input is)."""
+
+    hidden_BD: Tensor
+
+
+def linear_recurrence(
+    inputs: Float[Tensor, "B T 2 D"],
+    *,
+    state: LinearRecurrenceState | None = None,
+    starts: Bool[Tensor, "B T"] | None = None,
+    padding: Bool[Tensor, "B T"] | None = None,
+    needs_state: bool = True,
+) -> tuple[Float[Tensor, "B T D"], LinearRecurrenceState | None]:
+    """The hidden states of a minimal GRU, h = 0 before the text.
+
+        h_t = (1 - z_t) h_(t-1) + z_t g(u_t)        z_t = sigmoid(k_t)        g(u) = u + 0.5 for u >= 0, else sigmoid(u)
+
+    All terms are positive, so nothing cancels, and 1 - z_t is sigmoid(-k_t): the error does not grow with the text. A
+    running softmax mean with the logits log z_t - sum_{s<=t} log(1 - z_s) is the same in exact arithmetic, but they rise
+    with every token, until float32 has no digits left for their differences.
+
+    Args:
+        inputs: (B, T, 2, D) k and u, side by side as one matrix product gives them; k may be -inf, which is z = 0.
+        state: returned by an earlier call, which is read on from.
+        starts: (B, T) True where a new text begins: h is 0 before it.
+        padding: (B, T) True where there is no token: h stays as it is.
+        needs_state: False if the sequence ends here: no state is built, and None is returned for it.
+
+    Returns:
+        The hidden states (B, T, D) in the dtype of `inputs`, and the state after the last token.
+
+    Raises:
+        InputError: inputs that are no pairs.
+
+    Cost: O(B T D) time; one pass over inputs and hidden states forward, one over these and their gradients backward.
+    Source: "Were RNNs All We Needed?" (arXiv 2410.01201), minGRU with the continuous g of its appendix.
+    """
+    if inputs.ndim != 4 or inputs.shape[2] != 2:
+        raise InputError(f"inputs: shape {tuple(inputs.shape)} given, but it must be (B, T, 2, D)")
+    num_batch, _, _, width = inputs.shape
+    if padding is not None:
+        is_gate_21 = torch.tensor([[True], [False]], device=inputs.device)
+        inputs = inputs.masked_fill(padding[..., None, None] & is_gate_21, -torch.inf)
+    wide = torch.promote_types(inputs.dtype, torch.float32)
+    before_BD = inputs.new_zeros(num_batch, width, dtype=wide) if state is None else state.hidden_BD.to(wide)
+    hidden_BTD, after_BD = LINEAR_RECURRENCE(inputs, before_BD, starts, dtype=inputs.dtype)
+    return hidden_BTD, LinearRecurrenceState(after_BD) if needs_state else None

@@ -1,0 +1,166 @@
+"""linear_recurrence: every backend against the definition in float64, and laws of the recurrence."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from multilin.errors import InputError
+from multilin.ops import linear_recurrence as unchecked
+from multilin.ops.kernels import why_no_numba
+from multilin.ops.linear_recurrence import (
+    LINEAR_RECURRENCE,
+    LinearRecurrenceState,
+    cpu,
+    linear_recurrence_weights,
+    portable,
+    reference,
+)
+from tests.ops.cases.linear_recurrence import GATES, SHAPES, make_inputs
+from tests.ops.checked import linear_recurrence
+from tests.ops.poison import poison_memory
+
+needs_numba = pytest.mark.skipif(why_no_numba() is not None, reason=str(why_no_numba()))
+BACKENDS = [pytest.param(cpu.linear_recurrence, marks=needs_numba, id="cpu"), portable.linear_recurrence]
+
+
+@pytest.fixture(autouse=True)
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    poison_memory(monkeypatch)
+
+
+def results_and_gradients(compute: Any, inputs: Tensor, before: Tensor, starts: Tensor | None) -> list[Tensor]:
+    """Hidden states, the last of them, and the gradients of inputs and of what was before them."""
+    needed = [x.detach().requires_grad_() for x in (inputs, before)]
+    results = compute(*needed, starts)
+    generator = torch.Generator().manual_seed(7)
+    weights = [torch.randn(x.shape, generator=generator, dtype=torch.float64).bfloat16().to(x.dtype) for x in results]
+    return [*(x.detach() for x in results), *torch.autograd.grad(results, needed, weights)]
+
+
+def test_the_definition_is_the_paper_s() -> None:
+    inputs, before, starts = make_inputs("random", "odd sizes")
+    hidden, state = linear_recurrence(inputs, state=LinearRecurrenceState(before), starts=starts)
+    for row, channel in ((0, 3), (1, 12)):
+        h = float(before[row, channel])
+        for t, (k, u) in enumerate(inputs[row, :, :, channel].tolist()):
+            z = 1 / (1 + math.exp(-k))
+            g = u + 0.5 if u >= 0 else 1 / (1 + math.exp(-u))
+            h = (1 - z) * (0.0 if starts[row, t] else h) + z * g
+            assert math.isclose(hidden[row, t, channel], h, rel_tol=1e-12)
+        assert state.hidden_BD[row, channel] == hidden[row, -1, channel]
+
+
+@pytest.mark.parametrize("backend", [portable.linear_recurrence])
+@pytest.mark.parametrize("gates", GATES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_backends_equal_the_definition_in_float64(backend: Any, gates: str, shape: str) -> None:
+    inputs = make_inputs(gates, shape)
+    expected = results_and_gradients(reference.linear_recurrence, *inputs)
+    for result, exact in zip(results_and_gradients(backend, *inputs), expected, strict=True):
+        torch.testing.assert_close(result, exact, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 4e-3)], ids=str)
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("gates", GATES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_precision_against_float64(shape, gates, backend, dtype, tolerance, threads, monkeypatch) -> None:
+    monkeypatch.setattr("multilin.ops.kernels.cpu_launch.SMALL", 0)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    inputs, before, starts = make_inputs(gates, shape)
+    inputs, before = inputs.to(dtype), before.float()
+    found = results_and_gradients(backend, inputs, before, starts)
+    exact = results_and_gradients(reference.linear_recurrence, inputs.double(), before.double(), starts)
+    for result, expected, kind in zip(found, exact, (dtype, torch.float32) * 2, strict=True):
+        assert result.dtype == kind
+        assert (result.double() - expected).norm() <= tolerance * expected.norm() + 1e-30
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_hundred_thousand_tokens_lose_no_digits(backend: Any) -> None:
+    inputs = torch.randn(1, 100_000, 2, 16, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    inputs[:, :, 0] -= torch.linspace(0, 8, 16)  # channels that remember a few tokens, or thousands
+    inputs, before = inputs.float(), torch.zeros(1, 16)
+    exact, _ = reference.linear_recurrence(inputs.double(), before.double(), None)
+    result, after = backend(inputs, before, None)
+    error = (result - exact).norm(dim=1) / exact.norm(dim=1)
+    assert error.max() <= 1e-5
+    assert after.shape == (1, 16)
+
+
+def test_gradients_by_finite_differences() -> None:
+    inputs, before, starts = make_inputs("random", "odd sizes")
+    inputs, before, starts = inputs[:, :9, :, :2].requires_grad_(), before[:, :2].requires_grad_(), starts[:, :9]
+
+    def compute(inputs: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
+        hidden, state = unchecked.linear_recurrence(inputs, state=LinearRecurrenceState(before), starts=starts)
+        return hidden, state.hidden_BD
+
+    assert torch.autograd.gradcheck(compute, (inputs, before))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_reading_in_pieces_is_reading_at_once_and_padding_is_inert(dtype: torch.dtype) -> None:
+    inputs, _, starts = make_inputs("random", "odd sizes", dtype=dtype)
+    whole, after = linear_recurrence(inputs, starts=starts)
+    padding = torch.zeros_like(starts)
+    padding[:, [0, 5, 6, 40]] = True
+    state, pieces = None, []
+    for piece in (slice(0, 1), slice(1, 40), slice(40, 67)):
+        hidden, state = linear_recurrence(inputs[:, piece], state=state, starts=starts[:, piece])
+        pieces.append(hidden)
+    torch.testing.assert_close(torch.cat(pieces, dim=1), whole)
+    torch.testing.assert_close(state, after)
+    assert linear_recurrence(inputs, needs_state=False)[1] is None
+    padded, _ = linear_recurrence(inputs, padding=padding)
+    for row in range(2):
+        alone, _ = linear_recurrence(inputs[row : row + 1][:, ~padding[row]])
+        torch.testing.assert_close(padded[row : row + 1][:, ~padding[row]], alone)
+
+
+def test_weights_applied_to_the_candidates_are_the_hidden_states() -> None:
+    inputs, _, starts = make_inputs("some shut", "odd sizes")
+    inputs, padding = inputs[..., :1], torch.zeros_like(starts)
+    padding[0, 20:25] = True
+    hidden, _ = linear_recurrence(inputs, starts=starts, padding=padding)
+    weights_BTS, null_BT = linear_recurrence_weights(inputs, starts=starts, padding=padding)
+    candidates = reference.make_positive(inputs[:, :, 1])
+    torch.testing.assert_close(weights_BTS @ candidates, hidden, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(weights_BTS.sum(dim=2) + null_BT, torch.ones(2, 67, dtype=torch.float64))
+
+
+def test_compiled_is_eager() -> None:
+    def loss(inputs: Tensor, before: Tensor) -> Tensor:
+        hidden, state = unchecked.linear_recurrence(inputs, state=LinearRecurrenceState(before))
+        return hidden.sin().sum() + state.hidden_BD.square().sum()
+
+    given = make_inputs("random", "odd sizes", dtype=torch.float32)[:2]
+    results = []
+    for function in (loss, torch.compile(loss, fullgraph=True, backend="aot_eager")):
+        needed = [x.clone().requires_grad_() for x in given]
+        results.append([(result := function(*needed)), *torch.autograd.grad(result, needed)])
+    torch.testing.assert_close(results[1], results[0])
+
+
+@needs_numba
+def test_the_operator_keeps_the_contract_of_operators(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    inputs, before, starts = make_inputs("random", "odd sizes", dtype=torch.float32)
+    for given in (None, starts.float()):
+        arguments = (inputs.requires_grad_(), before.requires_grad_(), given)
+        torch.library.opcheck(torch.ops.multilin.linear_recurrence.default, arguments)
+
+
+@needs_numba
+def test_the_kernels_are_chosen_on_a_cpu() -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        assert LINEAR_RECURRENCE.backend_for(torch.device("cpu"), dtype).compute is cpu.linear_recurrence
+
+
+def test_what_does_not_fit_is_named() -> None:
+    with pytest.raises(InputError, match=r"inputs: shape \(2, 3, 4\) given"):
+        unchecked.linear_recurrence(torch.zeros(2, 3, 4))

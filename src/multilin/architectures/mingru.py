@@ -1,0 +1,116 @@
+"""minGRU: every channel of a state moves towards its own candidate as far as a gate opens, and nothing else is read.
+
+On h = LayerNorm(x), with c_t = sum_{i<4} w_i * h_(t-i), a convolution of each channel over the last four tokens:
+
+    z_t = sigmoid(W_z c_t)        s_t = (1 - z_t) * s_(t-1) + z_t * g(W_h c_t)        x += W_o s_t
+
+and then x += W_2 gelu(W_1 LayerNorm(x)). g(u) is u + 0.5 for u >= 0, else sigmoid(u), and s is 0 before the text.
+Gates and candidates depend on the last four tokens alone, not on s as in a GRU, so that all positions are computed at
+once in training.
+
+State: the vector s, and the last three inputs of the convolution; the same size for any number of tokens.
+
+When to use: very long texts, where what matters is recent or can be carried along in a few numbers. What a token left
+in a channel stays until later gates let others replace it. A channel holds one number, so pairs of things cannot be
+kept and looked up.
+"""
+
+from functools import partial
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from multilin.architectures.base import Architecture, LayerOptions, Preset, Sizes, TrainingDefaults
+from multilin.layers import GeluFeedForward, Layout, Linear, Reader, Reading, ResidualBlock, ShortConvolution
+from multilin.ops.linear_recurrence import LinearRecurrenceState, linear_recurrence, linear_recurrence_weights
+from multilin.settings import settings
+from multilin.settings.bounds import Fraction, Multiple
+
+TAPS = 4  # tokens that the convolution reads
+
+
+@settings
+class MinGruOptions(LayerOptions):
+    """One layer, or a whole model."""
+
+    expansion: Multiple = 1  # channels of the state in multiples of the hidden size
+    convolution: bool = True  # whether gates and candidates read the last four tokens, or the current one alone
+    dropout: Fraction = 0.0  # on what is added to x, in training
+
+
+class MinGruState(NamedTuple):
+    """The last inputs of the convolution, if there is one, and s."""
+
+    inputs_BSD: Tensor | None
+    hidden: LinearRecurrenceState
+
+
+class MinGru(Reader):
+    """W_o s_t: see the top of this file."""
+
+    def __init__(self, hidden_size: int, options: MinGruOptions) -> None:
+        super().__init__()
+        width = options.expansion * hidden_size
+        self.convolution = ShortConvolution(hidden_size, TAPS) if options.convolution else None
+        self.projections = Linear(hidden_size, 2 * width, bias=False)  # W_z, W_h
+        self.output = Linear(width, hidden_size, bias=False)  # W_o
+        self.dropout = nn.Dropout(options.dropout)
+
+    def forward(self, x_BTD: Tensor, state: MinGruState | None, layout: Layout) -> tuple[Tensor, MinGruState | None]:
+        """(B, T, D) to (B, T, D), and the state."""
+        inputs_BSD, hidden = state or (None, None)
+        if self.convolution is not None:
+            x_BTD, inputs_BSD = self.convolution(x_BTD, inputs_BSD, layout)
+        pairs_BT2E = self.projections(x_BTD).unflatten(-1, (2, -1))
+        where = {"starts": layout.starts_BT, "padding": layout.padding_BT}
+        self.record(lambda: _reading(pairs_BT2E, where))
+        hidden_BTE, hidden = linear_recurrence(pairs_BT2E, state=hidden, needs_state=layout.needs_state, **where)
+        after = None if hidden is None else MinGruState(inputs_BSD, hidden)
+        return self.dropout(self.output(hidden_BTE)), after
+
+
+def _reading(pairs_BT2E: Tensor, where: dict[str, Any]) -> Reading:
+    weights_BTS, null_BT = linear_recurrence_weights(pairs_BT2E, **where)
+    meaning = (
+        "A weight is the share of the token's candidate in the state, as the mean over its channels; the rest is the "
+        "zero before the text, and a convolution makes the candidate of the token and the three before."
+    )
+    return Reading(meaning, weights_BTS[:, None], 0, None, null_BHT=null_BT[:, None])
+
+
+class MinGruLayer(ResidualBlock):
+    """minGRU, then a GELU feed-forward of four times the width, each on a LayerNorm and added.
+
+    x -> norm LayerNorm [attention_norm] -> h -> time convolution over 4 tokens [attention.convolution] {3 D} -> c
+    c -> linear W_z and W_h [attention.projections] -> k, u
+    k, u -> time s moves to g(u) by sigmoid(k) {expansion D} -> s -> linear W_o [attention.output] -> y
+    x + y -> x -> norm LayerNorm [feed_forward_norm] -> h -> map W_2 gelu(W_1 h) [feed_forward] -> f
+    x + f -> x
+    """
+
+    def __init__(self, hidden_size: int, options: MinGruOptions) -> None:
+        feed_forward = GeluFeedForward(hidden_size, dropout=options.dropout)
+        super().__init__(partial(nn.LayerNorm, hidden_size), MinGru(hidden_size, options), feed_forward)
+
+
+def preset(sizes: Sizes, choices: MinGruOptions) -> Preset:
+    """No positions, so no limit on the text; tied output, final LayerNorm."""
+    return Preset(
+        layers=[MinGruOptions.from_choices(choices)] * sizes.num_layers,
+        model={"n_positions": None, "embedding_dropout": choices.dropout},
+        training=TrainingDefaults(
+            learning_rate=1e-3, betas=(0.9, 0.99), weight_decay=0.1, schedule="cosine", warmup_steps=100
+        ),
+    )
+
+
+architecture = Architecture(
+    name="mingru",
+    title="minGRU",
+    source="Were RNNs All We Needed? (arXiv 2410.01201)",
+    layer=MinGruLayer,
+    options=MinGruOptions,
+    preset_options=MinGruOptions,
+    preset=preset,
+    variants={"gates of one token": {"convolution": False}, "wide state": {"expansion": 3}},
+)

@@ -1,0 +1,1 @@
+"""What single architectures promise beyond the contract of all."""

@@ -1,9 +1,9 @@
 """Gated DeltaNet: every token decays a matrix and corrects what it stores under the token's key.
 
-On h = RMSNorm(x), per head, with c a convolution over the last four tokens and s = swish:
+On h = RMSNorm(x), per head, with s = swish, c a convolution over the last four tokens, unit(v) = v / |v|:
 
-    q, k, v = s(c(W_q h)), s(c(W_k h)), s(c(W_v h))       q / (|q| sqrt(width)) and k / |k| in the place of q and k
-    a_t = e^(-A softplus(w_a . h_t + d))                  b_t = sigmoid(w_b . h_t)        A, d learned
+    q = unit(s(c(W_q h))) / sqrt(width)        k = unit(s(c(W_k h)))        v = s(c(W_v h))
+    a_t = e^(-A softplus(w_a . h_t + d))        b_t = sigmoid(w_b . h_t)
     S_t = a_t S_(t-1) (1 - b_t k_t k_t^T) + b_t v_t k_t^T        y_t = RMSNorm(S_t q_t) * s(W_g h_t)        x += W_o y
 
 and then x += W_3 (s(W_1 h) * W_2 h) on another RMSNorm. It is the linear layer of Qwen3-Next. Without `decays` (a = 1)
@@ -33,8 +33,7 @@ from multilin.settings import settings
 from multilin.settings.bounds import Multiple, Width
 
 EPS = 1e-6  # added to mean squares and squared lengths
-DECAYS = (0.01, 16.0)  # A begins uniform between these
-STEPS = (1e-3, 0.1)  # softplus(d) begins between these, uniform in its logarithm
+DECAYS, STEPS = (0.01, 16.0), (1e-3, 0.1)  # where A begins, uniform; and softplus(d), uniform in its logarithm
 MEANING = (
     "A weight is the factor of the token's values in what the head reads: how well query and key fit, less what has "
     "decayed and what later keys have replaced; it may be negative, and is no share."

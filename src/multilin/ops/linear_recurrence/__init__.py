@@ -42,8 +42,8 @@ def linear_recurrence(
         h_t = (1 - z_t) h_(t-1) + z_t g(u_t)        z_t = sigmoid(k_t)        g(u) = u + 0.5 for u >= 0, else sigmoid(u)
 
     All terms are positive, so nothing cancels, and 1 - z_t is sigmoid(-k_t): the error does not grow with the text. A
-    running softmax mean with the logits log z_t - sum_{s<=t} log(1 - z_s) is the same in exact arithmetic, but they rise
-    with every token, until float32 has no digits left for their differences.
+    running softmax mean with the logits log z_t - sum_{s<=t} log(1 - z_s) is the same in exact arithmetic, but they
+    rise with every token, until float32 has no digits left for their differences.
 
     Args:
         inputs: (B, T, 2, D) k and u, side by side as one matrix product gives them; k may be -inf, which is z = 0.

@@ -93,7 +93,8 @@ def test_a_hub_name_is_owner_name_configuration_and_split(
 ) -> None:
     asked: list[tuple[str, str | None, str]] = []
 
-    def load_dataset(name: str, config: str | None, split: str, streaming: bool) -> list[dict[str, str]]:
+    def load_dataset(name: str, config: str | None, split: str, **options: object) -> list[dict[str, str]]:
+        assert options == {"streaming": True, "revision": None}
         asked.append((name, config, split))
         return [{"text": "from the hub"}]
 

@@ -55,9 +55,10 @@ class MultilinPreTrainedModel(PreTrainedModel):
                 nn.init.normal_(module.weight, std=std)
             if isinstance(module, nn.Linear) and module.bias is not None:
                 nn.init.zeros_(module.bias)
-        elif isinstance(module, nn.LayerNorm) and module.elementwise_affine:
+        elif isinstance(module, nn.LayerNorm | nn.RMSNorm) and module.elementwise_affine:
             nn.init.ones_(module.weight)
-            nn.init.zeros_(module.bias)
+            if isinstance(module, nn.LayerNorm):
+                nn.init.zeros_(module.bias)
         elif isinstance(module, ParameterHolder):
             module.initialize(std)
 

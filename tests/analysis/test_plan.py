@@ -17,7 +17,7 @@ from multilin.training.optimizers import OPTIMIZERS
 from multilin.training.optimizers.build import build_optimizer
 from multilin.training.recipe import Recipe, load_recipe
 from multilin.training.resolve import resolve_recipe
-from tests.processes import TWO_DEVICES, run
+from tests.processes import run, torchrun
 
 SIZES = {"hidden_size": 32, "num_layers": 2, "n_positions": 16}
 
@@ -135,7 +135,7 @@ dist.destroy_process_group()
 @pytest.mark.slow
 def test_two_devices_send_what_is_planned(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SENT)
-    run([*TWO_DEVICES, str(tmp_path / "script.py"), json.dumps(SIZES), str(tmp_path / "sent.json")])
+    run(torchrun(2, str(tmp_path / "script.py"), json.dumps(SIZES), str(tmp_path / "sent.json")))
     sent = json.loads((tmp_path / "sent.json").read_text())
     planned = {way.way: way.sent_bytes for way in plan(recipe(), devices=2).ways}
     assert sent["ddp"] == planned["ddp"]

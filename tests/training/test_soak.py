@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.processes import PYTHON, TWO_DEVICES, run
+from tests.processes import PYTHON, run, torchrun
 from tests.training.conftest import WORDS
 
 MINUTES = float(os.environ.get("MULTILIN_SOAK_MINUTES", "30"))
@@ -125,7 +125,7 @@ def test_a_long_run_loses_nothing_and_grows_nowhere(tmp_path: Path, devices: int
     if devices == 1:
         environment |= {"RANK": "0", "WORLD_SIZE": "1"}
     words = [str(tmp_path / "script.py"), str(tmp_path), str(30 * MINUTES)]
-    run([*(PYTHON if devices == 1 else TWO_DEVICES), *words], environment=environment, limit=60 * MINUTES + 600)
+    run([*(PYTHON if devices == 1 else torchrun(devices)), *words], environment=environment, limit=60 * MINUTES + 600)
     watched = [json.loads((tmp_path / f"watch{rank}.json").read_text()) for rank in range(devices)]
     assert sum(found["calls"] for found in watched) > 3, "the network never failed"
     for found in watched:

@@ -10,6 +10,7 @@ Checkpoints lie beside it, in NAME.checkpoints, so that the folder can be publis
 and what training needs to go on; a run is resumed from there, and the files of its folder are written anew.
 """
 
+import contextlib
 import dataclasses
 import importlib.util
 import json
@@ -89,10 +90,12 @@ class RunFolder:
 
     def with_its_batch(self, recipe: Recipe) -> Recipe:
         """The recipe with the run's blocks per step, unless it has its own: so another number of devices can go on."""
-        if not self.recipe.exists():
-            return recipe
-        blocks = load_recipe(self.path).training.global_batch_size
-        return dataclasses.replace(recipe, training=fill(recipe.training, global_batch_size=blocks))
+        for folder in (self.last_checkpoint(), self.path):
+            if folder is not None and (folder / RECIPE_FILE).exists():
+                with contextlib.suppress(InputError):  # a damaged one is refused, or written anew, later
+                    blocks = load_recipe(folder).training.global_batch_size
+                    return dataclasses.replace(recipe, training=fill(recipe.training, global_batch_size=blocks))
+        return recipe
 
     def begin(self, recipe: Recipe, text: PreparedText | TaskText, checkpoint: Path | None) -> None:
         """Make the folder ready: the files of an earlier run are removed, unless this one goes on from its checkpoint.

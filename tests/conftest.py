@@ -3,6 +3,7 @@
 import gc
 import os
 import shutil
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -45,6 +46,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device that compiles kernels"))
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiled() -> None:
+    """Forget what earlier tests compiled: PyTorch compiles a function a few times only."""
+    if "torch._dynamo" in sys.modules:
+        torch.compiler.reset()
 
 
 @pytest.fixture

@@ -35,7 +35,7 @@ class ShortConvolution(ParameterHolder):
         if layout.padding_BT is not None:
             new_BTD = new_BTD.masked_fill(layout.padding_BT[..., None], 0.0)
         if state is None:
-            state = new_BTD.new_zeros(len(x_BTD), num_before, x_BTD.shape[2])
+            state = new_BTD.new_zeros(x_BTD.shape[0], num_before, x_BTD.shape[2])
         inputs_BSD, weight_KD = torch.cat([state.to(dtype), new_BTD], dim=1), self.weight.to(dtype)
         with torch.autocast(x_BTD.device.type, enabled=False):
             if num_time == 1:

@@ -86,7 +86,7 @@ def delta_rule(
     if starts is not None:
         a = (torch.zeros_like(q[..., 0]) if a is None else a).masked_fill(starts[..., None], -torch.inf)
     if state is None:
-        memory = v.new_zeros(len(v), *k.shape[2:], v.shape[3])
+        memory = v.new_zeros(v.shape[0], *k.shape[2:], v.shape[3])
     else:
         memory = state.memory_BHDE.to(dtype)
     with torch.autocast(v.device.type, enabled=False):
@@ -130,6 +130,6 @@ def _check_shapes(
     for name, tensor in per_head.items():
         if tensor is not None and tensor.shape != keys.shape[:3]:
             raise InputError(f"{name}: shape {tuple(tensor.shape)} given, but it must be {tuple(keys.shape[:3])}")
-    expected = (len(keys), *keys.shape[2:], values.shape[3])
+    expected = (keys.shape[0], *keys.shape[2:], values.shape[3])
     if state is not None and state.memory_BHDE.shape != expected:
         raise InputError(f"state: a memory of {tuple(state.memory_BHDE.shape)} given, but it must be {expected}")

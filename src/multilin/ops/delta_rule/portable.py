@@ -37,7 +37,9 @@ def delta_rule(
     chunk = min(CHUNK, num_time)
     tokens = (queries_BTHD, keys_BTHD, values_BTHE, log_decays_BTH, rates_BTH)
     chunks = [None if x is None else _chunks(x, chunk) for x in tokens]
-    size = max(1, NUMBERS // (num_batch * num_heads * chunk * max(chunk, width, value_width)))
+    size = 1  # chunks of a piece; one chunk is asked nothing more, so that graphs can have any number of rows
+    if chunk < num_time:
+        size = max(1, NUMBERS // (num_batch * num_heads * chunk * max(chunk, width, value_width)))
     num_pieces = -(-num_time // (chunk * size))
     pieces = [[None] * num_pieces if x is None else x.split(size) for x in chunks]
     memory_MDE, parts = memory_BHDE.flatten(0, 1), []
@@ -72,6 +74,8 @@ class _Chunks(torch.autograd.Function):
             system_NMCC = overlaps_NMCC * rates_NMC1
             added_NMCE = solve(system_NMCC, v_NMCE * rates_NMC1)
             read_NMCD = solve(system_NMCC, k_NMCD * (from_start_NMC1 * rates_NMC1))
+            if torch.compiler.is_exporting() and len(added_NMCE) == 1:  # written in place, it would fix a graph's rows
+                added_NMCE, read_NMCD = added_NMCE - read_NMCD @ memory_MDE, None
         to_end_NMDC = (k_NMCD * pairs_NMCC[:, :, -1, :, None]).mT
         memories_NMDE, memory_MDE = _write(added_NMCE, read_NMCD, to_end_NMDC, from_start_NMC1[:, :, -1:], memory_MDE)
         result_NMCE = (q_NMCD @ memories_NMDE).mul_(from_start_NMC1)
@@ -190,7 +194,7 @@ def solve(lower: Tensor, known: Tensor) -> Tensor:
 def invert(lower: Tensor) -> Tensor:
     """(1 + L)^(-1) by products alone, which every runtime of graphs has: of blocks on the diagonal of 1, 2, 4, ..."""
     index_C = torch.arange(lower.shape[-1], device=lower.device)
-    inverse = torch.eye(lower.shape[-1], dtype=lower.dtype, device=lower.device)
+    inverse = torch.eye(lower.shape[-1], dtype=lower.dtype, device=lower.device).expand_as(lower)
     size = 1
     while size < len(index_C):
         block_C = index_C // size

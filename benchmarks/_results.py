@@ -50,4 +50,4 @@ def save(
 def save_json(path: str | Path, asked: dict[str, Any], results: dict[str, Any]) -> None:
     """Write what was asked, on which machine, and what came of it."""
     depends_on = {**machine.description(), "threads": torch.get_num_threads()}
-    write_whole(path, json.dumps({**asked, **depends_on, **results}, indent=2) + "\n")
+    write_whole(path, json.dumps({**asked, **depends_on, **results}, indent=2, default=str) + "\n")

@@ -4,23 +4,30 @@ The peer is a bare PyTorch loop over the same model, optimizer and batches, whic
 logged or scheduled. Both take turns of a few steps in one process, so that whatever slows the machine slows both. Ours
 is timed from turn to turn: data loading, the callbacks, metrics.jsonl and the display are inside; validation and
 checkpoints, which happen once in many steps, are not.
+
+With `--processes 2` torchrun starts two, which share each step, and the peer is the bare loop over PyTorch's
+DistributedDataParallel.
 """
 
 import argparse
 import statistics
+import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import default_collate
 from transformers import TrainerCallback
 
 from benchmarks import _results
+from benchmarks._processes import start_together
 from multilin.cli.progress import TrainingDisplay
 from multilin.training.assemble import build_model, read_text, training_order
 from multilin.training.precision import autocast_dtype
+from multilin.training.processes import join_processes, num_processes
 from multilin.training.recipe import Recipe, load_recipe
 from multilin.training.resolve import resolve_recipe
 from multilin.training.trainer import train
@@ -35,10 +42,12 @@ class BareLoop:
         self.recipe = recipe
         text = read_text(recipe)
         self.device = torch.accelerator.current_accelerator() or torch.device("cpu")
-        self.model = build_model(recipe, text).to(self.device).train()
+        self.model: Any = build_model(recipe, text).to(self.device).train()
         order = training_order(recipe, self.model, text)
-        size = recipe.training.batch_size
+        size = recipe.training.split(num_processes())[0]
         batches = [default_collate([order[step * size + row] for row in range(size)]) for step in range(8)]
+        if num_processes() > 1:
+            self.model = DistributedDataParallel(self.model)
         self.batches = [{name: value.to(self.device) for name, value in batch.items()} for batch in batches]
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
 
@@ -88,19 +97,28 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--steps", type=int, default=5, help="steps of one turn")
     parser.add_argument("--turns", type=int, default=15, help="turns of each")
     parser.add_argument("--threads", type=int, help="threads of torch; one gives steadier figures on a busy machine")
+    parser.add_argument("--processes", type=int, default=1, help="that train together")
+    parser.add_argument("--folder", type=Path, help="where the run is written; a temporary one by default")
     arguments = _results.parse(parser, argv)
+    if arguments.processes > num_processes():
+        start_together("benchmarks.trainer", arguments.processes, argv)
+        return
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
+    devices = join_processes()
     with tempfile.TemporaryDirectory() as folder:
-        recipe = _recipe(arguments, Path(folder) / "run")
+        recipe = _recipe(arguments, (arguments.folder or Path(folder)) / "run")
         turns = TakeTurns(BareLoop(recipe), arguments.steps)
         with TrainingDisplay() as display:
             train(recipe, callbacks=[turns], progress=display)
+    if not devices.is_main_process:
+        return
     ours, bare = turns.ours[TURNS_TO_WARM_UP:], turns.bare[TURNS_TO_WARM_UP:]
     tokens = arguments.steps * arguments.batch_size * recipe.model.n_positions
     cost = statistics.median(one / other - 1 for one, other in zip(ours, bare, strict=True))
     print(f"{arguments.architecture}, width {arguments.hidden_size}, {arguments.num_layers} layers, ", end="")
-    print(f"{recipe.training.precision}, {arguments.batch_size} x {recipe.model.n_positions} tokens a step")
+    print(f"{recipe.training.precision}, {arguments.batch_size} x {recipe.model.n_positions} tokens a step, ", end="")
+    print(f"{arguments.processes} {'process' if arguments.processes == 1 else 'processes'}")
     print(f"{'':24}{'ms/step':>10}{'tokens/s':>12}")
     rows = []
     for name, seconds in (("multilin train", ours), ("peer: bare loop", bare)):
@@ -117,6 +135,7 @@ def _recipe(arguments: argparse.Namespace, output: Path) -> Recipe:
         "model.hidden_size": arguments.hidden_size,
         "model.num_layers": arguments.num_layers,
         "training.batch_size": arguments.batch_size,
+        "training.global_batch_size": arguments.batch_size,
         "training.precision": arguments.precision,
         "training.max_steps": arguments.steps * (arguments.turns + TURNS_TO_WARM_UP + 1),
         "training.eval_every_steps": 0,
@@ -130,3 +149,7 @@ def _recipe(arguments: argparse.Namespace, output: Path) -> Recipe:
 def _synchronize() -> None:
     if torch.accelerator.is_available():
         torch.accelerator.synchronize()
+
+
+if __name__ == "__main__":  # torchrun
+    main(sys.argv[1:])

@@ -127,9 +127,9 @@ def test_operators_and_optimizers_take_divided_tensors(architecture: str, optimi
 def test_parts_are_loaded_as_they_were_saved(optimizer: str, divided: bool, tmp_path: Path) -> None:
     model, state = learner("tscale", optimizer, divided=True)
     losses(model, state, steps=2)
-    written = ShardWriter().write(tmp_path, model, state)
-    expected = losses(model, state, steps=3)  # what is written in the background does not change any more
-    written.result()
+    write = ShardWriter().copy(tmp_path, model, state)
+    expected = losses(model, state, steps=3)  # what was copied does not change any more
+    write()
     other = learner("tscale", optimizer, divided=divided)
     read_shards(tmp_path, *other)
     assert losses(*other, steps=3) == pytest.approx(expected, rel=1e-5)
@@ -138,7 +138,7 @@ def test_parts_are_loaded_as_they_were_saved(optimizer: str, divided: bool, tmp_
 @pytest.mark.usefixtures("alone")
 def test_parts_that_do_not_know_their_places_are_one_sentence(tmp_path: Path) -> None:
     model, state = learner("tscale", "adamw", divided=True)
-    ShardWriter().write(tmp_path, model, state).result()
+    ShardWriter().copy(tmp_path, model, state)()
     (file,) = (tmp_path / SHARDS).iterdir()
     save_file({name: part[: len(part) // 2] for name, part in load_file(file).items() if part.ndim}, file)
     with pytest.raises(InputError, match=rf"checkpoint {tmp_path}: shards cannot be read"):

@@ -53,7 +53,7 @@ class RunFolder:
         named = self.path if self.path.name not in ("", "..") else self.path.resolve()  # "." has no name
         self.checkpoints = named.with_name(f"{named.name}.checkpoints")
         self.tensorboard = self.path / "tensorboard"
-        self._begun: tuple[Recipe, PreTrainedTokenizerFast]
+        self._begun: tuple[str, PreTrainedTokenizerFast]
         self._record: dict[str, Any]
 
     def check(self, recipe: Recipe, *, resume: bool, overwrite: bool) -> Path | None:
@@ -122,13 +122,13 @@ class RunFolder:
         write_whole(self.metrics, "".join(json.dumps(line) + "\n" for line in lines))
         with atomic_files(self.path) as partial:
             text.tokenizer.save_pretrained(partial)
-        self._begun = recipe, text.tokenizer
+        self._begun = self.recipe.read_text(encoding="utf-8"), text.tokenizer
         self._record = {"data": data, "metrics": lines}
 
     def write_record(self, checkpoint: Path) -> None:
         """Write the files of a checkpoint that describe the run: recipe, tokenizer, text, metrics."""
-        recipe, tokenizer = self._begun
-        save_recipe(recipe, checkpoint / RECIPE_FILE)
+        recipe_text, tokenizer = self._begun
+        write_whole(checkpoint / RECIPE_FILE, recipe_text)
         tokenizer.save_pretrained(checkpoint)
         checkpoints.write_json(checkpoint / RUN_FILE, self._record)
 

@@ -4,7 +4,7 @@ Replaced here are the places that Trainer keeps private: how a checkpoint is wri
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from multilin.training.host_master import HostMaster
 from multilin.training.outcomes import TrainingFailed
 from multilin.training.recipe import Recipe
 from multilin.training.run_folder import RunFolder
-from multilin.training.sharding import SHARDS, ShardWriter, own_names, read_shards
+from multilin.training.sharding import SHARDS, ShardWriter, own_tensors, read_shards
 
 _WHOLE = distributed.StateDictOptions(full_state_dict=True, cpu_offload=True)
 
@@ -64,7 +64,7 @@ class SavingTrainer(Trainer):  # type: ignore[misc]
         if not self.is_world_process_zero():
             return
         if self.shards is not None and weights is not None:
-            weights = {name: weights[name] for name in own_names(self.master) if name in weights}
+            weights = {name: weights[name] for name in own_tensors(self.master) if name in weights}
         folder = Path(output_dir or self.folder.path)
         if self.recipe.training.lora is None:
             model.save_pretrained(str(folder), state_dict=weights)
@@ -99,8 +99,8 @@ class SavingTrainer(Trainer):  # type: ignore[misc]
                 folder = checkpoints.partial_folder(parent, step)
                 self._write_record(folder)
                 if self.shards is not None:
-                    written = self.shards.write(folder, self.master, bare_optimizer(self.optimizer))
-                    self._writing = step, self.background.submit(_publish, stack.pop_all(), written)
+                    write = self.shards.copy(folder, self.master, bare_optimizer(self.optimizer))
+                    self._writing = step, self.background.submit(_publish, stack.pop_all(), write)
                 else:
                     self._write_whole(folder)
                     wait()
@@ -183,10 +183,10 @@ class SavingTrainer(Trainer):  # type: ignore[misc]
         """Nothing: every pass seeds its own random numbers."""
 
 
-def _publish(stack: contextlib.ExitStack, written: Future[Any]) -> None:
+def _publish(stack: contextlib.ExitStack, write: Callable[[], None]) -> None:
     """Publish a checkpoint, by leaving its stack, when every process has written its part."""
     with stack:
-        written.result()
+        write()
 
 
 def bare_optimizer(optimizer: Any) -> torch.optim.Optimizer:

@@ -5,8 +5,10 @@ tensor is divided by rows (dimension 0). A checkpoint is safetensors files, one 
 processes reads.
 """
 
-import concurrent.futures
+import functools
+import itertools
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +18,11 @@ from torch import nn
 from torch.distributed.checkpoint import state_dict as distributed
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse, async_save
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from multilin.errors import InputError
@@ -73,24 +75,36 @@ class ShardWriter:
 
     def __init__(self) -> None:
         self._group = dist.new_group(backend="gloo")  # the processes confer in the background, apart from training
-        pinned = torch.cuda.is_available()
-        self._copies = DefaultStager(StagingOptions(pinned, False, False, False))
+        self._copies: dict[str, torch.Tensor] = {}
 
-    def write(
-        self, folder: Path, model: PreTrainedModel, optimizer: torch.optim.Optimizer
-    ) -> concurrent.futures.Future[Any]:
-        """Begin to write a checkpoint; model and optimizer may change when this returns.
+    def copy(self, folder: Path, model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+        """Copy what a checkpoint holds; model and optimizer may change when this returns.
 
         Returns:
-            Done when every process has written its part.
+            Writes the copy. Every process calls it, in any thread; it returns when every process has written its part.
         """
         tensors, groups = _parts(model, optimizer)
         if dist.get_rank() == 0:
             model.config.save_pretrained(str(folder))
             checkpoints.write_json(folder / "optimizer.json", groups)
+        for name, tensor in tensors.items():
+            if name not in self._copies:
+                self._copies[name] = _on_host(tensor)
+            _own_part(self._copies[name]).copy_(_own_part(tensor))
         writer = HuggingFaceStorageWriter(str(folder / SHARDS), save_distributed=True)
-        writing = async_save(tensors, storage_writer=writer, process_group=self._group, async_stager=self._copies)
-        return writing.upload_completion if isinstance(writing, AsyncSaveResponse) else writing
+        return functools.partial(save, self._copies, storage_writer=writer, process_group=self._group)
+
+
+def _on_host(tensor: torch.Tensor) -> torch.Tensor:
+    """Memory of the host for what this process holds of a tensor, described as part of the same whole."""
+    part = _own_part(tensor)
+    memory = torch.empty_like(part, device="cpu", pin_memory=part.is_cuda)
+    # Not DTensor.from_local, which would move it to the device of the mesh.
+    return DTensor(memory, tensor._spec, requires_grad=False) if isinstance(tensor, DTensor) else memory
+
+
+def _own_part(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def read_shards(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -99,10 +113,14 @@ def read_shards(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer
     Raises:
         InputError: it is of another model or optimizer, or damaged.
     """
+    distributed.get_optimizer_state_dict(model, optimizer)  # a new optimizer has no tensors before it is asked
     tensors, groups = _parts(model, optimizer)
     with checkpoints.loading(folder / "optimizer.json"):
         saved = checkpoints.read_groups(folder)
         checkpoints.check_groups(saved, groups)
+        for own, group in zip(groups, saved, strict=True):
+            if own["params"] != group["params"]:
+                raise ValueError("its groups have other parameters")
     with checkpoints.loading(folder / SHARDS), warnings.catch_warnings():
         reader = HuggingFaceStorageReader(str(folder / SHARDS))
         try:
@@ -110,28 +128,23 @@ def read_shards(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer
             load(tensors, storage_reader=reader, no_dist=not dist.is_initialized())
         except CheckpointException as error:  # no Exception, but it holds one of every process that failed
             raise next(reason for reason, _ in error.failures.values()) from None
-        slots: dict[str, dict[str, Any]] = {}
-        for key, value in tensors.items():
-            slot, name = key.split("/", 1)
-            slots.setdefault(slot, {})[name] = value
-        # Not strict: a weight that is tied to another is stored once.
-        distributed.set_model_state_dict(model, slots.pop("model"), options=distributed.StateDictOptions(strict=False))
-        state: Any = {
-            name: {slot: values[name] for slot, values in slots.items() if name in values} for name in own_names(model)
-        }
-        distributed.set_optimizer_state_dict(model, optimizer, {"state": state, "param_groups": saved})
+    for own, group in zip(optimizer.param_groups, saved, strict=True):
+        own.update({name: value for name, value in group.items() if name != "params"})
 
 
 def _parts(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, torch.Tensor], list[dict[str, Any]]]:
-    """The tensors of the model and of the optimizer, "slot/parameter" to tensor, and the optimizer's groups."""
-    weights: Any = distributed.get_model_state_dict(model)
-    state: Any = distributed.get_optimizer_state_dict(model, optimizer)
-    tensors: dict[str, torch.Tensor] = {f"model/{name}": weights[name] for name in own_names(model) if name in weights}
-    for name, slots in state["state"].items():
-        tensors |= {f"{slot}/{name}": value for slot, value in slots.items()}
-    return tensors, state["param_groups"]
+    """The tensors of the model and of the optimizer, "slot/parameter" to tensor, and the optimizer's groups by name."""
+    kept = model.state_dict().keys()  # without buffers that are made anew; it divides what validation left gathered
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    tensors = {f"model/{name}": tensor for name, tensor in own_tensors(model).items() if name in kept}
+    for parameter, slots in optimizer.state.items():
+        tensors |= {f"{slot}/{names[parameter]}": value for slot, value in slots.items()}
+    groups = [
+        {**group, "params": [names[parameter] for parameter in group["params"]]} for group in optimizer.param_groups
+    ]
+    return tensors, groups
 
 
-def own_names(model: nn.Module) -> list[str]:
-    """Parameters and buffers, each one once, although the state dict has those that are tied twice."""
-    return [name for kind in (model.named_parameters(), model.named_buffers()) for name, _ in kind]
+def own_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and buffers by name, each one once, although the state dict has those that are tied twice."""
+    return dict(itertools.chain(model.named_parameters(), model.named_buffers()))

@@ -190,13 +190,13 @@ def _opened(
 
 def _open_service(folder: Path, name: EngineName, settings: GenerationSettings) -> "Service":
     engine, codec, owner = open_engine(folder, name)
+    from multilin.serving.service import Service
     from multilin.serving.settings import ServeLimits
-    from multilin.serving.start import start_service
 
     if not engine.keeps_states:
         raise InputError(f"target: a {engine.kind} model keeps no state, which a conversation goes on from")
     limits = ServeLimits(slots=1, queue=1, max_tokens=settings.max_new_tokens, max_prompt=2**20)
-    return start_service(engine, codec, owner(), folder, None, limits)
+    return Service(engine, codec, owner(), folder, None, limits)
 
 
 def _lines(is_terminal: bool) -> Iterator[str]:

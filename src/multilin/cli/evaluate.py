@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from multilin.analysis.settings import EvaluationSettings
-from multilin.cli.messages import loading, say_next
+from multilin.cli.messages import load, loading, say_next
 from multilin.cli.tables import make_console, print_table
 from multilin.errors import InputError, plural
 from multilin.files import check_writable, write_whole
@@ -55,29 +55,27 @@ def evaluate(arguments: EvaluateArguments, settings: EvaluationSettings) -> None
     check_run_files(arguments.run)
     if arguments.output is not None:
         check_writable("--output", arguments.output)
-    with loading(f"PyTorch and {arguments.run}"):
-        from multilin.analysis.evaluate.breakdown import as_data
-        from multilin.analysis.evaluate.run import break_down_run
-        from multilin.cli.progress import show_progress
-        from multilin.inference.runs import load_run
-
-        run = load_run(arguments.run)
-        if tasks:
+    run = load(arguments.run)
+    data: dict[str, Any]
+    if tasks:
+        with loading("lm-eval"):
             import datasets
 
             from multilin.analysis.evaluate.tasks import evaluate_tasks
 
-            # They draw bars and make remarks about every task and model.
-            datasets.disable_progress_bars()
-            logging.getLogger("lm_eval").setLevel(logging.CRITICAL)
-    data: dict[str, Any]
-    if tasks:
+        # They draw bars and make remarks about every task and model.
+        datasets.disable_progress_bars()
+        logging.getLogger("lm_eval").setLevel(logging.CRITICAL)
         data = evaluate_tasks(
             run, tasks, folder=arguments.task_folder, trust_task_code=arguments.trust_task_code,
             limit=arguments.task_limit, batch_size=settings.batch_size,
         )  # fmt: skip
         show = functools.partial(_print_tasks, data)
     else:
+        from multilin.analysis.evaluate.breakdown import as_data
+        from multilin.analysis.evaluate.run import break_down_run
+        from multilin.cli.progress import show_progress
+
         with show_progress() as progress:
             data = as_data(break_down_run(run, settings, long=arguments.long, progress=progress))
         show = functools.partial(_print_breakdown, data)

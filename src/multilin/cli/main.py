@@ -16,18 +16,16 @@ import multilin
 from multilin.cli.chat import chat
 from multilin.cli.compare import compare
 from multilin.cli.demo import demo
-from multilin.cli.doctor import doctor
 from multilin.cli.evaluate import evaluate, quantize
 from multilin.cli.explain import explain
 from multilin.cli.export import export
 from multilin.cli.inference import convert, generate, merge, rollout
-from multilin.cli.info import info
+from multilin.cli.info import doctor, info
 from multilin.cli.messages import plain_warnings
 from multilin.cli.plan import plan
-from multilin.cli.prepare import prepare
 from multilin.cli.publish import publish
 from multilin.cli.serve import serve
-from multilin.cli.tokenizer import tokenizer_show, tokenizer_train
+from multilin.cli.text import prepare, tokenizer_show, tokenizer_train
 from multilin.cli.train import train
 from multilin.errors import InputError, nearest, system_error
 from multilin.ops.threads import following_load

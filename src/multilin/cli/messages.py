@@ -10,7 +10,10 @@ import warnings
 from collections.abc import Iterator
 from logging import ERROR, getLogger
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from multilin.inference.runs import Run
 
 
 @contextlib.contextmanager
@@ -45,6 +48,14 @@ def loading(name: str = "") -> Iterator[None]:
         logging.set_verbosity_error()
         getLogger("huggingface_hub").setLevel(ERROR)
         yield
+
+
+def load(folder: str | Path) -> "Run":
+    """Load a run, while a terminal says so; see `load_run`."""
+    with loading(f"PyTorch and {folder}"):
+        from multilin.inference.runs import load_run
+
+        return load_run(folder)
 
 
 def say_next(*commands: str) -> None:

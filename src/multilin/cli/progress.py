@@ -69,7 +69,7 @@ class TrainingDisplay(TrainingProgress):
     def __enter__(self) -> "TrainingDisplay":
         return self
 
-    def __exit__(self, *exception: object) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
     def prepare(self, stage: str, done: int, total: int | None = None) -> None:

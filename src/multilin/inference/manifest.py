@@ -1,4 +1,4 @@
-"""The manifest of an exported model: what its graphs take and give, and which files they belong to."""
+"""The manifest of an exported model: what its graphs take and return, and the checksums of its files."""
 
 import dataclasses
 import hashlib
@@ -19,14 +19,14 @@ GRAPHS = ("step.onnx", "prompt.onnx")
 
 @dataclass(frozen=True)
 class Manifest:
-    """What the graphs of an exported model take and give.
+    """What the graphs of an exported model take and return.
 
     model_hash: `multilin.inference.snapshot.model_hash`, by which state files know their model.
     architectures: of the layers.
     precision: of the matrices: float32, 8bit or 4bit.
     vocab_size, n_positions: V, and the tokens of the longest text or None.
     end_id, pad_id: tokens that begin and end a text, and of padding.
-    prompt_columns: tokens that the prompt's graph reads at once.
+    prompt_columns: tokens that prompt.onnx reads at once.
     state: tensors of the state.
     source: SHA-256 of the files that the model was exported from.
     files: SHA-256 of the files beside the manifest.
@@ -45,19 +45,14 @@ class Manifest:
     files: dict[str, str]
     format: str = FORMAT
 
-    @property
-    def graph_state(self) -> list[StateTensor]:
-        """The tensors of the state that graphs take and give; of the others all is known without them."""
-        return graph_tensors(self.state)
-
     def as_json(self) -> dict[str, Any]:
-        """Plain data."""
+        """The manifest as plain data for JSON."""
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return values | {"state": [about._asdict() for about in self.state]}
 
 
 def graph_tensors(state: Sequence[StateTensor]) -> list[StateTensor]:
-    """Those of a state that graphs take and give: not how many tokens were read, and which."""
+    """The tensors of a state that graphs take and return: all but the numbers and hashes of the tokens read."""
     return [about for about in state if about.kind != "count" and not about.name.startswith("embedding.")]
 
 

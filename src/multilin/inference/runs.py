@@ -26,7 +26,7 @@ from multilin.settings.inputs import check_model_files, read_json, read_yaml
 
 @settings
 class _GenerationFields(TokenIds):
-    """What generation_config.json decides about where a text is continued."""
+    """The fields of generation_config.json that would make loading or generation fail if they were wrong."""
 
     output_attentions: bool | None = None
     output_hidden_states: bool | None = None

@@ -1,4 +1,4 @@
-"""What the model read of a turn's text, as `multilin explain` shows it: the weights of its layers, on demand."""
+"""The weights of the model's layers on the text of a turn, as `multilin explain` shows them, computed on demand."""
 
 import asyncio
 from collections import OrderedDict
@@ -24,12 +24,12 @@ Json = dict[str, Any]
 
 
 class Readings:
-    """The weights with which the tokens of turns read those before them.
+    """The weights with which each token of a turn's text reads the tokens before it.
 
     A thread of its own loads the PyTorch model at the first request, and answers one request after the other.
 
     Args:
-        load: gives the model; None where there is none, as in an export.
+        load: loads the model; None for an export, which has no weights to show.
     """
 
     def __init__(self, load: "Callable[[], Run] | None") -> None:
@@ -39,10 +39,10 @@ class Readings:
         self._thread, self._num_waiting = ThreadPoolExecutor(1, thread_name_prefix="multilin-readings"), 0
 
     async def get(self, turn: Turn, step: int) -> Json:
-        """The weights of one step, where positions meet; step 0 is the mean of all where there are several.
+        """The weights of one step of the model in which positions are mixed; step 0 is the mean if there are several.
 
         Raises:
-            ApiError: too many wait.
+            ApiError: too many requests wait.
             InputError: a model that has no weights to show, or no such step.
         """
         if self._load is None:
@@ -69,7 +69,7 @@ class Readings:
         return about | {"step": step, "meaning": about["meanings"][step], "weights": rows}
 
     def _explain(self, turn: Turn) -> tuple[Json, list[NDArray[np.float32]]]:
-        """Labels and texts, and for each step the weights (characters, characters), the mean over heads."""
+        """Labels and texts, and for each step the mean weights over heads, (characters, characters)."""
         from multilin.analysis.explain.explanation import explain
         from multilin.data.tokenizers import start_token_id, whole_characters
 
@@ -95,7 +95,7 @@ class Readings:
 
 
 def _by_character(weights_TT: NDArray[np.float64], lengths: list[int]) -> NDArray[np.float32]:
-    """At the last token of each character the weight of each character: of its tokens the largest one, in size."""
+    """Weights between characters: of the last token of the one, for the token of the other with the largest weight."""
     ends = np.cumsum(lengths).tolist()
     rows, starts = weights_TT[[end - 1 for end in ends]], [0, *ends[:-1]]
     high, low = np.maximum.reduceat(rows, starts, axis=1), np.minimum.reduceat(rows, starts, axis=1)

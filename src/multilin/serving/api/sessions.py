@@ -3,15 +3,14 @@
 import asyncio
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Depends, Query, Request
+from fastapi import APIRouter, Query, Request
 from pydantic import ValidationError
 from starlette.responses import Response
 
 from multilin.serving.api.requests import RewindRequest, SessionRequest
-from multilin.serving.api.routes import Owner, Served, find_turn
+from multilin.serving.api.routes import Owner, Served, find_session, find_turn
 from multilin.serving.api.streams import JsonResponse
 from multilin.serving.errors import NOT_FOUND, ApiError, from_validation
-from multilin.serving.readings import Readings
 from multilin.serving.service import Service
 from multilin.serving.sessions import Session
 
@@ -45,27 +44,25 @@ async def create_session(request: Request, service: Served, owner: Owner) -> Res
 @router.get("/v1/sessions/{session_id}")
 async def get_session(session_id: str, service: Served, owner: Owner) -> Response:
     """A session with all its turns."""
-    session = await _session(service, owner, session_id)
+    session = await find_session(service, owner, session_id)
     return JsonResponse(await asyncio.to_thread(_details, service, session))
 
 
 @router.post("/v1/sessions/{session_id}/fork")
 async def fork_session(session_id: str, service: Served, owner: Owner, body: SessionRequest | None = None) -> Response:
     """A new session with the turns of another one, up to one of them or all."""
-    session, turns = await _session(service, owner, session_id), None
+    session = await find_session(service, owner, session_id)
+    num_turns = len(session.turns)
     if body is not None and body.turn is not None:
-        if body.turn not in session.turns:
-            raise ApiError(404, f"turn: the session has no turn {body.turn!r:.60}", "turn", NOT_FOUND)
-        turns = session.turns[: session.turns.index(body.turn) + 1]
-    return await _created(service, owner, list(session.turns) if turns is None else turns)
+        num_turns = session.turns.index(_check_turn(session, body.turn)) + 1
+    return await _created(service, owner, session.turns[:num_turns])
 
 
 @router.post("/v1/sessions/{session_id}/rewind")
 async def rewind_session(session_id: str, body: RewindRequest, service: Served, owner: Owner) -> Response:
-    """Go back by so many turns."""
-    session = await _session(service, owner, session_id)
-    if session_id in service.busy:
-        raise ApiError(409, f"session: another request continues {session_id}", "session", "session_busy")
+    """Drop the last turns from a session."""
+    session = await find_session(service, owner, session_id)
+    service.check_idle(session_id)
     if body.turns > len(session.turns):
         raise ApiError(400, f"turns: {body.turns} given, but the session has {len(session.turns)}", "turns")
     session.turns = session.turns[: -body.turns]
@@ -76,7 +73,7 @@ async def rewind_session(session_id: str, body: RewindRequest, service: Served, 
 @router.get("/v1/sessions/{session_id}/state")
 async def export_state(session_id: str, service: Served, owner: Owner, turn: str | None = None) -> Response:
     """The state file of a session's last turn, or of another one."""
-    wanted = _turn(await _session(service, owner, session_id), turn)
+    wanted = _check_turn(await find_session(service, owner, session_id), turn)
     kept = await asyncio.to_thread(service.turns.get, owner, wanted)
     if kept is None:
         raise ApiError(404, f"turn: {wanted} is no longer kept", "turn", NOT_FOUND)
@@ -84,27 +81,21 @@ async def export_state(session_id: str, service: Served, owner: Owner, turn: str
     return Response(kept[1], media_type=STATE, headers=headers)
 
 
-def get_readings(request: Request) -> Readings:
-    """The readings of the app."""
-    readings: Readings = request.app.state.readings
-    return readings
-
-
 @router.get("/v1/sessions/{session_id}/reading")
 async def get_reading(
-    session_id: str, service: Served, owner: Owner, readings: Annotated[Readings, Depends(get_readings)],
-    turn: str | None = None, step: Annotated[int, Query(ge=0, lt=2**31)] = 0,
+    session_id: str, request: Request, service: Served, owner: Owner, turn: str | None = None,
+    step: Annotated[int, Query(ge=0, lt=2**31)] = 0,
 ) -> Response:  # fmt: skip
-    """What each token of the text up to a session's last turn, or another one, has read."""
-    wanted = _turn(await _session(service, owner, session_id), turn)
-    content = await readings.get(await find_turn(service, owner, wanted, "turn"), step)
+    """The weights with which each token of the text up to a session's last turn, or another one, reads those before."""
+    wanted = _check_turn(await find_session(service, owner, session_id), turn)
+    content = await request.app.state.readings.get(await find_turn(service, owner, wanted, "turn"), step)
     return await asyncio.to_thread(JsonResponse, content)
 
 
 @router.post("/v1/sessions/{session_id}/stop")
 async def stop_session(session_id: str, service: Served, owner: Owner) -> Response:
-    """End what is generated for a session where it is; the turn is kept, unlike that of a client which leaves."""
-    await _session(service, owner, session_id)
+    """End the answer that is generated for a session early, and keep its turn (a client that disconnects drops it)."""
+    await find_session(service, owner, session_id)
     generation = service.busy.get(session_id)
     if generation is not None:
         generation.finish()
@@ -114,9 +105,8 @@ async def stop_session(session_id: str, service: Served, owner: Owner) -> Respon
 @router.delete("/v1/sessions/{session_id}")
 async def delete_session(session_id: str, service: Served, owner: Owner) -> Response:
     """Delete a session, and its turns where no other session has them."""
-    session = await _session(service, owner, session_id)
-    if session_id in service.busy:
-        raise ApiError(409, f"session: another request continues {session_id}", "session", "session_busy")
+    session = await find_session(service, owner, session_id)
+    service.check_idle(session_id)
     await asyncio.to_thread(_delete, service, session)
     return JsonResponse({"id": session_id, "object": "session", "deleted": True})
 
@@ -128,15 +118,8 @@ def _delete(service: Service, session: Session) -> None:
         service.turns.remove(session.owner, turn)
 
 
-async def _session(service: Service, owner: str, session_id: str) -> Session:
-    session = await asyncio.to_thread(service.sessions.get, owner, session_id)
-    if session is None:
-        raise ApiError(404, f"session: there is no session {session_id!r:.60}", "session", NOT_FOUND)
-    return session
-
-
-def _turn(session: Session, turn: str | None) -> str:
-    """The id of a turn of a session, the last one where none is asked for."""
+def _check_turn(session: Session, turn: str | None) -> str:
+    """The id of a turn of a session, by default the last one; refuses a turn that the session does not have."""
     wanted = turn or (session.turns[-1] if session.turns else None)
     if wanted is None or wanted not in session.turns:
         raise ApiError(404, f"turn: the session has no turn {wanted!r:.60}", "turn", NOT_FOUND)

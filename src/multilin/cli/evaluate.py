@@ -128,7 +128,7 @@ def _task_names(tasks: str | None) -> list[str]:
 
 
 def _print_breakdown(data: Mapping[str, Any]) -> None:
-    """The score of the whole text, then a table for each way of grouping the tokens."""
+    """Print the score of the whole text, then a table for each way of grouping the tokens."""
     console = make_console()
     console.print(
         f"[bold]{data['bits_per_byte']:.4f} bits per byte[/bold], {data['loss']:.4f} nats per token, perplexity "
@@ -152,7 +152,7 @@ def _print_breakdown(data: Mapping[str, Any]) -> None:
 
 
 def _print_documents(documents: Mapping[str, Any]) -> None:
-    """The number of documents; of two or more that are long enough the spread, the best and the worst."""
+    """Print the number of documents; for two or more long ones also the spread, the best and the worst."""
     console, number, long_enough = make_console(), plural(documents["number"], "document"), documents["long_enough"]
     if "best" not in documents:
         console.print(f"{number}, {long_enough} of at least {documents['fewest_bytes']} bytes")
@@ -171,7 +171,7 @@ def _print_documents(documents: Mapping[str, Any]) -> None:
 
 
 def _print_tasks(data: Mapping[str, Any]) -> None:
-    """A line for each metric of each task."""
+    """Print a line for each metric of each task."""
     rows = [
         (task, metric, f"{score['value']:.4f}", "" if (error := score["standard_error"]) is None else f"{error:.4f}")
         for task, metrics in data.items()
@@ -181,7 +181,7 @@ def _print_tasks(data: Mapping[str, Any]) -> None:
 
 
 def _print_quantized(result: "Quantized") -> None:
-    """The model before and after, side by side."""
+    """Print size and scores of both models."""
     before, after = result.evaluation, result.int8_evaluation
     figures = (
         ("weights on disk, MB", result.weight_bytes / 1e6, result.int8_weight_bytes / 1e6, ",.2f"),

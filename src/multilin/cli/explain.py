@@ -63,7 +63,7 @@ def explain(arguments: ExplainArguments, settings: ExplainSettings) -> None:
 
 
 def _output_folder(arguments: ExplainArguments) -> Path:
-    """Where the files go, checked before any work."""
+    """The folder for the files; refuses one that cannot be written."""
     folder = Path(arguments.run, "explain") if arguments.output is None else Path(arguments.output)
     check_folder("--output", folder if arguments.output is None else arguments.output)
     for path in [folder / f"explain.{kind}" for kind in REPORT_KINDS] if folder.exists() else [folder]:

@@ -89,7 +89,7 @@ def generate(arguments: GenerateArguments, settings: GenerationSettings) -> None
 def _search(
     arguments: GenerateArguments, prompt: str, settings: GenerationSettings, write: Callable[[str], object]
 ) -> None:
-    """Search with beams, which PyTorch does."""
+    """Beam search, in PyTorch."""
     for name, given in (("state", arguments.state), ("save-state", arguments.save_state)):
         if given is not None:
             raise InputError(f"--{name}: given with a search among {settings.num_beams} texts; use --num-beams 1")

@@ -39,7 +39,7 @@ def info(arguments: InfoArguments, sizes: ModelSizes) -> None:
 
 
 def _print_model(info: "ModelInfo") -> None:
-    """The model in a table of two columns, then a line for each layer."""
+    """Print the model in a table of two columns, then a line for each layer."""
     options = [layer.options for layer in info.layers]
     shared = {k: v for k, v in info.layers[0].options.items() if all(k in o and o[k] == v for o in options)}
     summary = {
@@ -74,7 +74,7 @@ def _print_model(info: "ModelInfo") -> None:
 
 
 def _print_options(architecture: "Architecture") -> None:
-    """What a recipe may choose for an architecture, under `model.options`."""
+    """Print the options of an architecture, which recipes set under `model.options`."""
     help_of, console = field_help(architecture.preset_options), make_console()
     defaults = {option.name: option.default for option in fields(architecture.preset_options)}
     rows = ((name, "none" if value is None else str(value), help_of[name]) for name, value in defaults.items())

@@ -95,7 +95,7 @@ def _run(arguments: list[str]) -> None:
 
 
 def _split(arguments: list[str]) -> tuple[str, list[str]]:
-    """The verb, of one or two words, and its arguments."""
+    """Split the words into a verb, of one or two words, and its arguments."""
     for num_words in (2, 1):
         verb = " ".join(arguments[:num_words])
         if verb in VERBS:
@@ -127,7 +127,7 @@ def _fail(message: str, status: int) -> int:
 
 
 def _give_up_stdout() -> None:
-    """Leave nothing unwritten that Python would fail to write, and complain of, when it ends."""
+    """Flush stdout; if that fails, send the rest to /dev/null, so that Python does not complain when it ends."""
     try:
         sys.stdout.flush()
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""Messages of the command line beside results, all on stderr: warnings, loading, the commands to type next."""
+"""Messages of the command line on stderr, beside the results: warnings, loading, the commands to type next."""
 
 import contextlib
 import dataclasses
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def plain_warnings() -> Iterator[None]:
-    """Warnings are one line each, without a place in the code."""
+    """Show each warning on one line, without its place in the code."""
     with warnings.catch_warnings():
         warnings.showwarning = lambda message, *_: print(f"multilin: warning: {message}", file=sys.stderr)
         yield
@@ -59,7 +59,7 @@ def load(folder: str | Path) -> "Run":
 
 
 def say_next(*commands: str) -> None:
-    """Name the commands to type next, on stderr, once for all processes of a run.
+    """Print the commands to type next to stderr, in one process of a run only.
 
     Args:
         commands: beginning with `multilin`, which becomes the path it was called by if the shell does not find it.

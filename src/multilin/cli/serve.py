@@ -70,7 +70,7 @@ def _is_loopback(host: str) -> bool:
 
 
 def _listen(arguments: ServeArguments) -> socket.socket:
-    """The address, taken before a model is loaded."""
+    """A socket that listens on the address; opened before a model is loaded."""
     try:
         family, _, _, _, address = socket.getaddrinfo(arguments.host, arguments.port, type=socket.SOCK_STREAM)[0]
         return socket.create_server(address[:2], family=family)

@@ -44,7 +44,7 @@ class Comparison:
 
 
 def compare_export(run: Run, folder: Path, text: PackedText) -> Comparison:
-    """Run both on the same tokens.
+    """Run the original and the export on the same tokens.
 
     Args:
         run: the original, on the CPU.
@@ -75,7 +75,7 @@ def compare_export(run: Run, folder: Path, text: PackedText) -> Comparison:
 
 
 def _rows(text: PackedText, longest: int | None) -> NDArray[np.int64]:
-    """Rows of tokens from the text, as long as it and the model allow."""
+    """Rows of tokens from the text, as long as text and model allow."""
     length = min(NUM_TOKENS, longest or NUM_TOKENS, max(text.num_tokens - 1, 1)) + 1
     num_rows = max(min(NUM_ROWS, text.num_tokens // length), 1)
     return np.array(text.tokens[: num_rows * length], np.int64).reshape(num_rows, -1)
@@ -96,7 +96,7 @@ def _bits_per_byte(logits: NDArray[np.float32], ids: NDArray[np.int64], lengths:
 
 
 def _greedy(engine: Engine, start: list[int], num_tokens: int) -> tuple[list[int], float]:
-    """The likeliest tokens one after the other, and the median seconds of one."""
+    """Greedy generation: the tokens, and the median of the seconds for one."""
     state, ids, chosen, seconds = engine.new_state(), start, list[int](), list[float]()
     for _ in range(num_tokens):
         begin = time.perf_counter()

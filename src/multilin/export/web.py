@@ -147,7 +147,7 @@ def _registry() -> str:
 
 
 def _write_list(folder: Path) -> None:
-    """The sizes of all files, for the progress bar, and a version by which browsers know that files changed."""
+    """Write files.json: the sizes of all files, for the progress bar, and a version that changes with any file."""
     paths = sorted(path for path in folder.rglob("*") if path.is_file())
     names = [path.relative_to(folder).as_posix() for path in paths]
     sizes = {name: path.stat().st_size for name, path in zip(names, paths, strict=True)}

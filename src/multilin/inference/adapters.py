@@ -1,4 +1,4 @@
-"""Low-rank adapters in PEFT's format: read, put into their model, and merged with it."""
+"""Low-rank adapters in PEFT's format: inserting new ones into a model, and reading and merging trained ones."""
 
 import warnings
 from pathlib import Path
@@ -31,7 +31,7 @@ def import_peft() -> Any:
 
 
 def insert_adapters(model: PreTrainedModel, config: "LoraConfig", field: str) -> Any:
-    """Put new adapters into a model, which from then on trains them alone.
+    """Insert new adapters into a model, of which only they are trained from then on.
 
     Args:
         model: changed in place.
@@ -55,12 +55,12 @@ def insert_adapters(model: PreTrainedModel, config: "LoraConfig", field: str) ->
 
 
 def is_adapter_weight(name: str) -> bool:
-    """Whether a weight of a model belongs to an adapter."""
+    """True if a weight of a model belongs to an adapter."""
     return ".lora_" in name
 
 
 def file_name(name: str) -> str:
-    """The name in PEFT's files of an adapter's weight in a model."""
+    """The name that the weight of an adapter has in PEFT's files, from its name in the model."""
     return PREFIX + name.replace(f".{NAME}", "")
 
 

@@ -8,7 +8,7 @@ from multilin.errors import InputError, plural
 from multilin.files import check_writable
 from multilin.inference.engine import Engine
 from multilin.inference.random_numbers import RandomNumbers
-from multilin.inference.sampling import choose_token
+from multilin.inference.sampling import choose_tokens
 from multilin.inference.settings import GenerationSettings
 from multilin.inference.state_contents import StateContents, StateOwner
 from multilin.inference.state_file import read_state, write_state
@@ -54,7 +54,7 @@ class Sequence:
 
 @dataclass(frozen=True)
 class Continuation:
-    """What was generated.
+    """The result of a generation.
 
     token_ids: the new tokens, an end of text included.
     text: the text of the new tokens, as given to `write`.
@@ -159,10 +159,10 @@ def _tokens(
     assert sequence.numbers is not None
     ids, seen = prompt_ids, dict.fromkeys(prompt_ids, 0)
     for _ in range(settings.max_new_tokens):
-        logits_V = engine.read(sequence.state, [ids])[0]
+        logits_BV = engine.read(sequence.state, [ids])
         if codec.pad_id != codec.end_id:
-            logits_V[codec.pad_id] = -float("inf")  # never seen in training, so its probability is an accident
-        token = choose_token(logits_V, settings, seen, sequence.numbers)
+            logits_BV[:, codec.pad_id] = -float("inf")  # never seen in training, so its probability is an accident
+        (token,) = choose_tokens(logits_BV, [settings], [seen], [sequence.numbers])
         seen[token] = seen.get(token, 0) + 1
         ids = sequence.unread_ids = [token]
         yield token

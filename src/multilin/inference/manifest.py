@@ -57,7 +57,7 @@ def graph_tensors(state: Sequence[StateTensor]) -> list[StateTensor]:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a folder, whose files have the checksums in it.
+    """Read the manifest of a folder, and check the checksums of its files.
 
     Raises:
         InputError: no export there, one of another version, or one that was changed or is incomplete.

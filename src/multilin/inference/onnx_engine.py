@@ -53,7 +53,7 @@ class OnnxEngine:
 
     @property
     def owner(self) -> StateOwner:
-        """What state files of the model hold."""
+        """The description of the model's state files."""
         return StateOwner(self.manifest.model_hash, self.vocab_size, self.longest_text, self.manifest.state)
 
     def _graph(self, name: str) -> onnxruntime.InferenceSession:

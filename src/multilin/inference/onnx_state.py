@@ -36,7 +36,7 @@ class OnnxState:
 
     @classmethod
     def empty(cls, about: Sequence[StateTensor], num_rows: int) -> "OnnxState":
-        """The state of so many rows that have read nothing."""
+        """A state of `num_rows` rows that have read nothing."""
         tensors = {}
         for one in about:
             shape = list(one.shape)
@@ -135,7 +135,7 @@ class OnnxState:
         self.embedding = {name: np.concatenate([self.embedding[name], other.embedding[name]]) for name in EMBEDDING}
 
     def leave(self, row: int) -> "OnnxState":
-        """Take a row out, as a state of its own; the last row takes its place."""
+        """Remove a row and return it as a state of its own; the last row takes its place."""
         left, last = self.select([row]), len(self.num_read) - 1
         for tensors in (self.tensors, self.embedding):
             for name, tensor in tensors.items():
@@ -170,12 +170,12 @@ def _laid_out(tensor: NDArray[Any], about: StateTensor) -> NDArray[Any]:
 
 
 def _num_slots(about: StateTensor, num_tokens: int) -> int:
-    """Slots of a ring that holds so many tokens, or all that it keeps."""
+    """The number of slots of a ring with room for `num_tokens` tokens, or for as many as it keeps."""
     return min(max(FEWEST_SLOTS, 1 << (num_tokens - 1).bit_length()), about.shape[0])
 
 
 def _as_ring(tensor: NDArray[Any], about: StateTensor, num_read: NDArray[np.int64]) -> NDArray[Any]:
-    """A ring from all slots of PyTorch's state, of as few slots as hold the tokens read."""
+    """A ring from all slots of PyTorch's state, with as few slots as possible."""
     num_slots = _num_slots(about, max(int(num_read.max(initial=0)), 1))
     ring: NDArray[Any] = tensor[:, :num_slots]
     if about.kind == "window":

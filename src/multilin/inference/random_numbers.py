@@ -28,7 +28,7 @@ class RandomNumbers:
         self._generator = np.random.Generator(self._bits)
 
     def uniform(self) -> float:
-        """The next number, from 0 to less than 1, of 53 bits."""
+        """The next number, at least 0 and less than 1, with 53 random bits."""
         return float(self._generator.random())
 
     @property
@@ -36,9 +36,8 @@ class RandomNumbers:
         """The state of the generator in the format of `torch.get_rng_state`, (5056,)."""
         state = self._bits.state["state"]
         record = np.zeros((), _LAYOUT)
-        is_new = state["pos"] == _KEYS and not self._bits.state.get("has_uint32", 0)
         record["seed"], record["is_seeded"], record["key"] = self._seed & 0xFFFFFFFF, 1, state["key"]
-        record["left"], record["next"] = (1, 0) if is_new else (_KEYS + 1 - state["pos"], state["pos"])
+        record["left"], record["next"] = (1, 0) if state["pos"] == _KEYS else (_KEYS + 1 - state["pos"], state["pos"])
         return np.frombuffer(record.tobytes(), np.uint8).copy()
 
     @classmethod

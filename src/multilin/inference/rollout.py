@@ -1,4 +1,4 @@
-"""All-linear models as one linear map, and their own raw outputs fed back, all positions computed in parallel.
+"""All-linear models as one linear map; and rollouts, which feed raw outputs back as inputs, computed in parallel.
 
 With e = W^T t for a vector t over the vocabulary, F and C the product of all layers' maps over features and positions:
 
@@ -60,7 +60,7 @@ class _Factors(NamedTuple):
     bias_V: Tensor | None
 
     def outputs(self, z_BND: Tensor, first: int = 0) -> Tensor:
-        """O of position `first` and all later ones that z covers."""
+        """O of positions from `first` to the last one of z."""
         mixing_NN, offset_ND = self.mixing_NN[first : z_BND.shape[1]], self.offset_ND[first : z_BND.shape[1]]
         hidden_BND = mixing_NN[:, : z_BND.shape[1]] @ z_BND @ self.features_DD.T + offset_ND
         return linear(hidden_BND, self.head_VD, self.bias_V)
@@ -88,7 +88,7 @@ def rollout(
     *,
     dtype: torch.dtype | None = None,
 ) -> Float[Tensor, "B N V"]:
-    """Raw outputs fed back as inputs (not the likeliest token), every step at once.
+    """Feed raw outputs (not the likeliest token) back as inputs, and compute all steps in parallel.
 
     Args:
         model: an all-linear model.

@@ -85,7 +85,7 @@ def rollout_run(run: Run, prompt: str, settings: RolloutSettings = DEFAULTS) -> 
 
 
 def _check_memory(run: Run, settings: RolloutSettings) -> None:
-    """A map over all positions for every layer, and the outputs of both ways."""
+    """Refuse more memory than there is for a map over all positions of each layer, and the outputs of both ways."""
     config, positions = run.model.config, run.longest_text or 0
     numbers = (config.num_hidden_layers + 2) * positions**2
     numbers += 2 * min(settings.num_steps, positions) * config.vocab_size

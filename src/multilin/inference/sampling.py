@@ -11,13 +11,6 @@ from multilin.inference.settings import GenerationSettings
 Logits = NDArray[np.float32]
 
 
-def choose_token(
-    logits_V: Logits, settings: GenerationSettings, seen: Mapping[int, int], numbers: RandomNumbers
-) -> int:
-    """The next token of one sequence; see `choose_tokens`."""
-    return choose_tokens(logits_V[None], [settings], [seen], [numbers])[0]
-
-
 def choose_tokens(
     logits_BV: Logits, settings: Sequence[GenerationSettings], seen: Sequence[Mapping[int, int]],
     numbers: Sequence[RandomNumbers],

@@ -43,7 +43,7 @@ class StateTensor(NamedTuple):
         return tensor[:, :num_slots]
 
     def whole(self, tensor: NDArray[Any]) -> NDArray[Any]:
-        """All slots from the filled part."""
+        """All slots, from the filled ones."""
         missing = self.shape[0] - tensor.shape[1]
         if not missing:
             return tensor

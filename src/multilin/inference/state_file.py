@@ -1,4 +1,4 @@
-"""State files: the state of sequences in one safetensors file, of which nothing is trusted when it is read.
+"""State files: the state of sequences in one safetensors file, all of which is checked when it is read.
 
 Nothing heavy is imported here: engines without PyTorch read and write the same files.
 """
@@ -40,7 +40,7 @@ def write_state(contents: StateContents, path: str | Path, owner: StateOwner) ->
 
 
 def pack_state(contents: StateContents, owner: StateOwner) -> bytes:
-    """The content of a state file; of windows that are not full, the filled part.
+    """The content of a state file; only the filled part of windows is stored.
 
     Raises:
         InputError: nothing was read yet, or the state is not one that the model can have made.

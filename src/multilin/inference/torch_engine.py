@@ -1,4 +1,4 @@
-"""The engine that runs a model in PyTorch: ours with their states, others with the caches of transformers."""
+"""The engine that runs a model in PyTorch: our models with our states, others with the caches of transformers."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -19,7 +19,7 @@ PIECE = 4096  # tokens of a prompt read at once
 
 
 class TorchEngine:
-    """See `multilin.inference.engine.Engine`. Rows of different lengths are for models of ours only."""
+    """See `multilin.inference.engine.Engine`. Only our models can have rows of different lengths."""
 
     name = "torch"
 

@@ -28,7 +28,7 @@ class Module:
 
 
 def closure(roots: Iterable[str]) -> dict[str, Module]:
-    """The modules and all that they import, those that others import first."""
+    """The modules and all that they import, imported modules first."""
     modules: dict[str, Module] = {}
 
     def add(name: str) -> None:
@@ -65,21 +65,21 @@ def _path(name: str) -> Path | None:
 
 
 def _is_compiled(name: str) -> bool:
-    """Whether a module holds kernels, or is there for them."""
+    """True for modules with kernels, and the modules that kernels are made of."""
     parts = name.split(".")
     is_kernel = parts[-1] == "operator" or parts[-1].partition("_")[0] in ("cpu", "gpu")
     return parts[1:2] == ["ops"] and (is_kernel or parts[2:3] == ["kernels"])
 
 
 def is_internal(statement: ast.stmt) -> bool:
-    """Whether it imports from the package, or what only its annotations need."""
+    """True for imports from the package, and for imports that only annotations need."""
     if isinstance(statement, ast.ImportFrom):
         return (statement.module or "").split(".")[0] in {PACKAGE, "__future__", *_ONLY_FOR_CHECKS}
     return isinstance(statement, ast.Import) and statement.names[0].name.split(".")[0] == PACKAGE
 
 
 def _internal_imports(tree: ast.AST) -> Iterator[ast.ImportFrom]:
-    """Imports from the package, also those inside functions, but not those for type checkers alone."""
+    """Imports from the package, also inside functions, but not under `if TYPE_CHECKING`."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == PACKAGE:
             yield node
@@ -106,7 +106,7 @@ def bound_names(statement: ast.stmt, *, own: bool = False) -> Iterator[str]:
 
 
 def origin(statement: ast.Import | ast.ImportFrom, name: str) -> Place:
-    """What a foreign import binds to a name."""
+    """The module and name that an import from another package binds to a name."""
     alias = next(a for a in statement.names if (a.asname or a.name).split(".")[0] == name)
     if isinstance(statement, ast.ImportFrom):
         return statement.module or "", alias.name

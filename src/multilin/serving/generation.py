@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -81,13 +81,13 @@ class Generation:
         ask: the request.
         scheduler: runs the jobs.
         metrics: counts the tokens.
-        on_end: awaited when a sequence has ended, before the client learns of it.
+        on_end: called in a thread when a sequence has ended, before the client learns of it.
         on_close: called when the request is over, however it ended.
     """
 
     def __init__(
         self, ask: Ask, scheduler: Scheduler, metrics: Metrics,
-        on_end: "Callable[[Generation, int, End], Awaitable[None]]", on_close: Callable[[], object],
+        on_end: "Callable[[Generation, int, End], None]", on_close: Callable[[], object],
     ) -> None:  # fmt: skip
         self.ask, self.jobs, self._scheduler, self._metrics = ask, list[Job](), scheduler, metrics
         self._on_end, self._on_close = on_end, on_close
@@ -158,17 +158,16 @@ class Generation:
                 index, event = self._received.popleft()
                 if isinstance(event, Exception):
                     raise event
+                text, tokens = new.setdefault(index, Piece("", []))
                 if isinstance(event, End):
                     ended.append((index, event))
                     continue
-                text, tokens = new.get(index, ("", []))
                 new[index] = Piece(text + event.text, [*tokens, *event.tokens])
                 self.results[index].text += event.text
                 self.results[index].tokens += event.tokens
             for index, end in ended:
-                new.setdefault(index, Piece("", []))
                 result = self.results[index]
                 result.num_generated, result.finish_reason = end.num_generated, end.finish_reason
-                await self._on_end(self, index, end)
+                await asyncio.to_thread(self._on_end, self, index, end)
             yield new
         self._metrics.add_request(self.num_prompt_tokens, self.num_cached_tokens, self.num_generated)

@@ -79,7 +79,7 @@ def _build(arguments: RayArguments, limits: ServeLimits) -> "ASGIApp":
 
 
 def _open(folder: Path, num_threads: int) -> tuple[Engine, TextCodec, StateOwner]:
-    """The engine of an export, ONNX Runtime, or of a run, PyTorch."""
+    """The engine, tokenizer and state files' owner: ONNX Runtime for an export, PyTorch for a run."""
     if is_export(folder):
         from multilin.inference.onnx_engine import OnnxEngine
 

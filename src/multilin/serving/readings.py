@@ -1,6 +1,6 @@
 """The weights of the model's layers on the text of a turn, as `multilin explain` shows them, computed on demand."""
 
-import asyncio
+import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -36,10 +36,11 @@ class Readings:
         self._load = load
         self._run: Run | None = None
         self._kept: OrderedDict[str, tuple[Json, list[NDArray[np.float32]]]] = OrderedDict()
-        self._thread, self._num_waiting = ThreadPoolExecutor(1, thread_name_prefix="multilin-readings"), 0
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="multilin-readings")
+        self._places = threading.BoundedSemaphore(MOST_WAITING)
 
-    async def get(self, turn: Turn, step: int) -> Json:
-        """The weights of one step of the model in which positions are mixed; step 0 is the mean if there are several.
+    def get(self, turn: Turn, step: int) -> Json:
+        """Wait for the weights of a step of the model in which positions are mixed; step 0 is the mean of several.
 
         Raises:
             ApiError: too many requests wait.
@@ -47,13 +48,12 @@ class Readings:
         """
         if self._load is None:
             raise InputError("turn: an export has no weights to show; serve the folder of the run itself")
-        if self._num_waiting >= MOST_WAITING:
+        if not self._places.acquire(blocking=False):
             raise too_busy()
-        self._num_waiting += 1
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._thread, self._get, turn, step)
+            return self._thread.submit(self._get, turn, step).result()
         finally:
-            self._num_waiting -= 1
+            self._places.release()
 
     def _get(self, turn: Turn, step: int) -> Json:
         if turn.id not in self._kept:

@@ -28,7 +28,7 @@ Answer = Callable[[Generation], dict[str, Any]]
 
 
 class Service:
-    """A model, its scheduler, which runs from now on, and the turns and sessions of its users.
+    """A model with a running scheduler, and the turns and sessions of its users.
 
     Args:
         engine, codec, owner: the model, see `multilin.cli.export.open_engine`.
@@ -57,7 +57,7 @@ class Service:
         self.metrics = Metrics(self.scheduler, self.turns)
 
     def _notify(self, calls: list[Callable[[], None]]) -> None:
-        """Make the scheduler's calls on the event loop, all of a step at once."""
+        """Run the scheduler's calls on the event loop, those of a step together."""
         if self._loop is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(_call_all, calls)
 
@@ -99,7 +99,7 @@ class Service:
         session_id = "" if ask.session is None else ask.session.id
         self.check_idle(session_id)
         generation = Generation(
-            ask, self.scheduler, self.metrics, functools.partial(self._end, answer),
+            ask, self.scheduler, self.metrics, functools.partial(self._keep, answer),
             functools.partial(self.busy.pop, session_id, None),
         )  # fmt: skip
         if session_id:
@@ -182,12 +182,10 @@ class Service:
         self.turns.add(turn, pack_state(state, self.owner))
         return turn
 
-    async def _end(self, answer: Answer | None, generation: Generation, index: int, end: End) -> None:
-        """Keep the turn at the end of a sequence, and add it to the session."""
-        if generation.ask.store:
-            await asyncio.to_thread(self._keep, answer, generation, index, end)
-
     def _keep(self, answer: Answer | None, generation: Generation, index: int, end: End) -> None:
+        """Keep the turn at the end of a sequence, and add it to the session."""
+        if not generation.ask.store:
+            return
         ask, result, number = generation.ask, generation.results[index], index // len(generation.ask.settings)
         prompt, before, session = ask.prompts[number], generation.parents[number], ask.session
         num_unknown = before.num_unknown if before else 0

@@ -48,7 +48,7 @@ class SessionStore:
         self._folder.write(session.name, json.dumps(dataclasses.asdict(session)).encode())
 
     def get(self, owner: str, session_id: str) -> Session | None:
-        """A session of this owner; None where there is none."""
+        """A session of this owner; None if there is none."""
         if not is_id("session", session_id):
             return None
         return self._read(Session(session_id, owner).name)

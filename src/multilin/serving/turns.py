@@ -28,7 +28,7 @@ def new_id(kind: str) -> str:
 
 
 def is_id(kind: str, text: str) -> bool:
-    """Whether a text has the form of `new_id(kind)`."""
+    """True if a text has the form of `new_id(kind)`."""
     return re.fullmatch(rf"{kind}_[A-Za-z0-9_-]{{22}}", text) is not None
 
 
@@ -144,7 +144,7 @@ class TurnStore:
             threading.Thread(target=self.clean, name="multilin-clean", daemon=True).start()
 
     def get(self, owner: str, turn_id: str) -> tuple[Turn, bytes] | None:
-        """A turn of this owner and its state; None where there is none.
+        """A turn of this owner and its state; None if there is none.
 
         Raises:
             InputError: its files are damaged.
@@ -167,7 +167,7 @@ class TurnStore:
         return _parse(entry, kept[0]), kept[1]
 
     def peek(self, owner: str, turn_id: str) -> Turn | None:
-        """A turn of this owner without its state, as `get`."""
+        """A turn of this owner without its state; None if there is none. Same errors as `get`."""
         entry = self.entry(owner, turn_id)
         if entry is None:
             return None
@@ -176,14 +176,14 @@ class TurnStore:
         return None if content is None else _parse(entry, content)
 
     def entry(self, owner: str, turn_id: str) -> Entry | None:
-        """What is known of a turn of this owner; None where there is none."""
+        """The entry of a turn of this owner; None if there is none."""
         if turn_id not in self._entries and is_id("turn", turn_id):
             self._list(turn_id)  # another server may have written it
         entry = self._entries.get(turn_id)
         return entry if entry is not None and entry.owner == owner else None
 
     def longest(self, owner: str, token_ids: Sequence[int]) -> tuple[Turn, bytes] | None:
-        """The turn that has read the most of these tokens, not all of them, and nothing else."""
+        """The turn whose state has read the longest proper prefix of these tokens."""
         keys = [(owner, count, value) for count, value in enumerate(hashes(token_ids[:-1]), 1)]
         for turn_id in [self._by_hash[key] for key in reversed(keys) if key in self._by_hash]:
             with contextlib.suppress(InputError):  # damaged files are as good as none

@@ -1,4 +1,4 @@
-"""The endpoints that generate, and those about the model."""
+"""The endpoints for text, and for information about the model and the server."""
 
 import asyncio
 from typing import Annotated, Any
@@ -35,7 +35,7 @@ async def get_service(request: Request) -> Service:
 
 
 async def get_owner(request: Request) -> str:
-    """Whose request it is, as the guard has found."""
+    """The owner of the request, whom the guard has found by its key."""
     owner: str = request.scope["owner"]
     return owner
 
@@ -48,7 +48,7 @@ Owner = Annotated[str, Depends(get_owner)]
 async def completions(body: CompletionRequest, service: Served, owner: Owner) -> Response:
     """Continue text."""
     check_model(service, body.model)
-    session, before = await _find_text(service, owner, body.session)
+    session, before = await asyncio.to_thread(_find_text, service, owner, body.session)
     prompts = await asyncio.to_thread(_prompts, service, body, before)
     if session is not None and len(prompts) * body.num_choices > 1:
         raise ApiError(400, "session: only one text can go on with a session; give one prompt and n 1", "session")
@@ -95,7 +95,7 @@ async def chat(body: ChatRequest, service: Served, owner: Owner) -> Response:
         raise ApiError(400, "top_logprobs: given without logprobs; set logprobs to true", "top_logprobs")
     if body.max_tokens is not None and body.max_completion_tokens is not None:
         raise ApiError(400, "max_tokens: given together with max_completion_tokens; give one of them", "max_tokens")
-    session, before = await _find_text(service, owner, body.session)
+    session, before = await asyncio.to_thread(_find_text, service, owner, body.session)
     if session is not None and body.num_choices > 1:
         raise ApiError(400, f"n: {body.n} given, but one answer goes on with a session", "n")
     max_tokens = body.max_completion_tokens if body.max_tokens is None else body.max_tokens
@@ -113,7 +113,8 @@ async def responses(body: ResponseRequest, service: Served, owner: Owner) -> Res
     check_model(service, body.model)
     before = None
     if body.previous_response_id is not None:
-        before = await find_turn(service, owner, body.previous_response_id, "previous_response_id")
+        wanted = body.previous_response_id
+        before = await asyncio.to_thread(find_turn, service, owner, wanted, "previous_response_id")
     given = [Message(role="user", content=body.input)] if isinstance(body.input, str) else body.input
     messages = [{"role": "system", "content": body.instructions}] if body.instructions else []
     messages += [message.plain() for message in given]
@@ -134,19 +135,19 @@ async def responses(body: ResponseRequest, service: Served, owner: Owner) -> Res
 
 
 @router.get("/v1/responses/{response_id}")
-async def get_response(response_id: str, service: Served, owner: Owner) -> Response:
+def get_response(response_id: str, service: Served, owner: Owner) -> Response:
     """A response that was stored."""
-    turn = await find_turn(service, owner, response_id, "response_id")
+    turn = find_turn(service, owner, response_id, "response_id")
     if turn.answer is None:
         raise ApiError(404, f"response_id: there is no response {response_id!r:.60}", "response_id", NOT_FOUND)
     return JsonResponse(turn.answer)
 
 
 @router.delete("/v1/responses/{response_id}")
-async def delete_response(response_id: str, service: Served, owner: Owner) -> Response:
+def delete_response(response_id: str, service: Served, owner: Owner) -> Response:
     """Delete a response and its state."""
-    turn = await find_turn(service, owner, response_id, "response_id")
-    await asyncio.to_thread(service.turns.remove, owner, turn.id)
+    turn = find_turn(service, owner, response_id, "response_id")
+    service.turns.remove(owner, turn.id)
     return JsonResponse({"id": turn.id, "object": "response", "deleted": True})
 
 
@@ -164,18 +165,18 @@ async def model(name: str, service: Served) -> Response:
 
 
 @router.post("/tokenize")
-async def tokenize(body: TokenizeRequest, service: Served) -> Response:
+def tokenize(body: TokenizeRequest, service: Served) -> Response:
     """The tokens of a text, without the token that begins a text."""
     check_model(service, body.model)
-    tokens = await asyncio.to_thread(service.codec.encode, body.prompt)
+    tokens = service.codec.encode(body.prompt)
     return JsonResponse({"tokens": tokens, "count": len(tokens), "max_model_len": service.engine.longest_text})
 
 
 @router.post("/detokenize")
-async def detokenize(body: DetokenizeRequest, service: Served) -> Response:
+def detokenize(body: DetokenizeRequest, service: Served) -> Response:
     """The text of tokens."""
     check_model(service, body.model)
-    return JsonResponse({"prompt": await asyncio.to_thread(service.text, body.tokens, "tokens")})
+    return JsonResponse({"prompt": service.text(body.tokens, "tokens")})
 
 
 @router.get("/health")
@@ -196,28 +197,28 @@ def check_model(service: Service, name: str | None) -> None:
         raise ApiError(404, f"model: {name!r:.80} given, but this server has {service.name!r}", "model", NOT_FOUND)
 
 
-async def find_turn(service: Service, owner: str, turn_id: str, param: str) -> Turn:
+def find_turn(service: Service, owner: str, turn_id: str, param: str) -> Turn:
     """A turn of this owner."""
-    turn = await asyncio.to_thread(service.turns.peek, owner, turn_id)
+    turn = service.turns.peek(owner, turn_id)
     if turn is None:
         raise ApiError(404, f"{param}: there is no turn {turn_id!r:.60}", param, NOT_FOUND)
     return turn
 
 
-async def find_session(service: Service, owner: str, session_id: str) -> Session:
+def find_session(service: Service, owner: str, session_id: str) -> Session:
     """A session of this owner."""
-    session = await asyncio.to_thread(service.sessions.get, owner, session_id)
+    session = service.sessions.get(owner, session_id)
     if session is None:
         raise ApiError(404, f"session: there is no session {session_id!r:.60}", "session", NOT_FOUND)
     return session
 
 
-async def _find_text(service: Service, owner: str, session_id: str | None) -> tuple[Session | None, Turn | None]:
+def _find_text(service: Service, owner: str, session_id: str | None) -> tuple[Session | None, Turn | None]:
     """The session that a request continues, if any, and its last turn."""
     if session_id is None:
         return None, None
-    session = await find_session(service, owner, session_id)
-    return session, await find_turn(service, owner, session.turns[-1], "session") if session.turns else None
+    session = find_session(service, owner, session_id)
+    return session, find_turn(service, owner, session.turns[-1], "session") if session.turns else None
 
 
 def _model(service: Service) -> Json:

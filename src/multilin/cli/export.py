@@ -1,12 +1,11 @@
 """The verb that exports a model as graphs, and the engine that `multilin generate` runs."""
 
-import importlib.util
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from multilin.cli.messages import load, say_next
+from multilin.cli.messages import check_installed, load, say_next
 from multilin.cli.tables import make_console, print_table
 from multilin.errors import InputError
 from multilin.files import check_folder
@@ -47,7 +46,7 @@ def export(arguments: ExportArguments) -> None:
         raise InputError("runtime: given, but only --format web has a runtime; leave it out")
     if arguments.format == "web" and arguments.precision == "4bit":
         raise InputError("precision: 4bit given, but a page takes float32 or 8bit")
-    _check_installed()
+    check_installed("export:", "export", "onnx", "onnxscript", "onnxruntime")
     run = load(arguments.run)
     from multilin.analysis.evaluate.run import recipe_of, validation_text
     from multilin.cli.progress import show_progress
@@ -80,12 +79,6 @@ def export(arguments: ExportArguments) -> None:
         say_next(f"multilin generate {output}", f"less {output / 'README.md'}")
 
 
-def _check_installed() -> None:
-    for name in ("onnx", "onnxscript", "onnxruntime"):
-        if importlib.util.find_spec(name) is None:
-            raise InputError(f"export: needs {name}, which is not installed; pip install 'multilin[export]'")
-
-
 def _print_comparison(comparison: "Comparison", precision: str) -> None:
     original, exported = zip(comparison.bits_per_byte, comparison.num_bytes, comparison.tokens_per_second, strict=True)
     rows = [
@@ -116,8 +109,8 @@ def open_engine(folder: Path, name: EngineName, *, is_server: bool = False) -> "
         check_run_files(folder)
     elif name == "torch":
         raise InputError(f"engine: torch given, but {folder} is an exported model; give the folder of the run")
-    if (name == "onnx" or is_export(folder)) and importlib.util.find_spec("onnxruntime") is None:
-        raise InputError("engine: onnx needs onnxruntime, which is not installed; pip install 'multilin[export]'")
+    if name == "onnx" or is_export(folder):
+        check_installed("engine: onnx", "export", "onnxruntime")
     if is_export(folder):
         return _onnx(folder, is_server)
     if name == "torch" or (name == "auto" and model_type(folder) != "multilin"):

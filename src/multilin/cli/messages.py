@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import importlib.util
 import json
 import os
 import shutil
@@ -11,6 +12,8 @@ from collections.abc import Iterator
 from logging import ERROR, getLogger
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from multilin.errors import InputError
 
 if TYPE_CHECKING:
     from multilin.inference.runs import Run
@@ -56,6 +59,13 @@ def load(folder: str | Path) -> "Run":
         from multilin.inference.runs import load_run
 
         return load_run(folder)
+
+
+def check_installed(user: str, extra: str, *modules: str) -> None:
+    """Refuse what needs a missing module; `extra` is the optional dependency of multilin that has it."""
+    for name in modules:
+        if importlib.util.find_spec(name) is None:
+            raise InputError(f"{user} needs {name}, which is not installed; pip install 'multilin[{extra}]'")
 
 
 def say_next(*commands: str) -> None:

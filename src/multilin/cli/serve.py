@@ -1,12 +1,11 @@
 """The verb that serves a model over HTTP."""
 
 import functools
-import importlib.util
 import socket
 from pathlib import Path
 
 from multilin.cli.export import open_engine
-from multilin.cli.messages import load
+from multilin.cli.messages import check_installed, load
 from multilin.errors import InputError
 from multilin.inference.run_files import is_export
 from multilin.inference.settings import EngineName
@@ -52,9 +51,7 @@ def serve(arguments: ServeArguments, limits: ServeLimits) -> None:
 
 def _check(arguments: ServeArguments) -> list[str]:
     """The keys; refuses missing packages, and an address that others can reach without a key."""
-    for name in ("fastapi", "uvicorn", "prometheus_client"):
-        if importlib.util.find_spec(name) is None:
-            raise InputError(f"serve: needs {name}, which is not installed; pip install 'multilin[serve]'")
+    check_installed("serve:", "serve", "fastapi", "uvicorn", "prometheus_client")
     keys = split_keys(arguments.api_key)
     if arguments.api_key is not None and not keys:
         raise InputError("--api-key: an empty text given, but a key has a character")

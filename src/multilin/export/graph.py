@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from multilin.errors import InputError
+from multilin.errors import as_input_error
 from multilin.inference.manifest import graph_tensors
 from multilin.inference.snapshot import describe_state, example_state
 from multilin.inference.state_contents import StateTensor
@@ -109,19 +109,12 @@ def make_graph(model: MultilinForCausalLM, num_columns: int) -> Any:
         names = list(example)
         inputs = tuple(example.values())
         dims = (shapes["input_ids"], tuple(shapes[name] for name in names[1:]))
-        try:
+        with as_input_error(lambda reason: f"run: this model cannot be exported as a graph ({reason})"):
             program = torch.export.export(step, inputs, dynamic_shapes=dims, strict=False)
             return torch.onnx.export(
                 program, dynamo=True, optimize=True, verbose=False, opset_version=OPSET, input_names=names,
                 output_names=["logits", *(f"new.{about.name}" for about in step.tensors)],
             )  # fmt: skip
-        except InputError:
-            raise
-        except Exception as error:  # what a foreign layer does can fail in as many ways as there are operators
-            reason = " ".join(str(error).split())[:300]
-            raise InputError(
-                f"run: this model cannot be exported as a graph ({type(error).__name__}: {reason})"
-            ) from error
 
 
 @contextmanager

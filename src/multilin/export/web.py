@@ -2,7 +2,6 @@
 
 import base64
 import hashlib
-import http.client
 import io
 import json
 import shutil
@@ -18,7 +17,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
-from multilin.errors import InputError
+from multilin.errors import InputError, as_input_error
 from multilin.export.folder import export_run
 from multilin.export.weights import BLOCK, SMALLEST, Precision
 from multilin.files import atomic_folder, check_folder, shown
@@ -126,12 +125,11 @@ def fetch_runtime() -> dict[str, bytes]:
         InputError: the package cannot be fetched, or is not the one whose checksum is known here.
     """
     url = f"{_registry().rstrip('/')}/onnxruntime-web/-/onnxruntime-web-{RUNTIME_VERSION}.tgz"
-    try:
-        with urllib.request.urlopen(url, timeout=60) as response:
-            package = response.read()
-    except (OSError, ValueError, http.client.HTTPException) as error:
-        reason = " ".join(str(error).split())[:120]
-        raise InputError(f"--runtime: none given, and {shown(url)} cannot be fetched ({reason})") from None
+    with (
+        as_input_error(lambda reason: f"--runtime: none given, and {shown(url)} cannot be fetched ({reason})"),
+        urllib.request.urlopen(url, timeout=60) as response,
+    ):
+        package = response.read()
     if base64.b64encode(hashlib.sha512(package).digest()).decode() != RUNTIME_INTEGRITY:
         raise InputError(f"--runtime: none given, and {shown(url)} has another checksum than the package has")
     with tarfile.open(fileobj=io.BytesIO(package)) as archive:

@@ -15,7 +15,7 @@ from annotated_types import MaxLen
 from torch import Tensor
 
 from multilin.data.tokenizers import TOKENIZER_FILES
-from multilin.errors import InputError, shorten, shown
+from multilin.errors import InputError, as_input_error, shown
 from multilin.files import atomic_folder, check_folder
 from multilin.model import MultilinConfig, MultilinForCausalLM
 from multilin.settings import load_settings, settings
@@ -191,16 +191,13 @@ def _read_config(source: Path) -> dict[str, Any]:
 
 def _read_weights(source: Path) -> dict[str, Tensor]:
     safe, pickled = source / "model.safetensors", source / "pytorch_model.bin"
-    try:
+    damage = f"source: the weights in {source} are damaged or hold more than tensors"
+    with as_input_error(lambda reason: f"{damage} ({reason})"):
         if safe.is_file():
             return safetensors.torch.load_file(safe)
         if pickled.is_file():
             weights: dict[str, Tensor] = torch.load(pickled, map_location="cpu", weights_only=True)
             return weights
-    except Exception as error:
-        # torch and safetensors raise many kinds of errors for damaged files; all mean the same to the user.
-        reason = shorten(" ".join(str(error).split()), 200) or type(error).__name__
-        raise InputError(f"source: the weights in {source} are damaged or hold more than tensors ({reason})") from None
     raise InputError(f"source: {source} has no model.safetensors and no pytorch_model.bin")
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from multilin.errors import InputError
+from multilin.errors import InputError, as_input_error
 from multilin.files import shown
 from multilin.inference.run_files import MANIFEST
 from multilin.inference.state_contents import StateTensor
@@ -69,12 +69,9 @@ def read_manifest(folder: Path) -> Manifest:
     version = values.get("format") if isinstance(values, dict) else None
     if version != FORMAT:
         raise InputError(f"export: {path} has format {version!r:.40}, not {FORMAT!r}; export the model again")
-    try:
+    with as_input_error(lambda reason: f"export: {path} is damaged or files beside it are missing ({reason})"):
         manifest = Manifest(**values | {"state": [StateTensor(**about) for about in values["state"]]})
         wrong = [name for name, digest in manifest.files.items() if file_hash(folder / name) != digest]
-    except (KeyError, TypeError, ValueError, OSError) as error:
-        reason = " ".join(str(error).split())[:120]
-        raise InputError(f"export: {path} is damaged or files beside it are missing ({reason})") from None
     if wrong:
         raise InputError(f"export: {folder / wrong[0]} is not the file that {MANIFEST} names; export the model again")
     return manifest

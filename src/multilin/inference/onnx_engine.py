@@ -8,7 +8,7 @@ import numpy as np
 import onnxruntime
 from numpy.typing import NDArray
 
-from multilin.errors import InputError
+from multilin.errors import InputError, as_input_error
 from multilin.inference.manifest import Manifest, graph_tensors, read_manifest
 from multilin.inference.onnx_state import OnnxState
 from multilin.inference.run_files import MANIFEST
@@ -72,11 +72,8 @@ class OnnxEngine:
         if num_threads is not None:
             options.intra_op_num_threads = num_threads
         path = self.folder / name
-        try:
+        with as_input_error(lambda reason: f"export: {path} cannot be loaded ({reason}); export the model again"):
             session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
-        except Exception as error:  # the runtime's errors have no common class
-            reason = " ".join(str(error).split())[:200]
-            raise InputError(f"export: {path} cannot be loaded ({reason}); export the model again") from None
         names = [given.name for given in session.get_inputs()]
         expected = [*_LEADING[name], *(about.name for about in self._inputs)]
         outputs = [given.name for given in session.get_outputs()]

@@ -42,7 +42,8 @@ class OnnxState:
             shape = list(one.shape)
             if one.is_ring:
                 shape[0] = min(FEWEST_SLOTS, shape[0])
-            tensors[one.name] = _laid_out(np.full((num_rows, *shape), one.empty, one.dtype), one)
+            tensor = np.full((num_rows, *shape), one.empty, one.dtype)
+            tensors[one.name] = np.ascontiguousarray(_slots_first(tensor, one))
         return cls(about, {name: np.zeros(num_rows, np.int64) for name in EMBEDDING}, tensors)
 
     @classmethod
@@ -53,7 +54,7 @@ class OnnxState:
         for one in about:
             tensor = given[one.name]
             if one.is_ring:
-                tensor = _laid_out(_as_ring(tensor, one, embedding["num_read_B"]), one)
+                tensor = _slots_first(_as_ring(tensor, one, embedding["num_read_B"]), one)
             tensors[one.name] = np.array(tensor, one.dtype, order="C")
         return cls(about, embedding, tensors)
 
@@ -163,10 +164,6 @@ def _slot_axis(about: StateTensor) -> int:
 def _slots_first(tensor: NDArray[Any], about: StateTensor) -> NDArray[Any]:
     """A view (rows, slots, ...) of a ring of the graphs, and the other way round."""
     return tensor.swapaxes(1, 2) if about.is_multiplied else tensor
-
-
-def _laid_out(tensor: NDArray[Any], about: StateTensor) -> NDArray[Any]:
-    return np.ascontiguousarray(_slots_first(tensor, about))
 
 
 def _num_slots(about: StateTensor, num_tokens: int) -> int:

@@ -13,7 +13,6 @@ prompt and biases add to them, and L the part of C with which they read each oth
 so N outputs take log2 N squarings of L and Q. Q has rank D at most: everything is done in D dimensions.
 """
 
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -146,21 +145,18 @@ def rollout_sequential(
     Same arguments and errors as `rollout`, which is faster.
     """
     _check_request(prompt, num_steps, len(_linear_maps(model)[0][0]))
-    return torch.stack(list(_steps(model, prompt, num_steps)), dim=1)
-
-
-def _steps(model: MultilinForCausalLM, prompt: Tensor, num_steps: int) -> Iterator[Tensor]:
     embedding_VD = model.model.embedding.tokens.weight
     states = [None] * len(model.model.layers)
-    x_BTD, first = embedding_VD[prompt], 0
+    x_BTD, first, outputs = embedding_VD[prompt], 0, list[Tensor]()
     for _ in range(num_steps):
         layout = Layout(torch.arange(first, first + x_BTD.shape[1], device=prompt.device).expand(len(prompt), -1))
         first += x_BTD.shape[1]
         for index, layer in enumerate(model.model.layers):
             x_BTD, states[index] = layer(x_BTD, states[index], layout)
         output_BV = model.lm_head(x_BTD[:, -1] * model.config.final_scale)
-        yield output_BV
+        outputs.append(output_BV)
         x_BTD = (output_BV @ embedding_VD)[:, None]
+    return torch.stack(outputs, dim=1)
 
 
 def power_coefficients(mixing: Float[Tensor, "n n"], num_steps: int) -> Float[Tensor, "N P"]:

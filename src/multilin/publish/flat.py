@@ -46,7 +46,7 @@ def _is_left_out(statement: ast.stmt) -> bool:
     """True for module docstrings, `if` blocks for type checkers, `__all__`, and entries in transformers' registry."""
     is_docstring = isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
     is_entry = isinstance(statement, ast.Expr) and ast.unparse(statement).startswith("Auto")
-    return is_docstring or is_entry or isinstance(statement, ast.If) or list(bound_names(statement)) == ["__all__"]
+    return is_docstring or is_entry or isinstance(statement, ast.If) or bound_names(statement) == {"__all__"}
 
 
 def _mentioned(statement: ast.stmt) -> set[str]:

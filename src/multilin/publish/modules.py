@@ -34,16 +34,16 @@ def closure(roots: Iterable[str]) -> dict[str, Module]:
     def add(name: str) -> None:
         if name in modules or _is_compiled(name) or name == BOUNDS:
             return
-        tree = ast.parse(_source(name))
-        module = Module(name, tree)
-        modules[name] = module
+        path = _path(STAND_INS if name == SETTINGS else name)
+        assert path is not None, name
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        module = modules[name] = Module(name, tree)
         for imported in _internal_imports(tree):
             for alias in imported.names:
                 module.globals[alias.asname or alias.name] = place = _place(imported, alias.name)
                 add(place[0])
-        module.globals |= {
-            bound: (name, bound) for statement in tree.body for bound in bound_names(statement, own=True)
-        }
+        own = [part for part in tree.body if not isinstance(part, ast.Import | ast.ImportFrom)]
+        module.globals |= {bound: (name, bound) for bound in bound_names(*own)}
         modules[name] = modules.pop(name)  # after what it imports
 
     for root in roots:
@@ -51,14 +51,8 @@ def closure(roots: Iterable[str]) -> dict[str, Module]:
     return modules
 
 
-def _source(name: str) -> str:
-    path = _path(STAND_INS if name == SETTINGS else name)
-    assert path is not None, name
-    return path.read_text(encoding="utf-8")
-
-
 def _path(name: str) -> Path | None:
-    """The file of a module of the package; None where there is no such module."""
+    """The file of a module of the package; None if there is no such module."""
     base = _ROOT.joinpath(*name.split(".")[1:])
     candidates = base / "__init__.py", base.with_suffix(".py")
     return next((path for path in candidates if path.is_file()), None)
@@ -94,15 +88,24 @@ def _place(imported: ast.ImportFrom, name: str) -> Place:
     return (inside, "") if _path(inside) is not None else (imported.module, name)
 
 
-def bound_names(statement: ast.stmt, *, own: bool = False) -> Iterator[str]:
-    """Names that a top-level statement binds; `own` leaves out imports."""
-    if isinstance(statement, ast.FunctionDef | ast.ClassDef):
-        yield statement.name
-    elif isinstance(statement, ast.Import | ast.ImportFrom):
-        if not own:
-            yield from ((alias.asname or alias.name).split(".")[0] for alias in statement.names)
-    else:
-        yield from (n.id for n in ast.walk(statement) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store))
+def bound_names(*statements: ast.stmt) -> set[str]:
+    """Names that statements bind, without those of nested functions, comprehensions and imports from the package."""
+    bound: set[str] = set()
+    pending: list[ast.AST] = list(statements)
+    while pending:
+        node = pending.pop()
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            bound.add(node.name)
+            continue
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            bound.add(node.id)
+        elif isinstance(node, ast.ExceptHandler) and node.name:
+            bound.add(node.name)
+        elif isinstance(node, ast.Import | ast.ImportFrom) and not is_internal(node):
+            bound |= {(alias.asname or alias.name).split(".")[0] for alias in node.names}
+        if not isinstance(node, ast.Lambda | ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp):
+            pending += ast.iter_child_nodes(node)
+    return bound
 
 
 def origin(statement: ast.Import | ast.ImportFrom, name: str) -> Place:

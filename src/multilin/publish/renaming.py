@@ -95,7 +95,7 @@ class _Renamer(ast.NodeTransformer):
         node.decorator_list = [self.visit(part) for part in node.decorator_list]
         node.args = self.visit(node.args)  # annotations and defaults belong outside
         node.returns = None if node.returns is None else self.visit(node.returns)
-        self.scopes.append((False, _arguments(node.args) | _locals(node.body)))
+        self.scopes.append((False, _arguments(node.args) | bound_names(*node.body)))
         node.body = [self.visit(part) for part in node.body]
         self.scopes.pop()
         return node
@@ -108,7 +108,7 @@ class _Renamer(ast.NodeTransformer):
         self.scopes.append((True, bound))
         for statement in node.body:  # a name is the module's until the class has one like it
             body.append(self.visit(statement))
-            bound |= _locals(body[-1:])
+            bound |= bound_names(*body[-1:])
         node.body = body
         self.scopes.pop()
         return node
@@ -132,23 +132,3 @@ class _Renamer(ast.NodeTransformer):
 
 def _arguments(arguments: ast.arguments) -> set[str]:
     return {part.arg for part in ast.walk(arguments) if isinstance(part, ast.arg)}
-
-
-def _locals(body: list[ast.stmt]) -> set[str]:
-    """Names that the statements of a function or a class bind, without those of nested functions."""
-    bound: set[str] = set()
-    pending: list[ast.AST] = list(body)
-    while pending:
-        node = pending.pop()
-        if isinstance(node, ast.FunctionDef | ast.ClassDef):
-            bound.add(node.name)
-            continue
-        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            bound.add(node.id)
-        elif isinstance(node, ast.ExceptHandler) and node.name:
-            bound.add(node.name)
-        elif isinstance(node, ast.Import | ast.ImportFrom) and not is_internal(node):
-            bound |= set(bound_names(node))
-        if not isinstance(node, ast.Lambda | ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp):
-            pending += ast.iter_child_nodes(node)
-    return bound

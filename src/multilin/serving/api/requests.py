@@ -50,11 +50,6 @@ class Sampling(Body):
     user: Name | None = None
     store: bool | None = None
 
-    @property
-    def num_choices(self) -> int:
-        """Number of answers to each prompt."""
-        return 1
-
     def settings(self, stops: tuple[str, ...], index: int) -> GenerationSettings:
         """Settings of answer number `index`; without a temperature it is 1, with 0 the likeliest token is taken."""
         temperature = 1.0 if self.temperature is None else self.temperature
@@ -77,11 +72,6 @@ class Choices(Sampling):
     n: Annotated[int, Ge(1), Le(128)] | None = None
     stream_options: StreamOptions | None = None
     session: Id | None = None
-
-    @property
-    def num_choices(self) -> int:
-        """Number of answers to each prompt."""
-        return self.n or 1
 
 
 class CompletionRequest(Choices):

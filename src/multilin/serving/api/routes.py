@@ -50,13 +50,13 @@ async def completions(body: CompletionRequest, service: Served, owner: Owner) ->
     check_model(service, body.model)
     session, before = await asyncio.to_thread(_find_text, service, owner, body.session)
     prompts = await asyncio.to_thread(_prompts, service, body, before)
-    if session is not None and len(prompts) * body.num_choices > 1:
+    if session is not None and len(prompts) * (body.n or 1) > 1:
         raise ApiError(400, "session: only one text can go on with a session; give one prompt and n 1", "session")
     max_tokens = COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
     if max_tokens == 0 and not body.echo:
         raise ApiError(400, "max_tokens: 0 given, but without echo it should be at least 1", "max_tokens")
     ask = _ask(
-        body, owner, "completion", prompts, max_tokens, session,
+        body, owner, "completion", prompts, max_tokens, session, num_choices=body.n or 1,
         num_logprobs=body.logprobs, prompt_logprobs=bool(body.echo) and body.logprobs is not None,
     )  # fmt: skip
     without_first: tuple[list[int], ...] = ([], [service.codec.end_id])
@@ -96,13 +96,13 @@ async def chat(body: ChatRequest, service: Served, owner: Owner) -> Response:
     if body.max_tokens is not None and body.max_completion_tokens is not None:
         raise ApiError(400, "max_tokens: given together with max_completion_tokens; give one of them", "max_tokens")
     session, before = await asyncio.to_thread(_find_text, service, owner, body.session)
-    if session is not None and body.num_choices > 1:
+    if session is not None and (body.n or 1) > 1:
         raise ApiError(400, f"n: {body.n} given, but one answer goes on with a session", "n")
     max_tokens = body.max_completion_tokens if body.max_tokens is None else body.max_tokens
     messages = [message.plain() for message in body.messages]
     prompt = await asyncio.to_thread(service.chat_prompt, messages, before)
     num_logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    ask = _ask(body, owner, "chat", [prompt], max_tokens, session, service.layout.stops, num_logprobs)
+    ask = _ask(body, owner, "chat", [prompt], max_tokens, session, service.layout.stops, body.n or 1, num_logprobs)
     form = ChatForm(service, include_usage=_include_usage(body), has_logprobs=bool(body.logprobs))
     return Answer(await service.begin(ask), form)
 
@@ -235,12 +235,12 @@ def _include_usage(body: Any) -> bool:
 
 def _ask(
     body: Sampling, owner: str, kind: str, prompts: list[Prompt], max_tokens: int | None, session: Session | None,
-    stops: tuple[str, ...] = (), num_logprobs: int | None = None, prompt_logprobs: bool = False,
+    stops: tuple[str, ...] = (), num_choices: int = 1, num_logprobs: int | None = None, prompt_logprobs: bool = False,
 ) -> Ask:  # fmt: skip
     if session is not None and body.store is False:
         raise ApiError(400, "store: false given together with session, which keeps the turn", "store")
     if max_tokens == 0 and kind != "completion":
         raise ApiError(400, "max_tokens: 0 given, but it should be at least 1", "max_tokens")
-    settings = [body.settings(stops, index) for index in range(body.num_choices)]
+    settings = [body.settings(stops, index) for index in range(num_choices)]
     return Ask(kind, owner, prompts, settings, max_tokens, CHAT_TOKENS, num_logprobs, prompt_logprobs,
                body.store is not False, session, bool(body.stream))  # fmt: skip

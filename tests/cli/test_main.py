@@ -10,7 +10,7 @@ import pytest
 
 import multilin
 from multilin import machine
-from multilin.cli.doctor import DoctorArguments
+from multilin.cli.info import DoctorArguments
 from multilin.cli.main import BROKEN_PIPE, VERBS, main
 from multilin.training.outcomes import TrainingFailed, TrainingInterrupted
 

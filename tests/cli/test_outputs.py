@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from multilin.cli.doctor import DoctorArguments
+from multilin.cli.info import DoctorArguments
 from multilin.cli.main import BAD_INPUT, BROKEN_PIPE, FAILED, VERBS, main
 
 Call = Callable[..., str]

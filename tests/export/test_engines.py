@@ -12,12 +12,11 @@ import pytest
 
 from multilin import InputError
 from multilin.architectures import architectures
-from multilin.inference.generate import Sequence, generate
+from multilin.inference.generate import Sequence, continue_file, generate
 from multilin.inference.generate_run import text_codec
 from multilin.inference.manifest import MANIFEST
 from multilin.inference.onnx_engine import OnnxEngine
 from multilin.inference.runs import Run
-from multilin.inference.session import continue_file
 from multilin.inference.settings import GenerationSettings
 from multilin.inference.snapshot import state_owner
 from multilin.inference.torch_engine import TorchEngine

@@ -16,7 +16,7 @@ from transformers import (
 from multilin import InputError
 from multilin.inference.generate import check_settings
 from multilin.inference.random_numbers import RandomNumbers
-from multilin.inference.sampling import adjust, candidates, choose_token
+from multilin.inference.sampling import adjust, candidates, choose_tokens
 from multilin.inference.settings import GenerationSettings
 
 V = 23
@@ -61,12 +61,13 @@ def test_probabilities_are_those_of_transformers(seed, temperature, top_k, top_p
 
 def test_draws_follow_the_probabilities() -> None:
     numbers, settings = RandomNumbers(3), GenerationSettings(temperature=1.0)
-    draws = [choose_token(logits(1), settings, {}, numbers) for _ in range(4000)]
+    draws = [choose_tokens(logits(1)[None], [settings], [{}], [numbers])[0] for _ in range(4000)]
     shares = np.exp(logits(1).astype(np.float64))
     shares /= shares.sum()
     counts = np.bincount(draws, minlength=V) / len(draws)
     assert np.abs(counts - shares).max() < 0.03
-    assert choose_token(logits(1), GenerationSettings(greedy=True), {}, numbers) == logits(1).argmax()
+    greedy = GenerationSettings(greedy=True)
+    assert choose_tokens(logits(1)[None], [greedy], [{}], [numbers]) == [logits(1).argmax()]
 
 
 @pytest.mark.parametrize("num_before", [0, 1, 311, 313, 1000])

@@ -22,11 +22,8 @@ from multilin.inference.snapshot import state_owner
 from multilin.inference.torch_engine import TorchEngine
 from multilin.model.factory import create_model
 from multilin.serving.app import create_app
-from multilin.serving.folder import AddressFolder, MemoryFolder
-from multilin.serving.layout import open_layout
-from multilin.serving.service import Limits, Service
-from multilin.serving.sessions import SessionStore
-from multilin.serving.turns import TurnStore
+from multilin.serving.service import Service
+from multilin.serving.settings import ServeLimits
 from tests.letters import write_letters
 
 LONGEST = 8192
@@ -93,18 +90,15 @@ def start(run: Run, request: pytest.FixtureRequest) -> Iterator[Start]:
     ends: list[Callable[[], None]] = []
 
     def begin(
-        engine: Any = "torch", *, slots: int = 8, queue: int = 64, memory: int = 10**8,
-        folder: Path | str | None = None, limits: Limits | None = None, **others: Any,
+        engine: Any = "torch", *, slots: int = 64, queue: int = 64, memory: str = "100MB",
+        folder: Path | str | None = None, **others: Any,
     ) -> Server:  # fmt: skip
         if engine == "torch":
             engine = TorchEngine(run.model)
         elif engine == "onnx":
             engine = OnnxEngine(request.getfixturevalue("export"), num_threads=1)
-        codec, store = text_codec(run.tokenizer), None if folder is None else AddressFolder(str(folder))
-        service = Service(
-            engine, codec, state_owner(run.model), "tiny", open_layout(codec, run.folder), TurnStore(store, memory),
-            SessionStore(store or MemoryFolder()), limits or Limits(), slots, queue,
-        )  # fmt: skip
+        limits = ServeLimits(slots=slots, queue=queue, memory=memory, sessions=None if folder is None else str(folder))
+        service = Service(engine, text_codec(run.tokenizer), state_owner(run.model), run.folder, None, limits)
         config = uvicorn.Config(
             create_app(service, **others), port=0, log_level="warning", lifespan="off", access_log=False
         )

@@ -8,7 +8,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from multilin.serving.folder import AddressFolder
+from multilin.serving.folder import Folder
 from multilin.serving.turns import Turn, TurnStore, new_id
 from tests.serving.conftest import Server, Start
 
@@ -116,7 +116,7 @@ def test_a_session_is_continued_by_one_request_at_a_time(start: Start) -> None:
 
 def test_a_server_that_starts_again_goes_on(start: Start, tmp_path: Path) -> None:
     """And servers that share a folder continue each other's sessions."""
-    before, same = start(folder=tmp_path), start(folder=tmp_path, memory=1)
+    before, same = start(folder=tmp_path), start(folder=tmp_path, memory="0.001KB")
     session = before.post("/v1/sessions")["id"]
     add(before, session, "one")
     expected = before.post(f"/v1/sessions/{session}/fork")["id"]
@@ -150,11 +150,11 @@ def turns(tmp_path: Path) -> list[Turn]:
 @pytest.mark.slow
 def test_a_thousand_turns_on_disk(turns: list[Turn], tmp_path: Path) -> None:
     """A new store finds each, by its id and by its tokens, and holds only so many in memory."""
-    store = TurnStore(AddressFolder(str(tmp_path)), 50_000)
+    store = TurnStore(Folder(str(tmp_path)), 50_000)
     for turn in turns:
         store.add(turn, b"x" * 1000)
     begin = time.monotonic()
-    store = TurnStore(AddressFolder(str(tmp_path)), 50_000)
+    store = TurnStore(Folder(str(tmp_path)), 50_000)
     assert time.monotonic() - begin < 2
     assert len(store) == 1000
     for turn in turns[::37]:
@@ -166,13 +166,13 @@ def test_a_thousand_turns_on_disk(turns: list[Turn], tmp_path: Path) -> None:
         assert store.get("1" * 16, turn.id) is None
     assert store.num_bytes <= 50_000
     next(tmp_path.rglob(f"{turns[0].id}.*.json")).write_text("{")
-    store = TurnStore(AddressFolder(str(tmp_path)), 0)
+    store = TurnStore(Folder(str(tmp_path)), 0)
     assert store.longest(turns[0].owner, [1, 2, 0, 4]) is None
     assert store.longest(turns[1].owner, [1, 2, 1, 4]) is not None
 
 
 def test_old_turns_and_too_many_are_deleted(turns: list[Turn], tmp_path: Path) -> None:
-    store = TurnStore(AddressFolder(str(tmp_path)), 50_000, disk_bytes=30_000)
+    store = TurnStore(Folder(str(tmp_path)), 50_000, disk_bytes=30_000)
     for turn in turns[:100]:
         store.add(turn, b"x" * 1000)
     store.clean()

@@ -15,7 +15,7 @@ POSITIONAL = "positional"
 
 
 class Flag(NamedTuple):
-    """One field as the command line knows it."""
+    """A field of a settings class as a flag of the command line."""
 
     owner: type
     field: "dataclasses.Field[Any]"
@@ -26,12 +26,12 @@ class Flag(NamedTuple):
 
     @property
     def key(self) -> str:
-        """The name in a parsed namespace, dotted."""
+        """The dotted name in the parsed namespace."""
         return f"{self.section}.{self.field.name}" if self.section else self.field.name
 
     @property
     def is_list(self) -> bool:
-        """True if any number of texts is given by place."""
+        """True for a positional argument that takes any number of texts."""
         return self.is_positional and self.hint == list[str]
 
     @property
@@ -43,13 +43,13 @@ class Flag(NamedTuple):
 
     @property
     def given_type(self) -> Any:
-        """The type that its text is read as. `str` is taken as it is: as an optional text, "null" would be None."""
+        """The type that the text is read as; `str` for optional texts, in which "null" is a text."""
         is_text = set(get_args(self.hint)) == {str, types.NoneType}
         return str if is_text and not self.is_change else self.hint
 
     @property
     def takes(self) -> str:
-        """The placeholder for its value; empty for a switch."""
+        """The placeholder for the value in the help; empty for a switch."""
         is_switch = self.hint is bool and not self.is_change
         return "" if self.is_positional or is_switch else _metavar(self.hint)
 

@@ -15,7 +15,7 @@ from multilin.cli.export import open_engine
 from multilin.errors import InputError, nearest
 from multilin.files import check_writable, write_whole
 from multilin.inference.settings import EngineName, GenerationSettings
-from multilin.serving.settings import KEY_VARIABLE
+from multilin.serving.settings import KEY_VARIABLE, ServeLimits
 from multilin.settings import settings
 from multilin.settings.bounds import Name, PathText, Prose
 from multilin.settings.inputs import read_bytes
@@ -23,7 +23,6 @@ from multilin.settings.inputs import read_bytes
 if TYPE_CHECKING:
     from multilin.serving.local_chat import LocalChat
     from multilin.serving.remote_chat import RemoteChat
-    from multilin.serving.service import Service
 
 LARGEST_STATE = 2**30
 HELP = """\
@@ -92,7 +91,7 @@ class _Talk:
 
     @property
     def current(self) -> "LocalChat | RemoteChat":
-        """The branch that goes on."""
+        """The branch that is continued."""
         return self.branches[self.place]
 
     def say(self, content: str) -> None:
@@ -109,7 +108,7 @@ class _Talk:
         print(flush=True)
 
     def command(self, name: str, value: str = "") -> bool:
-        """Do what a command says; False ends the conversation."""
+        """Run a command such as /fork; False ends the conversation."""
         commands: dict[str, Callable[[str], None]] = {
             "/fork": self._fork, "/switch": self._switch, "/rewind": self._rewind, "/save": self._save,
             "/help": lambda _: print(HELP, file=sys.stderr),
@@ -153,7 +152,7 @@ def _is_address(target: str) -> bool:
 
 
 def _check(arguments: ChatArguments, settings: GenerationSettings) -> bytes | None:
-    """Refuse what does not go together; the content of the state file."""
+    """Refuse flags that exclude each other; returns the content of the state file."""
     if settings.num_beams > 1:
         raise InputError(f"num_beams: {settings.num_beams} given, but answers are not searched; leave it out")
     state = None if arguments.state is None else read_bytes(arguments.state, "--state", LARGEST_STATE)
@@ -171,7 +170,7 @@ def _check(arguments: ChatArguments, settings: GenerationSettings) -> bytes | No
 def _opened(
     arguments: ChatArguments, settings: GenerationSettings, state: bytes | None
 ) -> "Iterator[LocalChat | RemoteChat]":
-    """The beginning of a conversation, with what it needs until it ends."""
+    """The first branch of a conversation; client or engine are closed when the block ends."""
     if _is_address(arguments.target):
         from multilin.serving.remote_chat import RemoteChat, connect
 
@@ -179,28 +178,23 @@ def _opened(
         with connect(arguments.target, key) as client:
             yield RemoteChat.begin(client, settings, state, arguments.session)
         return
-    service = _open_service(Path(arguments.target), arguments.engine, settings)
-    try:
-        from multilin.serving.local_chat import LocalChat
+    folder = Path(arguments.target)
+    engine, codec, owner = open_engine(folder, arguments.engine)
+    from multilin.serving.local_chat import LocalChat
+    from multilin.serving.service import Service
 
+    if not engine.keeps_states:
+        raise InputError(f"target: a {engine.kind} model keeps no state, which a conversation goes on from")
+    limits = ServeLimits(slots=1, queue=1, max_tokens=settings.max_new_tokens, max_prompt=2**20)
+    service = Service(engine, codec, owner(), folder, None, limits)
+    try:
         yield LocalChat.begin(service, settings, state)
     finally:
         service.scheduler.stop(0)
 
 
-def _open_service(folder: Path, name: EngineName, settings: GenerationSettings) -> "Service":
-    engine, codec, owner = open_engine(folder, name)
-    from multilin.serving.settings import ServeLimits
-    from multilin.serving.start import start_service
-
-    if not engine.keeps_states:
-        raise InputError(f"target: a {engine.kind} model keeps no state, which a conversation goes on from")
-    limits = ServeLimits(slots=1, queue=1, max_tokens=settings.max_new_tokens, max_prompt=2**20)
-    return start_service(engine, codec, owner(), folder, None, limits)
-
-
 def _lines(is_terminal: bool) -> Iterator[str]:
-    """Messages: typed in with a terminal's editing, else the lines of stdin."""
+    """The messages: lines typed in a terminal, which can be edited, or the lines of stdin."""
     if sys.stdin is None:
         return
     if is_terminal:
@@ -224,7 +218,7 @@ def _lines(is_terminal: bool) -> Iterator[str]:
 
 @contextlib.contextmanager
 def _stopping(stop: Callable[[], None]) -> Iterator[None]:
-    """The first Ctrl-C stops what the block does, the next one interrupts it."""
+    """The first Ctrl-C calls `stop`, the next one interrupts the block."""
     is_stopping = False
 
     def handle(*_: Any) -> None:

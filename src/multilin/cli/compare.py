@@ -57,7 +57,7 @@ def compare(arguments: CompareArguments, changes: Changes) -> None:
 
 
 def print_comparison(comparison: "Comparison") -> None:
-    """The rows, the best first, and the remarks."""
+    """Print the rows, the best first, and the remarks."""
     from multilin.analysis.compare.answers import UNITS, amount, difference_texts, score_text
 
     console = make_console()

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from multilin.analysis.settings import EvaluationSettings
-from multilin.cli.messages import loading, say_next
+from multilin.cli.messages import load, loading, say_next
 from multilin.cli.tables import make_console, print_table
 from multilin.errors import InputError, plural
 from multilin.files import check_writable, write_whole
@@ -55,29 +55,27 @@ def evaluate(arguments: EvaluateArguments, settings: EvaluationSettings) -> None
     check_run_files(arguments.run)
     if arguments.output is not None:
         check_writable("--output", arguments.output)
-    with loading(f"PyTorch and {arguments.run}"):
-        from multilin.analysis.evaluate.breakdown import as_data
-        from multilin.analysis.evaluate.run import break_down_run
-        from multilin.cli.progress import show_progress
-        from multilin.inference.runs import load_run
-
-        run = load_run(arguments.run)
-        if tasks:
+    run = load(arguments.run)
+    data: dict[str, Any]
+    if tasks:
+        with loading("lm-eval"):
             import datasets
 
             from multilin.analysis.evaluate.tasks import evaluate_tasks
 
-            # They draw bars and make remarks about every task and model.
-            datasets.disable_progress_bars()
-            logging.getLogger("lm_eval").setLevel(logging.CRITICAL)
-    data: dict[str, Any]
-    if tasks:
+        # They draw bars and make remarks about every task and model.
+        datasets.disable_progress_bars()
+        logging.getLogger("lm_eval").setLevel(logging.CRITICAL)
         data = evaluate_tasks(
             run, tasks, folder=arguments.task_folder, trust_task_code=arguments.trust_task_code,
             limit=arguments.task_limit, batch_size=settings.batch_size,
         )  # fmt: skip
         show = functools.partial(_print_tasks, data)
     else:
+        from multilin.analysis.evaluate.breakdown import as_data
+        from multilin.analysis.evaluate.run import break_down_run
+        from multilin.cli.progress import show_progress
+
         with show_progress() as progress:
             data = as_data(break_down_run(run, settings, long=arguments.long, progress=progress))
         show = functools.partial(_print_breakdown, data)
@@ -130,7 +128,7 @@ def _task_names(tasks: str | None) -> list[str]:
 
 
 def _print_breakdown(data: Mapping[str, Any]) -> None:
-    """The score of the whole text, then a table for each way of grouping the tokens."""
+    """Print the score of the whole text, then a table for each way of grouping the tokens."""
     console = make_console()
     console.print(
         f"[bold]{data['bits_per_byte']:.4f} bits per byte[/bold], {data['loss']:.4f} nats per token, perplexity "
@@ -154,7 +152,7 @@ def _print_breakdown(data: Mapping[str, Any]) -> None:
 
 
 def _print_documents(documents: Mapping[str, Any]) -> None:
-    """The number of documents; of two or more that are long enough the spread, the best and the worst."""
+    """Print the number of documents; for two or more long ones also the spread, the best and the worst."""
     console, number, long_enough = make_console(), plural(documents["number"], "document"), documents["long_enough"]
     if "best" not in documents:
         console.print(f"{number}, {long_enough} of at least {documents['fewest_bytes']} bytes")
@@ -173,7 +171,7 @@ def _print_documents(documents: Mapping[str, Any]) -> None:
 
 
 def _print_tasks(data: Mapping[str, Any]) -> None:
-    """A line for each metric of each task."""
+    """Print a line for each metric of each task."""
     rows = [
         (task, metric, f"{score['value']:.4f}", "" if (error := score["standard_error"]) is None else f"{error:.4f}")
         for task, metrics in data.items()
@@ -183,7 +181,7 @@ def _print_tasks(data: Mapping[str, Any]) -> None:
 
 
 def _print_quantized(result: "Quantized") -> None:
-    """The model before and after, side by side."""
+    """Print size and scores of both models."""
     before, after = result.evaluation, result.int8_evaluation
     figures = (
         ("weights on disk, MB", result.weight_bytes / 1e6, result.int8_weight_bytes / 1e6, ",.2f"),

@@ -1,10 +1,10 @@
-"""The verb that shows which tokens a model weighed, and its view in the terminal."""
+"""The verb that shows which tokens of a text a model weighs, and its report in the terminal."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from multilin.analysis.settings import ExplainSettings
-from multilin.cli.messages import loading, say_next
+from multilin.cli.messages import load, say_next
 from multilin.cli.prompts import read_prompt
 from multilin.cli.tables import make_console, print_table
 from multilin.errors import plural
@@ -46,13 +46,11 @@ def explain(arguments: ExplainArguments, settings: ExplainSettings) -> None:
     text: str | None = read_prompt(arguments.text, arguments.file, names=("--text", "--file"))
     if arguments.text is None and arguments.file is None:
         text = text or None  # nothing was piped in
-    with loading(f"PyTorch and {arguments.run}"):
-        from multilin.analysis.explain.page import write_files
-        from multilin.analysis.explain.run import explain_run
-        from multilin.cli.progress import show_progress
-        from multilin.inference.runs import load_run
+    run = load(arguments.run)
+    from multilin.analysis.explain.page import write_files
+    from multilin.analysis.explain.run import explain_run
+    from multilin.cli.progress import show_progress
 
-        run = load_run(arguments.run)
     with show_progress() as progress:
         report = explain_run(run, text, settings, progress=progress)
     paths = write_files(report, folder)
@@ -65,7 +63,7 @@ def explain(arguments: ExplainArguments, settings: ExplainSettings) -> None:
 
 
 def _output_folder(arguments: ExplainArguments) -> Path:
-    """Where the files go, checked before any work."""
+    """The folder for the files; refuses one that cannot be written."""
     folder = Path(arguments.run, "explain") if arguments.output is None else Path(arguments.output)
     check_folder("--output", folder if arguments.output is None else arguments.output)
     for path in [folder / f"explain.{kind}" for kind in REPORT_KINDS] if folder.exists() else [folder]:
@@ -74,7 +72,7 @@ def _output_folder(arguments: ExplainArguments) -> Path:
 
 
 def print_report(report: "Report") -> None:
-    """The text, what its last position read, what the removal of tokens changes there, and whether both agree."""
+    """Print the text, its weights at the last position, the effect of removing tokens there, and whether both agree."""
     from rich.padding import Padding
 
     from multilin.analysis.explain.explanation import mask_own_token

@@ -1,12 +1,11 @@
 """The verb that exports a model as graphs, and the engine that `multilin generate` runs."""
 
-import importlib.util
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from multilin.cli.messages import loading, say_next
+from multilin.cli.messages import check_installed, load, say_next
 from multilin.cli.tables import make_console, print_table
 from multilin.errors import InputError
 from multilin.files import check_folder
@@ -47,16 +46,14 @@ def export(arguments: ExportArguments) -> None:
         raise InputError("runtime: given, but only --format web has a runtime; leave it out")
     if arguments.format == "web" and arguments.precision == "4bit":
         raise InputError("precision: 4bit given, but a page takes float32 or 8bit")
-    _check_installed()
-    with loading(f"PyTorch and {arguments.run}"):
-        from multilin.analysis.evaluate.run import recipe_of, validation_text
-        from multilin.cli.progress import show_progress
-        from multilin.export.check import compare_export
-        from multilin.export.folder import export_run
-        from multilin.export.web import export_web
-        from multilin.inference.runs import load_run
+    check_installed("export:", "export", "onnx", "onnxscript", "onnxruntime")
+    run = load(arguments.run)
+    from multilin.analysis.evaluate.run import recipe_of, validation_text
+    from multilin.cli.progress import show_progress
+    from multilin.export.check import compare_export
+    from multilin.export.folder import export_run
+    from multilin.export.web import export_web
 
-        run = load_run(arguments.run)
     with show_progress() as progress:
         if arguments.format == "web":
             runtime = None if arguments.runtime is None else Path(arguments.runtime)
@@ -82,12 +79,6 @@ def export(arguments: ExportArguments) -> None:
         say_next(f"multilin generate {output}", f"less {output / 'README.md'}")
 
 
-def _check_installed() -> None:
-    for name in ("onnx", "onnxscript", "onnxruntime"):
-        if importlib.util.find_spec(name) is None:
-            raise InputError(f"export: needs {name}, which is not installed; pip install 'multilin[export]'")
-
-
 def _print_comparison(comparison: "Comparison", precision: str) -> None:
     original, exported = zip(comparison.bits_per_byte, comparison.num_bytes, comparison.tokens_per_second, strict=True)
     rows = [
@@ -104,11 +95,11 @@ def _print_comparison(comparison: "Comparison", precision: str) -> None:
 
 
 def open_engine(folder: Path, name: EngineName, *, is_server: bool = False) -> "_Opened":
-    """The engine for a run or an export, its tokenizer, and what state files of the model hold.
+    """The engine for a run or an export, its tokenizer, and a function that describes the model's state files.
 
     Args:
-        folder: of the run or the export.
-        name: of the engine.
+        folder: the run or the export.
+        name: the engine to open.
         is_server: other threads need the cores while the engine waits.
 
     Raises:
@@ -118,8 +109,8 @@ def open_engine(folder: Path, name: EngineName, *, is_server: bool = False) -> "
         check_run_files(folder)
     elif name == "torch":
         raise InputError(f"engine: torch given, but {folder} is an exported model; give the folder of the run")
-    if (name == "onnx" or is_export(folder)) and importlib.util.find_spec("onnxruntime") is None:
-        raise InputError("engine: onnx needs onnxruntime, which is not installed; pip install 'multilin[export]'")
+    if name == "onnx" or is_export(folder):
+        check_installed("engine: onnx", "export", "onnxruntime")
     if is_export(folder):
         return _onnx(folder, is_server)
     if name == "torch" or (name == "auto" and model_type(folder) != "multilin"):
@@ -143,25 +134,21 @@ def _onnx(folder: Path, is_server: bool) -> "_Opened":
 
 
 def _torch(folder: Path) -> "_Opened":
-    with loading(f"PyTorch and {folder}"):
-        from multilin.inference.generate_run import text_codec
-        from multilin.inference.runs import load_run
-        from multilin.inference.snapshot import state_owner
-        from multilin.inference.torch_engine import TorchEngine
+    run = load(folder)
+    from multilin.inference.generate_run import text_codec
+    from multilin.inference.snapshot import state_owner
+    from multilin.inference.torch_engine import TorchEngine
 
-        run = load_run(folder)
     return TorchEngine(run.model), text_codec(run.tokenizer), lambda: state_owner(run.model)
 
 
 def _export_for(run_folder: Path, *, may_fail: bool) -> str | None:
-    """Export a run into the folder beside it; the reason why not, where it may fail."""
-    with loading(f"PyTorch and {run_folder}"):
-        from multilin.cli.progress import show_progress
-        from multilin.export.cache import cache_folder
-        from multilin.export.folder import export_run
-        from multilin.inference.runs import load_run
+    """Export a run into the folder beside it; if it may fail, the result is the reason why it did, or None."""
+    run = load(run_folder)
+    from multilin.cli.progress import show_progress
+    from multilin.export.cache import cache_folder
+    from multilin.export.folder import export_run
 
-        run = load_run(run_folder)
     print(f"multilin: exporting {run_folder} once, for the engine onnx", file=sys.stderr)
     try:
         with show_progress() as progress:

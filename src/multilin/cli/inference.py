@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from multilin.cli.export import open_engine
-from multilin.cli.messages import as_json, loading, say_next
+from multilin.cli.messages import as_json, load, loading, say_next
 from multilin.cli.prompts import read_prompt
 from multilin.cli.tables import make_console
 from multilin.errors import InputError, nearest, plural
@@ -73,7 +73,7 @@ def generate(arguments: GenerateArguments, settings: GenerationSettings) -> None
         _search(arguments, prompt, settings, write)
     else:
         engine, codec, owner = open_engine(Path(arguments.run), arguments.engine)
-        from multilin.inference.session import continue_file
+        from multilin.inference.generate import continue_file
 
         continue_file(
             engine, codec, owner, prompt, settings, state=state, save_state=save_state, echo=arguments.echo, write=write
@@ -89,18 +89,16 @@ def generate(arguments: GenerateArguments, settings: GenerationSettings) -> None
 def _search(
     arguments: GenerateArguments, prompt: str, settings: GenerationSettings, write: Callable[[str], object]
 ) -> None:
-    """Search with beams, which PyTorch does."""
+    """Beam search, in PyTorch."""
     for name, given in (("state", arguments.state), ("save-state", arguments.save_state)):
         if given is not None:
             raise InputError(f"--{name}: given with a search among {settings.num_beams} texts; use --num-beams 1")
     if arguments.engine == "onnx":
         raise InputError(f"num_beams: {settings.num_beams} given, but the engine onnx searches no beams")
     check_run_files(arguments.run)
-    with loading(f"PyTorch and {arguments.run}"):
-        from multilin.inference.generate_run import generate_text
-        from multilin.inference.runs import load_run
+    run = load(arguments.run)
+    from multilin.inference.generate_run import generate_text
 
-        run = load_run(arguments.run)
     generate_text(run, prompt, settings, write=write, echo=arguments.echo)
 
 
@@ -111,11 +109,9 @@ def rollout(arguments: RolloutArguments, settings: RolloutSettings) -> None:
     """
     check_run_files(arguments.run)
     prompt = read_prompt(arguments.prompt, arguments.prompt_file)
-    with loading(f"PyTorch and {arguments.run}"):
-        from multilin.inference.rollout_run import rollout_run
-        from multilin.inference.runs import load_run
+    run = load(arguments.run)
+    from multilin.inference.rollout_run import rollout_run
 
-        run = load_run(arguments.run)
     result = rollout_run(run, prompt, settings)
     if arguments.json:
         print(as_json(result))
@@ -131,10 +127,9 @@ def merge(arguments: MergeArguments) -> None:
         raise InputError(f"run: {arguments.run} holds a whole model and no adapters to merge")
     output = Path(arguments.output or f"{Path(arguments.run)}-merged")
     check_folder("--output", output, must_be_new=True)
-    with loading(f"PyTorch and {arguments.run}"):
-        from multilin.inference.runs import load_run, save_run
+    run = load(arguments.run)
+    from multilin.inference.runs import save_run
 
-        run = load_run(arguments.run)
     save_run(run, output)
     say_next(f"multilin generate {output}", f"multilin info {output}")
 
@@ -151,7 +146,7 @@ def convert(arguments: ConvertArguments) -> None:
 
 
 def _print_rollout(result: "RolloutResult") -> None:
-    """Both texts, their times and how far apart the vectors are."""
+    """Print both texts, their times and the difference of the vectors."""
     console = make_console()
     console.print(
         "Raw output vectors are fed back as inputs, not the likeliest token; each is shown as its likeliest.\n",

@@ -1,4 +1,4 @@
-"""The verb that describes a model or an architecture."""
+"""The verbs that describe a model, an architecture, or this machine."""
 
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
@@ -6,12 +6,14 @@ from typing import TYPE_CHECKING, Any
 from multilin.analysis.settings import ModelSizes
 from multilin.cli.messages import as_json, loading
 from multilin.cli.tables import make_console, print_table
+from multilin.errors import plural
 from multilin.settings import field_help, settings
 from multilin.settings.bounds import PathText
 
 if TYPE_CHECKING:
     from multilin.analysis.costs import ModelInfo
     from multilin.architectures.base import Architecture
+    from multilin.machine import Checkup
 
 
 @settings
@@ -37,7 +39,7 @@ def info(arguments: InfoArguments, sizes: ModelSizes) -> None:
 
 
 def _print_model(info: "ModelInfo") -> None:
-    """The model in a table of two columns, then a line for each layer."""
+    """Print the model in a table of two columns, then a line for each layer."""
     options = [layer.options for layer in info.layers]
     shared = {k: v for k, v in info.layers[0].options.items() if all(k in o and o[k] == v for o in options)}
     summary = {
@@ -72,7 +74,7 @@ def _print_model(info: "ModelInfo") -> None:
 
 
 def _print_options(architecture: "Architecture") -> None:
-    """What a recipe may choose for an architecture, under `model.options`."""
+    """Print the options of an architecture, which recipes set under `model.options`."""
     help_of, console = field_help(architecture.preset_options), make_console()
     defaults = {option.name: option.default for option in fields(architecture.preset_options)}
     rows = ((name, "none" if value is None else str(value), help_of[name]) for name, value in defaults.items())
@@ -88,3 +90,46 @@ def _growth(growth: int, unit: str) -> str:
 
 def _listed(options: dict[str, Any]) -> str:
     return ", ".join(f"{name} {'none' if value is None else value}" for name, value in options.items())
+
+
+@settings
+class DoctorArguments:
+    """The form of the report."""
+
+    json: bool = False  # print JSON
+
+
+def doctor(arguments: DoctorArguments) -> None:
+    """Show what this machine offers and which implementation every op will use."""
+    with loading():
+        from multilin.machine import examine
+
+        checkup = examine()
+    if arguments.json:
+        print(as_json(checkup))
+    else:
+        _print_checkup(checkup)
+
+
+def _print_checkup(checkup: "Checkup") -> None:
+    from multilin.machine import OPTIONAL
+
+    rows = {"python": f"{checkup.python} on {checkup.platform}"}
+    rows |= {name: version or "not installed" for name, version in checkup.versions.items()}
+    rows |= {
+        "device": checkup.device,
+        "threads": f"{checkup.threads} on {plural(checkup.cores, 'core')}",
+        "processor has": " ".join(checkup.cpu_features),
+        "precision auto is": checkup.precision,
+        "freed memory": checkup.freed_memory,
+    }
+    rows |= {f"op {name}": backend for name, backend in checkup.backends.items()}
+    rows |= {f"op {name} on a GPU": backend for name, backend in checkup.gpu_backends.items()}
+    for name, is_installed in checkup.optional.items():
+        rows[f"optional {name}"] = "installed" if is_installed else f"not installed ({OPTIONAL[name]})"
+    print_table("ll", rows.items())
+    console = make_console()
+    for warning in checkup.warnings:
+        console.print(f"warning: {warning}", style="yellow", soft_wrap=True)
+    if not checkup.warnings:
+        console.print("no warnings", style="green")

@@ -16,18 +16,16 @@ import multilin
 from multilin.cli.chat import chat
 from multilin.cli.compare import compare
 from multilin.cli.demo import demo
-from multilin.cli.doctor import doctor
 from multilin.cli.evaluate import evaluate, quantize
 from multilin.cli.explain import explain
 from multilin.cli.export import export
 from multilin.cli.inference import convert, generate, merge, rollout
-from multilin.cli.info import info
+from multilin.cli.info import doctor, info
 from multilin.cli.messages import plain_warnings
 from multilin.cli.plan import plan
-from multilin.cli.prepare import prepare
 from multilin.cli.publish import publish
 from multilin.cli.serve import serve
-from multilin.cli.tokenizer import tokenizer_show, tokenizer_train
+from multilin.cli.text import prepare, tokenizer_show, tokenizer_train
 from multilin.cli.train import train
 from multilin.errors import InputError, nearest, system_error
 from multilin.ops.threads import following_load
@@ -97,7 +95,7 @@ def _run(arguments: list[str]) -> None:
 
 
 def _split(arguments: list[str]) -> tuple[str, list[str]]:
-    """The verb, of one or two words, and its arguments."""
+    """Split the words into a verb, of one or two words, and its arguments."""
     for num_words in (2, 1):
         verb = " ".join(arguments[:num_words])
         if verb in VERBS:
@@ -129,7 +127,7 @@ def _fail(message: str, status: int) -> int:
 
 
 def _give_up_stdout() -> None:
-    """Leave nothing unwritten that Python would fail to write, and complain of, when it ends."""
+    """Flush stdout; if that fails, send the rest to /dev/null, so that Python does not complain when it ends."""
     try:
         sys.stdout.flush()
     except (OSError, ValueError):

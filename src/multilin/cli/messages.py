@@ -1,7 +1,8 @@
-"""Messages of the command line beside results, all on stderr: warnings, loading, the commands to type next."""
+"""Messages of the command line on stderr, beside the results: warnings, loading, the commands to type next."""
 
 import contextlib
 import dataclasses
+import importlib.util
 import json
 import os
 import shutil
@@ -10,12 +11,17 @@ import warnings
 from collections.abc import Iterator
 from logging import ERROR, getLogger
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from multilin.errors import InputError
+
+if TYPE_CHECKING:
+    from multilin.inference.runs import Run
 
 
 @contextlib.contextmanager
 def plain_warnings() -> Iterator[None]:
-    """Warnings are one line each, without a place in the code."""
+    """Show each warning on one line, without its place in the code."""
     with warnings.catch_warnings():
         warnings.showwarning = lambda message, *_: print(f"multilin: warning: {message}", file=sys.stderr)
         yield
@@ -47,8 +53,23 @@ def loading(name: str = "") -> Iterator[None]:
         yield
 
 
+def load(folder: str | Path) -> "Run":
+    """Load a run, while a terminal says so; see `load_run`."""
+    with loading(f"PyTorch and {folder}"):
+        from multilin.inference.runs import load_run
+
+        return load_run(folder)
+
+
+def check_installed(user: str, extra: str, *modules: str) -> None:
+    """Refuse what needs a missing module; `extra` is the optional dependency of multilin that has it."""
+    for name in modules:
+        if importlib.util.find_spec(name) is None:
+            raise InputError(f"{user} needs {name}, which is not installed; pip install 'multilin[{extra}]'")
+
+
 def say_next(*commands: str) -> None:
-    """Name the commands to type next, on stderr, once for all processes of a run.
+    """Print the commands to type next to stderr, in one process of a run only.
 
     Args:
         commands: beginning with `multilin`, which becomes the path it was called by if the shell does not find it.

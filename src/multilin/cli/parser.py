@@ -1,4 +1,4 @@
-"""From the words of a command line to the values of a verb's parameters; every mistake is one sentence."""
+"""Parsing: the words of a command line become the values of a verb's parameters; every mistake is one sentence."""
 
 import argparse
 import dataclasses
@@ -34,7 +34,7 @@ def parse(verb: str, function: Callable[..., Any], arguments: Sequence[str]) -> 
 
 
 def build_parser(verb: str, function: Callable[..., Any]) -> argparse.ArgumentParser:
-    """The parser of one verb; it gives texts, and only those that were written."""
+    """The parser of one verb; its values are texts, and flags that were not given are absent."""
     all_flags = list(flags(function))
     places = [_place(flag) for flag in all_flags if flag.is_positional]
     parser = _Parser(
@@ -69,7 +69,7 @@ def _add(group: Any, flag: Flag) -> None:
 
 
 def _take_entries(arguments: Sequence[str], all_flags: Sequence[Flag]) -> tuple[list[str], dict[str, dict[str, Any]]]:
-    """The words without single entries of dictionaries (`--model.options.window 4`), and those by dictionary."""
+    """Separate flags for single entries of a dictionary (`--model.options.window 4`) from the other words."""
     rest: list[str] = []
     entries: dict[str, dict[str, Any]] = {}
     words = iter(arguments)
@@ -87,7 +87,7 @@ def _take_entries(arguments: Sequence[str], all_flags: Sequence[Flag]) -> tuple[
 
 
 def _read(flag: Flag, given: Any) -> Any:
-    """The value of a flag from its text; numbers, lists and objects are read as in a recipe."""
+    """The value of a flag from its text; numbers, lists and objects have the syntax of a recipe."""
     is_union = get_origin(flag.given_type) in (Union, types.UnionType)
     accepted = get_args(flag.given_type) if is_union else (flag.given_type,)
     if not isinstance(given, str) or str in accepted:
@@ -101,7 +101,7 @@ def _read(flag: Flag, given: Any) -> Any:
 
 
 def _value(hint: Any, values: Mapping[str, Any], entries: Mapping[str, dict[str, Any]]) -> Any:
-    """The parameter of this type: a settings object, or changes as dotted field to value."""
+    """The value of a parameter, given its type: a settings object, or a dictionary from dotted fields to values."""
     own = {flag.key: values[flag.key] for flag in flags_of(hint) if flag.key in values}
     parts = {flag.key: entries[flag.key] for flag in flags_of(hint) if flag.key in entries}
     if get_origin(hint) is Annotated:
@@ -113,7 +113,7 @@ def _value(hint: Any, values: Mapping[str, Any], entries: Mapping[str, dict[str,
 
 
 def _as_written(message: str, owner: type) -> str:
-    """A message about a field, with the field as the flag that the user wrote."""
+    """A message about a field, with the name of the flag in place of the field."""
     for flag in flags_of(owner):
         if message.startswith(f"{flag.field.name}:"):
             return flag.text + message.removeprefix(flag.field.name)
@@ -121,7 +121,7 @@ def _as_written(message: str, owner: type) -> str:
 
 
 def _sentence(message: str, verb: str, known: Mapping[str, Flag]) -> str:
-    """A complaint of the parser as one sentence that says what would be accepted."""
+    """An error message of argparse as one sentence that says what would be accepted."""
     if match := re.match(r"(?i)unrecognized arguments: (.*)", message):
         words = match[1].split()
         name = shorten(next((word for word in words if word.startswith("-")), words[0]).split("=")[0])
@@ -156,7 +156,7 @@ def _place(flag: Flag) -> str:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Leaves the words of a mistake to the caller."""
+    """Raises errors instead of printing them and exiting."""
 
     def error(self, message: str) -> NoReturn:
         raise argparse.ArgumentError(None, message)

@@ -1,4 +1,4 @@
-"""Progress of work under way: bars on a terminal, a line now and then elsewhere."""
+"""Progress of work: bars on a terminal, single lines elsewhere."""
 
 import time
 from contextlib import closing
@@ -69,7 +69,7 @@ class TrainingDisplay(TrainingProgress):
     def __enter__(self) -> "TrainingDisplay":
         return self
 
-    def __exit__(self, *exception: object) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
     def prepare(self, stage: str, done: int, total: int | None = None) -> None:
@@ -82,7 +82,7 @@ class TrainingDisplay(TrainingProgress):
         self.console.print(text, soft_wrap=True, markup=False)
 
     def start(self, step: int, max_steps: int) -> None:
-        """Begin after a step."""
+        """Begin the display of training, after `step` steps."""
         self._stages.close()
         self._max_steps, self._latest = max_steps, {}
         if self.console.is_terminal:
@@ -117,7 +117,7 @@ class TrainingDisplay(TrainingProgress):
 
 
 def format_figures(line: dict[str, Any]) -> str:
-    """The figures of a line of metrics.jsonl that a person watches."""
+    """The main figures of a line of metrics.jsonl as text."""
     parts = [f"loss {line['loss']:.3f}"]
     if "validation_bits_per_byte" in line:
         parts.append(f"validation {line['validation_bits_per_byte']:.3f} bits per byte")

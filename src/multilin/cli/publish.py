@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from multilin.cli.messages import loading, say_next
+from multilin.cli.messages import load, loading, say_next
 from multilin.errors import InputError
 from multilin.files import check_folder
 from multilin.inference.run_files import check_run_files
@@ -33,11 +33,9 @@ def publish(arguments: PublishArguments) -> None:
     check_run_files(arguments.run)
     folder = Path(arguments.folder or f"{Path(arguments.run)}-hub")
     check_folder("--folder", folder, must_be_new=True)
-    with loading(f"PyTorch and {arguments.run}"):
-        from multilin.inference.runs import load_run
-        from multilin.publish.folder import publish_run, upload
+    run = load(arguments.run)
+    from multilin.publish.folder import publish_run, upload
 
-        run = load_run(arguments.run)
     publish_run(run, arguments.name, folder)
     if arguments.upload:
         with loading(f"the hub: uploading {folder}"):

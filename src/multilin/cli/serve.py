@@ -1,22 +1,17 @@
 """The verb that serves a model over HTTP."""
 
-import importlib.util
+import functools
 import socket
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from multilin.cli.export import open_engine
-from multilin.cli.messages import loading
+from multilin.cli.messages import check_installed, load
 from multilin.errors import InputError
 from multilin.inference.run_files import is_export
 from multilin.inference.settings import EngineName
 from multilin.serving.settings import ServeLimits, num_bytes, split_keys
 from multilin.settings import settings
 from multilin.settings.bounds import Name, PathText, Port
-
-if TYPE_CHECKING:
-    from multilin.inference.runs import Run
 
 
 @settings
@@ -37,33 +32,26 @@ def serve(arguments: ServeArguments, limits: ServeLimits) -> None:
     """Serve a model over HTTP, as OpenAI's clients know it, with sessions that go on where they stopped."""
     keys = _check(arguments)
     num_bytes("memory", limits.memory), num_bytes("disk", limits.disk)
-    with _listen(arguments) as listener:
-        _serve(arguments, limits, keys, listener)
-
-
-def _serve(arguments: ServeArguments, limits: ServeLimits, keys: list[str], listener: socket.socket) -> None:
-    """Load the model, and answer until the end."""
     folder = Path(arguments.run)
-    engine, codec, owner = open_engine(folder, arguments.engine, is_server=True)
-    from multilin.serving.app import create_app
-    from multilin.serving.server import run_server
-    from multilin.serving.start import start_service
+    with _listen(arguments) as listener:
+        engine, codec, owner = open_engine(folder, arguments.engine, is_server=True)
+        from multilin.serving.app import create_app, run_server
+        from multilin.serving.service import Service
 
-    service = start_service(engine, codec, owner(), folder, arguments.name, limits)
-    app = create_app(
-        service, keys=keys, origins=[] if arguments.cors is None else arguments.cors.split(","),
-        is_loopback=not keys and _is_loopback(arguments.host), load_run=_loader(folder),
-    )  # fmt: skip
-    host, port = listener.getsockname()[:2]
-    _say(f"[{host}]:{port}" if ":" in host else f"{host}:{port}", service.name, engine.name, bool(keys))
-    run_server(app, service, listener)
+        service = Service(engine, codec, owner(), folder, arguments.name, limits)
+        app = create_app(
+            service, keys=keys, origins=[] if arguments.cors is None else arguments.cors.split(","),
+            is_loopback=not keys and _is_loopback(arguments.host),
+            load_run=None if is_export(folder) else functools.partial(load, folder),
+        )  # fmt: skip
+        host, port = listener.getsockname()[:2]
+        _say(f"[{host}]:{port}" if ":" in host else f"{host}:{port}", service.name, engine.name, bool(keys))
+        run_server(app, service, listener)
 
 
 def _check(arguments: ServeArguments) -> list[str]:
-    """The keys; refuses what is not installed, and an address that all can reach without a key."""
-    for name in ("fastapi", "uvicorn", "prometheus_client"):
-        if importlib.util.find_spec(name) is None:
-            raise InputError(f"serve: needs {name}, which is not installed; pip install 'multilin[serve]'")
+    """The keys; refuses missing packages, and an address that others can reach without a key."""
+    check_installed("serve:", "serve", "fastapi", "uvicorn", "prometheus_client")
     keys = split_keys(arguments.api_key)
     if arguments.api_key is not None and not keys:
         raise InputError("--api-key: an empty text given, but a key has a character")
@@ -74,24 +62,12 @@ def _check(arguments: ServeArguments) -> list[str]:
     return keys
 
 
-def _loader(folder: Path) -> "Callable[[], Run] | None":
-    """Loads the PyTorch model of a run."""
-
-    def load() -> "Run":
-        with loading(f"PyTorch and {folder}"):
-            from multilin.inference.runs import load_run
-
-            return load_run(folder)
-
-    return None if is_export(folder) else load
-
-
 def _is_loopback(host: str) -> bool:
     return host in ("127.0.0.1", "localhost", "::1")
 
 
 def _listen(arguments: ServeArguments) -> socket.socket:
-    """The address, taken before a model is loaded."""
+    """A socket that listens on the address; opened before a model is loaded."""
     try:
         family, _, _, _, address = socket.getaddrinfo(arguments.host, arguments.port, type=socket.SOCK_STREAM)[0]
         return socket.create_server(address[:2], family=family)

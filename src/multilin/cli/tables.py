@@ -1,4 +1,4 @@
-"""Tables and text on a terminal. rich is imported with the first, so that help and errors do not wait for it."""
+"""Tables and text on a terminal. rich is imported when the first is printed, so that help and errors are quick."""
 
 from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING

@@ -1,4 +1,4 @@
-"""Which engine continues a text, and the export that a run keeps beside itself for it."""
+"""The choice between PyTorch and ONNX Runtime for a run, and the export that is kept beside it."""
 
 import importlib.util
 import json
@@ -15,7 +15,7 @@ def cache_folder(run: Path) -> Path:
 
 
 def is_current(run: Path) -> bool:
-    """Whether the export beside a run was made by this version from the very files that lie there now."""
+    """True if the export beside a run was made by this version, from the files that the run has now."""
     try:
         manifest = json.loads((cache_folder(run) / MANIFEST).read_text(encoding="utf-8"))
         return bool(manifest["format"] == FORMAT and manifest["source"] == source_hashes(run))
@@ -24,15 +24,15 @@ def is_current(run: Path) -> bool:
 
 
 def source_hashes(folder: Path) -> dict[str, str]:
-    """SHA-256 of the files of a run that decide about its export."""
+    """SHA-256 of the files of a run from which its export is made."""
     names = ["config.json", "tokenizer.json", *sorted(path.name for path in folder.glob("*.safetensors"))]
     return {name: file_hash(folder / name) for name in names if (folder / name).is_file()}
 
 
 def why_torch(run: Path) -> str | None:
-    """Why `auto` takes PyTorch for this run; None where it takes ONNX Runtime."""
+    """The reason why `auto` takes PyTorch for this run; None if it takes ONNX Runtime."""
     missing = [name for name in ("onnxruntime", "onnx", "onnxscript") if importlib.util.find_spec(name) is None]
-    if missing and not ("onnxruntime" not in missing and is_current(run)):
+    if "onnxruntime" in missing or (missing and not is_current(run)):
         return f"{missing[0]} is not installed (pip install 'multilin[export]')"
     if shutil.which("nvidia-smi"):
         return "there is a GPU"

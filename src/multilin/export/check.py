@@ -1,4 +1,4 @@
-"""An exported model beside the original: how far apart they are, on the validation text and when generating."""
+"""The comparison of an exported model with the original, on the validation text and in generation."""
 
 import statistics
 import time
@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch.nn.functional import cross_entropy
 
 from multilin.data.packed_text import PackedText
 from multilin.data.tokenizers import token_byte_lengths
@@ -23,13 +24,13 @@ NUM_GREEDY = 200
 
 @dataclass(frozen=True)
 class Comparison:
-    """Original and export, each pair in this order.
+    """The comparison; pairs are (original, export).
 
-    largest_difference: of the logits on the text, and the largest logit, both in absolute value.
-    equal_tokens: greedy tokens that are the same, of `num_greedy`, up to the first that is not.
-    bits_per_byte: on `num_tokens` tokens of the text.
-    num_bytes: of weights in memory, and of the files.
-    tokens_per_second: greedy, one sequence.
+    largest_difference: largest absolute difference of logits on the text; largest_logit: largest absolute logit.
+    equal_tokens: number of equal greedy tokens before the first difference, of `num_greedy`.
+    bits_per_byte: score on `num_tokens` tokens of the text.
+    num_bytes: bytes of the weights in memory, and of the exported files.
+    tokens_per_second: speed of greedy generation of one sequence.
     """
 
     largest_difference: float
@@ -43,7 +44,7 @@ class Comparison:
 
 
 def compare_export(run: Run, folder: Path, text: PackedText) -> Comparison:
-    """Run both on the same tokens.
+    """Run the original and the export on the same tokens.
 
     Args:
         run: the original, on the CPU.
@@ -74,7 +75,7 @@ def compare_export(run: Run, folder: Path, text: PackedText) -> Comparison:
 
 
 def _rows(text: PackedText, longest: int | None) -> NDArray[np.int64]:
-    """Rows of tokens from the text, as long as it and the model allow."""
+    """Rows of tokens from the text, as long as text and model allow."""
     length = min(NUM_TOKENS, longest or NUM_TOKENS, max(text.num_tokens - 1, 1)) + 1
     num_rows = max(min(NUM_ROWS, text.num_tokens // length), 1)
     return np.array(text.tokens[: num_rows * length], np.int64).reshape(num_rows, -1)
@@ -88,16 +89,14 @@ def _read_columns(engine: Engine, ids: NDArray[np.int64]) -> NDArray[np.float32]
 
 
 def _bits_per_byte(logits: NDArray[np.float32], ids: NDArray[np.int64], lengths: NDArray[np.int64]) -> float:
-    """Of the tokens that stand for text; those that begin documents do not."""
-    wide = logits.astype(np.float64)
-    top = wide.max(axis=-1, keepdims=True)
-    log_total = np.log(np.exp(wide - top).sum(axis=-1)) + top[..., 0]
-    nats = log_total - np.take_along_axis(wide, ids[:, 1:, None], axis=-1)[..., 0]
-    return float(nats[lengths > 0].sum() / np.log(2) / max(int(lengths.sum()), 1))
+    """Bits per byte of the tokens that stand for text, without those that begin documents."""
+    logits_NV, targets_N = torch.from_numpy(logits).double().flatten(0, 1), torch.from_numpy(ids[:, 1:]).flatten()
+    nats_N = cross_entropy(logits_NV, targets_N, reduction="none").numpy()
+    return float(nats_N[lengths.ravel() > 0].sum() / np.log(2) / max(int(lengths.sum()), 1))
 
 
 def _greedy(engine: Engine, start: list[int], num_tokens: int) -> tuple[list[int], float]:
-    """The likeliest tokens one after the other, and the median seconds of one."""
+    """Greedy generation: the tokens, and the median of the seconds for one."""
     state, ids, chosen, seconds = engine.new_state(), start, list[int](), list[float]()
     for _ in range(num_tokens):
         begin = time.perf_counter()

@@ -38,10 +38,10 @@ def export_run(
 
     Args:
         run: the model and its tokenizer; int8 weights become floats.
-        folder: to write; one that is there is replaced as a whole.
-        precision: of the products with matrices.
-        progress: called with what is done, how many parts of it, and of how many.
-        round_graph: brings a graph's matrices to the precision.
+        folder: the folder to write; an existing one is replaced as a whole.
+        precision: precision of the products with matrices.
+        progress: called with the name of a stage, the number of finished parts and the number of all.
+        round_graph: brings the matrices of a graph to the precision.
 
     Raises:
         InputError: a model of another kind, or one that cannot be exported.
@@ -65,17 +65,17 @@ def export_run(
         for name in TOKENIZER_FILES:
             if (run.folder / name).is_file():
                 shutil.copy(run.folder / name, partial / name)
-        manifest = _manifest(run, model_hash(run.model), model, precision, partial)
+        manifest = _manifest(run, model, precision, partial)
         write_whole(partial / README, _readme(manifest))
-        _write_manifest(manifest, partial)
+        write_whole(partial / MANIFEST, json.dumps(manifest.as_json(), indent=1) + "\n")
     return manifest
 
 
-def _manifest(run: Run, owner: str, model: MultilinForCausalLM, precision: Precision, folder: Path) -> Manifest:
+def _manifest(run: Run, model: MultilinForCausalLM, precision: Precision, folder: Path) -> Manifest:
     codec = text_codec(run.tokenizer)
     files = [*GRAPHS, WEIGHTS, "tokenizer.json"]
     return Manifest(
-        model_hash=owner,
+        model_hash=model_hash(run.model),
         architectures=sorted({entry["architecture"] for entry in model.config.layers}),
         precision=precision,
         vocab_size=model.config.vocab_size,
@@ -87,10 +87,6 @@ def _manifest(run: Run, owner: str, model: MultilinForCausalLM, precision: Preci
         source=source_hashes(run.folder),
         files={name: file_hash(folder / name) for name in files},
     )
-
-
-def _write_manifest(manifest: Manifest, folder: Path) -> None:
-    write_whole(folder / MANIFEST, json.dumps(manifest.as_json(), indent=1) + "\n")
 
 
 def _readme(manifest: Manifest) -> str:

@@ -1,4 +1,4 @@
-"""One call of a model as a graph: from new tokens and a state to the last token's logits and the state's change."""
+"""A call of a model as a graph, from new tokens and a state to the last token's logits and the change of the state."""
 
 import io
 import logging
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from multilin.errors import InputError
+from multilin.errors import as_input_error
 from multilin.inference.manifest import graph_tensors
 from multilin.inference.snapshot import describe_state, example_state
 from multilin.inference.state_contents import StateTensor
@@ -81,7 +81,7 @@ class Step(nn.Module):
         return inputs
 
     def dynamic_shapes(self) -> dict[str, Any]:
-        """Axes of any size: rows, and the slots of rings that have more than two."""
+        """The axes of variable size: rows, and the slots of rings with more than two."""
         names = {about.shape[0]: f"slots_{about.shape[0]}" for about in self.tensors if about.is_ring}
         slots = {size: torch.export.Dim(name, min=2) for size, name in names.items()}
         rows = torch.export.Dim("rows")
@@ -93,7 +93,7 @@ class Step(nn.Module):
 
 
 def _turn(tensor: Tensor, about: StateTensor) -> Tensor:
-    """From the order of axes in graphs to that in ops, and back."""
+    """Swap the axes of heads and slots, which graphs and ops have in different order."""
     return tensor.transpose(1, 2) if about.is_multiplied else tensor
 
 
@@ -109,24 +109,17 @@ def make_graph(model: MultilinForCausalLM, num_columns: int) -> Any:
         names = list(example)
         inputs = tuple(example.values())
         dims = (shapes["input_ids"], tuple(shapes[name] for name in names[1:]))
-        try:
+        with as_input_error(lambda reason: f"run: this model cannot be exported as a graph ({reason})"):
             program = torch.export.export(step, inputs, dynamic_shapes=dims, strict=False)
             return torch.onnx.export(
                 program, dynamo=True, optimize=True, verbose=False, opset_version=OPSET, input_names=names,
                 output_names=["logits", *(f"new.{about.name}" for about in step.tensors)],
             )  # fmt: skip
-        except InputError:
-            raise
-        except Exception as error:  # what a foreign layer does can fail in as many ways as there are operators
-            reason = " ".join(str(error).split())[:300]
-            raise InputError(
-                f"run: this model cannot be exported as a graph ({type(error).__name__}: {reason})"
-            ) from error
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without the exporter's remarks on versions and steps."""
+    """Silence the exporter, which remarks on versions and steps."""
     logger = logging.getLogger("torch.onnx")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -139,7 +132,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _open(value: Any, name: str, given: Mapping[str, Tensor], num_read_B: Tensor) -> Any:
-    """The layer's state from the graph's inputs, windows as rings; `value` is an example of it."""
+    """The state of a layer from the inputs of the graph, with windows as rings; `value` is an example of the state."""
     if isinstance(value, Tensor):
         return given.get(name, num_read_B)
     if value is None:

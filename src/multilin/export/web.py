@@ -2,7 +2,6 @@
 
 import base64
 import hashlib
-import http.client
 import io
 import json
 import shutil
@@ -18,7 +17,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
-from multilin.errors import InputError
+from multilin.errors import InputError, as_input_error
 from multilin.export.folder import export_run
 from multilin.export.weights import BLOCK, SMALLEST, Precision
 from multilin.files import atomic_folder, check_folder, shown
@@ -126,12 +125,11 @@ def fetch_runtime() -> dict[str, bytes]:
         InputError: the package cannot be fetched, or is not the one whose checksum is known here.
     """
     url = f"{_registry().rstrip('/')}/onnxruntime-web/-/onnxruntime-web-{RUNTIME_VERSION}.tgz"
-    try:
-        with urllib.request.urlopen(url, timeout=60) as response:
-            package = response.read()
-    except (OSError, ValueError, http.client.HTTPException) as error:
-        reason = " ".join(str(error).split())[:120]
-        raise InputError(f"--runtime: none given, and {shown(url)} cannot be fetched ({reason})") from None
+    with (
+        as_input_error(lambda reason: f"--runtime: none given, and {shown(url)} cannot be fetched ({reason})"),
+        urllib.request.urlopen(url, timeout=60) as response,
+    ):
+        package = response.read()
     if base64.b64encode(hashlib.sha512(package).digest()).decode() != RUNTIME_INTEGRITY:
         raise InputError(f"--runtime: none given, and {shown(url)} has another checksum than the package has")
     with tarfile.open(fileobj=io.BytesIO(package)) as archive:
@@ -147,7 +145,7 @@ def _registry() -> str:
 
 
 def _write_list(folder: Path) -> None:
-    """The sizes of all files, for the progress bar, and a version by which browsers know that files changed."""
+    """Write files.json: the sizes of all files, for the progress bar, and a version that changes with any file."""
     paths = sorted(path for path in folder.rglob("*") if path.is_file())
     names = [path.relative_to(folder).as_posix() for path in paths]
     sizes = {name: path.stat().st_size for name, path in zip(names, paths, strict=True)}

@@ -1,4 +1,4 @@
-"""The weights of both graphs in one file, where equal ones lie once; and weights of fewer bits."""
+"""The weights of both graphs in one file, equal ones only once; and their rounding to fewer bits."""
 
 import hashlib
 import logging
@@ -81,7 +81,7 @@ def rounded(graph: onnx.ModelProto, precision: Precision) -> onnx.ModelProto:
 
 @contextmanager
 def _logging_as_it_is() -> Iterator[None]:
-    """Undo what an import does to the root logger: ONNX Runtime's tools have it print every remark of every library."""
+    """Restore the root logger after the block: importing ONNX Runtime's tools makes it print all messages."""
     root = logging.getLogger()
     handlers, level = root.handlers[:], root.level
     try:

@@ -1,11 +1,10 @@
-"""Low-rank adapters in PEFT's format: read, put into their model, and merged with it."""
+"""Low-rank adapters in PEFT's format: inserting new ones into a model, and reading and merging trained ones."""
 
 import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from safetensors.torch import load_file
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from multilin.errors import InputError, as_input_error, plural
@@ -32,7 +31,7 @@ def import_peft() -> Any:
 
 
 def insert_adapters(model: PreTrainedModel, config: "LoraConfig", field: str) -> Any:
-    """Put new adapters into a model, which from then on trains them alone.
+    """Insert new adapters into a model, of which only they are trained from then on.
 
     Args:
         model: changed in place.
@@ -56,12 +55,12 @@ def insert_adapters(model: PreTrainedModel, config: "LoraConfig", field: str) ->
 
 
 def is_adapter_weight(name: str) -> bool:
-    """Whether a weight of a model belongs to an adapter."""
+    """True if a weight of a model belongs to an adapter."""
     return ".lora_" in name
 
 
 def file_name(name: str) -> str:
-    """The name in PEFT's files of an adapter's weight in a model."""
+    """The name that the weight of an adapter has in PEFT's files, from its name in the model."""
     return PREFIX + name.replace(f".{NAME}", "")
 
 
@@ -91,8 +90,9 @@ def merge_adapters(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
     except InputError as error:
         raise InputError(other) from error
     own = {file_name(name): tensor for name, tensor in model.state_dict().items() if is_adapter_weight(name)}
-    if misfits := [name for name in own.keys() | weights.keys() if not _same_shape(own.get(name), weights.get(name))]:
-        raise InputError(f"{other}: {min(misfits)} does not fit it")
+    shapes, expected = ({name: x.shape for name, x in tensors.items()} for tensors in (weights, own))
+    if misfits := shapes.items() ^ expected.items():
+        raise InputError(f"{other}: {min(name for name, _ in misfits)} does not fit it")
     for name, tensor in weights.items():
         if not tensor.isfinite().all():
             raise InputError(f"{subject} are damaged: {name} holds values that are not finite")
@@ -101,12 +101,8 @@ def merge_adapters(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
     return merged.requires_grad_(True)
 
 
-def _same_shape(one: Tensor | None, other: Tensor | None) -> bool:
-    return one is not None and other is not None and one.shape == other.shape
-
-
 def reach(model: PreTrainedModel) -> str:
-    """How much of a model its adapters reach, and how much of it is trained, as a sentence."""
+    """A sentence: the share of a model's weights that have adapters, and the share that is trained."""
     from peft.tuners.lora import LoraLayer
 
     embeddings = [model.get_input_embeddings(), model.get_output_embeddings()]

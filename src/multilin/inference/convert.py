@@ -1,4 +1,4 @@
-"""Checkpoints of the original packages, turned into ours with the same logits."""
+"""Conversion of checkpoints of the original packages into ours, with the same logits."""
 
 import dataclasses
 import functools
@@ -15,7 +15,7 @@ from annotated_types import MaxLen
 from torch import Tensor
 
 from multilin.data.tokenizers import TOKENIZER_FILES
-from multilin.errors import InputError, shorten, shown
+from multilin.errors import InputError, as_input_error, shown
 from multilin.files import atomic_folder, check_folder
 from multilin.model import MultilinConfig, MultilinForCausalLM
 from multilin.settings import load_settings, settings
@@ -50,7 +50,7 @@ PACKAGE_NAMES = {
 
 @settings
 class _PackageConfig:
-    """The fields of the packages' configs that decide about the model."""
+    """The fields that the configs of both packages share."""
 
     hidden_size: Width
     vocab_size: Vocabulary
@@ -70,7 +70,7 @@ class _PackageConfig:
 
 @settings
 class _FastformerConfig(_PackageConfig):
-    """Those of fastformerLM alone."""
+    """The config of fastformerLM."""
 
     n_heads: Multiple = field(kw_only=True)
     rescale_value: Positive = 15.0  # the same as rescale; versions differ in the name
@@ -79,7 +79,7 @@ class _FastformerConfig(_PackageConfig):
 
 @settings
 class _LeapConfig(_PackageConfig):
-    """Those of leap-transformer alone."""
+    """The config of leap-transformer."""
 
     n_head: Multiple = field(kw_only=True)
 
@@ -131,7 +131,7 @@ def _our_config(
 
 
 def our_name(name: str) -> str:
-    """Our name of a parameter of the packages.
+    """Our name for a parameter of the packages.
 
     Raises:
         InputError: they have no such parameter.
@@ -143,7 +143,7 @@ def our_name(name: str) -> str:
 
 
 def our_weights(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The packages' state dict under our names; older versions of fastformerLM keep the three projections apart."""
+    """The state dict of a package under our names; older versions of fastformerLM have three separate projections."""
     weights = dict(weights)
     for name in [name for name in weights if name.endswith(".Wquery.weight")]:
         parts = [name.replace("Wquery", part) for part in ("Wquery", "Wkeys", "Wvalues")]
@@ -191,16 +191,13 @@ def _read_config(source: Path) -> dict[str, Any]:
 
 def _read_weights(source: Path) -> dict[str, Tensor]:
     safe, pickled = source / "model.safetensors", source / "pytorch_model.bin"
-    try:
+    damage = f"source: the weights in {source} are damaged or hold more than tensors"
+    with as_input_error(lambda reason: f"{damage} ({reason})"):
         if safe.is_file():
             return safetensors.torch.load_file(safe)
         if pickled.is_file():
             weights: dict[str, Tensor] = torch.load(pickled, map_location="cpu", weights_only=True)
             return weights
-    except Exception as error:
-        # torch and safetensors raise many kinds of errors for damaged files; all mean the same to the user.
-        reason = shorten(" ".join(str(error).split()), 200) or type(error).__name__
-        raise InputError(f"source: the weights in {source} are damaged or hold more than tensors ({reason})") from None
     raise InputError(f"source: {source} has no model.safetensors and no pytorch_model.bin")
 
 

@@ -1,4 +1,4 @@
-"""What generation needs of a model, whatever runs it: read tokens into a state, copy, join, save and load states."""
+"""The interface between generation and a model: read tokens into a state; copy, join, save and load states."""
 
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -14,12 +14,13 @@ Logits = NDArray[np.float32]
 class Engine(Protocol):
     """A model that reads tokens into states.
 
-    A state is made by `new_state` or `restore`; what it is only its engine knows. It holds rows of their own lengths.
+    A state is made by `new_state` or `restore`, and only its engine knows its type. It has one row per sequence, and
+    rows may have read different numbers of tokens.
 
-    name: of the engine, for people.
-    kind: of the model, as config.json has it.
+    name: name of the engine, for messages.
+    kind: `model_type` of config.json.
     vocab_size: V.
-    longest_text: tokens a row can have, None for any number.
+    longest_text: most tokens of a row, None for any number.
     keeps_states: whether states can be saved, forked and restored.
     """
 
@@ -30,7 +31,7 @@ class Engine(Protocol):
     keeps_states: bool
 
     def new_state(self, num_rows: int = 1) -> Any:
-        """The state of so many rows that have read nothing."""
+        """A state of `num_rows` rows that have read nothing."""
         ...
 
     def read(self, state: Any, token_ids: Sequence[Sequence[int]]) -> Logits:
@@ -49,17 +50,17 @@ class Engine(Protocol):
         ...
 
     def join(self, state: Any, other: Any) -> None:
-        """Append the rows of another state, which is used up; a state of no rows is one that has read nothing."""
+        """Append the rows of another state, which must not be used afterwards."""
         ...
 
     def leave(self, state: Any, row: int) -> Any:
-        """Take a row out, as a state of its own; the last row takes its place."""
+        """Remove a row and return it as a state of its own; the last row takes its place."""
         ...
 
     def save(self, state: Any) -> StateContents:
-        """The state as files hold it, with tensors of its own; unread tokens and random numbers are the caller's."""
+        """A copy of the state as the content of a file; the caller adds unread tokens and random numbers."""
         ...
 
     def restore(self, contents: StateContents) -> Any:
-        """The state that `save` of this engine or another one with the same model gave."""
+        """The state from what `save` returned, of this engine or another one with the same model."""
         ...

@@ -1,15 +1,17 @@
-"""Text generation: a prompt, or the state of an earlier text, is continued token by token and streamed as it comes."""
+"""Text generation: a prompt, or the state of an earlier text, is continued token by token and streamed meanwhile."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from multilin.errors import InputError, plural
+from multilin.files import check_writable
 from multilin.inference.engine import Engine
 from multilin.inference.random_numbers import RandomNumbers
-from multilin.inference.sampling import choose_token
+from multilin.inference.sampling import choose_tokens
 from multilin.inference.settings import GenerationSettings
-from multilin.inference.state_contents import StateContents
+from multilin.inference.state_contents import StateContents, StateOwner
+from multilin.inference.state_file import read_state, write_state
 from multilin.inference.text import TextCodec, TextStream
 
 DEFAULTS = GenerationSettings()
@@ -17,9 +19,9 @@ DEFAULTS = GenerationSettings()
 
 @dataclass
 class Sequence:
-    """A sequence in an engine, to go on with.
+    """A sequence that can be continued.
 
-    state: of the engine, one row.
+    state: engine state of one row.
     unread_ids: tokens that belong to the sequence but were not read yet, normally the last one generated.
     numbers: the random numbers of sampling; None takes new ones.
     """
@@ -43,7 +45,7 @@ class Sequence:
         return cls(engine.restore(contents), [token for row in contents.unread_ids for token in row], numbers)
 
     def saved(self, engine: Engine) -> StateContents:
-        """The sequence as state files hold it."""
+        """The sequence as the content of a state file."""
         contents = engine.save(self.state)
         contents.unread_ids = [list(self.unread_ids)]
         contents.rng_state = None if self.numbers is None else self.numbers.state
@@ -52,10 +54,10 @@ class Sequence:
 
 @dataclass(frozen=True)
 class Continuation:
-    """What was generated.
+    """The result of a generation.
 
     token_ids: the new tokens, an end of text included.
-    text: what was given to `write`, the prompt not included.
+    text: the text of the new tokens, as given to `write`.
     """
 
     token_ids: list[int]
@@ -74,15 +76,15 @@ def generate(
 ) -> Continuation:
     """Continue a prompt, or a sequence, with any engine.
 
-    Without a seed, a sequence goes on with its own random numbers: the tokens are those of an uninterrupted run.
+    Without a seed, a sequence goes on with its own random numbers, so that the tokens are the same as in one long call.
 
     Args:
         engine: runs the model.
         codec: the model's tokenizer.
         prompt: the text to continue; empty lets the model begin a text, or go on with the sequence.
         settings: see GenerationSettings.
-        sequence: what to go on with; it is changed in place, and stands after the new tokens.
-        write: called with every piece of new text as soon as it is certain; never with half a character.
+        sequence: the sequence to continue; changed in place, the new tokens included afterwards.
+        write: called with every piece of new text as soon as later tokens cannot change it.
         echo: give `write` the prompt first.
 
     Raises:
@@ -96,33 +98,71 @@ def generate(
     check_length(num_read + len(prompt_ids), settings.max_new_tokens, engine.longest_text)
     if settings.seed is not None or sequence.numbers is None:
         sequence.numbers = RandomNumbers(settings.seed)
-    pass_on = write or (lambda _: None)
-    if echo and prompt:
-        pass_on(prompt)
+
+    def pass_on(piece: str) -> None:
+        if write is not None and piece:
+            write(piece)
+
+    pass_on(prompt if echo else "")
     stream = TextStream(codec, skip_special_tokens=settings.stop_at_end, stop=settings.stop)
     token_ids = []
     for token in _tokens(engine, codec, sequence, prompt_ids, settings):
         token_ids.append(token)
-        if piece := stream.put(token):
-            pass_on(piece)
+        pass_on(stream.put(token))
         if stream.is_stopped:
             break
-    if piece := stream.end():
-        pass_on(piece)
+    pass_on(stream.end())
     return Continuation(token_ids, stream.text)
+
+
+def continue_file(
+    engine: Engine,
+    codec: TextCodec,
+    owner: Callable[[], StateOwner],
+    prompt: str,
+    settings: GenerationSettings,
+    *,
+    state: str | None,
+    save_state: str | None,
+    echo: bool,
+    write: Callable[[str], object],
+) -> Continuation:
+    """Continue a prompt, or the text whose state is in a file, and save the state after it.
+
+    Args:
+        engine, codec, prompt, settings, echo, write: as for `generate`.
+        owner: returns the description of the model's state files; called only if a file is read or written.
+        state: file to go on from.
+        save_state: file to write; may be the same file.
+
+    Raises:
+        InputError: a model without a state, a state that cannot be read, used or written, or too long a text.
+    """
+    if not engine.keeps_states and (state or save_state):
+        given = "--state" if state is not None else "--save-state"
+        raise InputError(f"{given}: a {engine.kind} model keeps no state that a file could hold; leave it out")
+    if save_state is not None:
+        check_writable("--save-state", save_state)
+    sequence = Sequence(engine.new_state())
+    if state is not None:
+        sequence = Sequence.restored(read_state(state, owner()), engine)
+    result = generate(engine, codec, prompt, settings, sequence=sequence, write=write, echo=echo)
+    if save_state is not None:
+        write_state(sequence.saved(engine), save_state, owner())
+    return result
 
 
 def _tokens(
     engine: Engine, codec: TextCodec, sequence: Sequence, prompt_ids: list[int], settings: GenerationSettings
 ) -> Iterator[int]:
-    """New tokens one by one; the sequence is right after each."""
+    """The new tokens one by one; the sequence is up to date after each."""
     assert sequence.numbers is not None
     ids, seen = prompt_ids, dict.fromkeys(prompt_ids, 0)
     for _ in range(settings.max_new_tokens):
-        logits_V = engine.read(sequence.state, [ids])[0]
+        logits_BV = engine.read(sequence.state, [ids])
         if codec.pad_id != codec.end_id:
-            logits_V[codec.pad_id] = -float("inf")  # never seen in training, so its probability is an accident
-        token = choose_token(logits_V, settings, seen, sequence.numbers)
+            logits_BV[:, codec.pad_id] = -float("inf")  # never seen in training, so its probability is an accident
+        (token,) = choose_tokens(logits_BV, [settings], [seen], [sequence.numbers])
         seen[token] = seen.get(token, 0) + 1
         ids = sequence.unread_ids = [token]
         yield token
@@ -131,7 +171,7 @@ def _tokens(
 
 
 def check_settings(settings: GenerationSettings, vocab_size: int) -> None:
-    """Refuse settings that have no part in how the tokens are chosen, and tokens that there are not."""
+    """Refuse settings that would be ignored, and tokens that are not in the vocabulary."""
     if settings.greedy and settings.num_beams > 1:
         raise InputError(f"num_beams: {settings.num_beams} given together with greedy; give one of them")
     for name in () if settings.draws else ("temperature", "top_k", "top_p", "min_p", "seed"):
@@ -149,7 +189,7 @@ def check_settings(settings: GenerationSettings, vocab_size: int) -> None:
 
 
 def first_ids(codec: TextCodec, prompt: str, unread_ids: list[int], *, is_start: bool) -> list[int]:
-    """The tokens to read first: the start of a text, or what a sequence left unread; then the prompt."""
+    """The tokens to read first: the start of a text, or the unread tokens of a sequence; then the prompt."""
     ids = codec.encode(prompt)
     if is_start and not unread_ids:
         return [codec.end_id, *ids]
@@ -158,15 +198,22 @@ def first_ids(codec: TextCodec, prompt: str, unread_ids: list[int], *, is_start:
     return [*unread_ids, *ids]
 
 
-def check_length(num_before: int, max_new_tokens: int, limit: int | None) -> None:
-    """Refuse more tokens than the model can read; transformers' own models fail late or read on past their limit."""
-    if limit is None or num_before + max_new_tokens - 1 <= limit:
+def check_length(num_before: int, num_new: int, limit: int | None, field: str = "max_new_tokens") -> None:
+    """Refuse more tokens than the model can read; transformers' own models fail late or read on past their limit.
+
+    Args:
+        num_before: tokens of the text before the new ones.
+        num_new: new tokens; the last one is not read.
+        limit: most tokens that the model can read, None for any number.
+        field: the setting that gave `num_new`, for the message.
+    """
+    if limit is None or num_before + num_new - 1 <= limit:
         return
     if num_before > limit:
         raise InputError(
             f"prompt: the text has {num_before} tokens, but this model reads at most {limit} (n_positions)"
         )
     raise InputError(
-        f"max_new_tokens: {max_new_tokens} after a text of {plural(num_before, 'token')} given, but this model reads "
+        f"{field}: {num_new} after a text of {plural(num_before, 'token')} given, but this model reads "
         f"at most {limit} (n_positions), so at most {limit - num_before + 1} can follow"
     )

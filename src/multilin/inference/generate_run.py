@@ -6,14 +6,7 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from multilin.data.tokenizers import start_token_id
-from multilin.inference.generate import (
-    DEFAULTS,
-    Continuation,
-    Sequence,
-    check_length,
-    check_settings,
-    generate,
-)
+from multilin.inference.generate import DEFAULTS, Continuation, Sequence, check_length, check_settings, generate
 from multilin.inference.runs import Run
 from multilin.inference.settings import GenerationSettings
 from multilin.inference.text import TextCodec, plain_tokenizer
@@ -36,7 +29,7 @@ def generate_text(
     With beams, the text is written when the search has ended, and no sequence is continued.
 
     Raises:
-        InputError: as `generate`, and where the memory does not suffice.
+        InputError: as `generate`, or there is not enough memory.
     """
     engine, codec = TorchEngine(run.model), text_codec(run.tokenizer)
     prompt_ids = [codec.end_id, *codec.encode(prompt)]
@@ -60,14 +53,14 @@ def generate_text(
 
 
 def text_codec(tokenizer: PreTrainedTokenizerFast) -> TextCodec:
-    """The tokenizer of a run as generation takes it."""
+    """The codec of a run's tokenizer."""
     end = start_token_id(tokenizer)
     pad = end if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     return TextCodec(plain_tokenizer(tokenizer.backend_tokenizer.to_str()), end, pad)
 
 
 def check_memory(run: Run, prompt_ids: list[int], settings: GenerationSettings) -> None:
-    """Refuse a prompt, or beams, that the memory has no room for."""
+    """Refuse a prompt, or beams, that need more memory than there is."""
     model, num_beams = run.model, settings.num_beams
     num_tokens = len(prompt_ids) + settings.max_new_tokens
     if num_beams == 1:

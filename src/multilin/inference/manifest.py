@@ -1,4 +1,4 @@
-"""The manifest of an exported model: what its graphs take and give, and which files they belong to."""
+"""The manifest of an exported model: what its graphs take and return, and the checksums of its files."""
 
 import dataclasses
 import hashlib
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from multilin.errors import InputError
+from multilin.errors import InputError, as_input_error
 from multilin.files import shown
 from multilin.inference.run_files import MANIFEST
 from multilin.inference.state_contents import StateTensor
@@ -19,14 +19,14 @@ GRAPHS = ("step.onnx", "prompt.onnx")
 
 @dataclass(frozen=True)
 class Manifest:
-    """What the graphs of an exported model take and give.
+    """What the graphs of an exported model take and return.
 
     model_hash: `multilin.inference.snapshot.model_hash`, by which state files know their model.
     architectures: of the layers.
     precision: of the matrices: float32, 8bit or 4bit.
     vocab_size, n_positions: V, and the tokens of the longest text or None.
     end_id, pad_id: tokens that begin and end a text, and of padding.
-    prompt_columns: tokens that the prompt's graph reads at once.
+    prompt_columns: tokens that prompt.onnx reads at once.
     state: tensors of the state.
     source: SHA-256 of the files that the model was exported from.
     files: SHA-256 of the files beside the manifest.
@@ -45,24 +45,19 @@ class Manifest:
     files: dict[str, str]
     format: str = FORMAT
 
-    @property
-    def graph_state(self) -> list[StateTensor]:
-        """The tensors of the state that graphs take and give; of the others all is known without them."""
-        return graph_tensors(self.state)
-
     def as_json(self) -> dict[str, Any]:
-        """Plain data."""
+        """The manifest as plain data for JSON."""
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return values | {"state": [about._asdict() for about in self.state]}
 
 
 def graph_tensors(state: Sequence[StateTensor]) -> list[StateTensor]:
-    """Those of a state that graphs take and give: not how many tokens were read, and which."""
+    """The tensors of a state that graphs take and return: all but the numbers and hashes of the tokens read."""
     return [about for about in state if about.kind != "count" and not about.name.startswith("embedding.")]
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a folder, whose files have the checksums in it.
+    """Read the manifest of a folder, and check the checksums of its files.
 
     Raises:
         InputError: no export there, one of another version, or one that was changed or is incomplete.
@@ -74,12 +69,9 @@ def read_manifest(folder: Path) -> Manifest:
     version = values.get("format") if isinstance(values, dict) else None
     if version != FORMAT:
         raise InputError(f"export: {path} has format {version!r:.40}, not {FORMAT!r}; export the model again")
-    try:
+    with as_input_error(lambda reason: f"export: {path} is damaged or files beside it are missing ({reason})"):
         manifest = Manifest(**values | {"state": [StateTensor(**about) for about in values["state"]]})
         wrong = [name for name, digest in manifest.files.items() if file_hash(folder / name) != digest]
-    except (KeyError, TypeError, ValueError, OSError) as error:
-        reason = " ".join(str(error).split())[:120]
-        raise InputError(f"export: {path} is damaged or files beside it are missing ({reason})") from None
     if wrong:
         raise InputError(f"export: {folder / wrong[0]} is not the file that {MANIFEST} names; export the model again")
     return manifest

@@ -8,12 +8,12 @@ import numpy as np
 import onnxruntime
 from numpy.typing import NDArray
 
-from multilin.errors import InputError
-from multilin.inference.manifest import Manifest, read_manifest
+from multilin.errors import InputError, as_input_error
+from multilin.inference.manifest import Manifest, graph_tensors, read_manifest
 from multilin.inference.onnx_state import OnnxState
 from multilin.inference.run_files import MANIFEST
 from multilin.inference.state_contents import StateContents, StateOwner
-from multilin.inference.text import TextCodec
+from multilin.inference.text import TextCodec, plain_tokenizer
 from multilin.ops.threads import available_cores, free_cores
 
 onnxruntime.disable_telemetry_events()  # nothing about a model leaves the machine
@@ -26,9 +26,9 @@ class OnnxEngine:
     """See `multilin.inference.engine.Engine`.
 
     Args:
-        folder: what `multilin export` wrote.
-        num_threads: that a step is computed with; None leaves it to ONNX Runtime.
-        spins: threads that wait keep their cores busy, which is faster where nothing else needs them.
+        folder: the folder that `multilin export` wrote.
+        num_threads: threads that compute a step; None leaves their number to ONNX Runtime.
+        spins: threads that wait keep their cores busy, which is faster if nothing else needs them.
 
     Raises:
         InputError: no export there, one of another version, or one whose files do not fit together.
@@ -41,23 +41,23 @@ class OnnxEngine:
         self.folder, self.num_threads, self.spins = Path(folder), num_threads, spins
         self.manifest: Manifest = read_manifest(self.folder)
         self.vocab_size, self.longest_text = self.manifest.vocab_size, self.manifest.n_positions
-        self._inputs = self.manifest.graph_state
+        self._inputs = graph_tensors(self.manifest.state)
         self._sessions: dict[tuple[str, int | None], onnxruntime.InferenceSession] = {}
         self._graph("step.onnx")
 
     @cached_property
     def codec(self) -> TextCodec:
         """The tokenizer of the model."""
-        return TextCodec.from_file(self.folder / "tokenizer.json", self.manifest.end_id, self.manifest.pad_id)
+        tokenizer = plain_tokenizer((self.folder / "tokenizer.json").read_text(encoding="utf-8"))
+        return TextCodec(tokenizer, self.manifest.end_id, self.manifest.pad_id)
 
     @property
     def owner(self) -> StateOwner:
-        """What state files of the model hold."""
-        manifest = self.manifest
-        return StateOwner(manifest.model_hash, manifest.vocab_size, manifest.n_positions, manifest.state)
+        """The description of the model's state files."""
+        return StateOwner(self.manifest.model_hash, self.vocab_size, self.longest_text, self.manifest.state)
 
     def _graph(self, name: str) -> onnxruntime.InferenceSession:
-        """The graph, on as many threads as other programs leave cores; their number is fixed when it is loaded."""
+        """A graph, loaded for as many threads as there are free cores; a loaded graph cannot change their number."""
         threads, free = self.num_threads, free_cores()
         if free < min(threads or free + 1, available_cores()):
             threads = 1 << (free.bit_length() - 1)  # powers of two, so that few copies are loaded
@@ -72,11 +72,8 @@ class OnnxEngine:
         if num_threads is not None:
             options.intra_op_num_threads = num_threads
         path = self.folder / name
-        try:
+        with as_input_error(lambda reason: f"export: {path} cannot be loaded ({reason}); export the model again"):
             session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
-        except Exception as error:  # the runtime's errors have no common class
-            reason = " ".join(str(error).split())[:200]
-            raise InputError(f"export: {path} cannot be loaded ({reason}); export the model again") from None
         names = [given.name for given in session.get_inputs()]
         expected = [*_LEADING[name], *(about.name for about in self._inputs)]
         outputs = [given.name for given in session.get_outputs()]
@@ -85,7 +82,7 @@ class OnnxEngine:
         return session
 
     def new_state(self, num_rows: int = 1) -> OnnxState:
-        """The state of so many rows that have read nothing."""
+        """A state of `num_rows` rows that have read nothing."""
         return OnnxState.empty(self._inputs, num_rows)
 
     def read(self, state: OnnxState, token_ids: Sequence[Sequence[int]]) -> NDArray[np.float32]:
@@ -95,23 +92,20 @@ class OnnxEngine:
             InputError: a row longer than the model can read.
         """
         counts = np.array([len(row) for row in token_ids])
-        self._check_length(state, counts)
-        most = int(counts.max(initial=0))
-        if 0 < most <= SHORT and (counts == most).all():
-            columns = np.array(token_ids, np.int64)
-            for column in range(most):
-                logits = self._run("step.onnx", state, columns[:, column : column + 1], None)
-            return logits
-        return self._read_pieces(state, token_ids, most)
-
-    def _read_pieces(self, state: OnnxState, token_ids: Sequence[Sequence[int]], most: int) -> NDArray[np.float32]:
-        size = self.manifest.prompt_columns
+        length, most = int((state.num_read + counts).max(initial=0)), int(counts.max(initial=0))
+        if self.longest_text is not None and length > self.longest_text:
+            raise InputError(
+                f"n_positions: the text has {length} tokens, but this model reads at most {self.longest_text} "
+                "(n_positions)"
+            )
+        size = 1 if most <= SHORT and (counts == most).all() else self.manifest.prompt_columns
         logits = np.zeros((len(token_ids), self.vocab_size), np.float32)
         for first in range(0, most, size):
             rows = [row[first : first + size] for row in token_ids]
             num_new = np.array([len(row) for row in rows], np.int64)
             if (num_new == 1).all():
-                return self._run("step.onnx", state, np.array(rows, np.int64), None)
+                logits = self._run("step.onnx", state, np.array(rows, np.int64), None)
+                continue
             ids = np.zeros((len(rows), size), np.int64)
             for target, row in zip(ids, rows, strict=True):
                 target[: len(row)] = row
@@ -122,7 +116,7 @@ class OnnxEngine:
     def _run(
         self, graph: str, state: OnnxState, ids: NDArray[np.int64], num_new: NDArray[np.int64] | None
     ) -> NDArray[np.float32]:
-        """Run a graph, and write what it returns into the state."""
+        """Run a graph, and write the tensors that it returns into the state."""
         counts = np.ones(len(ids), np.int64) if num_new is None else num_new
         state.grow(int((state.num_read + counts).max()))
         feed = {"input_ids": ids, "num_read": state.num_read, **state.tensors}
@@ -132,14 +126,6 @@ class OnnxEngine:
         state.add(ids, counts, new)
         result: NDArray[np.float32] = logits
         return result
-
-    def _check_length(self, state: OnnxState, counts: NDArray[np.int64]) -> None:
-        length = int((state.num_read + counts).max(initial=0))
-        if self.longest_text is not None and length > self.longest_text:
-            raise InputError(
-                f"n_positions: the text has {length} tokens, but this model reads at most {self.longest_text} "
-                "(n_positions)"
-            )
 
     def num_read(self, state: OnnxState) -> list[int]:
         """Tokens read by each row."""
@@ -155,13 +141,13 @@ class OnnxEngine:
         state.join(other)
 
     def leave(self, state: OnnxState, row: int) -> OnnxState:
-        """Take a row out, as a state of its own; the last row takes its place."""
+        """Remove a row and return it as a state of its own; the last row takes its place."""
         return state.leave(row)
 
     def save(self, state: OnnxState) -> StateContents:
-        """The state as files hold it."""
+        """A copy of the state as the content of a file."""
         return StateContents(state.contents(self.manifest.state))
 
     def restore(self, contents: StateContents) -> OnnxState:
-        """The state that `save` gave."""
+        """The state from what `save` returned."""
         return OnnxState.from_contents(self._inputs, contents.tensors)

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from multilin.inference.state_contents import StateTensor
 
 FEWEST_SLOTS = 64  # of a ring that is not yet full; doubled as tokens come
+EMBEDDING = ("num_read_B", "hash_B", "document_B")
 _HASH_FACTOR, _HASH_MASK = np.uint64(6364136223846793005), np.uint64(2**63 - 1)
 
 
@@ -17,51 +18,49 @@ _HASH_FACTOR, _HASH_MASK = np.uint64(6364136223846793005), np.uint64(2**63 - 1)
 class OnnxState:
     """The state of some rows.
 
-    about: the tensors that the graphs take.
-    num_read, hashes, documents: (rows,) int64, as the embedding's state in PyTorch has them.
-    tensors: by name, as the graphs take them: rings of some slots, token number n in slot n mod slots, and summaries.
-    room: rings with spare rows, of which those in `tensors` are the first.
+    about: descriptions of the tensors that the graphs take.
+    embedding: state of the embedding, (rows,) int64 by name: `num_read_B`, `hash_B` and `document_B`.
+    tensors: inputs of the graphs by name: summaries, and rings, which hold token number n in slot n mod slots.
+    room: rings with spare rows; the rings in `tensors` are their first rows.
     """
 
     about: Sequence[StateTensor]
-    num_read: NDArray[np.int64]
-    hashes: NDArray[np.int64]
-    documents: NDArray[np.int64]
+    embedding: dict[str, NDArray[np.int64]]
     tensors: dict[str, NDArray[Any]]
     room: dict[str, NDArray[Any]] = field(default_factory=dict)
 
+    @property
+    def num_read(self) -> NDArray[np.int64]:
+        """Number of tokens read by each row."""
+        return self.embedding["num_read_B"]
+
     @classmethod
     def empty(cls, about: Sequence[StateTensor], num_rows: int) -> "OnnxState":
-        """The state of so many rows that have read nothing."""
+        """A state of `num_rows` rows that have read nothing."""
         tensors = {}
         for one in about:
             shape = list(one.shape)
             if one.is_ring:
                 shape[0] = min(FEWEST_SLOTS, shape[0])
-            tensors[one.name] = _laid_out(np.full((num_rows, *shape), one.empty, one.dtype), one)
-        num_read, hashes, documents = np.zeros((3, num_rows), np.int64)
-        return cls(about, num_read, hashes, documents, tensors)
+            tensor = np.full((num_rows, *shape), one.empty, one.dtype)
+            tensors[one.name] = np.ascontiguousarray(_slots_first(tensor, one))
+        return cls(about, {name: np.zeros(num_rows, np.int64) for name in EMBEDDING}, tensors)
 
     @classmethod
     def from_contents(cls, about: Sequence[StateTensor], given: Mapping[str, NDArray[Any]]) -> "OnnxState":
-        """The state whose tensors a file holds."""
-        num_read, hashes, documents = (
-            given[f"embedding.{name}"].copy() for name in ("num_read_B", "hash_B", "document_B")
-        )
+        """The state from the tensors of a state file."""
+        embedding = {name: given[f"embedding.{name}"].copy() for name in EMBEDDING}
         tensors = {}
         for one in about:
             tensor = given[one.name]
             if one.is_ring:
-                tensor = _laid_out(_as_ring(tensor, one, num_read), one)
+                tensor = _slots_first(_as_ring(tensor, one, embedding["num_read_B"]), one)
             tensors[one.name] = np.array(tensor, one.dtype, order="C")
-        return cls(about, num_read, hashes, documents, tensors)
+        return cls(about, embedding, tensors)
 
     def contents(self, wanted: Sequence[StateTensor]) -> dict[str, NDArray[Any]]:
-        """The tensors that files hold."""
-        given = {
-            "embedding.num_read_B": self.num_read, "embedding.document_B": self.documents,
-            "embedding.hash_B": self.hashes,
-        }  # fmt: skip
+        """The tensors of a state file."""
+        given = {f"embedding.{name}": numbers for name, numbers in self.embedding.items()}
         tensors: dict[str, NDArray[Any]] = {}
         for one in wanted:
             if one.is_ring:
@@ -73,14 +72,14 @@ class OnnxState:
         return tensors
 
     def add(self, ids: NDArray[np.int64], counts: NDArray[np.int64], new: Sequence[NDArray[Any]]) -> None:
-        """Take in what a graph gave for the first `counts` tokens of each row: new slots of rings, or new summaries."""
+        """Add what a graph returned for the first `counts` tokens of each row: new slots of rings, new summaries."""
         for one, tensor in zip(self.about, new, strict=True):
             if one.is_ring:
                 self._write(one, tensor, counts)
             else:
                 self.tensors[one.name] = tensor
-        _advance_hashes(self.hashes, ids, counts)
-        self.num_read = self.num_read + counts
+        _advance_hashes(self.embedding["hash_B"], ids, counts)
+        self.embedding["num_read_B"] = self.num_read + counts
 
     def _write(self, about: StateTensor, new: NDArray[Any], counts: NDArray[np.int64]) -> None:
         ring, new = _slots_first(self.tensors[about.name], about), _slots_first(new, about)
@@ -96,7 +95,7 @@ class OnnxState:
             ring[row, np.arange(begin + first, begin + count) % num_slots] = new[row, first:count]
 
     def grow(self, num_tokens: int) -> None:
-        """Room for so many tokens in all rings, as far as they keep them."""
+        """Make room for so many tokens in all rings, or for as many as a full ring keeps."""
         for one, tensor in self._rings():
             axis = _slot_axis(one)
             if tensor.shape[axis] >= min(num_tokens, one.shape[0]):
@@ -114,10 +113,10 @@ class OnnxState:
         """A copy of these rows in this order."""
         index = np.array(rows, np.int64)
         tensors = {name: tensor[index] for name, tensor in self.tensors.items()}
-        return OnnxState(self.about, self.num_read[index], self.hashes[index], self.documents[index], tensors)
+        return OnnxState(self.about, {name: numbers[index] for name, numbers in self.embedding.items()}, tensors)
 
     def join(self, other: "OnnxState") -> None:
-        """Append the rows of another state; of rings only these rows are copied, as long as there is room."""
+        """Append the rows of another state; rings with spare rows copy only the new ones."""
         num_slots = max((ring.shape[_slot_axis(one)] for s in (self, other) for one, ring in s._rings()), default=0)
         self.grow(num_slots)
         other.grow(num_slots)
@@ -134,25 +133,20 @@ class OnnxState:
                 self.room[one.name] = room
             room[before:after] = added
             self.tensors[one.name] = room[:after]
-        self.num_read = np.concatenate([self.num_read, other.num_read])
-        self.hashes = np.concatenate([self.hashes, other.hashes])
-        self.documents = np.concatenate([self.documents, other.documents])
+        self.embedding = {name: np.concatenate([self.embedding[name], other.embedding[name]]) for name in EMBEDDING}
 
     def leave(self, row: int) -> "OnnxState":
-        """Take a row out, as a state of its own; the last row takes its place."""
+        """Remove a row and return it as a state of its own; the last row takes its place."""
         left, last = self.select([row]), len(self.num_read) - 1
-        for name, tensor in self.tensors.items():
-            kept = tensor if tensor.flags.writeable else tensor.copy()
-            kept[row] = kept[last]
-            self.tensors[name] = kept[:last]
-        for name in ("num_read", "hashes", "documents"):
-            counts = getattr(self, name)
-            counts[row] = counts[last]
-            setattr(self, name, counts[:last])
+        for tensors in (self.tensors, self.embedding):
+            for name, tensor in tensors.items():
+                kept = tensor if tensor.flags.writeable else tensor.copy()
+                kept[row] = kept[last]
+                tensors[name] = kept[:last]
         return left
 
     def _in_order(self, about: StateTensor) -> NDArray[Any]:
-        """A ring as PyTorch's state has it: the last tokens in their order, or each in the slot of its position."""
+        """A ring as it is in PyTorch: the last tokens in order, or each token in the slot of its position."""
         ring = _slots_first(self.tensors[about.name], about)
         number = np.arange(about.shape[0])[None] + np.zeros((len(ring), 1), np.int64)
         if about.kind == "window":
@@ -168,21 +162,17 @@ def _slot_axis(about: StateTensor) -> int:
 
 
 def _slots_first(tensor: NDArray[Any], about: StateTensor) -> NDArray[Any]:
-    """A view (rows, slots, ...) of a ring as graphs have it, and the other way round."""
+    """A view (rows, slots, ...) of a ring of the graphs, and the other way round."""
     return tensor.swapaxes(1, 2) if about.is_multiplied else tensor
 
 
-def _laid_out(tensor: NDArray[Any], about: StateTensor) -> NDArray[Any]:
-    return np.ascontiguousarray(_slots_first(tensor, about))
-
-
 def _num_slots(about: StateTensor, num_tokens: int) -> int:
-    """Slots of a ring that holds so many tokens, or all that it keeps."""
+    """The number of slots of a ring with room for `num_tokens` tokens, or for as many as it keeps."""
     return min(max(FEWEST_SLOTS, 1 << (num_tokens - 1).bit_length()), about.shape[0])
 
 
 def _as_ring(tensor: NDArray[Any], about: StateTensor, num_read: NDArray[np.int64]) -> NDArray[Any]:
-    """A ring from all slots of PyTorch's state, of as few slots as hold the tokens read."""
+    """A ring from all slots of PyTorch's state, with as few slots as possible."""
     num_slots = _num_slots(about, max(int(num_read.max(initial=0)), 1))
     ring: NDArray[Any] = tensor[:, :num_slots]
     if about.kind == "window":
@@ -192,7 +182,7 @@ def _as_ring(tensor: NDArray[Any], about: StateTensor, num_read: NDArray[np.int6
 
 
 def _advance_hashes(hashes: NDArray[np.int64], ids: NDArray[np.int64], counts: NDArray[np.int64]) -> None:
-    """As `multilin.model.embedding.hash_tokens`, in place."""
+    """Update the hashes with new tokens in place, as `multilin.model.embedding.hash_tokens`."""
     with np.errstate(over="ignore"):
         for column in range(ids.shape[1]):
             is_read = counts > column

@@ -15,7 +15,7 @@ _LAYOUT = np.dtype(
 
 
 class RandomNumbers:
-    """Uniform numbers from a seed, or from where an earlier generation stopped.
+    """A generator of uniform numbers.
 
     Args:
         seed: the same seed gives the same numbers; None takes a new one.
@@ -28,33 +28,33 @@ class RandomNumbers:
         self._generator = np.random.Generator(self._bits)
 
     def uniform(self) -> float:
-        """The next number, from 0 to less than 1, of 53 bits."""
+        """The next number, at least 0 and less than 1, with 53 random bits."""
         return float(self._generator.random())
 
     @property
     def state(self) -> NDArray[np.uint8]:
-        """Where the numbers stand, (5056,), as `torch.set_rng_state` takes it."""
+        """The state of the generator in the format of `torch.get_rng_state`, (5056,)."""
         state = self._bits.state["state"]
         record = np.zeros((), _LAYOUT)
-        is_new = state["pos"] == _KEYS and not self._bits.state.get("has_uint32", 0)
         record["seed"], record["is_seeded"], record["key"] = self._seed & 0xFFFFFFFF, 1, state["key"]
-        record["left"], record["next"] = (1, 0) if is_new else (_KEYS + 1 - state["pos"], state["pos"])
+        record["left"], record["next"] = (1, 0) if state["pos"] == _KEYS else (_KEYS + 1 - state["pos"], state["pos"])
         return np.frombuffer(record.tobytes(), np.uint8).copy()
 
     @classmethod
     def from_state(cls, state: NDArray[np.uint8]) -> "RandomNumbers":
-        """The numbers that follow those of a state.
+        """A generator that goes on from a state.
 
         Raises:
             InputError: no state of this generator.
         """
+        refusal = InputError("rng_state is no state of a generator of random numbers")
         if state.dtype != np.uint8 or state.shape != (STATE_BYTES,):
-            raise InputError("rng_state is no state of a generator of random numbers")
+            raise refusal
         record = np.frombuffer(state.tobytes(), _LAYOUT)[0]
         left, position = int(record["left"]), int(record["next"])
         in_order = left == 1 or left + position == _KEYS + 1
         if record["is_seeded"] != 1 or not 1 <= left <= _KEYS or position > _KEYS or not in_order:
-            raise InputError("rng_state is no state of a generator of random numbers")
+            raise refusal
         numbers = cls(int(record["seed"]))
         numbers._bits.state = {
             "bit_generator": "MT19937",

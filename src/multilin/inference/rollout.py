@@ -1,4 +1,4 @@
-"""All-linear models as one linear map, and their own raw outputs fed back, all positions computed in parallel.
+"""All-linear models as one linear map; and rollouts, which feed raw outputs back as inputs, computed in parallel.
 
 With e = W^T t for a vector t over the vocabulary, F and C the product of all layers' maps over features and positions:
 
@@ -13,24 +13,20 @@ prompt and biases add to them, and L the part of C with which they read each oth
 so N outputs take log2 N squarings of L and Q. Q has rank D at most: everything is done in D dimensions.
 """
 
-from collections.abc import Iterator
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+from torch.nn.functional import linear
 
-from multilin.errors import InputError, plural
+from multilin.errors import InputError
+from multilin.inference.generate import check_length
 from multilin.layers.base import Layout
 from multilin.model import MultilinForCausalLM
 
-
-@runtime_checkable
-class LinearLayer(Protocol):
-    """A layer that can say which linear map it is."""
-
-    def linear_map(self) -> tuple[Tensor, Tensor, Tensor]:
-        """P (n, n), R (D, D), O (n, D) of x -> P x R^T + O, or InputError where its options make it nonlinear."""
+LinearMap = tuple[Tensor, Tensor, Tensor]
+"""P (n, n), R (D, D), O (n, D) of a layer x -> P x R^T + O, as its method `linear_map` returns them."""
 
 
 class Composed(NamedTuple):
@@ -63,15 +59,15 @@ class _Factors(NamedTuple):
     bias_V: Tensor | None
 
     def outputs(self, z_BND: Tensor, first: int = 0) -> Tensor:
-        """O of position `first` and all later ones that z covers."""
+        """O of positions from `first` to the last one of z."""
         mixing_NN, offset_ND = self.mixing_NN[first : z_BND.shape[1]], self.offset_ND[first : z_BND.shape[1]]
         hidden_BND = mixing_NN[:, : z_BND.shape[1]] @ z_BND @ self.features_DD.T + offset_ND
-        return _affine(hidden_BND, self.head_VD, self.bias_V)
+        return linear(hidden_BND, self.head_VD, self.bias_V)
 
 
 @torch.no_grad()
 def compose(model: MultilinForCausalLM) -> Composed:
-    """The matrix over tokens, the triangle over positions and the bias that an all-linear model is.
+    """The matrix over tokens, the triangle over positions and the bias that an all-linear model is equal to.
 
     Raises:
         InputError: a part of the model is not linear.
@@ -80,7 +76,7 @@ def compose(model: MultilinForCausalLM) -> Composed:
     """
     factors = _factor(model, torch.float64)
     tokens_VV = factors.head_VD @ (factors.features_DD @ factors.into_DV)
-    return Composed(tokens_VV, factors.mixing_NN, _affine(factors.offset_ND, factors.head_VD, factors.bias_V))
+    return Composed(tokens_VV, factors.mixing_NN, linear(factors.offset_ND, factors.head_VD, factors.bias_V))
 
 
 @torch.no_grad()
@@ -91,7 +87,7 @@ def rollout(
     *,
     dtype: torch.dtype | None = None,
 ) -> Float[Tensor, "B N V"]:
-    """Raw outputs fed back as inputs (not the likeliest token), every step at once.
+    """Feed raw outputs (not the likeliest token) back as inputs, and compute all steps in parallel.
 
     Args:
         model: an all-linear model.
@@ -115,14 +111,10 @@ def rollout(
     given_BTD = factors.into_DV.T[prompt]
     into_head_DD = factors.into_DV @ factors.head_VD
     hidden_BND = factors.mixing_NN[fed, :num_prompt] @ given_BTD @ factors.features_DD.T + factors.offset_ND[fed]
-    start_BND = _affine(hidden_BND, into_head_DD, None if factors.bias_V is None else factors.into_DV @ factors.bias_V)
+    start_BND = linear(hidden_BND, into_head_DD, None if factors.bias_V is None else factors.into_DV @ factors.bias_V)
     step_NN = factors.mixing_NN[fed, num_prompt : num_prompt + num_steps - 1]
     fed_BND = _sum_of_powers(step_NN, into_head_DD @ factors.features_DD, start_BND)
     return factors.outputs(torch.cat([given_BTD, fed_BND], dim=1), num_prompt - 1)
-
-
-def _affine(x: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:
-    return torch.nn.functional.linear(x, matrix, bias)
 
 
 def _sum_of_powers(step_NN: Tensor, map_DD: Tensor, start_BND: Tensor) -> Tensor:
@@ -148,32 +140,29 @@ def _sum_of_powers(step_NN: Tensor, map_DD: Tensor, start_BND: Tensor) -> Tensor
 def rollout_sequential(
     model: MultilinForCausalLM, prompt: Int[Tensor, "B T"], num_steps: int
 ) -> Float[Tensor, "B N V"]:
-    """The same one step after the other through the model's own layers, in the model's dtype; `rollout` is faster.
+    """The same outputs as `rollout`, one step after the other through the model's layers, in the model's dtype.
 
-    Arguments and errors are those of `rollout`.
+    Same arguments and errors as `rollout`, which is faster.
     """
     _check_request(prompt, num_steps, len(_linear_maps(model)[0][0]))
-    return torch.stack(list(_steps(model, prompt, num_steps)), dim=1)
-
-
-def _steps(model: MultilinForCausalLM, prompt: Tensor, num_steps: int) -> Iterator[Tensor]:
     embedding_VD = model.model.embedding.tokens.weight
     states = [None] * len(model.model.layers)
-    x_BTD, first = embedding_VD[prompt], 0
+    x_BTD, first, outputs = embedding_VD[prompt], 0, list[Tensor]()
     for _ in range(num_steps):
         layout = Layout(torch.arange(first, first + x_BTD.shape[1], device=prompt.device).expand(len(prompt), -1))
         first += x_BTD.shape[1]
         for index, layer in enumerate(model.model.layers):
             x_BTD, states[index] = layer(x_BTD, states[index], layout)
         output_BV = model.lm_head(x_BTD[:, -1] * model.config.final_scale)
-        yield output_BV
+        outputs.append(output_BV)
         x_BTD = (output_BV @ embedding_VD)[:, None]
+    return torch.stack(outputs, dim=1)
 
 
 def power_coefficients(mixing: Float[Tensor, "n n"], num_steps: int) -> Float[Tensor, "N P"]:
     """alpha with t_n = sum_p alpha[n, p] Q^p t_0 for n, p <= num_steps: the rollout after one token, without a bias.
 
-    Q has no part in them: alpha[n + 1, p + 1] = sum_{j<=n} C[n, j] alpha[j, p], alpha[0, 0] = 1.
+    They do not depend on Q: alpha[n + 1, p + 1] = sum_{j<=n} C[n, j] alpha[j, p], alpha[0, 0] = 1.
 
     Raises:
         InputError: more steps than the mixing has positions.
@@ -199,8 +188,8 @@ def _factor(model: MultilinForCausalLM, dtype: torch.dtype) -> _Factors:
     return _Factors(embedding_VD.T, mixing_NN, features_DD, offset_ND, model.lm_head.weight.to(dtype), bias_V)
 
 
-def _linear_maps(model: MultilinForCausalLM) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """The map of each layer, of which there is one at least."""
+def _linear_maps(model: MultilinForCausalLM) -> list[LinearMap]:
+    """The linear map of each layer."""
     maps = [_linear_map(layer, index) for index, layer in enumerate(model.model.layers)]
     for name, value in (("positions", model.config.positions), ("final_norm", model.config.final_norm)):
         if value != "none":
@@ -211,13 +200,14 @@ def _linear_maps(model: MultilinForCausalLM) -> list[tuple[Tensor, Tensor, Tenso
     return maps
 
 
-def _linear_map(layer: object, index: int) -> tuple[Tensor, Tensor, Tensor]:
-    if not isinstance(layer, LinearLayer):
+def _linear_map(layer: Any, index: int) -> LinearMap:
+    if not hasattr(layer, "linear_map"):
         raise InputError(
             f"layers.{index}: {type(layer).__name__} given, but only linear layers can be composed and rolled out"
         )
     try:
-        return layer.linear_map()
+        found: LinearMap = layer.linear_map()
+        return found
     except InputError as error:
         raise InputError(f"layers.{index}.{error}") from None
 
@@ -227,17 +217,7 @@ def _check_request(prompt: Tensor, num_steps: int, num_positions: int) -> None:
         raise InputError(f"prompt: shape {tuple(prompt.shape)} given, but it must be (B, T) with at least one token")
     if num_steps < 1:
         raise InputError(f"num_steps: {num_steps} given, but it must be at least 1")
-    num_prompt = prompt.shape[1]
-    if num_prompt > num_positions:
-        raise InputError(
-            f"prompt: the text has {plural(num_prompt, 'token')}, but this model reads at most {num_positions} "
-            "(n_positions)"
-        )
-    if num_prompt + num_steps - 1 > num_positions:
-        raise InputError(
-            f"num_steps: {num_steps} after a text of {plural(num_prompt, 'token')} given, but this model reads at most "
-            f"{num_positions} (n_positions), so at most {num_positions - num_prompt + 1} can follow"
-        )
+    check_length(prompt.shape[1], num_steps, num_positions, "num_steps")
 
 
 def _check_length(length: int, limit: int) -> None:

@@ -1,9 +1,10 @@
-"""A trained model's raw outputs fed back, computed in both ways and decoded as text."""
+"""The raw outputs of a trained model fed back as its inputs, computed in parallel and one by one, and decoded."""
 
 import copy
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -36,7 +37,7 @@ class Way:
 
 @dataclass(frozen=True)
 class RolloutResult:
-    """Both ways, and how they compare.
+    """Both ways of computing the outputs, and how they compare.
 
     num_prompt_tokens: tokens read first, the start token included.
     speedup: sequential over parallel seconds.
@@ -67,8 +68,8 @@ def rollout_run(run: Run, prompt: str, settings: RolloutSettings = DEFAULTS) -> 
     _check_memory(run, settings)
     model = copy.deepcopy(run.model).to(dtype=getattr(torch, settings.dtype))
     prompt_BT = torch.tensor([ids], device=model.device)
-    parallel, fast = _time(rollout, model, prompt_BT, settings.num_steps)
-    sequential, slow = _time(rollout_sequential, model, prompt_BT, settings.num_steps)
+    parallel, fast = _time(partial(rollout, model, prompt_BT), settings.num_steps, model.device)
+    sequential, slow = _time(partial(rollout_sequential, model, prompt_BT), settings.num_steps, model.device)
     # An output may be zero, and is then expected to be exactly that.
     norms = sequential.norm(dim=-1).clamp(min=torch.finfo(sequential.dtype).tiny)
     return RolloutResult(
@@ -84,7 +85,7 @@ def rollout_run(run: Run, prompt: str, settings: RolloutSettings = DEFAULTS) -> 
 
 
 def _check_memory(run: Run, settings: RolloutSettings) -> None:
-    """A map over all positions for every layer, and the outputs of both ways."""
+    """Refuse more memory than there is for a map over all positions of each layer, and the outputs of both ways."""
     config, positions = run.model.config, run.longest_text or 0
     numbers = (config.num_hidden_layers + 2) * positions**2
     numbers += 2 * min(settings.num_steps, positions) * config.vocab_size
@@ -92,18 +93,13 @@ def _check_memory(run: Run, settings: RolloutSettings) -> None:
     check_memory(f"num_steps: {settings.num_steps} given, but a rollout", numbers * number_bytes, run.model.device)
 
 
-def _time(
-    function: Callable[[MultilinForCausalLM, Tensor, int], Tensor],
-    model: MultilinForCausalLM,
-    prompt_BT: Tensor,
-    num_steps: int,
-) -> tuple[Tensor, float]:
-    """The result and the seconds it took; before, the same once with few steps, so that libraries are loaded."""
-    function(model, prompt_BT, min(num_steps, 3))
-    _synchronize(model.device)
+def _time(function: Callable[[int], Tensor], num_steps: int, device: torch.device) -> tuple[Tensor, float]:
+    """The outputs and the seconds they took; a few steps come before, so that libraries are loaded."""
+    function(min(num_steps, 3))
+    _synchronize(device)
     begin = time.perf_counter()
-    result = function(model, prompt_BT, num_steps)
-    _synchronize(model.device)
+    result = function(num_steps)
+    _synchronize(device)
     return result, time.perf_counter() - begin
 
 

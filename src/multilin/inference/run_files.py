@@ -1,4 +1,4 @@
-"""Where a model lies and whether a folder holds one: a quick look before PyTorch is imported to load it."""
+"""Finding and checking the files of a model, without PyTorch, which takes long to import."""
 
 import hashlib
 import json
@@ -14,13 +14,13 @@ ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetens
 
 
 def is_export(folder: str | Path) -> bool:
-    """Whether a folder is an exported model and no run."""
+    """True if a folder is an exported model and not a run."""
     folder = Path(folder)
     return (folder / MANIFEST).is_file() and not (folder / "config.json").is_file()
 
 
 def model_type(folder: Path) -> str | None:
-    """The kind of model in a folder, as its config.json names it; None where that cannot be read."""
+    """The `model_type` of the config.json of a model; None if it cannot be read."""
     try:
         folder = Path(base_of(folder)) if is_adapter(folder) else folder
         content = json.loads((folder / "config.json").read_text(encoding="utf-8"))
@@ -30,7 +30,7 @@ def model_type(folder: Path) -> str | None:
 
 
 def is_adapter(folder: Path) -> bool:
-    """Whether a folder holds the adapters of a model and not the model itself."""
+    """True if a folder holds the adapters of a model and not the model itself."""
     return (folder / ADAPTER_CONFIG).is_file() and not (folder / "config.json").is_file()
 
 
@@ -48,7 +48,7 @@ def base_of(folder: Path) -> str:
 
 
 def find_model(name: str, field: str) -> Path:
-    """The folder of a model, fetched from the hub where it is a name there.
+    """The folder of a model, which is downloaded if it is a name on the hub.
 
     Args:
         name: of a folder or on the hub.
@@ -70,7 +70,7 @@ def find_model(name: str, field: str) -> Path:
 
 
 def _fetch(name: str, field: str) -> Path:
-    """The files of a model on the hub that are read here: no code, no pickles."""
+    """Download the files of a model that are read here: no code, no pickles."""
     import huggingface_hub
 
     from multilin.data.tokenizers import TOKENIZER_FILES
@@ -107,7 +107,7 @@ def check_run_files(folder: str | Path) -> None:
 
 
 def weights_hash(folder: Path) -> str:
-    """SHA-256 of the weights in a folder: of the names and contents of its .safetensors files."""
+    """SHA-256 of the names and contents of the .safetensors files in a folder."""
     digest = hashlib.sha256()
     for path in sorted(folder.glob("*.safetensors")):
         with path.open("rb") as stream:

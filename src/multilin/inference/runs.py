@@ -26,7 +26,7 @@ from multilin.settings.inputs import check_model_files, read_json, read_yaml
 
 @settings
 class _GenerationFields(TokenIds):
-    """What generation_config.json decides about where a text is continued."""
+    """The fields of generation_config.json that are checked."""
 
     output_attentions: bool | None = None
     output_hidden_states: bool | None = None
@@ -43,12 +43,12 @@ class Run:
 
     @property
     def longest_text(self) -> int | None:
-        """Tokens the model can read, None for any number."""
+        """Most tokens that the model can read, None for any number."""
         return longest_text(self.model.config)
 
 
 def longest_text(config: PretrainedConfig) -> int | None:
-    """Tokens a model of this config can read, None for any number."""
+    """Most tokens that a model of this config can read, None for any number."""
     limit = getattr(config, "max_position_embeddings", None)
     return None if limit is None else int(limit)
 

@@ -11,29 +11,26 @@ from multilin.inference.settings import GenerationSettings
 Logits = NDArray[np.float32]
 
 
-def choose_token(
-    logits_V: Logits, settings: GenerationSettings, seen: Mapping[int, int], numbers: RandomNumbers
-) -> int:
-    """The next token of one sequence; see `choose_tokens`."""
-    return choose_tokens(logits_V[None], [settings], [seen], [numbers])[0]
-
-
 def choose_tokens(
     logits_BV: Logits, settings: Sequence[GenerationSettings], seen: Sequence[Mapping[int, int]],
     numbers: Sequence[RandomNumbers],
 ) -> list[int]:  # fmt: skip
-    """The next token of each sequence, which depends on nothing of the others.
+    """The next token of each sequence, chosen independently of the other sequences.
 
-    In this order: the logits of tokens seen are divided by the repetition penalty where they are above 0, multiplied
-    with it elsewhere; the presence penalty and the frequency penalty times their number are taken from those of tokens
-    generated; the bias is added; greedily the largest is taken. Otherwise logits are divided by the
-    temperature, and the softmax over the tokens that top_k, then top_p, then min_p leave is drawn from.
+    Steps, in this order:
+
+    1. Logits of tokens seen are divided by the repetition penalty if they are positive, else multiplied by it.
+    2. The presence penalty, and the frequency penalty times the number of occurrences, are subtracted from the logits
+       of tokens that were generated.
+    3. The bias is added.
+    4. If the choice is greedy, the token with the largest logit is taken. Otherwise logits are divided by the
+       temperature, top_k, then top_p, then min_p leave out tokens, and one is drawn from the softmax over the rest.
 
     Args:
-        logits_BV: (B, V) of all tokens; they are changed.
-        settings: of each sequence, see GenerationSettings.
-        seen: the tokens of each so far, and how often each was generated; 0 for those of the prompt alone.
-        numbers: of each; moved on by one number, unless the choice is greedy.
+        logits_BV: (B, V) logits of all tokens; changed in place.
+        settings: settings of each sequence.
+        seen: for each sequence its tokens so far, and how often each was generated (0 for tokens of the prompt alone).
+        numbers: random numbers of each sequence, of which one is used unless the choice is greedy.
     """
     for logits_V, own, own_seen in zip(logits_BV, settings, seen, strict=True):
         adjust(logits_V, own, own_seen)
@@ -46,14 +43,16 @@ def choose_tokens(
         ends /= np.array([settings[row].temperature for row in plain])[:, None]
         np.cumsum(np.exp(ends, out=ends), axis=1, out=ends)
         for row, end in zip(plain, ends, strict=True):
-            place = int(np.searchsorted(end, numbers[row].uniform() * end[-1], side="right"))
-            tokens[row] = min(place, len(end) - 1)
+            tokens[row] = _draw(end, numbers[row])
     for row in set(drawn) - set(plain):
         few, shares = candidates(logits_BV[row], settings[row])
-        end = np.cumsum(shares)
-        place = np.searchsorted(end, numbers[row].uniform() * end[-1], side="right")
-        tokens[row] = int(few[min(int(place), len(few) - 1)])
+        tokens[row] = int(few[_draw(np.cumsum(shares), numbers[row])])
     return tokens
+
+
+def _draw(ends: NDArray[np.float64], numbers: RandomNumbers) -> int:
+    """Draw an index, given the running sums of its weights."""
+    return min(int(np.searchsorted(ends, numbers.uniform() * ends[-1], side="right")), len(ends) - 1)
 
 
 def adjust(logits_V: Logits, settings: GenerationSettings, seen: Mapping[int, int]) -> None:
@@ -72,7 +71,7 @@ def adjust(logits_V: Logits, settings: GenerationSettings, seen: Mapping[int, in
 
 
 def candidates(logits_V: Logits, settings: GenerationSettings) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """The tokens that are drawn from, the likeliest first where some are left out, and their probabilities."""
+    """The tokens that top_k, top_p and min_p leave and their probabilities, sorted if some are left out."""
     top_k, top_p, min_p = settings.top_k or 0, settings.top_p or 1.0, settings.min_p or 0.0
     tokens = np.arange(len(logits_V))
     if 0 < top_k < len(tokens):

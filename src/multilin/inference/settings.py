@@ -1,4 +1,4 @@
-"""How a trained model is run. Nothing heavy is imported here: the command line reads these before PyTorch."""
+"""Settings of generation. Nothing heavy is imported here: the command line reads them before PyTorch."""
 
 import dataclasses
 from typing import Annotated, Literal
@@ -34,7 +34,7 @@ class GenerationSettings:
 
     @property
     def draws(self) -> bool:
-        """Whether chance plays a part."""
+        """True if tokens are drawn at random."""
         return not self.greedy and self.num_beams == 1
 
 

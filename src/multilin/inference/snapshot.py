@@ -1,4 +1,4 @@
-"""Snapshots: the state of a text in one file, to go on from days later as if the run had never stopped."""
+"""Snapshots: the state of a text in one file, from which generation can be continued later."""
 
 import json
 from dataclasses import dataclass, field
@@ -19,7 +19,7 @@ from multilin.ops.ring import slots_of
 
 @dataclass
 class Snapshot:
-    """Where a text stands.
+    """The state of a text and what is needed to continue it.
 
     state: what the model keeps of the tokens read. Shared, not copied: take `state.clone()` to read on and come back.
     unread_ids: tokens that belong to the text but were not read yet, normally the last one generated; a list for each
@@ -43,19 +43,19 @@ class Snapshot:
 
 
 def model_hash(model: MultilinForCausalLM) -> str:
-    """SHA-256 over the layers' options and every parameter: states are exchanged between equal models only."""
+    """SHA-256 of the layers' options and all parameters; only models with the same hash exchange states."""
     tensors = {name: (f"{tuple(x.shape)} {x.dtype}", _raw(x)) for name, x in model.state_dict().items()}
     return digest(json.dumps(model.config.layers, sort_keys=True), tensors)
 
 
 def state_owner(model: MultilinForCausalLM) -> StateOwner:
-    """What state files of this model hold."""
+    """The description of this model's state files."""
     tensors = describe_state(example_state(model))
     return StateOwner(model_hash(model), model.config.vocab_size, model.config.n_positions, tensors)
 
 
 def describe_state(state: TextState) -> list[StateTensor]:
-    """Every tensor of a state that has read something."""
+    """Descriptions of all tensors of a state that has read at least one token."""
     kinds: dict[int, tuple[Any, bool]] = {}
 
     def note(window: Any) -> None:
@@ -89,7 +89,7 @@ def save_snapshot(snapshot: Snapshot, path: str | Path, model: MultilinForCausal
 
 
 def load_snapshot(path: str | Path, model: MultilinForCausalLM) -> Snapshot:
-    """Read a snapshot that belongs to this model; see `read_state`, which trusts nothing in the file.
+    """Read a snapshot of this model, and check all of the file; see `read_state`.
 
     Raises:
         InputError: no such file, no state file or a damaged one, or the state of another model.
@@ -98,14 +98,14 @@ def load_snapshot(path: str | Path, model: MultilinForCausalLM) -> Snapshot:
 
 
 def to_contents(snapshot: Snapshot) -> StateContents:
-    """The snapshot as a state file holds it, in the memory of its tensors where they are on the CPU."""
+    """The snapshot as the content of a state file; tensors on the CPU share their memory with it."""
     tensors = {name: tensor.detach().cpu().numpy() for name, tensor in snapshot.state.named_tensors()}
     rng_state = None if snapshot.rng_state is None else snapshot.rng_state.numpy()
     return StateContents(tensors, snapshot.unread_ids, rng_state)
 
 
 def from_contents(contents: StateContents, model: MultilinForCausalLM) -> Snapshot:
-    """The snapshot of a model from what a state file holds."""
+    """The snapshot from the content of a state file."""
     state = example_state(model)
     state.replace_tensors({name: torch.from_numpy(x.copy()).to(model.device) for name, x in contents.tensors.items()})
     rng_state = None if contents.rng_state is None else torch.from_numpy(contents.rng_state)
@@ -114,7 +114,7 @@ def from_contents(contents: StateContents, model: MultilinForCausalLM) -> Snapsh
 
 @torch.no_grad()
 def example_state(model: MultilinForCausalLM) -> TextState:
-    """The state after one token, which has the names, shapes and dtypes of any other."""
+    """A state after one token, which has the same names, shapes and dtypes as any other."""
     state = model.new_state()
     with evaluation_mode(model):
         model(torch.zeros((1, 1), dtype=torch.long, device=model.device), past_key_values=state)

@@ -1,4 +1,4 @@
-"""What a state consists of, whatever computed it: numpy tensors and what is said of each."""
+"""The content of a model's state, whatever computed it: numpy tensors and a description of each."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -9,15 +9,15 @@ from numpy.typing import NDArray
 
 
 class StateTensor(NamedTuple):
-    """A tensor of a model's state.
+    """The description of a tensor of a model's state.
 
-    name: as `TextState.named_tensors` has it.
-    shape: of a row.
+    name: see `TextState.named_tensors`.
+    shape: shape of one row.
     dtype: "float32", "float64" or "int64".
-    kind: "window" holds the last tokens in their order, "positions" the token at position n in slot n; their first axis
-        is that of the slots, and a logit of -inf or 0 elsewhere stands for no token. "summary" is as it is, "count" the
-        number of tokens read.
-    is_multiplied: the slots of each head lie side by side where graphs read it, (rows, heads, slots, ...).
+    kind: "window" holds the last tokens in order, "positions" the token at position n in slot n; the first axis of both
+        is that of the slots, and an empty slot has a logit of -inf, other values 0. A "summary" has no slots, and
+        "count" is the number of tokens read.
+    is_multiplied: in graphs the axis of heads comes before that of slots, (rows, heads, slots, ...).
     """
 
     name: str
@@ -28,22 +28,22 @@ class StateTensor(NamedTuple):
 
     @property
     def is_ring(self) -> bool:
-        """Whether it has slots, of which only the filled ones need be kept."""
+        """True if it has slots, of which only the filled ones need be kept."""
         return self.kind in ("window", "positions")
 
     @property
     def empty(self) -> float:
-        """What stands where no token was read."""
+        """The value of an empty slot."""
         return -np.inf if self.name.rpartition(".")[2].startswith("logits") else 0.0
 
     def filled(self, tensor: NDArray[Any], num_slots: int) -> NDArray[Any]:
-        """The part of (rows, slots, ...) that holds the last, or the first, so many tokens."""
+        """The slots of (rows, slots, ...) that are filled after `num_slots` tokens."""
         if self.kind == "window":
             return tensor[:, max(tensor.shape[1] - num_slots, 0) :]
         return tensor[:, :num_slots]
 
     def whole(self, tensor: NDArray[Any]) -> NDArray[Any]:
-        """All slots from the filled part."""
+        """All slots, from the filled ones."""
         missing = self.shape[0] - tensor.shape[1]
         if not missing:
             return tensor
@@ -54,10 +54,10 @@ class StateTensor(NamedTuple):
 class StateOwner(NamedTuple):
     """The model that states belong to.
 
-    hash: `model_hash` of it.
+    hash: see `model_hash`.
     vocab_size: V.
     n_positions: tokens of the longest sequence, None for no limit.
-    tensors: of its state.
+    tensors: descriptions of the tensors of its state.
     """
 
     hash: str
@@ -68,11 +68,11 @@ class StateOwner(NamedTuple):
 
 @dataclass
 class StateContents:
-    """What a state file holds.
+    """The content of a state file.
 
-    tensors: by name, (rows, ...).
-    unread_ids: tokens of each row that were not read yet.
-    rng_state: of PyTorch's default generator on a CPU, (5056,) uint8, or None.
+    tensors: tensors by name, (rows, ...).
+    unread_ids: for each row its tokens that were not read yet.
+    rng_state: state of PyTorch's default generator on a CPU, (5056,) uint8, or None.
     """
 
     tensors: dict[str, NDArray[Any]]

@@ -1,4 +1,4 @@
-"""State files: the state of sequences in one safetensors file, of which nothing is trusted when it is read.
+"""State files: the state of sequences in one safetensors file, all of which is checked when it is read.
 
 Nothing heavy is imported here: engines without PyTorch read and write the same files.
 """
@@ -40,7 +40,7 @@ def write_state(contents: StateContents, path: str | Path, owner: StateOwner) ->
 
 
 def pack_state(contents: StateContents, owner: StateOwner) -> bytes:
-    """The content of a state file; of windows that are not full, the filled part.
+    """The content of a state file; only the filled part of windows is stored.
 
     Raises:
         InputError: nothing was read yet, or the state is not one that the model can have made.
@@ -81,7 +81,7 @@ def read_state(path: str | Path, owner: StateOwner) -> StateContents:
 
 
 def unpack_state(data: bytes, owner: StateOwner) -> StateContents:
-    """The same from the content of a file.
+    """Read the content of a state file of this model; see `read_state`.
 
     Raises:
         InputError: no state file or a damaged one, or the state of another model.
@@ -95,6 +95,8 @@ _Read = Callable[[Mapping[str, StateTensor]], tuple[dict[str, str], dict[str, ND
 def _check(where: str, read: _Read, owner: StateOwner) -> StateContents:
     try:
         metadata, tensors = read({about.name: about for about in owner.tensors})
+        if metadata.pop("sha256") != checksum(metadata, tensors):
+            raise InputError("is damaged: its content does not have the checksum that it was written with")
         if metadata["model"] != owner.hash:
             raise InputError("belongs to another model; states fit only the model that wrote them")
         unread_ids = _parse(metadata["unread_ids"])
@@ -112,41 +114,30 @@ def _check(where: str, read: _Read, owner: StateOwner) -> StateContents:
 
 
 def _read(path: Path, expected: Mapping[str, StateTensor]) -> tuple[dict[str, str], dict[str, NDArray[Any]]]:
-    """Metadata and tensors of a state file, of the right names, shapes and dtypes and with the right checksum."""
+    """Metadata and tensors of a state file, with the right names, shapes and dtypes."""
     with safetensors.safe_open(path, framework="np") as file:
-        metadata = file.metadata() or {}
-        _check_format(metadata)
-        # Before any tensor is loaded, so that a file cannot ask for more memory than a state of the model's.
+        # Checked before any tensor is loaded, so that a file cannot ask for more memory than a state of the model.
         slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
-        check_shapes({name: part.get_shape() for name, part in slices.items()}, expected)
-        _check_dtypes({name: part.get_dtype() for name, part in slices.items()}, expected)
-        tensors = {name: file.get_tensor(name) for name in slices}
-    return _check_sum(metadata, tensors), tensors
+        header = {name: {"shape": part.get_shape(), "dtype": part.get_dtype()} for name, part in slices.items()}
+        metadata = _check_header(file.metadata(), header, expected)
+        return metadata, {name: file.get_tensor(name) for name in slices}
 
 
 def _unpack(data: bytes, expected: Mapping[str, StateTensor]) -> tuple[dict[str, str], dict[str, NDArray[Any]]]:
-    """The same from the bytes of a file, than which its tensors cannot be larger."""
+    """The same from the content of a file; its tensors cannot be larger than these bytes."""
     try:
         tensors = load(data)
         header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
     except (KeyError, ValueError, AttributeError) as error:  # types that numpy lacks, for one
         raise InputError(f"is damaged or no safetensors file ({error!r:.80})") from None
-    metadata = header.get("__metadata__") or {}
-    _check_format(metadata)
-    check_shapes({name: list(tensor.shape) for name, tensor in tensors.items()}, expected)
-    _check_dtypes({name: str(tensor.dtype) for name, tensor in tensors.items()}, expected)
-    return _check_sum(metadata, tensors), tensors
+    return _check_header(header.pop("__metadata__", None), header, expected), tensors
 
 
-def _check_sum(metadata: dict[str, str], tensors: Mapping[str, NDArray[Any]]) -> dict[str, str]:
-    """The metadata without their checksum, which is right."""
-    expected_sum = metadata.pop("sha256")
-    if expected_sum != checksum(metadata, tensors):
-        raise InputError("is damaged: its content does not have the checksum that it was written with")
-    return metadata
-
-
-def _check_format(metadata: Mapping[str, str]) -> None:
+def _check_header(
+    given: dict[str, str] | None, header: Mapping[str, Mapping[str, Any]], expected: Mapping[str, StateTensor]
+) -> dict[str, str]:
+    """The metadata, if they and the shapes and dtypes of the tensors are those of a state."""
+    metadata = given or {}
     name = metadata.get("format")
     if name in EARLIER_FORMATS:
         raise InputError(f"was written by an earlier version of multilin ({name!r}, not {FORMAT!r}); make a new one")
@@ -154,10 +145,16 @@ def _check_format(metadata: Mapping[str, str]) -> None:
         raise InputError(f"is no state of a text (format {name!r}, not {FORMAT!r})")
     if set(metadata) != METADATA:
         raise InputError(f"is damaged: its metadata should be {', '.join(sorted(METADATA))}")
+    check_shapes({name: part["shape"] for name, part in header.items()}, expected)
+    for name, part in header.items():
+        wanted, dtype = expected[name].dtype if name in expected else "uint8", _DTYPES.get(part["dtype"], part["dtype"])
+        if dtype != wanted:
+            raise InputError(f"is no state of this model: {name} holds torch.{dtype}, but it should be torch.{wanted}")
+    return metadata
 
 
 def check_shapes(shapes: Mapping[str, list[int]], expected: Mapping[str, StateTensor]) -> None:
-    """Refuse other tensors than a state has, or tensors of different numbers of rows."""
+    """Refuse tensors of other names or shapes than a state of the model has."""
     if wrong := sorted((set(shapes) - {RNG_STATE}) ^ set(expected)):
         missing_or_not = "lacks" if wrong[0] in expected else "holds a tensor of another name,"
         raise InputError(f"is no state of this model: it {missing_or_not} {wrong[0]}")
@@ -182,16 +179,8 @@ _DTYPES = {
 }  # fmt: skip
 
 
-def _check_dtypes(dtypes: Mapping[str, str], expected: Mapping[str, StateTensor]) -> None:
-    for name, code in dtypes.items():
-        wanted = expected[name].dtype if name in expected else "uint8"
-        given = _DTYPES.get(code, code)
-        if given != wanted:
-            raise InputError(f"is no state of this model: {name} holds torch.{given}, but it should be torch.{wanted}")
-
-
 def _check_values(tensors: Mapping[str, NDArray[Any]], owner: StateOwner) -> None:
-    """Refuse values that no model writes: a logit may be -inf, all else is finite, and no count is negative."""
+    """Refuse values that no model writes: only logits may be -inf, no other number is infinite, no count negative."""
     counts_B, most_tokens = tensors["embedding.num_read_B"], owner.n_positions or MOST_TOKENS
     for name, tensor in tensors.items():
         last = name.rpartition(".")[2]
@@ -226,13 +215,13 @@ def _check_unread_ids(unread_ids: Any, num_rows: int, vocab_size: int) -> None:
 
 
 def checksum(metadata: Mapping[str, str], tensors: Mapping[str, NDArray[Any]]) -> str:
-    """SHA-256 over all that a state file holds."""
+    """SHA-256 of the content of a state file."""
     described = {name: (f"{x.shape} torch.{x.dtype}", x) for name, x in tensors.items()}
     return digest(json.dumps(metadata, sort_keys=True), described)
 
 
 def digest(text: str, tensors: Mapping[str, tuple[str, NDArray[Any]]]) -> str:
-    """SHA-256 over a text and tensors with their names and descriptions; large ones are hashed in parallel."""
+    """SHA-256 of a text and of named tensors with a description each; large tensors are hashed in parallel."""
     total = hashlib.sha256(text.encode())
     names = sorted(tensors)
     contents = [tensors[name][1] for name in names]

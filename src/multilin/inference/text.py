@@ -1,7 +1,6 @@
-"""Prompts as tokens and tokens as text, streamed; with the tokenizers library alone, which is imported in no time."""
+"""Prompts as tokens, and tokens as streamed text, with the tokenizers library alone, which is imported quickly."""
 
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
@@ -11,24 +10,19 @@ from multilin.errors import InputError, shown
 
 @dataclass(frozen=True)
 class TextCodec:
-    """A tokenizer as generation needs it.
+    """A tokenizer with the special tokens that generation needs.
 
-    tokenizer: of the tokenizers library.
-    end_id: the token that ends a text, with which a text also begins.
-    pad_id: the token of padding; the same or another one.
+    tokenizer: see `plain_tokenizer`.
+    end_id: the token that begins and ends a text.
+    pad_id: the token of padding; may be the same token.
     """
 
     tokenizer: Tokenizer
     end_id: int
     pad_id: int
 
-    @classmethod
-    def from_file(cls, path: Path, end_id: int, pad_id: int) -> "TextCodec":
-        """That of a tokenizer.json."""
-        return cls(plain_tokenizer(path.read_text(encoding="utf-8")), end_id, pad_id)
-
     def encode(self, text: str) -> list[int]:
-        """Token ids of a text alone; special tokens that are spelled out in it are text.
+        """Token ids of a text, without a start token; the names of special tokens in it are read as text.
 
         Raises:
             InputError: text that came from bytes which are not UTF-8.
@@ -41,7 +35,7 @@ class TextCodec:
 
 
 def plain_tokenizer(content: str) -> Tokenizer:
-    """A tokenizer from its JSON, without truncation and padding, for which special tokens in a text are text."""
+    """A tokenizer from its JSON, without truncation and padding; it reads the names of special tokens as text."""
     tokenizer = Tokenizer.from_str(content)
     tokenizer.no_truncation()
     tokenizer.no_padding()
@@ -51,14 +45,14 @@ def plain_tokenizer(content: str) -> Tokenizer:
 
 @dataclass
 class TextStream:
-    """Turns tokens into pieces of text that are certain: no half of a character, and nothing of a stop string.
+    """Turns tokens into pieces of text that later tokens cannot change: no half characters, no part of a stop string.
 
-    codec: of the tokens.
-    skip_special_tokens: leave out tokens that are no text.
+    codec: decodes the tokens.
+    skip_special_tokens: leave out special tokens.
     stop: strings before which the text ends.
     text: all pieces so far.
     is_stopped: a stop string came.
-    is_whole: all tokens so far are in the text: no character is cut and no stop string may have begun.
+    is_whole: `text` holds all tokens so far: no character is cut, and no stop string may have begun.
     """
 
     codec: TextCodec
@@ -74,30 +68,29 @@ class TextStream:
         self._decoder = DecodeStream(skip_special_tokens=self.skip_special_tokens)
 
     def put(self, token_id: int) -> str:
-        """The text that a further token makes certain, often none."""
+        """The new text that is certain after one more token, often none."""
         new = self._decoder.step(self.codec.tokenizer, token_id) or ""
         self._held += new
         ends = [index for word in self.stop if (index := self._held.find(word)) >= 0]
         if ends:
             self._held, self.is_stopped = self._held[: min(ends)], True
             return self.end()
-        # What a stop string may begin with waits.
+        # Text that may begin a stop string is held back.
         most = min(max((len(word) for word in self.stop), default=1) - 1, len(self._held))
-        num_held = next((n for n in range(most, 0, -1) if self._may_stop(self._held[-n:])), 0)
+        num_held = next(
+            (n for n in range(most, 0, -1) if any(word.startswith(self._held[-n:]) for word in self.stop)), 0
+        )
         self.is_whole = bool(new) and not num_held
         return self._release(len(self._held) - num_held)
 
     @property
     def length(self) -> int:
-        """Characters so far, those that wait included."""
+        """Number of characters so far, including text that is held back."""
         return len(self.text) + len(self._held)
 
     def end(self) -> str:
-        """What is left at the end."""
+        """The rest of the text, at the end."""
         return self._release(len(self._held))
-
-    def _may_stop(self, tail: str) -> bool:
-        return any(word.startswith(tail) for word in self.stop)
 
     def _release(self, length: int) -> str:
         piece, self._held = self._held[:length], self._held[length:]

@@ -1,4 +1,4 @@
-"""The engine that runs a model in PyTorch: ours with their states, others with the caches of transformers."""
+"""The engine that runs a model in PyTorch: our models with our states, others with the caches of transformers."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -19,7 +19,7 @@ PIECE = 4096  # tokens of a prompt read at once
 
 
 class TorchEngine:
-    """See `multilin.inference.engine.Engine`. Rows of different lengths are for models of ours only."""
+    """See `multilin.inference.engine.Engine`. Only our models can have rows of different lengths."""
 
     name = "torch"
 
@@ -30,7 +30,7 @@ class TorchEngine:
         self.keeps_states = isinstance(model, MultilinForCausalLM)
 
     def new_state(self, num_rows: int = 1) -> Any:
-        """The state of so many rows that have read nothing."""
+        """A state of `num_rows` rows that have read nothing."""
         return self.model.new_state() if self.keeps_states else DynamicCache(config=self.model.config)
 
     @torch.inference_mode()
@@ -70,7 +70,7 @@ class TorchEngine:
 
     @torch.inference_mode()
     def leave(self, state: TextState, row: int) -> TextState:
-        """Take a row out, as a state of its own; the last row takes its place."""
+        """Remove a row and return it as a state of its own; the last row takes its place."""
         left, last = state.select([row]), len(self.num_read(state)) - 1
         if last == 0:
             state.reset()
@@ -80,13 +80,13 @@ class TorchEngine:
         return left
 
     def save(self, state: TextState) -> StateContents:
-        """The state as files hold it."""
+        """A copy of the state as the content of a file."""
         contents = to_contents(Snapshot(state))
         contents.tensors = {name: tensor.copy() for name, tensor in contents.tensors.items()}
         return contents
 
     def restore(self, contents: StateContents) -> TextState:
-        """The state that `save` gave.
+        """The state from what `save` returned.
 
         Raises:
             InputError: the model keeps no state that could be restored.

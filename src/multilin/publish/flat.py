@@ -43,10 +43,10 @@ def flat_model() -> str:
 
 
 def _is_left_out(statement: ast.stmt) -> bool:
-    """Docstrings of modules, what is for type checkers or for the package, and the entry in transformers' registry."""
+    """True for module docstrings, `if` blocks for type checkers, `__all__`, and entries in transformers' registry."""
     is_docstring = isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
     is_entry = isinstance(statement, ast.Expr) and ast.unparse(statement).startswith("Auto")
-    return is_docstring or is_entry or isinstance(statement, ast.If) or list(bound_names(statement)) == ["__all__"]
+    return is_docstring or is_entry or isinstance(statement, ast.If) or bound_names(statement) == {"__all__"}
 
 
 def _mentioned(statement: ast.stmt) -> set[str]:
@@ -54,7 +54,7 @@ def _mentioned(statement: ast.stmt) -> set[str]:
 
 
 def _needed(statements: list[ast.stmt], roots: set[str]) -> list[ast.stmt]:
-    """Those that the roots need, and calls that are made when the file is loaded."""
+    """The statements that the names in `roots` need, and calls that are made when the file is loaded."""
     by_name = {name: statement for statement in statements for name in bound_names(statement)}
     needed, pending = set[int](), [s for s in statements if isinstance(s, ast.Expr)] + [by_name[n] for n in roots]
     while pending:
@@ -66,7 +66,7 @@ def _needed(statements: list[ast.stmt], roots: set[str]) -> list[ast.stmt]:
 
 
 def _import_lines(origins: set[tuple[str, Place]]) -> list[str]:
-    """Import statements for names and what they stand for."""
+    """Import statements that bind names to their origins."""
     lines, of_module = list[str](), dict[str, list[str]]()
     for name, (module, inside) in sorted(origins):
         renamed = "" if name == (inside or module.split(".")[0]) else f" as {name}"

@@ -46,7 +46,7 @@ def publish_run(run: Run, name: str, folder: Path) -> None:
 
 
 def upload(folder: Path, name: str, *, private: bool) -> str:
-    """Upload a folder to the hub, to a repository that is made if there is none; its address.
+    """Upload a folder to a repository on the hub, which is made if there is none, and return its address.
 
     Raises:
         InputError: no network, no login, or no right to write there.

@@ -1,4 +1,4 @@
-"""New names for what the modules of the package define, so that all of it can stand in one file."""
+"""New names for the definitions of all modules, so that they can be in one file."""
 
 import ast
 import builtins
@@ -9,7 +9,7 @@ ABSENT = "compiled_kernels"
 
 
 class Names:
-    """Names in the flat file, by where they are defined; of two that are equal, each has its module's before it."""
+    """The names in the flat file; a name that two modules define gets the name of its module as a prefix."""
 
     def __init__(self, modules: dict[str, Module]) -> None:
         self._modules = modules
@@ -27,7 +27,7 @@ class Names:
         self._shared = {name for name, found in places.items() if len(found) > 1}
 
     def flat(self, place: Place) -> str:
-        """The name of what is defined there."""
+        """The name in the flat file of the definition at a place."""
         module, name = place
         if module == BOUNDS:
             return "Any"
@@ -39,7 +39,7 @@ class Names:
         return f"{module.removeprefix(PACKAGE + '.').replace('.', '_')}_{name}" if name in self._shared else name
 
     def namespace(self, module: str) -> ast.expr:
-        """An object with the functions of a module, where it is passed on as a value."""
+        """An expression with the functions of a module as attributes, for a module that is used as a value."""
         if module not in self._modules:
             return ast.Name(ABSENT, ast.Load())
         functions = [part.name for part in self._modules[module].tree.body if isinstance(part, ast.FunctionDef)]
@@ -61,7 +61,7 @@ class _Renamer(ast.NodeTransformer):
         self.scopes: list[tuple[bool, set[str]]] = []  # whether of a class, and the names bound in it
 
     def place(self, name: str) -> Place | None:
-        """Where a name comes from; None for what is local, foreign or built in."""
+        """The place that a name comes from; None for local names, names of other packages, and built-in names."""
         for depth, (is_class, bound) in enumerate(reversed(self.scopes)):
             if name in bound and not (is_class and depth > 0):
                 return None
@@ -84,37 +84,38 @@ class _Renamer(ast.NodeTransformer):
     def visit_ImportFrom(self, node: ast.ImportFrom) -> ast.stmt:
         return ast.Pass() if is_internal(node) else node
 
-    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.stmt:
+    def _rename(self, node: ast.FunctionDef | ast.ClassDef) -> None:
+        """Rename a top-level definition."""
         place = self.place(node.name)
         if not self.scopes and place is not None:
             node.name = self.names.flat(place)
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.stmt:
+        self._rename(node)
         node.decorator_list = [self.visit(part) for part in node.decorator_list]
         node.args = self.visit(node.args)  # annotations and defaults belong outside
         node.returns = None if node.returns is None else self.visit(node.returns)
-        with_arguments = {part.arg for part in _arguments(node.args)}
-        self.scopes.append((False, with_arguments | _locals(node.body)))
+        self.scopes.append((False, _arguments(node.args) | bound_names(*node.body)))
         node.body = [self.visit(part) for part in node.body]
         self.scopes.pop()
         return node
 
     def visit_ClassDef(self, node: ast.ClassDef) -> ast.stmt:
-        place = self.place(node.name)
-        if not self.scopes and place is not None:
-            node.name = self.names.flat(place)
+        self._rename(node)
         for part in ("decorator_list", "bases", "keywords"):
             setattr(node, part, [self.visit(child) for child in getattr(node, part)])
         bound, body = set[str](), list[ast.stmt]()
         self.scopes.append((True, bound))
         for statement in node.body:  # a name is the module's until the class has one like it
             body.append(self.visit(statement))
-            bound |= _locals(body[-1:])
+            bound |= bound_names(*body[-1:])
         node.body = body
         self.scopes.pop()
         return node
 
     def visit_Lambda(self, node: ast.Lambda) -> ast.expr:
         node.args = self.visit(node.args)
-        self.scopes.append((False, {part.arg for part in _arguments(node.args)}))
+        self.scopes.append((False, _arguments(node.args)))
         node.body = self.visit(node.body)
         self.scopes.pop()
         return node
@@ -129,26 +130,5 @@ class _Renamer(ast.NodeTransformer):
     visit_ListComp = visit_SetComp = visit_DictComp = visit_GeneratorExp = _comprehension
 
 
-def _arguments(arguments: ast.arguments) -> list[ast.arg]:
-    more = [part for part in (arguments.vararg, arguments.kwarg) if part is not None]
-    return [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs, *more]
-
-
-def _locals(body: list[ast.stmt]) -> set[str]:
-    """Names bound by the statements of a function or a class, not those of functions in it."""
-    bound: set[str] = set()
-    pending: list[ast.AST] = list(body)
-    while pending:
-        node = pending.pop()
-        if isinstance(node, ast.FunctionDef | ast.ClassDef):
-            bound.add(node.name)
-            continue
-        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            bound.add(node.id)
-        elif isinstance(node, ast.ExceptHandler) and node.name:
-            bound.add(node.name)
-        elif isinstance(node, ast.Import | ast.ImportFrom) and not is_internal(node):
-            bound |= set(bound_names(node))
-        if not isinstance(node, ast.Lambda | ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp):
-            pending += ast.iter_child_nodes(node)
-    return bound
+def _arguments(arguments: ast.arguments) -> set[str]:
+    return {part.arg for part in ast.walk(arguments) if isinstance(part, ast.arg)}

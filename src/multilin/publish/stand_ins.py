@@ -1,4 +1,4 @@
-"""What the flat file has in place of settings that are checked, and of compiled kernels."""
+"""Replacements in the flat file: settings without checks, and a stand-in for compiled kernels."""
 
 import dataclasses
 from collections.abc import Mapping

@@ -1,8 +1,12 @@
-"""The application that a web server runs."""
+"""The application with all endpoints, and the uvicorn server that runs it."""
 
+import asyncio
+import contextlib
+import socket
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+import uvicorn
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
@@ -23,31 +27,30 @@ from multilin.serving.service import Service
 if TYPE_CHECKING:
     from multilin.inference.runs import Run
 
+END_SECONDS = 10.0  # for requests to end when the server is stopped
+MOST_CONNECTIONS = 4096
+
 
 def create_app(
     service: Service, *, keys: Sequence[str] = (), origins: Sequence[str] = (), is_loopback: bool = False,
     load_run: "Callable[[], Run] | None" = None,
 ) -> ASGIApp:  # fmt: skip
-    """The application.
+    """The ASGI application.
 
     Args:
-        service: what it serves.
-        keys: of which a request must have one; none lets everybody in.
-        origins: of pages elsewhere that may call it.
-        is_loopback: answer only requests that name this machine.
-        load_run: gives the PyTorch model, to show what it read; None where there is none, as in an export.
+        service: the model with its turns and sessions.
+        keys: a request must have one of these; with none, everybody is let in.
+        origins: origins of other pages that may call the server.
+        is_loopback: answer only requests whose Host header names this machine.
+        load_run: loads the PyTorch model, which computes the weights of `/reading`; None for an export, which has none.
     """
     app = FastAPI(title="multilin", version=multilin.__version__, docs_url=None, redoc_url=None)
     app.state.service, app.state.readings = service, Readings(load_run)
-    app.include_router(routes.router)
-    app.include_router(sessions.router)
-    app.include_router(page.router)
-    app.add_exception_handler(RequestValidationError, _refuse)
-    app.add_exception_handler(HTTPException, _refuse)
-    app.add_exception_handler(ApiError, _refuse)
-    app.add_exception_handler(InputError, _refuse)
-    app.add_exception_handler(Exception, _refuse)
-    guarded: ASGIApp = Guard(app, service, keys, is_loopback=is_loopback)
+    for router in (routes.router, sessions.router, page.router):
+        app.include_router(router)
+    for kind in (RequestValidationError, HTTPException, ApiError, InputError, Exception):
+        app.add_exception_handler(kind, _refuse)
+    guarded: ASGIApp = Guard(app, service.metrics, keys, is_loopback=is_loopback)
     if origins:
         guarded = CORSMiddleware(guarded, allow_origins=list(origins), allow_methods=["*"], allow_headers=["*"])
     return guarded
@@ -62,3 +65,27 @@ async def _refuse(request: Request, error: Exception) -> Response:
     if isinstance(error, ClientDisconnect):
         return Response()
     return error_response(as_api_error(error))
+
+
+def run_server(app: ASGIApp, service: Service, listener: socket.socket) -> None:
+    """Answer requests until SIGINT or SIGTERM comes; requests then have `END_SECONDS` to end."""
+    config = uvicorn.Config(
+        app, log_level="warning", access_log=False, server_header=False, limit_concurrency=MOST_CONNECTIONS,
+        timeout_graceful_shutdown=int(END_SECONDS) + 5, lifespan="off",
+    )  # fmt: skip
+    with contextlib.suppress(KeyboardInterrupt):  # which uvicorn passes on when it has ended
+        asyncio.run(_Server(config, service).serve(sockets=[listener]))
+
+
+class _Server(uvicorn.Server):
+    """Ends the scheduler before the connections, so that every stream is told its end."""
+
+    def __init__(self, config: uvicorn.Config, service: Service) -> None:
+        super().__init__(config)
+        self._service = service
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Stop listening, and let requests end."""
+        ended = asyncio.create_task(asyncio.to_thread(self._service.scheduler.stop, END_SECONDS))
+        await super().shutdown(sockets)
+        await ended

@@ -1,4 +1,4 @@
-"""What a request is refused with, in the shape that OpenAI's clients know."""
+"""Errors that the server answers, in the form that OpenAI's clients know."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -8,14 +8,14 @@ from multilin.errors import InputError, shorten, shown
 
 
 class ApiError(Exception):
-    """A refusal.
+    """A request that is refused.
 
     Args:
-        status: of HTTP.
+        status: the HTTP status.
         message: one sentence.
         param: the field that is wrong, if one is.
-        code: a word for programs.
-        headers: of the answer.
+        code: the kind of error in one word, for programs.
+        headers: headers of the answer.
     """
 
     def __init__(
@@ -27,14 +27,14 @@ class ApiError(Exception):
 
     @property
     def body(self) -> dict[str, Any]:
-        """As JSON."""
+        """The body of the answer."""
         kinds = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
         kind = kinds.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
 
 def from_input_error(error: InputError) -> ApiError:
-    """A refusal of the library's."""
+    """An error of the library as an answer; the field before the colon is its `param`."""
     match = re.match(r"([a-z_]+)[.:]", str(error))
     return ApiError(400, str(error), match[1] if match else None, "invalid_value")
 
@@ -51,17 +51,22 @@ def from_validation(errors: Sequence[Any]) -> ApiError:
         return ApiError(400, f"{path[-1] if path else 'body'}: missing; a value is required", param, "missing_field")
     if kind == "json_invalid" or not path:
         return ApiError(400, f"body: no JSON object ({words[:100]})", None, "invalid_json")
-    # Of a union, every member has its complaint.
+    # Every member of a union has an error of its own.
     same = [error for error in errors if error["loc"][:2] == first["loc"][:2]]
     accepted = " or ".join(dict.fromkeys(str(error["msg"]).removeprefix("Input should be ") for error in same))
     return ApiError(400, f"{param}: {shown(first['input'])} given, but it should be {accepted}", param, "invalid_value")
 
 
 def too_busy() -> ApiError:
-    """The queue is full."""
+    """The answer while the queue is full."""
     return ApiError(
         429, "the server is busy and its queue is full; try again", None, "queue_full", {"Retry-After": "1"}
     )
+
+
+def shutting_down() -> ApiError:
+    """The answer while the server ends."""
+    return ApiError(503, "the server is shutting down")
 
 
 NOT_FOUND = "not_found"

@@ -1,9 +1,9 @@
-"""Requests for text, and their sequences as the event loop sees them."""
+"""Requests for text, and the sequences that answer them, as the event loop sees them."""
 
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,12 +19,12 @@ PAUSE, PAUSE_EACH = 0.02, 0.001  # seconds between two pieces of a stream, and m
 
 @dataclass(frozen=True)
 class Prompt:
-    """Tokens to read, and where they belong.
+    """A text to continue.
 
-    text: as it is shown in a list of turns.
-    token_ids: the whole text, or what comes after `before`.
+    text: the prompt in a list of turns.
+    token_ids: tokens of the whole text, or of what comes after `before`.
     before: the turn that is continued.
-    messages: of the whole conversation, if it is one.
+    messages: all messages of the conversation, if it is one.
     """
 
     text: str
@@ -35,13 +35,15 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Ask:
-    """A request for text, in the terms of the model.
+    """A request for text.
 
-    settings: of the n sequences that continue each prompt.
-    max_tokens: for each; None takes `default_tokens` or what the model has room for.
-    session: that the turn is added to.
+    kind: see `Turn`.
+    settings: settings of the n sequences that continue each prompt.
+    max_tokens: most new tokens of each sequence; None takes `default_tokens`, or fewer if the model has less room.
+    num_logprobs, prompt_logprobs: see `Job`.
     store: keep the turns.
-    is_streamed: text is wanted as it comes.
+    session: the session that the turn is added to.
+    is_streamed: the client takes text as it comes.
     """
 
     kind: str
@@ -59,10 +61,10 @@ class Ask:
 
 @dataclass
 class Result:
-    """A sequence as far as it has come.
+    """A sequence as far as it was generated.
 
-    tokens: as in Piece, if they were asked for.
-    turn: id of its turn, None where it was not kept.
+    tokens: see `Piece`.
+    turn: id of the turn, None if it was not kept.
     """
 
     text: str = ""
@@ -77,19 +79,19 @@ class Generation:
 
     Args:
         ask: the request.
-        scheduler: that runs the jobs.
-        metrics: that count them.
-        on_end: awaited when a sequence has ended, before the client learns of it.
+        scheduler: runs the jobs.
+        metrics: counts the tokens.
+        on_end: called in a thread when a sequence has ended, before the client learns of it.
         on_close: called when the request is over, however it ended.
     """
 
     def __init__(
         self, ask: Ask, scheduler: Scheduler, metrics: Metrics,
-        on_end: "Callable[[Generation, int, End], Awaitable[None]]", on_close: Callable[[], object],
+        on_end: "Callable[[Generation, int, End], None]", on_close: Callable[[], object],
     ) -> None:  # fmt: skip
         self.ask, self.jobs, self._scheduler, self._metrics = ask, list[Job](), scheduler, metrics
         self._on_end, self._on_close = on_end, on_close
-        self.parents: list[tuple[Turn | None, list[int], int]] = []
+        self.parents: list[Turn | None] = []  # of each prompt, the turn whose state it goes on from
         self.num_prompt_tokens = self.num_cached_tokens = 0
         self.results = [Result() for _ in range(len(ask.prompts) * len(ask.settings))]
         self.turn_ids = [new_id("turn") for _ in self.results]
@@ -101,11 +103,11 @@ class Generation:
 
     @property
     def num_generated(self) -> int:
-        """Tokens of all sequences that have ended."""
+        """Number of tokens of all sequences that have ended."""
         return sum(result.num_generated for result in self.results)
 
     def receive(self, index: int, event: Event) -> None:
-        """Take what happened to a sequence."""
+        """Take an event of a sequence."""
         if self._begun is not None:
             self._metrics.first_token.observe(time.monotonic() - self._begun)
             self._begun = None
@@ -117,7 +119,7 @@ class Generation:
             self._timer = asyncio.get_running_loop().call_at(self._next_time, self.changed.set)
 
     def abandon(self) -> None:
-        """The client is gone."""
+        """End the pieces, because the client is gone."""
         self.is_abandoned = True
         self.changed.set()
 
@@ -127,15 +129,15 @@ class Generation:
             self._scheduler.finish(job)
 
     def close(self) -> None:
-        """Let go of the sequences that have not ended."""
+        """Cancel the sequences that have not ended."""
         for job in self.jobs:
             self._scheduler.cancel(job)
         self._on_close()
 
     async def pieces(self, silence: float) -> AsyncIterator[dict[int, Piece]]:
-        """What is new in each sequence, until all have ended; nothing at all every so many seconds of silence.
+        """What is new in each sequence, by its number, until all have ended or the client is gone.
 
-        Ends early when the client is gone.
+        After every `silence` seconds without news an empty dictionary is given.
         """
         while any(result.finish_reason is None for result in self.results):
             try:
@@ -156,17 +158,16 @@ class Generation:
                 index, event = self._received.popleft()
                 if isinstance(event, Exception):
                     raise event
+                text, tokens = new.setdefault(index, Piece("", []))
                 if isinstance(event, End):
                     ended.append((index, event))
                     continue
-                text, tokens = new.get(index, ("", []))
                 new[index] = Piece(text + event.text, [*tokens, *event.tokens])
                 self.results[index].text += event.text
                 self.results[index].tokens += event.tokens
             for index, end in ended:
-                new.setdefault(index, Piece("", []))
                 result = self.results[index]
                 result.num_generated, result.finish_reason = end.num_generated, end.finish_reason
-                await self._on_end(self, index, end)
+                await asyncio.to_thread(self._on_end, self, index, end)
             yield new
         self._metrics.add_request(self.num_prompt_tokens, self.num_cached_tokens, self.num_generated)

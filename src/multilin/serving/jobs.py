@@ -1,6 +1,5 @@
-"""What a scheduler works on: prompts, the sequences that continue them, and what it tells of these."""
+"""The data of the scheduler: prompts, the sequences that continue them, and the events it reports."""
 
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -16,9 +15,9 @@ from multilin.inference.text import TextStream
 
 
 class Logprob(NamedTuple):
-    """A token with the logarithm of its probability, before penalties, bias and temperature.
+    """A token and the logarithm of its probability, before penalties, bias and temperature.
 
-    top: the likeliest tokens and theirs.
+    top: the likeliest tokens and the logarithms of their probabilities.
     """
 
     token_id: int
@@ -27,9 +26,9 @@ class Logprob(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """Text that is certain, and the tokens that ended in it.
+    """New text of a sequence that no later token changes, and its tokens if they are reported.
 
-    tokens: (token, characters of the new text before it); of the prompt, the characters are negative.
+    tokens: (token, characters of the new text before it); tokens of the prompt have -1 characters.
     """
 
     text: str
@@ -40,9 +39,9 @@ class End(NamedTuple):
     """The end of a sequence.
 
     finish_reason: "stop" or "length".
-    num_generated: tokens.
+    num_generated: number of tokens generated.
     token_ids: the new tokens that belong to the text, without an end of text or a stop string.
-    state: of the engine, one row, that has read the prompt and all but the last `num_unread` of these.
+    state: engine state of one row that has read the prompt and all but the last `num_unread` of `token_ids`.
     """
 
     finish_reason: str
@@ -55,27 +54,21 @@ class End(NamedTuple):
 Event = Piece | End | Exception
 
 
-class QueueFull(Exception):
-    """As many requests wait as the queue has room for."""
-
-
-class Stopped(Exception):
-    """The server ends."""
-
-
 @dataclass(eq=False)
 class Job:
     """A prompt and the sequences that continue it.
 
-    owner: requests of different owners take turns.
-    token_ids: tokens to read, those before `start` not included.
-    known_ids: all known tokens before the new ones, for the repetition penalty.
+    owner: the user; jobs of different users take turns.
+    token_ids: tokens to read after the state `start`.
+    known_ids: all known tokens of the prompt and of the text before it, for the repetition penalty.
     start: the state to go on from; None at the start of a text.
-    settings: of each sequence.
-    max_new_tokens: for each, may be 0.
-    num_logprobs: likeliest tokens to report at each place; None reports nothing.
+    settings: settings of each sequence.
+    max_new_tokens: most new tokens of each sequence, may be 0.
+    listen: called with the number of the sequence and an event, in the thread that `Scheduler.notify` chooses.
+    num_logprobs: likeliest tokens to report at each place; None reports no tokens.
     prompt_logprobs: report the tokens of the prompt too.
-    listen: called with the number of the sequence and what happened, by the thread that `notify` leads to.
+    position: number of `token_ids` that were read.
+    state: engine state of one row while the prompt is read.
     """
 
     owner: str
@@ -88,18 +81,17 @@ class Job:
     num_logprobs: int | None = None
     prompt_logprobs: bool = False
     is_cancelled: bool = False
-    submitted: float = field(default_factory=time.monotonic)
     position: int = 0
     state: Any = None
 
     @property
     def is_new(self) -> bool:
-        """Whether nothing of its text was read."""
+        """True if no token of the text was read."""
         return self.state is None and self.start is None
 
 
 class Kept(NamedTuple):
-    """Where the text of a sequence was whole: no character and no stop string had begun."""
+    """The last place where no character and no stop string had begun: the engine state, and what came before."""
 
     state: Any
     num_tokens: int
@@ -108,7 +100,18 @@ class Kept(NamedTuple):
 
 @dataclass(eq=False)
 class Row:
-    """A sequence in the batch."""
+    """A sequence in the batch.
+
+    index: its number in the job.
+    numbers: random numbers of sampling.
+    seen: tokens so far, and how often each was generated.
+    forced: tokens of the prompt that are read one by one, to report their probabilities.
+    next_id: the token that is read next.
+    token_ids: tokens generated.
+    pending: tokens to report, with the characters of the text before each, whose text is not certain yet.
+    kept: where to return to if a stop string that may have begun is completed.
+    end: the finish reason, None while the sequence goes on.
+    """
 
     job: Job
     index: int
@@ -123,14 +126,9 @@ class Row:
     kept: Kept | None = None
     end: str | None = None
 
-    @property
-    def has_logprobs(self) -> bool:
-        """Whether logarithms of probabilities are asked for."""
-        return self.job.num_logprobs is not None
-
 
 class Counts(NamedTuple):
-    """Jobs that wait and those whose prompts are read, and sequences that run."""
+    """Numbers of jobs that wait, of jobs whose prompts are being read, and of sequences that run."""
 
     waiting: int
     reading: int
@@ -138,7 +136,7 @@ class Counts(NamedTuple):
 
 
 def make_logprob(logits_V: NDArray[np.float32], token: int, num_top: int) -> Logprob:
-    """That of a token, and of so many of the likeliest."""
+    """The log probability of a token, with those of the `num_top` likeliest tokens."""
     logits = logits_V.astype(np.float64)
     logits -= logits.max()
     logits -= np.log(np.exp(logits).sum())

@@ -1,4 +1,4 @@
-"""Messages as text: by the model's chat template, or in a plain layout for a model that has none."""
+"""Messages as tokens: by the model's chat template, or in a plain layout for a model that has none."""
 
 import json
 from pathlib import Path
@@ -33,7 +33,7 @@ class PlainLayout:
         self._codec = codec
 
     def token_ids(self, messages: Messages, before: Turn | None) -> list[int]:
-        """Tokens of the messages and of the head of the answer; of a conversation's next ones, after `before`."""
+        """Tokens of the messages and of the head of the answer, after the conversation `before` if there is one."""
         parts = [f"{ROLES[message['role']]}:\n{message['content']}\n\n" for message in messages]
         if before is not None and before.num_tokens:
             parts.insert(0, "\n\n")
@@ -43,11 +43,12 @@ class PlainLayout:
 
 
 class TemplateLayout:
-    """The template of a tokenizer, in which its special tokens are tokens.
+    """The chat template of a tokenizer; special tokens in its text become tokens.
 
     Args:
-        template: in Jinja.
-        names: of special tokens, such as bos_token, for the template.
+        codec: the model's tokenizer.
+        template: the template in Jinja.
+        names: special tokens by name, such as bos_token, for the template.
     """
 
     stops: tuple[str, ...] = ()
@@ -64,9 +65,10 @@ class TemplateLayout:
             raise InputError(f"run: its chat template is not valid ({error})") from None
 
     def token_ids(self, messages: Messages, before: Turn | None) -> list[int]:
-        """Tokens of the messages and of the head of the answer; of a conversation's next ones, after `before`."""
+        """Tokens of the messages and of the head of the answer, after the conversation `before` if there is one."""
         if before is not None and before.messages:
-            whole, earlier = self._render(before.messages + messages), self._text(before)
+            whole = self._render(before.messages + messages)
+            earlier = self._codec.tokenizer.decode(before.token_ids, skip_special_tokens=False)
             if whole.startswith(earlier):
                 return self._encode(whole[len(earlier) :])
         ids = self._encode(self._render(messages))
@@ -78,10 +80,6 @@ class TemplateLayout:
         except (TemplateError, TypeError, ValueError) as error:
             raise InputError(f"messages: the model's chat template refuses them ({str(error)[:200]})") from None
 
-    def _text(self, turn: Turn) -> str:
-        text: str = self._codec.tokenizer.decode(turn.token_ids, skip_special_tokens=False)
-        return text
-
     def _encode(self, text: str) -> list[int]:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
         return ids
@@ -91,7 +89,7 @@ Layout = PlainLayout | TemplateLayout
 
 
 def open_layout(codec: TextCodec, folder: Path) -> Layout:
-    """The layout of the model of a folder."""
+    """The layout of the model in a folder."""
     config: dict[str, Any] = {}
     if (path := folder / "tokenizer_config.json").is_file():
         config = json.loads(path.read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""A conversation with a model in this process: the service of a server, without its web."""
+"""A conversation with a model in this process: the service of a server, without HTTP."""
 
 import asyncio
 import dataclasses
@@ -12,14 +12,14 @@ from multilin.serving.service import Service
 from multilin.serving.sessions import Session
 
 OWNER = "0" * 16
-SILENCE = 3600.0  # seconds; nobody waits for a sign of life
+SILENCE = 3600.0  # seconds; there is no connection to keep open
 
 
 class LocalChat:
-    """A branch of a conversation; methods as those of `RemoteChat`.
+    """A branch of a conversation, with the methods of `RemoteChat`.
 
     Args:
-        service: of the model.
+        service: the model.
         settings: how answers are generated.
         session: the turns so far.
     """
@@ -39,7 +39,7 @@ class LocalChat:
         return cls(service, settings, service.sessions.create(OWNER, turns))
 
     def answer(self, messages: list[dict[str, str]], write: Callable[[str], object]) -> None:
-        """Add messages, and pass on each piece of the answer.
+        """Add messages, and call `write` with each piece of the answer.
 
         Raises:
             InputError: the text becomes longer than the model can read.
@@ -67,12 +67,12 @@ class LocalChat:
             self._generation = None
 
     def stop(self) -> None:
-        """End the answer that is generated where it is; a signal handler may call it."""
+        """End the answer that is being generated; a signal handler may call it."""
         if self._generation is not None:
             self._generation.finish()
 
     def fork(self) -> "LocalChat":
-        """Another branch that goes on from here."""
+        """Another branch that begins as a copy of this one."""
         session = self._service.sessions.create(OWNER, list(self._session.turns))
         return LocalChat(self._service, self._settings, session)
 

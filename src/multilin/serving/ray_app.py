@@ -1,4 +1,4 @@
-"""The server on Ray Serve: replicas on one or many machines, any of which continues any session.
+"""The server on Ray Serve: replicas on one machine or several, each of which can continue any session.
 
     serve run multilin.serving.ray_app:app run=runs/demo-onnx sessions=/shared/sessions replicas=2
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @settings
 class RayArguments:
-    """The model, and how often it runs."""
+    """The model, and the processes that serve it."""
 
     run: PathText  # folder of a trained or exported model, on every machine
     replicas: Count = 1  # processes that serve it
@@ -56,7 +56,7 @@ def app(values: Mapping[str, Any]) -> "Application":
 
     from ray import serve
 
-    def build() -> "ASGIApp":
+    def build() -> "ASGIApp":  # Ray tells it from an application by its being a function
         return _build(arguments, limits)
 
     deployment = serve.deployment(serve.ingress(build)()).options(
@@ -69,18 +69,17 @@ def app(values: Mapping[str, Any]) -> "Application":
 def _build(arguments: RayArguments, limits: ServeLimits) -> "ASGIApp":
     """The application of a replica."""
     from multilin.serving.app import create_app
-    from multilin.serving.start import start_service
+    from multilin.serving.service import Service
 
     keys = split_keys(None)
     if not (keys or arguments.insecure):
         raise InputError(f"{KEY_VARIABLE}: not set for the replicas; set it, or insecure=true to let everybody in")
     folder = Path(arguments.run)
-    service = start_service(*_open(folder, arguments.cpus), folder, arguments.name, limits)
-    return create_app(service, keys=keys)
+    return create_app(Service(*_open(folder, arguments.cpus), folder, arguments.name, limits), keys=keys)
 
 
 def _open(folder: Path, num_threads: int) -> tuple[Engine, TextCodec, StateOwner]:
-    """The engine of an export, ONNX Runtime, or of a run, PyTorch."""
+    """The engine, tokenizer and state files' owner: ONNX Runtime for an export, PyTorch for a run."""
     if is_export(folder):
         from multilin.inference.onnx_engine import OnnxEngine
 

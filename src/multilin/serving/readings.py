@@ -1,6 +1,6 @@
-"""What the model read of a turn's text, as `multilin explain` shows it: the weights of its layers, on demand."""
+"""The weights of the model's layers on the text of a turn, as `multilin explain` shows them, computed on demand."""
 
-import asyncio
+import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -24,36 +24,36 @@ Json = dict[str, Any]
 
 
 class Readings:
-    """The weights with which the tokens of turns read those before them.
+    """The weights with which each token of a turn's text reads the tokens before it.
 
     A thread of its own loads the PyTorch model at the first request, and answers one request after the other.
 
     Args:
-        load: gives the model; None where there is none, as in an export.
+        load: loads the model; None for an export, which has no weights to show.
     """
 
     def __init__(self, load: "Callable[[], Run] | None") -> None:
         self._load = load
         self._run: Run | None = None
         self._kept: OrderedDict[str, tuple[Json, list[NDArray[np.float32]]]] = OrderedDict()
-        self._thread, self._num_waiting = ThreadPoolExecutor(1, thread_name_prefix="multilin-readings"), 0
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="multilin-readings")
+        self._places = threading.BoundedSemaphore(MOST_WAITING)
 
-    async def get(self, turn: Turn, step: int) -> Json:
-        """The weights of one step, where positions meet; step 0 is the mean of all where there are several.
+    def get(self, turn: Turn, step: int) -> Json:
+        """Wait for the weights of a step of the model in which positions are mixed; step 0 is the mean of several.
 
         Raises:
-            ApiError: too many wait.
+            ApiError: too many requests wait.
             InputError: a model that has no weights to show, or no such step.
         """
         if self._load is None:
             raise InputError("turn: an export has no weights to show; serve the folder of the run itself")
-        if self._num_waiting >= MOST_WAITING:
+        if not self._places.acquire(blocking=False):
             raise too_busy()
-        self._num_waiting += 1
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._thread, self._get, turn, step)
+            return self._thread.submit(self._get, turn, step).result()
         finally:
-            self._num_waiting -= 1
+            self._places.release()
 
     def _get(self, turn: Turn, step: int) -> Json:
         if turn.id not in self._kept:
@@ -69,7 +69,7 @@ class Readings:
         return about | {"step": step, "meaning": about["meanings"][step], "weights": rows}
 
     def _explain(self, turn: Turn) -> tuple[Json, list[NDArray[np.float32]]]:
-        """Labels and texts, and for each step the weights (characters, characters), the mean over heads."""
+        """Labels and texts, and for each step the mean weights over heads, (characters, characters)."""
         from multilin.analysis.explain.explanation import explain
         from multilin.data.tokenizers import start_token_id, whole_characters
 
@@ -95,7 +95,7 @@ class Readings:
 
 
 def _by_character(weights_TT: NDArray[np.float64], lengths: list[int]) -> NDArray[np.float32]:
-    """At the last token of each character the weight of each character: of its tokens the largest one, in size."""
+    """Weights between characters: of the last token of the one, for the token of the other with the largest weight."""
     ends = np.cumsum(lengths).tolist()
     rows, starts = weights_TT[[end - 1 for end in ends]], [0, *ends[:-1]]
     high, low = np.maximum.reduceat(rows, starts, axis=1), np.minimum.reduceat(rows, starts, axis=1)

@@ -20,7 +20,7 @@ class RemoteChat:
     """A branch of a conversation: a session of a server.
 
     Args:
-        client: of the server, see `connect`.
+        client: connection to the server, see `connect`.
         settings: how answers are generated.
         session: id of the session.
     """
@@ -33,7 +33,7 @@ class RemoteChat:
     def begin(
         cls, client: httpx.Client, settings: GenerationSettings, state: bytes | None = None, session: str | None = None
     ) -> "RemoteChat":
-        """A new session, one that goes on from the content of a state file, or one that there is.
+        """A new session, one that goes on from the content of a state file, or one that exists.
 
         Raises:
             InputError: the server does not answer, or refuses.
@@ -48,31 +48,26 @@ class RemoteChat:
         return cls(client, settings, identity)
 
     def answer(self, messages: list[dict[str, str]], write: Callable[[str], object]) -> None:
-        """Send messages, and pass on each piece of the answer.
+        """Send messages, and call `write` with each piece of the answer.
 
         Raises:
             InputError: the server does not answer, or refuses.
         """
         body = {"messages": messages, "session": self.session, "stream": True, **_fields(self._settings)}
         try:
-            with self._client.stream("POST", "/v1/chat/completions", json=body) as response:
-                if response.is_error:
-                    response.read()
-                    raise _refusal(response)
+            with _reaching(self._client), self._client.stream("POST", "/v1/chat/completions", json=body) as response:
                 for event in _events(response):
                     if "error" in event:
                         raise InputError(f"server: {event['error']['message']}")
                     for choice in event["choices"]:
                         write(choice["delta"].get("content", ""))
-        except httpx.HTTPError as error:
-            raise _failure(self._client, error) from None
         finally:
             if self._stopping is not None:
                 self._stopping.join()
                 self._stopping = None
 
     def stop(self) -> None:
-        """End the answer that is generated where it is, soon; a signal handler may call it."""
+        """End the answer that is being generated soon; a signal handler may call it."""
         self._stopping = threading.Thread(target=self._stop, daemon=True)
         self._stopping.start()
 
@@ -81,7 +76,7 @@ class RemoteChat:
             _call(self._client, "POST", f"/v1/sessions/{self.session}/stop")
 
     def fork(self) -> "RemoteChat":
-        """Another branch that goes on from here."""
+        """Another branch that begins as a copy of this one."""
         identity = _call(self._client, "POST", f"/v1/sessions/{self.session}/fork", json={})
         return RemoteChat(self._client, self._settings, identity)
 
@@ -110,13 +105,16 @@ def connect(address: str, key: str | None) -> httpx.Client:
     """
     headers = {} if key is None else {"authorization": f"Bearer {key}"}
     try:
-        return httpx.Client(base_url=address.rstrip("/").removesuffix("/v1"), headers=headers, timeout=TIMEOUT)
+        return httpx.Client(
+            base_url=address.rstrip("/").removesuffix("/v1"), headers=headers, timeout=TIMEOUT,
+            event_hooks={"response": [_check_status]},
+        )  # fmt: skip
     except (httpx.InvalidURL, ValueError) as error:
         raise InputError(f"target: {shown(address)} is no address of a server ({error})") from None
 
 
 def _fields(settings: GenerationSettings) -> Json:
-    """As requests have them; what is not changed is left to the server."""
+    """The fields of a request; settings with their default value are left to the server."""
     temperature = 0.0 if settings.greedy else settings.temperature
     fields: Json = {"temperature": temperature, "stop": list(settings.stop), "ignore_eos": not settings.stop_at_end}
     if settings.max_new_tokens != DEFAULTS.max_new_tokens:
@@ -137,7 +135,7 @@ def _events(response: httpx.Response) -> Iterator[Json]:
 
 
 def _call(client: httpx.Client, method: str, path: str, **content: Any) -> str:
-    """Make a request about a session; its id."""
+    """Make a request about a session, and return the session's id."""
     response = _request(client, method, path, **content)
     try:
         return str(response.json()["id"])
@@ -146,24 +144,25 @@ def _call(client: httpx.Client, method: str, path: str, **content: Any) -> str:
 
 
 def _request(client: httpx.Client, method: str, path: str, **content: Any) -> httpx.Response:
-    try:
-        response = client.request(method, path, **content)
-    except httpx.HTTPError as error:
-        raise _failure(client, error) from None
+    with _reaching(client):
+        return client.request(method, path, **content)
+
+
+def _check_status(response: httpx.Response) -> None:
+    """Refuse answers with the status of an error; called with every response."""
     if response.is_error:
-        raise _refusal(response)
-    return response
+        response.read()
+        try:
+            reason = response.json()["error"]["message"]
+        except (ValueError, KeyError, TypeError):
+            reason = f"answers with status {response.status_code} and without a reason"
+        raise InputError(f"server: {reason}")
 
 
-def _refusal(response: httpx.Response) -> InputError:
+@contextlib.contextmanager
+def _reaching(client: httpx.Client) -> Iterator[None]:
     try:
-        message = response.json()["error"]["message"]
-        return InputError(f"server: {message}")
-    except (ValueError, KeyError, TypeError):
-        return InputError(f"server: answers with status {response.status_code} and without a reason")
-
-
-def _failure(client: httpx.Client, error: httpx.HTTPError) -> InputError:
-    return InputError(
-        f"target: {client.base_url} does not answer ({' '.join(str(error).split()) or type(error).__name__})"
-    )
+        yield
+    except httpx.HTTPError as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise InputError(f"target: {client.base_url} does not answer ({reason})") from None

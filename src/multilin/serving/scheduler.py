@@ -1,10 +1,11 @@
 """Continuous batching: one thread owns the engine, and sequences join and leave its batch between tokens."""
 
+import functools
 import logging
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,8 @@ from multilin.inference.engine import Engine
 from multilin.inference.random_numbers import RandomNumbers
 from multilin.inference.sampling import choose_tokens
 from multilin.inference.text import TextCodec, TextStream
-from multilin.serving.jobs import Counts, End, Event, Job, Kept, Piece, QueueFull, Row, Stopped, make_logprob
+from multilin.serving.errors import shutting_down, too_busy
+from multilin.serving.jobs import Counts, End, Event, Job, Kept, Piece, Row, make_logprob
 
 PIECE = 64  # tokens of a prompt read between two steps of the batch
 IDLE_PIECE = 512  # the same while no sequence runs and no other prompt waits
@@ -27,10 +29,10 @@ class Scheduler:
     """Runs jobs on an engine, in a thread of its own.
 
     Args:
-        engine, codec: of the model.
-        notify: called in the thread with the calls to make elsewhere.
-        num_slots: sequences that run at a time.
-        queue_size: jobs that may wait beside those.
+        engine, codec: the model and its tokenizer.
+        notify: called in the scheduler's thread with functions that report events, to be called in another thread.
+        num_slots: most sequences that run at a time.
+        queue_size: most jobs that wait.
     """
 
     def __init__(
@@ -38,7 +40,6 @@ class Scheduler:
         num_slots: int, queue_size: int,
     ) -> None:  # fmt: skip
         self.engine, self.codec, self.num_slots, self.queue_size = engine, codec, num_slots, queue_size
-        self._num_waiting = 0
         self._notify, self._calls = notify, list[Callable[[], None]]()
         self._changed, self._stopping = threading.Condition(), False
         self._waiting: OrderedDict[str, deque[Job]] = OrderedDict()
@@ -50,38 +51,37 @@ class Scheduler:
 
     @property
     def counts(self) -> Counts:
-        """What it does now."""
-        return Counts(self._num_waiting, len(self._reading), len(self._rows))
+        """What the scheduler does now."""
+        with self._changed:
+            return Counts(sum(map(len, self._waiting.values())), len(self._reading), len(self._rows))
 
     def submit(self, jobs: Sequence[Job]) -> None:
         """Queue all of these jobs, or none.
 
         Raises:
-            QueueFull: there is no room.
-            Stopped: the server ends.
+            ApiError: the queue is full, or the server ends.
         """
         with self._changed:
             if self._stopping:
-                raise Stopped("the server is shutting down")
-            if self._num_waiting + len(jobs) > self.queue_size:
-                raise QueueFull
+                raise shutting_down()
+            if self.counts.waiting + len(jobs) > self.queue_size:
+                raise too_busy()
             for job in jobs:
                 self._waiting.setdefault(job.owner, deque()).append(job)
-            self._num_waiting += len(jobs)
             self._changed.notify()
 
     def cancel(self, job: Job) -> None:
-        """Let a job go before the next step."""
+        """Drop a job before the next step."""
         with self._changed:
             job.is_cancelled = True
             self._changed.notify()
 
     def finish(self, job: Job) -> None:
-        """End a job as if it had asked for no more tokens than it has; its prompt is read in any case."""
+        """End a job with the tokens it has, as if it had asked for no more; its prompt is read in any case."""
         job.max_new_tokens = 0
 
     def stop(self, seconds: float) -> None:
-        """Take no more jobs, let the present ones end for so long, and end the thread."""
+        """Take no more jobs, wait so many seconds for the present ones, and end the thread."""
         with self._changed:
             self._stopping = True
             self._deadline = time.monotonic() + seconds
@@ -93,7 +93,8 @@ class Scheduler:
             with self._changed:
                 while not (self._waiting or self._reading or self._rows or self._stopping):
                     self._changed.wait()
-                if self._stopping and self._is_over():
+                is_idle = not (self._waiting or self._reading or self._rows)
+                if self._stopping and (is_idle or time.monotonic() > self._deadline):
                     break
                 self._admit()
             try:
@@ -101,35 +102,25 @@ class Scheduler:
                 self._read_piece()
                 self._step()
             except Exception as error:
-                self._give_up([*(row.job for row in self._rows), *self._reading], error)
+                self._reset(self._reading, error)
                 self._reading.clear()
             self._send()
-        for job in {*(row.job for row in self._rows), *self._reading, *self._queued()}:
-            self._tell_all(job, Stopped("the server is shutting down"))
+        queued = [job for jobs in self._waiting.values() for job in jobs]
+        for job in {*(row.job for row in self._rows), *self._reading, *queued}:
+            self._tell(job, 0, shutting_down())
         self._send()
-
-    def _is_over(self) -> bool:
-        is_idle = not (self._waiting or self._reading or self._rows)
-        return is_idle or time.monotonic() > self._deadline
-
-    def _queued(self) -> list[Job]:
-        return [job for jobs in self._waiting.values() for job in jobs]
 
     def _admit(self) -> None:
         """Take waiting jobs while there are slots, one owner after the other."""
-        for owner in list(self._waiting):
-            jobs = deque(job for job in self._waiting[owner] if not job.is_cancelled)
-            self._num_waiting -= len(self._waiting[owner]) - len(jobs)
-            self._waiting[owner] = jobs
-            if not jobs:
-                del self._waiting[owner]
+        live = ((owner, deque(job for job in jobs if not job.is_cancelled)) for owner, jobs in self._waiting.items())
+        self._waiting = OrderedDict((owner, jobs) for owner, jobs in live if jobs)
+        num_free = self.num_slots - len(self._rows) - sum(len(job.settings) for job in self._reading)
         while self._waiting:
             owner, jobs = next(iter(self._waiting.items()))
-            num_used = len(self._rows) + sum(len(job.settings) for job in self._reading)
-            if num_used + len(jobs[0].settings) > self.num_slots:
+            num_free -= len(jobs[0].settings)
+            if num_free < 0:
                 break
             self._reading.append(jobs.popleft())
-            self._num_waiting -= 1
             self._waiting.move_to_end(owner)
             if not jobs:
                 del self._waiting[owner]
@@ -141,14 +132,14 @@ class Scheduler:
                 self._leave(place)
 
     def _leave(self, place: int) -> Any:
-        """Take a row out of the batch; the last takes its place, as in the engine."""
+        """Take a row out of the batch and return its state; the last row takes its place, as in the engine."""
         last = self._rows.pop()
         if place < len(self._rows):
             self._rows[place] = last
         return self.engine.leave(self._batch, place)
 
     def _read_piece(self) -> None:
-        """Read a piece of the prompts whose turn it is."""
+        """Read the next tokens of some prompts, and begin the sequences of those that were read."""
         jobs = self._next_prompts()
         if not jobs:
             return
@@ -171,16 +162,13 @@ class Scheduler:
                 self._begin(job, logits_V)
 
     def _next_prompts(self) -> list[Job]:
-        """The prompts to read together: all at their beginning, or none."""
-        if not self._reading:
-            return []
-        is_new = self._reading[0].is_new
-        jobs = [job for job in self._reading if job.is_new == is_new][:GROUP]
+        """The prompts to read together: either all are at their beginning, or none is."""
+        jobs = [job for job in self._reading if job.is_new == self._reading[0].is_new][:GROUP]
         self._reading = deque(job for job in self._reading if job not in jobs)
         return jobs
 
     def _joined(self, jobs: list[Job]) -> Any:
-        """Their states as one."""
+        """The states of the jobs as one state, a row each."""
         if jobs[0].is_new:
             return self.engine.new_state(len(jobs))
         for job in jobs:
@@ -191,7 +179,7 @@ class Scheduler:
         return jobs[0].state
 
     def _begin(self, job: Job, logits_V: NDArray[np.float32]) -> None:
-        """Let the sequences of a job, whose prompt was read, join the batch."""
+        """Add the sequences of a job, whose prompt was read, to the batch."""
         num_rows, first = len(job.settings), len(self._rows)
         self.engine.join(self._batch, job.state if num_rows == 1 else self.engine.select(job.state, [0] * num_rows))
         job.state = None
@@ -208,17 +196,17 @@ class Scheduler:
         try:
             logits_BV = self.engine.read(self._batch, [[row.next_id] for row in self._rows])
         except Exception as error:
-            self._give_up([row.job for row in self._rows], error)
+            self._reset([], error)
             return
         self._advance(0, logits_BV)
 
-    def _give_up(self, jobs: Sequence[Job], error: Exception) -> None:
-        """Begin with an empty batch."""
+    def _reset(self, jobs: Iterable[Job], error: Exception) -> None:
+        """Fail these jobs and all jobs of the batch, and go on with an empty batch."""
+        self._fail(list(dict.fromkeys([*(row.job for row in self._rows), *jobs])), error)
         self._rows, self._batch = [], self.engine.new_state(0)
-        self._fail(list(dict.fromkeys(jobs)), error)
 
     def _advance(self, first: int, logits_BV: NDArray[np.float32]) -> None:
-        """Choose the next token of the rows from a place on, and take out those that have ended."""
+        """Choose the next tokens of the rows from place `first` on, and take out the rows that have ended."""
         if self.codec.pad_id != self.codec.end_id:
             logits_BV[:, self.codec.pad_id] = -np.inf  # never seen in training, so its probability is an accident
         chosen = []
@@ -226,13 +214,14 @@ class Scheduler:
             if row.forced:
                 row.next_id = row.forced.popleft()
                 entry = make_logprob(logits_BV[place], row.next_id, row.job.num_logprobs or 0)
-                self._tell(row, Piece("", [(entry, -1)]))
+                self._tell(row.job, row.index, Piece("", [(entry, -1)]))
             elif len(row.token_ids) == row.job.max_new_tokens:  # none at all is asked for
                 row.end = "length"
             else:
                 chosen.append(place)
         rows = [self._rows[first + place] for place in chosen]
-        before = {place: logits_BV[place].copy() for place in chosen if self._rows[first + place].has_logprobs}
+        has_logprobs = [row.job.num_logprobs is not None for row in rows]
+        before = {place: logits_BV[place].copy() for place, has in zip(chosen, has_logprobs, strict=True) if has}
         tokens = choose_tokens(
             logits_BV if len(chosen) == len(logits_BV) else logits_BV[chosen], [row.settings for row in rows],
             [row.seen for row in rows], [row.numbers for row in rows],
@@ -242,7 +231,7 @@ class Scheduler:
         self._take_out(first)
 
     def _accept(self, place: int, token: int, logits_V: NDArray[np.float32] | None) -> None:
-        """Add a token to a row, and say what text it makes certain."""
+        """Add a token to a row, and report the text that it completes."""
         row, job = self._rows[place], self._rows[place].job
         row.next_id = token
         row.seen[token] = row.seen.get(token, 0) + 1
@@ -268,16 +257,16 @@ class Scheduler:
         self._release(row, piece)
 
     def _release(self, row: Row, piece: str) -> None:
-        """Pass on text, and the tokens that begin in what was passed on."""
+        """Report new text, and the tokens that begin in text reported so far."""
         length = len(row.stream.text)
         is_whole = row.end is None and row.stream.is_whole
         num_ready = next((i for i, (_, begin) in enumerate(row.pending) if begin >= length and not is_whole), None)
         tokens, row.pending = row.pending[:num_ready], [] if num_ready is None else row.pending[num_ready:]
         if piece or tokens:
-            self._tell(row, Piece(piece, tokens))
+            self._tell(row.job, row.index, Piece(piece, tokens))
 
     def _take_out(self, first: int) -> None:
-        """Let the rows from this place on leave that have ended."""
+        """Take the rows from place `first` on that have ended out of the batch."""
         for place in reversed(range(first, len(self._rows))):
             row = self._rows[place]
             if row.end is None:
@@ -292,21 +281,16 @@ class Scheduler:
                 state, token_ids, num_unread = row.kept.state, [*token_ids[: row.kept.num_tokens], *rest], len(rest)
             elif row.end == "stop":
                 token_ids = token_ids[:-1]
-            self._tell(row, End(row.end, num_generated, token_ids, state, num_unread))
+            self._tell(row.job, row.index, End(row.end, num_generated, token_ids, state, num_unread))
 
-    def _tell(self, row: Row, event: Event) -> None:
-        listen, index = row.job.listen, row.index
-        self._calls.append(lambda: listen(index, event))
-
-    def _tell_all(self, job: Job, error: Exception) -> None:
-        listen = job.listen
-        self._calls.append(lambda: listen(0, error))
+    def _tell(self, job: Job, index: int, event: Event) -> None:
+        self._calls.append(functools.partial(job.listen, index, event))
 
     def _fail(self, jobs: Sequence[Job], error: Exception) -> None:
         if not isinstance(error, InputError):
             log.exception("the engine failed")
         for job in jobs:
-            self._tell_all(job, error)
+            self._tell(job, 0, error)
 
     def _send(self) -> None:
         if self._calls:

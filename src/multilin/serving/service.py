@@ -1,84 +1,71 @@
-"""What the server does with a request, whatever its shape on the wire: prompts, generation, turns and sessions."""
+"""What the server does with a request, whatever its form in HTTP: prompts, generation, turns and sessions."""
 
 import asyncio
 import functools
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from multilin.errors import InputError, shown
 from multilin.inference.engine import Engine
 from multilin.inference.generate import check_length, check_settings
-from multilin.inference.state_contents import StateContents, StateOwner
+from multilin.inference.state_contents import StateOwner
 from multilin.inference.state_file import pack_state, unpack_state
 from multilin.inference.text import TextCodec
-from multilin.serving.errors import NOT_FOUND, ApiError, too_busy
+from multilin.serving.errors import NOT_FOUND, ApiError
+from multilin.serving.folder import Folder
 from multilin.serving.generation import Ask, Generation, Prompt
-from multilin.serving.jobs import End, Job, QueueFull, Stopped
-from multilin.serving.layout import Layout, Messages
+from multilin.serving.jobs import End, Job
+from multilin.serving.layout import Messages, open_layout
 from multilin.serving.metrics import Metrics
 from multilin.serving.scheduler import Scheduler
 from multilin.serving.sessions import SessionStore
+from multilin.serving.settings import ServeLimits, num_bytes
 from multilin.serving.turns import Turn, TurnStore, new_id
 
 Answer = Callable[[Generation], dict[str, Any]]
 
 
-@dataclass(frozen=True)
-class Limits:
-    """What a request may ask for.
-
-    prompt_tokens: to read.
-    max_tokens: to generate, for each sequence.
-    num_sequences: prompts times n.
-    body_bytes: of a request.
-    """
-
-    prompt_tokens: int = 65536
-    max_tokens: int = 4096
-    num_sequences: int = 64
-    body_bytes: int = 2**24
-
-
 class Service:
-    """A model, its scheduler, and the turns and sessions of its users.
+    """A model with a running scheduler, and the turns and sessions of its users.
 
     Args:
-        engine, codec, owner: as `multilin.cli.export.open_engine` gives them.
-        name: of the model, for clients.
-        layout: of messages.
-        turns, sessions: stores.
-        limits: of requests.
-        num_slots, queue_size: see Scheduler.
+        engine, codec, owner: the model, see `multilin.cli.export.open_engine`.
+        folder: the run or the export.
+        name: name of the model for clients; None takes that of the folder.
+        limits: limits of requests and of what is kept.
 
     Raises:
-        InputError: a model without states.
+        InputError: a model without states, or a store that cannot be opened.
     """
 
     def __init__(
-        self, engine: Engine, codec: TextCodec, owner: StateOwner, name: str, layout: Layout, turns: TurnStore,
-        sessions: SessionStore, limits: Limits, num_slots: int, queue_size: int,
-    ) -> None:  # fmt: skip
+        self, engine: Engine, codec: TextCodec, owner: StateOwner, folder: Path, name: str | None, limits: ServeLimits
+    ) -> None:
         if not engine.keeps_states:
             raise InputError(f"run: a {engine.kind} model keeps no state; only models of this package are served")
-        self.engine, self.codec, self.owner, self.name, self.layout = engine, codec, owner, name, layout
-        self.turns, self.sessions, self.limits, self.created = turns, sessions, limits, int(time.time())
+        self.engine, self.codec, self.owner, self.limits = engine, codec, owner, limits
+        self.name, self.layout = name or folder.resolve().name, open_layout(codec, folder)
+        store = None if limits.sessions is None else Folder(f"{limits.sessions}/{owner.hash[:16]}")
+        seconds = None if limits.keep_days is None else limits.keep_days * 86400
+        self.turns = TurnStore(store, num_bytes("memory", limits.memory), num_bytes("disk", limits.disk), seconds)
+        self.sessions, self.created = SessionStore(store or Folder()), int(time.time())
         self.busy: dict[str, Generation] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
-        self.scheduler = Scheduler(engine, codec, self._notify, num_slots, queue_size)
-        self.metrics = Metrics(self.scheduler, turns)
+        self.scheduler = Scheduler(engine, codec, self._notify, limits.slots, limits.queue)
+        self.metrics = Metrics(self.scheduler, self.turns)
 
     def _notify(self, calls: list[Callable[[], None]]) -> None:
-        """Make the scheduler's calls on the event loop, all of a step at once."""
+        """Run the scheduler's calls on the event loop, those of a step together."""
         if self._loop is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(_call_all, calls)
 
     def text(self, token_ids: list[int], param: str) -> str:
-        """The text of tokens, without those that are no text.
+        """The text of tokens, without special tokens.
 
         Raises:
-            InputError: a token that there is not, in the field `param`.
+            InputError: a token that is not in the vocabulary; `param` is the field that gave it.
         """
         wrong = next((token for token in token_ids if not 0 <= token < self.engine.vocab_size), None)
         if wrong is not None:
@@ -92,23 +79,27 @@ class Service:
         text: str = self.codec.tokenizer.decode([token_id], skip_special_tokens=False)
         return text
 
+    def check_idle(self, session_id: str) -> None:
+        """Refuse a session that a request continues just now."""
+        if session_id in self.busy:
+            raise ApiError(409, f"session: another request continues {session_id}", "session", "session_busy")
+
     async def begin(self, ask: Ask, answer: Answer | None = None) -> Generation:
         """Check a request and queue it.
 
         Args:
             ask: the request.
-            answer: called when a sequence has ended, for what is kept with its turn.
+            answer: called when a sequence has ended; returns the answer to keep with the turn.
 
         Raises:
-            ApiError: a session that another request continues, or a full queue.
-            InputError: what is asked for is not possible.
+            ApiError: a session that another request continues, a full queue, or a server that ends.
+            InputError: the request is not possible.
         """
         self._loop = asyncio.get_running_loop()
         session_id = "" if ask.session is None else ask.session.id
-        if session_id in self.busy:
-            raise ApiError(409, f"session: another request continues {session_id}", "session", "session_busy")
+        self.check_idle(session_id)
         generation = Generation(
-            ask, self.scheduler, self.metrics, functools.partial(self._end, answer),
+            ask, self.scheduler, self.metrics, functools.partial(self._keep, answer),
             functools.partial(self.busy.pop, session_id, None),
         )  # fmt: skip
         if session_id:
@@ -116,61 +107,52 @@ class Service:
         try:
             generation.jobs = await asyncio.to_thread(self._jobs, generation)
             self.scheduler.submit(generation.jobs)
-        except BaseException as error:
+        except BaseException:
             generation.close()
-            if isinstance(error, QueueFull):
-                raise too_busy() from None
-            if isinstance(error, Stopped):
-                raise ApiError(503, str(error)) from None
             raise
         return generation
 
     def _jobs(self, generation: Generation) -> list[Job]:
-        ask = generation.ask
+        ask, limits = generation.ask, self.limits
         for settings in ask.settings:
             check_settings(settings, self.engine.vocab_size)
-        if len(ask.prompts) * len(ask.settings) > self.limits.num_sequences:
+        if len(ask.prompts) * len(ask.settings) > limits.slots:
             raise InputError(
                 f"n: {len(ask.prompts)} prompts times {len(ask.settings)} answers asked for, but this server gives at "
-                f"most {self.limits.num_sequences}"
+                f"most {limits.slots}"
             )
-        if ask.max_tokens is not None and ask.max_tokens > self.limits.max_tokens:
-            raise InputError(f"max_tokens: {ask.max_tokens} given, but it should be at most {self.limits.max_tokens}")
+        if ask.max_tokens is not None and ask.max_tokens > limits.max_tokens:
+            raise InputError(f"max_tokens: {ask.max_tokens} given, but it should be at most {limits.max_tokens}")
         return [self._job(generation, number, prompt) for number, prompt in enumerate(ask.prompts)]
 
     def _job(self, generation: Generation, number: int, prompt: Prompt) -> Job:
-        ask, before, state = generation.ask, prompt.before, None
+        ask, limits, before = generation.ask, self.limits, prompt.before
         if before is not None:
             kept = self.turns.get(ask.owner, before.id)
             if kept is None:
                 raise ApiError(404, f"the turn {before.id} is no longer kept", "session", NOT_FOUND)
             known_ids = before.token_ids + prompt.token_ids
-            state = kept[1]
         else:
             known_ids = prompt.token_ids
             kept = None if ask.prompt_logprobs else self.turns.longest(ask.owner, known_ids)
-            if kept is not None:
-                before, state = kept
-        num_read, num_unknown = (0, 0) if before is None else (before.num_read, before.num_unknown)
-        token_ids = known_ids[num_read - num_unknown :]
+        before, state = kept or (None, None)
+        num_read = before.num_read if before else 0
+        token_ids = known_ids[num_read - (before.num_unknown if before else 0) :]
         if not token_ids:
             raise InputError("prompt: none given, and nothing is left to read; give some text to go on with")
-        if len(token_ids) > self.limits.prompt_tokens:
+        if len(token_ids) > limits.max_prompt:
             raise InputError(
-                f"prompt: {len(token_ids)} tokens to read, but this server reads at most {self.limits.prompt_tokens}"
+                f"prompt: {len(token_ids)} tokens to read, but this server reads at most {limits.max_prompt}"
             )
         total, longest = num_read + len(token_ids), self.engine.longest_text
         max_tokens = ask.max_tokens
         if max_tokens is None:
-            room = self.limits.max_tokens if longest is None else longest - total + 1
-            max_tokens = max(min(ask.default_tokens, self.limits.max_tokens, room), 1)
-        try:
-            check_length(total, max_tokens, longest)
-        except InputError as error:
-            raise InputError(str(error).replace("max_new_tokens", "max_tokens")) from None
+            room = limits.max_tokens if longest is None else longest - total + 1
+            max_tokens = max(min(ask.default_tokens, limits.max_tokens, room), 1)
+        check_length(total, max_tokens, longest, "max_tokens")
         generation.num_prompt_tokens += total
         generation.num_cached_tokens += num_read
-        generation.parents.append((before, known_ids, num_unknown))
+        generation.parents.append(before)
         first = number * len(ask.settings)
         return Job(
             ask.owner, token_ids, known_ids, None if state is None else unpack_state(state, self.owner), ask.settings,
@@ -179,13 +161,13 @@ class Service:
         )  # fmt: skip
 
     def chat_prompt(self, messages: Messages, before: Turn | None) -> Prompt:
-        """The next messages of a conversation, after those of the turn `before`."""
+        """The prompt with the next messages of a conversation, after the messages of the turn `before`."""
         earlier = (before.messages or []) if before is not None else []
         text = "\n\n".join(message["content"] for message in messages)
         return Prompt(text, self.layout.token_ids(messages, before), before, [*earlier, *messages])
 
     def import_state(self, owner: str, content: bytes) -> Turn:
-        """A state file as a turn, of whose text nothing is known.
+        """A new turn from the content of a state file; its text is not known.
 
         Raises:
             InputError: no state file of this model, or one of several texts.
@@ -200,22 +182,15 @@ class Service:
         self.turns.add(turn, pack_state(state, self.owner))
         return turn
 
-    async def _end(self, answer: Answer | None, generation: Generation, index: int, end: End) -> None:
+    def _keep(self, answer: Answer | None, generation: Generation, index: int, end: End) -> None:
         """Keep the turn at the end of a sequence, and add it to the session."""
-        session = generation.ask.session
         if not generation.ask.store:
             return
-        await asyncio.to_thread(self._keep, answer, generation, index, end)
-        generation.results[index].turn = turn_id = generation.turn_ids[index]
-        if session is not None and not generation.is_abandoned:
-            session.turns.append(turn_id)
-            await asyncio.to_thread(self.sessions.save, session)
-
-    def _keep(self, answer: Answer | None, generation: Generation, index: int, end: End) -> None:
         ask, result, number = generation.ask, generation.results[index], index // len(generation.ask.settings)
-        prompt, (before, known_ids, num_unknown) = ask.prompts[number], generation.parents[number]
-        token_ids = known_ids + end.token_ids
-        contents: StateContents = self.engine.save(end.state)
+        prompt, before, session = ask.prompts[number], generation.parents[number], ask.session
+        num_unknown = before.num_unknown if before else 0
+        token_ids = [*generation.jobs[number].known_ids, *end.token_ids]
+        contents = self.engine.save(end.state)
         contents.unread_ids = [token_ids[len(token_ids) - end.num_unread :]]
         messages = None
         if prompt.messages is not None:
@@ -226,6 +201,10 @@ class Service:
             answer=None if answer is None else answer(generation),
         )  # fmt: skip
         self.turns.add(turn, pack_state(contents, self.owner))
+        result.turn = turn.id
+        if session is not None and not generation.is_abandoned:
+            session.turns.append(turn.id)
+            self.sessions.save(session)
 
 
 def _call_all(calls: list[Callable[[], None]]) -> None:

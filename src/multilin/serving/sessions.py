@@ -1,10 +1,9 @@
-"""Sessions: named lists of turns, the current one last."""
+"""Sessions: lists of turns, each of which continues the one before."""
 
 import dataclasses
 import json
 import time
 from dataclasses import dataclass, field
-from typing import Any
 
 from multilin.serving.folder import Folder
 from multilin.serving.turns import is_id, new_id
@@ -14,8 +13,8 @@ from multilin.serving.turns import is_id, new_id
 class Session:
     """A conversation or text that grows.
 
-    id, owner: as those of turns.
-    turns: ids of its turns, the one to continue last.
+    id, owner: see `Turn`.
+    turns: ids of the session's turns; the last one is continued.
     created, changed: seconds since 1970.
     """
 
@@ -27,7 +26,7 @@ class Session:
 
     @property
     def name(self) -> str:
-        """Of its file."""
+        """Name of the session's file."""
         return f"{self.id}.{self.owner}.json"
 
 
@@ -49,13 +48,13 @@ class SessionStore:
         self._folder.write(session.name, json.dumps(dataclasses.asdict(session)).encode())
 
     def get(self, owner: str, session_id: str) -> Session | None:
-        """A session of this owner; None where there is none."""
+        """A session of this owner; None if there is none."""
         if not is_id("session", session_id):
             return None
         return self._read(Session(session_id, owner).name)
 
     def all(self, owner: str) -> list[Session]:
-        """Those of an owner, the last changed first."""
+        """All sessions of an owner, the last changed first."""
         names = [name for name in self._folder.sizes("session_") if name.endswith(f".{owner}.json")]
         sessions = [session for name in names if (session := self._read(name)) is not None]
         return sorted(sessions, key=lambda session: -session.changed)
@@ -66,7 +65,6 @@ class SessionStore:
 
     def _read(self, name: str) -> Session | None:
         try:
-            values: dict[str, Any] = json.loads(self._folder.read(name))
-            return Session(**values)
+            return Session(**json.loads(self._folder.read(name)))
         except (FileNotFoundError, ValueError, TypeError):
             return None

@@ -1,4 +1,4 @@
-"""Settings of a server that hold for every way of running it."""
+"""Settings of a server, common to all ways of running it."""
 
 import os
 from typing import Annotated
@@ -28,13 +28,13 @@ class ServeLimits:
 
 
 def split_keys(text: str | None) -> list[str]:
-    """Keys that were given with commas, or in the environment."""
+    """The API keys in a text, separated by commas; None takes them from the environment."""
     given = os.environ.get(KEY_VARIABLE, "") if text is None else text
     return [key.strip() for key in given.split(",") if key.strip()]
 
 
 def num_bytes(name: str, text: str) -> int:
-    """A number of bytes such as 500MB; `name` is the setting's, for the message."""
+    """The number of bytes that a text such as 500MB gives; `name` is the setting, for the message."""
     units = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
     number, unit = text[:-2].strip(), text[-2:].upper()
     if unit not in units or not number.replace(".", "", 1).isdecimal():

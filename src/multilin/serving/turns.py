@@ -1,4 +1,4 @@
-"""Turns: what a model had read at the end of each answer, kept in memory and on disk, and found by what it had read."""
+"""Turns: each prompt with its answer and the model's state after it, in memory and on disk, found by their tokens."""
 
 import contextlib
 import dataclasses
@@ -18,7 +18,7 @@ from multilin.errors import InputError
 from multilin.serving.folder import Folder
 
 _MODULUS, _FACTOR = 2**61 - 1, 1_000_003_000_031  # of the hash by which turns are found; tokens are then compared
-CLEANING = 60.0  # seconds, at least, between two looks for what is too old or too much
+CLEANING = 60.0  # seconds, at least, between two searches for turns to delete
 log = logging.getLogger("multilin.serve")
 
 
@@ -28,24 +28,25 @@ def new_id(kind: str) -> str:
 
 
 def is_id(kind: str, text: str) -> bool:
-    """Whether a text has the form of `new_id(kind)`."""
+    """True if a text has the form of `new_id(kind)`."""
     return re.fullmatch(rf"{kind}_[A-Za-z0-9_-]{{22}}", text) is not None
 
 
 @dataclass(frozen=True)
 class Turn:
-    """A prompt and its answer at the end of what came before. Never changed.
+    """A prompt and its answer, after the turns before. Never changed.
 
     id: see `new_id`.
-    owner: whose it is, 16 hexadecimal digits.
+    owner: the user it belongs to, 16 hexadecimal digits.
     parent: id of the turn that was continued, or None.
     kind: "completion", "chat", "response" or "import".
-    prompt, text: what was added to the text before, and the answer.
-    messages: all of the conversation, this answer included; None where there are none, or they are not known.
-    token_ids: of the whole text, but for the first `num_unknown` tokens.
-    num_read: tokens that its state has read, unknown ones included; the rest waits to be read.
+    prompt, text: the prompt and the answer.
+    messages: all messages of the conversation, this answer included; None if there are none, or they are not known.
+    token_ids: tokens of the whole text from its beginning, without the first `num_unknown`.
+    num_read: tokens that the turn's state has read, unknown ones included; later tokens are still to be read.
+    num_unknown: tokens at the beginning of the text that are not known, as in an imported state.
     created: seconds since 1970.
-    answer: as it was sent, where it can be asked for again.
+    answer: the answer as it was sent, if it can be asked for again.
     """
 
     id: str
@@ -63,7 +64,7 @@ class Turn:
 
     @property
     def num_tokens(self) -> int:
-        """Of the whole text."""
+        """Number of tokens of the whole text."""
         return self.num_unknown + len(self.token_ids)
 
     @property
@@ -73,7 +74,7 @@ class Turn:
 
 
 class Entry(NamedTuple):
-    """What is known of a turn without its content; the name of its files says it all but the size."""
+    """What is known of a turn without reading its files: all but the sizes is part of their names."""
 
     id: str
     owner: str
@@ -85,12 +86,12 @@ class Entry(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Of its files, but for the suffix."""
+        """Name of the turn's files, without the suffix."""
         return f"{self.id}.{self.owner}.{self.num_read}.{self.hash:x}.{self.created}"
 
     @classmethod
     def from_name(cls, name: str, sizes: Mapping[str, int]) -> "Entry | None":
-        """From the name of a turn's first file, and the sizes of all; None for other files."""
+        """The entry of a turn from the name of its .json file and the sizes of all files; None for other files."""
         match = re.fullmatch(r"(turn_[\w-]{22})\.([0-9a-f]{16})\.(\d+)\.([0-9a-f]+)\.(\d+)\.json", name)
         if match is None:
             return None
@@ -100,13 +101,13 @@ class Entry(NamedTuple):
 
 
 class TurnStore:
-    """Turns and their states, the content of a state file each. Methods wait for the disk; any thread may call them.
+    """Turns and their states, each the content of a state file. Methods wait for the disk; any thread may call them.
 
     Args:
-        folder: where turns are kept beyond the memory; None drops the least recently used.
-        memory_bytes: of the states and texts kept in memory.
-        disk_bytes: beyond which the oldest turns are deleted from the folder; None for no limit.
-        seconds: after which turns are deleted; None keeps them.
+        folder: keeps all turns; with None there are only those in memory, and the least recently used are dropped.
+        memory_bytes: largest size of the states and texts in memory.
+        disk_bytes: size of the folder beyond which the oldest turns are deleted; None for no limit.
+        seconds: age at which turns are deleted; None keeps them.
     """
 
     def __init__(
@@ -143,7 +144,7 @@ class TurnStore:
             threading.Thread(target=self.clean, name="multilin-clean", daemon=True).start()
 
     def get(self, owner: str, turn_id: str) -> tuple[Turn, bytes] | None:
-        """A turn of this owner and its state; None where there is none.
+        """A turn of this owner and its state; None if there is none.
 
         Raises:
             InputError: its files are damaged.
@@ -166,7 +167,7 @@ class TurnStore:
         return _parse(entry, kept[0]), kept[1]
 
     def peek(self, owner: str, turn_id: str) -> Turn | None:
-        """A turn of this owner without its state, as `get`."""
+        """A turn of this owner without its state; None if there is none. Same errors as `get`."""
         entry = self.entry(owner, turn_id)
         if entry is None:
             return None
@@ -175,14 +176,14 @@ class TurnStore:
         return None if content is None else _parse(entry, content)
 
     def entry(self, owner: str, turn_id: str) -> Entry | None:
-        """What is known of a turn of this owner; None where there is none."""
+        """The entry of a turn of this owner; None if there is none."""
         if turn_id not in self._entries and is_id("turn", turn_id):
             self._list(turn_id)  # another server may have written it
         entry = self._entries.get(turn_id)
         return entry if entry is not None and entry.owner == owner else None
 
     def longest(self, owner: str, token_ids: Sequence[int]) -> tuple[Turn, bytes] | None:
-        """The turn that has read the most of these tokens, not all of them, and nothing else."""
+        """The turn whose state has read the longest proper prefix of these tokens."""
         keys = [(owner, count, value) for count, value in enumerate(hashes(token_ids[:-1]), 1)]
         for turn_id in [self._by_hash[key] for key in reversed(keys) if key in self._by_hash]:
             with contextlib.suppress(InputError):  # damaged files are as good as none
@@ -191,56 +192,41 @@ class TurnStore:
                     return kept
         return None
 
-    def remove(self, owner: str, turn_id: str) -> bool:
-        """Delete a turn; False where there is none."""
-        with self._lock:
-            entry = self._entries.get(turn_id)
-            if entry is None or entry.owner != owner:
-                return False
-            self._forget(entry)
-        self._unlink(entry)
-        return True
+    def remove(self, owner: str, turn_id: str) -> None:
+        """Delete a turn of this owner, if there is one."""
+        entry = self._entries.get(turn_id)
+        if entry is not None and entry.owner == owner:
+            self._delete(entry)
 
     def clean(self) -> None:
-        """Look at the folder, and delete what is too old, and the oldest of what is too much."""
+        """List the folder, and delete the turns that are too old, and the oldest ones while the folder is too large."""
         begin = time.monotonic()
         try:
             self._list("turn_")
-            for entry in self._superfluous():
-                self._unlink(entry)
+            with self._lock:
+                entries = sorted(self._entries.values(), key=lambda entry: entry.created)
+            total = sum(entry.size for entry in entries)
+            oldest = 0 if self.seconds is None else time.time() - self.seconds
+            most = math.inf if self.folder is None or self.disk_bytes is None else self.disk_bytes
+            for entry in entries:
+                if entry.created >= oldest and total <= most:
+                    break
+                total -= entry.size
+                self._delete(entry)
         finally:
             now = time.monotonic()
             self._next_cleaning = now + max(CLEANING, 20 * (now - begin))  # a large store is not listed all the time
-
-    def _superfluous(self) -> list[Entry]:
-        """Forget the turns that are too old or too much; those that were forgotten."""
-        with self._lock:
-            entries = sorted(self._entries.values(), key=lambda entry: entry.created)
-            total = sum(entry.size for entry in entries)
-            oldest = 0 if self.seconds is None else time.time() - self.seconds
-            gone = []
-            for entry in entries:
-                is_too_much = self.folder is not None and self.disk_bytes is not None and total > self.disk_bytes
-                if entry.created >= oldest and not is_too_much:
-                    break
-                total -= entry.size
-                gone.append(entry)
-                self._forget(entry)
-        return gone
 
     def _read(self, entry: Entry, suffix: str) -> bytes | None:
         try:
             return None if self.folder is None else self.folder.read(f"{entry.name}.{suffix}")
         except FileNotFoundError:  # another server has deleted it
-            with self._lock:
-                self._forget(entry)
+            self._forget(entry)
             return None
 
     def _list(self, prefix: str) -> None:
-        """Learn of the turns in the folder whose ids begin so."""
-        if self.folder is None:
-            return
-        sizes = self.folder.sizes(prefix)
+        """Take up the turns in the folder whose ids begin with `prefix`."""
+        sizes = {} if self.folder is None else self.folder.sizes(prefix)
         found = [Entry.from_name(name, sizes) for name in sizes]
         with self._lock:
             for entry in found:
@@ -253,14 +239,21 @@ class TurnStore:
             self._by_hash[entry.owner, entry.num_read, entry.hash] = entry.id
 
     def _forget(self, entry: Entry) -> None:
-        self._entries.pop(entry.id, None)
-        key = entry.owner, entry.num_read, entry.hash
-        if self._by_hash.get(key) == entry.id:
-            del self._by_hash[key]
-        self.num_bytes -= sum(map(len, self._memory.pop(entry.id, ())))
+        with self._lock:
+            self._entries.pop(entry.id, None)
+            key = entry.owner, entry.num_read, entry.hash
+            if self._by_hash.get(key) == entry.id:
+                del self._by_hash[key]
+            self.num_bytes -= sum(map(len, self._memory.pop(entry.id, ())))
+
+    def _delete(self, entry: Entry) -> None:
+        self._forget(entry)
+        if self.folder is not None:
+            self.folder.remove(f"{entry.name}.json")
+            self.folder.remove(f"{entry.name}.safetensors")
 
     def _remember(self, turn_id: str, content: bytes, state: bytes) -> None:
-        """Keep in memory, and drop what was not used for longest beyond the bound."""
+        """Keep a turn in memory, and drop the least recently used while there are too many bytes."""
         if turn_id not in self._memory:
             self._memory[turn_id] = content, state
             self.num_bytes += len(content) + len(state)
@@ -270,13 +263,6 @@ class TurnStore:
                 self._forget(self._entries[oldest])
             else:
                 self.num_bytes -= sum(map(len, self._memory.pop(oldest)))
-
-    def _unlink(self, entry: Entry) -> None:
-        if self.folder is None:
-            return
-        for suffix in ("json", "safetensors"):
-            with contextlib.suppress(FileNotFoundError):
-                self.folder.remove(f"{entry.name}.{suffix}")
 
 
 def _parse(entry: Entry, content: bytes) -> Turn:
@@ -288,7 +274,7 @@ def _parse(entry: Entry, content: bytes) -> Turn:
 
 
 def hashes(token_ids: Sequence[int]) -> Iterator[int]:
-    """A hash, above 0, of the first token, the first two, and so on."""
+    """Hashes, above 0, of the first token, of the first two tokens, and so on."""
     value = 1
     for token in token_ids:
         value = (value * _FACTOR + token + 1) % _MODULUS or 1

@@ -1,9 +1,10 @@
-"""What every request passes first: keys, limits and counts. Pure ASGI, so that a client's leaving is seen behind it."""
+"""The first check of every request: keys, limits and counts. Pure ASGI, so that endpoints see a client disconnect."""
 
 import asyncio
 import hashlib
 import hmac
 import logging
+import re
 from collections.abc import Sequence
 
 from starlette.requests import HTTPConnection
@@ -12,10 +13,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from multilin.serving.api import page
 from multilin.serving.api.streams import as_api_error, error_response
 from multilin.serving.errors import ApiError
-from multilin.serving.service import Service
+from multilin.serving.metrics import Metrics
 
 NOBODY = "0" * 16  # owner of all turns where there are no keys
-BODY_SECONDS = 30.0  # for a body to arrive
+BODY_BYTES, BODY_SECONDS = 2**24, 30.0  # of a body: the most, and the time for it to arrive
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 OPEN_PATHS = ("/health", *page.PATHS)
 log = logging.getLogger("multilin.serve")
@@ -25,15 +26,15 @@ class Guard:
     """Checks the key and the size of a request, counts its answer, and turns every failure into JSON.
 
     Args:
-        app: to call.
-        service: for its limits and metrics.
-        keys: of which a request must have one; none lets everybody in.
-        is_loopback: the server is for this machine; requests under another name, as a page elsewhere could make with a
-            name of its own for this address, are refused.
+        app: the application behind it.
+        metrics: counts the answers.
+        keys: a request must have one of these; with none, everybody is let in.
+        is_loopback: refuse requests whose Host header does not name this machine. Another site could make such requests
+            from a browser here, with a domain of its own for this address.
     """
 
-    def __init__(self, app: ASGIApp, service: Service, keys: Sequence[str], *, is_loopback: bool) -> None:
-        self.app, self.service, self.is_loopback = app, service, is_loopback
+    def __init__(self, app: ASGIApp, metrics: Metrics, keys: Sequence[str], *, is_loopback: bool) -> None:
+        self.app, self.metrics, self.is_loopback = app, metrics, is_loopback
         self._keys = [hashlib.sha256(key.encode()).digest() for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -48,7 +49,7 @@ class Guard:
             if message["type"] == "http.response.start":
                 is_begun = True
                 path = getattr(scope.get("route"), "path", "other")
-                self.service.metrics.answers.labels(path, str(message["status"])).inc()
+                self.metrics.answers.labels(path, str(message["status"])).inc()
             await send(message)
 
         try:
@@ -60,15 +61,14 @@ class Guard:
                 await error_response(as_api_error(error))(scope, receive, counted)
 
     def _owner(self, connection: HTTPConnection) -> str:
-        host = connection.headers.get("host", "").rpartition(":")
-        name = host[0] if host[1] and host[2].isdigit() else connection.headers.get("host", "")
+        name = re.sub(r":\d+$", "", connection.headers.get("host", ""))
         if self.is_loopback and name not in LOOPBACK:
             raise ApiError(400, f"host: {name!r:.80} given, but this server is for this machine only", "host")
         if not self._keys:
             return NOBODY
         given = connection.headers.get("authorization", "").removeprefix("Bearer ")
         digest = hashlib.sha256(given.encode()).digest()
-        # Every key is looked at, so that the time says nothing.
+        # Compare with every key, so that the time says nothing about which one is right.
         if not sum(hmac.compare_digest(digest, key) for key in self._keys):
             if connection.scope["path"] in OPEN_PATHS:
                 return NOBODY
@@ -79,11 +79,14 @@ class Guard:
         return hashlib.sha256(b"owner" + digest).hexdigest()[:16]
 
     def _limited(self, connection: HTTPConnection, receive: Receive) -> Receive:
-        """The body, which may not be too large or too slow."""
-        most, deadline = self.service.limits.body_bytes, asyncio.get_running_loop().time() + BODY_SECONDS
+        """`receive` with a limit on the size and the time of the body."""
+        deadline = asyncio.get_running_loop().time() + BODY_SECONDS
+        too_large = ApiError(
+            413, f"body: too large; this server takes at most {BODY_BYTES} bytes", None, "body_too_large"
+        )
         announced = connection.headers.get("content-length", "0")
-        if announced.isdigit() and int(announced) > most:
-            raise _too_large(most)
+        if announced.isdigit() and int(announced) > BODY_BYTES:
+            raise too_large
         num_bytes, is_complete = 0, False
 
         async def limited() -> Message:
@@ -97,12 +100,8 @@ class Guard:
                 raise ApiError(408, f"body: not complete after {BODY_SECONDS:g} seconds") from None
             num_bytes += len(message.get("body", b""))
             is_complete = not message.get("more_body", False)
-            if num_bytes > most:
-                raise _too_large(most)
+            if num_bytes > BODY_BYTES:
+                raise too_large
             return message
 
         return limited
-
-
-def _too_large(most: int) -> ApiError:
-    return ApiError(413, f"body: too large; this server takes at most {most} bytes", None, "body_too_large")

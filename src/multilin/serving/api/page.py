@@ -1,4 +1,4 @@
-"""The page at `/`: its files, from the package, under a policy that lets it reach this server alone."""
+"""The page at `/`: its files come from the package, and its security policy lets it call this server alone."""
 
 import functools
 from importlib import resources

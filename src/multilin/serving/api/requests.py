@@ -20,13 +20,13 @@ MOST_STOPS = 8
 
 
 class Body(BaseModel):
-    """What all bodies have in common."""
+    """The base of all bodies, which refuses unknown fields and values of another type."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
 class StreamOptions(Body):
-    """What a stream holds beside the text."""
+    """Options of a stream."""
 
     include_usage: bool = False
 
@@ -51,7 +51,7 @@ class Sampling(Body):
     store: bool | None = None
 
     def settings(self, stops: tuple[str, ...], index: int) -> GenerationSettings:
-        """Those of choice number `index`; without a temperature it is 1, with 0 the likeliest token is taken."""
+        """Settings of answer number `index`; without a temperature it is 1, with 0 the likeliest token is taken."""
         temperature = 1.0 if self.temperature is None else self.temperature
         values: dict[str, Any] = {
             "repetition_penalty": self.repetition_penalty or 1.0, "logit_bias": self.logit_bias or {},
@@ -67,7 +67,7 @@ class Sampling(Body):
 
 
 class Choices(Sampling):
-    """Several answers."""
+    """A request for one answer or several."""
 
     n: Annotated[int, Ge(1), Le(128)] | None = None
     stream_options: StreamOptions | None = None
@@ -98,7 +98,7 @@ class Message(Body):
     content: Text | Annotated[list[TextPart], MaxLen(1000)]
 
     def plain(self) -> dict[str, str]:
-        """As chat templates take it."""
+        """The message in the form of chat templates."""
         given = self.content
         content = given if isinstance(given, str) else "".join(part.text for part in given)
         return {"role": self.role, "content": content}

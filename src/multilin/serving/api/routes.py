@@ -1,4 +1,4 @@
-"""The endpoints that generate, and those about the model."""
+"""The endpoints for text, and for information about the model and the server."""
 
 import asyncio
 from typing import Annotated, Any
@@ -11,6 +11,7 @@ from multilin.serving.api.requests import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
+    Message,
     ResponseRequest,
     Sampling,
     TokenizeRequest,
@@ -34,7 +35,7 @@ async def get_service(request: Request) -> Service:
 
 
 async def get_owner(request: Request) -> str:
-    """Whose request it is, as the guard has found."""
+    """The owner of the request, whom the guard has found by its key."""
     owner: str = request.scope["owner"]
     return owner
 
@@ -47,7 +48,7 @@ Owner = Annotated[str, Depends(get_owner)]
 async def completions(body: CompletionRequest, service: Served, owner: Owner) -> Response:
     """Continue text."""
     check_model(service, body.model)
-    session, before = await find_session(service, owner, body.session)
+    session, before = await asyncio.to_thread(_find_text, service, owner, body.session)
     prompts = await asyncio.to_thread(_prompts, service, body, before)
     if session is not None and len(prompts) * (body.n or 1) > 1:
         raise ApiError(400, "session: only one text can go on with a session; give one prompt and n 1", "session")
@@ -55,20 +56,22 @@ async def completions(body: CompletionRequest, service: Served, owner: Owner) ->
     if max_tokens == 0 and not body.echo:
         raise ApiError(400, "max_tokens: 0 given, but without echo it should be at least 1", "max_tokens")
     ask = _ask(
-        service, body, owner, "completion", prompts, body.n or 1, (), max_tokens, COMPLETION_TOKENS, session,
+        body, owner, "completion", prompts, max_tokens, session, num_choices=body.n or 1,
         num_logprobs=body.logprobs, prompt_logprobs=bool(body.echo) and body.logprobs is not None,
     )  # fmt: skip
-    has_first = [ask.prompt_logprobs and prompt.token_ids[0] != service.codec.end_id for prompt in prompts]
+    without_first: tuple[list[int], ...] = ([], [service.codec.end_id])
     form = CompletionForm(
         service, include_usage=_include_usage(body), has_logprobs=body.logprobs is not None,
         echoes=[prompt.text if body.echo else "" for prompt in prompts],
-        first_ids=[p.token_ids[0] if is_first else None for p, is_first in zip(prompts, has_first, strict=True)],
+        first_ids=[
+            p.token_ids[0] if ask.prompt_logprobs and p.token_ids[:1] not in without_first else None for p in prompts
+        ],
     )  # fmt: skip
     return Answer(await service.begin(ask), form)
 
 
 def _prompts(service: Service, body: CompletionRequest, before: Turn | None) -> list[Prompt]:
-    """The prompts of a request: texts begin with the token that begins a text, tokens are taken as they are."""
+    """The prompts of a request: the token that begins a text is put before strings, not before lists of tokens."""
     given: list[Any] = body.prompt if isinstance(body.prompt, list) else [body.prompt]
     if given and isinstance(given[0], int):
         given = [given]
@@ -92,33 +95,29 @@ async def chat(body: ChatRequest, service: Served, owner: Owner) -> Response:
         raise ApiError(400, "top_logprobs: given without logprobs; set logprobs to true", "top_logprobs")
     if body.max_tokens is not None and body.max_completion_tokens is not None:
         raise ApiError(400, "max_tokens: given together with max_completion_tokens; give one of them", "max_tokens")
-    session, before = await find_session(service, owner, body.session)
+    session, before = await asyncio.to_thread(_find_text, service, owner, body.session)
     if session is not None and (body.n or 1) > 1:
         raise ApiError(400, f"n: {body.n} given, but one answer goes on with a session", "n")
     max_tokens = body.max_completion_tokens if body.max_tokens is None else body.max_tokens
     messages = [message.plain() for message in body.messages]
     prompt = await asyncio.to_thread(service.chat_prompt, messages, before)
-    ask = _ask(
-        service, body, owner, "chat", [prompt], body.n or 1, service.layout.stops, max_tokens, CHAT_TOKENS, session,
-        num_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-    )  # fmt: skip
+    num_logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    ask = _ask(body, owner, "chat", [prompt], max_tokens, session, service.layout.stops, body.n or 1, num_logprobs)
     form = ChatForm(service, include_usage=_include_usage(body), has_logprobs=bool(body.logprobs))
     return Answer(await service.begin(ask), form)
 
 
 @router.post("/v1/responses")
 async def responses(body: ResponseRequest, service: Served, owner: Owner) -> Response:
-    """Answer, and keep the state to go on from."""
+    """Answer messages, and keep the state to go on from."""
     check_model(service, body.model)
     before = None
     if body.previous_response_id is not None:
-        before = await find_turn(service, owner, body.previous_response_id, "previous_response_id")
+        wanted = body.previous_response_id
+        before = await asyncio.to_thread(find_turn, service, owner, wanted, "previous_response_id")
+    given = [Message(role="user", content=body.input)] if isinstance(body.input, str) else body.input
     messages = [{"role": "system", "content": body.instructions}] if body.instructions else []
-    messages += (
-        [{"role": "user", "content": body.input}]
-        if isinstance(body.input, str)
-        else [message.plain() for message in body.input]
-    )
+    messages += [message.plain() for message in given]
     prompt = await asyncio.to_thread(service.chat_prompt, messages, before)
     form = ResponseForm(
         service,
@@ -129,28 +128,26 @@ async def responses(body: ResponseRequest, service: Served, owner: Owner) -> Res
             "store": body.store is not False,
         },
     )  # fmt: skip
-    ask = _ask(
-        service, body, owner, "response", [prompt], 1, service.layout.stops, body.max_output_tokens, CHAT_TOKENS, None
-    )
-    generation = await service.begin(ask, lambda generation: form.response(generation, generation.results[0]))
+    ask = _ask(body, owner, "response", [prompt], body.max_output_tokens, None, service.layout.stops)
+    generation = await service.begin(ask, form.whole)
     form.id = generation.turn_ids[0]
     return Answer(generation, form)
 
 
 @router.get("/v1/responses/{response_id}")
-async def get_response(response_id: str, service: Served, owner: Owner) -> Response:
+def get_response(response_id: str, service: Served, owner: Owner) -> Response:
     """A response that was stored."""
-    turn = await find_turn(service, owner, response_id, "response_id")
+    turn = find_turn(service, owner, response_id, "response_id")
     if turn.answer is None:
         raise ApiError(404, f"response_id: there is no response {response_id!r:.60}", "response_id", NOT_FOUND)
     return JsonResponse(turn.answer)
 
 
 @router.delete("/v1/responses/{response_id}")
-async def delete_response(response_id: str, service: Served, owner: Owner) -> Response:
+def delete_response(response_id: str, service: Served, owner: Owner) -> Response:
     """Delete a response and its state."""
-    turn = await find_turn(service, owner, response_id, "response_id")
-    await asyncio.to_thread(service.turns.remove, owner, turn.id)
+    turn = find_turn(service, owner, response_id, "response_id")
+    service.turns.remove(owner, turn.id)
     return JsonResponse({"id": turn.id, "object": "response", "deleted": True})
 
 
@@ -168,18 +165,18 @@ async def model(name: str, service: Served) -> Response:
 
 
 @router.post("/tokenize")
-async def tokenize(body: TokenizeRequest, service: Served) -> Response:
-    """Tokens of a text, without the one that begins a text."""
+def tokenize(body: TokenizeRequest, service: Served) -> Response:
+    """The tokens of a text, without the token that begins a text."""
     check_model(service, body.model)
-    tokens = await asyncio.to_thread(service.codec.encode, body.prompt)
+    tokens = service.codec.encode(body.prompt)
     return JsonResponse({"tokens": tokens, "count": len(tokens), "max_model_len": service.engine.longest_text})
 
 
 @router.post("/detokenize")
-async def detokenize(body: DetokenizeRequest, service: Served) -> Response:
+def detokenize(body: DetokenizeRequest, service: Served) -> Response:
     """The text of tokens."""
     check_model(service, body.model)
-    return JsonResponse({"prompt": await asyncio.to_thread(service.text, body.tokens, "tokens")})
+    return JsonResponse({"prompt": service.text(body.tokens, "tokens")})
 
 
 @router.get("/health")
@@ -195,27 +192,33 @@ async def metrics(service: Served) -> Response:
 
 
 def check_model(service: Service, name: str | None) -> None:
-    """Refuse another model than the one that is served."""
+    """Refuse a request for another model than the one that is served."""
     if name is not None and name != service.name:
         raise ApiError(404, f"model: {name!r:.80} given, but this server has {service.name!r}", "model", NOT_FOUND)
 
 
-async def find_turn(service: Service, owner: str, turn_id: str, param: str) -> Turn:
+def find_turn(service: Service, owner: str, turn_id: str, param: str) -> Turn:
     """A turn of this owner."""
-    turn = await asyncio.to_thread(service.turns.peek, owner, turn_id)
+    turn = service.turns.peek(owner, turn_id)
     if turn is None:
         raise ApiError(404, f"{param}: there is no turn {turn_id!r:.60}", param, NOT_FOUND)
     return turn
 
 
-async def find_session(service: Service, owner: str, session_id: str | None) -> tuple[Session | None, Turn | None]:
-    """A session of this owner and its last turn."""
-    if session_id is None:
-        return None, None
-    session = await asyncio.to_thread(service.sessions.get, owner, session_id)
+def find_session(service: Service, owner: str, session_id: str) -> Session:
+    """A session of this owner."""
+    session = service.sessions.get(owner, session_id)
     if session is None:
         raise ApiError(404, f"session: there is no session {session_id!r:.60}", "session", NOT_FOUND)
-    return session, await find_turn(service, owner, session.turns[-1], "session") if session.turns else None
+    return session
+
+
+def _find_text(service: Service, owner: str, session_id: str | None) -> tuple[Session | None, Turn | None]:
+    """The session that a request continues, if any, and its last turn."""
+    if session_id is None:
+        return None, None
+    session = find_session(service, owner, session_id)
+    return session, find_turn(service, owner, session.turns[-1], "session") if session.turns else None
 
 
 def _model(service: Service) -> Json:
@@ -231,14 +234,13 @@ def _include_usage(body: Any) -> bool:
 
 
 def _ask(
-    service: Service, body: Sampling, owner: str, kind: str, prompts: list[Prompt], num_choices: int,
-    stops: tuple[str, ...], max_tokens: int | None, default_tokens: int, session: Session | None,
-    num_logprobs: int | None = None, prompt_logprobs: bool = False,
+    body: Sampling, owner: str, kind: str, prompts: list[Prompt], max_tokens: int | None, session: Session | None,
+    stops: tuple[str, ...] = (), num_choices: int = 1, num_logprobs: int | None = None, prompt_logprobs: bool = False,
 ) -> Ask:  # fmt: skip
     if session is not None and body.store is False:
         raise ApiError(400, "store: false given together with session, which keeps the turn", "store")
     if max_tokens == 0 and kind != "completion":
         raise ApiError(400, "max_tokens: 0 given, but it should be at least 1", "max_tokens")
     settings = [body.settings(stops, index) for index in range(num_choices)]
-    return Ask(kind, owner, prompts, settings, max_tokens, default_tokens, num_logprobs, prompt_logprobs,
+    return Ask(kind, owner, prompts, settings, max_tokens, CHAT_TOKENS, num_logprobs, prompt_logprobs,
                body.store is not False, session, bool(body.stream))  # fmt: skip

@@ -1,17 +1,16 @@
-"""The endpoints of sessions: list, make, look at, fork, rewind, export, import and delete."""
+"""The endpoints of sessions: list, create, show, fork, rewind, export, import and delete."""
 
 import asyncio
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Depends, Query, Request
+from fastapi import APIRouter, Query, Request
 from pydantic import ValidationError
 from starlette.responses import Response
 
 from multilin.serving.api.requests import RewindRequest, SessionRequest
-from multilin.serving.api.routes import Owner, Served, find_turn
+from multilin.serving.api.routes import Owner, Served, find_session, find_turn
 from multilin.serving.api.streams import JsonResponse
 from multilin.serving.errors import NOT_FOUND, ApiError, from_validation
-from multilin.serving.readings import Readings
 from multilin.serving.service import Service
 from multilin.serving.sessions import Session
 
@@ -21,10 +20,9 @@ Json = dict[str, Any]
 
 
 @router.get("/v1/sessions")
-async def list_sessions(service: Served, owner: Owner) -> Response:
+def list_sessions(service: Served, owner: Owner) -> Response:
     """All sessions, the last changed first."""
-    sessions = await asyncio.to_thread(service.sessions.all, owner)
-    return JsonResponse({"object": "list", "data": [_summary(session) for session in sessions]})
+    return JsonResponse({"object": "list", "data": [_summary(session) for session in service.sessions.all(owner)]})
 
 
 @router.post("/v1/sessions")
@@ -33,78 +31,68 @@ async def create_session(request: Request, service: Served, owner: Owner) -> Res
     content = await request.body()
     if request.headers.get("content-type", "").partition(";")[0] == STATE:
         turn = await asyncio.to_thread(service.import_state, owner, content)
-        return await _created(service, owner, [turn.id])
+        return await asyncio.to_thread(_created, service, owner, [turn.id])
     try:
         body = SessionRequest.model_validate_json(content or b"{}")
     except ValidationError as error:
         raise from_validation(error.errors(include_url=False)) from None
-    turns = [] if body.turn is None else [(await find_turn(service, owner, body.turn, "turn")).id]
-    return await _created(service, owner, turns)
+    turns = [] if body.turn is None else [(await asyncio.to_thread(find_turn, service, owner, body.turn, "turn")).id]
+    return await asyncio.to_thread(_created, service, owner, turns)
 
 
 @router.get("/v1/sessions/{session_id}")
-async def get_session(session_id: str, service: Served, owner: Owner) -> Response:
+def get_session(session_id: str, service: Served, owner: Owner) -> Response:
     """A session with all its turns."""
-    session = await _session(service, owner, session_id)
-    return JsonResponse(await asyncio.to_thread(_details, service, session))
+    return JsonResponse(_details(service, find_session(service, owner, session_id)))
 
 
 @router.post("/v1/sessions/{session_id}/fork")
-async def fork_session(session_id: str, service: Served, owner: Owner, body: SessionRequest | None = None) -> Response:
+def fork_session(session_id: str, service: Served, owner: Owner, body: SessionRequest | None = None) -> Response:
     """A new session with the turns of another one, up to one of them or all."""
-    session, turns = await _session(service, owner, session_id), None
+    session = find_session(service, owner, session_id)
+    num_turns = len(session.turns)
     if body is not None and body.turn is not None:
-        if body.turn not in session.turns:
-            raise ApiError(404, f"turn: the session has no turn {body.turn!r:.60}", "turn", NOT_FOUND)
-        turns = session.turns[: session.turns.index(body.turn) + 1]
-    return await _created(service, owner, list(session.turns) if turns is None else turns)
+        num_turns = session.turns.index(_check_turn(session, body.turn)) + 1
+    return _created(service, owner, session.turns[:num_turns])
 
 
 @router.post("/v1/sessions/{session_id}/rewind")
-async def rewind_session(session_id: str, body: RewindRequest, service: Served, owner: Owner) -> Response:
-    """Go back by so many turns."""
-    session = await _session(service, owner, session_id)
-    if session_id in service.busy:
-        raise ApiError(409, f"session: another request continues {session_id}", "session", "session_busy")
+def rewind_session(session_id: str, body: RewindRequest, service: Served, owner: Owner) -> Response:
+    """Drop the last turns from a session."""
+    session = find_session(service, owner, session_id)
+    service.check_idle(session_id)
     if body.turns > len(session.turns):
         raise ApiError(400, f"turns: {body.turns} given, but the session has {len(session.turns)}", "turns")
     session.turns = session.turns[: -body.turns]
-    await asyncio.to_thread(service.sessions.save, session)
+    service.sessions.save(session)
     return JsonResponse(_summary(session))
 
 
 @router.get("/v1/sessions/{session_id}/state")
-async def export_state(session_id: str, service: Served, owner: Owner, turn: str | None = None) -> Response:
+def export_state(session_id: str, service: Served, owner: Owner, turn: str | None = None) -> Response:
     """The state file of a session's last turn, or of another one."""
-    wanted = _turn(await _session(service, owner, session_id), turn)
-    kept = await asyncio.to_thread(service.turns.get, owner, wanted)
+    wanted = _check_turn(find_session(service, owner, session_id), turn)
+    kept = service.turns.get(owner, wanted)
     if kept is None:
         raise ApiError(404, f"turn: {wanted} is no longer kept", "turn", NOT_FOUND)
     headers = {"content-disposition": f'attachment; filename="{wanted}.safetensors"'}
     return Response(kept[1], media_type=STATE, headers=headers)
 
 
-def get_readings(request: Request) -> Readings:
-    """The readings of the app."""
-    readings: Readings = request.app.state.readings
-    return readings
-
-
 @router.get("/v1/sessions/{session_id}/reading")
-async def get_reading(
-    session_id: str, service: Served, owner: Owner, readings: Annotated[Readings, Depends(get_readings)],
-    turn: str | None = None, step: Annotated[int, Query(ge=0, lt=2**31)] = 0,
+def get_reading(
+    session_id: str, request: Request, service: Served, owner: Owner, turn: str | None = None,
+    step: Annotated[int, Query(ge=0, lt=2**31)] = 0,
 ) -> Response:  # fmt: skip
-    """What each token of the text up to a session's last turn, or another one, has read."""
-    wanted = _turn(await _session(service, owner, session_id), turn)
-    content = await readings.get(await find_turn(service, owner, wanted, "turn"), step)
-    return await asyncio.to_thread(JsonResponse, content)
+    """The weights with which each token of the text up to a session's last turn, or another one, reads those before."""
+    wanted = _check_turn(find_session(service, owner, session_id), turn)
+    return JsonResponse(request.app.state.readings.get(find_turn(service, owner, wanted, "turn"), step))
 
 
 @router.post("/v1/sessions/{session_id}/stop")
-async def stop_session(session_id: str, service: Served, owner: Owner) -> Response:
-    """End what is generated for a session where it is; the turn is kept, unlike that of a client which leaves."""
-    await _session(service, owner, session_id)
+def stop_session(session_id: str, service: Served, owner: Owner) -> Response:
+    """End the answer that is generated for a session early, and keep its turn (a client that disconnects drops it)."""
+    find_session(service, owner, session_id)
     generation = service.busy.get(session_id)
     if generation is not None:
         generation.finish()
@@ -112,40 +100,27 @@ async def stop_session(session_id: str, service: Served, owner: Owner) -> Respon
 
 
 @router.delete("/v1/sessions/{session_id}")
-async def delete_session(session_id: str, service: Served, owner: Owner) -> Response:
-    """Delete a session, and its turns where no other session has them."""
-    session = await _session(service, owner, session_id)
-    if session_id in service.busy:
-        raise ApiError(409, f"session: another request continues {session_id}", "session", "session_busy")
-    await asyncio.to_thread(_delete, service, session)
+def delete_session(session_id: str, service: Served, owner: Owner) -> Response:
+    """Delete a session, and those of its turns that no other session has."""
+    session = find_session(service, owner, session_id)
+    service.check_idle(session_id)
+    service.sessions.remove(session)
+    others = {turn for other in service.sessions.all(owner) for turn in other.turns}
+    for turn in set(session.turns) - others:
+        service.turns.remove(owner, turn)
     return JsonResponse({"id": session_id, "object": "session", "deleted": True})
 
 
-def _delete(service: Service, session: Session) -> None:
-    service.sessions.remove(session)
-    others = {turn for other in service.sessions.all(session.owner) for turn in other.turns}
-    for turn in set(session.turns) - others:
-        service.turns.remove(session.owner, turn)
-
-
-async def _session(service: Service, owner: str, session_id: str) -> Session:
-    session = await asyncio.to_thread(service.sessions.get, owner, session_id)
-    if session is None:
-        raise ApiError(404, f"session: there is no session {session_id!r:.60}", "session", NOT_FOUND)
-    return session
-
-
-def _turn(session: Session, turn: str | None) -> str:
-    """The id of a turn of a session, the last one where none is asked for."""
+def _check_turn(session: Session, turn: str | None) -> str:
+    """The id of a turn of a session, by default the last one; refuses a turn that the session does not have."""
     wanted = turn or (session.turns[-1] if session.turns else None)
     if wanted is None or wanted not in session.turns:
         raise ApiError(404, f"turn: the session has no turn {wanted!r:.60}", "turn", NOT_FOUND)
     return wanted
 
 
-async def _created(service: Service, owner: str, turns: list[str]) -> Response:
-    session = await asyncio.to_thread(service.sessions.create, owner, turns)
-    return JsonResponse(await asyncio.to_thread(_details, service, session))
+def _created(service: Service, owner: str, turns: list[str]) -> Response:
+    return JsonResponse(_details(service, service.sessions.create(owner, turns)))
 
 
 def _summary(session: Session) -> Json:

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import logging
+from collections.abc import Iterable
 from typing import Any
 
 from starlette.responses import Response
@@ -13,7 +14,6 @@ from multilin.errors import InputError
 from multilin.serving.api.answers import Form
 from multilin.serving.errors import ApiError, from_input_error
 from multilin.serving.generation import Generation
-from multilin.serving.jobs import Stopped
 
 SILENCE = 10.0  # seconds after which a comment keeps a stream open
 log = logging.getLogger("multilin.serve")
@@ -28,28 +28,26 @@ def to_json(value: Any) -> bytes:
 
 
 class JsonResponse(Response):
-    """A Response of plain data."""
+    """A response of plain data."""
 
     media_type = "application/json"
 
     def render(self, content: Any) -> bytes:
-        """As JSON."""
+        """The body."""
         return to_json(content)
 
 
 def error_response(error: ApiError) -> Response:
-    """A refusal."""
+    """The answer to a request that is refused."""
     return JsonResponse(error.body, error.status, dict(error.headers or {}))
 
 
 def as_api_error(error: Exception) -> ApiError:
-    """What a client is told of an exception."""
+    """The error that a client is told of an exception."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, InputError):
         return from_input_error(error)
-    if isinstance(error, Stopped):
-        return ApiError(503, str(error))
     log.error("a request failed", exc_info=error)
     return ApiError(500, "the server failed; its log says why")
 
@@ -58,8 +56,8 @@ class Answer(Response):
     """The answer to a request that generates.
 
     Args:
-        generation: under way.
-        form: of the answer.
+        generation: the sequences of the request.
+        form: makes the JSON of the answer.
     """
 
     def __init__(self, generation: Generation, form: Form) -> None:
@@ -67,7 +65,7 @@ class Answer(Response):
         self.generation, self.form = generation, form
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer, and watch meanwhile whether the client is there."""
+        """Answer, and notice meanwhile if the client disconnects."""
         watcher = asyncio.create_task(self._watch(receive))
         try:
             await (self._stream(send) if self.generation.ask.is_streamed else self._whole(scope, receive, send))
@@ -83,43 +81,33 @@ class Answer(Response):
         self.generation.abandon()
 
     async def _whole(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            async for _ in self.generation.pieces(SILENCE):
-                pass
-            response: Response | None = (
-                None if self.generation.is_abandoned else JsonResponse(self.form.whole(self.generation))
-            )
-        except Exception as error:
-            response = error_response(as_api_error(error))
-        if response is not None:
-            await response(scope, receive, send)
+        async for _ in self.generation.pieces(SILENCE):
+            pass
+        if not self.generation.is_abandoned:
+            await JsonResponse(self.form.whole(self.generation))(scope, receive, send)
 
     async def _stream(self, send: Send) -> None:
-        headers = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache",
-                   "x-accel-buffering": "no"}  # fmt: skip
-        raw = [(name.encode(), value.encode()) for name, value in headers.items()]
-        await send({"type": "http.response.start", "status": 200, "headers": raw})
-        body = b"".join(map(self._event, self.form.opening(self.generation)))
+        headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"),
+                   (b"x-accel-buffering", b"no")]  # fmt: skip
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        generation, form = self.generation, self.form
         try:
-            if body:
-                await self._send(send, body)
-            async for new in self.generation.pieces(SILENCE):
-                events = [
-                    self._event(event)
-                    for index, piece in new.items()
-                    for event in self.form.pieces(index, piece, self.generation.results[index])
-                ]
-                if events or not new:
-                    await self._send(send, b"".join(events) or b": keep-alive\n\n")
-            body = b"".join(map(self._event, self.form.closing(self.generation)))
+            if body := _events(form.opening(generation)):
+                await send({"type": "http.response.body", "body": body, "more_body": True})
+            async for new in generation.pieces(SILENCE):
+                body = b"".join(
+                    _events(form.pieces(index, piece, generation.results[index])) for index, piece in new.items()
+                )
+                if body or not new:
+                    await send({"type": "http.response.body", "body": body or b": keep-alive\n\n", "more_body": True})
+            body = _events(form.closing(generation))
         except Exception as error:
-            body = self._event(as_api_error(error).body)
-        if not self.generation.is_abandoned:
+            body = _events([as_api_error(error).body])
+        if not generation.is_abandoned:
             await send({"type": "http.response.body", "body": body + b"data: [DONE]\n\n", "more_body": False})
 
-    async def _send(self, send: Send, body: bytes) -> None:
-        await send({"type": "http.response.body", "body": body, "more_body": True})
 
-    def _event(self, event: dict[str, Any]) -> bytes:
-        name = f"event: {event['type']}\n".encode() if "type" in event else b""
-        return name + b"data: " + to_json(event) + b"\n\n"
+def _events(values: Iterable[dict[str, Any]]) -> bytes:
+    """Server-sent events, named by the field `type` if there is one."""
+    names = ((value, f"event: {value['type']}\n" if "type" in value else "") for value in values)
+    return b"".join(name.encode() + b"data: " + to_json(value) + b"\n\n" for value, name in names)

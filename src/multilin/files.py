@@ -5,6 +5,7 @@ links are followed: the file that a link leads to is the one that is replaced.
 """
 
 import contextlib
+import hashlib
 import os
 import re
 import secrets
@@ -157,6 +158,12 @@ def atomic_files(folder: Path) -> Iterator[Path]:
 def shown(path: str | Path) -> str:
     """A path in a message, cut in its middle if it is long."""
     return shorten(str(path), SHOWN_CHARACTERS)
+
+
+def checksum(path: Path) -> str:
+    """The SHA-256 of a file, in hexadecimal digits."""
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def partial_path(target: Path, token: str | None = None) -> Path:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from multilin.data.files import SUPPORTED, Document, EncodingErrors, check_file, file_format, read_file, row_document
 from multilin.data.python_library import library_files, python_docs, python_source
 from multilin.errors import InputError, as_input_error, nearest, shown
+from multilin.files import checksum
 
 __all__ = ["BUILT_IN", "Document", "EncodingErrors", "read_documents", "source_fingerprint"]
 
@@ -84,17 +85,11 @@ def source_fingerprint(source: str) -> str:
     else:
         files = source_files(source)
     for name, path in files:
-        digest.update(f"{len(name)} {name} ".encode())
-        digest.update(_content_hash(path))
+        try:
+            digest.update(f"{len(name)} {name} ".encode() + bytes.fromhex(checksum(path)))
+        except OSError as error:
+            raise InputError(f"{path}: cannot be read ({error.strerror})") from None
     return digest.hexdigest()
-
-
-def _content_hash(path: Path) -> bytes:
-    try:
-        with path.open("rb") as stream:
-            return hashlib.file_digest(stream, "sha256").digest()
-    except OSError as error:
-        raise InputError(f"{path}: cannot be read ({error.strerror})") from None
 
 
 def _all_documents(source: str, text_field: str, encoding_errors: EncodingErrors) -> Iterator[Document]:

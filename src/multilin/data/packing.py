@@ -6,6 +6,7 @@ something, and where a text ends the next start token is predicted.
 
 import contextlib
 import functools
+import hashlib
 import itertools
 import shutil
 import warnings
@@ -50,6 +51,11 @@ def pack(
     with atomic_folder(folder) as partial:
         pack_into(documents, tokenizer, partial, progress)
     return PackedText.open(folder)
+
+
+def text_hash(content: bytes) -> int:
+    """A hash of a text below 2^64, which decides on which side of a split the text is."""
+    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "big")
 
 
 def pack_into(
@@ -130,28 +136,28 @@ class _Writer:
         assert self.write_answers is not None
         self.write_answers(np.array(is_answer, dtype=bool).tobytes())
         row = np.array(ids)
-        self._starts.append(np.array([self._num_tokens]))
-        self._write(row.astype(self._dtype).tobytes())
-        self._num_tokens += len(row)
-        self._counted_bytes += int(self._token_bytes[row].sum())
         self._bytes.append(int(self._token_bytes[row].sum()))
-        self.num_bytes += self._bytes[-1]
+        self._append(row, np.zeros(1, np.int64), counted_bytes=self._bytes[-1], num_bytes=self._bytes[-1])
 
     def add(self, batch: list[tuple[int, str]]) -> None:
         ids, counts = self.encoder.encode([text for _, text in batch])
         places = (np.cumsum(counts) - counts)[[number == 0 for number, _ in batch]]
-        self._starts.append(self._num_tokens + places + np.arange(len(places)))
-        row = np.insert(ids, places, start_token_id(self._tokenizer))
-        self._write(row.astype(self._dtype).tobytes())
-        self._num_tokens += len(row)
-        self._counted_bytes += int(self._token_bytes[ids].sum())
-        self._unknown += int((ids == self._tokenizer.unk_token_id).sum())
-        for number, text in batch:
+        sizes = [len(text.encode()) for _, text in batch]
+        for (number, _), size in zip(batch, sizes, strict=True):
             if number == 0:
                 self._bytes.append(0)
-            size = len(text.encode())
             self._bytes[-1] += size
-            self.num_bytes += size
+        self._unknown += int((ids == self._tokenizer.unk_token_id).sum())
+        row = np.insert(ids, places, start_token_id(self._tokenizer))
+        starts = places + np.arange(len(places))
+        self._append(row, starts, counted_bytes=int(self._token_bytes[ids].sum()), num_bytes=sum(sizes))
+
+    def _append(self, row: NDArray[np.int64], starts: NDArray[np.int64], *, counted_bytes: int, num_bytes: int) -> None:
+        self._starts.append(self._num_tokens + starts)
+        self._write(row.astype(self._dtype).tobytes())
+        self._num_tokens += len(row)
+        self._counted_bytes += counted_bytes
+        self.num_bytes += num_bytes
 
     def write_index(self, folder: Path) -> None:
         if not self._bytes:

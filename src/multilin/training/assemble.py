@@ -51,7 +51,7 @@ def read_text(recipe: Recipe, progress: Progress = no_progress, run: Path | None
     check_cuts(text.train, recipe.model.n_positions, "data.source")
     other = "data.source (validation part)" if recipe.data.validation is None else "data.validation"
     check_cuts(text.validation, recipe.model.n_positions, other)
-    if text.train.is_answer is None and text.train.num_tokens < recipe.model.n_positions:
+    if not text.train.description.is_chat and text.train.num_tokens < recipe.model.n_positions:
         raise InputError(
             f"data.source: {source} holds {plural(text.train.num_tokens, 'token')} to train on, less than one "
             f"block of model.n_positions = {recipe.model.n_positions}; give more text or a smaller block"

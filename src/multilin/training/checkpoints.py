@@ -6,7 +6,6 @@ SIGKILL leaves the one before it as the newest. Its checksums.json shows whether
 
 import contextlib
 import dataclasses
-import hashlib
 import json
 import re
 import shutil
@@ -20,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from transformers import TrainerState
 
 from multilin.errors import as_input_error, shown
-from multilin.files import atomic_folder, partial_path, remove_partials
+from multilin.files import atomic_folder, checksum, partial_path, remove_partials
 from multilin.settings.inputs import check_regular
 
 CHECKSUMS = "checksums.json"
@@ -63,7 +62,7 @@ def published(folder: Path, step: int, keep: int) -> Iterator[Path]:
     with atomic_folder(checkpoint_folder(folder, step), partial_folder(folder, step)) as partial:
         yield partial
         files = sorted(path for path in partial.rglob("*") if path.is_file())
-        write_json(partial / CHECKSUMS, {path.relative_to(partial).as_posix(): _checksum(path) for path in files})
+        write_json(partial / CHECKSUMS, {path.relative_to(partial).as_posix(): checksum(path) for path in files})
     up_to_this = [path for path in checkpoints(folder) if checkpoint_step(path) <= step]
     for path in checkpoints(folder):
         if path not in up_to_this[-keep:]:
@@ -78,21 +77,16 @@ def find_damage(checkpoint: Path) -> str | None:
         sums = None
     if not isinstance(sums, dict) or STATE not in sums:
         return f"{CHECKSUMS} is {'damaged' if (checkpoint / CHECKSUMS).exists() else 'missing'}"
-    for name, checksum in sums.items():
+    for name, expected in sums.items():
         path = checkpoint / name
         try:
             if not path.is_file():
                 return f"{name} is missing"
-            if _checksum(path) != checksum:
+            if checksum(path) != expected:
                 return f"{name} is damaged"
         except OSError as error:
             return f"{name} cannot be read ({error.strerror})"
     return None
-
-
-def _checksum(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def write_optimizer(folder: Path, state: dict[str, Any]) -> None:

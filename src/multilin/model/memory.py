@@ -22,12 +22,12 @@ _BEAM_BYTES = 24  # of a token in each beam: transformers keeps two tables of id
 
 
 def check_memory(subject: str, needed: float, device: torch.device | str = "cpu") -> None:
-    """Refuse what needs more memory than is left.
+    """Refuse work that needs more memory than is left.
 
     Args:
-        subject: what the message begins with; it ends before "would take".
+        subject: beginning of the message, up to "would take".
         needed: bytes.
-        device: whose memory.
+        device: the device with the memory.
 
     Raises:
         InputError: it does not fit; the message has both figures.
@@ -39,7 +39,7 @@ def check_memory(subject: str, needed: float, device: torch.device | str = "cpu"
 
 
 def available_memory(device: torch.device | str = "cpu") -> int | None:
-    """Bytes that this process can still have on a device; None where the system does not tell."""
+    """Bytes that this process can still have on a device; None if the system does not tell."""
     device = torch.device(device)
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
@@ -48,7 +48,7 @@ def available_memory(device: torch.device | str = "cpu") -> int | None:
 
 
 def _limits() -> Iterator[int]:
-    """What the machine, the container and the shell each leave to this process."""
+    """Bytes that the machine, the container and the shell each leave to this process."""
     with contextlib.suppress(OSError, ValueError, StopIteration):
         lines = Path("/proc/meminfo").read_text().splitlines()
         yield 1024 * int(next(line for line in lines if line.startswith("MemAvailable:")).split()[1])
@@ -71,7 +71,7 @@ def _limits() -> Iterator[int]:
 
 
 def parameter_bytes(model: nn.Module) -> int:
-    """Bytes of all parameters and buffers, on whatever device; those that are shared count once."""
+    """Bytes of all parameters and buffers, on any device; shared ones count once."""
     tensors = {id(tensor): tensor for tensor in [*model.parameters(), *model.buffers()]}
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
 
@@ -82,10 +82,10 @@ def activation_bytes(
     """Bytes that training keeps of one forward pass.
 
     Args:
-        model: on any device, also meta.
-        num_tokens: of all texts of the pass together.
-        number_bytes: of the numbers it computes in.
-        recomputes: whether only the input of each layer is kept (gradient checkpointing).
+        model: the model, on any device, also meta.
+        num_tokens: number of tokens of all sequences in the pass.
+        number_bytes: bytes of each activation.
+        recomputes: keep only the input of each layer (gradient checkpointing).
     """
     config = model.config
     inputs = config.num_hidden_layers * config.hidden_size
@@ -95,13 +95,13 @@ def activation_bytes(
 
 
 def check_reading(field: str, model: PreTrainedModel, num_rows: int, num_tokens: int, *, all_logits: bool) -> None:
-    """Refuse texts that are too many or too long to be read at once, without gradients.
+    """Refuse sequences that are too many or too long to be read at once, without gradients.
 
     Args:
-        field: what gave their number, with its value: what the message begins with.
-        model: that reads them.
-        num_rows: texts at a time.
-        num_tokens: of each.
+        field: the setting with its value; the message begins with it.
+        model: the model that reads.
+        num_rows: sequences in a batch.
+        num_tokens: tokens of each sequence.
         all_logits: whether every token is scored.
 
     Raises:
@@ -114,13 +114,13 @@ def check_reading(field: str, model: PreTrainedModel, num_rows: int, num_tokens:
 def check_beams(
     model: PreTrainedModel, num_beams: int, *, num_prompt_tokens: int, num_tokens: int, state_bytes: int
 ) -> None:
-    """Refuse more or longer texts than can be searched at a time.
+    """Refuse a beam search with more or longer beams than fit into the memory.
 
     Args:
-        model: that writes them.
-        num_beams: texts at a time.
-        num_prompt_tokens, num_tokens: of each, when it begins and when it is complete.
-        state_bytes: what the model keeps of one of them when it is complete.
+        model: the model that generates.
+        num_beams: number of beams.
+        num_prompt_tokens, num_tokens: tokens of a beam at the beginning and at the end.
+        state_bytes: bytes of a beam's state at the end.
 
     Raises:
         InputError: the memory does not suffice.
@@ -141,14 +141,14 @@ def cache_bytes(config: PretrainedConfig, num_tokens: int) -> int:
 
 
 def _matrices(model: PreTrainedModel) -> Iterator[Tensor]:
-    """The parameters that multiply the states of tokens: not embeddings, nor the output."""
+    """The matrices of the layers: neither embeddings nor the output projection."""
     modules = [model.get_output_embeddings(), *(m for m in model.modules() if isinstance(m, nn.Embedding))]
     others = {id(parameter) for module in modules if module is not None for parameter in module.parameters()}
     return (p for p in model.parameters() if p.ndim > 1 and id(p) not in others)
 
 
 def _logit_bytes(model: PreTrainedModel) -> int:
-    """Bytes per token for its logits and their gradient, or logarithms; 0 where a model scores a few at a time."""
+    """Bytes of a token's logits and their gradient or logarithms; 0 if the model scores tokens in chunks."""
     return 0 if hasattr(model, "token_losses") else 2 * model.config.vocab_size * FLOAT_BYTES
 
 

@@ -1,4 +1,3 @@
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -9,10 +8,9 @@ from multilin.errors import InputError
 from multilin.training.recipe import Recipe, TrainingRecipe, load_recipe, save_recipe
 from multilin.training.trainer import train
 from multilin.training.transformers_trainer import RunTrainer
-from tests.training.conftest import assert_same_weights, metrics
+from tests.training.conftest import Tiny, assert_same_weights, metrics
 from tests.training.elastic import blocks_of_steps, note_blocks, run_on
 
-Tiny = Callable[..., Recipe]
 EIGHT_BLOCKS = {"training.global_batch_size": 8}  # forward passes of two, shared out over 1, 2 or 4 processes
 
 

@@ -1,7 +1,6 @@
 """Mixtures: every window holds each text by its weight, and each text's blocks come in its own order."""
 
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -16,10 +15,8 @@ from multilin.data.settings import ShardSettings
 from multilin.data.sharding import prepare_shards
 from multilin.training.mixing import WINDOW, MixedOrder, shares
 from multilin.training.order import BlockOrder
-from multilin.training.outcomes import TrainingInterrupted
-from multilin.training.recipe import Recipe
 from multilin.training.trainer import train
-from tests.training.conftest import assert_same_weights, metrics
+from tests.training.conftest import Stopped, Tiny, assert_same_run
 
 
 def mixed(sizes: list[int], weights: list[float], seed: int = 0) -> MixedOrder:
@@ -65,7 +62,7 @@ def test_the_blocks_of_a_text_come_in_its_own_order() -> None:
 
 @pytest.mark.parametrize("is_mixed", [False, True])
 def test_a_run_on_shards_stops_and_goes_on_exactly(
-    tiny: Callable[..., Recipe], text_file: Path, tmp_path: Path, is_mixed: bool, monkeypatch: pytest.MonkeyPatch
+    tiny: Tiny, text_file: Path, tmp_path: Path, is_mixed: bool, stopped: Stopped
 ) -> None:
     prepared = tmp_path / "prepared"
     prepare_shards(ShardSettings(str(text_file), str(prepared), kind="byte", validation_fraction=0.2))
@@ -73,20 +70,5 @@ def test_a_run_on_shards_stops_and_goes_on_exactly(
         {"data.mix": {str(prepared): 2.0, f"file://{prepared}": 1.0}} if is_mixed else {"data.source": str(prepared)}
     )
     whole = train(tiny(tmp_path / "whole", **changes))
-
-    from multilin.training.callbacks import StepCallback
-
-    with monkeypatch.context() as patch:
-        patch.setattr(StepCallback, "on_step_begin", _stop)
-        with pytest.raises(TrainingInterrupted):
-            train(tiny(tmp_path / "stopped", **changes))
-    train(tiny(tmp_path / "stopped", **changes), resume=True)
-    assert_same_weights(tmp_path / "stopped", whole.output)
-    assert metrics(tmp_path / "stopped") == metrics(whole.output)
-
-
-def _stop(self, args, state, control, **kwargs):  # type: ignore[no-untyped-def]
-    import signal
-
-    if state.global_step == 5:
-        signal.raise_signal(signal.SIGTERM)
+    train(stopped(tiny(tmp_path / "stopped", **changes), 6), resume=True)
+    assert_same_run(tmp_path / "stopped", whole.output)

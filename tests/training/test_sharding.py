@@ -1,5 +1,5 @@
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +14,13 @@ from multilin.errors import InputError
 from multilin.model.factory import create_model, training_defaults
 from multilin.training.optimizers import OPTIMIZERS, build_optimizer
 from multilin.training.optimizers.build import resolve_optimizer
-from multilin.training.recipe import LoraRecipe, OptimizerRecipe, Recipe, TrainingRecipe
+from multilin.training.recipe import LoraRecipe, OptimizerRecipe, TrainingRecipe
 from multilin.training.sharding import SHARDS, ShardWriter, check_shard, read_shards, shard
 from multilin.training.trainer import train
-from tests.training.conftest import metrics
+from tests.training.conftest import Tiny, metrics
 from tests.training.elastic import run_on
 from tests.training.test_distributed import EIGHT_BLOCKS, assert_same_course, written
 
-Tiny = Callable[..., Recipe]
 RUNS: dict[str, dict[str, Any]] = {
     "adamw": {},
     "normalized_sgd": {"optimizer.name": "normalized_sgd", "model.architecture": "threelin"},

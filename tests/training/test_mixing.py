@@ -13,8 +13,7 @@ from torch.utils.data import TensorDataset
 from multilin.data.prepared import MixedBlocks
 from multilin.data.settings import ShardSettings
 from multilin.data.sharding import prepare_shards
-from multilin.training.mixing import WINDOW, MixedOrder, shares
-from multilin.training.order import BlockOrder
+from multilin.training.order import WINDOW, BlockOrder, MixedOrder, shares
 from multilin.training.trainer import train
 from tests.training.conftest import Stopped, Tiny, assert_same_run
 

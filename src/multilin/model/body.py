@@ -15,9 +15,8 @@ from transformers.utils.generic import can_return_tuple
 from multilin.architectures.base import get_architecture
 from multilin.errors import InputError
 from multilin.layers.base import Layer, ParameterHolder
-from multilin.layers.gradients import normalize_gradient
 from multilin.layers.linear import Arithmetic, Linear, set_arithmetic
-from multilin.layers.norms import TileNorm
+from multilin.layers.norms import TileNorm, normalize_gradient
 from multilin.model.config import MultilinConfig
 from multilin.model.documents import Packing, read_packing
 from multilin.model.embedding import TokenEmbedding, check_mask

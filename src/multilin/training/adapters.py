@@ -18,7 +18,7 @@ def add_adapters(model: PreTrainedModel, recipe: Recipe) -> None:
     """Put the adapters of a recipe into its model, which from then on trains them alone.
 
     Args:
-        model: changed in place; an update begins at zero, A is drawn from torch's global random numbers.
+        model: changed in place; updates begin at zero, with matrices A drawn from torch's global generator.
         recipe: with every default filled in and `training.lora`.
 
     Raises:
@@ -61,6 +61,6 @@ def save_adapters(model: PreTrainedModel, folder: Path, weights: Mapping[str, An
 
 
 def in_model(tensors: dict[str, Tensor], model: PreTrainedModel) -> dict[str, Tensor]:
-    """The weights in a file of adapters by their names in the model."""
+    """The weights of a file of adapters, under their names in the model."""
     own = {file_name(name): name for name in model.state_dict() if is_adapter_weight(name)}
     return {own.get(name, name.removeprefix(PREFIX)): tensor for name, tensor in tensors.items()}

@@ -24,14 +24,14 @@ from multilin.settings.inputs import check_regular
 
 CHECKSUMS = "checksums.json"
 STATE = "trainer_state.json"
-LARGEST_NUMBER = 2**62  # of those that a checkpoint holds
+LARGEST_NUMBER = 2**62  # in the JSON files of a checkpoint
 # safetensors reports a failed write, a full disk for one, by an exception of its own.
 WRITE_ERRORS = (OSError, SafetensorError)
 _COMPLETE = re.compile(r"checkpoint-(\d+)")
 
 
 def checkpoint_step(path: Path) -> int:
-    """The step a checkpoint folder was written after."""
+    """The step of a checkpoint folder."""
     return int(path.name.removeprefix("checkpoint-"))
 
 
@@ -47,7 +47,7 @@ def checkpoint_folder(folder: Path, step: int) -> Path:
 
 
 def partial_folder(folder: Path, step: int) -> Path:
-    """Where all processes of a run write the checkpoint of a step before it is published."""
+    """The folder in which all processes of a run write a checkpoint before it is published."""
     return partial_path(checkpoint_folder(folder, step), "run")
 
 
@@ -55,8 +55,8 @@ def partial_folder(folder: Path, step: int) -> Path:
 def published(folder: Path, step: int, keep: int) -> Iterator[Path]:
     """A new folder to write a checkpoint into; leaving the block without an error publishes it.
 
-    Then all but the newest `keep` checkpoints go, and those of later steps: a run that went on from an earlier one, as
-    they were damaged, leaves them behind. After an error nothing of the new one remains.
+    Then all but the newest `keep` checkpoints are removed, and all checkpoints of later steps: a run leaves them behind
+    when it goes on from an earlier one because they are damaged. After an error the new folder is removed.
     """
     remove_partials(folder)
     with atomic_folder(checkpoint_folder(folder, step), partial_folder(folder, step)) as partial:
@@ -70,7 +70,7 @@ def published(folder: Path, step: int, keep: int) -> Iterator[Path]:
 
 
 def find_damage(checkpoint: Path) -> str | None:
-    """The first file of a checkpoint that is not as it was written, and what is wrong; None if there is none."""
+    """The first file of a checkpoint that does not match its checksum, in words; None if there is none."""
     try:
         sums = json.loads((checkpoint / CHECKSUMS).read_bytes())
     except (OSError, ValueError, RecursionError):
@@ -123,14 +123,8 @@ def read_groups(folder: Path) -> list[dict[str, Any]]:
 
 def check_groups(saved: list[dict[str, Any]], own: list[dict[str, Any]]) -> None:
     """Refuse groups of parameters with other settings than the optimizer's own, see `check_like`."""
-
-    def plain(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        return [
-            {name: list(v) if isinstance(v, tuple) else v for name, v in group.items() if name != "params"}
-            for group in groups
-        ]
-
-    check_like(plain(saved), plain(own), "groups")
+    saved, own = ([{k: v for k, v in group.items() if k != "params"} for group in groups] for groups in (saved, own))
+    check_like(saved, own, "groups")
 
 
 def read_tensors(path: Path) -> dict[str, torch.Tensor]:
@@ -153,7 +147,7 @@ def read_json(path: Path) -> Any:
 
 
 def loading(path: Path) -> contextlib.AbstractContextManager[None]:
-    """A block that uses the content of this file: errors about content of the wrong kind become one sentence."""
+    """A block that uses the content of this file: all errors inside become one sentence."""
     return as_input_error(
         lambda reason: (
             f"checkpoint {path.parent}: {path.name} cannot be read ({reason}); delete this folder to resume "
@@ -163,7 +157,7 @@ def loading(path: Path) -> contextlib.AbstractContextManager[None]:
 
 
 def check_trainer_state(checkpoint: Path) -> None:
-    """Refuse a state of transformers' Trainer that it would not accept, or of another step.
+    """Refuse a state that transformers' Trainer would not accept, or that belongs to another step.
 
     Raises:
         InputError: values are missing or of a wrong type.
@@ -177,9 +171,9 @@ def check_trainer_state(checkpoint: Path) -> None:
 
 
 def check_like(value: Any, own: Any, name: str = "") -> None:
-    """Refuse plain data that has other lengths or types than our own; empty lists may be filled.
+    """Refuse plain data with other lengths or types than our own; where ours is an empty list, any list is accepted.
 
-    Names that only one of them has are left to whoever loads it: other versions of PyTorch write some more or less.
+    Names that only one side has are not checked, as other versions of PyTorch write some more or fewer.
 
     Raises:
         ValueError: what differs.
@@ -187,7 +181,7 @@ def check_like(value: Any, own: Any, name: str = "") -> None:
     if isinstance(own, dict) and isinstance(value, dict):
         for key in own.keys() & value.keys():
             check_like(value[key], own[key], f"{name}.{key}".strip("."))
-    elif isinstance(own, list | tuple) and isinstance(value, list):
+    elif isinstance(own, list | tuple) and isinstance(value, list | tuple):
         if own and len(own) != len(value):
             raise ValueError(f"{name} has {len(value)} entries")
         for index, (entry, like) in enumerate(zip(value, own, strict=False)):

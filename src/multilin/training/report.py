@@ -53,7 +53,7 @@ def draw_loss(lines: Sequence[dict[str, Any]], path: Path) -> None:
 
 
 def _course(lines: Sequence[dict[str, Any]], name: str) -> tuple[list[int], list[float]]:
-    """The tokens and the figure of this name of each line."""
+    """The number of tokens and the figure of this name in each line."""
     return [line["tokens"] for line in lines], [line[name] for line in lines]
 
 

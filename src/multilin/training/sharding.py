@@ -31,7 +31,7 @@ SHARDS = "shards"  # folder of a checkpoint
 
 
 def check_shard(plan: TrainingRecipe) -> None:
-    """Refuse what a divided model cannot be trained with.
+    """Refuse settings that do not work with a sharded model.
 
     Raises:
         InputError: the first such setting.
@@ -66,7 +66,7 @@ def shard(model: PreTrainedModel, device: torch.device) -> None:
 
 
 class ShardWriter:
-    """Writes this process's parts of the model and of the optimizer while training goes on; made in every process.
+    """Writes this process's parts of the model and of the optimizer in the background; every process has one.
 
     A copy of the parts stays in host memory from one checkpoint to the next: new memory would take longer than copying.
     """
@@ -79,10 +79,10 @@ class ShardWriter:
     def write(
         self, folder: Path, model: PreTrainedModel, optimizer: torch.optim.Optimizer
     ) -> concurrent.futures.Future[Any]:
-        """Begin to write a checkpoint; model and optimizer may change when this returns.
+        """Begin to write a checkpoint; model and optimizer may change as soon as this returns.
 
         Returns:
-            Done when every process has written its part.
+            A future that is done when every process has written its part.
         """
         tensors, groups = _parts(model, optimizer)
         if dist.get_rank() == 0:
@@ -94,10 +94,10 @@ class ShardWriter:
 
 
 def read_shards(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Fill the model and the optimizer, divided or not, from a checkpoint that any number of processes wrote.
+    """Load the model and the optimizer, sharded or not, from a checkpoint of any number of processes.
 
     Raises:
-        InputError: it is of another model or optimizer, or damaged.
+        InputError: the checkpoint is damaged, or belongs to another model or optimizer.
     """
     tensors, groups = _parts(model, optimizer)
     with checkpoints.loading(folder / "optimizer.json"):
@@ -133,5 +133,5 @@ def _parts(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str
 
 
 def own_names(model: nn.Module) -> list[str]:
-    """Parameters and buffers, each one once, although the state dict has those that are tied twice."""
+    """The names of parameters and buffers, each once; the state dict has tied parameters twice."""
     return [name for kind in (model.named_parameters(), model.named_buffers()) for name, _ in kind]

@@ -20,9 +20,9 @@ class LayerState(CacheLayerMixin):
 
     is_sliding = False
 
-    def __init__(self, value: Any = None) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.value = value
+        self.value: Any = None
 
     def get_seq_length(self) -> int:
         """0: the TextState counts the tokens."""

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor
 
 from multilin.errors import InputError, plural
@@ -31,13 +32,13 @@ class Description:
     num_tokens: int
     num_documents: int
     num_bytes: int  # UTF-8 bytes of the text
-    counted_bytes: int  # the same as the tokens' byte lengths sum up to: equal for byte-level tokenizers
+    counted_bytes: int  # sum of the byte lengths of all tokens; equal to num_bytes for byte-level tokenizers
     dtype: str
     vocab_size: int
     start_token_id: int
     pad_token_id: int
     tokenizer_hash: str
-    is_chat: bool = False  # whether the documents are conversations, of which answers alone are scored
+    is_chat: bool = False  # whether the documents are conversations, of which only answers are scored
 
 
 def merged(descriptions: Sequence[Description]) -> Description:
@@ -88,7 +89,7 @@ class PackedText:
                 check_regular(path, "")
         try:
             description = Description(**json.loads((folder / DESCRIPTION).read_text(encoding="utf-8")))
-            index = _map_tensors(folder / INDEX)
+            index = {name: tensor.numpy() for name, tensor in load_file(folder / INDEX).items()}  # memory-mapped
             size = (folder / TOKENS).stat().st_size
         except FileNotFoundError as error:
             raise InputError(f"{folder}: no packed text, as {Path(error.filename or folder).name} is missing") from None
@@ -149,18 +150,6 @@ class PackedText:
         if description.counted_bytes in (description.num_bytes, 0):
             return 1.0
         return description.num_bytes / description.counted_bytes
-
-
-def _map_tensors(path: Path) -> dict[str, NDArray[np.int64]]:
-    """The vectors of a safetensors file, memory-mapped: an index grows with the text."""
-    with safe_open(path, framework="np"), path.open("rb") as stream:  # which checks all of the header
-        size = int.from_bytes(stream.read(8), "little")
-        header = json.loads(stream.read(size))
-    return {
-        name: np.memmap(path, np.int64, "r", 8 + size + entry["data_offsets"][0], tuple(entry["shape"]))
-        for name, entry in header.items()
-        if name != "__metadata__" and entry["dtype"] == "I64"
-    }
 
 
 class Blocks(torch.utils.data.Dataset[dict[str, Tensor]]):

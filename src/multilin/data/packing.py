@@ -65,7 +65,7 @@ def pack_into(
     progress: Callable[[int], None] | None = None,
     encoder: Encoder | None = None,
 ) -> None:
-    """Like `pack`, into an empty folder; with the encoder of `make_encoder`, which remembers words, if there is one."""
+    """Like `pack`, into an empty folder; an encoder of `make_encoder` may be reused, as it remembers words."""
     documents = iter(documents)
     first = next(documents, None)
     documents = documents if first is None else itertools.chain([first], documents)
@@ -84,7 +84,7 @@ def pack_into(
 
 
 def concatenate(texts: Sequence[PackedText], folder: Path) -> None:
-    """Write packed texts of one tokenizer, one after the other, into an empty folder as one packed text."""
+    """Write several packed texts of one tokenizer into an empty folder, as one packed text."""
     first = texts[0].description
     for name in (TOKENS, ANSWERS) if first.is_chat else (TOKENS,):
         with (folder / name).open("wb") as stream:

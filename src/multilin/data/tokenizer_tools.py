@@ -19,8 +19,8 @@ class TokenizerInfo:
     """A tokenizer, and how it cuts a text.
 
     special_tokens: role to token.
-    tokens, bytes, bytes_per_token: of the source's text; None where none was given.
-    pieces: tokens of the given text, each as text, U+FFFD for what is not a whole character; None where none was given.
+    tokens, bytes, bytes_per_token: sizes of the source's text; None without a source.
+    pieces: text of each token of the given text, with U+FFFD for incomplete characters; None without a text.
     """
 
     vocabulary: int
@@ -52,8 +52,8 @@ def train_into_folder(
         progress: called now and then.
 
     Raises:
-        InputError: the folder holds something already or cannot be written, or the text does not do.
-        OSError: the folder cannot be written after all.
+        InputError: the folder is not empty or cannot be written, or the text cannot be used.
+        OSError: writing fails, because the disk is full for example.
     """
     check_folder("OUTPUT", folder)
     _check_replaceable(Path(folder), overwrite)

@@ -31,11 +31,11 @@ _MOST_EVENTS, _DEEPEST, _MOST_DIGITS = 100_000, 50, 100
 
 
 def check_regular(path: str | Path, name: str) -> None:
-    """Refuse what is no regular file, without opening it: a pipe without a writer would never answer.
+    """Refuse a path that is no regular file, without opening it: opening a pipe without a writer would never return.
 
     Args:
-        path: of the file.
-        name: what the message begins with: a field, or a flag; empty where the caller adds it.
+        path: path of the file.
+        name: the setting or flag that gave the path, with which the message begins; empty if the caller adds it.
 
     Raises:
         InputError: there is no such file, or it is a folder, a device or a pipe.
@@ -87,10 +87,10 @@ def read_json(path: str | Path, name: str, limit: int = MEGABYTE) -> Any:
 
 
 def check_model_files(folder: Path, name: str) -> None:
-    """Refuse what in a folder of Hugging Face's layout would hang or fill the memory of whoever opens it.
+    """Refuse a folder of Hugging Face's layout with files that could not be opened, or would fill the memory.
 
     Raises:
-        InputError: a file of the model or tokenizer that is no regular one, is too large, or no sensible JSON.
+        InputError: a file of the model or tokenizer is not regular, is too large, or is no valid JSON.
     """
     for path in sorted(folder.iterdir()):
         if path.name in _CONFIGS:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 
 from multilin.training.callbacks import StepCallback
@@ -148,6 +149,14 @@ def stopped(at_step: AtStep) -> Stopped:
         return recipe
 
     return make
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """This process as the only device of a group."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
 
 
 def metrics(folder: Path) -> list[dict[str, Any]]:

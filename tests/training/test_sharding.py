@@ -1,11 +1,9 @@
 import functools
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
@@ -80,14 +78,6 @@ def test_what_a_divided_model_cannot_do_is_refused(changes: dict[str, Any], mess
     check_shard(TrainingRecipe(**changes))
     with pytest.raises(InputError, match=message):
         check_shard(TrainingRecipe(shard="fsdp", **changes))
-
-
-@pytest.fixture
-def alone() -> Iterator[None]:
-    """A group of this process alone, in which a model can be divided."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def learner(architecture: str, optimizer: str, *, divided: bool) -> tuple[PreTrainedModel, torch.optim.Optimizer]:

@@ -7,6 +7,7 @@ It lies in a folder or at any address of fsspec, whose files are copied into a l
 """
 
 import dataclasses
+import functools
 import hashlib
 import itertools
 import os
@@ -43,9 +44,8 @@ class ShardBlocks(torch.utils.data.Dataset[dict[str, Tensor]]):
 
     def __init__(self, text: "ShardedText", number: int, block_size: int) -> None:
         self._text, self._number, self._block_size = text, number, block_size
-        self._blocks: Blocks | None = None
         if text.description.is_chat:  # how many conversations fit into a block depends on their lengths
-            self._length = len(self._open())
+            self._length = len(self._blocks)
         else:
             self._length = (text.folders[number].describe().num_tokens - 1) // (block_size - 1)
 
@@ -53,12 +53,11 @@ class ShardBlocks(torch.utils.data.Dataset[dict[str, Tensor]]):
         return self._length
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        return self._open()[index]
+        return self._blocks[index]
 
-    def _open(self) -> Blocks:
-        if self._blocks is None:
-            self._blocks = self._text.shard(self._number).blocks(self._block_size)
-        return self._blocks
+    @functools.cached_property
+    def _blocks(self) -> Blocks:
+        return self._text.shard(self._number).blocks(self._block_size)
 
 
 class ShardedText:

@@ -1,7 +1,7 @@
 """The state of a text: what a model keeps of all it has read, in a size that does not grow."""
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -46,13 +46,6 @@ class LayerState(CacheLayerMixin):
         raise InputError("state: a multilin state holds no keys and values; models of other kinds cannot use it")
 
 
-class EarlierState(NamedTuple):
-    """The state before a call of the model: the number of columns read, and the value of every part."""
-
-    num_columns: int
-    values: list[Any]
-
-
 class TextState(Cache):
     """The states of the embedding and of every layer, in transformers' Cache.
 
@@ -68,7 +61,8 @@ class TextState(Cache):
         super().__init__(layers=[LayerState() for _ in range(num_layers)])
         self.embedding = LayerState()
         self.num_columns = 0
-        self._earlier: list[EarlierState] | None = None  # recorded, the oldest first; None: not recording
+        # The number of columns and the values before each recorded call, oldest first; None if not recording.
+        self._earlier: list[tuple[int, list[Any]]] | None = None
 
     @property
     def parts(self) -> list[LayerState]:
@@ -211,7 +205,7 @@ class TextState(Cache):
         The value of a ring holds the new tokens only, which are written into the ring.
         """
         if self._earlier is not None:
-            self._earlier.append(EarlierState(self.num_columns, self.values))
+            self._earlier.append((self.num_columns, self.values))
         num_read_B = values[0].num_read_B
         for part, value in zip(self.parts, values, strict=True):
             part.value = map_windows(lambda old, new: write(old, new, num_read_B), part.value, value)
@@ -241,9 +235,9 @@ class TextState(Cache):
                 self._earlier.clear()
             return
         while self._earlier:
-            earlier = self._earlier.pop()
-            if earlier.num_columns <= kept:
-                self.num_columns, self.values = earlier
+            num_columns, values = self._earlier.pop()
+            if num_columns <= kept:
+                self.num_columns, self.values = num_columns, values
                 self._earlier.clear()
                 return
         raise InputError("state: tokens cannot be taken back; clone the state first and continue from the clone")

@@ -10,8 +10,7 @@ from transformers import PreTrainedModel
 from multilin.architectures import architectures
 from multilin.errors import InputError
 from multilin.model.factory import create_model, training_defaults
-from multilin.training.optimizers import OPTIMIZERS, build_optimizer
-from multilin.training.optimizers.build import resolve_optimizer
+from multilin.training.optimizers import OPTIMIZERS, build_optimizer, resolve_optimizer
 from multilin.training.recipe import LoraRecipe, OptimizerRecipe, TrainingRecipe
 from multilin.training.sharding import SHARDS, ShardWriter, check_shard, read_shards, shard
 from multilin.training.trainer import train

@@ -156,11 +156,8 @@ def training_flops_per_token(model: PreTrainedModel, length: int) -> float:
     This is three times the number of operations in the products of one forward pass, as they are computed (counted by
     PyTorch; a multiplication and an addition are two). So a weight counts 6 per token, attention of GPT-2 and Llama
     counts the whole square of the block, windowed attention its tiles, and causal mixing the whole square. Running
-    means, norms, activations and recomputation are not counted.
-
-    Args:
-        model: on the CPU, where every product is PyTorch's own.
-        length: tokens of a block.
+    means, norms, activations and recomputation are not counted. The model is on the CPU, where every product is
+    computed by PyTorch.
     """
     ids = torch.zeros((1, length), dtype=torch.long)
     return BACKWARD_AND_FORWARD * float(_forward_flops(model, ids, use_cache=False)) / length

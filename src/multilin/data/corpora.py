@@ -163,11 +163,7 @@ def _hub_parts(source: str) -> tuple[str, str | None, str]:
 
 
 def hub_dataset(source: str, revision: str | None = None) -> "IterableDataset":
-    """A hub dataset as a stream of rows.
-
-    Args:
-        source: see `read_documents`.
-        revision: commit of its repository; None takes the newest.
+    """A hub dataset as a stream of rows, at a commit of its repository or at the newest.
 
     Raises:
         InputError: there is no such dataset, as far as is known before a row is read.

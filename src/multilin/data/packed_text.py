@@ -212,12 +212,9 @@ class Blocks(torch.utils.data.Dataset[dict[str, Tensor]]):
 
 
 def whole_documents(starts: NDArray[np.int64], num_tokens: int, block_size: int) -> list[tuple[int, int]]:
-    """The first token of each block and the token after its last, with as many whole documents in a block as fit.
+    """Start and end of each block, with as many whole documents as fit; longer documents are cut at their end.
 
-    Args:
-        starts: (documents,) the place of each document's first token.
-        num_tokens: number of tokens of all documents.
-        block_size: largest number of tokens in a block; longer documents are cut at their end.
+    `starts`, (documents,), are the places of the documents' first tokens.
     """
     spans: list[tuple[int, int]] = []
     for start, stop in itertools.pairwise([*starts.tolist(), num_tokens]):
@@ -229,15 +226,10 @@ def whole_documents(starts: NDArray[np.int64], num_tokens: int, block_size: int)
 
 
 def check_cuts(packed: Any, block_size: int, field: str) -> None:
-    """Warn of conversations that are cut because they are longer than a block.
-
-    Args:
-        packed: a `PackedText`, or several as one text; other texts than conversations may be cut.
-        block_size: tokens of a block.
-        field: the setting that gave the source; messages begin with it.
+    """Warn of conversations, in one or several packed texts, that are cut because they are longer than a block.
 
     Raises:
-        InputError: no answer is left.
+        InputError: no answer is left; the message begins with the setting `field`.
     """
     if not packed.description.is_chat:
         return

@@ -161,13 +161,8 @@ class PreparedText:
 def open_prepared(field: str, address: str, progress: Progress = no_progress) -> PreparedText:
     """Open prepared text. Files on this machine that are new or changed are first compared with their checksums.
 
-    Args:
-        field: the setting that gave the address; messages begin with it.
-        address: a folder, or an address of fsspec.
-        progress: called now and then.
-
     Raises:
-        InputError: there is no manifest, or a file is damaged or missing.
+        InputError: there is no manifest, or a file is damaged or missing; the message begins with the setting `field`.
     """
     store, cache = Store(field, address), cache_root() / "shards"
     with as_input_error(lambda reason: f"{field}: {shown(address)} cannot be read ({reason})"):
@@ -211,11 +206,7 @@ def check_shards(store: Store, manifest: Manifest, progress: Progress) -> None:
 
 
 def open_mixture(weights: Mapping[str, float], progress: Progress = no_progress) -> PreparedText:
-    """Open several prepared texts as a mixture; its validation text is all their validation texts in a row.
-
-    Args:
-        weights: folder or address of each text, and the weight of its blocks.
-        progress: called now and then.
+    """Open several prepared texts, address to weight, as a mixture; it is validated on all their validation texts.
 
     Raises:
         InputError: see `open_prepared`; texts of different tokenizers, or texts and conversations.

@@ -34,12 +34,7 @@ def is_address(path: str) -> bool:
 
 
 def make_once(folder: Path, make: Callable[[Path], None]) -> None:
-    """Make a folder if it does not exist; other processes that need it wait, and find it complete.
-
-    Args:
-        folder: the folder to make.
-        make: called with an empty folder to fill.
-    """
+    """Make a folder, which `make` fills, if it does not exist; other processes that need it wait for it."""
     if folder.exists():
         return
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -110,12 +105,9 @@ class Store:
                 _insist(partial(self._files.put_file, str(file), f"{self._root}/{name}/{file.name}"))
 
     def fetch(self, name: str, sums: Mapping[str, str], cache: Path) -> Path:
-        """A folder with local copies of files, which are checked when they arrive.
+        """A folder with local copies of the files of folder `name`, which are compared with their SHA-256.
 
-        Args:
-            name: name of the folder with the files.
-            sums: SHA-256 of each file.
-            cache: folder where copies are kept, named by their checksums; several processes may share it.
+        Copies are kept in a cache, which several processes may share.
 
         Raises:
             InputError: a file is missing, or does not match its checksum.

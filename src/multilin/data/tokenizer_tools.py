@@ -42,14 +42,9 @@ def train_into_folder(
     overwrite: bool = False,
     progress: Progress = no_progress,
 ) -> PreTrainedTokenizerFast:
-    """Train a tokenizer and save it, complete or not at all.
+    """Train a tokenizer, see `train_tokenizer`, on the text of a source and save it to a new folder.
 
-    Args:
-        source, text_field, encoding_errors: the text, see `read_documents`.
-        folder: a new folder to save it to.
-        kind, vocab_size: see `train_tokenizer`; a byte tokenizer has its own size.
-        overwrite: replace a tokenizer in the folder.
-        progress: called now and then.
+    With `overwrite` the folder may hold a tokenizer, which is replaced. A byte tokenizer ignores `vocab_size`.
 
     Raises:
         InputError: the folder is not empty or cannot be written, or the text cannot be used.
@@ -76,14 +71,7 @@ def _check_replaceable(folder: Path, overwrite: bool) -> None:
 def describe_tokenizer(
     path_or_name: str, *, source: str | None = None, text: str | None = None, progress: Progress = no_progress
 ) -> TokenizerInfo:
-    """Load a tokenizer and describe it.
-
-    Args:
-        path_or_name: see `load_tokenizer`.
-        source: a text to count tokens and bytes of, see `read_documents`.
-        text: a text to show the tokens of.
-        progress: called now and then.
-    """
+    """Load a tokenizer, count the tokens and bytes of a source, and cut a text into tokens."""
     tokenizer = load_tokenizer(path_or_name)
     encoder = make_encoder(tokenizer)
     roles = {role: str(token) for role, token in tokenizer.special_tokens_map.items()}

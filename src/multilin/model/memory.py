@@ -22,15 +22,10 @@ _BEAM_BYTES = 24  # of a token in each beam: transformers keeps two tables of id
 
 
 def check_memory(subject: str, needed: float, device: torch.device | str = "cpu") -> None:
-    """Refuse work that needs more memory than is left.
-
-    Args:
-        subject: beginning of the message, up to "would take".
-        needed: bytes.
-        device: the device with the memory.
+    """Refuse work that needs more bytes of memory than a device has left.
 
     Raises:
-        InputError: it does not fit; the message has both figures.
+        InputError: it does not fit; the message is `subject`, "would take at least", and both figures.
     """
     left = available_memory(device)
     if left is not None and needed > left:
@@ -95,17 +90,10 @@ def activation_bytes(
 
 
 def check_reading(field: str, model: PreTrainedModel, num_rows: int, num_tokens: int, *, all_logits: bool) -> None:
-    """Refuse sequences that are too many or too long to be read at once, without gradients.
-
-    Args:
-        field: the setting with its value; the message begins with it.
-        model: the model that reads.
-        num_rows: sequences in a batch.
-        num_tokens: tokens of each sequence.
-        all_logits: whether every token is scored.
+    """Refuse a batch of `num_rows` sequences of `num_tokens` tokens if it cannot be read at once, without gradients.
 
     Raises:
-        InputError: the memory does not suffice.
+        InputError: the memory does not suffice; the message begins with `field`, the setting with its value.
     """
     needed = num_rows * num_tokens * (_hidden_bytes(model) + (_logit_bytes(model) if all_logits else 0))
     check_memory(f"{field} given, but reading {num_rows} x {num_tokens} tokens at once", needed, model.device)
@@ -114,13 +102,7 @@ def check_reading(field: str, model: PreTrainedModel, num_rows: int, num_tokens:
 def check_beams(
     model: PreTrainedModel, num_beams: int, *, num_prompt_tokens: int, num_tokens: int, state_bytes: int
 ) -> None:
-    """Refuse a beam search with more or longer beams than fit into the memory.
-
-    Args:
-        model: the model that generates.
-        num_beams: number of beams.
-        num_prompt_tokens, num_tokens: tokens of a beam at the beginning and at the end.
-        state_bytes: bytes of a beam's state at the end.
+    """Refuse a search among beams of up to `num_tokens` tokens, the prompt included, each with `state_bytes` of state.
 
     Raises:
         InputError: the memory does not suffice.

@@ -173,12 +173,9 @@ class TextState(Cache):
     def begin_reading(self, num_new: int, *, is_plain: bool) -> list[Any]:
         """The values of all parts before a call of the model; `advance` takes the values after it.
 
-        In a short plain call windows are rings, which are written in place. Gradients and recorded states do not allow
-        that, and traced graphs do not show it.
-
-        Args:
-            num_new: number of new columns.
-            is_plain: there is no padding, no document begins, and positions are counted.
+        In a call with few new columns, and plain (no padding, no document begins, positions are counted), windows are
+        rings, which are written in place. Gradients and recorded states do not allow that, and traced graphs do not
+        show it.
         """
         is_short = self.num_tokens is not None and num_new <= LONGEST_STEP
         is_traced = torch.is_grad_enabled() or torch.compiler.is_compiling()
@@ -262,12 +259,7 @@ def _window_bytes(window: Any) -> int:
 
 
 def open_state(given: TextState | None, num_layers: int, num_batch: int) -> TextState:
-    """The given state, or without one the state at the start of a text.
-
-    Args:
-        given: the caller's `past_key_values`.
-        num_layers: number of layers of the model.
-        num_batch: number of rows to read.
+    """The state in the caller's `past_key_values`, or without one the state at the start of a text.
 
     Raises:
         InputError: not a TextState, or a state of another number of layers or rows.

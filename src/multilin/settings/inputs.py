@@ -54,11 +54,7 @@ def _subject(path: str | Path, name: str) -> str:
 
 
 def read_bytes(path: str | Path, name: str, limit: int) -> bytes:
-    """The content of a regular file.
-
-    Args:
-        path, name: see `check_regular`.
-        limit: most bytes to read.
+    """The content of a regular file of at most `limit` bytes.
 
     Raises:
         InputError: as `check_regular`; or the file cannot be read, or is larger.
@@ -110,15 +106,11 @@ def _read_text(path: str | Path, name: str, limit: int) -> str:
 
 
 def parse_json(text: str | bytes, where: str) -> Any:
-    """The plain data of a JSON text.
-
-    Args:
-        text: its size is bounded by the caller.
-        where: what the message begins with.
+    """The plain data of a JSON text, whose size the caller has checked.
 
     Raises:
         InputError: no JSON, lists and objects in more than 50 levels, a name that occurs twice, nan or infinity, or an
-            integer of more than 100 digits.
+            integer of more than 100 digits; the message begins with `where`.
     """
     try:
         value = json.loads(text, object_pairs_hook=_object, parse_int=_integer, parse_constant=_refuse_constant)
@@ -157,14 +149,10 @@ def _is_deep(value: Any, levels: int = _DEEPEST) -> bool:
 
 
 def parse_yaml(text: str, where: str) -> Any:
-    """The plain data of a YAML text.
-
-    Args:
-        text: at most LARGEST_YAML characters.
-        where: what the message begins with.
+    """The plain data of a YAML text of at most LARGEST_YAML characters.
 
     Raises:
-        InputError: no YAML, or more of it than the top of this file allows.
+        InputError: no YAML, or YAML that this module does not accept; the message begins with `where`.
     """
     if len(text) > LARGEST_YAML:
         raise InputError(f"{where}: {len(text)} characters given, but YAML of at most {LARGEST_YAML} is read")

@@ -15,11 +15,9 @@ from multilin.training.recipe import Recipe
 
 
 def add_adapters(model: PreTrainedModel, recipe: Recipe) -> None:
-    """Put the adapters of a recipe into its model, which from then on trains them alone.
+    """Put the adapters of a recipe into its model, of which training then changes the adapters only.
 
-    Args:
-        model: changed in place; updates begin at zero, with matrices A drawn from torch's global generator.
-        recipe: with every default filled in and `training.lora`.
+    The updates begin at zero, with matrices A drawn from torch's global generator.
 
     Raises:
         InputError: no model to start from, PEFT is missing, no such targets, or an arithmetic that adapters cannot be
@@ -46,10 +44,7 @@ def add_adapters(model: PreTrainedModel, recipe: Recipe) -> None:
 def save_adapters(model: PreTrainedModel, folder: Path, weights: Mapping[str, Any] | None = None) -> None:
     """Write the adapters in a model as PEFT does: adapter_config.json and adapter_model.safetensors.
 
-    Args:
-        model: with adapters.
-        folder: exists.
-        weights: of the model, gathered from all devices; None takes its own.
+    `weights` are the model's weights, gathered from all devices; None takes the weights of this process.
 
     Raises:
         OSError: the folder cannot be written.

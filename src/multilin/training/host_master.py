@@ -44,13 +44,10 @@ class HostMaster:
     """
 
     def __init__(self, model: PreTrainedModel, link: Link, *, rounds_gradients: bool = True) -> None:
-        """Set up the copy.
+        """Set up the copy of a model with int8 products.
 
-        Args:
-            model: in host memory, with int8 products.
-            link: to the device.
-            rounds_gradients: False copies gradients back as floats: four times the bytes, and the same results as
-                training on the device alone.
+        Without `rounds_gradients` they are copied back as floats: four times the bytes, and the same results as
+        training on the device alone.
         """
         self.model, self.link, self.rounds_gradients = model, link, rounds_gradients
         in_int8 = {id(module.weight) for module in matrix_modules(model)}

@@ -32,12 +32,7 @@ def _plot(path: Path, height: float, ylabel: str) -> Iterator[Any]:
 
 
 def draw_loss(lines: Sequence[dict[str, Any]], path: Path) -> None:
-    """Plot the loss in nats per token over the tokens read: training as a line, validation as points.
-
-    Args:
-        lines: of metrics.jsonl.
-        path: the PNG to write.
-    """
+    """Plot the losses in lines of metrics.jsonl over the tokens read: training as a line, validation as points."""
     with _plot(path, 4.2, "loss (nats per token)") as axes:
         axes.plot(*_course(lines, "loss"), color=_TRAINING, label="training")
         if validated := [line for line in lines if "validation_loss" in line]:
@@ -64,12 +59,9 @@ def _last_figure(line: Mapping[str, Any]) -> str:
 
 
 def draw_bits_per_byte(lines: Sequence[dict[str, Any]], references: Mapping[str, float], path: Path) -> None:
-    """Plot validation bits per byte over the tokens read, between horizontal lines for models without training.
+    """Plot the validation bits per byte in lines of metrics.jsonl over the tokens read.
 
-    Args:
-        lines: of metrics.jsonl.
-        references: name to bits per byte on the same text.
-        path: the PNG to write.
+    A horizontal line for each of the `references`, name to bits per byte, shows a model on the same text.
     """
     name = "validation_bits_per_byte"
     tokens, bits = _course([line for line in lines if name in line], name)

@@ -47,14 +47,10 @@ def check_shard(plan: TrainingRecipe) -> None:
 
 
 def shard(model: PreTrainedModel, device: torch.device) -> None:
-    """Divide every layer, and the rest of the model, among all processes.
+    """Divide every layer, and the rest of the model, among all processes, in place; all begin with equal weights.
 
     Weights are gathered, and gradients summed, in float32: norms take no bf16 weights beside float32 inputs. Autocast
     makes matrix products bf16, as without sharding, and the numbers are the same.
-
-    Args:
-        model: with equal weights in every process; changed in place.
-        device: of this process.
     """
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     layers = next(child for child in model.base_model.children() if isinstance(child, nn.ModuleList))

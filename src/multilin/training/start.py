@@ -63,12 +63,8 @@ def open_start(start: str, expected_hash: str | None) -> Path:
 def load_start(start: str, expected_hash: str | None, tokenizer: "PreTrainedTokenizerFast") -> "PreTrainedModel":
     """The model to start from, in float32.
 
-    Args:
-        start, expected_hash: see `open_start`.
-        tokenizer: of the text to train on.
-
     Raises:
-        InputError: as `open_start`, or a model for another tokenizer.
+        InputError: as `open_start`, or the model has another tokenizer than the text to train on.
     """
     from multilin.data.tokenizers import load_tokenizer, tokenizer_hash
     from multilin.inference.runs import load_model

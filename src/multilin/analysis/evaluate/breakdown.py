@@ -88,12 +88,7 @@ class _Tally:
 
 
 def break_down(scored: Iterable[Scored], packed: PackedText, tokenizer: PreTrainedTokenizerFast) -> Breakdown:
-    """Sum the losses of all scored tokens by group.
-
-    Args:
-        scored: the losses, from `read_blocks` or `read_whole`.
-        packed: the text that is read.
-        tokenizer: the tokenizer of the text.
+    """Sum the losses of `read_blocks` or `read_whole` by group of tokens.
 
     Raises:
         InputError: there is no token to score.

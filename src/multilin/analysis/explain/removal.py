@@ -49,13 +49,7 @@ def measure_removal(
 
     The other tokens keep their positions if the model has positions; otherwise the removal of an early token would
     mostly measure the shift of all others. Windows reach one token further back across the gap. The prediction after
-    the removed token s is the prediction of the token before it.
-
-    Args:
-        model: a causal language model, in evaluation mode.
-        ids_T: the text, its start token first.
-        batch_size: largest number of sequences in one forward pass.
-        progress: called with the number of tokens done.
+    the removed token s is the prediction of the token before it. `progress` is called with the number of tokens done.
 
     Cost: T - 1 forward passes over T - 1 tokens.
     """
@@ -98,12 +92,7 @@ def agreement(weights_TS: NDArray[np.float64], removal: Removal, nearest: int, f
     """Compare the size of weights with the effects of removing tokens.
 
     The start token, which is never removed, and each position's own token, which reaches the prediction without being
-    read, are left out.
-
-    Args:
-        weights_TS: (T, T) weight of token s for position t.
-        removal: effects on the same text.
-        nearest, farthest: smallest and largest distance that is read.
+    read, are left out. `nearest` and `farthest` are the smallest and the largest distance that is read.
     """
     correlations, by_nearness = [], []
     for place in range(len(weights_TS)):

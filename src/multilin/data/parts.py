@@ -101,15 +101,14 @@ class PartReader:
         return {"documents": self._done, **rows}
 
     def _file_documents(self) -> Iterator[Document]:
-        for document in itertools.islice(self._all_files(), self._done, None):
+        files = (
+            read_file(Path(path), name, self._text_field, self._encoding_errors, self._part.span)
+            for name, path in self._part.files
+        )
+        documents = itertools.chain.from_iterable(files) if self._part.files else read_documents(self._source)
+        for document in itertools.islice(documents, self._done, None):
             self._done += 1
             yield document
-
-    def _all_files(self) -> Iterator[Document]:
-        if not self._part.files:
-            yield from read_documents(self._source)
-        for name, path in self._part.files:
-            yield from read_file(Path(path), name, self._text_field, self._encoding_errors, self._part.span)
 
     def _rows_of_shard(self) -> Iterator[Document]:
         assert self._part.shard is not None

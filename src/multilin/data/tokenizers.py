@@ -1,5 +1,6 @@
 """Tokenizers: trained on a corpus or loaded. Those trained here are lossless: decoding gives the exact text back."""
 
+import codecs
 import hashlib
 import json
 import re
@@ -140,18 +141,14 @@ def whole_characters(tokenizer: PreTrainedTokenizerFast, token_ids: Sequence[int
     Returns:
         For each run the number of its tokens and its text, in which invalid bytes are written as `\\xe4`.
     """
-    runs, content, num_tokens = [], b"", 0
+    runs, text, num_tokens = [], "", 0
+    decoder = codecs.getincrementaldecoder("utf-8")("backslashreplace")
     for part in _token_bytes(tokenizer, token_ids):
-        content, num_tokens = content + part, num_tokens + 1
-        try:
-            text = content.decode()
-        except UnicodeDecodeError as error:
-            if error.reason == "unexpected end of data":
-                continue
-            text = content.decode(errors="backslashreplace")
-        runs.append((num_tokens, text))
-        content, num_tokens = b"", 0
-    return [*runs, (num_tokens, content.decode(errors="backslashreplace"))] if num_tokens else runs
+        text, num_tokens = text + decoder.decode(part), num_tokens + 1
+        if not decoder.getstate()[0]:  # no bytes of an incomplete character are left
+            runs.append((num_tokens, text))
+            text, num_tokens = "", 0
+    return [*runs, (num_tokens, text + decoder.decode(b"", final=True))] if num_tokens else runs
 
 
 def _token_bytes(tokenizer: PreTrainedTokenizerFast, token_ids: Sequence[int]) -> list[bytes]:

@@ -5,11 +5,13 @@ other kinds, repeated names and several documents in a file are refused, and num
 one and 12:30 is none. `to_yaml` writes what `parse_yaml` reads back.
 """
 
+import itertools
 import json
 import os
 import re
 import stat
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -175,44 +177,39 @@ class _Refused(ValueError):
 
 def _build(text: str) -> Any:
     """The value that the parser's events describe; nothing is built before its event is checked."""
-    top: list[Any] = []
-    open_values: list[Any] = [top]
-    names: list[Any] = [None]  # of each open section, the name whose value comes next
-    for count, event in enumerate(yaml.parse(text, Loader=_PARSER)):
-        place = f"line {event.start_mark.line + 1}"  # type: ignore[union-attr]
-        if count > _MOST_EVENTS or len(open_values) > _DEEPEST:
-            raise _Refused(f"{place} is beyond the {_DEEPEST} levels and {_MOST_EVENTS:,} values that are read")
-        if isinstance(event, yaml.AliasEvent):
-            raise _Refused(f"{place} repeats a value by an alias (*{shorten(str(event.anchor))}); write it out")
-        if isinstance(event, yaml.CollectionEndEvent):
-            open_values.pop()
-            names.pop()
-        elif isinstance(event, yaml.NodeEvent):
-            value = _value(event, place)
-            if isinstance(open_values[-1], dict) and names[-1] is None:
-                _check_name(value, open_values[-1], place)
-                names[-1] = value
-                continue
-            if isinstance(open_values[-1], dict):
-                open_values[-1][names[-1]], names[-1] = value, None
-            else:
-                open_values[-1].append(value)
-            if isinstance(event, yaml.CollectionStartEvent):
-                open_values.append(value)
-                names.append(None)
-    if len(top) > 1:
-        raise _Refused(f"{len(top)} documents given, separated by ---; give one")
-    return top[0] if top else None
+    events = zip(itertools.count(), yaml.parse(text, Loader=_PARSER))
+    values = [_value(count, event, events, 1) for count, event in events if isinstance(event, yaml.NodeEvent)]
+    if len(values) > 1:
+        raise _Refused(f"{len(values)} documents given, separated by ---; give one")
+    return values[0] if values else None
 
 
-def _value(event: Any, place: str) -> Any:
-    """The number, text, or still empty list or section that begins with an event."""
+def _value(count: int, event: Any, events: Iterator[tuple[int, Any]], level: int) -> Any:
+    """The number, text, list or section that begins with an event, in this level of lists and sections."""
+    place = f"line {event.start_mark.line + 1}"
+    if count > _MOST_EVENTS or level > _DEEPEST:
+        raise _Refused(f"{place} is beyond the {_DEEPEST} levels and {_MOST_EVENTS:,} values that are read")
+    if isinstance(event, yaml.AliasEvent):
+        raise _Refused(f"{place} repeats a value by an alias (*{shorten(str(event.anchor))}); write it out")
     if event.tag not in (None, "!", _TAG + "str"):
         raise _Refused(f"{place} has the tag {shorten(event.tag)}, but only plain data is read")
-    if isinstance(event, yaml.MappingStartEvent):
-        return {}
+    if isinstance(event, yaml.ScalarEvent):
+        return _scalar(event, place)
+    parts = itertools.takewhile(lambda part: not isinstance(part[1], yaml.CollectionEndEvent), events)
     if isinstance(event, yaml.SequenceStartEvent):
-        return []
+        return [_value(*part, events, level + 1) for part in parts]
+    section: dict[str, Any] = {}
+    for part in parts:
+        name, place = _value(*part, events, level + 1), f"line {part[1].start_mark.line + 1}"
+        if not isinstance(name, str):
+            raise _Refused(f"{place} has the name {shown(name)}, but names should be texts")
+        if name in section:
+            raise _Refused(f"{place} gives {shown(name)} a second time")
+        section[name] = _value(*next(events), events, level + 1)
+    return section
+
+
+def _scalar(event: yaml.ScalarEvent, place: str) -> Any:
     text = str(event.value)
     kind = next((kind for kind, (pattern, _) in _PLAIN.items() if pattern.fullmatch(text)), None)
     if not event.implicit[0] or kind is None:
@@ -223,13 +220,6 @@ def _value(event: Any, place: str) -> Any:
     if kind in ("null", "bool"):
         return {"true": True, "false": False}.get(text)
     return int(numeral) if kind == "int" else float(numeral)
-
-
-def _check_name(name: Any, section: dict[str, Any], place: str) -> None:
-    if not isinstance(name, str):
-        raise _Refused(f"{place} has the name {shown(name)}, but names should be texts")
-    if name in section:
-        raise _Refused(f"{place} gives {shown(name)} a second time")
 
 
 _PARSER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)

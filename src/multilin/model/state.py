@@ -10,7 +10,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from multilin.errors import InputError
 from multilin.model.rings import from_ring, grow, join_rings, map_windows, to_ring, write
 from multilin.model.state_tree import map_tensors, named_tensors, with_tensors
-from multilin.ops.ring import Ring, slots_of
+from multilin.ops.ring import Ring
 
 LONGEST_STEP = 16  # new tokens that are read from rings; more are read faster from windows in their order
 
@@ -96,13 +96,7 @@ class TextState(Cache):
     @property
     def num_bytes(self) -> int:
         """Size of all tensors of `named_tensors`; rings that are not full yet take less memory."""
-        sizes: list[int] = []
-
-        def count(window: Any) -> None:
-            sizes.append(_window_bytes(window))
-
-        others = [map_windows(count, part.value) for part in self.parts]
-        return sum(sizes) + sum(tensor.nbytes for value in others for _, tensor in named_tensors(value, ""))
+        return sum(tensor.nbytes for _, tensor in self.named_tensors())
 
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Every tensor with its name, `layers.3.queries.logits_BSH`; the tokens of a window are in their order."""
@@ -247,15 +241,6 @@ class TextState(Cache):
         """Go back to the start of a text."""
         self.num_columns, self.values = 0, [None] * len(self.parts)
         self._earlier = None if self._earlier is None else []
-
-
-def _window_bytes(window: Any) -> int:
-    if not isinstance(window, Ring):
-        return sum(tensor.nbytes for tensor in window)
-    slots = slots_of(window.tokens)
-    assert slots is not None
-    sizes = ((name, tensor.nbytes) for name, tensor in window.tokens._asdict().items())
-    return sum(size // window.num_slots * window.num_kept if name in slots.fields else size for name, size in sizes)
 
 
 def open_state(given: TextState | None, num_layers: int, num_batch: int) -> TextState:

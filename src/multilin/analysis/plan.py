@@ -122,7 +122,7 @@ class TrainingPlan:
 
 
 def plan_training(recipe: Recipe, settings: PlanSettings) -> TrainingPlan:
-    """Count what a recipe takes on several devices. No text is read, and no weights are drawn.
+    """Count the memory, communication and time of a recipe on several devices, without reading text or drawing weights.
 
     Args:
         recipe: to train; without `training.global_batch_size`, `training.batch_size` blocks on every device.

@@ -1,4 +1,4 @@
-"""The manifest of prepared text: its folders, with the checksum of every file and what they hold."""
+"""The manifest of prepared text: its folders, with their sizes and the checksum of every file."""
 
 import dataclasses
 import hashlib

@@ -121,7 +121,7 @@ def _open_shards(data: DataRecipe, recipe: TokenizerRecipe, progress: Progress) 
 
 
 def _key(data: DataRecipe, recipe: TokenizerRecipe, tokenizer: PreTrainedTokenizerFast | None) -> str:
-    """A hash of the sources' content and of every setting that changes what is prepared."""
+    """A hash of the sources' content and of every setting that changes the prepared text."""
     content = asdict(data) | {"format": FORMAT, "tokenizers": tokenizers.__version__}
     del content["mix"]
     for field in ("source", "validation"):
@@ -219,7 +219,7 @@ def validation_side(hashes: NDArray[np.uint64], sizes: NDArray[np.int64], fracti
 
 
 def split_document(document: Document, fraction: float) -> tuple[Document, Document]:
-    """Cut a document in two: at the first line that begins in the last `fraction` of it, else at the last line.
+    """Cut a document in two, at the first line that begins in its last `fraction`, or else at its last line.
 
     Raises:
         InputError: the document is a single character, or a conversation.

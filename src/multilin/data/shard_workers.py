@@ -30,7 +30,7 @@ from multilin.settings import load_settings
 SHARD_BYTES = 2**26
 """UTF-8 bytes of text after which a shard ends."""
 UNFINISHED = "unfinished"
-"""The folder of what is needed to go on, which is deleted at the end."""
+"""The folder of unfinished work, which is deleted at the end."""
 _SECONDS_BETWEEN_REPORTS = 0.5
 
 
@@ -103,7 +103,7 @@ class Packer:
         self._encoder = make_encoder(self._tokenizer)
 
     def pack(self, number: int) -> PartRecord:
-        """Pack what is left of a part."""
+        """Pack the rest of a part."""
         record = PartRecord.read(self._store, number)
         reader = self._job.reader(number, record.position)
         documents = iter(reader)
@@ -117,7 +117,7 @@ class Packer:
         return record
 
     def _shard(self, documents: Iterator[Document], held_out: list[Document], record: PartRecord) -> Iterator[Document]:
-        """The documents of one shard; those to validate on are put aside."""
+        """The documents of one shard; documents to validate on are set aside."""
         size = 0
         for document in documents:
             content = document.text.encode()

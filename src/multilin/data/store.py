@@ -1,4 +1,4 @@
-"""Files at an address: in a folder, or at any place that fsspec knows, with a local copy of what is read from afar."""
+"""Files at an address: in a folder, or at any place that fsspec knows, from which files are copied here when read."""
 
 import contextlib
 import hashlib

@@ -57,7 +57,7 @@ def token_losses(head: nn.Module, hidden_ND: Tensor, targets_N: Tensor) -> Tenso
 
 
 def is_plain_linear(head: nn.Module) -> TypeGuard[nn.Linear]:
-    """True if calling the head does nothing but multiply with its own weight and add its own bias.
+    """True if calling the head only multiplies with its own weight and adds its own bias.
 
     An adapter is of another class; see `is_unwrapped` for what else does more.
     """

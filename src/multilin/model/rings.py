@@ -1,4 +1,4 @@
-"""The windows of a state in rings: laid out, grown, written in place; what a ring is, `multilin.ops.ring` says."""
+"""The windows of a state as rings (see `multilin.ops.ring`): laid out, grown, and written in place."""
 
 from collections.abc import Callable
 from typing import Any

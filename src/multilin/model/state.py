@@ -1,4 +1,4 @@
-"""The state of a text: what a model keeps of all it has read, in a size that does not grow."""
+"""The state of a text: a model's memory of all tokens that it has read, of constant size."""
 
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast

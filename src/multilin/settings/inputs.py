@@ -172,7 +172,7 @@ def to_yaml(value: Any) -> str:
 
 
 class _Refused(ValueError):
-    """YAML, but not the plain part of it."""
+    """YAML outside the plain part that is read."""
 
 
 def _build(text: str) -> Any:

@@ -124,7 +124,7 @@ def _check_memory(recipe: Recipe, model: PreTrainedModel) -> None:
 
 
 def build_model(recipe: Recipe, text: PreparedText | TaskText, checkpoint: Path | None = None) -> PreTrainedModel:
-    """The model for this text: freshly initialised from torch's global random numbers, or that of model.start.
+    """The model for this text: initialised from torch's global generator, or the model of model.start.
 
     Args:
         recipe: with every default filled in.
@@ -159,7 +159,7 @@ def build_model(recipe: Recipe, text: PreparedText | TaskText, checkpoint: Path 
 
 
 def create_network(recipe: Recipe, vocab_size: int, checkpoint: Path | None) -> PreTrainedModel:
-    """A new model of a recipe's sizes, or of those of the model it starts from; its weights are drawn at random."""
+    """A new model of the sizes in a recipe, or of the model it starts from, with random weights."""
     model = recipe.model
     if model.start is not None:
         is_whole = checkpoint is not None and recipe.training.lora is None
@@ -191,7 +191,7 @@ def training_order(recipe: Recipe, model: PreTrainedModel, text: PreparedText | 
 
 
 def packing_remark(recipe: Recipe, model: PreTrainedModel) -> str | None:
-    """A warning about a model that cannot tell the documents of a block apart; None for one that can."""
+    """A warning if the model cannot tell the documents of a block apart, else None."""
     if not is_task(recipe.data.name) and (unread := _unread(model)):
         names = ", ".join(unread)
         return f"{recipe.model.architecture} does not take {names}: documents packed into one block see each other"

@@ -81,7 +81,7 @@ def draw_bits_per_byte(lines: Sequence[dict[str, Any]], references: Mapping[str,
 
 
 def write_card(recipe: Recipe, result: RunResult, path: Path) -> None:
-    """Write the model card: what the model is, what it was trained on, how well it does, how to load it."""
+    """Write the model card: architecture, training text, results, and how to load the model."""
     tags = ["multilin", *recipe.model.kind.split(" + ")]
     front = {"library_name": "transformers", "pipeline_tag": "text-generation", "tags": tags}
     parameters = sum(parameter.numel() for parameter in result.model.parameters())

@@ -1,4 +1,4 @@
-"""The folder of a run: who may write into it, and what lies where.
+"""The folder of a run: its files, and checks before it is written.
 
 recipe.yaml     everything that decided the run      metrics.jsonl   one line per measurement
 data.json       the text: sizes and identity
@@ -159,7 +159,7 @@ class RunFolder:
             file.write(json.dumps(line) + "\n")
 
     def read_metrics(self) -> list[dict[str, Any]]:
-        """The lines of metrics.jsonl; one that a killed process left half written does not count.
+        """The lines of metrics.jsonl, without an incomplete last line, which a killed process may leave.
 
         Raises:
             InputError: a line is damaged, or the file cannot be read.

@@ -1,4 +1,4 @@
-"""What a model read of a text: the weights of its own forward pass, and what the removal of each token changes."""
+"""What a model read of a text: the weights of its forward pass, and the effects of removing each token."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

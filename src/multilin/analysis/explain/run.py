@@ -1,4 +1,4 @@
-"""Explaining a trained model: which text, what its numbers mean, and the finding in a sentence."""
+"""Explaining a trained model: the choice of a text, the meaning of the numbers, and the finding in a sentence."""
 
 from dataclasses import dataclass
 from pathlib import Path

@@ -106,7 +106,7 @@ def inverse(values: Tensor) -> Tensor:
 
 
 def as_rows(tensor: Tensor) -> Tensor:
-    """A view (rows, numbers per row) of what this device holds."""
+    """A view (rows, numbers per row) of the part of a tensor on this device."""
     (part,) = local([tensor])
     return part if part.ndim == 2 else part.view(len(part), math.prod(part.shape[1:]))
 

@@ -5,6 +5,7 @@ links are followed: the file that a link leads to is the one that is replaced.
 """
 
 import contextlib
+import hashlib
 import os
 import re
 import secrets
@@ -159,13 +160,19 @@ def shown(path: str | Path) -> str:
     return shorten(str(path), SHOWN_CHARACTERS)
 
 
+def checksum(path: Path) -> str:
+    """The SHA-256 of a file, in hexadecimal digits."""
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
 def partial_path(target: Path, token: str | None = None) -> Path:
-    """The hidden path beside a file or folder at which it is written; `token` tells those of several writers apart."""
+    """The hidden path beside a file or folder at which it is written; `token` replaces its random part."""
     return target.with_name(f".{target.name[:40]}-{token or secrets.token_hex(4)}.partial")
 
 
 def remove_partials(folder: Path, name: str = "*") -> None:
-    """Remove what killed processes left unfinished in a folder, of one file or all; only for the holder of its lock."""
+    """Remove the unfinished files of killed processes in a folder, of one name or all; the caller holds a lock."""
     for partial in folder.glob(f".{name}-*.partial"):
         shutil.rmtree(partial) if partial.is_dir() else partial.unlink()
 
@@ -206,7 +213,7 @@ def file_kind(mode: int) -> str:
 
 @contextlib.contextmanager
 def _refusals(name: str, path: str | Path) -> Iterator[None]:
-    """Errors of the system about a path become a sentence that names the field."""
+    """Turn system errors about a path into a sentence that names the field."""
     try:
         yield
     except OSError as error:
@@ -215,7 +222,7 @@ def _refusals(name: str, path: str | Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _errors_about(path: str | Path, partial: Path) -> Iterator[None]:
-    """Errors of writing name the file or folder that the user knows, not the hidden one beside it."""
+    """Have errors of writing name the file or folder that the user knows, not the hidden partial one."""
     try:
         yield
     except ConnectionError:

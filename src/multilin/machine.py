@@ -31,17 +31,17 @@ OPTIONAL = {"tensorboard": "TensorBoard event files of a run: pip install 'multi
 
 @dataclass(frozen=True)
 class Checkup:
-    """The findings.
+    """The properties of this machine.
 
     versions: package to version, or None where it is not installed.
     device: where models run; threads: of PyTorch on the CPU; cores: this process may use.
     precision: what `precision: auto` trains in here.
     cpu_features: the processor's instruction sets among CPU_FEATURES.
-    freed_memory: what the command line does with it, see `keep_freed_memory`.
+    freed_memory: whether the command line keeps freed memory, see `keep_freed_memory`.
     backends: op to the name of its implementation on the device.
-    gpu_backends: op to its implementation on a GPU, and the reason against it; without ops that have none.
-    optional: package that is not needed to whether it is installed.
-    warnings: sentences about what will be slow.
+    gpu_backends: op to its implementation on a GPU, and why it is not used here; for ops that have one.
+    optional: optional package to whether it is installed.
+    warnings: sentences about slow parts.
     """
 
     versions: dict[str, str | None]
@@ -130,7 +130,7 @@ def _cpu_name() -> str:
 
 
 def why_not() -> str | None:
-    """The reason why this process gives freed memory back to the system; None where it can keep it."""
+    """The reason why this process gives freed memory back to the system; None if it can keep it."""
     if os.environ.get(VARIABLE) == "system":
         return f"{VARIABLE}=system is set"
     if not sys.platform.startswith("linux") or platform.libc_ver()[0] != "glibc":

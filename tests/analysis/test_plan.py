@@ -13,8 +13,7 @@ from multilin.data.settings import ShardSettings
 from multilin.data.sharding import prepare_shards
 from multilin.errors import InputError
 from multilin.model.factory import create_model, model_names
-from multilin.training.optimizers import OPTIMIZERS
-from multilin.training.optimizers.build import build_optimizer
+from multilin.training.optimizers import OPTIMIZERS, build_optimizer
 from multilin.training.recipe import Recipe, load_recipe
 from multilin.training.resolve import resolve_recipe
 from tests.processes import run, torchrun

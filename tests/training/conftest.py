@@ -1,21 +1,27 @@
 import dataclasses
 import json
 import random
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 
 from multilin.training.callbacks import StepCallback
-from multilin.training.outcomes import RunResult
+from multilin.training.outcomes import RunResult, TrainingInterrupted
 from multilin.training.recipe import Recipe, load_recipe
 from multilin.training.trainer import train
 
 WORDS = ("the", "a", "cat", "dog", "sat", "ran", "on", "under", "mat", "tree", "and", "saw", "big", "green", "house")
 TIMES = ("seconds", "tokens_per_second")
+
+Tiny = Callable[..., Recipe]
+AtStep = Callable[[int, Callable[[torch.nn.Module], object]], None]
+Stopped = Callable[..., Recipe]
 
 
 @pytest.fixture(scope="session")
@@ -53,7 +59,7 @@ def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="session")
-def tiny(text_file: Path) -> Callable[..., Recipe]:
+def tiny(text_file: Path) -> Tiny:
     """A recipe small enough for a test: tiny(output, **{"section.field": value})."""
 
     def make(output: Path, **changes: Any) -> Recipe:
@@ -93,7 +99,7 @@ def letters(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def tune(tiny: Callable[..., Recipe], letters: Path) -> Callable[..., Recipe]:
+def tune(tiny: Tiny, letters: Path) -> Tiny:
     """A recipe that begins with a model: tune(start, output, **changes)."""
 
     def make(start: Path | str, output: Path, **changes: Any) -> Recipe:
@@ -107,13 +113,13 @@ def tune(tiny: Callable[..., Recipe], letters: Path) -> Callable[..., Recipe]:
 
 
 @pytest.fixture(scope="package")
-def uninterrupted(one_thread: None, tiny: Callable[..., Recipe], tmp_path_factory: pytest.TempPathFactory) -> RunResult:
+def uninterrupted(one_thread: None, tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> RunResult:
     """Twelve steps with dropout and accumulated gradients, for others to be compared with."""
     return train(tiny(tmp_path_factory.mktemp("runs") / "whole"))
 
 
 @pytest.fixture
-def at_step(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, Callable[[torch.nn.Module], object]], None]:
+def at_step(monkeypatch: pytest.MonkeyPatch) -> AtStep:
     """at_step(5, action) calls action(model) when the fifth step of a run begins."""
 
     def install(step: int, action: Callable[[torch.nn.Module], object]) -> None:
@@ -124,6 +130,33 @@ def at_step(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, Callable[[torch.n
         monkeypatch.setattr(StepCallback, "on_step_begin", on_step_begin)
 
     return install
+
+
+@pytest.fixture
+def stopped(at_step: AtStep) -> Stopped:
+    """stopped(recipe, step) ends a run in this step, by a signal or, without one, at once; returns the recipe."""
+
+    def make(recipe: Recipe, step: int, number: signal.Signals | None = signal.SIGINT) -> Recipe:
+        def stop(model: torch.nn.Module) -> None:
+            if number is None:
+                raise SystemExit
+            signal.raise_signal(number)
+
+        at_step(step, stop)
+        with pytest.raises(SystemExit if number is None else TrainingInterrupted):
+            train(recipe)
+        at_step(0, print)
+        return recipe
+
+    return make
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """This process as the only device of a group."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
 
 
 def metrics(folder: Path) -> list[dict[str, Any]]:
@@ -137,3 +170,9 @@ def assert_same_weights(one: Path, other: Path) -> None:
     left, right = load_file(one / "model.safetensors"), load_file(other / "model.safetensors")
     assert left.keys() == right.keys()
     assert [name for name in left if not torch.equal(left[name], right[name])] == []
+
+
+def assert_same_run(one: Path, other: Path) -> None:
+    """Two runs have the same weights and metrics."""
+    assert_same_weights(one, other)
+    assert metrics(one) == metrics(other)

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import signal
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -18,13 +17,12 @@ from multilin.architectures import architectures
 from multilin.cli.main import main
 from multilin.errors import InputError
 from multilin.inference.runs import load_run
-from multilin.training.outcomes import RunResult, TrainingInterrupted
+from multilin.training.outcomes import RunResult
 from multilin.training.progress import TrainingProgress
-from multilin.training.recipe import Recipe, load_recipe
+from multilin.training.recipe import load_recipe
 from multilin.training.trainer import train
-from tests.training.conftest import metrics
+from tests.training.conftest import Stopped, Tiny, metrics
 
-Tune = Callable[..., Recipe]
 LORA = {"training.lora": {"rank": 2, "dropout": 0.1}}
 ADAPTERS = "adapter_model.safetensors"
 
@@ -51,7 +49,7 @@ def base(uninterrupted: RunResult, tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 @pytest.fixture(scope="module")
-def adapted(base: Path, tiny: Callable[..., Recipe], letters: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def adapted(base: Path, tiny: Tiny, letters: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished run of adapters."""
     given = {"model.start": str(base), "data.source": str(letters), "training.max_steps": 4, **LORA}
     plain = {"training.batch_size": 2, "training.precision": "float32", "training.save_every_steps": 2}
@@ -60,7 +58,7 @@ def adapted(base: Path, tiny: Callable[..., Recipe], letters: Path, tmp_path_fac
 
 @pytest.mark.parametrize("architecture", list(architectures()))
 def test_adapters_of_every_architecture_are_trained_alone(
-    architecture: str, tiny: Callable[..., Recipe], tune: Tune, tmp_path: Path
+    architecture: str, tiny: Tiny, tune: Tiny, tmp_path: Path
 ) -> None:
     warnings.simplefilter("ignore")  # of documents in a block that a mixer cannot tell apart
     few = {"training.max_steps": 2, "training.global_batch_size": 2, "training.save_every_steps": 0}
@@ -82,13 +80,9 @@ def test_adapters_of_every_architecture_are_trained_alone(
     assert not torch.equal(found, logits_of(first.model))
 
 
-def test_adapters_resume_bit_for_bit(tune: Tune, base: Path, tmp_path: Path, at_step: Callable) -> None:
+def test_adapters_resume_bit_for_bit(tune: Tiny, base: Path, tmp_path: Path, stopped: Stopped) -> None:
     whole = train(tune(base, tmp_path / "whole", **LORA))
-    recipe = tune(base, tmp_path / "run", **LORA)
-    at_step(5, lambda model: signal.raise_signal(signal.SIGINT))
-    with pytest.raises(TrainingInterrupted):
-        train(recipe)
-    at_step(0, lambda model: None)
+    stopped(tune(base, tmp_path / "run", **LORA), 5)
     result = train(load_recipe(tmp_path / "run"), resume=True)
     left, right = load_file(result.output / ADAPTERS), load_file(whole.output / ADAPTERS)
     assert left.keys() == right.keys()
@@ -96,7 +90,7 @@ def test_adapters_resume_bit_for_bit(tune: Tune, base: Path, tmp_path: Path, at_
     assert metrics(result.output) == metrics(whole.output)
 
 
-def test_recomputed_layers_train_the_same_adapters(tune: Tune, base: Path, tmp_path: Path) -> None:
+def test_recomputed_layers_train_the_same_adapters(tune: Tiny, base: Path, tmp_path: Path) -> None:
     few = {"training.max_steps": 2, **LORA}
     kept = train(tune(base, tmp_path / "kept", **few))
     recomputed = train(tune(base, tmp_path / "recomputed", **few, **{"training.gradient_checkpointing": True}))
@@ -124,7 +118,7 @@ def test_an_adapter_run_and_its_merged_folder_are_used_like_any_model(
     assert "holds a whole model and no adapters" in capsys.readouterr().err
 
 
-def test_an_adapter_run_is_a_start(tune: Tune, adapted: Path, tmp_path: Path) -> None:
+def test_an_adapter_run_is_a_start(tune: Tiny, adapted: Path, tmp_path: Path) -> None:
     result = train(tune(adapted, tmp_path / "next", **{"training.max_steps": 1}))
     assert (result.output / "model.safetensors").is_file()
 
@@ -142,14 +136,14 @@ def test_an_adapter_run_is_a_start(tune: Tune, adapted: Path, tmp_path: Path) ->
     ],
 )
 def test_what_adapters_cannot_do_is_refused(
-    changes: dict[str, Any], message: str, tune: Tune, base: Path, tmp_path: Path
+    changes: dict[str, Any], message: str, tune: Tiny, base: Path, tmp_path: Path
 ) -> None:
     with pytest.raises(InputError, match=message):
         train(tune(base, tmp_path / "run", **changes))
     assert not (tmp_path / "run").exists()
 
 
-def test_targets_choose_the_matrices(tune: Tune, base: Path, tmp_path: Path) -> None:
+def test_targets_choose_the_matrices(tune: Tiny, base: Path, tmp_path: Path) -> None:
     lora = {"training.lora": {"rank": 2, "targets": ["expand", "lm_head"]}, "training.max_steps": 1}
     with pytest.raises(InputError, match=r"training\.lora\.targets: .* shares its matrix with the embedding"):
         train(tune(base, tmp_path / "run", **lora))
@@ -182,7 +176,7 @@ def test_a_base_that_moved_or_changed_is_said(copied: Path, base: Path, tmp_path
         load_run(copied)
 
 
-def test_adapters_of_another_model_are_refused(copied: Path, tiny: Callable[..., Recipe], tmp_path: Path) -> None:
+def test_adapters_of_another_model_are_refused(copied: Path, tiny: Tiny, tmp_path: Path) -> None:
     (copied / "recipe.yaml").unlink()
     few = {"training.max_steps": 1, "training.save_every_steps": 0}
     for number, changes in enumerate(({"model.hidden_size": 32}, {"model.architecture": "tscale"})):

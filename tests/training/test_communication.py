@@ -1,17 +1,14 @@
 """Gradients that travel as int8, between two processes."""
 
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file
 
 from multilin.training.communication import mean_in_int8
-from multilin.training.recipe import Recipe
 from tests.processes import run, torchrun
-from tests.training.conftest import metrics
+from tests.training.conftest import Tiny, metrics
 from tests.training.elastic import run_on
 from tests.training.test_distributed import written
 
@@ -57,14 +54,6 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, torch.Tensor
     return [load_file(folder / f"{rank}.safetensors") for rank in range(2)]
 
 
-@pytest.fixture
-def alone() -> Iterator[None]:
-    """This process as the only device of a group."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
 @pytest.mark.usefixtures("alone")
 def test_a_device_alone_rounds_its_gradient() -> None:
     gradient = torch.randn(1003, generator=torch.Generator().manual_seed(0))
@@ -87,7 +76,7 @@ def test_a_quarter_of_the_bytes_travels(two: list[dict[str, torch.Tensor]]) -> N
 
 
 @pytest.mark.slow
-def test_a_run_on_two_devices_learns_the_same(tiny: Callable[..., Recipe], tmp_path: Path) -> None:
+def test_a_run_on_two_devices_learns_the_same(tiny: Tiny, tmp_path: Path) -> None:
     plain, rounded = tmp_path / "plain", tmp_path / "rounded"
     for output, changes in ((plain, {}), (rounded, {"training.communication": "int8"})):
         run_on(2, written(tmp_path, tiny(output, **{"model.options.dropout": 0.0}, **changes)))

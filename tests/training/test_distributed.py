@@ -1,4 +1,3 @@
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -9,10 +8,9 @@ from multilin.errors import InputError
 from multilin.training.recipe import Recipe, TrainingRecipe, load_recipe, save_recipe
 from multilin.training.trainer import train
 from multilin.training.transformers_trainer import RunTrainer
-from tests.training.conftest import assert_same_weights, metrics
+from tests.training.conftest import Tiny, assert_same_run, metrics
 from tests.training.elastic import blocks_of_steps, note_blocks, run_on
 
-Tiny = Callable[..., Recipe]
 EIGHT_BLOCKS = {"training.global_batch_size": 8}  # forward passes of two, shared out over 1, 2 or 4 processes
 
 
@@ -62,8 +60,7 @@ def test_torchrun_is_stopped_and_its_run_resumes_bit_for_bit(tiny: Tiny, tmp_pat
     recipe = written(tmp_path, tiny(tmp_path / "stopped"))
     run_on(2, recipe, "SIGTERM:5:torchrun", status=1)
     run_on(2, recipe, "resume")
-    assert_same_weights(tmp_path / "stopped", tmp_path / "whole")
-    assert metrics(tmp_path / "stopped") == metrics(tmp_path / "whole")
+    assert_same_run(tmp_path / "stopped", tmp_path / "whole")
 
 
 @pytest.mark.slow

@@ -12,13 +12,9 @@ from torch.utils.hooks import RemovableHandle
 from multilin.errors import InputError
 from multilin.training import checkpoints
 from multilin.training.outcomes import RunResult, TrainingFailed
-from multilin.training.recipe import Recipe
 from multilin.training.run_folder import RunFolder
 from multilin.training.trainer import train
-from tests.training.conftest import assert_same_weights, metrics
-
-Tiny = Callable[..., Recipe]
-AtStep = Callable[[int, Callable[[torch.nn.Module], object]], None]
+from tests.training.conftest import AtStep, Tiny, assert_same_weights, metrics
 
 DISK_IS_FULL = [
     OSError(errno.ENOSPC, "No space left on device"),

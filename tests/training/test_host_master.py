@@ -3,7 +3,6 @@
 import functools
 import itertools
 import math
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,9 +18,8 @@ from multilin.layers.linear import Arithmetic, matrix_modules
 from multilin.model.factory import create_model
 from multilin.training import transformers_trainer
 from multilin.training.host_master import HostMaster, Link, check_host_master
-from multilin.training.recipe import Recipe
 from multilin.training.trainer import train
-from tests.training.conftest import assert_same_weights, metrics
+from tests.training.conftest import AtStep, Stopped, Tiny, assert_same_run, metrics
 
 INT8 = {"training.precision": "int8"}
 HOST = {**INT8, "training.master": "host"}
@@ -155,19 +153,18 @@ def test_gradients_arrive_within_half_a_step_of_their_block(host: HostMaster) ->
     ],
 )  # fmt: skip
 def test_without_rounded_gradients_training_is_the_same_bit_for_bit(
-    tiny: Callable[..., Recipe], tmp_path: Path, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    tiny: Tiny, tmp_path: Path, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan = {**INT8, "training.max_steps": 3, "training.save_every_steps": 0, **changes}
     train(tiny(tmp_path / "device", **plan))
     monkeypatch.setattr(transformers_trainer, "HostMaster", functools.partial(HostMaster, rounds_gradients=False))
     train(tiny(tmp_path / "host", **{**plan, "training.master": "host"}))
-    assert_same_weights(tmp_path / "host", tmp_path / "device")
-    assert metrics(tmp_path / "host") == metrics(tmp_path / "device")
+    assert_same_run(tmp_path / "host", tmp_path / "device")
     one, other = (tmp_path / name / "config.json" for name in ("host", "device"))
     assert one.read_text() == other.read_text()
 
 
-def test_a_run_learns_as_well_and_leaves_a_model_of_floats(tiny: Callable[..., Recipe], tmp_path: Path) -> None:
+def test_a_run_learns_as_well_and_leaves_a_model_of_floats(tiny: Tiny, tmp_path: Path) -> None:
     device, host = train(tiny(tmp_path / "device", **INT8)), train(tiny(tmp_path / "host", **HOST))
     assert host.loss == pytest.approx(device.loss, rel=0.02)
     assert metrics(host.output) != metrics(device.output)
@@ -177,27 +174,14 @@ def test_a_run_learns_as_well_and_leaves_a_model_of_floats(tiny: Callable[..., R
 
 
 @pytest.mark.parametrize("name", ["adamw", "matrix_moment"])
-def test_resumes_bit_for_bit(
-    tiny: Callable[..., Recipe], tmp_path: Path, at_step: Callable[..., None], name: str
-) -> None:
+def test_resumes_bit_for_bit(tiny: Tiny, tmp_path: Path, stopped: Stopped, name: str) -> None:
     changes = {**HOST, "optimizer.name": name, "model.architecture": "tscale"}
     train(tiny(tmp_path / "whole", **changes))
-
-    def fail(model: torch.nn.Module) -> None:
-        raise KeyboardInterrupt
-
-    at_step(7, fail)
-    with pytest.raises(KeyboardInterrupt):
-        train(tiny(tmp_path / "stopped", **changes))
-    at_step(7, lambda model: None)
-    train(tiny(tmp_path / "stopped", **changes), resume=True)
-    assert_same_weights(tmp_path / "stopped", tmp_path / "whole")
-    assert metrics(tmp_path / "stopped") == metrics(tmp_path / "whole")
+    train(stopped(tiny(tmp_path / "stopped", **changes), 7, None), resume=True)
+    assert_same_run(tmp_path / "stopped", tmp_path / "whole")
 
 
-def test_a_step_whose_gradient_is_not_finite_is_skipped(
-    tiny: Callable[..., Recipe], tmp_path: Path, at_step: Callable[..., None]
-) -> None:
+def test_a_step_whose_gradient_is_not_finite_is_skipped(tiny: Tiny, tmp_path: Path, at_step: AtStep) -> None:
     factors = itertools.chain([float("nan")], itertools.repeat(1.0))
 
     def spoil(model: torch.nn.Module) -> None:
@@ -211,7 +195,7 @@ def test_a_step_whose_gradient_is_not_finite_is_skipped(
     assert all(parameter.isfinite().all() for parameter in result.model.parameters())
 
 
-def test_what_it_cannot_do_is_refused(tiny: Callable[..., Recipe], tmp_path: Path) -> None:
+def test_what_it_cannot_do_is_refused(tiny: Tiny, tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"training\.master: 'host' given with training\.precision 'float32'"):
         train(tiny(tmp_path / "run", **{"training.master": "host"}))
     gpt2 = {"model.architecture": "gpt2", "model.options": {"num_heads": 2}}
@@ -223,7 +207,7 @@ def test_what_it_cannot_do_is_refused(tiny: Callable[..., Recipe], tmp_path: Pat
         check_host_master(tiny(tmp_path / "run", **HOST).training, two)
 
 
-def test_without_a_gpu_it_says_that_it_saves_nothing(tiny: Callable[..., Recipe], tmp_path: Path) -> None:
+def test_without_a_gpu_it_says_that_it_saves_nothing(tiny: Tiny, tmp_path: Path) -> None:
     if torch.accelerator.is_available():
         pytest.skip("there is a device")
     with pytest.warns(UserWarning, match="and there is none here"):

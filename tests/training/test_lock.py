@@ -3,7 +3,6 @@
 import os
 import signal
 import socket
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,12 +13,9 @@ from multilin.analysis.compare.sweep import Budget, Sweep
 from multilin.errors import InputError
 from multilin.training.lock import LOCK_FILE, locked_folder
 from multilin.training.outcomes import RunResult
-from multilin.training.recipe import Recipe
 from multilin.training.trainer import train
-from tests.training.conftest import assert_same_weights, metrics
+from tests.training.conftest import AtStep, Tiny, assert_same_run
 
-Tiny = Callable[..., Recipe]
-AtStep = Callable[[int, Callable[[torch.nn.Module], object]], None]
 IN_USE = rf"in use by process {os.getpid()} on '{socket.gethostname()}'"
 
 
@@ -42,8 +38,7 @@ def test_a_second_trainer_is_refused_by_name(
     at_step(7, train_too)
     result = train(tiny(tmp_path / "run"))
     assert len(tried) == 6
-    assert_same_weights(result.output, uninterrupted.output)
-    assert metrics(result.output) == metrics(uninterrupted.output)
+    assert_same_run(result.output, uninterrupted.output)
     assert {path.name for path in result.output.glob(".*")} == set()
 
 

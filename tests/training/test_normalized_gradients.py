@@ -1,4 +1,3 @@
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -6,12 +5,10 @@ import pytest
 import torch
 
 from multilin.errors import InputError
-from multilin.layers.gradients import normalize_gradient
+from multilin.layers.norms import normalize_gradient
 from multilin.model.factory import create_model
-from multilin.training.recipe import Recipe
 from multilin.training.trainer import train
-
-Tiny = Callable[..., Recipe]
+from tests.training.conftest import Tiny
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])

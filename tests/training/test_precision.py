@@ -1,7 +1,6 @@
 """Precision int8 and simulated rounding, through the recipe."""
 
 import dataclasses
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,14 +9,13 @@ from transformers import AutoModelForCausalLM
 
 from multilin.errors import InputError
 from multilin.model.factory import model_names
-from multilin.training.recipe import Recipe
 from multilin.training.trainer import train
-from tests.training.conftest import assert_same_weights, metrics
+from tests.training.conftest import Stopped, Tiny, assert_same_run, metrics
 
 INT8 = {"training.precision": "int8"}
 
 
-def test_int8_learns_and_the_model_stays_int8(tiny: Callable[..., Recipe], tmp_path: Path) -> None:
+def test_int8_learns_and_the_model_stays_int8(tiny: Tiny, tmp_path: Path) -> None:
     result = train(tiny(tmp_path / "int8", **INT8))
     assert result.model.arithmetic.products == result.model.arithmetic.backward == "int8"
     lines = [line for line in metrics(result.output) if "loss" in line]
@@ -27,24 +25,14 @@ def test_int8_learns_and_the_model_stays_int8(tiny: Callable[..., Recipe], tmp_p
     assert torch.equal(loaded(ids).logits, result.model.float()(ids).logits)
 
 
-def test_int8_resumes_bit_for_bit(tiny: Callable[..., Recipe], tmp_path: Path, at_step: Callable[..., None]) -> None:
+def test_int8_resumes_bit_for_bit(tiny: Tiny, tmp_path: Path, stopped: Stopped) -> None:
     train(tiny(tmp_path / "whole", **INT8))
-
-    def fail(model: torch.nn.Module) -> None:
-        raise KeyboardInterrupt
-
-    at_step(7, fail)
-    with pytest.raises(KeyboardInterrupt):
-        train(tiny(tmp_path / "stopped", **INT8))
-    at_step(7, lambda model: None)
-    train(tiny(tmp_path / "stopped", **INT8), resume=True)
-    assert_same_weights(tmp_path / "stopped", tmp_path / "whole")
+    train(stopped(tiny(tmp_path / "stopped", **INT8), 7, None), resume=True)
+    assert_same_run(tmp_path / "stopped", tmp_path / "whole")
 
 
 @pytest.mark.parametrize("changes", [{}, INT8])
-def test_simulated_rounding_is_part_of_the_model(
-    tiny: Callable[..., Recipe], tmp_path: Path, changes: dict[str, str]
-) -> None:
+def test_simulated_rounding_is_part_of_the_model(tiny: Tiny, tmp_path: Path, changes: dict[str, str]) -> None:
     result = train(tiny(tmp_path / "sim", **{"training.quantization": "sim_2bit", "training.max_steps": 3}, **changes))
     assert result.model.arithmetic.weights == "sim_2bit"
     loaded, ids = AutoModelForCausalLM.from_pretrained(result.output), torch.arange(10)[None]
@@ -55,9 +43,7 @@ def test_simulated_rounding_is_part_of_the_model(
 
 
 @pytest.mark.parametrize(("field", "value"), [("precision", "int8"), ("quantization", "ternary")])
-def test_models_of_transformers_refuse_it_before_any_work(
-    tiny: Callable[..., Recipe], tmp_path: Path, field: str, value: str
-) -> None:
+def test_models_of_transformers_refuse_it_before_any_work(tiny: Tiny, tmp_path: Path, field: str, value: str) -> None:
     options = {"model.architecture": "gpt2", "model.options": {"num_heads": 2}, f"training.{field}": value}
     with pytest.raises(InputError, match=rf"training\.{field}: '{value}' given, but GPT2LMHeadModel"):
         train(tiny(tmp_path / "gpt2", **options))
@@ -65,7 +51,7 @@ def test_models_of_transformers_refuse_it_before_any_work(
 
 
 @pytest.mark.filterwarnings("ignore:.*documents packed into one block:UserWarning")
-def test_every_model_of_ours_trains_in_int8(tiny: Callable[..., Recipe], tmp_path: Path) -> None:
+def test_every_model_of_ours_trains_in_int8(tiny: Tiny, tmp_path: Path) -> None:
     ours = [name for name in model_names() if name not in ("gpt2", "llama")]
     assert len(ours) >= 5
     for name in ours:

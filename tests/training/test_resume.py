@@ -1,6 +1,5 @@
 import random
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,13 +11,10 @@ import torch
 from multilin.errors import InputError
 from multilin.training.outcomes import RunResult, TrainingInterrupted
 from multilin.training.progress import TrainingProgress
-from multilin.training.recipe import Recipe, save_recipe
+from multilin.training.recipe import save_recipe
 from multilin.training.trainer import train
 from tests.processes import PYTHON, run, running
-from tests.training.conftest import assert_same_weights, metrics
-
-Tiny = Callable[..., Recipe]
-AtStep = Callable[[int, Callable[[torch.nn.Module], object]], None]
+from tests.training.conftest import AtStep, Stopped, Tiny, assert_same_run, assert_same_weights, metrics
 
 TRAIN_FROM_A_FILE = """
 import sys
@@ -46,8 +42,7 @@ def test_a_stopped_run_resumes_bit_for_bit(
     assert metrics(tmp_path / "run")[-1]["step"] <= step
     at_step(0, lambda model: None)
     result = train(recipe, resume=True)
-    assert_same_weights(result.output, uninterrupted.output)
-    assert metrics(result.output) == metrics(uninterrupted.output)
+    assert_same_run(result.output, uninterrupted.output)
     assert (result.steps, result.tokens, result.loss) == (12, uninterrupted.tokens, uninterrupted.loss)
 
 
@@ -60,17 +55,11 @@ def test_a_stopped_run_resumes_bit_for_bit(
     ],
 )
 def test_every_optimizer_resumes_bit_for_bit(
-    tiny: Tiny, tmp_path: Path, at_step: AtStep, changes: dict[str, Any]
+    tiny: Tiny, tmp_path: Path, stopped: Stopped, changes: dict[str, Any]
 ) -> None:
     whole = train(tiny(tmp_path / "whole", **changes))
-    recipe = tiny(tmp_path / "run", **changes)
-    at_step(5, send(signal.SIGINT))
-    with pytest.raises(TrainingInterrupted):
-        train(recipe)
-    at_step(0, lambda model: None)
-    result = train(recipe, resume=True)
-    assert_same_weights(result.output, whole.output)
-    assert metrics(result.output) == metrics(whole.output)
+    result = train(stopped(tiny(tmp_path / "run", **changes), 5), resume=True)
+    assert_same_run(result.output, whole.output)
 
 
 def test_another_optimizer_cannot_go_on(tiny: Tiny, uninterrupted: RunResult) -> None:
@@ -78,11 +67,9 @@ def test_another_optimizer_cannot_go_on(tiny: Tiny, uninterrupted: RunResult) ->
         train(tiny(uninterrupted.output, **{"optimizer.name": "matrix_moment"}), resume=True)
 
 
-def test_the_signals_act_as_usual_after_a_run(tiny: Tiny, tmp_path: Path, at_step: AtStep) -> None:
+def test_the_signals_act_as_usual_after_a_run(tiny: Tiny, tmp_path: Path, stopped: Stopped) -> None:
     before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
-    at_step(1, send(signal.SIGINT))
-    with pytest.raises(TrainingInterrupted):
-        train(tiny(tmp_path / "run"))
+    stopped(tiny(tmp_path / "run"), 1)
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
 
 
@@ -107,28 +94,19 @@ def test_a_second_signal_does_not_wait(tiny: Tiny, tmp_path: Path, at_step: AtSt
 
 
 def test_a_run_that_was_killed_goes_back_to_its_last_checkpoint(
-    tiny: Tiny, tmp_path: Path, at_step: AtStep, uninterrupted: RunResult
+    tiny: Tiny, tmp_path: Path, stopped: Stopped, uninterrupted: RunResult
 ) -> None:
-    recipe = tiny(tmp_path / "run")
-    at_step(7, lambda model: sys.exit("killed"))
-    with pytest.raises(SystemExit):
-        train(recipe)
-    at_step(0, lambda model: None)
+    recipe = stopped(tiny(tmp_path / "run"), 7, None)
     with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
         file.write('{"step": 7, "tok')  # what a process may leave that is killed while it writes
     result = train(recipe, resume=True)
-    assert_same_weights(result.output, uninterrupted.output)
-    assert metrics(result.output) == metrics(uninterrupted.output)
+    assert_same_run(result.output, uninterrupted.output)
 
 
 def test_a_run_stopped_before_its_first_checkpoint_starts_again(
-    tiny: Tiny, tmp_path: Path, at_step: AtStep, uninterrupted: RunResult
+    tiny: Tiny, tmp_path: Path, stopped: Stopped, uninterrupted: RunResult
 ) -> None:
-    recipe = tiny(tmp_path / "run")
-    at_step(2, lambda model: sys.exit("killed"))
-    with pytest.raises(SystemExit):
-        train(recipe)
-    at_step(0, lambda model: None)
+    recipe = stopped(tiny(tmp_path / "run"), 2, None)
     progress, messages = TrainingProgress(), []
     progress.message = messages.append
     result = train(recipe, resume=True, progress=progress)
@@ -164,25 +142,19 @@ def test_a_changed_recipe_is_refused_and_named(
 
 
 def test_how_often_a_run_reports_may_change(
-    tiny: Tiny, tmp_path: Path, at_step: AtStep, uninterrupted: RunResult
+    tiny: Tiny, tmp_path: Path, stopped: Stopped, uninterrupted: RunResult
 ) -> None:
-    at_step(3, send(signal.SIGINT))
-    with pytest.raises(TrainingInterrupted):
-        train(tiny(tmp_path / "run"))
-    at_step(0, lambda model: None)
+    stopped(tiny(tmp_path / "run"), 3)
     result = train(
         tiny(tmp_path / "run", **{"training.eval_every_steps": 2, "training.log_every_steps": 5}), resume=True
     )
     assert_same_weights(result.output, uninterrupted.output)
 
 
-def test_a_changed_text_is_refused(tiny: Tiny, tmp_path: Path, at_step: AtStep, text_file: Path) -> None:
+def test_a_changed_text_is_refused(tiny: Tiny, tmp_path: Path, stopped: Stopped, text_file: Path) -> None:
     own_text = tmp_path / "text.jsonl"
     own_text.write_text(text_file.read_text())
-    recipe = tiny(tmp_path / "run", **{"data.source": str(own_text)})
-    at_step(5, send(signal.SIGINT))
-    with pytest.raises(TrainingInterrupted):
-        train(recipe)
+    recipe = stopped(tiny(tmp_path / "run", **{"data.source": str(own_text)}), 5)
     own_text.write_text(text_file.read_text().replace("cat", "cow"))
     with pytest.raises(InputError, match=r"data\.source: .*text\.jsonl .* has changed"):
         train(recipe, resume=True)

@@ -1,27 +1,23 @@
 import functools
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from multilin.architectures import architectures
 from multilin.errors import InputError
 from multilin.model.factory import create_model, training_defaults
-from multilin.training.optimizers import OPTIMIZERS, build_optimizer
-from multilin.training.optimizers.build import resolve_optimizer
-from multilin.training.recipe import LoraRecipe, OptimizerRecipe, Recipe, TrainingRecipe
+from multilin.training.optimizers import OPTIMIZERS, build_optimizer, resolve_optimizer
+from multilin.training.recipe import LoraRecipe, OptimizerRecipe, TrainingRecipe
 from multilin.training.sharding import SHARDS, ShardWriter, check_shard, read_shards, shard
 from multilin.training.trainer import train
-from tests.training.conftest import metrics
+from tests.training.conftest import Tiny, metrics
 from tests.training.elastic import run_on
 from tests.training.test_distributed import EIGHT_BLOCKS, assert_same_course, written
 
-Tiny = Callable[..., Recipe]
 RUNS: dict[str, dict[str, Any]] = {
     "adamw": {},
     "normalized_sgd": {"optimizer.name": "normalized_sgd", "model.architecture": "threelin"},
@@ -81,14 +77,6 @@ def test_what_a_divided_model_cannot_do_is_refused(changes: dict[str, Any], mess
     check_shard(TrainingRecipe(**changes))
     with pytest.raises(InputError, match=message):
         check_shard(TrainingRecipe(shard="fsdp", **changes))
-
-
-@pytest.fixture
-def alone() -> Iterator[None]:
-    """A group of this process alone, in which a model can be divided."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def learner(architecture: str, optimizer: str, *, divided: bool) -> tuple[PreTrainedModel, torch.optim.Optimizer]:

@@ -2,7 +2,6 @@
 
 import dataclasses
 import shutil
-import signal
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -18,16 +17,13 @@ from multilin.architectures import architectures
 from multilin.data.tokenizers import load_tokenizer, tokenizer_hash, train_tokenizer
 from multilin.errors import InputError
 from multilin.inference.runs import load_run
-from multilin.training.outcomes import RunResult, TrainingInterrupted
-from multilin.training.recipe import Recipe, load_recipe
+from multilin.training.outcomes import RunResult
+from multilin.training.recipe import load_recipe
 from multilin.training.start import load_start
 from multilin.training.trainer import train
-from tests.training.conftest import assert_same_weights, metrics
+from tests.training.conftest import AtStep, Stopped, Tiny, assert_same_run
 
 DECIDED = ("model.architecture", "model.hidden_size", "model.num_layers", "model.n_positions", "tokenizer.kind")
-
-
-Tune = Callable[..., Recipe]
 
 
 @pytest.fixture(scope="session")
@@ -39,7 +35,7 @@ def words(tmp_path_factory: pytest.TempPathFactory, text_file: Path) -> Path:
 
 
 def test_a_run_begins_with_the_weights_and_sizes_of_another(
-    tune: Tune, uninterrupted: RunResult, tmp_path: Path, at_step: Callable
+    tune: Tiny, uninterrupted: RunResult, tmp_path: Path, at_step: AtStep
 ) -> None:
     begun = []
     at_step(1, lambda model: begun.append({name: tensor.clone() for name, tensor in model.state_dict().items()}))
@@ -59,7 +55,7 @@ def test_a_run_begins_with_the_weights_and_sizes_of_another(
     assert validation_text(load_run(result.output), recipe_of(load_run(result.output))).num_tokens > 0
 
 
-def test_training_on_is_better_than_from_nothing(tune: Tune, uninterrupted: RunResult, tmp_path: Path) -> None:
+def test_training_on_is_better_than_from_nothing(tune: Tiny, uninterrupted: RunResult, tmp_path: Path) -> None:
     """On the text of the start itself, where twelve more steps can only help."""
     source = load_recipe(uninterrupted.output).data.source
     result = train(tune(uninterrupted.output, tmp_path / "tuned", **{"data.source": source}))
@@ -67,9 +63,7 @@ def test_training_on_is_better_than_from_nothing(tune: Tune, uninterrupted: RunR
 
 
 @pytest.mark.parametrize("architecture", list(architectures()))
-def test_every_architecture_can_be_started_from(
-    architecture: str, tiny: Callable[..., Recipe], tune: Tune, tmp_path: Path
-) -> None:
+def test_every_architecture_can_be_started_from(architecture: str, tiny: Tiny, tune: Tiny, tmp_path: Path) -> None:
     few = {"training.max_steps": 1, "training.global_batch_size": 2}
     warnings.simplefilter("ignore")  # of documents in a block that a mixer cannot tell apart
     first = train(tiny(tmp_path / "first", **{"model.architecture": architecture, **few}))
@@ -80,7 +74,7 @@ def test_every_architecture_can_be_started_from(
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
-def test_models_of_transformers_are_trained_on(kind: str, tune: Tune, words: Path, tmp_path: Path) -> None:
+def test_models_of_transformers_are_trained_on(kind: str, tune: Tiny, words: Path, tmp_path: Path) -> None:
     config = {
         "gpt2": GPT2Config(vocab_size=280, n_embd=16, n_layer=1, n_head=2, n_positions=32),
         "llama": LlamaConfig(
@@ -115,14 +109,14 @@ def test_models_of_transformers_are_trained_on(kind: str, tune: Tune, words: Pat
     ],
 )
 def test_what_contradicts_the_start_is_refused(
-    changes: dict[str, Any], message: str, tune: Tune, uninterrupted: RunResult, tmp_path: Path
+    changes: dict[str, Any], message: str, tune: Tiny, uninterrupted: RunResult, tmp_path: Path
 ) -> None:
     with pytest.raises(InputError, match=message):
         train(tune(uninterrupted.output, tmp_path / "tuned", **changes))
     assert not (tmp_path / "tuned").exists()
 
 
-def test_what_agrees_with_the_start_is_accepted(tune: Tune, uninterrupted: RunResult, tmp_path: Path) -> None:
+def test_what_agrees_with_the_start_is_accepted(tune: Tiny, uninterrupted: RunResult, tmp_path: Path) -> None:
     start = load_recipe(uninterrupted.output)
     given = {name: getattr(getattr(start, section), field)
              for name, (section, field) in ((name, name.split(".")) for name in DECIDED)}  # fmt: skip
@@ -141,7 +135,7 @@ def test_what_agrees_with_the_start_is_accepted(tune: Tune, uninterrupted: RunRe
     ],
 )
 def test_what_is_no_model_is_refused(
-    damage: Callable[[Path], object], message: str, tune: Tune, uninterrupted: RunResult, tmp_path: Path
+    damage: Callable[[Path], object], message: str, tune: Tiny, uninterrupted: RunResult, tmp_path: Path
 ) -> None:
     folder = tmp_path / "copy"
     shutil.copytree(uninterrupted.output, folder)
@@ -152,7 +146,7 @@ def test_what_is_no_model_is_refused(
     assert not (tmp_path / "tuned").exists()
 
 
-def test_the_hub_without_network_is_one_sentence(tune: Tune, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_hub_without_network_is_one_sentence(tune: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def offline(*_: object, **__: object) -> None:
         raise ConnectionError("no route to the hub")
 
@@ -162,7 +156,7 @@ def test_the_hub_without_network_is_one_sentence(tune: Tune, tmp_path: Path, mon
             tune(name, tmp_path)
 
 
-def test_a_start_that_changed_is_said(tune: Tune, uninterrupted: RunResult, tmp_path: Path) -> None:
+def test_a_start_that_changed_is_said(tune: Tiny, uninterrupted: RunResult, tmp_path: Path) -> None:
     folder = tmp_path / "copy"
     shutil.copytree(uninterrupted.output, folder)
     recipe = tune(folder, tmp_path / "tuned")
@@ -173,20 +167,20 @@ def test_a_start_that_changed_is_said(tune: Tune, uninterrupted: RunResult, tmp_
         train(recipe)
 
 
-def test_another_tokenizer_is_refused(tune: Tune, uninterrupted: RunResult, words: Path, tmp_path: Path) -> None:
+def test_another_tokenizer_is_refused(tune: Tiny, uninterrupted: RunResult, words: Path, tmp_path: Path) -> None:
     start = tune(uninterrupted.output, tmp_path).model
     with pytest.raises(InputError, match=r"model\.start: the model in .* was trained with another tokenizer"):
         load_start(start.start, start.start_hash, load_tokenizer(str(words)))
 
 
-def test_a_start_is_not_written_over(tune: Tune, uninterrupted: RunResult, tmp_path: Path) -> None:
+def test_a_start_is_not_written_over(tune: Tiny, uninterrupted: RunResult, tmp_path: Path) -> None:
     folder = tmp_path / "copy"
     shutil.copytree(uninterrupted.output, folder)
     with pytest.raises(InputError, match=r"output: .* holds the model to start from"):
         train(tune(folder, folder), overwrite=True)
 
 
-def test_int8_weights_are_no_start(tune: Tune, uninterrupted: RunResult, tmp_path: Path) -> None:
+def test_int8_weights_are_no_start(tune: Tiny, uninterrupted: RunResult, tmp_path: Path) -> None:
     run = load_run(uninterrupted.output)
     run.model.set_arithmetic(dataclasses.replace(run.model.arithmetic, products="int8", stored_as_int8=True))
     run.model.save_pretrained(tmp_path / "int8")
@@ -196,19 +190,15 @@ def test_int8_weights_are_no_start(tune: Tune, uninterrupted: RunResult, tmp_pat
 
 
 def test_a_tuned_run_resumes_bit_for_bit_without_its_start(
-    tune: Tune, uninterrupted: RunResult, tmp_path: Path, at_step: Callable
+    tune: Tiny, uninterrupted: RunResult, tmp_path: Path, stopped: Stopped
 ) -> None:
     folder = tmp_path / "copy"
     shutil.copytree(uninterrupted.output, folder)
     whole = train(tune(folder, tmp_path / "whole"))
-    at_step(5, lambda model: signal.raise_signal(signal.SIGINT))
-    with pytest.raises(TrainingInterrupted):
-        train(tune(folder, tmp_path / "tuned"))
-    at_step(0, lambda model: None)
+    stopped(tune(folder, tmp_path / "tuned"), 5)
     shutil.rmtree(folder)
     result = train(load_recipe(tmp_path / "tuned"), resume=True)
-    assert_same_weights(result.output, whole.output)
-    assert metrics(result.output) == metrics(whole.output)
+    assert_same_run(result.output, whole.output)
     assert load_run(result.output).model.config.vocab_size == 258
     with pytest.raises(InputError, match=r"model\.start: .* does not exist"):
         train(load_recipe(tmp_path / "tuned", {"output": str(tmp_path / "again")}))

@@ -1,6 +1,5 @@
 import importlib.util
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +16,10 @@ from multilin.training.assemble import read_text
 from multilin.training.optimizers import OPTIMIZERS
 from multilin.training.outcomes import RunResult
 from multilin.training.progress import TrainingProgress
-from multilin.training.recipe import Recipe, load_recipe
+from multilin.training.recipe import load_recipe
 from multilin.training.run_folder import RunFolder
 from multilin.training.trainer import train
-from tests.training.conftest import metrics
-
-Tiny = Callable[..., Recipe]
+from tests.training.conftest import Tiny, metrics
 
 
 @pytest.fixture(scope="module")

@@ -1,1 +1,1 @@
-"""What a trained model is worth: scores, explanations of what it read, and comparisons of several models."""
+"""Analysis of trained models: scores, explanations of what they read, costs, and comparisons."""

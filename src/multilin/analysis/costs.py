@@ -1,4 +1,4 @@
-"""What a model is made of and what it costs: parameters, floating-point operations, and bytes of state."""
+"""The size and the costs of a model: parameters, floating-point operations, and bytes of state."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -21,16 +21,16 @@ from multilin.model.memory import check_memory, parameter_bytes
 from multilin.model.modes import evaluation_mode
 
 BACKWARD_AND_FORWARD = 3
-"""A backward pass makes two products for each of the forward pass: one for the inputs, one for the weights."""
+"""The backward pass computes two products for each of the forward pass: one for the inputs, one for the weights."""
 
 
 @dataclass(frozen=True)
 class LayerInfo:
     """One layer.
 
-    options: the layer's own choices, as config.json has them.
-    state_bytes: what it keeps of a text of one token.
-    state_growth: bytes it keeps more for every further token; 0 for a state of constant size.
+    options: options of the layer, as in config.json.
+    state_bytes: bytes of the state after one token.
+    state_growth: further bytes of the state for each further token; 0 for a state of constant size.
     """
 
     index: int
@@ -45,13 +45,13 @@ class LayerInfo:
 class ModelInfo:
     """A whole model.
 
-    parameters: all of them; a tensor that is used twice (tied output) counts once.
-    embedding_parameters: of them in embeddings and the output projection.
-    flops_per_token: floating-point operations to read one token and predict the next, after one other token: matrix
-        products and attention, a multiplication and an addition counted as two; pointwise work is not counted.
-    flops_growth: what every token read adds to that.
-    state_bytes, state_growth: as for a layer, all layers and the embedding together.
-    longest_text: tokens it can read, None for any number.
+    parameters: number of all parameters; a tensor that is used twice (tied output) counts once.
+    embedding_parameters: number of parameters in embeddings and the output projection.
+    flops_per_token: floating-point operations to read one token after another and predict the next: matrix products
+        and attention, a multiplication and an addition counted as two; pointwise work is not counted.
+    flops_growth: further operations for each earlier token.
+    state_bytes, state_growth: as for a layer, for all layers together.
+    longest_text: largest number of tokens the model can read; None for no limit.
     """
 
     architecture: str
@@ -77,7 +77,7 @@ def find_model(name: str, sizes: ModelSizes) -> tuple[ModelInfo, Architecture | 
         The description, and the architecture if `name` is one of ours (not a folder, not a baseline).
 
     Raises:
-        InputError: neither a folder nor a model that is known, or sizes that do not fit.
+        InputError: neither a folder nor a known model, or sizes that do not fit.
     """
     if Path(name).is_dir():
         if sizes != ModelSizes():
@@ -99,7 +99,7 @@ def find_model(name: str, sizes: ModelSizes) -> tuple[ModelInfo, Architecture | 
 
 
 def describe_model(model: PreTrainedModel) -> ModelInfo:
-    """Count a model's parameters, and measure two decoding steps for its work and its memory."""
+    """Count a model's parameters, and measure the operations and the state of two decoding steps."""
     (flops, states), (next_flops, next_states) = (_decoding_costs(model, num_read) for num_read in (1, 2))
     layers = _layers(model, states, next_states)
     parameters, embedding_parameters = parameter_counts(model)
@@ -124,8 +124,6 @@ def _layers(model: PreTrainedModel, states: list[int], next_states: list[int]) -
     )
     # Models of ours say what each layer is; the others have layers of one kind and no options per layer.
     entries = getattr(model.config, "layers", None) or [{"architecture": model.config.model_type}] * len(stack)
-    # The cache of ours begins with the embedding's entry.
-    sizes = zip(states[-len(stack) :], next_states[-len(stack) :], strict=True)
     return [
         LayerInfo(
             index=index,
@@ -135,46 +133,43 @@ def _layers(model: PreTrainedModel, states: list[int], next_states: list[int]) -
             state_bytes=before,
             state_growth=after - before,
         )
-        for index, (module, entry, (before, after)) in enumerate(zip(stack, entries, sizes, strict=True))
+        for index, (module, entry, before, after) in enumerate(zip(stack, entries, states, next_states, strict=True))
     ]
 
 
 def parameter_counts(model: PreTrainedModel) -> tuple[int, int]:
-    """All parameters, and those in embeddings and the output projection; a tensor that is used twice counts once."""
+    """The numbers of all parameters, and of those in embeddings and the output; a shared tensor counts once."""
     ends = (model.get_input_embeddings(), model.get_output_embeddings())
     embeddings = (module for module in model.modules() if isinstance(module, nn.Embedding) or module in ends)
     return _count_parameters(model), _count_parameters(nn.ModuleList(embeddings))
 
 
 def _count_parameters(module: nn.Module) -> int:
-    """The parameters of a module, and the int8 values that took the place of some."""
+    """The number of parameters of a module, including int8 values that replace parameters."""
     integers = (buffer for buffer in module.buffers() if buffer.dtype == torch.int8)
     return sum(tensor.numel() for tensor in (*module.parameters(), *integers))
 
 
 def training_flops_per_token(model: PreTrainedModel, length: int) -> float:
-    """Floating-point operations that training spends on a token of a block of `length` tokens.
+    """Floating-point operations of training per token, in blocks of `length` tokens.
 
-    Counted are the products of one forward pass over one block, as they are computed (by PyTorch's counter; a
-    multiplication and an addition are two), times three. So weights count 6 per token, GPT-2's and Llama's attention
-    the whole square of the block, windowed attention the tiles it makes, a mixing over positions its whole triangle's
-    square. Sums without products, such as running means, norms and activations, and recomputation are not counted.
-
-    Args:
-        model: on the CPU, where every product is PyTorch's own.
-        length: tokens of a block.
+    This is three times the number of operations in the products of one forward pass, as they are computed (counted by
+    PyTorch; a multiplication and an addition are two). So a weight counts 6 per token, attention of GPT-2 and Llama
+    counts the whole square of the block, windowed attention its tiles, and causal mixing the whole square. Running
+    means, norms, activations and recomputation are not counted. The model is on the CPU, where every product is
+    computed by PyTorch.
     """
     ids = torch.zeros((1, length), dtype=torch.long)
     return BACKWARD_AND_FORWARD * float(_forward_flops(model, ids, use_cache=False)) / length
 
 
 def state_bytes(cache: Cache) -> list[int]:
-    """Bytes of the tensors in each entry of a model's cache: one per layer, and one for the embedding before ours."""
+    """Bytes of the tensors of each layer in a model's cache."""
     return [sum(tensor.nbytes for tensor in _tensors(vars(layer))) for layer in cache.layers]
 
 
 def _decoding_costs(model: PreTrainedModel, num_read: int) -> tuple[int, list[int]]:
-    """Floating-point operations to read one more token after `num_read` others, and the `state_bytes` before it."""
+    """Floating-point operations to read one token after `num_read` others, and the `state_bytes` before it."""
     ids = torch.zeros((1, num_read), dtype=torch.long, device=model.device)
     with evaluation_mode(model), torch.no_grad():
         cache = model(ids, use_cache=True).past_key_values
@@ -191,7 +186,7 @@ def _forward_flops(model: PreTrainedModel, ids: Tensor, **arguments: Any) -> int
 
 
 def _product_flops(left: tuple[int, int], right: tuple[int, int], *_: Any, **__: Any) -> int:
-    """Of a product of integers, which is as much work as one of floats, but which PyTorch does not count."""
+    """Operations of an integer product, which PyTorch does not count."""
     return 2 * left[0] * left[1] * right[1]
 
 

@@ -1,11 +1,11 @@
-"""What a training run will take, before anything is rented: memory, bytes sent, time and checkpoints, counted.
+"""What a training run will take, before anything is rented: memory, communication, time and size of checkpoints.
 
 Weights, gradients, the optimizer's numbers, floating-point operations and the bytes that devices send each other are
 counted from the model. Activations are estimated as in `multilin.model.memory`. Times follow from the peaks of the
 hardware and an assumed share of them, so they are expectations.
 """
 
-import time
+import timeit
 from dataclasses import dataclass, replace
 
 import torch
@@ -42,7 +42,7 @@ INT8_BYTES = 1 + FLOAT_BYTES / BLOCK
 
 @dataclass(frozen=True)
 class Device:
-    """What a device can do at most.
+    """The limits of a device.
 
     memory: bytes.
     half, single: floating-point operations per second in bf16 and in float32 (without TF32).
@@ -70,13 +70,14 @@ class WayPlan:
     """One way to train on several devices.
 
     way: `ddp` (training.communication float), `int8` (communication int8) or `fsdp`.
-    memory: bytes that a device needs at least: weights, gradients, optimizer, activations, and what is gathered.
-    fits: whether that is less than it has.
-    sent_bytes: that a device sends in one step.
-    communication_seconds: for these at the full speed of the link.
+    memory: bytes that a device needs at least: weights, gradients, optimizer, activations and gathered weights.
+    fits: whether the device has this memory.
+    sent_bytes: bytes that a device sends in one step.
+    communication_seconds: time to send these bytes at the full speed of the link.
     is_hidden: whether they can be sent while the device computes.
-    tokens_per_second: of all devices.
-    hours, device_hours: of the run; cost: of the device hours at the given price, None without one.
+    tokens_per_second: of all devices together.
+    hours, device_hours: duration of the run, and its sum over all devices.
+    cost: price of the device hours; None without a price.
     """
 
     way: str
@@ -95,12 +96,12 @@ class WayPlan:
 class TrainingPlan:
     """A run on several devices.
 
-    flops_per_token: of training, see `training_flops_per_token`.
-    weight_bytes, gradient_bytes, optimizer_bytes: of one device that holds all.
-    activation_bytes: of one pass on one device, estimated.
-    checkpoint_bytes: of one checkpoint: weights and the optimizer's numbers.
-    tokens: of the whole run.
-    seconds_per_step: of a device that computes without waiting for others.
+    flops_per_token: floating-point operations of training, see `training_flops_per_token`.
+    weight_bytes, gradient_bytes, optimizer_bytes: bytes of the whole model, on one device.
+    activation_bytes: estimated bytes of one pass on one device.
+    checkpoint_bytes: bytes of a checkpoint: weights and optimizer state.
+    tokens: training tokens of the whole run.
+    seconds_per_step: time of a step on a device that does not wait for others.
     """
 
     device: Device
@@ -121,7 +122,7 @@ class TrainingPlan:
 
 
 def plan_training(recipe: Recipe, settings: PlanSettings) -> TrainingPlan:
-    """Count what a recipe takes on several devices. No text is read, and no weights are drawn.
+    """Count the memory, communication and time of a recipe on several devices, without reading text or drawing weights.
 
     Args:
         recipe: to train; without `training.global_batch_size`, `training.batch_size` blocks on every device.
@@ -137,62 +138,42 @@ def plan_training(recipe: Recipe, settings: PlanSettings) -> TrainingPlan:
     vocab_size = find_vocab_size(recipe)
     with torch.device("meta"):
         model = create_network(recipe, vocab_size, None)
-    device, plan = _device(settings), recipe.training
-    batch_size, passes = plan.split(settings.devices)
+    device, training = _device(settings), recipe.training
+    batch_size, passes = training.split(settings.devices)
     tokens = batch_size * recipe.model.n_positions
-    counts = _counts(recipe, model, batch_size)
     flops = _flops(recipe, model, vocab_size)
-    is_single = plan.precision == "float32" or (settings.kind == "cpu" and autocast_dtype(plan.precision) is None)
+    is_single = training.precision == "float32" or (
+        settings.kind == "cpu" and autocast_dtype(training.precision) is None
+    )
     peak = device.single if is_single else device.half
-    seconds = tokens * flops / (peak * settings.efficiency)
-    ways = [
-        _way(way, counts, passes, seconds, tokens * passes * settings.devices, plan.max_steps, device, settings)
-        for way in ("ddp", "int8", "fsdp")
-    ]
-    return TrainingPlan(
+    weights, optimizer = parameter_bytes(model), _optimizer_bytes(recipe, model)
+    plan = TrainingPlan(
         device=device, devices=settings.devices, parameters=parameter_counts(model)[0], vocab_size=vocab_size,
-        flops_per_token=flops, tokens_per_step=tokens * passes * settings.devices, steps=plan.max_steps,
-        tokens=tokens * passes * settings.devices * plan.max_steps,
-        weight_bytes=counts.weights, gradient_bytes=counts.gradients, optimizer_bytes=counts.optimizer,
-        activation_bytes=counts.activations, checkpoint_bytes=counts.weights + counts.optimizer,
-        seconds_per_step=seconds * passes, ways=ways,
+        flops_per_token=flops, tokens_per_step=tokens * passes * settings.devices, steps=training.max_steps,
+        tokens=tokens * passes * settings.devices * training.max_steps,
+        weight_bytes=weights, gradient_bytes=_trained_bytes(model), optimizer_bytes=optimizer,
+        activation_bytes=activation_bytes(
+            model, tokens, number_bytes=2 if training.precision in ("bf16", "int8") else FLOAT_BYTES,
+            recomputes=training.gradient_checkpointing,
+        ),
+        checkpoint_bytes=weights + optimizer,
+        seconds_per_step=tokens * flops / (peak * settings.efficiency) * passes, ways=[],
     )  # fmt: skip
+    layers = [parameter_bytes(layer) for layer in next(m for m in model.modules() if isinstance(m, nn.ModuleList))]
+    gathered = 0.5 if training.precision == "bf16" else 1.0
+    ways = [_way(way, plan, layers, gathered, passes, settings.price) for way in ("ddp", "int8", "fsdp")]
+    return replace(plan, ways=ways)
 
 
-@dataclass(frozen=True)
-class _Counts:
-    """Bytes of a model in training; `layers` and `rest` are those of its parameters, `largest` of the largest layer."""
-
-    weights: int
-    gradients: int
-    optimizer: int
-    activations: int
-    layers: int
-    rest: int
-    largest: int
-    gathered: float  # bytes of a layer's number while it is gathered, relative to float32
+def _trained_bytes(model: PreTrainedModel) -> int:
+    return FLOAT_BYTES * sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
 
 
-def _counts(recipe: Recipe, model: PreTrainedModel, batch_size: int) -> _Counts:
-    plan = recipe.training
+def _optimizer_bytes(recipe: Recipe, model: PreTrainedModel) -> int:
     assert recipe.optimizer.name is not None, "the recipe was resolved"
-    is_half = plan.precision in ("bf16", "int8")
     kind = OPTIMIZERS[recipe.optimizer.name]
     rows = set(row_parameters(model)) if "row_average" in kind.options else set()
-    trained = FLOAT_BYTES * sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    layers = [parameter_bytes(layer) for layer in next(m for m in model.modules() if isinstance(m, nn.ModuleList))]
-    whole = parameter_bytes(model)
-    return _Counts(
-        weights=whole,
-        gradients=trained,
-        optimizer=trained * kind.state_numbers + FLOAT_BYTES * sum(tensor.numel() for tensor in rows),
-        activations=activation_bytes(
-            model, batch_size * recipe.model.n_positions, number_bytes=2 if is_half else FLOAT_BYTES,
-            recomputes=plan.gradient_checkpointing,
-        ),
-        layers=sum(layers), rest=whole - sum(layers), largest=max(layers),
-        gathered=0.5 if plan.precision == "bf16" else 1.0,
-    )  # fmt: skip
+    return _trained_bytes(model) * kind.state_numbers + FLOAT_BYTES * sum(tensor.numel() for tensor in rows)
 
 
 def sent_bytes(way: str, layers: int, rest: int, devices: int, *, passes: int = 1, gathered: float = 1.0) -> float:
@@ -215,28 +196,27 @@ def sent_bytes(way: str, layers: int, rest: int, devices: int, *, passes: int = 
     return share * 2 * (layers + rest) * (INT8_BYTES / FLOAT_BYTES if way == "int8" else 1)
 
 
-def _way(
-    way: str, counts: _Counts, passes: int, seconds: float, tokens: int, steps: int, device: Device,
-    settings: PlanSettings,
-) -> WayPlan:  # fmt: skip
-    devices = settings.devices
-    held = counts.weights + counts.gradients + counts.optimizer
+def _way(way: str, plan: TrainingPlan, layers: list[int], gathered: float, passes: int, price: float | None) -> WayPlan:
+    """One way to train; `layers` are the bytes of each layer's parameters."""
+    devices, rest = plan.devices, plan.weight_bytes - sum(layers)
+    held = plan.weight_bytes + plan.gradient_bytes + plan.optimizer_bytes
     if way == "fsdp" and devices > 1:
-        # Of two layers at a time the weights are gathered, of one the gradients are whole; the rest stays gathered.
-        held = held // devices + int((2 * counts.gathered + 1) * counts.largest) + 2 * counts.rest
+        # The weights of two layers and the gradients of one are whole at a time; the other parameters always.
+        held = held // devices + int((2 * gathered + 1) * max(layers)) + 2 * rest
     elif devices > 1:
-        held += counts.gradients  # in the buckets in which they travel
-    sent = sent_bytes(way, counts.layers, counts.rest, devices, passes=passes, gathered=counts.gathered)
-    sending = sent / device.link
-    # Gradients travel during the backward pass that makes them, two thirds of the work; gathering never rests.
-    room = seconds * passes if way == "fsdp" else seconds * 2 / 3
-    step = seconds * passes + max(sending - room, 0.0)
-    hours = steps * step / 3600
+        held += plan.gradient_bytes  # in the buckets in which they travel
+    sent = sent_bytes(way, sum(layers), rest, devices, passes=passes, gathered=gathered)
+    sending = sent / plan.device.link
+    # Gradients are sent during the last backward pass, two thirds of its work; FSDP gathers weights all the time.
+    room = plan.seconds_per_step if way == "fsdp" else plan.seconds_per_step / passes * 2 / 3
+    step = plan.seconds_per_step + max(sending - room, 0.0)
+    hours = plan.steps * step / 3600
+    memory = held + plan.activation_bytes
     return WayPlan(
-        way=way, memory=held + counts.activations, fits=held + counts.activations <= device.memory,
+        way=way, memory=memory, fits=memory <= plan.device.memory,
         sent_bytes=round(sent), communication_seconds=sending, is_hidden=sending <= room,
-        tokens_per_second=tokens / step, hours=hours, device_hours=hours * devices,
-        cost=None if settings.price is None else hours * devices * settings.price,
+        tokens_per_second=plan.tokens_per_step / step, hours=hours, device_hours=hours * devices,
+        cost=None if price is None else hours * devices * price,
     )  # fmt: skip
 
 
@@ -266,19 +246,14 @@ def _device(settings: PlanSettings) -> Device:
     return Device("a machine like this one, on 10 Gbit/s", available_memory() or 0, half, single, ETHERNET)
 
 
-def _product_rate(dtype: torch.dtype, size: int = 1024) -> float:
+def _product_rate(dtype: torch.dtype) -> float:
     """Floating-point operations per second of matrix products on this machine."""
-    left = torch.ones(size, size, dtype=dtype)
-    times = []
-    for _ in range(5):
-        begin = time.perf_counter()
-        left @ left
-        times.append(time.perf_counter() - begin)
-    return 2 * size**3 / min(times)
+    matrix = torch.ones(1024, 1024, dtype=dtype)
+    return 2 * len(matrix) ** 3 / min(timeit.repeat(lambda: matrix @ matrix, number=1))
 
 
 def _flops(recipe: Recipe, model: PreTrainedModel, vocab_size: int) -> float:
-    """Of training on one token; the model need not fit this machine, unless it looks at numbers while it reads."""
+    """Floating-point operations of training on a token; the weights take memory only if the model looks at values."""
     length = recipe.model.n_positions
     try:
         with FakeTensorMode(allow_non_fake_inputs=True):
@@ -289,7 +264,7 @@ def _flops(recipe: Recipe, model: PreTrainedModel, vocab_size: int) -> float:
 
 
 def describe_plan(plan: TrainingPlan) -> dict[str, str]:
-    """What is the same for every way, in words."""
+    """The figures that all ways share, by name, as text."""
     return {
         "device": f"{plan.devices} x {plan.device.name}, {format_bytes(plan.device.memory)} each",
         "parameters": f"{plan.parameters:,}, with a vocabulary of {plan.vocab_size:,}",

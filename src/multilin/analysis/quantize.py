@@ -1,4 +1,4 @@
-"""Weights to int8 after training: a smaller copy of a run, and what the rounding costs."""
+"""Rounding to int8 after training: a smaller copy of a run, and the score of both."""
 
 import dataclasses
 from dataclasses import dataclass

@@ -47,9 +47,9 @@ class PlanSettings:
     """The devices that a run would be trained on."""
 
     devices: Count = 1  # devices that train together
-    kind: Literal["h200", "a100", "cpu"] = "h200"  # what they are; cpu: machines like this one
-    efficiency: Share = 0.4  # share of the device's peak that training reaches, which is assumed
-    price: Positive | None = None  # of an hour of one device
+    kind: Literal["h200", "a100", "cpu"] = "h200"  # kind of device; cpu: machines like this one
+    efficiency: Share = 0.4  # share of the device's peak that training is assumed to reach
+    price: Positive | None = None  # price of an hour of one device
 
 
 @settings

@@ -1,4 +1,4 @@
-"""The files in the folder assets: templates of reports, and what goes into them as it is."""
+"""The files in the folder assets: templates of reports, and files that are copied into them."""
 
 import functools
 from importlib import resources
@@ -32,7 +32,7 @@ def _environment() -> jinja2.Environment:
 
 
 def _as_text(text: str) -> str:
-    """A text whose characters mean nothing to Markdown."""
+    """The text with Markdown's special characters escaped."""
     return "".join(f"\\{character}" if character in "\\`*_<>[]" else character for character in text)
 
 

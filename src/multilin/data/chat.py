@@ -16,7 +16,7 @@ CHAT_TEMPLATE = (
     r"{{ message['content'] }}{{ eos_token if message['role'] == 'assistant' else '' }}{% endfor %}"
     r"{{ '\n\nAssistant:\n' if add_generation_prompt else '' }}"
 )
-"""That of tokenizers without one: `User:` or another role, a line break, the text, and an end of text after answers."""
+"""Template for tokenizers without one: `User:` or another role, a line break, the text, end of text after answers."""
 
 
 def read_messages(row: Mapping[str, Any], where: str) -> list[Message] | None:
@@ -24,10 +24,10 @@ def read_messages(row: Mapping[str, Any], where: str) -> list[Message] | None:
 
     Args:
         row: the fields. `prompt` and `completion` are texts, or lists of messages.
-        where: of the row; messages of errors begin with it.
+        where: place of the row; error messages begin with it.
 
     Raises:
-        InputError: messages of another form, an unknown role, an empty one, or none by the assistant.
+        InputError: messages of another form, an unknown role, an empty message, or no message by the assistant.
     """
     if "messages" in row:
         given = row["messages"]
@@ -66,10 +66,10 @@ def _check(message: Mapping[str, Any], where: str) -> Message:
 def encode_conversation(
     messages: list[Message], tokenizer: "PreTrainedTokenizerFast", where: str
 ) -> tuple[list[int], list[bool]]:
-    """The tokens of a conversation, and which of them the assistant wrote.
+    """The tokens of a conversation, and for each whether it belongs to an answer of the assistant.
 
-    Each answer is what the template adds to the conversation so far and its prompt for an answer, so that a model
-    learns to go on from exactly the text that it is given later.
+    An answer is the text that the template adds after the prompt for an answer, so that a model learns to go on from
+    exactly the text that it is given in use.
 
     Raises:
         InputError: the template fails or has no place for answers, or a message spells a special token.
@@ -88,7 +88,7 @@ def encode_conversation(
 
 
 def _parts(messages: list[Message], tokenizer: "PreTrainedTokenizerFast", where: str) -> Iterator[tuple[str, bool]]:
-    """The text of a conversation, cut where answers begin and end; true for answers."""
+    """The text of a conversation, cut where answers begin and end; True for answers."""
 
     def render(number: int, *, prompt: bool) -> str:
         with as_input_error(lambda reason: f"{where}: the tokenizer's chat template fails ({reason})"):

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from multilin.data.files import SUPPORTED, Document, EncodingErrors, check_file, file_format, read_file, row_document
 from multilin.data.python_library import library_files, python_docs, python_source
 from multilin.errors import InputError, as_input_error, nearest, shown
+from multilin.files import checksum
 
 __all__ = ["BUILT_IN", "Document", "EncodingErrors", "read_documents", "source_fingerprint"]
 
@@ -50,10 +51,10 @@ def read_documents(
 
 
 def of_one_kind(documents: Iterable[Document], source: str) -> Iterator[Document]:
-    """The documents that have a text.
+    """The documents that are not empty.
 
     Raises:
-        InputError: texts among conversations, or the other way round.
+        InputError: both texts and conversations among them.
     """
     is_chat = None
     for document in documents:
@@ -84,24 +85,21 @@ def source_fingerprint(source: str) -> str:
     else:
         files = source_files(source)
     for name, path in files:
-        digest.update(f"{len(name)} {name} ".encode())
-        digest.update(_content_hash(path))
+        try:
+            digest.update(f"{len(name)} {name} ".encode() + bytes.fromhex(checksum(path)))
+        except OSError as error:
+            raise InputError(f"{path}: cannot be read ({error.strerror})") from None
     return digest.hexdigest()
-
-
-def _content_hash(path: Path) -> bytes:
-    try:
-        with path.open("rb") as stream:
-            return hashlib.file_digest(stream, "sha256").digest()
-    except OSError as error:
-        raise InputError(f"{path}: cannot be read ({error.strerror})") from None
 
 
 def _all_documents(source: str, text_field: str, encoding_errors: EncodingErrors) -> Iterator[Document]:
     if source in BUILT_IN:
         yield from BUILT_IN[source]()
     elif is_hub(source):
-        yield from _hub_documents(source, text_field, encoding_errors)
+        *_, split = _hub_parts(source)
+        with hub_errors(source):
+            for number, row in enumerate(hub_dataset(source), start=1):
+                yield row_document(row, f"{split}:{number}", text_field, f"{source}:{number}", encoding_errors)
     else:
         for name, path in source_files(source):
             yield from read_file(path, name, text_field, encoding_errors)
@@ -111,7 +109,7 @@ def source_files(source: str) -> list[tuple[str, Path]]:
     """The supported files of a file, folder or glob, each with its name relative to the source.
 
     Raises:
-        InputError: there are none, or too many, or one that is no regular file.
+        InputError: there are no files or too many, or one is no regular file.
     """
     path = Path(source).expanduser()
     if path.is_dir():
@@ -165,14 +163,10 @@ def _hub_parts(source: str) -> tuple[str, str | None, str]:
 
 
 def hub_dataset(source: str, revision: str | None = None) -> "IterableDataset":
-    """A hub dataset as a stream of rows.
-
-    Args:
-        source: see `read_documents`.
-        revision: commit of its repository; None takes the newest.
+    """A hub dataset as a stream of rows, at a commit of its repository or at the newest.
 
     Raises:
-        InputError: there is no such data, as far as that is known before a row is read.
+        InputError: there is no such dataset, as far as is known before a row is read.
     """
     from datasets import load_dataset
 
@@ -182,17 +176,10 @@ def hub_dataset(source: str, revision: str | None = None) -> "IterableDataset":
 
 
 def hub_errors(source: str) -> AbstractContextManager[None]:
-    """Whatever the hub's client raises in the block means that there is no such data."""
+    """A block in which every error of the hub's client becomes an InputError."""
     return as_input_error(
         lambda reason: f"{shown(source)} is neither a file or folder here nor a dataset the hub gives ({reason})"
     )
-
-
-def _hub_documents(source: str, text_field: str, encoding_errors: EncodingErrors) -> Iterator[Document]:
-    *_, split = _hub_parts(source)
-    with hub_errors(source):
-        for number, row in enumerate(hub_dataset(source), start=1):
-            yield row_document(row, f"{split}:{number}", text_field, f"{source}:{number}", encoding_errors)
 
 
 def hub_revision(source: str) -> str | None:

@@ -21,9 +21,9 @@ _CUT = re.compile(r"(?<=\S)(?=[ \t\r\n])")
 
 
 def cut_at_whitespace(text: str, characters: int) -> Iterator[str]:
-    """Parts of a text of little more than `characters`, each cut before a whitespace that follows something else.
+    """Parts of a text, each a little longer than `characters` and cut before whitespace.
 
-    A tokenizer that splits as GPT-2's does makes the same tokens of the parts as of the whole.
+    A tokenizer that splits words as GPT-2's makes the same tokens from the parts as from the whole text.
     """
     start = 0
     while len(text) - start > characters and (cut := _CUT.search(text, start + characters)):
@@ -39,8 +39,8 @@ class Encoder:
         self._backend = backend
 
     def pieces(self, text: str) -> Iterator[str]:
-        """Parts of a text, of bounded size where possible, whose ids in a row are the ids of the text."""
-        yield text  # as nothing is known about where it may be cut
+        """Parts of a text, of bounded size if possible, whose ids in a row are the ids of the text."""
+        yield text  # it is not known where the text may be cut
 
     def encode(self, texts: Sequence[str]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """The ids of all texts in a row, and the number of ids of each."""
@@ -50,7 +50,7 @@ class Encoder:
 
 
 def make_encoder(tokenizer: PreTrainedTokenizerFast) -> Encoder:
-    """The fastest encoder that is exact for the tokenizer. Special tokens that are spelled out in a text are text."""
+    """The fastest encoder with exactly the tokenizer's ids. Special tokens that are spelled out in a text are text."""
     backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
     backend.no_truncation()
     backend.no_padding()

@@ -24,7 +24,7 @@ SUPPORTED = f"{' '.join(FORMATS)}, each also with {' or '.join(COMPRESSIONS)}"
 
 LONGEST_WORD, _SPACE = 2**23, re.compile(r"\s")
 LARGEST_DOCUMENT, LARGEST_LINE = 2**30, 2**26  # bytes that are held in memory at once
-LARGEST_EXPANSION, SMALL = 250, 64 * MEGABYTE  # text shrinks to a tenth, and what expands to more than that is none
+LARGEST_EXPANSION, SMALL = 250, 64 * MEGABYTE  # compressed text expands about tenfold
 
 EncodingErrors = Literal["strict", "replace"]
 _Rows = Iterator[tuple[int, Mapping[str, Any]]]  # each with its number, from 1
@@ -32,15 +32,15 @@ _Rows = Iterator[tuple[int, Mapping[str, Any]]]  # each with its number, from 1
 
 @dataclass(frozen=True)
 class Document:
-    """One text, read from its start without knowing any other."""
+    """One text, or one conversation."""
 
-    name: str  # where it came from, relative to the source: `plays/hamlet.txt`, `rows.jsonl:17`
-    text: str  # of a conversation what its messages say
-    messages: list[Message] | None = None  # of a conversation
+    name: str  # its place, relative to the source: `plays/hamlet.txt`, `rows.jsonl:17`
+    text: str  # for a conversation, the text of its messages
+    messages: list[Message] | None = None  # for a conversation
 
 
 def file_format(path: Path) -> str | None:
-    """The format a file's name claims (`.jsonl` for `rows.jsonl.gz`), or None when it is not supported."""
+    """The format by a file's name (`.jsonl` for `rows.jsonl.gz`), or None if it is not supported."""
     suffixes = [suffix.lower() for suffix in path.suffixes]
     if suffixes and suffixes[-1] in COMPRESSIONS:
         suffixes.pop()
@@ -48,7 +48,7 @@ def file_format(path: Path) -> str | None:
 
 
 def check_file(path: Path) -> None:
-    """Refuse, before a file is opened, what is no regular file or one text of too many bytes.
+    """Refuse, before it is opened, a file that is no regular file, or that is one text of too many bytes.
 
     Raises:
         InputError: see `read_file`.
@@ -74,13 +74,14 @@ def read_file(
     A text file is one document, held in memory as a whole; a row of the other formats is one document.
 
     Args:
-        path, name: of the file, and in the names of its documents.
+        path: path of the file.
+        name: name of the file in the names of its documents.
         text_field, encoding_errors: see `read_documents`.
-        span: of .jsonl, only the lines that begin at one of the bytes span[0] <= byte < span[1].
+        span: for .jsonl, read only the lines whose first byte is at span[0] <= byte < span[1].
 
     Raises:
-        InputError: bytes that are not UTF-8 or not what the name claims, rows without the field, a file that is no
-            regular one or cannot be read, more than 1 GB in a document or 64 MB in a line, 8 million characters
+        InputError: bytes that are not UTF-8 or not of the format in the name, rows without the field, a file that is
+            not regular or cannot be read, more than 1 GB in a document or 64 MB in a line, 8 million characters
             without a space, or compressed bytes that expand as no text does.
     """
     suffix = file_format(path)
@@ -121,7 +122,7 @@ def row_text(row: Mapping[str, Any], text_field: str, where: str, encoding_error
     """The text in a row's field.
 
     Raises:
-        InputError: the row has no such field (with the fields it has), or no text that UTF-8 can hold in it.
+        InputError: the row has no such field (the message has its fields), or the field holds no text of UTF-8.
     """
     if text_field not in row:
         hint = nearest(text_field, row)
@@ -145,7 +146,7 @@ def row_text(row: Mapping[str, Any], text_field: str, where: str, encoding_error
 
 
 def _check_words(text: str, where: str) -> None:
-    """Refuse what has no spaces: a tokenizer takes a hundred bytes of memory for each character of a word."""
+    """Refuse very long words: a tokenizer takes a hundred bytes of memory for each character of a word."""
     for start in range(0, len(text) - LONGEST_WORD, LONGEST_WORD):
         if _SPACE.search(text, start, start + LONGEST_WORD) is None:
             raise InputError(f"{where}: more than {LONGEST_WORD:,} characters without a space between them")

@@ -1,4 +1,4 @@
-"""The manifest of prepared text: its folders, with the checksum of every file and what they hold."""
+"""The manifest of prepared text: its folders, with their sizes and the checksum of every file."""
 
 import dataclasses
 import hashlib
@@ -50,7 +50,7 @@ class Manifest:
     train: Annotated[list[Folder], MinLen(1), MaxLen(10**7)]
 
     def to_json(self) -> bytes:
-        """The file's content: the fields, and the SHA-256 of all that stands before it."""
+        """The content of the file: the fields, and then the SHA-256 of these fields."""
         values = dataclasses.asdict(self)
         return json.dumps(values | {"sha256": _sum(values)}, indent=1).encode()
 
@@ -59,7 +59,7 @@ class Manifest:
         """The manifest in a file.
 
         Raises:
-            InputError: it is damaged, or has another format.
+            InputError: the manifest is damaged, or has another format.
         """
         try:
             values = json.loads(content)

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor
 
 from multilin.errors import InputError, plural
@@ -31,17 +32,17 @@ class Description:
     num_tokens: int
     num_documents: int
     num_bytes: int  # UTF-8 bytes of the text
-    counted_bytes: int  # the same as the tokens' byte lengths sum up to: equal for byte-level tokenizers
+    counted_bytes: int  # sum of the byte lengths of all tokens; equal to num_bytes for byte-level tokenizers
     dtype: str
     vocab_size: int
     start_token_id: int
     pad_token_id: int
     tokenizer_hash: str
-    is_chat: bool = False  # whether the documents are conversations, of which answers alone are scored
+    is_chat: bool = False  # whether the documents are conversations, of which only answers are scored
 
 
 def merged(descriptions: Sequence[Description]) -> Description:
-    """That of several packed texts of one tokenizer together."""
+    """The description of several packed texts of one tokenizer as one text."""
     counts = ("num_tokens", "num_documents", "num_bytes", "counted_bytes")
     return replace(descriptions[0], **{name: sum(getattr(one, name) for one in descriptions) for name in counts})
 
@@ -88,7 +89,7 @@ class PackedText:
                 check_regular(path, "")
         try:
             description = Description(**json.loads((folder / DESCRIPTION).read_text(encoding="utf-8")))
-            index = _map_tensors(folder / INDEX)
+            index = {name: tensor.numpy() for name, tensor in load_file(folder / INDEX).items()}  # memory-mapped
             size = (folder / TOKENS).stat().st_size
         except FileNotFoundError as error:
             raise InputError(f"{folder}: no packed text, as {Path(error.filename or folder).name} is missing") from None
@@ -106,7 +107,7 @@ class PackedText:
 
     @property
     def shards(self) -> Iterator["PackedText"]:
-        """Itself, as the only one."""
+        """The text itself, as its only shard."""
         yield self
 
     def blocks(self, block_size: int) -> "Blocks":
@@ -125,7 +126,7 @@ class PackedText:
         return counts
 
     def count_cuts(self, block_size: int) -> tuple[int, int, int]:
-        """How many conversations there are, are longer than a block, and lose all their answers by that."""
+        """The numbers of conversations, of those longer than a block, and of those that thereby lose all answers."""
         assert self.is_answer is not None
         sizes = np.diff(self.document_starts, append=self.num_tokens)
         bounds = zip(self.document_starts, self.document_starts + np.minimum(sizes, block_size), strict=True)
@@ -139,28 +140,16 @@ class PackedText:
         return np.repeat(np.arange(first, last + 1), np.diff(ends, prepend=start))
 
     def token_sizes(self, tokens: NDArray[np.integer[Any]]) -> NDArray[np.int64]:
-        """Bytes that each token stands for; for tokenizers that are not byte-level, to be times `bytes_per_counted`."""
+        """Bytes that each token stands for; for tokenizers that are not byte-level, multiply by `bytes_per_counted`."""
         return np.asarray(self._token_bytes[tokens])
 
     @property
     def bytes_per_counted(self) -> float:
-        """UTF-8 bytes of the text per byte of its tokens' names; 1 for byte-level tokenizers."""
+        """UTF-8 bytes of the text per byte that `token_sizes` counts; 1 for byte-level tokenizers."""
         description = self.description
         if description.counted_bytes in (description.num_bytes, 0):
             return 1.0
         return description.num_bytes / description.counted_bytes
-
-
-def _map_tensors(path: Path) -> dict[str, NDArray[np.int64]]:
-    """The vectors of a safetensors file, memory-mapped: an index grows with the text."""
-    with safe_open(path, framework="np"), path.open("rb") as stream:  # which checks all of the header
-        size = int.from_bytes(stream.read(8), "little")
-        header = json.loads(stream.read(size))
-    return {
-        name: np.memmap(path, np.int64, "r", 8 + size + entry["data_offsets"][0], tuple(entry["shape"]))
-        for name, entry in header.items()
-        if name != "__metadata__" and entry["dtype"] == "I64"
-    }
 
 
 class Blocks(torch.utils.data.Dataset[dict[str, Tensor]]):
@@ -169,8 +158,8 @@ class Blocks(torch.utils.data.Dataset[dict[str, Tensor]]):
     Block i covers tokens[i * (block_size - 1) :][:block_size]. A causal language model of transformers shifts the
     labels itself, so over all blocks every token but the very first is predicted exactly once.
 
-    Conversations are never cut in two: a block is padded after as many as fit, and of one that is longer than a block
-    the rest is left out. The labels of all tokens but those of answers are -100.
+    Conversations are never cut in two: a block holds as many whole conversations as fit and is then padded, and a
+    conversation longer than a block is cut at its end. The labels of all tokens outside answers are -100.
 
     An item is {"input_ids", "labels", "document_ids"}, each (block_size,) int64; document_ids numbers the document
     each token belongs to. The tokens after the last whole block are left out, unless `partial`: then the last block is
@@ -185,10 +174,9 @@ class Blocks(torch.utils.data.Dataset[dict[str, Tensor]]):
             raise InputError(f"block_size: {block_size} given, but a block needs at least 2 tokens")
         predicted = packed.num_tokens - 1
         self.packed, self.block_size = packed, block_size
-        self._spans = (
-            None if packed.is_answer is None else whole_documents(packed.document_starts, packed.num_tokens, block_size)
-        )
-        if self._spans is not None:
+        self._spans: list[tuple[int, int]] | None = None
+        if packed.description.is_chat:
+            self._spans = whole_documents(packed.document_starts, packed.num_tokens, block_size)
             self._length = len(self._spans)
             return
         self._length = -(-predicted // (block_size - 1)) if partial else predicted // (block_size - 1)
@@ -202,7 +190,7 @@ class Blocks(torch.utils.data.Dataset[dict[str, Tensor]]):
         return self._length
 
     def span(self, index: int) -> tuple[int, int]:
-        """First token of a block and the one after its last."""
+        """The place of a block's first token, and the place after its last token."""
         if not 0 <= index < self._length:
             raise IndexError(f"block {index} of {self._length}")
         if self._spans is not None:
@@ -224,12 +212,9 @@ class Blocks(torch.utils.data.Dataset[dict[str, Tensor]]):
 
 
 def whole_documents(starts: NDArray[np.int64], num_tokens: int, block_size: int) -> list[tuple[int, int]]:
-    """Of each block the place of its first token and the one after its last: as many whole documents as fit.
+    """Start and end of each block, with as many whole documents as fit; longer documents are cut at their end.
 
-    Args:
-        starts: (documents,) the place of each document's first token.
-        num_tokens: of all.
-        block_size: most tokens of a block; of a document that is longer, the rest is left out.
+    `starts`, (documents,), are the places of the documents' first tokens.
     """
     spans: list[tuple[int, int]] = []
     for start, stop in itertools.pairwise([*starts.tolist(), num_tokens]):
@@ -241,19 +226,14 @@ def whole_documents(starts: NDArray[np.int64], num_tokens: int, block_size: int)
 
 
 def check_cuts(packed: Any, block_size: int, field: str) -> None:
-    """Warn of conversations that are longer than a block, which cuts them.
-
-    Args:
-        packed: a `PackedText`, or several as one; a text has nothing to check.
-        block_size: tokens of a block.
-        field: that gave the source; messages begin with it.
+    """Warn of conversations, in one or several packed texts, that are cut because they are longer than a block.
 
     Raises:
-        InputError: no answer is left.
+        InputError: no answer is left; the message begins with the setting `field`.
     """
-    if packed.is_answer is None:
+    if not packed.description.is_chat:
         return
-    number, num_cut, num_lost = packed.count_cuts(block_size)
+    number, num_cut, num_lost = map(sum, zip(*(shard.count_cuts(block_size) for shard in packed.shards), strict=True))
     if num_lost == number:
         raise InputError(f"{field}: no answer begins within a block of {block_size} tokens (model.n_positions)")
     if num_cut:

@@ -6,6 +6,7 @@ something, and where a text ends the next start token is predicted.
 
 import contextlib
 import functools
+import hashlib
 import itertools
 import shutil
 import warnings
@@ -52,6 +53,11 @@ def pack(
     return PackedText.open(folder)
 
 
+def text_hash(content: bytes) -> int:
+    """A hash of a text below 2^64, which decides on which side of a split the text is."""
+    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "big")
+
+
 def pack_into(
     documents: Iterable[Document],
     tokenizer: PreTrainedTokenizerFast,
@@ -59,7 +65,7 @@ def pack_into(
     progress: Callable[[int], None] | None = None,
     encoder: Encoder | None = None,
 ) -> None:
-    """Like `pack`, into an empty folder; with the encoder of `make_encoder`, which remembers words, if there is one."""
+    """Like `pack`, into an empty folder; an encoder of `make_encoder` may be reused, as it remembers words."""
     documents = iter(documents)
     first = next(documents, None)
     documents = documents if first is None else itertools.chain([first], documents)
@@ -78,7 +84,7 @@ def pack_into(
 
 
 def concatenate(texts: Sequence[PackedText], folder: Path) -> None:
-    """Write packed texts of one tokenizer, one after the other, into an empty folder as one packed text."""
+    """Write several packed texts of one tokenizer into an empty folder, as one packed text."""
     first = texts[0].description
     for name in (TOKENS, ANSWERS) if first.is_chat else (TOKENS,):
         with (folder / name).open("wb") as stream:
@@ -130,28 +136,28 @@ class _Writer:
         assert self.write_answers is not None
         self.write_answers(np.array(is_answer, dtype=bool).tobytes())
         row = np.array(ids)
-        self._starts.append(np.array([self._num_tokens]))
-        self._write(row.astype(self._dtype).tobytes())
-        self._num_tokens += len(row)
-        self._counted_bytes += int(self._token_bytes[row].sum())
         self._bytes.append(int(self._token_bytes[row].sum()))
-        self.num_bytes += self._bytes[-1]
+        self._append(row, np.zeros(1, np.int64), counted_bytes=self._bytes[-1], num_bytes=self._bytes[-1])
 
     def add(self, batch: list[tuple[int, str]]) -> None:
         ids, counts = self.encoder.encode([text for _, text in batch])
         places = (np.cumsum(counts) - counts)[[number == 0 for number, _ in batch]]
-        self._starts.append(self._num_tokens + places + np.arange(len(places)))
-        row = np.insert(ids, places, start_token_id(self._tokenizer))
-        self._write(row.astype(self._dtype).tobytes())
-        self._num_tokens += len(row)
-        self._counted_bytes += int(self._token_bytes[ids].sum())
-        self._unknown += int((ids == self._tokenizer.unk_token_id).sum())
-        for number, text in batch:
+        sizes = [len(text.encode()) for _, text in batch]
+        for (number, _), size in zip(batch, sizes, strict=True):
             if number == 0:
                 self._bytes.append(0)
-            size = len(text.encode())
             self._bytes[-1] += size
-            self.num_bytes += size
+        self._unknown += int((ids == self._tokenizer.unk_token_id).sum())
+        row = np.insert(ids, places, start_token_id(self._tokenizer))
+        starts = places + np.arange(len(places))
+        self._append(row, starts, counted_bytes=int(self._token_bytes[ids].sum()), num_bytes=sum(sizes))
+
+    def _append(self, row: NDArray[np.int64], starts: NDArray[np.int64], *, counted_bytes: int, num_bytes: int) -> None:
+        self._starts.append(self._num_tokens + starts)
+        self._write(row.astype(self._dtype).tobytes())
+        self._num_tokens += len(row)
+        self._counted_bytes += counted_bytes
+        self.num_bytes += num_bytes
 
     def write_index(self, folder: Path) -> None:
         if not self._bytes:

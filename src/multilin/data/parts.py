@@ -25,17 +25,17 @@ if TYPE_CHECKING:
     from datasets import IterableDataset
 
 PART_BYTES = 2**26
-"""Bytes of files in a part, where a source can be cut so."""
+"""Bytes of files in a part, if the source can be cut there."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """What one process reads at a time; of a built-in corpus all.
+    """The part of a source that one process reads at a time; a built-in corpus is one part.
 
     Attributes:
         files: names and paths, read one after the other.
-        span: of a single .jsonl file, the first byte and the one after the last: lines that begin there.
-        shard: of a hub dataset, the number of the shard, how many there are, and the commit of the repository.
+        span: for a .jsonl file, the range of bytes in which the lines of the part begin.
+        shard: for a hub dataset, number of the shard, number of shards, and commit of the repository.
     """
 
     files: tuple[tuple[str, str], ...] = ()
@@ -82,7 +82,7 @@ class PartReader:
     Args:
         source, text_field, encoding_errors: see `read_documents`.
         part: one of `cut_source`.
-        position: where to begin, as `position` gave it after the last document that is not wanted any more.
+        position: where to begin: the result of `position()` after the last document that was read before.
     """
 
     def __init__(
@@ -96,20 +96,19 @@ class PartReader:
         return of_one_kind(self._file_documents() if self._part.shard is None else self._rows_of_shard(), self._source)
 
     def position(self) -> dict[str, Any]:
-        """Where to go on after the document that was given last, as plain data."""
+        """The place after the last document that was read, as plain data."""
         rows: dict[str, Any] = {} if self._rows is None else {"rows": self._rows.state_dict()}
         return {"documents": self._done, **rows}
 
     def _file_documents(self) -> Iterator[Document]:
-        for document in itertools.islice(self._all_files(), self._done, None):
+        files = (
+            read_file(Path(path), name, self._text_field, self._encoding_errors, self._part.span)
+            for name, path in self._part.files
+        )
+        documents = itertools.chain.from_iterable(files) if self._part.files else read_documents(self._source)
+        for document in itertools.islice(documents, self._done, None):
             self._done += 1
             yield document
-
-    def _all_files(self) -> Iterator[Document]:
-        if not self._part.files:
-            yield from read_documents(self._source)
-        for name, path in self._part.files:
-            yield from read_file(Path(path), name, self._text_field, self._encoding_errors, self._part.span)
 
     def _rows_of_shard(self) -> Iterator[Document]:
         assert self._part.shard is not None

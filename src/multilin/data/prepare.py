@@ -11,7 +11,6 @@ from pathlib import Path
 
 import numpy as np
 import tokenizers
-from filelock import FileLock
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerFast
 
@@ -19,14 +18,13 @@ from multilin.data.chat import CHAT_TEMPLATE
 from multilin.data.corpora import read_documents, source_fingerprint
 from multilin.data.files import Document
 from multilin.data.packed_text import PackedText
-from multilin.data.packing import pack
+from multilin.data.packing import pack, text_hash
 from multilin.data.prepared import PreparedText, is_prepared, open_mixture, open_prepared
 from multilin.data.progress import Progress, no_progress
 from multilin.data.settings import DataRecipe, TokenizerRecipe
-from multilin.data.store import cache_root
+from multilin.data.store import cache_root, make_once
 from multilin.data.tokenizers import load_tokenizer, tokenizer_hash, train_tokenizer
 from multilin.errors import InputError
-from multilin.files import atomic_folder, remove_partials
 
 # Counted up whenever the same input would be prepared differently.
 FORMAT = 1
@@ -56,7 +54,7 @@ class Spool:
         with path.open("w", encoding="utf-8") as stream:
             for document in documents:
                 content = document.text.encode()
-                hashes.append(int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "big"))
+                hashes.append(text_hash(content))
                 sizes.append(len(content))
                 fields = (document.name, document.text, document.messages)
                 stream.write(json.dumps(fields, ensure_ascii=False) + "\n")
@@ -68,7 +66,7 @@ class Spool:
         return cls(path, np.array(hashes, dtype=np.uint64), np.array(sizes, dtype=np.int64))
 
     def read(self, side: NDArray[np.bool_] | None = None) -> Iterator[Document]:
-        """The documents in their order; with `side` (documents,) only those where it is true."""
+        """The documents in their order; with `side`, (documents,), only those for which it is True."""
         # JSON escapes newlines but not U+2028, which only str.splitlines takes for one; files split at \n alone.
         with self.path.open(encoding="utf-8", newline="\n") as stream:
             for index, line in enumerate(stream):
@@ -79,32 +77,37 @@ class Spool:
 def prepare_text(
     data: DataRecipe, recipe: TokenizerRecipe, *, cache_folder: Path | None = None, progress: Progress = no_progress
 ) -> PreparedText:
-    """Read, split, tokenise and pack text; the second time it is only opened. Prepared shards are opened at once.
+    """Read, split, tokenise and pack text; a text that was prepared before, here or as shards, is only opened.
 
     Args:
         data: the sources, see `read_documents`. Without a second source to validate on, whole documents of the first
-            are taken aside: in the order of their texts' hashes as many as fit into `validation_fraction` of its bytes,
-            at least one, and the same text never on both sides. A single document is split at a line.
+            are set aside: in the order of the hashes of their texts, as many as fit into `validation_fraction` of its
+            bytes, at least one, and the same text never on both sides. A single document is split at a line.
         recipe: the tokenizer to train on the training text, or to load, see `load_tokenizer`.
         cache_folder: where prepared texts are kept; $XDG_CACHE_HOME/multilin or ~/.cache/multilin by default.
         progress: called with the work under way and the bytes of text done.
 
     Raises:
-        InputError: a source or tokenizer that cannot be used, or a cache that cannot be written; nothing stays behind.
+        InputError: a source or tokenizer cannot be used, or the cache cannot be written; no file is left behind.
     """
     if data.mix or is_prepared(data.source):
         return _open_shards(data, recipe, progress)
     loaded = None if recipe.path is None else load_tokenizer(recipe.path)
     folder = Path(cache_folder or cache_root()) / _key(data, recipe, loaded)
-    if not folder.exists():
-        _once(folder, partial(_prepare, data, recipe, loaded, progress))
+    try:
+        make_once(folder, partial(_prepare, data, recipe, loaded, progress))
+    except OSError as error:
+        raise InputError(
+            f"the data cache {folder.parent} cannot be written ({error.strerror or error}); set XDG_CACHE_HOME to a "
+            "folder with room"
+        ) from error
     prepared = load_tokenizer(str(folder / "tokenizer"))
     train, validation = (PackedText.open(folder / side) for side in ("train", "validation"))
     return PreparedText(prepared, train, validation, folder.name)
 
 
 def _open_shards(data: DataRecipe, recipe: TokenizerRecipe, progress: Progress) -> PreparedText:
-    """Text that `multilin prepare` made, which comes with its tokenizer and its validation text."""
+    """Open text that `multilin prepare` made, which comes with its tokenizer and its validation text."""
     text = open_mixture(data.mix, progress) if data.mix else open_prepared("data.source", data.source, progress)
     if data.validation is not None:
         raise InputError("data.validation: given, but prepared text has its own to validate on; leave it out")
@@ -118,7 +121,7 @@ def _open_shards(data: DataRecipe, recipe: TokenizerRecipe, progress: Progress) 
 
 
 def _key(data: DataRecipe, recipe: TokenizerRecipe, tokenizer: PreTrainedTokenizerFast | None) -> str:
-    """A hash of the sources' content and of every setting that changes what is prepared."""
+    """A hash of the sources' content and of every setting that changes the prepared text."""
     content = asdict(data) | {"format": FORMAT, "tokenizers": tokenizers.__version__}
     del content["mix"]
     for field in ("source", "validation"):
@@ -145,27 +148,11 @@ def _documents(data: DataRecipe, field: str) -> Iterator[Document]:
 
 @contextmanager
 def _named(field: str) -> Iterator[None]:
-    """Put the setting in front of a message about a source."""
+    """Put the name of a setting in front of messages about its source."""
     try:
         yield
     except InputError as error:
         raise InputError(f"{field}: {error}") from error.__cause__
-
-
-def _once(folder: Path, prepare: Callable[[Path], None]) -> None:
-    """Prepare into a folder beside and rename it, so that the cache holds whole entries only, whoever interrupts."""
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(folder.with_name(f"{folder.name}.lock")):  # several processes may start the same training
-            if not folder.exists():
-                remove_partials(folder.parent, folder.name)
-                with atomic_folder(folder) as unfinished:
-                    prepare(unfinished)
-    except OSError as error:
-        raise InputError(
-            f"the data cache {folder.parent} cannot be written ({error.strerror or error}); set XDG_CACHE_HOME to a "
-            "folder with room"
-        ) from error
 
 
 def _prepare(
@@ -232,7 +219,7 @@ def validation_side(hashes: NDArray[np.uint64], sizes: NDArray[np.int64], fracti
 
 
 def split_document(document: Document, fraction: float) -> tuple[Document, Document]:
-    """Cut a document in two: at the first line that begins in the last `fraction` of it, else at the last line.
+    """Cut a document in two, at the first line that begins in its last `fraction`, or else at its last line.
 
     Raises:
         InputError: the document is a single character, or a conversation.

@@ -7,17 +7,17 @@ It lies in a folder or at any address of fsspec, whose files are copied into a l
 """
 
 import dataclasses
+import functools
 import hashlib
 import itertools
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from filelock import FileLock
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import ConcatDataset
@@ -27,27 +27,25 @@ from multilin.data.manifest import MANIFEST, Folder, Manifest
 from multilin.data.packed_text import Blocks, PackedText, merged
 from multilin.data.packing import concatenate
 from multilin.data.progress import Progress, no_progress
-from multilin.data.store import Store, cache_root, check_files, is_address
+from multilin.data.store import Store, cache_root, check_files, is_address, make_once
 from multilin.data.tokenizers import load_tokenizer, tokenizer_hash
 from multilin.errors import InputError, as_input_error, shown
-from multilin.files import atomic_folder
 
 ConcatBlocks = ConcatDataset[dict[str, Tensor]]
 
 
 def is_prepared(source: str) -> bool:
-    """True for a folder with a manifest, and for any address."""
+    """True for a folder with a manifest, and for any address of fsspec."""
     return is_address(source) or Path(source, MANIFEST).is_file()
 
 
 class ShardBlocks(torch.utils.data.Dataset[dict[str, Tensor]]):
-    """The blocks of one shard, see `Blocks`; it is fetched when the first of them is read."""
+    """The blocks of one shard, see `Blocks`; the shard is fetched when its first block is read."""
 
     def __init__(self, text: "ShardedText", number: int, block_size: int) -> None:
         self._text, self._number, self._block_size = text, number, block_size
-        self._blocks: Blocks | None = None
-        if text.description.is_chat:  # how many fit depends on the length of each
-            self._length = len(self._open())
+        if text.description.is_chat:  # how many conversations fit into a block depends on their lengths
+            self._length = len(self._blocks)
         else:
             self._length = (text.folders[number].describe().num_tokens - 1) // (block_size - 1)
 
@@ -55,29 +53,25 @@ class ShardBlocks(torch.utils.data.Dataset[dict[str, Tensor]]):
         return self._length
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        return self._open()[index]
+        return self._blocks[index]
 
-    def _open(self) -> Blocks:
-        if self._blocks is None:
-            self._blocks = self._text.shard(self._number).blocks(self._block_size)
-        return self._blocks
+    @functools.cached_property
+    def _blocks(self) -> Blocks:
+        return self._text.shard(self._number).blocks(self._block_size)
 
 
 class ShardedText:
-    """The shards of a prepared text as one, with the methods of a packed text.
+    """The shards of a prepared text as one text, with the methods of a packed text.
 
     Attributes:
-        description: of all shards together.
-        num_tokens, num_documents, num_bytes: of all shards.
-        is_answer: None where all tokens are scored; not None for conversations.
+        description: the sizes of all shards together.
+        num_tokens: number of tokens of all shards.
     """
 
     def __init__(self, store: Store, folders: Sequence[Folder], cache: Path) -> None:
         self.store, self.folders, self.cache = store, folders, cache
         self.description = merged([folder.describe() for folder in folders])
-        self.num_tokens, self.num_documents = self.description.num_tokens, self.description.num_documents
-        self.num_bytes = self.description.num_bytes
-        self.is_answer = () if self.description.is_chat else None
+        self.num_tokens = self.description.num_tokens
 
     def shard(self, number: int) -> PackedText:
         """One of the shards, fetched if it is not on this machine."""
@@ -90,7 +84,7 @@ class ShardedText:
         return map(self.shard, range(len(self.folders)))
 
     def blocks(self, block_size: int) -> ConcatBlocks:
-        """The blocks of all shards; what is left over at the end of each is left out.
+        """The blocks of all shards, without the tokens after the last whole block of each shard.
 
         Raises:
             InputError: no shard holds a whole block.
@@ -101,15 +95,8 @@ class ShardedText:
         return blocks
 
     def token_counts(self) -> NDArray[np.int64]:
-        """(vocab_size,) how often each token occurs; all shards are read."""
-        counts = np.zeros(self.description.vocab_size, dtype=np.int64)
-        for shard in self.shards:
-            counts += shard.token_counts()
-        return counts
-
-    def count_cuts(self, block_size: int) -> tuple[int, int, int]:
-        """See `PackedText.count_cuts`."""
-        return _sums(shard.count_cuts(block_size) for shard in self.shards)
+        """(vocab_size,) how often each token occurs; reads all shards."""
+        return sum((shard.token_counts() for shard in self.shards), np.zeros(self.description.vocab_size, np.int64))
 
     def describe(self) -> dict[str, Any]:
         """The description as plain data, for a run's data.json."""
@@ -117,7 +104,7 @@ class ShardedText:
 
 
 class MixedBlocks(ConcatDataset[dict[str, Tensor]]):
-    """The blocks of all texts of a mixture; `weights` says how often those of each text are read."""
+    """The blocks of all texts of a mixture; blocks of a text are read in proportion to its weight."""
 
     def __init__(self, parts: Sequence[ConcatBlocks], weights: Sequence[float]) -> None:
         super().__init__(parts)
@@ -125,16 +112,15 @@ class MixedBlocks(ConcatDataset[dict[str, Tensor]]):
 
 
 class MixedText:
-    """Several texts of one tokenizer, of which a training run reads blocks in proportion to weights.
+    """Several texts of one tokenizer, whose blocks a training run reads in proportion to weights.
 
-    Attributes: as those of `ShardedText`.
+    Has the attributes of `ShardedText`.
     """
 
     def __init__(self, texts: Sequence[ShardedText], weights: Sequence[float]) -> None:
         self.texts, self.weights = texts, weights
         self.description = merged([text.description for text in texts])
-        self.num_tokens, self.num_documents = self.description.num_tokens, self.description.num_documents
-        self.num_bytes, self.is_answer = self.description.num_bytes, texts[0].is_answer
+        self.num_tokens = self.description.num_tokens
 
     @property
     def shards(self) -> Iterator[PackedText]:
@@ -145,30 +131,18 @@ class MixedText:
         """The blocks of all texts.
 
         Raises:
-            InputError: a text without a whole block.
+            InputError: a text holds no whole block.
         """
         return MixedBlocks([text.blocks(block_size) for text in self.texts], self.weights)
 
     def token_counts(self) -> NDArray[np.int64]:
         """(vocab_size,) how often each token would occur in num_tokens tokens of the mixture."""
-        shares = [
-            weight / sum(self.weights) * text.token_counts() / text.num_tokens
-            for text, weight in zip(self.texts, self.weights, strict=True)
-        ]
-        return np.asarray(np.rint(self.num_tokens * np.sum(shares, axis=0)), dtype=np.int64)
-
-    def count_cuts(self, block_size: int) -> tuple[int, int, int]:
-        """See `PackedText.count_cuts`."""
-        return _sums(text.count_cuts(block_size) for text in self.texts)
+        frequencies = [text.token_counts() / text.num_tokens for text in self.texts]
+        return np.rint(self.num_tokens * np.average(frequencies, axis=0, weights=self.weights)).astype(np.int64)
 
     def describe(self) -> dict[str, Any]:
         """The descriptions as plain data, for a run's data.json."""
         return {"mix": [text.describe() for text in self.texts], "weights": list(self.weights)}
-
-
-def _sums(counts: Iterable[tuple[int, int, int]]) -> tuple[int, int, int]:
-    first, second, third = (sum(column) for column in zip(*counts, strict=True))
-    return first, second, third
 
 
 TrainText = PackedText | ShardedText | MixedText
@@ -176,7 +150,7 @@ TrainText = PackedText | ShardedText | MixedText
 
 @dataclass(frozen=True)
 class PreparedText:
-    """A tokenizer, the text to train on, and the packed text to validate on; `identity` is a hash of all."""
+    """A tokenizer, the text to train on, and the packed text to validate on; `identity` is a hash of all three."""
 
     tokenizer: PreTrainedTokenizerFast
     train: TrainText
@@ -185,15 +159,10 @@ class PreparedText:
 
 
 def open_prepared(field: str, address: str, progress: Progress = no_progress) -> PreparedText:
-    """Open prepared text. Files on this machine that are new or changed are compared with their checksums before.
-
-    Args:
-        field: that gave the address; messages begin with it.
-        address: a folder, or an address of fsspec.
-        progress: called now and then.
+    """Open prepared text. Files on this machine that are new or changed are first compared with their checksums.
 
     Raises:
-        InputError: there is no manifest, or something is damaged or missing.
+        InputError: there is no manifest, or a file is damaged or missing; the message begins with the setting `field`.
     """
     store, cache = Store(field, address), cache_root() / "shards"
     with as_input_error(lambda reason: f"{field}: {shown(address)} cannot be read ({reason})"):
@@ -214,7 +183,7 @@ def open_prepared(field: str, address: str, progress: Progress = no_progress) ->
 
 
 def _check_once(folder: Path, manifest: bytes, check: Callable[[], None]) -> None:
-    """Check a folder, unless its files have the times that they had when they were checked before."""
+    """Check a folder, unless its files have the sizes and times of an earlier check."""
     files = sorted((str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in folder.resolve().rglob("*"))
     mark = cache_root() / "checked" / hashlib.sha256(manifest + repr(files).encode()).hexdigest()
     if not mark.exists():
@@ -227,7 +196,7 @@ def check_shards(store: Store, manifest: Manifest, progress: Progress) -> None:
     """Compare all files of a folder with their checksums.
 
     Raises:
-        InputError: one is missing or damaged.
+        InputError: a file is missing or damaged.
     """
     folders = [manifest.tokenizer, manifest.validation, *manifest.train]
     for number, folder in enumerate(folders):
@@ -237,11 +206,7 @@ def check_shards(store: Store, manifest: Manifest, progress: Progress) -> None:
 
 
 def open_mixture(weights: Mapping[str, float], progress: Progress = no_progress) -> PreparedText:
-    """Open several prepared texts as a mixture; its validation text is that of all, one after the other.
-
-    Args:
-        weights: folder or address of each text, and how often its blocks are read.
-        progress: called now and then.
+    """Open several prepared texts, address to weight, as a mixture; it is validated on all their validation texts.
 
     Raises:
         InputError: see `open_prepared`; texts of different tokenizers, or texts and conversations.
@@ -254,12 +219,7 @@ def open_mixture(weights: Mapping[str, float], progress: Progress = no_progress)
                 raise InputError(f"data.mix: {shown(first_name)} and {shown(name)} should hold {meaning}")
     identity = hashlib.sha256(repr([(text.identity, weights[name]) for name, text in texts.items()]).encode())
     folder = cache_root() / "mixtures" / identity.hexdigest()[:32]
-    if not folder.exists():
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(f"{folder}.lock"):
-            if not folder.exists():
-                with atomic_folder(folder) as partial:
-                    concatenate([text.validation for text in texts.values()], partial)
+    make_once(folder, lambda unfinished: concatenate([text.validation for text in texts.values()], unfinished))
     shards = [text.train for text in texts.values() if isinstance(text.train, ShardedText)]
     train = MixedText(shards, list(weights.values()))
     return PreparedText(first.tokenizer, train, PackedText.open(folder), folder.name)

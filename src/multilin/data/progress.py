@@ -4,7 +4,7 @@ from typing import Protocol
 
 
 class Progress(Protocol):
-    """A function that is called now and then while work is under way."""
+    """A function that long work calls now and then."""
 
     def __call__(self, stage: str, done: int, total: int | None = None) -> None:
         """Report progress.

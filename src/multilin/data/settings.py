@@ -19,7 +19,7 @@ class DataRecipe:
 
     @property
     def name(self) -> str:
-        """The source, or those that are mixed."""
+        """The source, or all sources of the mixture."""
         return self.source if self.mix is None else " + ".join(self.mix)
 
 

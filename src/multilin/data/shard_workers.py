@@ -1,7 +1,6 @@
 """The processes that pack the parts of a source into shards, each of which can stop after any shard and go on."""
 
 import contextlib
-import hashlib
 import itertools
 import json
 import multiprocessing
@@ -19,17 +18,19 @@ from multilin.data.encoding import make_encoder
 from multilin.data.files import Document
 from multilin.data.manifest import Folder
 from multilin.data.packed_text import DESCRIPTION, Description
-from multilin.data.packing import pack_into
+from multilin.data.packing import pack_into, text_hash
 from multilin.data.parts import Part, PartReader
 from multilin.data.progress import Progress
 from multilin.data.settings import ShardSettings
-from multilin.data.store import Store, checksum
+from multilin.data.store import Store
 from multilin.data.tokenizers import load_tokenizer
+from multilin.files import checksum
+from multilin.settings import load_settings
 
 SHARD_BYTES = 2**26
 """UTF-8 bytes of text after which a shard ends."""
 UNFINISHED = "unfinished"
-"""The folder of what is needed to go on, which is deleted at the end."""
+"""The folder of unfinished work, which is deleted at the end."""
 _SECONDS_BETWEEN_REPORTS = 0.5
 
 
@@ -40,31 +41,31 @@ class PartRecord:
     position: dict[str, Any] = field(default_factory=dict)
     is_done: bool = False
     num_rounds: int = 0
-    train: list[dict[str, Any]] = field(default_factory=list)
-    validation: list[dict[str, Any]] = field(default_factory=list)
+    train: list[Folder] = field(default_factory=list)
+    validation: list[Folder] = field(default_factory=list)
 
     @classmethod
     def read(cls, store: Store, number: int) -> "PartRecord":
-        """That of a part; an empty one where none was written, or a network left a half."""
+        """The record of a part; an empty record if there is none, or only a part of its file arrived."""
         content = store.read(f"{UNFINISHED}/{number:05}.json")
         with contextlib.suppress(ValueError, TypeError):
-            return cls(**json.loads(content or b""))
+            return load_settings(cls, json.loads(content or b""))
         return cls()
 
     @classmethod
     def read_all(cls, store: Store, count: int) -> "list[PartRecord]":
-        """Those of so many parts."""
+        """The records of the first `count` parts."""
         names = store.names(UNFINISHED)
         return [cls.read(store, number) if f"{number:05}.json" in names else cls() for number in range(count)]
 
     def write(self, store: Store, number: int) -> None:
-        """Write it; what it names is complete."""
+        """Write the record, when all shards that it names are complete."""
         store.write(f"{UNFINISHED}/{number:05}.json", json.dumps(asdict(self)).encode())
 
     @property
     def num_bytes(self) -> int:
-        """Of text, in UTF-8."""
-        return sum(entry["description"]["num_bytes"] for entry in [*self.train, *self.validation])
+        """UTF-8 bytes of the text in all shards."""
+        return sum(folder.describe().num_bytes for folder in [*self.train, *self.validation])
 
 
 @dataclass(frozen=True)
@@ -81,13 +82,12 @@ class Job:
         return PartReader(plan.source, self.parts[number], plan.text_field, plan.encoding_errors, position or {})
 
     def is_held_out(self, content: bytes) -> bool:
-        """True for a text to validate on: equal texts are on one side, wherever they stand."""
-        digest = hashlib.blake2b(content, digest_size=8).digest()
-        return int.from_bytes(digest, "big") < self.settings.validation_fraction * 2**64
+        """True for a text to validate on; all copies of a text are on the same side."""
+        return text_hash(content) < self.settings.validation_fraction * 2**64
 
 
 def describe_folder(name: str, folder: Path) -> Folder:
-    """The entry of a folder in a manifest, where it will have this name."""
+    """The entry in a manifest of a folder, under the given name."""
     files = {file.name: checksum(file) for file in sorted(folder.iterdir())}
     description = folder / DESCRIPTION
     return Folder(name, files, Description(**json.loads(description.read_text())) if description.exists() else None)
@@ -103,7 +103,7 @@ class Packer:
         self._encoder = make_encoder(self._tokenizer)
 
     def pack(self, number: int) -> PartRecord:
-        """Pack what is left of a part."""
+        """Pack the rest of a part."""
         record = PartRecord.read(self._store, number)
         reader = self._job.reader(number, record.position)
         documents = iter(reader)
@@ -117,7 +117,7 @@ class Packer:
         return record
 
     def _shard(self, documents: Iterator[Document], held_out: list[Document], record: PartRecord) -> Iterator[Document]:
-        """The documents of one shard; those to validate on are put aside."""
+        """The documents of one shard; documents to validate on are set aside."""
         size = 0
         for document in documents:
             content = document.text.encode()
@@ -130,7 +130,7 @@ class Packer:
                 return
         record.is_done = True
 
-    def _write(self, name: str, documents: Iterator[Document], entries: list[dict[str, Any]]) -> None:
+    def _write(self, name: str, documents: Iterator[Document], entries: list[Folder]) -> None:
         if (first := next(documents, None)) is None:
             return
         reported = 0
@@ -142,11 +142,11 @@ class Packer:
 
         with self._store.new_folder(name) as folder:
             pack_into(itertools.chain([first], documents), self._tokenizer, folder, report, self._encoder)
-            entries.append(asdict(describe_folder(name, folder)))
+            entries.append(describe_folder(name, folder))
 
 
 def pack_parts(store: Store, job: Job, workers: int, progress: Progress) -> list[PartRecord]:
-    """Pack all parts that are not complete; the records of all."""
+    """Pack all parts that are not complete, and return the records of all parts."""
     records = PartRecord.read_all(store, len(job.parts))
     missing = [number for number, record in enumerate(records) if not record.is_done]
     done = sum(record.num_bytes for record in records)
@@ -168,7 +168,7 @@ def pack_parts(store: Store, job: Job, workers: int, progress: Progress) -> list
 
 @contextlib.contextmanager
 def _serial_tokenizers() -> Iterator[None]:
-    """Tokenizers use one core: the others have processes of their own."""
+    """Have tokenizers use one core."""
     before = os.environ.get("TOKENIZERS_PARALLELISM")
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     try:

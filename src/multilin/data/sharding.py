@@ -39,10 +39,10 @@ _SETTINGS = f"{UNFINISHED}/settings.json"
 
 
 def prepare_shards(plan: ShardSettings, *, workers: int = 1, progress: Progress = no_progress) -> Manifest:
-    """Prepare text into a folder, or to an address of fsspec. What an earlier call has finished is kept.
+    """Prepare text into a folder, or to an address of fsspec. Shards that an earlier call has finished are kept.
 
-    The memory does not grow with the text, except for a document and a few hundred bytes for each shard. Where texts
-    are trained with several processes, a program that calls this should do so below `if __name__ == "__main__":`.
+    Memory holds one document per process and a few hundred bytes for each shard, however long the text. With several
+    workers, a program that calls this should do so below `if __name__ == "__main__":`.
 
     Args:
         plan: the source, the output and how text becomes tokens.
@@ -50,8 +50,8 @@ def prepare_shards(plan: ShardSettings, *, workers: int = 1, progress: Progress 
         progress: called now and then with the bytes of text done.
 
     Raises:
-        InputError: a source, a tokenizer or an output that cannot be used; another text in the output.
-        ChildProcessError: a process was ended from outside. What is finished stays.
+        InputError: the source, the tokenizer or the output cannot be used, or the output holds another text.
+        ChildProcessError: a process was ended from outside. Finished shards stay.
     """
     parts, identity = cut_source(plan.source)
     tokenizer = None if plan.tokenizer is None else load_tokenizer(plan.tokenizer)
@@ -76,7 +76,7 @@ def prepare_shards(plan: ShardSettings, *, workers: int = 1, progress: Progress 
 
 @contextlib.contextmanager
 def _only_one(store: Store) -> Iterator[None]:
-    """Keep other processes of this machine out of a folder; one that was made and stayed empty is removed again."""
+    """Keep other processes of this machine out of the folder, and remove the folder if it is empty at the end."""
     if store.local is None:
         yield
         return
@@ -98,7 +98,7 @@ def _only_one(store: Store) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _clean(store: Store, num_parts: int) -> Iterator[None]:
-    """Remove what a killed process left half written, and everything where bad input ends a work that got nowhere."""
+    """Remove unfinished files of killed processes; after bad input, also all files if no shard is complete."""
     for folder in ("", "train", UNFINISHED, f"{UNFINISHED}/validation"):
         if store.local is not None:
             remove_partials(store.local / folder)
@@ -112,10 +112,10 @@ def _clean(store: Store, num_parts: int) -> Iterator[None]:
 
 
 def _finished(store: Store, deciding: dict[str, Any]) -> Manifest | None:
-    """The manifest of a preparation that is complete; None where one begins or goes on.
+    """The manifest of a complete preparation; None if the preparation begins or goes on.
 
     Raises:
-        InputError: the output holds other text, or other files.
+        InputError: the output holds another text, or files of another kind.
     """
     content = store.read(MANIFEST)
     manifest = None if content is None else Manifest.parse(content, f"--output: {store.address}/{MANIFEST}")
@@ -133,7 +133,7 @@ def _finished(store: Store, deciding: dict[str, Any]) -> Manifest | None:
 
 
 def _read_json(store: Store, name: str) -> Any:
-    """The content of a file; None where there is none, or a network left a half."""
+    """The content of a JSON file; None if there is none, or only a part of the file arrived."""
     try:
         return json.loads(store.read(name) or b"null")
     except ValueError:
@@ -143,7 +143,7 @@ def _read_json(store: Store, name: str) -> Any:
 def _tokenizer(
     store: Store, job: Job, deciding: dict[str, Any], loaded: PreTrainedTokenizerFast | None, progress: Progress
 ) -> Folder:
-    """The folder of the tokenizer in the output, which is made if it is not there, and is the first thing there."""
+    """The folder of the tokenizer in the output, which is made first."""
     if (content := _read_json(store, f"{UNFINISHED}/tokenizer.json")) is not None:
         return load_settings(Folder, content)
     plan = job.settings
@@ -187,8 +187,8 @@ def _finish(
     store: Store, job: Job, deciding: dict[str, Any], tokenizer: Folder, records: list[PartRecord], temporary: Path
 ) -> Manifest:
     """Put the validation text together and write the manifest."""
-    train = [load_settings(Folder, entry) for record in records for entry in record.train]
-    pieces = [load_settings(Folder, entry) for record in records for entry in record.validation]
+    train = [folder for record in records for folder in record.train]
+    pieces = [folder for record in records for folder in record.validation]
     plan = job.settings
     for part, name in ((train, "train"), (pieces, "validate")):
         if not part:

@@ -1,4 +1,4 @@
-"""Files at an address: in a folder, or at any place that fsspec knows, with a local copy of what is read from afar."""
+"""Files at an address: in a folder, or at any place that fsspec knows, from which files are copied here when read."""
 
 import contextlib
 import hashlib
@@ -15,10 +15,10 @@ from filelock import FileLock
 from fsspec.implementations.local import LocalFileSystem
 
 from multilin.errors import InputError, as_input_error, shown
-from multilin.files import atomic_folder, check_folder, remove_partials, write_whole
+from multilin.files import atomic_folder, check_folder, checksum, remove_partials, write_whole
 from multilin.settings.inputs import check_regular
 
-ATTEMPTS, FIRST_WAIT = 4, 0.5  # of a call that a place far away answers with an error; seconds, doubled each time
+ATTEMPTS, FIRST_WAIT = 4, 0.5  # attempts of a call over the network; seconds after the first, doubled each time
 _LASTING = (FileNotFoundError, PermissionError, NotADirectoryError, IsADirectoryError, FileExistsError)
 ResultT = TypeVar("ResultT")
 
@@ -33,17 +33,23 @@ def is_address(path: str) -> bool:
     return "://" in path
 
 
-def checksum(path: Path) -> str:
-    """The SHA-256 of a file, in hexadecimal digits."""
-    with path.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
+def make_once(folder: Path, make: Callable[[Path], None]) -> None:
+    """Make a folder, which `make` fills, if it does not exist; other processes that need it wait for it."""
+    if folder.exists():
+        return
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{folder}.lock"):
+        if not folder.exists():
+            remove_partials(folder.parent, folder.name)
+            with atomic_folder(folder) as unfinished:
+                make(unfinished)
 
 
 class Store:
     """Named files below an address, each complete or absent.
 
     Args:
-        field: that gave the address; messages begin with it.
+        field: the setting that gave the address; messages begin with it.
         address: a path, or an address such as s3://bucket/folder, which needs the package that fsspec names for it.
 
     Raises:
@@ -60,7 +66,7 @@ class Store:
         """Refuse, before any work, a place that cannot be written.
 
         Raises:
-            InputError: see above.
+            InputError: it cannot be written.
         """
         if self.local is not None:
             check_folder(self.field, self.local)
@@ -79,7 +85,7 @@ class Store:
         return content
 
     def write(self, name: str, content: bytes) -> None:
-        """Make or replace a file; elsewhere than on a disk a file appears when it is complete."""
+        """Make or replace a file."""
         if self.local is not None:
             (self.local / name).parent.mkdir(parents=True, exist_ok=True)
             write_whole(self.local / name, content)
@@ -99,36 +105,29 @@ class Store:
                 _insist(partial(self._files.put_file, str(file), f"{self._root}/{name}/{file.name}"))
 
     def fetch(self, name: str, sums: Mapping[str, str], cache: Path) -> Path:
-        """A folder with local copies of files, which are checked when they arrive.
+        """A folder with local copies of the files of folder `name`, which are compared with their SHA-256.
 
-        Args:
-            name: of the folder with the files.
-            sums: SHA-256 of each file.
-            cache: where copies are kept, by their content. Several processes may share it.
+        Copies are kept in a cache, which several processes may share.
 
         Raises:
-            InputError: a file is missing, or is not what its checksum says.
+            InputError: a file is missing, or does not match its checksum.
         """
         if self.local is not None:
             return self.local / name
         folder = cache / hashlib.sha256(repr(sorted(sums.items())).encode()).hexdigest()[:32]
-        if not folder.exists():
-            cache.mkdir(parents=True, exist_ok=True)
-            with FileLock(f"{folder}.lock"):
-                if not folder.exists():
-                    remove_partials(cache, folder.name)
-                    with atomic_folder(folder) as arrived:
-                        for file in sums:
-                            self._copy(f"{name}/{file}", arrived / file)
-                        check_files(self.field, arrived, sums)
+        make_once(folder, partial(self._copy, name, sums))
         return folder
 
-    def _copy(self, name: str, target: Path) -> None:
-        with as_input_error(lambda reason: f"{self.field}: {self.address}/{name} cannot be read ({reason})"):
-            _insist(partial(self._files.get_file, f"{self._root}/{name}", str(target)))
+    def _copy(self, name: str, sums: Mapping[str, str], folder: Path) -> None:
+        for file in sums:
+            with as_input_error(
+                lambda reason, file=file: f"{self.field}: {self.address}/{name}/{file} cannot be read ({reason})"
+            ):
+                _insist(partial(self._files.get_file, f"{self._root}/{name}/{file}", str(folder / file)))
+        check_files(self.field, folder, sums)
 
     def names(self, folder: str) -> set[str]:
-        """The names of the files in a folder; none where it does not exist."""
+        """The names of the files in a folder; none if the folder does not exist."""
         try:
             entries = _insist(partial(self._files.ls, f"{self._root}/{folder}", detail=False))
         except (FileNotFoundError, NotADirectoryError):
@@ -145,7 +144,7 @@ def check_files(field: str, folder: Path, sums: Mapping[str, str]) -> None:
     """Compare files with their checksums.
 
     Raises:
-        InputError: one is missing, or holds something else.
+        InputError: a file is missing, or does not match its checksum.
     """
     for name, expected in sums.items():
         path = folder / name
@@ -156,14 +155,12 @@ def check_files(field: str, folder: Path, sums: Mapping[str, str]) -> None:
 
 
 def _insist(call: Callable[[], ResultT]) -> ResultT:
-    """The result of a call that a network may spoil, repeated a few times."""
-    for attempt in range(ATTEMPTS):
+    """The result of a call over the network, which is repeated a few times if it fails."""
+    for attempt in range(ATTEMPTS - 1):
         try:
             return call()
         except _LASTING:
             raise
-        except Exception:  # those of every store's own client
-            if attempt == ATTEMPTS - 1:
-                raise
+        except Exception:  # every store's client has errors of its own
             time.sleep(FIRST_WAIT * 2**attempt)
-    raise AssertionError
+    return call()

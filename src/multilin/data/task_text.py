@@ -1,4 +1,4 @@
-"""A recall task in the place of a text: its sequences as training blocks, and a tokenizer that writes them."""
+"""A recall task as training data: its sequences as training blocks, and a tokenizer for them."""
 
 import dataclasses
 from typing import Any
@@ -25,7 +25,7 @@ def is_task(source: str) -> bool:
 
 
 class TaskBlocks(torch.utils.data.Dataset[dict[str, Tensor]]):
-    """Sequences of a task by number, always the same; {"input_ids", "labels"}, each (length,) int64."""
+    """The sequences of a task by number, the same in every run; {"input_ids", "labels"}, each (length,) int64."""
 
     def __init__(self, task: Task, length: int, part: int, number: int) -> None:
         self.task, self.length, self.part, self.number = task, length, part, number

@@ -1,9 +1,8 @@
 """Synthetic tasks that ask a model to recall its input: new sequences, whose answers follow from the sequence alone.
 
-A generator makes `count` sequences of exactly `length` tokens. Each begins with the start token, which is left out of
-the examples below; labels are the tokens themselves where an answer is asked, and IGNORED_LABEL elsewhere, so a causal
-language model is scored on predicting the answer from everything before it. In the examples the asked tokens stand
-below the sequence.
+A generator makes `count` sequences of exactly `length` tokens. Each begins with the start token, which the examples
+below leave out. Labels are the tokens of the answers, and IGNORED_LABEL elsewhere, so a causal language model is scored
+on predicting each answer from everything before it. In the examples the answers stand below the sequence.
 """
 
 from collections.abc import Callable
@@ -88,10 +87,10 @@ class Task:
     shortest: int
 
     def generate(self, rng: np.random.Generator, count: int, length: int) -> Sequences:
-        """So many sequences of so many tokens.
+        """Generate `count` sequences of `length` tokens.
 
         Raises:
-            InputError: the length has no room for what the options ask for.
+            InputError: the length is too short for the options.
         """
         if length < self.shortest:
             raise InputError(
@@ -125,7 +124,7 @@ def mqar(rng: np.random.Generator, count: int, length: int, options: RecallOptio
 
 
 def induction(rng: np.random.Generator, count: int, length: int, options: SymbolOptions) -> Sequences:
-    """What came after the mark the first time comes after it again.
+    """The token that followed the first mark follows the second mark.
 
         d b a * c e b a d *  c
                              c
@@ -170,7 +169,7 @@ def selective_copy(rng: np.random.Generator, count: int, length: int, options: C
 
 
 def needle(rng: np.random.Generator, count: int, length: int, options: PairOptions) -> Sequences:
-    """A needle in a haystack: one marked value at any depth among keys and values without meaning; asked at the end.
+    """A needle in a haystack: one marked value at any depth among random keys and values, asked at the end.
 
         B 3 A 9 * 7 C 1 F 5 *  7
                                7
@@ -188,7 +187,7 @@ def needle(rng: np.random.Generator, count: int, length: int, options: PairOptio
 
 
 def majority(rng: np.random.Generator, count: int, length: int, options: BitOptions) -> Sequences:
-    """Bits, a mark, and the bit that was there more often; the number of bits is made odd, so that there is one.
+    """Bits, a mark, and the more frequent bit; an even number of bits is raised by one, so that there is no tie.
 
     1 0 1 1 0 * 1 .
                 1
@@ -199,7 +198,7 @@ def majority(rng: np.random.Generator, count: int, length: int, options: BitOpti
 
 
 def parity(rng: np.random.Generator, count: int, length: int, options: BitOptions) -> Sequences:
-    """Bits, a mark, and 1 if an odd number of them is 1, else 0: every single bit decides.
+    """Bits, a mark, and 1 if the number of ones is odd, else 0, so that every bit matters.
 
     1 0 1 1 0 * 1 .
                 1
@@ -252,7 +251,7 @@ def _blank(count: int, length: int) -> Ids:
 
 
 def _answered(input_ids: Ids, places: ArrayLike, answers: Ids) -> Sequences:
-    """The sequences with (count, number) answers at places that are the same in every row, or (count, number) too."""
+    """The sequences with (count, number) answers, at places that are (count, number) or the same in every row."""
     places, labels = np.broadcast_to(places, answers.shape), np.full_like(input_ids, IGNORED_LABEL)
     for row in (input_ids, labels):
         np.put_along_axis(row, places, answers, axis=1)
@@ -271,7 +270,7 @@ def _bits_and_answer(bits: Ids, answers: Ids, length: int) -> Sequences:
 
 
 def _symbols(options: Any) -> tuple[list[str], list[str]]:
-    """The names of the symbols that only ask, and of the symbols that can be answers."""
+    """The names of the symbols that are never answers, and of the symbols that can be answers."""
     if isinstance(options, PairOptions):
         return [f"k{i}" for i in range(options.num_keys)], [f"v{i}" for i in range(options.num_values)]
     return [], ["0", "1"] if isinstance(options, BitOptions) else [f"s{i}" for i in range(options.num_symbols)]

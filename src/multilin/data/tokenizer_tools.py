@@ -19,8 +19,8 @@ class TokenizerInfo:
     """A tokenizer, and how it cuts a text.
 
     special_tokens: role to token.
-    tokens, bytes, bytes_per_token: of the source's text; None where none was given.
-    pieces: tokens of the given text, each as text, U+FFFD for what is not a whole character; None where none was given.
+    tokens, bytes, bytes_per_token: sizes of the source's text; None without a source.
+    pieces: text of each token of the given text, with U+FFFD for incomplete characters; None without a text.
     """
 
     vocabulary: int
@@ -42,18 +42,13 @@ def train_into_folder(
     overwrite: bool = False,
     progress: Progress = no_progress,
 ) -> PreTrainedTokenizerFast:
-    """Train a tokenizer and save it, complete or not at all.
+    """Train a tokenizer, see `train_tokenizer`, on the text of a source and save it to a new folder.
 
-    Args:
-        source, text_field, encoding_errors: the text, see `read_documents`.
-        folder: a new folder to save it to.
-        kind, vocab_size: see `train_tokenizer`; a byte tokenizer has its own size.
-        overwrite: replace a tokenizer in the folder.
-        progress: called now and then.
+    With `overwrite` the folder may hold a tokenizer, which is replaced. A byte tokenizer ignores `vocab_size`.
 
     Raises:
-        InputError: the folder holds something already or cannot be written, or the text does not do.
-        OSError: the folder cannot be written after all.
+        InputError: the folder is not empty or cannot be written, or the text cannot be used.
+        OSError: writing fails, because the disk is full for example.
     """
     check_folder("OUTPUT", folder)
     _check_replaceable(Path(folder), overwrite)
@@ -76,14 +71,7 @@ def _check_replaceable(folder: Path, overwrite: bool) -> None:
 def describe_tokenizer(
     path_or_name: str, *, source: str | None = None, text: str | None = None, progress: Progress = no_progress
 ) -> TokenizerInfo:
-    """Load a tokenizer and describe it.
-
-    Args:
-        path_or_name: see `load_tokenizer`.
-        source: a text to count tokens and bytes of, see `read_documents`.
-        text: a text to show the tokens of.
-        progress: called now and then.
-    """
+    """Load a tokenizer, count the tokens and bytes of a source, and cut a text into tokens."""
     tokenizer = load_tokenizer(path_or_name)
     encoder = make_encoder(tokenizer)
     roles = {role: str(token) for role, token in tokenizer.special_tokens_map.items()}

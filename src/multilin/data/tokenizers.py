@@ -1,5 +1,6 @@
 """Tokenizers: trained on a corpus or loaded. Those trained here are lossless: decoding gives the exact text back."""
 
+import codecs
 import hashlib
 import json
 import re
@@ -27,7 +28,7 @@ TOKENIZER_FILES = (
 
 TokenizerKind = Literal["byte", "bpe", "unigram"]
 
-# What a bare tokenizer.json, which names no roles, may call its end of text.
+# Names of the end of text in a bare tokenizer.json, which has no roles.
 _KNOWN_ENDS = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>", "<|im_end|>")
 
 
@@ -65,7 +66,7 @@ def load_tokenizer(path_or_name: str) -> PreTrainedTokenizerFast:
     It has an end-of-text token, and pads with it where it has no padding token. No code that comes with it is run.
 
     Raises:
-        InputError: no tokenizer there, one without a tokenizer.json or an end-of-text token, or ids with gaps.
+        InputError: there is no tokenizer, it has no tokenizer.json or no end-of-text token, or its ids have gaps.
     """
     path, subject = Path(path_or_name).expanduser(), f"tokenizer: {shown(path_or_name)}"
     if path.is_dir():
@@ -102,16 +103,16 @@ def start_token_id(tokenizer: PreTrainedTokenizerFast) -> int:
 
 
 def tokenizer_hash(tokenizer: PreTrainedTokenizerFast) -> str:
-    """SHA-256 of everything that decides about ids; padding and truncation, which calls leave behind, are not in it."""
+    """SHA-256 of all parts of the tokenizer that decide about ids; padding and truncation do not count."""
     content = json.loads(tokenizer.backend_tokenizer.to_str())
     content |= {"padding": None, "truncation": None, "eos": tokenizer.eos_token}
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def token_byte_lengths(tokenizer: PreTrainedTokenizerFast) -> list[int]:
-    """Bytes of text each token stands for, special tokens none; their sum over a text is its UTF-8 length.
+    """Bytes of text that each token stands for, 0 for special tokens; their sum over a text is its UTF-8 length.
 
-    Exact for byte-level tokenizers; for others (SentencePiece, WordPiece) near, as they rewrite spaces.
+    Exact for byte-level tokenizers, and approximate for others (SentencePiece, WordPiece), which rewrite spaces.
     """
     backend = tokenizer.backend_tokenizer
     byte_level = '"ByteLevel"' in json.dumps({k: v for k, v in json.loads(backend.to_str()).items() if k != "model"})
@@ -130,7 +131,7 @@ def token_byte_lengths(tokenizer: PreTrainedTokenizerFast) -> list[int]:
 
 
 def token_texts(tokenizer: PreTrainedTokenizerFast, token_ids: Sequence[int]) -> list[str]:
-    """The text of each token by itself; bytes that are only a part of a character as `\\xe4`."""
+    """The text of each token by itself; bytes of incomplete characters are written as `\\xe4`."""
     return [content.decode(errors="backslashreplace") for content in _token_bytes(tokenizer, token_ids)]
 
 
@@ -138,24 +139,20 @@ def whole_characters(tokenizer: PreTrainedTokenizerFast, token_ids: Sequence[int
     """The text of a sequence, cut into the shortest runs of tokens that are whole characters.
 
     Returns:
-        Of each run the number of its tokens and its text; bytes that make up no character as `\\xe4`.
+        For each run the number of its tokens and its text, in which invalid bytes are written as `\\xe4`.
     """
-    runs, content, num_tokens = [], b"", 0
+    runs, text, num_tokens = [], "", 0
+    decoder = codecs.getincrementaldecoder("utf-8")("backslashreplace")
     for part in _token_bytes(tokenizer, token_ids):
-        content, num_tokens = content + part, num_tokens + 1
-        try:
-            text = content.decode()
-        except UnicodeDecodeError as error:
-            if error.reason == "unexpected end of data":
-                continue
-            text = content.decode(errors="backslashreplace")
-        runs.append((num_tokens, text))
-        content, num_tokens = b"", 0
-    return [*runs, (num_tokens, content.decode(errors="backslashreplace"))] if num_tokens else runs
+        text, num_tokens = text + decoder.decode(part), num_tokens + 1
+        if not decoder.getstate()[0]:  # no bytes of an incomplete character are left
+            runs.append((num_tokens, text))
+            text, num_tokens = "", 0
+    return [*runs, (num_tokens, text + decoder.decode(b"", final=True))] if num_tokens else runs
 
 
 def _token_bytes(tokenizer: PreTrainedTokenizerFast, token_ids: Sequence[int]) -> list[bytes]:
-    """The UTF-8 of each token by itself, which may be a part of a character."""
+    """The UTF-8 bytes of each token by itself, which may be a part of a character."""
     byte_of = {character: byte for byte, character in bytes_to_unicode().items()}
     contents = []
     for token_id, name in zip(token_ids, tokenizer.convert_ids_to_tokens(list(token_ids)), strict=True):
@@ -190,10 +187,10 @@ def _trained(texts: Iterable[str], kind: TokenizerKind, vocab_size: int) -> Toke
 
 
 def _reproducible(tokenizer: Tokenizer) -> Tokenizer:
-    """The same unigram tokenizer, without what differs from one training to the next.
+    """The same unigram tokenizer, without random differences between trainings.
 
-    Threads add scores up in any order, which moves the last digits. Bytes that are no likely piece by themselves get
-    scores below all others, at most 1e-4 apart, in the order of a randomised hash table; here in that of their names.
+    Threads add scores up in any order, which changes the last digits, so scores are rounded. Bytes that are no likely
+    piece get scores below all others, at most 1e-4 apart, in the order of a randomised hash table; they are sorted.
     """
     content = json.loads(tokenizer.to_str())
     special = content["model"]["vocab"][: len(content["added_tokens"])]
@@ -236,7 +233,7 @@ def _from_file(path: Path) -> PreTrainedTokenizerFast:
 
 
 def _check_hub(name: str) -> None:
-    """Ask the hub once: transformers would try again and again, for minutes where there is no connection."""
+    """Ask the hub once: without a connection, transformers would try again for minutes."""
     try:
         if not isinstance(huggingface_hub.try_to_load_from_cache(name, "tokenizer.json"), str):
             huggingface_hub.HfApi().model_info(name, timeout=20)

@@ -9,12 +9,12 @@ from multilin.errors import InputError
 
 
 class Layout(NamedTuple):
-    """Where the tokens of one call stand in their texts, and whether a state is needed.
+    """The positions of the tokens of one call in their texts, and whether a state is needed.
 
-    positions_BT: int64, position of each token in its text, from 0; a padded token repeats the one before.
-    starts_BT: True where a text begins inside a row (packing); None: each row goes on with its text.
-    padding_BT: True where there is no token; None: tokens everywhere.
-    needs_state: False where nobody will read on: no state is built.
+    positions_BT: int64, position of each token in its text, from 0; padding repeats the position before it.
+    starts_BT: True where a text begins inside a row (packing); None if every row continues its text.
+    padding_BT: True for padding; None if there is none.
+    needs_state: False if the text will not be continued, so that no state is built.
     """
 
     positions_BT: Tensor
@@ -24,15 +24,14 @@ class Layout(NamedTuple):
 
 
 class Layer(GradientCheckpointingLayer):
-    """A residual layer: reads (B, T, D) and a state, gives (B, T, D) in the same dtype and the state after it.
+    """A residual layer: maps (B, T, D) and a state to (B, T, D) in the same dtype and the next state.
 
     The streaming law: for every split of x = x1 ++ x2 along time,
 
         layer(x, None, layout).y == layer(x1, None, layout1).y ++ layer(x2, state after x1, layout2).y
 
-    and the state, a (nested) NamedTuple of batch-first tensors in float32 (float64 where x is), has the same size after
-    any number of tokens.
-    `state` is None at the start of a text; a fresh state has the shape of a later one.
+    and the state, a (nested) NamedTuple of batch-first tensors in float32 (float64 where x is), has the same shapes
+    after any number of tokens. `state` is None at the start of a text.
 
     longest_text: tokens of the longest text the layer can read; None for no limit.
     """
@@ -40,16 +39,16 @@ class Layer(GradientCheckpointingLayer):
     longest_text: int | None = None
 
     def forward(self, x_BTD: Tensor, state: Any, layout: Layout) -> tuple[Tensor, Any]:
-        """Output and state; the state is None where the layout needs none."""
+        """Output and next state; the state is None if the layout needs none."""
         raise NotImplementedError
 
 
 class ParameterHolder(nn.Module):
-    """A module with parameters of its own, outside PyTorch's Linear, Embedding and norms, which the model initialises.
+    """A module with its own parameters that the model initialises, other than PyTorch's Linear, Embedding and norms.
 
-    transformers visits only modules that hold parameters directly, so these draw them, not the layer around.
+    transformers visits only modules that hold parameters directly, so the initialisation is here and not in the layer.
 
-    starts_at_zero: whether all of them begin as 0.
+    starts_at_zero: whether all parameters begin as 0.
     """
 
     starts_at_zero: bool = False

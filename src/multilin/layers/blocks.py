@@ -37,16 +37,15 @@ class GeluFeedForward(nn.Module):
     """y = W_2 gelu(W_1 x), exact GELU; dropout on the result.
 
     Args:
-        hidden_size: width D of x and y.
-        expansion: width of the middle in multiples of D.
+        hidden_size: width D of x and y; the middle is 4 D wide.
         dropout: probability in training.
         bias: whether both matrices have one.
     """
 
-    def __init__(self, hidden_size: int, expansion: int = 4, dropout: float = 0.0, *, bias: bool = False) -> None:
+    def __init__(self, hidden_size: int, dropout: float = 0.0, *, bias: bool = False) -> None:
         super().__init__()
-        self.expand = Linear(hidden_size, expansion * hidden_size, bias=bias)
-        self.contract = Linear(expansion * hidden_size, hidden_size, bias=bias)
+        self.expand = Linear(hidden_size, 4 * hidden_size, bias=bias)
+        self.contract = Linear(4 * hidden_size, hidden_size, bias=bias)
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x_BTD: Tensor) -> Tensor:

@@ -26,15 +26,14 @@ class Arithmetic:
 
 
 class Linear(nn.Linear):
-    """PyTorch's Linear, in the arithmetic that is set.
+    """PyTorch's Linear with a choice of arithmetic, see `set_arithmetic`.
 
     `hold_int8` replaces the weight by int8 values and a scale, `weight_int8` and `weight_scale`: buffers, which are
-    saved with the model and cannot be trained. `follow_int8` sets them beside the parameter, where gradients still
-    arrive.
+    saved with the model and cannot be trained. `follow_int8` adds them to the parameter, which still gets gradients.
 
     Args:
-        in_features, out_features, bias: as PyTorch's.
-        starts_at_zero: whether the model draws no weights for it but zeros.
+        in_features, out_features, bias: as for PyTorch's Linear.
+        starts_at_zero: whether the model initialises the weights with zeros.
     """
 
     arithmetic = Arithmetic()
@@ -50,7 +49,7 @@ class Linear(nn.Linear):
         return self.multiply(input)
 
     def matrix(self) -> Tensor | Rounded:
-        """The parameter, or the int8 values that replaced it."""
+        """The parameter, or the int8 values that replace it."""
         if not self.arithmetic.stored_as_int8:
             return self.weight
         return Rounded(self.weight_int8, self.weight_scale)
@@ -113,9 +112,9 @@ class Linear(nn.Linear):
         self._register(rounded)
 
     def follow_int8(self, rounded: Rounded) -> None:
-        """Multiply with int8 values whose floats are kept elsewhere.
+        """Multiply with int8 values whose floats are kept on another device.
 
-        The gradient of the floats still arrives at the parameter, whose own numbers are no longer read.
+        The parameter still gets the gradient of the floats, but its own numbers are no longer read.
         """
         self.arithmetic = dataclasses.replace(self.arithmetic, stored_as_int8=True)
         self._register(rounded)
@@ -126,21 +125,21 @@ class Linear(nn.Linear):
 
 
 def is_unwrapped(module: nn.Module) -> bool:
-    """True if calling the module runs its class's own `forward` and nothing else.
+    """True if calling the module only runs the `forward` of its class.
 
-    Hooks, and a `forward` that was replaced, as accelerate does to fetch weights kept elsewhere, do more. An adapter is
-    a module of another class around it.
+    False if there are hooks, or if `forward` was replaced, as accelerate does to fetch weights from another device. An
+    adapter is a module of another class around it.
     """
     hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
     return "forward" not in vars(module) and not any(hooks)
 
 
 def weight_of(module: nn.Module, like: Tensor) -> Tensor:
-    """The matrix (m, n) of a plain Linear without bias; with an adapter around it, what that makes of unit vectors.
+    """The matrix (m, n) of a Linear without bias; with an adapter around it, the matrix of both together.
 
     Args:
-        module: PyTorch's Linear, or what an adapter made of it.
-        like: has the device and the dtype of these vectors.
+        module: PyTorch's Linear, or an adapter around it.
+        like: a tensor with the device and dtype to compute in.
     """
     if type(module) is nn.Linear and is_unwrapped(module):
         return module.weight
@@ -152,7 +151,7 @@ def multiply_scaled(module: nn.Module, x: Tensor) -> Tensor:
     """W x / sqrt(width of x): with weights of unit variance the result has the variance of x.
 
     Args:
-        module: a Linear, or what an adapter made of it, which is then called.
+        module: a Linear, or an adapter around it, which is then called.
         x: (..., n).
 
     Returns:
@@ -169,7 +168,7 @@ def multiply_pairs(module: nn.Module, left: Tensor, right: Tensor, *, scaled: bo
     """W p for the products of all pairs in blocks, p[n, k, j] = left[n, k] right[n, j]; see `block_outer`.
 
     Args:
-        module: a Linear of N K J inputs, or what an adapter made of it, which is then called with all products at once.
+        module: a Linear of N K J inputs, or an adapter around it, which is then called with all products at once.
         left: (..., N, K).
         right: (..., N, J).
         scaled: divide by sqrt(N K J).

@@ -1,4 +1,4 @@
-"""Where positions meet: ops called with what the layout says, and the weights with which they read."""
+"""Modules in which positions read each other: ops called with the layout, and the weights of reading."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -16,12 +16,12 @@ from multilin.ops.windowed_attention import WindowedAttentionState, windowed_att
 class Reading(NamedTuple):
     """The weights with which each position of a text reads the tokens up to it.
 
-    meaning: one sentence, for people, that says what a weight is.
-    weights_BHTS: (B, H, T, T) weight of token s for position t, 0 where it is not read. A module without heads has one.
-    nearest, farthest: the distances t - s that are read, both included; farthest None is the start of the text.
-    own_BHT: (B, H, T) weight of a further term that is the position's own token once more; None where there is none.
-    null_BHT: (B, H, T) weight that goes to nothing; None where there is no such term.
-    is_share: whether the weights of a position are none below 0 and sum to 1, own and null included.
+    meaning: one sentence that says what a weight is.
+    weights_BHTS: (B, H, T, T) weight of token s for position t, 0 if it is not read; H is 1 without heads.
+    nearest, farthest: smallest and largest distance t - s that is read; farthest None reads to the start of the text.
+    own_BHT: (B, H, T) weight of a further term for the position's own token; None without such a term.
+    null_BHT: (B, H, T) weight that is given to no token; None without such a term.
+    is_share: whether the weights of a position are nonnegative and sum to 1, own and null included.
     """
 
     meaning: str
@@ -34,25 +34,25 @@ class Reading(NamedTuple):
 
 
 class Reader(nn.Module):
-    """A module where positions meet.
+    """A module in which positions read each other.
 
-    The methods below call ops: they take padding and the starts of texts from the layout, build no state where none is
-    needed, and record the weights. A module that calls another op does all this itself, the last with `record`.
+    The methods below call ops: they take padding and the starts of texts from the layout, build no state if none is
+    needed, and record the weights. A module that calls another op does all this itself, and records with `record`.
     """
 
     _recorder: Callable[[Reading], None] | None = None
 
     def record(self, make_reading: Callable[[], Reading]) -> None:
-        """Make and keep the weights of this forward pass inside `record_readings`, at the start of a text."""
+        """Compute and keep the weights of this forward pass, inside `record_readings` only."""
         if self._recorder is not None:
             self._recorder(make_reading())
 
     def prefix_softmax(
         self, logits_BTH: Tensor, values_BTHD: Tensor, state: PrefixSoftmaxState | None, layout: Layout, **options: Any
     ) -> tuple[Tensor, PrefixSoftmaxState | None]:
-        """The op of this name with these options (window, own_logits, null_logit): means (B, T, H, D), and the state.
+        """The op `prefix_softmax` with these options (window, own_logits, null_logit): means (B, T, H, D), and state.
 
-        A padded token has no weight: its logits become -inf.
+        Padding has no weight: its logits become -inf.
         """
         if layout.padding_BT is not None:
             logits_BTH = logits_BTH.masked_fill(layout.padding_BT[..., None], -torch.inf)
@@ -69,7 +69,7 @@ class Reader(nn.Module):
         layout: Layout,
         **options: Any,
     ) -> tuple[Tensor, WindowedAttentionState | None]:
-        """The op of this name with these options (window, scale, ...): means (B, T, H, E), and the state."""
+        """The op `windowed_attention` with these options (window, scale, ...): means (B, T, H, E), and the state."""
         options |= {"padding": layout.padding_BT, "starts": layout.starts_BT}
         self.record(lambda: _read_window(queries_BTHD, keys_BTHD, options))
         return windowed_attention(
@@ -104,7 +104,7 @@ def _read_window(queries_BTHD: Tensor, keys_BTHD: Tensor, options: dict[str, Any
 
 
 def _missing(weights_BHTS: Tensor) -> Tensor:
-    """What the weights of each position lack to 1."""
+    """1 minus the sum of the weights of each position."""
     return (1 - weights_BHTS.sum(dim=-1)).clamp(min=0)
 
 
@@ -112,8 +112,8 @@ def _missing(weights_BHTS: Tensor) -> Tensor:
 def record_readings(layers: nn.Module) -> Iterator[list[tuple[str, Reading]]]:
     """Collect the name and reading of every Reader in the layers, in the order in which they run.
 
-    The layers must be called at the start of a text. Nothing is computed anew but the weights, from the very arguments
-    that the ops are given.
+    The layers must be called at the start of a text. Only the weights are computed again, from the same arguments as
+    the ops get.
     """
     readings: list[tuple[str, Reading]] = []
     readers = [(name, module) for name, module in layers.named_modules() if isinstance(module, Reader)]

@@ -100,7 +100,7 @@ def _restart(y_BTD: Tensor, inputs_BSD: Tensor, weight_KD: Tensor, starts_BT: Te
 
 
 def _last_inputs(inputs_BSD: Tensor, num_before: int, layout: Layout) -> Tensor:
-    """The inputs up to the last token of each row, those of earlier texts as 0; a copy that keeps no others alive."""
+    """A copy of the last inputs of each row up to its last token, with 0 for inputs of earlier texts."""
     num_batch, num_all = inputs_BSD.shape[:2]
     index_BS = torch.arange(num_all - num_before, num_all, device=inputs_BSD.device).expand(num_batch, -1)
     if layout.padding_BT is not None:

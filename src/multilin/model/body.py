@@ -10,13 +10,13 @@ from torch import Tensor, nn
 from transformers import AutoModel, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
+from transformers.utils.generic import can_return_tuple
 
 from multilin.architectures.base import get_architecture
 from multilin.errors import InputError
 from multilin.layers.base import Layer, ParameterHolder
-from multilin.layers.gradients import normalize_gradient
 from multilin.layers.linear import Arithmetic, Linear, set_arithmetic
-from multilin.layers.norms import TileNorm
+from multilin.layers.norms import TileNorm, normalize_gradient
 from multilin.model.config import MultilinConfig
 from multilin.model.documents import Packing, read_packing
 from multilin.model.embedding import TokenEmbedding, check_mask
@@ -28,7 +28,7 @@ from multilin.settings import load_settings
 
 
 class MultilinPreTrainedModel(PreTrainedModel):
-    """What body and language model share: config, initial weights, and what transformers asks of a class."""
+    """Base class of the body and the language model: config, initial weights, and attributes for transformers."""
 
     config: MultilinConfig
     config_class = MultilinConfig
@@ -37,7 +37,7 @@ class MultilinPreTrainedModel(PreTrainedModel):
     supports_gradient_checkpointing = True
 
     def save_pretrained(self, save_directory: str | Path, is_main_process: bool = True, **kwargs: Any) -> None:
-        """As transformers', with a file beside that says which package the model needs."""
+        """As transformers', with a further file that says which package the model needs."""
         if is_main_process and not Path(save_directory).is_file():
             write_auto_file(Path(save_directory))
         super().save_pretrained(save_directory, is_main_process=is_main_process, **kwargs)
@@ -64,7 +64,7 @@ class MultilinPreTrainedModel(PreTrainedModel):
 
 
 class MultilinModel(MultilinPreTrainedModel):
-    """Token ids to final hidden states, which the head reads: embedding, layers, final norm and scale.
+    """Maps token ids to the final hidden states for the head: embedding, layers, final norm and scale.
 
     One call reads any number of tokens, at the start of a text or from a state; training, prefill and decoding are
     this same call.
@@ -84,6 +84,7 @@ class MultilinModel(MultilinPreTrainedModel):
         # After the weights are drawn: int8 weights are made from them.
         set_arithmetic(self.layers, load_settings(Arithmetic, config.arithmetic, "arithmetic"))
 
+    @can_return_tuple
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -93,12 +94,11 @@ class MultilinModel(MultilinPreTrainedModel):
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
         output_hidden_states: bool | None = None,
-        return_dict: bool | None = None,
         document_ids: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         **others: Any,
-    ) -> BaseModelOutputWithPast | tuple:
-        """Read tokens.
+    ) -> BaseModelOutputWithPast:
+        """Read tokens. With `return_dict=False`, or if the config says so, the result is a tuple.
 
         Args:
             input_ids: (B, T) token ids.
@@ -109,10 +109,9 @@ class MultilinModel(MultilinPreTrainedModel):
                 between tokens then keeps its place in windows.
             past_key_values: the state to read on from; changed in place. None is the start of a text.
             inputs_embeds: (B, T, D) embeddings to read instead of ids.
-            use_cache: return the state; as the default what the config says, but not in training.
-            output_hidden_states: also return the input of every layer and the final hidden states, (B, T, D) each; as
-                the default what the config says.
-            return_dict: False returns a tuple; as the default what the config says.
+            use_cache: return the state; the default is the config's, but not in training.
+            output_hidden_states: also return the input of every layer and the final hidden states, (B, T, D) each; the
+                default is the config's.
             document_ids: (B, T) number of each token's document; documents packed into a row do not see each other.
             cu_seqlens: (N + 1,) the same as cumulative lengths over the rows laid end to end.
             others: `seq_idx` and `cu_seq_lens_q` are document_ids and cu_seqlens under the names that transformers'
@@ -150,12 +149,11 @@ class MultilinModel(MultilinPreTrainedModel):
         # Only now, so that a call that fails leaves the state as it was.
         if state is not None:
             state.advance(values, num_columns=tokens.shape[1])
-        result = BaseModelOutputWithPast(
+        return BaseModelOutputWithPast(
             last_hidden_state=hidden_states[-1],
             past_key_values=state,
             hidden_states=tuple(hidden_states) if output_hidden_states else None,
         )
-        return result.to_tuple() if _is_false(return_dict, self.config) else result
 
     def _read(
         self, tokens: Tensor, values: list[Any], mask: Tensor | None, packing: Packing, needs_state: bool,
@@ -245,12 +243,8 @@ class MultilinModel(MultilinPreTrainedModel):
         self.embedding.tokens = value
 
 
-def _is_false(return_dict: bool | None, config: MultilinConfig) -> bool:
-    return (config.return_dict if return_dict is None else return_dict) is False
-
-
 def _padding_mask(attention_mask: Tensor, num_batch: int, num_time: int) -> Tensor | None:
-    """The mask of these tokens; None where looking costs no wait and finds no padding."""
+    """The mask of these tokens; None if the mask can be looked at without waiting and there is no padding."""
     mask = check_mask(attention_mask, num_batch, num_time)
     is_seen = mask.device.type == "cpu" and not torch.compiler.is_compiling()
     return None if is_seen and bool(mask.all()) else mask

@@ -9,7 +9,7 @@ from torch import Tensor
 from multilin.errors import InputError
 
 SIZE_HINTS = ("max_length_q", "max_length_k", "cu_seq_lens_k")
-"""What collators send beside `cu_seq_lens_q` for attention kernels; in self-attention it says nothing more."""
+"""Arguments that collators add to `cu_seq_lens_q` for attention kernels, and that self-attention does not need."""
 
 
 class Packing(NamedTuple):
@@ -26,11 +26,11 @@ class Packing(NamedTuple):
 
     @property
     def names(self) -> str:
-        """The arguments that are given."""
+        """The names of the arguments that are given."""
         return ", ".join(name for name, value in self._asdict().items() if value is not None)
 
     def part(self, rows: Tensor, columns: slice | Tensor) -> "Packing":
-        """That of some rows and columns, as they index a tensor, where it is not said by cu_seqlens."""
+        """The packing of some rows and columns, which index a tensor; not for a packing given as cu_seqlens."""
         document_ids, _, position_ids = self
         if position_ids is not None and len(position_ids) == 1:
             position_ids = position_ids.expand(int(rows.max()) + 1, -1)
@@ -44,14 +44,13 @@ class Packing(NamedTuple):
 def read_packing(
     document_ids: Tensor | None, cu_seqlens: Tensor | None, position_ids: Tensor | None, others: Mapping[str, Any]
 ) -> tuple[Packing, dict[str, Any]]:
-    """The packing from the model's own arguments and from those of transformers' collators among the others.
+    """The packing from the model's own arguments and from arguments of transformers' collators.
 
     Returns:
-        The packing, with `cu_seq_lens_q` as `cu_seqlens` and `seq_idx` as `document_ids`, and the other arguments
-        that were not understood.
+        The packing, with `cu_seq_lens_q` as `cu_seqlens` and `seq_idx` as `document_ids`, and all other arguments.
 
     Raises:
-        InputError: one thing said in two ways.
+        InputError: the same thing is given under two names.
     """
     rest = {name: value for name, value in others.items() if name not in SIZE_HINTS and value is not None}
     for name, given, alias in (("document_ids", document_ids, "seq_idx"), ("cu_seqlens", cu_seqlens, "cu_seq_lens_q")):
@@ -64,13 +63,13 @@ def read_packing(
 def document_starts(
     packing: Packing, padding_BT: Tensor | None, num_before_BT: Tensor, document_B: Tensor
 ) -> Tensor | None:
-    """True where a document begins inside a row; None where none does, and each row continues its document.
+    """True where a document begins inside a row; None if no document begins and each row continues its document.
 
     Args:
-        packing: what the caller said.
-        padding_BT: True where there is no token; such a place neither begins a document nor ends one.
-        num_before_BT: tokens of its row that each token follows, those of the state included.
-        document_B: number of the document that each row has read last.
+        packing: the caller's arguments.
+        padding_BT: True for padding, which neither begins a document nor ends one.
+        num_before_BT: number of tokens before each token in its row, including the tokens of the state.
+        document_B: number of the last document of each row.
 
     Raises:
         InputError: a tensor of another shape, or cumulative lengths that do not cover the rows.

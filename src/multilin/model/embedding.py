@@ -1,4 +1,4 @@
-"""The model's first stage: token and position embeddings, and where every token stands in its text."""
+"""The model's first stage: token and position embeddings, and the position of every token in its text."""
 
 from typing import NamedTuple
 
@@ -15,10 +15,10 @@ HASH_MASK = 2**63 - 1
 
 
 class EmbeddingState(NamedTuple):
-    """What is known of the tokens that each row has read; all (B,) int64.
+    """A count and a hash of the tokens that each row has read; all (B,) int64.
 
-    num_read_B: number of tokens of the document.
-    document_B: number of the document, as document_ids gave it.
+    num_read_B: number of tokens of the current document.
+    document_B: number of the current document in document_ids.
     hash_B: hash of the document's token ids, see `hash_tokens`.
     """
 
@@ -59,10 +59,10 @@ class TokenEmbedding(nn.Module):
 
         Args:
             tokens: (B, T) ids or (B, T, D) embeddings.
-            state: of the tokens before.
+            state: state after the earlier tokens.
             attention_mask: (B, >= T) 0 where there is padding; the last T columns belong to these tokens.
             packing: where documents begin, and positions to use instead of counting.
-            needs_state: whether the caller will read on.
+            needs_state: whether to return the next state.
 
         Raises:
             InputError: no token, a text longer than n_positions, or a tensor of another shape.
@@ -112,7 +112,7 @@ def hash_tokens(input_ids: Tensor, before_B: Tensor, counts_BT: Tensor | None = 
     Args:
         input_ids: (B, T) int64 ids.
         before_B: (B,) int64 hash of the tokens before; 0 at the start of a text.
-        counts_BT: (B, T) True for the tokens that count; None for all.
+        counts_BT: (B, T) True for the tokens to hash; None for all.
 
     Returns:
         (B,) int64 hash after the last token.

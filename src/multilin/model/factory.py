@@ -119,7 +119,7 @@ def create_model(architecture: str, **sizes: Any) -> PreTrainedModel:
 
 
 def training_defaults(architecture: str) -> TrainingDefaults:
-    """What the source of an architecture trains with; for the baselines what our own default has."""
+    """The training settings of an architecture's source; for the baselines the defaults."""
     if architecture in BASELINES:
         return TrainingDefaults()
     return get_architecture(architecture).expand(Sizes(1, 1, 1, 1), {}).training

@@ -18,13 +18,13 @@ OTHER_MODES = {
     "constraints": "constrained beam search",
     "num_beam_groups": "group beam search",
 }
-"""Settings of the modes that transformers itself no longer has: it would run code of the hub, made for its caches."""
+"""Settings of modes that transformers no longer has itself: it would run code from the hub, written for its caches."""
 
 
 class StatefulGenerationMixin(GenerationMixin):
-    """What a model with a TextState adds to generate(): a state to begin from, which stays as it was.
+    """Adds to generate() a state to begin from, which is left as it was.
 
-    transformers finds out whether a model generates by this name's ending.
+    transformers recognises a model that can generate by the ending of this class's name.
     """
 
     config: MultilinConfig
@@ -54,9 +54,9 @@ class StatefulGenerationMixin(GenerationMixin):
             kwargs: everything else that transformers' generate takes.
 
         Raises:
-            InputError: a text whose beginning is not what the state has read, prompt and new tokens together longer
-                than the model can read, no token at all, a cache of another kind, or a mode of generation that
-                transformers has given up.
+            InputError: a text that does not begin with the text that the state has read, prompt and new tokens together
+                longer than the model can read, no token at all, a cache of another kind, or a mode of generation that
+                transformers no longer has.
         """
         settings = generation_config or self.generation_config
         _refuse_other_modes(settings, kwargs)
@@ -83,14 +83,14 @@ class StatefulGenerationMixin(GenerationMixin):
         return super().generate(inputs, generation_config, **kwargs)
 
     def init_continuous_batching(self, *_: Any, **__: Any) -> Any:
-        """Refused, and with it `generate_batch`: it pages keys and values, and a state has none."""
+        """Refuse `generate_batch`, which pages keys and values; a state has none."""
         raise InputError(
             "generate_batch: a multilin model has no keys and values to page; use generate(), or `multilin serve` for "
             "requests that come and go"
         )
 
     def _given_tokens(self, inputs: Tensor | None, kwargs: dict[str, Any]) -> tuple[str, Tensor | None]:
-        """The tokens to begin with and the name they are given by; none where there is no column of them."""
+        """The tokens to begin with and the name of their argument; None if there are no columns."""
         given = {"inputs_embeds": kwargs.get("inputs_embeds"), "input_ids": inputs}
         if inputs is None:
             given["input_ids"] = kwargs.get("input_ids")
@@ -100,7 +100,7 @@ class StatefulGenerationMixin(GenerationMixin):
         return "input_ids", None
 
     def _open_state(self, name: str, tokens: Tensor | None, kwargs: dict[str, Any], new_tokens_only: bool) -> TextState:
-        """A copy of the given state, or a new one, with `num_columns` the columns of `tokens` that it has read."""
+        """A copy of the given state, or a new one; its `num_columns` counts the columns of `tokens` it has read."""
         given, mask = kwargs.get("past_key_values"), kwargs.get("attention_mask")
         num_batch = 1 if tokens is None else len(tokens)
         state = open_state(given, len(self.config.layers), num_batch)
@@ -117,7 +117,7 @@ class StatefulGenerationMixin(GenerationMixin):
     def _check_length(
         self, tokens: Tensor | None, num_before: Tensor, given: GenerationConfig | None, kwargs: dict[str, Any]
     ) -> None:
-        """Refuse more tokens than the model can read; where no number is given, generation ends at the limit."""
+        """Refuse more tokens than the model can read; if no number is given, generation ends at the limit."""
         limit, mask = self.config.n_positions, kwargs.get("attention_mask")
         max_new = _setting("max_new_tokens", given or self.generation_config, kwargs)
         if max_new is not None and kwargs.get("max_length") is None:
@@ -148,7 +148,7 @@ class StatefulGenerationMixin(GenerationMixin):
         inputs_embeds: Tensor | None = None,
         **kwargs: Any,
     ) -> dict[str, Any]:
-        """As transformers', but the columns to read are those that the state has not read yet.
+        """As transformers', but all columns that the state has not read yet are read.
 
         After `TextState.crop` they can be more than transformers counts. Positions are counted by the state.
         """
@@ -179,7 +179,7 @@ def _setting(name: str, settings: GenerationConfig, given: dict[str, Any]) -> An
 
 
 def _num_columns_read(name: str, tokens: Tensor, mask: Tensor | None, state: TextState) -> int:
-    """How many columns of a whole text the state has read.
+    """The number of columns of a whole text that the state has read.
 
     Raises:
         InputError: the text is no longer than what was read, or begins with other tokens.

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.utils.generic import can_return_tuple
 
 from multilin.errors import InputError
 from multilin.layers.linear import Arithmetic, set_arithmetic
@@ -33,12 +34,16 @@ class MultilinForCausalLM(MultilinPreTrainedModel, StatefulGenerationMixin):
     def __init__(self, config: MultilinConfig) -> None:
         super().__init__(config)
         self.model = MultilinModel(config)
-        self.lm_head = _build_head(config, config.vocab_size)
+        if config.output_bias == "unigram":
+            self.lm_head = FixedBiasLinear(config.hidden_size, config.vocab_size)
+        else:
+            self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=config.output_bias == "learned")
         self.post_init()
         if config.n_positions is not None:
             # Without it, transformers' pipelines ask for more tokens than fit.
             self.generation_config.max_length = config.n_positions
 
+    @can_return_tuple
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -49,21 +54,20 @@ class MultilinForCausalLM(MultilinPreTrainedModel, StatefulGenerationMixin):
         labels: Tensor | None = None,
         use_cache: bool | None = None,
         output_hidden_states: bool | None = None,
-        return_dict: bool | None = None,
         logits_to_keep: int | Tensor = 0,
         document_ids: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         shift_labels: Tensor | None = None,
         num_items_in_batch: int | Tensor | None = None,
         **others: Any,
-    ) -> CausalLMOutputWithPast | tuple:
-        """Read tokens and predict the next one at each.
+    ) -> CausalLMOutputWithPast:
+        """Read tokens and predict the next token at each. With `return_dict=False` the result is a tuple.
 
         Args:
-            input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, output_hidden_states, return_dict,
-                document_ids, cu_seqlens, others: see `MultilinModel.forward`.
-            labels: (B, T) the ids again (-100 is not scored); token t is predicted from those before it.
-            use_cache: return the state; as the default what the config says, but neither in training nor with labels.
+            input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, output_hidden_states, document_ids,
+                cu_seqlens, others: see `MultilinModel.forward`.
+            labels: (B, T) the ids again (-100 is not scored); token t is predicted from the tokens before it.
+            use_cache: return the state; the default is the config's, but neither in training nor with labels.
             logits_to_keep: compute logits for the last so many positions (0 for all), or for these positions.
             shift_labels: (B, T) the token that follows each position (-100 is not scored), in place of `labels`.
             num_items_in_batch: divisor of the loss instead of the number of scored tokens (gradient accumulation).
@@ -88,15 +92,13 @@ class MultilinForCausalLM(MultilinPreTrainedModel, StatefulGenerationMixin):
         if not (is_scored and self.training):
             kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
             logits = self.lm_head(hidden_BTD[:, kept])
-        result = CausalLMOutputWithPast(
+        return CausalLMOutputWithPast(
             loss=loss, logits=logits, past_key_values=body.past_key_values, hidden_states=body.hidden_states
         )
-        is_tuple = (self.config.return_dict if return_dict is None else return_dict) is False
-        return result.to_tuple() if is_tuple else result
 
     @torch.no_grad()
     def token_losses(self, input_ids: Tensor, document_ids: Tensor | None = None) -> Tensor:
-        """Nats of each token given those before it in its row: (B, T - 1), float32, for tokens 1 to T - 1."""
+        """-ln p of tokens 1 to T - 1 given the tokens before them in their row: (B, T - 1), float32."""
         hidden_BTD = self.model(input_ids, document_ids=document_ids, use_cache=False, return_dict=True)[0]
         losses = token_losses(self.lm_head, hidden_BTD[:, :-1].flatten(0, 1), input_ids[:, 1:].flatten())
         return losses.view(len(input_ids), -1)
@@ -117,7 +119,7 @@ class MultilinForCausalLM(MultilinPreTrainedModel, StatefulGenerationMixin):
         return total / num_items
 
     def row_parameters(self) -> list[Tensor]:
-        """Parameters whose rows belong to single tokens; optimizers that normalise treat each row by itself."""
+        """Parameters with a row for each token of the vocabulary; normalising optimizers treat each row by itself."""
         return [self.get_input_embeddings().weight, self.lm_head.weight]
 
     @torch.no_grad()
@@ -168,7 +170,7 @@ class MultilinForCausalLM(MultilinPreTrainedModel, StatefulGenerationMixin):
 
     @torch.no_grad()
     def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Module:
-        """As transformers', but a fixed bias stays fixed; a new token gets that of the rarest one."""
+        """As transformers', but a fixed bias stays fixed; a new token gets the bias of the rarest token."""
         bias_V = self.lm_head.bias.clone() if isinstance(self.lm_head, FixedBiasLinear) else None
         embeddings: nn.Module = super().resize_token_embeddings(*args, **kwargs)
         if bias_V is not None:
@@ -180,12 +182,6 @@ class MultilinForCausalLM(MultilinPreTrainedModel, StatefulGenerationMixin):
             self.lm_head.bias = bias_V.min().repeat(self.lm_head.out_features)
             self.lm_head.bias[:num_kept] = bias_V[:num_kept]
         return embeddings
-
-
-def _build_head(config: MultilinConfig, vocab_size: int) -> nn.Linear:
-    if config.output_bias == "unigram":
-        return FixedBiasLinear(config.hidden_size, vocab_size)
-    return nn.Linear(config.hidden_size, vocab_size, bias=config.output_bias == "learned")
 
 
 AutoConfig.register(MultilinConfig.model_type, MultilinConfig)

@@ -1,4 +1,4 @@
-"""The loss of the output head: in chunks of tokens, and past the head's module only where that is its whole work."""
+"""The loss of the output head, in chunks of tokens, without calling the head if it is a plain Linear."""
 
 from collections.abc import Iterator
 from typing import Any, TypeGuard
@@ -25,7 +25,7 @@ class FixedBiasLinear(nn.Linear):
 
 
 def sequence_loss(head: nn.Module, hidden_ND: Tensor, targets_N: Tensor, *, label_smoothing: float) -> Tensor:
-    """Sum of the cross entropy over N tokens, in nats, differentiable; targets of -100 count nothing.
+    """Sum of the cross entropy over N tokens, in nats, differentiable; targets of -100 are not counted.
 
     Args:
         head: module that maps (N, D) hidden states to (N, V) logits.
@@ -45,7 +45,7 @@ def sequence_loss(head: nn.Module, hidden_ND: Tensor, targets_N: Tensor, *, labe
 
 
 def token_losses(head: nn.Module, hidden_ND: Tensor, targets_N: Tensor) -> Tensor:
-    """Nats of each of N tokens, (N,) float32, without gradients; arguments as for `sequence_loss`."""
+    """-ln p of each of N tokens, (N,) float32, without gradients; arguments as for `sequence_loss`."""
     if is_plain_linear(head):
         return token_cross_entropy(hidden_ND, head.weight, head.bias, targets_N)
     with torch.no_grad():
@@ -57,7 +57,7 @@ def token_losses(head: nn.Module, hidden_ND: Tensor, targets_N: Tensor) -> Tenso
 
 
 def is_plain_linear(head: nn.Module) -> TypeGuard[nn.Linear]:
-    """True if calling the head does nothing but multiply with its own weight and add its own bias.
+    """True if calling the head only multiplies with its own weight and adds its own bias.
 
     An adapter is of another class; see `is_unwrapped` for what else does more.
     """

@@ -1,4 +1,4 @@
-"""Memory that a model would take, estimated before anything is built, and what this machine has left.
+"""The memory that a model would take, estimated before it is built, and the memory that this machine has left.
 
 Parameters, gradients and the optimizer's numbers are counted. Activations are estimated from the shapes of the matrices
 as 60 to 100 % of what training was measured to keep (30 % for mixers). So what is refused could hardly have run.
@@ -22,15 +22,10 @@ _BEAM_BYTES = 24  # of a token in each beam: transformers keeps two tables of id
 
 
 def check_memory(subject: str, needed: float, device: torch.device | str = "cpu") -> None:
-    """Refuse what needs more memory than is left.
-
-    Args:
-        subject: what the message begins with; it ends before "would take".
-        needed: bytes.
-        device: whose memory.
+    """Refuse work that needs more bytes of memory than a device has left.
 
     Raises:
-        InputError: it does not fit; the message has both figures.
+        InputError: it does not fit; the message is `subject`, "would take at least", and both figures.
     """
     left = available_memory(device)
     if left is not None and needed > left:
@@ -39,7 +34,7 @@ def check_memory(subject: str, needed: float, device: torch.device | str = "cpu"
 
 
 def available_memory(device: torch.device | str = "cpu") -> int | None:
-    """Bytes that this process can still have on a device; None where the system does not tell."""
+    """Bytes that this process can still have on a device; None if the system does not tell."""
     device = torch.device(device)
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
@@ -48,7 +43,7 @@ def available_memory(device: torch.device | str = "cpu") -> int | None:
 
 
 def _limits() -> Iterator[int]:
-    """What the machine, the container and the shell each leave to this process."""
+    """Bytes that the machine, the container and the shell each leave to this process."""
     with contextlib.suppress(OSError, ValueError, StopIteration):
         lines = Path("/proc/meminfo").read_text().splitlines()
         yield 1024 * int(next(line for line in lines if line.startswith("MemAvailable:")).split()[1])
@@ -71,7 +66,7 @@ def _limits() -> Iterator[int]:
 
 
 def parameter_bytes(model: nn.Module) -> int:
-    """Bytes of all parameters and buffers, on whatever device; those that are shared count once."""
+    """Bytes of all parameters and buffers, on any device; shared ones count once."""
     tensors = {id(tensor): tensor for tensor in [*model.parameters(), *model.buffers()]}
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
 
@@ -82,10 +77,10 @@ def activation_bytes(
     """Bytes that training keeps of one forward pass.
 
     Args:
-        model: on any device, also meta.
-        num_tokens: of all texts of the pass together.
-        number_bytes: of the numbers it computes in.
-        recomputes: whether only the input of each layer is kept (gradient checkpointing).
+        model: the model, on any device, also meta.
+        num_tokens: number of tokens of all sequences in the pass.
+        number_bytes: bytes of each activation.
+        recomputes: keep only the input of each layer (gradient checkpointing).
     """
     config = model.config
     inputs = config.num_hidden_layers * config.hidden_size
@@ -95,17 +90,10 @@ def activation_bytes(
 
 
 def check_reading(field: str, model: PreTrainedModel, num_rows: int, num_tokens: int, *, all_logits: bool) -> None:
-    """Refuse texts that are too many or too long to be read at once, without gradients.
-
-    Args:
-        field: what gave their number, with its value: what the message begins with.
-        model: that reads them.
-        num_rows: texts at a time.
-        num_tokens: of each.
-        all_logits: whether every token is scored.
+    """Refuse a batch of `num_rows` sequences of `num_tokens` tokens if it cannot be read at once, without gradients.
 
     Raises:
-        InputError: the memory does not suffice.
+        InputError: the memory does not suffice; the message begins with `field`, the setting with its value.
     """
     needed = num_rows * num_tokens * (_hidden_bytes(model) + (_logit_bytes(model) if all_logits else 0))
     check_memory(f"{field} given, but reading {num_rows} x {num_tokens} tokens at once", needed, model.device)
@@ -114,13 +102,7 @@ def check_reading(field: str, model: PreTrainedModel, num_rows: int, num_tokens:
 def check_beams(
     model: PreTrainedModel, num_beams: int, *, num_prompt_tokens: int, num_tokens: int, state_bytes: int
 ) -> None:
-    """Refuse more or longer texts than can be searched at a time.
-
-    Args:
-        model: that writes them.
-        num_beams: texts at a time.
-        num_prompt_tokens, num_tokens: of each, when it begins and when it is complete.
-        state_bytes: what the model keeps of one of them when it is complete.
+    """Refuse a search among beams of up to `num_tokens` tokens, the prompt included, each with `state_bytes` of state.
 
     Raises:
         InputError: the memory does not suffice.
@@ -141,14 +123,14 @@ def cache_bytes(config: PretrainedConfig, num_tokens: int) -> int:
 
 
 def _matrices(model: PreTrainedModel) -> Iterator[Tensor]:
-    """The parameters that multiply the states of tokens: not embeddings, nor the output."""
+    """The matrices of the layers: neither embeddings nor the output projection."""
     modules = [model.get_output_embeddings(), *(m for m in model.modules() if isinstance(m, nn.Embedding))]
     others = {id(parameter) for module in modules if module is not None for parameter in module.parameters()}
     return (p for p in model.parameters() if p.ndim > 1 and id(p) not in others)
 
 
 def _logit_bytes(model: PreTrainedModel) -> int:
-    """Bytes per token for its logits and their gradient, or logarithms; 0 where a model scores a few at a time."""
+    """Bytes of a token's logits and their gradient or logarithms; 0 if the model scores tokens in chunks."""
     return 0 if hasattr(model, "token_losses") else 2 * model.config.vocab_size * FLOAT_BYTES
 
 

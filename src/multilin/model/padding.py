@@ -1,7 +1,7 @@
-"""Padding after tokens: the tokens of each row are moved together, read, and the results put back into their columns.
+"""Padding after tokens: the tokens of each row are moved together and read, and the results moved back.
 
-Before the first token of a sequence padding is inert by itself. After a token it is not: a window would keep it in the
-place of a token.
+Padding before the first token of a sequence has no effect. After a token it has: a window would keep it instead of a
+token.
 """
 
 from typing import NamedTuple
@@ -11,12 +11,12 @@ from torch import Tensor
 
 
 def pads_after_tokens(mask: Tensor, is_start: bool, only_gaps: bool) -> bool:
-    """Whether padding follows a token; compiled code cannot look, and takes the answer that is right in any case.
+    """Whether padding follows a token; compiled code cannot look at the mask, and assumes the general case.
 
     Args:
         mask: (B, T) True for a token.
-        is_start: the rows have read nothing before.
-        only_gaps: padding counts only where another token of the row follows it.
+        is_start: the rows are at the start of a text.
+        only_gaps: ignore padding after the last token of a row.
     """
     if torch.compiler.is_compiling():
         return is_start and not only_gaps

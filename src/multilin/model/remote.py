@@ -1,8 +1,8 @@
-"""What lies beside a saved model, so that transformers alone can say what it needs: the package multilin.
+"""A file in the folder of a saved model, with which transformers finds out that the model needs the package multilin.
 
-transformers knows a model type of another package once that is imported. Without it, `config.json` points by `auto_map`
-to a file in the model's folder, which is run where `trust_remote_code=True` is given, and imports multilin; where that
-is not installed, transformers names it and how to install it.
+transformers knows a model type of another package after this package is imported. Otherwise `auto_map` in `config.json`
+names a file in the model's folder, which imports multilin and is run with `trust_remote_code=True`. If multilin is not
+installed, transformers says so.
 """
 
 from pathlib import Path

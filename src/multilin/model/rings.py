@@ -1,4 +1,4 @@
-"""The windows of a state in rings: laid out, grown, written in place; what a ring is, `multilin.ops.ring` says."""
+"""The windows of a state as rings (see `multilin.ops.ring`): laid out, grown, and written in place."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +12,7 @@ FEWEST_SLOTS = 256  # of a ring that is not yet full; doubled as tokens come
 
 
 def map_windows(function: Callable[..., Any], state: Any, *others: Any) -> Any:
-    """Apply a function to every window of a (nested) state and what stands in its place in the others."""
+    """Apply a function to every window of a (nested) state and to the values at the same place in the others."""
     if isinstance(state, Ring) or slots_of(state) is not None:
         return function(state, *others)
     if state is None or isinstance(state, Tensor):
@@ -21,7 +21,7 @@ def map_windows(function: Callable[..., Any], state: Any, *others: Any) -> Any:
 
 
 def to_ring(state: Any, num_read_B: Tensor, num_new: int) -> Any:
-    """A window as a ring with room for so many new tokens; a copy."""
+    """A copy of a window as a ring with room for `num_new` tokens."""
     slots = state.slots
     num_kept = getattr(state, slots.fields[0]).shape[1]
     num_slots = _enough_slots(num_read_B, num_new, num_kept)
@@ -34,7 +34,7 @@ def to_ring(state: Any, num_read_B: Tensor, num_new: int) -> Any:
 
 
 def from_ring(ring: Any) -> Any:
-    """The window of an op's own state, its tokens in their order; a copy."""
+    """A copy of a ring as a window with its tokens in their order."""
     if not isinstance(ring, Ring):
         return ring
     tokens, num_read_B, num_kept = ring
@@ -53,14 +53,14 @@ def from_ring(ring: Any) -> Any:
 
 
 def grow(ring: Any, num_new: int) -> Any:
-    """The ring with room for so many new tokens, as far as it keeps them; itself where there is room."""
+    """The ring with room for `num_new` tokens, up to the number that it keeps; itself if there is room."""
     if not isinstance(ring, Ring) or ring.num_slots == ring.num_kept:
         return ring
     return _with_slots(ring, _enough_slots(ring.num_read_B, num_new, ring.num_kept))
 
 
 def _with_slots(ring: Ring, num_slots: int) -> Ring:
-    """The ring with at least so many slots."""
+    """The ring with at least `num_slots` slots."""
     more = num_slots - ring.num_slots
     if more <= 0:
         return ring
@@ -73,9 +73,9 @@ def _with_slots(ring: Ring, num_slots: int) -> Ring:
 
 
 def write(ring: Any, new: Any, num_read_B: Tensor) -> Any:
-    """Put new tokens (B, T, ...), in a state of the same type, into their slots; what is no ring is replaced by them.
+    """Write new tokens (B, T, ...), in a state of the same type, into their slots; a value of another kind is replaced.
 
-    The ring is written in place; num_read_B counts the tokens read, these included.
+    The ring is written in place; num_read_B counts the tokens read, including the new tokens.
     """
     if not isinstance(ring, Ring):
         return new
@@ -98,7 +98,7 @@ def write(ring: Any, new: Any, num_read_B: Tensor) -> Any:
 
 
 def join_rings(state: Any, other: Any) -> Any:
-    """The rows of two (nested) states whose windows are rings, in one."""
+    """Two (nested) states whose windows are rings as one state with the rows of both."""
     if isinstance(state, Tensor):
         return torch.cat([state, other])
     if state is None or isinstance(state, int):
@@ -114,7 +114,7 @@ def join_rings(state: Any, other: Any) -> Any:
 
 
 def _enough_slots(num_read_B: Tensor, num_new: int, num_kept: int) -> int:
-    """The fewest slots, of 256, 512, ..., that hold all tokens; all on a device where looking costs a wait."""
+    """The smallest of 256, 512, ... slots that hold all tokens; `num_kept` on a GPU, where looking would wait."""
     if num_kept <= FEWEST_SLOTS or num_read_B.device.type != "cpu":
         return num_kept
     needed = int(num_read_B.max()) + num_new
@@ -126,7 +126,7 @@ def _map_slots(function: Callable[[str, Tensor], Tensor], state: Any) -> Any:
 
 
 def _nothing(name: str) -> float:
-    """What is in a field of this name where there is no token."""
+    """The value of an empty slot in a field of this name."""
     return -torch.inf if name.startswith("logits") else 0.0
 
 
@@ -136,7 +136,7 @@ def _take(tensor: Tensor, index_BS: Tensor) -> Tensor:
 
 
 def _lay_out(tensor: Tensor, state: Any) -> Tensor:
-    """The same (B, S, H, ...), where the op multiplies with them with the slots of each head side by side in memory."""
+    """The tensor (B, S, H, ...); if the op multiplies with it, the slots of each head lie side by side in memory."""
     if tensor.ndim < 4 or not state.slots.are_multiplied:
         return tensor
     return tensor.transpose(1, 2).contiguous().transpose(1, 2)

@@ -1,7 +1,7 @@
-"""The state of a text: what a model keeps of all it has read, in a size that does not grow."""
+"""The state of a text: a model's memory of all tokens that it has read, of constant size."""
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from multilin.errors import InputError
 from multilin.model.rings import from_ring, grow, join_rings, map_windows, to_ring, write
 from multilin.model.state_tree import map_tensors, named_tensors, with_tensors
-from multilin.ops.ring import Ring, slots_of
+from multilin.ops.ring import Ring
 
 LONGEST_STEP = 16  # new tokens that are read from rings; more are read faster from windows in their order
 
@@ -20,63 +20,30 @@ class LayerState(CacheLayerMixin):
 
     is_sliding = False
 
-    def __init__(self, value: Any = None) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.value = value
-
-    def map(self, function: Callable[[Tensor], Tensor]) -> None:
-        """Replace every tensor by the function of it."""
-        self.value = map_tensors(function, self.value)
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Row i becomes row beam_idx[i]."""
-        self.map(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep these rows."""
-        self.map(lambda tensor: tensor[indices])
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Every row this many times."""
-        self.map(lambda tensor: tensor.repeat_interleave(repeats, dim=0))
-
-    def reset(self) -> None:
-        """Back to the start of a text."""
-        self.value = None
-
-    def offload(self) -> None:
-        """Move to the CPU."""
-        self.map(lambda tensor: tensor.to("cpu", non_blocking=True))
+        self.value: Any = None
 
     def get_seq_length(self) -> int:
-        """Unknown to a layer; the TextState counts."""
+        """0: the TextState counts the tokens."""
         return 0
 
     def get_max_length(self) -> int:
-        """No limit of its own."""
+        """-1: no limit."""
         return -1
 
-    def get_max_cache_shape(self) -> int:
-        """As get_max_length, under the name of older transformers."""
-        return -1
+    get_max_cache_shape = get_max_length  # the name in older versions of transformers
 
     def get_mask_sizes(self, query_length: int, *_: Any) -> tuple[int, int]:
-        """Only the new tokens are masked."""
+        """The mask covers the new tokens only."""
         return query_length, 0
 
     def lazy_initialization(self, *_: Any) -> None:
-        """Nothing to prepare: the layer makes its state."""
+        """Do nothing: the model's layer makes the state."""
 
     def update(self, *_: Any, **__: Any) -> Any:
-        """Refused: there are no keys and values here."""
+        """Refuse keys and values, which a state does not have."""
         raise InputError("state: a multilin state holds no keys and values; models of other kinds cannot use it")
-
-
-class EarlierState(NamedTuple):
-    """The state before one call of the model: the columns read until then, and every layer's value."""
-
-    num_columns: int
-    values: list[Any]
 
 
 class TextState(Cache):
@@ -85,22 +52,26 @@ class TextState(Cache):
     A model reads it and leaves it changed in place (`model(ids, past_key_values=state)`), as transformers' caches are;
     `clone` first to keep a snapshot. `model.generate(ids, past_key_values=state)` continues from a clone by itself.
 
-    embedding: the state of the embedding, which knows what each row has read.
+    embedding: the state of the embedding, which counts and hashes the tokens of each row.
     layers: the states of the layers.
-    num_columns: columns of `input_ids` that were read into it, padding included; what transformers calls the length of
-        a cache.
+    num_columns: number of columns of `input_ids` that were read, padding included; transformers' length of a cache.
     """
 
     def __init__(self, num_layers: int) -> None:
         super().__init__(layers=[LayerState() for _ in range(num_layers)])
         self.embedding = LayerState()
         self.num_columns = 0
-        self._earlier: list[EarlierState] | None = None  # recorded, the oldest first; None: not recording
+        # The number of columns and the values before each recorded call, oldest first; None if not recording.
+        self._earlier: list[tuple[int, list[Any]]] | None = None
 
     @property
     def parts(self) -> list[LayerState]:
         """The state of the embedding, then those of the layers."""
         return [self.embedding, *self.layers]
+
+    @property
+    def _names(self) -> list[str]:
+        return ["embedding", *(f"layers.{index}" for index in range(len(self.layers)))]
 
     @property
     def values(self) -> list[Any]:
@@ -125,24 +96,16 @@ class TextState(Cache):
     @property
     def num_bytes(self) -> int:
         """Size of all tensors of `named_tensors`; rings that are not full yet take less memory."""
-        sizes: list[int] = []
-
-        def count(window: Any) -> None:
-            sizes.append(_window_bytes(window))
-
-        others = [map_windows(count, part.value) for part in self.parts]
-        return sum(sizes) + sum(tensor.nbytes for value in others for _, tensor in named_tensors(value, ""))
+        return sum(tensor.nbytes for _, tensor in self.named_tensors())
 
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Every tensor with its name, `layers.3.queries.logits_BSH`; the tokens of a window are in their order."""
-        names = ["embedding", *(f"layers.{index}" for index in range(len(self.layers)))]
-        for name, value in zip(names, self.values, strict=True):
+        for name, value in zip(self._names, self.values, strict=True):
             yield from named_tensors(value, name)
 
     def replace_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take tensors by their names in `named_tensors`, in place of those of a state that has read something."""
-        names = ["embedding", *(f"layers.{index}" for index in range(len(self.layers)))]
-        self.values = [with_tensors(value, name, tensors) for name, value in zip(names, self.values, strict=True)]
+        """Replace all tensors by those of the same names, see `named_tensors`."""
+        self.values = [with_tensors(value, name, tensors) for name, value in zip(self._names, self.values, strict=True)]
 
     def clone(self) -> "TextState":
         """An independent copy: a snapshot to come back to."""
@@ -153,7 +116,7 @@ class TextState(Cache):
         return self.clone()
 
     def fork(self, num_continuations: int) -> "TextState":
-        """A copy with every row this many times, neighbours first, to continue one text in several ways."""
+        """A copy with every row repeated in place this many times, to continue each text in several ways."""
         if num_continuations < 1:
             raise InputError(f"num_continuations: {num_continuations} given, but it must be at least 1")
         return self.map(lambda tensor: tensor.repeat_interleave(num_continuations, dim=0))
@@ -163,7 +126,7 @@ class TextState(Cache):
         return self.map(lambda tensor: tensor[rows])
 
     def join(self, other: "TextState") -> None:
-        """Append the rows of another state, which is used up."""
+        """Append the rows of another state, which must not be used afterwards."""
         if self.num_tokens is None or other.num_tokens is None:
             if self.num_tokens is None:
                 self.num_columns, self.values = other.num_columns, [part.value for part in other.parts]
@@ -180,36 +143,33 @@ class TextState(Cache):
         return self.map(lambda tensor: tensor.to(device, copy=True))
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "TextState":
-        """A new state whose tensors are the function of this one's."""
+        """A new state with the function applied to every tensor."""
         copy = TextState(len(self.layers))
         copy.num_columns = self.num_columns
-        copy.values = [map_tensors(function, part.value) for part in self.parts]
+        copy.values = self._mapped(function)
         return copy
+
+    def _mapped(self, function: Callable[[Tensor], Tensor]) -> list[Any]:
+        return [map_tensors(function, part.value) for part in self.parts]
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Row i becomes row beam_idx[i]."""
-        for part in self.parts:
-            part.reorder_cache(beam_idx)
+        self.values = self._mapped(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep these rows."""
-        for part in self.parts:
-            part.batch_select_indices(indices)
+        self.values = self._mapped(lambda tensor: tensor[indices])
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Every row this many times."""
-        for part in self.parts:
-            part.batch_repeat_interleave(repeats)
+        """Repeat every row this many times."""
+        self.values = self._mapped(lambda tensor: tensor.repeat_interleave(repeats, dim=0))
 
     def begin_reading(self, num_new: int, *, is_plain: bool) -> list[Any]:
-        """The values of all parts, to read so many new tokens with; `advance` takes those after them.
+        """The values of all parts before a call of the model; `advance` takes the values after it.
 
-        In a short plain reading windows are rings. These are written in place, which gradients and recorded states do
-        not allow, and traced graphs do not show.
-
-        Args:
-            num_new: columns.
-            is_plain: there is no padding, no document begins, and positions are counted.
+        In a call with few new columns, and plain (no padding, no document begins, positions are counted), windows are
+        rings, which are written in place. Gradients and recorded states do not allow that, and traced graphs do not
+        show it.
         """
         is_short = self.num_tokens is not None and num_new <= LONGEST_STEP
         is_traced = torch.is_grad_enabled() or torch.compiler.is_compiling()
@@ -226,32 +186,32 @@ class TextState(Cache):
             if isinstance(window, Ring)
             else to_ring(window, cast(Tensor, self.num_tokens), num_new)
         )
-        # What was made in inference mode can be changed there only.
+        # A tensor made in inference mode can be changed in inference mode only.
         is_locked = isinstance(ring, Ring) and ring.tokens[0].is_inference() and not torch.is_inference_mode_enabled()
         return map_tensors(torch.clone, ring) if is_locked else ring
 
     def advance(self, values: list[Any], num_columns: int) -> None:
-        """Take over every layer's value after a call of the model that read so many columns.
+        """Take the value of every part after a call of the model that read `num_columns` columns.
 
-        Where a part is a ring, the value holds the new tokens only, which are written into it.
+        The value of a ring holds the new tokens only, which are written into the ring.
         """
         if self._earlier is not None:
-            self._earlier.append(EarlierState(self.num_columns, self.values))
+            self._earlier.append((self.num_columns, self.values))
         num_read_B = values[0].num_read_B
         for part, value in zip(self.parts, values, strict=True):
             part.value = map_windows(lambda old, new: write(old, new, num_read_B), part.value, value)
         self.num_columns += num_columns
 
     def activate_past_recording(self) -> None:
-        """Keep the states before each further call, so that `crop` can go back to one of them."""
+        """Keep the state before each further call, so that `crop` can go back."""
         self._earlier = self._earlier or []
 
     def crop(self, tokens_to_remove: int) -> None:
         """Go back by at least -tokens_to_remove columns, to the state before one of the recorded calls.
 
-        A running summary cannot forget single tokens. So this takes back whole calls, and generate() reads the tokens
-        of the last one again that were to be kept: `num_columns` says where the state then stands. Recorded states
-        that no later `crop` can need are dropped. transformers' assisted decoding calls it after each round.
+        A running sum cannot forget single tokens. So this takes back whole calls, and generate() reads the tokens that
+        were to be kept again: they begin after `num_columns`. Recorded states that no later `crop` can need are
+        dropped. transformers' assisted decoding calls it after each round.
 
         Args:
             tokens_to_remove: number of columns, as a negative number or 0; transformers before 5.20 gives the positive
@@ -266,44 +226,28 @@ class TextState(Cache):
                 self._earlier.clear()
             return
         while self._earlier:
-            earlier = self._earlier.pop()
-            if earlier.num_columns <= kept:
-                self.num_columns, self.values = earlier
+            num_columns, values = self._earlier.pop()
+            if num_columns <= kept:
+                self.num_columns, self.values = num_columns, values
                 self._earlier.clear()
                 return
         raise InputError("state: tokens cannot be taken back; clone the state first and continue from the clone")
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Columns read, padding included (`num_columns`); see `num_tokens` for the tokens of each row."""
+        """Number of columns read, padding included (`num_columns`); see `num_tokens` for the tokens of each row."""
         return self.num_columns
 
     def reset(self) -> None:
-        """Back to the start of a text."""
-        for part in self.parts:
-            part.reset()
-        self.num_columns = 0
+        """Go back to the start of a text."""
+        self.num_columns, self.values = 0, [None] * len(self.parts)
         self._earlier = None if self._earlier is None else []
 
 
-def _window_bytes(window: Any) -> int:
-    if not isinstance(window, Ring):
-        return sum(tensor.nbytes for tensor in window)
-    slots = slots_of(window.tokens)
-    assert slots is not None
-    sizes = ((name, tensor.nbytes) for name, tensor in window.tokens._asdict().items())
-    return sum(size // window.num_slots * window.num_kept if name in slots.fields else size for name, size in sizes)
-
-
 def open_state(given: TextState | None, num_layers: int, num_batch: int) -> TextState:
-    """The state to read on from: the one given, or that at the start of a text.
-
-    Args:
-        given: what the caller passed as `past_key_values`.
-        num_layers: of the model.
-        num_batch: rows that are read.
+    """The state in the caller's `past_key_values`, or without one the state at the start of a text.
 
     Raises:
-        InputError: not a TextState, or one of another model or of another number of rows.
+        InputError: not a TextState, or a state of another number of layers or rows.
     """
     if given is None:
         return TextState(num_layers)

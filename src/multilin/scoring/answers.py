@@ -1,4 +1,4 @@
-"""How often a causal language model answers right where a sequence asks."""
+"""The accuracy of a causal language model on the answers of synthetic tasks."""
 
 import dataclasses
 
@@ -15,26 +15,22 @@ from multilin.ops.threads import adapt
 
 @dataclasses.dataclass(frozen=True)
 class Answers:
-    """A model's score on the asked tokens."""
+    """A model's score on the answers."""
 
-    loss: float  # mean nats per asked token
-    accuracy: float  # share of them that the model finds likeliest
-    asked: int  # asked tokens
+    loss: float  # mean nats per token of an answer
+    accuracy: float  # share of these tokens that the model finds likeliest
+    asked: int  # number of these tokens
 
 
 def score_answers(
-    model: PreTrainedModel,
-    sequences: Dataset[dict[str, Tensor]],
-    *,
-    number: int,
-    batch_size: int = 32,
+    model: PreTrainedModel, sequences: Dataset[dict[str, Tensor]], *, number: int, batch_size: int = 32
 ) -> Answers:
     """Score a model on the first `number` sequences.
 
     Args:
-        model: on any device; its training mode is left as it was.
-        sequences: items {"input_ids", "labels"}, (T,) each, the label a token where it is asked, else IGNORED_LABEL.
-        number: sequences to score.
+        model: the model, on any device; its training mode is left as it was.
+        sequences: items {"input_ids", "labels"}, (T,) each; the label is the token in answers, else IGNORED_LABEL.
+        number: number of sequences to score.
         batch_size: sequences per call.
     """
     device = next(model.parameters()).device

@@ -31,10 +31,11 @@ class Evaluation:
 
 
 class Scored(NamedTuple):
-    """Losses of some tokens.
+    """Losses of N tokens.
 
-    places: (N,) where each stands in the packed text. contexts: how many tokens of its document were read before it,
-    the start token included. losses: -ln p, float64.
+    places: (N,) place of each token in the packed text.
+    contexts: (N,) number of tokens of its document that were read before it, the start token included.
+    losses: (N,) -ln p, float64.
     """
 
     places: NDArray[np.int64]
@@ -43,10 +44,10 @@ class Scored(NamedTuple):
 
 
 def token_losses(model: PreTrainedModel, input_ids: Tensor, document_ids: Tensor) -> Tensor:
-    """(B, T - 1) float32: -ln p of every token but the first, given those before it in its row.
+    """(B, T - 1) float32: -ln p of every token but the first, given the tokens before it in its row.
 
-    A model with a method of this name is asked for them, so that one which packs texts can keep them apart and none of
-    its logits need to exist at once. Of any other model the logits are turned into losses row by row.
+    A model with a method `token_losses` computes them itself: it can keep packed documents apart and needs no memory
+    for all logits. For any other model the logits are turned into losses row by row.
 
     Args:
         model: a causal language model.
@@ -65,10 +66,10 @@ def token_losses(model: PreTrainedModel, input_ids: Tensor, document_ids: Tensor
 
 
 def evaluate(model: PreTrainedModel, packed: PackedText, **options: Any) -> Evaluation:
-    """The score of a model on a packed text: `read_blocks`, whose arguments and errors it has, summed up.
+    """The score of a model on a packed text; same arguments and errors as `read_blocks`.
 
     Raises:
-        InputError: also where there is no token to score.
+        InputError: also if there is no token to score.
     """
     nats, tokens, counted = 0.0, 0, 0
     for part in read_blocks(model, packed, **options):
@@ -94,9 +95,9 @@ def read_blocks(
     Args:
         model: a causal language model of transformers, on any device; its training mode is left as it was.
         packed: the text, packed with the model's tokenizer.
-        block_size: tokens a model reads at once, the first of a block unscored (but the last of the block before it).
+        block_size: tokens a model reads at once; the first token of a block is scored as the last of the block before.
         batch_size: blocks per call.
-        max_tokens: score at least this many tokens of evenly spaced blocks, if the text has them, instead of all.
+        max_tokens: score only evenly spaced blocks with at least this many tokens; None scores all blocks.
         progress: called after each batch with the number of blocks done.
 
     Raises:
@@ -137,7 +138,7 @@ def _check(model: PreTrainedModel, packed: PackedText, block_size: int) -> None:
 
 
 def chosen_blocks(count: int, block_size: int, max_tokens: int | None) -> list[int]:
-    """The blocks of `count` that hold at least `max_tokens` scored tokens, evenly spaced; all without a number."""
+    """Evenly spaced numbers below `count` of blocks with at least `max_tokens` scored tokens; with None, all."""
     wanted = count if max_tokens is None else max(1, math.ceil(max_tokens / (block_size - 1)))
     if wanted >= count:
         return list(range(count))
@@ -145,10 +146,10 @@ def chosen_blocks(count: int, block_size: int, max_tokens: int | None) -> list[i
 
 
 def summarise(nats: float, tokens: int, size: int) -> Evaluation:
-    """The score of so many tokens of so many bytes, whose losses sum up to `nats`.
+    """The score of `tokens` tokens, which stand for `size` bytes and whose losses sum up to `nats`.
 
     Raises:
-        InputError: there are none.
+        InputError: there is no token.
     """
     if tokens == 0 or size == 0:
         raise InputError("there is no token to score: the text holds nothing but document starts")

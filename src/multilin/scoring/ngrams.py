@@ -1,4 +1,4 @@
-"""Interpolated n-gram models: what counting neighbours alone predicts, as a mark for every trained model."""
+"""Interpolated n-gram models, a baseline for trained models."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,14 +18,14 @@ class NgramModel:
 
         p(w | h) = (c(h, w) + T(h) p(w | h')) / (N(h) + T(h)),
 
-    where h' is h without its oldest token; below the empty context stands the uniform distribution over the vocabulary,
-    and an unseen context passes p(w | h') on. Only tokens of texts are predicted; contexts end at a document's start.
+    where h' is h without its oldest token. The empty context is interpolated with the uniform distribution over the
+    vocabulary, and an unseen context has p(w | h'). Start tokens are not predicted, and no context crosses them.
 
     Source: Chen & Goodman 1999, "An empirical study of smoothing techniques for language modeling", section 2.4.
     """
 
     def __init__(self, train: TrainText, order: int) -> None:
-        """Count the n-grams of `train` up to `order` (1, 2 or 3); memory about 100 bytes per training token.
+        """Count the n-grams of `train` up to `order` (1, 2 or 3), with about 100 bytes of memory per training token.
 
         Raises:
             InputError: another order, or a vocabulary too large for it.
@@ -65,7 +65,7 @@ class NgramModel:
 def text_ngrams(packed: PackedText, order: int) -> NDArray[np.int64]:
     """(N, order) the n-grams that end in a text token, oldest token first.
 
-    Before a document's start token stands the same token again, so that no context reaches into another document.
+    The start token is repeated before the start of a document, so that no context reaches into another document.
     """
     tokens, starts = packed.tokens.astype(np.int64), packed.document_starts
     ends = np.delete(np.arange(len(tokens)), starts)

@@ -126,7 +126,7 @@ def _dotted(*parts: str) -> str:
 
 
 def _accepted(error: Any) -> str:
-    """What a value should be, by pydantic's words for what it is not."""
+    """The accepted values, in words, from an error of pydantic."""
     bounds = {
         "greater_than": "above {gt}",
         "greater_than_equal": "at least {ge}",

@@ -77,7 +77,7 @@ def _check_path(value: str) -> str:
 
 
 PathText = Annotated[str, AfterValidator(_check_path)]
-"""Path of a file or folder, or what else is looked for by its name."""
+"""Path of a file or folder, or the name of something that is looked up."""
 Names = Annotated[list[PathText], MaxLen(100)]  # several of them
 Mixture = Annotated[dict[PathText, Positive], MinLen(1), MaxLen(100)]  # several of them, each with a weight
 Name = Annotated[str, MaxLen(100)]  # of a field, a row or a task
@@ -85,7 +85,7 @@ Prose = Annotated[str, MaxLen(2**20)]  # text for a model to read, as a command 
 
 
 def _check_plain(section: Mapping[str, Any]) -> Any:
-    """Refuse what is no plain data, or too much of it; without recursion, which could itself run too deep."""
+    """Refuse values that are no plain data, or too many; without recursion, which could itself run too deep."""
     rest: list[tuple[Any, int]] = [(section, 1)]
     for _ in range(_MOST_VALUES):
         if not rest:

@@ -5,11 +5,13 @@ other kinds, repeated names and several documents in a file are refused, and num
 one and 12:30 is none. `to_yaml` writes what `parse_yaml` reads back.
 """
 
+import itertools
 import json
 import os
 import re
 import stat
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +33,11 @@ _MOST_EVENTS, _DEEPEST, _MOST_DIGITS = 100_000, 50, 100
 
 
 def check_regular(path: str | Path, name: str) -> None:
-    """Refuse what is no regular file, without opening it: a pipe without a writer would never answer.
+    """Refuse a path that is no regular file, without opening it: opening a pipe without a writer would never return.
 
     Args:
-        path: of the file.
-        name: what the message begins with: a field, or a flag; empty where the caller adds it.
+        path: path of the file.
+        name: the setting or flag that gave the path, with which the message begins; empty if the caller adds it.
 
     Raises:
         InputError: there is no such file, or it is a folder, a device or a pipe.
@@ -54,11 +56,7 @@ def _subject(path: str | Path, name: str) -> str:
 
 
 def read_bytes(path: str | Path, name: str, limit: int) -> bytes:
-    """The content of a regular file.
-
-    Args:
-        path, name: see `check_regular`.
-        limit: most bytes to read.
+    """The content of a regular file of at most `limit` bytes.
 
     Raises:
         InputError: as `check_regular`; or the file cannot be read, or is larger.
@@ -87,10 +85,10 @@ def read_json(path: str | Path, name: str, limit: int = MEGABYTE) -> Any:
 
 
 def check_model_files(folder: Path, name: str) -> None:
-    """Refuse what in a folder of Hugging Face's layout would hang or fill the memory of whoever opens it.
+    """Refuse a folder of Hugging Face's layout with files that could not be opened, or would fill the memory.
 
     Raises:
-        InputError: a file of the model or tokenizer that is no regular one, is too large, or no sensible JSON.
+        InputError: a file of the model or tokenizer is not regular, is too large, or is no valid JSON.
     """
     for path in sorted(folder.iterdir()):
         if path.name in _CONFIGS:
@@ -110,15 +108,11 @@ def _read_text(path: str | Path, name: str, limit: int) -> str:
 
 
 def parse_json(text: str | bytes, where: str) -> Any:
-    """The plain data of a JSON text.
-
-    Args:
-        text: its size is bounded by the caller.
-        where: what the message begins with.
+    """The plain data of a JSON text, whose size the caller has checked.
 
     Raises:
         InputError: no JSON, lists and objects in more than 50 levels, a name that occurs twice, nan or infinity, or an
-            integer of more than 100 digits.
+            integer of more than 100 digits; the message begins with `where`.
     """
     try:
         value = json.loads(text, object_pairs_hook=_object, parse_int=_integer, parse_constant=_refuse_constant)
@@ -157,14 +151,10 @@ def _is_deep(value: Any, levels: int = _DEEPEST) -> bool:
 
 
 def parse_yaml(text: str, where: str) -> Any:
-    """The plain data of a YAML text.
-
-    Args:
-        text: at most LARGEST_YAML characters.
-        where: what the message begins with.
+    """The plain data of a YAML text of at most LARGEST_YAML characters.
 
     Raises:
-        InputError: no YAML, or more of it than the top of this file allows.
+        InputError: no YAML, or YAML that this module does not accept; the message begins with `where`.
     """
     if len(text) > LARGEST_YAML:
         raise InputError(f"{where}: {len(text)} characters given, but YAML of at most {LARGEST_YAML} is read")
@@ -182,49 +172,44 @@ def to_yaml(value: Any) -> str:
 
 
 class _Refused(ValueError):
-    """YAML, but not the plain part of it."""
+    """YAML outside the plain part that is read."""
 
 
 def _build(text: str) -> Any:
     """The value that the parser's events describe; nothing is built before its event is checked."""
-    top: list[Any] = []
-    open_values: list[Any] = [top]
-    names: list[Any] = [None]  # of each open section, the name whose value comes next
-    for count, event in enumerate(yaml.parse(text, Loader=_PARSER)):
-        place = f"line {event.start_mark.line + 1}"  # type: ignore[union-attr]
-        if count > _MOST_EVENTS or len(open_values) > _DEEPEST:
-            raise _Refused(f"{place} is beyond the {_DEEPEST} levels and {_MOST_EVENTS:,} values that are read")
-        if isinstance(event, yaml.AliasEvent):
-            raise _Refused(f"{place} repeats a value by an alias (*{shorten(str(event.anchor))}); write it out")
-        if isinstance(event, yaml.CollectionEndEvent):
-            open_values.pop()
-            names.pop()
-        elif isinstance(event, yaml.NodeEvent):
-            value = _value(event, place)
-            if isinstance(open_values[-1], dict) and names[-1] is None:
-                _check_name(value, open_values[-1], place)
-                names[-1] = value
-                continue
-            if isinstance(open_values[-1], dict):
-                open_values[-1][names[-1]], names[-1] = value, None
-            else:
-                open_values[-1].append(value)
-            if isinstance(event, yaml.CollectionStartEvent):
-                open_values.append(value)
-                names.append(None)
-    if len(top) > 1:
-        raise _Refused(f"{len(top)} documents given, separated by ---; give one")
-    return top[0] if top else None
+    events = zip(itertools.count(), yaml.parse(text, Loader=_PARSER))
+    values = [_value(count, event, events, 1) for count, event in events if isinstance(event, yaml.NodeEvent)]
+    if len(values) > 1:
+        raise _Refused(f"{len(values)} documents given, separated by ---; give one")
+    return values[0] if values else None
 
 
-def _value(event: Any, place: str) -> Any:
-    """The number, text, or still empty list or section that begins with an event."""
+def _value(count: int, event: Any, events: Iterator[tuple[int, Any]], level: int) -> Any:
+    """The number, text, list or section that begins with an event, in this level of lists and sections."""
+    place = f"line {event.start_mark.line + 1}"
+    if count > _MOST_EVENTS or level > _DEEPEST:
+        raise _Refused(f"{place} is beyond the {_DEEPEST} levels and {_MOST_EVENTS:,} values that are read")
+    if isinstance(event, yaml.AliasEvent):
+        raise _Refused(f"{place} repeats a value by an alias (*{shorten(str(event.anchor))}); write it out")
     if event.tag not in (None, "!", _TAG + "str"):
         raise _Refused(f"{place} has the tag {shorten(event.tag)}, but only plain data is read")
-    if isinstance(event, yaml.MappingStartEvent):
-        return {}
+    if isinstance(event, yaml.ScalarEvent):
+        return _scalar(event, place)
+    parts = itertools.takewhile(lambda part: not isinstance(part[1], yaml.CollectionEndEvent), events)
     if isinstance(event, yaml.SequenceStartEvent):
-        return []
+        return [_value(*part, events, level + 1) for part in parts]
+    section: dict[str, Any] = {}
+    for part in parts:
+        name, place = _value(*part, events, level + 1), f"line {part[1].start_mark.line + 1}"
+        if not isinstance(name, str):
+            raise _Refused(f"{place} has the name {shown(name)}, but names should be texts")
+        if name in section:
+            raise _Refused(f"{place} gives {shown(name)} a second time")
+        section[name] = _value(*next(events), events, level + 1)
+    return section
+
+
+def _scalar(event: yaml.ScalarEvent, place: str) -> Any:
     text = str(event.value)
     kind = next((kind for kind, (pattern, _) in _PLAIN.items() if pattern.fullmatch(text)), None)
     if not event.implicit[0] or kind is None:
@@ -235,13 +220,6 @@ def _value(event: Any, place: str) -> Any:
     if kind in ("null", "bool"):
         return {"true": True, "false": False}.get(text)
     return int(numeral) if kind == "int" else float(numeral)
-
-
-def _check_name(name: Any, section: dict[str, Any], place: str) -> None:
-    if not isinstance(name, str):
-        raise _Refused(f"{place} has the name {shown(name)}, but names should be texts")
-    if name in section:
-        raise _Refused(f"{place} gives {shown(name)} a second time")
 
 
 _PARSER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)

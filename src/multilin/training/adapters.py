@@ -15,11 +15,9 @@ from multilin.training.recipe import Recipe
 
 
 def add_adapters(model: PreTrainedModel, recipe: Recipe) -> None:
-    """Put the adapters of a recipe into its model, which from then on trains them alone.
+    """Put the adapters of a recipe into its model, of which training then changes the adapters only.
 
-    Args:
-        model: changed in place; an update begins at zero, A is drawn from torch's global random numbers.
-        recipe: with every default filled in and `training.lora`.
+    The updates begin at zero, with matrices A drawn from torch's global generator.
 
     Raises:
         InputError: no model to start from, PEFT is missing, no such targets, or an arithmetic that adapters cannot be
@@ -46,10 +44,7 @@ def add_adapters(model: PreTrainedModel, recipe: Recipe) -> None:
 def save_adapters(model: PreTrainedModel, folder: Path, weights: Mapping[str, Any] | None = None) -> None:
     """Write the adapters in a model as PEFT does: adapter_config.json and adapter_model.safetensors.
 
-    Args:
-        model: with adapters.
-        folder: exists.
-        weights: of the model, gathered from all devices; None takes its own.
+    `weights` are the model's weights, gathered from all devices; None takes the weights of this process.
 
     Raises:
         OSError: the folder cannot be written.
@@ -61,6 +56,6 @@ def save_adapters(model: PreTrainedModel, folder: Path, weights: Mapping[str, An
 
 
 def in_model(tensors: dict[str, Tensor], model: PreTrainedModel) -> dict[str, Tensor]:
-    """The weights in a file of adapters by their names in the model."""
+    """The weights of a file of adapters, under their names in the model."""
     own = {file_name(name): name for name in model.state_dict() if is_adapter_weight(name)}
     return {own.get(name, name.removeprefix(PREFIX)): tensor for name, tensor in tensors.items()}

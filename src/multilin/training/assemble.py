@@ -20,9 +20,8 @@ from multilin.inference.runs import read_config
 from multilin.model.factory import create_config, create_model
 from multilin.model.memory import FLOAT_BYTES, ID_BYTES, activation_bytes, check_memory, parameter_bytes
 from multilin.training.adapters import add_adapters
-from multilin.training.mixing import MixedOrder
 from multilin.training.optimizers import OPTIMIZERS
-from multilin.training.order import BlockOrder
+from multilin.training.order import BlockOrder, MixedOrder
 from multilin.training.precision import autocast_dtype, set_arithmetic
 from multilin.training.processes import num_processes
 from multilin.training.recipe import Recipe
@@ -34,9 +33,9 @@ def read_text(recipe: Recipe, progress: Progress = no_progress, run: Path | None
     """The tokenizer, and the packed training and validation text.
 
     Args:
-        recipe: names them.
+        recipe: the recipe, with the sources and the tokenizer.
         progress: called now and then.
-        run: a run of the recipe, or its checkpoint: has the tokenizer of the model that the run started from.
+        run: folder of a run of the recipe, or of its checkpoint, whose tokenizer replaces that of `model.start`.
 
     Raises:
         InputError: the text cannot be read, or holds less than one block of training text.
@@ -51,7 +50,7 @@ def read_text(recipe: Recipe, progress: Progress = no_progress, run: Path | None
     check_cuts(text.train, recipe.model.n_positions, "data.source")
     other = "data.source (validation part)" if recipe.data.validation is None else "data.validation"
     check_cuts(text.validation, recipe.model.n_positions, other)
-    if text.train.is_answer is None and text.train.num_tokens < recipe.model.n_positions:
+    if not text.train.description.is_chat and text.train.num_tokens < recipe.model.n_positions:
         raise InputError(
             f"data.source: {source} holds {plural(text.train.num_tokens, 'token')} to train on, less than one "
             f"block of model.n_positions = {recipe.model.n_positions}; give more text or a smaller block"
@@ -73,12 +72,12 @@ def read_data(recipe: Recipe, progress: Progress = no_progress, run: Path | None
 
 
 def check_model(recipe: Recipe, vocab_size: int | None = None, checkpoint: Path | None = None) -> None:
-    """Build the model without memory, so that what does not fit it, or this machine, is refused before any other work.
+    """Refuse a model that cannot be built or does not fit this machine, before any other work; takes no memory.
 
     Args:
         recipe: with every default filled in.
-        vocab_size: of the text's tokenizer; None, before it is there, takes the recipe's.
-        checkpoint: of the run that goes on, which then needs the model it started from for adapters only.
+        vocab_size: size of the text's tokenizer; None takes the recipe's.
+        checkpoint: of a resumed run, which needs the model that it started from for adapters only.
 
     Raises:
         InputError: sizes or options that do not fit, gradients that cannot be normalised layer by layer, or a model
@@ -125,12 +124,12 @@ def _check_memory(recipe: Recipe, model: PreTrainedModel) -> None:
 
 
 def build_model(recipe: Recipe, text: PreparedText | TaskText, checkpoint: Path | None = None) -> PreTrainedModel:
-    """The model for this text: freshly initialised from torch's global random numbers, or that of model.start.
+    """The model for this text: initialised from torch's global generator, or the model of model.start.
 
     Args:
         recipe: with every default filled in.
-        text: to be trained on.
-        checkpoint: of the run that goes on, which brings the weights later.
+        text: the text to train on.
+        checkpoint: of a resumed run, whose weights are loaded later.
 
     Raises:
         InputError: the model to start from was trained with another tokenizer.
@@ -160,7 +159,7 @@ def build_model(recipe: Recipe, text: PreparedText | TaskText, checkpoint: Path 
 
 
 def create_network(recipe: Recipe, vocab_size: int, checkpoint: Path | None) -> PreTrainedModel:
-    """A new model of a recipe's sizes, or of those of the model it starts from; its weights are drawn at random."""
+    """A new model of the sizes in a recipe, or of the model it starts from, with random weights."""
     model = recipe.model
     if model.start is not None:
         is_whole = checkpoint is not None and recipe.training.lora is None
@@ -187,13 +186,12 @@ def training_order(recipe: Recipe, model: PreTrainedModel, text: PreparedText | 
     assert plan.global_batch_size is not None, "training needs a recipe that was resolved"
     length = plan.max_steps * plan.global_batch_size
     fields = [field for field in blocks[0] if field not in _unread(model)]
-    if isinstance(blocks, MixedBlocks):
-        return MixedOrder(blocks, seed=plan.seed, length=length, fields=fields)
-    return BlockOrder(blocks, seed=plan.seed, length=length, fields=fields)
+    kind: type[BlockOrder] = MixedOrder if isinstance(blocks, MixedBlocks) else BlockOrder
+    return kind(blocks, seed=plan.seed, length=length, fields=fields)
 
 
 def packing_remark(recipe: Recipe, model: PreTrainedModel) -> str | None:
-    """A warning about a model that cannot tell the documents of a block apart; None for one that can."""
+    """A warning if the model cannot tell the documents of a block apart, else None."""
     if not is_task(recipe.data.name) and (unread := _unread(model)):
         names = ", ".join(unread)
         return f"{recipe.model.architecture} does not take {names}: documents packed into one block see each other"
@@ -207,7 +205,7 @@ def _unread(model: PreTrainedModel) -> list[str]:
 
 
 def training_arguments(recipe: Recipe, model: PreTrainedModel, output: Path) -> TrainingArguments:
-    """The recipe in the words of transformers' Trainer.
+    """The recipe as the arguments of transformers' Trainer.
 
     The optimizer and its schedule are built by our trainer; logging, validating and saving are decided by our callback.
     """
@@ -246,7 +244,7 @@ def _smooths_labels(model: PreTrainedModel) -> bool:
 
 
 def _check_normalized_gradients(recipe: Recipe, model: PreTrainedModel) -> None:
-    """The gradients of different layers then have scales of their own, which not everything stands."""
+    """Refuse settings that need the gradients of all layers at one common scale."""
     able = [name for name, kind in OPTIMIZERS.items() if kind.normalizes]
     reason = ""
     if not hasattr(model.base_model, "normalizes_gradients"):

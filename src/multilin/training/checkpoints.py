@@ -6,7 +6,6 @@ SIGKILL leaves the one before it as the newest. Its checksums.json shows whether
 
 import contextlib
 import dataclasses
-import hashlib
 import json
 import re
 import shutil
@@ -20,19 +19,19 @@ from safetensors.torch import load_file, save_file
 from transformers import TrainerState
 
 from multilin.errors import as_input_error, shown
-from multilin.files import atomic_folder, partial_path, remove_partials
+from multilin.files import atomic_folder, checksum, partial_path, remove_partials
 from multilin.settings.inputs import check_regular
 
 CHECKSUMS = "checksums.json"
 STATE = "trainer_state.json"
-LARGEST_NUMBER = 2**62  # of those that a checkpoint holds
+LARGEST_NUMBER = 2**62  # in the JSON files of a checkpoint
 # safetensors reports a failed write, a full disk for one, by an exception of its own.
 WRITE_ERRORS = (OSError, SafetensorError)
 _COMPLETE = re.compile(r"checkpoint-(\d+)")
 
 
 def checkpoint_step(path: Path) -> int:
-    """The step a checkpoint folder was written after."""
+    """The step of a checkpoint folder."""
     return int(path.name.removeprefix("checkpoint-"))
 
 
@@ -48,7 +47,7 @@ def checkpoint_folder(folder: Path, step: int) -> Path:
 
 
 def partial_folder(folder: Path, step: int) -> Path:
-    """Where all processes of a run write the checkpoint of a step before it is published."""
+    """The folder in which all processes of a run write a checkpoint before it is published."""
     return partial_path(checkpoint_folder(folder, step), "run")
 
 
@@ -56,14 +55,14 @@ def partial_folder(folder: Path, step: int) -> Path:
 def published(folder: Path, step: int, keep: int) -> Iterator[Path]:
     """A new folder to write a checkpoint into; leaving the block without an error publishes it.
 
-    Then all but the newest `keep` checkpoints go, and those of later steps: a run that went on from an earlier one, as
-    they were damaged, leaves them behind. After an error nothing of the new one remains.
+    Then all but the newest `keep` checkpoints are removed, and all checkpoints of later steps: a run leaves them behind
+    when it goes on from an earlier one because they are damaged. After an error the new folder is removed.
     """
     remove_partials(folder)
     with atomic_folder(checkpoint_folder(folder, step), partial_folder(folder, step)) as partial:
         yield partial
         files = sorted(path for path in partial.rglob("*") if path.is_file())
-        write_json(partial / CHECKSUMS, {path.relative_to(partial).as_posix(): _checksum(path) for path in files})
+        write_json(partial / CHECKSUMS, {path.relative_to(partial).as_posix(): checksum(path) for path in files})
     up_to_this = [path for path in checkpoints(folder) if checkpoint_step(path) <= step]
     for path in checkpoints(folder):
         if path not in up_to_this[-keep:]:
@@ -71,28 +70,23 @@ def published(folder: Path, step: int, keep: int) -> Iterator[Path]:
 
 
 def find_damage(checkpoint: Path) -> str | None:
-    """The first file of a checkpoint that is not as it was written, and what is wrong; None if there is none."""
+    """The first file of a checkpoint that does not match its checksum, in words; None if there is none."""
     try:
         sums = json.loads((checkpoint / CHECKSUMS).read_bytes())
     except (OSError, ValueError, RecursionError):
         sums = None
     if not isinstance(sums, dict) or STATE not in sums:
         return f"{CHECKSUMS} is {'damaged' if (checkpoint / CHECKSUMS).exists() else 'missing'}"
-    for name, checksum in sums.items():
+    for name, expected in sums.items():
         path = checkpoint / name
         try:
             if not path.is_file():
                 return f"{name} is missing"
-            if _checksum(path) != checksum:
+            if checksum(path) != expected:
                 return f"{name} is damaged"
         except OSError as error:
             return f"{name} cannot be read ({error.strerror})"
     return None
-
-
-def _checksum(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def write_optimizer(folder: Path, state: dict[str, Any]) -> None:
@@ -129,14 +123,8 @@ def read_groups(folder: Path) -> list[dict[str, Any]]:
 
 def check_groups(saved: list[dict[str, Any]], own: list[dict[str, Any]]) -> None:
     """Refuse groups of parameters with other settings than the optimizer's own, see `check_like`."""
-
-    def plain(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        return [
-            {name: list(v) if isinstance(v, tuple) else v for name, v in group.items() if name != "params"}
-            for group in groups
-        ]
-
-    check_like(plain(saved), plain(own), "groups")
+    saved, own = ([{k: v for k, v in group.items() if k != "params"} for group in groups] for groups in (saved, own))
+    check_like(saved, own, "groups")
 
 
 def read_tensors(path: Path) -> dict[str, torch.Tensor]:
@@ -159,7 +147,7 @@ def read_json(path: Path) -> Any:
 
 
 def loading(path: Path) -> contextlib.AbstractContextManager[None]:
-    """A block that uses the content of this file: errors about content of the wrong kind become one sentence."""
+    """A block that uses the content of this file: all errors inside become one sentence."""
     return as_input_error(
         lambda reason: (
             f"checkpoint {path.parent}: {path.name} cannot be read ({reason}); delete this folder to resume "
@@ -169,7 +157,7 @@ def loading(path: Path) -> contextlib.AbstractContextManager[None]:
 
 
 def check_trainer_state(checkpoint: Path) -> None:
-    """Refuse a state of transformers' Trainer that it would not accept, or of another step.
+    """Refuse a state that transformers' Trainer would not accept, or that belongs to another step.
 
     Raises:
         InputError: values are missing or of a wrong type.
@@ -183,9 +171,9 @@ def check_trainer_state(checkpoint: Path) -> None:
 
 
 def check_like(value: Any, own: Any, name: str = "") -> None:
-    """Refuse plain data that has other lengths or types than our own; empty lists may be filled.
+    """Refuse plain data with other lengths or types than our own; where ours is an empty list, any list is accepted.
 
-    Names that only one of them has are left to whoever loads it: other versions of PyTorch write some more or less.
+    Names that only one side has are not checked, as other versions of PyTorch write some more or fewer.
 
     Raises:
         ValueError: what differs.
@@ -193,7 +181,7 @@ def check_like(value: Any, own: Any, name: str = "") -> None:
     if isinstance(own, dict) and isinstance(value, dict):
         for key in own.keys() & value.keys():
             check_like(value[key], own[key], f"{name}.{key}".strip("."))
-    elif isinstance(own, list | tuple) and isinstance(value, list):
+    elif isinstance(own, list | tuple) and isinstance(value, list | tuple):
         if own and len(own) != len(value):
             raise ValueError(f"{name} has {len(value)} entries")
         for index, (entry, like) in enumerate(zip(value, own, strict=False)):

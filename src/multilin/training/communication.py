@@ -49,7 +49,7 @@ def average(state: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor
 
 
 def compress_gradients(wrapped: Any) -> Any:
-    """The model as accelerate wrapped it, its gradients travelling as int8; a model on one device stays as it is.
+    """Have a model that accelerate wrapped send its gradients as int8; a model on one device stays as it is.
 
     Raises:
         InputError: it is distributed in another way than by DistributedDataParallel.

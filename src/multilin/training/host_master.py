@@ -16,7 +16,7 @@ from multilin.training.recipe import TrainingRecipe
 
 
 class Link:
-    """The way between host memory and a device; everything that crosses passes through it."""
+    """Copies tensors between host memory and a device."""
 
     def __init__(self, device: torch.device | str) -> None:
         self.device = torch.device(device)
@@ -44,13 +44,10 @@ class HostMaster:
     """
 
     def __init__(self, model: PreTrainedModel, link: Link, *, rounds_gradients: bool = True) -> None:
-        """Set up the copy.
+        """Set up the copy of a model with int8 products.
 
-        Args:
-            model: in host memory, with int8 products.
-            link: to the device.
-            rounds_gradients: false brings gradients back as floats: four times the bytes, and the same results as
-                training without any of this.
+        Without `rounds_gradients` they are copied back as floats: four times the bytes, and the same results as
+        training on the device alone.
         """
         self.model, self.link, self.rounds_gradients = model, link, rounds_gradients
         in_int8 = {id(module.weight) for module in matrix_modules(model)}
@@ -114,7 +111,7 @@ class HostMaster:
 
 
 def check_host_master(plan: TrainingRecipe, devices: PartialState) -> None:
-    """Refuse a run that cannot keep its floats in host memory.
+    """Refuse settings and machines with which the float weights cannot stay in host memory.
 
     Raises:
         InputError: the layers' matrices are not int8, or there is more than one device.

@@ -22,13 +22,13 @@ LOCK_FILE = ".multilin.lock"
 
 @contextlib.contextmanager
 def locked_folder(path: str | Path) -> Iterator[None]:
-    """Keep other processes that ask for the same lock out of a folder, which is made if it does not exist.
+    """Lock a folder, which is made if it does not exist.
 
-    The operating system holds the lock, on a hidden file, and gives it back when this process ends, however it ends. A
-    folder that was made and stayed empty is removed again.
+    The operating system holds the lock, on a hidden file, and releases it when this process ends, however it ends. A
+    folder that was made here and is empty at the end is removed.
 
     Raises:
-        InputError: another process holds the lock, which the message names; or the folder cannot be written.
+        InputError: another process holds the lock (the message names it), or the folder cannot be written.
     """
     folder = check_folder("output", path)
     try:

@@ -23,8 +23,8 @@ def mean_over_devices(value: float) -> float:
 class Meter:
     """Sums losses, tokens and time between two lines of metrics.jsonl, and over the whole run.
 
-    Time spent validating and saving counts as `seconds` of the run but not against `tokens_per_second`. What a
-    resumed run needs for its next line to equal the uninterrupted one is in `state_dict()`.
+    Time spent validating and saving counts for the `seconds` of the run but not for `tokens_per_second`. A run that is
+    resumed with `state_dict()` writes the same lines as an uninterrupted run.
     """
 
     def __init__(self, tokens_per_step: int) -> None:
@@ -72,9 +72,9 @@ class Meter:
         self._window_started += time.perf_counter() - before
 
     def line(self, step: int, *, learning_rate: float, grad_norm: float) -> dict[str, Any]:
-        """The line for this step; the next one begins here.
+        """The line for this step, after which the sums begin anew.
 
-        The loss is the mean over devices; that of the last line where every step since was skipped.
+        The loss is the mean over devices; if every step was skipped, it is the loss of the last line.
         """
         if self.loss_steps:
             self.last_loss = mean_over_devices(self.loss_sum / self.loss_steps)

@@ -7,8 +7,11 @@ import torch
 from torch.utils.data import Dataset
 
 from multilin.data.packed_text import Blocks
-from multilin.data.prepared import ConcatBlocks
+from multilin.data.prepared import ConcatBlocks, MixedBlocks
 from multilin.data.task_text import TaskBlocks
+
+WINDOW = 1000
+"""Blocks among which every text has its share."""
 
 
 class BlockOrder(Dataset[dict[str, torch.Tensor]]):
@@ -32,10 +35,10 @@ class BlockOrder(Dataset[dict[str, torch.Tensor]]):
         return {name: block[name] for name in self.fields}
 
     def block_index(self, position: int) -> int:
-        """Which block of the text is read at a position."""
+        """The index of the block at a position."""
         number, offset = divmod(position, len(self.blocks))
         if number not in self._passes:
-            # Two passes are enough: a batch reaches into the next one at most, unless the text is tiny.
+            # Two passes are enough: a batch reaches at most into the next pass, unless the text is tiny.
             self._passes = {n: order for n, order in self._passes.items() if n == number - 1}
             self._passes[number] = np.random.default_rng([self.seed, number]).permutation(len(self.blocks))
         return int(self._passes[number][offset])
@@ -45,3 +48,46 @@ class BlockOrder(Dataset[dict[str, torch.Tensor]]):
         blocks = [self.block_index(position) for position in range(start, end)]
         shown = ", ".join(map(str, blocks[:8])) + (", ..." if len(blocks) > 8 else "")
         return f"{'block' if len(blocks) == 1 else 'blocks'} {shown} of the training text"
+
+
+class MixedOrder(BlockOrder):
+    """A BlockOrder of a mixture of texts, in proportion to their weights.
+
+    Every `WINDOW` positions hold each text in proportion to its weight, rounded and at least once, in an order that
+    follows from the seed. The blocks of one text come in the BlockOrder of that text, so a text with few blocks for
+    its weight begins again before another text has ended.
+    """
+
+    def __init__(self, blocks: MixedBlocks, *, seed: int, length: int, fields: Sequence[str]) -> None:
+        super().__init__(blocks, seed=seed, length=length, fields=fields)
+        self._orders = [BlockOrder(part, seed=seed, length=length, fields=fields) for part in blocks.parts]
+        self._offsets = np.cumsum([0, *map(len, blocks.parts)])
+        self._counts = shares(blocks.weights, WINDOW)
+        self._window: tuple[int, np.ndarray, np.ndarray] | None = None
+
+    def block_index(self, position: int) -> int:
+        """The index of the block at a position, counted through all texts."""
+        window, offset = divmod(position, int(self._counts.sum()))
+        texts, ranks = self._of_window(window)
+        text = int(texts[offset])
+        rank = window * int(self._counts[text]) + int(ranks[offset])
+        return int(self._offsets[text]) + self._orders[text].block_index(rank)
+
+    def _of_window(self, window: int) -> tuple[np.ndarray, np.ndarray]:
+        """The text at each position of a window, and the number of earlier positions of the window with this text."""
+        if self._window is None or self._window[0] != window:
+            texts = np.repeat(np.arange(len(self._counts)), self._counts)
+            texts = np.random.default_rng([self.seed, window]).permutation(texts)
+            is_text = texts[:, None] == np.arange(len(self._counts))
+            ranks = np.take_along_axis(np.cumsum(is_text, axis=0), texts[:, None], axis=1)[:, 0] - 1
+            self._window = window, texts, ranks
+        return self._window[1:]
+
+
+def shares(weights: Sequence[float], total: int) -> np.ndarray:
+    """Positive integers of sum `total` in proportion to weights; the largest remainders are rounded up."""
+    exact = np.asarray(weights) / np.sum(weights) * total
+    counts: np.ndarray = np.maximum(np.floor(exact).astype(int), 1)
+    for place in np.argsort(counts - exact, kind="stable")[: max(total - int(counts.sum()), 0)]:
+        counts[place] += 1
+    return counts

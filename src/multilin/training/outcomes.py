@@ -53,10 +53,10 @@ class TrainingInterrupted(Exception):
 
 
 class StopRequest:
-    """Asks a run to end: in this context SIGINT and SIGTERM are noted in `signal_number` and do not end the program.
+    """Context in which SIGINT and SIGTERM do not end the program but are kept in `signal_number`, to end the run.
 
-    A second signal acts as usual, for someone who cannot wait for the step and its checkpoint. Python delivers
-    signals to the main thread alone; elsewhere nothing is changed.
+    A second signal acts as usual, for users who cannot wait for the step and its checkpoint. Python delivers signals
+    to the main thread only; in other threads the context does nothing.
     """
 
     def __init__(self) -> None:

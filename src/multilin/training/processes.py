@@ -17,7 +17,7 @@ def num_processes() -> int:
 
 
 def join_processes() -> PartialState:
-    """Meet the other processes of the run, if there are any.
+    """Connect to the other processes of the run, if there are any.
 
     The store in which the processes of a node find each other outlives them, so those that torchrun starts again need
     names of their own in it: https://github.com/pytorch/pytorch/issues/135712. Over several nodes their count of starts
@@ -31,7 +31,7 @@ def join_processes() -> PartialState:
 
 
 def were_restarted() -> bool:
-    """True in every process if torchrun has started the processes of any node again, as one had died."""
+    """True in every process if torchrun has restarted the processes of any node after one had died."""
     return on_any_device(_restarts() > 0)
 
 

@@ -32,12 +32,7 @@ def _plot(path: Path, height: float, ylabel: str) -> Iterator[Any]:
 
 
 def draw_loss(lines: Sequence[dict[str, Any]], path: Path) -> None:
-    """Plot the loss in nats per token over the tokens read: training as a line, validation as points.
-
-    Args:
-        lines: of metrics.jsonl.
-        path: the PNG to write.
-    """
+    """Plot the losses in lines of metrics.jsonl over the tokens read: training as a line, validation as points."""
     with _plot(path, 4.2, "loss (nats per token)") as axes:
         axes.plot(*_course(lines, "loss"), color=_TRAINING, label="training")
         if validated := [line for line in lines if "validation_loss" in line]:
@@ -53,7 +48,7 @@ def draw_loss(lines: Sequence[dict[str, Any]], path: Path) -> None:
 
 
 def _course(lines: Sequence[dict[str, Any]], name: str) -> tuple[list[int], list[float]]:
-    """The tokens and the figure of this name of each line."""
+    """The number of tokens and the figure of this name in each line."""
     return [line["tokens"] for line in lines], [line[name] for line in lines]
 
 
@@ -64,12 +59,9 @@ def _last_figure(line: Mapping[str, Any]) -> str:
 
 
 def draw_bits_per_byte(lines: Sequence[dict[str, Any]], references: Mapping[str, float], path: Path) -> None:
-    """Plot validation bits per byte over the tokens read, between horizontal lines for models without training.
+    """Plot the validation bits per byte in lines of metrics.jsonl over the tokens read.
 
-    Args:
-        lines: of metrics.jsonl.
-        references: name to bits per byte on the same text.
-        path: the PNG to write.
+    A horizontal line for each of the `references`, name to bits per byte, shows a model on the same text.
     """
     name = "validation_bits_per_byte"
     tokens, bits = _course([line for line in lines if name in line], name)
@@ -89,7 +81,7 @@ def draw_bits_per_byte(lines: Sequence[dict[str, Any]], references: Mapping[str,
 
 
 def write_card(recipe: Recipe, result: RunResult, path: Path) -> None:
-    """Write the model card: what the model is, what it was trained on, how well it does, how to load it."""
+    """Write the model card: architecture, training text, results, and how to load the model."""
     tags = ["multilin", *recipe.model.kind.split(" + ")]
     front = {"library_name": "transformers", "pipeline_tag": "text-generation", "tags": tags}
     parameters = sum(parameter.numel() for parameter in result.model.parameters())

@@ -1,4 +1,4 @@
-"""The folder of a run: who may write into it, and what lies where.
+"""The folder of a run: its files, and checks before it is written.
 
 recipe.yaml     everything that decided the run      metrics.jsonl   one line per measurement
 data.json       the text: sizes and identity
@@ -60,11 +60,11 @@ class RunFolder:
         """Refuse, before any work, a folder that this run must not or cannot write to.
 
         Returns:
-            The checkpoint to go on from, the newest that is whole; None to begin at the first step.
+            The newest undamaged checkpoint, to go on from; None to begin at the first step.
 
         Raises:
-            InputError: it holds another run or other files, cannot be written, or has nothing (the same) to resume, or
-                no checkpoint that is whole.
+            InputError: the folder holds another run or other files, cannot be written, or has no run of this recipe or
+                no undamaged checkpoint to resume.
         """
         if resume and overwrite:
             raise InputError("resume and overwrite exclude each other: continue the run, or replace it")
@@ -89,7 +89,7 @@ class RunFolder:
         return None
 
     def with_its_batch(self, recipe: Recipe) -> Recipe:
-        """The recipe with the run's blocks per step, unless it has its own: so another number of devices can go on."""
+        """The recipe with the run's blocks per step if it has none, so that another number of devices can go on."""
         for folder in (self.last_checkpoint(), self.path):
             if folder is not None and (folder / RECIPE_FILE).exists():
                 with contextlib.suppress(InputError):  # a damaged one is refused, or written anew, later
@@ -98,7 +98,7 @@ class RunFolder:
         return recipe
 
     def begin(self, recipe: Recipe, text: PreparedText | TaskText, checkpoint: Path | None) -> None:
-        """Make the folder ready: the files of an earlier run are removed, unless this one goes on from its checkpoint.
+        """Make the folder ready; files of an earlier run are removed, unless this run goes on from its checkpoint.
 
         Raises:
             InputError: the text is not the one the resumed run was trained on.
@@ -159,7 +159,7 @@ class RunFolder:
             file.write(json.dumps(line) + "\n")
 
     def read_metrics(self) -> list[dict[str, Any]]:
-        """The lines of metrics.jsonl; one that a killed process left half written does not count.
+        """The lines of metrics.jsonl, without an incomplete last line, which a killed process may leave.
 
         Raises:
             InputError: a line is damaged, or the file cannot be read.

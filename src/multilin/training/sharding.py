@@ -33,7 +33,7 @@ SHARDS = "shards"  # folder of a checkpoint
 
 
 def check_shard(plan: TrainingRecipe) -> None:
-    """Refuse what a divided model cannot be trained with.
+    """Refuse settings that do not work with a sharded model.
 
     Raises:
         InputError: the first such setting.
@@ -49,14 +49,10 @@ def check_shard(plan: TrainingRecipe) -> None:
 
 
 def shard(model: PreTrainedModel, device: torch.device) -> None:
-    """Divide every layer, and the rest of the model, among all processes.
+    """Divide every layer, and the rest of the model, among all processes, in place; all begin with equal weights.
 
     Weights are gathered, and gradients summed, in float32: norms take no bf16 weights beside float32 inputs. Autocast
     makes matrix products bf16, as without sharding, and the numbers are the same.
-
-    Args:
-        model: with equal weights in every process; changed in place.
-        device: of this process.
     """
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     layers = next(child for child in model.base_model.children() if isinstance(child, nn.ModuleList))
@@ -68,7 +64,7 @@ def shard(model: PreTrainedModel, device: torch.device) -> None:
 
 
 class ShardWriter:
-    """Writes this process's parts of the model and of the optimizer while training goes on; made in every process.
+    """Writes this process's parts of the model and of the optimizer in the background; every process has one.
 
     A copy of the parts stays in host memory from one checkpoint to the next: new memory would take longer than copying.
     """
@@ -78,10 +74,10 @@ class ShardWriter:
         self._copies: dict[str, torch.Tensor] = {}
 
     def copy(self, folder: Path, model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> Callable[[], None]:
-        """Copy what a checkpoint holds; model and optimizer may change when this returns.
+        """Copy what a checkpoint holds; model and optimizer may change as soon as this returns.
 
         Returns:
-            Writes the copy. Every process calls it, in any thread; it returns when every process has written its part.
+            A function that writes the copy, in any thread. Every process calls it; it returns when all have written.
         """
         tensors, groups = _parts(model, optimizer)
         if dist.get_rank() == 0:
@@ -108,10 +104,10 @@ def _own_part(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def read_shards(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Fill the model and the optimizer, divided or not, from a checkpoint that any number of processes wrote.
+    """Load the model and the optimizer, sharded or not, from a checkpoint of any number of processes.
 
     Raises:
-        InputError: it is of another model or optimizer, or damaged.
+        InputError: the checkpoint is damaged, or belongs to another model or optimizer.
     """
     distributed.get_optimizer_state_dict(model, optimizer)  # a new optimizer has no tensors before it is asked
     tensors, groups = _parts(model, optimizer)
@@ -146,5 +142,5 @@ def _parts(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str
 
 
 def own_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and buffers by name, each one once, although the state dict has those that are tied twice."""
+    """Parameters and buffers by name, each once; the state dict has tied parameters twice."""
     return dict(itertools.chain(model.named_parameters(), model.named_buffers()))

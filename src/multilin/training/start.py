@@ -17,11 +17,11 @@ RECIPE_FILE = "recipe.yaml"
 
 
 def complete_start(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of a recipe, with the sections `model` and `tokenizer` as its `model.start` decides them.
+    """The values of a recipe, with the sections `model` and `tokenizer` filled in from the model to start from.
 
     Args:
-        values: of a recipe that names a start. Sizes, options and tokenizer may be left out or agree with the model's;
-            a block (`n_positions`) may be shorter than the model's longest text.
+        values: the values of a recipe with `model.start`. Sizes, options and tokenizer may be left out or agree with
+            the model's; a block (`n_positions`) may be shorter than the model's longest text.
 
     Raises:
         InputError: no model there, one that cannot be trained, or a field that contradicts it.
@@ -63,12 +63,8 @@ def open_start(start: str, expected_hash: str | None) -> Path:
 def load_start(start: str, expected_hash: str | None, tokenizer: "PreTrainedTokenizerFast") -> "PreTrainedModel":
     """The model to start from, in float32.
 
-    Args:
-        start, expected_hash: see `open_start`.
-        tokenizer: of the text to train on.
-
     Raises:
-        InputError: as `open_start`, or a model for another tokenizer.
+        InputError: as `open_start`, or the model has another tokenizer than the text to train on.
     """
     from multilin.data.tokenizers import load_tokenizer, tokenizer_hash
     from multilin.inference.runs import load_model
@@ -85,7 +81,7 @@ def load_start(start: str, expected_hash: str | None, tokenizer: "PreTrainedToke
 
 
 def _describe(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What a recipe says of a model in its sections `model`, with `longest_text` beside it, and `tokenizer`."""
+    """The sections `model` and `tokenizer` of a recipe for a trained model; `model` also has its `longest_text`."""
     from multilin.inference.runs import longest_text, read_config
     from multilin.model.factory import BASELINES
 
@@ -113,7 +109,7 @@ def _describe(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 
 @contextlib.contextmanager
 def _about_start() -> Iterator[None]:
-    """Messages about a run are about model.start."""
+    """Have messages about a run begin with model.start."""
     try:
         yield
     except InputError as error:

@@ -1,4 +1,4 @@
-"""A score broken down: by how much was read before, by document, by what kind of token it is, and by how frequent."""
+"""A score broken down by position, by document, by kind of token, and by frequency of the token."""
 
 import dataclasses
 import itertools
@@ -21,16 +21,13 @@ CLASSES = ("word start", "word continuation", "digits", "punctuation", "space", 
 FREQUENCIES = (10, 100, 1000)
 NUM_EXTREMES = 3
 QUANTILES = (0.1, 0.5, 0.9)
-FEWEST_BYTES = 100  # of a document that can be among the best and worst
+FEWEST_BYTES = 100  # in documents that are ranked
 OPENING_TOKENS = 12
 
 
 @dataclass(frozen=True)
 class Part:
-    """The tokens of one group.
-
-    name: of the group. tokens: how many were scored. bytes: of UTF-8 text they stand for. nats: their losses together.
-    """
+    """A group of tokens: its name, the number of scored tokens, their UTF-8 bytes, and the sum of their losses."""
 
     name: str
     tokens: int
@@ -50,13 +47,13 @@ class Part:
 
 @dataclass(frozen=True)
 class Breakdown:
-    """A score and its parts; in each list every scored token is in one part, so that each sums up to the whole.
+    """A score and its parts; each list has every scored token in one part, so that its parts sum up to the whole.
 
-    by_position: by the number of tokens read before, the start token included, in bins that double.
-    by_document: one part per document with a scored token, in their order; its name is the number of the document.
+    by_position: by the number of tokens read before, the start token included, in bins that double in size.
+    by_document: one part per document with a scored token, in order; its name is the number of the document.
     by_class: by the kind of token, `CLASSES`.
-    by_frequency: by the token's rank among the tokens of this text, most frequent first.
-    openings: the first words of the documents that are shown, by number.
+    by_frequency: by the token's rank in this text, most frequent first.
+    openings: the first words of the best and worst documents, by number.
     """
 
     evaluation: Evaluation
@@ -67,13 +64,13 @@ class Breakdown:
     openings: dict[str, str] = field(default_factory=dict)
 
     def documents_by_score(self) -> list[Part]:
-        """Documents of at least FEWEST_BYTES bytes, the best first."""
+        """Documents of at least FEWEST_BYTES bytes, best first."""
         long_enough = [part for part in self.by_document if part.bytes >= FEWEST_BYTES]
         return sorted(long_enough, key=lambda part: part.bits_per_byte)
 
 
 class _Tally:
-    """Tokens, bytes and nats of groups, by the number of the group."""
+    """Sums of tokens, bytes and nats for each group, by its number."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self.names, self.sums = names, np.zeros((3, len(names)))
@@ -91,12 +88,7 @@ class _Tally:
 
 
 def break_down(scored: Iterable[Scored], packed: PackedText, tokenizer: PreTrainedTokenizerFast) -> Breakdown:
-    """Sort the losses of all scored tokens into groups; only the sums are held.
-
-    Args:
-        scored: the losses, from `read_blocks` or `read_whole`.
-        packed: the text that is read.
-        tokenizer: the one it was packed with.
+    """Sum the losses of `read_blocks` or `read_whole` by group of tokens.
 
     Raises:
         InputError: there is no token to score.
@@ -131,10 +123,10 @@ def break_down(scored: Iterable[Scored], packed: PackedText, tokenizer: PreTrain
 
 
 class TokenKinds:
-    """What kind each token of a vocabulary is, by its text and that of the token before it.
+    """Sorts the tokens of a vocabulary into CLASSES, by their text and the text of the token before.
 
-    A word starts at a token that begins with letters, after a space or a token that does not end in a letter or digit.
-    Tokens that are only a part of a character, special tokens and other signs are "other".
+    A word starts at a token that begins with a letter, after a space or a token that does not end in a letter or digit.
+    Parts of characters, special tokens and other signs are "other".
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, vocab_size: int) -> None:
@@ -182,7 +174,7 @@ def _opening(packed: PackedText, document: int, tokenizer: PreTrainedTokenizerFa
 
 
 def as_data(breakdown: Breakdown) -> dict[str, Any]:
-    """The score and its parts as plain data; of the documents their number, and the spread and extremes of several."""
+    """The score and its parts as plain data; for documents, their number, and quantiles and extremes of the score."""
     return dataclasses.asdict(breakdown.evaluation) | {
         "by_position": _data(breakdown.by_position),
         "by_document": _documents(breakdown),
@@ -202,7 +194,7 @@ def _documents(breakdown: Breakdown) -> dict[str, Any]:
         return data
     values = np.quantile([part.bits_per_byte for part in ordered], QUANTILES).tolist()
     data["bits_per_byte_quantiles"] = dict(zip(map(str, QUANTILES), values, strict=True))
-    # The best, the best first, and of the others the worst, the worst first.
+    # A document among the best is not among the worst too.
     extremes = {"best": ordered[:NUM_EXTREMES], "worst": ordered[NUM_EXTREMES:][-NUM_EXTREMES:][::-1]}
     for name, parts in extremes.items():
         openings = [{"begins_with": breakdown.openings[part.name]} for part in parts]

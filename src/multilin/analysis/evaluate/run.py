@@ -36,9 +36,9 @@ DEFAULTS = EvaluationSettings()
 def break_down_run(
     run: Run, settings: EvaluationSettings = DEFAULTS, *, long: bool = False, progress: Progress = no_progress
 ) -> Breakdown:
-    """Score a run, as a whole and for every group of tokens.
+    """Score a run on a text, as a whole and by groups of tokens.
 
-    The text is read in blocks of the length the model was trained with, or the longest it can read.
+    The text is read in blocks as long as in training, or as long as the model can read.
 
     Args:
         run: the model and its tokenizer.
@@ -47,8 +47,8 @@ def break_down_run(
         progress: called now and then.
 
     Raises:
-        InputError: the text cannot be read, or none is given and the folder has no recipe that names one; or with
-            `long` a model that cannot read texts of any length.
+        InputError: the text cannot be read, or none is given and the folder has no recipe that names one; or `long` is
+            given and the model cannot read texts of any length.
     """
     if long:
         check_reads_any_length(run)
@@ -81,7 +81,7 @@ def recipe_of(run: Run) -> Recipe | None:
 
 
 def validation_text(run: Run, recipe: Recipe | None, progress: Progress = no_progress) -> PackedText:
-    """The text a run was validated on, which its recipe names; from the cache where training has left it there.
+    """The text a run was validated on, which its recipe names; from the cache if it is still there.
 
     Raises:
         InputError: there is no recipe, or its text cannot be read.
@@ -101,7 +101,7 @@ def validation_text(run: Run, recipe: Recipe | None, progress: Progress = no_pro
 
 
 def block_size(run: Run, recipe: Recipe | None) -> int:
-    """Tokens in a block: as in training, else the longest text the model can read."""
+    """Tokens in a block: as in training, or without a recipe the longest text the model can read."""
     return recipe.model.n_positions if recipe else run.longest_text or BLOCK_SIZE
 
 
@@ -113,7 +113,7 @@ def read_whole(
     max_tokens: int | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> Iterator[Scored]:
-    """Score every document from its start to its end, however long, each token given all of the document before it.
+    """Score every document from start to end, however long, each token given the whole document before it.
 
     The state carries the past from chunk to chunk, so that memory does not grow.
 
@@ -121,11 +121,11 @@ def read_whole(
         run: a model of ours without a longest text.
         packed: the text, packed with the model's tokenizer.
         chunk_tokens: tokens in one forward pass; the losses do not depend on it.
-        max_tokens: stop after about so many.
+        max_tokens: stop after about this many tokens.
         progress: called with the number of tokens read.
 
     Raises:
-        InputError: a model with a longest text, or one of another kind, whose memory grows with the text.
+        InputError: a model with a longest text, or a model of another kind, whose memory grows with the text.
     """
     model = check_reads_any_length(run)
     num_read = 0
@@ -147,7 +147,7 @@ def read_whole(
 
 
 def check_reads_any_length(run: Run) -> MultilinForCausalLM:
-    """The model of a run that reads texts of any length in memory of one size.
+    """The model of a run, if it reads texts of any length in constant memory.
 
     Raises:
         InputError: it has a longest text, or is of another kind.

@@ -1,4 +1,4 @@
-"""What a model read of a text: the weights of its own forward pass, and what the removal of each token changes."""
+"""What a model read of a text: the weights of its forward pass, and the effects of removing each token."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -30,12 +30,12 @@ MEAN = "A weight is the mean of the shares over all layers and heads, own terms 
 
 @dataclass(frozen=True)
 class Step:
-    """One step of one layer in which positions meet.
+    """One step of a layer in which positions read each other.
 
-    layer: from 1 on; 0 is the mean over all.
-    name: of the step in its layer; empty where the layer has one.
-    reading: with one text, whose tensors lie on the CPU in float64.
-    agreements: for each head, and last for the mean over the heads; empty where removal was not measured.
+    layer: number of the layer, from 1; 0 is the mean over all layers.
+    name: name of the step in its layer; empty if the layer has only one.
+    reading: weights of one text, in float64 on the CPU.
+    agreements: one for each head, and the last for the mean over the heads; empty if removal was not measured.
     """
 
     layer: int
@@ -45,7 +45,7 @@ class Step:
 
     @property
     def label(self) -> str:
-        """For people: `layer 2, pool_queries`."""
+        """A readable name: `layer 2, pool_queries`."""
         if self.layer == 0:
             return "mean of all layers"
         return f"layer {self.layer}{', ' if self.name else ''}{self.name}"
@@ -59,13 +59,13 @@ class Step:
 
 @dataclass(frozen=True)
 class Explanation:
-    """What was read, of a text of T tokens whose first is the start token.
+    """What a model read of a text of T tokens, the first of which is the start token.
 
-    token_ids: (T,).
-    losses: -ln p of the token after each, in nats; T - 1 of them.
-    guesses: after each token the likeliest next ones, (id, probability).
-    steps: the mean over all layers first, where every weight is a share; empty for a model that shows no weights.
-    removal: what leaving out tokens changes; None where that was not asked for.
+    token_ids: (T,) the text.
+    losses: (T - 1,) -ln p of each token after the start token, in nats.
+    guesses: the likeliest next tokens after each token, (id, probability).
+    steps: first the mean over all layers, if every weight is a share; empty for a model that shows no weights.
+    removal: effects of removing tokens; None if they were not asked for.
     """
 
     token_ids: list[int]
@@ -83,13 +83,13 @@ def explain(
     batch_size: int = 16,
     progress: Callable[[int], None] | None = None,
 ) -> Explanation:
-    """Read a text once and say what every position read, then once more without each of its tokens.
+    """Read a text and record the weights of every position, then read it again without each of its tokens.
 
     Args:
-        model: a causal language model of transformers, in evaluation mode; of one that is not ours the attention is
-            shown if it gives it away.
+        model: a causal language model of transformers, in evaluation mode; for a model of another kind than ours, the
+            weights are its attention, if it can return it.
         token_ids: the text, its start token first.
-        remove: measure what the removal of each token changes.
+        remove: measure the effects of removing each token.
         batch_size: sequences, each without one token, in one forward pass.
         progress: called with the number of tokens removed.
 
@@ -118,7 +118,7 @@ def explain(
 
 
 def mask_own_token(effects_S: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Effects on the last prediction with the own token's as nan, which dwarfs the rest."""
+    """Effects on the last prediction, with nan for the position's own token, whose effect dwarfs the rest."""
     return np.append(effects_S[:-1], np.nan)
 
 
@@ -132,7 +132,7 @@ def _step(layer: int, name: str, reading: Reading, removal: Removal | None) -> S
 
 
 def _readings(model: PreTrainedModel, ids_T: Tensor) -> list[tuple[int, str, Reading]]:
-    """Layer, step and reading, and before them the mean over all if there are several and all are shares."""
+    """Layer, step and reading of all steps; first their mean if there are several and all weights are shares."""
     readings = _own_readings(model, ids_T) if isinstance(model, MultilinForCausalLM) else attentions(model, ids_T)
     if len(readings) > 1 and all(reading.is_share for _, _, reading in readings):
         return [(0, "", _mean([reading for _, _, reading in readings])), *readings]
@@ -150,7 +150,7 @@ def _own_readings(model: MultilinForCausalLM, ids_T: Tensor) -> list[tuple[int, 
 
 
 def attentions(model: PreTrainedModel, ids_T: Tensor) -> list[tuple[int, str, Reading]]:
-    """The attention of a model of transformers, if it has any and gives it away."""
+    """The attention of a model of transformers; empty if the model has none or cannot return it."""
     before = model.config._attn_implementation
     try:
         model.set_attn_implementation("eager")  # the others never form the weights

@@ -128,12 +128,12 @@ def _list(values: NDArray[np.float64], packed: bool) -> list[float | None] | str
 
 
 def _rounded(value: float) -> float | None:
-    """None stands for what cannot be measured."""
+    """The value with DIGITS digits; None for nan, which stands for a value that cannot be measured."""
     return None if value != value else float(f"{value:.{DIGITS}g}")
 
 
 def picture(report: Report) -> bytes:
-    """A PNG: the text coloured by what its last position read, and by the effect of each token's removal on it."""
+    """A PNG: the text coloured by the weights of its last position, and by the effects of removing tokens on it."""
     from matplotlib.figure import Figure
 
     panels, pieces = _panels(report), list(_pieces([text for _, text in report.characters]))
@@ -170,7 +170,7 @@ def _panels(report: Report) -> list[tuple[str, NDArray[np.float64]]]:
 
 
 def _pieces(texts: list[str]) -> Iterator[tuple[int, int, int, str]]:
-    """Number of the text, line, column and part of it, broken at newlines and where a line is full."""
+    """Pieces of texts, broken at newlines and at full lines: number of the text, line, column and piece."""
     line = column = 0
     for index, text in enumerate(["⊢", *texts[1:]]):
         for number, part in enumerate(text.split("\n")):

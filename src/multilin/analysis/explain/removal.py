@@ -17,11 +17,12 @@ MOST_LOGITS = 2**24  # of one forward pass
 
 @dataclass(frozen=True)
 class Removal:
-    """What leaving out a token changes, in nats; [t, s] is about the prediction after token t without token s <= t.
+    """Effects of removing tokens, in nats; [t, s] is the effect of removing token s <= t on the prediction after t.
 
-    loss_change_TS: how much -ln p of the token that really follows rises; nan after the last token, which none follows.
-    divergence_TS: sum_w p(w) ln(p(w) / q(w)), p with the token and q without: how much the whole prediction changes.
-    Both are nan for the start token, which stays, and for tokens after t, which are not read.
+    loss_change_TS: increase of -ln p of the token that follows; nan after the last token.
+    divergence_TS: Kullback-Leibler divergence sum_w p(w) ln(p(w) / q(w)) of the predictions with (p) and without (q)
+        the token.
+    Both are nan for the start token, which is not removed, and for tokens after t, which are not read.
     """
 
     loss_change_TS: NDArray[np.float64]
@@ -31,7 +32,7 @@ class Removal:
 def next_token_log_probabilities(
     model: PreTrainedModel, ids_BT: Tensor, kept: int = 0, positions_BT: Tensor | None = None
 ) -> Tensor:
-    """(B, T or `kept` last, V) float64. `positions_BT` are used where the model takes any."""
+    """(B, T, V) float64, or the last `kept` of T; `positions_BT` are given to models that take positions."""
     arguments: dict[str, Any] = {"input_ids": ids_BT, "use_cache": False, "logits_to_keep": kept}
     if positions_BT is not None and "position_ids" in inspect.signature(model.forward).parameters:
         # Without a mask transformers would take a gap in the positions for the start of another text.
@@ -44,19 +45,13 @@ def next_token_log_probabilities(
 def measure_removal(
     model: PreTrainedModel, ids_T: Tensor, *, batch_size: int = 16, progress: Callable[[int], None] | None = None
 ) -> Removal:
-    """Take each token but the first out of the text and read the text again.
+    """Remove each token but the first and read the text again.
 
-    The others keep their positions, where the model knows positions: else the removal of an early token would change
-    most merely by moving all others. Windows reach one token further back past it. The prediction after token s itself,
-    without it, is the one that the token before makes of what follows s.
+    The other tokens keep their positions if the model has positions; otherwise the removal of an early token would
+    mostly measure the shift of all others. Windows reach one token further back across the gap. The prediction after
+    the removed token s is the prediction of the token before it. `progress` is called with the number of tokens done.
 
-    Args:
-        model: a causal language model, in evaluation mode.
-        ids_T: the text, its start token first.
-        batch_size: sequences in one forward pass, at most.
-        progress: called with the number of tokens done.
-
-    Cost: T - 1 readings of T - 1 tokens.
+    Cost: T - 1 forward passes over T - 1 tokens.
     """
     num_tokens, place_T = len(ids_T), torch.arange(len(ids_T), device=ids_T.device)
     whole_TV = next_token_log_probabilities(model, ids_T[None])[0]
@@ -80,12 +75,12 @@ def measure_removal(
 
 @dataclass(frozen=True)
 class Agreement:
-    """Whether tokens that weigh more are tokens whose removal changes more.
+    """Whether tokens with larger weights are tokens whose removal changes more.
 
-    correlation: at each position the tokens it reads are ranked by weight and by the divergence that their removal
-        makes there (Spearman's rank correlation), and these are averaged; None if no position reads enough tokens.
-    nearness: the same with the tokens ranked by how near they are, instead of by weight.
-    positions: how many were averaged.
+    correlation: mean over positions of Spearman's rank correlation between the weights of the tokens that the position
+        reads and the divergences that their removal causes there; None if no position reads enough tokens.
+    nearness: the same for the nearness of the tokens instead of their weights.
+    positions: number of positions in the mean.
     """
 
     correlation: float | None
@@ -94,15 +89,10 @@ class Agreement:
 
 
 def agreement(weights_TS: NDArray[np.float64], removal: Removal, nearest: int, farthest: int | None) -> Agreement:
-    """Compare the size of weights with what the removal of tokens changes.
+    """Compare the size of weights with the effects of removing tokens.
 
-    Left out are the start token, which is never removed, and each position's own token, which reaches the prediction
-    past what is read.
-
-    Args:
-        weights_TS: (T, T) weight of token s for position t.
-        removal: measured on the same text.
-        nearest, farthest: the distances that are read.
+    The start token, which is never removed, and each position's own token, which reaches the prediction without being
+    read, are left out. `nearest` and `farthest` are the smallest and the largest distance that is read.
     """
     correlations, by_nearness = [], []
     for place in range(len(weights_TS)):
@@ -121,12 +111,9 @@ def agreement(weights_TS: NDArray[np.float64], removal: Removal, nearest: int, f
 
 
 def rank_correlation(left: NDArray[np.generic], right: NDArray[np.generic]) -> float | None:
-    """Spearman's: the correlation of the ranks, ties sharing theirs; None where one side is all alike."""
-    ranks_left, ranks_right = _ranks(left), _ranks(right)
-    spread = ranks_left.std() * ranks_right.std()
-    if spread == 0:
-        return None
-    return float(((ranks_left - ranks_left.mean()) * (ranks_right - ranks_right.mean())).mean() / spread)
+    """Spearman's rank correlation, with mean ranks for ties; None if all values of one side are equal."""
+    ranks = np.stack([_ranks(left), _ranks(right)])
+    return None if 0 in np.ptp(ranks, axis=1) else float(np.corrcoef(ranks)[0, 1])
 
 
 def _ranks(values: NDArray[np.generic]) -> NDArray[np.float64]:

@@ -1,4 +1,4 @@
-"""Explaining a trained model: which text, what its numbers mean, and the finding in a sentence."""
+"""Explaining a trained model: the choice of a text, the meaning of the numbers, and the finding in a sentence."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,11 +33,11 @@ MEANINGS: dict[str, str] = yaml.safe_load(asset("meanings.yaml"))
 
 @dataclass(frozen=True)
 class Report:
-    """An explanation, with what is needed to show it.
+    """An explanation and the texts to show with it.
 
-    run: the run's folder. source: where the text is from, for people. tokens: the text of each token; the first is the
-    start of the text. characters: the same text in runs of tokens that are whole characters, see `whole_characters`.
-    texts: that of every token id that is named.
+    run: folder of the run. source: origin of the text, in words. tokens: text of each token; the first is the start
+    of the text. characters: the same text in runs of tokens that are whole characters, see `whole_characters`.
+    texts: text of every token id in the explanation.
     """
 
     run: str
@@ -49,18 +49,18 @@ class Report:
 
     @property
     def name(self) -> str:
-        """Of the run, for titles."""
+        """The name of the run, for titles."""
         return Path(self.run).resolve().name
 
     def by_character(self, values_S: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Of each of the `characters` the largest value of its tokens, in size; nan if none of them has any."""
+        """The value of largest magnitude among the tokens of each of the `characters`; nan if all are nan."""
         ends = np.cumsum([num_tokens for num_tokens, _ in self.characters])
         parts = np.split(values_S, ends[:-1])
         return np.array([part[np.argmax(np.nan_to_num(np.abs(part), nan=-1.0))] for part in parts])
 
     @property
     def labels(self) -> list[str]:
-        """How each token is named: by its quoted text, or as a part of a character: `'世' (2 of 3)`."""
+        """A label for each token: its quoted text, or for a part of a character `'世' (2 of 3)`."""
         return [
             repr(text) + (f" ({place} of {num_tokens})" if num_tokens > 1 else "")
             for num_tokens, text in self.characters
@@ -123,7 +123,7 @@ def _passage(run: Run, settings: ExplainSettings, progress: Progress) -> tuple[l
 
 
 def finding(explanation: Explanation) -> str:
-    """Whether the weights can be taken for reasons, in a sentence or two; or why that is not known."""
+    """One or two sentences that say whether the weights can be taken for reasons, or why that is not known."""
     if not explanation.steps:
         is_removed = "what the removal of each token changes is shown instead"
         return f"This model gives no weights away; {is_removed if explanation.removal else 'nothing else is shown'}."
@@ -153,7 +153,7 @@ def finding(explanation: Explanation) -> str:
 
 
 def _overall(steps: list[Step]) -> Agreement:
-    """The agreement of the mean over all layers, or the mean of the steps' where there is no such mean."""
+    """The agreement of the mean over all layers; without such a mean, the mean agreement of all steps."""
     agreements = [step.agreements[-1] for step in (steps[:1] if steps[0].layer == 0 else steps)]
     known = [agreement for agreement in agreements if agreement.correlation is not None]
     if not known:

@@ -1,21 +1,117 @@
-"""Optimizers that normalise gradients, and the table from which recipes choose one."""
+"""The optimizers a recipe can name: their defaults, and how one is built for a model."""
 
-from multilin.training.optimizers.build import (
-    OPTIMIZERS,
-    OptimizerKind,
-    build_optimizer,
-    parameter_groups,
-    row_parameters,
-)
+import functools
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from multilin.architectures.base import TrainingDefaults
+from multilin.errors import InputError
 from multilin.training.optimizers.matrix_moment import MatrixMoment
 from multilin.training.optimizers.normalized_sgd import NormalizedSGD
+from multilin.training.recipe import OptimizerRecipe, fill
 
-__all__ = [
-    "OPTIMIZERS",
-    "MatrixMoment",
-    "NormalizedSGD",
-    "OptimizerKind",
-    "build_optimizer",
-    "parameter_groups",
-    "row_parameters",
-]
+COMMON = ("learning_rate", "weight_decay", "clip_norm")
+
+
+@dataclass(frozen=True)
+class OptimizerKind:
+    """One optimizer.
+
+    make: called with parameter groups, `lr`, and `options` by name.
+    learning_rate, weight_decay, clip_norm: defaults for an architecture whose source trains with another optimizer.
+    state_numbers: numbers that it keeps for every number of a matrix.
+    options: its further fields of the recipe with their defaults.
+    normalizes: whether its update is free of the scale of each tensor's gradient; then it treats rows by themselves.
+    """
+
+    make: Callable[..., torch.optim.Optimizer]
+    learning_rate: float
+    weight_decay: float = 0.0
+    clip_norm: float = 0.0
+    state_numbers: int = 0
+    options: Mapping[str, Any] = field(default_factory=dict)
+    normalizes: bool = True
+
+
+_PLAIN = TrainingDefaults()
+
+OPTIMIZERS: dict[str, OptimizerKind] = {
+    "adamw": OptimizerKind(
+        functools.partial(torch.optim.AdamW, fused=True),
+        **{name: getattr(_PLAIN, name) for name in COMMON},
+        state_numbers=2,
+        options={"betas": _PLAIN.betas},
+        normalizes=False,
+    ),
+    "normalized_sgd": OptimizerKind(
+        NormalizedSGD, learning_rate=0.1, options={"row_average": 0.9, "row_order": "normalize_then_average"}
+    ),
+    "matrix_moment": OptimizerKind(MatrixMoment, learning_rate=0.01, state_numbers=1),
+}
+"""Every optimizer by the name recipes give it."""
+
+
+def resolve_optimizer(recipe: OptimizerRecipe, defaults: TrainingDefaults) -> OptimizerRecipe:
+    """The same section with the defaults filled in: the architecture's, or the optimizer's own if it is another one.
+
+    Raises:
+        InputError: a value is given that the optimizer does not use.
+    """
+    name = recipe.name or defaults.optimizer
+    kind = OPTIMIZERS[name]
+    values = {option: getattr(kind, option) for option in COMMON} | dict(kind.options)
+    if name == defaults.optimizer:
+        values |= {option: getattr(defaults, option) for option in values.keys() & vars(defaults).keys()}
+    for option in {option for other in OPTIMIZERS.values() for option in other.options} - kind.options.keys():
+        if (given := getattr(recipe, option)) is not None:
+            raise InputError(
+                f"optimizer.{option}: {given!r} given, but {name} does not use it; it uses {', '.join(values)}; "
+                f"optimizer.name is one of {', '.join(OPTIMIZERS)}"
+            )
+    return fill(recipe, name=name, **values)
+
+
+def row_parameters(model: nn.Module) -> list[Tensor]:
+    """The parameters whose rows belong to single tokens: `model.row_parameters()`, else input and output embeddings."""
+    own: Any = getattr(model, "row_parameters", None)
+    if own is not None:
+        return list(own())
+    if not isinstance(model, PreTrainedModel):
+        return []
+    modules = (model.get_input_embeddings(), model.get_output_embeddings())
+    return [module.weight for module in modules if module is not None]
+
+
+def parameter_groups(
+    model: nn.Module, *, decayed: Collection[str], weight_decay: float, by_rows: bool
+) -> list[dict[str, Any]]:
+    """The parameters of a model in groups, with `weight_decay` for those named in `decayed` and 0 for the others.
+
+    With `by_rows` every group has `rows`, which is True for the model's row parameters.
+    """
+    rows = {id(parameter) for parameter in row_parameters(model)} if by_rows else set()
+    groups: dict[tuple[bool, bool], list[nn.Parameter]] = {
+        (decays, by_row): [] for by_row in (False, True) for decays in (True, False)
+    }
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            groups[name in decayed, id(parameter) in rows].append(parameter)
+    return [
+        {"params": parameters, "weight_decay": weight_decay * decays, **({"rows": by_row} if by_rows else {})}
+        for (decays, by_row), parameters in groups.items()
+        if parameters
+    ]
+
+
+def build_optimizer(recipe: OptimizerRecipe, model: nn.Module, *, decayed: Collection[str]) -> torch.optim.Optimizer:
+    """The optimizer of a resolved recipe for a model, with weight decay for the parameters named in `decayed`."""
+    assert recipe.name is not None, "an optimizer needs a recipe that was resolved"
+    assert recipe.weight_decay is not None
+    kind = OPTIMIZERS[recipe.name]
+    groups = parameter_groups(model, decayed=decayed, weight_decay=recipe.weight_decay, by_rows=kind.normalizes)
+    return kind.make(groups, lr=recipe.learning_rate, **{option: getattr(recipe, option) for option in kind.options})

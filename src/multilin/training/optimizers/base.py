@@ -77,7 +77,7 @@ class NormalizingOptimizer(torch.optim.Optimizer):
 
 
 def norms(tensors: list[Tensor]) -> list[Tensor]:
-    """Frobenius norm of each tensor, in float32 or better; of one divided among devices, of the whole."""
+    """Frobenius norm of each whole tensor, also if it is divided among devices, in float32 or better."""
     wide = None if tensors[0].dtype in (torch.float32, torch.float64) else torch.float32
     parts = torch._foreach_norm(local(tensors), 2, dtype=wide)
     if not isinstance(tensors[0], DTensor):
@@ -88,7 +88,7 @@ def norms(tensors: list[Tensor]) -> list[Tensor]:
 
 
 def local(tensors: list[Tensor]) -> list[Tensor]:
-    """The part of each tensor that this device holds, to be changed in place; all of one that is not divided."""
+    """The part of each tensor that this device holds, to be changed in place; an undivided tensor itself."""
     return [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
 
 
@@ -106,13 +106,13 @@ def inverse(values: Tensor) -> Tensor:
 
 
 def as_rows(tensor: Tensor) -> Tensor:
-    """A view (rows, numbers per row) of what this device holds."""
+    """A view (rows, numbers per row) of the part of a tensor on this device."""
     (part,) = local([tensor])
     return part if part.ndim == 2 else part.view(len(part), math.prod(part.shape[1:]))
 
 
 def _cache_sized(parameters: list[Tensor]) -> Iterator[slice]:
-    """Runs of parameters that fit a CPU's cache together; elsewhere all of them."""
+    """Slices of parameters that fit a CPU's cache together; on other devices one slice of all parameters."""
     start, numbers = 0, 0
     for index, parameter in enumerate(parameters):
         if index > start and parameter.device.type == "cpu" and numbers + parameter.numel() > CACHE_NUMBERS:

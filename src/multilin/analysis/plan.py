@@ -166,7 +166,8 @@ def plan_training(recipe: Recipe, settings: PlanSettings) -> TrainingPlan:
 
 
 def _trained_bytes(model: PreTrainedModel) -> int:
-    return FLOAT_BYTES * sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    numbers: int = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    return FLOAT_BYTES * numbers
 
 
 def _optimizer_bytes(recipe: Recipe, model: PreTrainedModel) -> int:

@@ -115,16 +115,17 @@ class Store:
         if self.local is not None:
             return self.local / name
         folder = cache / hashlib.sha256(repr(sorted(sums.items())).encode()).hexdigest()[:32]
-        make_once(folder, partial(self._copy, name, sums))
+        make_once(folder, partial(self._copy_all, name, sums))
         return folder
 
-    def _copy(self, name: str, sums: Mapping[str, str], folder: Path) -> None:
+    def _copy_all(self, name: str, sums: Mapping[str, str], folder: Path) -> None:
         for file in sums:
-            with as_input_error(
-                lambda reason, file=file: f"{self.field}: {self.address}/{name}/{file} cannot be read ({reason})"
-            ):
-                _insist(partial(self._files.get_file, f"{self._root}/{name}/{file}", str(folder / file)))
+            self._copy(f"{name}/{file}", folder / file)
         check_files(self.field, folder, sums)
+
+    def _copy(self, name: str, target: Path) -> None:
+        with as_input_error(lambda reason: f"{self.field}: {self.address}/{name} cannot be read ({reason})"):
+            _insist(partial(self._files.get_file, f"{self._root}/{name}", str(target)))
 
     def names(self, folder: str) -> set[str]:
         """The names of the files in a folder; none if the folder does not exist."""

@@ -113,7 +113,7 @@ def agreement(weights_TS: NDArray[np.float64], removal: Removal, nearest: int, f
 def rank_correlation(left: NDArray[np.generic], right: NDArray[np.generic]) -> float | None:
     """Spearman's rank correlation, with mean ranks for ties; None if all values of one side are equal."""
     ranks = np.stack([_ranks(left), _ranks(right)])
-    return None if 0 in np.ptp(ranks, axis=1) else float(np.corrcoef(ranks)[0, 1])
+    return None if 0 in np.ptp(ranks, axis=1) else float(np.asarray(np.corrcoef(ranks))[0, 1])
 
 
 def _ranks(values: NDArray[np.generic]) -> NDArray[np.float64]:

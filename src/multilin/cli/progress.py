@@ -6,7 +6,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.filesize import decimal
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from multilin.training.progress import TrainingProgress
 
@@ -63,7 +63,8 @@ class TrainingDisplay(TrainingProgress):
         self._stages = StageBar()
         self._latest: dict[str, Any] = {}
         self._progress: Progress | None = None
-        self._max_steps = 0
+        self._max_steps: int | None = 0
+        self._share = 0.0
         self._last_print = float("-inf")
 
     def __enter__(self) -> "TrainingDisplay":
@@ -81,32 +82,38 @@ class TrainingDisplay(TrainingProgress):
         self._stages.close()
         self.console.print(text, soft_wrap=True, markup=False)
 
-    def start(self, step: int, max_steps: int) -> None:
+    def start(self, step: int, max_steps: int | None) -> None:
         """Begin after a step."""
         self._stages.close()
         self._max_steps, self._latest = max_steps, {}
         if self.console.is_terminal:
             self._progress = Progress(
-                TextColumn("step"), MofNCompleteColumn(), BarColumn(bar_width=None),
-                TextColumn("{task.fields[figures]}"), TimeRemainingColumn(), console=self.console, expand=True,
+                TextColumn("{task.description}"), BarColumn(bar_width=None), TextColumn("{task.fields[figures]}"),
+                TimeRemainingColumn(), console=self.console, expand=True,
             )  # fmt: skip
-            self._progress.add_task("", total=max_steps, completed=step, figures="")
+            self._progress.add_task(
+                self._place(step), total=1.0, completed=step / max_steps if max_steps else 0.0, figures=""
+            )
             self._progress.start()
 
-    def step(self, step: int) -> None:
+    def step(self, step: int, share: float) -> None:
         """Move the bar."""
+        self._share = share
         if self._progress:
-            self._progress.update(self._progress.task_ids[0], completed=step)
+            self._progress.update(self._progress.task_ids[0], completed=share, description=self._place(step))
 
     def line(self, line: dict[str, Any]) -> None:
         """Show the figures of a line of metrics.jsonl."""
         self._latest |= line
         if self._progress:
-            figures = format_figures(self._latest)
-            self._progress.update(self._progress.task_ids[0], completed=line["step"], figures=figures)
+            self._progress.update(self._progress.task_ids[0], figures=format_figures(self._latest))
         elif "validation_loss" in line or time.monotonic() - self._last_print >= SECONDS_BETWEEN_LINES:
             self._last_print = time.monotonic()
-            self.message(f"step {line['step']}/{self._max_steps}  {format_figures(line)}")
+            self.message(f"{self._place(line['step'])}  {format_figures(line)}")
+
+    def _place(self, step: int) -> str:
+        """How far the run is: the step of all steps, or the share of the time."""
+        return f"step {step}/{self._max_steps}" if self._max_steps else f"step {step} ({self._share:.0%} of the time)"
 
     def stop(self) -> None:
         """Leave the terminal as it was."""

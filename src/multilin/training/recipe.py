@@ -88,6 +88,7 @@ class TrainingRecipe:
     """The run."""
 
     max_steps: bounds.Steps = 1000  # optimizer steps
+    minutes: bounds.Minutes | None = None  # end after this time instead, reading the text and saving included
     batch_size: bounds.Batch = 16  # most blocks per device and forward pass
     global_batch_size: bounds.Blocks | None = None  # blocks per step on all devices; batch_size x devices by default
     label_smoothing: Fraction | None = None  # probability spread over the whole vocabulary, in training only
@@ -202,6 +203,7 @@ def load_recipe(name_or_path: str | Path | None = None, overrides: Mapping[str, 
             inner = inner[section]
         inner[name] = value
     recipe = load_settings(Recipe, values)
+    _check_length(recipe, overrides or {})
     changes_model = any(dotted.startswith(("model", "tokenizer")) for dotted in overrides or {})
     check_start(recipe)
     if recipe.model.start is None or (is_run and not changes_model):
@@ -215,6 +217,16 @@ def check_start(recipe: Recipe) -> None:
     """Refuse a hash of weights without the model that has them."""
     if recipe.model.start is None and recipe.model.start_hash is not None:
         raise InputError("model.start_hash: given without model.start, the model that has these weights; leave it out")
+
+
+def _check_length(recipe: Recipe, overrides: Mapping[str, Any]) -> None:
+    """Refuse a number of steps for a run whose length is a time."""
+    steps, minutes = recipe.training.max_steps, recipe.training.minutes
+    if minutes is not None and "training.max_steps" in overrides:
+        raise InputError(
+            f"training.max_steps: {steps} given, but training.minutes is {minutes:g}, and the clock then decides the "
+            "number of steps; leave one of them out"
+        )
 
 
 def save_recipe(recipe: Recipe, path: str | Path) -> None:

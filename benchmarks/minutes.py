@@ -10,14 +10,15 @@ import argparse
 import dataclasses
 import itertools
 import json
+import math
 import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
 
 from benchmarks import _results, machine
-from multilin.analysis.budget.law import RUNS, MeasuredRun, load_runs
-from multilin.analysis.budget.measure import measure_text, training_costs
+from multilin.analysis.budget.law import RUNS, MeasuredRun, best_rates, fit_law, left_out_errors, load_runs
+from multilin.analysis.budget.measure import candidate, measure_text
 from multilin.analysis.budget.rule import BATCH_SIZE, N_POSITIONS, Size, recipe_values
 from multilin.files import write_whole
 from multilin.training.assemble import read_text
@@ -40,9 +41,26 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--fit", action="store_true", help="train nothing, fit the law")
     arguments = _results.parse(parser, argv)
     arguments.runs.touch()
-    if not arguments.fit:
+    if arguments.fit:
+        _print_fit(load_runs(arguments.runs))
+    else:
         _train_all(arguments)
     _results.save("minutes", arguments, [dataclasses.asdict(run) for run in load_runs(arguments.runs)])
+
+
+def _print_fit(runs: list[MeasuredRun]) -> None:
+    law = fit_law(runs)
+    for field in dataclasses.fields(law):
+        print(f"{field.name:12}{getattr(law, field.name)}")
+    heads = f"{'vocabulary':>10}{'tokens':>12}{'rate':>8}{'measured':>10}{'law':>8}{'left out':>10}"
+    print(f"\n{'text':16}{'model':22}{heads}")
+    best = best_rates(runs)
+    for run, error in zip(best, left_out_errors(best), strict=True):
+        model = f"{run.architecture} {run.hidden_size}x{run.num_layers}"
+        print(
+            f"{run.text:16}{model:22}{run.vocab_size:>10,}{run.tokens:>12,}{run.learning_rate:>8g}"
+            f"{run.bits_per_byte:>10.3f}{law.expected_of(run):>8.3f}{run.bits_per_byte * math.exp(error):>10.3f}"
+        )
 
 
 def _train_all(arguments: argparse.Namespace) -> None:
@@ -54,10 +72,12 @@ def _train_all(arguments: argparse.Namespace) -> None:
         arguments.tokens,
     ):  # fmt: skip
         name, _, source = text.rpartition("=")
-        recipe = _recipe(source, architecture, Size(*map(int, size.split("x")), vocab_size), rate, tokens)
-        points.append((name or source, recipe, training_costs(recipe, vocab_size)))
-    for name, recipe, (flops, parameters) in sorted(points, key=lambda point: point[2][0] * _tokens(point[1])):
-        about = {"text": name, **_described(recipe), "flops_per_token": flops, "parameters": parameters}
+        chosen = Size(*map(int, size.split("x")), vocab_size)
+        recipe = _recipe(source, architecture, chosen, rate, tokens)
+        points.append((name or source, recipe, candidate(recipe, chosen)))
+    for name, recipe, model in sorted(points, key=lambda point: point[2].flops_per_token * _tokens(point[1])):
+        costs = {"flops_per_token": model.flops_per_token, "parameters": model.parameters}
+        about = {"text": name, **_described(recipe), **costs}
         if _key(about) not in done:
             about |= {**_trained(recipe), "commit": commit}
             write_whole(arguments.runs, arguments.runs.read_text() + json.dumps(about) + "\n")

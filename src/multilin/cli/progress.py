@@ -1,14 +1,19 @@
 """Progress of work under way: bars on a terminal, a line now and then elsewhere."""
 
+import contextlib
+import json
 import time
 from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.filesize import decimal
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
+from multilin.files import write_whole
 from multilin.training.progress import TrainingProgress
+from multilin.training.run_folder import EXPECTED_FILE
 
 # Without a terminal the output is read later or by a program: enough lines to follow, few enough to keep.
 SECONDS_BETWEEN_LINES = 15.0
@@ -113,7 +118,11 @@ class TrainingDisplay(TrainingProgress):
 
     def _place(self, step: int) -> str:
         """How far the run is: the step of all steps, or the share of the time."""
-        return f"step {step}/{self._max_steps}" if self._max_steps else f"step {step} ({self._share:.0%} of the time)"
+        return (
+            f"step {step}/{self._max_steps}"
+            if self._max_steps
+            else f"step {step} ({100 * self._share:.0f} % of the time)"
+        )
 
     def stop(self) -> None:
         """Leave the terminal as it was."""
@@ -121,6 +130,33 @@ class TrainingDisplay(TrainingProgress):
         if self._progress:
             self._progress.stop()
             self._progress = None
+
+
+class ExpectingDisplay(TrainingDisplay):
+    """Also says at the end what was expected: a file of the run keeps it, so that a resumed run knows.
+
+    Attributes:
+        expected: bits per byte of the validation text.
+    """
+
+    def __init__(self, output: str) -> None:
+        super().__init__()
+        self.expected: float | None = None
+        self._file = Path(output, EXPECTED_FILE)
+
+    def start(self, step: int, max_steps: int | None) -> None:
+        """Begin after a step."""
+        super().start(step, max_steps)
+        if self.expected is not None:
+            write_whole(self._file, json.dumps({"bits_per_byte": self.expected}) + "\n")
+        elif max_steps is None and self._file.is_file():
+            with contextlib.suppress(ValueError, TypeError, KeyError):  # a damaged file only says less
+                self.expected = float(json.loads(self._file.read_bytes())["bits_per_byte"])
+
+    def say_reached(self, bits_per_byte: float) -> None:
+        """Print what was reached beside what was expected."""
+        if self.expected is not None:
+            self.message(f"reached {bits_per_byte:.3f} bits per byte; expected were {self.expected:.2f}")
 
 
 def format_figures(line: dict[str, Any]) -> str:

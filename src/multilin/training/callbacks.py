@@ -120,7 +120,7 @@ class StepCallback(TrainerCallback):  # type: ignore[misc]
         """How far the run is, for a message."""
         if self.limit is None:
             return f"step {state.global_step} of {state.max_steps}"
-        return f"step {state.global_step}, {self.limit.share:.0%} of the time for training"
+        return f"step {state.global_step}, {100 * self.limit.share:.0f} % of the time for training"
 
     @contextlib.contextmanager
     def paused(self, name: str) -> Iterator[None]:

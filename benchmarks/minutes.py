@@ -2,8 +2,8 @@
 
 Every combination of the arguments is a run with a schedule of its own, which falls to 0 at its last token. A finished
 run is a line of the file, and is not trained again when the script is started again; the fewest operations come first.
-With --fit nothing is trained: the law is fitted to the runs of the file, and its errors are printed, each run predicted
-from the others.
+With --fit nothing is trained: the law is fitted to the runs of the file, and its errors are printed, the runs on each
+text predicted from those on the others.
 """
 
 import argparse
@@ -52,14 +52,13 @@ def _print_fit(runs: list[MeasuredRun]) -> None:
     law = fit_law(runs)
     for field in dataclasses.fields(law):
         print(f"{field.name:12}{getattr(law, field.name)}")
-    heads = f"{'vocabulary':>10}{'tokens':>12}{'rate':>8}{'measured':>10}{'law':>8}{'left out':>10}"
-    print(f"\n{'text':16}{'model':22}{heads}")
-    best = best_rates(runs)
-    for run, error in zip(best, left_out_errors(best), strict=True):
-        model = f"{run.architecture} {run.hidden_size}x{run.num_layers}"
+    heads = f"{'vocabulary':>10}{'tokens':>12}{'rate':>8}{'measured':>10}{'law':>8}{'from others':>12}"
+    print(f"\n{'text':14}{'width x layers':14}{heads}")
+    for run, error in left_out_errors(best_rates(runs)):
         print(
-            f"{run.text:16}{model:22}{run.vocab_size:>10,}{run.tokens:>12,}{run.learning_rate:>8g}"
-            f"{run.bits_per_byte:>10.3f}{law.expected_of(run):>8.3f}{run.bits_per_byte * math.exp(error):>10.3f}"
+            f"{run.text:14}{run.hidden_size:>10}x{run.num_layers:<3}{run.vocab_size:>10,}{run.tokens:>12,}"
+            f"{run.learning_rate:>8g}{run.bits_per_byte:>10.3f}{law.expected_of(run):>8.3f}"
+            f"{run.bits_per_byte * math.exp(error):>12.3f}"
         )
 
 

@@ -5,7 +5,7 @@ import json
 import time
 from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from rich.console import Console
 from rich.filesize import decimal
@@ -17,6 +17,7 @@ from multilin.training.run_folder import EXPECTED_FILE
 
 # Without a terminal the output is read later or by a program: enough lines to follow, few enough to keep.
 SECONDS_BETWEEN_LINES = 15.0
+BAR_PARTS = 100_000  # of the bar of a run
 
 
 class StageBar:
@@ -72,7 +73,7 @@ class TrainingDisplay(TrainingProgress):
         self._share = 0.0
         self._last_print = float("-inf")
 
-    def __enter__(self) -> "TrainingDisplay":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -96,16 +97,17 @@ class TrainingDisplay(TrainingProgress):
                 TextColumn("{task.description}"), BarColumn(bar_width=None), TextColumn("{task.fields[figures]}"),
                 TimeRemainingColumn(), console=self.console, expand=True,
             )  # fmt: skip
-            self._progress.add_task(
-                self._place(step), total=1.0, completed=step / max_steps if max_steps else 0.0, figures=""
-            )
+            done = round(BAR_PARTS * step / max_steps) if max_steps else 0
+            self._progress.add_task(self._place(step), total=BAR_PARTS, completed=done, figures="")
             self._progress.start()
 
     def step(self, step: int, share: float) -> None:
         """Move the bar."""
         self._share = share
         if self._progress:
-            self._progress.update(self._progress.task_ids[0], completed=share, description=self._place(step))
+            self._progress.update(
+                self._progress.task_ids[0], completed=round(BAR_PARTS * share), description=self._place(step)
+            )
 
     def line(self, line: dict[str, Any]) -> None:
         """Show the figures of a line of metrics.jsonl."""

@@ -98,7 +98,7 @@ def ngram_bits_per_byte(train: TrainText, validation: PackedText, order: int, mo
         raise InputError("n-gram model: the training and validation text were packed with different tokenizers")
     ngrams = text_ngrams(validation, order, most)
     bits = -np.log2(NgramModel(train, order, most).probabilities(ngrams)).sum()
-    predicted = validation.num_bytes
+    predicted: float = validation.num_bytes
     if most is not None:
         predicted = float(validation.token_sizes(ngrams[:, -1]).sum()) * validation.bytes_per_counted
     return float(bits / predicted)

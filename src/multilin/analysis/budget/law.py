@@ -3,7 +3,7 @@
 For a model of N parameters outside embeddings and output projection, trained on B bytes of text, those that were read
 again included, with g the bits per byte of a trigram model of the same text,
 
-    bits per byte = g c (e + a N^-alpha + b E^-beta)
+    bits per byte = g^gamma c (e + a N^-alpha + b E^-beta)
 
 where E <= B counts what is read again for less. With U bytes of text, E = B up to one pass, and after that
 
@@ -30,8 +30,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 RUNS = Path(str(resources.files("multilin") / "analysis" / "budget" / "runs.jsonl"))
-EXPONENTS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.7)  # tried for alpha and beta
-REPEATS = (2.0, 4.0, 8.0, 15.0, 30.0)  # tried for R
+EXPONENTS = (0.1, 0.2, 0.3, 0.4)  # tried for alpha and beta
+GAMMAS = (0.25, 0.5, 0.75, 1.0)  # tried for gamma
+REPEATS = (4.0, 15.0, 40.0)  # tried for R
 LEAST_ERROR = 0.02  # relative, of a prediction, however well the runs fit
 
 
@@ -71,9 +72,9 @@ class MeasuredRun:
 class Law:
     """A fitted law.
 
-    e, a, alpha, b, beta, repeats: its constants, the last is R. main: the architecture with c = 1; factors: c of the
-    others that have runs.
-    error: relative, of a run that is predicted from the others: the root of the mean square.
+    e, a, alpha, b, beta, gamma, repeats: its constants, the last is R. main: the architecture with c = 1.
+    factors: c of the others that have runs.
+    error: relative, of a run that is predicted from those on other texts: the root of the mean square.
     runs: that it was fitted to. most_flops: of the largest of them.
     """
 
@@ -82,6 +83,7 @@ class Law:
     alpha: float
     b: float
     beta: float
+    gamma: float
     repeats: float
     main: str = ""
     factors: dict[str, float] = dataclasses.field(default_factory=dict)
@@ -90,7 +92,7 @@ class Law:
     most_flops: float = 0.0
 
     def ratio(self, parameters: float, bytes_read: float, train_bytes: float) -> float:
-        """Bits per byte of a model in those of the trigram model, for an architecture with c = 1."""
+        """What stands in the brackets: what the rule makes least."""
         effective = effective_bytes(bytes_read, train_bytes, self.repeats)
         return float(self.e + self.a * parameters**-self.alpha + self.b * effective**-self.beta)
 
@@ -101,7 +103,7 @@ class Law:
 
     def predict(self, architecture: str, trigram: float, ratio: float) -> float:
         """Bits per byte to expect of an architecture, from `ratio`."""
-        return trigram * self.factors.get(architecture, 1.0) * ratio
+        return float(trigram**self.gamma * self.factors.get(architecture, 1.0) * ratio)
 
 
 def effective_bytes(bytes_read: float, train_bytes: float, repeats: float) -> float:
@@ -116,13 +118,13 @@ def load_runs(path: Path = RUNS) -> list[MeasuredRun]:
 
 
 def fit_law(runs: Sequence[MeasuredRun]) -> Law:
-    """The law that fits the runs best, and how well it predicts each of them from the others.
+    """The law that fits the runs best, and how well it predicts those on each text from those on the others.
 
     Of runs that differ in the learning rate alone, the best counts.
     """
     runs = best_rates(runs)
     law = _fit(runs)
-    error = max(LEAST_ERROR, float(np.sqrt(np.mean(np.square(left_out_errors(runs))))))
+    error = max(LEAST_ERROR, float(np.sqrt(np.mean(np.square([error for _, error in left_out_errors(runs)])))))
     most = max(run.tokens * run.flops_per_token for run in runs)
     return dataclasses.replace(law, error=error, runs=len(runs), most_flops=most)
 
@@ -141,27 +143,35 @@ def best_rates(runs: Sequence[MeasuredRun]) -> list[MeasuredRun]:
     return list(best.values())
 
 
-def left_out_errors(runs: Sequence[MeasuredRun]) -> list[float]:
-    """Logarithm of expected by measured bits per byte of each run, expected from a law of the other runs."""
-    return [
-        math.log(_fit([*runs[:place], *runs[place + 1 :]]).expected_of(run) / run.bits_per_byte)
-        for place, run in enumerate(runs)
-    ]
+def left_out_errors(runs: Sequence[MeasuredRun]) -> list[tuple[MeasuredRun, float]]:
+    """The runs of the main architecture, and log(expected / measured) of each from a law of the other texts' runs."""
+    main, errors = _main(runs), []
+    for text in {run.text for run in runs}:
+        law = _fit([run for run in runs if run.text != text])
+        own = [run for run in runs if (run.text, run.architecture) == (text, main)]
+        errors += [(run, math.log(law.expected_of(run) / run.bits_per_byte)) for run in own]
+    return errors
+
+
+def _main(runs: Sequence[MeasuredRun]) -> str:
+    """The architecture with most runs."""
+    return collections.Counter(run.architecture for run in runs).most_common(1)[0][0]
 
 
 def _fit(runs: Sequence[MeasuredRun]) -> Law:
     """Exponents and R from their grids, the other constants by least squares."""
-    ((main, _),) = collections.Counter(run.architecture for run in runs).most_common(1)
+    main = _main(runs)
     own = [run for run in runs if run.architecture == main]
     parameters = np.array([run.parameters for run in own])
-    ratios = np.array([run.bits_per_byte / run.trigram for run in own])
+    measured, trigrams = (np.array([getattr(run, name) for run in own]) for name in ("bits_per_byte", "trigram"))
     found: list[tuple[float, Law]] = []
     for repeats in REPEATS:
         read = np.array([effective_bytes(run.bytes_read, run.train_bytes, repeats) for run in own])
-        for alpha, beta in itertools.product(EXPONENTS, EXPONENTS):
-            terms = np.stack([np.ones(len(own)), parameters**-alpha, read**-beta], axis=1) / ratios[:, None]
+        for alpha, beta, gamma in itertools.product(EXPONENTS, EXPONENTS, GAMMAS):
+            scale = trigrams**gamma / measured
+            terms = scale[:, None] * np.stack([np.ones(len(own)), parameters**-alpha, read**-beta], axis=1)
             (e, a, b), error = _least_squares(terms)
-            found.append((error, Law(e, a, alpha, b, beta, repeats, main)))
+            found.append((error, Law(e, a, alpha, b, beta, gamma, repeats, main)))
     law = min(found, key=lambda pair: pair[0])[1]
     logs: dict[str, list[float]] = collections.defaultdict(list)
     for run in runs:

@@ -71,7 +71,7 @@ def pick(
     Raises:
         InputError: a recipe or a text that cannot be used, fields that the clock or the rule decides, too little time.
     """
-    picker = _Picker(name, {"training.minutes": minutes} | changes)
+    picker = _Picker(name, {"training.minutes": minutes, **changes})
     picker.check()
     vocab_size = picker.vocab_size()
     probe = min(picker.sizes(vocab_size), key=lambda size: abs(size.hidden_size - PROBE_WIDTH))

@@ -24,7 +24,7 @@ from multilin.analysis.budget.law import (
 )
 from multilin.analysis.budget.measure import count_bytes
 from multilin.analysis.budget.pick import Pick, pick
-from multilin.analysis.budget.rule import MOST_PASSES, Candidate, Choice, choose, sizes, vocabulary
+from multilin.analysis.budget.rule import MOST_PASSES, Candidate, Choice, choose, choose_vocabulary, sizes
 from multilin.data.settings import DataRecipe
 from multilin.errors import InputError
 from multilin.training.progress import TrainingProgress
@@ -81,9 +81,19 @@ def test_a_model_that_the_memory_is_too_small_for_is_not_picked() -> None:
         chosen(20, memory=1)
 
 
-def test_the_vocabulary_grows_with_the_text() -> None:
-    found = [vocabulary(size) for size in (0, 10_000, 500_000, 2_000_000, 10**9)]
-    assert found == [258, 258, 512, 2048, 8192]
+def vocabulary(train_bytes: int, minutes: float) -> int:
+    flops = FLOPS_PER_SECOND * 60 * minutes
+    return choose_vocabulary([*candidates(512)], shipped_law(), flops=flops, train_bytes=train_bytes)
+
+
+def test_the_vocabulary_grows_with_text_and_time() -> None:
+    of_texts = [vocabulary(size, 60) for size in (0, 10_000, 300_000, 600_000, 10**9)]
+    assert of_texts[:2] == [258, 258]
+    assert of_texts == sorted(of_texts)
+    assert of_texts[2] == 512
+    of_times = [vocabulary(10**9, minutes) for minutes in MINUTES]
+    assert of_times == sorted(of_times)
+    assert of_times[-1] > of_times[0]
 
 
 def test_given_sizes_are_kept() -> None:
@@ -99,20 +109,22 @@ def test_what_is_read_again_counts_for_less() -> None:
     assert effective_bytes(10**9, 100, 4) == pytest.approx(500)
 
 
-def made_up(law: Law, width: int, tokens: int, architecture: str = "tscale") -> MeasuredRun:
+def made_up(law: Law, width: int, tokens: int, architecture: str = "tscale", text: str = "one") -> MeasuredRun:
     run = MeasuredRun(
-        "text", architecture, width, 4, 2048, 256, 4, 0.06, tokens, 6e6, 40 * width**2, 10**7, 3 * 10**7, 2.0, 0.0, ""
+        text, architecture, width, 4, 2048, 256, 4, 0.06, tokens, 6e6, 40 * width**2, 10**7, 3 * 10**7, 2.0, 0.0, ""
     )
     return dataclasses.replace(run, bits_per_byte=law.expected_of(run))
 
 
 def test_a_law_is_found_in_runs_that_follow_it() -> None:
     law = Law(0.6, 4.0, 0.3, 30.0, 0.3, gamma=0.5, repeats=15.0, main="tscale", factors={"elita": 1.2})
-    runs = [made_up(law, width, tokens) for width in (64, 128, 256) for tokens in (10**5, 10**6, 10**7)]
+    grid = itertools.product((64, 128, 256), (10**5, 10**6, 10**7), ("one", "another"))
+    runs = [made_up(law, width, tokens, text=text) for width, tokens, text in grid]
     found = fit_law([*runs, made_up(law, 128, 10**6, "elita")])
     assert found.expected_of(runs[4]) == pytest.approx(runs[4].bits_per_byte, rel=1e-3)
     assert found.factors == {"elita": pytest.approx(1.2, rel=1e-3)}
     assert found.most_flops == 6e13
+    assert found.error == pytest.approx(0.02)
 
 
 def test_of_several_rates_the_best_counts() -> None:

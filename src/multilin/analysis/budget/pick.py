@@ -17,9 +17,9 @@ from multilin.analysis.budget.rule import (
     Choice,
     Size,
     choose,
+    choose_vocabulary,
     recipe_values,
     sizes,
-    vocabulary,
 )
 from multilin.analysis.plan import find_vocab_size
 from multilin.data.prepared import is_prepared
@@ -73,17 +73,23 @@ def pick(
     """
     picker = _Picker(name, {"training.minutes": minutes, **changes})
     picker.check()
-    vocab_size = picker.vocab_size()
-    probe = min(picker.sizes(vocab_size), key=lambda size: abs(size.hidden_size - PROBE_WIDTH))
     progress.message("measuring this machine and the text")
+    law, vocab_size = shipped_law(), picker.given_vocabulary() or SMALLEST_VOCABULARY
+    probe = min(picker.sizes(vocab_size), key=lambda size: abs(size.hidden_size - PROBE_WIDTH))
     speed = measure_speed(picker.recipe(probe), probe)
+    if picker.given_vocabulary() is None:
+        flops = speed * TRAINING_SHARE * 60 * minutes
+        train_bytes = count_bytes(picker.base.data)
+        vocab_size = choose_vocabulary([*picker.candidates(vocab_size)], law, flops=flops, train_bytes=train_bytes)
+        if picker.given.get("tokenizer.kind") is not None:
+            vocab_size = max(vocab_size, SMALLEST_VOCABULARY)
+        probe = dataclasses.replace(probe, vocab_size=vocab_size)
     text = measure_text(read_text(picker.recipe(probe), progress.prepare))
     used = time.monotonic() - began
     if (left := 60 * minutes - used) <= used / 10:
         raise InputError(
             f"--minutes: {minutes:g} given, but reading and measuring the text took {used:.0f} s; give more"
         )
-    law = shipped_law()
     choice = choose(
         picker.candidates(vocab_size), law, flops=speed * TRAINING_SHARE * left, train_tokens=text.train_tokens,
         train_bytes=text.train_bytes, memory=available_memory(),
@@ -126,15 +132,9 @@ class _Picker:
         if self.base.model.start is not None:
             raise InputError(f"model.start: {self.base.model.start} given, but {minutes}; give --training.minutes")
 
-    def vocab_size(self) -> int:
-        """That of the given tokenizer, or one for the length of the text."""
-        data, tokenizer = self.base.data, self.base.tokenizer
-        if self._has_tokenizer():
-            return find_vocab_size(self.base)
-        if tokenizer.vocab_size is not None:
-            return tokenizer.vocab_size
-        smallest = 0 if self.given.get("tokenizer.kind") is None else SMALLEST_VOCABULARY
-        return max(smallest, vocabulary(count_bytes(data)))
+    def given_vocabulary(self) -> int | None:
+        """The entries of the given tokenizer; None where one is to be chosen."""
+        return find_vocab_size(self.base) if self._has_tokenizer() else self.base.tokenizer.vocab_size
 
     def _has_tokenizer(self) -> bool:
         data, tokenizer = self.base.data, self.base.tokenizer

@@ -1,11 +1,12 @@
 """The rule that picks a model for a text and a number of operations: the one for which the law expects least.
 
-A small text bounds it: no more parameters than bytes of text, no more passes than `MOST_PASSES`, a vocabulary whose
-entries each stand for `BYTES_PER_ENTRY` bytes of text. Where these leave time over, the run ends earlier.
+A large vocabulary has more bytes of text in a token, and a larger output projection, which costs operations. A small
+text bounds the choice: no more parameters than bytes of text, no more passes than `MOST_PASSES`, a vocabulary whose
+entries each have `BYTES_PER_ENTRY` bytes of text. Where these leave time over, the run ends earlier.
 """
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from multilin.analysis.budget.law import Law
@@ -18,7 +19,9 @@ N_POSITIONS, BATCH_SIZE = 256, 4  # blocks of these tokens, in every measured ru
 WARMUP_SHARE, LONGEST_WARMUP = 0.04, 100
 MOST_PASSES = 10
 BYTES_PER_ENTRY = 500
-SMALLEST_VOCABULARY, LARGEST_VOCABULARY = 512, 8192
+BYTES_PER_TOKEN = {512: 2.0, 1024: 2.5, 2048: 3.0, 4096: 3.45, 8192: 3.85}
+"""Vocabularies, and roughly the bytes of English or Python in a token: only their ratios count."""
+SMALLEST_VOCABULARY, LARGEST_VOCABULARY = min(BYTES_PER_TOKEN), max(BYTES_PER_TOKEN)
 SIZES = (
     (64, 4), (96, 4), (128, 4), (160, 4), (192, 4), (256, 4), (256, 6), (320, 6), (384, 6), (384, 8), (512, 8), (640, 8)
 )  # fmt: skip
@@ -57,12 +60,27 @@ class Choice:
     ratio: float
 
 
-def vocabulary(train_bytes: int) -> int:
-    """The largest power of two whose entries have enough bytes of text each; below the smallest, single bytes."""
-    entries = max(train_bytes // BYTES_PER_ENTRY, 1)
-    if entries < SMALLEST_VOCABULARY:
-        return BYTE_VOCAB_SIZE
-    return min(int(2 ** (entries.bit_length() - 1)), LARGEST_VOCABULARY)
+def choose_vocabulary(candidates: Sequence[Candidate], law: Law, *, flops: float, train_bytes: int) -> int:
+    """The vocabulary with which `choose` finds the best model; single bytes for a text that is too small for any.
+
+    Args:
+        candidates: of one vocabulary, the smallest first.
+        law, flops, train_bytes: as for `choose`.
+    """
+    ratios = {}
+    for vocab_size, bytes_per_token in BYTES_PER_TOKEN.items():
+        if vocab_size * BYTES_PER_ENTRY <= train_bytes:
+            tokens = max(1, round(train_bytes / bytes_per_token))
+            models = (_with_vocabulary(one, vocab_size) for one in candidates)
+            ratios[vocab_size] = choose(models, law, flops=flops, train_tokens=tokens, train_bytes=train_bytes).ratio
+    return min(ratios, key=lambda vocab_size: ratios[vocab_size], default=BYTE_VOCAB_SIZE)
+
+
+def _with_vocabulary(one: Candidate, vocab_size: int) -> Candidate:
+    """The candidate with another output projection: six operations for each of its weights."""
+    more = 6 * one.size.hidden_size * (vocab_size - one.size.vocab_size)
+    size = dataclasses.replace(one.size, vocab_size=vocab_size)
+    return dataclasses.replace(one, size=size, flops_per_token=one.flops_per_token + more)
 
 
 def choose(

@@ -16,7 +16,7 @@ def shown(lines: list[dict[str, Any]], *, terminal: bool) -> str:
     with TrainingDisplay(Console(file=out, force_terminal=terminal, width=120, highlight=False)) as display:
         display.start(0, 10)
         for line in lines:
-            display.step(line["step"])
+            display.step(line["step"], line["step"] / 10)
             display.line(line)
         display.message("bye [not markup]")
     return out.getvalue()

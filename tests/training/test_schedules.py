@@ -39,7 +39,9 @@ def test_a_schedule_acts_on_every_group_and_goes_on_after_a_stop() -> None:
     def build() -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
         groups = [{"params": [torch.nn.Parameter(torch.ones(1))], "lr": rate} for rate in (1.0, 0.5)]
         optimizer = torch.optim.SGD(groups)
-        return optimizer, build_schedule(ScheduleRecipe(name="tail", warmup_steps=2, tail=2.0), optimizer, 10)
+        return optimizer, build_schedule(
+            ScheduleRecipe(name="tail", warmup_steps=2, tail=2.0), optimizer, lambda step: 10
+        )
 
     optimizer, schedule = build()
     for _ in range(7):

@@ -217,10 +217,11 @@ def test_progress_is_told_to_who_asks_and_printed_by_nobody(
         def __init__(self) -> None:
             self.calls: list[tuple[str, Any]] = []
 
-        def start(self, step: int, max_steps: int) -> None:
+        def start(self, step: int, max_steps: int | None) -> None:
             self.calls.append(("start", (step, max_steps)))
 
-        def step(self, step: int) -> None:
+        def step(self, step: int, share: float) -> None:
+            assert share == step / 12
             self.calls.append(("step", step))
 
         def line(self, line: dict[str, Any]) -> None:

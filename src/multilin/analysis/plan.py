@@ -17,9 +17,10 @@ from multilin.analysis.costs import parameter_counts, training_flops_per_token
 from multilin.analysis.settings import PlanSettings
 from multilin.data.manifest import MANIFEST, Manifest
 from multilin.data.prepared import is_prepared
+from multilin.data.settings import BYTE_VOCAB_SIZE
 from multilin.data.store import Store
 from multilin.data.task_text import is_task, task_text
-from multilin.data.tokenizers import BYTE_VOCAB_SIZE, load_tokenizer
+from multilin.data.tokenizers import load_tokenizer
 from multilin.errors import InputError
 from multilin.model.memory import (
     FLOAT_BYTES,
@@ -131,6 +132,10 @@ def plan_training(recipe: Recipe, settings: PlanSettings) -> TrainingPlan:
     Raises:
         InputError: a recipe that cannot be trained, or a tokenizer that is not there.
     """
+    if recipe.training.minutes is not None:
+        raise InputError(
+            f"training.minutes: {recipe.training.minutes:g} given, but a plan counts steps; give training.max_steps"
+        )
     if settings.kind != "cpu" and recipe.training.precision == "auto":
         recipe = replace(recipe, training=replace(recipe.training, precision="bf16"))
     blocks = recipe.training.global_batch_size or recipe.training.batch_size * settings.devices

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 from multilin.cli.messages import loading, say_next
 from multilin.cli.tables import make_console, print_table
-from multilin.errors import plural
 from multilin.inference.settings import GenerationSettings
 from multilin.training.recipe import Changes, load_recipe
 
@@ -39,7 +38,7 @@ def demo(changes: Changes) -> None:
     console = make_console()
     console.print(
         f"Training a small {recipe.model.architecture} model from scratch on {recipe.data.source} "
-        f"({plural(recipe.training.max_steps, 'step')}, into {recipe.output})",
+        f"({recipe.training.length}, into {recipe.output})",
         soft_wrap=True,
     )
     with TrainingDisplay() as display:

@@ -1,17 +1,23 @@
 """Progress of work: bars on a terminal, single lines elsewhere."""
 
+import contextlib
+import json
 import time
 from contextlib import closing
-from typing import Any
+from pathlib import Path
+from typing import Any, Self
 
 from rich.console import Console
 from rich.filesize import decimal
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
+from multilin.files import write_whole
 from multilin.training.progress import TrainingProgress
+from multilin.training.run_folder import EXPECTED_FILE
 
 # Without a terminal the output is read later or by a program: enough lines to follow, few enough to keep.
 SECONDS_BETWEEN_LINES = 15.0
+BAR_PARTS = 100_000  # of the bar of a run
 
 
 class StageBar:
@@ -63,10 +69,11 @@ class TrainingDisplay(TrainingProgress):
         self._stages = StageBar()
         self._latest: dict[str, Any] = {}
         self._progress: Progress | None = None
-        self._max_steps = 0
+        self._max_steps: int | None = 0
+        self._share = 0.0
         self._last_print = float("-inf")
 
-    def __enter__(self) -> "TrainingDisplay":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -81,32 +88,43 @@ class TrainingDisplay(TrainingProgress):
         self._stages.close()
         self.console.print(text, soft_wrap=True, markup=False)
 
-    def start(self, step: int, max_steps: int) -> None:
+    def start(self, step: int, max_steps: int | None) -> None:
         """Begin the display of training, after `step` steps."""
         self._stages.close()
         self._max_steps, self._latest = max_steps, {}
         if self.console.is_terminal:
             self._progress = Progress(
-                TextColumn("step"), MofNCompleteColumn(), BarColumn(bar_width=None),
-                TextColumn("{task.fields[figures]}"), TimeRemainingColumn(), console=self.console, expand=True,
+                TextColumn("{task.description}"), BarColumn(bar_width=None), TextColumn("{task.fields[figures]}"),
+                TimeRemainingColumn(), console=self.console, expand=True,
             )  # fmt: skip
-            self._progress.add_task("", total=max_steps, completed=step, figures="")
+            done = round(BAR_PARTS * step / max_steps) if max_steps else 0
+            self._progress.add_task(self._place(step), total=BAR_PARTS, completed=done, figures="")
             self._progress.start()
 
-    def step(self, step: int) -> None:
+    def step(self, step: int, share: float) -> None:
         """Move the bar."""
+        self._share = share
         if self._progress:
-            self._progress.update(self._progress.task_ids[0], completed=step)
+            self._progress.update(
+                self._progress.task_ids[0], completed=round(BAR_PARTS * share), description=self._place(step)
+            )
 
     def line(self, line: dict[str, Any]) -> None:
         """Show the figures of a line of metrics.jsonl."""
         self._latest |= line
         if self._progress:
-            figures = format_figures(self._latest)
-            self._progress.update(self._progress.task_ids[0], completed=line["step"], figures=figures)
+            self._progress.update(self._progress.task_ids[0], figures=format_figures(self._latest))
         elif "validation_loss" in line or time.monotonic() - self._last_print >= SECONDS_BETWEEN_LINES:
             self._last_print = time.monotonic()
-            self.message(f"step {line['step']}/{self._max_steps}  {format_figures(line)}")
+            self.message(f"{self._place(line['step'])}  {format_figures(line)}")
+
+    def _place(self, step: int) -> str:
+        """How far the run is: the step of all steps, or the share of the time."""
+        return (
+            f"step {step}/{self._max_steps}"
+            if self._max_steps
+            else f"step {step} ({100 * self._share:.0f} % of the time)"
+        )
 
     def stop(self) -> None:
         """Leave the terminal as it was."""
@@ -114,6 +132,33 @@ class TrainingDisplay(TrainingProgress):
         if self._progress:
             self._progress.stop()
             self._progress = None
+
+
+class ExpectingDisplay(TrainingDisplay):
+    """Also says at the end what was expected: a file of the run keeps it, so that a resumed run knows.
+
+    Attributes:
+        expected: bits per byte of the validation text.
+    """
+
+    def __init__(self, output: str) -> None:
+        super().__init__()
+        self.expected: float | None = None
+        self._file = Path(output, EXPECTED_FILE)
+
+    def start(self, step: int, max_steps: int | None) -> None:
+        """Begin the display of training, after `step` steps."""
+        super().start(step, max_steps)
+        if self.expected is not None:
+            write_whole(self._file, json.dumps({"bits_per_byte": self.expected}) + "\n")
+        elif max_steps is None and self._file.is_file():
+            with contextlib.suppress(ValueError, TypeError, KeyError):  # a damaged file only says less
+                self.expected = float(json.loads(self._file.read_bytes())["bits_per_byte"])
+
+    def say_reached(self, bits_per_byte: float) -> None:
+        """Print what was reached beside what was expected."""
+        if self.expected is not None:
+            self.message(f"reached {bits_per_byte:.3f} bits per byte; expected were {self.expected:.2f}")
 
 
 def format_figures(line: dict[str, Any]) -> str:

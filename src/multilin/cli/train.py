@@ -1,12 +1,18 @@
 """The verb that trains a model."""
 
-from typing import Annotated
+import time
+from typing import TYPE_CHECKING, Annotated
 
 from multilin.cli.arguments import POSITIONAL
 from multilin.cli.messages import loading, say_next
+from multilin.cli.tables import make_console, print_table
+from multilin.errors import InputError, plural
 from multilin.settings import settings
-from multilin.settings.bounds import PathText
+from multilin.settings.bounds import Minutes, PathText
 from multilin.training.recipe import Changes, load_recipe
+
+if TYPE_CHECKING:
+    from multilin.analysis.budget.pick import Pick
 
 
 @settings
@@ -14,6 +20,7 @@ class TrainArguments:
     """The recipe to train, and the run in its output folder."""
 
     recipe: Annotated[PathText | None, POSITIONAL] = None  # built-in recipe, YAML file or run folder; else the defaults
+    minutes: Minutes | None = None  # pick what is not given for this machine, the text and so many minutes in all
     resume: bool = False  # continue the run in the output folder at its last checkpoint
     overwrite: bool = False  # replace the run in the output folder
 
@@ -24,11 +31,56 @@ def train(arguments: TrainArguments, changes: Changes) -> None:
     A recipe decides everything; any of its fields can be changed: `multilin train demo --training.max_steps 50`.
     `multilin info ARCHITECTURE` lists the options of an architecture
     (--model.options.num_heads 8, or --model.options '{"num_heads": 8}').
+    With --minutes 20 alone, architecture, size, vocabulary and all else are picked for this machine and the text.
     """
+    began = time.monotonic()
+    _check_minutes(arguments, changes)
     recipe = load_recipe(arguments.recipe, changes)
     with loading():
-        from multilin.cli.progress import TrainingDisplay
+        from multilin.cli.progress import ExpectingDisplay
+        from multilin.training.run_folder import RunFolder
         from multilin.training.trainer import train
-    with TrainingDisplay() as display:
-        result = train(recipe, resume=arguments.resume, overwrite=arguments.overwrite, progress=display)
+    with ExpectingDisplay(recipe.output) as display:
+        if arguments.minutes is not None:
+            from multilin.analysis.budget.pick import pick
+
+            RunFolder(recipe.output).check(recipe, resume=False, overwrite=arguments.overwrite)
+            picked = pick(arguments.recipe, changes, arguments.minutes, began, display)
+            _print_pick(picked)
+            recipe, display.expected = picked.recipe, picked.expected
+        result = train(recipe, resume=arguments.resume, overwrite=arguments.overwrite, progress=display, began=began)
+        display.say_reached(result.validation_bits_per_byte)
     say_next(f"multilin generate {result.output} --prompt 'The'", f"multilin evaluate {result.output}")
+
+
+def _check_minutes(arguments: TrainArguments, changes: Changes) -> None:
+    """Refuse what contradicts the minutes."""
+    if arguments.minutes is None:
+        return
+    if arguments.resume:
+        raise InputError("--minutes: given with --resume, but a run goes on with the time it began with; leave it out")
+    for name in ("max_steps", "minutes"):
+        if (given := changes.get(f"training.{name}")) is not None:
+            raise InputError(
+                f"--training.{name}: {given} given beside --minutes {arguments.minutes:g}; give one of them"
+            )
+
+
+def _print_pick(picked: "Pick") -> None:
+    """What was measured, what was picked, what is expected."""
+    recipe, text, model = picked.recipe, picked.text, picked.choice.candidate
+    plan, tokens = recipe.training, picked.choice.tokens
+    blocks = plan.global_batch_size or plan.batch_size
+    rows = {
+        "text": f"{text.train_bytes / 1e6:,.1f} MB to train on; trigrams reach {text.trigram:.3f} bits per byte",
+        "this machine": f"{picked.flops_per_second / 1e9:,.0f} billion operations a second in training",
+        "model": f"{recipe.model.kind}, width {model.size.hidden_size}, {plural(model.size.num_layers, 'layer')}, "
+        f"vocabulary {model.size.vocab_size:,}",
+        "training": f"about {tokens / 1e6:,.2f} M tokens ({tokens / text.train_tokens:.2g} passes), steps of {blocks} "
+        f"x {recipe.model.n_positions}, learning rate {recipe.optimizer.learning_rate or 'of the architecture'}",
+        "time": f"{plan.minutes:.3g} minutes in all",
+        "expected": f"{picked.expected:.2f} ± {picked.spread:.2f} bits per byte of validation text",
+    }
+    print_table("lw", rows.items())
+    for remark in picked.remarks:
+        make_console().print(remark, style="yellow", soft_wrap=True, markup=False)

@@ -5,6 +5,9 @@ from typing import Literal
 from multilin.settings import settings
 from multilin.settings.bounds import Mixture, Part, PathText, Vocabulary
 
+BYTE_VOCAB_SIZE = 258
+"""Entries of a byte tokenizer: 256 bytes, end of text and padding."""
+
 
 @settings
 class DataRecipe:

@@ -14,12 +14,12 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from multilin.data.encoding import cut_at_whitespace
+from multilin.data.settings import BYTE_VOCAB_SIZE
 from multilin.errors import InputError, as_input_error, shown
 from multilin.settings.inputs import LARGEST_JSON, check_model_files, read_bytes
 
 END_OF_TEXT = "<|endoftext|>"
 PAD = "<|pad|>"
-BYTE_VOCAB_SIZE = 258
 TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("chat_template.jinja", "vocab.json", "merges.txt"),

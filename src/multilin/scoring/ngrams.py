@@ -1,5 +1,7 @@
 """Interpolated n-gram models, a baseline for trained models."""
 
+import itertools
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -24,8 +26,13 @@ class NgramModel:
     Source: Chen & Goodman 1999, "An empirical study of smoothing techniques for language modeling", section 2.4.
     """
 
-    def __init__(self, train: TrainText, order: int) -> None:
-        """Count the n-grams of `train` up to `order` (1, 2 or 3), with about 100 bytes of memory per training token.
+    def __init__(self, train: TrainText, order: int, most: int | None = None) -> None:
+        """Count the n-grams of `train` up to `order` (1, 2 or 3); memory about 100 bytes per n-gram.
+
+        Args:
+            train: the text to count in.
+            order: 1, 2 or 3.
+            most: n-grams to count, evenly spaced in the first shard of the text; None counts all.
 
         Raises:
             InputError: another order, or a vocabulary too large for it.
@@ -36,7 +43,8 @@ class NgramModel:
             raise InputError(f"order: {order} given, but n-gram models are made of order 1 to {MAX_ORDER}")
         if self.vocab_size**order > 2**63:
             raise InputError(f"order: {order} given, but a vocabulary of {self.vocab_size} is too large for that")
-        ngrams = np.concatenate([text_ngrams(shard, order) for shard in train.shards])
+        shards = train.shards if most is None else itertools.islice(train.shards, 1)
+        ngrams = np.concatenate([text_ngrams(shard, order, most) for shard in shards])
         self._tables = []
         for length in range(1, order + 1):
             keys, counts = np.unique(self._keys(ngrams, length), return_counts=True)
@@ -62,29 +70,38 @@ class NgramModel:
         return keys
 
 
-def text_ngrams(packed: PackedText, order: int) -> NDArray[np.int64]:
+def text_ngrams(packed: PackedText, order: int, most: int | None = None) -> NDArray[np.int64]:
     """(N, order) the n-grams that end in a text token, oldest token first.
 
     The start token is repeated before the start of a document, so that no context reaches into another document.
+    With `most`, at most so many n-grams at even distances.
     """
-    tokens, starts = packed.tokens.astype(np.int64), packed.document_starts
-    ends = np.delete(np.arange(len(tokens)), starts)
-    first = starts[packed.document_of(0, len(tokens))[ends]]
-    return np.stack([tokens[np.maximum(ends - back, first)] for back in range(order - 1, -1, -1)], axis=1)
+    starts, step = packed.document_starts, 1 if most is None else -(-packed.num_tokens // most)
+    ends = np.arange(0, packed.num_tokens, step)
+    first = starts[np.searchsorted(starts, ends, side="right") - 1]
+    is_text = ends != first
+    ends, first = ends[is_text], first[is_text]
+    columns = [packed.tokens[np.maximum(ends - back, first)] for back in range(order - 1, -1, -1)]
+    return np.stack(columns, axis=1).astype(np.int64)
 
 
-def ngram_bits_per_byte(train: TrainText, validation: PackedText, order: int) -> float:
+def ngram_bits_per_byte(train: TrainText, validation: PackedText, order: int, most: int | None = None) -> float:
     """Bits per byte of the exact validation text under an n-gram model of the training text (see `NgramModel`).
 
-    Counted as `evaluate` does: -log2 p over all tokens but the start tokens, divided by the text's UTF-8 bytes.
+    Counted as `evaluate` does: -log2 p over all tokens but the start tokens, divided by the text's UTF-8 bytes. With
+    `most`, at most so many n-grams at even distances are counted, and so many tokens predicted.
 
     Raises:
         InputError: an order other than 1, 2 or 3, or texts of two tokenizers.
     """
     if train.description.tokenizer_hash != validation.description.tokenizer_hash:
         raise InputError("n-gram model: the training and validation text were packed with different tokenizers")
-    model = NgramModel(train, order)
-    return float(-np.log2(model.probabilities(text_ngrams(validation, order))).sum() / validation.num_bytes)
+    ngrams = text_ngrams(validation, order, most)
+    bits = -np.log2(NgramModel(train, order, most).probabilities(ngrams)).sum()
+    predicted: float = validation.num_bytes
+    if most is not None:
+        predicted = float(validation.token_sizes(ngrams[:, -1]).sum()) * validation.bytes_per_counted
+    return float(bits / predicted)
 
 
 def _look_up(keys: NDArray[np.int64], values: NDArray[np.int64], wanted: NDArray[np.int64]) -> NDArray[np.int64]:

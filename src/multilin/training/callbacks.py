@@ -1,8 +1,9 @@
 """The work around each step: the finite check, the metrics, and when to validate, save and stop."""
 
+import contextlib
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from multilin.training.outcomes import StopRequest, TrainingFailed
 from multilin.training.processes import on_any_device
 from multilin.training.progress import TrainingProgress
 from multilin.training.recipe import Recipe
+from multilin.training.time_limit import TimeLimit
 
 
 class StepCallback(TrainerCallback):  # type: ignore[misc]
@@ -25,6 +27,10 @@ class StepCallback(TrainerCallback):  # type: ignore[misc]
         writers: each stores every complete line of metrics.
         stop_request: notes a signal that asks the run to end.
         describe_batch: step to the blocks it reads, for the message about a loss that is not finite.
+        limit: the clock of a run that ends after a given time.
+
+    Attributes:
+        is_finished: whether the last step was made.
     """
 
     def __init__(
@@ -36,10 +42,12 @@ class StepCallback(TrainerCallback):  # type: ignore[misc]
         writers: Sequence[Callable[[dict[str, Any]], None]],
         stop_request: StopRequest,
         describe_batch: Callable[[int], str],
+        limit: TimeLimit | None = None,
     ) -> None:
         self.plan, self.skips_nonfinite = recipe.training, recipe.optimizer.nonfinite == "skip"
         self.meter, self.progress, self.writers = meter, progress, writers
-        self.stop_request, self.describe_batch = stop_request, describe_batch
+        self.stop_request, self.describe_batch, self.limit = stop_request, describe_batch, limit
+        self.is_finished = False
         self.grad_norm: torch.Tensor | float = 0.0  # set by the trainer when it clips
         self._step_loss: float | None = None  # of a step that was applied
         self._step_norm = self._learning_rate = 0.0
@@ -48,7 +56,10 @@ class StepCallback(TrainerCallback):  # type: ignore[misc]
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Start the clock."""
         self.meter.start()
-        self.progress.start(state.global_step, args.max_steps)
+        if self.limit is not None:
+            self.limit.start()
+        self.is_finished = self._is_last(state.global_step, args)
+        self.progress.start(state.global_step, args.max_steps if self.limit is None else None)
 
     def on_pre_optimizer_step(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Refuse a step that would spoil the weights, or leave it out.
@@ -80,16 +91,19 @@ class StepCallback(TrainerCallback):  # type: ignore[misc]
     def on_optimizer_step(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Note the learning rate the step was made with, before the schedule moves on."""
         self._learning_rate = float(kwargs["optimizer"].param_groups[0]["lr"])
+        if self.limit is not None:
+            self.limit.advance()
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> TrainerControl:
         """Measure the step and decide what follows it."""
         step = state.global_step
-        last = step >= args.max_steps
+        last = self.is_finished = self._is_last(step, args)
+        may_pause = self.limit is None or self.limit.leaves_a_pause
         stop = on_any_device(self.stop_request.signal_number is not None)
         self.meter.end_step(self._step_loss)
-        self.progress.step(step)
-        control.should_evaluate = last or _due(step, self.plan.eval_every_steps)
-        control.should_save = last or stop or _due(step, self.plan.save_every_steps)
+        self.progress.step(step, step / args.max_steps if self.limit is None else self.limit.share)
+        control.should_evaluate = last or (may_pause and _due(step, self.plan.eval_every_steps))
+        control.should_save = last or stop or (may_pause and _due(step, self.plan.save_every_steps))
         control.should_training_stop = last or stop
         if control.should_evaluate or _due(step, self.plan.log_every_steps):
             self._line = self.meter.line(step, learning_rate=self._learning_rate, grad_norm=self._step_norm)
@@ -98,6 +112,21 @@ class StepCallback(TrainerCallback):  # type: ignore[misc]
         if not control.should_evaluate:
             self._finish_line()
         return control
+
+    def _is_last(self, step: int, args: Any) -> bool:
+        return step >= args.max_steps or (self.limit is not None and self.limit.is_over)
+
+    def place(self, state: TrainerState) -> str:
+        """How far the run is, for a message."""
+        if self.limit is None:
+            return f"step {state.global_step} of {state.max_steps}"
+        return f"step {state.global_step}, {100 * self.limit.share:.0f} % of the time for training"
+
+    @contextlib.contextmanager
+    def paused(self, name: str) -> Iterator[None]:
+        """A block that validates or saves: its time is none of training, but of the run."""
+        with self.meter.paused(), contextlib.nullcontext() if self.limit is None else self.limit.pause(name):
+            yield
 
     def on_evaluate(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Complete the line of a step that was validated."""

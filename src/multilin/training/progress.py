@@ -15,11 +15,11 @@ class TrainingProgress:
     def message(self, text: str) -> None:
         """Something a user should know, in one line."""
 
-    def start(self, step: int, max_steps: int) -> None:
-        """Training begins, after `step` of `max_steps` steps."""
+    def start(self, step: int, max_steps: int | None) -> None:
+        """Training begins, after `step` of `max_steps` steps; None for a run that ends by the clock."""
 
-    def step(self, step: int) -> None:
-        """A step is done."""
+    def step(self, step: int, share: float) -> None:
+        """A step is done, and this share of the run, from 0 to 1."""
 
     def line(self, line: dict[str, Any]) -> None:
         """A line of metrics.jsonl is complete."""

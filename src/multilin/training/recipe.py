@@ -88,6 +88,7 @@ class TrainingRecipe:
     """The run."""
 
     max_steps: bounds.Steps = 1000  # optimizer steps
+    minutes: bounds.Minutes | None = None  # end after this time instead, reading the text and saving included
     batch_size: bounds.Batch = 16  # most blocks per device and forward pass
     global_batch_size: bounds.Blocks | None = None  # blocks per step on all devices; batch_size x devices by default
     label_smoothing: Fraction | None = None  # probability spread over the whole vocabulary, in training only
@@ -108,6 +109,11 @@ class TrainingRecipe:
     log_every_steps: bounds.Steps = 10  # steps between lines of metrics.jsonl
     lora: LoraRecipe | None = None  # train adapters alone: rank, alpha, dropout, targets
     report_to: Trackers = field(default_factory=list)  # also send metrics to: tensorboard, wandb, mlflow, trackio
+
+    @property
+    def length(self) -> str:
+        """How long the run is, for a message."""
+        return plural(self.max_steps, "step") if self.minutes is None else f"{self.minutes:g} minutes"
 
     def split(self, num_devices: int) -> tuple[int, int]:
         """Blocks of one forward pass, and forward passes of one step, on each of so many devices.
@@ -174,13 +180,18 @@ def fill(section: SectionT, **defaults: Any) -> SectionT:
     return dataclasses.replace(section, **missing)  # type: ignore[type-var]
 
 
-def load_recipe(name_or_path: str | Path | None = None, overrides: Mapping[str, Any] | None = None) -> Recipe:
+def load_recipe(
+    name_or_path: str | Path | None = None,
+    overrides: Mapping[str, Any] | None = None,
+    defaults: Mapping[str, Any] | None = None,
+) -> Recipe:
     """Read a recipe and change single values of it.
 
     Args:
         name_or_path: a built-in recipe, a YAML file, or the folder of a run; None starts from the defaults. A Path is
             no built-in recipe, whatever its name.
         overrides: dotted field ("training.max_steps", "model.options.window") to its new value.
+        defaults: dotted fields that neither the recipe nor `overrides` gives, to values other than our defaults.
 
     Raises:
         InputError: no such recipe, not YAML, an unknown field or a value of a wrong type; a model to start from that
@@ -194,14 +205,13 @@ def load_recipe(name_or_path: str | Path | None = None, overrides: Mapping[str, 
             raise InputError(f"recipe: {path} is cut short: it has no output, which a run writes last")
         values["output"] = str(name_or_path)  # the folder may have been moved since the run wrote it down
     for dotted, value in (overrides or {}).items():
-        *sections, name = dotted.split(".")
-        inner = values
-        for section in sections:
-            held = inner.get(section)
-            inner[section] = dict(held) if isinstance(held, dict) else {}
-            inner = inner[section]
+        inner, name = _section(values, dotted)
         inner[name] = value
+    for dotted, value in (defaults or {}).items():
+        inner, name = _section(values, dotted)
+        inner.setdefault(name, value)
     recipe = load_settings(Recipe, values)
+    _check_length(recipe, overrides or {})
     changes_model = any(dotted.startswith(("model", "tokenizer")) for dotted in overrides or {})
     check_start(recipe)
     if recipe.model.start is None or (is_run and not changes_model):
@@ -215,6 +225,21 @@ def check_start(recipe: Recipe) -> None:
     """Refuse a hash of weights without the model that has them."""
     if recipe.model.start is None and recipe.model.start_hash is not None:
         raise InputError("model.start_hash: given without model.start, the model that has these weights; leave it out")
+
+
+def _check_length(recipe: Recipe, overrides: Mapping[str, Any]) -> None:
+    """Refuse a number of steps for a run whose length is a time."""
+    steps, minutes = recipe.training.max_steps, recipe.training.minutes
+    if minutes is not None and "training.max_steps" in overrides:
+        raise InputError(
+            f"training.max_steps: {steps} given, but training.minutes is {minutes:g}, and the clock then decides the "
+            "number of steps; leave one of them out"
+        )
+
+
+def given_fields(name_or_path: str | Path | None, overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """The dotted fields that a recipe and changes of it give, to their values; arguments as for `load_recipe`."""
+    return {**({} if name_or_path is None else _flatten(_read(_find(name_or_path)))), **overrides}
 
 
 def save_recipe(recipe: Recipe, path: str | Path) -> None:
@@ -236,6 +261,16 @@ def _flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     for name, value in values.items():
         flat |= _flatten(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
     return flat
+
+
+def _section(values: dict[str, Any], dotted: str) -> tuple[dict[str, Any], str]:
+    """The innermost section of a dotted field in nested values, made where there is none, and the field's name."""
+    *sections, name = dotted.split(".")
+    for section in sections:
+        held = values.get(section)
+        values[section] = dict(held) if isinstance(held, dict) else {}
+        values = values[section]
+    return values, name
 
 
 def _find(name_or_path: str | Path) -> Path:

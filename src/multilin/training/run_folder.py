@@ -1,7 +1,7 @@
 """The folder of a run: its files, and checks before it is written.
 
 recipe.yaml     everything that decided the run      metrics.jsonl   one line per measurement
-data.json       the text: sizes and identity
+data.json       the text: sizes and identity         expected.json   bits per byte that --minutes promised
 config.json, model.safetensors, tokenizer.json ...   loss.png        the course of the loss
                 the model, as Hugging Face has it    README.md       the model card
 tensorboard/    event files, if asked for
@@ -30,12 +30,14 @@ from multilin.training import checkpoints
 from multilin.training.recipe import RECIPE_FILE, Recipe, fill, first_difference, load_recipe, save_recipe
 
 RUN_FILE = "run.json"  # in a checkpoint: text and metrics when it was written
+EXPECTED_FILE = "expected.json"  # bits per byte that a run of so many minutes was expected to reach
 METRICS = ("step", "tokens", "seconds", "loss", "tokens_per_second")  # in every line of metrics.jsonl
 
 # Files that a run writes at the top of its folder, and that --overwrite removes; others are left alone.
 _WRITTEN = (
-    "data.json", "metrics.jsonl", "loss.png", "demo.png", "README.md", "config.json", "generation_config.json",
-    "model*.safetensors", "model.safetensors.index.json", "adapter_config.json", "adapter_model.safetensors",
+    "data.json", "metrics.jsonl", EXPECTED_FILE, "loss.png", "demo.png", "README.md", "config.json",
+    "generation_config.json", "model*.safetensors", "model.safetensors.index.json", "adapter_config.json",
+    "adapter_model.safetensors",
     "tokenizer*", "special_tokens_map.json", "chat_template.jinja", "tensorboard",
 )  # fmt: skip
 

@@ -90,7 +90,7 @@ class SavingTrainer(Trainer):  # type: ignore[misc]
     def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
         step, parent, wait = self.state.global_step, self.folder.checkpoints, self.accelerator.wait_for_everyone
         self.finish_checkpoint()
-        with self.callback.meter.paused():
+        with self.callback.paused("saving"):
             with self._reported(step), contextlib.ExitStack() as stack:
                 if self.is_world_process_zero():
                     keep = self.recipe.training.keep_checkpoints
@@ -135,12 +135,17 @@ class SavingTrainer(Trainer):  # type: ignore[misc]
             checkpoints.write_optimizer(folder, state)
 
     def _write_record(self, folder: Path) -> None:
-        meter = self.callback.meter.state_dict()
+        states = {name: holder.state_dict() for name, holder in self._clocks()}
         if self.is_world_process_zero():
-            checkpoints.write_json(folder / "schedule.json", self.lr_scheduler.state_dict())
-            checkpoints.write_json(folder / "meter.json", meter)
+            for name, state in states.items():
+                checkpoints.write_json(folder / name, state)
             self.folder.write_record(folder)
             self.state.save_to_json(str(folder / checkpoints.STATE))
+
+    def _clocks(self) -> list[tuple[str, Any]]:
+        """What knows how far the run is, each by the name of its file in a checkpoint."""
+        clocks = [("schedule.json", self.lr_scheduler), ("meter.json", self.callback.meter)]
+        return clocks if self.callback.limit is None else [*clocks, ("clock.json", self.callback.limit)]
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: torch.nn.Module | None = None) -> None:
         if Path(resume_from_checkpoint, SHARDS).is_dir():
@@ -165,7 +170,7 @@ class SavingTrainer(Trainer):  # type: ignore[misc]
             read_shards(folder, self.master, bare_optimizer(self.optimizer))
         else:
             self._load_whole_optimizer(folder)
-        for name, holder in (("schedule.json", self.lr_scheduler), ("meter.json", self.callback.meter)):
+        for name, holder in self._clocks():
             with checkpoints.loading(folder / name):
                 values, own = checkpoints.read_json(folder / name), holder.state_dict()
                 checkpoints.check_like(values, own)

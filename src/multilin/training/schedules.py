@@ -9,6 +9,9 @@ In step i = 0, 1, ... of N, the warm-up of w steps and the course after it multi
     constant      1
     tail          min(1, (1 - i / N) * tail): the last 1 / tail of the run falls to 0           (TScale)
     inverse_sqrt  min(1, sqrt(constant_steps / (i + 1)))                                        (ELiTA)
+
+A run that ends by the clock has N = i / s, where s is the share of its time that is gone, so that the course ends with
+the time, however fast the steps are.
 """
 
 import math
@@ -46,7 +49,7 @@ def resolve_schedule(recipe: ScheduleRecipe, defaults: TrainingDefaults) -> Sche
     return fill(recipe, name=name, warmup_steps=defaults.warmup_steps, **SCHEDULES[name])
 
 
-def rate_factor(recipe: ScheduleRecipe, max_steps: int) -> Callable[[int], float]:
+def rate_factor(recipe: ScheduleRecipe, max_steps: float) -> Callable[[int], float]:
     """The factor of step i, for a resolved recipe and a run of so many steps."""
     assert recipe.name is not None, "a schedule needs a recipe that was resolved"
     assert recipe.warmup_steps is not None
@@ -64,7 +67,13 @@ def rate_factor(recipe: ScheduleRecipe, max_steps: int) -> Callable[[int], float
 
 
 def build_schedule(
-    recipe: ScheduleRecipe, optimizer: torch.optim.Optimizer, max_steps: int
+    recipe: ScheduleRecipe, optimizer: torch.optim.Optimizer, num_steps: Callable[[int], float]
 ) -> torch.optim.lr_scheduler.LRScheduler:
-    """The schedule of a resolved recipe, acting on every group of an optimizer."""
-    return torch.optim.lr_scheduler.LambdaLR(optimizer, rate_factor(recipe, max_steps))
+    """The schedule of a resolved recipe, acting on every group of an optimizer.
+
+    Args:
+        recipe: the schedule.
+        optimizer: whose rates it sets.
+        num_steps: step to the steps of the whole run, as they are known when it begins.
+    """
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda i: rate_factor(recipe, num_steps(i))(i))

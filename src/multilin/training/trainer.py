@@ -3,6 +3,7 @@
 import contextlib
 import math
 import signal
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -35,6 +36,7 @@ def train(
     overwrite: bool = False,
     progress: TrainingProgress | None = None,
     callbacks: Sequence[TrainerCallback] = (),
+    began: float | None = None,
 ) -> RunResult:
     """Train the model a recipe describes and leave everything about the run in its output folder.
 
@@ -48,12 +50,14 @@ def train(
         overwrite: replace the run in the output folder.
         progress: told of everything the run does, in the main process; None shows nothing.
         callbacks: callbacks of transformers' Trainer to call at every step, after our own.
+        began: `time.monotonic()` when the recipe's `training.minutes` began; now by default.
 
     Raises:
         InputError: the recipe, the text or the output folder cannot be used; nothing was written.
         TrainingFailed: a loss that is not finite, or a full disk; the last checkpoint stands.
         TrainingInterrupted: SIGINT or SIGTERM, after a checkpoint.
     """
+    began = time.monotonic() if began is None else began
     folder = RunFolder(recipe.output)
     recipe = resolve_recipe(folder.with_its_batch(recipe) if resume else recipe)
     check_model(recipe, checkpoint=folder.last_checkpoint() if resume else None)
@@ -77,13 +81,13 @@ def train(
                 progress.message(reach(model))
             devices.wait_for_everyone()
             with StopRequest() as stop_request:
-                trainer = RunTrainer(model, recipe, text, folder, progress, stop_request)
+                trainer = RunTrainer(model, recipe, text, folder, progress, stop_request, began)
                 for callback in callbacks:
                     trainer.add_callback(callback)
                 _run(trainer, checkpoint, progress, resume=resume)
-            if (step := trainer.state.global_step) < (last := recipe.training.max_steps):
+            if not trainer.callback.is_finished:
                 raise TrainingInterrupted(
-                    f"stopped after step {step} of {last}; its checkpoint is saved, and "
+                    f"stopped after {trainer.callback.place(trainer.state)}; its checkpoint is saved, and "
                     f"`multilin train {folder.path} --resume` continues there",
                     # On several devices the signal may have reached another process only.
                     stop_request.signal_number or signal.SIGTERM,

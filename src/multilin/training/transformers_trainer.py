@@ -37,6 +37,7 @@ from multilin.training.run_folder import RunFolder
 from multilin.training.saving_trainer import SavingTrainer, bare_optimizer
 from multilin.training.schedules import build_schedule
 from multilin.training.sharding import ShardWriter, shard
+from multilin.training.time_limit import TimeLimit
 
 
 class RunTrainer(SavingTrainer):
@@ -49,6 +50,7 @@ class RunTrainer(SavingTrainer):
         folder: where checkpoints and metrics go.
         progress: told of each step and each line of metrics.
         stop_request: notes a signal that asks the run to end.
+        began: `time.monotonic()` when the minutes of the recipe began, if it has a time.
     """
 
     control: TrainerControl
@@ -61,6 +63,7 @@ class RunTrainer(SavingTrainer):
         folder: RunFolder,
         progress: TrainingProgress,
         stop_request: StopRequest,
+        began: float,
     ) -> None:
         devices, plan = PartialState(), recipe.training
         self.recipe, self.text, self.folder = recipe, text, folder
@@ -73,6 +76,7 @@ class RunTrainer(SavingTrainer):
             writers=self._metrics_writers() if devices.is_main_process else [],
             stop_request=stop_request,
             describe_batch=lambda step: order.describe((step - 1) * blocks_per_step, step * blocks_per_step),
+            limit=self._time_limit(began, blocks_per_step * recipe.model.n_positions),
         )
         args = training_arguments(recipe, model, folder.checkpoints)
         self.host = HostMaster(model, Link(args.device)) if plan.master == "host" else None
@@ -90,6 +94,14 @@ class RunTrainer(SavingTrainer):
         # Trainer looks for **kwargs only.
         if "num_items_in_batch" in inspect.signature(model.forward).parameters:
             self.model_accepts_loss_kwargs = True
+
+    def _time_limit(self, began: float, tokens_per_step: int) -> TimeLimit | None:
+        if (minutes := self.recipe.training.minutes) is None:
+            return None
+        tokens = self.recipe.training.eval_max_tokens or sys.maxsize
+        if not isinstance(self.text, TaskText):
+            tokens = min(tokens, self.text.validation.num_tokens)
+        return TimeLimit(minutes, began, tokens / tokens_per_step)
 
     def _metrics_writers(self) -> list[Callable[[dict[str, Any]], None]]:
         """Functions that store a line of metrics; the last tells the trackers that transformers knows."""
@@ -132,7 +144,9 @@ class RunTrainer(SavingTrainer):
         """The recipe's schedule."""
         if getattr(self, "lr_scheduler", None) is None:
             bare = bare_optimizer(optimizer or self.optimizer)
-            self.lr_scheduler: Any = build_schedule(self.recipe.schedule, bare, num_training_steps)
+            limit = self.callback.limit
+            num_steps = (lambda step: num_training_steps) if limit is None else limit.num_steps
+            self.lr_scheduler: Any = build_schedule(self.recipe.schedule, bare, num_steps)
         return self.lr_scheduler
 
     def get_decay_parameter_names(self, model: torch.nn.Module) -> list[str]:
@@ -163,7 +177,7 @@ class RunTrainer(SavingTrainer):
         devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
         dtype = autocast_dtype(self.recipe.training.precision)
         autocast = torch.autocast(self.model.device.type, dtype, enabled=dtype is not None)
-        with self.callback.meter.paused(), torch.random.fork_rng(devices=devices), autocast:
+        with self.callback.paused("validation"), torch.random.fork_rng(devices=devices), autocast:
             metrics = self._validate()
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics

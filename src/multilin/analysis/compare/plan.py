@@ -185,7 +185,7 @@ def _with_budget(sweep: Sweep, plans: list[Plan], progress: TrainingProgress) ->
             "keep_checkpoints": 1,
         }
         own = {field: value for field, value in defaults.items() if field not in plan.row.stated.get("training", {})}
-        training = dataclasses.replace(plan.recipe.training, max_steps=count, **own)
+        training = dataclasses.replace(plan.recipe.training, max_steps=count, minutes=None, **own)
         result.append(dataclasses.replace(plan, recipe=dataclasses.replace(plan.recipe, training=training)))
     return result
 
@@ -222,8 +222,8 @@ def _step_times(plan: Plan) -> list[float]:
     """Seconds of single steps of a short run."""
     with tempfile.TemporaryDirectory(prefix="multilin-") as folder:
         training = dataclasses.replace(
-            plan.recipe.training, max_steps=MEASURED_STEPS, log_every_steps=1, eval_every_steps=0, eval_max_tokens=1,
-            save_every_steps=0,
+            plan.recipe.training, max_steps=MEASURED_STEPS, minutes=None, log_every_steps=1, eval_every_steps=0,
+            eval_max_tokens=1, save_every_steps=0,
         )  # fmt: skip
         output = Path(folder, "run")
         train(dataclasses.replace(plan.recipe, training=training, output=str(output)))

@@ -26,6 +26,7 @@ _ROW_NAME = re.compile(r"\w[\w.+-]*")
 _TUNED = ("optimizer", "schedule")
 _DECIDED = {
     "training.max_steps": "the budget decides the number of steps",
+    "training.minutes": "the budget decides how long a run is",
     "training.seed": "give `seeds`",
     "output": "runs go into folders of the sweep's `output`",
 }

@@ -1,0 +1,104 @@
+"""What the rule must know: of a text, of this machine, and of a model."""
+
+import dataclasses
+import statistics
+import time
+
+import torch
+
+from multilin.analysis.budget.rule import BYTES_PER_ENTRY, LARGEST_VOCABULARY, Candidate, Size
+from multilin.analysis.costs import parameter_counts, training_flops_per_token
+from multilin.data.corpora import read_documents
+from multilin.data.prepared import PreparedText
+from multilin.data.settings import DataRecipe
+from multilin.errors import InputError
+from multilin.model.memory import FLOAT_BYTES, activation_bytes, parameter_bytes
+from multilin.ops.threads import adapt
+from multilin.scoring.ngrams import ngram_bits_per_byte
+from multilin.training.assemble import create_network
+from multilin.training.optimizers import OPTIMIZERS, build_optimizer
+from multilin.training.precision import autocast_dtype
+from multilin.training.recipe import Recipe
+from multilin.training.resolve import resolve_recipe
+
+COUNTED_NGRAMS = 200_000  # of any text, so that the measure says how hard it is and not how long
+WARM_UP_STEPS, FEWEST_STEPS, SPEED_SECONDS = 2, 5, 4.0
+
+
+@dataclasses.dataclass(frozen=True)
+class TextMeasure:
+    """A text as the law sees it.
+
+    train_tokens, train_bytes: of the training text. trigram: bits per byte of the validation text under an interpolated
+    trigram model, counted from at most `COUNTED_NGRAMS` trigrams of the training text.
+    """
+
+    train_tokens: int
+    train_bytes: int
+    trigram: float
+
+
+def measure_text(text: PreparedText) -> TextMeasure:
+    """Measure a text in a few seconds, however large it is."""
+    trigram = ngram_bits_per_byte(text.train, text.validation, 3, COUNTED_NGRAMS)
+    return TextMeasure(text.train.num_tokens, text.train.num_bytes, round(trigram, 4))
+
+
+def count_bytes(data: DataRecipe) -> int:
+    """Bytes of a text, counted until there are enough for the largest vocabulary.
+
+    Raises:
+        InputError: the text cannot be read.
+    """
+    total, enough = 0, LARGEST_VOCABULARY * BYTES_PER_ENTRY
+    try:
+        for document in read_documents(data.source, text_field=data.text_field, encoding_errors=data.encoding_errors):
+            total += len(document.text.encode())
+            if total >= enough:
+                break
+    except InputError as error:
+        raise InputError(f"data.source: {error}") from error.__cause__
+    return total
+
+
+def candidate(recipe: Recipe, size: Size) -> Candidate:
+    """What the rule must know of the model of a recipe.
+
+    Raises:
+        InputError: sizes or options that do not fit.
+    """
+    recipe = resolve_recipe(recipe)
+    plan, length = recipe.training, recipe.model.n_positions
+    assert recipe.optimizer.name is not None, "the recipe was resolved"
+    with torch.random.fork_rng():
+        model = create_network(recipe, size.vocab_size, None)
+    total, in_embeddings = parameter_counts(model)
+    number_bytes = FLOAT_BYTES if autocast_dtype(plan.precision) is None else 2
+    weights = parameter_bytes(model) * (2 + OPTIMIZERS[recipe.optimizer.name].state_numbers)
+    memory = weights + activation_bytes(model, plan.batch_size * length, number_bytes=number_bytes)
+    return Candidate(size, total - in_embeddings, training_flops_per_token(model, length), memory)
+
+
+def measure_speed(recipe: Recipe, size: Size) -> float:
+    """Floating-point operations per second of a recipe's training steps, measured for seconds on random tokens."""
+    recipe = resolve_recipe(recipe)
+    plan, dtype = recipe.training, autocast_dtype(recipe.training.precision)
+    device = torch.accelerator.current_accelerator() or torch.device("cpu")
+    with torch.random.fork_rng():
+        model = create_network(recipe, size.vocab_size, None).to(device).train()
+        ids = torch.randint(size.vocab_size, (plan.batch_size, recipe.model.n_positions)).to(device)
+    optimizer = build_optimizer(recipe.optimizer, model, decayed=())
+    seconds: list[float] = []
+    begin = time.perf_counter()
+    while len(seconds) < WARM_UP_STEPS + FEWEST_STEPS or time.perf_counter() - begin < SPEED_SECONDS:
+        step = time.perf_counter()
+        adapt()
+        with torch.autocast(device.type, dtype, enabled=dtype is not None):
+            loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        loss.item()  # waits for a GPU
+        seconds.append(time.perf_counter() - step)
+        begin = time.perf_counter() if len(seconds) == WARM_UP_STEPS else begin
+    return ids.numel() * candidate(recipe, size).flops_per_token / statistics.median(seconds[WARM_UP_STEPS:])

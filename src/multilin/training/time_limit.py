@@ -1,0 +1,114 @@
+"""The clock of a run that ends after a given time: how far the run is, and whether another step fits."""
+
+import contextlib
+from collections.abc import Iterator
+from time import monotonic
+from typing import Any
+
+from multilin.training.metrics import mean_over_devices
+from multilin.training.outcomes import TrainingFailed
+
+ENDING = 3.0  # seconds for the plot, the model card and the end of the program
+FIRST_SAVE = 1.0  # seconds that a checkpoint is expected to take before one was written
+FORWARD = 0.5  # of the time of a training step, at most, is that of its forward pass
+MOST_GUESSED = 0.1  # of the run for the last validation, before one was made
+_STEP_WEIGHT = 0.2  # of the last step in the running mean of their seconds
+
+
+class TimeLimit:
+    """Seconds that a run may use, from the start of the command to its end, and the share of them that is gone.
+
+    The clock stands still between two sittings of a run. What follows the last step, a validation and writing the
+    model twice, is kept back: as much time as it took before. The rest, from the first step on, is what `share` counts.
+
+    Args:
+        minutes: of all sittings together.
+        began: `time.monotonic()` when this sitting began.
+        validation_steps: tokens of a validation, in tokens of a step.
+
+    Attributes:
+        share: of the time for training that is gone, from 0 to 1, the same in every process.
+    """
+
+    def __init__(self, minutes: float, began: float, validation_steps: float) -> None:
+        self.seconds, self._began, self._earlier = 60 * minutes, began, 0.0
+        self.share = 0.0
+        self._first: float | None = None  # seconds used before the first step
+        self._last = self._step = 0.0  # seconds used after the last step, and the mean of a step
+        self._validation_steps = validation_steps
+        self._pauses = {"validation": 0.0, "saving": 0.0}  # seconds that the last one took
+
+    @property
+    def used(self) -> float:
+        """Seconds used, those of earlier sittings included."""
+        return self._earlier + monotonic() - self._began
+
+    @property
+    def kept_back(self) -> float:
+        """Seconds that what follows the last step will take."""
+        guess = min(FORWARD * self._validation_steps * self._step, MOST_GUESSED * self.seconds)
+        return ENDING + (self._pauses["validation"] or guess) + 2 * (self._pauses["saving"] or FIRST_SAVE)
+
+    @property
+    def is_over(self) -> bool:
+        """True if another step would end later than now by more than it would leave unused."""
+        return self._room < 0.5 * self._step
+
+    @property
+    def leaves_a_pause(self) -> bool:
+        """False if a validation and a checkpoint would take most of what is left."""
+        return self._room > 2 * (self.kept_back - ENDING)
+
+    @property
+    def _room(self) -> float:
+        return self.seconds - self.kept_back - self._last
+
+    def start(self) -> None:
+        """The first step of this sitting begins.
+
+        Raises:
+            TrainingFailed: no time is left for it.
+        """
+        self._last = mean_over_devices(self.used)
+        if self._first is None:
+            self._first = self._last
+            if self._room <= 0:
+                raise TrainingFailed(
+                    f"training.minutes: {self.seconds / 60:g} given, but {self._last:.0f} s were gone before the first "
+                    f"step, and {self.kept_back:.0f} s are kept for the end; give more"
+                )
+
+    def advance(self) -> None:
+        """A step was made; every process calls this."""
+        assert self._first is not None, "the clock was not started"
+        used = mean_over_devices(self.used)
+        seconds = used - self._last
+        # The first step may compile kernels, so that the mean falls at once and rises slowly.
+        self._step = min(seconds, self._step + _STEP_WEIGHT * (seconds - self._step)) if self._step else seconds
+        self._last = used
+        whole = max(self.seconds - self.kept_back - self._first, 1e-9)
+        self.share = max(self.share, min(1.0, (used - self._first) / whole))
+
+    def num_steps(self, step: int) -> float:
+        """Steps of the whole run, if the rest goes as fast as those up to this one."""
+        return max(step, 1) / max(self.share, 1e-9)
+
+    @contextlib.contextmanager
+    def pause(self, name: str) -> Iterator[None]:
+        """A validation or a save, which will be done once more at the end; the time it takes is noted."""
+        begin = monotonic()
+        yield
+        self._pauses[name] = mean_over_devices(monotonic() - begin)
+        self._last += self._pauses[name]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything to go on from, as plain data; called in every process."""
+        return {
+            "used": mean_over_devices(self.used), "share": self.share, "first": self._first, "step": self._step,
+            "pauses": dict(self._pauses),
+        }  # fmt: skip
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a state that `state_dict` gave."""
+        self._earlier, self.share, self._first = state["used"], state["share"], state["first"]
+        self._step, self._pauses = state["step"], dict(state["pauses"])

@@ -1,0 +1,221 @@
+"""`train --minutes`: the law, the rule, and what is picked and kept."""
+
+import dataclasses
+import itertools
+import json
+import os
+import random
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from multilin.analysis.budget import pick as picking
+from multilin.analysis.budget.law import (
+    Law,
+    MeasuredRun,
+    best_rates,
+    effective_bytes,
+    fit_law,
+    left_out_errors,
+    load_runs,
+    shipped_law,
+)
+from multilin.analysis.budget.measure import count_bytes
+from multilin.analysis.budget.pick import Pick, pick
+from multilin.analysis.budget.rule import MOST_PASSES, Candidate, Choice, choose, choose_vocabulary, sizes
+from multilin.data.settings import DataRecipe
+from multilin.errors import InputError
+from multilin.training.progress import TrainingProgress
+from tests.processes import PYTHON, run
+
+BOOKS = {"train_tokens": 15_000_000, "train_bytes": 48_000_000}
+MINUTES = (0.2, 0.5, 1, 2, 5, 10, 20, 40, 60, 120, 300, 1000)
+FLOPS_PER_SECOND = 8e10
+
+
+def candidates(vocab_size: int = 2048) -> Iterator[Candidate]:
+    """TScale's, counted by hand."""
+    for size in sizes(vocab_size, {}):
+        parameters = 10 * size.num_layers * size.hidden_size**2
+        outer = vocab_size * size.hidden_size
+        yield Candidate(size, parameters, 6.0 * (parameters + outer), 16.0 * (parameters + 2 * outer))
+
+
+def chosen(minutes: float, memory: float | None = None, **text: int) -> Choice:
+    flops = FLOPS_PER_SECOND * 60 * minutes
+    return choose(candidates(), shipped_law(), flops=flops, memory=memory, **{**BOOKS, **text})
+
+
+def test_more_time_is_never_a_smaller_model_nor_a_worse_one() -> None:
+    choices = [chosen(minutes) for minutes in MINUTES]
+    parameters = [choice.candidate.parameters for choice in choices]
+    ratios = [choice.ratio for choice in choices]
+    assert parameters == sorted(parameters)
+    assert ratios == sorted(ratios, reverse=True)
+    assert parameters[-1] > parameters[0]
+    for shorter, longer in itertools.pairwise(choices):
+        assert longer.tokens > shorter.tokens or longer.candidate.parameters > shorter.candidate.parameters
+
+
+def test_all_of_the_time_is_used_for_a_long_text() -> None:
+    for minutes in MINUTES[:-2]:
+        choice = chosen(minutes)
+        used = choice.tokens * choice.candidate.flops_per_token / FLOPS_PER_SECOND / 60
+        assert used == pytest.approx(minutes, rel=0.01)
+
+
+def test_a_small_text_gets_few_parameters_and_passes() -> None:
+    choice = chosen(600, train_tokens=100_000, train_bytes=300_000)
+    assert choice.candidate.parameters <= 300_000
+    assert choice.tokens == MOST_PASSES * 100_000
+    assert chosen(600, train_tokens=10, train_bytes=30).candidate.size.hidden_size == 64
+
+
+def test_a_model_that_the_memory_is_too_small_for_is_not_picked() -> None:
+    free = chosen(1000)
+    bounded = chosen(1000, memory=free.candidate.memory - 1)
+    assert bounded.candidate.parameters < free.candidate.parameters
+    with pytest.raises(InputError, match=r"--minutes: training the smallest model takes \d+ MB of memory, and 0 are"):
+        chosen(20, memory=1)
+
+
+def vocabulary(train_bytes: int, minutes: float) -> int:
+    flops = FLOPS_PER_SECOND * 60 * minutes
+    return choose_vocabulary([*candidates(512)], shipped_law(), flops=flops, train_bytes=train_bytes)
+
+
+def test_the_vocabulary_grows_with_text_and_time() -> None:
+    of_texts = [vocabulary(size, 60) for size in (0, 10_000, 300_000, 600_000, 10**9)]
+    assert of_texts[:2] == [258, 258]
+    assert of_texts == sorted(of_texts)
+    assert of_texts[2] == 512
+    of_times = [vocabulary(10**9, minutes) for minutes in MINUTES]
+    assert of_times == sorted(of_times)
+    assert of_times[-1] > of_times[0]
+
+
+def test_given_sizes_are_kept() -> None:
+    assert {size.hidden_size for size in sizes(512, {"model.hidden_size": 48})} == {48}
+    assert {size.num_layers for size in sizes(512, {"model.num_layers": 3})} == {3}
+    assert len(sizes(512, {"model.hidden_size": 48, "model.num_layers": 3})) == 1
+
+
+def test_what_is_read_again_counts_for_less() -> None:
+    assert effective_bytes(50, 100, 4) == 50
+    assert effective_bytes(100, 100, 4) == 100
+    assert 190 > effective_bytes(200, 100, 4) > 180
+    assert effective_bytes(10**9, 100, 4) == pytest.approx(500)
+
+
+def made_up(law: Law, width: int, tokens: int, architecture: str = "tscale", text: str = "one") -> MeasuredRun:
+    run = MeasuredRun(
+        text, architecture, width, 4, 2048, 256, 4, 0.06, tokens, 6e6, 40 * width**2, 10**7, 3 * 10**7, 2.0, 0.0, ""
+    )
+    return dataclasses.replace(run, bits_per_byte=law.expected_of(run))
+
+
+def test_a_law_is_found_in_runs_that_follow_it() -> None:
+    law = Law(0.6, 4.0, 0.3, 30.0, 0.3, gamma=0.5, repeats=15.0, main="tscale", factors={"elita": 1.2})
+    grid = itertools.product((64, 128, 256), (10**5, 10**6, 10**7), ("one", "another"))
+    runs = [made_up(law, width, tokens, text=text) for width, tokens, text in grid]
+    found = fit_law([*runs, made_up(law, 128, 10**6, "elita")])
+    assert found.expected_of(runs[4]) == pytest.approx(runs[4].bits_per_byte, rel=1e-3)
+    assert found.factors == {"elita": pytest.approx(1.2, rel=1e-3)}
+    assert found.most_flops == 6e13
+    assert found.error == pytest.approx(0.02)
+
+
+def test_of_several_rates_the_best_counts() -> None:
+    run = made_up(shipped_law(), 128, 10**6)
+    worse = dataclasses.replace(run, learning_rate=0.01, bits_per_byte=9.0)
+    assert best_rates([worse, run]) == [run]
+
+
+def test_the_law_predicts_the_runs_on_each_text_from_those_on_the_others() -> None:
+    runs = best_rates(load_runs())
+    assert all(run.commit for run in runs)
+    assert len(left_out_errors(runs)) >= 10
+    assert shipped_law().error < 0.15
+
+
+@pytest.fixture
+def text_file(tmp_path: Path) -> Path:
+    draw = random.Random(0)
+    words = ["".join(draw.choices("abcdefghij", k=draw.randint(1, 6))) for _ in range(3000)]
+    path = tmp_path / "text.txt"
+    path.write_text("\n".join(" ".join(draw.choices(words, k=12)) for _ in range(2000)))
+    return path
+
+
+@pytest.fixture
+def picked(text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Pick]:
+    """picked(20, "tscale", **{"model.hidden_size": 64}), on a machine of a known speed."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(picking, "measure_speed", lambda recipe, size: FLOPS_PER_SECOND)
+
+    def make(minutes: float, name: str | None = None, **changes: object) -> Pick:
+        given = {"data.source": str(text_file), "output": str(tmp_path / "run"), **changes}
+        return pick(name, given, minutes, time.monotonic(), TrainingProgress())
+
+    return make
+
+
+def test_a_recipe_is_picked_and_what_is_given_is_kept(picked: Callable[..., Pick]) -> None:
+    free = picked(1)
+    assert free.recipe.model.architecture == "tscale"
+    assert free.recipe.training.minutes is not None
+    assert free.recipe.training.minutes <= 1
+    assert 0 < free.spread < free.expected
+    kept = picked(1, **{"model.architecture": "elita", "model.hidden_size": 40, "optimizer.learning_rate": 0.001})
+    assert kept.recipe.model.architecture == "elita"
+    assert kept.recipe.model.hidden_size == kept.choice.candidate.size.hidden_size == 40
+    assert kept.recipe.optimizer.learning_rate == 0.001
+    assert kept.expected > 0
+    byte = picked(1, **{"tokenizer.kind": "byte"}).recipe.tokenizer
+    assert (byte.kind, byte.vocab_size) == ("byte", None)
+
+
+def test_a_named_recipe_is_kept_whole(picked: Callable[..., Pick]) -> None:
+    found = picked(1, "threelin", **{"training.batch_size": 2}).recipe
+    assert (found.model.hidden_size, found.model.num_layers, found.tokenizer.vocab_size) == (128, 6, 2048)
+    assert (found.optimizer.learning_rate, found.training.batch_size) == (0.003, 2)
+    assert found.training.minutes is not None
+
+
+def test_a_small_text_ends_early_and_says_so(picked: Callable[..., Pick]) -> None:
+    found = picked(600)
+    assert found.recipe.training.minutes is not None
+    assert found.recipe.training.minutes < 60
+    assert f"More than {MOST_PASSES} passes over this text would learn it by heart" in found.remarks[0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"data.source": "task:mqar"}, "data.source: task:mqar is a task, but --minutes picks a model for a text"),
+        ({"model.hidden_size": 30, "model.options.head_size": 32}, "head_size: 32 given, but it must divide"),
+        ({"data.source": "nowhere.txt"}, "nowhere.txt"),
+    ],
+)
+def test_what_cannot_be_completed_is_refused(
+    picked: Callable[..., Pick], changes: dict[str, object], sentence: str
+) -> None:
+    with pytest.raises(InputError, match=sentence):
+        picked(20, **changes)
+
+
+def test_bytes_are_counted_as_far_as_they_matter(text_file: Path) -> None:
+    assert count_bytes(DataRecipe(source=str(text_file))) == text_file.stat().st_size
+
+
+@pytest.mark.slow
+def test_the_whole_command_ends_on_time(text_file: Path, tmp_path: Path) -> None:
+    command = [*PYTHON, "-m", "multilin", "train", "--minutes", "0.5", "--data.source", str(text_file)]
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    begin = time.monotonic()
+    printed = run([*command, "--output", str(tmp_path / "run")], environment=environment)
+    assert time.monotonic() - begin < 1.05 * 30 + 5  # a machine that is busy with other tests starts slowly
+    assert "bits per byte; expected were" in printed
+    assert json.loads((tmp_path / "run" / "expected.json").read_text())["bits_per_byte"] > 0

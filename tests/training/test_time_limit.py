@@ -1,0 +1,151 @@
+"""Runs that end by the clock, on a clock that the test moves."""
+
+import dataclasses
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import TrainerCallback
+
+from multilin.errors import InputError
+from multilin.training import time_limit
+from multilin.training.outcomes import TrainingFailed, TrainingInterrupted
+from multilin.training.recipe import Recipe, load_recipe
+from multilin.training.trainer import train
+from multilin.training.transformers_trainer import RunTrainer
+from tests.training.conftest import metrics
+from tests.training.elastic import run_on
+from tests.training.test_distributed import written
+
+Tiny = Callable[..., Recipe]
+VALIDATION = 4.0  # seconds
+
+
+class Clock(TrainerCallback):  # type: ignore[misc]
+    """Moves by so many seconds in every step: `seconds(step)`, from 1."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.seconds: Callable[[int], float] = lambda step: 2.0
+        self.stop_after: int | None = None
+
+    def __call__(self) -> float:
+        return self.now
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """A step takes its time."""
+        self.now += self.seconds(state.global_step + 1)
+        if state.global_step + 1 == self.stop_after:
+            signal.raise_signal(signal.SIGINT)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock, validate = Clock(), RunTrainer._validate
+
+    def slow_validate(trainer: RunTrainer) -> dict[str, float]:
+        clock.now += VALIDATION
+        return validate(trainer)
+
+    monkeypatch.setattr(time_limit, "monotonic", clock)
+    monkeypatch.setattr(RunTrainer, "_validate", slow_validate)
+    return clock
+
+
+def timed(recipe: Recipe, minutes: float, **training: Any) -> Recipe:
+    plan = dataclasses.replace(recipe.training, minutes=minutes, log_every_steps=1, **training)
+    return dataclasses.replace(recipe, training=plan)
+
+
+@pytest.mark.parametrize(
+    "seconds",
+    [lambda step: 2.0, lambda step: 2.0 if step < 20 else 5.0, lambda step: 4.0 if step < 9 else 0.5, lambda step: 0.3],
+    ids=["steady", "slows down", "speeds up", "fast"],
+)
+def test_a_run_uses_its_time_and_the_rate_falls_to_its_end(
+    tiny: Tiny, tmp_path: Path, clock: Clock, seconds: Callable[[int], float]
+) -> None:
+    clock.seconds, clock.now = seconds, 10.0  # ten seconds were gone before
+    result = train(timed(tiny(tmp_path / "run"), 3), callbacks=[clock], began=0.0)
+    assert 0.95 * 180 <= clock.now + time_limit.ENDING + 2 * time_limit.FIRST_SAVE <= 1.02 * 180
+    rates = [line["learning_rate"] for line in metrics(result.output)]
+    assert rates[2] == pytest.approx(0.01, rel=0.1)
+    assert rates[2:] == sorted(rates[2:], reverse=True)
+    assert rates[-1] < 0.01 * 0.06
+    assert result.validation_bits_per_byte > 0
+
+
+def test_at_a_steady_speed_the_rates_are_those_of_a_run_of_as_many_steps(
+    tiny: Tiny, tmp_path: Path, clock: Clock
+) -> None:
+    plan = {"eval_every_steps": 0, "save_every_steps": 0}
+    result = train(timed(tiny(tmp_path / "run"), 2, **plan), callbacks=[clock], began=0.0)
+    same = train(tiny(tmp_path / "same", **{"training.max_steps": result.steps, "training.log_every_steps": 1}))
+    for line, expected in zip(metrics(result.output), metrics(same.output), strict=True):
+        assert line["learning_rate"] == pytest.approx(expected["learning_rate"], abs=0.01 * 0.05)
+
+
+def test_the_clock_stands_still_between_two_sittings(tiny: Tiny, tmp_path: Path, clock: Clock) -> None:
+    recipe = timed(tiny(tmp_path / "run"), 3)
+    clock.stop_after = 30
+    with pytest.raises(TrainingInterrupted, match=r"stopped after step 30, \d\d % of the time for training; its"):
+        train(recipe, callbacks=[clock], began=0.0)
+    used, clock.stop_after = clock.now, None
+    clock.now = began = used + 1000
+    clock.now += 10  # reading the text again
+    result = train(recipe, resume=True, callbacks=[clock], began=began)
+    in_all = used + clock.now - began
+    assert 0.95 * 180 <= in_all + time_limit.ENDING + 2 * time_limit.FIRST_SAVE <= 1.02 * 180
+    rates = [line["learning_rate"] for line in metrics(result.output)]
+    assert rates[2:] == sorted(rates[2:], reverse=True)
+    assert rates[-1] < 0.01 * 0.06
+
+
+def test_every_block_is_read_once_in_a_pass(tiny: Tiny, tmp_path: Path, clock: Clock) -> None:
+    read: list[int] = []
+    recipe = timed(tiny(tmp_path / "run"), 10, save_every_steps=0, eval_every_steps=0)
+
+    class Reader(TrainerCallback):  # type: ignore[misc]
+        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            order = kwargs["train_dataloader"].dataset
+            read.extend(order.block_index(position) for position in range(2 * len(order.blocks)))
+
+    train(recipe, callbacks=[clock, Reader()], began=0.0)
+    half = len(read) // 2
+    assert sorted(read[:half]) == sorted(read[half:]) == list(range(half))
+
+
+def test_time_that_is_gone_before_the_first_step_is_reported(tiny: Tiny, tmp_path: Path, clock: Clock) -> None:
+    clock.now = 29.0
+    with pytest.raises(TrainingFailed, match=r"training\.minutes: 0\.5 given, but 29 s were gone before the first"):
+        train(timed(tiny(tmp_path / "run"), 0.5), callbacks=[clock], began=0.0)
+
+
+def test_steps_and_minutes_exclude_each_other() -> None:
+    with pytest.raises(InputError, match=r"training\.max_steps: 5 given, but training\.minutes is 2, and the clock"):
+        load_recipe(None, {"training.minutes": 2, "training.max_steps": 5})
+    assert load_recipe("tscale", {"training.minutes": 2}).training.minutes == 2
+
+
+@pytest.mark.slow
+def test_two_processes_end_at_the_same_step(tiny: Tiny, tmp_path: Path) -> None:
+    recipe = timed(tiny(tmp_path / "run"), 0.6)
+    run_on(2, written(tmp_path, recipe))
+    last = metrics(tmp_path / "run")[-1]
+    assert last["learning_rate"] < 0.01 * 0.2
+    assert "validation_bits_per_byte" in last
+
+
+def test_the_state_goes_on_where_it_was() -> None:
+    clock = time_limit.TimeLimit(1.0, time_limit.monotonic(), 1.0)
+    clock.start()
+    with clock.pause("saving"):
+        pass
+    clock.advance()
+    other = time_limit.TimeLimit(1.0, time_limit.monotonic(), 1.0)
+    other.load_state_dict(clock.state_dict())
+    assert other.share == clock.share
+    assert other.used == pytest.approx(clock.used, abs=0.5)
+    assert other.kept_back == clock.kept_back

@@ -12,7 +12,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
 
 from multilin.architectures.base import get_architecture
-from multilin.errors import InputError
+from multilin.errors import InputError, listed
 from multilin.layers.base import Layer, ParameterHolder
 from multilin.layers.gradients import normalize_gradient
 from multilin.layers.linear import Arithmetic, Linear, set_arithmetic
@@ -25,6 +25,9 @@ from multilin.model.remote import write_auto_file
 from multilin.model.state import TextState, open_state
 from multilin.model.state_tree import put_rows, take_rows
 from multilin.settings import load_settings
+
+DRAWN = (nn.Linear, nn.Embedding, nn.LayerNorm, nn.RMSNorm, ParameterHolder)
+"""The modules whose parameters `_init_weights` initialises."""
 
 
 class MultilinPreTrainedModel(PreTrainedModel):
@@ -284,6 +287,11 @@ def _build_layer(config: MultilinConfig, index: int) -> Layer:
             raise
         raise InputError(f"{where}.{error}") from None
     for module in layer.modules():
+        if any(True for _ in module.parameters(recurse=False)) and not isinstance(module, DRAWN):
+            raise InputError(
+                f"architecture: {type(module).__name__} of {name!r} has parameters, "
+                f"but the model initialises only those of {listed([kind.__name__ for kind in DRAWN])}"
+            )
         module.initializer_range = config.initializer_range if std is None else std
     return layer
 

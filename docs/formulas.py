@@ -27,6 +27,8 @@ def typeset(block: str) -> str:
         for part in re.split(r" {3,}", line):
             if re.search(r"<-|[^<]=", part):
                 formulas.append(to_latex(part))
+            elif not formulas:
+                raise ValueError(f"{line!r} is indented as a formula, but has no =, += or <-")
             else:
                 is_formula = re.search(r"<|->|\bin\b", part)
                 formulas[-1] += r" \qquad " + (to_latex(part) if is_formula else rf"\text{{{part}}}")
@@ -118,6 +120,8 @@ def _end(text: str, place: int) -> int:
     """The place after the parenthesis that closes the one before `place`."""
     depth = 1
     while depth:
+        if place == len(text):
+            raise ValueError(f"{text!r}: a parenthesis is not closed")
         depth += (text[place] in "([{") - (text[place] in ")]}")
         place += 1
     return place

@@ -115,8 +115,12 @@ def _parts(architecture: Architecture) -> tuple[str, str, str]:
     """What the docstring says: what it is, then what follows "State:" and "When to use:", to the end or the next."""
     pieces = re.split(r"\n\n(State|When to use): ", architecture.description)
     labelled = dict(zip(pieces[1::2], pieces[2::2], strict=True))
-    state, use = (text[:1].upper() + text[1:] for text in (labelled.get("State", ""), labelled.get("When to use", "")))
-    return pieces[0], state, use
+    return pieces[0], _sentence(labelled.get("State", "")), _sentence(labelled.get("When to use", ""))
+
+
+def _sentence(text: str) -> str:
+    """With a capital at the start, but for a formula's symbol: `m after the last token`."""
+    return text[:1].upper() + text[1:] if text[1:2].isalpha() else text
 
 
 def _summary(architecture: Architecture) -> str:

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from multilin.layers import Layout
 from tests.contract.conftest import MakeModel, random_ids
 
 
@@ -32,6 +33,14 @@ def test_gradients_by_finite_differences(make_model: MakeModel) -> None:
         return torch.func.functional_call(model, values, (ids,), {"labels": ids}).loss
 
     assert torch.autograd.gradcheck(loss, tuple(model.parameters()), fast_mode=True)
+
+
+def test_no_state_is_built_where_none_is_needed(make_model: MakeModel) -> None:
+    model, length = make_model(), 7
+    x_BTD = torch.randn(1, length, model.config.hidden_size, dtype=torch.float64)
+    for layer in model.model.layers:
+        x_BTD, state = layer(x_BTD, None, Layout(torch.arange(length)[None], needs_state=False))
+        assert state is None
 
 
 def test_the_chunked_loss_is_that_of_the_logits(make_model: MakeModel) -> None:

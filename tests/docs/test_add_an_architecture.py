@@ -1,5 +1,6 @@
 """The example of docs/add-an-architecture.md is an architecture: it keeps the contract, and its picture is true."""
 
+import dataclasses
 import importlib.metadata
 import importlib.util
 import re
@@ -8,9 +9,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from torch import nn
 
+from multilin import MultilinConfig, MultilinForCausalLM
 from multilin.architectures import base
-from multilin.architectures.base import Architecture, get_architecture, register
+from multilin.architectures.base import Architecture, LayerOptions, Preset, get_architecture, register
 from multilin.errors import InputError
 from multilin.settings import field_help
 from tests.contract.conftest import make_model, packs  # noqa: F401
@@ -83,6 +86,28 @@ def test_its_page_says_what_the_file_says(example: Architecture) -> None:
     assert page.startswith("# Gated mean\n\nGated mean: every position reads")
     assert all(f"| `{name}` |" in page and text in page for name, text in field_help(example.options).items())
     assert f"[Gated mean]({NAME}.md)" in generate.architecture_table()
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"options": type("Plain", (LayerOptions,), {})}, "Plain of 'gated_mean' needs the decorator @settings"),
+        ({"preset": lambda sizes, choices: Preset([choices] * 2, {"n_position": 8})}, "did you mean 'n_positions'"),
+        (
+            {"layer": lambda width, options: nn.Conv1d(width, width, 1)},
+            "Conv1d of 'gated_mean' has parameters, but the model initialises only those of",
+        ),
+    ],
+)
+def test_mistakes_in_a_file_are_named(
+    example: Architecture, monkeypatch: pytest.MonkeyPatch, changes: dict, words: str
+) -> None:
+    def build() -> None:
+        monkeypatch.setitem(base._registry, NAME, dataclasses.replace(example, **changes))
+        MultilinForCausalLM(MultilinConfig.from_architecture(NAME, hidden_size=8, num_layers=2, vocab_size=9))
+
+    with pytest.raises(InputError, match=words):
+        build()
 
 
 def test_a_name_stands_for_one_architecture(example: Architecture) -> None:

@@ -15,6 +15,7 @@ from multilin.architectures import architectures
 from multilin.layers.base import Layer, Layout
 from multilin.model import MultilinConfig
 from multilin.model.state_tree import named_tensors
+from multilin.settings import field_help
 from tests.docs.generator import data_flow, flow_layout, flow_picture, generate
 
 WIDTH, LENGTH = 16, 5
@@ -59,7 +60,8 @@ def active_steps(layer: Layer, steps: list) -> list:
 
 @every_architecture
 def test_each_declares_its_flow(name: str) -> None:
-    assert any(step.kind == "time" and step.state for step in steps_of(name))
+    text = "the layer's docstring has no line with arrows and a step `time label [parts] {state}`"
+    assert any(step.kind == "time" and step.state for step in steps_of(name)), text
 
 
 @every_architecture
@@ -127,7 +129,8 @@ def test_positions_meet_where_the_picture_says(name: str, options: dict) -> None
             declared = [has_met for named, has_met in modules if named == part]
             assert len(results) == len(declared), f"{part} runs {len(results)} times, drawn are {len(declared)}"
             for (result, other), has_met in zip(results, declared, strict=True):
-                assert torch.equal(result[:, 1:], other[:, 1:]) != has_met, part
+                unchanged = torch.equal(result[:, 1:], other[:, 1:])
+                assert unchanged != has_met, f"{part} depends on earlier tokens: {not unchanged}, drawn is {has_met}"
 
 
 def ancestors(steps: list, active: list) -> list[set[int]]:
@@ -167,7 +170,8 @@ def test_values_go_where_the_lines_go(name: str, options: dict) -> None:
             gradients = torch.autograd.grad(result.sum(), list(sources.values()), retain_graph=True, allow_unused=True)
             found = {source for source, gradient in zip(sources, gradients, strict=True) if gradient is not None}
             declared = follows[sink] & set(sources)
-            assert found == declared, f"{active[sink]} does not follow from what is drawn"
+            real, drawn = ([active[source].label or active[source].outputs for source in s] for s in (found, declared))
+            assert found == declared, f"{active[sink].outputs} depends on the steps {real}, drawn are {drawn}"
 
 
 @every_variant
@@ -181,7 +185,8 @@ def test_state_has_the_declared_size(name: str, options: dict) -> None:
         x_BTD = torch.randn(1, LENGTH, WIDTH, dtype=torch.float64)
         _, state = layer(x_BTD, None, Layout(torch.arange(LENGTH)[None]))
         numbers = sum(tensor.numel() for _, tensor in named_tensors(state, ""))
-        assert numbers == data_flow.state_numbers(active_steps(layer, steps_of(name)), symbols)
+        declared = data_flow.state_numbers(active_steps(layer, steps_of(name)), symbols)
+        assert numbers == declared, f"the state has {numbers} numbers, declared are {declared}"
 
 
 @every_architecture
@@ -224,8 +229,16 @@ def test_without_a_flow_the_page_has_no_picture() -> None:
 @every_architecture
 def test_pages_have_their_sections(name: str) -> None:
     page = generate.architecture_page(architectures()[name])
+    assert "## State\n\nMeasured" not in page, "the docstring of the file has no paragraph that starts with `State:`"
     sections = ["Data flow", "State", "Limits", "When to use it", "Options of a model", "Options of a layer", "Source"]
     assert [line[3:] for line in page.splitlines() if line.startswith("## ")] == sections
+
+
+@every_architecture
+def test_options_have_comments(name: str) -> None:
+    architecture = architectures()[name]
+    for options in (architecture.options, architecture.preset_options):
+        assert all(field_help(options).values()), f"a field of {options.__name__} has no comment, which is its help"
 
 
 def test_a_value_that_nothing_gives_is_refused() -> None:

@@ -30,6 +30,14 @@ def test_formulas_stand_one_below_the_other_with_their_remarks() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("plain", "words"), [("softmax(l) v", "has no =, \\+= or <-"), ("y = f(x", "a parenthesis is not closed")]
+)
+def test_what_is_no_formula_is_refused(plain: str, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        formulas.typeset(plain)
+
+
 def test_every_formula_of_the_pages_is_mathml_on_the_site() -> None:
     pages = [*generate.pages().values(), (generate.DOCS / "optimizers.md").read_text(encoding="utf-8")]
     shown = [html for page in pages for html in re.findall(r'<div class="formula">.*?</div>', formulas.to_mathml(page))]

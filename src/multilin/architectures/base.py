@@ -104,6 +104,11 @@ class Architecture:
     variants: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     packs: bool = True
 
+    def __post_init__(self) -> None:
+        for options in (self.options, self.preset_options):
+            if "__dataclass_fields__" not in vars(options):  # those of LayerOptions would be the only options
+                raise InputError(f"architecture: {options.__name__} of {self.name!r} needs the decorator @settings")
+
     @property
     def description(self) -> str:
         """The docstring of the architecture's file: what it is, its formulas, its state."""

@@ -13,7 +13,7 @@ from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
 from transformers.utils.generic import can_return_tuple
 
 from multilin.architectures.base import get_architecture
-from multilin.errors import InputError
+from multilin.errors import InputError, listed
 from multilin.layers.base import Layer, ParameterHolder
 from multilin.layers.linear import Arithmetic, Linear, set_arithmetic
 from multilin.layers.norms import TileNorm, normalize_gradient
@@ -25,6 +25,9 @@ from multilin.model.remote import write_auto_file
 from multilin.model.state import TextState, open_state
 from multilin.model.state_tree import put_rows, take_rows
 from multilin.settings import load_settings
+
+DRAWN = (nn.Linear, nn.Embedding, nn.LayerNorm, nn.RMSNorm, ParameterHolder)
+"""The modules whose parameters `_init_weights` initialises."""
 
 
 class MultilinPreTrainedModel(PreTrainedModel):
@@ -278,6 +281,11 @@ def _build_layer(config: MultilinConfig, index: int) -> Layer:
             raise
         raise InputError(f"{where}.{error}") from None
     for module in layer.modules():
+        if any(True for _ in module.parameters(recurse=False)) and not isinstance(module, DRAWN):
+            raise InputError(
+                f"architecture: {type(module).__name__} of {name!r} has parameters, "
+                f"but the model initialises only those of {listed([kind.__name__ for kind in DRAWN])}"
+            )
         module.initializer_range = config.initializer_range if std is None else std
     return layer
 

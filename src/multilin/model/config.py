@@ -174,10 +174,10 @@ class MultilinConfig(PretrainedConfig):
         )
         preset = get_architecture(name).expand(sizes, options or {})
         known = [*FIELDS, *TOKEN_IDS]
-        for field in model:
+        fields = {"n_positions": n_positions, **preset.model, **model}
+        for field in fields:
             if field not in known:
                 raise InputError(f"{shorten(field)}: unknown field of the model{nearest(field, known)}")
-        fields = {"n_positions": n_positions, **preset.model, **model}
         return cls(
             vocab_size=sizes.vocab_size,
             hidden_size=sizes.hidden_size,

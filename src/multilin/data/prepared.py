@@ -65,13 +65,13 @@ class ShardedText:
 
     Attributes:
         description: the sizes of all shards together.
-        num_tokens: number of tokens of all shards.
+        num_tokens, num_bytes: of all shards.
     """
 
     def __init__(self, store: Store, folders: Sequence[Folder], cache: Path) -> None:
         self.store, self.folders, self.cache = store, folders, cache
         self.description = merged([folder.describe() for folder in folders])
-        self.num_tokens = self.description.num_tokens
+        self.num_tokens, self.num_bytes = self.description.num_tokens, self.description.num_bytes
 
     def shard(self, number: int) -> PackedText:
         """One of the shards, fetched if it is not on this machine."""
@@ -120,7 +120,7 @@ class MixedText:
     def __init__(self, texts: Sequence[ShardedText], weights: Sequence[float]) -> None:
         self.texts, self.weights = texts, weights
         self.description = merged([text.description for text in texts])
-        self.num_tokens = self.description.num_tokens
+        self.num_tokens, self.num_bytes = self.description.num_tokens, self.description.num_bytes
 
     @property
     def shards(self) -> Iterator[PackedText]:

@@ -96,7 +96,8 @@ def _on_host(tensor: torch.Tensor) -> torch.Tensor:
     part = _own_part(tensor)
     memory = torch.empty_like(part, device="cpu", pin_memory=part.is_cuda)
     # Not DTensor.from_local, which would move it to the device of the mesh.
-    return DTensor(memory, tensor._spec, requires_grad=False) if isinstance(tensor, DTensor) else memory
+    as_part: Any = DTensor
+    return as_part(memory, tensor._spec, requires_grad=False) if isinstance(tensor, DTensor) else memory
 
 
 def _own_part(tensor: torch.Tensor) -> torch.Tensor:
@@ -131,7 +132,7 @@ def read_shards(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer
 def _parts(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, torch.Tensor], list[dict[str, Any]]]:
     """The tensors of the model and of the optimizer, "slot/parameter" to tensor, and the optimizer's groups by name."""
     kept = model.state_dict().keys()  # without buffers that are made anew; it divides what validation left gathered
-    names = {parameter: name for name, parameter in model.named_parameters()}
+    names: dict[torch.Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     tensors = {f"model/{name}": tensor for name, tensor in own_tensors(model).items() if name in kept}
     for parameter, slots in optimizer.state.items():
         tensors |= {f"{slot}/{names[parameter]}": value for slot, value in slots.items()}

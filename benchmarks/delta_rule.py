@@ -1,7 +1,9 @@
 """The gated delta rule in chunks, beside the loop over tokens that defines it and the bare products that chunks are.
 
 The limit are the products of the same shapes and number alone, the triangular systems counted as the products of their
-matrices with the right-hand sides: eight forward, thirteen more backward. The peer is transformers' own rule in
+matrices with the right-hand sides: eight forward, thirteen more backward. Two of each direction need the memory before,
+or the gradient after, the chunk, so they run chunk after chunk, for all heads of one chunk at once; to run them for all
+chunks at once, as the others, would be another computation. The peer is transformers' own rule in
 chunks. "forward + backward" goes through autograd to all gradients. All of one size take turns in one process; the loop
 has fewer turns.
 """
@@ -18,7 +20,7 @@ from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated
 from benchmarks import _results
 from benchmarks._turns import device, seconds_in_turns
 from multilin.machine import keep_freed_memory
-from multilin.ops.delta_rule import portable, reference
+from multilin.ops.delta_rule import DELTA_RULE, portable, reference
 
 Task = Callable[[], object]
 
@@ -63,7 +65,7 @@ def _tasks(arguments: argparse.Namespace, heads: int, width: int, with_backward:
     inputs = [x.requires_grad_(with_backward) for x in tokens]
     dread = torch.randn_like(values)
     tasks: dict[str, Callable[[], Tensor]] = {
-        "ours": lambda: portable.delta_rule(*inputs, memory)[0],
+        "ours": lambda: DELTA_RULE(*inputs, memory, dtype=torch.float32)[0],
         "loop": lambda: reference.delta_rule(*inputs, memory)[0],
         "peer": lambda: torch_chunk_gated_delta_rule(*inputs[:3], g=inputs[3], beta=inputs[4])[0],
     }
@@ -78,14 +80,15 @@ def _tasks(arguments: argparse.Namespace, heads: int, width: int, with_backward:
 
 def _bare_products(arguments: argparse.Namespace, heads: int, width: int, with_backward: bool) -> Task:
     """Products of pairs of tokens, (C, width) by (width, C) and (C, C) by (C, width), and of tokens with memories."""
-    chunk = portable.CHUNK
-    num_products = arguments.batch * heads * (arguments.length // chunk)
+    chunk, num_rows = portable.CHUNK, arguments.batch * heads
+    num_products = num_rows * (arguments.length // chunk)
     tokens, pairs = torch.randn(num_products, chunk, width), torch.randn(num_products, chunk, chunk)
     memories = torch.randn(num_products, width, width)
     tokens, pairs, memories = (x.to(device()) for x in (tokens, pairs, memories))
-    # Forward: scores and overlaps; two systems and what is read of the chunk; what is read of the memory, twice, and
-    # its change. Backward: the gradients of these.
-    num_overlaps, num_reads, num_memories = (4, 8, 9) if with_backward else (2, 3, 3)
+    one_by_one = list(zip(tokens.split(num_rows), memories.split(num_rows), strict=True))
+    # Forward: scores and overlaps; two systems and what is read of the chunk; what queries read of the memory; and,
+    # chunk after chunk, what keys read of it and its change. Backward: the gradients of these.
+    num_overlaps, num_reads, num_memories, num_one_by_one = (4, 8, 5, 4) if with_backward else (2, 3, 1, 2)
 
     def run() -> None:
         for _ in range(num_overlaps):
@@ -94,6 +97,9 @@ def _bare_products(arguments: argparse.Namespace, heads: int, width: int, with_b
             torch.bmm(pairs, tokens)
         for _ in range(num_memories):
             torch.bmm(tokens, memories)
+        for _ in range(num_one_by_one):
+            for chunk_tokens, memory in one_by_one:
+                torch.bmm(chunk_tokens, memory)
 
     return run
 

@@ -17,6 +17,7 @@ from tests.ops.cases.delta_rule import SWITCHES, Inputs, make_inputs
 from tests.ops.cases.prefix_softmax import make_starts
 from tests.ops.checked import delta_rule, delta_rule_weights
 from tests.ops.largest import LargestTensor
+from tests.ops.poison import poison_memory
 from tests.qwen3_next import in_float64
 
 B, T, H, D, E = 2, 141, 2, 3, 5
@@ -72,6 +73,22 @@ def test_chunks_equal_the_definition(monkeypatch, name: str, length: int, number
         read, memory = backend.delta_rule(*inputs)
         results.append([read, memory, *gradients(read, memory, inputs.given())])
     torch.testing.assert_close(results[1], results[0], **EXACT)
+
+
+@every_switch
+@pytest.mark.parametrize("length", [5, 17, T])
+@pytest.mark.parametrize("backend", [portable.delta_rule, portable.delta_rule_compiled])
+def test_chunks_in_float32_equal_the_definition_in_float64(
+    monkeypatch: pytest.MonkeyPatch, name: str, length: int, backend: Any
+) -> None:
+    poison_memory(monkeypatch)
+    rounded, results = make_inputs(name, B, length, H, 16, 8).map(torch.Tensor.float), []
+    for compute, dtype in ((reference.delta_rule, torch.float64), (backend, torch.float32)):
+        inputs = rounded.map(lambda x, dtype=dtype: x.to(dtype).requires_grad_())
+        read, memory = compute(*inputs)
+        results.append([read, memory, *gradients(read, memory, inputs.given())])
+    for expected, result in zip(*results, strict=True):
+        assert (result - expected).norm() <= 2e-6 * expected.norm()
 
 
 @settings(max_examples=30, deadline=None)
@@ -225,7 +242,9 @@ def test_gradients_of_keys_that_are_nearly_equal_stay_exact() -> None:
 
 
 def test_every_backend_is_tested_and_bad_input_is_named() -> None:
-    assert {b.compute for b in DELTA_RULE.backends} == {portable.delta_rule, reference.delta_rule}
+    assert {b.compute for b in DELTA_RULE.backends} == {
+        portable.delta_rule_compiled, portable.delta_rule, reference.delta_rule,
+    }  # fmt: skip
     x, a = torch.zeros(1, 2, 1, 3), torch.zeros(1, 2, 1)
     assert unchecked.delta_rule(x, x, x, needs_state=False)[1] is None
     with pytest.raises(InputError, match="keys: shape"):

@@ -8,13 +8,14 @@ from torch import Tensor
 
 from multilin.errors import InputError
 from multilin.ops.delta_rule import portable, reference
-from multilin.ops.dispatch import Backend, Op
+from multilin.ops.dispatch import Backend, Op, cpu_kernels
 
 __all__ = ["DELTA_RULE", "DeltaRuleState", "delta_rule", "delta_rule_weights"]
 
 DELTA_RULE = Op(
     "delta_rule",
     [
+        cpu_kernels("compiled, products by PyTorch in chunks", portable.delta_rule_compiled),
         Backend("portable (PyTorch, chunks)", portable.delta_rule),
         Backend("reference (PyTorch, token by token)", reference.delta_rule),
     ],

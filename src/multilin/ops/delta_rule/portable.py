@@ -11,11 +11,14 @@ products.
 """
 
 import math
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
+
+from multilin.ops.delta_rule import cpu, elementwise
 
 SHORT = 4  # tokens up to which the definition itself is faster
 CHUNK = 64  # tokens: large enough for full-speed products, small enough that pairs cost no more than the memory
@@ -30,9 +33,9 @@ def why_not_short(queries: Tensor, *_: object) -> str | None:
 
 def delta_rule(
     queries_BTHD: Tensor, keys_BTHD: Tensor, values_BTHE: Tensor, log_decays_BTH: Tensor | None,
-    rates_BTH: Tensor | None, memory_BHDE: Tensor,
+    rates_BTH: Tensor | None, memory_BHDE: Tensor, is_compiled: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """See `multilin.ops.delta_rule`."""
+    """See `multilin.ops.delta_rule`; with `is_compiled`, all but the products are kernels of a CPU, for float32."""
     (num_batch, num_time, num_heads, width), value_width = keys_BTHD.shape, values_BTHE.shape[3]
     chunk = min(CHUNK, num_time)
     tokens = (queries_BTHD, keys_BTHD, values_BTHE, log_decays_BTH, rates_BTH)
@@ -41,12 +44,18 @@ def delta_rule(
     if chunk < num_time:
         size = max(1, NUMBERS // (num_batch * num_heads * chunk * max(chunk, width, value_width)))
     num_pieces = -(-num_time // (chunk * size))
-    pieces = [[None] * num_pieces if x is None else x.split(size) for x in chunks]
+    if num_pieces == 1:  # a split, however trivial, would cost a copy of the gradients
+        pieces: list[Any] = [[x] for x in chunks]
+    else:
+        pieces = [[None] * num_pieces if x is None else x.split(size) for x in chunks]
     memory_MDE, parts = memory_BHDE.flatten(0, 1), []
     for piece in zip(*pieces, strict=True):
-        part_NMCE, memory_MDE = _Chunks.apply(*piece, memory_MDE)
+        part_NMCE, memory_MDE = _Chunks.apply(is_compiled, *piece, memory_MDE)
         parts.append(part_NMCE.unflatten(1, (num_batch, num_heads)).permute(1, 0, 3, 2, 4))
     return torch.cat(parts, dim=1).flatten(1, 2)[:, :num_time], memory_MDE.view_as(memory_BHDE)
+
+
+delta_rule_compiled = partial(delta_rule, is_compiled=True)
 
 
 def _chunks(x_BTHD: Tensor, chunk: int) -> Tensor:
@@ -58,137 +67,162 @@ def _chunks(x_BTHD: Tensor, chunk: int) -> Tensor:
 
 
 class _Chunks(torch.autograd.Function):
-    """Results (N, M, C, E) of N chunks of M heads and texts, and the memory after the last."""
+    """Results (N, M, C, E) of N chunks of M heads and texts, and the memory after the last; n is N * M."""
 
     @staticmethod
     def forward(
-        ctx: Any, q_NMCD: Tensor, k_NMCD: Tensor, v_NMCE: Tensor, log_decays_NMC: Tensor | None,
+        ctx: Any, is_compiled: bool, q_NMCD: Tensor, k_NMCD: Tensor, v_NMCE: Tensor, log_decays_NMC: Tensor | None,
         rates_NMC: Tensor | None, memory_MDE: Tensor,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        pairs_NMCC, from_start_NMC1 = _decays(log_decays_NMC, k_NMCD)
-        scores_NMCC = (q_NMCD @ k_NMCD.mT).mul_(pairs_NMCC)
-        added_NMCE, overlaps_NMCC, read_NMCD = v_NMCE, None, None
-        if rates_NMC is not None:
-            rates_NMC1 = rates_NMC[..., None]
-            overlaps_NMCC = (k_NMCD @ k_NMCD.mT).mul_(pairs_NMCC)
-            system_NMCC = overlaps_NMCC * rates_NMC1
-            added_NMCE = solve(system_NMCC, v_NMCE * rates_NMC1)
-            read_NMCD = solve(system_NMCC, k_NMCD * (from_start_NMC1 * rates_NMC1))
-            if torch.compiler.is_exporting() and len(added_NMCE) == 1:  # written in place, it would fix a graph's rows
-                added_NMCE, read_NMCD = added_NMCE - read_NMCD @ memory_MDE, None
-        to_end_NMDC = (k_NMCD * pairs_NMCC[:, :, -1, :, None]).mT
-        memories_NMDE, memory_MDE = _write(added_NMCE, read_NMCD, to_end_NMDC, from_start_NMC1[:, :, -1:], memory_MDE)
-        result_NMCE = (q_NMCD @ memories_NMDE).mul_(from_start_NMC1)
-        result_NMCE.flatten(0, 1).baddbmm_(scores_NMCC.flatten(0, 1), added_NMCE.flatten(0, 1))
+        ctx.is_compiled, shape = is_compiled, v_NMCE.shape
+        q, k, v = (x.flatten(0, 1) for x in (q_NMCD, k_NMCD, v_NMCE))
+        log_decays, rates = (None if x is None else x.flatten(0, 1) for x in (log_decays_NMC, rates_NMC))
+        logs = _sums_of_logs(log_decays, k)
+        from_start, to_end = (torch.exp2(x.to(k.dtype)) for x in (logs, logs[:, -1:] - logs))
+        overlaps = None if rates is None else k @ k.mT
+        weigh = cpu.weigh if is_compiled else elementwise.weigh
+        decays, scores, overlaps, system = weigh(q @ k.mT, overlaps, logs, rates)
+        added, read = v, None
+        if rates is not None:
+            added = solve(system, v * rates[..., None])
+            read = solve(system, k * (from_start * rates)[..., None])
+            if torch.compiler.is_exporting() and len(v_NMCE) == 1:  # written in place, it would fix a graph's rows
+                added, read = added - read @ memory_MDE, None
+        k_to_end = k * to_end[..., None]
+        memories, memory_MDE = _write(added, read, k_to_end.mT, from_start[:, -1:, None], memory_MDE)
+        q_from_start = q * from_start[..., None]
+        result = (q_from_start @ memories).baddbmm_(scores, added)
         ctx.save_for_backward(
-            q_NMCD, k_NMCD, v_NMCE, log_decays_NMC, rates_NMC, pairs_NMCC, from_start_NMC1, scores_NMCC,
-            overlaps_NMCC, added_NMCE, read_NMCD, memories_NMDE,
+            q, k, v, log_decays, rates, q_from_start, k_to_end, from_start, to_end, decays, scores, overlaps, system,
+            added, read, memories,
         )  # fmt: skip
-        return result_NMCE, memory_MDE
+        return result.view(shape), memory_MDE
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        with torch.autocast(gradients[0].device.type, enabled=False):
-            return _gradients(ctx.saved_tensors, *gradients)
+    def backward(ctx: Any, dresult_NMCE: Tensor, dmemory_MDE: Tensor) -> tuple[Tensor | None, ...]:
+        with torch.autocast(dresult_NMCE.device.type, enabled=False):
+            dresult = dresult_NMCE.flatten(0, 1).contiguous()
+            *gradients, dmemory = _gradients(ctx.saved_tensors, dresult, dmemory_MDE, ctx.is_compiled)
+        num_chunks = len(dresult_NMCE)
+        return None, *(None if x is None else x.unflatten(0, (num_chunks, -1)) for x in gradients), dmemory
 
 
-def _gradients(saved: tuple[Any, ...], dresult: Tensor, dmemory: Tensor) -> tuple[Tensor | None, ...]:
+def _gradients(
+    saved: tuple[Any, ...], dresult: Tensor, dmemory: Tensor, is_compiled: bool
+) -> tuple[Tensor | None, ...]:
     """Those of all arguments; the transposed system, solved once, gives that of b V - b e^G K M as a whole."""
-    q, k, v, log_decays, rates, pairs, from_start, scores, overlaps, added, read, memories = saved
-    to_end, over_chunk = pairs[:, :, -1, :, None], from_start[:, :, -1:]
-    dadded, through_q = scores.mT @ dresult, (q * from_start).mT @ dresult
-    dmemories, dmemory = _write_backward(dadded, read, k * to_end, over_chunk, through_q, dmemory)
-    dscores = dresult @ added.mT
-    by_pair = dscores * scores
-    dscores.mul_(pairs)
-    dq = (dresult @ memories.mT).mul_(from_start)
-    dk = (added @ dmemories.mT).mul_(to_end)
-    from_start_logs, to_end_logs = _dot(dq, q), _dot(dk, k)
-    dq, dk, dv, drates = dq + dscores @ k, dk + dscores.mT @ q, dadded, None
+    (
+        q, k, v, log_decays, rates, q_from_start, k_to_end, from_start, to_end, decays, scores, overlaps, system, added,
+        read, memories,
+    ) = saved  # fmt: skip
+    over_chunk, parts = from_start[:, -1:, None], cpu if is_compiled else elementwise
+    dadded, through_q, through_read = scores.mT @ dresult, q_from_start.mT @ dresult, None if read is None else read.mT
+    dmemories, dmemory = _write_backward(dadded, through_read, k_to_end, over_chunk, through_q, dmemory)
+    dsystem = dread = dknown = None
     if rates is not None:
-        rates_1 = rates[..., None]
-        system = overlaps * rates_1
-        dknown = torch.linalg.solve_triangular(system, dadded.mT, upper=False, left=False, unitriangular=True).mT
-        dsystem = (dknown @ added.mT).tril_(-1).neg_()
-        dread = (dknown @ memories.mT).mul_(-from_start)
-        dv, by_system, by_read = dknown * rates_1, dsystem * overlaps, _dot(dread, k)
-        drates = _dot(dknown, v) + by_read + by_system.sum(dim=3)
-        dsystem.mul_(pairs * rates_1)
-        dk += dread * rates_1 + (dsystem + dsystem.mT) @ k
-        by_pair.addcmul_(by_system, rates_1)
-        from_start_logs += by_read * rates
+        dknown = _solve_rows(system, dadded, upper=False)
+        dsystem, dread = torch.baddbmm(system, dknown, added.mT, beta=0, alpha=-1), dknown @ memories.mT
+    dscores, dsystem, drates, dlogs = parts.unweigh(dresult @ added.mT, dsystem, decays, scores, overlaps, rates)
+    dq, dk, dv, dots = parts.rescale(
+        dresult @ memories.mT, added @ dmemories.mT, dread, dknown, q, k, v, from_start, to_end, rates
+    )
+    by_start, by_end = dots[0] * from_start, dots[1] * to_end
+    dq.baddbmm_(dscores, k)
+    dk.baddbmm_(dscores.mT, q)
+    if rates is None:
+        dv = dadded
+    else:
+        by_read = dots[2] * -from_start
+        by_start += by_read * rates
+        drates += dots[3] + by_read
+        dk.baddbmm_(dsystem, k)
     if log_decays is not None:
-        whole_logs = to_end_logs.sum(dim=2) + (dmemories * memories * over_chunk).sum(dim=(2, 3))
-        log_decays = _sum_logs(log_decays, by_pair, from_start_logs - to_end_logs, whole_logs)
-    return dq, dk, dv, log_decays, drates, dmemory
+        by_chunk = _dot(dmemories, memories).sum(dim=1, keepdim=True) * over_chunk[..., 0]
+        dlogs = dlogs + _from_last(by_start) + _before(by_end) + by_chunk
+        dlogs = dlogs.masked_fill(log_decays < FORGOTTEN * math.log(2), 0.0).to(log_decays.dtype)
+    return dq, dk, dv, None if log_decays is None else dlogs, drates, dmemory
 
 
 def _write(
-    added_NMCE: Tensor, read_NMCD: Tensor | None, to_end_NMDC: Tensor, over_chunk_NM11: Tensor, memory_MDE: Tensor
+    added: Tensor, read: Tensor | None, to_end: Tensor, over_chunk: Tensor, memory_MDE: Tensor
 ) -> tuple[Tensor, Tensor]:
     """The memory before each chunk, and after the last; what the memory holds is taken off `added` in place."""
-    memories, reads = [memory_MDE], [None] * len(added_NMCE) if read_NMCD is None else read_NMCD.unbind()
-    for read_MCD, added_MCE, to_end_MDC, over_chunk_M11 in zip(
-        reads, added_NMCE.unbind(), to_end_NMDC.unbind(), over_chunk_NM11.unbind(), strict=True
-    ):
+    memories = [memory_MDE]
+    for read_MCD, added_MCE, to_end_MDC, over_chunk_M11 in _by_chunk(memory_MDE, read, added, to_end, over_chunk):
         if read_MCD is not None:
             added_MCE.baddbmm_(read_MCD, memories[-1], alpha=-1)
         memories.append((memories[-1] * over_chunk_M11).baddbmm_(to_end_MDC, added_MCE))
     memory_MDE = memories.pop()
-    return torch.stack(memories), memory_MDE
+    return torch.cat(memories), memory_MDE
 
 
 def _write_backward(
-    dadded_NMCE: Tensor, read_NMCD: Tensor | None, to_end_NMCD: Tensor, over_chunk_NM11: Tensor,
-    through_q_NMDE: Tensor, dmemory_MDE: Tensor,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The gradients of the memory after each chunk, and before the first; `dadded` is completed in place."""
-    dmemories, reads = [dmemory_MDE], [None] * len(dadded_NMCE) if read_NMCD is None else read_NMCD.mT.unbind()
-    parts = (reads, dadded_NMCE.unbind(), to_end_NMCD.unbind(), over_chunk_NM11.unbind(), through_q_NMDE.unbind())
-    for read_MDC, dadded_MCE, to_end_MCD, over_chunk_M11, through_q_MDE in zip(*map(reversed, parts), strict=True):
+    dadded: Tensor,
+    through_read: Tensor | None,
+    to_end: Tensor,
+    over_chunk: Tensor,
+    through_q: Tensor,
+    dmemory_MDE: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """The gradients of the memory after each chunk, and before the first; `dadded` and `through_q` are overwritten."""
+    dmemories = [dmemory_MDE]
+    parts = _by_chunk(dmemory_MDE, through_read, dadded, to_end, over_chunk, through_q)
+    for read_MDC, dadded_MCE, to_end_MCD, over_chunk_M11, through_q_MDE in reversed(parts):
         dadded_MCE.baddbmm_(to_end_MCD, dmemories[-1])
-        dmemory_MDE = torch.addcmul(through_q_MDE, dmemories[-1], over_chunk_M11)
+        dmemory_MDE = through_q_MDE.addcmul_(dmemories[-1], over_chunk_M11)
         dmemories.append(dmemory_MDE if read_MDC is None else dmemory_MDE.baddbmm_(read_MDC, dadded_MCE, alpha=-1))
     dmemory_MDE = dmemories.pop()
-    return torch.stack(dmemories[::-1]), dmemory_MDE
+    return torch.cat(dmemories[::-1]), dmemory_MDE
+
+
+def _by_chunk(memory_MDE: Tensor, read: Tensor | None, *tensors: Tensor) -> list[tuple[Any, ...]]:
+    """The tensors (n, ...) of each chunk, (M, ...), chunk after chunk."""
+    num_rows = len(memory_MDE)
+    parts = [x.split(num_rows) for x in tensors]
+    return list(zip([None] * len(parts[0]) if read is None else read.split(num_rows), *parts, strict=True))
 
 
 def _dot(x: Tensor, y: Tensor) -> Tensor:
     return (x * y).sum(dim=-1)
 
 
-def _sum_logs(log_decays_NMC: Tensor, by_pair_NMCC: Tensor, by_token_NMC: Tensor, whole_NM: Tensor) -> Tensor:
-    """The gradient of the logs: that of each pair belongs to all between the two.
+def _from_last(x_nC: Tensor) -> Tensor:
+    """For each token the sum over it and all later ones of the chunk."""
+    return x_nC.flip(1).cumsum(dim=1).flip(1)
 
-    In float64, where the parts of the pairs on one side of a token cancel.
+
+def _before(x_nC: Tensor) -> Tensor:
+    """For each token the sum over all earlier ones of the chunk."""
+    return pad(x_nC[:, :-1], (1, 0)).cumsum(dim=1)
+
+
+def _sums_of_logs(log_decays_nC: Tensor | None, like: Tensor) -> Tensor:
+    """G, the sums from the chunk's start, to the base 2, as PyTorch's e^x takes many times longer where it vanishes.
+
+    In float64, as one large log would cost the others their digits.
     """
-    dsums_NMC = by_pair_NMCC.sum(dim=3, dtype=torch.float64) - by_pair_NMCC.sum(dim=2, dtype=torch.float64)
-    dsums_NMC += by_token_NMC
-    dsums_NMC[..., -1] += whole_NM
-    dlogs_NMC = dsums_NMC.flip(2).cumsum(dim=2).flip(2)
-    return dlogs_NMC.masked_fill(log_decays_NMC < FORGOTTEN * math.log(2), 0.0).to(log_decays_NMC.dtype)
-
-
-def _decays(log_decays_NMC: Tensor | None, like: Tensor) -> tuple[Tensor, Tensor]:
-    """e^(G_t - G_s) for s <= t, else 0, (N, M, C, C); and e^(G_t), (N, M, C, 1)."""
-    size = like.shape[2]
-    is_later_CC = torch.ones(size, size, dtype=torch.bool, device=like.device).triu(1)
-    if log_decays_NMC is None:
-        return (~is_later_CC).to(like.dtype)[None, None], like.new_ones(len(like), 1, size, 1)
-    # In float64, as one large log would cost the others their digits; and to the base 2, as PyTorch's exponential of
-    # the base e takes many times longer where it vanishes.
-    logs_NMC = (log_decays_NMC.double() / math.log(2)).clamp_(min=FORGOTTEN).cumsum(dim=2)
-    logs_NMCC = (logs_NMC[..., :, None] - logs_NMC[..., None, :]).to(like.dtype)
-    return logs_NMCC.masked_fill_(is_later_CC, -torch.inf).exp2_(), logs_NMC[..., None].to(like.dtype).exp2_()
+    if log_decays_nC is None:
+        return like.new_zeros(like.shape[:2], dtype=torch.float64)
+    return (log_decays_nC.double() / math.log(2)).clamp_(min=FORGOTTEN).cumsum(dim=1)
 
 
 def solve(lower: Tensor, known: Tensor) -> Tensor:
-    """x of (1 + L) x = known, L being what is below the diagonal of `lower`; (..., C, C) and (..., C, D)."""
-    if not torch.compiler.is_exporting():
-        # Transposed, as its results lie in memory: so no product after it has to copy.
-        return torch.linalg.solve_triangular(lower.mT, known.mT, upper=True, left=False, unitriangular=True).mT
-    return invert(lower) @ known
+    """x of (1 + L) x = known, L being what is below the diagonal of `lower`; `known` is overwritten.
+
+    Shapes (..., C, C) and (..., C, D).
+    """
+    return invert(lower) @ known if torch.compiler.is_exporting() else _solve_rows(lower.mT, known, upper=True)
+
+
+def _solve_rows(matrix: Tensor, known: Tensor, *, upper: bool) -> Tensor:
+    """x of x^T (1 + U) = known^T, U being what is above, else below, the diagonal; `known` is overwritten.
+
+    As rows, x lies in memory so that no product after it has to copy.
+    """
+    rows = known.mT
+    in_place = None if torch.compiler.is_compiling() else rows
+    return torch.linalg.solve_triangular(matrix, rows, upper=upper, left=False, unitriangular=True, out=in_place).mT
 
 
 def invert(lower: Tensor) -> Tensor:

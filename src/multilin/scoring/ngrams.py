@@ -7,7 +7,7 @@ from multilin.data.packed_text import PackedText
 from multilin.data.prepared import TrainText
 from multilin.errors import InputError
 
-MAX_ORDER = 3
+MAX_ORDER = 5
 
 
 class NgramModel:
@@ -25,7 +25,7 @@ class NgramModel:
     """
 
     def __init__(self, train: TrainText, order: int) -> None:
-        """Count the n-grams of `train` up to `order` (1, 2 or 3); memory about 100 bytes per training token.
+        """Count the n-grams of `train` up to `order`, 1 to 5; memory about 40 bytes per training token and order.
 
         Raises:
             InputError: another order, or a vocabulary too large for it.
@@ -79,7 +79,7 @@ def ngram_bits_per_byte(train: TrainText, validation: PackedText, order: int) ->
     Counted as `evaluate` does: -log2 p over all tokens but the start tokens, divided by the text's UTF-8 bytes.
 
     Raises:
-        InputError: an order other than 1, 2 or 3, or texts of two tokenizers.
+        InputError: an order outside 1 to 5, or texts of two tokenizers.
     """
     if train.description.tokenizer_hash != validation.description.tokenizer_hash:
         raise InputError("n-gram model: the training and validation text were packed with different tokenizers")

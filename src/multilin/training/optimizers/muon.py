@@ -31,7 +31,7 @@ class Muon(torch.optim.Optimizer):
 
     def __init__(self, params: Any, lr: float | Tensor = 5e-3, *, weight_decay: float = 0.1) -> None:
         groups = list(params)
-        parts = {
+        parts: dict[bool, tuple[Any, dict[str, Any]]] = {
             True: (torch.optim.Muon, {"adjust_lr_fn": "match_rms_adamw"}),
             False: (torch.optim.AdamW, {"betas": BETAS, "fused": True}),
         }

@@ -5,7 +5,7 @@ import json
 import random
 import re
 import statistics
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,9 @@ from multilin.analysis.compare.run import compare
 from multilin.analysis.compare.statistics import Spread, spread, welch_p
 from multilin.analysis.compare.sweep import Budget, Sweep
 from multilin.cli.compare import print_comparison
+from multilin.data.packed_text import PackedText
 from multilin.errors import InputError
+from multilin.scoring.losses import Evaluation, evaluate
 from multilin.training.callbacks import StepCallback
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*documents packed into one block")
@@ -219,10 +221,10 @@ def test_a_stopped_comparison_goes_on(found: Comparison, sandbox: Path, monkeypa
         assert [p.loss for p in one.course] == [p.loss for p in other.course]
 
 
-def test_the_grid_is_tried_on_one_seed_and_the_best_trained_with_all(sandbox: Path) -> None:
-    grid = {"optimizer.learning_rate": [1e-6, 1e-2]}
-    found = compare(a_sweep(sandbox, "grid", rows={"elita": {}}, grid=grid))
-    folders = {path.name for path in (sandbox / "grid").iterdir() if path.is_dir() and path.suffix != ".checkpoints"}
+def test_a_stage_is_tried_on_one_seed_and_the_best_trained_with_all(sandbox: Path) -> None:
+    stages = [{"optimizer.learning_rate": [1e-6, 1e-2]}]
+    found = compare(a_sweep(sandbox, "stage", rows={"elita": {}}, stages=stages))
+    folders = {path.name for path in (sandbox / "stage").iterdir() if path.is_dir() and path.suffix != ".checkpoints"}
     assert folders == {"elita-s0-lr1e-06", "elita-s0-lr0.01", "elita-s1-lr0.01"}
     row = found.row("elita")
     tried = {run.choice["optimizer.learning_rate"]: run.last.bits_per_byte for run in row.tuning}
@@ -233,21 +235,90 @@ def test_the_grid_is_tried_on_one_seed_and_the_best_trained_with_all(sandbox: Pa
     assert any("is at the end of what was tried" in remark for remark in found.remarks)
 
 
-def test_a_grid_of_one_value_is_taken(sandbox: Path) -> None:
-    grid = {"optimizer.learning_rate": [1e-4]}
-    (row,) = compare(a_sweep(sandbox, "single", rows={"elita": {}}, seeds=[0], grid=grid)).rows
+def test_a_stage_of_one_value_is_taken(sandbox: Path) -> None:
+    stages = [{"optimizer.learning_rate": [1e-4]}]
+    (row,) = compare(a_sweep(sandbox, "single", rows={"elita": {}}, seeds=[0], stages=stages)).rows
     assert row.choice == {"optimizer.learning_rate": 1e-4}
     assert row.recipe["optimizer"]["learning_rate"] == 1e-4
     assert [run.folder for run in row.all_runs] == ["elita-s0-lr0.0001"]
 
 
-def test_a_grid_goes_on_where_its_last_value_is_the_best(sandbox: Path) -> None:
-    grid = {"optimizer.learning_rate": [1e-5, 1e-4]}
-    sweep = dataclasses.replace(a_sweep(sandbox, "further", rows={"elita": {}}, seeds=[0], grid=grid), extend_grid=2)
+def test_a_stage_goes_on_where_its_last_value_is_the_best(sandbox: Path) -> None:
+    stages = [{"optimizer.learning_rate": [1e-5, 1e-4]}]
+    sweep = dataclasses.replace(a_sweep(sandbox, "further", rows={"elita": {}}, seeds=[0], stages=stages), extend=2)
     found = compare(sweep)
     assert [run.choice["optimizer.learning_rate"] for run in found.row("elita").tuning] == [1e-5, 1e-4, 1e-3, 1e-2]
     assert any("tried further: 0.001, 0.01 for elita" in remark for remark in found.remarks)
     assert any("The best optimizer.learning_rate of elita is at the end" in remark for remark in found.remarks)
+
+
+STAGES = [
+    {"optimizer.learning_rate": ["x0.1", "x1", "x3"]},
+    {"model.hidden_size": [16, 24]},
+    {"training.batch_size": [4]},
+]
+
+
+def test_stages_give_every_row_the_same_trials_and_never_read_the_final_half(
+    sandbox: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    validated, scored = [], []
+
+    def watch(seen: list[tuple[int, int]]) -> Callable[..., Evaluation]:
+        def evaluate_and_note(model: Any, packed: PackedText, **options: Any) -> Evaluation:
+            seen.append((packed.num_documents, hash(packed.tokens.tobytes())))
+            return evaluate(model, packed, **options)
+
+        return evaluate_and_note
+
+    monkeypatch.setattr("multilin.training.transformers_trainer.evaluate", watch(validated))
+    monkeypatch.setattr("multilin.analysis.compare.measure.evaluate", watch(scored))
+    sweep = a_sweep(sandbox, "stages", stages=STAGES, final_half=True, seeds=[0])
+    sweep = dataclasses.replace(sweep, base=sweep.base | {"data.validation_fraction": 0.2})
+    found = compare(sweep)
+    (tuning,), (final,) = set(validated), set(scored)
+    assert (tuning[0], final[0]) == (6, 6)  # of twelve documents
+    assert tuning != final
+    for row in found.rows:
+        sizes = [tuple(run.choice.values()) for run in row.tuning]
+        assert len(sizes) == len(set(sizes)) == 3 + 1 + 1
+        rates = [rate for rate, *_ in sizes[:3]]
+        assert rates[::2] == pytest.approx([0.1 * rates[1], 3 * rates[1]])
+        best = min(row.tuning, key=lambda run: run.last.bits_per_byte)
+        assert row.choice == best.choice
+        assert row.recipe["model"]["hidden_size"] == row.choice["model.hidden_size"]
+        assert [run.final.bits_per_byte for run in row.runs] != [run.last.bits_per_byte for run in row.runs]
+        assert row.score == spread([run.final.bits_per_byte for run in row.runs])
+        for place, number in enumerate((3, 4)):  # the first of a stage changes one field of the best so far
+            best = min(row.tuning[:number], key=lambda run: run.last.bits_per_byte).choice
+            new = row.tuning[number].choice
+            assert [name for name in new if new[name] != best[name]] == list(STAGES[place + 1])
+    assert any("5 trials each" in remark for remark in found.remarks)
+    text = (sandbox / "stages" / "comparison.md").read_text()
+    assert all(f"{row.score.mean:.3f}" in text for row in found.rows)
+    assert compare(sweep).rows[0].tuning == found.rows[0].tuning  # kept, not trained again
+
+    rows = {"elita": {}, "gpt2": {"optimizer.weight_decay": 0.5}}
+    further = Sweep(rows=rows, tuned=sweep.output, seeds=[0], budget=Budget(tokens=500), output=str(sandbox / "more"))
+    elita, gpt2 = compare(further).rows
+    assert (elita.recipe["model"], elita.recipe["optimizer"]) == tuple(
+        found.row("elita").recipe[name] for name in ("model", "optimizer")
+    )
+    assert gpt2.recipe["optimizer"]["weight_decay"] == 0.5
+    with pytest.raises(InputError, match=r"^tuned: .*comparison\.json has no row gpt3; did you mean 'gpt2'\?"):
+        compare(dataclasses.replace(further, rows={"gpt3": {}}))
+
+
+def test_a_choice_that_cannot_be_trained_has_failed(sandbox: Path) -> None:
+    """A width that suits the first number of heads, not the second."""
+    stages = [{"model.options": [{"num_heads": 4}, {"num_heads": 8}]}, {"model.hidden_size": [16, 12]}]
+    base = BASE | {"data.source": str(sandbox / "text.jsonl"), "model.options": {"num_heads": 4}}
+    (row,) = compare(a_sweep(sandbox, "unfit", rows={"gpt2": {}}, base=base, seeds=[0], stages=stages)).rows
+    assert len(row.tuning) == 3
+    last = row.tuning[-1]
+    if row.choice["model.options"]["num_heads"] == 8:
+        assert last.status == FAILED
+        assert "num_heads: 8 given" in last.failure
 
 
 def test_a_value_that_the_field_does_not_accept_ends_the_tuning_alone(
@@ -256,9 +327,9 @@ def test_a_value_that_the_field_does_not_accept_ends_the_tuning_alone(
     monkeypatch.setattr("multilin.analysis.compare.run.further_choice", lambda *_: {"optimizer.row_average": 1.62})
     base = a_sweep(sandbox, "bounded").base | {"optimizer.name": "normalized_sgd"}
     sweep = a_sweep(
-        sandbox, "bounded", base=base, rows={"elita": {}}, seeds=[0], grid={"optimizer.row_average": [0.5, 0.9]}
+        sandbox, "bounded", base=base, rows={"elita": {}}, seeds=[0], stages=[{"optimizer.row_average": [0.5, 0.9]}]
     )
-    found = compare(dataclasses.replace(sweep, extend_grid=2))
+    found = compare(dataclasses.replace(sweep, extend=2))
     assert [run.choice["optimizer.row_average"] for run in found.row("elita").tuning] == [0.5, 0.9]
     assert found.row("elita").score is not None
 

@@ -12,14 +12,13 @@ import yaml
 
 from multilin.analysis.compare import plan
 from multilin.analysis.compare.plan import SPEED_FILE, plan_rows, rows_of
-from multilin.analysis.compare.sweep import Budget, Sweep, builtin_sweep, changed, find_sweep, load_sweep
+from multilin.analysis.compare.sweep import Budget, Sweep, builtin_sweep, changed, choices_of, find_sweep, load_sweep
 from multilin.analysis.costs import training_flops_per_token
 from multilin.cli.main import main
 from multilin.errors import InputError
 from multilin.model.factory import create_model, model_names
 from multilin.training.assemble import check_model
 from multilin.training.progress import TrainingProgress
-from multilin.training.resolve import resolve_recipe
 
 SMALL = {
     "model": {"hidden_size": 16, "num_layers": 1, "n_positions": 16},
@@ -70,28 +69,37 @@ def sweep_file(tmp_path: Path) -> Callable[..., Path]:
         ({"seeds": [1, 1]}, "seeds: [1, 1] given, but it should be a list of different numbers"),
         ({"seeds": []}, "seeds: [] given, but it should be a list"),
         (
-            {"grid": {"optimizer.learning_rate": []}},
-            "grid.optimizer.learning_rate: [] given, but it should be of at least 1 entries",
+            {"stages": [{"optimizer.learning_rate": []}]},
+            "stages.0: [] given, but it should be of at least 1 entries",
         ),
+        ({"stages": [{}]}, "stages.0: {} given, but it should be of at least 1 entries"),
         (
-            {"grid": {"training.batch_size": [1]}},
-            "grid.training.batch_size: given, but a grid tries fields of optimizer",
+            {"stages": [{"data.source": ["a"]}]},
+            "stages.0.data.source: given, but optimizer, schedule, model, tokenizer and training are",
         ),
-        ({"grid": {"optimizer.rate": [1]}}, "rows.elita: grid.optimizer.rate: unknown field"),
-        ({"extend_grid": 2}, "extend_grid: 2 given, but only a grid of one field with two or more different positive"),
-        ({"extend_grid": 1, "grid": {"schedule.name": ["linear", "cosine"]}}, "extend_grid: 1 given, but only a grid"),
-        ({"extend_grid": 1, "grid": {"optimizer.weight_decay": [0.0, 0.1]}}, "extend_grid: 1 given, but only a grid"),
+        ({"stages": [{"training.seed": [1]}]}, "stages.0.training.seed: [1] given, but give `seeds`"),
+        ({"stages": [{"optimizer.rate": [1]}]}, "rows.elita: stages.optimizer.rate: unknown field"),
         (
-            {"extend_grid": 1, "grid": {"optimizer.betas": [[0.9, 0.9], [0.9, 0.99]]}},
-            "extend_grid: 1 given, but only a grid",
+            {"stages": [{"model.n_positions": [8]}, {"model.hidden_size": [0]}]},
+            "rows.elita: stages.model.hidden_size: 0",
         ),
+        ({"stages": [{"optimizer.name": ["x2"]}]}, "rows.elita: stages.optimizer.name: x2 given, but it multiplies a"),
+        ({"extend": 2}, "extend: 2 given, but only one stage of one field with two or more different positive"),
+        ({"extend": 1, "stages": [{"schedule.name": ["linear", "cosine"]}]}, "extend: 1 given, but only one stage"),
+        ({"extend": 1, "stages": [{"optimizer.weight_decay": [0.0, 0.1]}]}, "extend: 1 given, but only one stage"),
+        (
+            {"extend": 1, "stages": [{"optimizer.betas": [[0.9, 0.9], [0.9, 0.99]]}]},
+            "extend: 1 given, but only one stage",
+        ),
+        ({"tuned": "nowhere"}, "tuned: nowhere/comparison.json is missing; finish that comparison first"),
+        ({"final_half": True, "task": "mqar"}, "final_half: true given, but the task mqar makes new sequences"),
         ({"seeds": list(range(101))}, "seeds: [0, 1, 2, 3, ...] given, but it should be of at most 100 entries"),
-        ({"grid": {f"optimizer.{n}": list(range(99)) for n in "ab"}}, "grid: 9801 combinations given"),
+        ({"stages": [{f"optimizer.{n}": list(range(99)) for n in "ab"}]}, "stages.0: 9801 combinations given"),
         (
             {"budget": {"tokens": 1e30}},
             "budget.tokens: 1e+30 given, but that is 3.13e+28 steps for rows.elita; give less",
         ),
-        ({"extend_grid": -1}, "extend_grid: -1 given, but it should be at least 0"),
+        ({"extend": -1}, "extend: -1 given, but it should be at least 0"),
         ({"task": "mqra"}, "rows.elita: task: 'mqra' is not known; did you mean 'mqar'?"),
         ({"budget": {"tokens": 50}}, "budget.tokens: 50 given, but that is 1 step for rows.elita, not more than its"),
     ],
@@ -229,21 +237,76 @@ def test_flops_of_running_means_are_those_of_the_weights() -> None:
     assert training_flops_per_token(model, 24) == 6 * weights
 
 
-def test_a_grid_of_numbers_without_a_point_can_go_on(sweep_file: Callable[..., Path]) -> None:
-    path = sweep_file(extend_grid=1)
-    path.write_text(path.read_text() + "grid: {optimizer.learning_rate: [1e-3, 4e-3]}\n")
-    assert load_sweep(path).grid == {"optimizer.learning_rate": [1e-3, 4e-3]}
+def test_a_stage_of_numbers_without_a_point_can_go_on(sweep_file: Callable[..., Path]) -> None:
+    path = sweep_file(extend=1)
+    path.write_text(path.read_text() + "stages: [{optimizer.learning_rate: [1e-3, 4e-3]}]\n")
+    assert load_sweep(path).stages == [{"optimizer.learning_rate": [1e-3, 4e-3]}]
 
 
-CLAIMS = sorted((Path(__file__).parents[2] / "recipes" / "claims").glob("*.yaml"))
+RECIPES = Path(__file__).parents[2] / "recipes"
+DOCS = Path(__file__).parents[2] / "docs"
+PAGES = {"claims": "claims.md", "two_core_hour": "two-core-hour.md", "yardsticks": "yardsticks.md"}
+SWEEPS = sorted(RECIPES.glob("*/*.yaml"))
+TRIALS = {"five": 8, "twenty": 2, "hour": 0, "muon": 3, "mingru": 0, "nanogpt": 3, "nanogpt_parameters": 3}
 
 
-@pytest.mark.parametrize("path", CLAIMS, ids=lambda path: path.stem)
-def test_the_sweep_of_a_claim_can_be_trained_and_its_rows_are_reported(path: Path) -> None:
+def loaded(path: Path, tmp_path: Path) -> list[Sweep]:
+    """The sweep of a file; of one that begins with tuned recipes, one for each width that these may have."""
     sweep = load_sweep(path)
-    documented = (path.parents[2] / "docs" / "claims.md").read_text()
-    assert f"`{path.name}`" in documented
+    if not sweep.tuned:
+        return [sweep]
+    five, result = load_sweep(RECIPES / "two_core_hour" / "five.yaml"), []
+    for width in {"hour": [288, 480], "muon": [128]}.get(path.stem, [128, 192, 320]):
+        choice = {"model.hidden_size": width, "tokenizer.vocab_size": 8192, "model.n_positions": 512}
+        rows = [{"name": r.name, "recipe": dataclasses.asdict(r.with_choice(choice))} for r in rows_of(five)]
+        folder = tmp_path / str(width)
+        folder.mkdir()
+        (folder / "comparison.json").write_text(json.dumps({"rows": rows}))
+        result.append(dataclasses.replace(sweep, tuned=str(folder)))
+    return result
+
+
+@pytest.mark.parametrize("path", SWEEPS, ids=lambda path: path.stem)
+def test_every_row_of_a_sweep_can_be_trained_with_all_that_is_tried_and_is_reported(path: Path, tmp_path: Path) -> None:
+    documented = (DOCS / PAGES[path.parent.name]).read_text()
+    assert path.relative_to(RECIPES.parent).as_posix() in documented or f"`{path.name}`" in documented
+    for sweep in loaded(path, tmp_path):
+        for row in rows_of(sweep):
+            assert f"| `{row.name}` |" in documented
+            first = largest = row.first_choice(sweep)
+            choices = [choice for stage in sweep.stages for choice in choices_of(stage, first)]
+            for stage in sweep.stages:
+                largest = choices_of(stage, largest)[-1]
+            for choice in [first, *choices, largest]:
+                check_model(row.with_choice(choice))
+            trials = {str(choice) for stage in sweep.stages for choice in choices_of(stage, row.first_choice(sweep))}
+            assert len(trials) == TRIALS.get(path.stem, len(trials))
+
+
+def test_a_row_after_another_comparison_keeps_its_best_recipe_and_takes_muon(tmp_path: Path) -> None:
+    sweep = loaded(RECIPES / "two_core_hour" / "muon.yaml", tmp_path)[0]
     for row in rows_of(sweep):
-        assert f"| `{row.name}` |" in documented
-        for choice in sweep.choices:
-            check_model(resolve_recipe(row.with_choice(choice)))
+        recipe = row.with_choice({"training.batch_size": 3})
+        assert (recipe.optimizer.name, recipe.optimizer.betas) == ("muon", None)
+        assert (recipe.model.hidden_size, recipe.tokenizer.vocab_size) == (128, 8192)
+        assert recipe.data.validation_part == "tuning"
+        assert recipe.training.global_batch_size == 3
+
+
+@pytest.mark.parametrize("path", sorted(RECIPES.glob("claims/*.yaml")), ids=lambda path: path.stem)
+def test_a_claim_can_be_tried_at_another_budget(path: Path) -> None:
+    found = changed(
+        load_sweep(path), budget=Budget(tokens=5e6), num_seeds=None, task=None,
+        changes={"output": "x", "training.save_every_steps": 500},
+    )  # fmt: skip
+    assert found.budget.given == {"tokens": 5e6}
+    assert {row.recipe.training.save_every_steps for row in rows_of(found)} == {500}
+
+
+def test_some_rows_are_kept() -> None:
+    def kept(only: list[str]) -> list[str]:
+        return list(changed(builtin_sweep(), budget=Budget(), num_seeds=None, task=None, changes={}, only=only).rows)
+
+    assert kept(["gpt2", "elita"]) == ["elita", "gpt2"]
+    with pytest.raises(InputError, match="--only: 'elit' is no row; did you mean 'elita'"):
+        kept(["elit"])

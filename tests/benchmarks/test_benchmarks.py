@@ -1,7 +1,10 @@
 """Benchmarks are found by their files, explain themselves, give figures, and draw them."""
 
+import gzip
 import importlib
 import json
+import lzma
+import random
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -190,3 +193,47 @@ def _saved(folder: Path, name: str) -> dict[str, Any]:
     found: dict[str, Any] = json.loads((folder / f"{name}.json").read_text())
     assert found["name"] == name
     return found
+
+
+def test_what_needs_no_training_is_scored_on_the_final_half(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    draw = random.Random(0)
+    words = ["".join(draw.choices("abcdefgh", k=5)) for _ in range(60)]
+    text = " ".join(draw.choices(words, k=20000))
+    (tmp_path / "train.txt").write_text(text)
+    noise = "".join(chr(draw.randrange(48, 112)) for _ in range(20000))
+    for folder, final, other in (("easy", text[:20000], noise), ("hard", noise, text[:20000])):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "1.txt").write_text(final)
+        (tmp_path / folder / "2.txt").write_text(other)
+    found = {}
+    for folder in ("easy", "hard"):
+        files = ["--source", str(tmp_path / "train.txt"), "--validation", str(tmp_path / folder)]
+        assert main(["references", "--save", str(tmp_path), *files, "--vocab-sizes", "300"]) == 0
+        found[folder] = {row["row"]: row["bits_per_byte"] for row in _saved(tmp_path, "references")["rows"]}
+    easy, hard = found["easy"], found["hard"]
+    assert easy["gzip"] == pytest.approx(8 * len(gzip.compress(text[:20000].encode(), 9)) / 20000, rel=1e-2)
+    assert easy["xz"] == pytest.approx(8 * len(lzma.compress(text[:20000].encode(), preset=9)) / 20000, rel=2e-2)
+    assert easy["xz after the training text"] < 0.05 < 0.9 * easy["xz"]  # the very words stand there
+    assert easy["gzip after the last 32 kB of training text"] < easy["gzip"]
+    assert easy["5-gram, vocabulary 300"] < easy["3-gram, vocabulary 300"]
+    assert all(5.9 < bits < 9 for name, bits in hard.items() if "gram" not in name)  # 64 symbols, at random
+    assert all(easy[name] < hard[name] for name in easy)
+
+
+@pytest.mark.slow
+def test_recall_is_compared_at_every_setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("multilin.analysis.compare.measure.CONTEXTS", (8,))
+    monkeypatch.setattr("benchmarks.recall.TOKENS_PER_STEP", 128)
+    settings = ["--pairs", "2", "3", "--lengths", "16", "32", "--vocab-size", "64", "--tokens", "20000"]
+    models = ["--models", "elita", "llama", "--rates", "1e-3", "1e-2", "--hidden-sizes", "16"]
+    assert main(["recall", "--save", str(tmp_path), *settings, *models, "--folder", str(tmp_path / "runs")]) == 0
+    rows = _saved(tmp_path, "recall")["rows"]
+    assert [(row["pairs"], row["length"]) for row in rows] == [(2, 16)] * 2 + [(3, 32)] * 2
+    states = {(row["model"], row["length"]): row["state_bytes"] for row in rows}
+    assert states["elita", 16] == states["elita", 32]
+    assert states["llama", 32] == 2 * states["llama", 16]
+    assert len(list((tmp_path / "runs" / "2-in-16-width-16").glob("llama-s0-lr*"))) >= 2
+    assert (tmp_path / "recall.png").read_bytes().startswith(PNG)

@@ -1,5 +1,6 @@
 """Preparation splits by document, is done once, follows its input, and never leaves half an entry."""
 
+import pickle
 import signal
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,31 @@ def test_whole_documents_are_set_aside_and_none_is_lost(corpus: Path, tmp_path: 
     sizes = [side.description.num_bytes for side in (prepared.train, prepared.validation)]
     assert 0.1 < sizes[1] / sum(sizes) <= 0.2
     assert train == [text for text in everything if text in train]
+
+
+@pytest.mark.parametrize("kind", ["bpe", "unigram"])
+def test_validation_text_is_halved_by_document_whatever_the_tokenizer(corpus: Path, tmp_path: Path, kind: str) -> None:
+    """Every second document, without preparing anything anew."""
+    options = {"validation": str(corpus), "kind": kind, "vocab_size": 265}
+    whole = prepare(corpus, tmp_path / "cache", **options)
+    everything = [path.read_text() for path in sorted(corpus.iterdir())]
+    for name, expected in (("final", everything[::2]), ("tuning", everything[1::2])):
+        half = prepare(corpus, tmp_path / "cache", validation_part=name, **options)
+        part = half.validation
+        assert texts_of(half, part) == texts_of(whole, whole.validation)[name == "tuning" :: 2]
+        assert part.num_bytes == part.document_bytes.sum() == sum(len(text.encode()) for text in expected)
+        assert (part.num_documents, part.num_tokens) == (10, len(part.tokens))
+        assert part.bytes_per_counted == pytest.approx(whole.validation.bytes_per_counted, rel=0.01)
+        assert part.document_of(0, part.num_tokens)[-1] == 9
+        copied = pickle.loads(pickle.dumps(part))
+        assert np.array_equal(copied.tokens, part.tokens)
+        assert half.identity == whole.identity
+    assert len(entries(tmp_path / "cache")) == 1
+    (tmp_path / "one.txt").write_text("alone\n")
+    with pytest.raises(InputError, match="validation_part: final given, but there is only one document to validate on"):
+        prepare(
+            corpus, tmp_path / "cache", **options | {"validation": str(tmp_path / "one.txt")}, validation_part="final"
+        )
 
 
 def test_the_tokenizer_is_trained_on_the_training_text_alone(tmp_path: Path) -> None:

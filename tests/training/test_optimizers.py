@@ -12,7 +12,15 @@ from torch import Tensor, nn
 from multilin.errors import InputError
 from multilin.model.factory import create_model, model_names
 from multilin.training import checkpoints
-from multilin.training.optimizers import OPTIMIZERS, MatrixMoment, NormalizedSGD, parameter_groups, row_parameters
+from multilin.training.optimizers import (
+    OPTIMIZERS,
+    MatrixMoment,
+    Muon,
+    NormalizedSGD,
+    matrix_parameters,
+    parameter_groups,
+    row_parameters,
+)
 from multilin.training.recipe import load_recipe
 
 Make = Callable[..., torch.optim.Optimizer]
@@ -225,3 +233,55 @@ def test_recipes_name_every_optimizer() -> None:
     with pytest.raises(InputError) as refusal:
         load_recipe(None, {"optimizer.name": "nonsense"})
     assert all(repr(name) in str(refusal.value) for name in OPTIMIZERS)
+
+
+def muon_of(model: nn.Module, **options: Any) -> Muon:
+    groups = parameter_groups(model, decayed=(), weight_decay=0.0, by_rows=False, by_matrices=True)
+    return Muon(groups, **options)
+
+
+def backward(model: Any, seed: int) -> None:
+    ids = torch.randint(300, (2, 32), generator=torch.Generator().manual_seed(seed))
+    model.zero_grad()
+    model(input_ids=ids, labels=ids).loss.backward()
+
+
+@pytest.mark.parametrize("architecture", model_names())
+def test_muon_is_for_the_weights_of_linear_layers_alone(architecture: str) -> None:
+    model = create_model(architecture, hidden_size=16, num_layers=1, vocab_size=37, n_positions=32)
+    matrices = matrix_parameters(model)
+    embeddings = [id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters()]
+    assert all(parameter.ndim == 2 for parameter in matrices)
+    assert not {id(parameter) for parameter in matrices} & {*embeddings, *map(id, row_parameters(model))}
+    assert len(matrices) == {"linear_mixer": 0, "threelin": 5, "gpt2": 4, "llama": 7}.get(architecture, len(matrices))
+
+
+def test_muon_changes_matrices_as_pytorchs_and_the_rest_as_adamw() -> None:
+    torch.manual_seed(0)
+    model = create_model("gpt2", hidden_size=16, num_layers=1, vocab_size=300, n_positions=32)
+    other = copy.deepcopy(model)
+    matrices = matrix_parameters(other)
+    rest = [p for p in other.parameters() if all(p is not matrix for matrix in matrices)]
+    optimizers = [
+        muon_of(model, lr=0.01),
+        torch.optim.Muon(matrices, lr=0.01, weight_decay=0.0, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(rest, lr=0.01, weight_decay=0.0, betas=(0.9, 0.95), fused=True),
+    ]
+    for seed in range(3):
+        for network in (model, other):
+            torch.manual_seed(seed)  # of dropout
+            backward(network, seed)
+        for optimizer in optimizers:
+            optimizer.step()
+    for one, two in zip(model.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(one, two, rtol=0, atol=0)
+
+
+def test_a_matrix_of_muon_moves_by_about_the_learning_rate_in_every_direction() -> None:
+    layer = nn.Linear(48, 16, bias=False)
+    before = layer.weight.detach().clone()
+    layer.weight.grad = draw(16, 48, seed=1, dtype=torch.float32)
+    muon_of(layer, lr=0.01).step()
+    moved = torch.linalg.svdvals(layer.weight.detach() - before) / (0.2 * 0.01 * 48**0.5)
+    assert moved.min() > 0.5
+    assert moved.max() < 1.5

@@ -52,6 +52,7 @@ def test_a_stopped_run_resumes_bit_for_bit(
         {"optimizer.name": "normalized_sgd"},
         {"optimizer.name": "matrix_moment", "schedule.name": "tail"},
         {"optimizer.name": "matrix_moment", "model.architecture": "tscale"},  # untied, so two tensors of rows
+        {"optimizer.name": "muon"},
     ],
 )
 def test_every_optimizer_resumes_bit_for_bit(

@@ -46,7 +46,7 @@ class LayerOptions:
 class TrainingDefaults:
     """What the source of an architecture trains with; a recipe may say otherwise."""
 
-    optimizer: str = "adamw"  # as recipes name it: adamw, normalized_sgd or matrix_moment
+    optimizer: str = "adamw"  # as recipes name it: adamw, normalized_sgd, matrix_moment or muon
     learning_rate: Rate = 5e-4  # peak of the schedule
     betas: tuple[Fraction, Fraction] = (0.9, 0.999)  # AdamW's averages
     weight_decay: Strength = 0.01  # on matrices, not on biases, norms and embeddings

@@ -27,6 +27,7 @@ class CompareArguments:
     seconds: Amount | None = None  # or seconds of training
     seeds: Repeats | None = None  # train every row so many times
     task: str | None = None  # a recall task instead of a text: mqar, induction, copy, ... or mqar?num_pairs=16
+    only: str | None = None  # train and report these rows alone, commas between their names
     overwrite: bool = False  # replace the runs in the output folder
 
 
@@ -43,6 +44,7 @@ def compare(arguments: CompareArguments, changes: Changes) -> None:
     sweep = changed(
         find_sweep(arguments.rows, arguments.task),
         budget=budget, num_seeds=arguments.seeds, task=arguments.task, changes=changes,
+        only=arguments.only.split(",") if arguments.only else (),
     )  # fmt: skip
     with loading():
         from multilin.analysis.compare.report import REPORT_FILE

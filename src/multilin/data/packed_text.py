@@ -1,5 +1,6 @@
 """A packed text: all tokens in one memory-mapped row, and the fixed-size blocks that models read from it."""
 
+import copy
 import itertools
 import json
 import warnings
@@ -75,6 +76,7 @@ class PackedText:
         if description.is_chat:
             self.is_answer = np.memmap(folder / ANSWERS, dtype=bool, mode="r", shape=(description.num_tokens,))
         self._token_bytes = index["token_bytes"]
+        self._first: int | None = None  # of a part that `every_other` made
 
     @classmethod
     def open(cls, folder: Path) -> "PackedText":
@@ -102,8 +104,30 @@ class PackedText:
             raise InputError(f"{folder}: {TOKENS} has {difference}; delete it to prepare it again")
         return cls(folder, description, index)
 
-    def __reduce__(self) -> tuple[Callable[[Path], "PackedText"], tuple[Path]]:
-        return PackedText.open, (self.folder,)  # a worker process maps the file itself instead of receiving a copy
+    def __reduce__(self) -> tuple[Callable[..., "PackedText"], tuple[Any, ...]]:
+        # A worker process maps the file itself instead of receiving a copy.
+        if self._first is not None:
+            return _open_every_other, (self.folder, self._first)
+        return PackedText.open, (self.folder,)
+
+    def every_other(self, first: int) -> "PackedText":
+        """Every second document, from the first (0) or the second (1) on, as a text in memory."""
+        sizes = np.diff(self.document_starts, append=self.num_tokens)
+        is_chosen = np.arange(self.num_documents) % 2 == first
+        in_part = np.repeat(is_chosen, sizes)
+        part = copy.copy(self)
+        part._first = first
+        part.tokens, part.document_bytes = self.tokens[in_part], self.document_bytes[is_chosen]
+        part.is_answer = None if self.is_answer is None else self.is_answer[in_part]
+        part.document_starts = np.cumsum(sizes[is_chosen]) - sizes[is_chosen]
+        part.num_tokens, part.num_documents = len(part.tokens), len(part.document_starts)
+        part.num_bytes = int(part.document_bytes.sum())
+        counted = part.tokens if self.is_answer is not None else np.delete(part.tokens, part.document_starts)
+        part.description = replace(
+            self.description, num_tokens=part.num_tokens, num_documents=part.num_documents, num_bytes=part.num_bytes,
+            counted_bytes=int(self.token_sizes(counted).sum()),
+        )  # fmt: skip
+        return part
 
     @property
     def shards(self) -> Iterator["PackedText"]:
@@ -150,6 +174,10 @@ class PackedText:
         if description.counted_bytes in (description.num_bytes, 0):
             return 1.0
         return description.num_bytes / description.counted_bytes
+
+
+def _open_every_other(folder: Path, first: int) -> PackedText:
+    return PackedText.open(folder).every_other(first)
 
 
 class Blocks(torch.utils.data.Dataset[dict[str, Tensor]]):

@@ -5,7 +5,7 @@ import json
 from array import array
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -91,7 +91,7 @@ def prepare_text(
         InputError: a source or tokenizer cannot be used, or the cache cannot be written; no file is left behind.
     """
     if data.mix or is_prepared(data.source):
-        return _open_shards(data, recipe, progress)
+        return _part(_open_shards(data, recipe, progress), data)
     loaded = None if recipe.path is None else load_tokenizer(recipe.path)
     folder = Path(cache_folder or cache_root()) / _key(data, recipe, loaded)
     try:
@@ -103,7 +103,18 @@ def prepare_text(
         ) from error
     prepared = load_tokenizer(str(folder / "tokenizer"))
     train, validation = (PackedText.open(folder / side) for side in ("train", "validation"))
-    return PreparedText(prepared, train, validation, folder.name)
+    return _part(PreparedText(prepared, train, validation, folder.name), data)
+
+
+def _part(text: PreparedText, data: DataRecipe) -> PreparedText:
+    """The text with the validation documents that are asked for."""
+    if data.validation_part == "all":
+        return text
+    if text.validation.num_documents < 2:
+        raise InputError(
+            f"data.validation_part: {data.validation_part} given, but there is only one document to validate on"
+        )
+    return replace(text, validation=text.validation.every_other(["final", "tuning"].index(data.validation_part)))
 
 
 def _open_shards(data: DataRecipe, recipe: TokenizerRecipe, progress: Progress) -> PreparedText:
@@ -123,7 +134,8 @@ def _open_shards(data: DataRecipe, recipe: TokenizerRecipe, progress: Progress) 
 def _key(data: DataRecipe, recipe: TokenizerRecipe, tokenizer: PreTrainedTokenizerFast | None) -> str:
     """A hash of the sources' content and of every setting that changes the prepared text."""
     content = asdict(data) | {"format": FORMAT, "tokenizers": tokenizers.__version__}
-    del content["mix"]
+    for field in ("mix", "validation_part"):
+        del content[field]
     for field in ("source", "validation"):
         if content[field] is not None:
             with _named(f"data.{field}"):

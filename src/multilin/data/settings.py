@@ -17,6 +17,7 @@ class DataRecipe:
     mix: Mixture | None = None  # prepared texts, folder or address to weight, to read instead of the source
     validation: PathText | None = None  # a second source to validate on; without one, documents of the source are taken
     validation_fraction: Part = 0.05  # share of the documents split off for validation
+    validation_part: Literal["all", "final", "tuning"] = "all"  # or only the first, third, ... document; or the others
     text_field: str = "text"  # the field or column of .jsonl, .csv and .parquet files that holds the text
     encoding_errors: Literal["strict", "replace"] = "strict"  # bytes that are not UTF-8: refuse, or replace by U+FFFD
 

@@ -2,13 +2,14 @@
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PretrainedConfig, PreTrainedModel
 
 from multilin.architectures.base import Sizes, TrainingDefaults, architectures, get_architecture
 from multilin.errors import InputError, nearest, shown
 from multilin.model.config import MultilinConfig, TokenIds
+from multilin.model.llama import ScaledLlamaConfig
 from multilin.settings import load_settings, settings
 from multilin.settings.bounds import Fraction, Multiple, Strength
 
@@ -21,8 +22,9 @@ def _gpt2(hidden_size: int, num_layers: int, num_heads: int, dropout: float, **s
 
 
 def _llama(hidden_size: int, num_layers: int, num_heads: int, dropout: float, **sizes: Any) -> PretrainedConfig:
+    kind = ScaledLlamaConfig if sizes.keys() & _LLAMA_ONLY else LlamaConfig
     # The gated feed-forward has three matrices: 8/3 of the width makes it as large as the two of width 4.
-    return LlamaConfig(
+    return kind(
         hidden_size=hidden_size, num_hidden_layers=num_layers, num_attention_heads=num_heads,
         num_key_value_heads=num_heads, intermediate_size=8 * hidden_size // 3, attention_dropout=dropout,
         max_position_embeddings=sizes.pop("n_positions"), **sizes,
@@ -33,6 +35,7 @@ BASELINES = {"gpt2": _gpt2, "llama": _llama}
 """transformers' own models, built at the sizes of ours: same width, depth, heads, vocabulary and tied output."""
 
 DEFAULT_NUM_LAYERS = 6
+_LLAMA_ONLY = {"unit_variance": False, "output_bias": "none"}  # fields of ScaledLlamaConfig to their usual values
 
 
 @settings
@@ -49,6 +52,8 @@ class BaselineConfig(TokenIds):
 
     initializer_range: Strength = 0.02  # standard deviation of initial weights
     tie_word_embeddings: bool = True  # the output projection shares the token embedding
+    unit_variance: bool = False  # llama: divide products by the root of their width, for weights of unit variance
+    output_bias: Literal["unigram", "none"] = "none"  # llama: unigram adds the log of the token counts to the logits
 
 
 def model_names() -> list[str]:
@@ -105,10 +110,15 @@ def create_config(
             f"num_heads: {choices.num_heads} given, but half the hidden size {hidden_size} must be a multiple of it, "
             "as rotary positions turn pairs of numbers"
         )
-    fields = load_settings(BaselineConfig, model, "model.config")
+    fields = dataclasses.asdict(load_settings(BaselineConfig, model, "model.config"))
+    if all(fields[name] == usual for name, usual in _LLAMA_ONLY.items()):
+        fields = {name: value for name, value in fields.items() if name not in _LLAMA_ONLY}
+    elif architecture != "llama":
+        given = next(name for name, usual in _LLAMA_ONLY.items() if fields[name] != usual)
+        raise InputError(f"model.config.{given}: {fields[given]!r} given, but only llama has it; leave it out")
     return BASELINES[architecture](
         sizes.hidden_size, sizes.num_layers, choices.num_heads, choices.dropout,
-        vocab_size=sizes.vocab_size, n_positions=sizes.n_positions, **dataclasses.asdict(fields),
+        vocab_size=sizes.vocab_size, n_positions=sizes.n_positions, **fields,
     )  # fmt: skip
 
 

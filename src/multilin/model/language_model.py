@@ -136,8 +136,8 @@ class MultilinForCausalLM(MultilinPreTrainedModel, StatefulGenerationMixin):
             raise InputError(f"output_bias: {self.config.output_bias!r} given, but only 'unigram' is set from counts")
         if counts.shape != (self.config.vocab_size,):
             raise InputError(f"counts: shape {tuple(counts.shape)} given, but it must be ({self.config.vocab_size},)")
-        smoothed_V = counts.double() + 1
-        self.lm_head.bias.copy_((smoothed_V / smoothed_V.sum()).log())
+        assert isinstance(self.lm_head, FixedBiasLinear)
+        self.lm_head.set_counts(counts)
 
     @property
     def arithmetic(self) -> Arithmetic:

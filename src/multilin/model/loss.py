@@ -23,6 +23,12 @@ class FixedBiasLinear(nn.Linear):
         del self.bias
         self.register_buffer("bias", torch.zeros(out_features))
 
+    @torch.no_grad()
+    def set_counts(self, counts: Tensor) -> None:
+        """Fix the bias to log((count + 1) / sum(counts + 1)) of each token; counts is (V,)."""
+        smoothed_V = counts.double() + 1
+        self.bias.copy_((smoothed_V / smoothed_V.sum()).log())
+
 
 def sequence_loss(head: nn.Module, hidden_ND: Tensor, targets_N: Tensor, *, label_smoothing: float) -> Tensor:
     """Sum of the cross entropy over N tokens, in nats, differentiable; targets of -100 are not counted.

@@ -9,7 +9,7 @@ from multilin.data.packed_text import PackedText
 from multilin.data.prepared import TrainText
 from multilin.errors import InputError
 
-MAX_ORDER = 3
+MAX_ORDER = 5
 
 
 class NgramModel:
@@ -27,11 +27,11 @@ class NgramModel:
     """
 
     def __init__(self, train: TrainText, order: int, most: int | None = None) -> None:
-        """Count the n-grams of `train` up to `order` (1, 2 or 3); memory about 100 bytes per n-gram.
+        """Count the n-grams of `train` up to `order`, 1 to 5; memory about 40 bytes per n-gram and order.
 
         Args:
             train: the text to count in.
-            order: 1, 2 or 3.
+            order: 1 to 5.
             most: n-grams to count, evenly spaced in the first shard of the text; None counts all.
 
         Raises:
@@ -92,7 +92,7 @@ def ngram_bits_per_byte(train: TrainText, validation: PackedText, order: int, mo
     `most`, at most so many n-grams at even distances are counted, and so many tokens predicted.
 
     Raises:
-        InputError: an order other than 1, 2 or 3, or texts of two tokenizers.
+        InputError: an order outside 1 to 5, or texts of two tokenizers.
     """
     if train.description.tokenizer_hash != validation.description.tokenizer_hash:
         raise InputError("n-gram model: the training and validation text were packed with different tokenizers")

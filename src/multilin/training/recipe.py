@@ -53,7 +53,7 @@ class ModelRecipe:
 class OptimizerRecipe:
     """The optimizer; what is not given is the default of the architecture, or of another optimizer that is named."""
 
-    name: Literal["adamw", "normalized_sgd", "matrix_moment"] | None = None  # optimizer
+    name: Literal["adamw", "normalized_sgd", "matrix_moment", "muon"] | None = None  # optimizer
     learning_rate: bounds.Rate | None = None  # peak learning rate, reached after the warm-up
     betas: tuple[Fraction, Fraction] | None = None  # adamw: decay rates of its two running means
     row_average: Fraction | None = None  # normalized_sgd: weight of the past in the average of an embedding's row

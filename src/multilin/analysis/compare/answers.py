@@ -104,9 +104,9 @@ def speed_sentence(comparison: Comparison) -> str:
     if len(comparison.order) < 2:
         return "There are not two rows whose courses could be compared."
     rows = [comparison.row(name) for name in comparison.order]
-    worst = max(rows, key=lambda row: sign(comparison.measure) * row.score.mean if row.score else 0.0)
-    assert worst.score is not None
-    costs = {row.name: cost_to_reach(row, worst.score.mean, comparison.measure) for row in rows}
+    ends = {row.name: mean_course(row, comparison.measure)[-1][comparison.measure] for row in rows}
+    worst = max(rows, key=lambda row: sign(comparison.measure) * ends[row.name])
+    costs = {row.name: cost_to_reach(row, ends[worst.name], comparison.measure) for row in rows}
     needs: dict[str, list[str]] = {}
     for axis, name in AXES.items():
         best = min(costs, key=lambda row: costs[row][axis])
@@ -115,7 +115,8 @@ def speed_sentence(comparison: Comparison) -> str:
         needs.setdefault(best, []).append(f"the {least} {name} ({spent} instead of {usual})")
     parts = [f"{name} needs {listed(axes)}" for name, axes in needs.items()]
     unit = UNITS[comparison.measure]
-    level = f"{score_text(comparison, worst).split(' ')[0]}{' %' if unit == 'accuracy' else ''} {unit}"
+    level = f"{100 * ends[worst.name]:.1f} %" if unit == "accuracy" else f"{ends[worst.name]:.3f}"
+    level = f"{level} {unit}"
     return f"To reach {level}, where {worst.name} ends, {'; '.join(parts)}."
 
 
@@ -186,23 +187,30 @@ def remarks_on(comparison: Comparison) -> Iterator[str]:
         )
     if failed := [row.name for row in comparison.rows if row.status == FAILED]:
         yield f"No figures of {', '.join(failed)}, which failed."
-    yield from _remarks_on_grid(comparison)
+    yield from _remarks_on_tuning(comparison)
 
 
-def _remarks_on_grid(comparison: Comparison) -> Iterator[str]:
-    if not comparison.grid:
+def _remarks_on_tuning(comparison: Comparison) -> Iterator[str]:
+    if comparison.final_half:
+        yield (
+            "The score is that of the first, third, ... document of the validation text, which are read whole; the "
+            "second, fourth, ... were validated on in training and decided the tuning, and the curves are theirs."
+        )
+    if not comparison.stages:
         yield "Nothing was tuned here: every row has the learning rate its recipe names, which may suit some better."
         return
+    text = "documents that the score is not taken from" if comparison.final_half else "the validation text itself"
+    trials = sorted({len(row.tuning) for row in comparison.rows})
     yield (
-        f"Every row was tuned with the same values on seed {comparison.seeds[0]}, by the validation text itself; the "
-        "best ones were then trained with all seeds."
+        f"Every row was tuned with the same values on seed {comparison.seeds[0]} ({', '.join(map(str, trials))} trials "
+        f"each), by {text}; the best ones were then trained with all seeds."
     )
-    for name, values in comparison.grid.items():
+    for name, number in {name: len(values) for stage in comparison.stages for name, values in stage.items()}.items():
         further, at_end = [], []
         for row in comparison.rows:
             tried = [run.choice[name] for run in row.tuning]
-            if new := [str(value) for value in tried if value not in values]:
-                further.append(f"{', '.join(new)} for {row.name}")
+            if len(comparison.stages) == len(row.choice) == 1 and tried[number:]:
+                further.append(f"{', '.join(map(str, tried[number:]))} for {row.name}")
             is_number = all(isinstance(value, int | float) for value in tried)
             if is_number and len(set(tried)) > 1 and row.choice.get(name) in (min(tried), max(tried)):
                 at_end.append(row.name)

@@ -10,13 +10,14 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
-from multilin.analysis.compare.record import Decoding, RowRecord
+from multilin.analysis.compare.record import FINISHED, Decoding, RowRecord, RunRecord
 from multilin.analysis.costs import state_bytes
 from multilin.errors import InputError
 from multilin.inference.generate_run import generate_text
 from multilin.inference.runs import Run, load_run, longest_text
 from multilin.inference.settings import GenerationSettings
 from multilin.model.factory import create_model
+from multilin.scoring.losses import evaluate
 from multilin.training.assemble import read_text
 from multilin.training.recipe import ModelRecipe, Recipe, load_recipe
 
@@ -73,6 +74,24 @@ def measure_rows(rows: Sequence[RowRecord], output: Path, prompt: str | None) ->
         else row
         for row in rows
     ]
+
+
+def final_score(run: RunRecord, output: Path, recipe: Recipe) -> RunRecord:
+    """The run with the score of its model on all validation documents that it was not tuned on.
+
+    Args:
+        run: in its folder below `output`; one that failed stays as it is.
+        output: folder of the comparison.
+        recipe: of the run.
+    """
+    if run.status != FINISHED:
+        return run
+    data = dataclasses.replace(recipe.data, validation_part="final")
+    text = read_text(dataclasses.replace(recipe, data=data)).validation
+    sizes = {"block_size": recipe.model.n_positions, "batch_size": recipe.training.batch_size}
+    result = evaluate(load_run(output / run.folder).model, text, **sizes)
+    final = dataclasses.replace(run.last, loss=result.loss, bits_per_byte=result.bits_per_byte)
+    return dataclasses.replace(run, final=final)
 
 
 def prompt_of(recipe: Recipe) -> str:

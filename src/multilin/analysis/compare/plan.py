@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from pydantic import TypeAdapter
 
-from multilin.analysis.compare.sweep import Sweep, Values, builtin_sweep, get, merge, nested
+from multilin.analysis.compare.sweep import Sweep, Values, builtin_sweep, choices_of, get, merge, nested
 from multilin.analysis.costs import parameter_counts, training_flops_per_token
 from multilin.errors import InputError, nearest, plural, shown
 from multilin.files import write_whole
 from multilin.model.factory import model_names
 from multilin.settings import load_settings
-from multilin.settings.bounds import MOST_STEPS, Amount, Name
+from multilin.settings.bounds import MOST_STEPS, Amount
 from multilin.settings.inputs import read_json
 from multilin.training.assemble import build_model, check_model, packing_remark, read_data
 from multilin.training.progress import TrainingProgress
@@ -29,11 +29,11 @@ from multilin.training.resolve import resolve_recipe
 from multilin.training.run_folder import RunFolder
 from multilin.training.trainer import train
 
-SPEED_FILE = "speed.json"
+SPEED_FILE, RESULT_FILE = "speed.json", "comparison.json"
 MEASURED_STEPS, WARM_UP_STEPS, MEASURED_TURNS = 20, 5, 2
 VALIDATIONS, CHECKPOINTS = 10, 4  # of a run, where the sweep says nothing else
 
-Choice = Mapping[str, Any]  # fields of the grid to one value each
+Choice = Mapping[str, Any]  # fields of all stages of tuning to one value each
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,18 +49,23 @@ class Row:
     stated: Values
 
     def with_choice(self, choice: Choice) -> Recipe:
-        """The row's recipe with values of the grid.
+        """The row's recipe, with every default filled in, and other values of some fields.
 
         Raises:
             InputError: an unknown field or a wrong value.
         """
-        values = merge(dataclasses.asdict(self.recipe), nested(choice, "grid"))
-        return load_settings(Recipe, values, "grid")
+        values = merge(dataclasses.asdict(self.recipe), nested(choice, "stages"))
+        return resolve_recipe(load_settings(Recipe, values, "stages"))
+
+    def first_choice(self, sweep: Sweep) -> Choice:
+        """The row's own values of the fields that are tuned."""
+        own = dataclasses.asdict(self.with_choice({}))
+        return {name: get(own, name) for stage in sweep.stages for name in stage}
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """A row ready to be trained.
+    """A row with one choice, ready to be trained.
 
     recipe: resolved, with the steps of the budget.
     parameters, embedding_parameters: all, and those in embeddings and the output projection.
@@ -70,6 +75,7 @@ class Plan:
     """
 
     row: Row
+    choice: Choice
     recipe: Recipe
     parameters: int
     embedding_parameters: int
@@ -83,13 +89,17 @@ class Plan:
         training = self.recipe.training
         return (training.global_batch_size or training.batch_size) * self.recipe.model.n_positions
 
-    def run(self, output: str, seed: int, choice: Choice) -> Recipe:
-        """The recipe of one run of the row, in its folder: OUTPUT/ROW-sSEED, and the values of the grid behind it."""
-        recipe = resolve_recipe(self.row.with_choice(choice)) if choice else self.recipe
-        short = {name.split(".")[-1].replace("learning_rate", "lr"): value for name, value in choice.items()}
-        parts = [self.row.name, f"s{seed}", *(f"{name}{_for_a_folder(value)}" for name, value in short.items())]
+    def run(self, output: str, seed: int) -> Recipe:
+        """The recipe of one run, in its folder: OUTPUT/ROW-sSEED, and the values of the choice behind it."""
         training = dataclasses.replace(self.recipe.training, seed=seed)
-        return dataclasses.replace(recipe, training=training, output=str(Path(output, "-".join(parts))))
+        folder = Path(output, "-".join([self.row.name, f"s{seed}", *_parts(self.choice)]))
+        return dataclasses.replace(self.recipe, training=training, output=str(folder))
+
+    @property
+    def speed_name(self) -> str:
+        """What the plan is called in speed.json: optimizer and schedule cost the same whatever their numbers are."""
+        sizes = {name: v for name, v in self.choice.items() if name.split(".")[0] not in ("optimizer", "schedule")}
+        return "-".join([self.row.name, *_parts(sizes)])
 
 
 def rows_of(sweep: Sweep) -> list[Row]:
@@ -101,10 +111,13 @@ def rows_of(sweep: Sweep) -> list[Row]:
     base = nested(sweep.base, "base")
     if sweep.task is not None:
         base = merge(base, {"data": {"source": f"task:{sweep.task}"}})
+    if sweep.final_half:
+        base = merge(base, {"data": {"validation_part": "tuning"}})
     rows = []
     for name, given in sweep.rows.items():
         stated = merge(base, nested(given or {}, f"rows.{name}"))
-        start = _start(name, stated.pop("recipe", None), stated, sweep.task)
+        recipe = stated.pop("recipe", None)
+        start = tuned_recipe(sweep.tuned, name) if sweep.tuned else _start(name, recipe, stated, sweep.task)
         rows.append(Row(name, load_settings(Recipe, merge(start, stated), f"rows.{name}"), stated))
         check_start(rows[-1].recipe)
     return rows
@@ -130,8 +143,30 @@ def _start(name: str, recipe: Any, stated: Values, task: str | None) -> Values:
     return merge(nested(known.base, "base"), row)
 
 
+def tuned_recipe(folder: str, name: str) -> Values:
+    """The best recipe of a row of another comparison, without what is decided for each comparison.
+
+    Raises:
+        InputError: that comparison is not there, or has no such row.
+    """
+    path = Path(folder, RESULT_FILE)
+    if not path.is_file():
+        raise InputError(f"tuned: {path} is missing; finish that comparison first")
+    content = read_json(path, "tuned")
+    listed = content.get("rows") if isinstance(content, dict) else None
+    rows = [row for row in listed if isinstance(row, Mapping)] if isinstance(listed, list) else []
+    values = next((row.get("recipe") for row in rows if row.get("name") == name), None)
+    if not isinstance(values, Mapping) or not isinstance(values.get("training"), Mapping):
+        raise InputError(f"tuned: {path} has no row {name}{nearest(name, [str(row.get('name')) for row in rows])}")
+    decided = ("max_steps", "seed", "eval_every_steps", "save_every_steps", "log_every_steps", "keep_checkpoints")
+    training = {field: value for field, value in values["training"].items() if field not in decided}
+    if training.get("global_batch_size") == training.get("batch_size"):
+        training.pop("global_batch_size", None)  # the default, which follows the batch size
+    return dataclasses.asdict(load_settings(Recipe, {**values, "training": training}, f"tuned.{name}"))
+
+
 def plan_rows(sweep: Sweep, progress: TrainingProgress) -> list[Plan]:
-    """Everything that is known before training.
+    """Everything that is known before training: the rows with their own values of what is tuned.
 
     Raises:
         InputError: a row that cannot be trained; it is named.
@@ -139,16 +174,31 @@ def plan_rows(sweep: Sweep, progress: TrainingProgress) -> list[Plan]:
     plans = []
     for row in rows_of(sweep):
         try:
-            for choice in sweep.choices:
-                check_model(resolve_recipe(row.with_choice(choice)))
-            plans.append(_plan(row, progress))
+            first = row.first_choice(sweep)
+            for choice in [choice for stage in sweep.stages for choice in choices_of(stage, first)]:
+                check_model(row.with_choice(choice))
+            plans.append(_plan(row, first, progress))
         except InputError as error:
             raise InputError(f"rows.{row.name}: {str(error).removeprefix(f'rows.{row.name}.')}") from None
     return _with_budget(sweep, plans, progress)
 
 
-def _plan(row: Row, progress: TrainingProgress) -> Plan:
-    recipe = resolve_recipe(row.recipe)
+def plan_choice(sweep: Sweep, plan: Plan, choice: Choice, progress: TrainingProgress) -> Plan:
+    """The row of a plan with another choice.
+
+    Raises:
+        InputError: it cannot be trained.
+    """
+    other = dataclasses.replace(plan, choice=choice)
+    if other.speed_name != plan.speed_name:
+        (planned,) = _with_budget(sweep, [_plan(plan.row, choice, progress)], progress)
+        return planned
+    recipe = dataclasses.replace(plan.row.with_choice(choice), training=plan.recipe.training)
+    return dataclasses.replace(other, recipe=recipe)
+
+
+def _plan(row: Row, choice: Choice, progress: TrainingProgress) -> Plan:
+    recipe = row.with_choice(choice)
     check_model(recipe)
     text = read_data(recipe, progress.prepare)
     check_model(recipe, len(text.tokenizer))
@@ -156,7 +206,7 @@ def _plan(row: Row, progress: TrainingProgress) -> Plan:
         model = build_model(recipe, text)
     remark = packing_remark(recipe, model)
     flops = training_flops_per_token(model, recipe.model.n_positions)
-    return Plan(row, recipe, *parameter_counts(model), flops, text.identity, [remark] if remark else [])
+    return Plan(row, choice, recipe, *parameter_counts(model), flops, text.identity, [remark] if remark else [])
 
 
 def _with_budget(sweep: Sweep, plans: list[Plan], progress: TrainingProgress) -> list[Plan]:
@@ -166,7 +216,7 @@ def _with_budget(sweep: Sweep, plans: list[Plan], progress: TrainingProgress) ->
     result = []
     for plan in plans:
         name, tokens = plan.row.name, float(plan.tokens_per_step)
-        costs = {"tokens": tokens, "flops": tokens * plan.flops_per_token, "seconds": seconds.get(name, 0.0)}
+        costs = {"tokens": tokens, "flops": tokens * plan.flops_per_token, "seconds": seconds.get(plan.speed_name, 0.0)}
         count = int(amount // costs[kind])
         if count > MOST_STEPS:
             raise InputError(
@@ -191,13 +241,13 @@ def _with_budget(sweep: Sweep, plans: list[Plan], progress: TrainingProgress) ->
 
 
 def _seconds_per_step(output: Path, plans: list[Plan], progress: TrainingProgress) -> dict[str, float]:
-    """Median seconds of a training step, by row; measured once, so that a resumed comparison has the same steps."""
+    """Median seconds of a step, by `speed_name`; measured once, so that a resumed comparison has the same steps."""
     path = output / SPEED_FILE
     speeds = read_speeds(path) if path.is_file() else {}
     times: dict[str, list[float]] = {}
     for _ in range(MEASURED_TURNS):  # in turns, so that a busy minute does not fall on one row
         for plan in plans:
-            if (name := plan.row.name) not in speeds:
+            if (name := plan.speed_name) not in speeds:
                 progress.message(f"measuring the speed of {name}")
                 times.setdefault(name, []).extend(_step_times(plan))
     speeds |= {name: statistics.median(seconds) for name, seconds in times.items()}
@@ -212,7 +262,7 @@ def read_speeds(path: Path) -> dict[str, float]:
         InputError: the file is damaged.
     """
     try:
-        speeds: dict[str, float] = TypeAdapter(dict[Name, Amount]).validate_python(read_json(path, "output"))
+        speeds: dict[str, float] = TypeAdapter(dict[str, Amount]).validate_python(read_json(path, "output"))
         return speeds
     except ValueError as error:  # pydantic's, or ours about the file
         raise InputError(f"output: {path} is damaged; delete it, and the speeds are measured again") from error
@@ -229,6 +279,12 @@ def _step_times(plan: Plan) -> list[float]:
         train(dataclasses.replace(plan.recipe, training=training, output=str(output)))
         lines = RunFolder(output).read_metrics()[WARM_UP_STEPS:]
     return [plan.tokens_per_step / line["tokens_per_second"] for line in lines]
+
+
+def _parts(choice: Choice) -> list[str]:
+    """A choice as parts of the name of a folder."""
+    short = {name.split(".")[-1].replace("learning_rate", "lr"): value for name, value in choice.items()}
+    return [f"{name}{_for_a_folder(value)}" for name, value in short.items()]
 
 
 def _for_a_folder(value: Any) -> str:

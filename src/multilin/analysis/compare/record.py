@@ -36,9 +36,10 @@ class Point:
 
 @dataclasses.dataclass(frozen=True)
 class RunRecord:
-    """One run: a row, a seed, a choice from the grid.
+    """One run: a row, a seed, a choice.
 
     failure: the sentence it ended with, None where it finished.
+    final: the score after the last step on validation documents that nothing was tuned on, where they are kept apart.
     tokens_per_second: median over the lines of metrics.jsonl but the first, which holds the warm-up.
     """
 
@@ -49,11 +50,17 @@ class RunRecord:
     failure: str | None = None
     tokens_per_second: float | None = None
     course: list[Point] = dataclasses.field(default_factory=list)
+    final: Point | None = None
 
     @property
     def last(self) -> Point:
         """The validation after the last step."""
         return self.course[-1]
+
+    @property
+    def result(self) -> Point:
+        """What is reported: the final score, or the last validation."""
+        return self.final or self.last
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +76,7 @@ class Decoding:
 class RowRecord:
     """One model of the comparison; figures that a failed row lacks are None.
 
-    flops_per_token: of training. choice: the values of the grid that were best on the first seed.
+    flops_per_token: of training. choice: the tuned values that were best on the first seed.
     tuning: the runs that decided it. runs: one for each seed. score: over the finished runs.
     memory: bytes of the trained model's state after a sequence of its training length.
     """
@@ -100,8 +107,9 @@ class RowRecord:
 
     @property
     def all_runs(self) -> list[RunRecord]:
-        """The runs of the grid, then those of the seeds, each once."""
-        return [*self.tuning, *(run for run in self.runs if run not in self.tuning)]
+        """The runs of tuning, then those of the seeds, each once."""
+        scored = {run.folder: run for run in self.runs}
+        return list({run.folder: scored.get(run.folder, run) for run in [*self.tuning, *self.runs]}.values())
 
     def used(self, kind: str) -> float:
         """Training tokens, FLOPs or seconds of a finished run, on average."""
@@ -125,7 +133,8 @@ class Comparison:
     measure: str
     budget: dict[str, float]
     seeds: list[int]
-    grid: dict[str, list[Any]]
+    stages: list[dict[str, list[Any]]]
+    final_half: bool
     task: str | None
     one_tokenizer: bool
     prompt: str
@@ -155,7 +164,7 @@ class Comparison:
         return next((d for d in self.differences if d.one == name and d.other == self.order[0]), None)
 
 
-def read_run(plan: Plan, folder: Path, seed: int, choice: Choice, failure: str | None) -> RunRecord:
+def read_run(plan: Plan, folder: Path, seed: int, failure: str | None) -> RunRecord:
     """The record of a run from its metrics.jsonl."""
     try:
         lines = RunFolder(folder).read_metrics()
@@ -173,7 +182,7 @@ def read_run(plan: Plan, folder: Path, seed: int, choice: Choice, failure: str |
         if "validation_loss" in line:
             scores: list[Any] = [line.get(f"validation_{name}") for name in ("loss", "bits_per_byte", "accuracy")]
             course.append(Point(line["step"], tokens, round(seconds, 3), tokens * plan.flops_per_token, *scores))
-    return RunRecord(seed, folder.name, dict(choice), FAILED if failure else FINISHED, failure, median, course)
+    return RunRecord(seed, folder.name, dict(plan.choice), FAILED if failure else FINISHED, failure, median, course)
 
 
 def is_finished(folder: Path, max_steps: int) -> bool:
@@ -186,7 +195,7 @@ def is_finished(folder: Path, max_steps: int) -> bool:
 
 
 def make_row(
-    plan: Plan, recipe: dict[str, Any], choice: Choice, runs: list[RunRecord], tuning: list[RunRecord], measure: str
+    plan: Plan, recipe: dict[str, Any], runs: list[RunRecord], tuning: list[RunRecord], measure: str
 ) -> RowRecord:
     """The record of a row from those of its runs."""
     finished = [run for run in runs if run.status == FINISHED]
@@ -203,7 +212,7 @@ def make_row(
         max_steps=plan.recipe.training.max_steps,
         tokens_per_step=plan.tokens_per_step,
         recipe=recipe,
-        choice=dict(choice),
+        choice=dict(plan.choice),
         tuning=tuning,
         runs=runs,
         score=spread([score_of(run, measure) for run in finished]) if finished else None,
@@ -214,8 +223,8 @@ def make_row(
 
 
 def score_of(run: RunRecord, measure: str) -> float:
-    """The score of a finished run after its last step."""
-    return float(getattr(run.last, measure))
+    """The score of a finished run that is reported."""
+    return float(getattr(run.result, measure))
 
 
 def sign(measure: str) -> int:
@@ -226,7 +235,7 @@ def sign(measure: str) -> int:
 def best_choice(tuning: Sequence[RunRecord], measure: str) -> Choice:
     """The values with the best last validation; the first ones where every run failed."""
     finished = [run for run in tuning if run.status == FINISHED]
-    return min(finished, key=lambda run: sign(measure) * score_of(run, measure), default=tuning[0]).choice
+    return min(finished, key=lambda run: sign(measure) * getattr(run.last, measure), default=tuning[0]).choice
 
 
 def further_choice(tuning: Sequence[RunRecord], measure: str) -> dict[str, float] | None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import statistics
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from multilin.analysis.compare.answers import (
     speed_sentence,
     verdict,
 )
+from multilin.analysis.compare.plan import RESULT_FILE
 from multilin.analysis.compare.record import Comparison, RowRecord, RunRecord, score_of
 from multilin.analysis.compare.statistics import LEVEL, Difference
 from multilin.analysis.templates import asset, render
@@ -28,12 +30,15 @@ from multilin.errors import plural
 from multilin.files import write_whole
 from multilin.settings.inputs import to_yaml
 
-JSON_FILE, MARKDOWN_FILE, REPORT_FILE = "comparison.json", "comparison.md", "comparison.html"
-REPORT_FILES = (JSON_FILE, MARKDOWN_FILE, REPORT_FILE)
+MARKDOWN_FILE, REPORT_FILE = "comparison.md", "comparison.html"
+REPORT_FILES = (RESULT_FILE, MARKDOWN_FILE, REPORT_FILE)
 COLUMNS: dict[str, Callable[[Comparison, RowRecord], str]] = {
     "row": lambda c, row: row.name,
     "validation": lambda c, row: score_text(c, row) if row.score else "failed",
     "against the best": verdict,
+    "nats per token": lambda c, row: (
+        f"{statistics.fmean(run.result.loss for run in row.finished):.3f}" if row.score else ""
+    ),
     "parameters": lambda c, row: amount(row.parameters),
     "without embeddings": lambda c, row: amount(row.parameters - row.embedding_parameters),
     "FLOPs per token": lambda c, row: amount(row.flops_per_token),
@@ -47,7 +52,7 @@ COLUMNS: dict[str, Callable[[Comparison, RowRecord], str]] = {
 
 def write_reports(comparison: Comparison, folder: Path) -> None:
     """Write comparison.json, comparison.md and comparison.html into a folder."""
-    write_whole(folder / JSON_FILE, as_json(comparison))
+    write_whole(folder / RESULT_FILE, as_json(comparison))
     write_whole(folder / MARKDOWN_FILE, as_markdown(comparison))
     write_whole(folder / REPORT_FILE, as_html(comparison))
 
@@ -124,8 +129,9 @@ def _difference(comparison: Comparison, difference: Difference) -> list[str]:
 def _run(run: RunRecord) -> list[str]:
     if run.failure or not run.course:
         return [run.folder, str(run.seed), "failed", "", "", run.failure or ""]
-    last = run.last
-    result = f"{last.bits_per_byte:.4f}" if last.accuracy is None else f"{100 * last.accuracy:.2f} %"
+    last = run.result
+    half = " (final half)" if run.final else ""
+    result = f"{last.bits_per_byte:.4f}{half}" if last.accuracy is None else f"{100 * last.accuracy:.2f} %"
     return [run.folder, str(run.seed), result, f"{last.tokens:,}", f"{last.seconds:,.1f}", ""]
 
 

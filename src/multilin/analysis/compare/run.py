@@ -5,9 +5,10 @@ import itertools
 from pathlib import Path
 
 from multilin.analysis.compare.answers import remarks_on
-from multilin.analysis.compare.measure import measure_rows, prompt_of
-from multilin.analysis.compare.plan import SPEED_FILE, Choice, Plan, plan_rows
+from multilin.analysis.compare.measure import final_score, measure_rows, prompt_of
+from multilin.analysis.compare.plan import SPEED_FILE, Choice, Plan, plan_choice, plan_rows
 from multilin.analysis.compare.record import (
+    FAILED,
     Comparison,
     RunRecord,
     best_choice,
@@ -18,7 +19,7 @@ from multilin.analysis.compare.record import (
     read_run,
 )
 from multilin.analysis.compare.report import REPORT_FILES, write_reports
-from multilin.analysis.compare.sweep import Sweep, check_sweep
+from multilin.analysis.compare.sweep import Sweep, check_sweep, choices_of
 from multilin.errors import InputError, plural
 from multilin.files import check_folder, check_writable
 from multilin.machine import examine
@@ -60,18 +61,21 @@ def compare(sweep: Sweep, *, overwrite: bool = False, progress: TrainingProgress
 
 def _compare(sweep: Sweep, training: "_Training") -> Comparison:
     plans = plan_rows(sweep, training.progress)
-    for plan, seed, choice in itertools.product(plans, sweep.seeds, sweep.choices):
-        training.check(plan.run(sweep.output, seed, choice))
+    training.begin(plans)
     tuning = {plan.row.name: training.tune(plan) for plan in plans}
-    best = {name: best_choice(runs, training.measure) if runs else sweep.choices[0] for name, runs in tuning.items()}
+    best = {
+        plan.row.name: training.plan(plan, best_choice(runs, training.measure) if runs else plan.choice)
+        for plan, runs in zip(plans, tuning.values(), strict=True)
+    }
     runs: dict[str, list[RunRecord]] = {name: [] for name in best}
-    for seed, plan in itertools.product(sweep.seeds, plans):  # so that early runs of all rows can be compared
-        runs[plan.row.name].append(training.run(plan, seed, best[plan.row.name]))
+    for seed, (name, plan) in itertools.product(sweep.seeds, best.items()):  # early runs of all rows can be compared
+        runs[name].append(training.run(plan, seed))
     rows = []
-    for plan in plans:
-        name = plan.row.name
-        recipe = dataclasses.asdict(plan.run(sweep.output, sweep.seeds[0], best[name]))
-        rows.append(make_row(plan, recipe, best[name], runs[name], tuning[name], training.measure))
+    for name, plan in best.items():
+        recipe = plan.run(sweep.output, sweep.seeds[0])
+        if sweep.final_half:
+            runs[name] = [final_score(run, Path(sweep.output), recipe) for run in runs[name]]
+        rows.append(make_row(plan, dataclasses.asdict(recipe), runs[name], tuning[name], training.measure))
     prompt = None if sweep.task else prompt_of(plans[0].recipe)
     training.progress.message("measuring how fast the models generate")
     rows = measure_rows(rows, Path(sweep.output), prompt)
@@ -81,9 +85,10 @@ def _compare(sweep: Sweep, training: "_Training") -> Comparison:
         measure=training.measure,
         budget=sweep.budget.given,
         seeds=sweep.seeds,
-        grid=sweep.grid,
+        stages=sweep.stages,
+        final_half=sweep.final_half,
         task=sweep.task,
-        one_tokenizer=len({plan.text for plan in plans}) == 1,
+        one_tokenizer=len({plan.text for plan in best.values()}) == 1,
         prompt=prompt or "",
         rows=rows,
         off_budget=off_budget,
@@ -101,9 +106,25 @@ class _Training:
     def __init__(self, sweep: Sweep, overwrite: bool, progress: TrainingProgress) -> None:
         self.sweep, self.overwrite, self.progress = sweep, overwrite, progress
         self.measure = "accuracy" if sweep.task else "bits_per_byte"
-        # The run of the first seed is one of those that tried the choices.
-        self.total = len(sweep.rows) * (len(sweep.seeds) + len(sweep.choices) - 1)
+        self.total = 0
+        self._plans: dict[str, Plan] = {}
         self._trained: dict[str, RunRecord] = {}
+
+    def begin(self, plans: list[Plan]) -> None:
+        """Count the runs, and refuse folders that hold others, as far as the runs are known."""
+        for plan in plans:
+            trials = {str(choice) for stage in self.sweep.stages for choice in choices_of(stage, plan.choice)}
+            self.total += len(trials) + len(self.sweep.seeds) - bool(trials)
+            first = choices_of(self.sweep.stages[0], plan.choice) if trials else [plan.choice]
+            for choice, seed in itertools.product(first, self.sweep.seeds):
+                self.check(self.plan(plan, choice).run(self.sweep.output, seed))
+
+    def plan(self, plan: Plan, choice: Choice) -> Plan:
+        """A row with another choice, planned once."""
+        name = f"{plan.row.name} {choice}"
+        if name not in self._plans:
+            self._plans[name] = plan_choice(self.sweep, plan, choice, self.progress)
+        return self._plans[name]
 
     def check(self, recipe: Recipe) -> None:
         """Refuse a run whose folder holds another one."""
@@ -119,28 +140,44 @@ class _Training:
             )
 
     def tune(self, plan: Plan) -> list[RunRecord]:
-        """A row with every choice of the grid, and further ones beyond its ends, on the first seed; none for one."""
-        if len(self.sweep.choices) == 1:
-            return []
-        seed = self.sweep.seeds[0]
-        tuning = [self.run(plan, seed, choice) for choice in self.sweep.choices]
-        for _ in range(self.sweep.extend_grid):
+        """The trials of a row, on the first seed: every stage with the best choice so far, then values beyond the ends.
+
+        A choice that was tried before is not tried again.
+        """
+        tuning: list[RunRecord] = []
+        best = plan.choice
+        for stage in self.sweep.stages:
+            for choice in choices_of(stage, best):
+                if choice not in [run.choice for run in tuning]:
+                    tuning.append(self._try(plan, choice))
+            best = best_choice(tuning, self.measure)
+        for _ in range(self.sweep.extend):
             further = further_choice(tuning, self.measure)
             if further is None:
                 break
             try:
-                recipe = plan.run(self.sweep.output, seed, further)
+                self.plan(plan, further)
             except InputError as error:
                 self.progress.message(f"{plan.row.name} is not tuned further: {error}")
                 break
-            self.check(recipe)
             self.total += 1
-            tuning.append(self.run(plan, seed, further))
+            tuning.append(self._try(plan, further))
         return tuning
 
-    def run(self, plan: Plan, seed: int, choice: Choice) -> RunRecord:
+    def _try(self, plan: Plan, choice: Choice) -> RunRecord:
+        """A trial; a choice that cannot be trained has failed."""
+        seed = self.sweep.seeds[0]
+        try:
+            planned = self.plan(plan, choice)
+        except InputError as error:
+            folder = Path(dataclasses.replace(plan, choice=choice).run("", seed).output)
+            return RunRecord(seed, folder.name, dict(choice), FAILED, str(error))
+        return self.run(planned, seed)
+
+    def run(self, plan: Plan, seed: int) -> RunRecord:
         """One run, trained unless that is done."""
-        recipe = plan.run(self.sweep.output, seed, choice)
+        recipe = plan.run(self.sweep.output, seed)
+        self.check(recipe)
         folder, failure, max_steps = Path(recipe.output), None, recipe.training.max_steps
         if recipe.output not in self._trained:
             heading = f"[{len(self._trained) + 1}/{self.total}] {folder.name}"
@@ -150,7 +187,7 @@ class _Training:
                 size = f"{plural(max_steps, 'step')} of {plural(plan.tokens_per_step, 'token')}"
                 self.progress.message(f"{heading}: {size}")
                 failure = self._train(recipe)
-            self._trained[recipe.output] = read_run(plan, folder, seed, choice, failure)
+            self._trained[recipe.output] = read_run(plan, folder, seed, failure)
         return self._trained[recipe.output]
 
     def _train(self, recipe: Recipe) -> str | None:

@@ -11,9 +11,9 @@ from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any
 
-from annotated_types import MaxLen
+from annotated_types import MaxLen, MinLen
 
-from multilin.errors import InputError, listed, shorten, shown
+from multilin.errors import InputError, listed, nearest, shorten, shown
 from multilin.settings import load_settings, settings
 from multilin.settings.bounds import Amount, Name, PathText, RepeatCount, Section, Seed, Tried
 from multilin.settings.inputs import read_yaml
@@ -23,7 +23,8 @@ TEXT_SWEEP, TASK_SWEEP = "architectures", "tasks"
 MOST_CHOICES = 1000
 
 _ROW_NAME = re.compile(r"\w[\w.+-]*")
-_TUNED = ("optimizer", "schedule")
+_TUNED = ("optimizer", "schedule", "model", "tokenizer", "training")
+_MULTIPLE = re.compile(r"x(\d+(?:\.\d+)?)")  # of the best value so far
 _DECIDED = {
     "training.max_steps": "the budget decides the number of steps",
     "training.minutes": "the budget decides how long a run is",
@@ -39,6 +40,7 @@ _DEPENDENT = {  # a choice to the fields that mean nothing beside another one
 }
 
 Values = dict[str, Any]
+Stage = Annotated[dict[Name, Tried], MinLen(1), MaxLen(4)]
 
 
 @settings
@@ -69,16 +71,13 @@ class Sweep:
     )  # every row is trained once with each
     budget: Budget = field(default_factory=Budget)  # of each run
     task: str | None = None  # a recall task instead of a text, such as mqar
-    grid: Annotated[dict[str, Tried], MaxLen(4)] = field(
-        default_factory=dict
-    )  # optimizer or schedule field to the values tried
-    extend_grid: RepeatCount = 0  # values more, at most, for a row whose best is the lowest or highest tried
+    stages: Annotated[list[Stage], MaxLen(20)] = field(
+        default_factory=list
+    )  # of tuning, one after another: fields of the recipe to the values tried, the best of which is kept
+    extend: RepeatCount = 0  # values more, at most, for a row whose best is the lowest or highest tried
+    final_half: bool = False  # tune on one half of the validation documents, and report the score on the other
+    tuned: PathText | None = None  # folder of another comparison, with whose best recipe of its name every row begins
     output: PathText = ""  # folder for the runs and the report
-
-    @property
-    def choices(self) -> list[dict[str, Any]]:
-        """Every combination of the grid's values; one empty one without a grid."""
-        return [dict(zip(self.grid, chosen, strict=True)) for chosen in itertools.product(*self.grid.values())]
 
 
 def builtin_sweep(task: str | None = None) -> Sweep:
@@ -155,7 +154,7 @@ def check_sweep(sweep: Sweep) -> None:
     """Check what the types of the fields cannot.
 
     Raises:
-        InputError: no rows or a name that cannot be a folder's, seeds twice, not one budget, an empty grid.
+        InputError: no rows or a name that cannot be a folder's, seeds twice, not one budget, a field that is not tuned.
     """
     if not sweep.rows:
         raise InputError("rows: none given; a sweep compares at least one row")
@@ -167,22 +166,32 @@ def check_sweep(sweep: Sweep) -> None:
     if len(sweep.budget.given) != 1:
         given = " and ".join(sweep.budget.given) or "nothing"
         raise InputError(f"budget: {given} given, but it should be exactly one of tokens, flops and seconds")
-    for name in sweep.grid:
-        if name.split(".")[0] not in _TUNED:
-            raise InputError(
-                f"grid.{name}: given, but a grid tries fields of {' and '.join(_TUNED)}; make rows of other choices"
-            )
-    if (num_choices := math.prod(map(len, sweep.grid.values()))) > MOST_CHOICES:
-        raise InputError(f"grid: {num_choices} combinations given, but at most {MOST_CHOICES} are tried")
-    if sweep.extend_grid and not _is_extendable(sweep.grid):
+    for number, stage in enumerate(sweep.stages):
+        nested(stage, f"stages.{number}")  # refuses what the sweep decides
+        for name in stage:
+            if name.split(".")[0] not in _TUNED:
+                raise InputError(
+                    f"stages.{number}.{name}: given, but {listed(_TUNED)} are tuned; make rows of other choices"
+                )
+        if (num_choices := math.prod(map(len, stage.values()))) > MOST_CHOICES:
+            raise InputError(f"stages.{number}: {num_choices} combinations given, but at most {MOST_CHOICES} are tried")
+    if sweep.extend and not _is_extendable(sweep.stages):
         raise InputError(
-            f"extend_grid: {sweep.extend_grid} given, but only a grid of one field with two or more different positive "
+            f"extend: {sweep.extend} given, but only one stage of one field with two or more different positive "
             "numbers can go on"
         )
+    if sweep.final_half and sweep.task is not None:
+        raise InputError(f"final_half: true given, but the task {sweep.task} makes new sequences; leave it out")
 
 
 def changed(
-    sweep: Sweep, *, budget: Budget, num_seeds: int | None, task: str | None, changes: Mapping[str, Any]
+    sweep: Sweep,
+    *,
+    budget: Budget,
+    num_seeds: int | None,
+    task: str | None,
+    changes: Mapping[str, Any],
+    only: Sequence[str] = (),
 ) -> Sweep:
     """The sweep with the changes of the command line.
 
@@ -192,16 +201,26 @@ def changed(
         num_seeds: train with seeds 0, 1, ... so many.
         task: replaces the sweep's.
         changes: dotted fields of the recipe to their values, for every row; `output` is the sweep's.
+        only: names of the rows to keep; all without one.
 
     Raises:
-        InputError: a field that the sweep decides.
+        InputError: a field that the sweep decides, or a name of no row.
     """
+    for name in only:
+        if name not in sweep.rows:
+            raise InputError(
+                f"--only: {shown(name)} is no row{nearest(name, sweep.rows)}; rows are {listed(list(sweep.rows))}"
+            )
     changes = dict(changes)
     output = changes.pop("output", sweep.output)
     over = nested(changes, "--")
     sweep = dataclasses.replace(
         sweep,
-        rows={name: merge(nested(row or {}, f"rows.{name}"), over) for name, row in sweep.rows.items()},
+        rows={
+            name: merge(nested(row or {}, f"rows.{name}"), over)
+            for name, row in sweep.rows.items()
+            if not only or name in only
+        },
         budget=budget if budget.given else sweep.budget,
         seeds=list(range(num_seeds)) if num_seeds else sweep.seeds,
         task=sweep.task if task is None else task,
@@ -224,12 +243,37 @@ def _frame(recipe: Recipe) -> Values:
     }
 
 
-def _is_extendable(grid: Mapping[str, list[Any]]) -> bool:
-    """True for a grid of one field with two or more distinct positive numbers."""
-    if len(grid) != 1:
+def _is_extendable(stages: Sequence[Mapping[str, list[Any]]]) -> bool:
+    """True for one stage of one field with two or more distinct positive numbers."""
+    if len(stages) != 1 or len(stages[0]) != 1:
         return False
-    (tried,) = grid.values()
+    (tried,) = stages[0].values()
     return all(isinstance(value, int | float) and value > 0 for value in tried) and len(set(tried)) > 1
+
+
+def choices_of(stage: Mapping[str, list[Any]], best: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Every combination of a stage's values, over the best choice so far.
+
+    Args:
+        stage: field to the values tried, numbers or multiples of the best so far such as `x0.5`.
+        best: field to value, of all fields of all stages.
+
+    Raises:
+        InputError: a multiple of what is no number.
+    """
+    tried = [[_value(name, value, best[name]) for value in values] for name, values in stage.items()]
+    return [{**best, **dict(zip(stage, chosen, strict=True))} for chosen in itertools.product(*tried)]
+
+
+def _value(name: str, value: Any, best: Any) -> Any:
+    """A value of a stage; a multiple such as `x0.5` is one of the best so far."""
+    factor = _MULTIPLE.fullmatch(value) if isinstance(value, str) else None
+    if factor is None:
+        return value
+    if not isinstance(best, int | float):
+        raise InputError(f"stages.{name}: {value} given, but it multiplies a number, and the row has {shown(best)}")
+    product = best * float(factor[1])
+    return max(1, round(product)) if isinstance(best, int) else float(f"{product:.6g}")
 
 
 def _is_sweep(path: Path) -> bool:

@@ -8,10 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from multilin.architectures.base import TrainingDefaults
 from multilin.errors import InputError
+from multilin.layers import ParameterHolder
 from multilin.training.optimizers.matrix_moment import MatrixMoment
+from multilin.training.optimizers.muon import Muon
 from multilin.training.optimizers.normalized_sgd import NormalizedSGD
 from multilin.training.recipe import OptimizerRecipe, fill
 
@@ -27,6 +30,7 @@ class OptimizerKind:
     state_numbers: numbers that it keeps for every number of a matrix.
     options: its further fields of the recipe with their defaults.
     normalizes: whether its update is free of the scale of each tensor's gradient; then it treats rows by themselves.
+    by_matrices: whether it treats the matrices of layers in a way of their own.
     """
 
     make: Callable[..., torch.optim.Optimizer]
@@ -36,6 +40,7 @@ class OptimizerKind:
     state_numbers: int = 0
     options: Mapping[str, Any] = field(default_factory=dict)
     normalizes: bool = True
+    by_matrices: bool = False
 
 
 _PLAIN = TrainingDefaults()
@@ -52,6 +57,9 @@ OPTIMIZERS: dict[str, OptimizerKind] = {
         NormalizedSGD, learning_rate=0.1, options={"row_average": 0.9, "row_order": "normalize_then_average"}
     ),
     "matrix_moment": OptimizerKind(MatrixMoment, learning_rate=0.01, state_numbers=1),
+    "muon": OptimizerKind(
+        Muon, learning_rate=5e-3, weight_decay=0.1, clip_norm=1.0, state_numbers=1, normalizes=False, by_matrices=True
+    ),
 }
 """Every optimizer by the name recipes give it."""
 
@@ -87,23 +95,35 @@ def row_parameters(model: nn.Module) -> list[Tensor]:
     return [module.weight for module in modules if module is not None]
 
 
+def matrix_parameters(model: nn.Module) -> list[Tensor]:
+    """The weights of linear layers, without those of the output and those that pack numbers of another meaning."""
+    modules = list(model.modules())
+    packed = [child for holder in modules if isinstance(holder, ParameterHolder) for child in holder.children()]
+    others = {id(child.weight) for child in packed if type(child) is nn.Linear} | set(map(id, row_parameters(model)))
+    weights = [module.weight for module in modules if isinstance(module, nn.Linear | Conv1D)]
+    return [weight for weight in weights if id(weight) not in others]
+
+
 def parameter_groups(
-    model: nn.Module, *, decayed: Collection[str], weight_decay: float, by_rows: bool
+    model: nn.Module, *, decayed: Collection[str], weight_decay: float, by_rows: bool, by_matrices: bool = False
 ) -> list[dict[str, Any]]:
     """The parameters of a model in groups, with `weight_decay` for those named in `decayed` and 0 for the others.
 
-    With `by_rows` every group has `rows`, which is True for the model's row parameters.
+    With `by_rows` every group has `rows`, which is True for the model's row parameters; with `by_matrices` every group
+    has `matrices`, which is True for the weights of its linear layers.
     """
-    rows = {id(parameter) for parameter in row_parameters(model)} if by_rows else set()
+    mark = "rows" if by_rows else "matrices" if by_matrices else None
+    special = row_parameters(model) if by_rows else matrix_parameters(model) if by_matrices else []
+    marked = {id(parameter) for parameter in special}
     groups: dict[tuple[bool, bool], list[nn.Parameter]] = {
-        (decays, by_row): [] for by_row in (False, True) for decays in (True, False)
+        (decays, is_marked): [] for is_marked in (False, True) for decays in (True, False)
     }
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            groups[name in decayed, id(parameter) in rows].append(parameter)
+            groups[name in decayed, id(parameter) in marked].append(parameter)
     return [
-        {"params": parameters, "weight_decay": weight_decay * decays, **({"rows": by_row} if by_rows else {})}
-        for (decays, by_row), parameters in groups.items()
+        {"params": parameters, "weight_decay": weight_decay * decays, **({mark: is_marked} if mark else {})}
+        for (decays, is_marked), parameters in groups.items()
         if parameters
     ]
 
@@ -113,5 +133,7 @@ def build_optimizer(recipe: OptimizerRecipe, model: nn.Module, *, decayed: Colle
     assert recipe.name is not None, "an optimizer needs a recipe that was resolved"
     assert recipe.weight_decay is not None
     kind = OPTIMIZERS[recipe.name]
-    groups = parameter_groups(model, decayed=decayed, weight_decay=recipe.weight_decay, by_rows=kind.normalizes)
+    groups = parameter_groups(
+        model, decayed=decayed, weight_decay=recipe.weight_decay, by_rows=kind.normalizes, by_matrices=kind.by_matrices
+    )
     return kind.make(groups, lr=recipe.learning_rate, **{option: getattr(recipe, option) for option in kind.options})

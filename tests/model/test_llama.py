@@ -1,0 +1,94 @@
+"""Llama with products of unit variance and the log of the token counts."""
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from multilin.errors import InputError
+from multilin.inference.runs import load_run
+from multilin.model.factory import create_model
+from multilin.training.recipe import load_recipe
+from multilin.training.trainer import train
+
+SIZES = {"hidden_size": 16, "num_layers": 2, "vocab_size": 40, "n_positions": 12}
+UNIT = {"unit_variance": True, "initializer_range": 0.5, "tie_word_embeddings": False}
+IDS = torch.arange(24).view(2, 12) % 40
+
+
+def test_products_of_unit_variance_are_rates_matrix_by_matrix() -> None:
+    """Trained by AdamW beside a plain Llama with weights and rates divided by the root of the inputs."""
+    torch.manual_seed(0)
+    scaled = create_model("llama", **SIZES, **UNIT)
+    plain = create_model("llama", **SIZES, tie_word_embeddings=False)
+    plain.load_state_dict(copy.deepcopy(scaled.state_dict()))
+    matrices = [module for module in plain.modules() if isinstance(module, nn.Linear)]
+    with torch.no_grad():
+        for module in matrices:
+            module.weight /= module.in_features**0.5
+    lr, plain_adam = 1e-2, {"weight_decay": 0.0, "eps": 1e-30}
+    rest = [p for p in plain.parameters() if all(p is not module.weight for module in matrices)]
+    groups = [{"params": [module.weight], "lr": lr * module.in_features**-0.5} for module in matrices]
+    optimizers = [
+        torch.optim.AdamW(scaled.parameters(), lr=lr, **plain_adam),
+        torch.optim.AdamW([*groups, {"params": rest}], lr=lr, **plain_adam),
+    ]
+    first = plain(input_ids=IDS, labels=IDS).loss
+    for _ in range(4):
+        losses = [model(input_ids=IDS, labels=IDS).loss for model in (scaled, plain)]
+        torch.testing.assert_close(*losses, rtol=1e-4, atol=1e-5)
+        for loss, optimizer in zip(losses, optimizers, strict=True):
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    assert losses[0] < first - 0.2
+
+
+def test_it_begins_with_the_variances_that_it_is_named_for() -> None:
+    torch.manual_seed(0)
+    model = create_model("llama", **{**SIZES, "hidden_size": 64, "vocab_size": 500}, **UNIT)
+    assert model.get_input_embeddings().weight.std().item() == pytest.approx(1.0, rel=0.02)
+    assert model.lm_head.weight.std().item() == pytest.approx(0.5, rel=0.02)
+    assert model(input_ids=IDS).logits.std().item() == pytest.approx(0.5, rel=0.1)
+
+
+@pytest.mark.parametrize("config", [UNIT, {"output_bias": "unigram"}, {**UNIT, "output_bias": "unigram"}])
+def test_it_is_saved_and_loaded_whole(config: dict[str, object], tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = create_model("llama", **SIZES, **config).eval()
+    if "output_bias" in config:
+        before = model(input_ids=IDS).logits
+        model.set_token_counts(torch.arange(40))
+        bias = torch.log(torch.arange(1, 41) / torch.arange(1, 41).sum())
+        torch.testing.assert_close(model(input_ids=IDS).logits, before + bias)
+        assert not any("bias" in name for name, _ in model.named_parameters())
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert torch.equal(loaded(input_ids=IDS).logits, model(input_ids=IDS).logits)
+
+
+@pytest.mark.filterwarnings("ignore:.*does not take document_ids")
+def test_a_run_begins_at_the_counts_of_its_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "text.txt").write_text("aaab" * 200 + "\n" + "abab" * 20)
+    recipe = load_recipe(
+        None,
+        {
+            "model.architecture": "llama", "model.hidden_size": 16, "model.num_layers": 1, "model.n_positions": 16,
+            "model.config": {"output_bias": "unigram"}, "data.source": str(tmp_path / "text.txt"),
+            "tokenizer.kind": "byte", "training.max_steps": 1, "output": str(tmp_path / "run"),
+        },
+    )  # fmt: skip
+    bias = train(recipe).model.lm_head.bias
+    run = load_run(tmp_path / "run")
+    assert torch.equal(run.model.lm_head.bias, bias)
+    a, b, c = (bias[run.tokenizer.encode(letter)[0]].exp().item() for letter in "abc")
+    assert a > 2 * b > 100 * c
+
+
+def test_the_other_baseline_has_neither() -> None:
+    with pytest.raises(InputError, match=r"model\.config\.unit_variance: True given, but only llama has it"):
+        create_model("gpt2", **SIZES, unit_variance=True)

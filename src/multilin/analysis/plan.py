@@ -32,7 +32,7 @@ from multilin.model.memory import (
 )
 from multilin.ops.int8 import BLOCK
 from multilin.training.assemble import create_network
-from multilin.training.optimizers import OPTIMIZERS, row_parameters
+from multilin.training.optimizers import optimizer_bytes
 from multilin.training.precision import autocast_dtype
 from multilin.training.recipe import Recipe
 from multilin.training.resolve import resolve_recipe
@@ -151,7 +151,8 @@ def plan_training(recipe: Recipe, settings: PlanSettings) -> TrainingPlan:
         settings.kind == "cpu" and autocast_dtype(training.precision) is None
     )
     peak = device.single if is_single else device.half
-    weights, optimizer = parameter_bytes(model), _optimizer_bytes(recipe, model)
+    assert recipe.optimizer.name is not None, "the recipe was resolved"
+    weights, optimizer = parameter_bytes(model), optimizer_bytes(recipe.optimizer.name, model)
     plan = TrainingPlan(
         device=device, devices=settings.devices, parameters=parameter_counts(model)[0], vocab_size=vocab_size,
         flops_per_token=flops, tokens_per_step=tokens * passes * settings.devices, steps=training.max_steps,
@@ -173,13 +174,6 @@ def plan_training(recipe: Recipe, settings: PlanSettings) -> TrainingPlan:
 def _trained_bytes(model: PreTrainedModel) -> int:
     numbers: int = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     return FLOAT_BYTES * numbers
-
-
-def _optimizer_bytes(recipe: Recipe, model: PreTrainedModel) -> int:
-    assert recipe.optimizer.name is not None, "the recipe was resolved"
-    kind = OPTIMIZERS[recipe.optimizer.name]
-    rows = set(row_parameters(model)) if "row_average" in kind.options else set()
-    return _trained_bytes(model) * kind.state_numbers + FLOAT_BYTES * sum(tensor.numel() for tensor in rows)
 
 
 def sent_bytes(way: str, layers: int, rest: int, devices: int, *, passes: int = 1, gathered: float = 1.0) -> float:

@@ -20,7 +20,7 @@ from multilin.inference.runs import read_config
 from multilin.model.factory import create_config, create_model
 from multilin.model.memory import FLOAT_BYTES, ID_BYTES, activation_bytes, check_memory, parameter_bytes
 from multilin.training.adapters import add_adapters
-from multilin.training.optimizers import OPTIMIZERS
+from multilin.training.optimizers import OPTIMIZERS, optimizer_bytes
 from multilin.training.order import BlockOrder, MixedOrder
 from multilin.training.precision import autocast_dtype, set_arithmetic
 from multilin.training.processes import num_processes
@@ -100,7 +100,7 @@ def _check_memory(recipe: Recipe, model: PreTrainedModel) -> None:
     assert recipe.optimizer.name is not None, "training needs a recipe that was resolved"
     num_shards = 1 if plan.shard == "none" else num_processes()
     trained = FLOAT_BYTES * sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    weights = (parameter_bytes(model) + trained * (1 + OPTIMIZERS[recipe.optimizer.name].state_numbers)) // num_shards
+    weights = (parameter_bytes(model) + trained + optimizer_bytes(recipe.optimizer.name, model)) // num_shards
     activations = activation_bytes(
         model,
         batch_size * n_positions,

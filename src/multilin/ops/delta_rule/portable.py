@@ -80,8 +80,8 @@ class _Chunks(torch.autograd.Function):
         logs = _sums_of_logs(log_decays, k)
         from_start, to_end = (torch.exp2(x.to(k.dtype)) for x in (logs, logs[:, -1:] - logs))
         overlaps = None if rates is None else k @ k.mT
-        weigh = cpu.weigh if is_compiled else elementwise.weigh
-        decays, scores, overlaps, system = weigh(q @ k.mT, overlaps, logs, rates)
+        multiply = cpu.weigh if is_compiled else elementwise.weigh
+        decays, scores, overlaps, system = multiply(q @ k.mT, overlaps, logs, rates)
         added, read = v, None
         if rates is not None:
             added = solve(system, v * rates[..., None])
@@ -116,15 +116,17 @@ def _gradients(
         q, k, v, log_decays, rates, q_from_start, k_to_end, from_start, to_end, decays, scores, overlaps, system, added,
         read, memories,
     ) = saved  # fmt: skip
-    over_chunk, parts = from_start[:, -1:, None], cpu if is_compiled else elementwise
+    differentiate = cpu.unweigh if is_compiled else elementwise.unweigh
+    add_up = cpu.rescale if is_compiled else elementwise.rescale
+    over_chunk = from_start[:, -1:, None]
     dadded, through_q, through_read = scores.mT @ dresult, q_from_start.mT @ dresult, None if read is None else read.mT
     dmemories, dmemory = _write_backward(dadded, through_read, k_to_end, over_chunk, through_q, dmemory)
     dsystem = dread = dknown = None
     if rates is not None:
         dknown = _solve_rows(system, dadded, upper=False)
         dsystem, dread = torch.baddbmm(system, dknown, added.mT, beta=0, alpha=-1), dknown @ memories.mT
-    dscores, dsystem, drates, dlogs = parts.unweigh(dresult @ added.mT, dsystem, decays, scores, overlaps, rates)
-    dq, dk, dv, dots = parts.rescale(
+    dscores, dsystem, drates, dlogs = differentiate(dresult @ added.mT, dsystem, decays, scores, overlaps, rates)
+    dq, dk, dv, dots = add_up(
         dresult @ memories.mT, added @ dmemories.mT, dread, dknown, q, k, v, from_start, to_end, rates
     )
     by_start, by_end = dots[0] * from_start, dots[1] * to_end

@@ -13,6 +13,7 @@ from transformers.pytorch_utils import Conv1D
 from multilin.architectures.base import TrainingDefaults
 from multilin.errors import InputError
 from multilin.layers import ParameterHolder
+from multilin.model.memory import FLOAT_BYTES
 from multilin.training.optimizers.matrix_moment import MatrixMoment
 from multilin.training.optimizers.muon import Muon
 from multilin.training.optimizers.normalized_sgd import NormalizedSGD
@@ -126,6 +127,18 @@ def parameter_groups(
         for (decays, is_marked), parameters in groups.items()
         if parameters
     ]
+
+
+def optimizer_bytes(name: str, model: nn.Module) -> int:
+    """Bytes that an optimizer keeps for the trained parameters of a model, besides a few numbers for each tensor."""
+    kind = OPTIMIZERS[name]
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    numbers = kind.state_numbers * sum(parameter.numel() for parameter in trained)
+    if "row_average" in kind.options:
+        numbers += sum(row.numel() for row in set(row_parameters(model)))
+    if kind.by_matrices:  # the rest has AdamW's two
+        numbers += sum(parameter.numel() for parameter in trained) - sum(x.numel() for x in matrix_parameters(model))
+    return FLOAT_BYTES * numbers
 
 
 def build_optimizer(recipe: OptimizerRecipe, model: nn.Module, *, decayed: Collection[str]) -> torch.optim.Optimizer:

@@ -1,90 +1,110 @@
-"""As `elementwise`, compiled for a CPU: one pass over each matrix instead of ten; the kernels are in `cpu_kernels`."""
+"""As `elementwise`, compiled for a CPU: one pass over the numbers, in place; the kernels are in `cpu_kernels`."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from multilin.ops.kernels import LazyModule, operator
+from multilin.ops.kernels import LazyModule, is_traced
 
 _kernels, _launch = LazyModule("multilin.ops.delta_rule.cpu_kernels"), LazyModule("multilin.ops.kernels.cpu_launch")
 
 
-def weigh(scores: Tensor, overlaps: Tensor | None, logs_nC: Tensor, rates_nC: Tensor | None) -> tuple[Any, ...]:
+def weigh(scores: Tensor, overlaps: Tensor | None, logs: Tensor, rates: Tensor | None) -> tuple[None, Tensor | None]:
     """See `elementwise.weigh`."""
-    if overlaps is None or rates_nC is None:
-        return *_weigh(scores, scores[:0], logs_nC, scores[:0, 0])[:2], None, None
-    return _weigh(scores, overlaps, logs_nC, rates_nC)
+    if overlaps is None or rates is None:
+        _weigh(scores, _none_of(scores), *_split(logs), _none_of(scores[:, 0]))
+        return None, None
+    return None, _weigh(scores, overlaps, *_split(logs), rates)
 
 
 def unweigh(
-    dscores: Tensor, dsystem: Tensor | None, pairs: Tensor, scores: Tensor, overlaps: Tensor | None,
-    rates_nC: Tensor | None,
-) -> tuple[Any, ...]:  # fmt: skip
+    dscores: Tensor, dsystem: Tensor | None, scores: Tensor, overlaps: Tensor | None, decays: None, logs: Tensor,
+    rates: Tensor | None,
+) -> tuple[Tensor | None, Tensor]:  # fmt: skip
     """See `elementwise.unweigh`."""
-    if dsystem is None or overlaps is None or rates_nC is None:
-        dscores, _, _, dlogs = _unweigh(dscores, dscores[:0], pairs, scores, scores[:0], scores[:0, 0])
-        return dscores, None, None, dlogs
-    return _unweigh(dscores, dsystem, pairs, scores, overlaps, rates_nC)
+    if dsystem is None or overlaps is None or rates is None:
+        none = _none_of(scores)
+        return None, _unweigh(dscores, none, scores, none.clone(), *_split(logs), _none_of(scores[:, 0]))[1]
+    drates, dlogs = _unweigh(dscores, dsystem, scores, overlaps, *_split(logs), rates)
+    return drates, dlogs
 
 
 def rescale(
-    dq: Tensor, dk: Tensor, dread: Tensor | None, dknown: Tensor | None, q: Tensor, k: Tensor, v: Tensor,
-    from_start_nC: Tensor, to_end_nC: Tensor, rates_nC: Tensor | None,
-) -> tuple[Any, ...]:  # fmt: skip
+    dq: Tensor, dk: Tensor, dknown: Tensor | None, dread: Tensor | None, q: Tensor, k: Tensor, v: Tensor,
+    from_start: Tensor, to_end: Tensor, rates: Tensor | None,
+) -> Tensor:  # fmt: skip
     """See `elementwise.rescale`."""
-    if dread is None or dknown is None or rates_nC is None:
-        dq, dk, _, dots = _rescale(dq, dk, dk[:0], v[:0], q, k, v, from_start_nC, to_end_nC, from_start_nC[:0])
-        return dq, dk, None, dots
-    return _rescale(dq, dk, dread, dknown, q, k, v, from_start_nC, to_end_nC, rates_nC)
+    if dread is None or dknown is None or rates is None:
+        dknown, dread, rates = map(_none_of, (v, k, from_start))
+    dots: Tensor = _rescale(dq, dk, dknown, dread, q, k, v, from_start, to_end, rates)
+    return dots
+
+
+def _split(logs: Tensor) -> tuple[Tensor, Tensor]:
+    """Two float32 tensors whose sum is the float64 one."""
+    high = logs.float()
+    return high, (logs - high).float()
+
+
+def _none_of(x: Tensor) -> Tensor:
+    return x.new_empty(0, *x.shape[1:])
 
 
 def _empty_like(x: Tensor) -> Tensor:
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
-def _fake_weigh(scores: Tensor, overlaps: Tensor, logs: Tensor, rates: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return _empty_like(scores), _empty_like(scores), _empty_like(overlaps), _empty_like(overlaps)
+def _operator(name: str, fake: Callable[..., Any], *changed: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """As `multilin.ops.kernels.operator`, without gradient, for a function that changes these arguments in place."""
+
+    def decorate(compute: Callable[..., Any]) -> Callable[..., Any]:
+        operator = torch.library.custom_op(f"multilin::delta_rule_{name}", compute, mutates_args=changed)
+        operator.register_fake(fake)
+        return lambda *inputs: (operator if is_traced(*inputs) else compute)(*inputs)
+
+    return decorate
 
 
-@operator("delta_rule_weigh", _fake_weigh)
-def _weigh(scores: Tensor, overlaps: Tensor, logs: Tensor, rates: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    results, high = _fake_weigh(scores, overlaps, logs, rates), logs.float()
-    low = (logs - high).float()
-    _launch.launch_parts(_kernels.weigh, scores.numel(), high, low, rates, scores, overlaps, *results)
-    return results
+def _fake_weigh(scores: Tensor, overlaps: Tensor, high: Tensor, low: Tensor, rates: Tensor) -> Tensor:
+    return _empty_like(overlaps)
+
+
+@_operator("weigh", _fake_weigh, "scores", "overlaps")
+def _weigh(scores: Tensor, overlaps: Tensor, high: Tensor, low: Tensor, rates: Tensor) -> Tensor:
+    system, given = _empty_like(overlaps), (high, low, rates, _empty_like(high), scores, overlaps)
+    _launch.launch_parts(_kernels.weigh, scores.numel(), *given, system)
+    return system
 
 
 def _fake_unweigh(
-    dscores: Tensor, dsystem: Tensor, pairs: Tensor, scores: Tensor, overlaps: Tensor, rates: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return _empty_like(dscores), _empty_like(dsystem), _empty_like(rates), _empty_like(scores[:, 0])
+    dscores: Tensor, dsystem: Tensor, scores: Tensor, overlaps: Tensor, high: Tensor, low: Tensor, rates: Tensor
+) -> tuple[Tensor, Tensor]:
+    return _empty_like(rates), _empty_like(high)
 
 
-@operator("delta_rule_unweigh", _fake_unweigh)
+@_operator("unweigh", _fake_unweigh, "dscores", "dsystem")
 def _unweigh(
-    dscores: Tensor, dsystem: Tensor, pairs: Tensor, scores: Tensor, overlaps: Tensor, rates: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    given = (dscores, dsystem, pairs, scores, overlaps, rates)
-    results = _fake_unweigh(*given)
-    _launch.launch_parts(_kernels.unweigh, scores.numel(), *given, *results)
+    dscores: Tensor, dsystem: Tensor, scores: Tensor, overlaps: Tensor, high: Tensor, low: Tensor, rates: Tensor
+) -> tuple[Tensor, Tensor]:
+    results, given = (_empty_like(rates), _empty_like(high)), (high, low, rates, _empty_like(high))
+    _launch.launch_parts(_kernels.unweigh, scores.numel(), *given, dscores, dsystem, scores, overlaps, *results)
     return results
 
 
 def _fake_rescale(
-    dq: Tensor, dk: Tensor, dread: Tensor, dknown: Tensor, q: Tensor, k: Tensor, v: Tensor, from_start: Tensor,
+    dq: Tensor, dk: Tensor, dknown: Tensor, dread: Tensor, q: Tensor, k: Tensor, v: Tensor, from_start: Tensor,
     to_end: Tensor, rates: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    dots = torch.empty(4, *from_start.shape, dtype=dq.dtype, device=dq.device)
-    return _empty_like(dq), _empty_like(dk), _empty_like(dknown), dots
+) -> Tensor:  # fmt: skip
+    return torch.empty(4, *from_start.shape, dtype=q.dtype, device=q.device)
 
 
-@operator("delta_rule_rescale", _fake_rescale)
+@_operator("rescale", _fake_rescale, "dq", "dk", "dknown")
 def _rescale(
-    dq: Tensor, dk: Tensor, dread: Tensor, dknown: Tensor, q: Tensor, k: Tensor, v: Tensor, from_start: Tensor,
+    dq: Tensor, dk: Tensor, dknown: Tensor, dread: Tensor, q: Tensor, k: Tensor, v: Tensor, from_start: Tensor,
     to_end: Tensor, rates: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    rows, factors = (dq, dk, dread, dknown, q, k, v), [x.flatten() for x in (from_start, to_end, rates)]
-    results = _fake_rescale(*rows, from_start, to_end, rates)
-    _launch.launch_parts(_kernels.rescale, q.numel(), *rows, *factors, *results[:3], results[3].flatten(1))
-    return results
+) -> Tensor:  # fmt: skip
+    dots, factors = torch.empty(4, *from_start.shape), [x.flatten() for x in (from_start, to_end, rates)]
+    _launch.launch_parts(_kernels.rescale, q.numel(), *factors, dq, dk, dknown, dread, q, k, v, dots.flatten(1))
+    return dots

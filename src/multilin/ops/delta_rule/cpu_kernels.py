@@ -22,30 +22,37 @@ def decays(high, low, t, pairs):
 
 
 @njit(**SCALARS)
-def product(x, y, factor, result):
-    """factor x y."""
-    for s in range(result.size):
-        result[s] = factor * x[s] * y[s]
+def multiply(x, factor, y):
+    """x = factor x y."""
+    for i in range(x.size):
+        x[i] = factor * x[i] * y[i]
+
+
+@njit(**SCALARS)
+def product(x, factor, result):
+    """result = factor x."""
+    for i in range(x.size):
+        result[i] = factor * x[i]
 
 
 @njit(**DOTS)
 def add_product(x, y, factor, sums):
     """Add factor x y to the sums; returns the sum of x y."""
     total = ZERO
-    for s in range(sums.size):
-        xy = x[s] * y[s]
-        sums[s] += factor * xy
+    for i in range(sums.size):
+        xy = x[i] * y[i]
+        sums[i] += factor * xy
         total += xy
     return total
 
 
 @njit(**DOTS)
-def scaled(x, y, factor, result):
-    """result = factor x; returns the sum of x y."""
+def scale(x, factor, y):
+    """x = factor x; returns the sum of x y before."""
     total = ZERO
     for i in range(x.size):
-        result[i] = factor * x[i]
         total += x[i] * y[i]
+        x[i] = factor * x[i]
     return total
 
 
@@ -76,56 +83,54 @@ def mirror(x, t):
 
 
 def weigh(task, elements, index, sources):
-    """One part of the chunks: decays of pairs, both products times them, and the system's matrix."""
-    num_parts, high, low, rates, raw_scores, raw_overlaps, pairs, scores, overlaps, system = arguments_of(task)
+    """One part of the chunks: both products times the decays, in place, and the system's matrix."""
+    num_parts, high, low, rates, row_decays, scores, overlaps, system = arguments_of(task)
     size = high.shape[1]
     first, last = part_of(len(high), num_parts, index)
     for i in range(first, last):
         for t in range(size):
             row = i * size + t
-            decays(high[i], low[i], t, pairs[row])
-            product(raw_scores[row], pairs[row], ONE, scores[row])
+            decays(high[i], low[i], t, row_decays[i])
+            multiply(scores[row], ONE, row_decays[i])
             if len(rates) > 0:
-                product(raw_overlaps[row], pairs[row], ONE, overlaps[row])
-                overlaps[row, t] = ZERO
-                product(raw_overlaps[row], pairs[row], rates[i, t], system[row])
+                row_decays[i, t] = ZERO
+                multiply(overlaps[row], ONE, row_decays[i])
+                product(overlaps[row], rates[i, t], system[row])
 
 
 def unweigh(task, elements, index, sources):
-    """One part of the chunks: gradients of both products, rates and logs; a log has that of all pairs around it.
+    """One part of the chunks: gradients of both products, in place, of rates and of logs.
 
-    Rows from the last: when row t is done, sums hold for each s < t what the pairs (t.., s) have; their sum is log t's.
+    A log has the gradients of all pairs around it. Rows from the last: when row t is done, `dlogs` hold for each s < t
+    the sum of the pairs (t.., s), and the sum of these is that of log t.
     """
-    num_parts, raw_scores, raw_system, pairs, scores, overlaps, rates, dscores, dsystem, drates, dlogs = arguments_of(
-        task
-    )
+    num_parts, high, low, rates, row_decays, dscores, dsystem, scores, overlaps, drates, dlogs = arguments_of(task)
     size = dlogs.shape[1]
     first, last = part_of(len(dlogs), num_parts, index)
     for i in range(first, last):
         dlogs[i] = ZERO
         for t in range(size - 1, -1, -1):
             row = i * size + t
-            product(raw_scores[row], pairs[row], ONE, dscores[row])
-            add_product(raw_scores[row], scores[row], ONE, dlogs[i])
+            decays(high[i], low[i], t, row_decays[i])
+            add_product(dscores[row], scores[row], ONE, dlogs[i])
+            multiply(dscores[row], ONE, row_decays[i])
             if len(rates) > 0:
-                product(raw_system[row], pairs[row], rates[i, t], dsystem[row])
-                drates[i, t] = add_product(raw_system[row], overlaps[row], rates[i, t], dlogs[i])
+                drates[i, t] = add_product(dsystem[row], overlaps[row], rates[i, t], dlogs[i])
+                row_decays[i, t] = ZERO
+                multiply(dsystem[row], rates[i, t], row_decays[i])
             dlogs[i, t] = sum_of(dlogs[i, :t])
         if len(rates) > 0:
             for t in range(size):
-                dsystem[i * size + t, t] = ZERO
                 mirror(dsystem[i * size : (i + 1) * size], t)
 
 
 def rescale(task, elements, index, sources):
-    """One part of the tokens: their gradients, and the four products that those of logs and rates are made of."""
-    num_parts, dq, dk, dread, dknown, q, k, v, from_start, to_end, rates, dqueries, dkeys, dvalues, dots = arguments_of(
-        task
-    )
+    """One part of the tokens: their gradients, in place, and the four products that those of logs and rates need."""
+    num_parts, from_start, to_end, rates, dq, dk, dknown, dread, q, k, v, dots = arguments_of(task)
     first, last = part_of(len(q), num_parts, index)
     for row in range(first, last):
-        dots[0, row] = scaled(dq[row], q[row], from_start[row], dqueries[row])
-        dots[1, row] = scaled(dk[row], k[row], to_end[row], dkeys[row])
+        dots[0, row] = scale(dq[row], from_start[row], q[row])
+        dots[1, row] = scale(dk[row], to_end[row], k[row])
         if rates.size > 0:
-            dots[2, row] = add_scaled(dread[row], k[row], -from_start[row] * rates[row], dkeys[row])
-            dots[3, row] = scaled(dknown[row], v[row], rates[row], dvalues[row])
+            dots[2, row] = add_scaled(dread[row], k[row], -from_start[row] * rates[row], dk[row])
+            dots[3, row] = scale(dknown[row], rates[row], v[row])

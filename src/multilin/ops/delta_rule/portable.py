@@ -79,9 +79,9 @@ class _Chunks(torch.autograd.Function):
         log_decays, rates = (None if x is None else x.flatten(0, 1) for x in (log_decays_NMC, rates_NMC))
         logs = _sums_of_logs(log_decays, k)
         from_start, to_end = (torch.exp2(x.to(k.dtype)) for x in (logs, logs[:, -1:] - logs))
-        overlaps = None if rates is None else k @ k.mT
+        scores, overlaps = q @ k.mT, None if rates is None else k @ k.mT
         multiply = cpu.weigh if is_compiled else elementwise.weigh
-        decays, scores, overlaps, system = multiply(q @ k.mT, overlaps, logs, rates)
+        decays, system = multiply(scores, overlaps, logs, rates)
         added, read = v, None
         if rates is not None:
             added = solve(system, v * rates[..., None])
@@ -89,12 +89,13 @@ class _Chunks(torch.autograd.Function):
             if torch.compiler.is_exporting() and len(v_NMCE) == 1:  # written in place, it would fix a graph's rows
                 added, read = added - read @ memory_MDE, None
         k_to_end = k * to_end[..., None]
-        memories, memory_MDE = _write(added, read, k_to_end.mT, from_start[:, -1:, None], memory_MDE)
+        num_chunks, over_chunk = len(v_NMCE), from_start[:, -1:, None]
+        memories, memory_MDE = _write(num_chunks, added, read, k_to_end.mT, over_chunk, memory_MDE)
         q_from_start = q * from_start[..., None]
         result = (q_from_start @ memories).baddbmm_(scores, added)
         ctx.save_for_backward(
-            q, k, v, log_decays, rates, q_from_start, k_to_end, from_start, to_end, decays, scores, overlaps, system,
-            added, read, memories,
+            q, k, v, log_decays, rates, q_from_start, k_to_end, logs, from_start, to_end, decays, scores, overlaps,
+            system, added, read, memories,
         )  # fmt: skip
         return result.view(shape), memory_MDE
 
@@ -113,28 +114,26 @@ def _gradients(
 ) -> tuple[Tensor | None, ...]:
     """Those of all arguments; the transposed system, solved once, gives that of b V - b e^G K M as a whole."""
     (
-        q, k, v, log_decays, rates, q_from_start, k_to_end, from_start, to_end, decays, scores, overlaps, system, added,
-        read, memories,
+        q, k, v, log_decays, rates, q_from_start, k_to_end, logs, from_start, to_end, decays, scores, overlaps, system,
+        added, read, memories,
     ) = saved  # fmt: skip
     differentiate = cpu.unweigh if is_compiled else elementwise.unweigh
     add_up = cpu.rescale if is_compiled else elementwise.rescale
     over_chunk = from_start[:, -1:, None]
     dadded, through_q, through_read = scores.mT @ dresult, q_from_start.mT @ dresult, None if read is None else read.mT
-    dmemories, dmemory = _write_backward(dadded, through_read, k_to_end, over_chunk, through_q, dmemory)
+    num_chunks = len(dresult) // len(dmemory)
+    dmemories, dmemory = _write_backward(num_chunks, dadded, through_read, k_to_end, over_chunk, through_q, dmemory)
     dsystem = dread = dknown = None
     if rates is not None:
         dknown = _solve_rows(system, dadded, upper=False)
         dsystem, dread = torch.baddbmm(system, dknown, added.mT, beta=0, alpha=-1), dknown @ memories.mT
-    dscores, dsystem, drates, dlogs = differentiate(dresult @ added.mT, dsystem, decays, scores, overlaps, rates)
-    dq, dk, dv, dots = add_up(
-        dresult @ memories.mT, added @ dmemories.mT, dread, dknown, q, k, v, from_start, to_end, rates
-    )
+    dscores, dq, dk = dresult @ added.mT, dresult @ memories.mT, added @ dmemories.mT
+    drates, dlogs = differentiate(dscores, dsystem, scores, overlaps, decays, logs, rates)
+    dots = add_up(dq, dk, dknown, dread, q, k, v, from_start, to_end, rates)
     by_start, by_end = dots[0] * from_start, dots[1] * to_end
     dq.baddbmm_(dscores, k)
     dk.baddbmm_(dscores.mT, q)
-    if rates is None:
-        dv = dadded
-    else:
+    if rates is not None:
         by_read = dots[2] * -from_start
         by_start += by_read * rates
         drates += dots[3] + by_read
@@ -143,46 +142,48 @@ def _gradients(
         by_chunk = _dot(dmemories, memories).sum(dim=1, keepdim=True) * over_chunk[..., 0]
         dlogs = dlogs + _from_last(by_start) + _before(by_end) + by_chunk
         dlogs = dlogs.masked_fill(log_decays < FORGOTTEN * math.log(2), 0.0).to(log_decays.dtype)
-    return dq, dk, dv, None if log_decays is None else dlogs, drates, dmemory
+    return dq, dk, dadded if dknown is None else dknown, None if log_decays is None else dlogs, drates, dmemory
 
 
 def _write(
-    added: Tensor, read: Tensor | None, to_end: Tensor, over_chunk: Tensor, memory_MDE: Tensor
+    num_chunks: int, added: Tensor, read: Tensor | None, to_end: Tensor, over_chunk: Tensor, memory_MDE: Tensor
 ) -> tuple[Tensor, Tensor]:
     """The memory before each chunk, and after the last; what the memory holds is taken off `added` in place."""
-    memories = [memory_MDE]
-    for read_MCD, added_MCE, to_end_MDC, over_chunk_M11 in _by_chunk(memory_MDE, read, added, to_end, over_chunk):
+    memories_NMDE = memory_MDE[None]
+    if num_chunks > 1:
+        memories_NMDE = memory_MDE.new_empty(num_chunks, *memory_MDE.shape)
+        memories_NMDE[0] = memory_MDE
+    places = [*memories_NMDE[1:].unbind(), None]  # each memory's but the last one's
+    chunks = _by_chunk(num_chunks, added, read, to_end, over_chunk)
+    for place_MDE, (added_MCE, read_MCD, to_end_MDC, over_chunk_M11) in zip(places, chunks, strict=True):
         if read_MCD is not None:
-            added_MCE.baddbmm_(read_MCD, memories[-1], alpha=-1)
-        memories.append((memories[-1] * over_chunk_M11).baddbmm_(to_end_MDC, added_MCE))
-    memory_MDE = memories.pop()
-    return torch.cat(memories), memory_MDE
+            added_MCE.baddbmm_(read_MCD, memory_MDE, alpha=-1)
+        memory_MDE = torch.mul(memory_MDE, over_chunk_M11, out=place_MDE).baddbmm_(to_end_MDC, added_MCE)
+    return memories_NMDE.flatten(0, 1), memory_MDE
 
 
 def _write_backward(
-    dadded: Tensor,
-    through_read: Tensor | None,
-    to_end: Tensor,
-    over_chunk: Tensor,
-    through_q: Tensor,
+    num_chunks: int, dadded: Tensor, through_read: Tensor | None, to_end: Tensor, over_chunk: Tensor, through_q: Tensor,
     dmemory_MDE: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """The gradients of the memory after each chunk, and before the first; `dadded` and `through_q` are overwritten."""
-    dmemories = [dmemory_MDE]
-    parts = _by_chunk(dmemory_MDE, through_read, dadded, to_end, over_chunk, through_q)
-    for read_MDC, dadded_MCE, to_end_MCD, over_chunk_M11, through_q_MDE in reversed(parts):
-        dadded_MCE.baddbmm_(to_end_MCD, dmemories[-1])
-        dmemory_MDE = through_q_MDE.addcmul_(dmemories[-1], over_chunk_M11)
-        dmemories.append(dmemory_MDE if read_MDC is None else dmemory_MDE.baddbmm_(read_MDC, dadded_MCE, alpha=-1))
-    dmemory_MDE = dmemories.pop()
-    return torch.cat(dmemories[::-1]), dmemory_MDE
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The gradients of the memory after each chunk, and before the first; `dadded` is completed in place.
+
+    `through_q` are those of the memory before each chunk, through what queries read.
+    """
+    dmemories_NMDE = torch.cat([through_q, dmemory_MDE]).unflatten(0, (num_chunks + 1, -1))
+    before, chunks = dmemories_NMDE.unbind(), _by_chunk(num_chunks, dadded, through_read, to_end, over_chunk)
+    for n, (dadded_MCE, read_MDC, to_end_MCD, over_chunk_M11) in reversed(list(enumerate(chunks))):
+        dadded_MCE.baddbmm_(to_end_MCD, before[n + 1])
+        before[n].addcmul_(before[n + 1], over_chunk_M11)
+        if read_MDC is not None:
+            before[n].baddbmm_(read_MDC, dadded_MCE, alpha=-1)
+    return dmemories_NMDE[1:].flatten(0, 1), before[0]
 
 
-def _by_chunk(memory_MDE: Tensor, read: Tensor | None, *tensors: Tensor) -> list[tuple[Any, ...]]:
-    """The tensors (n, ...) of each chunk, (M, ...), chunk after chunk."""
-    num_rows = len(memory_MDE)
-    parts = [x.split(num_rows) for x in tensors]
-    return list(zip([None] * len(parts[0]) if read is None else read.split(num_rows), *parts, strict=True))
+def _by_chunk(num_chunks: int, *tensors: Tensor | None) -> list[tuple[Any, ...]]:
+    """The parts (M, ...) of tensors (n, ...), chunk after chunk."""
+    parts = ([None] * num_chunks if x is None else x.unflatten(0, (num_chunks, -1)).unbind() for x in tensors)
+    return list(zip(*parts, strict=True))
 
 
 def _dot(x: Tensor, y: Tensor) -> Tensor:

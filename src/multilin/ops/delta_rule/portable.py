@@ -80,7 +80,7 @@ class _Chunks(torch.autograd.Function):
         logs = _sums_of_logs(log_decays, k)
         from_start, to_end = (torch.exp2(x.to(k.dtype)) for x in (logs, logs[:, -1:] - logs))
         scores, overlaps = q @ k.mT, None if rates is None else k @ k.mT
-        multiply = cpu.weigh if is_compiled else elementwise.weigh
+        multiply: Any = cpu.weigh if is_compiled else elementwise.weigh
         decays, system = multiply(scores, overlaps, logs, rates)
         added, read = v, None
         if rates is not None:

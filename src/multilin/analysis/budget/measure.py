@@ -16,7 +16,7 @@ from multilin.model.memory import FLOAT_BYTES, activation_bytes, parameter_bytes
 from multilin.ops.threads import adapt
 from multilin.scoring.ngrams import ngram_bits_per_byte
 from multilin.training.assemble import create_network
-from multilin.training.optimizers import OPTIMIZERS, build_optimizer
+from multilin.training.optimizers import build_optimizer, optimizer_bytes
 from multilin.training.precision import autocast_dtype
 from multilin.training.recipe import Recipe
 from multilin.training.resolve import resolve_recipe
@@ -74,7 +74,7 @@ def candidate(recipe: Recipe, size: Size) -> Candidate:
         model = create_network(recipe, size.vocab_size, None)
     total, in_embeddings = parameter_counts(model)
     number_bytes = FLOAT_BYTES if autocast_dtype(plan.precision) is None else 2
-    weights = parameter_bytes(model) * (2 + OPTIMIZERS[recipe.optimizer.name].state_numbers)
+    weights = 2 * parameter_bytes(model) + optimizer_bytes(recipe.optimizer.name, model)
     memory = weights + activation_bytes(model, plan.batch_size * length, number_bytes=number_bytes)
     return Candidate(size, total - in_embeddings, training_flops_per_token(model, length), memory)
 

@@ -22,6 +22,7 @@ from multilin.analysis.compare.sweep import Sweep
 from multilin.architectures.base import architectures
 from multilin.cli.arguments import Flag, flags
 from multilin.cli.main import VERBS
+from multilin.files import checksum
 from multilin.inference import convert, state_file
 from multilin.model import config
 from multilin.model.factory import BaselineOptions
@@ -306,7 +307,7 @@ def _sealed(damage: d.Damage) -> d.Damage:
         damage(folder)
         checkpoint = checkpoint_of(folder)
         files = [path for path in checkpoint.iterdir() if path.is_file() and not path.is_symlink()]
-        sums = {path.name: checkpoints._checksum(path) for path in files if path.name != checkpoints.CHECKSUMS}
+        sums = {path.name: checksum(path) for path in files if path.name != checkpoints.CHECKSUMS}
         checkpoints.write_json(checkpoint / checkpoints.CHECKSUMS, sums)
 
     return sealed

@@ -5,7 +5,8 @@ import json
 import shutil
 from pathlib import Path
 
-from multilin.inference.manifest import FORMAT, file_hash
+from multilin.files import checksum
+from multilin.inference.manifest import FORMAT
 from multilin.inference.run_files import MANIFEST
 
 
@@ -26,7 +27,7 @@ def is_current(run: Path) -> bool:
 def source_hashes(folder: Path) -> dict[str, str]:
     """SHA-256 of the files of a run from which its export is made."""
     names = ["config.json", "tokenizer.json", *sorted(path.name for path in folder.glob("*.safetensors"))]
-    return {name: file_hash(folder / name) for name in names if (folder / name).is_file()}
+    return {name: checksum(folder / name) for name in names if (folder / name).is_file()}
 
 
 def why_torch(run: Path) -> str | None:

@@ -15,9 +15,9 @@ from multilin.errors import InputError
 from multilin.export.cache import source_hashes
 from multilin.export.graph import make_graph
 from multilin.export.weights import WEIGHTS, Precision, WeightFile, rounded
-from multilin.files import atomic_folder, write_whole
+from multilin.files import atomic_folder, checksum, write_whole
 from multilin.inference.generate_run import text_codec
-from multilin.inference.manifest import GRAPHS, Manifest, file_hash
+from multilin.inference.manifest import GRAPHS, Manifest
 from multilin.inference.run_files import MANIFEST
 from multilin.inference.runs import Run
 from multilin.inference.snapshot import describe_state, example_state, model_hash
@@ -85,7 +85,7 @@ def _manifest(run: Run, model: MultilinForCausalLM, precision: Precision, folder
         prompt_columns=PROMPT_COLUMNS,
         state=describe_state(example_state(model)),
         source=source_hashes(run.folder),
-        files={name: file_hash(folder / name) for name in files},
+        files={name: checksum(folder / name) for name in files},
     )
 
 

@@ -20,8 +20,8 @@ from onnx import TensorProto, helper, numpy_helper
 from multilin.errors import InputError, as_input_error
 from multilin.export.folder import export_run
 from multilin.export.weights import BLOCK, SMALLEST, Precision
-from multilin.files import atomic_folder, check_folder, shown
-from multilin.inference.manifest import Manifest, file_hash
+from multilin.files import atomic_folder, check_folder, checksum, shown
+from multilin.inference.manifest import Manifest
 from multilin.inference.runs import Run
 
 RUNTIME_VERSION = "1.30.0"
@@ -149,7 +149,7 @@ def _write_list(folder: Path) -> None:
     paths = sorted(path for path in folder.rglob("*") if path.is_file())
     names = [path.relative_to(folder).as_posix() for path in paths]
     sizes = {name: path.stat().st_size for name, path in zip(names, paths, strict=True)}
-    version = hashlib.sha256("".join(map(file_hash, paths)).encode()).hexdigest()[:16]
+    version = hashlib.sha256("".join(map(checksum, paths)).encode()).hexdigest()[:16]
     (folder / "files.json").write_text(json.dumps({"version": version, "sizes": sizes}, indent=1), encoding="utf-8")
     worker = folder / "sw.js"
     worker.write_text(worker.read_text(encoding="utf-8").replace("{{version}}", version), encoding="utf-8")

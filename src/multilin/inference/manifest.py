@@ -1,14 +1,13 @@
 """The manifest of an exported model: what its graphs take and return, and the checksums of its files."""
 
 import dataclasses
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from multilin.errors import InputError, as_input_error
-from multilin.files import shown
+from multilin.files import checksum, shown
 from multilin.inference.run_files import MANIFEST
 from multilin.inference.state_contents import StateTensor
 from multilin.settings.inputs import read_json
@@ -71,13 +70,7 @@ def read_manifest(folder: Path) -> Manifest:
         raise InputError(f"export: {path} has format {version!r:.40}, not {FORMAT!r}; export the model again")
     with as_input_error(lambda reason: f"export: {path} is damaged or files beside it are missing ({reason})"):
         manifest = Manifest(**values | {"state": [StateTensor(**about) for about in values["state"]]})
-        wrong = [name for name, digest in manifest.files.items() if file_hash(folder / name) != digest]
+        wrong = [name for name, digest in manifest.files.items() if checksum(folder / name) != digest]
     if wrong:
         raise InputError(f"export: {folder / wrong[0]} is not the file that {MANIFEST} names; export the model again")
     return manifest
-
-
-def file_hash(path: Path) -> str:
-    """SHA-256 of a file."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

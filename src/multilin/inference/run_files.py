@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 
 from multilin.errors import InputError, as_input_error, shown
+from multilin.files import checksum
 from multilin.settings.inputs import read_json
 
 MANIFEST = "multilin.json"
@@ -110,8 +111,7 @@ def weights_hash(folder: Path) -> str:
     """SHA-256 of the names and contents of the .safetensors files in a folder."""
     digest = hashlib.sha256()
     for path in sorted(folder.glob("*.safetensors")):
-        with path.open("rb") as stream:
-            digest.update(path.name.encode() + hashlib.file_digest(stream, "sha256").digest())
+        digest.update(path.name.encode() + bytes.fromhex(checksum(path)))
     return digest.hexdigest()
 
 

@@ -191,7 +191,7 @@ def changed(
     num_seeds: int | None,
     task: str | None,
     changes: Mapping[str, Any],
-    only: Sequence[str] = (),
+    only: Sequence[str] | None = None,
 ) -> Sweep:
     """The sweep with the changes of the command line.
 
@@ -201,12 +201,12 @@ def changed(
         num_seeds: train with seeds 0, 1, ... so many.
         task: replaces the sweep's.
         changes: dotted fields of the recipe to their values, for every row; `output` is the sweep's.
-        only: names of the rows to keep; all without one.
+        only: names of the rows to keep; None keeps all.
 
     Raises:
         InputError: a field that the sweep decides, or a name of no row.
     """
-    for name in only:
+    for name in only or ():
         if name not in sweep.rows:
             raise InputError(
                 f"--only: {shown(name)} is no row{nearest(name, sweep.rows)}; rows are {listed(list(sweep.rows))}"
@@ -219,7 +219,7 @@ def changed(
         rows={
             name: merge(nested(row or {}, f"rows.{name}"), over)
             for name, row in sweep.rows.items()
-            if not only or name in only
+            if only is None or name in only
         },
         budget=budget if budget.given else sweep.budget,
         seeds=list(range(num_seeds)) if num_seeds else sweep.seeds,

@@ -235,6 +235,18 @@ def test_a_stage_is_tried_on_one_seed_and_the_best_trained_with_all(sandbox: Pat
     assert any("is at the end of what was tried" in remark for remark in found.remarks)
 
 
+def test_trials_have_their_share_of_the_budget(sandbox: Path) -> None:
+    stages = [{"optimizer.learning_rate": [1e-6, 1e-2]}]
+    sweep = dataclasses.replace(a_sweep(sandbox, "share", rows={"elita": {}}, stages=stages), trial_share=0.5)
+    found = compare(sweep)
+    (row,) = found.rows
+    assert [run.last.step for run in row.tuning] == [row.max_steps // 2] * 2
+    assert [run.last.step for run in row.runs] == [row.max_steps] * len(sweep.seeds)
+    assert row.choice == {"optimizer.learning_rate": 1e-2}
+    assert len({run.folder for run in row.all_runs}) == 2 + len(sweep.seeds)
+    assert any("2 trials each with 50% of the budget" in remark for remark in found.remarks)
+
+
 def test_a_stage_of_one_value_is_taken(sandbox: Path) -> None:
     stages = [{"optimizer.learning_rate": [1e-4]}]
     (row,) = compare(a_sweep(sandbox, "single", rows={"elita": {}}, seeds=[0], stages=stages)).rows

@@ -201,9 +201,10 @@ def _remarks_on_tuning(comparison: Comparison) -> Iterator[str]:
         return
     text = "documents that the score is not taken from" if comparison.final_half else "the validation text itself"
     trials = sorted({len(row.tuning) for row in comparison.rows})
+    share = "" if comparison.trial_share == 1 else f" with {comparison.trial_share:.0%} of the budget"
     yield (
         f"Every row was tuned with the same values on seed {comparison.seeds[0]} ({', '.join(map(str, trials))} trials "
-        f"each), by {text}; the best ones were then trained with all seeds."
+        f"each{share}), by {text}; the best ones were then trained with all seeds."
     )
     for name, number in {name: len(values) for stage in comparison.stages for name, values in stage.items()}.items():
         further, at_end = [], []

@@ -72,6 +72,7 @@ class Plan:
     flops_per_token: of training, see `training_flops_per_token`.
     text: hash of the prepared text and tokenizer; rows that share it can be compared token by token.
     remarks: for the reader of the report.
+    is_trial: whether it has only the trial's share of the budget.
     """
 
     row: Row
@@ -82,6 +83,7 @@ class Plan:
     flops_per_token: float
     text: str
     remarks: list[str]
+    is_trial: bool = False
 
     @property
     def tokens_per_step(self) -> int:
@@ -89,10 +91,23 @@ class Plan:
         training = self.recipe.training
         return (training.global_batch_size or training.batch_size) * self.recipe.model.n_positions
 
+    def trial(self, share: float) -> "Plan":
+        """The same with a share of the steps, and of those between validations and between checkpoints."""
+        if share == 1:
+            return self
+        training = self.recipe.training
+        fewer = {
+            name: max(1, round(share * steps)) if (steps := getattr(training, name)) else steps
+            for name in ("max_steps", "eval_every_steps", "save_every_steps")
+        }
+        recipe = dataclasses.replace(self.recipe, training=dataclasses.replace(training, **fewer))
+        return dataclasses.replace(self, recipe=recipe, is_trial=True)
+
     def run(self, output: str, seed: int) -> Recipe:
         """The recipe of one run, in its folder: OUTPUT/ROW-sSEED, and the values of the choice behind it."""
         training = dataclasses.replace(self.recipe.training, seed=seed)
-        folder = Path(output, "-".join([self.row.name, f"s{seed}", *_parts(self.choice)]))
+        parts = [self.row.name, f"s{seed}", *_parts(self.choice), *["trial"][: self.is_trial]]
+        folder = Path(output, "-".join(parts))
         return dataclasses.replace(self.recipe, training=training, output=str(folder))
 
     @property
@@ -223,10 +238,12 @@ def _with_budget(sweep: Sweep, plans: list[Plan], progress: TrainingProgress) ->
                 f"budget.{kind}: {amount:g} given, but that is {count:.3g} steps for rows.{name}; give less, so that "
                 f"it is at most {MOST_STEPS:,}"
             )
-        if count <= (warmup := plan.recipe.schedule.warmup_steps or 0):
+        shortest = round(sweep.trial_share * count) if sweep.stages else count
+        if shortest <= (warmup := plan.recipe.schedule.warmup_steps or 0):
+            trial = "" if shortest == count else " of a trial"
             raise InputError(
-                f"budget.{kind}: {amount:g} given, but that is {plural(count, 'step')} for rows.{name}, not more than "
-                f"its warm-up of {warmup}; give more, or a smaller schedule.warmup_steps or batch"
+                f"budget.{kind}: {amount:g} given, but that is {plural(shortest, 'step')}{trial} for rows.{name}, not "
+                f"more than its warm-up of {warmup}; give more, or a smaller schedule.warmup_steps or batch"
             )
         defaults: dict[str, Any] = {
             "eval_every_steps": max(1, count // VALIDATIONS),

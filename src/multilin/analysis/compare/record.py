@@ -134,6 +134,7 @@ class Comparison:
     budget: dict[str, float]
     seeds: list[int]
     stages: list[dict[str, list[Any]]]
+    trial_share: float
     final_half: bool
     task: str | None
     one_tokenizer: bool

@@ -86,6 +86,7 @@ def _compare(sweep: Sweep, training: "_Training") -> Comparison:
         budget=sweep.budget.given,
         seeds=sweep.seeds,
         stages=sweep.stages,
+        trial_share=sweep.trial_share,
         final_half=sweep.final_half,
         task=sweep.task,
         one_tokenizer=len({plan.text for plan in best.values()}) == 1,
@@ -114,10 +115,13 @@ class _Training:
         """Count the runs, and refuse folders that hold others, as far as the runs are known."""
         for plan in plans:
             trials = {str(choice) for stage in self.sweep.stages for choice in choices_of(stage, plan.choice)}
-            self.total += len(trials) + len(self.sweep.seeds) - bool(trials)
+            is_seed_left = not trials or self.sweep.trial_share < 1  # else the best trial is the first seed's run
+            self.total += len(trials) + len(self.sweep.seeds) - (not is_seed_left)
             first = choices_of(self.sweep.stages[0], plan.choice) if trials else [plan.choice]
             for choice, seed in itertools.product(first, self.sweep.seeds):
-                self.check(self.plan(plan, choice).run(self.sweep.output, seed))
+                planned = self.plan(plan, choice)
+                for run in (planned, planned.trial(self.sweep.trial_share)):
+                    self.check(run.run(self.sweep.output, seed))
 
     def plan(self, plan: Plan, choice: Choice) -> Plan:
         """A row with another choice, planned once."""
@@ -172,7 +176,7 @@ class _Training:
         except InputError as error:
             folder = Path(dataclasses.replace(plan, choice=choice).run("", seed).output)
             return RunRecord(seed, folder.name, dict(choice), FAILED, str(error))
-        return self.run(planned, seed)
+        return self.run(planned.trial(self.sweep.trial_share), seed)
 
     def run(self, plan: Plan, seed: int) -> RunRecord:
         """One run, trained unless that is done."""

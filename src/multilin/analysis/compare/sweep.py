@@ -15,7 +15,7 @@ from annotated_types import MaxLen, MinLen
 
 from multilin.errors import InputError, listed, nearest, shorten, shown
 from multilin.settings import load_settings, settings
-from multilin.settings.bounds import Amount, Name, PathText, RepeatCount, Section, Seed, Tried
+from multilin.settings.bounds import Amount, Name, PathText, RepeatCount, Section, Seed, Share, Tried
 from multilin.settings.inputs import read_yaml
 from multilin.training.recipe import Recipe, builtin_recipes, load_recipe
 
@@ -74,6 +74,7 @@ class Sweep:
     stages: Annotated[list[Stage], MaxLen(20)] = field(
         default_factory=list
     )  # of tuning, one after another: fields of the recipe to the values tried, the best of which is kept
+    trial_share: Share = 1.0  # of the budget that a trial of tuning has
     extend: RepeatCount = 0  # values more, at most, for a row whose best is the lowest or highest tried
     final_half: bool = False  # tune on one half of the validation documents, and report the score on the other
     tuned: PathText | None = None  # folder of another comparison, with whose best recipe of its name every row begins

@@ -39,6 +39,14 @@ def test_info_describes_every_architecture(cli: Call, architecture: str) -> None
     assert architectures()[architecture].source.split()[0] in shown
 
 
+def test_info_without_a_name_lists_the_architectures(cli: Call, refusal: Call) -> None:
+    listed = json.loads(cli("info", "--json"))
+    shown = cli("info")
+    assert list(listed) == list(architectures())
+    assert all(name in shown and one["title"].split()[0] in shown for name, one in listed.items())
+    assert "give the name of an architecture" in refusal("info", *SIZES)
+
+
 def test_info_takes_options(cli: Call, refusal: Call) -> None:
     found = json.loads(cli("info", "additive", "--json", *SIZES, "--options", '{"windows": 5}'))
     assert [layer["options"]["window"] for layer in found["layers"]] == [5, 5, 5]

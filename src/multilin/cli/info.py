@@ -1,12 +1,13 @@
 """The verbs that describe a model, an architecture, or this machine."""
 
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from multilin.analysis.settings import ModelSizes
-from multilin.cli.messages import as_json, loading
+from multilin.cli.arguments import POSITIONAL
+from multilin.cli.messages import as_json, loading, say_next
 from multilin.cli.tables import make_console, print_table
-from multilin.errors import plural
+from multilin.errors import InputError, plural
 from multilin.settings import field_help, settings
 from multilin.settings.bounds import PathText
 
@@ -20,12 +21,18 @@ if TYPE_CHECKING:
 class InfoArguments:
     """The model to describe."""
 
-    model: PathText  # folder of a trained model, or the name of an architecture
+    model: Annotated[PathText | None, POSITIONAL] = None  # folder of a trained model, or the name of an architecture
     json: bool = False  # print JSON
 
 
 def info(arguments: InfoArguments, sizes: ModelSizes) -> None:
-    """Describe a model: parameters, work per token, state, layers; and the options of an architecture."""
+    """Describe a model: parameters, work per token, state, layers; and the options of an architecture.
+
+    Without a name: list the architectures.
+    """
+    if arguments.model is None:
+        _print_architectures(arguments, sizes)
+        return
     with loading():
         from multilin.analysis.costs import find_model
 
@@ -36,6 +43,21 @@ def info(arguments: InfoArguments, sizes: ModelSizes) -> None:
     _print_model(description)
     if architecture is not None:
         _print_options(architecture)
+
+
+def _print_architectures(arguments: InfoArguments, sizes: ModelSizes) -> None:
+    if sizes != ModelSizes():
+        raise InputError("MODEL: missing; sizes are those of a model, so give the name of an architecture")
+    with loading():
+        from multilin.architectures.base import architectures
+
+        known = architectures()
+    if arguments.json:
+        print(as_json({name: {"title": one.title, "source": one.source} for name, one in known.items()}))
+        return
+    rows = [(name, one.title, one.source) for name, one in known.items()]
+    print_table("llw", rows, head=("architecture", "title", "source"))
+    say_next(f"multilin info {rows[0][0]}")
 
 
 def _print_model(info: "ModelInfo") -> None:

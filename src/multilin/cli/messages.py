@@ -92,5 +92,6 @@ def _program() -> str:
 
 
 def as_json(result: Any) -> str:
-    """The fields of a dataclass, and of those in it, as indented JSON."""
-    return json.dumps(dataclasses.asdict(result), indent=2, ensure_ascii=False)
+    """Plain data, or the fields of a dataclass and of those in it, as indented JSON."""
+    plain = dataclasses.asdict(result) if not isinstance(result, dict) else result
+    return json.dumps(plain, indent=2, ensure_ascii=False)

@@ -92,15 +92,14 @@ class Plan:
         return (training.global_batch_size or training.batch_size) * self.recipe.model.n_positions
 
     def trial(self, share: float) -> "Plan":
-        """The same with a share of the steps, and of those between validations and between checkpoints."""
+        """The same with a share of the steps, validated and saved at its end; with all of them it is the run itself."""
         if share == 1:
             return self
-        training = self.recipe.training
-        fewer = {
-            name: max(1, round(share * steps)) if (steps := getattr(training, name)) else steps
-            for name in ("max_steps", "eval_every_steps", "save_every_steps")
-        }
-        recipe = dataclasses.replace(self.recipe, training=dataclasses.replace(training, **fewer))
+        steps = max(1, round(share * self.recipe.training.max_steps))
+        training = dataclasses.replace(
+            self.recipe.training, max_steps=steps, eval_every_steps=steps, save_every_steps=steps
+        )
+        recipe = dataclasses.replace(self.recipe, training=training)
         return dataclasses.replace(self, recipe=recipe, is_trial=True)
 
     def run(self, output: str, seed: int) -> Recipe:

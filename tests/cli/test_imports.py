@@ -26,7 +26,8 @@ for mistake in (
     "trian", "tokenizer", "generate", "train demoo", "train --model.hiden_size 8", "train --model.hidden_size big",
     "train --training.max_steps 0", "train nowhere.yaml", "demo --training.batch_size 0", "compare nowhere.yaml",
     "compare --tokens 0", "generate nowhere", "generate . --prompt-file nowhere", "evaluate . --output no/where/x",
-    "evaluate . --task-limit 3", "explain nowhere", "quantize nowhere", "rollout nowhere", "info --num-layers 3", "doctor now",
+    "evaluate . --task-limit 3", "explain nowhere", "quantize nowhere", "rollout nowhere",
+    "info --num-layers 3", "doctor now",
 ):
     assert main(mistake.split()) == 2, mistake
 print(*sorted({name.partition(".")[0] for name in sys.modules}), file=sys.stderr)

@@ -146,14 +146,14 @@ def test_a_row_changes_the_base_and_the_base_changes_the_recipe(sweep_file: Call
     sweep = load_sweep(
         sweep_file(
             base={"recipe": "demo", "model": {"hidden_size": 64}, "optimizer.learning_rate": 1e-3},
-            rows={"a": None, "b": {"model.hidden_size": 32, "model": {"options": {"windows": [2, 2, 2]}}}},
+            rows={"a": None, "b": {"model.hidden_size": 32, "model": {"options": {"head_size": 16}}}},
         )
     )
     a, b = rows_of(sweep)
-    assert a.recipe.model.options["windows"] == [2, 4, 16]  # the recipe's
+    assert a.recipe.model.options["head_size"] == 32  # the recipe's
     assert (a.recipe.model.hidden_size, a.recipe.optimizer.learning_rate) == (64, 1e-3)
     assert (b.recipe.model.hidden_size, b.recipe.optimizer.learning_rate) == (32, 1e-3)
-    assert b.recipe.model.options == {"num_heads": 8, "windows": [2, 2, 2], "dropout": 0.0}
+    assert b.recipe.model.options == {"head_size": 16, "unigram_bias": True}
 
 
 def test_what_belongs_to_another_architecture_or_optimizer_is_left_out(sweep_file: Callable[..., Path]) -> None:
@@ -247,7 +247,7 @@ RECIPES = Path(__file__).parents[2] / "recipes"
 DOCS = Path(__file__).parents[2] / "docs"
 PAGES = {"claims": "claims.md", "two_core_hour": "two-core-hour.md", "yardsticks": "yardsticks.md"}
 SWEEPS = sorted(RECIPES.glob("*/*.yaml"))
-TRIALS = {"five": 8, "twenty": 2, "hour": 0, "muon": 3, "mingru": 0, "nanogpt": 3, "nanogpt_parameters": 3}
+TRIALS = {"five": 8, "twenty": 2, "hour": 0, "muon": 3, "mingru": 0, "nanogpt": 4, "nanogpt_parameters": 4}
 
 
 def loaded(path: Path, tmp_path: Path) -> list[Sweep]:

@@ -7,6 +7,7 @@ import os
 import pickle
 import shlex
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import MISSING
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -133,7 +134,7 @@ def flags_of(verb: str) -> Iterator[Case]:
         yield Case([*verb.split(), *words, *more])
     for flag in [flag for flag in known if flag.takes][:3]:
         yield Case([*verb.split(), *words, flag.text], (flag.text,))
-    for end in range(sum(flag.is_positional and verb not in ("train", "compare", "plan") for flag in known)):
+    for end in range(sum(flag.is_positional and flag.default is MISSING for flag in known)):
         yield Case([*verb.split(), *words[:end]])
 
 

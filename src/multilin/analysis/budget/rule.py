@@ -10,12 +10,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from multilin.analysis.budget.law import Law
-from multilin.analysis.compare.sweep import builtin_sweep, merge, nested
+from multilin.analysis.compare.sweep import builtin_sweep
+from multilin.analysis.compare.values import merge, nested
 from multilin.data.settings import BYTE_VOCAB_SIZE
 from multilin.errors import InputError
 
 ARCHITECTURE = "tscale"  # that of the lowest bits per byte in docs/compare.md
-N_POSITIONS, BATCH_SIZE = 256, 4  # blocks of these tokens, in every measured run
+N_POSITIONS, BATCH_SIZE = 256, 4  # blocks of these tokens, in all measured runs but one
 WARMUP_SHARE, LONGEST_WARMUP = 0.04, 100
 MOST_PASSES = 10
 BYTES_PER_ENTRY = 500

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from pydantic import TypeAdapter
 
-from multilin.analysis.compare.sweep import Sweep, Values, builtin_sweep, choices_of, get, merge, nested
+from multilin.analysis.compare.sweep import Sweep, builtin_sweep, choices_of
+from multilin.analysis.compare.values import Values, get, merge, nested
 from multilin.analysis.costs import parameter_counts, training_flops_per_token
 from multilin.errors import InputError, nearest, plural, shown
 from multilin.files import write_whole
@@ -103,9 +104,9 @@ class Plan:
         return dataclasses.replace(self, recipe=recipe, is_trial=True)
 
     def run(self, output: str, seed: int) -> Recipe:
-        """The recipe of one run, in its folder: OUTPUT/ROW-sSEED, and the values of the choice behind it."""
+        """The recipe of one run, in its folder: OUTPUT/ROW-sSEED, the values of the choice behind it, and `trial`."""
         training = dataclasses.replace(self.recipe.training, seed=seed)
-        parts = [self.row.name, f"s{seed}", *_parts(self.choice), *["trial"][: self.is_trial]]
+        parts = [self.row.name, f"s{seed}", *_parts(self.choice)] + (["trial"] if self.is_trial else [])
         folder = Path(output, "-".join(parts))
         return dataclasses.replace(self.recipe, training=training, output=str(folder))
 

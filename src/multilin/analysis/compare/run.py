@@ -115,8 +115,8 @@ class _Training:
         """Count the runs, and refuse folders that hold others, as far as the runs are known."""
         for plan in plans:
             trials = {str(choice) for stage in self.sweep.stages for choice in choices_of(stage, plan.choice)}
-            is_seed_left = not trials or self.sweep.trial_share < 1  # else the best trial is the first seed's run
-            self.total += len(trials) + len(self.sweep.seeds) - (not is_seed_left)
+            is_first_seed_tried = bool(trials) and self.sweep.trial_share == 1  # the best trial is then its run
+            self.total += len(trials) + len(self.sweep.seeds) - is_first_seed_tried
             first = choices_of(self.sweep.stages[0], plan.choice) if trials else [plan.choice]
             for choice, seed in itertools.product(first, self.sweep.seeds):
                 planned = self.plan(plan, choice)
@@ -174,7 +174,8 @@ class _Training:
         try:
             planned = self.plan(plan, choice)
         except InputError as error:
-            folder = Path(dataclasses.replace(plan, choice=choice).run("", seed).output)
+            trial = dataclasses.replace(plan, choice=choice).trial(self.sweep.trial_share)
+            folder = Path(trial.run("", seed).output)
             return RunRecord(seed, folder.name, dict(choice), FAILED, str(error))
         return self.run(planned.trial(self.sweep.trial_share), seed)
 

@@ -3,7 +3,7 @@
 Every combination of the arguments is a run with a schedule of its own, which falls to 0 at its last token. A finished
 run is a line of the file, and is not trained again when the script is started again; the fewest operations come first.
 With --fit nothing is trained: the law is fitted to the runs of the file, and its errors are printed, the runs on each
-text predicted from those on the others.
+text predicted from those on the others. The law of the package's own runs is written beside them.
 """
 
 import argparse
@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import _results, machine
-from multilin.analysis.budget.law import RUNS, MeasuredRun, best_rates, fit_law, left_out_errors, load_runs
+from multilin.analysis.budget.law import LAW, RUNS, Law, MeasuredRun, best_rates, fit_law, left_out_errors, load_runs
 from multilin.analysis.budget.measure import candidate, measure_text
-from multilin.analysis.budget.rule import BATCH_SIZE, N_POSITIONS, Size, recipe_values
+from multilin.analysis.budget.pick import VALIDATIONS
+from multilin.analysis.budget.rule import SHORT_RUN, Size, recipe_values
 from multilin.files import write_whole
 from multilin.training.assemble import read_text
 from multilin.training.recipe import Recipe, load_recipe
@@ -42,13 +43,15 @@ def main(argv: list[str]) -> None:
     arguments = _results.parse(parser, argv)
     arguments.runs.touch()
     if arguments.fit:
-        _print_fit(load_runs(arguments.runs))
+        law = _print_fit(load_runs(arguments.runs))
+        if arguments.runs == RUNS:
+            write_whole(LAW, json.dumps(dataclasses.asdict(law), indent=1) + "\n")
     else:
         _train_all(arguments)
     _results.save("minutes", arguments, [dataclasses.asdict(run) for run in load_runs(arguments.runs)])
 
 
-def _print_fit(runs: list[MeasuredRun]) -> None:
+def _print_fit(runs: list[MeasuredRun]) -> Law:
     law = fit_law(runs)
     for field in dataclasses.fields(law):
         print(f"{field.name:12}{getattr(law, field.name)}")
@@ -60,6 +63,7 @@ def _print_fit(runs: list[MeasuredRun]) -> None:
             f"{run.learning_rate:>8g}{run.bits_per_byte:>10.3f}{law.expected_of(run):>8.3f}"
             f"{run.bits_per_byte * math.exp(error):>12.3f}"
         )
+    return law
 
 
 def _train_all(arguments: argparse.Namespace) -> None:
@@ -78,19 +82,19 @@ def _train_all(arguments: argparse.Namespace) -> None:
         costs = {"flops_per_token": model.flops_per_token, "parameters": model.parameters}
         about = {"text": name, **_described(recipe), **costs}
         if _key(about) not in done:
-            about |= {**_trained(recipe), "commit": commit}
+            about |= _trained(recipe) | {"commit": commit}
             write_whole(arguments.runs, arguments.runs.read_text() + json.dumps(about) + "\n")
             print(json.dumps(about), flush=True)
 
 
 def _recipe(source: str, architecture: str, size: Size, rate: float | None, tokens: float) -> Recipe:
-    steps = round(tokens / (N_POSITIONS * BATCH_SIZE))
+    steps = round(tokens / math.prod(SHORT_RUN))
     first, _, validation = source.partition(":")
-    values = recipe_values(architecture, size, steps) | {
+    values = recipe_values(architecture, size, steps, SHORT_RUN) | {
         "data.source": first,
         "data.validation": validation or None,
         "training.max_steps": steps,
-        "training.eval_every_steps": 0,
+        "training.eval_every_steps": max(1, round(steps / (VALIDATIONS + 1))),
         "training.save_every_steps": 0,
         "output": tempfile.mkdtemp(prefix="multilin-minutes-"),
     }
@@ -118,7 +122,11 @@ def _key(run: dict[str, Any]) -> tuple[Any, ...]:
 
 def _trained(recipe: Recipe) -> dict[str, Any]:
     result = train(recipe, overwrite=True)
+    lines = [json.loads(line) for line in Path(recipe.output, "metrics.jsonl").read_text().splitlines()]
+    found = [(line["step"], line["validation_bits_per_byte"]) for line in lines if "validation_bits_per_byte" in line]
+    steps = recipe.training.max_steps
+    validations = [(round(step / steps, 3), round(bits, 4)) for step, bits in found if step < 0.95 * steps]
     shutil.rmtree(recipe.output)
     shutil.rmtree(RunFolder(recipe.output).checkpoints)
     text = dataclasses.asdict(measure_text(read_text(recipe)))
-    return {**text, "bits_per_byte": round(result.validation_bits_per_byte, 4)}
+    return {**text, "bits_per_byte": round(result.validation_bits_per_byte, 4), "validations": validations}

@@ -44,6 +44,15 @@ def as_input_error(sentence: Callable[[str], str]) -> Iterator[None]:
         raise InputError(sentence(reason)) from error
 
 
+@contextlib.contextmanager
+def prefixed(prefix: str, replaced: str = "") -> Iterator[None]:
+    """Put a prefix before the message of an InputError, in place of `replaced` where it begins with that."""
+    try:
+        yield
+    except InputError as error:
+        raise InputError(prefix + str(error).removeprefix(replaced)) from error.__cause__
+
+
 def nearest(word: str, choices: Iterable[str]) -> str:
     """A hint to append to a message: `; did you mean 'window'?`, or nothing when no choice is close."""
     matches = difflib.get_close_matches(word[:LONGEST_VALUE], list(choices), n=1)

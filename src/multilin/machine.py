@@ -73,20 +73,14 @@ def examine() -> Checkup:
     if torch.get_num_threads() < cores:
         warnings.append(f"PyTorch uses {torch.get_num_threads()} of {plural(cores, 'core')} (OMP_NUM_THREADS)")
     return Checkup(
-        versions={name: _version(name) for name in PACKAGES},
-        python=platform.python_version(),
-        platform=platform.platform(),
-        device=_device_name(device),
-        threads=torch.get_num_threads(),
-        cores=cores,
+        versions={name: _version(name) for name in PACKAGES}, python=platform.python_version(),
+        platform=platform.platform(), device=_device_name(device), threads=torch.get_num_threads(), cores=cores,
         precision=resolve_precision("auto"),
         cpu_features=sorted(k for k, value in capabilities.items() if value is True and k.startswith(CPU_FEATURES)),
         freed_memory="kept" if gives_back is None else f"given back to the system, as {gives_back}",
-        backends={name: backend.name for name, backend in backends.items()},
-        gpu_backends=_gpu_backends(),
-        optional={name: importlib.util.find_spec(name) is not None for name in OPTIONAL},
-        warnings=warnings,
-    )
+        backends={name: backend.name for name, backend in backends.items()}, gpu_backends=_gpu_backends(),
+        optional={name: importlib.util.find_spec(name) is not None for name in OPTIONAL}, warnings=warnings,
+    )  # fmt: skip
 
 
 def _reasons(op: str, device: torch.device) -> str:

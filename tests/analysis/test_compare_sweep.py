@@ -237,10 +237,14 @@ def test_flops_of_running_means_are_those_of_the_weights() -> None:
     assert training_flops_per_token(model, 24) == 6 * weights
 
 
-def test_a_stage_of_numbers_without_a_point_can_go_on(sweep_file: Callable[..., Path]) -> None:
+@pytest.mark.parametrize("values", [["1e-3", "4e-3"], ["x0.5", "x1", "x2"]])
+def test_a_stage_of_numbers_without_a_point_and_of_multiples_can_go_on(
+    sweep_file: Callable[..., Path], values: list[str]
+) -> None:
     path = sweep_file(extend=1)
-    path.write_text(path.read_text() + "stages: [{optimizer.learning_rate: [1e-3, 4e-3]}]\n")
-    assert load_sweep(path).stages == [{"optimizer.learning_rate": [1e-3, 4e-3]}]
+    path.write_text(path.read_text() + f"stages: [{{optimizer.learning_rate: [{', '.join(values)}]}}]\n")
+    expected = [float(value) if value[0] != "x" else value for value in values]
+    assert load_sweep(path).stages == [{"optimizer.learning_rate": expected}]
 
 
 RECIPES = Path(__file__).parents[2] / "recipes"

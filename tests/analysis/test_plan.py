@@ -1,6 +1,7 @@
 """What `plan` counts is what small runs count."""
 
 import json
+import shlex
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,8 @@ import torch
 from multilin.analysis.costs import training_flops_per_token
 from multilin.analysis.plan import TrainingPlan, find_vocab_size, plan_training
 from multilin.analysis.settings import PlanSettings
+from multilin.cli.main import VERBS, main
+from multilin.cli.parser import parse
 from multilin.data.settings import ShardSettings
 from multilin.data.sharding import prepare_shards
 from multilin.errors import InputError
@@ -163,6 +166,21 @@ def test_what_does_not_fit_is_said() -> None:
     assert not ddp.fits
     assert fsdp.fits
     assert ddp.memory > 141e9
+
+
+def test_what_training_refuses_is_not_planned() -> None:
+    with pytest.raises(InputError, match=r"training\.communication: 'int8' given with training\.shard 'fsdp'"):
+        plan(recipe(**{"training.shard": "fsdp", "training.communication": "int8"}))
+    with pytest.raises(InputError, match=r"training\.lora: given without model\.start"):
+        recipe(**{"training.lora.rank": 8})
+
+
+def test_the_command_to_type_next_trains_what_was_planned(capsys: pytest.CaptureFixture[str]) -> None:
+    fields = ["--model.hidden_size", "32", "--model.options", '{"num_heads": 2}', "--data.source", "my books"]
+    assert main(["plan", "--devices", "3", *fields]) == 0
+    command = capsys.readouterr().err.splitlines()[-1].strip()
+    assert command.startswith("torchrun --standalone --nproc-per-node 3 -m multilin train --")
+    assert parse("train", VERBS["train"], shlex.split(command)[6:])[1] == parse("plan", VERBS["plan"], fields)[2]
 
 
 def test_half_the_efficiency_takes_twice_as_long() -> None:

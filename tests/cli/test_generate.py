@@ -1,3 +1,4 @@
+import dataclasses
 import io
 import sys
 from collections.abc import Callable
@@ -170,6 +171,14 @@ def test_a_text_longer_than_the_model_reads_is_refused(
     cli("generate", folder, "--prompt", "x" * 10, "--max-new-tokens", N_POSITIONS - 10, "--seed", 0, "--no-stop-at-end")
 
 
+def test_without_a_number_as_many_tokens_come_as_the_model_can_read(loaded: Run) -> None:
+    settings = GenerationSettings(stop_at_end=False)
+    full = generate_text(loaded, "x" * 10, settings)
+    assert (len(full.token_ids), full.has_room) == (N_POSITIONS - 10, False)
+    assert generate_text(loaded, "x" * 10, dataclasses.replace(settings, max_new_tokens=3)).has_room
+    assert len(generate_text(loaded, "x" * (N_POSITIONS - 1), settings).token_ids) == 1
+
+
 def test_a_continued_text_is_bounded_too(additive: Path, cli: Call, refusal: Call, tmp_path: Path) -> None:
     state = tmp_path / "text.state"
     cli("generate", additive, "--prompt", "", "--max-new-tokens", N_POSITIONS - 4, "--save-state", state)
@@ -204,7 +213,7 @@ def test_a_state_goes_with_its_own_model(
         ),
         (["--num-beams", "2", "--greedy"], "num_beams: 2 given together with greedy; give one of them"),
         (["--top-p", "1.5"], "--top-p: 1.5 given, but it should be at most 1"),
-        (["--max-new-tokens", "many"], "--max-new-tokens: 'many' given, but it should be an integer"),
+        (["--max-new-tokens", "many"], "--max-new-tokens: 'many' given, but it should be an integer or null"),
         (["--prompt-file", "nowhere.txt"], "--prompt-file: given together with --prompt; give one of them"),
         (
             ["--num-beams", "2", "--save-state", "x"],

@@ -34,7 +34,8 @@ Call = Callable[..., str]
         (["train", "--training.max_steps", "0"], "training.max_steps: 0 given, but it should be at least 1"),
         (["train", "--model.options.num_haeds", "2"], "model.options.num_haeds: unknown field; did you mean"),
         (["train", "demoo"], "recipe: 'demoo' is neither a YAML file, the folder of a run, nor a built-in recipe"),
-        (["convert", "fastfomer", "a", "b"], "KIND: 'fastfomer' is not known; did you mean 'fastformer'?"),
+        (["train", "--data.mix", "[1]"], "--data.mix: '[1]' given, but it should be a JSON object of names to a"),
+        (["convert", "fastfomer", "a", "b"], "KIND: 'fastfomer' given, but it should be fastformer or leap"),
     ],
 )  # fmt: skip
 def test_a_mistake_is_one_sentence(refusal: Call, arguments: list[str], message: str) -> None:
@@ -128,6 +129,6 @@ def test_convert_calls_the_converter(monkeypatch: pytest.MonkeyPatch, cli: Call,
     from multilin.inference import convert
 
     calls: list[tuple[Path, Path]] = []
-    monkeypatch.setitem(convert.CONVERTERS, "made-up", lambda source, output: calls.append((source, output)))
-    cli("convert", "made-up", tmp_path / "a", tmp_path / "b")
+    monkeypatch.setitem(convert.CONVERTERS, "leap", lambda source, output: calls.append((source, output)))
+    cli("convert", "leap", tmp_path / "a", tmp_path / "b")
     assert calls == [(tmp_path / "a", tmp_path / "b")]

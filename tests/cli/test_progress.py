@@ -1,11 +1,12 @@
 import io
+from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
 
 from multilin.cli import progress
-from multilin.cli.progress import StageBar, TrainingDisplay
+from multilin.cli.progress import ExpectingDisplay, StageBar, TrainingDisplay
 
 LINE = {"step": 3, "loss": 2.5, "tokens_per_second": 12345.6}
 VALIDATED = LINE | {"step": 5, "validation_loss": 2.0, "validation_bits_per_byte": 1.75}
@@ -52,3 +53,23 @@ def test_a_stage_is_shown_from_its_first_report(monkeypatch: pytest.MonkeyPatch)
     assert "packing the text" in out.getvalue()
     assert "2.5 MB" in out.getvalue()
     assert "75%" in out.getvalue()
+
+
+def test_a_run_that_is_expected_to_reach_something_says_where_its_validations_lead(tmp_path: Path) -> None:
+    out = io.StringIO()
+    with ExpectingDisplay(str(tmp_path)) as display:
+        display.console = Console(file=out, width=120, highlight=False)
+        display.expected, display.expected_tokens, display.can_forecast = 1.6, 10**6, True
+        display.start(0, 10)
+        for step, bits_per_byte in ((2, 2.0), (4, 1.8), (6, 1.7), (10, 1.65)):
+            display.step(step, step / 10)
+            display.line(VALIDATED | {"step": step, "validation_bits_per_byte": bits_per_byte})
+        display.say_reached(1.65, 950_000)
+        display.say_reached(1.7, 500_000)
+    first, second, third, last, reached, missed = out.getvalue().splitlines()
+    assert "the end about" not in first
+    forecasts = [float(line.split("the end about ")[1].split()[0]) for line in (second, third)]
+    assert all(1.5 < forecast < 1.8 for forecast in forecasts)
+    assert "the end about" not in last
+    assert reached == "reached 1.650 bits per byte; expected were 1.60"
+    assert missed == "reached 1.700 bits per byte; expected were 1.60, with 1.00 M tokens, but 0.50 M were read"

@@ -26,6 +26,7 @@ from multilin.data.prepared import ShardedText, open_mixture, open_prepared
 from multilin.data.settings import DataRecipe, ShardSettings, TokenizerRecipe
 from multilin.data.sharding import prepare_shards
 from multilin.errors import InputError
+from multilin.files.lock import locked_folder
 from tests.processes import PYTHON, running
 
 WORDS = ("the", "cat", "naïve", "sat", "你好", "under", "big", "green", "trees\n", "<|endoftext|>")
@@ -364,8 +365,8 @@ def test_two_preparations_in_one_folder_are_refused(rows: Path, tmp_path: Path) 
     (tmp_path / "mine" / "letter.txt").write_text("Dear")
     with pytest.raises(InputError, match="holds files already; name a new folder"):
         prepare_shards(plan(rows, tmp_path / "mine"))
-    with store.FileLock(tmp_path / "mine" / ".prepare.lock"), pytest.raises(InputError, match="another process"):
-        prepare_shards(plan(rows, tmp_path / "mine"))
+    with locked_folder("", tmp_path / "new"), pytest.raises(InputError, match=r"--output: .* is in use by process"):
+        prepare_shards(plan(rows, tmp_path / "new"))
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from multilin.inference.rollout import compose, power_coefficients, rollout
+from multilin.inference.rollout import compose, rollout
 from multilin.layers.base import Layout
 from multilin.model import MultilinConfig, MultilinForCausalLM
 from tests.golden import linear_mixer
@@ -90,6 +90,15 @@ def _rolled_out(
         outputs_NV = rollout(model, prompt, num_rows - num_prompt + 1)[0]
         return torch.cat([compose(model).logits(prompt)[0, :-1], outputs_NV])
     return None
+
+
+def power_coefficients(mixing: Tensor, num_steps: int) -> Tensor:
+    """alpha with t_n = sum_p alpha[n, p] Q^p t_0 for n, p <= num_steps: the rollout after one token, without a bias."""
+    alpha = mixing.new_zeros(num_steps + 1, num_steps + 1)
+    alpha[0, 0] = 1.0
+    for n in range(num_steps):
+        alpha[n + 1, 1:] = mixing[n, : n + 1] @ alpha[: n + 1, :-1]
+    return alpha
 
 
 def _powers(q_VV: Tensor, start_V: Tensor, count: int) -> Tensor:

@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from multilin.errors import InputError
-from multilin.inference.rollout import compose, power_coefficients, rollout, rollout_sequential
+from multilin.inference.rollout import compose, rollout, rollout_sequential
 from multilin.model import MultilinConfig, MultilinForCausalLM
+from tests.golden.linear_lm import power_coefficients
 
 VOCAB_SIZE, CONTEXT = 29, 19
 EXACT = {"rtol": 1e-10, "atol": 1e-10}

@@ -70,12 +70,12 @@ def test_the_kernel_is_the_definition(smoothing, bias, dtype, tolerance) -> None
     generator = torch.Generator().manual_seed(0)
     logits = (5 * torch.randn(37, 131, generator=generator)).to(dtype)
     logits[5, 7], logits[6] = 80.0, -80.0
-    biases = torch.randn(131, generator=generator) if bias else None
+    biases = torch.randn(131, generator=generator).requires_grad_() if bias else None
     targets = torch.randint(131, (37,), generator=generator)
     targets[[3, 11]] = -100
     options = {"label_smoothing": smoothing, "makes_gradient": True}
     exact = portable.losses_and_gradient(
-        logits.double(), None if biases is None else biases.double(), targets, **options
+        logits.double(), None if biases is None else biases.detach().double().requires_grad_(), targets, **options
     )
     losses, _, _ = cpu.losses_and_gradient(logits.clone(), biases, targets, **{**options, "makes_gradient": False})
     for expected, found in zip(

@@ -11,7 +11,7 @@ import torch
 from multilin.analysis.compare.run import compare
 from multilin.analysis.compare.sweep import Budget, Sweep
 from multilin.errors import InputError
-from multilin.training.lock import LOCK_FILE, locked_folder
+from multilin.files.lock import LOCK_FILE, locked_folder
 from multilin.training.outcomes import RunResult
 from multilin.training.trainer import train
 from tests.training.conftest import AtStep, Tiny, assert_same_run
@@ -45,45 +45,45 @@ def test_a_second_trainer_is_refused_by_name(
 def test_a_killed_process_holds_no_lock(tmp_path: Path) -> None:
     folder, (reading, writing) = tmp_path / "run", os.pipe()
     if (child := os.fork()) == 0:
-        with locked_folder(folder):
+        with locked_folder("output", folder):
             os.write(writing, b"locked")
             signal.pause()
     os.read(reading, 6)
-    with pytest.raises(InputError, match=f"in use by process {child} on"), locked_folder(folder):
+    with pytest.raises(InputError, match=f"in use by process {child} on"), locked_folder("output", folder):
         pytest.fail("two processes hold one lock")
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
     assert (folder / LOCK_FILE).exists()
-    with locked_folder(folder), pytest.raises(InputError, match=IN_USE), locked_folder(folder):
+    with locked_folder("output", folder), pytest.raises(InputError, match=IN_USE), locked_folder("output", folder):
         pytest.fail("two hold one lock")
 
 
 def test_a_folder_that_stayed_empty_goes_and_others_stay(tmp_path: Path) -> None:
-    with locked_folder(tmp_path / "a" / "b"):
+    with locked_folder("output", tmp_path / "a" / "b"):
         assert (tmp_path / "a" / "b" / LOCK_FILE).exists()
     assert list(tmp_path.iterdir()) == []
-    with locked_folder(tmp_path / "a" / "b"):
+    with locked_folder("output", tmp_path / "a" / "b"):
         (tmp_path / "a" / "file").touch()
     assert [path.name for path in (tmp_path / "a").iterdir()] == ["file"]
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff", b'{"process": "x", "host": 1}'])
 def test_a_holder_without_a_name_still_holds(tmp_path: Path, content: bytes) -> None:
-    with locked_folder(tmp_path):
+    with locked_folder("output", tmp_path):
         (tmp_path / LOCK_FILE).write_bytes(content)
-        with pytest.raises(InputError, match="in use by another process"), locked_folder(tmp_path):
+        with pytest.raises(InputError, match="in use by another process"), locked_folder("output", tmp_path):
             pytest.fail("two hold one lock")
 
 
 def test_no_link_is_followed_to_the_lock(tmp_path: Path) -> None:
     (tmp_path / "precious").write_text("precious")
     (tmp_path / LOCK_FILE).symlink_to("precious")
-    with pytest.raises(InputError, match="cannot be written"), locked_folder(tmp_path):
+    with pytest.raises(InputError, match="cannot be written"), locked_folder("output", tmp_path):
         pytest.fail("locked")
     assert (tmp_path / "precious").read_text() == "precious"
 
 
 def test_where_there_are_no_locks_a_warning_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("multilin.training.lock.fcntl", None)
-    with pytest.warns(UserWarning, match="cannot be locked"), locked_folder(tmp_path):
+    monkeypatch.setattr("multilin.files.lock.fcntl", None)
+    with pytest.warns(UserWarning, match="cannot be locked"), locked_folder("output", tmp_path):
         pass

@@ -1,6 +1,5 @@
 """The size and the costs of a model: parameters, floating-point operations, and bytes of state."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -8,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import Cache, PreTrainedModel
 
@@ -165,7 +165,7 @@ def training_flops_per_token(model: PreTrainedModel, length: int) -> float:
 
 def state_bytes(cache: Cache) -> list[int]:
     """Bytes of the tensors of each layer in a model's cache."""
-    return [sum(tensor.nbytes for tensor in _tensors(vars(layer))) for layer in cache.layers]
+    return [sum(x.nbytes for x in tree_leaves(vars(layer)) if isinstance(x, Tensor)) for layer in cache.layers]
 
 
 def _decoding_costs(model: PreTrainedModel, num_read: int) -> tuple[int, list[int]]:
@@ -178,21 +178,10 @@ def _decoding_costs(model: PreTrainedModel, num_read: int) -> tuple[int, list[in
 
 
 def _forward_flops(model: PreTrainedModel, ids: Tensor, **arguments: Any) -> int:
-    # Fused attention is not counted on every device; the plain one is made of products that are.
-    counter = FlopCounterMode(display=False, custom_mapping={torch.ops.aten._int_mm: _product_flops})
+    # Fused attention is not counted on every device; the plain one is made of products that are. PyTorch does not count
+    # integer products, whose factors have these shapes.
+    products = {torch.ops.aten._int_mm: lambda left, right, *_, **__: 2 * left[0] * left[1] * right[1]}
+    counter = FlopCounterMode(display=False, custom_mapping=products)
     with evaluation_mode(model), counter, sdpa_kernel(SDPBackend.MATH):
         model(input_ids=ids, **arguments)
     return int(counter.get_total_flops())
-
-
-def _product_flops(left: tuple[int, int], right: tuple[int, int], *_: Any, **__: Any) -> int:
-    """Operations of an integer product, which PyTorch does not count."""
-    return 2 * left[0] * left[1] * right[1]
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    """Every tensor inside dictionaries, lists and tuples."""
-    if isinstance(value, Tensor):
-        yield value
-    for part in value.values() if isinstance(value, dict) else value if isinstance(value, tuple | list) else ():
-        yield from _tensors(part)

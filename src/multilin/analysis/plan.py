@@ -36,6 +36,7 @@ from multilin.training.optimizers import optimizer_bytes
 from multilin.training.precision import autocast_dtype
 from multilin.training.recipe import Recipe
 from multilin.training.resolve import resolve_recipe
+from multilin.training.sharding import check_shard
 
 INT8_BYTES = 1 + FLOAT_BYTES / BLOCK
 """Bytes of a number that travels as int8, with its part of the block's scale."""
@@ -140,6 +141,7 @@ def plan_training(recipe: Recipe, settings: PlanSettings) -> TrainingPlan:
         recipe = replace(recipe, training=replace(recipe.training, precision="bf16"))
     blocks = recipe.training.global_batch_size or recipe.training.batch_size * settings.devices
     recipe = resolve_recipe(replace(recipe, training=replace(recipe.training, global_batch_size=blocks)))
+    check_shard(recipe.training)
     vocab_size = find_vocab_size(recipe)
     with torch.device("meta"):
         model = create_network(recipe, vocab_size, None)

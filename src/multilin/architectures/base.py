@@ -157,11 +157,6 @@ def get_architecture(name: str) -> Architecture:
     return known[name]
 
 
-def layer_entry(name: str, options: LayerOptions) -> dict[str, Any]:
-    """A layer as plain data, for config.json."""
-    return {"architecture": name, **dataclasses.asdict(options)}
-
-
 def spread_windows(windows: Literal["global"] | Window | LayerWindows, num_layers: int) -> list[int | None]:
     """The window of each layer: one number for all of them, none of them with "global", or as listed.
 

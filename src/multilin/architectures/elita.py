@@ -118,8 +118,7 @@ class TwoFactorFeedForward(nn.Module):
     def forward(self, x_BTD: Tensor) -> Tensor:
         """(B, T, D) to (B, T, D)."""
         wide, narrow = (nn.functional.silu(part(x_BTD))[..., None, :] for part in (self.wide, self.narrow))
-        result: Tensor = self.dropout(multiply_pairs(self.combine, wide, narrow))
-        return result
+        return self.dropout(multiply_pairs(self.combine, wide, narrow))
 
 
 class ElitaLayer(ResidualBlock):

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from multilin.cli.export import open_engine
 from multilin.errors import InputError, nearest
 from multilin.files import check_writable, write_whole
-from multilin.inference.settings import EngineName, GenerationSettings
+from multilin.inference.settings import DEFAULT_NEW_TOKENS, EngineName, GenerationSettings
 from multilin.serving.settings import KEY_VARIABLE, ServeLimits
 from multilin.settings import settings
 from multilin.settings.bounds import Name, PathText, Prose
@@ -185,7 +185,7 @@ def _opened(
 
     if not engine.keeps_states:
         raise InputError(f"target: a {engine.kind} model keeps no state, which a conversation goes on from")
-    limits = ServeLimits(slots=1, queue=1, max_tokens=settings.max_new_tokens, max_prompt=2**20)
+    limits = ServeLimits(slots=1, queue=1, max_tokens=settings.max_new_tokens or DEFAULT_NEW_TOKENS, max_prompt=2**20)
     service = Service(engine, codec, owner(), folder, None, limits)
     try:
         yield LocalChat.begin(service, settings, state)

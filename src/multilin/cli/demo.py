@@ -1,6 +1,5 @@
 """The first thing to try: a small model learns text that is already on this machine, and generates more."""
 
-import dataclasses
 import functools
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
@@ -16,7 +15,7 @@ if TYPE_CHECKING:
 RECIPE = "demo"
 NGRAMS = {"unigram": 1, "bigram": 2, "trigram": 3}
 # Enough for a paragraph; the prompt is how a documented function of the built-in text begins.
-SAMPLE = GenerationSettings(max_new_tokens=160, temperature=0.7, seed=1, stop_at_end=False)
+SAMPLE = GenerationSettings(temperature=0.7, seed=1, stop_at_end=False)
 PROMPT = "Return a"
 
 
@@ -53,14 +52,8 @@ def demo(changes: Changes) -> None:
     console.print("(less is better; the counted ones are interpolated n-grams of the same training text)", style="dim")
     console.print("\nText that it generates, after the words in bold:\n")
     console.print(PROMPT, style="bold", end="")
-    room = max(recipe.model.n_positions - len(PROMPT), 1)
-    settings = dataclasses.replace(SAMPLE, max_new_tokens=min(SAMPLE.max_new_tokens, room))
-    generate_text(
-        Run(result.output, result.model, result.tokenizer),
-        PROMPT,
-        settings,
-        write=functools.partial(print, end="", flush=True),
-    )
+    run, write = Run(result.output, result.model, result.tokenizer), functools.partial(print, end="", flush=True)
+    generate_text(run, PROMPT, SAMPLE, write=write)
     console.print(f"\n\nThe course of the training: {picture}", soft_wrap=True)
     say_next(f"multilin generate {result.output} --prompt {PROMPT!r}", f"multilin info {result.output}")
 

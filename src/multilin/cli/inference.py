@@ -4,13 +4,13 @@ import functools
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from multilin.cli.export import open_engine
 from multilin.cli.messages import as_json, load, loading, say_next
 from multilin.cli.prompts import read_prompt
 from multilin.cli.tables import make_console
-from multilin.errors import InputError, nearest, plural
+from multilin.errors import InputError, plural
 from multilin.files import check_folder
 from multilin.inference.run_files import check_run_files, is_adapter
 from multilin.inference.settings import EngineName, GenerationSettings, RolloutSettings
@@ -56,7 +56,7 @@ class MergeArguments:
 class ConvertArguments:
     """The checkpoint to convert."""
 
-    kind: str  # where the checkpoint comes from: fastformer, leap
+    kind: Literal["fastformer", "leap"]  # the package that the checkpoint comes from
     source: PathText  # its folder
     output: PathText  # folder to write ours to
 
@@ -69,18 +69,19 @@ def generate(arguments: GenerateArguments, settings: GenerationSettings) -> None
     prompt = read_prompt(arguments.prompt, arguments.prompt_file)
     state, save_state = arguments.state, arguments.save_state
     write = functools.partial(print, end="", flush=True)
+    has_room = False
     if settings.num_beams > 1:
         _search(arguments, prompt, settings, write)
     else:
         engine, codec, owner = open_engine(Path(arguments.run), arguments.engine)
         from multilin.inference.generate import continue_file
 
-        continue_file(
+        has_room = continue_file(
             engine, codec, owner, prompt, settings, state=state, save_state=save_state, echo=arguments.echo, write=write
-        )
+        ).has_room
     if sys.stdout.isatty():
         print()
-    if save_state:
+    if save_state and has_room:
         say_next(f"multilin generate {arguments.run} --state {save_state}")
     else:
         say_next(f"multilin generate {arguments.run} --save-state text.state", f"multilin evaluate {arguments.run}")
@@ -138,9 +139,6 @@ def convert(arguments: ConvertArguments) -> None:
     """Turn a checkpoint of another package into ours, with the same logits."""
     with loading():
         from multilin.inference.convert import CONVERTERS
-    if arguments.kind not in CONVERTERS:
-        hint = nearest(arguments.kind, CONVERTERS) or f"; known are {', '.join(CONVERTERS)}"
-        raise InputError(f"KIND: {arguments.kind!r} is not known{hint}")
     CONVERTERS[arguments.kind](Path(arguments.source), Path(arguments.output))
     say_next(f"multilin info {arguments.output}")
 

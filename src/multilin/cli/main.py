@@ -21,7 +21,7 @@ from multilin.cli.explain import explain
 from multilin.cli.export import export
 from multilin.cli.inference import convert, generate, merge, rollout
 from multilin.cli.info import doctor, info
-from multilin.cli.messages import plain_warnings
+from multilin.cli.messages import is_main_process, plain_warnings
 from multilin.cli.plan import plan
 from multilin.cli.publish import publish
 from multilin.cli.serve import serve
@@ -59,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except InputError as error:
             return _fail(str(error), BAD_INPUT)
         except TrainingInterrupted as error:
-            return _fail(str(error), error.exit_code)
+            return _fail(str(error), error.exit_code) if is_main_process() else error.exit_code
         except TrainingFailed as error:
             return _fail(str(error), FAILED)
         except KeyboardInterrupt:

@@ -72,10 +72,13 @@ def say_next(*commands: str) -> None:
     """Print the commands to type next to stderr, in one process of a run only.
 
     Args:
-        commands: beginning with `multilin`, which becomes the path it was called by if the shell does not find it.
+        commands: `multilin` at the beginning becomes the path it was called by if the shell does not find it.
     """
     if is_main_process():
-        typed = (command.replace("multilin", _program(), 1) for command in commands)
+        typed = (
+            _program() + command.removeprefix("multilin") if command.startswith("multilin") else command
+            for command in commands
+        )
         print("\nNext:", *typed, sep="\n  ", file=sys.stderr)
 
 

@@ -1,6 +1,8 @@
 """The verb that says what a training run will take."""
 
-from typing import Annotated
+import json
+import shlex
+from typing import Annotated, Any
 
 from multilin.analysis.settings import PlanSettings
 from multilin.cli.arguments import POSITIONAL
@@ -35,16 +37,8 @@ def plan(arguments: PlanArguments, devices: PlanSettings, changes: Changes) -> N
     print_table("lw", describe_plan(found).items())
     make_console().print()
     head = (
-        "",
-        "memory per device",
-        "fits",
-        "sent per step",
-        "sending, s",
-        "hidden",
-        "tokens/s",
-        "hours",
-        "device hours",
-    )
+        "", "memory per device", "fits", "sent per step", "sending, s", "hidden", "tokens/s", "hours", "device hours",
+    )  # fmt: skip
     rows = [
         (
             way.way, format_bytes(way.memory), "yes" if way.fits else "NO", format_bytes(way.sent_bytes),
@@ -62,5 +56,11 @@ def plan(arguments: PlanArguments, devices: PlanSettings, changes: Changes) -> N
         f"times assume {devices.efficiency:.0%} of the device's peak and the full speed of its link.",
         style="dim",
     )
-    name = arguments.recipe or ""
-    say_next(f"torchrun --nproc-per-node {devices.devices} -m multilin train {name}".rstrip())
+    words = [f"--{name} {_typed(value)}" for name, value in changes.items()]
+    words = ["multilin train", *([_typed(arguments.recipe)] if arguments.recipe else []), *words]
+    say_next(f"torchrun --standalone --nproc-per-node {devices.devices} -m {' '.join(words)}")
+
+
+def _typed(value: Any) -> str:
+    """The value of a flag as a shell takes it."""
+    return shlex.quote(value if isinstance(value, str) else json.dumps(value))

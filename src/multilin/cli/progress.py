@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.filesize import decimal
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
+from multilin.analysis.budget.law import Validation, shipped_law
 from multilin.files import write_whole
 from multilin.training.progress import TrainingProgress
 from multilin.training.run_folder import EXPECTED_FILE
@@ -18,6 +19,8 @@ from multilin.training.run_folder import EXPECTED_FILE
 # Without a terminal the output is read later or by a program: enough lines to follow, few enough to keep.
 SECONDS_BETWEEN_LINES = 15.0
 BAR_PARTS = 100_000  # of the bar of a run
+ALMOST_OVER = 0.98  # share of a run after which its end is no longer forecast; by the clock it rarely ends at 1 exactly
+UNLIKE = 0.1  # share of the expected tokens: a run that is off by more is told why it missed
 
 
 class StageBar:
@@ -135,30 +138,49 @@ class TrainingDisplay(TrainingProgress):
 
 
 class ExpectingDisplay(TrainingDisplay):
-    """Also says at the end what was expected: a file of the run keeps it, so that a resumed run knows.
+    """Also says what is expected: with every validation where it leads, and at the end what was expected before.
+
+    A file of the run keeps that, so that a resumed run knows.
 
     Attributes:
-        expected: bits per byte of the validation text.
+        expected: bits per byte of the validation text. expected_tokens: that it was expected with.
+        can_forecast: the learning rate falls linearly, as in the runs that the forecasts come from.
     """
 
     def __init__(self, output: str) -> None:
         super().__init__()
         self.expected: float | None = None
+        self.expected_tokens = 0
+        self.can_forecast = False
+        self._validation: Validation | None = None
         self._file = Path(output, EXPECTED_FILE)
 
     def start(self, step: int, max_steps: int | None) -> None:
         """Begin the display of training, after `step` steps."""
         super().start(step, max_steps)
         if self.expected is not None:
-            write_whole(self._file, json.dumps({"bits_per_byte": self.expected}) + "\n")
+            content = {"bits_per_byte": self.expected, "tokens": self.expected_tokens}
+            write_whole(self._file, json.dumps(content) + "\n")
         elif max_steps is None and self._file.is_file():
             with contextlib.suppress(ValueError, TypeError, KeyError):  # a damaged file only says less
-                self.expected = float(json.loads(self._file.read_bytes())["bits_per_byte"])
+                content = json.loads(self._file.read_bytes())
+                self.expected_tokens, self.expected = int(content["tokens"]), float(content["bits_per_byte"])
 
-    def say_reached(self, bits_per_byte: float) -> None:
-        """Print what was reached beside what was expected."""
+    def line(self, line: dict[str, Any]) -> None:
+        """Show the figures of a line of metrics.jsonl, and where a validation leads."""
+        if self.expected is not None and self.can_forecast and "validation_bits_per_byte" in line:
+            earlier, self._validation = self._validation, (self._share, line["validation_bits_per_byte"])
+            if earlier is not None and earlier[0] < self._share < ALMOST_OVER:
+                line = line | {"forecast": shipped_law().forecast(earlier, self._validation)}
+        super().line(line)
+
+    def say_reached(self, bits_per_byte: float, tokens: int) -> None:
+        """Print what was reached, with so many tokens, beside what was expected."""
         if self.expected is not None:
-            self.message(f"reached {bits_per_byte:.3f} bits per byte; expected were {self.expected:.2f}")
+            text = f"reached {bits_per_byte:.3f} bits per byte; expected were {self.expected:.2f}"
+            if abs(tokens - self.expected_tokens) > UNLIKE * self.expected_tokens:
+                text += f", with {self.expected_tokens / 1e6:.2f} M tokens, but {tokens / 1e6:.2f} M were read"
+            self.message(text)
 
 
 def format_figures(line: dict[str, Any]) -> str:
@@ -166,6 +188,9 @@ def format_figures(line: dict[str, Any]) -> str:
     parts = [f"loss {line['loss']:.3f}"]
     if "validation_bits_per_byte" in line:
         parts.append(f"validation {line['validation_bits_per_byte']:.3f} bits per byte")
+    if "forecast" in line:
+        expected, error = line["forecast"]
+        parts.append(f"the end about {expected:.2f} ± {2 * error:.2f}")
     if "validation_accuracy" in line:
         parts.append(f"validation {100 * line['validation_accuracy']:.1f} % right")
     return "  ".join([*parts, f"{line['tokens_per_second']:,.0f} tokens/s"])

@@ -47,9 +47,10 @@ def train(arguments: TrainArguments, changes: Changes) -> None:
             RunFolder(recipe.output).check(recipe, resume=False, overwrite=arguments.overwrite)
             picked = pick(arguments.recipe, changes, arguments.minutes, began, display)
             _print_pick(picked)
-            recipe, display.expected = picked.recipe, picked.expected
+            recipe, display.expected, display.expected_tokens = picked.recipe, picked.expected, picked.choice.tokens
+        display.can_forecast = recipe.schedule.name == "linear"
         result = train(recipe, resume=arguments.resume, overwrite=arguments.overwrite, progress=display, began=began)
-        display.say_reached(result.validation_bits_per_byte)
+        display.say_reached(result.validation_bits_per_byte, result.tokens)
     say_next(f"multilin generate {result.output} --prompt 'The'", f"multilin evaluate {result.output}")
 
 
@@ -73,12 +74,12 @@ def _print_pick(picked: "Pick") -> None:
     blocks = plan.global_batch_size or plan.batch_size
     rows = {
         "text": f"{text.train_bytes / 1e6:,.1f} MB to train on; trigrams reach {text.trigram:.3f} bits per byte",
-        "this machine": f"{picked.flops_per_second / 1e9:,.0f} billion operations a second in training",
+        "this machine": f"{picked.tokens_per_second:,.0f} tokens a second in training this model",
         "model": f"{recipe.model.kind}, width {model.size.hidden_size}, {plural(model.size.num_layers, 'layer')}, "
         f"vocabulary {model.size.vocab_size:,}",
         "training": f"about {tokens / 1e6:,.2f} M tokens ({tokens / text.train_tokens:.2g} passes), steps of {blocks} "
         f"x {recipe.model.n_positions}, learning rate {recipe.optimizer.learning_rate or 'of the architecture'}",
-        "time": f"{plan.minutes:.3g} minutes in all",
+        "time": f"{plan.minutes:.3g} {'minute' if plan.minutes == 1 else 'minutes'} in all",
         "expected": f"{picked.expected:.2f} ± {picked.spread:.2f} bits per byte of validation text",
     }
     print_table("lw", rows.items())

@@ -4,7 +4,6 @@ import hashlib
 import json
 from array import array
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -24,7 +23,7 @@ from multilin.data.progress import Progress, no_progress
 from multilin.data.settings import DataRecipe, TokenizerRecipe
 from multilin.data.store import cache_root, make_once
 from multilin.data.tokenizers import load_tokenizer, tokenizer_hash, train_tokenizer
-from multilin.errors import InputError
+from multilin.errors import InputError, prefixed
 
 # Counted up whenever the same input would be prepared differently.
 FORMAT = 1
@@ -138,7 +137,7 @@ def _key(data: DataRecipe, recipe: TokenizerRecipe, tokenizer: PreTrainedTokeniz
         del content[field]
     for field in ("source", "validation"):
         if content[field] is not None:
-            with _named(f"data.{field}"):
+            with prefixed(f"data.{field}: "):
                 content[field] = source_fingerprint(content[field])
     if data.validation is not None:
         del content["validation_fraction"]
@@ -152,19 +151,10 @@ def _key(data: DataRecipe, recipe: TokenizerRecipe, tokenizer: PreTrainedTokeniz
 
 
 def _documents(data: DataRecipe, field: str) -> Iterator[Document]:
-    with _named(f"data.{field}"):
+    with prefixed(f"data.{field}: "):
         yield from read_documents(
             getattr(data, field), text_field=data.text_field, encoding_errors=data.encoding_errors
         )
-
-
-@contextmanager
-def _named(field: str) -> Iterator[None]:
-    """Put the name of a setting in front of messages about its source."""
-    try:
-        yield
-    except InputError as error:
-        raise InputError(f"{field}: {error}") from error.__cause__
 
 
 def _prepare(

@@ -14,7 +14,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from filelock import FileLock, Timeout
 from transformers import PreTrainedTokenizerFast
 
 from multilin.data.chat import CHAT_TEMPLATE
@@ -30,6 +29,7 @@ from multilin.data.store import Store
 from multilin.data.tokenizers import load_tokenizer, tokenizer_hash, train_tokenizer
 from multilin.errors import InputError, shown
 from multilin.files import remove_partials
+from multilin.files.lock import locked_folder
 from multilin.settings import load_settings
 
 TOKENIZER_BYTES = 10**8
@@ -59,7 +59,7 @@ def prepare_shards(plan: ShardSettings, *, workers: int = 1, progress: Progress 
     deciding |= {"content": identity, "tokenizer": None if tokenizer is None else tokenizer_hash(tokenizer)}
     store = Store("--output", plan.output)
     store.check_writable()
-    with _only_one(store):
+    with contextlib.nullcontext() if store.local is None else locked_folder("--output", store.local):
         if (manifest := _finished(store, deciding)) is not None:
             if store.local is not None:
                 check_shards(store, manifest, progress)
@@ -72,28 +72,6 @@ def prepare_shards(plan: ShardSettings, *, workers: int = 1, progress: Progress 
                 manifest = _finish(store, job, deciding, entry, records, Path(temporary))
         store.remove(UNFINISHED)
         return manifest
-
-
-@contextlib.contextmanager
-def _only_one(store: Store) -> Iterator[None]:
-    """Keep other processes of this machine out of the folder, and remove the folder if it is empty at the end."""
-    if store.local is None:
-        yield
-        return
-    store.local.mkdir(parents=True, exist_ok=True)
-    lock = store.local / ".prepare.lock"
-    try:
-        with FileLock(lock, timeout=0):
-            try:
-                yield
-            finally:
-                lock.unlink(missing_ok=True)
-                with contextlib.suppress(OSError):
-                    store.local.rmdir()
-    except Timeout:
-        raise InputError(
-            f"--output: another process prepares text in {shown(store.address)}; name another folder"
-        ) from None
 
 
 @contextlib.contextmanager
@@ -195,7 +173,7 @@ def _finish(
             store.remove(UNFINISHED)  # nobody can go on from here
             raise InputError(
                 f"--validation-fraction: {plan.validation_fraction} given, but that leaves no document of "
-                f"{shown(plan.source)} to {name} on; give another fraction, or more text"
+                f"{shown(plan.source)} to {name} on; give another fraction, or more documents, two at least"
             )
     if len({folder.describe().is_chat for folder in [*train, *pieces]}) > 1:
         raise InputError(f"{shown(plan.source)}: holds texts and conversations; give them apart")

@@ -31,7 +31,7 @@ def import_peft() -> Any:
 
 
 def insert_adapters(model: PreTrainedModel, config: "LoraConfig", field: str) -> Any:
-    """Insert new adapters into a model, of which only they are trained from then on.
+    """Insert new adapters into a model and freeze all its other weights.
 
     Args:
         model: changed in place.

@@ -119,15 +119,9 @@ def _our_config(
 ) -> MultilinConfig:
     options |= {"num_heads": num_heads, "windows": theirs.windows, "dropout": theirs.hidden_dropout_prob}
     return MultilinConfig.from_architecture(
-        architecture,
-        hidden_size=theirs.hidden_size,
-        num_layers=theirs.n_layer,
-        vocab_size=theirs.vocab_size,
-        n_positions=theirs.n_positions,
-        options=options,
-        initializer_range=theirs.initializer_range,
-        **fields,
-    )
+        architecture, hidden_size=theirs.hidden_size, num_layers=theirs.n_layer, vocab_size=theirs.vocab_size,
+        n_positions=theirs.n_positions, options=options, initializer_range=theirs.initializer_range, **fields,
+    )  # fmt: skip
 
 
 def our_name(name: str) -> str:

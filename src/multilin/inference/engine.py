@@ -32,35 +32,27 @@ class Engine(Protocol):
 
     def new_state(self, num_rows: int = 1) -> Any:
         """A state of `num_rows` rows that have read nothing."""
-        ...
 
     def read(self, state: Any, token_ids: Sequence[Sequence[int]]) -> Logits:
         """Read the next tokens of each row, changing the state in place; the logits after each row's last, (rows, V).
 
         Rows may have different numbers of tokens, also none; the logits of such a row are 0.
         """
-        ...
 
     def num_read(self, state: Any) -> list[int]:
         """Tokens read by each row."""
-        ...
 
     def select(self, state: Any, rows: Sequence[int]) -> Any:
         """A copy of these rows in this order; a row may come more than once."""
-        ...
 
     def join(self, state: Any, other: Any) -> None:
         """Append the rows of another state, which must not be used afterwards."""
-        ...
 
     def leave(self, state: Any, row: int) -> Any:
         """Remove a row and return it as a state of its own; the last row takes its place."""
-        ...
 
     def save(self, state: Any) -> StateContents:
         """A copy of the state as the content of a file; the caller adds unread tokens and random numbers."""
-        ...
 
     def restore(self, contents: StateContents) -> Any:
         """The state from what `save` returned, of this engine or another one with the same model."""
-        ...

@@ -9,7 +9,7 @@ from multilin.files import check_writable
 from multilin.inference.engine import Engine
 from multilin.inference.random_numbers import RandomNumbers
 from multilin.inference.sampling import choose_tokens
-from multilin.inference.settings import GenerationSettings
+from multilin.inference.settings import DEFAULT_NEW_TOKENS, GenerationSettings
 from multilin.inference.state_contents import StateContents, StateOwner
 from multilin.inference.state_file import read_state, write_state
 from multilin.inference.text import TextCodec, TextStream
@@ -58,10 +58,12 @@ class Continuation:
 
     token_ids: the new tokens, an end of text included.
     text: the text of the new tokens, as given to `write`.
+    has_room: the model can read the last token and generate more.
     """
 
     token_ids: list[int]
     text: str
+    has_room: bool = True
 
 
 def generate(
@@ -95,7 +97,7 @@ def generate(
     sequence = sequence or Sequence(engine.new_state())
     num_read = sum(engine.num_read(sequence.state))
     prompt_ids = first_ids(codec, prompt, sequence.unread_ids, is_start=num_read == 0)
-    check_length(num_read + len(prompt_ids), settings.max_new_tokens, engine.longest_text)
+    num_new = count_new_tokens(num_read + len(prompt_ids), settings.max_new_tokens, engine.longest_text)
     if settings.seed is not None or sequence.numbers is None:
         sequence.numbers = RandomNumbers(settings.seed)
 
@@ -106,13 +108,14 @@ def generate(
     pass_on(prompt if echo else "")
     stream = TextStream(codec, skip_special_tokens=settings.stop_at_end, stop=settings.stop)
     token_ids = []
-    for token in _tokens(engine, codec, sequence, prompt_ids, settings):
+    for token in _tokens(engine, codec, sequence, prompt_ids, settings, num_new):
         token_ids.append(token)
         pass_on(stream.put(token))
         if stream.is_stopped:
             break
     pass_on(stream.end())
-    return Continuation(token_ids, stream.text)
+    num_tokens, limit = num_read + len(prompt_ids) + len(token_ids), engine.longest_text
+    return Continuation(token_ids, stream.text, limit is None or num_tokens <= limit)
 
 
 def continue_file(
@@ -153,12 +156,12 @@ def continue_file(
 
 
 def _tokens(
-    engine: Engine, codec: TextCodec, sequence: Sequence, prompt_ids: list[int], settings: GenerationSettings
+    engine: Engine, codec: TextCodec, sequence: Sequence, prompt_ids: list[int], settings: GenerationSettings, most: int
 ) -> Iterator[int]:
-    """The new tokens one by one; the sequence is up to date after each."""
+    """At most so many new tokens, one by one; the sequence is up to date after each."""
     assert sequence.numbers is not None
     ids, seen = prompt_ids, dict.fromkeys(prompt_ids, 0)
-    for _ in range(settings.max_new_tokens):
+    for _ in range(most):
         logits_BV = engine.read(sequence.state, [ids])
         if codec.pad_id != codec.end_id:
             logits_BV[:, codec.pad_id] = -float("inf")  # never seen in training, so its probability is an accident
@@ -196,6 +199,23 @@ def first_ids(codec: TextCodec, prompt: str, unread_ids: list[int], *, is_start:
     if not unread_ids and not ids:
         raise InputError("prompt: none given, and the state has no token left to read; give some text to go on with")
     return [*unread_ids, *ids]
+
+
+def count_new_tokens(
+    num_before: int, given: int | None, limit: int | None, *, default: int = DEFAULT_NEW_TOKENS,
+    field: str = "max_new_tokens",
+) -> int:  # fmt: skip
+    """The tokens to generate at most: those given, or else `default`, or fewer if the model has no room for them.
+
+    Args:
+        num_before, limit, field: as for `check_length`, as are its errors.
+        given: by the user.
+        default: at least 1.
+    """
+    if given is None:
+        given = default if limit is None else max(1, min(default, limit - num_before + 1))
+    check_length(num_before, given, limit, field)
+    return given
 
 
 def check_length(num_before: int, num_new: int, limit: int | None, field: str = "max_new_tokens") -> None:

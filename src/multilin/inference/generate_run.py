@@ -6,7 +6,7 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from multilin.data.tokenizers import start_token_id
-from multilin.inference.generate import DEFAULTS, Continuation, Sequence, check_length, check_settings, generate
+from multilin.inference.generate import DEFAULTS, Continuation, Sequence, check_settings, count_new_tokens, generate
 from multilin.inference.runs import Run
 from multilin.inference.settings import GenerationSettings
 from multilin.inference.text import TextCodec, plain_tokenizer
@@ -33,15 +33,16 @@ def generate_text(
     """
     engine, codec = TorchEngine(run.model), text_codec(run.tokenizer)
     prompt_ids = [codec.end_id, *codec.encode(prompt)]
-    check_memory(run, prompt_ids, settings)
     if settings.num_beams == 1:
+        check_reading(f"prompt: {len(prompt_ids)} tokens", run.model, 1, len(prompt_ids), all_logits=False)
         return generate(engine, codec, prompt, settings, sequence=sequence, write=write, echo=echo)
+    num_new = count_new_tokens(len(prompt_ids), settings.max_new_tokens, engine.longest_text)
+    _check_beams(run, prompt_ids, num_new, settings.num_beams)
     check_settings(settings, engine.vocab_size)
-    check_length(len(prompt_ids), settings.max_new_tokens, engine.longest_text)
     pad, end = codec.pad_id, codec.end_id
     found_ids = run.model.generate(
         torch.tensor([prompt_ids], device=run.model.device),
-        max_new_tokens=settings.max_new_tokens, do_sample=False, num_beams=settings.num_beams,
+        max_new_tokens=num_new, do_sample=False, num_beams=settings.num_beams,
         eos_token_id=end if settings.stop_at_end else None, pad_token_id=pad,
         suppress_tokens=[pad] if pad != end else None,
     )  # fmt: skip
@@ -59,13 +60,9 @@ def text_codec(tokenizer: PreTrainedTokenizerFast) -> TextCodec:
     return TextCodec(plain_tokenizer(tokenizer.backend_tokenizer.to_str()), end, pad)
 
 
-def check_memory(run: Run, prompt_ids: list[int], settings: GenerationSettings) -> None:
-    """Refuse a prompt, or beams, that need more memory than there is."""
-    model, num_beams = run.model, settings.num_beams
-    num_tokens = len(prompt_ids) + settings.max_new_tokens
-    if num_beams == 1:
-        check_reading(f"prompt: {len(prompt_ids)} tokens", model, 1, len(prompt_ids), all_logits=False)
-        return
+def _check_beams(run: Run, prompt_ids: list[int], num_new: int, num_beams: int) -> None:
+    """Refuse beams that need more memory than there is."""
+    model, num_tokens = run.model, len(prompt_ids) + num_new
     state_bytes = cache_bytes(model.config, num_tokens)
     if isinstance(model, MultilinForCausalLM):
         state, first = model.new_state(), torch.tensor([prompt_ids[:1]], device=model.device)

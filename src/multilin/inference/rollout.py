@@ -4,9 +4,8 @@ With e = W^T t for a vector t over the vocabulary, F and C the product of all la
 
     O_n = H F W^T sum_{j<=n} C[n, j] t_j + b_n = Q sum_{j<=n} C[n, j] t_j + b_n        t_{n+1} = O_n after the prompt
 
-Without a bias and after one token every t_n is a sum of Q^p t_0 with scalars alpha[n, p], which obey
-alpha[n + 1, p + 1] = sum_j C[n, j] alpha[j, p]. In general let the rows of T be the vectors fed back, those of S what
-prompt and biases add to them, and L the part of C with which they read each other, one row down. Then
+Let the rows of T be the vectors fed back, those of S what prompt and biases add to them, and L the part of C with which
+they read each other, one row down. Then
 
     T = S + L T Q^T = sum_p L^p S (Q^T)^p = (1 + X) (1 + X^2) (1 + X^4) ... S        X S = L S Q^T,   L^N = 0
 
@@ -20,7 +19,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.functional import linear
 
-from multilin.errors import InputError
+from multilin.errors import InputError, prefixed
 from multilin.inference.generate import check_length
 from multilin.layers.base import Layout
 from multilin.model import MultilinForCausalLM
@@ -159,22 +158,6 @@ def rollout_sequential(
     return torch.stack(outputs, dim=1)
 
 
-def power_coefficients(mixing: Float[Tensor, "n n"], num_steps: int) -> Float[Tensor, "N P"]:
-    """alpha with t_n = sum_p alpha[n, p] Q^p t_0 for n, p <= num_steps: the rollout after one token, without a bias.
-
-    They do not depend on Q: alpha[n + 1, p + 1] = sum_{j<=n} C[n, j] alpha[j, p], alpha[0, 0] = 1.
-
-    Raises:
-        InputError: more steps than the mixing has positions.
-    """
-    _check_length(num_steps, len(mixing))
-    alpha = mixing.new_zeros(num_steps + 1, num_steps + 1)
-    alpha[0, 0] = 1.0
-    for n in range(num_steps):
-        alpha[n + 1, 1:] = mixing[n, : n + 1] @ alpha[: n + 1, :-1]
-    return alpha
-
-
 def _factor(model: MultilinForCausalLM, dtype: torch.dtype) -> _Factors:
     maps = [[part.to(dtype) for part in parts] for parts in _linear_maps(model)]
     embedding_VD = model.model.embedding.tokens.weight.to(dtype)
@@ -205,11 +188,9 @@ def _linear_map(layer: Any, index: int) -> LinearMap:
         raise InputError(
             f"layers.{index}: {type(layer).__name__} given, but only linear layers can be composed and rolled out"
         )
-    try:
+    with prefixed(f"layers.{index}."):
         found: LinearMap = layer.linear_map()
         return found
-    except InputError as error:
-        raise InputError(f"layers.{index}.{error}") from None
 
 
 def _check_request(prompt: Tensor, num_steps: int, num_positions: int) -> None:

@@ -4,7 +4,7 @@ import hashlib
 import json
 from pathlib import Path
 
-from multilin.errors import InputError, as_input_error, shown
+from multilin.errors import InputError, as_input_error, prefixed, shown
 from multilin.files import checksum
 from multilin.settings.inputs import read_json
 
@@ -63,10 +63,8 @@ def find_model(name: str, field: str) -> Path:
         if folder.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
             raise InputError(f"{field}: {shown(name)} does not exist; give a run, a folder or a name on the hub")
         folder = _fetch(name, field)
-    try:
+    with prefixed(f"{field}: ", "run: "):
         check_run_files(folder)
-    except InputError as error:
-        raise InputError(f"{field}: {str(error).removeprefix('run: ')}") from None
     return folder
 
 

@@ -8,6 +8,7 @@ from annotated_types import MaxLen
 from multilin.settings import settings
 from multilin.settings.bounds import Beams, Factor, Length, Positive, Seed, Share, Temperature, Tokens, Vocabulary
 
+DEFAULT_NEW_TOKENS = 200
 EngineName = Literal["auto", "torch", "onnx"]
 Biases = Annotated[dict[str, Factor], MaxLen(1000)]
 StopTexts = Annotated[tuple[str, ...], MaxLen(16)]
@@ -17,7 +18,7 @@ StopTexts = Annotated[tuple[str, ...], MaxLen(16)]
 class GenerationSettings:
     """How text is generated."""
 
-    max_new_tokens: Tokens = 200  # tokens to generate, at most
+    max_new_tokens: Tokens | None = None  # tokens to generate, at most; without it 200, or as many as have room
     temperature: Temperature = 0.8  # below 1 prefers likely tokens more than the model does, above 1 less
     top_k: Vocabulary | None = None  # draw from the k likeliest tokens only
     top_p: Share | None = None  # draw from the likeliest tokens that together have this share

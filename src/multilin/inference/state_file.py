@@ -15,7 +15,7 @@ import safetensors
 from numpy.typing import NDArray
 from safetensors.numpy import load, save
 
-from multilin.errors import InputError
+from multilin.errors import InputError, prefixed
 from multilin.files import shown, write_whole
 from multilin.inference.random_numbers import STATE_BYTES, RandomNumbers
 from multilin.inference.state_contents import StateContents, StateOwner, StateTensor
@@ -52,11 +52,9 @@ def pack_state(contents: StateContents, owner: StateOwner) -> bytes:
     unread_ids = contents.unread_ids or [[] for _ in num_read_B]
     if contents.rng_state is not None:
         tensors[RNG_STATE] = contents.rng_state
-    try:
+    with prefixed("state: "):
         _check_values(tensors, owner)
         _check_unread_ids(unread_ids, len(num_read_B), owner.vocab_size)
-    except InputError as error:
-        raise InputError(f"state: {error}") from None
     longest = max(int(num_read_B.max()), 1)
     for about in owner.tensors:
         if about.is_ring:

@@ -9,20 +9,7 @@ from multilin.layers.reading import Reader, Reading
 from multilin.layers.short_convolution import ShortConvolution
 
 __all__ = [
-    "GeluFeedForward",
-    "Layer",
-    "Layout",
-    "Linear",
-    "ParameterHolder",
-    "Reader",
-    "Reading",
-    "ResidualBlock",
-    "ShortConvolution",
-    "TileNorm",
-    "head_width",
-    "multiply_pairs",
-    "multiply_scaled",
-    "rotary_angles",
-    "rotate",
+    "GeluFeedForward", "Layer", "Layout", "Linear", "ParameterHolder", "Reader", "Reading", "ResidualBlock",
+    "ShortConvolution", "TileNorm", "head_width", "multiply_pairs", "multiply_scaled", "rotary_angles", "rotate",
     "standardize",
-]
+]  # fmt: skip

@@ -50,5 +50,4 @@ class GeluFeedForward(nn.Module):
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         """(B, T, D) to (B, T, D)."""
-        result: Tensor = self.dropout(self.contract(torch.nn.functional.gelu(self.expand(x_BTD))))
-        return result
+        return self.dropout(self.contract(torch.nn.functional.gelu(self.expand(x_BTD))))

@@ -143,8 +143,7 @@ def weight_of(module: nn.Module, like: Tensor) -> Tensor:
     """
     if type(module) is nn.Linear and is_unwrapped(module):
         return module.weight
-    result: Tensor = module(torch.eye(module.in_features).to(like)).T  # type: ignore[call-overload]
-    return result
+    return module(torch.eye(module.in_features).to(like)).T  # type: ignore[call-overload]
 
 
 def multiply_scaled(module: nn.Module, x: Tensor) -> Tensor:
@@ -160,8 +159,7 @@ def multiply_scaled(module: nn.Module, x: Tensor) -> Tensor:
     factor = x.shape[-1] ** -0.5
     if isinstance(module, Linear) and is_unwrapped(module):
         return module.multiply(x, factor)
-    result: Tensor = module(x * factor)
-    return result
+    return module(x * factor)
 
 
 def multiply_pairs(module: nn.Module, left: Tensor, right: Tensor, *, scaled: bool = False) -> Tensor:
@@ -179,8 +177,7 @@ def multiply_pairs(module: nn.Module, left: Tensor, right: Tensor, *, scaled: bo
     factor = (left.shape[-2] * left.shape[-1] * right.shape[-1]) ** -0.5 if scaled else 1.0
     if isinstance(module, Linear) and is_unwrapped(module):
         return module.multiply_pairs(left, right, factor)
-    result: Tensor = module((left[..., None] * right[..., None, :] * factor).flatten(-3))
-    return result
+    return module((left[..., None] * right[..., None, :] * factor).flatten(-3))
 
 
 def matrix_modules(layers: nn.Module) -> Iterator[Linear]:

@@ -46,8 +46,7 @@ def normalize_gradient(x: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
     earlier parameters lose their common scale. The mean square is computed in float32 or better, after a division by
     the largest magnitude, so that it neither overflows nor vanishes. Source: TScale (Foreseerr).
     """
-    result: Tensor = _NormalizeGradient.apply(x)
-    return result
+    return _NormalizeGradient.apply(x)
 
 
 class _NormalizeGradient(torch.autograd.Function):

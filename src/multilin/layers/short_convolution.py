@@ -68,7 +68,7 @@ class _Convolution(torch.autograd.Function):
 
 
 def _gradients(inputs_BSD: Tensor, weight_KD: Tensor, dy_BTD: Tensor) -> tuple[Tensor, Tensor]:
-    """Those of the inputs, and of the weights: sums of products a piece of the text at a time."""
+    """Gradients of the inputs and the weights. The weight gradient is summed over pieces of `PIECE` positions."""
     num_before = len(weight_KD) - 1
     dinputs_BSD = _convolve(pad(dy_BTD, (0, 0, num_before, num_before)), weight_KD.flip(0))
     dweight_KD = torch.zeros_like(weight_KD)

@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Iterable
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from multilin.model.embedding import TokenEmbedding, check_mask
 from multilin.model.padding import ColumnOrder, pads_after_tokens
 from multilin.model.remote import write_auto_file
 from multilin.model.state import TextState, open_state
-from multilin.model.state_tree import put_rows, take_rows
+from multilin.model.state_tree import map_tensors, put_rows
 from multilin.settings import load_settings
 
 DRAWN = (nn.Linear, nn.Embedding, nn.LayerNorm, nn.RMSNorm, ParameterHolder)
@@ -186,7 +187,7 @@ class MultilinModel(MultilinPreTrainedModel):
     def _read_around_padding(
         self, tokens: Tensor, values: list[Any], mask: Tensor | None, packing: Packing, needs_state: bool
     ) -> tuple[list[Tensor], list[Any]]:
-        """As `_read`, where padding may also follow tokens: hidden states and states are as if it were not there.
+        """Like `_read`, but padding may also follow tokens. It does not affect the results.
 
         A window would keep padding in the place of tokens. So the tokens of each row are moved together and read
         without the padding between them. Padding gets the hidden states of the token before it in this call: the last
@@ -217,10 +218,8 @@ class MultilinModel(MultilinPreTrainedModel):
         ]
         for first, end in itertools.pairwise(sorted({0, *counts_B.tolist()})):
             rows, piece = (counts_B >= end).nonzero()[:, 0], slice(first, end)
-            read, after = self._read(
-                tokens[rows, piece], [take_rows(value, rows) for value in values], None, packing.part(rows, piece),
-                needs_state=True,
-            )  # fmt: skip
+            own = [map_tensors(itemgetter(rows), value) for value in values]
+            read, after = self._read(tokens[rows, piece], own, None, packing.part(rows, piece), needs_state=True)
             for target, source in zip(hidden_states, read, strict=True):
                 target[rows, piece] = source.to(target.dtype)
             values = put_rows(values, after, rows)

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, get_type_hints
 from annotated_types import MaxLen
 from transformers import PretrainedConfig
 
-from multilin.architectures.base import Sizes, get_architecture, layer_entry
+from multilin.architectures.base import Sizes, get_architecture
 from multilin.errors import InputError, nearest, shorten, shown
 from multilin.layers.linear import Arithmetic
 from multilin.model.remote import AUTO_MAP
@@ -107,7 +107,7 @@ class MultilinConfig(PretrainedConfig):
         super().__init__(**{**kwargs, "tie_word_embeddings": self.tie_word_embeddings})
 
     def _check(self, others: Mapping[str, Any]) -> None:
-        """What the type of a single field does not say."""
+        """Check what the type of a single field does not say."""
         if "logit_scale" in others:  # what it scaled in other models, and in earlier ones of this, includes the bias
             raise InputError("logit_scale: given, but this model has final_scale, a factor on the final hidden states")
         load_settings(TokenIds, {name: others[name] for name in TOKEN_IDS if name in others})
@@ -181,7 +181,7 @@ class MultilinConfig(PretrainedConfig):
         return cls(
             vocab_size=sizes.vocab_size,
             hidden_size=sizes.hidden_size,
-            layers=[layer_entry(name, options) for options in preset.layers]
+            layers=[{"architecture": name, **dataclasses.asdict(options)} for options in preset.layers]
             if layers is None
             else [dict(entry) for entry in layers],
             **fields,

@@ -13,7 +13,9 @@ SIZE_HINTS = ("max_length_q", "max_length_k", "cu_seq_lens_k")
 
 
 class Packing(NamedTuple):
-    """How several documents lie in the rows. A token begins a document if any field says so; None says nothing.
+    """How several documents lie in the rows.
+
+    A token starts a document if any of the fields marks it; fields that are None are ignored.
 
     document_ids: (B, T) number of each token's document; a change begins one.
     cu_seqlens: (N + 1,) cumulative lengths of the documents in the rows laid end to end, from 0 to B * T.

@@ -44,8 +44,7 @@ class TokenEmbedding(nn.Module):
         x_BTD = self.tokens(tokens) if tokens.ndim == 2 else tokens
         if self.positions is not None:
             x_BTD = x_BTD + self.positions(layout.positions_BT.clamp(min=0))
-        result: Tensor = self.dropout(x_BTD)
-        return result
+        return self.dropout(x_BTD)
 
     def lay_out(
         self,

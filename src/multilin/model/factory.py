@@ -88,10 +88,8 @@ def create_config(
     options = dict(options or {})
     if num_layers is None and layers is None:
         num_layers = DEFAULT_NUM_LAYERS
+    _check_name(architecture)
     if architecture not in BASELINES:
-        if architecture not in model_names():
-            hint = nearest(architecture, model_names()) or f"; known are {', '.join(model_names())}"
-            raise InputError(f"model.architecture: {shown(architecture)} is not known{hint}")
         return MultilinConfig.from_architecture(
             architecture, hidden_size=hidden_size, num_layers=num_layers, vocab_size=vocab_size,
             n_positions=n_positions, options=options, layers=layers, **model,
@@ -124,12 +122,22 @@ def create_config(
 
 def create_model(architecture: str, **sizes: Any) -> PreTrainedModel:
     """A new model with random weights; arguments as for `create_config`."""
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(create_config(architecture, **sizes))
-    return model
+    return AutoModelForCausalLM.from_config(create_config(architecture, **sizes))
+
+
+def _check_name(architecture: str) -> None:
+    if architecture not in model_names():
+        hint = nearest(architecture, model_names()) or f"; known are {', '.join(model_names())}"
+        raise InputError(f"model.architecture: {shown(architecture)} is not known{hint}")
 
 
 def training_defaults(architecture: str) -> TrainingDefaults:
-    """The training settings of an architecture's source; for the baselines the defaults."""
+    """The training settings of an architecture's source; for the baselines the defaults.
+
+    Raises:
+        InputError: an unknown name.
+    """
+    _check_name(architecture)
     if architecture in BASELINES:
         return TrainingDefaults()
     return get_architecture(architecture).expand(Sizes(1, 1, 1, 1), {}).training

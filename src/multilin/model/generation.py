@@ -156,10 +156,9 @@ class StatefulGenerationMixin(GenerationMixin):
             next_sequence_length = input_ids.shape[1] - past_key_values.num_columns
         for name in ("position_ids", "tokenizer", "assistant_tokenizer"):  # the latter only generate() itself reads
             kwargs.pop(name, None)
-        prepared: dict[str, Any] = super().prepare_inputs_for_generation(
+        return super().prepare_inputs_for_generation(
             input_ids, next_sequence_length, past_key_values, attention_mask, inputs_embeds, **kwargs
         )
-        return prepared
 
 
 def _refuse_other_modes(settings: GenerationConfig, given: dict[str, Any]) -> None:

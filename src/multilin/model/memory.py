@@ -1,7 +1,8 @@
 """The memory that a model would take, estimated before it is built, and the memory that this machine has left.
 
 Parameters, gradients and the optimizer's numbers are counted. Activations are estimated from the shapes of the matrices
-as 60 to 100 % of what training was measured to keep (30 % for mixers). So what is refused could hardly have run.
+as 60 to 100 % of what training was measured to keep (30 % for mixers). The estimate is low, so a refused model would
+almost certainly have run out of memory.
 """
 
 import contextlib

@@ -34,13 +34,8 @@ def with_tensors(state: Any, name: str, tensors: Mapping[str, Tensor]) -> Any:
     return type(state)(*(with_tensors(part, f"{name}.{field}", tensors) for field, part in parts))
 
 
-def take_rows(state: Any, rows: Tensor) -> Any:
-    """The rows of those indices of a (nested) NamedTuple."""
-    return map_tensors(lambda tensor: tensor[rows], state)
-
-
 def put_rows(states: list[Any], parts: list[Any], rows: Tensor) -> list[Any]:
-    """The states with the rows of those indices replaced by the rows of the others, in their order."""
+    """The states with `rows` replaced by the rows of `parts`, in order."""
 
     def put(state: Any, part: Any) -> Any:
         if isinstance(state, Tensor):

@@ -64,7 +64,7 @@ class Op:
     ) -> Backend:
         """The first backend that computes in this type on this device of this machine, and takes the call.
 
-        Without arguments it is asked for no call in particular.
+        Without arguments, `refuses` is not consulted, and special cases are left out.
         """
         options = options or {}
         if arguments is not None:

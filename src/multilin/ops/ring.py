@@ -16,7 +16,7 @@ class Slots(NamedTuple):
 
     fields: tuple[str, ...]
     are_positions: bool = False  # the token at position n lies in slot n, not the last tokens in their order
-    are_multiplied: bool = False  # the op multiplies with those of (B, S, H, D), slots of a head as rows of a matrix
+    are_multiplied: bool = False  # the op uses the (B, S, H, D) fields in matrix products, one matrix of slots per head
 
 
 def slots_of(state: Any) -> Slots | None:
@@ -26,7 +26,7 @@ def slots_of(state: Any) -> Slots | None:
 
 
 class Ring(NamedTuple):
-    """The last tokens of each sequence, the next one's place being slot `num_read_B` mod S."""
+    """The last tokens of each sequence. The next token goes into slot `num_read_B` mod S."""
 
     tokens: Any  # a state of an op whose windows have S slots
     num_read_B: Tensor  # (B,) int64 tokens read

@@ -19,7 +19,6 @@ class Answers:
 
     loss: float  # mean nats per token of an answer
     accuracy: float  # share of these tokens that the model finds likeliest
-    asked: int  # number of these tokens
 
 
 def score_answers(
@@ -46,4 +45,4 @@ def score_answers(
             nats += float(F.cross_entropy(chosen, answers, reduction="sum"))
             right += int((chosen.argmax(dim=-1) == answers).sum())
             asked += len(answers)
-    return Answers(nats / asked, right / asked, asked)
+    return Answers(nats / asked, right / asked)

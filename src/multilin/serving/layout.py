@@ -81,8 +81,7 @@ class TemplateLayout:
             raise InputError(f"messages: the model's chat template refuses them ({str(error)[:200]})") from None
 
     def _encode(self, text: str) -> list[int]:
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
-        return ids
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
 
 
 Layout = PlainLayout | TemplateLayout

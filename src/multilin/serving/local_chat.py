@@ -5,7 +5,7 @@ import dataclasses
 from collections.abc import Callable
 
 from multilin.errors import InputError
-from multilin.inference.settings import GenerationSettings
+from multilin.inference.settings import DEFAULT_NEW_TOKENS, GenerationSettings
 from multilin.serving.errors import ApiError
 from multilin.serving.generation import Ask, Generation
 from multilin.serving.service import Service
@@ -54,8 +54,8 @@ class LocalChat:
         before = service.turns.peek(OWNER, turns[-1]) if turns else None
         settings = dataclasses.replace(self._settings, stop=(*self._settings.stop, *service.layout.stops))
         ask = Ask(
-            "chat", OWNER, [service.chat_prompt(messages, before)], [settings], None, settings.max_new_tokens,
-            session=self._session, is_streamed=True,
+            "chat", OWNER, [service.chat_prompt(messages, before)], [settings], None,
+            settings.max_new_tokens or DEFAULT_NEW_TOKENS, session=self._session, is_streamed=True,
         )  # fmt: skip
         self._generation = await service.begin(ask)
         try:

@@ -117,7 +117,7 @@ def _fields(settings: GenerationSettings) -> Json:
     """The fields of a request; settings with their default value are left to the server."""
     temperature = 0.0 if settings.greedy else settings.temperature
     fields: Json = {"temperature": temperature, "stop": list(settings.stop), "ignore_eos": not settings.stop_at_end}
-    if settings.max_new_tokens != DEFAULTS.max_new_tokens:
+    if settings.max_new_tokens is not None:
         fields["max_tokens"] = settings.max_new_tokens
     names = ("top_k", "top_p", "min_p", "seed", "repetition_penalty", "presence_penalty", "frequency_penalty")
     return fields | {

@@ -9,7 +9,7 @@ from typing import Any
 
 from multilin.errors import InputError, shown
 from multilin.inference.engine import Engine
-from multilin.inference.generate import check_length, check_settings
+from multilin.inference.generate import check_settings, count_new_tokens
 from multilin.inference.state_contents import StateOwner
 from multilin.inference.state_file import pack_state, unpack_state
 from multilin.inference.text import TextCodec
@@ -59,7 +59,7 @@ class Service:
     def _notify(self, calls: list[Callable[[], None]]) -> None:
         """Run the scheduler's calls on the event loop, those of a step together."""
         if self._loop is not None and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(_call_all, calls)
+            self._loop.call_soon_threadsafe(lambda: [call() for call in calls])
 
     def text(self, token_ids: list[int], param: str) -> str:
         """The text of tokens, without special tokens.
@@ -71,13 +71,11 @@ class Service:
         if wrong is not None:
             last = self.engine.vocab_size - 1
             raise InputError(f"{param}: {shown(wrong)} given, but a token is a number from 0 to {last}")
-        text: str = self.codec.tokenizer.decode(token_ids)
-        return text
+        return self.codec.tokenizer.decode(token_ids)
 
     def token_text(self, token_id: int) -> str:
         """The text of one token alone; U+FFFD in place of a part of a character."""
-        text: str = self.codec.tokenizer.decode([token_id], skip_special_tokens=False)
-        return text
+        return self.codec.tokenizer.decode([token_id], skip_special_tokens=False)
 
     def check_idle(self, session_id: str) -> None:
         """Refuse a session that a request continues just now."""
@@ -145,11 +143,8 @@ class Service:
                 f"prompt: {len(token_ids)} tokens to read, but this server reads at most {limits.max_prompt}"
             )
         total, longest = num_read + len(token_ids), self.engine.longest_text
-        max_tokens = ask.max_tokens
-        if max_tokens is None:
-            room = limits.max_tokens if longest is None else longest - total + 1
-            max_tokens = max(min(ask.default_tokens, limits.max_tokens, room), 1)
-        check_length(total, max_tokens, longest, "max_tokens")
+        default = min(ask.default_tokens, limits.max_tokens)
+        max_tokens = count_new_tokens(total, ask.max_tokens, longest, default=default, field="max_tokens")
         generation.num_prompt_tokens += total
         generation.num_cached_tokens += num_read
         generation.parents.append(before)
@@ -205,8 +200,3 @@ class Service:
         if session is not None and not generation.is_abandoned:
             session.turns.append(turn.id)
             self.sessions.save(session)
-
-
-def _call_all(calls: list[Callable[[], None]]) -> None:
-    for call in calls:
-        call()

@@ -167,8 +167,7 @@ def parse_yaml(text: str, where: str) -> Any:
 
 def to_yaml(value: Any) -> str:
     """Plain data as YAML, in its own order."""
-    text: str = yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
-    return text
+    return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
 class _Refused(ValueError):

@@ -20,13 +20,10 @@ def add_adapters(model: PreTrainedModel, recipe: Recipe) -> None:
     The updates begin at zero, with matrices A drawn from torch's global generator.
 
     Raises:
-        InputError: no model to start from, PEFT is missing, no such targets, or an arithmetic that adapters cannot be
-            merged in.
+        InputError: PEFT is missing, no such targets, or an arithmetic that adapters cannot be merged in.
     """
     plan, lora = recipe.training, recipe.training.lora
     assert lora is not None
-    if recipe.model.start is None:
-        raise InputError("training.lora: given without model.start, but adapters need a trained model; give both")
     if plan.precision == "int8" or plan.quantization != "none":
         name = "precision" if plan.precision == "int8" else "quantization"
         raise InputError(

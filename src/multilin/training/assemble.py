@@ -164,8 +164,7 @@ def create_network(recipe: Recipe, vocab_size: int, checkpoint: Path | None) -> 
     if model.start is not None:
         is_whole = checkpoint is not None and recipe.training.lora is None
         folder = checkpoint if checkpoint is not None and is_whole else open_start(model.start, model.start_hash)
-        network: PreTrainedModel = AutoModelForCausalLM.from_config(read_config(folder))
-        return network
+        return AutoModelForCausalLM.from_config(read_config(folder))
     for name in model.config:
         if name in inspect.signature(create_config).parameters:
             raise InputError(f"model.config.{name}: given, but it is not decided there; leave it out")

@@ -96,8 +96,7 @@ class HostMaster:
                 numbers = self.link.to_device(parameter.detach()).clone()
             made[id(parameter)] = nn.Parameter(numbers, requires_grad=parameter.requires_grad)
         # deepcopy takes these for copies that it made already; the config is one for both.
-        copied: PreTrainedModel = copy.deepcopy(self.model, made)
-        return copied
+        return copy.deepcopy(self.model, made)
 
     def _bring_gradient(self, parameter: Tensor, copied: Tensor) -> None:
         gradient, copied.grad = copied.grad, None

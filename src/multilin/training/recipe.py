@@ -153,15 +153,9 @@ class Recipe:
 
 # What only reports on a run, or says where it lies, may change when it is resumed.
 CHANGEABLE_ON_RESUME = (
-    "output",
-    "training.eval_every_steps",
-    "training.eval_max_tokens",
-    "training.save_every_steps",
-    "training.keep_checkpoints",
-    "training.log_every_steps",
-    "training.shard",
-    "training.report_to",
-)
+    "output", "training.eval_every_steps", "training.eval_max_tokens", "training.save_every_steps",
+    "training.keep_checkpoints", "training.log_every_steps", "training.shard", "training.report_to",
+)  # fmt: skip
 
 
 def builtin_recipes() -> dict[str, Path]:
@@ -222,9 +216,11 @@ def load_recipe(
 
 
 def check_start(recipe: Recipe) -> None:
-    """Refuse a hash of weights without the model that has them."""
+    """Refuse a hash of weights, or adapters, without the model that they belong to."""
     if recipe.model.start is None and recipe.model.start_hash is not None:
         raise InputError("model.start_hash: given without model.start, the model that has these weights; leave it out")
+    if recipe.model.start is None and recipe.training.lora is not None:
+        raise InputError("training.lora: given without model.start, but adapters need a trained model; give both")
 
 
 def _check_length(recipe: Recipe, overrides: Mapping[str, Any]) -> None:

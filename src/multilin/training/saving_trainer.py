@@ -1,6 +1,6 @@
 """transformers' Trainer with our checkpoints: no pickles, resumed bit for bit, read by any number of processes.
 
-Replaced here are the places that Trainer keeps private: how a checkpoint is written and read.
+Overrides Trainer's private methods that write and read checkpoints.
 """
 
 import contextlib
@@ -143,7 +143,7 @@ class SavingTrainer(Trainer):  # type: ignore[misc]
             self.state.save_to_json(str(folder / checkpoints.STATE))
 
     def _clocks(self) -> list[tuple[str, Any]]:
-        """What knows how far the run is, each by the name of its file in a checkpoint."""
+        """The objects with progress to save (schedule, meter, clock), each after the name of its file."""
         clocks = [("schedule.json", self.lr_scheduler), ("meter.json", self.callback.meter)]
         return clocks if self.callback.limit is None else [*clocks, ("clock.json", self.callback.limit)]
 

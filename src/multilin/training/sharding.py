@@ -131,7 +131,8 @@ def read_shards(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer
 
 def _parts(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, torch.Tensor], list[dict[str, Any]]]:
     """The tensors of the model and of the optimizer, "slot/parameter" to tensor, and the optimizer's groups by name."""
-    kept = model.state_dict().keys()  # without buffers that are made anew; it divides what validation left gathered
+    # Without non-persistent buffers. The call also reshards parameters that validation left gathered.
+    kept = model.state_dict().keys()
     names: dict[torch.Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     tensors = {f"model/{name}": tensor for name, tensor in own_tensors(model).items() if name in kept}
     for parameter, slots in optimizer.state.items():

@@ -1,11 +1,10 @@
 """The model that a run begins with: another run, or a folder or a name on the hub in the layout of transformers."""
 
-import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from multilin.errors import InputError, shown
+from multilin.errors import InputError, prefixed, shown
 from multilin.inference.run_files import check_weights_hash, find_model, weights_hash
 from multilin.settings.inputs import read_yaml
 
@@ -70,7 +69,7 @@ def load_start(start: str, expected_hash: str | None, tokenizer: "PreTrainedToke
     from multilin.inference.runs import load_model
 
     folder = open_start(start, expected_hash)
-    with _about_start():
+    with prefixed("model.start: ", "run: "):
         model = load_model(folder)
     own_hash = getattr(model.config, "tokenizer_hash", None) or tokenizer_hash(load_tokenizer(str(folder)))
     if own_hash != tokenizer_hash(tokenizer) or len(tokenizer) > model.config.vocab_size:
@@ -85,7 +84,7 @@ def _describe(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     from multilin.inference.runs import longest_text, read_config
     from multilin.model.factory import BASELINES
 
-    with _about_start():
+    with prefixed("model.start: ", "run: "):
         config = read_config(folder)
         recorded = read_yaml(folder / RECIPE_FILE, "recipe") if (folder / RECIPE_FILE).is_file() else {}
     model: dict[str, Any] = {}
@@ -105,12 +104,3 @@ def _describe(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     model |= {name: value for name, value in own_model.items() if name not in ("start", "start_hash")}
     model |= {"hidden_size": config.hidden_size, "num_layers": config.num_hidden_layers}
     return {**model, "longest_text": longest_text(config)}, {} if tokenizer.get("path") else dict(tokenizer)
-
-
-@contextlib.contextmanager
-def _about_start() -> Iterator[None]:
-    """Have messages about a run begin with model.start."""
-    try:
-        yield
-    except InputError as error:
-        raise InputError(f"model.start: {str(error).removeprefix('run: ')}") from error.__cause__

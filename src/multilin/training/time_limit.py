@@ -51,7 +51,7 @@ class TimeLimit:
 
     @property
     def is_over(self) -> bool:
-        """True if another step would end later than now by more than it would leave unused."""
+        """True if less than half a step fits into the remaining time."""
         return self._room < 0.5 * self._step
 
     @property

@@ -14,11 +14,11 @@ from torch.distributed import DistError
 from transformers import TrainerCallback, set_seed
 
 from multilin.errors import InputError
+from multilin.files.lock import locked_folder
 from multilin.inference.adapters import reach
 from multilin.training.assemble import build_model, check_model, read_data
 from multilin.training.checkpoints import WRITE_ERRORS, checkpoint_folder, checkpoint_step
 from multilin.training.host_master import check_host_master
-from multilin.training.lock import locked_folder
 from multilin.training.outcomes import RunResult, StopRequest, TrainingFailed, TrainingInterrupted
 from multilin.training.processes import join_processes, were_restarted
 from multilin.training.progress import TrainingProgress
@@ -103,7 +103,7 @@ def _opened(
     with contextlib.ExitStack() as stack:
         step = 0
         if devices.is_main_process:
-            stack.enter_context(locked_folder(recipe.output))
+            stack.enter_context(locked_folder("output", recipe.output))
             newest = folder.check(recipe, resume=resume, overwrite=overwrite)
             step = 0 if newest is None else checkpoint_step(newest)
         if devices.num_processes > 1:

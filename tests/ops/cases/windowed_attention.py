@@ -8,7 +8,8 @@ from torch import Tensor
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {"window": 5},
     "itself only": {"window": 0, "null_key": True},
-    "one before": {"window": 1, "null_key": True},
+    "one before": {"window": 1, "null_key": True, "hyper": 0.5},
+    "copied from before": {"window": 1},
     "linear decay": {"window": 64, "scale": 0.3, "slope": 0.25},
     "hyperbolic decay": {"window": 8, "scale": 0.3, "hyper": 13.3},
     "null key": {"window": 33, "scale": 0.1, "slope": 0.5, "null_key": True},

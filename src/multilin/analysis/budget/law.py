@@ -3,17 +3,28 @@
 For a model of N parameters outside embeddings and output projection, trained on B bytes of text, those that were read
 again included, with g the bits per byte of a trigram model of the same text,
 
-    bits per byte = g^gamma c (e + a N^-alpha + b E^-beta)
+    bits per byte = g^gamma c (e + a N^-alpha + b E^-beta) (1 + d x^2)
 
 where E <= B counts what is read again for less. With U bytes of text, E = B up to one pass, and after that
 
-    E = U (1 + R (1 - exp(-(B / U - 1) / R)))
+    E = U (1 + R (1 - exp(-(B / U - 1) / R))),        x = N (B / U - 1) / U
+
+x is the parameters there are for each byte, as often as it is read again: a model that has enough learns the text by
+heart, and is then worse on any other. x is 0 up to one pass.
 
 c is 1 for the architecture with most runs; for another one it is the mean ratio of its runs to the law, and 1 with no
 runs. All constants are fitted by least squares of relative errors.
 
+Under way more is known: a run that is validated with v' bits per byte after a share s' of it, and with v after s, ends
+with about
+
+    v (v / v')^(k(s) (1 - s) / (s - s'))
+
+It goes on as before, k times as fast. k is fitted for each share to the measured runs that were validated on the way,
+and is a straight line between them. It holds for learning rates that fall linearly to 0, as theirs did.
+
 Sources: Hoffmann et al. 2022, "Training compute-optimal large language models", for the sum of powers; Muennighoff et
-al. 2023, "Scaling data-constrained language models", for E.
+al. 2023, "Scaling data-constrained language models", for E. The factor with d is our own.
 """
 
 import collections
@@ -29,11 +40,16 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-RUNS = Path(str(resources.files("multilin") / "analysis" / "budget" / "runs.jsonl"))
+FOLDER = Path(str(resources.files("multilin"))) / "analysis" / "budget"
+RUNS, LAW = FOLDER / "runs.jsonl", FOLDER / "law.json"  # the measured runs, and the law that `fit_law` makes of them
 EXPONENTS = (0.1, 0.2, 0.3, 0.4)  # tried for alpha and beta
 GAMMAS = (0.25, 0.5, 0.75, 1.0)  # tried for gamma
 REPEATS = (4.0, 15.0, 40.0)  # tried for R
+MEMORIES = (0.0, 0.0005, 0.001, 0.002, 0.004, 0.008, 0.016)  # tried for d
 LEAST_ERROR = 0.02  # relative, of a prediction, however well the runs fit
+
+Validation = tuple[float, float]
+"""The share of a run that is over, from 0 to 1, and bits per byte."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,6 +59,7 @@ class MeasuredRun:
     text: a name of it. tokens: read in training, those that were read again included. flops_per_token: of training.
     parameters: outside the embeddings and the output projection. train_tokens, train_bytes: of the training text.
     trigram: see `TextMeasure`. bits_per_byte: of the model, on the validation text. commit: of multilin.
+    validations: those before the last one.
     """
 
     text: str
@@ -61,6 +78,7 @@ class MeasuredRun:
     trigram: float
     bits_per_byte: float
     commit: str
+    validations: tuple[Validation, ...] = ()
 
     @property
     def bytes_read(self) -> float:
@@ -72,10 +90,11 @@ class MeasuredRun:
 class Law:
     """A fitted law.
 
-    e, a, alpha, b, beta, gamma, repeats: its constants, the last is R. main: the architecture with c = 1.
-    factors: c of the others that have runs.
+    e, a, alpha, b, beta, gamma, repeats, memory: its constants, the last two are R and d.
+    main: the architecture with c = 1. factors: c of the others that have runs.
     error: relative, of a run that is predicted from those on other texts: the root of the mean square.
-    runs: that it was fitted to. most_flops: of the largest of them.
+    runs: that it was fitted to. most_flops, fewest_tokens: of the largest and of the shortest of them.
+    ends: (s, k(s), error) for each share s, rising to 1; the error is that of forecasts from s, taken as `error` is.
     """
 
     e: float
@@ -85,16 +104,20 @@ class Law:
     beta: float
     gamma: float
     repeats: float
+    memory: float = 0.0
     main: str = ""
     factors: dict[str, float] = dataclasses.field(default_factory=dict)
     error: float = LEAST_ERROR
     runs: int = 0
     most_flops: float = 0.0
+    fewest_tokens: int = 0
+    ends: tuple[tuple[float, float, float], ...] = ((1.0, 1.0, 0.0),)
 
     def ratio(self, parameters: float, bytes_read: float, train_bytes: float) -> float:
-        """What stands in the brackets: what the rule makes least."""
+        """The factors of the law that the model and its passes decide, without g and c: what the rule makes least."""
         effective = effective_bytes(bytes_read, train_bytes, self.repeats)
-        return float(self.e + self.a * parameters**-self.alpha + self.b * effective**-self.beta)
+        learned = self.e + self.a * parameters**-self.alpha + self.b * effective**-self.beta
+        return float(learned * (1 + self.memory * by_heart(parameters, bytes_read, train_bytes) ** 2))
 
     def expected_of(self, run: MeasuredRun) -> float:
         """Bits per byte expected of a measured run."""
@@ -105,6 +128,12 @@ class Law:
         """Bits per byte to expect of an architecture, from `ratio`."""
         return float(trigram**self.gamma * self.factors.get(architecture, 1.0) * ratio)
 
+    def forecast(self, earlier: Validation, later: Validation) -> tuple[float, float]:
+        """Bits per byte to expect at the end of a run, and their error, from two validations of it."""
+        shares, factors, errors = zip(*self.ends, strict=True)
+        expected = later[1] * math.exp(float(np.interp(later[0], shares, factors)) * straight_on(earlier, later))
+        return expected, expected * float(np.interp(later[0], shares, errors))
+
 
 def effective_bytes(bytes_read: float, train_bytes: float, repeats: float) -> float:
     """E: the bytes of new text that as many bytes, some of them read again, are worth."""
@@ -112,9 +141,17 @@ def effective_bytes(bytes_read: float, train_bytes: float, repeats: float) -> fl
     return min(bytes_read, train_bytes) + train_bytes * repeats * (1 - math.exp(-again / repeats))
 
 
+def by_heart(parameters: float, bytes_read: float, train_bytes: float) -> float:
+    """x: parameters for each byte of text, times how often it is read again."""
+    return parameters / train_bytes * max(bytes_read / train_bytes - 1, 0.0)
+
+
 def load_runs(path: Path = RUNS) -> list[MeasuredRun]:
     """The measured runs of a file."""
-    return [MeasuredRun(**json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]
+    runs = (MeasuredRun(**json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines())
+    return [
+        dataclasses.replace(run, validations=tuple((share, bits) for share, bits in run.validations)) for run in runs
+    ]
 
 
 def fit_law(runs: Sequence[MeasuredRun]) -> Law:
@@ -126,13 +163,44 @@ def fit_law(runs: Sequence[MeasuredRun]) -> Law:
     law = _fit(runs)
     error = max(LEAST_ERROR, float(np.sqrt(np.mean(np.square([error for _, error in left_out_errors(runs)])))))
     most = max(run.tokens * run.flops_per_token for run in runs)
-    return dataclasses.replace(law, error=error, runs=len(runs), most_flops=most)
+    fewest = min(run.tokens for run in runs)
+    return dataclasses.replace(
+        law, error=error, runs=len(runs), most_flops=most, fewest_tokens=fewest, ends=_ends(runs)
+    )
+
+
+def straight_on(earlier: Validation, later: Validation) -> float:
+    """log(end / later) of a run whose log bits per byte go on along a straight line."""
+    return math.log(later[1] / earlier[1]) * (1 - later[0]) / (later[0] - earlier[0])
+
+
+def _ends(runs: Sequence[MeasuredRun]) -> tuple[tuple[float, float, float], ...]:
+    """`Law.ends`, for shares in tenths."""
+    found: dict[float, list[tuple[str, float, float]]] = collections.defaultdict(list)
+    for run in runs:
+        for earlier, later in itertools.pairwise(run.validations):
+            left = math.log(run.bits_per_byte / later[1])
+            found[round(later[0], 1)].append((run.text, straight_on(earlier, later), left))
+    ends = []
+    for share, points in sorted(found.items()):
+        errors = []
+        for text, straight, left in points:
+            others = [point for point in points if point[0] != text]
+            errors.append(_slope(others or points) * straight - left)
+        ends.append((share, _slope(points), float(np.sqrt(np.mean(np.square(errors))))))
+    return (*ends, (1.0, 1.0, 0.0))
+
+
+def _slope(points: Sequence[tuple[str, float, float]]) -> float:
+    """The factor of the second numbers that is nearest to the third, by least squares."""
+    return sum(x * y for _, x, y in points) / sum(x * x for _, x, _ in points)
 
 
 @functools.cache
 def shipped_law() -> Law:
-    """The law of the runs that come with the package."""
-    return fit_law(load_runs())
+    """The law of the runs that come with the package, which takes seconds to fit and is a file beside them."""
+    fields = json.loads(LAW.read_text(encoding="utf-8"))
+    return Law(**{**fields, "ends": tuple(map(tuple, fields["ends"]))})
 
 
 def best_rates(runs: Sequence[MeasuredRun]) -> list[MeasuredRun]:
@@ -159,19 +227,20 @@ def _main(runs: Sequence[MeasuredRun]) -> str:
 
 
 def _fit(runs: Sequence[MeasuredRun]) -> Law:
-    """Exponents and R from their grids, the other constants by least squares."""
+    """Exponents, R and d from their grids, the other constants by least squares."""
     main = _main(runs)
     own = [run for run in runs if run.architecture == main]
     parameters = np.array([run.parameters for run in own])
     measured, trigrams = (np.array([getattr(run, name) for run in own]) for name in ("bits_per_byte", "trigram"))
     found: list[tuple[float, Law]] = []
-    for repeats in REPEATS:
+    again = np.array([by_heart(run.parameters, run.bytes_read, run.train_bytes) for run in own])
+    for repeats, memory in itertools.product(REPEATS, MEMORIES):
         read = np.array([effective_bytes(run.bytes_read, run.train_bytes, repeats) for run in own])
         for alpha, beta, gamma in itertools.product(EXPONENTS, EXPONENTS, GAMMAS):
-            scale = trigrams**gamma / measured
+            scale = trigrams**gamma * (1 + memory * again**2) / measured
             terms = scale[:, None] * np.stack([np.ones(len(own)), parameters**-alpha, read**-beta], axis=1)
             (e, a, b), error = _least_squares(terms)
-            found.append((error, Law(e, a, alpha, b, beta, gamma, repeats, main)))
+            found.append((error, Law(e, a, alpha, b, beta, gamma, repeats, memory, main)))
     law = min(found, key=lambda pair: pair[0])[1]
     logs: dict[str, list[float]] = collections.defaultdict(list)
     for run in runs:

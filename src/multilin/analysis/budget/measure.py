@@ -6,12 +6,12 @@ import time
 
 import torch
 
-from multilin.analysis.budget.rule import BYTES_PER_ENTRY, LARGEST_VOCABULARY, Candidate, Size
+from multilin.analysis.budget.rule import Candidate, Size, Speed, fit_speed
 from multilin.analysis.costs import parameter_counts, training_flops_per_token
 from multilin.data.corpora import read_documents
 from multilin.data.prepared import PreparedText
 from multilin.data.settings import DataRecipe
-from multilin.errors import InputError
+from multilin.errors import prefixed
 from multilin.model.memory import FLOAT_BYTES, activation_bytes, parameter_bytes
 from multilin.ops.threads import adapt
 from multilin.scoring.ngrams import ngram_bits_per_byte
@@ -21,8 +21,9 @@ from multilin.training.precision import autocast_dtype
 from multilin.training.recipe import Recipe
 from multilin.training.resolve import resolve_recipe
 
+COUNTED_BYTES = 10**8  # of a text, as many as some hours of a small machine read
 COUNTED_NGRAMS = 200_000  # of any text, so that the measure says how hard it is and not how long
-WARM_UP_STEPS, FEWEST_STEPS, SPEED_SECONDS = 2, 5, 4.0
+WARM_UP_STEPS, FEWEST_STEPS, SPEED_SECONDS = 2, 5, 2.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,19 +46,17 @@ def measure_text(text: PreparedText) -> TextMeasure:
 
 
 def count_bytes(data: DataRecipe) -> int:
-    """Bytes of a text, counted until there are enough for the largest vocabulary.
+    """Bytes of a text, counted up to about `COUNTED_BYTES`.
 
     Raises:
         InputError: the text cannot be read.
     """
-    total, enough = 0, LARGEST_VOCABULARY * BYTES_PER_ENTRY
-    try:
+    total = 0
+    with prefixed("data.source: "):
         for document in read_documents(data.source, text_field=data.text_field, encoding_errors=data.encoding_errors):
             total += len(document.text.encode())
-            if total >= enough:
+            if total >= COUNTED_BYTES:
                 break
-    except InputError as error:
-        raise InputError(f"data.source: {error}") from error.__cause__
     return total
 
 
@@ -79,8 +78,15 @@ def candidate(recipe: Recipe, size: Size) -> Candidate:
     return Candidate(size, total - in_embeddings, training_flops_per_token(model, length), memory)
 
 
-def measure_speed(recipe: Recipe, size: Size) -> float:
-    """Floating-point operations per second of a recipe's training steps, measured for seconds on random tokens."""
+def measure_speed(small: tuple[Recipe, Size], large: tuple[Recipe, Size]) -> Speed:
+    """The speed of this machine from training steps of two models, some seconds of each."""
+    training, length = small[0].training, small[0].model.n_positions
+    times = [(candidate(*model), _step_seconds(*model)) for model in (small, large)]
+    return fit_speed(times[0], times[1], training.batch_size * length)
+
+
+def _step_seconds(recipe: Recipe, size: Size) -> float:
+    """Median seconds of a recipe's training step, on random tokens."""
     recipe = resolve_recipe(recipe)
     plan, dtype = recipe.training, autocast_dtype(recipe.training.precision)
     device = torch.accelerator.current_accelerator() or torch.device("cpu")
@@ -101,4 +107,4 @@ def measure_speed(recipe: Recipe, size: Size) -> float:
         loss.item()  # waits for a GPU
         seconds.append(time.perf_counter() - step)
         begin = time.perf_counter() if len(seconds) == WARM_UP_STEPS else begin
-    return ids.numel() * candidate(recipe, size).flops_per_token / statistics.median(seconds[WARM_UP_STEPS:])
+    return statistics.median(seconds[WARM_UP_STEPS:])

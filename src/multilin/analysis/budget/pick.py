@@ -1,6 +1,7 @@
 """From a text and minutes to a recipe: measure, pick, and say what to expect."""
 
 import dataclasses
+import functools
 import time
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -9,9 +10,9 @@ from multilin.analysis.budget.law import shipped_law
 from multilin.analysis.budget.measure import TextMeasure, candidate, count_bytes, measure_speed, measure_text
 from multilin.analysis.budget.rule import (
     ARCHITECTURE,
-    BATCH_SIZE,
-    MOST_PASSES,
-    N_POSITIONS,
+    LONG_RUN,
+    LONG_TOKENS,
+    SHORT_RUN,
     SMALLEST_VOCABULARY,
     Candidate,
     Choice,
@@ -20,22 +21,26 @@ from multilin.analysis.budget.rule import (
     choose_vocabulary,
     recipe_values,
     sizes,
+    with_vocabulary,
 )
 from multilin.analysis.plan import find_vocab_size
 from multilin.data.prepared import is_prepared
 from multilin.data.task_text import is_task
 from multilin.errors import InputError
 from multilin.model.memory import available_memory
-from multilin.training.assemble import read_text
+from multilin.training.assemble import check_model, read_text
 from multilin.training.processes import num_processes
 from multilin.training.progress import TrainingProgress
 from multilin.training.recipe import Recipe, given_fields, load_recipe
+from multilin.training.resolve import resolve_recipe
 
 TRAINING_SHARE = 0.9  # of the time that is left when the text is ready; the rest validates, saves, loads batches
-PROBE_WIDTH = 128  # of the model whose speed is measured
+PROBE_WIDTHS = 64, 256  # of the two models whose speeds are measured
 VALIDATIONS = 4  # before the last one
 VALIDATED_SHARE, FEWEST_VALIDATED, MOST_VALIDATED = 0.05, 10_000, 100_000  # tokens, as a share of those of training
 MINUTES_BETWEEN_SAVES = 3  # at most
+FEWEST_MINUTES = 0.1  # that a recipe may say
+START_AND_END = 10.0  # seconds of a run before its first step and after its last one, at least
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,14 +48,14 @@ class Pick:
     """A recipe for so many minutes, and what it follows from.
 
     recipe: ready to be trained; its `training.minutes` are fewer than asked for where `remarks` say so.
-    text: measured. flops_per_second: of this machine in training, measured. choice: of the rule.
+    text: measured. choice: of the rule. tokens_per_second: of it on this machine, as measured.
     expected: bits per byte. spread: twice the error of the law, in bits per byte.
     """
 
     recipe: Recipe
     text: TextMeasure
-    flops_per_second: float
     choice: Choice
+    tokens_per_second: float
     expected: float
     spread: float
     remarks: list[str]
@@ -73,45 +78,65 @@ def pick(
     """
     picker = _Picker(name, {"training.minutes": minutes, **changes})
     picker.check()
-    progress.message("measuring this machine and the text")
     law, vocab_size = shipped_law(), picker.given_vocabulary() or SMALLEST_VOCABULARY
-    probe = min(picker.sizes(vocab_size), key=lambda size: abs(size.hidden_size - PROBE_WIDTH))
-    speed = measure_speed(picker.recipe(probe), probe)
+    train_bytes = count_bytes(picker.base.data) if picker.given_vocabulary() is None else 0
+    progress.message("measuring this machine and the text")
+    speed = measure_speed(*picker.probes(vocab_size))
+    _time_left(minutes, began)
     if picker.given_vocabulary() is None:
-        flops = speed * TRAINING_SHARE * 60 * minutes
-        train_bytes = count_bytes(picker.base.data)
-        vocab_size = choose_vocabulary([*picker.candidates(vocab_size)], law, flops=flops, train_bytes=train_bytes)
+        vocab_size = choose_vocabulary(
+            [*picker.candidates(vocab_size)], law, speed=speed, seconds=TRAINING_SHARE * 60 * minutes,
+            train_bytes=train_bytes,
+        )  # fmt: skip
         if picker.given.get("tokenizer.kind") is not None:
             vocab_size = max(vocab_size, SMALLEST_VOCABULARY)
-        probe = dataclasses.replace(probe, vocab_size=vocab_size)
-    text = measure_text(read_text(picker.recipe(probe), progress.prepare))
-    used = time.monotonic() - began
-    if (left := 60 * minutes - used) <= used / 10:
-        raise InputError(
-            f"--minutes: {minutes:g} given, but reading and measuring the text took {used:.0f} s; give more"
-        )
-    choice = choose(
-        picker.candidates(vocab_size), law, flops=speed * TRAINING_SHARE * left, train_tokens=text.train_tokens,
-        train_bytes=text.train_bytes, memory=available_memory(),
+    text = measure_text(read_text(picker.probes(vocab_size)[0][0], progress.prepare))
+    left = _time_left(minutes, began)
+    choose_now = functools.partial(
+        choose, law=law, seconds=TRAINING_SHARE * left, train_tokens=text.train_tokens, train_bytes=text.train_bytes,
+        memory=available_memory(),
     )  # fmt: skip
+    choice = choose_now(picker.candidates(vocab_size), speed=speed)
+    if choice.tokens >= LONG_TOKENS:
+        picker.step = LONG_RUN
+        speed = measure_speed(*picker.probes(vocab_size))
+        choice = choose_now(picker.candidates(vocab_size), speed=speed)
+    tokens_per_second = speed.tokens_per_second(choice.candidate)
     remarks, flops = [], choice.tokens * choice.candidate.flops_per_token
-    if choice.tokens >= MOST_PASSES * text.train_tokens:
-        minutes = min(minutes, (used + flops / speed / TRAINING_SHARE) / 60)
+    if (needed := choice.tokens / tokens_per_second / TRAINING_SHARE) < 0.99 * left:
+        minutes = min(minutes, max(minutes - (left - needed - START_AND_END) / 60, FEWEST_MINUTES))
         remarks.append(
-            f"More than {MOST_PASSES} passes over this text would learn it by heart: the run ends after {minutes:.1f} "
-            "minutes. More text would be worth more time."
+            f"More than {choice.tokens / text.train_tokens:.2g} passes over this text would learn it by heart: the run "
+            f"ends after {minutes:.1f} minutes. More text would be worth more time."
         )
     if flops > law.most_flops:
         remarks.append(
             f"The expectation goes beyond the measured runs, of which the largest had {law.most_flops:.1e} operations; "
             f"this one has {flops:.1e}."
         )
+    if choice.tokens < law.fewest_tokens:
+        remarks.append(
+            f"The expectation is a guess: this run reads {choice.tokens / 1e6:.2f} M tokens, and no measured run fewer "
+            f"than {law.fewest_tokens / 1e6:.2f} M."
+        )
     architecture = picker.architecture
     if architecture not in (law.main, *law.factors):
         remarks.append(f"No measured run has the architecture {architecture}; expected is what {law.main} would reach.")
     expected = law.predict(architecture, text.trigram, choice.ratio)
     recipe = picker.recipe(choice.candidate.size, choice.tokens, {"training.minutes": minutes})
-    return Pick(recipe, text, speed, choice, expected, 2 * law.error * expected, remarks)
+    return Pick(recipe, text, choice, tokens_per_second, expected, 2 * law.error * expected, remarks)
+
+
+def _time_left(minutes: float, began: float) -> float:
+    """Seconds.
+
+    Raises:
+        InputError: so few that hardly a step could be made.
+    """
+    used = time.monotonic() - began
+    if (left := 60 * minutes - used) <= used / 10:
+        raise InputError(f"--minutes: {minutes:g} given, but reading and measuring took {used:.0f} s so far; give more")
+    return left
 
 
 class _Picker:
@@ -121,6 +146,8 @@ class _Picker:
         self.name, self.changes, self.given = name, changes, given_fields(name, changes)
         self.base = load_recipe(name, changes)
         self.architecture = self.given.get("model.architecture") or ARCHITECTURE
+        self.step = SHORT_RUN
+        self._counted: dict[tuple[int, int], list[Candidate]] = {}
 
     def check(self) -> None:
         """Refuse what the rule cannot complete."""
@@ -131,6 +158,8 @@ class _Picker:
             raise InputError(f"data.source: {self.base.data.name} is a task, but {minutes}; give --training.minutes")
         if self.base.model.start is not None:
             raise InputError(f"model.start: {self.base.model.start} given, but {minutes}; give --training.minutes")
+        smallest, *_ = self.sizes(self.given_vocabulary() or SMALLEST_VOCABULARY)
+        check_model(resolve_recipe(self.recipe(smallest)))
 
     def given_vocabulary(self) -> int | None:
         """The entries of the given tokenizer; None where one is to be chosen."""
@@ -146,17 +175,26 @@ class _Picker:
         """Those that may be picked."""
         return sizes(vocab_size, self.given)
 
+    def probes(self, vocab_size: int) -> list[tuple[Recipe, Size]]:
+        """Those whose speeds are measured, the smaller first."""
+        found = self.sizes(vocab_size)
+        nearest = [min(found, key=lambda size: abs(size.hidden_size - width)) for width in PROBE_WIDTHS]
+        return [(self.recipe(size), size) for size in nearest]
+
     def candidates(self, vocab_size: int) -> Iterator[Candidate]:
-        """The models that may be picked, the smallest first."""
-        for size in self.sizes(vocab_size):
-            yield candidate(self.recipe(size), size)
+        """The models that may be picked, the smallest first; each is counted when it is first asked for."""
+        known = self._counted.setdefault(self.step, [])
+        for place, size in enumerate(self.sizes(vocab_size)):
+            if place == len(known):
+                known.append(candidate(self.recipe(size), size))
+            yield with_vocabulary(known[place], vocab_size)
 
     def recipe(self, size: Size, tokens: int = 10**6, decided: Mapping[str, Any] | None = None) -> Recipe:
         """The recipe of a size, for about so many tokens."""
-        blocks = self.given.get("training.global_batch_size") or self.given.get("training.batch_size") or BATCH_SIZE
-        steps = tokens / (blocks * (self.given.get("model.n_positions") or N_POSITIONS))
+        texts = self.given.get("training.global_batch_size") or self.given.get("training.batch_size") or self.step[0]
+        steps = tokens / (texts * (self.given.get("model.n_positions") or self.step[1]))
         saves = max(VALIDATIONS, self.changes["training.minutes"] / MINUTES_BETWEEN_SAVES)
-        values = recipe_values(self.architecture, size, steps) | {
+        values = recipe_values(self.architecture, size, steps, self.step) | {
             "training.eval_every_steps": max(1, round(steps / (VALIDATIONS + 1))),
             "training.eval_max_tokens": round(min(max(VALIDATED_SHARE * tokens, FEWEST_VALIDATED), MOST_VALIDATED)),
             "training.save_every_steps": max(1, round(steps / (saves + 1))),

@@ -1,8 +1,9 @@
-"""The rule that picks a model for a text and a number of operations: the one for which the law expects least.
+"""The rule that picks a model for a text and so many seconds: the one for which the law expects least.
 
 A large vocabulary has more bytes of text in a token, and a larger output projection, which costs operations. A small
-text bounds the choice: no more parameters than bytes of text, no more passes than `MOST_PASSES`, a vocabulary whose
-entries each have `BYTES_PER_ENTRY` bytes of text. Where these leave time over, the run ends earlier.
+text bounds the choice: no more parameters than bytes of text, no more passes than the law gains from, or than
+`MOST_PASSES`, a vocabulary whose entries each have `BYTES_PER_ENTRY` bytes of text. Where these leave time over, the
+run ends earlier.
 """
 
 import dataclasses
@@ -14,15 +15,20 @@ from multilin.analysis.compare.sweep import builtin_sweep
 from multilin.analysis.compare.values import merge, nested
 from multilin.data.settings import BYTE_VOCAB_SIZE
 from multilin.errors import InputError
+from multilin.model.memory import FLOAT_BYTES
 
 ARCHITECTURE = "tscale"  # that of the lowest bits per byte in docs/compare.md
-N_POSITIONS, BATCH_SIZE = 256, 4  # blocks of these tokens, in all measured runs but one
+SHORT_RUN = 4, 256  # texts of a step and the tokens of each, as most runs of the law have them
+LONG_RUN = 8, 512  # the same of a run of at least `LONG_TOKENS`
+LONG_TOKENS = 4_000_000  # a thousand steps of a long run, which computes more tokens in a second
 WARMUP_SHARE, LONGEST_WARMUP = 0.04, 100
 MOST_PASSES = 10
+MOST_IN_LAYERS = 0.9  # of the time of a step, whatever was measured
 BYTES_PER_ENTRY = 500
+NEAR = 1.005  # times the least that is expected with any vocabulary: a larger one was better at equal time
 BYTES_PER_TOKEN = {512: 2.0, 1024: 2.5, 2048: 3.0, 4096: 3.45, 8192: 3.85}
 """Vocabularies, and roughly the bytes of English or Python in a token: only their ratios count."""
-SMALLEST_VOCABULARY, LARGEST_VOCABULARY = min(BYTES_PER_TOKEN), max(BYTES_PER_TOKEN)
+SMALLEST_VOCABULARY = min(BYTES_PER_TOKEN)
 SIZES = (
     (64, 4), (96, 4), (128, 4), (160, 4), (192, 4), (256, 4), (256, 6), (320, 6), (384, 6), (384, 8), (512, 8), (640, 8)
 )  # fmt: skip
@@ -53,47 +59,84 @@ class Candidate:
 
 
 @dataclasses.dataclass(frozen=True)
+class Speed:
+    """What a training step takes on a machine, whatever the model: seconds for a layer, and for an operation.
+
+    tokens_per_step: for which it was measured.
+    """
+
+    per_layer: float
+    per_flop: float
+    tokens_per_step: int
+
+    def tokens_per_second(self, one: Candidate) -> float:
+        """Training tokens of a candidate."""
+        seconds = self.per_layer * one.size.num_layers
+        return self.tokens_per_step / (seconds + self.per_flop * one.flops_per_token * self.tokens_per_step)
+
+
+@dataclasses.dataclass(frozen=True)
 class Choice:
-    """A candidate, and the tokens to train it on. ratio: expected bits per byte in those of the trigram model."""
+    """A candidate, and the tokens to train it on. ratio: expected bits per byte divided by the trigram model's."""
 
     candidate: Candidate
     tokens: int
     ratio: float
 
 
-def choose_vocabulary(candidates: Sequence[Candidate], law: Law, *, flops: float, train_bytes: int) -> int:
-    """The vocabulary with which `choose` finds the best model; single bytes for a text that is too small for any.
+def fit_speed(small: tuple[Candidate, float], large: tuple[Candidate, float], tokens_per_step: int) -> Speed:
+    """The speed of a machine from two candidates and the seconds of a step of each.
+
+    Where one cannot tell them apart, all of the time counts as that of operations.
+    """
+    layers = [one.size.num_layers for one, _ in (small, large)]
+    flops = [one.flops_per_token * tokens_per_step for one, _ in (small, large)]
+    (first, second), per_layer = (small[1], large[1]), 0.0
+    if (determinant := layers[0] * flops[1] - layers[1] * flops[0]) > 0:
+        per_layer = max(0.0, (first * flops[1] - second * flops[0]) / determinant)
+    per_layer = min(per_layer, MOST_IN_LAYERS * second / layers[1])
+    return Speed(per_layer, (second - per_layer * layers[1]) / flops[1], tokens_per_step)
+
+
+def choose_vocabulary(
+    candidates: Sequence[Candidate], law: Law, *, speed: Speed, seconds: float, train_bytes: int
+) -> int:
+    """The largest vocabulary with which `choose` finds about the best model; single bytes for a text too small for any.
 
     Args:
         candidates: of one vocabulary, the smallest first.
-        law, flops, train_bytes: as for `choose`.
+        law, speed, seconds, train_bytes: as for `choose`.
     """
     ratios = {}
     for vocab_size, bytes_per_token in BYTES_PER_TOKEN.items():
         if vocab_size * BYTES_PER_ENTRY <= train_bytes:
             tokens = max(1, round(train_bytes / bytes_per_token))
-            models = (_with_vocabulary(one, vocab_size) for one in candidates)
-            ratios[vocab_size] = choose(models, law, flops=flops, train_tokens=tokens, train_bytes=train_bytes).ratio
-    return min(ratios, key=lambda vocab_size: ratios[vocab_size], default=BYTE_VOCAB_SIZE)
+            models = (with_vocabulary(one, vocab_size) for one in candidates)
+            choice = choose(models, law=law, speed=speed, seconds=seconds, train_tokens=tokens, train_bytes=train_bytes)
+            ratios[vocab_size] = choice.ratio
+    near = [vocab_size for vocab_size, ratio in ratios.items() if ratio <= NEAR * min(ratios.values())]
+    return max(near, default=BYTE_VOCAB_SIZE)
 
 
-def _with_vocabulary(one: Candidate, vocab_size: int) -> Candidate:
-    """The candidate with another output projection: six operations for each of its weights."""
-    more = 6 * one.size.hidden_size * (vocab_size - one.size.vocab_size)
+def with_vocabulary(one: Candidate, vocab_size: int) -> Candidate:
+    """The candidate with another output projection: six operations and eight bytes at least for each of its weights."""
+    more = one.size.hidden_size * (vocab_size - one.size.vocab_size)
     size = dataclasses.replace(one.size, vocab_size=vocab_size)
-    return dataclasses.replace(one, size=size, flops_per_token=one.flops_per_token + more)
+    flops, memory = one.flops_per_token + 6 * more, one.memory + 2 * FLOAT_BYTES * more
+    return dataclasses.replace(one, size=size, flops_per_token=flops, memory=memory)
 
 
 def choose(
-    candidates: Iterable[Candidate], law: Law, *, flops: float, train_tokens: int, train_bytes: int,
+    candidates: Iterable[Candidate], *, law: Law, speed: Speed, seconds: float, train_tokens: int, train_bytes: int,
     memory: float | None = None,
 ) -> Choice:  # fmt: skip
-    """The candidate for which the law expects the fewest bits per byte after so many operations.
+    """The candidate for which the law expects the fewest bits per byte after so many seconds of training, or fewer.
 
     Args:
-        candidates: at least one, the smallest first; they are looked at until they get worse or too large.
+        candidates: at least one, the smallest first; tried in order until one is too large for memory or text.
         law: see `multilin.analysis.budget.law`.
-        flops: operations of the whole training.
+        speed: of the machine.
+        seconds: of the whole training.
         train_tokens, train_bytes: of the training text.
         memory: bytes that there are; None where the system does not tell.
 
@@ -109,17 +152,16 @@ def choose(
                     f"{memory / 1e6:,.0f} are left; close other programs"
                 )
             break
-        choice = _trained(one, law, flops, train_tokens, train_bytes)
-        if best is not None and (choice.ratio >= best.ratio or one.parameters > train_bytes):
+        passes = min(seconds * speed.tokens_per_second(one) / train_tokens, MOST_PASSES)
+        lengths = [float(whole) for whole in range(1, MOST_PASSES) if whole < passes] + [passes]
+        ratio, length = min((law.ratio(one.parameters, x * train_bytes, train_bytes), x) for x in lengths)
+        choice = Choice(one, max(1, round(length * train_tokens)), ratio)
+        if best is not None and one.parameters > train_bytes:
             break
-        best = choice
+        if best is None or choice.ratio < best.ratio:
+            best = choice
     assert best is not None, "there is no candidate"
     return best
-
-
-def _trained(one: Candidate, law: Law, flops: float, train_tokens: int, train_bytes: int) -> Choice:
-    tokens = max(1, round(min(flops / one.flops_per_token, MOST_PASSES * train_tokens)))
-    return Choice(one, tokens, law.ratio(one.parameters, tokens * train_bytes / train_tokens, train_bytes))
 
 
 def sizes(vocab_size: int, given: Mapping[str, Any]) -> list[Size]:
@@ -131,8 +173,8 @@ def sizes(vocab_size: int, given: Mapping[str, Any]) -> list[Size]:
     return sorted(found, key=lambda size: size.num_layers * size.hidden_size**2)
 
 
-def recipe_values(architecture: str, size: Size, steps: float) -> dict[str, Any]:
-    """The recipe of a run of about so many steps: dotted fields to values.
+def recipe_values(architecture: str, size: Size, steps: float, step: tuple[int, int]) -> dict[str, Any]:
+    """The recipe of a run of about so many steps, each of so many texts and tokens: dotted fields to values.
 
     Options, optimizer and learning rate of the architecture are those of `multilin compare`, which were found alike.
     """
@@ -144,12 +186,12 @@ def recipe_values(architecture: str, size: Size, steps: float) -> dict[str, Any]
         "model.architecture": architecture,
         "model.hidden_size": size.hidden_size,
         "model.num_layers": size.num_layers,
-        "model.n_positions": N_POSITIONS,
+        "model.n_positions": step[1],
         **{f"model.{section}.{name}": value for section, part in sections.items() for name, value in part.items()},
         "tokenizer.kind": "byte" if size.vocab_size == BYTE_VOCAB_SIZE else "bpe",
         "tokenizer.vocab_size": None if size.vocab_size == BYTE_VOCAB_SIZE else size.vocab_size,
         **{f"optimizer.{name}": value for name, value in values["optimizer"].items()},
         "schedule.name": "linear",
         "schedule.warmup_steps": round(min(LONGEST_WARMUP, WARMUP_SHARE * steps)),
-        "training.batch_size": BATCH_SIZE,
+        "training.batch_size": step[0],
     }

@@ -17,7 +17,7 @@ from pydantic import TypeAdapter
 from multilin.analysis.compare.sweep import Sweep, builtin_sweep, choices_of
 from multilin.analysis.compare.values import Values, get, merge, nested
 from multilin.analysis.costs import parameter_counts, training_flops_per_token
-from multilin.errors import InputError, nearest, plural, shown
+from multilin.errors import InputError, nearest, plural, prefixed, shown
 from multilin.files import write_whole
 from multilin.model.factory import model_names
 from multilin.settings import load_settings
@@ -188,13 +188,11 @@ def plan_rows(sweep: Sweep, progress: TrainingProgress) -> list[Plan]:
     """
     plans = []
     for row in rows_of(sweep):
-        try:
+        with prefixed(f"rows.{row.name}: ", f"rows.{row.name}."):
             first = row.first_choice(sweep)
             for choice in [choice for stage in sweep.stages for choice in choices_of(stage, first)]:
                 check_model(row.with_choice(choice))
             plans.append(_plan(row, first, progress))
-        except InputError as error:
-            raise InputError(f"rows.{row.name}: {str(error).removeprefix(f'rows.{row.name}.')}") from None
     return _with_budget(sweep, plans, progress)
 
 
@@ -279,8 +277,7 @@ def read_speeds(path: Path) -> dict[str, float]:
         InputError: the file is damaged.
     """
     try:
-        speeds: dict[str, float] = TypeAdapter(dict[str, Amount]).validate_python(read_json(path, "output"))
-        return speeds
+        return TypeAdapter(dict[str, Amount]).validate_python(read_json(path, "output"))
     except ValueError as error:  # pydantic's, or ours about the file
         raise InputError(f"output: {path} is damaged; delete it, and the speeds are measured again") from error
 
@@ -300,10 +297,8 @@ def _step_times(plan: Plan) -> list[float]:
 
 def _parts(choice: Choice) -> list[str]:
     """A choice as parts of the name of a folder."""
-    short = {name.split(".")[-1].replace("learning_rate", "lr"): value for name, value in choice.items()}
-    return [f"{name}{_for_a_folder(value)}" for name, value in short.items()]
-
-
-def _for_a_folder(value: Any) -> str:
-    text = f"{value:g}" if isinstance(value, float) else str(value)
-    return "".join(character if character.isalnum() or character in ".+-" else "_" for character in text)
+    texts = {
+        name.split(".")[-1].replace("learning_rate", "lr"): f"{value:g}" if isinstance(value, float) else str(value)
+        for name, value in choice.items()
+    }
+    return [name + "".join(c if c.isalnum() or c in ".+-" else "_" for c in text) for name, text in texts.items()]

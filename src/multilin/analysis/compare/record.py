@@ -205,22 +205,15 @@ def make_row(
         number = len(runs) - len(finished)
         remarks.append(f"{number} of {plural(len(runs), 'run')} failed: {'; '.join(map(str, failures))}")
     return RowRecord(
-        name=plan.row.name,
-        status=FINISHED if finished else FAILED,
-        parameters=plan.parameters,
-        embedding_parameters=plan.embedding_parameters,
-        flops_per_token=plan.flops_per_token,
-        max_steps=plan.recipe.training.max_steps,
-        tokens_per_step=plan.tokens_per_step,
-        recipe=recipe,
-        choice=dict(plan.choice),
-        tuning=tuning,
-        runs=runs,
+        name=plan.row.name, status=FINISHED if finished else FAILED, parameters=plan.parameters,
+        embedding_parameters=plan.embedding_parameters, flops_per_token=plan.flops_per_token,
+        max_steps=plan.recipe.training.max_steps, tokens_per_step=plan.tokens_per_step, recipe=recipe,
+        choice=dict(plan.choice), tuning=tuning, runs=runs,
         score=spread([score_of(run, measure) for run in finished]) if finished else None,
         seconds=statistics.fmean(run.last.seconds for run in finished) if finished else None,
         tokens_per_second=statistics.median(run.tokens_per_second or 0.0 for run in finished) if finished else None,
         remarks=remarks,
-    )
+    )  # fmt: skip
 
 
 def score_of(run: RunRecord, measure: str) -> float:

@@ -22,8 +22,8 @@ from multilin.analysis.compare.report import REPORT_FILES, write_reports
 from multilin.analysis.compare.sweep import Sweep, check_sweep, choices_of
 from multilin.errors import InputError, plural
 from multilin.files import check_folder, check_writable
+from multilin.files.lock import locked_folder
 from multilin.machine import examine
-from multilin.training.lock import locked_folder
 from multilin.training.outcomes import TrainingFailed, TrainingInterrupted
 from multilin.training.processes import num_processes
 from multilin.training.progress import TrainingProgress
@@ -49,7 +49,7 @@ def compare(sweep: Sweep, *, overwrite: bool = False, progress: TrainingProgress
         raise InputError("compare: runs are compared in one process; start it without torchrun")
     check_sweep(sweep)
     output = Path(sweep.output)
-    with locked_folder(sweep.output):  # an empty name is refused, which a Path no longer shows
+    with locked_folder("output", sweep.output):  # an empty name is refused, which a Path no longer shows
         if (output / RECIPE_FILE).exists():
             raise InputError(f"output: {output} holds a run; give another folder for the comparison")
         for name in (*REPORT_FILES, SPEED_FILE):
@@ -81,23 +81,11 @@ def _compare(sweep: Sweep, training: "_Training") -> Comparison:
     rows = measure_rows(rows, Path(sweep.output), prompt)
     off_budget, order, differences = ranking(rows, training.measure, sweep.budget.given)
     comparison = Comparison(
-        title=sweep.title,
-        measure=training.measure,
-        budget=sweep.budget.given,
-        seeds=sweep.seeds,
-        stages=sweep.stages,
-        trial_share=sweep.trial_share,
-        final_half=sweep.final_half,
-        task=sweep.task,
-        one_tokenizer=len({plan.text for plan in best.values()}) == 1,
-        prompt=prompt or "",
-        rows=rows,
-        off_budget=off_budget,
-        order=order,
-        differences=differences,
-        remarks=[],
-        machine=dataclasses.asdict(examine()),
-    )
+        title=sweep.title, measure=training.measure, budget=sweep.budget.given, seeds=sweep.seeds, stages=sweep.stages,
+        trial_share=sweep.trial_share, final_half=sweep.final_half, task=sweep.task,
+        one_tokenizer=len({plan.text for plan in best.values()}) == 1, prompt=prompt or "", rows=rows,
+        off_budget=off_budget, order=order, differences=differences, remarks=[], machine=dataclasses.asdict(examine()),
+    )  # fmt: skip
     return dataclasses.replace(comparison, remarks=list(remarks_on(comparison)))
 
 

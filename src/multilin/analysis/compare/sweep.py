@@ -99,9 +99,11 @@ def find_sweep(names: Sequence[str], task: str | None = None) -> Sweep:
     """
     if not names:
         return builtin_sweep(task)
-    if len(names) == 1 and _is_sweep(Path(names[0])):
-        return load_sweep(Path(names[0]))
     if len(names) == 1:
+        path = Path(names[0])
+        values = read_yaml(path, "sweep") if path.is_file() else None
+        if isinstance(values, dict) and "rows" in values:
+            return load_sweep(path)
         raise InputError(f"ROWS: only {names[0]} given; give two or more, such as `multilin compare {names[0]} gpt2`")
     # Imported here, because it imports PyTorch and all else in this file is quick.
     from multilin.model.factory import model_names
@@ -164,7 +166,7 @@ def check_sweep(sweep: Sweep) -> None:
     if sweep.extend and not _is_extendable(sweep.stages):
         raise InputError(
             f"extend: {sweep.extend} given, but only one stage of one field with two or more different positive "
-            "numbers can go on"
+            "numbers or multiples can go on"
         )
     if sweep.final_half and sweep.task is not None:
         raise InputError(f"final_half: true given, but the task {sweep.task} makes new sequences; leave it out")
@@ -230,11 +232,11 @@ def _frame(recipe: Recipe) -> Values:
 
 
 def _is_extendable(stages: Sequence[Mapping[str, list[Any]]]) -> bool:
-    """True for one stage of one field with two or more distinct positive numbers."""
+    """True for one stage of one field with two or more distinct positive numbers or multiples."""
     if len(stages) != 1 or len(stages[0]) != 1:
         return False
     (tried,) = stages[0].values()
-    return all(isinstance(value, int | float) and value > 0 for value in tried) and len(set(tried)) > 1
+    return all(_is_positive(value) for value in tried) and len({str(value) for value in tried}) > 1
 
 
 def choices_of(stage: Mapping[str, list[Any]], best: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -251,6 +253,14 @@ def choices_of(stage: Mapping[str, list[Any]], best: Mapping[str, Any]) -> list[
     return [{**best, **dict(zip(stage, chosen, strict=True))} for chosen in itertools.product(*tried)]
 
 
+def _is_positive(value: Any) -> bool:
+    """True for a number above 0, or a multiple such as `x0.5`."""
+    if isinstance(value, str):
+        factor = _MULTIPLE.fullmatch(value)
+        return factor is not None and float(factor[1]) > 0
+    return isinstance(value, int | float) and value > 0
+
+
 def _value(name: str, value: Any, best: Any) -> Any:
     """A value of a stage; a multiple such as `x0.5` is one of the best so far."""
     factor = _MULTIPLE.fullmatch(value) if isinstance(value, str) else None
@@ -260,8 +270,3 @@ def _value(name: str, value: Any, best: Any) -> Any:
         raise InputError(f"stages.{name}: {value} given, but it multiplies a number, and the row has {shown(best)}")
     product = best * float(factor[1])
     return max(1, round(product)) if isinstance(best, int) else float(f"{product:.6g}")
-
-
-def _is_sweep(path: Path) -> bool:
-    values = read_yaml(path, "sweep") if path.is_file() else None
-    return isinstance(values, dict) and "rows" in values

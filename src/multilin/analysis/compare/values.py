@@ -12,7 +12,7 @@ _DECIDED = {
     "training.seed": "give `seeds`",
     "output": "runs go into folders of the sweep's `output`",
 }
-_DEPENDENT = {  # a choice to the fields that mean nothing beside another one
+_DEPENDENT = {  # field to the fields that only apply to its current value
     "model.architecture": ("model.options", "model.layers", "model.config"),
     "model.layers": ("model.options", "model.num_layers"),
     "tokenizer.kind": ("tokenizer.vocab_size", "tokenizer.path"),
@@ -26,7 +26,7 @@ Values = dict[str, Any]
 def merge(values: Values, other: Mapping[str, Any]) -> Values:
     """Nested values with another's over them, without the fields that depended on a choice which changes.
 
-    Values that name an architecture are a whole recipe, in which every choice was made.
+    Values with an architecture count as a complete recipe.
     """
     kept = copy.deepcopy(values)
     is_whole = get(values, "model.architecture") is not None

@@ -20,7 +20,7 @@ from lm_eval.tasks import TaskManager
 from multilin.analysis.evaluate.run import block_size, recipe_of
 from multilin.data.tokenizers import start_token_id
 from multilin.errors import InputError, nearest, shorten, shown
-from multilin.inference.prompts import encode_prompt
+from multilin.inference.generate_run import text_codec
 from multilin.inference.runs import Run, load_run
 from multilin.settings.inputs import check_regular
 
@@ -54,6 +54,7 @@ class MultilinLM(HFLM):
         # lm-eval's command line asks for cuda:0 where nothing is said, and takes what there is.
         if device is not None and (torch.cuda.is_available() or not device.startswith("cuda")):
             run.model.to(device)
+        self._codec = text_codec(run.tokenizer)
         super().__init__(
             pretrained=run.model,
             tokenizer=run.tokenizer,
@@ -67,7 +68,7 @@ class MultilinLM(HFLM):
         self, string: str, add_special_tokens: bool | None = None, left_truncate_len: int | None = None, **_: Any
     ) -> list[int]:
         """The tokens that training makes of a text."""
-        ids = encode_prompt(string, self.tokenizer)
+        ids = self._codec.encode(string)
         return ids[-left_truncate_len:] if left_truncate_len else ids
 
 

@@ -53,8 +53,7 @@ class Step:
     @property
     def weights_HTS(self) -> NDArray[np.float64]:
         """(H, T, T) weights of the tokens."""
-        weights: NDArray[np.float64] = self.reading.weights_BHTS[0].numpy()
-        return weights
+        return self.reading.weights_BHTS[0].numpy()
 
 
 @dataclass(frozen=True)

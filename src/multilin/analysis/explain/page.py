@@ -113,7 +113,7 @@ def _step(step: Step, packed: bool) -> dict[str, Any]:
 
 
 def _rows(values_TS: NDArray[np.float64], nearest: int, farthest: int | None, packed: bool) -> Any:
-    """Of each position the values of the tokens that it reads: with the first of them, or packed end to end."""
+    """Per position, the values of the tokens it reads: as rows with a start index, or packed into one array."""
     firsts = [0 if farthest is None else max(0, place - farthest) for place in range(len(values_TS))]
     rows = [values_TS[t, first : max(first, t - nearest + 1)] for t, first in enumerate(firsts)]
     if packed:

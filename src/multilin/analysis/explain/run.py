@@ -16,7 +16,7 @@ from multilin.analysis.templates import asset
 from multilin.data.progress import Progress, no_progress
 from multilin.data.tokenizers import start_token_id, token_texts, whole_characters
 from multilin.errors import InputError, plural
-from multilin.inference.prompts import encode_prompt
+from multilin.inference.generate_run import text_codec
 from multilin.inference.runs import Run
 from multilin.model.memory import check_memory
 from multilin.training.recipe import RECIPE_FILE
@@ -85,7 +85,7 @@ def explain_run(
     if text is None:
         ids, source = _passage(run, settings, progress)
     else:
-        ids, source = encode_prompt(text, run.tokenizer), "the given text"
+        ids, source = text_codec(run.tokenizer).encode(text), "the given text"
     if len(ids) > settings.max_tokens:
         raise InputError(
             f"text: {plural(len(ids), 'token')} given, but at most {settings.max_tokens} are explained, as each is "

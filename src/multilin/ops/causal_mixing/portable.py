@@ -47,7 +47,10 @@ def from_ring(
 
 
 def _counts_from_zero(positions_BT: Tensor) -> bool:
-    """Whether every row is a text from its start. Not asked where a graph is traced, nor where asking means waiting."""
+    """True if the positions of every row count from 0.
+
+    Always False while tracing and on a GPU, where the check would synchronise.
+    """
     if torch.compiler.is_compiling() or positions_BT.device.type != "cpu":
         return False
     return bool((positions_BT == torch.arange(positions_BT.shape[1])).all())

@@ -19,7 +19,7 @@ class CausalMixingState(NamedTuple):
 
     @property
     def slots(self) -> Slots:
-        """The inputs are a window as long as the text may be."""
+        """The inputs form one window over all n positions."""
         return Slots(("inputs_BND",), are_positions=True)
 
 

@@ -77,10 +77,8 @@ def delta_rule(
     dtype = torch.float32
     for tensor in (queries, keys, values, log_decays, rates):
         dtype = dtype if tensor is None else torch.promote_types(dtype, tensor.dtype)
-    q, k, v, a, b = (x if x is None else x.to(dtype) for x in (queries, keys, values, log_decays, rates))
-    assert q is not None
-    assert k is not None
-    assert v is not None
+    q, k, v = (x.to(dtype) for x in (queries, keys, values))
+    a, b = (None if x is None else x.to(dtype) for x in (log_decays, rates))
     if padding is not None:
         k, v = (x.masked_fill(padding[..., None, None], 0.0) for x in (k, v))
         a, b = (None if x is None else x.masked_fill(padding[..., None], 0.0) for x in (a, b))

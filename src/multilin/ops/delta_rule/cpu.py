@@ -1,12 +1,9 @@
 """As `elementwise`, compiled for a CPU: one pass over the numbers, in place; the kernels are in `cpu_kernels`."""
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from multilin.ops.kernels import LazyModule, is_traced
+from multilin.ops.kernels import LazyModule, operator
 
 _kernels, _launch = LazyModule("multilin.ops.delta_rule.cpu_kernels"), LazyModule("multilin.ops.kernels.cpu_launch")
 
@@ -38,8 +35,7 @@ def rescale(
     """See `elementwise.rescale`."""
     if dread is None or dknown is None or rates is None:
         dknown, dread, rates = map(_none_of, (v, k, from_start))
-    dots: Tensor = _rescale(dq, dk, dknown, dread, q, k, v, from_start, to_end, rates)
-    return dots
+    return _rescale(dq, dk, dknown, dread, q, k, v, from_start, to_end, rates)
 
 
 def _split(logs: Tensor) -> tuple[Tensor, Tensor]:
@@ -56,35 +52,18 @@ def _empty_like(x: Tensor) -> Tensor:
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
-def _operator(name: str, fake: Callable[..., Any], *changed: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """As `multilin.ops.kernels.operator`, without gradient, for a function that changes these arguments in place."""
-
-    def decorate(compute: Callable[..., Any]) -> Callable[..., Any]:
-        operator = torch.library.custom_op(f"multilin::delta_rule_{name}", compute, mutates_args=changed)
-        operator.register_fake(fake)
-        return lambda *inputs: (operator if is_traced(*inputs) else compute)(*inputs)
-
-    return decorate
-
-
-def _fake_weigh(scores: Tensor, overlaps: Tensor, high: Tensor, low: Tensor, rates: Tensor) -> Tensor:
-    return _empty_like(overlaps)
-
-
-@_operator("weigh", _fake_weigh, "scores", "overlaps")
+@operator("delta_rule_weigh", lambda scores, overlaps, *_: _empty_like(overlaps), changed=("scores", "overlaps"))
 def _weigh(scores: Tensor, overlaps: Tensor, high: Tensor, low: Tensor, rates: Tensor) -> Tensor:
     system, given = _empty_like(overlaps), (high, low, rates, _empty_like(high), scores, overlaps)
     _launch.launch_parts(_kernels.weigh, scores.numel(), *given, system)
     return system
 
 
-def _fake_unweigh(
-    dscores: Tensor, dsystem: Tensor, scores: Tensor, overlaps: Tensor, high: Tensor, low: Tensor, rates: Tensor
-) -> tuple[Tensor, Tensor]:
-    return _empty_like(rates), _empty_like(high)
-
-
-@_operator("unweigh", _fake_unweigh, "dscores", "dsystem")
+@operator(
+    "delta_rule_unweigh",
+    lambda dscores, dsystem, scores, overlaps, high, low, rates: (_empty_like(rates), _empty_like(high)),
+    changed=("dscores", "dsystem"),
+)
 def _unweigh(
     dscores: Tensor, dsystem: Tensor, scores: Tensor, overlaps: Tensor, high: Tensor, low: Tensor, rates: Tensor
 ) -> tuple[Tensor, Tensor]:
@@ -93,14 +72,11 @@ def _unweigh(
     return results
 
 
-def _fake_rescale(
-    dq: Tensor, dk: Tensor, dknown: Tensor, dread: Tensor, q: Tensor, k: Tensor, v: Tensor, from_start: Tensor,
-    to_end: Tensor, rates: Tensor,
-) -> Tensor:  # fmt: skip
-    return torch.empty(4, *from_start.shape, dtype=q.dtype, device=q.device)
-
-
-@_operator("rescale", _fake_rescale, "dq", "dk", "dknown")
+@operator(
+    "delta_rule_rescale",
+    lambda dq, dk, dknown, dread, q, k, v, from_start, *_: q.new_empty(4, *from_start.shape),
+    changed=("dq", "dk", "dknown"),
+)
 def _rescale(
     dq: Tensor, dk: Tensor, dknown: Tensor, dread: Tensor, q: Tensor, k: Tensor, v: Tensor, from_start: Tensor,
     to_end: Tensor, rates: Tensor,

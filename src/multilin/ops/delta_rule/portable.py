@@ -112,7 +112,7 @@ class _Chunks(torch.autograd.Function):
 def _gradients(
     saved: tuple[Any, ...], dresult: Tensor, dmemory: Tensor, is_compiled: bool
 ) -> tuple[Tensor | None, ...]:
-    """Those of all arguments; the transposed system, solved once, gives that of b V - b e^G K M as a whole."""
+    """Gradients of all arguments. One solve of the transposed system gives the gradient of b V - b e^G K M."""
     (
         q, k, v, log_decays, rates, q_from_start, k_to_end, logs, from_start, to_end, decays, scores, overlaps, system,
         added, read, memories,
@@ -139,8 +139,9 @@ def _gradients(
         drates += dots[3] + by_read
         dk.baddbmm_(dsystem, k)
     if log_decays is not None:
-        by_chunk = _dot(dmemories, memories).sum(dim=1, keepdim=True) * over_chunk[..., 0]
-        dlogs = dlogs + _from_last(by_start) + _before(by_end) + by_chunk
+        by_chunk = (dmemories * memories).sum(dim=-1).sum(dim=1, keepdim=True) * over_chunk[..., 0]
+        from_last = by_start.flip(1).cumsum(dim=1).flip(1)  # for each token the sum over it and all later ones
+        dlogs = dlogs + from_last + _before(by_end) + by_chunk
         dlogs = dlogs.masked_fill(log_decays < FORGOTTEN * math.log(2), 0.0).to(log_decays.dtype)
     return dq, dk, dadded if dknown is None else dknown, None if log_decays is None else dlogs, drates, dmemory
 
@@ -184,15 +185,6 @@ def _by_chunk(num_chunks: int, *tensors: Tensor | None) -> list[tuple[Any, ...]]
     """The parts (M, ...) of tensors (n, ...), chunk after chunk."""
     parts = ([None] * num_chunks if x is None else x.unflatten(0, (num_chunks, -1)).unbind() for x in tensors)
     return list(zip(*parts, strict=True))
-
-
-def _dot(x: Tensor, y: Tensor) -> Tensor:
-    return (x * y).sum(dim=-1)
-
-
-def _from_last(x_nC: Tensor) -> Tensor:
-    """For each token the sum over it and all later ones of the chunk."""
-    return x_nC.flip(1).cumsum(dim=1).flip(1)
 
 
 def _before(x_nC: Tensor) -> Tensor:

@@ -27,19 +27,9 @@ from multilin.ops.int8.rounding import (
 from multilin.ops.kernels import refuses_eager
 
 __all__ = [
-    "BLOCK",
-    "INT8",
-    "LEVELS",
-    "Rounded",
-    "dequantize",
-    "dequantize_blocks",
-    "int8_block_outer",
-    "int8_linear",
-    "quantize",
-    "quantize_blocks",
-    "round_weight",
-    "simulate_rounding",
-]
+    "BLOCK", "INT8", "LEVELS", "Rounded", "dequantize", "dequantize_blocks", "int8_block_outer", "int8_linear",
+    "quantize", "quantize_blocks", "round_weight", "simulate_rounding",
+]  # fmt: skip
 
 INT8 = Op(
     "int8",
@@ -77,8 +67,8 @@ def int8_linear(
 
     The gradient is straight-through: that of the product of the rounded numbers, as if rounding were the identity.
     With backward "int8" its two products are int8 too: dy is rounded stochastically (without bias), for dx with one
-    scale per token, for dweight with one per output, after the scales of x, which stand under the sum, went into dy.
-    The random numbers come from torch's default generator of the CPU.
+    scale per token, for dweight with one per output, after dy was multiplied by the row scales of x, because the sum
+    runs over rows. The random numbers come from torch's default generator of the CPU.
 
     Args:
         x: (..., n) float.

@@ -82,9 +82,11 @@ def refuses_eager(*inputs: object, **options: object) -> str | None:
 class Operator:
     """The operator `multilin::NAME` of PyTorch around a function; skipped if there is no gradient and no tracing."""
 
-    def __init__(self, name: str, compute: Callable, fake: Callable, gradient: tuple[Callable, ...]) -> None:
+    def __init__(
+        self, name: str, compute: Callable, fake: Callable, gradient: tuple[Callable, ...], changed: tuple[str, ...]
+    ) -> None:
         self.compute = compute
-        self.operator = torch.library.custom_op(f"multilin::{name}", compute, mutates_args=())
+        self.operator = torch.library.custom_op(f"multilin::{name}", compute, mutates_args=changed)
         self.operator.register_fake(fake)
         if gradient:
             self.operator.register_autograd(gradient[1], setup_context=gradient[0])
@@ -94,15 +96,18 @@ class Operator:
         return (self.operator if is_traced(*inputs) or needs_gradients(*inputs) else self.compute)(*inputs)
 
 
-def operator(name: str, fake: Callable[..., Any], *gradient: Callable[..., Any]) -> Callable[..., Operator]:
+def operator(
+    name: str, fake: Callable[..., Any], *gradient: Callable[..., Any], changed: tuple[str, ...] = ()
+) -> Callable[..., Operator]:
     """A decorator that makes an operator of a function of tensors, for gradients, torch.compile and other tracing.
 
     Args:
         name: of the operator.
         fake: function of the same arguments that returns empty tensors like the results.
         gradient: the functions `setup_context` and `backward` of `torch.library.register_autograd`, if it has one.
+        changed: names of the arguments that the function changes in place.
     """
-    return lambda compute: Operator(name, compute, fake, gradient)
+    return lambda compute: Operator(name, compute, fake, gradient, changed)
 
 
 def dense_rows(x: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ _SHORT, _WORD, _LONG, _FLOAT = ir.IntType(16), ir.IntType(32), ir.IntType(64), i
 
 @intrinsic
 def pointer_to(typing_context, kind, address):
-    """The address as a pointer to numbers of a kind: a type of NumPy, or what another pointer points to."""
+    """Cast an address to a pointer to numbers of a kind: a NumPy type, or an array or pointer with such elements."""
     pointer = types.CPointer(kind.dtype)
 
     def generate(context, builder, signature, arguments):

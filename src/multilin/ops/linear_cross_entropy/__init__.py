@@ -76,7 +76,7 @@ def _token_losses(hidden: Tensor, weight: Tensor, *others: Any) -> Tensor:
 
 
 def _lowered(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """As the matrix products take them."""
+    """Hidden states and weight, detached and in the dtype of the matrix products."""
     low = result_dtype(weight)
     return hidden.detach().to(low), weight.detach().to(low)
 
@@ -108,7 +108,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         total = torch.zeros((), dtype=wide, device=hidden_ND.device)
         dhidden = torch.empty_like(hidden_ND)
         dweight = torch.zeros_like(weight_VD, dtype=wide)
-        dbias = None if bias_V is None else torch.zeros_like(bias_V, dtype=wide)
+        dbias = None if bias_V is None or not bias_V.requires_grad else torch.zeros_like(bias_V, dtype=wide)
         chunks = _chunks(hidden_low, weight_low, bias_V, targets_N, label_smoothing, makes_gradient=True)
         for rows, losses, dlogits_low, dbias_of_rows in chunks:
             total += losses.sum()

@@ -23,7 +23,8 @@ def losses_and_gradient(
         raise InputError(f"targets: {int(wrong)} given, but there are {width} tokens, from 0")
     threads = _launch.num_threads(logits_NV.numel())
     losses_N = torch.empty(num_rows, dtype=torch.float32)
-    dbias = torch.zeros(threads, width if bias_V is not None and makes_gradient else 0)
+    has_dbias = makes_gradient and bias_V is not None and bias_V.requires_grad
+    dbias = torch.zeros(threads, width if has_dbias else 0)
     bias = None if bias_V is None else bias_V.detach().float().contiguous()
     _launch.launch_parts(
         _kernels.forward, logits_NV.numel(), logits_NV, bias, targets_N, IGNORED, makes_gradient, losses_N,

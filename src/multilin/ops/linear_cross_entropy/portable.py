@@ -17,7 +17,8 @@ def losses_and_gradient(
         makes_gradient: False where only the losses are read; the other results then mean nothing.
 
     Returns:
-        Losses (N,) in nats; the sum's gradient of the logits (N, V) in their dtype; and that of the bias (V,) or None.
+        Losses (N,) in nats; the sum's gradient of the logits (N, V) in their dtype; and that of the bias (V,), None
+        where it needs none.
     """
     scores_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
     if bias_V is not None:
@@ -34,5 +35,5 @@ def losses_and_gradient(
     target_N1 = targets_N.clamp(min=0)[:, None]
     dscores_NV.scatter_add_(1, target_N1, torch.full_like(target_N1, label_smoothing - 1.0, dtype=dscores_NV.dtype))
     dscores_NV *= (targets_N != IGNORED)[:, None]
-    dbias_V = None if bias_V is None else dscores_NV.sum(dim=0)
+    dbias_V = dscores_NV.sum(dim=0) if bias_V is not None and bias_V.requires_grad else None
     return losses_N, dscores_NV.to(logits_NV.dtype), dbias_V

@@ -19,8 +19,7 @@ _kernels, _launch = (
 
 def linear_recurrence(inputs_BT2D: Tensor, before_BD: Tensor, starts_BT: Tensor | None) -> tuple[Tensor, Tensor]:
     """See `multilin.ops.linear_recurrence`."""
-    result: tuple[Tensor, Tensor] = _forward(inputs_BT2D, before_BD, None if starts_BT is None else starts_BT.float())
-    return result
+    return _forward(inputs_BT2D, before_BD, None if starts_BT is None else starts_BT.float())
 
 
 def _start(kernel: Callable[..., None], before: Tensor, inputs: Tensor, starts: Tensor | None, *others: Tensor) -> None:

@@ -140,7 +140,7 @@ def _differentiate(
 
 
 class _Eager(torch.autograd.Function):
-    """The operator for tensors that are numbers: no name to look up, a call costs a third of the time."""
+    """Eager version of the operator: without the dispatcher lookup, a call takes a third of the time."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor | None, Tensor | None]:

@@ -1,6 +1,7 @@
 """Softmax attention over a window of the strict past, with decays over distance and an optional null key."""
 
 import math
+from functools import partial
 
 import torch
 from jaxtyping import Bool, Float
@@ -22,8 +23,9 @@ WINDOWED_ATTENTION = Op(
         Backend("reference (PyTorch, quadratic time)", reference.windowed_attention),
     ],
     special_cases=[
-        Backend("window 0", portable.own_token, refuses=portable.why_not_own_token),
+        Backend("window 0", portable.one_token, refuses=partial(portable.why_wider, 0)),
         Backend("reference (few tokens)", reference.windowed_attention, "cpu", refuses=portable.why_not_short),
+        Backend("window 1", portable.one_token, "cpu", refuses=partial(portable.why_wider, 1)),
     ],
 )
 

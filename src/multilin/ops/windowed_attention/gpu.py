@@ -2,8 +2,8 @@
 
 PyTorch's flex_attention takes the gradient as p (g - dmeans . means), a difference that keeps few digits where one
 weight is nearly 1, as our decays make most; it also has no null key and runs float32 in tf32. The kernels count g
-from dmeans . means first, and then subtract what the softmax's own gradient still takes away: the tiles of a window
-are read twice backward. A call with one token and a state is one kernel: it reads the state and writes the next one.
+from the origin dmeans . means, then subtract the remaining sum p (g - origin): the tiles of a window are read twice
+backward. A call with one token and a state is one kernel: it reads the state and writes the next one.
 """
 
 from typing import Any, NamedTuple

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from multilin.ops.ring import Ring
 from multilin.ops.softmax import softmax
@@ -68,22 +69,30 @@ def windowed_attention(
     return means_BTHE, last_tokens(keys, values, logits_BS, starts, window) if needs_state else None
 
 
-def own_token(
-    queries_BTHD: Tensor, keys_BTHD: Tensor, values_BTHE: Tensor, *, window: int, scale: float, null_key: bool = False,
-    padding: Tensor | None = None, starts: Tensor | None = None, needs_state: bool = True, **_: object,
+def one_token(
+    queries_BTHD: Tensor, keys_BTHD: Tensor, values_BTHE: Tensor, *, window: int, scale: float = 1.0,
+    slope: float | Tensor = 0.0, hyper: float | Tensor = 0.0, null_key: bool = False, padding: Tensor | None = None,
+    state: WindowedAttentionState | None = None, starts: Tensor | None = None, needs_state: bool = True,
 ) -> tuple[Tensor, WindowedAttentionState | None]:  # fmt: skip
-    """A window of 0: each token's own value, weighed against the null key only."""
-    keys, values, logits_BT = all_tokens(queries_BTHD, keys_BTHD, values_BTHE, padding, None)
-    state = last_tokens(keys, values, logits_BT, starts, window) if needs_state else None
+    """A window of 0 or 1: the value of the token itself or of the one before, weighed against the null key only."""
+    keys, values, logits_BS = all_tokens(queries_BTHD, keys_BTHD, values_BTHE, padding, state)
+    new = last_tokens(keys, values, logits_BS, starts, window) if needs_state else None
+    first, last = keys.shape[1] - queries_BTHD.shape[1] - window, keys.shape[1] - window
+    read = slice(max(first, 0), last)
+    keys, values = (pad(x[:, read], (0, 0, 0, 0, max(-first, 0), 0)) for x in (keys, values))
+    logits_BT = pad(logits_BS[:, read], (max(-first, 0), 0), value=-torch.inf)
+    if window and starts is not None:
+        logits_BT = logits_BT.masked_fill(starts, -torch.inf)
     if not null_key:
-        return values_BTHE.masked_fill((logits_BT == -torch.inf)[..., None, None], 0.0), state
-    scores_BTH = scale * (queries_BTHD.to(logits_BT.dtype) * keys_BTHD.to(logits_BT.dtype)).sum(dim=-1)
-    return torch.sigmoid(scores_BTH + logits_BT[..., None])[..., None] * values_BTHE, state
+        return values.masked_fill((logits_BT == -torch.inf)[..., None, None], 0.0), new
+    scores_BTH = scale * (queries_BTHD.to(logits_BT.dtype) * keys.to(logits_BT.dtype)).sum(dim=-1)
+    scores_BTH = scores_BTH + logits_BT[..., None] + (hyper - slope) * window
+    return torch.sigmoid(scores_BTH)[..., None] * values, new
 
 
-def why_not_own_token(*_: Tensor, window: int, **options: object) -> str | None:
-    """The reason against `own_token`."""
-    return None if window == 0 else "the window is larger than 0"
+def why_wider(most: int, *_: Tensor, window: int, **options: object) -> str | None:
+    """The reason against `one_token`, for windows up to `most`: 1, or 0 where kernels know windows of 1 too."""
+    return None if window <= most else f"the window is larger than {most}"
 
 
 def why_not_short(queries: Tensor, *_: Tensor, **options: object) -> str | None:
@@ -204,7 +213,7 @@ def _weights(queries: Tensor, keys: Tensor, biases: Tensor, scale: float, null_k
 def _softmax_backward(weights: Tensor, dweights: Tensor, mean: Tensor) -> Tensor:
     """p (g - sum p g), with g counted from its mean so that nothing cancels where one weight is nearly 1.
 
-    The mean itself is known only to the rounding of g; the softmax's own gradient takes away what is left of it.
+    The subtracted mean is exact only up to rounding; the softmax gradient removes the remainder.
     """
     dweights[..., -1] = 0.0
     dweights -= mean
@@ -214,7 +223,7 @@ def _softmax_backward(weights: Tensor, dweights: Tensor, mean: Tensor) -> Tensor
 
 
 def block_size(num_new: int, num_heads: int, window: int, device: torch.device) -> int:
-    """Queries of a block: about the window, fewer where the window is so wide that they alone would fill a tile."""
+    """Queries per block: about the window length, fewer for windows so wide that one such block would fill a tile."""
     largest = min(max(LARGEST_BLOCK, window // LARGEST_SHARE), LARGEST_OF_ALL)
     numbers = _num_weights(device) if largest == LARGEST_BLOCK else max(_num_weights(device), MOST_NUMBERS)
     wanted = numbers // (num_heads * max(window, 1)) // SMALLEST_BLOCK * SMALLEST_BLOCK

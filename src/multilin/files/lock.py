@@ -1,4 +1,4 @@
-"""A lock on a folder, so that two trainers never write into one."""
+"""A lock on a folder, so that two processes never write into one."""
 
 import contextlib
 import errno
@@ -21,22 +21,26 @@ LOCK_FILE = ".multilin.lock"
 
 
 @contextlib.contextmanager
-def locked_folder(path: str | Path) -> Iterator[None]:
-    """Lock a folder, which is made if it does not exist.
+def locked_folder(name: str, path: str | Path) -> Iterator[None]:
+    """Keep other processes out of a folder, which is made if it does not exist.
 
     The operating system holds the lock, on a hidden file, and releases it when this process ends, however it ends. A
     folder that was made here and is empty at the end is removed.
 
+    Args:
+        name: the flag or field that gave the path; messages begin with it.
+        path: the folder.
+
     Raises:
         InputError: another process holds the lock (the message names it), or the folder cannot be written.
     """
-    folder = check_folder("output", path)
+    folder = check_folder(name, path)
     try:
         missing = [parent for parent in (folder, *folder.parents) if not parent.exists()]
         folder.mkdir(parents=True, exist_ok=True)
-        descriptor = _acquire(path, folder / LOCK_FILE)
+        descriptor = _acquire(name, path, folder / LOCK_FILE)
     except OSError as error:
-        raise InputError(f"output: {shown(path)} cannot be written ({error.strerror})") from None
+        raise InputError(f"{name}: {shown(path)} cannot be written ({error.strerror})") from None
     try:
         yield
     finally:
@@ -48,7 +52,7 @@ def locked_folder(path: str | Path) -> Iterator[None]:
                 made.rmdir()
 
 
-def _acquire(path: str | Path, lock: Path) -> int:
+def _acquire(name: str, path: str | Path, lock: Path) -> int:
     """The descriptor of the open lock file, which names this process from now on."""
     while True:
         descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o666)
@@ -60,7 +64,7 @@ def _acquire(path: str | Path, lock: Path) -> int:
             holder = _holder(descriptor)
             os.close(descriptor)
             raise InputError(
-                f"output: {shown(path)} is in use by {holder}; wait until it has ended, or give another folder"
+                f"{name}: {shown(path)} is in use by {holder}; wait until it has ended, or give another folder"
             ) from None
         except OSError as error:
             warnings.warn(

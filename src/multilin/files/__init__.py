@@ -178,7 +178,7 @@ def remove_partials(folder: Path, name: str = "*") -> None:
 
 
 def _resolve(name: str, path: str | Path) -> Path:
-    """The path with its links followed, one by one: a link into the kernel's folders must not pass for its end."""
+    """The path with its links followed one at a time, so that a link into /proc or /sys is refused, not resolved."""
     if not str(path) or "\0" in str(path):
         raise InputError(f"{name}: {str(path)!r} given, but it should be the path of a file or folder")
     target = Path(path)

@@ -13,7 +13,7 @@ test: $(VENV)/.installed-dev  ## run the tests, without those that are marked as
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow"
 
 test-all: $(VENV)/.installed-dev  ## run all tests
-	$(BIN)/python -m pytest -n 2 --dist worksteal
+	$(BIN)/python -m pytest -n 2 --dist worksteal --durations=15
 
 lint: $(VENV)/.installed-dev  ## format, lint and type checks
 	$(BIN)/ruff format --check .

@@ -270,6 +270,7 @@ def loaded(path: Path, tmp_path: Path) -> list[Sweep]:
     return result
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", SWEEPS, ids=lambda path: path.stem)
 def test_every_row_of_a_sweep_can_be_trained_with_all_that_is_tried_and_is_reported(path: Path, tmp_path: Path) -> None:
     documented = (DOCS / PAGES[path.parent.name]).read_text()

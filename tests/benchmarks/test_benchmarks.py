@@ -227,7 +227,7 @@ def test_what_needs_no_training_is_scored_on_the_final_half(
 def test_recall_is_compared_at_every_setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("multilin.analysis.compare.measure.CONTEXTS", (8,))
     monkeypatch.setattr("benchmarks.recall.TOKENS_PER_STEP", 128)
-    settings = ["--pairs", "2", "3", "--lengths", "16", "32", "--vocab-size", "64", "--tokens", "20000"]
+    settings = ["--pairs", "2", "3", "--lengths", "16", "32", "--vocab-size", "64", "--tokens", "7000"]
     models = ["--models", "elita", "llama", "--rates", "1e-3", "1e-2", "--hidden-sizes", "16"]
     assert main(["recall", "--save", str(tmp_path), *settings, *models, "--folder", str(tmp_path / "runs")]) == 0
     rows = _saved(tmp_path, "recall")["rows"]

@@ -73,6 +73,7 @@ def test_gradient_checkpointing_changes_nothing(make_model: MakeModel) -> None:
         torch.testing.assert_close(result, expected, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.slow_for_variants
 def test_bf16_autocast_errs_no_more_than_bf16_weights(make_model: MakeModel) -> None:
     """The yardstick is what rounding the weights alone does, since some models amplify any rounding.
 
@@ -94,11 +95,10 @@ def test_bf16_autocast_errs_no_more_than_bf16_weights(make_model: MakeModel) -> 
     assert error(autocast) <= 3 * error(rounded)
 
 
-@pytest.mark.slow_for_variants
-@pytest.mark.parametrize("length", [pytest.param(1, marks=pytest.mark.slow), 40])
-def test_compiled_is_eager(make_model: MakeModel, length: int) -> None:
+@pytest.mark.slow
+def test_compiled_is_eager(make_model: MakeModel) -> None:
     torch.compiler.reset()
-    model, ids = make_model(), random_ids(2, length)
+    model, ids = make_model(), random_ids(2, 40)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     with torch.no_grad():
         torch.testing.assert_close(

@@ -190,10 +190,8 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize(
-    ("workers", "number"),
-    [(1, signal.SIGKILL), *(pytest.param(2, end, marks=pytest.mark.slow) for end in (signal.SIGKILL, signal.SIGINT))],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("workers", "number"), [(1, signal.SIGKILL), (2, signal.SIGKILL), (2, signal.SIGINT)])
 def test_a_killed_preparation_goes_on_twice(tmp_path: Path, workers: int, number: int) -> None:
     source = write_rows(tmp_path / "rows.jsonl", make_texts(6000))
     script = tmp_path / "killed.py"

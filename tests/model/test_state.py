@@ -1,5 +1,7 @@
 """TextState: what a user does with a state besides reading on."""
 
+import re
+
 import pytest
 import torch
 from transformers import DynamicCache
@@ -57,3 +59,14 @@ def test_what_cannot_be_done_is_said(model) -> None:
     other = create_model("additive", hidden_size=8, num_layers=1, vocab_size=13, n_positions=64).eval()
     with pytest.raises(InputError, match="a state of 1 layers"):
         model(torch.tensor([[1]]), past_key_values=read(other, [1]))
+    for rows in ([], [9], [-1]):
+        with pytest.raises(InputError, match=re.escape(f"rows: {rows} given, but it must list rows from 0 to 0")):
+            read(model, [1]).select(rows)
+
+
+def test_the_state_of_another_architecture_is_refused(model) -> None:
+    num_layers = len(model.config.layers)
+    other = create_model("mingru", hidden_size=8, num_layers=num_layers, vocab_size=13, n_positions=64).eval()
+    for reader in (model, model.generate):
+        with pytest.raises(InputError, match="the state of another model, which has a layer of mingru of width 8"):
+            reader(torch.tensor([[1, 2]]), past_key_values=read(other, [1]))

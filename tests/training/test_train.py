@@ -111,6 +111,7 @@ def test_every_architecture_and_baseline_trains_the_same_way(tiny: Tiny, tmp_pat
     AutoModelForCausalLM.from_pretrained(result.output)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("architecture", architectures())
 @pytest.mark.filterwarnings("ignore:.*does not take document_ids")

@@ -23,7 +23,7 @@ from multilin.model.documents import Packing, read_packing
 from multilin.model.embedding import TokenEmbedding, check_mask
 from multilin.model.padding import ColumnOrder, pads_after_tokens
 from multilin.model.remote import write_auto_file
-from multilin.model.state import TextState, open_state
+from multilin.model.state import TextState, layer_kinds, open_state
 from multilin.model.state_tree import map_tensors, put_rows
 from multilin.settings import load_settings
 
@@ -79,6 +79,7 @@ class MultilinModel(MultilinPreTrainedModel):
         self.embedding = TokenEmbedding(config)
         self.layers = nn.ModuleList(_build_layer(config, index) for index in range(len(config.layers)))
         _check_lengths(config, self.layers)
+        self.layer_kinds = layer_kinds(config)
         self._no_split_modules = sorted({type(layer).__name__ for layer in self.layers})
         names = sorted({entry["architecture"] for entry in config.layers})
         self.unpackable = ", ".join(name for name in names if not get_architecture(name).packs)
@@ -139,7 +140,7 @@ class MultilinModel(MultilinPreTrainedModel):
             use_cache = past_key_values is not None or (self.config.use_cache and not self.training)
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
-        state = open_state(past_key_values, len(self.layers), len(tokens)) if use_cache else None
+        state = open_state(past_key_values, self.layer_kinds, len(tokens)) if use_cache else None
 
         if attention_mask is not None:
             attention_mask = _padding_mask(attention_mask, *tokens.shape[:2])

@@ -1,5 +1,6 @@
 """The state of a text: a model's memory of all tokens that it has read, of constant size."""
 
+import json
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast
 
@@ -8,6 +9,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from multilin.errors import InputError
+from multilin.model.config import MultilinConfig
 from multilin.model.rings import from_ring, grow, join_rings, map_windows, to_ring, write
 from multilin.model.state_tree import map_tensors, named_tensors, with_tensors
 from multilin.ops.ring import Ring
@@ -54,11 +56,13 @@ class TextState(Cache):
 
     embedding: the state of the embedding, which counts and hashes the tokens of each row.
     layers: the states of the layers.
+    kinds: what each layer is, see `layer_kinds`.
     num_columns: number of columns of `input_ids` that were read, padding included; transformers' length of a cache.
     """
 
-    def __init__(self, num_layers: int) -> None:
-        super().__init__(layers=[LayerState() for _ in range(num_layers)])
+    def __init__(self, kinds: tuple[str, ...]) -> None:
+        super().__init__(layers=[LayerState() for _ in kinds])
+        self.kinds = kinds
         self.embedding = LayerState()
         self.num_columns = 0
         # The number of columns and the values before each recorded call, oldest first; None if not recording.
@@ -122,7 +126,14 @@ class TextState(Cache):
         return self.map(lambda tensor: tensor.repeat_interleave(num_continuations, dim=0))
 
     def select(self, rows: list[int]) -> "TextState":
-        """A copy of these rows, in this order."""
+        """A copy of these rows, in this order.
+
+        Raises:
+            InputError: no rows, or one that the state does not have.
+        """
+        num_rows = self.batch_size or 0
+        if not rows or not all(0 <= row < num_rows for row in rows):
+            raise InputError(f"rows: {rows} given, but it must list rows from 0 to {num_rows - 1}")
         return self.map(lambda tensor: tensor[rows])
 
     def join(self, other: "TextState") -> None:
@@ -144,7 +155,7 @@ class TextState(Cache):
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "TextState":
         """A new state with the function applied to every tensor."""
-        copy = TextState(len(self.layers))
+        copy = TextState(self.kinds)
         copy.num_columns = self.num_columns
         copy.values = self._mapped(function)
         return copy
@@ -243,20 +254,31 @@ class TextState(Cache):
         self._earlier = None if self._earlier is None else []
 
 
-def open_state(given: TextState | None, num_layers: int, num_batch: int) -> TextState:
+def layer_kinds(config: MultilinConfig) -> tuple[str, ...]:
+    """Architecture, width and options of each layer: what two models share whose states have the same tensors."""
+    return tuple(
+        f"{entry['architecture']} of width {config.hidden_size}, {json.dumps(entry, sort_keys=True)}"
+        for entry in config.layers
+    )
+
+
+def open_state(given: TextState | None, kinds: tuple[str, ...], num_batch: int) -> TextState:
     """The state in the caller's `past_key_values`, or without one the state at the start of a text.
 
     Raises:
-        InputError: not a TextState, or a state of another number of layers or rows.
+        InputError: not a TextState, or a state of other layers, or of another number of layers or rows.
     """
     if given is None:
-        return TextState(num_layers)
+        return TextState(kinds)
     if not isinstance(given, TextState):
         raise InputError(
             f"past_key_values: {type(given).__name__} given, but it must be a TextState, as this model returns it"
         )
-    if len(given.layers) != num_layers:
-        raise InputError(f"past_key_values: a state of {len(given.layers)} layers, but {num_layers} read")
+    if len(given.kinds) != len(kinds):
+        raise InputError(f"past_key_values: a state of {len(given.kinds)} layers, but {len(kinds)} read")
+    if given.kinds != kinds:
+        its, own = next(pair for pair in zip(given.kinds, kinds, strict=True) if pair[0] != pair[1])
+        raise InputError(f"past_key_values: the state of another model, which has a layer of {its}; this has {own}")
     if given.batch_size not in (None, num_batch):
         raise InputError(
             f"past_key_values: a state of {given.batch_size} rows given for {num_batch} rows of input_ids; "

@@ -6,6 +6,8 @@ import torch
 from multilin.ops.block_outer import BLOCK_OUTER, gpu, reference
 from tests.ops.poison import poison_memory
 
+pytestmark = pytest.mark.slow  # interpreted, where there is no card
+
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 4e-3, torch.float16: 1e-3}
 SMALL = {
     "3Lin": (67, 3, 16, 16, 21),
@@ -51,9 +53,7 @@ def check(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> N
         assert torch.equal(gpu.block_outer(*inputs), found[1][0])
 
 
-@pytest.mark.parametrize(
-    "dtype", [torch.float32, torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)], ids=str
-)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", SMALL)
 def test_result_and_gradients(name: str, dtype: torch.dtype, device: torch.device, monkeypatch) -> None:
     poison_memory(monkeypatch)

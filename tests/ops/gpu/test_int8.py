@@ -13,6 +13,8 @@ from tests.ops.cases.block_outer import make_inputs as outer_inputs
 from tests.ops.cases.int8 import SHAPES, make_inputs
 from tests.ops.poison import poison_memory
 
+pytestmark = pytest.mark.slow  # interpreted, where there is no card
+
 DTYPES = [torch.float32, torch.bfloat16]
 LARGE = {"TScale": ((8192,), 128, 4, 4, 512), "3Lin": ((4096,), 32, 16, 16, 512), "ELiTA": ((4096,), 1, 512, 8, 512)}
 

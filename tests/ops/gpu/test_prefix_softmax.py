@@ -15,6 +15,8 @@ from tests.ops.cases.prefix_softmax import LOGITS, make_logits, make_starts, mak
 from tests.ops.poison import poison_memory
 from tests.processes import PYTHON, run
 
+pytestmark = pytest.mark.slow  # interpreted, where there is no card
+
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 4e-3, torch.float16: 1e-3}
 prefix_softmax = partial(operator.prefix_softmax, "gpu")
 CHUNK = 16  # of the interpreter's small cases; on a card the chunk is as it is
@@ -275,7 +277,6 @@ def test_dispatch_takes_the_kernels_for_gpus_and_refuses_what_they_cannot() -> N
         PREFIX_SOFTMAX.backend_for(torch.device("cuda"), torch.float32, (torch.empty(1, 1, 1, 10_000),))
 
 
-@pytest.mark.slow
 def test_every_kernel_compiles_for_a_hopper_card() -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     run([*PYTHON, "-m", "tests.ops.gpu.compiling", "tests.ops.gpu.prefix_softmax_calls"], environment=environment)

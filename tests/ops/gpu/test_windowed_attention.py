@@ -8,6 +8,8 @@ from tests.ops.cases.prefix_softmax import make_starts
 from tests.ops.cases.windowed_attention import OPTIONS, make_inputs
 from tests.ops.poison import poison_memory
 
+pytestmark = pytest.mark.slow  # interpreted, where there is no card
+
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 4e-3, torch.float16: 1e-3}
 CPU_SHAPE = (1, 67, 2, 5, 19)
 DECAYING = {"window": 64, "scale": 0.2, "hyper": 20.0}  # one weight of nearly 1 everywhere
@@ -69,7 +71,7 @@ def test_means_state_and_gradients(name: str, packed: bool, device: torch.device
 
 
 @pytest.mark.parametrize("name", ["null key", "hyperbolic decay", "peaked"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_narrow_types(name: str, dtype: torch.dtype, device: torch.device, monkeypatch) -> None:
     poison_memory(monkeypatch)
     check(CPU_SHAPE, OPTIONS[name], dtype, device, with_state=True)
@@ -87,7 +89,7 @@ def test_at_size(name: str, dtype: torch.dtype, device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in OPTIONS if OPTIONS[name]["window"]])
-@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_decoding_token_by_token_equals_reading_at_once(name, dtype, device: torch.device, monkeypatch) -> None:
     """The kernel for one token: means and the state it writes, with starts and padding."""
     poison_memory(monkeypatch)

@@ -251,7 +251,7 @@ RECIPES = Path(__file__).parents[2] / "recipes"
 DOCS = Path(__file__).parents[2] / "docs"
 PAGES = {"claims": "claims.md", "two_core_hour": "two-core-hour.md", "yardsticks": "yardsticks.md"}
 SWEEPS = sorted(RECIPES.glob("*/*.yaml"))
-TRIALS = {"five": 8, "twenty": 2, "hour": 0, "muon": 3, "mingru": 0, "nanogpt": 4, "nanogpt_parameters": 4}
+TRIALS = {"five": 3, "twenty": 2, "hour": 0, "muon": 3, "mingru": 0, "nanogpt": 4, "nanogpt_parameters": 4}
 
 
 def loaded(path: Path, tmp_path: Path) -> list[Sweep]:

@@ -121,7 +121,7 @@ def flags_of(verb: str) -> Iterator[Case]:
     """Every flag with words that its type does not allow, flags that do not exist, and words that are missing."""
     known, words = list(flags(VERBS[verb])), VALID.get(verb, ["run"] if verb == "export" else [])
     for place, flag in enumerate(known):
-        number = {"train": 1, "demo": 1, "compare": 1, "plan": 1}.get(verb, 5) if flag.section else 6
+        number = {"train": 1, "demo": 1, "compare": 1, "plan": 1}.get(verb, 3) if flag.section else 3
         for word in d.some(_bad_words(verb, flag), number, verb + flag.key):
             names = (
                 ()

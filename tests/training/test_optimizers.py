@@ -17,11 +17,12 @@ from multilin.training.optimizers import (
     MatrixMoment,
     Muon,
     NormalizedSGD,
+    build_optimizer,
     matrix_parameters,
     parameter_groups,
     row_parameters,
 )
-from multilin.training.recipe import load_recipe
+from multilin.training.recipe import OptimizerRecipe, load_recipe
 
 Make = Callable[..., torch.optim.Optimizer]
 
@@ -227,6 +228,28 @@ def test_rows_are_those_of_embedding_and_output(architecture: str) -> None:
     assert all(parameter.shape == (37, 16) for parameter in by_row)
     assert len(by_row) == (1 if model.config.tie_word_embeddings else 2)
     assert sum(len(group["params"]) for group in groups) == len(list(model.parameters()))
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_layer_with_ten_times_the_initial_range_changes_by_ten_times_as_much(name: str) -> None:
+    recipe = OptimizerRecipe(name=name, learning_rate=1e-4, weight_decay=0.0, **OPTIMIZERS[name].options)
+    changes = []
+    for own in ({}, {"initializer_range": 0.5}):
+        layers = [{"architecture": "tscale", "head_size": 8, **own}, {"architecture": "additive", "num_heads": 2}]
+        model = create_model(
+            "additive", hidden_size=16, layers=layers, vocab_size=37, n_positions=32, initializer_range=0.05
+        )
+        before = [parameter.detach().clone() for parameter in model.parameters()]
+        for index, parameter in enumerate(model.parameters()):
+            parameter.grad = draw(*parameter.shape, seed=index, dtype=parameter.dtype)
+        optimizer = build_optimizer(recipe, model, decayed=())
+        assert optimizer.param_groups[0]["lr"] == 1e-4  # the rate that is reported
+        optimizer.step()
+        changes.append([after.detach() - old for after, old in zip(model.parameters(), before, strict=True)])
+    names = [name for name, _ in model.named_parameters()]
+    for name, plain, scaled in zip(names, *changes, strict=True):
+        factor = 10 if name.startswith("model.layers.0.") else 1
+        torch.testing.assert_close(scaled, factor * plain, rtol=1e-3, atol=2e-6, msg=name)
 
 
 def test_recipes_name_every_optimizer() -> None:

@@ -105,26 +105,57 @@ def matrix_parameters(model: nn.Module) -> list[Tensor]:
     return [weight for weight in weights if id(weight) not in others]
 
 
+def rate_factors(model: nn.Module) -> dict[int, float]:
+    """By the id of a parameter, what its learning rate is multiplied by, where that is not 1.
+
+    A layer with an `initializer_range` of its own has the factor own / the model's, so that in a hybrid the weights of
+    all layers change by as much of their size: with one rate for all, weights of 0.5 would not learn beside weights of
+    0.02.
+    """
+    own = getattr(getattr(model, "config", None), "initializer_range", None)
+    factors: dict[int, float] = {}
+    for module in model.modules():
+        if own and (factor := getattr(module, "initializer_range", own) / own) != 1:
+            factors |= {id(parameter): factor for parameter in module.parameters(recurse=False)}
+    return factors
+
+
 def parameter_groups(
-    model: nn.Module, *, decayed: Collection[str], weight_decay: float, by_rows: bool, by_matrices: bool = False
+    model: nn.Module,
+    *,
+    decayed: Collection[str],
+    weight_decay: float,
+    by_rows: bool,
+    by_matrices: bool = False,
+    learning_rate: float | None = None,
 ) -> list[dict[str, Any]]:
     """The parameters of a model in groups, with `weight_decay` for those named in `decayed` and 0 for the others.
 
     With `by_rows` every group has `rows`, which is True for the model's row parameters; with `by_matrices` every group
-    has `matrices`, which is True for the weights of its linear layers.
+    has `matrices`, which is True for the weights of its linear layers. With a `learning_rate` the groups of parameters
+    that have another one, see `rate_factors`, come last and have it as `lr`.
     """
     mark = "rows" if by_rows else "matrices" if by_matrices else None
     special = row_parameters(model) if by_rows else matrix_parameters(model) if by_matrices else []
     marked = {id(parameter) for parameter in special}
-    groups: dict[tuple[bool, bool], list[nn.Parameter]] = {
-        (decays, is_marked): [] for is_marked in (False, True) for decays in (True, False)
+    factors = rate_factors(model) if learning_rate else {}
+    groups: dict[tuple[float, bool, bool], list[nn.Parameter]] = {
+        (factor, decays, is_marked): []
+        for factor in [1.0, *sorted({*factors.values()})]
+        for is_marked in (False, True)
+        for decays in (True, False)
     }
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            groups[name in decayed, id(parameter) in marked].append(parameter)
+            groups[factors.get(id(parameter), 1.0), name in decayed, id(parameter) in marked].append(parameter)
     return [
-        {"params": parameters, "weight_decay": weight_decay * decays, **({mark: is_marked} if mark else {})}
-        for (decays, is_marked), parameters in groups.items()
+        {
+            "params": parameters,
+            "weight_decay": weight_decay * decays,
+            **({mark: is_marked} if mark else {}),
+            **({"lr": factor * learning_rate} if learning_rate and factor != 1 else {}),
+        }
+        for (factor, decays, is_marked), parameters in groups.items()
         if parameters
     ]
 
@@ -147,6 +178,7 @@ def build_optimizer(recipe: OptimizerRecipe, model: nn.Module, *, decayed: Colle
     assert recipe.weight_decay is not None
     kind = OPTIMIZERS[recipe.name]
     groups = parameter_groups(
-        model, decayed=decayed, weight_decay=recipe.weight_decay, by_rows=kind.normalizes, by_matrices=kind.by_matrices
-    )
+        model, decayed=decayed, weight_decay=recipe.weight_decay, by_rows=kind.normalizes, by_matrices=kind.by_matrices,
+        learning_rate=recipe.learning_rate,
+    )  # fmt: skip
     return kind.make(groups, lr=recipe.learning_rate, **{option: getattr(recipe, option) for option in kind.options})

@@ -100,6 +100,7 @@ def test_every_name_makes_a_model_of_the_asked_sizes(name: str) -> None:
             {"layers": [{"architecture": "linear_mixer", "context": 31}], "num_layers": None},
             "n_positions: no limit given",
         ),
+        ("tscale", {"final_norm_tile": 5}, "final_norm_tile: 5 given, but it must divide the hidden size 16"),
         ("gpt2", {"layers": HYBRID, "num_layers": None}, "layers: given, but gpt2 has no list of layers"),
         ("gpt2", {"options": {"window": 2}}, "model.options.window: unknown field"),
         ("gpt2", {"options": {"num_heads": 0}}, "model.options.num_heads: 0 given"),

@@ -266,6 +266,9 @@ def _build_norm(config: MultilinConfig) -> nn.Module:
     if config.final_norm == "layer_norm":
         return nn.LayerNorm(config.hidden_size)
     if config.final_norm == "tile_norm":
+        tile, width = config.final_norm_tile, config.hidden_size
+        if tile and width % tile:
+            raise InputError(f"final_norm_tile: {tile} given, but it must divide the hidden size {width}")
         return TileNorm(config.final_norm_tile, keeps_dtype=True)
     return nn.Identity()
 

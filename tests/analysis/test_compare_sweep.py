@@ -11,7 +11,7 @@ import torch
 import yaml
 
 from multilin.analysis.compare import plan
-from multilin.analysis.compare.plan import SPEED_FILE, plan_rows, rows_of
+from multilin.analysis.compare.plan import SPEED_FILE, plan_rows, read_speeds, rows_of
 from multilin.analysis.compare.sweep import Budget, Sweep, builtin_sweep, changed, choices_of, find_sweep, load_sweep
 from multilin.analysis.costs import training_flops_per_token
 from multilin.cli.main import main
@@ -286,6 +286,11 @@ def test_every_row_of_a_sweep_can_be_trained_with_all_that_is_tried_and_is_repor
                 check_model(row.with_choice(choice))
             trials = {str(choice) for stage in sweep.stages for choice in choices_of(stage, row.first_choice(sweep))}
             assert len(trials) == TRIALS.get(path.stem, len(trials))
+
+
+def test_the_speeds_that_come_with_a_sweep_are_those_of_its_rows() -> None:
+    folder = RECIPES / "two_core_hour"
+    assert read_speeds(folder / "five.speed.json").keys() == load_sweep(folder / "five.yaml").rows.keys()
 
 
 def test_a_row_after_another_comparison_keeps_its_best_recipe_and_takes_muon(tmp_path: Path) -> None:

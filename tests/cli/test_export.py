@@ -30,6 +30,7 @@ def cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cache.shutil, "which", lambda _: None)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("cpu")
 def test_auto_exports_once_and_again_after_a_change(run_with_cache: Path, cli: Call, capsys) -> None:
     expected = cli("generate", run_with_cache, *GREEDY, "--engine", "torch")

@@ -48,6 +48,7 @@ def test_a_left_padded_batch_writes_what_its_rows_write_alone(make_model: MakeMo
         assert together[row, 8:].tolist() == alone[0, text.shape[1] :].tolist()
 
 
+@pytest.mark.slow_for_variants
 def test_a_given_state_is_continued_and_left_as_it_was(make_model: MakeModel) -> None:
     """With the whole text, which is transformers' convention, and with the new tokens alone."""
     model, ids = make_model(), random_ids(1, 12)

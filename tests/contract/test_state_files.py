@@ -42,6 +42,7 @@ def refused(path: Path, model: MultilinForCausalLM, match: str) -> None:
     assert "\n" not in str(refusal.value)
 
 
+@pytest.mark.slow_for_variants
 def test_a_flipped_bit_anywhere_is_seen(model: MultilinForCausalLM, state_file: Path) -> None:
     content, draw = state_file.read_bytes(), random.Random(0)
     header = int.from_bytes(content[:8], "little") + 8

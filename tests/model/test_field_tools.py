@@ -140,6 +140,7 @@ def test_gradients_reach_hidden_states_between_padding(architecture: str) -> Non
     assert all(hidden_states.grad.any() for hidden_states in result.hidden_states)
 
 
+@pytest.mark.slow
 def test_a_compiled_model_heeds_the_mask(architecture: str) -> None:
     model, tokens, mask = make(architecture), ids(1, 8), torch.tensor([[0, 0, 1, 1, 0, 1, 1, 0]])
     compiled = torch.compile(model, backend="eager", fullgraph=True)

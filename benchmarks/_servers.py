@@ -53,7 +53,7 @@ class Server:
         received, first = bytearray(), 0.0
         while piece := await reader.read(65536):
             received += piece
-            if not first and b"\r\n\r\n" in received and not received.endswith(b"\r\n\r\n"):
+            if not first and received.partition(b"\r\n\r\n")[2]:  # the body has begun
                 first = time.perf_counter() - begin
             if most_bytes is not None and len(received) >= most_bytes:
                 break

@@ -178,12 +178,14 @@ def test_a_second_call_changes_nothing(rows: Path, tmp_path: Path) -> None:
 
 
 KILLED = """
+import signal
 import sys
 from multilin.data import parts
 from multilin.data.settings import ShardSettings
 from multilin.data.sharding import prepare_shards
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs begin without it
     parts.PART_BYTES = 4000
     settings = ShardSettings(sys.argv[1], sys.argv[2], kind="byte", validation_fraction=0.1)
     prepare_shards(settings, workers=int(sys.argv[3]))

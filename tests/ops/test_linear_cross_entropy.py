@@ -117,3 +117,19 @@ def test_peak_memory_is_a_chunk_of_logits_not_all() -> None:
     with LargestTensor() as watch:
         linear_cross_entropy(hidden, weight, None, torch.zeros(num_rows, dtype=torch.long)).backward()
     assert watch.numbers <= unchecked.CHUNK_NUMBERS < num_rows * vocab / 2
+
+
+@pytest.mark.parametrize("counted", [0, 16])
+def test_rows_that_count_nothing_take_no_logits(counted: int) -> None:
+    vocab = 8192
+    hidden, weight = torch.randn(4096, 8, requires_grad=True), torch.randn(vocab, 8, requires_grad=True)
+    targets = torch.full((4096,), -100)
+    targets[::256][:counted] = 5
+    with LargestTensor() as watch:
+        total = linear_cross_entropy(hidden, weight, None, targets)
+        total.backward()
+        terms = token_cross_entropy(hidden, weight, None, targets)
+    assert watch.numbers <= max(counted * vocab, weight.numel())
+    assert hidden.grad[targets == -100].eq(0).all()
+    torch.testing.assert_close(terms.sum(), total.detach())
+    assert terms[targets == -100].eq(0).all()

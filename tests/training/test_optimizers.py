@@ -252,6 +252,14 @@ def test_a_layer_with_ten_times_the_initial_range_changes_by_ten_times_as_much(n
         torch.testing.assert_close(scaled, factor * plain, rtol=1e-3, atol=2e-6, msg=name)
 
 
+def test_a_layer_that_begins_with_zeros_learns() -> None:
+    layers = [{"architecture": "additive", "num_heads": 2, "initializer_range": 0}]
+    model = create_model("additive", hidden_size=16, layers=layers, vocab_size=37, n_positions=32)
+    recipe = OptimizerRecipe(name="adamw", learning_rate=1e-4, weight_decay=0.0, **OPTIMIZERS["adamw"].options)
+    optimizer = build_optimizer(recipe, model, decayed=())
+    assert {group["lr"] for group in optimizer.param_groups} == {1e-4}
+
+
 def test_recipes_name_every_optimizer() -> None:
     with pytest.raises(InputError) as refusal:
         load_recipe(None, {"optimizer.name": "nonsense"})

@@ -31,7 +31,7 @@ from multilin.training.run_folder import RunFolder
 from multilin.training.trainer import train
 
 SPEED_FILE, RESULT_FILE = "speed.json", "comparison.json"
-MEASURED_STEPS, WARM_UP_STEPS, MEASURED_TURNS = 20, 5, 2
+MEASURED_STEPS, WARM_UP_STEPS, MEASURED_TURNS = 20, 5, 3
 VALIDATIONS, CHECKPOINTS = 10, 4  # of a run, where the sweep says nothing else
 
 Choice = Mapping[str, Any]  # fields of all stages of tuning to one value each

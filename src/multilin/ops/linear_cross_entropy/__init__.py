@@ -8,8 +8,9 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from multilin.ops.dispatch import Backend, Op, cpu_kernels, result_dtype
-from multilin.ops.kernels import refuses_eager
+from multilin.ops.kernels import is_traced, refuses_eager
 from multilin.ops.linear_cross_entropy import cpu, portable
+from multilin.ops.linear_cross_entropy.portable import IGNORED
 
 __all__ = ["LINEAR_CROSS_ENTROPY", "linear_cross_entropy", "token_cross_entropy"]
 
@@ -53,8 +54,11 @@ def linear_cross_entropy(
     Raises:
         InputError: a target that is no token.
 
-    Cost: 3 products of N x D x V and their memory for a chunk of rows, plus one gradient of the size of `weight`.
+    Cost: 3 products of N x D x V and their memory for a chunk of rows, plus one gradient of the size of `weight`. On a
+    CPU, rows that count nothing cost nothing.
     """
+    if (rows := _counted_rows(hidden, targets)) is not None:
+        hidden, targets = hidden[rows], targets[rows]
     inputs = hidden, weight, bias, targets, label_smoothing
     return _LinearCrossEntropy.apply(*inputs) if torch.is_grad_enabled() else _token_losses(*inputs).sum()
 
@@ -67,7 +71,18 @@ def token_cross_entropy(
     targets: Int[Tensor, " N"],
 ) -> Float[Tensor, " N"]:
     """The terms that `linear_cross_entropy` sums, (N,) in nats, without gradients; 0 for ignored rows."""
-    return _token_losses(hidden, weight, bias, targets, 0.0)
+    if (rows := _counted_rows(hidden, targets)) is None:
+        return _token_losses(hidden, weight, bias, targets, 0.0)
+    losses = _token_losses(hidden[rows], weight, bias, targets[rows], 0.0)
+    return losses.new_zeros(len(targets)).index_copy(0, rows, losses)
+
+
+def _counted_rows(hidden: Tensor, targets_N: Tensor) -> Tensor | None:
+    """The rows that count, if that is not all of them; None on a GPU, which would have to wait for their number."""
+    if hidden.device.type != "cpu" or is_traced(hidden, targets_N):
+        return None
+    rows = (targets_N != IGNORED).nonzero().flatten()
+    return rows if len(rows) < len(targets_N) else None
 
 
 def _token_losses(hidden: Tensor, weight: Tensor, *others: Any) -> Tensor:

@@ -110,12 +110,12 @@ def rate_factors(model: nn.Module) -> dict[int, float]:
 
     A layer with an `initializer_range` of its own has the factor own / the model's, so that in a hybrid the weights of
     all layers change by as much of their size: with one rate for all, weights of 0.5 would not learn beside weights of
-    0.02.
+    0.02. A range of 0, of the layer or the model, says nothing of that size: the factor is 1.
     """
     own = getattr(getattr(model, "config", None), "initializer_range", None)
     factors: dict[int, float] = {}
     for module in model.modules():
-        if own and (factor := getattr(module, "initializer_range", own) / own) != 1:
+        if own and (factor := (getattr(module, "initializer_range", own) or own) / own) != 1:
             factors |= {id(parameter): factor for parameter in module.parameters(recurse=False)}
     return factors
 

@@ -123,6 +123,12 @@ def test_time_that_is_gone_before_the_first_step_is_reported(tiny: Tiny, tmp_pat
         train(timed(tiny(tmp_path / "run"), 0.5), callbacks=[clock], began=0.0)
 
 
+def test_a_run_that_ends_in_its_warm_up_says_so(tiny: Tiny, tmp_path: Path, clock: Clock) -> None:
+    clock.seconds = lambda step: 20.0
+    with pytest.warns(UserWarning, match=r"training\.minutes: 1 were enough for 2 steps only, .* rises for 2 \("):
+        train(timed(tiny(tmp_path / "run"), 1), callbacks=[clock], began=0.0)
+
+
 def test_steps_and_minutes_exclude_each_other() -> None:
     with pytest.raises(InputError, match=r"training\.max_steps: 5 given, but training\.minutes is 2, and the clock"):
         load_recipe(None, {"training.minutes": 2, "training.max_steps": 5})

@@ -4,6 +4,7 @@ import contextlib
 import math
 import signal
 import time
+import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from accelerate.utils import broadcast
 from torch.distributed import DistError
 from transformers import TrainerCallback, set_seed
 
-from multilin.errors import InputError
+from multilin.errors import InputError, plural
 from multilin.files.lock import locked_folder
 from multilin.inference.adapters import reach
 from multilin.training.assemble import build_model, check_model, read_data
@@ -127,6 +128,7 @@ def _finish(trainer: RunTrainer) -> RunResult:
     """Write the model, the plot and the model card."""
     trainer.accelerator.wait_for_everyone()
     trainer.publish_model()
+    _warn_of_few_steps(trainer.recipe, trainer.state.global_step)
     folder, meter = trainer.folder, trainer.callback.meter
     lines = folder.read_metrics()
     last = lines[-1]
@@ -147,6 +149,17 @@ def _finish(trainer: RunTrainer) -> RunResult:
         write_card(trainer.recipe, result, folder.card)
     trainer.accelerator.wait_for_everyone()
     return result
+
+
+def _warn_of_few_steps(recipe: Recipe, steps: int) -> None:
+    """Say so where the clock ended a run before its learning rate had risen to its peak."""
+    minutes, warmup_steps = recipe.training.minutes, recipe.schedule.warmup_steps or 0
+    if minutes is not None and steps <= warmup_steps:
+        warnings.warn(
+            f"training.minutes: {minutes:g} were enough for {plural(steps, 'step')} only, and the learning rate rises "
+            f"for {warmup_steps} (schedule.warmup_steps); give more minutes, or a smaller model or batch",
+            stacklevel=3,
+        )
 
 
 def _stands(folder: RunFolder) -> str:

@@ -59,6 +59,15 @@ def test_probabilities_are_those_of_transformers(seed, temperature, top_k, top_p
     np.testing.assert_allclose(probabilities, expected, atol=2e-5)
 
 
+def test_presence_counts_once_and_frequency_each_time() -> None:
+    before, after = logits(2), logits(2)
+    adjust(after, GenerationSettings(presence_penalty=0.5, frequency_penalty=0.25), {4: 1, 9: 3, 11: 0})
+    assert before[4] - after[4] == pytest.approx(0.75)
+    assert before[9] - after[9] == pytest.approx(1.25)
+    others = [token for token in range(V) if token not in (4, 9)]  # 11 was in the prompt only
+    np.testing.assert_array_equal(after[others], before[others])
+
+
 def test_draws_follow_the_probabilities() -> None:
     numbers, settings = RandomNumbers(3), GenerationSettings(temperature=1.0)
     draws = [choose_tokens(logits(1)[None], [settings], [{}], [numbers])[0] for _ in range(4000)]

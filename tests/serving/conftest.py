@@ -91,13 +91,14 @@ def start(run: Run, request: pytest.FixtureRequest) -> Iterator[Start]:
 
     def begin(
         engine: Any = "torch", *, slots: int = 64, queue: int = 64, memory: str = "100MB",
-        folder: Path | str | None = None, **others: Any,
+        folder: Path | str | None = None, max_prompt: int = 65536, **others: Any,
     ) -> Server:  # fmt: skip
         if engine == "torch":
             engine = TorchEngine(run.model)
         elif engine == "onnx":
             engine = OnnxEngine(request.getfixturevalue("export"), num_threads=1)
-        limits = ServeLimits(slots=slots, queue=queue, memory=memory, sessions=None if folder is None else str(folder))
+        sessions = None if folder is None else str(folder)
+        limits = ServeLimits(slots=slots, queue=queue, memory=memory, sessions=sessions, max_prompt=max_prompt)
         service = Service(engine, text_codec(run.tokenizer), state_owner(run.model), run.folder, None, limits)
         config = uvicorn.Config(
             create_app(service, **others), port=0, log_level="warning", lifespan="off", access_log=False

@@ -138,6 +138,14 @@ def test_a_refusal_names_the_field(server: Server, name: str) -> None:
     assert error["message"].startswith(f"{param}: ")
 
 
+def test_a_prompt_may_be_as_long_as_the_server_allows(start: Start) -> None:
+    brief = start(max_prompt=8)
+    brief.post("/v1/completions", prompt="abcdefg", max_tokens=2)  # with the token of its start
+    for prompt in ("abcdefgh", "x" * 99):
+        error = brief.call("POST", "/v1/completions", {"prompt": prompt}, status=400)["error"]
+        assert error["message"] == f"prompt: {len(prompt) + 1} tokens to read, but this server reads at most 8"
+
+
 def test_what_is_no_request_of_ours(server: Server, start: Start) -> None:
     header = {"Content-Type": "application/json"}
     for content in (b"", b"{", b"[]", b"null", b'{"prompt": "\xff"}', b"[" * 100_000, b'{"max_tokens": 1e999}'):

@@ -44,7 +44,7 @@ def main(argv: list[str]) -> None:
     arguments.runs.touch()
     if arguments.fit:
         law = _print_fit(load_runs(arguments.runs))
-        if arguments.runs == RUNS:
+        if arguments.runs.resolve() == RUNS.resolve():
             write_whole(LAW, json.dumps(dataclasses.asdict(law), indent=1) + "\n")
     else:
         _train_all(arguments)

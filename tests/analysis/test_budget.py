@@ -82,7 +82,12 @@ def test_all_of_the_time_is_used_for_a_long_text() -> None:
 def test_a_small_text_gets_few_parameters_and_passes() -> None:
     choice = chosen(600, train_tokens=100_000, train_bytes=300_000)
     assert choice.candidate.parameters <= 300_000
-    assert 100_000 <= choice.tokens <= MOST_PASSES * 100_000
+    ratios = [
+        shipped_law().ratio(choice.candidate.parameters, passes * 300_000, 300_000)
+        for passes in range(1, MOST_PASSES + 1)
+    ]
+    assert choice.tokens == (1 + ratios.index(min(ratios))) * 100_000
+    assert choice.ratio == min(ratios)
     assert chosen(600, train_tokens=10, train_bytes=30).candidate.size.hidden_size == 64
 
 
@@ -179,8 +184,16 @@ def test_two_validations_under_way_forecast_the_end() -> None:
     found = fit_law(runs)
     for run in runs:
         for earlier, later in itertools.pairwise(run.validations):
-            assert found.forecast(earlier, later) == (pytest.approx(run.bits_per_byte), pytest.approx(0, abs=1e-9))
-    assert found.forecast((0.5, 2.0), (1.0, 1.8)) == (1.8, 0.0)
+            assert found.forecast([earlier, later]) == (pytest.approx(run.bits_per_byte), pytest.approx(0, abs=1e-9))
+    assert found.forecast([(0.5, 2.0), (1.0, 1.8)]) == (1.8, 0.0)
+
+
+def test_validations_that_are_early_or_close_together_forecast_nothing() -> None:
+    law = shipped_law()
+    assert law.forecast([(0.5, 2.0)]) is None
+    assert law.forecast([(0.05, 2.3), (0.1, 2.0)]) is None
+    assert law.forecast([(0.5, 2.0), (0.55, 1.9)]) is None
+    assert law.forecast([(0.35, 2.2), (0.5, 2.0), (0.55, 1.9)]) == law.forecast([(0.35, 2.2), (0.55, 1.9)])
 
 
 def test_the_shipped_runs_forecast_their_ends() -> None:
@@ -200,7 +213,7 @@ def test_the_shipped_law_is_that_of_the_shipped_runs() -> None:
 
 def test_of_several_rates_the_best_counts() -> None:
     run = made_up(shipped_law(), 128, 10**6)
-    worse = dataclasses.replace(run, learning_rate=0.01, bits_per_byte=9.0)
+    worse = dataclasses.replace(run, learning_rate=0.01, bits_per_byte=9.0, validations=((0.5, 9.5),))
     assert best_rates([worse, run]) == [run]
 
 

@@ -364,6 +364,7 @@ def tuning_run(rate: float, bits_per_byte: float | None) -> RunRecord:
         ({0.3: 2.0, 0.9: 3.0}, 0.1),
         ({0.1: 3.0, 0.2: 2.0, 0.4: None}, None),  # one that failed was tried too
         ({0.1: None, 0.2: None}, None),
+        ({0.1: 3.0}, None),  # `x1` and the same rate as a number
     ],
 )
 def test_what_is_tried_next_lies_beyond_the_best(tried: dict[float, float | None], further: float | None) -> None:

@@ -31,6 +31,7 @@ def test_rows_are_selected_repeated_and_reordered(model) -> None:
     assert state.batch_size == 4
     state.batch_select_indices(torch.tensor([0, 3]))
     assert all(torch.equal(tensor[0], tensor[1]) for _, tensor in state.named_tensors())
+    assert model.new_state().select([0, 1]).num_tokens is None  # it has read nothing, and fits any number of rows
 
 
 def test_a_clone_is_independent(model) -> None:

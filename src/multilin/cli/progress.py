@@ -152,7 +152,7 @@ class ExpectingDisplay(TrainingDisplay):
         self.expected: float | None = None
         self.expected_tokens = 0
         self.can_forecast = False
-        self._validation: Validation | None = None
+        self._validations: list[Validation] = []
         self._file = Path(output, EXPECTED_FILE)
 
     def start(self, step: int, max_steps: int | None) -> None:
@@ -169,9 +169,9 @@ class ExpectingDisplay(TrainingDisplay):
     def line(self, line: dict[str, Any]) -> None:
         """Show the figures of a line of metrics.jsonl, and where a validation leads."""
         if self.expected is not None and self.can_forecast and "validation_bits_per_byte" in line:
-            earlier, self._validation = self._validation, (self._share, line["validation_bits_per_byte"])
-            if earlier is not None and earlier[0] < self._share < ALMOST_OVER:
-                line = line | {"forecast": shipped_law().forecast(earlier, self._validation)}
+            self._validations.append((self._share, line["validation_bits_per_byte"]))
+            if self._share < ALMOST_OVER and (forecast := shipped_law().forecast(self._validations)):
+                line = line | {"forecast": forecast}
         super().line(line)
 
     def say_reached(self, bits_per_byte: float, tokens: int) -> None:

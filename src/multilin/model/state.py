@@ -126,12 +126,14 @@ class TextState(Cache):
         return self.map(lambda tensor: tensor.repeat_interleave(num_continuations, dim=0))
 
     def select(self, rows: list[int]) -> "TextState":
-        """A copy of these rows, in this order.
+        """A copy of these rows, in this order; of a state that has read nothing, and has no rows yet, a copy.
 
         Raises:
             InputError: no rows, or one that the state does not have.
         """
-        num_rows = self.batch_size or 0
+        if self.batch_size is None:
+            return self.clone()
+        num_rows = self.batch_size
         if not rows or not all(0 <= row < num_rows for row in rows):
             raise InputError(f"rows: {rows} given, but it must list rows from 0 to {num_rows - 1}")
         return self.map(lambda tensor: tensor[rows])

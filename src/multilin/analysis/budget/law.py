@@ -21,7 +21,8 @@ with about
     v (v / v')^(k(s) (1 - s) / (s - s'))
 
 It goes on as before, k times as fast. k is fitted for each share to the measured runs that were validated on the way,
-and is a straight line between them. It holds for learning rates that fall linearly to 0, as theirs did.
+and is a straight line between them. It holds for learning rates that fall linearly to 0, as theirs did, and for
+validations about as far apart as theirs.
 
 Sources: Hoffmann et al. 2022, "Training compute-optimal large language models", for the sum of powers; Muennighoff et
 al. 2023, "Scaling data-constrained language models", for E. The factor with d is our own.
@@ -47,6 +48,7 @@ GAMMAS = (0.25, 0.5, 0.75, 1.0)  # tried for gamma
 REPEATS = (4.0, 15.0, 40.0)  # tried for R
 MEMORIES = (0.0, 0.0005, 0.001, 0.002, 0.004, 0.008, 0.016)  # tried for d
 LEAST_ERROR = 0.02  # relative, of a prediction, however well the runs fit
+FIRST_SHARE, SPACING = 0.35, 0.15  # of a run: the earliest forecast, and the least between the validations behind it
 
 Validation = tuple[float, float]
 """The share of a run that is over, from 0 to 1, and bits per byte."""
@@ -128,8 +130,16 @@ class Law:
         """Bits per byte to expect of an architecture, from `ratio`."""
         return float(trigram**self.gamma * self.factors.get(architecture, 1.0) * ratio)
 
-    def forecast(self, earlier: Validation, later: Validation) -> tuple[float, float]:
-        """Bits per byte to expect at the end of a run, and their error, from two validations of it."""
+    def forecast(self, validations: Sequence[Validation]) -> tuple[float, float] | None:
+        """Bits per byte to expect at the end of a run, and their error, from its validations so far.
+
+        The last one counts, and the last one `SPACING` before it: those of the measured runs were a fifth of the run
+        apart. None before `FIRST_SHARE` of the run, or without two that are so far apart.
+        """
+        later = validations[-1]
+        earlier = next((v for v in reversed(validations) if v[0] <= later[0] - SPACING), None)
+        if earlier is None or later[0] < FIRST_SHARE:
+            return None
         shares, factors, errors = zip(*self.ends, strict=True)
         expected = later[1] * math.exp(float(np.interp(later[0], shares, factors)) * straight_on(earlier, later))
         return expected, expected * float(np.interp(later[0], shares, errors))
@@ -207,7 +217,7 @@ def best_rates(runs: Sequence[MeasuredRun]) -> list[MeasuredRun]:
     """The best of those runs that differ in the learning rate alone."""
     best: dict[MeasuredRun, MeasuredRun] = {}
     for run in sorted(runs, key=lambda run: run.bits_per_byte):
-        best.setdefault(dataclasses.replace(run, learning_rate=0.0, bits_per_byte=0.0, commit=""), run)
+        best.setdefault(dataclasses.replace(run, learning_rate=0.0, bits_per_byte=0.0, commit="", validations=()), run)
     return list(best.values())
 
 

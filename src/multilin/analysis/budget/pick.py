@@ -103,8 +103,9 @@ def pick(
         choice = choose_now(picker.candidates(vocab_size), speed=speed)
     tokens_per_second = speed.tokens_per_second(choice.candidate)
     remarks, flops = [], choice.tokens * choice.candidate.flops_per_token
-    if (needed := choice.tokens / tokens_per_second / TRAINING_SHARE) < 0.99 * left:
-        minutes = min(minutes, max(minutes - (left - needed - START_AND_END) / 60, FEWEST_MINUTES))
+    needed = choice.tokens / tokens_per_second / TRAINING_SHARE
+    if (enough := max(minutes - (left - needed - START_AND_END) / 60, FEWEST_MINUTES)) < 0.99 * minutes:
+        minutes = enough
         remarks.append(
             f"More than {choice.tokens / text.train_tokens:.2g} passes over this text would learn it by heart: the run "
             f"ends after {minutes:.1f} minutes. More text would be worth more time."

@@ -236,14 +236,14 @@ def further_choice(tuning: Sequence[RunRecord], measure: str) -> dict[str, float
     """The value beyond the best one if that is the last of those tried, by the ratio between it and its neighbour.
 
     Args:
-        tuning: runs with two or more positive values of one field; failed ones count as tried.
+        tuning: runs with positive values of one field; failed ones count as tried. None if all have the same value.
         measure: by which the runs are judged.
     """
     best = best_choice(tuning, measure)
     (name,) = best
     tried = sorted({float(run.choice[name]) for run in tuning})
     end = float(best[name])
-    if end not in (tried[0], tried[-1]) or all(run.status != FINISHED for run in tuning):
+    if len(tried) < 2 or end not in (tried[0], tried[-1]) or all(run.status != FINISHED for run in tuning):
         return None
     neighbour = tried[1] if end == tried[0] else tried[-2]
     return {name: float(f"{end * end / neighbour:.6g}")}

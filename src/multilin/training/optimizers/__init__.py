@@ -108,9 +108,9 @@ def matrix_parameters(model: nn.Module) -> list[Tensor]:
 def rate_factors(model: nn.Module) -> dict[int, float]:
     """By the id of a parameter, what its learning rate is multiplied by, where that is not 1.
 
-    A layer with an `initializer_range` of its own has the factor own / the model's, so that in a hybrid the weights of
-    all layers change by as much of their size: with one rate for all, weights of 0.5 would not learn beside weights of
-    0.02. A range of 0, of the layer or the model, says nothing of that size: the factor is 1.
+    Everything in a layer with an `initializer_range` of its own has the factor own / the model's, so that in a hybrid
+    the weights of all layers change by as much of their size: with one rate for all, weights of 0.5 would not learn
+    beside weights of 0.02. A range of 0, of the layer or the model, says nothing of that size: the factor is 1.
     """
     own = getattr(getattr(model, "config", None), "initializer_range", None)
     factors: dict[int, float] = {}

@@ -128,7 +128,6 @@ def _finish(trainer: RunTrainer) -> RunResult:
     """Write the model, the plot and the model card."""
     trainer.accelerator.wait_for_everyone()
     trainer.publish_model()
-    _warn_of_few_steps(trainer.recipe, trainer.state.global_step)
     folder, meter = trainer.folder, trainer.callback.meter
     lines = folder.read_metrics()
     last = lines[-1]
@@ -145,6 +144,7 @@ def _finish(trainer: RunTrainer) -> RunResult:
         tokenizer=trainer.text.tokenizer,
     )
     if trainer.is_world_process_zero():
+        _warn_of_few_steps(trainer.recipe, trainer.state.global_step)
         draw_loss(lines, folder.plot)
         write_card(trainer.recipe, result, folder.card)
     trainer.accelerator.wait_for_everyone()

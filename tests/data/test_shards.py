@@ -27,6 +27,7 @@ from multilin.data.settings import DataRecipe, ShardSettings, TokenizerRecipe
 from multilin.data.sharding import prepare_shards
 from multilin.errors import InputError
 from multilin.files.lock import locked_folder
+from multilin.training.recipe import load_recipe
 from tests.processes import PYTHON, running
 
 WORDS = ("the", "cat", "naïve", "sat", "你好", "under", "big", "green", "trees\n", "<|endoftext|>")
@@ -410,6 +411,19 @@ def test_a_mixture_reads_prepared_texts_of_one_tokenizer(tmp_path: Path) -> None
     given = DataRecipe(mix={a: 1.0, str(tmp_path / "c"): 1.0})
     with pytest.raises(InputError, match=r"data.mix: '.*c' holds no manifest.json"):
         prepare_text(given, TokenizerRecipe())
+
+
+def test_what_prepared_text_decides_is_refused(tmp_path: Path) -> None:
+    write_rows(tmp_path / "a.jsonl", make_texts())
+    prepare_shards(plan(tmp_path / "a.jsonl", tmp_path / "a"))
+    source = str(tmp_path / "a")
+    for given in ({"data.source": source}, {"data.mix": {source: 1.0}}):
+        for field, value in (("tokenizer.vocab_size", 512), ("data.text_field", "body"), ("data.validation_fraction", 0.5)):
+            with pytest.raises(InputError, match=rf"{field}: '?{value}'? given, but .* is prepared text, which decides"):
+                load_recipe("tscale", {**given, field: value})
+        assert load_recipe("tscale", given).data.source == given.get("data.source", "python-docs")
+    with pytest.raises(InputError, match=r"data.source: '.*' given, but data.mix is read instead; leave one of them out"):
+        load_recipe("tscale", {"data.source": source, "data.mix": {source: 1.0}})
 
 
 def test_conversations_keep_their_answers(tmp_path: Path) -> None:

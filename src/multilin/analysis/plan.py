@@ -231,7 +231,7 @@ def find_vocab_size(recipe: Recipe) -> int:
     source = recipe.data.source if recipe.data.mix is None else next(iter(recipe.data.mix))
     if is_task(source):
         return task_text(source).train.task.num_tokens
-    if is_prepared(source):
+    if is_prepared(recipe.data):
         content = Store("data.source", source).read(MANIFEST)
         if content is None:
             raise InputError(f"data.source: {source} holds no {MANIFEST}; prepare the text first")

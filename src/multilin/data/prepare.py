@@ -89,7 +89,7 @@ def prepare_text(
     Raises:
         InputError: a source or tokenizer cannot be used, or the cache cannot be written; no file is left behind.
     """
-    if data.mix or is_prepared(data.source):
+    if is_prepared(data):
         return _part(_open_shards(data, recipe, progress), data)
     loaded = None if recipe.path is None else load_tokenizer(recipe.path)
     folder = Path(cache_folder or cache_root()) / _key(data, recipe, loaded)

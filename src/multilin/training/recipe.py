@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from annotated_types import MaxLen
 
+from multilin.data.prepared import is_prepared
 from multilin.data.settings import DataRecipe, TokenizerRecipe
 from multilin.errors import InputError, nearest, plural, shorten, shown
 from multilin.files import write_whole
@@ -158,6 +159,11 @@ CHANGEABLE_ON_RESUME = (
 )  # fmt: skip
 
 
+DECIDED_BY_PREPARING = (
+    "data.validation_fraction", "data.text_field", "data.encoding_errors", "tokenizer.kind", "tokenizer.vocab_size"
+)  # fmt: skip
+
+
 def builtin_recipes() -> dict[str, Path]:
     """The recipes that come with the package, name to file."""
     folder = Path(str(resources.files("multilin") / "recipes"))
@@ -206,6 +212,7 @@ def load_recipe(
         inner.setdefault(name, value)
     recipe = load_settings(Recipe, values)
     _check_length(recipe, overrides or {})
+    _check_text(recipe, overrides or {})
     changes_model = any(dotted.startswith(("model", "tokenizer")) for dotted in overrides or {})
     check_start(recipe)
     if recipe.model.start is None or (is_run and not changes_model):
@@ -230,6 +237,20 @@ def _check_length(recipe: Recipe, overrides: Mapping[str, Any]) -> None:
         raise InputError(
             f"training.max_steps: {steps} given, but training.minutes is {minutes:g}, and the clock then decides the "
             "number of steps; leave one of them out"
+        )
+
+
+def _check_text(recipe: Recipe, overrides: Mapping[str, Any]) -> None:
+    """Refuse a source that a mixture replaces, and what was decided when the text was prepared."""
+    if recipe.data.mix is not None and "data.source" in overrides:
+        raise InputError(
+            f"data.source: {shown(recipe.data.source)} given, but data.mix is read instead; leave one of them out"
+        )
+    packed = [name for name in overrides if name in DECIDED_BY_PREPARING]
+    if packed and is_prepared(recipe.data):
+        raise InputError(
+            f"{packed[0]}: {shown(overrides[packed[0]])} given, but {shown(recipe.data.name)} is prepared text, which "
+            "decides it; leave it out, or give it to `multilin prepare`"
         )
 
 

@@ -168,9 +168,7 @@ class _Picker:
 
     def _has_tokenizer(self) -> bool:
         data, tokenizer = self.base.data, self.base.tokenizer
-        return (
-            data.mix is not None or is_prepared(data.source) or tokenizer.path is not None or tokenizer.kind == "byte"
-        )
+        return is_prepared(data) or tokenizer.path is not None or tokenizer.kind == "byte"
 
     def sizes(self, vocab_size: int) -> list[Size]:
         """Those that may be picked."""

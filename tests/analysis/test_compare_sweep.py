@@ -251,7 +251,7 @@ RECIPES = Path(__file__).parents[2] / "recipes"
 DOCS = Path(__file__).parents[2] / "docs"
 PAGES = {"claims": "claims.md", "two_core_hour": "two-core-hour.md", "yardsticks": "yardsticks.md"}
 SWEEPS = sorted(RECIPES.glob("*/*.yaml"))
-TRIALS = {"five": 3, "twenty": 2, "hour": 0, "muon": 3, "mingru": 0, "nanogpt": 4, "nanogpt_parameters": 4}
+TRIALS = {"five": 3, "twenty": 4, "hour": 0, "muon": 3, "mingru": 0, "nanogpt": 4, "nanogpt_parameters": 4}
 
 
 def loaded(path: Path, tmp_path: Path) -> list[Sweep]:
@@ -291,7 +291,7 @@ def test_every_row_of_a_sweep_can_be_trained_with_all_that_is_tried_and_is_repor
 def test_the_speeds_that_come_with_a_sweep_are_those_of_its_rows() -> None:
     folder = RECIPES / "two_core_hour"
     assert read_speeds(folder / "five.speed.json").keys() == load_sweep(folder / "five.yaml").rows.keys()
-    for name in ("muon", "twenty"):  # the rows that were measured, each with the widths that were tried
+    for name in ("muon", "twenty"):  # those that were measured, with each width that was tried
         rows = {speed.partition("-")[0] for speed in read_speeds(folder / f"{name}.speed.json")}
         assert rows <= load_sweep(folder / f"{name}.yaml").rows.keys()
 

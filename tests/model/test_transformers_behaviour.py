@@ -12,10 +12,10 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GenerationConfig
 
 from multilin import InputError, MultilinForCausalLM
-from tests.model.conftest import GREEDY, VARIANTS, VOCAB_SIZE, ids, make
+from tests.model.conftest import GREEDY, LONGEST, VARIANTS, VOCAB_SIZE, ids, make
 
 BOTH = pytest.mark.parametrize("ties", [True, False])
 
@@ -146,6 +146,19 @@ def test_tied_weights_are_one(architecture: str) -> None:
     assert len({id(parameter) for parameter in model.parameters()}) == len(list(model.parameters()))
 
 
+def test_settings_of_the_model_count_where_a_call_has_none() -> None:
+    for longest in (LONGEST, None):
+        model, tokens = make("elita", n_positions=longest), ids(1, 4)
+        expected = model.generate(tokens, max_new_tokens=6, **GREEDY)
+        given = GenerationConfig(do_sample=False)
+        model.generation_config.max_length = 10
+        assert torch.equal(model.generate(tokens, **GREEDY), expected)
+        assert torch.equal(model.generate(tokens, generation_config=given), expected)
+        assert torch.equal(model.generate(tokens, max_new_tokens=2, **GREEDY), expected[:, :6])
+        given.max_new_tokens = 5
+        assert model.generate(generation_config=given)[0, 0] == model.config.bos_token_id
+
+
 # Numbers
 
 
@@ -163,6 +176,15 @@ def test_half_precision_reads_and_generates(variant: tuple[str, dict], dtype: to
     generated = half.generate(tokens, max_new_tokens=4, output_logits=True, return_dict_in_generate=True, **GREEDY)
     assert all(logits.isfinite().all() for logits in generated.logits)
     assert generated.sequences.shape == (2, 13)
+    if model.config.n_positions is None:  # float16 ends at 65,504
+        late = 70_000 + torch.arange(9).expand(2, 9)
+        assert half(tokens, position_ids=late).logits.isfinite().all()
+
+
+def test_late_positions_of_elita_are_told_apart_in_half_precision() -> None:
+    model, tokens = make("elita", initializer_range=0.5).bfloat16(), ids(1, 4)
+    first, second = (model(tokens, position_ids=start + torch.arange(4)[None]).logits for start in (70_000, 70_004))
+    assert not torch.equal(first, second)
 
 
 @pytest.mark.slow_for_variants

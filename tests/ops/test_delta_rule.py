@@ -63,10 +63,10 @@ def test_it_is_the_equation_of_the_paper(name: str, packed: bool, length: int) -
 
 @every_switch
 @pytest.mark.parametrize("length", [5, 64, T])
-@pytest.mark.parametrize("numbers", [1, portable.NUMBERS])
+@pytest.mark.parametrize("numbers", [1, portable.NUMBERS["cpu"]])
 def test_chunks_equal_the_definition(monkeypatch, name: str, length: int, numbers: int) -> None:
     """What is read, the memory, and all gradients, however the text is cut."""
-    monkeypatch.setattr(portable, "NUMBERS", numbers)
+    monkeypatch.setitem(portable.NUMBERS, "cpu", numbers)
     results = []
     for backend in (reference, portable):
         inputs = make_inputs(name, B, length, H, D, E).map(lambda x: x.clone().requires_grad_())
@@ -219,7 +219,7 @@ def test_a_system_solved_by_products_is_the_system_solved(size: int) -> None:
 
 
 def test_no_tensor_on_the_way_grows_with_the_pairs_of_a_long_text(monkeypatch) -> None:
-    monkeypatch.setattr(portable, "NUMBERS", 2**15)
+    monkeypatch.setitem(portable.NUMBERS, "cpu", 2**15)
     for length in (1024, 8192):
         inputs = make_inputs("gated delta rule", 1, length, 1, 8, 8).map(torch.Tensor.float)
         with torch.no_grad(), LargestTensor() as watch:

@@ -90,7 +90,7 @@ class ElitaAttention(ParameterHolder, Reader):
 
     def _position_weights(self, positions_BT: Tensor) -> Tensor:
         """p1 and p2 of each position and head, (B, T, 2, H)."""
-        time_BT = positions_BT.to(self.phases.dtype) / self.options.position_period
+        time_BT = positions_BT.to(torch.promote_types(self.phases.dtype, torch.float32)) / self.options.position_period
         angles = time_BT[:, :, None, None, None] * self.frequencies + self.phases
         return (torch.sin(angles) * self.amplitudes).sum(dim=-1)
 

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from multilin.architectures.base import Architecture, LayerOptions, Preset, Sizes, TrainingDefaults
 from multilin.errors import InputError
-from multilin.layers import Layer, Layout, Linear, Reader, TileNorm, multiply_pairs, multiply_scaled
+from multilin.layers import Layer, Layout, Linear, Reader, TileNorm, head_width, multiply_pairs, multiply_scaled
 from multilin.layers.positions import rotary_angles, rotate
 from multilin.settings import settings
 from multilin.settings.bounds import Factor, Multiple, PastWindow, Positive, Strength, Width
@@ -42,7 +42,7 @@ class TScaleShared(LayerOptions):
     """What all layers of a model have in common."""
 
     num_heads: Multiple | None = None  # heads; none is hidden size / head size
-    head_size: Width | None = None  # width of a head and of the tiles of N, even; none is 128, or less in a small model
+    head_size: Width | None = None  # of a head and the tiles of N, even; none is hidden size / heads, or 128 at most
     expansion: Multiple = 1  # width of the feed-forward in multiples of all heads together
     rotary_base: Positive = 500_000.0  # of the rotary frequencies
     scale: Factor | None = None  # factor on the logits; none is 0.5 / sqrt(head size)
@@ -50,7 +50,8 @@ class TScaleShared(LayerOptions):
 
     def tile(self, hidden_size: int) -> int:
         """Width of a head."""
-        return self.head_size or min(HEAD_SIZE, hidden_size)
+        whole = head_width(hidden_size, self.num_heads) if self.num_heads else min(HEAD_SIZE, hidden_size)
+        return self.head_size or whole
 
     def count_heads(self, hidden_size: int) -> int:
         """As many as fill the hidden size, where no number is given."""

@@ -47,16 +47,12 @@ class ParameterHolder(nn.Module):
     """A module with its own parameters that the model initialises, other than PyTorch's Linear, Embedding and norms.
 
     transformers visits only modules that hold parameters directly, so the initialisation is here and not in the layer.
-
-    starts_at_zero: whether all parameters begin as 0.
     """
-
-    starts_at_zero: bool = False
 
     def initialize(self, std: float) -> None:
         """Draw the parameters: normal with standard deviation `std`, the model's initializer_range; a `bias` is 0."""
         for name, parameter in self.named_parameters(recurse=False):
-            if self.starts_at_zero or name == "bias":
+            if name == "bias":
                 nn.init.zeros_(parameter)
             else:
                 nn.init.normal_(parameter, std=std)

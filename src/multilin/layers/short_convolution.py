@@ -8,7 +8,8 @@ from torch.nn.functional import conv2d, pad
 
 from multilin.layers.base import Layout, ParameterHolder
 
-PIECE = 128  # positions whose products with a gradient stay in the cache until they are summed
+PIECE = {"cpu": (1, 128)}  # rows and positions whose products with a gradient stay in the cache until they are summed
+WHOLE = (2**31, 2**31)  # on devices that want much to do at a time
 
 
 class ShortConvolution(ParameterHolder):
@@ -72,11 +73,12 @@ def _gradients(inputs_BSD: Tensor, weight_KD: Tensor, dy_BTD: Tensor) -> tuple[T
     num_before = len(weight_KD) - 1
     dinputs_BSD = _convolve(pad(dy_BTD, (0, 0, num_before, num_before)), weight_KD.flip(0))
     dweight_KD = torch.zeros_like(weight_KD)
-    for inputs_SD, dy_TD in zip(inputs_BSD, dy_BTD, strict=True):
-        for first in range(0, len(dy_TD), PIECE):
-            piece = dy_TD[first : first + PIECE]
+    num_rows, length = PIECE.get(dy_BTD.device.type, WHOLE)
+    for inputs_RSD, dy_RTD in zip(inputs_BSD.split(num_rows), dy_BTD.split(num_rows), strict=True):
+        for first in range(0, dy_RTD.shape[1], length):
+            piece = dy_RTD[:, first : first + length]
             for tap, total_D in enumerate(dweight_KD):
-                total_D += (inputs_SD[first + tap : first + tap + len(piece)] * piece).sum(dim=0)
+                total_D += (inputs_RSD[:, first + tap : first + tap + piece.shape[1]] * piece).sum(dim=(0, 1))
     return dinputs_BSD, dweight_KD
 
 

@@ -138,6 +138,8 @@ class MultilinModel(MultilinPreTrainedModel):
         _refuse_unknown({"output_attentions": self.config.output_attentions, **others})
         if use_cache is None:
             use_cache = past_key_values is not None or (self.config.use_cache and not self.training)
+        if past_key_values is not None and not use_cache:
+            raise InputError("use_cache: False given, but past_key_values is a state to read on from; leave one out")
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
         state = open_state(past_key_values, self.layer_kinds, len(tokens)) if use_cache else None

@@ -1,5 +1,6 @@
 """transformers' generate() for models whose state continues: any text can be continued, many times."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,6 +20,8 @@ OTHER_MODES = {
     "num_beam_groups": "group beam search",
 }
 """Settings of modes that transformers no longer has itself: it would run code from the hub, written for its caches."""
+
+Settings = Sequence[GenerationConfig | None]
 
 
 class StatefulGenerationMixin(GenerationMixin):
@@ -58,7 +61,7 @@ class StatefulGenerationMixin(GenerationMixin):
                 longer than the model can read, no token at all, a cache of another kind, or a mode of generation that
                 transformers no longer has.
         """
-        settings = generation_config or self.generation_config
+        settings = (generation_config, self.generation_config)
         _refuse_other_modes(settings, kwargs)
         name, tokens = self._given_tokens(inputs, kwargs)
         if tokens is None and _setting("bos_token_id", settings, kwargs) is None:
@@ -75,11 +78,11 @@ class StatefulGenerationMixin(GenerationMixin):
             state = self._open_state(name, tokens, kwargs, new_tokens_only)
             if state.num_tokens is not None and state.num_columns == 0:
                 num_before = state.num_tokens
-            if getattr(settings, "is_assistant", False):
+            if _setting("is_assistant", settings, kwargs):
                 state.activate_past_recording()
             num_rows = max(_setting(name, settings, kwargs) or 1 for name in ("num_beams", "num_return_sequences"))
             kwargs["past_key_values"] = state if num_rows == 1 else state.fork(num_rows)
-        self._check_length(tokens, num_before, generation_config, kwargs)
+        self._check_length(tokens, num_before, settings, kwargs)
         return super().generate(inputs, generation_config, **kwargs)
 
     def init_continuous_batching(self, *_: Any, **__: Any) -> Any:
@@ -115,11 +118,11 @@ class StatefulGenerationMixin(GenerationMixin):
         return state
 
     def _check_length(
-        self, tokens: Tensor | None, num_before: Tensor, given: GenerationConfig | None, kwargs: dict[str, Any]
+        self, tokens: Tensor | None, num_before: Tensor, settings: Settings, kwargs: dict[str, Any]
     ) -> None:
         """Refuse more tokens than the model can read; if no number is given, generation ends at the limit."""
         limit, mask = self.config.n_positions, kwargs.get("attention_mask")
-        max_new = _setting("max_new_tokens", given or self.generation_config, kwargs)
+        max_new = _setting("max_new_tokens", settings, kwargs)
         if max_new is not None and kwargs.get("max_length") is None:
             kwargs["max_length"] = None  # else transformers warns that the config's is not used
         if limit is None:
@@ -129,7 +132,10 @@ class StatefulGenerationMixin(GenerationMixin):
         length += int(num_before.max())
         # The last new token is generated but not read.
         room = limit - length + 1
-        if max_new is None and (max_length := _setting("max_length", given or GenerationConfig(), kwargs)) is not None:
+        max_length = _setting("max_length", settings[:1], kwargs)
+        if max_length is None and self.generation_config.max_length != limit:  # which the model itself has set
+            max_length = self.generation_config.max_length
+        if max_new is None and max_length is not None:
             max_new = max_length - num_columns
         if room < 1 or (max_new or 1) > room:
             raise InputError(
@@ -161,7 +167,7 @@ class StatefulGenerationMixin(GenerationMixin):
         )
 
 
-def _refuse_other_modes(settings: GenerationConfig, given: dict[str, Any]) -> None:
+def _refuse_other_modes(settings: Settings, given: dict[str, Any]) -> None:
     if given.get("custom_generate") is not None:
         return
     for name, mode in OTHER_MODES.items():
@@ -172,9 +178,10 @@ def _refuse_other_modes(settings: GenerationConfig, given: dict[str, Any]) -> No
             )
 
 
-def _setting(name: str, settings: GenerationConfig, given: dict[str, Any]) -> Any:
-    value = given.get(name)
-    return getattr(settings, name, None) if value is None else value
+def _setting(name: str, settings: Settings, given: dict[str, Any]) -> Any:
+    """As transformers looks for it: by name, in the config that is given, in the model's own."""
+    values = (given.get(name), *(getattr(config, name, None) for config in settings))
+    return next((value for value in values if value is not None), None)
 
 
 def _num_columns_read(name: str, tokens: Tensor, mask: Tensor | None, state: TextState) -> int:

@@ -23,7 +23,8 @@ from multilin.ops.delta_rule import cpu, elementwise
 SHORT = 4  # tokens up to which the definition itself is faster
 CHUNK = 64  # tokens: large enough for full-speed products, small enough that pairs cost no more than the memory
 FORGOTTEN = -1200.0  # 2^-1200 is 0 in float64, too, and sums of such logs lose none of the others' digits
-NUMBERS = 2**20  # of a piece of the text, for each kind of tensor: much of it stays in the cache
+NUMBERS = {"cpu": 2**20}  # of a piece of the text, for each kind of tensor: much of it stays in the cache
+MANY_NUMBERS = 2**26  # on devices that want much to do at a time
 
 
 def why_not_short(queries: Tensor, *_: object) -> str | None:
@@ -42,7 +43,8 @@ def delta_rule(
     chunks = [None if x is None else _chunks(x, chunk) for x in tokens]
     size = 1  # chunks of a piece; one chunk is asked nothing more, so that graphs can have any number of rows
     if chunk < num_time:
-        size = max(1, NUMBERS // (num_batch * num_heads * chunk * max(chunk, width, value_width)))
+        numbers = NUMBERS.get(keys_BTHD.device.type, MANY_NUMBERS)
+        size = max(1, numbers // (num_batch * num_heads * chunk * max(chunk, width, value_width)))
     num_pieces = -(-num_time // (chunk * size))
     if num_pieces == 1:  # a split, however trivial, would cost a copy of the gradients
         pieces: list[Any] = [[x] for x in chunks]

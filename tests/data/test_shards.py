@@ -417,12 +417,13 @@ def test_what_prepared_text_decides_is_refused(tmp_path: Path) -> None:
     write_rows(tmp_path / "a.jsonl", make_texts())
     prepare_shards(plan(tmp_path / "a.jsonl", tmp_path / "a"))
     source = str(tmp_path / "a")
-    for given in ({"data.source": source}, {"data.mix": {source: 1.0}}):
-        for field, value in (("tokenizer.vocab_size", 512), ("data.text_field", "body"), ("data.validation_fraction", 0.5)):
-            with pytest.raises(InputError, match=rf"{field}: '?{value}'? given, but .* is prepared text, which decides"):
-                load_recipe("tscale", {**given, field: value})
-        assert load_recipe("tscale", given).data.source == given.get("data.source", "python-docs")
-    with pytest.raises(InputError, match=r"data.source: '.*' given, but data.mix is read instead; leave one of them out"):
+    decided = {"tokenizer.vocab_size": 512, "data.text_field": "body", "data.validation_fraction": 0.5}
+    for text in ({"data.source": source}, {"data.mix": {source: 1.0}}):
+        for field, value in decided.items():
+            with pytest.raises(InputError, match=f"{field}: '?{value}'? given, but .* is prepared text, which decides"):
+                load_recipe("tscale", {**text, field: value})
+        assert load_recipe("tscale", text).data.source == text.get("data.source", "python-docs")
+    with pytest.raises(InputError, match="data.source: '.*' given, but data.mix is read instead; leave one of them"):
         load_recipe("tscale", {"data.source": source, "data.mix": {source: 1.0}})
 
 

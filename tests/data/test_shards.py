@@ -423,7 +423,7 @@ def test_what_prepared_text_decides_is_refused(tmp_path: Path) -> None:
             with pytest.raises(InputError, match=f"{field}: '?{value}'? given, but .* is prepared text, which decides"):
                 load_recipe("tscale", {**text, field: value})
         assert load_recipe("tscale", text).data.source == text.get("data.source", "python-docs")
-    with pytest.raises(InputError, match="data.source: '.*' given, but data.mix is read instead; leave one of them"):
+    with pytest.raises(InputError, match=r"data.source: '.*' given, but data.mix is read instead; leave one"):
         load_recipe("tscale", {"data.source": source, "data.mix": {source: 1.0}})
 
 

@@ -26,8 +26,8 @@ SIZES = {"hidden_size": 32, "num_layers": 2, "n_positions": 16}
 
 def recipe(architecture: str = "additive", **changes: object) -> Recipe:
     sizes = {f"model.{name}": value for name, value in SIZES.items()}
-    given = {"model.architecture": architecture, "tokenizer.kind": "byte", "training.precision": "float32"}
-    return load_recipe(None, sizes | given | changes)
+    given = {"model.architecture": architecture, "training.precision": "float32"}
+    return load_recipe(None, sizes | given | changes, {"tokenizer.kind": "byte"})
 
 
 def plan(recipe: Recipe, **settings: object) -> TrainingPlan:

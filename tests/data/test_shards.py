@@ -18,12 +18,12 @@ from hypothesis import strategies as st
 
 from multilin.data import parts as parts_module
 from multilin.data import shard_workers, store
-from multilin.data.manifest import MANIFEST, Manifest, _sum
+from multilin.data.manifest import Manifest, _sum
 from multilin.data.packed_text import PackedText
 from multilin.data.parts import PartReader, cut_source
 from multilin.data.prepare import prepare_text
 from multilin.data.prepared import ShardedText, open_mixture, open_prepared
-from multilin.data.settings import DataRecipe, ShardSettings, TokenizerRecipe
+from multilin.data.settings import MANIFEST, DataRecipe, ShardSettings, TokenizerRecipe
 from multilin.data.sharding import prepare_shards
 from multilin.errors import InputError
 from multilin.files.lock import locked_folder

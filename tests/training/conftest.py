@@ -63,7 +63,7 @@ def tiny(text_file: Path) -> Tiny:
     """A recipe small enough for a test: tiny(output, **{"section.field": value})."""
 
     def make(output: Path, **changes: Any) -> Recipe:
-        overrides = {
+        defaults = {
             "model.architecture": "additive",
             "model.hidden_size": 16,
             "model.num_layers": 1,
@@ -83,7 +83,7 @@ def tiny(text_file: Path) -> Tiny:
             "training.log_every_steps": 3,
             "output": str(output),
         }
-        return load_recipe(None, overrides | changes)
+        return load_recipe(None, changes, defaults)
 
     return make
 

@@ -115,7 +115,7 @@ def test_a_long_run_loses_nothing_and_grows_nowhere(tmp_path: Path, devices: int
     prepare_shards(ShardSettings(str(text), str(tmp_path / "store" / "text"), kind="byte"))
     recipe = {
         "model.hidden_size": 32, "model.num_layers": 2, "model.n_positions": 32, "data.source": "flaky://text",
-        "tokenizer.kind": "byte", "training.max_steps": 10**7, "training.batch_size": 4,
+        "training.max_steps": 10**7, "training.batch_size": 4,
         "training.eval_every_steps": 200, "training.eval_max_tokens": 2000, "training.save_every_steps": 100,
         "training.precision": "float32", "training.keep_checkpoints": 2, "output": str(tmp_path / "run"),
     }  # fmt: skip

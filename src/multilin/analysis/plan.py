@@ -15,9 +15,8 @@ from transformers import PreTrainedModel
 
 from multilin.analysis.costs import parameter_counts, training_flops_per_token
 from multilin.analysis.settings import PlanSettings
-from multilin.data.manifest import MANIFEST, Manifest
-from multilin.data.prepared import is_prepared
-from multilin.data.settings import BYTE_VOCAB_SIZE
+from multilin.data.manifest import Manifest
+from multilin.data.settings import BYTE_VOCAB_SIZE, MANIFEST
 from multilin.data.store import Store
 from multilin.data.task_text import is_task, task_text
 from multilin.data.tokenizers import load_tokenizer
@@ -231,7 +230,7 @@ def find_vocab_size(recipe: Recipe) -> int:
     source = recipe.data.source if recipe.data.mix is None else next(iter(recipe.data.mix))
     if is_task(source):
         return task_text(source).train.task.num_tokens
-    if is_prepared(recipe.data):
+    if recipe.data.is_prepared:
         content = Store("data.source", source).read(MANIFEST)
         if content is None:
             raise InputError(f"data.source: {source} holds no {MANIFEST}; prepare the text first")

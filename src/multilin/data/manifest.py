@@ -14,7 +14,6 @@ from multilin.errors import InputError, shown
 from multilin.settings import load_settings
 from multilin.settings.bounds import Section, Size
 
-MANIFEST = "manifest.json"
 FORMAT = 1
 _Sum = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 _FileName = Annotated[str, StringConstraints(pattern=r"^\w[\w.-]*$")]

@@ -18,7 +18,7 @@ from multilin.data.corpora import read_documents, source_fingerprint
 from multilin.data.files import Document
 from multilin.data.packed_text import PackedText
 from multilin.data.packing import pack, text_hash
-from multilin.data.prepared import PreparedText, is_prepared, open_mixture, open_prepared
+from multilin.data.prepared import PreparedText, open_mixture, open_prepared
 from multilin.data.progress import Progress, no_progress
 from multilin.data.settings import DataRecipe, TokenizerRecipe
 from multilin.data.store import cache_root, make_once
@@ -89,7 +89,7 @@ def prepare_text(
     Raises:
         InputError: a source or tokenizer cannot be used, or the cache cannot be written; no file is left behind.
     """
-    if is_prepared(data):
+    if data.is_prepared:
         return _part(_open_shards(data, recipe, progress), data)
     loaded = None if recipe.path is None else load_tokenizer(recipe.path)
     folder = Path(cache_folder or cache_root()) / _key(data, recipe, loaded)

@@ -23,21 +23,16 @@ from torch import Tensor
 from torch.utils.data import ConcatDataset
 from transformers import PreTrainedTokenizerFast
 
-from multilin.data.manifest import MANIFEST, Folder, Manifest
+from multilin.data.manifest import Folder, Manifest
 from multilin.data.packed_text import Blocks, PackedText, merged
 from multilin.data.packing import concatenate
 from multilin.data.progress import Progress, no_progress
-from multilin.data.settings import DataRecipe
-from multilin.data.store import Store, cache_root, check_files, is_address, make_once
+from multilin.data.settings import MANIFEST
+from multilin.data.store import Store, cache_root, check_files, make_once
 from multilin.data.tokenizers import load_tokenizer, tokenizer_hash
 from multilin.errors import InputError, as_input_error, shown
 
 ConcatBlocks = ConcatDataset[dict[str, Tensor]]
-
-
-def is_prepared(data: DataRecipe) -> bool:
-    """True for a mixture, for a folder with a manifest, and for any address of fsspec."""
-    return data.mix is not None or is_address(data.source) or Path(data.source, MANIFEST).is_file()
 
 
 class ShardBlocks(torch.utils.data.Dataset[dict[str, Tensor]]):

@@ -1,5 +1,6 @@
 """The sections of a recipe that say which text is read, and how it becomes tokens."""
 
+from pathlib import Path
 from typing import Literal
 
 from multilin.settings import settings
@@ -7,6 +8,8 @@ from multilin.settings.bounds import Mixture, Part, PathText, Vocabulary
 
 BYTE_VOCAB_SIZE = 258
 """Entries of a byte tokenizer: 256 bytes, end of text and padding."""
+MANIFEST = "manifest.json"
+"""The file that says what prepared text there is in a folder, or at an address."""
 
 
 @settings
@@ -25,6 +28,11 @@ class DataRecipe:
     def name(self) -> str:
         """The source, or all sources of the mixture."""
         return self.source if self.mix is None else " + ".join(self.mix)
+
+    @property
+    def is_prepared(self) -> bool:
+        """True for a mixture, for a folder with a manifest, and for any address of fsspec, such as s3://bucket/text."""
+        return self.mix is not None or "://" in self.source or Path(self.source, MANIFEST).is_file()
 
 
 @settings

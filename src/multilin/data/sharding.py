@@ -17,13 +17,13 @@ from typing import Any
 from transformers import PreTrainedTokenizerFast
 
 from multilin.data.chat import CHAT_TEMPLATE
-from multilin.data.manifest import FORMAT, MANIFEST, Folder, Manifest
+from multilin.data.manifest import FORMAT, Folder, Manifest
 from multilin.data.packed_text import PackedText
 from multilin.data.packing import concatenate
 from multilin.data.parts import cut_source
 from multilin.data.prepared import check_shards
 from multilin.data.progress import Progress, no_progress
-from multilin.data.settings import ShardSettings
+from multilin.data.settings import MANIFEST, ShardSettings
 from multilin.data.shard_workers import UNFINISHED, Job, PartRecord, describe_folder, pack_parts
 from multilin.data.store import Store
 from multilin.data.tokenizers import load_tokenizer, tokenizer_hash, train_tokenizer

@@ -28,11 +28,6 @@ def cache_root() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "multilin")
 
 
-def is_address(path: str) -> bool:
-    """True for an address of fsspec, such as `s3://bucket/folder`; false for a path."""
-    return "://" in path
-
-
 def make_once(folder: Path, make: Callable[[Path], None]) -> None:
     """Make a folder, which `make` fills, if it does not exist; other processes that need it wait for it."""
     if folder.exists():

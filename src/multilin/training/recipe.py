@@ -14,7 +14,6 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from annotated_types import MaxLen
 
-from multilin.data.prepared import is_prepared
 from multilin.data.settings import DataRecipe, TokenizerRecipe
 from multilin.errors import InputError, nearest, plural, shorten, shown
 from multilin.files import write_whole
@@ -247,7 +246,7 @@ def _check_text(recipe: Recipe, overrides: Mapping[str, Any]) -> None:
             f"data.source: {shown(recipe.data.source)} given, but data.mix is read instead; leave one of them out"
         )
     packed = [name for name in overrides if name in DECIDED_BY_PREPARING]
-    if packed and is_prepared(recipe.data):
+    if packed and recipe.data.is_prepared:
         raise InputError(
             f"{packed[0]}: {shown(overrides[packed[0]])} given, but {shown(recipe.data.name)} is prepared text, which "
             "decides it; leave it out, or give it to `multilin prepare`"

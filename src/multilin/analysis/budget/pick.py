@@ -24,7 +24,6 @@ from multilin.analysis.budget.rule import (
     with_vocabulary,
 )
 from multilin.analysis.plan import find_vocab_size
-from multilin.data.prepared import is_prepared
 from multilin.data.task_text import is_task
 from multilin.errors import InputError
 from multilin.model.memory import available_memory
@@ -168,7 +167,7 @@ class _Picker:
 
     def _has_tokenizer(self) -> bool:
         data, tokenizer = self.base.data, self.base.tokenizer
-        return is_prepared(data) or tokenizer.path is not None or tokenizer.kind == "byte"
+        return data.is_prepared or tokenizer.path is not None or tokenizer.kind == "byte"
 
     def sizes(self, vocab_size: int) -> list[Size]:
         """Those that may be picked."""

@@ -273,10 +273,10 @@ def test_a_long_run_has_larger_steps(picked: Callable[..., Pick], monkeypatch: p
     for least in (10**12, 1):
         monkeypatch.setattr(picking, "LONG_TOKENS", least)
         recipe = picked(1, **{"model.architecture": "elita"}).recipe
-        steps.append((recipe.training.batch_size, recipe.model.n_positions))
-    assert steps == [(4, 256), (8, 512)]
-    kept = picked(1, **{"training.batch_size": 3}).recipe
-    assert (kept.training.batch_size, kept.model.n_positions) == (3, 512)
+        steps.append((recipe.training.batch_size, recipe.model.n_positions, recipe.optimizer.learning_rate))
+    assert steps == [(4, 256, 0.008), (8, 512, 0.016)]
+    kept = picked(1, **{"training.batch_size": 3, "optimizer.learning_rate": 0.01}).recipe
+    assert (kept.training.batch_size, kept.model.n_positions, kept.optimizer.learning_rate) == (3, 512, 0.01)
 
 
 def test_a_small_text_ends_early_and_says_so(picked: Callable[..., Pick]) -> None:
@@ -284,6 +284,15 @@ def test_a_small_text_ends_early_and_says_so(picked: Callable[..., Pick]) -> Non
     assert found.recipe.training.minutes is not None
     assert found.recipe.training.minutes < 60
     assert "passes over this text would learn it by heart" in found.remarks[0]
+
+
+def test_what_no_run_was_measured_for_is_said(picked: Callable[..., Pick], monkeypatch: pytest.MonkeyPatch) -> None:
+    law = dataclasses.replace(shipped_law(), most_flops=1.0, fewest_tokens=10**12)
+    monkeypatch.setattr(picking, "shipped_law", lambda: law)
+    remarks = " ".join(picked(1, **{"model.architecture": "leap"}).remarks)
+    assert "The expectation goes beyond the measured runs" in remarks
+    assert "The expectation is a guess: this run reads" in remarks
+    assert "No measured run has the architecture leap; expected is what tscale would reach." in remarks
 
 
 @pytest.mark.parametrize(

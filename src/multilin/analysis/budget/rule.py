@@ -7,6 +7,7 @@ run ends earlier.
 """
 
 import dataclasses
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -176,11 +177,13 @@ def sizes(vocab_size: int, given: Mapping[str, Any]) -> list[Size]:
 def recipe_values(architecture: str, size: Size, steps: float, step: tuple[int, int]) -> dict[str, Any]:
     """The recipe of a run of about so many steps, each of so many texts and tokens: dotted fields to values.
 
-    Options, optimizer and learning rate of the architecture are those of `multilin compare`, which were found alike.
+    Options, optimizer and learning rate of the architecture are those of `multilin compare`, which were found alike, in
+    steps of `SHORT_RUN`. In others the rate grows with the square root of the tokens, as that of Adam should.
     """
     sweep = builtin_sweep()
     row = nested(sweep.rows.get(architecture) or {}, f"rows.{architecture}")
     values = merge(merge({"model": {"architecture": architecture}}, nested(sweep.base, "base")), row)
+    values["optimizer"]["learning_rate"] *= math.sqrt(math.prod(step) / math.prod(SHORT_RUN))
     sections = {name: values["model"].get(name, {}) for name in ("options", "config")}
     return {
         "model.architecture": architecture,

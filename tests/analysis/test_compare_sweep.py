@@ -166,13 +166,13 @@ def test_what_belongs_to_another_architecture_or_optimizer_is_left_out(sweep_fil
 
 
 def test_a_model_by_name_becomes_the_like_of_the_recipe_beside_it() -> None:
-    sweep = find_sweep(["laptop", "gpt2"])
-    laptop, gpt2 = rows_of(sweep)
+    sweep = find_sweep(["tscale-books", "gpt2"])
+    ours, gpt2 = rows_of(sweep)
     assert gpt2.recipe.model.architecture == "gpt2"
     for name in ("hidden_size", "num_layers", "n_positions"):
-        assert getattr(gpt2.recipe.model, name) == getattr(laptop.recipe.model, name)
-    assert gpt2.recipe.tokenizer == laptop.recipe.tokenizer
-    assert gpt2.recipe.training.batch_size == laptop.recipe.training.batch_size
+        assert getattr(gpt2.recipe.model, name) == getattr(ours.recipe.model, name)
+    assert gpt2.recipe.tokenizer == ours.recipe.tokenizer
+    assert gpt2.recipe.training.batch_size == ours.recipe.training.batch_size
 
 
 def test_flags_go_to_every_row() -> None:

@@ -251,7 +251,11 @@ RECIPES = Path(__file__).parents[2] / "recipes"
 DOCS = Path(__file__).parents[2] / "docs"
 PAGES = {"claims": "claims.md", "two_core_hour": "two-core-hour.md", "yardsticks": "yardsticks.md"}
 SWEEPS = sorted(RECIPES.glob("*/*.yaml"))
-TRIALS = {"five": 3, "twenty": 4, "hour": 0, "muon": 3, "mingru": 0, "nanogpt": 4, "nanogpt_parameters": 4}
+TRIALS = {
+    "five": 3, "twenty": 4, "hour": 0, "muon": 3, "mingru": 0, "nanogpt": 4, "nanogpt_parameters": 4, "nanogpt_time": 0
+}  # fmt: skip
+FIRST = {"two_core_hour": "five.yaml", "yardsticks": "nanogpt.yaml"}  # that others of the folder begin with
+WIDTHS = {"hour": [288, 480], "twenty": [128, 192, 320]}
 
 
 def loaded(path: Path, tmp_path: Path) -> list[Sweep]:
@@ -259,10 +263,10 @@ def loaded(path: Path, tmp_path: Path) -> list[Sweep]:
     sweep = load_sweep(path)
     if not sweep.tuned:
         return [sweep]
-    five, result = load_sweep(RECIPES / "two_core_hour" / "five.yaml"), []
-    for width in {"hour": [288, 480], "muon": [128]}.get(path.stem, [128, 192, 320]):
-        choice = {"model.hidden_size": width, "tokenizer.vocab_size": 8192, "model.n_positions": 512}
-        rows = [{"name": r.name, "recipe": dataclasses.asdict(r.with_choice(choice))} for r in rows_of(five)]
+    first, result = rows_of(load_sweep(path.parent / FIRST[path.parent.name])), []
+    for width in WIDTHS.get(path.stem, [128]):
+        choice = {"model.hidden_size": width}
+        rows = [{"name": r.name, "recipe": dataclasses.asdict(r.with_choice(choice))} for r in first]
         folder = tmp_path / str(width)
         folder.mkdir()
         (folder / "comparison.json").write_text(json.dumps({"rows": rows}))
@@ -289,11 +293,10 @@ def test_every_row_of_a_sweep_can_be_trained_with_all_that_is_tried_and_is_repor
 
 
 def test_the_speeds_that_come_with_a_sweep_are_those_of_its_rows() -> None:
-    folder = RECIPES / "two_core_hour"
-    assert read_speeds(folder / "five.speed.json").keys() == load_sweep(folder / "five.yaml").rows.keys()
-    for name in ("muon", "twenty", "hour"):  # those that were measured, with each width that was tried
-        rows = {speed.partition("-")[0] for speed in read_speeds(folder / f"{name}.speed.json")}
-        assert rows <= load_sweep(folder / f"{name}.yaml").rows.keys()
+    for path in RECIPES.glob("*/*.speed.json"):  # those that were measured, with each width that was tried
+        rows = {speed.partition("-")[0] for speed in read_speeds(path)}
+        known = load_sweep(path.with_name(path.name.replace(".speed.json", ".yaml"))).rows.keys()
+        assert rows == known if path.name in ("five.speed.json", "nanogpt_time.speed.json") else rows <= known
 
 
 def test_a_row_after_another_comparison_keeps_its_best_recipe_and_takes_muon(tmp_path: Path) -> None:

@@ -55,6 +55,18 @@ def test_a_stage_is_shown_from_its_first_report(monkeypatch: pytest.MonkeyPatch)
     assert "75%" in out.getvalue()
 
 
+def test_a_stage_that_takes_long_has_plain_lines_without_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    out, times = io.StringIO(), iter([0.0, 0.0, 5.0, 20.0, 30.0, 40.0])
+    monkeypatch.setattr(progress, "Console", lambda **_: Console(file=out, width=100))
+    monkeypatch.setattr(progress.time, "monotonic", lambda: next(times))
+    bar = StageBar()
+    for done in (1, 2, 3, 4):
+        bar("evaluating", done, 4)
+    bar("[packing]", 2_500_000)
+    bar.close()
+    assert out.getvalue().splitlines() == ["evaluating 75%", "[packing] 2.5 MB"]
+
+
 def test_a_run_that_is_expected_to_reach_something_says_where_its_validations_lead(tmp_path: Path) -> None:
     out = io.StringIO()
     with ExpectingDisplay(str(tmp_path)) as display:

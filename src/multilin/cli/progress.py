@@ -24,28 +24,34 @@ UNLIKE = 0.1  # share of the expected tokens: a run that is off by more is told 
 
 
 class StageBar:
-    """A `multilin.data.progress.Progress` that shows one line on stderr, from its first call until it is closed.
+    """A `multilin.data.progress.Progress` on stderr, from its first call until it is closed.
 
-    Nothing is shown where stderr is no terminal.
+    On a terminal one line with a bar; elsewhere a plain line every `SECONDS_BETWEEN_LINES`.
     """
 
     def __init__(self) -> None:
         self._progress: Progress | None = None
+        self._console: Console | None = None
+        self._last_print = 0.0
 
     def __call__(self, stage: str, done: int, total: int | None = None) -> None:
         """Show the stage with a percentage, or with the bytes of text done where the total is not known."""
+        if self._console is None:
+            self._console, self._last_print = Console(stderr=True), time.monotonic()
+        amount = decimal(done) if total is None else f"{done / max(total, 1):.0%}"
+        if not self._console.is_terminal:
+            if (now := time.monotonic()) - self._last_print >= SECONDS_BETWEEN_LINES:
+                self._console.print(f"{stage} {amount}", highlight=False, markup=False)
+                self._last_print = now
+            return
         if self._progress is None:
-            console = Console(stderr=True)
             columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[amount]}"))
-            self._progress = Progress(
-                *columns, TimeRemainingColumn(), console=console, transient=True, disable=not console.is_terminal
-            )
+            self._progress = Progress(*columns, TimeRemainingColumn(), console=self._console, transient=True)
             self._progress.add_task(stage, amount="")
             self._progress.start()
         (task,) = self._progress.tasks
         if (task.description, task.total) != (stage, total):
             self._progress.reset(task.id, description=stage, total=total)
-        amount = decimal(done) if total is None else f"{done / max(total, 1):.0%}"
         self._progress.update(task.id, completed=done, amount=amount)
 
     def close(self) -> None:

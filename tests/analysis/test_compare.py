@@ -310,16 +310,6 @@ def test_stages_give_every_row_the_same_trials_and_never_read_the_final_half(
     assert all(f"{row.score.mean:.3f}" in text for row in found.rows)
     assert compare(sweep).rows[0].tuning == found.rows[0].tuning  # kept, not trained again
 
-    rows = {"elita": {}, "gpt2": {"optimizer.weight_decay": 0.5}}
-    further = Sweep(rows=rows, tuned=sweep.output, seeds=[0], budget=Budget(tokens=500), output=str(sandbox / "more"))
-    elita, gpt2 = compare(further).rows
-    assert (elita.recipe["model"], elita.recipe["optimizer"]) == tuple(
-        found.row("elita").recipe[name] for name in ("model", "optimizer")
-    )
-    assert gpt2.recipe["optimizer"]["weight_decay"] == 0.5
-    with pytest.raises(InputError, match=r"^tuned: .*comparison\.json has no row gpt3; did you mean 'gpt2'\?"):
-        compare(dataclasses.replace(further, rows={"gpt3": {}}))
-
 
 def test_a_choice_that_cannot_be_trained_has_failed(sandbox: Path) -> None:
     """A width that suits the first number of heads, not the second."""

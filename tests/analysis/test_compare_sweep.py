@@ -91,7 +91,7 @@ def sweep_file(tmp_path: Path) -> Callable[..., Path]:
             {"extend": 1, "stages": [{"optimizer.betas": [[0.9, 0.9], [0.9, 0.99]]}]},
             "extend: 1 given, but only one stage",
         ),
-        ({"tuned": "nowhere"}, "tuned: nowhere/comparison.json is missing; finish that comparison first"),
+        ({"like": "nowhere"}, "like: "),
         ({"final_half": True, "task": "mqar"}, "final_half: true given, but the task mqar makes new sequences"),
         ({"seeds": list(range(101))}, "seeds: [0, 1, 2, 3, ...] given, but it should be of at most 100 entries"),
         ({"stages": [{f"optimizer.{n}": list(range(99)) for n in "ab"}]}, "stages.0: 9801 combinations given"),
@@ -254,42 +254,24 @@ SWEEPS = sorted(RECIPES.glob("*/*.yaml"))
 TRIALS = {
     "five": 3, "twenty": 4, "hour": 0, "muon": 3, "mingru": 0, "nanogpt": 4, "nanogpt_parameters": 4, "nanogpt_time": 0
 }  # fmt: skip
-FIRST = {"two_core_hour": "five.yaml", "yardsticks": "nanogpt.yaml"}  # that others of the folder begin with
-WIDTHS = {"hour": [288, 480], "twenty": [128, 192, 320]}
-
-
-def loaded(path: Path, tmp_path: Path) -> list[Sweep]:
-    """The sweep of a file; of one that begins with tuned recipes, one for each width that these may have."""
-    sweep = load_sweep(path)
-    if not sweep.tuned:
-        return [sweep]
-    first, result = rows_of(load_sweep(path.parent / FIRST[path.parent.name])), []
-    for width in WIDTHS.get(path.stem, [128]):
-        choice = {"model.hidden_size": width}
-        rows = [{"name": r.name, "recipe": dataclasses.asdict(r.with_choice(choice))} for r in first]
-        folder = tmp_path / str(width)
-        folder.mkdir()
-        (folder / "comparison.json").write_text(json.dumps({"rows": rows}))
-        result.append(dataclasses.replace(sweep, tuned=str(folder)))
-    return result
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("path", SWEEPS, ids=lambda path: path.stem)
-def test_every_row_of_a_sweep_can_be_trained_with_all_that_is_tried_and_is_reported(path: Path, tmp_path: Path) -> None:
+def test_every_row_of_a_sweep_can_be_trained_with_all_that_is_tried_and_is_reported(path: Path) -> None:
     documented = (DOCS / PAGES[path.parent.name]).read_text()
     assert path.relative_to(RECIPES.parent).as_posix() in documented or f"`{path.name}`" in documented
-    for sweep in loaded(path, tmp_path):
-        for row in rows_of(sweep):
-            assert f"| `{row.name}` |" in documented
-            first = largest = row.first_choice(sweep)
-            choices = [choice for stage in sweep.stages for choice in choices_of(stage, first)]
-            for stage in sweep.stages:
-                largest = choices_of(stage, largest)[-1]
-            for choice in [first, *choices, largest]:
-                check_model(row.with_choice(choice))
-            trials = {str(choice) for stage in sweep.stages for choice in choices_of(stage, row.first_choice(sweep))}
-            assert len(trials) == TRIALS.get(path.stem, len(trials))
+    sweep = load_sweep(path)
+    for row in rows_of(sweep):
+        assert f"| `{row.name}` |" in documented
+        first = largest = row.first_choice(sweep)
+        choices = [choice for stage in sweep.stages for choice in choices_of(stage, first)]
+        for stage in sweep.stages:
+            largest = choices_of(stage, largest)[-1]
+        for choice in [first, *choices, largest]:
+            check_model(row.with_choice(choice))
+        trials = {str(choice) for stage in sweep.stages for choice in choices_of(stage, row.first_choice(sweep))}
+        assert len(trials) == TRIALS.get(path.stem, len(trials))
 
 
 def test_the_speeds_that_come_with_a_sweep_are_those_of_its_rows() -> None:
@@ -299,14 +281,31 @@ def test_the_speeds_that_come_with_a_sweep_are_those_of_its_rows() -> None:
         assert rows == known if path.name in ("five.speed.json", "nanogpt_time.speed.json") else rows <= known
 
 
-def test_a_row_after_another_comparison_keeps_its_best_recipe_and_takes_muon(tmp_path: Path) -> None:
-    sweep = loaded(RECIPES / "two_core_hour" / "muon.yaml", tmp_path)[0]
-    for row in rows_of(sweep):
+def test_a_sweep_like_another_one_changes_its_rows_and_takes_muon() -> None:
+    five = load_sweep(RECIPES / "two_core_hour" / "five.yaml")
+    muon = load_sweep(RECIPES / "two_core_hour" / "muon.yaml")
+    for row, before in zip(rows_of(muon), rows_of(five), strict=True):
         recipe = row.with_choice({"training.batch_size": 3})
         assert (recipe.optimizer.name, recipe.optimizer.betas) == ("muon", None)
-        assert (recipe.model.hidden_size, recipe.tokenizer.vocab_size) == (128, 8192)
+        assert recipe.optimizer.learning_rate == muon.rows[row.name]["optimizer"]["learning_rate"]
+        assert (recipe.model, recipe.tokenizer) == (before.recipe.model, before.recipe.tokenizer)
         assert recipe.data.validation_part == "tuning"
         assert recipe.training.global_batch_size == 3
+
+
+def test_a_sweep_may_be_like_one_that_has_its_rows_and_is_like_no_other(sweep_file: Callable[..., Path]) -> None:
+    other = sweep_file()
+    first = other.with_name("first.yaml")
+    first.write_text(f"like: {other.name}\nrows: {{elita: }}\nbudget: {{tokens: 900}}")
+    assert load_sweep(first).rows.keys() == {"elita"}
+    for content, sentence in (
+        (f"like: {other.name}\nrows: {{elite: }}", "has no row 'elite'; did you mean 'elita'"),
+        ("like: first.yaml\nrows: {elita: }", f"first.yaml given, but that is like {other.name} itself"),
+    ):
+        second = other.with_name("second.yaml")
+        second.write_text(content)
+        with pytest.raises(InputError, match=f"^like: .*{sentence}"):
+            load_sweep(second)
 
 
 @pytest.mark.parametrize("path", sorted(RECIPES.glob("claims/*.yaml")), ids=lambda path: path.stem)

@@ -30,7 +30,7 @@ from multilin.training.resolve import resolve_recipe
 from multilin.training.run_folder import RunFolder
 from multilin.training.trainer import train
 
-SPEED_FILE, RESULT_FILE = "speed.json", "comparison.json"
+SPEED_FILE = "speed.json"
 MEASURED_STEPS, WARM_UP_STEPS, MEASURED_TURNS = 20, 5, 3
 VALIDATIONS, CHECKPOINTS = 10, 4  # of a run, where the sweep says nothing else
 
@@ -132,7 +132,7 @@ def rows_of(sweep: Sweep) -> list[Row]:
     for name, given in sweep.rows.items():
         stated = merge(base, nested(given or {}, f"rows.{name}"))
         recipe = stated.pop("recipe", None)
-        start = tuned_recipe(sweep.tuned, name) if sweep.tuned else _start(name, recipe, stated, sweep.task)
+        start = _start(name, recipe, stated, sweep.task)
         rows.append(Row(name, load_settings(Recipe, merge(start, stated), f"rows.{name}"), stated))
         check_start(rows[-1].recipe)
     return rows
@@ -156,28 +156,6 @@ def _start(name: str, recipe: Any, stated: Values, task: str | None) -> Values:
     known = builtin_sweep(task)
     row = merge({"model": {"architecture": name}}, nested(known.rows.get(name) or {}, f"rows.{name}"))
     return merge(nested(known.base, "base"), row)
-
-
-def tuned_recipe(folder: str, name: str) -> Values:
-    """The best recipe of a row of another comparison, without what is decided for each comparison.
-
-    Raises:
-        InputError: that comparison is not there, or has no such row.
-    """
-    path = Path(folder, RESULT_FILE)
-    if not path.is_file():
-        raise InputError(f"tuned: {path} is missing; finish that comparison first")
-    content = read_json(path, "tuned")
-    listed = content.get("rows") if isinstance(content, dict) else None
-    rows = [row for row in listed if isinstance(row, Mapping)] if isinstance(listed, list) else []
-    values = next((row.get("recipe") for row in rows if row.get("name") == name), None)
-    if not isinstance(values, Mapping) or not isinstance(values.get("training"), Mapping):
-        raise InputError(f"tuned: {path} has no row {name}{nearest(name, [str(row.get('name')) for row in rows])}")
-    decided = ("max_steps", "seed", "eval_every_steps", "save_every_steps", "log_every_steps", "keep_checkpoints")
-    training = {field: value for field, value in values["training"].items() if field not in decided}
-    if training.get("global_batch_size") == training.get("batch_size"):
-        training.pop("global_batch_size", None)  # the default, which follows the batch size
-    return dataclasses.asdict(load_settings(Recipe, {**values, "training": training}, f"tuned.{name}"))
 
 
 def plan_rows(sweep: Sweep, progress: TrainingProgress) -> list[Plan]:

@@ -22,7 +22,6 @@ from multilin.analysis.compare.answers import (
     speed_sentence,
     verdict,
 )
-from multilin.analysis.compare.plan import RESULT_FILE
 from multilin.analysis.compare.record import Comparison, RowRecord, RunRecord, score_of
 from multilin.analysis.compare.statistics import LEVEL, Difference
 from multilin.analysis.templates import asset, render
@@ -30,7 +29,7 @@ from multilin.errors import plural
 from multilin.files import write_whole
 from multilin.settings.inputs import to_yaml
 
-MARKDOWN_FILE, REPORT_FILE = "comparison.md", "comparison.html"
+RESULT_FILE, MARKDOWN_FILE, REPORT_FILE = "comparison.json", "comparison.md", "comparison.html"
 REPORT_FILES = (RESULT_FILE, MARKDOWN_FILE, REPORT_FILE)
 COLUMNS: dict[str, Callable[[Comparison, RowRecord], str]] = {
     "row": lambda c, row: row.name,

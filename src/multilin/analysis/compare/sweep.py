@@ -62,7 +62,9 @@ class Sweep:
     trial_share: Share = 1.0  # of the budget that a trial of tuning has
     extend: RepeatCount = 0  # values more, at most, for a row whose best is the lowest or highest tried
     final_half: bool = False  # tune on one half of the validation documents, and report the score on the other
-    tuned: PathText | None = None  # folder of another comparison, with whose best recipe of its name every row begins
+    like: PathText | None = (
+        None  # another sweep file beside this one, with whose base and rows of the same names it begins
+    )
     output: PathText = ""  # folder for the runs and the report
 
 
@@ -123,19 +125,41 @@ def find_sweep(names: Sequence[str], task: str | None = None) -> Sweep:
 
 
 def load_sweep(path: Path) -> Sweep:
-    """Read a sweep file.
+    """Read a sweep file, and the one that it is like.
 
     Raises:
         InputError: no such file, not YAML, an unknown field, or a value that is not accepted.
     """
-    values = read_yaml(path, "sweep")
-    if not isinstance(values, dict):
-        raise InputError(f"sweep: {shorten(str(path))} should hold `rows:` and `budget:`, not {shown(values)}")
-    sweep = load_settings(Sweep, values)
+    sweep = _read_sweep(path, "sweep")
+    if sweep.like is not None:
+        sweep = _over(_read_sweep(path.parent / sweep.like, "like"), sweep)
     output = sweep.output or f"runs/compare-{path.stem}"
     sweep = dataclasses.replace(sweep, title=sweep.title or path.stem, output=output)
     check_sweep(sweep)
     return sweep
+
+
+def _read_sweep(path: Path, name: str) -> Sweep:
+    """The fields of one file alone; messages begin with the name."""
+    values = read_yaml(path, name)
+    if not isinstance(values, dict):
+        raise InputError(f"{name}: {shorten(str(path))} should hold `rows:` and `budget:`, not {shown(values)}")
+    return load_settings(Sweep, values)
+
+
+def _over(other: Sweep, sweep: Sweep) -> Sweep:
+    """The sweep with its base and its rows over those of another one."""
+    if other.like is not None:
+        raise InputError(f"like: {sweep.like} given, but that is like {other.like} itself; name a sweep that is not")
+    for name in sweep.rows:
+        if name not in other.rows:
+            raise InputError(f"like: {sweep.like} has no row {shown(name)}{nearest(name, other.rows)}")
+    rows: dict[str, Values | None] = {
+        name: merge(nested(other.rows[name] or {}, f"rows.{name}"), nested(row or {}, f"rows.{name}"))
+        for name, row in sweep.rows.items()
+    }
+    base = merge(nested(other.base, "base"), nested(sweep.base, "base"))
+    return dataclasses.replace(sweep, base=base, rows=rows)
 
 
 def check_sweep(sweep: Sweep) -> None:

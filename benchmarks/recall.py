@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from benchmarks import _plots, _results
 from multilin.analysis.compare.run import compare
 from multilin.analysis.compare.sweep import Budget, Sweep, builtin_sweep, changed
+from multilin.analysis.compare.values import merge, nested
 from multilin.data.tasks import FIRST_SYMBOL
 
 if TYPE_CHECKING:
@@ -51,15 +52,19 @@ def sweep_of(pairs: int, length: int, hidden_size: int, arguments: argparse.Name
         num_seeds=arguments.seeds,
         task=f"mqar?num_pairs={pairs}&num_keys={num_keys}&num_values={num_values}",
         changes={
-            "model.n_positions": length, "model.hidden_size": hidden_size,
+            "model.n_positions": length, "model.hidden_size": hidden_size, "model.config.tie_word_embeddings": True,
             "training.batch_size": max(1, TOKENS_PER_STEP // length),
             "output": str(Path(arguments.folder, f"{pairs}-in-{length}-width-{hidden_size}")),
         },
         only=arguments.models,
     )  # fmt: skip
-    return dataclasses.replace(
-        sweep, title=f"{pairs} pairs in {length} tokens", stages=[{"optimizer.learning_rate": arguments.rates}]
-    )
+    rows = dict(sweep.rows)
+    if row := rows.get(
+        "threelin"
+    ):  # its embedding is drawn for an output of its own: shared, logits would begin far apart
+        rows["threelin"] = merge(row, nested({"model.config.embedding_range": hidden_size**-0.5}, "rows.threelin"))
+    stages = [{"optimizer.learning_rate": arguments.rates}]
+    return dataclasses.replace(sweep, title=f"{pairs} pairs in {length} tokens", rows=rows, stages=stages)
 
 
 def _measure(point: tuple[int, int], hidden_size: int, arguments: argparse.Namespace) -> list[dict[str, Any]]:

@@ -10,6 +10,8 @@ from multilin.data.prepared import TrainText
 from multilin.errors import InputError
 
 MAX_ORDER = 5
+RECENT = 256  # tokens before a position in which `repetition` looks for its last ones
+REPETITION_SHARES = np.linspace(0.0, 0.6, 31)  # of the recent tokens in the mixture, of which the best counts
 
 
 class NgramModel:
@@ -76,13 +78,18 @@ def text_ngrams(packed: PackedText, order: int, most: int | None = None) -> NDAr
     The start token is repeated before the start of a document, so that no context reaches into another document.
     With `most`, at most so many n-grams at even distances.
     """
+    ends, first = _positions(packed, most)
+    columns = [packed.tokens[np.maximum(ends - back, first)] for back in range(order - 1, -1, -1)]
+    return np.stack(columns, axis=1).astype(np.int64)
+
+
+def _positions(packed: PackedText, most: int | None) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """(N,) each: positions of text tokens, at most so many, at even distances, and the starts of their documents."""
     starts, step = packed.document_starts, 1 if most is None else -(-packed.num_tokens // most)
     ends = np.arange(0, packed.num_tokens, step)
     first = starts[np.searchsorted(starts, ends, side="right") - 1]
     is_text = ends != first
-    ends, first = ends[is_text], first[is_text]
-    columns = [packed.tokens[np.maximum(ends - back, first)] for back in range(order - 1, -1, -1)]
-    return np.stack(columns, axis=1).astype(np.int64)
+    return ends[is_text], first[is_text]
 
 
 def ngram_bits_per_byte(train: TrainText, validation: PackedText, order: int, most: int | None = None) -> float:
@@ -102,6 +109,41 @@ def ngram_bits_per_byte(train: TrainText, validation: PackedText, order: int, mo
     if most is not None:
         predicted = float(validation.token_sizes(ngrams[:, -1]).sum()) * validation.bytes_per_counted
     return float(bits / predicted)
+
+
+def repetition(model: NgramModel, validation: PackedText, most: int) -> float:
+    """How much a text repeats what it said just before: the bits of an n-gram model that sees it, over those without.
+
+    With h the last m tokens before a position, m as large as they occur among the `RECENT` before and at most 3,
+
+        r(w) = (times w follows h there) / (times h has a follower there),        p(w) = (1 - s) p_ngram(w) + s r(w)
+
+    h is empty where not even the last token occurs there. s is that of `REPETITION_SHARES` with the fewest bits: one
+    without recent tokens is among them, so the result is at most 1.
+
+    Args:
+        model: of the training text.
+        validation: of the same tokenizer.
+        most: tokens that are predicted, at even distances; memory about 10 kB for each.
+    """
+    ends, first = _positions(validation, most)
+    columns = ends[:, None] - np.arange(RECENT + 3, -1, -1)
+    tokens = np.where(columns >= first[:, None], validation.tokens[np.maximum(columns, 0)].astype(np.int64), -1)
+    last, recent = tokens[:, -1:], tokens[:, 3:-1]
+    follows = recent >= 0
+    shares = _share(recent == last, follows)
+    for back in (1, 2, 3):
+        follows &= tokens[:, 3 - back : -1 - back] == tokens[:, -1 - back, None]
+        shares = np.where(follows.any(axis=1), _share(recent == last, follows), shares)
+    counted = model.probabilities(text_ngrams(validation, model.order, most))
+    bits = [-np.log2((1 - share) * counted + share * shares).sum() for share in REPETITION_SHARES]
+    return float(min(bits) / bits[0])
+
+
+def _share(hits: NDArray[np.bool_], among: NDArray[np.bool_]) -> NDArray[np.float64]:
+    """(N,) the share of hits in each row, among the entries that count."""
+    counts: NDArray[np.float64] = (hits & among).sum(axis=1) / np.maximum(among.sum(axis=1), 1)
+    return counts
 
 
 def _look_up(keys: NDArray[np.int64], values: NDArray[np.int64], wanted: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -1,16 +1,17 @@
 """The bits per byte that a model reaches, as a law that is fitted to measured runs.
 
 For a model of N parameters outside embeddings and output projection, trained on B bytes of text, those that were read
-again included, with g the bits per byte of a trigram model of the same text,
+again included, with g the bits per byte of a trigram model of the same text and h its repetition,
 
-    bits per byte = g^gamma c (e + a N^-alpha + b E^-beta) (1 + d x^2)
+    bits per byte = g h^gamma c (e + a N^-alpha + b E^-beta) (2 - exp(-d x))
 
 where E <= B counts what is read again for less. With U bytes of text, E = B up to one pass, and after that
 
-    E = U (1 + R (1 - exp(-(B / U - 1) / R))),        x = N (B / U - 1) / U
+    E = U (1 + R (1 - exp(-(B / U - 1) / R))),        x = N (B / U - 1) / U,        R = 15
 
+h is at most 1: trigrams do not see what a text said some lines before, and the models do (`scoring.ngrams.repetition`).
 x is the parameters there are for each byte, as often as it is read again: a model that has enough learns the text by
-heart, and is then worse on any other. x is 0 up to one pass.
+heart, and is then worse on any other, at most twice as bad. x is 0 up to one pass.
 
 c is 1 for the architecture with most runs; for another one it is the mean ratio of its runs to the law, and 1 with no
 runs. All constants are fitted by least squares of relative errors.
@@ -44,10 +45,11 @@ from numpy.typing import NDArray
 FOLDER = Path(str(resources.files("multilin"))) / "analysis" / "budget"
 RUNS, LAW = FOLDER / "runs.jsonl", FOLDER / "law.json"  # the measured runs, and the law that `fit_law` makes of them
 EXPONENTS = (0.1, 0.2, 0.3, 0.4)  # tried for alpha and beta
-GAMMAS = (0.25, 0.5, 0.75, 1.0)  # tried for gamma
-REPEATS = (4.0, 15.0, 40.0)  # tried for R
-MEMORIES = (0.0, 0.0005, 0.001, 0.002, 0.004, 0.008, 0.016)  # tried for d
+GAMMAS = (0.0, 0.2, 0.3, 0.4, 0.5)  # tried for gamma
+REPEATS = 15.0  # R, as the source has it
+MEMORIES = (0.0, 0.005, 0.01, 0.015, 0.02, 0.025, 0.03)  # tried for d
 LEAST_ERROR = 0.02  # relative, of a prediction, however well the runs fit
+MOST_BY_HEART = 6.0  # x of a run whose prediction and forecast are judged; the rule picks none that goes beyond
 FIRST_SHARE, SPACING = 0.35, 0.15  # of a run: the earliest forecast, and the least between the validations behind it
 
 Validation = tuple[float, float]
@@ -60,7 +62,7 @@ class MeasuredRun:
 
     text: a name of it. tokens: read in training, those that were read again included. flops_per_token: of training.
     parameters: outside the embeddings and the output projection. train_tokens, train_bytes: of the training text.
-    trigram: see `TextMeasure`. bits_per_byte: of the model, on the validation text. commit: of multilin.
+    trigram, repetition: see `TextMeasure`. bits_per_byte: of the model, on the validation text. commit: of multilin.
     validations: those before the last one.
     """
 
@@ -78,6 +80,7 @@ class MeasuredRun:
     train_tokens: int
     train_bytes: int
     trigram: float
+    repetition: float
     bits_per_byte: float
     commit: str
     validations: tuple[Validation, ...] = ()
@@ -87,12 +90,17 @@ class MeasuredRun:
         """Bytes of text that the tokens stand for."""
         return self.tokens * self.train_bytes / self.train_tokens
 
+    @property
+    def by_heart(self) -> float:
+        """x of the law."""
+        return by_heart(self.parameters, self.bytes_read, self.train_bytes)
+
 
 @dataclasses.dataclass(frozen=True)
 class Law:
     """A fitted law.
 
-    e, a, alpha, b, beta, gamma, repeats, memory: its constants, the last two are R and d.
+    e, a, alpha, b, beta, gamma, memory: its constants, the last one is d.
     main: the architecture with c = 1. factors: c of the others that have runs.
     error: relative, of a run that is predicted from those on other texts: the root of the mean square.
     runs: that it was fitted to. most_flops, fewest_tokens: of the largest and of the shortest of them.
@@ -105,7 +113,6 @@ class Law:
     b: float
     beta: float
     gamma: float
-    repeats: float
     memory: float = 0.0
     main: str = ""
     factors: dict[str, float] = dataclasses.field(default_factory=dict)
@@ -116,19 +123,20 @@ class Law:
     ends: tuple[tuple[float, float, float], ...] = ((1.0, 1.0, 0.0),)
 
     def ratio(self, parameters: float, bytes_read: float, train_bytes: float) -> float:
-        """The factors of the law that the model and its passes decide, without g and c: what the rule makes least."""
-        effective = effective_bytes(bytes_read, train_bytes, self.repeats)
+        """The factors of the law that the model and its passes decide, not g, h and c: what the rule makes least."""
+        effective = effective_bytes(bytes_read, train_bytes)
         learned = self.e + self.a * parameters**-self.alpha + self.b * effective**-self.beta
-        return float(learned * (1 + self.memory * by_heart(parameters, bytes_read, train_bytes) ** 2))
+        return float(learned * (2 - math.exp(-self.memory * by_heart(parameters, bytes_read, train_bytes))))
 
     def expected_of(self, run: MeasuredRun) -> float:
         """Bits per byte expected of a measured run."""
         ratio = self.ratio(run.parameters, run.bytes_read, run.train_bytes)
-        return self.predict(run.architecture, run.trigram, ratio)
+        return self.predict(run.architecture, run.trigram, run.repetition, ratio)
 
-    def predict(self, architecture: str, trigram: float, ratio: float) -> float:
-        """Bits per byte to expect of an architecture, from `ratio`."""
-        return float(trigram**self.gamma * self.factors.get(architecture, 1.0) * ratio)
+    def predict(self, architecture: str, trigram: float, repetition: float, ratio: float) -> float:
+        """Bits per byte to expect of an architecture on a text, from `ratio`."""
+        of_text = trigram * repetition**self.gamma
+        return float(of_text * self.factors.get(architecture, 1.0) * ratio)
 
     def forecast(self, validations: Sequence[Validation]) -> tuple[float, float] | None:
         """Bits per byte to expect at the end of a run, and their error, from its validations so far.
@@ -145,10 +153,10 @@ class Law:
         return expected, expected * float(np.interp(later[0], shares, errors))
 
 
-def effective_bytes(bytes_read: float, train_bytes: float, repeats: float) -> float:
+def effective_bytes(bytes_read: float, train_bytes: float) -> float:
     """E: the bytes of new text that as many bytes, some of them read again, are worth."""
     again = max(bytes_read / train_bytes - 1, 0.0)
-    return min(bytes_read, train_bytes) + train_bytes * repeats * (1 - math.exp(-again / repeats))
+    return min(bytes_read, train_bytes) + train_bytes * REPEATS * (1 - math.exp(-again / REPEATS))
 
 
 def by_heart(parameters: float, bytes_read: float, train_bytes: float) -> float:
@@ -187,7 +195,7 @@ def straight_on(earlier: Validation, later: Validation) -> float:
 def _ends(runs: Sequence[MeasuredRun]) -> tuple[tuple[float, float, float], ...]:
     """`Law.ends`, for shares in tenths."""
     found: dict[float, list[tuple[str, float, float]]] = collections.defaultdict(list)
-    for run in runs:
+    for run in _judged(runs):
         for earlier, later in itertools.pairwise(run.validations):
             left = math.log(run.bits_per_byte / later[1])
             found[round(later[0], 1)].append((run.text, straight_on(earlier, later), left))
@@ -222,13 +230,19 @@ def best_rates(runs: Sequence[MeasuredRun]) -> list[MeasuredRun]:
 
 
 def left_out_errors(runs: Sequence[MeasuredRun]) -> list[tuple[MeasuredRun, float]]:
-    """The runs of the main architecture, and log(expected / measured) of each from a law of the other texts' runs."""
+    """The main architecture's judged runs, and log(expected / measured) of each from a law of other texts' runs."""
     main, errors = _main(runs), []
-    for text in {run.text for run in runs}:
+    judged = [run for run in _judged(runs) if run.architecture == main]
+    for text in {run.text for run in judged}:
         law = _fit([run for run in runs if run.text != text])
-        own = [run for run in runs if (run.text, run.architecture) == (text, main)]
+        own = [run for run in judged if run.text == text]
         errors += [(run, math.log(law.expected_of(run) / run.bits_per_byte)) for run in own]
     return errors
+
+
+def _judged(runs: Sequence[MeasuredRun]) -> list[MeasuredRun]:
+    """Those of a kind that the rule might pick; the others show what learning by heart does."""
+    return [run for run in runs if run.by_heart <= MOST_BY_HEART]
 
 
 def _main(runs: Sequence[MeasuredRun]) -> str:
@@ -237,20 +251,21 @@ def _main(runs: Sequence[MeasuredRun]) -> str:
 
 
 def _fit(runs: Sequence[MeasuredRun]) -> Law:
-    """Exponents, R and d from their grids, the other constants by least squares."""
+    """Exponents and d from their grids, the other constants by least squares."""
     main = _main(runs)
     own = [run for run in runs if run.architecture == main]
     parameters = np.array([run.parameters for run in own])
-    measured, trigrams = (np.array([getattr(run, name) for run in own]) for name in ("bits_per_byte", "trigram"))
+    measured, trigrams, repetitions = (
+        np.array([getattr(run, name) for run in own]) for name in ("bits_per_byte", "trigram", "repetition")
+    )
     found: list[tuple[float, Law]] = []
-    again = np.array([by_heart(run.parameters, run.bytes_read, run.train_bytes) for run in own])
-    for repeats, memory in itertools.product(REPEATS, MEMORIES):
-        read = np.array([effective_bytes(run.bytes_read, run.train_bytes, repeats) for run in own])
-        for alpha, beta, gamma in itertools.product(EXPONENTS, EXPONENTS, GAMMAS):
-            scale = trigrams**gamma * (1 + memory * again**2) / measured
-            terms = scale[:, None] * np.stack([np.ones(len(own)), parameters**-alpha, read**-beta], axis=1)
-            (e, a, b), error = _least_squares(terms)
-            found.append((error, Law(e, a, alpha, b, beta, gamma, repeats, memory, main)))
+    again = np.array([run.by_heart for run in own])
+    read = np.array([effective_bytes(run.bytes_read, run.train_bytes) for run in own])
+    for alpha, beta, gamma, memory in itertools.product(EXPONENTS, EXPONENTS, GAMMAS, MEMORIES):
+        scale = trigrams * repetitions**gamma * (2 - np.exp(-memory * again)) / measured
+        terms = scale[:, None] * np.stack([np.ones(len(own)), parameters**-alpha, read**-beta], axis=1)
+        (e, a, b), error = _least_squares(terms)
+        found.append((error, Law(e, a, alpha, b, beta, gamma, memory, main)))
     law = min(found, key=lambda pair: pair[0])[1]
     logs: dict[str, list[float]] = collections.defaultdict(list)
     for run in runs:

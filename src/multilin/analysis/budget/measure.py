@@ -14,7 +14,7 @@ from multilin.data.settings import DataRecipe
 from multilin.errors import prefixed
 from multilin.model.memory import FLOAT_BYTES, activation_bytes, parameter_bytes
 from multilin.ops.threads import adapt
-from multilin.scoring.ngrams import ngram_bits_per_byte
+from multilin.scoring.ngrams import NgramModel, ngram_bits_per_byte, repetition
 from multilin.training.assemble import create_network
 from multilin.training.optimizers import build_optimizer, optimizer_bytes
 from multilin.training.precision import autocast_dtype
@@ -23,6 +23,7 @@ from multilin.training.resolve import resolve_recipe
 
 COUNTED_BYTES = 10**8  # of a text, as many as some hours of a small machine read
 COUNTED_NGRAMS = 200_000  # of any text, so that the measure says how hard it is and not how long
+PREDICTED_TOKENS = 20_000  # of its validation text, to see how it repeats itself
 WARM_UP_STEPS, FEWEST_STEPS, SPEED_SECONDS = 2, 5, 2.0
 
 
@@ -31,18 +32,21 @@ class TextMeasure:
     """A text as the law sees it.
 
     train_tokens, train_bytes: of the training text. trigram: bits per byte of the validation text under an interpolated
-    trigram model, counted from at most `COUNTED_NGRAMS` trigrams of the training text.
+    trigram model, counted from at most `COUNTED_NGRAMS` trigrams of the training text. repetition: the share of these
+    bits that is left when the model also sees what was said just before (`multilin.scoring.ngrams.repetition`).
     """
 
     train_tokens: int
     train_bytes: int
     trigram: float
+    repetition: float
 
 
 def measure_text(text: PreparedText) -> TextMeasure:
     """Measure a text in a few seconds, however large it is."""
     trigram = ngram_bits_per_byte(text.train, text.validation, 3, COUNTED_NGRAMS)
-    return TextMeasure(text.train.num_tokens, text.train.num_bytes, round(trigram, 4))
+    repeated = repetition(NgramModel(text.train, 3, COUNTED_NGRAMS), text.validation, PREDICTED_TOKENS)
+    return TextMeasure(text.train.num_tokens, text.train.num_bytes, round(trigram, 4), round(repeated, 4))
 
 
 def count_bytes(data: DataRecipe) -> int:

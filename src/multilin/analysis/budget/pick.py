@@ -122,7 +122,7 @@ def pick(
     architecture = picker.architecture
     if architecture not in (law.main, *law.factors):
         remarks.append(f"No measured run has the architecture {architecture}; expected is what {law.main} would reach.")
-    expected = law.predict(architecture, text.trigram, choice.ratio)
+    expected = law.predict(architecture, text.trigram, text.repetition, choice.ratio)
     recipe = picker.recipe(choice.candidate.size, choice.tokens, {"training.minutes": minutes})
     return Pick(recipe, text, choice, tokens_per_second, expected, 2 * law.error * expected, remarks)
 

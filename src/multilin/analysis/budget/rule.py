@@ -78,7 +78,7 @@ class Speed:
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """A candidate, and the tokens to train it on. ratio: expected bits per byte divided by the trigram model's."""
+    """A candidate, and the tokens to train it on. ratio: of the law; bits per byte without what the text decides."""
 
     candidate: Candidate
     tokens: int

@@ -11,7 +11,7 @@ from multilin.analysis.evaluate.run import break_down_run
 from multilin.architectures.base import architectures
 from multilin.errors import InputError
 from multilin.inference.runs import load_run
-from multilin.model.factory import model_names
+from multilin.model.factory import BASELINES, create_model, model_names
 from multilin.training.assemble import read_text
 from multilin.training.optimizers import OPTIMIZERS
 from multilin.training.outcomes import RunResult
@@ -19,6 +19,7 @@ from multilin.training.progress import TrainingProgress
 from multilin.training.recipe import load_recipe
 from multilin.training.run_folder import RunFolder
 from multilin.training.trainer import train
+from multilin.training.transformers_trainer import loss_of_few
 from tests.training.conftest import Tiny, metrics
 
 
@@ -46,6 +47,27 @@ def test_the_run_folder_is_a_hugging_face_model(result: RunResult) -> None:
         torch.testing.assert_close(model(**inputs).logits, result.model(**inputs).logits)
     assert getattr(model.config, "use_cache", True)
     assert model.generate(**inputs, max_new_tokens=3).shape[1] == inputs["input_ids"].shape[1] + 3
+
+
+@pytest.mark.parametrize(
+    "config", [{}, {"tie_word_embeddings": False, "unit_variance": True, "output_bias": "unigram"}]
+)
+@pytest.mark.parametrize("name", BASELINES)
+def test_few_targets_have_the_loss_and_gradients_of_transformers(name: str, config: dict[str, Any]) -> None:
+    if config and name != "llama":
+        config = {"tie_word_embeddings": False}
+    torch.manual_seed(0)
+    model = create_model(name, hidden_size=16, num_layers=2, vocab_size=50, n_positions=24, **config)
+    ids = torch.randint(50, (3, 24))
+    inputs = {"input_ids": ids, "labels": ids.where(torch.rand(3, 24) < 0.2, -100), "use_cache": False}
+    expected = model(**inputs).loss
+    gradients = torch.autograd.grad(expected, list(model.parameters()))
+    found = loss_of_few(model, inputs)
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(torch.autograd.grad(found, list(model.parameters())), gradients)
+    torch.testing.assert_close(
+        loss_of_few(model, inputs, num_items=7), expected * (inputs["labels"][:, 1:] >= 0).sum() / 7
+    )
 
 
 def test_metrics_say_what_happened_at_each_step(result: RunResult) -> None:

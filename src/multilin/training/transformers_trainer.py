@@ -8,7 +8,7 @@ import functools
 import inspect
 import itertools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -16,10 +16,19 @@ import numpy as np
 import torch
 from accelerate import PartialState
 from torch.utils.data import Sampler, SequentialSampler, default_collate
-from transformers import PreTrainedModel, PrinterCallback, TrainerControl, set_seed
+from transformers import (
+    GPT2LMHeadModel,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    PrinterCallback,
+    TrainerControl,
+    set_seed,
+)
 
 from multilin.data.prepared import PreparedText
 from multilin.data.task_text import TaskText
+from multilin.model.loss import sequence_loss
+from multilin.ops.linear_cross_entropy.portable import IGNORED
 from multilin.ops.threads import adapt
 from multilin.scoring.answers import score_answers
 from multilin.scoring.losses import evaluate
@@ -170,7 +179,10 @@ class RunTrainer(SavingTrainer):
 
     def compute_loss(self, model: torch.nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         """The loss of one batch; no state is kept for a text that goes on."""
-        return super().compute_loss(model, {**inputs, "use_cache": False}, *args, **kwargs)
+        inputs = {**inputs, "use_cache": False}
+        if isinstance(model, GPT2LMHeadModel | LlamaForCausalLM) and (inputs["labels"] == IGNORED).float().mean() > 0.5:
+            return loss_of_few(model, inputs, self.args.label_smoothing_factor, kwargs.get("num_items_in_batch"))
+        return super().compute_loss(model, inputs, *args, **kwargs)
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         """Validate, without touching the random numbers that training draws."""
@@ -217,3 +229,23 @@ class RunTrainer(SavingTrainer):
     def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[int]:
         # The order is decided by the dataset itself, so that it is the same after a stop.
         return SequentialSampler(self.order)
+
+
+def loss_of_few(
+    model: PreTrainedModel, inputs: Mapping[str, Any], label_smoothing: float = 0.0, num_items: Any = None
+) -> torch.Tensor:
+    """The loss of one of transformers' models where most tokens have no target, without their logits.
+
+    Our models leave these out themselves; so a recall task takes each model as long as its layers do.
+
+    Args:
+        model: GPT-2 or Llama.
+        inputs: of its forward, with `labels`, -100 where there is no target.
+        label_smoothing: share of the target distribution spread evenly over the vocabulary.
+        num_items: targets that the sum is divided by; None counts those here.
+    """
+    hidden_BTD = model.base_model(**{name: value for name, value in inputs.items() if name != "labels"})[0]
+    hidden_ND, targets_N = hidden_BTD[:, :-1].flatten(0, 1), inputs["labels"][:, 1:].flatten()
+    loss = sequence_loss(model.get_output_embeddings(), hidden_ND, targets_N, label_smoothing=label_smoothing)
+    mean: torch.Tensor = loss / ((targets_N != IGNORED).sum() if num_items is None else num_items)
+    return mean

@@ -158,6 +158,18 @@ def test_samples_are_text_to_the_browser(found: Comparison) -> None:
     assert "&lt;img src=x&gt;" in html
 
 
+def test_no_two_of_many_rows_are_drawn_alike(found: Comparison, tmp_path: Path, browser: Any) -> None:
+    rows = [dataclasses.replace(found.row("elita"), name=f"row {number}") for number in range(30)]
+    (tmp_path / "many.html").write_text(
+        as_html(dataclasses.replace(found, rows=rows, order=[row.name for row in rows], differences=[]))
+    )
+    page = browser.new_page()
+    page.goto(f"file://{tmp_path}/many.html")
+    lines = page.locator(".legend").first.locator("line").all()
+    drawn = {(line.get_attribute("stroke"), line.get_attribute("stroke-dasharray")) for line in lines}
+    assert len(drawn) == len(lines) == 30
+
+
 def test_a_failed_row_is_shown_as_failed_and_the_rest_stands(found: Comparison, sandbox: Path) -> None:
     broken = found.row("broken")
     assert broken.status == "failed"

@@ -8,7 +8,7 @@
 
   const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
   const colour = (i) => css(`--c${i % COLOURS}`);
-  const dash = (i) => DASHES[i % DASHES.length];
+  const dash = (i) => DASHES[(i + 3 * Math.floor(i / COLOURS)) % DASHES.length];  // no two rows share colour and dashes
   const PREFIXES = [[1e15, "P"], [1e12, "T"], [1e9, "G"], [1e6, "M"], [1e3, "k"]];
   function short(value, digits = 3) {
     if (value === null || value === undefined) return "";

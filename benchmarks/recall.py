@@ -97,7 +97,7 @@ def draw(rows: _results.Rows, arguments: argparse.Namespace) -> "Figure":
             x, y = [row["state_bytes"] for row in own], [100 * row["accuracy"] for row in own]
             _plots.line(axis, x, y, _plots.title(name), _plots.colour(name), "o")
         axis.set_xscale("log")
-        axis.set_ylim(-3, 103)
+        axis.set_ylim(-24, 103)  # below zero are names of models that are right in no case
         axis.set_title(f"{pairs} pairs in {length} tokens")
         axis.set_xlabel("bytes of state after a sequence")
         axis.set_ylabel("% right")

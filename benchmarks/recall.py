@@ -59,10 +59,9 @@ def sweep_of(pairs: int, length: int, hidden_size: int, arguments: argparse.Name
         only=arguments.models,
     )  # fmt: skip
     rows = dict(sweep.rows)
-    if row := rows.get(
-        "threelin"
-    ):  # its embedding is drawn for an output of its own: shared, logits would begin far apart
-        rows["threelin"] = merge(row, nested({"model.config.embedding_range": hidden_size**-0.5}, "rows.threelin"))
+    if "threelin" in rows:  # its embedding is drawn for an output of its own; a shared one has to be narrower
+        narrow = nested({"model.config.embedding_range": hidden_size**-0.5}, "rows.threelin")
+        rows["threelin"] = merge(rows["threelin"], narrow)
     stages = [{"optimizer.learning_rate": arguments.rates}]
     return dataclasses.replace(sweep, title=f"{pairs} pairs in {length} tokens", rows=rows, stages=stages)
 

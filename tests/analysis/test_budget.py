@@ -157,24 +157,9 @@ def test_a_model_that_knows_its_text_by_heart_is_expected_to_be_worse() -> None:
 
 def made_up(law: Law, width: int, tokens: int, architecture: str = "tscale", text: str = "one") -> MeasuredRun:
     run = MeasuredRun(
-        text,
-        architecture,
-        width,
-        4,
-        2048,
-        256,
-        4,
-        0.06,
-        tokens,
-        6e6,
-        40 * width**2,
-        10**7,
-        3 * 10**7,
-        2.0,
-        0.9,
-        0.0,
-        "",
-    )
+        text, architecture, width, 4, 2048, 256, 4, 0.06, tokens, 6e6, 40 * width**2, 10**7, 3 * 10**7, 2.0, 0.9,
+        0.0, "",
+    )  # fmt: skip
     return dataclasses.replace(run, bits_per_byte=law.expected_of(run))
 
 

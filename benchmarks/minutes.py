@@ -90,9 +90,10 @@ def _train_all(arguments: argparse.Namespace) -> None:
 def _recipe(source: str, architecture: str, size: Size, rate: float | None, tokens: float) -> Recipe:
     steps = round(tokens / math.prod(SHORT_RUN))
     first, _, validation = source.partition(":")
-    values = recipe_values(architecture, size, steps, SHORT_RUN) | {
-        "data.source": first,
-        "data.validation": validation or None,
+    text = {"data.source": first, "data.validation": validation or None}
+    train = read_text(load_recipe(None, recipe_values(architecture, size, steps, SHORT_RUN) | text)).train
+    values = recipe_values(architecture, size, steps, SHORT_RUN, tokens / train.num_tokens) | {
+        **text,
         "training.max_steps": steps,
         "training.eval_every_steps": max(1, round(steps / (VALIDATIONS + 1))),
         "training.save_every_steps": 0,
@@ -111,13 +112,13 @@ def _described(recipe: Recipe) -> dict[str, Any]:
         "architecture": model.architecture, "hidden_size": model.hidden_size, "num_layers": model.num_layers,
         "vocab_size": recipe.tokenizer.vocab_size, "n_positions": model.n_positions,
         "batch_size": recipe.training.batch_size, "learning_rate": recipe.optimizer.learning_rate,
-        "tokens": _tokens(recipe),
+        "weight_decay": recipe.optimizer.weight_decay, "tokens": _tokens(recipe),
     }  # fmt: skip
 
 
 def _key(run: dict[str, Any]) -> tuple[Any, ...]:
     """What makes two runs the same."""
-    return tuple(run[field.name] for field in dataclasses.fields(MeasuredRun)[:9])
+    return tuple(run[field.name] for field in dataclasses.fields(MeasuredRun)[:10])
 
 
 def _trained(recipe: Recipe) -> dict[str, Any]:

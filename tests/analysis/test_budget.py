@@ -157,7 +157,7 @@ def test_a_model_that_knows_its_text_by_heart_is_expected_to_be_worse() -> None:
 
 def made_up(law: Law, width: int, tokens: int, architecture: str = "tscale", text: str = "one") -> MeasuredRun:
     run = MeasuredRun(
-        text, architecture, width, 4, 2048, 256, 4, 0.06, tokens, 6e6, 40 * width**2, 10**7, 3 * 10**7, 2.0, 0.9,
+        text, architecture, width, 4, 2048, 256, 4, 0.06, 0.01, tokens, 6e6, 40 * width**2, 10**7, 3 * 10**7, 2.0, 0.9,
         0.0, "",
     )  # fmt: skip
     return dataclasses.replace(run, bits_per_byte=law.expected_of(run))
@@ -212,9 +212,9 @@ def test_the_shipped_law_is_that_of_the_shipped_runs() -> None:
         assert np.allclose(value, shipped[name], rtol=1e-6) if name == "ends" else shipped[name] == pytest.approx(value)
 
 
-def test_of_several_rates_the_best_counts() -> None:
+def test_of_several_rates_and_decays_the_best_counts() -> None:
     run = made_up(shipped_law(), 128, 10**6)
-    worse = dataclasses.replace(run, learning_rate=0.01, bits_per_byte=9.0, validations=((0.5, 9.5),))
+    worse = dataclasses.replace(run, learning_rate=0.01, weight_decay=0.1, bits_per_byte=9.0, validations=((0.5, 9.5),))
     assert best_rates([worse, run]) == [run]
 
 

@@ -74,6 +74,7 @@ class MeasuredRun:
     n_positions: int
     batch_size: int
     learning_rate: float
+    weight_decay: float
     tokens: int
     flops_per_token: float
     parameters: int
@@ -175,7 +176,7 @@ def load_runs(path: Path = RUNS) -> list[MeasuredRun]:
 def fit_law(runs: Sequence[MeasuredRun]) -> Law:
     """The law that fits the runs best, and how well it predicts those on each text from those on the others.
 
-    Of runs that differ in the learning rate alone, the best counts.
+    Of runs that differ in learning rate and weight decay alone, the best counts.
     """
     runs = best_rates(runs)
     law = _fit(runs)
@@ -222,10 +223,13 @@ def shipped_law() -> Law:
 
 
 def best_rates(runs: Sequence[MeasuredRun]) -> list[MeasuredRun]:
-    """The best of those runs that differ in the learning rate alone."""
+    """The best of those runs that differ in learning rate and weight decay alone."""
     best: dict[MeasuredRun, MeasuredRun] = {}
     for run in sorted(runs, key=lambda run: run.bits_per_byte):
-        best.setdefault(dataclasses.replace(run, learning_rate=0.0, bits_per_byte=0.0, commit="", validations=()), run)
+        alike = dataclasses.replace(
+            run, learning_rate=0.0, weight_decay=0.0, bits_per_byte=0.0, commit="", validations=()
+        )
+        best.setdefault(alike, run)
     return list(best.values())
 
 

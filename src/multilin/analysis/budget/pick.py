@@ -123,7 +123,8 @@ def pick(
     if architecture not in (law.main, *law.factors):
         remarks.append(f"No measured run has the architecture {architecture}; expected is what {law.main} would reach.")
     expected = law.predict(architecture, text.trigram, text.repetition, choice.ratio)
-    recipe = picker.recipe(choice.candidate.size, choice.tokens, {"training.minutes": minutes})
+    passes = choice.tokens / text.train_tokens
+    recipe = picker.recipe(choice.candidate.size, choice.tokens, passes, {"training.minutes": minutes})
     return Pick(recipe, text, choice, tokens_per_second, expected, 2 * law.error * expected, remarks)
 
 
@@ -187,12 +188,14 @@ class _Picker:
                 known.append(candidate(self.recipe(size), size))
             yield with_vocabulary(known[place], vocab_size)
 
-    def recipe(self, size: Size, tokens: int = 10**6, decided: Mapping[str, Any] | None = None) -> Recipe:
-        """The recipe of a size, for about so many tokens."""
+    def recipe(
+        self, size: Size, tokens: int = 10**6, passes: float = 1.0, decided: Mapping[str, Any] | None = None
+    ) -> Recipe:
+        """The recipe of a size, for about so many tokens and passes."""
         texts = self.given.get("training.global_batch_size") or self.given.get("training.batch_size") or self.step[0]
         steps = tokens / (texts * (self.given.get("model.n_positions") or self.step[1]))
         saves = max(VALIDATIONS, self.changes["training.minutes"] / MINUTES_BETWEEN_SAVES)
-        values = recipe_values(self.architecture, size, steps, self.step) | {
+        values = recipe_values(self.architecture, size, steps, self.step, passes) | {
             "training.eval_every_steps": max(1, round(steps / (VALIDATIONS + 1))),
             "training.eval_max_tokens": round(min(max(VALIDATED_SHARE * tokens, FEWEST_VALIDATED), MOST_VALIDATED)),
             "training.save_every_steps": max(1, round(steps / (saves + 1))),

@@ -17,7 +17,17 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import _results, machine
-from multilin.analysis.budget.law import LAW, RUNS, Law, MeasuredRun, best_rates, fit_law, left_out_errors, load_runs
+from multilin.analysis.budget.law import (
+    LAW,
+    RUNS,
+    Law,
+    MeasuredRun,
+    best_rates,
+    by_heart,
+    fit_law,
+    left_out_errors,
+    load_runs,
+)
 from multilin.analysis.budget.measure import candidate, measure_text
 from multilin.analysis.budget.pick import VALIDATIONS
 from multilin.analysis.budget.rule import SHORT_RUN, Size, recipe_values
@@ -91,8 +101,11 @@ def _recipe(source: str, architecture: str, size: Size, rate: float | None, toke
     steps = round(tokens / math.prod(SHORT_RUN))
     first, _, validation = source.partition(":")
     text = {"data.source": first, "data.validation": validation or None}
-    train = read_text(load_recipe(None, recipe_values(architecture, size, steps, SHORT_RUN) | text)).train
-    values = recipe_values(architecture, size, steps, SHORT_RUN, tokens / train.num_tokens) | {
+    plain = load_recipe(None, recipe_values(architecture, size, steps, SHORT_RUN) | text)
+    train = read_text(plain).train
+    bytes_read = tokens / train.num_tokens * train.num_bytes
+    known = by_heart(candidate(plain, size).parameters, bytes_read, train.num_bytes)
+    values = recipe_values(architecture, size, steps, SHORT_RUN, known) | {
         **text,
         "training.max_steps": steps,
         "training.eval_every_steps": max(1, round(steps / (VALIDATIONS + 1))),

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from multilin.analysis.budget.law import shipped_law
+from multilin.analysis.budget.law import by_heart, shipped_law
 from multilin.analysis.budget.measure import TextMeasure, candidate, count_bytes, measure_speed, measure_text
 from multilin.analysis.budget.rule import (
     ARCHITECTURE,
@@ -123,8 +123,9 @@ def pick(
     if architecture not in (law.main, *law.factors):
         remarks.append(f"No measured run has the architecture {architecture}; expected is what {law.main} would reach.")
     expected = law.predict(architecture, text.trigram, text.repetition, choice.ratio)
-    passes = choice.tokens / text.train_tokens
-    recipe = picker.recipe(choice.candidate.size, choice.tokens, passes, {"training.minutes": minutes})
+    bytes_read = choice.tokens / text.train_tokens * text.train_bytes
+    known = by_heart(choice.candidate.parameters, bytes_read, text.train_bytes)
+    recipe = picker.recipe(choice.candidate.size, choice.tokens, known, {"training.minutes": minutes})
     return Pick(recipe, text, choice, tokens_per_second, expected, 2 * law.error * expected, remarks)
 
 
@@ -189,13 +190,13 @@ class _Picker:
             yield with_vocabulary(known[place], vocab_size)
 
     def recipe(
-        self, size: Size, tokens: int = 10**6, passes: float = 1.0, decided: Mapping[str, Any] | None = None
+        self, size: Size, tokens: int = 10**6, known: float = 0.0, decided: Mapping[str, Any] | None = None
     ) -> Recipe:
-        """The recipe of a size, for about so many tokens and passes."""
+        """The recipe of a size, for about so many tokens, known by heart so far (x of the law)."""
         texts = self.given.get("training.global_batch_size") or self.given.get("training.batch_size") or self.step[0]
         steps = tokens / (texts * (self.given.get("model.n_positions") or self.step[1]))
         saves = max(VALIDATIONS, self.changes["training.minutes"] / MINUTES_BETWEEN_SAVES)
-        values = recipe_values(self.architecture, size, steps, self.step, passes) | {
+        values = recipe_values(self.architecture, size, steps, self.step, known) | {
             "training.eval_every_steps": max(1, round(steps / (VALIDATIONS + 1))),
             "training.eval_max_tokens": round(min(max(VALIDATED_SHARE * tokens, FEWEST_VALIDATED), MOST_VALIDATED)),
             "training.save_every_steps": max(1, round(steps / (saves + 1))),

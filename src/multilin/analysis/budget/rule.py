@@ -24,8 +24,8 @@ LONG_RUN = 8, 512  # the same of a run of at least `LONG_TOKENS`
 LONG_TOKENS = 4_000_000  # a thousand steps of a long run, which computes more tokens in a second
 WARMUP_SHARE, LONGEST_WARMUP = 0.04, 100
 MOST_PASSES = 10
-REPEATING = 3.0  # passes, from which on a stronger weight decay keeps a model from learning its text by heart
-REPEATING_DECAY = 0.05  # of TScale then, in steps of `SHORT_RUN`
+BY_HEART = 1.0  # x of the law, from which on a stronger weight decay keeps a model from learning its text by heart
+BY_HEART_DECAY = 0.05  # of TScale then, in steps of `SHORT_RUN`
 MOST_IN_LAYERS = 0.9  # of the time of a step, whatever was measured
 BYTES_PER_ENTRY = 500
 NEAR = 1.005  # times the least that is expected with any vocabulary: a larger one was better at equal time
@@ -177,21 +177,22 @@ def sizes(vocab_size: int, given: Mapping[str, Any]) -> list[Size]:
 
 
 def recipe_values(
-    architecture: str, size: Size, steps: float, step: tuple[int, int], passes: float = 1.0
+    architecture: str, size: Size, steps: float, step: tuple[int, int], by_heart: float = 0.0
 ) -> dict[str, Any]:
     """The recipe of a run of about so many steps, each of so many texts and tokens: dotted fields to values.
 
     Options, optimizer and learning rate of the architecture are those of `multilin compare`, which were found alike, in
-    steps of `SHORT_RUN`. In others the rate grows with the square root of the tokens, as that of Adam should; so does
-    TScale's weight decay over many passes, that as many tokens lose as much of the weights.
+    steps of `SHORT_RUN`. In others the rate grows with the square root of the tokens, as that of Adam should. TScale's
+    weight decay is a stronger one where by_heart, x of the law, is large; it grows likewise, so that the weights decay
+    alike over as many tokens.
     """
     sweep = builtin_sweep()
     row = nested(sweep.rows.get(architecture) or {}, f"rows.{architecture}")
     values = merge(merge({"model": {"architecture": architecture}}, nested(sweep.base, "base")), row)
     growth = math.sqrt(math.prod(step) / math.prod(SHORT_RUN))
     values["optimizer"]["learning_rate"] *= growth
-    if passes >= REPEATING and architecture == ARCHITECTURE:
-        values["optimizer"]["weight_decay"] = REPEATING_DECAY * growth
+    if by_heart >= BY_HEART and architecture == ARCHITECTURE:
+        values["optimizer"]["weight_decay"] = BY_HEART_DECAY * growth
     sections = {name: values["model"].get(name, {}) for name in ("options", "config")}
     return {
         "model.architecture": architecture,

@@ -71,14 +71,15 @@ def _print_pick(picked: "Pick") -> None:
     """What was measured, what was picked, what is expected."""
     recipe, text, model = picked.recipe, picked.text, picked.choice.candidate
     plan, tokens = recipe.training, picked.choice.tokens
-    blocks = plan.global_batch_size or plan.batch_size
+    blocks, decay = plan.global_batch_size or plan.batch_size, recipe.optimizer.weight_decay
     rows = {
         "text": f"{text.train_bytes / 1e6:,.1f} MB to train on; trigrams reach {text.trigram:.3f} bits per byte",
         "this machine": f"{picked.tokens_per_second:,.0f} tokens a second in training this model",
         "model": f"{recipe.model.kind}, width {model.size.hidden_size}, {plural(model.size.num_layers, 'layer')}, "
         f"vocabulary {model.size.vocab_size:,}",
         "training": f"about {tokens / 1e6:,.2f} M tokens ({tokens / text.train_tokens:.2g} passes), steps of {blocks} "
-        f"x {recipe.model.n_positions}, learning rate {recipe.optimizer.learning_rate or 'of the architecture'}",
+        f"x {recipe.model.n_positions}, learning rate {recipe.optimizer.learning_rate or 'of the architecture'}"
+        + ("" if decay is None else f", weight decay {decay:g}"),
         "time": f"{plan.minutes:.3g} {'minute' if plan.minutes == 1 else 'minutes'} in all",
         "expected": f"{picked.expected:.2f} ± {picked.spread:.2f} bits per byte of validation text",
     }

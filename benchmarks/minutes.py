@@ -103,8 +103,7 @@ def _recipe(source: str, architecture: str, size: Size, rate: float | None, toke
     text = {"data.source": first, "data.validation": validation or None}
     plain = load_recipe(None, recipe_values(architecture, size, steps, SHORT_RUN) | text)
     train = read_text(plain).train
-    bytes_read = tokens / train.num_tokens * train.num_bytes
-    known = by_heart(candidate(plain, size).parameters, bytes_read, train.num_bytes)
+    known = by_heart(candidate(plain, size).parameters, train.num_bytes, tokens / train.num_tokens)
     values = recipe_values(architecture, size, steps, SHORT_RUN, known) | {
         **text,
         "training.max_steps": steps,

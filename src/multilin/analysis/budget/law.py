@@ -94,7 +94,7 @@ class MeasuredRun:
     @property
     def by_heart(self) -> float:
         """x of the law."""
-        return by_heart(self.parameters, self.bytes_read, self.train_bytes)
+        return by_heart(self.parameters, self.train_bytes, self.tokens / self.train_tokens)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,7 +127,8 @@ class Law:
         """The factors of the law that the model and its passes decide, not g, h and c: what the rule makes least."""
         effective = effective_bytes(bytes_read, train_bytes)
         learned = self.e + self.a * parameters**-self.alpha + self.b * effective**-self.beta
-        return float(learned * (2 - math.exp(-self.memory * by_heart(parameters, bytes_read, train_bytes))))
+        known = by_heart(parameters, train_bytes, bytes_read / train_bytes)
+        return float(learned * (2 - math.exp(-self.memory * known)))
 
     def expected_of(self, run: MeasuredRun) -> float:
         """Bits per byte expected of a measured run."""
@@ -160,9 +161,9 @@ def effective_bytes(bytes_read: float, train_bytes: float) -> float:
     return min(bytes_read, train_bytes) + train_bytes * REPEATS * (1 - math.exp(-again / REPEATS))
 
 
-def by_heart(parameters: float, bytes_read: float, train_bytes: float) -> float:
+def by_heart(parameters: float, train_bytes: float, passes: float) -> float:
     """x: parameters for each byte of text, times how often it is read again."""
-    return parameters / train_bytes * max(bytes_read / train_bytes - 1, 0.0)
+    return parameters / train_bytes * max(passes - 1, 0.0)
 
 
 def load_runs(path: Path = RUNS) -> list[MeasuredRun]:

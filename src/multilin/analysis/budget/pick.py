@@ -123,8 +123,7 @@ def pick(
     if architecture not in (law.main, *law.factors):
         remarks.append(f"No measured run has the architecture {architecture}; expected is what {law.main} would reach.")
     expected = law.predict(architecture, text.trigram, text.repetition, choice.ratio)
-    bytes_read = choice.tokens / text.train_tokens * text.train_bytes
-    known = by_heart(choice.candidate.parameters, bytes_read, text.train_bytes)
+    known = by_heart(choice.candidate.parameters, text.train_bytes, choice.tokens / text.train_tokens)
     recipe = picker.recipe(choice.candidate.size, choice.tokens, known, {"training.minutes": minutes})
     return Pick(recipe, text, choice, tokens_per_second, expected, 2 * law.error * expected, remarks)
 

@@ -15,7 +15,7 @@ from benchmarks import _results
 from multilin.data.corpora import read_documents
 from multilin.data.prepare import prepare_text
 from multilin.data.settings import DataRecipe, TokenizerRecipe
-from multilin.scoring.ngrams import ngram_bits_per_byte
+from multilin.scoring.ngrams import NgramModel
 
 BY_NAME_ONLY = "it needs a text"
 GZIP_WINDOW = 2**15
@@ -40,7 +40,7 @@ def _ngrams(arguments: argparse.Namespace) -> Iterator[tuple[str, float]]:
     for vocab_size in arguments.vocab_sizes:
         text = prepare_text(data, TokenizerRecipe(vocab_size=vocab_size))
         for order in arguments.orders:
-            bits = ngram_bits_per_byte(text.train, text.validation, order)
+            bits = NgramModel(text.train, order).bits_per_byte(text.validation)
             yield f"{order}-gram, vocabulary {vocab_size:,}", bits
 
 

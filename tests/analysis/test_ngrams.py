@@ -13,7 +13,7 @@ from multilin.data.packed_text import PackedText
 from multilin.data.packing import pack
 from multilin.data.tokenizers import train_tokenizer
 from multilin.errors import InputError
-from multilin.scoring.ngrams import RECENT, REPETITION_SHARES, NgramModel, ngram_bits_per_byte, repetition, text_ngrams
+from multilin.scoring.ngrams import RECENT, REPETITION_SHARES, NgramModel, repetition, text_ngrams
 
 TRAIN = ["the cat sat on the mat\n", "the dog sat", "", "a naïve cat 你好, a cat\n" * 3]
 STARTS = 4  # start tokens before a sentence, as many as the longest context needs
@@ -65,7 +65,7 @@ def test_equals_a_dictionary_implementation(
             context = tuple(row[i - order + 1 : i])
             bits -= math.log2(slow_probability(sentences, len(tokenizer), context, row[i]))
     expected = bits / sum(len(text.encode()) for text in VALIDATION)
-    assert ngram_bits_per_byte(train, validation, order) == pytest.approx(expected, rel=1e-12)
+    assert NgramModel(train, order).bits_per_byte(validation) == pytest.approx(expected, rel=1e-12)
 
 
 @pytest.mark.parametrize("order", [1, 2, 3, 5])
@@ -91,7 +91,7 @@ def test_no_context_reaches_into_another_document(train: PackedText, tokenizer: 
 
 
 def test_longer_contexts_help_on_the_text_itself(train: PackedText) -> None:
-    unigram, bigram, trigram = (ngram_bits_per_byte(train, train, order) for order in (1, 2, 3))
+    unigram, bigram, trigram = (NgramModel(train, order).bits_per_byte(train) for order in (1, 2, 3))
     assert unigram > bigram > trigram
 
 
@@ -132,6 +132,6 @@ def test_a_text_without_repetitions_has_none(
 def test_what_cannot_be_counted_is_refused(train: PackedText, tmp_path: Path) -> None:
     other = pack([Document("", "text")], train_tokenizer([], "byte", None), tmp_path / "other")
     with pytest.raises(InputError, match="packed with different tokenizers"):
-        ngram_bits_per_byte(train, other, 2)
+        NgramModel(train, 2).bits_per_byte(other)
     with pytest.raises(InputError, match="order: 6 given"):
-        ngram_bits_per_byte(train, train, 6)
+        NgramModel(train, 6).bits_per_byte(train)

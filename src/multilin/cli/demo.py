@@ -29,7 +29,7 @@ def demo(changes: Changes) -> None:
         from multilin.cli.progress import TrainingDisplay
         from multilin.inference.generate_run import generate_text
         from multilin.inference.runs import Run
-        from multilin.scoring.ngrams import ngram_bits_per_byte
+        from multilin.scoring.ngrams import NgramModel
         from multilin.training.assemble import read_text
         from multilin.training.report import draw_bits_per_byte
         from multilin.training.run_folder import RunFolder
@@ -43,7 +43,7 @@ def demo(changes: Changes) -> None:
     with TrainingDisplay() as display:
         result = train(recipe, overwrite=True, progress=display)
         text = read_text(recipe, display.prepare)
-    counted = {name: ngram_bits_per_byte(text.train, text.validation, order) for name, order in NGRAMS.items()}
+    counted = {name: NgramModel(text.train, order).bits_per_byte(text.validation) for name, order in NGRAMS.items()}
     console.print()
     _print_scores(counted, result)
     folder = RunFolder(result.output)

@@ -40,7 +40,7 @@ class NgramModel:
             InputError: another order, or a vocabulary too large for it.
         """
         self.order = order
-        self.vocab_size = train.description.vocab_size
+        self.vocab_size, self.tokenizer_hash = train.description.vocab_size, train.description.tokenizer_hash
         if not 1 <= order <= MAX_ORDER:
             raise InputError(f"order: {order} given, but n-gram models are made of order 1 to {MAX_ORDER}")
         if self.vocab_size**order > 2**63:
@@ -63,6 +63,23 @@ class NgramModel:
             total, distinct = (_look_up(contexts, values, keys // self.vocab_size) for values in (totals, distincts))
             result = np.where(total > 0, (count + distinct * result) / np.maximum(total + distinct, 1), result)
         return result
+
+    def bits_per_byte(self, validation: PackedText, most: int | None = None) -> float:
+        """Bits per byte of the exact validation text under this model.
+
+        Counted as `evaluate` does: -log2 p over all tokens but the start tokens, divided by the text's UTF-8 bytes.
+        With `most`, at most so many tokens at even distances are predicted.
+
+        Raises:
+            InputError: the validation text is of another tokenizer than the model.
+        """
+        if self.tokenizer_hash != validation.description.tokenizer_hash:
+            raise InputError("n-gram model: the training and validation text were packed with different tokenizers")
+        ngrams = text_ngrams(validation, self.order, most)
+        predicted: float = validation.num_bytes
+        if most is not None:
+            predicted = float(validation.token_sizes(ngrams[:, -1]).sum()) * validation.bytes_per_counted
+        return float(-np.log2(self.probabilities(ngrams)).sum() / predicted)
 
     def _keys(self, ngrams: NDArray[np.int64], length: int) -> NDArray[np.int64]:
         """The last `length` tokens of each n-gram as one number in base vocab_size."""
@@ -90,25 +107,6 @@ def _positions(packed: PackedText, most: int | None) -> tuple[NDArray[np.int64],
     first = starts[np.searchsorted(starts, ends, side="right") - 1]
     is_text = ends != first
     return ends[is_text], first[is_text]
-
-
-def ngram_bits_per_byte(train: TrainText, validation: PackedText, order: int, most: int | None = None) -> float:
-    """Bits per byte of the exact validation text under an n-gram model of the training text (see `NgramModel`).
-
-    Counted as `evaluate` does: -log2 p over all tokens but the start tokens, divided by the text's UTF-8 bytes. With
-    `most`, at most so many n-grams at even distances are counted, and so many tokens predicted.
-
-    Raises:
-        InputError: an order outside 1 to 5, or texts of two tokenizers.
-    """
-    if train.description.tokenizer_hash != validation.description.tokenizer_hash:
-        raise InputError("n-gram model: the training and validation text were packed with different tokenizers")
-    ngrams = text_ngrams(validation, order, most)
-    bits = -np.log2(NgramModel(train, order, most).probabilities(ngrams)).sum()
-    predicted: float = validation.num_bytes
-    if most is not None:
-        predicted = float(validation.token_sizes(ngrams[:, -1]).sum()) * validation.bytes_per_counted
-    return float(bits / predicted)
 
 
 def repetition(model: NgramModel, validation: PackedText, most: int) -> float:

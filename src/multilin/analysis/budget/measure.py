@@ -14,7 +14,7 @@ from multilin.data.settings import DataRecipe
 from multilin.errors import prefixed
 from multilin.model.memory import FLOAT_BYTES, activation_bytes, parameter_bytes
 from multilin.ops.threads import adapt
-from multilin.scoring.ngrams import NgramModel, ngram_bits_per_byte, repetition
+from multilin.scoring.ngrams import NgramModel, repetition
 from multilin.training.assemble import create_network
 from multilin.training.optimizers import build_optimizer, optimizer_bytes
 from multilin.training.precision import autocast_dtype
@@ -44,8 +44,9 @@ class TextMeasure:
 
 def measure_text(text: PreparedText) -> TextMeasure:
     """Measure a text in a few seconds, however large it is."""
-    trigram = ngram_bits_per_byte(text.train, text.validation, 3, COUNTED_NGRAMS)
-    repeated = repetition(NgramModel(text.train, 3, COUNTED_NGRAMS), text.validation, PREDICTED_TOKENS)
+    model = NgramModel(text.train, 3, COUNTED_NGRAMS)
+    trigram = model.bits_per_byte(text.validation, COUNTED_NGRAMS)
+    repeated = repetition(model, text.validation, PREDICTED_TOKENS)
     return TextMeasure(text.train.num_tokens, text.train.num_bytes, round(trigram, 4), round(repeated, 4))
 
 

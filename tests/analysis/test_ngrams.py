@@ -95,6 +95,15 @@ def test_longer_contexts_help_on_the_text_itself(train: PackedText) -> None:
     assert unigram > bigram > trigram
 
 
+def test_as_many_ngrams_are_counted_as_asked_for(train: PackedText) -> None:
+    every = text_ngrams(train, 2).tolist()
+    assert len(every) == train.num_tokens - train.num_documents
+    for most in range(1, train.num_tokens + 5):
+        some = text_ngrams(train, 2, most).tolist()
+        assert most - train.num_documents <= len(some) <= most or some == every
+        assert all(ngram in every for ngram in some)
+
+
 def slow_recent_share(tokens: list[int], place: int) -> float:
     """How often the token at a place follows, in the tokens before it, the last three, two, one or none of them."""
     begin = max(0, place - RECENT)

@@ -102,8 +102,8 @@ def text_ngrams(packed: PackedText, order: int, most: int | None = None) -> NDAr
 
 def _positions(packed: PackedText, most: int | None) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """(N,) each: positions of text tokens, at most so many, at even distances, and the starts of their documents."""
-    starts, step = packed.document_starts, 1 if most is None else -(-packed.num_tokens // most)
-    ends = np.arange(0, packed.num_tokens, step)
+    starts, wanted = packed.document_starts, min(packed.num_tokens, most or packed.num_tokens)
+    ends = (np.arange(wanted) * (packed.num_tokens / max(wanted, 1))).astype(np.int64)
     first = starts[np.searchsorted(starts, ends, side="right") - 1]
     is_text = ends != first
     return ends[is_text], first[is_text]

@@ -2,7 +2,7 @@
 
 A large vocabulary has more bytes of text in a token, and a larger output projection, which costs operations. A small
 text bounds the choice: no more parameters than bytes of text, no more passes than the law gains from, or than
-`MOST_PASSES`, a vocabulary whose entries each have `BYTES_PER_ENTRY` bytes of text. Where these leave time over, the
+`MOST_PASSES`, a vocabulary that grows with the square root of the text at most. Where these leave time over, the
 run ends earlier.
 """
 
@@ -27,7 +27,7 @@ MOST_PASSES = 10
 BY_HEART = 1.0  # x of the law, from which on a stronger weight decay keeps a model from learning its text by heart
 BY_HEART_DECAY = 0.05  # of TScale then, in steps of `SHORT_RUN`
 MOST_IN_LAYERS = 0.9  # of the time of a step, whatever was measured
-BYTES_PER_ENTRY = 500
+ENTRIES = 3.0  # times the square root of the bytes of a text: the largest vocabulary that it can fill well
 NEAR = 1.005  # times the least that is expected with any vocabulary: a larger one was better at equal time
 BYTES_PER_TOKEN = {512: 2.0, 1024: 2.5, 2048: 3.0, 4096: 3.45, 8192: 3.85}
 """Vocabularies, and roughly the bytes of English or Python in a token: only their ratios count."""
@@ -112,7 +112,7 @@ def choose_vocabulary(
     """
     ratios = {}
     for vocab_size, bytes_per_token in BYTES_PER_TOKEN.items():
-        if vocab_size * BYTES_PER_ENTRY <= train_bytes:
+        if vocab_size <= ENTRIES * math.sqrt(train_bytes):
             tokens = max(1, round(train_bytes / bytes_per_token))
             models = (with_vocabulary(one, vocab_size) for one in candidates)
             choice = choose(models, law=law, speed=speed, seconds=seconds, train_tokens=tokens, train_bytes=train_bytes)

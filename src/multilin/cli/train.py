@@ -73,8 +73,7 @@ def _print_pick(picked: "Pick") -> None:
     plan, tokens = recipe.training, picked.choice.tokens
     blocks, decay = plan.global_batch_size or plan.batch_size, recipe.optimizer.weight_decay
     rows = {
-        "text": f"{text.train_bytes / 1e6:,.1f} MB to train on; trigrams of such text reach {text.trigram:.3f} bits "
-        "per byte",
+        "text": f"{text.train_bytes / 1e6:,.1f} MB to train on; its trigrams: {text.trigram:.3f} bits per byte",
         "this machine": f"{picked.tokens_per_second:,.0f} tokens a second in training this model",
         "model": f"{recipe.model.kind}, width {model.size.hidden_size}, {plural(model.size.num_layers, 'layer')}, "
         f"vocabulary {model.size.vocab_size:,}",

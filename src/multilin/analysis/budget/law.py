@@ -7,7 +7,7 @@ again included, with g the bits per byte of a trigram model of the same text and
 
 where E <= B counts what is read again for less. With U bytes of text, E = B up to one pass, and after that
 
-    E = U (1 + R (1 - exp(-(B / U - 1) / R))),        x = N (B / U - 1) / U,        R = 5
+    E = U (1 + R (1 - exp(-(B / U - 1) / R))),        x = N (B / U - 1) / U,        R = 3
 
 h is at most 1: trigrams do not see what a text said some lines before, and the models do (`scoring.ngrams.repetition`).
 x is the parameters there are for each byte, as often as it is read again: a model that has enough learns the text by
@@ -46,7 +46,7 @@ FOLDER = Path(str(resources.files("multilin"))) / "analysis" / "budget"
 RUNS, LAW = FOLDER / "runs.jsonl", FOLDER / "law.json"  # the measured runs, and the law that `fit_law` makes of them
 ALPHA, BETA = 0.3, 0.2  # exponents, found with a factor for every text, so that only runs on the same one count
 GAMMAS = (0.0, 0.2, 0.3, 0.4, 0.5)  # tried for gamma
-REPEATS = 5.0  # R; the source has 15. From 5 to 15 predict runs on other texts alike, and more is more passes
+REPEATS = 3.0  # R; the source has 15. 3 to 8 predict other texts alike, and 3 is best among runs on the same text
 MEMORIES = (0.0, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03)  # tried for d
 LEAST_ERROR = 0.02  # relative, of a prediction, however well the runs fit
 MOST_BY_HEART = 6.0  # x of a run whose prediction and forecast are judged; the rule picks none that goes beyond

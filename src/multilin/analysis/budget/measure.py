@@ -23,7 +23,7 @@ from multilin.training.resolve import resolve_recipe
 
 COUNTED_BYTES = 10**8  # of a text, as many as some hours of a small machine read
 COUNTED_NGRAMS = 300_000  # of any text, so that the measure says how hard it is and not how long it is
-COUNTING_POWER = 0.066  # twice as many trigrams save 4.5 % of their bits: of 3, 4.5 and 6 % most runs fit this
+COUNTING_POWER = 0.066  # twice as many trigrams save 4.5 % of their bits (docs/minutes.md)
 PREDICTED_TOKENS = 20_000  # of its validation text, to see how it repeats itself
 WARM_UP_STEPS, FEWEST_STEPS, SPEED_SECONDS = 2, 5, 2.0
 

@@ -268,8 +268,7 @@ def test_trigrams_of_a_short_text_count_for_less(
 def test_a_recipe_is_picked_and_what_is_given_is_kept(picked: Callable[..., Pick]) -> None:
     free = picked(1)
     assert free.recipe.model.architecture == "tscale"
-    assert free.recipe.training.minutes is not None
-    assert free.recipe.training.minutes <= 1
+    assert free.recipe.training.minutes == 1
     assert 0 < free.spread < free.expected
     kept = picked(1, **{"model.architecture": "elita", "model.hidden_size": 40, "optimizer.learning_rate": 0.001})
     assert kept.recipe.model.architecture == "elita"
@@ -286,7 +285,7 @@ def test_a_named_recipe_is_kept_whole(picked: Callable[..., Pick]) -> None:
     named = load_recipe("threelin").optimizer
     assert (found.optimizer.name, found.optimizer.learning_rate) == (named.name, named.learning_rate)
     assert found.training.batch_size == 2
-    assert found.training.minutes is not None
+    assert found.training.minutes == 1
 
 
 def test_a_long_run_has_larger_steps(picked: Callable[..., Pick], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -316,10 +315,24 @@ def test_a_text_that_is_learned_by_heart_gets_a_stronger_weight_decay(
 
 
 def test_a_small_text_ends_early_and_says_so(picked: Callable[..., Pick]) -> None:
+    """By its passes: a speed that was measured too low would let it read more of them in the same time."""
     found = picked(600)
-    assert found.recipe.training.minutes is not None
-    assert found.recipe.training.minutes < 60
-    assert "passes over this text would learn it by heart" in found.remarks[0]
+    plan, positions = found.recipe.training, found.recipe.model.n_positions
+    assert plan.minutes == 600
+    assert plan.num_steps * plan.batch_size * positions == pytest.approx(found.choice.tokens, rel=0.02)
+    assert "passes over this text would learn it by heart: the run ends after them, in about" in found.remarks[0]
+
+
+def test_a_run_that_turns_out_faster_than_measured_reads_no_more_than_helps(
+    picked: Callable[..., Pick], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = {"model.hidden_size": 64, "model.num_layers": 4}
+    whole = picked(600, **small)
+    monkeypatch.setattr(picking, "measure_speed", lambda small, large: Speed(0.5, 1.2e-11, 1024))
+    part = picked(1, **small)
+    assert part.choice.tokens < 0.2 * whole.choice.tokens
+    assert part.recipe.training.max_steps == whole.recipe.training.max_steps
+    assert not any("passes" in remark for remark in part.remarks)
 
 
 def test_what_no_run_was_measured_for_is_said(picked: Callable[..., Pick], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -358,8 +371,9 @@ def test_the_whole_command_ends_on_time(text_file: Path, tmp_path: Path) -> None
     environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache")}
     begin = time.monotonic()
     printed = run([*command, "--output", str(tmp_path / "run")], environment=environment)
-    taken, planned = time.monotonic() - begin, load_recipe(tmp_path / "run").training.minutes
-    assert planned is not None  # three, or fewer as the text is small
-    assert taken == pytest.approx(60 * planned, rel=0.05, abs=10)  # Python starts and ends slowly on a busy machine
+    taken, plan = time.monotonic() - begin, load_recipe(tmp_path / "run").training
+    steps = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])["step"]
+    assert taken < 60 * 3 * 1.05 + 10  # Python starts and ends slowly on a busy machine
+    assert steps == plan.max_steps or taken > 60 * 3 * 0.95  # after its passes, or after its time
     assert "bits per byte; expected were" in printed
     assert json.loads((tmp_path / "run" / "expected.json").read_text())["bits_per_byte"] > 0

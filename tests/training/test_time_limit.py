@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from transformers import TrainerCallback
 
-from multilin.errors import InputError
 from multilin.training import time_limit
 from multilin.training.outcomes import TrainingFailed, TrainingInterrupted
 from multilin.training.recipe import Recipe, load_recipe
@@ -55,7 +54,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def timed(recipe: Recipe, minutes: float, **training: Any) -> Recipe:
-    plan = dataclasses.replace(recipe.training, minutes=minutes, log_every_steps=1, **training)
+    length = {"max_steps": None, "minutes": minutes, "log_every_steps": 1}
+    plan = dataclasses.replace(recipe.training, **{**length, **training})
     return dataclasses.replace(recipe, training=plan)
 
 
@@ -90,7 +90,7 @@ def test_at_a_steady_speed_the_rates_are_those_of_a_run_of_as_many_steps(
 def test_the_clock_stands_still_between_two_sittings(tiny: Tiny, tmp_path: Path, clock: Clock) -> None:
     recipe = timed(tiny(tmp_path / "run"), 3)
     clock.stop_after = 30
-    with pytest.raises(TrainingInterrupted, match=r"stopped after step 30, \d\d % of the time for training; its"):
+    with pytest.raises(TrainingInterrupted, match=r"stopped after step 30, \d\d % of the run; its"):
         train(recipe, callbacks=[clock], began=0.0)
     used, clock.stop_after = clock.now, None
     clock.now = began = used + 1000
@@ -129,10 +129,26 @@ def test_a_run_that_ends_in_its_warm_up_says_so(tiny: Tiny, tmp_path: Path, cloc
         train(timed(tiny(tmp_path / "run"), 1), callbacks=[clock], began=0.0)
 
 
-def test_steps_and_minutes_exclude_each_other() -> None:
-    with pytest.raises(InputError, match=r"training\.max_steps: 5 given, but training\.minutes is 2, and the clock"):
-        load_recipe(None, {"training.minutes": 2, "training.max_steps": 5})
-    assert load_recipe("tscale", {"training.minutes": 2}).training.minutes == 2
+def test_a_run_with_steps_and_minutes_ends_after_the_first_of_them(tiny: Tiny, tmp_path: Path, clock: Clock) -> None:
+    """Where the steps end it, the learning rate is that of a run of so many steps."""
+    steps = timed(tiny(tmp_path / "steps"), 20, max_steps=40)
+    same = train(tiny(tmp_path / "same", **{"training.max_steps": 40, "training.log_every_steps": 1}))
+    result = train(steps, callbacks=[clock], began=0.0)
+    assert result.steps == 40
+    assert [line["learning_rate"] for line in metrics(result.output)] == pytest.approx(
+        [line["learning_rate"] for line in metrics(same.output)], abs=0.01 * 0.05
+    )
+    clock.now = 0.0
+    result = train(timed(tiny(tmp_path / "time"), 2, max_steps=10**6), callbacks=[clock], began=0.0)
+    assert result.steps < 100
+    assert metrics(result.output)[-1]["learning_rate"] < 0.01 * 0.06
+
+
+def test_a_given_length_replaces_that_of_the_recipe() -> None:
+    both = load_recipe(None, {"training.minutes": 2, "training.max_steps": 5}).training
+    assert (both.minutes, both.max_steps) == (2, 5)
+    assert load_recipe("demo", {"training.minutes": 2}).training.max_steps is None
+    assert load_recipe("demo", {"training.minutes": None}).training.max_steps == load_recipe("demo").training.max_steps
 
 
 @pytest.mark.slow
@@ -145,12 +161,12 @@ def test_two_processes_end_at_the_same_step(tiny: Tiny, tmp_path: Path) -> None:
 
 
 def test_the_state_goes_on_where_it_was() -> None:
-    clock = time_limit.TimeLimit(1.0, time_limit.monotonic(), 1.0)
+    clock = time_limit.TimeLimit(1.0, 1000, time_limit.monotonic(), 1.0)
     clock.start()
     with clock.pause("saving"):
         pass
-    clock.advance()
-    other = time_limit.TimeLimit(1.0, time_limit.monotonic(), 1.0)
+    clock.advance(1)
+    other = time_limit.TimeLimit(1.0, 1000, time_limit.monotonic(), 1.0)
     other.load_state_dict(clock.state_dict())
     assert other.share == clock.share
     assert other.used == pytest.approx(clock.used, abs=0.5)

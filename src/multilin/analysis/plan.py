@@ -156,8 +156,8 @@ def plan_training(recipe: Recipe, settings: PlanSettings) -> TrainingPlan:
     weights, optimizer = parameter_bytes(model), optimizer_bytes(recipe.optimizer.name, model)
     plan = TrainingPlan(
         device=device, devices=settings.devices, parameters=parameter_counts(model)[0], vocab_size=vocab_size,
-        flops_per_token=flops, tokens_per_step=tokens * passes * settings.devices, steps=training.max_steps,
-        tokens=tokens * passes * settings.devices * training.max_steps,
+        flops_per_token=flops, tokens_per_step=tokens * passes * settings.devices, steps=training.num_steps,
+        tokens=tokens * passes * settings.devices * training.num_steps,
         weight_bytes=weights, gradient_bytes=_trained_bytes(model), optimizer_bytes=optimizer,
         activation_bytes=activation_bytes(
             model, tokens, number_bytes=2 if training.precision in ("bf16", "int8") else FLOAT_BYTES,

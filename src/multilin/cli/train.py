@@ -80,7 +80,7 @@ def _print_pick(picked: "Pick") -> None:
         "training": f"about {tokens / 1e6:,.2f} M tokens ({tokens / text.train_tokens:.2g} passes), steps of {blocks} "
         f"x {recipe.model.n_positions}, learning rate {recipe.optimizer.learning_rate or 'of the architecture'}"
         + ("" if decay is None else f", weight decay {decay:g}"),
-        "time": f"{plan.minutes:.3g} {'minute' if plan.minutes == 1 else 'minutes'} in all",
+        "time": f"at most {plan.minutes:.3g} {'minute' if plan.minutes == 1 else 'minutes'} in all",
         "expected": f"{picked.expected:.2f} ± {picked.spread:.2f} bits per byte of validation text",
     }
     print_table("lw", rows.items())

@@ -183,7 +183,7 @@ def training_order(recipe: Recipe, model: PreTrainedModel, text: PreparedText | 
         warnings.warn(remark, stacklevel=2)
     plan = recipe.training
     assert plan.global_batch_size is not None, "training needs a recipe that was resolved"
-    length = plan.max_steps * plan.global_batch_size
+    length = plan.num_steps * plan.global_batch_size
     fields = [field for field in blocks[0] if field not in _unread(model)]
     kind: type[BlockOrder] = MixedOrder if isinstance(blocks, MixedBlocks) else BlockOrder
     return kind(blocks, seed=plan.seed, length=length, fields=fields)
@@ -213,7 +213,7 @@ def training_arguments(recipe: Recipe, model: PreTrainedModel, output: Path) -> 
     batch_size, passes = plan.split(num_processes())
     return TrainingArguments(
         output_dir=str(output),
-        max_steps=plan.max_steps,
+        max_steps=plan.num_steps,
         per_device_train_batch_size=batch_size,
         gradient_accumulation_steps=passes,
         label_smoothing_factor=0.0 if _smooths_labels(model) else plan.label_smoothing,

@@ -27,7 +27,7 @@ class StepCallback(TrainerCallback):  # type: ignore[misc]
         writers: each stores every complete line of metrics.
         stop_request: notes a signal that asks the run to end.
         describe_batch: step to the blocks it reads, for the message about a loss that is not finite.
-        limit: the clock of a run that ends after a given time.
+        limit: the clock of a run that ends after a given time at most.
 
     Attributes:
         is_finished: whether the last step was made.
@@ -92,7 +92,7 @@ class StepCallback(TrainerCallback):  # type: ignore[misc]
         """Note the learning rate the step was made with, before the schedule moves on."""
         self._learning_rate = float(kwargs["optimizer"].param_groups[0]["lr"])
         if self.limit is not None:
-            self.limit.advance()
+            self.limit.advance(state.global_step + 1)
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> TrainerControl:
         """Measure the step and decide what follows it."""
@@ -120,7 +120,7 @@ class StepCallback(TrainerCallback):  # type: ignore[misc]
         """How far the run is, for a message."""
         if self.limit is None:
             return f"step {state.global_step} of {state.max_steps}"
-        return f"step {state.global_step}, {100 * self.limit.share:.0f} % of the time for training"
+        return f"step {state.global_step}, {100 * self.limit.share:.0f} % of the run"
 
     @contextlib.contextmanager
     def paused(self, name: str) -> Iterator[None]:

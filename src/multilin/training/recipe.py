@@ -23,7 +23,7 @@ from multilin.settings.inputs import read_yaml, to_yaml
 from multilin.training.start import complete_start
 
 RECIPE_FILE = "recipe.yaml"
-DEFAULT_VOCAB_SIZE = 4096
+DEFAULT_VOCAB_SIZE, DEFAULT_MAX_STEPS = 4096, 1000
 SectionT = TypeVar("SectionT")
 Trackers = Annotated[list[Literal["tensorboard", "wandb", "mlflow", "trackio"]], MaxLen(4)]
 
@@ -87,8 +87,8 @@ class LoraRecipe:
 class TrainingRecipe:
     """The run."""
 
-    max_steps: bounds.Steps = 1000  # optimizer steps
-    minutes: bounds.Minutes | None = None  # end after this time instead, reading the text and saving included
+    max_steps: bounds.Steps | None = None  # optimizer steps; 1000 by default, with minutes as many as fit
+    minutes: bounds.Minutes | None = None  # end after this time at most, reading the text and saving included
     batch_size: bounds.Batch = 16  # most blocks per device and forward pass
     global_batch_size: bounds.Blocks | None = None  # blocks per step on all devices; batch_size x devices by default
     label_smoothing: Fraction | None = None  # probability spread over the whole vocabulary, in training only
@@ -113,7 +113,12 @@ class TrainingRecipe:
     @property
     def length(self) -> str:
         """How long the run is, for a message."""
-        return plural(self.max_steps, "step") if self.minutes is None else f"{self.minutes:g} minutes"
+        return plural(self.num_steps, "step") if self.minutes is None else f"{self.minutes:g} minutes"
+
+    @property
+    def num_steps(self) -> int:
+        """Optimizer steps at most."""
+        return self.max_steps or (DEFAULT_MAX_STEPS if self.minutes is None else bounds.MOST_STEPS)
 
     def split(self, num_devices: int) -> tuple[int, int]:
         """Blocks of one forward pass, and forward passes of one step, on each of so many devices.
@@ -206,11 +211,15 @@ def load_recipe(
     for dotted, value in (overrides or {}).items():
         inner, name = _section(values, dotted)
         inner[name] = value
+    lengths = {"training.max_steps", "training.minutes"}
+    given = {field for field in lengths if (overrides or {}).get(field) is not None}
+    if len(given) == 1:  # it replaces the other one of the recipe
+        inner, name = _section(values, *(lengths - given))
+        inner.pop(name, None)
     for dotted, value in (defaults or {}).items():
         inner, name = _section(values, dotted)
         inner.setdefault(name, value)
     recipe = load_settings(Recipe, values)
-    _check_length(recipe, overrides or {})
     _check_text(recipe, overrides or {})
     changes_model = any(dotted.startswith(("model", "tokenizer")) for dotted in overrides or {})
     check_start(recipe)
@@ -227,16 +236,6 @@ def check_start(recipe: Recipe) -> None:
         raise InputError("model.start_hash: given without model.start, the model that has these weights; leave it out")
     if recipe.model.start is None and recipe.training.lora is not None:
         raise InputError("training.lora: given without model.start, but adapters need a trained model; give both")
-
-
-def _check_length(recipe: Recipe, overrides: Mapping[str, Any]) -> None:
-    """Refuse a number of steps for a run whose length is a time."""
-    steps, minutes = recipe.training.max_steps, recipe.training.minutes
-    if minutes is not None and "training.max_steps" in overrides:
-        raise InputError(
-            f"training.max_steps: {steps} given, but training.minutes is {minutes:g}, and the clock then decides the "
-            "number of steps; leave one of them out"
-        )
 
 
 def _check_text(recipe: Recipe, overrides: Mapping[str, Any]) -> None:

@@ -4,7 +4,6 @@ import dataclasses
 from typing import Any
 
 from multilin.model.factory import DEFAULT_NUM_LAYERS, training_defaults
-from multilin.settings.bounds import MOST_STEPS
 from multilin.training.optimizers import resolve_optimizer
 from multilin.training.precision import resolve_precision
 from multilin.training.processes import num_processes
@@ -21,9 +20,7 @@ def resolve_recipe(recipe: Recipe) -> Recipe:
     defaults = training_defaults(recipe.model.architecture)
     precision: Any = resolve_precision(recipe.training.precision)
     training = dataclasses.replace(recipe.training, precision=precision)
-    training = fill(training, global_batch_size=training.batch_size * num_processes())
-    if training.minutes is not None:
-        training = dataclasses.replace(training, max_steps=MOST_STEPS)  # the clock ends it
+    training = fill(training, global_batch_size=training.batch_size * num_processes(), max_steps=training.num_steps)
     if training.lora is not None:
         training = dataclasses.replace(training, lora=fill(training.lora, alpha=2.0 * training.lora.rank))
     layers, tokenizer = recipe.model.layers, recipe.tokenizer

@@ -1,4 +1,4 @@
-"""The clock of a run that ends after a given time: how far the run is, and whether another step fits."""
+"""The clock of a run that ends after a given time at most: how far the run is, and whether another step fits."""
 
 import contextlib
 from collections.abc import Iterator
@@ -16,22 +16,24 @@ _STEP_WEIGHT = 0.2  # of the last step in the running mean of their seconds
 
 
 class TimeLimit:
-    """Seconds that a run may use, from the start of the command to its end, and the share of them that is gone.
+    """Seconds that a run may use, from the start of the command to its end, and how far it is.
 
     The clock stands still between two sittings of a run. What follows the last step, a validation and writing the
-    model twice, is kept back: as much time as it took before. The rest, from the first step on, is what `share` counts.
+    model twice, is kept back: as much time as it took before. The rest, from the first step on, is for training.
 
     Args:
         minutes: of all sittings together.
+        max_steps: after which the run ends before its time.
         began: `time.monotonic()` when this sitting began.
         validation_steps: tokens of a validation, in tokens of a step.
 
     Attributes:
-        share: of the time for training that is gone, from 0 to 1, the same in every process.
+        share: of the run that is over, from 0 to 1: of the time for training, or of the steps where that is more; the
+            same in every process.
     """
 
-    def __init__(self, minutes: float, began: float, validation_steps: float) -> None:
-        self.seconds, self._began, self._earlier = 60 * minutes, began, 0.0
+    def __init__(self, minutes: float, max_steps: int, began: float, validation_steps: float) -> None:
+        self.seconds, self.max_steps, self._began, self._earlier = 60 * minutes, max_steps, began, 0.0
         self.share = 0.0
         self._first: float | None = None  # seconds used before the first step
         self._last = self._step = 0.0  # seconds used after the last step, and the mean of a step
@@ -78,8 +80,8 @@ class TimeLimit:
                     f"step, and {self.kept_back:.0f} s are kept for the end; give more"
                 )
 
-    def advance(self) -> None:
-        """A step was made; every process calls this."""
+    def advance(self, step: int) -> None:
+        """So many steps were made; every process calls this after each."""
         assert self._first is not None, "the clock was not started"
         used = mean_over_devices(self.used)
         seconds = used - self._last
@@ -87,7 +89,7 @@ class TimeLimit:
         self._step = min(seconds, self._step + _STEP_WEIGHT * (seconds - self._step)) if self._step else seconds
         self._last = used
         whole = max(self.seconds - self.kept_back - self._first, 1e-9)
-        self.share = max(self.share, min(1.0, (used - self._first) / whole))
+        self.share = max(self.share, min(1.0, (used - self._first) / whole), step / self.max_steps)
 
     def num_steps(self, step: int) -> float:
         """Steps of the whole run, if the rest goes as fast as those up to this one."""

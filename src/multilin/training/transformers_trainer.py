@@ -77,7 +77,7 @@ class RunTrainer(SavingTrainer):
         devices, plan = PartialState(), recipe.training
         self.recipe, self.text, self.folder = recipe, text, folder
         self.order = order = training_order(recipe, model, text)
-        blocks_per_step = len(order) // plan.max_steps
+        blocks_per_step = len(order) // plan.num_steps
         self.callback = StepCallback(
             recipe=recipe,
             meter=Meter(tokens_per_step=blocks_per_step * recipe.model.n_positions),
@@ -110,7 +110,7 @@ class RunTrainer(SavingTrainer):
         tokens = self.recipe.training.eval_max_tokens or sys.maxsize
         if not isinstance(self.text, TaskText):
             tokens = min(tokens, self.text.validation.num_tokens)
-        return TimeLimit(minutes, began, tokens / tokens_per_step)
+        return TimeLimit(minutes, self.recipe.training.num_steps, began, tokens / tokens_per_step)
 
     def _metrics_writers(self) -> list[Callable[[dict[str, Any]], None]]:
         """Functions that store a line of metrics; the last tells the trackers that transformers knows."""

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 import time
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -27,6 +28,7 @@ from multilin.analysis.plan import find_vocab_size
 from multilin.data.task_text import is_task
 from multilin.errors import InputError
 from multilin.model.memory import available_memory
+from multilin.settings.bounds import MOST_STEPS
 from multilin.training.assemble import check_model, read_text
 from multilin.training.processes import num_processes
 from multilin.training.progress import TrainingProgress
@@ -38,7 +40,6 @@ PROBE_WIDTHS = 64, 256  # of the two models whose speeds are measured
 VALIDATIONS = 4  # before the last one
 VALIDATED_SHARE, FEWEST_VALIDATED, MOST_VALIDATED = 0.05, 10_000, 100_000  # tokens, as a share of those of training
 MINUTES_BETWEEN_SAVES = 3  # at most
-FEWEST_MINUTES = 0.1  # that a recipe may say
 START_AND_END = 10.0  # seconds of a run before its first step and after its last one, at least
 
 
@@ -46,7 +47,7 @@ START_AND_END = 10.0  # seconds of a run before its first step and after its las
 class Pick:
     """A recipe for so many minutes, and what it follows from.
 
-    recipe: ready to be trained; its `training.minutes` are fewer than asked for where `remarks` say so.
+    recipe: ready to be trained; it ends after the minutes, or after the most passes that the law gains from.
     text: measured. choice: of the rule. tokens_per_second: of it on this machine, as measured.
     expected: bits per byte. spread: twice the error of the law, in bits per byte.
     """
@@ -102,12 +103,12 @@ def pick(
         choice = choose_now(picker.candidates(vocab_size), speed=speed)
     tokens_per_second = speed.tokens_per_second(choice.candidate)
     remarks, flops = [], choice.tokens * choice.candidate.flops_per_token
-    needed = choice.tokens / tokens_per_second / TRAINING_SHARE
-    if (enough := max(minutes - (left - needed - START_AND_END) / 60, FEWEST_MINUTES)) < 0.99 * minutes:
-        minutes = enough
+    most_tokens = choose_now([choice.candidate], speed=speed, seconds=math.inf).tokens
+    if choice.tokens == most_tokens:
+        needed = 60 * minutes - left + choice.tokens / tokens_per_second / TRAINING_SHARE + START_AND_END
         remarks.append(
             f"More than {choice.tokens / text.train_tokens:.2g} passes over this text would learn it by heart: the run "
-            f"ends after {minutes:.1f} minutes. More text would be worth more time."
+            f"ends after them, in about {min(needed / 60, minutes):.1f} minutes. More text would be worth more time."
         )
     if flops > law.most_flops:
         remarks.append(
@@ -124,7 +125,7 @@ def pick(
         remarks.append(f"No measured run has the architecture {architecture}; expected is what {law.main} would reach.")
     expected = law.predict(architecture, text.trigram, text.repetition, choice.ratio)
     known = by_heart(choice.candidate.parameters, text.train_bytes, choice.tokens / text.train_tokens)
-    recipe = picker.recipe(choice.candidate.size, choice.tokens, known, {"training.minutes": minutes})
+    recipe = picker.recipe(choice.candidate.size, choice.tokens, known, most_tokens)
     return Pick(recipe, text, choice, tokens_per_second, expected, 2 * law.error * expected, remarks)
 
 
@@ -188,19 +189,22 @@ class _Picker:
                 known.append(candidate(self.recipe(size), size))
             yield with_vocabulary(known[place], vocab_size)
 
-    def recipe(
-        self, size: Size, tokens: int = 10**6, known: float = 0.0, decided: Mapping[str, Any] | None = None
-    ) -> Recipe:
-        """The recipe of a size, for about so many tokens, known by heart so far (x of the law)."""
-        texts = self.given.get("training.global_batch_size") or self.given.get("training.batch_size") or self.step[0]
-        steps = tokens / (texts * (self.given.get("model.n_positions") or self.step[1]))
+    def recipe(self, size: Size, tokens: int = 10**6, known: float = 0.0, most_tokens: int | None = None) -> Recipe:
+        """The recipe of a size, for about so many tokens, known by heart so far (x of the law).
+
+        It ends after `most_tokens`, unless the minutes end it before.
+        """
+        blocks = self.given.get("training.global_batch_size") or self.given.get("training.batch_size") or self.step[0]
+        tokens_per_step = blocks * (self.given.get("model.n_positions") or self.step[1])
+        steps = tokens / tokens_per_step
         saves = max(VALIDATIONS, self.changes["training.minutes"] / MINUTES_BETWEEN_SAVES)
         values = recipe_values(self.architecture, size, steps, self.step, known) | {
             "training.eval_every_steps": max(1, round(steps / (VALIDATIONS + 1))),
             "training.eval_max_tokens": round(min(max(VALIDATED_SHARE * tokens, FEWEST_VALIDATED), MOST_VALIDATED)),
             "training.save_every_steps": max(1, round(steps / (saves + 1))),
         }
-        return load_recipe(self.name, {**self.changes, **(decided or {})}, self._kept(values))
+        most = MOST_STEPS if most_tokens is None else min(max(1, round(most_tokens / tokens_per_step)), MOST_STEPS)
+        return load_recipe(self.name, {**self.changes, "training.max_steps": most}, self._kept(values))
 
     def _kept(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Those values that fit to what is given."""

@@ -96,7 +96,7 @@ class Plan:
         """The same with a share of the steps, validated and saved at its end; with all of them it is the run itself."""
         if share == 1:
             return self
-        steps = max(1, round(share * self.recipe.training.max_steps))
+        steps = max(1, round(share * self.recipe.training.num_steps))
         training = dataclasses.replace(
             self.recipe.training, max_steps=steps, eval_every_steps=steps, save_every_steps=steps
         )

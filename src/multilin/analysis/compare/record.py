@@ -207,7 +207,7 @@ def make_row(
     return RowRecord(
         name=plan.row.name, status=FINISHED if finished else FAILED, parameters=plan.parameters,
         embedding_parameters=plan.embedding_parameters, flops_per_token=plan.flops_per_token,
-        max_steps=plan.recipe.training.max_steps, tokens_per_step=plan.tokens_per_step, recipe=recipe,
+        max_steps=plan.recipe.training.num_steps, tokens_per_step=plan.tokens_per_step, recipe=recipe,
         choice=dict(plan.choice), tuning=tuning, runs=runs,
         score=spread([score_of(run, measure) for run in finished]) if finished else None,
         seconds=statistics.fmean(run.last.seconds for run in finished) if finished else None,

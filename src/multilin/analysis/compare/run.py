@@ -171,7 +171,7 @@ class _Training:
         """One run, trained unless that is done."""
         recipe = plan.run(self.sweep.output, seed)
         self.check(recipe)
-        folder, failure, max_steps = Path(recipe.output), None, recipe.training.max_steps
+        folder, failure, max_steps = Path(recipe.output), None, recipe.training.num_steps
         if recipe.output not in self._trained:
             heading = f"[{len(self._trained) + 1}/{self.total}] {folder.name}"
             if is_finished(folder, max_steps) and not self.overwrite:

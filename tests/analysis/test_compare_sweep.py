@@ -129,6 +129,8 @@ def test_a_budget_of_zero_is_refused(budget: str, capsys: pytest.CaptureFixture[
 def test_one_recipe_is_not_compared(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["compare", "demo"]) == 2
     assert "only demo given; give two or more, such as `multilin compare demo gpt2`" in capsys.readouterr().err
+    assert main(["compare", "nowhere.yaml"]) == 2
+    assert "ROWS: there is no file nowhere.yaml; give a sweep file, or two or more" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("task", [None, "mqar"])

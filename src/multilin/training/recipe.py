@@ -153,7 +153,7 @@ class Recipe:
     optimizer: OptimizerRecipe = field(default_factory=OptimizerRecipe)  # the optimizer
     schedule: ScheduleRecipe = field(default_factory=ScheduleRecipe)  # the learning rate over time
     training: TrainingRecipe = field(default_factory=TrainingRecipe)  # the run
-    output: bounds.PathText = "runs/default"  # folder the run is written to
+    output: bounds.PathText = "runs/default"  # folder the run is written to, unless the recipe or sweep names one
 
 
 # What only reports on a run, or says where it lies, may change when it is resumed.

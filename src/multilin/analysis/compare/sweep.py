@@ -106,6 +106,8 @@ def find_sweep(names: Sequence[str], task: str | None = None) -> Sweep:
         values = read_yaml(path, "sweep") if path.is_file() else None
         if isinstance(values, dict) and "rows" in values:
             return load_sweep(path)
+        if path.suffix in (".yaml", ".yml") and not path.exists():
+            raise InputError(f"ROWS: there is no file {shorten(names[0])}; give a sweep file, or two or more recipes")
         raise InputError(f"ROWS: only {names[0]} given; give two or more, such as `multilin compare {names[0]} gpt2`")
     # Imported here, because it imports PyTorch and all else in this file is quick.
     from multilin.model.factory import model_names

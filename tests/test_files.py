@@ -18,6 +18,7 @@ from multilin.files import (
     atomic_file,
     atomic_files,
     atomic_folder,
+    beside,
     check_folder,
     check_writable,
     remove_partials,
@@ -215,3 +216,13 @@ def test_a_folder_that_must_be_new_is_empty(tmp_path: Path) -> None:
         check_folder("--output", tmp_path, must_be_new=True)
     with pytest.raises(InputError, match=r"cannot be a folder, because .*file is a file"):
         check_folder("--output", tmp_path / "file" / "inside")
+
+
+@pytest.mark.parametrize("folder", ["runs/demo", "runs/demo/", ".", "checkpoints/..", ".."])
+def test_a_name_with_a_suffix_lies_beside_the_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: str
+) -> None:
+    run = tmp_path / "runs" / "demo"
+    (run / "checkpoints").mkdir(parents=True)
+    monkeypatch.chdir(run / "checkpoints" if folder == ".." else tmp_path if "demo" in folder else run)
+    assert beside(folder, "-onnx").resolve() == run.with_name("demo-onnx")

@@ -8,7 +8,7 @@ from multilin.analysis.evaluate.run import DEFAULTS, break_down_run
 from multilin.analysis.settings import EvaluationSettings
 from multilin.data.progress import Progress, no_progress
 from multilin.errors import InputError
-from multilin.files import check_folder
+from multilin.files import beside, check_folder
 from multilin.inference.runs import Run, load_run, save_run
 from multilin.layers.linear import matrix_modules
 from multilin.model import MultilinForCausalLM
@@ -55,8 +55,7 @@ def quantize_run(
         OSError: the copy cannot be written.
     """
     folder = Path(path)
-    beside = folder if folder.name not in ("", "..") else folder.resolve()
-    target = beside.parent / f"{beside.resolve().name}-int8" if output is None else Path(output)
+    target = beside(folder, "-int8") if output is None else Path(output)
     check_folder("output", target if output is None else output, must_be_new=True)
     run = load_run(folder)
     _check(run)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 from multilin.cli.messages import check_installed, load, say_next
 from multilin.cli.tables import make_console, print_table
 from multilin.errors import InputError
-from multilin.files import check_folder
+from multilin.files import beside, check_folder
 from multilin.inference.run_files import check_run_files, is_export, model_type
 from multilin.inference.settings import EngineName
 from multilin.settings import settings
@@ -40,7 +40,7 @@ def export(arguments: ExportArguments) -> None:
     check_run_files(arguments.run)
     if (kind := model_type(Path(arguments.run))) not in ("multilin", None):
         raise InputError(f"run: a {kind} model given, but only models of this package can be exported")
-    output = Path(arguments.output or f"{Path(arguments.run)}-{arguments.format}")
+    output = Path(arguments.output or beside(arguments.run, f"-{arguments.format}"))
     check_folder("--output", output, must_be_new=True)
     if arguments.format == "onnx" and arguments.runtime is not None:
         raise InputError("runtime: given, but only --format web has a runtime; leave it out")

@@ -11,7 +11,7 @@ from multilin.cli.messages import as_json, load, loading, say_next
 from multilin.cli.prompts import read_prompt
 from multilin.cli.tables import make_console
 from multilin.errors import InputError, plural
-from multilin.files import check_folder
+from multilin.files import beside, check_folder
 from multilin.inference.run_files import check_run_files, is_adapter
 from multilin.inference.settings import EngineName, GenerationSettings, RolloutSettings
 from multilin.settings import settings
@@ -126,7 +126,7 @@ def merge(arguments: MergeArguments) -> None:
     check_run_files(arguments.run)
     if not is_adapter(Path(arguments.run)):
         raise InputError(f"run: {arguments.run} holds a whole model and no adapters to merge")
-    output = Path(arguments.output or f"{Path(arguments.run)}-merged")
+    output = Path(arguments.output or beside(arguments.run, "-merged"))
     check_folder("--output", output, must_be_new=True)
     run = load(arguments.run)
     from multilin.inference.runs import save_run

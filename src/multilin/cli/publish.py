@@ -5,7 +5,7 @@ from pathlib import Path
 
 from multilin.cli.messages import load, loading, say_next
 from multilin.errors import InputError
-from multilin.files import check_folder
+from multilin.files import beside, check_folder
 from multilin.inference.run_files import check_run_files
 from multilin.settings import settings
 from multilin.settings.bounds import PathText
@@ -31,7 +31,7 @@ def publish(arguments: PublishArguments) -> None:
     if arguments.private and not arguments.upload:
         raise InputError("private: given, but nothing is uploaded; give --upload too, or leave it out")
     check_run_files(arguments.run)
-    folder = Path(arguments.folder or f"{Path(arguments.run)}-hub")
+    folder = Path(arguments.folder or beside(arguments.run, "-hub"))
     check_folder("--folder", folder, must_be_new=True)
     run = load(arguments.run)
     from multilin.publish.folder import publish_run, upload

@@ -5,14 +5,14 @@ import json
 import shutil
 from pathlib import Path
 
-from multilin.files import checksum
+from multilin.files import beside, checksum
 from multilin.inference.manifest import FORMAT
 from multilin.inference.run_files import MANIFEST
 
 
 def cache_folder(run: Path) -> Path:
     """Where the export of a run is kept: RUN.cache/onnx."""
-    return run.with_name(f"{run.name}.cache") / "onnx"
+    return beside(run, ".cache") / "onnx"
 
 
 def is_current(run: Path) -> bool:

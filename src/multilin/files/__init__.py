@@ -155,6 +155,13 @@ def atomic_files(folder: Path) -> Iterator[Path]:
         shutil.rmtree(partial, ignore_errors=True)
 
 
+def beside(folder: str | Path, suffix: str) -> Path:
+    """The path beside a folder that has its name and a suffix, also for a folder given as `.` or `..`."""
+    folder = Path(folder)
+    named = folder if folder.name not in ("", "..") else folder.resolve()
+    return named.parent / f"{named.name}{suffix}"
+
+
 def shown(path: str | Path) -> str:
     """A path in a message, cut in its middle if it is long."""
     return shorten(str(path), SHOWN_CHARACTERS)

@@ -25,7 +25,7 @@ from transformers import PreTrainedTokenizerFast
 from multilin.data.prepared import PreparedText
 from multilin.data.task_text import TaskText
 from multilin.errors import InputError
-from multilin.files import atomic_files, check_folder, check_writable, remove_partials, write_whole
+from multilin.files import atomic_files, beside, check_folder, check_writable, remove_partials, write_whole
 from multilin.training import checkpoints
 from multilin.training.recipe import RECIPE_FILE, Recipe, fill, first_difference, load_recipe, save_recipe
 
@@ -52,8 +52,7 @@ class RunFolder:
         self.metrics = self.path / "metrics.jsonl"
         self.plot = self.path / "loss.png"
         self.card = self.path / "README.md"
-        named = self.path if self.path.name not in ("", "..") else self.path.resolve()  # "." has no name
-        self.checkpoints = named.with_name(f"{named.name}.checkpoints")
+        self.checkpoints = beside(self.path, ".checkpoints")
         self.tensorboard = self.path / "tensorboard"
         self._begun: tuple[str, PreTrainedTokenizerFast]
         self._record: dict[str, Any]

@@ -20,7 +20,7 @@ from onnx import TensorProto, helper, numpy_helper
 from multilin.errors import InputError, as_input_error
 from multilin.export.folder import export_run
 from multilin.export.weights import BLOCK, SMALLEST, Precision
-from multilin.files import atomic_folder, check_folder, checksum, shown
+from multilin.files import atomic_folder, check_folder, checksum, short_path
 from multilin.inference.manifest import Manifest
 from multilin.inference.runs import Run
 
@@ -111,10 +111,10 @@ def read_runtime(folder: Path) -> dict[str, bytes]:
     places = [folder, folder / "dist"]
     place = next((place for place in places if all((place / name).is_file() for name in RUNTIME_FILES)), None)
     if place is None:
-        raise InputError(f"--runtime: {shown(folder)} holds no {' and '.join(RUNTIME_FILES)} of onnxruntime-web")
+        raise InputError(f"--runtime: {short_path(folder)} holds no {' and '.join(RUNTIME_FILES)} of onnxruntime-web")
     files = {name: (place / name).read_bytes() for name in RUNTIME_FILES}
     if f"v{RUNTIME_VERSION}\n".encode() not in files[RUNTIME_FILES[0]][:200]:
-        raise InputError(f"--runtime: {shown(folder)} is not of onnxruntime-web {RUNTIME_VERSION}")
+        raise InputError(f"--runtime: {short_path(folder)} is not of onnxruntime-web {RUNTIME_VERSION}")
     return files
 
 
@@ -126,12 +126,12 @@ def fetch_runtime() -> dict[str, bytes]:
     """
     url = f"{_registry().rstrip('/')}/onnxruntime-web/-/onnxruntime-web-{RUNTIME_VERSION}.tgz"
     with (
-        as_input_error(lambda reason: f"--runtime: none given, and {shown(url)} cannot be fetched ({reason})"),
+        as_input_error(lambda reason: f"--runtime: none given, and {short_path(url)} cannot be fetched ({reason})"),
         urllib.request.urlopen(url, timeout=60) as response,
     ):
         package = response.read()
     if base64.b64encode(hashlib.sha512(package).digest()).decode() != RUNTIME_INTEGRITY:
-        raise InputError(f"--runtime: none given, and {shown(url)} has another checksum than the package has")
+        raise InputError(f"--runtime: none given, and {short_path(url)} has another checksum than the package has")
     with tarfile.open(fileobj=io.BytesIO(package)) as archive:
         members: dict[str, Any] = {name: archive.extractfile(f"package/dist/{name}") for name in RUNTIME_FILES}
         return {name: member.read() for name, member in members.items()}

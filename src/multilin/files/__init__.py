@@ -20,7 +20,7 @@ from multilin.errors import InputError, shorten
 
 LONGEST_NAME = 255  # bytes, on every common file system
 MOST_LINKS = 40  # followed in a row, as Linux does
-SHOWN_CHARACTERS = 200  # of a path in a message
+LONGEST_PATH = 200  # of a path in a message
 KERNEL_FOLDERS = ("/proc", "/sys")  # their files are no files: /dev/stdout is a link into /proc
 
 
@@ -37,17 +37,17 @@ def check_writable(name: str, path: str | Path) -> Path:
     Raises:
         InputError: its folder does not exist or cannot be written; or it is a folder, device, pipe or socket.
     """
-    with _refusals(name, path):
+    with path_errors(name, path):
         target = _resolve(name, path)
         mode = _mode(target)
         if mode is not None and not stat.S_ISREG(mode):
-            raise InputError(f"{name}: {shown(path)} is {file_kind(mode)}; give a file")
+            raise InputError(f"{name}: {short_path(path)} is {file_kind(mode)}; give a file")
         if not target.parent.is_dir():
-            raise InputError(f"{name}: the folder {shown(Path(path).parent)} does not exist")
+            raise InputError(f"{name}: the folder {short_path(Path(path).parent)} does not exist")
         if not os.access(target.parent, os.W_OK | os.X_OK):
-            raise InputError(f"{name}: the folder {shown(Path(path).parent)} cannot be written")
+            raise InputError(f"{name}: the folder {short_path(Path(path).parent)} cannot be written")
         if mode is not None and not os.access(target, os.W_OK):
-            raise InputError(f"{name}: {shown(path)} cannot be written; permission is missing")
+            raise InputError(f"{name}: {short_path(path)} cannot be written; permission is missing")
     return target
 
 
@@ -65,18 +65,20 @@ def check_folder(name: str, path: str | Path, *, must_be_new: bool = False) -> P
     Raises:
         InputError: it or a parent is no folder or cannot be written, or it is not empty but must be.
     """
-    with _refusals(name, path):
+    with path_errors(name, path):
         existing = target = _resolve(name, path)
         while (mode := _mode(existing)) is None:
             existing = existing.parent
         if not stat.S_ISDIR(mode):
             raise InputError(
-                f"{name}: {shown(path)} cannot be a folder, because {shown(existing)} is {file_kind(mode)}"
+                f"{name}: {short_path(path)} cannot be a folder, because {short_path(existing)} is {file_kind(mode)}"
             )
         if not os.access(existing, os.W_OK | os.X_OK):
-            raise InputError(f"{name}: {shown(path)} cannot be written; permission is missing for {shown(existing)}")
+            raise InputError(
+                f"{name}: {short_path(path)} cannot be written; permission is missing for {short_path(existing)}"
+            )
         if must_be_new and existing == target and any(target.iterdir()):
-            raise InputError(f"{name}: {shown(path)} exists already; name a new folder")
+            raise InputError(f"{name}: {short_path(path)} exists already; name a new folder")
     return target
 
 
@@ -162,9 +164,9 @@ def beside(folder: str | Path, suffix: str) -> Path:
     return named.parent / f"{named.name}{suffix}"
 
 
-def shown(path: str | Path) -> str:
+def short_path(path: str | Path) -> str:
     """A path in a message, cut in its middle if it is long."""
-    return shorten(str(path), SHOWN_CHARACTERS)
+    return shorten(str(path), LONGEST_PATH)
 
 
 def checksum(path: Path) -> str:
@@ -192,14 +194,16 @@ def _resolve(name: str, path: str | Path) -> Path:
     for _ in range(MOST_LINKS):
         target = Path(os.path.realpath(target.parent)) / target.name
         if any(target.is_relative_to(folder) for folder in KERNEL_FOLDERS):
-            raise InputError(f"{name}: {shown(path)} belongs to the system, which keeps no files there")
+            raise InputError(f"{name}: {short_path(path)} belongs to the system, which keeps no files there")
         if not target.is_symlink():
             break
         target = target.parent / target.readlink()
     target = Path(os.path.realpath(target))
     if longest := next((part for part in target.parts if len(os.fsencode(part)) > LONGEST_NAME), None):
         size = len(os.fsencode(longest))
-        raise InputError(f"{name}: {shown(path)} has a name of {size} bytes, but at most {LONGEST_NAME} are possible")
+        raise InputError(
+            f"{name}: {short_path(path)} has a name of {size} bytes, but at most {LONGEST_NAME} are possible"
+        )
     return target
 
 
@@ -219,12 +223,12 @@ def file_kind(mode: int) -> str:
 
 
 @contextlib.contextmanager
-def _refusals(name: str, path: str | Path) -> Iterator[None]:
+def path_errors(name: str, path: str | Path) -> Iterator[None]:
     """Turn system errors about a path into a sentence that names the field."""
     try:
         yield
     except OSError as error:
-        raise InputError(f"{name}: {shown(path)} cannot be written ({error.strerror})") from None
+        raise InputError(f"{name}: {short_path(path)} cannot be written ({error.strerror})") from None
 
 
 @contextlib.contextmanager

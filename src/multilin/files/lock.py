@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from multilin.errors import InputError
-from multilin.files import check_folder, shown
+from multilin.files import check_folder, path_errors, short_path
 
 try:
     import fcntl
@@ -35,12 +35,10 @@ def locked_folder(name: str, path: str | Path) -> Iterator[None]:
         InputError: another process holds the lock (the message names it), or the folder cannot be written.
     """
     folder = check_folder(name, path)
-    try:
+    with path_errors(name, path):
         missing = [parent for parent in (folder, *folder.parents) if not parent.exists()]
         folder.mkdir(parents=True, exist_ok=True)
         descriptor = _acquire(name, path, folder / LOCK_FILE)
-    except OSError as error:
-        raise InputError(f"{name}: {shown(path)} cannot be written ({error.strerror})") from None
     try:
         yield
     finally:
@@ -64,11 +62,11 @@ def _acquire(name: str, path: str | Path, lock: Path) -> int:
             holder = _holder(descriptor)
             os.close(descriptor)
             raise InputError(
-                f"{name}: {shown(path)} is in use by {holder}; wait until it has ended, or give another folder"
+                f"{name}: {short_path(path)} is in use by {holder}; wait until it has ended, or give another folder"
             ) from None
         except OSError as error:
             warnings.warn(
-                f"{shown(path)} cannot be locked ({error.strerror}): see to it that no other process writes into it",
+                f"{short_path(path)} cannot be locked ({error.strerror}): make sure that no other process writes to it",
                 stacklevel=4,
             )
             return descriptor

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from multilin.errors import InputError, as_input_error
-from multilin.files import checksum, shown
+from multilin.files import checksum, short_path
 from multilin.inference.run_files import MANIFEST
 from multilin.inference.state_contents import StateTensor
 from multilin.settings.inputs import read_json
@@ -63,7 +63,7 @@ def read_manifest(folder: Path) -> Manifest:
     """
     path = folder / MANIFEST
     if not path.is_file():
-        raise InputError(f"export: {shown(folder)} holds no exported model (no {MANIFEST})")
+        raise InputError(f"export: {short_path(folder)} holds no exported model (no {MANIFEST})")
     values = read_json(path, "export")
     version = values.get("format") if isinstance(values, dict) else None
     if version != FORMAT:

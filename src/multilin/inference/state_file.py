@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from safetensors.numpy import load, save
 
 from multilin.errors import InputError, prefixed
-from multilin.files import shown, write_whole
+from multilin.files import short_path, write_whole
 from multilin.inference.random_numbers import STATE_BYTES, RandomNumbers
 from multilin.inference.state_contents import StateContents, StateOwner, StateTensor
 
@@ -72,7 +72,7 @@ def read_state(path: str | Path, owner: StateOwner) -> StateContents:
         InputError: no such file, no state file or a damaged one, or the state of another model.
     """
     path = Path(path)
-    where = f"state file: {shown(path)}"
+    where = f"state file: {short_path(path)}"
     if not path.is_file():
         raise InputError(f"{where} {'is no file' if path.exists() else 'does not exist'}")
     return _check(where, lambda expected: _read(path, expected), owner)

@@ -189,6 +189,12 @@ def test_adapters_of_another_model_are_refused(copied: Path, tiny: Tiny, tmp_pat
         load_run(copied)
 
 
+@pytest.mark.parametrize("content", ["", "- model", "model:"])
+def test_a_recipe_without_sections_records_no_hash(content: str, copied: Path) -> None:
+    (copied / "recipe.yaml").write_text(content)
+    load_run(copied)
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [

@@ -3,13 +3,16 @@
 import hashlib
 import json
 from pathlib import Path
+from typing import Any
 
 from multilin.errors import InputError, as_input_error, prefixed, shown
 from multilin.files import checksum
-from multilin.settings.inputs import read_json
+from multilin.settings.inputs import read_json, read_yaml
 
 MANIFEST = "multilin.json"
 """Describes an exported model."""
+RECIPE_FILE = "recipe.yaml"
+"""Everything that decided a run."""
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 """The adapters of a model that lies elsewhere, as PEFT writes them."""
 
@@ -46,6 +49,17 @@ def base_of(folder: Path) -> str:
     if not isinstance(base, str) or not base:
         raise InputError(f"run: {folder / ADAPTER_CONFIG} names no model that its adapters belong to")
     return base
+
+
+def recipe_sections(folder: Path) -> dict[str, dict[str, Any]]:
+    """The sections of the recipe in a folder, as they are written there; none without a recipe.
+
+    Raises:
+        InputError: the recipe is not YAML.
+    """
+    values = read_yaml(folder / RECIPE_FILE, "run") if (folder / RECIPE_FILE).is_file() else None
+    sections = values if isinstance(values, dict) else {}
+    return {name: section for name, section in sections.items() if isinstance(section, dict)}
 
 
 def find_model(name: str, field: str) -> Path:
@@ -98,7 +112,7 @@ def check_run_files(folder: str | Path) -> None:
     if not folder.is_dir():
         raise InputError(f"run: {str(folder)!r} is no folder; give the folder of a run, such as runs/demo")
     if not (folder / "config.json").is_file() and not is_adapter(folder):
-        unfinished = (folder / "recipe.yaml").is_file()
+        unfinished = (folder / RECIPE_FILE).is_file()
         hint = f"; finish its training with `multilin train {folder} --resume`" if unfinished else ""
         raise InputError(f"run: {folder} holds no model (no config.json){hint}")
     if not any(folder.glob("*.safetensors")):

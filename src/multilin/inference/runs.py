@@ -13,15 +13,23 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 
 from multilin.architectures.base import Sizes
 from multilin.data.tokenizers import load_tokenizer, tokenizer_hash
-from multilin.errors import InputError, plural
+from multilin.errors import InputError, as_input_error, plural, prefixed
 from multilin.files import atomic_folder
 from multilin.inference.adapters import merge_adapters
-from multilin.inference.run_files import base_of, check_run_files, check_weights_hash, find_model, is_adapter
+from multilin.inference.run_files import (
+    RECIPE_FILE,
+    base_of,
+    check_run_files,
+    check_weights_hash,
+    find_model,
+    is_adapter,
+    recipe_sections,
+)
 from multilin.model.config import TokenIds
 from multilin.model.factory import BaselineOptions
 from multilin.model.memory import check_memory, parameter_bytes
 from multilin.settings import load_settings, settings
-from multilin.settings.inputs import check_model_files, read_json, read_yaml
+from multilin.settings.inputs import check_model_files, read_json
 
 
 @settings
@@ -111,8 +119,7 @@ def _find_base(folder: Path) -> Path:
     base = find_model(base_of(folder), f"run: the model of the adapters in {folder}")
     if is_adapter(base) and base.resolve() == folder.resolve():
         raise InputError(f"run: the adapters in {folder} name themselves as the model they belong to")
-    recipe = read_yaml(folder / "recipe.yaml", "run") if (folder / "recipe.yaml").is_file() else {}
-    expected = recipe.get("model", {}).get("start_hash")
+    expected = recipe_sections(folder).get("model", {}).get("start_hash")
     if expected is not None:
         check_weights_hash(base, expected, f"run: the model of the adapters in {folder}")
     return base
@@ -127,19 +134,18 @@ def save_run(run: Run, target: Path) -> None:
     with atomic_folder(target) as partial:
         run.model.save_pretrained(partial)
         run.tokenizer.save_pretrained(partial)
-        if (run.folder / "recipe.yaml").is_file():
-            shutil.copy(run.folder / "recipe.yaml", partial / "recipe.yaml")
+        if (run.folder / RECIPE_FILE).is_file():
+            shutil.copy(run.folder / RECIPE_FILE, partial / RECIPE_FILE)
 
 
 @contextlib.contextmanager
 def _loading(folder: Path) -> Iterator[None]:
-    try:
+    # What is wrong in a config or in weights ends in errors of many kinds.
+    with (
+        as_input_error(lambda reason: f"run: the model in {folder} cannot be loaded ({reason})"),
+        prefixed(f"run: {folder / 'config.json'}: "),
+    ):
         yield
-    except InputError as error:
-        raise InputError(f"run: {folder / 'config.json'}: {error}") from None
-    except Exception as error:  # what is wrong in a config or in weights ends in errors of many kinds
-        reason = " ".join(str(error).split())[:200]
-        raise InputError(f"run: the model in {folder} cannot be loaded ({reason})") from error
 
 
 def _check_sizes(config: PretrainedConfig) -> None:

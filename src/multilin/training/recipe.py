@@ -17,12 +17,12 @@ from annotated_types import MaxLen
 from multilin.data.settings import DataRecipe, TokenizerRecipe
 from multilin.errors import InputError, nearest, plural, shorten, shown
 from multilin.files import write_whole
+from multilin.inference.run_files import RECIPE_FILE
 from multilin.settings import bounds, load_settings, settings
 from multilin.settings.bounds import Fraction
 from multilin.settings.inputs import read_yaml, to_yaml
 from multilin.training.start import complete_start
 
-RECIPE_FILE = "recipe.yaml"
 DEFAULT_VOCAB_SIZE, DEFAULT_MAX_STEPS = 4096, 1000
 SectionT = TypeVar("SectionT")
 Trackers = Annotated[list[Literal["tensorboard", "wandb", "mlflow", "trackio"]], MaxLen(4)]

@@ -5,14 +5,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from multilin.errors import InputError, prefixed, shown
-from multilin.inference.run_files import check_weights_hash, find_model, weights_hash
-from multilin.settings.inputs import read_yaml
+from multilin.inference.run_files import check_weights_hash, find_model, recipe_sections, weights_hash
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 DEFAULT_BLOCK, LONGEST_DEFAULT_BLOCK = 256, 1024
-RECIPE_FILE = "recipe.yaml"
 
 
 def complete_start(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -86,7 +84,7 @@ def _describe(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 
     with prefixed("model.start: ", "run: "):
         config = read_config(folder)
-        recorded = read_yaml(folder / RECIPE_FILE, "recipe") if (folder / RECIPE_FILE).is_file() else {}
+        sections = recipe_sections(folder)
     model: dict[str, Any] = {}
     if (getattr(config, "arithmetic", None) or {}).get("stored_as_int8"):
         raise InputError(f"model.start: the weights in {shown(str(folder))} are int8, which cannot be trained")
@@ -99,8 +97,7 @@ def _describe(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     else:
         accepted = ", ".join(["multilin", *BASELINES])
         raise InputError(f"model.start: a model of the type {config.model_type!r} given, but it should be {accepted}")
-    sections = recorded if isinstance(recorded, dict) else {}
-    own_model, tokenizer = sections.get("model") or {}, sections.get("tokenizer") or {}
+    own_model, tokenizer = sections.get("model", {}), sections.get("tokenizer", {})
     model |= {name: value for name, value in own_model.items() if name not in ("start", "start_hash")}
     model |= {"hidden_size": config.hidden_size, "num_layers": config.num_hidden_layers}
     return {**model, "longest_text": longest_text(config)}, {} if tokenizer.get("path") else dict(tokenizer)

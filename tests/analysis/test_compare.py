@@ -510,7 +510,7 @@ def test_every_p_stays_on_its_line(
     p = comparison.differences[0].p
     print_comparison(comparison)
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("gpt2-of-the-longest-name ")]
-    assert f"+0.050 {p:.3f} (noise)" in " ".join(line.split())
+    assert f"+0.050, within noise (p\u00a0=\u00a0{p:.3f})" in line
     assert f"within noise (p\u00a0=\u00a0{p:.3f})" in as_markdown(comparison)
 
 

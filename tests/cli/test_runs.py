@@ -158,7 +158,9 @@ def test_what_evaluate_would_ignore_is_refused(
 
 def test_tasks_need_lm_eval(trained: Path, refusal: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert refusal("evaluate", trained, "--tasks", "x").startswith("tasks: lm-eval is not installed; `pip install")
+    assert refusal("evaluate", trained, "--tasks", "x").startswith(
+        "tasks: the flag needs lm_eval, which is not installed; pip install"
+    )
 
 
 def test_explain_takes_a_passage_of_the_validation_text(

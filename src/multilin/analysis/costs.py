@@ -64,11 +64,6 @@ class ModelInfo:
     longest_text: int | None
     layers: list[LayerInfo]
 
-    @property
-    def other_parameters(self) -> int:
-        """Parameters outside embeddings and the output projection."""
-        return self.parameters - self.embedding_parameters
-
 
 def find_model(name: str, sizes: ModelSizes) -> tuple[ModelInfo, Architecture | None]:
     """Describe the model of a folder, or a new one of an architecture at these sizes.

@@ -152,8 +152,7 @@ def plan_training(recipe: Recipe, settings: PlanSettings) -> TrainingPlan:
         settings.kind == "cpu" and autocast_dtype(training.precision) is None
     )
     peak = device.single if is_single else device.half
-    assert recipe.optimizer.name is not None, "the recipe was resolved"
-    weights, optimizer = parameter_bytes(model), optimizer_bytes(recipe.optimizer.name, model)
+    weights, optimizer = parameter_bytes(model), optimizer_bytes(recipe.optimizer, model)
     plan = TrainingPlan(
         device=device, devices=settings.devices, parameters=parameter_counts(model)[0], vocab_size=vocab_size,
         flops_per_token=flops, tokens_per_step=tokens * passes * settings.devices, steps=training.num_steps,

@@ -3,31 +3,16 @@
 from dataclasses import field
 from typing import Literal
 
-from multilin.settings import settings
-from multilin.settings.bounds import (
-    Batch,
-    BlockLength,
-    Count,
-    Depth,
-    Index,
-    PathText,
-    Positive,
-    Section,
-    Share,
-    ShortLength,
-    Tokens,
-    Vocabulary,
-    Width,
-)
+from multilin.settings import bounds, settings
 
 
 @settings
 class EvaluationSettings:
     """What a model is scored on."""
 
-    source: PathText | None = None  # text: a corpus, file, folder, glob or hub dataset; else the run's validation text
-    max_tokens: Tokens | None = None  # score about so many tokens, spread evenly over the text; none scores all
-    batch_size: Batch = 8  # blocks in one forward pass
+    source: bounds.PathText | None = None  # corpus, file, folder, glob or hub dataset; else the run's validation text
+    max_tokens: bounds.Tokens | None = None  # about so many tokens, evenly spread, with --long the first; else all
+    batch_size: bounds.Batch = 8  # blocks in one forward pass
     text_field: str = "text"  # the field or column of .jsonl, .csv and .parquet files that holds the text
     encoding_errors: Literal["strict", "replace"] = "strict"  # bytes that are not UTF-8: refuse, or replace by U+FFFD
 
@@ -36,28 +21,28 @@ class EvaluationSettings:
 class ExplainSettings:
     """What is explained, and how."""
 
-    document: Index = 0  # where no text is given: the document of the validation text, from 0
-    max_tokens: ShortLength = 400  # longest text; each of its tokens is removed once, so twice as long takes four times
+    document: bounds.Index = 0  # where no text is given: the document of the validation text, from 0
+    max_tokens: bounds.ShortLength = 400  # longest text; each token is removed once: twice as long takes four times
     remove: bool = True  # also measure how each prediction changes when a token is removed
-    batch_size: Batch = 16  # sequences, each without one token, in one forward pass
+    batch_size: bounds.Batch = 16  # sequences, each without one token, in one forward pass
 
 
 @settings
 class PlanSettings:
     """The devices that a run would be trained on."""
 
-    devices: Count = 1  # devices that train together
+    devices: bounds.Count = 1  # devices that train together
     kind: Literal["h200", "a100", "cpu"] = "h200"  # kind of device; cpu: machines like this one
-    efficiency: Share = 0.4  # share of the device's peak that training is assumed to reach
-    price: Positive | None = None  # price of an hour of one device
+    efficiency: bounds.Share = 0.4  # share of the device's peak that training is assumed to reach
+    price: bounds.Positive | None = None  # price of an hour of one device
 
 
 @settings
 class ModelSizes:
     """The sizes of a model that is not trained yet."""
 
-    hidden_size: Width = 256  # width of the vectors between the layers
-    num_layers: Depth = 6  # layers
-    vocab_size: Vocabulary = 4096  # entries of the vocabulary
-    n_positions: BlockLength = 256  # longest text, in tokens
-    options: Section = field(default_factory=dict)  # options of the architecture
+    hidden_size: bounds.Width = 256  # width of the vectors between the layers
+    num_layers: bounds.Depth = 6  # layers
+    vocab_size: bounds.Vocabulary = 4096  # entries of the vocabulary
+    n_positions: bounds.BlockLength = 256  # longest text, in tokens
+    options: bounds.Section = field(default_factory=dict)  # options of the architecture

@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import importlib.util
 import os
 import signal
 import sys
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from multilin.cli.export import open_engine
+from multilin.cli.messages import check_installed
 from multilin.errors import InputError, nearest
 from multilin.files import check_writable, write_whole
 from multilin.inference.settings import DEFAULT_NEW_TOKENS, EngineName, GenerationSettings
@@ -161,8 +161,8 @@ def _check(arguments: ChatArguments, settings: GenerationSettings) -> bytes | No
             raise InputError(f"--{name.replace('_', '-')}: given, but {arguments.target} is no address of a server")
     if state is not None and arguments.session is not None:
         raise InputError("--state: given together with --session; give one of them")
-    if not _is_address(arguments.target) and importlib.util.find_spec("prometheus_client") is None:
-        raise InputError("chat: with a folder it needs the parts of a server; pip install 'multilin[serve]'")
+    if not _is_address(arguments.target):
+        check_installed("chat: with a folder it", "serve", "prometheus_client")
     return state
 
 
@@ -183,8 +183,6 @@ def _opened(
     from multilin.serving.local_chat import LocalChat
     from multilin.serving.service import Service
 
-    if not engine.keeps_states:
-        raise InputError(f"target: a {engine.kind} model keeps no state, which a conversation goes on from")
     limits = ServeLimits(slots=1, queue=1, max_tokens=settings.max_new_tokens or DEFAULT_NEW_TOKENS, max_prompt=2**20)
     service = Service(engine, codec, owner(), folder, None, limits)
     try:

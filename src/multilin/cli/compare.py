@@ -60,23 +60,15 @@ def compare(arguments: CompareArguments, changes: Changes) -> None:
 
 def print_comparison(comparison: "Comparison") -> None:
     """Print the rows, the best first, and the remarks."""
-    from multilin.analysis.compare.answers import UNITS, amount, difference_texts, score_text
+    from multilin.analysis.compare.answers import UNITS
+    from multilin.analysis.compare.report import COLUMNS
 
     console = make_console()
-    rows = [
-        (
-            row.name,
-            score_text(comparison, row) if row.score else "",
-            *difference_texts(comparison, row),
-            amount(row.parameters),
-            f"{row.tokens_per_second:,.0f}" if row.tokens_per_second else "",
-            f"{row.seconds:,.1f}" if row.seconds is not None else "",
-        )
-        for row in comparison.ordered
-    ]
-    head = ("row", UNITS[comparison.measure], "difference", "p", "parameters", "training tokens/s", "seconds")
+    names = ("row", "validation", "against the best", "parameters", "training tokens/s", "training seconds")
+    rows = [[COLUMNS[name](comparison, row) for name in names] for row in comparison.ordered]
+    head = ("row", UNITS[comparison.measure], *names[2:])
     console.print()
-    print_table("lrrrrrr", rows, head=head, bold={0} if comparison.order and comparison.is_ranked else ())
+    print_table("lrlrrr", rows, head=head, bold={0} if comparison.order and comparison.is_ranked else ())
     console.print()
     for place, remark in enumerate(comparison.remarks):
         # The first one may be that nothing is said about which row is best.

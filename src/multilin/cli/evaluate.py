@@ -1,14 +1,12 @@
 """The verbs that score a trained model: on a text, on tasks of lm-eval, and with its weights rounded to int8."""
 
 import functools
-import importlib.util
-import json
 import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from multilin.analysis.settings import EvaluationSettings
-from multilin.cli.messages import load, loading, say_next
+from multilin.cli.messages import as_json, check_installed, load, loading, say_next
 from multilin.cli.tables import make_console, print_table
 from multilin.errors import InputError, plural
 from multilin.files import check_writable, write_whole
@@ -79,7 +77,7 @@ def evaluate(arguments: EvaluateArguments, settings: EvaluationSettings) -> None
         with show_progress() as progress:
             data = as_data(break_down_run(run, settings, long=arguments.long, progress=progress))
         show = functools.partial(_print_breakdown, data)
-    content = json.dumps(data, indent=2, ensure_ascii=False)
+    content = as_json(data)
     if arguments.output is not None:
         write_whole(arguments.output, f"{content}\n")
     if arguments.json:
@@ -119,8 +117,7 @@ def _check_together(arguments: EvaluateArguments, settings: EvaluationSettings) 
 def _task_names(tasks: str | None) -> list[str]:
     if tasks is None:
         return []
-    if importlib.util.find_spec("lm_eval") is None:
-        raise InputError("tasks: lm-eval is not installed; `pip install 'lm-eval>=0.4.9'` installs it")
+    check_installed("tasks: the flag", "eval", "lm_eval")
     names = [name.strip() for name in tasks.split(",") if name.strip()]
     if not names:
         raise InputError(f"tasks: {tasks!r} given, but it should be names of lm-eval tasks, separated by commas")

@@ -69,7 +69,7 @@ def _print_model(info: "ModelInfo") -> None:
         "options": _listed(shared),
         "parameters": f"{info.parameters:,}",
         "  in embeddings and output": f"{info.embedding_parameters:,}",
-        "  elsewhere": f"{info.other_parameters:,}",
+        "  elsewhere": f"{info.parameters - info.embedding_parameters:,}",
         "FLOPs per token": f"{info.flops_per_token:,}{_growth(info.flops_growth, '')}",
         "state": f"{info.state_bytes:,} bytes{_growth(info.state_growth, ' bytes')}",
         "longest text": "any length" if info.longest_text is None else f"{info.longest_text:,} tokens",

@@ -241,7 +241,7 @@ def left_out_errors(runs: Sequence[MeasuredRun]) -> list[tuple[MeasuredRun, floa
 
 
 def _judged(runs: Sequence[MeasuredRun]) -> list[MeasuredRun]:
-    """Those of a kind that the rule might pick; the others show what learning by heart does."""
+    """Runs of a kind that the rule might pick; the others show how models overfit."""
     return [run for run in runs if run.by_heart <= MOST_BY_HEART]
 
 

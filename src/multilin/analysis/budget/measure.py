@@ -76,12 +76,11 @@ def candidate(recipe: Recipe, size: Size) -> Candidate:
     """
     recipe = resolve_recipe(recipe)
     plan, length = recipe.training, recipe.model.n_positions
-    assert recipe.optimizer.name is not None, "the recipe was resolved"
     with torch.random.fork_rng():
         model = create_network(recipe, size.vocab_size, None)
     total, in_embeddings = parameter_counts(model)
     number_bytes = FLOAT_BYTES if autocast_dtype(plan.precision) is None else 2
-    weights = 2 * parameter_bytes(model) + optimizer_bytes(recipe.optimizer.name, model)
+    weights = 2 * parameter_bytes(model) + optimizer_bytes(recipe.optimizer, model)
     memory = weights + activation_bytes(model, plan.batch_size * length, number_bytes=number_bytes)
     return Candidate(size, total - in_embeddings, training_flops_per_token(model, length), memory)
 

@@ -78,12 +78,12 @@ def pick(
     """
     picker = _Picker(name, {"training.minutes": minutes, **changes})
     picker.check()
-    law, vocab_size = shipped_law(), picker.given_vocabulary() or SMALLEST_VOCABULARY
-    train_bytes = count_bytes(picker.base.data) if picker.given_vocabulary() is None else 0
+    law, given = shipped_law(), picker.given_vocabulary()
+    vocab_size, train_bytes = given or SMALLEST_VOCABULARY, count_bytes(picker.base.data) if given is None else 0
     progress.message("measuring this machine and the text")
     speed = measure_speed(*picker.probes(vocab_size))
     _time_left(minutes, began)
-    if picker.given_vocabulary() is None:
+    if given is None:
         vocab_size = choose_vocabulary(
             [*picker.candidates(vocab_size)], law, speed=speed, seconds=TRAINING_SHARE * 60 * minutes,
             train_bytes=train_bytes,
@@ -130,7 +130,7 @@ def pick(
 
 
 def _time_left(minutes: float, began: float) -> float:
-    """Seconds.
+    """Seconds that are left of the minutes.
 
     Raises:
         InputError: so few that hardly a step could be made.
@@ -172,11 +172,11 @@ class _Picker:
         return data.is_prepared or tokenizer.path is not None or tokenizer.kind == "byte"
 
     def sizes(self, vocab_size: int) -> list[Size]:
-        """Those that may be picked."""
+        """Sizes that may be picked."""
         return sizes(vocab_size, self.given)
 
     def probes(self, vocab_size: int) -> list[tuple[Recipe, Size]]:
-        """Those whose speeds are measured, the smaller first."""
+        """Recipes and sizes of the two models whose speeds are measured, the smaller first."""
         found = self.sizes(vocab_size)
         nearest = [min(found, key=lambda size: abs(size.hidden_size - width)) for width in PROBE_WIDTHS]
         return [(self.recipe(size), size) for size in nearest]
@@ -207,7 +207,7 @@ class _Picker:
         return load_recipe(self.name, {**self.changes, "training.max_steps": most}, self._kept(values))
 
     def _kept(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Those values that fit to what is given."""
+        """The values of fields that what is given leaves open."""
         left_out = []
         if self._has_tokenizer():
             left_out += ["tokenizer"]

@@ -40,7 +40,7 @@ SIZES = (
 
 @dataclasses.dataclass(frozen=True)
 class Size:
-    """What the rule picks."""
+    """Width, depth and vocabulary, which the rule picks."""
 
     hidden_size: int
     num_layers: int

@@ -52,20 +52,12 @@ def p_text(p: float) -> str:
     return f"< {SMALLEST:g}" if p < SMALLEST else f"{p:.3f}"
 
 
-def difference_texts(comparison: Comparison, row: RowRecord) -> tuple[str, str]:
-    """A row beside the best: the difference, and its p with what that means; or one word and nothing."""
+def verdict(comparison: Comparison, row: RowRecord) -> str:
+    """A row beside the best: the difference, and whether it is more than noise."""
     difference = comparison.difference_to_best(row.name)
     if difference is None:
-        return "failed" if row.score is None else "best" if comparison.is_ranked else "not ranked", ""
-    noise = " (noise)" if difference.within_noise else ""
-    return difference_text(comparison, difference), "one seed" if difference.p is None else p_text(difference.p) + noise
-
-
-def verdict(comparison: Comparison, row: RowRecord) -> str:
-    """A row beside the best in one text: the difference, and whether it is more than noise."""
-    difference, (text, _) = comparison.difference_to_best(row.name), difference_texts(comparison, row)
-    if difference is None:
-        return text
+        return "failed" if row.score is None else "best" if comparison.is_ranked else "not ranked"
+    text = difference_text(comparison, difference)
     if difference.p is None:
         return f"{text}, one seed: no statement"
     p = f"p {'' if difference.p < SMALLEST else '= '}{p_text(difference.p)}".replace(" ", "\u00a0")  # in one line

@@ -46,25 +46,17 @@ class Budget:
 class Sweep:
     """A comparison as plain data."""
 
-    rows: Annotated[
-        dict[Name, Section | None], MaxLen(100)
-    ]  # name of a row to fields of its recipe, dotted or nested, and `recipe`
+    rows: Annotated[dict[Name, Section | None], MaxLen(100)]  # name to fields of the row's recipe, and `recipe`
     title: str = ""  # heading of the report
     base: Section = field(default_factory=dict)  # fields that all rows share, and `recipe`
-    seeds: Annotated[list[Seed], MaxLen(100)] = field(
-        default_factory=lambda: [0, 1, 2]
-    )  # every row is trained once with each
+    seeds: Annotated[list[Seed], MaxLen(100)] = field(default_factory=lambda: [0, 1, 2])  # a run of every row for each
     budget: Budget = field(default_factory=Budget)  # of each run
     task: str | None = None  # a recall task instead of a text, such as mqar
-    stages: Annotated[list[Stage], MaxLen(20)] = field(
-        default_factory=list
-    )  # of tuning, one after another: fields of the recipe to the values tried, the best of which is kept
+    stages: Annotated[list[Stage], MaxLen(20)] = field(default_factory=list)  # of tuning: fields to the values tried
     trial_share: Share = 1.0  # of the budget that a trial of tuning has
     extend: RepeatCount = 0  # values more, at most, for a row whose best is the lowest or highest tried
     final_half: bool = False  # tune on one half of the validation documents, and report the score on the other
-    like: PathText | None = (
-        None  # another sweep file beside this one, with whose base and rows of the same names it begins
-    )
+    like: PathText | None = None  # a sweep file beside this one; base and rows begin with its base and rows
     output: PathText = ""  # folder for the runs and the report
 
 

@@ -50,8 +50,7 @@ def break_down_run(
         InputError: the text cannot be read, or none is given and the folder has no recipe that names one; or `long` is
             given and the model cannot read texts of any length.
     """
-    if long:
-        check_reads_any_length(run)
+    whole_model = check_reads_any_length(run) if long else None
     recipe, max_tokens = recipe_of(run), settings.max_tokens
     with tempfile.TemporaryDirectory(prefix="multilin-") as folder:
         if settings.source is None:
@@ -60,9 +59,9 @@ def break_down_run(
             source, field, errors = settings.source, settings.text_field, settings.encoding_errors
             documents = read_documents(source, text_field=field, encoding_errors=errors)
             packed = pack(documents, run.tokenizer, Path(folder, "text"), partial(progress, "packing the text"))
-        if long:
+        if whole_model is not None:
             report = partial(progress, "evaluating", total=min(packed.num_tokens, max_tokens or packed.num_tokens))
-            scored = read_whole(run, packed, max_tokens=max_tokens, progress=report)
+            scored = read_whole(whole_model, packed, max_tokens=max_tokens, progress=report)
         else:
             size, batch_size = block_size(run, recipe), settings.batch_size
             num_blocks = len(chosen_blocks(len(Blocks(packed, size, partial=True)), size, max_tokens))
@@ -106,28 +105,24 @@ def block_size(run: Run, recipe: Recipe | None) -> int:
 
 
 def read_whole(
-    run: Run,
+    model: MultilinForCausalLM,
     packed: PackedText,
     *,
     chunk_tokens: int = CHUNK_TOKENS,
     max_tokens: int | None = None,
-    progress: Callable[[int], None] | None = None,
+    progress: Callable[[int], None] = lambda done: None,
 ) -> Iterator[Scored]:
     """Score every document from start to end, however long, each token given the whole document before it.
 
     The state carries the past from chunk to chunk, so that memory does not grow.
 
     Args:
-        run: a model of ours without a longest text.
+        model: a model without a longest text.
         packed: the text, packed with the model's tokenizer.
         chunk_tokens: tokens in one forward pass; the losses do not depend on it.
         max_tokens: stop after about this many tokens.
         progress: called with the number of tokens read.
-
-    Raises:
-        InputError: a model with a longest text, or a model of another kind, whose memory grows with the text.
     """
-    model = check_reads_any_length(run)
     num_read = 0
     for start, end in itertools.pairwise([*packed.document_starts.tolist(), packed.num_tokens]):
         state = model.new_state()
@@ -140,8 +135,7 @@ def read_whole(
             places = np.arange(first + 1, last + 1)
             yield Scored(places, places - start, losses.double().cpu().numpy())
             num_read += last - first
-            if progress is not None:
-                progress(num_read)
+            progress(num_read)
             if max_tokens is not None and num_read >= max_tokens:
                 return
 

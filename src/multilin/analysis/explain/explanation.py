@@ -80,7 +80,7 @@ def explain(
     *,
     remove: bool = True,
     batch_size: int = 16,
-    progress: Callable[[int], None] | None = None,
+    progress: Callable[[int], None] = lambda done: None,
 ) -> Explanation:
     """Read a text and record the weights of every position, then read it again without each of its tokens.
 

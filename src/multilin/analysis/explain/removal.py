@@ -43,7 +43,7 @@ def next_token_log_probabilities(
 
 
 def measure_removal(
-    model: PreTrainedModel, ids_T: Tensor, *, batch_size: int = 16, progress: Callable[[int], None] | None = None
+    model: PreTrainedModel, ids_T: Tensor, *, batch_size: int = 16, progress: Callable[[int], None] = lambda done: None
 ) -> Removal:
     """Remove each token but the first and read the text again.
 
@@ -68,8 +68,7 @@ def measure_removal(
             following_K1 = ids_T[place + 1 :, None]
             change_K1 = (with_KV[:-1] - without_KV[:-1]).gather(1, following_K1)
             loss_change_TS[place:-1, place] = change_K1[:, 0].cpu()
-        if progress is not None:
-            progress(removed[-1])
+        progress(removed[-1])
     return Removal(loss_change_TS, divergence_TS)
 
 

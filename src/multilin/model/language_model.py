@@ -118,10 +118,6 @@ class MultilinForCausalLM(MultilinPreTrainedModel, StatefulGenerationMixin):
             num_items = (targets != -100).sum().clamp(min=1)
         return total / num_items
 
-    def row_parameters(self) -> list[Tensor]:
-        """Parameters with a row for each token of the vocabulary; normalising optimizers treat each row by itself."""
-        return [self.get_input_embeddings().weight, self.lm_head.weight]
-
     @torch.no_grad()
     def set_token_counts(self, counts: Tensor) -> None:
         """Fix the head's bias to log((count + 1) / sum(counts + 1)) of each token, where the config asks for it.

@@ -84,7 +84,7 @@ def _card(run: Run, name: str) -> str:
 def _plain_card(run: Run) -> str:
     names = sorted({entry["architecture"] for entry in run.model.config.layers})
     front = {"library_name": "transformers", "pipeline_tag": "text-generation", "tags": ["multilin", *names]}
-    size = f"{sum(x.numel() for x in run.model.parameters()):,} parameters"
+    size = f"{run.model.num_parameters():,} parameters"
     layers = plural(run.model.config.num_hidden_layers, "layer")
     described = f"A causal language model: {' + '.join(names)}, {layers}, {size}."
     return f"---\n{yaml.safe_dump(front)}---\n\n# Model\n\n{described}\n"

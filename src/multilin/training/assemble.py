@@ -97,10 +97,9 @@ def check_model(recipe: Recipe, vocab_size: int | None = None, checkpoint: Path 
 def _check_memory(recipe: Recipe, model: PreTrainedModel) -> None:
     plan, sizes, n_positions = recipe.training, model.config, recipe.model.n_positions
     batch_size, passes = plan.split(num_processes())
-    assert recipe.optimizer.name is not None, "training needs a recipe that was resolved"
     num_shards = 1 if plan.shard == "none" else num_processes()
-    trained = FLOAT_BYTES * sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    weights = (parameter_bytes(model) + trained + optimizer_bytes(recipe.optimizer.name, model)) // num_shards
+    trained = FLOAT_BYTES * model.num_parameters(only_trainable=True)
+    weights = (parameter_bytes(model) + trained + optimizer_bytes(recipe.optimizer, model)) // num_shards
     activations = activation_bytes(
         model,
         batch_size * n_positions,

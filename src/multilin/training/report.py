@@ -84,14 +84,13 @@ def write_card(recipe: Recipe, result: RunResult, path: Path) -> None:
     """Write the model card: architecture, training text, results, and how to load the model."""
     tags = ["multilin", *recipe.model.kind.split(" + ")]
     front = {"library_name": "transformers", "pipeline_tag": "text-generation", "tags": tags}
-    parameters = sum(parameter.numel() for parameter in result.model.parameters())
     model = recipe.model
     score = ("bits per byte", f"{result.validation_bits_per_byte:.3f}")
     if result.validation_accuracy is not None:
         score = ("accuracy", f"{100 * result.validation_accuracy:.1f} %")
     figures = {
         "Architecture": f"`{model.kind}`, {plural(model.num_layers or 0, 'layer')}, width {model.hidden_size}",
-        "Parameters": f"{parameters:,}",
+        "Parameters": f"{result.model.num_parameters():,}",
         "Context in training": f"{model.n_positions} tokens",
         "Tokenizer": f"{recipe.tokenizer.path or recipe.tokenizer.kind}, {len(result.tokenizer):,} entries",
         "Text": f"`{recipe.data.name}`",

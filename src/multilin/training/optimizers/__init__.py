@@ -86,10 +86,7 @@ def resolve_optimizer(recipe: OptimizerRecipe, defaults: TrainingDefaults) -> Op
 
 
 def row_parameters(model: nn.Module) -> list[Tensor]:
-    """The parameters whose rows belong to single tokens: `model.row_parameters()`, else input and output embeddings."""
-    own: Any = getattr(model, "row_parameters", None)
-    if own is not None:
-        return list(own())
+    """The parameters whose rows belong to single tokens: those of a language model's input and output embeddings."""
     if not isinstance(model, PreTrainedModel):
         return []
     modules = (model.get_input_embeddings(), model.get_output_embeddings())
@@ -160,9 +157,13 @@ def parameter_groups(
     ]
 
 
-def optimizer_bytes(name: str, model: nn.Module) -> int:
-    """Bytes that an optimizer keeps for the trained parameters of a model, besides a few numbers for each tensor."""
-    kind = OPTIMIZERS[name]
+def optimizer_bytes(recipe: OptimizerRecipe, model: nn.Module) -> int:
+    """Bytes that the optimizer of a resolved recipe keeps for the trained parameters of a model.
+
+    The few numbers that it keeps for each tensor are not counted.
+    """
+    assert recipe.name is not None, "an optimizer needs a recipe that was resolved"
+    kind = OPTIMIZERS[recipe.name]
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     numbers = kind.state_numbers * sum(parameter.numel() for parameter in trained)
     if "row_average" in kind.options:

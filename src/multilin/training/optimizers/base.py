@@ -29,11 +29,11 @@ class NormalizingOptimizer(torch.optim.Optimizer):
     """
 
     def update_whole(self, parameters: list[Tensor], gradients: list[Tensor], group: dict[str, Any]) -> None:
-        """Update tensors that are treated as a whole."""
+        """Update tensors that are treated as a whole, after their weight decay."""
         raise NotImplementedError
 
     def update_rows(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
-        """Update a tensor that is treated row by row; both are seen as (rows, numbers per row)."""
+        """Update a tensor row by row, after its weight decay; both are seen as (rows, numbers per row)."""
         raise NotImplementedError
 
     @torch.no_grad()
@@ -54,9 +54,11 @@ class NormalizingOptimizer(torch.optim.Optimizer):
                 raise InputError(f"optimizer: {type(self).__name__} takes dense gradients, but a sparse one was given")
             if group["rows"]:
                 for parameter, gradient in zip(parameters, gradients, strict=True):
+                    _decay([parameter], group)
                     self.update_rows(parameter, gradient, group)
             else:
                 for some in _cache_sized(parameters):
+                    _decay(parameters[some], group)
                     self.update_whole(parameters[some], gradients[some], group)
         return loss
 
@@ -109,6 +111,12 @@ def as_rows(tensor: Tensor) -> Tensor:
     """A view (rows, numbers per row) of the part of a tensor on this device."""
     (part,) = local([tensor])
     return part if part.ndim == 2 else part.view(len(part), math.prod(part.shape[1:]))
+
+
+def _decay(parameters: list[Tensor], group: dict[str, Any]) -> None:
+    """Multiply parameters by 1 - lr * weight_decay, in place."""
+    if group["weight_decay"]:
+        torch._foreach_mul_(local(parameters), 1 - group["lr"] * group["weight_decay"])
 
 
 def _cache_sized(parameters: list[Tensor]) -> Iterator[slice]:

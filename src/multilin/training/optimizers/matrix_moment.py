@@ -55,8 +55,6 @@ class MatrixMoment(NormalizingOptimizer):
         parameters, gradients = local(parameters), local(gradients)
         torch._foreach_mul_(momenta, keep.to(dtype).unbind())
         torch._foreach_addcmul_(momenta, gradients, ((1 - keep) * factor).to(dtype).unbind())
-        if group["weight_decay"]:
-            torch._foreach_mul_(parameters, 1 - lr * group["weight_decay"])
         torch._foreach_addcmul_(parameters, gradients, (-NOW * lr * factor).to(dtype).unbind())
         torch._foreach_addcmul_(parameters, momenta, (-MOMENTUM * lr * torch.ones_like(factor)).to(dtype).unbind())
 
@@ -70,8 +68,6 @@ class MatrixMoment(NormalizingOptimizer):
 
         dtype, lr = parameter.dtype, group["lr"]
         momentum.mul_(keep.to(dtype)).addcmul_(now, ((1 - keep) * factor).to(dtype))
-        if group["weight_decay"]:
-            rows.mul_(1 - lr * group["weight_decay"])
         rows.addcmul_(now, (-NOW * lr * factor).to(dtype))
         rows.addcmul_(momentum, (-MOMENTUM * lr * torch.ones_like(keep)).to(dtype))
 

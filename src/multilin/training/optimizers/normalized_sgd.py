@@ -58,8 +58,6 @@ class NormalizedSGD(NormalizingOptimizer):
     def update_whole(self, parameters: list[Tensor], gradients: list[Tensor], group: dict[str, Any]) -> None:
         """See the class."""
         torch._foreach_add_([self._state(parameter)["step"] for parameter in parameters], 1)
-        if group["weight_decay"]:
-            torch._foreach_mul_(local(parameters), 1 - group["lr"] * group["weight_decay"])
         factors = (-group["lr"] * inverse(torch.stack(norms(gradients)))).to(parameters[0].dtype)
         torch._foreach_addcmul_(local(parameters), local(gradients), factors.unbind())
 
@@ -71,8 +69,6 @@ class NormalizedSGD(NormalizingOptimizer):
             state["row_average"] = torch.zeros_like(parameter, memory_format=torch.contiguous_format)
         average, rows, now = as_rows(state["row_average"]), as_rows(parameter), as_rows(gradient)
         keep = group["row_average"]
-        if group["weight_decay"]:
-            rows.mul_(1 - group["lr"] * group["weight_decay"])
         average.mul_(keep)
         if group["row_order"] == "normalize_then_average":
             average.addcmul_(now, ((1 - keep) * inverse(row_norms(now))).to(now.dtype))

@@ -1,6 +1,5 @@
 """Float weights in host memory: what crosses to the device, and that training is the same."""
 
-import functools
 import itertools
 import math
 from pathlib import Path
@@ -16,7 +15,8 @@ from transformers import AutoModelForCausalLM
 from multilin.errors import InputError
 from multilin.layers.linear import Arithmetic, matrix_modules
 from multilin.model.factory import create_model
-from multilin.training import transformers_trainer
+from multilin.ops.int8 import Rounded
+from multilin.training import host_master
 from multilin.training.host_master import HostMaster, Link, check_host_master
 from multilin.training.trainer import train
 from tests.training.conftest import AtStep, Stopped, Tiny, assert_same_run, metrics
@@ -157,7 +157,8 @@ def test_without_rounded_gradients_training_is_the_same_bit_for_bit(
 ) -> None:
     plan = {**INT8, "training.max_steps": 3, "training.save_every_steps": 0, **changes}
     train(tiny(tmp_path / "device", **plan))
-    monkeypatch.setattr(transformers_trainer, "HostMaster", functools.partial(HostMaster, rounds_gradients=False))
+    monkeypatch.setattr(host_master, "quantize_blocks", lambda gradient: Rounded(gradient, gradient.new_ones(())))
+    monkeypatch.setattr(host_master, "dequantize_blocks", lambda parts, shape: parts.values)
     train(tiny(tmp_path / "host", **{**plan, "training.master": "host"}))
     assert_same_run(tmp_path / "host", tmp_path / "device")
     one, other = (tmp_path / name / "config.json" for name in ("host", "device"))

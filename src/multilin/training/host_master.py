@@ -43,13 +43,9 @@ class HostMaster:
         link: carries weights and gradients.
     """
 
-    def __init__(self, model: PreTrainedModel, link: Link, *, rounds_gradients: bool = True) -> None:
-        """Set up the copy of a model with int8 products.
-
-        Without `rounds_gradients` they are copied back as floats: four times the bytes, and the same results as
-        training on the device alone.
-        """
-        self.model, self.link, self.rounds_gradients = model, link, rounds_gradients
+    def __init__(self, model: PreTrainedModel, link: Link) -> None:
+        """Set up the copy of a model with int8 products."""
+        self.model, self.link = model, link
         in_int8 = {id(module.weight) for module in matrix_modules(model)}
         self.copy = self._copy_without(in_int8)
         self._matrices = list(zip(matrix_modules(model), matrix_modules(self.copy), strict=True))
@@ -101,7 +97,7 @@ class HostMaster:
     def _bring_gradient(self, parameter: Tensor, copied: Tensor) -> None:
         gradient, copied.grad = copied.grad, None
         assert gradient is not None
-        if self.rounds_gradients and gradient.ndim > 1:
+        if gradient.ndim > 1:
             parts = Rounded(*map(self.link.to_host, quantize_blocks(gradient)))
             brought = dequantize_blocks(parts, gradient.shape).to(parameter.dtype)
         else:

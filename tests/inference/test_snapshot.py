@@ -94,7 +94,6 @@ CONTENTS: dict[str, tuple[Callable[[dict[str, str], dict[str, Tensor]], object],
     "random content": (lambda m, t: t[RNG_STATE].fill_(255), "no state of a generator"),
     "metadata more": (lambda m, t: m.update(more="x"), "its metadata should be"),
     "metadata less": (lambda m, t: m.pop("unread_ids"), "its metadata should be"),
-    "earlier format": (lambda m, t: m.update(format="multilin-state-1"), "earlier version of multilin"),
     "other format": (lambda m, t: m.update(format="x"), "is no state of a text"),
     "other model": (lambda m, t: m.update(model="x"), "belongs to another model"),
 }

@@ -33,7 +33,7 @@ def pack(
     documents: Iterable[Document],
     tokenizer: PreTrainedTokenizerFast,
     folder: Path,
-    progress: Callable[[int], None] | None = None,
+    progress: Callable[[int], None] = lambda done: None,
 ) -> PackedText:
     """Tokenise documents and write them as one packed text.
 
@@ -62,7 +62,7 @@ def pack_into(
     documents: Iterable[Document],
     tokenizer: PreTrainedTokenizerFast,
     folder: Path,
-    progress: Callable[[int], None] | None = None,
+    progress: Callable[[int], None] = lambda done: None,
     encoder: Encoder | None = None,
 ) -> None:
     """Like `pack`, into an empty folder; an encoder of `make_encoder` may be reused, as it remembers words."""
@@ -78,8 +78,7 @@ def pack_into(
             steps = (functools.partial(writer.add, batch) for batch in _batches(documents, writer.encoder))
         for step in steps:
             step()
-            if progress is not None:
-                progress(writer.num_bytes)
+            progress(writer.num_bytes)
     writer.write_index(folder)
 
 

@@ -234,14 +234,13 @@ def _from_file(path: Path) -> PreTrainedTokenizerFast:
 
 def _check_hub(name: str) -> None:
     """Ask the hub once: without a connection, transformers would try again for minutes."""
-    try:
+    with as_input_error(
+        lambda reason: (
+            f"tokenizer: {shown(name)} is neither a file or folder here nor a tokenizer on the hub ({reason})"
+        )
+    ):
         if not isinstance(huggingface_hub.try_to_load_from_cache(name, "tokenizer.json"), str):
             huggingface_hub.HfApi().model_info(name, timeout=20)
-    except Exception as error:  # no connection, no such name, no name at all: errors of many libraries
-        reason = " ".join(str(error).split())[:200]
-        raise InputError(
-            f"tokenizer: {shown(name)} is neither a file or folder here nor a tokenizer on the hub ({reason})"
-        ) from error
 
 
 def _from_pretrained(path_or_name: str) -> PreTrainedTokenizerFast:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import onnx
 
+from multilin.data.progress import Progress, no_progress
 from multilin.data.tokenizers import TOKENIZER_FILES
 from multilin.errors import InputError
 from multilin.export.cache import source_hashes
@@ -31,16 +32,16 @@ def export_run(
     run: Run,
     folder: Path,
     precision: Precision = "float32",
-    progress: Callable[[str, int, int], None] | None = None,
+    progress: Progress = no_progress,
     round_graph: Callable[[onnx.ModelProto, Precision], onnx.ModelProto] = rounded,
-) -> Manifest:
+) -> None:
     """Export the model of a run into a folder, complete or not at all.
 
     Args:
         run: the model and its tokenizer; int8 weights become floats.
         folder: the folder to write; an existing one is replaced as a whole.
         precision: precision of the products with matrices.
-        progress: called with the name of a stage, the number of finished parts and the number of all.
+        progress: called for each graph.
         round_graph: brings the matrices of a graph to the precision.
 
     Raises:
@@ -52,23 +53,21 @@ def export_run(
         raise InputError(
             f"run: a {model.config.model_type} model given, but only models of this package can be exported"
         )
-    said = progress or (lambda *_: None)
     model = copy.deepcopy(model).to("cpu").float()
     model.set_arithmetic(dataclasses.replace(model.arithmetic, products="float"))
     with atomic_folder(folder) as partial:
         weights = WeightFile(partial)
         for index, name in enumerate(GRAPHS):
-            said("graphs", index, len(GRAPHS))
+            progress("graphs", index, len(GRAPHS))
             program = make_graph(model, PROMPT_COLUMNS if name == "prompt.onnx" else 1)
             weights.save(round_graph(program.model_proto, precision), name)
-        said("graphs", len(GRAPHS), len(GRAPHS))
+        progress("graphs", len(GRAPHS), len(GRAPHS))
         for name in TOKENIZER_FILES:
             if (run.folder / name).is_file():
                 shutil.copy(run.folder / name, partial / name)
         manifest = _manifest(run, model, precision, partial)
         write_whole(partial / README, _readme(manifest))
         write_whole(partial / MANIFEST, json.dumps(manifest.as_json(), indent=1) + "\n")
-    return manifest
 
 
 def _manifest(run: Run, model: MultilinForCausalLM, precision: Precision, folder: Path) -> Manifest:

@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import tarfile
 import urllib.request
-from collections.abc import Callable
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -17,11 +16,11 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
+from multilin.data.progress import Progress, no_progress
 from multilin.errors import InputError, as_input_error
 from multilin.export.folder import export_run
 from multilin.export.weights import BLOCK, SMALLEST, Precision
 from multilin.files import atomic_folder, check_folder, checksum, short_path
-from multilin.inference.manifest import Manifest
 from multilin.inference.runs import Run
 
 RUNTIME_VERSION = "1.30.0"
@@ -36,8 +35,8 @@ def export_web(
     folder: Path,
     runtime: Path | None = None,
     precision: Precision = "8bit",
-    progress: Callable[[str, int, int], None] | None = None,
-) -> Manifest:
+    progress: Progress = no_progress,
+) -> None:
     """Export the model of a run with a page that runs it, complete or not at all.
 
     The folder's `model` is what `export_run` writes, so that `OnnxEngine` runs it too.
@@ -58,14 +57,13 @@ def export_web(
     files = fetch_runtime() if runtime is None else read_runtime(runtime)
     with atomic_folder(folder) as partial:
         round_graph = (lambda graph, _: graph) if precision == "float32" else (lambda graph, _: stored_in_bytes(graph))
-        manifest = export_run(run, partial / "model", precision, progress, round_graph)
+        export_run(run, partial / "model", precision, progress, round_graph)
         (partial / "runtime").mkdir()
         for name, content in files.items():
             (partial / "runtime" / name).write_bytes(content)
         with resources.as_file(resources.files("multilin.export") / "assets/web") as page:
             shutil.copytree(page, partial, dirs_exist_ok=True)
         _write_list(partial)
-    return manifest
 
 
 def stored_in_bytes(graph: onnx.ModelProto) -> onnx.ModelProto:

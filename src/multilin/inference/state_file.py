@@ -20,8 +20,7 @@ from multilin.files import short_path, write_whole
 from multilin.inference.random_numbers import STATE_BYTES, RandomNumbers
 from multilin.inference.state_contents import StateContents, StateOwner, StateTensor
 
-FORMAT, READABLE = "multilin-state-3", ("multilin-state-3", "multilin-state-2")
-EARLIER_FORMATS = ("multilin-state-1",)
+FORMAT = "multilin-state-3"
 METADATA = {"format", "model", "unread_ids", "sha256"}
 RNG_STATE = "rng_state"
 MOST_ROWS = 2**16
@@ -136,10 +135,7 @@ def _check_header(
 ) -> dict[str, str]:
     """The metadata, if they and the shapes and dtypes of the tensors are those of a state."""
     metadata = given or {}
-    name = metadata.get("format")
-    if name in EARLIER_FORMATS:
-        raise InputError(f"was written by an earlier version of multilin ({name!r}, not {FORMAT!r}); make a new one")
-    if name not in READABLE:
+    if (name := metadata.get("format")) != FORMAT:
         raise InputError(f"is no state of a text (format {name!r}, not {FORMAT!r})")
     if set(metadata) != METADATA:
         raise InputError(f"is damaged: its metadata should be {', '.join(sorted(METADATA))}")

@@ -86,7 +86,7 @@ def read_blocks(
     block_size: int,
     batch_size: int = 8,
     max_tokens: int | None = None,
-    progress: Callable[[int], None] | None = None,
+    progress: Callable[[int], None] = lambda done: None,
 ) -> Iterator[Scored]:
     """The losses of a packed text, a batch at a time; each block is read from its own start.
 
@@ -122,8 +122,7 @@ def read_blocks(
             kept = is_scored.numpy()
             yield Scored(places_BK[kept], contexts_BK[kept], losses.cpu()[is_scored].double().numpy())
             done += len(is_scored)
-            if progress is not None:
-                progress(done)
+            progress(done)
 
 
 def _check(model: PreTrainedModel, packed: PackedText, block_size: int) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
-from multilin.data.corpora import Document
+from multilin.data.files import Document
 from multilin.data.packed_text import Blocks, PackedText
 from multilin.data.packing import pack
 from multilin.data.tokenizers import train_tokenizer

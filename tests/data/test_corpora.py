@@ -11,7 +11,8 @@ import pyarrow.parquet
 import pytest
 import zstandard
 
-from multilin.data.corpora import Document, read_documents, source_fingerprint
+from multilin.data.corpora import read_documents, source_fingerprint
+from multilin.data.files import Document
 from multilin.errors import InputError
 
 TEXTS = ["first\nline", "zweite Zeile: naïve 你好 😀", 'third,\r\nwith "quotes"']

@@ -10,7 +10,8 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from multilin.data.corpora import Document, read_documents
+from multilin.data.corpora import read_documents
+from multilin.data.files import Document
 from multilin.data.packed_text import Blocks, PackedText
 from multilin.data.packing import pack
 from multilin.data.tokenizers import load_tokenizer, train_tokenizer

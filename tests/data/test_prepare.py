@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from multilin.data.corpora import Document
+from multilin.data.files import Document
 from multilin.data.packed_text import PackedText
 from multilin.data.prepare import PreparedText, prepare_text, split_document, validation_side
 from multilin.data.progress import Progress, no_progress

@@ -1,13 +1,13 @@
 """The verbs that prepare text: shards of any size, and tokenizers."""
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from multilin.cli.messages import as_json, loading, say_next
 from multilin.cli.tables import print_table
-from multilin.data.settings import ShardSettings
+from multilin.data.settings import ShardSettings, TokenizerTrainArguments
 from multilin.errors import plural
 from multilin.settings import settings
-from multilin.settings.bounds import Count, PathText, Prose, Vocabulary
+from multilin.settings.bounds import Count, PathText, Prose
 
 if TYPE_CHECKING:
     from multilin.data.tokenizer_tools import TokenizerInfo
@@ -41,19 +41,6 @@ def prepare(plan: ShardSettings, arguments: PrepareArguments) -> None:
 
 
 @settings
-class TokenizerTrainArguments:
-    """A tokenizer to train."""
-
-    source: PathText  # text: a built-in corpus, a file, folder or glob, or a dataset of the Hugging Face hub
-    output: PathText  # folder to write it to
-    kind: Literal["bpe", "unigram", "byte"] = "bpe"  # how text becomes tokens
-    vocab_size: Vocabulary = 4096  # entries of the vocabulary (a byte tokenizer always has 258)
-    text_field: str = "text"  # the field or column of .jsonl, .csv and .parquet files that holds the text
-    encoding_errors: Literal["strict", "replace"] = "strict"  # bytes that are not UTF-8: refuse, or replace by U+FFFD
-    overwrite: bool = False  # replace the tokenizer in the output folder
-
-
-@settings
 class TokenizerShowArguments:
     """A tokenizer to show."""
 
@@ -69,10 +56,7 @@ def tokenizer_train(arguments: TokenizerTrainArguments) -> None:
         from multilin.cli.progress import show_progress
         from multilin.data.tokenizer_tools import train_into_folder
     with show_progress() as progress:
-        tokenizer = train_into_folder(
-            arguments.source, arguments.output, arguments.kind, arguments.vocab_size, text_field=arguments.text_field,
-            encoding_errors=arguments.encoding_errors, overwrite=arguments.overwrite, progress=progress,
-        )  # fmt: skip
+        tokenizer = train_into_folder(arguments, progress)
     print(f"{len(tokenizer):,} tokens in {arguments.output}")
     say_next(
         f"multilin tokenizer show {arguments.output} --source {arguments.source}",

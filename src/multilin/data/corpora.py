@@ -14,8 +14,6 @@ from multilin.data.python_library import library_files, python_docs, python_sour
 from multilin.errors import InputError, as_input_error, nearest, shown
 from multilin.files import checksum
 
-__all__ = ["BUILT_IN", "Document", "EncodingErrors", "read_documents", "source_fingerprint"]
-
 if TYPE_CHECKING:
     from datasets import IterableDataset
 

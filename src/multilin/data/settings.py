@@ -19,7 +19,7 @@ class DataRecipe:
     source: PathText = "python-docs"  # corpus, file, folder, glob, hub dataset, prepared text, or a task as task:mqar
     mix: Mixture | None = None  # prepared texts, folder or address to weight, to read instead of the source
     validation: PathText | None = None  # a second source to validate on; without one, documents of the source are taken
-    validation_fraction: Part = 0.05  # share of the documents split off for validation
+    validation_fraction: Part = 0.05  # share of the text's bytes split off for validation
     validation_part: Literal["all", "final", "tuning"] = "all"  # or only the first, third, ... document; or the others
     text_field: str = "text"  # the field or column of .jsonl, .csv and .parquet files that holds the text
     encoding_errors: Literal["strict", "replace"] = "strict"  # bytes that are not UTF-8: refuse, or replace by U+FFFD
@@ -56,3 +56,16 @@ class ShardSettings:
     validation_fraction: Part = 0.01  # share of the documents set aside for validation, by the hash of their text
     text_field: str = "text"  # the field or column of .jsonl, .csv and .parquet files that holds the text
     encoding_errors: Literal["strict", "replace"] = "strict"  # bytes that are not UTF-8: refuse, or replace by U+FFFD
+
+
+@settings
+class TokenizerTrainArguments:
+    """A tokenizer to train."""
+
+    source: PathText  # text: a built-in corpus, a file, folder or glob, or a dataset of the Hugging Face hub
+    output: PathText  # folder to write it to
+    kind: Literal["bpe", "unigram", "byte"] = "bpe"  # how text becomes tokens
+    vocab_size: Vocabulary = 4096  # entries of the vocabulary (a byte tokenizer always has 258)
+    text_field: str = "text"  # the field or column of .jsonl, .csv and .parquet files that holds the text
+    encoding_errors: Literal["strict", "replace"] = "strict"  # bytes that are not UTF-8: refuse, or replace by U+FFFD
+    overwrite: bool = False  # replace the tokenizer in the output folder

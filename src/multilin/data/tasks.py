@@ -75,7 +75,7 @@ class Task:
     """A task by name, with its options.
 
     name, options: as `find_task` was given them.
-    num_tokens: size of the vocabulary. chance: accuracy of guessing among all possible answers.
+    num_tokens: size of the vocabulary.
     shortest: tokens that a sequence needs at least.
     """
 
@@ -83,7 +83,6 @@ class Task:
     options: Any
     generator: Generator
     num_tokens: int
-    chance: float
     shortest: int
 
     def generate(self, rng: np.random.Generator, count: int, length: int) -> Sequences:
@@ -224,7 +223,7 @@ def find_task(text: str) -> Task:
         )
     asking, answering = _symbols(options)
     num_tokens = FIRST_SYMBOL + len(asking) + len(answering)
-    return Task(name, options, generator, num_tokens, 1 / len(answering), _shortest(options))
+    return Task(name, options, generator, num_tokens, _shortest(options))
 
 
 TASKS: dict[str, tuple[Generator, type]] = {

@@ -5,11 +5,12 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerFast
 
-from multilin.data.corpora import EncodingErrors, read_documents
+from multilin.data.corpora import read_documents
 from multilin.data.encoding import make_encoder
 from multilin.data.prepare import reported_texts
 from multilin.data.progress import Progress, no_progress
-from multilin.data.tokenizers import TOKENIZER_FILES, TokenizerKind, load_tokenizer, train_tokenizer
+from multilin.data.settings import TokenizerTrainArguments
+from multilin.data.tokenizers import TOKENIZER_FILES, load_tokenizer, train_tokenizer
 from multilin.errors import InputError
 from multilin.files import atomic_folder, check_folder
 
@@ -31,17 +32,7 @@ class TokenizerInfo:
     pieces: list[str] | None = None
 
 
-def train_into_folder(
-    source: str,
-    folder: str,
-    kind: TokenizerKind,
-    vocab_size: int,
-    *,
-    text_field: str = "text",
-    encoding_errors: EncodingErrors = "strict",
-    overwrite: bool = False,
-    progress: Progress = no_progress,
-) -> PreTrainedTokenizerFast:
+def train_into_folder(arguments: TokenizerTrainArguments, progress: Progress = no_progress) -> PreTrainedTokenizerFast:
     """Train a tokenizer, see `train_tokenizer`, on the text of a source and save it to a new folder.
 
     With `overwrite` the folder may hold a tokenizer, which is replaced. A byte tokenizer ignores `vocab_size`.
@@ -50,11 +41,14 @@ def train_into_folder(
         InputError: the folder is not empty or cannot be written, or the text cannot be used.
         OSError: writing fails, because the disk is full for example.
     """
-    check_folder("OUTPUT", folder)
-    _check_replaceable(Path(folder), overwrite)
-    documents = read_documents(source, text_field=text_field, encoding_errors=encoding_errors)
-    tokenizer = train_tokenizer(reported_texts(documents, progress), kind, None if kind == "byte" else vocab_size)
-    with atomic_folder(folder) as partial:
+    check_folder("OUTPUT", arguments.output)
+    _check_replaceable(Path(arguments.output), arguments.overwrite)
+    documents = read_documents(
+        arguments.source, text_field=arguments.text_field, encoding_errors=arguments.encoding_errors
+    )
+    vocab_size = None if arguments.kind == "byte" else arguments.vocab_size
+    tokenizer = train_tokenizer(reported_texts(documents, progress), arguments.kind, vocab_size)
+    with atomic_folder(arguments.output) as partial:
         tokenizer.save_pretrained(partial)
     return tokenizer
 

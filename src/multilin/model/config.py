@@ -108,7 +108,7 @@ class MultilinConfig(PretrainedConfig):
 
     def _check(self, others: Mapping[str, Any]) -> None:
         """Check what the type of a single field does not say."""
-        if "logit_scale" in others:  # what it scaled in other models, and in earlier ones of this, includes the bias
+        if "logit_scale" in others:  # In other models it also scales the output bias; final_scale does not.
             raise InputError("logit_scale: given, but this model has final_scale, a factor on the final hidden states")
         load_settings(TokenIds, {name: others[name] for name in TOKEN_IDS if name in others})
         load_settings(Arithmetic, self.arithmetic, "arithmetic")

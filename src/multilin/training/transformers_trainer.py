@@ -1,7 +1,7 @@
 """transformers' Trainer for the blocks of a run.
 
-Trainer brings the loop, autocast, compilation and training on several devices (DDP). All here goes through its public
-methods; checkpoints are in `saving_trainer`.
+Trainer brings the loop, autocast, compilation and training on several devices (DDP). Its private method
+`_get_train_sampler` is overridden for the order of the blocks; checkpoints are in `saving_trainer`.
 """
 
 import functools

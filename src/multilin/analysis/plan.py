@@ -157,7 +157,8 @@ def plan_training(recipe: Recipe, settings: PlanSettings) -> TrainingPlan:
         device=device, devices=settings.devices, parameters=parameter_counts(model)[0], vocab_size=vocab_size,
         flops_per_token=flops, tokens_per_step=tokens * passes * settings.devices, steps=training.num_steps,
         tokens=tokens * passes * settings.devices * training.num_steps,
-        weight_bytes=weights, gradient_bytes=_trained_bytes(model), optimizer_bytes=optimizer,
+        weight_bytes=weights, optimizer_bytes=optimizer,
+        gradient_bytes=FLOAT_BYTES * model.num_parameters(only_trainable=True),
         activation_bytes=activation_bytes(
             model, tokens, number_bytes=2 if training.precision in ("bf16", "int8") else FLOAT_BYTES,
             recomputes=training.gradient_checkpointing,
@@ -169,11 +170,6 @@ def plan_training(recipe: Recipe, settings: PlanSettings) -> TrainingPlan:
     gathered = 0.5 if training.precision == "bf16" else 1.0
     ways = [_way(way, plan, layers, gathered, passes, settings.price) for way in ("ddp", "int8", "fsdp")]
     return replace(plan, ways=ways)
-
-
-def _trained_bytes(model: PreTrainedModel) -> int:
-    numbers: int = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    return FLOAT_BYTES * numbers
 
 
 def sent_bytes(way: str, layers: int, rest: int, devices: int, *, passes: int = 1, gathered: float = 1.0) -> float:

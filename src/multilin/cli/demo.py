@@ -59,7 +59,7 @@ def demo(changes: Changes) -> None:
 
 
 def _print_scores(counted: Mapping[str, float], result: "RunResult") -> None:
-    parameters = sum(parameter.numel() for parameter in result.model.parameters())
     rows = [(f"{name}, counted", f"{bits:.3f}") for name, bits in counted.items()]
-    rows.append((f"this model ({parameters / 1e6:.1f} M parameters)", f"{result.validation_bits_per_byte:.3f}"))
+    model = f"this model ({result.model.num_parameters() / 1e6:.1f} M parameters)"
+    rows.append((model, f"{result.validation_bits_per_byte:.3f}"))
     print_table("lr", rows, head=("validation text", "bits per byte"), bold={len(counted)})

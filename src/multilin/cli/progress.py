@@ -128,11 +128,11 @@ class TrainingDisplay(TrainingProgress):
             self.message(f"{self._place(line['step'])}  {format_figures(line)}")
 
     def _place(self, step: int) -> str:
-        """How far the run is: the step of all steps, or the share of the time."""
+        """How far the run is: the step of all steps, or the share of the run."""
         return (
             f"step {step}/{self._max_steps}"
             if self._max_steps
-            else f"step {step} ({100 * self._share:.0f} % of the time)"
+            else f"step {step} ({100 * self._share:.0f} % of the run)"
         )
 
     def stop(self) -> None:

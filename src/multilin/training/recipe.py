@@ -17,7 +17,7 @@ from annotated_types import MaxLen
 from multilin.data.settings import DataRecipe, TokenizerRecipe
 from multilin.errors import InputError, nearest, plural, shorten, shown
 from multilin.files import write_whole
-from multilin.inference.run_files import RECIPE_FILE as RECIPE_FILE
+from multilin.inference.run_files import RECIPE_FILE
 from multilin.settings import bounds, load_settings, settings
 from multilin.settings.bounds import Fraction
 from multilin.settings.inputs import read_yaml, to_yaml

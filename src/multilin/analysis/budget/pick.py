@@ -199,9 +199,9 @@ class _Picker:
         steps = tokens / tokens_per_step
         saves = max(VALIDATIONS, self.changes["training.minutes"] / MINUTES_BETWEEN_SAVES)
         values = recipe_values(self.architecture, size, steps, self.step, known) | {
-            "training.eval_every_steps": max(1, round(steps / (VALIDATIONS + 1))),
+            "training.eval_every_steps": math.ceil(steps / (VALIDATIONS + 1)),
             "training.eval_max_tokens": round(min(max(VALIDATED_SHARE * tokens, FEWEST_VALIDATED), MOST_VALIDATED)),
-            "training.save_every_steps": max(1, round(steps / (saves + 1))),
+            "training.save_every_steps": math.ceil(steps / (saves + 1)),
         }
         most = MOST_STEPS if most_tokens is None else min(max(1, round(most_tokens / tokens_per_step)), MOST_STEPS)
         return load_recipe(self.name, {**self.changes, "training.max_steps": most}, self._kept(values))

@@ -23,11 +23,12 @@ from multilin.analysis.compare.sweep import Sweep, check_sweep, choices_of
 from multilin.errors import InputError, plural
 from multilin.files import check_folder, check_writable
 from multilin.files.lock import locked_folder
+from multilin.inference.run_files import RECIPE_FILE
 from multilin.machine import examine
 from multilin.training.outcomes import TrainingFailed, TrainingInterrupted
 from multilin.training.processes import num_processes
 from multilin.training.progress import TrainingProgress
-from multilin.training.recipe import RECIPE_FILE, Recipe, first_difference, load_recipe
+from multilin.training.recipe import Recipe, first_difference, load_recipe
 from multilin.training.trainer import train
 
 

@@ -20,12 +20,13 @@ from multilin.data.packing import pack
 from multilin.data.progress import Progress, no_progress
 from multilin.data.tokenizers import tokenizer_hash
 from multilin.errors import InputError
+from multilin.inference.run_files import RECIPE_FILE
 from multilin.inference.runs import Run
 from multilin.model import MultilinForCausalLM
 from multilin.model.memory import check_reading
 from multilin.scoring.losses import Scored, chosen_blocks, read_blocks
 from multilin.training.assemble import read_text
-from multilin.training.recipe import RECIPE_FILE, Recipe, load_recipe
+from multilin.training.recipe import Recipe, load_recipe
 
 BLOCK_SIZE = 1024  # of a model without a longest text and without a recipe
 CHUNK_TOKENS = 512  # of a document that is read whole, in one forward pass

@@ -154,7 +154,7 @@ def _finish(trainer: RunTrainer) -> RunResult:
 def _warn_of_few_steps(recipe: Recipe, steps: int) -> None:
     """Say so where the clock ended a run before its learning rate had risen to its peak."""
     minutes, warmup_steps = recipe.training.minutes, recipe.schedule.warmup_steps or 0
-    if minutes is not None and steps <= warmup_steps:
+    if minutes is not None and steps <= warmup_steps and steps < recipe.training.num_steps:
         warnings.warn(
             f"training.minutes: {minutes:g} were enough for {plural(steps, 'step')} only, and the learning rate rises "
             f"for {warmup_steps} (schedule.warmup_steps); give more minutes, or a smaller model or batch",

@@ -3,19 +3,25 @@
 import statistics
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TypeVar
 
 import torch
 
-Key = TypeVar("Key")
+Key, Result = TypeVar("Key"), TypeVar("Result")
 
 
-def seconds_in_turns(tasks: Mapping[Key, Callable[[], object]], turns: int, clock: str) -> dict[Key, float]:
+def seconds_in_turns(
+    tasks: Mapping[Key, Callable[[], object]], turns: int, clock: str, *, slow_turns: int | None = None
+) -> dict[Key, float]:
     """Median seconds of each task; see `times_in_turns`."""
-    return {key: statistics.median(seconds) for key, seconds in times_in_turns(tasks, turns, clock).items()}
+    times = times_in_turns(tasks, turns, clock, slow_turns=slow_turns)
+    return {key: statistics.median(seconds) for key, seconds in times.items()}
 
 
-def times_in_turns(tasks: Mapping[Key, Callable[[], object]], turns: int, clock: str) -> dict[Key, list[float]]:
+def times_in_turns(
+    tasks: Mapping[Key, Callable[[], object]], turns: int, clock: str, *, slow_turns: int | None = None
+) -> dict[Key, list[float]]:
     """Seconds of each task, turn after turn, after one turn that warms up.
 
     Args:
@@ -23,18 +29,53 @@ def times_in_turns(tasks: Mapping[Key, Callable[[], object]], turns: int, clock:
         turns: how often each has its turn.
         clock: "wall", or "cpu" for the time this thread computes, which other programs hardly disturb; it is honest
             with one thread only.
+        slow_turns: turns of a task that takes more than a second; None is as many as of the others.
     """
     now = time.perf_counter if clock == "wall" else time.thread_time
-    times: dict[Key, list[float]] = {key: [] for key in tasks}
-    for turn in range(turns + 1):
+
+    def is_done(seconds: list[float]) -> bool:
+        return slow_turns is not None and len(seconds) >= slow_turns and statistics.median(seconds) > 1
+
+    return results_in_turns(
+        {key: partial(seconds_of, task, now) for key, task in tasks.items()}, turns, is_done=is_done
+    )
+
+
+def results_in_turns(
+    tasks: Mapping[Key, Callable[[], Result]],
+    turns: int,
+    warm_up: int = 1,
+    is_done: Callable[[list[Result]], bool] = lambda results: False,
+) -> dict[Key, list[Result]]:
+    """The results of each task, turn after turn, without those of the first `warm_up` turns."""
+    results: dict[Key, list[Result]] = {key: [] for key in tasks}
+    for turn in range(warm_up + turns):
         for key, task in tasks.items():
-            synchronize()
-            start = now()
+            if is_done(results[key]):
+                continue
+            result = task()
+            if turn >= warm_up:
+                results[key].append(result)
+    return results
+
+
+def seconds_of(task: Callable[[], object], now: Callable[[], float] = time.perf_counter) -> float:
+    """Seconds of a task, work on the accelerator included."""
+    synchronize()
+    start = now()
+    task()
+    synchronize()
+    return now() - start
+
+
+def repeated(task: Callable[[], object], times: int) -> Callable[[], None]:
+    """A task that does the same several times."""
+
+    def run() -> None:
+        for _ in range(times):
             task()
-            synchronize()
-            if turn:
-                times[key].append(now() - start)
-    return times
+
+    return run
 
 
 def synchronize() -> None:

@@ -15,8 +15,6 @@ import argparse
 import os
 import statistics
 import tempfile
-import time
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,7 +35,7 @@ from benchmarks._engines import (
 )
 from benchmarks._memory import peak_bytes
 from benchmarks._models import build, multiplied
-from benchmarks._turns import device
+from benchmarks._turns import device, results_in_turns, seconds_of
 from multilin.architectures import architectures
 from multilin.errors import InputError
 from multilin.model.factory import BASELINES
@@ -144,8 +142,8 @@ def _prefill(
         labels = [label for label in decoders if position in positions[label]]
         for label in labels:
             states[label, position], peaks[label] = peak_bytes(partial(decoders[label].prefill, ids))
-        timed = {label: partial(_seconds, partial(decoders[label].prefill, ids)) for label in labels}
-        for label, seconds in _in_turns(timed, arguments.prefill_turns).items():
+        timed = {label: partial(seconds_of, partial(decoders[label].prefill, ids)) for label in labels}
+        for label, seconds in results_in_turns(timed, arguments.prefill_turns, warm_up=0).items():
             peak = None if ":" in label else peaks[label]
             row = {"task": "prefill", "model": label, "position": position, "peak_bytes": peak}
             rows.append({**row, **_speeds(seconds, position)})
@@ -187,7 +185,7 @@ def _generate(
         for key, generate in tasks.items()
     }
     rows = []
-    for (label, position), seconds in _in_turns(timed, arguments.turns).items():
+    for (label, position), seconds in results_in_turns(timed, arguments.turns, warm_up=0).items():
         row = {"task": "generate", "model": label, "position": position, "batch_size": batch_size}
         row |= costs.get((label, position), {"state_bytes": None, "memory_bytes": None})
         rows.append({**row, **_speeds(seconds, batch_size)})
@@ -200,21 +198,6 @@ def _started(decoder: Decoder, state: Any, batch_size: int) -> Generate:
     generate = decoder.start(state, batch_size)
     generate(1)
     return generate
-
-
-def _seconds(task: Callable[[], object]) -> float:
-    begin = time.perf_counter()
-    task()
-    return time.perf_counter() - begin
-
-
-def _in_turns(tasks: dict[Any, Callable[[], float]], turns: int) -> dict[Any, list[float]]:
-    """The seconds that each task returns, all of them warm already."""
-    seconds: dict[Any, list[float]] = {key: [] for key in tasks}
-    for _ in range(turns):
-        for key, task in tasks.items():
-            seconds[key].append(task())
-    return seconds
 
 
 def _speeds(seconds: list[float], num_tokens: int) -> Row:

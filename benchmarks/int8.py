@@ -5,14 +5,13 @@ time of the thread is measured instead of the time on the wall.
 """
 
 import argparse
-import statistics
-import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from benchmarks import _results
+from benchmarks._turns import repeated, seconds_in_turns
 from multilin.layers.linear import Arithmetic
 from multilin.machine import keep_freed_memory
 from multilin.model import MultilinConfig, MultilinForCausalLM
@@ -42,7 +41,7 @@ def main(argv: list[str]) -> None:
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
     keep_freed_memory()
-    clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
+    clock = "cpu" if torch.get_num_threads() == 1 else "wall"
     rows: list[dict[str, Any]] = []
     if arguments.part in (None, "products"):
         rows += _products(clock, arguments.turns)
@@ -53,22 +52,8 @@ def main(argv: list[str]) -> None:
     _results.save("int8", arguments, rows)
 
 
-def _medians(contestants: Contestants, clock: Callable[[], float], turns: int, repeats: int = 1) -> dict[str, float]:
-    """Seconds of each, measured in turns."""
-    seconds: dict[str, list[float]] = {name: [] for name in contestants}
-    for run in contestants.values():
-        run()
-    for _ in range(turns):
-        for name, run in contestants.items():
-            start = clock()
-            for _ in range(repeats):
-                run()
-            seconds[name].append((clock() - start) / repeats)
-    return {name: statistics.median(times) for name, times in seconds.items()}
-
-
 @torch.no_grad()
-def _products(clock: Callable[[], float], turns: int) -> list[dict[str, Any]]:
+def _products(clock: str, turns: int) -> list[dict[str, Any]]:
     print(
         f"products, GFLOP/s; {torch.get_num_threads()} threads; int8_linear rounds x (float32) and w, and scales back"
     )
@@ -78,16 +63,14 @@ def _products(clock: Callable[[], float], turns: int) -> list[dict[str, Any]]:
         x, weight = torch.randn(rows, n), torch.randn(m, n)
         low_x, low_weight = x.bfloat16(), weight.bfloat16()
         int8_x, int8_weight = quantize(x).values, quantize(weight, per="matrix").values
-        medians = _medians(
-            {
-                "float32": lambda x=x, w=weight: x @ w.T,
-                "bf16": lambda x=low_x, w=low_weight: x @ w.T,
-                "int8": lambda x=int8_x, w=int8_weight: torch._int_mm(x, w.T),
-                "int8_linear": lambda x=x, w=weight: int8_linear(x, w),
-            },
-            clock, turns, repeats=10,
-        )  # fmt: skip
-        rates = [2e-9 * rows * n * m / seconds for seconds in medians.values()]
+        contestants: Contestants = {
+            "float32": lambda x=x, w=weight: x @ w.T,
+            "bf16": lambda x=low_x, w=low_weight: x @ w.T,
+            "int8": lambda x=int8_x, w=int8_weight: torch._int_mm(x, w.T),
+            "int8_linear": lambda x=x, w=weight: int8_linear(x, w),
+        }
+        medians = seconds_in_turns({name: repeated(run, 10) for name, run in contestants.items()}, turns, clock)
+        rates = [2e-9 * rows * n * m / (seconds / 10) for seconds in medians.values()]
         print(
             f"{f'{rows} x {n} -> {m}':>22}"
             + "".join(f"{rate:{w}.0f}" for rate, w in zip(rates, (10, 10, 10, 13), strict=True))
@@ -110,7 +93,7 @@ def _build(architecture: str, arguments: argparse.Namespace) -> MultilinForCausa
     return model
 
 
-def _model(arguments: argparse.Namespace, clock: Callable[[], float]) -> list[dict[str, Any]]:
+def _model(arguments: argparse.Namespace, clock: str) -> list[dict[str, Any]]:
     model = _build(arguments.architecture, arguments)
     ids = torch.randint(arguments.vocab_size, (arguments.batch_size, arguments.length))
 
@@ -137,7 +120,7 @@ def _model(arguments: argparse.Namespace, clock: Callable[[], float]) -> list[di
         ("loss and gradients", step, {"bf16": FLOAT, "int8": INT8, "int8, backward too": BOTH_WAYS}),
     ):
         contestants: Contestants = {name: lambda run=run, way=way: run(way) for name, way in ways.items()}
-        medians = _medians(contestants, clock, arguments.turns)
+        medians = seconds_in_turns(contestants, arguments.turns, clock)
         for name, seconds in medians.items():
             gain = medians["bf16"] / seconds
             print(f"{title:26}{name:20}{1e3 * seconds:10.0f} ms{gain:8.2f} x")

@@ -5,18 +5,15 @@ turns counts. The limit is one pass that reads gradients and parameters and writ
 """
 
 import argparse
-import statistics
-import time
 from collections.abc import Callable
 
 import torch
 from torch import nn
 
 from benchmarks import _results
+from benchmarks._turns import device, seconds_in_turns
 from multilin.model.factory import create_model, model_names
 from multilin.training.optimizers import MatrixMoment, NormalizedSGD, parameter_groups
-
-TURNS_TO_WARM_UP = 2
 
 
 def main(argv: list[str]) -> None:
@@ -31,11 +28,7 @@ def main(argv: list[str]) -> None:
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
     rows = optimizers(arguments)
-    seconds: dict[str, list[float]] = {name: [] for name in rows}
-    for _ in range(arguments.turns + TURNS_TO_WARM_UP):
-        for name, (step, _) in rows.items():
-            seconds[name].append(measure(step))
-    medians = {name: statistics.median(times[TURNS_TO_WARM_UP:]) for name, times in seconds.items()}
+    medians = seconds_in_turns({name: step for name, (step, _) in rows.items()}, arguments.turns, "wall")
     print(f"{arguments.architecture}, width {arguments.hidden_size}, {arguments.num_layers} layers, ", end="")
     print(f"vocabulary {arguments.vocab_size}, float32, {torch.get_num_threads()} threads")
     adam = "peer: AdamW, fused"
@@ -53,13 +46,12 @@ def optimizers(
     arguments: argparse.Namespace,
 ) -> dict[str, tuple[Callable[[], object], torch.optim.Optimizer | None]]:
     """Each row of the table: a step, and the optimizer whose state is counted."""
-    device = torch.accelerator.current_accelerator() or torch.device("cpu")
 
     def model() -> nn.Module:
         network = create_model(
             arguments.architecture, hidden_size=arguments.hidden_size, num_layers=arguments.num_layers,
             vocab_size=arguments.vocab_size, n_positions=1024,
-        ).to(device)  # fmt: skip
+        ).to(device())  # fmt: skip
         torch.manual_seed(0)
         for parameter in network.parameters():
             parameter.grad = torch.randn_like(parameter)
@@ -89,17 +81,3 @@ def state_bytes(optimizer: torch.optim.Optimizer | None) -> int:
     """Bytes of every tensor of an optimizer's state."""
     states = optimizer.state.values() if optimizer is not None else ()
     return sum(slot.numel() * slot.element_size() for state in states for slot in state.values())
-
-
-def measure(step: Callable[[], object]) -> float:
-    """Seconds of one step, work on a device included."""
-    synchronize()
-    start = time.perf_counter()
-    step()
-    synchronize()
-    return time.perf_counter() - start
-
-
-def synchronize() -> None:
-    if torch.accelerator.is_available():
-        torch.accelerator.synchronize()

@@ -13,7 +13,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +20,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import _plots, _results
+from benchmarks._turns import seconds_in_turns
 from multilin.machine import keep_freed_memory, why_not
 from multilin.ops.prefix_softmax import PREFIX_SOFTMAX, portable, prefix_softmax, reference
 
@@ -111,7 +111,7 @@ def measure(shape: tuple[int, ...], window: int | None, dtype: torch.dtype, turn
     for name, way in ways.items():
         tasks[name, "forward"] = lambda way=way: forward(way)
         tasks[name, "backward"] = lambda way=way: backward(way)
-    seconds = _take_turns(tasks, turns)
+    seconds = seconds_in_turns(tasks, turns, "wall", slow_turns=3)
     limit = {kind: seconds["limit: copy", kind] for kind in ("forward", "backward")}
     return [
         {
@@ -122,20 +122,6 @@ def measure(shape: tuple[int, ...], window: int | None, dtype: torch.dtype, turn
         }
         for name in ("limit: copy", *ways)
     ]
-
-
-def _take_turns(tasks: dict[Any, Callable[[], None]], turns: int) -> dict[Any, float]:
-    """Median seconds. What takes more than a second has three turns."""
-    seconds: dict[Any, list[float]] = {key: [] for key in tasks}
-    for turn in range(turns + 1):
-        for key, task in tasks.items():
-            if len(seconds[key]) >= 3 and statistics.median(seconds[key]) > 1:
-                continue
-            begin = time.perf_counter()
-            task()
-            if turn:  # the first one warms up
-                seconds[key].append(time.perf_counter() - begin)
-    return {key: statistics.median(times) for key, times in seconds.items()}
 
 
 def one_token() -> dict[str, float]:
@@ -153,7 +139,8 @@ def one_token() -> dict[str, float]:
         for _ in range(1000):
             prefix_softmax(needed, values, needs_state=False)
 
-    microseconds = {name: 1e3 * s for name, s in _take_turns({"decode": decode, "for training": train}, 7).items()}
+    seconds = seconds_in_turns({"decode": decode, "for training": train}, 7, "wall")
+    microseconds = {name: 1e3 * value for name, value in seconds.items()}
     print("one token, microseconds: " + ", ".join(f"{name} {value:.1f}" for name, value in microseconds.items()))
     return microseconds
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import _results
-from benchmarks._turns import times_in_turns
+from benchmarks._turns import device, times_in_turns
 from multilin.inference.rollout import rollout, rollout_sequential
 from multilin.model import MultilinForCausalLM
 from multilin.model.factory import create_model
@@ -33,16 +33,15 @@ def main(argv: list[str]) -> None:
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
     torch.manual_seed(0)
-    device = torch.accelerator.current_accelerator() or torch.device("cpu")
     model = create_model(
         "linear_mixer", hidden_size=arguments.hidden_size, num_layers=1, vocab_size=arguments.vocab_size,
         n_positions=arguments.n_positions,
-    ).to(device)  # fmt: skip
+    ).to(device())  # fmt: skip
     assert isinstance(model, MultilinForCausalLM)
     rows = []
     for dtype in (torch.float32, torch.float64):
         for num_prompt in arguments.prompts:
-            prompt = torch.randint(arguments.vocab_size, (1, num_prompt), device=device)
+            prompt = torch.randint(arguments.vocab_size, (1, num_prompt), device=device())
             rows += _measure(model.to(dtype=dtype), prompt, arguments)
     _print(rows, arguments)
     _results.save("rollout", arguments, rows)

@@ -21,6 +21,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from benchmarks._engines import check_installed
 from benchmarks._memory import resident_bytes
 from benchmarks._models import build
 from benchmarks._servers import Body, Server
+from benchmarks._turns import results_in_turns
 from multilin.data.corpora import BUILT_IN
 from multilin.data.tokenizers import train_tokenizer
 from multilin.export.folder import export_run
@@ -103,16 +105,9 @@ def _streams(folder: Path, prompts: list[str], arguments: argparse.Namespace) ->
     with _serve(folder) as server:
         for count in arguments.streams:
             requests = _requests(prompts, count, arguments.tokens)
-            tasks["engine", count] = lambda count=count: _engine_speed(
-                engine, count, arguments.prompt_tokens, arguments.tokens
-            )
-            tasks["server", count] = lambda requests=requests: _server_speed(server, requests)
-        speeds: dict[tuple[str, int], list[float]] = {key: [] for key in tasks}
-        for turn in range(arguments.turns + 1):
-            for key, task in tasks.items():
-                speed = task()
-                if turn:  # the first warms up
-                    speeds[key].append(speed)
+            tasks["engine", count] = partial(_engine_speed, engine, count, arguments.prompt_tokens, arguments.tokens)
+            tasks["server", count] = partial(_server_speed, server, requests)
+        speeds = results_in_turns(tasks, arguments.turns)
     rows = []
     for count in arguments.streams:
         own, alone = (statistics.median(speeds["server", number]) for number in (count, min(arguments.streams)))
@@ -276,12 +271,8 @@ def _peer(folder: Path, prompts: list[str], arguments: argparse.Namespace) -> li
                 servers[label] = server
             except RuntimeError as error:
                 print(f"{label} is left out: {str(error)[-500:]}")
-        speeds: dict[str, list[float]] = {label: [] for label in servers}
-        for turn in range(arguments.turns + 1):
-            for label, server in servers.items():
-                speed = _server_speed(server, requests)
-                if turn:
-                    speeds[label].append(speed)
+        tasks = {label: partial(_server_speed, server, requests) for label, server in servers.items()}
+        speeds = results_in_turns(tasks, arguments.turns)
     medians = {label: statistics.median(values) for label, values in speeds.items()}
     return [{"server": label, "streams": count, "tokens_per_second": speed, "ours_over_it": medians["multilin"] / speed}
             for label, speed in medians.items()]  # fmt: skip

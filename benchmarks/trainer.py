@@ -24,6 +24,7 @@ from transformers import TrainerCallback
 
 from benchmarks import _results
 from benchmarks._processes import start_together
+from benchmarks._turns import device, synchronize
 from multilin.cli.progress import TrainingDisplay
 from multilin.training.assemble import build_model, read_text, training_order
 from multilin.training.precision import autocast_dtype
@@ -41,7 +42,7 @@ class BareLoop:
     def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe
         text = read_text(recipe)
-        self.device = torch.accelerator.current_accelerator() or torch.device("cpu")
+        self.device = device()
         self.model: Any = build_model(recipe, text).to(self.device).train()
         order = training_order(recipe, self.model, text)
         size = recipe.training.split(num_processes())[0]
@@ -54,7 +55,7 @@ class BareLoop:
     def run(self, steps: int) -> float:
         """Seconds for so many steps."""
         dtype = autocast_dtype(self.recipe.training.precision)
-        _synchronize()
+        synchronize()
         start = time.perf_counter()
         for step in range(steps):
             with torch.autocast(self.device.type, dtype, enabled=dtype is not None):
@@ -63,7 +64,7 @@ class BareLoop:
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
             self.optimizer.step()
             self.optimizer.zero_grad()
-        _synchronize()
+        synchronize()
         return time.perf_counter() - start
 
 
@@ -80,7 +81,7 @@ class TakeTurns(TrainerCallback):
         """At the start of a turn: note how long the last one took, and let the peer go."""
         if state.global_step % self.steps:
             return
-        _synchronize()
+        synchronize()
         if self._start is not None:
             self.ours.append(time.perf_counter() - self._start)
             self.bare.append(self.peer.run(self.steps))
@@ -144,11 +145,6 @@ def _recipe(arguments: argparse.Namespace, output: Path) -> Recipe:
         "output": str(output),
     }
     return resolve_recipe(load_recipe(None, overrides))
-
-
-def _synchronize() -> None:
-    if torch.accelerator.is_available():
-        torch.accelerator.synchronize()
 
 
 if __name__ == "__main__":  # torchrun

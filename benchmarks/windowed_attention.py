@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks import _results
-from benchmarks._turns import device, seconds_in_turns
+from benchmarks._turns import device, repeated, seconds_in_turns
 from multilin.machine import keep_freed_memory
 from multilin.ops.windowed_attention import windowed_attention
 
@@ -57,7 +57,7 @@ def _table(arguments: argparse.Namespace, dtype: str, direction: str) -> list[di
         # Short texts are read several times in a turn: a turn of a few milliseconds begins with a cold cache.
         repeats = max(1, TOKENS_PER_TURN // (length * arguments.batch))
         seconds = seconds_in_turns(
-            {name: _repeated(task, repeats) for name, task in tasks.items()}, arguments.turns, arguments.clock
+            {name: repeated(task, repeats) for name, task in tasks.items()}, arguments.turns, arguments.clock
         )
         per_token = {name: 1e6 * value / (length * arguments.batch * repeats) for name, value in seconds.items()}
         ours, limit, peer = per_token["ours"], per_token["limit"], per_token.get("peer")
@@ -92,17 +92,9 @@ def _tasks(arguments: argparse.Namespace, length: int, dtype: torch.dtype, with_
         return tasks
     return {
         # Two products forward, and two gradients for each of them.
-        name: _repeated(task, 3) if name == "limit" else lambda task=task: torch.autograd.grad(task(), inputs, dmeans)
+        name: repeated(task, 3) if name == "limit" else lambda task=task: torch.autograd.grad(task(), inputs, dmeans)
         for name, task in tasks.items()
     }
-
-
-def _repeated(task: Task, times: int) -> Task:
-    def run() -> None:
-        for _ in range(times):
-            task()
-
-    return run
 
 
 def _bare_products(arguments: argparse.Namespace, length: int, dtype: torch.dtype) -> Task:

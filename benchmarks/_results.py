@@ -17,8 +17,19 @@ if TYPE_CHECKING:
 Rows = Sequence[dict[str, Any]]
 
 
-def parse(parser: argparse.ArgumentParser, argv: list[str], *, draws: bool = False) -> argparse.Namespace:
-    """The arguments of a benchmark, with `--json`, and `--plot` if it draws.
+def parse(
+    parser: argparse.ArgumentParser, argv: list[str], *, draws: bool = False, threads: bool = False, clock: bool = False
+) -> argparse.Namespace:
+    """The arguments of a benchmark, with `--json`, `--plot` if it draws, and `--threads` and `--clock` on request.
+
+    Sets PyTorch's number of threads, to 1 for `--clock cpu`.
+
+    Args:
+        parser: the benchmark's own options.
+        argv: the command line.
+        draws: add `--plot`.
+        threads: add `--threads`.
+        clock: add `--threads` and `--clock`.
 
     Raises:
         InputError: a file that could not be written at the end.
@@ -26,10 +37,19 @@ def parse(parser: argparse.ArgumentParser, argv: list[str], *, draws: bool = Fal
     parser.add_argument("--json", metavar="FILE", help="file to write the figures to")
     if draws:
         parser.add_argument("--plot", metavar="FILE", help="file to draw the figures into, .png or .svg")
+    threads = threads or clock
+    if threads:
+        parser.add_argument("--threads", type=int, help="of every engine; one gives steadier figures on a busy machine")
+    if clock:
+        parser.add_argument("--clock", default="wall", choices=["wall", "cpu"], help="cpu: one thread's computing time")
     arguments = parser.parse_args(argv)
     for name in ("json", "plot"):
         if path := getattr(arguments, name, None):
             check_writable(f"--{name}", path)
+    if clock and arguments.clock == "cpu":
+        arguments.threads = 1
+    if threads and arguments.threads:
+        torch.set_num_threads(arguments.threads)
     return arguments
 
 

@@ -23,17 +23,9 @@ def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="benchmarks block_outer", description=__doc__)
     parser.add_argument("--rows", type=int, default=4096, help="tokens")
     parser.add_argument("--hidden-size", type=int, default=512, help="width of the result")
-    parser.add_argument("--shape", type=int, nargs=3, metavar=("N", "K", "J"), help="blocks and widths, instead")
     parser.add_argument("--turns", type=int, default=5)
-    parser.add_argument("--threads", type=int, help="threads of torch; one gives steadier figures on a busy machine")
-    parser.add_argument("--clock", default="wall", choices=["wall", "cpu"], help="cpu: one thread's computing time")
-    arguments = _results.parse(parser, argv)
+    arguments = _results.parse(parser, argv, clock=True)
     keep_freed_memory()
-    if arguments.clock == "cpu":
-        arguments.threads = 1
-    if arguments.threads:
-        torch.set_num_threads(arguments.threads)
-    shapes = {"given": tuple(arguments.shape)} if arguments.shape else SHAPES
     print(
         f"{arguments.rows} rows to {arguments.hidden_size}, {torch.get_num_threads()} threads, {arguments.clock} time"
     )
@@ -46,7 +38,7 @@ def main(argv: list[str]) -> None:
             **_line(name, shape, dtype, arguments),
         }
         for dtype in (torch.float32, torch.bfloat16)
-        for name, shape in shapes.items()
+        for name, shape in SHAPES.items()
     ]
     _results.save("block_outer", arguments, rows)
 

@@ -47,9 +47,7 @@ Row = dict[str, Any]
 
 
 def main(argv: list[str]) -> None:
-    arguments = _results.parse(_parser(), argv, draws=True)
-    if arguments.threads:
-        torch.set_num_threads(arguments.threads)
+    arguments = _results.parse(_parser(), argv, draws=True, threads=True)
     torch.manual_seed(0)
     check_installed(arguments.engines)
     positions = {name: _readable(name, arguments) for name in arguments.models}
@@ -261,7 +259,4 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--turn-seconds", type=float, default=0.3, help="length of a turn")
     parser.add_argument("--turns", type=int, default=9, help="turns of each in generation; the table shows medians")
     parser.add_argument("--prefill-turns", type=int, default=3, help="turns of each in prefill")
-    parser.add_argument(
-        "--threads", type=int, help="threads of every engine; one gives steadier figures on a busy machine"
-    )
     return parser

@@ -26,12 +26,8 @@ Task = Callable[[], object]
 
 
 def main(argv: list[str]) -> None:
-    arguments = _results.parse(_parser(), argv)
+    arguments = _results.parse(_parser(), argv, clock=True)
     keep_freed_memory()
-    if arguments.clock == "cpu":
-        arguments.threads = 1
-    if arguments.threads:
-        torch.set_num_threads(arguments.threads)
     print(f"batch {arguments.batch}, {arguments.length} tokens, float32, {torch.get_num_threads()} threads, ", end="")
     print(f"{arguments.clock} time, milliseconds")
     rows = [row for direction in ("forward", "forward + backward") for row in _table(arguments, direction)]
@@ -117,6 +113,4 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--turns", type=int, default=7)
     parser.add_argument("--loop-turns", type=int, default=2, help="of the loop over tokens")
-    parser.add_argument("--threads", type=int, help="threads of torch; one gives steadier figures on a busy machine")
-    parser.add_argument("--clock", default="wall", choices=["wall", "cpu"], help="cpu: one thread's computing time")
     return parser

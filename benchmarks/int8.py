@@ -36,10 +36,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--length", type=int, default=512, help="tokens of a row")
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--turns", type=int, default=7)
-    parser.add_argument("--threads", type=int, help="threads of torch")
-    arguments = _results.parse(parser, argv)
-    if arguments.threads:
-        torch.set_num_threads(arguments.threads)
+    arguments = _results.parse(parser, argv, threads=True)
     keep_freed_memory()
     clock = "cpu" if torch.get_num_threads() == 1 else "wall"
     rows: list[dict[str, Any]] = []

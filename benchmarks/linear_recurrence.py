@@ -27,14 +27,8 @@ def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="benchmarks linear_recurrence", description=__doc__)
     parser.add_argument("--shapes", nargs="+", default=SHAPES, metavar="B,T,D")
     parser.add_argument("--turns", type=int, default=7)
-    parser.add_argument("--threads", type=int, help="threads of torch; one gives steadier figures on a busy machine")
-    parser.add_argument("--clock", default="wall", choices=["wall", "cpu"], help="cpu: one thread's computing time")
-    arguments = _results.parse(parser, argv)
+    arguments = _results.parse(parser, argv, clock=True)
     keep_freed_memory()
-    if arguments.clock == "cpu":
-        arguments.threads = 1
-    if arguments.threads:
-        torch.set_num_threads(arguments.threads)
     ours = LINEAR_RECURRENCE.backend_for(device())
     print(f"ours is {ours.name}; {torch.get_num_threads()} threads, {arguments.clock} time")
     print(f"{'B,T,D':>14}{'type':>9}  {'':14}{'forward':>20}{'+ backward':>20}")

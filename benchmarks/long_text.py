@@ -36,8 +36,7 @@ def main(argv: list[str]) -> None:
 
 def _measure(task: str, length: int, arguments: argparse.Namespace) -> tuple[float, int]:
     """Seconds, and bytes of the peak above what the process held before."""
-    if not arguments.system_allocator:
-        keep_freed_memory()
+    keep_freed_memory()
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
     torch.manual_seed(0)
@@ -105,6 +104,5 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--vocab-size", type=int, default=4096)
     parser.add_argument("--precision", default="float32", choices=["float32", "bf16"])
     parser.add_argument("--checkpoint", action="store_true", help="gradient checkpointing")
-    parser.add_argument("--system-allocator", action="store_true", help="give freed memory back to the system")
     parser.add_argument("--threads", type=int, help="threads of torch; one gives steadier figures on a busy machine")
     return parser

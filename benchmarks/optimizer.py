@@ -23,10 +23,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--num-layers", type=int, default=6)
     parser.add_argument("--vocab-size", type=int, default=8192)
     parser.add_argument("--turns", type=int, default=15, help="turns of each")
-    parser.add_argument("--threads", type=int, help="threads of torch; one gives steadier figures on a busy machine")
-    arguments = _results.parse(parser, argv)
-    if arguments.threads:
-        torch.set_num_threads(arguments.threads)
+    arguments = _results.parse(parser, argv, threads=True)
     rows = optimizers(arguments)
     medians = seconds_in_turns({name: step for name, (step, _) in rows.items()}, arguments.turns, "wall")
     print(f"{arguments.architecture}, width {arguments.hidden_size}, {arguments.num_layers} layers, ", end="")

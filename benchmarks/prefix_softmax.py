@@ -35,9 +35,7 @@ Compute = Callable[..., Tensor]
 
 
 def main(argv: list[str]) -> None:
-    arguments = _results.parse(_parser(), argv, draws=True)
-    if arguments.threads:
-        torch.set_num_threads(arguments.threads)
+    arguments = _results.parse(_parser(), argv, draws=True, threads=True)
     keep_freed_memory()
     backend = PREFIX_SOFTMAX.backend_for(torch.device("cpu"))
     freed = "kept" if why_not() is None else f"given back ({why_not()})"
@@ -64,7 +62,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--windows", type=int, nargs="+", default=[0, 4, 16, 64, 256, 1024], help="0: the whole past")
     parser.add_argument("--dtypes", nargs="+", default=list(DTYPES), choices=DTYPES)
     parser.add_argument("--turns", type=int, default=15, help="turns of each; the table shows medians")
-    parser.add_argument("--threads", type=int, help="threads of torch; one gives steadier figures on a busy machine")
     return parser
 
 

@@ -36,8 +36,6 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--megabytes", type=int, nargs="+", default=[500], help="of generated text, for each size")
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--folder", type=Path, help="where text is generated, and kept; a temporary folder by default")
-    parser.add_argument("--generate-only", action="store_true", help="write the text and the tokenizer, and end")
-    parser.add_argument("--no-peers", action="store_true", help="leave out the peer and the limit")
     arguments = _results.parse(parser, argv)
     source = arguments.source or (str(DEFAULT_SOURCE) if DEFAULT_SOURCE.exists() else "python-source")
     rows: list[dict[str, Any]] = []
@@ -52,13 +50,10 @@ def main(argv: list[str]) -> None:
             text = kept / f"{size}.jsonl"
             if not text.exists():
                 generate(source, text, size * 10**6)
-            if arguments.generate_only:
-                continue
-            if not arguments.no_peers:
-                peer = [(text, tokenizer, None, 1)]
-                rows.append(_measure("peer: encode_batch_fast, one core", PEER_BYTES, _side_by_side, peer))
-                works = [(text, tokenizer, folder / f"limit{number}", 1) for number in range(max(arguments.workers))]
-                rows.append(_measure(f"limit: {len(works)} programs", len(works) * size * 10**6, _side_by_side, works))
+            peer = [(text, tokenizer, None, 1)]
+            rows.append(_measure("peer: encode_batch_fast, one core", PEER_BYTES, _side_by_side, peer))
+            works = [(text, tokenizer, folder / f"limit{number}", 1) for number in range(max(arguments.workers))]
+            rows.append(_measure(f"limit: {len(works)} programs", len(works) * size * 10**6, _side_by_side, works))
             for workers in arguments.workers:
                 output = folder / f"{size}-{workers}"
                 title = f"prepare, {size:,} MB, --workers {workers}"

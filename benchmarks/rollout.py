@@ -29,9 +29,7 @@ PARALLEL, SEQUENTIAL, RECURRENCE, LIMIT = (
 
 
 def main(argv: list[str]) -> None:
-    arguments = _results.parse(_parser(), argv)
-    if arguments.threads:
-        torch.set_num_threads(arguments.threads)
+    arguments = _results.parse(_parser(), argv, threads=True)
     torch.manual_seed(0)
     model = create_model(
         "linear_mixer", hidden_size=arguments.hidden_size, num_layers=1, vocab_size=arguments.vocab_size,
@@ -55,7 +53,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--prompts", type=int, nargs="+", default=[1, 16], help="tokens read before")
     parser.add_argument("--steps", type=int, default=256, help="outputs")
     parser.add_argument("--turns", type=int, default=7, help="turns of each; the table shows medians")
-    parser.add_argument("--threads", type=int, help="threads of torch; one gives steadier figures on a busy machine")
     return parser
 
 

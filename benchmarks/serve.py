@@ -51,7 +51,7 @@ def main(argv: list[str]) -> None:
     torch.manual_seed(0)
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(arguments.exports or temporary)
+        folder = Path(temporary)
         prompts = _prepare(folder, arguments)
         for name in arguments.models:
             for task, measure in _MEASURES.items():
@@ -70,8 +70,6 @@ def _prepare(folder: Path, arguments: argparse.Namespace) -> list[str]:
     length = arguments.prompt_tokens
     prompts = [tokenizer.decode(ids[first : first + length]) for first in range(0, len(ids) - length, length)]
     for name in [*arguments.models, *(["gpt2"] if "peer" in arguments.tasks else [])]:
-        if (folder / name).exists():
-            continue
         model = build(name, arguments, arguments.n_positions).eval()
         source = folder / "tokenizer"
         if name == "gpt2":
@@ -297,7 +295,6 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="benchmarks serve", description=__doc__)
     parser.add_argument("--models", nargs="+", default=["additive", "elita"], help="architectures")
     parser.add_argument("--tasks", nargs="+", default=list(TASKS), choices=TASKS, help="what is measured")
-    parser.add_argument("--exports", metavar="FOLDER", help="keeps exported models, for further runs of the same code")
     parser.add_argument("--hidden-size", type=int, default=256)
     parser.add_argument("--num-layers", type=int, default=6)
     parser.add_argument("--num-heads", type=int, default=4)

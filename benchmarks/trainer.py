@@ -97,15 +97,12 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--precision", default="auto", choices=["auto", "float32", "bf16"])
     parser.add_argument("--steps", type=int, default=5, help="steps of one turn")
     parser.add_argument("--turns", type=int, default=15, help="turns of each")
-    parser.add_argument("--threads", type=int, help="threads of torch; one gives steadier figures on a busy machine")
     parser.add_argument("--processes", type=int, default=1, help="that train together")
     parser.add_argument("--folder", type=Path, help="where the run is written; a temporary one by default")
-    arguments = _results.parse(parser, argv)
+    arguments = _results.parse(parser, argv, threads=True)
     if arguments.processes > num_processes():
         start_together("benchmarks.trainer", arguments.processes, argv)
         return
-    if arguments.threads:
-        torch.set_num_threads(arguments.threads)
     devices = join_processes()
     with tempfile.TemporaryDirectory() as folder:
         recipe = _recipe(arguments, (arguments.folder or Path(folder)) / "run")

@@ -80,11 +80,8 @@ class Trained:
 
 
 def main(argv: list[str]) -> None:
-    arguments = _results.parse(_parser(), argv, draws=True)
-    if not arguments.system_allocator:
-        keep_freed_memory()
-    if arguments.threads:
-        torch.set_num_threads(arguments.threads)
+    arguments = _results.parse(_parser(), argv, draws=True, threads=True)
+    keep_freed_memory()
     rows = [row for length in arguments.lengths for row in _measure(length, arguments)]
     _print(rows, arguments)
     _results.save("training_step", arguments, rows, draw)
@@ -185,8 +182,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--tokens", type=int, default=4096, help="tokens of a step, one text at least")
     parser.add_argument("--precision", default="bf16", choices=["float32", "bf16"])
     parser.add_argument("--turns", type=int, default=5, help="steps of each; the table shows medians")
-    parser.add_argument("--threads", type=int, help="threads of torch")
-    parser.add_argument("--system-allocator", action="store_true", help="give freed memory back to the system")
     return parser
 
 

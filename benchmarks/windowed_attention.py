@@ -25,18 +25,10 @@ TOKENS_PER_TURN = 8192
 
 
 def main(argv: list[str]) -> None:
-    arguments = _results.parse(_parser(), argv)
+    arguments = _results.parse(_parser(), argv, clock=True)
     keep_freed_memory()
-    if arguments.clock == "cpu":
-        arguments.threads = 1
-    if arguments.threads:
-        torch.set_num_threads(arguments.threads)
-    heads, width, value_width = arguments.heads, arguments.width, arguments.value_width
-    print(
-        f"window {arguments.window}, batch {arguments.batch}, {heads} heads of {width}, values of {value_width}, ",
-        end="",
-    )
-    print(f"{torch.get_num_threads()} threads, {arguments.clock} time")
+    sizes = f"window {arguments.window}, batch {arguments.batch}, {arguments.heads} heads of {arguments.width}"
+    print(f"{sizes}, {torch.get_num_threads()} threads, {arguments.clock} time")
     rows = [
         row
         for dtype in arguments.dtypes
@@ -69,17 +61,13 @@ def _table(arguments: argparse.Namespace, dtype: str, direction: str) -> list[di
 
 
 def _tasks(arguments: argparse.Namespace, length: int, dtype: torch.dtype, with_backward: bool) -> dict[str, Task]:
-    shape = (arguments.batch, length, arguments.heads)
-    widths = (arguments.width, arguments.width, arguments.value_width)
-    queries, keys, values = (torch.randn(*shape, width, device=device(), dtype=dtype) for width in widths)
-    inputs = [x.requires_grad_(with_backward) for x in (queries, keys, values)]
-    dmeans = torch.randn_like(values)
+    shape = (arguments.batch, length, arguments.heads, arguments.width)
+    inputs = [torch.randn(shape, device=device(), dtype=dtype, requires_grad=with_backward) for _ in range(3)]
+    dmeans = torch.randn(shape, device=device(), dtype=dtype)
 
     def ours() -> Tensor:
-        return windowed_attention(
-            *inputs, window=arguments.window, scale=arguments.width**-0.5, null_key=arguments.null_key,
-            needs_state=False,
-        )[0]  # fmt: skip
+        scale = arguments.width**-0.5
+        return windowed_attention(*inputs, window=arguments.window, scale=scale, needs_state=False)[0]
 
     def peer() -> Tensor:
         by_head = (x.transpose(1, 2) for x in inputs)
@@ -105,7 +93,7 @@ def _bare_products(arguments: argparse.Namespace, length: int, dtype: torch.dtyp
     queries = torch.randn(group, block, arguments.width, device=device(), dtype=dtype)
     keys = torch.randn(group, arguments.width, 2 * block, device=device(), dtype=dtype)
     weights = torch.randn(group, block, 2 * block, device=device(), dtype=dtype)
-    values = torch.randn(group, 2 * block, arguments.value_width, device=device(), dtype=dtype)
+    values = torch.randn(group, 2 * block, arguments.width, device=device(), dtype=dtype)
 
     def run() -> None:
         for _ in range(num_products // group):
@@ -122,11 +110,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--window", type=int, default=64)
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--heads", type=int, default=8)
-    parser.add_argument("--width", type=int, default=64, help="of a head's queries and keys")
-    parser.add_argument("--value-width", type=int, default=64)
-    parser.add_argument("--null-key", action="store_true")
+    parser.add_argument("--width", type=int, default=64, help="of a head")
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bf16"], choices=["float32", "bf16"])
     parser.add_argument("--turns", type=int, default=5)
-    parser.add_argument("--threads", type=int, help="threads of torch; one gives steadier figures on a busy machine")
-    parser.add_argument("--clock", default="wall", choices=["wall", "cpu"], help="cpu: one thread's computing time")
     return parser

@@ -6,6 +6,7 @@ import json
 import lzma
 import random
 import sys
+from argparse import ArgumentParser
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 
 import benchmarks.__main__
 from benchmarks.__main__ import main, names
+from benchmarks._results import parse
 from multilin.errors import InputError
 from tests.processes import PYTHON, run
 
@@ -66,6 +68,15 @@ def test_a_file_that_cannot_be_written_is_refused_before_any_work(
 ) -> None:
     assert main(["decode", "--json", str(tmp_path / "absent" / "found.json")]) == 1
     assert "--json: the folder" in capsys.readouterr().err
+
+
+def test_the_processor_time_of_one_thread_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    numbers: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", numbers.append)
+    assert parse(ArgumentParser(), ["--clock", "cpu", "--threads", "2"], clock=True).threads == 1
+    assert parse(ArgumentParser(), ["--threads", "2"], clock=True).clock == "wall"
+    parse(ArgumentParser(), [], threads=True)
+    assert numbers == [1, 2]
 
 
 def test_a_training_step_is_timed_beside_its_peers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks._gpu_timing import Clock, attempt
-from benchmarks._models import multiplied
+from benchmarks._models import multiplied, options_of
 from multilin.analysis.costs import state_bytes
 from multilin.architectures import architectures
 from multilin.model.factory import BASELINES, create_model
@@ -27,12 +27,8 @@ def build(name: str, hidden_size: int, num_layers: int, length: int, arguments: 
     heads = max(hidden_size // 128, 1)
     if name in PEERS_OF_FLA:
         return _of_fla(name, hidden_size, num_layers, heads, arguments)
-    options = {"num_heads": heads, "dropout": 0.0}
-    if name not in BASELINES:
-        preset = architectures()[name].preset_options()
-        options = {key: value for key, value in options.items() if getattr(preset, key, None) is not None}
     sizes = {"hidden_size": hidden_size, "num_layers": num_layers, "n_positions": length}
-    return create_model(name, vocab_size=arguments.vocab_size, options=options, **sizes)
+    return create_model(name, vocab_size=arguments.vocab_size, options=options_of(name, heads), **sizes)
 
 
 def _of_fla(name: str, hidden_size: int, num_layers: int, heads: int, arguments: argparse.Namespace) -> nn.Module:

@@ -2,6 +2,7 @@
 
 import ctypes
 import platform
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
@@ -33,6 +34,14 @@ def peak_bytes(work: Callable[[], Result]) -> tuple[Result, int | None]:
     before = resident_bytes()
     result = work()
     return result, max(_held("VmHWM", _STATUS) - before, 0)
+
+
+def own_peak_bytes() -> int:
+    """Bytes of this process in the machine's memory, at most since it began."""
+    import resource
+
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def resident_bytes(pid: int | None = None) -> int:

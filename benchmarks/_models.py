@@ -7,21 +7,27 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from multilin.architectures import architectures
-from multilin.model.factory import create_config, create_model
+from multilin.model.factory import BASELINES, create_config, create_model
 
 
 def build(name: str, arguments: argparse.Namespace, position: int) -> PreTrainedModel:
     """A model of the sizes in the arguments; `position` is the longest text of those that need one."""
-    options = {"num_heads": arguments.num_heads}
-    if name in architectures() and getattr(architectures()[name].preset_options(), "num_heads", None) is None:
-        options = {}
     sizes: dict[str, Any] = {
         "hidden_size": arguments.hidden_size, "num_layers": arguments.num_layers, "vocab_size": arguments.vocab_size,
-        "n_positions": arguments.n_positions, "options": options,
+        "n_positions": arguments.n_positions, "options": options_of(name, arguments.num_heads),
     }  # fmt: skip
     if create_config(name, **sizes).max_position_embeddings is not None:
         sizes["n_positions"] = position
     return create_model(name, **sizes)
+
+
+def options_of(name: str, num_heads: int) -> dict[str, Any]:
+    """Heads, and no dropout, where the model has a number for them."""
+    options = {"num_heads": num_heads, "dropout": 0.0}
+    if name in BASELINES:
+        return options
+    preset = architectures()[name].preset_options()
+    return {key: value for key, value in options.items() if getattr(preset, key, None) is not None}
 
 
 def multiplied(model: nn.Module) -> list[Tensor]:

@@ -7,12 +7,12 @@ in proportion to the text, that of a stream must not grow at all. The peer reads
 
 import argparse
 import multiprocessing
-import sys
 import time
 
 import torch
 
 from benchmarks import _results
+from benchmarks._memory import own_peak_bytes
 from multilin import MultilinForCausalLM
 from multilin.machine import keep_freed_memory
 from multilin.model.factory import create_model
@@ -49,10 +49,10 @@ def _measure(task: str, length: int, arguments: argparse.Namespace) -> tuple[flo
     )
     # A short text first, so that what a process needs once is not counted.
     TASKS[task](model, torch.randint(arguments.vocab_size, (1, min(256, length))), arguments)
-    ids, before = torch.randint(arguments.vocab_size, (1, length)), _peak_bytes()
+    ids, before = torch.randint(arguments.vocab_size, (1, length)), own_peak_bytes()
     started = time.perf_counter()
     TASKS[task](model, ids, arguments)
-    return time.perf_counter() - started, _peak_bytes() - before
+    return time.perf_counter() - started, own_peak_bytes() - before
 
 
 def _train(model: MultilinForCausalLM, ids: torch.Tensor, arguments: argparse.Namespace) -> None:
@@ -84,13 +84,6 @@ TASKS = {"train": _train, "stream": _stream, "read at once": _read_at_once}
 
 def _autocast(arguments: argparse.Namespace) -> torch.autocast:
     return torch.autocast("cpu", torch.bfloat16, enabled=arguments.precision == "bf16")
-
-
-def _peak_bytes() -> int:
-    import resource
-
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def _parser() -> argparse.ArgumentParser:

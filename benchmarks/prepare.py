@@ -83,23 +83,30 @@ def generate(source: str, path: Path, num_bytes: int) -> None:
 
 def _measure(title: str, num_bytes: int, work: Callable[..., None], *arguments: Any) -> dict[str, Any]:
     with _Watch() as watch:
-        begin = time.perf_counter()
+        begin, cpu_begin = time.perf_counter(), _cpu_seconds()
         work(*arguments)
-        seconds = time.perf_counter() - begin
+        seconds, cpu_seconds = time.perf_counter() - begin, _cpu_seconds() - cpu_begin
     rate = num_bytes / 1e6 / seconds
-    per_cpu = num_bytes / 1e6 / sum(watch.cpu_seconds.values())
+    per_cpu = num_bytes / 1e6 / cpu_seconds
     held = f"{watch.total / 1e6:9.0f}{watch.largest / 1e6:17.0f}"
     print(f"{title:44}{seconds:9.1f}{rate:8.2f}{per_cpu:14.2f}{held}", flush=True)
     return {"name": title, "seconds": seconds, "megabytes_per_second": rate, "megabytes_per_cpu_second": per_cpu,
             "peak_bytes": watch.total, "largest_process_bytes": watch.largest}  # fmt: skip
 
 
+def _cpu_seconds() -> float:
+    """CPU time of all processes that this one started and that have ended, and of those that they started."""
+    import resource
+
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
 class _Watch:
-    """The most memory that the processes started by this one held, together and one of them, and their CPU time."""
+    """The most memory that the processes started by this one held, together and one of them."""
 
     def __enter__(self) -> "_Watch":
         self.total = self.largest = 0
-        self.cpu_seconds: dict[int, float] = {}
         self._ends = threading.Event()
         self._thread = threading.Thread(target=self._look)
         self._thread.start()
@@ -115,8 +122,6 @@ class _Watch:
             for pid in _descendants(os.getpid()):
                 with contextlib.suppress(OSError, StopIteration):  # it has ended
                     held.append(resident_bytes(pid))
-                    user, system = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]
-                    self.cpu_seconds[pid] = (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
             self.total, self.largest = max(self.total, sum(held)), max(self.largest, *held, 0)
 
 

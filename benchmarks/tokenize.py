@@ -6,7 +6,6 @@ document at a time, and tokenizers' call for many; the limit is reading the text
 
 import argparse
 import multiprocessing
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import _results
+from benchmarks._memory import own_peak_bytes
 from multilin.data.corpora import Document, read_documents
 from multilin.data.packing import pack
 from multilin.data.tokenizers import load_tokenizer, train_tokenizer
@@ -51,8 +51,6 @@ def _measure(title: str, work: Callable[..., int], source: str, *arguments: obje
 
 def _timed(work: Callable[..., int], source: str, *arguments: object) -> tuple[float, int, int, int]:
     """Seconds, bytes of text, tokens made, peak bytes of this process."""
-    import resource
-
     size = 0
 
     def documents() -> Iterator[Document]:
@@ -63,9 +61,7 @@ def _timed(work: Callable[..., int], source: str, *arguments: object) -> tuple[f
 
     started = time.perf_counter()
     tokens = work(documents(), *arguments)
-    seconds = time.perf_counter() - started
-    unit = 1 if sys.platform == "darwin" else 1024
-    return seconds, size, tokens, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    return time.perf_counter() - started, size, tokens, own_peak_bytes()
 
 
 def _read(documents: Iterable[Document]) -> int:

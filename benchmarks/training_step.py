@@ -28,7 +28,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks import _plots, _results
-from benchmarks._models import multiplied
+from benchmarks._models import multiplied, options_of
 from benchmarks._turns import times_in_turns
 from multilin.architectures import architectures
 from multilin.machine import keep_freed_memory
@@ -133,18 +133,13 @@ def _model(name: str, length: int, arguments: argparse.Namespace) -> nn.Module:
     name, _, given = name.partition(":")
     if name in PACKAGE:
         return _package_model(name, length, arguments)
-    options = {"num_heads": arguments.num_heads, "dropout": 0.0}
-    if name not in BASELINES:
-        # Heads and dropout where the architecture has a number for them.
-        preset = architectures()[name].preset_options()
-        options = {key: value for key, value in options.items() if getattr(preset, key, None) is not None}
     return create_model(
         name,
         hidden_size=arguments.hidden_size,
         num_layers=arguments.num_layers,
         vocab_size=arguments.vocab_size,
         n_positions=length,
-        options=options | (json.loads(given) if given else {}),
+        options=options_of(name, arguments.num_heads) | (json.loads(given) if given else {}),
     )
 
 

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import benchmarks.__main__
+from benchmarks import prepare
 from benchmarks.__main__ import main, names
 from benchmarks._results import parse
 from multilin.errors import InputError
@@ -168,6 +169,12 @@ def test_an_op_is_timed_beside_the_limit(tmp_path: Path, monkeypatch: pytest.Mon
         "limit: copy", "ours", "portable", "cumulative sums", "definition"
     }  # fmt: skip
     assert (tmp_path / "drawn.png").read_bytes().startswith(PNG)
+
+
+def test_a_process_that_ends_before_the_first_look_has_its_speed() -> None:
+    row = prepare._measure("nothing", 10**6, run, [sys.executable, "-S", "-c", "pass"])
+    assert row["megabytes_per_second"] > 0
+    assert row["megabytes_per_cpu_second"] > 0
 
 
 def test_a_recurrence_is_timed_beside_the_limit(tmp_path: Path) -> None:

@@ -11,16 +11,14 @@ import sys
 import traceback
 from pathlib import Path
 
-from benchmarks import _results, machine
+from benchmarks import _machine, _results
 from multilin.errors import InputError
-
-_NO_BENCHMARK = {"machine"}
 
 
 def names() -> list[str]:
-    """The benchmarks of this folder: every module with a `main`."""
+    """The benchmarks of this folder: every module whose name begins with a letter."""
     names = (module.name for module in pkgutil.iter_modules([str(Path(__file__).parent)]))
-    return sorted(name for name in names if not name.startswith("_") and name not in _NO_BENCHMARK)
+    return sorted(name for name in names if not name.startswith("_"))
 
 
 def main(argv: list[str]) -> int:
@@ -33,7 +31,7 @@ def main(argv: list[str]) -> int:
         return 2
     if chosen.save:
         chosen.save.mkdir(parents=True, exist_ok=True)
-    machine.main()
+    _machine.show()
     return max(_run(name, rest[1:], chosen.save, is_named=bool(rest)) for name in rest[:1] or names())
 
 

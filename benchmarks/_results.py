@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from benchmarks import machine
+from benchmarks import _machine
 from multilin.files import atomic_file, check_writable, write_whole
 
 if TYPE_CHECKING:
@@ -69,5 +69,5 @@ def save(
 
 def save_json(path: str | Path, asked: dict[str, Any], results: dict[str, Any]) -> None:
     """Write what was asked, on which machine, and what came of it."""
-    depends_on = {**machine.description(), "threads": torch.get_num_threads()}
+    depends_on = {**_machine.description(), "threads": torch.get_num_threads()}
     write_whole(path, json.dumps({**asked, **depends_on, **results}, indent=2, default=str) + "\n")

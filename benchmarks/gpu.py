@@ -12,14 +12,16 @@ Each part has its allowance of time; what fails, or is not reached, says so in t
 """
 
 import argparse
-import json
 import os
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
-from benchmarks import machine
+import torch
+
+from benchmarks import _machine, _results
+from benchmarks._gpu_timing import Clock, attempt, kernels_of_the_gpu
 
 SHARES = {"limits": 0.05, "checks": 0.12, "poolings": 0.2, "matrices": 0.1, "decoding": 0.15, "training": 0.38}
 """What each part may take of the whole time."""
@@ -31,17 +33,15 @@ TINY: dict[str, Any] = {
 }  # fmt: skip
 """The sizes of a dry run."""
 
-BY_NAME_ONLY = None if machine.accelerator() != "none" else "there is no GPU; `--dry` checks the kernels without one"
+BY_NAME_ONLY = None if _machine.accelerator() != "none" else "there is no GPU; `--dry` checks the kernels without one"
 
 
 def main(argv: list[str]) -> int:
-    arguments = _parser().parse_args(argv)
+    arguments = _results.parse(_parser(), argv)
     if arguments.dry:
-        # Before triton is imported: it decides there and then what a kernel is.
+        # Before a kernel is imported: triton decides there and then what it is.
         os.environ["TRITON_INTERPRET"] = "1"
         vars(arguments).update(TINY)
-    import torch
-
     if not arguments.dry and not torch.cuda.is_available():
         print("benchmarks gpu: PyTorch sees no CUDA device; --dry checks the kernels on the CPU", file=sys.stderr)
         return 2
@@ -50,22 +50,16 @@ def main(argv: list[str]) -> int:
         return 2
     result = _run(arguments)
     if arguments.json:
-        from multilin.files import write_whole
-
-        write_whole(arguments.json, json.dumps(result, indent=2, default=str) + "\n")
+        _results.save_json(arguments.json, {"name": "gpu", "arguments": vars(arguments)}, result)
     return 0 if _print(result, arguments) else 1
 
 
 def _run(arguments: argparse.Namespace) -> dict[str, Any]:
-    import torch
-
     from benchmarks import _gpu_models, _gpu_ops
-    from benchmarks._gpu_timing import Clock, attempt, kernels_of_the_gpu
 
     torch.manual_seed(0)
     device = torch.device("cpu" if arguments.dry else "cuda")
-    described = {"gpu": machine.accelerator(), "versions": machine.versions(), "commit": machine.commit()}
-    result: dict[str, Any] = {"timed": not arguments.dry, **described, "arguments": vars(arguments), "limits": {}}
+    result: dict[str, Any] = {"timed": not arguments.dry, "limits": {}}
     parts: dict[str, Callable[[Clock], dict[str, Any]]] = {
         "limits": lambda clock: _gpu_ops.limits(clock, device, arguments),
         "checks": lambda clock: _gpu_ops.checks(clock, device, arguments),
@@ -85,7 +79,7 @@ def _run(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _print(result: dict[str, Any], arguments: argparse.Namespace) -> bool:
-    """The findings, one line each; True if nothing that was checked is wrong."""
+    """The findings, one line each; True if every part ran, and nothing that was checked is wrong."""
     for part in arguments.parts:
         print(f"\n{part}")
         for name, figures in result[part].items():
@@ -93,15 +87,13 @@ def _print(result: dict[str, Any], arguments: argparse.Namespace) -> bool:
     checked = [figures for figures in result.get("checks", {}).values() if isinstance(figures, dict)]
     wrong = sum(not figures.get("passed", False) for figures in checked)
     print(f"\n{len(checked)} checks against float64, {wrong} of them failed")
-    failed = [name for part in arguments.parts for name, figures in result[part].items() if _failure(figures)]
+    parts = [result[part] for part in arguments.parts]
+    has_failed = any("failed" in part for part in parts) or ("checks" in arguments.parts and not checked)
     if arguments.dry:
         print("A dry run: kernels were interpreted on the CPU, and nothing was timed.")
-        return not wrong and not failed
-    return not wrong
-
-
-def _failure(figures: Any) -> bool:
-    return isinstance(figures, dict) and "failed" in figures
+        entries = [entry for part in parts for entry in part.values() if isinstance(entry, dict)]
+        has_failed |= any("failed" in entry for entry in entries)
+    return not wrong and not has_failed
 
 
 def _in_words(figures: Any) -> str:
@@ -124,7 +116,6 @@ def _parser() -> argparse.ArgumentParser:
         prog="benchmarks gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--dry", action="store_true", help="tiny shapes through the interpreter; times nothing")
-    parser.add_argument("--json", help="file to write the findings to")
     parser.add_argument("--minutes", type=float, default=8.0, help="of all parts together")
     parser.add_argument("--parts", nargs="+", choices=SHARES, default=list(SHARES))
     shapes = [(4, 2048, 16, 128), (1, 8192, 96, 128), (1, 131072, 16, 64)]

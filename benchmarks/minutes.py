@@ -16,7 +16,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from benchmarks import _results, machine
+from benchmarks import _machine, _results
 from multilin.analysis.budget.law import (
     LAW,
     RUNS,
@@ -77,7 +77,7 @@ def _print_fit(runs: list[MeasuredRun]) -> Law:
 
 
 def _train_all(arguments: argparse.Namespace) -> None:
-    commit = machine.commit()
+    commit = _machine.commit()
     done = {_key(dataclasses.asdict(run)) for run in load_runs(arguments.runs)}
     points = []
     for text, architecture, size, vocab_size, rate, tokens in itertools.product(

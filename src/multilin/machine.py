@@ -113,10 +113,11 @@ def _version(package: str) -> str | None:
 def _device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return f"cuda ({torch.cuda.device_count()} x {torch.cuda.get_device_name()})"
-    return device.type if device.type != "cpu" else f"cpu ({_cpu_name()})"
+    return device.type if device.type != "cpu" else f"cpu ({cpu_name()})"
 
 
-def _cpu_name() -> str:
+def cpu_name() -> str:
+    """The processor's name as the system tells it."""
     path = Path("/proc/cpuinfo")
     lines = path.read_text(errors="replace").splitlines() if path.exists() else []
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import benchmarks.__main__
-from benchmarks import prepare
+from benchmarks import gpu, prepare
 from benchmarks.__main__ import main, names
 from benchmarks._results import parse
 from multilin.errors import InputError
@@ -55,6 +55,24 @@ def test_a_dry_run_for_gpus_checks_everything_and_times_nothing(tmp_path: Path) 
         for entry in found[part].values()
     )
     assert found["matrices"]["int8_linear, 9 x 16 x 64"]["forward_ms"] is None
+
+
+@pytest.mark.parametrize(
+    ("found", "status"),
+    [
+        ({"checks": {"an op": {"passed": True}}, "limits": {"copy": 1.0}}, 0),
+        ({"checks": {"an op": {"passed": False}}, "limits": {"copy": 1.0}}, 1),
+        ({"checks": {"failed": "ImportError: no kernel"}, "limits": {"copy": 1.0}}, 1),
+        ({"checks": {}, "limits": {"copy": 1.0}}, 1),
+        ({"checks": {"an op": {"passed": True}}, "limits": {"failed": "RuntimeError: no memory"}}, 1),
+    ],
+)
+def test_a_part_that_fails_as_a_whole_is_a_failure(
+    monkeypatch: pytest.MonkeyPatch, found: dict[str, Any], status: int
+) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    monkeypatch.setattr(gpu, "_run", lambda arguments: found)
+    assert gpu.main(["--dry", "--parts", "checks", "limits"]) == status
 
 
 def test_without_a_card_nothing_is_timed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,26 +6,16 @@ import platform
 import subprocess
 from pathlib import Path
 
+import torch
+
+from multilin.machine import cpu_name
+from multilin.ops.threads import available_cores
+
 _PACKAGES = ("torch", "transformers", "tokenizers", "numpy", "numba", "triton")
-
-
-def processor() -> str:
-    """The processor's name as the system tells it."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    named = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return named[0] if named else platform.processor() or platform.machine()
-
-
-def cores() -> int:
-    """Cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def accelerator() -> str:
     """The first GPU's name, or `none`."""
-    import torch
-
     return torch.cuda.get_device_name(0) if torch.cuda.is_available() else "none"
 
 
@@ -58,17 +48,13 @@ def description() -> dict[str, str]:
     load = f", load {os.getloadavg()[0]:.1f}" if hasattr(os, "getloadavg") else ""
     system = f"{platform.system()} {platform.release()}"
     return {
-        "machine": f"{processor()}, {cores()} cores{load}; {system}; GPU: {accelerator()}",
+        "machine": f"{cpu_name()}, {available_cores()} cores{load}; {system}; GPU: {accelerator()}",
         "versions": ", ".join(f"{name} {version}" for name, version in versions().items()),
         "commit": commit(),
     }
 
 
-def main(argv: list[str] | None = None) -> None:
-    """Print it."""
+def show() -> None:
+    """Print the description."""
     for name, value in description().items():
         print(f"{name:9}{value}")
-
-
-if __name__ == "__main__":
-    main()

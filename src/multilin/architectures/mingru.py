@@ -96,11 +96,9 @@ class MinGruLayer(ResidualBlock):
 def preset(sizes: Sizes, choices: MinGruOptions) -> Preset:
     """No positions, so no limit on the text; tied output, final LayerNorm."""
     return Preset(
-        layers=[MinGruOptions.from_choices(choices)] * sizes.num_layers,
+        layers=[choices] * sizes.num_layers,
         model={"n_positions": None, "embedding_dropout": choices.dropout},
-        training=TrainingDefaults(
-            learning_rate=1e-3, betas=(0.9, 0.99), weight_decay=0.1, schedule="cosine", warmup_steps=100
-        ),
+        training=TrainingDefaults(learning_rate=1e-3, betas=(0.9, 0.99), weight_decay=0.1, schedule="cosine"),
     )
 
 

@@ -20,8 +20,8 @@ from multilin.layers.linear import Arithmetic, Linear, set_arithmetic
 from multilin.layers.norms import TileNorm, normalize_gradient
 from multilin.model.config import MultilinConfig
 from multilin.model.documents import Packing, read_packing
-from multilin.model.embedding import TokenEmbedding, check_mask
-from multilin.model.padding import ColumnOrder, pads_after_tokens
+from multilin.model.embedding import TokenEmbedding
+from multilin.model.padding import ColumnOrder, check_mask, pads_after_tokens
 from multilin.model.remote import write_auto_file
 from multilin.model.state import TextState, layer_kinds, open_state
 from multilin.model.state_tree import map_tensors, put_rows
@@ -233,11 +233,6 @@ class MultilinModel(MultilinPreTrainedModel):
         normed: Tensor = self.norm(x_BTD)
         scale = self.config.final_scale
         return normed if scale == 1.0 else normed * scale
-
-    @property
-    def packs(self) -> bool:
-        """Whether several documents can share a row (document_ids)."""
-        return not self.unpackable
 
     def get_input_embeddings(self) -> nn.Module:
         """The token embedding."""

@@ -50,7 +50,7 @@ class TokenEmbedding(nn.Module):
         self,
         tokens: Tensor,
         state: EmbeddingState | None,
-        attention_mask: Tensor | None,
+        mask: Tensor | None,
         packing: Packing,
         needs_state: bool,
     ) -> tuple[Layout, EmbeddingState | None]:
@@ -59,7 +59,7 @@ class TokenEmbedding(nn.Module):
         Args:
             tokens: (B, T) ids or (B, T, D) embeddings.
             state: state after the earlier tokens.
-            attention_mask: (B, >= T) 0 where there is padding; the last T columns belong to these tokens.
+            mask: (B, T) bool, False where there is padding.
             packing: where documents begin, and positions to use instead of counting.
             needs_state: whether to return the next state.
 
@@ -69,7 +69,7 @@ class TokenEmbedding(nn.Module):
         num_batch, num_time = tokens.shape[:2]
         if num_time == 0:
             raise InputError("input_ids: no tokens given, but at least one is needed in each row")
-        padding_BT = None if attention_mask is None else ~check_mask(attention_mask, num_batch, num_time)
+        padding_BT = None if mask is None else ~mask
         state_before = state or EmbeddingState(*(tokens.new_zeros(num_batch, dtype=torch.long) for _ in range(3)))
         if padding_BT is None:
             num_before_BT = state_before.num_read_B[:, None] + torch.arange(num_time, device=tokens.device)
@@ -153,22 +153,3 @@ def _state_after(tokens: Tensor, layout: Layout, packing: Packing, before: Embed
     hash_B = hash_tokens(ids_BT, hash_B, counts_BT)
     num_read_B = torch.where(is_empty_B, num_read_B, layout.positions_BT.gather(1, last_B1)[:, 0] + 1)
     return EmbeddingState(num_read_B, document_B, hash_B)
-
-
-def check_mask(attention_mask: Tensor, num_batch: int, num_time: int) -> Tensor:
-    """The last T columns of a mask as (B, T) bool, True for a token.
-
-    Raises:
-        InputError: another shape, or numbers other than 0 and 1.
-    """
-    if attention_mask.ndim != 2 or attention_mask.shape[0] != num_batch or attention_mask.shape[1] < num_time:
-        raise InputError(
-            f"attention_mask: shape {tuple(attention_mask.shape)} given, but it must be ({num_batch}, {num_time})"
-        )
-    if attention_mask.dtype != torch.bool and not torch.compiler.is_compiling():
-        low, high = (x.item() for x in attention_mask.aminmax())
-        # Some packers number documents in the mask; taken for ones they would see each other.
-        if low < 0 or high > 1:
-            wrong = high if high > 1 else low
-            raise InputError(f"attention_mask: {wrong:g} given, but it must be 0 for padding or 1 for a token")
-    return attention_mask[:, -num_time:] != 0

@@ -154,15 +154,7 @@ class MultilinForCausalLM(MultilinPreTrainedModel, StatefulGenerationMixin):
     @property
     def packs(self) -> bool:
         """Whether several documents can share a row (document_ids)."""
-        return self.model.packs
-
-    def get_output_embeddings(self) -> nn.Module:
-        """The output head."""
-        return self.lm_head
-
-    def set_output_embeddings(self, new_embeddings: nn.Linear) -> None:
-        """Replace the output head."""
-        self.lm_head = new_embeddings
+        return not self.model.unpackable
 
     @torch.no_grad()
     def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Module:

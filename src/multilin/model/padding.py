@@ -1,4 +1,4 @@
-"""Padding after tokens: the tokens of each row are moved together and read, and the results moved back.
+"""Checks a mask; where padding follows tokens, moves each row's tokens together to be read, and the results back.
 
 Padding before the first token of a sequence has no effect. After a token it has: a window would keep it instead of a
 token.
@@ -8,6 +8,27 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from multilin.errors import InputError
+
+
+def check_mask(attention_mask: Tensor, num_batch: int, num_time: int) -> Tensor:
+    """The last T columns of a mask as (B, T) bool, True for a token.
+
+    Raises:
+        InputError: another shape, or numbers other than 0 and 1.
+    """
+    if attention_mask.ndim != 2 or attention_mask.shape[0] != num_batch or attention_mask.shape[1] < num_time:
+        raise InputError(
+            f"attention_mask: shape {tuple(attention_mask.shape)} given, but it must be ({num_batch}, {num_time})"
+        )
+    if attention_mask.dtype != torch.bool and not torch.compiler.is_compiling():
+        low, high = (x.item() for x in attention_mask.aminmax())
+        # Some packers number documents in the mask; taken for ones they would see each other.
+        if low < 0 or high > 1:
+            wrong = high if high > 1 else low
+            raise InputError(f"attention_mask: {wrong:g} given, but it must be 0 for padding or 1 for a token")
+    return attention_mask[:, -num_time:] != 0
 
 
 def pads_after_tokens(mask: Tensor, is_start: bool, only_gaps: bool) -> bool:

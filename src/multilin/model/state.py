@@ -11,7 +11,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from multilin.errors import InputError
 from multilin.model.config import MultilinConfig
 from multilin.model.rings import from_ring, grow, join_rings, map_windows, to_ring, write
-from multilin.model.state_tree import map_tensors, named_tensors, with_tensors
+from multilin.model.state_tree import map_tensors, named_tensors
 from multilin.ops.ring import Ring
 
 LONGEST_STEP = 16  # new tokens that are read from rings; more are read faster from windows in their order
@@ -109,7 +109,8 @@ class TextState(Cache):
 
     def replace_tensors(self, tensors: Mapping[str, Tensor]) -> None:
         """Replace all tensors by those of the same names, see `named_tensors`."""
-        self.values = [with_tensors(value, name, tensors) for name, value in zip(self._names, self.values, strict=True)]
+        in_order = (tensors[name] for name, _ in self.named_tensors())
+        self.values = [map_tensors(lambda _: next(in_order), value) for value in self.values]
 
     def clone(self) -> "TextState":
         """An independent copy: a snapshot to come back to."""

@@ -1,18 +1,18 @@
 """States of layers as (nested) NamedTuples of tensors: every tensor by its name, changed, or some of its rows."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import Tensor
 
 
-def map_tensors(function: Callable[[Tensor], Tensor], state: Any) -> Any:
-    """Apply a function to every tensor of a (nested) NamedTuple."""
+def map_tensors(function: Callable[..., Tensor], state: Any, *others: Any) -> Any:
+    """Apply a function to every tensor of a (nested) NamedTuple, and to its place in others of the same form."""
     if isinstance(state, Tensor):
-        return function(state)
+        return function(state, *others)
     if state is None or isinstance(state, int):
         return state
-    return type(state)(*(map_tensors(function, part) for part in state))
+    return type(state)(*(map_tensors(function, *parts) for parts in zip(state, *others, strict=True)))
 
 
 def named_tensors(state: Any, name: str) -> Iterator[tuple[str, Tensor]]:
@@ -24,22 +24,10 @@ def named_tensors(state: Any, name: str) -> Iterator[tuple[str, Tensor]]:
             yield from named_tensors(part, f"{name}.{field}")
 
 
-def with_tensors(state: Any, name: str, tensors: Mapping[str, Tensor]) -> Any:
-    """The same (nested) NamedTuple with the tensors of these dotted names."""
-    if isinstance(state, Tensor):
-        return tensors[name]
-    if state is None:
-        return None
-    parts = zip(state._fields, state, strict=True)
-    return type(state)(*(with_tensors(part, f"{name}.{field}", tensors) for field, part in parts))
-
-
 def put_rows(states: list[Any], parts: list[Any], rows: Tensor) -> list[Any]:
     """The states with `rows` replaced by the rows of `parts`, in order."""
 
-    def put(state: Any, part: Any) -> Any:
-        if isinstance(state, Tensor):
-            return state.index_copy(0, rows, part.to(state.dtype))
-        return None if state is None else type(state)(*map(put, state, part))
+    def put(old: Tensor, new: Tensor) -> Tensor:
+        return old.index_copy(0, rows, new.to(old.dtype))
 
-    return list(map(put, states, parts))
+    return [map_tensors(put, *pair) for pair in zip(states, parts, strict=True)]

@@ -3,7 +3,7 @@
 import numpy as np
 from numba import njit
 
-from multilin.ops.kernels.cpu_intrinsics import DOTS, ONE, SCALARS, ZERO, arguments_of, exp_negative, part_of
+from multilin.ops.kernels.cpu_intrinsics import DOTS, ONE, SCALARS, ZERO, arguments_of, exp_negative, part_of, sum_of
 
 LOG_2 = np.float32(0.6931471805599453)
 LANES = 16
@@ -63,15 +63,6 @@ def add_scaled(x, y, factor, sums):
     for i in range(x.size):
         sums[i] += factor * x[i]
         total += x[i] * y[i]
-    return total
-
-
-@njit(**DOTS)
-def sum_of(x):
-    """The sum."""
-    total = ZERO
-    for s in range(x.size):
-        total += x[s]
     return total
 
 

@@ -132,6 +132,15 @@ def narrow(typing_context, number, other):
     return other(types.float32, other), generate
 
 
+@njit(**DOTS)
+def sum_of(x):
+    """Sum of the numbers."""
+    total = ZERO
+    for i in range(x.size):
+        total += x[i]
+    return total
+
+
 @njit(**SCALARS)
 def exp_negative(x):
     """e^x for x <= 0 in float32, 0 below -87; the polynomial of Cephes' expf, which the compiler can vectorise."""

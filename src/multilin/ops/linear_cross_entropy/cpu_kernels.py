@@ -8,7 +8,6 @@ import numpy as np
 from numba import njit
 
 from multilin.ops.kernels.cpu_intrinsics import (
-    DOTS,
     ONE,
     SCALARS,
     ZERO,
@@ -16,6 +15,7 @@ from multilin.ops.kernels.cpu_intrinsics import (
     exp_negative,
     narrow,
     part_of,
+    sum_of,
     widen,
 )
 
@@ -45,15 +45,6 @@ def largest(scores):
     if has_nan != 0:
         return NAN
     return np.int32(top).view(np.float32) if top >= 0 else -np.int32(-top).view(np.float32)
-
-
-@njit(**DOTS)
-def total(scores):
-    """Sum of the numbers."""
-    result = ZERO
-    for j in range(scores.size):
-        result += scores[j]
-    return result
 
 
 @njit(**SCALARS)
@@ -99,9 +90,9 @@ def forward(task, elements, index, sources):
             continue
         read(logits, bias, scores)
         top, wanted = largest(scores), scores[target]
-        mean = total(scores) / np.float32(width) if smoothing != ZERO else ZERO
+        mean = sum_of(scores) / np.float32(width) if smoothing != ZERO else ZERO
         exponentials(scores, top)
-        weight = total(scores)
+        weight = sum_of(scores)
         losses[i] = np.float32(np.log(np.float64(weight))) + top - kept * wanted - smoothing * mean
         if makes_gradient != 0:
             factor = ONE / weight if top == top else NAN

@@ -7,8 +7,6 @@ Forward: h_t = q_t h_(t-1) + z_t c_t with c = g(u), z = sigmoid(k), q = 1 - z = 
 where g' is 1 for u >= 0, else c (1 - c). z, q and c are made again from the inputs, which costs less than to read them.
 """
 
-# mypy: allow-untyped-defs, allow-incomplete-defs
-
 import numpy as np
 from numba import njit
 

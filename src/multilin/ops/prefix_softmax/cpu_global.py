@@ -20,8 +20,6 @@ Fewer texts than threads: time is cut in parts, one for each thread, and those i
 tell every part how its past, or backward its future, ends (second launch).
 """
 
-# mypy: allow-untyped-defs, allow-incomplete-defs
-
 import numpy as np
 from numba import njit
 

@@ -7,8 +7,6 @@ and is nothing but multiplications and additions with those weights.
 Names: `i` row of the positions at hand, `h` head, `d` component, `k` component of all heads together.
 """
 
-# mypy: allow-untyped-defs, allow-incomplete-defs
-
 import ctypes
 
 import numpy as np

@@ -17,8 +17,6 @@ Backward, block by block from the last one, with d_t = dy_t . y_t:
 RA, RB: the same with g d and h d. It is the forward network read from its end, so every factor is in [0, 1].
 """
 
-# mypy: allow-untyped-defs, allow-incomplete-defs
-
 import numpy as np
 from numba import njit
 

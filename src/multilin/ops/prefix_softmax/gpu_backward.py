@@ -9,8 +9,6 @@ in the next block by the rows before j + window: two triangles per chunk, and be
 chunks of the own block, one for the earlier chunks of the next.
 """
 
-# mypy: allow-untyped-defs, allow-incomplete-defs
-
 import triton
 import triton.language as tl
 

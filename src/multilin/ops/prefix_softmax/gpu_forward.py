@@ -11,8 +11,6 @@ the block before. Tokens of the second kind are computed first, from the last ch
 Windows up to a chunk need only the triangles.
 """
 
-# mypy: allow-untyped-defs, allow-incomplete-defs
-
 import triton
 import triton.language as tl
 

@@ -11,8 +11,6 @@ p_tj = exp(l_j - M_t) / D_t with the row's total D_t and delta_t = dy_t . y_t. A
 exp(l_j - low) times theirs. No logit that a row reads is above its M_t, so these factors are in [0, 1] too.
 """
 
-# mypy: allow-untyped-defs, allow-incomplete-defs
-
 import triton
 import triton.language as tl
 

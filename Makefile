@@ -20,7 +20,7 @@ lint: $(VENV)/.installed-dev  ## format, lint and type checks
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-bench: $(VENV)/.installed-dev  ## run every benchmark; tables, JSON and plots into runs/benchmarks
+bench: $(VENV)/.installed-dev  ## run all benchmarks but those that need hours, gigabytes, a text or a card; into runs/benchmarks
 	$(BIN)/python -m benchmarks --save runs/benchmarks
 
 docs: $(VENV)/.installed-dev  ## build the documentation site into site/

@@ -1,4 +1,4 @@
-"""Parts of a run on a GPU: each has an allowance of time, and a failure is written down while the others go on."""
+"""Timing within a time limit per part; failures are recorded and the run goes on."""
 
 import statistics
 import time

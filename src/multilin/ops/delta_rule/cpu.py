@@ -1,4 +1,4 @@
-"""As `elementwise`, compiled for a CPU: one pass over the numbers, in place; the kernels are in `cpu_kernels`."""
+"""CPU kernels for the steps of `elementwise`, in place, with one pass over memory."""
 
 import torch
 from torch import Tensor

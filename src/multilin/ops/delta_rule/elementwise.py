@@ -1,4 +1,4 @@
-"""What the delta rule does to numbers one by one, from PyTorch operations, for n chunks of C tokens."""
+"""Element-wise steps of the delta rule in PyTorch, for n chunks of C tokens."""
 
 import torch
 from torch import Tensor

@@ -32,9 +32,9 @@ def multiply(left: Tensor, right: Tensor) -> Tensor:
 
 
 class PortableSteps:
-    """What surrounds the integer products; `CpuSteps` and `GpuSteps` do the same with fewer passes over memory.
+    """Rounding before and scaling after the int8 products.
 
-    Rows are 2-D: (R, width).
+    `CpuSteps` and `GpuSteps` do the same with fewer passes over memory. Rows are 2-D: (R, width).
     """
 
     block_outer: Any = block_outer  # how pairs of floats are made and contracted

@@ -149,7 +149,7 @@ def test_what_is_read_again_counts_for_less() -> None:
 
 
 def test_a_model_that_knows_its_text_by_heart_is_expected_to_be_worse() -> None:
-    law = Law(0.6, 4.0, 10.0, gamma=0.5, memory=0.06)
+    law = Law(0.6, 4.0, 10.0, memory=0.06)
     ratios = {passes: law.ratio(10**6, passes * 10**6, 10**6) for passes in (1, 2, 3, 4, 10)}
     assert ratios[2] < ratios[1]
     assert ratios[10] > ratios[4]
@@ -168,7 +168,7 @@ def made_up(law: Law, width: int, tokens: int, architecture: str = "tscale", tex
 
 
 def test_a_law_is_found_in_runs_that_follow_it() -> None:
-    law = Law(0.6, 4.0, 10.0, gamma=0.5, memory=0.0, main="tscale", factors={"elita": 1.2})
+    law = Law(0.6, 4.0, 10.0, memory=0.0, main="tscale", factors={"elita": 1.2})
     grid = itertools.product((64, 128, 256), (10**5, 10**6, 10**7), ("one", "another"))
     runs = [made_up(law, width, tokens, text=text) for width, tokens, text in grid]
     found = fit_law([*runs, made_up(law, 128, 10**6, "elita")])
@@ -180,7 +180,7 @@ def test_a_law_is_found_in_runs_that_follow_it() -> None:
 
 def test_two_validations_under_way_forecast_the_end() -> None:
     """Exactly, where the log of the bits per byte falls along one curve, times a number of each run."""
-    law = Law(0.6, 4.0, 10.0, gamma=0.5, main="tscale")
+    law = Law(0.6, 4.0, 10.0, main="tscale")
     runs = []
     for width, tokens, text in itertools.product((64, 128, 256), (10**5, 10**6, 10**7), ("one", "another")):
         run = made_up(law, width, tokens, text=text)

@@ -320,7 +320,7 @@ def test_a_small_text_ends_early_and_says_so(picked: Callable[..., Pick]) -> Non
     plan, positions = found.recipe.training, found.recipe.model.n_positions
     assert plan.minutes == 600
     assert plan.num_steps * plan.batch_size * positions == pytest.approx(found.choice.tokens, rel=0.02)
-    assert "passes over this text would learn it by heart: the run ends after them, in about" in found.remarks[0]
+    assert "passes over this text would overfit: the run ends after them, in about" in found.remarks[0]
 
 
 def test_a_run_that_turns_out_faster_than_measured_reads_no_more_than_helps(

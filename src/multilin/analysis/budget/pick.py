@@ -107,7 +107,7 @@ def pick(
     if choice.tokens == most_tokens:
         needed = 60 * minutes - left + choice.tokens / tokens_per_second / TRAINING_SHARE + START_AND_END
         remarks.append(
-            f"More than {choice.tokens / text.train_tokens:.2g} passes over this text would learn it by heart: the run "
+            f"More than {choice.tokens / text.train_tokens:.2g} passes over this text would overfit: the run "
             f"ends after them, in about {min(needed / 60, minutes):.1f} minutes. More text would be worth more time."
         )
     if flops > law.most_flops:

@@ -30,6 +30,13 @@ DOCS = Path(__file__).parent
 README, SITE = DOCS.parent / "README.md", DOCS.parent / "mkdocs.yml"
 EXAMPLE = {"hidden_size": 256, "num_layers": 6, "vocab_size": 256, "n_positions": 1024}
 SIZES = f"hidden size {EXAMPLE['hidden_size']}, {EXAMPLE['num_layers']} layers, one text, float32"
+CONFIG_NOTE = """
+`config` takes the fields of [MultilinConfig](api/model.md), and for the baselines `initializer_range`,
+`tie_word_embeddings`, `output_bias` and, of llama, `unit_variance`. `output_bias: unigram` adds log((n + 1) / (N + V))
+to the logit of each token, where n is how often it occurs among the N tokens of the training text and V is the size of
+the vocabulary. It is fixed, and training begins where a model without it
+[has to arrive first](compare.md#an-output-bias-of-the-token-counts).
+"""
 NOTE = "<!-- Written by docs/generate.py from the code: change it there. -->\n\n"
 TABLE = "<!-- The table is written by docs/generate.py. -->\n\n", "\n<!-- End of the table. -->"
 
@@ -167,6 +174,8 @@ def _recipes() -> str:
         if dataclasses.is_dataclass(section.type):
             text += f"\n## {section.name}\n\n{field_help(Recipe)[section.name].capitalize()}.\n\n"
             text += _fields(typing.cast(type, section.type))
+        if section.name == "model":
+            text += CONFIG_NOTE
     return text + f"\n## output\n\n{field_help(Recipe)['output'].capitalize()}.\n"
 
 

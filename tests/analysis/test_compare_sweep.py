@@ -155,7 +155,8 @@ def test_a_row_changes_the_base_and_the_base_changes_the_recipe(sweep_file: Call
     assert a.recipe.model.options["head_size"] == 32  # the recipe's
     assert (a.recipe.model.hidden_size, a.recipe.optimizer.learning_rate) == (64, 1e-3)
     assert (b.recipe.model.hidden_size, b.recipe.optimizer.learning_rate) == (32, 1e-3)
-    assert b.recipe.model.options == {"head_size": 16, "unigram_bias": True}
+    assert b.recipe.model.options == {"head_size": 16}
+    assert b.recipe.model.config == {"output_bias": "unigram"}
 
 
 def test_what_belongs_to_another_architecture_or_optimizer_is_left_out(sweep_file: Callable[..., Path]) -> None:

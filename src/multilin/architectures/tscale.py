@@ -72,7 +72,6 @@ class TScalePreset(TScaleShared):
 
     widths: Literal["schedule", "full"] = "schedule"  # full: every layer reads all; no part of TScale, to compare with
     full_width: PastWindow | None = None  # width of the full layers; none is the training length
-    unigram_bias: bool = False  # add the log of the token counts to the logits, fixed
 
 
 class TScaleAttention(Reader):
@@ -159,7 +158,6 @@ def preset(sizes: Sizes, choices: TScalePreset) -> Preset:
         model={
             "n_positions": None,
             "tie_word_embeddings": False,
-            "output_bias": "unigram" if choices.unigram_bias else "none",
             "final_norm": "tile_norm",
             "final_norm_tile": choices.tile(sizes.hidden_size),
             "final_scale": sizes.hidden_size**-0.5,
@@ -181,7 +179,7 @@ architecture = Architecture(
     preset_options=TScalePreset,
     preset=preset,
     variants={
-        "heads of four": {"head_size": 4, "expansion": 2, "full_width": 9, "unigram_bias": True},
+        "heads of four": {"head_size": 4, "expansion": 2, "full_width": 9},
         "linear combiner": {"head_size": 8, "combiner": "linear"},
     },
 )

@@ -8,21 +8,22 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Pretrain
 
 from multilin.architectures.base import Sizes, TrainingDefaults, architectures, get_architecture
 from multilin.errors import InputError, nearest, shown
+from multilin.model.baselines import BiasedGPT2Config, ScaledLlamaConfig
 from multilin.model.config import MultilinConfig, TokenIds
-from multilin.model.llama import ScaledLlamaConfig
 from multilin.settings import load_settings, settings
 from multilin.settings.bounds import Fraction, Multiple, Strength
 
 
 def _gpt2(hidden_size: int, num_layers: int, num_heads: int, dropout: float, **sizes: Any) -> PretrainedConfig:
-    return GPT2Config(
+    kind = BiasedGPT2Config if "output_bias" in sizes else GPT2Config
+    return kind(
         n_embd=hidden_size, n_layer=num_layers, n_head=num_heads, n_positions=sizes.pop("n_positions"),
         resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout, **sizes,
     )  # fmt: skip
 
 
 def _llama(hidden_size: int, num_layers: int, num_heads: int, dropout: float, **sizes: Any) -> PretrainedConfig:
-    kind = ScaledLlamaConfig if sizes.keys() & _LLAMA_ONLY else LlamaConfig
+    kind = ScaledLlamaConfig if sizes.keys() & _OURS else LlamaConfig
     # The gated feed-forward has three matrices: 8/3 of the width makes it as large as the two of width 4.
     return kind(
         hidden_size=hidden_size, num_hidden_layers=num_layers, num_attention_heads=num_heads,
@@ -35,7 +36,7 @@ BASELINES = {"gpt2": _gpt2, "llama": _llama}
 """transformers' own models, built at the sizes of ours: same width, depth, heads, vocabulary and tied output."""
 
 DEFAULT_NUM_LAYERS = 6
-_LLAMA_ONLY = {"unit_variance": False, "output_bias": "none"}  # fields of ScaledLlamaConfig to their usual values
+_OURS = {"unit_variance": False, "output_bias": "none"}  # fields that transformers does not have, to their usual values
 
 
 @settings
@@ -53,7 +54,7 @@ class BaselineConfig(TokenIds):
     initializer_range: Strength = 0.02  # standard deviation of initial weights
     tie_word_embeddings: bool = True  # the output projection shares the token embedding
     unit_variance: bool = False  # llama: divide products by the root of their width, for weights of unit variance
-    output_bias: Literal["unigram", "none"] = "none"  # llama: unigram adds the log of the token counts to the logits
+    output_bias: Literal["unigram", "none"] = "none"  # unigram adds the log of the token counts to the logits
 
 
 def model_names() -> list[str]:
@@ -109,11 +110,10 @@ def create_config(
             "as rotary positions turn pairs of numbers"
         )
     fields = dataclasses.asdict(load_settings(BaselineConfig, model, "model.config"))
-    if all(fields[name] == usual for name, usual in _LLAMA_ONLY.items()):
-        fields = {name: value for name, value in fields.items() if name not in _LLAMA_ONLY}
-    elif architecture != "llama":
-        given = next(name for name, usual in _LLAMA_ONLY.items() if fields[name] != usual)
-        raise InputError(f"model.config.{given}: {fields[given]!r} given, but only llama has it; leave it out")
+    if architecture != "llama" and fields.pop("unit_variance"):
+        raise InputError("model.config.unit_variance: True given, but only llama has it; leave it out")
+    if all(fields.get(name, usual) == usual for name, usual in _OURS.items()):
+        fields = {name: value for name, value in fields.items() if name not in _OURS}
     return BASELINES[architecture](
         sizes.hidden_size, sizes.num_layers, choices.num_heads, choices.dropout,
         vocab_size=sizes.vocab_size, n_positions=sizes.n_positions, **fields,

@@ -10,6 +10,7 @@ from multilin.errors import InputError, plural
 from multilin.files import atomic_folder, write_whole
 from multilin.inference.runs import Run
 from multilin.model import MultilinForCausalLM
+from multilin.model.factory import BASELINES
 from multilin.model.remote import AUTO_FILE
 from multilin.publish.flat import flat_model
 
@@ -33,9 +34,9 @@ def publish_run(run: Run, name: str, folder: Path) -> None:
         OSError: the folder cannot be written.
     """
     if not isinstance(run.model, MultilinForCausalLM):
-        raise InputError(
-            f"run: a {run.model.config.model_type} model given, which transformers loads as it is; upload its folder"
-        )
+        kind = run.model.config.model_type
+        advice = "loads as it is; upload its folder" if kind in BASELINES else "lacks; train one without output_bias"
+        raise InputError(f"run: a {kind} model given, which transformers {advice}")
     with atomic_folder(folder) as partial:
         run.model.save_pretrained(partial)
         run.tokenizer.save_pretrained(partial)

@@ -92,8 +92,8 @@ def _describe(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         model["architecture"] = config.layers[0]["architecture"]
         if any(layer["architecture"] != model["architecture"] for layer in config.layers):
             model["layers"] = config.layers
-    elif config.model_type in BASELINES:
-        model["architecture"] = config.model_type
+    elif (baseline := config.model_type.removeprefix("multilin_")) in BASELINES:
+        model["architecture"] = baseline
     else:
         accepted = ", ".join(["multilin", *BASELINES])
         raise InputError(f"model.start: a model of the type {config.model_type!r} given, but it should be {accepted}")

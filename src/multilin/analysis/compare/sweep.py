@@ -17,7 +17,7 @@ from multilin.errors import InputError, listed, nearest, shorten, shown
 from multilin.settings import load_settings, settings
 from multilin.settings.bounds import Amount, Name, PathText, RepeatCount, Section, Seed, Share, Tried
 from multilin.settings.inputs import read_yaml
-from multilin.training.recipe import Recipe, builtin_recipes, load_recipe
+from multilin.training.recipe import Recipe, load_recipe
 
 TEXT_SWEEP, TASK_SWEEP = "architectures", "tasks"
 MOST_CHOICES = 1000
@@ -61,22 +61,9 @@ class Sweep:
 
 
 def builtin_sweep(task: str | None = None) -> Sweep:
-    """All architectures, GPT-2 and Llama: on the text inside every Python installation, or small ones on a task.
-
-    An architecture without a row in the file has options and learning rate of the built-in recipe of its name.
-    """
+    """All architectures, GPT-2 and Llama: on the text inside every Python installation, or small ones on a task."""
     name = TEXT_SWEEP if task is None else TASK_SWEEP
-    sweep = load_sweep(Path(str(resources.files("multilin") / "sweeps" / f"{name}.yaml")))
-    recipes = {name: load_recipe(name) for name in builtin_recipes() if name not in sweep.rows}
-    rows = {
-        name: {
-            "model": {"options": recipe.model.options, "config": recipe.model.config},
-            "optimizer.learning_rate": recipe.optimizer.learning_rate,
-        }
-        for name, recipe in recipes.items()
-        if recipe.model.architecture == name
-    }
-    return dataclasses.replace(sweep, rows={**sweep.rows, **rows})
+    return load_sweep(Path(str(resources.files("multilin") / "sweeps" / f"{name}.yaml")))
 
 
 def find_sweep(names: Sequence[str], task: str | None = None) -> Sweep:

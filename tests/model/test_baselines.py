@@ -1,4 +1,4 @@
-"""Llama with products of unit variance and the log of the token counts."""
+"""GPT-2 and Llama with the log of the token counts, and Llama with products of unit variance."""
 
 import copy
 from pathlib import Path
@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from multilin.errors import InputError
 from multilin.inference.runs import load_run
-from multilin.model.factory import create_model
+from multilin.model.factory import BASELINES, create_model
 from multilin.training.recipe import load_recipe
 from multilin.training.trainer import train
 
@@ -55,29 +55,41 @@ def test_it_begins_with_the_variances_that_it_is_named_for() -> None:
     assert model(input_ids=IDS).logits.std().item() == pytest.approx(0.5, rel=0.1)
 
 
-@pytest.mark.parametrize("config", [UNIT, {"output_bias": "unigram"}, {**UNIT, "output_bias": "unigram"}])
-def test_it_is_saved_and_loaded_whole(config: dict[str, object], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "config"),
+    [
+        ("gpt2", {"output_bias": "unigram"}),
+        ("gpt2", {"output_bias": "unigram", "tie_word_embeddings": False}),
+        ("llama", UNIT),
+        ("llama", {"output_bias": "unigram"}),
+        ("llama", {**UNIT, "output_bias": "unigram"}),
+    ],
+)
+def test_they_are_saved_and_loaded_whole(name: str, config: dict[str, object], tmp_path: Path) -> None:
     torch.manual_seed(0)
-    model = create_model("llama", **SIZES, **config).eval()
+    model = create_model(name, **SIZES, **config).eval()
     if "output_bias" in config:
         before = model(input_ids=IDS).logits
         model.set_token_counts(torch.arange(40))
         bias = torch.log(torch.arange(1, 41) / torch.arange(1, 41).sum())
         torch.testing.assert_close(model(input_ids=IDS).logits, before + bias)
-        assert not any("bias" in name for name, _ in model.named_parameters())
+        assert "lm_head.bias" not in dict(model.named_parameters())
+    ends = (model.get_input_embeddings().weight, model.get_output_embeddings().weight)
+    assert (ends[0] is ends[1]) == config.get("tie_word_embeddings", True)
     model.save_pretrained(tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert torch.equal(loaded(input_ids=IDS).logits, model(input_ids=IDS).logits)
 
 
 @pytest.mark.filterwarnings("ignore:.*does not take document_ids")
-def test_a_run_begins_at_the_counts_of_its_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", BASELINES)
+def test_a_run_begins_at_the_counts_of_its_text(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     (tmp_path / "text.txt").write_text("aaab" * 200 + "\n" + "abab" * 20)
     recipe = load_recipe(
         None,
         {
-            "model.architecture": "llama", "model.hidden_size": 16, "model.num_layers": 1, "model.n_positions": 16,
+            "model.architecture": name, "model.hidden_size": 16, "model.num_layers": 1, "model.n_positions": 16,
             "model.config": {"output_bias": "unigram"}, "data.source": str(tmp_path / "text.txt"),
             "tokenizer.kind": "byte", "training.max_steps": 1, "output": str(tmp_path / "run"),
         },
@@ -87,8 +99,12 @@ def test_a_run_begins_at_the_counts_of_its_text(tmp_path: Path, monkeypatch: pyt
     assert torch.equal(run.model.lm_head.bias, bias)
     a, b, c = (bias[run.tokenizer.encode(letter)[0]].exp().item() for letter in "abc")
     assert a > 2 * b > 100 * c
+    again = {"model.start": str(tmp_path / "run"), "data.source": str(tmp_path / "text.txt"), "training.max_steps": 1}
+    recipe = load_recipe(None, {**again, "output": str(tmp_path / "again")})
+    assert recipe.model.architecture == name
+    assert torch.equal(train(recipe).model.lm_head.bias, bias)
 
 
-def test_the_other_baseline_has_neither() -> None:
+def test_gpt2_has_no_scaled_products() -> None:
     with pytest.raises(InputError, match=r"model\.config\.unit_variance: True given, but only llama has it"):
         create_model("gpt2", **SIZES, unit_variance=True)

@@ -1,0 +1,83 @@
+"""GPT-2 and Llama with choices that our models have, to see what a difference between models is made of.
+
+With `output_bias: unigram` the log of the token counts is added to the logits. With `unit_variance`, of Llama alone,
+every product is lin(W, x) = W x / sqrt(width of x), so that weights of unit variance keep the variance of x, and the
+token embedding is drawn with a standard deviation of 1. Under AdamW without weight decay that is Llama with weights of
+W / sqrt(width of x) whose learning rate is divided by sqrt(width of x), matrix by matrix, while the embedding keeps the
+whole rate.
+"""
+
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+)
+
+from multilin.model.loss import FixedBiasLinear
+
+
+class BiasedGPT2Config(GPT2Config):
+    """GPT-2's fields, and `output_bias`."""
+
+    model_type = "multilin_gpt2"
+
+
+class ScaledLlamaConfig(LlamaConfig):
+    """Llama's fields, `unit_variance` and `output_bias`."""
+
+    model_type = "multilin_llama"
+
+
+class _FixedBias(PreTrainedModel):
+    """A causal model whose output gets a fixed bias, where the config asks for one."""
+
+    lm_head: nn.Linear
+
+    def __init__(self, config: BiasedGPT2Config | ScaledLlamaConfig) -> None:
+        super().__init__(config)
+        if config.output_bias == "unigram":
+            self.lm_head = FixedBiasLinear(config.hidden_size, config.vocab_size)
+            self.post_init()
+
+    def set_token_counts(self, counts: Tensor) -> None:
+        """Fix the head's bias; counts (V,) says how often each token occurs in the training text."""
+        assert isinstance(self.lm_head, FixedBiasLinear)
+        self.lm_head.set_counts(counts)
+
+
+class BiasedGPT2(_FixedBias, GPT2LMHeadModel):
+    """See the top of this file."""
+
+    config_class = BiasedGPT2Config
+
+
+class ScaledLlama(_FixedBias, LlamaForCausalLM):
+    """See the top of this file."""
+
+    config_class = ScaledLlamaConfig
+
+    def __init__(self, config: ScaledLlamaConfig) -> None:
+        super().__init__(config)
+        if config.unit_variance:
+            for module in self.modules():
+                if isinstance(module, nn.Linear):
+                    module.register_forward_pre_hook(_scale_input)
+            nn.init.normal_(self.get_input_embeddings().weight)
+
+
+def _scale_input(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    assert isinstance(module, nn.Linear)
+    return (inputs[0] * module.in_features**-0.5, *inputs[1:])
+
+
+AutoConfig.register(BiasedGPT2Config.model_type, BiasedGPT2Config)
+AutoConfig.register(ScaledLlamaConfig.model_type, ScaledLlamaConfig)
+AutoModelForCausalLM.register(BiasedGPT2Config, BiasedGPT2)
+AutoModelForCausalLM.register(ScaledLlamaConfig, ScaledLlama)

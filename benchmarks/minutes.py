@@ -78,7 +78,7 @@ def _print_fit(runs: list[MeasuredRun]) -> Law:
 
 def _train_all(arguments: argparse.Namespace) -> None:
     commit = _machine.commit()
-    done = {_key(dataclasses.asdict(run)) for run in load_runs(arguments.runs)}
+    done = [dataclasses.asdict(run).items() for run in load_runs(arguments.runs)]
     points = []
     for text, architecture, size, vocab_size, rate, tokens in itertools.product(
         arguments.texts, arguments.architectures, arguments.sizes, arguments.vocab_sizes, arguments.rates,
@@ -89,9 +89,9 @@ def _train_all(arguments: argparse.Namespace) -> None:
         recipe = _recipe(source, architecture, chosen, rate, tokens)
         points.append((name or source, recipe, candidate(recipe, chosen)))
     for name, recipe, model in sorted(points, key=lambda point: point[2].flops_per_token * _tokens(point[1])):
-        costs = {"flops_per_token": model.flops_per_token, "parameters": model.parameters}
-        about = {"text": name, **_described(recipe), **costs}
-        if _key(about) not in done:
+        about: dict[str, Any] = {"text": name, **_described(recipe)}
+        if not any(about.items() <= run for run in done):
+            about |= {"flops_per_token": model.flops_per_token, "parameters": model.parameters}
             about |= _trained(recipe) | {"commit": commit}
             write_whole(arguments.runs, arguments.runs.read_text() + json.dumps(about) + "\n")
             print(json.dumps(about), flush=True)
@@ -126,11 +126,6 @@ def _described(recipe: Recipe) -> dict[str, Any]:
         "batch_size": recipe.training.batch_size, "learning_rate": recipe.optimizer.learning_rate,
         "weight_decay": recipe.optimizer.weight_decay, "tokens": _tokens(recipe),
     }  # fmt: skip
-
-
-def _key(run: dict[str, Any]) -> tuple[Any, ...]:
-    """What makes two runs the same."""
-    return tuple(run[field.name] for field in dataclasses.fields(MeasuredRun)[:10])
 
 
 def _trained(recipe: Recipe) -> dict[str, Any]:

@@ -255,7 +255,8 @@ DOCS = Path(__file__).parents[2] / "docs"
 PAGES = {"claims": "claims.md", "two_core_hour": "two-core-hour.md", "yardsticks": "yardsticks.md"}
 SWEEPS = sorted(RECIPES.glob("*/*.yaml"))
 TRIALS = {
-    "five": 3, "twenty": 4, "hour": 4, "muon": 3, "mingru": 0, "nanogpt": 4, "nanogpt_parameters": 4, "nanogpt_time": 0
+    "five": 3, "twenty": 4, "hour": 4, "muon": 3, "mingru": 0, "nanogpt": 4, "nanogpt_parameters": 4, "nanogpt_time": 0,
+    "output_bias": 0,
 }  # fmt: skip
 
 

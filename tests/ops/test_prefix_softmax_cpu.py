@@ -4,7 +4,6 @@ import multiprocessing
 import os
 from collections.abc import Iterator
 from functools import partial
-from typing import NamedTuple
 
 import pytest
 import torch
@@ -13,15 +12,17 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from multilin.ops.kernels import why_no_numba
-from multilin.ops.prefix_softmax import PREFIX_SOFTMAX, PrefixSoftmaxState, operator, prefix_softmax, reference
-from tests.ops.cases.prefix_softmax import LOGITS, make_logits, make_starts, make_values
+from multilin.ops.prefix_softmax import PREFIX_SOFTMAX, operator, prefix_softmax, reference
+from tests.ops import prefix_softmax_case
+from tests.ops.cases.prefix_softmax import make_logits, make_starts, make_values
 from tests.ops.poison import poison_memory
+from tests.ops.prefix_softmax_case import Case, any_case, everything
 from tests.processes import PYTHON, run
 
 pytestmark = pytest.mark.skipif(why_no_numba() is not None, reason=str(why_no_numba()))
 
 by_kernels = partial(operator.prefix_softmax, "cpu")
-TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 4e-3}
+DTYPES = [torch.bfloat16, torch.float32]
 HARD = ["random", "peaked", "spikes", "rising", "one early spike", "masked", "masked head", "all masked"]
 
 
@@ -38,99 +39,21 @@ def two_threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-class Case(NamedTuple):
-    """Inputs of one call."""
-
-    name: str = "random"
-    shape: tuple[int, int, int, int] = (2, 67, 3, 13)
-    dtype: torch.dtype = torch.float32
-    window: int | None = None
-    packed: bool = False
-    null: float | None = None
-    own: bool = False
-    continued: bool = False
-
-
-def everything(window: int | None) -> list[dict[str, object]]:
-    """All that calls can be given: a null token, or over the whole past an own term."""
-    more = [{"null": 0.3}] if window is not None else [{"null": 0.3}, {"own": True}]
-    return [{"packed": True, "continued": True, **options} for options in more]
-
-
-def without_refused(case: Case) -> Case:
-    """The case, without own term where that cannot be."""
-    return case._replace(own=case.own and case.window is None and case.null is None)
-
-
-def results(case: Case, double: bool) -> dict[str, Tensor]:
-    """Means, state and the gradients of everything; by the definition in float64, or by the kernels."""
-    shape = case.shape
-    inputs = {
-        "logits": make_logits(case.name, shape[:3]).float(),
-        "values": make_values(shape).to(case.dtype),
-        "own": make_logits("masked", shape[:3], seed=6).float() if case.own else None,
-    }
-    if case.continued:
-        early = (shape[0], 9, *shape[2:])
-        # Once through the dtype of the values: that is where a window's state comes from.
-        past = make_logits("random", early[:3], seed=9).float(), make_values(early, seed=8).to(case.dtype).float()
-        past = reference.prefix_softmax(*past, window=case.window)[1]
-        inputs |= {"state logits": past.logits_BSH, "state values": past.values_BSHD}
-    inputs = {
-        name: (x.double() if double else x.clone()).requires_grad_() for name, x in inputs.items() if x is not None
-    }
-    means, after = (reference.prefix_softmax if double else by_kernels)(
-        inputs["logits"],
-        inputs["values"],
-        window=case.window,
-        own_logits=inputs.get("own"),
-        null_logit=case.null,
-        starts=make_starts(shape[:2], share=0.05) if case.packed else None,
-        state=PrefixSoftmaxState(inputs["state logits"], inputs["state values"]) if case.continued else None,
-    )
-    weight = make_values(shape, seed=3).to(case.dtype).to(means.dtype)
-    after_logits = after.logits_BSH.masked_fill(after.logits_BSH == -torch.inf, 0.0)
-    # Linear in the logits of the state: near 80 their rounding alone would change the gradient of anything else.
-    after_weight = make_values(after_logits.shape, seed=5).to(after_logits.dtype)
-    loss = (means * weight).sum() + after.values_BSHD.sin().sum() + (after_logits * after_weight).sum()
-    gradients = torch.autograd.grad(loss, inputs.values(), allow_unused=True, materialize_grads=True)
-    found = {"means": means, "after logits": after_logits, "after values": after.values_BSHD}
-    return found | {f"d {name}": gradient for name, gradient in zip(inputs, gradients, strict=True)}
-
-
 def check(case: Case) -> None:
-    expected, found = results(case, double=True), results(case, double=False)
-    # A gradient of logits is a difference of products with values: rounding is seen against the size of those.
-    products = (make_values(case.shape) * make_values(case.shape, seed=3)).sum(dim=-1).norm()
-    for name, exact in expected.items():
-        smallest = 0.03 * products if name in ("d logits", "d own", "d state logits") else 1e-12
-        error = (found[name].detach().double() - exact.detach()).norm() / exact.norm().clamp(min=smallest)
-        assert error <= TOLERANCE[case.dtype], f"{name}: {error:.1e} in {case}"
+    prefix_softmax_case.check(case, by_kernels)
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("window", [None, 1, 2, 5, 31, 64, 1000])
 @pytest.mark.parametrize("name", HARD)
 def test_it_is_the_definition(name: str, window: int | None, dtype: torch.dtype) -> None:
-    check(Case(name, dtype=dtype, window=window))
+    check(Case(name, (2, 67, 3, 13), dtype, window))
     for options in everything(window):
         check(Case(name, (2, 67, 3, 5), dtype, window, **options))
 
 
 @settings(max_examples=100, deadline=None)
-@given(
-    st.builds(
-        Case,
-        name=st.sampled_from(sorted(set(LOGITS) - {"thousandfold"})),
-        shape=st.tuples(st.integers(1, 3), st.integers(1, 150), st.integers(1, 5), st.integers(1, 33)),
-        dtype=st.sampled_from(sorted(TOLERANCE, key=str)),
-        window=st.one_of(st.none(), st.integers(1, 160)),
-        packed=st.booleans(),
-        null=st.sampled_from([None, -2.0, 0.3]),
-        own=st.booleans(),
-        continued=st.booleans(),
-    ).map(without_refused)
-)
+@given(any_case(st.tuples(*map(st.integers, (1, 1, 1, 1), (3, 150, 5, 33))), DTYPES, 160))
 def test_it_is_the_definition_at_any_size(case: Case) -> None:
     check(case)
 
@@ -178,7 +101,7 @@ def test_bf16_values_far_from_zero_cost_the_gradient_of_the_logits_no_digits(win
     assert (found - expected).norm() < 1e-4 * expected.norm()
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("window", [None, 7])
 def test_slices_of_one_projection_need_no_copy(window: int | None, dtype: torch.dtype) -> None:
     projected = make_values((2, 40, 3 * 24), seed=4).to(dtype)
@@ -224,7 +147,7 @@ def test_a_forked_process_can_use_it_too(two_threads: None, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("window", [None, 5])
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_compiled_is_eager(window: int | None, dtype: torch.dtype) -> None:
     def loss(logits: Tensor, values: Tensor) -> Tensor:
         return prefix_softmax(logits, values, window=window, null_logit=0.1)[0].float().square().sum()

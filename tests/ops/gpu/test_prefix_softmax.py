@@ -2,7 +2,6 @@
 
 import os
 from functools import partial
-from typing import NamedTuple
 
 import pytest
 import torch
@@ -11,39 +10,16 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from multilin.ops.prefix_softmax import PREFIX_SOFTMAX, PrefixSoftmaxState, gpu, operator, reference
-from tests.ops.cases.prefix_softmax import LOGITS, make_logits, make_starts, make_values
+from tests.ops import prefix_softmax_case
+from tests.ops.cases.prefix_softmax import make_logits, make_values
 from tests.ops.poison import poison_memory
+from tests.ops.prefix_softmax_case import TOLERANCE, Case, any_case, everything
 from tests.processes import PYTHON, run
 
 pytestmark = pytest.mark.slow  # interpreted, where there is no card
 
-TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 4e-3, torch.float16: 1e-3}
 prefix_softmax = partial(operator.prefix_softmax, "gpu")
 CHUNK = 16  # of the interpreter's small cases; on a card the chunk is as it is
-
-
-class Case(NamedTuple):
-    """Inputs of one call."""
-
-    name: str = "random"
-    shape: tuple[int, int, int, int] = (1, 37, 2, 5)
-    dtype: torch.dtype = torch.float32
-    window: int | None = None
-    packed: bool = False
-    null: float | None = None
-    own: bool = False
-    continued: bool = False
-
-
-def everything(window: int | None) -> list[dict[str, object]]:
-    """All that calls can be given: a null token, or over the whole past an own term."""
-    more = [{"null": 0.3}] if window is not None else [{"null": 0.3}, {"own": True}]
-    return [{"packed": True, "continued": True, **options} for options in more]
-
-
-def without_refused(case: Case) -> Case:
-    """The case, without own term where that cannot be."""
-    return case._replace(own=case.own and case.window is None and case.null is None)
 
 
 @pytest.fixture(autouse=True)
@@ -59,60 +35,15 @@ def use_processors(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     monkeypatch.setattr(gpu._launch, "num_processors", lambda device: number)
 
 
-def results(case: Case, device: torch.device | None) -> dict[str, Tensor]:
-    """Means, state and the gradients of everything, by the kernels; without a device by the definition in float64."""
-    shape = case.shape
-    inputs = {
-        "logits": make_logits(case.name, shape[:3]).float(),
-        "values": make_values(shape).to(case.dtype),
-        "own": make_logits("masked", shape[:3], seed=6).float() if case.own else None,
-    }
-    if case.continued:
-        early = (shape[0], 9, *shape[2:])
-        past = make_logits("random", early[:3], seed=9).float(), make_values(early, seed=8).to(case.dtype).float()
-        past = reference.prefix_softmax(*past, window=case.window)[1]
-        inputs |= {"state logits": past.logits_BSH, "state values": past.values_BSHD}
-    inputs = {
-        name: (x.to(device, copy=True) if device else x.double()).requires_grad_()
-        for name, x in inputs.items()
-        if x is not None
-    }
-    means, after = (prefix_softmax if device else reference.prefix_softmax)(
-        inputs["logits"],
-        inputs["values"],
-        window=case.window,
-        own_logits=inputs.get("own"),
-        null_logit=case.null,
-        starts=make_starts(shape[:2], share=0.05).to(device or "cpu") if case.packed else None,
-        state=PrefixSoftmaxState(inputs["state logits"], inputs["state values"]) if case.continued else None,
-    )
-    weight = make_values(shape, seed=3).to(case.dtype).to(means)
-    after_logits = after.logits_BSH.masked_fill(after.logits_BSH == -torch.inf, 0.0)
-    # Linear in the logits of the state: near 80 their rounding alone would change the gradient of anything else.
-    after_weight = make_values(after_logits.shape, seed=5).to(after_logits)
-    loss = (means * weight).sum() + after.values_BSHD.sin().sum() + (after_logits * after_weight).sum()
-    gradients = torch.autograd.grad(loss, inputs.values(), allow_unused=True, materialize_grads=True)
-    found = {"means": means, "after logits": after_logits, "after values": after.values_BSHD}
-    found |= {f"d {name}": gradient for name, gradient in zip(inputs, gradients, strict=True)}
-    return {name: x.detach().cpu() for name, x in found.items()}
-
-
 def check(case: Case, device: torch.device) -> None:
-    expected, found = results(case, None), results(case, device)
-    # A gradient of logits is a difference of products with values: rounding is seen against the size of those.
-    products = (make_values(case.shape) * make_values(case.shape, seed=3)).sum(dim=-1).norm()
-    for name, exact in expected.items():
-        smallest = 0.03 * products if name in ("d logits", "d own", "d state logits") else 1e-12
-        error = (found[name].double() - exact).norm() / exact.norm().clamp(min=smallest)
-        assert error <= TOLERANCE[case.dtype], f"{name}: {error:.1e} in {case}"
+    prefix_softmax_case.check(case, prefix_softmax, device)
 
 
 @pytest.mark.parametrize("window", [None, 5, 23])
 @pytest.mark.parametrize("name", ["peaked", "one early spike"])
 def test_it_is_the_definition(name: str, window: int | None, device: torch.device) -> None:
-    check(Case(name, window=window), device)
-    for options in everything(window):
-        check(Case(name, window=window, **options), device)
+    for options in ({}, *everything(window)):
+        check(Case(name, (1, 37, 2, 5), window=window, **options), device)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -144,19 +75,7 @@ def test_wide_heads_are_cut_in_slices(window: int | None, device: torch.device) 
 
 # The same examples each time: among thousands of tiny tensors some sum to much less than the terms that were rounded.
 @settings(max_examples=10, deadline=None, derandomize=True)
-@given(
-    st.builds(
-        Case,
-        name=st.sampled_from(sorted(set(LOGITS) - {"thousandfold"})),
-        shape=st.tuples(st.integers(1, 2), st.integers(1, 33), st.integers(1, 2), st.integers(1, 20)),
-        dtype=st.sampled_from(sorted(TOLERANCE, key=str)),
-        window=st.one_of(st.none(), st.integers(1, 40)),
-        packed=st.booleans(),
-        null=st.sampled_from([None, -2.0, 0.3]),
-        own=st.booleans(),
-        continued=st.booleans(),
-    ).map(without_refused)
-)
+@given(any_case(st.tuples(*map(st.integers, (1, 1, 1, 1), (2, 33, 2, 20))), list(TOLERANCE), 40))
 def test_it_is_the_definition_at_any_size(case: Case) -> None:
     from multilin.ops.kernels import is_interpreted
 

@@ -19,6 +19,7 @@ from multilin.training.optimizers import (
     NormalizedSGD,
     build_optimizer,
     matrix_parameters,
+    muon,
     parameter_groups,
     row_parameters,
 )
@@ -287,7 +288,8 @@ def test_muon_is_for_the_weights_of_linear_layers_alone(architecture: str) -> No
     assert len(matrices) == {"linear_mixer": 0, "threelin": 5, "gpt2": 4, "llama": 7}.get(architecture, len(matrices))
 
 
-def test_muon_changes_matrices_as_pytorchs_and_the_rest_as_adamw() -> None:
+def test_muon_changes_matrices_as_pytorchs_and_the_rest_as_adamw(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(muon, "has_bf16", lambda: True)
     torch.manual_seed(0)
     model = create_model("gpt2", hidden_size=16, num_layers=1, vocab_size=300, n_positions=32)
     other = copy.deepcopy(model)
@@ -308,10 +310,25 @@ def test_muon_changes_matrices_as_pytorchs_and_the_rest_as_adamw() -> None:
         torch.testing.assert_close(one, two, rtol=0, atol=0)
 
 
-def test_a_matrix_of_muon_moves_by_about_the_learning_rate_in_every_direction() -> None:
-    layer = nn.Linear(48, 16, bias=False)
+def test_muon_iterates_in_float32_where_bf16_would_be_emulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(muon, "has_bf16", lambda: False)
+    layer = nn.Linear(16, 48, bias=False)
+    before, gradient = layer.weight.detach().clone(), draw(48, 16, seed=1)
+    layer.weight.grad = gradient.float()
+    muon_of(layer, lr=0.01).step()
+    exact = muon.orthogonalized(gradient) * 0.2 * 0.01 * 48**0.5
+    torch.testing.assert_close(before.double() - layer.weight.detach().double(), exact, rtol=0, atol=2e-7)
+
+
+@pytest.mark.parametrize("shape", [(16, 48), (48, 16)])
+@pytest.mark.parametrize("is_native", [True, False], ids=["bf16", "float32"])
+def test_a_matrix_of_muon_moves_by_about_the_learning_rate_in_every_direction(
+    shape: tuple[int, int], is_native: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(muon, "has_bf16", lambda: is_native)
+    layer = nn.Linear(*reversed(shape), bias=False)
     before = layer.weight.detach().clone()
-    layer.weight.grad = draw(16, 48, seed=1, dtype=torch.float32)
+    layer.weight.grad = draw(*shape, seed=1, dtype=torch.float32)
     muon_of(layer, lr=0.01).step()
     moved = torch.linalg.svdvals(layer.weight.detach() - before) / (0.2 * 0.01 * 48**0.5)
     assert moved.min() > 0.5

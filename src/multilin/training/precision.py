@@ -9,8 +9,8 @@ from multilin.training.recipe import TrainingRecipe
 
 
 def resolve_precision(precision: str) -> str:
-    """`auto` becomes "bf16" where the hardware multiplies bfloat16 matrices natively, "float32" elsewhere."""
-    return precision if precision != "auto" else ("bf16" if _has_bf16() else "float32")
+    """`auto` becomes "bf16" where the hardware multiplies bfloat16 matrices, "float32" elsewhere."""
+    return precision if precision != "auto" else ("bf16" if has_bf16() else "float32")
 
 
 def autocast_dtype(precision: str) -> torch.dtype | None:
@@ -18,7 +18,7 @@ def autocast_dtype(precision: str) -> torch.dtype | None:
 
     With int8 products, all else is bf16 where the hardware computes in it.
     """
-    return torch.bfloat16 if precision == "bf16" or (precision == "int8" and _has_bf16()) else None
+    return torch.bfloat16 if precision == "bf16" or (precision == "int8" and has_bf16()) else None
 
 
 def set_arithmetic(model: PreTrainedModel, plan: TrainingRecipe) -> None:
@@ -45,7 +45,8 @@ def set_arithmetic(model: PreTrainedModel, plan: TrainingRecipe) -> None:
     )
 
 
-def _has_bf16() -> bool:
+def has_bf16() -> bool:
+    """Whether the hardware multiplies bfloat16 matrices natively."""
     if torch.cuda.is_available():
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))
     capabilities = torch.cpu.get_capabilities()

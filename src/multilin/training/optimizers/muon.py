@@ -1,15 +1,20 @@
-"""Muon: PyTorch's own for the matrices of layers, AdamW for everything else, as one optimizer."""
+"""Muon for the matrices of layers, AdamW for everything else, as one optimizer."""
 
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from multilin.training.precision import has_bf16
+
 BETAS = (0.9, 0.95)  # AdamW's averages
+MOMENTUM = 0.95
+NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # of X, (X X') X and (X X')^2 X in each of the iterations
+ITERATIONS = 5
 
 
 class Muon(torch.optim.Optimizer):
-    """`torch.optim.Muon` for groups with `matrices` true, `torch.optim.AdamW` for the others.
+    """Muon for groups with `matrices` true, `torch.optim.AdamW` for the others.
 
     With the gradient G of an (A, B) matrix W, an average M that starts at 0, and O(X) the matrix nearest to X that has
     orthonormal rows or columns, approximated by five Newton-Schulz iterations:
@@ -17,8 +22,10 @@ class Muon(torch.optim.Optimizer):
         M <- 0.95 M + 0.05 G
         W <- (1 - lr * weight_decay) W - 0.2 lr sqrt(max(A, B)) O(0.95 M + 0.05 G)
 
-    The factor gives updates the root mean square that AdamW's have, so that both parts take one learning rate. State:
-    one number per number of a matrix, two per number of anything else.
+    The factor gives updates the root mean square that AdamW's have, so that both parts take one learning rate. The
+    iterations are those of `torch.optim.Muon`, bit for bit where the hardware multiplies bf16. Elsewhere they are in
+    float32: a processor without bf16 emulates its products, tens of times as slowly. State: one number per number of a
+    matrix, two per number of anything else.
 
     Args:
         params: parameter groups; `matrices` of a group says which part changes its tensors.
@@ -29,17 +36,13 @@ class Muon(torch.optim.Optimizer):
     al. 2025, "Muon is Scalable for LLM Training".
     """
 
-    def __init__(self, params: Any, lr: float | Tensor = 5e-3, *, weight_decay: float = 0.1) -> None:
+    def __init__(self, params: Any, lr: float = 5e-3, *, weight_decay: float = 0.1) -> None:
         groups = list(params)
-        parts: dict[bool, tuple[Any, dict[str, Any]]] = {
-            True: (torch.optim.Muon, {"adjust_lr_fn": "match_rms_adamw"}),
-            False: (torch.optim.AdamW, {"betas": BETAS, "fused": True}),
-        }
-        self._parts: dict[bool, torch.optim.Optimizer] = {}
-        for is_matrix, (kind, settings) in parts.items():
-            # An optimizer fills its settings into the groups it is given, which are the very ones kept below.
-            if own := [group for group in groups if group["matrices"] is is_matrix]:
-                self._parts[is_matrix] = kind(own, lr=lr, weight_decay=weight_decay, **settings)
+        # An optimizer fills its settings into the groups it is given, which are the very ones kept below.
+        others = [group for group in groups if not group["matrices"]]
+        adamw = torch.optim.AdamW(others, lr=lr, weight_decay=weight_decay, betas=BETAS, fused=True) if others else None
+        self._adamw: torch.optim.Optimizer | None = adamw
+        self._dtype = torch.bfloat16 if has_bf16() else torch.float32
         super().__init__(groups, {"lr": lr, "weight_decay": weight_decay})
 
     @torch.no_grad()
@@ -49,9 +52,35 @@ class Muon(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for is_matrix, part in self._parts.items():
+        for group in self.param_groups:
+            for matrix in group["params"] if group["matrices"] else ():
+                if matrix.grad is not None:
+                    self._move(matrix, group["lr"], group["weight_decay"])
+        if self._adamw is not None:
             # Both are new objects after a state was loaded.
-            part.param_groups = [group for group in self.param_groups if group["matrices"] is is_matrix]
-            part.state = self.state
-            part.step()
+            self._adamw.param_groups = [group for group in self.param_groups if not group["matrices"]]
+            self._adamw.state = self.state
+            self._adamw.step()
         return loss
+
+    def _move(self, matrix: Tensor, lr: float, weight_decay: float) -> None:
+        gradient = matrix.grad
+        assert gradient is not None
+        state = self.state[matrix]
+        if not state:
+            state["average"] = torch.zeros_like(gradient)
+        average = state["average"].lerp_(gradient, 1 - MOMENTUM)
+        update = orthogonalized(gradient.lerp(average, MOMENTUM).to(self._dtype))
+        matrix.mul_(1 - lr * weight_decay).add_(update, alpha=-0.2 * lr * max(matrix.shape) ** 0.5)
+
+
+def orthogonalized(x_AB: Tensor) -> Tensor:
+    """O(X), in the dtype of X: its singular values are between 0.7 and 1.2, not exactly 1."""
+    if x_AB.shape[0] > x_AB.shape[1]:
+        return orthogonalized(x_AB.T).T
+    a, b, c = NEWTON_SCHULZ
+    x_AB = x_AB / x_AB.norm().clamp(min=1e-7)
+    for _ in range(ITERATIONS):
+        gram_AA = x_AB @ x_AB.T
+        x_AB = torch.addmm(x_AB, torch.addmm(gram_AA, gram_AA, gram_AA, beta=b, alpha=c), x_AB, beta=a)
+    return x_AB

@@ -24,7 +24,7 @@ def test_names_models_and_folders_that_cannot_be_published_are_refused(
     assert "name: 'letters' given" in refusal("publish", additive, "letters")
     assert "name: '../x/y' given" in refusal("publish", additive, "../x/y")
     assert "nothing is uploaded" in refusal("publish", additive, "someone/letters", "--private", "--folder", folder)
-    assert "gpt2 model given, which transformers loads as it is" in refusal(
+    assert "gpt2 model given, which transformers loads; upload its folder" in refusal(
         "publish", run_folder("gpt2"), "someone/letters", "--folder", folder
     )
     assert not folder.exists()

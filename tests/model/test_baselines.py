@@ -13,6 +13,7 @@ from multilin.inference.runs import load_run
 from multilin.model.factory import BASELINES, create_model
 from multilin.training.recipe import load_recipe
 from multilin.training.trainer import train
+from tests.processes import PYTHON, run
 
 SIZES = {"hidden_size": 16, "num_layers": 2, "vocab_size": 40, "n_positions": 12}
 UNIT = {"unit_variance": True, "initializer_range": 0.5, "tie_word_embeddings": False}
@@ -81,6 +82,28 @@ def test_they_are_saved_and_loaded_whole(name: str, config: dict[str, object], t
     assert torch.equal(loaded(input_ids=IDS).logits, model(input_ids=IDS).logits)
 
 
+@pytest.mark.parametrize("is_tied", [True, False], ids=["tied", "apart"])
+@pytest.mark.parametrize("name", BASELINES)
+def test_a_fixed_bias_stays_fixed_in_another_vocabulary(name: str, is_tied: bool) -> None:
+    model = create_model(name, **SIZES, output_bias="unigram", tie_word_embeddings=is_tied)
+    model.set_token_counts(torch.arange(40))
+    before = model.lm_head.bias.clone()
+    model.resize_token_embeddings(43)
+    assert torch.equal(model.lm_head.bias, torch.cat([before, before.min().expand(3)]))
+    assert "lm_head.bias" not in dict(model.named_parameters())
+    assert model(input_ids=IDS).logits.shape[-1] == 43
+
+
+def test_importing_the_package_is_enough_to_load_them(tmp_path: Path) -> None:
+    create_model("gpt2", **SIZES, output_bias="unigram").save_pretrained(tmp_path)
+    program = f"""
+import multilin
+from transformers import AutoModelForCausalLM
+assert AutoModelForCausalLM.from_pretrained({str(tmp_path)!r}).lm_head.bias.shape == (40,)
+"""
+    run([*PYTHON, "-c", program])
+
+
 @pytest.mark.filterwarnings("ignore:.*does not take document_ids")
 @pytest.mark.parametrize("name", BASELINES)
 def test_a_run_begins_at_the_counts_of_its_text(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,9 +118,9 @@ def test_a_run_begins_at_the_counts_of_its_text(name: str, tmp_path: Path, monke
         },
     )  # fmt: skip
     bias = train(recipe).model.lm_head.bias
-    run = load_run(tmp_path / "run")
-    assert torch.equal(run.model.lm_head.bias, bias)
-    a, b, c = (bias[run.tokenizer.encode(letter)[0]].exp().item() for letter in "abc")
+    loaded = load_run(tmp_path / "run")
+    assert torch.equal(loaded.model.lm_head.bias, bias)
+    a, b, c = (bias[loaded.tokenizer.encode(letter)[0]].exp().item() for letter in "abc")
     assert a > 2 * b > 100 * c
     again = {"model.start": str(tmp_path / "run"), "data.source": str(tmp_path / "text.txt"), "training.max_steps": 1}
     recipe = load_recipe(None, {**again, "output": str(tmp_path / "again")})

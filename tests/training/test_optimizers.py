@@ -289,7 +289,7 @@ def test_muon_is_for_the_weights_of_linear_layers_alone(architecture: str) -> No
 
 
 def test_muon_changes_matrices_as_pytorchs_and_the_rest_as_adamw(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(muon, "has_bf16", lambda: True)
+    monkeypatch.setattr(muon, "has_bf16", lambda device: True)
     torch.manual_seed(0)
     model = create_model("gpt2", hidden_size=16, num_layers=1, vocab_size=300, n_positions=32)
     other = copy.deepcopy(model)
@@ -311,7 +311,7 @@ def test_muon_changes_matrices_as_pytorchs_and_the_rest_as_adamw(monkeypatch: py
 
 
 def test_muon_iterates_in_float32_where_bf16_would_be_emulated(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(muon, "has_bf16", lambda: False)
+    monkeypatch.setattr(muon, "has_bf16", lambda device: False)
     layer = nn.Linear(16, 48, bias=False)
     before, gradient = layer.weight.detach().clone(), draw(48, 16, seed=1)
     layer.weight.grad = gradient.float()
@@ -325,7 +325,7 @@ def test_muon_iterates_in_float32_where_bf16_would_be_emulated(monkeypatch: pyte
 def test_a_matrix_of_muon_moves_by_about_the_learning_rate_in_every_direction(
     shape: tuple[int, int], is_native: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(muon, "has_bf16", lambda: is_native)
+    monkeypatch.setattr(muon, "has_bf16", lambda device: is_native)
     layer = nn.Linear(*reversed(shape), bias=False)
     before = layer.weight.detach().clone()
     layer.weight.grad = draw(*shape, seed=1, dtype=torch.float32)

@@ -9,7 +9,7 @@ whole rate.
 
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -20,7 +20,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from multilin.model.loss import FixedBiasLinear
+from multilin.model.output_bias import FixedBias, FixedBiasLinear
 
 
 class BiasedGPT2Config(GPT2Config):
@@ -35,10 +35,8 @@ class ScaledLlamaConfig(LlamaConfig):
     model_type = "multilin_llama"
 
 
-class _FixedBias(PreTrainedModel):
-    """A causal model whose output gets a fixed bias, where the config asks for one."""
-
-    lm_head: nn.Linear
+class _Biased(FixedBias, PreTrainedModel):
+    """A model of transformers whose output gets a fixed bias, where the config asks for one."""
 
     def __init__(self, config: BiasedGPT2Config | ScaledLlamaConfig) -> None:
         super().__init__(config)
@@ -46,19 +44,14 @@ class _FixedBias(PreTrainedModel):
             self.lm_head = FixedBiasLinear(config.hidden_size, config.vocab_size)
             self.post_init()
 
-    def set_token_counts(self, counts: Tensor) -> None:
-        """Fix the head's bias; counts (V,) says how often each token occurs in the training text."""
-        assert isinstance(self.lm_head, FixedBiasLinear)
-        self.lm_head.set_counts(counts)
 
-
-class BiasedGPT2(_FixedBias, GPT2LMHeadModel):
+class BiasedGPT2(_Biased, GPT2LMHeadModel):
     """See the top of this file."""
 
     config_class = BiasedGPT2Config
 
 
-class ScaledLlama(_FixedBias, LlamaForCausalLM):
+class ScaledLlama(_Biased, LlamaForCausalLM):
     """See the top of this file."""
 
     config_class = ScaledLlamaConfig

@@ -10,17 +10,17 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils.generic import can_return_tuple
 
-from multilin.errors import InputError
 from multilin.layers.linear import Arithmetic, set_arithmetic
 from multilin.model.body import MultilinModel, MultilinPreTrainedModel
 from multilin.model.config import MultilinConfig
 from multilin.model.generation import StatefulGenerationMixin
-from multilin.model.loss import FixedBiasLinear, sequence_loss, token_losses
+from multilin.model.loss import sequence_loss, token_losses
+from multilin.model.output_bias import FixedBias, FixedBiasLinear
 from multilin.model.state import TextState
 from multilin.settings import load_settings
 
 
-class MultilinForCausalLM(MultilinPreTrainedModel, StatefulGenerationMixin):
+class MultilinForCausalLM(FixedBias, MultilinPreTrainedModel, StatefulGenerationMixin):
     """A causal language model whose layers are those of the config.
 
     In training the logits are not returned: the loss is computed a chunk of tokens at a time.
@@ -118,23 +118,6 @@ class MultilinForCausalLM(MultilinPreTrainedModel, StatefulGenerationMixin):
             num_items = (targets != -100).sum().clamp(min=1)
         return total / num_items
 
-    @torch.no_grad()
-    def set_token_counts(self, counts: Tensor) -> None:
-        """Fix the head's bias to log((count + 1) / sum(counts + 1)) of each token, where the config asks for it.
-
-        Args:
-            counts: (V,) how often each token occurs in the training text.
-
-        Raises:
-            InputError: the config's output_bias is another one, or there are not V counts.
-        """
-        if self.config.output_bias != "unigram":
-            raise InputError(f"output_bias: {self.config.output_bias!r} given, but only 'unigram' is set from counts")
-        if counts.shape != (self.config.vocab_size,):
-            raise InputError(f"counts: shape {tuple(counts.shape)} given, but it must be ({self.config.vocab_size},)")
-        assert isinstance(self.lm_head, FixedBiasLinear)
-        self.lm_head.set_counts(counts)
-
     @property
     def arithmetic(self) -> Arithmetic:
         """How the layers multiply."""
@@ -155,21 +138,6 @@ class MultilinForCausalLM(MultilinPreTrainedModel, StatefulGenerationMixin):
     def packs(self) -> bool:
         """Whether several documents can share a row (document_ids)."""
         return not self.model.unpackable
-
-    @torch.no_grad()
-    def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Module:
-        """As transformers', but a fixed bias stays fixed; a new token gets the bias of the rarest token."""
-        bias_V = self.lm_head.bias.clone() if isinstance(self.lm_head, FixedBiasLinear) else None
-        embeddings: nn.Module = super().resize_token_embeddings(*args, **kwargs)
-        if bias_V is not None:
-            if not isinstance(self.lm_head, FixedBiasLinear):
-                weight = self.lm_head.weight
-                self.lm_head = FixedBiasLinear(weight.shape[1], weight.shape[0]).to(weight)
-                self.lm_head.weight = weight
-            num_kept = min(len(bias_V), self.lm_head.out_features)
-            self.lm_head.bias = bias_V.min().repeat(self.lm_head.out_features)
-            self.lm_head.bias[:num_kept] = bias_V[:num_kept]
-        return embeddings
 
 
 AutoConfig.register(MultilinConfig.model_type, MultilinConfig)

@@ -1,33 +1,17 @@
 """The loss of the output head, in chunks of tokens, without calling the head if it is a plain Linear."""
 
 from collections.abc import Iterator
-from typing import Any, TypeGuard
+from typing import TypeGuard
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from multilin.layers.linear import is_unwrapped
+from multilin.model.output_bias import FixedBiasLinear
 from multilin.ops.linear_cross_entropy import linear_cross_entropy, token_cross_entropy
 
 CHUNK_NUMBERS = 2**23  # logits of a wrapped head held at a time
-
-
-class FixedBiasLinear(nn.Linear):
-    """y = W x + b with a bias that is saved with the model but never trained: a buffer."""
-
-    bias: Any
-
-    def __init__(self, in_features: int, out_features: int) -> None:
-        super().__init__(in_features, out_features, bias=False)
-        del self.bias
-        self.register_buffer("bias", torch.zeros(out_features))
-
-    @torch.no_grad()
-    def set_counts(self, counts: Tensor) -> None:
-        """Fix the bias to log((count + 1) / sum(counts + 1)) of each token; counts is (V,)."""
-        smoothed_V = counts.double() + 1
-        self.bias.copy_((smoothed_V / smoothed_V.sum()).log())
 
 
 def sequence_loss(head: nn.Module, hidden_ND: Tensor, targets_N: Tensor, *, label_smoothing: float) -> Tensor:

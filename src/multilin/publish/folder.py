@@ -10,7 +10,6 @@ from multilin.errors import InputError, plural
 from multilin.files import atomic_folder, write_whole
 from multilin.inference.runs import Run
 from multilin.model import MultilinForCausalLM
-from multilin.model.factory import BASELINES
 from multilin.model.remote import AUTO_FILE
 from multilin.publish.flat import flat_model
 
@@ -35,7 +34,8 @@ def publish_run(run: Run, name: str, folder: Path) -> None:
     """
     if not isinstance(run.model, MultilinForCausalLM):
         kind = run.model.config.model_type
-        advice = "loads as it is; upload its folder" if kind in BASELINES else "lacks; train one without output_bias"
+        is_ours = kind.startswith("multilin_")
+        advice = "lacks; train it without output_bias and unit_variance" if is_ours else "loads; upload its folder"
         raise InputError(f"run: a {kind} model given, which transformers {advice}")
     with atomic_folder(folder) as partial:
         run.model.save_pretrained(partial)

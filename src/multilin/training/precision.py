@@ -45,9 +45,9 @@ def set_arithmetic(model: PreTrainedModel, plan: TrainingRecipe) -> None:
     )
 
 
-def has_bf16() -> bool:
-    """Whether the hardware multiplies bfloat16 matrices natively."""
-    if torch.cuda.is_available():
+def has_bf16(device: str | None = None) -> bool:
+    """Whether a kind of device multiplies bfloat16 matrices natively: "cuda" or "cpu", None is what trains here."""
+    if (device or ("cuda" if torch.cuda.is_available() else "cpu")) == "cuda":
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))
     capabilities = torch.cpu.get_capabilities()
     return bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16"))

@@ -42,7 +42,6 @@ class Muon(torch.optim.Optimizer):
         others = [group for group in groups if not group["matrices"]]
         adamw = torch.optim.AdamW(others, lr=lr, weight_decay=weight_decay, betas=BETAS, fused=True) if others else None
         self._adamw: torch.optim.Optimizer | None = adamw
-        self._dtype = torch.bfloat16 if has_bf16() else torch.float32
         super().__init__(groups, {"lr": lr, "weight_decay": weight_decay})
 
     @torch.no_grad()
@@ -70,7 +69,8 @@ class Muon(torch.optim.Optimizer):
         if not state:
             state["average"] = torch.zeros_like(gradient)
         average = state["average"].lerp_(gradient, 1 - MOMENTUM)
-        update = orthogonalized(gradient.lerp(average, MOMENTUM).to(self._dtype))
+        dtype = torch.bfloat16 if has_bf16(matrix.device.type) else torch.float32
+        update = orthogonalized(gradient.lerp(average, MOMENTUM).to(dtype))
         matrix.mul_(1 - lr * weight_decay).add_(update, alpha=-0.2 * lr * max(matrix.shape) ** 0.5)
 
 

@@ -294,7 +294,7 @@ def test_a_long_run_has_larger_steps(picked: Callable[..., Pick], monkeypatch: p
         monkeypatch.setattr(picking, "LONG_TOKENS", least)
         recipe = picked(1, **{"model.architecture": "elita"}).recipe
         steps.append((recipe.training.batch_size, recipe.model.n_positions, recipe.optimizer.learning_rate))
-    assert steps == [(4, 256, 0.008), (8, 512, 0.016)]
+    assert steps == [(4, 256, 0.004), (8, 512, 0.008)]
     kept = picked(1, **{"training.batch_size": 3, "optimizer.learning_rate": 0.01}).recipe
     assert (kept.training.batch_size, kept.model.n_positions, kept.optimizer.learning_rate) == (3, 512, 0.01)
 

@@ -20,7 +20,7 @@ class FixedBiasLinear(nn.Linear):
 
 
 class FixedBias:
-    """What a causal language model with the output `lm_head` can do with a fixed bias; beside a PreTrainedModel."""
+    """Mixin before a PreTrainedModel: its `lm_head` is a FixedBiasLinear where config.output_bias is "unigram"."""
 
     config: Any
     lm_head: nn.Linear

@@ -1,9 +1,10 @@
 """Tokens per second of a training step: ours, GPT-2 and Llama of the same sizes, and a released package of the family.
 
-A step is forward, loss, backward and fused AdamW on random tokens, without dropout, under autocast to bf16 (or in
-float32), the same number of tokens at every text length. The peers are transformers' GPT-2 and Llama with their own
-loss and `scaled_dot_product_attention`, and, where it is installed (`pip install --no-deps leap-transformer`), the two
-models of that package. All have the same width, depth and vocabulary; heads too where the model has a choice.
+A step is forward, loss, backward and fused AdamW on random tokens, without dropout, under autocast to bf16 (in float32
+where the processor has no bf16), the same number of tokens at every text length. The peers are transformers' GPT-2 and
+Llama with their own loss and `scaled_dot_product_attention`, and, where it is installed (`pip install --no-deps
+leap-transformer`), the two models of that package. All have the same width, depth and vocabulary; heads too where the
+model has a choice.
 
 The limit is the machine's matrix product of 2048 x 2048 matrices in the same precision, timed between the steps. A
 model has two shares of it. "Of peak" counts products with weight matrices only, 6 floating-point operations per weight
@@ -34,6 +35,7 @@ from multilin.architectures import architectures
 from multilin.machine import keep_freed_memory
 from multilin.model import MultilinForCausalLM
 from multilin.model.factory import BASELINES, create_model
+from multilin.training.precision import has_bf16
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -175,7 +177,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--vocab-size", type=int, default=8192)
     parser.add_argument("--lengths", type=int, nargs="+", default=[2048, 8192], help="tokens of a text")
     parser.add_argument("--tokens", type=int, default=4096, help="tokens of a step, one text at least")
-    parser.add_argument("--precision", default="bf16", choices=["float32", "bf16"])
+    own = "bf16" if has_bf16("cpu") else "float32"  # bf16 that the processor emulates is slower than float32
+    parser.add_argument("--precision", default=own, choices=["float32", "bf16"], help=f"here {own} if not given")
     parser.add_argument("--turns", type=int, default=5, help="steps of each; the table shows medians")
     return parser
 

@@ -2,6 +2,7 @@
 
 import argparse
 import importlib.util
+from functools import partial
 from typing import Any
 
 import torch
@@ -51,21 +52,21 @@ def depth_for(name: str, parameters: float, hidden_size: int, length: int, argum
     return max(1, round((parameters - counts[0]) / per_layer) + 2)
 
 
+def _chosen(names: list[str], arguments: argparse.Namespace) -> list[str]:
+    return [name for name in names if not arguments.models or name in arguments.models]
+
+
 def training(clock: Clock, device: torch.device, arguments: argparse.Namespace, limit: Figures) -> Figures:
     """Tokens per second of a step, and its products with weights as a share of the matrix peak (MFU)."""
     figures: Figures = {}
     for parameters, hidden_size in zip(arguments.parameters, arguments.hidden_sizes, strict=True):
         for length in arguments.lengths:
-            for name in [*peers(), *architectures()]:
+            for name in _chosen([*peers(), *architectures()], arguments):
                 ways = ("compiled",) if name in BASELINES else ("eager", "compiled")
                 for way in ways:
                     label = f"{name}, {way}, {parameters / 1e6:,.0f} M, texts of {length}"
-                    figures[label] = attempt(
-                        lambda name=name, way=way, parameters=parameters, hidden_size=hidden_size, length=length: _step(
-                            clock, device, arguments, limit, name, way, parameters, hidden_size, length
-                        )
-                    )
-                    print(f"  {label}: {figures[label]}", flush=True)
+                    work = partial(_step, clock, device, arguments, limit, name, way, parameters, hidden_size, length)
+                    figures[label] = attempt(work, label)
     return figures
 
 
@@ -103,7 +104,6 @@ def _step(
         figures["mfu"] = 6 * weights * speed / peak / 1e12 if peak else None
         figures["memory_gigabytes"] = torch.cuda.max_memory_allocated() / 1e9
         torch.cuda.reset_peak_memory_stats()
-    torch.compiler.reset()
     return figures
 
 
@@ -111,11 +111,10 @@ def decoding(clock: Clock, device: torch.device, arguments: argparse.Namespace) 
     """Tokens per second at several batch sizes, bytes kept per text, and whether memory stays as it is."""
     figures: Figures = {}
     parameters, hidden_size = arguments.parameters[0], arguments.hidden_sizes[0]
-    for name in [*architectures(), "gpt2"]:
+    for name in _chosen([*architectures(), "gpt2"], arguments):
         for batch in arguments.batches:
-            figures[f"{name}, batch {batch}"] = attempt(
-                lambda name=name, batch=batch: _decode(clock, device, arguments, name, batch, parameters, hidden_size)
-            )
+            work = partial(_decode, clock, device, arguments, name, batch, parameters, hidden_size)
+            figures[f"{name}, batch {batch}"] = attempt(work, f"{name}, batch {batch}")
     return figures
 
 

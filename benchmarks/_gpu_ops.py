@@ -13,9 +13,14 @@ from torch.nn.functional import scaled_dot_product_attention
 from benchmarks._gpu_timing import Clock, attempt
 from multilin.ops import block_outer as products
 from multilin.ops import int8, prefix_softmax, windowed_attention
+from multilin.ops.block_outer import portable as products_portable
 from multilin.ops.block_outer import reference as products_reference
 from multilin.ops.int8 import reference as int8_reference
+from multilin.ops.int8.portable import PortableSteps
+from multilin.ops.int8.products import Int8Linear
+from multilin.ops.prefix_softmax import portable as pooling_portable
 from multilin.ops.prefix_softmax import reference as pooling_reference
+from multilin.ops.windowed_attention import portable as attention_portable
 from multilin.ops.windowed_attention import reference as attention_reference
 
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 4e-3}
@@ -55,10 +60,8 @@ def checks(clock: Clock, device: torch.device, arguments: argparse.Namespace) ->
     figures: Figures = {}
     for dtype in TOLERANCES:
         for name, (fast, exact, inputs) in _checked(arguments.check_shape, device, dtype).items():
-            clock.check()
-            figures[f"{name}, {str(dtype).removeprefix('torch.')}"] = attempt(
-                lambda fast=fast, exact=exact, inputs=inputs: _errors(fast, exact, inputs)
-            )
+            label = f"{name}, {str(dtype).removeprefix('torch.')}"
+            figures[label] = attempt(partial(_errors, clock, fast, exact, inputs), label)
     return figures
 
 
@@ -97,7 +100,8 @@ def _attend(module: Any, *inputs: Tensor, **options: Any) -> Tensor:
     return module.windowed_attention(*inputs, **options)[0]
 
 
-def _errors(fast: Any, exact: Any, inputs: tuple[Tensor, ...]) -> Figures:
+def _errors(clock: Clock, fast: Any, exact: Any, inputs: tuple[Tensor, ...]) -> Figures:
+    clock.check()
     dtype = inputs[0].dtype
     wide = [x.detach().double().requires_grad_(x.requires_grad) for x in inputs]
     results = []
@@ -108,13 +112,14 @@ def _errors(fast: Any, exact: Any, inputs: tuple[Tensor, ...]) -> Figures:
         gradients = torch.autograd.grad(result, learned, direction.to(result.dtype)) if learned else ()
         results.append([result, *gradients])
     errors = [
-        float((actual.double() - expected).norm() / expected.norm()) for expected, actual in zip(*results, strict=True)
+        float((actual.double() - expected).norm().detach() / expected.norm().detach())
+        for expected, actual in zip(*results, strict=True)
     ]
     return {"errors": errors, "tolerance": TOLERANCES[dtype], "passed": all(e <= TOLERANCES[dtype] for e in errors)}
 
 
 def poolings(clock: Clock, device: torch.device, arguments: argparse.Namespace, limit: Figures) -> Figures:
-    """prefix_softmax and windowed_attention beside attention and linear attention of others, at every shape."""
+    """prefix_softmax and windowed_attention beside the portable path, compiled, and the attention of others."""
     figures: Figures = {}
     for shape in arguments.shapes:
         figures |= _poolings_at(tuple(shape), clock, device, limit)
@@ -130,24 +135,40 @@ def _poolings_at(shape: tuple[int, ...], clock: Clock, device: torch.device, lim
     def pool(window: int | None) -> Tensor:
         return prefix_softmax.prefix_softmax(logits, v, window=window, needs_state=False)[0]
 
+    def pool_portably(window: int | None) -> Tensor:
+        return pooling_portable.prefix_softmax(logits.float(), v, window=window, needs_state=False)[0].to(v.dtype)
+
     def attend() -> Tensor:
         return scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), is_causal=True).transpose(1, 2)
 
+    def attend_near(module: Any) -> Tensor:
+        result: Tensor = module.windowed_attention(q, k, v, needs_state=False, **near)[0]
+        return result
+
+    pooled, attended = [logits, v], [q, k, v]
     tasks: dict[str, tuple[Callable[[], Tensor], list[Tensor]]] = {
-        "prefix_softmax, global": (lambda: pool(None), [logits, v]),
-        "prefix_softmax, window 64": (lambda: pool(64), [logits, v]),
-        "windowed_attention, window 64": (
-            lambda: windowed_attention.windowed_attention(q, k, v, needs_state=False, **near)[0],
-            [q, k, v],
+        "prefix_softmax, global": (lambda: pool(None), pooled),
+        "prefix_softmax, global, portable": (compiled(clock, lambda: pool_portably(None)), pooled),
+        "prefix_softmax, window 64": (lambda: pool(64), pooled),
+        "prefix_softmax, window 64, portable": (compiled(clock, lambda: pool_portably(64)), pooled),
+        "windowed_attention, window 64": (lambda: attend_near(windowed_attention), attended),
+        "windowed_attention, window 64, portable": (
+            compiled(clock, lambda: attend_near(attention_portable)), attended
         ),
-        "peer: causal attention (SDPA)": (attend, [q, k, v]),
+        "peer: causal attention (SDPA)": (attend, attended),
+        **_flex_attention(clock, q, k, v, near),
         **_linear_attention(q, k, v),
-    }
+    }  # fmt: skip
 
     def time(name: str) -> Figures:
         return _timed(clock, *tasks[name], dresult, limit)
 
-    return {f"{name}, {shape}": attempt(lambda name=name: time(name)) for name in tasks}
+    return {f"{name}, {shape}": attempt(lambda name=name: time(name), name) for name in tasks}
+
+
+def compiled(clock: Clock, task: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    """The task through torch.compile; as it is in a dry run."""
+    return task if clock.is_dry else torch.compile(task, dynamic=False)
 
 
 def _timed(clock: Clock, task: Callable[[], Tensor], inputs: list[Tensor], dresult: Tensor, limit: Figures) -> Figures:
@@ -165,6 +186,30 @@ def _timed(clock: Clock, task: Callable[[], Tensor], inputs: list[Tensor], dresu
         figures["forward_share_of_copy"] = 2 * size / 1e6 / rate / figures["forward_ms"]
         figures["both_share_of_copy"] = 6 * size / 1e6 / rate / figures["both_ms"]
     return figures
+
+
+def _flex_attention(
+    clock: Clock, q: Tensor, k: Tensor, v: Tensor, near: dict[str, Any]
+) -> dict[str, tuple[Callable[[], Tensor], list[Tensor]]]:
+    """PyTorch's flex_attention with the same window and slope; it has no null key, nor a row that sees nothing."""
+    if not q.is_cuda:
+        return {}
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    def is_near(_b: Tensor, _h: Tensor, i_query: Tensor, i_key: Tensor) -> Tensor:
+        return (i_query >= i_key) & (i_query - i_key <= near["window"])
+
+    def decay(score: Tensor, _b: Tensor, _h: Tensor, i_query: Tensor, i_key: Tensor) -> Tensor:
+        return score - near["slope"] * (i_query - i_key)
+
+    length = q.shape[1]
+    mask = create_block_mask(is_near, None, None, length, length, device=q.device, _compile=length > 2**14)
+
+    def attend() -> Tensor:
+        heads_first = [x.transpose(1, 2) for x in (q, k, v)]
+        return flex_attention(*heads_first, score_mod=decay, block_mask=mask, scale=near["scale"]).transpose(1, 2)
+
+    return {"peer: flex_attention, window 64": (compiled(clock, attend), [q, k, v])}
 
 
 def _linear_attention(q: Tensor, k: Tensor, v: Tensor) -> dict[str, tuple[Callable[[], Tensor], list[Tensor]]]:
@@ -193,45 +238,73 @@ def _factors(
 
 
 def matrices(clock: Clock, device: torch.device, arguments: argparse.Namespace, limit: Figures) -> Figures:
-    """block_outer and int8_linear as shares of the matrix peak."""
-    rows, hidden_size = arguments.rows, arguments.hidden_size
+    """block_outer and int8_linear as shares of the matrix peak, beside the portable path, as it is and compiled."""
     figures: Figures = {}
-    for name in COMBINERS:
 
-        def outer(name: str = name) -> Figures:
-            factors = _factors(name, hidden_size, rows, device, torch.bfloat16)
-            dresult = torch.randn(rows, hidden_size, device=device, dtype=torch.bfloat16)
-            work = 2 * rows * factors[2].numel() / 1e9
+    def measure(name: str, work: Callable[[], Figures]) -> None:
+        figures[name] = attempt(work, name)
 
-            def forward() -> None:
-                with torch.no_grad():
-                    products.block_outer(*factors)
-
-            once = clock.milliseconds(forward)
-            both = clock.milliseconds(lambda: torch.autograd.grad(products.block_outer(*factors), factors, dresult))
-            return _rates(work, once, both, limit.get("bf16_teraflops"))
-
-        figures[f"block_outer {name}, {rows} rows, {hidden_size}"] = attempt(outer)
-
-    def linear() -> Figures:
-        x = normal((rows, hidden_size), device, torch.bfloat16)
-        weight = normal((4 * hidden_size, hidden_size), device, torch.bfloat16)
-        rounded = int8.round_weight(weight)
-        dresult = torch.randn(rows, 4 * hidden_size, device=device, dtype=torch.bfloat16)
-
-        def both() -> object:
-            result = int8.int8_linear(x, rounded, backward="int8", parameter=weight)
-            return torch.autograd.grad(result, (x, weight), dresult)
-
-        def forward() -> None:
-            with torch.no_grad():
-                int8.int8_linear(x, rounded)
-
-        work = 2 * rows * 4 * hidden_size**2 / 1e9
-        return _rates(work, clock.milliseconds(forward), clock.milliseconds(both), limit.get("int8_teraops"))
-
-    figures[f"int8_linear, {rows} x {hidden_size} x {4 * hidden_size}"] = attempt(linear)
+    for rows in (arguments.rows, arguments.few_rows):
+        for name in COMBINERS:
+            for way, compute in _ways(clock, products.block_outer, products_portable.block_outer).items():
+                measure(
+                    f"block_outer {name}{way}, {rows} rows, {arguments.hidden_size}",
+                    partial(_outer, clock, device, arguments, limit, name, rows, compute),
+                )
+        size = f"{rows} x {arguments.hidden_size} x {4 * arguments.hidden_size}"
+        for way, compute in _ways(clock, _linear, _linear_portably).items():
+            measure(f"int8_linear{way}, {size}", partial(_int8, clock, device, arguments, limit, rows, compute))
     return figures
+
+
+def _ways(
+    clock: Clock, ours: Callable[..., Tensor], portable: Callable[..., Tensor]
+) -> dict[str, Callable[..., Tensor]]:
+    return {"": ours, ", portable": portable, ", portable, compiled": compiled(clock, portable)}
+
+
+def _outer(
+    clock: Clock, device: torch.device, arguments: argparse.Namespace, limit: Figures, name: str, rows: int,
+    compute: Callable[..., Tensor],
+) -> Figures:  # fmt: skip
+    factors = _factors(name, arguments.hidden_size, rows, device, torch.bfloat16)
+    dresult = torch.randn(rows, arguments.hidden_size, device=device, dtype=torch.bfloat16)
+
+    def forward() -> None:
+        with torch.no_grad():
+            compute(*factors)
+
+    once = clock.milliseconds(forward)
+    both = clock.milliseconds(lambda: torch.autograd.grad(compute(*factors), factors, dresult))
+    return _rates(2 * rows * factors[2].numel() / 1e9, once, both, limit.get("bf16_teraflops"))
+
+
+def _linear(x: Tensor, rounded: int8.Rounded, weight: Tensor) -> Tensor:
+    return int8.int8_linear(x, rounded, backward="int8", parameter=weight)
+
+
+def _linear_portably(x: Tensor, rounded: int8.Rounded, weight: Tensor) -> Tensor:
+    result: Tensor = Int8Linear.apply(x, weight, *rounded, None, 1.0, "int8", PortableSteps)
+    return result
+
+
+def _int8(
+    clock: Clock, device: torch.device, arguments: argparse.Namespace, limit: Figures, rows: int,
+    compute: Callable[..., Tensor],
+) -> Figures:  # fmt: skip
+    hidden_size = arguments.hidden_size
+    x = normal((rows, hidden_size), device, torch.bfloat16)
+    weight = normal((4 * hidden_size, hidden_size), device, torch.bfloat16)
+    rounded = int8.round_weight(weight)
+    dresult = torch.randn(rows, 4 * hidden_size, device=device, dtype=torch.bfloat16)
+
+    def forward() -> None:
+        with torch.no_grad():
+            compute(x, rounded, weight)
+
+    once = clock.milliseconds(forward)
+    both = clock.milliseconds(lambda: torch.autograd.grad(compute(x, rounded, weight), (x, weight), dresult))
+    return _rates(2 * rows * 4 * hidden_size**2 / 1e9, once, both, limit.get("int8_teraops"))
 
 
 def _rates(work: float, once: float | None, both: float | None, peak: float | None) -> Figures:

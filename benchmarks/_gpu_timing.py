@@ -46,18 +46,31 @@ class Clock:
         return statistics.median(times)
 
 
-def attempt(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """The result of the work, or one line about its failure; memory it held is given back."""
+def attempt(work: Callable[[], dict[str, Any]], name: str | None = None) -> dict[str, Any]:
+    """Figures, or one line about a failure; prints them under this name, and gives back the memory that was held."""
+    begin = time.monotonic()
     try:
-        return work()
+        figures = work()
     except Exception as error:  # whatever goes wrong in one measurement must not cost the others
         where = traceback.extract_tb(error.__traceback__)[-1]
         words = (str(error).strip().splitlines() or [""])[0]
         place = f"{where.filename.rpartition('/')[2]}:{where.lineno}"
-        return {"failed": f"{type(error).__name__}: {words[:300]} ({place})"}
-    finally:
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        figures = {"failed": f"{type(error).__name__}: {words[:300]} ({place})"}
+    if name is not None or "failed" in figures:
+        print(f"  {name or 'all'}: {in_words(figures)}  [{time.monotonic() - begin:.0f} s]", flush=True)
+    torch.compiler.reset()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    return figures
+
+
+def in_words(figures: Any) -> str:
+    """Figures by name as a line of text."""
+    if isinstance(figures, dict):
+        return ", ".join(f"{key} {in_words(value)}" for key, value in figures.items())
+    if isinstance(figures, list):
+        return " ".join(in_words(value) for value in figures)
+    return f"{figures:.4g}" if isinstance(figures, float) else "not timed" if figures is None else str(figures)
 
 
 @contextmanager

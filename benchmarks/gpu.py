@@ -2,8 +2,8 @@
 
 limits    a large copy and large matrix products, which the shares below refer to.
 checks    every op's result and gradients against float64.
-poolings  prefix_softmax and windowed_attention beside PyTorch's attention, and GLA and retention of the package fla.
-matrices  block_outer and int8_linear as shares of the matrix peak.
+poolings  prefix_softmax and windowed_attention beside the portable path, SDPA, and GLA and retention (fla).
+matrices  block_outer and int8_linear as shares of the matrix peak, beside the portable path.
 decoding  milliseconds per token, bytes of state, memory that stays as it is.
 training  tokens per second and MFU of all architectures beside GPT-2 and Llama (SDPA, compiled), GLA and Mamba-2.
 
@@ -13,9 +13,11 @@ Each part has its allowance of time; what fails, or is not reached, says so in t
 
 import argparse
 import os
+import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,11 +25,12 @@ import torch
 from benchmarks import _machine, _results
 from benchmarks._gpu_timing import Clock, attempt, kernels_of_the_gpu
 
-SHARES = {"limits": 0.05, "checks": 0.12, "poolings": 0.2, "matrices": 0.1, "decoding": 0.15, "training": 0.38}
+SHARES = {"limits": 0.05, "checks": 0.1, "poolings": 0.25, "matrices": 0.15, "decoding": 0.1, "training": 0.35}
 """What each part may take of the whole time."""
 
 TINY: dict[str, Any] = {
     "shapes": [(1, 19, 2, 16)], "check_shape": (1, 19, 2, 4), "rows": 9, "hidden_size": 16, "matrix_size": 32,
+    "few_rows": 2,
     "copy_megabytes": 1, "parameters": [30e3], "hidden_sizes": [32], "lengths": [16], "tokens": 32, "vocab_size": 64,
     "batches": [1, 2], "read": 8, "steps": 2,
 }  # fmt: skip
@@ -39,8 +42,10 @@ BY_NAME_ONLY = None if _machine.accelerator() != "none" else "there is no GPU; `
 def main(argv: list[str]) -> int:
     arguments = _results.parse(_parser(), argv)
     if arguments.dry:
-        # Before a kernel is imported: triton decides there and then what it is.
-        os.environ["TRITON_INTERPRET"] = "1"
+        if os.environ.get("TRITON_INTERPRET") != "1":
+            # Triton decides when it is imported, as other libraries have done by now: a new process begins with it.
+            command = [sys.executable, "-m", "benchmarks", "gpu", *argv]
+            return subprocess.call(command, env={**os.environ, "TRITON_INTERPRET": "1"})
         vars(arguments).update(TINY)
     if not arguments.dry and not torch.cuda.is_available():
         print("benchmarks gpu: PyTorch sees no CUDA device; --dry checks the kernels on the CPU", file=sys.stderr)
@@ -74,16 +79,12 @@ def _run(arguments: argparse.Namespace) -> dict[str, Any]:
         # Models run as they do on the CPU: through the interpreter they would take minutes.
         is_op = name in ("checks", "poolings", "matrices")
         with kernels_of_the_gpu() if arguments.dry and is_op else nullcontext():
-            result[name] = attempt(lambda name=name, clock=clock: parts[name](clock))
+            result[name] = attempt(partial(parts[name], clock), "all" if name == "limits" else None)
     return result
 
 
 def _print(result: dict[str, Any], arguments: argparse.Namespace) -> bool:
-    """The findings, one line each; True if every part ran, and nothing that was checked is wrong."""
-    for part in arguments.parts:
-        print(f"\n{part}")
-        for name, figures in result[part].items():
-            print(f"  {name}: {_in_words(figures)}")
+    """What it comes to; True if every part ran, and nothing that was checked is wrong."""
     checked = [figures for figures in result.get("checks", {}).values() if isinstance(figures, dict)]
     wrong = sum(not figures.get("passed", False) for figures in checked)
     print(f"\n{len(checked)} checks against float64, {wrong} of them failed")
@@ -94,14 +95,6 @@ def _print(result: dict[str, Any], arguments: argparse.Namespace) -> bool:
         entries = [entry for part in parts for entry in part.values() if isinstance(entry, dict)]
         has_failed |= any("failed" in entry for entry in entries)
     return not wrong and not has_failed
-
-
-def _in_words(figures: Any) -> str:
-    if isinstance(figures, dict):
-        return ", ".join(f"{key} {_in_words(value)}" for key, value in figures.items())
-    if isinstance(figures, list):
-        return " ".join(_in_words(value) for value in figures)
-    return f"{figures:.4g}" if isinstance(figures, float) else "not timed" if figures is None else str(figures)
 
 
 def _shape(text: str) -> tuple[int, ...]:
@@ -122,11 +115,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--shapes", type=_shape, nargs="+", default=shapes, metavar="B,T,H,D")
     parser.add_argument("--check-shape", type=_shape, default=(2, 1031, 4, 64), metavar="B,T,H,D")
     parser.add_argument("--rows", type=int, default=16384, help="tokens of block_outer and int8_linear")
+    parser.add_argument("--few-rows", type=int, default=64, help="the same, as while decoding")
     parser.add_argument("--hidden-size", type=int, default=2048, help="width of block_outer and int8_linear")
     parser.add_argument("--matrix-size", type=int, default=8192, help="of the products that give the peak")
     parser.add_argument("--copy-megabytes", type=int, default=2048, help="of the copy that gives the limit")
     parser.add_argument("--parameters", type=float, nargs="+", default=[125e6, 1.3e9], help="of the models")
     parser.add_argument("--hidden-sizes", type=int, nargs="+", default=[768, 2048], help="one per number of parameters")
+    parser.add_argument("--models", nargs="+", metavar="NAME", help="that are trained and decoded; all, if not given")
     parser.add_argument("--vocab-size", type=int, default=32768)
     parser.add_argument("--lengths", type=int, nargs="+", default=[8192], help="tokens of a text in training")
     parser.add_argument("--tokens", type=int, default=16384, help="tokens of a training step")

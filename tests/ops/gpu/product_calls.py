@@ -31,13 +31,14 @@ def call_int8() -> None:
 
 
 def call_windowed_attention(dtype: torch.dtype, width: int, value_width: int) -> None:
-    """A text with everything, and a token after a state."""
+    """A text with everything, one with nothing, and a token after a state."""
     options = {"window": 64, "scale": 0.1, "hyper": 1.0, "null_key": True}
     inputs = [torch.zeros(1, 200, 2, n, dtype=dtype, requires_grad=True) for n in (width, width, value_width)]
     starts = torch.zeros(1, 200, dtype=torch.bool)
     slope = torch.zeros((), requires_grad=True)
     means, _ = windowed_attention.windowed_attention(*inputs, slope=slope, starts=starts, **options)
     means.float().sum().backward()
+    windowed_attention.windowed_attention(*inputs, window=9)[0].float().sum().backward()
     state = WindowedAttentionState(torch.zeros(1, 64, 2, width), torch.zeros(1, 64, 2, value_width), torch.zeros(1, 64))
     with torch.no_grad():
         new = [x[:, :1] for x in inputs]
@@ -49,4 +50,5 @@ def call_every_kernel() -> None:
     launch.num_processors = lambda device: 132
     call_block_outer(torch.bfloat16)
     call_windowed_attention(torch.bfloat16, 128, 128)
+    call_windowed_attention(torch.float32, 128, 256)  # of the widest heads
     call_int8()

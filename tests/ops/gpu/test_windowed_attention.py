@@ -15,7 +15,7 @@ CPU_SHAPE = (1, 67, 2, 5, 19)
 DECAYING = {"window": 64, "scale": 0.2, "hyper": 20.0}  # one weight of nearly 1 everywhere
 LARGE = {
     "narrow": ((3, 2049, 4, 64, 64), {"window": 64, "scale": 0.1, "slope": 0.5, "null_key": True}),
-    "decaying": ((2, 1031, 4, 128, 512), {"window": 64, "scale": 0.1, "hyper": 20.0}),
+    "decaying": ((2, 1031, 4, 128, 256), {"window": 64, "scale": 0.1, "hyper": 20.0}),
     "wide": ((2, 2000, 2, 128, 128), {"window": 5000, "scale": 0.1, "null_key": True}),
 }
 

@@ -14,7 +14,7 @@ from multilin.ops.kernels.gpu_launch import autotuned
 from multilin.ops.kernels.gpu_tiles import divide, dot, load_tile, narrow, nearest, store_rounded, store_tile
 
 # Outputs of a tile, warps and pipeline stages.
-WAYS = [({"BD": 64}, 4, 3), ({"BD": 128}, 4, 3), ({"BD": 128}, 8, 3), ({"BD": 128}, 8, 4), ({"BD": 32}, 4, 4)]
+WAYS = [({"BD": 64}, 4, 3), ({"BD": 128}, 8, 3), ({"BD": 32}, 4, 4)]
 KIND = ("num_outs", "N", "K", "J", "BR")
 
 

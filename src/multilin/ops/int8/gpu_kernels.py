@@ -14,10 +14,8 @@ from multilin.ops.kernels.gpu_tiles import divide, dot, load_tile, magnitude, ne
 WAYS = [
     ({"BN": 128, "BK": 64}, 4, 4),
     ({"BN": 128, "BK": 128}, 8, 3),
-    ({"BN": 256, "BK": 64}, 8, 4),
     ({"BN": 256, "BK": 128}, 8, 3),
     ({"BN": 64, "BK": 128}, 4, 4),
-    ({"BN": 32, "BK": 256}, 4, 4),
 ]
 
 

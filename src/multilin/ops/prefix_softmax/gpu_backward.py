@@ -143,14 +143,11 @@ def backward(
         b_wide_values, b_wide_dmeans = b_values.to(tl.float32), b_dmeans.to(tl.float32)
         b_tops = load_row(p_tops, o_t, m_t, 1, float("inf"))
         b_scales = load_row(p_scales, o_t, m_t, 1, 0.0)
-        distance = o_t[:, None] - o_t[None, :]
-        visible = distance >= 0
+        distance, b_text = o_t[:, None] - o_t[None, :], load_texts(p_text, o_t, m_t)
+        visible = (distance >= 0) & (b_text[:, None] == b_text[None, :])
         if WINDOWED:
             visible &= distance < window
         text_before, text_after = text_at(p_text, start - 1), text_at(p_text, tl.minimum(start + CHUNK, last) - 1)
-        b_text = load_texts(p_text, o_t, m_t)
-        if b_text is not None:
-            visible &= b_text[:, None] == b_text[None, :]
         b_before_tops = of_text(b_tops, b_text, text_before, float("inf"))
         b_weights = tl.exp(tl.where(visible, b_logits[None, :], -float("inf")) - b_tops[:, None])
         if p_own is not None:
@@ -174,8 +171,7 @@ def backward(
             o_next = o_t + cut.length
             m_next = o_next < tl.minimum(T, first + 2 * cut.length)
             next_visible = distance + cut.length < window
-            if b_text is not None:
-                next_visible &= load_row(p_text, o_next, m_next, 1, -2)[:, None] == b_text[None, :]
+            next_visible &= load_texts(p_text, o_next, m_next)[:, None] == b_text[None, :]
             b_next_tops = load_row(p_tops, o_next, m_next, 1, float("inf"))
             b_weights = tl.exp(tl.where(next_visible, b_logits[None, :], -float("inf")) - b_next_tops[:, None])
             b_shares = narrow(b_weights * load_row(p_scales, o_next, m_next, 1, 0.0)[:, None], b_values.dtype)

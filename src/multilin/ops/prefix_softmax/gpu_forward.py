@@ -122,18 +122,15 @@ def forward(
         m_t = o_t < last
         b_logits = load_row(p_logits, o_t, m_t, s_logits[1], -float("inf"))
         b_values = load_tile(p_values, o_t, m_t, s_values[1], o_d, m_d)
-        distance = o_t[:, None] - o_t[None, :]
-        visible, b_text = distance >= 0, load_texts(p_text, o_t, m_t)
-        if b_text is not None:
-            visible &= b_text[:, None] == b_text[None, :]
+        distance, b_text = o_t[:, None] - o_t[None, :], load_texts(p_text, o_t, m_t)
+        visible = (distance >= 0) & (b_text[:, None] == b_text[None, :])
         if WINDOWED:
             visible &= distance < window
             o_old = o_t - cut.length
             m_old = (o_old >= 0) & (o_old < first)
             b_old_values = load_tile(p_values, o_old, m_old, s_values[1], o_d, m_d)
             old_visible = distance + cut.length < window
-            if b_text is not None:
-                old_visible &= b_text[:, None] == load_texts(p_text, o_old, m_old)[None, :]
+            old_visible &= b_text[:, None] == load_texts(p_text, o_old, m_old)[None, :]
             b_old_logits = load_row(p_logits, o_old, m_old, s_logits[1], -float("inf"))
             b_old_scores = tl.where(old_visible, b_old_logits[None, :], -float("inf"))
         b_scores = tl.where(visible, b_logits[None, :], -float("inf"))

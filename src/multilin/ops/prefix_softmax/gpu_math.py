@@ -16,7 +16,7 @@ import triton.language as tl
 
 from multilin.ops.kernels.gpu_tiles import finite, inverse, load_row
 
-WAYS: list[tuple[dict[str, int], int, int]] = [({}, 4, 3), ({}, 4, 4), ({}, 4, 2), ({}, 8, 3), ({}, 8, 2), ({}, 2, 3)]
+WAYS: list[tuple[dict[str, int], int, int]] = [({}, 4, 3), ({}, 4, 2), ({}, 8, 2)]
 
 
 @triton.jit
@@ -69,9 +69,9 @@ def text_at(p_text, position):
 
 @triton.jit
 def load_texts(p_text, o_t, m_t):
-    """Numbers of the texts of these positions, -1 outside; None if there is one text only."""
+    """Numbers of the texts of these positions, -1 outside; 0 everywhere if there is one text only."""
     if p_text is None:
-        return None
+        return tl.zeros_like(o_t)
     else:
         return load_row(p_text, o_t, m_t, 1, -1)
 
@@ -79,6 +79,4 @@ def load_texts(p_text, o_t, m_t):
 @triton.jit
 def of_text(b_numbers, b_text, text, other):
     """The numbers of the positions of this text, and `other` in place of the rest."""
-    if b_text is not None:
-        b_numbers = tl.where(b_text == text, b_numbers, other)
-    return b_numbers
+    return tl.where(b_text == text, b_numbers, other)

@@ -137,11 +137,11 @@ def _arguments(
 ) -> tuple[list[Any], dict[str, Any]]:  # fmt: skip
     """Arguments and constants of all kernels but `step`."""
     (_, num_new, num_heads, width), num_all, value_width = queries.shape, keys.shape[1], values.shape[3]
-    is_large = max(width, value_width) * queries.element_size() > 256
+    size = max(width, value_width) * queries.element_size()  # bytes of a head; tiles of wide ones do not fit whole
     constants = {
         "D": width, "E": value_width, "BD": _launch.block_of(width, WIDEST),
-        "BE": _launch.block_of(value_width, WIDEST), "BQ": _launch.block_of(num_new, 64),
-        "BL": _launch.block_of(num_all, 32 if is_large else 64), "is_wide": window > _NARROW,
+        "BE": _launch.block_of(value_width, WIDEST), "BQ": _launch.block_of(num_new, 32 if size > 512 else 64),
+        "BL": _launch.block_of(num_all, 32 if size > 256 else 64), "is_wide": window > _NARROW,
     }  # fmt: skip
     texts = None if texts is None else texts.contiguous()
     sizes = num_new, num_all, num_heads, min(window, num_all)

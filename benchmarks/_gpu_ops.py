@@ -10,14 +10,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from benchmarks._gpu_timing import Clock, attempt
+from benchmarks._gpu_timing import Clock, attempt, captured
 from multilin.ops import block_outer as products
 from multilin.ops import int8, prefix_softmax, windowed_attention
-from multilin.ops.block_outer import portable as products_portable
 from multilin.ops.block_outer import reference as products_reference
 from multilin.ops.int8 import reference as int8_reference
 from multilin.ops.int8.portable import PortableSteps
-from multilin.ops.int8.products import Int8Linear
+from multilin.ops.int8.products import Int8BlockOuter, Int8Linear
 from multilin.ops.prefix_softmax import portable as pooling_portable
 from multilin.ops.prefix_softmax import reference as pooling_reference
 from multilin.ops.windowed_attention import portable as attention_portable
@@ -121,15 +120,24 @@ def _errors(clock: Clock, fast: Any, exact: Any, inputs: tuple[Tensor, ...]) -> 
 def poolings(clock: Clock, device: torch.device, arguments: argparse.Namespace, limit: Figures) -> Figures:
     """prefix_softmax and windowed_attention beside the portable path, compiled, and the attention of others."""
     figures: Figures = {}
-    for shape in arguments.shapes:
-        figures |= _poolings_at(tuple(shape), clock, device, limit)
+    # The package fla tries so many ways to compile a kernel that nothing may wait for it.
+    for tasks in (_poolings, _linear_attention):
+        for shape in arguments.shapes:
+            q, k, v = (normal(tuple(shape), device, torch.bfloat16) for _ in range(3))
+            dresult = torch.randn_like(v)
+            for name, (task, inputs) in tasks(clock, q, k, v).items():
+                label = f"{name}, {tuple(shape)}"
+                figures[label] = attempt(partial(_timed, clock, task, inputs, dresult, limit), label)
     return figures
 
 
-def _poolings_at(shape: tuple[int, ...], clock: Clock, device: torch.device, limit: Figures) -> Figures:
-    q, k, v = (normal(shape, device, torch.bfloat16) for _ in range(3))
-    logits = normal(shape[:3], device, torch.bfloat16)
-    dresult = torch.randn_like(v)
+Tasks = dict[str, tuple[Callable[[], Tensor], list[Tensor]]]
+"""Functions and the inputs that their gradients are taken of, by name."""
+
+
+def _poolings(clock: Clock, q: Tensor, k: Tensor, v: Tensor) -> Tasks:
+    shape = q.shape
+    logits = normal(tuple(shape[:3]), q.device, torch.bfloat16)
     near: dict[str, Any] = {"window": 64, "scale": shape[3] ** -0.5, "slope": 0.3, "null_key": True}
 
     def pool(window: int | None) -> Tensor:
@@ -146,7 +154,7 @@ def _poolings_at(shape: tuple[int, ...], clock: Clock, device: torch.device, lim
         return result
 
     pooled, attended = [logits, v], [q, k, v]
-    tasks: dict[str, tuple[Callable[[], Tensor], list[Tensor]]] = {
+    return {
         "prefix_softmax, global": (lambda: pool(None), pooled),
         "prefix_softmax, global, portable": (compiled(clock, lambda: pool_portably(None)), pooled),
         "prefix_softmax, window 64": (lambda: pool(64), pooled),
@@ -157,13 +165,7 @@ def _poolings_at(shape: tuple[int, ...], clock: Clock, device: torch.device, lim
         ),
         "peer: causal attention (SDPA)": (attend, attended),
         **_flex_attention(clock, q, k, v, near),
-        **_linear_attention(q, k, v),
     }  # fmt: skip
-
-    def time(name: str) -> Figures:
-        return _timed(clock, *tasks[name], dresult, limit)
-
-    return {f"{name}, {shape}": attempt(lambda name=name: time(name), name) for name in tasks}
 
 
 def compiled(clock: Clock, task: Callable[[], Tensor]) -> Callable[[], Tensor]:
@@ -173,24 +175,35 @@ def compiled(clock: Clock, task: Callable[[], Tensor]) -> Callable[[], Tensor]:
 
 def _timed(clock: Clock, task: Callable[[], Tensor], inputs: list[Tensor], dresult: Tensor, limit: Figures) -> Figures:
     """Milliseconds, and the share of what copying 2 tensors (6 with backward) of the values' size would take."""
+    figures = _both_times(clock, task, inputs, dresult)
+    rate, size = limit.get("copy_gigabytes_per_second"), dresult.numel() * dresult.element_size()
+    for name, count in (("forward", 2), ("both", 6)):
+        milliseconds = figures.get(f"{name}_card_ms", figures[f"{name}_ms"])
+        if milliseconds and rate:
+            figures[f"{name}_share_of_copy"] = count * size / 1e6 / rate / milliseconds
+    return figures
+
+
+def _both_times(clock: Clock, task: Callable[[], Tensor], inputs: list[Tensor], dresult: Tensor) -> Figures:
+    """Milliseconds of the task, and of it with its gradients: as called, and of the card alone (see `captured`)."""
 
     def forward() -> None:
         with torch.no_grad():
             task()
 
-    figures: Figures = {"forward_ms": clock.milliseconds(forward)}
-    figures["both_ms"] = clock.milliseconds(lambda: torch.autograd.grad(task(), inputs, dresult))
-    rate = limit.get("copy_gigabytes_per_second")
-    if rate:
-        size = dresult.numel() * dresult.element_size()
-        figures["forward_share_of_copy"] = 2 * size / 1e6 / rate / figures["forward_ms"]
-        figures["both_share_of_copy"] = 6 * size / 1e6 / rate / figures["both_ms"]
+    def both() -> None:
+        torch.autograd.grad(task(), inputs, dresult)
+
+    figures: Figures = {}
+    for name, work in (("forward", forward), ("both", both)):
+        figures[f"{name}_ms"] = clock.milliseconds(work)
+        replay = None if clock.is_dry else captured(work)
+        if replay is not None:
+            figures[f"{name}_card_ms"] = clock.milliseconds(replay)
     return figures
 
 
-def _flex_attention(
-    clock: Clock, q: Tensor, k: Tensor, v: Tensor, near: dict[str, Any]
-) -> dict[str, tuple[Callable[[], Tensor], list[Tensor]]]:
+def _flex_attention(clock: Clock, q: Tensor, k: Tensor, v: Tensor, near: dict[str, Any]) -> Tasks:
     """PyTorch's flex_attention with the same window and slope; it has no null key, nor a row that sees nothing."""
     if not q.is_cuda:
         return {}
@@ -212,7 +225,7 @@ def _flex_attention(
     return {"peer: flex_attention, window 64": (compiled(clock, attend), [q, k, v])}
 
 
-def _linear_attention(q: Tensor, k: Tensor, v: Tensor) -> dict[str, tuple[Callable[[], Tensor], list[Tensor]]]:
+def _linear_attention(_: Clock, q: Tensor, k: Tensor, v: Tensor) -> Tasks:
     """flash-linear-attention's kernels, where that package is installed and there is a GPU to run them."""
     if importlib.util.find_spec("fla") is None or not q.is_cuda:
         return {}
@@ -238,79 +251,61 @@ def _factors(
 
 
 def matrices(clock: Clock, device: torch.device, arguments: argparse.Namespace, limit: Figures) -> Figures:
-    """block_outer and int8_linear as shares of the matrix peak, beside the portable path, as it is and compiled."""
+    """Products of pairs and of int8 as shares of the matrix peak; as they are, portable, and portable and compiled."""
     figures: Figures = {}
-
-    def measure(name: str, work: Callable[[], Figures]) -> None:
-        figures[name] = attempt(work, name)
-
     for rows in (arguments.rows, arguments.few_rows):
-        for name in COMBINERS:
-            for way, compute in _ways(clock, products.block_outer, products_portable.block_outer).items():
-                measure(
-                    f"block_outer {name}{way}, {rows} rows, {arguments.hidden_size}",
-                    partial(_outer, clock, device, arguments, limit, name, rows, compute),
-                )
-        size = f"{rows} x {arguments.hidden_size} x {4 * arguments.hidden_size}"
-        for way, compute in _ways(clock, _linear, _linear_portably).items():
-            measure(f"int8_linear{way}, {size}", partial(_int8, clock, device, arguments, limit, rows, compute))
+        for name, (peak, work, ways) in _products(clock, device, arguments, rows).items():
+            for way, (task, inputs) in ways.items():
+                label = f"{name}{way}, {rows} rows, {arguments.hidden_size}"
+                measure = partial(_rates, clock, task, inputs, work, limit.get(peak))
+                figures[label] = attempt(measure, label)
     return figures
 
 
-def _ways(
-    clock: Clock, ours: Callable[..., Tensor], portable: Callable[..., Tensor]
-) -> dict[str, Callable[..., Tensor]]:
-    return {"": ours, ", portable": portable, ", portable, compiled": compiled(clock, portable)}
-
-
-def _outer(
-    clock: Clock, device: torch.device, arguments: argparse.Namespace, limit: Figures, name: str, rows: int,
-    compute: Callable[..., Tensor],
-) -> Figures:  # fmt: skip
-    factors = _factors(name, arguments.hidden_size, rows, device, torch.bfloat16)
-    dresult = torch.randn(rows, arguments.hidden_size, device=device, dtype=torch.bfloat16)
-
-    def forward() -> None:
-        with torch.no_grad():
-            compute(*factors)
-
-    once = clock.milliseconds(forward)
-    both = clock.milliseconds(lambda: torch.autograd.grad(compute(*factors), factors, dresult))
-    return _rates(2 * rows * factors[2].numel() / 1e9, once, both, limit.get("bf16_teraflops"))
-
-
-def _linear(x: Tensor, rounded: int8.Rounded, weight: Tensor) -> Tensor:
-    return int8.int8_linear(x, rounded, backward="int8", parameter=weight)
-
-
-def _linear_portably(x: Tensor, rounded: int8.Rounded, weight: Tensor) -> Tensor:
-    result: Tensor = Int8Linear.apply(x, weight, *rounded, None, 1.0, "int8", PortableSteps)
-    return result
-
-
-def _int8(
-    clock: Clock, device: torch.device, arguments: argparse.Namespace, limit: Figures, rows: int,
-    compute: Callable[..., Tensor],
-) -> Figures:  # fmt: skip
+def _products(
+    clock: Clock, device: torch.device, arguments: argparse.Namespace, rows: int
+) -> dict[str, tuple[str, float, Tasks]]:
+    """By name: the limit it has, tera-operations of one product times 1e9, and the ways to compute it."""
     hidden_size = arguments.hidden_size
-    x = normal((rows, hidden_size), device, torch.bfloat16)
-    weight = normal((4 * hidden_size, hidden_size), device, torch.bfloat16)
-    rounded = int8.round_weight(weight)
-    dresult = torch.randn(rows, 4 * hidden_size, device=device, dtype=torch.bfloat16)
+    found: dict[str, tuple[str, float, Tasks]] = {}
+    for name in COMBINERS:
+        factors = _factors(name, hidden_size, rows, device, torch.bfloat16)
+        outer = partial(products.block_outer, *factors)
+        work = 2 * rows * factors[2].numel() / 1e9
+        ways: Tasks = {"": (outer, [*factors]), ", compiled": (compiled(clock, outer), [*factors])}
+        found[f"block_outer {name}"] = "bf16_teraflops", work, ways
+        if name == "TScale":
+            found[f"int8_block_outer {name}"] = "int8_teraops", work, _int8_ways(clock, Int8BlockOuter, *factors)
+    x, weight = (normal((n, hidden_size), device, torch.bfloat16) for n in (rows, 4 * hidden_size))
+    work = 2 * rows * weight.numel() / 1e9
+    found[f"int8_linear to {4 * hidden_size}"] = "int8_teraops", work, _int8_ways(clock, Int8Linear, x, weight)
+    return found
 
-    def forward() -> None:
-        with torch.no_grad():
-            compute(x, rounded, weight)
 
-    once = clock.milliseconds(forward)
-    both = clock.milliseconds(lambda: torch.autograd.grad(compute(x, rounded, weight), (x, weight), dresult))
-    return _rates(2 * rows * 4 * hidden_size**2 / 1e9, once, both, limit.get("int8_teraops"))
+def _int8_ways(clock: Clock, product: Any, *inputs: Tensor) -> Tasks:
+    rounded = int8.round_weight(inputs[-1])
+    more = (None,) * (product is Int8Linear)  # no bias
+
+    def compute(steps: Any) -> Tensor:
+        result: Tensor = product.apply(*inputs, *rounded, *more, 1.0, "int8", steps)
+        return result
+
+    ours = int8.INT8.backend_for(inputs[0].device, inputs[0].dtype).compute
+    return {
+        "": (partial(compute, ours), [*inputs]),
+        ", portable": (partial(compute, PortableSteps), [*inputs]),
+        ", portable, compiled": (compiled(clock, partial(compute, PortableSteps)), [*inputs]),
+    }
 
 
-def _rates(work: float, once: float | None, both: float | None, peak: float | None) -> Figures:
-    """Tera-operations per second; backward is two products more."""
-    figures: Figures = {"forward_ms": once, "both_ms": both}
-    if once and both and peak:
-        figures |= {"forward_teraops": work / once, "both_teraops": 3 * work / both}
-        figures |= {"forward_share_of_peak": work / once / peak, "both_share_of_peak": 3 * work / both / peak}
+def _rates(clock: Clock, task: Callable[[], Tensor], inputs: list[Tensor], work: float, peak: float | None) -> Figures:
+    """Milliseconds and tera-operations per second; backward is two products more."""
+    with torch.no_grad():
+        dresult = torch.randn_like(task())
+    figures = _both_times(clock, task, inputs, dresult)
+    for name, count in (("forward", 1), ("both", 3)):
+        milliseconds = figures.get(f"{name}_card_ms", figures[f"{name}_ms"])
+        if milliseconds and peak:
+            figures[f"{name}_teraops"] = count * work / milliseconds
+            figures[f"{name}_share_of_peak"] = count * work / milliseconds / peak
     return figures

@@ -3,7 +3,7 @@
 limits    a large copy and large matrix products, which the shares below refer to.
 checks    every op's result and gradients against float64.
 poolings  prefix_softmax and windowed_attention beside the portable path, SDPA, and GLA and retention (fla).
-matrices  block_outer and int8_linear as shares of the matrix peak, beside the portable path.
+matrices  products of pairs and of int8 as shares of the matrix peak, beside the portable path.
 decoding  milliseconds per token, bytes of state, memory that stays as it is.
 training  tokens per second and MFU of all architectures beside GPT-2 and Llama (SDPA, compiled), GLA and Mamba-2.
 

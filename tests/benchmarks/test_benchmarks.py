@@ -4,6 +4,7 @@ import gzip
 import importlib
 import json
 import lzma
+import os
 import random
 import sys
 from argparse import ArgumentParser
@@ -56,7 +57,7 @@ def test_a_dry_run_for_gpus_checks_everything_and_times_nothing(tmp_path: Path) 
         for part in ("poolings", "matrices", "decoding", "training")
         for entry in found[part].values()
     )
-    assert found["matrices"]["int8_linear, 9 x 16 x 64"]["forward_ms"] is None
+    assert found["matrices"]["int8_linear to 64, 9 rows, 16"]["forward_ms"] is None
 
 
 @pytest.mark.parametrize(

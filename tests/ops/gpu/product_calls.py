@@ -1,20 +1,11 @@
-"""Calls that start every kernel of block_outer, int8 and windowed_attention."""
+"""Calls that start every kernel of int8 and windowed_attention."""
 
 import torch
 
-from multilin.ops.block_outer import gpu as block_outer
 from multilin.ops.int8.gpu import GpuSteps
 from multilin.ops.kernels import gpu_launch as launch
 from multilin.ops.windowed_attention import WindowedAttentionState
 from multilin.ops.windowed_attention import gpu as windowed_attention
-
-
-def call_block_outer(dtype: torch.dtype) -> None:
-    """Blocks in one piece and blocks in several; many rows, and few whose sums are split."""
-    for rows, shape in ((1, (16, 4, 4)), (256, (1, 512, 8))):
-        factors = [torch.zeros(rows, shape[0], width, dtype=dtype, requires_grad=True) for width in shape[1:]]
-        weight = torch.zeros(64, *shape, dtype=dtype, requires_grad=True)
-        block_outer.block_outer(*factors, weight).float().sum().backward()
 
 
 def call_int8() -> None:
@@ -48,7 +39,6 @@ def call_windowed_attention(dtype: torch.dtype, width: int, value_width: int) ->
 def call_every_kernel() -> None:
     """On a card of many processors, so that sums are split."""
     launch.num_processors = lambda device: 132
-    call_block_outer(torch.bfloat16)
     call_windowed_attention(torch.bfloat16, 128, 128)
     call_windowed_attention(torch.float32, 128, 256)  # of the widest heads
     call_int8()

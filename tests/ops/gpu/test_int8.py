@@ -173,14 +173,10 @@ def test_the_ops_are_well_formed_operators(device: torch.device) -> None:
     x, ops = normal(3, 8).to(device), torch.ops.multilin
     rounded, left, right = GpuSteps.round_rows(x), normal(3, 2, 4).to(device), normal(3, 2, 4, seed=1).to(device)
     factor, scale = torch.ones((), device=device), torch.ones(3, 1, device=device)
-    outer = torch.ones(5, 2, 4, 4, dtype=torch.int8, device=device)
     for operator, arguments in (
         (ops.int8_round_rows.default, (x, None)),
         (ops.int8_round_columns.default, (x, scale, draw_seed())),
         (ops.int8_scaled_product.default, (*rounded, rounded.values.t(), factor, None, torch.float32)),
-        (ops.int8_scale_of_pairs.default, (left, right)),
-        (ops.block_outer_gpu.default, (left, right, outer, scale, factor)),
-        (ops.block_outer_gpu_factors.default, (normal(3, 5).to(device), left, right, outer.float(), None, factor)),
-        (ops.block_outer_gpu_weight.default, (normal(3, 5).to(device), left, right, torch.float32, scale)),
+        (ops.int8_round_pairs.default, (left, right)),
     ):
         torch.library.opcheck(operator, arguments, test_utils=("test_schema", "test_faketensor"))

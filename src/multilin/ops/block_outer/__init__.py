@@ -4,8 +4,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from multilin.errors import InputError
-from multilin.ops.block_outer import cpu, gpu, portable
-from multilin.ops.dispatch import Backend, Op, cpu_kernels, gpu_kernels, result_dtype
+from multilin.ops.block_outer import cpu, portable
+from multilin.ops.dispatch import Backend, Op, cpu_kernels, result_dtype
 
 __all__ = ["BLOCK_OUTER", "block_outer"]
 
@@ -13,7 +13,6 @@ BLOCK_OUTER = Op(
     "block_outer",
     [
         cpu_kernels("compiled, recomputed backward", cpu.block_outer),
-        gpu_kernels("pairs in registers, recomputed backward", gpu.block_outer, gpu.refuses),
         Backend("portable (PyTorch, products recomputed backward)", portable.block_outer),
     ],
     special_cases=[Backend("portable (no vectors)", portable.block_outer, "cpu", refuses=cpu.refuses_vectors)],

@@ -35,7 +35,7 @@ INT8 = Op(
     "int8",
     [
         cpu_kernels("around torch._int_mm", cpu.CpuSteps),
-        gpu_kernels("scaled in the product, pairs in registers", gpu.GpuSteps, gpu.refuses),
+        gpu_kernels("rounded in one pass, scaled in the product", gpu.GpuSteps),
         Backend("portable (PyTorch around torch._int_mm)", PortableSteps),
     ],
     special_cases=[

@@ -1,40 +1,48 @@
 """The steps of int8 products on a GPU: rounding in one kernel each, and products that leave the tensor cores scaled.
 
-The products of pairs of `int8_block_outer` are rounded and multiplied in registers and never written. Every step is an
-operator, so that torch.compile traces through them; seeds are tensors of the CPU, read inside. The kernels are in
-`gpu_kernels` here and in `block_outer`.
+Every step is an operator, so that torch.compile traces through them; seeds are tensors of the CPU, read inside. The
+kernels are in `gpu_kernels`.
 """
 
 import torch
 from torch import Tensor
 
-from multilin.ops.block_outer import gpu as block_outer
-from multilin.ops.block_outer.gpu import power_of_two
-from multilin.ops.int8.portable import PortableSteps, draw_seed, sum_of_parts
+from multilin.ops.int8.portable import PortableSteps, draw_seed
 from multilin.ops.int8.rounding import Rounded
 from multilin.ops.kernels import LazyModule, dense_rows, operator
 
 _kernels, _launch = LazyModule("multilin.ops.int8.gpu_kernels"), LazyModule("multilin.ops.kernels.gpu_launch")
 
 
-def refuses(*inputs: Tensor) -> str | None:
-    """The reason against factors of pairs that are too wide; x of a linear map may be any."""
-    return block_outer.refuses(*inputs) if len(inputs) == 2 else None
+def _empty_rows(x: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """For the integers and scales of rows of this width."""
+    return x.new_empty((len(x), width), dtype=torch.int8), x.new_empty((len(x), 1), dtype=torch.float32)
 
 
-def _fake_rows(x: Tensor, seed: Tensor | None) -> tuple[Tensor, Tensor]:
-    values = torch.empty(x.shape, dtype=torch.int8, device=x.device)
-    return values, x.new_empty((x.shape[0], 1), dtype=torch.float32)
+def _num_pairs(left: Tensor, right: Tensor) -> int:
+    return left.shape[1:].numel() * right.shape[2]
 
 
-@operator("int8_round_rows", _fake_rows)
+@operator("int8_round_rows", lambda x, _: _empty_rows(x, x.shape[1]))
 def _round_rows(x: Tensor, seed: Tensor | None) -> tuple[Tensor, Tensor]:
     x = dense_rows(x)
-    (num_rows, width), (values, scale) = x.shape, _fake_rows(x, seed)
-    if num_rows:
-        _kernels.round_rows[(num_rows,)](
-            x, values, scale, width, x.stride(0), 0 if seed is None else int(seed),
-            RANDOM=seed is not None, BW=_launch.block_of(width, 4096),
+    values, scale = _empty_rows(x, x.shape[1])
+    if len(x):
+        _kernels.round_rows[(len(x),)](
+            x, None, values, scale, x.shape[1], x.stride(0), 0, 0 if seed is None else int(seed),
+            RANDOM=seed is not None, BW=_launch.block_of(x.shape[1], 4096), K=1, J=1,
+        )  # fmt: skip
+    return values, scale
+
+
+@operator("int8_round_pairs", lambda left, right: _empty_rows(left, _num_pairs(left, right)))
+def _round_pairs(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
+    values, scale = _empty_rows(left, _num_pairs(left, right))
+    lefts, rights = dense_rows(left.flatten(1)), dense_rows(right.flatten(1))
+    if len(left):
+        _kernels.round_rows[(len(left),)](
+            lefts, rights, values, scale, values.shape[1], lefts.stride(0), rights.stride(0), 0,
+            RANDOM=False, BW=_launch.block_of(values.shape[1], 4096), K=left.shape[2], J=right.shape[2],
         )  # fmt: skip
     return values, scale
 
@@ -82,20 +90,6 @@ def _scaled_product(
     return result
 
 
-@operator("int8_scale_of_pairs", lambda left, right: left.new_empty((len(left), 1), dtype=torch.float32))
-def _scale_of_pairs(left: Tensor, right: Tensor) -> Tensor:
-    (num_rows, blocks, width), other = left.shape, right.shape[-1]
-    scale = torch.empty((num_rows, 1), dtype=torch.float32, device=left.device)
-    lefts, rights = dense_rows(left.flatten(1)), dense_rows(right.flatten(1))
-    at_once = min(power_of_two(width), 256)
-    if num_rows:
-        _kernels.scale_of_pairs[(-(-num_rows // 4),)](
-            lefts, rights, scale, num_rows, lefts.stride(0), rights.stride(0), blocks, width, other,
-            BR=4, BN=min(power_of_two(blocks), max(256 // at_once, 1)), BK=at_once, BJ=power_of_two(other),
-        )  # fmt: skip
-    return scale
-
-
 class GpuSteps(PortableSteps):
     """As `PortableSteps`, for float32, bf16 and float16."""
 
@@ -117,35 +111,6 @@ class GpuSteps(PortableSteps):
         return _scaled_product(left.values, left.scale, right, factor.float(), bias, dtype)
 
     @classmethod
-    def outer(cls, left: Tensor, right: Tensor, values: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-        """Rounded pairs contracted by an int8 weight (D, N, K, J)."""
-        return block_outer.contract(left, right, values, _scale_of_pairs(left, right), factor.float()).to(dtype)
-
-    @classmethod
-    def gradients_of_factors(
-        cls, dresult: Tensor, left: Tensor, right: Tensor, values: Tensor, factor: Tensor, backward: str
-    ) -> tuple[Tensor, Tensor]:
-        """Gradients of left and right."""
-        row_scale = None
-        if backward == "int8":
-            dresult, row_scale = cls.round_rows(dresult, draw_seed())
-        else:
-            values = values.to(dresult.dtype)
-        return block_outer.gradients_of_factors(dresult, left, right, values, row_scale, factor.float())
-
-    @classmethod
-    def gradient_of_pairs_weight(
-        cls, dresult: Tensor, left: Tensor, right: Tensor, factor: float, backward: str, dtype: torch.dtype
-    ) -> Tensor:
-        """Gradient of the weight (D, N, K, J), from pairs that are rounded again."""
-        scale = _scale_of_pairs(left, right)
-        if backward != "int8":
-            dweight = block_outer.gradient_of_weight(dresult, left, right, torch.float32, scale, None)
-            return (dweight * factor).to(dtype)
-
-        def gradient(part: slice) -> Tensor:
-            columns, column_scale = cls.round_columns_randomly(dresult[part], scale[part] * factor)
-            inputs = columns.t(), left[part], right[part]
-            return block_outer.gradient_of_weight(*inputs, torch.float32, scale[part], column_scale)
-
-        return sum_of_parts(gradient, len(dresult)).to(dtype)
+    def round_pairs(cls, left: Tensor, right: Tensor) -> Rounded:
+        """left (R, N, K) and right (R, N, J) to their products (R, N K J), one scale per row."""
+        return Rounded(*_round_pairs(left, right))

@@ -6,7 +6,6 @@ Numbers are divided and rounded as the portable path does it, so that both give 
 import triton
 import triton.language as tl
 
-from multilin.ops.block_outer.gpu_kernels import load_factor
 from multilin.ops.kernels.gpu_launch import autotuned
 from multilin.ops.kernels.gpu_tiles import divide, dot, load_tile, magnitude, nearest, store_tile
 
@@ -28,21 +27,36 @@ def to_int8(numbers, seed, places, RANDOM: tl.constexpr):
     return nearest(numbers).to(tl.int8)
 
 
+@triton.jit
+def load_numbers(p_row, p_right, i_columns, width, K: tl.constexpr, J: tl.constexpr):
+    """Numbers of a row in float32; with a right factor, the products of pairs in blocks of K and J."""
+    if p_right is None:
+        return tl.load(p_row + i_columns, mask=i_columns < width, other=0.0).to(tl.float32)
+    else:
+        left = tl.load(p_row + i_columns // J, mask=i_columns < width, other=0.0).to(tl.float32)
+        i_rights = i_columns // (K * J) * J + i_columns % J
+        return left * tl.load(p_right + i_rights, mask=i_columns < width, other=0.0).to(tl.float32)
+
+
 @triton.jit(do_not_specialize=["seed"])
-def round_rows(p_x, p_values, p_scale, width, row_stride, seed, RANDOM: tl.constexpr, BW: tl.constexpr):
-    """One row to int8 and its scale, max |x| / 127."""
+def round_rows(
+    p_x, p_right, p_values, p_scale, width, row_stride, right_stride, seed,
+    RANDOM: tl.constexpr, BW: tl.constexpr, K: tl.constexpr, J: tl.constexpr,
+):  # fmt: skip
+    """One row to int8 and its scale, max |x| / 127; see `load_numbers`."""
     i_row = tl.program_id(0)
     p_row, p_whole = p_x + i_row.to(tl.int64) * row_stride, p_values + i_row.to(tl.int64) * width
+    if p_right is not None:
+        p_right += i_row.to(tl.int64) * right_stride
     largest = tl.zeros((BW,), tl.int32)
     for first in range(0, width, BW):
         i_columns = first + tl.arange(0, BW)
-        b_x = tl.load(p_row + i_columns, mask=i_columns < width, other=0.0).to(tl.float32)
-        largest = tl.maximum(largest, magnitude(b_x))
+        largest = tl.maximum(largest, magnitude(load_numbers(p_row, p_right, i_columns, width, K, J)))
     scale = tl.div_rn(tl.max(largest, axis=0).to(tl.float32, bitcast=True), 127.0)
     tl.store(p_scale + i_row, scale)
     for first in range(0, width, BW):
         i_columns = first + tl.arange(0, BW)
-        b_x = tl.load(p_row + i_columns, mask=i_columns < width, other=0.0).to(tl.float32)
+        b_x = load_numbers(p_row, p_right, i_columns, width, K, J)
         b_values = to_int8(divide(b_x, scale), seed, i_row * width + i_columns, RANDOM)
         tl.store(p_whole + i_columns, b_values, mask=i_columns < width)
 
@@ -83,27 +97,6 @@ def round_columns(
     b_values = to_int8(divide(b_x, scale[None, :]), seed, i_rows[:, None] * width + i_columns[None, :], True)
     places = i_columns.to(tl.int64)[None, :] * num_rows + i_rows[:, None]
     tl.store(p_values + places, b_values, mask=(i_rows < num_rows)[:, None] & (i_columns < width)[None, :])
-
-
-@triton.jit
-def scale_of_pairs(
-    p_left, p_right, p_scale, num_rows, left_stride, right_stride, N, K, J,
-    BR: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BJ: tl.constexpr,
-):  # fmt: skip
-    """max |left right| / 127 over all pairs of a row: in a block, the product of both factors' largest."""
-    i_rows = tl.program_id(0) * BR + tl.arange(0, BR)
-    largest = tl.zeros((BR,), tl.int32)
-    for i_block in range(0, N, BN):
-        b_right = load_factor(p_right, i_rows, right_stride, num_rows, i_block, 0, N, J, BN, BJ)
-        largest_right = tl.max(magnitude(b_right), axis=2).to(tl.float32, bitcast=True)
-        largest_left = tl.zeros((BR, BN), tl.int32)
-        for i_left in range(0, K, BK):
-            b_left = load_factor(p_left, i_rows, left_stride, num_rows, i_block, i_left, N, K, BN, BK)
-            largest_left = tl.maximum(largest_left, tl.max(magnitude(b_left), axis=2))
-        b_largest = magnitude(largest_left.to(tl.float32, bitcast=True) * largest_right)
-        largest = tl.maximum(largest, tl.max(b_largest, axis=1))
-    scale = tl.div_rn(largest.to(tl.float32, bitcast=True), 127.0)
-    tl.store(p_scale + i_rows, scale, mask=i_rows < num_rows)
 
 
 @autotuned(WAYS, ("num_columns", "length", "BM"))

@@ -1,7 +1,7 @@
 """The steps of int8 products in PyTorch, for every device and dtype."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -87,7 +87,12 @@ class PortableSteps:
     @classmethod
     def outer(cls, left: Tensor, right: Tensor, values: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
         """Rounded pairs contracted by an int8 weight (D, N, K, J)."""
-        return cls.scaled_product(cls.round_pairs(left, right), values.flatten(1).t(), factor, None, dtype)
+
+        def contract(rows: slice) -> Tensor:
+            pairs = cls.round_pairs(left[rows], right[rows])
+            return cls.scaled_product(pairs, values.flatten(1).t(), factor, None, dtype)
+
+        return _joined(map(contract, _rows_of_pairs(left, right)))
 
     @classmethod
     def gradients_of_factors(
@@ -95,19 +100,34 @@ class PortableSteps:
     ) -> tuple[Tensor, Tensor]:
         """Gradients of left and right."""
         if backward != "int8":
-            dresult, weight = dresult * factor.to(dresult.dtype), values.to(dresult.dtype)
-            return cls.block_outer.contract(dresult, weight, left, right)
-        rounded = cls.round_rows(dresult, draw_seed())
-        return cls.contract_pairs(multiply(rounded.values, values.flatten(1)), rounded.scale, factor, left, right)
+            wide = torch.promote_types(dresult.dtype, torch.float32)
+            rounded, weight = None, values.to(dresult.dtype)
+            dresult = (dresult.to(wide) * factor).to(dresult.dtype)
+        else:
+            rounded = cls.round_rows(dresult, draw_seed())
+
+        def contract(rows: slice) -> tuple[Tensor, Tensor]:
+            if rounded is None:
+                return cls.block_outer.contract(dresult[rows], weight, left[rows], right[rows])
+            product = multiply(rounded.values[rows], values.flatten(1))
+            return cls.contract_pairs(product, rounded.scale[rows], factor, left[rows], right[rows])
+
+        dleft, dright = zip(*map(contract, _rows_of_pairs(left, right)), strict=True)
+        return _joined(dleft), _joined(dright)
 
     @classmethod
     def gradient_of_pairs_weight(
         cls, dresult: Tensor, left: Tensor, right: Tensor, factor: float, backward: str, dtype: torch.dtype
     ) -> Tensor:
         """Gradient of the weight (D, N, K, J), from pairs that are rounded again."""
-        pairs = cls.round_pairs(left, right)
-        dflat = cls.gradient_of_weight(dresult, Rounded(pairs.values, pairs.scale * factor), backward, dtype)
-        return dflat.view(-1, *left.shape[1:], right.shape[-1])
+        wide = torch.promote_types(dtype, torch.float32)
+
+        def gradient(rows: slice) -> Tensor:
+            values, scale = cls.round_pairs(left[rows], right[rows])
+            return cls.gradient_of_weight(dresult[rows], Rounded(values, scale * factor), backward, wide)
+
+        dflat = functools.reduce(torch.add, map(gradient, _rows_of_pairs(left, right)))
+        return dflat.to(dtype).view(-1, *left.shape[1:], right.shape[-1])
 
     @classmethod
     def gradient_of_rows(
@@ -131,6 +151,18 @@ class PortableSteps:
             return cls.scaled_product(columns, values[part], one, None, row_scale.dtype)
 
         return sum_of_parts(gradient, len(dresult)).to(dtype)
+
+
+def _rows_of_pairs(left: Tensor, right: Tensor) -> Iterator[slice]:
+    """Rows whose pairs are held at a time."""
+    num_pairs = left.shape[1:].numel() * right.shape[2]
+    size = max(block_outer.MANY_NUMBERS // max(num_pairs, 1), block_outer.FEWEST_ROWS)
+    return (slice(first, first + size) for first in range(0, max(len(left), 1), size))
+
+
+def _joined(parts: Iterable[Tensor]) -> Tensor:
+    first, *others = parts
+    return torch.cat([first, *others]) if others else first
 
 
 def sum_of_parts(gradient: Callable[[slice], Tensor], num_rows: int) -> Tensor:

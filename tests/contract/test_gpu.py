@@ -5,6 +5,7 @@ import torch
 
 from tests.contract.conftest import MakeModel, random_ids
 from tests.contract.test_streaming import read_in_pieces
+from tests.ops.gpu.conftest import one_way  # noqa: F401
 
 pytestmark = pytest.mark.gpu
 

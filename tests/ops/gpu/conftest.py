@@ -1,5 +1,6 @@
 """Where Triton's kernels are tested: small shapes anywhere, large ones (marked gpu) on a card only."""
 
+from functools import partialmethod
 from typing import Any
 
 import pytest
@@ -16,14 +17,19 @@ def device() -> torch.device:
 
 
 @pytest.fixture(autouse=True)
-def one_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels are compiled in the first way that would be tried: all ways of so many kinds of calls take very long."""
+def one_way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels are compiled in one of the ways that would be tried: all, for so many kinds of calls, take very long.
+
+    It is the first one, or that of the test's parameter `way`.
+    """
     if not is_interpreted():
         from triton.runtime.autotuner import Autotuner
 
-        monkeypatch.setattr(Autotuner, "run", run_first_way)
+        parameters = request.node.callspec.params if hasattr(request.node, "callspec") else {}
+        monkeypatch.setattr(Autotuner, "run", partialmethod(run_one_way, parameters.get("way", 0)))
 
 
-def run_first_way(autotuner: Any, *args: Any, **more: Any) -> Any:
-    """In place of Triton's `Autotuner.run`."""
-    return autotuner.fn.run(*args, **more, **autotuner.configs[0].all_kwargs())
+def run_one_way(autotuner: Any, way: int, *args: Any, **more: Any) -> Any:
+    """In place of Triton's `Autotuner.run`; the last of the ways where there are not so many."""
+    config = autotuner.configs[min(way, len(autotuner.configs) - 1)]
+    return autotuner.fn.run(*args, **more, **config.all_kwargs())

@@ -118,6 +118,12 @@ def test_linear_at_size(shape: tuple[int, int, int], dtype: torch.dtype, device:
     check_linear(shape, dtype, device)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("way", [1, 2, 3])
+def test_every_way_to_compile_is_right(way: int, device: torch.device) -> None:
+    check_linear((1031, 513, 771), torch.bfloat16, device)
+
+
 def check_outer(inputs: tuple[torch.Tensor, ...], dtype: torch.dtype, device: torch.device) -> None:
     """Integers are the portable path's in float32; the gradients those of the rounded pairs."""
     left, right, weight = (x.to(device, dtype) for x in inputs)

@@ -201,14 +201,8 @@ def test_every_kernel_compiles_for_a_hopper_card() -> None:
     run([*PYTHON, "-m", "tests.ops.gpu.compiling", "tests.ops.gpu.prefix_softmax_calls"], environment=environment)
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("window", [None, 64, 300])
-@pytest.mark.parametrize("shape", [(2, 2048, 4, 128), (1, 8192, 2, 64), (1, 3001, 5, 96)], ids=str)
-@pytest.mark.parametrize("name", ["random", "spikes"])
-def test_large_shapes_on_a_card(name: str, shape, window: int | None, dtype: torch.dtype) -> None:
-    from multilin.ops.prefix_softmax import portable
-
+def check_on_a_card(name: str, shape: tuple[int, ...], window: int | None, dtype: torch.dtype) -> None:
+    """Means, state and gradients against the portable path in float64."""
     logits, values = make_logits(name, shape[:3]).float().cuda(), make_values(shape).to(dtype).cuda()
     found = []
     for compute, kind in ((portable.prefix_softmax, torch.float64), (prefix_softmax, dtype)):
@@ -220,6 +214,22 @@ def test_large_shapes_on_a_card(name: str, shape, window: int | None, dtype: tor
     for exact, result in zip(*found, strict=True):
         exact, result = (x.nan_to_num(neginf=0.0).double() for x in (exact, result))
         assert (result - exact).norm() / exact.norm() <= TOLERANCE[dtype]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("window", [None, 64, 300])
+@pytest.mark.parametrize("shape", [(2, 2048, 4, 128), (1, 8192, 2, 64), (1, 3001, 5, 96)], ids=str)
+@pytest.mark.parametrize("name", ["random", "spikes"])
+def test_large_shapes_on_a_card(name: str, shape, window: int | None, dtype: torch.dtype) -> None:
+    check_on_a_card(name, shape, window, dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("way", [1, 2, 3])
+@pytest.mark.parametrize("window", [None, 300])
+def test_every_way_to_compile_is_right(window: int | None, way: int) -> None:
+    check_on_a_card("spikes", (1, 3001, 2, 96), window, torch.bfloat16)
 
 
 @pytest.mark.gpu

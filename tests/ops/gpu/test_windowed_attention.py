@@ -88,6 +88,13 @@ def test_at_size(name: str, dtype: torch.dtype, device: torch.device) -> None:
     check(*LARGE[name], dtype, device, packed=True, with_state=True)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("way", [1, 2, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_every_way_to_compile_is_right(way: int, dtype: torch.dtype, device: torch.device) -> None:
+    check((1, 515, 2, 64, 64), LARGE["narrow"][1], dtype, device, packed=True, with_state=True)
+
+
 @pytest.mark.parametrize("name", [name for name in OPTIONS if OPTIONS[name]["window"]])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_decoding_token_by_token_equals_reading_at_once(name, dtype, device: torch.device, monkeypatch) -> None:

@@ -37,7 +37,7 @@ class Messages(TrainingProgress):
 
 def logits_of(model: torch.nn.Module) -> torch.Tensor:
     with torch.no_grad():
-        return model.eval()(torch.arange(2, 14)[None]).logits
+        return model.cpu().eval()(torch.arange(2, 14)[None]).logits
 
 
 @pytest.fixture(scope="module")

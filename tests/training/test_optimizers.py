@@ -179,6 +179,17 @@ def test_a_state_goes_on_bit_for_bit(make: Make, rows: bool, tmp_path: Path) -> 
     assert torch.equal(parameter, other)
 
 
+@pytest.mark.parametrize("rows", [False, True])
+def test_a_loaded_state_lies_where_the_parameters_do(make: Make, rows: bool) -> None:
+    """PyTorch leaves what is named `step` on the CPU, for its own optimizers."""
+    saved, loaded = (nn.Parameter(torch.ones(3, 2, device=device)) for device in ("cpu", "meta"))
+    optimizer, after = (make([parameter], rows=rows) for parameter in (saved, loaded))
+    saved.grad = torch.ones(3, 2)
+    optimizer.step()
+    after.load_state_dict(optimizer.state_dict())
+    assert {name for name, tensor in after.state[loaded].items() if not tensor.is_meta} == set()
+
+
 def test_the_state_of_another_optimizer_is_refused(make: Make) -> None:
     parameter = nn.Parameter(torch.ones(2, 2))
     parameter.grad = torch.ones(2, 2)

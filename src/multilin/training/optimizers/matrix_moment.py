@@ -44,10 +44,10 @@ class MatrixMoment(NormalizingOptimizer):
         roots = [max(parameter.numel(), 1) ** 0.5 for parameter in parameters]
         mean_square = torch.stack(torch._foreach_div(norms(gradients), roots)).square()
         second_moment, weight, step = (
-            torch.stack([state[name] for state in states]) for name in ("second_moment", "weight", "step")
+            torch.stack([state[name] for state in states]) for name in ("second_moment", "weight", "num_steps")
         )
         keep, factor = _advance(second_moment, weight, step, mean_square)
-        for name, values in (("second_moment", second_moment), ("weight", weight), ("step", step)):
+        for name, values in (("second_moment", second_moment), ("weight", weight), ("num_steps", step)):
             torch._foreach_copy_([state[name] for state in states], values.unbind())
 
         dtype, lr = parameters[0].dtype, group["lr"]
@@ -64,7 +64,7 @@ class MatrixMoment(NormalizingOptimizer):
         rows, now, momentum = as_rows(parameter), as_rows(gradient), as_rows(state["momentum"])
         mean_square = row_norms(now).square() / max(now.shape[1], 1)
         (second_moment,) = local([state["second_moment"]])
-        keep, factor = _advance(second_moment, state["weight"], state["step"], mean_square)
+        keep, factor = _advance(second_moment, state["weight"], state["num_steps"], mean_square)
 
         dtype, lr = parameter.dtype, group["lr"]
         momentum.mul_(keep.to(dtype)).addcmul_(now, ((1 - keep) * factor).to(dtype))
@@ -80,7 +80,7 @@ class MatrixMoment(NormalizingOptimizer):
             # One number per row, divided among devices as the rows are.
             first = parameter.detach().reshape(len(parameter), -1)[:, :1] if by_row else torch.zeros((), **few)
             state["second_moment"] = torch.zeros_like(first, dtype=dtype, memory_format=torch.contiguous_format)
-            state["weight"], state["step"] = torch.zeros((), **few), torch.zeros((), **few)
+            state["weight"], state["num_steps"] = torch.zeros((), **few), torch.zeros((), **few)
         return state
 
 

@@ -57,14 +57,14 @@ class NormalizedSGD(NormalizingOptimizer):
 
     def update_whole(self, parameters: list[Tensor], gradients: list[Tensor], group: dict[str, Any]) -> None:
         """See the class."""
-        torch._foreach_add_([self._state(parameter)["step"] for parameter in parameters], 1)
+        torch._foreach_add_([self._state(parameter)["num_steps"] for parameter in parameters], 1)
         factors = (-group["lr"] * inverse(torch.stack(norms(gradients)))).to(parameters[0].dtype)
         torch._foreach_addcmul_(local(parameters), local(gradients), factors.unbind())
 
     def update_rows(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
         """See the class."""
         state = self._state(parameter)
-        state["step"].add_(1)
+        state["num_steps"].add_(1)
         if "row_average" not in state:
             state["row_average"] = torch.zeros_like(parameter, memory_format=torch.contiguous_format)
         average, rows, now = as_rows(state["row_average"]), as_rows(parameter), as_rows(gradient)
@@ -80,5 +80,5 @@ class NormalizedSGD(NormalizingOptimizer):
     def _state(self, parameter: Tensor) -> dict[str, Tensor]:
         state: dict[str, Tensor] = self.state[parameter]
         if not state:
-            state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
+            state["num_steps"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
         return state

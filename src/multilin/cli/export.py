@@ -48,6 +48,7 @@ def export(arguments: ExportArguments) -> None:
         raise InputError("precision: 4bit given, but a page takes float32 or 8bit")
     check_installed("export:", "export", "onnx", "onnxscript", "onnxruntime")
     run = load(arguments.run)
+    run.model.cpu()  # where the export runs, too
     from multilin.analysis.evaluate.run import recipe_of, validation_text
     from multilin.cli.progress import show_progress
     from multilin.export.check import compare_export

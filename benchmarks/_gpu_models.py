@@ -52,6 +52,11 @@ def depth_for(name: str, parameters: float, hidden_size: int, length: int, argum
     return max(1, round((parameters - counts[0]) / per_layer) + 2)
 
 
+def models() -> list[str]:
+    """All that can be named."""
+    return [*peers(), *architectures()]
+
+
 def _chosen(names: list[str], arguments: argparse.Namespace) -> list[str]:
     return [name for name in names if not arguments.models or name in arguments.models]
 
@@ -61,7 +66,7 @@ def training(clock: Clock, device: torch.device, arguments: argparse.Namespace, 
     figures: Figures = {}
     for parameters, hidden_size in zip(arguments.parameters, arguments.hidden_sizes, strict=True):
         for length in arguments.lengths:
-            for name in _chosen([*peers(), *architectures()], arguments):
+            for name in _chosen(models(), arguments):
                 ways = ("compiled",) if name in BASELINES else ("eager", "compiled")
                 for way in ways:
                     label = f"{name}, {way}, {parameters / 1e6:,.0f} M, texts of {length}"
@@ -80,6 +85,8 @@ def _step(
         model = build(name, hidden_size, depth, length, arguments).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=device.type == "cuda")
     rows = max(1, arguments.tokens // length)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
     ids = torch.randint(arguments.vocab_size, (rows, length), device=device)
     compute: Any = torch.compile(model) if way == "compiled" and not clock.is_dry else model
 
@@ -103,7 +110,6 @@ def _step(
         peak = limit.get("bf16_teraflops")
         figures["mfu"] = 6 * weights * speed / peak / 1e12 if peak else None
         figures["memory_gigabytes"] = torch.cuda.max_memory_allocated() / 1e9
-        torch.cuda.reset_peak_memory_stats()
     return figures
 
 

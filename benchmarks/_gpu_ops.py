@@ -25,6 +25,8 @@ from multilin.ops.windowed_attention import reference as attention_reference
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 4e-3}
 COMBINERS = {"3Lin": (16, 16), "TScale": (4, 4), "ELiTA": (None, 8)}
 """Widths of the blocks of both factors; None is the hidden size."""
+NEAR: dict[str, Any] = {"window": 64, "slope": 0.3}
+"""What windowed attention is timed with."""
 Figures = dict[str, Any]
 
 
@@ -121,13 +123,19 @@ def poolings(clock: Clock, device: torch.device, arguments: argparse.Namespace, 
     """prefix_softmax and windowed_attention beside the portable path, compiled, and the attention of others."""
     figures: Figures = {}
     # The package fla tries so many ways to compile a kernel that nothing may wait for it.
-    for tasks in (_poolings, _linear_attention):
-        for shape in arguments.shapes:
-            q, k, v = (normal(tuple(shape), device, torch.bfloat16) for _ in range(3))
-            dresult = torch.randn_like(v)
-            for name, (task, inputs) in tasks(clock, q, k, v).items():
-                label = f"{name}, {tuple(shape)}"
-                figures[label] = attempt(partial(_timed, clock, task, inputs, dresult, limit), label)
+    for tasks in (_poolings, _flex_attention, _linear_attention):
+        for shape in map(tuple, arguments.shapes):
+
+            def measure(tasks: Any = tasks, shape: tuple[int, ...] = shape) -> Figures:
+                q, k, v = (normal(shape, device, torch.bfloat16) for _ in range(3))
+                dresult, found = torch.randn_like(v), {}
+                for name, (task, inputs) in tasks(clock, q, k, v).items():
+                    label = f"{name}, {shape}"
+                    found[label] = attempt(partial(_timed, clock, task, inputs, dresult, limit), label)
+                return found
+
+            found = attempt(measure)
+            figures |= {f"{tasks.__name__}, {shape}": found} if "failed" in found else found
     return figures
 
 
@@ -138,7 +146,7 @@ Tasks = dict[str, tuple[Callable[[], Tensor], list[Tensor]]]
 def _poolings(clock: Clock, q: Tensor, k: Tensor, v: Tensor) -> Tasks:
     shape = q.shape
     logits = normal(tuple(shape[:3]), q.device, torch.bfloat16)
-    near: dict[str, Any] = {"window": 64, "scale": shape[3] ** -0.5, "slope": 0.3, "null_key": True}
+    near = {"scale": shape[3] ** -0.5, "null_key": True, **NEAR}
 
     def pool(window: int | None) -> Tensor:
         return prefix_softmax.prefix_softmax(logits, v, window=window, needs_state=False)[0]
@@ -164,7 +172,6 @@ def _poolings(clock: Clock, q: Tensor, k: Tensor, v: Tensor) -> Tasks:
             compiled(clock, lambda: attend_near(attention_portable)), attended
         ),
         "peer: causal attention (SDPA)": (attend, attended),
-        **_flex_attention(clock, q, k, v, near),
     }  # fmt: skip
 
 
@@ -203,24 +210,24 @@ def _both_times(clock: Clock, task: Callable[[], Tensor], inputs: list[Tensor], 
     return figures
 
 
-def _flex_attention(clock: Clock, q: Tensor, k: Tensor, v: Tensor, near: dict[str, Any]) -> Tasks:
+def _flex_attention(clock: Clock, q: Tensor, k: Tensor, v: Tensor) -> Tasks:
     """PyTorch's flex_attention with the same window and slope; it has no null key, nor a row that sees nothing."""
     if not q.is_cuda:
         return {}
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     def is_near(_b: Tensor, _h: Tensor, i_query: Tensor, i_key: Tensor) -> Tensor:
-        return (i_query >= i_key) & (i_query - i_key <= near["window"])
+        return (i_query >= i_key) & (i_query - i_key <= NEAR["window"])
 
     def decay(score: Tensor, _b: Tensor, _h: Tensor, i_query: Tensor, i_key: Tensor) -> Tensor:
-        return score - near["slope"] * (i_query - i_key)
+        return score - NEAR["slope"] * (i_query - i_key)
 
     length = q.shape[1]
     mask = create_block_mask(is_near, None, None, length, length, device=q.device, _compile=length > 2**14)
 
     def attend() -> Tensor:
         heads_first = [x.transpose(1, 2) for x in (q, k, v)]
-        return flex_attention(*heads_first, score_mod=decay, block_mask=mask, scale=near["scale"]).transpose(1, 2)
+        return flex_attention(*heads_first, score_mod=decay, block_mask=mask, scale=q.shape[3] ** -0.5).transpose(1, 2)
 
     return {"peer: flex_attention, window 64": (compiled(clock, attend), [q, k, v])}
 
@@ -265,7 +272,7 @@ def matrices(clock: Clock, device: torch.device, arguments: argparse.Namespace, 
 def _products(
     clock: Clock, device: torch.device, arguments: argparse.Namespace, rows: int
 ) -> dict[str, tuple[str, float, Tasks]]:
-    """By name: the limit it has, tera-operations of one product times 1e9, and the ways to compute it."""
+    """By name: the limit it has, 10^9 operations of one product, and the ways to compute it."""
     hidden_size = arguments.hidden_size
     found: dict[str, tuple[str, float, Tasks]] = {}
     for name in COMBINERS:
@@ -300,6 +307,7 @@ def _int8_ways(clock: Clock, product: Any, *inputs: Tensor) -> Tasks:
 
 def _rates(clock: Clock, task: Callable[[], Tensor], inputs: list[Tensor], work: float, peak: float | None) -> Figures:
     """Milliseconds and tera-operations per second; backward is two products more."""
+    clock.check()
     with torch.no_grad():
         dresult = torch.randn_like(task())
     figures = _both_times(clock, task, inputs, dresult)

@@ -51,16 +51,19 @@ def captured(task: Callable[[], object]) -> Callable[[], None] | None:
 
     The task has run before, so that nothing is compiled while it is captured.
     """
-    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
+    graph, stream, before = torch.cuda.CUDAGraph(), torch.cuda.Stream(), torch.cuda.current_stream()
+    stream.wait_stream(before)
     try:
         with torch.cuda.stream(stream):
             for _ in range(3):
                 task()
-        torch.cuda.current_stream().wait_stream(stream)
+        before.wait_stream(stream)
         with torch.cuda.graph(graph):
             task()
+    except torch.cuda.OutOfMemoryError:
+        raise
     except RuntimeError:
+        torch.cuda.set_stream(before)  # a capture that broke off leaves its own
         return None
     replay: Callable[[], None] = graph.replay
     return replay
@@ -95,14 +98,14 @@ def in_words(figures: Any) -> str:
 
 @contextmanager
 def kernels_of_the_gpu():
-    """Inside, ops take their GPU kernels for tensors of the CPU too, as the interpreter runs them."""
+    """Inside, ops take for tensors of the CPU what they take on a GPU; the interpreter runs the kernels."""
     from multilin.ops.dispatch import Op
 
     choose = Op.backend_for
 
     def backend_for(op: Op, device: Any, dtype: torch.dtype = torch.float32, *call: Any) -> Any:
         for backend in op.backends:
-            if backend.device == "cuda" and (backend.dtypes is None or dtype in backend.dtypes):
+            if backend.device != "cpu" and (backend.dtypes is None or dtype in backend.dtypes):
                 return backend
         return choose(op, device, dtype, *call)
 

@@ -2,7 +2,7 @@
 
 limits    a large copy and large matrix products, which the shares below refer to.
 checks    every op's result and gradients against float64.
-poolings  prefix_softmax and windowed_attention beside the portable path, SDPA, and GLA and retention (fla).
+poolings  prefix_softmax and windowed_attention beside the portable path, SDPA, flex_attention, GLA and retention (fla).
 matrices  products of pairs and of int8 as shares of the matrix peak, beside the portable path.
 decoding  milliseconds per token, bytes of state, memory that stays as it is.
 training  tokens per second and MFU of all architectures beside GPT-2 and Llama (SDPA, compiled), GLA and Mamba-2.
@@ -44,7 +44,8 @@ def main(argv: list[str]) -> int:
     if arguments.dry:
         if os.environ.get("TRITON_INTERPRET") != "1":
             # Triton decides when it is imported, as other libraries have done by now: a new process begins with it.
-            command = [sys.executable, "-m", "benchmarks", "gpu", *argv]
+            program = "import sys; from benchmarks.gpu import main; sys.exit(main(sys.argv[1:]))"
+            command = [sys.executable, "-c", program, *argv]
             return subprocess.call(command, env={**os.environ, "TRITON_INTERPRET": "1"})
         vars(arguments).update(TINY)
     if not arguments.dry and not torch.cuda.is_available():
@@ -52,6 +53,11 @@ def main(argv: list[str]) -> int:
         return 2
     if len(arguments.parameters) != len(arguments.hidden_sizes):
         print("benchmarks gpu: --parameters and --hidden-sizes must be equally many", file=sys.stderr)
+        return 2
+    from benchmarks._gpu_models import models
+
+    if unknown := set(arguments.models or ()).difference(models()):
+        print(f"benchmarks gpu: no model {min(unknown)!r}; there are {', '.join(models())}", file=sys.stderr)
         return 2
     result = _run(arguments)
     if arguments.json:

@@ -9,6 +9,7 @@ from multilin.errors import InputError
 from multilin.ops import int8
 from multilin.ops.block_outer import block_outer
 from multilin.ops.int8 import cpu, portable, reference
+from multilin.ops.int8.products import Int8BlockOuter
 from multilin.ops.kernels import why_no_numba
 from tests.ops.cases.block_outer import SHAPES as OUTER_SHAPES
 from tests.ops.cases.block_outer import make_inputs as outer_inputs
@@ -229,3 +230,39 @@ def test_compiled_is_eager() -> None:
     compiled = torch.compile(both, fullgraph=True, backend="aot_eager")
     for result, expected in zip(compiled(*inputs), both(*inputs), strict=True):
         torch.testing.assert_close(result, expected)
+
+
+@pytest.mark.parametrize("backward", ["float", "int8"])
+def test_pairs_of_many_rows_are_held_a_part_at_a_time(backward: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which changes nothing but the order of the weight's sums; rounding at random is told apart by its mean."""
+    left, right, weight = outer_inputs("TScale's combiner")
+    left, right = (x.flatten(0, -3).repeat(40, 1, 1).float() for x in (left, right))
+    weight, found = int8.round_weight(weight.float()), []
+    for most in (portable.block_outer.MANY_NUMBERS, 1):
+        monkeypatch.setattr(portable.block_outer, "MANY_NUMBERS", most)
+        torch.manual_seed(0)
+        given = [x.clone().requires_grad_() for x in (left, right)] + [
+            torch.zeros(weight.values.shape).requires_grad_()
+        ]
+        result = Int8BlockOuter.apply(*given, *weight, 1.0, backward, portable.PortableSteps)
+        found.append([result, *torch.autograd.grad(result.sin().sum(), given)])
+    assert len(left) > portable.block_outer.FEWEST_ROWS
+    for one, other in zip(*found, strict=True):
+        tolerance = 1e-5 if backward == "float" or one is found[0][0] else 0.05
+        assert (one - other).norm() <= tolerance * one.norm()
+
+
+def test_one_graph_is_for_any_number_of_rows() -> None:
+    weight, graphs = int8.round_weight(normal(6, 2, 4, 4)), []
+
+    def backend(graph: torch.fx.GraphModule, _: object) -> object:
+        graphs.append(graph)
+        return graph.forward
+
+    @torch.compile(dynamic=True, backend=backend)
+    def contract(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        return Int8BlockOuter.apply(left, right, None, *weight, 1.0, "float", portable.PortableSteps)
+
+    for rows in (5, 7, 200):
+        contract(normal(rows, 2, 4), normal(rows, 2, 4, seed=1))
+    assert len(graphs) == 1

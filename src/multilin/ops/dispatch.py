@@ -35,9 +35,11 @@ def cpu_kernels(principle: str, compute: Callable[..., Any]) -> Backend:
     return Backend(f"numba ({principle})", compute, "cpu", CPU_DTYPES, why_not=why_no_numba)
 
 
-def gpu_kernels(principle: str, compute: Callable[..., Any], **more: Callable[..., str | None]) -> Backend:
+def gpu_kernels(
+    principle: str, compute: Callable[..., Any], refuses: Callable[..., str | None] = Backend.refuses
+) -> Backend:
     """A backend of kernels compiled by Triton, described in a few words."""
-    return Backend(f"triton ({principle})", compute, "cuda", GPU_DTYPES, why_not=why_no_triton, **more)
+    return Backend(f"triton ({principle})", compute, "cuda", GPU_DTYPES, why_not=why_no_triton, refuses=refuses)
 
 
 @dataclass

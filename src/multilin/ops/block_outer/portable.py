@@ -4,7 +4,7 @@ A chunk's pairs stay in the cache until their matrix product, and are made again
 memory as (pairs, rows), so that they are products of whole lines of numbers.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -59,8 +59,8 @@ class _BlockOuter(torch.autograd.Function):
         ctx.save_for_backward(left_RNK, right_RNJ, weight)
         ctx.steps = expand, contract
         weight_FD = weight.flatten(1).t()
-        result_RD = left_RNK.new_empty(len(left_RNK), len(weight))
-        for rows in _row_chunks(left_RNK, len(weight_FD)):
+        result_RD = left_RNK.new_empty(left_RNK.shape[0], len(weight))
+        for rows in row_chunks(left_RNK.shape[0], len(weight_FD), _most_pairs(left_RNK)):
             result_RD[rows] = expand(left_RNK[rows], right_RNJ[rows]) @ weight_FD
         return result_RD
 
@@ -74,16 +74,20 @@ class _BlockOuter(torch.autograd.Function):
         dweight_DF = torch.zeros_like(weight.flatten(1), dtype=wide)
         dleft_RNK, dright_RNJ = torch.empty_like(left_RNK), torch.empty_like(right_RNJ)
         with torch.autocast(weight.device.type, enabled=False):
-            for rows in _row_chunks(left_RNK, dweight_DF.shape[1]):
+            for rows in row_chunks(left_RNK.shape[0], dweight_DF.shape[1], _most_pairs(left_RNK)):
                 left, right, dresult_RD = left_RNK[rows], right_RNJ[rows], dresults[0][rows]
                 dweight_DF += dresult_RD.t() @ expand(left, right)
                 dleft_RNK[rows], dright_RNJ[rows] = contract(dresult_RD, weight, left, right)
         return dleft_RNK, dright_RNJ, dweight_DF.to(weight.dtype).view_as(weight), None, None
 
 
-def _row_chunks(left_RNK: Tensor, num_pairs: int) -> Iterator[slice]:
-    """Rows whose pairs are held at a time."""
-    numbers = NUMBERS.get(left_RNK.device.type, MANY_NUMBERS)
-    num_rows = max(numbers // max(num_pairs, 1), FEWEST_ROWS)
-    for first in range(0, len(left_RNK), num_rows):
-        yield slice(first, min(first + num_rows, len(left_RNK)))
+def _most_pairs(left: Tensor) -> int:
+    return NUMBERS.get(left.device.type, MANY_NUMBERS)
+
+
+def row_chunks(num_rows: int, num_pairs: int, most_pairs: int) -> list[slice]:
+    """Rows whose pairs are held at a time. Where all are, their number may be a symbol: a graph is for any."""
+    size = max(most_pairs // max(num_pairs, 1), FEWEST_ROWS)
+    if torch.compiler.is_exporting() or num_rows <= size:
+        return [slice(None)]
+    return [slice(first, first + size) for first in range(0, num_rows, size)]

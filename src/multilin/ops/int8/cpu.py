@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from multilin.ops.block_outer import cpu as block_outer
-from multilin.ops.int8.portable import PortableSteps, draw_seed
+from multilin.ops.int8.portable import PortableSteps, draw_seed, num_pairs
 from multilin.ops.int8.rounding import Rounded
 from multilin.ops.kernels import LazyModule
 
@@ -48,8 +48,8 @@ class CpuSteps(PortableSteps):
     @classmethod
     def round_pairs(cls, left: Tensor, right: Tensor) -> Rounded:
         """left (R, N, K) and right (R, N, J) to their products (R, N K J), one scale per row."""
-        num_pairs = left.shape[1:].numel() * right.shape[2]
-        values, scale = torch.empty((len(left), num_pairs), dtype=torch.int8), torch.empty(len(left), 1)
+        values = torch.empty((len(left), num_pairs(left, right)), dtype=torch.int8)
+        scale = torch.empty(len(left), 1)
         factors = (x.float().contiguous() for x in (left, right))
         _launch.launch_parts(_kernels.round_pairs, values.numel(), *factors, values, scale)
         return Rounded(values, scale)

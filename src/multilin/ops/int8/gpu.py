@@ -7,7 +7,7 @@ kernels are in `gpu_kernels`.
 import torch
 from torch import Tensor
 
-from multilin.ops.int8.portable import PortableSteps, draw_seed
+from multilin.ops.int8.portable import PortableSteps, draw_seed, num_pairs
 from multilin.ops.int8.rounding import Rounded
 from multilin.ops.kernels import LazyModule, dense_rows, operator
 
@@ -16,11 +16,8 @@ _kernels, _launch = LazyModule("multilin.ops.int8.gpu_kernels"), LazyModule("mul
 
 def _empty_rows(x: Tensor, width: int) -> tuple[Tensor, Tensor]:
     """For the integers and scales of rows of this width."""
-    return x.new_empty((len(x), width), dtype=torch.int8), x.new_empty((len(x), 1), dtype=torch.float32)
-
-
-def _num_pairs(left: Tensor, right: Tensor) -> int:
-    return left.shape[1:].numel() * right.shape[2]
+    num_rows = x.shape[0]  # unlike len(x) a symbol where a graph is for any
+    return x.new_empty((num_rows, width), dtype=torch.int8), x.new_empty((num_rows, 1), dtype=torch.float32)
 
 
 @operator("int8_round_rows", lambda x, _: _empty_rows(x, x.shape[1]))
@@ -35,9 +32,9 @@ def _round_rows(x: Tensor, seed: Tensor | None) -> tuple[Tensor, Tensor]:
     return values, scale
 
 
-@operator("int8_round_pairs", lambda left, right: _empty_rows(left, _num_pairs(left, right)))
+@operator("int8_round_pairs", lambda left, right: _empty_rows(left, num_pairs(left, right)))
 def _round_pairs(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
-    values, scale = _empty_rows(left, _num_pairs(left, right))
+    values, scale = _empty_rows(left, num_pairs(left, right))
     lefts, rights = dense_rows(left.flatten(1)), dense_rows(right.flatten(1))
     if len(left):
         _kernels.round_rows[(len(left),)](
@@ -72,7 +69,8 @@ def _round_columns(x: Tensor, row_scale: Tensor, seed: Tensor) -> tuple[Tensor, 
 
 
 @operator(
-    "int8_scaled_product", lambda left, scale, right, *more: left.new_empty((len(left), right.shape[1]), dtype=more[-1])
+    "int8_scaled_product",
+    lambda left, scale, right, *more: left.new_empty((left.shape[0], right.shape[1]), dtype=more[-1]),
 )
 def _scaled_product(
     left: Tensor, row_scale: Tensor, right: Tensor, factor: Tensor, bias: Tensor | None, dtype: torch.dtype

@@ -1,6 +1,7 @@
 """Triton kernels of int8 products: rounding in one pass from memory, and products scaled before they are written.
 
-Numbers are divided and rounded as the portable path does it, so that both give the same integers.
+Rows are divided and rounded as the portable path does it, so that both give the same integers. Products of pairs are
+rounded as float32, also of half precision.
 """
 
 import triton
@@ -9,7 +10,7 @@ import triton.language as tl
 from multilin.ops.kernels.gpu_launch import autotuned
 from multilin.ops.kernels.gpu_tiles import divide, dot, load_tile, magnitude, nearest, store_tile
 
-# Rows and columns of a tile of the result, numbers summed at a time, warps and pipeline stages.
+# Columns of a tile of the result, numbers summed at a time, warps and pipeline stages.
 WAYS = [
     ({"BN": 128, "BK": 64}, 4, 4),
     ({"BN": 128, "BK": 128}, 8, 3),

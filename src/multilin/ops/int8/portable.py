@@ -1,7 +1,7 @@
 """The steps of int8 products in PyTorch, for every device and dtype."""
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -150,14 +150,16 @@ class PortableSteps:
             columns = cls.round_columns_randomly(dresult[part], row_scale[part])
             return cls.scaled_product(columns, values[part], one, None, row_scale.dtype)
 
-        return sum_of_parts(gradient, len(dresult)).to(dtype)
+        return _sum_of_parts(gradient, len(dresult)).to(dtype)
 
 
-def _rows_of_pairs(left: Tensor, right: Tensor) -> Iterator[slice]:
-    """Rows whose pairs are held at a time."""
-    num_pairs = left.shape[1:].numel() * right.shape[2]
-    size = max(block_outer.MANY_NUMBERS // max(num_pairs, 1), block_outer.FEWEST_ROWS)
-    return (slice(first, first + size) for first in range(0, max(len(left), 1), size))
+def num_pairs(left: Tensor, right: Tensor) -> int:
+    """Of each row of left (R, N, K) and right (R, N, J)."""
+    return left.shape[1] * left.shape[2] * right.shape[2]
+
+
+def _rows_of_pairs(left: Tensor, right: Tensor) -> list[slice]:
+    return block_outer.row_chunks(left.shape[0], num_pairs(left, right), block_outer.MANY_NUMBERS)
 
 
 def _joined(parts: Iterable[Tensor]) -> Tensor:
@@ -165,7 +167,7 @@ def _joined(parts: Iterable[Tensor]) -> Tensor:
     return torch.cat([first, *others]) if others else first
 
 
-def sum_of_parts(gradient: Callable[[slice], Tensor], num_rows: int) -> Tensor:
+def _sum_of_parts(gradient: Callable[[slice], Tensor], num_rows: int) -> Tensor:
     """Sum of a gradient over parts of the rows that are short enough for int32."""
     parts = [slice(first, first + LONGEST_SUM) for first in range(0, max(num_rows, 1), LONGEST_SUM)]
     return functools.reduce(torch.add, map(gradient, parts))

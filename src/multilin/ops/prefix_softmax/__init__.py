@@ -18,7 +18,7 @@ PREFIX_SOFTMAX = Op(
     "prefix_softmax",
     [
         cpu_kernels("compiled, linear time", partial(operator.prefix_softmax, "cpu")),
-        gpu_kernels("compiled, linear time", partial(operator.prefix_softmax, "gpu"), refuses=gpu.refuses),
+        gpu_kernels("compiled, linear time", partial(operator.prefix_softmax, "gpu"), gpu.refuses),
         Backend("portable (PyTorch, linear time)", portable.prefix_softmax),
         Backend("reference (PyTorch, quadratic time)", reference.prefix_softmax),
     ],

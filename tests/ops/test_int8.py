@@ -266,3 +266,18 @@ def test_one_graph_is_for_any_number_of_rows() -> None:
     for rows in (5, 7, 200):
         contract(normal(rows, 2, 4), normal(rows, 2, 4, seed=1))
     assert len(graphs) == 1
+
+
+@pytest.mark.parametrize("steps", STEPS)
+@pytest.mark.parametrize("seed", range(4))
+def test_gradients_in_bf16_are_those_in_float32(steps: type[portable.PortableSteps], seed: int) -> None:
+    """Of the same integers, with a factor that bf16 does not hold."""
+    left, right, weight = (x.bfloat16() for x in outer_inputs("TScale's combiner", seed=seed))
+    direction = normal(*left.shape[:-2], len(weight), seed=seed).bfloat16()
+    rounded, found = int8.round_weight(weight), []
+    for dtype in (torch.float32, torch.bfloat16):
+        given = [x.to(dtype).requires_grad_() for x in (left, right, weight)]
+        result = Int8BlockOuter.apply(*given, *rounded, 0.7, "float", steps)
+        found.append([result, *torch.autograd.grad(result, given, direction.to(dtype))])
+    for expected, result in zip(*found, strict=True):
+        assert (result.float() - expected).norm() <= 4e-3 * expected.norm()

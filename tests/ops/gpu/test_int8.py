@@ -128,14 +128,15 @@ def check_outer(inputs: tuple[torch.Tensor, ...], dtype: torch.dtype, device: to
     """Integers are the portable path's in float32; the gradients those of the rounded pairs."""
     left, right, weight = (x.to(device, dtype) for x in inputs)
     rounded, found = round_weight(weight), []
-    direction = torch.randn(*left.shape[:-2], len(weight), device=device).to(dtype)
+    direction = normal(*left.shape[:-2], len(weight), seed=9).to(device, dtype)
     for steps, kind in ((PortableSteps, torch.float32), (GpuSteps, dtype)):
         given = [x.to(kind).requires_grad_() for x in (left, right, weight)]
         result = Int8BlockOuter.apply(*given, *rounded, 0.7, "float", steps)
         found.append([result, *torch.autograd.grad(result, given, direction.to(kind))])
     for expected, result in zip(*found, strict=True):
         assert result.dtype == dtype
-        assert near(result, expected, 1e-5 if dtype == torch.float32 else 4e-3)
+        # Of a few numbers in bf16 most may be rounded far.
+        assert near(result, expected, 1e-5 if dtype == torch.float32 else 4e-3 if result.numel() > 99 else 8e-3)
     result = Int8BlockOuter.apply(*given, *rounded, 0.7, "int8", GpuSteps)
     for one, expected in zip(torch.autograd.grad(result, given, direction), found[0][1:], strict=True):
         assert near(one, expected, 0.05)

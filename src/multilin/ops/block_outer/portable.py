@@ -33,10 +33,11 @@ def contract(dresult_RD: Tensor, weight: Tensor, left_RNK: Tensor, right_RNJ: Te
 
 
 def contract_pairs(dpairs_FR: Tensor, left_RNK: Tensor, right_RNJ: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of left and right from that of their products (N K J, R)."""
+    """Gradients of left and right, in float32 or better, from that of their products (N K J, R)."""
+    wide = torch.promote_types(dpairs_FR.dtype, torch.float32)
     dpairs_NKJR = dpairs_FR.unflatten(0, (*left_RNK.shape[1:], right_RNJ.shape[-1]))
-    dleft_NKR = (dpairs_NKJR * _rows_last(right_RNJ)[:, None]).sum(dim=2)
-    dright_NJR = (dpairs_NKJR * _rows_last(left_RNK)[:, :, None]).sum(dim=1)
+    dleft_NKR = (dpairs_NKJR * _rows_last(right_RNJ)[:, None]).sum(dim=2, dtype=wide)
+    dright_NJR = (dpairs_NKJR * _rows_last(left_RNK)[:, :, None]).sum(dim=1, dtype=wide)
     return dleft_NKR.movedim(-1, 0), dright_NJR.movedim(-1, 0)
 
 

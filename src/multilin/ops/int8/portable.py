@@ -67,7 +67,8 @@ class PortableSteps:
     @classmethod
     def round_pairs(cls, left: Tensor, right: Tensor) -> Rounded:
         """left (R, N, K) and right (R, N, J) to their products (R, N K J), one scale per row."""
-        return quantize(block_outer.expand(left, right))
+        wide = torch.promote_types(left.dtype, torch.float32)
+        return quantize(block_outer.expand(left.to(wide), right.to(wide)))
 
     @classmethod
     def contract_pairs(
@@ -99,16 +100,13 @@ class PortableSteps:
         cls, dresult: Tensor, left: Tensor, right: Tensor, values: Tensor, factor: Tensor, backward: str
     ) -> tuple[Tensor, Tensor]:
         """Gradients of left and right."""
-        if backward != "int8":
-            wide = torch.promote_types(dresult.dtype, torch.float32)
-            rounded, weight = None, values.to(dresult.dtype)
-            dresult = (dresult.to(wide) * factor).to(dresult.dtype)
-        else:
-            rounded = cls.round_rows(dresult, draw_seed())
+        rounded = cls.round_rows(dresult, draw_seed()) if backward == "int8" else None
 
         def contract(rows: slice) -> tuple[Tensor, Tensor]:
             if rounded is None:
-                return cls.block_outer.contract(dresult[rows], weight, left[rows], right[rows])
+                weight, wide = values.to(dresult.dtype), torch.promote_types(dresult.dtype, torch.float32)
+                dleft, dright = cls.block_outer.contract(dresult[rows], weight, left[rows], right[rows])
+                return (dleft.to(wide) * factor).to(left.dtype), (dright.to(wide) * factor).to(right.dtype)
             product = multiply(rounded.values[rows], values.flatten(1))
             return cls.contract_pairs(product, rounded.scale[rows], factor, left[rows], right[rows])
 

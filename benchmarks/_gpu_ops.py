@@ -28,6 +28,8 @@ COMBINERS = {"3Lin": (16, 16), "TScale": (4, 4), "ELiTA": (None, 8)}
 NEAR: dict[str, Any] = {"window": 64, "slope": 0.3}
 """What windowed attention is timed with."""
 Figures = dict[str, Any]
+Tasks = dict[str, tuple[Callable[[], Tensor], list[Tensor]]]
+"""Functions and the inputs that their gradients are taken of, by name."""
 
 
 def normal(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype, *, learns: bool = True) -> Tensor:
@@ -125,22 +127,20 @@ def poolings(clock: Clock, device: torch.device, arguments: argparse.Namespace, 
     # The package fla tries so many ways to compile a kernel that nothing may wait for it.
     for tasks in (_poolings, _flex_attention, _linear_attention):
         for shape in map(tuple, arguments.shapes):
-
-            def measure(tasks: Any = tasks, shape: tuple[int, ...] = shape) -> Figures:
-                q, k, v = (normal(shape, device, torch.bfloat16) for _ in range(3))
-                dresult, found = torch.randn_like(v), {}
-                for name, (task, inputs) in tasks(clock, q, k, v).items():
-                    label = f"{name}, {shape}"
-                    found[label] = attempt(partial(_timed, clock, task, inputs, dresult, limit), label)
-                return found
-
-            found = attempt(measure)
+            found = attempt(partial(_poolings_at, tasks, shape, clock, device, limit))
             figures |= {f"{tasks.__name__}, {shape}": found} if "failed" in found else found
     return figures
 
 
-Tasks = dict[str, tuple[Callable[[], Tensor], list[Tensor]]]
-"""Functions and the inputs that their gradients are taken of, by name."""
+def _poolings_at(
+    tasks: Callable[..., Tasks], shape: tuple[int, ...], clock: Clock, device: torch.device, limit: Figures
+) -> Figures:
+    q, k, v = (normal(shape, device, torch.bfloat16) for _ in range(3))
+    dresult, figures = torch.randn_like(v), {}
+    for name, (task, inputs) in tasks(clock, q, k, v).items():
+        label = f"{name}, {shape}"
+        figures[label] = attempt(partial(_timed, clock, task, inputs, dresult, limit), label)
+    return figures
 
 
 def _poolings(clock: Clock, q: Tensor, k: Tensor, v: Tensor) -> Tasks:

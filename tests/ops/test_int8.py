@@ -234,7 +234,7 @@ def test_compiled_is_eager() -> None:
 
 @pytest.mark.parametrize("backward", ["float", "int8"])
 def test_pairs_of_many_rows_are_held_a_part_at_a_time(backward: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which changes nothing but the order of the weight's sums; rounding at random is told apart by its mean."""
+    """Which changes the order of the weight's sums and, where gradients are rounded at random, the numbers drawn."""
     left, right, weight = outer_inputs("TScale's combiner")
     left, right = (x.flatten(0, -3).repeat(40, 1, 1).float() for x in (left, right))
     weight, found = int8.round_weight(weight.float()), []

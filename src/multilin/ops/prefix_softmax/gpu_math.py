@@ -71,7 +71,7 @@ def text_at(p_text, position):
 def load_texts(p_text, o_t, m_t):
     """Numbers of the texts of these positions, -1 outside; 0 everywhere if there is one text only."""
     if p_text is None:
-        return tl.zeros_like(o_t)
+        return tl.zeros_like(o_t)  # Triton 3.6 has no functions that return None
     else:
         return load_row(p_text, o_t, m_t, 1, -1)
 

@@ -197,8 +197,8 @@ def step(
     D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BL: tl.constexpr, NULL_KEY: tl.constexpr,
 ):  # fmt: skip
     """One new token of one head: reads the S tokens of the state once, and writes them one place further down."""
-    S, H, decays = call.num_all, call.num_heads, load_decays(call)
-    slope, hyper = decays
+    S, H = call.num_all, call.num_heads
+    slope, hyper = load_decays(call)
     i_row, i_head = tl.program_id(0) // H, tl.program_id(0) % H
     hidden = 0.0
     if p_starts is not None:

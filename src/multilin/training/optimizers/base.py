@@ -25,7 +25,7 @@ class NormalizingOptimizer(torch.optim.Optimizer):
 
     Subclasses update many whole tensors at once, with PyTorch's functions over lists of tensors, and one tensor of
     rows at a time. They never wait for a number from the device, and the learning rate may be a tensor, so a step can
-    be captured into a graph.
+    be captured into a graph. No state is named `step`: PyTorch would leave it on the CPU when it is loaded.
     """
 
     def update_whole(self, parameters: list[Tensor], gradients: list[Tensor], group: dict[str, Any]) -> None:

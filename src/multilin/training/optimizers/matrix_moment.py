@@ -43,11 +43,11 @@ class MatrixMoment(NormalizingOptimizer):
         states = [self._state(parameter) for parameter in parameters]
         roots = [max(parameter.numel(), 1) ** 0.5 for parameter in parameters]
         mean_square = torch.stack(torch._foreach_div(norms(gradients), roots)).square()
-        second_moment, weight, step = (
+        second_moment, weight, num_steps = (
             torch.stack([state[name] for state in states]) for name in ("second_moment", "weight", "num_steps")
         )
-        keep, factor = _advance(second_moment, weight, step, mean_square)
-        for name, values in (("second_moment", second_moment), ("weight", weight), ("num_steps", step)):
+        keep, factor = _advance(second_moment, weight, num_steps, mean_square)
+        for name, values in (("second_moment", second_moment), ("weight", weight), ("num_steps", num_steps)):
             torch._foreach_copy_([state[name] for state in states], values.unbind())
 
         dtype, lr = parameters[0].dtype, group["lr"]

@@ -2,6 +2,7 @@
 
 import argparse
 import importlib.util
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -12,6 +13,8 @@ from benchmarks._gpu_timing import Clock, attempt
 from benchmarks._models import multiplied, options_of
 from multilin.analysis.costs import state_bytes
 from multilin.architectures import architectures
+from multilin.inference.cuda_graphs import DecodingGraphs
+from multilin.model import MultilinForCausalLM
 from multilin.model.factory import BASELINES, create_model
 
 PEERS_OF_FLA = ("gla", "mamba2")
@@ -114,7 +117,7 @@ def _step(
 
 
 def decoding(clock: Clock, device: torch.device, arguments: argparse.Namespace) -> Figures:
-    """Tokens per second at several batch sizes, bytes kept per text, and whether memory stays as it is."""
+    """Milliseconds of a token, kernel by kernel and by a CUDA graph, bytes kept per text, and whether memory grows."""
     figures: Figures = {}
     parameters, hidden_size = arguments.parameters[0], arguments.hidden_sizes[0]
     for name in _chosen([*architectures(), "gpt2"], arguments):
@@ -130,29 +133,45 @@ def _decode(
 ) -> Figures:  # fmt: skip
     clock.check()
     read, steps = arguments.read, arguments.steps
-    length = read + 40 * steps
+    length = read + 80 * steps
     depth = depth_for(name, parameters, hidden_size, length, arguments)
     with torch.device(device):
         model = build(name, hidden_size, depth, length, arguments).eval().bfloat16()
     ids = torch.randint(arguments.vocab_size, (batch, read), device=device)
     with torch.inference_mode():
         cache: Any = model(ids, use_cache=True, logits_to_keep=1).past_key_values
-        last = ids[:, -1:]
 
-        def generate() -> None:
-            token = last
-            for _ in range(steps):
-                token = model(token, past_key_values=cache, use_cache=True).logits[:, -1:].argmax(dim=-1)
+        def call(token: Tensor) -> Tensor:
+            logits: Tensor = model(token, past_key_values=cache, use_cache=True).logits[:, -1]
+            return logits
 
-        generate()
-        before, kept = _memory(), sum(state_bytes(cache))
-        milliseconds = clock.milliseconds(generate)
-        after = _memory()
-    figures: Figures = {"layers": depth, "state_bytes_per_text": kept / batch, "step_ms": None}
-    figures["state_grew"] = sum(state_bytes(cache)) != kept
-    if milliseconds:
-        figures |= {"step_ms": milliseconds / steps, "tokens_per_second": batch * steps / milliseconds * 1e3}
-        figures |= {"memory_grew_bytes": after - before}
+        call(ids[:, -1:])
+        figures: Figures = {"layers": depth, "state_bytes_per_text": sum(state_bytes(cache)) / batch}
+        ways = {"": call}
+        if isinstance(model, MultilinForCausalLM) and device.type == "cuda":
+            graphs = DecodingGraphs(model)
+            ways["graph_"] = lambda token: call(token) if (found := graphs.read(cache, token)) is None else found
+        for way, read_token in ways.items():
+            figures |= {f"{way}{name}": value for name, value in _tokens(clock, read_token, ids[:, -1:], steps).items()}
+        figures["state_grew"] = sum(state_bytes(cache)) != batch * figures["state_bytes_per_text"]
+    return figures
+
+
+def _tokens(clock: Clock, read_token: Callable[[Tensor], Tensor], last_B1: Tensor, steps: int) -> Figures:
+    """Milliseconds of a step, tokens per second, and by how many bytes the live tensors grow meanwhile."""
+
+    def generate() -> None:
+        token_B1 = last_B1
+        for _ in range(steps):
+            token_B1 = read_token(token_B1).argmax(dim=-1, keepdim=True)
+
+    generate()
+    before = _memory()
+    milliseconds = clock.milliseconds(generate)
+    if milliseconds is None:
+        return {"step_ms": None}
+    figures: Figures = {"step_ms": milliseconds / steps, "memory_grew_bytes": _memory() - before}
+    figures["tokens_per_second"] = len(last_B1) * steps / milliseconds * 1e3
     return figures
 
 

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from multilin.inference import cuda_graphs
+
 
 class OutOfTime(Exception):
     """The part's allowance is used up."""
@@ -46,27 +48,14 @@ class Clock:
         return statistics.median(times)
 
 
-def captured(task: Callable[[], object]) -> Callable[[], None] | None:
-    """A replay of the task as one CUDA graph, which the host does not slow down; None where none can be made of it.
-
-    The task has run before, so that nothing is compiled while it is captured.
-    """
-    graph, stream, before = torch.cuda.CUDAGraph(), torch.cuda.Stream(), torch.cuda.current_stream()
-    stream.wait_stream(before)
+def captured(task: Callable[[], object]) -> Callable[[], object] | None:
+    """A replay of the task as one CUDA graph, which the host does not slow down; None where none can be made of it."""
     try:
-        with torch.cuda.stream(stream):
-            for _ in range(3):
-                task()
-        before.wait_stream(stream)
-        with torch.cuda.graph(graph):
-            task()
+        return cuda_graphs.captured(task)
     except torch.cuda.OutOfMemoryError:
         raise
     except RuntimeError:
-        torch.cuda.set_stream(before)  # a capture that broke off leaves its own
         return None
-    replay: Callable[[], None] = graph.replay
-    return replay
 
 
 def attempt(work: Callable[[], dict[str, Any]], name: str | None = None) -> dict[str, Any]:

@@ -6,9 +6,11 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from multilin.errors import InputError
+from multilin.inference.cuda_graphs import DecodingGraphs
 from multilin.inference.runs import longest_text
 from multilin.inference.snapshot import Snapshot, from_contents, to_contents
 from multilin.inference.state_contents import StateContents
@@ -28,6 +30,8 @@ class TorchEngine:
         self.vocab_size = int(model.config.vocab_size)
         self.longest_text = longest_text(model.config)
         self.keeps_states = isinstance(model, MultilinForCausalLM)
+        is_graphed = isinstance(model, MultilinForCausalLM) and model.device.type == "cuda"
+        self.graphs = DecodingGraphs(model) if is_graphed else None
 
     def new_state(self, num_rows: int = 1) -> Any:
         """A state of `num_rows` rows that have read nothing."""
@@ -44,14 +48,25 @@ class TorchEngine:
             rows = [list(row[first : first + PIECE]) for row in token_ids]
             width = max(map(len, rows))
             ids = torch.tensor([row + [0] * (width - len(row)) for row in rows], device=self.model.device)
-            given: dict[str, Any] = {"past_key_values": state, "use_cache": True, "logits_to_keep": 1}
-            if any(len(row) < width for row in rows):
-                mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows])
-                given["attention_mask"] = mask.to(ids.device)
-            after = self.model(ids, **given).logits[:, -1].float().cpu().numpy()
             ends = [bool(row) for row in rows]
+            after = None
+            if self.graphs is not None and width == 1 and all(ends):
+                after = self.graphs.read(state, ids)
+            if after is None:
+                after = self._call(state, ids, rows)
+            after = after.cpu().numpy()
             logits[ends] = after[ends]
         return logits
+
+    def _call(self, state: Any, ids: Tensor, rows: list[list[int]]) -> Tensor:
+        """Logits (B, V) after the last token of each row; `ids` are the rows with padding at their ends."""
+        given: dict[str, Any] = {"past_key_values": state, "use_cache": True, "logits_to_keep": 1}
+        width = ids.shape[1]
+        if any(len(row) < width for row in rows):
+            mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows])
+            given["attention_mask"] = mask.to(ids.device)
+        logits_BV: Tensor = self.model(ids, **given).logits[:, -1].float()
+        return logits_BV
 
     def num_read(self, state: Any) -> list[int]:
         """Tokens read by each row."""

@@ -15,6 +15,15 @@ def map_tensors(function: Callable[..., Tensor], state: Any, *others: Any) -> An
     return type(state)(*(map_tensors(function, *parts) for parts in zip(state, *others, strict=True)))
 
 
+def tensors_of(states: Any) -> Iterator[Tensor]:
+    """Every tensor of (nested) NamedTuples and lists of them, in order."""
+    if isinstance(states, Tensor):
+        yield states
+    elif isinstance(states, tuple | list):
+        for part in states:
+            yield from tensors_of(part)
+
+
 def named_tensors(state: Any, name: str) -> Iterator[tuple[str, Tensor]]:
     """Every tensor of a (nested) NamedTuple with its dotted name."""
     if isinstance(state, Tensor):

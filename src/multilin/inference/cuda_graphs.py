@@ -1,0 +1,132 @@
+"""Decoding on a GPU by CUDA graphs: the kernels of one token are started together instead of one by one."""
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from multilin.model import MultilinForCausalLM, TextState
+from multilin.model.state_tree import tensors_of
+from multilin.ops.dispatch import warn_once
+
+WARM_UPS = 3  # calls of a task before it is captured
+CALLS_BEFORE = 8  # for as many rows, before a graph is made for them, which takes as long as many calls
+MOST_GRAPHS = 16  # the oldest is dropped for another number of rows
+
+
+def captured(task: Callable[[], object]) -> Callable[[], object]:
+    """The kernels that the task starts as one CUDA graph; calling the result starts them again, on the same memory.
+
+    The task is called several times before it is captured, so that kernels are compiled and libraries ready.
+
+    Raises:
+        RuntimeError: the task waits for the GPU, or does something else that a graph cannot hold.
+    """
+    graph, stream, before = torch.cuda.CUDAGraph(), torch.cuda.Stream(), torch.cuda.current_stream()
+    stream.wait_stream(before)
+    try:
+        with torch.cuda.stream(stream):
+            for _ in range(WARM_UPS):
+                task()
+        before.wait_stream(stream)
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            task()
+    except RuntimeError:
+        torch.cuda.set_stream(before)  # a capture that broke off leaves its own
+        raise
+    return graph.replay
+
+
+class DecodingGraphs:
+    """The graphs of a model, one for each number of rows that are decoded together.
+
+    A graph reads and writes a state of its own. The state of a sequence is copied into it before each token and back
+    afterwards, in a few kernels: it is small, and may then be used in any other way at any time.
+
+    model: decodes one token of each row.
+    capture: see `captured`; tests replace it where there is no GPU.
+    """
+
+    def __init__(self, model: MultilinForCausalLM, capture: Callable[[Callable[[], object]], Any] = captured) -> None:
+        self.model, self.capture = model, capture
+        self._calls: Counter[int] = Counter()
+        self._graphs: dict[int, _Graph] = {}
+        self._failed = False
+
+    def read(self, state: TextState, ids_B1: Tensor) -> Tensor | None:
+        """Read one token of each row as the model does, changing the state in place.
+
+        Call it in `torch.inference_mode`.
+
+        Returns:
+            Logits (B, V), float32, overwritten by the next call for as many rows; None if the model has to be called:
+            for the first tokens, near the end of the longest text, and where no graph can be made.
+        """
+        limit, num_rows = self.model.config.n_positions, len(ids_B1)
+        has_room = limit is None or state.num_columns + WARM_UPS < limit
+        if self._failed or state.num_tokens is None or not has_room:
+            return None
+        self._calls[num_rows] += 1
+        if num_rows not in self._graphs and not self._make(state, num_rows):
+            return None
+        return self._graphs[num_rows].read(state, ids_B1)
+
+    def _make(self, state: TextState, num_rows: int) -> bool:
+        """Make the graph for so many rows once it is worth it; whether it is there."""
+        if self._calls[num_rows] <= CALLS_BEFORE:
+            return False
+        if len(self._graphs) >= MOST_GRAPHS:
+            del self._graphs[next(iter(self._graphs))]
+        try:
+            self._graphs[num_rows] = _Graph(self.model, state, self.capture)
+        except RuntimeError as error:
+            self._failed = True
+            reason = str(error).strip().splitlines()[0]
+            warn_once(
+                f"no CUDA graph can be made of this model ({reason}); it is decoded more slowly, kernel by kernel"
+            )
+        return not self._failed
+
+
+class _Graph:
+    """The graph of one token of each row, and the memory that it reads and writes."""
+
+    def __init__(self, model: MultilinForCausalLM, state: TextState, capture: Callable[..., Any]) -> None:
+        state.begin_reading(1, is_plain=True)  # from now on windows are rings
+        self.model, self.state = model, state.clone()
+        num_rows, device = state.batch_size, model.device
+        self.ids_B1 = torch.zeros(num_rows, 1, dtype=torch.long, device=device)
+        self.logits_BV = torch.empty(num_rows, model.config.vocab_size, device=device)
+        self.replay = capture(self._decode)
+
+    def _decode(self) -> None:
+        before = [part.value for part in self.state.parts]
+        given: dict[str, Any] = {"past_key_values": self.state, "use_cache": True, "logits_to_keep": 1}
+        self.logits_BV.copy_(self.model(self.ids_B1, **given).logits[:, -1])
+        after = [part.value for part in self.state.parts]
+        _copy(before, after)
+        self.state.values = before
+
+    def read(self, state: TextState, ids_B1: Tensor) -> Tensor:
+        """See `DecodingGraphs.read`."""
+        given, own = state.begin_reading(1, is_plain=True), [part.value for part in self.state.parts]
+        _copy(own, given)
+        self.ids_B1.copy_(ids_B1)
+        self.replay()
+        _copy(given, own)
+        state.num_columns += 1
+        return self.logits_BV
+
+
+def _copy(targets: list[Any], sources: list[Any]) -> None:
+    """Copy every tensor of the values of a state into the same place of others, those of a dtype together."""
+    by_dtype: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
+    for target, source in zip(tensors_of(targets), tensors_of(sources), strict=True):
+        if target.data_ptr() != source.data_ptr():
+            pair = by_dtype.setdefault(target.dtype, ([], []))
+            pair[0].append(target)
+            pair[1].append(source)
+    for pair in by_dtype.values():
+        torch._foreach_copy_(*pair)

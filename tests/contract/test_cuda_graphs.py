@@ -1,0 +1,97 @@
+"""Decoding by graphs is decoding: what a graph's memory holds and gives back, without a card, and with one."""
+
+import pytest
+import torch
+
+from multilin.inference.cuda_graphs import CALLS_BEFORE, WARM_UPS, DecodingGraphs
+from multilin.inference.torch_engine import TorchEngine
+from multilin.model import TextState
+from tests.contract.conftest import LONGEST, MakeModel, random_ids
+
+
+def replayed(task):
+    """In place of `captured`: the task itself, after as many calls; as a graph it always uses the same memory."""
+    for _ in range(WARM_UPS):
+        task()
+    return task
+
+
+def started(model, *shape: int) -> TextState:
+    """The state after random tokens of as many rows."""
+    state = model.new_state()
+    model(random_ids(*shape), past_key_values=state, use_cache=True)
+    return state
+
+
+def follow(graphs: DecodingGraphs, state: TextState, ids_BT: torch.Tensor) -> list[torch.Tensor]:
+    """The logits after each token that a graph read, None where the model has to be called, as an engine then does."""
+    found = []
+    for ids_B1 in ids_BT.split(1, dim=1):
+        logits = graphs.read(state, ids_B1)
+        found.append(None if logits is None else logits.clone())
+        if logits is None:
+            graphs.model(ids_B1, past_key_values=state, use_cache=True)
+    return found
+
+
+@torch.inference_mode()
+def test_sequences_that_take_turns_go_on_as_alone(make_model: MakeModel) -> None:
+    model = make_model().eval()
+    graphs = DecodingGraphs(model, replayed)
+    states = [started(model, rows, length) for rows, length in ((2, 9), (2, 4), (1, 1))]
+    twins = [state.clone() for state in states]
+    num_graphed = 0
+    for turn in range(4):
+        for index, state in enumerate(states):
+            ids = random_ids(state.batch_size, 6 + turn, seed=10 * turn + index)
+            found = follow(graphs, state, ids)
+            expected = model(ids, past_key_values=twins[index], use_cache=True).logits
+            for position, logits in enumerate(found):
+                if logits is not None:
+                    num_graphed += 1
+                    torch.testing.assert_close(logits, expected[:, position].float(), rtol=1e-5, atol=1e-5)
+            assert state.num_columns == twins[index].num_columns
+            for (name, tensor), (_, twin) in zip(state.named_tensors(), twins[index].named_tensors(), strict=True):
+                torch.testing.assert_close(tensor, twin, msg=lambda text, name=name: f"{name}: {text}")
+    assert num_graphed == 90 - 2 * CALLS_BEFORE
+
+
+@torch.inference_mode()
+def test_the_end_of_the_longest_text_is_read_by_the_model(make_model: MakeModel) -> None:
+    model = make_model().eval()
+    state = started(model, 1, LONGEST - 14)
+    found = follow(DecodingGraphs(model, replayed), state, random_ids(1, 14))
+    last = [model.config.n_positions is None] * WARM_UPS
+    assert [logits is not None for logits in found] == [False] * CALLS_BEFORE + [True] * 3 + last
+    assert state.num_columns == LONGEST
+
+
+@pytest.mark.filterwarnings("ignore:no CUDA graph")
+@torch.inference_mode()
+def test_a_model_that_gives_no_graph_is_called_instead(make_model: MakeModel) -> None:
+    model, tried = make_model().eval(), []
+
+    def refuse(task):
+        tried.append(task)
+        raise RuntimeError("operation not permitted when stream is capturing\nmore")
+
+    graphs, state = DecodingGraphs(model, refuse), started(model, 1, 3)
+    twin, ids = state.clone(), random_ids(1, 2 * CALLS_BEFORE)
+    assert not any(logits is not None for logits in follow(graphs, state, ids))
+    assert len(tried) == 1
+    model(ids, past_key_values=twin, use_cache=True)
+    for (_, tensor), (_, expected) in zip(state.named_tensors(), twin.named_tensors(), strict=True):
+        torch.testing.assert_close(tensor, expected)
+
+
+@pytest.mark.gpu
+def test_an_engine_on_a_card_decodes_by_graphs(make_model: MakeModel) -> None:
+    exact, engine = TorchEngine(make_model()), TorchEngine(make_model(torch.float32).cuda())
+    for turn, rows in enumerate((2, 1, 2)):
+        state, twin, ids = engine.new_state(rows), exact.new_state(rows), random_ids(rows, 40, seed=turn)
+        for start, end in [(0, 5), *((position, position + 1) for position in range(5, 40))]:
+            piece = ids[:, start:end].tolist()
+            found, expected = engine.read(state, piece), exact.read(twin, piece)
+            torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), rtol=1e-3, atol=1e-3)
+    assert engine.graphs is not None
+    assert sorted(engine.graphs._graphs) == [1, 2]

@@ -80,7 +80,7 @@ class DecodingGraphs:
         if len(self._graphs) >= MOST_GRAPHS:
             del self._graphs[next(iter(self._graphs))]
         try:
-            self._graphs[num_rows] = _Graph(self.model, state, self.capture)
+            self._graphs[num_rows] = _Graph(self.model, state, num_rows, self.capture)
         except RuntimeError as error:
             self._failed = True
             reason = str(error).strip().splitlines()[0]
@@ -93,12 +93,13 @@ class DecodingGraphs:
 class _Graph:
     """The graph of one token of each row, and the memory that it reads and writes."""
 
-    def __init__(self, model: MultilinForCausalLM, state: TextState, capture: Callable[..., Any]) -> None:
+    def __init__(
+        self, model: MultilinForCausalLM, state: TextState, num_rows: int, capture: Callable[..., Any]
+    ) -> None:
         state.begin_reading(1, is_plain=True)  # from now on windows are rings
         self.model, self.state = model, state.clone()
-        num_rows, device = state.batch_size, model.device
-        self.ids_B1 = torch.zeros(num_rows, 1, dtype=torch.long, device=device)
-        self.logits_BV = torch.empty(num_rows, model.config.vocab_size, device=device)
+        self.ids_B1 = torch.zeros(num_rows, 1, dtype=torch.long, device=model.device)
+        self.logits_BV = torch.empty(num_rows, model.config.vocab_size, device=model.device)
         self.replay = capture(self._decode)
 
     def _decode(self) -> None:

@@ -49,13 +49,12 @@ class TorchEngine:
             width = max(map(len, rows))
             ids = torch.tensor([row + [0] * (width - len(row)) for row in rows], device=self.model.device)
             ends = [bool(row) for row in rows]
-            after = None
+            logits_BV = None
             if self.graphs is not None and width == 1 and all(ends):
-                after = self.graphs.read(state, ids)
-            if after is None:
-                after = self._call(state, ids, rows)
-            after = after.cpu().numpy()
-            logits[ends] = after[ends]
+                logits_BV = self.graphs.read(state, ids)
+            if logits_BV is None:
+                logits_BV = self._call(state, ids, rows)
+            logits[ends] = logits_BV.cpu().numpy()[ends]
         return logits
 
     def _call(self, state: Any, ids: Tensor, rows: list[list[int]]) -> Tensor:

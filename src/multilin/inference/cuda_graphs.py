@@ -24,7 +24,8 @@ def captured(task: Callable[[], object]) -> Callable[[], object]:
     Raises:
         RuntimeError: the task waits for the GPU, or does something else that a graph cannot hold.
     """
-    graph, stream, before = torch.cuda.CUDAGraph(), torch.cuda.Stream(), torch.cuda.current_stream()
+    graph, before = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+    stream = torch.cuda.Stream(before.device)  # type: ignore[no-untyped-call]
     stream.wait_stream(before)
     try:
         with torch.cuda.stream(stream):

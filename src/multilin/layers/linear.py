@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from multilin.errors import InputError
 from multilin.ops.block_outer import block_outer
 from multilin.ops.int8 import Rounded, dequantize, int8_block_outer, int8_linear, round_weight, simulate_rounding
+from multilin.ops.kernels import is_exported
 from multilin.settings import settings
 
 
@@ -59,7 +60,7 @@ class Linear(nn.Linear):
         if self.arithmetic.products == "int8":
             return int8_linear(x, self.matrix(), self.bias, factor=factor, **self._rounding())
         weight = self.float_matrix(x.dtype)
-        if torch.compiler.is_exporting() and factor != 1.0:  # a graph has a constant matrix, which can be rounded
+        if is_exported() and factor != 1.0:  # a graph has a constant matrix, which can be rounded
             weight, factor = weight * factor, 1.0
         if factor == 1.0:
             return nn.functional.linear(x, weight, self.bias)
@@ -83,7 +84,7 @@ class Linear(nn.Linear):
             result = int8_block_outer(left, right, weight, factor=factor, **rounding)
         else:
             weight = self.float_matrix(left.dtype).view(shape)
-            if torch.compiler.is_exporting() and factor != 1.0:
+            if is_exported() and factor != 1.0:
                 weight, factor = weight * factor, 1.0
             result = block_outer(left, right, weight)
             result = result if factor == 1.0 else result * factor

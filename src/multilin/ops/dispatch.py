@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from multilin.ops.kernels import why_no_numba, why_no_triton
+from multilin.ops.kernels import is_exported, why_no_numba, why_no_triton
 
 CPU_DTYPES = (torch.float32, torch.bfloat16)
 GPU_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -77,7 +77,7 @@ class Op:
         for backend in self.backends:
             if not backend.fits(device, dtype) or backend.why_not() is not None:
                 continue
-            if backend.device is not None and torch.compiler.is_exporting():
+            if backend.device is not None and is_exported():
                 continue  # an exported graph is made of PyTorch's own operators
             reason = None if arguments is None else backend.refuses(*arguments, **options)
             if reason is not None:

@@ -6,10 +6,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from multilin.ops.kernels import is_exported
+
 
 def softmax(scores: Tensor, null_logit: float | None = None) -> Tensor:
     """Softmax over the last axis, 0 where all scores are -inf; a null token takes its share of weight e^null_logit."""
-    if torch.compiler.is_exporting():  # one operator of a graph, where a null token of almost no weight avoids 0 / 0
+    if is_exported():  # one operator of a graph, where a null token of almost no weight avoids 0 / 0
         null_logit = torch.finfo(scores.dtype).min if null_logit is None else null_logit
         return pad(scores, (0, 1), value=null_logit).softmax(dim=-1)[..., :-1]
     return _Softmax.apply(scores, null_logit)

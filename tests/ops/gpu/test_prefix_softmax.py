@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from multilin.ops.prefix_softmax import PREFIX_SOFTMAX, PrefixSoftmaxState, gpu, operator, reference
+from multilin.ops.prefix_softmax import PREFIX_SOFTMAX, PrefixSoftmaxState, gpu, operator, portable, reference
 from tests.ops import prefix_softmax_case
 from tests.ops.cases.prefix_softmax import make_logits, make_values
 from tests.ops.poison import poison_memory

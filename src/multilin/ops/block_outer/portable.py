@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from multilin.ops.kernels import is_exported
+
 NUMBERS = {"cpu": 2**21}  # pairs of a chunk: in the cache, and rows enough for full-speed matrix products
 MANY_NUMBERS = 2**27  # on devices that want much to do at a time
 FEWEST_ROWS = 128
@@ -17,7 +19,8 @@ FEWEST_ROWS = 128
 
 def block_outer(left: Tensor, right: Tensor, weight: Tensor) -> Tensor:
     """See `multilin.ops.block_outer`."""
-    if torch.compiler.is_exporting():  # as one product with a constant matrix
+    # As one product with a constant matrix. Compiled for a GPU, it does not write pairs for the chunks to read.
+    if is_exported() or (torch.compiler.is_compiling() and left.is_cuda):
         return torch.nn.functional.linear((left[..., None] * right[..., None, :]).flatten(-3), weight.flatten(1))
     return in_chunks(left, right, weight, expand, contract)
 
@@ -89,6 +92,6 @@ def _most_pairs(left: Tensor) -> int:
 def row_chunks(num_rows: int, num_pairs: int, most_pairs: int) -> list[slice]:
     """Rows whose pairs are held at a time. Where all are, their number may be a symbol: a graph is for any."""
     size = max(most_pairs // max(num_pairs, 1), FEWEST_ROWS)
-    if torch.compiler.is_exporting() or num_rows <= size:
+    if is_exported() or num_rows <= size:
         return [slice(None)]
     return [slice(first, first + size) for first in range(0, num_rows, size)]

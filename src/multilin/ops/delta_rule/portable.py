@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from multilin.ops.delta_rule import cpu, elementwise
+from multilin.ops.kernels import is_exported
 
 SHORT = 4  # tokens up to which the definition itself is faster
 CHUNK = 64  # tokens: large enough for full-speed products, small enough that pairs cost no more than the memory
@@ -88,7 +89,7 @@ class _Chunks(torch.autograd.Function):
         if rates is not None:
             added = solve(system, v * rates[..., None])
             read = solve(system, k * (from_start * rates)[..., None])
-            if torch.compiler.is_exporting() and len(v_NMCE) == 1:  # written in place, it would fix a graph's rows
+            if is_exported() and len(v_NMCE) == 1:  # written in place, it would fix a graph's rows
                 added, read = added - read @ memory_MDE, None
         k_to_end = k * to_end[..., None]
         num_chunks, over_chunk = len(v_NMCE), from_start[:, -1:, None]
@@ -209,7 +210,7 @@ def solve(lower: Tensor, known: Tensor) -> Tensor:
 
     Shapes (..., C, C) and (..., C, D).
     """
-    return invert(lower) @ known if torch.compiler.is_exporting() else _solve_rows(lower.mT, known, upper=True)
+    return invert(lower) @ known if is_exported() else _solve_rows(lower.mT, known, upper=True)
 
 
 def _solve_rows(matrix: Tensor, known: Tensor, *, upper: bool) -> Tensor:

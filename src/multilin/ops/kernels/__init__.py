@@ -74,6 +74,15 @@ def is_traced(*inputs: object) -> bool:
     return any([type(x) is not Tensor and isinstance(x, Tensor) and type(x) is not Parameter for x in inputs])  # noqa: C419
 
 
+def is_exported() -> bool:
+    """True if torch.export traces a call, so that its graph must consist of PyTorch's own operators.
+
+    PyTorch 2.11 answers so while it compiles, too. So a call that Dynamo traces is never taken for an export, also not
+    if the export uses it (`strict=True`).
+    """
+    return torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling()
+
+
 def refuses_eager(*inputs: object, **options: object) -> str | None:
     """`Backend.refuses` of a special case for graphs."""
     return None if is_traced(*inputs) else "no graph is made of it"

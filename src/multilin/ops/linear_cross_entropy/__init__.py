@@ -126,7 +126,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         dbias = None if bias_V is None or not bias_V.requires_grad else torch.zeros_like(bias_V, dtype=wide)
         chunks = _chunks(hidden_low, weight_low, bias_V, targets_N, label_smoothing, makes_gradient=True)
         for rows, losses, dlogits_low, dbias_of_rows in chunks:
-            total += losses.sum()
+            total = total + losses.sum()  # in place, it would have no gradient if PyTorch 2.11 compiles this
             if dbias is not None and dbias_of_rows is not None:
                 dbias += dbias_of_rows
             dhidden[rows] = dlogits_low @ weight_low

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from multilin.errors import InputError
 from multilin.ops.dispatch import Backend, Op, cpu_kernels, gpu_kernels
+from multilin.ops.kernels import is_exported
 from multilin.ops.prefix_softmax import gpu, operator, portable, reference
 from multilin.ops.prefix_softmax.reference import PrefixSoftmaxState, prefix_softmax_weights
 from multilin.ops.ring import Ring
@@ -102,7 +103,7 @@ def _read_ring(
     """Means, and the new tokens for the ring."""
     assert window is not None
     new = reference.PrefixSoftmaxWindow(logits, values.to(logits.dtype))
-    if logits.shape[1] == 1 and not torch.compiler.is_exporting():
+    if logits.shape[1] == 1 and not is_exported():
         # One token reads all that is kept, in whatever order.
         options = {"window": ring.num_slots + 1, "null_logit": null_logit, "state": ring.tokens, "needs_state": False}
         return prefix_softmax(logits, values, **options)[0], new

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from multilin.errors import InputError
 from multilin.ops.dispatch import CPU_DTYPES, Backend, Op, cpu_kernels
+from multilin.ops.kernels import is_exported
 from multilin.ops.tile_norm import cpu, reference
 
 __all__ = ["TILE_NORM", "tile_norm"]
@@ -42,7 +43,7 @@ def tile_norm(
     if size < 1 or width % size:
         raise InputError(f"tile: {tile} given, but it must divide the width, {width}")
     dtype = dtype or x.dtype
-    if torch.compiler.is_exporting():  # one operator of a graph
+    if is_exported():  # one operator of a graph
         return _as_operator(x, size).to(dtype)
     # Kernels have to know both types.
     return TILE_NORM(x, size, dtype, dtype=x.dtype if dtype in CPU_DTYPES else dtype)

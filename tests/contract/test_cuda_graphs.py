@@ -6,7 +6,10 @@ import torch
 from multilin.inference.cuda_graphs import CALLS_BEFORE, WARM_UPS, DecodingGraphs
 from multilin.inference.torch_engine import TorchEngine
 from multilin.model import TextState
+from multilin.model.state_tree import tensors_of
 from tests.contract.conftest import LONGEST, MakeModel, random_ids
+
+ROOM = 2**30  # bytes
 
 
 def replayed(task):
@@ -37,7 +40,7 @@ def follow(graphs: DecodingGraphs, state: TextState, ids_BT: torch.Tensor) -> li
 @torch.inference_mode()
 def test_sequences_that_take_turns_go_on_as_alone(make_model: MakeModel) -> None:
     model = make_model().eval()
-    graphs = DecodingGraphs(model, replayed)
+    graphs = DecodingGraphs(model, replayed, ROOM)
     states = [started(model, rows, length) for rows, length in ((2, 9), (2, 4), (1, 1))]
     twins = [state.clone() for state in states]
     num_graphed = 0
@@ -60,10 +63,24 @@ def test_sequences_that_take_turns_go_on_as_alone(make_model: MakeModel) -> None
 def test_the_end_of_the_longest_text_is_read_by_the_model(make_model: MakeModel) -> None:
     model = make_model().eval()
     state = started(model, 1, LONGEST - 14)
-    found = follow(DecodingGraphs(model, replayed), state, random_ids(1, 14))
+    found = follow(DecodingGraphs(model, replayed, ROOM), state, random_ids(1, 14))
     last = [model.config.n_positions is None] * WARM_UPS
     assert [logits is not None for logits in found] == [False] * CALLS_BEFORE + [True] * 3 + last
     assert state.num_columns == LONGEST
+
+
+@torch.inference_mode()
+def test_the_states_of_all_graphs_have_a_limit(make_model: MakeModel) -> None:
+    model = make_model().eval()
+    alone, pair = started(model, 1, 9), started(model, 2, 9)
+    ids = {state.batch_size: random_ids(state.batch_size, CALLS_BEFORE + 1) for state in (alone, pair)}
+    follow(graphs := DecodingGraphs(model, replayed, ROOM), pair, ids[2])
+    room = sum(tensor.nbytes for part in graphs._graphs[2].state.parts for tensor in tensors_of(part.value))
+    small = DecodingGraphs(model, replayed, room)
+    assert follow(small, alone, ids[1])[-1] is not None
+    assert follow(small, pair, ids[2])[-1] is not None
+    assert list(small._graphs) == [2]  # that of one row had to go
+    assert follow(DecodingGraphs(model, replayed, room - 1), pair, ids[2])[-1] is None
 
 
 @pytest.mark.filterwarnings("ignore:no CUDA graph")
@@ -75,7 +92,7 @@ def test_a_model_that_gives_no_graph_is_called_instead(make_model: MakeModel) ->
         tried.append(task)
         raise RuntimeError("operation not permitted when stream is capturing\nmore")
 
-    graphs, state = DecodingGraphs(model, refuse), started(model, 1, 3)
+    graphs, state = DecodingGraphs(model, refuse, ROOM), started(model, 1, 3)
     twin, ids = state.clone(), random_ids(1, 2 * CALLS_BEFORE)
     assert not any(logits is not None for logits in follow(graphs, state, ids))
     assert len(tried) == 1

@@ -145,8 +145,15 @@ class AdditiveLayer(ResidualBlock):
 
 
 def preset(sizes: Sizes, choices: AdditivePreset) -> Preset:
-    """Windows that double from layer to layer, learned positions, tied output with bias."""
-    windows = _windows(sizes.num_layers, choices.windows)
+    """Windows that double from layer to layer, learned positions, tied output with bias.
+
+    A window as long as the longest text is the whole past, whose state is one token instead of the window.
+    """
+    longest = sizes.n_positions or LARGEST_WINDOW + 1
+    windows = [
+        None if window is None or window >= longest else window
+        for window in _windows(sizes.num_layers, choices.windows)
+    ]
     return Preset(
         layers=[AdditiveOptions.from_choices(choices, window=window) for window in windows],
         model={

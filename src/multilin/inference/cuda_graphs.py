@@ -14,6 +14,7 @@ from multilin.ops.dispatch import warn_once
 WARM_UPS = 3  # calls of a task before it is captured
 CALLS_BEFORE = 8  # for as many rows, before a graph is made for them, which takes as long as many calls
 MOST_GRAPHS = 16  # the oldest is dropped for another number of rows
+MOST_MEMORY = 1 / 16  # of the GPU, for all their states; to copy a larger one takes longer than to start kernels singly
 
 
 def captured(task: Callable[[], object]) -> Callable[[], object]:
@@ -48,10 +49,19 @@ class DecodingGraphs:
 
     model: decodes one token of each row.
     capture: see `captured`; tests replace it where there is no GPU.
+    most_bytes: of the states of all graphs; None is `MOST_MEMORY` of the model's GPU.
     """
 
-    def __init__(self, model: MultilinForCausalLM, capture: Callable[[Callable[[], object]], Any] = captured) -> None:
+    def __init__(
+        self,
+        model: MultilinForCausalLM,
+        capture: Callable[[Callable[[], object]], Any] = captured,
+        most_bytes: int | None = None,
+    ) -> None:
         self.model, self.capture = model, capture
+        if most_bytes is None:
+            most_bytes = int(torch.cuda.get_device_properties(model.device).total_memory * MOST_MEMORY)
+        self.most_bytes = most_bytes
         self._calls: Counter[int] = Counter()
         self._graphs: dict[int, _Graph] = {}
         self._failed = False
@@ -63,7 +73,7 @@ class DecodingGraphs:
 
         Returns:
             Logits (B, V), float32, overwritten by the next call for as many rows; None if the model has to be called:
-            for the first tokens, near the end of the longest text, and where no graph can be made.
+            for the first tokens, near the end of the longest text, with a large state, and where no graph can be made.
         """
         limit, num_rows = self.model.config.n_positions, len(ids_B1)
         has_room = limit is None or state.num_columns + WARM_UPS < limit
@@ -78,7 +88,10 @@ class DecodingGraphs:
         """Make the graph for so many rows once it is worth it; whether it is there."""
         if self._calls[num_rows] <= CALLS_BEFORE:
             return False
-        if len(self._graphs) >= MOST_GRAPHS:
+        size = _num_bytes(state)
+        if size > self.most_bytes:
+            return False
+        while len(self._graphs) >= MOST_GRAPHS or size + self._num_bytes() > self.most_bytes:
             del self._graphs[next(iter(self._graphs))]
         try:
             self._graphs[num_rows] = _Graph(self.model, state, num_rows, self.capture)
@@ -89,6 +102,9 @@ class DecodingGraphs:
                 f"no CUDA graph can be made of this model ({reason}); it is decoded more slowly, kernel by kernel"
             )
         return not self._failed
+
+    def _num_bytes(self) -> int:
+        return sum(_num_bytes(graph.state) for graph in self._graphs.values())
 
 
 class _Graph:
@@ -120,6 +136,11 @@ class _Graph:
         _copy(given, own)
         state.num_columns += 1
         return self.logits_BV
+
+
+def _num_bytes(state: TextState) -> int:
+    """Bytes of the tensors as they lie in memory; rings that are not full are small on a CPU."""
+    return sum(tensor.nbytes for tensor in tensors_of([part.value for part in state.parts]))
 
 
 def _copy(targets: list[Any], sources: list[Any]) -> None:

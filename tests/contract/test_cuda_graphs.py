@@ -3,7 +3,9 @@
 import pytest
 import torch
 
-from multilin.inference.cuda_graphs import CALLS_BEFORE, WARM_UPS, DecodingGraphs
+from multilin.errors import InputError
+from multilin.inference import cuda_graphs
+from multilin.inference.cuda_graphs import CALLS_BEFORE_CAPTURE, WARM_UPS, DecodingGraphs
 from multilin.inference.torch_engine import TorchEngine
 from multilin.model import TextState
 from multilin.model.state_tree import tensors_of
@@ -12,8 +14,8 @@ from tests.contract.conftest import LONGEST, MakeModel, random_ids
 ROOM = 2**30  # bytes
 
 
-def replayed(task):
-    """In place of `captured`: the task itself, after as many calls; as a graph it always uses the same memory."""
+def replayed(task, device):
+    """In place of `captured`: the task itself, after as many calls."""
     for _ in range(WARM_UPS):
         task()
     return task
@@ -56,7 +58,7 @@ def test_sequences_that_take_turns_go_on_as_alone(make_model: MakeModel) -> None
             assert state.num_columns == twins[index].num_columns
             for (name, tensor), (_, twin) in zip(state.named_tensors(), twins[index].named_tensors(), strict=True):
                 torch.testing.assert_close(tensor, twin, msg=lambda text, name=name: f"{name}: {text}")
-    assert num_graphed == 90 - 2 * CALLS_BEFORE
+    assert num_graphed == 90 - 2 * CALLS_BEFORE_CAPTURE
 
 
 @torch.inference_mode()
@@ -64,16 +66,67 @@ def test_the_end_of_the_longest_text_is_read_by_the_model(make_model: MakeModel)
     model = make_model().eval()
     state = started(model, 1, LONGEST - 14)
     found = follow(DecodingGraphs(model, replayed, ROOM), state, random_ids(1, 14))
-    last = [model.config.n_positions is None] * WARM_UPS
-    assert [logits is not None for logits in found] == [False] * CALLS_BEFORE + [True] * 3 + last
+    last = [model.config.n_positions is None] * (WARM_UPS - 1)
+    graphed = 14 - CALLS_BEFORE_CAPTURE - len(last)
+    assert [logits is not None for logits in found] == [False] * CALLS_BEFORE_CAPTURE + [True] * graphed + last
     assert state.num_columns == LONGEST
+
+
+@torch.inference_mode()
+def test_the_tokens_of_a_row_count_and_not_the_columns_of_its_state(make_model: MakeModel) -> None:
+    model = make_model().eval()
+    engine, graphs = TorchEngine(model), DecodingGraphs(model, replayed, ROOM)
+    state = started(model, 1, LONGEST - 12)
+    restored = engine.restore(engine.save(state))
+    assert len(follow(graphs, restored, random_ids(1, 12))) == 12
+    assert restored.num_tokens.tolist() == [LONGEST]
+    early, late = started(model, 1, 3), started(model, 1, LONGEST - 1)
+    early.join(late)
+    engine.leave(early, 1)
+    assert follow(graphs, early, random_ids(1, 4))[-1] is not None
+
+
+@torch.inference_mode()
+def test_states_that_do_not_fit_are_refused_or_left_to_the_model(make_model: MakeModel) -> None:
+    model = make_model().eval()
+    graphs, state = DecodingGraphs(model, replayed, ROOM), started(model, 1, 3)
+    with pytest.raises(InputError, match="a state of 1 rows given for 2 rows"):
+        graphs.read(state, random_ids(2, 1))
+    state.activate_past_recording()
+    assert not any(logits is not None for logits in follow(graphs, state, random_ids(1, 12)))
+
+
+@pytest.mark.filterwarnings("ignore:no memory for a CUDA graph of 2 rows")
+@torch.inference_mode()
+def test_without_memory_the_graphs_that_there_are_stay(make_model: MakeModel) -> None:
+    model, ids = make_model().eval(), random_ids(1, CALLS_BEFORE_CAPTURE + 1)
+
+    def capture(task, device):
+        if len(graphs._graphs) == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return replayed(task, device)
+
+    graphs, alone = DecodingGraphs(model, capture, ROOM), started(model, 1, 3)
+    assert follow(graphs, alone, ids)[-1] is not None
+    assert follow(graphs, started(model, 2, 3), random_ids(2, 12))[-1] is None
+    assert graphs.read(alone, ids[:, :1]) is not None
+
+
+@torch.inference_mode()
+def test_the_graph_that_was_not_used_for_longest_goes(make_model: MakeModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_graphs, "MOST_GRAPHS", 2)
+    model = make_model().eval()
+    graphs = DecodingGraphs(model, replayed, ROOM)
+    for rows in (1, 2, 1, 3):
+        follow(graphs, started(model, rows, 3), random_ids(rows, CALLS_BEFORE_CAPTURE + 1))
+    assert sorted(graphs._graphs) == [1, 3]
 
 
 @torch.inference_mode()
 def test_the_states_of_all_graphs_have_a_limit(make_model: MakeModel) -> None:
     model = make_model().eval()
     alone, pair = started(model, 1, 9), started(model, 2, 9)
-    ids = {state.batch_size: random_ids(state.batch_size, CALLS_BEFORE + 1) for state in (alone, pair)}
+    ids = {state.batch_size: random_ids(state.batch_size, CALLS_BEFORE_CAPTURE + 1) for state in (alone, pair)}
     follow(graphs := DecodingGraphs(model, replayed, ROOM), pair, ids[2])
     room = sum(tensor.nbytes for part in graphs._graphs[2].state.parts for tensor in tensors_of(part.value))
     small = DecodingGraphs(model, replayed, room)
@@ -88,12 +141,12 @@ def test_the_states_of_all_graphs_have_a_limit(make_model: MakeModel) -> None:
 def test_a_model_that_gives_no_graph_is_called_instead(make_model: MakeModel) -> None:
     model, tried = make_model().eval(), []
 
-    def refuse(task):
+    def refuse(task, device):
         tried.append(task)
         raise RuntimeError("operation not permitted when stream is capturing\nmore")
 
     graphs, state = DecodingGraphs(model, refuse, ROOM), started(model, 1, 3)
-    twin, ids = state.clone(), random_ids(1, 2 * CALLS_BEFORE)
+    twin, ids = state.clone(), random_ids(1, 2 * CALLS_BEFORE_CAPTURE)
     assert not any(logits is not None for logits in follow(graphs, state, ids))
     assert len(tried) == 1
     model(ids, past_key_values=twin, use_cache=True)

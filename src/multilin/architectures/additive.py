@@ -149,8 +149,9 @@ def preset(sizes: Sizes, choices: AdditivePreset) -> Preset:
 
     A window as long as the longest text is the whole past, whose state is one token instead of the window.
     """
-    windows, longest = _windows(sizes.num_layers, choices.windows), sizes.n_positions or LARGEST_WINDOW + 1
-    windows = [None if window is None or window >= longest else window for window in windows]
+    windows, longest = _windows(sizes.num_layers, choices.windows), sizes.n_positions
+    if longest is not None:
+        windows = [None if window is None or window >= longest else window for window in windows]
     return Preset(
         layers=[AdditiveOptions.from_choices(choices, window=window) for window in windows],
         model={

@@ -8,37 +8,48 @@ import torch
 from torch import Tensor
 
 from multilin.model import MultilinForCausalLM, TextState
+from multilin.model.state import open_state
 from multilin.model.state_tree import tensors_of
 from multilin.ops.dispatch import warn_once
 
 WARM_UPS = 3  # calls of a task before it is captured
-CALLS_BEFORE = 8  # for as many rows, before a graph is made for them, which takes as long as many calls
-MOST_GRAPHS = 16  # the oldest is dropped for another number of rows
-MOST_MEMORY = 1 / 16  # of the GPU, for all their states; to copy a larger one takes longer than to start kernels singly
+CALLS_BEFORE_CAPTURE = 8  # calls with a number of rows before its graph is captured, which takes as long as many calls
+MOST_GRAPHS = 64  # for another number of rows, the one that was not used for longest is dropped
+MOST_MEMORY = 1 / 16  # of the GPU, for the states of all graphs: copying larger ones takes longer than single kernels
 
 
-def captured(task: Callable[[], object]) -> Callable[[], object]:
+def captured(task: Callable[[], object], device: torch.device | None = None) -> Callable[[], object]:
     """The kernels that the task starts as one CUDA graph; calling the result starts them again, on the same memory.
 
     The task is called several times before it is captured, so that kernels are compiled and libraries ready.
 
+    Args:
+        task: starts kernels on one GPU.
+        device: that GPU; None is the current one.
+
     Raises:
         RuntimeError: the task waits for the GPU, or does something else that a graph cannot hold.
     """
-    graph, before = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
-    stream = torch.cuda.Stream(before.device)  # type: ignore[no-untyped-call]
-    stream.wait_stream(before)
-    try:
-        with torch.cuda.stream(stream):
-            for _ in range(WARM_UPS):
+    with torch.cuda.device(device):
+        graph, before = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+        stream = torch.cuda.Stream(before.device)  # type: ignore[no-untyped-call]
+        stream.wait_stream(before)
+        try:
+            with torch.cuda.stream(stream):
+                for _ in range(WARM_UPS):
+                    task()
+            before.wait_stream(stream)
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
                 task()
-        before.wait_stream(stream)
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            task()
-    except RuntimeError:
-        torch.cuda.set_stream(before)  # a capture that broke off leaves its own
-        raise
-    return graph.replay
+        except RuntimeError:
+            torch.cuda.set_stream(before)  # a capture that broke off leaves its own
+            raise
+
+    def replay() -> None:
+        with torch.cuda.device(device):
+            graph.replay()
+
+    return replay
 
 
 class DecodingGraphs:
@@ -55,7 +66,7 @@ class DecodingGraphs:
     def __init__(
         self,
         model: MultilinForCausalLM,
-        capture: Callable[[Callable[[], object]], Any] = captured,
+        capture: Callable[[Callable[[], object], torch.device], Any] = captured,
         most_bytes: int | None = None,
     ) -> None:
         self.model, self.capture = model, capture
@@ -63,7 +74,7 @@ class DecodingGraphs:
             most_bytes = int(torch.cuda.get_device_properties(model.device).total_memory * MOST_MEMORY)
         self.most_bytes = most_bytes
         self._calls: Counter[int] = Counter()
-        self._graphs: dict[int, _Graph] = {}
+        self._graphs: dict[int, _Graph] = {}  # the one that was used last at the end
         self._failed = False
 
     def read(self, state: TextState, ids_B1: Tensor) -> Tensor | None:
@@ -73,35 +84,49 @@ class DecodingGraphs:
 
         Returns:
             Logits (B, V), float32, overwritten by the next call for as many rows; None if the model has to be called:
-            for the first tokens, near the end of the longest text, with a large state, and where no graph can be made.
+            for the first tokens, near the end of the longest text, with a large state or one that records, and where no
+            graph can be made.
+
+        Raises:
+            InputError: the state of another model, or of another number of rows.
         """
-        limit, num_rows = self.model.config.n_positions, len(ids_B1)
-        has_room = limit is None or state.num_columns + WARM_UPS < limit
-        if self._failed or state.num_tokens is None or not has_room:
+        num_rows = len(ids_B1)
+        open_state(state, self.model.model.layer_kinds, num_rows)
+        if self._failed or state.num_tokens is None or state.is_recording or not self._has_room(state.num_tokens):
             return None
         self._calls[num_rows] += 1
-        if num_rows not in self._graphs and not self._make(state, num_rows):
+        graph = self._graphs.pop(num_rows, None) or self._make(state, num_rows)
+        if graph is None:
             return None
-        return self._graphs[num_rows].read(state, ids_B1)
+        self._graphs[num_rows] = graph
+        return graph.read(state, ids_B1)
 
-    def _make(self, state: TextState, num_rows: int) -> bool:
-        """Make the graph for so many rows once it is worth it; whether it is there."""
-        if self._calls[num_rows] <= CALLS_BEFORE:
-            return False
+    def _has_room(self, num_read_B: Tensor) -> bool:
+        """Whether every row can read as many tokens as warm-ups read."""
+        limit = self.model.config.n_positions
+        return limit is None or int(num_read_B.max()) + WARM_UPS <= limit
+
+    def _make(self, state: TextState, num_rows: int) -> "_Graph | None":
+        """The graph for so many rows once it is worth making, if there is memory and the model allows it."""
         size = _num_bytes(state)
-        if size > self.most_bytes:
-            return False
+        if self._calls[num_rows] <= CALLS_BEFORE_CAPTURE or size > self.most_bytes:
+            return None
         while len(self._graphs) >= MOST_GRAPHS or size + self._num_bytes() > self.most_bytes:
-            del self._graphs[next(iter(self._graphs))]
+            oldest = next(iter(self._graphs))
+            del self._graphs[oldest], self._calls[oldest]
         try:
-            self._graphs[num_rows] = _Graph(self.model, state, num_rows, self.capture)
+            return _Graph(self.model, state, num_rows, self.capture)
+        except torch.OutOfMemoryError:
+            self.most_bytes = self._num_bytes()  # those that there are stay
+            warn_once(f"no memory for a CUDA graph of {num_rows} rows; they are decoded more slowly, kernel by kernel")
         except RuntimeError as error:
             self._failed = True
+            self._graphs.clear()
             reason = str(error).strip().splitlines()[0]
             warn_once(
                 f"no CUDA graph can be made of this model ({reason}); it is decoded more slowly, kernel by kernel"
             )
-        return not self._failed
+        return None
 
     def _num_bytes(self) -> int:
         return sum(_num_bytes(graph.state) for graph in self._graphs.values())
@@ -117,7 +142,7 @@ class _Graph:
         self.model, self.state = model, state.clone()
         self.ids_B1 = torch.zeros(num_rows, 1, dtype=torch.long, device=model.device)
         self.logits_BV = torch.empty(num_rows, model.config.vocab_size, device=model.device)
-        self.replay = capture(self._decode)
+        self.replay = capture(self._decode, model.device)
 
     def _decode(self) -> None:
         before = [part.value for part in self.state.parts]

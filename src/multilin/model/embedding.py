@@ -9,7 +9,7 @@ from multilin.errors import InputError
 from multilin.layers.base import Layout
 from multilin.model.config import MultilinConfig
 from multilin.model.documents import Packing, document_starts
-from multilin.ops.dispatch import can_look_at
+from multilin.ops.dispatch import can_read_values
 
 HASH_FACTOR = 6364136223846793005  # Knuth's multiplier for numbers of 64 bits, which wrap around
 HASH_MASK = 2**63 - 1
@@ -84,7 +84,7 @@ class TokenEmbedding(nn.Module):
             positions_BT = packing.position_ids.expand(num_batch, num_time).long()
         elif starts_BT is not None:
             positions_BT = positions_BT - torch.where(starts_BT, positions_BT, 0).cummax(dim=1).values
-        if can_look_at(positions_BT):
+        if can_read_values(positions_BT):
             self._check_positions(positions_BT, padding_BT, state is None, packing)
         layout = Layout(positions_BT, starts_BT, padding_BT, needs_state)
         return layout, _state_after(tokens, layout, packing, state_before) if needs_state else None

@@ -220,6 +220,11 @@ class TextState(Cache):
         """Keep the state before each further call, so that `crop` can go back."""
         self._earlier = self._earlier or []
 
+    @property
+    def is_recording(self) -> bool:
+        """Whether the states before further calls are kept."""
+        return self._earlier is not None
+
     def crop(self, tokens_to_remove: int) -> None:
         """Go back by at least -tokens_to_remove columns, to the state before one of the recorded calls.
 

@@ -95,8 +95,8 @@ def result_dtype(x: torch.Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 
 
-def can_look_at(tensor: torch.Tensor) -> bool:
-    """Whether a call may depend on its numbers: not while it is traced, nor while it is captured as a CUDA graph."""
+def can_read_values(tensor: torch.Tensor) -> bool:
+    """Whether a call may depend on these values: not while it is traced, nor while it is captured as a CUDA graph."""
     return not torch.compiler.is_compiling() and not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
 
 

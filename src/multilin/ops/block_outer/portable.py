@@ -19,7 +19,8 @@ FEWEST_ROWS = 128
 
 def block_outer(left: Tensor, right: Tensor, weight: Tensor) -> Tensor:
     """See `multilin.ops.block_outer`."""
-    # As one product with a constant matrix. Compiled for a GPU, it does not write pairs for the chunks to read.
+    # All pairs at once, as one product with a constant matrix. Compiled for a GPU, that is faster than chunks of rows,
+    # at the price that the memory of the pairs grows with the rows.
     if is_exported() or (torch.compiler.is_compiling() and left.is_cuda):
         return torch.nn.functional.linear((left[..., None] * right[..., None, :]).flatten(-3), weight.flatten(1))
     return in_chunks(left, right, weight, expand, contract)

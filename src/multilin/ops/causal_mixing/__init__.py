@@ -7,7 +7,7 @@ from torch import Tensor
 from multilin.errors import InputError
 from multilin.ops.causal_mixing import portable, reference
 from multilin.ops.causal_mixing.reference import CausalMixingState, num_rows, unpack
-from multilin.ops.dispatch import Backend, Op, can_look_at
+from multilin.ops.dispatch import Backend, Op, can_read_values
 from multilin.ops.ring import Ring
 
 __all__ = ["CAUSAL_MIXING", "CausalMixingState", "causal_mixing", "lower_triangle"]
@@ -64,7 +64,7 @@ def causal_mixing(
         if state is not None:
             positions = positions + state.num_read_B[:, None]
     positions = positions.expand(x.shape[:2])
-    if can_look_at(positions) and (length := int(positions.max()) + 1) > num_positions:
+    if can_read_values(positions) and (length := int(positions.max()) + 1) > num_positions:
         raise InputError(f"context: the text has {length} positions, but this mixing has weights for {num_positions}")
     dtype = torch.promote_types(torch.promote_types(x.dtype, triangle.dtype), torch.float32)
     # Under autocast as any product with weights: of narrow numbers, summed in float32.

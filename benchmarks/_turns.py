@@ -82,8 +82,3 @@ def synchronize() -> None:
     """Wait for the accelerator, if there is one."""
     if torch.accelerator.is_available():
         torch.accelerator.synchronize()
-
-
-def device() -> torch.device:
-    """The accelerator, or the CPU."""
-    return torch.accelerator.current_accelerator() or torch.device("cpu")

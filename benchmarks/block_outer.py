@@ -11,9 +11,10 @@ from typing import Any
 import torch
 
 from benchmarks import _results
-from benchmarks._turns import device, seconds_in_turns
+from benchmarks._turns import seconds_in_turns
 from multilin.machine import keep_freed_memory
 from multilin.ops.block_outer import block_outer
+from multilin.training.processes import accelerator_or_cpu as device
 
 SHAPES = {"3Lin": (32, 16, 16), "TScale": (128, 4, 4), "ELiTA": (1, 512, 8)}
 """Blocks, and the widths of both factors in a block, for a hidden size of 512."""

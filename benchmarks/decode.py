@@ -35,10 +35,11 @@ from benchmarks._engines import (
 )
 from benchmarks._memory import peak_bytes
 from benchmarks._models import build, multiplied
-from benchmarks._turns import device, results_in_turns, seconds_of
+from benchmarks._turns import results_in_turns, seconds_of
 from multilin.architectures import architectures
 from multilin.errors import InputError
 from multilin.model.factory import BASELINES
+from multilin.training.processes import accelerator_or_cpu as device
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

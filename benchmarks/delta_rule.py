@@ -18,9 +18,10 @@ from torch.nn.functional import normalize
 from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
 
 from benchmarks import _results
-from benchmarks._turns import device, seconds_in_turns
+from benchmarks._turns import seconds_in_turns
 from multilin.machine import keep_freed_memory
 from multilin.ops.delta_rule import DELTA_RULE, portable, reference
+from multilin.training.processes import accelerator_or_cpu as device
 
 Task = Callable[[], object]
 
@@ -55,7 +56,10 @@ def _table(arguments: argparse.Namespace, direction: str) -> list[dict[str, Any]
 def _tasks(arguments: argparse.Namespace, heads: int, width: int, with_backward: bool) -> dict[str, Task]:
     shape = (arguments.batch, arguments.length, heads)
     queries, keys, values = (torch.randn(*shape, width, device=device()) for _ in range(3))
-    log_decays, rates = -0.1 * torch.rand(shape, device=device()), torch.rand(shape, device=device())
+    log_decays, rates = (
+        -0.1 * torch.rand(shape, device=device()),
+        torch.rand(shape, device=device()),
+    )
     memory = torch.zeros(arguments.batch, heads, width, width, device=device())
     tokens = (normalize(queries, dim=-1), normalize(keys, dim=-1), values, log_decays, rates)
     inputs = [x.requires_grad_(with_backward) for x in tokens]

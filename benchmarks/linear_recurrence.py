@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from benchmarks import _results
-from benchmarks._turns import device, seconds_in_turns
+from benchmarks._turns import seconds_in_turns
 from multilin.machine import keep_freed_memory
 from multilin.ops.linear_recurrence import LINEAR_RECURRENCE, portable, reference
+from multilin.training.processes import accelerator_or_cpu as device
 
 DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16}
 _KINDS = {"forward": 3, "backward": 9}  # tensors moved

@@ -11,9 +11,10 @@ import torch
 from torch import nn
 
 from benchmarks import _results
-from benchmarks._turns import device, seconds_in_turns
+from benchmarks._turns import seconds_in_turns
 from multilin.model.factory import create_model, model_names
 from multilin.training.optimizers import MatrixMoment, NormalizedSGD, parameter_groups
+from multilin.training.processes import accelerator_or_cpu as device
 
 
 def main(argv: list[str]) -> None:

@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 from benchmarks import _results
-from benchmarks._turns import device, times_in_turns
+from benchmarks._turns import times_in_turns
 from multilin.inference.rollout import rollout, rollout_sequential
 from multilin.model import MultilinForCausalLM
 from multilin.model.factory import create_model
+from multilin.training.processes import accelerator_or_cpu as device
 
 PARALLEL, SEQUENTIAL, RECURRENCE, LIMIT = (
     "rollout",

@@ -24,7 +24,7 @@ from transformers import TrainerCallback
 
 from benchmarks import _results
 from benchmarks._processes import start_together
-from benchmarks._turns import device, synchronize
+from benchmarks._turns import synchronize
 from multilin.cli.progress import TrainingDisplay
 from multilin.training.assemble import build_model, read_text, training_order
 from multilin.training.precision import autocast_dtype

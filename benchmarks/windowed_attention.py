@@ -15,9 +15,10 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks import _results
-from benchmarks._turns import device, repeated, seconds_in_turns
+from benchmarks._turns import repeated, seconds_in_turns
 from multilin.machine import keep_freed_memory
 from multilin.ops.windowed_attention import windowed_attention
+from multilin.training.processes import accelerator_or_cpu as device
 
 Task = Callable[[], object]
 

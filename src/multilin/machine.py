@@ -15,6 +15,7 @@ from multilin.errors import plural
 from multilin.ops.dispatch import all_ops
 from multilin.ops.threads import available_cores
 from multilin.training.precision import resolve_precision
+from multilin.training.processes import accelerator_or_cpu
 
 PACKAGES = (
     "multilin", "torch", "transformers", "tokenizers", "datasets", "accelerate", "safetensors", "numba", "triton",
@@ -61,7 +62,7 @@ class Checkup:
 
 def examine() -> Checkup:
     """Look at this machine."""
-    device = torch.accelerator.current_accelerator() or torch.device("cpu")
+    device = accelerator_or_cpu()
     cores = available_cores()
     backends = {name: op.backend_for(device) for name, op in all_ops().items()}
     gives_back, capabilities = why_not(), torch.cpu.get_capabilities()

@@ -23,7 +23,7 @@ from multilin.training.adapters import add_adapters
 from multilin.training.optimizers import OPTIMIZERS, optimizer_bytes
 from multilin.training.order import BlockOrder, MixedOrder
 from multilin.training.precision import autocast_dtype, set_arithmetic
-from multilin.training.processes import num_processes
+from multilin.training.processes import accelerator_or_cpu, num_processes
 from multilin.training.recipe import Recipe
 from multilin.training.sharding import check_shard
 from multilin.training.start import load_start, open_start
@@ -118,7 +118,7 @@ def _check_memory(recipe: Recipe, model: PreTrainedModel) -> None:
     if plan.master == "host":
         check_memory(f"{subject} given, but training", weights)
         weights = 0
-    device = torch.accelerator.current_accelerator() or torch.device("cpu")
+    device = accelerator_or_cpu()
     check_memory(f"{subject} given, but training", weights + activations, device)
 
 

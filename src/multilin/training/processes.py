@@ -11,6 +11,14 @@ from torch.distributed.rendezvous import rendezvous
 from multilin.training.metrics import mean_over_devices
 
 
+def accelerator_or_cpu() -> torch.device:
+    """The accelerator that this machine has, or the CPU.
+
+    Unasked, PyTorch names the one that it was built for, and the builds that pip takes on Linux are for CUDA.
+    """
+    return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+
+
 def num_processes() -> int:
     """How many processes train together."""
     return int(os.environ.get("WORLD_SIZE", 1))

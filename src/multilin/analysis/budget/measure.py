@@ -18,6 +18,7 @@ from multilin.scoring.ngrams import NgramModel, repetition
 from multilin.training.assemble import create_network
 from multilin.training.optimizers import build_optimizer, optimizer_bytes
 from multilin.training.precision import autocast_dtype
+from multilin.training.processes import accelerator_or_cpu
 from multilin.training.recipe import Recipe
 from multilin.training.resolve import resolve_recipe
 
@@ -96,7 +97,7 @@ def _step_seconds(recipe: Recipe, size: Size) -> float:
     """Median seconds of a recipe's training step, on random tokens."""
     recipe = resolve_recipe(recipe)
     plan, dtype = recipe.training, autocast_dtype(recipe.training.precision)
-    device = torch.accelerator.current_accelerator() or torch.device("cpu")
+    device = accelerator_or_cpu()
     with torch.random.fork_rng():
         model = create_network(recipe, size.vocab_size, None).to(device).train()
         ids = torch.randint(size.vocab_size, (plan.batch_size, recipe.model.n_positions)).to(device)

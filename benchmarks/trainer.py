@@ -28,7 +28,7 @@ from benchmarks._turns import synchronize
 from multilin.cli.progress import TrainingDisplay
 from multilin.training.assemble import build_model, read_text, training_order
 from multilin.training.precision import autocast_dtype
-from multilin.training.processes import join_processes, num_processes
+from multilin.training.processes import accelerator_or_cpu, join_processes, num_processes
 from multilin.training.recipe import Recipe, load_recipe
 from multilin.training.resolve import resolve_recipe
 from multilin.training.trainer import train
@@ -42,7 +42,7 @@ class BareLoop:
     def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe
         text = read_text(recipe)
-        self.device = device()
+        self.device = accelerator_or_cpu()
         self.model: Any = build_model(recipe, text).to(self.device).train()
         order = training_order(recipe, self.model, text)
         size = recipe.training.split(num_processes())[0]

@@ -56,10 +56,7 @@ def _table(arguments: argparse.Namespace, direction: str) -> list[dict[str, Any]
 def _tasks(arguments: argparse.Namespace, heads: int, width: int, with_backward: bool) -> dict[str, Task]:
     shape = (arguments.batch, arguments.length, heads)
     queries, keys, values = (torch.randn(*shape, width, device=device()) for _ in range(3))
-    log_decays, rates = (
-        -0.1 * torch.rand(shape, device=device()),
-        torch.rand(shape, device=device()),
-    )
+    log_decays, rates = -0.1 * torch.rand(shape, device=device()), torch.rand(shape, device=device())
     memory = torch.zeros(arguments.batch, heads, width, width, device=device())
     tokens = (normalize(queries, dim=-1), normalize(keys, dim=-1), values, log_decays, rates)
     inputs = [x.requires_grad_(with_backward) for x in tokens]

@@ -78,7 +78,7 @@ def test_the_tokens_of_a_row_count_and_not_the_columns_of_its_state(make_model: 
     engine, graphs = TorchEngine(model), DecodingGraphs(model, replayed, ROOM)
     state = started(model, 1, LONGEST - 12)
     restored = engine.restore(engine.save(state))
-    assert len(follow(graphs, restored, random_ids(1, 12))) == 12
+    follow(graphs, restored, random_ids(1, 12))
     assert restored.num_tokens.tolist() == [LONGEST]
     early, late = started(model, 1, 3), started(model, 1, LONGEST - 1)
     early.join(late)

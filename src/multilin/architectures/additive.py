@@ -13,7 +13,7 @@ With stabilizer "head_norm", which is what the released package computes, P' = G
 standardises its input and w over each head, l = rescale * (w . x) / head width, and the denominator gets + 1e-5.
 
 State: per pooling and head, one summary token (log of the total weight, mean) for a global layer, or the last
-window - 1 tokens for a windowed one.
+window - 1 tokens for a windowed one. A preset's window that no text is longer than is a global one.
 
 When to use: texts longer than a cache of keys and values should become, on small machines, and where one wants to see
 what was read: one weight per token, head and pooling tells it. What a token weighs cannot depend on who reads it, so

@@ -145,16 +145,16 @@ class _Graph:
         self.replay = capture(self._decode, model.device)
 
     def _decode(self) -> None:
-        before = [part.value for part in self.state.parts]
+        """Read `ids_B1`. Tensors that the model returns anew are copied to where they were, for the next token to read."""
+        before = _values(self.state)
         given: dict[str, Any] = {"past_key_values": self.state, "use_cache": True, "logits_to_keep": 1}
         self.logits_BV.copy_(self.model(self.ids_B1, **given).logits[:, -1])
-        after = [part.value for part in self.state.parts]
-        _copy(before, after)
+        _copy(before, _values(self.state))
         self.state.values = before
 
     def read(self, state: TextState, ids_B1: Tensor) -> Tensor:
         """See `DecodingGraphs.read`."""
-        given, own = state.begin_reading(1, is_plain=True), [part.value for part in self.state.parts]
+        given, own = state.begin_reading(1, is_plain=True), _values(self.state)
         _copy(own, given)
         self.ids_B1.copy_(ids_B1)
         self.replay()
@@ -163,9 +163,13 @@ class _Graph:
         return self.logits_BV
 
 
+def _values(state: TextState) -> list[Any]:
+    """The values of all parts as they lie in memory, windows as rings; `TextState.values` puts them in order."""
+    return [part.value for part in state.parts]
+
+
 def _num_bytes(state: TextState) -> int:
-    """Bytes of the tensors as they lie in memory; rings that are not full are small on a CPU."""
-    return sum(tensor.nbytes for tensor in tensors_of([part.value for part in state.parts]))
+    return sum(tensor.nbytes for tensor in tensors_of(_values(state)))
 
 
 def _copy(targets: list[Any], sources: list[Any]) -> None:

@@ -145,7 +145,7 @@ class _Graph:
         self.replay = capture(self._decode, model.device)
 
     def _decode(self) -> None:
-        """Read `ids_B1`. Tensors that the model returns anew are copied to where they were, for the next token to read."""
+        """Read `ids_B1`; new tensors of the state are copied to where the old ones are, for the next token to read."""
         before = _values(self.state)
         given: dict[str, Any] = {"past_key_values": self.state, "use_cache": True, "logits_to_keep": 1}
         self.logits_BV.copy_(self.model(self.ids_B1, **given).logits[:, -1])

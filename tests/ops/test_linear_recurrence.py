@@ -1,6 +1,7 @@
 """linear_recurrence: every backend against the definition in float64, and laws of the recurrence."""
 
 import math
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,31 +14,23 @@ from multilin.ops.kernels import why_no_numba
 from multilin.ops.linear_recurrence import (
     LINEAR_RECURRENCE,
     LinearRecurrenceState,
-    cpu,
     linear_recurrence_weights,
+    operator,
     portable,
     reference,
 )
-from tests.ops.cases.linear_recurrence import GATES, SHAPES, make_inputs
+from tests.ops.cases.linear_recurrence import GATES, SHAPES, make_inputs, results_and_gradients
 from tests.ops.checked import linear_recurrence
 from tests.ops.poison import poison_memory
 
 needs_numba = pytest.mark.skipif(why_no_numba() is not None, reason=str(why_no_numba()))
-BACKENDS = [pytest.param(cpu.linear_recurrence, marks=needs_numba, id="cpu"), portable.linear_recurrence]
+cpu = partial(operator.linear_recurrence, "cpu")
+BACKENDS = [pytest.param(cpu, marks=needs_numba, id="cpu"), portable.linear_recurrence]
 
 
 @pytest.fixture(autouse=True)
 def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
     poison_memory(monkeypatch)
-
-
-def results_and_gradients(compute: Any, inputs: Tensor, before: Tensor, starts: Tensor | None) -> list[Tensor]:
-    """Hidden states, the last of them, and the gradients of inputs and of what was before them."""
-    needed = [x.detach().requires_grad_() for x in (inputs, before)]
-    results = compute(*needed, starts)
-    generator = torch.Generator().manual_seed(7)
-    weights = [torch.randn(x.shape, generator=generator, dtype=torch.float64).bfloat16().to(x.dtype) for x in results]
-    return [*(x.detach() for x in results), *torch.autograd.grad(results, needed, weights)]
 
 
 def test_the_definition_is_the_paper_s() -> None:
@@ -150,15 +143,15 @@ def test_compiled_is_eager() -> None:
 def test_the_operator_keeps_the_contract_of_operators(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     inputs, before, starts = make_inputs("random", "odd sizes", dtype=torch.float32)
-    for given in (None, starts.float()):
-        arguments = (inputs.requires_grad_(), before.requires_grad_(), given)
+    for given in (None, starts):
+        arguments = ("cpu", inputs.requires_grad_(), before.requires_grad_(), given)
         torch.library.opcheck(torch.ops.multilin.linear_recurrence.default, arguments)
 
 
 @needs_numba
 def test_the_kernels_are_chosen_on_a_cpu() -> None:
     for dtype in (torch.float32, torch.bfloat16):
-        assert LINEAR_RECURRENCE.backend_for(torch.device("cpu"), dtype).compute is cpu.linear_recurrence
+        assert "numba" in LINEAR_RECURRENCE.backend_for(torch.device("cpu"), dtype).name
 
 
 def test_what_does_not_fit_is_named() -> None:

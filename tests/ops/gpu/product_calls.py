@@ -1,9 +1,10 @@
-"""Calls that start every kernel of int8 and windowed_attention."""
+"""Calls that start every kernel of int8, windowed_attention and linear_recurrence."""
 
 import torch
 
 from multilin.ops.int8.gpu import GpuSteps
 from multilin.ops.kernels import gpu_launch as launch
+from multilin.ops.linear_recurrence import operator as linear_recurrence
 from multilin.ops.windowed_attention import WindowedAttentionState
 from multilin.ops.windowed_attention import gpu as windowed_attention
 
@@ -36,9 +37,20 @@ def call_windowed_attention(dtype: torch.dtype, width: int, value_width: int) ->
         windowed_attention.windowed_attention(*new, state=state, starts=starts[:, :1], **options)
 
 
+def call_linear_recurrence(length: int, is_packed: bool) -> None:
+    """Forward and backward, in parts of time where it is long."""
+    inputs = torch.zeros(1, length, 2, 96, dtype=torch.bfloat16, requires_grad=True)
+    before = torch.zeros(1, 96, requires_grad=True)
+    starts = torch.zeros(1, length, dtype=torch.bool) if is_packed else None
+    hidden, after = linear_recurrence.linear_recurrence("gpu", inputs, before, starts)
+    (hidden.float().sum() + after.sum()).backward()
+
+
 def call_every_kernel() -> None:
     """On a card of many processors, so that sums are split."""
     launch.num_processors = lambda device: 132
     call_windowed_attention(torch.bfloat16, 128, 128)
     call_windowed_attention(torch.float32, 128, 256)  # of the widest heads
     call_int8()
+    call_linear_recurrence(600, True)
+    call_linear_recurrence(1, False)

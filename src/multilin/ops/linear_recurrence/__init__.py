@@ -1,5 +1,6 @@
 """The recurrence of minGRU: a state that every position moves towards its own candidate, each channel by itself."""
 
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -7,8 +8,8 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from multilin.errors import InputError
-from multilin.ops.dispatch import Backend, Op, cpu_kernels
-from multilin.ops.linear_recurrence import cpu, portable, reference
+from multilin.ops.dispatch import Backend, Op, cpu_kernels, gpu_kernels
+from multilin.ops.linear_recurrence import operator, portable, reference
 from multilin.ops.linear_recurrence.reference import linear_recurrence_weights
 
 __all__ = ["LINEAR_RECURRENCE", "LinearRecurrenceState", "linear_recurrence", "linear_recurrence_weights"]
@@ -16,7 +17,8 @@ __all__ = ["LINEAR_RECURRENCE", "LinearRecurrenceState", "linear_recurrence", "l
 LINEAR_RECURRENCE = Op(
     "linear_recurrence",
     [
-        cpu_kernels("compiled, one pass", cpu.linear_recurrence),
+        cpu_kernels("compiled, one pass", partial(operator.linear_recurrence, "cpu")),
+        gpu_kernels("compiled, scanned in chunks", partial(operator.linear_recurrence, "gpu")),
         Backend("portable (PyTorch, in chunks)", portable.linear_recurrence),
         Backend("reference (PyTorch, one position after the other)", reference.linear_recurrence),
     ],

@@ -1,7 +1,8 @@
-"""Calls that start every kernel of int8, windowed_attention and linear_recurrence."""
+"""Calls that start every kernel of int8, windowed_attention, linear_recurrence and delta_rule."""
 
 import torch
 
+from multilin.ops.delta_rule import portable as delta_rule
 from multilin.ops.int8.gpu import GpuSteps
 from multilin.ops.kernels import gpu_launch as launch
 from multilin.ops.linear_recurrence import operator as linear_recurrence
@@ -46,6 +47,14 @@ def call_linear_recurrence(length: int, is_packed: bool) -> None:
     (hidden.float().sum() + after.sum()).backward()
 
 
+def call_delta_rule(width: int, value_width: int) -> None:
+    """Forward and backward, over several chunks."""
+    x, v = torch.zeros(1, 200, 2, width, requires_grad=True), torch.zeros(1, 200, 2, value_width)
+    rates, memory = torch.zeros(1, 200, 2), torch.zeros(1, 2, width, value_width)
+    read, after = delta_rule.delta_rule(x, x, v, rates, rates, memory, kernels="gpu")
+    (read.sum() + after.sum()).backward()
+
+
 def call_every_kernel() -> None:
     """On a card of many processors, so that sums are split."""
     launch.num_processors = lambda device: 132
@@ -54,3 +63,5 @@ def call_every_kernel() -> None:
     call_int8()
     call_linear_recurrence(600, True)
     call_linear_recurrence(1, False)
+    call_delta_rule(128, 128)
+    call_delta_rule(256, 512)  # of the widest keys

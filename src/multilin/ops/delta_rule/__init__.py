@@ -1,5 +1,6 @@
 """A memory per head, a matrix, in which each token corrects what is stored under its key."""
 
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -7,15 +8,16 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from multilin.errors import InputError
-from multilin.ops.delta_rule import portable, reference
-from multilin.ops.dispatch import Backend, Op, cpu_kernels
+from multilin.ops.delta_rule import gpu, portable, reference
+from multilin.ops.dispatch import Backend, Op, cpu_kernels, gpu_kernels
 
 __all__ = ["DELTA_RULE", "DeltaRuleState", "delta_rule", "delta_rule_weights"]
 
 DELTA_RULE = Op(
     "delta_rule",
     [
-        cpu_kernels("compiled, products by PyTorch in chunks", portable.delta_rule_compiled),
+        cpu_kernels("compiled, products by PyTorch in chunks", partial(portable.delta_rule, kernels="cpu")),
+        gpu_kernels("the memory chunk after chunk", partial(portable.delta_rule, kernels="gpu"), gpu.refuses),
         Backend("portable (PyTorch, chunks)", portable.delta_rule),
         Backend("reference (PyTorch, token by token)", reference.delta_rule),
     ],

@@ -11,14 +11,14 @@ products.
 """
 
 import math
-from functools import partial
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from multilin.ops.delta_rule import cpu, elementwise
+from multilin.ops.delta_rule import cpu, elementwise, gpu
 from multilin.ops.kernels import is_exported
 
 SHORT = 4  # tokens up to which the definition itself is faster
@@ -35,9 +35,9 @@ def why_not_short(queries: Tensor, *_: object) -> str | None:
 
 def delta_rule(
     queries_BTHD: Tensor, keys_BTHD: Tensor, values_BTHE: Tensor, log_decays_BTH: Tensor | None,
-    rates_BTH: Tensor | None, memory_BHDE: Tensor, is_compiled: bool = False,
+    rates_BTH: Tensor | None, memory_BHDE: Tensor, kernels: str = "none",
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """See `multilin.ops.delta_rule`; with `is_compiled`, all but the products are kernels of a CPU, for float32."""
+    """See `multilin.ops.delta_rule`; with kernels of a "cpu" or "gpu" for some of the steps, in float32."""
     (num_batch, num_time, num_heads, width), value_width = keys_BTHD.shape, values_BTHE.shape[3]
     chunk = min(CHUNK, num_time)
     tokens = (queries_BTHD, keys_BTHD, values_BTHE, log_decays_BTH, rates_BTH)
@@ -53,12 +53,9 @@ def delta_rule(
         pieces = [[None] * num_pieces if x is None else x.split(size) for x in chunks]
     memory_MDE, parts = memory_BHDE.flatten(0, 1), []
     for piece in zip(*pieces, strict=True):
-        part_NMCE, memory_MDE = _Chunks.apply(is_compiled, *piece, memory_MDE)
+        part_NMCE, memory_MDE = _Chunks.apply(kernels, *piece, memory_MDE)
         parts.append(part_NMCE.unflatten(1, (num_batch, num_heads)).permute(1, 0, 3, 2, 4))
     return torch.cat(parts, dim=1).flatten(1, 2)[:, :num_time], memory_MDE.view_as(memory_BHDE)
-
-
-delta_rule_compiled = partial(delta_rule, is_compiled=True)
 
 
 def _chunks(x_BTHD: Tensor, chunk: int) -> Tensor:
@@ -74,17 +71,16 @@ class _Chunks(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, is_compiled: bool, q_NMCD: Tensor, k_NMCD: Tensor, v_NMCE: Tensor, log_decays_NMC: Tensor | None,
+        ctx: Any, kernels: str, q_NMCD: Tensor, k_NMCD: Tensor, v_NMCE: Tensor, log_decays_NMC: Tensor | None,
         rates_NMC: Tensor | None, memory_MDE: Tensor,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        ctx.is_compiled, shape = is_compiled, v_NMCE.shape
+        ctx.kernels, steps, shape = kernels, _STEPS[kernels], v_NMCE.shape
         q, k, v = (x.flatten(0, 1) for x in (q_NMCD, k_NMCD, v_NMCE))
         log_decays, rates = (None if x is None else x.flatten(0, 1) for x in (log_decays_NMC, rates_NMC))
         logs = _sums_of_logs(log_decays, k)
         from_start, to_end = (torch.exp2(x.to(k.dtype)) for x in (logs, logs[:, -1:] - logs))
         scores, overlaps = q @ k.mT, None if rates is None else k @ k.mT
-        multiply: Any = cpu.weigh if is_compiled else elementwise.weigh
-        decays, system = multiply(scores, overlaps, logs, rates)
+        decays, system = steps.weigh(scores, overlaps, logs, rates)
         added, read = v, None
         if rates is not None:
             added = solve(system, v * rates[..., None])
@@ -93,7 +89,7 @@ class _Chunks(torch.autograd.Function):
                 added, read = added - read @ memory_MDE, None
         k_to_end = k * to_end[..., None]
         num_chunks, over_chunk = len(v_NMCE), from_start[:, -1:, None]
-        memories, memory_MDE = _write(num_chunks, added, read, k_to_end.mT, over_chunk, memory_MDE)
+        added, memories, memory_MDE = steps.write(num_chunks, added, read, k_to_end, over_chunk, memory_MDE)
         q_from_start = q * from_start[..., None]
         result = (q_from_start @ memories).baddbmm_(scores, added)
         ctx.save_for_backward(
@@ -107,32 +103,31 @@ class _Chunks(torch.autograd.Function):
     def backward(ctx: Any, dresult_NMCE: Tensor, dmemory_MDE: Tensor) -> tuple[Tensor | None, ...]:
         with torch.autocast(dresult_NMCE.device.type, enabled=False):
             dresult = dresult_NMCE.flatten(0, 1).contiguous()
-            *gradients, dmemory = _gradients(ctx.saved_tensors, dresult, dmemory_MDE, ctx.is_compiled)
+            *gradients, dmemory = _gradients(ctx.saved_tensors, dresult, dmemory_MDE, _STEPS[ctx.kernels])
         num_chunks = len(dresult_NMCE)
         return None, *(None if x is None else x.unflatten(0, (num_chunks, -1)) for x in gradients), dmemory
 
 
 def _gradients(
-    saved: tuple[Any, ...], dresult: Tensor, dmemory: Tensor, is_compiled: bool
+    saved: tuple[Any, ...], dresult: Tensor, dmemory: Tensor, steps: "_Steps"
 ) -> tuple[Tensor | None, ...]:
     """Gradients of all arguments. One solve of the transposed system gives the gradient of b V - b e^G K M."""
     (
         q, k, v, log_decays, rates, q_from_start, k_to_end, logs, from_start, to_end, decays, scores, overlaps, system,
         added, read, memories,
     ) = saved  # fmt: skip
-    differentiate = cpu.unweigh if is_compiled else elementwise.unweigh
-    add_up = cpu.rescale if is_compiled else elementwise.rescale
     over_chunk = from_start[:, -1:, None]
-    dadded, through_q, through_read = scores.mT @ dresult, q_from_start.mT @ dresult, None if read is None else read.mT
-    num_chunks = len(dresult) // len(dmemory)
-    dmemories, dmemory = _write_backward(num_chunks, dadded, through_read, k_to_end, over_chunk, through_q, dmemory)
+    dadded, through_q, num_chunks = scores.mT @ dresult, q_from_start.mT @ dresult, len(dresult) // len(dmemory)
+    dadded, dmemories, dmemory = steps.write_backward(
+        num_chunks, dadded, read, k_to_end, over_chunk, through_q, dmemory
+    )
     dsystem = dread = dknown = None
     if rates is not None:
         dknown = _solve_rows(system, dadded, upper=False)
         dsystem, dread = torch.baddbmm(system, dknown, added.mT, beta=0, alpha=-1), dknown @ memories.mT
     dscores, dq, dk = dresult @ added.mT, dresult @ memories.mT, added @ dmemories.mT
-    drates, dlogs = differentiate(dscores, dsystem, scores, overlaps, decays, logs, rates)
-    dots = add_up(dq, dk, dknown, dread, q, k, v, from_start, to_end, rates)
+    drates, dlogs = steps.unweigh(dscores, dsystem, scores, overlaps, decays, logs, rates)
+    dots = steps.rescale(dq, dk, dknown, dread, q, k, v, from_start, to_end, rates)
     by_start, by_end = dots[0] * from_start, dots[1] * to_end
     dq.baddbmm_(dscores, k)
     dk.baddbmm_(dscores.mT, q)
@@ -149,39 +144,78 @@ def _gradients(
     return dq, dk, dadded if dknown is None else dknown, None if log_decays is None else dlogs, drates, dmemory
 
 
-def _write(
-    num_chunks: int, added: Tensor, read: Tensor | None, to_end: Tensor, over_chunk: Tensor, memory_MDE: Tensor
-) -> tuple[Tensor, Tensor]:
-    """The memory before each chunk, and after the last; what the memory holds is taken off `added` in place."""
+def write(
+    num_chunks: int, added: Tensor, read: Tensor | None, k_to_end: Tensor, over_chunk: Tensor, memory_MDE: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What the memory holds is taken off `added`, chunk after chunk, and the rest is written into the memory.
+
+        added -= read M        M <- e^(G_C) M + (e^(G_C - G) K)^T added
+
+    Args:
+        num_chunks: N; n is N * M, the heads of all texts side by side and chunk after chunk.
+        added, read, k_to_end: (n, C, E), (n, C, D) or None, (n, C, D); `added` may be overwritten.
+        over_chunk: (n, 1, 1) e^(G_C).
+        memory_MDE: before the first chunk.
+
+    Returns:
+        `added` without what the memory held, the memory before each chunk (n, D, E), and after the last.
+    """
     memories_NMDE = memory_MDE[None]
     if num_chunks > 1:
         memories_NMDE = memory_MDE.new_empty(num_chunks, *memory_MDE.shape)
         memories_NMDE[0] = memory_MDE
     places = [*memories_NMDE[1:].unbind(), None]  # each memory's but the last one's
-    chunks = _by_chunk(num_chunks, added, read, to_end, over_chunk)
+    chunks = _by_chunk(num_chunks, added, read, k_to_end.mT, over_chunk)
     for place_MDE, (added_MCE, read_MCD, to_end_MDC, over_chunk_M11) in zip(places, chunks, strict=True):
         if read_MCD is not None:
             added_MCE.baddbmm_(read_MCD, memory_MDE, alpha=-1)
         memory_MDE = torch.mul(memory_MDE, over_chunk_M11, out=place_MDE).baddbmm_(to_end_MDC, added_MCE)
-    return memories_NMDE.flatten(0, 1), memory_MDE
+    return added, memories_NMDE.flatten(0, 1), memory_MDE
 
 
-def _write_backward(
-    num_chunks: int, dadded: Tensor, through_read: Tensor | None, to_end: Tensor, over_chunk: Tensor, through_q: Tensor,
+def write_backward(
+    num_chunks: int, dadded: Tensor, read: Tensor | None, k_to_end: Tensor, over_chunk: Tensor, through_q: Tensor,
     dmemory_MDE: Tensor,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The gradients of the memory after each chunk, and before the first; `dadded` is completed in place.
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """The gradients of `write`, from the last chunk to the first.
 
-    `through_q` are those of the memory before each chunk, through what queries read.
+        dadded += e^(G_C - G) K dM        dM <- e^(G_C) dM + through_q - read^T dadded
+
+    Args:
+        num_chunks, read, k_to_end, over_chunk: as those of `write`.
+        dadded: (n, C, E) gradients of `added` through results; may be overwritten.
+        through_q: (n, D, E) gradients of the memory before each chunk, through what queries read.
+        dmemory_MDE: gradient of the memory after the last chunk.
+
+    Returns:
+        All gradients of `added`, those of the memory after each chunk (n, D, E), and of the memory before the first.
     """
     dmemories_NMDE = torch.cat([through_q, dmemory_MDE]).unflatten(0, (num_chunks + 1, -1))
-    before, chunks = dmemories_NMDE.unbind(), _by_chunk(num_chunks, dadded, through_read, to_end, over_chunk)
+    through_read = None if read is None else read.mT
+    before, chunks = dmemories_NMDE.unbind(), _by_chunk(num_chunks, dadded, through_read, k_to_end, over_chunk)
     for n, (dadded_MCE, read_MDC, to_end_MCD, over_chunk_M11) in reversed(list(enumerate(chunks))):
         dadded_MCE.baddbmm_(to_end_MCD, before[n + 1])
         before[n].addcmul_(before[n + 1], over_chunk_M11)
         if read_MDC is not None:
             before[n].baddbmm_(read_MDC, dadded_MCE, alpha=-1)
-    return dmemories_NMDE[1:].flatten(0, 1), before[0]
+    return dadded, dmemories_NMDE[1:].flatten(0, 1), before[0]
+
+
+class _Steps(NamedTuple):
+    """The steps of which there are kernels."""
+
+    weigh: Callable[..., Any] = elementwise.weigh
+    unweigh: Callable[..., Any] = elementwise.unweigh
+    rescale: Callable[..., Any] = elementwise.rescale
+    write: Callable[..., tuple[Tensor, Tensor, Tensor]] = write
+    write_backward: Callable[..., tuple[Tensor, Tensor, Tensor]] = write_backward
+
+
+_STEPS = {
+    "none": _Steps(),
+    "cpu": _Steps(weigh=cpu.weigh, unweigh=cpu.unweigh, rescale=cpu.rescale),
+    "gpu": _Steps(write=gpu.write, write_backward=gpu.write_backward),
+}
 
 
 def _by_chunk(num_chunks: int, *tensors: Tensor | None) -> list[tuple[Any, ...]]:

@@ -1,0 +1,52 @@
+"""delta_rule with Triton's kernel: held against the definition in float64, interpreted or on a card."""
+
+from functools import partial
+
+import pytest
+import torch
+
+from multilin.ops.delta_rule import portable, reference
+from tests.ops.cases.delta_rule import SWITCHES, Inputs, make_inputs, results_and_gradients
+from tests.ops.poison import poison_memory
+
+pytestmark = pytest.mark.slow  # interpreted, where there is no card
+
+SHAPES = {"odd sizes": (2, 141, 2, 16, 8), "two blocks of values": (1, 130, 1, 13, 37), "one chunk": (1, 9, 2, 3, 5)}
+LARGE = {"long": (1, 9000, 3, 128, 128), "wide": (2, 700, 2, 256, 500)}
+delta_rule = partial(portable.delta_rule, kernels="gpu")
+
+
+def check(inputs: Inputs, device: torch.device) -> None:
+    rounded = inputs.map(lambda x: x.float().to(device))
+    found = results_and_gradients(delta_rule, rounded)
+    exact = results_and_gradients(reference.delta_rule, rounded.map(torch.Tensor.double))
+    for result, expected in zip(found, exact, strict=True):
+        assert (result - expected).norm() <= 1e-5 * expected.norm()
+
+
+@pytest.mark.parametrize("name", SWITCHES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_it_is_the_definition(name: str, shape: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    poison_memory(monkeypatch)
+    check(make_inputs(name, *SHAPES[shape]), device)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", LARGE)
+def test_large_shapes(shape: str, device: torch.device) -> None:
+    check(make_inputs("gated delta rule", *LARGE[shape]), device)
+
+
+def test_compiled_is_eager(device: torch.device) -> None:
+    inputs = make_inputs("gated delta rule", 1, 141, 2, 16, 8).map(lambda x: x.float().to(device))
+    compiled = torch.compile(delta_rule, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(results_and_gradients(compiled, inputs), results_and_gradients(delta_rule, inputs))
+
+
+def test_the_operator_is_well_formed(device: torch.device) -> None:
+    added, keys, over, memory = (torch.zeros(*shape, device=device) for shape in ((6, 8, 5), (6, 8, 3), (6, 1, 1), (2, 3, 5)))
+    for read, more, is_backward in ((keys, None, False), (None, torch.zeros(6, 3, 5, device=device), True)):
+        arguments = (added, read, keys, over, more, memory, is_backward)
+        torch.library.opcheck(
+            torch.ops.multilin.delta_rule_write.default, arguments, test_utils=("test_schema", "test_faketensor")
+        )

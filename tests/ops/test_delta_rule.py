@@ -13,7 +13,7 @@ from torch.nn.functional import normalize
 
 from multilin.errors import InputError
 from multilin.ops import delta_rule as unchecked
-from multilin.ops.delta_rule import DELTA_RULE, DeltaRuleState, portable, reference
+from multilin.ops.delta_rule import DeltaRuleState, portable, reference
 from tests.ops.cases.delta_rule import SWITCHES, Inputs, make_inputs
 from tests.ops.cases.prefix_softmax import make_starts
 from tests.ops.checked import delta_rule, delta_rule_weights

@@ -44,7 +44,9 @@ def test_compiled_is_eager(device: torch.device) -> None:
 
 
 def test_the_operator_is_well_formed(device: torch.device) -> None:
-    added, keys, over, memory = (torch.zeros(*shape, device=device) for shape in ((6, 8, 5), (6, 8, 3), (6, 1, 1), (2, 3, 5)))
+    added, keys, over, memory = (
+        torch.zeros(*shape, device=device) for shape in ((6, 8, 5), (6, 8, 3), (6, 1, 1), (2, 3, 5))
+    )
     for read, more, is_backward in ((keys, None, False), (None, torch.zeros(6, 3, 5, device=device), True)):
         arguments = (added, read, keys, over, more, memory, is_backward)
         torch.library.opcheck(

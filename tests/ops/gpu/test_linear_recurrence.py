@@ -68,9 +68,7 @@ def test_large_shapes(shape: str, dtype: torch.dtype, device: torch.device, monk
     check("nearly shut", shape, dtype, device)
 
 
-def test_the_operator_keeps_the_contract_of_operators(
-    device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_operator_keeps_the_contract_of_operators(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     inputs, before, starts = (x.to(device) for x in make_inputs("random", "odd sizes", dtype=torch.float32))
     arguments = ("gpu", inputs.requires_grad_(), before.requires_grad_(), starts)

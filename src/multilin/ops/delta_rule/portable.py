@@ -108,9 +108,7 @@ class _Chunks(torch.autograd.Function):
         return None, *(None if x is None else x.unflatten(0, (num_chunks, -1)) for x in gradients), dmemory
 
 
-def _gradients(
-    saved: tuple[Any, ...], dresult: Tensor, dmemory: Tensor, steps: "_Steps"
-) -> tuple[Tensor | None, ...]:
+def _gradients(saved: tuple[Any, ...], dresult: Tensor, dmemory: Tensor, steps: "_Steps") -> tuple[Tensor | None, ...]:
     """Gradients of all arguments. One solve of the transposed system gives the gradient of b V - b e^G K M."""
     (
         q, k, v, log_decays, rates, q_from_start, k_to_end, logs, from_start, to_end, decays, scores, overlaps, system,

@@ -14,7 +14,16 @@ import triton.language as tl
 
 from multilin.ops.kernels.gpu_launch import autotuned
 from multilin.ops.kernels.gpu_tiles import dot, finite, load_row, load_tile, narrow, store_tile
-from multilin.ops.prefix_softmax.gpu_math import WAYS, absorb_rows, load_texts, of_text, place, store_token, text_at
+from multilin.ops.prefix_softmax.gpu_math import (
+    UNSPECIALIZED,
+    WAYS,
+    absorb_rows,
+    load_texts,
+    of_text,
+    place,
+    store_token,
+    text_at,
+)
 
 
 @triton.jit
@@ -28,7 +37,7 @@ def absorb_chunk(low, b_flow, lost, p_tops, p_scales, p_deltas, p_dmeans, dmeans
 
 
 @autotuned(WAYS, key=["H", "D", "CHUNK", "BLOCK_D", "PARTS"])
-@triton.jit
+@triton.jit(do_not_specialize=UNSPECIALIZED)
 def summarize_rows(
     p_dmeans, s_dmeans, p_texts, rows, sums, T, H, D, cut,
     CHUNK: tl.constexpr, BLOCK_D: tl.constexpr, PARTS: tl.constexpr,
@@ -98,7 +107,7 @@ def sum_up_next_block(
 
 
 @autotuned(WAYS, key=["H", "D", "CHUNK", "BLOCK_D", "PARTS", "WINDOWED", "CARRIES"])
-@triton.jit
+@triton.jit(do_not_specialize=UNSPECIALIZED)
 def backward(
     p_logits, s_logits, p_values, s_values, p_own, s_own, p_texts, p_dmeans, s_dmeans, dfinal, sums, early,
     rows, past, p_deltas, p_dvalues, p_dlogits, p_down, dstate, ends, T, H, D, cut, num_slots, window,
@@ -212,7 +221,7 @@ def backward(
             tl.store(dstate[0] + i_split * cut.batch * H + i_bh, dlogit)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=UNSPECIALIZED)
 def subtract_lost(
     p_logits, s_logits, p_texts, past, p_dlogits, dstate, ends, T, H, cut, num_slots,
     CHUNK: tl.constexpr, PARTS: tl.constexpr,

@@ -16,7 +16,16 @@ import triton.language as tl
 
 from multilin.ops.kernels.gpu_launch import autotuned
 from multilin.ops.kernels.gpu_tiles import dot, finite, inverse, load_row, load_tile, narrow, store_rounded, store_tile
-from multilin.ops.prefix_softmax.gpu_math import WAYS, absorb, load_texts, of_text, place, store_token, text_at
+from multilin.ops.prefix_softmax.gpu_math import (
+    UNSPECIALIZED,
+    WAYS,
+    absorb,
+    load_texts,
+    of_text,
+    place,
+    store_token,
+    text_at,
+)
 
 
 @triton.jit
@@ -28,7 +37,7 @@ def absorb_chunk(top, total, b_mean, p_logits, logits_t, p_values, values_t, p_t
 
 
 @autotuned(WAYS, key=["H", "D", "CHUNK", "BLOCK_D", "PARTS"])
-@triton.jit
+@triton.jit(do_not_specialize=UNSPECIALIZED)
 def summarize(
     p_logits, s_logits, p_values, s_values, p_texts, tokens, T, H, D, cut,
     CHUNK: tl.constexpr, BLOCK_D: tl.constexpr, PARTS: tl.constexpr,
@@ -93,7 +102,7 @@ def sum_up_block_before(
 
 
 @autotuned(WAYS, key=["H", "D", "CHUNK", "BLOCK_D", "PARTS", "WINDOWED", "CARRIES"])
-@triton.jit
+@triton.jit(do_not_specialize=UNSPECIALIZED)
 def forward(
     p_logits, s_logits, p_values, s_values, p_own, s_own, p_texts, state, tokens, late, p_dmeans, s_dmeans,
     p_means, final, rows, past, p_deltas, T, H, D, cut, num_slots, window, null,

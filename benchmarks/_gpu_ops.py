@@ -8,15 +8,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import logsigmoid, normalize, scaled_dot_product_attention
 
 from benchmarks._gpu_timing import Clock, attempt, captured
 from multilin.ops import block_outer as products
-from multilin.ops import int8, prefix_softmax, windowed_attention
+from multilin.ops import delta_rule, int8, linear_recurrence, prefix_softmax, windowed_attention
 from multilin.ops.block_outer import reference as products_reference
+from multilin.ops.delta_rule import portable as delta_portable
+from multilin.ops.delta_rule import reference as delta_reference
 from multilin.ops.int8 import reference as int8_reference
 from multilin.ops.int8.portable import PortableSteps
 from multilin.ops.int8.products import Int8BlockOuter, Int8Linear
+from multilin.ops.linear_recurrence import portable as recurrence_portable
+from multilin.ops.linear_recurrence import reference as recurrence_reference
 from multilin.ops.prefix_softmax import portable as pooling_portable
 from multilin.ops.prefix_softmax import reference as pooling_reference
 from multilin.ops.windowed_attention import portable as attention_portable
@@ -87,6 +91,18 @@ def _checked(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -
             partial(_attend, attention_reference, **options),
             (q, k, v),
         )
+    pairs, memory = normal((batch, length, 2, width), device, dtype), torch.zeros(batch, heads, width, width).to(device)
+    figures["linear_recurrence"] = (
+        lambda x: linear_recurrence.linear_recurrence(x)[0],
+        lambda x: recurrence_reference.linear_recurrence(x, x.new_zeros(batch, width), None)[0],
+        (pairs,),
+    )
+    keys, gates = _keys_and_gates(k)
+    figures["delta_rule"] = (
+        lambda q, k, v, a, b: delta_rule.delta_rule(q, k, v, log_decays=a, rates=b)[0],
+        lambda q, k, v, a, b: delta_reference.delta_rule(q, k, v, a, b, memory.to(v))[0],
+        (q, keys, v, *gates),
+    )
     for name in COMBINERS:
         factors = _factors(name, 8 * width, batch * length, device, dtype)
         figures[f"block_outer, {name}"] = products.block_outer, products_reference.block_outer, factors
@@ -122,10 +138,10 @@ def _errors(clock: Clock, fast: Any, exact: Any, inputs: tuple[Tensor, ...]) -> 
 
 
 def poolings(clock: Clock, device: torch.device, arguments: argparse.Namespace, limit: Figures) -> Figures:
-    """prefix_softmax and windowed_attention beside the portable path, compiled, and the attention of others."""
+    """Ops that mix positions beside the portable path, compiled, and the attention and recurrences of others."""
     figures: Figures = {}
     # The package fla tries so many ways to compile a kernel that nothing may wait for it.
-    for tasks in (_poolings, _flex_attention, _linear_attention):
+    for tasks in (_poolings, _recurrences, _flex_attention, _linear_attention):
         for shape in map(tuple, arguments.shapes):
             found = attempt(partial(_poolings_at, tasks, shape, clock, device, limit))
             figures |= {f"{tasks.__name__}, {shape}": found} if "failed" in found else found
@@ -173,6 +189,38 @@ def _poolings(clock: Clock, q: Tensor, k: Tensor, v: Tensor) -> Tasks:
         ),
         "peer: causal attention (SDPA)": (attend, attended),
     }  # fmt: skip
+
+
+def _recurrences(_: Clock, q: Tensor, k: Tensor, v: Tensor) -> Tasks:
+    """Recurrences of as many channels, or of heads with a matrix each; the portable paths take minutes to compile."""
+    pairs = normal((*v.shape[:2], 2, v.shape[2] * v.shape[3]), v.device, v.dtype)
+    before = torch.zeros(len(v), pairs.shape[3], device=v.device)
+    keys, gates = _keys_and_gates(k)
+    corrected = [q, keys, v, *gates]
+    memory = torch.zeros(len(v), v.shape[2], v.shape[3], v.shape[3], device=v.device)
+
+    def correct_portably() -> Tensor:
+        return delta_portable.delta_rule(*(x.float() for x in corrected), memory)[0].to(v.dtype)
+
+    return {
+        "linear_recurrence": (lambda: linear_recurrence.linear_recurrence(pairs)[0].view_as(v), [pairs]),
+        "linear_recurrence, portable, not compiled": (
+            lambda: recurrence_portable.linear_recurrence(pairs, before, None)[0].view_as(v), [pairs]
+        ),
+        "delta_rule": (
+            lambda: delta_rule.delta_rule(q, keys, v, log_decays=gates[0], rates=gates[1])[0], corrected
+        ),
+        "delta_rule, portable, not compiled": (correct_portably, corrected),
+    }  # fmt: skip
+
+
+def _keys_and_gates(k: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    """Keys of length 1, logs of decays and rates, which learn."""
+    first, second = (torch.randn_like(k[..., 0]) for _ in range(2))
+    return (
+        normalize(k.detach(), dim=-1).requires_grad_(),
+        (logsigmoid(first + 3).detach().requires_grad_(), second.sigmoid().detach().requires_grad_()),
+    )
 
 
 def compiled(clock: Clock, task: Callable[[], Tensor]) -> Callable[[], Tensor]:
@@ -236,11 +284,17 @@ def _linear_attention(_: Clock, q: Tensor, k: Tensor, v: Tensor) -> Tasks:
     """flash-linear-attention's kernels, where that package is installed and there is a GPU to run them."""
     if importlib.util.find_spec("fla") is None or not q.is_cuda:
         return {}
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
     from fla.ops.gla import chunk_gla
     from fla.ops.retention import chunk_retention
 
-    gates = torch.nn.functional.logsigmoid(torch.randn_like(k)).detach()
+    gates = logsigmoid(torch.randn_like(k)).detach()
+    keys, (decays, rates) = _keys_and_gates(k)
     return {
+        "peer: gated delta rule (fla)": (
+            lambda: chunk_gated_delta_rule(q, keys, v, decays, rates, scale=1.0)[0],
+            [q, keys, v, decays, rates],
+        ),
         "peer: GLA (fla)": (lambda: chunk_gla(q, k, v, gates)[0], [q, k, v]),
         "peer: retention (fla)": (lambda: chunk_retention(q, k, v)[0], [q, k, v]),
     }

@@ -17,7 +17,7 @@ from multilin.inference.cuda_graphs import DecodingGraphs
 from multilin.model import MultilinForCausalLM
 from multilin.model.factory import BASELINES, create_model
 
-PEERS_OF_FLA = ("gla", "mamba2")
+PEERS_OF_FLA = ("gla", "mamba2", "gated_deltanet_fla")
 Figures = dict[str, Any]
 
 
@@ -36,12 +36,15 @@ def build(name: str, hidden_size: int, num_layers: int, length: int, arguments: 
 
 
 def _of_fla(name: str, hidden_size: int, num_layers: int, heads: int, arguments: argparse.Namespace) -> nn.Module:
-    from fla.models import GLAConfig, Mamba2Config
+    from fla.models import GatedDeltaNetConfig, GLAConfig, Mamba2Config
     from transformers import AutoModelForCausalLM
 
     shared = {"hidden_size": hidden_size, "num_hidden_layers": num_layers, "vocab_size": arguments.vocab_size}
     if name == "gla":
         return AutoModelForCausalLM.from_config(GLAConfig(num_heads=heads, tie_word_embeddings=True, **shared))
+    if name == "gated_deltanet_fla":
+        sizes = {"num_heads": heads, "head_dim": 128, "expand_v": 1.0, "tie_word_embeddings": True}
+        return AutoModelForCausalLM.from_config(GatedDeltaNetConfig(**sizes, **shared))
     return AutoModelForCausalLM.from_config(Mamba2Config(head_dim=64, num_heads=hidden_size * 2 // 64, **shared))
 
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from multilin.layers import Layout, ShortConvolution
+from multilin.layers import Layout, ShortConvolution, short_convolution
 
 B, T, D = 2, 141, 5
 
@@ -40,8 +40,13 @@ def layout(starts: Tensor | None = None, padding: Tensor | None = None, *, needs
 
 
 @pytest.mark.parametrize("kernel_size", [1, 4, 7])
+@pytest.mark.parametrize("way", ["_convolve_channels_last", "_add_shifted"])
 @pytest.mark.parametrize(("packed", "padded"), [(False, False), (True, False), (False, True), (True, True)])
-def test_sums_and_gradients_are_those_of_the_equation(kernel_size: int, packed: bool, padded: bool) -> None:
+def test_sums_and_gradients_are_those_of_the_equation(
+    kernel_size: int, packed: bool, padded: bool, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the sums are made on a CPU, and as they are on a GPU."""
+    monkeypatch.setattr(short_convolution, "_convolve", getattr(short_convolution, way))
     convolution, x, starts, padding = make(kernel_size)
     x.requires_grad_()
     starts, padding = starts & packed, padding & padded

@@ -83,6 +83,20 @@ def _gradients(inputs_BSD: Tensor, weight_KD: Tensor, dy_BTD: Tensor) -> tuple[T
 
 
 def _convolve(inputs_BSD: Tensor, weight_KD: Tensor) -> Tensor:
+    convolve = _convolve_channels_last if inputs_BSD.device.type == "cpu" else _add_shifted
+    return convolve(inputs_BSD, weight_KD)
+
+
+def _add_shifted(inputs_BSD: Tensor, weight_KD: Tensor) -> Tensor:
+    """For GPUs, where cuDNN takes many times longer; the compiler makes one kernel of it."""
+    num_time = inputs_BSD.shape[1] - len(weight_KD) + 1
+    y_BTD = inputs_BSD[:, :num_time] * weight_KD[0]
+    for tap, weight_D in enumerate(weight_KD[1:], start=1):
+        y_BTD = torch.addcmul(y_BTD, inputs_BSD[:, tap : tap + num_time], weight_D)
+    return y_BTD
+
+
+def _convolve_channels_last(inputs_BSD: Tensor, weight_KD: Tensor) -> Tensor:
     # With channels last in memory, as they are, PyTorch's two-dimensional convolution is several times the faster one.
     kernel_DK = weight_KD.t()[:, None, :, None].contiguous(memory_format=torch.channels_last)
     y_BDT1 = conv2d(inputs_BSD.transpose(1, 2)[..., None], kernel_DK, groups=weight_KD.shape[1])

@@ -5,7 +5,7 @@ from torch import Tensor
 from multilin.ops.kernels import LazyModule, operator
 
 WIDEST = 256  # numbers of a key: one program holds the memory of all of them
-BLOCK = 32  # numbers of a value for which a program holds the memory
+BLOCK = 16  # numbers of a value for which a program holds the memory
 _kernels, _launch = LazyModule("multilin.ops.delta_rule.gpu_kernels"), LazyModule("multilin.ops.kernels.gpu_launch")
 
 

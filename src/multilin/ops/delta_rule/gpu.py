@@ -5,7 +5,9 @@ from torch import Tensor
 from multilin.ops.kernels import LazyModule, operator
 
 WIDEST = 256  # numbers of a key: one program holds the memory of all of them
-BLOCK = 16  # numbers of a value for which a program holds the memory
+BLOCK = 32  # numbers of a value for which a program holds the memory
+# Not tuned: NVIDIA's assembler makes faulty code for Hopper of such kernels with narrower blocks and pipelined loads.
+COMPILED = {"num_warps": 4, "num_stages": 1}
 _kernels, _launch = LazyModule("multilin.ops.delta_rule.gpu_kernels"), LazyModule("multilin.ops.kernels.gpu_launch")
 
 
@@ -50,6 +52,6 @@ def _write(
     (num_rows, chunk, value_width), (num_memories, width, _) = added.shape, memory.shape
     _kernels.write[num_memories, -(-value_width // BLOCK)](
         *tensors, *results, num_rows // num_memories, chunk, D=width, E=value_width, BC=_launch.block_of(chunk, 64),
-        BD=_launch.block_of(width, WIDEST), BE=BLOCK, BACKWARD=is_backward,
+        BD=_launch.block_of(width, WIDEST), BE=BLOCK, BACKWARD=is_backward, **COMPILED,
     )  # fmt: skip
     return results

@@ -10,13 +10,9 @@ See `portable.write` and `portable.write_backward`. The memory stays in register
 import triton
 import triton.language as tl
 
-from multilin.ops.kernels.gpu_launch import autotuned
 from multilin.ops.kernels.gpu_tiles import dot, load_tile, store_tile
 
-WAYS: list[tuple[dict[str, int], int, int]] = [({}, 4, 1), ({}, 4, 2), ({}, 8, 2), ({}, 4, 3)]
 
-
-@autotuned(WAYS, ("D", "E", "BC", "BACKWARD"))
 @triton.jit
 def write(
     p_added, p_read, p_to_end, p_over, p_more, p_memory, p_added_after, p_memories, p_memory_after, num_chunks, length,

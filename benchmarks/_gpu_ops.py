@@ -215,7 +215,7 @@ def _recurrences(_: Clock, q: Tensor, k: Tensor, v: Tensor) -> Tasks:
 
 
 def _keys_and_gates(k: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-    """Keys of length 1, logs of decays and rates, which learn."""
+    """Keys of length 1; logs of decays, and rates; all with gradients."""
     first, second = (torch.randn_like(k[..., 0]) for _ in range(2))
     return (
         normalize(k.detach(), dim=-1).requires_grad_(),

@@ -53,7 +53,7 @@ class ShortConvolution(ParameterHolder):
 
 
 class _Convolution(torch.autograd.Function):
-    """Sums (B, T, D) of inputs (B, K - 1 + T, D): PyTorch's, but for its gradient of the weights, which is slow."""
+    """Sums (B, T, D) of inputs (B, K - 1 + T, D); PyTorch's own gradient of the weights is slow."""
 
     @staticmethod
     def forward(ctx: Any, inputs_BSD: Tensor, weight_KD: Tensor) -> Tensor:
@@ -88,7 +88,7 @@ def _convolve(inputs_BSD: Tensor, weight_KD: Tensor) -> Tensor:
 
 
 def _add_shifted(inputs_BSD: Tensor, weight_KD: Tensor) -> Tensor:
-    """For GPUs, where cuDNN takes many times longer; the compiler makes one kernel of it."""
+    """For other devices than CPUs: cuDNN takes many times longer, and the compiler makes one kernel of it."""
     num_time = inputs_BSD.shape[1] - len(weight_KD) + 1
     y_BTD = inputs_BSD[:, :num_time] * weight_KD[0]
     for tap, weight_D in enumerate(weight_KD[1:], start=1):

@@ -5,14 +5,14 @@ from functools import partial
 import pytest
 import torch
 
-from multilin.ops.delta_rule import portable, reference
+from multilin.ops.delta_rule import DELTA_RULE, portable, reference
 from tests.ops.cases.delta_rule import SWITCHES, Inputs, make_inputs, results_and_gradients
 from tests.ops.poison import poison_memory
 
 pytestmark = pytest.mark.slow  # interpreted, where there is no card
 
 SHAPES = {"odd sizes": (2, 141, 2, 16, 8), "two blocks of values": (1, 130, 1, 13, 37), "one chunk": (1, 9, 2, 3, 5)}
-LARGE = {"long": (1, 9000, 3, 128, 128), "wide": (2, 700, 2, 256, 500)}
+LARGE = {"long": (1, 9000, 3, 128, 128), "narrow": (2, 2000, 4, 64, 64), "wide values": (2, 700, 2, 128, 500)}
 delta_rule = partial(portable.delta_rule, kernels="gpu")
 
 
@@ -31,14 +31,28 @@ def test_it_is_the_definition(name: str, shape: str, device: torch.device, monke
     check(make_inputs(name, *SHAPES[shape]), device)
 
 
+def test_a_text_in_several_pieces(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(portable.NUMBERS, device.type, 1)
+    check(make_inputs("gated delta rule", *SHAPES["odd sizes"]), device)
+
+
+def test_dispatch_takes_the_kernel_for_gpus_and_refuses_what_it_cannot() -> None:
+    wide, narrow = (torch.empty(1, 9, 1, width) for width in (129, 128))
+    backend = DELTA_RULE.backend_for(torch.device("cuda"), torch.float32, (narrow,))
+    assert backend.name.startswith("triton")
+    with pytest.warns(UserWarning, match="delta_rule: triton.*keys of 129 numbers are wider than 128.*portable"):
+        DELTA_RULE.backend_for(torch.device("cuda"), torch.float32, (wide,))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", LARGE)
 def test_large_shapes(shape: str, device: torch.device) -> None:
     check(make_inputs("gated delta rule", *LARGE[shape]), device)
 
 
-def test_compiled_is_eager(device: torch.device) -> None:
-    inputs = make_inputs("gated delta rule", 1, 141, 2, 16, 8).map(lambda x: x.float().to(device))
+@pytest.mark.parametrize("name", ["gated delta rule", "gated linear attention"])
+def test_compiled_is_eager(name: str, device: torch.device) -> None:
+    inputs = make_inputs(name, 1, 141, 2, 16, 8).map(lambda x: x.float().to(device))
     compiled = torch.compile(delta_rule, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(results_and_gradients(compiled, inputs), results_and_gradients(delta_rule, inputs))
 
@@ -47,8 +61,8 @@ def test_the_operator_is_well_formed(device: torch.device) -> None:
     added, keys, over, memory = (
         torch.zeros(*shape, device=device) for shape in ((6, 8, 5), (6, 8, 3), (6, 1, 1), (2, 3, 5))
     )
-    for read, more, is_backward in ((keys, None, False), (None, torch.zeros(6, 3, 5, device=device), True)):
-        arguments = (added, read, keys, over, more, memory, is_backward)
+    for read, through_q in ((keys, None), (None, torch.zeros(6, 3, 5, device=device))):
+        arguments = (3, added, read, keys, over, through_q, memory)
         torch.library.opcheck(
             torch.ops.multilin.delta_rule_write.default, arguments, test_utils=("test_schema", "test_faketensor")
         )

@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 
-from multilin.ops.linear_recurrence import gpu, operator, reference
+from multilin.ops.linear_recurrence import LINEAR_RECURRENCE, gpu, operator, reference
 from tests.ops.cases.linear_recurrence import GATES, SHAPES, make_inputs, results_and_gradients
 from tests.ops.poison import poison_memory
 
@@ -50,14 +50,18 @@ def test_time_is_cut_in_parts_where_texts_and_channels_are_few(
     gates: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gpu._launch, "num_processors", lambda device: 40)
-    monkeypatch.setitem(SHAPES, "two parts", (1, 64 * 5 + 3 if device.type == "cpu" else 1100, 5))
-    check(gates, "two parts", torch.float32, device)
+    monkeypatch.setitem(SHAPES, "several parts", (1, 64 * 5 + 3 if device.type == "cpu" else 1100, 5))
+    check(gates, "several parts", torch.float32, device)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("gates", ["random", "open"])
 def test_it_is_the_definition_in_half_precision(gates: str, dtype: torch.dtype, device: torch.device) -> None:
     check(gates, "odd sizes", dtype, device)
+
+
+def test_dispatch_takes_the_kernels_for_gpus() -> None:
+    assert LINEAR_RECURRENCE.backend_for(torch.device("cuda"), torch.bfloat16).name.startswith("triton")
 
 
 @pytest.mark.gpu

@@ -17,7 +17,7 @@ DELTA_RULE = Op(
     "delta_rule",
     [
         cpu_kernels("compiled, products by PyTorch in chunks", partial(portable.delta_rule, kernels="cpu")),
-        gpu_kernels("the memory chunk after chunk", partial(portable.delta_rule, kernels="gpu"), gpu.refuses),
+        gpu_kernels("compiled, the memory chunk after chunk", partial(portable.delta_rule, kernels="gpu"), gpu.refuses),
         Backend("portable (PyTorch, chunks)", portable.delta_rule),
         Backend("reference (PyTorch, token by token)", reference.delta_rule),
     ],

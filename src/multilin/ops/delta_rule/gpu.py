@@ -4,9 +4,9 @@ from torch import Tensor
 
 from multilin.ops.kernels import LazyModule, operator
 
-WIDEST = 256  # numbers of a key: one program holds the memory of all of them
+WIDEST = 128  # numbers of a key: a program holds the memory of all of them, which more would not fit into registers
 BLOCK = 32  # numbers of a value for which a program holds the memory
-# Not tuned: NVIDIA's assembler makes faulty code for Hopper of such kernels with narrower blocks and pipelined loads.
+# One way only: on an H200, blocks of 16 with pipelined loads read outside their memory (see docs/gpu.md).
 COMPILED = {"num_warps": 4, "num_stages": 1}
 _kernels, _launch = LazyModule("multilin.ops.delta_rule.gpu_kernels"), LazyModule("multilin.ops.kernels.gpu_launch")
 
@@ -20,7 +20,7 @@ def write(
     num_chunks: int, added: Tensor, read: Tensor | None, k_to_end: Tensor, over_chunk: Tensor, memory: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See `portable.write`."""
-    return _write(added, read, k_to_end, over_chunk, None, memory, False)
+    return _write(num_chunks, added, read, k_to_end, over_chunk, None, memory)
 
 
 def write_backward(
@@ -28,12 +28,12 @@ def write_backward(
     dmemory: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """See `portable.write_backward`."""
-    return _write(dadded, read, k_to_end, over_chunk, through_q, dmemory, True)
+    return _write(num_chunks, dadded, read, k_to_end, over_chunk, through_q, dmemory)
 
 
 def _fake_write(
-    added: Tensor, read: Tensor | None, k_to_end: Tensor, over_chunk: Tensor, more: Tensor | None, memory: Tensor,
-    is_backward: bool,
+    num_chunks: int, added: Tensor, read: Tensor | None, k_to_end: Tensor, over_chunk: Tensor, through_q: Tensor | None,
+    memory: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     (rows, _, value_width), width = added.shape, k_to_end.shape[2]
     return added.new_empty(added.shape), added.new_empty((rows, width, value_width)), memory.new_empty(memory.shape)
@@ -41,17 +41,18 @@ def _fake_write(
 
 @operator("delta_rule_write", _fake_write)
 def _write(
-    added: Tensor, read: Tensor | None, k_to_end: Tensor, over_chunk: Tensor, more: Tensor | None, memory: Tensor,
-    is_backward: bool,
+    num_chunks: int, added: Tensor, read: Tensor | None, k_to_end: Tensor, over_chunk: Tensor, through_q: Tensor | None,
+    memory: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Either of both; `more` is what is added to the memory besides."""
-    results = _fake_write(added, read, k_to_end, over_chunk, more, memory, is_backward)
+    """`portable.write`, or with `through_q` `portable.write_backward`."""
+    inputs = (added, read, k_to_end, over_chunk, through_q, memory)
+    results = _fake_write(num_chunks, *inputs)
     if results[1].numel() == 0:
-        return results[0], results[1], memory.clone()
-    tensors = (None if x is None else x.contiguous() for x in (added, read, k_to_end, over_chunk, more, memory))
-    (num_rows, chunk, value_width), (num_memories, width, _) = added.shape, memory.shape
+        return added.clone(), results[1], memory.clone()
+    tensors = (None if x is None else x.contiguous() for x in inputs)
+    (_, chunk, value_width), (num_memories, width, _) = added.shape, memory.shape
     _kernels.write[num_memories, -(-value_width // BLOCK)](
-        *tensors, *results, num_rows // num_memories, chunk, D=width, E=value_width, BC=_launch.block_of(chunk, 64),
-        BD=_launch.block_of(width, WIDEST), BE=BLOCK, BACKWARD=is_backward, **COMPILED,
+        *tensors, *results, num_chunks, chunk, D=width, E=value_width, BC=_launch.block_of(chunk, 64),
+        BD=_launch.block_of(width, WIDEST), BE=BLOCK, **COMPILED,
     )  # fmt: skip
     return results

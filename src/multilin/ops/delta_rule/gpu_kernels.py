@@ -2,9 +2,10 @@
 
 Forward, for one chunk after the other, and backward from the last to the first:
 
-    X -= R M        M <- d M + T^T X            X += T M        M <- d M + more - R^T X
+    added -= read M                              dadded += k_to_end dM
+    M <- e^(G_C) M + k_to_end^T added            dM <- e^(G_C) dM + through_q - read^T dadded
 
-See `portable.write` and `portable.write_backward`. The memory stays in registers.
+See `portable.write` and `portable.write_backward`. The program keeps its columns of M from chunk to chunk.
 """
 
 import triton
@@ -15,24 +16,25 @@ from multilin.ops.kernels.gpu_tiles import dot, load_tile, store_tile
 
 @triton.jit
 def write(
-    p_added, p_read, p_to_end, p_over, p_more, p_memory, p_added_after, p_memories, p_memory_after, num_chunks, length,
-    D: tl.constexpr, E: tl.constexpr, BC: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BACKWARD: tl.constexpr,
+    p_added, p_read, p_to_end, p_over_chunk, p_through_q, p_memory, p_added_after, p_memories, p_memory_after,
+    num_chunks, length, D: tl.constexpr, E: tl.constexpr, BC: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
 ):  # fmt: skip
-    """X after what is above, M before it for each chunk, and M after all; tiles (length, D or E) and (D, E)."""
+    """`added` after that, M before it for each chunk, and M after all; with p_through_q what is on the right."""
     i_m, num_memories = tl.program_id(0).to(tl.int64), tl.num_programs(0)
     o_c, o_d, o_e = tl.arange(0, BC), tl.arange(0, BD), tl.program_id(1) * BE + tl.arange(0, BE)
     m_c, m_d, m_e = o_c < length, o_d < D, o_e < E
     b_memory = load_tile(p_memory + i_m * D * E, o_d, m_d, E, o_e, m_e)
     for i in range(num_chunks):
-        row = (num_chunks - 1 - i if BACKWARD else i) * num_memories + i_m
+        i_chunk = i if p_through_q is None else num_chunks - 1 - i
+        row = i_chunk * num_memories + i_m
         o_keys = row * length * D
         o_added, o_memory = row * length * E, row * D * E
         store_tile(p_memories + o_memory, o_d, m_d, E, o_e, m_e, b_memory)
         b_added = load_tile(p_added + o_added, o_c, m_c, E, o_e, m_e)
         b_to_end = load_tile(p_to_end + o_keys, o_c, m_c, D, o_d, m_d)
-        if BACKWARD:
+        if p_through_q is not None:
             b_added += dot(b_to_end, b_memory)
-            b_memory = b_memory * tl.load(p_over + row) + load_tile(p_more + o_memory, o_d, m_d, E, o_e, m_e)
+            b_memory = b_memory * tl.load(p_over_chunk + row) + load_tile(p_through_q + o_memory, o_d, m_d, E, o_e, m_e)
             if p_read is not None:
                 b_read = load_tile(p_read + o_keys, o_c, m_c, D, o_d, m_d)
                 b_memory -= dot(tl.trans(b_read), b_added)
@@ -40,6 +42,6 @@ def write(
             if p_read is not None:
                 b_read = load_tile(p_read + o_keys, o_c, m_c, D, o_d, m_d)
                 b_added -= dot(b_read, b_memory)
-            b_memory = b_memory * tl.load(p_over + row) + dot(tl.trans(b_to_end), b_added)
+            b_memory = b_memory * tl.load(p_over_chunk + row) + dot(tl.trans(b_to_end), b_added)
         store_tile(p_added_after + o_added, o_c, m_c, E, o_e, m_e, b_added)
     store_tile(p_memory_after + i_m * D * E, o_d, m_d, E, o_e, m_e, b_memory)

@@ -37,7 +37,7 @@ def delta_rule(
     queries_BTHD: Tensor, keys_BTHD: Tensor, values_BTHE: Tensor, log_decays_BTH: Tensor | None,
     rates_BTH: Tensor | None, memory_BHDE: Tensor, kernels: str = "none",
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """See `multilin.ops.delta_rule`; with kernels of a "cpu" or "gpu" for some of the steps, in float32."""
+    """See `multilin.ops.delta_rule`; "cpu" and "gpu" run some of the steps by kernels, in float32, "none" runs none."""
     (num_batch, num_time, num_heads, width), value_width = keys_BTHD.shape, values_BTHE.shape[3]
     chunk = min(CHUNK, num_time)
     tokens = (queries_BTHD, keys_BTHD, values_BTHE, log_decays_BTH, rates_BTH)
@@ -45,7 +45,7 @@ def delta_rule(
     size = 1  # chunks of a piece; one chunk is asked nothing more, so that graphs can have any number of rows
     if chunk < num_time:
         numbers = NUMBERS.get(keys_BTHD.device.type, MANY_NUMBERS)
-        size = max(1, numbers // (num_batch * num_heads * chunk * max(chunk, width, value_width)))
+        size = max(1, numbers // max(1, num_batch * num_heads * chunk * max(chunk, width, value_width)))
     num_pieces = -(-num_time // (chunk * size))
     if num_pieces == 1:  # a split, however trivial, would cost a copy of the gradients
         pieces: list[Any] = [[x] for x in chunks]
@@ -101,21 +101,23 @@ class _Chunks(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dresult_NMCE: Tensor, dmemory_MDE: Tensor) -> tuple[Tensor | None, ...]:
+        num_chunks = len(dresult_NMCE)
         with torch.autocast(dresult_NMCE.device.type, enabled=False):
             dresult = dresult_NMCE.flatten(0, 1).contiguous()
-            *gradients, dmemory = _gradients(ctx.saved_tensors, dresult, dmemory_MDE, _STEPS[ctx.kernels])
-        num_chunks = len(dresult_NMCE)
+            *gradients, dmemory = _gradients(ctx.saved_tensors, num_chunks, dresult, dmemory_MDE, _STEPS[ctx.kernels])
         return None, *(None if x is None else x.unflatten(0, (num_chunks, -1)) for x in gradients), dmemory
 
 
-def _gradients(saved: tuple[Any, ...], dresult: Tensor, dmemory: Tensor, steps: "_Steps") -> tuple[Tensor | None, ...]:
+def _gradients(
+    saved: tuple[Any, ...], num_chunks: int, dresult: Tensor, dmemory: Tensor, steps: "_Steps"
+) -> tuple[Tensor | None, ...]:
     """Gradients of all arguments. One solve of the transposed system gives the gradient of b V - b e^G K M."""
     (
         q, k, v, log_decays, rates, q_from_start, k_to_end, logs, from_start, to_end, decays, scores, overlaps, system,
         added, read, memories,
     ) = saved  # fmt: skip
     over_chunk = from_start[:, -1:, None]
-    dadded, through_q, num_chunks = scores.mT @ dresult, q_from_start.mT @ dresult, len(dresult) // len(dmemory)
+    dadded, through_q = scores.mT @ dresult, q_from_start.mT @ dresult
     dadded, dmemories, dmemory = steps.write_backward(
         num_chunks, dadded, read, k_to_end, over_chunk, through_q, dmemory
     )
@@ -200,7 +202,7 @@ def write_backward(
 
 
 class _Steps(NamedTuple):
-    """The steps of which there are kernels."""
+    """The steps that a device may have kernels for."""
 
     weigh: Callable[..., Any] = elementwise.weigh
     unweigh: Callable[..., Any] = elementwise.unweigh

@@ -67,7 +67,7 @@ def linear_recurrence(
         raise InputError(f"inputs: shape {tuple(inputs.shape)} given, but it must be (B, T, 2, D)")
     num_batch, _, _, width = inputs.shape
     if padding is not None:
-        is_gate_21 = torch.tensor([[True], [False]], device=inputs.device)
+        is_gate_21 = torch.arange(2, device=inputs.device)[:, None] == 0
         inputs = inputs.masked_fill(padding[..., None, None] & is_gate_21, -torch.inf)
     wide = torch.promote_types(inputs.dtype, torch.float32)
     before_BD = inputs.new_zeros(num_batch, width, dtype=wide) if state is None else state.hidden_BD.to(wide)

@@ -39,6 +39,8 @@ def _differentiate(ctx: Any, dhidden: Tensor, dafter: Tensor) -> tuple[None, Ten
 @operator("linear_recurrence", _fake_forward, _save, _differentiate)
 def _forward(kernels: str, inputs: Tensor, before: Tensor, starts: Tensor | None) -> tuple[Tensor, Tensor]:
     """Hidden states, and the last of them in float32."""
+    if inputs.numel() == 0:
+        return torch.empty_like(inputs[:, :, 0]), before.clone()
     hidden, after = _fake_forward(kernels, inputs, before, starts)
     _MODULES[kernels].forward(inputs.contiguous(), before.contiguous(), starts, hidden, after)
     return hidden, after
@@ -55,6 +57,8 @@ def _backward(
     kernels: str, dhidden: Tensor, dafter: Tensor, inputs: Tensor, before: Tensor, starts: Tensor | None, hidden: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Gradients of the inputs and of h before them."""
+    if inputs.numel() == 0:
+        return torch.empty_like(inputs), dafter.clone()
     dinputs, dbefore = _fake_backward(kernels, dhidden, dafter, inputs)
     given = (x.contiguous() for x in (hidden, dhidden, dafter))
     _MODULES[kernels].backward(inputs.contiguous(), before.contiguous(), starts, *given, dinputs, dbefore)

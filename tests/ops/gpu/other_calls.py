@@ -64,4 +64,4 @@ def call_every_kernel() -> None:
     call_linear_recurrence(600, True)
     call_linear_recurrence(1, False)
     call_delta_rule(128, 128)
-    call_delta_rule(256, 512)  # of the widest keys
+    call_delta_rule(128, 512)

@@ -49,7 +49,8 @@ def _forward(kernels: str, inputs: Tensor, before: Tensor, starts: Tensor | None
 def _fake_backward(
     kernels: str, dhidden: Tensor, dafter: Tensor, inputs: Tensor, *_: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (inputs, dafter))
+    dinputs, dbefore = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (inputs, dafter))
+    return dinputs, dbefore
 
 
 @operator("linear_recurrence_backward", _fake_backward)

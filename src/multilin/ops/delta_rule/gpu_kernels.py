@@ -19,7 +19,7 @@ def write(
     p_added, p_read, p_to_end, p_over_chunk, p_through_q, p_memory, p_added_after, p_memories, p_memory_after,
     num_chunks, length, D: tl.constexpr, E: tl.constexpr, BC: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
 ):  # fmt: skip
-    """`added` after that, M before it for each chunk, and M after all; with p_through_q what is on the right."""
+    """Store `added` and M before each chunk, and M after the last; with p_through_q what is on the right above."""
     i_m, num_memories = tl.program_id(0).to(tl.int64), tl.num_programs(0)
     o_c, o_d, o_e = tl.arange(0, BC), tl.arange(0, BD), tl.program_id(1) * BE + tl.arange(0, BE)
     m_c, m_d, m_e = o_c < length, o_d < D, o_e < E

@@ -109,7 +109,7 @@ def summarize(
 
 @triton.jit
 def state_after_parts(x, p_products, p_ends, i_b, first, num_parts, stride, D, o_d):
-    """x after the steps of so many parts, from the first on, each by so many parts later than the one before."""
+    """x after the steps of `num_parts` parts, beginning with part `first`; `stride` is 1, or -1 for backward."""
     for i in range(num_parts):
         o_sum = (i_b * tl.num_programs(1) + first + i * stride) * D + o_d
         x = tl.load(p_products + o_sum, mask=o_d < D, other=0.0) * x + tl.load(p_ends + o_sum, mask=o_d < D, other=0.0)

@@ -29,7 +29,7 @@ def make_inputs(dtype: torch.dtype = torch.float64, *, bias: bool = True) -> lis
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("chunk_rows", [1, 5, 1000])
 def test_loss_and_gradients_are_those_of_the_equation(monkeypatch, smoothing, bias, chunk_rows) -> None:
-    monkeypatch.setattr(unchecked, "CHUNK_NUMBERS", chunk_rows * V)
+    monkeypatch.setitem(unchecked.NUMBERS, "cpu", chunk_rows * V)
     hidden, weight, biases, targets = make_inputs(bias=bias)
     leaves = [x.requires_grad_() for x in (hidden, weight, biases) if x is not None]
     results = []
@@ -116,7 +116,7 @@ def test_peak_memory_is_a_chunk_of_logits_not_all() -> None:
     hidden, weight = torch.randn(num_rows, 8, requires_grad=True), torch.randn(vocab, 8, requires_grad=True)
     with LargestTensor() as watch:
         linear_cross_entropy(hidden, weight, None, torch.zeros(num_rows, dtype=torch.long)).backward()
-    assert watch.numbers <= unchecked.CHUNK_NUMBERS < num_rows * vocab / 2
+    assert watch.numbers <= unchecked.NUMBERS["cpu"] < num_rows * vocab / 2
 
 
 @pytest.mark.parametrize("counted", [0, 16])

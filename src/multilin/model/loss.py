@@ -9,9 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from multilin.layers.linear import is_unwrapped
 from multilin.model.output_bias import FixedBiasLinear
-from multilin.ops.linear_cross_entropy import linear_cross_entropy, token_cross_entropy
-
-CHUNK_NUMBERS = 2**23  # logits of a wrapped head held at a time
+from multilin.ops.linear_cross_entropy import linear_cross_entropy, rows_of_chunk, token_cross_entropy
 
 
 def sequence_loss(head: nn.Module, hidden_ND: Tensor, targets_N: Tensor, *, label_smoothing: float) -> Tensor:
@@ -56,7 +54,7 @@ def is_plain_linear(head: nn.Module) -> TypeGuard[nn.Linear]:
 
 def _chunks(head: nn.Module, hidden_ND: Tensor, targets_N: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     num_outputs = int(getattr(head, "out_features", 2**15))
-    num_rows = max(1, CHUNK_NUMBERS // num_outputs)
+    num_rows = rows_of_chunk(num_outputs, hidden_ND.device)
     return zip(hidden_ND.split(num_rows), targets_N.split(num_rows), strict=True)
 
 

@@ -1,5 +1,8 @@
 """Which number formats training computes in."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from transformers import PreTrainedModel
 
@@ -19,6 +22,21 @@ def autocast_dtype(precision: str) -> torch.dtype | None:
     With int8 products, all else is bf16 where the hardware computes in it.
     """
     return torch.bfloat16 if precision == "bf16" or (precision == "int8" and has_bf16()) else None
+
+
+@contextmanager
+def float32_products(precision: str) -> Iterator[None]:
+    """Inside, a GPU multiplies what stays float32 beside autocast in tf32, which has more digits than bf16.
+
+    For training in float32 PyTorch's setting stays as it is; transformers' Trainer would change it for compiled models.
+    """
+    before = torch.get_float32_matmul_precision()
+    is_narrow = autocast_dtype(precision) is not None and torch.cuda.is_available()
+    torch.set_float32_matmul_precision("high" if is_narrow and before == "highest" else before)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 def set_arithmetic(model: PreTrainedModel, plan: TrainingRecipe) -> None:

@@ -1,11 +1,14 @@
-"""delta_rule with Triton's kernel: held against the definition in float64, interpreted or on a card."""
+"""delta_rule with Triton's kernels: held against the definition in float64, interpreted or on a card."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 
 import pytest
 import torch
+from torch.nn.functional import normalize
 
-from multilin.ops.delta_rule import DELTA_RULE, portable, reference
+from multilin.ops.delta_rule import DELTA_RULE, gpu, portable, reference
 from tests.ops.cases.delta_rule import SWITCHES, Inputs, make_inputs, results_and_gradients
 from tests.ops.poison import poison_memory
 
@@ -13,15 +16,27 @@ pytestmark = pytest.mark.slow  # interpreted, where there is no card
 
 SHAPES = {"odd sizes": (2, 141, 2, 16, 8), "two blocks of values": (1, 130, 1, 13, 37), "one chunk": (1, 9, 2, 3, 5)}
 LARGE = {"long": (1, 9000, 3, 128, 128), "narrow": (2, 2000, 4, 64, 64), "wide values": (2, 700, 2, 128, 500)}
+TOLERANCES = {"highest": 1e-5, "high": 4e-3}  # in float32, and in tf32
 delta_rule = partial(portable.delta_rule, kernels="gpu")
 
 
-def check(inputs: Inputs, device: torch.device) -> None:
+@contextmanager
+def products(precision: str) -> Iterator[None]:
+    """Inside, float32 is multiplied so; see `torch.set_float32_matmul_precision`."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(precision)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def check(inputs: Inputs, device: torch.device, tolerance: float = TOLERANCES["highest"]) -> None:
     rounded = inputs.map(lambda x: x.float().to(device))
     found = results_and_gradients(delta_rule, rounded)
     exact = results_and_gradients(reference.delta_rule, rounded.map(torch.Tensor.double))
     for result, expected in zip(found, exact, strict=True):
-        assert (result - expected).norm() <= 1e-5 * expected.norm()
+        assert (result - expected).norm() <= tolerance * expected.norm()
 
 
 @pytest.mark.parametrize("name", SWITCHES)
@@ -44,10 +59,30 @@ def test_dispatch_takes_the_kernel_for_gpus_and_refuses_what_it_cannot() -> None
         DELTA_RULE.backend_for(torch.device("cuda"), torch.float32, (wide,))
 
 
+@pytest.mark.parametrize("length", [1, 5, 16, 37, 64])
+def test_the_inverse_of_a_chunks_system(length: int, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also with equal keys at rate 1, where powers of the matrix would overflow, and at rate 2."""
+    poison_memory(monkeypatch)
+    ones, keys = torch.ones(3, length, length), normalize(torch.randn(3, length, 24), dim=-1)
+    for lower in (keys @ keys.mT, ones, 2 * ones):
+        found, expected = gpu.invert(lower.to(device)).double(), portable.invert(lower.double()).to(device)
+        assert (found - expected).norm() <= 1e-5 * expected.norm()
+
+
+@pytest.mark.parametrize("name", ["gated delta rule", "gated linear attention"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_in_tf32_the_error_is_that_of_half_precision(name: str, shape: str, device: torch.device) -> None:
+    with products("high"):
+        check(make_inputs(name, *SHAPES[shape]), device, TOLERANCES["high"])
+
+
 @pytest.mark.gpu
+@pytest.mark.parametrize("precision", TOLERANCES)
 @pytest.mark.parametrize("shape", LARGE)
-def test_large_shapes(shape: str, device: torch.device) -> None:
-    check(make_inputs("gated delta rule", *LARGE[shape]), device)
+@pytest.mark.parametrize("way", range(3))
+def test_large_shapes(way: int, shape: str, precision: str, device: torch.device) -> None:
+    with products(precision):
+        check(make_inputs("gated delta rule", *LARGE[shape]), device, TOLERANCES[precision])
 
 
 @pytest.mark.parametrize("name", ["gated delta rule", "gated linear attention"])

@@ -1,19 +1,31 @@
-"""Starting the GPU kernel of the steps that follow each other, chunk after chunk; the kernel is in `gpu_kernels`."""
+"""Starting the GPU kernels of the triangular systems and of the steps that follow each other, chunk after chunk.
 
+The kernels are in `gpu_kernels`.
+"""
+
+import torch
 from torch import Tensor
 
 from multilin.ops.kernels import LazyModule, operator
 
 WIDEST = 128  # numbers of a key: a program holds the memory of all of them, which more would not fit into registers
-BLOCK = 32  # numbers of a value for which a program holds the memory
-# One way only: on an H200, blocks of 16 with pipelined loads read outside their memory (see docs/gpu.md).
-COMPILED = {"num_warps": 4, "num_stages": 1}
+LONGEST = 64  # tokens of a chunk
 _kernels, _launch = LazyModule("multilin.ops.delta_rule.gpu_kernels"), LazyModule("multilin.ops.kernels.gpu_launch")
 
 
 def refuses(queries: Tensor, *_: object) -> str | None:
     """The reason against keys that are too wide."""
     return None if queries.shape[3] <= WIDEST else f"keys of {queries.shape[3]} numbers are wider than {WIDEST}"
+
+
+@operator("delta_rule_invert", torch.empty_like)
+def invert(lower: Tensor) -> Tensor:
+    """See `portable.invert`."""
+    inverse = torch.empty_like(lower, memory_format=torch.contiguous_format)
+    if lower.numel():
+        length = lower.shape[1]
+        _kernels.invert[len(lower),](lower.contiguous(), inverse, length, BC=_launch.block_of(length, LONGEST))
+    return inverse
 
 
 def write(
@@ -51,8 +63,8 @@ def _write(
         return added.clone(), results[1], memory.clone()
     tensors = (None if x is None else x.contiguous() for x in inputs)
     (_, chunk, value_width), (num_memories, width, _) = added.shape, memory.shape
-    _kernels.write[num_memories, -(-value_width // BLOCK)](
-        *tensors, *results, num_chunks, chunk, D=width, E=value_width, BC=_launch.block_of(chunk, 64),
-        BD=_launch.block_of(width, WIDEST), BE=BLOCK, **COMPILED,
+    _kernels.write[lambda way: (num_memories, -(-value_width // way["BE"]))](
+        *tensors, *results, num_chunks, chunk, D=width, E=value_width, BC=_launch.block_of(chunk, LONGEST),
+        BD=_launch.block_of(width, WIDEST), PRODUCTS=_launch.float32_products(),
     )  # fmt: skip
     return results

@@ -1,6 +1,7 @@
-"""The Triton kernel of the delta rule's memory, for one head of one text and some of the numbers of its values.
+"""The Triton kernels of the delta rule: the inverse of a chunk's triangular system, and the memory.
 
-Forward, for one chunk after the other, and backward from the last to the first:
+`write` is for one head of one text and some of the numbers of its values. Forward, for one chunk after the other, and
+backward from the last to the first:
 
     added -= read M                              dadded += k_to_end dM
     M <- e^(G_C) M + k_to_end^T added            dM <- e^(G_C) dM + through_q - read^T dadded
@@ -11,13 +12,35 @@ See `portable.write` and `portable.write_backward`. The program keeps its column
 import triton
 import triton.language as tl
 
+from multilin.ops.kernels.gpu_launch import autotuned
 from multilin.ops.kernels.gpu_tiles import dot, load_tile, store_tile
+
+# Not 8 warps for 16 numbers of a value: on an H200, that reads outside its memory (see docs/gpu.md).
+WAYS: list[tuple[dict[str, int], int, int]] = [({"BE": 32}, 4, 1), ({"BE": 64}, 4, 1), ({"BE": 16}, 4, 2)]
 
 
 @triton.jit
+def invert(p_lower, p_inverse, length, BC: tl.constexpr):
+    """See `portable.invert`; for one chunk."""
+    o_c = tl.arange(0, BC)
+    m_c, o_chunk = o_c < length, tl.program_id(0).to(tl.int64) * length * length
+    b_lower = load_tile(p_lower + o_chunk, o_c, m_c, length, o_c, m_c)
+    row, column = o_c[:, None], o_c[None, :]
+    b_inverse = tl.where(row == column, 1.0, tl.where((row == column + 1) & (row % 2 == 1), -b_lower, 0.0))
+    size = 2
+    while size < BC:
+        joins = (row // size == column // size + 1) & (row // size % 2 == 1)
+        b_inverse -= dot(dot(b_inverse, tl.where(joins, b_lower, 0.0)), b_inverse)
+        size *= 2
+    store_tile(p_inverse + o_chunk, o_c, m_c, length, o_c, m_c, b_inverse)
+
+
+@autotuned(WAYS, ("D", "E", "PRODUCTS"))
+@triton.jit
 def write(
     p_added, p_read, p_to_end, p_over_chunk, p_through_q, p_memory, p_added_after, p_memories, p_memory_after,
-    num_chunks, length, D: tl.constexpr, E: tl.constexpr, BC: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
+    num_chunks, length, D: tl.constexpr, E: tl.constexpr, BC: tl.constexpr, BD: tl.constexpr, PRODUCTS: tl.constexpr,
+    BE: tl.constexpr,
 ):  # fmt: skip
     """Store `added` and M before each chunk, and M after the last; with p_through_q what is on the right above."""
     i_m, num_memories = tl.program_id(0).to(tl.int64), tl.num_programs(0)
@@ -33,15 +56,15 @@ def write(
         b_added = load_tile(p_added + o_added, o_c, m_c, E, o_e, m_e)
         b_to_end = load_tile(p_to_end + o_keys, o_c, m_c, D, o_d, m_d)
         if p_through_q is not None:
-            b_added += dot(b_to_end, b_memory)
+            b_added += dot(b_to_end, b_memory, PRODUCTS)
             b_memory = b_memory * tl.load(p_over_chunk + row) + load_tile(p_through_q + o_memory, o_d, m_d, E, o_e, m_e)
             if p_read is not None:
                 b_read = load_tile(p_read + o_keys, o_c, m_c, D, o_d, m_d)
-                b_memory -= dot(tl.trans(b_read), b_added)
+                b_memory -= dot(tl.trans(b_read), b_added, PRODUCTS)
         else:
             if p_read is not None:
                 b_read = load_tile(p_read + o_keys, o_c, m_c, D, o_d, m_d)
-                b_added -= dot(b_read, b_memory)
-            b_memory = b_memory * tl.load(p_over_chunk + row) + dot(tl.trans(b_to_end), b_added)
+                b_added -= dot(b_read, b_memory, PRODUCTS)
+            b_memory = b_memory * tl.load(p_over_chunk + row) + dot(tl.trans(b_to_end), b_added, PRODUCTS)
         store_tile(p_added_after + o_added, o_c, m_c, E, o_e, m_e, b_added)
     store_tile(p_memory_after + i_m * D * E, o_d, m_d, E, o_e, m_e, b_memory)

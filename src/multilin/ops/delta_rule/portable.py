@@ -12,6 +12,7 @@ products.
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -83,8 +84,8 @@ class _Chunks(torch.autograd.Function):
         decays, system = steps.weigh(scores, overlaps, logs, rates)
         added, read = v, None
         if rates is not None:
-            added = solve(system, v * rates[..., None])
-            read = solve(system, k * (from_start * rates)[..., None])
+            known = v * rates[..., None], k * (from_start * rates)[..., None]
+            system, added, read = steps.solve(system, *known)
             if is_exported() and len(v_NMCE) == 1:  # written in place, it would fix a graph's rows
                 added, read = added - read @ memory_MDE, None
         k_to_end = k * to_end[..., None]
@@ -123,7 +124,7 @@ def _gradients(
     )
     dsystem = dread = dknown = None
     if rates is not None:
-        dknown = _solve_rows(system, dadded, upper=False)
+        dknown = steps.solve_transposed(system, dadded)
         dsystem, dread = torch.baddbmm(system, dknown, added.mT, beta=0, alpha=-1), dknown @ memories.mT
     dscores, dq, dk = dresult @ added.mT, dresult @ memories.mT, added @ dmemories.mT
     drates, dlogs = steps.unweigh(dscores, dsystem, scores, overlaps, decays, logs, rates)
@@ -201,20 +202,51 @@ def write_backward(
     return dadded, dmemories_NMDE[1:].flatten(0, 1), before[0]
 
 
+def solve(lower: Tensor, *known: Tensor) -> tuple[Tensor, ...]:
+    """All x of (1 + L) x = known, with L what is below the diagonal of `lower`; shapes (n, C, C) and (n, C, D or E).
+
+    `known` may be overwritten.
+
+    Returns:
+        A matrix for `solve_transposed`, and the solutions.
+    """
+    if is_exported():
+        return _solve_by_inverse(invert, lower, *known)
+    return lower, *(_solve_rows(lower.mT, x, upper=True) for x in known)
+
+
+def solve_transposed(lower: Tensor, known: Tensor) -> Tensor:
+    """x of (1 + L)^T x = known, from what `solve` returned first."""
+    return _solve_rows(lower, known, upper=False)
+
+
 class _Steps(NamedTuple):
     """The steps that a device may have kernels for."""
 
     weigh: Callable[..., Any] = elementwise.weigh
     unweigh: Callable[..., Any] = elementwise.unweigh
     rescale: Callable[..., Any] = elementwise.rescale
+    solve: Callable[..., tuple[Tensor, ...]] = solve
+    solve_transposed: Callable[[Tensor, Tensor], Tensor] = solve_transposed
     write: Callable[..., tuple[Tensor, Tensor, Tensor]] = write
     write_backward: Callable[..., tuple[Tensor, Tensor, Tensor]] = write_backward
+
+
+def _solve_by_inverse(invert: Callable[[Tensor], Tensor], lower: Tensor, *known: Tensor) -> tuple[Tensor, ...]:
+    inverse = invert(lower)
+    return inverse, *(inverse @ x for x in known)
 
 
 _STEPS = {
     "none": _Steps(),
     "cpu": _Steps(weigh=cpu.weigh, unweigh=cpu.unweigh, rescale=cpu.rescale),
-    "gpu": _Steps(write=gpu.write, write_backward=gpu.write_backward),
+    "gpu": _Steps(
+        # For many small systems, cuBLAS's substitution takes several times as long as products with inverses.
+        solve=partial(_solve_by_inverse, gpu.invert),
+        solve_transposed=lambda inverse, known: inverse.mT @ known,
+        write=gpu.write,
+        write_backward=gpu.write_backward,
+    ),
 }
 
 
@@ -239,14 +271,6 @@ def _sums_of_logs(log_decays_nC: Tensor | None, like: Tensor) -> Tensor:
     return (log_decays_nC.double() / math.log(2)).clamp_(min=FORGOTTEN).cumsum(dim=1)
 
 
-def solve(lower: Tensor, known: Tensor) -> Tensor:
-    """x of (1 + L) x = known, L being what is below the diagonal of `lower`; `known` is overwritten.
-
-    Shapes (..., C, C) and (..., C, D).
-    """
-    return invert(lower) @ known if is_exported() else _solve_rows(lower.mT, known, upper=True)
-
-
 def _solve_rows(matrix: Tensor, known: Tensor, *, upper: bool) -> Tensor:
     """x of x^T (1 + U) = known^T, U being what is above, else below, the diagonal; `known` is overwritten.
 
@@ -258,7 +282,11 @@ def _solve_rows(matrix: Tensor, known: Tensor, *, upper: bool) -> Tensor:
 
 
 def invert(lower: Tensor) -> Tensor:
-    """(1 + L)^(-1) by products alone, which every runtime of graphs has: of blocks on the diagonal of 1, 2, 4, ..."""
+    """(1 + L)^(-1) by products alone, which every runtime of graphs has.
+
+    It is that of blocks on the diagonal of 1, 2, 4, ... rows: with A^(-1) and C^(-1) of two neighbours and B, which
+    joins them, what is missing is -C^(-1) B A^(-1).
+    """
     index_C = torch.arange(lower.shape[-1], device=lower.device)
     inverse = torch.eye(lower.shape[-1], dtype=lower.dtype, device=lower.device).expand_as(lower)
     size = 1

@@ -8,6 +8,7 @@ import torch
 import triton
 
 from multilin.ops.kernels import is_interpreted
+from multilin.ops.kernels.gpu_tiles import FLOAT32_PRODUCTS
 
 
 def autotuned(configs: Sequence[tuple[dict[str, int], int, int]], key: Sequence[str]) -> Callable[[Any], Any]:
@@ -32,6 +33,12 @@ def num_processors(device: torch.device) -> int:
     if device.type != "cuda":
         return 2
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def float32_products() -> str:
+    """How kernels of which all is float32 multiply, as PyTorch does: in full, or in tf32 where that is allowed."""
+    is_allowed = torch.version.hip is None and torch.backends.cuda.matmul.fp32_precision == "tf32"
+    return "tf32" if is_allowed else FLOAT32_PRODUCTS.value
 
 
 def block_of(size: int, at_most: int) -> int:

@@ -49,14 +49,14 @@ def magnitude(x):
 
 
 @triton.jit
-def dot(left, right):
+def dot(left, right, float32_products: tl.constexpr = FLOAT32_PRODUCTS):
     """The matrix product: in int32 for int8 tiles, else in float32, with the precision that the tiles have."""
     if left.dtype == tl.int8:
         return tl.dot(left, right, out_dtype=tl.int32)
     if INTERPRETED:
         # NumPy knows no bf16: the interpreter would multiply the bits.
         return tl.dot(left.to(tl.float32), right.to(tl.float32), input_precision="ieee")
-    return tl.dot(left, right, input_precision=FLOAT32_PRODUCTS)
+    return tl.dot(left, right, input_precision=float32_products)
 
 
 @triton.jit

@@ -12,9 +12,10 @@ from multilin.ops.kernels import is_traced, refuses_eager
 from multilin.ops.linear_cross_entropy import cpu, portable
 from multilin.ops.linear_cross_entropy.portable import IGNORED
 
-__all__ = ["LINEAR_CROSS_ENTROPY", "linear_cross_entropy", "token_cross_entropy"]
+__all__ = ["LINEAR_CROSS_ENTROPY", "linear_cross_entropy", "rows_of_chunk", "token_cross_entropy"]
 
-CHUNK_NUMBERS = 2**23  # logits held at a time, 16 MB in bf16: large enough for full-speed matrix products
+NUMBERS = {"cpu": 2**23}  # logits held at a time, for each kind of tensor; 16 MB in bf16 give full-speed products
+MANY_NUMBERS = 2**26  # on devices that want much to do at a time
 
 LINEAR_CROSS_ENTROPY = Op(
     "linear_cross_entropy",
@@ -38,8 +39,8 @@ def linear_cross_entropy(
 
     With label smoothing s the target distribution is (1 - s) onehot(target) + s / V. Rows whose target is -100 count
     nothing. The gradients are computed in the forward pass, chunk by chunk, so the peak memory is one chunk of logits,
-    about 2^23 numbers, whatever N is. Under autocast the matrix products run in its dtype; softmax, loss and the sum of
-    the weight's gradient stay in float32.
+    about 2^23 numbers, or 2^26 on a GPU, whatever N is. Under autocast the matrix products run in its dtype; softmax,
+    loss and the sum of the weight's gradient stay in float32.
 
     Args:
         hidden: (N, D) final hidden states, a row per predicted token.
@@ -77,6 +78,11 @@ def token_cross_entropy(
     return losses.new_zeros(len(targets)).index_copy(0, rows, losses)
 
 
+def rows_of_chunk(num_outputs: int, device: torch.device) -> int:
+    """The number of rows whose logits are held at a time."""
+    return max(1, NUMBERS.get(device.type, MANY_NUMBERS) // num_outputs)
+
+
 def _counted_rows(hidden: Tensor, targets_N: Tensor) -> Tensor | None:
     """The rows that count, if that is not all of them; None on a GPU, which would have to wait for their number."""
     if hidden.device.type != "cpu" or is_traced(hidden, targets_N):
@@ -101,7 +107,7 @@ def _chunks(
     label_smoothing: float, *, makes_gradient: bool,
 ) -> Iterator[tuple[slice, Tensor, Tensor, Tensor | None]]:  # fmt: skip
     """Rows, their losses, and the gradients of their products and of the bias: see `portable.losses_and_gradient`."""
-    num_rows = max(1, CHUNK_NUMBERS // weight_VD.shape[0])
+    num_rows = rows_of_chunk(len(weight_VD), weight_VD.device)
     for first in range(0, max(len(hidden_ND), 1), num_rows):
         rows = slice(first, min(first + num_rows, len(hidden_ND)))
         yield rows, *LINEAR_CROSS_ENTROPY(

@@ -16,6 +16,7 @@ from multilin.architectures import architectures
 from multilin.inference.cuda_graphs import DecodingGraphs
 from multilin.model import MultilinForCausalLM
 from multilin.model.factory import BASELINES, create_model
+from multilin.training.precision import float32_products
 
 PEERS_OF_FLA = ("gla", "mamba2", "gated_deltanet_fla")
 Figures = dict[str, Any]
@@ -68,7 +69,7 @@ def _chosen(names: list[str], arguments: argparse.Namespace) -> list[str]:
 
 
 def training(clock: Clock, device: torch.device, arguments: argparse.Namespace, limit: Figures) -> Figures:
-    """Tokens per second of a step, and its products with weights as a share of the matrix peak (MFU)."""
+    """Tokens per second of a step in bf16, and its products with weights as a share of the matrix peak (MFU)."""
     figures: Figures = {}
     for parameters, hidden_size in zip(arguments.parameters, arguments.hidden_sizes, strict=True):
         for length in arguments.lengths:
@@ -77,7 +78,8 @@ def training(clock: Clock, device: torch.device, arguments: argparse.Namespace, 
                 for way in ways:
                     label = f"{name}, {way}, {parameters / 1e6:,.0f} M, texts of {length}"
                     work = partial(_step, clock, device, arguments, limit, name, way, parameters, hidden_size, length)
-                    figures[label] = attempt(work, label)
+                    with float32_products("bf16"):
+                        figures[label] = attempt(work, label)
     return figures
 
 

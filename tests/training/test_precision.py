@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from multilin.errors import InputError
 from multilin.model.factory import model_names
+from multilin.training.precision import float32_products
 from multilin.training.trainer import train
 from tests.training.conftest import Stopped, Tiny, assert_same_run, metrics
 
@@ -29,6 +30,24 @@ def test_int8_resumes_bit_for_bit(tiny: Tiny, tmp_path: Path, stopped: Stopped) 
     train(tiny(tmp_path / "whole", **INT8))
     train(stopped(tiny(tmp_path / "stopped", **INT8), 7, None), resume=True)
     assert_same_run(tmp_path / "stopped", tmp_path / "whole")
+
+
+@pytest.mark.parametrize(
+    ("precision", "own", "inside"),
+    [("bf16", "highest", "tf32"), ("float32", "highest", "ieee"), ("float32", "high", "tf32")],
+)
+def test_products_of_float32_on_a_gpu(precision: str, own: str, inside: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In tf32 beside bf16 alone, or where the user chose it, whatever transformers' Trainer allows compiled models."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    torch.set_float32_matmul_precision(own)
+    try:
+        with float32_products(precision):
+            torch.backends.fp32_precision = "tf32"  # as the Trainer does
+            assert torch.backends.cuda.matmul.fp32_precision == inside
+        assert torch.get_float32_matmul_precision() == own
+    finally:
+        torch.backends.fp32_precision = "none"
+        torch.set_float32_matmul_precision("highest")
 
 
 @pytest.mark.parametrize("changes", [{}, INT8])

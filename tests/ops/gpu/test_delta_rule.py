@@ -72,7 +72,10 @@ def test_the_inverse_of_a_chunks_system(length: int, device: torch.device, monke
 @pytest.mark.parametrize("name", ["gated delta rule", "gated linear attention"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_in_tf32_the_error_is_that_of_half_precision(name: str, shape: str, device: torch.device) -> None:
+    from multilin.ops.kernels import gpu_launch
+
     with products("high"):
+        assert gpu_launch.float32_products() == "tf32"
         check(make_inputs(name, *SHAPES[shape]), device, TOLERANCES["high"])
 
 

@@ -28,6 +28,6 @@ def call(length: int, window: int | None, dtype: torch.dtype, has_own: bool, is_
 def call_every_kernel() -> None:
     """On a card of many processors, so that time is cut."""
     launch.num_processors = lambda device: 132
-    for window, has_own in ((None, False), (None, True), (100, False)):
+    for window, has_own in ((None, False), (None, True), (100, False), (256, False)):
         for length, is_packed in itertools.product((T, 1), (False, True)):
             call(length, window, torch.bfloat16, has_own, is_packed)

@@ -53,16 +53,18 @@ def test_it_is_the_definition_in_half_precision(window: int | None, dtype: torch
         check(Case("peaked", (1, 37, 1, 9), dtype, window, **options), device)
 
 
+@pytest.mark.parametrize(("window", "parts"), [(None, 3), (64, 8), (128, 8)])
 @pytest.mark.parametrize("name", ["random", "spikes"])
 def test_time_is_cut_in_parts_where_texts_and_heads_are_few(
-    name: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+    name: str, window: int | None, parts: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The whole past, and windows that take in several parts."""
     use_processors(monkeypatch, 40)
     monkeypatch.setattr(gpu, "CHUNK", CHUNK)
     shape = (1, 250, 1, 5)
-    assert gpu.plan(torch.empty(shape), None).parts == 3
-    for options in ({}, *everything(None)):
-        check(Case(name, shape, **options), device)
+    assert gpu.plan(torch.empty(shape), window).parts == parts
+    for options in ({}, *everything(window)):
+        check(Case(name, shape, window=window, **options), device)
 
 
 @pytest.mark.parametrize("window", [None, 20])

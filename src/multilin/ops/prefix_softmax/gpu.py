@@ -50,9 +50,10 @@ class Plan(NamedTuple):
     batch: int  # number of texts
     width: int  # of the slice of D that one program takes
     splits: int  # their number
-    parts: int  # of the time; blocks of a window's length, or of a chunk's, if there is a window
-    length: int  # of a part
+    parts: int  # of the time
+    length: int  # of a part; with a window, it has one such part or several, or is shorter than one
     chunks: int  # of a part that there is scratch for
+    apart: int  # positions from a part to the one in which its windows end; the parts between are read as a whole
 
 
 def plan(values: Tensor, window: int | None) -> Plan:
@@ -60,7 +61,7 @@ def plan(values: Tensor, window: int | None) -> Plan:
     B, T, H, D = values.shape
     processors = _launch.num_processors(values.device)
     width = _launch.block_of(D, 128)
-    length = T if window is None else max(window, CHUNK)
+    apart = length = T if window is None else max(window, CHUNK)
     parts = -(-T // length)
     if width > 64 and B * H * parts * -(-D // width) < 0.75 * processors:
         width = 64
@@ -70,12 +71,17 @@ def plan(values: Tensor, window: int | None) -> Plan:
         parts = max(1, min(-(-4 * processors // programs), MAX_PARTS, T // (4 * CHUNK)))
         length = -(-T // (parts * CHUNK)) * CHUNK
         parts = -(-T // length)
-    return Plan(B, width, splits, parts, length, -(-length // CHUNK))
+    while window is not None and B * H * parts * splits < 2 * processors:
+        finer = -(-2 * T // length)
+        if length % (4 * CHUNK) or finer > MAX_PARTS:
+            break
+        parts, length = finer, length // 2
+    return Plan(B, width, splits, parts, length, -(-length // CHUNK), apart)
 
 
 def _constants(cut: Plan, window: int | None) -> tuple[dict[str, Any], dict[str, Any]]:
     """Constants of all kernels over parts of time, and further ones of `forward` and `backward`."""
-    parts = 1 if window is not None else 1 << (cut.parts - 1).bit_length()
+    parts = 1 if cut.apart == cut.length else 1 << (cut.parts - 1).bit_length()
     kind = {"WINDOWED": window is not None, "CARRIES": window is None or cut.chunks > 1}
     return {"CHUNK": CHUNK, "BLOCK_D": cut.width, "PARTS": parts}, kind
 
@@ -136,7 +142,7 @@ def backward(
     cut, texts, rows, past = plan(values, window), _texts(starts), (*kept[0],), (*kept[1], kept[2])
     (constants, kind), grid = _constants(cut, window), (cut.splits * H * cut.parts * B,)
     dfinal = _whole(dfinal_logits), _whole(dfinal_values)
-    sums: _Tensors = (None, None)
+    sums: _Tensors = (None, None, None)
     ends: _Tensors = (None, None, None)
     deltas = None
     if window is not None:
@@ -144,10 +150,11 @@ def backward(
         _forward(
             logits, values, None, texts, (None, None), dmeans, None, (None, None), (None,) * 3, deltas, window, null
         )
-    elif cut.parts > 1:
-        sums = _scalars_and_vectors(values, B, cut.parts, H)[1:]
-        ends = tuple(_float32(values, cut.splits, B, cut.parts, H) for _ in range(3))
-        _backwards.summarize_rows[grid](*_rows(dmeans), texts, rows, sums, T, H, D, cut, **constants)
+    if constants["PARTS"] > 1:
+        low, flow = _scalars_and_vectors(values, B, cut.parts, H)[1:]
+        *ends, lost = (_float32(values, cut.splits, B, cut.parts, H) for _ in range(4))
+        sums, ends = (low, flow, None if window is None else lost), (None,) * 3 if window is not None else tuple(ends)
+        _backwards.summarize_rows[grid](*_rows(dmeans), texts, rows, deltas, sums, T, H, D, cut, **constants)
     # Each slice of D gives a part of every number per head; the parts are added below, in a fixed order.
     *totals, dstate_values = gradients[0], *gradients[2:]
     slices = totals if cut.splits == 1 else [_float32(values, cut.splits, *x.shape) for x in totals]
@@ -158,7 +165,7 @@ def backward(
         _room_for_chunks(values, cut, window), rows, past, deltas, gradients[1], dlogits, down,
         dstate, ends, T, H, D, cut, -(-T // CHUNK) + 1, window or 0, **constants, **kind,
     )  # fmt: skip
-    if constants["PARTS"] > 1:
+    if ends[0] is not None:
         _backwards.subtract_lost[grid](
             *_rows(logits), texts, past, dlogits, dstate, ends, T, H, cut, -(-T // CHUNK) + 1,
             CHUNK=CHUNK, PARTS=constants["PARTS"],

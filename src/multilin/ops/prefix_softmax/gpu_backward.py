@@ -4,9 +4,10 @@ Over the whole past the means of a chunk are computed again from those kept befo
 rows of each part are summed up by one row first. That takes dy alone: the later parts' term in the gradients of logits,
 one number per head, is subtracted at the end.
 
-With a window the products dy_t . y_t come from the forward kernel. Token j is read by the rest of its own block, and
-in the next block by the rows before j + window: two triangles per chunk, and beyond them two rows, one for the later
-chunks of the own block, one for the earlier chunks of the next.
+With a window the products dy_t . y_t come from the forward kernel. Token j is read by the rest of its own part, by the
+parts between as a whole, and in the next part, which begins a window after its own, by the rows before j + window: two
+triangles per chunk, and beyond them two rows, one for the later chunks of the own part and the parts between, one for
+the earlier chunks of the next part.
 """
 
 import triton
@@ -39,24 +40,29 @@ def absorb_chunk(low, b_flow, lost, p_tops, p_scales, p_deltas, p_dmeans, dmeans
 @autotuned(WAYS, key=["H", "D", "CHUNK", "BLOCK_D", "PARTS"])
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def summarize_rows(
-    p_dmeans, s_dmeans, p_texts, rows, sums, T, H, D, cut,
+    p_dmeans, s_dmeans, p_texts, rows, p_deltas, sums, T, H, D, cut,
     CHUNK: tl.constexpr, BLOCK_D: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Each part's rows as one, into (lows, flows): only rows that still read tokens before the part."""
-    _, i_h, i_part, i_b, first, last, o_d, m_d = place(T, H, D, cut, BLOCK_D)
+    """Each part's rows as one, into (lows, flows, lost): only rows that still read tokens before the part."""
+    i_split, i_h, i_part, i_b, first, last, o_d, m_d = place(T, H, D, cut, BLOCK_D)
     p_dmeans += i_b * s_dmeans[0] + i_h * s_dmeans[2]
     p_text = None if p_texts is None else p_texts + i_b * T
     text, o_row = text_at(p_text, first - 1), (i_b * H + i_h) * T
+    i_sb = i_split * cut.batch + i_b
+    if p_deltas is not None:
+        p_deltas += (i_sb * H + i_h) * T
     low, b_flow, lost = float("inf"), tl.zeros((BLOCK_D,), tl.float32), 0.0
     for start in range(first, last, CHUNK):
         o_t = start + tl.arange(0, CHUNK)
         low, b_flow, lost = absorb_chunk(
-            low, b_flow, lost, rows[0] + o_row, rows[1] + o_row, None, p_dmeans, s_dmeans[1], p_text, text,
+            low, b_flow, lost, rows[0] + o_row, rows[1] + o_row, p_deltas, p_dmeans, s_dmeans[1], p_text, text,
             o_t, o_t < last, o_d, m_d,
         )  # fmt: skip
     o_part = (i_b * cut.parts + i_part) * H + i_h
     tl.store(sums[0] + o_part, low)
     tl.store(sums[1] + o_part * D + o_d, b_flow, m_d)
+    if sums[2] is not None:
+        tl.store(sums[2] + (i_sb * cut.parts + i_part) * H + i_h, lost)
 
 
 @triton.jit
@@ -64,7 +70,7 @@ def after_part(
     p_text, sums, dfinal, past, o_final, i_b, i_h, i_part, i_split, T, H, D, last, cut, o_d, m_d,
     PARTS: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """The row that stands for all after a part: the rows of the parts after it, and the final state as one of them."""
+    """The row that stands for the parts after a part, as far as their windows take in all of it, and the final state."""
     text = text_at(p_text, last - 1)
     low, b_flow, lost = float("inf"), tl.zeros((BLOCK_D,), tl.float32), 0.0
     if dfinal[0] is not None:
@@ -80,22 +86,26 @@ def after_part(
             lost = share * (tl.sum(b_dfinal * b_mean, axis=0) - dlogit)
     if PARTS > 1:
         o_p = tl.arange(0, PARTS)
-        m_p = (o_p > i_part) & (o_p < cut.parts)
+        m_p = (o_p > i_part) & (o_p < cut.parts) & ((o_p - i_part) * cut.length < cut.apart)
         if p_text is not None:
             m_p &= tl.load(p_text + o_p * cut.length - 1, m_p, -1) == text
         o_part = (i_b * cut.parts + o_p) * H + i_h
         b_lows = tl.load(sums[0] + o_part, m_p, float("inf"))
         b_flows = tl.load(sums[1] + o_part[:, None] * D + o_d[None, :], m_p[:, None] & m_d[None, :], 0.0)
-        low, b_flow, lost = absorb_rows(low, b_flow, lost, b_lows, 1.0, b_flows, 0.0)
+        b_lost = 0.0
+        if sums[2] is not None:
+            o_lost = ((i_split * cut.batch + i_b) * cut.parts + o_p) * H + i_h
+            b_lost = tl.load(sums[2] + o_lost, m_p, 0.0)
+        low, b_flow, lost = absorb_rows(low, b_flow, lost, b_lows, 1.0, b_flows, b_lost)
     return low, b_flow, lost
 
 
 @triton.jit
-def sum_up_next_block(
+def sum_up_next_part(
     p_dmeans, dmeans_t, p_text, p_tops, p_scales, p_deltas, early, o_early, first, last, cut, D, o_d, m_d,
     CHUNK: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """For each chunk of the next block, from `first` to `last`: one row for the rows before it, of the first text."""
+    """For each chunk of the part from `first` to `last`: one row for the rows before it, of the text before `first`."""
     low, b_flow, lost = float("inf"), tl.zeros((BLOCK_D,), tl.float32), 0.0
     text = text_at(p_text, tl.minimum(first, last) - 1)
     for i_chunk in range(0, cut.chunks):
@@ -123,20 +133,18 @@ def backward(
     p_tops, p_scales = rows[0] + i_bh * T, rows[1] + i_bh * T
     o_slots, o_out = i_bh * num_slots, i_sb * T * H + i_h
     o_part = (i_sb * cut.parts + i_part) * H + i_h
-    low, b_flow, lost = float("inf"), tl.zeros((BLOCK_D,), tl.float32), 0.0
-    if not WINDOWED:
-        low, b_flow, lost = after_part(
-            p_text, sums, dfinal, past, o_slots + num_slots - 1, i_b, i_h, i_part, i_split, T, H, D, last, cut,
-            o_d, m_d, PARTS, BLOCK_D,
-        )  # fmt: skip
-        if PARTS > 1:
-            tl.store(ends[1] + o_part, low)
-    else:
+    low, b_flow, lost = after_part(
+        p_text, sums, dfinal, past, o_slots + num_slots - 1, i_b, i_h, i_part, i_split, T, H, D, last, cut,
+        o_d, m_d, PARTS, BLOCK_D,
+    )  # fmt: skip
+    if ends[0] is not None:
+        tl.store(ends[1] + o_part, low)
+    next_first, next_last = first + cut.apart, tl.minimum(first + cut.apart + cut.length, T)
+    if WINDOWED:
         p_deltas += (i_sb * H + i_h) * T
         if CARRIES:
             o_early = ((i_sb * H + i_h) * cut.parts + i_part) * cut.chunks
-            next_first, next_last = first + cut.length, tl.minimum(first + 2 * cut.length, T)
-            sum_up_next_block(
+            sum_up_next_part(
                 p_dmeans, s_dmeans[1], p_text, p_tops, p_scales, p_deltas, early, o_early, next_first, next_last, cut,
                 D, o_d, m_d, CHUNK, BLOCK_D,
             )  # fmt: skip
@@ -177,9 +185,9 @@ def backward(
         b_dvalues = dot(tl.trans(b_shares), b_dmeans)
         b_lost = tl.sum(b_shares.to(tl.float32) * b_deltas[:, None], axis=0)
         if WINDOWED:
-            o_next = o_t + cut.length
-            m_next = o_next < tl.minimum(T, first + 2 * cut.length)
-            next_visible = distance + cut.length < window
+            o_next = o_t + cut.apart
+            m_next = o_next < next_last
+            next_visible = distance + cut.apart < window
             next_visible &= load_texts(p_text, o_next, m_next)[:, None] == b_text[None, :]
             b_next_tops = load_row(p_tops, o_next, m_next, 1, float("inf"))
             b_weights = tl.exp(tl.where(next_visible, b_logits[None, :], -float("inf")) - b_next_tops[:, None])
@@ -192,7 +200,8 @@ def backward(
             b_dvalues += b_read[:, None] * b_flow[None, :]
             b_lost += b_read * lost
             if WINDOWED:
-                b_early_logits = of_text(b_logits, b_text, text_at(p_text, last - 1), -float("inf"))
+                text_next = text_at(p_text, tl.minimum(next_first, next_last) - 1)
+                b_early_logits = of_text(b_logits, b_text, text_next, -float("inf"))
                 b_early_read = tl.exp(b_early_logits - tl.load(early[0] + o_early + i_chunk))
                 b_early_flow = tl.load(early[2] + (o_early + i_chunk) * D + o_d, m_d, 0.0)
                 b_dvalues += b_early_read[:, None] * b_early_flow[None, :]
@@ -208,7 +217,7 @@ def backward(
             b_dvalues += b_own[:, None] * b_wide_dmeans
         store_tile(p_dvalues + (i_b * T * H + i_h) * D, o_t, m_t, H * D, o_d, m_d, b_dvalues)
 
-    if PARTS > 1:
+    if ends[0] is not None:
         tl.store(ends[0] + o_part, low)
         tl.store(ends[2] + o_part, lost)
     if dstate[0] is not None:

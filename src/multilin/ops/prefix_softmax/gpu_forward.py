@@ -4,11 +4,12 @@ A program takes a part of the time of one head. Over the whole past time is cut 
 not fill the card: parts but the last are first summed up by one token each, at the price of a second reading of the
 values, and a program begins with the tokens of the parts before its own as one.
 
-With a window (van Herk, Gil-Werman: linear in time whatever the window) parts are blocks as long as it, and at least a
-chunk. Row t reads its own block up to t, and in the block before the tokens after t - window: two triangles of
-weights per chunk, and beyond them two tokens, one for the chunks before in the own block, one for the later chunks of
-the block before. Tokens of the second kind are computed first, from the last chunk of the block before to its second.
-Windows up to a chunk need only the triangles.
+With a window (van Herk, Gil-Werman: linear in time whatever the window) parts are as long as it, and at least a chunk;
+or it is several parts long, where there are few of them. Row t reads its own part up to t, the parts between as a
+whole, and in the old part, which ends a window before its own, the tokens after t - window: two triangles of weights
+per chunk, and beyond them two tokens, one for the chunks before in the own part and the parts between, one for the
+later chunks of the old part. Tokens of the second kind are computed first, from the last chunk of the old part to its
+second. Windows up to a chunk need only the triangles.
 """
 
 import triton
@@ -61,7 +62,10 @@ def summarize(
 def before_part(
     p_text, state, tokens, i_b, i_h, i_part, H, D, cut, o_d, m_d, PARTS: tl.constexpr, BLOCK_D: tl.constexpr
 ):
-    """The token that stands for all before a part: the state and the parts before, of the same text."""
+    """The token that stands for the parts before a part, as far as windows take in all of them, and for the state.
+
+    It stands for what is of the text that the part before ends with.
+    """
     text = text_at(p_text, i_part * cut.length - 1)
     top, total, b_mean = -float("inf"), 0.0, tl.zeros((BLOCK_D,), tl.float32)
     if state[0] is not None:
@@ -71,7 +75,7 @@ def before_part(
         b_mean = total * tl.load(state[1] + o_state * D + o_d, m_d, 0.0)
     if PARTS > 1:
         o_p = tl.arange(0, PARTS)
-        m_p = o_p < i_part
+        m_p = (o_p < i_part) & ((i_part - o_p) * cut.length < cut.apart)
         if p_text is not None:
             m_p &= tl.load(p_text + (o_p + 1) * cut.length - 1, m_p, -1) == text
         o_part = (i_b * cut.parts + o_p) * H + i_h
@@ -83,19 +87,19 @@ def before_part(
 
 
 @triton.jit
-def sum_up_block_before(
-    p_logits, logits_t, p_values, values_t, p_text, late, o_late, first, cut, D, o_d, m_d,
+def sum_up_old_part(
+    p_logits, logits_t, p_values, values_t, p_text, late, o_late, old_last, cut, D, o_d, m_d,
     CHUNK: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """For each chunk of the block before: one token for the block's tokens behind that chunk, of its last text."""
+    """For each chunk of the part up to `old_last`: one token for the part's tokens behind it, of its last text."""
     top, total, b_mean = -float("inf"), 0.0, tl.zeros((BLOCK_D,), tl.float32)
-    text = text_at(p_text, first - 1)
+    text = text_at(p_text, old_last - 1)
     for i_back in range(0, cut.chunks):
         i_chunk = cut.chunks - 1 - i_back
         store_token(late, o_late + i_chunk, D, o_d, m_d, top, total, b_mean)
         if i_chunk > 0:
-            o_t = first - cut.length + i_chunk * CHUNK + tl.arange(0, CHUNK)
-            m_t = (o_t >= 0) & (o_t < first)
+            o_t = old_last - cut.length + i_chunk * CHUNK + tl.arange(0, CHUNK)
+            m_t = (o_t >= 0) & (o_t < old_last)
             top, total, b_mean = absorb_chunk(
                 top, total, b_mean, p_logits, logits_t, p_values, values_t, p_text, text, o_t, m_t, o_d, m_d
             )
@@ -117,14 +121,14 @@ def forward(
     p_values += i_b * s_values[0] + i_h * s_values[2]
     p_text = None if p_texts is None else p_texts + i_b * T
     i_bh = i_b * H + i_h
-    top, total, b_mean = -float("inf"), 0.0, tl.zeros((BLOCK_D,), tl.float32)
-    if not WINDOWED:
-        top, total, b_mean = before_part(p_text, state, tokens, i_b, i_h, i_part, H, D, cut, o_d, m_d, PARTS, BLOCK_D)
-    elif CARRIES:
+    old_last = first - cut.apart + cut.length
+    top, total, b_mean = before_part(p_text, state, tokens, i_b, i_h, i_part, H, D, cut, o_d, m_d, PARTS, BLOCK_D)
+    if WINDOWED and CARRIES:
         o_late = (((i_split * cut.batch + i_b) * H + i_h) * cut.parts + i_part) * cut.chunks
-        sum_up_block_before(
-            p_logits, s_logits[1], p_values, s_values[1], p_text, late, o_late, first, cut, D, o_d, m_d, CHUNK, BLOCK_D
-        )
+        sum_up_old_part(
+            p_logits, s_logits[1], p_values, s_values[1], p_text, late, o_late, old_last, cut, D, o_d, m_d, CHUNK,
+            BLOCK_D,
+        )  # fmt: skip
         tl.debug_barrier()
     for start in range(first, last, CHUNK):
         o_t = start + tl.arange(0, CHUNK)
@@ -135,10 +139,10 @@ def forward(
         visible = (distance >= 0) & (b_text[:, None] == b_text[None, :])
         if WINDOWED:
             visible &= distance < window
-            o_old = o_t - cut.length
-            m_old = (o_old >= 0) & (o_old < first)
+            o_old = o_t - cut.apart
+            m_old = (o_old >= 0) & (o_old < old_last)
             b_old_values = load_tile(p_values, o_old, m_old, s_values[1], o_d, m_d)
-            old_visible = distance + cut.length < window
+            old_visible = distance + cut.apart < window
             old_visible &= b_text[:, None] == load_texts(p_text, o_old, m_old)[None, :]
             b_old_logits = load_row(p_logits, o_old, m_old, s_logits[1], -float("inf"))
             b_old_scores = tl.where(old_visible, b_old_logits[None, :], -float("inf"))
@@ -154,7 +158,7 @@ def forward(
             b_tops = tl.maximum(b_tops, b_past_top)
             if WINDOWED:
                 i_late = o_late + (start - first) // CHUNK
-                b_late_top = of_text(tl.load(late[0] + i_late), b_text, text_at(p_text, first - 1), -float("inf"))
+                b_late_top = of_text(tl.load(late[0] + i_late), b_text, text_at(p_text, old_last - 1), -float("inf"))
                 b_tops = tl.maximum(b_tops, b_late_top)
 
         b_shift = finite(b_tops)

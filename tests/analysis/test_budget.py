@@ -122,8 +122,7 @@ def test_a_model_that_the_memory_is_too_small_for_is_not_picked() -> None:
 
 
 def vocabulary(train_bytes: int, minutes: float) -> int:
-    models, seconds = [*candidates(512)], 60 * minutes
-    return choose_vocabulary(models, shipped_law(), speed=SPEED, seconds=seconds, train_bytes=train_bytes)
+    return choose_vocabulary(candidates, shipped_law(), speed=SPEED, seconds=60 * minutes, train_bytes=train_bytes)
 
 
 def test_the_vocabulary_grows_with_text_and_time() -> None:

@@ -23,7 +23,7 @@ def read_in_pieces(model, ids: torch.Tensor, cuts: list[int], **arguments: torch
     return torch.cat(logits, dim=1), state
 
 
-@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(cuts=st.lists(st.integers(1, 69), max_size=5, unique=True).map(sorted))
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-10), (torch.float32, 1e-4)])
 def test_reading_in_pieces_is_reading_at_once(make_model: MakeModel, cuts, dtype, tolerance) -> None:

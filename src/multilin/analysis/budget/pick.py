@@ -85,8 +85,7 @@ def pick(
     _time_left(minutes, began)
     if given is None:
         vocab_size = choose_vocabulary(
-            [*picker.candidates(vocab_size)], law, speed=speed, seconds=TRAINING_SHARE * 60 * minutes,
-            train_bytes=train_bytes,
+            picker.candidates, law, speed=speed, seconds=TRAINING_SHARE * 60 * minutes, train_bytes=train_bytes
         )  # fmt: skip
         if picker.given.get("tokenizer.kind") is not None:
             vocab_size = max(vocab_size, SMALLEST_VOCABULARY)

@@ -8,7 +8,7 @@ run ends earlier.
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from multilin.analysis.budget.law import Law
@@ -26,6 +26,7 @@ WARMUP_SHARE, LONGEST_WARMUP = 0.04, 100
 MOST_PASSES = 10
 BY_HEART = 1.0  # x of the law, from which on a stronger weight decay keeps a model from learning its text by heart
 BY_HEART_DECAY = 0.05  # of TScale then, in steps of `SHORT_RUN`
+MUCH_WORSE = 1.05  # times the least expected so far, from which on larger models are not looked at
 MOST_IN_LAYERS = 0.9  # of the time of a step, whatever was measured
 ENTRIES = 3.0  # times the square root of the bytes of a text: the largest vocabulary that it can fill well
 NEAR = 1.02  # times the least that is expected with any vocabulary: larger ones were 1 % better at equal time
@@ -102,21 +103,20 @@ def fit_speed(small: tuple[Candidate, float], large: tuple[Candidate, float], to
 
 
 def choose_vocabulary(
-    candidates: Sequence[Candidate], law: Law, *, speed: Speed, seconds: float, train_bytes: int
+    candidates: Callable[[int], Iterable[Candidate]], law: Law, *, speed: Speed, seconds: float, train_bytes: int
 ) -> int:
     """The largest vocabulary with which `choose` finds about the best model; single bytes for a text too small for any.
 
     Args:
-        candidates: of one vocabulary, the smallest first.
+        candidates: those of a vocabulary of so many entries, the smallest first.
         law, speed, seconds, train_bytes: as for `choose`.
     """
     ratios = {}
     for vocab_size, bytes_per_token in BYTES_PER_TOKEN.items():
         if vocab_size <= ENTRIES * math.sqrt(train_bytes):
             tokens = max(1, round(train_bytes / bytes_per_token))
-            models = (with_vocabulary(one, vocab_size) for one in candidates)
-            choice = choose(models, law=law, speed=speed, seconds=seconds, train_tokens=tokens, train_bytes=train_bytes)
-            ratios[vocab_size] = choice.ratio
+            more = {"speed": speed, "seconds": seconds, "train_tokens": tokens, "train_bytes": train_bytes}
+            ratios[vocab_size] = choose(candidates(vocab_size), law=law, **more).ratio
     near = [vocab_size for vocab_size, ratio in ratios.items() if ratio <= NEAR * min(ratios.values())]
     return max(near, default=BYTE_VOCAB_SIZE)
 
@@ -136,7 +136,7 @@ def choose(
     """The candidate for which the law expects the fewest bits per byte after so many seconds of training, or fewer.
 
     Args:
-        candidates: at least one, the smallest first; tried in order until one is too large for memory or text.
+        candidates: at least one, the smallest first; tried in order until one is too large for memory, text or time.
         law: see `multilin.analysis.budget.law`.
         speed: of the machine.
         seconds: of the whole training.
@@ -159,7 +159,7 @@ def choose(
         lengths = [float(whole) for whole in range(1, MOST_PASSES) if whole < passes] + [passes]
         ratio, length = min((law.ratio(one.parameters, x * train_bytes, train_bytes), x) for x in lengths)
         choice = Choice(one, max(1, round(length * train_tokens)), ratio)
-        if best is not None and one.parameters > train_bytes:
+        if best is not None and (one.parameters > train_bytes or ratio > MUCH_WORSE * best.ratio):
             break
         if best is None or choice.ratio < best.ratio:
             best = choice

@@ -70,7 +70,7 @@ def after_part(
     p_text, sums, dfinal, past, o_final, i_b, i_h, i_part, i_split, T, H, D, last, cut, o_d, m_d,
     PARTS: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """The row that stands for the parts after a part, as far as their windows take in all of it, and the final state."""
+    """The row that stands for the parts after a part, as far as windows take in all of it, and for the final state."""
     text = text_at(p_text, last - 1)
     low, b_flow, lost = float("inf"), tl.zeros((BLOCK_D,), tl.float32), 0.0
     if dfinal[0] is not None:

@@ -11,6 +11,7 @@ from multilin.errors import InputError
 from multilin.model.factory import model_names
 from multilin.training.precision import float32_products
 from multilin.training.trainer import train
+from tests.processes import PYTHON, run
 from tests.training.conftest import Stopped, Tiny, assert_same_run, metrics
 
 INT8 = {"training.precision": "int8"}
@@ -48,6 +49,19 @@ def test_products_of_float32_on_a_gpu(precision: str, own: str, inside: str, mon
     finally:
         torch.backends.fp32_precision = "none"
         torch.set_float32_matmul_precision("highest")
+
+
+def test_tf32_that_something_else_allowed_stays_allowed() -> None:
+    """In a process of its own, as PyTorch goes by which of its settings were used first."""
+    program = """
+import torch
+from multilin.training.precision import float32_products
+torch.backends.fp32_precision = "tf32"
+with float32_products("float32"):
+    assert torch.backends.cuda.matmul.fp32_precision == "tf32"
+assert torch.backends.cuda.matmul.fp32_precision == "tf32"
+"""
+    run([*PYTHON, "-c", program])
 
 
 @pytest.mark.parametrize("changes", [{}, INT8])

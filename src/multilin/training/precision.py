@@ -30,7 +30,10 @@ def float32_products(precision: str) -> Iterator[None]:
 
     For training in float32 PyTorch's setting stays as it is; transformers' Trainer would change it for compiled models.
     """
-    before = torch.get_float32_matmul_precision()
+    try:
+        before = torch.get_float32_matmul_precision()
+    except RuntimeError:  # tf32 was allowed by settings of PyTorch 2.9, which have no name among these
+        before = "high"
     is_narrow = autocast_dtype(precision) is not None and torch.cuda.is_available()
     torch.set_float32_matmul_precision("high" if is_narrow and before == "highest" else before)
     try:

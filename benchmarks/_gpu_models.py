@@ -16,7 +16,7 @@ from multilin.architectures import architectures
 from multilin.inference.cuda_graphs import DecodingGraphs
 from multilin.model import MultilinForCausalLM
 from multilin.model.factory import BASELINES, create_model
-from multilin.training.precision import float32_products
+from multilin.training.precision import tf32_beside_bf16
 
 PEERS_OF_FLA = ("gla", "mamba2", "gated_deltanet_fla")
 Figures = dict[str, Any]
@@ -78,7 +78,7 @@ def training(clock: Clock, device: torch.device, arguments: argparse.Namespace, 
                 for way in ways:
                     label = f"{name}, {way}, {parameters / 1e6:,.0f} M, texts of {length}"
                     work = partial(_step, clock, device, arguments, limit, name, way, parameters, hidden_size, length)
-                    with float32_products("bf16"):
+                    with tf32_beside_bf16("bf16"):
                         figures[label] = attempt(work, label)
     return figures
 

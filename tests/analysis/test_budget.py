@@ -134,6 +134,20 @@ def test_the_vocabulary_grows_with_text_and_time() -> None:
     assert of_times[-1] > of_times[0]
 
 
+def test_models_that_are_too_large_for_the_time_are_not_looked_at() -> None:
+    """To build and count a large one takes a second of the time."""
+    seen: set[int] = set()
+
+    def watched(vocab_size: int) -> Iterator[Candidate]:
+        for one in candidates(vocab_size):
+            seen.add(one.size.hidden_size)
+            yield one
+
+    choose_vocabulary(watched, shipped_law(), speed=SPEED, seconds=12, train_bytes=10**9)
+    assert 64 in seen
+    assert max(seen) <= 256
+
+
 def test_given_sizes_are_kept() -> None:
     assert {size.hidden_size for size in sizes(512, {"model.hidden_size": 48})} == {48}
     assert {size.num_layers for size in sizes(512, {"model.num_layers": 3})} == {3}

@@ -23,6 +23,7 @@ class Case(NamedTuple):
     dtype: torch.dtype = torch.float32
     window: int | None = None
     packed: bool = False
+    share: float = 0.05  # of the positions of packed texts that begin one
     null: float | None = None
     own: bool = False
     continued: bool = False
@@ -76,7 +77,7 @@ def results(case: Case, kernels: Kernels | None, device: torch.device) -> dict[s
         window=case.window,
         own_logits=inputs.get("own"),
         null_logit=case.null,
-        starts=make_starts(shape[:2], share=0.05).to(device) if case.packed else None,
+        starts=make_starts(shape[:2], share=case.share).to(device) if case.packed else None,
         state=PrefixSoftmaxState(inputs["state logits"], inputs["state values"]) if case.continued else None,
     )
     weight = make_values(shape, seed=3).to(case.dtype).to(means)

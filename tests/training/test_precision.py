@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from multilin.errors import InputError
 from multilin.model.factory import model_names
-from multilin.training.precision import float32_products
+from multilin.training.precision import tf32_beside_bf16
 from multilin.training.trainer import train
 from tests.processes import PYTHON, run
 from tests.training.conftest import Stopped, Tiny, assert_same_run, metrics
@@ -41,11 +41,13 @@ def test_products_of_float32_on_a_gpu(precision: str, own: str, inside: str, mon
     """In tf32 beside bf16 alone, or where the user chose it, whatever transformers' Trainer allows compiled models."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     torch.set_float32_matmul_precision(own)
+    before = torch.backends.fp32_precision, torch.backends.cuda.matmul.fp32_precision
     try:
-        with float32_products(precision):
+        with tf32_beside_bf16(precision):
             torch.backends.fp32_precision = "tf32"  # as the Trainer does
             assert torch.backends.cuda.matmul.fp32_precision == inside
         assert torch.get_float32_matmul_precision() == own
+        assert (torch.backends.fp32_precision, torch.backends.cuda.matmul.fp32_precision) == before
     finally:
         torch.backends.fp32_precision = "none"
         torch.set_float32_matmul_precision("highest")
@@ -55,9 +57,9 @@ def test_tf32_that_something_else_allowed_stays_allowed() -> None:
     """In a process of its own, as PyTorch goes by which of its settings were used first."""
     program = """
 import torch
-from multilin.training.precision import float32_products
+from multilin.training.precision import tf32_beside_bf16
 torch.backends.fp32_precision = "tf32"
-with float32_products("float32"):
+with tf32_beside_bf16("float32"):
     assert torch.backends.cuda.matmul.fp32_precision == "tf32"
 assert torch.backends.cuda.matmul.fp32_precision == "tf32"
 """

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -25,21 +26,27 @@ def autocast_dtype(precision: str) -> torch.dtype | None:
 
 
 @contextmanager
-def float32_products(precision: str) -> Iterator[None]:
+def tf32_beside_bf16(precision: str) -> Iterator[None]:
     """Inside, a GPU multiplies what stays float32 beside autocast in tf32, which has more digits than bf16.
 
     For training in float32 PyTorch's setting stays as it is; transformers' Trainer would change it for compiled models.
+    What was set by PyTorch's newer settings stays, too: it has no name among those that are changed here.
     """
-    try:
-        before = torch.get_float32_matmul_precision()
-    except RuntimeError:  # tf32 was allowed by settings of PyTorch 2.9, which have no name among these
-        before = "high"
-    is_narrow = autocast_dtype(precision) is not None and torch.cuda.is_available()
-    torch.set_float32_matmul_precision("high" if is_narrow and before == "highest" else before)
+    mkldnn: Any = torch.backends.mkldnn
+    settings: list[Any] = [torch.backends, torch.backends.cuda.matmul, mkldnn.matmul]
+    own = [setting.fp32_precision for setting in settings]
+    if not torch.cuda.is_available() or own[0] != "none":
+        yield
+        return
+    before = torch.get_float32_matmul_precision()
+    is_narrow = autocast_dtype(precision) is not None and before == "highest"
+    torch.set_float32_matmul_precision("high" if is_narrow else before)
     try:
         yield
     finally:
         torch.set_float32_matmul_precision(before)
+        for setting, value in zip(settings, own, strict=True):
+            setting.fp32_precision = value
 
 
 def set_arithmetic(model: PreTrainedModel, plan: TrainingRecipe) -> None:

@@ -21,7 +21,7 @@ from multilin.training.assemble import build_model, check_model, read_data
 from multilin.training.checkpoints import WRITE_ERRORS, checkpoint_folder, checkpoint_step
 from multilin.training.host_master import check_host_master
 from multilin.training.outcomes import RunResult, StopRequest, TrainingFailed, TrainingInterrupted
-from multilin.training.precision import float32_products
+from multilin.training.precision import tf32_beside_bf16
 from multilin.training.processes import join_processes, were_restarted
 from multilin.training.progress import TrainingProgress
 from multilin.training.recipe import Recipe
@@ -82,7 +82,7 @@ def train(
             if recipe.training.lora is not None:
                 progress.message(reach(model))
             devices.wait_for_everyone()
-            with StopRequest() as stop_request, float32_products(recipe.training.precision):
+            with StopRequest() as stop_request, tf32_beside_bf16(recipe.training.precision):
                 trainer = RunTrainer(model, recipe, text, folder, progress, stop_request, began)
                 for callback in callbacks:
                     trainer.add_callback(callback)

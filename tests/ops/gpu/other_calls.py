@@ -65,3 +65,5 @@ def call_every_kernel() -> None:
     call_linear_recurrence(1, False)
     call_delta_rule(128, 128)
     call_delta_rule(128, 512)
+    torch.set_float32_matmul_precision("high")
+    call_delta_rule(128, 128)

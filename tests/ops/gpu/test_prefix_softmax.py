@@ -64,7 +64,18 @@ def test_time_is_cut_in_parts_where_texts_and_heads_are_few(
     shape = (1, 250, 1, 5)
     assert gpu.plan(torch.empty(shape), window).parts == parts
     for options in ({}, *everything(window)):
-        check(Case(name, shape, window=window, **options), device)
+        check(Case(name, shape, window=window, share=0.01, **options), device)
+
+
+@pytest.mark.parametrize("window", [None, 64])
+def test_time_and_wide_heads_are_cut(window: int | None, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_processors(monkeypatch, 40)
+    monkeypatch.setattr(gpu, "CHUNK", CHUNK)
+    shape = (1, 250, 1, 150)
+    cut = gpu.plan(torch.empty(shape), window)
+    assert cut.splits > 1
+    assert cut.parts > -(-250 // (window or 250))
+    check(Case("random", shape, torch.bfloat16, window, packed=True, share=0.01, null=0.3), device)
 
 
 @pytest.mark.parametrize("window", [None, 20])
@@ -220,7 +231,7 @@ def check_on_a_card(name: str, shape: tuple[int, ...], window: int | None, dtype
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("window", [None, 64, 300])
+@pytest.mark.parametrize("window", [None, 64, 300, 1024])
 @pytest.mark.parametrize("shape", [(2, 2048, 4, 128), (1, 8192, 2, 64), (1, 3001, 5, 96)], ids=str)
 @pytest.mark.parametrize("name", ["random", "spikes"])
 def test_large_shapes_on_a_card(name: str, shape, window: int | None, dtype: torch.dtype) -> None:
@@ -229,7 +240,7 @@ def test_large_shapes_on_a_card(name: str, shape, window: int | None, dtype: tor
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("way", [1, 2])
-@pytest.mark.parametrize("window", [None, 300])
+@pytest.mark.parametrize("window", [None, 300, 1024])
 def test_every_way_to_compile_is_right(window: int | None, way: int) -> None:
     check_on_a_card("spikes", (1, 3001, 2, 96), window, torch.bfloat16)
 

@@ -115,8 +115,10 @@ def choose_vocabulary(
     for vocab_size, bytes_per_token in BYTES_PER_TOKEN.items():
         if vocab_size <= ENTRIES * math.sqrt(train_bytes):
             tokens = max(1, round(train_bytes / bytes_per_token))
-            more = {"speed": speed, "seconds": seconds, "train_tokens": tokens, "train_bytes": train_bytes}
-            ratios[vocab_size] = choose(candidates(vocab_size), law=law, **more).ratio
+            ratios[vocab_size] = choose(
+                candidates(vocab_size), law=law, speed=speed, seconds=seconds, train_tokens=tokens,
+                train_bytes=train_bytes,
+            ).ratio  # fmt: skip
     near = [vocab_size for vocab_size, ratio in ratios.items() if ratio <= NEAR * min(ratios.values())]
     return max(near, default=BYTE_VOCAB_SIZE)
 

@@ -3,6 +3,8 @@
 The kernels are in `gpu_kernels`.
 """
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -18,7 +20,7 @@ def refuses(queries: Tensor, *_: object) -> str | None:
     return None if queries.shape[3] <= WIDEST else f"keys of {queries.shape[3]} numbers are wider than {WIDEST}"
 
 
-@operator("delta_rule_invert", torch.empty_like)
+@operator("delta_rule_invert", partial(torch.empty_like, memory_format=torch.contiguous_format))
 def invert(lower: Tensor) -> Tensor:
     """See `portable.invert`."""
     inverse = torch.empty_like(lower, memory_format=torch.contiguous_format)

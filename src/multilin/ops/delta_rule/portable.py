@@ -20,13 +20,12 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from multilin.ops.delta_rule import cpu, elementwise, gpu
-from multilin.ops.kernels import is_exported
+from multilin.ops.kernels import MANY_NUMBERS, is_exported
 
 SHORT = 4  # tokens up to which the definition itself is faster
 CHUNK = 64  # tokens: large enough for full-speed products, small enough that pairs cost no more than the memory
 FORGOTTEN = -1200.0  # 2^-1200 is 0 in float64, too, and sums of such logs lose none of the others' digits
 NUMBERS = {"cpu": 2**20}  # of a piece of the text, for each kind of tensor: much of it stays in the cache
-MANY_NUMBERS = 2**26  # on devices that want much to do at a time
 
 
 def why_not_short(queries: Tensor, *_: object) -> str | None:
@@ -84,8 +83,7 @@ class _Chunks(torch.autograd.Function):
         decays, system = steps.weigh(scores, overlaps, logs, rates)
         added, read = v, None
         if rates is not None:
-            known = v * rates[..., None], k * (from_start * rates)[..., None]
-            system, added, read = steps.solve(system, *known)
+            system, added, read = steps.solve(system, v * rates[..., None], k * (from_start * rates)[..., None])
             if is_exported() and len(v_NMCE) == 1:  # written in place, it would fix a graph's rows
                 added, read = added - read @ memory_MDE, None
         k_to_end = k * to_end[..., None]
@@ -211,7 +209,7 @@ def solve(lower: Tensor, *known: Tensor) -> tuple[Tensor, ...]:
         A matrix for `solve_transposed`, and the solutions.
     """
     if is_exported():
-        return _solve_by_inverse(invert, lower, *known)
+        return lower, *_solve_by_inverse(invert, lower, *known)[1:]
     return lower, *(_solve_rows(lower.mT, x, upper=True) for x in known)
 
 

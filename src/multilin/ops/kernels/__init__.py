@@ -16,6 +16,7 @@ from torch.nn import Parameter
 
 _HAS_NUMBA = importlib.util.find_spec("numba") is not None
 _HAS_TRITON = importlib.util.find_spec("triton") is not None
+MANY_NUMBERS = 2**26  # of a piece of the work, on devices that want much to do at a time
 OLDEST = (8, 0)  # compute capability: before it there are no bf16 tensor cores
 _PROCESS = os.getpid()
 

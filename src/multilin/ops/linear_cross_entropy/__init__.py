@@ -8,14 +8,13 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from multilin.ops.dispatch import Backend, Op, cpu_kernels, result_dtype
-from multilin.ops.kernels import is_traced, refuses_eager
+from multilin.ops.kernels import MANY_NUMBERS, is_traced, refuses_eager
 from multilin.ops.linear_cross_entropy import cpu, portable
 from multilin.ops.linear_cross_entropy.portable import IGNORED
 
 __all__ = ["LINEAR_CROSS_ENTROPY", "linear_cross_entropy", "rows_of_chunk", "token_cross_entropy"]
 
-NUMBERS = {"cpu": 2**23}  # logits held at a time, for each kind of tensor; 16 MB in bf16 give full-speed products
-MANY_NUMBERS = 2**26  # on devices that want much to do at a time
+NUMBERS = {"cpu": 2**23}  # logits held at a time, for each kind of tensor: enough for full-speed matrix products
 
 LINEAR_CROSS_ENTROPY = Op(
     "linear_cross_entropy",

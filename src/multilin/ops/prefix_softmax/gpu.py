@@ -1,7 +1,7 @@
 """Starting the GPU kernels of the running softmax mean: division of the work, results and scratch.
 
-The formulas are in `gpu_math`, the kernels in `gpu_forward` and `gpu_backward`. Each value is read once forward, or
-twice where texts are few.
+The formulas are in `gpu_math`, the kernels in `gpu_forward` and `gpu_backward`. Over the whole past each value is read
+once forward, with a window up to three times, and once more where time is cut as texts and heads are few.
 """
 
 from typing import Any, NamedTuple
@@ -71,11 +71,11 @@ def plan(values: Tensor, window: int | None) -> Plan:
         parts = max(1, min(-(-4 * processors // programs), MAX_PARTS, T // (4 * CHUNK)))
         length = -(-T // (parts * CHUNK)) * CHUNK
         parts = -(-T // length)
-    while window is not None and B * H * parts * splits < 2 * processors:
-        finer = -(-2 * T // length)
-        if length % (4 * CHUNK) or finer > MAX_PARTS:
-            break
-        parts, length = finer, length // 2
+    if window is not None and programs * parts < 0.75 * processors:
+        # A window must be a number of whole parts, and a part one of whole chunks: other windows are not cut.
+        while programs * parts < 4 * processors and length % (4 * CHUNK) == 0 and MAX_PARTS * length >= 2 * T:
+            length //= 2
+            parts = -(-T // length)
     return Plan(B, width, splits, parts, length, -(-length // CHUNK), apart)
 
 
@@ -152,8 +152,8 @@ def backward(
         )
     if constants["PARTS"] > 1:
         low, flow = _scalars_and_vectors(values, B, cut.parts, H)[1:]
-        *ends, lost = (_float32(values, cut.splits, B, cut.parts, H) for _ in range(4))
-        sums, ends = (low, flow, None if window is None else lost), (None,) * 3 if window is not None else tuple(ends)
+        numbers = [_float32(values, cut.splits, B, cut.parts, H) for _ in range(3)]
+        sums, ends = ((low, flow, None), (*numbers,)) if window is None else ((low, flow, numbers[0]), ends)
         _backwards.summarize_rows[grid](*_rows(dmeans), texts, rows, deltas, sums, T, H, D, cut, **constants)
     # Each slice of D gives a part of every number per head; the parts are added below, in a fixed order.
     *totals, dstate_values = gradients[0], *gradients[2:]
@@ -185,7 +185,7 @@ def _scalars_and_vectors(values: Tensor, *shape: int) -> _Tensors:
 
 
 def _room_for_chunks(values: Tensor, cut: Plan, window: int | None) -> _Tensors:
-    """Scratch for every chunk of every block, head and slice of D, where blocks have more than one."""
+    """Scratch for every chunk of every part, head and slice of D, where parts have more than one."""
     if window is None or cut.chunks == 1:
         return None, None, None
     return _scalars_and_vectors(values, cut.splits, cut.batch, values.shape[2], cut.parts, cut.chunks)

@@ -123,7 +123,7 @@ def backward(
     rows, past, p_deltas, p_dvalues, p_dlogits, p_down, dstate, ends, T, H, D, cut, num_slots, window,
     CHUNK: tl.constexpr, BLOCK_D: tl.constexpr, PARTS: tl.constexpr, WINDOWED: tl.constexpr, CARRIES: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of one part; the gradients of logits still lack the term of later parts (see `subtract_lost`)."""
+    """Gradients of one part; over the whole past those of logits still lack what `subtract_lost` subtracts."""
     i_split, i_h, i_part, i_b, first, last, o_d, m_d = place(T, H, D, cut, BLOCK_D)
     p_logits += i_b * s_logits[0] + i_h * s_logits[2]
     p_values += i_b * s_values[0] + i_h * s_values[2]

@@ -4,12 +4,12 @@ A program takes a part of the time of one head. Over the whole past time is cut 
 not fill the card: parts but the last are first summed up by one token each, at the price of a second reading of the
 values, and a program begins with the tokens of the parts before its own as one.
 
-With a window (van Herk, Gil-Werman: linear in time whatever the window) parts are as long as it, and at least a chunk;
-or it is several parts long, where there are few of them. Row t reads its own part up to t, the parts between as a
-whole, and in the old part, which ends a window before its own, the tokens after t - window: two triangles of weights
-per chunk, and beyond them two tokens, one for the chunks before in the own part and the parts between, one for the
-later chunks of the old part. Tokens of the second kind are computed first, from the last chunk of the old part to its
-second. Windows up to a chunk need only the triangles.
+With a window (van Herk, Gil-Werman: linear in time whatever the window) parts are as long as the window, and at least a
+chunk; where so few parts do not fill the card, the window is several parts long. Row t reads its own part up to t, the
+parts between as a whole, and in the old part, which lies a window before its own, the tokens after t - window: two
+triangles of weights per chunk, and beyond them two tokens, one for the chunks before in the own part and the parts
+between, one for the later chunks of the old part. Tokens of the second kind are computed first, from the last chunk of
+the old part to its second. Windows up to a chunk need only the triangles.
 """
 
 import triton

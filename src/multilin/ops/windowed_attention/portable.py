@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from multilin.ops.kernels import MANY_NUMBERS
 from multilin.ops.ring import Ring
 from multilin.ops.softmax import softmax
 from multilin.ops.windowed_attention import reference
@@ -24,7 +25,6 @@ LARGEST_OF_ALL = 256
 SMALLEST_BLOCK = 16  # below, the products are too small to be worth their calls
 NUMBERS = {"cpu": 2**20}  # weights of a tile, 4 MB in float32: they stay in the cache between the steps
 MOST_NUMBERS = 2**23  # of a tile with a wide window, where gradients of many keys would be added too often otherwise
-MANY_NUMBERS = 2**26  # on devices that want much to do at a time
 
 
 class Tile(NamedTuple):

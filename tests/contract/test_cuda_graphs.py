@@ -11,6 +11,7 @@ from multilin.model import TextState
 from multilin.model.state_tree import tensors_of
 from tests.contract.conftest import LONGEST, MakeModel, random_ids
 
+pytestmark = pytest.mark.slow_for_variants
 ROOM = 2**30  # bytes
 
 

@@ -12,6 +12,7 @@ from tests.contract.conftest import LONGEST, MakeModel, random_ids
 GREEDY = {"do_sample": False, "eos_token_id": None, "pad_token_id": 1, "suppress_tokens": [1]}
 
 
+@pytest.mark.slow_for_variants
 @pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"num_beams": 2, "num_return_sequences": 2}])
 def test_generation_from_the_state_is_generation_without_one(make_model: MakeModel, options: dict) -> None:
     model, ids = make_model(), random_ids(2, 9)
@@ -38,6 +39,7 @@ def test_sampling_is_reproducible_and_streamed(make_model: MakeModel) -> None:
     assert seen == [*first[0].tolist(), "end"]
 
 
+@pytest.mark.slow_for_variants
 def test_a_left_padded_batch_writes_what_its_rows_write_alone(make_model: MakeModel) -> None:
     model, texts = make_model(), [random_ids(1, length, seed=length) for length in (8, 3, 5)]
     ids = torch.cat([torch.nn.functional.pad(text, (8 - text.shape[1], 0), value=1) for text in texts])

@@ -30,6 +30,7 @@ def assert_equal_states(given_state: TextState, expected: TextState) -> None:
         torch.testing.assert_close(tensor, expected_tensor, **EXACT, msg=name)
 
 
+@pytest.mark.slow_for_variants
 @settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(lengths=st.lists(st.sampled_from([1, 1, 1, 2, 5, 16, 17, 30]), min_size=2, max_size=12))
 def test_reading_in_place_is_reading_at_once(make_model: MakeModel, lengths: list[int]) -> None:

@@ -24,6 +24,7 @@ def without_dropout(model):
     return model.train()
 
 
+@pytest.mark.slow_for_variants
 def test_gradients_by_finite_differences(make_model: MakeModel) -> None:
     model, ids = make_model(), random_ids(1, 12)
     names = [name for name, _ in model.named_parameters()]

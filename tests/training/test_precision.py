@@ -11,7 +11,6 @@ from multilin.errors import InputError
 from multilin.model.factory import model_names
 from multilin.training.precision import tf32_beside_bf16
 from multilin.training.trainer import train
-from tests.processes import PYTHON, run
 from tests.training.conftest import Stopped, Tiny, assert_same_run, metrics
 
 INT8 = {"training.precision": "int8"}
@@ -53,17 +52,15 @@ def test_products_of_float32_on_a_gpu(precision: str, own: str, inside: str, mon
         torch.set_float32_matmul_precision("highest")
 
 
-def test_tf32_that_something_else_allowed_stays_allowed() -> None:
-    """In a process of its own, as PyTorch goes by which of its settings were used first."""
-    program = """
-import torch
-from multilin.training.precision import tf32_beside_bf16
-torch.backends.fp32_precision = "tf32"
-with tf32_beside_bf16("float32"):
-    assert torch.backends.cuda.matmul.fp32_precision == "tf32"
-assert torch.backends.cuda.matmul.fp32_precision == "tf32"
-"""
-    run([*PYTHON, "-c", program])
+def test_what_was_set_by_the_newer_settings_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    torch.backends.fp32_precision = "ieee"
+    try:
+        with tf32_beside_bf16("bf16"):
+            assert torch.backends.cuda.matmul.fp32_precision == "ieee"
+        assert torch.backends.fp32_precision == "ieee"
+    finally:
+        torch.backends.fp32_precision = "none"
 
 
 @pytest.mark.parametrize("changes", [{}, INT8])

@@ -21,7 +21,7 @@ WAYS: list[tuple[dict[str, int], int, int]] = [({"BE": 32}, 4, 1), ({"BE": 64}, 
 
 @triton.jit
 def invert(p_lower, p_inverse, length, BC: tl.constexpr):
-    """See `portable.invert`; for one chunk."""
+    """(1 + L)^(-1) of one chunk, as `portable.invert` makes it; the blocks of 2 rows are its first step."""
     o_c = tl.arange(0, BC)
     m_c, o_chunk = o_c < length, tl.program_id(0).to(tl.int64) * length * length
     b_lower = load_tile(p_lower + o_chunk, o_c, m_c, length, o_c, m_c)

@@ -14,7 +14,7 @@ from multilin.ops.linear_cross_entropy.portable import IGNORED
 
 __all__ = ["LINEAR_CROSS_ENTROPY", "linear_cross_entropy", "rows_of_chunk", "token_cross_entropy"]
 
-NUMBERS = {"cpu": 2**23}  # logits held at a time, for each kind of tensor: enough for full-speed matrix products
+NUMBERS = {"cpu": 2**23}  # logits held at a time, by type of device: enough for full-speed matrix products
 
 LINEAR_CROSS_ENTROPY = Op(
     "linear_cross_entropy",

@@ -51,7 +51,7 @@ class Plan(NamedTuple):
     width: int  # of the slice of D that one program takes
     splits: int  # their number
     parts: int  # of the time
-    length: int  # of a part; with a window, it has one such part or several, or is shorter than one
+    length: int  # of a part; a window is as long as one or several parts, or shorter than a chunk
     chunks: int  # of a part that there is scratch for
     apart: int  # positions from a part to the one in which its windows end; the parts between are read as a whole
 

@@ -4,6 +4,7 @@ With TRITON_INTERPRET=1 in the environment before triton is imported, Triton run
 the CPU too: that is how they are tested where there is no GPU. Dispatch never takes them for such tensors.
 """
 
+import functools
 import importlib
 import importlib.util
 import os
@@ -89,14 +90,28 @@ def refuses_eager(*inputs: object, **options: object) -> str | None:
     return None if is_traced(*inputs) else "no graph is made of it"
 
 
+def _on_its_device(compute: Callable) -> Callable:
+    """The function, called where the GPU of its first tensor is the current one: Triton starts kernels there alone."""
+
+    @functools.wraps(compute)
+    def compute_there(*inputs: Any) -> Any:
+        device = next(x.device for x in inputs if isinstance(x, Tensor))
+        if device.type != "cuda":
+            return compute(*inputs)
+        with torch.cuda.device(device):
+            return compute(*inputs)
+
+    return compute_there
+
+
 class Operator:
     """The operator `multilin::NAME` of PyTorch around a function; skipped if there is no gradient and no tracing."""
 
     def __init__(
         self, name: str, compute: Callable, fake: Callable, gradient: tuple[Callable, ...], changed: tuple[str, ...]
     ) -> None:
-        self.compute = compute
-        self.operator = torch.library.custom_op(f"multilin::{name}", compute, mutates_args=changed)
+        self.compute = _on_its_device(compute)
+        self.operator = torch.library.custom_op(f"multilin::{name}", self.compute, mutates_args=changed)
         self.operator.register_fake(fake)
         if gradient:
             self.operator.register_autograd(gradient[1], setup_context=gradient[0])

@@ -162,7 +162,7 @@ def test_what_is_read_again_counts_for_less() -> None:
 
 
 def test_a_model_that_knows_its_text_by_heart_is_expected_to_be_worse() -> None:
-    law = Law(0.6, 4.0, 10.0, memory=0.06)
+    law = Law(0.6, 4.0, 40.0, memory=0.06)
     ratios = {passes: law.ratio(10**6, passes * 10**6, 10**6) for passes in (1, 2, 3, 4, 10)}
     assert ratios[2] < ratios[1]
     assert ratios[10] > ratios[4]
@@ -239,7 +239,18 @@ def test_the_law_predicts_the_runs_on_each_text_from_those_on_the_others() -> No
     runs = best_rates(load_runs())
     assert all(run.commit for run in runs)
     assert len(left_out_errors(runs)) >= 10
-    assert shipped_law().error < 0.05
+    assert shipped_law().error < 0.03
+
+
+def test_repetition_helps_the_more_the_more_was_read() -> None:
+    law = shipped_law()
+    shares = [
+        law.ratio(10**6, read, 10**9, repetition=0.8) / law.ratio(10**6, read, 10**9)
+        for read in (10**5, 10**6, 10**7, 10**8)
+    ]
+    assert shares[:2] == pytest.approx([1, 1])
+    assert 0.8 < shares[2] < 0.9
+    assert shares[3] == pytest.approx(shares[2] ** 2)
 
 
 @pytest.fixture

@@ -3,13 +3,14 @@
 For a model of N parameters outside embeddings and output projection, trained on B bytes of text, those that were read
 again included, with g the bits per byte of a trigram model of the same text and h its repetition,
 
-    bits per byte = g h^0.5 c (e + a N^-0.3 + b E^-0.2) (2 - exp(-d x))
+    bits per byte = g h^p c (e + a N^-0.3 + b E^-0.3) (2 - exp(-d x))
 
 where E <= B counts what is read again for less. With U bytes of text, E = B up to one pass, and after that
 
     E = U (1 + R (1 - exp(-(B / U - 1) / R))),        x = N (B / U - 1) / U,        R = 3
 
-h is at most 1: trigrams do not see what a text said some lines before, and the models do (`scoring.ngrams.repetition`).
+h is at most 1: trigrams do not see what a text said some lines before, and the models do (`scoring.ngrams.repetition`),
+the better the more they have read: p = 0.3 ln(E / 1 MB), and 0 before the first MB.
 x is the parameters there are for each byte, as often as it is read again: a model that has enough learns the text by
 heart, and is then worse on any other, at most twice as bad. x is 0 up to one pass.
 
@@ -44,8 +45,10 @@ from numpy.typing import NDArray
 
 FOLDER = Path(str(resources.files("multilin"))) / "analysis" / "budget"
 RUNS, LAW = FOLDER / "runs.jsonl", FOLDER / "law.json"  # the measured runs, and the law that `fit_law` makes of them
-ALPHA, BETA = 0.3, 0.2  # from fits with a factor for every text, in which only runs on the same one are compared
-GAMMA = 0.5  # of 0.3 to 0.7, that with which most runs on other texts are predicted within 0.03
+# From fits with a factor for every text, in which only runs on the same one are compared.
+ALPHA, BETA = 0.3, 0.3
+REPEATING = 0.3  # by how much p grows where E is e times as large
+UNREPEATED = 1e6  # E in bytes up to which p is 0; of 3e5 to 3e6, that with which the other texts are predicted best
 REPEATS = 3.0  # R; the source has 15. 3 to 8 predict other texts alike; with more the rule makes too many passes
 MEMORIES = (0.0, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03)  # tried for d
 LEAST_ERROR = 0.02  # relative, of a prediction, however well the runs fit
@@ -120,22 +123,21 @@ class Law:
     fewest_tokens: int = 0
     ends: tuple[tuple[float, float, float], ...] = ((1.0, 1.0, 0.0),)
 
-    def ratio(self, parameters: float, bytes_read: float, train_bytes: float) -> float:
-        """The factors of the law that the model and its passes decide, not g, h and c: what the rule makes least."""
+    def ratio(self, parameters: float, bytes_read: float, train_bytes: float, repetition: float = 1.0) -> float:
+        """The factors of the law that the model and its passes decide, not g and c: what the rule makes least."""
         effective = effective_bytes(bytes_read, train_bytes)
         learned = self.e + self.a * parameters**-ALPHA + self.b * effective**-BETA
         known = by_heart(parameters, train_bytes, bytes_read / train_bytes)
-        return float(learned * (2 - math.exp(-self.memory * known)))
+        return float(repeated(repetition, effective) * learned * (2 - math.exp(-self.memory * known)))
 
     def expected_of(self, run: MeasuredRun) -> float:
         """Bits per byte expected of a measured run."""
-        ratio = self.ratio(run.parameters, run.bytes_read, run.train_bytes)
-        return self.predict(run.architecture, run.trigram, run.repetition, ratio)
+        ratio = self.ratio(run.parameters, run.bytes_read, run.train_bytes, run.repetition)
+        return self.predict(run.architecture, run.trigram, ratio)
 
-    def predict(self, architecture: str, trigram: float, repetition: float, ratio: float) -> float:
+    def predict(self, architecture: str, trigram: float, ratio: float) -> float:
         """Bits per byte to expect of an architecture on a text, from `ratio`."""
-        of_text = trigram * repetition**GAMMA
-        return float(of_text * self.factors.get(architecture, 1.0) * ratio)
+        return trigram * self.factors.get(architecture, 1.0) * ratio
 
     def forecast(self, validations: Sequence[Validation]) -> tuple[float, float] | None:
         """Bits per byte to expect at the end of a run, and their error, from its validations so far.
@@ -156,6 +158,11 @@ def effective_bytes(bytes_read: float, train_bytes: float) -> float:
     """E: the bytes of new text that as many bytes, some of them read again, are worth."""
     again = max(bytes_read / train_bytes - 1, 0.0)
     return min(bytes_read, train_bytes) + train_bytes * REPEATS * (1 - math.exp(-again / REPEATS))
+
+
+def repeated(repetition: float, effective: float) -> float:
+    """h^p: the share of the bits that is left to a model that has read so many bytes and sees what was said before."""
+    return float(repetition ** (REPEATING * max(math.log(effective / UNREPEATED), 0.0)))
 
 
 def by_heart(parameters: float, train_bytes: float, passes: float) -> float:
@@ -254,14 +261,13 @@ def _fit(runs: Sequence[MeasuredRun]) -> Law:
     main = _main(runs)
     own = [run for run in runs if run.architecture == main]
     parameters = np.array([run.parameters for run in own])
-    measured, trigrams, repetitions = (
-        np.array([getattr(run, name) for run in own]) for name in ("bits_per_byte", "trigram", "repetition")
-    )
+    measured, trigrams = (np.array([getattr(run, name) for run in own]) for name in ("bits_per_byte", "trigram"))
     found: list[tuple[float, Law]] = []
     again = np.array([run.by_heart for run in own])
     read = np.array([effective_bytes(run.bytes_read, run.train_bytes) for run in own])
+    of_text = trigrams * [repeated(run.repetition, effective) for run, effective in zip(own, read, strict=True)]
     for memory in MEMORIES:
-        scale = trigrams * repetitions**GAMMA * (2 - np.exp(-memory * again)) / measured
+        scale = of_text * (2 - np.exp(-memory * again)) / measured
         terms = scale[:, None] * np.stack([np.ones(len(own)), parameters**-ALPHA, read**-BETA], axis=1)
         (e, a, b), error = _least_squares(terms)
         found.append((error, Law(e, a, b, memory, main)))

@@ -93,7 +93,7 @@ def pick(
     left = _time_left(minutes, began)
     choose_now = functools.partial(
         choose, law=law, seconds=TRAINING_SHARE * left, train_tokens=text.train_tokens, train_bytes=text.train_bytes,
-        memory=available_memory(),
+        repetition=text.repetition, memory=available_memory(),
     )  # fmt: skip
     choice = choose_now(picker.candidates(vocab_size), speed=speed)
     if choice.tokens >= LONG_TOKENS:
@@ -122,7 +122,7 @@ def pick(
     architecture = picker.architecture
     if architecture not in (law.main, *law.factors):
         remarks.append(f"No measured run has the architecture {architecture}; expected is what {law.main} would reach.")
-    expected = law.predict(architecture, text.trigram, text.repetition, choice.ratio)
+    expected = law.predict(architecture, text.trigram, choice.ratio)
     known = by_heart(choice.candidate.parameters, text.train_bytes, choice.tokens / text.train_tokens)
     recipe = picker.recipe(choice.candidate.size, choice.tokens, known, most_tokens)
     return Pick(recipe, text, choice, tokens_per_second, expected, 2 * law.error * expected, remarks)

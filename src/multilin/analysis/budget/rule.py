@@ -81,7 +81,7 @@ class Speed:
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """A candidate, and the tokens to train it on. ratio: of the law; bits per byte without what the text decides."""
+    """A candidate, and the tokens to train it on. ratio: of the law."""
 
     candidate: Candidate
     tokens: int
@@ -133,7 +133,7 @@ def with_vocabulary(one: Candidate, vocab_size: int) -> Candidate:
 
 def choose(
     candidates: Iterable[Candidate], *, law: Law, speed: Speed, seconds: float, train_tokens: int, train_bytes: int,
-    memory: float | None = None,
+    repetition: float = 1.0, memory: float | None = None,
 ) -> Choice:  # fmt: skip
     """The candidate for which the law expects the fewest bits per byte after so many seconds of training, or fewer.
 
@@ -143,6 +143,7 @@ def choose(
         speed: of the machine.
         seconds: of the whole training.
         train_tokens, train_bytes: of the training text.
+        repetition: of the text, see `TextMeasure`.
         memory: bytes that there are; None where the system does not tell.
 
     Raises:
@@ -159,7 +160,7 @@ def choose(
             break
         passes = min(seconds * speed.tokens_per_second(one) / train_tokens, MOST_PASSES)
         lengths = [float(whole) for whole in range(1, MOST_PASSES) if whole < passes] + [passes]
-        ratio, length = min((law.ratio(one.parameters, x * train_bytes, train_bytes), x) for x in lengths)
+        ratio, length = min((law.ratio(one.parameters, x * train_bytes, train_bytes, repetition), x) for x in lengths)
         choice = Choice(one, max(1, round(length * train_tokens)), ratio)
         if best is not None and (one.parameters > train_bytes or ratio > MUCH_WORSE * best.ratio):
             break

@@ -3,6 +3,7 @@
 import json
 import re
 import socket
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -112,6 +113,32 @@ def test_5_done_also_after_an_error(start: Start, run: Run) -> None:
     server.call("POST", "/v1/completions", {"prompt": "abc", "max_tokens": 30}, 500)
     engine.before = None
     assert len(server.post("/v1/completions", prompt="abc", max_tokens=30, **PLAIN)["choices"][0]["text"]) > 0
+
+
+def test_5_an_error_between_prompt_and_text_is_told_to_all(start: Start, run: Run) -> None:
+    """Requests whose prompts were read together do not wait for ever if the first cannot join the batch."""
+    engine = Watched(TorchEngine(run.model))
+    server = start(engine)
+    scheduler = server.service.scheduler
+    joins = iter([True])
+
+    def join(batch: Any, state: Any) -> None:
+        if batch is scheduler._batch and next(joins, False):
+            raise RuntimeError("no memory left")
+        engine.engine.join(batch, state)
+
+    engine.join = join
+    gate = threading.Event()
+    engine.before = gate.wait
+    with ThreadPoolExecutor(4) as pool:
+        body = {"prompt": "abc", "max_tokens": 3, **PLAIN}
+        answers = [pool.submit(httpx.post, server.url + "/v1/completions", json=body, timeout=20) for _ in range(4)]
+        until(lambda: scheduler.counts.waiting + scheduler.counts.running >= 3)
+        gate.set()
+        codes = sorted(answer.result().status_code for answer in answers)
+    assert 500 in codes
+    assert set(codes) <= {200, 500}
+    assert server.post("/v1/completions", **body)["choices"][0]["text"]
 
 
 @pytest.mark.parametrize("engine", ["torch", pytest.param("onnx", marks=pytest.mark.slow)])

@@ -3,12 +3,16 @@
 import dataclasses
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
 import pytest
 
+from multilin.inference.text import TextCodec
 from multilin.serving.folder import Folder
+from multilin.serving.generation import Generation
+from multilin.serving.jobs import Job
 from multilin.serving.turns import Turn, TurnStore, new_id
 from tests.serving.conftest import Server, Start
 
@@ -112,6 +116,54 @@ def test_a_session_is_continued_by_one_request_at_a_time(start: Start) -> None:
     thread.join()
     assert answers[0].status_code == 200
     assert server.post("/v1/completions", **body | {"max_tokens": 1})["session"] == session
+
+
+def test_a_request_that_was_prepared_while_another_one_ended_is_refused(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would go on from a turn that is not the last one any more, and that one would be lost."""
+    server = start()
+    session = server.post("/v1/sessions")["id"]
+    add(server, session, "one")
+    encode, slow, is_encoding = TextCodec.encode, threading.Event(), threading.Event()
+
+    def wait(codec: TextCodec, text: str) -> list[int]:
+        if text == "slow":
+            is_encoding.set()
+            assert slow.wait(20)
+        return encode(codec, text)
+
+    monkeypatch.setattr(TextCodec, "encode", wait)
+    with ThreadPoolExecutor(1) as pool:
+        body = {"prompt": "slow", "session": session, **GREEDY}
+        late = pool.submit(httpx.post, server.url + "/v1/completions", json=body, timeout=30)
+        assert is_encoding.wait(20)
+        add(server, session, "two")
+        slow.set()
+        assert late.result().status_code == 409
+    turns = server.call("GET", f"/v1/sessions/{session}")["turns"]
+    assert [turn["prompt"] for turn in turns] == ["one", "two"]
+    add(server, session, "three")
+
+
+def test_an_answer_can_be_stopped_before_it_begins(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = start()
+    session = server.post("/v1/sessions")["id"]
+    prepare, stopped = server.service._jobs, threading.Event()
+
+    def wait(generation: Generation) -> list[Job]:
+        assert stopped.wait(20)
+        return prepare(generation)
+
+    monkeypatch.setattr(server.service, "_jobs", wait)
+    with ThreadPoolExecutor(1) as pool:
+        body = {"prompt": "abc", "max_tokens": 300, "session": session, "ignore_eos": True}
+        answer = pool.submit(server.post, "/v1/completions", **body)
+        while session not in server.service.busy:
+            time.sleep(0.001)
+        assert server.post(f"/v1/sessions/{session}/stop")["stopped"]
+        stopped.set()
+        assert answer.result()["usage"]["completion_tokens"] < 300
 
 
 def test_a_server_that_starts_again_goes_on(start: Start, tmp_path: Path) -> None:

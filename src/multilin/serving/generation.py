@@ -97,7 +97,7 @@ class Generation:
         self.turn_ids = [new_id("turn") for _ in self.results]
         self.changed, self._next_time = asyncio.Event(), 0.0
         self._timer: asyncio.TimerHandle | None = None
-        self.is_abandoned = False
+        self.is_abandoned = self.is_finished = False
         self._received: deque[tuple[int, Event]] = deque()
         self._begun: float | None = time.monotonic()
 
@@ -124,7 +124,8 @@ class Generation:
         self.changed.set()
 
     def finish(self) -> None:
-        """End the sequences where they are; their turns are kept."""
+        """End the sequences where they are, or as soon as they begin; their turns are kept."""
+        self.is_finished = True
         for job in self.jobs:
             self._scheduler.finish(job)
 

@@ -10,8 +10,8 @@ from multilin.serving.errors import ApiError
 from multilin.serving.generation import Ask, Generation
 from multilin.serving.service import Service
 from multilin.serving.sessions import Session
+from multilin.serving.turns import NOBODY
 
-OWNER = "0" * 16
 SILENCE = 3600.0  # seconds; there is no connection to keep open
 
 
@@ -35,8 +35,8 @@ class LocalChat:
         Raises:
             InputError: the state cannot be used.
         """
-        turns = [] if state is None else [service.import_state(OWNER, state).id]
-        return cls(service, settings, service.sessions.create(OWNER, turns))
+        turns = [] if state is None else [service.import_state(NOBODY, state).id]
+        return cls(service, settings, service.sessions.create(NOBODY, turns))
 
     def answer(self, messages: list[dict[str, str]], write: Callable[[str], object]) -> None:
         """Add messages, and call `write` with each piece of the answer.
@@ -51,10 +51,10 @@ class LocalChat:
 
     async def _answer(self, messages: list[dict[str, str]], write: Callable[[str], object]) -> None:
         service, turns = self._service, self._session.turns
-        before = service.turns.peek(OWNER, turns[-1]) if turns else None
+        before = service.turns.peek(NOBODY, turns[-1]) if turns else None
         settings = dataclasses.replace(self._settings, stop=(*self._settings.stop, *service.layout.stops))
         ask = Ask(
-            "chat", OWNER, [service.chat_prompt(messages, before)], [settings], None,
+            "chat", NOBODY, [service.chat_prompt(messages, before)], [settings], None,
             settings.max_new_tokens or DEFAULT_NEW_TOKENS, session=self._session, is_streamed=True,
         )  # fmt: skip
         self._generation = await service.begin(ask)
@@ -73,7 +73,7 @@ class LocalChat:
 
     def fork(self) -> "LocalChat":
         """Another branch that begins as a copy of this one."""
-        session = self._service.sessions.create(OWNER, list(self._session.turns))
+        session = self._service.sessions.create(NOBODY, list(self._session.turns))
         return LocalChat(self._service, self._settings, session)
 
     def rewind(self, num_turns: int) -> None:
@@ -92,7 +92,7 @@ class LocalChat:
         Raises:
             InputError: there is no answer yet.
         """
-        kept = self._service.turns.get(OWNER, self._session.turns[-1]) if self._session.turns else None
+        kept = self._service.turns.get(NOBODY, self._session.turns[-1]) if self._session.turns else None
         if kept is None:
             raise InputError("turn: the session has no turn yet")
         return kept[1]

@@ -154,12 +154,19 @@ class Scheduler:
         except Exception as error:
             self._fail(jobs, error)
             return
+        ready = []
         for job, read, logits_V in zip(jobs, ids, logits_BV, strict=True):
             job.position += len(read)
             if job.position < len(job.token_ids) and not job.prompt_logprobs:
                 self._reading.append(job)
             else:
+                ready.append((job, logits_V))
+        for number, (job, logits_V) in enumerate(ready):
+            try:
                 self._begin(job, logits_V)
+            except Exception as error:  # the batch may be changed in part
+                self._reset([later for later, _ in ready[number:]], error)
+                return
 
     def _next_prompts(self) -> list[Job]:
         """The prompts to read together: either all are at their beginning, or none is."""

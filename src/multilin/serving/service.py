@@ -103,12 +103,23 @@ class Service:
         if session_id:
             self.busy[session_id] = generation
         try:
+            await asyncio.to_thread(self._check_session, ask)
             generation.jobs = await asyncio.to_thread(self._jobs, generation)
             self.scheduler.submit(generation.jobs)
+            if generation.is_finished:
+                generation.finish()
         except BaseException:
             generation.close()
             raise
         return generation
+
+    def _check_session(self, ask: Ask) -> None:
+        """Refuse a session that another request continued while this one was prepared."""
+        if ask.session is None:
+            return
+        now = self.sessions.get(ask.owner, ask.session.id)
+        if now is None or now.turns != ask.session.turns:
+            raise ApiError(409, f"session: another request has continued {ask.session.id}", "session", "session_busy")
 
     def _jobs(self, generation: Generation) -> list[Job]:
         ask, limits = generation.ask, self.limits

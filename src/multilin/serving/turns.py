@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from multilin.errors import InputError
 from multilin.serving.folder import Folder
 
+NOBODY = "0" * 16  # owner of all turns where there are no keys
 _MODULUS, _FACTOR = 2**61 - 1, 1_000_003_000_031  # of the hash by which turns are found; tokens are then compared
 CLEANING = 60.0  # seconds, at least, between two searches for turns to delete
 log = logging.getLogger("multilin.serve")

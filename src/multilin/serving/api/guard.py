@@ -14,8 +14,8 @@ from multilin.serving.api import page
 from multilin.serving.api.streams import as_api_error, error_response
 from multilin.serving.errors import ApiError
 from multilin.serving.metrics import Metrics
+from multilin.serving.turns import NOBODY
 
-NOBODY = "0" * 16  # owner of all turns where there are no keys
 BODY_BYTES, BODY_SECONDS = 2**24, 30.0  # of a body: the most, and the time for it to arrive
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 OPEN_PATHS = ("/health", *page.PATHS)

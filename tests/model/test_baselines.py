@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 from multilin.errors import InputError
 from multilin.inference.runs import load_run
@@ -126,6 +126,16 @@ def test_a_run_begins_at_the_counts_of_its_text(name: str, tmp_path: Path, monke
     recipe = load_recipe(None, {**again, "output": str(tmp_path / "again")})
     assert recipe.model.architecture == name
     assert torch.equal(train(recipe).model.lm_head.bias, bias)
+
+
+@pytest.mark.parametrize("name", BASELINES)
+def test_smoothed_labels_are_those_of_the_next_tokens(name: str, tmp_path: Path) -> None:
+    model = create_model(name, **SIZES, output_bias="unigram").eval()
+    trainer = Trainer(model, TrainingArguments(str(tmp_path), label_smoothing_factor=0.1, report_to=[]))
+    found = trainer.compute_loss(model, {"input_ids": IDS, "labels": IDS.clone()})
+    logits = model(input_ids=IDS).logits[:, :-1].flatten(0, 1)
+    expected = nn.functional.cross_entropy(logits, IDS[:, 1:].flatten(), label_smoothing=0.1)
+    torch.testing.assert_close(found, expected)
 
 
 def test_gpt2_has_no_scaled_products() -> None:

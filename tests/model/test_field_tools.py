@@ -238,6 +238,29 @@ def test_the_state_after_an_assistant_continues(architecture: str) -> None:
     assert torch.equal(onward, model.generate(tokens, max_new_tokens=15, **GREEDY))
 
 
+def test_an_assistant_begins_where_a_state_ends(architecture: str) -> None:
+    """What the state has read is not read again."""
+    for seed in range(3):
+        torch.manual_seed(seed)
+        model, tokens = make(architecture), ids(1, 20)
+        expected = model.generate(tokens, max_new_tokens=15, **GREEDY)
+        with torch.no_grad():
+            state = model(tokens[:, :15], use_cache=True).past_key_values
+        for options in ({"prompt_lookup_num_tokens": 3}, {"assistant_model": copy.deepcopy(model)}):
+            found = model.generate(tokens, past_key_values=state, max_new_tokens=15, **options, **GREEDY)
+            assert torch.equal(found, expected)
+
+
+def test_embeddings_generate_what_their_tokens_do(architecture: str) -> None:
+    """Also without a cache that is asked for, in which later tokens would have no embeddings before them."""
+    model, tokens = make(architecture), ids(1, 9)
+    expected = model.generate(tokens, max_new_tokens=6, **GREEDY)[:, 9:]
+    embeddings = model.get_input_embeddings()(tokens)
+    for use_cache in (True, False):
+        found = model.generate(inputs_embeds=embeddings, max_new_tokens=6, use_cache=use_cache, **GREEDY)
+        assert torch.equal(found, expected)
+
+
 def test_generation_without_ids_begins_with_the_start_token(architecture: str) -> None:
     model = make(architecture)
     expected = model.generate(torch.tensor([[2]]), max_new_tokens=5, **GREEDY)

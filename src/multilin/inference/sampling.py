@@ -5,10 +5,9 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from multilin.inference.engine import Logits
 from multilin.inference.random_numbers import RandomNumbers
 from multilin.inference.settings import GenerationSettings
-
-Logits = NDArray[np.float32]
 
 
 def choose_tokens(

@@ -66,9 +66,7 @@ def describe_state(state: TextState) -> list[StateTensor]:
             kinds[id(tensor)] = kind, kind == "window" and tensor.ndim >= 3
 
     values, described = state.values, []
-    for part, value in zip(
-        ["embedding", *(f"layers.{index}" for index in range(len(state.layers)))], values, strict=True
-    ):
+    for part, value in zip(state.part_names, values, strict=True):
         map_windows(note, value)
         for name, tensor in named_tensors(value, part):
             kind, is_multiplied = kinds.get(id(tensor), ("count" if "num_read" in name else "summary", False))

@@ -19,6 +19,7 @@ from transformers import (
     LlamaForCausalLM,
     PreTrainedModel,
 )
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from multilin.model.output_bias import FixedBias, FixedBiasLinear
 
@@ -74,3 +75,6 @@ AutoConfig.register(BiasedGPT2Config.model_type, BiasedGPT2Config)
 AutoConfig.register(ScaledLlamaConfig.model_type, ScaledLlamaConfig)
 AutoModelForCausalLM.register(BiasedGPT2Config, BiasedGPT2)
 AutoModelForCausalLM.register(ScaledLlamaConfig, ScaledLlama)
+# Without a name here, Trainer's label smoothing would compare each logit with the token just read, not the next one.
+MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[BiasedGPT2Config.model_type] = BiasedGPT2.__name__
+MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[ScaledLlamaConfig.model_type] = ScaledLlama.__name__

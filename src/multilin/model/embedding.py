@@ -65,9 +65,11 @@ class TokenEmbedding(nn.Module):
             needs_state: whether to return the next state.
 
         Raises:
-            InputError: no token, a text longer than n_positions, or a tensor of another shape.
+            InputError: no row, no token, a text longer than n_positions, or a tensor of another shape.
         """
         num_batch, num_time = tokens.shape[:2]
+        if num_batch == 0:
+            raise InputError("input_ids: no rows given, but at least one is needed")
         if num_time == 0:
             raise InputError("input_ids: no tokens given, but at least one is needed in each row")
         padding_BT = None if mask is None else ~mask

@@ -74,7 +74,9 @@ class StatefulGenerationMixin(GenerationMixin):
                 )
             kwargs["cache_implementation"] = None
         num_before = torch.zeros(1, dtype=torch.long)
-        if _setting("use_cache", settings, kwargs) is not False or kwargs.get("past_key_values") is not None:
+        # Without a state, embeddings would be followed by tokens that stand for themselves alone.
+        is_cached = name == "inputs_embeds" or _setting("use_cache", settings, kwargs) is not False
+        if is_cached or kwargs.get("past_key_values") is not None:
             state = self._open_state(name, tokens, kwargs, new_tokens_only)
             if state.num_tokens is not None and state.num_columns == 0:
                 num_before = state.num_tokens
@@ -156,9 +158,10 @@ class StatefulGenerationMixin(GenerationMixin):
     ) -> dict[str, Any]:
         """As transformers', but all columns that the state has not read yet are read.
 
-        After `TextState.crop` they can be more than transformers counts. Positions are counted by the state.
+        After `TextState.crop` they can be more than transformers counts, and assisted decoding begins without a count.
+        Positions are counted by the state.
         """
-        if next_sequence_length is not None and isinstance(past_key_values, TextState) and inputs_embeds is None:
+        if isinstance(past_key_values, TextState) and inputs_embeds is None:
             next_sequence_length = input_ids.shape[1] - past_key_values.num_columns
         for name in ("position_ids", "tokenizer", "assistant_tokenizer"):  # the latter only generate() itself reads
             kwargs.pop(name, None)

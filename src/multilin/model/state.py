@@ -74,7 +74,8 @@ class TextState(Cache):
         return [self.embedding, *self.layers]
 
     @property
-    def _names(self) -> list[str]:
+    def part_names(self) -> list[str]:
+        """The names of the parts in files."""
         return ["embedding", *(f"layers.{index}" for index in range(len(self.layers)))]
 
     @property
@@ -104,7 +105,7 @@ class TextState(Cache):
 
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Every tensor with its name, `layers.3.queries.logits_BSH`; the tokens of a window are in their order."""
-        for name, value in zip(self._names, self.values, strict=True):
+        for name, value in zip(self.part_names, self.values, strict=True):
             yield from named_tensors(value, name)
 
     def replace_tensors(self, tensors: Mapping[str, Tensor]) -> None:

@@ -180,8 +180,11 @@ class RunTrainer(SavingTrainer):
     def compute_loss(self, model: torch.nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         """The loss of one batch; no state is kept for a text that goes on."""
         inputs = {**inputs, "use_cache": False}
-        if isinstance(model, GPT2LMHeadModel | LlamaForCausalLM) and (inputs["labels"] == IGNORED).float().mean() > 0.5:
-            return loss_of_few(model, inputs, self.args.label_smoothing_factor, kwargs.get("num_items_in_batch"))
+        smoothing = self.args.label_smoothing_factor  # transformers 5.0 does not divide such a loss by all of a step
+        if isinstance(model, GPT2LMHeadModel | LlamaForCausalLM) and (
+            smoothing or (inputs["labels"] == IGNORED).float().mean() > 0.5
+        ):
+            return loss_of_few(model, inputs, smoothing, kwargs.get("num_items_in_batch"))
         return super().compute_loss(model, inputs, *args, **kwargs)
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:

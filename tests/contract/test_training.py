@@ -44,6 +44,21 @@ def test_no_state_is_built_where_none_is_needed(make_model: MakeModel) -> None:
         assert state is None
 
 
+@pytest.mark.slow_for_variants
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float64], ids=str)
+def test_the_default_dtype_changes_nothing(make_model: MakeModel, default: torch.dtype) -> None:
+    ids = random_ids(2, 40)
+    for dtype in (torch.float32, torch.bfloat16):
+        model = without_dropout(make_model(dtype))
+        expected = loss_and_gradients(model, ids)
+        torch.set_default_dtype(default)
+        try:
+            found = loss_and_gradients(model, ids)
+        finally:
+            torch.set_default_dtype(torch.float32)
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
 def test_the_chunked_loss_is_that_of_the_logits(make_model: MakeModel) -> None:
     model, ids = make_model(), random_ids(2, 30)
     labels = ids.clone()

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from multilin.ops.kernels import is_exported
+from multilin.ops.kernels import is_exported, refuse_second_derivative
 
 
 def softmax(scores: Tensor, null_logit: float | None = None) -> Tensor:
@@ -32,6 +32,7 @@ class _Softmax(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *dweights: Tensor) -> tuple[Tensor, None]:
         """p (g - sum p g) with g counted from its value at the largest weight, where the difference would cancel."""
+        refuse_second_derivative("softmax")
         weights, null_weight = ctx.saved_tensors
         origin = dweights[0].gather(-1, weights.argmax(dim=-1, keepdim=True))
         shifted = dweights[0] - origin

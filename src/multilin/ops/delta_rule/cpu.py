@@ -81,6 +81,7 @@ def _rescale(
     dq: Tensor, dk: Tensor, dknown: Tensor, dread: Tensor, q: Tensor, k: Tensor, v: Tensor, from_start: Tensor,
     to_end: Tensor, rates: Tensor,
 ) -> Tensor:  # fmt: skip
-    dots, factors = torch.empty(4, *from_start.shape), [x.flatten() for x in (from_start, to_end, rates)]
+    dots = torch.empty(4, *from_start.shape, dtype=torch.float32)
+    factors = [x.flatten() for x in (from_start, to_end, rates)]
     _launch.launch_parts(_kernels.rescale, q.numel(), *factors, dq, dk, dknown, dread, q, k, v, dots.flatten(1))
     return dots

@@ -13,6 +13,10 @@ _kernels, _launch = LazyModule("multilin.ops.int8.cpu_kernels"), LazyModule("mul
 _COLUMNS = 128  # of one piece of work
 
 
+def _float32(*shape: int) -> Tensor:
+    return torch.empty(shape, dtype=torch.float32)
+
+
 class CpuSteps(PortableSteps):
     """As `PortableSteps`, for float32 and bf16, and not in graphs."""
 
@@ -21,7 +25,7 @@ class CpuSteps(PortableSteps):
     @staticmethod
     def round_rows(x: Tensor, seed: Tensor | None = None) -> Rounded:
         """One scale per row; with a seed rounded without bias."""
-        values, scale = torch.empty(x.shape, dtype=torch.int8), torch.empty(len(x), 1)
+        values, scale = torch.empty(x.shape, dtype=torch.int8), _float32(len(x), 1)
         number = -1 if seed is None else int(seed)
         _launch.launch_parts(_kernels.round_rows, x.numel(), x.contiguous(), number, values, scale)
         return Rounded(values, scale)
@@ -29,7 +33,7 @@ class CpuSteps(PortableSteps):
     @staticmethod
     def round_columns_randomly(x: Tensor, row_scale: Tensor) -> Rounded:
         """The transpose (width, R) of row_scale * x with one scale (width, 1) per column of x, rounded without bias."""
-        values, scale = torch.empty(x.shape, dtype=torch.int8), torch.empty(x.shape[1], 1)
+        values, scale = torch.empty(x.shape, dtype=torch.int8), _float32(x.shape[1], 1)
         inputs = x.contiguous(), row_scale.float().contiguous(), int(draw_seed())
         num_parts = -(-x.shape[1] // _COLUMNS)
         _launch.launch_parts(_kernels.round_columns, x.numel(), *inputs, values, scale, num_parts=num_parts)
@@ -49,7 +53,7 @@ class CpuSteps(PortableSteps):
     def round_pairs(cls, left: Tensor, right: Tensor) -> Rounded:
         """left (R, N, K) and right (R, N, J) to their products (R, N K J), one scale per row."""
         values = torch.empty((len(left), num_pairs(left, right)), dtype=torch.int8)
-        scale = torch.empty(len(left), 1)
+        scale = _float32(len(left), 1)
         factors = (x.float().contiguous() for x in (left, right))
         _launch.launch_parts(_kernels.round_pairs, values.numel(), *factors, values, scale)
         return Rounded(values, scale)
@@ -59,7 +63,7 @@ class CpuSteps(PortableSteps):
         cls, product: Tensor, row_scale: Tensor, factor: Tensor, left: Tensor, right: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Gradients of left and right from that of the pairs, product * row_scale * factor."""
-        dleft, dright = torch.empty(left.shape), torch.empty(right.shape)
+        dleft, dright = _float32(*left.shape), _float32(*right.shape)
         inputs = (x.float().contiguous() for x in (row_scale * factor, left, right))
         _launch.launch_parts(_kernels.contract_pairs, product.numel(), product.contiguous(), *inputs, dleft, dright)
         return dleft.to(left.dtype), dright.to(right.dtype)

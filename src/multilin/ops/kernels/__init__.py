@@ -69,6 +69,16 @@ def needs_gradients(*inputs: object) -> bool:
     return torch.is_grad_enabled() and any([x.requires_grad for x in inputs if isinstance(x, Tensor)])  # noqa: C419 (faster)
 
 
+def refuse_second_derivative(name: str) -> None:
+    """For the backward pass of an op that would leave a part of the second derivative out.
+
+    Raises:
+        RuntimeError: a graph is made of the gradient.
+    """
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        raise RuntimeError(f"{name} is differentiable once; its gradient was taken with create_graph=True")
+
+
 def is_traced(*inputs: object) -> bool:
     """True if a graph is made of a call with these inputs, so that it must consist of known operators."""
     if torch.compiler.is_compiling():

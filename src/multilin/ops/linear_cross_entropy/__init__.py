@@ -8,7 +8,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from multilin.ops.dispatch import Backend, Op, cpu_kernels, result_dtype
-from multilin.ops.kernels import MANY_NUMBERS, is_traced, refuses_eager
+from multilin.ops.kernels import MANY_NUMBERS, is_traced, refuse_second_derivative, refuses_eager
 from multilin.ops.linear_cross_entropy import cpu, portable
 from multilin.ops.linear_cross_entropy.portable import IGNORED
 
@@ -142,5 +142,6 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *dtotals: Tensor) -> tuple[Tensor | None, ...]:
         """The kept gradients times that of the total."""
+        refuse_second_derivative("linear_cross_entropy")
         gradients = [None if g is None else g * dtotals[0].to(g.dtype) for g in ctx.saved_tensors]
         return *gradients, None, None

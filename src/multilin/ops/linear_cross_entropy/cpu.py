@@ -24,10 +24,10 @@ def losses_and_gradient(
     threads = _launch.num_threads(logits_NV.numel())
     losses_N = torch.empty(num_rows, dtype=torch.float32)
     has_dbias = makes_gradient and bias_V is not None and bias_V.requires_grad
-    dbias = torch.zeros(threads, width if has_dbias else 0)
+    dbias = torch.zeros(threads, width if has_dbias else 0, dtype=torch.float32)
     bias = None if bias_V is None else bias_V.detach().float().contiguous()
     _launch.launch_parts(
         _kernels.forward, logits_NV.numel(), logits_NV, bias, targets_N, IGNORED, makes_gradient, losses_N,
-        torch.empty(threads, width), dbias, float(label_smoothing),
+        torch.empty(threads, width, dtype=torch.float32), dbias, float(label_smoothing),
     )  # fmt: skip
     return losses_N, logits_NV, dbias.sum(dim=0) if dbias.numel() else None

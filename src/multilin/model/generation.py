@@ -150,7 +150,7 @@ class StatefulGenerationMixin(GenerationMixin):
     def prepare_inputs_for_generation(
         self,
         input_ids: Tensor,
-        next_sequence_length: int | None = None,
+        next_sequence_length: int | None = 0,
         past_key_values: TextState | None = None,
         attention_mask: Tensor | None = None,
         inputs_embeds: Tensor | None = None,
@@ -158,10 +158,10 @@ class StatefulGenerationMixin(GenerationMixin):
     ) -> dict[str, Any]:
         """As transformers', but all columns that the state has not read yet are read.
 
-        After `TextState.crop` they can be more than transformers counts, and assisted decoding begins without a count.
-        Positions are counted by the state.
+        After `TextState.crop` they can be more than transformers counts; assisted decoding begins with None, not with
+        a count. Nothing is given for a piece of a prompt, whose columns are all read. Positions are counted by the state.
         """
-        if isinstance(past_key_values, TextState) and inputs_embeds is None:
+        if next_sequence_length != 0 and isinstance(past_key_values, TextState) and inputs_embeds is None:
             next_sequence_length = input_ids.shape[1] - past_key_values.num_columns
         for name in ("position_ids", "tokenizer", "assistant_tokenizer"):  # the latter only generate() itself reads
             kwargs.pop(name, None)

@@ -85,6 +85,7 @@ class LocalChat:
         if num_turns > len(self._session.turns):
             raise InputError(f"turns: {num_turns} given, but the session has {len(self._session.turns)}")
         self._session.turns = self._session.turns[:-num_turns]
+        self._service.sessions.save(self._session)
 
     def state(self) -> bytes:
         """The content of a state file.

@@ -108,8 +108,11 @@ def test_links_are_followed_and_permissions_kept(tmp_path: Path) -> None:
 def test_a_new_file_has_the_permissions_of_any_other(tmp_path: Path) -> None:
     with atomic_file(tmp_path / "tensors") as partial:
         save_file({"x": torch.zeros(1)}, partial)
+    with atomic_folder(tmp_path / "folder") as partial:
+        save_file({"x": torch.zeros(1)}, partial / "tensors")
     (tmp_path / "other").touch()
-    assert (tmp_path / "tensors").stat().st_mode == (tmp_path / "other").stat().st_mode
+    modes = {(tmp_path / name).stat().st_mode for name in ("tensors", "folder/tensors", "other")}
+    assert len(modes) == 1
 
 
 @pytest.fixture

@@ -138,6 +138,13 @@ def test_a_refusal_names_the_field(server: Server, name: str) -> None:
     assert error["message"].startswith(f"{param}: ")
 
 
+def test_an_answer_ends_where_the_model_reads_no_further(server: Server) -> None:
+    """Also without `max_tokens`, which is then as many as there is room for, and no more than usual."""
+    body = {"prompt": "a" * (LONGEST - 5), "ignore_eos": True, "store": False}
+    assert server.post("/v1/completions", **body)["usage"]["completion_tokens"] == 5
+    assert server.post("/v1/completions", **body | {"prompt": "a"})["usage"]["completion_tokens"] == 16
+
+
 def test_a_prompt_may_be_as_long_as_the_server_allows(start: Start) -> None:
     brief = start(max_prompt=8)
     brief.post("/v1/completions", prompt="abcdefg", max_tokens=2)  # with the token of its start
@@ -166,6 +173,11 @@ def test_pages_elsewhere_are_let_in_only_where_they_are_named(server: Server, st
     named = start(origins=["https://example.org"])
     allowed = httpx.get(f"{named.url}/v1/models", headers=origin).headers
     assert allowed["access-control-allow-origin"] == "https://example.org"
+    strict = start(is_loopback=True)
+    assert strict.call("POST", "/v1/sessions", headers=origin, status=403)["error"]["param"] == "origin"
+    assert strict.call("GET", "/v1/sessions")["data"] == []
+    strict.call("POST", "/v1/sessions", headers={"Origin": strict.url})
+    start(is_loopback=True, origins=["https://example.org"]).call("POST", "/v1/sessions", headers=origin)
 
 
 def test_the_examples_of_the_docs(server: Server, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -17,7 +17,9 @@ from typing import Any
 import httpx
 import pytest
 
+from multilin.data.tokenizers import train_tokenizer
 from multilin.inference.runs import Run
+from multilin.model.factory import create_model
 from tests.serving.conftest import Server, Start
 
 Launch = Callable[..., tuple[str, subprocess.Popen[str]]]
@@ -200,3 +202,16 @@ def test_mistakes_of_the_command_line(
             assert main(["serve", str(run.folder), *arguments]) == 2
             assert words in capsys.readouterr().err
     assert main(["serve", os.devnull]) == 2
+
+
+def test_models_of_other_packages_are_not_served(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from multilin.cli.main import main
+
+    tokenizer = train_tokenizer([""], "byte", None)
+    create_model("gpt2", hidden_size=8, num_layers=1, vocab_size=len(tokenizer), n_positions=16).save_pretrained(
+        tmp_path
+    )
+    tokenizer.save_pretrained(tmp_path)
+    for verb in (["serve", str(tmp_path), "--port", "0"], ["chat", str(tmp_path)]):
+        assert main(verb) == 2
+        assert "run: a gpt2 model keeps no state" in capsys.readouterr().err

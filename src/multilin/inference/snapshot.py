@@ -7,7 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
+from multilin.errors import InputError
 from multilin.inference.state_contents import StateContents, StateOwner, StateTensor
 from multilin.inference.state_file import digest, read_state, write_state
 from multilin.model import MultilinForCausalLM, TextState
@@ -48,8 +50,15 @@ def model_hash(model: MultilinForCausalLM) -> str:
     return digest(json.dumps(model.config.layers, sort_keys=True), tensors)
 
 
-def state_owner(model: MultilinForCausalLM) -> StateOwner:
-    """The description of this model's state files."""
+def state_owner(model: PreTrainedModel) -> StateOwner:
+    """The description of this model's state files.
+
+    Raises:
+        InputError: a model of another package, such as GPT-2.
+    """
+    if not isinstance(model, MultilinForCausalLM):
+        kind = model.config.model_type
+        raise InputError(f"run: a {kind} model keeps no state; only models of this package are served and talked with")
     tensors = describe_state(example_state(model))
     return StateOwner(model_hash(model), model.config.vocab_size, model.config.n_positions, tensors)
 

@@ -158,8 +158,8 @@ class StatefulGenerationMixin(GenerationMixin):
     ) -> dict[str, Any]:
         """As transformers', but all columns that the state has not read yet are read.
 
-        After `TextState.crop` they can be more than transformers counts; assisted decoding begins with None, not with
-        a count. Nothing is given for a piece of a prompt, whose columns are all read. Positions are counted by the state.
+        After `TextState.crop` they can be more than transformers counts; assisted decoding begins with None instead of
+        a count, and none is given for a piece of a prompt, which is read whole. Positions are counted by the state.
         """
         if next_sequence_length != 0 and isinstance(past_key_values, TextState) and inputs_embeds is None:
             next_sequence_length = input_ids.shape[1] - past_key_values.num_columns

@@ -41,7 +41,7 @@ def create_app(
         service: the model with its turns and sessions.
         keys: a request must have one of these; with none, everybody is let in.
         origins: origins of other pages that may call the server.
-        is_loopback: answer only requests whose Host header names this machine.
+        is_loopback: answer only requests whose Host header names this machine, and only pages from here or `origins`.
         load_run: loads the PyTorch model, which computes the weights of `/reading`; None for an export, which has none.
     """
     app = FastAPI(title="multilin", version=multilin.__version__, docs_url=None, redoc_url=None)
@@ -50,7 +50,7 @@ def create_app(
         app.include_router(router)
     for kind in (RequestValidationError, HTTPException, ApiError, InputError, Exception):
         app.add_exception_handler(kind, _refuse)
-    guarded: ASGIApp = Guard(app, service.metrics, keys, is_loopback=is_loopback)
+    guarded: ASGIApp = Guard(app, service.metrics, keys, origins, is_loopback=is_loopback)
     if origins:
         guarded = CORSMiddleware(guarded, allow_origins=list(origins), allow_methods=["*"], allow_headers=["*"])
     return guarded

@@ -29,12 +29,15 @@ class Guard:
         app: the application behind it.
         metrics: counts the answers.
         keys: a request must have one of these; with none, everybody is let in.
-        is_loopback: refuse requests whose Host header does not name this machine. Another site could make such requests
-            from a browser here, with a domain of its own for this address.
+        origins: of other pages that may make requests; `*` is any.
+        is_loopback: refuse requests whose Host header does not name this machine, and those of other pages. Another
+            site could make them from a browser here, the former with a domain of its own for this address.
     """
 
-    def __init__(self, app: ASGIApp, metrics: Metrics, keys: Sequence[str], *, is_loopback: bool) -> None:
-        self.app, self.metrics, self.is_loopback = app, metrics, is_loopback
+    def __init__(
+        self, app: ASGIApp, metrics: Metrics, keys: Sequence[str], origins: Sequence[str], *, is_loopback: bool
+    ) -> None:
+        self.app, self.metrics, self.origins, self.is_loopback = app, metrics, origins, is_loopback
         self._keys = [hashlib.sha256(key.encode()).digest() for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -64,6 +67,10 @@ class Guard:
         name = re.sub(r":\d+$", "", connection.headers.get("host", ""))
         if self.is_loopback and name not in LOOPBACK:
             raise ApiError(400, f"host: {name!r:.80} given, but this server is for this machine only", "host")
+        origin = connection.headers.get("origin")
+        is_foreign = origin is not None and origin.partition("://")[2] != connection.headers.get("host")
+        if self.is_loopback and is_foreign and not {origin, "*"} & set(self.origins):
+            raise ApiError(403, f"origin: {origin!r:.80} given, but --cors does not name it", "origin")
         if not self._keys:
             return NOBODY
         given = connection.headers.get("authorization", "").removeprefix("Bearer ")

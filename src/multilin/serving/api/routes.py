@@ -52,11 +52,10 @@ async def completions(body: CompletionRequest, service: Served, owner: Owner) ->
     prompts = await asyncio.to_thread(_prompts, service, body, before)
     if session is not None and len(prompts) * (body.n or 1) > 1:
         raise ApiError(400, "session: only one text can go on with a session; give one prompt and n 1", "session")
-    max_tokens = COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
-    if max_tokens == 0 and not body.echo:
+    if body.max_tokens == 0 and not body.echo:
         raise ApiError(400, "max_tokens: 0 given, but without echo it should be at least 1", "max_tokens")
     ask = _ask(
-        body, owner, "completion", prompts, max_tokens, session, num_choices=body.n or 1,
+        body, owner, "completion", prompts, body.max_tokens, session, num_choices=body.n or 1,
         num_logprobs=body.logprobs, prompt_logprobs=bool(body.echo) and body.logprobs is not None,
     )  # fmt: skip
     without_first: tuple[list[int], ...] = ([], [service.codec.end_id])
@@ -242,5 +241,6 @@ def _ask(
     if max_tokens == 0 and kind != "completion":
         raise ApiError(400, "max_tokens: 0 given, but it should be at least 1", "max_tokens")
     settings = [body.settings(stops, index) for index in range(num_choices)]
-    return Ask(kind, owner, prompts, settings, max_tokens, CHAT_TOKENS, num_logprobs, prompt_logprobs,
+    default = COMPLETION_TOKENS if kind == "completion" else CHAT_TOKENS
+    return Ask(kind, owner, prompts, settings, max_tokens, default, num_logprobs, prompt_logprobs,
                body.store is not False, session, bool(body.stream))  # fmt: skip

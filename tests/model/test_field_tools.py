@@ -261,6 +261,12 @@ def test_embeddings_generate_what_their_tokens_do(architecture: str) -> None:
         assert torch.equal(found, expected)
 
 
+@pytest.mark.parametrize(("shape", "words"), [((0, 5), "no rows given"), ((2, 0), "no tokens given")])
+def test_a_batch_of_nothing_is_refused(architecture: str, shape: tuple[int, int], words: str) -> None:
+    with pytest.raises(InputError, match=f"input_ids: {words}"):
+        make(architecture)(torch.zeros(shape, dtype=torch.long))
+
+
 def test_generation_without_ids_begins_with_the_start_token(architecture: str) -> None:
     model = make(architecture)
     expected = model.generate(torch.tensor([[2]]), max_new_tokens=5, **GREEDY)

@@ -1,4 +1,4 @@
-"""Ten faults that other servers shipped."""
+"""Ten faults that other servers shipped, and one of our own."""
 
 import json
 import re
@@ -115,7 +115,7 @@ def test_5_done_also_after_an_error(start: Start, run: Run) -> None:
     assert len(server.post("/v1/completions", prompt="abc", max_tokens=30, **PLAIN)["choices"][0]["text"]) > 0
 
 
-def test_5_an_error_between_prompt_and_text_is_told_to_all(start: Start, run: Run) -> None:
+def test_an_error_between_prompt_and_text_is_told_to_all(start: Start, run: Run) -> None:
     """Requests whose prompts were read together do not wait for ever if the first cannot join the batch."""
     engine = Watched(TorchEngine(run.model))
     server = start(engine)

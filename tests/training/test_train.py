@@ -19,7 +19,7 @@ from multilin.training.progress import TrainingProgress
 from multilin.training.recipe import load_recipe
 from multilin.training.run_folder import RunFolder
 from multilin.training.trainer import train
-from multilin.training.transformers_trainer import loss_of_few
+from multilin.training.transformers_trainer import baseline_loss
 from tests.training.conftest import Tiny, metrics
 
 
@@ -61,11 +61,11 @@ def test_few_targets_have_the_loss_and_gradients_of_transformers(name: str, conf
     inputs = {"input_ids": ids, "labels": ids.where(torch.rand(3, 24) < 0.2, -100), "use_cache": False}
     expected = model(**inputs).loss
     gradients = torch.autograd.grad(expected, list(model.parameters()))
-    found = loss_of_few(model, inputs)
+    found = baseline_loss(model, inputs)
     torch.testing.assert_close(found, expected)
     torch.testing.assert_close(torch.autograd.grad(found, list(model.parameters())), gradients)
     torch.testing.assert_close(
-        loss_of_few(model, inputs, num_items=7), expected * (inputs["labels"][:, 1:] >= 0).sum() / 7
+        baseline_loss(model, inputs, num_items=7), expected * (inputs["labels"][:, 1:] >= 0).sum() / 7
     )
 
 

@@ -132,7 +132,7 @@ def atomic_folder(path: str | Path, partial: Path | None = None) -> Iterator[Pat
             yield partial
             files = [file for file in partial.rglob("*") if file.is_file()]
             for file in files:  # safetensors makes files that only their owner may read
-                file.chmod(file.stat().st_mode | partial.stat().st_mode & 0o666)
+                file.chmod(file.stat().st_mode | (partial.stat().st_mode & 0o666))
             _flush_to_disk(*files, partial)
             if target.exists():
                 replaced = partial_path(target)

@@ -37,14 +37,12 @@ class Service:
         limits: limits of requests and of what is kept.
 
     Raises:
-        InputError: a model without states, or a store that cannot be opened.
+        InputError: a store that cannot be opened.
     """
 
     def __init__(
         self, engine: Engine, codec: TextCodec, owner: StateOwner, folder: Path, name: str | None, limits: ServeLimits
     ) -> None:
-        if not engine.keeps_states:
-            raise InputError(f"run: a {engine.kind} model keeps no state; only models of this package are served")
         self.engine, self.codec, self.owner, self.limits = engine, codec, owner, limits
         self.name, self.layout = name or folder.resolve().name, open_layout(codec, folder)
         store = None if limits.sessions is None else Folder(f"{limits.sessions}/{owner.hash[:16]}")
@@ -114,12 +112,12 @@ class Service:
         return generation
 
     def _check_session(self, ask: Ask) -> None:
-        """Refuse a session that another request continued while this one was prepared."""
+        """Refuse a session that another request continued, rewound or deleted while this one was prepared."""
         if ask.session is None:
             return
         now = self.sessions.get(ask.owner, ask.session.id)
         if now is None or now.turns != ask.session.turns:
-            raise ApiError(409, f"session: another request has continued {ask.session.id}", "session", "session_busy")
+            raise ApiError(409, f"session: another request has changed {ask.session.id}", "session", "session_busy")
 
     def _jobs(self, generation: Generation) -> list[Job]:
         ask, limits = generation.ask, self.limits

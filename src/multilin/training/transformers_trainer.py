@@ -180,11 +180,11 @@ class RunTrainer(SavingTrainer):
     def compute_loss(self, model: torch.nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         """The loss of one batch; no state is kept for a text that goes on."""
         inputs = {**inputs, "use_cache": False}
-        smoothing = self.args.label_smoothing_factor  # transformers 5.0 does not divide such a loss by all of a step
-        if isinstance(model, GPT2LMHeadModel | LlamaForCausalLM) and (
-            smoothing or (inputs["labels"] == IGNORED).float().mean() > 0.5
-        ):
-            return loss_of_few(model, inputs, smoothing, kwargs.get("num_items_in_batch"))
+        smoothing = self.args.label_smoothing_factor
+        # Trainer of transformers 5.0 divides a smoothed loss by the tokens of one pass, not by those of the whole step.
+        is_special = smoothing > 0 or (inputs["labels"] == IGNORED).float().mean() > 0.5
+        if isinstance(model, GPT2LMHeadModel | LlamaForCausalLM) and is_special:
+            return baseline_loss(model, inputs, smoothing, kwargs.get("num_items_in_batch"))
         return super().compute_loss(model, inputs, *args, **kwargs)
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
@@ -234,12 +234,12 @@ class RunTrainer(SavingTrainer):
         return SequentialSampler(self.order)
 
 
-def loss_of_few(
+def baseline_loss(
     model: PreTrainedModel, inputs: Mapping[str, Any], label_smoothing: float = 0.0, num_items: Any = None
 ) -> torch.Tensor:
-    """The loss of one of transformers' models where most tokens have no target, without their logits.
+    """The loss of one of transformers' models as ours compute theirs: never all logits, and none without a target.
 
-    Our models leave these out themselves; so a recall task takes each model as long as its layers do.
+    So a recall task, in which most tokens have no target, takes each model as long as its layers do.
 
     Args:
         model: GPT-2 or Llama.

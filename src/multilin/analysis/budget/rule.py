@@ -81,7 +81,7 @@ class Speed:
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """A candidate, and the tokens to train it on. ratio: of the law."""
+    """A candidate, and the tokens to train it on. ratio: see `Law.ratio`."""
 
     candidate: Candidate
     tokens: int

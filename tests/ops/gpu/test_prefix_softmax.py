@@ -53,16 +53,17 @@ def test_it_is_the_definition_in_half_precision(window: int | None, dtype: torch
         check(Case("peaked", (1, 37, 1, 9), dtype, window, **options), device)
 
 
-@pytest.mark.parametrize(("window", "parts"), [(None, 3), (64, 8), (128, 8)])
+@pytest.mark.parametrize(("window", "parts", "whole"), [(None, 3, 3), (64, 16, 3), (128, 16, 7), (71, 16, 3)])
 @pytest.mark.parametrize("name", ["random", "spikes"])
-def test_time_is_cut_in_parts_where_texts_and_heads_are_few(
-    name: str, window: int | None, parts: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+def test_time_is_cut_in_parts(
+    name: str, window: int | None, parts: int, whole: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The whole past, and windows that take in several parts."""
+    """The whole past where texts and heads are few; windows that take in several parts as a whole."""
     use_processors(monkeypatch, 40)
     monkeypatch.setattr(gpu, "CHUNK", CHUNK)
     shape = (1, 250, 1, 5)
-    assert gpu.plan(torch.empty(shape), window).parts == parts
+    cut = gpu.plan(torch.empty(shape), window)
+    assert (cut.parts, cut.whole) == (parts, whole)
     for options in ({}, *everything(window)):
         check(Case(name, shape, window=window, share=0.01, **options), device)
 
@@ -74,7 +75,7 @@ def test_time_and_wide_heads_are_cut(window: int | None, device: torch.device, m
     shape = (1, 250, 1, 150)
     cut = gpu.plan(torch.empty(shape), window)
     assert cut.splits > 1
-    assert cut.parts > -(-250 // (window or 250))
+    assert cut.parts > 1
     check(Case("random", shape, torch.bfloat16, window, packed=True, share=0.01, null=0.3), device)
 
 

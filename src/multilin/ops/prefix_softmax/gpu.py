@@ -1,7 +1,7 @@
 """Starting the GPU kernels of the running softmax mean: division of the work, results and scratch.
 
 The formulas are in `gpu_math`, the kernels in `gpu_forward` and `gpu_backward`. Over the whole past each value is read
-once forward, with a window up to three times, and once more where time is cut as texts and heads are few.
+once forward, and once more where time is cut as texts and heads are few; with a window two to four times.
 """
 
 from typing import Any, NamedTuple
@@ -51,39 +51,35 @@ class Plan(NamedTuple):
     width: int  # of the slice of D that one program takes
     splits: int  # their number
     parts: int  # of the time
-    length: int  # of a part; a window is as long as one or several parts, or shorter than a chunk
-    chunks: int  # of a part that there is scratch for
-    apart: int  # positions from a part to the one in which its windows end; the parts between are read as a whole
+    length: int  # of a part; with a window a chunk
+    whole: int  # parts before a part's own that all of its positions read as a whole
+    apart: int  # with a window: positions from a chunk to the oldest one that it reads
 
 
 def plan(values: Tensor, window: int | None) -> Plan:
-    """As few cuts as fill the card: a program reads time in order, which is fastest, if there are enough of them."""
+    """Over the whole past as few parts as fill the card, since a program reads time in order."""
     B, T, H, D = values.shape
     processors = _launch.num_processors(values.device)
     width = _launch.block_of(D, 128)
-    apart = length = T if window is None else max(window, CHUNK)
-    parts = -(-T // length)
+    parts = 1 if window is None else -(-T // CHUNK)
     if width > 64 and B * H * parts * -(-D // width) < 0.75 * processors:
         width = 64
     splits = -(-D // width)
+    if window is not None:
+        return Plan(B, width, splits, parts, CHUNK, max(window // CHUNK - 1, 0), -(-window // CHUNK) * CHUNK)
     programs = B * H * splits
-    if window is None and programs < 0.75 * processors:
+    if programs < 0.75 * processors:
         parts = max(1, min(-(-4 * processors // programs), MAX_PARTS, T // (4 * CHUNK)))
-        length = -(-T // (parts * CHUNK)) * CHUNK
-        parts = -(-T // length)
-    if window is not None and programs * parts < 0.75 * processors:
-        # A window must be a number of whole parts, and a part one of whole chunks: other windows are not cut.
-        while programs * parts < 4 * processors and length % (4 * CHUNK) == 0 and MAX_PARTS * length >= 2 * T:
-            length //= 2
-            parts = -(-T // length)
-    return Plan(B, width, splits, parts, length, -(-length // CHUNK), apart)
+    length = -(-T // (parts * CHUNK)) * CHUNK
+    parts = -(-T // length)
+    return Plan(B, width, splits, parts, length, parts, 0)
 
 
 def _constants(cut: Plan, window: int | None) -> tuple[dict[str, Any], dict[str, Any]]:
     """Constants of all kernels over parts of time, and further ones of `forward` and `backward`."""
-    parts = 1 if cut.apart == cut.length else 1 << (cut.parts - 1).bit_length()
-    kind = {"WINDOWED": window is not None, "CARRIES": window is None or cut.chunks > 1}
-    return {"CHUNK": CHUNK, "BLOCK_D": cut.width, "PARTS": parts}, kind
+    num_old = 0 if window is None else 1 if cut.apart == CHUNK or window % CHUNK == 0 else 2
+    kind = {"NUM_OLD": num_old, "CARRIES": window is None or cut.whole > 0}
+    return {"CHUNK": CHUNK, "BLOCK_D": cut.width}, kind
 
 
 def forward(
@@ -120,15 +116,15 @@ def _forward(
     (constants, kind), grid = _constants(cut, window), (cut.splits * H * cut.parts * B,)
     inputs = (*_rows(logits), *_rows(values))
     tokens: _Tensors = (None, None, None)
-    if constants["PARTS"] > 1:
+    if cut.parts > 1 and cut.whole > 0:
         tokens = _scalars_and_vectors(values, B, cut.parts, H)
         _forwards.summarize[grid](*inputs, texts, tokens, T, H, D, cut, **constants)
     rows, past, past_means = kept
     before = (None, None, None) if past is None or window is not None else (*past, past_means)
     _forwards.forward[grid](
-        *inputs, *_rows(own), texts, state, tokens, _room_for_chunks(values, cut, window), *_rows(dmeans), means, final,
-        (None, None) if rows is None else (*rows,), before, deltas, T, H, D, cut, -(-T // CHUNK) + 1,
-        window or 0, null, **constants, **kind,
+        *inputs, *_rows(own), texts, state, tokens, *_rows(dmeans), means, final,
+        (None, None) if rows is None else (*rows,), before, deltas, T, H, D, cut, -(-T // CHUNK) + 1, window or 0, null,
+        **constants, **kind,
     )  # fmt: skip
 
 
@@ -150,7 +146,7 @@ def backward(
         _forward(
             logits, values, None, texts, (None, None), dmeans, None, (None, None), (None,) * 3, deltas, window, null
         )
-    if constants["PARTS"] > 1:
+    if cut.parts > 1 and cut.whole > 0:
         low, flow = _scalars_and_vectors(values, B, cut.parts, H)[1:]
         numbers = [_float32(values, cut.splits, B, cut.parts, H) for _ in range(3)]
         sums, ends = ((low, flow, None), (*numbers,)) if window is None else ((low, flow, numbers[0]), ends)
@@ -161,14 +157,13 @@ def backward(
     dlogits, down, dstate_logits = slices
     dstate = (dstate_logits, dstate_values) if dstate_logits.numel() else (None, None)
     _backwards.backward[grid](
-        *_rows(logits), *_rows(values), *_rows(own), texts, *_rows(dmeans), dfinal, sums,
-        _room_for_chunks(values, cut, window), rows, past, deltas, gradients[1], dlogits, down,
-        dstate, ends, T, H, D, cut, -(-T // CHUNK) + 1, window or 0, **constants, **kind,
+        *_rows(logits), *_rows(values), *_rows(own), texts, *_rows(dmeans), dfinal, sums, rows, past, deltas,
+        gradients[1], dlogits, down, dstate, ends, T, H, D, cut, -(-T // CHUNK) + 1, window or 0, **constants, **kind,
     )  # fmt: skip
     if ends[0] is not None:
         _backwards.subtract_lost[grid](
             *_rows(logits), texts, past, dlogits, dstate, ends, T, H, cut, -(-T // CHUNK) + 1,
-            CHUNK=CHUNK, PARTS=constants["PARTS"],
+            CHUNK=CHUNK, MAX_PARTS=MAX_PARTS,
         )  # fmt: skip
     if cut.splits > 1:
         for total, parts in zip(totals, slices, strict=True):
@@ -182,13 +177,6 @@ def _float32(values: Tensor, *shape: int) -> Tensor:
 def _scalars_and_vectors(values: Tensor, *shape: int) -> _Tensors:
     """Scratch for two numbers and a vector, of this shape each."""
     return *(_float32(values, *shape) for _ in range(2)), _float32(values, *shape, values.shape[-1])
-
-
-def _room_for_chunks(values: Tensor, cut: Plan, window: int | None) -> _Tensors:
-    """Scratch for every chunk of every part, head and slice of D, where parts have more than one."""
-    if window is None or cut.chunks == 1:
-        return None, None, None
-    return _scalars_and_vectors(values, cut.splits, cut.batch, values.shape[2], cut.parts, cut.chunks)
 
 
 def _rows(tensor: Tensor | None) -> tuple[Any, ...]:

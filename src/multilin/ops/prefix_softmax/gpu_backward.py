@@ -4,10 +4,9 @@ Over the whole past the means of a chunk are computed again from those kept befo
 rows of each part are summed up by one row first. That takes dy alone: the later parts' term in the gradients of logits,
 one number per head, is subtracted at the end.
 
-With a window the products dy_t . y_t come from the forward kernel. Token j is read by the rest of its own part, by the
-parts between as a whole, and in the next part, which begins a window after its own, by the rows before j + window: two
-triangles per chunk, and beyond them two rows, one for the later chunks of the own part and the parts between, one for
-the earlier chunks of the next part.
+With a window the products dy_t . y_t come from the forward kernel. A token is read by the rest of its own chunk; by the
+chunks after it whose windows take in all of its chunk, one row each; and by some rows of the one or two chunks after
+those: triangles of weights.
 """
 
 import triton
@@ -16,32 +15,22 @@ import triton.language as tl
 from multilin.ops.kernels.gpu_launch import autotuned
 from multilin.ops.kernels.gpu_tiles import dot, finite, load_row, load_tile, narrow, store_tile
 from multilin.ops.prefix_softmax.gpu_math import (
+    TOKENS,
     UNSPECIALIZED,
     WAYS,
     absorb_rows,
     load_texts,
     of_text,
     place,
-    store_token,
     text_at,
 )
 
 
-@triton.jit
-def absorb_chunk(low, b_flow, lost, p_tops, p_scales, p_deltas, p_dmeans, dmeans_t, p_text, text, o_t, m_t, o_d, m_d):
-    """Merge one row with those of a chunk that belong to this text; without deltas nothing is lost."""
-    b_tops = load_row(p_tops, o_t, m_t, 1, float("inf"))
-    b_tops = of_text(b_tops, load_texts(p_text, o_t, m_t), text, float("inf"))
-    b_scales, b_dmeans = load_row(p_scales, o_t, m_t, 1, 0.0), load_tile(p_dmeans, o_t, m_t, dmeans_t, o_d, m_d)
-    b_deltas = 0.0 if p_deltas is None else load_row(p_deltas, o_t, m_t, 1, 0.0)
-    return absorb_rows(low, b_flow, lost, b_tops, b_scales, b_dmeans, b_deltas)
-
-
-@autotuned(WAYS, key=["H", "D", "CHUNK", "BLOCK_D", "PARTS"])
+@autotuned(WAYS, key=["H", "D", "CHUNK", "BLOCK_D"])
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def summarize_rows(
     p_dmeans, s_dmeans, p_texts, rows, p_deltas, sums, T, H, D, cut,
-    CHUNK: tl.constexpr, BLOCK_D: tl.constexpr, PARTS: tl.constexpr,
+    CHUNK: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Each part's rows as one, into (lows, flows, lost): only rows that still read tokens before the part."""
     i_split, i_h, i_part, i_b, first, last, o_d, m_d = place(T, H, D, cut, BLOCK_D)
@@ -54,10 +43,15 @@ def summarize_rows(
     low, b_flow, lost = float("inf"), tl.zeros((BLOCK_D,), tl.float32), 0.0
     for start in range(first, last, CHUNK):
         o_t = start + tl.arange(0, CHUNK)
-        low, b_flow, lost = absorb_chunk(
-            low, b_flow, lost, rows[0] + o_row, rows[1] + o_row, p_deltas, p_dmeans, s_dmeans[1], p_text, text,
-            o_t, o_t < last, o_d, m_d,
-        )  # fmt: skip
+        m_t = o_t < last
+        b_tops = load_row(rows[0] + o_row, o_t, m_t, 1, float("inf"))
+        b_tops = of_text(b_tops, load_texts(p_text, o_t, m_t), text, float("inf"))
+        b_scales, b_dmeans = (
+            load_row(rows[1] + o_row, o_t, m_t, 1, 0.0),
+            load_tile(p_dmeans, o_t, m_t, s_dmeans[1], o_d, m_d),
+        )
+        b_deltas = 0.0 if p_deltas is None else load_row(p_deltas, o_t, m_t, 1, 0.0)
+        low, b_flow, lost = absorb_rows(low, b_flow, lost, b_tops, b_scales, b_dmeans, b_deltas)
     o_part = (i_b * cut.parts + i_part) * H + i_h
     tl.store(sums[0] + o_part, low)
     tl.store(sums[1] + o_part * D + o_d, b_flow, m_d)
@@ -67,10 +61,9 @@ def summarize_rows(
 
 @triton.jit
 def after_part(
-    p_text, sums, dfinal, past, o_final, i_b, i_h, i_part, i_split, T, H, D, last, cut, o_d, m_d,
-    PARTS: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    """The row that stands for the parts after a part, as far as windows take in all of it, and for the final state."""
+    p_text, sums, dfinal, past, o_final, i_b, i_h, i_part, i_split, T, H, D, last, cut, o_d, m_d, BLOCK_D: tl.constexpr
+):
+    """The row that stands for the parts after a part that read it as a whole, and for the final state."""
     text = text_at(p_text, last - 1)
     low, b_flow, lost = float("inf"), tl.zeros((BLOCK_D,), tl.float32), 0.0
     if dfinal[0] is not None:
@@ -84,44 +77,47 @@ def after_part(
             b_mean = tl.load(past[2] + o_final * D + o_d, m_d, 0.0)
             dlogit = tl.where(i_split == 0, tl.load(dfinal[0] + o_state), 0.0)
             lost = share * (tl.sum(b_dfinal * b_mean, axis=0) - dlogit)
-    if PARTS > 1:
-        o_p = tl.arange(0, PARTS)
-        m_p = (o_p > i_part) & (o_p < cut.parts) & ((o_p - i_part) * cut.length < cut.apart)
-        if p_text is not None:
-            m_p &= tl.load(p_text + o_p * cut.length - 1, m_p, -1) == text
-        o_part = (i_b * cut.parts + o_p) * H + i_h
-        b_lows = tl.load(sums[0] + o_part, m_p, float("inf"))
-        b_flows = tl.load(sums[1] + o_part[:, None] * D + o_d[None, :], m_p[:, None] & m_d[None, :], 0.0)
-        b_lost = 0.0
-        if sums[2] is not None:
-            o_lost = ((i_split * cut.batch + i_b) * cut.parts + o_p) * H + i_h
-            b_lost = tl.load(sums[2] + o_lost, m_p, 0.0)
-        low, b_flow, lost = absorb_rows(low, b_flow, lost, b_lows, 1.0, b_flows, b_lost)
+    if sums[0] is not None:
+        end = tl.minimum(i_part + cut.whole + 1, cut.parts)
+        for i_first in range(i_part + 1, end, TOKENS):
+            o_p = i_first + tl.arange(0, TOKENS)
+            m_p = o_p < end
+            if p_text is not None:
+                m_p &= tl.load(p_text + o_p * cut.length - 1, m_p, -1) == text
+            o_part = (i_b * cut.parts + o_p) * H + i_h
+            b_lows = tl.load(sums[0] + o_part, m_p, float("inf"))
+            b_flows = tl.load(sums[1] + o_part[:, None] * D + o_d[None, :], m_p[:, None] & m_d[None, :], 0.0)
+            b_lost = 0.0
+            if sums[2] is not None:
+                o_lost = ((i_split * cut.batch + i_b) * cut.parts + o_p) * H + i_h
+                b_lost = tl.load(sums[2] + o_lost, m_p, 0.0)
+            low, b_flow, lost = absorb_rows(low, b_flow, lost, b_lows, 1.0, b_flows, b_lost)
     return low, b_flow, lost
 
 
 @triton.jit
-def sum_up_next_part(
-    p_dmeans, dmeans_t, p_text, p_tops, p_scales, p_deltas, early, o_early, first, last, cut, D, o_d, m_d,
-    CHUNK: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    """For each chunk of the part from `first` to `last`: one row for the rows before it, of the text before `first`."""
-    low, b_flow, lost = float("inf"), tl.zeros((BLOCK_D,), tl.float32), 0.0
-    text = text_at(p_text, tl.minimum(first, last) - 1)
-    for i_chunk in range(0, cut.chunks):
-        store_token(early, o_early + i_chunk, D, o_d, m_d, low, lost, b_flow)
-        o_t = first + i_chunk * CHUNK + tl.arange(0, CHUNK)
-        low, b_flow, lost = absorb_chunk(
-            low, b_flow, lost, p_tops, p_scales, p_deltas, p_dmeans, dmeans_t, p_text, text, o_t, o_t < last, o_d, m_d
-        )
+def read_later(
+    b_logits, b_text, o_t, ahead, T, window, p_tops, p_scales, p_deltas, p_text, p_dmeans, dmeans_t, o_d, m_d
+):
+    """What rows of the chunk `ahead` add to the gradients of values, and what they subtract from those of logits."""
+    o_later = o_t + ahead
+    m_later = o_later < T
+    is_read = o_later[:, None] - o_t[None, :] < window
+    is_read &= load_texts(p_text, o_later, m_later)[:, None] == b_text[None, :]
+    b_tops = load_row(p_tops, o_later, m_later, 1, float("inf"))
+    b_weights = tl.exp(tl.where(is_read, b_logits[None, :], -float("inf")) - b_tops[:, None])
+    b_dmeans = load_tile(p_dmeans, o_later, m_later, dmeans_t, o_d, m_d)
+    b_shares = narrow(b_weights * load_row(p_scales, o_later, m_later, 1, 0.0)[:, None], b_dmeans.dtype)
+    b_deltas = load_row(p_deltas, o_later, m_later, 1, 0.0)
+    return dot(tl.trans(b_shares), b_dmeans), tl.sum(b_shares.to(tl.float32) * b_deltas[:, None], axis=0)
 
 
-@autotuned(WAYS, key=["H", "D", "CHUNK", "BLOCK_D", "PARTS", "WINDOWED", "CARRIES"])
+@autotuned(WAYS, key=["H", "D", "CHUNK", "BLOCK_D", "NUM_OLD", "CARRIES"])
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def backward(
-    p_logits, s_logits, p_values, s_values, p_own, s_own, p_texts, p_dmeans, s_dmeans, dfinal, sums, early,
+    p_logits, s_logits, p_values, s_values, p_own, s_own, p_texts, p_dmeans, s_dmeans, dfinal, sums,
     rows, past, p_deltas, p_dvalues, p_dlogits, p_down, dstate, ends, T, H, D, cut, num_slots, window,
-    CHUNK: tl.constexpr, BLOCK_D: tl.constexpr, PARTS: tl.constexpr, WINDOWED: tl.constexpr, CARRIES: tl.constexpr,
+    CHUNK: tl.constexpr, BLOCK_D: tl.constexpr, NUM_OLD: tl.constexpr, CARRIES: tl.constexpr,
 ):  # fmt: skip
     """Gradients of one part; over the whole past those of logits still lack what `subtract_lost` subtracts."""
     i_split, i_h, i_part, i_b, first, last, o_d, m_d = place(T, H, D, cut, BLOCK_D)
@@ -133,22 +129,16 @@ def backward(
     p_tops, p_scales = rows[0] + i_bh * T, rows[1] + i_bh * T
     o_slots, o_out = i_bh * num_slots, i_sb * T * H + i_h
     o_part = (i_sb * cut.parts + i_part) * H + i_h
-    low, b_flow, lost = after_part(
-        p_text, sums, dfinal, past, o_slots + num_slots - 1, i_b, i_h, i_part, i_split, T, H, D, last, cut,
-        o_d, m_d, PARTS, BLOCK_D,
-    )  # fmt: skip
+    low, b_flow, lost = float("inf"), tl.zeros((BLOCK_D,), tl.float32), 0.0
+    if CARRIES:
+        low, b_flow, lost = after_part(
+            p_text, sums, dfinal, past, o_slots + num_slots - 1, i_b, i_h, i_part, i_split, T, H, D, last, cut,
+            o_d, m_d, BLOCK_D,
+        )  # fmt: skip
     if ends[0] is not None:
         tl.store(ends[1] + o_part, low)
-    next_first, next_last = first + cut.apart, tl.minimum(first + cut.apart + cut.length, T)
-    if WINDOWED:
+    if NUM_OLD > 0:
         p_deltas += (i_sb * H + i_h) * T
-        if CARRIES:
-            o_early = ((i_sb * H + i_h) * cut.parts + i_part) * cut.chunks
-            sum_up_next_part(
-                p_dmeans, s_dmeans[1], p_text, p_tops, p_scales, p_deltas, early, o_early, next_first, next_last, cut,
-                D, o_d, m_d, CHUNK, BLOCK_D,
-            )  # fmt: skip
-            tl.debug_barrier()
     for i_back in range(0, tl.cdiv(last - first, CHUNK)):
         i_chunk = tl.cdiv(last - first, CHUNK) - 1 - i_back
         start = first + i_chunk * CHUNK
@@ -162,7 +152,7 @@ def backward(
         b_scales = load_row(p_scales, o_t, m_t, 1, 0.0)
         distance, b_text = o_t[:, None] - o_t[None, :], load_texts(p_text, o_t, m_t)
         visible = (distance >= 0) & (b_text[:, None] == b_text[None, :])
-        if WINDOWED:
+        if NUM_OLD > 0:
             visible &= distance < window
         text_before, text_after = text_at(p_text, start - 1), text_at(p_text, tl.minimum(start + CHUNK, last) - 1)
         b_before_tops = of_text(b_tops, b_text, text_before, float("inf"))
@@ -170,7 +160,7 @@ def backward(
         if p_own is not None:
             b_own = load_row(p_own + i_b * s_own[0] + i_h * s_own[2], o_t, m_t, s_own[1], -float("inf"))
             b_own = tl.exp(b_own - b_tops)
-        if WINDOWED:
+        if NUM_OLD > 0:
             b_deltas = load_row(p_deltas, o_t, m_t, 1, 0.0)
         else:
             o_slot = o_slots + start // CHUNK
@@ -184,28 +174,25 @@ def backward(
         b_shares = narrow(b_weights * b_scales[:, None], b_values.dtype)
         b_dvalues = dot(tl.trans(b_shares), b_dmeans)
         b_lost = tl.sum(b_shares.to(tl.float32) * b_deltas[:, None], axis=0)
-        if WINDOWED:
-            o_next = o_t + cut.apart
-            m_next = o_next < next_last
-            next_visible = distance + cut.apart < window
-            next_visible &= load_texts(p_text, o_next, m_next)[:, None] == b_text[None, :]
-            b_next_tops = load_row(p_tops, o_next, m_next, 1, float("inf"))
-            b_weights = tl.exp(tl.where(next_visible, b_logits[None, :], -float("inf")) - b_next_tops[:, None])
-            b_shares = narrow(b_weights * load_row(p_scales, o_next, m_next, 1, 0.0)[:, None], b_values.dtype)
-            b_dvalues += dot(tl.trans(b_shares), load_tile(p_dmeans, o_next, m_next, s_dmeans[1], o_d, m_d))
-            b_next_deltas = load_row(p_deltas, o_next, m_next, 1, 0.0)
-            b_lost += tl.sum(b_shares.to(tl.float32) * b_next_deltas[:, None], axis=0)
+        if NUM_OLD > 0:
+            b_more, b_more_lost = read_later(
+                b_logits, b_text, o_t, cut.apart, T, window, p_tops, p_scales, p_deltas, p_text, p_dmeans, s_dmeans[1],
+                o_d, m_d,
+            )  # fmt: skip
+            b_dvalues += b_more
+            b_lost += b_more_lost
+        if NUM_OLD > 1:
+            b_more, b_more_lost = read_later(
+                b_logits, b_text, o_t, cut.apart - CHUNK, T, window, p_tops, p_scales, p_deltas, p_text, p_dmeans,
+                s_dmeans[1], o_d, m_d,
+            )  # fmt: skip
+            b_dvalues += b_more
+            b_lost += b_more_lost
         if CARRIES:
             b_read = tl.exp(of_text(b_logits, b_text, text_after, -float("inf")) - low)
             b_dvalues += b_read[:, None] * b_flow[None, :]
             b_lost += b_read * lost
-            if WINDOWED:
-                text_next = text_at(p_text, tl.minimum(next_first, next_last) - 1)
-                b_early_logits = of_text(b_logits, b_text, text_next, -float("inf"))
-                b_early_read = tl.exp(b_early_logits - tl.load(early[0] + o_early + i_chunk))
-                b_early_flow = tl.load(early[2] + (o_early + i_chunk) * D + o_d, m_d, 0.0)
-                b_dvalues += b_early_read[:, None] * b_early_flow[None, :]
-                b_lost += b_early_read * tl.load(early[1] + o_early + i_chunk)
+        if NUM_OLD == 0:
             low = tl.where(text_before == text_after, low, float("inf"))
             low, b_flow, lost = absorb_rows(low, b_flow, lost, b_before_tops, b_scales, b_dmeans, b_deltas)
         b_dlogits = tl.sum(b_wide_values * b_dvalues, axis=1) - b_lost
@@ -233,16 +220,16 @@ def backward(
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def subtract_lost(
     p_logits, s_logits, p_texts, past, p_dlogits, dstate, ends, T, H, cut, num_slots,
-    CHUNK: tl.constexpr, PARTS: tl.constexpr,
+    CHUNK: tl.constexpr, MAX_PARTS: tl.constexpr,
 ):  # fmt: skip
     """Subtract the term of later parts from the gradients of a part's logits, and of the state's."""
     i_split, i_h, i_part, i_b, first, last, _, _ = place(T, H, 1, cut, 1)
     p_logits += i_b * s_logits[0] + i_h * s_logits[2]
     p_text = None if p_texts is None else p_texts + i_b * T
     text_after = text_at(p_text, last - 1)
-    o_p = tl.arange(0, PARTS)
+    o_p = tl.arange(0, MAX_PARTS)
     m_p = o_p < cut.parts
-    b_text_before = tl.zeros((PARTS,), tl.int32)
+    b_text_before = tl.zeros((MAX_PARTS,), tl.int32)
     if p_text is not None:
         b_text_before = tl.load(p_text + o_p * cut.length - 1, m_p & (o_p > 0), 0)
     i_sb = i_split * cut.batch + i_b

@@ -4,12 +4,8 @@ A program takes a part of the time of one head. Over the whole past time is cut 
 not fill the card: parts but the last are first summed up by one token each, at the price of a second reading of the
 values, and a program begins with the tokens of the parts before its own as one.
 
-With a window (van Herk, Gil-Werman: linear in time whatever the window) parts are as long as the window, and at least a
-chunk; where so few parts do not fill the card, the window is several parts long. Row t reads its own part up to t, the
-parts between as a whole, and in the old part, which lies a window before its own, the tokens after t - window: two
-triangles of weights per chunk, and beyond them two tokens, one for the chunks before in the own part and the parts
-between, one for the later chunks of the old part. Tokens of the second kind are computed first, from the last chunk of
-the old part to its second. Windows up to a chunk need only the triangles.
+With a window a part is one chunk. A row reads its own chunk up to itself; the chunks between, which all rows of the
+chunk read as a whole, by one token each; and one or two old chunks in which its window begins: triangles of weights.
 """
 
 import triton
@@ -18,6 +14,7 @@ import triton.language as tl
 from multilin.ops.kernels.gpu_launch import autotuned
 from multilin.ops.kernels.gpu_tiles import dot, finite, inverse, load_row, load_tile, narrow, store_rounded, store_tile
 from multilin.ops.prefix_softmax.gpu_math import (
+    TOKENS,
     UNSPECIALIZED,
     WAYS,
     absorb,
@@ -29,19 +26,11 @@ from multilin.ops.prefix_softmax.gpu_math import (
 )
 
 
-@triton.jit
-def absorb_chunk(top, total, b_mean, p_logits, logits_t, p_values, values_t, p_text, text, o_t, m_t, o_d, m_d):
-    """Merge one token with those of a chunk that belong to this text."""
-    b_logits = load_row(p_logits, o_t, m_t, logits_t, -float("inf"))
-    b_logits = of_text(b_logits, load_texts(p_text, o_t, m_t), text, -float("inf"))
-    return absorb(top, total, b_mean, b_logits, 1.0, load_tile(p_values, o_t, m_t, values_t, o_d, m_d))
-
-
-@autotuned(WAYS, key=["H", "D", "CHUNK", "BLOCK_D", "PARTS"])
+@autotuned(WAYS, key=["H", "D", "CHUNK", "BLOCK_D"])
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def summarize(
     p_logits, s_logits, p_values, s_values, p_texts, tokens, T, H, D, cut,
-    CHUNK: tl.constexpr, BLOCK_D: tl.constexpr, PARTS: tl.constexpr,
+    CHUNK: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Each part's tokens as one, into (tops, totals, means): only tokens of the text that the part ends with."""
     _, i_h, i_part, i_b, first, last, o_d, m_d = place(T, H, D, cut, BLOCK_D)
@@ -52,17 +41,17 @@ def summarize(
     top, total, b_mean = -float("inf"), 0.0, tl.zeros((BLOCK_D,), tl.float32)
     for start in range(first, last, CHUNK):
         o_t = start + tl.arange(0, CHUNK)
-        top, total, b_mean = absorb_chunk(
-            top, total, b_mean, p_logits, s_logits[1], p_values, s_values[1], p_text, text, o_t, o_t < last, o_d, m_d
-        )
+        m_t = o_t < last
+        b_logits = load_row(p_logits, o_t, m_t, s_logits[1], -float("inf"))
+        b_logits = of_text(b_logits, load_texts(p_text, o_t, m_t), text, -float("inf"))
+        b_values = load_tile(p_values, o_t, m_t, s_values[1], o_d, m_d)
+        top, total, b_mean = absorb(top, total, b_mean, b_logits, 1.0, b_values)
     store_token(tokens, (i_b * cut.parts + i_part) * H + i_h, D, o_d, m_d, top, total, b_mean)
 
 
 @triton.jit
-def before_part(
-    p_text, state, tokens, i_b, i_h, i_part, H, D, cut, o_d, m_d, PARTS: tl.constexpr, BLOCK_D: tl.constexpr
-):
-    """The token that stands for the parts before a part, as far as windows take in all of them, and for the state.
+def before_part(p_text, state, tokens, i_b, i_h, i_part, H, D, cut, o_d, m_d, BLOCK_D: tl.constexpr):
+    """The token that stands for the parts before a part that it reads as a whole, and for the state.
 
     It stands for what is of the text that the part before ends with.
     """
@@ -73,63 +62,58 @@ def before_part(
         top = tl.where(text == 0, tl.load(state[0] + o_state), -float("inf"))
         total = tl.where(top > -float("inf"), 1.0, 0.0)
         b_mean = total * tl.load(state[1] + o_state * D + o_d, m_d, 0.0)
-    if PARTS > 1:
-        o_p = tl.arange(0, PARTS)
-        m_p = (o_p < i_part) & ((i_part - o_p) * cut.length < cut.apart)
-        if p_text is not None:
-            m_p &= tl.load(p_text + (o_p + 1) * cut.length - 1, m_p, -1) == text
-        o_part = (i_b * cut.parts + o_p) * H + i_h
-        b_tops = tl.load(tokens[0] + o_part, m_p, -float("inf"))
-        b_totals = tl.load(tokens[1] + o_part, m_p, 0.0)
-        b_means = tl.load(tokens[2] + o_part[:, None] * D + o_d[None, :], m_p[:, None] & m_d[None, :], 0.0)
-        top, total, b_mean = absorb(top, total, b_mean, b_tops, b_totals, b_means)
+    if tokens[0] is not None:
+        for i_first in range(tl.maximum(i_part - cut.whole, 0), i_part, TOKENS):
+            o_p = i_first + tl.arange(0, TOKENS)
+            m_p = o_p < i_part
+            if p_text is not None:
+                m_p &= tl.load(p_text + (o_p + 1) * cut.length - 1, m_p, -1) == text
+            o_part = (i_b * cut.parts + o_p) * H + i_h
+            b_tops = tl.load(tokens[0] + o_part, m_p, -float("inf"))
+            b_totals = tl.load(tokens[1] + o_part, m_p, 0.0)
+            b_means = tl.load(tokens[2] + o_part[:, None] * D + o_d[None, :], m_p[:, None] & m_d[None, :], 0.0)
+            top, total, b_mean = absorb(top, total, b_mean, b_tops, b_totals, b_means)
     return top, total, b_mean
 
 
 @triton.jit
-def sum_up_old_part(
-    p_logits, logits_t, p_values, values_t, p_text, late, o_late, old_last, cut, D, o_d, m_d,
-    CHUNK: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    """For each chunk of the part up to `old_last`: one token for the part's tokens behind it, of its last text."""
-    top, total, b_mean = -float("inf"), 0.0, tl.zeros((BLOCK_D,), tl.float32)
-    text = text_at(p_text, old_last - 1)
-    for i_back in range(0, cut.chunks):
-        i_chunk = cut.chunks - 1 - i_back
-        store_token(late, o_late + i_chunk, D, o_d, m_d, top, total, b_mean)
-        if i_chunk > 0:
-            o_t = old_last - cut.length + i_chunk * CHUNK + tl.arange(0, CHUNK)
-            m_t = (o_t >= 0) & (o_t < old_last)
-            top, total, b_mean = absorb_chunk(
-                top, total, b_mean, p_logits, logits_t, p_values, values_t, p_text, text, o_t, m_t, o_d, m_d
-            )
+def score_old(p_logits, logits_t, p_text, o_t, b_text, back, window):
+    """For each row the logits of the chunk so many positions before, -inf outside its window and its text."""
+    o_old = o_t - back
+    m_old = o_old >= 0
+    is_read = o_t[:, None] - o_old[None, :] < window
+    is_read &= b_text[:, None] == load_texts(p_text, o_old, m_old)[None, :]
+    return tl.where(is_read, load_row(p_logits, o_old, m_old, logits_t, -float("inf"))[None, :], -float("inf"))
 
 
-@autotuned(WAYS, key=["H", "D", "CHUNK", "BLOCK_D", "PARTS", "WINDOWED", "CARRIES"])
+@triton.jit
+def sum_old(b_scores, b_shift, p_values, values_t, o_old, o_d, m_d):
+    """Totals of the weights of these scores, and sums of the values that they weigh."""
+    b_values = load_tile(p_values, o_old, o_old >= 0, values_t, o_d, m_d)
+    b_weights = narrow(tl.exp(b_scores - b_shift[:, None]), b_values.dtype)
+    return tl.sum(b_weights.to(tl.float32), axis=1), dot(b_weights, b_values)
+
+
+@autotuned(WAYS, key=["H", "D", "CHUNK", "BLOCK_D", "NUM_OLD", "CARRIES"])
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def forward(
-    p_logits, s_logits, p_values, s_values, p_own, s_own, p_texts, state, tokens, late, p_dmeans, s_dmeans,
+    p_logits, s_logits, p_values, s_values, p_own, s_own, p_texts, state, tokens, p_dmeans, s_dmeans,
     p_means, final, rows, past, p_deltas, T, H, D, cut, num_slots, window, null,
-    CHUNK: tl.constexpr, BLOCK_D: tl.constexpr, PARTS: tl.constexpr, WINDOWED: tl.constexpr, CARRIES: tl.constexpr,
+    CHUNK: tl.constexpr, BLOCK_D: tl.constexpr, NUM_OLD: tl.constexpr, CARRIES: tl.constexpr,
 ):  # fmt: skip
     """Means of one part, the state after the last one, and the tensors of `empty_kept`, each unless it is None.
 
-    Given dy instead of means: the products dy_t . y_t. Without CARRIES the triangles are all that a row reads.
+    Given dy instead of means: the products dy_t . y_t. NUM_OLD is the number of old chunks, 0 over the whole past.
+    Without CARRIES the triangles are all that a row reads.
     """
     i_split, i_h, i_part, i_b, first, last, o_d, m_d = place(T, H, D, cut, BLOCK_D)
     p_logits += i_b * s_logits[0] + i_h * s_logits[2]
     p_values += i_b * s_values[0] + i_h * s_values[2]
     p_text = None if p_texts is None else p_texts + i_b * T
     i_bh = i_b * H + i_h
-    old_last = first - cut.apart + cut.length
-    top, total, b_mean = before_part(p_text, state, tokens, i_b, i_h, i_part, H, D, cut, o_d, m_d, PARTS, BLOCK_D)
-    if WINDOWED and CARRIES:
-        o_late = (((i_split * cut.batch + i_b) * H + i_h) * cut.parts + i_part) * cut.chunks
-        sum_up_old_part(
-            p_logits, s_logits[1], p_values, s_values[1], p_text, late, o_late, old_last, cut, D, o_d, m_d, CHUNK,
-            BLOCK_D,
-        )  # fmt: skip
-        tl.debug_barrier()
+    top, total, b_mean = -float("inf"), 0.0, tl.zeros((BLOCK_D,), tl.float32)
+    if CARRIES:
+        top, total, b_mean = before_part(p_text, state, tokens, i_b, i_h, i_part, H, D, cut, o_d, m_d, BLOCK_D)
     for start in range(first, last, CHUNK):
         o_t = start + tl.arange(0, CHUNK)
         m_t = o_t < last
@@ -137,47 +121,44 @@ def forward(
         b_values = load_tile(p_values, o_t, m_t, s_values[1], o_d, m_d)
         distance, b_text = o_t[:, None] - o_t[None, :], load_texts(p_text, o_t, m_t)
         visible = (distance >= 0) & (b_text[:, None] == b_text[None, :])
-        if WINDOWED:
+        if NUM_OLD > 0:
             visible &= distance < window
-            o_old = o_t - cut.apart
-            m_old = (o_old >= 0) & (o_old < old_last)
-            b_old_values = load_tile(p_values, o_old, m_old, s_values[1], o_d, m_d)
-            old_visible = distance + cut.apart < window
-            old_visible &= b_text[:, None] == load_texts(p_text, o_old, m_old)[None, :]
-            b_old_logits = load_row(p_logits, o_old, m_old, s_logits[1], -float("inf"))
-            b_old_scores = tl.where(old_visible, b_old_logits[None, :], -float("inf"))
         b_scores = tl.where(visible, b_logits[None, :], -float("inf"))
         b_other = null  # the null token, or the own term
         if p_own is not None:
             b_other = load_row(p_own + i_b * s_own[0] + i_h * s_own[2], o_t, m_t, s_own[1], -float("inf"))
         b_tops = tl.maximum(tl.max(b_scores, axis=1), b_other)
-        if WINDOWED:
-            b_tops = tl.maximum(b_tops, tl.max(b_old_scores, axis=1))
+        if NUM_OLD > 0:
+            b_far_scores = score_old(p_logits, s_logits[1], p_text, o_t, b_text, cut.apart, window)
+            b_tops = tl.maximum(b_tops, tl.max(b_far_scores, axis=1))
+        if NUM_OLD > 1:
+            b_near_scores = score_old(p_logits, s_logits[1], p_text, o_t, b_text, cut.apart - CHUNK, window)
+            b_tops = tl.maximum(b_tops, tl.max(b_near_scores, axis=1))
         if CARRIES:
             b_past_top = of_text(top, b_text, text_at(p_text, start - 1), -float("inf"))
             b_tops = tl.maximum(b_tops, b_past_top)
-            if WINDOWED:
-                i_late = o_late + (start - first) // CHUNK
-                b_late_top = of_text(tl.load(late[0] + i_late), b_text, text_at(p_text, old_last - 1), -float("inf"))
-                b_tops = tl.maximum(b_tops, b_late_top)
 
         b_shift = finite(b_tops)
         b_weights = narrow(tl.exp(b_scores - b_shift[:, None]), b_values.dtype)
         b_other = tl.exp(b_other - b_shift)
         b_totals = tl.sum(b_weights.to(tl.float32), axis=1) + b_other
         b_sums = dot(b_weights, b_values)
-        if WINDOWED:
-            b_old_weights = narrow(tl.exp(b_old_scores - b_shift[:, None]), b_values.dtype)
-            b_totals += tl.sum(b_old_weights.to(tl.float32), axis=1)
-            b_sums += dot(b_old_weights, b_old_values)
+        if NUM_OLD > 0:
+            b_more, b_more_sums = sum_old(
+                b_far_scores, b_shift, p_values, s_values[1], o_t - cut.apart, o_d, m_d
+            )  # fmt: skip
+            b_totals += b_more
+            b_sums += b_more_sums
+        if NUM_OLD > 1:
+            b_more, b_more_sums = sum_old(
+                b_near_scores, b_shift, p_values, s_values[1], o_t - cut.apart + CHUNK, o_d, m_d
+            )  # fmt: skip
+            b_totals += b_more
+            b_sums += b_more_sums
         if CARRIES:
             b_past = total * tl.exp(b_past_top - b_shift)
             b_totals += b_past
             b_sums += b_past[:, None] * b_mean[None, :]
-            if WINDOWED:
-                b_late = tl.load(late[1] + i_late) * tl.exp(b_late_top - b_shift)
-                b_totals += b_late
-                b_sums += b_late[:, None] * tl.load(late[2] + i_late * D + o_d, m_d, 0.0)[None, :]
         if p_own is not None:
             b_sums += b_other[:, None] * b_values.to(tl.float32)
         b_scales = inverse(b_totals)
@@ -194,7 +175,7 @@ def forward(
             b_deltas = tl.sum(b_means * b_dmeans.to(tl.float32), axis=1)
             tl.store(p_deltas + ((i_split * cut.batch + i_b) * H + i_h) * T + o_t, b_deltas, m_t)
 
-        if CARRIES:
+        if NUM_OLD == 0:
             text_after = text_at(p_text, tl.minimum(start + CHUNK, last) - 1)
             top = tl.where(text_at(p_text, start - 1) == text_after, top, -float("inf"))
             b_logits = of_text(b_logits, b_text, text_after, -float("inf"))

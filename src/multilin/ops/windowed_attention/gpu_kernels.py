@@ -12,7 +12,7 @@ from multilin.ops.kernels.gpu_launch import autotuned
 from multilin.ops.kernels.gpu_tiles import dot, finite, inverse, load_tile, narrow, store_tile
 
 WAYS: list[tuple[dict[str, int], int, int]] = [({}, 4, 2), ({}, 4, 1)]
-KIND = ("D", "E", "BQ", "is_wide")
+KIND = ("D", "E", "BQ", "is_wide", "HYPER")
 
 
 @triton.jit
@@ -49,7 +49,7 @@ def load_decays(call):
 
 
 @triton.jit
-def scores(b_queries, b_keys, i_queries, i_keys, call, decays):
+def scores(b_queries, b_keys, i_queries, i_keys, call, decays, HYPER: tl.constexpr):
     """Logits of a tile, -inf where a key is not visible, and distances of 1 at least."""
     distance = i_queries[:, None] - i_keys[None, :]
     away = tl.maximum(distance, 1).to(tl.float32)
@@ -60,7 +60,9 @@ def scores(b_queries, b_keys, i_queries, i_keys, call, decays):
         text_of_keys = tl.load(call.texts + i_row * S + i_keys, mask=i_keys < S, other=-2)
         visible = visible & (text_of_queries[:, None] == text_of_keys[None, :])
     logits = tl.load(call.logits + i_row * S + i_keys, mask=i_keys < S, other=0.0)
-    b_scores = dot(b_queries, tl.trans(b_keys)) * call.scale + (decays[1] / away - decays[0] * away) + logits[None, :]
+    b_scores = dot(b_queries, tl.trans(b_keys)) * call.scale + (logits[None, :] - decays[0] * away)
+    if HYPER:
+        b_scores += decays[1] / away
     return tl.where(visible, b_scores, float("-inf")), away
 
 
@@ -72,9 +74,11 @@ def load_kept(p_top, p_total, i_rows, m_rows):
 
 
 @triton.jit
-def weights_again(b_queries, b_keys, b_values, b_dmeans, top, share, origin, i_queries, i_keys, call, decays):
+def weights_again(
+    b_queries, b_keys, b_values, b_dmeans, top, share, origin, i_queries, i_keys, call, decays, HYPER: tl.constexpr
+):
     """Weights of a tile, their gradients counted from `origin`, and the distances."""
-    b_scores, away = scores(b_queries, b_keys, i_queries, i_keys, call, decays)
+    b_scores, away = scores(b_queries, b_keys, i_queries, i_keys, call, decays, HYPER)
     b_weights = tl.exp(b_scores - top[:, None]) * share[:, None]
     return b_weights, dot(b_dmeans, tl.trans(b_values)) - origin[:, None], away
 
@@ -84,7 +88,7 @@ def weights_again(b_queries, b_keys, b_values, b_dmeans, top, share, origin, i_q
 def forward(
     p_queries, p_keys, p_values, call, p_means, p_top, p_total,
     D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BQ: tl.constexpr, BL: tl.constexpr,
-    is_wide: tl.constexpr, NULL_KEY: tl.constexpr,
+    is_wide: tl.constexpr, HYPER: tl.constexpr, NULL_KEY: tl.constexpr,
 ):  # fmt: skip
     """Means of a tile of queries, with a running maximum `top` and the sum `total` of exp(score - top)."""
     T, S, H, window, decays = call.num_new, call.num_all, call.num_heads, call.window, load_decays(call)
@@ -97,7 +101,7 @@ def forward(
     for i_key in range(tl.maximum(i_first + S - T - window, 0) // BL * BL, tl.minimum(i_first + S - T + BQ, S), BL):
         i_keys = i_key + tl.arange(0, BL)
         b_keys, b_values = load_vectors(p_keys, i_keys, S, H, D, BD), load_vectors(p_values, i_keys, S, H, E, BE)
-        b_scores, _ = scores(b_queries, b_keys, i_times + S - T, i_keys, call, decays)
+        b_scores, _ = scores(b_queries, b_keys, i_times + S - T, i_keys, call, decays, HYPER)
         new_top = tl.maximum(top, tl.max(b_scores, axis=1))
         b_weights = tl.exp(b_scores - finite(new_top)[:, None])
         shrink = tl.exp(top - finite(new_top))
@@ -116,7 +120,7 @@ def forward(
 def backward_queries(
     p_queries, p_keys, p_values, call, p_top, p_total, p_dmeans, p_origin, p_rest, p_means, p_dqueries, p_ddecays,
     D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BQ: tl.constexpr, BL: tl.constexpr,
-    is_wide: tl.constexpr, NULL_KEY: tl.constexpr,
+    is_wide: tl.constexpr, HYPER: tl.constexpr, NULL_KEY: tl.constexpr,
 ):  # fmt: skip
     """dqueries of a tile; per query the origin dmeans . means, and what the softmax still takes from g - origin."""
     T, S, H, window, decays = call.num_new, call.num_all, call.num_heads, call.window, load_decays(call)
@@ -135,7 +139,7 @@ def backward_queries(
         i_keys = i_key + tl.arange(0, BL)
         b_keys, b_values = load_vectors(p_keys, i_keys, S, H, D, BD), load_vectors(p_values, i_keys, S, H, E, BE)
         b_weights, b_dweights, _ = weights_again(
-            b_queries, b_keys, b_values, b_dmeans, top, share, origin, i_queries, i_keys, call, decays
+            b_queries, b_keys, b_values, b_dmeans, top, share, origin, i_queries, i_keys, call, decays, HYPER
         )
         rest += tl.sum(b_weights * b_dweights, axis=1)
     b_dqueries = tl.zeros((BQ, BD), tl.float32)
@@ -144,7 +148,7 @@ def backward_queries(
         i_keys = i_key + tl.arange(0, BL)
         b_keys, b_values = load_vectors(p_keys, i_keys, S, H, D, BD), load_vectors(p_values, i_keys, S, H, E, BE)
         b_weights, b_dweights, away = weights_again(
-            b_queries, b_keys, b_values, b_dmeans, top, share, origin, i_queries, i_keys, call, decays
+            b_queries, b_keys, b_values, b_dmeans, top, share, origin, i_queries, i_keys, call, decays, HYPER
         )
         b_dscores = b_weights * (b_dweights - rest[:, None])
         b_dqueries += dot(narrow(b_dscores, b_keys.dtype), b_keys)
@@ -165,7 +169,7 @@ def backward_queries(
 def backward_keys(
     p_queries, p_keys, p_values, call, p_top, p_total, p_dmeans, p_origin, p_rest, p_dkeys, p_dvalues,
     D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BQ: tl.constexpr, BL: tl.constexpr,
-    is_wide: tl.constexpr,
+    is_wide: tl.constexpr, HYPER: tl.constexpr,
 ):  # fmt: skip
     """dkeys and dvalues of a tile of keys, from the tiles of queries that see it."""
     T, S, H, window, decays = call.num_new, call.num_all, call.num_heads, call.window, load_decays(call)
@@ -182,7 +186,7 @@ def backward_keys(
         top, share = load_kept(p_top, p_total, i_rows, m_times)
         origin = tl.load(p_origin + i_rows, mask=m_times, other=0.0)
         b_weights, b_dweights, _ = weights_again(
-            b_queries, b_keys, b_values, b_dmeans, top, share, origin, i_times + S - T, i_keys, call, decays
+            b_queries, b_keys, b_values, b_dmeans, top, share, origin, i_times + S - T, i_keys, call, decays, HYPER
         )
         b_dscores = b_weights * (b_dweights - tl.load(p_rest + i_rows, mask=m_times, other=0.0)[:, None])
         b_dvalues += dot(tl.trans(narrow(b_weights, b_values.dtype)), b_dmeans)

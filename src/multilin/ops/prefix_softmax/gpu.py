@@ -76,10 +76,13 @@ def plan(values: Tensor, window: int | None) -> Plan:
 
 
 def _constants(cut: Plan, window: int | None) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Constants of all kernels over parts of time, and further ones of `forward` and `backward`."""
+    """Constants of all kernels over parts of time, and further ones of `forward` and `backward`.
+
+    On an H200 kernels with windows are fastest with 4 warps and 2 stages, by far, and the others within 5 % of it.
+    """
     num_old = 0 if window is None else 1 if cut.apart == CHUNK or window % CHUNK == 0 else 2
     kind = {"NUM_OLD": num_old, "CARRIES": window is None or cut.whole > 0}
-    return {"CHUNK": CHUNK, "BLOCK_D": cut.width}, kind
+    return {"CHUNK": CHUNK, "BLOCK_D": cut.width, "num_warps": 4, "num_stages": 2}, kind
 
 
 def forward(

@@ -12,12 +12,10 @@ those: triangles of weights.
 import triton
 import triton.language as tl
 
-from multilin.ops.kernels.gpu_launch import autotuned
 from multilin.ops.kernels.gpu_tiles import dot, finite, load_row, load_tile, narrow, store_tile
 from multilin.ops.prefix_softmax.gpu_math import (
     TOKENS,
     UNSPECIALIZED,
-    WAYS,
     absorb_rows,
     load_texts,
     of_text,
@@ -26,7 +24,6 @@ from multilin.ops.prefix_softmax.gpu_math import (
 )
 
 
-@autotuned(WAYS, key=["H", "D", "CHUNK", "BLOCK_D"])
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def summarize_rows(
     p_dmeans, s_dmeans, p_texts, rows, p_deltas, sums, T, H, D, cut,
@@ -112,7 +109,6 @@ def read_later(
     return dot(tl.trans(b_shares), b_dmeans), tl.sum(b_shares.to(tl.float32) * b_deltas[:, None], axis=0)
 
 
-@autotuned(WAYS, key=["H", "D", "CHUNK", "BLOCK_D", "NUM_OLD", "CARRIES"])
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def backward(
     p_logits, s_logits, p_values, s_values, p_own, s_own, p_texts, p_dmeans, s_dmeans, dfinal, sums,

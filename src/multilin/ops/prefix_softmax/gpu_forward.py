@@ -11,12 +11,10 @@ chunk read as a whole, by one token each; and one or two old chunks in which its
 import triton
 import triton.language as tl
 
-from multilin.ops.kernels.gpu_launch import autotuned
 from multilin.ops.kernels.gpu_tiles import dot, finite, inverse, load_row, load_tile, narrow, store_rounded, store_tile
 from multilin.ops.prefix_softmax.gpu_math import (
     TOKENS,
     UNSPECIALIZED,
-    WAYS,
     absorb,
     load_texts,
     of_text,
@@ -26,7 +24,6 @@ from multilin.ops.prefix_softmax.gpu_math import (
 )
 
 
-@autotuned(WAYS, key=["H", "D", "CHUNK", "BLOCK_D"])
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def summarize(
     p_logits, s_logits, p_values, s_values, p_texts, tokens, T, H, D, cut,
@@ -94,7 +91,6 @@ def sum_old(b_scores, b_shift, p_values, values_t, o_old, o_d, m_d):
     return tl.sum(b_weights.to(tl.float32), axis=1), dot(b_weights, b_values)
 
 
-@autotuned(WAYS, key=["H", "D", "CHUNK", "BLOCK_D", "NUM_OLD", "CARRIES"])
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def forward(
     p_logits, s_logits, p_values, s_values, p_own, s_own, p_texts, state, tokens, p_dmeans, s_dmeans,

@@ -16,7 +16,6 @@ import triton.language as tl
 
 from multilin.ops.kernels.gpu_tiles import finite, inverse, load_row
 
-WAYS: list[tuple[dict[str, int], int, int]] = [({}, 4, 3), ({}, 4, 2), ({}, 8, 2)]
 TOKENS = tl.constexpr(32)  # that are merged at a time, of those that stand for parts
 UNSPECIALIZED = ("cut", "num_slots", "window")  # Triton would compile a kernel for each divisibility of these numbers
 

@@ -142,7 +142,7 @@ def _arguments(
         "D": width, "E": value_width, "BD": _launch.block_of(width, WIDEST),
         "BE": _launch.block_of(value_width, WIDEST), "BQ": _launch.block_of(num_new, 32 if size > 512 else 64),
         "BL": _launch.block_of(num_all, 32 if size > 256 else 64), "is_wide": window > _NARROW,
-        "HYPER": decays is not None or hyper != 0,
+        "DECAY": 2 if decays is not None or hyper != 0 else int(slope != 0),
     }  # fmt: skip
     texts = None if texts is None else texts.contiguous()
     sizes = num_new, num_all, num_heads, min(window, num_all)

@@ -12,7 +12,7 @@ from multilin.ops.kernels.gpu_launch import autotuned
 from multilin.ops.kernels.gpu_tiles import dot, finite, inverse, load_tile, narrow, store_tile
 
 WAYS: list[tuple[dict[str, int], int, int]] = [({}, 4, 2), ({}, 4, 1)]
-KIND = ("D", "E", "BQ", "is_wide", "HYPER")
+KIND = ("D", "E", "BQ", "is_wide", "DECAY")
 
 
 @triton.jit
@@ -49,21 +49,27 @@ def load_decays(call):
 
 
 @triton.jit
-def scores(b_queries, b_keys, i_queries, i_keys, call, decays, HYPER: tl.constexpr):
-    """Logits of a tile, -inf where a key is not visible, and distances of 1 at least."""
+def scores(b_queries, b_keys, i_query, i_key, call, decays, BQ: tl.constexpr, BL: tl.constexpr, DECAY: tl.constexpr):
+    """Logits of the tile from these positions on, -inf where a key is not visible, and distances of 1 at least."""
+    i_queries, i_keys = i_query + tl.arange(0, BQ), i_key + tl.arange(0, BL)
     distance = i_queries[:, None] - i_keys[None, :]
     away = tl.maximum(distance, 1).to(tl.float32)
     S, i_row = call.num_all, tl.program_id(0) // call.num_heads
-    visible = (distance >= 1) & (distance <= call.window) & (i_keys < S)[None, :]
-    if call.texts is not None:
-        text_of_queries = tl.load(call.texts + i_row * S + i_queries, mask=i_queries < S, other=-1)
-        text_of_keys = tl.load(call.texts + i_row * S + i_keys, mask=i_keys < S, other=-2)
-        visible = visible & (text_of_queries[:, None] == text_of_keys[None, :])
     logits = tl.load(call.logits + i_row * S + i_keys, mask=i_keys < S, other=0.0)
-    b_scores = dot(b_queries, tl.trans(b_keys)) * call.scale + (logits[None, :] - decays[0] * away)
-    if HYPER:
+    b_scores = dot(b_queries, tl.trans(b_keys)) * call.scale + logits[None, :]
+    if DECAY > 0:
+        b_scores -= decays[0] * away
+    if DECAY > 1:
         b_scores += decays[1] / away
-    return tl.where(visible, b_scores, float("-inf")), away
+    is_whole = (i_query - i_key >= BL) & (i_query + BQ - 1 - i_key <= call.window) & (i_key + BL <= S)
+    if DECAY > 0 or call.texts is not None or not is_whole:  # with decays, which take longer, a branch gains nothing
+        visible = (distance >= 1) & (distance <= call.window) & (i_keys < S)[None, :]
+        if call.texts is not None:
+            text_of_queries = tl.load(call.texts + i_row * S + i_queries, mask=i_queries < S, other=-1)
+            text_of_keys = tl.load(call.texts + i_row * S + i_keys, mask=i_keys < S, other=-2)
+            visible = visible & (text_of_queries[:, None] == text_of_keys[None, :])
+        b_scores = tl.where(visible, b_scores, float("-inf"))
+    return b_scores, away
 
 
 @triton.jit
@@ -75,12 +81,13 @@ def load_kept(p_top, p_total, i_rows, m_rows):
 
 @triton.jit
 def weights_again(
-    b_queries, b_keys, b_values, b_dmeans, top, share, origin, i_queries, i_keys, call, decays, HYPER: tl.constexpr
-):
-    """Weights of a tile, their gradients counted from `origin`, and the distances."""
-    b_scores, away = scores(b_queries, b_keys, i_queries, i_keys, call, decays, HYPER)
-    b_weights = tl.exp(b_scores - top[:, None]) * share[:, None]
-    return b_weights, dot(b_dmeans, tl.trans(b_values)) - origin[:, None], away
+    b_queries, b_keys, b_values, b_dmeans, kept, i_query, i_key, call, decays,
+    BQ: tl.constexpr, BL: tl.constexpr, DECAY: tl.constexpr,
+):  # fmt: skip
+    """Weights of a tile, their gradients counted from the origin, and the distances; `kept` is (top, share, origin)."""
+    b_scores, away = scores(b_queries, b_keys, i_query, i_key, call, decays, BQ, BL, DECAY)
+    b_weights = tl.exp(b_scores - kept[0][:, None]) * kept[1][:, None]
+    return b_weights, dot(b_dmeans, tl.trans(b_values)) - kept[2][:, None], away
 
 
 @autotuned(WAYS, KIND)
@@ -88,7 +95,7 @@ def weights_again(
 def forward(
     p_queries, p_keys, p_values, call, p_means, p_top, p_total,
     D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BQ: tl.constexpr, BL: tl.constexpr,
-    is_wide: tl.constexpr, HYPER: tl.constexpr, NULL_KEY: tl.constexpr,
+    is_wide: tl.constexpr, DECAY: tl.constexpr, NULL_KEY: tl.constexpr,
 ):  # fmt: skip
     """Means of a tile of queries, with a running maximum `top` and the sum `total` of exp(score - top)."""
     T, S, H, window, decays = call.num_new, call.num_all, call.num_heads, call.window, load_decays(call)
@@ -101,7 +108,7 @@ def forward(
     for i_key in range(tl.maximum(i_first + S - T - window, 0) // BL * BL, tl.minimum(i_first + S - T + BQ, S), BL):
         i_keys = i_key + tl.arange(0, BL)
         b_keys, b_values = load_vectors(p_keys, i_keys, S, H, D, BD), load_vectors(p_values, i_keys, S, H, E, BE)
-        b_scores, _ = scores(b_queries, b_keys, i_times + S - T, i_keys, call, decays, HYPER)
+        b_scores, _ = scores(b_queries, b_keys, i_first + S - T, i_key, call, decays, BQ, BL, DECAY)
         new_top = tl.maximum(top, tl.max(b_scores, axis=1))
         b_weights = tl.exp(b_scores - finite(new_top)[:, None])
         shrink = tl.exp(top - finite(new_top))
@@ -120,13 +127,13 @@ def forward(
 def backward_queries(
     p_queries, p_keys, p_values, call, p_top, p_total, p_dmeans, p_origin, p_rest, p_means, p_dqueries, p_ddecays,
     D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BQ: tl.constexpr, BL: tl.constexpr,
-    is_wide: tl.constexpr, HYPER: tl.constexpr, NULL_KEY: tl.constexpr,
+    is_wide: tl.constexpr, DECAY: tl.constexpr, NULL_KEY: tl.constexpr,
 ):  # fmt: skip
     """dqueries of a tile; per query the origin dmeans . means, and what the softmax still takes from g - origin."""
     T, S, H, window, decays = call.num_new, call.num_all, call.num_heads, call.window, load_decays(call)
     i_first = tl.program_id(1) * BQ
     i_times = i_first + tl.arange(0, BQ)
-    i_rows, i_queries = tl.program_id(0).to(tl.int64) * T + i_times, i_times + S - T
+    i_rows = tl.program_id(0).to(tl.int64) * T + i_times
     b_queries, b_dmeans = load_vectors(p_queries, i_times, T, H, D, BD), load_vectors(p_dmeans, i_times, T, H, E, BE)
     b_means = load_vectors(p_means, i_times, T, H, E, BE)
     top, share = load_kept(p_top, p_total, i_rows, i_times < T)
@@ -134,12 +141,13 @@ def backward_queries(
     rest = tl.zeros((BQ,), tl.float32)
     if NULL_KEY:
         rest = -tl.exp(-top) * share * origin
+    kept = top, share, origin
     low, high = tl.maximum(i_first + S - T - window, 0) // BL * BL, tl.minimum(i_first + S - T + BQ, S)
     for i_key in range(low, high, BL):
         i_keys = i_key + tl.arange(0, BL)
         b_keys, b_values = load_vectors(p_keys, i_keys, S, H, D, BD), load_vectors(p_values, i_keys, S, H, E, BE)
         b_weights, b_dweights, _ = weights_again(
-            b_queries, b_keys, b_values, b_dmeans, top, share, origin, i_queries, i_keys, call, decays, HYPER
+            b_queries, b_keys, b_values, b_dmeans, kept, i_first + S - T, i_key, call, decays, BQ, BL, DECAY
         )
         rest += tl.sum(b_weights * b_dweights, axis=1)
     b_dqueries = tl.zeros((BQ, BD), tl.float32)
@@ -148,7 +156,7 @@ def backward_queries(
         i_keys = i_key + tl.arange(0, BL)
         b_keys, b_values = load_vectors(p_keys, i_keys, S, H, D, BD), load_vectors(p_values, i_keys, S, H, E, BE)
         b_weights, b_dweights, away = weights_again(
-            b_queries, b_keys, b_values, b_dmeans, top, share, origin, i_queries, i_keys, call, decays, HYPER
+            b_queries, b_keys, b_values, b_dmeans, kept, i_first + S - T, i_key, call, decays, BQ, BL, DECAY
         )
         b_dscores = b_weights * (b_dweights - rest[:, None])
         b_dqueries += dot(narrow(b_dscores, b_keys.dtype), b_keys)
@@ -169,7 +177,7 @@ def backward_queries(
 def backward_keys(
     p_queries, p_keys, p_values, call, p_top, p_total, p_dmeans, p_origin, p_rest, p_dkeys, p_dvalues,
     D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BQ: tl.constexpr, BL: tl.constexpr,
-    is_wide: tl.constexpr, HYPER: tl.constexpr,
+    is_wide: tl.constexpr, DECAY: tl.constexpr,
 ):  # fmt: skip
     """dkeys and dvalues of a tile of keys, from the tiles of queries that see it."""
     T, S, H, window, decays = call.num_new, call.num_all, call.num_heads, call.window, load_decays(call)
@@ -184,9 +192,9 @@ def backward_keys(
         b_queries = load_vectors(p_queries, i_times, T, H, D, BD)
         b_dmeans = load_vectors(p_dmeans, i_times, T, H, E, BE)
         top, share = load_kept(p_top, p_total, i_rows, m_times)
-        origin = tl.load(p_origin + i_rows, mask=m_times, other=0.0)
+        kept = top, share, tl.load(p_origin + i_rows, mask=m_times, other=0.0)
         b_weights, b_dweights, _ = weights_again(
-            b_queries, b_keys, b_values, b_dmeans, top, share, origin, i_times + S - T, i_keys, call, decays, HYPER
+            b_queries, b_keys, b_values, b_dmeans, kept, i_first + S - T, i_key, call, decays, BQ, BL, DECAY
         )
         b_dscores = b_weights * (b_dweights - tl.load(p_rest + i_rows, mask=m_times, other=0.0)[:, None])
         b_dvalues += dot(tl.trans(narrow(b_weights, b_values.dtype)), b_dmeans)

@@ -21,6 +21,7 @@ from multilin.inference.settings import GenerationSettings
 from multilin.inference.snapshot import state_owner
 from multilin.inference.torch_engine import TorchEngine
 from tests.export.conftest import FAST, N_POSITIONS, NAMES, Exports
+from tests.serving.engines import Script
 
 Pair = tuple[Run, Path]
 CLOSE = {"rtol": 1e-3, "atol": 1e-4}
@@ -94,6 +95,24 @@ def test_a_state_file_of_one_engine_is_continued_by_the_other(pair: Pair, tmp_pa
         begin = go_on(first, "once", settings, None, str(tmp_path / f"{first}.state"))
         end = go_on(second, "", onward, str(tmp_path / f"{first}.state"), str(tmp_path / "after.state"))
         assert begin + end == whole
+
+
+@pytest.mark.parametrize("length", range(1, 8))
+def test_a_character_is_whole_across_two_state_files(exports: Exports, tmp_path: Path, length: int) -> None:
+    run = exports(FAST)[0]
+    codec, owner = text_codec(run.tokenizer), lambda: state_owner(run.model)
+    engine = Script(TorchEngine(run.model), codec.encode("é€🙂"))
+
+    def go_on(number: int, num_new: int) -> str:
+        pieces = list[str]()
+        continue_file(
+            engine, codec, owner, "" if number else "a", GenerationSettings(num_new),
+            state=str(tmp_path / f"{number}") if number else None, save_state=str(tmp_path / f"{number + 1}"),
+            echo=False, write=pieces.append,
+        )  # fmt: skip
+        return "".join(pieces)
+
+    assert go_on(0, length) + go_on(1, 9 - length) + go_on(2, 9) == "é€🙂" * 2
 
 
 def test_a_stop_string_ends_the_text_before_it(exports: Exports) -> None:

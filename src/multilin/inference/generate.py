@@ -22,7 +22,8 @@ class Sequence:
     """A sequence that can be continued.
 
     state: engine state of one row.
-    unread_ids: tokens that belong to the sequence but were not read yet, normally the last one generated.
+    unread_ids: tokens that belong to the sequence but were not read yet, normally the last one generated, or those of
+        its character.
     numbers: the random numbers of sampling; None takes new ones.
     """
 
@@ -106,14 +107,23 @@ def generate(
             write(piece)
 
     pass_on(prompt if echo else "")
-    stream = TextStream(codec, skip_special_tokens=settings.stop_at_end, stop=settings.stop)
-    token_ids = []
+    stream = TextStream(codec, prompt_ids, settings.stop_at_end, settings.stop)
+    token_ids, last_ids, before = [], list[int](), sequence.state
+    if not stream.is_whole and engine.keeps_states:
+        last_ids, before = prompt_ids, engine.select(sequence.state, [0])
     for token in _tokens(engine, codec, sequence, prompt_ids, settings, num_new):
+        was_whole = stream.is_whole
         token_ids.append(token)
         pass_on(stream.put(token))
         if stream.is_stopped:
             break
+        if was_whole and not stream.is_whole and engine.keeps_states:
+            before = engine.select(sequence.state, [0])
+        last_ids = [token] if was_whole else [*last_ids, token]
     pass_on(stream.end())
+    # Unread tokens begin with a character, since what goes on from here decodes them.
+    if len(last_ids) > 1 and engine.keeps_states and not stream.is_stopped:
+        sequence.state, sequence.unread_ids = before, last_ids
     num_tokens, limit = num_read + len(prompt_ids) + len(token_ids), engine.longest_text
     return Continuation(token_ids, stream.text, limit is None or num_tokens <= limit)
 

@@ -1,11 +1,14 @@
 """Prompts as tokens, and tokens as streamed text, with the tokenizers library alone, which is imported quickly."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
 from multilin.errors import InputError, shown
+
+CONTEXT = 8  # tokens before a text that can matter to how it is decoded; no character has as many
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,7 @@ class TextStream:
     """Turns tokens into pieces of text that later tokens cannot change: no half characters, no part of a stop string.
 
     codec: decodes the tokens.
+    context: the tokens before the text: a space or the rest of a character that begins it depends on them.
     skip_special_tokens: leave out special tokens.
     stop: strings before which the text ends.
     text: all pieces so far.
@@ -56,6 +60,7 @@ class TextStream:
     """
 
     codec: TextCodec
+    context: Sequence[int]
     skip_special_tokens: bool
     stop: tuple[str, ...] = ()
     text: str = ""
@@ -66,6 +71,10 @@ class TextStream:
 
     def __post_init__(self) -> None:
         self._decoder = DecodeStream(skip_special_tokens=self.skip_special_tokens)
+        before = list(self.context[-CONTEXT:])
+        self.is_whole = not self.codec.tokenizer.decode(before, skip_special_tokens=True).endswith("\ufffd")
+        for token_id in before:
+            self._decoder.step(self.codec.tokenizer, token_id)
 
     def put(self, token_id: int) -> str:
         """The new text that is certain after one more token, often none."""

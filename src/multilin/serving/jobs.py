@@ -60,7 +60,7 @@ class Job:
 
     owner: the user; jobs of different users take turns.
     token_ids: tokens to read after the state `start`.
-    known_ids: all known tokens of the prompt and of the text before it, for the repetition penalty.
+    known_ids: all known tokens of the prompt and of the text before it, for the repetition penalty and to decode.
     start: the state to go on from; None at the start of a text.
     settings: settings of each sequence.
     max_new_tokens: most new tokens of each sequence, may be 0.

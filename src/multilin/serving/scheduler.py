@@ -191,7 +191,7 @@ class Scheduler:
         self.engine.join(self._batch, job.state if num_rows == 1 else self.engine.select(job.state, [0] * num_rows))
         job.state = None
         for index, settings in enumerate(job.settings):
-            stream = TextStream(self.codec, skip_special_tokens=settings.stop_at_end, stop=settings.stop)
+            stream = TextStream(self.codec, job.known_ids, settings.stop_at_end, settings.stop)
             forced, seen = deque(job.token_ids[job.position :]), dict.fromkeys(job.known_ids, 0)
             self._rows.append(Row(job, index, settings, RandomNumbers(settings.seed), stream, seen, forced))
         self._advance(first, np.repeat(logits_V[None], num_rows, axis=0))

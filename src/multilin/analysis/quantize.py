@@ -20,7 +20,8 @@ class Quantized:
     """A run and its int8 copy.
 
     folder, int8_folder: where they lie.
-    weight_bytes, int8_weight_bytes: size of their .safetensors files.
+    weight_bytes: of the run's weights, of which adapters are a part.
+    int8_weight_bytes: size of the copy's .safetensors files.
     evaluation, int8_evaluation: both on the same text.
     """
 
@@ -60,11 +61,13 @@ def quantize_run(
     run = load_run(folder)
     _check(run)
     before = break_down_run(run, settings, progress=progress).evaluation
+    weights = {weight.data_ptr(): weight.nbytes for weight in run.model.state_dict().values()}  # tied ones once
     arithmetic = dataclasses.replace(run.model.arithmetic, products="int8", backward="float", stored_as_int8=True)
     run.model.set_arithmetic(arithmetic)
     save_run(run, target)
     after = break_down_run(load_run(target), settings, progress=progress).evaluation
-    return Quantized(folder, target, _weight_bytes(folder), _weight_bytes(target), before, after)
+    int8_bytes = sum(path.stat().st_size for path in target.glob("*.safetensors"))
+    return Quantized(folder, target, sum(weights.values()), int8_bytes, before, after)
 
 
 def _check(run: Run) -> None:
@@ -77,6 +80,3 @@ def _check(run: Run) -> None:
     if next(matrix_modules(run.model.model.layers), None) is None:
         raise InputError(f"run: the layers of {run.folder} have no matrices that could be int8")
 
-
-def _weight_bytes(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.glob("*.safetensors"))

@@ -142,7 +142,8 @@ def _accepted(hint: Any) -> str:
     if origin is Literal:
         return " or ".join(map(str, parts))
     if origin is tuple:
-        return f"a list such as [{', '.join('0.9' for _ in parts)}]"
+        member = '"END"' if parts[0] is str else "0.9"
+        return f"a list such as [{', '.join(member for _ in parts)}]"
     if origin is list:
         return f"a list of {_accepted(parts[0])}"
     if origin is dict and parts[1] is not Any:

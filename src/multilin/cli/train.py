@@ -38,6 +38,7 @@ def train(arguments: TrainArguments, changes: Changes) -> None:
     recipe = load_recipe(arguments.recipe, changes)
     with loading():
         from multilin.cli.progress import ExpectingDisplay
+        from multilin.data.task_text import is_task
         from multilin.training.run_folder import RunFolder
         from multilin.training.trainer import train
     with ExpectingDisplay(recipe.output) as display:
@@ -51,7 +52,10 @@ def train(arguments: TrainArguments, changes: Changes) -> None:
         display.can_forecast = recipe.schedule.name == "linear"
         result = train(recipe, resume=arguments.resume, overwrite=arguments.overwrite, progress=display, began=began)
         display.say_reached(result.validation_bits_per_byte, result.tokens)
-    say_next(f"multilin generate {result.output} --prompt 'The'", f"multilin evaluate {result.output}")
+    if is_task(recipe.data.source):
+        say_next(f"multilin generate {result.output}")
+    else:
+        say_next(f"multilin generate {result.output} --prompt 'The'", f"multilin evaluate {result.output}")
 
 
 def _check_minutes(arguments: TrainArguments, changes: Changes) -> None:

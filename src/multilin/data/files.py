@@ -127,7 +127,7 @@ def row_text(row: Mapping[str, Any], text_field: str, where: str, encoding_error
     if text_field not in row:
         hint = nearest(text_field, row)
         fields = shorten(", ".join(map(str, row)), 200)
-        raise InputError(f"{where}: no field {shown(text_field)} (data.text_field); the row has {fields}{hint}")
+        raise InputError(f"{where}: no field {shown(text_field)} (text_field); the row has {fields}{hint}")
     text = row[text_field]
     if not isinstance(text, str):
         raise InputError(f"{where}: field {text_field!r} holds {shown(text)}, but it should hold a text")
@@ -138,7 +138,7 @@ def row_text(row: Mapping[str, Any], text_field: str, where: str, encoding_error
         if encoding_errors == "strict":
             raise InputError(
                 f"{where}: character {error.start} of field {text_field!r} is half a surrogate pair; correct it, or "
-                "set data.encoding_errors: replace"
+                "set encoding_errors to replace"
             ) from None
         text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     _check_words(text, where)
@@ -195,7 +195,7 @@ def _decode(content: bytes, path: Path, offset: int, encoding_errors: EncodingEr
         return content.decode("utf-8", encoding_errors)
     except UnicodeDecodeError as error:
         raise InputError(
-            f"{path}: byte {offset + error.start} is not UTF-8; convert the file, or set data.encoding_errors: replace"
+            f"{path}: byte {offset + error.start} is not UTF-8; convert the file, or set encoding_errors to replace"
         ) from None
 
 

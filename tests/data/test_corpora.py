@@ -142,7 +142,7 @@ def test_the_fingerprint_follows_content_and_names_only(tmp_path: Path) -> None:
     [
         ("empty.txt", b"", "is empty"),
         ("empty.jsonl", b"\n\n", "is empty"),
-        ("latin.txt", b"abc\ncaf\xe9\n", r"latin.txt: byte 7 is not UTF-8.*data.encoding_errors: replace"),
+        ("latin.txt", b"abc\ncaf\xe9\n", r"latin.txt: byte 7 is not UTF-8.*encoding_errors to replace"),
         ("latin.jsonl", b'{"text": "a"}\n{"text": "\xe9"}\n', r"latin.jsonl: byte 24 is not UTF-8"),
         ("bad.jsonl", b'{"text": "a"}\n\n{"text": \n', r"bad.jsonl:3: not a line of JSON"),
         ("list.jsonl", b"[1, 2]\n", r"list.jsonl:1: a line should be a JSON object"),

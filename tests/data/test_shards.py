@@ -379,7 +379,7 @@ def test_two_preparations_in_one_folder_are_refused(rows: Path, tmp_path: Path) 
             r"--output: 'readonly://text' cannot be written \(PermissionError: Acc",
         ),
         ({"output": "nowhere://text"}, r"--output: 'nowhere://text' cannot be opened \(ValueError: Protocol not known"),
-        ({"tokenizer": "./nowhere"}, "tokenizer: './nowhere' does not exist"),
+        ({"tokenizer": "./nowhere", "kind": None}, "tokenizer: './nowhere' does not exist"),
         ({"kind": "bpe", "vocab_size": 50_000}, "vocab_size: 50000 given, but the corpus supports"),
         ({"text_field": "body"}, "no field 'body'"),
         (
@@ -411,6 +411,16 @@ def test_a_mixture_reads_prepared_texts_of_one_tokenizer(tmp_path: Path) -> None
     given = DataRecipe(mix={a: 1.0, str(tmp_path / "c"): 1.0})
     with pytest.raises(InputError, match=r"data.mix: '.*c' holds no manifest.json"):
         prepare_text(given, TokenizerRecipe())
+
+
+def test_what_a_loaded_tokenizer_decides_is_refused(tmp_path: Path) -> None:
+    path = str(tmp_path / "tokenizer")
+    for name, value in (("kind", "bpe"), ("vocab_size", 512)):
+        with pytest.raises(InputError, match=f"{name}: {value} given, but the tokenizer .* decides it"):
+            prepare_shards(ShardSettings("python-docs", str(tmp_path / "out"), tokenizer=path, **{name: value}))
+        with pytest.raises(InputError, match=rf"tokenizer\.{name}: '?{value}'? given, but the tokenizer .* is loaded"):
+            load_recipe(None, {"tokenizer.path": path, f"tokenizer.{name}": value})
+    assert load_recipe(None, {"tokenizer.path": None, "tokenizer.kind": "byte"}).tokenizer.kind == "byte"
 
 
 def test_what_prepared_text_decides_is_refused(tmp_path: Path) -> None:

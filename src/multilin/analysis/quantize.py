@@ -79,4 +79,3 @@ def _check(run: Run) -> None:
         raise InputError(f"run: the weights in {run.folder} are int8 already; give the run they were made from")
     if next(matrix_modules(run.model.model.layers), None) is None:
         raise InputError(f"run: the layers of {run.folder} have no matrices that could be int8")
-

@@ -8,6 +8,8 @@ from multilin.settings.bounds import Mixture, Part, PathText, Vocabulary
 
 BYTE_VOCAB_SIZE = 258
 """Entries of a byte tokenizer: 256 bytes, end of text and padding."""
+DEFAULT_VOCAB_SIZE = 4096
+"""Entries of a tokenizer that is trained, where nothing is said."""
 MANIFEST = "manifest.json"
 """The file that says what prepared text there is in a folder, or at an address."""
 
@@ -51,8 +53,8 @@ class ShardSettings:
     source: PathText  # text: a built-in corpus, a file, folder or glob, or a dataset of the Hugging Face hub
     output: PathText = "prepared"  # folder, or address for fsspec such as s3://bucket/folder, to write the shards to
     tokenizer: PathText | None = None  # load this tokenizer (folder, tokenizer.json, hub name) instead of training one
-    kind: Literal["bpe", "unigram", "byte"] = "bpe"  # how text becomes tokens, where a tokenizer is trained
-    vocab_size: Vocabulary = 4096  # entries of a vocabulary that is trained (a byte tokenizer always has 258)
+    kind: Literal["bpe", "unigram", "byte"] | None = None  # how text becomes tokens, bpe by default
+    vocab_size: Vocabulary | None = None  # entries of a trained vocabulary, 4096 by default; byte has 258 and no choice
     validation_fraction: Part = 0.01  # share of the documents set aside for validation, by the hash of their text
     text_field: str = "text"  # the field or column of .jsonl, .csv and .parquet files that holds the text
     encoding_errors: Literal["strict", "replace"] = "strict"  # bytes that are not UTF-8: refuse, or replace by U+FFFD
@@ -65,7 +67,7 @@ class TokenizerTrainArguments:
     source: PathText  # text: a built-in corpus, a file, folder or glob, or a dataset of the Hugging Face hub
     output: PathText  # folder to write it to
     kind: Literal["bpe", "unigram", "byte"] = "bpe"  # how text becomes tokens
-    vocab_size: Vocabulary = 4096  # entries of the vocabulary (a byte tokenizer always has 258)
+    vocab_size: Vocabulary = DEFAULT_VOCAB_SIZE  # entries of the vocabulary (a byte tokenizer always has 258)
     text_field: str = "text"  # the field or column of .jsonl, .csv and .parquet files that holds the text
     encoding_errors: Literal["strict", "replace"] = "strict"  # bytes that are not UTF-8: refuse, or replace by U+FFFD
     overwrite: bool = False  # replace the tokenizer in the output folder

@@ -23,7 +23,7 @@ from multilin.data.packing import concatenate
 from multilin.data.parts import cut_source
 from multilin.data.prepared import check_shards
 from multilin.data.progress import Progress, no_progress
-from multilin.data.settings import MANIFEST, ShardSettings
+from multilin.data.settings import DEFAULT_VOCAB_SIZE, MANIFEST, ShardSettings
 from multilin.data.shard_workers import UNFINISHED, Job, PartRecord, describe_folder, pack_parts
 from multilin.data.store import Store
 from multilin.data.tokenizers import load_tokenizer, tokenizer_hash, train_tokenizer
@@ -53,6 +53,14 @@ def prepare_shards(plan: ShardSettings, *, workers: int = 1, progress: Progress 
         InputError: the source, the tokenizer or the output cannot be used, or the output holds another text.
         ChildProcessError: a process was ended from outside. Finished shards stay.
     """
+    for name in ("kind", "vocab_size"):
+        if plan.tokenizer is not None and (given := getattr(plan, name)) is not None:
+            raise InputError(
+                f"{name}: {given} given, but the tokenizer {shown(plan.tokenizer)} decides it; leave one out"
+            )
+    plan = replace(plan, kind=plan.kind or "bpe")
+    if plan.kind != "byte":
+        plan = replace(plan, vocab_size=plan.vocab_size or DEFAULT_VOCAB_SIZE)
     parts, identity = cut_source(plan.source)
     tokenizer = None if plan.tokenizer is None else load_tokenizer(plan.tokenizer)
     deciding = {name: value for name, value in asdict(plan).items() if name not in ("output", "tokenizer")}
@@ -126,8 +134,7 @@ def _tokenizer(
         return load_settings(Folder, content)
     plan = job.settings
     texts, is_chat = _sample(job, progress)
-    size = None if plan.kind == "byte" else plan.vocab_size
-    tokenizer = loaded or train_tokenizer(texts, plan.kind, size)
+    tokenizer = loaded or train_tokenizer(texts, plan.kind or "bpe", plan.vocab_size)
     if is_chat and tokenizer.chat_template is None:
         tokenizer.chat_template = CHAT_TEMPLATE
     store.write(_SETTINGS, json.dumps(deciding).encode())

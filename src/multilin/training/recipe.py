@@ -23,7 +23,7 @@ from multilin.settings.bounds import Fraction
 from multilin.settings.inputs import read_yaml, to_yaml
 from multilin.training.start import complete_start
 
-DEFAULT_VOCAB_SIZE, DEFAULT_MAX_STEPS = 4096, 1000
+DEFAULT_MAX_STEPS = 1000
 SectionT = TypeVar("SectionT")
 Trackers = Annotated[list[Literal["tensorboard", "wandb", "mlflow", "trackio"]], MaxLen(4)]
 
@@ -239,10 +239,16 @@ def check_start(recipe: Recipe) -> None:
 
 
 def _check_text(recipe: Recipe, overrides: Mapping[str, Any]) -> None:
-    """Refuse a source that a mixture replaces, and what was decided when the text was prepared."""
+    """Refuse a source that a mixture replaces, and what a loaded tokenizer or prepared text has decided."""
     if recipe.data.mix is not None and "data.source" in overrides:
         raise InputError(
             f"data.source: {shown(recipe.data.source)} given, but data.mix is read instead; leave one of them out"
+        )
+    trained = [name for name in ("tokenizer.kind", "tokenizer.vocab_size") if overrides.get(name) is not None]
+    if trained and recipe.tokenizer.path is not None:
+        raise InputError(
+            f"{trained[0]}: {shown(overrides[trained[0]])} given, but the tokenizer {shown(recipe.tokenizer.path)} is "
+            "loaded, which decides it; leave it or tokenizer.path out"
         )
     packed = [name for name in overrides if name in DECIDED_BY_PREPARING]
     if packed and recipe.data.is_prepared:

@@ -3,11 +3,12 @@
 import dataclasses
 from typing import Any
 
+from multilin.data.settings import DEFAULT_VOCAB_SIZE
 from multilin.model.factory import DEFAULT_NUM_LAYERS, training_defaults
 from multilin.training.optimizers import resolve_optimizer
 from multilin.training.precision import resolve_precision
 from multilin.training.processes import num_processes
-from multilin.training.recipe import DEFAULT_VOCAB_SIZE, Recipe, fill
+from multilin.training.recipe import Recipe, fill
 from multilin.training.schedules import resolve_schedule
 
 

@@ -16,6 +16,7 @@ _DEPENDENT = {  # field to the fields that only apply to its current value
     "model.architecture": ("model.options", "model.layers", "model.config"),
     "model.layers": ("model.options", "model.num_layers"),
     "tokenizer.kind": ("tokenizer.vocab_size", "tokenizer.path"),
+    "tokenizer.path": ("tokenizer.kind", "tokenizer.vocab_size"),
     "optimizer.name": ("optimizer.betas", "optimizer.row_average", "optimizer.row_order"),
     "schedule.name": ("schedule.tail", "schedule.constant_steps"),
 }

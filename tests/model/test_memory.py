@@ -20,7 +20,7 @@ from multilin.inference.rollout_run import rollout_run
 from multilin.inference.runs import Run, load_run
 from multilin.inference.settings import GenerationSettings, RolloutSettings
 from multilin.model.factory import create_model, model_names
-from multilin.model.memory import activation_bytes, available_memory, check_memory, parameter_bytes
+from multilin.model.memory import activation_bytes, available_memory, check_memory, loss_bytes, parameter_bytes
 from multilin.training.recipe import load_recipe
 from multilin.training.trainer import train
 
@@ -52,6 +52,17 @@ def test_the_estimate_is_near_what_training_keeps_and_not_above(name: str) -> No
     estimate, kept = activation_bytes(sketch, 2 * 64), kept_bytes(model, 2, 64)
     assert 0.25 * kept < estimate < 1.15 * kept
     assert activation_bytes(sketch, 2 * 64, recomputes=True) <= estimate
+
+
+def test_the_loss_holds_some_logits_at_a_time() -> None:
+    """All of a small vocabulary, 2^26 numbers on a GPU of a large one; GPT-2 holds all, as part of its activations."""
+    with torch.device("meta"):
+        small, large = (create_model("additive", **{**SIZES, "vocab_size": size}) for size in (64, 2**15))
+        gpt2 = create_model("gpt2", **SIZES)
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    assert loss_bytes(small, 128, cuda) == loss_bytes(small, 128, cpu) == 8 * 128 * 64
+    assert (loss_bytes(large, 2**14, cuda), loss_bytes(large, 2**14, cpu)) == (8 * 2**26, 8 * 2**23)
+    assert loss_bytes(gpt2, 128, cuda) == 0
 
 
 def test_this_machine_says_what_it_has() -> None:

@@ -27,6 +27,7 @@ from multilin.model.memory import (
     available_memory,
     check_memory,
     format_bytes,
+    loss_bytes,
     parameter_bytes,
 )
 from multilin.ops.int8 import BLOCK
@@ -99,7 +100,7 @@ class TrainingPlan:
 
     flops_per_token: floating-point operations of training, see `training_flops_per_token`.
     weight_bytes, gradient_bytes, optimizer_bytes: bytes of the whole model, on one device.
-    activation_bytes: estimated bytes of one pass on one device.
+    activation_bytes: estimated bytes of one pass on one device, with the logits that the loss holds at a time.
     checkpoint_bytes: bytes of a checkpoint: weights and optimizer state.
     tokens: training tokens of the whole run.
     seconds_per_step: time of a step on a device that does not wait for others.
@@ -162,7 +163,7 @@ def plan_training(recipe: Recipe, settings: PlanSettings) -> TrainingPlan:
         activation_bytes=activation_bytes(
             model, tokens, number_bytes=2 if training.precision in ("bf16", "int8") else FLOAT_BYTES,
             recomputes=training.gradient_checkpointing,
-        ),
+        ) + loss_bytes(model, tokens, torch.device("cpu" if settings.kind == "cpu" else "cuda")),
         checkpoint_bytes=weights + optimizer,
         seconds_per_step=tokens * flops / (peak * settings.efficiency) * passes, ways=[],
     )  # fmt: skip

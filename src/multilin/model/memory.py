@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from multilin.errors import InputError
+from multilin.ops.linear_cross_entropy import rows_of_chunk
 
 FLOAT_BYTES, ID_BYTES = 4, 8
 _KEPT_PER_OUTPUT = 2  # numbers kept for the backward pass, for every number that a matrix gives
@@ -88,6 +89,17 @@ def activation_bytes(
     outputs = _KEPT_PER_OUTPUT * sum(len(matrix) for matrix in _matrices(model))
     kept = inputs + (outputs // max(config.num_hidden_layers, 1) if recomputes else outputs)
     return num_tokens * (kept * number_bytes + _logit_bytes(model))
+
+
+def loss_bytes(model: PreTrainedModel, num_tokens: int, device: torch.device) -> int:
+    """Bytes of the logits and their gradients that the loss of a pass holds at a time on a device.
+
+    0 for GPT-2 and Llama: they hold the logits of all tokens, which `activation_bytes` counts.
+    """
+    vocab_size = model.config.vocab_size
+    if _logit_bytes(model):
+        return 0
+    return 2 * FLOAT_BYTES * vocab_size * min(num_tokens, rows_of_chunk(vocab_size, device))
 
 
 def check_reading(field: str, model: PreTrainedModel, num_rows: int, num_tokens: int, *, all_logits: bool) -> None:

@@ -18,7 +18,7 @@ from multilin.data.tokenizers import tokenizer_hash
 from multilin.errors import InputError, plural
 from multilin.inference.runs import read_config
 from multilin.model.factory import create_config, create_model
-from multilin.model.memory import FLOAT_BYTES, ID_BYTES, activation_bytes, check_memory, parameter_bytes
+from multilin.model.memory import FLOAT_BYTES, ID_BYTES, activation_bytes, check_memory, loss_bytes, parameter_bytes
 from multilin.training.adapters import add_adapters
 from multilin.training.optimizers import OPTIMIZERS, optimizer_bytes
 from multilin.training.order import BlockOrder, MixedOrder
@@ -119,6 +119,7 @@ def _check_memory(recipe: Recipe, model: PreTrainedModel) -> None:
         check_memory(f"{subject} given, but training", weights)
         weights = 0
     device = accelerator_or_cpu()
+    activations += loss_bytes(model, batch_size * n_positions, device)
     check_memory(f"{subject} given, but training", weights + activations, device)
 
 

@@ -41,6 +41,14 @@ def test_a_hybrid_is_plain_data(tmp_path) -> None:
     assert AutoConfig.from_pretrained(tmp_path).max_position_embeddings == 32
 
 
+def test_a_hybrid_reads_as_much_as_its_layers_where_the_frame_has_no_limit() -> None:
+    for sizes, longest in (((), None), ((31, 17), 17)):
+        mixers = [{"architecture": "linear_mixer", "context": size} for size in sizes]
+        layers = [{"architecture": "elita"}, *mixers]
+        model = create_model("elita", **{**SIZES, "num_layers": None}, layers=layers)
+        assert model.config.n_positions == longest
+
+
 def test_a_layer_of_a_hybrid_may_have_its_own_initial_range() -> None:
     model = create_model("additive", **{**SIZES, "num_layers": None, "hidden_size": 64}, layers=HYBRID)
     assert 0.4 < model.model.layers[0].attention.query.weight.std() < 0.6
@@ -94,11 +102,6 @@ def test_every_name_makes_a_model_of_the_asked_sizes(name: str) -> None:
             "additive",
             {"layers": [*HYBRID, {"architecture": "linear_mixer", "context": 31}], "num_layers": None},
             "n_positions: 32 given, but layers.2 (linear_mixer) reads at most 31 tokens",
-        ),
-        (
-            "elita",
-            {"layers": [{"architecture": "linear_mixer", "context": 31}], "num_layers": None},
-            "n_positions: no limit given",
         ),
         ("tscale", {"final_norm_tile": 5}, "final_norm_tile: 5 given, but it must divide the hidden size 16"),
         ("gpt2", {"layers": HYBRID, "num_layers": None}, "layers: given, but gpt2 has no list of layers"),

@@ -31,6 +31,11 @@ ENTRY_POINTS = "multilin.architectures"
 class LayerOptions:
     """Options of one layer; an architecture adds its own, each with a comment that becomes its help."""
 
+    @property
+    def longest_text(self) -> int | None:
+        """Tokens of the longest text that the layer can read; None for no limit."""
+        return None
+
     def count_heads(self, hidden_size: int) -> int:
         """Number of heads of the layer; 1 where it is not divided into heads."""
         return int(getattr(self, "num_heads", 1))
@@ -120,12 +125,11 @@ class Architecture:
 
     def build_layer(self, hidden_size: int, values: Mapping[str, Any], where: str) -> Layer:
         """A layer from the plain data of a config's `layers` entry."""
-        return self.layer(hidden_size, load_settings(self.options, values, where))
+        return self.layer(hidden_size, self.read_options(values, where))
 
-    def count_heads(self, hidden_size: int, values: Mapping[str, Any]) -> int:
-        """Number of heads of the layer that `build_layer` builds from the same values."""
-        options: LayerOptions = load_settings(self.options, values, self.name)
-        return options.count_heads(hidden_size)
+    def read_options(self, values: Mapping[str, Any], where: str) -> Any:
+        """A layer's options from the plain data of a config's `layers` entry (checked)."""
+        return load_settings(self.options, values, where)
 
 
 _registry: dict[str, Architecture] = {}

@@ -54,6 +54,11 @@ class LinearMixerOptions(LinearMixerPreset):
 
     context: Length = 1024  # n_ctx: positions that have weights, the length of the longest text
 
+    @property
+    def longest_text(self) -> int:
+        """As many tokens as there are positions with weights."""
+        return self.context
+
 
 class LinearMixerState(NamedTuple):
     """Inputs of the mixing, and of its second triangle if there is one."""
@@ -107,7 +112,7 @@ class LinearMixerLayer(Layer):
 
     def __init__(self, hidden_size: int, options: LinearMixerOptions) -> None:
         super().__init__()
-        self.hidden_size, self.options, self.longest_text = hidden_size, options, options.context
+        self.hidden_size, self.options, self.longest_text = hidden_size, options, options.longest_text
         norm = nn.LayerNorm if options.norm else nn.Identity
         self.mixing_norm = norm(hidden_size)
         self.mixing = Triangle(options.context, options.mixing_bias)

@@ -2,13 +2,13 @@
 
 import dataclasses
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal, get_type_hints
 
 from annotated_types import MaxLen
 from transformers import PretrainedConfig
 
-from multilin.architectures.base import Sizes, get_architecture
+from multilin.architectures.base import LayerOptions, Sizes, get_architecture
 from multilin.errors import InputError, nearest, shorten, shown
 from multilin.layers.linear import Arithmetic
 from multilin.model.remote import AUTO_MAP
@@ -123,15 +123,16 @@ class MultilinConfig(PretrainedConfig):
     @property
     def num_attention_heads(self) -> int:
         """Largest number of heads of a layer, for tools that ask by this name; 1 where layers have no heads."""
-        heads = [1]
-        for entry in self.layers:
-            options = {name: entry[name] for name in entry if name not in ("architecture", "initializer_range")}
-            heads.append(get_architecture(entry["architecture"]).count_heads(self.hidden_size, options))
-        return max(heads)
+        return max([options.count_heads(self.hidden_size) for options in self._layer_options()], default=1)
 
     @num_attention_heads.setter
     def num_attention_heads(self, value: int) -> None:
         raise InputError(f"num_attention_heads: {value} given, but each layer has its own number; set it in layers")
+
+    def _layer_options(self) -> Iterator[LayerOptions]:
+        for index, entry in enumerate(self.layers):
+            values = {name: entry[name] for name in entry if name not in ("architecture", "initializer_range")}
+            yield get_architecture(entry["architecture"]).read_options(values, f"layers.{index}")
 
     @classmethod
     def from_architecture(
@@ -153,7 +154,8 @@ class MultilinConfig(PretrainedConfig):
             hidden_size, num_layers, vocab_size, n_positions: see the class.
             options: choices of the architecture's preset (heads, windows, ...).
             layers: entries as in the class that replace the preset's: a hybrid in the frame of this architecture. Each
-                has its own options, so `options` has no place beside it.
+                has its own options, so `options` has no place beside it. Where the frame has no limit, the longest text
+                is that of the layer with the shortest.
             model: fields of this class that replace the preset's, and token ids.
 
         Raises:
@@ -178,7 +180,7 @@ class MultilinConfig(PretrainedConfig):
         for field in fields:
             if field not in known:
                 raise InputError(f"{shorten(field)}: unknown field of the model{nearest(field, known)}")
-        return cls(
+        config = cls(
             vocab_size=sizes.vocab_size,
             hidden_size=sizes.hidden_size,
             layers=[{"architecture": name, **dataclasses.asdict(options)} for options in preset.layers]
@@ -186,6 +188,10 @@ class MultilinConfig(PretrainedConfig):
             else [dict(entry) for entry in layers],
             **fields,
         )
+        if layers is not None and config.n_positions is None:  # the frame has no limit, but its layers may have one
+            limits = (options.longest_text for options in config._layer_options())
+            config.n_positions = min((limit for limit in limits if limit is not None), default=None)
+        return config
 
 
 # The fields and their bounds are those of the signature.

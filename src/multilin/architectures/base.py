@@ -33,8 +33,8 @@ class LayerOptions:
 
     @property
     def longest_text(self) -> int | None:
-        """Tokens of the longest text that the layer can read; None for no limit."""
-        return None
+        """Tokens of the longest text that the layer can read: its `context`; None, for no limit, where it has none."""
+        return getattr(self, "context", None)
 
     def count_heads(self, hidden_size: int) -> int:
         """Number of heads of the layer; 1 where it is not divided into heads."""

@@ -54,11 +54,6 @@ class LinearMixerOptions(LinearMixerPreset):
 
     context: Length = 1024  # n_ctx: positions that have weights, the length of the longest text
 
-    @property
-    def longest_text(self) -> int:
-        """As many tokens as there are positions with weights."""
-        return self.context
-
 
 class LinearMixerState(NamedTuple):
     """Inputs of the mixing, and of its second triangle if there is one."""

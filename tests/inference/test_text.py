@@ -34,6 +34,15 @@ def test_a_stream_ends_before_the_first_stop_string(codec: TextCodec, text: str,
     assert "".join(pieces) == stream.text == (text[: min(ends)[1]] if ends else text)
 
 
+@pytest.fixture(scope="module")
+def fallback(codec: TextCodec) -> TextCodec:
+    """A tokenizer that spells what is not in its vocabulary in bytes, and decodes only whole runs of them."""
+    words = {f"<0x{byte:02X}>": byte for byte in range(256)} | {"a": 256, "b": 257, "<unk>": 258}
+    tokenizer = Tokenizer(models.BPE(words, [], byte_fallback=True, unk_token="<unk>"))
+    tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    return replace(codec, tokenizer=tokenizer)
+
+
 def decode(codec: TextCodec, context: list[int], ids: list[int]) -> str:
     stream = TextStream(codec, context, True)
     return "".join(map(stream.put, ids)) + stream.end()
@@ -44,6 +53,14 @@ def test_a_text_that_is_cut_anywhere_is_the_whole_text(codec: TextCodec, text: s
     """The rest of a character comes with the second part."""
     ids = codec.encode(text)
     assert decode(codec, [], ids[:place]) + decode(codec, ids[:place], ids[place:]) == text
+
+
+@given(st.text("ab é€🙂日", max_size=20), st.integers(0, 20))
+def test_a_tokenizer_that_falls_back_to_bytes_goes_on_after_whole_characters(
+    fallback: TextCodec, text: str, place: int
+) -> None:
+    before, after = fallback.encode(text[:place]), fallback.encode(text[place:] + "a")
+    assert decode(fallback, before, after) == text[place:] + "a"
 
 
 def test_a_space_that_only_shows_after_other_tokens_is_kept(codec: TextCodec) -> None:

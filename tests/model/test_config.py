@@ -41,6 +41,15 @@ def test_a_hybrid_is_plain_data(tmp_path) -> None:
     assert AutoConfig.from_pretrained(tmp_path).max_position_embeddings == 32
 
 
+def test_a_layer_that_reads_less_than_its_model_is_refused() -> None:
+    layers = [{"architecture": "linear_mixer", "context": 31}]
+    config = MultilinConfig(vocab_size=29, hidden_size=16, layers=layers)
+    with pytest.raises(
+        InputError, match=r"n_positions: no limit given, but layers\.0 .* reads at most 31"
+    ):
+        MultilinForCausalLM(config)
+
+
 def test_a_hybrid_reads_as_much_as_its_layers_where_the_frame_has_no_limit() -> None:
     for sizes, longest in (((), None), ((31, 17), 17)):
         mixers = [{"architecture": "linear_mixer", "context": size} for size in sizes]

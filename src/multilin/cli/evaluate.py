@@ -181,7 +181,7 @@ def _print_quantized(result: "Quantized") -> None:
     """Print size and scores of both models."""
     before, after = result.evaluation, result.int8_evaluation
     figures = (
-        ("weights on disk, MB", result.weight_bytes / 1e6, result.int8_weight_bytes / 1e6, ",.2f"),
+        ("weights, MB", result.weight_bytes / 1e6, result.int8_weight_bytes / 1e6, ",.2f"),
         ("loss, nats per token", before.loss, after.loss, ".4f"),
         ("bits per byte", before.bits_per_byte, after.bits_per_byte, ".4f"),
     )

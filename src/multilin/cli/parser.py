@@ -143,7 +143,7 @@ def _accepted(hint: Any) -> str:
         return " or ".join(map(str, parts))
     if origin is tuple:
         member = '"END"' if parts[0] is str else "0.9"
-        return f"a list such as [{', '.join(member for _ in parts)}]"
+        return f"a list such as [{', '.join(member for part in parts if part is not ...)}]"
     if origin is list:
         return f"a list of {_accepted(parts[0])}"
     if origin is dict and parts[1] is not Any:

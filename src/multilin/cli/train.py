@@ -52,7 +52,7 @@ def train(arguments: TrainArguments, changes: Changes) -> None:
         display.can_forecast = recipe.schedule.name == "linear"
         result = train(recipe, resume=arguments.resume, overwrite=arguments.overwrite, progress=display, began=began)
         display.say_reached(result.validation_bits_per_byte, result.tokens)
-    if is_task(recipe.data.source):
+    if is_task(recipe.data.name):
         say_next(f"multilin generate {result.output}")
     else:
         say_next(f"multilin generate {result.output} --prompt 'The'", f"multilin evaluate {result.output}")

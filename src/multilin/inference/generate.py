@@ -22,8 +22,8 @@ class Sequence:
     """A sequence that can be continued.
 
     state: engine state of one row.
-    unread_ids: tokens that belong to the sequence but were not read yet, normally the last one generated, or those of
-        its character.
+    unread_ids: tokens that belong to the sequence but were not read yet, normally the last one generated; those of
+        its character, or of what may begin a stop string, if they are several.
     numbers: the random numbers of sampling; None takes new ones.
     """
 
@@ -95,6 +95,7 @@ def generate(
             ignored.
     """
     check_settings(settings, engine.vocab_size)
+    goes_on = sequence is not None and engine.keeps_states
     sequence = sequence or Sequence(engine.new_state())
     num_read = sum(engine.num_read(sequence.state))
     prompt_ids = first_ids(codec, prompt, sequence.unread_ids, is_start=num_read == 0)
@@ -107,22 +108,24 @@ def generate(
             write(piece)
 
     pass_on(prompt if echo else "")
-    stream = TextStream(codec, prompt_ids, settings.stop_at_end, settings.stop)
-    token_ids, last_ids, before = [], list[int](), sequence.state
-    if not stream.is_whole and engine.keeps_states:
-        last_ids, before = prompt_ids, engine.select(sequence.state, [0])
+    # Unread tokens begin with a character, since what goes on from them decodes them: the state is that before it.
+    is_cut = not prompt and codec.is_cut(prompt_ids)
+    context = prompt_ids if is_cut or not codec.is_cut(prompt_ids) else ()
+    stream = TextStream(codec, context, settings.stop_at_end, settings.stop, is_whole=not is_cut)
+    token_ids, last_ids, before = [], prompt_ids if is_cut else [], sequence.state
+    if is_cut and goes_on:
+        before = engine.select(sequence.state, [0])
     for token in _tokens(engine, codec, sequence, prompt_ids, settings, num_new):
         was_whole = stream.is_whole
         token_ids.append(token)
         pass_on(stream.put(token))
         if stream.is_stopped:
             break
-        if was_whole and not stream.is_whole and engine.keeps_states:
+        if was_whole and not stream.is_whole and goes_on:
             before = engine.select(sequence.state, [0])
         last_ids = [token] if was_whole else [*last_ids, token]
     pass_on(stream.end())
-    # Unread tokens begin with a character, since what goes on from here decodes them.
-    if len(last_ids) > 1 and engine.keeps_states and not stream.is_stopped:
+    if len(last_ids) > 1 and goes_on and not stream.is_stopped:
         sequence.state, sequence.unread_ids = before, last_ids
     num_tokens, limit = num_read + len(prompt_ids) + len(token_ids), engine.longest_text
     return Continuation(token_ids, stream.text, limit is None or num_tokens <= limit)

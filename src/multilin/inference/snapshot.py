@@ -24,8 +24,8 @@ class Snapshot:
     """The state of a text and what is needed to continue it.
 
     state: what the model keeps of the tokens read. Shared, not copied: take `state.clone()` to read on and come back.
-    unread_ids: tokens that belong to the text but were not read yet, normally the last one generated; a list for each
-        row, or none at all.
+    unread_ids: tokens that belong to the text but were not read yet, normally the last one generated or those of
+        its character; a list for each row, or none at all.
     rng_state: of torch's default CPU generator, so that sampling goes on as if never interrupted; None if irrelevant.
     """
 

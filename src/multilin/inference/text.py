@@ -8,7 +8,9 @@ from tokenizers.decoders import DecodeStream
 
 from multilin.errors import InputError, shown
 
-CONTEXT = 8  # tokens before a text that can matter to how it is decoded; no character has as many
+CONTEXT = 8  # tokens before a text that can matter to how it is decoded
+UNKNOWN = "\ufffd"  # what part of a character is decoded as
+LONGEST_CHARACTER = 4  # tokens, one for each byte
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,10 @@ class TextCodec:
             raise InputError(f"prompt: {shown(text)} holds bytes that are not UTF-8") from None
         return ids
 
+    def is_cut(self, token_ids: list[int]) -> bool:
+        """True if these tokens end inside a character."""
+        return self.tokenizer.decode(token_ids).endswith(UNKNOWN)
+
 
 def plain_tokenizer(content: str) -> Tokenizer:
     """A tokenizer from its JSON, without truncation and padding; it reads the names of special tokens as text."""
@@ -51,7 +57,8 @@ class TextStream:
     """Turns tokens into pieces of text that later tokens cannot change: no half characters, no part of a stop string.
 
     codec: decodes the tokens.
-    context: the tokens before the text: a space or the rest of a character that begins it depends on them.
+    context: the tokens before the text, from the beginning of a character on if they are few: a space or the rest of a
+        character that begins the text depends on them.
     skip_special_tokens: leave out special tokens.
     stop: strings before which the text ends.
     text: all pieces so far.
@@ -71,10 +78,17 @@ class TextStream:
 
     def __post_init__(self) -> None:
         self._decoder = DecodeStream(skip_special_tokens=self.skip_special_tokens)
-        before = list(self.context[-CONTEXT:])
-        self.is_whole = not self.codec.tokenizer.decode(before, skip_special_tokens=True).endswith("\ufffd")
-        for token_id in before:
+        for token_id in self._end_of_context():
             self._decoder.step(self.codec.tokenizer, token_id)
+
+    def _end_of_context(self) -> Sequence[int]:
+        """Some tokens that begin with a character: half of one would spoil what some tokenizers decode after it."""
+        if len(self.context) <= CONTEXT:
+            return self.context
+        for count in range(CONTEXT, CONTEXT + LONGEST_CHARACTER):
+            if not self.codec.tokenizer.decode(list(self.context[-count:])).startswith(UNKNOWN):
+                return self.context[-count:]
+        return ()
 
     def put(self, token_id: int) -> str:
         """The new text that is certain after one more token, often none."""

@@ -60,7 +60,7 @@ class Job:
 
     owner: the user; jobs of different users take turns.
     token_ids: tokens to read after the state `start`.
-    known_ids: all known tokens of the prompt and of the text before it, for the repetition penalty and to decode.
+    known_ids: all known tokens of the prompt and of the text before it, for the repetition penalty and as context.
     start: the state to go on from; None at the start of a text.
     settings: settings of each sequence.
     max_new_tokens: most new tokens of each sequence, may be 0.
@@ -91,7 +91,7 @@ class Job:
 
 
 class Kept(NamedTuple):
-    """The last place where no character and no stop string had begun: the engine state, and what came before."""
+    """The place before the last character, or what may begin a stop string: the engine state, and what came before."""
 
     state: Any
     num_tokens: int
@@ -109,7 +109,8 @@ class Row:
     next_id: the token that is read next.
     token_ids: tokens generated.
     pending: tokens to report, with the characters of the text before each, whose text is not certain yet.
-    kept: where to return to if a stop string that may have begun is completed.
+    kept: where to return to if a stop string that may have begun is completed, or the row ends; None if the last
+        character has one token.
     end: the finish reason, None while the sequence goes on.
     """
 

@@ -246,17 +246,14 @@ class Scheduler:
         if row.settings.stop_at_end and token == self.codec.end_id:
             row.end = "stop"
             return
-        stream, num_before = row.stream, row.stream.length
+        stream, num_before, was_whole = row.stream, row.stream.length, row.stream.is_whole
         piece = stream.put(token)
         if logits_V is not None:
             row.pending.append((make_logprob(logits_V, token, job.num_logprobs or 0), num_before))
-        if row.settings.stop:
-            if stream.is_stopped or not (stream.is_whole or row.kept):
-                row.kept = row.kept or Kept(
-                    self.engine.select(self._batch, [place]), len(row.token_ids) - 1, num_before
-                )
-            elif stream.is_whole:
-                row.kept = None
+        if was_whole:
+            row.kept = None
+            if stream.is_stopped or not stream.is_whole:
+                row.kept = Kept(self.engine.select(self._batch, [place]), len(row.token_ids) - 1, num_before)
         if stream.is_stopped:
             row.end = "stop"
         elif len(row.token_ids) >= job.max_new_tokens:
@@ -288,6 +285,8 @@ class Scheduler:
                 state, token_ids, num_unread = row.kept.state, [*token_ids[: row.kept.num_tokens], *rest], len(rest)
             elif row.end == "stop":
                 token_ids = token_ids[:-1]
+            elif row.kept is not None:
+                state, num_unread = row.kept.state, num_generated - row.kept.num_tokens
             self._tell(row.job, row.index, End(row.end, num_generated, token_ids, state, num_unread))
 
     def _tell(self, job: Job, index: int, event: Event) -> None:

@@ -216,6 +216,10 @@ def load_recipe(
     if len(given) == 1:  # it replaces the other one of the recipe
         inner, name = _section(values, *(lengths - given))
         inner.pop(name, None)
+    if (overrides or {}).get("tokenizer.path") is not None:  # it replaces the one that the recipe would train
+        for field in {"tokenizer.kind", "tokenizer.vocab_size"}.difference(overrides or {}):
+            inner, name = _section(values, field)
+            inner.pop(name, None)
     for dotted, value in (defaults or {}).items():
         inner, name = _section(values, dotted)
         inner.setdefault(name, value)
@@ -244,12 +248,13 @@ def _check_text(recipe: Recipe, overrides: Mapping[str, Any]) -> None:
         raise InputError(
             f"data.source: {shown(recipe.data.source)} given, but data.mix is read instead; leave one of them out"
         )
-    trained = [name for name in ("tokenizer.kind", "tokenizer.vocab_size") if overrides.get(name) is not None]
-    if trained and recipe.tokenizer.path is not None:
-        raise InputError(
-            f"{trained[0]}: {shown(overrides[trained[0]])} given, but the tokenizer {shown(recipe.tokenizer.path)} is "
-            "loaded, which decides it; leave it or tokenizer.path out"
-        )
+    given = {"tokenizer.kind": overrides.get("tokenizer.kind"), "tokenizer.vocab_size": recipe.tokenizer.vocab_size}
+    for name, value in given.items():
+        if value is not None and recipe.tokenizer.path is not None:
+            raise InputError(
+                f"{name}: {shown(value)} given, but the tokenizer {shown(recipe.tokenizer.path)} is loaded, which "
+                "decides it; leave it or tokenizer.path out"
+            )
     packed = [name for name in overrides if name in DECIDED_BY_PREPARING]
     if packed and recipe.data.is_prepared:
         raise InputError(

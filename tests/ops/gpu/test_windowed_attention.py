@@ -27,8 +27,10 @@ def near(result: torch.Tensor, expected: torch.Tensor, tolerance: float) -> bool
     return bool((result - expected).norm() <= tolerance * expected.norm().clamp(min=least))
 
 
-def check(shape, options, dtype, device, *, packed: bool = False, with_state: bool = False) -> None:
-    """Means, state and every gradient, decays and the state's included; inputs lie in a wider tensor."""
+def check(
+    shape, options, dtype, device, *, packed: bool = False, with_state: bool = False, learned: bool = True
+) -> None:
+    """Means, state and every gradient, learned decays and the state's included; inputs lie in a wider tensor."""
     options = {"scale": 1.0, "slope": 0.0, "hyper": 0.0, **options}
     num_batch, length, *_ = shape
     padding = (torch.arange(length, device=device) % 17 == 3).expand(num_batch, -1)
@@ -38,19 +40,19 @@ def check(shape, options, dtype, device, *, packed: bool = False, with_state: bo
     direction, found = make_inputs(*shape, seed=8)[2].to(device, dtype), []
     for backend, kind in ((reference, torch.float64), (gpu, dtype)):
         exact = torch.promote_types(kind, torch.float32)
-        decays = [torch.tensor(options[key], dtype=exact, device=device) for key in ("slope", "hyper")]
+        decays = [torch.tensor(options[key], dtype=exact, device=device) for key in ("slope", "hyper") if learned]
         before = [x.to(device, dtype).to(exact) for x in earlier]
         inputs = [x.requires_grad_() for x in (*(x.detach().to(kind) for x in wide), *decays, *before)]
         if kind == dtype:
             inputs[:3] = [x.detach().requires_grad_() for x in wide]
         state = (
-            WindowedAttentionState(*inputs[5:], torch.zeros(num_batch, 9, dtype=exact, device=device))
+            WindowedAttentionState(*inputs[3 + len(decays) :], torch.zeros(num_batch, 9, dtype=exact, device=device))
             if with_state
             else None
         )
         means, after = backend.windowed_attention(
             *inputs[:3], padding=padding, state=state, starts=starts,
-            **{**options, "slope": inputs[3], "hyper": inputs[4]},
+            **options | ({"slope": inputs[3], "hyper": inputs[4]} if learned else {}),
         )  # fmt: skip
         gradients = torch.autograd.grad(
             (means * direction.to(kind)).sum(), inputs, allow_unused=True, materialize_grads=True
@@ -68,6 +70,17 @@ def check(shape, options, dtype, device, *, packed: bool = False, with_state: bo
 def test_means_state_and_gradients(name: str, packed: bool, device: torch.device, monkeypatch) -> None:
     poison_memory(monkeypatch)
     check(CPU_SHAPE, OPTIONS[name], torch.float32, device, packed=packed, with_state=packed)
+
+
+@pytest.mark.parametrize("decay", [{}, {"slope": 0.05}, {"hyper": 2.0}], ids=str)
+def test_decays_that_are_numbers_and_tiles_that_are_read_whole(decay: dict[str, float], device: torch.device) -> None:
+    check((1, 200, 1, 4, 4), {"window": 150, "null_key": True, **decay}, torch.float32, device, learned=False)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+def test_tiles_that_are_read_whole_at_size(dtype: torch.dtype, device: torch.device) -> None:
+    check((1, 1031, 2, 128, 128), {"window": 900, "scale": 128**-0.5}, dtype, device, learned=False)
 
 
 @pytest.mark.parametrize("name", ["null key", "hyperbolic decay", "peaked"])

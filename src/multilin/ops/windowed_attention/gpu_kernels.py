@@ -62,7 +62,7 @@ def scores(b_queries, b_keys, i_query, i_key, call, decays, BQ: tl.constexpr, BL
     if DECAY > 1:
         b_scores += decays[1] / away
     is_whole = (i_query - i_key >= BL) & (i_query + BQ - 1 - i_key <= call.window) & (i_key + BL <= S)
-    if DECAY > 0 or call.texts is not None or not is_whole:  # with decays, which take longer, a branch gains nothing
+    if DECAY > 0 or call.texts is not None or not is_whole:  # a branch gains nothing where there are decays
         visible = (distance >= 1) & (distance <= call.window) & (i_keys < S)[None, :]
         if call.texts is not None:
             text_of_queries = tl.load(call.texts + i_row * S + i_queries, mask=i_queries < S, other=-1)

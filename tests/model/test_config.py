@@ -44,9 +44,7 @@ def test_a_hybrid_is_plain_data(tmp_path) -> None:
 def test_a_layer_that_reads_less_than_its_model_is_refused() -> None:
     layers = [{"architecture": "linear_mixer", "context": 31}]
     config = MultilinConfig(vocab_size=29, hidden_size=16, layers=layers)
-    with pytest.raises(
-        InputError, match=r"n_positions: no limit given, but layers\.0 .* reads at most 31"
-    ):
+    with pytest.raises(InputError, match=r"n_positions: no limit given, but layers\.0 .* reads at most 31"):
         MultilinForCausalLM(config)
 
 

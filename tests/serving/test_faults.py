@@ -69,6 +69,21 @@ def test_2_a_character_cut_across_tokens(start: Start, run: Run, server: Server)
     assert cut["choices"][0]["text"] == "Gr"
 
 
+@pytest.mark.parametrize("length", range(1, 9))
+def test_2_a_character_cut_across_turns(start: Start, run: Run, server: Server, length: int) -> None:
+    """The next turn has the rest of it, and the unread tokens of a state begin with a character."""
+    characters = [server.service.codec.encode(character) for character in "é€🙂"]
+    scripted = start(Script(TorchEngine(run.model), [token for ids in characters for token in ids]))
+    session = scripted.post("/v1/sessions")["id"]
+    body = {"temperature": 0, "session": session}
+    first = scripted.post("/v1/completions", **body, prompt="x", max_tokens=length)
+    state = httpx.get(f"{scripted.url}/v1/sessions/{session}/state").content
+    header = json.loads(state[8 : 8 + int.from_bytes(state[:8], "little")])
+    assert json.loads(header["__metadata__"]["unread_ids"])[0][0] in [ids[0] for ids in characters]
+    second = scripted.post("/v1/completions", **body, prompt="", max_tokens=9 - length)
+    assert first["choices"][0]["text"] + second["choices"][0]["text"] == "é€🙂"
+
+
 @pytest.mark.parametrize("is_streamed", [True, False])
 def test_3_a_client_that_leaves(start: Start, run: Run, is_streamed: bool) -> None:
     """Its sequence leaves the batch, or the queue, and its session is what it was."""

@@ -168,6 +168,13 @@ DECIDED_BY_PREPARING = (
 )  # fmt: skip
 
 
+# Fields of a recipe that give way to one that is given beside it.
+_REPLACED = {
+    "training.max_steps": ("training.minutes",), "training.minutes": ("training.max_steps",),
+    "tokenizer.path": ("tokenizer.kind", "tokenizer.vocab_size"),
+}  # fmt: skip
+
+
 def builtin_recipes() -> dict[str, Path]:
     """The recipes that come with the package, name to file."""
     folder = Path(str(resources.files("multilin") / "recipes"))
@@ -211,15 +218,10 @@ def load_recipe(
     for dotted, value in (overrides or {}).items():
         inner, name = _section(values, dotted)
         inner[name] = value
-    lengths = {"training.max_steps", "training.minutes"}
-    given = {field for field in lengths if (overrides or {}).get(field) is not None}
-    if len(given) == 1:  # it replaces the other one of the recipe
-        inner, name = _section(values, *(lengths - given))
+    given = {dotted for dotted, value in (overrides or {}).items() if value is not None}
+    for dotted in {dotted for name in given & _REPLACED.keys() for dotted in _REPLACED[name]} - given:
+        inner, name = _section(values, dotted)
         inner.pop(name, None)
-    if (overrides or {}).get("tokenizer.path") is not None:  # it replaces the one that the recipe would train
-        for field in {"tokenizer.kind", "tokenizer.vocab_size"}.difference(overrides or {}):
-            inner, name = _section(values, field)
-            inner.pop(name, None)
     for dotted, value in (defaults or {}).items():
         inner, name = _section(values, dotted)
         inner.setdefault(name, value)
@@ -248,13 +250,13 @@ def _check_text(recipe: Recipe, overrides: Mapping[str, Any]) -> None:
         raise InputError(
             f"data.source: {shown(recipe.data.source)} given, but data.mix is read instead; leave one of them out"
         )
-    given = {"tokenizer.kind": overrides.get("tokenizer.kind"), "tokenizer.vocab_size": recipe.tokenizer.vocab_size}
-    for name, value in given.items():
-        if value is not None and recipe.tokenizer.path is not None:
-            raise InputError(
-                f"{name}: {shown(value)} given, but the tokenizer {shown(recipe.tokenizer.path)} is loaded, which "
-                "decides it; leave it or tokenizer.path out"
-            )
+    trained = {"kind": overrides.get("tokenizer.kind"), "vocab_size": recipe.tokenizer.vocab_size}
+    given = next((name for name, value in trained.items() if value is not None), None)
+    if given is not None and (path := recipe.tokenizer.path) is not None:
+        raise InputError(
+            f"tokenizer.{given}: {shown(trained[given])} given, but the tokenizer {shown(path)} is loaded, which "
+            "decides it; leave it or tokenizer.path out"
+        )
     packed = [name for name in overrides if name in DECIDED_BY_PREPARING]
     if packed and recipe.data.is_prepared:
         raise InputError(

@@ -43,10 +43,8 @@ def summarize_rows(
         m_t = o_t < last
         b_tops = load_row(rows[0] + o_row, o_t, m_t, 1, float("inf"))
         b_tops = of_text(b_tops, load_texts(p_text, o_t, m_t), text, float("inf"))
-        b_scales, b_dmeans = (
-            load_row(rows[1] + o_row, o_t, m_t, 1, 0.0),
-            load_tile(p_dmeans, o_t, m_t, s_dmeans[1], o_d, m_d),
-        )
+        b_scales = load_row(rows[1] + o_row, o_t, m_t, 1, 0.0)
+        b_dmeans = load_tile(p_dmeans, o_t, m_t, s_dmeans[1], o_d, m_d)
         b_deltas = 0.0 if p_deltas is None else load_row(p_deltas, o_t, m_t, 1, 0.0)
         low, b_flow, lost = absorb_rows(low, b_flow, lost, b_tops, b_scales, b_dmeans, b_deltas)
     o_part = (i_b * cut.parts + i_part) * H + i_h

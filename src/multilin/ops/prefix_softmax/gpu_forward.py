@@ -84,8 +84,9 @@ def score_old(p_logits, logits_t, p_text, o_t, b_text, back, window):
 
 
 @triton.jit
-def sum_old(b_scores, b_shift, p_values, values_t, o_old, o_d, m_d):
+def sum_old(b_scores, b_shift, p_values, values_t, o_t, back, o_d, m_d):
     """Totals of the weights of these scores, and sums of the values that they weigh."""
+    o_old = o_t - back
     b_values = load_tile(p_values, o_old, o_old >= 0, values_t, o_d, m_d)
     b_weights = narrow(tl.exp(b_scores - b_shift[:, None]), b_values.dtype)
     return tl.sum(b_weights.to(tl.float32), axis=1), dot(b_weights, b_values)
@@ -140,15 +141,13 @@ def forward(
         b_totals = tl.sum(b_weights.to(tl.float32), axis=1) + b_other
         b_sums = dot(b_weights, b_values)
         if NUM_OLD > 0:
-            b_more, b_more_sums = sum_old(
-                b_far_scores, b_shift, p_values, s_values[1], o_t - cut.apart, o_d, m_d
-            )  # fmt: skip
+            b_more, b_more_sums = sum_old(b_far_scores, b_shift, p_values, s_values[1], o_t, cut.apart, o_d, m_d)
             b_totals += b_more
             b_sums += b_more_sums
         if NUM_OLD > 1:
             b_more, b_more_sums = sum_old(
-                b_near_scores, b_shift, p_values, s_values[1], o_t - cut.apart + CHUNK, o_d, m_d
-            )  # fmt: skip
+                b_near_scores, b_shift, p_values, s_values[1], o_t, cut.apart - CHUNK, o_d, m_d
+            )
             b_totals += b_more
             b_sums += b_more_sums
         if CARRIES:

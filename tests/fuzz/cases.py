@@ -71,7 +71,7 @@ INPUTS = [
     "empty",
 ]
 OUTPUTS = ["/proc/new", "/sys/new", "fifo", "loop", "text.txt/x", "x" * 300, "a\0b", "", "/dev/full", "\udcff"]
-NAMES = ("architecture", "kind", "tasks", "task", "text_field")
+NAMES = ("architecture", "tasks", "task", "text_field")
 TEXTS = {
     "prepare": "prepare {} --output new --kind=byte --validation-fraction=0.3 --workers=1",
     "train": "train recipe.yaml --data.source {}",

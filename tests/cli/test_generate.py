@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from multilin.cli.main import main
 from multilin.errors import InputError
 from multilin.inference.generate import Sequence
 from multilin.inference.generate_run import generate_text
@@ -241,3 +242,13 @@ def test_several_texts_in_a_state_are_refused(loaded: Run) -> None:
     contents.unread_ids = [[1], [2]]
     with pytest.raises(InputError, match="holds 2 texts"):
         Sequence.restored(contents, engine)
+
+
+@pytest.mark.parametrize("architecture", ["additive", "gpt2"])
+def test_what_is_proposed_next_fits_the_model(
+    run_folder: Callable[[str], Path], capfd: pytest.CaptureFixture[str], architecture: str
+) -> None:
+    assert main(["generate", str(run_folder(architecture)), "--prompt", "the", "--max-new-tokens", "2"]) == 0
+    _, following = capfd.readouterr().err.split("\nNext:\n")
+    assert ("--save-state" in following and "multilin serve" in following) == (architecture == "additive")
+    assert "multilin evaluate" not in following  # neither exports nor runs that learned a task can be evaluated so

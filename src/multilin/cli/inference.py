@@ -69,22 +69,25 @@ def generate(arguments: GenerateArguments, settings: GenerationSettings) -> None
     prompt = read_prompt(arguments.prompt, arguments.prompt_file)
     state, save_state = arguments.state, arguments.save_state
     write = functools.partial(print, end="", flush=True)
-    has_room = False
+    run, keeps_states, has_room = arguments.run, False, False
     if settings.num_beams > 1:
         _search(arguments, prompt, settings, write)
     else:
-        engine, codec, owner = open_engine(Path(arguments.run), arguments.engine)
+        engine, codec, owner = open_engine(Path(run), arguments.engine)
         from multilin.inference.generate import continue_file
 
+        keeps_states = engine.keeps_states
         has_room = continue_file(
             engine, codec, owner, prompt, settings, state=state, save_state=save_state, echo=arguments.echo, write=write
         ).has_room
     if sys.stdout.isatty():
         print()
     if save_state and has_room:
-        say_next(f"multilin generate {arguments.run} --state {save_state}")
+        say_next(f"multilin generate {run} --state {save_state}")
+    elif keeps_states:
+        say_next(f"multilin generate {run} --save-state text.state", f"multilin serve {run}")
     else:
-        say_next(f"multilin generate {arguments.run} --save-state text.state", f"multilin evaluate {arguments.run}")
+        say_next(f"multilin info {run}")
 
 
 def _search(

@@ -4,6 +4,7 @@ from typing import Literal
 
 import pytest
 
+from multilin.data.settings import DataRecipe
 from multilin.errors import InputError
 from multilin.settings import field_help, load_settings, settings
 
@@ -23,6 +24,12 @@ class Outer:
 
 def test_comments_are_the_help() -> None:
     assert field_help(Inner) == {"width": "tokens read", "name": "the name, if any", "kind": "which"}
+
+
+def test_a_path_may_begin_in_the_home_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    loaded = load_settings(DataRecipe, {"source": "~/books", "validation": "a~/b"})
+    assert (loaded.source, loaded.validation) == ("/home/me/books", "a~/b")
 
 
 def test_values_are_read_and_converted() -> None:

@@ -31,6 +31,7 @@ from multilin.data.packed_text import PackedText
 from multilin.errors import InputError
 from multilin.scoring.losses import Evaluation, evaluate
 from multilin.training.callbacks import StepCallback
+from multilin.training.outcomes import TrainingInterrupted
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*documents packed into one block")
 
@@ -231,6 +232,20 @@ def test_a_stopped_comparison_goes_on(found: Comparison, sandbox: Path, monkeypa
     assert begun[0] == 4  # where the last checkpoint was saved
     for one, other in zip(again.row("elita").runs, found.row("elita").runs, strict=True):
         assert [p.loss for p in one.course] == [p.loss for p in other.course]
+
+
+@pytest.mark.parametrize(
+    ("overwrite", "command"), [(False, "same command"), (True, "same command without --overwrite")]
+)
+def test_a_stopped_comparison_says_how_it_goes_on(
+    sandbox: Path, monkeypatch: pytest.MonkeyPatch, overwrite: bool, command: str
+) -> None:
+    def interrupted(*_: Any, **__: Any) -> None:
+        raise TrainingInterrupted("stopped after step 5 of 10; its checkpoint is saved", 2)
+
+    monkeypatch.setattr("multilin.analysis.compare.run.train", interrupted)
+    with pytest.raises(TrainingInterrupted, match=f"elita-s0 stopped after step 5 of 10; the {command} goes on there"):
+        compare(a_sweep(sandbox, "interrupted", rows={"elita": {}}), overwrite=overwrite)
 
 
 def test_a_stage_is_tried_on_one_seed_and_the_best_trained_with_all(sandbox: Path) -> None:

@@ -12,6 +12,7 @@ import multilin
 from multilin import machine
 from multilin.cli.info import DoctorArguments
 from multilin.cli.main import BROKEN_PIPE, VERBS, main
+from multilin.cli.messages import say_next
 from multilin.training.outcomes import TrainingFailed, TrainingInterrupted
 
 Call = Callable[..., str]
@@ -132,3 +133,11 @@ def test_convert_calls_the_converter(monkeypatch: pytest.MonkeyPatch, cli: Call,
     monkeypatch.setitem(convert.CONVERTERS, "leap", lambda source, output: calls.append((source, output)))
     cli("convert", "leap", tmp_path / "a", tmp_path / "b")
     assert calls == [(tmp_path / "a", tmp_path / "b")]
+
+
+def test_commands_to_type_next_can_be_typed(capsys: pytest.CaptureFixture[str]) -> None:
+    say_next(["less", Path("runs/my book/README.md")], ["hf", "upload", "me/model", "it's"])
+    assert capsys.readouterr().err.splitlines()[2:] == [
+        "  less 'runs/my book/README.md'",
+        """  hf upload me/model 'it'"'"'s'""",
+    ]

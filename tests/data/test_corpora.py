@@ -172,6 +172,7 @@ def test_a_bad_file_is_refused_in_one_sentence(tmp_path: Path, name: str, conten
         ("missing.txt", "'missing.txt' does not exist: give a file, a folder, a glob, a hub dataset"),
         ("here/mistyped", "'here/mistyped' does not exist"),
         ("here/*.txt", "'here/.*' matches no file"),
+        ("here/**.txt", "'here/.*' given, but Invalid pattern"),
         (
             "here",
             "'here' holds no supported file; supported are .txt .md .jsonl .csv .parquet, each also with .gz or .zst",

@@ -53,6 +53,7 @@ def test_whole_documents_are_set_aside_and_none_is_lost(corpus: Path, tmp_path: 
     assert train == [text for text in everything if text in train]
 
 
+@pytest.mark.filterwarnings("ignore:.* are also among those to train on")
 @pytest.mark.parametrize("kind", ["bpe", "unigram"])
 def test_validation_text_is_halved_by_document_whatever_the_tokenizer(corpus: Path, tmp_path: Path, kind: str) -> None:
     """Every second document, without preparing anything anew."""
@@ -103,6 +104,24 @@ def test_both_parts_of_a_single_document_have_text(text: str) -> None:
         assert first.text + last.text == text
         assert first.text
         assert last.text
+
+
+@pytest.mark.parametrize(
+    "text", ["Title\n" + "many words " * 900, "short\n" * 100 + "a long last line " * 100, "x" * 999]
+)
+def test_a_long_last_line_is_cut_itself(text: str) -> None:
+    first, last = split_document(Document("a", text), 0.05)
+    assert 0.04 < len(last.text) / len(text) < 0.08
+    assert first.text + last.text == text
+    assert first.text.endswith(" ") or " " not in text
+
+
+def test_text_to_validate_on_that_is_trained_on_is_reported(corpus: Path, tmp_path: Path) -> None:
+    held_out = corpus / "held out"
+    held_out.mkdir()
+    (corpus / "03.txt").rename(held_out / "03.txt")
+    with pytest.warns(UserWarning, match=r"data\.validation: 1 document of 1 from .* are also among those to train on"):
+        prepare(corpus, tmp_path / "cache", validation=str(held_out))
 
 
 def test_equal_texts_stay_on_one_side_and_each_side_has_one() -> None:

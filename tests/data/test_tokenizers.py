@@ -205,3 +205,8 @@ def test_the_hub_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
         InputError, match=r"'owner/name' is neither .* nor a tokenizer on the hub \(ConnectionError: no network\)"
     ):
         load_tokenizer("owner/name")
+    with pytest.raises(InputError, match=r"'owner/name-0\.5B' is neither"):
+        load_tokenizer("owner/name-0.5B")
+    for path in ("./owner/name", "owner/tokenizer.json", "a/b/c", "words.bin"):
+        with pytest.raises(InputError, match="does not exist"):
+            load_tokenizer(path)

@@ -1,5 +1,6 @@
 import errno
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -102,6 +103,16 @@ def test_a_full_disk_while_logging_is_one_sentence(tiny: Tiny, tmp_path: Path, m
     monkeypatch.setattr("multilin.training.run_folder.RunFolder.append_metrics", fail)
     with pytest.raises(TrainingFailed, match=r"the run in .* stopped: .*No space left on device"):
         train(tiny(tmp_path / "run"))
+
+
+def test_a_folder_whose_files_are_read_as_text_is_refused(tiny: Tiny, text_file: Path, tmp_path: Path) -> None:
+    books = tmp_path / "books"
+    books.mkdir()
+    shutil.copy(text_file, books)
+    for field in ("data.source", "data.validation"):
+        with pytest.raises(InputError, match=rf"output: .*default lies in {field}, .*books, whose files are all read"):
+            train(tiny(books / "runs" / "default", **{field: str(books)}))
+    assert not (books / "runs").exists()
 
 
 def test_a_folder_with_another_run_is_refused_unless_told_otherwise(tiny: Tiny, tmp_path: Path) -> None:

@@ -178,6 +178,11 @@ def test_a_start_is_not_written_over(tune: Tiny, uninterrupted: RunResult, tmp_p
     shutil.copytree(uninterrupted.output, folder)
     with pytest.raises(InputError, match=r"output: .* holds the model to start from"):
         train(tune(folder, folder), overwrite=True)
+    checkpoint = tmp_path / "tuned.checkpoints" / "checkpoint-12"
+    shutil.copytree(uninterrupted.output, checkpoint)
+    with pytest.raises(InputError, match=r"output: .* holds the model to start from"):
+        train(tune(checkpoint, tmp_path / "tuned"), overwrite=True)
+    assert checkpoint.is_dir()
 
 
 def test_int8_weights_are_no_start(tune: Tiny, uninterrupted: RunResult, tmp_path: Path) -> None:

@@ -103,6 +103,17 @@ def test_the_clock_stands_still_between_two_sittings(tiny: Tiny, tmp_path: Path,
     assert rates[-1] < 0.01 * 0.06
 
 
+def test_a_run_that_is_over_makes_no_more_steps(tiny: Tiny, tmp_path: Path, clock: Clock) -> None:
+    recipe = timed(tiny(tmp_path / "run"), 1)
+    first = train(recipe, callbacks=[clock], began=0.0)
+    files = ["metrics.jsonl", "model.safetensors"]
+    written = [(tmp_path / "run" / name).read_bytes() for name in files]
+    again = train(recipe, resume=True, callbacks=[clock], began=clock.now)
+    assert again.steps == first.steps
+    assert again.validation_bits_per_byte == first.validation_bits_per_byte
+    assert [(tmp_path / "run" / name).read_bytes() for name in files] == written
+
+
 def test_every_block_is_read_once_in_a_pass(tiny: Tiny, tmp_path: Path, clock: Clock) -> None:
     read: list[int] = []
     recipe = timed(tiny(tmp_path / "run"), 10, save_every_steps=0, eval_every_steps=0)

@@ -55,7 +55,9 @@ def compare(arguments: CompareArguments, changes: Changes) -> None:
     print_comparison(comparison)
     print(f"\nReport: {Path(sweep.output, REPORT_FILE)}")
     best = [comparison.row(name).finished[0].folder for name in comparison.order[:1] if comparison.is_ranked]
-    say_next(*[f"multilin generate {Path(sweep.output, folder)}" for folder in best], "multilin compare --help")
+    say_next(
+        *[["multilin", "generate", Path(sweep.output, folder)] for folder in best], ["multilin", "compare", "--help"]
+    )
 
 
 def print_comparison(comparison: "Comparison") -> None:

@@ -55,7 +55,7 @@ def demo(changes: Changes) -> None:
     run, write = Run(result.output, result.model, result.tokenizer), functools.partial(print, end="", flush=True)
     generate_text(run, PROMPT, SAMPLE, write=write)
     console.print(f"\n\nThe course of the training: {picture}", soft_wrap=True)
-    say_next(f"multilin generate {result.output} --prompt {PROMPT!r}", f"multilin info {result.output}")
+    say_next(["multilin", "generate", result.output, "--prompt", PROMPT], ["multilin", "info", result.output])
 
 
 def _print_scores(counted: Mapping[str, float], result: "RunResult") -> None:

@@ -84,7 +84,7 @@ def evaluate(arguments: EvaluateArguments, settings: EvaluationSettings) -> None
         print(content)
     else:
         show()
-    say_next(f"multilin explain {arguments.run}", f"multilin generate {arguments.run}")
+    say_next(["multilin", "explain", arguments.run], ["multilin", "generate", arguments.run])
 
 
 def quantize(arguments: QuantizeArguments, settings: EvaluationSettings) -> None:
@@ -99,7 +99,7 @@ def quantize(arguments: QuantizeArguments, settings: EvaluationSettings) -> None
     with show_progress() as progress:
         result = quantize_run(arguments.run, arguments.output, settings, progress=progress)
     _print_quantized(result)
-    say_next(f"multilin generate {result.int8_folder}", f"multilin evaluate {result.int8_folder}")
+    say_next(["multilin", "generate", result.int8_folder], ["multilin", "evaluate", result.int8_folder])
 
 
 def _check_together(arguments: EvaluateArguments, settings: EvaluationSettings) -> None:

@@ -59,7 +59,7 @@ def explain(arguments: ExplainArguments, settings: ExplainSettings) -> None:
     else:
         print_report(report)
         print("\nWritten:", *paths, sep="\n  ")
-    say_next(f"open {paths[0]} in a browser", f"multilin evaluate {arguments.run}")
+    say_next(["open", paths[0], "in", "a", "browser"], ["multilin", "evaluate", arguments.run])
 
 
 def _output_folder(arguments: ExplainArguments) -> Path:

@@ -77,7 +77,7 @@ def export(arguments: ExportArguments) -> None:
             f"\nThen open http://localhost:8000\n\nNext:\n  python -m http.server --directory {output}", file=sys.stderr
         )
     else:
-        say_next(f"multilin generate {output}", f"less {output / 'README.md'}")
+        say_next(["multilin", "generate", output], ["less", output / "README.md"])
 
 
 def _print_comparison(comparison: "Comparison", precision: str) -> None:

@@ -83,11 +83,11 @@ def generate(arguments: GenerateArguments, settings: GenerationSettings) -> None
     if sys.stdout.isatty():
         print()
     if save_state and has_room:
-        say_next(f"multilin generate {run} --state {save_state}")
+        say_next(["multilin", "generate", run, "--state", save_state])
     elif keeps_states:
-        say_next(f"multilin generate {run} --save-state text.state", f"multilin serve {run}")
+        say_next(["multilin", "generate", run, "--save-state", "text.state"], ["multilin", "serve", run])
     else:
-        say_next(f"multilin info {run}")
+        say_next(["multilin", "info", run])
 
 
 def _search(
@@ -121,7 +121,7 @@ def rollout(arguments: RolloutArguments, settings: RolloutSettings) -> None:
         print(as_json(result))
         return
     _print_rollout(result)
-    say_next(f"multilin generate {arguments.run}", f"multilin info {arguments.run}")
+    say_next(["multilin", "generate", arguments.run], ["multilin", "info", arguments.run])
 
 
 def merge(arguments: MergeArguments) -> None:
@@ -135,7 +135,7 @@ def merge(arguments: MergeArguments) -> None:
     from multilin.inference.runs import save_run
 
     save_run(run, output)
-    say_next(f"multilin generate {output}", f"multilin info {output}")
+    say_next(["multilin", "generate", output], ["multilin", "info", output])
 
 
 def convert(arguments: ConvertArguments) -> None:
@@ -143,7 +143,7 @@ def convert(arguments: ConvertArguments) -> None:
     with loading():
         from multilin.inference.convert import CONVERTERS
     CONVERTERS[arguments.kind](Path(arguments.source), Path(arguments.output))
-    say_next(f"multilin info {arguments.output}")
+    say_next(["multilin", "info", arguments.output])
 
 
 def _print_rollout(result: "RolloutResult") -> None:

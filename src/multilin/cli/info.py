@@ -57,7 +57,7 @@ def _print_architectures(arguments: InfoArguments, sizes: ModelSizes) -> None:
         return
     rows = [(name, one.title, one.source) for name, one in known.items()]
     print_table("llw", rows, head=("architecture", "title", "source"))
-    say_next(f"multilin info {rows[0][0]}")
+    say_next(["multilin", "info", rows[0][0]])
 
 
 def _print_model(info: "ModelInfo") -> None:

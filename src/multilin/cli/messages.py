@@ -5,10 +5,11 @@ import dataclasses
 import importlib.util
 import json
 import os
+import shlex
 import shutil
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from logging import ERROR, getLogger
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -68,16 +69,17 @@ def check_installed(user: str, extra: str, *modules: str) -> None:
             raise InputError(f"{user} needs {name}, which is not installed; pip install 'multilin[{extra}]'")
 
 
-def say_next(*commands: str) -> None:
+def say_next(*commands: Sequence[object]) -> None:
     """Print the commands to type next to stderr, in one process of a run only.
 
     Args:
-        commands: `multilin` at the beginning becomes the path it was called by if the shell does not find it.
+        commands: the words of each, which are quoted where a shell needs that; `multilin` at the beginning becomes the
+            path it was called by if the shell does not find it.
     """
     if is_main_process():
         typed = (
-            _program() + command.removeprefix("multilin") if command.startswith("multilin") else command
-            for command in commands
+            shlex.join([_program() if first == "multilin" else str(first), *map(str, rest)])
+            for first, *rest in commands
         )
         print("\nNext:", *typed, sep="\n  ", file=sys.stderr)
 

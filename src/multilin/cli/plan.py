@@ -1,7 +1,6 @@
 """The verb that says what a training run will take."""
 
 import json
-import shlex
 from typing import Annotated, Any
 
 from multilin.analysis.settings import PlanSettings
@@ -56,11 +55,11 @@ def plan(arguments: PlanArguments, devices: PlanSettings, changes: Changes) -> N
         f"times assume {devices.efficiency:.0%} of the device's peak and the full speed of its link.",
         style="dim",
     )
-    words = [f"--{name} {_typed(value)}" for name, value in changes.items()]
-    words = ["multilin train", *([_typed(arguments.recipe)] if arguments.recipe else []), *words]
-    say_next(f"torchrun --standalone --nproc-per-node {devices.devices} -m {' '.join(words)}")
+    launcher = ["torchrun", "--standalone", "--nproc-per-node", devices.devices, "-m"]
+    flags = [word for name, value in changes.items() for word in (f"--{name}", _typed(value))]
+    say_next([*launcher, "multilin", "train", *([arguments.recipe] if arguments.recipe else []), *flags])
 
 
 def _typed(value: Any) -> str:
     """The value of a flag as a shell takes it."""
-    return shlex.quote(value if isinstance(value, str) else json.dumps(value))
+    return value if isinstance(value, str) else json.dumps(value)

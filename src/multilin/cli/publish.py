@@ -42,4 +42,4 @@ def publish(arguments: PublishArguments) -> None:
             print(upload(folder, arguments.name, private=arguments.private))
     else:
         print(f"{folder}: weights, tokenizer, model card, and the model's code in one file")
-        say_next(f"less {folder / 'README.md'}", f"hf upload {arguments.name} {folder}")
+        say_next(["less", folder / "README.md"], ["hf", "upload", arguments.name, folder])

@@ -40,7 +40,7 @@ def serve(arguments: ServeArguments, limits: ServeLimits) -> None:
 
         service = Service(engine, codec, owner(), folder, arguments.name, limits)
         app = create_app(
-            service, keys=keys, origins=[] if arguments.cors is None else arguments.cors.split(","),
+            service, keys=keys, origins=[] if arguments.cors is None else _origins(arguments.cors),
             is_loopback=not keys and _is_loopback(arguments.host),
             load_run=None if is_export(folder) else functools.partial(load, folder),
         )  # fmt: skip
@@ -55,11 +55,18 @@ def _check(arguments: ServeArguments) -> list[str]:
     keys = split_keys(arguments.api_key)
     if arguments.api_key is not None and not keys:
         raise InputError("--api-key: an empty text given, but a key has a character")
+    if arguments.cors is not None and not _origins(arguments.cors):
+        raise InputError("--cors: an empty text given, but it should be an origin such as https://example.org")
     if not (keys or arguments.insecure or _is_loopback(arguments.host)):
         raise InputError(
             f"--host: {arguments.host} can be reached by others; give --api-key, or --insecure to let everybody in"
         )
     return keys
+
+
+def _origins(text: str) -> list[str]:
+    """The origins in a text, separated by commas, as browsers send them."""
+    return [origin.strip().rstrip("/") for origin in text.split(",") if origin.strip()]
 
 
 def _is_loopback(host: str) -> bool:

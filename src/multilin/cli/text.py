@@ -37,7 +37,7 @@ def prepare(plan: ShardSettings, arguments: PrepareArguments) -> None:
         f"{plural(manifest.num_documents, 'document')}, {plural(manifest.num_bytes, 'byte')}, "
         f"{plural(manifest.num_tokens, 'token')} in {plural(len(manifest.train), 'shard')}, in {plan.output}"
     )
-    say_next(f"multilin train --data.source {plan.output}")
+    say_next(["multilin", "train", "--data.source", plan.output])
 
 
 @settings
@@ -59,8 +59,8 @@ def tokenizer_train(arguments: TokenizerTrainArguments) -> None:
         tokenizer = train_into_folder(arguments, progress)
     print(f"{len(tokenizer):,} tokens in {arguments.output}")
     say_next(
-        f"multilin tokenizer show {arguments.output} --source {arguments.source}",
-        f"multilin train --data.source {arguments.source} --tokenizer.path {arguments.output}",
+        ["multilin", "tokenizer", "show", arguments.output, "--source", arguments.source],
+        ["multilin", "train", "--data.source", arguments.source, "--tokenizer.path", arguments.output],
     )
 
 

@@ -53,9 +53,9 @@ def train(arguments: TrainArguments, changes: Changes) -> None:
         result = train(recipe, resume=arguments.resume, overwrite=arguments.overwrite, progress=display, began=began)
         display.say_reached(result.validation_bits_per_byte, result.tokens)
     if is_task(recipe.data.name):
-        say_next(f"multilin generate {result.output}")
+        say_next(["multilin", "generate", result.output])
     else:
-        say_next(f"multilin generate {result.output} --prompt 'The'", f"multilin evaluate {result.output}")
+        say_next(["multilin", "generate", result.output, "--prompt", "The"], ["multilin", "evaluate", result.output])
 
 
 def _check_minutes(arguments: TrainArguments, changes: Changes) -> None:

@@ -109,7 +109,7 @@ def source_files(source: str) -> list[tuple[str, Path]]:
     Raises:
         InputError: there are no files or too many, or one is no regular file.
     """
-    path = Path(source).expanduser()
+    path = Path(source)
     if path.is_dir():
         root, candidates = path, _few(path.rglob("*"), source)
     elif path.exists():
@@ -119,7 +119,10 @@ def source_files(source: str) -> list[tuple[str, Path]]:
         return [(path.name, path)]
     elif glob.has_magic(source):
         root = Path(*itertools.takewhile(lambda part: not glob.has_magic(part), path.parts[:-1]))
-        candidates = _few(root.glob(path.relative_to(root).as_posix()), source)
+        try:
+            candidates = _few(root.glob(path.relative_to(root).as_posix()), source)
+        except ValueError as error:
+            raise InputError(f"{shown(source)} given, but {error}; give a glob such as 'texts/**/*.txt'") from None
         if not candidates:
             raise InputError(f"{shown(source)} matches no file")
     else:

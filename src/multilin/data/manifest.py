@@ -64,7 +64,10 @@ class Manifest:
             values = json.loads(content)
             expected = values.pop("sha256")
         except (ValueError, TypeError, AttributeError, KeyError, RecursionError):
-            raise InputError(f"{where} is no manifest of prepared text; prepare the text again") from None
+            raise InputError(
+                f"{where} is no manifest of prepared text; prepare the text again, or name files of text by a "
+                "glob such as 'texts/*.txt'"
+            ) from None
         if expected != _sum(values):
             raise InputError(f"{where} is damaged: its checksum is not that of its content; prepare the text again")
         if values.get("format") != FORMAT:

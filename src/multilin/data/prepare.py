@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import warnings
 from array import array
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
@@ -23,10 +24,10 @@ from multilin.data.progress import Progress, no_progress
 from multilin.data.settings import DataRecipe, TokenizerRecipe
 from multilin.data.store import cache_root, make_once
 from multilin.data.tokenizers import load_tokenizer, tokenizer_hash, train_tokenizer
-from multilin.errors import InputError, prefixed
+from multilin.errors import InputError, plural, prefixed
 
 # Counted up whenever the same input would be prepared differently.
-FORMAT = 1
+FORMAT = 2
 _REPORT_BYTES = 2**22
 
 _Reader = Callable[[], Iterator[Document]]
@@ -180,6 +181,12 @@ def _split(data: DataRecipe, folder: Path, progress: Progress) -> tuple[list[Spo
     source = Spool.write(_documents(data, "source"), folder / "source.jsonl", report)
     if data.validation is not None:
         other = Spool.write(_documents(data, "validation"), folder / "validation.jsonl", report)
+        if trained := int(np.isin(other.hashes, source.hashes).sum()):
+            warnings.warn(
+                f"data.validation: {plural(trained, 'document')} of {len(other.sizes)} from {data.validation} are also "
+                "among those to train on, so that a low number of bits per byte says less",
+                stacklevel=2,
+            )
         return [source, other], source.read, other.read
     if len(source.sizes) == 1:
         first, last = split_document(next(source.read()), data.validation_fraction)
@@ -221,7 +228,9 @@ def validation_side(hashes: NDArray[np.uint64], sizes: NDArray[np.int64], fracti
 
 
 def split_document(document: Document, fraction: float) -> tuple[Document, Document]:
-    """Cut a document in two, at the first line that begins in its last `fraction`, or else at its last line.
+    """Cut a document in two, at the first line that begins in its last `fraction`, or else at the last line.
+
+    Where the last line is more than twice as long, it is cut itself, after a space.
 
     Raises:
         InputError: the document is a single character, or a conversation.
@@ -234,5 +243,7 @@ def split_document(document: Document, fraction: float) -> tuple[Document, Docum
     target = min(max(int(len(text) * (1 - fraction)), 1), len(text) - 1)
     cut = text.find("\n", target - 1) + 1
     if cut in (0, len(text)):
-        cut = text.rfind("\n", 0, target) + 1 or target
+        cut = text.rfind("\n", 0, target) + 1
+        if cut == 0 or len(text) - cut > 2 * (len(text) - target):
+            cut = text.rfind(" ", cut, target) + 1 or target
     return Document(f"{document.name} (first part)", text[:cut]), Document(f"{document.name} (last part)", text[cut:])

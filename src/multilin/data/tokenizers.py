@@ -16,6 +16,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from multilin.data.encoding import cut_at_whitespace
 from multilin.data.settings import BYTE_VOCAB_SIZE
 from multilin.errors import InputError, as_input_error, shown
+from multilin.files import is_path
 from multilin.settings.inputs import LARGEST_JSON, check_model_files, read_bytes
 
 END_OF_TEXT = "<|endoftext|>"
@@ -68,7 +69,7 @@ def load_tokenizer(path_or_name: str) -> PreTrainedTokenizerFast:
     Raises:
         InputError: there is no tokenizer, it has no tokenizer.json or no end-of-text token, or its ids have gaps.
     """
-    path, subject = Path(path_or_name).expanduser(), f"tokenizer: {shown(path_or_name)}"
+    path, subject = Path(path_or_name), f"tokenizer: {shown(path_or_name)}"
     if path.is_dir():
         if not (path / "tokenizer.json").is_file():
             raise InputError(f"{subject} holds no tokenizer.json")
@@ -77,7 +78,7 @@ def load_tokenizer(path_or_name: str) -> PreTrainedTokenizerFast:
         tokenizer = _from_pretrained(str(path)) if named else _from_file(path / "tokenizer.json")
     elif path.exists():
         tokenizer = _from_file(path)
-    elif path.suffix or path.is_absolute() or path_or_name.startswith("."):
+    elif is_path(path_or_name):
         raise InputError(f"{subject} does not exist; give a folder, a tokenizer.json or a hub name")
     else:
         _check_hub(path_or_name)

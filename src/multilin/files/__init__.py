@@ -189,6 +189,13 @@ def remove_partials(folder: Path, name: str = "*") -> None:
         shutil.rmtree(partial) if partial.is_dir() else partial.unlink()
 
 
+def is_path(name: str) -> bool:
+    """True for what can only name a file or folder: the hub's names are `owner/name`, with points at most within."""
+    path = Path(name)
+    is_file = path.suffix == ".json" or (path.suffix != "" and "/" not in name)
+    return is_file or path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1
+
+
 def _resolve(name: str, path: str | Path) -> Path:
     """The path with its links followed one at a time, so that a link into /proc or /sys is refused, not resolved."""
     if not str(path) or "\0" in str(path):

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from multilin.errors import InputError, as_input_error, prefixed, shown
-from multilin.files import checksum
+from multilin.files import checksum, is_path
 from multilin.settings.inputs import read_json, read_yaml
 
 MANIFEST = "multilin.json"
@@ -72,9 +72,9 @@ def find_model(name: str, field: str) -> Path:
     Raises:
         InputError: neither a folder with a model nor a name that the hub knows.
     """
-    folder = Path(name).expanduser()
+    folder = Path(name)
     if not folder.exists():
-        if folder.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
+        if is_path(name):
             raise InputError(f"{field}: {shown(name)} does not exist; give a run, a folder or a name on the hub")
         folder = _fetch(name, field)
     with prefixed(f"{field}: ", "run: "):

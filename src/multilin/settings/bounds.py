@@ -6,6 +6,7 @@ within them fits into the memory is another question, see `multilin.model.memory
 
 import math
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Any
 
 from annotated_types import Ge, Gt, Le, Lt, MaxLen, MinLen
@@ -71,6 +72,8 @@ def _check_path(value: str) -> str:
         raise ValueError("an empty text given, but it should be the name of a file or folder")
     if "\0" in value:
         raise ValueError("a name of a file or folder holds no null character")
+    if value.startswith("~/"):  # a shell leaves it in --flag=~/x, and in YAML
+        value = str(Path.home() / value[2:])
     longest = max(value.split("/"), key=len, default="")
     if len(longest.encode(errors="replace")) > _LONGEST_NAME:
         raise ValueError(f"a name of {len(longest)} characters given, but names have at most {_LONGEST_NAME} bytes")

@@ -54,11 +54,11 @@ class StepCallback(TrainerCallback):  # type: ignore[misc]
         self._line: dict[str, Any] | None = None
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Start the clock."""
+        """Start the clock; a run that is resumed after its end makes no further step."""
         self.meter.start()
         if self.limit is not None:
             self.limit.start()
-        self.is_finished = self._is_last(state.global_step, args)
+        control.should_training_stop = self.is_finished = self._is_last(state.global_step, args)
         self.progress.start(state.global_step, args.max_steps if self.limit is None else None)
 
     def on_pre_optimizer_step(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:

@@ -25,7 +25,7 @@ from transformers import PreTrainedTokenizerFast
 from multilin.data.prepared import PreparedText
 from multilin.data.task_text import TaskText
 from multilin.errors import InputError
-from multilin.files import atomic_files, beside, check_folder, check_writable, remove_partials, write_whole
+from multilin.files import atomic_files, beside, check_folder, check_writable, remove_partials, short_path, write_whole
 from multilin.inference.run_files import RECIPE_FILE
 from multilin.training import checkpoints
 from multilin.training.recipe import Recipe, fill, first_difference, load_recipe, save_recipe
@@ -77,9 +77,11 @@ class RunFolder:
         check_folder("output", self.path)
         if (self.path / RUN_FILE).exists():
             raise InputError(f"output: {self.path} is a checkpoint of a run; give the folder of the run, or a new one")
+        self._check_outside(recipe)
         if resume:
             return self._check_resumable(recipe)
-        if recipe.model.start is not None and Path(recipe.model.start).resolve() == self.path.resolve():
+        start = None if recipe.model.start is None else Path(recipe.model.start).resolve()
+        if start is not None and (start == self.path.resolve() or start.is_relative_to(self.checkpoints.resolve())):
             raise InputError(f"output: {self.path} holds the model to start from (model.start); give another folder")
         if self.recipe.exists() and not overwrite:
             raise InputError(
@@ -89,6 +91,20 @@ class RunFolder:
         if not self.recipe.exists() and self.path.exists() and any(self.path.glob("[!.]*")):
             raise InputError(f"output: {self.path} holds files that are not a run; give a new or an empty folder")
         return None
+
+    def _check_outside(self, recipe: Recipe) -> None:
+        """Refuse an output in a folder whose files are read as text."""
+        sources = [] if recipe.data.is_prepared else [("source", recipe.data.source)]
+        for name, source in [*sources, ("validation", recipe.data.validation)]:
+            if (
+                source is not None
+                and Path(source).is_dir()
+                and self.path.resolve().is_relative_to(Path(source).resolve())
+            ):
+                raise InputError(
+                    f"output: {self.path} lies in data.{name}, {short_path(source)}, whose files are all read as text; "
+                    "give a folder elsewhere"
+                )
 
     def with_its_batch(self, recipe: Recipe) -> Recipe:
         """The recipe with the run's blocks per step if it has none, so that another number of devices can go on."""

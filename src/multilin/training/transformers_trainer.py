@@ -219,7 +219,8 @@ class RunTrainer(SavingTrainer):
         The first token of a row is not predicted, whatever name the model's loss goes by.
         """
         self._passes_done = 0  # of the step that begins
-        batches = list(itertools.islice(epoch_iterator, num_batches))
+        # transformers asks whether training is over after a step only.
+        batches = list(itertools.islice(epoch_iterator, 0 if self.callback.is_finished else num_batches))
         if not batches or not self.model_accepts_loss_kwargs:
             return batches, None
         predicted = torch.stack([(batch["labels"][:, 1:] != -100).sum() for batch in batches]).sum().to(device)

@@ -190,9 +190,9 @@ class _Training:
         try:
             train(recipe, resume=resume, overwrite=self.overwrite, progress=self.progress)
         except TrainingInterrupted as stop:
-            sentence = str(stop).split("; ")[0]
+            sentence, command = str(stop).split("; ")[0], "the same command" + " without --overwrite" * self.overwrite
             raise TrainingInterrupted(
-                f"{Path(recipe.output).name} {sentence}; the same command goes on there", stop.exit_code - 128
+                f"{Path(recipe.output).name} {sentence}; {command} goes on there", stop.exit_code - 128
             ) from None
         # Whatever ends one run says nothing about the others.
         except (InputError, TrainingFailed, RuntimeError, ValueError, MemoryError) as error:

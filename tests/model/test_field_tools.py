@@ -145,8 +145,10 @@ def test_a_compiled_model_heeds_the_mask(architecture: str) -> None:
     model, tokens, mask = make(architecture), ids(1, 8), torch.tensor([[0, 0, 1, 1, 0, 1, 1, 0]])
     compiled = torch.compile(model, backend="eager", fullgraph=True)
     with torch.no_grad():
-        logits, expected = (network(tokens, attention_mask=mask).logits for network in (compiled, model))
-    torch.testing.assert_close(logits[:, 2:], expected[:, 2:], rtol=1e-4, atol=1e-4)
+        for is_training in (False, True):
+            model.train(is_training)
+            logits, expected = (network(tokens, attention_mask=mask).logits for network in (compiled, model))
+            torch.testing.assert_close(logits[:, 2:], expected[:, 2:], rtol=1e-4, atol=1e-4)
 
 
 def test_embeddings_are_read_in_place_of_ids(architecture: str) -> None:

@@ -45,6 +45,13 @@ def test_openais_client(client: openai.OpenAI) -> None:
     done = [event for event in again if event.type == "response.incomplete"]
     assert len(done[0].response.output_text) == 16
     assert done[0].response.previous_response_id == response.id
+    answer = client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "hi"}], max_tokens=3)
+    talk = [{"role": "user", "content": "hi"}, answer.choices[0].message, {"role": "user", "content": "and"}]
+    client.chat.completions.create(model="tiny", messages=talk, max_tokens=3)
+    talk = [{"role": "user", "content": "hi"}, *response.output, {"role": "user", "content": "and"}]
+    client.responses.create(model="tiny", input=talk, max_output_tokens=16)
+    with pytest.raises(openai.BadRequestError, match="nonsense: unknown") as refusal:
+        client.responses.create(model="tiny", input=[{"role": "user", "content": "hi", "nonsense": 1}])
     with pytest.raises(openai.BadRequestError, match="suffix") as refusal:
         client.completions.create(model="tiny", prompt="abc", suffix="x")
     assert refusal.value.param == "suffix"
@@ -74,6 +81,15 @@ def test_logprobs_echo_and_bias(server: Server) -> None:
     first = server.post("/v1/completions", **body | {"prompt": ids, "echo": True, "max_tokens": 0})["choices"][0]
     assert first["logprobs"]["token_logprobs"][0] is None
     assert first["text"] == "abc"
+    whole = server.post("/v1/completions", **body | {"prompt": ids, "echo": True})["choices"][0]["logprobs"]
+    pieces = server.stream("/v1/completions", **body | {"prompt": ids, "echo": True})
+    found = [piece["choices"][0]["logprobs"] for piece in pieces if piece["choices"][0]["logprobs"]]
+    for name, values in whole.items():
+        assert [value for piece in found for value in piece[name]] == values
+    special = [ids[0], server.service.codec.pad_id, *ids[1:]]
+    scored = server.post("/v1/completions", **body | {"prompt": special, "echo": True, "max_tokens": 0})["choices"][0]
+    assert scored["logprobs"]["text_offset"] == [0, 1, 1, 2]  # padding is no text
+    assert scored["logprobs"]["token_logprobs"][1] == -9999.0  # and never comes
 
     chat = {"messages": [{"role": "user", "content": "x"}], **GREEDY, "logprobs": True, "top_logprobs": 2}
     whole = server.post("/v1/chat/completions", **chat)["choices"][0]

@@ -55,12 +55,18 @@ def test_a_chat_template(run: Run, codec: TextCodec, tmp_path: Path) -> None:
     ids = layout.token_ids(TALK, None)
     assert ids.count(codec.end_id) == 1 + len(TALK)
     head = [*layout.token_ids(TALK[:2], None), *codec.encode("Hi!")]
-    onward = layout.token_ids(TALK[3:], turn(head[1:], TALK[:3]))
+    onward = layout.token_ids(TALK[3:], turn(head, TALK[:3]))
     assert head + onward == ids
     imported = dataclasses.replace(turn(head, TALK), messages=None)
     assert layout.token_ids(TALK[3:], imported)[0] != codec.end_id
     with pytest.raises(InputError, match="no tools"):
         layout.token_ids([{"role": "tool", "content": ""}], None)
+    (tmp_path / "chat_template.jinja").write_text(
+        "{% for m in messages %}{% if loop.index > 1 %}{% break %}{% endif %}{% generation %}{{ m.content | tojson }}"
+        "{% endgeneration %}{% endfor %}{{ strftime_now('%Y') | length }}"
+    )
+    ids = open_layout(codec, tmp_path).token_ids([{"role": "user", "content": "<é>"}] * 2, None)
+    assert codec.tokenizer.decode(ids) == '"<é>"4'
     (tmp_path / "chat_template.jinja").write_text("{% for %}")
     with pytest.raises(InputError, match="chat template is not valid"):
         open_layout(codec, tmp_path)

@@ -40,7 +40,7 @@ def pads_after_tokens(mask: Tensor, is_start: bool, only_gaps: bool) -> bool:
         only_gaps: ignore padding after the last token of a row.
     """
     if torch.compiler.is_compiling():
-        return is_start and not only_gaps
+        return is_start
     late_BT = ~mask
     if is_start:
         late_BT &= mask.cumsum(dim=1) > 0

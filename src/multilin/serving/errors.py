@@ -41,7 +41,8 @@ def from_input_error(error: InputError) -> ApiError:
 
 def from_validation(errors: Sequence[Any]) -> ApiError:
     """The first mistake that pydantic found in a body."""
-    first = errors[0]
+    # A field that one member of a union does not know says more than that the other members are something else.
+    first = next((error for error in errors if error["type"] == "extra_forbidden"), errors[0])
     path = [str(part) for part in first["loc"] if part not in ("body", "query")]
     param = shorten(path[0]) if path else None
     kind, words = first["type"], str(first["msg"]).removeprefix("Input should be ")
@@ -50,7 +51,8 @@ def from_validation(errors: Sequence[Any]) -> ApiError:
     if kind == "missing":
         return ApiError(400, f"{path[-1] if path else 'body'}: missing; a value is required", param, "missing_field")
     if kind == "json_invalid" or not path:
-        return ApiError(400, f"body: no JSON object ({words[:100]})", None, "invalid_json")
+        hint = "" if kind == "json_invalid" else "; the header Content-Type should be application/json"
+        return ApiError(400, f"body: no JSON object ({words[:100]}){hint}", None, "invalid_json")
     # Every member of a union has an error of its own.
     same = [error for error in errors if error["loc"][:2] == first["loc"][:2]]
     accepted = " or ".join(dict.fromkeys(str(error["msg"]).removeprefix("Input should be ") for error in same))

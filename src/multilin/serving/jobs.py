@@ -13,6 +13,8 @@ from multilin.inference.settings import GenerationSettings
 from multilin.inference.state_contents import StateContents
 from multilin.inference.text import TextStream
 
+IMPOSSIBLE = -9999.0  # in place of the logarithm of 0, as OpenAI writes it, since JSON has no infinity
+
 
 class Logprob(NamedTuple):
     """A token and the logarithm of its probability, before penalties, bias and temperature.
@@ -137,10 +139,10 @@ class Counts(NamedTuple):
 
 
 def make_logprob(logits_V: NDArray[np.float32], token: int, num_top: int) -> Logprob:
-    """The log probability of a token, with those of the `num_top` likeliest tokens."""
+    """The log probability of a token, with those of the `num_top` likeliest tokens; `IMPOSSIBLE` at least."""
     logits = logits_V.astype(np.float64)
     logits -= logits.max()
-    logits -= np.log(np.exp(logits).sum())
+    logits = np.maximum(logits - np.log(np.exp(logits).sum()), IMPOSSIBLE)
     top = np.argpartition(-logits, min(num_top, len(logits) - 1))[:num_top] if num_top else np.zeros(0, np.int64)
     top = top[np.argsort(-logits[top], kind="stable")]
     return Logprob(token, float(logits[token]), [(int(index), float(logits[index])) for index in top])

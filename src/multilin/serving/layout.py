@@ -1,10 +1,14 @@
 """Messages as tokens: by the model's chat template, or in a plain layout for a model that has none."""
 
+import datetime
 import json
 from pathlib import Path
 from typing import Any
 
 from jinja2 import TemplateError
+from jinja2.ext import Extension
+from jinja2.nodes import Node
+from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
@@ -57,10 +61,8 @@ class TemplateLayout:
         self._codec, self._names = codec, names
         self._tokenizer = Tokenizer.from_str(codec.tokenizer.to_str())
         self._tokenizer.encode_special_tokens = False
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-        environment.globals["raise_exception"] = _refuse
         try:
-            self._template = environment.from_string(template)
+            self._template = _environment().from_string(template)
         except TemplateError as error:
             raise InputError(f"run: its chat template is not valid ({error})") from None
 
@@ -68,7 +70,10 @@ class TemplateLayout:
         """Tokens of the messages and of the head of the answer, after the conversation `before` if there is one."""
         if before is not None and before.messages:
             whole = self._render(before.messages + messages)
-            earlier = self._codec.tokenizer.decode(before.token_ids, skip_special_tokens=False)
+            ids, end_id = before.token_ids, self._codec.end_id
+            if ids[:1] == [end_id] and self._encode(whole)[:1] != [end_id]:
+                ids = ids[1:]  # it was put before what the template gives
+            earlier = self._codec.tokenizer.decode(ids, skip_special_tokens=False)
             if whole.startswith(earlier):
                 return self._encode(whole[len(earlier) :])
         ids = self._encode(self._render(messages))
@@ -102,5 +107,31 @@ def open_layout(codec: TextCodec, folder: Path) -> Layout:
     return TemplateLayout(codec, template, names)
 
 
+class _Generation(Extension):
+    """`{% generation %}`, which marks in training what the model is to learn; here it has no effect."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Parser) -> list[Node]:
+        """The statements between the two tags."""
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    """What transformers offers to chat templates, so that a conversation is laid out as in training."""
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
+    )
+    environment.globals["raise_exception"] = _refuse
+    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
+    environment.filters["tojson"] = _to_json
+    return environment
+
+
 def _refuse(message: str) -> Any:
     raise TemplateError(message)
+
+
+def _to_json(value: Any, indent: int | None = None) -> str:
+    return json.dumps(value, ensure_ascii=False, indent=indent)  # Jinja's own escapes HTML

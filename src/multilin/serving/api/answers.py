@@ -5,6 +5,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+from multilin.inference.text import TextStream
 from multilin.serving.generation import Generation, Result
 from multilin.serving.jobs import Logprob, Piece
 from multilin.serving.service import Service
@@ -70,8 +71,8 @@ class CompletionForm(Form):
     """The answers of /v1/completions.
 
     Args:
-        echoes: the text of each prompt if the answer repeats it, else "".
-        first_ids: the first token of each prompt if tokens of prompts are reported, as it has no probability.
+        echoes: of each answer the text of its prompt if that is repeated, else "".
+        first_ids: of each the first token of its prompt if tokens of prompts are reported; it has no probability.
     """
 
     kind = chunk_kind = "text_completion"
@@ -79,27 +80,25 @@ class CompletionForm(Form):
 
     def __init__(self, service: Service, *, echoes: list[str], first_ids: list[int | None], **options: bool) -> None:
         super().__init__(service, **options)
-        self.echoes, self.first_ids = echoes, first_ids
-        self._offsets: dict[int, int] = {}
+        self.echoes = echoes
+        self._first: list[list[tuple[Logprob, int]]] = [
+            [] if token is None else [(Logprob(token, None, []), -1)] for token in first_ids
+        ]
+        self._prompts = [TextStream(service.codec, (), skip_special_tokens=True) for _ in echoes]
 
     def opening(self, generation: Generation) -> Iterator[Json]:
         """The prompts, if they are repeated."""
-        for index in range(len(generation.results)):
-            if echo := self.echoes[self._prompt(index, generation)]:
-                yield self._object(self.kind, {"index": index, "text": echo, "logprobs": None, "finish_reason": None})
+        for index, (echo, first) in enumerate(zip(self.echoes, self._first, strict=True)):
+            if echo or first:
+                content = self._content(index, echo, first)
+                yield self._object(self.kind, {"index": index, **content, "finish_reason": None})
 
     def whole(self, generation: Generation) -> Json:
         """The answer as a whole."""
-        for index, result in enumerate(generation.results):
-            number = self._prompt(index, generation)
-            first = self.first_ids[number]
-            if first is not None:
-                result.tokens.insert(0, (Logprob(first, None, []), -1))
-            result.text = self.echoes[number] + result.text
+        for echo, first, result in zip(self.echoes, self._first, generation.results, strict=True):
+            result.tokens = [*first, *result.tokens]
+            result.text = echo + result.text
         return super().whole(generation)
-
-    def _prompt(self, index: int, generation: Generation) -> int:
-        return index // len(generation.ask.settings)
 
     def _content(self, index: int, text: str, tokens: list[Any]) -> Json:
         return {"text": text, "logprobs": self._logprobs(index, tokens) if self.has_logprobs else None}
@@ -109,15 +108,21 @@ class CompletionForm(Form):
 
     def _logprobs(self, index: int, tokens: list[tuple[Logprob, int]]) -> Json:
         entries = [entry for entry, _ in tokens]
-        texts, offsets = [self.service.token_text(entry.token_id) for entry in entries], []
-        for text in texts:
-            offsets.append(self._offsets.get(index, 0))
-            self._offsets[index] = offsets[-1] + len(text)
+        texts = [self.service.token_text(entry.token_id) for entry in entries]
+        offsets = [self._offset(index, entry.token_id, num_before) for entry, num_before in tokens]
         tops = [{self.service.token_text(token): value for token, value in entry.top} for entry in entries]
         return {
             "tokens": texts, "token_logprobs": [entry.value for entry in entries],
             "top_logprobs": tops, "text_offset": offsets,
         }  # fmt: skip
+
+    def _offset(self, index: int, token: int, num_before: int) -> int:
+        """Characters of the answer before a token, after `num_before` of the new text, or -1 in the prompt."""
+        if num_before >= 0:
+            return len(self.echoes[index]) + num_before
+        length = self._prompts[index].length
+        self._prompts[index].put(token)
+        return length
 
 
 class ChatForm(Form):

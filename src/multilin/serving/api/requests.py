@@ -3,7 +3,7 @@
 from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Le, Lt, MaxLen, MinLen
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, model_validator
 
 from multilin.inference.settings import GenerationSettings
 from multilin.settings import load_settings
@@ -16,6 +16,7 @@ Number = Annotated[int, Ge(0), Lt(2**31)]
 Penalty = Annotated[float, Ge(-2), Le(2)]
 NumTop = Annotated[int, Ge(0), Le(20)]
 Stop = Annotated[str, MinLen(1), MaxLen(1000)]
+Nothing = Annotated[list[Any], MaxLen(0)]
 MOST_STOPS = 8
 
 
@@ -23,6 +24,14 @@ class Body(BaseModel):
     """The base of all bodies, which refuses unknown fields and values of another type."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, body: Any) -> Any:
+        """Null asks for nothing, whatever the field: clients send the nulls of an answer back with it."""
+        if not isinstance(body, dict):
+            return body
+        return {name: value for name, value in body.items() if value is not None or name in cls.model_fields}
 
 
 class StreamOptions(Body):
@@ -88,6 +97,8 @@ class TextPart(Body):
 
     type: Literal["text", "input_text", "output_text"]
     text: Text
+    annotations: Nothing | None = None  # these two as our own answers have them
+    logprobs: Nothing | None = None
 
 
 class Message(Body):
@@ -96,6 +107,8 @@ class Message(Body):
     type: Literal["message"] | None = None
     role: Literal["system", "developer", "user", "assistant"]
     content: Text | Annotated[list[TextPart], MaxLen(1000)]
+    id: Id | None = None  # these two of an answer that is sent back
+    status: Name | None = None
 
     def plain(self) -> dict[str, str]:
         """The message in the form of chat templates."""

@@ -1,5 +1,6 @@
 """Scores by position, document and kind of token: every breakdown sums up to the whole, and long texts stream."""
 
+import copy
 import dataclasses
 import math
 from collections.abc import Callable
@@ -160,6 +161,16 @@ def test_a_long_text_is_scored_as_if_read_at_once(
     low, high = map(int, found.by_position[-1].name.split(" to "))
     assert low <= longest <= high
     assert found.by_position[0].tokens == 3  # one first token in each document that has any
+
+
+def test_only_answers_of_conversations_are_scored(make_run: Callable[[str], Run], packed: PackedText) -> None:
+    model, is_answer = make_run("elita").model, np.arange(packed.num_tokens) % 3 == 0
+    whole = list(read_whole(model, packed, chunk_tokens=7))
+    packed = copy.copy(packed)
+    packed.is_answer = is_answer
+    for one, part in zip(whole, read_whole(model, packed, chunk_tokens=7), strict=True):
+        for every, scored in zip(one, part, strict=True):
+            np.testing.assert_array_equal(every[is_answer[one.places]], scored)
 
 
 def test_memory_does_not_grow_with_a_long_text(make_run: Callable[[str], Run], tmp_path: Path) -> None:

@@ -185,3 +185,16 @@ def test_code_of_a_task_folder_runs_only_where_it_is_trusted(folder: Path, tmp_p
     assert "--trust-task-code" in capsys.readouterr().err
     assert not (tmp_path / "imported").exists()
     assert not (tmp_path / "escaped").exists()
+
+
+def test_a_metric_with_several_filters_has_a_score_for_each(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from multilin.analysis.evaluate import tasks
+
+    scores = {"alias": "sums", "match,strict": 0.1, "match_stderr,strict": 0.01, "match,flexible": 0.4, "acc,none": 0.5}
+    monkeypatch.setattr(tasks, "simple_evaluate", lambda **_: {"results": {"sums": scores}})
+    monkeypatch.setattr(tasks, "_find_tasks", lambda *_: None)
+    assert tasks.evaluate_tasks(load_run(folder), ["sums"])["sums"] == {
+        "match,strict": {"value": 0.1, "standard_error": 0.01},
+        "match,flexible": {"value": 0.4, "standard_error": None},
+        "acc": {"value": 0.5, "standard_error": None},
+    }

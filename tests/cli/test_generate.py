@@ -206,11 +206,15 @@ def test_a_state_goes_with_its_own_model(
         (["--temperature", "true"], "--temperature: True given, but it should be a number"),
         (
             ["--greedy", "--seed", "3"],
-            "seed: 3 given together with greedy, where nothing is drawn; leave one of them out",
+            "seed: 3 given together with greedy, which does not use it; leave one of them out",
         ),
         (
             ["--num-beams", "2", "--top-k", "3"],
-            "top_k: 3 given together with num_beams: 2, where nothing is drawn; leave one of them out",
+            "top_k: 3 given together with num_beams: 2, which does not use it; leave one of them out",
+        ),
+        (
+            ["--num-beams", "2", "--repetition-penalty", "2"],
+            "repetition_penalty: 2.0 given together with num_beams: 2, which does not use it; leave one of them out",
         ),
         (["--num-beams", "2", "--greedy"], "num_beams: 2 given together with greedy; give one of them"),
         (["--top-p", "1.5"], "--top-p: 1.5 given, but it should be at most 1"),

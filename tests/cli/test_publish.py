@@ -22,7 +22,8 @@ def test_names_models_and_folders_that_cannot_be_published_are_refused(
 ) -> None:
     folder = tmp_path / "hub"
     assert "name: 'letters' given" in refusal("publish", additive, "letters")
-    assert "name: '../x/y' given" in refusal("publish", additive, "../x/y")
+    for name in ("../x/y", "x/y--z", "x/y..z", "x/y.git"):
+        assert f"name: '{name}' given" in refusal("publish", additive, name)
     assert "nothing is uploaded" in refusal("publish", additive, "someone/letters", "--private", "--folder", folder)
     assert "gpt2 model given, which transformers loads; upload its folder" in refusal(
         "publish", run_folder("gpt2"), "someone/letters", "--folder", folder

@@ -146,6 +146,8 @@ def test_evaluate_shows_the_best_and_the_worst_of_several_documents(trained: Pat
         (["--tasks", "x", "--long"], "--long: given together with --tasks, which bring their own texts"),
         (["--tasks", "x", "--source", "y"], "--source: given together with --tasks"),
         (["--task-limit", "3"], "--task-limit: given without --tasks; name the tasks to score on"),
+        (["--tasks", "x", "--text-field", "y"], "--text-field: given together with --tasks, which bring"),
+        (["--encoding-errors", "replace"], "--encoding-errors: given without --source, the text that it is for"),
         (["--task-limit", "0"], "--task-limit: 0 given, but it should be at least 1"),
         (["--tasks", " ,"], "tasks: ' ,' given, but it should be names of lm-eval tasks, separated by commas"),
     ],
@@ -172,4 +174,5 @@ def test_explain_takes_a_passage_of_the_validation_text(
     text = "".join(token["text"] for token in found["tokens"][1:])
     assert len(text) == 12
     assert text in text_file.read_text()
+    assert "--document: 1 given together with a text" in refusal("explain", trained, "--text", "a", "--document", 1)
     assert "--document: 99999 given, but the validation text has" in refusal("explain", trained, "--document", 99999)

@@ -40,6 +40,11 @@ def compressed(path: Path, how: str) -> Path:
     return result
 
 
+def test_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
+    (tmp_path / "book.txt").write_text("Hello\n", encoding="utf-8-sig")
+    assert [document.text for document in read(tmp_path / "book.txt")] == ["Hello\n"]
+
+
 @pytest.mark.parametrize("compression", ["", ".gz", ".zst"])
 @pytest.mark.parametrize("suffix", [".jsonl", ".csv", ".parquet"])
 def test_rows_are_documents_in_every_format(tmp_path: Path, suffix: str, compression: str) -> None:

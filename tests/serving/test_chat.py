@@ -162,3 +162,24 @@ def test_servers_that_refuse_or_are_none(talk: Talk, start: Start, run: Run, mon
         assert message in notes
     monkeypatch.setenv("MULTILIN_API_KEY", "secret")
     assert talk(server.url, "hello")[0] == 0
+
+
+def test_instructions_come_first_also_after_a_rewind(capsys: pytest.CaptureFixture[str]) -> None:
+    sent = []
+
+    class Branch:
+        def answer(self, messages: list[dict[str, str]], write: Callable[[str], object]) -> None:
+            sent.append([message["role"] for message in messages])
+
+        def rewind(self, number: int) -> None: ...
+
+        def stop(self) -> None: ...
+
+        def fork(self) -> "Branch":
+            return self
+
+    talk = chat._Talk([Branch()], "Answer in rhymes.")
+    for line in ("/fork", "one", "/switch 1", "one", "two", "/rewind", "two", "/rewind 2", "one"):
+        talk.command(*line.split()) if line.startswith("/") else talk.say(line)
+    first, later = ["system", "user"], ["user"]
+    assert sent == [first, first, later, later, first]

@@ -16,6 +16,8 @@ from transformers import AutoModelForCausalLM
 from multilin.architectures import architectures
 from multilin.cli.main import main
 from multilin.errors import InputError
+from multilin.export.cache import source_hashes
+from multilin.inference.run_files import base_of
 from multilin.inference.runs import load_run
 from multilin.training.outcomes import RunResult
 from multilin.training.progress import TrainingProgress
@@ -161,6 +163,25 @@ def copied(adapted: Path, tmp_path: Path) -> Path:
 def change_config(folder: Path, **values: Any) -> None:
     path = folder / "adapter_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+def test_a_base_is_found_beside_its_adapters(
+    copied: Path, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(base, tmp_path / "runs" / "base")
+    change_config(copied, base_model_name_or_path="runs/base")
+    monkeypatch.chdir("/")
+    assert Path(base_of(copied)) == tmp_path / "runs" / "base"
+
+
+def test_an_export_is_out_of_date_when_the_base_or_the_rank_changes(copied: Path, base: Path, tmp_path: Path) -> None:
+    shutil.copytree(base, tmp_path / "base")
+    change_config(copied, base_model_name_or_path=str(tmp_path / "base"))
+    before = source_hashes(copied)
+    change_config(copied, lora_alpha=1)
+    changed = source_hashes(copied)
+    (tmp_path / "base" / "model.safetensors").write_bytes(b"other weights")
+    assert len({str(hashes) for hashes in (before, changed, source_hashes(copied))}) == 3
 
 
 def test_a_base_that_moved_or_changed_is_said(copied: Path, base: Path, tmp_path: Path) -> None:

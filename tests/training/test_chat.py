@@ -136,6 +136,7 @@ def test_cut_conversations_are_said(tiny: Callable[..., Recipe], chats: Path, tm
         ({"messages": [QUESTION, {"role": "robot", "content": "Me"}]}, r"message 2: the role 'robot' is not known"),
         ({"messages": [QUESTION, {"role": "assistant", "content": " "}]}, r"message 2: the assistant's text is empty"),
         ({"messages": [QUESTION]}, r"no message by the assistant"),
+        ({"messages": [{"role": "assistant", "content": "Hello!"}, QUESTION]}, r"begins with the assistant"),
         ({"messages": []}, r"no message by the assistant"),
         ({"messages": "hello"}, r"'hello' given, but a conversation should be a list"),
         ({"messages": [QUESTION, 3]}, r"a conversation should be a list of objects"),

@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -81,12 +81,14 @@ def _talk(talk: "_Talk") -> None:
 class _Talk:
     """The branches of a conversation.
 
-    system: instructions that were not sent yet.
+    system: instructions, which are sent before the first message.
+    answers: of each branch since then.
     place: of the current branch.
     """
 
     branches: "list[LocalChat | RemoteChat]"
     system: str | None
+    answers: list[int] = field(default_factory=lambda: [0])
     place: int = 0
 
     @property
@@ -97,12 +99,12 @@ class _Talk:
     def say(self, content: str) -> None:
         """Send a message and print the answer."""
         messages = [{"role": "user", "content": content}]
-        if self.system is not None:
+        if self.system is not None and not self.answers[self.place]:
             messages.insert(0, {"role": "system", "content": self.system})
         try:
             with _stopping(self.current.stop):
                 self.current.answer(messages, functools.partial(print, end="", flush=True))
-            self.system = None
+            self.answers[self.place] += 1
         except KeyboardInterrupt:
             print("\nmultilin: this answer was dropped", file=sys.stderr)
         print(flush=True)
@@ -123,6 +125,7 @@ class _Talk:
 
     def _fork(self, _: str) -> None:
         self.branches.append(self.current.fork())
+        self.answers.append(self.answers[self.place])
         before, self.place = self.place, len(self.branches) - 1
         print(f"multilin: branch {self.place + 1}; /switch {before + 1} returns", file=sys.stderr)
 
@@ -131,7 +134,9 @@ class _Talk:
         print(f"multilin: branch {self.place + 1} of {len(self.branches)}", file=sys.stderr)
 
     def _rewind(self, value: str) -> None:
-        self.current.rewind(_number("/rewind", value or "1", 10**6, "answers"))
+        number = _number("/rewind", value or "1", 10**6, "answers")
+        self.current.rewind(number)
+        self.answers[self.place] = max(0, self.answers[self.place] - number)
 
     def _save(self, value: str) -> None:
         if not value:

@@ -104,7 +104,14 @@ def quantize(arguments: QuantizeArguments, settings: EvaluationSettings) -> None
 
 def _check_together(arguments: EvaluateArguments, settings: EvaluationSettings) -> None:
     """Refuse flags that would be ignored."""
-    for_texts = {"--long": arguments.long, "--source": settings.source, "--max-tokens": settings.max_tokens}
+    of_source = {"--text-field": settings.text_field != EvaluationSettings.text_field,
+                 "--encoding-errors": settings.encoding_errors != EvaluationSettings.encoding_errors}  # fmt: skip
+    for_texts = {
+        "--long": arguments.long,
+        "--source": settings.source,
+        "--max-tokens": settings.max_tokens,
+        **of_source,
+    }
     for_tasks = {"--task-folder": arguments.task_folder, "--trust-task-code": arguments.trust_task_code,
                  "--task-limit": arguments.task_limit}  # fmt: skip
     ignored = for_tasks if arguments.tasks is None else for_texts
@@ -112,6 +119,8 @@ def _check_together(arguments: EvaluateArguments, settings: EvaluationSettings) 
         if arguments.tasks is None:
             raise InputError(f"{name}: given without --tasks; name the tasks to score on")
         raise InputError(f"{name}: given together with --tasks, which bring their own texts; leave one of them out")
+    if settings.source is None and (name := next((name for name, given in of_source.items() if given), None)):
+        raise InputError(f"{name}: given without --source, the text that it is for; leave it out, or give both")
 
 
 def _task_names(tasks: str | None) -> list[str]:

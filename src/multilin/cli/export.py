@@ -63,13 +63,16 @@ def export(arguments: ExportArguments) -> None:
         else:
             precision = arguments.precision or "float32"
             export_run(run, output, precision, progress)
-        recipe, comparison = recipe_of(run), None
-        if recipe is not None:
-            text = validation_text(run, recipe, progress)
-            progress("comparing with the original", 0, 1)
-            comparison = compare_export(run, output / "model" if arguments.format == "web" else output, text)
+        comparison, reason = None, f"{arguments.run} has no recipe.yaml"
+        if (recipe := recipe_of(run)) is not None:
+            try:
+                text = validation_text(run, recipe, progress)
+                progress("comparing with the original", 0, 1)
+                comparison = compare_export(run, output / "model" if arguments.format == "web" else output, text)
+            except InputError as error:  # the text may be gone; the export is written, and needs none
+                reason = str(error)
     if comparison is None:
-        print(f"multilin: not compared with the original: {arguments.run} has no recipe.yaml", file=sys.stderr)
+        print(f"multilin: not compared with the original: {reason}", file=sys.stderr)
     else:
         _print_comparison(comparison, precision)
     if arguments.format == "web":

@@ -11,6 +11,7 @@ from multilin.settings import settings
 from multilin.settings.bounds import PathText
 
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]{0,95}")
+_REFUSED = re.compile(r"--|\.\.|\.git$")  # by the hub
 
 
 @settings
@@ -26,7 +27,7 @@ class PublishArguments:
 
 def publish(arguments: PublishArguments) -> None:
     """Write a run as a folder for the Hugging Face hub that loads without multilin, and upload it if asked."""
-    if _NAME.fullmatch(arguments.name) is None:
+    if _NAME.fullmatch(arguments.name) is None or _REFUSED.search(arguments.name):
         raise InputError(f"name: {arguments.name!r:.60} given, but it should be OWNER/NAME, as the hub has it")
     if arguments.private and not arguments.upload:
         raise InputError("private: given, but nothing is uploaded; give --upload too, or leave it out")

@@ -27,7 +27,8 @@ def read_messages(row: Mapping[str, Any], where: str) -> list[Message] | None:
         where: place of the row; error messages begin with it.
 
     Raises:
-        InputError: messages of another form, an unknown role, an empty message, or no message by the assistant.
+        InputError: messages of another form, an unknown role, an empty message, no message by the assistant, or none
+            before it.
     """
     if "messages" in row:
         given = row["messages"]
@@ -40,6 +41,10 @@ def read_messages(row: Mapping[str, Any], where: str) -> list[Message] | None:
             f"{where}: {shown(given)} given, but a conversation should be a list of objects with role and content"
         )
     messages = [_check(message, f"{where}: message {number}") for number, message in enumerate(given, 1)]
+    if messages and messages[0]["role"] == "assistant":
+        raise InputError(
+            f"{where}: the conversation begins with the assistant; put a message by the user or the system before it"
+        )
     if not any(message["role"] == "assistant" for message in messages):
         raise InputError(f"{where}: no message by the assistant, which is what training learns to write")
     return messages

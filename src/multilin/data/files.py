@@ -89,7 +89,7 @@ def read_file(
         if suffix in _WHOLE:
             content = stream.read(LARGEST_DOCUMENT + 1)
             _check_document(path, len(content))
-            text = _decode(content, path, 0, encoding_errors)
+            text = _decode(content, path, 0, encoding_errors).removeprefix("\ufeff")  # a byte-order mark
             _check_words(text, str(path))
             yield Document(name, text)
             return

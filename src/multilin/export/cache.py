@@ -7,7 +7,7 @@ from pathlib import Path
 
 from multilin.files import beside, checksum
 from multilin.inference.manifest import FORMAT
-from multilin.inference.run_files import MANIFEST
+from multilin.inference.run_files import ADAPTER_CONFIG, MANIFEST, base_of, is_adapter
 
 
 def cache_folder(run: Path) -> Path:
@@ -25,9 +25,13 @@ def is_current(run: Path) -> bool:
 
 
 def source_hashes(folder: Path) -> dict[str, str]:
-    """SHA-256 of the files of a run from which its export is made."""
-    names = ["config.json", "tokenizer.json", *sorted(path.name for path in folder.glob("*.safetensors"))]
-    return {name: checksum(folder / name) for name in names if (folder / name).is_file()}
+    """SHA-256 of the files of a run from which its export is made, those of the model below its adapters included."""
+    weights = sorted(path.name for path in folder.glob("*.safetensors"))
+    names = ["config.json", ADAPTER_CONFIG, "tokenizer.json", *weights]
+    hashes = {name: checksum(folder / name) for name in names if (folder / name).is_file()}
+    if is_adapter(folder) and (base := Path(base_of(folder))).is_dir():
+        hashes |= {f"base/{name}": found for name, found in source_hashes(base).items()}
+    return hashes
 
 
 def why_torch(run: Path) -> str | None:

@@ -41,6 +41,8 @@ def is_adapter(folder: Path) -> bool:
 def base_of(folder: Path) -> str:
     """The model that the adapters in a folder belong to: a folder, or a name on the hub.
 
+    A relative path is that of a folder here, or else of one in a folder above the adapters.
+
     Raises:
         InputError: adapter_config.json is damaged or names none.
     """
@@ -48,7 +50,8 @@ def base_of(folder: Path) -> str:
     base = values.get("base_model_name_or_path") if isinstance(values, dict) else None
     if not isinstance(base, str) or not base:
         raise InputError(f"run: {folder / ADAPTER_CONFIG} names no model that its adapters belong to")
-    return base
+    near = (parent / base for parent in (Path(), *folder.resolve().parents))
+    return str(next((path for path in near if path.is_dir()), base))
 
 
 def recipe_sections(folder: Path) -> dict[str, dict[str, Any]]:

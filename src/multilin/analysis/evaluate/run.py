@@ -115,6 +115,8 @@ def read_whole(
 ) -> Iterator[Scored]:
     """Score every document from start to end, however long, each token given the whole document before it.
 
+    Of conversations only the tokens of answers are scored.
+
     The state carries the past from chunk to chunk, so that memory does not grow.
 
     Args:
@@ -133,8 +135,10 @@ def read_whole(
             with torch.inference_mode():
                 logits = model(row[None, :-1], past_key_values=state).logits[0]
                 losses = F.cross_entropy(logits.float(), row[1:], reduction="none")
-            places = np.arange(first + 1, last + 1)
-            yield Scored(places, places - start, losses.double().cpu().numpy())
+            places, kept = np.arange(first + 1, last + 1), losses.double().cpu().numpy()
+            if packed.is_answer is not None:
+                places, kept = places[packed.is_answer[places]], kept[packed.is_answer[places]]
+            yield Scored(places, places - start, kept)
             num_read += last - first
             progress(num_read)
             if max_tokens is not None and num_read >= max_tokens:

@@ -113,7 +113,7 @@ def evaluate_tasks(
         raise InputError(f"tasks: {shorten(', '.join(tasks))} cannot be run ({reason})") from error
     return {
         task: {
-            metric.partition(",")[0]: {"value": float(value), "standard_error": _standard_error(scores, metric)}
+            metric.removesuffix(",none"): {"value": float(value), "standard_error": _standard_error(scores, metric)}
             for metric, value in scores.items()
             if isinstance(value, int | float) and "," in metric and "_stderr" not in metric
         }

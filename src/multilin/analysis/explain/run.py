@@ -80,11 +80,13 @@ def explain_run(
         progress: called now and then.
 
     Raises:
-        InputError: no text, or one longer than the model can read or than `max_tokens`.
+        InputError: no text, a document too, or a text longer than the model can read or than `max_tokens`.
     """
     if text is None:
         ids, source = _passage(run, settings, progress)
     else:
+        if settings.document:
+            raise InputError(f"--document: {settings.document} given together with a text; leave one of them out")
         ids, source = text_codec(run.tokenizer).encode(text), "the given text"
     if len(ids) > settings.max_tokens:
         raise InputError(

@@ -1,5 +1,6 @@
 """Servers that share a store continue each other's sessions: side by side, and on Ray Serve."""
 
+import contextlib
 import os
 import re
 import secrets
@@ -71,7 +72,7 @@ def test_two_replicas_on_ray(start: Start, export: Path, tmp_path: Path) -> None
             assert program.poll() is None
             time.sleep(0.2)
         headers = {"Authorization": "Bearer key"}
-        assert httpx.get(f"{url}/v1/models").status_code == 401
+        assert _status(f"{url}/v1/models") == 401
         session = httpx.post(f"{url}/v1/sessions", headers=headers, json={}, timeout=60).json()["id"]
         own, used = server.post("/v1/sessions")["id"], dict[str, float]()
         for number in range(100):
@@ -89,6 +90,15 @@ def test_two_replicas_on_ray(start: Start, export: Path, tmp_path: Path) -> None
             pieces = list(answer.iter_raw())
         assert len(pieces) > 2
         assert pieces[-1].endswith(b"data: [DONE]\n\n")
+
+
+def _status(url: str) -> int:
+    """The status of an answer, once Ray's proxy listens: on a busy machine that is after its application is ready."""
+    for _ in range(600):
+        with contextlib.suppress(httpx.ConnectError):
+            return httpx.get(url, timeout=60).status_code
+        time.sleep(0.2)
+    raise AssertionError(f"{url} does not answer")
 
 
 def _figure(text: str, name: str) -> str:

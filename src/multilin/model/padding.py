@@ -37,7 +37,7 @@ def pads_after_tokens(mask: Tensor, is_start: bool, only_gaps: bool) -> bool:
     Args:
         mask: (B, T) True for a token.
         is_start: the rows are at the start of a text.
-        only_gaps: ignore padding after the last token of a row.
+        only_gaps: ignore padding after the last token of a row; compiled code does not.
     """
     if torch.compiler.is_compiling():
         return is_start

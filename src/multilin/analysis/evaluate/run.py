@@ -135,10 +135,11 @@ def read_whole(
             with torch.inference_mode():
                 logits = model(row[None, :-1], past_key_values=state).logits[0]
                 losses = F.cross_entropy(logits.float(), row[1:], reduction="none")
-            places, kept = np.arange(first + 1, last + 1), losses.double().cpu().numpy()
+            places, nats = np.arange(first + 1, last + 1), losses.double().cpu().numpy()
             if packed.is_answer is not None:
-                places, kept = places[packed.is_answer[places]], kept[packed.is_answer[places]]
-            yield Scored(places, places - start, kept)
+                is_scored = packed.is_answer[places]
+                places, nats = places[is_scored], nats[is_scored]
+            yield Scored(places, places - start, nats)
             num_read += last - first
             progress(num_read)
             if max_tokens is not None and num_read >= max_tokens:

@@ -80,7 +80,8 @@ def explain_run(
         progress: called now and then.
 
     Raises:
-        InputError: no text, a text together with a document, or a text longer than the model can read or than `max_tokens`.
+        InputError: no text, a text together with a document, or a text longer than the model can read or than
+            `max_tokens`.
     """
     if text is None:
         ids, source = _passage(run, settings, progress)

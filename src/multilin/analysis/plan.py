@@ -9,6 +9,7 @@ import timeit
 from dataclasses import dataclass, replace
 
 import torch
+from rich.filesize import decimal
 from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from transformers import PreTrainedModel
@@ -26,7 +27,6 @@ from multilin.model.memory import (
     activation_bytes,
     available_memory,
     check_memory,
-    format_bytes,
     loss_bytes,
     parameter_bytes,
 )
@@ -263,14 +263,14 @@ def _flops(recipe: Recipe, model: PreTrainedModel, vocab_size: int) -> float:
 def describe_plan(plan: TrainingPlan) -> dict[str, str]:
     """The figures that all ways share, by name, as text."""
     return {
-        "device": f"{plan.devices} x {plan.device.name}, {format_bytes(plan.device.memory)} each",
+        "device": f"{plan.devices} x {plan.device.name}, {decimal(int(plan.device.memory))} each",
         "parameters": f"{plan.parameters:,}, with a vocabulary of {plan.vocab_size:,}",
         "training FLOPs per token": f"{plan.flops_per_token:,.0f}",
         "tokens": f"{plan.tokens:,}: {plan.steps:,} steps of {plan.tokens_per_step:,}",
         "seconds per step, computing": f"{plan.seconds_per_step:.4g}",
-        "bytes of a checkpoint": format_bytes(plan.checkpoint_bytes),
+        "bytes of a checkpoint": decimal(plan.checkpoint_bytes),
         "memory without sharding": ", ".join(
-            f"{name} {format_bytes(getattr(plan, f'{name}_bytes'))}"
+            f"{name} {decimal(getattr(plan, f'{name}_bytes'))}"
             for name in ("weight", "gradient", "optimizer", "activation")
         ),
     }

@@ -3,6 +3,8 @@
 import json
 from typing import Annotated, Any
 
+from rich.filesize import decimal
+
 from multilin.analysis.settings import PlanSettings
 from multilin.cli.arguments import POSITIONAL
 from multilin.cli.messages import as_json, loading, say_next
@@ -28,7 +30,6 @@ def plan(arguments: PlanArguments, devices: PlanSettings, changes: Changes) -> N
     recipe = load_recipe(arguments.recipe, changes)
     with loading():
         from multilin.analysis.plan import describe_plan, plan_training
-        from multilin.model.memory import format_bytes
     found = plan_training(recipe, devices)
     if arguments.json:
         print(as_json(found))
@@ -40,7 +41,7 @@ def plan(arguments: PlanArguments, devices: PlanSettings, changes: Changes) -> N
     )  # fmt: skip
     rows = [
         (
-            way.way, format_bytes(way.memory), "yes" if way.fits else "NO", format_bytes(way.sent_bytes),
+            way.way, decimal(way.memory), "yes" if way.fits else "NO", decimal(way.sent_bytes),
             f"{way.communication_seconds:.3g}", "yes" if way.is_hidden else "no", f"{way.tokens_per_second:,.0f}",
             f"{way.hours:,.3g}", f"{way.device_hours:,.3g}", *([] if way.cost is None else [f"{way.cost:,.2f}"]),
         )

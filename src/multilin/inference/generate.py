@@ -176,8 +176,7 @@ def _tokens(
     ids, seen = prompt_ids, dict.fromkeys(prompt_ids, 0)
     for _ in range(most):
         logits_BV = engine.read(sequence.state, [ids])
-        if codec.pad_id != codec.end_id:
-            logits_BV[:, codec.pad_id] = -float("inf")  # never seen in training, so its probability is an accident
+        codec.exclude_padding(logits_BV)
         (token,) = choose_tokens(logits_BV, [settings], [seen], [sequence.numbers])
         seen[token] = seen.get(token, 0) + 1
         ids = sequence.unread_ids = [token]
@@ -209,9 +208,7 @@ def check_settings(settings: GenerationSettings, vocab_size: int) -> None:
 
 def first_ids(codec: TextCodec, prompt: str, unread_ids: list[int], *, is_start: bool) -> list[int]:
     """The tokens to read first: the start of a text, or the unread tokens of a sequence; then the prompt."""
-    ids = codec.encode(prompt)
-    if is_start and not unread_ids:
-        return [codec.end_id, *ids]
+    ids = codec.encode(prompt, is_start=is_start and not unread_ids)
     if not unread_ids and not ids:
         raise InputError("prompt: none given, and the state has no token left to read; give some text to go on with")
     return [*unread_ids, *ids]

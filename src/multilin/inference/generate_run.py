@@ -32,7 +32,7 @@ def generate_text(
         InputError: as `generate`, or there is not enough memory.
     """
     engine, codec = TorchEngine(run.model), text_codec(run.tokenizer)
-    prompt_ids = [codec.end_id, *codec.encode(prompt)]
+    prompt_ids = codec.encode(prompt, is_start=True)
     if settings.num_beams == 1:
         check_reading(f"prompt: {len(prompt_ids)} tokens", run.model, 1, len(prompt_ids), all_logits=False)
         return generate(engine, codec, prompt, settings, sequence=sequence, write=write, echo=echo)

@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+from numpy.typing import NDArray
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
@@ -26,8 +28,8 @@ class TextCodec:
     end_id: int
     pad_id: int
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids of a text, without a start token; the names of special tokens in it are read as text.
+    def encode(self, text: str, *, is_start: bool = False) -> list[int]:
+        """Token ids of a text, after the start token if it begins there; names of special tokens are read as text.
 
         Raises:
             InputError: text that came from bytes which are not UTF-8.
@@ -36,11 +38,16 @@ class TextCodec:
             ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False).ids
         except UnicodeEncodeError:
             raise InputError(f"prompt: {shown(text)} holds bytes that are not UTF-8") from None
-        return ids
+        return [self.end_id, *ids] if is_start else ids
 
     def is_cut(self, token_ids: list[int]) -> bool:
         """True if these tokens end inside a character."""
         return self.tokenizer.decode(token_ids).endswith(UNKNOWN)
+
+    def exclude_padding(self, logits_BV: NDArray[np.float32]) -> None:
+        """Give the padding token no probability, in place: never seen in training, its logit is an accident."""
+        if self.pad_id != self.end_id:
+            logits_BV[:, self.pad_id] = -np.inf
 
 
 def plain_tokenizer(content: str) -> Tokenizer:

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+from rich.filesize import decimal
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
@@ -31,7 +32,7 @@ def check_memory(subject: str, needed: float, device: torch.device | str = "cpu"
     """
     left = available_memory(device)
     if left is not None and needed > left:
-        figures = f"{format_bytes(needed)} of memory, and this machine has {format_bytes(left)} left"
+        figures = f"{decimal(int(needed))} of memory, and this machine has {decimal(left)} left"
         raise InputError(f"{subject} would take at least {figures}")
 
 
@@ -145,9 +146,3 @@ def _matrices(model: PreTrainedModel) -> Iterator[Tensor]:
 def _logit_bytes(model: PreTrainedModel) -> int:
     """Bytes of a token's logits and their gradient or logarithms; 0 if the model scores tokens in chunks."""
     return 0 if hasattr(model, "token_losses") else 2 * model.config.vocab_size * FLOAT_BYTES
-
-
-def format_bytes(number: float) -> str:
-    """Bytes for a message: `12 GB`, `3.4 MB`."""
-    value, unit = (number / 1e9, "GB") if number >= 1e9 else (number / 1e6, "MB")
-    return f"{value:,.{0 if value >= 10 else 1}f} {unit}"

@@ -214,8 +214,7 @@ class Scheduler:
 
     def _advance(self, first: int, logits_BV: NDArray[np.float32]) -> None:
         """Choose the next tokens of the rows from place `first` on, and take out the rows that have ended."""
-        if self.codec.pad_id != self.codec.end_id:
-            logits_BV[:, self.codec.pad_id] = -np.inf  # never seen in training, so its probability is an accident
+        self.codec.exclude_padding(logits_BV)
         chosen = []
         for place, row in enumerate(self._rows[first:]):
             if row.forced:

@@ -3,6 +3,8 @@
 import statistics
 from collections.abc import Iterator
 
+from rich.filesize import decimal
+
 from multilin.analysis.compare.record import FAILED, TOLERANCE, Comparison, RowRecord, sign
 from multilin.analysis.compare.statistics import LEVEL, Difference
 from multilin.errors import listed
@@ -19,11 +21,6 @@ def amount(value: float) -> str:
         if value >= size:
             return f"{value / size:.3g} {prefix}"
     return f"{value:.3g}"
-
-
-def bytes_text(count: float) -> str:
-    """Three digits and a unit: 12.3 kB."""
-    return f"{amount(count)}B" if count >= 1000 else f"{count:.0f} bytes"
 
 
 def budget_text(comparison: Comparison, value: float | None = None) -> str:
@@ -124,7 +121,7 @@ def cost_sentence(comparison: Comparison) -> str:
     sentence = (
         f"After {context:,} tokens {fast} generates fastest, {last[fast].tokens_per_second:,.0f} tokens a second "
         f"({slow}, the slowest, {last[slow].tokens_per_second:,.0f}), and {small} has the smallest state, "
-        f"{bytes_text(last[small].state_bytes)} ({large}, the largest, {bytes_text(last[large].state_bytes)})"
+        f"{decimal(last[small].state_bytes)} ({large}, the largest, {decimal(last[large].state_bytes)})"
     )
     growing = [row.name for row in rows if row.decoding[-1].state_bytes > row.decoding[0].state_bytes]
     return f"{sentence}; {f'the state of {listed(growing)} grows' if growing else 'no state grows'} with the sequence."

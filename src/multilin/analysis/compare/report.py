@@ -7,13 +7,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from rich.filesize import decimal
+
 from multilin.analysis.compare.answers import (
     AXES,
     UNITS,
     amount,
     best_sentence,
     budget_text,
-    bytes_text,
     cost_sentence,
     difference_text,
     mean_course,
@@ -45,7 +46,7 @@ COLUMNS: dict[str, Callable[[Comparison, RowRecord], str]] = {
     "training seconds": lambda c, row: "" if row.seconds is None else f"{row.seconds:,.1f}",
     "training tokens/s": lambda c, row: f"{row.tokens_per_second:,.0f}" if row.tokens_per_second else "",
     "generation tokens/s": lambda c, row: f"{row.decoding[-1].tokens_per_second:,.0f}" if row.decoding else "",
-    "state": lambda c, row: bytes_text(row.decoding[-1].state_bytes) if row.decoding else "",
+    "state": lambda c, row: decimal(row.decoding[-1].state_bytes) if row.decoding else "",
 }
 
 

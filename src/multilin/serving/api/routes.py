@@ -80,8 +80,7 @@ def _prompts(service: Service, body: CompletionRequest, before: Turn | None) -> 
     prompts = []
     for prompt in given:
         if isinstance(prompt, str):
-            ids = service.codec.encode(prompt)
-            prompts.append(Prompt(prompt, ids if before is not None else [service.codec.end_id, *ids], before))
+            prompts.append(Prompt(prompt, service.codec.encode(prompt, is_start=before is None), before))
         else:
             prompts.append(Prompt(service.text(prompt, "prompt"), prompt, before))
     return prompts

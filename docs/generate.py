@@ -161,7 +161,8 @@ def _recipes() -> str:
     text = (
         "# Recipes\n\nA recipe is a YAML file with these fields; every one is also a flag, "
         "`multilin train demo --training.max_steps 50`. `null` stands for the default of the architecture or of the "
-        "machine.\n\n"
+        "machine. What a recipe gives for one architecture, optimizer, schedule or tokenizer gives way where a flag "
+        "names another: `multilin train tscale --model.architecture elita` has ELiTA's options and learning rate.\n\n"
         "Of YAML the plain part is read: numbers, texts, true, false, null, lists and sections, at most 1 MB. `1e-3` "
         "is a number, `yes` and `12:30` are texts; aliases, tags and repeated names are refused. Fields outside their "
         "bounds, and models that this machine has no memory for, are refused before any work.\n\n## Built in\n\n"

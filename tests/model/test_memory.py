@@ -68,9 +68,7 @@ def test_the_loss_holds_some_logits_at_a_time() -> None:
 def test_this_machine_says_what_it_has() -> None:
     left = available_memory()
     assert left is None or 2**20 < left < 2**60
-    with pytest.raises(
-        InputError, match=r"^it would take at least 1\.0 EB of memory, and this machine has .* left"
-    ):
+    with pytest.raises(InputError, match=r"^it would take at least 1\.0 EB of memory, and this machine has .* left"):
         check_memory("it", 1e18)
 
 
@@ -118,7 +116,9 @@ def test_a_comparison_is_refused_before_it_begins(tmp_path: Path, little_memory:
 
 def test_a_new_model_is_described_where_it_fits(little_memory: Callable[[float], None]) -> None:
     little_memory(1e6)
-    with pytest.raises(InputError, match=r"^--hidden-size: 256, 6 layers, .* this model would take at least [0-9.]+ MB"):
+    with pytest.raises(
+        InputError, match=r"^--hidden-size: 256, 6 layers, .* this model would take at least [0-9.]+ MB"
+    ):
         find_model("elita", ModelSizes())
     find_model("elita", ModelSizes(hidden_size=8, num_layers=1, vocab_size=10))
 

@@ -1,3 +1,4 @@
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -55,6 +56,36 @@ def test_a_run_folder_is_a_recipe_that_writes_where_the_folder_now_is(tmp_path: 
     assert recipe.training.seed == 5
     assert recipe.output == str(tmp_path)
     assert load_recipe(tmp_path, {"output": "new"}).output == "new"
+
+
+@pytest.mark.parametrize("name", builtin_recipes())
+@pytest.mark.parametrize("architecture", model_names())
+def test_what_a_recipe_chose_for_its_architecture_gives_way_to_another(name: str, architecture: str) -> None:
+    own, other = load_recipe(name), load_recipe(name, {"model.architecture": architecture})
+    if own.model.architecture == architecture and own.model.layers is None:
+        assert other == own
+        return
+    assert (other.model.options, other.model.layers, other.model.config) == ({}, None, {})
+    assert other.optimizer.learning_rate is None
+    assert (other.data, other.tokenizer, other.training) == (own.data, own.tokenizer, own.training)
+
+
+def test_what_a_recipe_chose_for_a_name_gives_way_to_another_and_stays_with_the_same(tmp_path: Path) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(
+        "model: {options: {num_heads: 2}}\ntokenizer: {vocab_size: 512}\n"
+        "optimizer: {name: adamw, betas: [0.9, 0.95], learning_rate: 0.5}\nschedule: {tail: 3}\ntraining: {minutes: 1}"
+    )
+    same = {"model.architecture": "additive", "tokenizer.kind": "bpe", "optimizer.name": "adamw",
+            "schedule.name": "tail", "training.minutes": 1.0}  # fmt: skip
+    kept = load_recipe(path, same)
+    assert (kept.model.options, kept.tokenizer.vocab_size, kept.schedule.tail) == ({"num_heads": 2}, 512, 3)
+    assert kept.optimizer == dataclasses.replace(kept.optimizer, betas=(0.9, 0.95), learning_rate=0.5)
+    changed = load_recipe(path, {"tokenizer.kind": "byte", "optimizer.name": "muon", "training.max_steps": 3})
+    assert (changed.tokenizer.vocab_size, changed.training.minutes) == (None, None)
+    assert (changed.optimizer.betas, changed.optimizer.learning_rate) == (None, None)
+    beside = load_recipe(path, {"optimizer.name": "muon", "optimizer.learning_rate": 0.25})
+    assert beside.optimizer.learning_rate == 0.25
 
 
 @pytest.mark.parametrize(

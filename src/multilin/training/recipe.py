@@ -21,6 +21,7 @@ from multilin.inference.run_files import RECIPE_FILE
 from multilin.settings import bounds, load_settings, settings
 from multilin.settings.bounds import Fraction
 from multilin.settings.inputs import read_yaml, to_yaml
+from multilin.training.fields import Values, flatten, nest, overlay, put, without_replaced
 from multilin.training.start import complete_start
 
 DEFAULT_MAX_STEPS = 1000
@@ -168,13 +169,6 @@ DECIDED_BY_PREPARING = (
 )  # fmt: skip
 
 
-# Fields of a recipe that give way to one that is given beside it.
-_REPLACED = {
-    "training.max_steps": ("training.minutes",), "training.minutes": ("training.max_steps",),
-    "tokenizer.path": ("tokenizer.kind", "tokenizer.vocab_size"),
-}  # fmt: skip
-
-
 def builtin_recipes() -> dict[str, Path]:
     """The recipes that come with the package, name to file."""
     folder = Path(str(resources.files("multilin") / "recipes"))
@@ -215,16 +209,7 @@ def load_recipe(
         if "output" not in values:
             raise InputError(f"recipe: {path} is cut short: it has no output, which a run writes last")
         values["output"] = str(name_or_path)  # the folder may have been moved since the run wrote it down
-    for dotted, value in (overrides or {}).items():
-        inner, name = _section(values, dotted)
-        inner[name] = value
-    given = {dotted for dotted, value in (overrides or {}).items() if value is not None}
-    for dotted in {dotted for name in given & _REPLACED.keys() for dotted in _REPLACED[name]} - given:
-        inner, name = _section(values, dotted)
-        inner.pop(name, None)
-    for dotted, value in (defaults or {}).items():
-        inner, name = _section(values, dotted)
-        inner.setdefault(name, value)
+    values = overlay(nest(defaults or {}), _changed(values, overrides or {}))
     recipe = load_settings(Recipe, values)
     _check_text(recipe, overrides or {})
     changes_model = any(dotted.startswith(("model", "tokenizer")) for dotted in overrides or {})
@@ -267,7 +252,7 @@ def _check_text(recipe: Recipe, overrides: Mapping[str, Any]) -> None:
 
 def given_fields(name_or_path: str | Path | None, overrides: Mapping[str, Any]) -> dict[str, Any]:
     """The dotted fields that a recipe and changes of it give, to their values; arguments as for `load_recipe`."""
-    return {**({} if name_or_path is None else _flatten(_read(_find(name_or_path)))), **overrides}
+    return flatten(_changed({} if name_or_path is None else _read(_find(name_or_path)), overrides))
 
 
 def save_recipe(recipe: Recipe, path: str | Path) -> None:
@@ -277,28 +262,20 @@ def save_recipe(recipe: Recipe, path: str | Path) -> None:
 
 def first_difference(old: Recipe, new: Recipe) -> tuple[str, Any, Any] | None:
     """The first field, dotted, that decides the run and differs between two recipes, with both values."""
-    flat_old, flat_new = _flatten(dataclasses.asdict(old)), _flatten(dataclasses.asdict(new))
+    flat_old, flat_new = flatten(dataclasses.asdict(old)), flatten(dataclasses.asdict(new))
     for name in flat_old | flat_new:
         if name not in CHANGEABLE_ON_RESUME and flat_old.get(name) != flat_new.get(name):
             return name, flat_old.get(name), flat_new.get(name)
     return None
 
 
-def _flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for name, value in values.items():
-        flat |= _flatten(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
-    return flat
-
-
-def _section(values: dict[str, Any], dotted: str) -> tuple[dict[str, Any], str]:
-    """The innermost section of a dotted field in nested values, made where there is none, and the field's name."""
-    *sections, name = dotted.split(".")
-    for section in sections:
-        held = values.get(section)
-        values[section] = dict(held) if isinstance(held, dict) else {}
-        values = values[section]
-    return values, name
+def _changed(values: Values, overrides: Mapping[str, Any]) -> Values:
+    """The values with others in the place of dotted fields, and without the fields that these replace."""
+    defaults = {"model": {"architecture": ModelRecipe.architecture}, "tokenizer": {"kind": TokenizerRecipe.kind}}
+    kept = without_replaced(values, nest(overrides), defaults)
+    for dotted, value in overrides.items():
+        put(kept, dotted, value)
+    return kept
 
 
 def _find(name_or_path: str | Path) -> Path:

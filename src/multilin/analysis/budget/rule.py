@@ -13,10 +13,11 @@ from typing import Any
 
 from multilin.analysis.budget.law import Law
 from multilin.analysis.compare.sweep import builtin_sweep
-from multilin.analysis.compare.values import merge, nested
+from multilin.analysis.compare.values import nested
 from multilin.data.settings import BYTE_VOCAB_SIZE
 from multilin.errors import InputError
 from multilin.model.memory import FLOAT_BYTES
+from multilin.training.fields import merge
 
 ARCHITECTURE = "tscale"  # that of the lowest bits per byte in docs/compare.md
 SHORT_RUN = 4, 256  # texts of a step and the tokens of each, as most runs of the law have them

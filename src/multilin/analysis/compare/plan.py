@@ -15,7 +15,7 @@ import torch
 from pydantic import TypeAdapter
 
 from multilin.analysis.compare.sweep import Sweep, builtin_sweep, choices_of
-from multilin.analysis.compare.values import Values, get, merge, nested
+from multilin.analysis.compare.values import nested
 from multilin.analysis.costs import parameter_counts, training_flops_per_token
 from multilin.errors import InputError, nearest, plural, prefixed, shown
 from multilin.files import write_whole
@@ -24,6 +24,7 @@ from multilin.settings import load_settings
 from multilin.settings.bounds import MOST_STEPS, Amount
 from multilin.settings.inputs import read_json
 from multilin.training.assemble import build_model, check_model, packing_remark, read_data
+from multilin.training.fields import Values, get, merge
 from multilin.training.progress import TrainingProgress
 from multilin.training.recipe import Recipe, check_start, load_recipe
 from multilin.training.resolve import resolve_recipe

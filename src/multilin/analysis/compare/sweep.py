@@ -12,11 +12,12 @@ from typing import Annotated, Any
 
 from annotated_types import MaxLen, MinLen
 
-from multilin.analysis.compare.values import Values, merge, nested
+from multilin.analysis.compare.values import nested
 from multilin.errors import InputError, listed, nearest, shorten, shown
 from multilin.settings import load_settings, settings
 from multilin.settings.bounds import Amount, Name, PathText, RepeatCount, Section, Seed, Share, Tried
 from multilin.settings.inputs import read_yaml
+from multilin.training.fields import Values, merge
 from multilin.training.recipe import Recipe, load_recipe
 
 TEXT_SWEEP, TASK_SWEEP = "architectures", "tasks"

@@ -1,0 +1,91 @@
+"""Fields of a recipe as nested or dotted dictionaries: one over another, in a file or as flags."""
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+_DEPENDENT = {  # field to the fields that were given for its current value
+    "model.architecture": ("model.options", "model.layers", "model.config", "optimizer.learning_rate"),
+    "model.layers": ("model.options", "model.num_layers"),
+    "tokenizer.kind": ("tokenizer.vocab_size", "tokenizer.path"),
+    "tokenizer.path": ("tokenizer.kind", "tokenizer.vocab_size"),
+    "optimizer.name": ("optimizer.learning_rate", "optimizer.betas", "optimizer.row_average", "optimizer.row_order"),
+    "schedule.name": ("schedule.tail", "schedule.constant_steps"),
+    "training.max_steps": ("training.minutes",),
+    "training.minutes": ("training.max_steps",),
+}
+_OF_ARCHITECTURE = ("optimizer.name", "schedule.name")  # where they are not given, the architecture decides
+
+Values = dict[str, Any]
+
+
+def get(values: Mapping[str, Any], dotted: str) -> Any:
+    """The value of a dotted name; None where there is none."""
+    inner: Any = values
+    for part in dotted.split("."):
+        inner = inner.get(part) if isinstance(inner, Mapping) else None
+    return inner
+
+
+def put(values: Values, dotted: str, value: Any) -> None:
+    """Set a dotted name in nested values, in place; sections are made where there are none."""
+    *sections, name = dotted.split(".")
+    for section in sections:
+        held = values.get(section)
+        values[section] = dict(held) if isinstance(held, dict) else {}
+        values = values[section]
+    values[name] = value
+
+
+def nest(values: Mapping[str, Any]) -> Values:
+    """Dotted names as nested dictionaries."""
+    result: Values = {}
+    for dotted, value in values.items():
+        for part in reversed(str(dotted).split(".")):
+            value = {part: value}
+        result = overlay(result, value)
+    return result
+
+
+def flatten(values: Mapping[str, Any], prefix: str = "") -> Values:
+    """Nested dictionaries as dotted names."""
+    flat: Values = {}
+    for name, value in values.items():
+        flat |= flatten(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
+    return flat
+
+
+def merge(values: Values, other: Mapping[str, Any]) -> Values:
+    """Nested values with another's over them, see `without_replaced`."""
+    return overlay(without_replaced(values, other), other)
+
+
+def without_replaced(values: Values, other: Mapping[str, Any], defaults: Mapping[str, Any] | None = None) -> Values:
+    """A copy of nested values without the fields that depended on a choice which changes under another's.
+
+    Args:
+        values: with an architecture, of their own or by default, they count as a complete recipe, in which a choice
+            that is not given is none.
+        other: nested values that will be put over them.
+        defaults: nested values of choices that are not given.
+    """
+    kept, whole = copy.deepcopy(values), overlay(defaults or {}, values)
+    is_whole = get(whole, "model.architecture") is not None
+    for name, dependent in _DEPENDENT.items():
+        choice, before = get(other, name), get(whole, name)
+        if name == "model.architecture" and get(whole, "model.layers") is not None:
+            before = None  # the layers say which they are
+        is_known = before is not None or (is_whole and name not in _OF_ARCHITECTURE)
+        if choice is not None and choice != before and is_known:
+            for dotted in dependent:
+                section, field = dotted.split(".")
+                if isinstance(held := kept.get(section), dict):
+                    held.pop(field, None)
+    return kept
+
+
+def overlay(values: Any, other: Mapping[str, Any]) -> Values:
+    """Nested values with another's over them."""
+    below = values if isinstance(values, Mapping) else {}
+    inner = {name: overlay(below.get(name), v) if isinstance(v, Mapping) else v for name, v in other.items()}
+    return {**below, **inner}

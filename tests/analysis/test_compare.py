@@ -338,6 +338,29 @@ def test_stages_give_every_row_the_same_trials_and_never_read_the_final_half(
     assert compare(sweep).rows[0].tuning == found.rows[0].tuning  # kept, not trained again
 
 
+@pytest.mark.filterwarnings("ignore:the loss or the gradient of step")
+def test_a_model_that_ends_as_nan_has_failed_and_wins_nothing(sandbox: Path) -> None:
+    """`nonfinite: skip` goes on after such a loss, and the last step may be the one that spoils the weights."""
+    spoiled = {"optimizer.nonfinite": "skip", "optimizer.clip_norm": 0.0, **FAILING}
+    rows = {"spoiled": {"model.architecture": "mingru", **spoiled}, "elita": {}}
+    found = compare(a_sweep(sandbox, "spoiled", rows=rows))
+    assert [row.status for row in found.rows] == [FAILED, FINISHED]
+    assert found.order == ["elita"]
+    json.loads((sandbox / "spoiled" / "comparison.json").read_text(), parse_constant=pytest.fail)
+    stages = [{"optimizer.weight_decay": [FAILING["optimizer.weight_decay"], 0.0]}]
+    row = {"model.architecture": "mingru", "optimizer.nonfinite": "skip", "optimizer.learning_rate": 1e3}
+    (tuned,) = compare(a_sweep(sandbox, "spoiled-stages", rows={"row": row}, seeds=[0], stages=stages)).rows
+    assert [run.status for run in tuned.tuning] == [FAILED, FINISHED]
+    assert tuned.choice == {"optimizer.weight_decay": 0.0}
+
+
+def test_a_sample_is_as_long_as_the_model_can_read(sandbox: Path, found: Comparison) -> None:
+    base = BASE | {"data.source": str(sandbox / "text.jsonl"), "model": {**BASE["model"], "n_positions": 8}}
+    short = compare(a_sweep(sandbox, "short", rows={"gpt2": {}, "elita": {}}, base=base, seeds=[0]))
+    assert [row.sample is None for row in short.rows] == [True, False]
+    assert as_html(short)
+
+
 def test_a_choice_that_cannot_be_trained_has_failed(sandbox: Path) -> None:
     """A width that suits the first number of heads, not the second."""
     stages = [{"model.options": [{"num_heads": 4}, {"num_heads": 8}]}, {"model.hidden_size": [16, 12]}]

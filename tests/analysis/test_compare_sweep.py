@@ -19,14 +19,15 @@ from multilin.errors import InputError
 from multilin.model.factory import create_model, model_names
 from multilin.training.assemble import check_model
 from multilin.training.progress import TrainingProgress
+from multilin.training.recipe import load_recipe, save_recipe
 
 SMALL = {
     "model": {"hidden_size": 16, "num_layers": 1, "n_positions": 16},
     "tokenizer": {"kind": "byte", "vocab_size": None},
     "training": {"batch_size": 2},
     "schedule.warmup_steps": 2,
-    "data.source": "task:copy?num_copied=4",  # needs no text to be prepared
 }
+TASK = "copy?num_copied=4"  # needs no text to be prepared
 
 
 @pytest.fixture
@@ -35,7 +36,7 @@ def sweep_file(tmp_path: Path) -> Callable[..., Path]:
 
     def write(**fields: Any) -> Path:
         path = tmp_path / "sweep.yaml"
-        good = {"base": SMALL, "rows": {"elita": {}, "gpt2": {}}, "budget": {"tokens": 4000}}
+        good = {"base": SMALL, "task": TASK, "rows": {"elita": {}, "gpt2": {}}, "budget": {"tokens": 4000}}
         path.write_text(yaml.safe_dump(good | fields))
         return path
 
@@ -100,6 +101,14 @@ def sweep_file(tmp_path: Path) -> Callable[..., Path]:
             "budget.tokens: 1e+30 given, but that is 3.13e+28 steps for rows.elita; give less",
         ),
         ({"extend": -1}, "extend: -1 given, but it should be at least 0"),
+        (
+            {"rows": {"elita": {"data.source": "python-docs"}}},
+            "rows.elita.data.source: 'python-docs' given beside the task",
+        ),
+        (
+            {"task": None, "base": SMALL | {"data.source": "task:mqar"}},
+            "rows.elita.data.source: task:mqar is a task; give",
+        ),
         ({"task": "mqra"}, "rows.elita: task: 'mqra' is not known; did you mean 'mqar'?"),
         ({"budget": {"tokens": 50}}, "budget.tokens: 50 given, but that is 1 step for rows.elita, not more than its"),
     ],
@@ -129,6 +138,10 @@ def test_a_budget_of_zero_is_refused(budget: str, capsys: pytest.CaptureFixture[
 def test_one_recipe_is_not_compared(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["compare", "demo"]) == 2
     assert "only demo given; give two or more, such as `multilin compare demo gpt2`" in capsys.readouterr().err
+    assert main(["compare", "gpt2"]) == 2
+    assert "such as `multilin compare gpt2 llama`" in capsys.readouterr().err
+    assert main(["compare", "nosuch"]) == 2
+    assert "recipe: 'nosuch' is neither" in capsys.readouterr().err
     assert main(["compare", "nowhere.yaml"]) == 2
     assert "ROWS: there is no file nowhere.yaml; give a sweep file, or two or more" in capsys.readouterr().err
 
@@ -178,6 +191,31 @@ def test_a_model_by_name_becomes_the_like_of_the_recipe_beside_it() -> None:
     assert gpt2.recipe.training.batch_size == ours.recipe.training.batch_size
 
 
+def test_on_a_task_a_model_beside_a_recipe_has_the_recipes_sizes_and_the_task() -> None:
+    sweep = changed(
+        find_sweep(["tscale-books", "gpt2"], "mqar"), budget=Budget(), num_seeds=None, task="mqar", changes={}
+    )
+    assert [row.recipe.data.source for row in rows_of(sweep)] == ["task:mqar", "task:mqar"]
+    assert len({row.recipe.model.hidden_size for row in rows_of(sweep)}) == 1
+
+
+def test_a_row_is_called_after_its_file_or_run(tmp_path: Path) -> None:
+    paths = [tmp_path / "m-lr0.1", tmp_path / "m-lr0.2", tmp_path / "my recipe.yaml"]
+    for path in paths[:2]:
+        path.mkdir()
+        save_recipe(load_recipe("demo"), path / "recipe.yaml")
+    save_recipe(load_recipe("demo"), paths[2])
+    sweep = find_sweep([*map(str, paths), "gpt2"])
+    assert list(sweep.rows) == ["m-lr0.1", "m-lr0.2", "my_recipe", "gpt2"]
+    assert len(rows_of(sweep)) == 4
+
+
+@pytest.mark.parametrize("name", ["model.architecture", "model.layers"])
+def test_a_flag_makes_no_row_another_model_than_it_is_called(name: str) -> None:
+    with pytest.raises(InputError, match=rf"^--{name}: given, but it tells the rows apart"):
+        changed(builtin_sweep(), budget=Budget(), num_seeds=None, task=None, changes={name: "elita"})
+
+
 def test_flags_go_to_every_row() -> None:
     sweep = changed(
         builtin_sweep(), budget=Budget(seconds=3), num_seeds=2, task=None,
@@ -190,7 +228,7 @@ def test_flags_go_to_every_row() -> None:
 
 
 def small_sweep(output: Path, **budget: float) -> Sweep:
-    return Sweep(rows={"gpt2": {}, "elita": {}}, base=SMALL, budget=Budget(**budget), output=str(output))
+    return Sweep(rows={"gpt2": {}, "elita": {}}, base=SMALL, task=TASK, budget=Budget(**budget), output=str(output))
 
 
 def test_tokens_become_steps(tmp_path: Path) -> None:

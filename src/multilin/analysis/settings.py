@@ -21,7 +21,7 @@ class EvaluationSettings:
 class ExplainSettings:
     """What is explained, and how."""
 
-    document: bounds.Index = 0  # where no text is given: the document of the validation text, from 0
+    document: bounds.Index | None = None  # where no text is given: the document of the validation text, from 0
     max_tokens: bounds.ShortLength = 400  # longest text; each token is removed once: twice as long takes four times
     remove: bool = True  # also measure how each prediction changes when a token is removed
     batch_size: bounds.Batch = 16  # sequences, each without one token, in one forward pass

@@ -39,6 +39,7 @@ def demo(changes: Changes) -> None:
         f"Training a small {recipe.model.architecture} model from scratch on {recipe.data.source} "
         f"({recipe.training.length}, into {recipe.output})",
         soft_wrap=True,
+        markup=False,
     )
     with TrainingDisplay() as display:
         result = train(recipe, overwrite=True, progress=display)
@@ -54,7 +55,7 @@ def demo(changes: Changes) -> None:
     console.print(PROMPT, style="bold", end="")
     run, write = Run(result.output, result.model, result.tokenizer), functools.partial(print, end="", flush=True)
     generate_text(run, PROMPT, SAMPLE, write=write)
-    console.print(f"\n\nThe course of the training: {picture}", soft_wrap=True)
+    console.print(f"\n\nThe course of the training: {picture}", soft_wrap=True, markup=False)
     say_next(["multilin", "generate", result.output, "--prompt", PROMPT], ["multilin", "info", result.output])
 
 

@@ -92,6 +92,7 @@ def quantize(arguments: QuantizeArguments, settings: EvaluationSettings) -> None
 
     Embedding and output stay as they are; evaluate and generate run from the new folder.
     """
+    _check_source(settings)
     check_run_files(arguments.run)
     with loading():
         from multilin.analysis.quantize import quantize_run
@@ -104,13 +105,11 @@ def quantize(arguments: QuantizeArguments, settings: EvaluationSettings) -> None
 
 def _check_together(arguments: EvaluateArguments, settings: EvaluationSettings) -> None:
     """Refuse flags that would be ignored."""
-    of_source = {"--text-field": settings.text_field != EvaluationSettings.text_field,
-                 "--encoding-errors": settings.encoding_errors != EvaluationSettings.encoding_errors}  # fmt: skip
     for_texts = {
         "--long": arguments.long,
         "--source": settings.source,
         "--max-tokens": settings.max_tokens,
-        **of_source,
+        **_of_source(settings),
     }
     for_tasks = {"--task-folder": arguments.task_folder, "--trust-task-code": arguments.trust_task_code,
                  "--task-limit": arguments.task_limit}  # fmt: skip
@@ -119,8 +118,21 @@ def _check_together(arguments: EvaluateArguments, settings: EvaluationSettings) 
         if arguments.tasks is None:
             raise InputError(f"{name}: given without --tasks; name the tasks to score on")
         raise InputError(f"{name}: given together with --tasks, which bring their own texts; leave one of them out")
-    if settings.source is None and (name := next((name for name, given in of_source.items() if given), None)):
-        raise InputError(f"{name}: given without --source, the text that it is for; leave it out, or give both")
+    if arguments.long and settings.batch_size != EvaluationSettings.batch_size:
+        raise InputError("--batch-size: given together with --long, which reads one document at a time; leave it out")
+    _check_source(settings)
+
+
+def _check_source(settings: EvaluationSettings) -> None:
+    """Refuse flags for a text of one's own without it."""
+    given = [name for name, is_given in _of_source(settings).items() if is_given]
+    if settings.source is None and given:
+        raise InputError(f"{given[0]}: given without --source, the text that it is for; leave it out, or give both")
+
+
+def _of_source(settings: EvaluationSettings) -> dict[str, bool]:
+    return {"--text-field": settings.text_field != EvaluationSettings.text_field,
+            "--encoding-errors": settings.encoding_errors != EvaluationSettings.encoding_errors}  # fmt: skip
 
 
 def _task_names(tasks: str | None) -> list[str]:

@@ -80,7 +80,8 @@ def print_report(report: "Report") -> None:
 
     console, explanation = make_console(), report.explanation
     last = len(report.tokens) - 1
-    console.print(f"[bold]What {report.name} read[/bold]: {report.source}, {plural(last, 'token')}", highlight=False)
+    console.print(f"What {report.name} read", style="bold", end="", markup=False, highlight=False)
+    console.print(f": {report.source}, {plural(last, 'token')}", markup=False, highlight=False)
     if explanation.steps:
         step = explanation.steps[0]
         weights_S = step.weights_HTS.mean(axis=0)[-1]

@@ -16,6 +16,7 @@ from multilin.inference.run_files import check_run_files, is_adapter
 from multilin.inference.settings import EngineName, GenerationSettings, RolloutSettings
 from multilin.settings import settings
 from multilin.settings.bounds import PathText, Prose
+from multilin.settings.inputs import check_regular
 
 if TYPE_CHECKING:
     from multilin.inference.rollout_run import RolloutResult
@@ -73,6 +74,8 @@ def generate(arguments: GenerateArguments, settings: GenerationSettings) -> None
     if settings.num_beams > 1:
         _search(arguments, prompt, settings, write)
     else:
+        if state is not None:
+            check_regular(state, "--state")
         engine, codec, owner = open_engine(Path(run), arguments.engine)
         from multilin.inference.generate import continue_file
 

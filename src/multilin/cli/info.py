@@ -152,6 +152,6 @@ def _print_checkup(checkup: "Checkup") -> None:
     print_table("ll", rows.items())
     console = make_console()
     for warning in checkup.warnings:
-        console.print(f"warning: {warning}", style="yellow", soft_wrap=True)
+        console.print(f"warning: {warning}", style="yellow", soft_wrap=True, markup=False)
     if not checkup.warnings:
         console.print("no warnings", style="green")

@@ -56,7 +56,10 @@ def plan(arguments: PlanArguments, devices: PlanSettings, changes: Changes) -> N
         f"times assume {devices.efficiency:.0%} of the device's peak and the full speed of its link.",
         style="dim",
     )
-    launcher = ["torchrun", "--standalone", "--nproc-per-node", devices.devices, "-m"]
+    of_machines = ["--nnodes", devices.devices, "--rdzv-backend", "c10d", "--rdzv-endpoint", "FIRST_MACHINE:29500"]
+    is_one = devices.kind != "cpu" or devices.devices == 1
+    where = ["--standalone", "--nproc-per-node", devices.devices] if is_one else of_machines
+    launcher = ["torchrun", *where, "-m"]
     flags = [word for name, value in changes.items() for word in (f"--{name}", _typed(value))]
     say_next([*launcher, "multilin", "train", *([arguments.recipe] if arguments.recipe else []), *flags])
 

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import math
 import statistics
 import time
 from collections.abc import Mapping, Sequence
@@ -10,10 +11,10 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
-from multilin.analysis.compare.record import FINISHED, Decoding, RowRecord, RunRecord
+from multilin.analysis.compare.record import FAILED, FINISHED, NOT_FINITE, Decoding, RowRecord, RunRecord
 from multilin.analysis.costs import state_bytes
 from multilin.errors import InputError
-from multilin.inference.generate_run import generate_text
+from multilin.inference.generate_run import generate_text, text_codec
 from multilin.inference.runs import Run, load_run, longest_text
 from multilin.inference.settings import GenerationSettings
 from multilin.model.factory import create_model
@@ -90,6 +91,8 @@ def final_score(run: RunRecord, output: Path, recipe: Recipe) -> RunRecord:
     text = read_text(dataclasses.replace(recipe, data=data)).validation
     sizes = {"block_size": recipe.model.n_positions, "batch_size": recipe.training.batch_size}
     result = evaluate(load_run(output / run.folder).model, text, **sizes)
+    if not math.isfinite(result.loss):
+        return dataclasses.replace(run, status=FAILED, failure=NOT_FINITE)
     final = dataclasses.replace(run.last, loss=result.loss, bits_per_byte=result.bits_per_byte)
     return dataclasses.replace(run, final=final)
 
@@ -153,9 +156,13 @@ def _remarks(trained: PreTrainedModel, decoding: list[Decoding]) -> list[str]:
     ]
 
 
-def _sample(run: Run, prompt: str) -> str:
-    """The text that a model generates after a prompt; always the same."""
-    room = SAMPLE_TOKENS if run.longest_text is None else max(1, min(SAMPLE_TOKENS, run.longest_text - len(prompt) - 1))
+def _sample(run: Run, prompt: str) -> str | None:
+    """The text that a model generates after a prompt, always the same; None where it can read no more than that."""
+    room = SAMPLE_TOKENS
+    if run.longest_text is not None:
+        room = min(room, run.longest_text + 1 - len(text_codec(run.tokenizer).encode(prompt, is_start=True)))
+    if room < 1:
+        return None
     settings = GenerationSettings(max_new_tokens=room, temperature=0.7, seed=1, stop_at_end=False)
     with torch.random.fork_rng():
         return generate_text(run, prompt, settings).text

@@ -17,6 +17,7 @@ from pydantic import TypeAdapter
 from multilin.analysis.compare.sweep import Sweep, builtin_sweep, choices_of
 from multilin.analysis.compare.values import nested
 from multilin.analysis.costs import parameter_counts, training_flops_per_token
+from multilin.data.task_text import is_task
 from multilin.errors import InputError, nearest, plural, prefixed, shown
 from multilin.files import write_whole
 from multilin.model.factory import model_names
@@ -132,10 +133,17 @@ def rows_of(sweep: Sweep) -> list[Row]:
     rows = []
     for name, given in sweep.rows.items():
         stated = merge(base, nested(given or {}, f"rows.{name}"))
+        source = get(stated, "data.source")
+        if sweep.task is not None and source != f"task:{sweep.task}":
+            raise InputError(
+                f"rows.{name}.data.source: {shown(source)} given beside the task {sweep.task}; leave one of them out"
+            )
         recipe = stated.pop("recipe", None)
         start = _start(name, recipe, stated, sweep.task)
         rows.append(Row(name, load_settings(Recipe, merge(start, stated), f"rows.{name}"), stated))
         check_start(rows[-1].recipe)
+        if sweep.task is None and is_task(source := rows[-1].recipe.data.name):
+            raise InputError(f"rows.{name}.data.source: {source} is a task; give `task` in the sweep, or --task")
     return rows
 
 

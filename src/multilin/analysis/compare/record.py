@@ -1,6 +1,7 @@
 """The result of a comparison as plain data for comparison.json, read from the folders of its runs."""
 
 import dataclasses
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,6 +14,7 @@ from multilin.inference.run_files import is_adapter
 from multilin.training.run_folder import RunFolder
 
 FINISHED, FAILED = "finished", "failed"
+NOT_FINITE = "the loss on the validation text after the last step is not finite"
 TOLERANCE = 0.1  # share of the budget by which a row may miss it and still be ranked
 
 
@@ -180,9 +182,11 @@ def read_run(plan: Plan, folder: Path, seed: int, failure: str | None) -> RunRec
         # The first line may hold the time in which kernels were compiled, once for this machine.
         seconds += (line["tokens"] - tokens) / (line["tokens_per_second"] if number else median)
         tokens = line["tokens"]
-        if "validation_loss" in line:
+        if math.isfinite(line.get("validation_loss", math.nan)):
             scores: list[Any] = [line.get(f"validation_{name}") for name in ("loss", "bits_per_byte", "accuracy")]
             course.append(Point(line["step"], tokens, round(seconds, 3), tokens * plan.flops_per_token, *scores))
+    if failure is None and (not course or course[-1].step < lines[-1]["step"]):
+        failure = NOT_FINITE
     return RunRecord(seed, folder.name, dict(plan.choice), FAILED if failure else FINISHED, failure, median, course)
 
 
@@ -257,7 +261,8 @@ def ranking(
     scored = [(row.name, row.score) for row in rows if row.score is not None]
     spent = {row.name: row.used(kind) for row in rows if row.score is not None}
     off_budget = {name: value for name, value in spent.items() if abs(value - amount) > TOLERANCE * amount}
-    if off_budget:
+    read_alike = kind == "tokens" and len(set(spent.values())) == 1  # a step has more tokens than the budget had left
+    if off_budget and not read_alike:
         return off_budget, [name for name, _ in scored], []
     scored.sort(key=lambda item: sign(measure) * item[1].mean)
     differences = [

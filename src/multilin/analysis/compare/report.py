@@ -59,7 +59,7 @@ def write_reports(comparison: Comparison, folder: Path) -> None:
 
 def as_json(comparison: Comparison) -> str:
     """The whole comparison as JSON."""
-    return json.dumps(dataclasses.asdict(comparison), indent=1, ensure_ascii=False) + "\n"
+    return json.dumps(dataclasses.asdict(comparison), indent=1, ensure_ascii=False, allow_nan=False) + "\n"
 
 
 def as_markdown(comparison: Comparison) -> str:

@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import math
 import re
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import field
 from importlib import resources
@@ -17,7 +18,7 @@ from multilin.errors import InputError, listed, nearest, shorten, shown
 from multilin.settings import load_settings, settings
 from multilin.settings.bounds import Amount, Name, PathText, RepeatCount, Section, Seed, Share, Tried
 from multilin.settings.inputs import read_yaml
-from multilin.training.fields import Values, merge
+from multilin.training.fields import Values, get, merge
 from multilin.training.recipe import Recipe, load_recipe
 
 TEXT_SWEEP, TASK_SWEEP = "architectures", "tasks"
@@ -88,22 +89,30 @@ def find_sweep(names: Sequence[str], task: str | None = None) -> Sweep:
             return load_sweep(path)
         if path.suffix in (".yaml", ".yml") and not path.exists():
             raise InputError(f"ROWS: there is no file {shorten(names[0])}; give a sweep file, or two or more recipes")
-        raise InputError(f"ROWS: only {names[0]} given; give two or more, such as `multilin compare {names[0]} gpt2`")
     # Imported here, because it imports PyTorch and all else in this file is quick.
     from multilin.model.factory import model_names
 
     known = model_names()
     recipes = [name for name in names if name not in known]
-    frame = _frame(load_recipe(recipes[0])) if recipes else {}
+    frame = _frame(load_recipe(recipes[0]), with_text=task is None) if recipes else {}
+    if len(names) == 1:
+        command = shlex.join(["multilin", "compare", names[0], "llama" if names[0] == "gpt2" else "gpt2"])
+        raise InputError(f"ROWS: only {names[0]} given; give two or more, such as `{command}`")
     rows: dict[str, dict[str, Any] | None] = {}
     for name in names:
-        row = name if name in known else Path(name).stem
+        row = name if name in known else _row_name(name)
         if row in rows:
             raise InputError(f"ROWS: two rows are called {row}; give each another name in a sweep file")
         rows[row] = frame if name in known else {"recipe": name}
     return dataclasses.replace(
         builtin_sweep(task), title=listed(list(rows)), base={}, rows=rows, output="runs/compare-" + "-".join(rows)
     )
+
+
+def _row_name(recipe: str) -> str:
+    """What a recipe's row is called: the name of its file or run, with _ for what a row's name cannot have."""
+    path = Path(recipe)
+    return re.sub(r"[^\w.+-]", "_", path.stem if path.suffix in (".yaml", ".yml") else path.resolve().name)
 
 
 def load_sweep(path: Path) -> Sweep:
@@ -208,6 +217,9 @@ def changed(
     changes = dict(changes)
     output = changes.pop("output", sweep.output)
     over = nested(changes, "--")
+    for name in ("model.architecture", "model.layers"):
+        if get(over, name) is not None:
+            raise InputError(f"--{name}: given, but it tells the rows apart; name the models, or write a sweep file")
     sweep = dataclasses.replace(
         sweep,
         rows={
@@ -224,16 +236,15 @@ def changed(
     return sweep
 
 
-def _frame(recipe: Recipe) -> Values:
-    """The fields of a recipe that models compared with it share: text, tokenizer, sizes, batches."""
+def _frame(recipe: Recipe, *, with_text: bool) -> Values:
+    """The fields of a recipe that models compared with it share: sizes, batches, and text and tokenizer if asked."""
     values, model = dataclasses.asdict(recipe), recipe.model
     num_layers = len(model.layers) if model.layers else model.num_layers
     sizes = {"hidden_size": model.hidden_size, "n_positions": model.n_positions}
     return {
         "model": sizes | ({"num_layers": num_layers} if num_layers else {}),
-        "data": values["data"],
-        "tokenizer": values["tokenizer"],
         "training": {name: values["training"][name] for name in ("batch_size", "global_batch_size", "precision")},
+        **({name: values[name] for name in ("data", "tokenizer")} if with_text else {}),
     }
 
 

@@ -19,7 +19,7 @@ from multilin.data.packed_text import Blocks, PackedText
 from multilin.data.packing import pack
 from multilin.data.progress import Progress, no_progress
 from multilin.data.tokenizers import tokenizer_hash
-from multilin.errors import InputError
+from multilin.errors import InputError, prefixed
 from multilin.inference.run_files import RECIPE_FILE
 from multilin.inference.runs import Run
 from multilin.model import MultilinForCausalLM
@@ -81,14 +81,15 @@ def recipe_of(run: Run) -> Recipe | None:
 
 
 def validation_text(run: Run, recipe: Recipe | None, progress: Progress = no_progress) -> PackedText:
-    """The text a run was validated on, which its recipe names; from the cache if it is still there.
+    """The text a run was validated on, which its recipe names.
 
     Raises:
         InputError: there is no recipe, or its text cannot be read.
     """
     if recipe is None:
         raise InputError(f"source: none given, and {run.folder} has no {RECIPE_FILE} that names a text; give one")
-    text = read_text(recipe, progress, run.folder)
+    with prefixed(f"the text of {run.folder} (paths are relative to the folder where its training was started): "):
+        text = read_text(recipe, progress, run.folder)
     if tokenizer_hash(text.tokenizer) == tokenizer_hash(run.tokenizer):
         return text.validation
     warnings.warn(

@@ -86,7 +86,7 @@ def explain_run(
     if text is None:
         ids, source = _passage(run, settings, progress)
     else:
-        if settings.document:
+        if settings.document is not None:
             raise InputError(f"--document: {settings.document} given together with a text; leave one of them out")
         ids, source = text_codec(run.tokenizer).encode(text), "the given text"
     if len(ids) > settings.max_tokens:
@@ -113,16 +113,16 @@ def _passage(run: Run, settings: ExplainSettings, progress: Progress) -> tuple[l
         raise InputError(
             f"text: none given, and {run.folder} has no {RECIPE_FILE} that names one; give --text or --file"
         )
-    packed = validation_text(run, recipe, progress)
-    if settings.document >= packed.num_documents:
+    packed, document = validation_text(run, recipe, progress), settings.document or 0
+    if document >= packed.num_documents:
         raise InputError(
-            f"--document: {settings.document} given, but the validation text has "
+            f"--document: {document} given, but the validation text has "
             f"{plural(packed.num_documents, 'document')}, counted from 0"
         )
-    start, end = [*packed.document_starts.tolist(), packed.num_tokens][settings.document :][:2]
+    start, end = [*packed.document_starts.tolist(), packed.num_tokens][document :][:2]
     longest = min(PASSAGE_TOKENS, settings.max_tokens, (run.longest_text or PASSAGE_TOKENS + 1) - 1)
     ids = packed.tokens[start + 1 : min(end, start + 1 + longest)].tolist()
-    return ids, f"the first {plural(len(ids), 'token')} of document {settings.document} of the run's validation text"
+    return ids, f"the first {plural(len(ids), 'token')} of document {document} of the run's validation text"
 
 
 def finding(explanation: Explanation) -> str:

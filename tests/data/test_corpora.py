@@ -156,6 +156,7 @@ def test_the_fingerprint_follows_content_and_names_only(tmp_path: Path) -> None:
         ("half.jsonl", b'{"text": "a\\ud83d"}\n', r"half.jsonl:1: character 1 .* half a surrogate pair"),
         ("field.csv", b"id,body\n1,hello\n", r"field.csv:1: no field 'text'.*id, body"),
         ("short.csv", b"id,text\n1\n", r"short.csv:1: field 'text' holds None"),
+        ("open.csv", b'text,b\n"foo,1\nbar,2\n', r"open.csv: line 1 is not CSV \(unexpected end of data"),
         ("bad.parquet", b"PAR1 not", r"bad.parquet: not a Parquet file"),
         ("cut.txt.gz", gzip.compress(b"text" * 1000, mtime=0)[:-9], r"cut.txt.gz: cannot be read \(Truncated"),
         ("cut.txt.zst", zstandard.compress(bytes(range(256)) * 9)[:-9], r"cut.txt.zst: cannot be read \(Truncated"),
@@ -199,7 +200,13 @@ def test_a_missing_source_is_refused(
 def test_bytes_that_are_not_utf8_are_replaced_on_request(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(b"caf\xe9")
     (tmp_path / "b.jsonl").write_bytes(b'{"text": "a\\ud83d"}')
-    assert [document.text for document in read(tmp_path, encoding_errors="replace")] == ["caf\ufffd", "a\ufffd"]
+    table = pyarrow.table({"text": pyarrow.StringArray.from_buffers(1, pyarrow.py_buffer(b"\0\0\0\0\4\0\0\0"),
+                                                                    pyarrow.py_buffer(b"caf\xe9"))})  # fmt: skip
+    pyarrow.parquet.write_table(table, tmp_path / "c.parquet")
+    texts = [document.text for document in read(tmp_path, encoding_errors="replace")]
+    assert texts == ["caf\ufffd", "a\ufffd", "caf\ufffd"]
+    with pytest.raises(InputError, match=r"c\.parquet: a text is not UTF-8; .*encoding_errors to replace"):
+        read(tmp_path / "c.parquet")
 
 
 def test_files_are_read_as_they_are_asked_for(tmp_path: Path) -> None:

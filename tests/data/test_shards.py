@@ -1,5 +1,6 @@
 """Shards hold every document once, whoever was killed meanwhile, and are the same for any number of processes."""
 
+import itertools
 import json
 import os
 import random
@@ -141,6 +142,33 @@ def test_lines_are_cut_anywhere(tmp_path_factory: Any, texts: list[str], size: i
         cut, _ = cut_source(str(path))
     found = [document.text for part in cut for document in PartReader(str(path), part, "text", "strict", {})]
     assert found == texts
+
+
+@settings(deadline=None, max_examples=60)
+@given(sizes=st.lists(st.integers(0, 12), max_size=30), room=st.integers(1, 30))
+def test_small_files_are_taken_together(tmp_path_factory: Any, sizes: list[int], room: int) -> None:
+    folder = tmp_path_factory.mktemp("files")
+    for number, size in enumerate([1, *sizes]):
+        (folder / f"{number:03}.txt").write_text("a" * size)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(parts_module, "PART_BYTES", room)
+        parts, _ = cut_source(str(folder))
+    files = [entry for part in parts for entry in part.files]
+    assert [name for name, _ in files] == sorted(path.name for path in folder.iterdir())
+    totals = [[Path(path).stat().st_size for _, path in part.files] for part in parts]
+    assert all(sum(total) <= room or len(total) == 1 for total in totals)
+    assert all(sum(one) == room or sum(one) + other[0] > room for one, other in itertools.pairwise(totals))
+
+
+def test_a_file_whose_name_is_not_utf8_is_read(tmp_path: Path) -> None:
+    source = tmp_path / "latin"
+    source.mkdir()
+    for number, text in enumerate(make_texts(20)):
+        Path(os.fsdecode(os.fsencode(source) + b"/caf\xe9%d.txt" % number)).write_text(text)
+    text = prepare_text(DataRecipe(source=str(source)), TokenizerRecipe("byte"), cache_folder=tmp_path / "cache")
+    assert text.train.num_documents + text.validation.num_documents == 20
+    prepare_shards(plan(source, tmp_path / "out", validation_fraction=0.3))
+    assert sorted(itertools.chain(*texts_of(tmp_path / "out"))) == sorted(make_texts(20))
 
 
 @pytest.mark.parametrize("kind", ["rows", "files"])
@@ -360,7 +388,9 @@ def test_two_preparations_in_one_folder_are_refused(rows: Path, tmp_path: Path) 
             prepare_shards(plan(rows, out, **change))
     with rows.open("a") as stream:
         stream.write('{"text": "one more"}\n')
-    with pytest.raises(InputError, match="other text given; name a new folder"):
+    with pytest.raises(
+        InputError, match="text files of other sizes or times, and they may hold another text; name a new folder"
+    ):
         prepare_shards(plan(rows, out))
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "letter.txt").write_text("Dear")

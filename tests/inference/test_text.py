@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from multilin import InputError
 from multilin.data.tokenizers import train_tokenizer
 from multilin.inference.generate_run import text_codec
 from multilin.inference.text import TextCodec, TextStream
@@ -32,6 +33,11 @@ def test_a_stream_ends_before_the_first_stop_string(codec: TextCodec, text: str,
     # The end of the first stop string that is complete decides, as tokens come one by one.
     ends = [(text.find(word) + len(word), text.find(word)) for word in stop if word in text]
     assert "".join(pieces) == stream.text == (text[: min(ends)[1]] if ends else text)
+
+
+def test_bytes_that_are_no_utf8_are_refused_in_one_sentence(codec: TextCodec) -> None:
+    with pytest.raises(InputError, match=r"^prompt: 'caf.*' holds bytes that are not UTF-8$"):
+        codec.encode(b"caf\xe9".decode(errors="surrogateescape"))
 
 
 @pytest.fixture(scope="module")

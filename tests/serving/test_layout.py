@@ -57,6 +57,11 @@ def test_a_chat_template(run: Run, codec: TextCodec, tmp_path: Path) -> None:
     head = [*layout.token_ids(TALK[:2], None), *codec.encode("Hi!")]
     onward = layout.token_ids(TALK[3:], turn(head, TALK[:3]))
     assert head + onward == ids
+    broken = [*TALK[:2], {"role": "assistant", "content": "Hi\ufffd"}]  # an answer that ended inside a character
+    assert layout.token_ids(TALK[3:], turn(head, broken)) == onward
+    (tmp_path / "chat_template.jinja").write_text(TEMPLATE.replace("m.content", "m.content | trim"))
+    spacious = [*TALK[:2], {"role": "assistant", "content": " Hi!\n"}]
+    assert open_layout(codec, tmp_path).token_ids(TALK[3:], turn(head, spacious)) == onward
     imported = dataclasses.replace(turn(head, TALK), messages=None)
     assert layout.token_ids(TALK[3:], imported)[0] != codec.end_id
     with pytest.raises(InputError, match="no tools"):

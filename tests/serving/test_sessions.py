@@ -5,9 +5,11 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 
 from multilin.inference.text import TextCodec
 from multilin.serving.folder import Folder
@@ -127,11 +129,11 @@ def test_a_request_that_was_prepared_while_another_one_ended_is_refused(
     add(server, session, "one")
     encode, slow, is_encoding = TextCodec.encode, threading.Event(), threading.Event()
 
-    def wait(codec: TextCodec, text: str) -> list[int]:
+    def wait(codec: TextCodec, text: str, **options: Any) -> list[int]:
         if text == "slow":
             is_encoding.set()
             assert slow.wait(20)
-        return encode(codec, text)
+        return encode(codec, text, **options)
 
     monkeypatch.setattr(TextCodec, "encode", wait)
     with ThreadPoolExecutor(1) as pool:
@@ -177,6 +179,41 @@ def test_a_server_that_starts_again_goes_on(start: Start, tmp_path: Path) -> Non
     assert texts[0] == texts[1]
     assert add(same, session, "three") == add(before, expected, "three")
     assert same.service.turns.num_bytes < 20_000
+
+
+def test_a_damaged_turn_hides_no_other(start: Start, tmp_path: Path) -> None:
+    server = start(folder=tmp_path)
+    session = server.post("/v1/sessions")["id"]
+    add(server, session, "one"), add(server, session, "two")
+    last = server.call("GET", f"/v1/sessions/{session}")["turn"]
+    next(tmp_path.rglob(f"{last}*.json")).write_text("{")
+    again = start(folder=tmp_path)
+    found = again.call("GET", f"/v1/sessions/{session}")["turns"]
+    assert [turn["kept"] for turn in found] == [True, False]
+    again.post(f"/v1/sessions/{session}/rewind", turns=1)
+    assert add(again, session, "three")
+
+
+def test_a_store_whose_network_fails_once_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("multilin.data.store.FIRST_WAIT", 0.0)
+    failed = set[str]()
+
+    def fail_once(name: str) -> None:
+        call = getattr(MemoryFileSystem, name)
+
+        def flaky(*arguments: Any, **options: Any) -> Any:
+            if name not in failed:
+                failed.add(name)
+                raise ConnectionError("the network is away")
+            return call(*arguments, **options)
+
+        monkeypatch.setattr(MemoryFileSystem, name, flaky)
+
+    fail_once("pipe_file"), fail_once("cat_file")
+    folder = Folder()
+    folder.write("turn_abc.json", b"{}")
+    assert folder.read("turn_abc.json") == b"{}"
+    assert failed == {"pipe_file", "cat_file"}
 
 
 @pytest.fixture

@@ -126,6 +126,10 @@ def test_cut_conversations_are_said(tiny: Callable[..., Recipe], chats: Path, tm
     changes = {"data.source": str(chats), "training.max_steps": 1}
     with pytest.warns(UserWarning, match=r"data\.source: \d+ of \d+ conversations are longer than a block of 48 "):
         train(tiny(tmp_path / "run", **changes, **{"model.n_positions": 48}))
+    text = prepared(chats, tmp_path / "cache").train
+    blocks = Blocks(text, 40)
+    assert 0 < len(blocks) < text.num_documents
+    assert all((blocks[index]["labels"] != -100).any() for index in range(len(blocks)))
     with pytest.raises(InputError, match=r"data\.source: no answer begins within a block of 8 tokens"):
         train(tiny(tmp_path / "short", **changes, **{"model.n_positions": 8}))
 

@@ -84,7 +84,7 @@ def source_fingerprint(source: str) -> str:
         files = source_files(source)
     for name, path in files:
         try:
-            digest.update(f"{len(name)} {name} ".encode() + bytes.fromhex(checksum(path)))
+            digest.update(f"{len(name)} {name} ".encode(errors="surrogateescape") + bytes.fromhex(checksum(path)))
         except OSError as error:
             raise InputError(f"{path}: cannot be read ({error.strerror})") from None
     return digest.hexdigest()

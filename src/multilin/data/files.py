@@ -94,7 +94,7 @@ def read_file(
             yield Document(name, text)
             return
         if suffix == ".parquet":
-            rows = _parquet_rows(stream, path, text_field)
+            rows = _parquet_rows(stream, path, text_field, encoding_errors)
         elif suffix == ".csv":
             rows = _csv_rows(stream, path, encoding_errors)
         else:
@@ -230,14 +230,14 @@ def _json_rows(stream: IO[bytes], path: Path, encoding_errors: EncodingErrors, s
 
 def _csv_rows(stream: IO[bytes], path: Path, encoding_errors: EncodingErrors) -> _Rows:
     csv.field_size_limit(LARGEST_LINE)  # the default refuses documents over 128 kB
-    reader = csv.DictReader(_lines(stream, path, encoding_errors), restkey="(cells beyond the header)")
+    reader = csv.DictReader(_lines(stream, path, encoding_errors), restkey="(cells beyond the header)", strict=True)
     try:
         yield from enumerate(reader, start=1)
     except csv.Error as error:
         raise InputError(f"{path}: line {reader.line_num} is not CSV ({error})") from None
 
 
-def _parquet_rows(stream: IO[bytes], path: Path, text_field: str) -> _Rows:
+def _parquet_rows(stream: IO[bytes], path: Path, text_field: str, encoding_errors: EncodingErrors) -> _Rows:
     import pyarrow
     import pyarrow.parquet
 
@@ -246,8 +246,15 @@ def _parquet_rows(stream: IO[bytes], path: Path, text_field: str) -> _Rows:
             names, number = file.schema_arrow.names, 0
             columns = [text_field] if text_field in names else names
             for batch in file.iter_batches(batch_size=256, columns=columns):
+                for index, field in enumerate(batch.schema if encoding_errors == "replace" else ()):
+                    if pyarrow.types.is_string(field.type) or pyarrow.types.is_large_string(field.type):
+                        contents = batch.column(index).cast(pyarrow.large_binary()).to_pylist()
+                        texts = [None if content is None else content.decode(errors="replace") for content in contents]
+                        batch = batch.set_column(index, field.name, pyarrow.array(texts, pyarrow.large_string()))
                 yield from enumerate(batch.to_pylist(), start=number + 1)
                 number += batch.num_rows
+    except UnicodeDecodeError:
+        raise InputError(f"{path}: a text is not UTF-8; convert the file, or set encoding_errors to replace") from None
     except pyarrow.ArrowInvalid as error:
         raise InputError(f"{path}: not a Parquet file ({shorten(' '.join(str(error).split()), 200)})") from None
 

@@ -204,7 +204,10 @@ class Blocks(torch.utils.data.Dataset[dict[str, Tensor]]):
         self.packed, self.block_size = packed, block_size
         self._spans: list[tuple[int, int]] | None = None
         if packed.description.is_chat:
-            self._spans = whole_documents(packed.document_starts, packed.num_tokens, block_size)
+            assert packed.is_answer is not None
+            spans = whole_documents(packed.document_starts, packed.num_tokens, block_size)
+            # Others, cut before their first answer, would teach nothing, and a step of them alone would have no loss.
+            self._spans = [span for span in spans if packed.is_answer[slice(*span)].any()]
             self._length = len(self._spans)
             return
         self._length = -(-predicted // (block_size - 1)) if partial else predicted // (block_size - 1)

@@ -59,20 +59,23 @@ def cut_source(source: str) -> tuple[list[Part], str]:
         identity = f"{revision or source_fingerprint(source)} {count}"
         return [Part(shard=(index, count, revision)) for index in range(count)], identity
     parts: list[Part] = []
+    together: list[tuple[str, str]] = []  # small files of the part that is being filled
     digest, room = hashlib.sha256(), 0
     for name, path in source_files(source):
         status, entry = path.stat(), (name, str(path))
         digest.update(json.dumps([name, status.st_size, status.st_mtime_ns]).encode())
-        if path.suffix.lower() == ".jsonl":
+        is_cut = path.suffix.lower() == ".jsonl"
+        if together and (is_cut or room <= 0 or status.st_size > room):
+            parts.append(Part(tuple(together)))
+            together = []
+        if is_cut:
             cuts = range(0, status.st_size, PART_BYTES)
             parts += [Part((entry,), span) for span in itertools.pairwise([*cuts, status.st_size])]
-            room = 0
-        elif room > 0 and status.st_size <= room:
-            parts[-1] = Part((*parts[-1].files, entry))
-            room -= status.st_size
         else:
-            parts.append(Part((entry,)))
-            room = PART_BYTES - status.st_size
+            room = (room if together else PART_BYTES) - status.st_size
+            together.append(entry)
+    if together:
+        parts.append(Part(tuple(together)))
     return parts, digest.hexdigest()
 
 

@@ -51,7 +51,7 @@ class Spool:
     def write(cls, documents: Iterable[Document], path: Path, progress: Callable[[int], None]) -> "Spool":
         """Write documents to a new file; `progress` is called now and then with the bytes of text so far."""
         hashes, sizes, total, reported = array("Q"), array("q"), 0, 0
-        with path.open("w", encoding="utf-8") as stream:
+        with path.open("w", encoding="utf-8", errors="surrogatepass") as stream:
             for document in documents:
                 content = document.text.encode()
                 hashes.append(text_hash(content))
@@ -68,7 +68,7 @@ class Spool:
     def read(self, side: NDArray[np.bool_] | None = None) -> Iterator[Document]:
         """The documents in their order; with `side`, (documents,), only those for which it is True."""
         # JSON escapes newlines but not U+2028, which only str.splitlines takes for one; files split at \n alone.
-        with self.path.open(encoding="utf-8", newline="\n") as stream:
+        with self.path.open(encoding="utf-8", errors="surrogatepass", newline="\n") as stream:
             for index, line in enumerate(stream):
                 if side is None or side[index]:
                     yield Document(*json.loads(line))

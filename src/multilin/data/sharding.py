@@ -110,10 +110,10 @@ def _finished(store: Store, deciding: dict[str, Any]) -> Manifest | None:
     deciding = json.loads(json.dumps(deciding))
     if before is not None and before != deciding:
         name = next(name for name in deciding if before.get(name) != deciding[name])
-        given = "other text" if name == "content" else f"{name} {shown(deciding[name])}"
-        raise InputError(
-            f"--output: {shown(store.address)} was begun with another {name}, and {given} given; name a new folder"
-        )
+        begun, given = f"another {name}", f"{name} {shown(deciding[name])} given"
+        if name == "content":
+            begun, given = "text files of other sizes or times", "they may hold another text"
+        raise InputError(f"--output: {shown(store.address)} was begun with {begun}, and {given}; name a new folder")
     return manifest
 
 

@@ -74,7 +74,7 @@ class Store:
         if self.local is not None and (self.local / name).exists():
             check_regular(self.local / name, self.field)
         try:
-            content: bytes = _insist(partial(self._files.cat_file, f"{self._root}/{name}"))
+            content: bytes = insist(partial(self._files.cat_file, f"{self._root}/{name}"))
         except (FileNotFoundError, NotADirectoryError):
             return None
         return content
@@ -85,7 +85,7 @@ class Store:
             (self.local / name).parent.mkdir(parents=True, exist_ok=True)
             write_whole(self.local / name, content)
         else:
-            _insist(partial(self._files.pipe_file, f"{self._root}/{name}", content))
+            insist(partial(self._files.pipe_file, f"{self._root}/{name}", content))
 
     @contextlib.contextmanager
     def new_folder(self, name: str) -> Iterator[Path]:
@@ -97,7 +97,7 @@ class Store:
         with tempfile.TemporaryDirectory() as made:
             yield Path(made)
             for file in sorted(Path(made).iterdir()):
-                _insist(partial(self._files.put_file, str(file), f"{self._root}/{name}/{file.name}"))
+                insist(partial(self._files.put_file, str(file), f"{self._root}/{name}/{file.name}"))
 
     def fetch(self, name: str, sums: Mapping[str, str], cache: Path) -> Path:
         """A folder with local copies of the files of folder `name`, which are compared with their SHA-256.
@@ -120,12 +120,12 @@ class Store:
 
     def _copy(self, name: str, target: Path) -> None:
         with as_input_error(lambda reason: f"{self.field}: {self.address}/{name} cannot be read ({reason})"):
-            _insist(partial(self._files.get_file, f"{self._root}/{name}", str(target)))
+            insist(partial(self._files.get_file, f"{self._root}/{name}", str(target)))
 
     def names(self, folder: str) -> set[str]:
         """The names of the files in a folder; none if the folder does not exist."""
         try:
-            entries = _insist(partial(self._files.ls, f"{self._root}/{folder}", detail=False))
+            entries = insist(partial(self._files.ls, f"{self._root}/{folder}", detail=False))
         except (FileNotFoundError, NotADirectoryError):
             return set()
         return {str(entry).rpartition("/")[2] for entry in entries}
@@ -150,7 +150,7 @@ def check_files(field: str, folder: Path, sums: Mapping[str, str]) -> None:
             raise InputError(f"{field}: {shown(str(path))} is damaged: its checksum is not the manifest's")
 
 
-def _insist(call: Callable[[], ResultT]) -> ResultT:
+def insist(call: Callable[[], ResultT]) -> ResultT:
     """The result of a call over the network, which is repeated a few times if it fails."""
     for attempt in range(ATTEMPTS - 1):
         try:

@@ -35,9 +35,10 @@ class TextCodec:
             InputError: text that came from bytes which are not UTF-8.
         """
         try:
-            ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False).ids
+            text.encode()
         except UnicodeEncodeError:
             raise InputError(f"prompt: {shown(text)} holds bytes that are not UTF-8") from None
+        ids = encode(self.tokenizer, text)
         return [self.end_id, *ids] if is_start else ids
 
     def is_cut(self, token_ids: list[int]) -> bool:
@@ -48,6 +49,12 @@ class TextCodec:
         """Give the padding token no probability, in place: never seen in training, its logit is an accident."""
         if self.pad_id != self.end_id:
             logits_BV[:, self.pad_id] = -np.inf
+
+
+def encode(tokenizer: Tokenizer, text: str) -> list[int]:
+    """Token ids of a text. Unlike `Tokenizer.encode` it lets other threads run meanwhile."""
+    ids: list[int] = tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
+    return ids
 
 
 def plain_tokenizer(content: str) -> Tokenizer:

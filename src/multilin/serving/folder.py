@@ -2,11 +2,13 @@
 
 import contextlib
 import secrets
+from functools import partial
 from pathlib import Path
 
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
+from multilin.data.store import insist
 from multilin.errors import InputError
 from multilin.files import write_whole
 
@@ -55,7 +57,7 @@ class Folder:
         Raises:
             FileNotFoundError: there is no file of this name.
         """
-        content: bytes = self._files.cat_file(f"{self._subfolder(name)}/{name}")
+        content: bytes = insist(partial(self._files.cat_file, f"{self._subfolder(name)}/{name}"))
         return content
 
     def write(self, name: str, content: bytes) -> None:
@@ -67,7 +69,7 @@ class Folder:
         if self._is_local:
             write_whole(Path(folder, name), content)
         else:  # other stores show a file when it is complete
-            self._files.pipe_file(f"{folder}/{name}", content)
+            insist(partial(self._files.pipe_file, f"{folder}/{name}", content))
 
     def remove(self, name: str) -> None:
         """Delete a file, if it is there."""

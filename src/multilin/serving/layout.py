@@ -13,7 +13,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
 from multilin.errors import InputError
-from multilin.inference.text import TextCodec
+from multilin.inference.text import TextCodec, encode
 from multilin.serving.turns import Turn
 
 Messages = list[dict[str, str]]
@@ -69,13 +69,11 @@ class TemplateLayout:
     def token_ids(self, messages: Messages, before: Turn | None) -> list[int]:
         """Tokens of the messages and of the head of the answer, after the conversation `before` if there is one."""
         if before is not None and before.messages:
-            whole = self._render(before.messages + messages)
-            ids, end_id = before.token_ids, self._codec.end_id
-            if ids[:1] == [end_id] and self._encode(whole)[:1] != [end_id]:
-                ids = ids[1:]  # it was put before what the template gives
-            earlier = self._codec.tokenizer.decode(ids, skip_special_tokens=False)
-            if whole.startswith(earlier):
-                return self._encode(whole[len(earlier) :])
+            *earlier, answer = before.messages
+            whole, head = self._render(before.messages + messages), self._render(earlier)
+            for text in (answer["content"], answer["content"].strip()):  # as many templates lay it out
+                if whole.startswith(head + text):
+                    return self._encode(whole[len(head + text) :])
         ids = self._encode(self._render(messages))
         return ids if before is not None or ids[:1] == [self._codec.end_id] else [self._codec.end_id, *ids]
 
@@ -86,7 +84,7 @@ class TemplateLayout:
             raise InputError(f"messages: the model's chat template refuses them ({str(error)[:200]})") from None
 
     def _encode(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text, add_special_tokens=False).ids
+        return encode(self._tokenizer, text)
 
 
 Layout = PlainLayout | TemplateLayout

@@ -1,12 +1,14 @@
 """The endpoints of sessions: list, create, show, fork, rewind, export, import and delete."""
 
 import asyncio
+import contextlib
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request
 from pydantic import ValidationError
 from starlette.responses import Response
 
+from multilin.errors import InputError
 from multilin.serving.api.requests import RewindRequest, SessionRequest
 from multilin.serving.api.routes import Owner, Served, find_session, find_turn
 from multilin.serving.api.streams import JsonResponse
@@ -133,8 +135,10 @@ def _summary(session: Session) -> Json:
 def _details(service: Service, session: Session) -> Json:
     turns = []
     for turn_id in session.turns:
-        entry, turn = service.turns.entry(session.owner, turn_id), service.turns.peek(session.owner, turn_id)
-        if entry is None or turn is None:  # too old, or too much: what was kept of it is deleted
+        entry, turn = service.turns.entry(session.owner, turn_id), None
+        with contextlib.suppress(InputError):  # damaged
+            turn = service.turns.peek(session.owner, turn_id)
+        if entry is None or turn is None:  # or deleted: too old, or too much was kept
             turns.append({"id": turn_id, "kept": False})
             continue
         turns.append({

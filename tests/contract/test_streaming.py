@@ -216,3 +216,13 @@ def test_a_text_beyond_the_limit_is_refused_and_leaves_the_state(make_model: Mak
     with pytest.raises(InputError, match=f"at most {LONGEST}"):
         model(random_ids(1, 1), past_key_values=state)
     assert all(torch.equal(before[name], tensor) for name, tensor in state.named_tensors())
+
+
+def test_a_state_holds_no_more_memory_than_its_tensors(make_model: MakeModel) -> None:
+    """A view of what was read would keep all of it."""
+    model = make_model(torch.float32)
+    state = model.new_state()
+    model(random_ids(2, 100), past_key_values=state)
+    storages = [tensor.untyped_storage() for _, tensor in state.named_tensors()]
+    held = {storage.data_ptr(): storage.nbytes() for storage in storages}
+    assert sum(held.values()) <= state.num_bytes

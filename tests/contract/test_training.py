@@ -134,3 +134,18 @@ def test_64_tokens_are_learned_by_heart(make_model: MakeModel) -> None:
         loss.backward()
         optimizer.step()
     pytest.fail(f"the loss is still {loss:.3f}")
+
+
+def test_a_weight_that_is_nan_is_seen_in_float32_as_in_float64(make_model: MakeModel) -> None:
+    """Training stops at a loss that is not finite, so no kernel may make a number of NaN."""
+    models, ids = [make_model(torch.float64), make_model(torch.float32)], random_ids(1, 40)
+    for name, _ in models[0].named_parameters():
+        losses = []
+        for model in models:
+            parameter = model.get_parameter(name)
+            with torch.no_grad():
+                kept = parameter.flatten()[0].clone()
+                parameter.view(-1)[0] = torch.nan
+                losses.append(model(ids, labels=ids).loss)
+                parameter.view(-1)[0] = kept
+        assert losses[1].isnan() >= losses[0].isnan(), name

@@ -87,6 +87,14 @@ def test_all_rows_pairs_are_never_held_at_once_nor_kept(monkeypatch) -> None:
     torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-3)
 
 
+def test_no_rows_give_no_gradient() -> None:
+    left, right = torch.zeros(0, 2, 4, requires_grad=True), torch.zeros(0, 2, 4, requires_grad=True)
+    weight = torch.randn(6, 2, 4, 4, requires_grad=True)
+    block_outer(left, right, weight).sum().backward()
+    assert left.grad.shape == left.shape
+    assert weight.grad.eq(0).all()
+
+
 def test_no_rows_give_no_rows() -> None:
     left, right, weight = torch.zeros(0, 2, 3), torch.zeros(0, 2, 5), torch.zeros(7, 2, 3, 5)
     assert block_outer(left, right, weight).shape == (0, 7)

@@ -207,6 +207,15 @@ def test_coarser_levels_lose_more() -> None:
     assert errors == sorted(errors)
 
 
+def test_no_rows_give_no_rows() -> None:
+    x, weight = torch.zeros(0, 8, requires_grad=True), torch.randn(6, 8, requires_grad=True)
+    result = int8_linear(x, weight)
+    assert result.shape == (0, 6)
+    result.sum().backward()
+    assert weight.grad.eq(0).all()
+    assert int8_block_outer(torch.zeros(0, 2, 4), torch.zeros(0, 2, 4), torch.randn(6, 2, 4, 4)).shape == (0, 6)
+
+
 def test_shapes_that_do_not_fit_are_refused() -> None:
     with pytest.raises(InputError, match="weight: shape"):
         int8.int8_linear(torch.ones(2, 3), torch.ones(4, 5))

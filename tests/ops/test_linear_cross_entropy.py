@@ -145,3 +145,26 @@ def test_a_second_derivative_is_refused() -> None:
     scores = torch.randn(3, 4, requires_grad=True)
     with pytest.raises(RuntimeError, match="differentiable once"):
         torch.autograd.grad(softmax(scores)[0, 0], scores, create_graph=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("target", [-1, 7])
+def test_a_target_that_is_no_token_is_named_in_every_dtype(dtype: torch.dtype, target: int) -> None:
+    hidden, weight = torch.zeros(3, 4, dtype=dtype), torch.zeros(7, 4, dtype=dtype)
+    for function in (linear_cross_entropy, token_cross_entropy):
+        with pytest.raises(InputError, match=rf"^targets: {target} given, but there are 7 tokens, from 0"):
+            function(hidden, weight, None, torch.tensor([0, -100, target]))
+    with pytest.raises(InputError, match=r"^label_smoothing: 1\.5 given"):
+        linear_cross_entropy(hidden, weight, None, torch.tensor([0, 1, 2]), label_smoothing=1.5)
+
+
+@pytest.mark.parametrize("frozen", ["hidden", "weight"])
+def test_a_gradient_that_is_not_needed_changes_no_other(frozen: str) -> None:
+    hidden, weight, bias, targets = make_inputs()
+    whole = [tensor.detach().clone().requires_grad_() for tensor in (hidden, weight)]
+    expected = torch.autograd.grad(linear_cross_entropy(*whole, bias, targets), whole)
+    part = [tensor.detach().clone().requires_grad_(name != frozen) for name, tensor in
+            (("hidden", hidden), ("weight", weight))]  # fmt: skip
+    linear_cross_entropy(*part, bias, targets).backward()
+    for tensor, gradient in zip(part, expected, strict=True):
+        assert tensor.grad is None if not tensor.requires_grad else torch.equal(tensor.grad, gradient)

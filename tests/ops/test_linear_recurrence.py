@@ -173,3 +173,44 @@ def test_an_empty_text_leaves_the_state_as_it_is(kernels: str) -> None:
 def test_what_does_not_fit_is_named() -> None:
     with pytest.raises(InputError, match=r"inputs: shape \(2, 3, 4\) given"):
         unchecked.linear_recurrence(torch.zeros(2, 3, 4))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_what_stands_in_padding_changes_nothing(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    padding = torch.zeros(2, 12, dtype=torch.bool)
+    padding[0, :3] = padding[1, 5:7] = True
+    results = []
+    for filling in (0.0, torch.nan, torch.inf, 1e30):
+        inputs = torch.randn(2, 12, 2, 5, dtype=dtype, generator=torch.Generator().manual_seed(1))
+        inputs = inputs.masked_fill(padding[..., None, None], filling).requires_grad_()
+        hidden, state = unchecked.linear_recurrence(inputs, padding=padding)
+        (gradient,) = torch.autograd.grad(hidden.square().sum(), inputs)
+        results.append((hidden, state.hidden_BD, gradient))
+    for other in results[1:]:
+        for one, two in zip(results[0], other, strict=True):
+            assert torch.equal(one, two)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_nan_is_seen(dtype: torch.dtype) -> None:
+    """A loss that is not finite stops a run; a finite one from NaN would not."""
+    for row in (0, 1):  # the gate and the candidate
+        inputs = torch.zeros(1, 5, 2, 3, dtype=dtype)
+        inputs[0, 2, row] = torch.nan
+        hidden, state = unchecked.linear_recurrence(inputs)
+        assert hidden[0, :2].isfinite().all()
+        assert hidden[0, 2:].isnan().all()
+        assert state.hidden_BD.isnan().all()
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"state": LinearRecurrenceState(torch.ones(1, 8))}, r"state: shape \(1, 8\) given, but it must be \(4, 8\)"),
+        ({"starts": torch.zeros(1, 20, dtype=torch.bool)}, r"starts: shape \(1, 20\) given, but it must be \(4, 20\)"),
+    ],
+)
+def test_shapes_that_do_not_fit_are_named(fields: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(InputError, match=sentence):
+        unchecked.linear_recurrence(torch.zeros(4, 20, 2, 8), **fields)

@@ -181,6 +181,15 @@ def test_a_wrong_window_or_shape_is_named() -> None:
         unchecked.prefix_softmax(torch.zeros(1, 2, 1), torch.zeros(1, 2, 1, 1), window=0)
     with pytest.raises(InputError, match="values: shape"):
         unchecked.prefix_softmax(torch.zeros(1, 2, 1), torch.zeros(1, 3, 1, 1))
+    logits, values = torch.zeros(4, 20, 2), torch.zeros(4, 20, 2, 3)
+    of_window = unchecked.prefix_softmax(logits, values, window=4)[1]
+    of_one_row = unchecked.prefix_softmax(logits[:1], values[:1])[1]
+    for name, fields in (
+        ("starts", {"starts": torch.zeros(1, 20, dtype=torch.bool)}), ("own_logits", {"own_logits": logits[:1]}),
+        ("state", {"state": of_window}), ("state", {"state": of_one_row}),
+    ):  # fmt: skip
+        with pytest.raises(InputError, match=rf"^{name}: shape .* given, but it must be \(4, "):
+            unchecked.prefix_softmax(logits, values, **fields)
 
 
 @pytest.mark.parametrize("more", [{"window": 3}, {"null_logit": 0.5}])

@@ -1,4 +1,5 @@
 import copy
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -319,6 +320,26 @@ def test_muon_changes_matrices_as_pytorchs_and_the_rest_as_adamw(monkeypatch: py
             optimizer.step()
     for one, two in zip(model.parameters(), other.parameters(), strict=True):
         torch.testing.assert_close(one, two, rtol=0, atol=0)
+
+
+def test_muon_is_copied_takes_another_group_and_refuses_a_state_of_adamw() -> None:
+    def step(optimizer: Muon) -> list[torch.Tensor]:
+        for seed, parameter in enumerate(p for group in optimizer.param_groups for p in group["params"]):
+            parameter.grad = draw(*parameter.shape, seed=seed, dtype=torch.float32)
+        optimizer.step()
+        return [p for group in optimizer.param_groups for p in group["params"]]
+
+    matrix, vector = nn.Parameter(torch.ones(4, 6)), nn.Parameter(torch.ones(3))
+    optimizer = Muon([{"params": [matrix], "matrices": True}], lr=0.1)
+    step(optimizer)
+    optimizer.add_param_group({"params": [vector], "matrices": False})
+    step(optimizer)
+    assert not vector.eq(1).any()
+    other = pickle.loads(pickle.dumps(optimizer))
+    for one, two in zip(step(copy.deepcopy(optimizer)), step(other), strict=True):
+        assert torch.equal(one, two)
+    with pytest.raises(InputError, match=r"a state without matrices given, so it was not saved by Muon"):
+        optimizer.load_state_dict(torch.optim.AdamW([{"params": [matrix]}, {"params": [vector]}]).state_dict())
 
 
 def test_muon_iterates_in_float32_where_bf16_would_be_emulated(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.nn.functional import conv2d, pad
 
 from multilin.layers.base import Layout, ParameterHolder
+from multilin.ops.kernels import refuse_second_derivative
 
 PIECE = {"cpu": (1, 128)}  # rows and positions whose products with a gradient stay in the cache until they are summed
 WHOLE = (2**31, 2**31)  # on devices that want much to do at a time
@@ -61,8 +62,8 @@ class _Convolution(torch.autograd.Function):
         return _convolve(inputs_BSD, weight_KD)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        refuse_second_derivative("short_convolution")
         (inputs_BSD, weight_KD), dy_BTD = ctx.saved_tensors, gradients[0]
         with torch.autocast(dy_BTD.device.type, enabled=False):
             return _gradients(inputs_BSD, weight_KD, dy_BTD)

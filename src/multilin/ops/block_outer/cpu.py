@@ -45,6 +45,6 @@ def contract(dresult_RD: Tensor, weight: Tensor, left_RNK: Tensor, right_RNJ: Te
 def contract_pairs(dpairs: Tensor, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
     """Gradients of left and right from that of their products (R, N K J)."""
     dleft, dright = torch.empty(left.shape, dtype=left.dtype), torch.empty(right.shape, dtype=right.dtype)
-    inputs = dpairs.contiguous().view(len(left), -1), left.contiguous(), right.contiguous()
+    inputs = dpairs.contiguous().flatten(1), left.contiguous(), right.contiguous()
     _launch.launch_parts(_kernels.contract, dpairs.numel(), *inputs, dleft, dright)
     return dleft, dright

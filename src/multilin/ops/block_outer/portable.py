@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from multilin.ops.kernels import is_exported
+from multilin.ops.kernels import is_exported, refuse_second_derivative
 
 NUMBERS = {"cpu": 2**21}  # pairs of a chunk: in the cache, and rows enough for full-speed matrix products
 MANY_NUMBERS = 2**27  # on devices that want much to do at a time
@@ -70,8 +70,8 @@ class _BlockOuter(torch.autograd.Function):
         return result_RD
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *dresults: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_derivative("block_outer")
         left_RNK, right_RNJ, weight = ctx.saved_tensors
         expand, contract = ctx.steps
         # Sums over chunks of rows in float32 or better, whatever the dtype of the products.

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from multilin.ops.delta_rule import cpu, elementwise, gpu
-from multilin.ops.kernels import MANY_NUMBERS, is_exported
+from multilin.ops.kernels import MANY_NUMBERS, is_exported, refuse_second_derivative
 
 SHORT = 4  # tokens up to which the definition itself is faster
 CHUNK = 64  # tokens: large enough for full-speed products, small enough that pairs cost no more than the memory
@@ -98,8 +98,8 @@ class _Chunks(torch.autograd.Function):
         return result.view(shape), memory_MDE
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dresult_NMCE: Tensor, dmemory_MDE: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_derivative("delta_rule")
         num_chunks = len(dresult_NMCE)
         with torch.autocast(dresult_NMCE.device.type, enabled=False):
             dresult = dresult_NMCE.flatten(0, 1).contiguous()

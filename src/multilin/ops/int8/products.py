@@ -7,6 +7,7 @@ from torch import Tensor
 
 from multilin.ops.dispatch import result_dtype
 from multilin.ops.int8.rounding import Rounded
+from multilin.ops.kernels import refuse_second_derivative
 
 
 class Int8Linear(torch.autograd.Function):
@@ -22,11 +23,12 @@ class Int8Linear(torch.autograd.Function):
         result = steps.scaled_product(rounded, values.t(), scale * factor, bias, result_dtype(x))
         ctx.save_for_backward(rounded.values, rounded.scale, values, scale)
         ctx.options = x.shape, x.dtype, None if weight is None else weight.dtype, factor, backward, steps
-        return result.view(*x.shape[:-1], -1)
+        return result.view(*x.shape[:-1], len(values))
 
     @staticmethod
     def backward(ctx: Any, *dresults: Tensor) -> tuple[Any, ...]:
         """dx = dy W, dw = dy^T x, with the rounded x and W."""
+        refuse_second_derivative("int8_linear")
         x_values, x_scale, values, scale = ctx.saved_tensors
         shape, x_dtype, weight_dtype, factor, backward, steps = ctx.options
         dresult = dresults[0].reshape(-1, dresults[0].shape[-1])
@@ -53,11 +55,12 @@ class Int8BlockOuter(torch.autograd.Function):
         result = steps.outer(lefts, rights, values, scale * factor, dtype)
         ctx.save_for_backward(lefts, rights, values, scale)
         ctx.options = left.shape, right.shape, None if weight is None else weight.dtype, factor, backward, steps
-        return result.view(*left.shape[:-2], -1)
+        return result.view(*left.shape[:-2], len(values))
 
     @staticmethod
     def backward(ctx: Any, *dresults: Tensor) -> tuple[Any, ...]:
         """The pairs are rounded again instead of kept."""
+        refuse_second_derivative("int8_block_outer")
         lefts, rights, values, scale = ctx.saved_tensors
         left_shape, right_shape, weight_dtype, factor, backward, steps = ctx.options
         dresult = dresults[0].reshape(-1, len(values))

@@ -144,7 +144,7 @@ def sum_of(x):
 @njit(**SCALARS)
 def exp_negative(x):
     """e^x for x <= 0 in float32, 0 below -87; the polynomial of Cephes' expf, which the compiler can vectorise."""
-    bounded = x if x > _SMALLEST else _SMALLEST
+    bounded = _SMALLEST if x < _SMALLEST else x
     n = np.rint(bounded * _LOG2_E)
     r = bounded - n * _LN2_HIGH
     r = r - n * _LN2_LOW
@@ -155,4 +155,4 @@ def exp_negative(x):
     p = p * r + _C2
     p = p * r * r + r + ONE
     result = p * np.int32((np.int32(n) + _BIAS) << _MANTISSA_BITS).view(np.float32)
-    return result if x > _SMALLEST else ZERO
+    return ZERO if x <= _SMALLEST else result

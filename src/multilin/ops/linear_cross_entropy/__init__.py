@@ -7,8 +7,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from multilin.errors import InputError
 from multilin.ops.dispatch import Backend, Op, cpu_kernels, result_dtype
-from multilin.ops.kernels import MANY_NUMBERS, is_traced, refuse_second_derivative, refuses_eager
+from multilin.ops.kernels import MANY_NUMBERS, is_traced, needs_gradients, refuse_second_derivative, refuses_eager
 from multilin.ops.linear_cross_entropy import cpu, portable
 from multilin.ops.linear_cross_entropy.portable import IGNORED
 
@@ -52,15 +53,17 @@ def linear_cross_entropy(
         A scalar in float32 (float64 for float64 inputs). Differentiable once in hidden, weight and bias.
 
     Raises:
-        InputError: a target that is no token.
+        InputError: a target that is no token (on a CPU; a GPU would have to wait), or a share outside [0, 1).
 
     Cost: 3 products of N x D x V and their memory for a chunk of rows, plus one gradient of the size of `weight`. On a
     CPU, rows that count nothing cost nothing.
     """
-    if (rows := _counted_rows(hidden, targets)) is not None:
+    if not 0 <= label_smoothing < 1:
+        raise InputError(f"label_smoothing: {label_smoothing:g} given, but it must be at least 0 and below 1")
+    if (rows := _counted_rows(hidden, weight, targets)) is not None:
         hidden, targets = hidden[rows], targets[rows]
     inputs = hidden, weight, bias, targets, label_smoothing
-    return _LinearCrossEntropy.apply(*inputs) if torch.is_grad_enabled() else _token_losses(*inputs).sum()
+    return _LinearCrossEntropy.apply(*inputs) if needs_gradients(*inputs) else _token_losses(*inputs).sum()
 
 
 @torch.no_grad()
@@ -71,7 +74,7 @@ def token_cross_entropy(
     targets: Int[Tensor, " N"],
 ) -> Float[Tensor, " N"]:
     """The terms that `linear_cross_entropy` sums, (N,) in nats, without gradients; 0 for ignored rows."""
-    if (rows := _counted_rows(hidden, targets)) is None:
+    if (rows := _counted_rows(hidden, weight, targets)) is None:
         return _token_losses(hidden, weight, bias, targets, 0.0)
     losses = _token_losses(hidden[rows], weight, bias, targets[rows], 0.0)
     return losses.new_zeros(len(targets)).index_copy(0, rows, losses)
@@ -82,10 +85,13 @@ def rows_of_chunk(num_outputs: int, device: torch.device) -> int:
     return max(1, NUMBERS.get(device.type, MANY_NUMBERS) // num_outputs)
 
 
-def _counted_rows(hidden: Tensor, targets_N: Tensor) -> Tensor | None:
+def _counted_rows(hidden: Tensor, weight: Tensor, targets_N: Tensor) -> Tensor | None:
     """The rows that count, if that is not all of them; None on a GPU, which would have to wait for their number."""
     if hidden.device.type != "cpu" or is_traced(hidden, targets_N):
         return None
+    is_wrong_N = (targets_N != IGNORED) & ((targets_N < 0) | (targets_N >= len(weight)))
+    if is_wrong_N.any():
+        raise InputError(f"targets: {int(targets_N[is_wrong_N][0])} given, but there are {len(weight)} tokens, from 0")
     rows = (targets_N != IGNORED).nonzero().flatten()
     return rows if len(rows) < len(targets_N) else None
 
@@ -126,17 +132,20 @@ class _LinearCrossEntropy(torch.autograd.Function):
         hidden_low, weight_low = _lowered(hidden_ND, weight_VD)
         wide = torch.promote_types(weight_VD.dtype, torch.float32)
         total = torch.zeros((), dtype=wide, device=hidden_ND.device)
-        dhidden = torch.empty_like(hidden_ND)
-        dweight = torch.zeros_like(weight_VD, dtype=wide)
+        needs_hidden, needs_weight = ctx.needs_input_grad[:2]
+        dhidden = torch.empty_like(hidden_ND) if needs_hidden else None
+        dweight = torch.zeros_like(weight_VD, dtype=wide) if needs_weight else None
         dbias = None if bias_V is None or not bias_V.requires_grad else torch.zeros_like(bias_V, dtype=wide)
         chunks = _chunks(hidden_low, weight_low, bias_V, targets_N, label_smoothing, makes_gradient=True)
         for rows, losses, dlogits_low, dbias_of_rows in chunks:
             total = total + losses.sum()  # in place, it would have no gradient if PyTorch 2.11 compiles this
             if dbias is not None and dbias_of_rows is not None:
                 dbias += dbias_of_rows
-            dhidden[rows] = dlogits_low @ weight_low
-            dweight += dlogits_low.T @ hidden_low[rows]
-        ctx.save_for_backward(dhidden, dweight.to(weight_VD.dtype), dbias)
+            if dhidden is not None:
+                dhidden[rows] = dlogits_low @ weight_low
+            if dweight is not None:
+                dweight += dlogits_low.T @ hidden_low[rows]
+        ctx.save_for_backward(dhidden, None if dweight is None else dweight.to(weight_VD.dtype), dbias)
         return total
 
     @staticmethod

@@ -65,10 +65,13 @@ def linear_recurrence(
     """
     if inputs.ndim != 4 or inputs.shape[2] != 2:
         raise InputError(f"inputs: shape {tuple(inputs.shape)} given, but it must be (B, T, 2, D)")
-    num_batch, _, _, width = inputs.shape
+    num_batch, num_time, _, width = inputs.shape
+    hidden_BD = None if state is None else state.hidden_BD
+    for name, tensor, shape in (("state", hidden_BD, (num_batch, width)), ("starts", starts, (num_batch, num_time))):
+        if tensor is not None and tensor.shape != shape:
+            raise InputError(f"{name}: shape {tuple(tensor.shape)} given, but it must be {shape}")
     if padding is not None:
-        is_gate_21 = torch.arange(2, device=inputs.device)[:, None] == 0
-        inputs = inputs.masked_fill(padding[..., None, None] & is_gate_21, -torch.inf)
+        inputs = inputs.masked_fill(padding[..., None, None], -torch.inf)  # z = 0 and g(u) = 0
     wide = torch.promote_types(inputs.dtype, torch.float32)
     before_BD = inputs.new_zeros(num_batch, width, dtype=wide) if state is None else state.hidden_BD.to(wide)
     hidden_BTD, after_BD = LINEAR_RECURRENCE(inputs, before_BD, starts, dtype=inputs.dtype)

@@ -73,6 +73,7 @@ def prefix_softmax(
         raise InputError(
             f"values: shape {tuple(values.shape)} given, but it must begin with that of logits, {tuple(logits.shape)}"
         )
+    _check_shapes(logits, values, own_logits, state, starts, window)
     if torch.is_autocast_enabled(values.device.type):
         with torch.autocast(values.device.type, enabled=False):
             return prefix_softmax(
@@ -95,6 +96,23 @@ def prefix_softmax(
     if window is not None and after is not None:
         after = reference.PrefixSoftmaxWindow(*after)
     return means if means.dtype is values.dtype else means.to(values.dtype), after
+
+
+def _check_shapes(
+    logits: Tensor, values: Tensor, own_logits: Tensor | None, state: PrefixSoftmaxState | Ring | None,
+    starts: Tensor | None, window: int | None,
+) -> None:  # fmt: skip
+    """Kernels read by addresses, so what does not fit would be read, or written, beside the tensors."""
+    B, T, H, D = values.shape
+    expected: list[tuple[str, Tensor | None, tuple[int, ...]]] = [
+        ("own_logits", own_logits, (B, T, H)), ("starts", starts, (B, T)),
+    ]  # fmt: skip
+    if state is not None and not isinstance(state, Ring):
+        S = 1 if window is None else window - 1
+        expected += [("state", state.logits_BSH, (B, S, H)), ("state", state.values_BSHD, (B, S, H, D))]
+    for name, tensor, shape in expected:
+        if tensor is not None and tensor.shape != shape:
+            raise InputError(f"{name}: shape {tuple(tensor.shape)} given, but it must be {shape}")
 
 
 def _read_ring(

@@ -175,7 +175,7 @@ def forward(tasks, values, index, sources):
     if task.state_logits != 0:
         logits, state = floats(task.state_logits, 1, num_heads), floats(task.state_values, num_heads, task.width)
         for h in range(num_heads):
-            if logits[0, h] > LOWEST:
+            if not logits[0, h] <= LOWEST:
                 merge_token(top, total, mean, h, False, logits[0, h], ONE, state[h])
     for piece in range(part * num_parts):
         numbers, piece_mean = summary(task, piece)
@@ -191,7 +191,7 @@ def forward(tasks, values, index, sources):
         assign(floats(task.final_values, num_heads, task.width), mean)
         final_logits = floats(task.final_logits, 1, num_heads)
         for h in range(num_heads):
-            final_logits[0, h] = top[h] + np.log(total[h]) if total[h] > 0 else NOTHING
+            final_logits[0, h] = NOTHING if total[h] == 0 else top[h] + np.log(total[h])
 
 
 @njit(**SCALARS)

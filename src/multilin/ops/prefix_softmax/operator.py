@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from multilin.ops.kernels import is_traced, needs_gradients
+from multilin.ops.kernels import is_traced, needs_gradients, refuse_second_derivative
 from multilin.ops.prefix_softmax import cpu, gpu
 from multilin.ops.prefix_softmax.reference import PrefixSoftmaxState, last_tokens, read_state_first
 
@@ -149,8 +149,8 @@ class _Eager(torch.autograd.Function):
         return output[:3]
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
+        refuse_second_derivative("prefix_softmax")
         return _differentiate(_run_backward, ctx, *gradients)
 
 

@@ -79,11 +79,9 @@ def last_tokens(
     if starts_BT is not None:
         text_BT = starts_BT.cumsum(dim=1)
         logits_BTH = logits_BTH.masked_fill((text_BT != text_BT[:, -1:])[..., None], -torch.inf)
-    logits, values = logits_BTH[:, first:], values_BTHD[:, first:]
-    if missing:
-        logits = pad(logits, (0, 0, missing, 0), value=-torch.inf)
-        values = pad(values, (0, 0, 0, 0, missing, 0))
-    return PrefixSoftmaxState(logits, values)
+    # Padding copies, also by nothing: a view would keep the memory of the whole text.
+    logits = pad(logits_BTH[:, first:], (0, 0, missing, 0), value=-torch.inf)
+    return PrefixSoftmaxState(logits, pad(values_BTHD[:, first:], (0, 0, 0, 0, missing, 0)))
 
 
 def prefix_softmax_weights(

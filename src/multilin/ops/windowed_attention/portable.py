@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from multilin.ops.kernels import MANY_NUMBERS
+from multilin.ops.kernels import MANY_NUMBERS, refuse_second_derivative
 from multilin.ops.ring import Ring
 from multilin.ops.softmax import softmax
 from multilin.ops.windowed_attention import reference
@@ -156,8 +156,8 @@ class _WindowedAttention(torch.autograd.Function):
         return means_BTHE
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *dmeans: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_derivative("windowed_attention")
         queries_BTHD, keys_BSHD, values_BSHE, bias_KL, logits_BS, text_BS, means_BTHE = ctx.saved_tensors
         scale, null_key = ctx.options
         dtype, narrow = bias_KL.dtype, values_BSHE.dtype

@@ -1,7 +1,7 @@
 """The base class of optimizers that normalise gradients: the loop over parameters, and exact norms."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -68,14 +68,23 @@ class NormalizingOptimizer(torch.optim.Optimizer):
         Raises:
             InputError: the state was saved by another kind of optimizer.
         """
-        own = self.defaults.keys() - {"differentiable"}  # PyTorch adds this one to the defaults, but to no group
-        for group in state_dict["param_groups"]:
-            if missing := sorted(own - group.keys()):
-                raise InputError(
-                    f"optimizer: a state without {', '.join(missing)} given, so it was not saved by "
-                    f"{type(self).__name__}; go on with the optimizer that saved it"
-                )
+        check_saved_by(self, self.defaults.keys(), state_dict)
         super().load_state_dict(state_dict)
+
+
+def check_saved_by(optimizer: torch.optim.Optimizer, names: Iterable[str], state_dict: dict[str, Any]) -> None:
+    """Refuse a state whose groups lack some of these settings, as another kind of optimizer saved it.
+
+    Raises:
+        InputError: it names the settings.
+    """
+    own = set(names) - {"differentiable"}  # PyTorch adds this one to the defaults, but to no group
+    for group in state_dict["param_groups"]:
+        if missing := sorted(own - group.keys()):
+            raise InputError(
+                f"optimizer: a state without {', '.join(missing)} given, so it was not saved by "
+                f"{type(optimizer).__name__}; go on with the optimizer that saved it"
+            )
 
 
 def norms(tensors: list[Tensor]) -> list[Tensor]:

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from multilin.training.optimizers.base import check_saved_by
 from multilin.training.precision import has_bf16
 
 BETAS = (0.9, 0.95)  # AdamW's averages
@@ -37,12 +38,16 @@ class Muon(torch.optim.Optimizer):
     """
 
     def __init__(self, params: Any, lr: float = 5e-3, *, weight_decay: float = 0.1) -> None:
-        groups = list(params)
-        # An optimizer fills its settings into the groups it is given, which are the very ones kept below.
-        others = [group for group in groups if not group["matrices"]]
-        adamw = torch.optim.AdamW(others, lr=lr, weight_decay=weight_decay, betas=BETAS, fused=True) if others else None
-        self._adamw: torch.optim.Optimizer | None = adamw
-        super().__init__(groups, {"lr": lr, "weight_decay": weight_decay})
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As PyTorch's.
+
+        Raises:
+            InputError: the state was saved by another kind of optimizer.
+        """
+        check_saved_by(self, {*self.defaults, "matrices"}, state_dict)
+        super().load_state_dict(state_dict)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -55,11 +60,11 @@ class Muon(torch.optim.Optimizer):
             for matrix in group["params"] if group["matrices"] else ():
                 if matrix.grad is not None:
                     self._move(matrix, group["lr"], group["weight_decay"])
-        if self._adamw is not None:
-            # Both are new objects after a state was loaded.
-            self._adamw.param_groups = [group for group in self.param_groups if not group["matrices"]]
-            self._adamw.state = self.state
-            self._adamw.step()
+        if others := [group for group in self.param_groups if not group["matrices"]]:
+            # It fills its further settings into the groups, which are the very ones kept here, as is the state.
+            adamw = torch.optim.AdamW(others, betas=BETAS, fused=True)
+            adamw.state = self.state
+            adamw.step()
         return loss
 
     def _move(self, matrix: Tensor, lr: float, weight_decay: float) -> None:

@@ -195,7 +195,9 @@ def test_a_state_goes_with_its_own_model(
     assert "keeps no state" in refusal("generate", run_folder("gpt2"), "--prompt", "", "--state", state)
     state.write_bytes(state.read_bytes()[:-20])
     assert f"{state} is damaged" in refusal("generate", additive, "--prompt", "", "--state", state)
-    assert "does not exist" in refusal("generate", additive, "--prompt", "", "--state", tmp_path / "other.state")
+    said = refusal("generate", additive, "--prompt", "", "--state", tmp_path / "other.state")
+    assert said.startswith("--state: ")
+    assert "cannot be read (No such file or directory)" in said
 
 
 @pytest.mark.parametrize(

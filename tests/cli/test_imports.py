@@ -91,6 +91,7 @@ def test_the_command_line_alone_prints() -> None:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             modules = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             modules += [name.name for name in node.names] if isinstance(node, ast.Import) else []
+            modules = [name for name in modules if name != "rich.filesize"]  # which makes texts of numbers alone
             assert not any(name.startswith(("rich", "multilin.cli")) for name in modules), path
             assert not (isinstance(node, ast.Call) and ast.unparse(node.func) in ("print", "sys.stdout.write")), path
 

@@ -91,6 +91,17 @@ def test_trainer_steps_as_on_single_documents(
             torch.testing.assert_close(trained, parameter - step, rtol=1e-3, atol=1e-5, msg=name)
 
 
+def test_trainer_evaluates_with_a_loss(architecture: str, tokenizer: PreTrainedTokenizerBase, tmp_path) -> None:
+    """Trainer takes every argument of forward with `label` in its name for one that each batch has."""
+    model = make_trained(architecture, vocab_size=len(tokenizer), tie_word_embeddings=True)
+    data = Dataset.from_dict({"input_ids": documents()})
+    trainer = Trainer(
+        model, TrainingArguments(str(tmp_path), per_device_eval_batch_size=len(data), **QUIET), eval_dataset=data,
+        data_collator=DataCollatorForLanguageModeling(tokenizer, mlm=False),
+    )  # fmt: skip
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(separate_loss(model, documents()).item(), rel=1e-4)
+
+
 # TRL
 
 

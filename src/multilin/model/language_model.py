@@ -57,7 +57,6 @@ class MultilinForCausalLM(FixedBias, MultilinPreTrainedModel, StatefulGeneration
         logits_to_keep: int | Tensor = 0,
         document_ids: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
-        shift_labels: Tensor | None = None,
         num_items_in_batch: int | Tensor | None = None,
         **others: Any,
     ) -> CausalLMOutputWithPast:
@@ -69,8 +68,9 @@ class MultilinForCausalLM(FixedBias, MultilinPreTrainedModel, StatefulGeneration
             labels: (B, T) the ids again (-100 is not scored); token t is predicted from the tokens before it.
             use_cache: return the state; the default is the config's, but neither in training nor with labels.
             logits_to_keep: compute logits for the last so many positions (0 for all), or for these positions.
-            shift_labels: (B, T) the token that follows each position (-100 is not scored), in place of `labels`.
             num_items_in_batch: divisor of the loss instead of the number of scored tokens (gradient accumulation).
+            others: also `shift_labels`, (B, T) the token that follows each position (-100 is not scored), in place of
+                `labels`.
 
         Returns:
             loss in nats per scored token (with labels), logits (B, T kept, V) (not in training with labels),
@@ -79,6 +79,8 @@ class MultilinForCausalLM(FixedBias, MultilinPreTrainedModel, StatefulGeneration
         Raises:
             InputError: a text longer than n_positions, an unknown argument, or arguments that do not fit together.
         """
+        # No parameter by name: Trainer would take it for a label of every batch, and evaluate without a loss.
+        shift_labels = others.pop("shift_labels", None)
         is_scored = labels is not None or shift_labels is not None
         if use_cache is None and is_scored:
             use_cache = past_key_values is not None

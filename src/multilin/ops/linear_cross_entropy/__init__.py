@@ -53,7 +53,8 @@ def linear_cross_entropy(
         A scalar in float32 (float64 for float64 inputs). Differentiable once in hidden, weight and bias.
 
     Raises:
-        InputError: a target that is no token (on a CPU; a GPU would have to wait), or a share outside [0, 1).
+        InputError: targets of another number than the rows, one that is no token (on a CPU; a GPU would have to wait),
+            or a share outside [0, 1).
 
     Cost: 3 products of N x D x V and their memory for a chunk of rows, plus one gradient of the size of `weight`. On a
     CPU, rows that count nothing cost nothing.
@@ -87,6 +88,8 @@ def rows_of_chunk(num_outputs: int, device: torch.device) -> int:
 
 def _counted_rows(hidden: Tensor, weight: Tensor, targets_N: Tensor) -> Tensor | None:
     """The rows that count, if that is not all of them; None on a GPU, which would have to wait for their number."""
+    if targets_N.shape != hidden.shape[:1]:  # kernels would read beside them
+        raise InputError(f"targets: shape {tuple(targets_N.shape)} given, but it must be {tuple(hidden.shape[:1])}")
     if hidden.device.type != "cpu" or is_traced(hidden, targets_N):
         return None
     is_wrong_N = (targets_N != IGNORED) & ((targets_N < 0) | (targets_N >= len(weight)))

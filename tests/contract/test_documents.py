@@ -117,6 +117,7 @@ def test_positions_that_rise_are_one_document(make_model: MakeModel) -> None:
         ({"attention_masks": torch.ones(1, 40)}, "attention_masks: given"),
         ({"attention_mask": torch.ones(1, 1, 40, 40)}, r"attention_mask: shape \(1, 1, 40, 40\) given"),
         ({"attention_mask": 2 * torch.ones(1, 40)}, "attention_mask: 2 given"),
+        ({"attention_mask": torch.full((1, 40), 0.5)}, "attention_mask: 0.5 given"),
         ({"inputs_embeds": torch.ones(1, 40, 16)}, "input_ids: both of input_ids and inputs_embeds given"),
     ],
 )

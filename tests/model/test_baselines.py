@@ -3,12 +3,14 @@
 import copy
 from pathlib import Path
 
+import peft
 import pytest
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 from multilin.errors import InputError
+from multilin.inference.adapters import insert_adapters
 from multilin.inference.runs import load_run
 from multilin.model.factory import BASELINES, create_model
 from multilin.training.recipe import load_recipe
@@ -92,6 +94,23 @@ def test_a_fixed_bias_stays_fixed_in_another_vocabulary(name: str, is_tied: bool
     assert torch.equal(model.lm_head.bias, torch.cat([before, before.min().expand(3)]))
     assert "lm_head.bias" not in dict(model.named_parameters())
     assert model(input_ids=IDS).logits.shape[-1] == 43
+
+
+@pytest.mark.parametrize("config", [{}, {"output_bias": "unigram"}, {"tie_word_embeddings": True}])
+def test_products_stay_scaled_in_another_vocabulary(config: dict[str, object], tmp_path: Path) -> None:
+    model = create_model("llama", **SIZES, **{**UNIT, "tie_word_embeddings": False, **config}).eval()
+    before = model(input_ids=IDS).logits
+    model.resize_token_embeddings(43)
+    after = model(input_ids=IDS).logits
+    torch.testing.assert_close(after[..., :40], before)
+    model.save_pretrained(tmp_path)
+    assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path)(input_ids=IDS).logits, after)
+
+
+def test_adapters_which_would_not_scale_their_input_are_refused() -> None:
+    model = create_model("llama", **SIZES, **UNIT)
+    with pytest.raises(InputError, match=r"^lora: given for a Llama with unit_variance"):
+        insert_adapters(model, peft.LoraConfig(), "lora")
 
 
 def test_importing_the_package_is_enough_to_load_them(tmp_path: Path) -> None:

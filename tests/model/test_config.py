@@ -1,6 +1,7 @@
 """Configs and models by name: presets, hybrids, files, and messages for what does not fit."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -110,6 +111,13 @@ def test_every_name_makes_a_model_of_the_asked_sizes(name: str) -> None:
             {"layers": [*HYBRID, {"architecture": "linear_mixer", "context": 31}], "num_layers": None},
             "n_positions: 32 given, but layers.2 (linear_mixer) reads at most 31 tokens",
         ),
+        ("additive", {"options": {"num_heads": 16, "stabilizer": "head_norm"}}, "num_heads: 16 given, but heads"),
+        (
+            "leap",
+            {"options": {"num_heads": 16, "rescale": 10.0}},
+            "num_heads: 16 given, but heads",
+        ),
+        ("tscale", {"hidden_size": 18}, "head_size: none given, which makes it 18, but it must"),
         ("tscale", {"final_norm_tile": 5}, "final_norm_tile: 5 given, but it must divide the hidden size 16"),
         ("gpt2", {"layers": HYBRID, "num_layers": None}, "layers: given, but gpt2 has no list of layers"),
         ("gpt2", {"options": {"window": 2}}, "model.options.window: unknown field"),
@@ -164,3 +172,23 @@ def test_a_scale_of_logits_and_bias_is_refused() -> None:
     config = create_model("additive", **SIZES).config.to_dict()
     with pytest.raises(InputError, match="logit_scale: given, but this model has final_scale"):
         MultilinConfig(**config, logit_scale=0.5)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"num_hidden_layers": 5}, "num_hidden_layers: 5 given, but 4 layers are listed"),
+        ({"final_norm": "rms_norm"}, "final_norm: 'rms_norm' given"),
+        ({"label_smoothing": -7}, "label_smoothing: -7 given"),
+        ({"max_position_embeddings": "abc"}, "n_positions: 'abc' given"),
+    ],
+)
+def test_fields_given_to_from_pretrained_are_checked(fields: dict, words: str, tmp_path: Path) -> None:
+    create_model("elita", **SIZES).save_pretrained(tmp_path)
+    for load in (AutoConfig.from_pretrained, AutoModelForCausalLM.from_pretrained):
+        with pytest.raises(InputError, match=f"^{words}"):
+            load(tmp_path, **fields)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, embedding_dropout=0.25, eos_token_id=5)
+    assert (model.model.embedding.dropout.p, model.config.eos_token_id) == (0.25, 5)
+    config, unused = AutoConfig.from_pretrained(tmp_path, label_smoothing=0.1, other=3, return_unused_kwargs=True)
+    assert (config.label_smoothing, unused) == (0.1, {"other": 3})

@@ -30,9 +30,10 @@ def test_the_label_smoothing_of_trainer_shifts_the_labels(architecture: str, tmp
 def test_labels_of_another_length_are_refused(architecture: str) -> None:
     """A kernel would read beside them."""
     model, tokens = make(architecture), ids(2, 20)
-    for labels in (ids(2, 40), ids(4, 20), tokens[:1], tokens[:, :5]):
-        with pytest.raises(InputError, match=r"^targets: shape .* given, but it must be \(38,\)"):
-            model(tokens, labels=labels)
+    for name in ("labels", "shift_labels"):
+        for labels in (ids(2, 40), ids(4, 20), tokens[:1], tokens[:, :5], tokens.float()):
+            with pytest.raises(InputError, match=rf"^{name}: .* given, but it must be int64 of shape \(2, 20\)"):
+                model(tokens, **{name: labels})
 
 
 def test_shifted_labels_are_taken_as_they_are(architecture: str) -> None:

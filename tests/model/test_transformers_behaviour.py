@@ -6,7 +6,9 @@ embeddings in place of ids, hidden states and offloading in test_field_tools.py.
 
 import copy
 import pickle
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -254,6 +256,60 @@ def test_a_long_prompt_may_be_read_in_pieces(architecture: str, options: dict) -
     assert torch.equal(model.generate(tokens, prefill_chunk_size=3, **how), expected)
     state = model(tokens[:, :5], attention_mask=mask[:, :5]).past_key_values
     assert torch.equal(model.generate(tokens, past_key_values=state, prefill_chunk_size=3, **how), expected)
+
+
+def test_a_short_row_has_a_token_in_the_last_piece(architecture: str) -> None:
+    model, how = make(architecture), {"max_new_tokens": 3, **GREEDY}
+    tokens, mask = ids(2, 8), torch.ones(2, 8, dtype=torch.long)
+    mask[0, 3:] = 0
+    with pytest.raises(InputError, match=r"^prefill_chunk_size: 4 given, but the last piece .* row 0; pad prompts on"):
+        model.generate(tokens, attention_mask=mask, prefill_chunk_size=4, **how)
+    mask[0, 3:] = torch.tensor([0, 0, 0, 0, 1])
+    alone = model.generate(tokens[:1, [0, 1, 2, 7]], **how)
+    together = model.generate(tokens, attention_mask=mask, prefill_chunk_size=4, **how)
+    assert torch.equal(together[0, 8:], alone[0, 4:])
+
+
+def test_tokens_are_generated_one_after_the_other(architecture: str) -> None:
+    """Positions and documents of a packed row would be read in the prompt and lost in what follows."""
+    model, tokens = make(architecture), ids(1, 10)
+    positions = torch.arange(10)[None]
+    expected = model.generate(tokens, max_new_tokens=3, **GREEDY)
+    assert torch.equal(model.generate(tokens, position_ids=positions, max_new_tokens=3, **GREEDY), expected)
+    for fields in ({"position_ids": positions % 5}, {"document_ids": positions // 5}):
+        with pytest.raises(InputError, match=f"^{next(iter(fields))}: given, but generate"):
+            model.generate(tokens, **fields, max_new_tokens=3, **GREEDY)
+
+
+def test_a_state_of_inference_mode_is_read_with_gradients(architecture: str) -> None:
+    model, tokens = make(architecture), ids(1, 10)
+    state, other = model.new_state(), model.new_state()
+    with torch.inference_mode():
+        model(tokens[:, :5], past_key_values=state)
+    with torch.no_grad():
+        model(tokens[:, :5], past_key_values=other)
+    results = [model(tokens[:, 5:], past_key_values=one).logits for one in (state, other)]
+    torch.testing.assert_close(*results)
+    results[0].sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("tokens", "words"),
+    [
+        (torch.tensor([1, 2, 3]), "int64 of shape (3,) given, but it must be a tensor (B, T) of token ids"),
+        (torch.ones(1, 3), "float32 of shape (1, 3) given"),
+        ([[1, 2, 3]], "[[1, 2, 3]] given, but it must be a tensor"),
+        (torch.tensor([[1, 2, VOCAB_SIZE]]), f"{VOCAB_SIZE} given, but there are {VOCAB_SIZE} tokens, from 0"),
+        (torch.tensor([[1, -2]]), f"-2 given, but there are {VOCAB_SIZE} tokens, from 0"),
+    ],
+)
+def test_what_is_no_token_is_named(tokens: Any, words: str) -> None:
+    model = make("elita")
+    for call in (model, model.generate):
+        with pytest.raises(InputError, match=re.escape(f"input_ids: {words}")):
+            call(tokens)
+    with pytest.raises(InputError, match=r"^inputs_embeds: float32 of shape \(1, 3, 15\) given, but"):
+        model(inputs_embeds=torch.zeros(1, 3, 15))
 
 
 def test_returned_scores_are_those_of_the_sequences(architecture: str) -> None:

@@ -151,9 +151,11 @@ def test_a_second_derivative_is_refused() -> None:
 @pytest.mark.parametrize("target", [-1, 7])
 def test_a_target_that_is_no_token_is_named_in_every_dtype(dtype: torch.dtype, target: int) -> None:
     hidden, weight = torch.zeros(3, 4, dtype=dtype), torch.zeros(7, 4, dtype=dtype)
-    for function in (linear_cross_entropy, token_cross_entropy):
+    for function in (unchecked.linear_cross_entropy, unchecked.token_cross_entropy):
         with pytest.raises(InputError, match=rf"^targets: {target} given, but there are 7 tokens, from 0"):
             function(hidden, weight, None, torch.tensor([0, -100, target]))
+        with pytest.raises(InputError, match=r"^targets: shape \(2,\) given, but it must be \(3,\)"):
+            function(hidden, weight, None, torch.tensor([0, 1]))
     with pytest.raises(InputError, match=r"^label_smoothing: 1\.5 given"):
         linear_cross_entropy(hidden, weight, None, torch.tensor([0, 1, 2]), label_smoothing=1.5)
 

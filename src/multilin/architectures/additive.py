@@ -83,9 +83,9 @@ class AdditivePooling(ParameterHolder, Reader):
 
     def __init__(self, hidden_size: int, options: AdditiveOptions) -> None:
         super().__init__()
-        width = head_width(hidden_size, options.num_heads)
-        self.scorer = nn.Parameter(torch.empty(options.num_heads, width))
         self.window, self.is_standardized = options.window, options.stabilizer == "head_norm"
+        width = head_width(hidden_size, options.num_heads, fewest=2 if self.is_standardized else 1)
+        self.scorer = nn.Parameter(torch.empty(options.num_heads, width))
         self.scale = (options.rescale or 15.0) / width if self.is_standardized else hidden_size**-0.5
         self.null_logit = math.log(PACKAGE_EPS) if self.is_standardized else None
 

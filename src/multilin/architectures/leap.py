@@ -68,7 +68,8 @@ class LeapAttention(Reader):
 
     def __init__(self, hidden_size: int, options: LeapOptions) -> None:
         super().__init__()
-        self.options, width = options, head_width(hidden_size, options.num_heads)
+        self.options = options
+        width = head_width(hidden_size, options.num_heads, fewest=1 if options.rescale is None else 2)
         self.scale = width**-0.5 if options.rescale is None else options.rescale / width
         self.projections = Linear(hidden_size, 4 * hidden_size, bias=False)
         self.dropout = nn.Dropout(options.dropout)

@@ -44,6 +44,10 @@ def insert_adapters(model: PreTrainedModel, config: "LoraConfig", field: str) ->
     Raises:
         InputError: there is no module of such a name, one without a matrix, or a head that is tied to the embedding.
     """
+    if getattr(model.config, "unit_variance", False):
+        raise InputError(
+            f"{field}: given for a Llama with unit_variance, but adapters do not scale what they read as it does"
+        )
     peft = import_peft()
     with as_input_error(lambda reason: f"{field}: no adapters for this model ({reason})"), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of tied heads, which are refused

@@ -58,8 +58,12 @@ class ParameterHolder(nn.Module):
                 nn.init.normal_(parameter, std=std)
 
 
-def head_width(hidden_size: int, num_heads: int) -> int:
-    """Width of each head; refuses a number of heads that does not divide the hidden size."""
+def head_width(hidden_size: int, num_heads: int, *, fewest: int = 1) -> int:
+    """Width of each head; refuses a number of heads that does not divide the hidden size, or leaves less than this."""
     if hidden_size % num_heads:
         raise InputError(f"num_heads: {num_heads} given, but it must divide the hidden size {hidden_size}")
+    if hidden_size // num_heads < fewest:
+        raise InputError(
+            f"num_heads: {num_heads} given, but heads of the hidden size {hidden_size} must be {fewest} wide or wider"
+        )
     return hidden_size // num_heads

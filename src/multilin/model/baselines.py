@@ -60,10 +60,20 @@ class ScaledLlama(_Biased, LlamaForCausalLM):
     def __init__(self, config: ScaledLlamaConfig) -> None:
         super().__init__(config)
         if config.unit_variance:
-            for module in self.modules():
-                if isinstance(module, nn.Linear):
-                    module.register_forward_pre_hook(_scale_input)
+            self._scale_inputs()
             nn.init.normal_(self.get_input_embeddings().weight)
+
+    def _scale_inputs(self) -> None:
+        for module in self.modules():
+            if isinstance(module, nn.Linear) and _scale_input not in module._forward_pre_hooks.values():
+                module.register_forward_pre_hook(_scale_input)
+
+    def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Module:
+        """As transformers', which may put another head in the place of the one whose input is scaled."""
+        embeddings = super().resize_token_embeddings(*args, **kwargs)
+        if self.config.unit_variance:
+            self._scale_inputs()
+        return embeddings
 
 
 def _scale_input(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -20,7 +20,7 @@ from multilin.layers.linear import Arithmetic, Linear, set_arithmetic
 from multilin.layers.norms import TileNorm, normalize_gradient
 from multilin.model.config import MultilinConfig
 from multilin.model.documents import Packing, read_packing
-from multilin.model.embedding import TokenEmbedding
+from multilin.model.embedding import TokenEmbedding, check_tokens
 from multilin.model.padding import ColumnOrder, check_mask, pads_after_tokens
 from multilin.model.remote import write_auto_file
 from multilin.model.state import TextState, layer_kinds, open_state
@@ -134,6 +134,7 @@ class MultilinModel(MultilinPreTrainedModel):
             raise InputError(f"input_ids: {given} of input_ids and inputs_embeds given, but one of them is needed")
         tokens = input_ids if inputs_embeds is None else inputs_embeds
         assert tokens is not None
+        check_tokens("input_ids" if inputs_embeds is None else "inputs_embeds", tokens, self.config)
         packing, others = read_packing(document_ids, cu_seqlens, position_ids, others)
         _refuse_unknown({"output_attentions": self.config.output_attentions, **others})
         if use_cache is None:

@@ -92,6 +92,9 @@ class MultilinConfig(PretrainedConfig):
         **kwargs: Any,
     ) -> None:
         given = locals()
+        for other, name in self.attribute_map.items():
+            if other in kwargs:
+                given[name] = kwargs.pop(other)
         fields = load_settings(_Fields, {name: given[name] for name in FIELDS})
         for name in FIELDS:
             setattr(self, name, getattr(fields, name))
@@ -105,6 +108,13 @@ class MultilinConfig(PretrainedConfig):
             raise InputError(f"num_hidden_layers: {num_layers} given, but {len(self.layers)} layers are listed")
         kwargs.setdefault("auto_map", dict(AUTO_MAP))
         super().__init__(**{**kwargs, "tie_word_embeddings": self.tie_word_embeddings})
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """As transformers', but fields that replace those of the file are checked like them."""
+        own = [*FIELDS, *TOKEN_IDS, *cls.attribute_map, "num_hidden_layers"]
+        given = {name: kwargs.pop(name) for name in own if name in kwargs}
+        return super().from_dict({**config_dict, **given}, **kwargs)
 
     def _check(self, others: Mapping[str, Any]) -> None:
         """Check what the type of a single field does not say."""

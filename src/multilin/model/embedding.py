@@ -1,11 +1,11 @@
 """The model's first stage: token and position embeddings, and the position of every token in its text."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from multilin.errors import InputError
+from multilin.errors import InputError, shown
 from multilin.layers.base import Layout
 from multilin.model.config import MultilinConfig
 from multilin.model.documents import Packing, document_starts
@@ -106,6 +106,24 @@ class TokenEmbedding(nn.Module):
             raise InputError(
                 f"n_positions: the text has {length} tokens, but this model reads at most {self.limit} (n_positions)"
             )
+
+
+def check_tokens(name: str, tokens: Any, config: MultilinConfig) -> None:
+    """Refuse what is no (B, T) tensor of ids of the vocabulary, and no (B, T, D) tensor of embeddings."""
+    is_ids = name == "input_ids"
+    form = "(B, T) of token ids" if is_ids else f"(B, T, {config.hidden_size}) of embeddings"
+    if not isinstance(tokens, Tensor):
+        raise InputError(f"{name}: {shown(tokens)} given, but it must be a tensor {form}")
+    fits = tokens.ndim == 2 if is_ids else tokens.ndim == 3 and tokens.shape[-1] == config.hidden_size
+    if not fits or (tokens.dtype in (torch.int64, torch.int32)) != is_ids:
+        kind = f"{str(tokens.dtype).removeprefix('torch.')} of shape {tuple(tokens.shape)}"
+        raise InputError(f"{name}: {kind} given, but it must be a tensor {form}")
+    # On a GPU the numbers would have to be waited for, and a traced tensor has none.
+    if is_ids and tokens.numel() and type(tokens) is Tensor and tokens.device.type == "cpu" and can_read_values(tokens):
+        low, high = (int(x) for x in tokens.aminmax())
+        if low < 0 or high >= config.vocab_size:
+            wrong = low if low < 0 else high
+            raise InputError(f"input_ids: {wrong} given, but there are {config.vocab_size} tokens, from 0")
 
 
 def hash_tokens(input_ids: Tensor, before_B: Tensor, counts_BT: Tensor | None = None) -> Tensor:

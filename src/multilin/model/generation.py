@@ -9,7 +9,7 @@ from transformers import GenerationConfig, GenerationMixin
 
 from multilin.errors import InputError
 from multilin.model.config import MultilinConfig
-from multilin.model.embedding import hash_tokens
+from multilin.model.embedding import check_tokens, hash_tokens
 from multilin.model.state import TextState, layer_kinds, open_state
 
 OTHER_MODES = {
@@ -73,6 +73,7 @@ class StatefulGenerationMixin(GenerationMixin):
                     "size; leave it out"
                 )
             kwargs["cache_implementation"] = None
+        _check_order(tokens, settings, kwargs)
         num_before = torch.zeros(1, dtype=torch.long)
         # Without a state, embeddings would be followed by tokens that stand for themselves alone.
         is_cached = name == "inputs_embeds" or _setting("use_cache", settings, kwargs) is not False
@@ -83,6 +84,9 @@ class StatefulGenerationMixin(GenerationMixin):
             if _setting("is_assistant", settings, kwargs):
                 state.activate_past_recording()
             num_rows = max(_setting(name, settings, kwargs) or 1 for name in ("num_beams", "num_return_sequences"))
+            if tokens is not None:
+                size = _setting("prefill_chunk_size", settings, kwargs)
+                _check_pieces(kwargs.get("attention_mask"), tokens.shape[1] - state.num_columns, size)
             kwargs["past_key_values"] = state if num_rows == 1 else state.fork(num_rows)
         self._check_length(tokens, num_before, settings, kwargs)
         return super().generate(inputs, generation_config, **kwargs)
@@ -100,6 +104,8 @@ class StatefulGenerationMixin(GenerationMixin):
         if inputs is None:
             given["input_ids"] = kwargs.get("input_ids")
         for name, tokens in given.items():
+            if tokens is not None:
+                check_tokens(name, tokens, self.config)
             if tokens is not None and tokens.shape[1] > 0:
                 return name, tokens
         return "input_ids", None
@@ -214,3 +220,29 @@ def _num_columns_read(name: str, tokens: Tensor, mask: Tensor | None, state: Tex
                 f"{how}"
             )
     return num_columns
+
+
+def _check_order(tokens: Tensor | None, settings: Settings, kwargs: dict[str, Any]) -> None:
+    """Refuse arguments that place tokens otherwise than one after the other, as every row is continued."""
+    for name in ("document_ids", "cu_seqlens", "seq_idx", "cu_seq_lens_q"):
+        if kwargs.get(name) is not None:
+            raise InputError(f"{name}: given, but generate() continues one text in each row; give the last one alone")
+    positions, mask = kwargs.pop("position_ids", None), kwargs.get("attention_mask")
+    if positions is None or tokens is None or _setting("is_assistant", settings, kwargs):
+        return  # transformers itself sends positions to assistants
+    counts_BT = torch.ones_like(tokens if tokens.ndim == 2 else tokens[..., 0]).long() if mask is None else mask.long()
+    expected_BT = (counts_BT.cumsum(dim=1) - 1)[:, -positions.shape[-1] :]
+    if ((positions != expected_BT) & (counts_BT[:, -positions.shape[-1] :] != 0)).any():
+        raise InputError("position_ids: given, but generate() counts the tokens of each row from 0; leave it out")
+
+
+def _check_pieces(mask: Tensor | None, num_columns: int, size: int | None) -> None:
+    """Refuse a prompt read in pieces if a row has no token in the last piece, which gives the first new token."""
+    if mask is not None and size is not None:
+        rest = mask[:, -num_columns:]
+        empty_B = (rest[:, (num_columns - 1) // size * size :] == 0).all(dim=1)
+        if empty_B.any():
+            raise InputError(
+                f"prefill_chunk_size: {size} given, but the last piece holds only padding in row "
+                f"{int(empty_B.nonzero()[0, 0])}; pad prompts on the left"
+            )

@@ -14,7 +14,7 @@ from multilin.layers.linear import Arithmetic, set_arithmetic
 from multilin.model.body import MultilinModel, MultilinPreTrainedModel
 from multilin.model.config import MultilinConfig
 from multilin.model.generation import StatefulGenerationMixin
-from multilin.model.loss import sequence_loss, token_losses
+from multilin.model.loss import check_targets, sequence_loss, token_losses
 from multilin.model.output_bias import FixedBias, FixedBiasLinear
 from multilin.model.state import TextState
 from multilin.settings import load_settings
@@ -82,6 +82,9 @@ class MultilinForCausalLM(FixedBias, MultilinPreTrainedModel, StatefulGeneration
         # No parameter by name: Trainer would take it for a label of every batch, and evaluate without a loss.
         shift_labels = others.pop("shift_labels", None)
         is_scored = labels is not None or shift_labels is not None
+        for name, targets in (("labels", labels), ("shift_labels", shift_labels)):
+            if targets is not None:
+                check_targets(name, targets, input_ids if inputs_embeds is None else inputs_embeds)
         if use_cache is None and is_scored:
             use_cache = past_key_values is not None
         body = self.model(

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from multilin.errors import InputError
 from multilin.layers.linear import is_unwrapped
 from multilin.model.output_bias import FixedBiasLinear
 from multilin.ops.linear_cross_entropy import linear_cross_entropy, rows_of_chunk, token_cross_entropy
@@ -60,3 +61,12 @@ def _chunks(head: nn.Module, hidden_ND: Tensor, targets_N: Tensor) -> Iterator[t
 
 def _wide(logits: Tensor) -> Tensor:
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+
+def check_targets(name: str, targets: Tensor, tokens: Tensor | None) -> None:
+    """Refuse targets that are not one id for each token."""
+    if tokens is not None and (targets.shape != tokens.shape[:2] or targets.dtype not in (torch.int64, torch.int32)):
+        kind = f"{str(targets.dtype).removeprefix('torch.')} of shape {tuple(targets.shape)}"
+        raise InputError(
+            f"{name}: {kind} given, but it must be int64 of shape {tuple(tokens.shape[:2])}, as the ids are"
+        )

@@ -189,7 +189,7 @@ class TextState(Cache):
         is_short = self.num_tokens is not None and num_new <= LONGEST_STEP
         is_traced = torch.is_grad_enabled() or torch.compiler.is_compiling()
         if not is_plain or not is_short or is_traced or self._earlier is not None:
-            self.values = self.values
+            self.values = [map_tensors(_unlocked, value) for value in self.values]
         else:
             for part in self.parts:
                 part.value = map_windows(lambda window: self._as_ring(window, num_new), part.value)
@@ -261,6 +261,11 @@ class TextState(Cache):
         """Go back to the start of a text."""
         self.num_columns, self.values = 0, [None] * len(self.parts)
         self._earlier = None if self._earlier is None else []
+
+
+def _unlocked(tensor: Tensor) -> Tensor:
+    """The tensor, or a copy that can be used outside of inference mode, in which it was made."""
+    return tensor.clone() if tensor.is_inference() and not torch.is_inference_mode_enabled() else tensor
 
 
 def layer_kinds(config: MultilinConfig) -> tuple[str, ...]:

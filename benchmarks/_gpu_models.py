@@ -15,6 +15,7 @@ from multilin.analysis.costs import state_bytes
 from multilin.architectures import architectures
 from multilin.inference.cuda_graphs import DecodingGraphs
 from multilin.model import MultilinForCausalLM
+from multilin.model.baselines import attend_without_mask
 from multilin.model.factory import BASELINES, create_model
 from multilin.training.precision import tf32_beside_bf16
 
@@ -92,6 +93,8 @@ def _step(
     with torch.device(device):
         model = build(name, hidden_size, depth, length, arguments).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=device.type == "cuda")
+    if name in BASELINES:
+        attend_without_mask(model)
     rows = max(1, arguments.tokens // length)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()

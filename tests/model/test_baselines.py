@@ -1,7 +1,9 @@
 """GPT-2 and Llama with the log of the token counts, and Llama with products of unit variance."""
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import peft
 import pytest
@@ -12,6 +14,7 @@ from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 from multilin.errors import InputError
 from multilin.inference.adapters import insert_adapters
 from multilin.inference.runs import load_run
+from multilin.model.baselines import attend_without_mask
 from multilin.model.factory import BASELINES, create_model
 from multilin.training.recipe import load_recipe
 from multilin.training.trainer import train
@@ -48,6 +51,33 @@ def test_products_of_unit_variance_are_rates_matrix_by_matrix() -> None:
             loss.backward()
             optimizer.step()
     assert losses[0] < first - 0.2
+
+
+@pytest.mark.parametrize("name", BASELINES)
+@torch.no_grad()
+def test_compiled_they_attend_to_the_past_without_a_mask_tensor(name: str) -> None:
+    """Which PyTorch's fast kernels would not take; padding and states of texts are still told apart."""
+    torch.manual_seed(0)
+    model = create_model(name, **SIZES).eval()
+    padding = torch.ones_like(IDS).index_fill(1, torch.arange(3), 0)
+    expected = model(IDS, use_cache=False).logits, model(IDS, attention_mask=padding).logits[padding.bool()]
+    masks = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
+        calls = graph.graph.find_nodes(op="call_function", target=nn.functional.scaled_dot_product_attention)
+        masks.append([call.kwargs.get("attn_mask") is not None for call in calls])
+        return graph.forward
+
+    attend_without_mask(model)
+    compiled = torch.compile(model, backend=backend)
+    torch.testing.assert_close(compiled(IDS, use_cache=False).logits, expected[0])
+    assert masks == [[False, False]]
+    torch.testing.assert_close(compiled(IDS, attention_mask=padding).logits[padding.bool()], expected[1])
+    assert any(masks[-1])
+    begun = model(IDS[:, :5], use_cache=True)
+    rest = compiled(IDS[:, 5:], past_key_values=begun.past_key_values)
+    torch.testing.assert_close(rest.logits, expected[0][:, 5:])
+    torch.testing.assert_close(model(IDS).logits, expected[0])
 
 
 def test_it_begins_with_the_variances_that_it_is_named_for() -> None:

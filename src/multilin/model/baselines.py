@@ -9,8 +9,10 @@ whole rate.
 
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from transformers import (
+    AttentionInterface,
     AutoConfig,
     AutoModelForCausalLM,
     GPT2Config,
@@ -19,6 +21,8 @@ from transformers import (
     LlamaForCausalLM,
     PreTrainedModel,
 )
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from multilin.model.output_bias import FixedBias, FixedBiasLinear
@@ -81,6 +85,27 @@ def _scale_input(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
     return (inputs[0] * module.in_features**-0.5, *inputs[1:])
 
 
+def attend_without_mask(model: PreTrainedModel) -> None:
+    """Let GPT-2 or Llama leave the causal mask to PyTorch's attention also while it is compiled; no other model changes.
+
+    transformers makes a mask of T x T there, as it cannot look whether position_ids are those of packed texts, and
+    PyTorch's fast kernels take no mask. So give the model no position_ids of packed texts while it is compiled.
+    """
+    if model.config.model_type in _WITHOUT_WINDOWS and model.config._attn_implementation == "sdpa":
+        model.set_attn_implementation(_WITHOUT_MASK)
+
+
+def _mask(*, q_length: int, kv_length: int, attention_mask: Tensor | None = None, **call: Any) -> Tensor | None:
+    if torch.compiler.is_compiling() and attention_mask is None and q_length == kv_length:
+        return None
+    mask: Tensor | None = sdpa_mask(q_length=q_length, kv_length=kv_length, attention_mask=attention_mask, **call)
+    return mask
+
+
+_WITHOUT_WINDOWS = ("gpt2", "llama", BiasedGPT2Config.model_type, ScaledLlamaConfig.model_type)
+_WITHOUT_MASK = "multilin_without_mask"
+AttentionInterface.register(_WITHOUT_MASK, sdpa_attention_forward)
+AttentionMaskInterface.register(_WITHOUT_MASK, _mask)
 AutoConfig.register(BiasedGPT2Config.model_type, BiasedGPT2Config)
 AutoConfig.register(ScaledLlamaConfig.model_type, ScaledLlamaConfig)
 AutoModelForCausalLM.register(BiasedGPT2Config, BiasedGPT2)

@@ -17,6 +17,7 @@ from multilin.data.task_text import TaskText, is_task, task_text
 from multilin.data.tokenizers import tokenizer_hash
 from multilin.errors import InputError, plural
 from multilin.inference.runs import read_config
+from multilin.model.baselines import attend_without_mask
 from multilin.model.factory import create_config, create_model
 from multilin.model.memory import FLOAT_BYTES, ID_BYTES, activation_bytes, check_memory, loss_bytes, parameter_bytes
 from multilin.training.adapters import add_adapters
@@ -152,6 +153,8 @@ def build_model(recipe: Recipe, text: PreparedText | TaskText, checkpoint: Path 
     set_arithmetic(model, recipe.training)
     if recipe.training.lora is not None:
         add_adapters(model, recipe)
+    if recipe.training.compile:
+        attend_without_mask(model)
     if recipe.training.gradient_checkpointing:
         # transformers 5.23 renamed it; the old name still works there, with a warning.
         getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()

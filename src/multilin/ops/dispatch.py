@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 from multilin.ops.kernels import is_exported, why_no_numba, why_no_triton
 
@@ -67,9 +68,14 @@ class Op:
         """The first backend that computes in this type on this device of this machine, and takes the call.
 
         Without arguments, `refuses` is not consulted, and special cases are left out.
+
+        Raises:
+            RuntimeError: an argument has a forward-mode derivative, which kernels would drop without a word.
         """
         options = options or {}
         if arguments is not None:
+            if _has_tangent(*arguments, *options.values()):
+                raise RuntimeError(f"{self.name} has no forward-mode derivative; take the gradient instead")
             for special in self.special_cases:
                 if special.fits(device, dtype) and special.refuses(*arguments, **options) is None:
                     return special
@@ -87,6 +93,13 @@ class Op:
                 warn_once(f"{refused}; {backend.name} runs instead, which may be many times slower")
             return backend
         raise AssertionError(f"{self.name}: the reference takes everything")
+
+
+def _has_tangent(*inputs: Any) -> bool:
+    """True if one of these tensors carries a forward-mode derivative."""
+    if forward_ad._current_level < 0:
+        return False
+    return any(isinstance(x, torch.Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in inputs)
 
 
 def result_dtype(x: torch.Tensor) -> torch.dtype:

@@ -88,7 +88,9 @@ def prefix_softmax(
         own_logits = own_logits.to(dtype)
     if isinstance(state, Ring):
         return _read_ring(logits, values, state, window, null_logit)
-    backend = PREFIX_SOFTMAX.backend_for(values.device, dtype if dtype is torch.float64 else values.dtype, (values,))
+    backend = PREFIX_SOFTMAX.backend_for(
+        values.device, dtype if dtype is torch.float64 else values.dtype, (values, logits, own_logits)
+    )
     means, after = backend.compute(
         logits, values, window=window, own_logits=own_logits, null_logit=null_logit,
         state=state, starts=starts, needs_state=needs_state,

@@ -20,7 +20,7 @@ _backwards = LazyModule("multilin.ops.prefix_softmax.gpu_backward")
 _launch = LazyModule("multilin.ops.kernels.gpu_launch")
 
 
-def refuses(values: Tensor) -> str | None:
+def refuses(values: Tensor, *_: object) -> str | None:
     """The reason against one call."""
     if values.shape[-1] > WIDEST:
         return f"heads are {values.shape[-1]} wide, and it takes at most {WIDEST}"

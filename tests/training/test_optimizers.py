@@ -63,6 +63,13 @@ def test_the_scale_of_all_gradients_does_not_matter(exponent: float, rows: bool,
     torch.testing.assert_close(walk(KINDS[kind], scaled, rows=rows), expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("rows", [True, False])
+def test_gradients_too_small_to_be_squared_leave_numbers(make: Make, rows: bool) -> None:
+    for scale in (1e-19, 3e-20, 1e-21, 1e-22, 1e-30, 1e-45):
+        moved = walk(make, [torch.full((3, 4), scale)], rows=rows, lr=0.1) - 1
+        assert moved.isfinite().all() and moved.abs().max() <= 0.2, scale
+
+
 @pytest.mark.parametrize("first", [True, False])
 def test_rows_do_not_know_of_each_other(make: Make, first: bool) -> None:
     gradients = [draw(6, 4, seed=seed) for seed in range(3)]

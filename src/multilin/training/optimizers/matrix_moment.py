@@ -96,4 +96,5 @@ def _advance(second_moment: Tensor, weight: Tensor, step: Tensor, mean_square: T
     weight.mul_(keep).add_(1)
     second_moment.mul_(keep).add_(mean_square)
     zero = mean_square == 0
-    return keep, (weight / second_moment.masked_fill(zero, 1.0)).sqrt().masked_fill(zero, 0.0)
+    # Roots first: the quotient of squares can be too large for float32 where that of the roots is not.
+    return keep, (weight.sqrt() / second_moment.masked_fill(zero, 1.0).sqrt()).masked_fill(zero, 0.0)

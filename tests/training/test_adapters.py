@@ -4,6 +4,7 @@ import json
 import shutil
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +91,30 @@ def test_adapters_resume_bit_for_bit(tune: Tiny, base: Path, tmp_path: Path, sto
     assert left.keys() == right.keys()
     assert all(torch.equal(left[name], right[name]) for name in left)
     assert metrics(result.output) == metrics(whole.output)
+
+
+def test_adapters_of_normalized_sgd_resume(tune: Tiny, base: Path, tmp_path: Path, stopped: Stopped) -> None:
+    """Its state has no tensor as large as a parameter there."""
+    options = {**LORA, "optimizer.name": "normalized_sgd"}
+    whole = train(tune(base, tmp_path / "whole", **options))
+    stopped(tune(base, tmp_path / "run", **options), 5)
+    result = train(load_recipe(tmp_path / "run"), resume=True)
+    for name, tensor in load_file(whole.output / ADAPTERS).items():
+        assert torch.equal(load_file(result.output / ADAPTERS)[name], tensor), name
+
+
+@pytest.mark.parametrize("quantization", ["none", "ternary"])
+def test_adapters_are_read_as_they_were_trained(tiny: Tiny, tune: Tiny, tmp_path: Path, quantization: str) -> None:
+    """Beside float32 weights that no product rounds, whatever the base was trained or saved with."""
+    rounded = tiny(tmp_path / "base", **{"training.quantization": quantization, "training.max_steps": 4})
+    start = load_run(train(rounded).output)
+    if quantization == "none":
+        start.model.bfloat16().save_pretrained(start.folder)
+    with pytest.warns(UserWarning, match="ternary") if quantization == "ternary" else nullcontext():
+        result = train(tune(start.folder, tmp_path / "run", **LORA))
+    model = load_run(result.output).model
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    assert model.config.arithmetic.get("weights", "none") == "none"
 
 
 def test_recomputed_layers_train_the_same_adapters(tune: Tiny, base: Path, tmp_path: Path) -> None:

@@ -1,8 +1,10 @@
 import errno
+import math
 import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from multilin.training import checkpoints
 from multilin.training.outcomes import RunResult, TrainingFailed
 from multilin.training.run_folder import RunFolder
 from multilin.training.trainer import train
+from multilin.training.transformers_trainer import RunTrainer
 from tests.training.conftest import AtStep, Tiny, assert_same_weights, metrics
 
 DISK_IS_FULL = [
@@ -73,6 +76,23 @@ def test_a_step_that_is_not_finite_can_be_left_out(
     assert [line["skipped_steps"] for line in lines] == [0] * 5 + [1]
     assert lines[-1]["loss"] == lines[-2]["loss"]
     assert lines[-1]["tokens"] == 6 * lines[0]["tokens"]
+
+
+def test_checkpoints_change_nothing_while_all_steps_are_left_out(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PyTorch makes a state for an optimizer without one by a step of its own, to save it."""
+    compute, results = RunTrainer.compute_loss, []
+
+    def infinite_at_first(self: RunTrainer, *arguments: Any, **options: Any) -> Any:
+        return compute(self, *arguments, **options) * (math.inf if self.state.global_step < 3 else 1.0)
+
+    monkeypatch.setattr(RunTrainer, "compute_loss", infinite_at_first)
+    for every in (0, 2):
+        options = {"optimizer.nonfinite": "skip", "training.max_steps": 6, "training.save_every_steps": every}
+        with pytest.warns(UserWarning, match="is not finite"):
+            results.append(train(tiny(tmp_path / f"run{every}", **options)))
+    assert_same_weights(*(result.output for result in results))
 
 
 @pytest.mark.parametrize("error", DISK_IS_FULL)
@@ -139,6 +159,17 @@ def test_there_must_be_a_run_to_resume(tiny: Tiny, tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"output: there is no run to resume in .*nothing"):
         train(tiny(tmp_path / "nothing"), resume=True)
     assert not (tmp_path / "nothing").exists()
+
+
+def test_a_model_without_its_checkpoints_is_not_trained_over(
+    tiny: Tiny, tmp_path: Path, uninterrupted: RunResult
+) -> None:
+    moved = tmp_path / "moved"
+    shutil.copytree(uninterrupted.output, moved)
+    weights = (moved / "model.safetensors").read_bytes()
+    with pytest.raises(InputError, match=r"moved holds a model \(model\.safetensors\) and no checkpoint"):
+        train(tiny(moved), resume=True)
+    assert (moved / "model.safetensors").read_bytes() == weights
 
 
 def test_resume_and_overwrite_exclude_each_other(tiny: Tiny, tmp_path: Path) -> None:

@@ -81,6 +81,11 @@ def test_what_a_recipe_chose_for_a_name_gives_way_to_another_and_stays_with_the_
     kept = load_recipe(path, same)
     assert (kept.model.options, kept.tokenizer.vocab_size, kept.schedule.tail) == ({"num_heads": 2}, 512, 3)
     assert kept.optimizer == dataclasses.replace(kept.optimizer, betas=(0.9, 0.95), learning_rate=0.5)
+    decayed = {"optimizer.weight_decay": 0.3, "optimizer.clip_norm": 2.0}
+    assert load_recipe(path, decayed).optimizer.weight_decay == 0.3
+    save_recipe(resolve_recipe(load_recipe(path, same | decayed)), tmp_path / "resolved.yaml")
+    other = load_recipe(tmp_path / "resolved.yaml", {"optimizer.name": "normalized_sgd"}).optimizer
+    assert (other.weight_decay, other.clip_norm) == (None, None)
     changed = load_recipe(path, {"tokenizer.kind": "byte", "optimizer.name": "muon", "training.max_steps": 3})
     assert (changed.tokenizer.vocab_size, changed.training.minutes) == (None, None)
     assert (changed.optimizer.betas, changed.optimizer.learning_rate) == (None, None)

@@ -156,6 +156,16 @@ def test_the_hub_without_network_is_one_sentence(tune: Tiny, tmp_path: Path, mon
             tune(name, tmp_path)
 
 
+def test_what_a_run_recorded_of_its_model_gives_way_to_another_start(
+    tiny: Tiny, uninterrupted: RunResult, tmp_path: Path
+) -> None:
+    other = tiny(tmp_path / "other", **{"model.hidden_size": 32, "training.max_steps": 2})
+    started = train(
+        load_recipe(uninterrupted.output, {"model.start": str(train(other).output), "output": str(tmp_path / "run")})
+    )
+    assert started.model.config.hidden_size == 32
+
+
 def test_a_start_that_changed_is_said(tune: Tiny, uninterrupted: RunResult, tmp_path: Path) -> None:
     folder = tmp_path / "copy"
     shutil.copytree(uninterrupted.output, folder)

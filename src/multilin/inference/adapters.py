@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 
 from multilin.errors import InputError, as_input_error, plural
 from multilin.inference.run_files import ADAPTER_WEIGHTS, base_of
+from multilin.layers.linear import Arithmetic
 from multilin.settings.inputs import check_regular
 
 if TYPE_CHECKING:
@@ -72,7 +73,8 @@ def merge_adapters(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
     """The model with the adapters of a folder merged into its weights.
 
     Args:
-        model: that the adapters belong to; changed in place.
+        model: that the adapters belong to; changed in place, to float32 weights that no product rounds, as it is while
+            adapters are trained.
         folder: with adapter_config.json and adapter_model.safetensors.
 
     Raises:
@@ -87,6 +89,9 @@ def merge_adapters(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
         config, weights = peft.PeftConfig.from_pretrained(str(folder)), load_file(path)
     if config.peft_type != peft.PeftType.LORA:
         raise InputError(f"{subject} are of the kind {config.peft_type}, but only LORA is read")
+    model = model.float()
+    if hasattr(model, "set_arithmetic"):
+        model.set_arithmetic(Arithmetic())
     config.init_lora_weights, config.inference_mode = True, True  # some initial weights change the model's own
     other = f"{subject} belong to another model than {base_of(folder)}"
     try:

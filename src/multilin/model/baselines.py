@@ -86,7 +86,7 @@ def _scale_input(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def attend_without_mask(model: PreTrainedModel) -> None:
-    """Let GPT-2 or Llama leave the causal mask to PyTorch's attention also while it is compiled; no other model changes.
+    """Let GPT-2 or Llama leave the causal mask to PyTorch's attention also while it is compiled; others are left.
 
     transformers makes a mask of T x T there, as it cannot look whether position_ids are those of packed texts, and
     PyTorch's fast kernels take no mask. So give the model no position_ids of packed texts while it is compiled.

@@ -140,6 +140,13 @@ def build_model(recipe: Recipe, text: PreparedText | TaskText, checkpoint: Path 
         model = create_network(recipe, len(tokenizer), checkpoint)
     else:
         model = load_start(recipe.model.start, recipe.model.start_hash, tokenizer)
+        rounding = (getattr(model.config, "arithmetic", None) or {}).get("weights", "none")
+        if rounding not in ("none", recipe.training.quantization):
+            warnings.warn(
+                f"training.quantization: {recipe.training.quantization!r}, but the model to start from was trained "
+                f"with {rounding!r}: its weights are not rounded any more",
+                stacklevel=2,
+            )
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
         setattr(model.config, name, getattr(tokenizer, name))
         setattr(model.generation_config, name, getattr(tokenizer, name))

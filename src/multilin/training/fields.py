@@ -4,12 +4,31 @@ import copy
 from collections.abc import Mapping
 from typing import Any
 
-_DEPENDENT = {  # field to the fields that were given for its current value
+_DEPENDENT: dict[str, tuple[str, ...]] = {  # field to the fields that were given for its current value
     "model.architecture": ("model.options", "model.layers", "model.config", "optimizer.learning_rate"),
     "model.layers": ("model.options", "model.num_layers"),
+    "model.start": (
+        "model.start_hash",
+        "model.architecture",
+        "model.hidden_size",
+        "model.num_layers",
+        "model.options",
+        "model.layers",
+        "model.config",
+        "tokenizer.kind",
+        "tokenizer.vocab_size",
+        "tokenizer.path",
+    ),
     "tokenizer.kind": ("tokenizer.vocab_size", "tokenizer.path"),
     "tokenizer.path": ("tokenizer.kind", "tokenizer.vocab_size"),
-    "optimizer.name": ("optimizer.learning_rate", "optimizer.betas", "optimizer.row_average", "optimizer.row_order"),
+    "optimizer.name": (
+        "optimizer.learning_rate",
+        "optimizer.weight_decay",
+        "optimizer.clip_norm",
+        "optimizer.betas",
+        "optimizer.row_average",
+        "optimizer.row_order",
+    ),
     "schedule.name": ("schedule.tail", "schedule.constant_steps"),
     "training.max_steps": ("training.minutes",),
     "training.minutes": ("training.max_steps",),

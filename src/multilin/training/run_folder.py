@@ -198,6 +198,11 @@ class RunFolder:
         if checkpoint is None and not self.recipe.exists():
             raise InputError(f"output: there is no run to resume in {self.path}")
         if checkpoint is None:
+            if model := next(self.path.glob("*.safetensors"), None):  # a run that begins removes an earlier one's
+                raise InputError(
+                    f"output: {self.path} holds a model ({model.name}) and no checkpoint to go on from; name it as "
+                    "model.start in another run, or replace it with --overwrite"
+                )
             before = load_recipe(self.path)
         else:
             checkpoints.check_trainer_state(checkpoint)

@@ -90,6 +90,8 @@ class SavingTrainer(Trainer):  # type: ignore[misc]
     def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
         step, parent, wait = self.state.global_step, self.folder.checkpoints, self.accelerator.wait_for_everyone
         self.finish_checkpoint()
+        if not bare_optimizer(self.optimizer).state:
+            return  # every step was skipped: PyTorch would make a state by a step of its own, to save it
         with self.callback.paused("saving"):
             with self._reported(step), contextlib.ExitStack() as stack:
                 if self.is_world_process_zero():

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from multilin.errors import InputError
 from multilin.training.optimizers.base import check_saved_by
 from multilin.training.precision import has_bf16
 
@@ -39,6 +40,20 @@ class Muon(torch.optim.Optimizer):
 
     def __init__(self, params: Any, lr: float = 5e-3, *, weight_decay: float = 0.1) -> None:
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As PyTorch's.
+
+        Raises:
+            InputError: the group does not say which part changes its tensors, or has others than matrices for Muon's.
+        """
+        if "matrices" not in param_group:
+            raise InputError("params: a group without 'matrices' given, which says whether Muon or AdamW changes it")
+        super().add_param_group(param_group)
+        added = self.param_groups[-1]
+        if added["matrices"] and (others := [tuple(x.shape) for x in added["params"] if x.ndim != 2]):
+            self.param_groups.pop()
+            raise InputError(f"params: a tensor of shape {others[0]} given, but Muon changes matrices alone")
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As PyTorch's.

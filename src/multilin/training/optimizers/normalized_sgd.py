@@ -24,8 +24,10 @@ class NormalizedSGD(NormalizingOptimizer):
         normalize_then_average:  A_r <- b A_r + (1 - b) N(G_r)     W_r <- (1 - lr * weight_decay) W_r - lr A_r
         average_then_normalize:  A_r <- b A_r + (1 - b) G_r        W_r <- (1 - lr * weight_decay) W_r - lr N(A_r)
 
-    A row without gradient goes on along its average. State: one number per number of the tensors of rows; of whole
-    tensors only how often they moved, since PyTorch's distributed checkpoints want something of every parameter.
+    The squares of a gradient's numbers are numbers of float32: a norm below about 1e-22 counts as 0, and one above 1e19
+    as infinite, which moves nothing. A row without gradient goes on along its average. State: one number per number of
+    the tensors of rows; of whole tensors only how often they moved, since PyTorch's distributed checkpoints want
+    something of every parameter.
 
     Args:
         params: parameters or parameter groups; `rows` of a group says how its tensors are treated.
@@ -80,5 +82,6 @@ class NormalizedSGD(NormalizingOptimizer):
     def _state(self, parameter: Tensor) -> dict[str, Tensor]:
         state: dict[str, Tensor] = self.state[parameter]
         if not state:
-            state["num_steps"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
+            # Of one dimension: PyTorch finds the device of a saved state by its tensors that have any.
+            state["num_steps"] = torch.zeros(1, dtype=torch.float32, device=parameter.device)
         return state

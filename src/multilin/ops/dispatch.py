@@ -43,6 +43,15 @@ def gpu_kernels(
     return Backend(f"triton ({principle})", compute, "cuda", GPU_DTYPES, why_not=why_no_triton, refuses=refuses)
 
 
+def few_tokens(reference: Callable[..., Any], most: int, device: str | None = None) -> Backend:
+    """The definition as the special case of at most `most` tokens, where it is the fastest."""
+
+    def refuses(queries: torch.Tensor, *_: object, **options: object) -> str | None:
+        return None if queries.shape[1] <= most else "there are many tokens"
+
+    return Backend("reference (few tokens)", reference, device, refuses=refuses)
+
+
 @dataclass
 class Op:
     """A named function with backends, the preferred first; the last one, the definition, takes everything.

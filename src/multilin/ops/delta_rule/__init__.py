@@ -9,7 +9,7 @@ from torch import Tensor
 
 from multilin.errors import InputError
 from multilin.ops.delta_rule import gpu, portable, reference
-from multilin.ops.dispatch import Backend, Op, cpu_kernels, gpu_kernels
+from multilin.ops.dispatch import Backend, Op, cpu_kernels, few_tokens, gpu_kernels
 
 __all__ = ["DELTA_RULE", "DeltaRuleState", "delta_rule", "delta_rule_weights"]
 
@@ -21,7 +21,7 @@ DELTA_RULE = Op(
         Backend("portable (PyTorch, chunks)", portable.delta_rule),
         Backend("reference (PyTorch, token by token)", reference.delta_rule),
     ],
-    special_cases=[Backend("reference (few tokens)", reference.delta_rule, refuses=portable.why_not_short)],
+    special_cases=[few_tokens(reference.delta_rule, portable.SHORT)],
 )
 
 

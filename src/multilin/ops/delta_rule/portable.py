@@ -28,11 +28,6 @@ FORGOTTEN = -1200.0  # 2^-1200 is 0 in float64, too, and sums of such logs lose 
 NUMBERS = {"cpu": 2**20}  # of a piece of the text, for each kind of tensor: much of it stays in the cache
 
 
-def why_not_short(queries: Tensor, *_: object) -> str | None:
-    """The reason against the definition."""
-    return None if queries.shape[1] <= SHORT else "there are many tokens"
-
-
 def delta_rule(
     queries_BTHD: Tensor, keys_BTHD: Tensor, values_BTHE: Tensor, log_decays_BTH: Tensor | None,
     rates_BTH: Tensor | None, memory_BHDE: Tensor, kernels: str = "none",

@@ -8,7 +8,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from multilin.errors import InputError
-from multilin.ops.dispatch import Backend, Op, gpu_kernels
+from multilin.ops.dispatch import Backend, Op, few_tokens, gpu_kernels
 from multilin.ops.ring import Ring
 from multilin.ops.windowed_attention import gpu, portable, reference
 from multilin.ops.windowed_attention.reference import WindowedAttentionState, windowed_attention_weights
@@ -24,7 +24,7 @@ WINDOWED_ATTENTION = Op(
     ],
     special_cases=[
         Backend("window 0", portable.one_token, refuses=partial(portable.why_wider, 0)),
-        Backend("reference (few tokens)", reference.windowed_attention, "cpu", refuses=portable.why_not_short),
+        few_tokens(reference.windowed_attention, portable.SHORT, "cpu"),
         Backend("window 1", portable.one_token, "cpu", refuses=partial(portable.why_wider, 1)),
     ],
 )

@@ -95,11 +95,6 @@ def why_wider(most: int, *_: Tensor, window: int, **options: object) -> str | No
     return None if window <= most else f"the window is larger than {most}"
 
 
-def why_not_short(queries: Tensor, *_: Tensor, **options: object) -> str | None:
-    """The reason against the definition."""
-    return None if queries.shape[1] <= SHORT else "there are many tokens"
-
-
 def from_ring(
     queries_BTHD: Tensor, keys_BTHD: Tensor, values_BTHE: Tensor, ring: Ring, *, window: int, scale: float,
     slope: float | Tensor, hyper: float | Tensor, null_key: bool, padding: Tensor | None,

@@ -39,14 +39,17 @@ class ShortConvolution(ParameterHolder):
         if state is None:
             state = new_BTD.new_zeros(x_BTD.shape[0], num_before, x_BTD.shape[2])
         inputs_BSD, weight_KD = torch.cat([state.to(dtype), new_BTD], dim=1), self.weight.to(dtype)
+        starts_BT = layout.starts_BT
+        text_BS = None if starts_BT is None else pad(starts_BT.cumsum(dim=1), (num_before, 0))
         with torch.autocast(x_BTD.device.type, enabled=False):
             if num_time == 1:
                 y_BTD = (inputs_BSD * weight_KD).sum(dim=1, keepdim=True)
             else:
                 y_BTD = _Convolution.apply(inputs_BSD, weight_KD)
-            if layout.starts_BT is not None:
-                y_BTD = _restart(y_BTD, inputs_BSD, weight_KD, layout.starts_BT)
-        return y_BTD.to(x_BTD.dtype), _last_inputs(inputs_BSD, num_before, layout) if layout.needs_state else None
+            if text_BS is not None:
+                y_BTD = _restart(y_BTD, inputs_BSD, weight_KD, text_BS)
+        y_BTD = y_BTD.to(x_BTD.dtype)
+        return y_BTD, _last_inputs(inputs_BSD, text_BS, layout.padding_BT, num_before) if layout.needs_state else None
 
     def initialize(self, std: float) -> None:
         """Uniform within 1 / sqrt(K), as PyTorch's convolutions begin, whatever the model's range."""
@@ -104,28 +107,25 @@ def _convolve_channels_last(inputs_BSD: Tensor, weight_KD: Tensor) -> Tensor:
     return y_BDT1[..., 0].transpose(1, 2)
 
 
-def _restart(y_BTD: Tensor, inputs_BSD: Tensor, weight_KD: Tensor, starts_BT: Tensor) -> Tensor:
+def _restart(y_BTD: Tensor, inputs_BSD: Tensor, weight_KD: Tensor, text_BS: Tensor) -> Tensor:
     """The sums, made again where they reach over the start of a text."""
-    num_before = len(weight_KD) - 1
-    text_BS = pad(starts_BT.cumsum(dim=1), (num_before, 0))
-    text_BTK = text_BS.unfold(1, num_before + 1, 1)
+    text_BTK = text_BS.unfold(1, len(weight_KD), 1)
     is_own_BTK = text_BTK == text_BTK[..., -1:]
     row_N, time_N = (~is_own_BTK.all(dim=-1)).nonzero(as_tuple=True)
-    taps_NKD = inputs_BSD[row_N[:, None], time_N[:, None] + torch.arange(num_before + 1, device=time_N.device)]
+    taps_NKD = inputs_BSD[row_N[:, None], time_N[:, None] + torch.arange(len(weight_KD), device=time_N.device)]
     own_NKD = taps_NKD.masked_fill(~is_own_BTK[row_N, time_N][..., None], 0.0)
     return y_BTD.index_put((row_N, time_N), (own_NKD * weight_KD).sum(dim=1))
 
 
-def _last_inputs(inputs_BSD: Tensor, num_before: int, layout: Layout) -> Tensor:
+def _last_inputs(inputs_BSD: Tensor, text_BS: Tensor | None, padding_BT: Tensor | None, num_before: int) -> Tensor:
     """A copy of the last inputs of each row up to its last token, with 0 for inputs of earlier texts."""
     num_batch, num_all = inputs_BSD.shape[:2]
     index_BS = torch.arange(num_all - num_before, num_all, device=inputs_BSD.device).expand(num_batch, -1)
-    if layout.padding_BT is not None:
+    if padding_BT is not None:
         number_T = torch.arange(1, num_all - num_before + 1, device=inputs_BSD.device)
-        last_B1 = number_T.masked_fill(layout.padding_BT, 0).amax(dim=1, keepdim=True)
+        last_B1 = number_T.masked_fill(padding_BT, 0).amax(dim=1, keepdim=True)
         index_BS = last_B1 + torch.arange(num_before, device=inputs_BSD.device)
     last_BSD = inputs_BSD.gather(1, index_BS[..., None].expand(-1, -1, inputs_BSD.shape[2]))
-    if layout.starts_BT is not None:
-        text_BS = pad(layout.starts_BT.cumsum(dim=1), (num_before, 0))
+    if text_BS is not None:
         last_BSD = last_BSD.masked_fill((text_BS.gather(1, index_BS) != text_BS[:, -1:])[..., None], 0.0)
     return last_BSD

@@ -128,10 +128,9 @@ def check_groups(saved: list[dict[str, Any]], own: list[dict[str, Any]]) -> None
 
 
 def read_tensors(path: Path) -> dict[str, torch.Tensor]:
-    """The tensors of a safetensors file of a checkpoint, on the CPU."""
+    """The tensors of a safetensors file of a checkpoint, on the CPU; to be called inside `loading`."""
     check_regular(path, "checkpoint")
-    with loading(path):
-        return load_file(path)
+    return load_file(path)
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -140,10 +139,9 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def read_json(path: Path) -> Any:
-    """The plain data in a JSON file of a checkpoint."""
+    """The plain data in a JSON file of a checkpoint; to be called inside `loading`."""
     check_regular(path, "checkpoint")
-    with loading(path):
-        return json.loads(path.read_text(encoding="utf-8"))
+    return json.loads(path.read_text(encoding="utf-8"))
 
 
 def loading(path: Path) -> contextlib.AbstractContextManager[None]:

@@ -65,6 +65,6 @@ class SessionStore:
 
     def _read(self, name: str) -> Session | None:
         try:
-            return Session(**json.loads(self._folder.read(name)))
-        except (FileNotFoundError, ValueError, TypeError):
+            return Session(**json.loads(self._folder.read(name) or b""))
+        except (ValueError, TypeError):
             return None

@@ -219,11 +219,12 @@ class TurnStore:
             self._next_cleaning = now + max(CLEANING, 20 * (now - begin))  # a large store is not listed all the time
 
     def _read(self, entry: Entry, suffix: str) -> bytes | None:
-        try:
-            return None if self.folder is None else self.folder.read(f"{entry.name}.{suffix}")
-        except FileNotFoundError:  # another server has deleted it
-            self._forget(entry)
+        if self.folder is None:
             return None
+        content = self.folder.read(f"{entry.name}.{suffix}")
+        if content is None:  # another server has deleted it
+            self._forget(entry)
+        return content
 
     def _list(self, prefix: str) -> None:
         """Take up the turns in the folder whose ids begin with `prefix`."""

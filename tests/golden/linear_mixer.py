@@ -104,7 +104,7 @@ def make_model(file: Any) -> tuple[MultilinForCausalLM, dict[str, str]]:
             "mixing_bias": True,
             "residual": not is_bare,
             "feed_forward": "gelu" if has_feed_forward else "none",
-            "expansion": len(file[f"w_before_forward.{expand}"]) // width if has_feed_forward else 1,
+            **({"expansion": len(file[f"w_before_forward.{expand}"]) // width} if has_feed_forward else {}),
             "norm": f"{first}seq_layernorm.weight" in weights and not is_bare and "linear" not in kind,
         },
     )

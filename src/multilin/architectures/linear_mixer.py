@@ -162,13 +162,13 @@ def preset(sizes: Sizes, choices: LinearMixerPreset) -> Preset:
     """Positions are in the weights; the output has its own matrix and no norm before it."""
     if sizes.n_positions is None:
         raise InputError("n_positions: none given, but linear_mixer has weights for each position of the longest text")
+    if choices.feed_forward != "gelu" and choices.expansion != LinearMixerPreset.expansion:
+        raise InputError(f"expansion: {choices.expansion} given, but it belongs to feed_forward gelu; leave it out")
     last = LinearMixerOptions.from_choices(choices, context=sizes.n_positions)
     # A ReLU stands only before the output projection.
     others = dataclasses.replace(last, mixing="linear") if choices.mixing == "relu" else last
-    return Preset(
-        layers=[others] * (sizes.num_layers - 1) + [last],
-        model={"tie_word_embeddings": False, "final_norm": "none"},
-    )
+    layers = [others] * (sizes.num_layers - 1) + [last]
+    return Preset(layers, model={"tie_word_embeddings": False, "final_norm": "none"})
 
 
 architecture = Architecture(

@@ -119,6 +119,12 @@ def test_every_name_makes_a_model_of_the_asked_sizes(name: str) -> None:
         ),
         ("tscale", {"hidden_size": 18}, "head_size: none given, which makes it 18, but it must"),
         ("tscale", {"final_norm_tile": 5}, "final_norm_tile: 5 given, but it must divide the hidden size 16"),
+        ("additive", {"final_norm_tile": 8}, "final_norm_tile: 8 given, but only tile_norm has tiles"),
+        (
+            "tscale",
+            {"final_norm": "none", "final_norm_tile": 8},
+            "final_norm_tile: 8 given, but only tile_norm has tiles",
+        ),
         ("gpt2", {"layers": HYBRID, "num_layers": None}, "layers: given, but gpt2 has no list of layers"),
         ("gpt2", {"options": {"window": 2}}, "model.options.window: unknown field"),
         ("gpt2", {"options": {"num_heads": 0}}, "model.options.num_heads: 0 given"),

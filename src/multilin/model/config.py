@@ -190,6 +190,9 @@ class MultilinConfig(PretrainedConfig):
         for field in fields:
             if field not in known:
                 raise InputError(f"{shorten(field)}: unknown field of the model{nearest(field, known)}")
+        tile = model.get("final_norm_tile")
+        if tile is not None and fields.get("final_norm") != "tile_norm":
+            raise InputError(f"final_norm_tile: {tile!r:.40} given, but only tile_norm has tiles; leave it out")
         config = cls(
             vocab_size=sizes.vocab_size,
             hidden_size=sizes.hidden_size,

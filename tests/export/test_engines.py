@@ -18,7 +18,6 @@ from multilin.inference.manifest import MANIFEST
 from multilin.inference.onnx_engine import OnnxEngine
 from multilin.inference.runs import Run
 from multilin.inference.settings import GenerationSettings
-from multilin.inference.snapshot import state_owner
 from multilin.inference.torch_engine import TorchEngine
 from tests.export.conftest import FAST, N_POSITIONS, NAMES, Exports
 from tests.serving.engines import Script
@@ -85,7 +84,7 @@ def test_a_state_file_of_one_engine_is_continued_by_the_other(pair: Pair, tmp_pa
 
     def go_on(name: str, prompt: str, given: GenerationSettings, state: str | None, save: str) -> list[int]:
         return continue_file(
-            engines[name], codec, lambda: state_owner(run.model), prompt, given,
+            engines[name], codec, prompt, given,
             state=state, save_state=save, echo=False, write=lambda _: None,
         ).token_ids  # fmt: skip
 
@@ -100,13 +99,13 @@ def test_a_state_file_of_one_engine_is_continued_by_the_other(pair: Pair, tmp_pa
 @pytest.mark.parametrize("length", range(1, 8))
 def test_a_character_is_whole_across_two_state_files(exports: Exports, tmp_path: Path, length: int) -> None:
     run = exports(FAST)[0]
-    codec, owner = text_codec(run.tokenizer), lambda: state_owner(run.model)
+    codec = text_codec(run.tokenizer)
     engine = Script(TorchEngine(run.model), codec.encode("é€🙂"))
 
     def go_on(number: int, num_new: int) -> str:
         pieces = list[str]()
         continue_file(
-            engine, codec, owner, "" if number else "a", GenerationSettings(num_new),
+            engine, codec, "" if number else "a", GenerationSettings(num_new),
             state=str(tmp_path / f"{number}") if number else None, save_state=str(tmp_path / f"{number + 1}"),
             echo=False, write=pieces.append,
         )  # fmt: skip

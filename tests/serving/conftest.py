@@ -18,7 +18,6 @@ from multilin.export.folder import export_run
 from multilin.inference.generate_run import text_codec
 from multilin.inference.onnx_engine import OnnxEngine
 from multilin.inference.runs import Run, load_run
-from multilin.inference.snapshot import state_owner
 from multilin.inference.torch_engine import TorchEngine
 from multilin.model.factory import create_model
 from multilin.serving.app import create_app
@@ -99,7 +98,7 @@ def start(run: Run, request: pytest.FixtureRequest) -> Iterator[Start]:
             engine = OnnxEngine(request.getfixturevalue("export"), num_threads=1)
         sessions = None if folder is None else str(folder)
         limits = ServeLimits(slots=slots, queue=queue, memory=memory, sessions=sessions, max_prompt=max_prompt)
-        service = Service(engine, text_codec(run.tokenizer), state_owner(run.model), run.folder, None, limits)
+        service = Service(engine, text_codec(run.tokenizer), run.folder, None, limits)
         config = uvicorn.Config(
             create_app(service, **others), port=0, log_level="warning", lifespan="off", access_log=False
         )

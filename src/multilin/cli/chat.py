@@ -184,12 +184,12 @@ def _opened(
             yield RemoteChat.begin(client, settings, state, arguments.session)
         return
     folder = Path(arguments.target)
-    engine, codec, owner = open_engine(folder, arguments.engine)
+    engine, codec = open_engine(folder, arguments.engine)
     from multilin.serving.local_chat import LocalChat
     from multilin.serving.service import Service
 
     limits = ServeLimits(slots=1, queue=1, max_tokens=settings.max_new_tokens or DEFAULT_NEW_TOKENS, max_prompt=2**20)
-    service = Service(engine, codec, owner(), folder, None, limits)
+    service = Service(engine, codec, folder, None, limits)
     try:
         yield LocalChat.begin(service, settings, state)
     finally:

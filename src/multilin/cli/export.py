@@ -1,7 +1,6 @@
 """The verb that exports a model as graphs, and the engine that `multilin generate` runs."""
 
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -18,10 +17,9 @@ if TYPE_CHECKING:
     from multilin.export.check import Comparison
     from multilin.export.weights import Precision
     from multilin.inference.engine import Engine
-    from multilin.inference.state_contents import StateOwner
     from multilin.inference.text import TextCodec
 
-    _Opened = tuple[Engine, TextCodec, Callable[[], StateOwner]]
+    _Opened = tuple[Engine, TextCodec]
 
 
 @settings
@@ -99,7 +97,7 @@ def _print_comparison(comparison: "Comparison", precision: str) -> None:
 
 
 def open_engine(folder: Path, name: EngineName, *, is_server: bool = False) -> "_Opened":
-    """The engine for a run or an export, its tokenizer, and a function that describes the model's state files.
+    """The engine for a run or an export, and its tokenizer.
 
     Args:
         folder: the run or the export.
@@ -134,16 +132,15 @@ def _onnx(folder: Path, is_server: bool) -> "_Opened":
     from multilin.inference.onnx_engine import OnnxEngine
 
     engine = OnnxEngine(folder, spins=not is_server)
-    return engine, engine.codec, lambda: engine.owner
+    return engine, engine.codec
 
 
 def _torch(folder: Path) -> "_Opened":
     run = load(folder)
     from multilin.inference.generate_run import text_codec
-    from multilin.inference.snapshot import state_owner
     from multilin.inference.torch_engine import TorchEngine
 
-    return TorchEngine(run.model), text_codec(run.tokenizer), lambda: state_owner(run.model)
+    return TorchEngine(run.model), text_codec(run.tokenizer)
 
 
 def _export_for(run_folder: Path, *, may_fail: bool) -> str | None:

@@ -76,12 +76,12 @@ def generate(arguments: GenerateArguments, settings: GenerationSettings) -> None
     else:
         if state is not None:
             check_regular(state, "--state")
-        engine, codec, owner = open_engine(Path(run), arguments.engine)
+        engine, codec = open_engine(Path(run), arguments.engine)
         from multilin.inference.generate import continue_file
 
         keeps_states = engine.keeps_states
         has_room = continue_file(
-            engine, codec, owner, prompt, settings, state=state, save_state=save_state, echo=arguments.echo, write=write
+            engine, codec, prompt, settings, state=state, save_state=save_state, echo=arguments.echo, write=write
         ).has_room
     if sys.stdout.isatty():
         print()

@@ -34,11 +34,11 @@ def serve(arguments: ServeArguments, limits: ServeLimits) -> None:
     num_bytes("memory", limits.memory), num_bytes("disk", limits.disk)
     folder = Path(arguments.run)
     with _listen(arguments) as listener:
-        engine, codec, owner = open_engine(folder, arguments.engine, is_server=True)
+        engine, codec = open_engine(folder, arguments.engine, is_server=True)
         from multilin.serving.app import create_app, run_server
         from multilin.serving.service import Service
 
-        service = Service(engine, codec, owner(), folder, arguments.name, limits)
+        service = Service(engine, codec, folder, arguments.name, limits)
         app = create_app(
             service, keys=keys, origins=[] if arguments.cors is None else _origins(arguments.cors),
             is_loopback=not keys and _is_loopback(arguments.host),

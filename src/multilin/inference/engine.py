@@ -6,7 +6,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from multilin.inference.state_contents import StateContents
+from multilin.inference.state_contents import StateContents, StateOwner
 
 Logits = NDArray[np.float32]
 
@@ -29,6 +29,10 @@ class Engine(Protocol):
     vocab_size: int
     longest_text: int | None
     keeps_states: bool
+
+    @property
+    def owner(self) -> StateOwner:
+        """The description of the model's state files; an InputError for a model that keeps no states."""
 
     def new_state(self, num_rows: int = 1) -> Any:
         """A state of `num_rows` rows that have read nothing."""

@@ -10,7 +10,7 @@ from multilin.inference.engine import Engine
 from multilin.inference.random_numbers import RandomNumbers
 from multilin.inference.sampling import choose_tokens
 from multilin.inference.settings import DEFAULT_NEW_TOKENS, GenerationSettings
-from multilin.inference.state_contents import StateContents, StateOwner
+from multilin.inference.state_contents import StateContents
 from multilin.inference.state_file import read_state, write_state
 from multilin.inference.text import TextCodec, TextStream
 
@@ -134,7 +134,6 @@ def generate(
 def continue_file(
     engine: Engine,
     codec: TextCodec,
-    owner: Callable[[], StateOwner],
     prompt: str,
     settings: GenerationSettings,
     *,
@@ -147,7 +146,6 @@ def continue_file(
 
     Args:
         engine, codec, prompt, settings, echo, write: as for `generate`.
-        owner: returns the description of the model's state files; called only if a file is read or written.
         state: file to go on from.
         save_state: file to write; may be the same file.
 
@@ -161,10 +159,10 @@ def continue_file(
         check_writable("--save-state", save_state)
     sequence = Sequence(engine.new_state())
     if state is not None:
-        sequence = Sequence.restored(read_state(state, owner()), engine)
+        sequence = Sequence.restored(read_state(state, engine.owner), engine)
     result = generate(engine, codec, prompt, settings, sequence=sequence, write=write, echo=echo)
     if save_state is not None:
-        write_state(sequence.saved(engine), save_state, owner())
+        write_state(sequence.saved(engine), save_state, engine.owner)
     return result
 
 

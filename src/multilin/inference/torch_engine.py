@@ -12,8 +12,8 @@ from transformers import DynamicCache, PreTrainedModel
 from multilin.errors import InputError
 from multilin.inference.cuda_graphs import DecodingGraphs
 from multilin.inference.runs import longest_text
-from multilin.inference.snapshot import Snapshot, from_contents, to_contents
-from multilin.inference.state_contents import StateContents
+from multilin.inference.snapshot import Snapshot, from_contents, state_owner, to_contents
+from multilin.inference.state_contents import StateContents, StateOwner
 from multilin.model import MultilinForCausalLM, TextState
 from multilin.ops.threads import adapt
 
@@ -32,6 +32,11 @@ class TorchEngine:
         self.keeps_states = isinstance(model, MultilinForCausalLM)
         is_graphed = isinstance(model, MultilinForCausalLM) and model.device.type == "cuda"
         self.graphs = DecodingGraphs(model) if is_graphed else None
+
+    @property
+    def owner(self) -> StateOwner:
+        """The description of the model's state files."""
+        return state_owner(self.model)
 
     def new_state(self, num_rows: int = 1) -> Any:
         """A state of `num_rows` rows that have read nothing."""

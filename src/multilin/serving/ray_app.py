@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 from multilin.errors import InputError
 from multilin.inference.engine import Engine
 from multilin.inference.run_files import is_export
-from multilin.inference.state_contents import StateOwner
 from multilin.inference.text import TextCodec
 from multilin.serving.settings import KEY_VARIABLE, ServeLimits, num_bytes, split_keys
 from multilin.settings import load_settings, settings
@@ -78,17 +77,16 @@ def _build(arguments: RayArguments, limits: ServeLimits) -> "ASGIApp":
     return create_app(Service(*_open(folder, arguments.cpus), folder, arguments.name, limits), keys=keys)
 
 
-def _open(folder: Path, num_threads: int) -> tuple[Engine, TextCodec, StateOwner]:
-    """The engine, tokenizer and state files' owner: ONNX Runtime for an export, PyTorch for a run."""
+def _open(folder: Path, num_threads: int) -> tuple[Engine, TextCodec]:
+    """The engine and its tokenizer: ONNX Runtime for an export, PyTorch for a run."""
     if is_export(folder):
         from multilin.inference.onnx_engine import OnnxEngine
 
         engine = OnnxEngine(folder, num_threads, spins=False)
-        return engine, engine.codec, engine.owner
+        return engine, engine.codec
     from multilin.inference.generate_run import text_codec
     from multilin.inference.runs import load_run
-    from multilin.inference.snapshot import state_owner
     from multilin.inference.torch_engine import TorchEngine
 
     run = load_run(folder)
-    return TorchEngine(run.model), text_codec(run.tokenizer), state_owner(run.model)
+    return TorchEngine(run.model), text_codec(run.tokenizer)

@@ -10,7 +10,6 @@ from typing import Any
 from multilin.errors import InputError, shown
 from multilin.inference.engine import Engine
 from multilin.inference.generate import check_settings, count_new_tokens
-from multilin.inference.state_contents import StateOwner
 from multilin.inference.state_file import pack_state, unpack_state
 from multilin.inference.text import TextCodec
 from multilin.serving.errors import NOT_FOUND, ApiError
@@ -31,21 +30,19 @@ class Service:
     """A model with a running scheduler, and the turns and sessions of its users.
 
     Args:
-        engine, codec, owner: the model, see `multilin.cli.export.open_engine`.
+        engine, codec: the model, see `multilin.cli.export.open_engine`.
         folder: the run or the export.
         name: name of the model for clients; None takes that of the folder.
         limits: limits of requests and of what is kept.
 
     Raises:
-        InputError: a store that cannot be opened.
+        InputError: a model that keeps no states, or a store that cannot be opened.
     """
 
-    def __init__(
-        self, engine: Engine, codec: TextCodec, owner: StateOwner, folder: Path, name: str | None, limits: ServeLimits
-    ) -> None:
-        self.engine, self.codec, self.owner, self.limits = engine, codec, owner, limits
+    def __init__(self, engine: Engine, codec: TextCodec, folder: Path, name: str | None, limits: ServeLimits) -> None:
+        self.engine, self.codec, self.owner, self.limits = engine, codec, engine.owner, limits
         self.name, self.layout = name or folder.resolve().name, open_layout(codec, folder)
-        store = None if limits.sessions is None else Folder(f"{limits.sessions}/{owner.hash[:16]}")
+        store = None if limits.sessions is None else Folder(f"{limits.sessions}/{self.owner.hash[:16]}")
         seconds = None if limits.keep_days is None else limits.keep_days * 86400
         self.turns = TurnStore(store, num_bytes("memory", limits.memory), num_bytes("disk", limits.disk), seconds)
         self.sessions, self.created = SessionStore(store or Folder()), int(time.time())

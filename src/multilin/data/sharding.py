@@ -131,9 +131,8 @@ def _tokenizer(
     """The folder of the tokenizer in the output, which is made first."""
     if (content := _read_json(store, f"{UNFINISHED}/tokenizer.json")) is not None:
         return load_settings(Folder, content)
-    plan = job.settings
     texts, is_chat = _sample(job, progress)
-    tokenizer = loaded or train_tokenizer(texts, plan.kind or "bpe", plan.vocab_size)
+    tokenizer = loaded or train_tokenizer(texts, deciding["kind"], deciding["vocab_size"])
     if is_chat and tokenizer.chat_template is None:
         tokenizer.chat_template = CHAT_TEMPLATE
     store.write(_SETTINGS, json.dumps(deciding).encode())

@@ -93,8 +93,7 @@ class ThreeLinLayer(Layer, ParameterHolder, Reader):
         self.value = Linear(hidden_size, value_size, bias=False)  # V
         # Every layer begins as the identity.
         self.combiner = Linear(value_size * block, hidden_size, bias=False, starts_at_zero=True)
-        decay = torch.tensor([options.slope, options.hyper])
-        self.decay = nn.Parameter(decay) if options.learn_decay else None
+        self.decay = nn.Parameter(torch.empty(2)) if options.learn_decay else None
 
     def forward(self, x_BTD: Tensor, state: Any, layout: Layout) -> tuple[Tensor, Any]:
         """Output (B, T, D) and the state of the window."""

@@ -1,7 +1,7 @@
-"""The base class of optimizers that normalise gradients: the loop over parameters, and exact norms."""
+"""The base classes of our optimizers: steps and saved states; the loop over parameters, and exact norms."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -14,7 +14,45 @@ from multilin.errors import InputError
 CACHE_NUMBERS = 2**18  # numbers of one group of tensors on a CPU, so that several passes over it find it in the cache
 
 
-class NormalizingOptimizer(torch.optim.Optimizer):
+class CheckedOptimizer(torch.optim.Optimizer):
+    """An optimizer that refuses a state which another kind saved, known by the settings of its groups.
+
+    marks: settings that every group has besides the defaults.
+    """
+
+    marks: tuple[str, ...] = ()
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One update of every parameter that has a gradient; returns what the closure returned."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self.update()
+        return loss
+
+    def update(self) -> None:
+        """Update every parameter that has a gradient."""
+        raise NotImplementedError
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As PyTorch's.
+
+        Raises:
+            InputError: the state was saved by another kind of optimizer.
+        """
+        own = {*self.defaults, *self.marks} - {"differentiable"}  # PyTorch adds this one to the defaults, to no group
+        for group in state_dict["param_groups"]:
+            if missing := sorted(own - group.keys()):
+                raise InputError(
+                    f"optimizer: a state without {', '.join(missing)} given, so it was not saved by "
+                    f"{type(self).__name__}; go on with the optimizer that saved it"
+                )
+        super().load_state_dict(state_dict)
+
+
+class NormalizingOptimizer(CheckedOptimizer):
     """An optimizer whose update does not depend on the scale of a tensor's, or a row's, gradient.
 
     A parameter group with `rows` true has its tensors treated row by row, the others are treated as a whole. A
@@ -36,17 +74,12 @@ class NormalizingOptimizer(torch.optim.Optimizer):
         """Update a tensor row by row, after its weight decay; both are seen as (rows, numbers per row)."""
         raise NotImplementedError
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One update of every parameter that has a gradient; returns what the closure returned.
+    def update(self) -> None:
+        """Update every parameter that has a gradient.
 
         Raises:
             InputError: a sparse gradient.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
         for group in self.param_groups:
             parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
             gradients = [parameter.grad for parameter in parameters]
@@ -60,31 +93,6 @@ class NormalizingOptimizer(torch.optim.Optimizer):
                 for some in _cache_sized(parameters):
                     _decay(parameters[some], group)
                     self.update_whole(parameters[some], gradients[some], group)
-        return loss
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As PyTorch's.
-
-        Raises:
-            InputError: the state was saved by another kind of optimizer.
-        """
-        check_saved_by(self, self.defaults.keys(), state_dict)
-        super().load_state_dict(state_dict)
-
-
-def check_saved_by(optimizer: torch.optim.Optimizer, names: Iterable[str], state_dict: dict[str, Any]) -> None:
-    """Refuse a state whose groups lack some of these settings, as another kind of optimizer saved it.
-
-    Raises:
-        InputError: it names the settings.
-    """
-    own = set(names) - {"differentiable"}  # PyTorch adds this one to the defaults, but to no group
-    for group in state_dict["param_groups"]:
-        if missing := sorted(own - group.keys()):
-            raise InputError(
-                f"optimizer: a state without {', '.join(missing)} given, so it was not saved by "
-                f"{type(optimizer).__name__}; go on with the optimizer that saved it"
-            )
 
 
 def norms(tensors: list[Tensor]) -> list[Tensor]:

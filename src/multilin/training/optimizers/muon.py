@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from multilin.errors import InputError
-from multilin.training.optimizers.base import check_saved_by
+from multilin.training.optimizers.base import CheckedOptimizer
 from multilin.training.precision import has_bf16
 
 BETAS = (0.9, 0.95)  # AdamW's averages
@@ -15,7 +15,7 @@ NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # of X, (X X') X and (X X')^2 X in ea
 ITERATIONS = 5
 
 
-class Muon(torch.optim.Optimizer):
+class Muon(CheckedOptimizer):
     """Muon for groups with `matrices` true, `torch.optim.AdamW` for the others.
 
     With the gradient G of an (A, B) matrix W, an average M that starts at 0, and O(X) the matrix nearest to X that has
@@ -38,6 +38,8 @@ class Muon(torch.optim.Optimizer):
     al. 2025, "Muon is Scalable for LLM Training".
     """
 
+    marks = ("matrices",)
+
     def __init__(self, params: Any, lr: float = 5e-3, *, weight_decay: float = 0.1) -> None:
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
 
@@ -55,22 +57,8 @@ class Muon(torch.optim.Optimizer):
             self.param_groups.pop()
             raise InputError(f"params: a tensor of shape {others[0]} given, but Muon changes matrices alone")
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As PyTorch's.
-
-        Raises:
-            InputError: the state was saved by another kind of optimizer.
-        """
-        check_saved_by(self, {*self.defaults, "matrices"}, state_dict)
-        super().load_state_dict(state_dict)
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        """Change every parameter that has a gradient."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def update(self) -> None:
+        """Update every parameter that has a gradient."""
         for group in self.param_groups:
             for matrix in group["params"] if group["matrices"] else ():
                 if matrix.grad is not None:
@@ -80,7 +68,6 @@ class Muon(torch.optim.Optimizer):
             adamw = torch.optim.AdamW(others, betas=BETAS, fused=True)
             adamw.state = self.state
             adamw.step()
-        return loss
 
     def _move(self, matrix: Tensor, lr: float, weight_decay: float) -> None:
         gradient = matrix.grad

@@ -3,7 +3,7 @@
 Every combination of the arguments is a run with a schedule of its own, which falls to 0 at its last token. A finished
 run is a line of the file, and is not trained again when the script is started again; the fewest operations come first.
 With --fit nothing is trained: the law is fitted to the runs of the file, and its errors are printed, the runs on each
-text predicted from those on the others. The law of the package's own runs is written beside them.
+text predicted from those on the others. From the runs in minutes_runs.jsonl the law of the package is written anew.
 """
 
 import argparse
@@ -17,17 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import _machine, _results
-from multilin.analysis.budget.law import (
-    LAW,
-    RUNS,
-    Law,
-    MeasuredRun,
-    best_rates,
-    by_heart,
-    fit_law,
-    left_out_errors,
-    load_runs,
-)
+from benchmarks._law import RUNS, MeasuredRun, best_rates, expected_of, fit_law, left_out_errors, load_runs
+from multilin.analysis.budget.law import LAW, Law, by_heart
 from multilin.analysis.budget.measure import candidate, measure_text
 from multilin.analysis.budget.pick import VALIDATIONS
 from multilin.analysis.budget.rule import SHORT_RUN, Size, recipe_values
@@ -70,7 +61,7 @@ def _print_fit(runs: list[MeasuredRun]) -> Law:
     for run, error in left_out_errors(best_rates(runs)):
         print(
             f"{run.text:14}{run.hidden_size:>10}x{run.num_layers:<3}{run.vocab_size:>10,}{run.tokens:>12,}"
-            f"{run.learning_rate:>8g}{run.bits_per_byte:>10.3f}{law.expected_of(run):>8.3f}"
+            f"{run.learning_rate:>8g}{run.bits_per_byte:>10.3f}{expected_of(law, run):>8.3f}"
             f"{run.bits_per_byte * math.exp(error):>12.3f}"
         )
     return law

@@ -12,19 +12,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from benchmarks._law import RUNS, MeasuredRun, best_rates, expected_of, fit_law, left_out_errors, load_runs
 from multilin.analysis.budget import measure as measuring
 from multilin.analysis.budget import pick as picking
-from multilin.analysis.budget.law import (
-    REPEATS,
-    Law,
-    MeasuredRun,
-    best_rates,
-    effective_bytes,
-    fit_law,
-    left_out_errors,
-    load_runs,
-    shipped_law,
-)
+from multilin.analysis.budget.law import REPEATS, Law, effective_bytes, shipped_law
 from multilin.analysis.budget.measure import count_bytes, measure_text
 from multilin.analysis.budget.pick import VALIDATIONS, Pick, pick
 from multilin.analysis.budget.rule import (
@@ -177,7 +168,7 @@ def made_up(law: Law, width: int, tokens: int, architecture: str = "tscale", tex
         text, architecture, width, 4, 2048, 256, 4, 0.06, 0.01, tokens, 6e6, 40 * width**2, 10**7, 3 * 10**7, 2.0, 0.9,
         0.0, "",
     )  # fmt: skip
-    return dataclasses.replace(run, bits_per_byte=law.expected_of(run))
+    return dataclasses.replace(run, bits_per_byte=expected_of(law, run))
 
 
 def test_a_law_is_found_in_runs_that_follow_it() -> None:
@@ -185,7 +176,7 @@ def test_a_law_is_found_in_runs_that_follow_it() -> None:
     grid = itertools.product((64, 128, 256), (10**5, 10**6, 10**7), ("one", "another"))
     runs = [made_up(law, width, tokens, text=text) for width, tokens, text in grid]
     found = fit_law([*runs, made_up(law, 128, 10**6, "elita")])
-    assert found.expected_of(runs[4]) == pytest.approx(runs[4].bits_per_byte, rel=1e-3)
+    assert expected_of(found, runs[4]) == pytest.approx(runs[4].bits_per_byte, rel=1e-3)
     assert found.factors == {"elita": pytest.approx(1.2, rel=1e-3)}
     assert found.most_flops == 6e13
     assert found.error == pytest.approx(0.02)
@@ -224,7 +215,7 @@ def test_the_shipped_runs_forecast_their_ends() -> None:
 
 
 def test_the_shipped_law_is_that_of_the_shipped_runs() -> None:
-    fitted, shipped = (dataclasses.asdict(law) for law in (fit_law(load_runs()), shipped_law()))
+    fitted, shipped = (dataclasses.asdict(law) for law in (fit_law(load_runs(RUNS)), shipped_law()))
     for name, value in fitted.items():
         assert np.allclose(value, shipped[name], rtol=1e-6) if name == "ends" else shipped[name] == pytest.approx(value)
 
@@ -236,7 +227,7 @@ def test_of_several_rates_the_best_counts() -> None:
 
 
 def test_the_law_predicts_the_runs_on_each_text_from_those_on_the_others() -> None:
-    runs = best_rates(load_runs())
+    runs = best_rates(load_runs(RUNS))
     assert all(run.commit for run in runs)
     assert len(left_out_errors(runs)) >= 10
     assert shipped_law().error < 0.03

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from multilin.analysis import budget
 from multilin.analysis.budget.law import (
     ALPHA,
     BETA,
@@ -23,7 +24,7 @@ from multilin.analysis.budget.law import (
     straight_on,
 )
 
-RUNS = Path(__file__).parent / "minutes_runs.jsonl"  # those of the law that comes with the package
+RUNS = Path(budget.__file__).with_name("runs.jsonl")  # those of the law that comes with the package
 MEMORIES = (0.0, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03)  # tried for d
 MOST_BY_HEART = 6.0  # x of a run whose prediction and forecast are judged; the rule picks none that goes beyond
 

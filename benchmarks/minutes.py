@@ -3,7 +3,7 @@
 Every combination of the arguments is a run with a schedule of its own, which falls to 0 at its last token. A finished
 run is a line of the file, and is not trained again when the script is started again; the fewest operations come first.
 With --fit nothing is trained: the law is fitted to the runs of the file, and its errors are printed, the runs on each
-text predicted from those on the others. From the runs in minutes_runs.jsonl the law of the package is written anew.
+text predicted from those on the others. From the runs in the package its law is written anew.
 """
 
 import argparse

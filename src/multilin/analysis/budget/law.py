@@ -125,6 +125,6 @@ def straight_on(earlier: Validation, later: Validation) -> float:
 
 @functools.cache
 def shipped_law() -> Law:
-    """The law that comes with the package, fitted to the runs in `benchmarks/minutes_runs.jsonl`."""
+    """The law that comes with the package, fitted to the runs in `analysis/budget/runs.jsonl`."""
     fields = json.loads(LAW.read_text(encoding="utf-8"))
     return Law(**{**fields, "ends": tuple(map(tuple, fields["ends"]))})

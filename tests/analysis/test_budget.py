@@ -257,7 +257,7 @@ def text_file(tmp_path: Path) -> Path:
 def picked(text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Pick]:
     """picked(20, "tscale", **{"model.hidden_size": 64}), on a machine of a known speed."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(picking, "measure_speed", lambda small, large: SPEED)
+    monkeypatch.setattr(picking, "measure_speed", lambda small, large, until: SPEED)
 
     def make(minutes: float, name: str | None = None, **changes: object) -> Pick:
         given = {"data.source": str(text_file), "output": str(tmp_path / "run"), **changes}
@@ -294,6 +294,24 @@ def test_a_recipe_is_picked_and_what_is_given_is_kept(picked: Callable[..., Pick
     assert (byte.kind, byte.vocab_size) == ("byte", None)
 
 
+def test_a_vocabulary_is_picked_that_the_text_supports(picked: Callable[..., Pick], tmp_path: Path) -> None:
+    draw, path = random.Random(0), tmp_path / "digits.txt"
+    path.write_text("\n".join(" ".join(str(draw.randrange(10)) for _ in range(40)) for _ in range(1500)))
+    free = picked(1, **{"data.source": str(path)}).recipe.tokenizer
+    assert (free.kind, free.vocab_size) == ("byte", None)
+    merged = picked(1, **{"data.source": str(path), "tokenizer.kind": "bpe"}).recipe.tokenizer
+    assert merged.kind == "bpe" and 258 < (merged.vocab_size or 0) < 512
+    with pytest.raises(InputError, match=r"tokenizer\.vocab_size: 1024 given, but the corpus supports"):
+        picked(1, **{"data.source": str(path), "tokenizer.vocab_size": 1024})
+
+
+def test_the_machine_is_measured_for_a_part_of_the_time_at_most(picked: Callable[..., Pick]) -> None:
+    probes = picked(1).recipe, sizes(512, {})[0]
+    assert measuring.measure_speed(probes, probes, time.monotonic()).tokens_per_step > 0
+    with pytest.raises(InputError, match="reading and measuring left 4 s; give more"):
+        picking._training_seconds(0.1, 4.0)
+
+
 def test_a_named_recipe_is_kept_whole(picked: Callable[..., Pick]) -> None:
     found = picked(1, "threelin", **{"training.batch_size": 2}).recipe
     assert (found.model.hidden_size, found.model.num_layers, found.tokenizer.vocab_size) == (128, 6, 2048)
@@ -322,7 +340,7 @@ def test_a_text_that_is_learned_by_heart_gets_a_stronger_weight_decay(
     assert picked(20, **small).recipe.optimizer.weight_decay == 0.05
     assert picked(20, **small, **{"optimizer.weight_decay": 0.2}).recipe.optimizer.weight_decay == 0.2
     assert picked(20, **small, **{"model.architecture": "elita"}).recipe.optimizer.weight_decay == 0.01
-    monkeypatch.setattr(picking, "measure_speed", lambda small, large: Speed(0.5, 1.2e-11, 1024))
+    monkeypatch.setattr(picking, "measure_speed", lambda small, large, until: Speed(0.5, 1.2e-11, 1024))
     assert picked(1, **small).recipe.optimizer.weight_decay == 0.01  # a part of the text
     rates = [recipe_values("tscale", Size(64, 4, 512), 100, step, by_heart=2.0) for step in ((4, 256), (8, 512))]
     short, long = (values["optimizer.learning_rate"] * values["optimizer.weight_decay"] for values in rates)
@@ -343,7 +361,7 @@ def test_a_run_that_turns_out_faster_than_measured_reads_no_more_than_helps(
 ) -> None:
     small = {"model.hidden_size": 64, "model.num_layers": 4}
     whole = picked(600, **small)
-    monkeypatch.setattr(picking, "measure_speed", lambda small, large: Speed(0.5, 1.2e-11, 1024))
+    monkeypatch.setattr(picking, "measure_speed", lambda small, large, until: Speed(0.5, 1.2e-11, 1024))
     part = picked(1, **small)
     assert part.choice.tokens < 0.2 * whole.choice.tokens
     assert part.recipe.training.max_steps == whole.recipe.training.max_steps

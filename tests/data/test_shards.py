@@ -396,6 +396,8 @@ def test_two_preparations_in_one_folder_are_refused(rows: Path, tmp_path: Path) 
     (tmp_path / "mine" / "letter.txt").write_text("Dear")
     with pytest.raises(InputError, match="holds files already; name a new folder"):
         prepare_shards(plan(rows, tmp_path / "mine"))
+    (tmp_path / "killed" / "unfinished").mkdir(parents=True)  # before it wrote a file
+    prepare_shards(plan(rows, tmp_path / "killed"))
     with locked_folder("", tmp_path / "new"), pytest.raises(InputError, match=r"--output: .* is in use by process"):
         prepare_shards(plan(rows, tmp_path / "new"))
 

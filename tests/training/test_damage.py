@@ -213,6 +213,13 @@ def test_damaged_metrics_are_no_finished_run(run: tuple[RunFolder, Recipe], kind
     assert not is_finished(folder.path, 12)
 
 
+def test_a_run_that_was_killed_before_its_weights_were_in_place_is_not_finished(run: tuple[RunFolder, Recipe]) -> None:
+    folder, _ = run
+    (folder.path / "model.safetensors").unlink()
+    assert (folder.path / "config.json").is_file()
+    assert not is_finished(folder.path, 12)
+
+
 @pytest.mark.parametrize("kind", [kind for kind in DAMAGES if kind not in ("missing", "a folder", "the JSON {}")])
 def test_damaged_speeds_of_a_comparison_are_one_sentence(tmp_path: Path, kind: str) -> None:
     path = tmp_path / SPEED_FILE

@@ -105,7 +105,7 @@ def _finished(store: Store, deciding: dict[str, Any]) -> Manifest | None:
     content = store.read(MANIFEST)
     manifest = None if content is None else Manifest.parse(content, f"--output: {store.address}/{MANIFEST}")
     before = manifest.settings if manifest is not None else _read_json(store, _SETTINGS)
-    if before is None and store.local is not None and any(store.local.glob("[!.]*")):
+    if before is None and store.local is not None and _holds_files(store.local):
         raise InputError(f"--output: {shown(store.address)} holds files already; name a new folder")
     deciding = json.loads(json.dumps(deciding))
     if before is not None and before != deciding:
@@ -115,6 +115,11 @@ def _finished(store: Store, deciding: dict[str, Any]) -> Manifest | None:
             begun, given = "text files of other sizes or times", "they may hold another text"
         raise InputError(f"--output: {shown(store.address)} was begun with {begun}, and {given}; name a new folder")
     return manifest
+
+
+def _holds_files(folder: Path) -> bool:
+    """True for visible files, but for a preparation that was killed before it wrote any."""
+    return any(path.name != UNFINISHED or any(path.glob("[!.]*")) for path in folder.glob("[!.]*"))
 
 
 def _read_json(store: Store, name: str) -> Any:

@@ -168,6 +168,17 @@ def _token_bytes(tokenizer: PreTrainedTokenizerFast, token_ids: Sequence[int]) -
     return contents
 
 
+class VocabularyTooLarge(InputError):
+    """The text has too few different pairs of tokens; `most` is how many entries it supports."""
+
+    def __init__(self, vocab_size: int, most: int) -> None:
+        super().__init__(
+            f"tokenizer.vocab_size: {vocab_size} given, but the corpus supports {most} tokens; give at most that, or "
+            "more text"
+        )
+        self.most = most
+
+
 def _trained(texts: Iterable[str], kind: TokenizerKind, vocab_size: int) -> Tokenizer:
     tokenizer = _byte_level(models.BPE() if kind == "bpe" else models.Unigram())
     trainer = (trainers.BpeTrainer if kind == "bpe" else trainers.UnigramTrainer)(
@@ -180,10 +191,7 @@ def _trained(texts: Iterable[str], kind: TokenizerKind, vocab_size: int) -> Toke
     pieces = (piece for text in texts for piece in cut_at_whitespace(text, 2**16))
     tokenizer.train_from_iterator(pieces, trainer)
     if (most := tokenizer.get_vocab_size()) != vocab_size:
-        raise InputError(
-            f"tokenizer.vocab_size: {vocab_size} given, but the corpus supports {most} tokens; give at most that, or "
-            "more text"
-        )
+        raise VocabularyTooLarge(vocab_size, most)
     return tokenizer if kind == "bpe" else _reproducible(tokenizer)
 
 

@@ -115,8 +115,12 @@ class RunFolder:
                     return dataclasses.replace(recipe, training=fill(recipe.training, global_batch_size=blocks))
         return recipe
 
-    def begin(self, recipe: Recipe, text: PreparedText | TaskText, checkpoint: Path | None) -> None:
+    def begin(
+        self, recipe: Recipe, text: PreparedText | TaskText, checkpoint: Path | None, *, resume: bool = False
+    ) -> None:
         """Make the folder ready; files of an earlier run are removed, unless this run goes on from its checkpoint.
+
+        A run that is resumed without a checkpoint begins anew, but what was expected of it stands.
 
         Raises:
             InputError: the text is not the one the resumed run was trained on.
@@ -131,7 +135,8 @@ class RunFolder:
             )
         remove_partials(self.path)
         if before is None:
-            for path in [*self._written(), *self.checkpoints.glob("checkpoint-*")]:
+            written = [path for path in self._written() if not (resume and path.name == EXPECTED_FILE)]
+            for path in [*written, *self.checkpoints.glob("checkpoint-*")]:
                 shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
         # First, because this file makes the folder a run, which can be resumed or replaced.
         save_recipe(recipe, self.recipe)

@@ -78,7 +78,7 @@ def train(
             set_seed(recipe.training.seed)
             model = build_model(recipe, text, checkpoint)
             if devices.is_main_process:
-                folder.begin(recipe, text, checkpoint)
+                folder.begin(recipe, text, checkpoint, resume=resume)
             if recipe.training.lora is not None:
                 progress.message(reach(model))
             devices.wait_for_everyone()

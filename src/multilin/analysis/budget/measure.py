@@ -1,6 +1,7 @@
 """What the rule must know: of a text, of this machine, and of a model."""
 
 import dataclasses
+import math
 import statistics
 import time
 
@@ -86,14 +87,20 @@ def candidate(recipe: Recipe, size: Size) -> Candidate:
     return Candidate(size, total - in_embeddings, training_flops_per_token(model, length), memory)
 
 
-def measure_speed(small: tuple[Recipe, Size], large: tuple[Recipe, Size]) -> Speed:
-    """The speed of this machine from training steps of two models, some seconds of each."""
+def measure_speed(small: tuple[Recipe, Size], large: tuple[Recipe, Size], until: float = math.inf) -> Speed:
+    """The speed of this machine from training steps of two models, some seconds of each.
+
+    Args:
+        small, large: recipes and sizes; where the sizes are one, it is measured once.
+        until: `time.monotonic()` after which a model makes one step at most.
+    """
     training, length = small[0].training, small[0].model.n_positions
-    times = [(candidate(*model), _step_seconds(*model)) for model in (small, large)]
-    return fit_speed(times[0], times[1], training.batch_size * length)
+    models = (small,) if small[1] == large[1] else (small, large)
+    times = [(candidate(*model), _step_seconds(*model, until)) for model in models]
+    return fit_speed(times[0], times[-1], training.batch_size * length)
 
 
-def _step_seconds(recipe: Recipe, size: Size) -> float:
+def _step_seconds(recipe: Recipe, size: Size, until: float) -> float:
     """Median seconds of a recipe's training step, on random tokens."""
     recipe = resolve_recipe(recipe)
     plan, dtype = recipe.training, autocast_dtype(recipe.training.precision)
@@ -103,9 +110,12 @@ def _step_seconds(recipe: Recipe, size: Size) -> float:
         ids = torch.randint(size.vocab_size, (plan.batch_size, recipe.model.n_positions)).to(device)
     optimizer = build_optimizer(recipe.optimizer, model, decayed=())
     seconds: list[float] = []
-    begin = time.perf_counter()
-    while len(seconds) < WARM_UP_STEPS + FEWEST_STEPS or time.perf_counter() - begin < SPEED_SECONDS:
-        step = time.perf_counter()
+    begin = time.monotonic()
+    while not seconds or (
+        time.monotonic() < until
+        and (len(seconds) < WARM_UP_STEPS + FEWEST_STEPS or time.monotonic() - begin < SPEED_SECONDS)
+    ):
+        step = time.monotonic()
         adapt()
         with torch.autocast(device.type, dtype, enabled=dtype is not None):
             loss = model(input_ids=ids, labels=ids).loss
@@ -113,6 +123,6 @@ def _step_seconds(recipe: Recipe, size: Size) -> float:
         optimizer.step()
         optimizer.zero_grad()
         loss.item()  # waits for a GPU
-        seconds.append(time.perf_counter() - step)
-        begin = time.perf_counter() if len(seconds) == WARM_UP_STEPS else begin
-    return statistics.median(seconds[WARM_UP_STEPS:])
+        seconds.append(time.monotonic() - step)
+        begin = time.monotonic() if len(seconds) == WARM_UP_STEPS else begin
+    return statistics.median(seconds[WARM_UP_STEPS:] or seconds[-1:])

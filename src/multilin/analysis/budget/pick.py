@@ -11,6 +11,7 @@ from multilin.analysis.budget.law import by_heart, shipped_law
 from multilin.analysis.budget.measure import TextMeasure, candidate, count_bytes, measure_speed, measure_text
 from multilin.analysis.budget.rule import (
     ARCHITECTURE,
+    BYTES_PER_TOKEN,
     LONG_RUN,
     LONG_TOKENS,
     SHORT_RUN,
@@ -25,7 +26,9 @@ from multilin.analysis.budget.rule import (
     with_vocabulary,
 )
 from multilin.analysis.plan import find_vocab_size
+from multilin.data.settings import BYTE_VOCAB_SIZE
 from multilin.data.task_text import is_task
+from multilin.data.tokenizers import VocabularyTooLarge
 from multilin.errors import InputError
 from multilin.model.memory import available_memory
 from multilin.settings.bounds import MOST_STEPS
@@ -34,7 +37,9 @@ from multilin.training.processes import num_processes
 from multilin.training.progress import TrainingProgress
 from multilin.training.recipe import Recipe, given_fields, load_recipe
 from multilin.training.resolve import resolve_recipe
+from multilin.training.time_limit import ENDING, FIRST_SAVE
 
+MEASURING_SHARE = 0.5  # of the whole time, after which the machine is measured no more
 TRAINING_SHARE = 0.9  # of the time that is left when the text is ready; the rest validates, saves, loads batches
 PROBE_WIDTHS = 64, 256  # of the two models whose speeds are measured
 VALIDATIONS = 4  # before the last one
@@ -81,7 +86,8 @@ def pick(
     law, given = shipped_law(), picker.given_vocabulary()
     vocab_size, train_bytes = given or SMALLEST_VOCABULARY, count_bytes(picker.base.data) if given is None else 0
     progress.message("measuring this machine and the text")
-    speed = measure_speed(*picker.probes(vocab_size))
+    until = began + MEASURING_SHARE * 60 * minutes
+    speed = measure_speed(*picker.probes(vocab_size), until)
     _time_left(minutes, began)
     if given is None:
         vocab_size = choose_vocabulary(
@@ -89,16 +95,22 @@ def pick(
         )  # fmt: skip
         if picker.given.get("tokenizer.kind") is not None:
             vocab_size = max(vocab_size, SMALLEST_VOCABULARY)
-    text = measure_text(read_text(picker.probes(vocab_size)[0][0], progress.prepare))
+    try:
+        text = measure_text(read_text(picker.probes(vocab_size)[0][0], progress.prepare))
+    except VocabularyTooLarge as error:
+        if given is not None:
+            raise
+        vocab_size = picker.vocabulary_of_at_most(error.most)
+        text = measure_text(read_text(picker.probes(vocab_size)[0][0], progress.prepare))
     left = _time_left(minutes, began)
     choose_now = functools.partial(
-        choose, law=law, seconds=TRAINING_SHARE * left, train_tokens=text.train_tokens, train_bytes=text.train_bytes,
-        repetition=text.repetition, memory=available_memory(),
+        choose, law=law, seconds=_training_seconds(minutes, left), train_tokens=text.train_tokens,
+        train_bytes=text.train_bytes, repetition=text.repetition, memory=available_memory(),
     )  # fmt: skip
     choice = choose_now(picker.candidates(vocab_size), speed=speed)
     if choice.tokens >= LONG_TOKENS:
         picker.step = LONG_RUN
-        speed = measure_speed(*picker.probes(vocab_size))
+        speed = measure_speed(*picker.probes(vocab_size), until)
         choice = choose_now(picker.candidates(vocab_size), speed=speed)
     tokens_per_second = speed.tokens_per_second(choice.candidate)
     remarks, flops = [], choice.tokens * choice.candidate.flops_per_token
@@ -126,6 +138,18 @@ def pick(
     known = by_heart(choice.candidate.parameters, text.train_bytes, choice.tokens / text.train_tokens)
     recipe = picker.recipe(choice.candidate.size, choice.tokens, known, most_tokens)
     return Pick(recipe, text, choice, tokens_per_second, expected, 2 * law.error * expected, remarks)
+
+
+def _training_seconds(minutes: float, left: float) -> float:
+    """Seconds that remain for steps.
+
+    Raises:
+        InputError: there are none beside what the clock of a run keeps back for its end.
+    """
+    seconds = min(TRAINING_SHARE * left, left - ENDING - 2 * FIRST_SAVE)
+    if seconds <= 0:
+        raise InputError(f"--minutes: {minutes:g} given, but reading and measuring left {left:.0f} s; give more")
+    return seconds
 
 
 def _time_left(minutes: float, began: float) -> float:
@@ -166,6 +190,11 @@ class _Picker:
         """The entries of the given tokenizer; None where one is to be chosen."""
         return find_vocab_size(self.base) if self._has_tokenizer() else self.base.tokenizer.vocab_size
 
+    def vocabulary_of_at_most(self, most: int) -> int:
+        """The largest vocabulary of the rule that a text supports; bytes if there is none, and bytes are allowed."""
+        smallest = BYTE_VOCAB_SIZE if self.given.get("tokenizer.kind") is None else most
+        return max((size for size in BYTES_PER_TOKEN if size <= most), default=smallest)
+
     def _has_tokenizer(self) -> bool:
         data, tokenizer = self.base.data, self.base.tokenizer
         return data.is_prepared or tokenizer.path is not None or tokenizer.kind == "byte"
@@ -174,11 +203,11 @@ class _Picker:
         """Sizes that may be picked."""
         return sizes(vocab_size, self.given)
 
-    def probes(self, vocab_size: int) -> list[tuple[Recipe, Size]]:
+    def probes(self, vocab_size: int) -> tuple[tuple[Recipe, Size], tuple[Recipe, Size]]:
         """Recipes and sizes of the two models whose speeds are measured, the smaller first."""
         found = self.sizes(vocab_size)
-        nearest = [min(found, key=lambda size: abs(size.hidden_size - width)) for width in PROBE_WIDTHS]
-        return [(self.recipe(size), size) for size in nearest]
+        small, large = (min(found, key=lambda size: abs(size.hidden_size - width)) for width in PROBE_WIDTHS)
+        return (self.recipe(small), small), (self.recipe(large), large)
 
     def candidates(self, vocab_size: int) -> Iterator[Candidate]:
         """The models that may be picked, the smallest first; each is counted when it is first asked for."""

@@ -10,10 +10,15 @@ from typing import Any
 from multilin.analysis.compare.plan import Choice, Plan
 from multilin.analysis.compare.statistics import Difference, Spread, spread, welch_p
 from multilin.errors import InputError, plural
-from multilin.inference.run_files import is_adapter
+from multilin.inference.run_files import ADAPTER_WEIGHTS
 from multilin.training.run_folder import RunFolder
 
 FINISHED, FAILED = "finished", "failed"
+_WEIGHTS = (
+    "model.safetensors",
+    "model.safetensors.index.json",
+    ADAPTER_WEIGHTS,
+)  # moved into place after their configs
 NOT_FINITE = "the loss on the validation text after the last step is not finite"
 TOLERANCE = 0.1  # share of the budget by which a row may miss it and still be ranked
 
@@ -196,7 +201,7 @@ def is_finished(folder: Path, max_steps: int) -> bool:
         lines = RunFolder(folder).read_metrics()
     except InputError:  # it is resumed, which writes the file anew
         return False
-    return bool(lines) and lines[-1]["step"] >= max_steps and ((folder / "config.json").is_file() or is_adapter(folder))
+    return bool(lines) and lines[-1]["step"] >= max_steps and any((folder / name).is_file() for name in _WEIGHTS)
 
 
 def make_row(

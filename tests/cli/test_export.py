@@ -46,6 +46,9 @@ def test_auto_exports_once_and_again_after_a_change(run_with_cache: Path, cli: C
     first = cli("generate", run_with_cache, *GREEDY[:3], 8, "--greedy", "--engine", "onnx", "--save-state", state)
     second = cli("generate", run_with_cache, "--max-new-tokens", 12, "--greedy", "--prompt", "", "--state", state)
     assert first + second == expected
+    next(cache.cache_folder(run_with_cache).glob("weights*")).unlink()  # the export is made again
+    assert main(command) == 0
+    assert capsys.readouterr().out == expected
     config = json.loads((run_with_cache / "config.json").read_text())
     (run_with_cache / "config.json").write_text(json.dumps(config, indent=1) + "\n")
     assert not cache.is_current(run_with_cache)

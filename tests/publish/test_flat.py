@@ -1,17 +1,25 @@
 """The model's code in one file: the same numbers as the package, and nothing of the package needed."""
 
 import ast
+import dataclasses
 import importlib.util
 import sys
+from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
+from tokenizers import Tokenizer
+from tokenizers.models import BPE
+from transformers import PreTrainedTokenizerFast
 
-from multilin.architectures import architectures
+from multilin.architectures import architectures, base, get_architecture
+from multilin.errors import InputError
+from multilin.inference.runs import Run
 from multilin.model.factory import create_model
 from multilin.model.remote import AUTO_FILE
-from multilin.publish.flat import flat_model
+from multilin.publish.flat import flat_model, own_architectures
+from multilin.publish.folder import publish_run
 
 
 @pytest.fixture(scope="module")
@@ -25,6 +33,20 @@ def flat(tmp_path_factory: pytest.TempPathFactory) -> ModuleType:
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
     return module
+
+
+def test_architectures_of_other_packages_are_left_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    model = create_model("elita", hidden_size=16, num_layers=1, vocab_size=32, n_positions=16)
+    mine = dataclasses.replace(get_architecture("elita"), name="mine", layer=type("Mine", (), {"__module__": "mine"}))
+    monkeypatch.setitem(base._registry, "mine", mine)
+    assert "mine" in architectures()
+    assert "mine" not in own_architectures()
+    flat_model()
+    model.config.layers[0]["architecture"] = "mine"
+    with pytest.raises(InputError, match="a model of mine given, an architecture of another package"):
+        publish_run(
+            Run(tmp_path, model, PreTrainedTokenizerFast(tokenizer_object=Tokenizer(BPE()))), "me/mine", tmp_path
+        )
 
 
 def test_the_file_imports_nothing_but_pytorch_and_transformers() -> None:

@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import httpx
 import openai
@@ -57,6 +58,42 @@ def test_openais_client(client: openai.OpenAI) -> None:
     assert refusal.value.param == "suffix"
     with pytest.raises(openai.NotFoundError):
         client.completions.create(model="large", prompt="abc")
+
+
+def test_parts_of_characters_are_told_apart(server: Server) -> None:
+    """By their bytes, as U+FFFD in place of each would be one name for many tokens."""
+    body = {"prompt": "é", "max_tokens": 1, "echo": True, "temperature": 0, "logprobs": 20}
+    logprobs = server.post("/v1/completions", **body)["choices"][0]["logprobs"]
+    assert logprobs["tokens"][:2] == [r"bytes:\xc3", r"bytes:\xa9"]
+    tops = [top for top in logprobs["top_logprobs"] if top]
+    assert {len(top) for top in tops} == {20}
+
+
+@pytest.mark.parametrize("end", [{}, {"stop": "\x00"}])
+def test_a_session_reports_the_tokens_of_its_new_prompt_alone(server: Server, end: dict[str, str]) -> None:
+    """Also where tokens of the answer before are read with it."""
+    session = server.post("/v1/sessions")["id"]
+    server.post("/v1/completions", prompt="Hello", session=session, max_tokens=3, temperature=0, ignore_eos=True, **end)
+    body = {"prompt": " wor", "echo": True, "max_tokens": 2, "temperature": 0, "logprobs": 1, "ignore_eos": True}
+    logprobs = server.post("/v1/completions", session=session, **body)["choices"][0]["logprobs"]
+    assert logprobs["tokens"][:4] == list(" wor")
+    assert logprobs["text_offset"][:5] == [0, 1, 2, 3, 4]
+    assert all(value < 0 for value in logprobs["token_logprobs"])
+
+
+@pytest.mark.parametrize(
+    ("body", "sentence"),
+    [
+        ({"prompt": "x", "stop": ""}, "stop: '' given, but it should have at least 1 character or be a valid list"),
+        (
+            {"prompt": "x", "stop": ["a"] * 9},
+            "but it should be a valid string or have at most 8 items",
+        ),
+        ({"prompt": "x", "n": 65}, "n: 1 prompt times 65 answers asked for"),
+    ],
+)
+def test_what_would_be_accepted_is_plain_english(server: Server, body: dict[str, Any], sentence: str) -> None:
+    assert re.search(sentence, server.call("POST", "/v1/completions", body, status=400)["error"]["message"])
 
 
 def test_logprobs_echo_and_bias(server: Server) -> None:

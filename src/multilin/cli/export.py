@@ -122,10 +122,15 @@ def open_engine(folder: Path, name: EngineName, *, is_server: bool = False) -> "
     reason = why_torch(folder) if name == "auto" else None
     if reason is None and not is_current(folder):
         reason = _export_for(folder, may_fail=name == "auto")
-    if reason is not None:
-        print(f"multilin: engine torch, as {reason}", file=sys.stderr)
-        return _torch(folder)
-    return _onnx(cache_folder(folder), is_server)
+    if reason is None:
+        try:
+            return _onnx(cache_folder(folder), is_server)
+        except InputError:  # files of the export are damaged or gone
+            reason = _export_for(folder, may_fail=name == "auto")
+    if reason is None:
+        return _onnx(cache_folder(folder), is_server)
+    print(f"multilin: engine torch, as {reason}", file=sys.stderr)
+    return _torch(folder)
 
 
 def _onnx(folder: Path, is_server: bool) -> "_Opened":

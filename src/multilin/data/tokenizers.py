@@ -3,7 +3,6 @@
 import codecs
 import hashlib
 import json
-import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Literal
@@ -11,8 +10,8 @@ from typing import Literal
 import huggingface_hub
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
-from transformers.convert_slow_tokenizer import bytes_to_unicode
 
+from multilin.data.byte_level import BYTES, token_bytes
 from multilin.data.encoding import cut_at_whitespace
 from multilin.data.settings import BYTE_VOCAB_SIZE
 from multilin.errors import InputError, as_input_error, shown
@@ -49,7 +48,7 @@ def train_tokenizer(texts: Iterable[str], kind: TokenizerKind, vocab_size: int |
     if kind == "byte":
         if vocab_size not in (None, BYTE_VOCAB_SIZE):
             raise InputError(f"{given} has {BYTE_VOCAB_SIZE} tokens")
-        vocabulary = {END_OF_TEXT: 0, PAD: 1} | {character: 2 + byte for byte, character in bytes_to_unicode().items()}
+        vocabulary = {END_OF_TEXT: 0, PAD: 1} | {character: 2 + byte for character, byte in BYTES.items()}
         tokenizer = _byte_level(models.BPE(vocab=vocabulary, merges=[]))
         tokenizer.add_special_tokens(_special_tokens())
     elif kind in ("bpe", "unigram"):
@@ -154,18 +153,8 @@ def whole_characters(tokenizer: PreTrainedTokenizerFast, token_ids: Sequence[int
 
 def _token_bytes(tokenizer: PreTrainedTokenizerFast, token_ids: Sequence[int]) -> list[bytes]:
     """The UTF-8 bytes of each token by itself, which may be a part of a character."""
-    byte_of = {character: byte for byte, character in bytes_to_unicode().items()}
-    contents = []
-    for token_id, name in zip(token_ids, tokenizer.convert_ids_to_tokens(list(token_ids)), strict=True):
-        text = tokenizer.decode([token_id])
-        if "\ufffd" not in text:
-            contents.append(text.encode())
-        elif all(character in byte_of for character in name):
-            contents.append(bytes(byte_of[character] for character in name))
-        else:  # SentencePiece writes single bytes as <0xE4>
-            byte = re.fullmatch(r"<0x([0-9A-F]{2})>", name)
-            contents.append(bytes.fromhex(byte[1]) if byte else text.encode())
-    return contents
+    names = tokenizer.convert_ids_to_tokens(list(token_ids))
+    return [token_bytes(name, tokenizer.decode([token])) for token, name in zip(token_ids, names, strict=True)]
 
 
 class VocabularyTooLarge(InputError):

@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
+from multilin.data.byte_level import token_bytes
 from multilin.errors import InputError, shown
 
 CONTEXT = 8  # tokens before a text that can matter to how it is decoded
@@ -44,6 +45,11 @@ class TextCodec:
     def is_cut(self, token_ids: list[int]) -> bool:
         """True if these tokens end inside a character."""
         return self.tokenizer.decode(token_ids).endswith(UNKNOWN)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The UTF-8 bytes of a token, which may be a part of a character."""
+        text = self.tokenizer.decode([token_id], skip_special_tokens=False)
+        return token_bytes(self.tokenizer.id_to_token(token_id) or "", text)
 
     def exclude_padding(self, logits_BV: NDArray[np.float32]) -> None:
         """Give the padding token no probability, in place: never seen in training, its logit is an accident."""

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 def flat_model() -> str:
     """The text of the file."""
-    found = [f"{PACKAGE}.architectures.{name}" for name in architectures()]
+    found = [f"{PACKAGE}.architectures.{name}" for name in own_architectures()]
     modules = closure([f"{PACKAGE}.settings", f"{PACKAGE}.model.language_model", *found])
     names = Names(modules)
     imports, statements = {("types", ("types", ""))}, list[ast.stmt]()
@@ -40,6 +40,12 @@ def flat_model() -> str:
     used = {name for statement in statements for name in _mentioned(statement)} | {"Any"}
     lines = _import_lines({entry for entry in imports if entry[0] in used})
     return "\n\n\n".join(["\n".join([_HEAD, *lines]), *map(ast.unparse, statements)]) + "\n"
+
+
+def own_architectures() -> list[str]:
+    """The architectures of this package, in whose file they have their name; others come from other packages."""
+    package = f"{PACKAGE}.architectures."
+    return [name for name, one in architectures().items() if one.layer.__module__ == package + name]
 
 
 def _is_left_out(statement: ast.stmt) -> bool:

@@ -11,7 +11,7 @@ from multilin.files import atomic_folder, write_whole
 from multilin.inference.runs import Run
 from multilin.model import MultilinForCausalLM
 from multilin.model.remote import AUTO_FILE
-from multilin.publish.flat import flat_model
+from multilin.publish.flat import flat_model, own_architectures
 
 CARD = "README.md"
 _PLOT = "loss.png"
@@ -37,6 +37,12 @@ def publish_run(run: Run, name: str, folder: Path) -> None:
         is_ours = kind.startswith("multilin_")
         advice = "lacks; train it without output_bias and unit_variance" if is_ours else "loads; upload its folder"
         raise InputError(f"run: a {kind} model given, which transformers {advice}")
+    others = sorted({entry["architecture"] for entry in run.model.config.layers} - {*own_architectures()})
+    if others:
+        raise InputError(
+            f"run: a model of {others[0]} given, an architecture of another package, whose code would be missing; "
+            "upload the run's folder itself"
+        )
     with atomic_folder(folder) as partial:
         run.model.save_pretrained(partial)
         run.tokenizer.save_pretrained(partial)

@@ -45,18 +45,26 @@ def from_validation(errors: Sequence[Any]) -> ApiError:
     first = next((error for error in errors if error["type"] == "extra_forbidden"), errors[0])
     path = [str(part) for part in first["loc"] if part not in ("body", "query")]
     param = shorten(path[0]) if path else None
-    kind, words = first["type"], str(first["msg"]).removeprefix("Input should be ")
+    kind, message = first["type"], str(first["msg"])
     if kind == "extra_forbidden":
         return ApiError(400, f"{shorten(path[-1])}: unknown or unsupported field", shorten(path[-1]), "unknown_field")
     if kind == "missing":
         return ApiError(400, f"{path[-1] if path else 'body'}: missing; a value is required", param, "missing_field")
     if kind == "json_invalid" or not path:
         hint = "" if kind == "json_invalid" else "; the header Content-Type should be application/json"
-        return ApiError(400, f"body: no JSON object ({words[:100]}){hint}", None, "invalid_json")
+        return ApiError(400, f"body: no JSON object ({message[:100]}){hint}", None, "invalid_json")
     # Every member of a union has an error of its own.
     same = [error for error in errors if error["loc"][:2] == first["loc"][:2]]
-    accepted = " or ".join(dict.fromkeys(str(error["msg"]).removeprefix("Input should be ") for error in same))
-    return ApiError(400, f"{param}: {shown(first['input'])} given, but it should be {accepted}", param, "invalid_value")
+    words = list(dict.fromkeys(_accepted(str(error["msg"])) for error in same))
+    repeated = "be " if words[0].startswith("be ") else ""
+    accepted = " or ".join([words[0], *(word.removeprefix(repeated) for word in words[1:])])
+    return ApiError(400, f"{param}: {shown(first['input'])} given, but it should {accepted}", param, "invalid_value")
+
+
+def _accepted(message: str) -> str:
+    """What pydantic says that a value should be, or have, without the value: `be a valid string`."""
+    words = re.sub(r"^[A-Z][a-z]+ should ", "", message)
+    return re.sub(r" after validation, not \d+$", "", words)
 
 
 def too_busy() -> ApiError:

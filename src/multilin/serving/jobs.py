@@ -68,7 +68,7 @@ class Job:
     max_new_tokens: most new tokens of each sequence, may be 0.
     listen: called with the number of the sequence and an event, in the thread that `Scheduler.notify` chooses.
     num_logprobs: likeliest tokens to report at each place; None reports no tokens.
-    prompt_logprobs: report the tokens of the prompt too.
+    prompt_logprobs: number of the last tokens of the prompt that are reported too.
     position: number of `token_ids` that were read.
     state: engine state of one row while the prompt is read.
     """
@@ -81,7 +81,7 @@ class Job:
     max_new_tokens: int
     listen: Callable[[int, Event], None]
     num_logprobs: int | None = None
-    prompt_logprobs: bool = False
+    prompt_logprobs: int = 0
     is_cancelled: bool = False
     position: int = 0
     state: Any = None

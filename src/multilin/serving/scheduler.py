@@ -219,8 +219,9 @@ class Scheduler:
         for place, row in enumerate(self._rows[first:]):
             if row.forced:
                 row.next_id = row.forced.popleft()
-                entry = make_logprob(logits_BV[place], row.next_id, row.job.num_logprobs or 0)
-                self._tell(row.job, row.index, Piece("", [(entry, -1)]))
+                if len(row.forced) < row.job.prompt_logprobs:  # before are those that the last turn left unread
+                    entry = make_logprob(logits_BV[place], row.next_id, row.job.num_logprobs or 0)
+                    self._tell(row.job, row.index, Piece("", [(entry, -1)]))
             elif len(row.token_ids) == row.job.max_new_tokens:  # none at all is asked for
                 row.end = "length"
             else:

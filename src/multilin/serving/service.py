@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from multilin.errors import InputError, shown
+from multilin.errors import InputError, plural, shown
 from multilin.inference.engine import Engine
 from multilin.inference.generate import check_settings, count_new_tokens
 from multilin.inference.state_file import pack_state, unpack_state
@@ -69,8 +69,12 @@ class Service:
         return self.codec.tokenizer.decode(token_ids)
 
     def token_text(self, token_id: int) -> str:
-        """The text of one token alone; U+FFFD in place of a part of a character."""
-        return self.codec.tokenizer.decode([token_id], skip_special_tokens=False)
+        """The text of one token alone; a part of a character as `bytes:\\xe6`."""
+        content = self.codec.token_bytes(token_id)
+        try:
+            return content.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in content)
 
     def check_idle(self, session_id: str) -> None:
         """Refuse a session that a request continues just now."""
@@ -122,8 +126,8 @@ class Service:
             check_settings(settings, self.engine.vocab_size)
         if len(ask.prompts) * len(ask.settings) > limits.slots:
             raise InputError(
-                f"n: {len(ask.prompts)} prompts times {len(ask.settings)} answers asked for, but this server gives at "
-                f"most {limits.slots}"
+                f"n: {plural(len(ask.prompts), 'prompt')} times {len(ask.settings)} answers asked for, "
+                f"but this server gives at most {limits.slots}"
             )
         if ask.max_tokens is not None and ask.max_tokens > limits.max_tokens:
             raise InputError(f"max_tokens: {ask.max_tokens} given, but it should be at most {limits.max_tokens}")
@@ -158,7 +162,7 @@ class Service:
         return Job(
             ask.owner, token_ids, known_ids, None if state is None else unpack_state(state, self.owner), ask.settings,
             max_tokens, lambda index, event: generation.receive(first + index, event), ask.num_logprobs,
-            ask.prompt_logprobs,
+            len(prompt.token_ids) if ask.prompt_logprobs else 0,
         )  # fmt: skip
 
     def chat_prompt(self, messages: Messages, before: Turn | None) -> Prompt:

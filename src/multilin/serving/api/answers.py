@@ -154,9 +154,8 @@ class ChatForm(Form):
         return {"content": entries, "refusal": None}
 
     def _token(self, token: int, value: float | None) -> Json:
-        text = self.service.token_text(token)
-        # The bytes of a token that is a part of a character are not known here.
-        return {"token": text, "logprob": value, "bytes": None if "\ufffd" in text else list(text.encode())}
+        content = list(self.service.codec.token_bytes(token))
+        return {"token": self.service.token_text(token), "logprob": value, "bytes": content}
 
 
 class ResponseForm(Form):

@@ -59,12 +59,13 @@ async def completions(body: CompletionRequest, service: Served, owner: Owner) ->
         num_logprobs=body.logprobs, prompt_logprobs=bool(body.echo) and body.logprobs is not None,
     )  # fmt: skip
     answered = [prompt for prompt in prompts for _ in ask.settings]
+    is_first_unknown = ask.prompt_logprobs and not (before and before.unread_ids)
     without_first: tuple[list[int], ...] = ([], [service.codec.end_id])
     form = CompletionForm(
         service, include_usage=_include_usage(body), has_logprobs=body.logprobs is not None,
         echoes=[prompt.text if body.echo else "" for prompt in answered],
         first_ids=[
-            p.token_ids[0] if ask.prompt_logprobs and p.token_ids[:1] not in without_first else None for p in answered
+            p.token_ids[0] if is_first_unknown and p.token_ids[:1] not in without_first else None for p in answered
         ],
     )  # fmt: skip
     return Answer(await service.begin(ask), form)

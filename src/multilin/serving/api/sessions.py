@@ -116,7 +116,9 @@ def delete_session(session_id: str, service: Served, owner: Owner) -> Response:
 def _check_turn(session: Session, turn: str | None) -> str:
     """The id of a turn of a session, by default the last one; refuses a turn that the session does not have."""
     wanted = turn or (session.turns[-1] if session.turns else None)
-    if wanted is None or wanted not in session.turns:
+    if wanted is None:
+        raise ApiError(404, "turn: the session has no turn yet", "turn", NOT_FOUND)
+    if wanted not in session.turns:
         raise ApiError(404, f"turn: the session has no turn {wanted!r:.60}", "turn", NOT_FOUND)
     return wanted
 

@@ -243,6 +243,7 @@ $("form").onsubmit = event => {
   if (page.isRunning) isStopping = true;
   else guarded(generate)();
 };
+$("form").addEventListener("invalid", () => ($("sampling").open = true), true); // a mistake must be seen
 $("fork").onclick = guarded(fork);
 $("fresh").onclick = guarded(() => (activate(new Branch(page.engine.newState())), $("prompt").focus()));
 $("save").onclick = guarded(save);

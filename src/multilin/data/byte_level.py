@@ -1,0 +1,23 @@
+"""The bytes of tokens, from the names that byte-level vocabularies give them."""
+
+import re
+
+_PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]  # bytes that stand for themselves
+_OTHERS = [byte for byte in range(256) if byte not in _PRINTABLE]
+# Bytes by the characters that stand for them, as GPT-2 has them.
+BYTES = {chr(byte): byte for byte in _PRINTABLE} | {chr(256 + place): byte for place, byte in enumerate(_OTHERS)}
+
+
+def token_bytes(name: str, text: str) -> bytes:
+    """The UTF-8 bytes of a token, which may be a part of a character.
+
+    Args:
+        name: its entry in the vocabulary.
+        text: as which it is decoded by itself, with U+FFFD for a part of a character.
+    """
+    if "\ufffd" not in text:
+        return text.encode()
+    if all(character in BYTES for character in name):
+        return bytes(BYTES[character] for character in name)
+    byte = re.fullmatch(r"<0x([0-9A-F]{2})>", name)  # SentencePiece writes single bytes as <0xE4>
+    return bytes.fromhex(byte[1]) if byte else text.encode()

@@ -260,6 +260,16 @@ def test_a_thousand_turns_on_disk(turns: list[Turn], tmp_path: Path) -> None:
     assert store.longest(turns[1].owner, [1, 2, 1, 4]) is not None
 
 
+def test_states_that_a_killed_server_left_are_deleted_after_an_hour(turns: list[Turn], tmp_path: Path) -> None:
+    store = TurnStore(Folder(str(tmp_path)), 10_000)
+    for turn in (turns[0], dataclasses.replace(turns[1], created=time.time()), turns[2]):
+        store.add(turn, b"x" * 1000)
+    for turn in turns[:2]:
+        next(tmp_path.rglob(f"{turn.id}.*.json")).unlink()  # it is written after the state
+    TurnStore(Folder(str(tmp_path)), 0)
+    assert [len(list(tmp_path.rglob(f"{turn.id}.*.safetensors"))) for turn in turns[:3]] == [0, 1, 1]
+
+
 def test_old_turns_and_too_many_are_deleted(turns: list[Turn], tmp_path: Path) -> None:
     store = TurnStore(Folder(str(tmp_path)), 50_000, disk_bytes=30_000)
     for turn in turns[:100]:

@@ -20,6 +20,7 @@ from multilin.serving.folder import Folder
 NOBODY = "0" * 16  # owner of all turns where there are no keys
 _MODULUS, _FACTOR = 2**61 - 1, 1_000_003_000_031  # of the hash by which turns are found; tokens are then compared
 CLEANING = 60.0  # seconds, at least, between two searches for turns to delete
+LEFTOVER = 3600.0  # seconds after which a state without its turn is not one that is being written
 log = logging.getLogger("multilin.serve")
 
 
@@ -203,7 +204,7 @@ class TurnStore:
         """List the folder, and delete the turns that are too old, and the oldest ones while the folder is too large."""
         begin = time.monotonic()
         try:
-            self._list("turn_")
+            self._remove_leftovers(self._list("turn_"))
             with self._lock:
                 entries = sorted(self._entries.values(), key=lambda entry: entry.created)
             total = sum(entry.size for entry in entries)
@@ -226,14 +227,23 @@ class TurnStore:
             self._forget(entry)
         return content
 
-    def _list(self, prefix: str) -> None:
-        """Take up the turns in the folder whose ids begin with `prefix`."""
+    def _remove_leftovers(self, sizes: Mapping[str, int]) -> None:
+        """Delete states whose server was killed before it wrote what belongs to them."""
+        for name in sizes:
+            content = name.removesuffix(".safetensors") + ".json"
+            entry = None if content in sizes else Entry.from_name(content, {content: 0})
+            if self.folder is not None and entry is not None and entry.created < time.time() - LEFTOVER:
+                self.folder.remove(name)
+
+    def _list(self, prefix: str) -> Mapping[str, int]:
+        """Take up the turns in the folder whose ids begin with `prefix`; returns the sizes of their files."""
         sizes = {} if self.folder is None else self.folder.sizes(prefix)
         found = [Entry.from_name(name, sizes) for name in sizes]
         with self._lock:
             for entry in found:
                 if entry is not None and entry.id not in self._entries:
                     self._know(entry)
+        return sizes
 
     def _know(self, entry: Entry) -> None:
         self._entries[entry.id] = entry

@@ -13,7 +13,7 @@ def token_bytes(name: str, text: str) -> bytes:
 
     Args:
         name: its entry in the vocabulary.
-        text: as which it is decoded by itself, with U+FFFD for a part of a character.
+        text: what the token alone decodes to; U+FFFD stands for a part of a character.
     """
     if "\ufffd" not in text:
         return text.encode()

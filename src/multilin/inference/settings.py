@@ -18,9 +18,7 @@ StopTexts = Annotated[tuple[str, ...], MaxLen(16)]
 class GenerationSettings:
     """How text is generated."""
 
-    max_new_tokens: Tokens | None = (
-        None  # tokens to generate, at most; by default 200, or as many as have room; of a server, its own default
-    )
+    max_new_tokens: Tokens | None = None  # most tokens to generate; 200, as many as fit, or a server's own default
     temperature: Temperature = 0.8  # below 1 prefers likely tokens more than the model does, above 1 less
     top_k: Vocabulary | None = None  # draw from the k likeliest tokens only
     top_p: Share | None = None  # draw from the likeliest tokens that together have this share

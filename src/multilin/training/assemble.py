@@ -144,7 +144,7 @@ def build_model(recipe: Recipe, text: PreparedText | TaskText, checkpoint: Path 
         if rounding not in ("none", recipe.training.quantization):
             warnings.warn(
                 f"training.quantization: {recipe.training.quantization!r}, but the model to start from was trained "
-                f"with {rounding!r}: its weights are not rounded any more",
+                f"with {rounding!r}, which this run does not apply",
                 stacklevel=2,
             )
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):

@@ -1,24 +1,12 @@
 """Fields of a recipe as nested or dotted dictionaries: one over another, in a file or as flags."""
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 _DEPENDENT: dict[str, tuple[str, ...]] = {  # field to the fields that were given for its current value
     "model.architecture": ("model.options", "model.layers", "model.config", "optimizer.learning_rate"),
     "model.layers": ("model.options", "model.num_layers"),
-    "model.start": (
-        "model.start_hash",
-        "model.architecture",
-        "model.hidden_size",
-        "model.num_layers",
-        "model.options",
-        "model.layers",
-        "model.config",
-        "tokenizer.kind",
-        "tokenizer.vocab_size",
-        "tokenizer.path",
-    ),
     "tokenizer.kind": ("tokenizer.vocab_size", "tokenizer.path"),
     "tokenizer.path": ("tokenizer.kind", "tokenizer.vocab_size"),
     "optimizer.name": (
@@ -88,7 +76,7 @@ def without_replaced(values: Values, other: Mapping[str, Any], defaults: Mapping
         other: nested values that will be put over them.
         defaults: nested values of choices that are not given.
     """
-    kept, whole = copy.deepcopy(values), overlay(defaults or {}, values)
+    kept, whole = without(values, ()), overlay(defaults or {}, values)
     is_whole = get(whole, "model.architecture") is not None
     for name, dependent in _DEPENDENT.items():
         choice, before = get(other, name), get(whole, name)
@@ -96,10 +84,17 @@ def without_replaced(values: Values, other: Mapping[str, Any], defaults: Mapping
             before = None  # the layers say which they are
         is_known = before is not None or (is_whole and name not in _OF_ARCHITECTURE)
         if choice is not None and choice != before and is_known:
-            for dotted in dependent:
-                section, field = dotted.split(".")
-                if isinstance(held := kept.get(section), dict):
-                    held.pop(field, None)
+            kept = without(kept, dependent)
+    return kept
+
+
+def without(values: Values, names: Iterable[str]) -> Values:
+    """A copy of nested values without these dotted fields of sections."""
+    kept = copy.deepcopy(values)
+    for dotted in names:
+        section, field = dotted.split(".")
+        if isinstance(held := kept.get(section), dict):
+            held.pop(field, None)
     return kept
 
 

@@ -21,7 +21,7 @@ from multilin.inference.run_files import RECIPE_FILE
 from multilin.settings import bounds, load_settings, settings
 from multilin.settings.bounds import Fraction
 from multilin.settings.inputs import read_yaml, to_yaml
-from multilin.training.fields import Values, flatten, nest, overlay, put, without_replaced
+from multilin.training.fields import Values, flatten, get, nest, overlay, put, without, without_replaced
 from multilin.training.start import complete_start
 
 DEFAULT_MAX_STEPS = 1000
@@ -164,6 +164,10 @@ CHANGEABLE_ON_RESUME = (
 )  # fmt: skip
 
 
+_OF_START = (  # fields that a run's recipe records and another model to start from decides
+    *(f"model.{name}" for name in ("architecture", "hidden_size", "num_layers", "options", "layers", "config")),
+    *(f"tokenizer.{name}" for name in ("kind", "vocab_size", "path")),
+)
 DECIDED_BY_PREPARING = (
     "data.validation_fraction", "data.text_field", "data.encoding_errors", "tokenizer.kind", "tokenizer.vocab_size"
 )  # fmt: skip
@@ -209,6 +213,8 @@ def load_recipe(
         if "output" not in values:
             raise InputError(f"recipe: {path} is cut short: it has no output, which a run writes last")
         values["output"] = str(name_or_path)  # the folder may have been moved since the run wrote it down
+        if (overrides or {}).get("model.start") not in (None, get(values, "model.start")):
+            values = without(values, _OF_START)
     values = overlay(nest(defaults or {}), _changed(values, overrides or {}))
     recipe = load_settings(Recipe, values)
     _check_text(recipe, overrides or {})

@@ -203,7 +203,9 @@ class RunFolder:
         if checkpoint is None and not self.recipe.exists():
             raise InputError(f"output: there is no run to resume in {self.path}")
         if checkpoint is None:
-            if model := next(self.path.glob("*.safetensors"), None):  # a run that begins removes an earlier one's
+            # An earlier run's model was removed when this run began.
+            model = next((path for path in self._written() if path.suffix == ".safetensors"), None)
+            if model is not None:
                 raise InputError(
                     f"output: {self.path} holds a model ({model.name}) and no checkpoint to go on from; name it as "
                     "model.start in another run, or replace it with --overwrite"

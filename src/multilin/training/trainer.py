@@ -65,7 +65,8 @@ def train(
     check_model(recipe, checkpoint=folder.last_checkpoint() if resume else None)
     devices = join_processes()
     if were_restarted():
-        resume, overwrite = folder.recipe.exists(), False
+        resume = folder.last_checkpoint() is not None or (folder.recipe.exists() and not overwrite)
+        overwrite = overwrite and not resume
     if recipe.training.master == "host":
         check_host_master(recipe.training, devices)
     if progress is None or not devices.is_main_process:
@@ -88,9 +89,12 @@ def train(
                     trainer.add_callback(callback)
                 _run(trainer, checkpoint, progress, resume=resume)
             if not trainer.callback.is_finished:
+                where = "its checkpoint is saved, and", "continues there"
+                if folder.last_checkpoint() is None:
+                    where = "every step was left out, so that no checkpoint is saved;", "begins anew"
                 raise TrainingInterrupted(
-                    f"stopped after {trainer.callback.place(trainer.state)}; its checkpoint is saved, and "
-                    f"`multilin train {folder.path} --resume` continues there",
+                    f"stopped after {trainer.callback.place(trainer.state)}; {where[0]} "
+                    f"`multilin train {folder.path} --resume` {where[1]}",
                     # On several devices the signal may have reached another process only.
                     stop_request.signal_number or signal.SIGTERM,
                 )

@@ -98,7 +98,7 @@ def pick(
     try:
         text = measure_text(read_text(picker.probes(vocab_size)[0][0], progress.prepare))
     except VocabularyTooLarge as error:
-        if given is not None:
+        if given is not None or (picker.given.get("tokenizer.kind") is not None and error.most <= BYTE_VOCAB_SIZE):
             raise
         vocab_size = picker.vocabulary_of_at_most(error.most)
         text = measure_text(read_text(picker.probes(vocab_size)[0][0], progress.prepare))
@@ -110,7 +110,8 @@ def pick(
     choice = choose_now(picker.candidates(vocab_size), speed=speed)
     if choice.tokens >= LONG_TOKENS:
         picker.step = LONG_RUN
-        speed = measure_speed(*picker.probes(vocab_size), until)
+        if time.monotonic() < until:
+            speed = measure_speed(*picker.probes(vocab_size), until)
         choice = choose_now(picker.candidates(vocab_size), speed=speed)
     tokens_per_second = speed.tokens_per_second(choice.candidate)
     remarks, flops = [], choice.tokens * choice.candidate.flops_per_token

@@ -82,6 +82,6 @@ class NormalizedSGD(NormalizingOptimizer):
     def _state(self, parameter: Tensor) -> dict[str, Tensor]:
         state: dict[str, Tensor] = self.state[parameter]
         if not state:
-            # Of one dimension: PyTorch finds the device of a saved state by its tensors that have any.
+            # Shape (1,): PyTorch takes the device of a saved state from tensors with at least one dimension.
             state["num_steps"] = torch.zeros(1, dtype=torch.float32, device=parameter.device)
         return state

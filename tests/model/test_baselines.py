@@ -16,7 +16,9 @@ from multilin.inference.adapters import insert_adapters
 from multilin.inference.runs import load_run
 from multilin.model.baselines import attend_without_mask
 from multilin.model.factory import BASELINES, create_model
+from multilin.training.assemble import build_model, read_text
 from multilin.training.recipe import load_recipe
+from multilin.training.resolve import resolve_recipe
 from multilin.training.trainer import train
 from tests.processes import PYTHON, run
 
@@ -78,6 +80,18 @@ def test_compiled_they_attend_to_the_past_without_a_mask_tensor(name: str) -> No
     rest = compiled(IDS[:, 5:], past_key_values=begun.past_key_values)
     torch.testing.assert_close(rest.logits, expected[0][:, 5:])
     torch.testing.assert_close(model(IDS).logits, expected[0])
+
+
+@pytest.mark.parametrize("name", ["llama", "elita"])
+def test_a_recipe_that_compiles_a_transformer_has_it_attend_without_a_mask(name: str, tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("A text of some words. " * 200)
+    given = {"model.architecture": name, "model.hidden_size": 16, "tokenizer.kind": "byte", "training.max_steps": 1,
+             "data.source": str(tmp_path / "text.txt")}  # fmt: skip
+    ways = []
+    for compiles in (False, True):
+        recipe = resolve_recipe(load_recipe(None, given | {"training.compile": compiles}))
+        ways.append(build_model(recipe, read_text(recipe)).config._attn_implementation)
+    assert (ways[0] != ways[1]) == (name == "llama")
 
 
 def test_it_begins_with_the_variances_that_it_is_named_for() -> None:

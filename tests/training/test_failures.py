@@ -2,6 +2,7 @@ import errno
 import math
 import os
 import shutil
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from multilin.errors import InputError
 from multilin.training import checkpoints
-from multilin.training.outcomes import RunResult, TrainingFailed
+from multilin.training.outcomes import RunResult, TrainingFailed, TrainingInterrupted
 from multilin.training.run_folder import RunFolder
 from multilin.training.trainer import train
 from multilin.training.transformers_trainer import RunTrainer
@@ -93,6 +94,21 @@ def test_checkpoints_change_nothing_while_all_steps_are_left_out(
         with pytest.warns(UserWarning, match="is not finite"):
             results.append(train(tiny(tmp_path / f"run{every}", **options)))
     assert_same_weights(*(result.output for result in results))
+
+
+def test_a_run_that_is_stopped_before_any_update_says_that_there_is_no_checkpoint(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at_step: AtStep
+) -> None:
+    compute = RunTrainer.compute_loss
+    monkeypatch.setattr(RunTrainer, "compute_loss", lambda *a, **k: compute(*a, **k) * math.inf)
+    at_step(3, lambda model: signal.raise_signal(signal.SIGTERM))
+    with (
+        pytest.warns(UserWarning, match="is not finite"),
+        pytest.raises(
+            TrainingInterrupted, match=r"no checkpoint was saved, as every step was left out; .* begins anew"
+        ),
+    ):
+        train(tiny(tmp_path / "run", **{"optimizer.nonfinite": "skip"}))
 
 
 @pytest.mark.parametrize("error", DISK_IS_FULL)

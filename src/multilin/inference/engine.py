@@ -32,7 +32,11 @@ class Engine(Protocol):
 
     @property
     def owner(self) -> StateOwner:
-        """The description of the model's state files; an InputError for a model that keeps no states."""
+        """The description of the model's state files.
+
+        Raises:
+            InputError: the model keeps no states.
+        """
 
     def new_state(self, num_rows: int = 1) -> Any:
         """A state of `num_rows` rows that have read nothing."""

@@ -86,10 +86,11 @@ def _scale_input(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def attend_without_mask(model: PreTrainedModel) -> None:
-    """Let GPT-2 or Llama leave the causal mask to PyTorch's attention also while it is compiled; others are left.
+    """Let a compiled GPT-2 or Llama use PyTorch's causal attention without a mask; other models stay as they are.
 
-    transformers makes a mask of T x T there, as it cannot look whether position_ids are those of packed texts, and
-    PyTorch's fast kernels take no mask. So give the model no position_ids of packed texts while it is compiled.
+    While a model is compiled, transformers makes a mask of T x T, as it cannot look whether position_ids are those of
+    packed texts, and with a mask attention takes three times as long. So the compiled model must not be given
+    position_ids of packed texts.
     """
     if model.config.model_type in _WITHOUT_WINDOWS and model.config._attn_implementation == "sdpa":
         model.set_attn_implementation(_WITHOUT_MASK)

@@ -76,7 +76,7 @@ def without_replaced(values: Values, other: Mapping[str, Any], defaults: Mapping
         other: nested values that will be put over them.
         defaults: nested values of choices that are not given.
     """
-    kept, whole = without(values, ()), overlay(defaults or {}, values)
+    kept, whole = copy.deepcopy(values), overlay(defaults or {}, values)
     is_whole = get(whole, "model.architecture") is not None
     for name, dependent in _DEPENDENT.items():
         choice, before = get(other, name), get(whole, name)

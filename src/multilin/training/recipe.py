@@ -162,8 +162,6 @@ CHANGEABLE_ON_RESUME = (
     "output", "training.eval_every_steps", "training.eval_max_tokens", "training.save_every_steps",
     "training.keep_checkpoints", "training.log_every_steps", "training.shard", "training.report_to",
 )  # fmt: skip
-
-
 _OF_START = (  # fields that a run's recipe records and another model to start from decides
     *(f"model.{name}" for name in ("architecture", "hidden_size", "num_layers", "options", "layers", "config")),
     *(f"tokenizer.{name}" for name in ("kind", "vocab_size", "path")),

@@ -89,12 +89,12 @@ def train(
                     trainer.add_callback(callback)
                 _run(trainer, checkpoint, progress, resume=resume)
             if not trainer.callback.is_finished:
-                where = "its checkpoint is saved, and", "continues there"
+                again = f"`multilin train {folder.path} --resume`"
+                advice = f"its checkpoint is saved, and {again} continues there"
                 if folder.last_checkpoint() is None:
-                    where = "every step was left out, so that no checkpoint is saved;", "begins anew"
+                    advice = f"no checkpoint was saved, as every step was left out; {again} begins anew"
                 raise TrainingInterrupted(
-                    f"stopped after {trainer.callback.place(trainer.state)}; {where[0]} "
-                    f"`multilin train {folder.path} --resume` {where[1]}",
+                    f"stopped after {trainer.callback.place(trainer.state)}; {advice}",
                     # On several devices the signal may have reached another process only.
                     stop_request.signal_number or signal.SIGTERM,
                 )

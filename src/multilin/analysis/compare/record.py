@@ -14,11 +14,8 @@ from multilin.inference.run_files import ADAPTER_WEIGHTS
 from multilin.training.run_folder import RunFolder
 
 FINISHED, FAILED = "finished", "failed"
-_WEIGHTS = (
-    "model.safetensors",
-    "model.safetensors.index.json",
-    ADAPTER_WEIGHTS,
-)  # moved into place after their configs
+# The last files of a model to be moved into place.
+_WEIGHTS = ("model.safetensors", "model.safetensors.index.json", ADAPTER_WEIGHTS)
 NOT_FINITE = "the loss on the validation text after the last step is not finite"
 TOLERANCE = 0.1  # share of the budget by which a row may miss it and still be ranked
 

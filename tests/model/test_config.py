@@ -174,11 +174,14 @@ def test_without_positions_there_is_no_limit() -> None:
     assert state.num_tokens.tolist() == [300]
 
 
-def test_a_scale_of_logits_and_bias_is_refused() -> None:
-    """Trainers that compute the logits themselves would apply it, the model would not."""
+def test_fields_that_would_have_no_effect_are_refused() -> None:
     config = create_model("additive", **SIZES).config.to_dict()
+    # Trainers that compute the logits themselves would apply this scale, the model would not.
     with pytest.raises(InputError, match="logit_scale: given, but this model has final_scale"):
         MultilinConfig(**config, logit_scale=0.5)
+    with pytest.raises(InputError, match="label_smoothin: unknown field of the model; did you mean 'label_smoothing'"):
+        MultilinConfig(**config, label_smoothin=0.1)
+    assert MultilinConfig(**config, task_specific_params={"a": 1}).task_specific_params == {"a": 1}
 
 
 @pytest.mark.parametrize(

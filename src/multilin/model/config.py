@@ -120,6 +120,9 @@ class MultilinConfig(PretrainedConfig):
         """Check what the type of a single field does not say."""
         if "logit_scale" in others:  # In other models it also scales the output bias; final_scale does not.
             raise InputError("logit_scale: given, but this model has final_scale, a factor on the final hidden states")
+        for name in others:  # transformers keeps fields that it does not know
+            if not hasattr(PretrainedConfig, name) and (hint := nearest(name, FIELDS)):
+                raise InputError(f"{shorten(name)}: unknown field of the model{hint}")
         load_settings(TokenIds, {name: others[name] for name in TOKEN_IDS if name in others})
         load_settings(Arithmetic, self.arithmetic, "arithmetic")
         if self.positions == "learned" and not self.n_positions:

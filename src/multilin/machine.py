@@ -2,7 +2,6 @@
 
 import ctypes
 import importlib.metadata
-import importlib.util
 import os
 import platform
 import sys
@@ -19,6 +18,7 @@ from multilin.training.processes import accelerator_or_cpu
 
 PACKAGES = (
     "multilin", "torch", "transformers", "tokenizers", "datasets", "accelerate", "safetensors", "numba", "triton",
+    "tensorboard",
 )  # fmt: skip
 # Beginnings of the names of instruction sets that decide how fast matrix products are, in bf16 and int8 above all.
 CPU_FEATURES = ("avx2", "avx512_f", "avx512_bf16", "avx512_vnni", "avx10", "amx", "sve", "bf16", "i8mm", "dotprod")
@@ -26,8 +26,6 @@ VARIABLE = "MULTILIN_ALLOCATOR"
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 _MMAP_BYTES, _TRIM_BYTES = 2**30, 2**31 - 1
-
-OPTIONAL = {"tensorboard": "TensorBoard event files of a run: pip install 'multilin[tensorboard]'"}
 
 
 @dataclass(frozen=True)
@@ -41,7 +39,6 @@ class Checkup:
     freed_memory: whether the command line keeps freed memory, see `keep_freed_memory`.
     backends: op to the name of its implementation on the device.
     gpu_backends: op to its implementation on a GPU, and why it is not used here; for ops that have one.
-    optional: optional package to whether it is installed.
     warnings: sentences about slow parts.
     """
 
@@ -56,7 +53,6 @@ class Checkup:
     freed_memory: str
     backends: dict[str, str]
     gpu_backends: dict[str, str]
-    optional: dict[str, bool]
     warnings: list[str] = field(default_factory=list)
 
 
@@ -80,7 +76,7 @@ def examine() -> Checkup:
         cpu_features=sorted(k for k, value in capabilities.items() if value is True and k.startswith(CPU_FEATURES)),
         freed_memory="kept" if gives_back is None else f"given back to the system, as {gives_back}",
         backends={name: backend.name for name, backend in backends.items()}, gpu_backends=_gpu_backends(),
-        optional={name: importlib.util.find_spec(name) is not None for name in OPTIONAL}, warnings=warnings,
+        warnings=warnings,
     )  # fmt: skip
 
 

@@ -3,12 +3,16 @@ import math
 import pytest
 import torch
 
+from multilin.architectures.base import TrainingDefaults
 from multilin.training.recipe import ScheduleRecipe
-from multilin.training.schedules import SCHEDULES, build_schedule, rate_factor
+from multilin.training.schedules import build_schedule, rate_factor, resolve_schedule
+
+SCHEDULES = ("linear", "cosine", "constant", "tail", "inverse_sqrt")
 
 
 def factors(name: str, max_steps: int, warmup_steps: int = 0, **options: float) -> list[float]:
-    recipe = ScheduleRecipe(name=name, warmup_steps=warmup_steps, **{**SCHEDULES[name], **options})
+    given = ScheduleRecipe(name=name, warmup_steps=warmup_steps, **options)
+    recipe = resolve_schedule(given, TrainingDefaults())
     return [rate_factor(recipe, max_steps)(step) for step in range(max_steps + 3)]
 
 

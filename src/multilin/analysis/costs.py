@@ -17,7 +17,7 @@ from multilin.architectures.base import Architecture
 from multilin.errors import InputError, nearest
 from multilin.inference.runs import load_model, longest_text
 from multilin.model.factory import create_model, model_names
-from multilin.model.memory import check_memory, parameter_bytes
+from multilin.model.memory import check_memory, layers_of, parameter_bytes
 from multilin.model.modes import evaluation_mode
 
 BACKWARD_AND_FORWARD = 3
@@ -112,11 +112,7 @@ def describe_model(model: PreTrainedModel) -> ModelInfo:
 
 
 def _layers(model: PreTrainedModel, states: list[int], next_states: list[int]) -> list[LayerInfo]:
-    stack = next(
-        module
-        for module in model.modules()
-        if isinstance(module, nn.ModuleList) and len(module) == model.config.num_hidden_layers
-    )
+    stack = layers_of(model)
     # Models of ours say what each layer is; the others have layers of one kind and no options per layer.
     entries = getattr(model.config, "layers", None) or [{"architecture": model.config.model_type}] * len(stack)
     return [

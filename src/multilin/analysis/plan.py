@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 
 import torch
 from rich.filesize import decimal
-from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from transformers import PreTrainedModel
 
@@ -27,6 +26,7 @@ from multilin.model.memory import (
     activation_bytes,
     available_memory,
     check_memory,
+    layers_of,
     loss_bytes,
     parameter_bytes,
 )
@@ -167,7 +167,7 @@ def plan_training(recipe: Recipe, settings: PlanSettings) -> TrainingPlan:
         checkpoint_bytes=weights + optimizer,
         seconds_per_step=tokens * flops / (peak * settings.efficiency) * passes, ways=[],
     )  # fmt: skip
-    layers = [parameter_bytes(layer) for layer in next(m for m in model.modules() if isinstance(m, nn.ModuleList))]
+    layers = [parameter_bytes(layer) for layer in layers_of(model)]
     gathered = 0.5 if training.precision == "bf16" else 1.0
     ways = [_way(way, plan, layers, gathered, passes, settings.price) for way in ("ddp", "int8", "fsdp")]
     return replace(plan, ways=ways)

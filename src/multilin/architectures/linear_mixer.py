@@ -107,7 +107,7 @@ class LinearMixerLayer(Layer):
 
     def __init__(self, hidden_size: int, options: LinearMixerOptions) -> None:
         super().__init__()
-        self.hidden_size, self.options, self.longest_text = hidden_size, options, options.longest_text
+        self.hidden_size, self.options = hidden_size, options
         norm = nn.LayerNorm if options.norm else nn.Identity
         self.mixing_norm = norm(hidden_size)
         self.mixing = Triangle(options.context, options.mixing_bias)

@@ -134,8 +134,6 @@ def doctor(arguments: DoctorArguments) -> None:
 
 
 def _print_checkup(checkup: "Checkup") -> None:
-    from multilin.machine import OPTIONAL
-
     rows = {"python": f"{checkup.python} on {checkup.platform}"}
     rows |= {name: version or "not installed" for name, version in checkup.versions.items()}
     rows |= {
@@ -147,8 +145,6 @@ def _print_checkup(checkup: "Checkup") -> None:
     }
     rows |= {f"op {name}": backend for name, backend in checkup.backends.items()}
     rows |= {f"op {name} on a GPU": backend for name, backend in checkup.gpu_backends.items()}
-    for name, is_installed in checkup.optional.items():
-        rows[f"optional {name}"] = "installed" if is_installed else f"not installed ({OPTIONAL[name]})"
     print_table("ll", rows.items())
     console = make_console()
     for warning in checkup.warnings:

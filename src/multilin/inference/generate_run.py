@@ -6,7 +6,7 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from multilin.data.tokenizers import start_token_id
-from multilin.inference.generate import DEFAULTS, Continuation, Sequence, check_settings, count_new_tokens, generate
+from multilin.inference.generate import DEFAULTS, Continuation, check_settings, count_new_tokens, generate
 from multilin.inference.runs import Run
 from multilin.inference.settings import GenerationSettings
 from multilin.inference.text import TextCodec, plain_tokenizer
@@ -20,13 +20,12 @@ def generate_text(
     prompt: str = "",
     settings: GenerationSettings = DEFAULTS,
     *,
-    sequence: Sequence | None = None,
     write: Callable[[str], object] | None = None,
     echo: bool = False,
 ) -> Continuation:
-    """Continue a prompt, or a sequence of `TorchEngine(run.model)`; see `multilin.inference.generate.generate`.
+    """Continue a prompt; see `multilin.inference.generate.generate`, which can also continue a sequence.
 
-    With beams, the text is written when the search has ended, and no sequence is continued.
+    With beams, the text is written when the search has ended.
 
     Raises:
         InputError: as `generate`, or there is not enough memory.
@@ -35,7 +34,7 @@ def generate_text(
     prompt_ids = codec.encode(prompt, is_start=True)
     if settings.num_beams == 1:
         check_reading(f"prompt: {len(prompt_ids)} tokens", run.model, 1, len(prompt_ids), all_logits=False)
-        return generate(engine, codec, prompt, settings, sequence=sequence, write=write, echo=echo)
+        return generate(engine, codec, prompt, settings, write=write, echo=echo)
     num_new = count_new_tokens(len(prompt_ids), settings.max_new_tokens, engine.longest_text)
     _check_beams(run, prompt_ids, num_new, settings.num_beams)
     check_settings(settings, engine.vocab_size)

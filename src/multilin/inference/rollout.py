@@ -57,12 +57,6 @@ class _Factors(NamedTuple):
     head_VD: Tensor
     bias_V: Tensor | None
 
-    def outputs(self, z_BND: Tensor, first: int = 0) -> Tensor:
-        """O of positions from `first` to the last one of z."""
-        mixing_NN, offset_ND = self.mixing_NN[first : z_BND.shape[1]], self.offset_ND[first : z_BND.shape[1]]
-        hidden_BND = mixing_NN[:, : z_BND.shape[1]] @ z_BND @ self.features_DD.T + offset_ND
-        return linear(hidden_BND, self.head_VD, self.bias_V)
-
 
 @torch.no_grad()
 def compose(model: MultilinForCausalLM) -> Composed:
@@ -106,7 +100,11 @@ def rollout(model: MultilinForCausalLM, prompt: Int[Tensor, "B T"], num_steps: i
     start_BND = linear(hidden_BND, into_head_DD, None if factors.bias_V is None else factors.into_DV @ factors.bias_V)
     step_NN = factors.mixing_NN[fed, num_prompt : num_prompt + num_steps - 1]
     fed_BND = _sum_of_powers(step_NN, into_head_DD @ factors.features_DD, start_BND)
-    return factors.outputs(torch.cat([given_BTD, fed_BND], dim=1), num_prompt - 1)
+    z_BND = torch.cat([given_BTD, fed_BND], dim=1)
+    num_read = z_BND.shape[1]
+    wanted = slice(num_prompt - 1, num_read)
+    hidden_BND = factors.mixing_NN[wanted, :num_read] @ z_BND @ factors.features_DD.T + factors.offset_ND[wanted]
+    return linear(hidden_BND, factors.head_VD, factors.bias_V)
 
 
 def _sum_of_powers(step_NN: Tensor, map_DD: Tensor, start_BND: Tensor) -> Tensor:

@@ -32,11 +32,7 @@ class Layer(GradientCheckpointingLayer):
 
     and the state, a (nested) NamedTuple of batch-first tensors in float32 (float64 where x is), has the same shapes
     after any number of tokens. `state` is None at the start of a text.
-
-    longest_text: tokens of the longest text the layer can read; None for no limit.
     """
-
-    longest_text: int | None = None
 
     def forward(self, x_BTD: Tensor, state: Any, layout: Layout) -> tuple[Tensor, Any]:
         """Output and next state; the state is None if the layout needs none."""

@@ -1,7 +1,6 @@
 """The body of the one model: embedding, layers and final norm, with the state that lets any text continue."""
 
 import itertools
-from collections.abc import Iterable
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -78,7 +77,7 @@ class MultilinModel(MultilinPreTrainedModel):
         super().__init__(config)
         self.embedding = TokenEmbedding(config)
         self.layers = nn.ModuleList(_build_layer(config, index) for index in range(len(config.layers)))
-        _check_lengths(config, self.layers)
+        _check_lengths(config)
         self.layer_kinds = layer_kinds(config)
         self._no_split_modules = sorted({type(layer).__name__ for layer in self.layers})
         names = sorted({entry["architecture"] for entry in config.layers})
@@ -291,10 +290,10 @@ def _build_layer(config: MultilinConfig, index: int) -> Layer:
     return layer
 
 
-def _check_lengths(config: MultilinConfig, layers: Iterable[Any]) -> None:
+def _check_lengths(config: MultilinConfig) -> None:
     """A model cannot read longer texts than each of its layers."""
-    for index, layer in enumerate(layers):
-        longest = layer.longest_text
+    for index, options in enumerate(config.layer_options()):
+        longest = options.longest_text
         if longest is not None and (config.n_positions is None or config.n_positions > longest):
             raise InputError(
                 f"n_positions: {config.n_positions or 'no limit'} given, but layers.{index} "

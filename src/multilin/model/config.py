@@ -136,13 +136,14 @@ class MultilinConfig(PretrainedConfig):
     @property
     def num_attention_heads(self) -> int:
         """Largest number of heads of a layer, for tools that ask by this name; 1 where layers have no heads."""
-        return max([options.count_heads(self.hidden_size) for options in self._layer_options()], default=1)
+        return max([options.count_heads(self.hidden_size) for options in self.layer_options()], default=1)
 
     @num_attention_heads.setter
     def num_attention_heads(self, value: int) -> None:
         raise InputError(f"num_attention_heads: {value} given, but each layer has its own number; set it in layers")
 
-    def _layer_options(self) -> Iterator[LayerOptions]:
+    def layer_options(self) -> Iterator[LayerOptions]:
+        """The options of each layer, defaults included."""
         for index, entry in enumerate(self.layers):
             values = {name: entry[name] for name in entry if name not in ("architecture", "initializer_range")}
             yield get_architecture(entry["architecture"]).read_options(values, f"layers.{index}")
@@ -205,7 +206,7 @@ class MultilinConfig(PretrainedConfig):
             **fields,
         )
         if layers is not None and config.n_positions is None:  # the frame has no limit, but its layers may have one
-            limits = (options.longest_text for options in config._layer_options())
+            limits = (options.longest_text for options in config.layer_options())
             config.n_positions = min((limit for limit in limits if limit is not None), default=None)
         return config
 

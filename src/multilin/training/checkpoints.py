@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from transformers import TrainerState
 
@@ -25,8 +24,6 @@ from multilin.settings.inputs import check_regular
 CHECKSUMS = "checksums.json"
 STATE = "trainer_state.json"
 LARGEST_NUMBER = 2**62  # in the JSON files of a checkpoint
-# safetensors reports a failed write, a full disk for one, by an exception of its own.
-WRITE_ERRORS = (OSError, SafetensorError)
 _COMPLETE = re.compile(r"checkpoint-(\d+)")
 
 

@@ -126,7 +126,7 @@ class SavingTrainer(Trainer):  # type: ignore[misc]
     def _reported(self, step: int) -> Iterator[None]:
         try:
             yield
-        except (*checkpoints.WRITE_ERRORS, CheckpointException) as error:
+        except (OSError, CheckpointException) as error:
             where = self.folder.checkpoints
             raise TrainingFailed(f"the checkpoint of step {step} could not be written to {where} ({error})") from error
 

@@ -23,14 +23,8 @@ from multilin.architectures.base import TrainingDefaults
 from multilin.errors import InputError
 from multilin.training.recipe import ScheduleRecipe, fill
 
-SCHEDULES: dict[str, dict[str, float]] = {
-    "linear": {},
-    "cosine": {},
-    "constant": {},
-    "tail": {"tail": 5.0},
-    "inverse_sqrt": {"constant_steps": 100},
-}
-"""Every schedule by the name recipes give it: its further fields of the recipe with their defaults."""
+# Fields of the recipe that one schedule uses, and their defaults.
+_OWN: dict[str, dict[str, float]] = {"tail": {"tail": 5.0}, "inverse_sqrt": {"constant_steps": 100}}
 
 
 def resolve_schedule(recipe: ScheduleRecipe, defaults: TrainingDefaults) -> ScheduleRecipe:
@@ -40,13 +34,14 @@ def resolve_schedule(recipe: ScheduleRecipe, defaults: TrainingDefaults) -> Sche
         InputError: a value is given that the schedule does not use.
     """
     name = recipe.name or defaults.schedule
-    for field in ("tail", "constant_steps"):
-        if (given := getattr(recipe, field)) is not None and field not in SCHEDULES[name]:
-            user = next(other for other, fields in SCHEDULES.items() if field in fields)
-            raise InputError(
-                f"schedule.{field}: {given!r} given, but only the schedule {user} uses it, and schedule.name is {name}"
-            )
-    return fill(recipe, name=name, warmup_steps=defaults.warmup_steps, **SCHEDULES[name])
+    for user, fields in _OWN.items():
+        for field in fields:
+            if (given := getattr(recipe, field)) is not None and name != user:
+                raise InputError(
+                    f"schedule.{field}: {given!r} given, but only the schedule {user} uses it, "
+                    f"and schedule.name is {name}"
+                )
+    return fill(recipe, name=name, warmup_steps=defaults.warmup_steps, **_OWN.get(name, {}))
 
 
 def rate_factor(recipe: ScheduleRecipe, max_steps: float) -> Callable[[int], float]:

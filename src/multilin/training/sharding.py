@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from multilin.errors import InputError
+from multilin.model.memory import layers_of
 from multilin.training import checkpoints
 from multilin.training.recipe import TrainingRecipe
 
@@ -55,8 +56,7 @@ def shard(model: PreTrainedModel, device: torch.device) -> None:
     makes matrix products bf16, as without sharding, and the numbers are the same.
     """
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-    layers = next(child for child in model.base_model.children() if isinstance(child, nn.ModuleList))
-    for layer in layers:
+    for layer in layers_of(model):
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
     if hasattr(model, "token_losses"):  # validation calls it instead of the model

@@ -18,7 +18,7 @@ from multilin.errors import InputError, plural
 from multilin.files.lock import locked_folder
 from multilin.inference.adapters import reach
 from multilin.training.assemble import build_model, check_model, read_data
-from multilin.training.checkpoints import WRITE_ERRORS, checkpoint_folder, checkpoint_step
+from multilin.training.checkpoints import checkpoint_folder, checkpoint_step
 from multilin.training.host_master import check_host_master
 from multilin.training.outcomes import RunResult, StopRequest, TrainingFailed, TrainingInterrupted
 from multilin.training.precision import tf32_beside_bf16
@@ -180,7 +180,7 @@ def _failures_in_one_sentence(folder: RunFolder) -> Iterator[None]:
         raise
     except TrainingFailed as failure:
         raise TrainingFailed(f"{failure}; {_stands(folder)}") from failure.__cause__
-    except WRITE_ERRORS as error:
+    except OSError as error:
         raise TrainingFailed(f"the run in {folder.path} stopped: {error}") from error
     except RuntimeError as error:
         if not (isinstance(error, DistError) or "gloo" in str(error)):

@@ -87,6 +87,17 @@ def test_the_tokenizer_is_trained_on_the_training_text_alone(tmp_path: Path) -> 
     assert texts_of(prepared, prepared.validation) == ["zzzz zzzz zzzz zzzz\n" * 50]
 
 
+def test_of_few_documents_only_a_part_of_one_is_set_aside(tmp_path: Path) -> None:
+    books = {name: "".join(f"line {line} of {name}\n" for line in range(300)) for name in ("one", "two", "three")}
+    (tmp_path / "books").mkdir()
+    for name, text in books.items():
+        (tmp_path / "books" / f"{name}.txt").write_text(text)
+    prepared = prepare(tmp_path / "books", tmp_path / "cache")
+    train, (validation,) = texts_of(prepared, prepared.train), texts_of(prepared, prepared.validation)
+    assert 0.05 < len(validation) / len("".join(books.values())) <= 0.1
+    assert sorted(books.values()) == sorted([*train[:-1], train[-1] + validation])
+
+
 def test_a_single_document_is_split_at_a_line(tmp_path: Path) -> None:
     text = "".join(f"line {number} of a play\n" for number in range(100))
     (tmp_path / "play.txt").write_text(text)

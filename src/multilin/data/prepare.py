@@ -1,6 +1,7 @@
 """From a source to packed training and validation text, done once and kept in a cache that is keyed by content."""
 
 import hashlib
+import itertools
 import json
 import warnings
 from array import array
@@ -27,7 +28,7 @@ from multilin.data.tokenizers import load_tokenizer, tokenizer_hash, train_token
 from multilin.errors import InputError, plural, prefixed
 
 # Counted up whenever the same input would be prepared differently.
-FORMAT = 2
+FORMAT = 3
 _REPORT_BYTES = 2**22
 
 _Reader = Callable[[], Iterator[Document]]
@@ -82,7 +83,8 @@ def prepare_text(
     Args:
         data: the sources, see `read_documents`. Without a second source to validate on, whole documents of the first
             are set aside: in the order of the hashes of their texts, as many as fit into `validation_fraction` of its
-            bytes, at least one, and the same text never on both sides. A single document is split at a line.
+            bytes, and the same text never on both sides. Where all are too long, the end of the shortest, from a line
+            on, as much as fits.
         recipe: the tokenizer to train on the training text, or to load, see `load_tokenizer`.
         cache_folder: where prepared texts are kept; $XDG_CACHE_HOME/multilin or ~/.cache/multilin by default.
         progress: called with the work under way and the bytes of text done.
@@ -177,7 +179,7 @@ def _prepare(
 
 def _split(data: DataRecipe, folder: Path, progress: Progress) -> tuple[list[Spool], _Reader, _Reader]:
     """The spools on disk, and functions that read the documents of each side from there."""
-    report = partial(progress, "reading")
+    report, fraction = partial(progress, "reading"), data.validation_fraction
     source = Spool.write(_documents(data, "source"), folder / "source.jsonl", report)
     if data.validation is not None:
         other = Spool.write(_documents(data, "validation"), folder / "validation.jsonl", report)
@@ -188,10 +190,13 @@ def _split(data: DataRecipe, folder: Path, progress: Progress) -> tuple[list[Spo
                 stacklevel=2,
             )
         return [source, other], source.read, other.read
-    if len(source.sizes) == 1:
-        first, last = split_document(next(source.read()), data.validation_fraction)
-        return [source], lambda: iter([first]), lambda: iter([last])
-    side = validation_side(source.hashes, source.sizes, data.validation_fraction)
+    is_single = len(source.sizes) == 1
+    side = ~np.zeros(1, dtype=bool) if is_single else validation_side(source.hashes, source.sizes, fraction)
+    document = next(source.read(side))
+    share = fraction * source.sizes.sum() / source.sizes[side].sum()
+    if is_single or (share < 0.5 and side.sum() == 1 and document.messages is None):
+        first, last = split_document(document, share)
+        return [source], lambda: itertools.chain(source.read(~side), [first]), lambda: iter([last])
     return [source], partial(source.read, ~side), partial(source.read, side)
 
 

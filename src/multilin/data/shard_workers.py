@@ -74,6 +74,7 @@ class Job:
 
     settings: ShardSettings
     parts: list[Part]
+    hash_limit: float  # hashes of texts to validate on are below
     tokenizer: str  # folder on this machine
 
     def reader(self, number: int, position: dict[str, Any] | None = None) -> PartReader:
@@ -83,7 +84,7 @@ class Job:
 
     def is_held_out(self, content: bytes) -> bool:
         """True for a text to validate on; all copies of a text are on the same side."""
-        return text_hash(content) < self.settings.validation_fraction * 2**64
+        return text_hash(content) < self.hash_limit
 
 
 def describe_folder(name: str, folder: Path) -> Folder:

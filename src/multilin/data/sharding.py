@@ -8,6 +8,7 @@ written last. Which documents are set aside for validation follows from their te
 import contextlib
 import itertools
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -19,7 +20,7 @@ from transformers import PreTrainedTokenizerFast
 from multilin.data.chat import CHAT_TEMPLATE
 from multilin.data.manifest import FORMAT, Folder, Manifest
 from multilin.data.packed_text import PackedText
-from multilin.data.packing import concatenate
+from multilin.data.packing import concatenate, text_hash
 from multilin.data.parts import cut_source
 from multilin.data.prepared import check_shards
 from multilin.data.progress import Progress, no_progress
@@ -72,7 +73,8 @@ def prepare_shards(plan: ShardSettings, *, workers: int = 1, progress: Progress 
                 check_shards(store, manifest, progress)
         else:
             with TemporaryDirectory() as temporary, _clean(store, len(parts)):
-                job = Job(plan, parts, "")
+                job = Job(plan, parts, math.inf, "")
+                job = replace(job, hash_limit=_hash_limit(job))
                 entry = _tokenizer(store, job, deciding, tokenizer, progress)
                 job = replace(job, tokenizer=str(store.fetch(entry.name, entry.files, Path(temporary))))
                 records = pack_parts(store, job, workers, progress)
@@ -115,6 +117,27 @@ def _finished(store: Store, deciding: dict[str, Any]) -> Manifest | None:
             begun, given = "text files of other sizes or times", "they may hold another text"
         raise InputError(f"--output: {shown(store.address)} was begun with {begun}, and {given}; name a new folder")
     return manifest
+
+
+def _hash_limit(job: Job) -> float:
+    """The hash below which texts are set aside: a share of all hashes, but at least one text's.
+
+    Raises:
+        InputError: all documents hold the same text.
+    """
+    wanted = job.settings.validation_fraction * 2**64
+    smallest, largest = math.inf, -math.inf
+    for document in itertools.chain.from_iterable(map(job.reader, range(len(job.parts)))):
+        number = text_hash(document.text.encode())
+        smallest, largest = min(smallest, number), max(largest, number)
+        if smallest < min(wanted, largest):
+            return wanted
+    if smallest == largest:
+        raise InputError(
+            f"SOURCE: all documents of {shown(job.settings.source)} hold the same text, so none can be set aside to "
+            "validate on; give at least two"
+        )
+    return smallest + 1
 
 
 def _holds_files(folder: Path) -> bool:
@@ -178,13 +201,12 @@ def _finish(
     train = [folder for record in records for folder in record.train]
     pieces = [folder for record in records for folder in record.validation]
     plan = job.settings
-    for part, name in ((train, "train"), (pieces, "validate")):
-        if not part:
-            store.remove(UNFINISHED)  # nobody can go on from here
-            raise InputError(
-                f"--validation-fraction: {plan.validation_fraction} given, but that leaves no document of "
-                f"{shown(plan.source)} to {name} on; give another fraction, or more documents, two at least"
-            )
+    if not train:
+        store.remove(UNFINISHED)  # nobody can go on from here
+        raise InputError(
+            f"--validation-fraction: {plan.validation_fraction} given, but that leaves no document of "
+            f"{shown(plan.source)} to train on; give a smaller fraction, or more documents"
+        )
     if len({folder.describe().is_chat for folder in [*train, *pieces]}) > 1:
         raise InputError(f"{shown(plan.source)}: holds texts and conversations; give them apart")
     texts = [PackedText.open(store.fetch(piece.name, piece.files, temporary)) for piece in pieces]

@@ -26,6 +26,9 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="benchmarks", add_help=False, allow_abbrev=False)
     parser.add_argument("--save", type=Path)
     chosen, rest = parser.parse_known_args(argv)
+    if rest[:1] in (["-h"], ["--help"]):
+        print(f"{__doc__}\nBenchmarks: {', '.join(names())}")
+        return 0
     if rest and rest[0] not in names():
         print(f"no benchmark {rest[0]!r}; there are {', '.join(names())}", file=sys.stderr)
         return 2

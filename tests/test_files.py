@@ -211,8 +211,12 @@ def test_a_file_that_may_not_be_changed_is_not_replaced(tmp_path: Path, monkeypa
         check_writable("--output", tmp_path / "output")
 
 
-def test_a_folder_that_must_be_new_is_empty(tmp_path: Path) -> None:
+def test_a_folder_that_must_be_new_is_empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert check_folder("--output", tmp_path, must_be_new=True) == tmp_path.resolve()
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "is_mount", lambda path: path == tmp_path.resolve())
+        with pytest.raises(InputError, match="cannot be replaced by another folder"):
+            check_folder("--output", tmp_path, must_be_new=True)
     (tmp_path / "file").touch()
     assert check_folder("--output", tmp_path) == tmp_path.resolve()
     with pytest.raises(InputError, match="exists already; name a new folder"):

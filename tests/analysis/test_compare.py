@@ -426,6 +426,11 @@ def test_other_tokenizers_are_compared_by_bytes_and_one_seed_says_nothing(sandbo
     assert "one seed: no statement" in (sandbox / "tokenizers" / "comparison.md").read_text()
 
 
+def test_an_unknown_task_is_refused_by_itself(sandbox: Path) -> None:
+    with pytest.raises(InputError, match=r"^task: 'nope' is not known"):
+        compare(dataclasses.replace(a_sweep(sandbox, "unknown", rows={"elita": {}}), task="nope"))
+
+
 def test_a_task_is_judged_by_its_answers(sandbox: Path) -> None:
     task = "copy?num_copied=4&num_symbols=4"
     rows = {"elita": {}, "llama": {}}

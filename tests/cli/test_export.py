@@ -83,11 +83,15 @@ def test_engines_that_cannot_be_are_refused(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("precision", ["float32", "8bit"])
-def test_export_prints_a_comparison(trained: Path, cli: Call, tmp_path: Path, precision: str) -> None:
+@pytest.mark.parametrize(("precision", "error"), [("float32", 1e-5), ("8bit", 0.02), ("4bit", 0.2)])
+def test_export_prints_a_comparison(trained: Path, cli: Call, tmp_path: Path, precision: str, error: float) -> None:
     words = " ".join(cli("export", trained, "--output", tmp_path / "out", "--precision", precision).split())
     assert "bits per byte" in words
     assert f"ONNX, {precision}" in words
     equal, compared = re.search(r"(\d+) of (\d+) greedy tokens are equal", words).groups()
     assert 0 < int(compared) <= 200
     assert precision != "float32" or equal == compared
+    largest_difference, largest = map(
+        float, re.search(r"differ by (\S+) at most \(the largest is (\S+)\)", words).groups()
+    )
+    assert largest_difference < error * largest

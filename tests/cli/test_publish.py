@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+import yaml
 
 from multilin import MultilinForCausalLM
 
@@ -22,13 +24,23 @@ def test_names_models_and_folders_that_cannot_be_published_are_refused(
 ) -> None:
     folder = tmp_path / "hub"
     assert "name: 'letters' given" in refusal("publish", additive, "letters")
-    for name in ("../x/y", "x/y--z", "x/y..z", "x/y.git"):
+    for name in ("../x/y", "x/y--z", "x/y..z", "x/y.git", "x/y-", "x-/y", "x/y.", "ä/y"):
         assert f"name: '{name}' given" in refusal("publish", additive, name)
     assert "nothing is uploaded" in refusal("publish", additive, "someone/letters", "--private", "--folder", folder)
     assert "gpt2 model given, which transformers loads; upload its folder" in refusal(
         "publish", run_folder("gpt2"), "someone/letters", "--folder", folder
     )
     assert not folder.exists()
+
+
+def test_the_card_names_no_folder_of_this_machine(additive: Path, cli: Call, tmp_path: Path) -> None:
+    run = shutil.copytree(additive, tmp_path / "run")
+    recipe = {"model": {}, "output": "a long name of a folder, " * 6 + "that goes on", "training": {}}
+    (run / "README.md").write_text(f"# Run\n\n```yaml\n{yaml.safe_dump(recipe)}```\n")
+    cli("publish", run, "someone/letters", "--folder", tmp_path / "hub")
+    published = (tmp_path / "hub" / "README.md").read_text()
+    assert "output:" not in published
+    assert yaml.safe_load(published.split("```")[1].removeprefix("yaml")) == {"model": {}, "training": {}}
 
 
 def test_without_network_the_folder_is_complete_and_the_upload_is_refused(
@@ -41,6 +53,7 @@ def test_without_network_the_folder_is_complete_and_the_upload_is_refused(
     folder = tmp_path / "hub"
     said = refusal("publish", additive, "someone/letters", "--upload", "--folder", folder)
     assert "someone/letters was not uploaded (no route to the hub)" in said
+    assert f"hf upload someone/letters {folder}" in said
     assert (folder / "model.safetensors").is_file()
 
 

@@ -177,6 +177,17 @@ def test_a_damaged_export_is_refused_in_one_sentence(exports: Exports, tmp_path:
     assert "\n" not in str(refusal.value)
 
 
+def test_an_open_engine_does_not_read_the_graphs_of_another_export(exports: Exports, tmp_path: Path) -> None:
+    folder = tmp_path / "export"
+    shutil.copytree(exports(FAST)[1], folder)
+    engine = OnnxEngine(folder, num_threads=1)
+    engine.read(engine.new_state(), [[1, 2, 3]])  # loads the other graph
+    engine = OnnxEngine(folder, num_threads=1)
+    change(folder, model_hash="of another model")
+    with pytest.raises(InputError, match="was replaced by another export; open it again"):
+        engine.read(engine.new_state(), [list(range(1, 13))])
+
+
 def test_nothing_half_written_is_left_by_an_export_that_fails(exports: Exports, tmp_path: Path, monkeypatch) -> None:
     from multilin.export import folder as module
 

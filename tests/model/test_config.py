@@ -174,6 +174,14 @@ def test_without_positions_there_is_no_limit() -> None:
     assert state.num_tokens.tolist() == [300]
 
 
+@pytest.mark.parametrize(("architecture", "name"), [("tscale", "full_width"), ("threelin", "wide")])
+def test_a_window_of_0_is_none_and_not_the_default(architecture: str, name: str) -> None:
+    config = MultilinConfig.from_architecture(architecture, **SIZES, options={name: 0})
+    windows = {entry.get("width", entry.get("window")) for entry in config.layers}
+    assert 0 in windows
+    assert SIZES["n_positions"] not in windows
+
+
 def test_fields_that_would_have_no_effect_are_refused() -> None:
     config = create_model("additive", **SIZES).config.to_dict()
     # Trainers that compute the logits themselves would apply this scale, the model would not.

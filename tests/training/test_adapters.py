@@ -18,7 +18,7 @@ from multilin.architectures import architectures
 from multilin.cli.main import main
 from multilin.errors import InputError
 from multilin.export.cache import source_hashes
-from multilin.inference.run_files import base_of
+from multilin.inference.run_files import base_of, model_type
 from multilin.inference.runs import load_run
 from multilin.training.outcomes import RunResult
 from multilin.training.progress import TrainingProgress
@@ -233,6 +233,11 @@ def test_adapters_of_another_model_are_refused(copied: Path, tiny: Tiny, tmp_pat
     change_config(copied, base_model_name_or_path=str(copied))
     with pytest.raises(InputError, match=r"name themselves"):
         load_run(copied)
+    shutil.copytree(copied, tmp_path / "other")
+    change_config(copied, base_model_name_or_path=str(tmp_path / "other"))
+    with pytest.raises(InputError, match=r"name themselves"):
+        load_run(copied)
+    assert model_type(copied) is None
 
 
 @pytest.mark.parametrize("content", ["", "- model", "model:"])

@@ -120,7 +120,7 @@ class ThreeLinLayer(Layer, ParameterHolder, Reader):
 
 def preset(sizes: Sizes, choices: ThreeLinPreset) -> Preset:
     """The six rows over and over; no positions, so no limit on the text; untied output, final N."""
-    wide = choices.wide or sizes.n_positions or 1024
+    wide = (sizes.n_positions or 1024) if choices.wide is None else choices.wide
     rows = [PATTERN[layer % len(PATTERN)] for layer in range(sizes.num_layers)]
     return Preset(
         layers=[

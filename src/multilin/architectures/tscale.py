@@ -151,7 +151,7 @@ def layer_widths(depth: int, full_width: int) -> list[tuple[int, float]]:
 
 def preset(sizes: Sizes, choices: TScalePreset) -> Preset:
     """The width schedule; rotary positions, so no limit on the text; untied output, final N."""
-    full_width = choices.full_width or sizes.n_positions or 1024
+    full_width = (sizes.n_positions or 1024) if choices.full_width is None else choices.full_width
     schedule = layer_widths(sizes.num_layers, full_width)
     widths = schedule if choices.widths == "schedule" else [(full_width, 0.0)] * len(schedule)
     return Preset(

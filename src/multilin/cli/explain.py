@@ -58,8 +58,8 @@ def explain(arguments: ExplainArguments, settings: ExplainSettings) -> None:
         print(paths[-1].read_text(encoding="utf-8"))
     else:
         print_report(report)
-        print("\nWritten:", *paths, sep="\n  ")
-    say_next(["open", paths[0], "in", "a", "browser"], ["multilin", "evaluate", arguments.run])
+        print("\nWritten, to open in a browser:", *paths, sep="\n  ")
+    say_next(["multilin", "evaluate", arguments.run])
 
 
 def _output_folder(arguments: ExplainArguments) -> Path:

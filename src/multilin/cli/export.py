@@ -62,13 +62,13 @@ def export(arguments: ExportArguments) -> None:
             precision = arguments.precision or "float32"
             export_run(run, output, precision, progress)
         comparison, reason = None, f"{arguments.run} has no recipe.yaml"
-        if (recipe := recipe_of(run)) is not None:
-            try:
+        try:
+            if (recipe := recipe_of(run)) is not None:
                 text = validation_text(run, recipe, progress)
                 progress("comparing with the original", 0, 1)
                 comparison = compare_export(run, output / "model" if arguments.format == "web" else output, text)
-            except InputError as error:  # the text may be gone; the export is written, and needs none
-                reason = str(error)
+        except InputError as error:  # the text may be gone; the export is written, and needs none
+            reason = str(error)
     if comparison is None:
         print(f"multilin: not compared with the original: {reason}", file=sys.stderr)
     else:

@@ -11,7 +11,7 @@ from multilin.cli.messages import as_json, load, loading, say_next
 from multilin.cli.prompts import read_prompt
 from multilin.cli.tables import make_console
 from multilin.errors import InputError, plural
-from multilin.files import beside, check_folder
+from multilin.files import beside, check_folder, check_writable
 from multilin.inference.run_files import check_run_files, is_adapter
 from multilin.inference.settings import EngineName, GenerationSettings, RolloutSettings
 from multilin.settings import settings
@@ -76,6 +76,8 @@ def generate(arguments: GenerateArguments, settings: GenerationSettings) -> None
     else:
         if state is not None:
             check_regular(state, "--state")
+        if save_state is not None:
+            check_writable("--save-state", save_state)
         engine, codec = open_engine(Path(run), arguments.engine)
         from multilin.inference.generate import continue_file
 

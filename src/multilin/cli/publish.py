@@ -10,8 +10,8 @@ from multilin.inference.run_files import check_run_files
 from multilin.settings import settings
 from multilin.settings.bounds import PathText
 
-_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]{0,95}")
-_REFUSED = re.compile(r"--|\.\.|\.git$")  # by the hub
+_NAME = re.compile(r"[a-z0-9][\w.-]*/[a-z0-9][\w.-]{0,95}", re.ASCII | re.IGNORECASE)
+_REFUSED = re.compile(r"--|\.\.|\.git$|[.-](/|$)")  # by the hub
 
 
 @settings

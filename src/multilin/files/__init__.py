@@ -77,8 +77,11 @@ def check_folder(name: str, path: str | Path, *, must_be_new: bool = False) -> P
             raise InputError(
                 f"{name}: {short_path(path)} cannot be written; permission is missing for {short_path(existing)}"
             )
-        if must_be_new and existing == target and any(target.iterdir()):
-            raise InputError(f"{name}: {short_path(path)} exists already; name a new folder")
+        if must_be_new and existing == target:
+            if any(target.iterdir()):
+                raise InputError(f"{name}: {short_path(path)} exists already; name a new folder")
+            if target.is_mount() or not os.access(target.parent, os.W_OK | os.X_OK):
+                raise InputError(f"{name}: {short_path(path)} cannot be replaced by another folder; name one in it")
     return target
 
 

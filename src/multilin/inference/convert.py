@@ -154,7 +154,8 @@ def _convert(read_config: Callable[[Mapping[str, Any]], MultilinConfig], source:
     """
     check_folder("OUTPUT", target, must_be_new=True)
     config = read_config(_read_config(source))
-    weights = our_weights(_read_weights(source))
+    with as_input_error(lambda reason: f"source: the weights in {source} do not fit together ({reason})"):
+        weights = our_weights(_read_weights(source))
     with torch.device("meta"):
         expected = MultilinForCausalLM(config).state_dict()
     weights.setdefault("lm_head.weight", weights.get("model.embedding.tokens.weight", torch.empty(0)))
@@ -190,8 +191,8 @@ def _read_weights(source: Path) -> dict[str, Tensor]:
         if safe.is_file():
             return safetensors.torch.load_file(safe)
         if pickled.is_file():
-            weights: dict[str, Tensor] = torch.load(pickled, map_location="cpu", weights_only=True)
-            return weights
+            weights = torch.load(pickled, map_location="cpu", weights_only=True)
+            return {str(name): torch.as_tensor(tensor) for name, tensor in weights.items()}
     raise InputError(f"source: {source} has no model.safetensors and no pytorch_model.bin")
 
 

@@ -62,6 +62,8 @@ class OnnxEngine:
         if free < min(threads or free + 1, available_cores()):
             threads = 1 << (free.bit_length() - 1)  # powers of two, so that few copies are loaded
         if (name, threads) not in self._sessions:
+            if self._sessions and read_manifest(self.folder) != self.manifest:
+                raise InputError(f"export: {self.folder} was replaced by another export; open it again")
             self._sessions[name, threads] = self._session(name, threads)
         return self._sessions[name, threads]
 

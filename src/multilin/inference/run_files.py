@@ -26,8 +26,7 @@ def is_export(folder: str | Path) -> bool:
 def model_type(folder: Path) -> str | None:
     """The `model_type` of the config.json of a model; None if it cannot be read."""
     try:
-        folder = Path(base_of(folder)) if is_adapter(folder) else folder
-        content = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        content = json.loads((below_adapters(folder) / "config.json").read_text(encoding="utf-8"))
         return str(content["model_type"])
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
@@ -52,6 +51,21 @@ def base_of(folder: Path) -> str:
         raise InputError(f"run: {folder / ADAPTER_CONFIG} names no model that its adapters belong to")
     near = (parent / base for parent in (Path(), *folder.resolve().parents))
     return str(next((path for path in near if path.is_dir()), base))
+
+
+def below_adapters(folder: Path) -> Path:
+    """The model that adapters belong to, also through other adapters; a folder that holds none is it itself.
+
+    Raises:
+        InputError: see `base_of`, or adapters that belong to themselves.
+    """
+    seen: set[Path] = set()
+    while is_adapter(folder):
+        if folder.resolve() in seen:
+            raise InputError(f"run: the adapters in {folder} name themselves as the model they belong to")
+        seen.add(folder.resolve())
+        folder = Path(base_of(folder))
+    return folder
 
 
 def recipe_sections(folder: Path) -> dict[str, dict[str, Any]]:

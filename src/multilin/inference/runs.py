@@ -19,6 +19,7 @@ from multilin.inference.adapters import merge_adapters
 from multilin.inference.run_files import (
     RECIPE_FILE,
     base_of,
+    below_adapters,
     check_run_files,
     check_weights_hash,
     find_model,
@@ -116,9 +117,8 @@ def read_config(folder: Path) -> PretrainedConfig:
 
 def _find_base(folder: Path) -> Path:
     """The folder of the model that adapters belong to, with the weights that they were trained with."""
+    below_adapters(folder)
     base = find_model(base_of(folder), f"run: the model of the adapters in {folder}")
-    if is_adapter(base) and base.resolve() == folder.resolve():
-        raise InputError(f"run: the adapters in {folder} name themselves as the model they belong to")
     expected = recipe_sections(folder).get("model", {}).get("start_hash")
     if expected is not None:
         check_weights_hash(base, expected, f"run: the model of the adapters in {folder}")

@@ -74,7 +74,7 @@ def upload(folder: Path, name: str, *, private: bool) -> str:
         if type(error).__module__.split(".")[0] not in ("httpx", "httpcore", "requests"):
             raise
         reason = f"{os.environ.get('HF_ENDPOINT', 'huggingface.co')} cannot be reached"
-    raise InputError(f"name: {name} was not uploaded ({reason}); the folder {folder} is complete")
+    raise InputError(f"name: {name} was not uploaded ({reason}); the folder is complete: hf upload {name} {folder}")
 
 
 def _card(run: Run, name: str) -> str:
@@ -82,7 +82,7 @@ def _card(run: Run, name: str) -> str:
     path = run.folder / CARD
     text = path.read_text(encoding="utf-8") if path.is_file() else _plain_card(run)
     text = re.sub(r"^# .*$", lambda _: f"# {name.rpartition('/')[2]}", text, count=1, flags=re.MULTILINE)
-    text = re.sub(r"^output: .*\n", "", text, flags=re.MULTILINE)  # a path of this machine
+    text = re.sub(r"^output: .*\n(?: .*\n)*", "", text, flags=re.MULTILINE)  # a path of this machine
     before, _, after = text.partition("\n## Use\n")
     rest = after[after.find("\n## ") :] if "\n## " in after else ""
     return f"{before.rstrip()}\n{_USE.replace('NAME', name)}{rest}"

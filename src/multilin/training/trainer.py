@@ -119,7 +119,8 @@ def _opened(
 
 def _run(trainer: RunTrainer, checkpoint: Path | None, progress: TrainingProgress, *, resume: bool) -> None:
     if checkpoint is not None:
-        progress.message(f"continues after step {checkpoint_step(checkpoint)}")
+        step = checkpoint_step(checkpoint)
+        progress.message(f"{'is complete' if step >= trainer.args.max_steps else 'continues'} after step {step}")
     elif resume:
         progress.message(f"no checkpoint in {trainer.folder.checkpoints}: starts at the first step")
     try:

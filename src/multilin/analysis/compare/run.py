@@ -20,6 +20,7 @@ from multilin.analysis.compare.record import (
 )
 from multilin.analysis.compare.report import REPORT_FILES, write_reports
 from multilin.analysis.compare.sweep import Sweep, check_sweep, choices_of
+from multilin.data.tasks import find_task
 from multilin.errors import InputError, plural
 from multilin.files import check_folder, check_writable
 from multilin.files.lock import locked_folder
@@ -49,6 +50,8 @@ def compare(sweep: Sweep, *, overwrite: bool = False, progress: TrainingProgress
     if num_processes() > 1:
         raise InputError("compare: runs are compared in one process; start it without torchrun")
     check_sweep(sweep)
+    if sweep.task is not None:
+        find_task(sweep.task)
     output = Path(sweep.output)
     with locked_folder("output", sweep.output):  # an empty name is refused, which a Path no longer shows
         if (output / RECIPE_FILE).exists():

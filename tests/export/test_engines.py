@@ -184,7 +184,7 @@ def test_an_open_engine_does_not_read_the_graphs_of_another_export(exports: Expo
     engine.read(engine.new_state(), [[1, 2, 3]])  # loads the other graph
     engine = OnnxEngine(folder, num_threads=1)
     change(folder, model_hash="of another model")
-    with pytest.raises(InputError, match="was replaced by another export; open it again"):
+    with pytest.raises(OSError, match="was replaced by another export; open it again"):
         engine.read(engine.new_state(), [list(range(1, 13))])
 
 

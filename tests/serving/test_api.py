@@ -123,6 +123,12 @@ def test_logprobs_echo_and_bias(server: Server) -> None:
     found = [piece["choices"][0]["logprobs"] for piece in pieces if piece["choices"][0]["logprobs"]]
     for name, values in whole.items():
         assert [value for piece in found for value in piece[name]] == values
+    begun = [server.service.codec.end_id, *ids]  # as clients that score texts ask
+    given = server.post("/v1/completions", **body | {"prompt": begun, "echo": True, "max_tokens": 0})["choices"][0]
+    assert given["logprobs"]["token_logprobs"][0] is None
+    assert given["logprobs"]["token_logprobs"][1:] == pytest.approx(
+        scored["choices"][0]["logprobs"]["token_logprobs"][:3], abs=1e-4
+    )
     special = [ids[0], server.service.codec.pad_id, *ids[1:]]
     scored = server.post("/v1/completions", **body | {"prompt": special, "echo": True, "max_tokens": 0})["choices"][0]
     assert scored["logprobs"]["text_offset"] == [0, 1, 1, 2]  # padding is no text

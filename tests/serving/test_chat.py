@@ -164,6 +164,19 @@ def test_servers_that_refuse_or_are_none(talk: Talk, start: Start, run: Run, mon
     assert talk(server.url, "hello")[0] == 0
 
 
+def test_a_state_from_a_file_is_no_answer_to_drop(
+    talk: Talk, target: tuple[str, tuple[str, ...]], tmp_path: Path
+) -> None:
+    place, flags = target
+    file = tmp_path / "text.state"
+    assert talk(place, "one", f"/save {file}", flags=flags)[0] == 0
+    status, _, notes = talk(place, "/rewind", flags=(*flags, "--state", str(file)))
+    assert status == 2
+    assert "/rewind: 1 given, but 0 answers came after the state" in notes
+    again = talk(place, "two", "/rewind", "two", flags=(*flags, "--state", str(file)))[1]
+    assert again == 2 * talk(place, "two", flags=(*flags, "--state", str(file)))[1]
+
+
 def test_instructions_come_first_also_after_a_rewind(capsys: pytest.CaptureFixture[str]) -> None:
     sent = []
 

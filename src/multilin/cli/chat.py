@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from multilin.cli.export import open_engine
 from multilin.cli.messages import check_installed
-from multilin.errors import InputError, nearest
+from multilin.errors import InputError, nearest, plural
 from multilin.files import check_writable, write_whole
 from multilin.inference.settings import DEFAULT_NEW_TOKENS, EngineName, GenerationSettings
 from multilin.serving.settings import KEY_VARIABLE, ServeLimits
@@ -54,7 +54,7 @@ def chat(arguments: ChatArguments, settings: GenerationSettings) -> None:
     """
     state = _check(arguments, settings)
     with _opened(arguments, settings, state) as first:
-        _talk(_Talk([first], arguments.system))
+        _talk(_Talk([first], arguments.system, begins_with_state=state is not None))
 
 
 def _talk(talk: "_Talk") -> None:
@@ -84,12 +84,14 @@ class _Talk:
     system: instructions, which are sent before the first message.
     answers: of each branch since then.
     place: of the current branch.
+    begins_with_state: whether the first turn came from a file, which is no answer to drop.
     """
 
     branches: "list[LocalChat | RemoteChat]"
     system: str | None
     answers: list[int] = field(default_factory=lambda: [0])
     place: int = 0
+    begins_with_state: bool = False
 
     @property
     def current(self) -> "LocalChat | RemoteChat":
@@ -135,6 +137,8 @@ class _Talk:
 
     def _rewind(self, value: str) -> None:
         number = _number("/rewind", value or "1", 10**6, "answers")
+        if self.begins_with_state and number > (answers := self.answers[self.place]):
+            raise InputError(f"/rewind: {number} given, but {plural(answers, 'answer')} came after the state")
         self.current.rewind(number)
         self.answers[self.place] = max(0, self.answers[self.place] - number)
 

@@ -63,7 +63,7 @@ class OnnxEngine:
             threads = 1 << (free.bit_length() - 1)  # powers of two, so that few copies are loaded
         if (name, threads) not in self._sessions:
             if self._sessions and read_manifest(self.folder) != self.manifest:
-                raise InputError(f"export: {self.folder} was replaced by another export; open it again")
+                raise OSError(f"export: {self.folder} was replaced by another export; open it again")
             self._sessions[name, threads] = self._session(name, threads)
         return self._sessions[name, threads]
 
@@ -92,6 +92,7 @@ class OnnxEngine:
 
         Raises:
             InputError: a row longer than the model can read.
+            OSError: another export has replaced the one that was opened.
         """
         counts = np.array([len(row) for row in token_ids])
         length, most = int((state.num_read + counts).max(initial=0)), int(counts.max(initial=0))

@@ -90,7 +90,8 @@ def read_blocks(
 ) -> Iterator[Scored]:
     """The losses of a packed text, a batch at a time; each block is read from its own start.
 
-    Each token is given the tokens before it in its block that belong to its document.
+    Each token is given the tokens before it in its block that belong to its document; where a model does not pack,
+    and in models of transformers, all of them.
 
     Args:
         model: a causal language model of transformers, on any device; its training mode is left as it was.

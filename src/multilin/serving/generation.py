@@ -25,12 +25,14 @@ class Prompt:
     token_ids: tokens of the whole text, or of what comes after `before`.
     before: the turn that is continued.
     messages: all messages of the conversation, if it is one.
+    has_start: whether the token that begins a text was put before the text that a client gave.
     """
 
     text: str
     token_ids: list[int]
     before: Turn | None = None
     messages: list[dict[str, str]] | None = None
+    has_start: bool = False
 
 
 @dataclass(frozen=True)

@@ -60,12 +60,11 @@ async def completions(body: CompletionRequest, service: Served, owner: Owner) ->
     )  # fmt: skip
     answered = [prompt for prompt in prompts for _ in ask.settings]
     is_first_unknown = ask.prompt_logprobs and not (before and before.unread_ids)
-    without_first: tuple[list[int], ...] = ([], [service.codec.end_id])
     form = CompletionForm(
         service, include_usage=_include_usage(body), has_logprobs=body.logprobs is not None,
         echoes=[prompt.text if body.echo else "" for prompt in answered],
         first_ids=[
-            p.token_ids[0] if is_first_unknown and p.token_ids[:1] not in without_first else None for p in answered
+            p.token_ids[0] if is_first_unknown and p.token_ids and not p.has_start else None for p in answered
         ],
     )  # fmt: skip
     return Answer(await service.begin(ask), form)
@@ -81,7 +80,9 @@ def _prompts(service: Service, body: CompletionRequest, before: Turn | None) -> 
     prompts = []
     for prompt in given:
         if isinstance(prompt, str):
-            prompts.append(Prompt(prompt, service.codec.encode(prompt, is_start=before is None), before))
+            has_start = before is None
+            token_ids = service.codec.encode(prompt, is_start=has_start)
+            prompts.append(Prompt(prompt, token_ids, before, has_start=has_start))
         else:
             prompts.append(Prompt(service.text(prompt, "prompt"), prompt, before))
     return prompts

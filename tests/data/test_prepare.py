@@ -1,5 +1,6 @@
 """Preparation splits by document, is done once, follows its input, and never leaves half an entry."""
 
+import json
 import pickle
 import signal
 from pathlib import Path
@@ -98,6 +99,33 @@ def test_of_few_documents_only_a_part_of_one_is_set_aside(tmp_path: Path) -> Non
     assert sorted(books.values()) == sorted([*train[:-1], train[-1] + validation])
 
 
+def test_a_note_beside_long_documents_is_not_all_that_is_set_aside(tmp_path: Path) -> None:
+    (tmp_path / "texts").mkdir()
+    for name, lines in (("one", 400), ("two", 300), ("three", 350)):
+        (tmp_path / "texts" / f"{name}.txt").write_text("".join(f"line {line} of {name}\n" for line in range(lines)))
+    (tmp_path / "texts" / "note.txt").write_text("a short note\n")
+    prepared = prepare(tmp_path / "texts", tmp_path / "cache")
+    train, validation = texts_of(prepared, prepared.train), texts_of(prepared, prepared.validation)
+    assert validation[0] == "a short note\n"
+    assert 0.05 < len("".join(validation)) / len("".join(train + validation)) <= 0.11
+    assert validation[1].endswith("line 299 of two\n")
+    assert sorted("".join(train + validation).splitlines()) == sorted(
+        line for path in (tmp_path / "texts").iterdir() for line in path.read_text().splitlines()
+    )
+
+
+def test_conversations_and_single_characters_are_set_aside_whole(tmp_path: Path) -> None:
+    for text in (["a", "long " * 50, "longer " * 90], ["a", "b" * 200]):
+        rows = tmp_path / f"{len(text)}.jsonl"
+        rows.write_text("".join(json.dumps({"text": one}) + "\n" for one in text))
+        prepared = prepare(rows, tmp_path / "cache", kind="byte", vocab_size=None, validation_fraction=0.0001)
+        assert texts_of(prepared, prepared.validation) == ["a"]
+    chats = tmp_path / "chats.jsonl"
+    chats.write_text("".join(json.dumps({"prompt": "q", "completion": "x" * size}) + "\n" for size in (100, 200)))
+    prepared = prepare(chats, tmp_path / "cache", kind="byte", vocab_size=None)
+    assert (prepared.train.num_documents, prepared.validation.num_documents) == (1, 1)
+
+
 def test_a_single_document_is_split_at_a_line(tmp_path: Path) -> None:
     text = "".join(f"line {number} of a play\n" for number in range(100))
     (tmp_path / "play.txt").write_text(text)
@@ -118,13 +146,13 @@ def test_both_parts_of_a_single_document_have_text(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["Title\n" + "many words " * 900, "short\n" * 100 + "a long last line " * 100, "x" * 999]
+    "text", ["Title\n" + "many words " * 900, "short\n" * 100 + "a long last line " * 100, "x" * 999, "a " + "y" * 999]
 )
 def test_a_long_last_line_is_cut_itself(text: str) -> None:
     first, last = split_document(Document("a", text), 0.05)
     assert 0.04 < len(last.text) / len(text) < 0.08
     assert first.text + last.text == text
-    assert first.text.endswith(" ") or " " not in text
+    assert first.text.endswith(" ") or " " not in text[2:]
 
 
 def test_text_to_validate_on_that_is_trained_on_is_reported(corpus: Path, tmp_path: Path) -> None:
@@ -138,10 +166,13 @@ def test_text_to_validate_on_that_is_trained_on_is_reported(corpus: Path, tmp_pa
 def test_equal_texts_stay_on_one_side_and_each_side_has_one() -> None:
     hashes = np.array([5, 1, 5, 9, 1, 7], dtype=np.uint64)
     sizes = np.array([10, 20, 10, 40, 20, 5])
-    side = validation_side(hashes, sizes, 0.3)
-    assert side.tolist() == [True, False, True, False, False, True]
-    assert validation_side(hashes, sizes, 0.001).tolist() == [False, False, False, False, False, True]
-    assert not validation_side(hashes, sizes, 0.999).all()
+    side, cut = validation_side(hashes, sizes, 0.3)
+    assert (side.tolist(), cut) == ([True, False, True, False, False, True], None)
+    side, cut = validation_side(hashes, sizes, 0.001)
+    assert (side.any(), cut) == (False, 5)
+    side, cut = validation_side(hashes[:5], sizes[:5], 0.001)  # the shortest text stands twice
+    assert (side.tolist(), cut) == ([True, False, True, False, False], None)
+    assert not validation_side(hashes, sizes, 0.999)[0].all()
     with pytest.raises(InputError, match="all documents hold the same text"):
         validation_side(hashes[[0, 2]], sizes[[0, 2]], 0.3)
 

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from multilin.data import tokenizers
 from multilin.data.encoding import make_encoder
 from multilin.data.tokenizers import (
     load_tokenizer,
@@ -133,6 +134,15 @@ def test_a_long_text_trains_the_tokenizer_that_it_would_train_in_one_piece() -> 
     backend.train_from_iterator([text], trainer)
     assert len(text) > 2**17
     assert train_tokenizer([text], "bpe", 400).get_vocab() == backend.get_vocab()
+
+
+def test_a_long_word_is_cut_for_training_alone() -> None:
+    text = "x" * 2500 + " some words " + "y" * 1001
+    assert [len(part) for part in tokenizers._short_words(text)] == [1000, 1000, 1512, 1]
+    assert "".join(tokenizers._short_words(text)) == text
+    assert list(tokenizers._short_words("few words")) == ["few words"]
+    trained = train_tokenizer(["some words " * 20 + "ACGT" * 25_000], "bpe", 262)
+    assert trained.decode(trained(text).input_ids) == text
 
 
 def test_training_is_reproducible(tokenizer: PreTrainedTokenizerFast) -> None:

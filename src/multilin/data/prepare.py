@@ -83,8 +83,8 @@ def prepare_text(
     Args:
         data: the sources, see `read_documents`. Without a second source to validate on, whole documents of the first
             are set aside: in the order of the hashes of their texts, as many as fit into `validation_fraction` of its
-            bytes, and the same text never on both sides. Where all are too long, the end of the shortest, from a line
-            on, as much as fits.
+            bytes, and the same text never on both sides. Where these are hardly any, the end of the shortest of the
+            others is set aside too, from a line on, as much as fits.
         recipe: the tokenizer to train on the training text, or to load, see `load_tokenizer`.
         cache_folder: where prepared texts are kept; $XDG_CACHE_HOME/multilin or ~/.cache/multilin by default.
         progress: called with the work under way and the bytes of text done.
@@ -179,7 +179,7 @@ def _prepare(
 
 def _split(data: DataRecipe, folder: Path, progress: Progress) -> tuple[list[Spool], _Reader, _Reader]:
     """The spools on disk, and functions that read the documents of each side from there."""
-    report, fraction = partial(progress, "reading"), data.validation_fraction
+    report = partial(progress, "reading")
     source = Spool.write(_documents(data, "source"), folder / "source.jsonl", report)
     if data.validation is not None:
         other = Spool.write(_documents(data, "validation"), folder / "validation.jsonl", report)
@@ -190,14 +190,21 @@ def _split(data: DataRecipe, folder: Path, progress: Progress) -> tuple[list[Spo
                 stacklevel=2,
             )
         return [source, other], source.read, other.read
-    is_single = len(source.sizes) == 1
-    side = ~np.zeros(1, dtype=bool) if is_single else validation_side(source.hashes, source.sizes, fraction)
-    document = next(source.read(side))
-    share = fraction * source.sizes.sum() / source.sizes[side].sum()
-    if is_single or (share < 0.5 and side.sum() == 1 and document.messages is None):
-        first, last = split_document(document, share)
-        return [source], lambda: itertools.chain(source.read(~side), [first]), lambda: iter([last])
-    return [source], partial(source.read, ~side), partial(source.read, side)
+    side, cut = validation_side(source.hashes, source.sizes, data.validation_fraction)
+    if cut is None:
+        return [source], partial(source.read, ~side), partial(source.read, side)
+    here = np.arange(len(side)) == cut
+    document = next(source.read(here))
+    missing = data.validation_fraction * source.sizes.sum() - source.sizes[side].sum()
+    if len(side) > 1 and (document.messages is not None or len(document.text) < 2):  # it is set aside whole, if at all
+        side |= here & ~side.any()
+        return [source], partial(source.read, ~side), partial(source.read, side)
+    first, last = split_document(document, float(missing / source.sizes[cut]))
+    return (
+        [source],
+        lambda: itertools.chain(source.read(~side & ~here), [first]),
+        lambda: itertools.chain(source.read(side), [last]),
+    )
 
 
 def reported_texts(documents: Iterable[Document], progress: Progress) -> Iterator[str]:
@@ -209,17 +216,21 @@ def reported_texts(documents: Iterable[Document], progress: Progress) -> Iterato
         progress("training the tokenizer", count)
 
 
-def validation_side(hashes: NDArray[np.uint64], sizes: NDArray[np.int64], fraction: float) -> NDArray[np.bool_]:
-    """(documents,) which documents to validate on.
+def validation_side(
+    hashes: NDArray[np.uint64], sizes: NDArray[np.int64], fraction: float
+) -> tuple[NDArray[np.bool_], int | None]:
+    """(documents,) which documents to validate on, and the number of another whose end is needed too, or None.
 
-    In the order of the hashes, every text that still fits into `fraction` of all bytes is taken; where none fits, the
-    smallest text. Equal texts stay together, so that no validation text has been trained on.
+    In the order of the hashes, every text that still fits into `fraction` of all bytes is taken. Where these are less
+    than a tenth of that, the end of the shortest text left is needed; a text that stands twice is taken whole instead,
+    if nothing else is, and so is one hardly longer than what is wanted. Equal texts stay together, so that no
+    validation text has been trained on.
 
     Raises:
-        InputError: all texts are equal.
+        InputError: several documents, and all texts are equal.
     """
     distinct, text_of = np.unique(hashes, return_inverse=True)
-    if len(distinct) == 1:
+    if len(distinct) == 1 < len(hashes):
         raise InputError("data.source: all documents hold the same text, so none can be set aside (data.validation)")
     bytes_of_text = np.bincount(text_of, weights=sizes)
     room, taken = fraction * sizes.sum(), np.zeros(len(distinct), dtype=bool)
@@ -227,9 +238,15 @@ def validation_side(hashes: NDArray[np.uint64], sizes: NDArray[np.int64], fracti
         if size <= room:
             taken[text] = True
             room -= size
+    if room < 0.9 * fraction * sizes.sum() and taken.any():
+        return taken[text_of], None
+    shortest = int(np.argmin(np.where(taken, np.inf, bytes_of_text)))
+    places = np.flatnonzero(text_of == shortest)
+    if len(distinct) == 1 or (len(places) == 1 and bytes_of_text[shortest] > 2 * room):
+        return taken[text_of], int(places[0])
     if not taken.any():
-        taken[np.argmin(bytes_of_text)] = True
-    return taken[text_of]
+        taken[shortest] = True
+    return taken[text_of], None
 
 
 def split_document(document: Document, fraction: float) -> tuple[Document, Document]:
@@ -250,5 +267,5 @@ def split_document(document: Document, fraction: float) -> tuple[Document, Docum
     if cut in (0, len(text)):
         cut = text.rfind("\n", 0, target) + 1
         if cut == 0 or len(text) - cut > 2 * (len(text) - target):
-            cut = text.rfind(" ", cut, target) + 1 or target
+            cut = text.rfind(" ", max(cut, 2 * target - len(text)), target) + 1 or target
     return Document(f"{document.name} (first part)", text[:cut]), Document(f"{document.name} (last part)", text[cut:])

@@ -74,8 +74,8 @@ class Job:
 
     settings: ShardSettings
     parts: list[Part]
-    hash_limit: float  # hashes of texts to validate on are below
     tokenizer: str  # folder on this machine
+    moved: int | None = None  # hash of a text on the other side than its hash says, which would be empty
 
     def reader(self, number: int, position: dict[str, Any] | None = None) -> PartReader:
         """A reader of one of the parts."""
@@ -84,7 +84,8 @@ class Job:
 
     def is_held_out(self, content: bytes) -> bool:
         """True for a text to validate on; all copies of a text are on the same side."""
-        return text_hash(content) < self.hash_limit
+        number = text_hash(content)
+        return (number < self.settings.validation_fraction * 2**64) != (number == self.moved)
 
 
 def describe_folder(name: str, folder: Path) -> Folder:

@@ -8,7 +8,6 @@ written last. Which documents are set aside for validation follows from their te
 import contextlib
 import itertools
 import json
-import math
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -73,8 +72,8 @@ def prepare_shards(plan: ShardSettings, *, workers: int = 1, progress: Progress 
                 check_shards(store, manifest, progress)
         else:
             with TemporaryDirectory() as temporary, _clean(store, len(parts)):
-                job = Job(plan, parts, math.inf, "")
-                job = replace(job, hash_limit=_hash_limit(job))
+                job = Job(plan, parts, "")
+                job = replace(job, moved=_moved(job))
                 entry = _tokenizer(store, job, deciding, tokenizer, progress)
                 job = replace(job, tokenizer=str(store.fetch(entry.name, entry.files, Path(temporary))))
                 records = pack_parts(store, job, workers, progress)
@@ -119,25 +118,27 @@ def _finished(store: Store, deciding: dict[str, Any]) -> Manifest | None:
     return manifest
 
 
-def _hash_limit(job: Job) -> float:
-    """The hash below which texts are set aside: a share of all hashes, but at least one text's.
+def _moved(job: Job) -> int | None:
+    """The hash of a text that changes sides where one side would be empty: the shortest, or the longest to train on.
 
     Raises:
         InputError: all documents hold the same text.
     """
-    wanted = job.settings.validation_fraction * 2**64
-    smallest, largest = math.inf, -math.inf
+    sides: set[bool] = set()
+    shortest = longest = (0, 0)
     for document in itertools.chain.from_iterable(map(job.reader, range(len(job.parts)))):
-        number = text_hash(document.text.encode())
-        smallest, largest = min(smallest, number), max(largest, number)
-        if smallest < min(wanted, largest):
-            return wanted
-    if smallest == largest:
+        content = document.text.encode()
+        text = (len(content), text_hash(content))
+        shortest, longest = (min(shortest, text), max(longest, text)) if sides else (text, text)
+        sides.add(job.is_held_out(content))
+        if len(sides) == 2:
+            return None
+    if sides and shortest == longest:
         raise InputError(
-            f"SOURCE: all documents of {shown(job.settings.source)} hold the same text, so none can be set aside to "
-            "validate on; give at least two"
+            f"SOURCE: {shown(job.settings.source)} holds a single text, of which none can be set aside to validate on; "
+            "give at least two"
         )
-    return smallest + 1
+    return (longest if True in sides else shortest)[1]
 
 
 def _holds_files(folder: Path) -> bool:
@@ -200,15 +201,8 @@ def _finish(
     """Put the validation text together and write the manifest."""
     train = [folder for record in records for folder in record.train]
     pieces = [folder for record in records for folder in record.validation]
-    plan = job.settings
-    if not train:
-        store.remove(UNFINISHED)  # nobody can go on from here
-        raise InputError(
-            f"--validation-fraction: {plan.validation_fraction} given, but that leaves no document of "
-            f"{shown(plan.source)} to train on; give a smaller fraction, or more documents"
-        )
     if len({folder.describe().is_chat for folder in [*train, *pieces]}) > 1:
-        raise InputError(f"{shown(plan.source)}: holds texts and conversations; give them apart")
+        raise InputError(f"{shown(job.settings.source)}: holds texts and conversations; give them apart")
     texts = [PackedText.open(store.fetch(piece.name, piece.files, temporary)) for piece in pieces]
     with store.new_folder("validation") as folder:
         concatenate(texts, folder)

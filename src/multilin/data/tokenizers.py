@@ -3,7 +3,8 @@
 import codecs
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -25,6 +26,8 @@ TOKENIZER_FILES = (
     *("chat_template.jinja", "vocab.json", "merges.txt"),
 )
 """Every file that transformers may write for a tokenizer."""
+
+LONGEST_TRAINED_WORD = 1000  # characters, in the text that a tokenizer is trained on
 
 TokenizerKind = Literal["byte", "bpe", "unigram"]
 
@@ -177,11 +180,21 @@ def _trained(texts: Iterable[str], kind: TokenizerKind, vocab_size: int) -> Toke
         show_progress=False,
     )
     # The trainer holds 256 texts at a time with a hundred bytes per character, so it is given short ones.
-    pieces = (piece for text in texts for piece in cut_at_whitespace(text, 2**16))
+    pieces = (part for text in texts for piece in cut_at_whitespace(text, 2**16) for part in _short_words(piece))
     tokenizer.train_from_iterator(pieces, trainer)
     if (most := tokenizer.get_vocab_size()) != vocab_size:
         raise VocabularyTooLarge(vocab_size, most)
     return tokenizer if kind == "bpe" else _reproducible(tokenizer)
+
+
+def _short_words(text: str) -> Iterator[str]:
+    """The text, cut within its longest words: to find the merges of a word takes the square of its length."""
+    start = 0
+    if max(map(len, text.split()), default=0) > LONGEST_TRAINED_WORD:
+        for match in re.finditer(rf"\S{{{LONGEST_TRAINED_WORD}}}(?=\S)", text):
+            yield text[start : match.end()]
+            start = match.end()
+    yield text[start:]
 
 
 def _reproducible(tokenizer: Tokenizer) -> Tokenizer:

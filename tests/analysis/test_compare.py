@@ -21,6 +21,7 @@ from multilin.analysis.compare.answers import (
     remarks_on,
     speed_sentence,
 )
+from multilin.analysis.compare.plan import _parts
 from multilin.analysis.compare.record import FAILED, FINISHED, Comparison, Point, RunRecord, further_choice, ranking
 from multilin.analysis.compare.report import as_html, as_json, as_markdown, dots
 from multilin.analysis.compare.run import compare
@@ -424,6 +425,21 @@ def test_other_tokenizers_are_compared_by_bytes_and_one_seed_says_nothing(sandbo
     assert [d.p for d in found.differences] == [None]
     assert "one seed says nothing" in best_sentence(found)
     assert "one seed: no statement" in (sandbox / "tokenizers" / "comparison.md").read_text()
+
+
+def test_a_warm_up_longer_than_a_trial_is_refused(sandbox: Path) -> None:
+    sweep = a_sweep(sandbox, "warm-up", rows={"elita": {}}, stages=[{"schedule.warmup_steps": [1, 500]}])
+    with pytest.raises(InputError, match=r"schedule\.warmup_steps: 500 given for a trial of \d+ steps"):
+        compare(sweep)
+
+
+def test_choices_that_differ_have_folders_that_differ_and_can_be_made() -> None:
+    names = [_parts({"optimizer.learning_rate": rate})[0] for rate in (0.01, 0.0100000004)]
+    assert names == ["lr0.01", "lr0.0100000004"]
+    layers = [[{"architecture": "tscale", "width": width}] * 9 for width in (1, 2)]
+    long = [_parts({"model.layers": entry})[0] for entry in layers]
+    assert len(set(long)) == 2
+    assert max(map(len, long)) < 100
 
 
 def test_an_unknown_task_is_refused_by_itself(sandbox: Path) -> None:

@@ -182,3 +182,21 @@ def test_the_state_goes_on_where_it_was() -> None:
     assert other.share == clock.share
     assert other.used == pytest.approx(clock.used, abs=0.5)
     assert other.kept_back == clock.kept_back
+
+
+def test_what_comes_before_the_first_step_of_a_sitting_is_no_part_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr(time_limit, "monotonic", lambda: now)
+    limit = time_limit.TimeLimit(2.0, 1000, 0.0, 1.0)
+    now = 20.0
+    limit.start()
+    now = 30.0
+    limit.advance(1)
+    state = limit.state_dict()
+    limit = time_limit.TimeLimit(2.0, 1000, now, 1.0)
+    limit.load_state_dict(state)
+    now = 70.0  # 40 seconds to start again
+    limit.start()
+    now = 71.0
+    limit.advance(2)
+    assert limit.share == pytest.approx(11 / (120 - limit.kept_back - 60), abs=0.01)

@@ -72,7 +72,9 @@ class TimeLimit:
             TrainingFailed: no time is left for it.
         """
         self._last = mean_over_devices(self.used)
-        if self._first is None:
+        if self._first is not None:
+            self._first += self._last - self._earlier  # what came before this sitting's first step is no training
+        else:
             self._first = self._last
             if self._room <= 0:
                 raise TrainingFailed(

@@ -4,6 +4,7 @@ A row's recipe is what it starts from, the base over that, and the row over both
 """
 
 import dataclasses
+import hashlib
 import json
 import statistics
 import tempfile
@@ -34,6 +35,7 @@ from multilin.training.trainer import train
 
 SPEED_FILE = "speed.json"
 MEASURED_STEPS, WARM_UP_STEPS, MEASURED_TURNS = 20, 5, 3
+LONGEST_PART = 60  # characters of a value in the name of a folder
 VALIDATIONS, CHECKPOINTS = 10, 4  # of a run, where the sweep says nothing else
 
 Choice = Mapping[str, Any]  # fields of all stages of tuning to one value each
@@ -194,6 +196,9 @@ def plan_choice(sweep: Sweep, plan: Plan, choice: Choice, progress: TrainingProg
         (planned,) = _with_budget(sweep, [_plan(plan.row, choice, progress)], progress)
         return planned
     recipe = dataclasses.replace(plan.row.with_choice(choice), training=plan.recipe.training)
+    steps = round((sweep.trial_share if sweep.stages else 1) * recipe.training.num_steps)
+    if (warmup := recipe.schedule.warmup_steps or 0) >= steps:
+        raise InputError(f"schedule.warmup_steps: {warmup} given for a trial of {plural(steps, 'step')}; give less")
     return dataclasses.replace(other, recipe=recipe)
 
 
@@ -284,8 +289,12 @@ def _step_times(plan: Plan) -> list[float]:
 
 def _parts(choice: Choice) -> list[str]:
     """A choice as parts of the name of a folder."""
-    texts = {
-        name.split(".")[-1].replace("learning_rate", "lr"): f"{value:g}" if isinstance(value, float) else str(value)
-        for name, value in choice.items()
-    }
-    return [name + "".join(c if c.isalnum() or c in ".+-" else "_" for c in text) for name, text in texts.items()]
+    parts = []
+    for name, value in choice.items():
+        short = f"{value:g}" if isinstance(value, float) else str(value)
+        text = short if not isinstance(value, float) or float(short) == value else repr(value)
+        text = "".join(c if c.isalnum() or c in ".+-" else "_" for c in text)
+        if len(text) > LONGEST_PART:
+            text = f"{text[:LONGEST_PART]}-{hashlib.blake2b(str(value).encode(), digest_size=4).hexdigest()}"
+        parts.append(name.split(".")[-1].replace("learning_rate", "lr") + text)
+    return parts

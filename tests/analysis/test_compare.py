@@ -442,11 +442,6 @@ def test_choices_that_differ_have_folders_that_differ_and_can_be_made() -> None:
     assert max(map(len, long)) < 100
 
 
-def test_an_unknown_task_is_refused_by_itself(sandbox: Path) -> None:
-    with pytest.raises(InputError, match=r"^task: 'nope' is not known"):
-        compare(dataclasses.replace(a_sweep(sandbox, "unknown", rows={"elita": {}}), task="nope"))
-
-
 def test_a_task_is_judged_by_its_answers(sandbox: Path) -> None:
     task = "copy?num_copied=4&num_symbols=4"
     rows = {"elita": {}, "llama": {}}

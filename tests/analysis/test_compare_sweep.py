@@ -109,7 +109,7 @@ def sweep_file(tmp_path: Path) -> Callable[..., Path]:
             {"task": None, "base": SMALL | {"data.source": "task:mqar"}},
             "rows.elita.data.source: task:mqar is a task; give",
         ),
-        ({"task": "mqra"}, "rows.elita: task: 'mqra' is not known; did you mean 'mqar'?"),
+        ({"task": "mqra"}, "task: 'mqra' is not known; did you mean 'mqar'?"),
         ({"budget": {"tokens": 50}}, "budget.tokens: 50 given, but that is 1 step for rows.elita, not more than its"),
     ],
 )

@@ -53,9 +53,14 @@ def prefixed(prefix: str, replaced: str = "") -> Iterator[None]:
         raise InputError(prefix + str(error).removeprefix(replaced)) from error.__cause__
 
 
-def nearest(word: str, choices: Iterable[str]) -> str:
-    """A hint to append to a message: `; did you mean 'window'?`, or nothing when no choice is close."""
-    matches = difflib.get_close_matches(word[:LONGEST_VALUE], list(choices), n=1)
+def nearest(word: str, choices: Iterable[str], cutoff: float = 0.6) -> str:
+    """A hint to append to a message: `; did you mean 'window'?`, or nothing when no choice is as similar as `cutoff`.
+
+    Args:
+        word, choices: what was given, and what there is.
+        cutoff: similarity from 0 to 1, the share of the letters that both have in the same order.
+    """
+    matches = difflib.get_close_matches(word[:LONGEST_VALUE], list(choices), n=1, cutoff=cutoff)
     return f"; did you mean {matches[0]!r}?" if matches else ""
 
 

@@ -181,11 +181,9 @@ def test_an_open_engine_does_not_read_the_graphs_of_another_export(exports: Expo
     folder = tmp_path / "export"
     shutil.copytree(exports(FAST)[1], folder)
     engine = OnnxEngine(folder, num_threads=1)
-    engine.read(engine.new_state(), [[1, 2, 3]])  # loads the other graph
-    engine = OnnxEngine(folder, num_threads=1)
     change(folder, model_hash="of another model")
     with pytest.raises(OSError, match="was replaced by another export; open it again"):
-        engine.read(engine.new_state(), [list(range(1, 13))])
+        engine.read(engine.new_state(), [list(range(1, 13))])  # by the other graph, which was not loaded yet
 
 
 def test_nothing_half_written_is_left_by_an_export_that_fails(exports: Exports, tmp_path: Path, monkeypatch) -> None:

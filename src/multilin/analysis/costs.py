@@ -16,8 +16,8 @@ from multilin.architectures import architectures
 from multilin.architectures.base import Architecture
 from multilin.errors import InputError, nearest
 from multilin.inference.runs import load_model, longest_text
-from multilin.model.factory import create_model, model_names
-from multilin.model.memory import check_memory, layers_of, parameter_bytes
+from multilin.model.factory import create_model, layers_of, model_names
+from multilin.model.memory import check_memory, parameter_bytes
 from multilin.model.modes import evaluation_mode
 
 BACKWARD_AND_FORWARD = 3

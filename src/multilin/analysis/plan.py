@@ -21,12 +21,12 @@ from multilin.data.store import Store
 from multilin.data.task_text import is_task, task_text
 from multilin.data.tokenizers import load_tokenizer
 from multilin.errors import InputError
+from multilin.model.factory import layers_of
 from multilin.model.memory import (
     FLOAT_BYTES,
     activation_bytes,
     available_memory,
     check_memory,
-    layers_of,
     loss_bytes,
     parameter_bytes,
 )

@@ -222,9 +222,9 @@ def validation_side(
     """(documents,) which documents to validate on, and the number of another whose end is needed too, or None.
 
     In the order of the hashes, every text that still fits into `fraction` of all bytes is taken. Where these are less
-    than a tenth of that, the end of the shortest text left is needed; a text that stands twice is taken whole instead,
-    if nothing else is, and so is one hardly longer than what is wanted. Equal texts stay together, so that no
-    validation text has been trained on.
+    than a tenth of that, the end of the shortest text left is needed. Where no text fits and the shortest stands twice
+    or is at most twice as long as what is wanted, it is taken whole. Equal texts stay together, so that no validation
+    text has been trained on.
 
     Raises:
         InputError: several documents, and all texts are equal.

@@ -54,7 +54,7 @@ def base_of(folder: Path) -> str:
 
 
 def below_adapters(folder: Path) -> Path:
-    """The model that adapters belong to, also through other adapters; a folder that holds none is it itself.
+    """The model that adapters belong to, also through other adapters; the folder itself if it holds no adapters.
 
     Raises:
         InputError: see `base_of`, or adapters that belong to themselves.

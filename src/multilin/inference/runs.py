@@ -117,7 +117,7 @@ def read_config(folder: Path) -> PretrainedConfig:
 
 def _find_base(folder: Path) -> Path:
     """The folder of the model that adapters belong to, with the weights that they were trained with."""
-    below_adapters(folder)
+    below_adapters(folder)  # refuses adapters that belong to themselves
     base = find_model(base_of(folder), f"run: the model of the adapters in {folder}")
     expected = recipe_sections(folder).get("model", {}).get("start_hash")
     if expected is not None:

@@ -120,8 +120,8 @@ class MultilinConfig(PretrainedConfig):
         """Check what the type of a single field does not say."""
         if "logit_scale" in others:  # In other models it also scales the output bias; final_scale does not.
             raise InputError("logit_scale: given, but this model has final_scale, a factor on the final hidden states")
-        for name in others:  # transformers keeps fields that it does not know
-            if not hasattr(PretrainedConfig, name) and (hint := nearest(name, FIELDS)):
+        for name in others:  # transformers keeps fields that it does not know; those of other tools stay
+            if not hasattr(PretrainedConfig, name) and (hint := nearest(name, FIELDS, cutoff=0.85)):
                 raise InputError(f"{shorten(name)}: unknown field of the model{hint}")
         load_settings(TokenIds, {name: others[name] for name in TOKEN_IDS if name in others})
         load_settings(Arithmetic, self.arithmetic, "arithmetic")

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
+from torch import nn
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PretrainedConfig, PreTrainedModel
 
 from multilin.architectures.base import Sizes, TrainingDefaults, architectures, get_architecture
@@ -141,3 +142,9 @@ def training_defaults(architecture: str) -> TrainingDefaults:
     if architecture in BASELINES:
         return TrainingDefaults()
     return get_architecture(architecture).expand(Sizes(1, 1, 1, 1), {}).training
+
+
+def layers_of(model: PreTrainedModel) -> nn.ModuleList:
+    """The layers of any model, also of transformers."""
+    lists = (module for module in model.modules() if isinstance(module, nn.ModuleList))
+    return next(layers for layers in lists if len(layers) == model.config.num_hidden_layers)

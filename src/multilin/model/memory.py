@@ -24,12 +24,6 @@ _READ_AT_ONCE = 4  # vectors of the hidden size held for each token that is read
 _BEAM_BYTES = 24  # of a token in each beam: transformers keeps two tables of ids and two of beams, of full length
 
 
-def layers_of(model: PreTrainedModel) -> nn.ModuleList:
-    """The layers of any model, also of transformers."""
-    lists = (module for module in model.modules() if isinstance(module, nn.ModuleList))
-    return next(layers for layers in lists if len(layers) == model.config.num_hidden_layers)
-
-
 def check_memory(subject: str, needed: float, device: torch.device | str = "cpu") -> None:
     """Refuse work that needs more bytes of memory than a device has left.
 

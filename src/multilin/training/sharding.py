@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from multilin.errors import InputError
-from multilin.model.memory import layers_of
+from multilin.model.factory import layers_of
 from multilin.training import checkpoints
 from multilin.training.recipe import TrainingRecipe
 

@@ -72,15 +72,15 @@ class TimeLimit:
             TrainingFailed: no time is left for it.
         """
         self._last = mean_over_devices(self.used)
-        if self._first is not None:
-            self._first += self._last - self._earlier  # what came before this sitting's first step is no training
-        else:
+        if self._first is None:
             self._first = self._last
             if self._room <= 0:
                 raise TrainingFailed(
                     f"training.minutes: {self.seconds / 60:g} given, but {self._last:.0f} s were gone before the first "
                     f"step, and {self.kept_back:.0f} s are kept for the end; give more"
                 )
+        else:
+            self._first += self._last - self._earlier  # what came before this sitting's first step is no training
 
     def advance(self, step: int) -> None:
         """So many steps were made; every process calls this after each."""

@@ -2,7 +2,9 @@
 
 import errno
 import os
+import signal
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,6 +12,7 @@ import pytest
 
 from multilin.cli.info import DoctorArguments
 from multilin.cli.main import BAD_INPUT, BROKEN_PIPE, FAILED, VERBS, main
+from tests.processes import PYTHON, running
 
 Call = Callable[..., str]
 
@@ -212,3 +215,30 @@ def test_a_tokenizer_does_not_replace_a_run(additive: Path, text_file: Path, ref
     before = sorted(path.name for path in additive.iterdir())
     assert "exists already; give a new folder" in refusal("tokenizer", "train", text_file, additive, "--overwrite")
     assert sorted(path.name for path in additive.iterdir()) == before
+
+
+ENDED = """
+import sys
+import time
+from multilin.cli.main import VERBS, main
+from multilin.files import atomic_folder
+
+def doctor() -> None:
+    with atomic_folder(OUTPUT) as partial:
+        (partial / "begun").touch()
+        time.sleep(600)
+
+VERBS["doctor"] = doctor
+sys.argv = ["multilin", "doctor"]
+sys.exit(main())
+"""
+
+
+def test_a_command_that_is_ended_removes_what_it_has_half_written(tmp_path: Path) -> None:
+    with running([*PYTHON, "-c", ENDED.replace("OUTPUT", repr(str(tmp_path / "output")))]) as program:
+        while not list(tmp_path.glob(".output-*.partial/begun")):
+            assert program.poll() is None
+            time.sleep(0.01)
+        program.terminate()
+        assert program.wait(30) == 128 + signal.SIGTERM
+    assert list(tmp_path.iterdir()) == []

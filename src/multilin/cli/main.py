@@ -8,6 +8,7 @@ import contextlib
 import errno
 import io
 import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -45,6 +46,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     0 done; 1 the work failed; 2 bad input; 130 interrupted; each failure is one sentence on stderr.
     """
+    if arguments is None:  # as a program, which removes what it has half written also when it is ended by SIGTERM
+        signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     if sys.stderr is None:  # closed by the shell, 2>&-
         sys.stderr = Path(os.devnull).open("w")  # noqa: SIM115
     if sys.stdout is None:

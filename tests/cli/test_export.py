@@ -13,7 +13,7 @@ from multilin.cli.main import main
 from multilin.export import cache
 
 Call = Callable[..., str]
-GREEDY = ("--prompt", "the cat", "--max-new-tokens", 20, "--greedy")
+GREEDY = ("--prompt", "the cat", "--max-new-tokens", 20, "--temperature", 0)
 
 
 @pytest.fixture(scope="module")
@@ -43,8 +43,12 @@ def test_auto_exports_once_and_again_after_a_change(run_with_cache: Path, cli: C
     assert cli("generate", cache.cache_folder(run_with_cache), *GREEDY, "--engine", "onnx") == expected
     # A state that one engine saved is continued by the other.
     state = run_with_cache.parent / "text.state"
-    first = cli("generate", run_with_cache, *GREEDY[:3], 8, "--greedy", "--engine", "onnx", "--save-state", state)
-    second = cli("generate", run_with_cache, "--max-new-tokens", 12, "--greedy", "--prompt", "", "--state", state)
+    first = cli(
+        "generate", run_with_cache, *GREEDY[:3], 8, "--temperature", 0, "--engine", "onnx", "--save-state", state
+    )
+    second = cli(
+        "generate", run_with_cache, "--max-new-tokens", 12, "--temperature", 0, "--prompt", "", "--state", state
+    )
     assert first + second == expected
     next(cache.cache_folder(run_with_cache).glob("weights*")).unlink()  # the export is made again
     assert main(command) == 0

@@ -20,7 +20,9 @@ SAMPLED = ["--temperature", "1.0", "--top-k", "20", "--seed", "7"]
 Call = Callable[..., str]
 
 
-@pytest.mark.parametrize("how", [["--greedy"], SAMPLED, ["--top-p", "0.9", "--seed", "3"]], ids=["greedy", "k", "p"])
+@pytest.mark.parametrize(
+    "how", [["--temperature", "0"], SAMPLED, ["--top-p", "0.9", "--seed", "3"]], ids=["greedy", "k", "p"]
+)
 def test_a_text_written_in_two_sittings_is_that_of_one(
     additive: Path, cli: Call, tmp_path: Path, how: list[str]
 ) -> None:
@@ -36,7 +38,9 @@ def test_a_text_written_in_two_sittings_is_that_of_one(
 
 def test_a_continued_text_reads_an_added_prompt(additive: Path, cli: Call, tmp_path: Path) -> None:
     state = tmp_path / "text.state"
-    first = cli("generate", additive, "--prompt", "the", "--max-new-tokens", 5, "--greedy", "--save-state", state)
+    first = cli(
+        "generate", additive, "--prompt", "the", "--max-new-tokens", 5, "--temperature", 0, "--save-state", state
+    )
     second = cli(
         "generate",
         additive,
@@ -44,17 +48,20 @@ def test_a_continued_text_reads_an_added_prompt(additive: Path, cli: Call, tmp_p
         " old",
         "--max-new-tokens",
         9,
-        "--greedy",
+        "--temperature",
+        0,
         "--state",
         state,
         "--save-state",
         state,
     )
     assert second.startswith(" old")
-    again = cli("generate", additive, "--prompt", first + " old", "--max-new-tokens", 9, "--greedy")
+    again = cli("generate", additive, "--prompt", first + " old", "--max-new-tokens", 9, "--temperature", 0)
     assert first + second == again
-    third = cli("generate", additive, "--prompt", "", "--max-new-tokens", 3, "--greedy", "--state", state, "--no-echo")
-    longer = cli("generate", additive, "--prompt", first + " old", "--max-new-tokens", 12, "--greedy")
+    third = cli(
+        "generate", additive, "--prompt", "", "--max-new-tokens", 3, "--temperature", 0, "--state", state, "--no-echo"
+    )
+    longer = cli("generate", additive, "--prompt", first + " old", "--max-new-tokens", 12, "--temperature", 0)
     assert first + second + third == longer
 
 
@@ -68,7 +75,7 @@ def test_the_seed_decides_what_is_written(additive: Path, cli: Call) -> None:
 
 
 def test_settings_reach_the_sampler(loaded: Run) -> None:
-    greedy = generate_text(loaded, "the", GenerationSettings(max_new_tokens=20, greedy=True)).token_ids
+    greedy = generate_text(loaded, "the", GenerationSettings(max_new_tokens=20, temperature=0)).token_ids
     cold = generate_text(loaded, "the", GenerationSettings(max_new_tokens=20, temperature=1e-4, seed=0)).token_ids
     first = generate_text(loaded, "the", GenerationSettings(max_new_tokens=20, top_k=1, seed=0)).token_ids
     nucleus = generate_text(loaded, "the", GenerationSettings(max_new_tokens=20, top_p=1e-6, seed=0)).token_ids
@@ -83,7 +90,7 @@ def test_beams_find_a_text_at_least_as_likely(loaded: Run) -> None:
 
     greedy, beams = (
         generate_text(loaded, "the", GenerationSettings(max_new_tokens=12, **how))
-        for how in ({"greedy": True}, {"num_beams": 4})
+        for how in ({"temperature": 0}, {"num_beams": 4})
     )
     assert log_likelihood(beams.token_ids) >= log_likelihood(greedy.token_ids)
     assert beams.text == loaded.tokenizer.decode(beams.token_ids)
@@ -102,7 +109,9 @@ def test_text_is_streamed_and_never_half_a_character(loaded: Run) -> None:
     written: list[str] = []
     try:
         length = len(wanted.encode())
-        result = generate_text(loaded, "", GenerationSettings(max_new_tokens=length, greedy=True), write=written.append)
+        result = generate_text(
+            loaded, "", GenerationSettings(max_new_tokens=length, temperature=0), write=written.append
+        )
     finally:
         hook.remove()
     assert "".join(written) == result.text == wanted
@@ -132,7 +141,7 @@ def test_the_prompt_may_come_from_a_file_or_a_pipe(
 ) -> None:
     file = tmp_path / "prompt.txt"
     file.write_text("the big dog\n")
-    how = ["--greedy", "--max-new-tokens", 5]
+    how = ["--temperature", 0, "--max-new-tokens", 5]
     expected = cli("generate", additive, "--prompt", "the big dog", *how)
     assert cli("generate", additive, "--prompt-file", file, *how) == expected
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"the big dog\n")))
@@ -140,7 +149,7 @@ def test_the_prompt_may_come_from_a_file_or_a_pipe(
 
 
 def test_an_empty_prompt_begins_a_text(additive: Path, cli: Call) -> None:
-    assert len(cli("generate", additive, "--prompt", "", "--max-new-tokens", 12, "--greedy")) == 12
+    assert len(cli("generate", additive, "--prompt", "", "--max-new-tokens", 12, "--temperature", 0)) == 12
 
 
 @pytest.mark.parametrize("architecture", ["gpt2", "llama"])
@@ -204,11 +213,11 @@ def test_a_state_goes_with_its_own_model(
     ("arguments", "message"),
     [
         (["--save-state", "missing/text.state"], "--save-state: the folder missing does not exist"),
-        (["--temperature", "0"], "--temperature: 0 given, but it should be at least 0.001"),
+        (["--temperature", "-1"], "--temperature: -1 given, but it should be at least 0"),
         (["--temperature", "true"], "--temperature: True given, but it should be a number"),
         (
-            ["--greedy", "--seed", "3"],
-            "seed: 3 given together with greedy, which does not use it; leave one of them out",
+            ["--temperature", "0", "--seed", "3"],
+            "seed: 3 given together with temperature: 0, which does not use it; leave one of them out",
         ),
         (
             ["--num-beams", "2", "--top-k", "3"],
@@ -218,7 +227,6 @@ def test_a_state_goes_with_its_own_model(
             ["--num-beams", "2", "--repetition-penalty", "2"],
             "repetition_penalty: 2.0 given together with num_beams: 2, which does not use it; leave one of them out",
         ),
-        (["--num-beams", "2", "--greedy"], "num_beams: 2 given together with greedy; give one of them"),
         (["--top-p", "1.5"], "--top-p: 1.5 given, but it should be at most 1"),
         (["--max-new-tokens", "many"], "--max-new-tokens: 'many' given, but it should be an integer or null"),
         (["--prompt-file", "nowhere.txt"], "--prompt-file: given together with --prompt; give one of them"),
@@ -226,7 +234,7 @@ def test_a_state_goes_with_its_own_model(
             ["--num-beams", "2", "--save-state", "x"],
             "--save-state: given with a search among 2 texts; use --num-beams 1",
         ),
-        (["--grredy"], "--grredy: unknown flag; did you mean '--greedy'?"),
+        (["--tenperature"], "--tenperature: unknown flag; did you mean '--temperature'?"),
     ],
 )
 def test_bad_settings_are_refused(additive: Path, refusal: Call, arguments: list[str], message: str) -> None:

@@ -75,8 +75,14 @@ def test_draws_follow_the_probabilities() -> None:
     shares /= shares.sum()
     counts = np.bincount(draws, minlength=V) / len(draws)
     assert np.abs(counts - shares).max() < 0.03
-    greedy = GenerationSettings(greedy=True)
+    greedy = GenerationSettings(temperature=0)
     assert choose_tokens(logits(1)[None], [greedy], [{}], [numbers]) == [logits(1).argmax()]
+
+
+@pytest.mark.parametrize("cut", [{}, {"min_p": 0.01}])
+def test_a_temperature_near_0_takes_the_likeliest_token(cut: dict[str, float]) -> None:
+    cold = GenerationSettings(temperature=1e-300, **cut)
+    assert choose_tokens(logits(1)[None], [cold], [{}], [RandomNumbers(3)]) == [logits(1).argmax()]
 
 
 @pytest.mark.parametrize("num_before", [0, 1, 311, 313, 1000])
@@ -101,7 +107,7 @@ def test_a_state_that_no_generator_has_is_refused(change: slice) -> None:
 
 def test_settings_that_mean_nothing_are_refused() -> None:
     for settings, words in (
-        (GenerationSettings(greedy=True, min_p=0.5), "min_p: 0.5 given together with greedy"),
+        (GenerationSettings(temperature=0, min_p=0.5), "min_p: 0.5 given together with temperature: 0"),
         (GenerationSettings(logit_bias={"x": 1.0}), "logit_bias: 'x' given"),
         (GenerationSettings(logit_bias={str(V): 1.0}), f"a number from 0 to {V - 1}"),
         (GenerationSettings(stop=("",)), "stop: an empty string"),

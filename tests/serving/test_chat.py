@@ -18,7 +18,7 @@ from multilin.inference.torch_engine import TorchEngine
 from tests.serving.conftest import Server, Start
 from tests.serving.engines import Watched
 
-GREEDY = ("--greedy", "--max-new-tokens", "12")
+GREEDY = ("--temperature", "0", "--max-new-tokens", "12")
 Talk = Callable[..., tuple[int, str, str]]
 
 
@@ -104,7 +104,7 @@ def test_ctrl_c_ends_an_answer_which_is_kept_unless_it_comes_twice(
     file = tmp_path / "text.state"
     lines = ("hello", f"/save {file}")
     status, text, notes = talk(
-        target, *lines, flags=("--greedy", "--no-stop-at-end", "--max-new-tokens", "4000", *flags)
+        target, *lines, flags=("--temperature", "0", "--no-stop-at-end", "--max-new-tokens", "4000", *flags)
     )
     thread.join()
     assert len(text) < 3000
@@ -138,7 +138,7 @@ def test_mistakes_are_one_sentence(
 ) -> None:  # fmt: skip
     monkeypatch.chdir(tmp_path)
     place, own = target
-    status, text, notes = talk(place, *lines, flags=(*own[1 if "--num-beams" in flags else 0 :], *flags))
+    status, text, notes = talk(place, *lines, flags=(*own[2 if "--num-beams" in flags else 0 :], *flags))
     assert (status, text) == (2, ""), notes
     assert message in notes
     assert len(notes.replace("\nmultilin: ", "").splitlines()) == 1

@@ -185,15 +185,13 @@ def _tokens(
 
 def check_settings(settings: GenerationSettings, vocab_size: int) -> None:
     """Refuse settings that would be ignored, and tokens that are not in the vocabulary."""
-    if settings.greedy and settings.num_beams > 1:
-        raise InputError(f"num_beams: {settings.num_beams} given together with greedy; give one of them")
-    unused: tuple[str, ...] = () if settings.draws else ("temperature", "top_k", "top_p", "min_p", "seed")
+    unused: tuple[str, ...] = () if settings.draws else ("top_k", "top_p", "min_p", "seed")
     if settings.num_beams > 1:
-        unused += ("stop", "logit_bias", "repetition_penalty", "presence_penalty", "frequency_penalty")
+        unused += ("temperature", "stop", "logit_bias", "repetition_penalty", "presence_penalty", "frequency_penalty")
     for name in unused:
         value = getattr(settings, name)
         if value != getattr(DEFAULTS, name):
-            other = "greedy" if settings.greedy else f"num_beams: {settings.num_beams}"
+            other = f"num_beams: {settings.num_beams}" if settings.num_beams > 1 else "temperature: 0"
             raise InputError(
                 f"{name}: {value} given together with {other}, which does not use it; leave one of them out"
             )

@@ -22,24 +22,25 @@ def choose_tokens(
     2. The presence penalty, and the frequency penalty times the number of occurrences, are subtracted from the logits
        of tokens that were generated.
     3. The bias is added.
-    4. If the choice is greedy, the token with the largest logit is taken. Otherwise logits are divided by the
-       temperature, top_k, then top_p, then min_p leave out tokens, and one is drawn from the softmax over the rest.
+    4. At temperature 0 the token with the largest logit is taken. Otherwise logits are divided by the temperature,
+       top_k, then top_p, then min_p leave out tokens, and one is drawn from the softmax over the rest.
 
     Args:
         logits_BV: (B, V) logits of all tokens; changed in place.
         settings: settings of each sequence.
         seen: for each sequence its tokens so far, and how often each was generated (0 for tokens of the prompt alone).
-        numbers: random numbers of each sequence, of which one is used unless the choice is greedy.
+        numbers: random numbers of each sequence, of which one is used unless its temperature is 0.
     """
     for logits_V, own, own_seen in zip(logits_BV, settings, seen, strict=True):
         adjust(logits_V, own, own_seen)
-    drawn = [row for row, own in enumerate(settings) if not own.greedy]
+    drawn = [row for row, own in enumerate(settings) if own.temperature > 0]
     tokens: list[int] = logits_BV.argmax(axis=1).tolist() if len(drawn) < len(settings) else [0] * len(settings)
     plain = [row for row in drawn if not (settings[row].top_k or settings[row].top_p or settings[row].min_p)]
     if plain:
         ends = logits_BV[plain].astype(np.float64)  # in place from here on: large arrays are slow to allocate
         ends -= ends.max(axis=1, keepdims=True)
-        ends /= np.array([settings[row].temperature for row in plain])[:, None]
+        with np.errstate(over="ignore"):  # a temperature near 0 leaves the likeliest token alone
+            ends /= np.array([settings[row].temperature for row in plain])[:, None]
         np.cumsum(np.exp(ends, out=ends), axis=1, out=ends)
         for row, end in zip(plain, ends, strict=True):
             tokens[row] = _draw(end, numbers[row])
@@ -77,8 +78,9 @@ def candidates(logits_V: Logits, settings: GenerationSettings) -> tuple[NDArray[
         tokens = np.argpartition(-logits_V, top_k - 1)[:top_k]
     if len(tokens) < len(logits_V) or top_p < 1.0:
         tokens = tokens[np.argsort(-logits_V[tokens], kind="stable")]
-    logits = logits_V[tokens].astype(np.float64) / settings.temperature
-    shares = np.exp(logits - logits.max())
+    logits = logits_V[tokens].astype(np.float64)
+    with np.errstate(over="ignore"):  # a temperature near 0 leaves the likeliest token alone
+        shares = np.exp((logits - logits.max()) / settings.temperature)
     shares /= shares.sum()
     if top_p < 1.0:
         # As many as reach the share, the last one included.

@@ -19,7 +19,7 @@ class GenerationSettings:
     """How text is generated."""
 
     max_new_tokens: Tokens | None = None  # most tokens to generate; 200, as many as fit, or a server's own default
-    temperature: Temperature = 0.8  # below 1 prefers likely tokens more than the model does, above 1 less
+    temperature: Temperature = 0.8  # below 1 prefers likely tokens more than the model does, 0 takes the likeliest
     top_k: Vocabulary | None = None  # draw from the k likeliest tokens only
     top_p: Share | None = None  # draw from the likeliest tokens that together have this share
     min_p: Share | None = None  # draw from the tokens at least this share as likely as the likeliest
@@ -28,7 +28,6 @@ class GenerationSettings:
     frequency_penalty: Factor = 0.0  # the same for each time that it has them
     logit_bias: Biases = dataclasses.field(default_factory=dict)  # added to the logits of tokens by their ids
     stop: StopTexts = ()  # end before the first of these strings
-    greedy: bool = False  # always take the likeliest token instead of drawing
     num_beams: Beams = 1  # beam search with so many sequences at a time instead of drawing
     seed: Seed | None = None  # the same seed generates the same text again; none takes a new one
     stop_at_end: bool = True  # stop where the model ends its text; otherwise it begins a new one
@@ -36,7 +35,7 @@ class GenerationSettings:
     @property
     def draws(self) -> bool:
         """True if tokens are drawn at random."""
-        return not self.greedy and self.num_beams == 1
+        return self.temperature > 0 and self.num_beams == 1
 
 
 @settings

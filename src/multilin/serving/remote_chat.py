@@ -115,8 +115,9 @@ def connect(address: str, key: str | None) -> httpx.Client:
 
 def _fields(settings: GenerationSettings) -> Json:
     """The fields of a request; settings with their default value are left to the server."""
-    temperature = 0.0 if settings.greedy else settings.temperature
-    fields: Json = {"temperature": temperature, "stop": list(settings.stop), "ignore_eos": not settings.stop_at_end}
+    fields: Json = {
+        "temperature": settings.temperature, "stop": list(settings.stop), "ignore_eos": not settings.stop_at_end
+    }  # fmt: skip
     if settings.max_new_tokens is not None:
         fields["max_tokens"] = settings.max_new_tokens
     names = ("top_k", "top_p", "min_p", "seed", "repetition_penalty", "presence_penalty", "frequency_penalty")

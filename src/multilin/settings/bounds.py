@@ -62,7 +62,7 @@ Positive = Annotated[float, _NUMBER, Ge(1e-15), Le(1e9)]  # above 0
 Fraction = Annotated[float, _NUMBER, Ge(0), Lt(1)]  # a part that is not the whole
 Part = Annotated[float, _NUMBER, Gt(0), Lt(1)]  # a part that is neither nothing nor the whole
 Share = Annotated[float, _NUMBER, Gt(0), Le(1)]  # a part, or the whole
-Temperature = Annotated[float, _NUMBER, Ge(1e-3), Le(1e3)]  # what logits are divided by
+Temperature = Annotated[float, _NUMBER, Ge(0), Le(1e3)]  # what logits are divided by, or 0
 Minutes = Annotated[float, _NUMBER, Ge(0.1), Le(1e6)]  # of a run
 Amount = Annotated[float, _NUMBER, Gt(0), Le(1e30)]  # tokens, operations or seconds to spend
 

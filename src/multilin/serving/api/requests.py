@@ -66,12 +66,11 @@ class Sampling(Body):
             "repetition_penalty": self.repetition_penalty or 1.0, "logit_bias": self.logit_bias or {},
             "presence_penalty": self.presence_penalty or 0.0, "frequency_penalty": self.frequency_penalty or 0.0,
             "stop": (*([self.stop] if isinstance(self.stop, str) else self.stop or ()), *stops),
-            "stop_at_end": not self.ignore_eos, "greedy": temperature == 0,
+            "stop_at_end": not self.ignore_eos, "temperature": temperature,
         }  # fmt: skip
         if temperature:
             seed = None if self.seed is None else (self.seed + index) % 2**32
-            values |= {"temperature": temperature, "top_p": self.top_p, "top_k": self.top_k or None,
-                       "min_p": self.min_p or None, "seed": seed}  # fmt: skip
+            values |= {"top_p": self.top_p, "top_k": self.top_k or None, "min_p": self.min_p or None, "seed": seed}
         return load_settings(GenerationSettings, values)
 
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from multilin import InputError
 from multilin.data.tokenizers import train_tokenizer
@@ -76,3 +76,38 @@ def test_a_space_that_only_shows_after_other_tokens_is_kept(codec: TextCodec) ->
     codec = replace(codec, tokenizer=tokenizer)
     assert decode(codec, [], [0, 1]) == "once upon"
     assert decode(codec, [0], [1]) == " upon"
+
+
+def with_prefix(name: str) -> Tokenizer:
+    """A tokenizer of letters that puts a space before a text, in one of the ways that there are."""
+    letters = {letter: number for number, letter in enumerate("ab▁Ġ")}
+    tokenizer, is_bytes = Tokenizer(models.BPE(letters, [])), name == "bytes"
+    if name == "prepend":
+        tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    elif name == "prepend alone":
+        tokenizer.normalizer = normalizers.Prepend("▁")
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never")
+    elif is_bytes:
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.ByteLevel(add_prefix_space=True)])
+    else:
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=name)
+    tokenizer.decoder = decoders.ByteLevel() if is_bytes else decoders.Metaspace()
+    return tokenizer
+
+
+@pytest.mark.parametrize("name", ["first", "always", "never", "prepend", "prepend alone", "bytes"])
+@given(st.text("ab ", min_size=1, max_size=12), st.integers(0, 12))
+def test_text_that_is_added_gets_no_space_before_it(codec: TextCodec, name: str, text: str, place: int) -> None:
+    """The tokens are those of the letters as they are, and their bytes one after the other are the text."""
+    own = replace(codec, tokenizer=with_prefix(name))
+    before, after = text[:place].lstrip(), text[place:]
+    ids = own.encode(before) + own.encode_more(after)
+    written = b"".join(own.token_bytes(token) for token in ids)
+    if before and name != "never":
+        assert written.startswith(b" ")
+        written = written[1:]
+    assert written.decode() == before + after
+
+
+def test_a_tokenizer_without_such_a_space_adds_text_as_it_is(codec: TextCodec) -> None:
+    assert codec.encode_more("a b") == codec.encode("a b")

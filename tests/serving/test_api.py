@@ -197,6 +197,22 @@ def test_a_refusal_names_the_field(server: Server, name: str) -> None:
     assert error["message"].startswith(f"{param}: ")
 
 
+@pytest.mark.parametrize("number", [0, 10**6])
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("chat/completions", {"messages": [{"role": "user", "content": "a"}]}, "max_completion_tokens"),
+        ("responses", {"input": "a"}, "max_output_tokens"),
+    ],
+)
+def test_a_refused_number_of_tokens_has_the_name_that_it_was_given_by(
+    server: Server, path: str, body: dict[str, Any], param: str, number: int
+) -> None:
+    error = server.call("POST", f"/v1/{path}", body | {param: number}, status=400)["error"]
+    assert error["param"] == param
+    assert error["message"].startswith(f"{param}: {number} given")
+
+
 def test_an_answer_ends_where_the_model_reads_no_further(server: Server) -> None:
     """Also without `max_tokens`, which is then as many as there is room for, and no more than usual."""
     body = {"prompt": "a" * (LONGEST - 5), "ignore_eos": True, "store": False}
@@ -218,7 +234,12 @@ def test_what_is_no_request_of_ours(server: Server, start: Start) -> None:
         assert "message" in server.call("POST", "/v1/completions", content=content, headers=header, status=400)["error"]
     assert server.call("GET", "/v1/nothing", status=404)["error"]["message"]
     assert server.call("GET", "/v1/completions", status=405)["error"]["message"]
-    assert server.call("POST", "/v1/completions", content=b"x" * (2**24 + 1), headers=header, status=413)["error"]
+    for content in (b"x" * (2**24 + 1), iter([b"x" * 2**23] * 3)):  # also one that does not say how long it is
+        assert server.call("POST", "/v1/completions", content=content, headers=header, status=413)["error"]
+    for kind, is_hinted in (("application/json", False), ("text/plain", True)):
+        content, header = b"[]", {"Content-Type": kind}
+        error = server.call("POST", "/v1/completions", content=content, headers=header, status=400)["error"]
+        assert ("Content-Type" in error["message"]) is is_hinted
     strict = start(is_loopback=True)
     elsewhere = {"Host": "example.org"}
     assert strict.call("GET", "/v1/models", headers=elsewhere, status=400)["error"]["param"] == "host"

@@ -162,6 +162,20 @@ def test_servers_that_refuse_or_are_none(talk: Talk, start: Start, run: Run, mon
         assert message in notes
     monkeypatch.setenv("MULTILIN_API_KEY", "secret")
     assert talk(server.url, "hello")[0] == 0
+    monkeypatch.setenv("MULTILIN_API_KEY", "")
+    assert "api key" in talk(server.url, "hello")[2]
+
+
+def test_an_error_after_an_answer_names_the_session_that_has_it(talk: Talk, server: Server) -> None:
+    status, _, notes = talk(server.url, "hello", "/rewind 5", flags=GREEDY)
+    assert status == 2
+    assert "go on with --session session_" in notes
+
+
+def test_settings_that_would_be_ignored_are_refused(talk: Talk, target: tuple[str, tuple[str, ...]]) -> None:
+    status, _, notes = talk(target[0], "hello", flags=("--temperature", "0", "--seed", "5"))
+    assert status == 2
+    assert "seed: 5 given together with temperature: 0" in notes
 
 
 def test_a_state_from_a_file_is_no_answer_to_drop(

@@ -65,6 +65,10 @@ def test_responses_fork_where_two_name_one(server: Server) -> None:
     server.call("GET", f"/v1/responses/{onward[1]['id']}", status=404)
     loose = server.post("/v1/responses", input="hello", store=False, max_output_tokens=2)
     server.call("GET", f"/v1/responses/{loose['id']}", status=404)
+    session = server.post("/v1/sessions")["id"]
+    turn = server.post("/v1/completions", prompt="abc", session=session, **GREEDY)["choices"][0]["turn"]
+    server.call("DELETE", f"/v1/responses/{turn}", status=404)
+    server.post("/v1/completions", prompt="abc", session=session, **GREEDY)
     events = server.stream("/v1/responses", input="hello", instructions="be brief", max_output_tokens=9, temperature=0)
     assert events[0]["type"] == "response.created"
     assert (
@@ -76,8 +80,10 @@ def test_responses_fork_where_two_name_one(server: Server) -> None:
 
 
 def test_one_keys_sessions_are_invisible_to_another(start: Start) -> None:
-    server = start(keys=["alpha", "beta"])
-    alpha, beta = ({"Authorization": f"Bearer {key}"} for key in ("alpha", "beta"))
+    server = start(keys=["alphä", "beta"])
+    alpha, beta = (
+        {"Authorization": f"{scheme} {key}".encode()} for scheme, key in (("Bearer", "alphä"), ("bearer", "beta"))
+    )
     body = {"prompt": "abc" * 20, **GREEDY}
     server.call("POST", "/v1/completions", body, 401)
     server.call("POST", "/v1/completions", body, 401, headers={"Authorization": "Bearer gamma"})
@@ -127,15 +133,15 @@ def test_a_request_that_was_prepared_while_another_one_ended_is_refused(
     server = start()
     session = server.post("/v1/sessions")["id"]
     add(server, session, "one")
-    encode, slow, is_encoding = TextCodec.encode, threading.Event(), threading.Event()
+    encode, slow, is_encoding = TextCodec.encode_more, threading.Event(), threading.Event()
 
-    def wait(codec: TextCodec, text: str, **options: Any) -> list[int]:
+    def wait(codec: TextCodec, text: str) -> list[int]:
         if text == "slow":
             is_encoding.set()
             assert slow.wait(20)
-        return encode(codec, text, **options)
+        return encode(codec, text)
 
-    monkeypatch.setattr(TextCodec, "encode", wait)
+    monkeypatch.setattr(TextCodec, "encode_more", wait)
     with ThreadPoolExecutor(1) as pool:
         body = {"prompt": "slow", "session": session, **GREEDY}
         late = pool.submit(httpx.post, server.url + "/v1/completions", json=body, timeout=30)

@@ -61,20 +61,22 @@ def _talk(talk: "_Talk") -> None:
     is_terminal = sys.stdin is not None and sys.stdin.isatty()
     if is_terminal:
         print("multilin: /help lists commands, Ctrl-C ends an answer, Ctrl-D the conversation", file=sys.stderr)
-    for line in _lines(is_terminal):
-        try:
-            if line.startswith("/"):
-                if not talk.command(*line.split(maxsplit=1)):
-                    break
-            elif line.strip():
-                talk.say(line)
-        except InputError as error:
-            if not is_terminal:
-                raise
-            print(f"multilin: {error}", file=sys.stderr)
-    session = getattr(talk.current, "session", None)
-    if session is not None:
-        print(f"multilin: go on with --session {session}", file=sys.stderr)
+    try:
+        for line in _lines(is_terminal):
+            try:
+                if line.startswith("/"):
+                    if not talk.command(*line.split(maxsplit=1)):
+                        break
+                elif line.strip():
+                    talk.say(line)
+            except InputError as error:
+                if not is_terminal:
+                    raise
+                print(f"multilin: {error}", file=sys.stderr)
+    finally:
+        session = getattr(talk.current, "session", None)
+        if session is not None and any(talk.answers):
+            print(f"multilin: go on with --session {session}", file=sys.stderr)
 
 
 @dataclass
@@ -183,7 +185,7 @@ def _opened(
     if _is_address(arguments.target):
         from multilin.serving.remote_chat import RemoteChat, connect
 
-        key = arguments.api_key if arguments.api_key is not None else os.environ.get(KEY_VARIABLE)
+        key = arguments.api_key if arguments.api_key is not None else os.environ.get(KEY_VARIABLE) or None
         with connect(arguments.target, key) as client:
             yield RemoteChat.begin(client, settings, state, arguments.session)
         return

@@ -15,6 +15,8 @@ def token_bytes(name: str, text: str) -> bytes:
         name: its entry in the vocabulary.
         text: what the token alone decodes to; U+FFFD stands for a part of a character.
     """
+    if name.startswith("▁"):  # SentencePiece's space, which is not decoded at the beginning of a text
+        return name.replace("▁", " ").encode()
     if "\ufffd" not in text:
         return text.encode()
     if all(character in BYTES for character in name):

@@ -185,6 +185,16 @@ def _tokens(
 
 def check_settings(settings: GenerationSettings, vocab_size: int) -> None:
     """Refuse settings that would be ignored, and tokens that are not in the vocabulary."""
+    check_unused(settings)
+    for token in settings.logit_bias:
+        if not (token.isdecimal() and int(token) < vocab_size):
+            raise InputError(f"logit_bias: {token!r:.40} given, but a token is a number from 0 to {vocab_size - 1}")
+    if "" in settings.stop:
+        raise InputError("stop: an empty string given, but it must have a character")
+
+
+def check_unused(settings: GenerationSettings) -> None:
+    """Refuse settings that would be ignored."""
     unused: tuple[str, ...] = () if settings.draws else ("top_k", "top_p", "min_p", "seed")
     if settings.num_beams > 1:
         unused += ("temperature", "stop", "logit_bias", "repetition_penalty", "presence_penalty", "frequency_penalty")
@@ -195,16 +205,11 @@ def check_settings(settings: GenerationSettings, vocab_size: int) -> None:
             raise InputError(
                 f"{name}: {value} given together with {other}, which does not use it; leave one of them out"
             )
-    for token in settings.logit_bias:
-        if not (token.isdecimal() and int(token) < vocab_size):
-            raise InputError(f"logit_bias: {token!r:.40} given, but a token is a number from 0 to {vocab_size - 1}")
-    if "" in settings.stop:
-        raise InputError("stop: an empty string given, but it must have a character")
 
 
 def first_ids(codec: TextCodec, prompt: str, unread_ids: list[int], *, is_start: bool) -> list[int]:
     """The tokens to read first: the start of a text, or the unread tokens of a sequence; then the prompt."""
-    ids = codec.encode(prompt, is_start=is_start and not unread_ids)
+    ids = codec.encode(prompt, is_start=True) if is_start and not unread_ids else codec.encode_more(prompt)
     if not unread_ids and not ids:
         raise InputError("prompt: none given, and the state has no token left to read; give some text to go on with")
     return [*unread_ids, *ids]

@@ -9,7 +9,7 @@ from multilin.data.tokenizers import start_token_id
 from multilin.inference.generate import DEFAULTS, Continuation, check_settings, count_new_tokens, generate
 from multilin.inference.runs import Run
 from multilin.inference.settings import GenerationSettings
-from multilin.inference.text import TextCodec, plain_tokenizer
+from multilin.inference.text import TextCodec, TextStream, plain_tokenizer
 from multilin.inference.torch_engine import TorchEngine
 from multilin.model import MultilinForCausalLM
 from multilin.model.memory import cache_bytes, check_beams, check_reading
@@ -46,7 +46,8 @@ def generate_text(
         suppress_tokens=[pad] if pad != end else None,
     )  # fmt: skip
     token_ids = found_ids[0, len(prompt_ids) :].tolist()
-    text = run.tokenizer.decode(token_ids, skip_special_tokens=settings.stop_at_end)
+    stream = TextStream(codec, prompt_ids, settings.stop_at_end)
+    text = "".join(map(stream.put, token_ids)) + stream.end()
     if write is not None:
         write(prompt + text if echo else text)
     return Continuation(token_ids, text)

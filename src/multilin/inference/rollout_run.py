@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from multilin.data.tokenizers import start_token_id
 from multilin.errors import InputError
 from multilin.inference.generate_run import text_codec
 from multilin.inference.rollout import rollout, rollout_sequential
@@ -64,7 +63,7 @@ def rollout_run(run: Run, prompt: str, settings: RolloutSettings = DEFAULTS) -> 
         raise InputError(f"run: a {run.model.config.model_type} model given, but only an all-linear model rolls out")
     if not prompt:
         raise InputError("prompt: none given, but a rollout goes on from a text; give --prompt with some")
-    ids = [start_token_id(run.tokenizer), *text_codec(run.tokenizer).encode(prompt)]
+    ids = text_codec(run.tokenizer).encode(prompt, is_start=True)
     _check_memory(run, settings)
     model = copy.deepcopy(run.model).to(dtype=getattr(torch, settings.dtype))
     prompt_BT = torch.tensor([ids], device=model.device)

@@ -1,7 +1,10 @@
 """Prompts as tokens, and tokens as streamed text, with the tokenizers library alone, which is imported quickly."""
 
+import functools
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,17 +33,31 @@ class TextCodec:
     pad_id: int
 
     def encode(self, text: str, *, is_start: bool = False) -> list[int]:
-        """Token ids of a text, after the start token if it begins there; names of special tokens are read as text.
+        """Token ids of a text, after the start token if it begins there.
 
         Raises:
             InputError: text that came from bytes which are not UTF-8.
         """
-        try:
-            text.encode()
-        except UnicodeEncodeError:
-            raise InputError(f"prompt: {shown(text)} holds bytes that are not UTF-8") from None
-        ids = encode(self.tokenizer, text)
+        ids = _encode(self.tokenizer, text)
         return [self.end_id, *ids] if is_start else ids
+
+    def encode_more(self, text: str) -> list[int]:
+        """Token ids of text that follows other text, without the space that some tokenizers put before a text.
+
+        Raises:
+            InputError: text that came from bytes which are not UTF-8.
+        """
+        return _encode(self._tokenizer_of_more, text)
+
+    @functools.cached_property
+    def _tokenizer_of_more(self) -> Tokenizer:
+        content = json.loads(self.tokenizer.to_str())
+        parts = {name: _without_prefix(content[name]) for name in ("normalizer", "pre_tokenizer")}
+        if parts.items() <= content.items():
+            return self.tokenizer
+        tokenizer = plain_tokenizer(json.dumps(content | parts))
+        tokenizer.encode_special_tokens = self.tokenizer.encode_special_tokens
+        return tokenizer
 
     def is_cut(self, token_ids: list[int]) -> bool:
         """True if these tokens end inside a character."""
@@ -57,14 +74,30 @@ class TextCodec:
             logits_BV[:, self.pad_id] = -np.inf
 
 
-def encode(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Token ids of a text. Unlike `Tokenizer.encode` it lets other threads run meanwhile."""
+def _encode(tokenizer: Tokenizer, text: str) -> list[int]:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise InputError(f"prompt: {shown(text)} holds bytes that are not UTF-8") from None
+    # Unlike `Tokenizer.encode` this lets other threads run meanwhile.
     ids: list[int] = tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
     return ids
 
 
+def _without_prefix(part: Any) -> Any:
+    """A normalizer or pre-tokenizer as JSON, without what puts a space before a text."""
+    if isinstance(part, list):
+        return [kept for inner in part if (kept := _without_prefix(inner)) is not None]
+    if not isinstance(part, dict):
+        return part
+    if part.get("type") == "Prepend":
+        return None
+    changes = {"prepend_scheme": "never", "add_prefix_space": False}
+    return {name: changes.get(name, _without_prefix(value)) for name, value in part.items()}
+
+
 def plain_tokenizer(content: str) -> Tokenizer:
-    """A tokenizer from its JSON, without truncation and padding; it reads the names of special tokens as text."""
+    """A tokenizer from its JSON, without truncation and padding; names of special tokens are read as text."""
     tokenizer = Tokenizer.from_str(content)
     tokenizer.no_truncation()
     tokenizer.no_padding()
@@ -108,7 +141,7 @@ class TextStream:
         for count in range(CONTEXT, CONTEXT + LONGEST_CHARACTER):
             if not self.codec.tokenizer.decode(list(self.context[-count:])).startswith(UNKNOWN):
                 return self.context[-count:]
-        return ()
+        return self.context[-CONTEXT:]  # bytes that are no characters
 
     def put(self, token_id: int) -> str:
         """The new text that is certain after one more token, often none."""

@@ -59,6 +59,8 @@ def create_app(
 async def _refuse(request: Request, error: Exception) -> Response:
     if isinstance(error, RequestValidationError):
         return error_response(from_validation(error.errors()))
+    if isinstance(error.__cause__, ApiError):  # of the guard, while the body was read
+        error = error.__cause__
     if isinstance(error, HTTPException):
         words = {404: f"no endpoint {request.method} {request.url.path!r:.80}", 405: f"{request.method} is not allowed"}
         return error_response(ApiError(error.status_code, words.get(error.status_code, f"body: {error.detail}")))

@@ -51,7 +51,8 @@ def from_validation(errors: Sequence[Any]) -> ApiError:
     if kind == "missing":
         return ApiError(400, f"{path[-1] if path else 'body'}: missing; a value is required", param, "missing_field")
     if kind == "json_invalid" or not path:
-        hint = "" if kind == "json_invalid" else "; the header Content-Type should be application/json"
+        is_unread = isinstance(first.get("input"), bytes)
+        hint = "; the header Content-Type should be application/json" if is_unread else ""
         return ApiError(400, f"body: no JSON object ({message[:100]}){hint}", None, "invalid_json")
     # Every member of a union has an error of its own.
     same = [error for error in errors if error["loc"][:2] == first["loc"][:2]]

@@ -46,6 +46,7 @@ class Ask:
     store: keep the turns.
     session: the session that the turn is added to.
     is_streamed: the client takes text as it comes.
+    limit_name: the field that `max_tokens` came from, for messages.
     """
 
     kind: str
@@ -59,6 +60,7 @@ class Ask:
     store: bool = True
     session: Session | None = None
     is_streamed: bool = False
+    limit_name: str = "max_tokens"
 
 
 @dataclass

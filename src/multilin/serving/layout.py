@@ -1,5 +1,6 @@
 """Messages as tokens: by the model's chat template, or in a plain layout for a model that has none."""
 
+import dataclasses
 import datetime
 import json
 from pathlib import Path
@@ -13,7 +14,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
 from multilin.errors import InputError
-from multilin.inference.text import TextCodec, encode
+from multilin.inference.text import TextCodec
 from multilin.serving.turns import Turn
 
 Messages = list[dict[str, str]]
@@ -41,9 +42,10 @@ class PlainLayout:
         parts = [f"{ROLES[message['role']]}:\n{message['content']}\n\n" for message in messages]
         if before is not None and before.num_tokens:
             parts.insert(0, "\n\n")
+        first, *others = [*parts, "Assistant:\n"]
+        ids = self._codec.encode(first, is_start=True) if before is None else self._codec.encode_more(first)
         # Each part on its own, so that the tokens of a conversation begin with those of a shorter one.
-        ids = [token for part in [*parts, "Assistant:\n"] for token in self._codec.encode(part)]
-        return ids if before is not None else [self._codec.end_id, *ids]
+        return ids + [token for part in others for token in self._codec.encode_more(part)]
 
 
 class TemplateLayout:
@@ -58,9 +60,9 @@ class TemplateLayout:
     stops: tuple[str, ...] = ()
 
     def __init__(self, codec: TextCodec, template: str, names: dict[str, str]) -> None:
-        self._codec, self._names = codec, names
-        self._tokenizer = Tokenizer.from_str(codec.tokenizer.to_str())
-        self._tokenizer.encode_special_tokens = False
+        tokenizer = Tokenizer.from_str(codec.tokenizer.to_str())
+        tokenizer.encode_special_tokens = False
+        self._codec, self._names = dataclasses.replace(codec, tokenizer=tokenizer), names
         try:
             self._template = _environment().from_string(template)
         except TemplateError as error:
@@ -73,18 +75,17 @@ class TemplateLayout:
             whole, head = self._render(before.messages + messages), self._render(earlier)
             for text in (answer["content"], answer["content"].strip()):  # as many templates lay it out
                 if whole.startswith(head + text):
-                    return self._encode(whole[len(head + text) :])
-        ids = self._encode(self._render(messages))
-        return ids if before is not None or ids[:1] == [self._codec.end_id] else [self._codec.end_id, *ids]
+                    return self._codec.encode_more(whole[len(head + text) :])
+        if before is not None:
+            return self._codec.encode_more(self._render(messages))
+        ids = self._codec.encode(self._render(messages))
+        return ids if ids[:1] == [self._codec.end_id] else [self._codec.end_id, *ids]
 
     def _render(self, messages: Messages) -> str:
         try:
             return self._template.render(messages=messages, add_generation_prompt=True, **self._names)
         except (TemplateError, TypeError, ValueError) as error:
             raise InputError(f"messages: the model's chat template refuses them ({str(error)[:200]})") from None
-
-    def _encode(self, text: str) -> list[int]:
-        return encode(self._tokenizer, text)
 
 
 Layout = PlainLayout | TemplateLayout

@@ -9,9 +9,9 @@ from typing import Any
 import httpx
 
 from multilin.errors import InputError, shown
+from multilin.inference.generate import DEFAULTS, check_unused
 from multilin.inference.settings import GenerationSettings
 
-DEFAULTS = GenerationSettings()
 TIMEOUT = httpx.Timeout(60.0, connect=10.0)  # seconds; a server that generates says something every 10
 Json = dict[str, Any]
 
@@ -36,8 +36,9 @@ class RemoteChat:
         """A new session, one that goes on from the content of a state file, or one that exists.
 
         Raises:
-            InputError: the server does not answer, or refuses.
+            InputError: settings that would be ignored, or the server does not answer, or refuses.
         """
+        check_unused(settings)
         if session is not None:
             identity = _call(client, "GET", f"/v1/sessions/{session}")
         elif state is None:
@@ -103,7 +104,7 @@ def connect(address: str, key: str | None) -> httpx.Client:
     Raises:
         InputError: no address of a server.
     """
-    headers = {} if key is None else {"authorization": f"Bearer {key}"}
+    headers = {} if key is None else {"authorization": f"Bearer {key}".encode()}
     try:
         return httpx.Client(
             base_url=address.rstrip("/").removesuffix("/v1"), headers=headers, timeout=TIMEOUT,

@@ -281,7 +281,7 @@ class Scheduler:
             num_generated, num_unread = len(token_ids), int(row.end == "length" and bool(token_ids))
             if stream.is_stopped:
                 assert row.kept is not None
-                rest = self.codec.encode(stream.text[row.kept.num_characters :])
+                rest = self.codec.encode_more(stream.text[row.kept.num_characters :])
                 state, token_ids, num_unread = row.kept.state, [*token_ids[: row.kept.num_tokens], *rest], len(rest)
             elif row.end == "stop":
                 token_ids = token_ids[:-1]

@@ -130,7 +130,7 @@ class Service:
                 f"but this server gives at most {limits.slots}"
             )
         if ask.max_tokens is not None and ask.max_tokens > limits.max_tokens:
-            raise InputError(f"max_tokens: {ask.max_tokens} given, but it should be at most {limits.max_tokens}")
+            raise InputError(f"{ask.limit_name}: {ask.max_tokens} given, but it should be at most {limits.max_tokens}")
         return [self._job(generation, number, prompt) for number, prompt in enumerate(ask.prompts)]
 
     def _job(self, generation: Generation, number: int, prompt: Prompt) -> Job:
@@ -154,7 +154,7 @@ class Service:
             )
         total, longest = num_read + len(token_ids), self.engine.longest_text
         default = min(ask.default_tokens, limits.max_tokens)
-        max_tokens = count_new_tokens(total, ask.max_tokens, longest, default=default, field="max_tokens")
+        max_tokens = count_new_tokens(total, ask.max_tokens, longest, default=default, field=ask.limit_name)
         generation.num_prompt_tokens += total
         generation.num_cached_tokens += num_read
         generation.parents.append(before)

@@ -73,8 +73,8 @@ class Guard:
             raise ApiError(403, f"origin: {origin!r:.80} given, but --cors does not name it", "origin")
         if not self._keys:
             return NOBODY
-        given = connection.headers.get("authorization", "").removeprefix("Bearer ")
-        digest = hashlib.sha256(given.encode()).digest()
+        given = re.sub(r"(?i)^bearer +", "", connection.headers.get("authorization", ""))
+        digest = hashlib.sha256(given.encode("latin-1")).digest()  # its bytes, which should be UTF-8
         # Compare with every key, so that the time says nothing about which one is right.
         if not sum(hmac.compare_digest(digest, key) for key in self._keys):
             if connection.scope["path"] in OPEN_PATHS:

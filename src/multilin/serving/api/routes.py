@@ -55,7 +55,7 @@ async def completions(body: CompletionRequest, service: Served, owner: Owner) ->
     if body.max_tokens == 0 and not body.echo:
         raise ApiError(400, "max_tokens: 0 given, but without echo it should be at least 1", "max_tokens")
     ask = _ask(
-        body, owner, "completion", prompts, body.max_tokens, session, num_choices=body.n or 1,
+        body, owner, "completion", prompts, session, num_choices=body.n or 1,
         num_logprobs=body.logprobs, prompt_logprobs=bool(body.echo) and body.logprobs is not None,
     )  # fmt: skip
     answered = [prompt for prompt in prompts for _ in ask.settings]
@@ -80,9 +80,9 @@ def _prompts(service: Service, body: CompletionRequest, before: Turn | None) -> 
     prompts = []
     for prompt in given:
         if isinstance(prompt, str):
-            has_start = before is None
-            token_ids = service.codec.encode(prompt, is_start=has_start)
-            prompts.append(Prompt(prompt, token_ids, before, has_start=has_start))
+            codec, is_start = service.codec, before is None
+            token_ids = codec.encode(prompt, is_start=True) if is_start else codec.encode_more(prompt)
+            prompts.append(Prompt(prompt, token_ids, before, has_start=is_start))
         else:
             prompts.append(Prompt(service.text(prompt, "prompt"), prompt, before))
     return prompts
@@ -99,11 +99,10 @@ async def chat(body: ChatRequest, service: Served, owner: Owner) -> Response:
     session, before = await asyncio.to_thread(_find_text, service, owner, body.session)
     if session is not None and (body.n or 1) > 1:
         raise ApiError(400, f"n: {body.n} given, but one answer goes on with a session", "n")
-    max_tokens = body.max_completion_tokens if body.max_tokens is None else body.max_tokens
     messages = [message.plain() for message in body.messages]
     prompt = await asyncio.to_thread(service.chat_prompt, messages, before)
     num_logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    ask = _ask(body, owner, "chat", [prompt], max_tokens, session, service.layout.stops, body.n or 1, num_logprobs)
+    ask = _ask(body, owner, "chat", [prompt], session, service.layout.stops, body.n or 1, num_logprobs)
     form = ChatForm(service, include_usage=_include_usage(body), has_logprobs=bool(body.logprobs))
     return Answer(await service.begin(ask), form)
 
@@ -129,7 +128,7 @@ async def responses(body: ResponseRequest, service: Served, owner: Owner) -> Res
             "store": body.store is not False,
         },
     )  # fmt: skip
-    ask = _ask(body, owner, "response", [prompt], body.max_output_tokens, None, service.layout.stops)
+    ask = _ask(body, owner, "response", [prompt], None, service.layout.stops)
     generation = await service.begin(ask, form.whole)
     form.id = generation.turn_ids[0]
     return Answer(generation, form)
@@ -138,16 +137,13 @@ async def responses(body: ResponseRequest, service: Served, owner: Owner) -> Res
 @router.get("/v1/responses/{response_id}")
 def get_response(response_id: str, service: Served, owner: Owner) -> Response:
     """A response that was stored."""
-    turn = find_turn(service, owner, response_id, "response_id")
-    if turn.answer is None:
-        raise ApiError(404, f"response_id: there is no response {response_id!r:.60}", "response_id", NOT_FOUND)
-    return JsonResponse(turn.answer)
+    return JsonResponse(_find_response(service, owner, response_id).answer)
 
 
 @router.delete("/v1/responses/{response_id}")
 def delete_response(response_id: str, service: Served, owner: Owner) -> Response:
     """Delete a response and its state."""
-    turn = find_turn(service, owner, response_id, "response_id")
+    turn = _find_response(service, owner, response_id)
     service.turns.remove(owner, turn.id)
     return JsonResponse({"id": turn.id, "object": "response", "deleted": True})
 
@@ -228,6 +224,13 @@ def _model(service: Service) -> Json:
             "max_model_len": longest}  # fmt: skip
 
 
+def _find_response(service: Service, owner: str, response_id: str) -> Turn:
+    turn = find_turn(service, owner, response_id, "response_id")
+    if turn.answer is None:
+        raise ApiError(404, f"response_id: there is no response {response_id!r:.60}", "response_id", NOT_FOUND)
+    return turn
+
+
 def _include_usage(body: Any) -> bool:
     if body.stream_options is not None and not body.stream:
         raise ApiError(400, "stream_options: given without stream; leave it out", "stream_options")
@@ -235,14 +238,17 @@ def _include_usage(body: Any) -> bool:
 
 
 def _ask(
-    body: Sampling, owner: str, kind: str, prompts: list[Prompt], max_tokens: int | None, session: Session | None,
+    body: Sampling, owner: str, kind: str, prompts: list[Prompt], session: Session | None,
     stops: tuple[str, ...] = (), num_choices: int = 1, num_logprobs: int | None = None, prompt_logprobs: bool = False,
 ) -> Ask:  # fmt: skip
     if session is not None and body.store is False:
         raise ApiError(400, "store: false given together with session, which keeps the turn", "store")
+    names = ("max_output_tokens", "max_completion_tokens")
+    limit_name = next((name for name in names if getattr(body, name, None) is not None), "max_tokens")
+    max_tokens = getattr(body, limit_name, None)
     if max_tokens == 0 and kind != "completion":
-        raise ApiError(400, "max_tokens: 0 given, but it should be at least 1", "max_tokens")
+        raise ApiError(400, f"{limit_name}: 0 given, but it should be at least 1", limit_name)
     settings = [body.settings(stops, index) for index in range(num_choices)]
     default = COMPLETION_TOKENS if kind == "completion" else CHAT_TOKENS
     return Ask(kind, owner, prompts, settings, max_tokens, default, num_logprobs, prompt_logprobs,
-               body.store is not False, session, bool(body.stream))  # fmt: skip
+               body.store is not False, session, bool(body.stream), limit_name)  # fmt: skip

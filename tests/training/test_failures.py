@@ -209,6 +209,16 @@ def test_an_unwritable_folder_is_refused_before_any_work(
         train(tiny(tmp_path / "run"))
 
 
+def test_checkpoints_that_could_not_be_written_are_refused_before_any_work(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They lie beside the output folder."""
+    (tmp_path / "run.checkpoints").touch()
+    monkeypatch.setattr("multilin.training.trainer.read_data", lambda *given: pytest.fail("work was done"))
+    with pytest.raises(InputError, match=r"output: .*run\.checkpoints cannot be a folder, because .* is a file"):
+        train(tiny(tmp_path / "run"))
+
+
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [

@@ -161,6 +161,14 @@ def test_a_changed_text_is_refused(tiny: Tiny, tmp_path: Path, stopped: Stopped,
         train(recipe, resume=True)
 
 
+def test_text_that_a_newer_tokenizers_packs_again_is_the_same_text(
+    tiny: Tiny, tmp_path: Path, stopped: Stopped, uninterrupted: RunResult, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = stopped(tiny(tmp_path / "run"), 5)
+    monkeypatch.setattr("tokenizers.__version__", "99.0")
+    assert_same_run(train(recipe, resume=True).output, uninterrupted.output)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 1])
 def test_sigkill_at_a_random_moment_loses_nothing(

@@ -19,6 +19,7 @@ from multilin.errors import InputError
 from multilin.inference.runs import load_run
 from multilin.training.outcomes import RunResult
 from multilin.training.recipe import load_recipe
+from multilin.training.run_folder import RunFolder
 from multilin.training.start import load_start
 from multilin.training.trainer import train
 from tests.training.conftest import AtStep, Stopped, Tiny, assert_same_run
@@ -202,6 +203,19 @@ def test_int8_weights_are_no_start(tune: Tiny, uninterrupted: RunResult, tmp_pat
     run.tokenizer.save_pretrained(tmp_path / "int8")
     with pytest.raises(InputError, match=r"model\.start: the weights in .* are int8"):
         train(tune(tmp_path / "int8", tmp_path / "tuned"))
+
+
+def test_a_tuned_run_goes_on_from_the_checkpoint_before_a_damaged_one(
+    tune: Tiny, uninterrupted: RunResult, tmp_path: Path, stopped: Stopped
+) -> None:
+    whole = train(tune(uninterrupted.output, tmp_path / "whole"))
+    recipe = stopped(tune(uninterrupted.output, tmp_path / "tuned"), 5)
+    newest = RunFolder(tmp_path / "tuned").last_checkpoint()
+    assert newest is not None
+    (newest / "config.json").write_text("{")
+    with pytest.warns(UserWarning, match=r"config\.json is .*; the run goes on from checkpoint-4"):
+        result = train(recipe, resume=True)
+    assert_same_run(result.output, whole.output)
 
 
 def test_a_tuned_run_resumes_bit_for_bit_without_its_start(

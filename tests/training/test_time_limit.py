@@ -114,6 +114,23 @@ def test_a_run_that_is_over_makes_no_more_steps(tiny: Tiny, tmp_path: Path, cloc
     assert [(tmp_path / "run" / name).read_bytes() for name in files] == written
 
 
+@pytest.mark.parametrize(("eval_every_steps", "last"), [(0, 22), (5, 17)])
+def test_a_run_that_is_stopped_in_its_last_seconds_is_finished_by_the_next_sitting(
+    tiny: Tiny, tmp_path: Path, clock: Clock, eval_every_steps: int, last: int
+) -> None:
+    """The start of the next sitting uses up what was left, so that no time is left for a step: it makes one more."""
+    recipe = timed(tiny(tmp_path / "run"), 1, eval_every_steps=eval_every_steps)
+    clock.stop_after = last
+    with pytest.raises(TrainingInterrupted, match=f"stopped after step {last}"):
+        train(recipe, callbacks=[clock], began=0.0)
+    clock.stop_after, began = None, clock.now
+    clock.now += 10
+    result = train(recipe, resume=True, callbacks=[clock], began=began)
+    assert result.steps == last + 1
+    assert result.validation_loss == metrics(result.output)[-1]["validation_loss"]
+    assert metrics(result.output)[-1]["step"] == last + 1
+
+
 def test_every_block_is_read_once_in_a_pass(tiny: Tiny, tmp_path: Path, clock: Clock) -> None:
     read: list[int] = []
     recipe = timed(tiny(tmp_path / "run"), 10, save_every_steps=0, eval_every_steps=0)

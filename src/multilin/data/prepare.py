@@ -95,7 +95,10 @@ def prepare_text(
     if data.is_prepared:
         return _part(_open_shards(data, recipe, progress), data)
     loaded = None if recipe.path is None else load_tokenizer(recipe.path)
-    folder = Path(cache_folder or cache_root()) / _key(data, recipe, loaded)
+    identity = _identity(data, recipe, loaded)
+    # Packed again where another version of the tokenizers or of this package might pack otherwise.
+    name = hashlib.sha256(f"{FORMAT} {tokenizers.__version__} {identity}".encode()).hexdigest()[:32]
+    folder = Path(cache_folder or cache_root()) / name
     try:
         make_once(folder, partial(_prepare, data, recipe, loaded, progress))
     except OSError as error:
@@ -105,7 +108,7 @@ def prepare_text(
         ) from error
     prepared = load_tokenizer(str(folder / "tokenizer"))
     train, validation = (PackedText.open(folder / side) for side in ("train", "validation"))
-    return _part(PreparedText(prepared, train, validation, folder.name), data)
+    return _part(PreparedText(prepared, train, validation, identity), data)
 
 
 def _part(text: PreparedText, data: DataRecipe) -> PreparedText:
@@ -133,9 +136,9 @@ def _open_shards(data: DataRecipe, recipe: TokenizerRecipe, progress: Progress) 
     return text
 
 
-def _key(data: DataRecipe, recipe: TokenizerRecipe, tokenizer: PreTrainedTokenizerFast | None) -> str:
+def _identity(data: DataRecipe, recipe: TokenizerRecipe, tokenizer: PreTrainedTokenizerFast | None) -> str:
     """A hash of the sources' content and of every setting that changes the prepared text."""
-    content = asdict(data) | {"format": FORMAT, "tokenizers": tokenizers.__version__}
+    content = asdict(data)
     for field in ("mix", "validation_part"):
         del content[field]
     for field in ("source", "validation"):

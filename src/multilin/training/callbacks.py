@@ -58,7 +58,8 @@ class StepCallback(TrainerCallback):  # type: ignore[misc]
         self.meter.start()
         if self.limit is not None:
             self.limit.start()
-        control.should_training_stop = self.is_finished = self._is_last(state.global_step, args)
+        is_ended = self.limit is not None and self.limit.is_ended
+        control.should_training_stop = self.is_finished = is_ended or state.global_step >= args.max_steps
         self.progress.start(state.global_step, args.max_steps if self.limit is None else None)
 
     def on_pre_optimizer_step(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
@@ -97,7 +98,9 @@ class StepCallback(TrainerCallback):  # type: ignore[misc]
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> TrainerControl:
         """Measure the step and decide what follows it."""
         step = state.global_step
-        last = self.is_finished = self._is_last(step, args)
+        last = self.is_finished = step >= args.max_steps or (self.limit is not None and self.limit.is_over)
+        if self.limit is not None:
+            self.limit.is_ended = last
         may_pause = self.limit is None or self.limit.leaves_a_pause
         stop = on_any_device(self.stop_request.signal_number is not None)
         self.meter.end_step(self._step_loss)
@@ -112,9 +115,6 @@ class StepCallback(TrainerCallback):  # type: ignore[misc]
         if not control.should_evaluate:
             self._finish_line()
         return control
-
-    def _is_last(self, step: int, args: Any) -> bool:
-        return step >= args.max_steps or (self.limit is not None and self.limit.is_over)
 
     def place(self, state: TrainerState) -> str:
         """How far the run is, for a message."""

@@ -75,6 +75,7 @@ class RunFolder:
                 package = "'multilin[tensorboard]'" if name == "tensorboard" else name
                 raise InputError(f"training.report_to: {name} given, but it is not installed; pip install {package}")
         check_folder("output", self.path)
+        check_folder("output", self.checkpoints)
         if (self.path / RUN_FILE).exists():
             raise InputError(f"output: {self.path} is a checkpoint of a run; give the folder of the run, or a new one")
         self._check_outside(recipe)

@@ -30,11 +30,12 @@ class TimeLimit:
     Attributes:
         share: of the run that is over, from 0 to 1: of the time for training, or of the steps where that is more; the
             same in every process.
+        is_ended: whether the last step was made, after which the model is validated and written.
     """
 
     def __init__(self, minutes: float, max_steps: int, began: float, validation_steps: float) -> None:
         self.seconds, self.max_steps, self._began, self._earlier = 60 * minutes, max_steps, began, 0.0
-        self.share = 0.0
+        self.share, self.is_ended = 0.0, False
         self._first: float | None = None  # seconds used before the first step
         self._last = self._step = 0.0  # seconds used after the last step, and the mean of a step
         self._validation_steps = validation_steps
@@ -109,10 +110,10 @@ class TimeLimit:
         """Everything to go on from, as plain data; called in every process."""
         return {
             "used": mean_over_devices(self.used), "share": self.share, "first": self._first, "step": self._step,
-            "pauses": dict(self._pauses),
+            "pauses": dict(self._pauses), "is_ended": self.is_ended,
         }  # fmt: skip
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a state that `state_dict` gave."""
         self._earlier, self.share, self._first = state["used"], state["share"], state["first"]
-        self._step, self._pauses = state["step"], dict(state["pauses"])
+        self._step, self._pauses, self.is_ended = state["step"], dict(state["pauses"]), state["is_ended"]

@@ -62,7 +62,8 @@ def train(
     began = time.monotonic() if began is None else began
     folder = RunFolder(recipe.output)
     recipe = resolve_recipe(folder.with_its_batch(recipe) if resume else recipe)
-    check_model(recipe, checkpoint=folder.last_checkpoint() if resume else None)
+    if not (resume and recipe.model.start):  # which is checked below, from an undamaged checkpoint
+        check_model(recipe)
     devices = join_processes()
     if were_restarted():
         resume = folder.last_checkpoint() is not None or (folder.recipe.exists() and not overwrite)

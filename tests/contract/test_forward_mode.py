@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from multilin.ops.linear_cross_entropy import linear_cross_entropy
 from multilin.ops.prefix_softmax import prefix_softmax
 from tests.contract.conftest import MakeModel, random_ids
 
@@ -40,3 +41,11 @@ def test_an_op_refuses_it() -> None:
         with pytest.raises(RuntimeError, match="prefix_softmax has no forward-mode derivative"):
             prefix_softmax(dual, values)
         prefix_softmax(logits, values)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("derive", [with_dual_numbers, torch.func.jvp])
+def test_the_loss_refuses_it(derive: Callable[..., Any], dtype: torch.dtype) -> None:
+    hidden, weight = torch.randn(5, 3, dtype=dtype), torch.randn(7, 3, dtype=dtype)
+    with pytest.raises(RuntimeError, match=REFUSALS):
+        derive(lambda h: linear_cross_entropy(h, weight, None, torch.arange(5)), (hidden,), (torch.ones_like(hidden),))

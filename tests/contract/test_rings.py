@@ -48,6 +48,18 @@ def _cut(lengths: list[int], total: int) -> list[int]:
     return [end - begin for begin, end in itertools.pairwise([0, *ends])]
 
 
+@pytest.mark.parametrize("before", [torch.float32, torch.float64])
+def test_a_state_is_read_on_by_a_model_of_another_dtype(make_model: MakeModel, before: torch.dtype) -> None:
+    model, after = make_model(), torch.float32 if before == torch.float64 else torch.float64
+    ids = random_ids(2, 12)
+    with torch.inference_mode():
+        whole = model(ids).logits
+        state = model.to(before)(ids[:, :5]).past_key_values
+        model.to(after)
+        pieces = [model(piece, past_key_values=state).logits for piece in (ids[:, 5:6], ids[:, 6:9], ids[:, 9:])]
+    torch.testing.assert_close(torch.cat(pieces, dim=1).double(), whole[:, 5:].double(), rtol=1e-3, atol=1e-4)
+
+
 def test_rows_of_different_lengths_go_on_in_rings(make_model: MakeModel) -> None:
     """Left padding, selection, forks and clones in the middle of a generation."""
     model, lengths = make_model(), [30, 13, 2]

@@ -51,6 +51,13 @@ def test_terms_are_the_rows_of_the_sum() -> None:
             torch.testing.assert_close(total, reference.linear_cross_entropy(*inputs, **options))
 
 
+def test_autocast_leaves_float64_alone() -> None:
+    inputs = make_inputs()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = linear_cross_entropy(*inputs)
+    assert torch.equal(found, linear_cross_entropy(*inputs))
+
+
 def test_autocast_stays_near_float32() -> None:
     inputs = make_inputs(torch.float32)
     leaves = [x.requires_grad_() for x in inputs[:3]]

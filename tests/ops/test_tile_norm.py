@@ -95,6 +95,16 @@ def test_nan_and_inf_do_not_vanish() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_numbers_whose_squares_are_too_large_do_not_vanish(dtype: torch.dtype) -> None:
+    x = torch.ones(2, 8, dtype=dtype)
+    x[0] = 1e20
+    for compute in (tile_norm, lambda x: reference.tile_norm(x, 8, dtype)):
+        result = compute(x)
+        assert bool(result[0].isnan().all())
+        assert torch.equal(result[1], x[1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_compiled_is_eager(dtype: torch.dtype) -> None:
     def loss(x: Tensor) -> Tensor:
         return unchecked.tile_norm(x, tile=8, dtype=dtype).float().sin().sum()

@@ -124,6 +124,21 @@ def test_a_null_key_is_one_more_token_of_logit_and_value_zero() -> None:
     torch.testing.assert_close(result, expected, rtol=1e-11, atol=1e-11)
 
 
+@pytest.mark.parametrize("window", [0, 1])
+@pytest.mark.parametrize("score", [0.0, 10.0, 20.0, -20.0])
+def test_a_null_key_leaves_gradients_their_digits(window: int, score: float) -> None:
+    """Also where the other token has nearly all of the weight."""
+    q, k, v = make_inputs(B, T, H, D, E)
+    q, k, scale = 1 + 0.01 * q, 1 + 0.01 * k, score / D
+    results = []
+    for dtype in (torch.float64, torch.float32):
+        leaves = [x.to(dtype, copy=True).requires_grad_() for x in (q, k, v)]
+        means, _ = windowed_attention(*leaves, window=window, scale=scale, null_key=True)
+        results.append(torch.autograd.grad(means, leaves, v.cos().to(dtype)))
+    for expected, found in zip(*results, strict=True):
+        assert float((found - expected).norm()) <= 1e-5 * float(expected.norm())
+
+
 @pytest.mark.parametrize("numbers", [1, 3000, 50_000])
 @pytest.mark.parametrize("window", [3, 40, 1000])
 def test_how_the_work_is_cut_changes_nothing(monkeypatch, numbers: int, window: int) -> None:

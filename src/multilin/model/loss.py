@@ -22,6 +22,7 @@ def sequence_loss(head: nn.Module, hidden_ND: Tensor, targets_N: Tensor, *, labe
         targets_N: token ids.
         label_smoothing: share of the target distribution spread evenly over the vocabulary.
     """
+    targets_N = targets_N.long()
     if is_plain_linear(head):
         return linear_cross_entropy(hidden_ND, head.weight, head.bias, targets_N, label_smoothing=label_smoothing)
 
@@ -35,6 +36,7 @@ def sequence_loss(head: nn.Module, hidden_ND: Tensor, targets_N: Tensor, *, labe
 
 def token_losses(head: nn.Module, hidden_ND: Tensor, targets_N: Tensor) -> Tensor:
     """-ln p of each of N tokens, (N,) float32, without gradients; arguments as for `sequence_loss`."""
+    targets_N = targets_N.long()
     if is_plain_linear(head):
         return token_cross_entropy(hidden_ND, head.weight, head.bias, targets_N)
     with torch.no_grad():

@@ -112,9 +112,10 @@ def _has_tangent(*inputs: Any) -> bool:
 
 
 def result_dtype(x: torch.Tensor) -> torch.dtype:
-    """The dtype of autocast on its device, else that of x."""
+    """The dtype of autocast on its device, else that of x; float64 stays as it is, as in PyTorch's own products."""
     device = x.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+    is_lowered = torch.is_autocast_enabled(device) and x.dtype != torch.float64
+    return torch.get_autocast_dtype(device) if is_lowered else x.dtype
 
 
 def can_read_values(tensor: torch.Tensor) -> bool:

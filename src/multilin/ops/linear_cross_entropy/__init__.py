@@ -105,9 +105,9 @@ def _token_losses(hidden: Tensor, weight: Tensor, *others: Any) -> Tensor:
 
 
 def _lowered(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Hidden states and weight, detached and in the dtype of the matrix products."""
+    """Hidden states and weight in the dtype of the matrix products."""
     low = result_dtype(weight)
-    return hidden.detach().to(low), weight.detach().to(low)
+    return hidden.to(low), weight.to(low)
 
 
 def _chunks(

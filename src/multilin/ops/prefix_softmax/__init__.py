@@ -42,7 +42,9 @@ def prefix_softmax(
         y_t = sum_j e^{l_j} v_j / sum_j e^{l_j}      j <= t, of the same text, and j > t - window if there is a window
 
     Logits are shifted by a running maximum, so any finite logit is safe, and -inf is a token without weight (padding).
-    A position that reads only such tokens gets 0.
+    A position that reads only such tokens gets 0. Without a window each state rounds the log of the total weight to
+    float32: T calls of one token differ from one call of T by about 6e-8 |l| sqrt(T), relative to the values. Where a
+    window's weight is nearly all on one token, the gradient of its logit has an error of 1e-7 of dy v.
 
     Args:
         logits: (B, T, H) natural-log weights, one per token and head; -inf allowed, +inf and nan not.

@@ -54,9 +54,9 @@ def prefix_softmax(
 
 def from_ring(logits_BTH: Tensor, values_BTHD: Tensor, ring: Ring, *, window: int, null_logit: float | None) -> Tensor:
     """The means of a few new tokens whose window lies in a ring; padding may follow the tokens of a row only."""
-    kept_logits, kept_values = ring.tokens
+    kept_logits, kept_values = (x.to(logits_BTH.dtype) for x in ring.tokens)
     num_new = logits_BTH.shape[1]
-    scores_BHTS = kept_logits.to(logits_BTH.dtype).transpose(1, 2)[:, :, None]
+    scores_BHTS = kept_logits.transpose(1, 2)[:, :, None]
     scores_BHTT = logits_BTH.transpose(1, 2)[:, :, None]
     if num_new > 1 or ring.num_kept >= window:  # otherwise the next token reads all that is kept
         index_T = torch.arange(num_new, device=logits_BTH.device)

@@ -9,6 +9,8 @@ from numba import njit
 
 from multilin.ops.kernels.cpu_intrinsics import DOTS, ONE, SCALARS, ZERO, arguments_of, narrow, part_of, widen
 
+INFINITE, NAN = np.float32(np.inf), np.float32(np.nan)
+
 
 @njit(**DOTS)
 def mean_product(x, y):
@@ -42,7 +44,10 @@ def forward(task, elements, index, sources):
     first, last = part_of(len(scales), num_parts, index)
     for i in range(first, last):
         mean_square = mean_product(tiles[i], tiles[i])
-        scales[i] = ONE / np.sqrt(mean_square) if mean_square != ZERO else ZERO
+        if mean_square == INFINITE:
+            scales[i] = NAN
+        else:
+            scales[i] = ONE / np.sqrt(mean_square) if mean_square != ZERO else ZERO
         scaled(tiles[i], scales[i], results[i])
 
 

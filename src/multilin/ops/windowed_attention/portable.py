@@ -87,7 +87,7 @@ def one_token(
         return values.masked_fill((logits_BT == -torch.inf)[..., None, None], 0.0), new
     scores_BTH = scale * (queries_BTHD.to(logits_BT.dtype) * keys.to(logits_BT.dtype)).sum(dim=-1)
     scores_BTH = scores_BTH + logits_BT[..., None] + (hyper - slope) * window
-    return torch.sigmoid(scores_BTH)[..., None] * values, new
+    return softmax(scores_BTH[..., None], 0.0) * values, new
 
 
 def why_wider(most: int, *_: Tensor, window: int, **options: object) -> str | None:
@@ -100,8 +100,8 @@ def from_ring(
     slope: float | Tensor, hyper: float | Tensor, null_key: bool, padding: Tensor | None,
 ) -> tuple[Tensor, WindowedAttentionState]:  # fmt: skip
     """The means of a few new tokens whose window lies in a ring, and these tokens; padding may follow a row's only."""
-    kept_keys, kept_values, kept_logits = ring.tokens
-    dtype, num_new = kept_keys.dtype, queries_BTHD.shape[1]
+    dtype, num_new = torch.promote_types(ring.tokens[0].dtype, queries_BTHD.dtype), queries_BTHD.shape[1]
+    kept_keys, kept_values, kept_logits = (x.to(dtype) for x in ring.tokens)
     tokens = all_tokens(queries_BTHD, keys_BTHD, values_BTHE, padding, None)
     new = WindowedAttentionState(*(x.to(dtype) for x in tokens))
     null_logit = 0.0 if null_key else None

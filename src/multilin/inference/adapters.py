@@ -106,8 +106,7 @@ def merge_adapters(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
         if not tensor.isfinite().all():
             raise InputError(f"{subject} are damaged: {name} holds values that are not finite")
         own[name].copy_(tensor)
-    merged: PreTrainedModel = tuner.merge_and_unload()
-    return merged.requires_grad_(True)
+    return tuner.merge_and_unload().requires_grad_(True)
 
 
 def reach(model: PreTrainedModel) -> str:

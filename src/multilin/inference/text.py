@@ -80,8 +80,7 @@ def _encode(tokenizer: Tokenizer, text: str) -> list[int]:
     except UnicodeEncodeError:
         raise InputError(f"prompt: {shown(text)} holds bytes that are not UTF-8") from None
     # Unlike `Tokenizer.encode` this lets other threads run meanwhile.
-    ids: list[int] = tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
-    return ids
+    return tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
 
 def _without_prefix(part: Any) -> Any:

@@ -99,8 +99,7 @@ def attend_without_mask(model: PreTrainedModel) -> None:
 def _mask(*, q_length: int, kv_length: int, attention_mask: Tensor | None = None, **call: Any) -> Tensor | None:
     if torch.compiler.is_compiling() and attention_mask is None and q_length == kv_length:
         return None
-    mask: Tensor | None = sdpa_mask(q_length=q_length, kv_length=kv_length, attention_mask=attention_mask, **call)
-    return mask
+    return sdpa_mask(q_length=q_length, kv_length=kv_length, attention_mask=attention_mask, **call)
 
 
 _WITHOUT_WINDOWS = ("gpt2", "llama", BiasedGPT2Config.model_type, ScaledLlamaConfig.model_type)

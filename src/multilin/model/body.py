@@ -230,8 +230,7 @@ class MultilinModel(MultilinPreTrainedModel):
 
     def finish(self, x_BTD: Tensor) -> Tensor:
         """Final hidden states from the output of the last layer: the norm, times `final_scale`; (B, T, D)."""
-        normed: Tensor = self.norm(x_BTD)
-        scale = self.config.final_scale
+        normed, scale = self.norm(x_BTD), self.config.final_scale
         return normed if scale == 1.0 else normed * scale
 
     def get_input_embeddings(self) -> nn.Module:

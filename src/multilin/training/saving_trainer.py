@@ -81,11 +81,7 @@ class SavingTrainer(Trainer):  # type: ignore[misc]
 
     def bare_model(self) -> PreTrainedModel:
         """The model as it was before training wrapped it, for use."""
-        model: PreTrainedModel = self.accelerator.unwrap_model(
-            self.master, keep_fp32_wrapper=False, keep_torch_compile=False
-        )
-        model.train(False)
-        return model
+        return self.accelerator.unwrap_model(self.master, keep_fp32_wrapper=False, keep_torch_compile=False).eval()
 
     def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
         step, parent, wait = self.state.global_step, self.folder.checkpoints, self.accelerator.wait_for_everyone

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks import _plots, _results
 from multilin.analysis.compare.run import compare
-from multilin.analysis.compare.sweep import Budget, Sweep, builtin_sweep, changed
-from multilin.analysis.compare.values import nested
+from multilin.analysis.compare.sweep import Budget, Sweep, builtin_sweep, changed, nested
 from multilin.data.tasks import FIRST_SYMBOL
 from multilin.training.fields import merge
 

@@ -12,8 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from multilin.analysis.budget.law import Law
-from multilin.analysis.compare.sweep import builtin_sweep
-from multilin.analysis.compare.values import nested
+from multilin.analysis.compare.sweep import builtin_sweep, nested
 from multilin.data.settings import BYTE_VOCAB_SIZE
 from multilin.errors import InputError
 from multilin.model.memory import FLOAT_BYTES

@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from pydantic import TypeAdapter
 
-from multilin.analysis.compare.sweep import Sweep, builtin_sweep, choices_of
-from multilin.analysis.compare.values import nested
+from multilin.analysis.compare.sweep import Sweep, builtin_sweep, choices_of, nested
 from multilin.analysis.costs import parameter_counts, training_flops_per_token
 from multilin.data.task_text import is_task
 from multilin.errors import InputError, nearest, plural, prefixed, shown

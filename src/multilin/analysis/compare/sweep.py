@@ -13,12 +13,11 @@ from typing import Annotated, Any
 
 from annotated_types import MaxLen, MinLen
 
-from multilin.analysis.compare.values import nested
 from multilin.errors import InputError, listed, nearest, shorten, shown
 from multilin.settings import load_settings, settings
 from multilin.settings.bounds import Amount, Name, PathText, RepeatCount, Section, Seed, Share, Tried
 from multilin.settings.inputs import read_yaml
-from multilin.training.fields import Values, get, merge
+from multilin.training.fields import Values, get, merge, nest
 from multilin.training.recipe import Recipe, load_recipe
 
 TEXT_SWEEP, TASK_SWEEP = "architectures", "tasks"
@@ -27,6 +26,12 @@ MOST_CHOICES = 1000
 _ROW_NAME = re.compile(r"\w[\w.+-]*")
 _TUNED = ("optimizer", "schedule", "model", "tokenizer", "training")
 _MULTIPLE = re.compile(r"x(\d+(?:\.\d+)?)")  # of the best value so far
+_DECIDED = {
+    "training.max_steps": "the budget decides the number of steps",
+    "training.minutes": "the budget decides how long a run is",
+    "training.seed": "give `seeds`",
+    "output": "runs go into folders of the sweep's `output`",
+}
 Stage = Annotated[dict[Name, Tried], MinLen(1), MaxLen(4)]
 
 
@@ -151,6 +156,20 @@ def _over(other: Sweep, sweep: Sweep) -> Sweep:
     }
     base = merge(nested(other.base, "base"), nested(sweep.base, "base"))
     return dataclasses.replace(sweep, base=base, rows=rows)
+
+
+def nested(values: Mapping[str, Any], where: str) -> Values:
+    """Dotted names as nested dictionaries; `where` in the sweep file they stand, or `--` for flags, is for messages.
+
+    Raises:
+        InputError: a field that the sweep decides.
+    """
+    result = nest(values)
+    for dotted, reason in _DECIDED.items():
+        if (given := get(result, dotted)) is not None:
+            name = f"--{dotted}" if where == "--" else f"{where}.{dotted}"
+            raise InputError(f"{name}: {given!r} given, but {reason}")
+    return result
 
 
 def check_sweep(sweep: Sweep) -> None:

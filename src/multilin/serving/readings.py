@@ -70,7 +70,7 @@ class Readings:
 
     def _explain(self, turn: Turn) -> tuple[Json, list[NDArray[np.float32]]]:
         """Labels and texts, and for each step the mean weights over heads, (characters, characters)."""
-        from multilin.analysis.explain.explanation import explain
+        from multilin.analysis.explain.explanation import by_character, explain
         from multilin.data.tokenizers import start_token_id, whole_characters
 
         assert self._load is not None
@@ -91,12 +91,6 @@ class Readings:
             "characters": ["", *(text for _, text in characters[1:])],
             "steps": [step.label for step in steps], "meanings": [step.reading.meaning for step in steps],
         }  # fmt: skip
-        return about, [_by_character(step.weights_HTS.mean(axis=0), lengths) for step in steps]
-
-
-def _by_character(weights_TT: NDArray[np.float64], lengths: list[int]) -> NDArray[np.float32]:
-    """Weights between characters: of the last token of the one, for the token of the other with the largest weight."""
-    ends = np.cumsum(lengths).tolist()
-    rows, starts = weights_TT[[end - 1 for end in ends]], [0, *ends[:-1]]
-    high, low = np.maximum.reduceat(rows, starts, axis=1), np.minimum.reduceat(rows, starts, axis=1)
-    return np.where(-low > high, low, high).astype(np.float32)
+        ends = np.cumsum(lengths) - 1  # a character reads as its last token does
+        weights = (by_character(step.weights_HTS.mean(axis=0)[ends], lengths) for step in steps)
+        return about, [rows.astype(np.float32) for rows in weights]

@@ -121,6 +121,13 @@ def mask_own_token(effects_S: NDArray[np.float64]) -> NDArray[np.float64]:
     return np.append(effects_S[:-1], np.nan)
 
 
+def by_character(values_S: NDArray[np.float64], lengths: list[int]) -> NDArray[np.float64]:
+    """(..., S) values of tokens as (..., C) of characters of so many tokens: the largest in size, nan if all are."""
+    starts = np.cumsum([0, *lengths[:-1]])
+    high, low = (function.reduceat(values_S, starts, axis=-1) for function in (np.fmax, np.fmin))
+    return np.where(-low > high, low, high)
+
+
 def _step(layer: int, name: str, reading: Reading, removal: Removal | None) -> Step:
     if removal is None:
         return Step(layer, name, reading, [])

@@ -9,7 +9,7 @@ import yaml
 from numpy.typing import NDArray
 
 from multilin.analysis.evaluate.run import recipe_of, validation_text
-from multilin.analysis.explain.explanation import Explanation, Step, explain
+from multilin.analysis.explain.explanation import Explanation, Step, by_character, explain
 from multilin.analysis.explain.removal import Agreement
 from multilin.analysis.settings import ExplainSettings
 from multilin.analysis.templates import asset
@@ -53,10 +53,8 @@ class Report:
         return Path(self.run).resolve().name
 
     def by_character(self, values_S: NDArray[np.float64]) -> NDArray[np.float64]:
-        """The value of largest magnitude among the tokens of each of the `characters`; nan if all are nan."""
-        ends = np.cumsum([num_tokens for num_tokens, _ in self.characters])
-        parts = np.split(values_S, ends[:-1])
-        return np.array([part[np.argmax(np.nan_to_num(np.abs(part), nan=-1.0))] for part in parts])
+        """The values of tokens as values of the `characters`, see there."""
+        return by_character(values_S, [num_tokens for num_tokens, _ in self.characters])
 
     @property
     def labels(self) -> list[str]:

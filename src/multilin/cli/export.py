@@ -1,5 +1,6 @@
 """The verb that exports a model as graphs, and the engine that `multilin generate` runs."""
 
+import functools
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -18,8 +19,6 @@ if TYPE_CHECKING:
     from multilin.export.weights import Precision
     from multilin.inference.engine import Engine
     from multilin.inference.text import TextCodec
-
-    _Opened = tuple[Engine, TextCodec]
 
 
 @settings
@@ -96,7 +95,7 @@ def _print_comparison(comparison: "Comparison", precision: str) -> None:
     )
 
 
-def open_engine(folder: Path, name: EngineName, *, is_server: bool = False) -> "_Opened":
+def open_engine(folder: Path, name: EngineName, *, is_server: bool = False) -> "tuple[Engine, TextCodec]":
     """The engine for a run or an export, and its tokenizer.
 
     Args:
@@ -113,39 +112,23 @@ def open_engine(folder: Path, name: EngineName, *, is_server: bool = False) -> "
         raise InputError(f"engine: torch given, but {folder} is an exported model; give the folder of the run")
     if name == "onnx" or is_export(folder):
         check_installed("engine: onnx", "export", "onnxruntime")
-    if is_export(folder):
-        return _onnx(folder, is_server)
-    if name == "torch" or (name == "auto" and model_type(folder) != "multilin"):
-        return _torch(folder)
-    from multilin.export.cache import cache_folder, is_current, why_torch
+    from multilin.export.cache import cache_folder, is_current, open_model, why_torch
 
+    open_folder = functools.partial(open_model, load=load, spins=not is_server)
+    if is_export(folder) or name == "torch" or (name == "auto" and model_type(folder) != "multilin"):
+        return open_folder(folder)
     reason = why_torch(folder) if name == "auto" else None
     if reason is None and not is_current(folder):
         reason = _export_for(folder, may_fail=name == "auto")
     if reason is None:
         try:
-            return _onnx(cache_folder(folder), is_server)
+            return open_folder(cache_folder(folder))
         except InputError:  # files of the export are damaged or gone
             reason = _export_for(folder, may_fail=name == "auto")
     if reason is None:
-        return _onnx(cache_folder(folder), is_server)
+        return open_folder(cache_folder(folder))
     print(f"multilin: engine torch, as {reason}", file=sys.stderr)
-    return _torch(folder)
-
-
-def _onnx(folder: Path, is_server: bool) -> "_Opened":
-    from multilin.inference.onnx_engine import OnnxEngine
-
-    engine = OnnxEngine(folder, spins=not is_server)
-    return engine, engine.codec
-
-
-def _torch(folder: Path) -> "_Opened":
-    run = load(folder)
-    from multilin.inference.generate_run import text_codec
-    from multilin.inference.torch_engine import TorchEngine
-
-    return TorchEngine(run.model), text_codec(run.tokenizer)
+    return open_folder(folder)
 
 
 def _export_for(run_folder: Path, *, may_fail: bool) -> str | None:

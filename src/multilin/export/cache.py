@@ -1,13 +1,43 @@
-"""The choice between PyTorch and ONNX Runtime for a run, and the export that is kept beside it."""
+"""The choice between PyTorch and ONNX Runtime for a model, and the export that is kept beside a run."""
 
 import importlib.util
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from multilin.files import beside, checksum
+from multilin.inference.engine import Engine
 from multilin.inference.manifest import FORMAT
-from multilin.inference.run_files import ADAPTER_CONFIG, MANIFEST, base_of, is_adapter
+from multilin.inference.run_files import ADAPTER_CONFIG, MANIFEST, base_of, is_adapter, is_export
+from multilin.inference.text import TextCodec
+
+if TYPE_CHECKING:
+    from multilin.inference.runs import Run
+
+
+def open_model(
+    folder: Path, load: "Callable[[Path], Run] | None" = None, *, num_threads: int | None = None, spins: bool = False
+) -> tuple[Engine, TextCodec]:
+    """The engine of a folder and its tokenizer: ONNX Runtime for an export, PyTorch for a run.
+
+    Args:
+        folder: the export or the run.
+        load: loads the run; `load_run` by default.
+        num_threads, spins: of an export, see `OnnxEngine`.
+    """
+    if is_export(folder):
+        from multilin.inference.onnx_engine import OnnxEngine
+
+        engine = OnnxEngine(folder, num_threads, spins=spins)
+        return engine, engine.codec
+    from multilin.inference.generate_run import text_codec
+    from multilin.inference.runs import load_run
+    from multilin.inference.torch_engine import TorchEngine
+
+    run = (load or load_run)(folder)
+    return TorchEngine(run.model), text_codec(run.tokenizer)
 
 
 def cache_folder(run: Path) -> Path:

@@ -12,9 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from multilin.errors import InputError
-from multilin.inference.engine import Engine
-from multilin.inference.run_files import is_export
-from multilin.inference.text import TextCodec
 from multilin.serving.settings import KEY_VARIABLE, ServeLimits, num_bytes, split_keys
 from multilin.settings import load_settings, settings
 from multilin.settings.bounds import Count, Name, PathText
@@ -67,6 +64,7 @@ def app(values: Mapping[str, Any]) -> "Application":
 
 def _build(arguments: RayArguments, limits: ServeLimits) -> "ASGIApp":
     """The application of a replica."""
+    from multilin.export.cache import open_model
     from multilin.serving.app import create_app
     from multilin.serving.service import Service
 
@@ -74,19 +72,5 @@ def _build(arguments: RayArguments, limits: ServeLimits) -> "ASGIApp":
     if not (keys or arguments.insecure):
         raise InputError(f"{KEY_VARIABLE}: not set for the replicas; set it, or insecure=true to let everybody in")
     folder = Path(arguments.run)
-    return create_app(Service(*_open(folder, arguments.cpus), folder, arguments.name, limits), keys=keys)
-
-
-def _open(folder: Path, num_threads: int) -> tuple[Engine, TextCodec]:
-    """The engine and its tokenizer: ONNX Runtime for an export, PyTorch for a run."""
-    if is_export(folder):
-        from multilin.inference.onnx_engine import OnnxEngine
-
-        engine = OnnxEngine(folder, num_threads, spins=False)
-        return engine, engine.codec
-    from multilin.inference.generate_run import text_codec
-    from multilin.inference.runs import load_run
-    from multilin.inference.torch_engine import TorchEngine
-
-    run = load_run(folder)
-    return TorchEngine(run.model), text_codec(run.tokenizer)
+    engine, codec = open_model(folder, num_threads=arguments.cpus)
+    return create_app(Service(engine, codec, folder, arguments.name, limits), keys=keys)

@@ -67,7 +67,7 @@ def export_run(
                 shutil.copy(run.folder / name, partial / name)
         manifest = _manifest(run, model, precision, partial)
         write_whole(partial / README, _readme(manifest))
-        write_whole(partial / MANIFEST, json.dumps(manifest.as_json(), indent=1) + "\n")
+        write_whole(partial / MANIFEST, json.dumps(dataclasses.asdict(manifest), indent=1) + "\n")
 
 
 def _manifest(run: Run, model: MultilinForCausalLM, precision: Precision, folder: Path) -> Manifest:

@@ -1,10 +1,8 @@
 """The manifest of an exported model: what its graphs take and return, and the checksums of its files."""
 
-import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from multilin.errors import InputError, as_input_error
 from multilin.files import checksum, short_path
@@ -43,11 +41,6 @@ class Manifest:
     source: dict[str, str]
     files: dict[str, str]
     format: str = FORMAT
-
-    def as_json(self) -> dict[str, Any]:
-        """The manifest as plain data for JSON."""
-        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return values | {"state": [about._asdict() for about in self.state]}
 
 
 def graph_tensors(state: Sequence[StateTensor]) -> list[StateTensor]:

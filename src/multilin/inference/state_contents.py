@@ -8,7 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 
-class StateTensor(NamedTuple):
+@dataclass(frozen=True)
+class StateTensor:
     """The description of a tensor of a model's state.
 
     name: see `TextState.named_tensors`.

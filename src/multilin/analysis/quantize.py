@@ -4,9 +4,9 @@ import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 
-from multilin.analysis.evaluate.run import DEFAULTS, break_down_run
+from multilin.analysis.evaluate.run import break_down_run
 from multilin.analysis.settings import EvaluationSettings
-from multilin.data.progress import Progress, no_progress
+from multilin.data.progress import Progress
 from multilin.errors import InputError
 from multilin.files import beside, check_folder
 from multilin.inference.runs import Run, load_run, save_run
@@ -34,11 +34,7 @@ class Quantized:
 
 
 def quantize_run(
-    path: str | Path,
-    output: str | Path | None = None,
-    settings: EvaluationSettings = DEFAULTS,
-    *,
-    progress: Progress = no_progress,
+    path: str | Path, output: str | Path | None, settings: EvaluationSettings, progress: Progress
 ) -> Quantized:
     """Round the matrices of all layers to int8 with one scale each, save that as a model of its own, and score both.
 
@@ -47,7 +43,7 @@ def quantize_run(
 
     Args:
         path: folder of a trained model.
-        output: folder of the copy, new or empty; by default beside the run, with "-int8" at the end of its name.
+        output: folder of the copy, new or empty; None is one beside the run, with "-int8" at the end of its name.
         settings: the text to score on.
         progress: called now and then while both are scored.
 

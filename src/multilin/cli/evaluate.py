@@ -98,7 +98,7 @@ def quantize(arguments: QuantizeArguments, settings: EvaluationSettings) -> None
         from multilin.analysis.quantize import quantize_run
         from multilin.cli.progress import show_progress
     with show_progress() as progress:
-        result = quantize_run(arguments.run, arguments.output, settings, progress=progress)
+        result = quantize_run(arguments.run, arguments.output, settings, progress)
     _print_quantized(result)
     say_next(["multilin", "generate", result.int8_folder], ["multilin", "evaluate", result.int8_folder])
 

@@ -18,8 +18,6 @@ from multilin.inference.settings import RolloutSettings
 from multilin.model import MultilinForCausalLM
 from multilin.model.memory import check_memory
 
-DEFAULTS = RolloutSettings()
-
 
 @dataclass(frozen=True)
 class Way:
@@ -53,7 +51,7 @@ class RolloutResult:
     largest_difference: float
 
 
-def rollout_run(run: Run, prompt: str, settings: RolloutSettings = DEFAULTS) -> RolloutResult:
+def rollout_run(run: Run, prompt: str, settings: RolloutSettings) -> RolloutResult:
     """Feed a model's raw outputs back as its inputs after a prompt, all at once and one after the other.
 
     Raises:

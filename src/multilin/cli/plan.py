@@ -1,7 +1,7 @@
 """The verb that says what a training run will take."""
 
 import json
-from typing import Annotated, Any
+from typing import Annotated
 
 from rich.filesize import decimal
 
@@ -60,10 +60,6 @@ def plan(arguments: PlanArguments, devices: PlanSettings, changes: Changes) -> N
     is_one = devices.kind != "cpu" or devices.devices == 1
     where = ["--standalone", "--nproc-per-node", devices.devices] if is_one else of_machines
     launcher = ["torchrun", *where, "-m"]
-    flags = [word for name, value in changes.items() for word in (f"--{name}", _typed(value))]
+    typed = {f"--{name}": value if isinstance(value, str) else json.dumps(value) for name, value in changes.items()}
+    flags = [word for flag in typed.items() for word in flag]
     say_next([*launcher, "multilin", "train", *([arguments.recipe] if arguments.recipe else []), *flags])
-
-
-def _typed(value: Any) -> str:
-    """The value of a flag as a shell takes it."""
-    return value if isinstance(value, str) else json.dumps(value)

@@ -125,12 +125,8 @@ class RunTrainer(SavingTrainer):
             self.accelerator.prepare_model = functools.partial(
                 prepare_model, device_placement=False, evaluation_mode=True
             )
-
-        def prepare_and_compress(*args: Any, **kwargs: Any) -> Any:
-            return compress_gradients(prepare_model(*args, **kwargs))
-
         if self.recipe.training.communication == "int8":
-            self.accelerator.prepare_model = prepare_and_compress
+            self.accelerator.prepare_model = lambda *args, **kwargs: compress_gradients(prepare_model(*args, **kwargs))
 
         def clip_and_note(parameters: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
             norm: torch.Tensor = clip(parameters if self.host is None else self.master.parameters(), *args, **kwargs)

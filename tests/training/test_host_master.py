@@ -10,14 +10,14 @@ import pytest
 import torch
 from accelerate import DistributedType
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from multilin.errors import InputError
 from multilin.layers.linear import Arithmetic, matrix_modules
 from multilin.model.factory import create_model
 from multilin.ops.int8 import Rounded
 from multilin.training import host_master
-from multilin.training.host_master import HostMaster, Link, check_host_master
+from multilin.training.host_master import HostMaster, check_host_master
 from multilin.training.trainer import train
 from tests.training.conftest import AtStep, Stopped, Tiny, assert_same_run, metrics
 
@@ -30,13 +30,13 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 
-class CountedLink(Link):
-    """A device on the CPU that keeps a list of what crosses, and shares no memory with the host."""
+class CountingMaster(HostMaster):
+    """Keeps a list of what crosses to a device on the CPU, which shares no memory with the host."""
 
-    def __init__(self) -> None:
-        super().__init__("cpu")
+    def __init__(self, model: PreTrainedModel) -> None:
         self.sent: list[Tensor] = []
         self.brought: list[Tensor] = []
+        super().__init__(model, "cpu")
 
     def to_device(self, tensor: Tensor) -> Tensor:
         self.sent.append(super().to_device(tensor).clone())
@@ -48,12 +48,12 @@ class CountedLink(Link):
 
 
 @pytest.fixture
-def host() -> HostMaster:
-    """A tscale model with matrices of int8, its copy behind a counting link."""
+def host() -> CountingMaster:
+    """A tscale model with matrices of int8, and its copy."""
     torch.manual_seed(0)
     model = create_model("tscale", hidden_size=64, num_layers=2, vocab_size=50, n_positions=32)
     model.set_arithmetic(Arithmetic(products="int8", backward="int8"))
-    return HostMaster(model, CountedLink())
+    return CountingMaster(model)
 
 
 def matrices(model: torch.nn.Module) -> list[Tensor]:
@@ -72,22 +72,21 @@ def floats(tensors: list[Tensor]) -> int:
     return sum(tensor.numel() for tensor in tensors if tensor.is_floating_point())
 
 
-def test_only_int8_of_the_matrices_crosses(host: HostMaster) -> None:
-    link: Any = host.link
+def test_only_int8_of_the_matrices_crosses(host: CountingMaster) -> None:
     inside = {id(matrix) for matrix in matrices(host.model)}
     numbers = sum(matrix.numel() for matrix in matrices(host.model))
     others = [parameter for parameter in host.model.parameters() if id(parameter) not in inside]
     other_matrices = sum(parameter.numel() for parameter in others if parameter.ndim > 1)
     vectors = sum(parameter.numel() for parameter in others if parameter.ndim == 1 and parameter.requires_grad)
-    link.sent.clear()
+    host.sent.clear()
     take_step(host)
-    assert floats(link.sent) == len(inside) + sum(parameter.numel() for parameter in others)
+    assert floats(host.sent) == len(inside) + sum(parameter.numel() for parameter in others)
     assert (
-        sum(tensor.nbytes for tensor in link.sent) - 4 * sum(parameter.numel() for parameter in others) <= 1.1 * numbers
+        sum(tensor.nbytes for tensor in host.sent) - 4 * sum(parameter.numel() for parameter in others) <= 1.1 * numbers
     )
     blocks = sum(math.ceil(parameter.numel() / 128) for parameter in host.model.parameters() if parameter.ndim > 1)
-    assert floats(link.brought) == blocks + vectors
-    assert sum(tensor.nbytes for tensor in link.brought) - 4 * vectors <= 1.1 * (numbers + other_matrices)
+    assert floats(host.brought) == blocks + vectors
+    assert sum(tensor.nbytes for tensor in host.brought) - 4 * vectors <= 1.1 * (numbers + other_matrices)
 
 
 def test_the_device_holds_no_floats_of_the_matrices_and_no_gradients(host: HostMaster) -> None:
@@ -101,10 +100,10 @@ def test_the_device_holds_no_floats_of_the_matrices_and_no_gradients(host: HostM
     assert host.copy.state_dict().keys() > host.model.state_dict().keys()
 
 
-def test_nothing_crosses_beside_the_link() -> None:
+def test_nothing_crosses_in_another_way() -> None:
     """PyTorch's meta device computes with nothing that lies elsewhere."""
 
-    class MetaLink(Link):
+    class MetaMaster(HostMaster):
         def to_device(self, tensor: Tensor) -> Tensor:
             assert tensor.device.type == "cpu"
             return super().to_device(tensor)
@@ -115,7 +114,7 @@ def test_nothing_crosses_beside_the_link() -> None:
 
     model = create_model("threelin", hidden_size=64, num_layers=1, vocab_size=50, n_positions=32)
     model.set_arithmetic(Arithmetic(products="int8"))
-    host = HostMaster(model, MetaLink("meta"))
+    host = MetaMaster(model, "meta")
     assert {tensor.device.type for tensor in [*host.copy.parameters(), *host.copy.buffers()]} == {"meta"}
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     host.follow(optimizer)

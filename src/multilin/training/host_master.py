@@ -15,21 +15,6 @@ from multilin.ops.int8 import Rounded, dequantize_blocks, quantize_blocks, round
 from multilin.training.recipe import TrainingRecipe
 
 
-class Link:
-    """Copies tensors between host memory and a device."""
-
-    def __init__(self, device: torch.device | str) -> None:
-        self.device = torch.device(device)
-
-    def to_device(self, tensor: Tensor) -> Tensor:
-        """The tensor on the device."""
-        return tensor.to(self.device)
-
-    def to_host(self, tensor: Tensor) -> Tensor:
-        """The tensor in host memory."""
-        return tensor.cpu()
-
-
 class HostMaster:
     """A model in host memory, to be changed by an optimizer there, and its copy on a device, which computes gradients.
 
@@ -40,12 +25,11 @@ class HostMaster:
     Attributes:
         model: the floats.
         copy: on the device, with the same names of parameters; those of matrices have a shape and no numbers.
-        link: carries weights and gradients.
     """
 
-    def __init__(self, model: PreTrainedModel, link: Link) -> None:
+    def __init__(self, model: PreTrainedModel, device: torch.device | str) -> None:
         """Set up the copy of a model with int8 products."""
-        self.model, self.link = model, link
+        self.model, self.device = model, torch.device(device)
         in_int8 = {id(module.weight) for module in matrix_modules(model)}
         self.copy = self._copy_without(in_int8)
         self._matrices = list(zip(matrix_modules(model), matrix_modules(self.copy), strict=True))
@@ -56,6 +40,14 @@ class HostMaster:
                 copied.register_post_accumulate_grad_hook(functools.partial(self._bring_gradient, parameter))
         for module, copied_module in self._matrices:
             copied_module.follow_int8(self._send_matrix(module))
+
+    def to_device(self, tensor: Tensor) -> Tensor:
+        """The tensor on the device."""
+        return tensor.to(self.device)
+
+    def to_host(self, tensor: Tensor) -> Tensor:
+        """The tensor in host memory."""
+        return tensor.cpu()
 
     def follow(self, optimizer: torch.optim.Optimizer) -> None:
         """After each step of an optimizer of `model`, clear its gradients and renew the copy."""
@@ -75,21 +67,21 @@ class HostMaster:
             held.values.copy_(rounded.values)
             held.scale.copy_(rounded.scale)
         for parameter, copied in self._floats:
-            copied.copy_(self.link.to_device(parameter))
+            copied.copy_(self.to_device(parameter))
 
     def _send_matrix(self, module: Linear) -> Rounded:
         levels = module.arithmetic.weights
         rounded = round_weight(module.weight, "int8" if levels == "none" else levels)
-        return Rounded(*map(self.link.to_device, rounded))
+        return Rounded(*map(self.to_device, rounded))
 
     def _copy_without(self, matrices: set[int]) -> PreTrainedModel:
         made: dict[int, object] = {id(self.model.config): self.model.config}
-        made |= {id(buffer): self.link.to_device(buffer).clone() for buffer in self.model.buffers()}
+        made |= {id(buffer): self.to_device(buffer).clone() for buffer in self.model.buffers()}
         for parameter in self.model.parameters():
             if id(parameter) in matrices:
-                numbers = torch.zeros((), dtype=parameter.dtype, device=self.link.device).expand(parameter.shape)
+                numbers = torch.zeros((), dtype=parameter.dtype, device=self.device).expand(parameter.shape)
             else:
-                numbers = self.link.to_device(parameter.detach()).clone()
+                numbers = self.to_device(parameter.detach()).clone()
             made[id(parameter)] = nn.Parameter(numbers, requires_grad=parameter.requires_grad)
         # deepcopy takes these for copies that it made already; the config is one for both.
         return copy.deepcopy(self.model, made)
@@ -98,10 +90,10 @@ class HostMaster:
         gradient, copied.grad = copied.grad, None
         assert gradient is not None
         if gradient.ndim > 1:
-            parts = Rounded(*map(self.link.to_host, quantize_blocks(gradient)))
+            parts = Rounded(*map(self.to_host, quantize_blocks(gradient)))
             brought = dequantize_blocks(parts, gradient.shape).to(parameter.dtype)
         else:
-            brought = self.link.to_host(gradient)
+            brought = self.to_host(gradient)
         parameter.grad = brought if parameter.grad is None else parameter.grad.add_(brought)
 
 

@@ -35,7 +35,7 @@ from multilin.scoring.losses import evaluate
 from multilin.training.assemble import training_arguments, training_order
 from multilin.training.callbacks import StepCallback
 from multilin.training.communication import compress_gradients
-from multilin.training.host_master import HostMaster, Link
+from multilin.training.host_master import HostMaster
 from multilin.training.metrics import Meter
 from multilin.training.optimizers import build_optimizer
 from multilin.training.outcomes import StopRequest
@@ -88,7 +88,7 @@ class RunTrainer(SavingTrainer):
             limit=self._time_limit(began, blocks_per_step * recipe.model.n_positions),
         )
         args = training_arguments(recipe, model, folder.checkpoints)
-        self.host = HostMaster(model, Link(args.device)) if plan.master == "host" else None
+        self.host = HostMaster(model, args.device) if plan.master == "host" else None
         model = model if self.host is None else self.host.copy
         self.background, self.shards = ThreadPoolExecutor(1), None
         if plan.shard != "none" and devices.num_processes > 1:

@@ -106,7 +106,7 @@ class OurDecoder:
 
     def start(self, state: Any, batch_size: int) -> Generate:
         def run(num_tokens: int) -> float:
-            own = self.engine.select(state, [0] * batch_size)
+            own = state.select([0] * batch_size)
             return _generate(partial(self.engine.read, own), batch_size, num_tokens)
 
         return run

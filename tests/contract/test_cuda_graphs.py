@@ -83,7 +83,7 @@ def test_the_tokens_of_a_row_count_and_not_the_columns_of_its_state(make_model: 
     assert restored.num_tokens.tolist() == [LONGEST]
     early, late = started(model, 1, 3), started(model, 1, LONGEST - 1)
     early.join(late)
-    engine.leave(early, 1)
+    early.leave(1)
     assert follow(graphs, early, random_ids(1, 4))[-1] is not None
 
 

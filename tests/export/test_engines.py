@@ -61,7 +61,7 @@ def test_states_are_exchanged_and_forked(engines: tuple[TorchEngine, OnnxEngine]
     for engine in engines:
         state = engine.new_state(2)
         engine.read(state, texts(130, 20))
-        states.append(engine.select(state, [1, 0, 1]))
+        states.append(state.select([1, 0, 1]))
     saved = [engine.save(state) for engine, state in zip(engines, states, strict=True)]
     for name, expected in saved[0].tensors.items():
         given = saved[1].tensors[name]
@@ -235,11 +235,11 @@ def test_rows_join_and_leave_a_batch_at_any_token(engines: tuple[TorchEngine, On
                 prompt = draw.integers(0, 256, int(draw.integers(1, 140))).tolist()
                 state = engine.new_state()
                 engine.read(state, [prompt])
-                alone.append(engine.select(state, [0]))
-                engine.join(batch, state)
+                alone.append(state.select([0]))
+                batch.join(state)
             if step % 14 == 13 and alone:
                 row = int(draw.integers(len(alone)))
-                left, expected = engine.leave(batch, row), alone[row]
+                left, expected = batch.leave(row), alone[row]
                 alone[row] = alone[-1]
                 alone.pop()
                 np.testing.assert_allclose(engine.read(left, [[3, 4]]), engine.read(expected, [[3, 4]]), **CLOSE)
@@ -250,7 +250,7 @@ def test_rows_join_and_leave_a_batch_at_any_token(engines: tuple[TorchEngine, On
                 np.testing.assert_allclose(given, expected, **CLOSE)
             assert engine.num_read(batch) == [count for state in alone for count in engine.num_read(state)]
         while alone:
-            engine.leave(batch, 0)
+            batch.leave(0)
             alone.pop()
         assert engine.num_read(batch) == []
 

@@ -15,6 +15,7 @@ import pytest
 
 from multilin.inference.runs import Run
 from multilin.inference.torch_engine import TorchEngine
+from multilin.model import TextState
 from multilin.serving.api import streams
 from tests.serving.conftest import Server, Start
 from tests.serving.engines import Script, Watched
@@ -130,23 +131,27 @@ def test_5_done_also_after_an_error(start: Start, run: Run) -> None:
     assert len(server.post("/v1/completions", prompt="abc", max_tokens=30, **PLAIN)["choices"][0]["text"]) > 0
 
 
-def test_an_error_between_prompt_and_text_is_told_to_all(start: Start, run: Run) -> None:
+def test_an_error_between_prompt_and_text_is_told_to_all(
+    start: Start, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Requests whose prompts were read together do not wait for ever if the first cannot join the batch."""
     engine = Watched(TorchEngine(run.model))
     server = start(engine)
     scheduler = server.service.scheduler
     joins, is_reading, gate = iter([False, True]), threading.Event(), threading.Event()
+    join_state = TextState.join
 
-    def join(batch: Any, state: Any) -> None:
+    def join(batch: TextState, state: TextState) -> None:
         if batch is scheduler._batch and next(joins, False):
             raise RuntimeError("no memory left")
-        engine.engine.join(batch, state)
+        join_state(batch, state)
 
     def wait() -> None:
         is_reading.set()
         assert gate.wait(20)
 
-    engine.join, engine.before = join, wait
+    monkeypatch.setattr(TextState, "join", join)
+    engine.before = wait
     body = {"prompt": "abc", "max_tokens": 3, **PLAIN}
     with ThreadPoolExecutor(4) as pool:
 

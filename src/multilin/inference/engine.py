@@ -1,4 +1,4 @@
-"""The interface between generation and a model: read tokens into a state; copy, join, save and load states."""
+"""The interface between generation and a model: read tokens into a state; save and load states."""
 
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -14,8 +14,10 @@ Logits = NDArray[np.float32]
 class Engine(Protocol):
     """A model that reads tokens into states.
 
-    A state is made by `new_state` or `restore`, and only its engine knows its type. It has one row per sequence, and
-    rows may have read different numbers of tokens.
+    A state is made by `new_state` or `restore` and has one row per sequence; rows may have read different numbers of
+    tokens. Where the engine keeps states, `state.select(rows)` is a copy of these rows in this order, and one may come
+    more than once; `state.join(other)` appends the rows of another state, which must not be used afterwards; and
+    `state.leave(row)` removes a row and returns it as a state of its own, the last row taking its place.
 
     name: name of the engine, for messages.
     kind: `model_type` of config.json.
@@ -49,15 +51,6 @@ class Engine(Protocol):
 
     def num_read(self, state: Any) -> list[int]:
         """Tokens read by each row."""
-
-    def select(self, state: Any, rows: Sequence[int]) -> Any:
-        """A copy of these rows in this order; a row may come more than once."""
-
-    def join(self, state: Any, other: Any) -> None:
-        """Append the rows of another state, which must not be used afterwards."""
-
-    def leave(self, state: Any, row: int) -> Any:
-        """Remove a row and return it as a state of its own; the last row takes its place."""
 
     def save(self, state: Any) -> StateContents:
         """A copy of the state as the content of a file; the caller adds unread tokens and random numbers."""

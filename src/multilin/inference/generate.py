@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from multilin.errors import InputError, plural
-from multilin.files import check_writable
 from multilin.inference.engine import Engine
 from multilin.inference.random_numbers import RandomNumbers
 from multilin.inference.sampling import choose_tokens
@@ -114,7 +113,7 @@ def generate(
     stream = TextStream(codec, context, settings.stop_at_end, settings.stop, is_whole=not is_cut)
     token_ids, last_ids, before = [], prompt_ids if is_cut else [], sequence.state
     if is_cut and goes_on:
-        before = engine.select(sequence.state, [0])
+        before = sequence.state.select([0])
     for token in _tokens(engine, codec, sequence, prompt_ids, settings, num_new):
         was_whole = stream.is_whole
         token_ids.append(token)
@@ -122,7 +121,7 @@ def generate(
         if stream.is_stopped:
             break
         if was_whole and not stream.is_whole and goes_on:
-            before = engine.select(sequence.state, [0])
+            before = sequence.state.select([0])
         last_ids = [token] if was_whole else [*last_ids, token]
     pass_on(stream.end())
     if len(last_ids) > 1 and goes_on and not stream.is_stopped:
@@ -155,8 +154,6 @@ def continue_file(
     if not engine.keeps_states and (state or save_state):
         given = "--state" if state is not None else "--save-state"
         raise InputError(f"{given}: a {engine.kind} model keeps no state that a file could hold; leave it out")
-    if save_state is not None:
-        check_writable("--save-state", save_state)
     sequence = Sequence(engine.new_state())
     if state is not None:
         sequence = Sequence.restored(read_state(state, engine.owner), engine)

@@ -135,18 +135,6 @@ class OnnxEngine:
         counts: list[int] = state.num_read.tolist()
         return counts
 
-    def select(self, state: OnnxState, rows: Sequence[int]) -> OnnxState:
-        """A copy of these rows in this order."""
-        return state.select(rows)
-
-    def join(self, state: OnnxState, other: OnnxState) -> None:
-        """Append the rows of another state."""
-        state.join(other)
-
-    def leave(self, state: OnnxState, row: int) -> OnnxState:
-        """Remove a row and return it as a state of its own; the last row takes its place."""
-        return state.leave(row)
-
     def save(self, state: OnnxState) -> StateContents:
         """A copy of the state as the content of a file."""
         return StateContents(state.contents(self.manifest.state))

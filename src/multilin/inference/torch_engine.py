@@ -78,26 +78,6 @@ class TorchEngine:
             return [int(state.get_seq_length())]
         return [] if state.num_tokens is None else state.num_tokens.tolist()
 
-    def select(self, state: TextState, rows: Sequence[int]) -> TextState:
-        """A copy of these rows in this order."""
-        return state.select(list(rows))
-
-    @torch.inference_mode()
-    def join(self, state: TextState, other: TextState) -> None:
-        """Append the rows of another state."""
-        state.join(other)
-
-    @torch.inference_mode()
-    def leave(self, state: TextState, row: int) -> TextState:
-        """Remove a row and return it as a state of its own; the last row takes its place."""
-        left, last = state.select([row]), len(self.num_read(state)) - 1
-        if last == 0:
-            state.reset()
-        else:
-            rows = [last if index == row else index for index in range(last)]
-            state.batch_select_indices(torch.tensor(rows, device=self.model.device))
-        return left
-
     def save(self, state: TextState) -> StateContents:
         """A copy of the state as the content of a file."""
         contents = to_contents(Snapshot(state))

@@ -140,6 +140,7 @@ class TextState(Cache):
             raise InputError(f"rows: {rows} given, but it must list rows from 0 to {num_rows - 1}")
         return self.map(lambda tensor: tensor[rows])
 
+    @torch.inference_mode()
     def join(self, other: "TextState") -> None:
         """Append the rows of another state, which must not be used afterwards."""
         if self.num_tokens is None or other.num_tokens is None:
@@ -152,6 +153,17 @@ class TextState(Cache):
         for part, added in zip(self.parts, other.parts, strict=True):
             part.value = join_rings(part.value, added.value)
         self.num_columns = max(self.num_columns, other.num_columns)
+
+    @torch.inference_mode()
+    def leave(self, row: int) -> "TextState":
+        """Remove a row and return it as a state of its own; the last row takes its place."""
+        left, last = self.select([row]), (self.batch_size or 0) - 1
+        if last == 0:
+            self.reset()
+        else:
+            rows = [last if index == row else index for index in range(last)]
+            self.batch_select_indices(torch.tensor(rows, device=self.embedding.value.num_read_B.device))
+        return left
 
     def to(self, device: torch.device | str) -> "TextState":
         """A copy on this device."""

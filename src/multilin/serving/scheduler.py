@@ -136,7 +136,7 @@ class Scheduler:
         last = self._rows.pop()
         if place < len(self._rows):
             self._rows[place] = last
-        return self.engine.leave(self._batch, place)
+        return self._batch.leave(place)
 
     def _read_piece(self) -> None:
         """Read the next tokens of some prompts, and begin the sequences of those that were read."""
@@ -149,7 +149,7 @@ class Scheduler:
             state = self._joined(jobs)
             logits_BV = self.engine.read(state, ids)
             for place in reversed(range(1, len(jobs))):
-                jobs[place].state = self.engine.leave(state, place)
+                jobs[place].state = state.leave(place)
             jobs[0].state = state
         except Exception as error:
             self._fail(jobs, error)
@@ -182,13 +182,13 @@ class Scheduler:
             if job.start is not None:
                 job.state, job.start = self.engine.restore(job.start), None
         for job in jobs[1:]:
-            self.engine.join(jobs[0].state, job.state)
+            jobs[0].state.join(job.state)
         return jobs[0].state
 
     def _begin(self, job: Job, logits_V: NDArray[np.float32]) -> None:
         """Add the sequences of a job, whose prompt was read, to the batch."""
         num_rows, first = len(job.settings), len(self._rows)
-        self.engine.join(self._batch, job.state if num_rows == 1 else self.engine.select(job.state, [0] * num_rows))
+        self._batch.join(job.state if num_rows == 1 else job.state.select([0] * num_rows))
         job.state = None
         for index, settings in enumerate(job.settings):
             stream = TextStream(self.codec, job.known_ids, settings.stop_at_end, settings.stop)
@@ -253,7 +253,7 @@ class Scheduler:
         if was_whole:
             row.kept = None
             if stream.is_stopped or not stream.is_whole:
-                row.kept = Kept(self.engine.select(self._batch, [place]), len(row.token_ids) - 1, num_before)
+                row.kept = Kept(self._batch.select([place]), len(row.token_ids) - 1, num_before)
         if stream.is_stopped:
             row.end = "stop"
         elif len(row.token_ids) >= job.max_new_tokens:

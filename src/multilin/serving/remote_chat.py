@@ -104,7 +104,7 @@ def connect(address: str, key: str | None) -> httpx.Client:
     Raises:
         InputError: no address of a server.
     """
-    headers = {} if key is None else {"authorization": f"Bearer {key}".encode()}
+    headers = [] if key is None else [(b"authorization", f"Bearer {key}".encode())]
     try:
         return httpx.Client(
             base_url=address.rstrip("/").removesuffix("/v1"), headers=headers, timeout=TIMEOUT,

@@ -14,6 +14,7 @@ import torch
 
 from multilin.analysis.compare import measure
 from multilin.analysis.compare.answers import (
+    amount,
     best_sentence,
     cost_sentence,
     cost_to_reach,
@@ -33,6 +34,7 @@ from multilin.errors import InputError
 from multilin.scoring.losses import Evaluation, evaluate
 from multilin.training.callbacks import StepCallback
 from multilin.training.outcomes import TrainingInterrupted
+from multilin.training.recipe import load_recipe
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*documents packed into one block")
 
@@ -516,8 +518,40 @@ def test_the_sentences_say_what_the_figures_do(found: Comparison) -> None:
     assert speed_sentence(clear).startswith(
         "To reach 2.505 bits per byte, where gpt2 ends, elita needs the fewest training tokens (288 instead of 320)"
     )
+    tied = made_up(found, [[2.5, 3, 2.0], [2.5, 3, 2.01]], [[2.4, 4, 2.5], [2.4, 4, 2.51]])
+    assert "instead of" not in re.sub("(seconds|FLOPs).*", "", speed_sentence(tied))
+    alone = ranked(dataclasses.replace(clear, rows=[clear.row("elita")]))
+    assert best_sentence(alone).startswith("elita has 2.005 ± 0.007 bits per byte")
+    assert re.match(
+        r"After [\d,]+ tokens elita generates [\d,]+ tokens a second, with a state of", cost_sentence(alone)
+    )
     noisy = made_up(found, [[4, 3, 2.0], [4, 3, 2.2]], [[5, 4, 2.1], [5, 4, 2.2]])
     assert best_sentence(noisy).endswith("; gpt2 is within noise of it (p > 0.05).")
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(999, "999"), (999.7, "1 k"), (999_600, "1 M"), (1234, "1.23 k"), (0.25, "0.25")]
+)
+def test_three_digits_and_a_prefix(value: float, text: str) -> None:
+    assert amount(value) == text
+
+
+def test_the_report_names_the_texts_and_the_precision_of_its_runs(found: Comparison) -> None:
+    recipes = [row.recipe | {"training": row.recipe["training"] | {"precision": "float32"}} for row in found.rows]
+    for recipe in recipes:
+        recipe["data"] = recipe["data"] | {"source": "python-docs", "mix": {"prepared/a": 2.0, "prepared/b": 1.0}}
+    rows = [dataclasses.replace(row, recipe=recipe) for row, recipe in zip(found.rows, recipes, strict=True)]
+    text = as_html(dataclasses.replace(found, rows=rows, task=None))
+    assert "on prepared/a, prepared/b." in text
+    assert "precision float32;" in text
+
+
+def test_the_prompt_is_of_the_first_document_alone(tmp_path: Path) -> None:
+    source, other = tmp_path / "text.jsonl", tmp_path / "other.txt"
+    other.write_text("other " * 99)
+    source.write_text("".join(json.dumps({"text": text}) + "\n" for text in ("Hi.", "Yes", "No", "x" * 999)))
+    recipe = load_recipe(None, {"data.source": str(other), "data.validation": str(source), "tokenizer.kind": "byte"})
+    assert measure.prompt_of(recipe) == "Hi."
 
 
 @pytest.mark.parametrize(("seconds", "is_ranked"), [((20.6, 45.4), False), ((28.0, 32.9), True), ((30.0, 33.1), False)])

@@ -59,6 +59,10 @@ def sweep_file(tmp_path: Path) -> Callable[..., Path]:
         ({"rows": {"a": {"recipe": 3}}}, "rows.a.recipe: 3 given, but it should be the name or path of a recipe"),
         ({"rows": {"a/b": {}}}, "rows: 'a/b' given, but a row is named by"),
         ({"rows": {}}, "rows: none given"),
+        (
+            {"rows": {"elita": {"model.start": "x"}}},
+            "rows.elita.model.start: 'x' given, but a row takes it from a recipe",
+        ),
         ({"rows": {"lama": {}}}, "rows.lama: no model given; give `recipe`"),
         ({"rows": {"a": {"output": "x"}}}, "rows.a.output: 'x' given, but runs go into folders of the sweep's"),
         ({"base": {"training.max_steps": 5}}, "base.training.max_steps: 5 given, but the budget decides"),
@@ -255,6 +259,18 @@ def test_seconds_become_steps_by_a_speed_that_is_measured_once(tmp_path: Path, m
     measured = json.loads((tmp_path / SPEED_FILE).read_text())
     assert measured["gpt2"] == 0.5
     assert 1e-4 < measured["elita"] < 1
+
+
+def test_a_step_of_another_optimizer_has_a_speed_of_its_own(tmp_path: Path) -> None:
+    (tmp_path / SPEED_FILE).write_text(json.dumps({"gpt2": 0.1, "elita": 0.1, "elita-namemuon": 0.2}))
+    sweep = small_sweep(tmp_path, seconds=2)
+    own = plan_rows(sweep, TrainingProgress())[1]
+    steps = {}
+    for name in ("adamw", "muon"):
+        (tmp_path / SPEED_FILE).write_text(json.dumps({"elita-nameadamw": 0.1, "elita-namemuon": 0.2}))
+        chosen = plan.plan_choice(sweep, own, {"optimizer.name": name}, TrainingProgress())
+        steps[name] = chosen.recipe.training.max_steps
+    assert steps == {"adamw": 20, "muon": 10}
 
 
 def test_flops_of_gpt2_are_those_of_its_formula() -> None:

@@ -63,17 +63,18 @@ class MinGru(Reader):
             x_BTD, inputs_BSD = self.convolution(x_BTD, inputs_BSD, layout)
         pairs_BT2E = self.projections(x_BTD).unflatten(-1, (2, -1))
         where = {"starts": layout.starts_BT, "padding": layout.padding_BT}
-        self.record(lambda: _reading(pairs_BT2E, where))
+        self.record(lambda: _reading(pairs_BT2E, where, has_convolution=self.convolution is not None))
         hidden_BTE, hidden = linear_recurrence(pairs_BT2E, state=hidden, needs_state=layout.needs_state, **where)
         after = None if hidden is None else MinGruState(inputs_BSD, hidden)
         return self.dropout(self.output(hidden_BTE)), after
 
 
-def _reading(pairs_BT2E: Tensor, where: dict[str, Any]) -> Reading:
+def _reading(pairs_BT2E: Tensor, where: dict[str, Any], *, has_convolution: bool) -> Reading:
     weights_BTS, null_BT = linear_recurrence_weights(pairs_BT2E, **where)
+    made = ", and a convolution makes the candidate of the token and the three before" if has_convolution else ""
     meaning = (
         "A weight is the share of the token's candidate in the state, as the mean over its channels; the rest is the "
-        "zero before the text, and a convolution makes the candidate of the token and the three before."
+        f"zero before the text{made}."
     )
     return Reading(meaning, weights_BTS[:, None], 0, None, null_BHT=null_BT[:, None])
 

@@ -44,7 +44,7 @@ def compare(arguments: CompareArguments, changes: Changes) -> None:
     sweep = changed(
         find_sweep(arguments.rows, arguments.task),
         budget=budget, num_seeds=arguments.seeds, task=arguments.task, changes=changes,
-        only=None if arguments.only is None else arguments.only.split(","),
+        only=None if arguments.only is None else [name.strip() for name in arguments.only.split(",")],
     )  # fmt: skip
     with loading():
         from multilin.analysis.compare.report import REPORT_FILE

@@ -17,6 +17,7 @@ _PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 def amount(value: float) -> str:
     """Three digits and a prefix: 1.23 M."""
+    value = float(f"{value:.3g}")  # rounded before the prefix is chosen
     for size, prefix in _PREFIXES:
         if value >= size:
             return f"{value / size:.3g} {prefix}"
@@ -77,9 +78,9 @@ def best_sentence(comparison: Comparison) -> str:
     unit, seeds = UNITS[comparison.measure], best.score.count
     figures = f"{score_text(comparison, best)} {unit}".replace("% accuracy", "% of the answers right")
     meaning = f"mean ± standard deviation of {seeds} seeds" if seeds > 1 else "one seed"
-    sentence = f"{best.name} is best with {budget_text(comparison)} for each run: {figures} ({meaning})"
     if len(comparison.order) == 1:
-        return f"{sentence}."
+        return f"{best.name} has {figures} ({meaning}) with {budget_text(comparison)} for each run."
+    sentence = f"{best.name} is best with {budget_text(comparison)} for each run: {figures} ({meaning})"
     differences = [d for d in comparison.differences if d.other == best.name]
     if unknown := [d.one for d in differences if d.p is None]:
         return f"{sentence}. {listed(unknown)} may differ from it by chance alone: one seed says nothing about that."
@@ -101,12 +102,13 @@ def speed_sentence(comparison: Comparison) -> str:
         best = min(costs, key=lambda row: costs[row][axis])
         least = "least" if axis == "seconds" else "fewest"
         spent, usual = amount(costs[best][axis]), amount(costs[worst.name][axis])
-        needs.setdefault(best, []).append(f"the {least} {name} ({spent} instead of {usual})")
+        if spent != usual:
+            needs.setdefault(best, []).append(f"the {least} {name} ({spent} instead of {usual})")
     parts = [f"{name} needs {listed(axes)}" for name, axes in needs.items()]
     unit = UNITS[comparison.measure]
     level = f"{100 * ends[worst.name]:.1f} %" if unit == "accuracy" else f"{ends[worst.name]:.3f}"
     level = f"{level} {unit}"
-    return f"To reach {level}, where {worst.name} ends, {'; '.join(parts)}."
+    return f"To reach {level}, where {worst.name} ends, {'; '.join(parts) or 'all need as much'}."
 
 
 def cost_sentence(comparison: Comparison) -> str:
@@ -116,6 +118,13 @@ def cost_sentence(comparison: Comparison) -> str:
         return "No model was there to measure."
     context = max(figures.context for row in rows for figures in row.decoding)
     last = {row.name: figures for row in rows for figures in row.decoding if figures.context == context}
+    growing = [row.name for row in rows if row.decoding[-1].state_bytes > row.decoding[0].state_bytes]
+    if len(rows) == 1:
+        ((name, figures),) = last.items()
+        return (
+            f"After {context:,} tokens {name} generates {figures.tokens_per_second:,.0f} tokens a second, with a state "
+            f"of {decimal(figures.state_bytes)}, which {'grows' if growing else 'does not grow'} with the sequence."
+        )
     slow, fast = (end(last, key=lambda name: last[name].tokens_per_second) for end in (min, max))
     small, large = (end(last, key=lambda name: last[name].state_bytes) for end in (min, max))
     sentence = (
@@ -123,7 +132,6 @@ def cost_sentence(comparison: Comparison) -> str:
         f"({slow}, the slowest, {last[slow].tokens_per_second:,.0f}), and {small} has the smallest state, "
         f"{decimal(last[small].state_bytes)} ({large}, the largest, {decimal(last[large].state_bytes)})"
     )
-    growing = [row.name for row in rows if row.decoding[-1].state_bytes > row.decoding[0].state_bytes]
     return f"{sentence}; {f'the state of {listed(growing)} grows' if growing else 'no state grows'} with the sequence."
 
 

@@ -100,8 +100,9 @@ def final_score(run: RunRecord, output: Path, recipe: Recipe) -> RunRecord:
 def prompt_of(recipe: Recipe) -> str:
     """How the first document of a recipe's validation text begins."""
     text = read_text(recipe)
-    start = int(text.validation.document_starts[0]) + 1
-    beginning: str = text.tokenizer.decode(text.validation.tokens[start : start + PROMPT_TOKENS].tolist())
+    first, end = [*text.validation.document_starts.tolist(), text.validation.num_tokens][:2]
+    ids = text.validation.tokens[first + 1 : min(end, first + 1 + PROMPT_TOKENS)].tolist()
+    beginning: str = text.tokenizer.decode(ids)
     return beginning.rstrip("\ufffd")
 
 

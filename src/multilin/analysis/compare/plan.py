@@ -115,9 +115,12 @@ class Plan:
 
     @property
     def speed_name(self) -> str:
-        """What the plan is called in speed.json: optimizer and schedule cost the same whatever their numbers are."""
-        sizes = {name: v for name, v in self.choice.items() if name.split(".")[0] not in ("optimizer", "schedule")}
-        return "-".join([self.row.name, *_parts(sizes)])
+        """What the plan is called in speed.json: numbers of the optimizer and the schedule do not change the cost."""
+        free = ("optimizer", "schedule")
+        costly = {
+            name: v for name, v in self.choice.items() if name == "optimizer.name" or name.split(".")[0] not in free
+        }
+        return "-".join([self.row.name, *_parts(costly)])
 
 
 def rows_of(sweep: Sweep) -> list[Row]:
@@ -134,6 +137,11 @@ def rows_of(sweep: Sweep) -> list[Row]:
     rows = []
     for name, given in sweep.rows.items():
         stated = merge(base, nested(given or {}, f"rows.{name}"))
+        if (folder := get(stated, "model.start")) is not None:
+            raise InputError(
+                f"rows.{name}.model.start: {shown(folder)} given, but a row takes it from a recipe; write it into a "
+                "file, and give that as `recipe`"
+            )
         source = get(stated, "data.source")
         if sweep.task is not None and source != f"task:{sweep.task}":
             raise InputError(
@@ -221,7 +229,7 @@ def _with_budget(sweep: Sweep, plans: list[Plan], progress: TrainingProgress) ->
     for plan in plans:
         name, tokens = plan.row.name, float(plan.tokens_per_step)
         costs = {"tokens": tokens, "flops": tokens * plan.flops_per_token, "seconds": seconds.get(plan.speed_name, 0.0)}
-        count = int(amount // costs[kind])
+        count = int(amount / costs[kind] * (1 + 1e-12))  # 2 s have twenty steps of 0.1 s
         if count > MOST_STEPS:
             raise InputError(
                 f"budget.{kind}: {amount:g} given, but that is {count:.3g} steps for rows.{name}; give less, so that "

@@ -97,7 +97,8 @@ def as_html(comparison: Comparison) -> str:
 def _content(comparison: Comparison) -> dict[str, Any]:
     """The texts and tables of every report."""
     rows = comparison.ordered
-    sources = dict.fromkeys(row.recipe["data"]["source"] for row in comparison.rows)
+    texts = [row.recipe["data"] for row in comparison.rows]
+    sources = dict.fromkeys(name for data in texts for name in data["mix"] or [data["source"]])
     seeds = f"{plural(len(comparison.rows), 'row')}, {plural(len(comparison.seeds), 'seed')} each"
     measured = render("measured.txt.jinja", comparison=comparison, budget=budget_text(comparison), level=LEVEL)
     return {

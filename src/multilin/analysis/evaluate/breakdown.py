@@ -94,7 +94,10 @@ def break_down(scored: Iterable[Scored], packed: PackedText, tokenizer: PreTrain
         InputError: there is no token to score.
     """
     kinds = TokenKinds(tokenizer, packed.description.vocab_size)
-    frequency_V = _frequency_classes(packed.token_counts())
+    counts_V = packed.token_counts()
+    if packed.is_answer is None:
+        counts_V[packed.description.start_token_id] = 0  # it begins documents, and is not scored
+    frequency_V = _frequency_classes(counts_V)
     num_bins = math.floor(math.log2(max(packed.num_tokens, 2))) + 1
     edges = [0, *FREQUENCIES]
     total, by_position, by_document, by_class, by_frequency = tallies = [

@@ -64,7 +64,8 @@ def break_down_run(
             report = partial(progress, "evaluating", total=min(packed.num_tokens, max_tokens or packed.num_tokens))
             scored = read_whole(whole_model, packed, max_tokens=max_tokens, progress=report)
         else:
-            size, batch_size = block_size(run, recipe), settings.batch_size
+            size = max(2, min(block_size(run, recipe), packed.num_tokens))  # a short text is not padded
+            batch_size = settings.batch_size
             num_blocks = len(chosen_blocks(len(Blocks(packed, size, partial=True)), size, max_tokens))
             num_rows = min(batch_size, num_blocks)
             check_reading(f"batch_size: {batch_size}", run.model, num_rows, size, all_logits=True)
@@ -93,7 +94,7 @@ def validation_text(run: Run, recipe: Recipe | None, progress: Progress = no_pro
     if tokenizer_hash(text.tokenizer) == tokenizer_hash(run.tokenizer):
         return text.validation
     warnings.warn(
-        f"{recipe.data.source} is not the text it was when {run.folder} was trained: what is validation text now "
+        f"{recipe.data.name} is not the text it was when {run.folder} was trained: what is validation text now "
         "may have been training text then",
         stacklevel=2,
     )

@@ -61,7 +61,7 @@ def sweep_file(tmp_path: Path) -> Callable[..., Path]:
         ({"rows": {}}, "rows: none given"),
         (
             {"rows": {"elita": {"model.start": "x"}}},
-            "rows.elita.model.start: 'x' given, but a row takes it from a recipe",
+            "rows.elita.model.start: 'x' given, but rows take it from a recipe",
         ),
         ({"rows": {"lama": {}}}, "rows.lama: no model given; give `recipe`"),
         ({"rows": {"a": {"output": "x"}}}, "rows.a.output: 'x' given, but runs go into folders of the sweep's"),

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from multilin import InputError
 from multilin.data.tokenizers import train_tokenizer
@@ -111,3 +111,20 @@ def test_text_that_is_added_gets_no_space_before_it(codec: TextCodec, name: str,
 
 def test_a_tokenizer_without_such_a_space_adds_text_as_it_is(codec: TextCodec) -> None:
     assert codec.encode_more("a b") == codec.encode("a b")
+
+
+@pytest.mark.parametrize("name", ["first", "always", "prepend"])
+@pytest.mark.parametrize("rest", ["</s>ab b", "a</s> b", "b a"])
+def test_text_that_is_added_has_the_tokens_of_the_whole(codec: TextCodec, name: str, rest: str) -> None:
+    """Also after special tokens that are read as such, where some tokenizers put a space again."""
+    tokenizer = with_prefix(name)
+    tokenizer.add_special_tokens([AddedToken("</s>", special=True, normalized=False)])
+    own = replace(codec, tokenizer=tokenizer)
+    assert own.encode("ab b") + own.encode_more(rest) == own.encode(f"ab b{rest}")
+
+
+def test_spaces_that_a_tokenizer_drops_and_writes_anew_are_kept(codec: TextCodec) -> None:
+    tokenizer = with_prefix("always")
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), tokenizer.pre_tokenizer])
+    own = replace(codec, tokenizer=tokenizer)
+    assert own.tokenizer.decode(own.encode("a") + own.encode_more(" b a")) == "a b a"

@@ -75,7 +75,7 @@ def _talk(talk: "_Talk") -> None:
                 print(f"multilin: {error}", file=sys.stderr)
     finally:
         session = getattr(talk.current, "session", None)
-        if session is not None and any(talk.answers):
+        if session is not None and (any(talk.answers) or talk.begins_with_state):
             print(f"multilin: go on with --session {session}", file=sys.stderr)
 
 

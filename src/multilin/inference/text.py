@@ -44,20 +44,25 @@ class TextCodec:
     def encode_more(self, text: str) -> list[int]:
         """Token ids of text that follows other text, without the space that some tokenizers put before a text.
 
+        A special token that is read as one begins a text again, so that the space comes after it, as in one piece.
+
         Raises:
             InputError: text that came from bytes which are not UTF-8.
         """
-        return _encode(self._tokenizer_of_more, text)
+        place = len(text)
+        if not self.tokenizer.encode_special_tokens:
+            names = [token.content for token in self.tokenizer.get_added_tokens_decoder().values() if token.special]
+            place = min((start for name in names if (start := text.find(name)) >= 0), default=place)
+        first = _encode(self._tokenizer_of_more, text[:place]) if place else []
+        return first + _encode(self.tokenizer, text[place:])
 
     @functools.cached_property
     def _tokenizer_of_more(self) -> Tokenizer:
         content = json.loads(self.tokenizer.to_str())
         parts = {name: _without_prefix(content[name]) for name in ("normalizer", "pre_tokenizer")}
-        if parts.items() <= content.items():
+        if parts.items() <= content.items() or _drops_spaces(content["pre_tokenizer"]):
             return self.tokenizer
-        tokenizer = plain_tokenizer(json.dumps(content | parts))
-        tokenizer.encode_special_tokens = self.tokenizer.encode_special_tokens
-        return tokenizer
+        return plain_tokenizer(json.dumps(content | parts))
 
     def is_cut(self, token_ids: list[int]) -> bool:
         """True if these tokens end inside a character."""
@@ -93,6 +98,12 @@ def _without_prefix(part: Any) -> Any:
         return None
     changes = {"prepend_scheme": "never", "add_prefix_space": False}
     return {name: changes.get(name, _without_prefix(value)) for name, value in part.items()}
+
+
+def _drops_spaces(part: Any) -> bool:
+    """True for a pre-tokenizer, as JSON, that drops spaces: what is then put before each piece stands for them."""
+    kinds = [inner.get("type") for inner in (part or {}).get("pretokenizers", [])]
+    return any(kind in ("WhitespaceSplit", "Whitespace", "BertPreTokenizer") for kind in kinds)
 
 
 def plain_tokenizer(content: str) -> Tokenizer:

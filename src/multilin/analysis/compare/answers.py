@@ -119,11 +119,12 @@ def cost_sentence(comparison: Comparison) -> str:
     context = max(figures.context for row in rows for figures in row.decoding)
     last = {row.name: figures for row in rows for figures in row.decoding if figures.context == context}
     growing = [row.name for row in rows if row.decoding[-1].state_bytes > row.decoding[0].state_bytes]
-    if len(rows) == 1:
+    if len(last) == 1:
         ((name, figures),) = last.items()
+        grows = "grows" if name in growing else "does not grow"
         return (
             f"After {context:,} tokens {name} generates {figures.tokens_per_second:,.0f} tokens a second, with a state "
-            f"of {decimal(figures.state_bytes)}, which {'grows' if growing else 'does not grow'} with the sequence."
+            f"of {decimal(figures.state_bytes)}, which {grows} with the sequence."
         )
     slow, fast = (end(last, key=lambda name: last[name].tokens_per_second) for end in (min, max))
     small, large = (end(last, key=lambda name: last[name].state_bytes) for end in (min, max))

@@ -138,9 +138,10 @@ def rows_of(sweep: Sweep) -> list[Row]:
     for name, given in sweep.rows.items():
         stated = merge(base, nested(given or {}, f"rows.{name}"))
         if (folder := get(stated, "model.start")) is not None:
+            where = "base" if get(base, "model.start") == folder else f"rows.{name}"
             raise InputError(
-                f"rows.{name}.model.start: {shown(folder)} given, but a row takes it from a recipe; write it into a "
-                "file, and give that as `recipe`"
+                f"{where}.model.start: {shown(folder)} given, but rows take it from a recipe; write it into a file, "
+                "and give that as `recipe`"
             )
         source = get(stated, "data.source")
         if sweep.task is not None and source != f"task:{sweep.task}":

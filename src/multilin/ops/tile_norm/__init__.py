@@ -24,7 +24,8 @@ def tile_norm(
 
         y_i = x_i / sqrt(mean of x_j^2 over the tile of i)
 
-    Squares are taken in float32 or better: numbers below about 1e-22 count as 0, and those beyond 1e19 give nan.
+    Squares are taken in float32 or better: numbers below about 1e-22 count as 0, and those beyond 1e19 give nan (0 in
+    exported graphs).
 
     Args:
         x: (..., D) in any float dtype; sums are taken in float32 or better.

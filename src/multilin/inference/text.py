@@ -58,6 +58,7 @@ class TextCodec:
 
     @functools.cached_property
     def _tokenizer_of_more(self) -> Tokenizer:
+        """The tokenizer without the space before a text; as it is where that space stands for one of the text."""
         content = json.loads(self.tokenizer.to_str())
         parts = {name: _without_prefix(content[name]) for name in ("normalizer", "pre_tokenizer")}
         if parts.items() <= content.items() or _drops_spaces(content["pre_tokenizer"]):

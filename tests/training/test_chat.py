@@ -8,9 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from multilin.architectures import architectures, get_architecture
-from multilin.data.chat import CHAT_TEMPLATE, encode_conversation, read_messages
+from multilin.data.chat import CHAT_TEMPLATE, ConversationEncoder, read_messages
 from multilin.data.packed_text import Blocks
 from multilin.data.prepare import prepare_text
 from multilin.data.settings import DataRecipe, TokenizerRecipe
@@ -59,7 +61,7 @@ def test_the_default_template_marks_answers_and_their_ends() -> None:
         {"role": "user", "content": "Again?"},
         ANSWER,
     ]
-    ids, is_answer = encode_conversation(messages, tokenizer, "here")
+    ids, is_answer = ConversationEncoder(tokenizer).encode(messages, "here")
     end = tokenizer.eos_token
     assert tokenizer.decode(ids) == (
         f"System:\nBe brief.\n\nUser:\nWho?\n\nAssistant:\nMe!{end}\n\nUser:\nAgain?\n\nAssistant:\nMe!{end}"
@@ -69,6 +71,19 @@ def test_the_default_template_marks_answers_and_their_ends() -> None:
     )
     prompt = tokenizer.apply_chat_template(messages[:2], add_generation_prompt=True)["input_ids"]
     assert ids[: len(prompt)] == prompt
+
+
+@pytest.mark.parametrize("scheme", ["first", "always", "never"])
+def test_a_conversation_in_parts_has_the_tokens_of_the_whole(scheme: str) -> None:
+    """Also with a tokenizer that puts a space before a text: a part is no text of its own."""
+    letters = Tokenizer(models.BPE({letter: i for i, letter in enumerate(["▁", "\n", *map(chr, range(33, 127))])}, []))
+    letters.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=letters, eos_token="</s>", chat_template=CHAT_TEMPLATE)
+    messages = [QUESTION, ANSWER, QUESTION, ANSWER]
+    ids, is_answer = ConversationEncoder(tokenizer).encode(messages, "here")
+    assert ids == tokenizer.apply_chat_template(messages)["input_ids"]
+    answer = [token for token, answers in zip(ids, is_answer, strict=True) if answers]
+    assert tokenizer.convert_ids_to_tokens(answer) == [*"Me!", "</s>"] * 2
 
 
 def test_blocks_hold_whole_conversations_and_labels_of_answers_alone(chats: Path, tmp_path: Path) -> None:
@@ -178,7 +193,7 @@ def test_a_template_that_fails_is_one_sentence(template: str, message: str) -> N
     tokenizer = train_tokenizer([], "byte", None)
     tokenizer.chat_template = template
     with pytest.raises(InputError, match=message):
-        encode_conversation([QUESTION, ANSWER], tokenizer, "chats.jsonl:1")
+        ConversationEncoder(tokenizer).encode([QUESTION, ANSWER], "chats.jsonl:1")
 
 
 def test_rows_without_conversations_are_left_to_texts() -> None:

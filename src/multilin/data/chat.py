@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from multilin.data.added_text import AddedTextEncoder, encode_whole, plain_tokenizer
 from multilin.errors import InputError, as_input_error, nearest, shown
 
 if TYPE_CHECKING:
@@ -68,46 +69,64 @@ def _check(message: Mapping[str, Any], where: str) -> Message:
     return {"role": str(role), "content": content}
 
 
-def encode_conversation(
-    messages: list[Message], tokenizer: "PreTrainedTokenizerFast", where: str
-) -> tuple[list[int], list[bool]]:
-    """The tokens of a conversation, and for each whether it belongs to an answer of the assistant.
+class ConversationEncoder:
+    """Turns conversations into tokens, by the chat template of a tokenizer.
 
-    An answer is the text that the template adds after the prompt for an answer, so that a model learns to go on from
-    exactly the text that it is given in use.
-
-    Raises:
-        InputError: the template fails or has no place for answers, or a message spells a special token.
+    Args:
+        tokenizer: its template may write special tokens.
     """
-    for message in messages:
-        for token in tokenizer.all_special_tokens:
-            if token in message["content"]:
-                raise InputError(f"{where}: a message spells the special token {token!r}; write it in another way")
-    ids: list[int] = []
-    is_answer: list[bool] = []
-    for text, answers in _parts(messages, tokenizer, where):
-        part = tokenizer(text, add_special_tokens=False)["input_ids"]
-        ids += part
-        is_answer += [answers] * len(part)
-    return ids, is_answer
 
+    def __init__(self, tokenizer: "PreTrainedTokenizerFast") -> None:
+        self._tokenizer = tokenizer
+        self._backend = plain_tokenizer(tokenizer.backend_tokenizer.to_str())
+        self._backend.encode_special_tokens = False
+        self._added_text = AddedTextEncoder(self._backend)
+        self._special = dict(zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True))
 
-def _parts(messages: list[Message], tokenizer: "PreTrainedTokenizerFast", where: str) -> Iterator[tuple[str, bool]]:
-    """The text of a conversation, cut where answers begin and end; True for answers."""
+    def encode(self, messages: list[Message], where: str) -> tuple[list[int], list[bool]]:
+        """The tokens of a conversation, and for each whether it belongs to an answer of the assistant.
 
-    def render(number: int, *, prompt: bool) -> str:
-        with as_input_error(lambda reason: f"{where}: the tokenizer's chat template fails ({reason})"):
-            return str(tokenizer.apply_chat_template(messages[:number], tokenize=False, add_generation_prompt=prompt))
+        An answer is the text that the template adds after the prompt for an answer, so that a model learns to go on
+        from exactly the text that it is given in use, and its tokens are those of text that is added there.
 
-    done = ""
-    for number, message in enumerate(messages):
-        if message["role"] == "assistant":
-            before, after = render(number, prompt=True), render(number + 1, prompt=False)
-            if not before.startswith(done) or not after.startswith(before):
-                raise InputError(
-                    f"{where}: the tokenizer's chat template writes earlier messages anew when an answer follows, so "
-                    "answers cannot be told apart; give a tokenizer with another one"
+        Raises:
+            InputError: the template fails or has no place for answers, or a message spells a special token.
+        """
+        for message in messages:
+            for token in self._special.values():
+                if token in message["content"]:
+                    raise InputError(f"{where}: a message spells the special token {token!r}; write it in another way")
+        ids: list[int] = []
+        is_answer: list[bool] = []
+        for text, answers in self._parts(messages, where):
+            if not ids:
+                part = encode_whole(self._backend, text)
+            elif ids[-1] in self._special:  # it decides how the part begins
+                part = self._added_text.encode(self._special[ids[-1]] + text)[1:]
+            else:
+                part = self._added_text.encode(text)
+            ids += part
+            is_answer += [answers] * len(part)
+        return ids, is_answer
+
+    def _parts(self, messages: list[Message], where: str) -> Iterator[tuple[str, bool]]:
+        """The text of a conversation, cut where answers begin and end; True for answers."""
+
+        def render(number: int, *, prompt: bool) -> str:
+            with as_input_error(lambda reason: f"{where}: the tokenizer's chat template fails ({reason})"):
+                return str(
+                    self._tokenizer.apply_chat_template(messages[:number], tokenize=False, add_generation_prompt=prompt)
                 )
-            yield before[len(done) :], False
-            yield after[len(before) :], True
-            done = after
+
+        done = ""
+        for number, message in enumerate(messages):
+            if message["role"] == "assistant":
+                before, after = render(number, prompt=True), render(number + 1, prompt=False)
+                if not before.startswith(done) or not after.startswith(before):
+                    raise InputError(
+                        f"{where}: the tokenizer's chat template writes earlier messages anew when an answer follows, "
+                        "so answers cannot be told apart; give a tokenizer with another one"
+                    )
+                yield before[len(done) :], False
+                yield after[len(before) :], True
+                done = after

@@ -18,7 +18,7 @@ import safetensors.numpy
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerFast
 
-from multilin.data.chat import encode_conversation
+from multilin.data.chat import ConversationEncoder
 from multilin.data.encoding import Encoder, make_encoder
 from multilin.data.files import Document
 from multilin.data.packed_text import ANSWERS, INDEX, TOKENS, Description, PackedText, merged, write_description
@@ -126,9 +126,13 @@ class _Writer:
         self._bytes: list[int] = []
         self.write_answers: Callable[[bytes], object] | None = None
 
+    @functools.cached_property
+    def _conversations(self) -> ConversationEncoder:
+        return ConversationEncoder(self._tokenizer)
+
     def add_conversation(self, document: Document) -> None:
         assert document.messages is not None, "texts and conversations are packed apart"
-        ids, is_answer = encode_conversation(document.messages, self._tokenizer, document.name)
+        ids, is_answer = self._conversations.encode(document.messages, document.name)
         start = start_token_id(self._tokenizer)
         if ids[0] not in (start, self._tokenizer.bos_token_id):  # which a template may write itself
             ids, is_answer = [start, *ids], [False, *is_answer]

@@ -5,11 +5,12 @@ from collections.abc import Callable
 import torch
 from transformers import PreTrainedTokenizerFast
 
+from multilin.data.added_text import plain_tokenizer
 from multilin.data.tokenizers import start_token_id
 from multilin.inference.generate import DEFAULTS, Continuation, check_settings, count_new_tokens, generate
 from multilin.inference.runs import Run
 from multilin.inference.settings import GenerationSettings
-from multilin.inference.text import TextCodec, TextStream, plain_tokenizer
+from multilin.inference.text import TextCodec, TextStream
 from multilin.inference.torch_engine import TorchEngine
 from multilin.model import MultilinForCausalLM
 from multilin.model.memory import cache_bytes, check_beams, check_reading

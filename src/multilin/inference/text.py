@@ -1,16 +1,15 @@
 """Prompts as tokens, and tokens as streamed text, with the tokenizers library alone, which is imported quickly."""
 
 import functools
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
+from multilin.data.added_text import AddedTextEncoder, encode_whole
 from multilin.data.byte_level import token_bytes
 from multilin.errors import InputError, shown
 
@@ -23,7 +22,7 @@ LONGEST_CHARACTER = 4  # tokens, one for each byte
 class TextCodec:
     """A tokenizer with the special tokens that generation needs.
 
-    tokenizer: see `plain_tokenizer`.
+    tokenizer: see `multilin.data.added_text.plain_tokenizer`.
     end_id: the token that begins and ends a text.
     pad_id: the token of padding; may be the same token.
     """
@@ -38,32 +37,20 @@ class TextCodec:
         Raises:
             InputError: text that came from bytes which are not UTF-8.
         """
-        ids = _encode(self.tokenizer, text)
+        ids = encode_whole(self.tokenizer, _checked(text))
         return [self.end_id, *ids] if is_start else ids
 
     def encode_more(self, text: str) -> list[int]:
         """Token ids of text that follows other text, without the space that some tokenizers put before a text.
 
-        A special token that is read as one begins a text again, so that the space comes after it, as in one piece.
-
         Raises:
             InputError: text that came from bytes which are not UTF-8.
         """
-        place = len(text)
-        if not self.tokenizer.encode_special_tokens:
-            names = [token.content for token in self.tokenizer.get_added_tokens_decoder().values() if token.special]
-            place = min((start for name in names if (start := text.find(name)) >= 0), default=place)
-        first = _encode(self._tokenizer_of_more, text[:place]) if place else []
-        return first + _encode(self.tokenizer, text[place:])
+        return self._added_text.encode(_checked(text))
 
     @functools.cached_property
-    def _tokenizer_of_more(self) -> Tokenizer:
-        """The tokenizer without the space before a text; as it is where that space stands for one of the text."""
-        content = json.loads(self.tokenizer.to_str())
-        parts = {name: _without_prefix(content[name]) for name in ("normalizer", "pre_tokenizer")}
-        if parts.items() <= content.items() or _drops_spaces(content["pre_tokenizer"]):
-            return self.tokenizer
-        return plain_tokenizer(json.dumps(content | parts))
+    def _added_text(self) -> AddedTextEncoder:
+        return AddedTextEncoder(self.tokenizer)
 
     def is_cut(self, token_ids: list[int]) -> bool:
         """True if these tokens end inside a character."""
@@ -80,40 +67,12 @@ class TextCodec:
             logits_BV[:, self.pad_id] = -np.inf
 
 
-def _encode(tokenizer: Tokenizer, text: str) -> list[int]:
+def _checked(text: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError:
         raise InputError(f"prompt: {shown(text)} holds bytes that are not UTF-8") from None
-    # Unlike `Tokenizer.encode` this lets other threads run meanwhile.
-    return tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
-
-
-def _without_prefix(part: Any) -> Any:
-    """A normalizer or pre-tokenizer as JSON, without what puts a space before a text."""
-    if isinstance(part, list):
-        return [kept for inner in part if (kept := _without_prefix(inner)) is not None]
-    if not isinstance(part, dict):
-        return part
-    if part.get("type") == "Prepend":
-        return None
-    changes = {"prepend_scheme": "never", "add_prefix_space": False}
-    return {name: changes.get(name, _without_prefix(value)) for name, value in part.items()}
-
-
-def _drops_spaces(part: Any) -> bool:
-    """True for a pre-tokenizer, as JSON, that drops spaces: what is then put before each piece stands for them."""
-    kinds = [inner.get("type") for inner in (part or {}).get("pretokenizers", [])]
-    return any(kind in ("WhitespaceSplit", "Whitespace", "BertPreTokenizer") for kind in kinds)
-
-
-def plain_tokenizer(content: str) -> Tokenizer:
-    """A tokenizer from its JSON, without truncation and padding; names of special tokens are read as text."""
-    tokenizer = Tokenizer.from_str(content)
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    tokenizer.encode_special_tokens = True
-    return tokenizer
+    return text
 
 
 @dataclass

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from multilin.errors import InputError
 from multilin.ops import prefix_softmax as unchecked
-from multilin.ops.prefix_softmax import PREFIX_SOFTMAX, reference
+from multilin.ops.prefix_softmax import PREFIX_SOFTMAX, portable, reference
 from tests.ops.cases.prefix_softmax import LOGITS, WINDOWS, make_logits, make_starts, make_values
 from tests.ops.checked import prefix_softmax
 
@@ -122,6 +123,19 @@ def test_reading_in_pieces_equals_reading_at_once(window, cuts, name, packed) ->
     torch.testing.assert_close(torch.exp(state.logits_BSH - 80), torch.exp(final.logits_BSH - 80), rtol=1e-9, atol=0)
     visible = (final.logits_BSH > -torch.inf)[..., None]
     torch.testing.assert_close(state.values_BSHD * visible, final.values_BSHD * visible, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("compute", [unchecked.prefix_softmax, portable.prefix_softmax], ids=["op", "portable"])
+def test_token_by_token_is_as_exact_as_at_once(compute: Callable) -> None:
+    """Also with large logits, whose float32 has few digits behind the point: nothing adds up."""
+    num_time = 3000
+    logits, values = make_logits("random", (1, num_time, H)) + 80, make_values((1, num_time, H, D))
+    logits, values, state, pieces = logits.float(), values.float(), None, []
+    for t in range(num_time):
+        means, state = compute(logits[:, t : t + 1], values[:, t : t + 1], state=state)
+        pieces.append(means)
+    exact, _ = prefix_softmax(logits.double(), values.double())
+    assert relative_error(torch.cat(pieces, 1)[:, -1000:], exact[:, -1000:]) < 1e-5
 
 
 def test_shifting_all_logits_changes_nothing() -> None:

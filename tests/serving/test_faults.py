@@ -210,7 +210,7 @@ def test_7_a_restored_state_is_used(start: Start, run: Run, tmp_path: Path) -> N
         for name in (session, imported["id"])
     ]
     assert texts[0] == texts[1]
-    other = state.replace(b"multilin-state-3", b"multilin-state-0")
+    other = state.replace(b"multilin-state-4", b"multilin-state-0")
     for content in (b"", b"x" * 100, state[:-10], state[:500], other, state[:-8] + b"\0\1\2\3\4\5\6\7"):
         error = server.call("POST", "/v1/sessions", content=content, headers=header, status=400)["error"]
         assert error["message"]

@@ -77,7 +77,7 @@ class Step(nn.Module):
             shape = list(about.shape)
             if about.is_ring:
                 shape[0] = min(shape[0], EXAMPLE_SLOTS)
-            inputs[about.name] = _turn(torch.zeros(rows, *shape), about)
+            inputs[about.name] = _turn(torch.zeros(rows, *shape, dtype=getattr(torch, about.dtype)), about)
         return inputs
 
     def dynamic_shapes(self) -> dict[str, Any]:

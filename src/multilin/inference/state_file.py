@@ -20,7 +20,7 @@ from multilin.files import short_path, write_whole
 from multilin.inference.random_numbers import STATE_BYTES, RandomNumbers
 from multilin.inference.state_contents import StateContents, StateOwner, StateTensor
 
-FORMAT = "multilin-state-3"
+FORMAT = "multilin-state-4"
 METADATA = {"format", "model", "unread_ids", "sha256"}
 RNG_STATE = "rng_state"
 MOST_ROWS = 2**16

@@ -15,7 +15,7 @@ import torch
 from tests.ops.gpu.conftest import run_one_way
 
 NAMES = {
-    torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16",
+    torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16",
     torch.int32: "i32", torch.int8: "i8", torch.uint8: "u8", torch.bool: "i1",
 }  # fmt: skip
 

@@ -84,6 +84,12 @@ def floats(address, rows, columns):
 
 
 @njit
+def doubles(address, length):
+    """The (length,) float64 array at an address."""
+    return array(np.float64, address, (length,))
+
+
+@njit
 def part_of(num_rows, num_parts, part):
     """First row of a part, and the one after its last."""
     return num_rows * part // num_parts, num_rows * (part + 1) // num_parts

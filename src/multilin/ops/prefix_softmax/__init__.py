@@ -42,9 +42,8 @@ def prefix_softmax(
         y_t = sum_j e^{l_j} v_j / sum_j e^{l_j}      j <= t, of the same text, and j > t - window if there is a window
 
     Logits are shifted by a running maximum, so any finite logit is safe, and -inf is a token without weight (padding).
-    A position that reads only such tokens gets 0. Without a window each state rounds the log of the total weight to
-    float32: T calls of one token differ from one call of T by about 6e-8 |l| sqrt(T), relative to the values. Where a
-    window's weight is nearly all on one token, the gradient of its logit has an error of 1e-7 of dy v.
+    A position that reads only such tokens gets 0. Where a window's weight is nearly all on one token, the gradient of
+    its logit has an error of 1e-7 of dy v.
 
     Args:
         logits: (B, T, H) natural-log weights, one per token and head; -inf allowed, +inf and nan not.
@@ -58,8 +57,9 @@ def prefix_softmax(
         needs_state: False if the sequence ends here: no state is built, and None is returned for it.
 
     Returns:
-        The means (B, T, H, D) in the dtype of `values`, and the state after the last token: one summary token, or the
-        last window - 1 tokens, in float32 (float64 if an input is float64); from a ring, the new tokens only.
+        The means (B, T, H, D) in the dtype of `values`, and the state after the last token: one summary token, whose
+        logit is float64, or the last window - 1 tokens, else in float32 (float64 if an input is float64); from a ring,
+        the new tokens only.
 
     Raises:
         InputError: a window below 1, own_logits beside a window or null_logit, or shapes that do not fit.

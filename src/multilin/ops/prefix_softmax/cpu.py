@@ -80,7 +80,7 @@ def forward(
     if keeps:
         weights, checkpoints, rounding = empty_kept(values, own, window, null)
     if needs_state:
-        final_logits = torch.empty(B, 1, H, dtype=torch.float32)
+        final_logits = torch.empty(B, 1, H, dtype=torch.float64)
         final_values = torch.empty(B, 1, H, D, dtype=torch.float32)
     _launch(
         "forward", is_gated(values, own, null), window, null, logits=logits, own=own, values=values,

@@ -23,7 +23,18 @@ tell every part how its past, or backward its future, ends (second launch).
 import numpy as np
 from numba import njit
 
-from multilin.ops.kernels.cpu_intrinsics import DOTS, LOWEST, NOTHING, ONE, SCALARS, TINY, ZERO, exp_negative, floats
+from multilin.ops.kernels.cpu_intrinsics import (
+    DOTS,
+    LOWEST,
+    NOTHING,
+    ONE,
+    SCALARS,
+    TINY,
+    ZERO,
+    doubles,
+    exp_negative,
+    floats,
+)
 from multilin.ops.prefix_softmax.cpu import ROWS
 from multilin.ops.prefix_softmax.cpu_math import (
     get,
@@ -173,10 +184,14 @@ def forward(tasks, values, index, sources):
     top, total = np.full(num_heads, LOWEST, np.float32), np.zeros(num_heads, np.float64)
     mean = zeros_beside(task.values, num_heads, task.width)
     if task.state_logits != 0:
-        logits, state = floats(task.state_logits, 1, num_heads), floats(task.state_values, num_heads, task.width)
+        logits = doubles(task.state_logits, num_heads)
+        assign(mean, floats(task.state_values, num_heads, task.width))
         for h in range(num_heads):
-            if not logits[0, h] <= LOWEST:
-                merge_token(top, total, mean, h, False, logits[0, h], ONE, state[h])
+            if logits[h] <= LOWEST:
+                mean[h] = ZERO
+            else:
+                top[h] = logits[h]
+                total[h] = np.exp(logits[h] - top[h])
     for piece in range(part * num_parts):
         numbers, piece_mean = summary(task, piece)
         for h in range(num_heads):
@@ -189,9 +204,9 @@ def forward(tasks, values, index, sources):
         assign(checkpoint(task, (task.num_time + ROWS - 1) // ROWS), mean)
     if task.final_logits != 0:
         assign(floats(task.final_values, num_heads, task.width), mean)
-        final_logits = floats(task.final_logits, 1, num_heads)
+        final_logits = doubles(task.final_logits, num_heads)
         for h in range(num_heads):
-            final_logits[0, h] = NOTHING if total[h] == 0 else top[h] + np.log(total[h])
+            final_logits[h] = NOTHING if total[h] == 0 else top[h] + np.log(total[h])
 
 
 @njit(**SCALARS)

@@ -97,8 +97,11 @@ def forward(
     B, T, H, D = values.shape
     means = torch.empty((B, T, H, D), dtype=values.dtype, device=values.device)
     num_past = 1 if window is None else window - 1
-    shapes = (B, num_past, H), (B, num_past, H, D)
-    final = tuple(_float32(values, *shape) if needs_state else None for shape in shapes)
+    final: _Tensors = (None, None)
+    if needs_state:
+        kind = torch.float64 if window is None else torch.float32
+        final_logits = torch.empty((B, num_past, H), dtype=kind, device=values.device)
+        final = final_logits, _float32(values, B, num_past, H, D)
     state = _whole(state_logits), _whole(state_values)
     kept = empty_kept(values, own, window, null) if keeps else (None, None, None)
     if T == 1 and not keeps:
@@ -196,7 +199,7 @@ def _rows(tensor: Tensor | None) -> tuple[Any, ...]:
 
 
 def _whole(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else tensor.float().contiguous()
+    return None if tensor is None else tensor.contiguous()
 
 
 def _texts(starts: Tensor | None) -> Tensor | None:

@@ -17,10 +17,12 @@ from multilin.ops.prefix_softmax.gpu_math import (
     UNSPECIALIZED,
     absorb,
     load_texts,
+    log_of,
     of_text,
     place,
     store_token,
     text_at,
+    top_and_total,
 )
 
 
@@ -56,9 +58,8 @@ def before_part(p_text, state, tokens, i_b, i_h, i_part, H, D, cut, o_d, m_d, BL
     top, total, b_mean = -float("inf"), 0.0, tl.zeros((BLOCK_D,), tl.float32)
     if state[0] is not None:
         o_state = i_b * H + i_h
-        top = tl.where(text == 0, tl.load(state[0] + o_state), -float("inf"))
-        total = tl.where(top > -float("inf"), 1.0, 0.0)
-        b_mean = total * tl.load(state[1] + o_state * D + o_d, m_d, 0.0)
+        top, total = top_and_total(tl.where(text == 0, tl.load(state[0] + o_state), -float("inf")))
+        b_mean = tl.where(total > 0, tl.load(state[1] + o_state * D + o_d, m_d, 0.0), 0.0)
     if tokens[0] is not None:
         for i_first in range(tl.maximum(i_part - cut.whole, 0), i_part, TOKENS):
             o_p = i_first + tl.arange(0, TOKENS)
@@ -177,8 +178,7 @@ def forward(
             top, total, b_mean = absorb(top, total, b_mean, b_logits, 1.0, b_values)
     if i_part == cut.parts - 1:
         if final[0] is not None:
-            log_total = tl.where(total > 0, top + tl.log(tl.where(total > 0, total, 1.0)), -float("inf"))
-            tl.store(final[0] + i_bh, log_total)
+            tl.store(final[0] + i_bh, log_of(top, total))
             tl.store(final[1] + i_bh * D + o_d, b_mean, m_d)
         if past[0] is not None:
             store_token(past, i_bh * num_slots + num_slots - 1, D, o_d, m_d, top, total, b_mean)
@@ -202,11 +202,13 @@ def step(
             o_s = start + tl.arange(0, CHUNK)
             m_s = o_s < num_past
             o_state = (i_b * num_past + o_s) * H + i_h
-            b_logits = tl.load(state[0] + o_state, m_s, -float("inf"))
+            b_logits, b_totals = tl.load(state[0] + o_state, m_s, -float("inf")), 1.0
+            if not WINDOWED:
+                b_logits, b_totals = top_and_total(b_logits)
             if p_starts is not None:
                 b_logits = tl.where(tl.load(p_starts + i_b) != 0, -float("inf"), b_logits)
             b_values = tl.load(state[1] + o_state[:, None] * D + o_d[None, :], m_s[:, None] & m_d[None, :], 0.0)
-            top, total, b_mean = absorb(top, total, b_mean, b_logits, 1.0, b_values)
+            top, total, b_mean = absorb(top, total, b_mean, b_logits, b_totals, b_values)
             if WINDOWED:
                 if final[0] is not None:
                     o_moved, m_moved = o_state - H, m_s & (o_s > 0)
@@ -215,11 +217,12 @@ def step(
     if final[0] is not None:
         if num_past > 0:
             o_state = (i_b * num_past + num_past - 1) * H + i_h
-            last_logit, b_last_value = logit, b_value
-            if not WINDOWED:
-                last_logit, b_last_value = top + tl.log(tl.where(total > 0, total, 1.0)), b_mean
-            tl.store(final[0] + o_state, last_logit)
-            tl.store(final[1] + o_state * D + o_d, b_last_value, m_d)
+            if WINDOWED:
+                tl.store(final[0] + o_state, logit)
+                tl.store(final[1] + o_state * D + o_d, b_value, m_d)
+            else:
+                tl.store(final[0] + o_state, log_of(top, total))
+                tl.store(final[1] + o_state * D + o_d, b_mean, m_d)
     other = null
     if p_own is not None:
         other = tl.load(p_own + i_b * s_own[0] + i_h * s_own[2])

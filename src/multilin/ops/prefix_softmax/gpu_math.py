@@ -50,6 +50,20 @@ def absorb(top, total, b_mean, b_logits, b_totals, b_values):
 
 
 @triton.jit
+def top_and_total(log_total):
+    """A total weight whose log is in float64: the log in float32, and a total that makes up for its rounding."""
+    top = log_total.to(tl.float32)
+    return top, tl.exp((log_total - finite(top)).to(tl.float32))
+
+
+@triton.jit
+def log_of(top, total):
+    """The log of a total weight, in float64; -inf for none."""
+    wide = top.to(tl.float64) + tl.log(tl.where(total > 0, total, 1.0).to(tl.float64))
+    return tl.where(total > 0, wide, -float("inf"))
+
+
+@triton.jit
 def absorb_rows(low, b_flow, lost, b_tops, b_scales, b_dmeans, b_deltas):
     """Merge one row with the rows of a tile; `scales` are 1 / D_t."""
     new_low = tl.minimum(low, tl.min(b_tops, axis=0))

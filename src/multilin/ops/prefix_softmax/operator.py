@@ -31,7 +31,8 @@ def prefix_softmax(
     if window is None or is_step:
         past: Any = (None, None)
         if state is not None:
-            past = state if state.values_BSHD.dtype is torch.float32 else tuple(x.float() for x in state)
+            logits_BSH = state.logits_BSH.double() if window is None else state.logits_BSH.float()
+            past = logits_BSH, state.values_BSHD.float()
         if window is None or not needs_gradients(logits_BTH, values_BTHD, *past):
             inputs = (logits_BTH, values_BTHD, own_logits, starts, *past, window, null, needs_state)
             means, *final = _means(kernels, *inputs)
@@ -89,8 +90,10 @@ def _forward_shapes(kernels: str, logits: Tensor, values: Tensor, own: Tensor | 
     B, T, H, D = values.shape
     S = 1 if window is None else window - 1
     kept = _MODULES[kernels].empty_kept(values, own, window, null) if keeps else (logits.new_empty(0) for _ in range(3))
-    final = (logits.new_empty(shape if needs_state else (0,)) for shape in ((B, S, H), (B, S, H, D)))
-    return values.new_empty((B, T, H, D)), *final, *kept
+    kind = torch.float64 if needs_state and window is None else torch.float32
+    final_logits = logits.new_empty((B, S, H) if needs_state else (0,), dtype=kind)
+    final_values = logits.new_empty((B, S, H, D) if needs_state else (0,))
+    return values.new_empty((B, T, H, D)), final_logits, final_values, *kept
 
 
 @_backward.register_fake
@@ -128,6 +131,7 @@ def _differentiate(
     values, own = saved[1:3]
     if dmeans is None:
         dmeans = torch.zeros_like(values)
+    dfinal_logits = None if dfinal_logits is None else dfinal_logits.float()
     if not ctx.needs_state:
         dfinal_logits = dfinal_values = None
     elif dfinal_logits is None and dfinal_values is not None:

@@ -26,9 +26,8 @@ def prefix_softmax(
 ) -> tuple[Tensor, PrefixSoftmaxState | None]:  # fmt: skip
     """See `multilin.ops.prefix_softmax`."""
     values_BTHD, num_new = values_BTHD.to(logits_BTH.dtype), logits_BTH.shape[1]
-    if num_new == 1 and window is None and state is not None and starts is None:
-        past_B1H, past_B1HD = (x.to(logits_BTH.dtype) for x in state)
-        totals_BTH, means_BTHD = _merge(past_B1H, past_B1HD, logits_BTH, values_BTHD)
+    if window is None:
+        totals_BTH, means_BTHD = _read_all(logits_BTH, values_BTHD, state, starts)
     elif num_new <= SHORT:
         return reference.prefix_softmax(
             logits_BTH, values_BTHD, window=window, own_logits=own_logits, null_logit=null_logit, state=state,
@@ -36,20 +35,34 @@ def prefix_softmax(
         )  # fmt: skip
     else:
         tokens = read_state_first(logits_BTH, values_BTHD, state, starts)
-        is_cut = window is not None and window < tokens[0].shape[1]
-        totals_BTH, means_BTHD = _scan_window(*tokens, window or 0) if is_cut else _scan(*tokens)
+        is_cut = window < tokens[0].shape[1]
+        totals_BTH, means_BTHD = _scan_window(*tokens, window) if is_cut else _scan(*tokens)
     if not needs_state:
         state = None
     elif window is None:
-        state = PrefixSoftmaxState(totals_BTH[:, -1:], means_BTHD[:, -1:])
+        state = PrefixSoftmaxState(totals_BTH[:, -1:].double(), means_BTHD[:, -1:])
     else:
         state = last_tokens(*tokens, window - 1)
     totals_BTH, means_BTHD = totals_BTH[:, -num_new:], means_BTHD[:, -num_new:]
     if own_logits is not None:
         totals_BTH, means_BTHD = _merge(totals_BTH, means_BTHD, own_logits, values_BTHD)
     elif null_logit is not None:
-        means_BTHD = means_BTHD * torch.sigmoid(totals_BTH - null_logit)[..., None]
+        means_BTHD = means_BTHD * torch.sigmoid(totals_BTH - null_logit)[..., None].to(means_BTHD.dtype)
     return means_BTHD, state
+
+
+def _read_all(
+    logits_BTH: Tensor, values_BTHD: Tensor, state: PrefixSoftmaxState | None, starts_BT: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """As `_scan`, after the state's summary."""
+    if state is None:
+        return _scan(logits_BTH, values_BTHD, starts_BT)
+    past_B1H, past_B1HD = state.logits_BSH, state.values_BSHD.to(values_BTHD.dtype)
+    if starts_BT is None and logits_BTH.shape[1] == 1:
+        return _merge(past_B1H, past_B1HD, logits_BTH, values_BTHD)
+    if starts_BT is not None:
+        past_B1H = past_B1H.masked_fill((starts_BT.cumsum(dim=1) > 0)[..., None], -torch.inf)
+    return _merge(*_scan(logits_BTH, values_BTHD, starts_BT), past_B1H, past_B1HD)
 
 
 def from_ring(logits_BTH: Tensor, values_BTHD: Tensor, ring: Ring, *, window: int, null_logit: float | None) -> Tensor:
@@ -129,6 +142,7 @@ def _scan_window(
 def _merge(logits_a: Tensor, values_a: Tensor, logits_b: Tensor, values_b: Tensor) -> tuple[Tensor, Tensor]:
     """Two tokens as one: the log of their weight together, and their mean; the first value if both logits are -inf."""
     difference = logits_b - logits_a.clamp(min=torch.finfo(logits_a.dtype).min)  # never that of two infinities
+    difference = difference.to(values_a.dtype)
     log_total = torch.maximum(logits_a, logits_b) + softplus(-difference.abs())
     share = difference[..., None]
     return log_total, values_a * torch.sigmoid(-share) + values_b * torch.sigmoid(share)

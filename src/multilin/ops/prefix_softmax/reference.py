@@ -17,7 +17,8 @@ class PrefixSoftmaxState(NamedTuple):
 
     The mean of everything read is exactly one token whose value is the mean and whose logit is the log of the total
     weight. So a state always has the shape of tokens, and continuing a text is reading those tokens first. Tokens of
-    logit -inf stand for tokens not read yet: the shape is the same from the first call on. Float32 or better.
+    logit -inf stand for tokens not read yet: the shape is the same from the first call on. Float32 or better; the logit
+    of a summary is float64, as what float32 would round off would add up token by token.
     """
 
     logits_BSH: Tensor
@@ -37,6 +38,7 @@ def prefix_softmax(
 ) -> tuple[Tensor, PrefixSoftmaxState | None]:  # fmt: skip
     """See `multilin.ops.prefix_softmax`."""
     values_BTHD, num_new = values_BTHD.to(logits_BTH.dtype), logits_BTH.shape[1]
+    logits_BTH = logits_BTH.double() if window is None else logits_BTH
     logits_BSH, values_BSHD, starts_BS = read_state_first(logits_BTH, values_BTHD, state, starts)
     scores_BHTS = visible_scores(logits_BSH, starts_BS, window, num_new)
     weights_BHTS, log_total_BTH = softmax_and_total(scores_BHTS)
@@ -51,9 +53,9 @@ def prefix_softmax(
     if own_logits is not None:
         weights_BHTS, _ = softmax_and_total(torch.cat([scores_BHTS, own_logits.transpose(1, 2)[..., None]], dim=-1))
         means_BTHD = weighted_sum(weights_BHTS[..., :-1], values_BSHD)
-        means_BTHD = means_BTHD + weights_BHTS[..., -1].transpose(1, 2)[..., None] * values_BTHD
+        means_BTHD = means_BTHD + weights_BHTS[..., -1].transpose(1, 2)[..., None].to(values_BTHD.dtype) * values_BTHD
     elif null_logit is not None:
-        means_BTHD = means_BTHD * torch.sigmoid(log_total_BTH - null_logit)[..., None]
+        means_BTHD = means_BTHD * torch.sigmoid(log_total_BTH - null_logit)[..., None].to(means_BTHD.dtype)
     return means_BTHD, state
 
 
@@ -136,5 +138,5 @@ def softmax_and_total(scores_BHTS: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def weighted_sum(weights_BHTS: Tensor, values_BSHD: Tensor) -> Tensor:
-    """Sum over s of weights times values, (B, T, H, D)."""
-    return (weights_BHTS @ values_BSHD.transpose(1, 2)).transpose(1, 2)
+    """Sum over s of weights times values, (B, T, H, D), in the dtype of the values."""
+    return (weights_BHTS.to(values_BSHD.dtype) @ values_BSHD.transpose(1, 2)).transpose(1, 2)

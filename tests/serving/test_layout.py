@@ -1,16 +1,24 @@
 """Messages as tokens."""
 
 import dataclasses
+import itertools
 from pathlib import Path
 
 import pytest
+from tokenizers import AddedToken
 
 from multilin import InputError
+from multilin.data.files import Document
+from multilin.data.packing import pack
+from multilin.data.tokenizers import train_tokenizer
 from multilin.inference.generate_run import text_codec
 from multilin.inference.runs import Run
 from multilin.inference.text import TextCodec
+from multilin.inference.torch_engine import TorchEngine
 from multilin.serving.layout import PlainLayout, TemplateLayout, open_layout
 from multilin.serving.turns import Turn
+from tests.serving.conftest import Start
+from tests.serving.engines import Script
 
 TALK = [
     {"role": "developer", "content": "Be brief."},
@@ -75,3 +83,41 @@ def test_a_chat_template(run: Run, codec: TextCodec, tmp_path: Path) -> None:
     (tmp_path / "chat_template.jinja").write_text("{% for %}")
     with pytest.raises(InputError, match="chat template is not valid"):
         open_layout(codec, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for m in messages %}<{{ m.content | trim }}<end>{{ '\n' }}{% endfor %}{{ '<' if add_generation_prompt }}",
+        "{{ bos_token }}{% for m in messages %}<{{ m.content }}<end>{% endfor %}{{ '<' if add_generation_prompt }}",
+        "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}[{{ m.content }}]"
+        "{% else %}{{ ' ' + m.content + ' ' + eos_token }}{% endif %}{% endfor %}",
+    ],
+)
+def test_a_conversation_has_the_tokens_of_training(template: str, tmp_path: Path) -> None:
+    """Its first token, the spaces around answers, and what ends an answer, which may be a token without a role."""
+    tokenizer = train_tokenizer([], "byte", None)
+    tokenizer.add_special_tokens({"bos_token": "<s>"})
+    tokenizer.add_tokens([AddedToken("<end>", special=True)])
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(tmp_path)
+    codec = text_codec(tokenizer)
+    layout = open_layout(codec, tmp_path)
+    talk = [{"role": role, "content": text} for text in ("Hello", "Bye") for role in ("user", "assistant")]
+    trained = pack([Document("talk", "", talk)], tokenizer, tmp_path / "packed").tokens.tolist()
+    ids = layout.token_ids(talk[:1], None)
+    assert ids == trained[: len(ids)]
+    ends = {codec.end_id, *layout.ends}
+    answer = list(itertools.takewhile(lambda token: token not in ends, trained[len(ids) :]))
+    before = turn(ids + answer, [talk[0], {"role": "assistant", "content": codec.tokenizer.decode(answer)}])
+    whole = before.token_ids + layout.token_ids(talk[2:3], before)
+    assert whole == trained[: len(whole)]
+    assert len(trained) > len(whole) > len(ids + answer)
+
+
+def test_an_answer_ends_where_the_template_ends_it(start: Start, run: Run, codec: TextCodec) -> None:
+    server = start(Script(TorchEngine(run.model), codec.encode("Hi!x Who?")))
+    server.service.layout.ends = frozenset(codec.encode("x"))
+    body = {"messages": TALK[1:2], "max_tokens": 9, "temperature": 0}
+    (choice,) = server.post("/v1/chat/completions", **body)["choices"]
+    assert (choice["message"]["content"], choice["finish_reason"]) == ("Hi!", "stop")

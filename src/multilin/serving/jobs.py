@@ -69,6 +69,7 @@ class Job:
     listen: called with the number of the sequence and an event, in the thread that `Scheduler.notify` chooses.
     num_logprobs: likeliest tokens to report at each place; None reports no tokens.
     prompt_logprobs: number of the last tokens of the prompt that are reported too.
+    ends: tokens that end an answer, besides the end of text.
     position: number of `token_ids` that were read.
     state: engine state of one row while the prompt is read.
     """
@@ -82,6 +83,7 @@ class Job:
     listen: Callable[[int, Event], None]
     num_logprobs: int | None = None
     prompt_logprobs: int = 0
+    ends: frozenset[int] = frozenset()
     is_cancelled: bool = False
     position: int = 0
     state: Any = None

@@ -33,6 +33,7 @@ class PlainLayout:
     """
 
     stops = tuple(f"\n\n{name}:" for name in dict.fromkeys(ROLES.values()))
+    ends: frozenset[int] = frozenset()
 
     def __init__(self, codec: TextCodec) -> None:
         self._codec = codec
@@ -67,19 +68,35 @@ class TemplateLayout:
             self._template = _environment().from_string(template)
         except TemplateError as error:
             raise InputError(f"run: its chat template is not valid ({error})") from None
+        self._starts = {codec.end_id, tokenizer.token_to_id(names.get("bos_token", ""))}
+        self.ends = frozenset(self._special_after_answer())
 
     def token_ids(self, messages: Messages, before: Turn | None) -> list[int]:
         """Tokens of the messages and of the head of the answer, after the conversation `before` if there is one."""
         if before is not None and before.messages:
             *earlier, answer = before.messages
-            whole, head = self._render(before.messages + messages), self._render(earlier)
-            for text in (answer["content"], answer["content"].strip()):  # as many templates lay it out
-                if whole.startswith(head + text):
-                    return self._codec.encode_more(whole[len(head + text) :])
+            given, bare = answer["content"], answer["content"].strip()
+            head, whole = self._render(earlier), self._render([*earlier, answer | {"content": bare}, *messages])
+            if whole.startswith(head):
+                rest = whole[len(head) :]
+                # Templates leave out spaces around an answer, or put some there, which the model then writes itself.
+                for text, after in ((given, rest), (bare, rest.lstrip())):
+                    if after.startswith(text):
+                        return self._codec.encode_more(after[len(text) :])
         if before is not None:
             return self._codec.encode_more(self._render(messages))
         ids = self._codec.encode(self._render(messages))
-        return ids if ids[:1] == [self._codec.end_id] else [self._codec.end_id, *ids]
+        return ids if ids and ids[0] in self._starts else [self._codec.end_id, *ids]
+
+    def _special_after_answer(self) -> list[int]:
+        """The special token that the template puts after an answer, if it puts one there."""
+        try:
+            whole = self._render([{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}])
+        except InputError:
+            return []
+        ids = self._codec.encode_more(whole.rpartition("!")[2].lstrip())[:1]
+        added = self._codec.tokenizer.get_added_tokens_decoder()
+        return [token for token in ids if token in added and added[token].special]
 
     def _render(self, messages: Messages) -> str:
         try:

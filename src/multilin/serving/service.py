@@ -163,6 +163,7 @@ class Service:
             ask.owner, token_ids, known_ids, None if state is None else unpack_state(state, self.owner), ask.settings,
             max_tokens, lambda index, event: generation.receive(first + index, event), ask.num_logprobs,
             len(prompt.token_ids) if ask.prompt_logprobs else 0,
+            self.layout.ends if prompt.messages is not None else frozenset(),
         )  # fmt: skip
 
     def chat_prompt(self, messages: Messages, before: Turn | None) -> Prompt:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from multilin.architectures import architectures, get_architecture
@@ -173,6 +173,14 @@ def test_what_is_no_conversation_is_one_sentence(row: dict[str, Any], message: s
     with pytest.raises(InputError, match=message) as refused:
         prepared(path, tmp_path / "cache")
     assert "chats.jsonl" in str(refused.value)
+
+
+def test_a_special_token_without_a_role_is_refused_in_a_message() -> None:
+    tokenizer = train_tokenizer([], "byte", None)
+    tokenizer.add_tokens([AddedToken("<|im_end|>", special=True)])
+    tokenizer.chat_template = CHAT_TEMPLATE
+    with pytest.raises(InputError, match=r"here: a message spells the special token '<\|im_end\|>'"):
+        ConversationEncoder(tokenizer).encode([{"role": "user", "content": "x<|im_end|>"}, ANSWER], "here")
 
 
 def test_texts_to_validate_conversations_on_are_refused(chats: Path, tmp_path: Path) -> None:

@@ -81,7 +81,8 @@ class ConversationEncoder:
         self._backend = plain_tokenizer(tokenizer.backend_tokenizer.to_str())
         self._backend.encode_special_tokens = False
         self._added_text = AddedTextEncoder(self._backend)
-        self._special = dict(zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True))
+        added = self._backend.get_added_tokens_decoder()  # also those without a role, as <|im_start|> often is
+        self._special = {token_id: token.content for token_id, token in added.items() if token.special}
 
     def encode(self, messages: list[Message], where: str) -> tuple[list[int], list[bool]]:
         """The tokens of a conversation, and for each whether it belongs to an answer of the assistant.

@@ -13,10 +13,11 @@ import pytest
 
 from multilin.cli import chat
 from multilin.cli.main import main
+from multilin.inference.generate_run import text_codec
 from multilin.inference.runs import Run
 from multilin.inference.torch_engine import TorchEngine
 from tests.serving.conftest import Server, Start
-from tests.serving.engines import Watched
+from tests.serving.engines import Script, Watched
 
 GREEDY = ("--temperature", "0", "--max-new-tokens", "12")
 Talk = Callable[..., tuple[int, str, str]]
@@ -78,6 +79,14 @@ def test_session_of_a_server_goes_on(talk: Talk, server: Server) -> None:
     flag, session = notes.split()[-2:]
     assert flag == "--session"
     assert first + talk(server.url, "two", flags=(*GREEDY, flag, session))[1] == answers(server, "one", "two")
+
+
+def test_an_answer_may_hold_what_python_takes_for_ends_of_lines(start: Start, run: Run, talk: Talk) -> None:
+    text = "a\u2028b\u2029c\x85d"
+    ids = text_codec(run.tokenizer).encode(text)
+    server = start(Script(TorchEngine(run.model), ids))
+    flags = ("--temperature", "0", "--max-new-tokens", str(len(ids)))
+    assert talk(server.url, "one", flags=flags)[:2] == (0, text + "\n")
 
 
 @pytest.mark.parametrize("place", ["server", "folder"])

@@ -16,13 +16,14 @@ from multilin.serving.errors import ApiError, from_input_error
 from multilin.serving.generation import Generation
 
 SILENCE = 10.0  # seconds after which a comment keeps a stream open
+LINE_ENDS = {ord(end): f"\\u{ord(end):04x}" for end in "\x85\u2028\u2029"}  # for clients that split with str.splitlines
 log = logging.getLogger("multilin.serve")
 
 
 def to_json(value: Any) -> bytes:
-    """JSON in UTF-8; halves of characters, which UTF-8 does not have, are escaped."""
+    """JSON in UTF-8; ends of lines are escaped, and halves of characters, which UTF-8 does not have."""
     try:
-        return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()
+        return json.dumps(value, ensure_ascii=False, separators=(",", ":")).translate(LINE_ENDS).encode()
     except UnicodeEncodeError:
         return json.dumps(value, separators=(",", ":")).encode()
 

@@ -11,11 +11,14 @@ import httpx
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
+from multilin.errors import InputError
 from multilin.inference.text import TextCodec
 from multilin.serving.folder import Folder
 from multilin.serving.generation import Generation
 from multilin.serving.jobs import Job
+from multilin.serving.settings import ServeLimits
 from multilin.serving.turns import Turn, TurnStore, new_id
+from multilin.settings import load_settings
 from tests.serving.conftest import Server, Start
 
 GREEDY = {"temperature": 0, "max_tokens": 8}
@@ -185,6 +188,14 @@ def test_a_server_that_starts_again_goes_on(start: Start, tmp_path: Path) -> Non
     assert texts[0] == texts[1]
     assert add(same, session, "three") == add(before, expected, "three")
     assert same.service.turns.num_bytes < 20_000
+
+
+def test_a_folder_for_sessions_is_checked_before_there_are_any(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(InputError, match="sessions: an empty text given"):
+        load_settings(ServeLimits, {"sessions": ""})
+    monkeypatch.setattr("os.access", lambda *_: False)  # as on a disk that is read-only
+    with pytest.raises(InputError, match=r"--sessions: .* cannot be written; permission is missing"):
+        Folder(str(tmp_path))
 
 
 def test_a_damaged_turn_hides_no_other(start: Start, tmp_path: Path) -> None:

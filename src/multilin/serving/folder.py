@@ -17,11 +17,13 @@ class Folder(Store):
         address: see `Store`; None keeps the files in memory, where they end with the process.
 
     Raises:
-        InputError: an address that cannot be opened.
+        InputError: an address that cannot be opened, or a folder that cannot be written.
     """
 
     def __init__(self, address: str | None = None) -> None:
         super().__init__("--sessions", address or f"memory://{secrets.token_hex(8)}")
+        if self.local is not None:
+            self.check_writable()
         with as_input_error(lambda reason: f"{self.field}: {shown(self.address)} cannot be opened ({reason})"):
             self._files.makedirs(self._root, exist_ok=True)
         self._made = set[str]()

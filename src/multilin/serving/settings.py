@@ -7,7 +7,7 @@ from annotated_types import MaxLen
 
 from multilin.errors import InputError
 from multilin.settings import settings
-from multilin.settings.bounds import Amount, Count, Length
+from multilin.settings.bounds import Amount, Count, Length, PathText
 
 Bytes = Annotated[str, MaxLen(20)]
 KEY_VARIABLE = "MULTILIN_API_KEY"
@@ -22,7 +22,7 @@ class ServeLimits:
     max_tokens: Count = 4096  # tokens to generate for a request, at most
     max_prompt: Length = 65536  # tokens to read for a request, at most
     memory: Bytes = "1GB"  # of states kept in memory
-    sessions: str | None = None  # folder, or address for fsspec, where states and sessions outlive the server
+    sessions: PathText | None = None  # folder, or address for fsspec, where states and sessions outlive the server
     disk: Bytes = "100GB"  # of states in that folder; the oldest are deleted beyond it
     keep_days: Amount | None = None  # delete states that are older
 

@@ -89,7 +89,8 @@ def test_a_chat_template(run: Run, codec: TextCodec, tmp_path: Path) -> None:
     "template",
     [
         "{% for m in messages %}<{{ m.content | trim }}<end>{{ '\n' }}{% endfor %}{{ '<' if add_generation_prompt }}",
-        "{{ bos_token }}{% for m in messages %}<{{ m.content }}<end>{% endfor %}{{ '<' if add_generation_prompt }}",
+        "{{ bos_token }}{{ 'T' if tools is not none }}"
+        "{% for m in messages %}<{{ m.content }}<end>{% endfor %}{{ '<' if add_generation_prompt }}",
         "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}[{{ m.content }}]"
         "{% else %}{{ ' ' + m.content + ' ' + eos_token }}{% endif %}{% endfor %}",
     ],

@@ -100,7 +100,8 @@ class TemplateLayout:
 
     def _render(self, messages: Messages) -> str:
         try:
-            return self._template.render(messages=messages, add_generation_prompt=True, **self._names)
+            nothing = {"tools": None, "documents": None}  # as transformers says it
+            return self._template.render(messages=messages, add_generation_prompt=True, **nothing, **self._names)
         except (TemplateError, TypeError, ValueError) as error:
             raise InputError(f"messages: the model's chat template refuses them ({str(error)[:200]})") from None
 

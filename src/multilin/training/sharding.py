@@ -49,18 +49,26 @@ def check_shard(plan: TrainingRecipe) -> None:
             )
 
 
-def shard(model: PreTrainedModel, device: torch.device) -> None:
+def shard(model: PreTrainedModel, device: torch.device, **methods: Callable[..., torch.Tensor]) -> None:
     """Divide every layer, and the rest of the model, among all processes, in place; all begin with equal weights.
 
     Weights are gathered, and gradients summed, in float32: norms take no bf16 weights beside float32 inputs. Autocast
     makes matrix products bf16, as without sharding, and the numbers are the same.
+
+    Args:
+        model: on this process as a whole.
+        device: to compute on.
+        methods: functions of the model, which it gets as methods of these names, to be called instead of it.
     """
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     for layer in layers_of(model):
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    if hasattr(model, "token_losses"):  # validation calls it instead of the model
-        register_fsdp_forward_method(model, "token_losses")
+    for name, function in methods.items():
+        setattr(model, name, functools.partial(function, model))
+    for name in ("token_losses", *methods):  # validation calls the first instead of the model
+        if hasattr(model, name):
+            register_fsdp_forward_method(model, name)
 
 
 class ShardWriter:

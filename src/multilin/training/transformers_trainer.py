@@ -92,7 +92,7 @@ class RunTrainer(SavingTrainer):
         model = model if self.host is None else self.host.copy
         self.background, self.shards = ThreadPoolExecutor(1), None
         if plan.shard != "none" and devices.num_processes > 1:
-            shard(model, args.device)
+            shard(model, args.device, baseline_loss=baseline_loss)
             self.shards = ShardWriter()
         use_cache = getattr(model.config, "use_cache", True)
         super().__init__(
@@ -180,7 +180,9 @@ class RunTrainer(SavingTrainer):
         # Trainer of transformers 5.0 divides a smoothed loss by the tokens of one pass, not by those of the whole step.
         is_special = smoothing > 0 or (inputs["labels"] == IGNORED).float().mean() > 0.5
         if isinstance(model, GPT2LMHeadModel | LlamaForCausalLM) and is_special:
-            return baseline_loss(model, inputs, smoothing, kwargs.get("num_items_in_batch"))
+            loss = getattr(model, "baseline_loss", functools.partial(baseline_loss, model))
+            # Gradients are averaged over devices, and divided by the tokens of all of them.
+            return self.args.world_size * loss(inputs, smoothing, kwargs.get("num_items_in_batch"))
         return super().compute_loss(model, inputs, *args, **kwargs)
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:

@@ -141,6 +141,17 @@ def test_a_full_disk_while_logging_is_one_sentence(tiny: Tiny, tmp_path: Path, m
         train(tiny(tmp_path / "run"))
 
 
+def test_a_process_that_ends_before_the_first_step_is_one_sentence(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lost(*_: object) -> None:
+        raise RuntimeError("[third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer")
+
+    monkeypatch.setattr("multilin.training.trainer.read_data", lost)
+    with pytest.raises(TrainingFailed, match=r"stopped, as another of its processes has ended; no checkpoint was"):
+        train(tiny(tmp_path / "run"))
+
+
 def test_a_folder_whose_files_are_read_as_text_is_refused(tiny: Tiny, text_file: Path, tmp_path: Path) -> None:
     books = tmp_path / "books"
     books.mkdir()

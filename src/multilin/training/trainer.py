@@ -72,7 +72,10 @@ def train(
         check_host_master(recipe.training, devices)
     if progress is None or not devices.is_main_process:
         progress = TrainingProgress()
-    with _opened(folder, recipe, devices, resume=resume, overwrite=overwrite) as checkpoint:
+    with (
+        _lost_processes_in_one_sentence(folder),
+        _opened(folder, recipe, devices, resume=resume, overwrite=overwrite) as checkpoint,
+    ):
         with devices.main_process_first():
             text = read_data(recipe, progress.prepare, checkpoint)
         check_model(recipe, len(text.tokenizer), checkpoint)
@@ -184,6 +187,14 @@ def _failures_in_one_sentence(folder: RunFolder) -> Iterator[None]:
         raise TrainingFailed(f"{failure}; {_stands(folder)}") from failure.__cause__
     except OSError as error:
         raise TrainingFailed(f"the run in {folder.path} stopped: {error}") from error
+
+
+@contextlib.contextmanager
+def _lost_processes_in_one_sentence(folder: RunFolder) -> Iterator[None]:
+    try:
+        yield
+    except TrainingFailed:
+        raise
     except RuntimeError as error:
         if not (isinstance(error, DistError) or "gloo" in str(error)):
             raise

@@ -10,8 +10,10 @@ import io
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import multilin
 from multilin.cli.chat import chat
@@ -48,6 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     if arguments is None:  # as a program, which removes what it has half written also when it is ended by SIGTERM
         signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+        sys.unraisablehook = _repeat_signal
     if sys.stderr is None:  # closed by the shell, 2>&-
         sys.stderr = Path(os.devnull).open("w")  # noqa: SIM115
     if sys.stdout is None:
@@ -119,6 +122,15 @@ def _print_overview() -> None:
         print(f"  {verb:{width}}  {(function.__doc__ or '').splitlines()[0]}")
     print("\nStart with `multilin demo`; `multilin VERB --help` shows the flags of a verb.")
     print("MULTILIN_ALLOCATOR=system in the environment leaves the settings of glibc's memory allocator alone.")
+
+
+def _repeat_signal(lost: Any) -> None:
+    """Send a signal again whose exception was lost, as those in callbacks of weak references and in `__del__` are."""
+    number = {KeyboardInterrupt: signal.SIGINT, SystemExit: signal.SIGTERM}.get(lost.exc_type)
+    if number is None:
+        sys.__unraisablehook__(lost)
+    else:
+        threading.Timer(0.1, signal.raise_signal, [number]).start()
 
 
 def _fail(message: str, status: int) -> int:

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 from multilin.errors import InputError
 from multilin.files import (
@@ -127,6 +129,7 @@ def small_disk() -> Iterator[None]:
 WRITES: dict[str, Callable[[Path], object]] = {
     "bytes": lambda partial: partial.write_bytes(bytes(100_000)),
     "tensors": lambda partial: save_file({"x": torch.zeros(100_000)}, partial),
+    "tokenizer": lambda partial: Tokenizer(WordLevel({str(n): n for n in range(10_000)})).save(str(partial)),
 }
 
 

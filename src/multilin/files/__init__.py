@@ -253,15 +253,16 @@ def _errors_about(path: str | Path, partial: Path) -> Iterator[None]:
         yield
     except ConnectionError:
         raise
-    except SafetensorError as error:
-        # safetensors reports a failed write, a full disk for one, by an exception of its own.
-        if number := re.search(r"os error (\d+)", str(error)):
-            raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from error
-        raise
     except OSError as error:
         if error.errno is None or not (error.filename is None or str(error.filename).startswith(str(partial))):
             raise
         raise OSError(error.errno, error.strerror, str(path)) from error
+    except Exception as error:
+        # safetensors and tokenizers report a failed write, a full disk for one, by exceptions of their own.
+        number = re.search(r"os error (\d+)", str(error)) if type(error) in (Exception, SafetensorError) else None
+        if number is None:
+            raise
+        raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from error
 
 
 def _flush_to_disk(*paths: Path) -> None:

@@ -34,7 +34,7 @@ from multilin.errors import InputError
 from multilin.scoring.losses import Evaluation, evaluate
 from multilin.training.callbacks import StepCallback
 from multilin.training.outcomes import TrainingInterrupted
-from multilin.training.recipe import load_recipe
+from multilin.training.recipe import Recipe, load_recipe, save_recipe
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*documents packed into one block")
 
@@ -249,6 +249,28 @@ def test_a_stopped_comparison_says_how_it_goes_on(
     monkeypatch.setattr("multilin.analysis.compare.run.train", interrupted)
     with pytest.raises(TrainingInterrupted, match=f"elita-s0 stopped after step 5 of 10; the {command} goes on there"):
         compare(a_sweep(sandbox, "interrupted", rows={"elita": {}}), overwrite=overwrite)
+
+
+def test_runs_of_another_sweep_do_not_stand_in_the_way_after_a_stop(
+    sandbox: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def begun(recipe: Recipe, **_: Any) -> None:
+        Path(recipe.output).mkdir()
+        save_recipe(recipe, Path(recipe.output, "recipe.yaml"))
+        Path(recipe.output, "notes.txt").touch()
+        raise InputError("not trained")
+
+    def interrupted(*_: Any, **__: Any) -> None:
+        raise TrainingInterrupted("stopped after step 5 of 20; its checkpoint is saved", 2)
+
+    monkeypatch.setattr("multilin.analysis.compare.run.train", begun)
+    compare(a_sweep(sandbox, "replaced"))
+    monkeypatch.setattr("multilin.analysis.compare.run.train", interrupted)
+    for overwrite in (True, False):
+        with pytest.raises(TrainingInterrupted):
+            compare(a_sweep(sandbox, "replaced", rows={"elita": {}}, budget=Budget(tokens=640)), overwrite=overwrite)
+    assert [path.name for path in (sandbox / "replaced/elita-s1").iterdir()] == ["notes.txt"]
+    assert (sandbox / "replaced/gpt2-s0/recipe.yaml").exists()  # of no row of the second
 
 
 def test_a_stage_is_tried_on_one_seed_and_the_best_trained_with_all(sandbox: Path) -> None:

@@ -16,7 +16,7 @@ import importlib.util
 import json
 import shutil
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -136,9 +136,7 @@ class RunFolder:
             )
         remove_partials(self.path)
         if before is None:
-            written = [path for path in self._written() if not (resume and path.name == EXPECTED_FILE)]
-            for path in [*written, *self.checkpoints.glob("checkpoint-*")]:
-                shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+            self._remove(path for path in self._written() if not (resume and path.name == EXPECTED_FILE))
         # First, because this file makes the folder a run, which can be resumed or replaced.
         save_recipe(recipe, self.recipe)
         write_whole(self.data, json.dumps(data, indent=1))
@@ -148,6 +146,11 @@ class RunFolder:
             text.tokenizer.save_pretrained(partial)
         self._begun = self.recipe.read_text(encoding="utf-8"), text.tokenizer
         self._record = {"data": data, "metrics": lines}
+
+    def clear(self) -> None:
+        """Remove a run, and leave other files alone."""
+        self._remove(self._written())
+        self.recipe.unlink()
 
     def write_record(self, checkpoint: Path) -> None:
         """Write the files of a checkpoint that describe the run: recipe, tokenizer, text, metrics."""
@@ -239,6 +242,10 @@ class RunFolder:
                 "begin the run again with --overwrite"
             )
         return None
+
+    def _remove(self, written: Iterable[Path]) -> None:
+        for path in [*written, *self.checkpoints.glob("checkpoint-*")]:
+            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
 
     def _written(self) -> list[Path]:
         # Not by a glob, which passes over links that lead nowhere.

@@ -30,6 +30,7 @@ from multilin.training.outcomes import TrainingFailed, TrainingInterrupted
 from multilin.training.processes import num_processes
 from multilin.training.progress import TrainingProgress
 from multilin.training.recipe import Recipe, first_difference, load_recipe
+from multilin.training.run_folder import RunFolder
 from multilin.training.trainer import train
 
 
@@ -104,7 +105,8 @@ class _Training:
         self._trained: dict[str, RunRecord] = {}
 
     def begin(self, plans: list[Plan]) -> None:
-        """Count the runs, and refuse folders that hold others, as far as the runs are known."""
+        """Count the runs, and refuse folders that hold others, or clear them, as far as the runs are known."""
+        known = []
         for plan in plans:
             trials = {str(choice) for stage in self.sweep.stages for choice in choices_of(stage, plan.choice)}
             is_first_seed_tried = bool(trials) and self.sweep.trial_share == 1  # the best trial is then its run
@@ -113,7 +115,12 @@ class _Training:
             for choice, seed in itertools.product(first, self.sweep.seeds):
                 planned = self.plan(plan, choice)
                 for run in (planned, planned.trial(self.sweep.trial_share)):
-                    self.check(run.run(self.sweep.output, seed))
+                    known.append(run.run(self.sweep.output, seed))
+                    self.check(known[-1])
+        for recipe in known if self.overwrite else ():  # without the flag, with which it goes on, they are refused
+            if _holds_another(recipe):
+                with locked_folder("output", recipe.output):
+                    RunFolder(recipe.output).clear()
 
     def plan(self, plan: Plan, choice: Choice) -> Plan:
         """A row with another choice, planned once."""
@@ -205,3 +212,12 @@ class _Training:
             self.progress.message(f"failed: {failure}")
             return failure
         return None
+
+
+def _holds_another(recipe: Recipe) -> bool:
+    """Whether the folder of a run holds one of another recipe, or of one that cannot be read."""
+    path = Path(recipe.output)
+    try:
+        return (path / RECIPE_FILE).is_file() and first_difference(load_recipe(path), recipe) is not None
+    except InputError:
+        return True

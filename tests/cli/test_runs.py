@@ -1,3 +1,4 @@
+import dataclasses
 import json
 import math
 import shutil
@@ -7,7 +8,10 @@ from pathlib import Path
 import pytest
 from transformers import AutoConfig
 
+from multilin.analysis.evaluate.run import validation_text
 from multilin.data.tokenizers import load_tokenizer, tokenizer_hash, train_tokenizer
+from multilin.inference.runs import load_run
+from multilin.training.recipe import load_recipe
 from multilin.training.run_folder import RunFolder
 
 Call = Callable[..., str]
@@ -36,6 +40,16 @@ def test_evaluate_scores_the_validation_text_of_the_run(trained: Path, cli: Call
     assert found["loss"] == pytest.approx(last["validation_loss"], rel=1e-5)
     assert found["perplexity"] == pytest.approx(math.exp(found["loss"]))
     assert json.loads((tmp_path / "found.json").read_text()) == found
+
+
+def test_evaluate_warns_where_the_text_of_the_run_has_changed(trained: Path, tmp_path: Path) -> None:
+    """Also where the tokenizer, here of bytes, is the same for any text."""
+    run, recipe = load_run(trained), load_recipe(trained)
+    (tmp_path / "text.txt").write_text(Path(recipe.data.source).read_text() + "the dog ran\n" * 20)
+    validation_text(run, recipe)
+    changed = dataclasses.replace(recipe, data=dataclasses.replace(recipe.data, source=str(tmp_path / "text.txt")))
+    with pytest.warns(UserWarning, match="is not the text it was when .* was trained"):
+        validation_text(run, changed)
 
 
 def test_evaluate_scores_any_text(trained: Path, cli: Call, tmp_path: Path) -> None:

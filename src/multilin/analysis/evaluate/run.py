@@ -25,8 +25,10 @@ from multilin.inference.runs import Run
 from multilin.model import MultilinForCausalLM
 from multilin.model.memory import check_reading
 from multilin.scoring.losses import Scored, chosen_blocks, read_blocks
+from multilin.settings.inputs import read_json
 from multilin.training.assemble import read_text
 from multilin.training.recipe import Recipe, load_recipe
+from multilin.training.run_folder import RunFolder
 
 BLOCK_SIZE = 1024  # of a model without a longest text and without a recipe
 CHUNK_TOKENS = 512  # of a document that is read whole, in one forward pass
@@ -91,15 +93,24 @@ def validation_text(run: Run, recipe: Recipe | None, progress: Progress = no_pro
         raise InputError(f"source: none given, and {run.folder} has no {RECIPE_FILE} that names a text; give one")
     with prefixed(f"the text of {run.folder} (paths are relative to the folder where its training was started): "):
         text = read_text(recipe, progress, run.folder)
-    if tokenizer_hash(text.tokenizer) == tokenizer_hash(run.tokenizer):
+    is_packed_alike = tokenizer_hash(text.tokenizer) == tokenizer_hash(run.tokenizer)
+    if not is_packed_alike or _text_identity(run.folder) not in (None, text.identity):
+        warnings.warn(
+            f"{recipe.data.name} is not the text it was when {run.folder} was trained: what is validation text now "
+            "may have been training text then",
+            stacklevel=2,
+        )
+    if is_packed_alike:
         return text.validation
-    warnings.warn(
-        f"{recipe.data.name} is not the text it was when {run.folder} was trained: what is validation text now "
-        "may have been training text then",
-        stacklevel=2,
-    )
     tokenizer = dataclasses.replace(recipe.tokenizer, path=str(run.folder))
     return read_text(dataclasses.replace(recipe, tokenizer=tokenizer), progress).validation
+
+
+def _text_identity(folder: Path) -> str | None:
+    """The identity of the text of a run, as it was recorded; None where it was not."""
+    path = RunFolder(folder).data
+    content = read_json(path, "run") if path.is_file() else None
+    return content.get("content") if isinstance(content, dict) else None
 
 
 def block_size(run: Run, recipe: Recipe | None) -> int:

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import re
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -40,6 +41,8 @@ class RemoteChat:
         """
         check_unused(settings)
         if session is not None:
+            if not re.fullmatch(r"\w+", session):
+                raise InputError(f"--session: {shown(session)} given, but its names are as session_0123456789abcdef")
             identity = _call(client, "GET", f"/v1/sessions/{session}")
         elif state is None:
             identity = _call(client, "POST", "/v1/sessions", json={})

@@ -259,9 +259,10 @@ class Callback:
 def doctor() -> None:
     Callback()
     print("went on", flush=True)
-    time.sleep(600)
+    time.sleep(60)
 
 VERBS["doctor"] = doctor
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs begin without it
 sys.argv = ["multilin", "doctor"]
 sys.exit(main())
 """

@@ -130,7 +130,8 @@ def _repeat_signal(lost: Any) -> None:
     if number is None:
         sys.__unraisablehook__(lost)
     else:
-        threading.Timer(0.1, signal.raise_signal, [number]).start()
+        # To the main thread, whose waiting it has to end.
+        threading.Timer(0.1, signal.pthread_kill, [threading.main_thread().ident, number]).start()
 
 
 def _fail(message: str, status: int) -> int:

@@ -167,7 +167,7 @@ def test_the_operator_keeps_the_contract_of_operators(window: int | None) -> Non
     inputs, state, null = (logits, values, None), (None, None), 0.3
     if window is None:
         inputs, null = (logits, values, make_logits("random", (2, 20, 3), seed=4).float()), -torch.inf
-        state = make_logits("random", (2, 1, 3)).float(), make_values((2, 1, 3, 4)).float()
+        state = make_logits("random", (2, 1, 3)), make_values((2, 1, 3, 4)).float()
     inputs, state = ([None if x is None else x.requires_grad_() for x in tensors] for tensors in (inputs, state))
     arguments = ("cpu", *inputs, make_starts((2, 20)), *state, window, null, True, window is None)
     torch.library.opcheck(torch.ops.multilin.prefix_softmax.default, arguments)

@@ -42,7 +42,7 @@ class RemoteChat:
         check_unused(settings)
         if session is not None:
             if not re.fullmatch(r"\w+", session):
-                raise InputError(f"--session: {shown(session)} given, but its names are as session_0123456789abcdef")
+                raise InputError(f"--session: {shown(session)} given, but names are like session_0123456789abcdef")
             identity = _call(client, "GET", f"/v1/sessions/{session}")
         elif state is None:
             identity = _call(client, "POST", "/v1/sessions", json={})

@@ -1,6 +1,8 @@
 """Sessions and stored turns."""
 
 import dataclasses
+import errno
+import os
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -12,6 +14,7 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from multilin.errors import InputError
+from multilin.files import partial_path
 from multilin.inference.text import TextCodec
 from multilin.serving.folder import Folder
 from multilin.serving.generation import Generation
@@ -285,6 +288,36 @@ def test_states_that_a_killed_server_left_are_deleted_after_an_hour(turns: list[
         next(tmp_path.rglob(f"{turn.id}.*.json")).unlink()  # it is written after the state
     TurnStore(Folder(str(tmp_path)), 0)
     assert [len(list(tmp_path.rglob(f"{turn.id}.*.safetensors"))) for turn in turns[:3]] == [0, 1, 1]
+
+
+def test_files_that_a_killed_server_did_not_finish_are_deleted_after_an_hour(turns: list[Turn], tmp_path: Path) -> None:
+    TurnStore(Folder(str(tmp_path)), 10_000).add(turns[0], b"x")
+    kept = next(tmp_path.rglob(f"{turns[0].id}.*.json"))
+    old, new = (partial_path(kept, token) for token in ("old", "new"))
+    for path, age in ((old, 4000), (new, 3000)):
+        path.write_bytes(b"x")
+        os.utime(path, (time.time() - age,) * 2)
+    TurnStore(Folder(str(tmp_path)), 0)
+    assert [path.exists() for path in (kept, old, new)] == [True, False, True]
+
+
+def test_an_answer_that_cannot_be_kept(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a full disk text is still answered, but nothing that a client would go on from."""
+    session = server.post("/v1/sessions")["id"]
+    first = add(server, session, "one")
+
+    def refuse(name: str, content: bytes) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", name)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(server.service.turns, "add", lambda turn, state: refuse(turn.id, state))
+        choice = server.post("/v1/completions", prompt="one", **GREEDY)["choices"][0]
+        assert (choice["text"], choice["turn"]) == (first, None)
+        error = server.call("POST", "/v1/completions", {"prompt": "two", "session": session, **GREEDY}, 507)["error"]
+        assert (error["type"], error["param"]) == ("server_error", "store")
+        server.call("POST", "/v1/responses", {"input": "one", "max_output_tokens": 2}, 507)
+    assert len(server.call("GET", f"/v1/sessions/{session}")["turns"]) == 1
+    assert add(server, session, "two")
 
 
 def test_old_turns_and_too_many_are_deleted(turns: list[Turn], tmp_path: Path) -> None:

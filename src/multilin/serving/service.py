@@ -2,6 +2,7 @@
 
 import asyncio
 import functools
+import logging
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -24,6 +25,7 @@ from multilin.serving.settings import ServeLimits, num_bytes
 from multilin.serving.turns import Turn, TurnStore, new_id
 
 Answer = Callable[[Generation], dict[str, Any]]
+log = logging.getLogger("multilin.serve")
 
 
 class Service:
@@ -189,7 +191,11 @@ class Service:
         return turn
 
     def _keep(self, answer: Answer | None, generation: Generation, index: int, end: End) -> None:
-        """Keep the turn at the end of a sequence, and add it to the session."""
+        """Keep the turn at the end of a sequence, and add it to the session.
+
+        Raises:
+            ApiError: the disk cannot take what the client would go on from, a session or a response.
+        """
         if not generation.ask.store:
             return
         ask, result, number = generation.ask, generation.results[index], index // len(generation.ask.settings)
@@ -206,8 +212,14 @@ class Service:
             messages, token_ids, num_unknown + len(token_ids) - end.num_unread, num_unknown,
             answer=None if answer is None else answer(generation),
         )  # fmt: skip
-        self.turns.add(turn, pack_state(contents, self.owner))
+        try:
+            self.turns.add(turn, pack_state(contents, self.owner))
+            if session is not None and not generation.is_abandoned:
+                session.turns.append(turn.id)
+                self.sessions.save(session)
+        except OSError as error:  # a full disk for example: the text is worth more than its turn
+            log.warning("a turn cannot be kept: %s", error)
+            if session is not None or ask.kind == "response":  # the client goes on from what is kept
+                raise ApiError(507, "store: the answer cannot be kept; the server's log says why", "store") from None
+            return
         result.turn = turn.id
-        if session is not None and not generation.is_abandoned:
-            session.turns.append(turn.id)
-            self.sessions.save(session)

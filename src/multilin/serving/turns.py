@@ -20,7 +20,7 @@ from multilin.serving.folder import Folder
 NOBODY = "0" * 16  # owner of all turns where there are no keys
 _MODULUS, _FACTOR = 2**61 - 1, 1_000_003_000_031  # of the hash by which turns are found; tokens are then compared
 CLEANING = 60.0  # seconds, at least, between two searches for turns to delete
-LEFTOVER = 3600.0  # seconds after which a state without its turn is not one that is being written
+LEFTOVER = 3600.0  # seconds after which an unfinished file, or a state without its turn, is not being written
 log = logging.getLogger("multilin.serve")
 
 
@@ -228,11 +228,14 @@ class TurnStore:
         return content
 
     def _remove_leftovers(self, sizes: Mapping[str, int]) -> None:
-        """Delete states whose server was killed before it wrote what belongs to them."""
+        """Delete what killed servers left: unfinished files, and states without the file that belongs to them."""
+        if self.folder is None:
+            return
+        self.folder.remove_unfinished(LEFTOVER)
         for name in sizes:
             content = name.removesuffix(".safetensors") + ".json"
             entry = None if content in sizes else Entry.from_name(content, {content: 0})
-            if self.folder is not None and entry is not None and entry.created < time.time() - LEFTOVER:
+            if entry is not None and entry.created < time.time() - LEFTOVER:
                 self.folder.remove(name)
 
     def _list(self, prefix: str) -> Mapping[str, int]:

@@ -14,6 +14,7 @@ from torch.distributed.checkpoint import state_dict as distributed
 from torch.distributed.checkpoint.api import CheckpointException
 from transformers import PreTrainedModel, Trainer
 
+from multilin.errors import system_error
 from multilin.files import atomic_files
 from multilin.inference.run_files import ADAPTER_WEIGHTS
 from multilin.training import checkpoints
@@ -123,8 +124,8 @@ class SavingTrainer(Trainer):  # type: ignore[misc]
         try:
             yield
         except (OSError, CheckpointException) as error:
-            where = self.folder.checkpoints
-            raise TrainingFailed(f"the checkpoint of step {step} could not be written to {where} ({error})") from error
+            where, reason = self.folder.checkpoints, system_error(error) if isinstance(error, OSError) else error
+            raise TrainingFailed(f"the checkpoint of step {step} could not be written to {where} ({reason})") from error
 
     def _write_whole(self, folder: Path) -> None:
         self.save_model(str(folder))

@@ -14,7 +14,7 @@ from accelerate.utils import broadcast
 from torch.distributed import DistError
 from transformers import TrainerCallback, set_seed
 
-from multilin.errors import InputError, plural
+from multilin.errors import InputError, plural, system_error
 from multilin.files.lock import locked_folder
 from multilin.inference.adapters import reach
 from multilin.training.assemble import build_model, check_model, read_data
@@ -186,7 +186,7 @@ def _failures_in_one_sentence(folder: RunFolder) -> Iterator[None]:
     except TrainingFailed as failure:
         raise TrainingFailed(f"{failure}; {_stands(folder)}") from failure.__cause__
     except OSError as error:
-        raise TrainingFailed(f"the run in {folder.path} stopped: {error}") from error
+        raise TrainingFailed(f"the run in {folder.path} stopped: {system_error(error)}") from error
 
 
 @contextlib.contextmanager

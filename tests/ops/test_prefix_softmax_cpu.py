@@ -88,6 +88,21 @@ def test_a_large_logit_at_the_beginning_costs_no_precision(window: int | None) -
     assert (found - exact).norm() / exact.norm() <= 5e-6
 
 
+@pytest.mark.parametrize("batch", [1, 2])  # time is divided among the threads, or texts are
+def test_rounding_does_not_add_up_over_a_long_text(two_threads: None, batch: int) -> None:
+    logits = 3 * make_logits("random", (batch, 131_072, 1))
+    values, weight = (make_values((*logits.shape, 4), seed=seed) for seed in (1, 2))
+    inputs = logits.float().requires_grad_(), values.float().requires_grad_()
+    found, _ = prefix_softmax(*inputs)
+    gradients = torch.autograd.grad((found * weight.float()).sum(), inputs)
+    exact_inputs = logits.float().double().requires_grad_(), values.float().double().requires_grad_()
+    weights = (exact_inputs[0] - logits.max()).exp()[..., None]
+    exact = (weights * exact_inputs[1]).cumsum(1) / weights.cumsum(1)
+    exact_gradients = torch.autograd.grad((exact * weight.float().double()).sum(), exact_inputs)
+    for result, expected in zip([found, *gradients], [exact, *exact_gradients], strict=True):
+        assert (result - expected).norm() / expected.norm() < 1e-6
+
+
 @pytest.mark.parametrize("window", [None, 7])
 def test_bf16_values_far_from_zero_cost_the_gradient_of_the_logits_no_digits(window: int | None) -> None:
     values = (make_values((2, 67, 3, 13)).float() + 5).to(torch.bfloat16)

@@ -16,6 +16,9 @@ with means component by component, and where one token has nearly all the weight
 error of two large sums. Where y is the mean in float32 it is read. Else only one mean in ROWS is stored, and the others
 are computed again from there. The gradient of the state is S and C before the first position.
 
+Rounding does not add up over a long text: within ROWS positions m_t = p_t m + n_t, with m from before them and n_t of
+the new tokens alone, and m itself moves on in float64, once in ROWS positions. S is divided alike; C is in float64.
+
 Fewer texts than threads: time is cut in parts, one for each thread, and those in pieces, whose summaries (first launch)
 tell every part how its past, or backward its future, ends (second launch).
 """
@@ -47,21 +50,22 @@ from multilin.ops.prefix_softmax.cpu_math import (
     weights,
 )
 
-PAGE = 4096  # bytes
+PAGE, HALF = 4096, np.float32(0.5)  # bytes; a weight
 W, A, G, O = range(4)  # noqa: E741 - kinds of weights; the last two exist where y is not simply the mean
 
 
 @njit
 def zeros_beside(address, num_heads, width):
-    """Zeros (H, D) at the same place in a page of memory as an address.
+    """Two arrays of zeros (H, D), one after the other, at the same place in a page of memory as an address.
 
     Processors compare the last 12 bits of addresses first, so stores elsewhere in the page may hold up loads of
     rows: where the allocator happened to place the array so, the backward pass took 1.2 times as long.
     """
-    size = num_heads * width
+    size = 2 * num_heads * width
     room = np.zeros(size + PAGE // 4, np.float32)
     first = (address - room.ctypes.data) % PAGE // 4
-    return room[first : first + size].reshape((num_heads, width))
+    both = room[first : first + size].reshape((2, num_heads, width))
+    return both[0], both[1]
 
 
 @njit
@@ -106,33 +110,58 @@ def gate(task, first, tops, totals, others, g, o):
     merge_weights(tops, totals, other_tops, other_totals, NOTHING, g, o)
 
 
+@njit(**SCALARS)
+def exact_decay(lost, left):
+    """1 - lost, `left`, in float64: near 1 a weight in float32 is wrong by more than what was lost."""
+    return 1.0 - lost if left > HALF else np.float64(left)
+
+
+@njit(**SCALARS)
+def move_on(exact, lost, left, new, rounded):
+    """The sums after some rows: exact = left exact + new, also rounded to float32. The others begin again."""
+    for h in range(exact.shape[0]):
+        decay = exact_decay(lost[h], left[h])
+        lost[h], left[h] = ZERO, ONE
+        for d in range(exact.shape[1]):
+            exact[h, d] = decay * exact[h, d] + new[h, d]
+            rounded[h, d] = np.float32(exact[h, d])
+            new[h, d] = ZERO
+
+
 @njit(forceinline=True, **SCALARS)
-def mean_row(mean, v, y, w, a, g, o, is_gated, has_own, is_summary, i):
-    """One more token in the running means, and y, but for a summary."""
-    H, D = mean.shape
+def mean_row(past, lost, left, new, v, y, w, a, g, o, is_gated, has_own, is_summary, i):
+    """One more token in the sum of the new ones, and y, but for a summary; `left` is the weight of the past."""
+    H, D = new.shape
     for h in range(H):
-        weight, decay, past, own = w[i, h], a[i, h], g[i, h], o[i, h] if has_own else ZERO
+        weight, decay, gate, own = w[i, h], a[i, h], g[i, h], o[i, h] if has_own else ZERO
+        lost[h] += weight * left[h]
+        left[h] *= decay
+        rest = left[h]
         for k in range(h * D, h * D + D):
             x = get(v, k, "values")
-            m = decay * get(mean, k, "running") + weight * x
-            put(mean, k, m, "running")
+            n = decay * get(new, k, "running") + weight * x
+            put(new, k, n, "running")
             if not is_summary:
-                put(y, k, past * m + own * x if is_gated else m, "means")
+                m = rest * get(past, k, "past") + n
+                put(y, k, gate * m + own * x if is_gated else m, "means")
 
 
 @njit(forceinline=True, **SCALARS)
 def forward_rows(task, values, first, last, top, total, mean, is_summary):
-    """Means of positions first <= t < last, from the state top, total, mean, which is moved on."""
+    """Means of positions first <= t < last, from the state top, total, mean, in float64, which is moved on."""
     num_heads, width, is_gated, has_own = task.num_heads, task.width, task.is_gated != 0, task.own != 0
     p_values, values_row, p_means, means_row = task.values, task.values_row, task.means, task.means_row
     keeps = task.weights != 0 and not is_summary
     scratch = np.empty((10, ROWS, num_heads), np.float32)
+    lost, left = np.zeros(num_heads, np.float32), np.ones(num_heads, np.float32)
+    past, new = zeros_beside(p_values, num_heads, width)
+    assign(past, mean)
     for s in range(first, last, ROWS):
         n = min(ROWS, last - s)
         w, a, g, o = scratch[0, :n], scratch[1, :n], scratch[2, :n], scratch[3, :n]
         if keeps:
             w, a = weights(task, W, s, n), weights(task, A, s, n)
-            assign(checkpoint(task, s // ROWS), mean)
+            assign(checkpoint(task, s // ROWS), past)
         tops, totals = scratch[4, :n], scratch[5, :n]
         prefix_weights(task, 0, s, top, total, scratch[6:], tops, totals, w, a)
         if is_gated and not is_summary:
@@ -143,20 +172,22 @@ def forward_rows(task, values, first, last, top, total, mean, is_summary):
             v = row(values, p_values + values_row * (s + i), num_heads, width)
             y = row(values, p_means + means_row * (s + i), num_heads, width)
             if is_gated:
-                mean_row(mean, v, y, w, a, g, o, True, has_own, is_summary, i)
+                mean_row(past, lost, left, new, v, y, w, a, g, o, True, has_own, is_summary, i)
             else:
-                mean_row(mean, v, y, w, a, w, a, False, False, is_summary, i)
+                mean_row(past, lost, left, new, v, y, w, a, w, a, False, False, is_summary, i)
+        move_on(mean, lost, left, new, past)
 
 
 def forward_summaries(tasks, values, index, sources):
     """First launch, for text and piece `index`: top, total and mean, and whether the piece lets the past through."""
     task = task_of(tasks, index, True)
     piece = task.part
-    numbers, mean = summary(task, piece)
+    numbers, rounded_mean = summary(task, piece)
     top, total = np.full(task.num_heads, LOWEST, np.float32), np.zeros(task.num_heads, np.float64)
-    mean[:] = ZERO
+    mean = np.zeros((task.num_heads, task.width), np.float64)
     first, last = piece_bounds(task, piece)
     forward_rows(task, values, first, last, top, total, mean, True)
+    assign(rounded_mean, mean)
     numbers[2] = ONE
     for t in range(first, last):
         if starts_at(task, t):
@@ -174,7 +205,7 @@ def merge_token(top, total, mean, h, passes, new_top, new_total, new_mean):
     top[h], total[h] = highest, past + new
     scale = 1.0 / max(total[h], TINY)
     for d in range(mean.shape[1]):
-        mean[h, d] = np.float32(past * scale) * mean[h, d] + np.float32(new * scale) * new_mean[d]
+        mean[h, d] = past * scale * mean[h, d] + new * scale * new_mean[d]
 
 
 def forward(tasks, values, index, sources):
@@ -182,7 +213,7 @@ def forward(tasks, values, index, sources):
     task = task_of(tasks, index, False)
     num_heads, part, num_parts = task.num_heads, task.part, task.num_parts
     top, total = np.full(num_heads, LOWEST, np.float32), np.zeros(num_heads, np.float64)
-    mean = zeros_beside(task.values, num_heads, task.width)
+    mean = np.zeros((num_heads, task.width), np.float64)
     if task.state_logits != 0:
         logits = doubles(task.state_logits, num_heads)
         assign(mean, floats(task.state_values, num_heads, task.width))
@@ -224,26 +255,31 @@ def compute_means(task, values, first, means, w, a):
 
 
 @njit(forceinline=True, **DOTS)
-def back_row(S, C, means, old, v, dy, dv, w, a, g, o, is_gated, has_own, is_summary, dlogits, down, i):
-    """One position backward: S and C of the later ones are moved on. A summary is S and C alone.
+def back_row(
+    later, lost, left, new, C, means, old, v, dy, dv, w, a, g, o, is_gated, has_own, is_summary, dlogits, down, i
+):
+    """One position backward: C and the rows' share of S are moved on. A summary is S and C alone.
 
     The mean before the position begins at number `old` of `means`; if gated, the mean after it follows. Heads descend
     like time: the other order costs twice the time.
     """
-    H, D = S.shape
+    H, D = new.shape
     for h in range(H - 1, -1, -1):
-        weight, decay, past, own, z, p = w[i, h], a[i, h], g[i, h], o[i, h], ZERO, ZERO
+        weight, decay, past, own, rest, z, p = w[i, h], a[i, h], g[i, h], o[i, h], left[h], ZERO, ZERO
+        lost[h] += weight * rest
+        left[h] = decay * rest
         for k in range(h * D, h * D + D):
             gradient, x = get(dy, k, "dmeans"), get(v, k, "values")
-            s = get(S, k, "running") + (past * gradient if is_gated else gradient)
+            n = get(new, k, "running") + (past * gradient if is_gated else gradient)
+            put(new, k, decay * n, "running")
+            s = rest * get(later, k, "past") + n
             z += s * (x - get(means, old + k, "means"))
             if is_gated:
                 p += gradient * ((x if has_own else ZERO) - get(means, old + H * D + k, "means"))
             if not is_summary:
                 put(dv, k, weight * s + own * gradient if has_own else weight * s, "dvalues")
-            put(S, k, decay * s, "running")
         c = C[h] - past * own * p if is_gated else C[h]
-        C[h] = decay * (c - weight * z)
+        C[h] = exact_decay(weight, decay) * (c - weight * z)
         if not is_summary:
             dlogits[i, h] = weight * (decay * z + c)
         if has_own and not is_summary:
@@ -252,11 +288,14 @@ def back_row(S, C, means, old, v, dy, dv, w, a, g, o, is_gated, has_own, is_summ
 
 @njit(forceinline=True, **SCALARS)
 def backward_rows(task, values, first, last, S, C, is_summary):
-    """Gradients of positions first <= t < last, from S and C of the later ones, which are moved on."""
+    """Gradients of positions first <= t < last, from S and C of the later ones, in float64, which are moved on."""
     num_heads, width, is_gated, has_own = task.num_heads, task.width, task.is_gated != 0, task.down != 0
     p_values, values_row, p_means, means_row = task.values, task.values_row, task.means, task.means_row
     p_dmeans, dmeans_row, p_dvalues, dvalues_row = task.dmeans, task.dmeans_row, task.dvalues, task.dvalues_row
     means = np.empty((ROWS + 1, num_heads, width), np.float32)
+    lost, left = np.zeros(num_heads, np.float32), np.ones(num_heads, np.float32)
+    later, new = zeros_beside(p_values, num_heads, width)
+    assign(later, S)
     for s in range((last - 1) // ROWS * ROWS, first - 1, -ROWS):
         n = min(ROWS, last - s)
         w, a = weights(task, W, s, n), weights(task, A, s, n)
@@ -271,34 +310,42 @@ def backward_rows(task, values, first, last, S, C, is_summary):
             dv = row(values, p_dvalues + dvalues_row * (s + i), num_heads, width)
             if is_gated:
                 old = i * num_heads * width
-                back_row(S, C, means, old, v, dy, dv, w, a, g, o, True, has_own, is_summary, dlogits, down, i)
+                back_row(
+                    later, lost, left, new, C, means, old, v, dy, dv, w, a, g, o, True, has_own, is_summary,
+                    dlogits, down, i,
+                )  # fmt: skip
             else:
                 p_before = p_means + means_row * (s + i - 1) if s + i > 0 else task.checkpoints
                 before = floats(p_before, num_heads, width)
-                back_row(S, C, before, 0, v, dy, dv, w, a, w, a, False, False, is_summary, dlogits, down, i)
+                back_row(
+                    later, lost, left, new, C, before, 0, v, dy, dv, w, a, w, a, False, False, is_summary,
+                    dlogits, down, i,
+                )  # fmt: skip
+        move_on(S, lost, left, new, later)
 
 
 def backward_summaries(tasks, values, index, sources):
     """First launch, for text and piece `index`, counted from the second part: S and C without the later pieces."""
     task = task_of(tasks, index, True)
     piece = task.part + task.num_parts
-    numbers, S = summary(task, piece)
-    S[:] = ZERO
-    numbers[0] = ZERO
-    numbers[1] = ONE
+    (numbers, rounded_S), num_heads = summary(task, piece), task.num_heads
+    S, C, decays = np.zeros((num_heads, task.width)), np.zeros((1, num_heads)), np.ones((1, num_heads))
     first, last = piece_bounds(task, piece)
-    backward_rows(task, values, first, last, S, numbers[0], True)
-    decays = weights(task, A, first, last - first)
+    backward_rows(task, values, first, last, S, C[0], True)
+    w, a = weights(task, W, first, last - first), weights(task, A, first, last - first)
     for i in range(last - first):
-        for h in range(task.num_heads):
-            numbers[1, h] *= decays[i, h]
+        for h in range(num_heads):
+            decays[0, h] *= exact_decay(w[i, h], a[i, h])
+    assign(rounded_S, S)
+    assign(numbers[0:1], C)
+    assign(numbers[1:2], decays)
 
 
 def backward(tasks, values, index, sources):
     """Gradients of text and part `index`."""
     task = task_of(tasks, index, False)
     num_heads, width, part, num_parts = task.num_heads, task.width, task.part, task.num_parts
-    S, C = zeros_beside(task.values, num_heads, width), np.zeros((1, num_heads), np.float32)
+    S, C = np.zeros((num_heads, width), np.float64), np.zeros((1, num_heads), np.float64)
     if task.dfinal_logits != 0:
         assign(S, floats(task.dfinal_values, num_heads, width))
         assign(C, floats(task.dfinal_logits, 1, num_heads))
@@ -308,7 +355,7 @@ def backward(tasks, values, index, sources):
         first, last = piece_bounds(task, piece)
         before, after = checkpoint(task, first // ROWS), checkpoint(task, (last + ROWS - 1) // ROWS)
         for h in range(num_heads):
-            moved = ZERO
+            moved = 0.0
             for d in range(width):
                 moved += S[h, d] * (before[h, d] - after[h, d])
                 S[h, d] = piece_S[h, d] + numbers[1, h] * S[h, d]

@@ -35,8 +35,8 @@ TASK_SIZE, NUM_TENSORS = ctypes.sizeof(Task), len(TENSORS)
 # checking that in every row took longer than the work. One array must have one name in all of a kernel:
 # tests/ops/test_prefix_softmax_names.py runs the kernels in Python and compares all addresses.
 NAMES = (
-    "values", "means", "dmeans", "dvalues", "running", "later", "rounding", "logits", "top", "total", "tops", "totals",
-    "new", "old", "weights", "decays", "other tops", "other totals", "prefix", "suffix",
+    "values", "means", "dmeans", "dvalues", "past", "running", "later", "rounding", "logits", "top", "total", "tops",
+    "totals", "new", "old", "weights", "decays", "other tops", "other totals", "prefix", "suffix",
 )  # fmt: skip
 
 

@@ -47,6 +47,13 @@ def test_info_without_a_name_lists_the_architectures(cli: Call, refusal: Call) -
     assert "give the name of an architecture" in refusal("info", *SIZES)
 
 
+@pytest.mark.parametrize("name", ["additive", "gpt2"])
+def test_info_describes_a_model_of_two_tokens(cli: Call, name: str) -> None:
+    found = json.loads(cli("info", name, "--json", *SIZES[:-1], 2))
+    assert (found["longest_text"], found["flops_growth"]) == (2, 0)
+    assert found["state_bytes"] > 0
+
+
 def test_info_takes_options(cli: Call, refusal: Call) -> None:
     found = json.loads(cli("info", "additive", "--json", *SIZES, "--options", '{"windows": 5}'))
     assert [layer["options"]["window"] for layer in found["layers"]] == [5, 5, 5]

@@ -94,8 +94,13 @@ def find_model(name: str, sizes: ModelSizes) -> tuple[ModelInfo, Architecture | 
 
 
 def describe_model(model: PreTrainedModel) -> ModelInfo:
-    """Count a model's parameters, and measure the operations and the state of two decoding steps."""
-    (flops, states), (next_flops, next_states) = (_decoding_costs(model, num_read) for num_read in (1, 2))
+    """Count a model's parameters, and measure the operations and the state of two decoding steps.
+
+    The second step reads a third token; a model of two tokens at most has none, and no growth.
+    """
+    longest = longest_text(model.config)
+    flops, states = _decoding_costs(model, 1)
+    next_flops, next_states = (flops, states) if longest == 2 else _decoding_costs(model, 2)
     layers = _layers(model, states, next_states)
     parameters, embedding_parameters = parameter_counts(model)
     return ModelInfo(
@@ -106,7 +111,7 @@ def describe_model(model: PreTrainedModel) -> ModelInfo:
         flops_growth=next_flops - flops,
         state_bytes=sum(states),
         state_growth=sum(next_states) - sum(states),
-        longest_text=longest_text(model.config),
+        longest_text=longest,
         layers=layers,
     )
 

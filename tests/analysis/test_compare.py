@@ -430,11 +430,14 @@ def tuning_run(rate: float, bits_per_byte: float | None) -> RunRecord:
         ({0.1: 3.0, 0.2: 2.0, 0.4: None}, None),  # one that failed was tried too
         ({0.1: None, 0.2: None}, None),
         ({0.1: 3.0}, None),  # `x1` and the same rate as a number
+        ({3: 3.0, 5: 2.0}, 8),  # a batch of 25 / 3 texts would be refused
+        ({1: 2.0, 2: 3.0}, 0.5),
     ],
 )
 def test_what_is_tried_next_lies_beyond_the_best(tried: dict[float, float | None], further: float | None) -> None:
     found = further_choice([tuning_run(*pair) for pair in tried.items()], "bits_per_byte")
     assert found == (None if further is None else {"rate": further})
+    assert found is None or type(found["rate"]) is type(further)
 
 
 def test_other_tokenizers_are_compared_by_bytes_and_one_seed_says_nothing(sandbox: Path) -> None:

@@ -304,6 +304,13 @@ def test_a_stage_of_numbers_without_a_point_and_of_multiples_can_go_on(
     assert load_sweep(path).stages == [{"optimizer.learning_rate": expected}]
 
 
+@pytest.mark.parametrize(("best", "tried"), [(0.0, [0.0, 0.0, 1.0]), (3, [6, 2, 1])])
+def test_a_multiple_of_an_integer_is_one_and_yaml_writes_floats_as_integers(best: float, tried: list[float]) -> None:
+    (whole,) = choices_of({"rate": [int(best)]}, {"rate": best})
+    found = [choice["rate"] for choice in choices_of({"rate": ["x2", "x0.5", 1]}, whole)]
+    assert (found, list(map(type, found))) == (tried, list(map(type, tried)))
+
+
 RECIPES = Path(__file__).parents[2] / "recipes"
 DOCS = Path(__file__).parents[2] / "docs"
 PAGES = {"claims": "claims.md", "two_core_hour": "two-core-hour.md", "yardsticks": "yardsticks.md"}

@@ -241,6 +241,8 @@ def best_choice(tuning: Sequence[RunRecord], measure: str) -> Choice:
 def further_choice(tuning: Sequence[RunRecord], measure: str) -> dict[str, float] | None:
     """The value beyond the best one if that is the last of those tried, by the ratio between it and its neighbour.
 
+    Beyond integers it is the nearest integer, as the field may take no other numbers.
+
     Args:
         tuning: runs with positive values of one field; failed ones count as tried. None if all have the same value.
         measure: by which the runs are judged.
@@ -252,7 +254,8 @@ def further_choice(tuning: Sequence[RunRecord], measure: str) -> dict[str, float
     if len(tried) < 2 or end not in (tried[0], tried[-1]) or all(run.status != FINISHED for run in tuning):
         return None
     neighbour = tried[1] if end == tried[0] else tried[-2]
-    return {name: float(f"{end * end / neighbour:.6g}")}
+    further = end * end / neighbour
+    return {name: round(further) if isinstance(best[name], int) and further >= 1 else float(f"{further:.6g}")}
 
 
 def ranking(

@@ -298,10 +298,13 @@ def _is_positive(value: Any) -> bool:
 
 
 def _value(name: str, value: Any, best: Any) -> Any:
-    """A value of a stage; a multiple such as `x0.5` is one of the best so far."""
+    """A value of a stage; a multiple such as `x0.5` is one of the best so far.
+
+    YAML reads 0 and 1 as integers. Beside a float they become floats, as multiples of integers are rounded.
+    """
     factor = _MULTIPLE.fullmatch(value) if isinstance(value, str) else None
     if factor is None:
-        return value
+        return float(value) if isinstance(best, float) and type(value) is int else value
     if not isinstance(best, int | float):
         raise InputError(f"stages.{name}: {value} given, but it multiplies a number, and the row has {shown(best)}")
     product = best * float(factor[1])

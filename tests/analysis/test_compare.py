@@ -174,6 +174,31 @@ def test_no_two_of_many_rows_are_drawn_alike(found: Comparison, tmp_path: Path, 
     assert len(drawn) == len(lines) == 30
 
 
+NAMES_IN_FRAME = """
+const fillText = CanvasRenderingContext2D.prototype.fillText, texts = [];
+CanvasRenderingContext2D.prototype.fillText = function (text, ...place) {
+  texts.push([text, this.canvas]);
+  return fillText.call(this, text, ...place);
+};
+globalThis.inCourse = () => texts.filter(([, canvas]) => canvas.closest("#course")).map(([text]) => text);
+"""
+
+
+def test_the_course_of_few_validations_is_drawn(found: Comparison, tmp_path: Path, browser: Any) -> None:
+    """The first two of a longer one are left above the frame."""
+    for number in (1, 2, 3):
+        rows = [
+            dataclasses.replace(row, runs=[dataclasses.replace(run, course=run.course[-number:]) for run in row.runs])
+            for row in found.rows
+        ]
+        (tmp_path / "course.html").write_text(as_html(dataclasses.replace(found, rows=rows)))
+        page = browser.new_page()
+        page.add_init_script(NAMES_IN_FRAME)
+        page.goto(f"file://{tmp_path}/course.html")
+        page.wait_for_timeout(100)
+        assert {"elita", "gpt2"} <= set(page.evaluate("inCourse()"))
+
+
 def test_a_failed_row_is_shown_as_failed_and_the_rest_stands(found: Comparison, sandbox: Path) -> None:
     broken = found.row("broken")
     assert broken.status == "failed"
@@ -555,7 +580,7 @@ def test_the_sentences_say_what_the_figures_do(found: Comparison) -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "text"), [(999, "999"), (999.7, "1 k"), (999_600, "1 M"), (1234, "1.23 k"), (0.25, "0.25")]
+    ("value", "text"), [(999, "999"), (999.7, "1 k"), (999_600, "1 M"), (1234, "1.23 k"), (0.25, "0.25"), (2e18, "2 E")]
 )
 def test_three_digits_and_a_prefix(value: float, text: str) -> None:
     assert amount(value) == text

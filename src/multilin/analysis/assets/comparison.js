@@ -9,7 +9,7 @@
   const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
   const colour = (i) => css(`--c${i % COLOURS}`);
   const dash = (i) => DASHES[(i + 3 * Math.floor(i / COLOURS)) % DASHES.length];  // no two rows share colour and dashes
-  const PREFIXES = [[1e15, "P"], [1e12, "T"], [1e9, "G"], [1e6, "M"], [1e3, "k"]];
+  const PREFIXES = [[1e18, "E"], [1e15, "P"], [1e12, "T"], [1e9, "G"], [1e6, "M"], [1e3, "k"]];
   function short(value, digits = 3) {
     if (value === null || value === undefined) return "";
     for (const [size, prefix] of PREFIXES) if (value >= size) return `${Number((value / size).toPrecision(digits))} ${prefix}`;
@@ -134,7 +134,8 @@
       bands.push({ series: [s + 2, s + 1], fill: () => `${colour(i)}26` });
     });
     const shown = data.rows.filter((_, i) => !hidden.has(i));
-    const values = shown.flatMap((row) => row.course.slice(2).flatMap((p) => [p.low, p.high]));
+    const settled = (course) => course.slice(course.length > 2 ? 2 : 0);
+    const values = shown.flatMap((row) => settled(row.course).flatMap((p) => [p.low, p.high]));
     const range = () => {
       const low = Math.min(...values), high = Math.max(...values), pad = (high - low) * 0.05 || 0.1;
       return data.measure === "accuracy" ? [0, 1.02] : [low - pad, high + pad];

@@ -12,7 +12,7 @@ from multilin.errors import listed
 UNITS = {"bits_per_byte": "bits per byte", "accuracy": "accuracy"}
 AXES = {"tokens": "training tokens", "seconds": "seconds of training", "flops": "FLOPs"}
 SMALLEST = 0.001  # a p below this is not written out
-_PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
+_PREFIXES = ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
 def amount(value: float) -> str:

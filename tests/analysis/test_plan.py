@@ -42,6 +42,12 @@ def test_the_work_is_that_of_the_model_with_its_weights(name: str) -> None:
     assert found.parameters == sum(parameter.numel() for parameter in model.parameters())
 
 
+def test_int8_without_bf16_keeps_activations_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("multilin.training.precision.has_bf16", lambda: False)
+    single, int8 = (plan(recipe(**{"training.precision": name}), kind="cpu") for name in ("float32", "int8"))
+    assert int8.activation_bytes == single.activation_bytes
+
+
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_weights_gradients_and_optimizer_take_what_is_planned(optimizer: str) -> None:
     given = recipe(**{"optimizer.name": optimizer})

@@ -161,7 +161,7 @@ def plan_training(recipe: Recipe, settings: PlanSettings) -> TrainingPlan:
         weight_bytes=weights, optimizer_bytes=optimizer,
         gradient_bytes=FLOAT_BYTES * model.num_parameters(only_trainable=True),
         activation_bytes=activation_bytes(
-            model, tokens, number_bytes=2 if training.precision in ("bf16", "int8") else FLOAT_BYTES,
+            model, tokens, number_bytes=FLOAT_BYTES if is_single else 2,
             recomputes=training.gradient_checkpointing,
         ) + loss_bytes(model, tokens, torch.device("cpu" if settings.kind == "cpu" else "cuda")),
         checkpoint_bytes=weights + optimizer,

@@ -169,7 +169,8 @@ def test_matrices_in_bytes_give_nearly_the_same_products() -> None:
         [helper.make_tensor_value_info("y", TensorProto.FLOAT, [3, 96])],
         [numpy_helper.from_array(values.astype(np.float32), name) for name, values in weights.items()],
     )
-    model = web.stored_in_bytes(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10))
+    whole = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
+    model = web.stored_in_bytes(whole, "8bit")
     onnx.checker.check_model(model)
     assert len(model.SerializeToString()) < 0.35 * sum(values.size * 4 for values in weights.values())
     session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])

@@ -56,8 +56,7 @@ def export_web(
     check_folder("--output", folder, must_be_new=True)
     files = fetch_runtime() if runtime is None else read_runtime(runtime)
     with atomic_folder(folder) as partial:
-        round_graph = (lambda graph, _: graph) if precision == "float32" else (lambda graph, _: stored_in_bytes(graph))
-        export_run(run, partial / "model", precision, progress, round_graph)
+        export_run(run, partial / "model", precision, progress, stored_in_bytes)
         (partial / "runtime").mkdir()
         for name, content in files.items():
             (partial / "runtime" / name).write_bytes(content)
@@ -66,11 +65,14 @@ def export_web(
         _write_list(partial)
 
 
-def stored_in_bytes(graph: onnx.ModelProto) -> onnx.ModelProto:
+def stored_in_bytes(graph: onnx.ModelProto, precision: Precision) -> onnx.ModelProto:
     """The graph with large arrays as int8 and a float32 scale for every BLOCK numbers, expanded where they are used.
 
     Blocks lie along the axis that products sum over. Runtimes may expand once, when they load, or in every product.
+    With float32 the graph stays as it is.
     """
+    if precision == "float32":
+        return graph
     body, nodes, arrays = graph.graph, [], []
     factors = {node.input[1] for node in body.node if node.op_type == "MatMul"}
     for tensor in body.initializer:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from multilin.inference.runs import load_run
@@ -27,16 +28,9 @@ def test_the_copy_is_smaller_and_scores_as_printed(copy: Path, cli: Call, text_f
     assert [float(cell) for cell in rows["loss, nats per token"][:2]] == pytest.approx(found, abs=1e-4)
     assert found[1] == pytest.approx(found[0], rel=0.05)
     tensors = load_file(int8 / "model.safetensors")
-    assert {tensor.dtype for name, tensor in tensors.items() if name.endswith("_int8")} == {tensors_dtype(tensors)}
+    assert {tensor.dtype for name, tensor in tensors.items() if name.endswith("_int8")} == {torch.int8}
     size = [sum(path.stat().st_size for path in folder.glob("*.safetensors")) for folder in (copy, int8)]
     assert size[1] < 0.7 * size[0]
-
-
-def tensors_dtype(tensors: dict) -> object:
-    import torch
-
-    assert any(name.endswith("_int8") for name in tensors)
-    return torch.int8
 
 
 def test_text_is_written_from_the_copy_and_its_states(copy: Path, cli: Call, text_file: Path, tmp_path: Path) -> None:

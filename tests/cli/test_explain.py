@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 import torch
 
+from multilin.analysis.explain import Explanation
+from multilin.analysis.explain.page import picture
 from multilin.analysis.explain.run import Report
 from multilin.architectures import architectures
 from multilin.inference.runs import load_run
@@ -147,6 +149,12 @@ def test_a_character_has_the_largest_value_of_its_tokens() -> None:
     np.testing.assert_array_equal(report.by_character(values), [0.5, -0.4, np.nan])
     parts = ["'a'", "'世' (1 of 3)", "'世' (2 of 3)", "'世' (3 of 3)", "'ï' (1 of 2)", "'ï' (2 of 2)"]
     assert report.labels == parts
+
+
+def test_dollars_in_a_text_and_in_the_name_of_a_run_are_no_formulas() -> None:
+    nothing = Explanation([], [], [], [], None)
+    report = Report("a$b^$", "the given text", ["", "$x^$"], [(1, ""), (1, "$x^$")], {}, nothing)
+    assert picture(report).startswith(b"\x89PNG")
 
 
 def test_without_removal_nothing_is_said_about_reasons(explained: Callable) -> None:

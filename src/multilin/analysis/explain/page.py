@@ -141,7 +141,7 @@ def picture(report: Report) -> bytes:
     figure = Figure(
         figsize=(10.5, len(panels) * (min(num_lines, LINES) * LINE_INCHES + 1.1) + 0.6), layout="constrained"
     )
-    figure.suptitle(f"What {report.name} read", fontsize=12, fontweight="bold")
+    figure.suptitle(f"What {report.name} read", fontsize=12, fontweight="bold", parse_math=False)
     for axes, (title, values) in zip(np.atleast_1d(figure.subplots(len(panels))), panels, strict=True):
         _draw(axes, pieces, report.by_character(values))
         axes.set_title(title, fontsize=8.5, loc="left", wrap=True)
@@ -207,7 +207,7 @@ def _draw(axes: "Axes", pieces: list[tuple[int, int, int, str]], values: NDArray
             size = abs(value) / largest
             axes.add_patch(Rectangle((column, line), len(text), 0.78, color=shades.to_rgba(value), linewidth=0))
             axes.add_patch(Rectangle((column, line + 0.82), len(text) * size, 0.1, color="0.25", linewidth=0))
-        axes.text(column, line + 0.6, text.replace("$", r"\$"), family="monospace", fontsize=9.2, color="0.05")
+        axes.text(column, line + 0.6, text, family="monospace", fontsize=9.2, color="0.05", parse_math=False)
     axes.set(xlim=(0, COLUMNS), ylim=(min(num_lines, LINES) + (num_lines > LINES), 0))
     axes.set_axis_off()
     axes.figure.colorbar(shades, ax=axes, fraction=0.025, pad=0.01).ax.tick_params(labelsize=7)

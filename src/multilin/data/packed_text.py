@@ -163,6 +163,12 @@ class PackedText:
         ends = np.append(self.document_starts[first + 1 : last + 1], stop)
         return np.repeat(np.arange(first, last + 1), np.diff(ends, prepend=start))
 
+    def opening(self, document: int, most: int) -> list[int]:
+        """The first tokens of a document, at most so many, after its start token."""
+        start, stop = np.append(self.document_starts, self.num_tokens)[document : document + 2]
+        ids: list[int] = self.tokens[start + 1 : min(stop, start + 1 + most)].tolist()
+        return ids
+
     def token_sizes(self, tokens: NDArray[np.integer[Any]]) -> NDArray[np.int64]:
         """Bytes that each token stands for; for tokenizers that are not byte-level, multiply by `bytes_per_counted`."""
         return np.asarray(self._token_bytes[tokens])

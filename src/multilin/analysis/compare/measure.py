@@ -100,9 +100,7 @@ def final_score(run: RunRecord, output: Path, recipe: Recipe) -> RunRecord:
 def prompt_of(recipe: Recipe) -> str:
     """How the first document of a recipe's validation text begins."""
     text = read_text(recipe)
-    first, end = [*text.validation.document_starts.tolist(), text.validation.num_tokens][:2]
-    ids = text.validation.tokens[first + 1 : min(end, first + 1 + PROMPT_TOKENS)].tolist()
-    beginning: str = text.tokenizer.decode(ids)
+    beginning: str = text.tokenizer.decode(text.validation.opening(0, PROMPT_TOKENS))
     return beginning.rstrip("\ufffd")
 
 

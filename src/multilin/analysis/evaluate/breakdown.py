@@ -121,7 +121,8 @@ def break_down(scored: Iterable[Scored], packed: PackedText, tokenizer: PreTrain
     breakdown = Breakdown(evaluation, positions, documents, classes, frequencies)
     ordered = breakdown.documents_by_score()
     for document in [*ordered[:NUM_EXTREMES], *ordered[-NUM_EXTREMES:]]:
-        breakdown.openings[document.name] = _opening(packed, int(document.name), tokenizer)
+        ids = packed.opening(int(document.name), OPENING_TOKENS)
+        breakdown.openings[document.name] = " ".join(tokenizer.decode(ids).split())
     return breakdown
 
 
@@ -168,12 +169,6 @@ def _frequency_classes(counts_V: NDArray[np.int64]) -> NDArray[np.int64]:
     ranks = np.empty(len(counts_V), dtype=np.int64)
     ranks[np.argsort(-counts_V, kind="stable")] = np.arange(len(counts_V))
     return np.searchsorted(FREQUENCIES, ranks, side="right")
-
-
-def _opening(packed: PackedText, document: int, tokenizer: PreTrainedTokenizerFast) -> str:
-    start = int(packed.document_starts[document]) + 1
-    stop = int([*packed.document_starts, packed.num_tokens][document + 1])
-    return " ".join(tokenizer.decode(packed.tokens[start : min(stop, start + OPENING_TOKENS)].tolist()).split())
 
 
 def as_data(breakdown: Breakdown) -> dict[str, Any]:

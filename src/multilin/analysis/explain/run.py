@@ -117,9 +117,8 @@ def _passage(run: Run, settings: ExplainSettings, progress: Progress) -> tuple[l
             f"--document: {document} given, but the validation text has "
             f"{plural(packed.num_documents, 'document')}, counted from 0"
         )
-    start, end = [*packed.document_starts.tolist(), packed.num_tokens][document:][:2]
     longest = min(PASSAGE_TOKENS, settings.max_tokens, (run.longest_text or PASSAGE_TOKENS + 1) - 1)
-    ids = packed.tokens[start + 1 : min(end, start + 1 + longest)].tolist()
+    ids = packed.opening(document, longest)
     return ids, f"the first {plural(len(ids), 'token')} of document {document} of the run's validation text"
 
 

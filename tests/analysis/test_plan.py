@@ -14,6 +14,7 @@ from multilin.cli.main import VERBS, main
 from multilin.cli.parser import parse
 from multilin.data.settings import ShardSettings
 from multilin.data.sharding import prepare_shards
+from multilin.data.tokenizers import train_tokenizer
 from multilin.errors import InputError
 from multilin.model.factory import create_model, model_names
 from multilin.training.optimizers import OPTIMIZERS, build_optimizer
@@ -75,6 +76,22 @@ def test_a_checkpoint_has_the_planned_size(tmp_path: Path) -> None:
     (checkpoint,) = (tmp_path / "run.checkpoints").iterdir()
     size = sum(path.stat().st_size for path in checkpoint.glob("*.safetensors") if "random" not in path.name)
     assert size == pytest.approx(plan(given).checkpoint_bytes, rel=0.03)
+
+
+def test_adapters_alone_have_gradients_and_are_saved(tmp_path: Path) -> None:
+    model, tokenizer = create_model("additive", vocab_size=258, **SIZES), train_tokenizer([], "byte", None)
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    given = {"model.start": str(tmp_path), "training.precision": "float32"}
+    whole, part = (
+        plan(load_recipe(None, {**given, **lora}), devices=2) for lora in ({}, {"training.lora": {"rank": 2}})
+    )
+    adapters = part.weight_bytes - whole.weight_bytes
+    assert part.gradient_bytes == adapters < 0.2 * whole.gradient_bytes
+    assert part.checkpoint_bytes < 0.2 * whole.checkpoint_bytes
+    for one, other in zip(part.ways, whole.ways[:2], strict=True):  # without fsdp, which takes no adapters
+        assert one.sent_bytes < 0.2 * other.sent_bytes
+        assert one.memory - part.activation_bytes < 0.6 * (other.memory - whole.activation_bytes)
 
 
 SENT = """

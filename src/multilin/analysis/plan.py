@@ -31,6 +31,7 @@ from multilin.model.memory import (
     parameter_bytes,
 )
 from multilin.ops.int8 import BLOCK
+from multilin.training.adapters import add_adapters
 from multilin.training.assemble import create_network
 from multilin.training.optimizers import optimizer_bytes
 from multilin.training.precision import autocast_dtype
@@ -98,10 +99,11 @@ class WayPlan:
 class TrainingPlan:
     """A run on several devices.
 
-    flops_per_token: floating-point operations of training, see `training_flops_per_token`.
+    flops_per_token: floating-point operations of training, see `training_flops_per_token`; with adapters, which save
+        up to a third of them, those of the whole model.
     weight_bytes, gradient_bytes, optimizer_bytes: bytes of the whole model, on one device.
     activation_bytes: estimated bytes of one pass on one device, with the logits that the loss holds at a time.
-    checkpoint_bytes: bytes of a checkpoint: weights and optimizer state.
+    checkpoint_bytes: bytes of a checkpoint: weights, or adapters alone, and optimizer state.
     tokens: training tokens of the whole run.
     seconds_per_step: time of a step on a device that does not wait for others.
     """
@@ -145,6 +147,8 @@ def plan_training(recipe: Recipe, settings: PlanSettings) -> TrainingPlan:
     vocab_size = find_vocab_size(recipe)
     with torch.device("meta"):
         model = create_network(recipe, vocab_size, None)
+        if recipe.training.lora is not None:
+            add_adapters(model, recipe)
     device, training = _device(settings), recipe.training
     batch_size, passes = training.split(settings.devices)
     tokens = batch_size * recipe.model.n_positions
@@ -154,23 +158,23 @@ def plan_training(recipe: Recipe, settings: PlanSettings) -> TrainingPlan:
     )
     peak = device.single if is_single else device.half
     weights, optimizer = parameter_bytes(model), optimizer_bytes(recipe.optimizer, model)
+    gradients = FLOAT_BYTES * model.num_parameters(only_trainable=True)
     plan = TrainingPlan(
         device=device, devices=settings.devices, parameters=parameter_counts(model)[0], vocab_size=vocab_size,
         flops_per_token=flops, tokens_per_step=tokens * passes * settings.devices, steps=training.num_steps,
         tokens=tokens * passes * settings.devices * training.num_steps,
-        weight_bytes=weights, optimizer_bytes=optimizer,
-        gradient_bytes=FLOAT_BYTES * model.num_parameters(only_trainable=True),
+        weight_bytes=weights, optimizer_bytes=optimizer, gradient_bytes=gradients,
         activation_bytes=activation_bytes(
             model, tokens, number_bytes=FLOAT_BYTES if is_single else 2,
             recomputes=training.gradient_checkpointing,
         ) + loss_bytes(model, tokens, torch.device("cpu" if settings.kind == "cpu" else "cuda")),
-        checkpoint_bytes=weights + optimizer,
+        checkpoint_bytes=(weights if training.lora is None else gradients) + optimizer,
         seconds_per_step=tokens * flops / (peak * settings.efficiency) * passes, ways=[],
     )  # fmt: skip
     layers = [parameter_bytes(layer) for layer in layers_of(model)]
     gathered = 0.5 if training.precision == "bf16" else 1.0
-    ways = [_way(way, plan, layers, gathered, passes, settings.price) for way in ("ddp", "int8", "fsdp")]
-    return replace(plan, ways=ways)
+    names = ("ddp", "int8", "fsdp") if training.lora is None else ("ddp", "int8")  # adapters are not sharded
+    return replace(plan, ways=[_way(way, plan, layers, gathered, passes, settings.price) for way in names])
 
 
 def sent_bytes(way: str, layers: int, rest: int, devices: int, *, passes: int = 1, gathered: float = 1.0) -> float:
@@ -195,7 +199,8 @@ def sent_bytes(way: str, layers: int, rest: int, devices: int, *, passes: int = 
 
 def _way(way: str, plan: TrainingPlan, layers: list[int], gathered: float, passes: int, price: float | None) -> WayPlan:
     """One way to train; `layers` are the bytes of each layer's parameters."""
-    devices, rest = plan.devices, plan.weight_bytes - sum(layers)
+    devices = plan.devices
+    rest = (plan.weight_bytes if way == "fsdp" else plan.gradient_bytes) - sum(layers)  # else only gradients are sent
     held = plan.weight_bytes + plan.gradient_bytes + plan.optimizer_bytes
     if way == "fsdp" and devices > 1:
         # The weights of two layers and the gradients of one are whole at a time; the other parameters always.

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from multilin.analysis.budget.law import by_heart, shipped_law
+from multilin.analysis.budget.law import Law, by_heart, shipped_law
 from multilin.analysis.budget.measure import TextMeasure, candidate, count_bytes, measure_speed, measure_text
 from multilin.analysis.budget.rule import (
     ARCHITECTURE,
@@ -114,31 +114,37 @@ def pick(
             speed = measure_speed(*picker.probes(vocab_size), until)
         choice = choose_now(picker.candidates(vocab_size), speed=speed)
     tokens_per_second = speed.tokens_per_second(choice.candidate)
-    remarks, flops = [], choice.tokens * choice.candidate.flops_per_token
     most_tokens = choose_now([choice.candidate], speed=speed, seconds=math.inf).tokens
-    if choice.tokens == most_tokens:
-        needed = 60 * minutes - left + choice.tokens / tokens_per_second / TRAINING_SHARE + START_AND_END
-        remarks.append(
-            f"More than {choice.tokens / text.train_tokens:.2g} passes over this text would overfit: the run "
-            f"ends after them, in about {min(needed / 60, minutes):.1f} minutes. More text would be worth more time."
-        )
-    if flops > law.most_flops:
-        remarks.append(
-            f"The expectation goes beyond the measured runs, of which the largest had {law.most_flops:.1e} operations; "
-            f"this one has {flops:.1e}."
-        )
-    if choice.tokens < law.fewest_tokens:
-        remarks.append(
-            f"The expectation is a guess: this run reads {choice.tokens / 1e6:.2f} M tokens, and no measured run fewer "
-            f"than {law.fewest_tokens / 1e6:.2f} M."
-        )
+    needed = 60 * minutes - left + choice.tokens / tokens_per_second / TRAINING_SHARE + START_AND_END
+    ends_after = min(needed / 60, minutes) if choice.tokens == most_tokens else None
     architecture = picker.architecture
-    if architecture not in (law.main, *law.factors):
-        remarks.append(f"No measured run has the architecture {architecture}; expected is what {law.main} would reach.")
+    remarks = list(_remarks(law, text, architecture, choice, ends_after))
     expected = law.predict(architecture, text.trigram, choice.ratio)
     known = by_heart(choice.candidate.parameters, text.train_bytes, choice.tokens / text.train_tokens)
     recipe = picker.recipe(choice.candidate.size, choice.tokens, known, most_tokens)
     return Pick(recipe, text, choice, tokens_per_second, expected, 2 * law.error * expected, remarks)
+
+
+def _remarks(law: Law, text: TextMeasure, architecture: str, choice: Choice, ends_after: float | None) -> Iterator[str]:
+    """Why a run ends after so many minutes, if before its time, and what the expectation lacks, a sentence each."""
+    if ends_after is not None:
+        yield (
+            f"More than {choice.tokens / text.train_tokens:.2g} passes over this text would overfit: the run "
+            f"ends after them, in about {ends_after:.1f} minutes. More text would be worth more time."
+        )
+    flops = choice.tokens * choice.candidate.flops_per_token
+    if flops > law.most_flops:
+        yield (
+            f"The expectation goes beyond the measured runs, of which the largest had {law.most_flops:.1e} operations; "
+            f"this one has {flops:.1e}."
+        )
+    if choice.tokens < law.fewest_tokens:
+        yield (
+            f"The expectation is a guess: this run reads {choice.tokens / 1e6:.2f} M tokens, and no measured run fewer "
+            f"than {law.fewest_tokens / 1e6:.2f} M."
+        )
+    if architecture not in (law.main, *law.factors):
+        yield f"No measured run has the architecture {architecture}; expected is what {law.main} would reach."
 
 
 def _training_seconds(minutes: float, left: float) -> float:

@@ -20,7 +20,7 @@ LEFT_OUT = ("multilin", "__editable__", "jaxtyping", "numba", "llvmlite", "trito
 
 
 def test_names_models_and_folders_that_cannot_be_published_are_refused(
-    additive: Path, run_folder: Callable[[str], Path], refusal: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    additive: Path, run_folder: Callable[[str], Path], refusal: Call, tmp_path: Path
 ) -> None:
     folder = tmp_path / "hub"
     assert "name: 'letters' given" in refusal("publish", additive, "letters")

@@ -18,7 +18,7 @@ from multilin.data.tokenizers import load_tokenizer, tokenizer_hash, train_token
 from multilin.errors import InputError
 from multilin.inference.runs import load_run
 from multilin.training.outcomes import RunResult
-from multilin.training.recipe import load_recipe
+from multilin.training.recipe import load_recipe, save_recipe
 from multilin.training.run_folder import RunFolder
 from multilin.training.start import load_start
 from multilin.training.trainer import train
@@ -121,8 +121,10 @@ def test_what_agrees_with_the_start_is_accepted(tune: Tiny, uninterrupted: RunRe
     start = load_recipe(uninterrupted.output)
     given = {name: getattr(getattr(start, section), field)
              for name, (section, field) in ((name, name.split(".")) for name in DECIDED)}  # fmt: skip
-    assert tune(uninterrupted.output, tmp_path, **given) == tune(uninterrupted.output, tmp_path)
-    assert tune(uninterrupted.output, tmp_path, **{"model.n_positions": 8}).model.n_positions == 8
+    texts = {name: str(value) for name, value in given.items()}
+    for agreeing in (given, texts):
+        assert tune(uninterrupted.output, tmp_path, **agreeing) == tune(uninterrupted.output, tmp_path)
+    assert tune(uninterrupted.output, tmp_path, **{"model.n_positions": "8"}).model.n_positions == 8
 
 
 @pytest.mark.parametrize(
@@ -174,8 +176,16 @@ def test_a_start_that_changed_is_said(tune: Tiny, uninterrupted: RunResult, tmp_
     other = AutoModelForCausalLM.from_pretrained(folder)
     torch.nn.init.ones_(other.get_input_embeddings().weight)
     other.save_pretrained(folder)
-    with pytest.raises(InputError, match=r"model\.start: the weights in .* are not those that the recipe records"):
-        train(recipe)
+    given = tune(folder, tmp_path / "tuned", **{"model.start_hash": recipe.model.start_hash})
+    for changed in (recipe, given):
+        with pytest.raises(InputError, match=r"model\.start: the weights in .* are not those that the recipe records"):
+            train(changed)
+
+
+def test_a_start_is_taken_out_of_a_run_with_its_hash(tune: Tiny, uninterrupted: RunResult, tmp_path: Path) -> None:
+    save_recipe(tune(uninterrupted.output, tmp_path), tmp_path / "recipe.yaml")
+    model = load_recipe(tmp_path, {"model.start": None}).model
+    assert (model.start, model.start_hash, model.hidden_size) == (None, None, 16)
 
 
 def test_another_tokenizer_is_refused(tune: Tiny, uninterrupted: RunResult, words: Path, tmp_path: Path) -> None:

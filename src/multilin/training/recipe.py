@@ -204,6 +204,7 @@ def load_recipe(
         InputError: no such recipe, not YAML, an unknown field or a value of a wrong type; a model to start from that
             is not there, or that a field contradicts.
     """
+    overrides = overrides or {}
     path = None if name_or_path is None else _find(name_or_path)
     values = {} if path is None else _read(path)
     is_run = path is not None and path == Path(str(name_or_path), RECIPE_FILE)
@@ -211,17 +212,19 @@ def load_recipe(
         if "output" not in values:
             raise InputError(f"recipe: {path} is cut short: it has no output, which a run writes last")
         values["output"] = str(name_or_path)  # the folder may have been moved since the run wrote it down
-        if (overrides or {}).get("model.start") not in (None, get(values, "model.start")):
+        if overrides.get("model.start") not in (None, get(values, "model.start")):
             values = without(values, _OF_START)
-    values = overlay(nest(defaults or {}), _changed(values, overrides or {}))
+    if "model.start" in overrides:
+        values = without(values, ["model.start_hash"])  # of the weights that the recipe names
+    values = overlay(nest(defaults or {}), _changed(values, overrides))
     recipe = load_settings(Recipe, values)
-    _check_text(recipe, overrides or {})
-    changes_model = any(dotted.startswith(("model", "tokenizer")) for dotted in overrides or {})
+    _check_text(recipe, overrides)
     check_start(recipe)
+    changes_model = any(dotted.startswith(("model", "tokenizer")) for dotted in overrides)
     if recipe.model.start is None or (is_run and not changes_model):
         return recipe
-    if "model.start" in (overrides or {}):
-        values["model"].pop("start_hash", None)
+    for name in {"model", "tokenizer"} & values.keys():  # a number may be given as a text, such as '8'
+        values[name] = {field: getattr(getattr(recipe, name), field) for field in values[name]}
     return load_settings(Recipe, complete_start(values))
 
 

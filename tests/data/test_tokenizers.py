@@ -160,6 +160,16 @@ def test_a_tokenizer_comes_back_from_folder_and_file(tokenizer: PreTrainedTokeni
         assert loaded.decode(loaded(CORPUS[0])["input_ids"]) == CORPUS[0]
 
 
+def test_of_several_chat_templates_the_default_is_kept(tmp_path: Path) -> None:
+    tokenizer = train_tokenizer([], "byte", None)
+    tokenizer.chat_template = {"default": "plain", "tool_use": "with tools"}
+    tokenizer.save_pretrained(tmp_path / "several")
+    loaded = load_tokenizer(str(tmp_path / "several"))
+    assert loaded.chat_template == "plain"
+    loaded.save_pretrained(tmp_path / "one")
+    assert all(path.is_file() for path in (tmp_path / "one").iterdir())  # the folder of a run has no folder for others
+
+
 def test_padding_falls_back_to_the_end_of_text(tmp_path: Path) -> None:
     backend = Tokenizer(models.WordLevel({"[UNK]": 0, "cat": 1, "</s>": 2}, unk_token="[UNK]"))
     backend.pre_tokenizer = pre_tokenizers.Whitespace()

@@ -66,7 +66,8 @@ def train_tokenizer(texts: Iterable[str], kind: TokenizerKind, vocab_size: int |
 def load_tokenizer(path_or_name: str) -> PreTrainedTokenizerFast:
     """A tokenizer from a folder with tokenizer.json, a run folder, a tokenizer.json, or by its name on the hub.
 
-    It has an end-of-text token, and pads with it where it has no padding token. No code that comes with it is run.
+    It has an end-of-text token, and pads with it where it has no padding token. Of several chat templates it has the
+    default one. No code that comes with it is run.
 
     Raises:
         InputError: there is no tokenizer, it has no tokenizer.json or no end-of-text token, or its ids have gaps.
@@ -93,6 +94,8 @@ def load_tokenizer(path_or_name: str) -> PreTrainedTokenizerFast:
         )
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
+    if isinstance(tokenizer.chat_template, dict):
+        tokenizer.chat_template = tokenizer.chat_template.get("default")
     return tokenizer
 
 

@@ -7,6 +7,7 @@ import random
 import signal
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -382,10 +383,15 @@ def test_damage_is_found_before_training(rows: Path, tmp_path: Path, name: str, 
 
 def test_two_preparations_in_one_folder_are_refused(rows: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    prepare_shards(plan(rows, out))
+    manifest = prepare_shards(plan(rows, out))
     for change, name in (({"kind": "bpe", "vocab_size": 280}, "kind"), ({"validation_fraction": 0.2}, "validation_")):
         with pytest.raises(InputError, match=f"--output: .* was begun with another {name}"):
             prepare_shards(plan(rows, out, **change))
+    other_version = replace(manifest, settings=manifest.settings | {"normalization": "NFC"})
+    (out / MANIFEST).write_bytes(other_version.to_json())
+    with pytest.raises(InputError, match="was begun with another normalization, and normalization None given"):
+        prepare_shards(plan(rows, out))
+    (out / MANIFEST).write_bytes(manifest.to_json())
     with rows.open("a") as stream:
         stream.write('{"text": "one more"}\n')
     with pytest.raises(

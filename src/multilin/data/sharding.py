@@ -110,8 +110,8 @@ def _finished(store: Store, deciding: dict[str, Any]) -> Manifest | None:
         raise InputError(f"--output: {shown(store.address)} holds files already; name a new folder")
     deciding = json.loads(json.dumps(deciding))
     if before is not None and before != deciding:
-        name = next(name for name in deciding if before.get(name) != deciding[name])
-        begun, given = f"another {name}", f"{name} {shown(deciding[name])} given"
+        name = next(name for name in deciding | before if before.get(name) != deciding.get(name))
+        begun, given = f"another {name}", f"{name} {shown(deciding.get(name))} given"
         if name == "content":
             begun, given = "text files of other sizes or times", "they may hold another text"
         raise InputError(f"--output: {shown(store.address)} was begun with {begun}, and {given}; name a new folder")

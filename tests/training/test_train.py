@@ -20,7 +20,7 @@ from multilin.training.recipe import load_recipe
 from multilin.training.run_folder import RunFolder
 from multilin.training.trainer import train
 from multilin.training.transformers_trainer import baseline_loss
-from tests.training.conftest import Tiny, metrics
+from tests.training.conftest import Stopped, Tiny, metrics
 
 
 @pytest.fixture(scope="module")
@@ -226,10 +226,12 @@ def test_weight_decay_spares_biases_norms_and_embeddings(tiny: Tiny, tmp_path: P
     assert any("embedding" in name for name in spared)
 
 
-def test_tensorboard_is_written_on_request(tiny: Tiny, tmp_path: Path) -> None:
-    pytest.importorskip("tensorboard")
-    train(tiny(tmp_path / "run", **{"training.max_steps": 2, "training.report_to": ["tensorboard"]}))
-    assert list((tmp_path / "run" / "tensorboard").glob("events.out.*"))
+def test_tensorboard_shows_every_step_once_also_after_a_kill(tiny: Tiny, tmp_path: Path, stopped: Stopped) -> None:
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    recipe = stopped(tiny(tmp_path / "run", **{"training.report_to": ["tensorboard"]}), 7, None)
+    result = train(recipe, resume=True)
+    events = accumulator.EventAccumulator(str(result.output / "tensorboard")).Reload()
+    assert [event.step for event in events.Scalars("loss")] == [line["step"] for line in metrics(result.output)]
 
 
 def test_progress_is_told_to_who_asks_and_printed_by_nobody(

@@ -169,7 +169,9 @@ class RunFolder:
             return [self.append_metrics]
         from torch.utils.tensorboard import SummaryWriter
 
-        events = SummaryWriter(str(self.tensorboard))
+        lines = self._record["metrics"]
+        # Hides the events that a killed run has written after the checkpoint from which this one goes on.
+        events = SummaryWriter(str(self.tensorboard), purge_step=lines[-1]["step"] + 1 if lines else None)
 
         def append_events(line: dict[str, Any]) -> None:
             for name, value in line.items():

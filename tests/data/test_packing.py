@@ -117,6 +117,15 @@ def test_a_worker_process_maps_the_file_itself(packed: PackedText) -> None:
     assert torch.equal(pickle.loads(sent)[1]["input_ids"], blocks[1]["input_ids"])
 
 
+@pytest.mark.skipif(not Path("/dev/fd").exists(), reason="open files are counted there")
+def test_open_texts_hold_no_files(packed: PackedText) -> None:
+    """A text of many shards has more of them than a process may have open files."""
+    before = len(list(Path("/dev/fd").iterdir()))
+    texts = [PackedText.open(packed.folder) for _ in range(5)]
+    assert len(list(Path("/dev/fd").iterdir())) == before
+    assert not any(text.tokens.flags.writeable for text in texts)
+
+
 def test_a_foreign_tokenizer_that_is_not_lossless_keeps_the_byte_count_and_warns(tmp_path: Path) -> None:
     backend = Tokenizer(models.WordLevel({"[UNK]": 0, "cat": 1, "sat": 2, "</s>": 3}, unk_token="[UNK]"))
     backend.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -171,6 +180,15 @@ def test_damaged_packings_are_refused(packed: PackedText, tokenizer: PreTrainedT
     with pytest.raises(InputError, match="exists already"):
         pack_texts(TEXTS, tokenizer, tmp_path)
     tokens, index = again.folder / "tokens.bin", again.folder / "index.safetensors"
+    description = again.folder / "packed.json"
+    plain = description.read_text()
+    description.write_text(plain.replace('"is_chat": false', '"is_chat": true'))
+    with pytest.raises(InputError, match=r"no packed text, as answers.bin is missing"):
+        PackedText.open(again.folder)
+    (again.folder / "answers.bin").write_bytes(b"1")
+    with pytest.raises(InputError, match=r"answers.bin has 1 byte instead of \d+"):
+        PackedText.open(again.folder)
+    description.write_text(plain)
     tokens.write_bytes(tokens.read_bytes()[:-2])
     with pytest.raises(InputError, match=r"tokens.bin has \d+ bytes instead of \d+"):
         PackedText.open(again.folder)

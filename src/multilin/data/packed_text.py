@@ -71,10 +71,10 @@ class PackedText:
         self.num_tokens, self.num_documents = description.num_tokens, description.num_documents
         self.num_bytes = description.num_bytes
         self.document_starts, self.document_bytes = index["document_starts"], index["document_bytes"]
-        self.tokens = np.memmap(folder / TOKENS, dtype=description.dtype, mode="r", shape=(description.num_tokens,))
+        self.tokens = _mapped(folder / TOKENS, description.num_tokens, description.dtype)
         self.is_answer = None  # (num_tokens,) bool, memory-mapped: tokens of answers; None where all are scored
         if description.is_chat:
-            self.is_answer = np.memmap(folder / ANSWERS, dtype=bool, mode="r", shape=(description.num_tokens,))
+            self.is_answer = _mapped(folder / ANSWERS, description.num_tokens, "bool")
         self._token_bytes = index["token_bytes"]
         self._first: int | None = None  # of a part that `every_other` made
 
@@ -86,22 +86,22 @@ class PackedText:
             InputError: the folder holds no packing, or a damaged one.
         """
         folder = Path(folder)
-        for path in (folder / name for name in (DESCRIPTION, INDEX, TOKENS)):
+        for path in (folder / name for name in (DESCRIPTION, INDEX, TOKENS, ANSWERS)):
             if path.exists():
                 check_regular(path, "")
         try:
             description = Description(**json.loads((folder / DESCRIPTION).read_text(encoding="utf-8")))
             index = {name: tensor.numpy() for name, tensor in load_file(folder / INDEX).items()}  # memory-mapped
-            size = (folder / TOKENS).stat().st_size
+            item_bytes = {TOKENS: np.dtype(description.dtype).itemsize} | ({ANSWERS: 1} if description.is_chat else {})
+            sizes = {name: (folder / name).stat().st_size for name in item_bytes}
         except FileNotFoundError as error:
             raise InputError(f"{folder}: no packed text, as {Path(error.filename or folder).name} is missing") from None
         except (ValueError, TypeError, SafetensorError) as error:
             raise InputError(f"{folder}: damaged packed text ({error}); delete it to prepare it again") from None
-        if description.is_chat and not (folder / ANSWERS).is_file():
-            raise InputError(f"{folder}: no packed text, as {ANSWERS} is missing")
-        if size != (expected := description.num_tokens * np.dtype(description.dtype).itemsize):
-            difference = f"{plural(size, 'byte')} instead of {expected}"
-            raise InputError(f"{folder}: {TOKENS} has {difference}; delete it to prepare it again")
+        for name, size in sizes.items():
+            if size != (expected := description.num_tokens * item_bytes[name]):
+                difference = f"{plural(size, 'byte')} instead of {expected}"
+                raise InputError(f"{folder}: {name} has {difference}; delete it to prepare it again")
         return cls(folder, description, index)
 
     def __reduce__(self) -> tuple[Callable[..., "PackedText"], tuple[Any, ...]]:
@@ -180,6 +180,14 @@ class PackedText:
         if description.counted_bytes in (description.num_bytes, 0):
             return 1.0
         return description.num_bytes / description.counted_bytes
+
+
+def _mapped(path: Path, size: int, dtype: str) -> NDArray[Any]:
+    """The numbers in a file, memory-mapped; unlike by `numpy.memmap`, the file does not stay open."""
+    kind = {"dtype": getattr(torch, dtype), "device": "cpu"}
+    numbers: NDArray[Any] = torch.from_file(str(path), shared=False, size=size, **kind).numpy()
+    numbers.flags.writeable = False
+    return numbers
 
 
 def _open_every_other(folder: Path, first: int) -> PackedText:

@@ -195,4 +195,4 @@ def hub_revision(source: str) -> str | None:
     if Path(name).is_dir():
         return None
     with hub_errors(source):
-        return HfApi().dataset_info(name).sha
+        return HfApi().dataset_info(name, timeout=20).sha

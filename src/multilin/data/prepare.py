@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 import tokenizers
@@ -166,22 +167,21 @@ def _documents(data: DataRecipe, field: str) -> Iterator[Document]:
 def _prepare(
     data: DataRecipe, recipe: TokenizerRecipe, loaded: PreTrainedTokenizerFast | None, progress: Progress, folder: Path
 ) -> None:
-    spools, train, validation = _split(data, folder, progress)
-    tokenizer = loaded or train_tokenizer(reported_texts(train(), progress), recipe.kind, recipe.vocab_size)
-    if next(train()).messages is not None and tokenizer.chat_template is None:
-        tokenizer.chat_template = CHAT_TEMPLATE
-    tokenizer.save_pretrained(folder / "tokenizer")
-    first = pack(train(), tokenizer, folder / "train", partial(progress, "packing the training text"))
-    second = pack(validation(), tokenizer, folder / "validation", partial(progress, "packing the validation text"))
+    with TemporaryDirectory(dir=folder) as spools:
+        train, validation = _split(data, Path(spools), progress)
+        tokenizer = loaded or train_tokenizer(reported_texts(train(), progress), recipe.kind, recipe.vocab_size)
+        if next(train()).messages is not None and tokenizer.chat_template is None:
+            tokenizer.chat_template = CHAT_TEMPLATE
+        tokenizer.save_pretrained(folder / "tokenizer")
+        first = pack(train(), tokenizer, folder / "train", partial(progress, "packing the training text"))
+        second = pack(validation(), tokenizer, folder / "validation", partial(progress, "packing the validation text"))
     if first.description.is_chat != second.description.is_chat:
         kinds = ("conversations", "texts") if first.description.is_chat else ("texts", "conversations")
         raise InputError(f"data.validation: {data.validation} holds {kinds[1]}, but data.source holds {kinds[0]}")
-    for spool in spools:
-        spool.path.unlink()
 
 
-def _split(data: DataRecipe, folder: Path, progress: Progress) -> tuple[list[Spool], _Reader, _Reader]:
-    """The spools on disk, and functions that read the documents of each side from there."""
+def _split(data: DataRecipe, folder: Path, progress: Progress) -> tuple[_Reader, _Reader]:
+    """Functions that read the documents to train on and those to validate on, from files that are made in a folder."""
     report = partial(progress, "reading")
     source = Spool.write(_documents(data, "source"), folder / "source.jsonl", report)
     if data.validation is not None:
@@ -192,22 +192,20 @@ def _split(data: DataRecipe, folder: Path, progress: Progress) -> tuple[list[Spo
                 "among those to train on, so that a low number of bits per byte says less",
                 stacklevel=2,
             )
-        return [source, other], source.read, other.read
+        return source.read, other.read
     side, cut = validation_side(source.hashes, source.sizes, data.validation_fraction)
-    if cut is None:
-        return [source], partial(source.read, ~side), partial(source.read, side)
-    here = np.arange(len(side)) == cut
-    document = next(source.read(here))
-    missing = data.validation_fraction * source.sizes.sum() - source.sizes[side].sum()
-    if len(side) > 1 and (document.messages is not None or len(document.text) < 2):  # it is set aside whole, if at all
-        side |= here & ~side.any()
-        return [source], partial(source.read, ~side), partial(source.read, side)
-    first, last = split_document(document, float(missing / source.sizes[cut]))
-    return (
-        [source],
-        lambda: itertools.chain(source.read(~side & ~here), [first]),
-        lambda: itertools.chain(source.read(side), [last]),
-    )
+    if cut is not None:
+        here = np.arange(len(side)) == cut
+        document = next(source.read(here))
+        if len(side) == 1 or (document.messages is None and len(document.text) > 1):
+            missing = data.validation_fraction * source.sizes.sum() - source.sizes[side].sum()
+            first, last = split_document(document, float(missing / source.sizes[cut]))
+            return (
+                lambda: itertools.chain(source.read(~side & ~here), [first]),
+                lambda: itertools.chain(source.read(side), [last]),
+            )
+        side |= here & ~side.any()  # it is set aside whole, if at all
+    return partial(source.read, ~side), partial(source.read, side)
 
 
 def reported_texts(documents: Iterable[Document], progress: Progress) -> Iterator[str]:

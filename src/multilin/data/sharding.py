@@ -68,8 +68,7 @@ def prepare_shards(plan: ShardSettings, *, workers: int = 1, progress: Progress 
     store.check_writable()
     with contextlib.nullcontext() if store.local is None else locked_folder("--output", store.local):
         if (manifest := _finished(store, deciding)) is not None:
-            if store.local is not None:
-                check_shards(store, manifest, progress)
+            check_shards(store, manifest, progress)
         else:
             with TemporaryDirectory() as temporary, _clean(store, len(parts)):
                 job = Job(plan, parts, "")

@@ -381,6 +381,12 @@ def test_damage_is_found_before_training(rows: Path, tmp_path: Path, name: str, 
         open_prepared("data.source", str(tmp_path / "out"))
 
 
+def test_text_on_this_machine_needs_no_cache(rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    prepare_shards(plan(rows, tmp_path / "out"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(rows / "no folder"))
+    assert open_prepared("data.source", str(tmp_path / "out")).train.num_tokens > 0
+
+
 def test_two_preparations_in_one_folder_are_refused(rows: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     manifest = prepare_shards(plan(rows, out))

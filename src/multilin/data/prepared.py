@@ -6,6 +6,7 @@
 It lies in a folder or at any address of fsspec, whose files are copied into a local cache when they are first read.
 """
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -182,8 +183,11 @@ def _check_once(folder: Path, manifest: bytes, check: Callable[[], None]) -> Non
     """Check a folder, unless its files have the sizes and times of an earlier check."""
     files = sorted((str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in folder.resolve().rglob("*"))
     mark = cache_root() / "checked" / hashlib.sha256(manifest + repr(files).encode()).hexdigest()
-    if not mark.exists():
-        check()
+    with contextlib.suppress(OSError):  # without a cache the folder is checked each time
+        if mark.exists():
+            return
+    check()
+    with contextlib.suppress(OSError):
         mark.parent.mkdir(parents=True, exist_ok=True)
         mark.touch()
 

@@ -17,6 +17,7 @@ from multilin.training.optimizers import OPTIMIZERS
 from multilin.training.outcomes import RunResult
 from multilin.training.progress import TrainingProgress
 from multilin.training.recipe import load_recipe
+from multilin.training.report import write_card
 from multilin.training.run_folder import RunFolder
 from multilin.training.trainer import train
 from multilin.training.transformers_trainer import baseline_loss
@@ -106,6 +107,13 @@ def test_the_folder_holds_a_card_a_plot_and_nothing_pickled(result: RunResult) -
     suffixes = {path.suffix for path in result.output.rglob("*") if path.is_file()}
     assert suffixes <= {".json", ".jsonl", ".yaml", ".safetensors", ".png", ".md", ".txt", ".py"}
     assert not list(result.output.rglob(".*"))
+
+
+def test_the_card_names_the_tokenizer(result: RunResult, tmp_path: Path) -> None:
+    """A task, as prepared text, comes with its own, whatever the recipe would train for another text."""
+    for changes, name in (({}, "byte"), ({"data.source": "task:mqar"}, "that of the text")):
+        write_card(load_recipe(result.output, changes), result, tmp_path / "card.md")
+        assert f"| Tokenizer | {name}, 258 entries |" in (tmp_path / "card.md").read_text()
 
 
 def test_checkpoints_are_kept_as_the_recipe_says(result: RunResult) -> None:

@@ -49,9 +49,9 @@ def _tscale_steps(file: Any, kind: str, setting: str) -> Triples:
 def _schedule_table(steps: np.ndarray, rate: float, slow: float, tail: float, max_steps: float) -> np.ndarray:
     """Columns rate, beta1, disp_decay, w0, w1."""
     recipe = ScheduleRecipe(name="tail" if tail else "constant", warmup_steps=int(slow), tail=tail or None)
-    factor = rate_factor(recipe, int(max_steps))
+    factors = [rate_factor(recipe, int(step), max_steps=max(int(max_steps), 1)) for step in steps]
     betas = beta(torch.from_numpy(steps).double()).tolist()
-    return np.array([[rate * factor(int(i)), b, b, NOW, MOMENTUM] for i, b in zip(steps, betas, strict=True)])
+    return np.array([[rate * factor, b, b, NOW, MOMENTUM] for factor, b in zip(factors, betas, strict=True)])
 
 
 def check_threelin(file: Any) -> Triples:

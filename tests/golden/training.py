@@ -85,7 +85,7 @@ def _rate_and_decay(file: Any, meta: dict[str, Any], step: int) -> tuple[float, 
     rates = next((file[name] for name in file.files if name.endswith("step_rate")), None)
     decays = next((file[name] for name in file.files if name.endswith("step_l2reg")), None)
     recipe = ScheduleRecipe(name="constant", warmup_steps=int(meta.get("slow_start", 1000)))
-    rate = meta.get("rate", 0.01) * rate_factor(recipe, 1)(step) if rates is None else rates[step]
+    rate = meta.get("rate", 0.01) * rate_factor(recipe, step, max_steps=1) if rates is None else rates[step]
     return float(rate), float(meta.get("l2reg", 0.0) if decays is None else decays[step])
 
 

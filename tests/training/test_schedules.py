@@ -13,7 +13,7 @@ SCHEDULES = ("linear", "cosine", "constant", "tail", "inverse_sqrt")
 def factors(name: str, max_steps: int, warmup_steps: int = 0, **options: float) -> list[float]:
     given = ScheduleRecipe(name=name, warmup_steps=warmup_steps, **options)
     recipe = resolve_schedule(given, TrainingDefaults())
-    return [rate_factor(recipe, max_steps)(step) for step in range(max_steps + 3)]
+    return [rate_factor(recipe, step, max_steps) for step in range(max_steps + 3)]
 
 
 @pytest.mark.parametrize("name", SCHEDULES)

@@ -44,21 +44,20 @@ def resolve_schedule(recipe: ScheduleRecipe, defaults: TrainingDefaults) -> Sche
     return fill(recipe, name=name, warmup_steps=defaults.warmup_steps, **_OWN.get(name, {}))
 
 
-def rate_factor(recipe: ScheduleRecipe, max_steps: float) -> Callable[[int], float]:
-    """The factor of step i, for a resolved recipe and a run of so many steps."""
+def rate_factor(recipe: ScheduleRecipe, step: int, max_steps: float) -> float:
+    """The factor of a step, from 0, for a resolved recipe and a run of so many steps."""
     assert recipe.name is not None, "a schedule needs a recipe that was resolved"
     assert recipe.warmup_steps is not None
     warmup_steps, tail, constant_steps = recipe.warmup_steps, recipe.tail or 0.0, recipe.constant_steps or 0
     rest = max(max_steps - warmup_steps, 1)
-    courses: dict[str, Callable[[int], float]] = {
-        "linear": lambda i: min(1.0, max(0.0, (max_steps - i) / rest)),
-        "cosine": lambda i: 0.5 * (1 + math.cos(math.pi * min(1.0, max(0.0, (i - warmup_steps) / rest)))),
-        "constant": lambda i: 1.0,
-        "tail": lambda i: min(1.0, max(0.0, (1 - i / max_steps) * tail)),
-        "inverse_sqrt": lambda i: min(1.0, math.sqrt(constant_steps / (i + 1))),
+    courses = {
+        "linear": (max_steps - step) / rest,
+        "cosine": 0.5 * (1 + math.cos(math.pi * min(1.0, max(0.0, (step - warmup_steps) / rest)))),
+        "constant": 1.0,
+        "tail": (1 - step / max_steps) * tail,
+        "inverse_sqrt": math.sqrt(constant_steps / (step + 1)),
     }
-    course = courses[recipe.name]
-    return lambda i: min(1.0, (i + 1) / max(warmup_steps, 1)) * course(i)
+    return min(1.0, (step + 1) / max(warmup_steps, 1)) * min(1.0, max(0.0, courses[recipe.name]))
 
 
 def build_schedule(
@@ -71,4 +70,4 @@ def build_schedule(
         optimizer: whose rates it sets.
         num_steps: step to the steps of the whole run, as they are known when it begins.
     """
-    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda i: rate_factor(recipe, num_steps(i))(i))
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rate_factor(recipe, step, num_steps(step)))

@@ -26,8 +26,8 @@ def complete_start(values: Mapping[str, Any]) -> dict[str, Any]:
     given, tokenizer = dict(values["model"]), dict(values.get("tokenizer") or {})
     start, expected_hash = given.pop("start"), given.pop("start_hash", None)
     folder = find_model(start, "model.start")
-    model, own_tokenizer = _describe(folder)
-    longest, block = model.pop("longest_text"), given.pop("n_positions", None)
+    model, own_tokenizer, longest = _describe(folder)
+    block = given.pop("n_positions", None)
     if block is not None and longest is not None and block > longest:
         raise InputError(
             f"model.n_positions: {block} given, but the model to start from, {shown(start)}, reads at most {longest} "
@@ -77,8 +77,8 @@ def load_start(start: str, expected_hash: str | None, tokenizer: "PreTrainedToke
     return model.float()
 
 
-def _describe(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The sections `model` and `tokenizer` of a recipe for a trained model; `model` also has its `longest_text`."""
+def _describe(folder: Path) -> tuple[dict[str, Any], dict[str, Any], int | None]:
+    """The sections `model` and `tokenizer` of a recipe for a trained model, and the longest text that it reads."""
     from multilin.inference.runs import longest_text, read_config
     from multilin.model.factory import BASELINES
 
@@ -100,4 +100,4 @@ def _describe(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     own_model, tokenizer = sections.get("model", {}), sections.get("tokenizer", {})
     model |= {name: value for name, value in own_model.items() if name not in ("start", "start_hash")}
     model |= {"hidden_size": config.hidden_size, "num_layers": config.num_hidden_layers}
-    return {**model, "longest_text": longest_text(config)}, {} if tokenizer.get("path") else dict(tokenizer)
+    return model, {} if tokenizer.get("path") else dict(tokenizer), longest_text(config)

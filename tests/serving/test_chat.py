@@ -159,6 +159,7 @@ def test_servers_that_refuse_or_are_none(talk: Talk, start: Start, run: Run, mon
     cases = [
         (server.url, (), "api key"),
         (server.url, ("--api-key", "secret", "--session", "session_x"), "session_x"),
+        (server.url, ("--api-key", "secret", "--session=session_-x"), "there is no session 'session_-x'"),
         (server.url, ("--api-key", "secret", "--session", ""), "--session: '' given"),
         (server.url, ("--api-key", "secret", "--session", "a/b"), "--session: 'a/b' given"),
         ("http://127.0.0.1:9", (), "does not answer"),

@@ -41,7 +41,7 @@ class RemoteChat:
         """
         check_unused(settings)
         if session is not None:
-            if not re.fullmatch(r"\w+", session):
+            if not re.fullmatch(r"[\w-]+", session):
                 raise InputError(f"--session: {shown(session)} given, but names are like session_0123456789abcdef")
             identity = _call(client, "GET", f"/v1/sessions/{session}")
         elif state is None:

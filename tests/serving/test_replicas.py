@@ -56,6 +56,8 @@ def test_two_servers_continue_each_others_sessions(start: Start, alone: list[str
     branch = servers[0].post("/v1/sessions", turn=turns[2]["id"])["id"]
     assert say(servers[1].url, branch, 3) == alone[3]
     servers[0].call("DELETE", f"/v1/sessions/{session}")
+    kept = {turn["id"] for turn in servers[1].call("GET", f"/v1/sessions/{branch}")["turns"]}
+    assert {name.partition(".")[0] for name in servers[0].service.turns.folder.sizes("turn_")} == kept
     assert session not in str(servers[1].call("GET", "/v1/sessions"))
 
 

@@ -290,6 +290,20 @@ def test_states_that_a_killed_server_left_are_deleted_after_an_hour(turns: list[
     assert [len(list(tmp_path.rglob(f"{turn.id}.*.safetensors"))) for turn in turns[:3]] == [0, 1, 1]
 
 
+def test_turns_that_another_server_deleted_make_no_turn_too_many(turns: list[Turn], tmp_path: Path) -> None:
+    stores = [TurnStore(Folder(str(tmp_path)), 10_000, disk_bytes=8000) for _ in range(2)]
+    for turn in turns[:5]:
+        stores[0].add(turn, b"x" * 1000)
+    stores[1].clean()
+    for turn in turns[1:5]:
+        stores[0].remove(turn.owner, turn.id)
+    for turn in turns[5:8]:
+        stores[1].add(turn, b"x" * 1000)
+    stores[1].clean()
+    assert stores[1].peek(turns[0].owner, turns[0].id) is not None
+    assert len(stores[1]) == 4
+
+
 def test_files_that_a_killed_server_did_not_finish_are_deleted_after_an_hour(turns: list[Turn], tmp_path: Path) -> None:
     TurnStore(Folder(str(tmp_path)), 10_000).add(turns[0], b"x")
     kept = next(tmp_path.rglob(f"{turns[0].id}.*.json"))

@@ -10,7 +10,7 @@ from multilin.serving.errors import ApiError
 from multilin.serving.generation import Ask, Generation
 from multilin.serving.service import Service
 from multilin.serving.sessions import Session
-from multilin.serving.turns import NOBODY
+from multilin.serving.turns import NOBODY, Turn
 
 SILENCE = 3600.0  # seconds; there is no connection to keep open
 
@@ -42,7 +42,7 @@ class LocalChat:
         """Add messages, and call `write` with each piece of the answer.
 
         Raises:
-            InputError: the text becomes longer than the model can read.
+            InputError: the text becomes longer than the model can read, or see `_last_turn`.
         """
         try:
             asyncio.run(self._answer(messages, write))
@@ -50,8 +50,8 @@ class LocalChat:
             raise InputError(error.message) from None
 
     async def _answer(self, messages: list[dict[str, str]], write: Callable[[str], object]) -> None:
-        service, turns = self._service, self._session.turns
-        before = service.turns.peek(NOBODY, turns[-1]) if turns else None
+        service, last = self._service, self._last_turn()
+        before = None if last is None else last[0]
         settings = dataclasses.replace(self._settings, stop=(*self._settings.stop, *service.layout.stops))
         ask = Ask(
             "chat", NOBODY, [service.chat_prompt(messages, before)], [settings], None,
@@ -91,9 +91,21 @@ class LocalChat:
         """The content of a state file.
 
         Raises:
-            InputError: there is no answer yet.
+            InputError: there is no answer yet, or see `_last_turn`.
         """
-        kept = self._service.turns.get(NOBODY, self._session.turns[-1]) if self._session.turns else None
-        if kept is None:
+        last = self._last_turn()
+        if last is None:
             raise InputError("turn: the session has no turn yet")
-        return kept[1]
+        return last[1]
+
+    def _last_turn(self) -> tuple[Turn, bytes] | None:
+        """The last turn and its state; None if there is no answer yet.
+
+        Raises:
+            InputError: many other answers came after it, so that it is no longer in memory.
+        """
+        turns = self._session.turns
+        kept = self._service.turns.get(NOBODY, turns[-1]) if turns else None
+        if turns and kept is None:
+            raise InputError("turn: the last answer of this branch is no longer in memory; go on in another branch")
+        return kept

@@ -187,7 +187,7 @@ class TurnStore:
     def longest(self, owner: str, token_ids: Sequence[int]) -> tuple[Turn, bytes] | None:
         """The turn whose state has read the longest proper prefix of these tokens."""
         keys = [(owner, count, value) for count, value in enumerate(hashes(token_ids[:-1]), 1)]
-        for turn_id in [self._by_hash[key] for key in reversed(keys) if key in self._by_hash]:
+        for turn_id in [found for key in reversed(keys) if (found := self._by_hash.get(key)) is not None]:
             with contextlib.suppress(InputError):  # damaged files are as good as none
                 kept = self.get(owner, turn_id)
                 if kept is not None and kept[0].token_ids[: kept[0].num_read] == list(token_ids[: kept[0].num_read]):
@@ -196,8 +196,8 @@ class TurnStore:
 
     def remove(self, owner: str, turn_id: str) -> None:
         """Delete a turn of this owner, if there is one."""
-        entry = self._entries.get(turn_id)
-        if entry is not None and entry.owner == owner:
+        entry = self.entry(owner, turn_id)
+        if entry is not None:
             self._delete(entry)
 
     def clean(self) -> None:
@@ -228,14 +228,19 @@ class TurnStore:
         return content
 
     def _remove_leftovers(self, sizes: Mapping[str, int]) -> None:
-        """Delete what killed servers left: unfinished files, and states without the file that belongs to them."""
+        """Delete unfinished files and single states of killed servers, and forget turns that other servers deleted."""
         if self.folder is None:
             return
+        with self._lock:
+            entries = list(self._entries.values())
+        for entry in entries:
+            if f"{entry.name}.json" not in sizes and entry.created < time.time() - LEFTOVER:
+                self._forget(entry)
         self.folder.remove_unfinished(LEFTOVER)
         for name in sizes:
             content = name.removesuffix(".safetensors") + ".json"
-            entry = None if content in sizes else Entry.from_name(content, {content: 0})
-            if entry is not None and entry.created < time.time() - LEFTOVER:
+            lost = None if content in sizes else Entry.from_name(content, {content: 0})
+            if lost is not None and lost.created < time.time() - LEFTOVER:
                 self.folder.remove(name)
 
     def _list(self, prefix: str) -> Mapping[str, int]:

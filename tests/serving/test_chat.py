@@ -1,5 +1,7 @@
 """`multilin chat` with a server and with a folder."""
 
+import asyncio
+import functools
 import io
 import os
 import signal
@@ -7,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -201,6 +204,26 @@ def test_a_state_from_a_file_is_no_answer_to_drop(
     assert "/rewind: 1 given, but 0 answers came after the state" in notes
     again = talk(place, "two", "/rewind", "two", flags=(*flags, "--state", str(file)))[1]
     assert again == 2 * talk(place, "two", flags=(*flags, "--state", str(file)))[1]
+
+
+def test_an_answer_that_memory_lost_is_not_silently_forgotten(
+    run: Run, talk: Talk, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(chat, "ServeLimits", functools.partial(chat.ServeLimits, memory="1KB"))
+    flags = (*GREEDY, "--engine", "torch")
+    for line in ("three", f"/save {tmp_path / 'text.state'}"):
+        status, text, notes = talk(str(run.folder), "one", "/fork", "two", "/switch 1", line, flags=flags)
+        assert status == 2
+        assert text.count("\n") == 2
+        assert "the last answer of this branch is no longer in memory" in notes
+
+
+def test_a_scheduler_survives_an_event_loop_that_closes(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = asyncio.new_event_loop()
+    loop.close()
+    closing = SimpleNamespace(is_closed=lambda: False, call_soon_threadsafe=loop.call_soon_threadsafe)
+    monkeypatch.setattr(server.service, "_loop", closing)
+    server.service._notify([])
 
 
 def test_instructions_come_first_also_after_a_rewind(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,6 +1,7 @@
 """What the server does with a request, whatever its form in HTTP: prompts, generation, turns and sessions."""
 
 import asyncio
+import contextlib
 import functools
 import logging
 import time
@@ -55,8 +56,9 @@ class Service:
 
     def _notify(self, calls: list[Callable[[], None]]) -> None:
         """Run the scheduler's calls on the event loop, those of a step together."""
-        if self._loop is not None and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(lambda: [call() for call in calls])
+        if self._loop is not None:
+            with contextlib.suppress(RuntimeError):  # it is closed, perhaps since a moment ago
+                self._loop.call_soon_threadsafe(lambda: [call() for call in calls])
 
     def text(self, token_ids: list[int], param: str) -> str:
         """The text of tokens, without special tokens.

@@ -1,4 +1,6 @@
 import json
+import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -65,6 +67,16 @@ def test_the_first_output_is_what_greedy_writing_begins_with(folder: Path, cli: 
     ids = [run.tokenizer.eos_token_id, *run.tokenizer.encode("the cat", add_special_tokens=False)]
     logits = run.model.double()(torch.tensor([ids], device=run.model.device)).logits
     assert found["parallel"]["token_ids"][0] == int(logits[0, -1].argmax())
+
+
+def test_outputs_that_overflow_are_refused(folder: Path, refusal: Call, tmp_path: Path) -> None:
+    large = shutil.copytree(folder, tmp_path / "large")
+    config = json.loads((large / "config.json").read_text())
+    (large / "config.json").write_text(json.dumps(config | {"final_scale": 300.0}))
+    message = refusal("rollout", large, "--prompt", "x", "--num-steps", 60, "--dtype", "float32")
+    assert re.fullmatch(
+        r"num_steps: 60 given, but the outputs grow beyond float32 after \d\d; give fewer or --dtype float64", message
+    )
 
 
 @pytest.fixture

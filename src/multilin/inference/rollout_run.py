@@ -55,7 +55,8 @@ def rollout_run(run: Run, prompt: str, settings: RolloutSettings) -> RolloutResu
     """Feed a model's raw outputs back as its inputs after a prompt, all at once and one after the other.
 
     Raises:
-        InputError: a model that is not linear, no prompt, or more positions than the model reads.
+        InputError: a model that is not linear, no prompt, more positions than the model reads, or outputs that grow
+            beyond the largest number of the dtype.
     """
     if not isinstance(run.model, MultilinForCausalLM):
         raise InputError(f"run: a {run.model.config.model_type} model given, but only an all-linear model rolls out")
@@ -67,8 +68,14 @@ def rollout_run(run: Run, prompt: str, settings: RolloutSettings) -> RolloutResu
     prompt_BT = torch.tensor([ids], device=model.device)
     parallel, fast = _time(partial(rollout, model, prompt_BT), settings.num_steps, model.device)
     sequential, slow = _time(partial(rollout_sequential, model, prompt_BT), settings.num_steps, model.device)
-    # An output may be zero, and is then expected to be exactly that.
-    norms = sequential.norm(dim=-1).clamp(min=torch.finfo(sequential.dtype).tiny)
+    norms, differences = sequential.norm(dim=-1), (parallel - sequential).norm(dim=-1)
+    if not (norms + differences).isfinite().all():
+        num_finite = int(norms[0].isfinite().cumprod(0).sum())
+        other = " or --dtype float64" if settings.dtype == "float32" else ""
+        raise InputError(
+            f"num_steps: {settings.num_steps} given, but the outputs grow beyond {settings.dtype} after {num_finite}; "
+            f"give fewer{other}"
+        )
     return RolloutResult(
         prompt=prompt,
         num_prompt_tokens=len(ids),
@@ -77,7 +84,8 @@ def rollout_run(run: Run, prompt: str, settings: RolloutSettings) -> RolloutResu
         parallel=_way(parallel, run.tokenizer, fast),
         sequential=_way(sequential, run.tokenizer, slow),
         speedup=slow / fast,
-        largest_difference=float(((parallel - sequential).norm(dim=-1) / norms).max()),
+        # An output may be zero, and is then expected to be exactly that.
+        largest_difference=float((differences / norms.clamp(min=torch.finfo(norms.dtype).tiny)).max()),
     )
 
 

@@ -19,8 +19,8 @@ import multilin
 from multilin.errors import InputError
 from multilin.serving.api import page, routes, sessions
 from multilin.serving.api.guard import Guard
-from multilin.serving.api.streams import as_api_error, error_response
-from multilin.serving.errors import ApiError, from_validation
+from multilin.serving.api.streams import error_response
+from multilin.serving.errors import ApiError, as_api_error, from_validation
 from multilin.serving.readings import Readings
 from multilin.serving.service import Service
 

@@ -1,10 +1,13 @@
 """Errors that the server answers, in the form that OpenAI's clients know."""
 
+import logging
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from multilin.errors import InputError, shorten, shown
+
+log = logging.getLogger("multilin.serve")
 
 
 class ApiError(Exception):
@@ -33,10 +36,15 @@ class ApiError(Exception):
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
 
-def from_input_error(error: InputError) -> ApiError:
-    """An error of the library as an answer; the field before the colon is its `param`."""
-    match = re.match(r"([a-z_]+)[.:]", str(error))
-    return ApiError(400, str(error), match[1] if match else None, "invalid_value")
+def as_api_error(error: Exception) -> ApiError:
+    """The error that a client is told of an exception; the field before the colon of an InputError is its `param`."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, InputError):
+        match = re.match(r"([a-z_]+)[.:]", str(error))
+        return ApiError(400, str(error), match[1] if match else None, "invalid_value")
+    log.error("a request failed", exc_info=error)
+    return ApiError(500, "the server failed; its log says why")
 
 
 def from_validation(errors: Sequence[Any]) -> ApiError:

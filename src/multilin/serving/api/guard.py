@@ -3,7 +3,6 @@
 import asyncio
 import hashlib
 import hmac
-import logging
 import re
 from collections.abc import Sequence
 
@@ -11,15 +10,14 @@ from starlette.requests import HTTPConnection
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from multilin.serving.api import page
-from multilin.serving.api.streams import as_api_error, error_response
-from multilin.serving.errors import ApiError
+from multilin.serving.api.streams import error_response
+from multilin.serving.errors import ApiError, as_api_error
 from multilin.serving.metrics import Metrics
 from multilin.serving.turns import NOBODY
 
 BODY_BYTES, BODY_SECONDS = 2**24, 30.0  # of a body: the most, and the time for it to arrive
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 OPEN_PATHS = ("/health", *page.PATHS)
-log = logging.getLogger("multilin.serve")
 
 
 class Guard:

@@ -3,21 +3,18 @@
 import asyncio
 import contextlib
 import json
-import logging
 from collections.abc import Iterable
 from typing import Any
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from multilin.errors import InputError
 from multilin.serving.api.answers import Form
-from multilin.serving.errors import ApiError, from_input_error
+from multilin.serving.errors import ApiError, as_api_error
 from multilin.serving.generation import Generation
 
 SILENCE = 10.0  # seconds after which a comment keeps a stream open
 LINE_ENDS = {ord(end): f"\\u{ord(end):04x}" for end in "\x85\u2028\u2029"}  # for clients that split with str.splitlines
-log = logging.getLogger("multilin.serve")
 
 
 def to_json(value: Any) -> bytes:
@@ -41,16 +38,6 @@ class JsonResponse(Response):
 def error_response(error: ApiError) -> Response:
     """The answer to a request that is refused."""
     return JsonResponse(error.body, error.status, dict(error.headers or {}))
-
-
-def as_api_error(error: Exception) -> ApiError:
-    """The error that a client is told of an exception."""
-    if isinstance(error, ApiError):
-        return error
-    if isinstance(error, InputError):
-        return from_input_error(error)
-    log.error("a request failed", exc_info=error)
-    return ApiError(500, "the server failed; its log says why")
 
 
 class Answer(Response):

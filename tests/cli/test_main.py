@@ -129,10 +129,10 @@ def test_doctor_warns_about_a_slow_op(monkeypatch: pytest.MonkeyPatch, cli: Call
 def test_convert_calls_the_converter(monkeypatch: pytest.MonkeyPatch, cli: Call, tmp_path: Path) -> None:
     from multilin.inference import convert
 
-    calls: list[tuple[Path, Path]] = []
-    monkeypatch.setitem(convert.CONVERTERS, "leap", lambda source, output: calls.append((source, output)))
+    calls: list[tuple[str, Path, Path]] = []
+    monkeypatch.setattr(convert, "convert_checkpoint", lambda *given: calls.append(given))
     cli("convert", "leap", tmp_path / "a", tmp_path / "b")
-    assert calls == [(tmp_path / "a", tmp_path / "b")]
+    assert calls == [("leap", tmp_path / "a", tmp_path / "b")]
 
 
 def test_commands_to_type_next_can_be_typed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from multilin import InputError, MultilinForCausalLM
-from multilin.inference.convert import CONVERTERS, leap_config, our_name, our_weights
+from multilin.inference.convert import convert_checkpoint, leap_config, our_name, our_weights
 from tests.golden.families import relative_error
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -96,7 +96,9 @@ def write_checkpoint(
 @pytest.mark.parametrize("pickled", [False, True])
 def test_a_converted_checkpoint_has_the_same_logits(tmp_path: Path, pickled: bool) -> None:
     weights = make_weights()
-    CONVERTERS["fastformer"](write_checkpoint(tmp_path / "source", weights, pickled=pickled), tmp_path / "target")
+    convert_checkpoint(
+        "fastformer", write_checkpoint(tmp_path / "source", weights, pickled=pickled), tmp_path / "target"
+    )
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "target").double()
     assert [layer["window"] for layer in model.config.layers] == [3, 8, None]
     ids = torch.randint(23, (2, 30), generator=torch.Generator().manual_seed(1))
@@ -112,7 +114,7 @@ def test_separate_projections_of_older_versions_are_joined(tmp_path: Path) -> No
     for name in [name for name in weights if "projections" in name]:
         for part, tensor in zip(("Wquery", "Wkeys", "Wvalues"), weights.pop(name).chunk(3), strict=True):
             weights[name.replace("projections", part)] = tensor.clone()
-    CONVERTERS["fastformer"](write_checkpoint(tmp_path / "source", weights, pickled=False), tmp_path / "target")
+    convert_checkpoint("fastformer", write_checkpoint(tmp_path / "source", weights, pickled=False), tmp_path / "target")
     ids = torch.arange(20)[None]
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "target").double()
     expected = package_logits(make_weights(), ids, torch.ones(1, 20))
@@ -126,7 +128,7 @@ def test_converted_leap_checkpoints_have_the_logits_of_the_original(tmp_path: Pa
         config, ids = json.loads(str(file["meta_json"])), torch.from_numpy(file["input_ids"])
         expected = file["nomask.logits_direct"]
     source = write_checkpoint(tmp_path / "source", weights, pickled=True, config=config)
-    CONVERTERS["leap"](source, tmp_path / "target")
+    convert_checkpoint("leap", source, tmp_path / "target")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "target").double()
     assert relative_error(model(ids).logits.detach().numpy(), expected) <= 1e-9
 
@@ -161,7 +163,7 @@ def test_what_cannot_be_converted_is_refused_and_leaves_nothing(tmp_path: Path, 
 
     def refused(match: str, source: Path) -> None:
         with pytest.raises(InputError, match=match):
-            CONVERTERS["fastformer"](source, target)
+            convert_checkpoint("fastformer", source, target)
         assert not target.exists()
         assert "\n" not in match
 
@@ -195,4 +197,4 @@ def test_what_cannot_be_converted_is_refused_and_leaves_nothing(tmp_path: Path, 
     target.mkdir()
     (target / "something").touch()
     with pytest.raises(InputError, match="exists already"):
-        CONVERTERS["fastformer"](source, target)
+        convert_checkpoint("fastformer", source, target)

@@ -146,8 +146,8 @@ def merge(arguments: MergeArguments) -> None:
 def convert(arguments: ConvertArguments) -> None:
     """Turn a checkpoint of another package into ours, with the same logits."""
     with loading():
-        from multilin.inference.convert import CONVERTERS
-    CONVERTERS[arguments.kind](Path(arguments.source), Path(arguments.output))
+        from multilin.inference.convert import convert_checkpoint
+    convert_checkpoint(arguments.kind, Path(arguments.source), Path(arguments.output))
     say_next(["multilin", "info", arguments.output])
 
 

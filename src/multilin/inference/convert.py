@@ -1,10 +1,9 @@
 """Conversion of checkpoints of the original packages into ours, with the same logits."""
 
 import dataclasses
-import functools
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import field
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -145,15 +144,22 @@ def our_weights(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {our_name(name): tensor for name, tensor in weights.items()}
 
 
-def _convert(read_config: Callable[[Mapping[str, Any]], MultilinConfig], source: Path, target: Path) -> None:
+_CONFIGS = {"fastformer": fastformer_config, "leap": leap_config}
+
+
+def convert_checkpoint(kind: str, source: Path, target: Path) -> None:
     """Turn a folder with config.json and model.safetensors or pytorch_model.bin into a folder of ours.
+
+    Args:
+        kind: the package that it comes from, "fastformer" or "leap".
+        source, target: both folders.
 
     Raises:
         InputError: a missing or damaged file, a missing or unknown parameter or one of another shape, or a target that
             exists.
     """
     check_folder("OUTPUT", target, must_be_new=True)
-    config = read_config(_read_config(source))
+    config = _CONFIGS[kind](_read_config(source))
     with as_input_error(lambda reason: f"source: the weights in {source} do not fit together ({reason})"):
         weights = our_weights(_read_weights(source))
     with torch.device("meta"):
@@ -194,10 +200,3 @@ def _read_weights(source: Path) -> dict[str, Tensor]:
             weights = torch.load(pickled, map_location="cpu", weights_only=True)
             return {str(name): torch.as_tensor(tensor) for name, tensor in weights.items()}
     raise InputError(f"source: {source} has no model.safetensors and no pytorch_model.bin")
-
-
-CONVERTERS: dict[str, Callable[[Path, Path], None]] = {
-    "fastformer": functools.partial(_convert, fastformer_config),
-    "leap": functools.partial(_convert, leap_config),
-}
-"""Kinds of checkpoints that `multilin convert` knows."""

@@ -12,7 +12,7 @@ they read each other, one row down. Then
 so N outputs take log2 N squarings of L and Q. Q has rank D at most: everything is done in D dimensions.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -41,8 +41,11 @@ class Composed(NamedTuple):
 
     def logits(self, input_ids: Int[Tensor, "B T"]) -> Float[Tensor, "B T V"]:
         """The model's logits, as weighted sums of columns of Q."""
-        length = input_ids.shape[1]
-        _check_length(length, len(self.mixing))
+        length, limit = input_ids.shape[1], len(self.mixing)
+        if length > limit:
+            raise InputError(
+                f"n_positions: the text has {length} tokens, but this model reads at most {limit} (n_positions)"
+            )
         columns_BTV = self.tokens.T[input_ids]
         return self.mixing[:length, :length] @ columns_BTV + self.bias[:length]
 
@@ -164,7 +167,14 @@ def _factor(model: MultilinForCausalLM, dtype: torch.dtype) -> _Factors:
 
 def _linear_maps(model: MultilinForCausalLM) -> list[LinearMap]:
     """The linear map of each layer."""
-    maps = [_linear_map(layer, index) for index, layer in enumerate(model.model.layers)]
+    maps: list[LinearMap] = []
+    for index, layer in enumerate(model.model.layers):
+        linear_map = getattr(layer, "linear_map", None)
+        if linear_map is None:
+            kind = type(layer).__name__
+            raise InputError(f"layers.{index}: {kind} given, but only linear layers can be composed and rolled out")
+        with prefixed(f"layers.{index}."):
+            maps.append(linear_map())
     for name, value in (("positions", model.config.positions), ("final_norm", model.config.final_norm)):
         if value != "none":
             raise InputError(f"{name}: {value!r} given, but it must be 'none' for a model to be one linear map")
@@ -174,24 +184,9 @@ def _linear_maps(model: MultilinForCausalLM) -> list[LinearMap]:
     return maps
 
 
-def _linear_map(layer: Any, index: int) -> LinearMap:
-    if not hasattr(layer, "linear_map"):
-        raise InputError(
-            f"layers.{index}: {type(layer).__name__} given, but only linear layers can be composed and rolled out"
-        )
-    with prefixed(f"layers.{index}."):
-        found: LinearMap = layer.linear_map()
-        return found
-
-
 def _check_request(prompt: Tensor, num_steps: int, num_positions: int) -> None:
     if prompt.ndim != 2 or prompt.shape[1] == 0:
         raise InputError(f"prompt: shape {tuple(prompt.shape)} given, but it must be (B, T) with at least one token")
     if num_steps < 1:
         raise InputError(f"num_steps: {num_steps} given, but it must be at least 1")
     check_length(prompt.shape[1], num_steps, num_positions, "num_steps")
-
-
-def _check_length(length: int, limit: int) -> None:
-    if length > limit:
-        raise InputError(f"n_positions: {length} positions to read, but this model reads at most {limit} (n_positions)")

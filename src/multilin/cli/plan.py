@@ -34,11 +34,13 @@ def plan(arguments: PlanArguments, devices: PlanSettings, changes: Changes) -> N
     if arguments.json:
         print(as_json(found))
         return
+    console = make_console()
     print_table("lw", describe_plan(found).items())
-    make_console().print()
-    head = (
+    console.print()
+    head = [
         "", "memory per device", "fits", "sent per step", "sending, s", "hidden", "tokens/s", "hours", "device hours",
-    )  # fmt: skip
+        *([] if devices.price is None else ["cost"]),
+    ]  # fmt: skip
     rows = [
         (
             way.way, decimal(way.memory), "yes" if way.fits else "NO", decimal(way.sent_bytes),
@@ -47,10 +49,8 @@ def plan(arguments: PlanArguments, devices: PlanSettings, changes: Changes) -> N
         )
         for way in found.ways
     ]  # fmt: skip
-    print_table(
-        "lrrrrrrrr" + "r" * (devices.price is not None), rows, head=head + ("cost",) * (devices.price is not None)
-    )
-    make_console().print(
+    print_table("l" + "r" * (len(head) - 1), rows, head=head)
+    console.print(
         "\nddp: every device holds all; int8: the same with training.communication int8; fsdp: each holds a part.\n"
         "Memory is a lower bound, as activations are estimated and no reserve is counted; "
         f"times assume {devices.efficiency:.0%} of the device's peak and the full speed of its link.",

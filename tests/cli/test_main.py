@@ -29,6 +29,8 @@ Call = Callable[..., str]
         (["train", "--model.hiden_size", "8"], "--model.hiden_size: unknown flag; did you mean '--model.hidden_size'?"),
         (["train", "--model.hidden_size", "big"], "--model.hidden_size: 'big' given, but it should be an integer"),
         (["train", "--model.hidden_size"], "--model.hidden_size: a value is missing; give an integer"),
+        (["generate", "x", "--prompt", "-5"], "run: 'x' is no folder"),
+        (["generate", "x", "--prompt", "-a"], "--prompt: a value is missing; give a text, as --prompt=... where it"),
         (["train", "--training.compile", "maybe"], "--training.compile: 'maybe' given, but it should be true or false"),
         (["train", "--schedule.name", "line"], "--schedule.name: 'line' given, but it should be linear or cosine"),
         (["train", "--optimizer.betas", "0.9"], "--optimizer.betas: '0.9' given, but it should be a list such as [0.9"),

@@ -130,8 +130,10 @@ def _sentence(message: str, verb: str, known: Mapping[str, Flag]) -> str:
     if match := re.search(r"arguments are required: ([\w, ]+)", message):
         return f"{match[1]}: missing; `multilin {verb} --help` shows what to give"
     if match := re.match(r"argument (\S+?)[:/ ].*expected", message):
-        accepted = f"; give {_accepted(known[match[1]].given_type)}" if match[1] in known else ""
-        return f"{match[1]}: a value is missing{accepted}"
+        name, given_type = match[1], known[match[1]].given_type if match[1] in known else None
+        accepted = "" if given_type is None else f"; give {_accepted(given_type)}"
+        hyphen = f", as {name}=... where it begins with a hyphen" if given_type is str else ""
+        return f"{name}: a value is missing{accepted}{hyphen}"
     return " ".join(message.split())
 
 

@@ -37,31 +37,13 @@ def test_a_text_written_in_two_sittings_is_that_of_one(
 
 
 def test_a_continued_text_reads_an_added_prompt(additive: Path, cli: Call, tmp_path: Path) -> None:
-    state = tmp_path / "text.state"
-    first = cli(
-        "generate", additive, "--prompt", "the", "--max-new-tokens", 5, "--temperature", 0, "--save-state", state
-    )
-    second = cli(
-        "generate",
-        additive,
-        "--prompt",
-        " old",
-        "--max-new-tokens",
-        9,
-        "--temperature",
-        0,
-        "--state",
-        state,
-        "--save-state",
-        state,
-    )
+    state, greedy = tmp_path / "text.state", ("generate", additive, "--temperature", 0, "--max-new-tokens")
+    first = cli(*greedy, 5, "--prompt", "the", "--save-state", state)
+    second = cli(*greedy, 9, "--prompt", " old", "--state", state, "--save-state", state)
     assert second.startswith(" old")
-    again = cli("generate", additive, "--prompt", first + " old", "--max-new-tokens", 9, "--temperature", 0)
-    assert first + second == again
-    third = cli(
-        "generate", additive, "--prompt", "", "--max-new-tokens", 3, "--temperature", 0, "--state", state, "--no-echo"
-    )
-    longer = cli("generate", additive, "--prompt", first + " old", "--max-new-tokens", 12, "--temperature", 0)
+    assert first + second == cli(*greedy, 9, "--prompt", first + " old")
+    third = cli(*greedy, 3, "--prompt", "", "--state", state, "--no-echo")
+    longer = cli(*greedy, 12, "--prompt", first + " old")
     assert first + second + third == longer
 
 

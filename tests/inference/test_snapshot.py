@@ -143,11 +143,9 @@ def test_what_could_not_be_read_back_is_not_written(model: MultilinForCausalLM, 
     assert load_snapshot(state_file, model).unread_ids == [[]] * ROWS
 
 
-@pytest.mark.parametrize("rows", [MOST_ROWS + 1])
-def test_more_rows_than_can_be_are_refused(rows: int) -> None:
-    shapes = {"x": [rows, 3]}
-    with pytest.raises(InputError, match=f"holds {rows} rows"):
-        check_shapes(shapes, {"x": StateTensor("x", [3], "float32", "summary")})
+def test_more_rows_than_can_be_are_refused() -> None:
+    with pytest.raises(InputError, match=f"holds {MOST_ROWS + 1} rows"):
+        check_shapes({"x": [MOST_ROWS + 1, 3]}, {"x": StateTensor("x", [3], "float32", "summary")})
 
 
 @pytest.mark.parametrize("path", [".", "/dev/zero"])

@@ -20,7 +20,7 @@ from multilin.serving.folder import Folder
 from multilin.serving.generation import Generation
 from multilin.serving.jobs import Job
 from multilin.serving.settings import ServeLimits
-from multilin.serving.turns import Turn, TurnStore, new_id
+from multilin.serving.turns import NOBODY, Turn, TurnStore, new_id
 from multilin.settings import load_settings
 from tests.serving.conftest import Server, Start
 
@@ -237,22 +237,10 @@ def test_a_store_whose_network_fails_once_is_asked_again(monkeypatch: pytest.Mon
 
 
 @pytest.fixture
-def turns(tmp_path: Path) -> list[Turn]:
+def turns() -> list[Turn]:
     return [
-        Turn(
-            new_id("turn"),
-            "0" * 16,
-            None,
-            "completion",
-            "",
-            str(number),
-            None,
-            [1, 2, number, 4],
-            3,
-            0,
-            1000.0 + number,
-        )
-        for number in range(1000)
+        Turn(new_id("turn"), NOBODY, None, "completion", "", str(n), None, [1, 2, n, 4], 3, 0, 1000.0 + n)
+        for n in range(1000)
     ]
 
 

@@ -75,7 +75,8 @@ def test_a_chat_template(run: Run, codec: TextCodec, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="no tools"):
         layout.token_ids([{"role": "tool", "content": ""}], None)
     (tmp_path / "chat_template.jinja").write_text(
-        "{% for m in messages %}{% if loop.index > 1 %}{% break %}{% endif %}{% generation %}{{ m.content | tojson }}"
+        "{% for m in messages %}{% if loop.index > 1 %}{% break %}{% endif %}{% generation %}"
+        "{{ m.content | tojson(ensure_ascii=False, sort_keys=True) }}"
         "{% endgeneration %}{% endfor %}{{ strftime_now('%Y') | length }}"
     )
     ids = open_layout(codec, tmp_path).token_ids([{"role": "user", "content": "<é>"}] * 2, None)
@@ -89,7 +90,7 @@ def test_a_chat_template(run: Run, codec: TextCodec, tmp_path: Path) -> None:
     "template",
     [
         "{% for m in messages %}<{{ m.content | trim }}<end>{{ '\n' }}{% endfor %}{{ '<' if add_generation_prompt }}",
-        "{{ bos_token }}{{ 'T' if tools is not none }}"
+        "{{ bos_token }}{{ 'T' if tools is not none }}{{ sep_token }}"
         "{% for m in messages %}<{{ m.content }}<end>{% endfor %}{{ '<' if add_generation_prompt }}",
         "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}[{{ m.content }}]"
         "{% else %}{{ ' ' + m.content + ' ' + eos_token }}{% endif %}{% endfor %}",
@@ -98,7 +99,7 @@ def test_a_chat_template(run: Run, codec: TextCodec, tmp_path: Path) -> None:
 def test_a_conversation_has_the_tokens_of_training(template: str, tmp_path: Path) -> None:
     """Its first token, the spaces around answers, and what ends an answer, which may be a token without a role."""
     tokenizer = train_tokenizer([], "byte", None)
-    tokenizer.add_special_tokens({"bos_token": "<s>"})
+    tokenizer.add_special_tokens({"bos_token": "<s>", "sep_token": "<sep>"})
     tokenizer.add_tokens([AddedToken("<end>", special=True)])
     tokenizer.chat_template = template
     tokenizer.save_pretrained(tmp_path)

@@ -119,8 +119,7 @@ def open_layout(codec: TextCodec, folder: Path) -> Layout:
         template = path.read_text(encoding="utf-8")
     if not isinstance(template, str):
         return PlainLayout(codec)
-    names = {name: token for name in ("bos_token", "eos_token", "pad_token", "unk_token")
-             if isinstance(token := config.get(name), str)}  # fmt: skip
+    names = {name: token for name, token in config.items() if name.endswith("_token") and isinstance(token, str)}
     return TemplateLayout(codec, template, names)
 
 
@@ -150,5 +149,8 @@ def _refuse(message: str) -> Any:
     raise TemplateError(message)
 
 
-def _to_json(value: Any, indent: int | None = None) -> str:
-    return json.dumps(value, ensure_ascii=False, indent=indent)  # Jinja's own escapes HTML
+def _to_json(
+    value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False
+) -> str:
+    # Jinja's own escapes HTML.
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

@@ -64,8 +64,9 @@ def explain(arguments: ExplainArguments, settings: ExplainSettings) -> None:
 
 def _output_folder(arguments: ExplainArguments) -> Path:
     """The folder for the files; refuses one that cannot be written."""
-    folder = Path(arguments.run, "explain") if arguments.output is None else Path(arguments.output)
-    check_folder("--output", folder if arguments.output is None else arguments.output)
+    output = arguments.output or Path(arguments.run, "explain")
+    check_folder("--output", output)
+    folder = Path(output)
     for path in [folder / f"explain.{kind}" for kind in REPORT_KINDS] if folder.exists() else [folder]:
         check_writable("--output", path)
     return folder

@@ -128,10 +128,9 @@ class TurnStore:
 
     def add(self, turn: Turn, state: bytes) -> None:
         """Keep a turn; it is on disk when this returns."""
-        num_known = turn.num_read - turn.num_unknown
         last_hash = 0
         if not turn.num_unknown:
-            *_, last_hash = hashes(turn.token_ids[:num_known])
+            *_, last_hash = hashes(turn.token_ids[: turn.num_read])
         content = json.dumps(dataclasses.asdict(turn)).encode()
         size = len(content) + len(state)
         entry = Entry(turn.id, turn.owner, turn.num_read, last_hash, int(turn.created), size, len(state))

@@ -71,3 +71,19 @@ def test_the_state_of_another_architecture_is_refused(model) -> None:
     for reader in (model, model.generate):
         with pytest.raises(InputError, match="the state of another model, which has a layer of mingru of width 8"):
             reader(torch.tensor([[1, 2]]), past_key_values=read(other, [1]))
+
+
+def test_rows_of_different_lengths_are_continued_as_far_as_the_longest_has_room(model) -> None:
+    """The row that has read most may not be the one that is given most."""
+    tokens, mask = torch.arange(2 * 50).view(2, 50) % 13, torch.ones(2, 50, dtype=torch.long)
+    mask[1, :40] = 0
+    state = model(tokens, attention_mask=mask).past_key_values
+    new, new_mask = torch.arange(2 * 40).view(2, 40) % 13, torch.ones(2, 40, dtype=torch.long)
+    new_mask[0, :38] = 0
+    how = {"past_key_values": state, "new_tokens_only": True, "do_sample": False, "eos_token_id": None}
+    found = model.generate(new, attention_mask=new_mask, max_new_tokens=13, **how)
+    for row, (read, given) in enumerate(((tokens[:1], new[:1, 38:]), (tokens[1:, 40:], new[1:]))):
+        alone = model.generate(torch.cat([read, given], dim=1), max_new_tokens=13, do_sample=False, eos_token_id=None)
+        assert torch.equal(found[row, 40:], alone[0, -13:])
+    with pytest.raises(InputError, match="max_new_tokens: 14 after a text of 52 tokens given"):
+        model.generate(new, attention_mask=new_mask, max_new_tokens=14, **how)

@@ -136,8 +136,8 @@ class StatefulGenerationMixin(GenerationMixin):
         if limit is None:
             return
         num_columns = 1 if tokens is None else tokens.shape[1]
-        length = num_columns if mask is None else int(mask[:, -num_columns:].sum(dim=1).max())
-        length += int(num_before.max())
+        num_given = torch.tensor(num_columns) if mask is None else mask[:, -num_columns:].sum(dim=1)
+        length = int((num_given + num_before.to(num_given.device)).max())
         # The last new token is generated but not read.
         room = limit - length + 1
         max_length = _setting("max_length", settings[:1], kwargs)

@@ -124,3 +124,12 @@ def test_an_installed_package_is_found_by_its_entry_point(
     monkeypatch.delitem(base._registry, NAME)
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: [entry])
     assert get_architecture(NAME) is example
+
+
+@pytest.mark.parametrize("value", ["no_such_module:architecture", "math:no_such_name", "math:pi"])
+def test_a_package_whose_architecture_cannot_be_loaded_is_named(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    entry = importlib.metadata.EntryPoint("other", value, "multilin.architectures")
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: [entry])
+    assert get_architecture("elita").name == "elita"
+    with pytest.raises(InputError, match=f"^architecture: the entry point other = {value} cannot be loaded"):
+        get_architecture("others")

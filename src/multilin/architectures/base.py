@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Self
 
-from multilin.errors import InputError, nearest, plural
+from multilin.errors import InputError, as_input_error, nearest, plural
 from multilin.layers.base import Layer
 from multilin.settings import load_settings, settings
 from multilin.settings.bounds import (
@@ -144,8 +144,14 @@ def register(architecture: Architecture) -> None:
 def architectures() -> dict[str, Architecture]:
     """Every architecture by name: those in this folder and those that entry points of installed packages name."""
     for entry in importlib.metadata.entry_points(group=ENTRY_POINTS):
-        register(entry.load())
+        _register_installed(entry)
     return dict(sorted(_registry.items()))
+
+
+def _register_installed(entry: importlib.metadata.EntryPoint) -> None:
+    name = f"architecture: the entry point {entry.name} = {entry.value}"
+    with as_input_error(lambda reason: f"{name} cannot be loaded ({reason})"):
+        register(entry.load())
 
 
 def get_architecture(name: str) -> Architecture:

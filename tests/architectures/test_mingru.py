@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from multilin.architectures.base import get_architecture
+from multilin.architectures.mingru import MinGruLayer, MinGruOptions
 from multilin.layers import Layer, Layout
 
 WIDTH, LENGTH = 6, 11
@@ -14,7 +14,7 @@ WIDTH, LENGTH = 6, 11
 
 def make_layer(options: dict) -> Layer:
     torch.manual_seed(0)
-    layer = get_architecture("mingru").build_layer(WIDTH, options, "layers.0").double().eval()
+    layer = MinGruLayer(WIDTH, MinGruOptions(**options)).double().eval()
     for parameter in layer.parameters():
         torch.nn.init.normal_(parameter, std=0.7)
     return layer

@@ -100,6 +100,11 @@ def test_every_name_makes_a_model_of_the_asked_sizes(name: str) -> None:
         ("threelin", {"options": {"block": 12}}, "block: 12 given, but it must be a power of two"),
         ("additive", {"layers": []}, "layers: [] given, but it must be a list"),
         ("additive", {"layers": [{}], "num_layers": None}, "layers.0: no architecture given"),
+        (
+            "additive",
+            {"layers": [*HYBRID, {"architecture": "elit"}], "num_layers": None},
+            "layers.2.architecture: 'elit' is not known; did you mean 'elita'",
+        ),
         ("additive", {"layers": HYBRID, "num_layers": None, "options": {"num_heads": 2}}, "options.num_heads: given"),
         (
             "additive",

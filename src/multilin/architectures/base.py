@@ -123,14 +123,6 @@ class Architecture:
         """The preset for these sizes and choices (checked)."""
         return self.preset(sizes, load_settings(self.preset_options, choices, "model.options"))
 
-    def build_layer(self, hidden_size: int, values: Mapping[str, Any], where: str) -> Layer:
-        """A layer from the plain data of a config's `layers` entry."""
-        return self.layer(hidden_size, self.read_options(values, where))
-
-    def read_options(self, values: Mapping[str, Any], where: str) -> Any:
-        """A layer's options from the plain data of a config's `layers` entry (checked)."""
-        return load_settings(self.options, values, where)
-
 
 _registry: dict[str, Architecture] = {}
 

@@ -1,5 +1,6 @@
 """The body of the one model: embedding, layers and final norm, with the state that lets any text continue."""
 
+import contextlib
 import itertools
 from operator import itemgetter
 from pathlib import Path
@@ -12,8 +13,8 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
 from transformers.utils.generic import can_return_tuple
 
-from multilin.architectures.base import get_architecture
-from multilin.errors import InputError, listed
+from multilin.architectures.base import LayerOptions, get_architecture
+from multilin.errors import InputError, listed, prefixed
 from multilin.layers.base import Layer, ParameterHolder
 from multilin.layers.linear import Arithmetic, Linear, set_arithmetic
 from multilin.layers.norms import TileNorm, normalize_gradient
@@ -76,7 +77,8 @@ class MultilinModel(MultilinPreTrainedModel):
     def __init__(self, config: MultilinConfig) -> None:
         super().__init__(config)
         self.embedding = TokenEmbedding(config)
-        self.layers = nn.ModuleList(_build_layer(config, index) for index in range(len(config.layers)))
+        layers = enumerate(config.layer_options())
+        self.layers = nn.ModuleList(_build_layer(config, index, options) for index, options in layers)
         _check_lengths(config)
         self.layer_kinds = layer_kinds(config)
         self._no_split_modules = sorted({type(layer).__name__ for layer in self.layers})
@@ -269,16 +271,12 @@ def _build_norm(config: MultilinConfig) -> nn.Module:
     return nn.Identity()
 
 
-def _build_layer(config: MultilinConfig, index: int) -> Layer:
-    values, where = dict(config.layers[index]), f"layers.{index}"
-    name, std = values.pop("architecture"), values.pop("initializer_range", None)
-    try:
-        layer = get_architecture(name).build_layer(config.hidden_size, values, where)
-    except InputError as error:
-        # In a model of one kind the field is the preset's; in a hybrid one has to know whose it is.
-        if where in str(error) or all(entry["architecture"] == name for entry in config.layers):
-            raise
-        raise InputError(f"{where}.{error}") from None
+def _build_layer(config: MultilinConfig, index: int, options: LayerOptions) -> Layer:
+    name, std = config.layers[index]["architecture"], config.layers[index].get("initializer_range")
+    # In a model of one kind the field is the preset's; in a hybrid one has to know whose it is.
+    is_hybrid = any(entry["architecture"] != name for entry in config.layers)
+    with prefixed(f"layers.{index}.") if is_hybrid else contextlib.nullcontext():
+        layer = get_architecture(name).layer(config.hidden_size, options)
     for module in layer.modules():
         if any(True for _ in module.parameters(recurse=False)) and not isinstance(module, DRAWN):
             raise InputError(

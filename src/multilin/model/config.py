@@ -9,7 +9,7 @@ from annotated_types import MaxLen
 from transformers import PretrainedConfig
 
 from multilin.architectures.base import LayerOptions, Sizes, get_architecture
-from multilin.errors import InputError, nearest, shorten, shown
+from multilin.errors import InputError, nearest, prefixed, shorten, shown
 from multilin.layers.linear import Arithmetic
 from multilin.model.remote import AUTO_MAP
 from multilin.settings import load_settings, settings
@@ -41,6 +41,9 @@ class _LayerEntry:
 
     architecture: str  # a registered one
     initializer_range: Strength | None = None  # standard deviation of initial weights; none is the model's
+
+
+_OF_EVERY_LAYER = tuple(field.name for field in dataclasses.fields(_LayerEntry))
 
 
 class MultilinConfig(PretrainedConfig):
@@ -130,8 +133,8 @@ class MultilinConfig(PretrainedConfig):
         for index, entry in enumerate(self.layers):
             if "architecture" not in entry:
                 raise InputError(f"layers.{index}: no architecture given; every layer names one")
-            names = entry.keys() & {"architecture", "initializer_range"}
-            load_settings(_LayerEntry, {name: entry[name] for name in names}, f"layers.{index}")
+            values = {name: value for name, value in entry.items() if name in _OF_EVERY_LAYER}
+            load_settings(_LayerEntry, values, f"layers.{index}")
 
     @property
     def num_attention_heads(self) -> int:
@@ -145,8 +148,10 @@ class MultilinConfig(PretrainedConfig):
     def layer_options(self) -> Iterator[LayerOptions]:
         """The options of each layer, defaults included."""
         for index, entry in enumerate(self.layers):
-            values = {name: entry[name] for name in entry if name not in ("architecture", "initializer_range")}
-            yield get_architecture(entry["architecture"]).read_options(values, f"layers.{index}")
+            with prefixed(f"layers.{index}."):
+                architecture = get_architecture(entry["architecture"])
+            values = {name: value for name, value in entry.items() if name not in _OF_EVERY_LAYER}
+            yield load_settings(architecture.options, values, f"layers.{index}")
 
     @classmethod
     def from_architecture(

@@ -6,6 +6,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from multilin.ops.dispatch import result_dtype
 from multilin.ops.tile_norm import tile_norm
 
 
@@ -24,9 +25,7 @@ class TileNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Same shape as x."""
-        device = x.device.type
-        is_lowered = torch.is_autocast_enabled(device) and not self.keeps_dtype and x.dtype != torch.float64
-        return tile_norm(x, tile=self.tile, dtype=torch.get_autocast_dtype(device) if is_lowered else x.dtype)
+        return tile_norm(x, tile=self.tile, dtype=x.dtype if self.keeps_dtype else result_dtype(x))
 
 
 def standardize(x: Tensor, eps: float) -> Tensor:

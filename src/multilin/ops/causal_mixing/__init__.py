@@ -1,5 +1,7 @@
 """A learned weight for every pair of positions: each position is a weighted sum of the inputs up to it."""
 
+from typing import Any
+
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
@@ -7,7 +9,7 @@ from torch import Tensor
 from multilin.errors import InputError
 from multilin.ops.causal_mixing import portable, reference
 from multilin.ops.causal_mixing.reference import CausalMixingState, num_rows, unpack
-from multilin.ops.dispatch import Backend, Op, can_read_values
+from multilin.ops.dispatch import Backend, Op, can_read_values, result_dtype
 from multilin.ops.ring import Ring
 
 __all__ = ["CAUSAL_MIXING", "CausalMixingState", "causal_mixing", "lower_triangle"]
@@ -67,18 +69,14 @@ def causal_mixing(
     if can_read_values(positions) and (length := int(positions.max()) + 1) > num_positions:
         raise InputError(f"context: the text has {length} positions, but this mixing has weights for {num_positions}")
     dtype = torch.promote_types(torch.promote_types(x.dtype, triangle.dtype), torch.float32)
+    wide = x.to(dtype)
     # Under autocast as any product with weights: of narrow numbers, summed in float32.
-    narrow = torch.is_autocast_enabled(x.device.type) and dtype == torch.float32
-    product_dtype = torch.get_autocast_dtype(x.device.type) if narrow else dtype
+    options: dict[str, Any] = {"padding": padding, "product_dtype": result_dtype(wide)}
     with torch.autocast(x.device.type, enabled=False):
         if isinstance(state, Ring):
-            y, inputs = portable.from_ring(
-                x.to(dtype), triangle, positions, state, padding=padding, product_dtype=product_dtype
-            )
+            y, inputs = portable.from_ring(wide, triangle, positions, state, **options)
         else:
-            y, inputs = CAUSAL_MIXING(
-                x.to(dtype), triangle, positions, padding=padding, state=state, product_dtype=product_dtype, dtype=dtype
-            )
+            y, inputs = CAUSAL_MIXING(wide, triangle, positions, state=state, dtype=dtype, **options)
         if bias is not None:
             y = y + bias.to(dtype)[positions.clamp(min=0)][..., None]
     return y.to(x.dtype), CausalMixingState(inputs, positions[:, -1] + 1) if needs_state else None

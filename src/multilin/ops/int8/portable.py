@@ -1,7 +1,7 @@
 """The steps of int8 products in PyTorch, for every device and dtype."""
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ _CUDA_MULTIPLE, _CUDA_ROWS = 8, 17  # what torch._int_mm takes there
 
 
 def draw_seed() -> Tensor:
-    """From torch's default generator, so that a seeded run draws the same numbers again."""
+    """A seed from torch's default generator, so that a seeded run draws the same numbers again."""
     return torch.randint(2**31 - 1, ())
 
 
@@ -148,11 +148,12 @@ class PortableSteps:
             columns = cls.round_columns_randomly(dresult[part], row_scale[part])
             return cls.scaled_product(columns, values[part], one, None, row_scale.dtype)
 
-        return _sum_of_parts(gradient, len(dresult)).to(dtype)
+        parts = block_outer.row_chunks(dresult.shape[0], 1, LONGEST_SUM)  # whose sums int32 holds
+        return functools.reduce(torch.add, map(gradient, parts)).to(dtype)
 
 
 def num_pairs(left: Tensor, right: Tensor) -> int:
-    """Of each row of left (R, N, K) and right (R, N, J)."""
+    """The number of products in each row of left (R, N, K) and right (R, N, J)."""
     return left.shape[1] * left.shape[2] * right.shape[2]
 
 
@@ -163,9 +164,3 @@ def _rows_of_pairs(left: Tensor, right: Tensor) -> list[slice]:
 def _joined(parts: Iterable[Tensor]) -> Tensor:
     first, *others = parts
     return torch.cat([first, *others]) if others else first
-
-
-def _sum_of_parts(gradient: Callable[[slice], Tensor], num_rows: int) -> Tensor:
-    """Sum of a gradient over parts of the rows that are short enough for int32."""
-    parts = [slice(first, first + LONGEST_SUM) for first in range(0, max(num_rows, 1), LONGEST_SUM)]
-    return functools.reduce(torch.add, map(gradient, parts))

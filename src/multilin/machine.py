@@ -63,9 +63,9 @@ def examine() -> Checkup:
     backends = {name: op.backend_for(device) for name, op in all_ops().items()}
     gives_back, capabilities = why_not(), torch.cpu.get_capabilities()
     warnings = [
-        f"{name} uses its {backend.name}, which is slow{_reasons(name, device)}"
+        f"{name} uses its {backend.name}, which is slow{reasons}"
         for name, backend in backends.items()
-        if _reasons(name, device)
+        if (reasons := _reasons(name, device))
     ]
     if torch.get_num_threads() < cores:
         warnings.append(f"PyTorch uses {torch.get_num_threads()} of {plural(cores, 'core')} (OMP_NUM_THREADS)")

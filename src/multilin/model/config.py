@@ -184,15 +184,9 @@ class MultilinConfig(PretrainedConfig):
             num_layers = _count_layers(layers, num_layers, options)
         if num_layers is None:
             raise InputError("num_layers: none given, but it is needed where no layers are listed")
-        sizes = load_settings(
-            Sizes,
-            {
-                "hidden_size": hidden_size,
-                "num_layers": num_layers,
-                "vocab_size": vocab_size,
-                "n_positions": n_positions,
-            },
-        )
+        sizes = load_settings(Sizes, {
+            "hidden_size": hidden_size, "num_layers": num_layers, "vocab_size": vocab_size, "n_positions": n_positions,
+        })  # fmt: skip
         preset = get_architecture(name).expand(sizes, options or {})
         known = [*FIELDS, *TOKEN_IDS]
         fields = {"n_positions": n_positions, **preset.model, **model}
@@ -202,15 +196,11 @@ class MultilinConfig(PretrainedConfig):
         tile = model.get("final_norm_tile")
         if tile is not None and fields.get("final_norm") != "tile_norm":
             raise InputError(f"final_norm_tile: {tile!r:.40} given, but only tile_norm has tiles; leave it out")
-        config = cls(
-            vocab_size=sizes.vocab_size,
-            hidden_size=sizes.hidden_size,
-            layers=[{"architecture": name, **dataclasses.asdict(options)} for options in preset.layers]
-            if layers is None
-            else [dict(entry) for entry in layers],
-            **fields,
-        )
-        if layers is not None and config.n_positions is None:  # the frame has no limit, but its layers may have one
+        if layers is None:
+            layers = [{"architecture": name, **dataclasses.asdict(options)} for options in preset.layers]
+        entries = [dict(entry) for entry in layers]
+        config = cls(vocab_size=sizes.vocab_size, hidden_size=sizes.hidden_size, layers=entries, **fields)
+        if config.n_positions is None:  # the frame has no limit, but its layers may have one
             limits = (options.longest_text for options in config.layer_options())
             config.n_positions = min((limit for limit in limits if limit is not None), default=None)
         return config

@@ -72,13 +72,13 @@ class TokenEmbedding(nn.Module):
             raise InputError("input_ids: no rows given, but at least one is needed")
         if num_time == 0:
             raise InputError("input_ids: no tokens given, but at least one is needed in each row")
-        padding_BT = None if mask is None else ~mask
         state_before = state or EmbeddingState(*(tokens.new_zeros(num_batch, dtype=torch.long) for _ in range(3)))
-        if padding_BT is None:
+        if mask is None:
+            padding_BT = None
             num_before_BT = state_before.num_read_B[:, None] + torch.arange(num_time, device=tokens.device)
             positions_BT = num_before_BT
         else:
-            counts_BT = (~padding_BT).long()
+            padding_BT, counts_BT = ~mask, mask.long()
             num_before_BT = state_before.num_read_B[:, None] + counts_BT.cumsum(dim=1) - counts_BT
             positions_BT = num_before_BT + counts_BT - 1
         starts_BT = document_starts(packing, padding_BT, num_before_BT, state_before.document_B)

@@ -87,22 +87,18 @@ def create_config(
     Raises:
         InputError: an unknown name or option, or sizes that do not fit.
     """
-    options = dict(options or {})
     if num_layers is None and layers is None:
         num_layers = DEFAULT_NUM_LAYERS
     _check_name(architecture)
+    given: dict[str, Any] = {
+        "hidden_size": hidden_size, "num_layers": num_layers, "vocab_size": vocab_size, "n_positions": n_positions
+    }  # fmt: skip
     if architecture not in BASELINES:
-        return MultilinConfig.from_architecture(
-            architecture, hidden_size=hidden_size, num_layers=num_layers, vocab_size=vocab_size,
-            n_positions=n_positions, options=options, layers=layers, **model,
-        )  # fmt: skip
+        return MultilinConfig.from_architecture(architecture, **given, options=options, layers=layers, **model)
     if num_layers is None:
         raise InputError(f"layers: given, but {architecture} has no list of layers")
-    sizes = load_settings(
-        Sizes,
-        {"hidden_size": hidden_size, "num_layers": num_layers, "vocab_size": vocab_size, "n_positions": n_positions},
-    )
-    choices = load_settings(BaselineOptions, options, "model.options")
+    sizes = load_settings(Sizes, given)
+    choices = load_settings(BaselineOptions, options or {}, "model.options")
     if sizes.hidden_size % choices.num_heads:
         raise InputError(f"num_heads: {choices.num_heads} given, but it must divide the hidden size {hidden_size}")
     if architecture == "llama" and sizes.hidden_size // choices.num_heads % 2:

@@ -10,6 +10,7 @@ from multilin.ops.kernels import why_no_numba
 from tests.golden.xor import xor_combiner, xor_weight
 from tests.ops.cases.block_outer import SHAPES, make_inputs
 from tests.ops.checked import block_outer
+from tests.ops.compiled import check_compiled
 from tests.ops.largest import LargestTensor
 from tests.ops.poison import poison_memory
 
@@ -61,11 +62,10 @@ def test_kernels_make_pairs_and_gradients_of_their_factors(shapes, dtype, thread
 
 
 def test_compiled_is_eager() -> None:
-    inputs = [x.float().requires_grad_() for x in make_inputs("TScale's combiner")]
-    compiled = torch.compile(unchecked.block_outer, fullgraph=True, backend="aot_eager")
-    results = [function(*inputs) for function in (unchecked.block_outer, compiled)]
-    gradients = [torch.autograd.grad(result.sin().sum(), inputs) for result in results]
-    torch.testing.assert_close([results[1], *gradients[1]], [results[0], *gradients[0]])
+    def loss(*inputs: torch.Tensor) -> torch.Tensor:
+        return unchecked.block_outer(*inputs).sin().sum()
+
+    check_compiled(loss, *(x.float() for x in make_inputs("TScale's combiner")))
 
 
 def test_all_rows_pairs_are_never_held_at_once_nor_kept(monkeypatch) -> None:
@@ -87,17 +87,16 @@ def test_all_rows_pairs_are_never_held_at_once_nor_kept(monkeypatch) -> None:
     torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-3)
 
 
-def test_no_rows_give_no_gradient() -> None:
-    left, right = torch.zeros(0, 2, 4, requires_grad=True), torch.zeros(0, 2, 4, requires_grad=True)
-    weight = torch.randn(6, 2, 4, 4, requires_grad=True)
-    block_outer(left, right, weight).sum().backward()
+@pytest.mark.parametrize("width", [4, 5])
+def test_no_rows_give_no_rows_and_no_gradient(width: int) -> None:
+    """Products made of whole vectors, and others."""
+    left, right = torch.zeros(0, 2, 4, requires_grad=True), torch.zeros(0, 2, width, requires_grad=True)
+    weight = torch.randn(7, 2, 4, width, requires_grad=True)
+    result = block_outer(left, right, weight)
+    assert result.shape == (0, 7)
+    result.sum().backward()
     assert left.grad.shape == left.shape
     assert weight.grad.eq(0).all()
-
-
-def test_no_rows_give_no_rows() -> None:
-    left, right, weight = torch.zeros(0, 2, 3), torch.zeros(0, 2, 5), torch.zeros(7, 2, 3, 5)
-    assert block_outer(left, right, weight).shape == (0, 7)
 
 
 @pytest.mark.parametrize("block", [1, 4, 16])

@@ -109,15 +109,6 @@ def test_a_logit_that_is_no_number_makes_the_loss_none(bad: float) -> None:
     assert not dlogits[1].isfinite().all()
 
 
-@pytest.mark.skipif(why_no_numba() is not None, reason=str(why_no_numba()))
-@pytest.mark.parametrize("target", [29, -1])
-def test_a_target_that_is_no_token_is_refused(target: int) -> None:
-    hidden, weight, biases, targets = make_inputs(torch.float32)
-    targets[4] = target
-    with pytest.raises(InputError, match=f"targets: {target} given"):
-        token_cross_entropy(hidden, weight, biases, targets)
-
-
 def test_peak_memory_is_a_chunk_of_logits_not_all() -> None:
     """Counts the largest tensor made on the way: of the order of a chunk, far below N x V."""
     num_rows, vocab = 4096, 8192

@@ -22,16 +22,12 @@ from multilin.ops.linear_recurrence import (
 )
 from tests.ops.cases.linear_recurrence import GATES, SHAPES, make_inputs, results_and_gradients
 from tests.ops.checked import linear_recurrence
-from tests.ops.poison import poison_memory
+from tests.ops.compiled import check_compiled
 
+pytestmark = pytest.mark.usefixtures("poisoned")
 needs_numba = pytest.mark.skipif(why_no_numba() is not None, reason=str(why_no_numba()))
 cpu = partial(operator.linear_recurrence, "cpu")
 BACKENDS = [pytest.param(cpu, marks=needs_numba, id="cpu"), portable.linear_recurrence]
-
-
-@pytest.fixture(autouse=True)
-def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    poison_memory(monkeypatch)
 
 
 def test_the_definition_is_the_paper_s() -> None:
@@ -149,12 +145,7 @@ def test_compiled_is_eager() -> None:
         hidden, state = unchecked.linear_recurrence(inputs, state=LinearRecurrenceState(before))
         return hidden.sin().sum() + state.hidden_BD.square().sum()
 
-    given = make_inputs("random", "odd sizes", dtype=torch.float32)[:2]
-    results = []
-    for function in (loss, torch.compile(loss, fullgraph=True, backend="aot_eager")):
-        needed = [x.clone().requires_grad_() for x in given]
-        results.append([(result := function(*needed)), *torch.autograd.grad(result, needed)])
-    torch.testing.assert_close(results[1], results[0])
+    check_compiled(loss, *make_inputs("random", "odd sizes", dtype=torch.float32)[:2])
 
 
 @needs_numba
@@ -179,11 +170,6 @@ def test_an_empty_text_leaves_the_state_as_it_is(kernels: str) -> None:
     assert hidden.shape == (2, 0, 3)
     assert torch.equal(after, before)
     assert torch.equal(torch.autograd.grad(after.sum(), before)[0], torch.ones(2, 3))
-
-
-def test_what_does_not_fit_is_named() -> None:
-    with pytest.raises(InputError, match=r"inputs: shape \(2, 3, 4\) given"):
-        unchecked.linear_recurrence(torch.zeros(2, 3, 4))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -218,10 +204,11 @@ def test_nan_is_seen(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(
     ("fields", "sentence"),
     [
+        ({"inputs": torch.zeros(2, 3, 4)}, r"inputs: shape \(2, 3, 4\) given"),
         ({"state": LinearRecurrenceState(torch.ones(1, 8))}, r"state: shape \(1, 8\) given, but it must be \(4, 8\)"),
         ({"starts": torch.zeros(1, 20, dtype=torch.bool)}, r"starts: shape \(1, 20\) given, but it must be \(4, 20\)"),
     ],
 )
 def test_shapes_that_do_not_fit_are_named(fields: dict[str, Any], sentence: str) -> None:
     with pytest.raises(InputError, match=sentence):
-        unchecked.linear_recurrence(torch.zeros(4, 20, 2, 8), **fields)
+        unchecked.linear_recurrence(**{"inputs": torch.zeros(4, 20, 2, 8), **fields})

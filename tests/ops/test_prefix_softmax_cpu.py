@@ -15,20 +15,17 @@ from multilin.ops.kernels import why_no_numba
 from multilin.ops.prefix_softmax import PREFIX_SOFTMAX, operator, prefix_softmax, reference
 from tests.ops import prefix_softmax_case
 from tests.ops.cases.prefix_softmax import make_logits, make_starts, make_values
-from tests.ops.poison import poison_memory
+from tests.ops.compiled import check_compiled
 from tests.ops.prefix_softmax_case import Case, any_case, everything
 from tests.processes import PYTHON, run
 
-pytestmark = pytest.mark.skipif(why_no_numba() is not None, reason=str(why_no_numba()))
+pytestmark = [
+    pytest.mark.skipif(why_no_numba() is not None, reason=str(why_no_numba())), pytest.mark.usefixtures("poisoned"),
+]  # fmt: skip
 
 by_kernels = partial(operator.prefix_softmax, "cpu")
 DTYPES = [torch.bfloat16, torch.float32]
 HARD = ["random", "peaked", "spikes", "rising", "one early spike", "masked", "masked head", "all masked"]
-
-
-@pytest.fixture(autouse=True)
-def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    poison_memory(monkeypatch)
 
 
 @pytest.fixture
@@ -167,13 +164,7 @@ def test_compiled_is_eager(window: int | None, dtype: torch.dtype) -> None:
     def loss(logits: Tensor, values: Tensor) -> Tensor:
         return prefix_softmax(logits, values, window=window, null_logit=0.1)[0].float().square().sum()
 
-    inputs = make_logits("random", (2, 40, 3)).float(), make_values((2, 40, 3, 8)).to(dtype)
-    gradients = []
-    for function in (loss, torch.compile(loss, fullgraph=True, backend="aot_eager")):
-        needed = [x.clone().requires_grad_() for x in inputs]
-        gradients.append([(result := function(*needed)), *torch.autograd.grad(result, needed)])
-    for eager, compiled in zip(*gradients, strict=True):
-        torch.testing.assert_close(compiled, eager)
+    check_compiled(loss, make_logits("random", (2, 40, 3)).float(), make_values((2, 40, 3, 8)).to(dtype))
 
 
 @pytest.mark.parametrize("window", [None, 5])

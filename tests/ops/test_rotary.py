@@ -12,12 +12,9 @@ from multilin.ops import rotary as unchecked
 from multilin.ops.kernels import why_no_numba
 from tests.ops.cases.rotary import SHAPES, make_inputs
 from tests.ops.checked import rotary
-from tests.ops.poison import poison_memory
+from tests.ops.compiled import check_compiled
 
-
-@pytest.fixture(autouse=True)
-def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    poison_memory(monkeypatch)
+pytestmark = pytest.mark.usefixtures("poisoned")
 
 
 def result_and_gradient(x: Tensor, cos: Tensor, sin: Tensor, block: int) -> tuple[Tensor, Tensor]:
@@ -80,15 +77,8 @@ def test_products_depend_on_distances_only_also_late_in_a_text(dtype: torch.dtyp
 
 
 def test_compiled_is_eager() -> None:
-    def loss(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        return unchecked.rotary(x, cos, sin, block=6).sin().sum()
-
     x, cos, sin = make_inputs("one block", dtype=torch.float32)
-    gradients = []
-    for function in (loss, torch.compile(loss, fullgraph=True, backend="aot_eager")):
-        needed = x.clone().requires_grad_()
-        gradients.append([(result := function(needed, cos, sin)), *torch.autograd.grad(result, needed)])
-    torch.testing.assert_close(gradients[1], gradients[0])
+    check_compiled(lambda x: unchecked.rotary(x, cos, sin, block=6).sin().sum(), x)
 
 
 @pytest.mark.skipif(why_no_numba() is not None, reason=str(why_no_numba()))

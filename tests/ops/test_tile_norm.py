@@ -11,8 +11,9 @@ from multilin.ops.kernels import why_no_numba
 from multilin.ops.tile_norm import reference
 from tests.ops.cases.tile_norm import SHAPES, make_input
 from tests.ops.checked import tile_norm
-from tests.ops.poison import poison_memory
+from tests.ops.compiled import check_compiled
 
+pytestmark = pytest.mark.usefixtures("poisoned")
 TYPES = [
     (torch.float32, torch.float32, 1e-5),
     (torch.bfloat16, torch.bfloat16, 4e-3),
@@ -20,11 +21,6 @@ TYPES = [
     (torch.bfloat16, torch.float32, 4e-3),
 ]
 WIDE = [name for name in SHAPES if name != "single numbers"]
-
-
-@pytest.fixture(autouse=True)
-def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    poison_memory(monkeypatch)
 
 
 def result_and_gradient(x: Tensor, tile: int | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -109,12 +105,7 @@ def test_compiled_is_eager(dtype: torch.dtype) -> None:
     def loss(x: Tensor) -> Tensor:
         return unchecked.tile_norm(x, tile=8, dtype=dtype).float().sin().sum()
 
-    x = torch.randn(3, 5, 24)
-    gradients = []
-    for function in (loss, torch.compile(loss, fullgraph=True, backend="aot_eager")):
-        needed = x.clone().requires_grad_()
-        gradients.append([(result := function(needed)), *torch.autograd.grad(result, needed)])
-    torch.testing.assert_close(gradients[1], gradients[0])
+    check_compiled(loss, torch.randn(3, 5, 24))
 
 
 @pytest.mark.skipif(why_no_numba() is not None, reason=str(why_no_numba()))

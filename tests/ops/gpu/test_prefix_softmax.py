@@ -12,6 +12,7 @@ from torch import Tensor
 from multilin.ops.prefix_softmax import PREFIX_SOFTMAX, PrefixSoftmaxState, gpu, operator, portable, reference
 from tests.ops import prefix_softmax_case
 from tests.ops.cases.prefix_softmax import make_logits, make_values
+from tests.ops.compiled import check_compiled
 from tests.ops.poison import poison_memory
 from tests.ops.prefix_softmax_case import TOLERANCE, Case, any_case, everything
 from tests.processes import PYTHON, run
@@ -186,13 +187,8 @@ def test_compiled_is_eager(window: int | None, device: torch.device) -> None:
     def loss(logits: Tensor, values: Tensor) -> Tensor:
         return prefix_softmax(logits, values, window=window, null_logit=0.1)[0].square().sum()
 
-    inputs = make_logits("random", (1, 20, 2)).float().to(device), make_values((1, 20, 2, 8)).float().to(device)
-    gradients = []
-    for function in (loss, torch.compile(loss, fullgraph=True, backend="aot_eager")):
-        needed = [x.clone().requires_grad_() for x in inputs]
-        gradients.append([(result := function(*needed)), *torch.autograd.grad(result, needed)])
-    for eager, compiled in zip(*gradients, strict=True):
-        torch.testing.assert_close(compiled, eager)
+    inputs = make_logits("random", (1, 20, 2)).float(), make_values((1, 20, 2, 8)).float()
+    check_compiled(loss, *(x.to(device) for x in inputs))
 
 
 @pytest.mark.parametrize("window", [None, 3])

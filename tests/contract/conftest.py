@@ -1,11 +1,12 @@
 """The models under contract: found in the registry, so a new architecture is tested by being registered."""
 
+import itertools
 from collections.abc import Callable
 
 import pytest
 import torch
 
-from multilin import MultilinForCausalLM
+from multilin import MultilinForCausalLM, TextState
 from multilin.architectures import architectures
 from multilin.model import MultilinConfig
 
@@ -85,3 +86,14 @@ def packs(case: dict) -> bool:
 def random_ids(*shape: int, seed: int = 1) -> torch.Tensor:
     """Token ids without the end and padding tokens."""
     return torch.randint(2, VOCAB_SIZE, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def read_in_pieces(
+    model: MultilinForCausalLM, ids: torch.Tensor, cuts: list[int], **arguments: torch.Tensor
+) -> tuple[torch.Tensor, TextState]:
+    """The logits of all tokens, read in pieces that end at the cuts, and the state after them."""
+    state, logits = model.new_state(), []
+    for first, last in itertools.pairwise([0, *cuts, ids.shape[1]]):
+        piece = {name: tensor[:, first:last] for name, tensor in arguments.items()}
+        logits.append(model(ids[:, first:last], past_key_values=state, **piece).logits)
+    return torch.cat(logits, dim=1), state

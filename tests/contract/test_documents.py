@@ -5,7 +5,7 @@ import torch
 from transformers import DataCollatorWithFlattening
 
 from multilin.errors import InputError
-from tests.contract.conftest import VOCAB_SIZE, MakeModel, random_ids
+from tests.contract.conftest import VOCAB_SIZE, MakeModel, random_ids, read_in_pieces
 
 LENGTHS = [10, 1, 25, 4]
 EXACT = {"rtol": 1e-9, "atol": 1e-9}
@@ -45,7 +45,11 @@ def test_documents_do_not_see_each_other(make_model: MakeModel, packs: bool, way
         with pytest.raises(InputError, match="several documents in a row"):
             model(packed_ids(), **arguments)
         return
-    torch.testing.assert_close(model(packed_ids(), **arguments).logits, separate_logits(model), **EXACT)
+    logits, ids = separate_logits(model), packed_ids()
+    torch.testing.assert_close(model(ids, **arguments).logits, logits, **EXACT)
+    if way == "document_ids":
+        losses = torch.nn.functional.cross_entropy(logits[:, :-1].transpose(1, 2), ids[:, 1:], reduction="none")
+        torch.testing.assert_close(model.token_losses(ids, **arguments), losses, **EXACT)
 
 
 def test_the_collator_of_transformers_packs(make_model: MakeModel, packs: bool) -> None:
@@ -66,14 +70,15 @@ def test_the_collator_of_transformers_packs(make_model: MakeModel, packs: bool) 
 
 
 @pytest.mark.parametrize("cuts", [[7], [10, 11, 30]])
-def test_positions_separate_documents_also_across_calls(make_model: MakeModel, packs: bool, cuts: list[int]) -> None:
+@pytest.mark.parametrize("way", ["document_ids", "position_ids"])
+def test_documents_are_separate_also_across_calls(
+    make_model: MakeModel, packs: bool, way: str, cuts: list[int]
+) -> None:
     if not packs:
         return
-    model, ids, state, logits = make_model(), packed_ids(), make_model().new_state(), []
-    for first, last in zip([0, *cuts], [*cuts, 40], strict=True):
-        piece = slice(first, last)
-        logits.append(model(ids[:, piece], position_ids=positions()[:, piece], past_key_values=state).logits)
-    torch.testing.assert_close(torch.cat(logits, dim=1), separate_logits(model), **EXACT)
+    model = make_model()
+    logits, state = read_in_pieces(model, packed_ids(), cuts, **ways()[way])
+    torch.testing.assert_close(logits, separate_logits(model), **EXACT)
     assert state.num_tokens.tolist() == [4]
 
 

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from tests.contract.conftest import MakeModel, random_ids
-from tests.contract.test_streaming import read_in_pieces
+from tests.contract.conftest import MakeModel, random_ids, read_in_pieces
 from tests.ops.gpu.conftest import one_way  # noqa: F401
 
 pytestmark = pytest.mark.gpu

@@ -1,6 +1,4 @@
-"""The streaming law and what follows from it: causality, rows, padding, packing, and a state that does not grow."""
-
-import itertools
+"""The streaming law and what follows from it: causality, rows, padding, and a state that does not grow."""
 
 import pytest
 import torch
@@ -9,18 +7,10 @@ from hypothesis import strategies as st
 
 from multilin.errors import InputError
 from multilin.layers.base import Layout
-from tests.contract.conftest import HIDDEN_SIZE, LONGEST, VOCAB_SIZE, MakeModel, random_ids
+from tests.contract.conftest import HIDDEN_SIZE, LONGEST, VOCAB_SIZE, MakeModel, random_ids, read_in_pieces
 from tests.ops.largest import LargestTensor
 
 EXACT = {"rtol": 1e-10, "atol": 1e-10}
-
-
-def read_in_pieces(model, ids: torch.Tensor, cuts: list[int], **arguments: torch.Tensor):
-    state, logits = model.new_state(), []
-    for first, last in itertools.pairwise([0, *cuts, ids.shape[1]]):
-        piece = {name: tensor[:, first:last] for name, tensor in arguments.items()}
-        logits.append(model(ids[:, first:last], past_key_values=state, **piece).logits)
-    return torch.cat(logits, dim=1), state
 
 
 @settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -149,29 +139,6 @@ def test_padding_anywhere_in_a_row_is_inert(make_model: MakeModel, mode: str) ->
             token = random_ids(1, 1)
             onward = model(token, past_key_values=padded.past_key_values.select([row])).logits
             torch.testing.assert_close(onward, model(token, past_key_values=result.past_key_values).logits, **EXACT)
-
-
-@pytest.mark.parametrize("cuts", [[], [7], [10, 11, 30]])
-def test_packed_texts_do_not_see_each_other(make_model: MakeModel, packs: bool, cuts: list[int]) -> None:
-    model, lengths = make_model(), [10, 1, 25, 4]
-    texts = [random_ids(1, length, seed=length) for length in lengths]
-    ids = torch.cat(texts, dim=1)
-    documents = torch.repeat_interleave(torch.tensor([4, 7, 8, 5]), torch.tensor(lengths))[None]
-    if not packs:
-        with pytest.raises(InputError, match="document_ids"):
-            model(ids, document_ids=documents)
-        return
-    expected = torch.cat([model(text).logits for text in texts], dim=1)
-    logits, state = read_in_pieces(model, ids, cuts, document_ids=documents)
-    torch.testing.assert_close(logits, expected, **EXACT)
-    assert state.num_tokens.tolist() == [4]
-    cu_seqlens = torch.tensor([0, 10, 11, 36, 40])
-    torch.testing.assert_close(model(ids, cu_seqlens=cu_seqlens).logits, expected, **EXACT)
-    torch.testing.assert_close(model.token_losses(ids, documents), _losses(expected, ids), **EXACT)
-
-
-def _losses(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    return torch.nn.functional.cross_entropy(logits[:, :-1].transpose(1, 2), ids[:, 1:], reduction="none")
 
 
 def test_the_state_does_not_grow(make_model: MakeModel) -> None:

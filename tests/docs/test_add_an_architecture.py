@@ -17,6 +17,10 @@ from multilin.architectures.base import Architecture, LayerOptions, Preset, get_
 from multilin.errors import InputError
 from multilin.settings import field_help
 from tests.contract.conftest import make_model, packs  # noqa: F401
+from tests.contract.test_documents import (  # noqa: F401
+    test_documents_are_separate_also_across_calls,
+    test_documents_do_not_see_each_other,
+)
 from tests.contract.test_reading import (  # noqa: F401
     op_calls,
     test_packed_texts_do_not_read_each_other,
@@ -27,7 +31,6 @@ from tests.contract.test_reading import (  # noqa: F401
 from tests.contract.test_streaming import (  # noqa: F401
     test_an_extreme_future_changes_nothing,
     test_left_padding_is_inert,
-    test_packed_texts_do_not_see_each_other,
     test_the_state_does_not_grow,
     test_token_by_token_is_reading_at_once,
 )

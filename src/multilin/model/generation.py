@@ -75,7 +75,7 @@ class StatefulGenerationMixin(GenerationMixin):
             kwargs["cache_implementation"] = None
         _check_order(tokens, settings, kwargs)
         num_before = torch.zeros(1, dtype=torch.long)
-        # Without a state, embeddings would be followed by tokens that stand for themselves alone.
+        # Without a state, transformers would have new tokens read without the embeddings before them.
         is_cached = name == "inputs_embeds" or _setting("use_cache", settings, kwargs) is not False
         if is_cached or kwargs.get("past_key_values") is not None:
             state = self._open_state(name, tokens, kwargs, new_tokens_only)

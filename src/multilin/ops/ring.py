@@ -41,5 +41,5 @@ class Ring(NamedTuple):
         """Distance in tokens from each of the next tokens to that in each slot, (B, T, S), at least 1."""
         new_T = torch.arange(num_new, device=self.num_read_B.device)
         slot_S = torch.arange(self.num_slots, device=self.num_read_B.device)
-        age_BS = (self.num_read_B[:, None] - 1 - slot_S) % (slot_S[-1:] + 1) + 1  # a tensor, for graphs of any S
+        age_BS = (self.num_read_B[:, None] - 1 - slot_S) % (slot_S[-1:] + 1) + 1  # S as a tensor: a graph is for any
         return age_BS[:, None, :] + new_T[:, None]

@@ -91,7 +91,7 @@ def _most_pairs(left: Tensor) -> int:
 
 
 def row_chunks(num_rows: int, num_pairs: int, most_pairs: int) -> list[slice]:
-    """Rows whose pairs are held at a time. Where all are, their number may be a symbol: a graph is for any."""
+    """Slices of rows whose pairs are held at a time; one slice of all if they fit, or for any number in a graph."""
     size = max(most_pairs // max(num_pairs, 1), FEWEST_ROWS)
     if is_exported() or num_rows <= size:
         return [slice(None)]

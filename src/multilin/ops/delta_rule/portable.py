@@ -37,7 +37,7 @@ def delta_rule(
     chunk = min(CHUNK, num_time)
     tokens = (queries_BTHD, keys_BTHD, values_BTHE, log_decays_BTH, rates_BTH)
     chunks = [None if x is None else _chunks(x, chunk) for x in tokens]
-    size = 1  # chunks of a piece; one chunk is asked nothing more, so that graphs can have any number of rows
+    size = 1  # chunks of a piece; for one chunk no sizes are compared, so that its graph is for any number of rows
     if chunk < num_time:
         numbers = NUMBERS.get(keys_BTHD.device.type, MANY_NUMBERS)
         size = max(1, numbers // max(1, num_batch * num_heads * chunk * max(chunk, width, value_width)))
@@ -158,7 +158,7 @@ def write(
     if num_chunks > 1:
         memories_NMDE = memory_MDE.new_empty(num_chunks, *memory_MDE.shape)
         memories_NMDE[0] = memory_MDE
-    places = [*memories_NMDE[1:].unbind(), None]  # each memory's but the last one's
+    places = [*memories_NMDE[1:].unbind(), None]  # of the memory after each chunk; the last one is a tensor of its own
     chunks = _by_chunk(num_chunks, added, read, k_to_end.mT, over_chunk)
     for place_MDE, (added_MCE, read_MCD, to_end_MDC, over_chunk_M11) in zip(places, chunks, strict=True):
         if read_MCD is not None:

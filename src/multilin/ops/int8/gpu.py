@@ -15,7 +15,7 @@ _kernels, _launch = LazyModule("multilin.ops.int8.gpu_kernels"), LazyModule("mul
 
 
 def _empty_rows(x: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """For the integers and scales of rows of this width."""
+    """Empty tensors for the integers and scales of rows of this width."""
     num_rows = x.shape[0]  # unlike len(x) a symbol where a graph is for any
     return x.new_empty((num_rows, width), dtype=torch.int8), x.new_empty((num_rows, 1), dtype=torch.float32)
 

@@ -29,7 +29,7 @@ def autotuned(configs: Sequence[tuple[dict[str, int], int, int]], key: Sequence[
 
 @functools.cache
 def num_processors(device: torch.device) -> int:
-    """Streaming multiprocessors of the device; those of a small GPU where it is none and kernels are interpreted."""
+    """Streaming multiprocessors of the device; 2, as of a small GPU, for kernels that are interpreted on a CPU."""
     if device.type != "cuda":
         return 2
     return int(torch.cuda.get_device_properties(device).multi_processor_count)

@@ -63,7 +63,7 @@ def windowed_attention(
 
 
 def _decays(slope: float | Tensor, hyper: float | Tensor, device: torch.device) -> tuple[Tensor | None, float, float]:
-    """Both as one tensor if either is one, without waiting for the device; else as numbers."""
+    """Slope and hyper in one tensor if either is a tensor, as to read it would wait for the device; else as numbers."""
     if not isinstance(slope, Tensor) and not isinstance(hyper, Tensor):
         return None, float(slope), float(hyper)
     both = [x.to(device) if isinstance(x, Tensor) else torch.full((), x, device=device) for x in (slope, hyper)]

@@ -91,7 +91,7 @@ def one_token(
 
 
 def why_wider(most: int, *_: Tensor, window: int, **options: object) -> str | None:
-    """The reason against `one_token`, for windows up to `most`: 1, or 0 where kernels know windows of 1 too."""
+    """Why `one_token` does not take a call: its window is above `most`, 1 on a CPU, elsewhere 0, as kernels take 1."""
     return None if window <= most else f"the window is larger than {most}"
 
 

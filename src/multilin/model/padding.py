@@ -33,7 +33,7 @@ def check_mask(attention_mask: Tensor, num_batch: int, num_time: int) -> Tensor:
 
 
 def pads_after_tokens(mask: Tensor, is_start: bool, only_gaps: bool) -> bool:
-    """Whether padding follows a token; compiled code cannot look at the mask, and assumes the general case.
+    """Whether padding follows a token; compiled code, which cannot look at the mask, assumes it at the start of a text.
 
     Args:
         mask: (B, T) True for a token.

@@ -16,8 +16,9 @@ with means component by component, and where one token has nearly all the weight
 error of two large sums. Where y is the mean in float32 it is read. Else only one mean in ROWS is stored, and the others
 are computed again from there. The gradient of the state is S and C before the first position.
 
-Rounding does not add up over a long text: within ROWS positions m_t = p_t m + n_t, with m from before them and n_t of
-the new tokens alone, and m itself moves on in float64, once in ROWS positions. S is divided alike; C is in float64.
+Rounding does not add up over a long text. Within ROWS positions m_t = f_t m + n_t, where m is the mean before them, f_t
+the product of their a up to t, and n_t the sum over their own tokens. m moves on in float64, once in ROWS positions.
+S is divided alike, and C is in float64.
 
 Fewer texts than threads: time is cut in parts, one for each thread, and those in pieces, whose summaries (first launch)
 tell every part how its past, or backward its future, ends (second launch).
@@ -112,13 +113,19 @@ def gate(task, first, tops, totals, others, g, o):
 
 @njit(**SCALARS)
 def exact_decay(lost, left):
-    """1 - lost, `left`, in float64: near 1 a weight in float32 is wrong by more than what was lost."""
+    """A weight `left` and what it lost, as 1 - lost in float64: in float32 a weight near 1 is too coarse."""
     return 1.0 - lost if left > HALF else np.float64(left)
 
 
 @njit(**SCALARS)
 def move_on(exact, lost, left, new, rounded):
-    """The sums after some rows: exact = left exact + new, also rounded to float32. The others begin again."""
+    """The sums (H, D) after some rows, exact = left exact + new, also in float32; the others begin again.
+
+    Args:
+        exact, rounded: the sums before, in float64 and float32.
+        lost, left: (H,) the weight that the rows took from these sums, and the one that is left; both begin as 0 and 1.
+        new: (H, D) the sums over the rows alone.
+    """
     for h in range(exact.shape[0]):
         decay = exact_decay(lost[h], left[h])
         lost[h], left[h] = ZERO, ONE
@@ -130,7 +137,7 @@ def move_on(exact, lost, left, new, rounded):
 
 @njit(forceinline=True, **SCALARS)
 def mean_row(past, lost, left, new, v, y, w, a, g, o, is_gated, has_own, is_summary, i):
-    """One more token in the sum of the new ones, and y, but for a summary; `left` is the weight of the past."""
+    """One more token in the sum `new` and in the weights of the past, see `move_on`; and y, but for a summary."""
     H, D = new.shape
     for h in range(H):
         weight, decay, gate, own = w[i, h], a[i, h], g[i, h], o[i, h] if has_own else ZERO

@@ -159,6 +159,8 @@ def test_a_folder_whose_files_are_read_as_text_is_refused(tiny: Tiny, text_file:
     for field in ("data.source", "data.validation"):
         with pytest.raises(InputError, match=rf"output: .*default lies in {field}, .*books, whose files are all read"):
             train(tiny(books / "runs" / "default", **{field: str(books)}))
+    with pytest.raises(InputError, match=r"output: .*default lies in data.source, .*/\*\*/\*.md, whose files"):
+        train(tiny(books / "runs" / "default", **{"data.source": f"{books}/**/*.md"}))
     assert not (books / "runs").exists()
 
 

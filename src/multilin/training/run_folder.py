@@ -17,6 +17,7 @@ import json
 import shutil
 import warnings
 from collections.abc import Callable, Iterable
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,8 @@ from multilin.training.recipe import Recipe, fill, first_difference, load_recipe
 RUN_FILE = "run.json"  # in a checkpoint: text and metrics when it was written
 EXPECTED_FILE = "expected.json"  # bits per byte that a run of so many minutes was expected to reach
 METRICS = ("step", "tokens", "seconds", "loss", "tokens_per_second")  # in every line of metrics.jsonl
+
+_TEXTS = ("README.md", "metrics.jsonl")  # files of a run that would be read as text
 
 # Files that a run writes at the top of its folder, and that --overwrite removes; others are left alone.
 _WRITTEN = (
@@ -94,14 +97,15 @@ class RunFolder:
         return None
 
     def _check_outside(self, recipe: Recipe) -> None:
-        """Refuse an output in a folder whose files are read as text."""
+        """Refuse an output whose files would be read as text by a run that follows."""
+        output = self.path.resolve()
         sources = [] if recipe.data.is_prepared else [("source", recipe.data.source)]
         for name, source in [*sources, ("validation", recipe.data.validation)]:
-            if (
-                source is not None
-                and Path(source).is_dir()
-                and self.path.resolve().is_relative_to(Path(source).resolve())
-            ):
+            if source is None:
+                continue
+            place = Path(source).resolve()
+            is_matched = "**" in source and any(fnmatch(str(output / file), str(place)) for file in _TEXTS)
+            if is_matched or (place.is_dir() and output.is_relative_to(place)):
                 raise InputError(
                     f"output: {self.path} lies in data.{name}, {short_path(source)}, whose files are all read as text; "
                     "give a folder elsewhere"

@@ -28,3 +28,9 @@ def test_the_overview_lists_the_verbs(arguments: list[str], capsys: pytest.Captu
     assert main(arguments) == 0
     shown = capsys.readouterr().out
     assert all(f"  {verb} " in shown for verb in VERBS)
+
+
+def test_the_first_word_of_two_lists_its_verbs(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["tokenizer", "--help"]) == 0
+    shown = capsys.readouterr().out
+    assert all((f"  {verb} " in shown) == verb.startswith("tokenizer ") for verb in VERBS)

@@ -35,6 +35,7 @@ from multilin.ops.threads import following_load
 from multilin.training.outcomes import TrainingFailed, TrainingInterrupted
 
 BAD_INPUT, FAILED, INTERRUPTED, BROKEN_PIPE = 2, 1, 130, 141
+HELP = ("-h", "--help", "help")
 
 _FUNCTIONS: tuple[Callable[..., None], ...] = (
     demo, prepare, plan, train, merge, generate, chat, serve, rollout, evaluate, compare, explain, quantize, export,
@@ -87,8 +88,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(arguments: list[str]) -> None:
     for argument in arguments:
         argument.encode()  # raises on bytes that are not UTF-8, which Python passes on as halves of characters
-    if not arguments or arguments[0] in ("-h", "--help", "help"):
-        _print_overview()
+    if not arguments or arguments[0] in HELP:
+        _print_overview(list(VERBS))
+    elif (verbs := _verbs_after(arguments[0])) and arguments[1:2] and arguments[1] in HELP:
+        _print_overview(verbs)
     elif arguments[0] == "--version":
         print(f"multilin {multilin.__version__}")
     else:
@@ -106,7 +109,7 @@ def _split(arguments: list[str]) -> tuple[str, list[str]]:
         verb = " ".join(arguments[:num_words])
         if verb in VERBS:
             return verb, arguments[num_words:]
-    parts = [verb.split()[1] for verb in VERBS if verb.startswith(f"{arguments[0]} ")]
+    parts = [verb.split()[1] for verb in _verbs_after(arguments[0])]
     if parts:
         given = f"{arguments[1]!r} given" if len(arguments) > 1 else "nothing given"
         raise InputError(f"{arguments[0]}: {given}, but it should be {' or '.join(parts)}")
@@ -114,12 +117,17 @@ def _split(arguments: list[str]) -> tuple[str, list[str]]:
     raise InputError(f"{arguments[0]!r} is no verb of multilin{hint}")
 
 
-def _print_overview() -> None:
-    width = max(map(len, VERBS))
+def _verbs_after(word: str) -> list[str]:
+    """The verbs of two words that begin with this one."""
+    return [verb for verb in VERBS if verb.startswith(f"{word} ")]
+
+
+def _print_overview(verbs: list[str]) -> None:
+    width = max(map(len, verbs))
     print("Train, run, explain and compare small language models with linear-time layers.\n")
     print("usage: multilin VERB ...\n")
-    for verb, function in VERBS.items():
-        print(f"  {verb:{width}}  {(function.__doc__ or '').splitlines()[0]}")
+    for verb in verbs:
+        print(f"  {verb:{width}}  {(VERBS[verb].__doc__ or '').splitlines()[0]}")
     print("\nStart with `multilin demo`; `multilin VERB --help` shows the flags of a verb.")
     print("MULTILIN_ALLOCATOR=system in the environment leaves the settings of glibc's memory allocator alone.")
 

@@ -64,6 +64,7 @@ def post(url: str, **body: Any) -> Any:
 def test_killed_during_twenty_turns_nothing_that_was_finished_is_lost(launch: Launch, tmp_path: Path) -> None:
     url, process = launch("--sessions", str(tmp_path))
     sessions = [post(f"{url}/v1/sessions")["id"] for _ in range(20)]
+    post(f"{url}/v1/completions", prompt="x", max_tokens=2)  # the first may wait until kernels are compiled
     finished: list[tuple[str, str]] = []
 
     def talk(session: str) -> None:

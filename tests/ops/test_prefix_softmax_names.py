@@ -71,7 +71,7 @@ def memories(monkeypatch: pytest.MonkeyPatch) -> list[Memory]:
     """The memory of every kernel that was started; from now on they run in Python, as for two threads."""
     from numba.core.dispatcher import Dispatcher
 
-    from multilin.ops.prefix_softmax import cpu_global, cpu_math, cpu_windowed
+    from multilin.ops.prefix_softmax import cpu_global, cpu_math, cpu_sums, cpu_windowed
 
     launches: list[Memory] = []
     replaced = {
@@ -83,7 +83,7 @@ def memories(monkeypatch: pytest.MonkeyPatch) -> list[Memory]:
         "exp_negative": lambda x: np.float32(math.exp(x)),
         "rounded_like": lambda x, array: x,
     }
-    for module in (cpu_math, cpu_global, cpu_windowed):
+    for module in (cpu_math, cpu_sums, cpu_global, cpu_windowed):
         for name, value in list(vars(module).items()):
             if name in replaced or isinstance(value, Dispatcher):
                 monkeypatch.setattr(module, name, replaced.get(name) or value.py_func)

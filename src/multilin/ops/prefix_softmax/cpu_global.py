@@ -16,9 +16,7 @@ with means component by component, and where one token has nearly all the weight
 error of two large sums. Where y is the mean in float32 it is read. Else only one mean in ROWS is stored, and the others
 are computed again from there. The gradient of the state is S and C before the first position.
 
-Rounding does not add up over a long text. Within ROWS positions m_t = f_t m + n_t, where m is the mean before them, f_t
-the product of their a up to t, and n_t the sum over their own tokens. m moves on in float64, once in ROWS positions.
-S is divided alike, and C is in float64.
+Rounding does not add up over a long text, see `cpu_sums`: the running sums are m and S, and C is in float64.
 
 Fewer texts than threads: time is cut in parts, one for each thread, and those in pieces, whose summaries (first launch)
 tell every part how its past, or backward its future, ends (second launch).
@@ -50,51 +48,17 @@ from multilin.ops.prefix_softmax.cpu_math import (
     task_of,
     weights,
 )
+from multilin.ops.prefix_softmax.cpu_sums import (
+    assign,
+    checkpoint,
+    exact_decay,
+    move_on,
+    piece_bounds,
+    summary,
+    zeros_beside,
+)
 
-PAGE, HALF = 4096, np.float32(0.5)  # bytes; a weight
 W, A, G, O = range(4)  # noqa: E741 - kinds of weights; the last two exist where y is not simply the mean
-
-
-@njit
-def zeros_beside(address, num_heads, width):
-    """Two arrays of zeros (H, D), one after the other, at the same place in a page of memory as an address.
-
-    Processors compare the last 12 bits of addresses first, so stores elsewhere in the page may hold up loads of
-    rows: where the allocator happened to place the array so, the backward pass took 1.2 times as long.
-    """
-    size = 2 * num_heads * width
-    room = np.zeros(size + PAGE // 4, np.float32)
-    first = (address - room.ctypes.data) % PAGE // 4
-    both = room[first : first + size].reshape((2, num_heads, width))
-    return both[0], both[1]
-
-
-@njit
-def assign(target, source):
-    """Copy a matrix: `target[:] = source` may fail, and its error message takes longer to compile than all else."""
-    for i in range(source.shape[0]):
-        for j in range(source.shape[1]):
-            target[i, j] = source[i, j]
-
-
-@njit
-def piece_bounds(task, piece):
-    """First position of a piece of time, and the one after its last; multiples of ROWS, but for the end."""
-    chunks, num_pieces = (task.num_time + ROWS - 1) // ROWS, task.num_parts * task.num_parts
-    return chunks * piece // num_pieces * ROWS, min(task.num_time, chunks * (piece + 1) // num_pieces * ROWS)
-
-
-@njit
-def summary(task, piece):
-    """The summary of a piece of time, see the kernels: numbers (3, H) and vectors (H, D)."""
-    address = task.summaries + 4 * piece * task.num_heads * (3 + task.width)
-    return floats(address, 3, task.num_heads), floats(address + 12 * task.num_heads, task.num_heads, task.width)
-
-
-@njit
-def checkpoint(task, chunk):
-    """The mean before position chunk * ROWS, (H, D), or the one after the last position."""
-    return floats(task.checkpoints + 4 * task.num_heads * task.width * chunk, task.num_heads, task.width)
 
 
 @njit(**SCALARS)
@@ -109,30 +73,6 @@ def gate(task, first, tops, totals, others, g, o):
         if task.own != 0:
             assign(other_tops[i : i + 1], floats(task.own + task.own_row * (first + i), 1, num_heads))
     merge_weights(tops, totals, other_tops, other_totals, NOTHING, g, o)
-
-
-@njit(**SCALARS)
-def exact_decay(lost, left):
-    """A weight `left` and what it lost, as 1 - lost in float64: in float32 a weight near 1 is too coarse."""
-    return 1.0 - lost if left > HALF else np.float64(left)
-
-
-@njit(**SCALARS)
-def move_on(exact, lost, left, new, rounded):
-    """The sums (H, D) after some rows, exact = left exact + new, also in float32; the others begin again.
-
-    Args:
-        exact, rounded: the sums before, in float64 and float32.
-        lost, left: (H,) the weight that the rows took from these sums, and the one that is left; both begin as 0 and 1.
-        new: (H, D) the sums over the rows alone.
-    """
-    for h in range(exact.shape[0]):
-        decay = exact_decay(lost[h], left[h])
-        lost[h], left[h] = ZERO, ONE
-        for d in range(exact.shape[1]):
-            exact[h, d] = decay * exact[h, d] + new[h, d]
-            rounded[h, d] = np.float32(exact[h, d])
-            new[h, d] = ZERO
 
 
 @njit(forceinline=True, **SCALARS)

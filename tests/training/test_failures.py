@@ -162,6 +162,9 @@ def test_a_folder_whose_files_are_read_as_text_is_refused(tiny: Tiny, text_file:
     with pytest.raises(InputError, match=r"output: .*default lies in data.source, .*/\*\*/\*.md, whose files"):
         train(tiny(books / "runs" / "default", **{"data.source": f"{books}/**/*.md"}))
     assert not (books / "runs").exists()
+    (books / "loop").symlink_to("loop")
+    with pytest.raises(InputError, match=r"data.source: .*loop.* does not exist"):
+        train(tiny(tmp_path / "default", **{"data.source": f"{books}/loop"}))
 
 
 def test_a_folder_with_another_run_is_refused_unless_told_otherwise(tiny: Tiny, tmp_path: Path) -> None:

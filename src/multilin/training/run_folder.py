@@ -14,6 +14,7 @@ import contextlib
 import dataclasses
 import importlib.util
 import json
+import os
 import shutil
 import warnings
 from collections.abc import Callable, Iterable
@@ -84,7 +85,7 @@ class RunFolder:
         self._check_outside(recipe)
         if resume:
             return self._check_resumable(recipe)
-        start = None if recipe.model.start is None else Path(recipe.model.start).resolve()
+        start = None if recipe.model.start is None else Path(os.path.realpath(recipe.model.start))
         if start is not None and (start == self.path.resolve() or start.is_relative_to(self.checkpoints.resolve())):
             raise InputError(f"output: {self.path} holds the model to start from (model.start); give another folder")
         if self.recipe.exists() and not overwrite:
@@ -103,7 +104,7 @@ class RunFolder:
         for name, source in [*sources, ("validation", recipe.data.validation)]:
             if source is None:
                 continue
-            place = Path(source).resolve()
+            place = Path(os.path.realpath(source))  # resolve raises at a link to itself
             is_matched = "**" in source and any(fnmatch(str(output / file), str(place)) for file in _TEXTS)
             if is_matched or (place.is_dir() and output.is_relative_to(place)):
                 raise InputError(

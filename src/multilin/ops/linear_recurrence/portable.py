@@ -1,13 +1,14 @@
 """The recurrence of minGRU from PyTorch operations alone, in chunks: on any device, for autograd, compile, export.
 
 Within a chunk, h = h from 0 + (product of all 1 - z so far) * (h before the chunk); chunks are walked through side by
-side. What all chunks do to their h before is the same recurrence, a chunk length shorter. Factors lie in [0, 1], and
-nothing is divided or subtracted.
+side. What all chunks do to their h before is the same recurrence, a chunk length shorter. Its factors are exponentials
+of sums of log(1 - z), because rounding 1 - z loses digits of a small z, and the same ones at every token whose gate is
+the same. Factors lie in [0, 1], and nothing is divided or subtracted.
 """
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
+from torch.nn.functional import pad, softplus
 
 from multilin.ops.linear_recurrence.reference import make_positive
 
@@ -17,23 +18,23 @@ CHUNK = 32
 def linear_recurrence(inputs_BT2D: Tensor, before_BD: Tensor, starts_BT: Tensor | None) -> tuple[Tensor, Tensor]:
     """See `multilin.ops.linear_recurrence`."""
     gates_BTD, candidates_BTD = inputs_BT2D.to(before_BD.dtype).unbind(2)
-    factors_BTD = torch.sigmoid(-gates_BTD)
+    logs_BTD = -softplus(gates_BTD)
     if starts_BT is not None:
-        factors_BTD = factors_BTD.masked_fill(starts_BT[..., None], 0.0)
-    products_BTD, hidden_BTD = _scan(factors_BTD, torch.sigmoid(gates_BTD) * make_positive(candidates_BTD))
+        logs_BTD = logs_BTD.masked_fill(starts_BT[..., None], float("-inf"))
+    products_BTD, hidden_BTD = _scan(logs_BTD, torch.sigmoid(gates_BTD) * make_positive(candidates_BTD))
     hidden_BTD = torch.addcmul(hidden_BTD, products_BTD, before_BD[:, None])
     return hidden_BTD.to(inputs_BT2D.dtype), hidden_BTD[:, -1]
 
 
-def _scan(factors_BTD: Tensor, terms_BTD: Tensor) -> tuple[Tensor, Tensor]:
-    """Products of the factors up to each position, and h_t = factor_t h_(t-1) + term_t from h = 0."""
-    num_time = factors_BTD.shape[1]
+def _scan(logs_BTD: Tensor, terms_BTD: Tensor) -> tuple[Tensor, Tensor]:
+    """exp of the sum of the logs up to each position, and h_t = exp(log_t) h_(t-1) + term_t from h = 0."""
+    num_time = logs_BTD.shape[1]
     if num_time <= CHUNK:
-        return _walk(factors_BTD, terms_BTD)
+        return _walk(logs_BTD.exp(), terms_BTD)
     fill = (0, 0, 0, -num_time % CHUNK)
-    chunks = (x.unflatten(1, (-1, CHUNK)) for x in (pad(factors_BTD, fill, value=1.0), pad(terms_BTD, fill)))
-    products_BNKD, hidden_BNKD = _walk(*chunks)
-    past_products_BND, past_BND = _scan(products_BNKD[:, :, -1], hidden_BNKD[:, :, -1])
+    logs_BNKD, terms_BNKD = (pad(x, fill).unflatten(1, (-1, CHUNK)) for x in (logs_BTD, terms_BTD))
+    products_BNKD, hidden_BNKD = _walk(logs_BNKD.exp(), terms_BNKD)
+    past_products_BND, past_BND = _scan(logs_BNKD.sum(2), hidden_BNKD[:, :, -1])
     past_BN1D = pad(past_BND[:, :-1], (0, 0, 1, 0))[:, :, None]
     past_products_BN1D = pad(past_products_BND[:, :-1], (0, 0, 1, 0), value=1.0)[:, :, None]
     hidden_BNKD = torch.addcmul(hidden_BNKD, products_BNKD, past_BN1D)
@@ -41,7 +42,7 @@ def _scan(factors_BTD: Tensor, terms_BTD: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _walk(factors: Tensor, terms: Tensor) -> tuple[Tensor, Tensor]:
-    """As `_scan`, position after position along the last axis but one."""
+    """As `_scan`, but of factors, position after position along the last axis but one."""
     steps = zip(factors.unbind(-2), terms.unbind(-2), strict=True)
     products, hidden = ([x] for x in next(steps))
     for factor, term in steps:

@@ -178,6 +178,10 @@ def test_a_folder_with_another_run_is_refused_unless_told_otherwise(tiny: Tiny, 
     assert [line["step"] for line in metrics(second.output)] == [1]
     assert [path.name for path in RunFolder(second.output).checkpoints.iterdir()] == ["checkpoint-1"]
     assert (second.output / "notes.txt").read_text() == "mine"
+    shutil.rmtree(second.output)
+    with pytest.raises(InputError, match=r"output: .*checkpoint-1 is left of a run whose folder is gone; .*--resume"):
+        train(tiny(tmp_path / "run", **{"training.max_steps": 1}))
+    assert RunFolder(second.output).last_checkpoint() is not None
 
 
 def test_a_folder_with_other_files_is_refused_even_to_overwrite(tiny: Tiny, tmp_path: Path) -> None:

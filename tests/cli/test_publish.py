@@ -35,12 +35,19 @@ def test_names_models_and_folders_that_cannot_be_published_are_refused(
 
 def test_the_card_names_no_folder_of_this_machine(additive: Path, cli: Call, tmp_path: Path) -> None:
     run = shutil.copytree(additive, tmp_path / "run")
-    recipe = {"model": {}, "output": "a long name of a folder, " * 6 + "that goes on", "training": {}}
-    (run / "README.md").write_text(f"# Run\n\n```yaml\n{yaml.safe_dump(recipe)}```\n")
+    recipe = {
+        "data": {"source": "/home/someone/my texts/books", "validation": "~/texts/*.md", "name": "a/b"},
+        "output": "a long name of a folder, " * 6 + "that goes on",
+        "training": {},
+    }
+    text = f"# Run\n\nTrained from `/home/someone/start`, 3 tokens / s.\n\n```yaml\n{yaml.safe_dump(recipe)}```\n"
+    (run / "README.md").write_text(text)
     cli("publish", run, "someone/letters", "--folder", tmp_path / "hub")
     published = (tmp_path / "hub" / "README.md").read_text()
     assert "output:" not in published
-    assert yaml.safe_load(published.split("```")[1].removeprefix("yaml")) == {"model": {}, "training": {}}
+    assert "Trained from `./start`, 3 tokens / s." in published
+    data = {"source": "./books", "validation": "./*.md", "name": "a/b"}
+    assert yaml.safe_load(published.split("```")[1].removeprefix("yaml")) == {"data": data, "training": {}}
 
 
 def test_without_network_the_folder_is_complete_and_the_upload_is_refused(

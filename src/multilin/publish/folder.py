@@ -82,7 +82,9 @@ def _card(run: Run, name: str) -> str:
     path = run.folder / CARD
     text = path.read_text(encoding="utf-8") if path.is_file() else _plain_card(run)
     text = re.sub(r"^# .*$", lambda _: f"# {name.rpartition('/')[2]}", text, count=1, flags=re.MULTILINE)
-    text = re.sub(r"^output: .*\n(?: .*\n)*", "", text, flags=re.MULTILINE)  # a path of this machine
+    # Paths of this machine: the folder of the run, and those of texts, tokenizers and models but for the last name.
+    text = re.sub(r"^output: .*\n(?: .*\n)*", "", text, flags=re.MULTILINE)
+    text = re.sub(r"(?<=[`'\"\s])(?:/|~/)(?:[^/\n`]*/)*(?=[^/\s`])", "./", text)
     before, _, after = text.partition("\n## Use\n")
     rest = after[after.find("\n## ") :] if "\n## " in after else ""
     return f"{before.rstrip()}\n{_USE.replace('NAME', name)}{rest}"

@@ -18,8 +18,9 @@ from multilin.cli.main import main
 from multilin.errors import InputError
 from multilin.model.factory import create_model, model_names
 from multilin.training.assemble import check_model
+from multilin.training.outcomes import TrainingInterrupted
 from multilin.training.progress import TrainingProgress
-from multilin.training.recipe import load_recipe, save_recipe
+from multilin.training.recipe import Recipe, load_recipe, save_recipe
 
 SMALL = {
     "model": {"hidden_size": 16, "num_layers": 1, "n_positions": 16},
@@ -259,6 +260,32 @@ def test_seconds_become_steps_by_a_speed_that_is_measured_once(tmp_path: Path, m
     measured = json.loads((tmp_path / SPEED_FILE).read_text())
     assert measured["gpt2"] == 0.5
     assert 1e-4 < measured["elita"] < 1
+
+
+def test_a_row_that_diverges_has_a_speed_like_any_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    monkeypatch.setattr(plan, "MEASURED_STEPS", 8)
+    monkeypatch.setattr(plan, "MEASURED_TURNS", 1)
+    failing = {"optimizer.learning_rate": 1e3, "optimizer.weight_decay": 1e6, "optimizer.clip_norm": 0.0}
+    sweep = dataclasses.replace(small_sweep(tmp_path, seconds=10), rows={"gpt2": failing, "elita": {}})
+    plans = plan_rows(sweep, TrainingProgress())
+    assert plans[0].recipe.optimizer.nonfinite == "stop"
+    assert json.loads((tmp_path / SPEED_FILE).read_text()).keys() == {"gpt2", "elita"}
+    assert not [warning for warning in recwarn if "not finite" in str(warning.message)]
+
+
+def test_a_stop_while_speeds_are_measured_names_no_folder_that_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(recipe: Recipe, **_: Any) -> None:
+        raise TrainingInterrupted(f"stopped; `multilin train {recipe.output} --resume` continues there", 2)
+
+    monkeypatch.setattr(plan, "train", interrupted)
+    with pytest.raises(TrainingInterrupted) as stop:
+        plan_rows(small_sweep(tmp_path, seconds=10), TrainingProgress())
+    assert str(stop.value) == "stopped while the speed of gpt2 was measured; the same command measures it again"
+    assert stop.value.exit_code == 130
 
 
 def test_a_step_of_another_optimizer_has_a_speed_of_its_own(tmp_path: Path) -> None:

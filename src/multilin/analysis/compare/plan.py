@@ -8,6 +8,7 @@ import hashlib
 import json
 import statistics
 import tempfile
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from multilin.settings.bounds import MOST_STEPS, Amount
 from multilin.settings.inputs import read_json
 from multilin.training.assemble import build_model, check_model, packing_remark, read_data
 from multilin.training.fields import Values, get, merge
+from multilin.training.outcomes import TrainingInterrupted
 from multilin.training.progress import TrainingProgress
 from multilin.training.recipe import Recipe, check_start, load_recipe
 from multilin.training.resolve import resolve_recipe
@@ -283,14 +285,26 @@ def read_speeds(path: Path) -> dict[str, float]:
 
 
 def _step_times(plan: Plan) -> list[float]:
-    """Seconds of single steps of a short run."""
-    with tempfile.TemporaryDirectory(prefix="multilin-") as folder:
+    """Seconds of single steps of a short run; a loss that is not finite fails the row's own runs, and not this one.
+
+    Raises:
+        TrainingInterrupted: SIGINT or SIGTERM.
+    """
+    optimizer = dataclasses.replace(plan.recipe.optimizer, nonfinite="skip")
+    with tempfile.TemporaryDirectory(prefix="multilin-") as folder, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".* is not finite")
         training = dataclasses.replace(
             plan.recipe.training, max_steps=MEASURED_STEPS, minutes=None, log_every_steps=1, eval_every_steps=0,
             eval_max_tokens=1, save_every_steps=0,
         )  # fmt: skip
         output = Path(folder, "run")
-        train(dataclasses.replace(plan.recipe, training=training, output=str(output)))
+        try:
+            train(dataclasses.replace(plan.recipe, optimizer=optimizer, training=training, output=str(output)))
+        except TrainingInterrupted as stop:
+            raise TrainingInterrupted(
+                f"stopped while the speed of {plan.speed_name} was measured; the same command measures it again",
+                stop.exit_code - 128,
+            ) from None
         lines = RunFolder(output).read_metrics()[WARM_UP_STEPS:]
     return [plan.tokens_per_step / line["tokens_per_second"] for line in lines]
 

@@ -238,6 +238,15 @@ def test_another_sweep_in_the_same_folder_is_refused(found: Comparison, sandbox:
         compare(a_sweep(sandbox, "runs", budget=Budget(tokens=640)))
 
 
+def test_a_folder_in_the_text_is_refused_before_anything_is_written_there(sandbox: Path) -> None:
+    folder = sandbox / "texts"
+    folder.mkdir()
+    (folder / "text.jsonl").write_text((sandbox / "text.jsonl").read_text())
+    with pytest.raises(InputError, match=r"output: .* lies in data\.source, .*texts, whose files are all read as text"):
+        compare(a_sweep(sandbox, "texts/compared", base=BASE | {"data.source": str(folder)}))
+    assert [path.name for path in folder.iterdir()] == ["text.jsonl"]
+
+
 def test_a_stopped_comparison_goes_on(found: Comparison, sandbox: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Stopped in the second run, after a checkpoint, it ends with the very figures of one that was not stopped."""
     begun = []

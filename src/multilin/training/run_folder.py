@@ -82,7 +82,7 @@ class RunFolder:
         check_folder("output", self.checkpoints)
         if (self.path / RUN_FILE).exists():
             raise InputError(f"output: {self.path} is a checkpoint of a run; give the folder of the run, or a new one")
-        self._check_outside(recipe)
+        self.check_outside(recipe)
         if resume:
             return self._check_resumable(recipe)
         start = None if recipe.model.start is None else Path(os.path.realpath(recipe.model.start))
@@ -102,8 +102,12 @@ class RunFolder:
             raise InputError(f"output: {self.path} holds files that are not a run; give a new or an empty folder")
         return None
 
-    def _check_outside(self, recipe: Recipe) -> None:
-        """Refuse an output whose files would be read as text by a run that follows."""
+    def check_outside(self, recipe: Recipe) -> None:
+        """Refuse an output whose files would be read as text by a run that follows.
+
+        Raises:
+            InputError: it lies in the text to train or validate on.
+        """
         output = self.path.resolve()
         sources = [] if recipe.data.is_prepared else [("source", recipe.data.source)]
         for name, source in [*sources, ("validation", recipe.data.validation)]:

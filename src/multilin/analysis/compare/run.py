@@ -130,9 +130,10 @@ class _Training:
         return self._plans[name]
 
     def check(self, recipe: Recipe) -> None:
-        """Refuse a run whose folder holds another one."""
+        """Refuse a run whose folder holds another one, or lies in the text."""
         path = Path(recipe.output)
         check_folder("output", path)
+        RunFolder(path).check_outside(recipe)
         if self.overwrite or not (path / RECIPE_FILE).is_file():
             return
         if (difference := first_difference(load_recipe(path), recipe)) is not None:

@@ -186,6 +186,32 @@ def test_what_belongs_to_another_architecture_or_optimizer_is_left_out(sweep_fil
     assert row.recipe.model.hidden_size == 192
 
 
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        (
+            {"base": {"model.hidden_size": 24}},
+            r"rows\.tuned\.model\.hidden_size: 24 given, but .* has 16; leave it out",
+        ),
+        ({"stages": [{"model.hidden_size": [16, 24]}]}, r"rows\.tuned: model\.hidden_size: 24 given, but .* has 16"),
+        ({"base": {"model.n_positions": 8}}, None),
+    ],
+)
+def test_a_row_that_starts_from_a_model_has_its_sizes(
+    fields: dict[str, Any], sentence: str | None, tmp_path: Path
+) -> None:
+    folder, recipe = tmp_path / "start", tmp_path / "tuned.yaml"
+    create_model("elita", vocab_size=9, **SMALL["model"]).save_pretrained(folder)
+    recipe.write_text(yaml.safe_dump({"model": {"start": str(folder)}}))
+    rows = {"tuned": {"recipe": str(recipe)}}
+    sweep = Sweep(**{"rows": rows, "budget": Budget(tokens=1000), "output": str(tmp_path), **fields})
+    if sentence is None:
+        assert rows_of(sweep)[0].recipe.model.n_positions == 8
+    else:
+        with pytest.raises(InputError, match=sentence):
+            plan_rows(sweep, TrainingProgress())
+
+
 def test_a_model_by_name_becomes_the_like_of_the_recipe_beside_it() -> None:
     sweep = find_sweep(["tscale-books", "gpt2"])
     ours, gpt2 = rows_of(sweep)

@@ -223,9 +223,35 @@ def load_recipe(
     changes_model = any(dotted.startswith(("model", "tokenizer")) for dotted in overrides)
     if recipe.model.start is None or (is_run and not changes_model):
         return recipe
-    for name in {"model", "tokenizer"} & values.keys():  # a number may be given as a text, such as '8'
-        values[name] = {field: getattr(getattr(recipe, name), field) for field in values[name]}
-    return load_settings(Recipe, complete_start(values))
+    return load_settings(Recipe, complete_start(values | _start_sections(recipe, values)))
+
+
+def _start_sections(recipe: Recipe, given: Values) -> Values:
+    """The sections that a model to start from completes, with the fields that are given, as the recipe has them.
+
+    A number may be given as a text, such as '8'.
+    """
+    return {
+        name: {field: getattr(getattr(recipe, name), field) for field in given[name]}
+        for name in ("model", "tokenizer")
+        if name in given
+    }
+
+
+def check_fields_of_start(recipe: Recipe, given: Values) -> None:
+    """Refuse fields, given besides a recipe, that contradict the model that it starts from.
+
+    Args:
+        recipe: with these fields.
+        given: nested fields and their values.
+
+    Raises:
+        InputError: a field that contradicts the model; or it is not there.
+    """
+    sections = _start_sections(recipe, given)
+    if recipe.model.start is not None and sections:
+        start = {"start": recipe.model.start, "start_hash": recipe.model.start_hash}
+        complete_start({**sections, "model": sections.get("model", {}) | start})
 
 
 def check_start(recipe: Recipe) -> None:

@@ -29,7 +29,7 @@ from multilin.training.assemble import build_model, check_model, packing_remark,
 from multilin.training.fields import Values, get, merge
 from multilin.training.outcomes import TrainingInterrupted
 from multilin.training.progress import TrainingProgress
-from multilin.training.recipe import Recipe, check_start, load_recipe
+from multilin.training.recipe import Recipe, check_fields_of_start, check_start, load_recipe
 from multilin.training.resolve import resolve_recipe
 from multilin.training.run_folder import RunFolder
 from multilin.training.trainer import train
@@ -60,8 +60,10 @@ class Row:
         Raises:
             InputError: an unknown field or a wrong value.
         """
-        values = merge(dataclasses.asdict(self.recipe), nested(choice, "stages"))
-        return resolve_recipe(load_settings(Recipe, values, "stages"))
+        given = nested(choice, "stages")
+        recipe = load_settings(Recipe, merge(dataclasses.asdict(self.recipe), given), "stages")
+        check_fields_of_start(recipe, given)
+        return resolve_recipe(recipe)
 
     def first_choice(self, sweep: Sweep) -> Choice:
         """The row's own values of the fields that are tuned."""
@@ -154,6 +156,8 @@ def rows_of(sweep: Sweep) -> list[Row]:
         start = _start(name, recipe, stated, sweep.task)
         rows.append(Row(name, load_settings(Recipe, merge(start, stated), f"rows.{name}"), stated))
         check_start(rows[-1].recipe)
+        with prefixed(f"rows.{name}."):
+            check_fields_of_start(rows[-1].recipe, stated)
         if sweep.task is None and is_task(source := rows[-1].recipe.data.name):
             raise InputError(f"rows.{name}.data.source: {source} is a task; give `task` in the sweep, or --task")
     return rows

@@ -11,6 +11,8 @@ import torch
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from multilin.analysis.evaluate.run import break_down_run
+from multilin.analysis.settings import EvaluationSettings
 from multilin.architectures import architectures, get_architecture
 from multilin.data.chat import CHAT_TEMPLATE, ConversationEncoder, read_messages
 from multilin.data.packed_text import Blocks
@@ -18,6 +20,7 @@ from multilin.data.prepare import prepare_text
 from multilin.data.settings import DataRecipe, TokenizerRecipe
 from multilin.data.tokenizers import load_tokenizer, train_tokenizer
 from multilin.errors import InputError
+from multilin.inference.runs import Run
 from multilin.model.factory import create_model
 from multilin.training.outcomes import RunResult
 from multilin.training.recipe import Recipe, load_recipe
@@ -134,6 +137,21 @@ def test_a_model_is_trained_on_conversations(
     follow = load_recipe(None, {"model.start": str(result.output), "data.source": str(chats),
                                 "output": str(tmp_path / "next"), "training.max_steps": 1})  # fmt: skip
     assert train(follow).validation_loss < first["loss"]
+
+
+def test_a_model_of_texts_is_scored_on_conversations_by_our_template(tmp_path: Path, chats: Path) -> None:
+    tokenizer = train_tokenizer([], "byte", None)
+    sizes = {"vocab_size": len(tokenizer), "hidden_size": 16, "num_layers": 1, "n_positions": 64}
+    run = Run(tmp_path, create_model("gpt2", **sizes).eval(), tokenizer)
+    long = write(tmp_path / "long.jsonl", [{"prompt": "a" * 60, "completion": "b"}])
+    scores = []
+    for template in (None, CHAT_TEMPLATE):
+        tokenizer.chat_template = template
+        with pytest.warns(UserWarning, match=r"source: 20 of 40 conversations are longer than a block of 64 tokens"):
+            scores.append(break_down_run(run, EvaluationSettings(source=str(chats))).evaluation)
+    assert scores[0] == scores[1]
+    with pytest.raises(InputError, match=r"source: no answer begins within a block of 64 tokens"):
+        break_down_run(run, EvaluationSettings(source=str(long)))
 
 
 @pytest.mark.filterwarnings("ignore:data.source .validation part.")

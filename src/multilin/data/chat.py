@@ -73,11 +73,12 @@ class ConversationEncoder:
     """Turns conversations into tokens, by the chat template of a tokenizer.
 
     Args:
-        tokenizer: its template may write special tokens.
+        tokenizer: its template may write special tokens; without one, it is CHAT_TEMPLATE.
     """
 
     def __init__(self, tokenizer: "PreTrainedTokenizerFast") -> None:
         self._tokenizer = tokenizer
+        self._template = None if tokenizer.chat_template else CHAT_TEMPLATE  # None takes the tokenizer's own
         self._backend = plain_tokenizer(tokenizer.backend_tokenizer.to_str())
         self._backend.encode_special_tokens = False
         self._added_text = AddedTextEncoder(self._backend)
@@ -115,9 +116,10 @@ class ConversationEncoder:
 
         def render(number: int, *, prompt: bool) -> str:
             with as_input_error(lambda reason: f"{where}: the tokenizer's chat template fails ({reason})"):
-                return str(
-                    self._tokenizer.apply_chat_template(messages[:number], tokenize=False, add_generation_prompt=prompt)
+                text = self._tokenizer.apply_chat_template(
+                    messages[:number], chat_template=self._template, tokenize=False, add_generation_prompt=prompt
                 )
+                return str(text)
 
         done = ""
         for number, message in enumerate(messages):

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from multilin.analysis.evaluate.breakdown import Breakdown, break_down
 from multilin.analysis.settings import EvaluationSettings
 from multilin.data.corpora import read_documents
-from multilin.data.packed_text import Blocks, PackedText
+from multilin.data.packed_text import Blocks, PackedText, check_cuts
 from multilin.data.packing import pack
 from multilin.data.progress import Progress, no_progress
 from multilin.data.tokenizers import tokenizer_hash
@@ -66,7 +66,10 @@ def break_down_run(
             report = partial(progress, "evaluating", total=min(packed.num_tokens, max_tokens or packed.num_tokens))
             scored = read_whole(whole_model, packed, max_tokens=max_tokens, progress=report)
         else:
-            size = max(2, min(block_size(run, recipe), packed.num_tokens))  # a short text is not padded
+            longest = block_size(run, recipe)
+            if settings.source is not None:  # the run's own text is checked where it is read
+                check_cuts(packed, longest, "source")
+            size = max(2, min(longest, packed.num_tokens))  # a short text is not padded
             batch_size = settings.batch_size
             num_blocks = len(chosen_blocks(len(Blocks(packed, size, partial=True)), size, max_tokens))
             num_rows = min(batch_size, num_blocks)

@@ -177,6 +177,16 @@ def test_equal_texts_stay_on_one_side_and_each_side_has_one() -> None:
         validation_side(hashes[[0, 2]], sizes[[0, 2]], 0.3)
 
 
+def test_a_tiny_text_is_not_all_there_is_to_validate_on() -> None:
+    hashes, sizes = np.arange(13, dtype=np.uint64), np.array([100] + [50_000] * 11 + [40_000])
+    side, cut = validation_side(hashes, sizes, 0.05)  # room for 30 kB
+    assert (np.flatnonzero(side).tolist(), cut) == ([0, 12], None)
+    side, cut = validation_side(hashes, sizes, 0.01)  # for 6 kB
+    assert (np.flatnonzero(side).tolist(), cut) == ([0], 12)
+    side, cut = validation_side(hashes[:2], np.array([2, 400]), 0.9)  # something is left to train on
+    assert (side.tolist(), cut) == ([True, False], 1)
+
+
 def test_the_second_time_nothing_is_read_again(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stages: list[str] = []
     first = prepare(corpus, tmp_path / "cache", progress=lambda stage, count: stages.append(stage))

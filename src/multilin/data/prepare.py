@@ -29,7 +29,7 @@ from multilin.data.tokenizers import load_tokenizer, tokenizer_hash, train_token
 from multilin.errors import InputError, plural, prefixed
 
 # Counted up whenever the same input would be prepared differently.
-FORMAT = 4
+FORMAT = 5
 _REPORT_BYTES = 2**22
 
 _Reader = Callable[[], Iterator[Document]]
@@ -84,8 +84,8 @@ def prepare_text(
     Args:
         data: the sources, see `read_documents`. Without a second source to validate on, whole documents of the first
             are set aside: in the order of the hashes of their texts, as many as fit into `validation_fraction` of its
-            bytes, and the same text never on both sides. Where these are hardly any, the end of the shortest of the
-            others is set aside too, from a line on, as much as fits.
+            bytes, and the same text never on both sides. Where these are hardly any, the shortest of the others is set
+            aside too: whole, or where it is long its end, from a line on, as much as fits.
         recipe: the tokenizer to train on the training text, or to load, see `load_tokenizer`.
         cache_folder: where prepared texts are kept; $XDG_CACHE_HOME/multilin or ~/.cache/multilin by default.
         progress: called with the work under way and the bytes of text done.
@@ -223,9 +223,9 @@ def validation_side(
     """(documents,) which documents to validate on, and the number of another whose end is needed too, or None.
 
     In the order of the hashes, every text that still fits into `fraction` of all bytes is taken. Where these are less
-    than a tenth of that, the end of the shortest text left is needed. Where no text fits and the shortest stands twice
-    or is at most twice as long as what is wanted, it is taken whole. Equal texts stay together, so that no validation
-    text has been trained on.
+    than a tenth of that, the shortest text left is taken whole if it is at most twice as long as what is wanted, and
+    else its end is needed; so is the end of the last text left. A text that stands twice is not cut: where no text
+    fits, it is taken whole. Equal texts stay together, so that no validation text has been trained on.
 
     Raises:
         InputError: several documents, and all texts are equal.
@@ -242,10 +242,11 @@ def validation_side(
     if room < 0.9 * fraction * sizes.sum() and taken.any():
         return taken[text_of], None
     shortest = int(np.argmin(np.where(taken, np.inf, bytes_of_text)))
-    places = np.flatnonzero(text_of == shortest)
-    if len(distinct) == 1 or (len(places) == 1 and bytes_of_text[shortest] > 2 * room):
+    places, is_last = np.flatnonzero(text_of == shortest), np.count_nonzero(~taken) == 1
+    is_long = is_last or bytes_of_text[shortest] > 2 * room
+    if is_long and len(places) == 1:
         return taken[text_of], int(places[0])
-    if not taken.any():
+    if not is_long or not taken.any():
         taken[shortest] = True
     return taken[text_of], None
 

@@ -162,6 +162,23 @@ def test_a_compiled_model_heeds_the_mask(architecture: str) -> None:
             torch.testing.assert_close(logits[:, 2:], expected[:, 2:], rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("infers", [False, True])
+def test_a_compiled_model_reads_on_from_a_state(architecture: str, infers: bool) -> None:
+    """As one graph; also from a state that was made in inference mode."""
+    torch.compiler.reset()
+    model, tokens = make(architecture), ids(2, 14)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    with torch.no_grad():
+        expected = model(tokens).logits
+        with torch.inference_mode() if infers else torch.no_grad():
+            state = model(tokens[:, :8]).past_key_values
+        for first, end in ((8, 13), (13, 14)):
+            logits = compiled(tokens[:, first:end], past_key_values=state).logits
+            torch.testing.assert_close(logits, expected[:, first:end], rtol=1e-4, atol=1e-4)
+    assert state.num_tokens.tolist() == [14, 14]
+
+
 def test_embeddings_are_read_in_place_of_ids(architecture: str) -> None:
     model, tokens = make(architecture), ids(2, 9)
     embeddings = model.get_input_embeddings()(tokens)

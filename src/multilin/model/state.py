@@ -276,7 +276,12 @@ class TextState(Cache):
 
 
 def _unlocked(tensor: Tensor) -> Tensor:
-    """The tensor, or a copy that can be used outside of inference mode, in which it was made."""
+    """The tensor, or a copy that can be used outside of inference mode, in which it was made.
+
+    Compiled code cannot ask how a tensor was made; without gradients it may be read as it is.
+    """
+    if torch.compiler.is_compiling() and not torch.is_grad_enabled():
+        return tensor
     return tensor.clone() if tensor.is_inference() and not torch.is_inference_mode_enabled() else tensor
 
 

@@ -16,6 +16,7 @@ from multilin.inference.generate import Sequence, continue_file, generate
 from multilin.inference.generate_run import text_codec
 from multilin.inference.manifest import MANIFEST
 from multilin.inference.onnx_engine import OnnxEngine
+from multilin.inference.onnx_state import OnnxState
 from multilin.inference.runs import Run
 from multilin.inference.settings import GenerationSettings
 from multilin.inference.torch_engine import TorchEngine
@@ -253,6 +254,31 @@ def test_rows_join_and_leave_a_batch_at_any_token(engines: tuple[TorchEngine, On
             batch.leave(0)
             alone.pop()
         assert engine.num_read(batch) == []
+
+
+def test_a_long_row_that_has_left_costs_the_others_nothing(exports: Exports) -> None:
+    """A short text is read again with rings as short as it needs, and the memory of longer ones is given back."""
+
+    def num_bytes(state: OnnxState) -> int:
+        return sum((tensor if tensor.base is None else tensor.base).nbytes for tensor in state.tensors.values())
+
+    engine = OnnxEngine(exports(FAST)[1])
+    batch, short, long = engine.new_state(0), engine.new_state(), engine.new_state()
+    engine.read(short, texts(5))
+    expected, before = engine.read(short.select([0]), [[7]]), short.contents(engine.manifest.state)
+    engine.read(long, texts(200))
+    fewest = num_bytes(short)
+    batch.join(short)
+    batch.join(long)
+    assert num_bytes(batch) > 2 * fewest
+    left = batch.leave(0)
+    assert num_bytes(left) == fewest
+    batch.join(left)
+    batch.leave(0)
+    assert num_bytes(batch) == fewest
+    for name, tensor in batch.contents(engine.manifest.state).items():
+        np.testing.assert_array_equal(tensor, before[name], err_msg=name)
+    np.testing.assert_allclose(engine.read(batch, [[7]]), expected, **CLOSE)
 
 
 def test_a_text_goes_on_with_fewer_threads_when_another_program_takes_a_core(

@@ -143,7 +143,18 @@ class OnnxState:
                 kept = tensor if tensor.flags.writeable else tensor.copy()
                 kept[row] = kept[last]
                 tensors[name] = kept[:last]
+        for state in (self, left):
+            state._shrink()
         return left
+
+    def _shrink(self) -> None:
+        """Give up slots of rings that only a row that has left had filled: other rows have token n in slot n."""
+        num_tokens = max(int(self.num_read.max(initial=0)), 1)
+        for one, tensor in self._rings():
+            ring, num_slots = _slots_first(tensor, one), _num_slots(one, num_tokens)
+            if num_slots < ring.shape[1]:
+                self.tensors[one.name] = _slots_first(ring[:, :num_slots], one).copy()
+                self.room.pop(one.name, None)
 
     def _in_order(self, about: StateTensor) -> NDArray[Any]:
         """A ring as it is in PyTorch: the last tokens in order, or each token in the slot of its position."""

@@ -234,6 +234,7 @@ def test_what_is_no_request_of_ours(server: Server, start: Start) -> None:
         assert "message" in server.call("POST", "/v1/completions", content=content, headers=header, status=400)["error"]
     assert server.call("GET", "/v1/nothing", status=404)["error"]["message"]
     assert server.call("GET", "/v1/completions", status=405)["error"]["message"]
+    assert httpx.get(server.url + "/v1/completions").headers["allow"] == "POST"
     for content in (b"x" * (2**24 + 1), iter([b"x" * 2**23] * 3)):  # also one that does not say how long it is
         assert server.call("POST", "/v1/completions", content=content, headers=header, status=413)["error"]
     for kind, is_hinted in (("application/json", False), ("text/plain", True)):

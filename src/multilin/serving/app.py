@@ -63,7 +63,8 @@ async def _refuse(request: Request, error: Exception) -> Response:
         error = error.__cause__
     if isinstance(error, HTTPException):
         words = {404: f"no endpoint {request.method} {request.url.path!r:.80}", 405: f"{request.method} is not allowed"}
-        return error_response(ApiError(error.status_code, words.get(error.status_code, f"body: {error.detail}")))
+        reason = words.get(error.status_code, f"body: {error.detail}")
+        return error_response(ApiError(error.status_code, reason, headers=error.headers))
     if isinstance(error, ClientDisconnect):
         return Response()
     return error_response(as_api_error(error))

@@ -67,6 +67,9 @@ def test_responses_fork_where_two_name_one(server: Server) -> None:
     assert texts[0] == texts[2] != texts[1]
     assert all(response["usage"]["input_tokens_details"]["cached_tokens"] > 30 for response in onward)
     assert server.call("GET", f"/v1/responses/{onward[1]['id']}") == onward[1]
+    copy = server.post("/v1/sessions", turn=onward[1]["id"])["id"]
+    server.call("DELETE", f"/v1/sessions/{copy}")
+    assert server.call("GET", f"/v1/responses/{onward[1]['id']}") == onward[1]
     server.call("DELETE", f"/v1/responses/{onward[1]['id']}")
     server.call("GET", f"/v1/responses/{onward[1]['id']}", status=404)
     loose = server.post("/v1/responses", input="hello", store=False, max_output_tokens=2)

@@ -103,13 +103,17 @@ def stop_session(session_id: str, service: Served, owner: Owner) -> Response:
 
 @router.delete("/v1/sessions/{session_id}")
 def delete_session(session_id: str, service: Served, owner: Owner) -> Response:
-    """Delete a session, and those of its turns that no other session has."""
+    """Delete a session, and those of its turns that no other session has and that are no stored responses."""
     session = find_session(service, owner, session_id)
     service.check_idle(session_id)
     service.sessions.remove(session)
     others = {turn for other in service.sessions.all(owner) for turn in other.turns}
-    for turn in set(session.turns) - others:
-        service.turns.remove(owner, turn)
+    for turn_id in set(session.turns) - others:
+        turn = None
+        with contextlib.suppress(InputError):  # damaged
+            turn = service.turns.peek(owner, turn_id)
+        if turn is None or turn.answer is None:
+            service.turns.remove(owner, turn_id)
     return JsonResponse({"id": session_id, "object": "session", "deleted": True})
 
 

@@ -165,7 +165,19 @@ def test_lists_of_prompts(server: Server) -> None:
     assert answer["usage"]["prompt_tokens"] == 8
 
 
+def test_fields_that_ask_for_what_happens_anyway_are_taken(server: Server) -> None:
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "tool_calls": []}]
+    idle = {"tools": [], "tool_choice": "auto", "parallel_tool_calls": True, "response_format": {"type": "text"}}
+    plain = server.post("/v1/chat/completions", messages=messages, **GREEDY)
+    same = server.post("/v1/chat/completions", messages=messages, **GREEDY, **idle, service_tier="auto")
+    assert same["choices"][0]["message"] == plain["choices"][0]["message"]
+    server.post("/v1/completions", prompt="a", **GREEDY, best_of=1)
+    server.post("/v1/responses", input="a", temperature=0, max_output_tokens=2, text={"format": {"type": "text"}})
+    assert httpx.head(f"{server.url}/health").status_code == 200  # as uptime probes ask
+
+
 REFUSED = {
+    "tools": ({"prompt": "a", "tools": [{"type": "function"}]}, "tools"),
     "unknown field": ({"prompt": "a", "best_of": 2}, "best_of"),
     "type": ({"prompt": "a", "max_tokens": "many"}, "max_tokens"),
     "true is no number": ({"prompt": "a", "max_tokens": True}, "max_tokens"),

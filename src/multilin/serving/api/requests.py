@@ -18,6 +18,12 @@ NumTop = Annotated[int, Ge(0), Le(20)]
 Stop = Annotated[str, MinLen(1), MaxLen(1000)]
 Nothing = Annotated[list[Any], MaxLen(0)]
 MOST_STOPS = 8
+# What clients send unasked and what changes nothing here, by field.
+_WITHOUT_EFFECT: dict[str, list[Any]] = {
+    "annotations": [[]], "best_of": [1], "modalities": [["text"]], "parallel_tool_calls": [True, False],
+    "response_format": [{"type": "text"}], "service_tier": ["auto", "default"], "text": [{"format": {"type": "text"}}],
+    "tool_calls": [[]], "tool_choice": ["auto", "none"], "tools": [[]], "truncation": ["disabled"],
+}  # fmt: skip
 
 
 class Body(BaseModel):
@@ -27,11 +33,12 @@ class Body(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _without_nulls(cls, body: Any) -> Any:
+    def _without_idle_fields(cls, body: Any) -> Any:
         """Null asks for nothing, whatever the field: clients send the nulls of an answer back with it."""
         if not isinstance(body, dict):
             return body
-        return {name: value for name, value in body.items() if value is not None or name in cls.model_fields}
+        idle = {name for name, value in body.items() if value is None or value in _WITHOUT_EFFECT.get(name, ())}
+        return {name: value for name, value in body.items() if name in cls.model_fields or name not in idle}
 
 
 class StreamOptions(Body):

@@ -177,6 +177,7 @@ def detokenize(body: DetokenizeRequest, service: Served) -> Response:
 
 
 @router.get("/health")
+@router.head("/health")
 async def health() -> Response:
     """Whether the server answers."""
     return JsonResponse({"status": "ok"})

@@ -95,10 +95,11 @@ def test_two_replicas_on_ray(start: Start, export: Path, tmp_path: Path) -> None
 
 
 def _status(url: str) -> int:
-    """The status of an answer, once Ray's proxy listens: on a busy machine that is after its application is ready."""
+    """The status of an answer, once Ray's proxy listens and knows the application: late on a busy machine."""
     for _ in range(600):
         with contextlib.suppress(httpx.ConnectError):
-            return httpx.get(url, timeout=60).status_code
+            if (status := httpx.get(url, timeout=60).status_code) != 404:
+                return status
         time.sleep(0.2)
     raise AssertionError(f"{url} does not answer")
 

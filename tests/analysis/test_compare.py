@@ -22,9 +22,9 @@ from multilin.analysis.compare.answers import (
     remarks_on,
     speed_sentence,
 )
-from multilin.analysis.compare.plan import _parts
 from multilin.analysis.compare.record import FAILED, FINISHED, Comparison, Point, RunRecord, further_choice, ranking
 from multilin.analysis.compare.report import as_html, as_json, as_markdown, dots
+from multilin.analysis.compare.rows import _parts
 from multilin.analysis.compare.run import compare
 from multilin.analysis.compare.statistics import Spread, spread, welch_p
 from multilin.analysis.compare.sweep import Budget, Sweep

@@ -10,8 +10,10 @@ import pytest
 import torch
 import yaml
 
-from multilin.analysis.compare import plan
-from multilin.analysis.compare.plan import SPEED_FILE, plan_rows, read_speeds, rows_of
+from multilin.analysis.compare import speeds
+from multilin.analysis.compare.plan import plan_choice, plan_rows
+from multilin.analysis.compare.rows import rows_of
+from multilin.analysis.compare.speeds import SPEED_FILE, read_speeds
 from multilin.analysis.compare.sweep import Budget, Sweep, builtin_sweep, changed, choices_of, find_sweep, load_sweep
 from multilin.analysis.costs import training_flops_per_token
 from multilin.cli.main import main
@@ -276,8 +278,8 @@ def test_flops_become_steps(tmp_path: Path) -> None:
 
 
 def test_seconds_become_steps_by_a_speed_that_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan, "MEASURED_STEPS", 8)
-    monkeypatch.setattr(plan, "MEASURED_TURNS", 1)
+    monkeypatch.setattr(speeds, "MEASURED_STEPS", 8)
+    monkeypatch.setattr(speeds, "MEASURED_TURNS", 1)
     (tmp_path / SPEED_FILE).write_text(json.dumps({"gpt2": 0.5, "elita": 0.25}))
     plans = plan_rows(small_sweep(tmp_path, seconds=10), TrainingProgress())
     assert [one.recipe.training.max_steps for one in plans] == [20, 40]
@@ -291,8 +293,8 @@ def test_seconds_become_steps_by_a_speed_that_is_measured_once(tmp_path: Path, m
 def test_a_row_that_diverges_has_a_speed_like_any_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
 ) -> None:
-    monkeypatch.setattr(plan, "MEASURED_STEPS", 8)
-    monkeypatch.setattr(plan, "MEASURED_TURNS", 1)
+    monkeypatch.setattr(speeds, "MEASURED_STEPS", 8)
+    monkeypatch.setattr(speeds, "MEASURED_TURNS", 1)
     failing = {"optimizer.learning_rate": 1e3, "optimizer.weight_decay": 1e6, "optimizer.clip_norm": 0.0}
     sweep = dataclasses.replace(small_sweep(tmp_path, seconds=10), rows={"gpt2": failing, "elita": {}})
     plans = plan_rows(sweep, TrainingProgress())
@@ -307,7 +309,7 @@ def test_a_stop_while_speeds_are_measured_names_no_folder_that_is_gone(
     def interrupted(recipe: Recipe, **_: Any) -> None:
         raise TrainingInterrupted(f"stopped; `multilin train {recipe.output} --resume` continues there", 2)
 
-    monkeypatch.setattr(plan, "train", interrupted)
+    monkeypatch.setattr(speeds, "train", interrupted)
     with pytest.raises(TrainingInterrupted) as stop:
         plan_rows(small_sweep(tmp_path, seconds=10), TrainingProgress())
     assert str(stop.value) == "stopped while the speed of gpt2 was measured; the same command measures it again"
@@ -321,7 +323,7 @@ def test_a_step_of_another_optimizer_has_a_speed_of_its_own(tmp_path: Path) -> N
     steps = {}
     for name in ("adamw", "muon"):
         (tmp_path / SPEED_FILE).write_text(json.dumps({"elita-nameadamw": 0.1, "elita-namemuon": 0.2}))
-        chosen = plan.plan_choice(sweep, own, {"optimizer.name": name}, TrainingProgress())
+        chosen = plan_choice(sweep, own, {"optimizer.name": name}, TrainingProgress())
         steps[name] = chosen.recipe.training.max_steps
     assert steps == {"adamw": 20, "muon": 10}
 

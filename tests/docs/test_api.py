@@ -12,7 +12,7 @@ import multilin
 from multilin import layers
 from multilin.ops.dispatch import all_ops
 from multilin.settings import field_help
-from multilin.training.recipe import TrainingRecipe
+from multilin.training.settings import TrainingRecipe
 from tests.docs.generator import docstrings
 
 API = Path(__file__).parents[2] / "docs" / "api"

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from multilin.training.optimizers import MatrixMoment, NormalizedSGD
 from multilin.training.optimizers.matrix_moment import MOMENTUM, NOW, beta
-from multilin.training.recipe import ScheduleRecipe
 from multilin.training.schedules import rate_factor
+from multilin.training.settings import ScheduleRecipe
 
 Triples = Iterator[tuple[str, np.ndarray, np.ndarray]]
 

@@ -11,8 +11,8 @@ from torch import Tensor
 from multilin.model import MultilinForCausalLM
 from multilin.training.optimizers import MatrixMoment, NormalizedSGD, parameter_groups
 from multilin.training.optimizers.normalized_sgd import ROW_ORDERS
-from multilin.training.recipe import ScheduleRecipe
 from multilin.training.schedules import rate_factor
+from multilin.training.settings import ScheduleRecipe
 from tests.golden import threelin, tscale
 
 Triples = Iterator[tuple[str, np.ndarray, np.ndarray]]

@@ -5,7 +5,8 @@ import torch
 from safetensors.torch import load_file
 
 from multilin.errors import InputError
-from multilin.training.recipe import Recipe, TrainingRecipe, load_recipe, save_recipe
+from multilin.training.recipe import Recipe, load_recipe, save_recipe
+from multilin.training.settings import TrainingRecipe
 from multilin.training.trainer import train
 from multilin.training.transformers_trainer import RunTrainer
 from tests.training.conftest import Tiny, assert_same_run, metrics

@@ -24,7 +24,8 @@ from multilin.training.optimizers import (
     parameter_groups,
     row_parameters,
 )
-from multilin.training.recipe import OptimizerRecipe, load_recipe
+from multilin.training.recipe import load_recipe
+from multilin.training.settings import OptimizerRecipe
 
 Make = Callable[..., torch.optim.Optimizer]
 

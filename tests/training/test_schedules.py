@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from multilin.architectures.base import TrainingDefaults
-from multilin.training.recipe import ScheduleRecipe
 from multilin.training.schedules import build_schedule, rate_factor, resolve_schedule
+from multilin.training.settings import ScheduleRecipe
 
 SCHEDULES = ("linear", "cosine", "constant", "tail", "inverse_sqrt")
 

@@ -12,7 +12,7 @@ from multilin.architectures import architectures
 from multilin.errors import InputError
 from multilin.model.factory import BASELINES, create_model, training_defaults
 from multilin.training.optimizers import OPTIMIZERS, build_optimizer, resolve_optimizer
-from multilin.training.recipe import LoraRecipe, OptimizerRecipe, TrainingRecipe
+from multilin.training.settings import LoraRecipe, OptimizerRecipe, TrainingRecipe
 from multilin.training.sharding import SHARDS, ShardWriter, check_shard, read_shards, shard
 from multilin.training.trainer import train
 from multilin.training.transformers_trainer import RunTrainer, baseline_loss

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from multilin.errors import InputError
 from multilin.layers.linear import Linear, matrix_modules
 from multilin.ops.int8 import Rounded, dequantize_blocks, quantize_blocks, round_weight
-from multilin.training.recipe import TrainingRecipe
+from multilin.training.settings import TrainingRecipe
 
 
 class HostMaster:

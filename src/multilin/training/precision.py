@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from multilin.errors import InputError
 from multilin.layers.linear import Arithmetic
-from multilin.training.recipe import TrainingRecipe
+from multilin.training.settings import TrainingRecipe
 
 
 def resolve_precision(precision: str) -> str:

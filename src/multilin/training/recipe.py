@@ -1,4 +1,4 @@
-"""A recipe is everything that decides a training run, as plain data: dataclasses here, YAML in files.
+"""A recipe is everything that decides a training run, as plain data: dataclasses of settings, YAML in files.
 
 `load_recipe("demo", {"training.max_steps": 50})` starts from a built-in recipe, a YAML file, or the folder of an
 earlier run, and changes single values. None stands for the default of the architecture or of the machine;
@@ -10,138 +10,17 @@ from collections.abc import Mapping
 from dataclasses import field
 from importlib import resources
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
-
-from annotated_types import MaxLen
+from typing import Annotated, Any
 
 from multilin.data.settings import DataRecipe, TokenizerRecipe
-from multilin.errors import InputError, nearest, plural, shorten, shown
+from multilin.errors import InputError, nearest, shorten, shown
 from multilin.files import write_whole
 from multilin.inference.run_files import RECIPE_FILE
 from multilin.settings import bounds, load_settings, settings
-from multilin.settings.bounds import Fraction
 from multilin.settings.inputs import read_yaml, to_yaml
 from multilin.training.fields import Values, flatten, get, nest, overlay, put, without, without_replaced
+from multilin.training.settings import ModelRecipe, OptimizerRecipe, ScheduleRecipe, TrainingRecipe
 from multilin.training.start import complete_start
-
-DEFAULT_MAX_STEPS = 1000
-SectionT = TypeVar("SectionT")
-Trackers = Annotated[list[Literal["tensorboard", "wandb", "mlflow", "trackio"]], MaxLen(4)]
-
-
-@settings
-class ModelRecipe:
-    """The network."""
-
-    architecture: str = "additive"  # a registered architecture, or the baselines gpt2 and llama
-    hidden_size: bounds.Width = 256  # width of the vectors between the layers
-    num_layers: bounds.Depth | None = None  # layers; 6 where none are listed
-    n_positions: bounds.BlockLength = 256  # context length: tokens in one training block
-    options: bounds.Section = field(default_factory=dict)  # options of the architecture
-    layers: bounds.LayerList | None = None  # hybrids: each layer's architecture and options, first to last
-    config: bounds.Section = field(default_factory=dict)  # fields of the model's config that replace the preset's
-    start: bounds.PathText | None = None  # run, folder or hub name whose weights, sizes and tokenizer it begins with
-    start_hash: bounds.Name | None = None  # SHA-256 of these weights; a run records it
-
-    @property
-    def kind(self) -> str:
-        """The architecture, or those of a hybrid's layers."""
-        listed = dict.fromkeys(str(layer.get("architecture")) for layer in self.layers or [])
-        return " + ".join(listed or [self.architecture])
-
-
-@settings
-class OptimizerRecipe:
-    """The optimizer; what is not given is the default of the architecture, or of another optimizer that is named."""
-
-    name: Literal["adamw", "normalized_sgd", "matrix_moment", "muon"] | None = None  # optimizer
-    learning_rate: bounds.Rate | None = None  # peak learning rate, reached after the warm-up
-    betas: tuple[Fraction, Fraction] | None = None  # adamw: decay rates of its two running means
-    row_average: Fraction | None = None  # normalized_sgd: weight of the past in the average of an embedding's row
-    row_order: Literal["normalize_then_average", "average_then_normalize"] | None = None  # normalized_sgd: for rows
-    weight_decay: bounds.Strength | None = None  # decoupled decay of weight matrices (not of biases, norms, embeddings)
-    clip_norm: bounds.Strength | None = None  # largest norm of the gradient; 0 does not clip
-    nonfinite: Literal["stop", "skip"] = "stop"  # loss or gradient not finite: end the run, or skip the step
-
-
-@settings
-class ScheduleRecipe:
-    """The learning rate over time; what is not given is the default of the architecture."""
-
-    name: Literal["linear", "cosine", "constant", "tail", "inverse_sqrt"] | None = None  # course after the warm-up
-    warmup_steps: bounds.StepCount | None = None  # steps in which the learning rate rises to its peak
-    tail: bounds.Rate | None = None  # tail: the last 1/tail of the run falls to 0, 5 by default
-    constant_steps: bounds.Steps | None = None  # inverse_sqrt: steps at the peak before it falls, 100 by default
-
-
-@settings
-class LoraRecipe:
-    """Low-rank adapters: each matrix W becomes W + alpha / rank * B A, and A and B alone are trained."""
-
-    rank: bounds.Count  # rows of A and columns of B, for each matrix
-    alpha: bounds.Positive | None = None  # the update's scale times the rank; twice the rank by default
-    dropout: Fraction = 0.0  # on what A reads, in training
-    targets: bounds.Names | None = None  # ends of the names of modules; all matrices of the layers by default
-
-
-@settings
-class TrainingRecipe:
-    """The run."""
-
-    max_steps: bounds.Steps | None = None  # optimizer steps; 1000 by default, with minutes as many as fit
-    minutes: bounds.Minutes | None = None  # end after this time at most, reading the text and saving included
-    batch_size: bounds.Batch = 16  # most blocks per device and forward pass
-    global_batch_size: bounds.Blocks | None = None  # blocks per step on all devices; batch_size x devices by default
-    label_smoothing: Fraction | None = None  # probability spread over the whole vocabulary, in training only
-    seed: bounds.Seed = 0  # seed of initial weights, data order and dropout
-    precision: Literal["auto", "float32", "bf16", "int8"] = "auto"  # auto: bf16 where the hardware computes in it
-    int8_backward: bool = True  # with precision int8, the gradient's products are int8 too, rounded at random
-    normalize_gradients: bool = False  # bring each layer's incoming gradient to unit size, for half precision
-    quantization: Literal["none", "sim_4bit", "sim_2bit", "ternary"] = "none"  # weights as if stored in few values
-    master: Literal["device", "host"] = "device"  # where int8's float weights and the optimizer live; host is the CPU
-    shard: Literal["none", "fsdp"] = "none"  # fsdp: each device holds a part of every tensor; none: all hold the whole
-    communication: Literal["float", "int8"] = "float"  # how gradients travel between devices; int8 in blocks of 128
-    gradient_checkpointing: bool = False  # recompute activations in the backward pass: less memory, more time
-    compile: bool = False  # torch.compile the model
-    eval_every_steps: bounds.StepCount = 100  # steps between validations; 0 validates after the last step only
-    eval_max_tokens: bounds.Tokens | None = 100_000  # validation tokens read each time; null reads all
-    save_every_steps: bounds.StepCount = 200  # steps between checkpoints; 0 saves after the last step only
-    keep_checkpoints: bounds.Steps = 2  # newest checkpoints kept
-    log_every_steps: bounds.Steps = 10  # steps between lines of metrics.jsonl
-    lora: LoraRecipe | None = None  # train adapters alone: rank, alpha, dropout, targets
-    report_to: Trackers = field(default_factory=list)  # also send metrics to: tensorboard, wandb, mlflow, trackio
-
-    @property
-    def length(self) -> str:
-        """How long the run is, for a message."""
-        return plural(self.num_steps, "step") if self.minutes is None else f"{self.minutes:g} minutes"
-
-    @property
-    def num_steps(self) -> int:
-        """Optimizer steps at most."""
-        return self.max_steps or (DEFAULT_MAX_STEPS if self.minutes is None else bounds.MOST_STEPS)
-
-    def split(self, num_devices: int) -> tuple[int, int]:
-        """Blocks of one forward pass, and forward passes of one step, on each of so many devices.
-
-        Raises:
-            InputError: the blocks of a step cannot be shared out evenly.
-        """
-        blocks = self.global_batch_size or self.batch_size * num_devices
-        share, left = divmod(blocks, num_devices)
-        if left:
-            raise InputError(
-                f"training.global_batch_size: {blocks} given, but {num_devices} processes take multiples of "
-                f"{num_devices}; start another number of processes"
-            )
-        if share > self.batch_size and share % self.batch_size:
-            multiple = self.batch_size * num_devices
-            raise InputError(
-                f"training.global_batch_size: {blocks} given, but forward passes of training.batch_size "
-                f"{self.batch_size} on {plural(num_devices, 'device')} take multiples of {multiple}"
-            )
-        size = min(share, self.batch_size)
-        return size, share // size
 
 
 @settings
@@ -179,12 +58,6 @@ def builtin_recipes() -> dict[str, Path]:
 
 Changes = Annotated[dict[str, Any], Recipe]
 """Dotted fields of a recipe to their new values, as the command line takes them."""
-
-
-def fill(section: SectionT, **defaults: Any) -> SectionT:
-    """The same section of a recipe, with these values where it has none."""
-    missing = {name: value for name, value in defaults.items() if getattr(section, name) is None}
-    return dataclasses.replace(section, **missing)  # type: ignore[type-var]
 
 
 def load_recipe(

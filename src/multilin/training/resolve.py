@@ -8,8 +8,9 @@ from multilin.model.factory import DEFAULT_NUM_LAYERS, training_defaults
 from multilin.training.optimizers import resolve_optimizer
 from multilin.training.precision import resolve_precision
 from multilin.training.processes import num_processes
-from multilin.training.recipe import Recipe, fill
+from multilin.training.recipe import Recipe
 from multilin.training.schedules import resolve_schedule
+from multilin.training.settings import fill
 
 
 def resolve_recipe(recipe: Recipe) -> Recipe:

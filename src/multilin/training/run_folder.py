@@ -30,7 +30,8 @@ from multilin.errors import InputError
 from multilin.files import atomic_files, beside, check_folder, check_writable, remove_partials, short_path, write_whole
 from multilin.inference.run_files import RECIPE_FILE
 from multilin.training import checkpoints
-from multilin.training.recipe import Recipe, fill, first_difference, load_recipe, save_recipe
+from multilin.training.recipe import Recipe, first_difference, load_recipe, save_recipe
+from multilin.training.settings import fill
 
 RUN_FILE = "run.json"  # in a checkpoint: text and metrics when it was written
 EXPECTED_FILE = "expected.json"  # bits per byte that a run of so many minutes was expected to reach

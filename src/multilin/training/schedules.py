@@ -21,7 +21,7 @@ import torch
 
 from multilin.architectures.base import TrainingDefaults
 from multilin.errors import InputError
-from multilin.training.recipe import ScheduleRecipe, fill
+from multilin.training.settings import ScheduleRecipe, fill
 
 # Fields of the recipe that one schedule uses, and their defaults.
 _OWN: dict[str, dict[str, float]] = {"tail": {"tail": 5.0}, "inverse_sqrt": {"constant_steps": 100}}

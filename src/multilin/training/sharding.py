@@ -28,7 +28,7 @@ from transformers import PreTrainedModel
 from multilin.errors import InputError
 from multilin.model.factory import layers_of
 from multilin.training import checkpoints
-from multilin.training.recipe import TrainingRecipe
+from multilin.training.settings import TrainingRecipe
 
 SHARDS = "shards"  # folder of a checkpoint
 

@@ -20,7 +20,8 @@ from multilin.inference.settings import GenerationSettings
 from multilin.model.factory import create_model
 from multilin.scoring.losses import evaluate
 from multilin.training.assemble import read_text
-from multilin.training.recipe import ModelRecipe, Recipe, load_recipe
+from multilin.training.recipe import Recipe, load_recipe
+from multilin.training.settings import ModelRecipe
 
 CONTEXTS = (128, 256, 512, 1024, 2048, 4096)
 TOKENS_PER_TURN, TURNS = 16, 5

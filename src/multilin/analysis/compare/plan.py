@@ -1,186 +1,21 @@
-"""From a sweep to rows that are ready to be trained: recipes, numbers of steps; every mistake is found before training.
-
-A row's recipe is what it starts from, the base over that, and the row over both.
-"""
+"""From a sweep to rows that are ready to be trained, with numbers of steps; every mistake is found before training."""
 
 import dataclasses
-import hashlib
-import json
-import statistics
-import tempfile
-import warnings
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import TypeAdapter
 
-from multilin.analysis.compare.sweep import Sweep, builtin_sweep, choices_of, nested
+from multilin.analysis.compare.rows import Choice, Plan, Row, rows_of
+from multilin.analysis.compare.speeds import seconds_per_step
+from multilin.analysis.compare.sweep import Sweep, choices_of
 from multilin.analysis.costs import parameter_counts, training_flops_per_token
-from multilin.data.task_text import is_task
-from multilin.errors import InputError, nearest, plural, prefixed, shown
-from multilin.files import write_whole
-from multilin.model.factory import model_names
-from multilin.settings import load_settings
-from multilin.settings.bounds import MOST_STEPS, Amount
-from multilin.settings.inputs import read_json
+from multilin.errors import InputError, plural, prefixed
+from multilin.settings.bounds import MOST_STEPS
 from multilin.training.assemble import build_model, check_model, packing_remark, read_data
-from multilin.training.fields import Values, get, merge
-from multilin.training.outcomes import TrainingInterrupted
 from multilin.training.progress import TrainingProgress
-from multilin.training.recipe import Recipe, check_fields_of_start, check_start, load_recipe
-from multilin.training.resolve import resolve_recipe
-from multilin.training.run_folder import RunFolder
-from multilin.training.trainer import train
 
-SPEED_FILE = "speed.json"
-MEASURED_STEPS, WARM_UP_STEPS, MEASURED_TURNS = 20, 5, 3
-LONGEST_PART = 60  # characters of a value in the name of a folder
 VALIDATIONS, CHECKPOINTS = 10, 4  # of a run, where the sweep says nothing else
-
-Choice = Mapping[str, Any]  # fields of all stages of tuning to one value each
-
-
-@dataclasses.dataclass(frozen=True)
-class Row:
-    """One model of a comparison.
-
-    recipe: without seed, steps and folder, which each run adds.
-    stated: the fields that the sweep itself gives, nested.
-    """
-
-    name: str
-    recipe: Recipe
-    stated: Values
-
-    def with_choice(self, choice: Choice) -> Recipe:
-        """The row's recipe, with every default filled in, and other values of some fields.
-
-        Raises:
-            InputError: an unknown field or a wrong value.
-        """
-        given = nested(choice, "stages")
-        recipe = load_settings(Recipe, merge(dataclasses.asdict(self.recipe), given), "stages")
-        check_fields_of_start(recipe, given)
-        return resolve_recipe(recipe)
-
-    def first_choice(self, sweep: Sweep) -> Choice:
-        """The row's own values of the fields that are tuned."""
-        own = dataclasses.asdict(self.with_choice({}))
-        return {name: get(own, name) for stage in sweep.stages for name in stage}
-
-
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """A row with one choice, ready to be trained.
-
-    recipe: resolved, with the steps of the budget.
-    parameters, embedding_parameters: all, and those in embeddings and the output projection.
-    flops_per_token: of training, see `training_flops_per_token`.
-    text: hash of the prepared text and tokenizer; rows that share it can be compared token by token.
-    remarks: for the reader of the report.
-    is_trial: whether it has only the trial's share of the budget.
-    """
-
-    row: Row
-    choice: Choice
-    recipe: Recipe
-    parameters: int
-    embedding_parameters: int
-    flops_per_token: float
-    text: str
-    remarks: list[str]
-    is_trial: bool = False
-
-    @property
-    def tokens_per_step(self) -> int:
-        """Training tokens of a step."""
-        training = self.recipe.training
-        return (training.global_batch_size or training.batch_size) * self.recipe.model.n_positions
-
-    def trial(self, share: float) -> "Plan":
-        """The same with a share of the steps, validated and saved at its end; with all of them it is the run itself."""
-        if share == 1:
-            return self
-        steps = max(1, round(share * self.recipe.training.num_steps))
-        training = dataclasses.replace(
-            self.recipe.training, max_steps=steps, eval_every_steps=steps, save_every_steps=steps
-        )
-        recipe = dataclasses.replace(self.recipe, training=training)
-        return dataclasses.replace(self, recipe=recipe, is_trial=True)
-
-    def run(self, output: str, seed: int) -> Recipe:
-        """The recipe of one run, in its folder: OUTPUT/ROW-sSEED, the values of the choice behind it, and `trial`."""
-        training = dataclasses.replace(self.recipe.training, seed=seed)
-        parts = [self.row.name, f"s{seed}", *_parts(self.choice)] + (["trial"] if self.is_trial else [])
-        folder = Path(output, "-".join(parts))
-        return dataclasses.replace(self.recipe, training=training, output=str(folder))
-
-    @property
-    def speed_name(self) -> str:
-        """What the plan is called in speed.json: numbers of the optimizer and the schedule do not change the cost."""
-        free = ("optimizer", "schedule")
-        costly = {
-            name: v for name, v in self.choice.items() if name == "optimizer.name" or name.split(".")[0] not in free
-        }
-        return "-".join([self.row.name, *_parts(costly)])
-
-
-def rows_of(sweep: Sweep) -> list[Row]:
-    """Every row with its whole recipe.
-
-    Raises:
-        InputError: an unknown field or recipe, a wrong value, or a field that the sweep decides.
-    """
-    base = nested(sweep.base, "base")
-    if sweep.task is not None:
-        base = merge(base, {"data": {"source": f"task:{sweep.task}"}})
-    if sweep.final_half:
-        base = merge(base, {"data": {"validation_part": "tuning"}})
-    rows = []
-    for name, given in sweep.rows.items():
-        stated = merge(base, nested(given or {}, f"rows.{name}"))
-        if (folder := get(stated, "model.start")) is not None:
-            where = "base" if get(base, "model.start") == folder else f"rows.{name}"
-            raise InputError(
-                f"{where}.model.start: {shown(folder)} given, but rows take it from a recipe; write it into a file, "
-                "and give that as `recipe`"
-            )
-        source = get(stated, "data.source")
-        if sweep.task is not None and source != f"task:{sweep.task}":
-            raise InputError(
-                f"rows.{name}.data.source: {shown(source)} given beside the task {sweep.task}; leave one of them out"
-            )
-        recipe = stated.pop("recipe", None)
-        start = _start(name, recipe, stated, sweep.task)
-        rows.append(Row(name, load_settings(Recipe, merge(start, stated), f"rows.{name}"), stated))
-        check_start(rows[-1].recipe)
-        with prefixed(f"rows.{name}."):
-            check_fields_of_start(rows[-1].recipe, stated)
-        if sweep.task is None and is_task(source := rows[-1].recipe.data.name):
-            raise InputError(f"rows.{name}.data.source: {source} is a task; give `task` in the sweep, or --task")
-    return rows
-
-
-def _start(name: str, recipe: Any, stated: Values, task: str | None) -> Values:
-    """The values that the base and the row change."""
-    if recipe is not None:
-        if not isinstance(recipe, str):
-            raise InputError(
-                f"rows.{name}.recipe: {shown(recipe)} given, but it should be the name or path of a recipe"
-            )
-        return dataclasses.asdict(load_recipe(recipe))
-    if get(stated, "model.architecture") or get(stated, "model.layers"):
-        return {}
-    if name not in model_names():
-        raise InputError(
-            f"rows.{name}: no model given; give `recipe`, `model.architecture` or `model.layers`, or name the row "
-            f"after a model: {', '.join(model_names())}{nearest(name, model_names())}"
-        )
-    known = builtin_sweep(task)
-    row = merge({"model": {"architecture": name}}, nested(known.rows.get(name) or {}, f"rows.{name}"))
-    return merge(nested(known.base, "base"), row)
 
 
 def plan_rows(sweep: Sweep, progress: TrainingProgress) -> list[Plan]:
@@ -231,7 +66,7 @@ def _plan(row: Row, choice: Choice, progress: TrainingProgress) -> Plan:
 def _with_budget(sweep: Sweep, plans: list[Plan], progress: TrainingProgress) -> list[Plan]:
     """The plans with the steps that the budget pays for, validated and saved at even distances."""
     ((kind, amount),) = sweep.budget.given.items()
-    seconds = _seconds_per_step(Path(sweep.output), plans, progress) if kind == "seconds" else {}
+    seconds = seconds_per_step(Path(sweep.output), plans, progress) if kind == "seconds" else {}
     result = []
     for plan in plans:
         name, tokens = plan.row.name, float(plan.tokens_per_step)
@@ -259,68 +94,3 @@ def _with_budget(sweep: Sweep, plans: list[Plan], progress: TrainingProgress) ->
         training = dataclasses.replace(plan.recipe.training, max_steps=count, minutes=None, **own)
         result.append(dataclasses.replace(plan, recipe=dataclasses.replace(plan.recipe, training=training)))
     return result
-
-
-def _seconds_per_step(output: Path, plans: list[Plan], progress: TrainingProgress) -> dict[str, float]:
-    """Median seconds of a step, by `speed_name`; measured once, so that a resumed comparison has the same steps."""
-    path = output / SPEED_FILE
-    speeds = read_speeds(path) if path.is_file() else {}
-    times: dict[str, list[float]] = {}
-    for _ in range(MEASURED_TURNS):  # in turns, so that a busy minute does not fall on one row
-        for plan in plans:
-            if (name := plan.speed_name) not in speeds:
-                progress.message(f"measuring the speed of {name}")
-                times.setdefault(name, []).extend(_step_times(plan))
-    speeds |= {name: statistics.median(seconds) for name, seconds in times.items()}
-    write_whole(path, json.dumps(speeds, indent=1) + "\n")
-    return speeds
-
-
-def read_speeds(path: Path) -> dict[str, float]:
-    """The seconds per step of rows by name, from speed.json.
-
-    Raises:
-        InputError: the file is damaged.
-    """
-    try:
-        return TypeAdapter(dict[str, Amount]).validate_python(read_json(path, "output"))
-    except ValueError as error:  # pydantic's, or ours about the file
-        raise InputError(f"output: {path} is damaged; delete it, and the speeds are measured again") from error
-
-
-def _step_times(plan: Plan) -> list[float]:
-    """Seconds of single steps of a short run; a loss that is not finite fails the row's own runs, and not this one.
-
-    Raises:
-        TrainingInterrupted: SIGINT or SIGTERM.
-    """
-    optimizer = dataclasses.replace(plan.recipe.optimizer, nonfinite="skip")
-    with tempfile.TemporaryDirectory(prefix="multilin-") as folder, warnings.catch_warnings():
-        warnings.filterwarnings("ignore", ".* is not finite")
-        training = dataclasses.replace(
-            plan.recipe.training, max_steps=MEASURED_STEPS, minutes=None, log_every_steps=1, eval_every_steps=0,
-            eval_max_tokens=1, save_every_steps=0,
-        )  # fmt: skip
-        output = Path(folder, "run")
-        try:
-            train(dataclasses.replace(plan.recipe, optimizer=optimizer, training=training, output=str(output)))
-        except TrainingInterrupted as stop:
-            raise TrainingInterrupted(
-                f"stopped while the speed of {plan.speed_name} was measured; the same command measures it again",
-                stop.exit_code - 128,
-            ) from None
-        lines = RunFolder(output).read_metrics()[WARM_UP_STEPS:]
-    return [plan.tokens_per_step / line["tokens_per_second"] for line in lines]
-
-
-def _parts(choice: Choice) -> list[str]:
-    """A choice as parts of the name of a folder."""
-    parts = []
-    for name, value in choice.items():
-        short = f"{value:g}" if isinstance(value, float) else str(value)
-        text = short if not isinstance(value, float) or float(short) == value else repr(value)
-        text = "".join(c if c.isalnum() or c in ".+-" else "_" for c in text)
-        if len(text) > LONGEST_PART:
-            text = f"{text[:LONGEST_PART]}-{hashlib.blake2b(str(value).encode(), digest_size=4).hexdigest()}"
-        parts.append(name.split(".")[-1].replace("learning_rate", "lr") + text)
-    return parts

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from multilin.analysis.compare.plan import Choice, Plan
+from multilin.analysis.compare.rows import Choice, Plan
 from multilin.analysis.compare.statistics import Difference, Spread, spread, welch_p
 from multilin.errors import InputError, plural
 from multilin.inference.run_files import ADAPTER_WEIGHTS

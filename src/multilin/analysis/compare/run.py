@@ -6,7 +6,7 @@ from pathlib import Path
 
 from multilin.analysis.compare.answers import remarks_on
 from multilin.analysis.compare.measure import final_score, measure_rows, prompt_of
-from multilin.analysis.compare.plan import SPEED_FILE, Choice, Plan, plan_choice, plan_rows
+from multilin.analysis.compare.plan import plan_choice, plan_rows
 from multilin.analysis.compare.record import (
     FAILED,
     Comparison,
@@ -19,6 +19,8 @@ from multilin.analysis.compare.record import (
     read_run,
 )
 from multilin.analysis.compare.report import REPORT_FILES, write_reports
+from multilin.analysis.compare.rows import Choice, Plan
+from multilin.analysis.compare.speeds import SPEED_FILE
 from multilin.analysis.compare.sweep import Sweep, check_sweep, choices_of
 from multilin.data.tasks import find_task
 from multilin.errors import InputError, plural

@@ -17,7 +17,7 @@ from multilin.model.memory import FLOAT_BYTES
 from multilin.training.optimizers.matrix_moment import MatrixMoment
 from multilin.training.optimizers.muon import Muon
 from multilin.training.optimizers.normalized_sgd import NormalizedSGD
-from multilin.training.recipe import OptimizerRecipe, fill
+from multilin.training.settings import OptimizerRecipe, fill
 
 COMMON = ("learning_rate", "weight_decay", "clip_norm")
 

@@ -179,6 +179,20 @@ def test_a_compiled_model_reads_on_from_a_state(architecture: str, infers: bool)
     assert state.num_tokens.tolist() == [14, 14]
 
 
+@pytest.mark.slow
+def test_a_compiled_model_has_the_same_gradients(architecture: str) -> None:
+    torch.compiler.reset()
+    model, tokens = make(architecture), ids(2, 40)
+    compiled = torch.compile(model, backend="aot_eager")
+    parameters = dict(model.named_parameters())
+    gradients, expected = (
+        torch.autograd.grad(network(tokens, labels=tokens).loss, list(parameters.values()), allow_unused=True)
+        for network in (compiled, model)
+    )
+    for name, gradient, wanted in zip(parameters, gradients, expected, strict=True):
+        torch.testing.assert_close(gradient, wanted, rtol=1e-4, atol=1e-5, msg=name)
+
+
 def test_embeddings_are_read_in_place_of_ids(architecture: str) -> None:
     model, tokens = make(architecture), ids(2, 9)
     embeddings = model.get_input_embeddings()(tokens)

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import silu, softplus
+from torch.nn.functional import logsigmoid, silu
 
 from multilin.architectures.base import Architecture, LayerOptions, Preset, Sizes, TrainingDefaults
 from multilin.layers import Layout, Linear, ParameterHolder, Reader, Reading, ResidualBlock, head_width
@@ -71,8 +71,9 @@ class Decays(ParameterHolder):
     def forward(self, h_BTD: Tensor) -> Tensor:
         """(B, T, D) to (B, T, H)."""
         dtype = torch.promote_types(h_BTD.dtype, torch.float32)
-        steps_BTH = softplus(self.steps(h_BTD).to(dtype) + self.step_bias)
-        return -self.log_factor.to(dtype).exp() * steps_BTH
+        steps_BTH = self.steps(h_BTD).to(dtype) + self.step_bias
+        # softplus(x) is -logsigmoid(-x); of softplus PyTorch's compiler mistakes the gradient's strides
+        return self.log_factor.to(dtype).exp() * logsigmoid(-steps_BTH)
 
     @torch.no_grad()
     def initialize(self, std: float) -> None:

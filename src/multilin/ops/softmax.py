@@ -14,7 +14,7 @@ def softmax(scores: Tensor, null_logit: float | None = None) -> Tensor:
     if is_exported():  # one operator of a graph, where a null token of almost no weight avoids 0 / 0
         null_logit = torch.finfo(scores.dtype).min if null_logit is None else null_logit
         return pad(scores, (0, 1), value=null_logit).softmax(dim=-1)[..., :-1]
-    return _Softmax.apply(scores, null_logit)
+    return _Softmax.apply(scores, null_logit) if scores.shape[-1] else scores
 
 
 class _Softmax(torch.autograd.Function):

@@ -66,7 +66,8 @@ def causal_mixing(
         if state is not None:
             positions = positions + state.num_read_B[:, None]
     positions = positions.expand(x.shape[:2])
-    if can_read_values(positions) and (length := int(positions.max()) + 1) > num_positions:
+    is_checked = positions.numel() and can_read_values(positions)
+    if is_checked and (length := int(positions.max()) + 1) > num_positions:
         raise InputError(f"context: the text has {length} positions, but this mixing has weights for {num_positions}")
     dtype = torch.promote_types(torch.promote_types(x.dtype, triangle.dtype), torch.float32)
     wide = x.to(dtype)
@@ -79,7 +80,13 @@ def causal_mixing(
             y, inputs = CAUSAL_MIXING(wide, triangle, positions, state=state, dtype=dtype, **options)
         if bias is not None:
             y = y + bias.to(dtype)[positions.clamp(min=0)][..., None]
-    return y.to(x.dtype), CausalMixingState(inputs, positions[:, -1] + 1) if needs_state else None
+    if not needs_state:
+        return y.to(x.dtype), None
+    if x.shape[1]:
+        num_read = positions[:, -1] + 1
+    else:
+        num_read = positions.new_zeros(len(x)) if state is None else state.num_read_B
+    return y.to(x.dtype), CausalMixingState(inputs, num_read)
 
 
 def lower_triangle(triangle: Float[Tensor, " P"]) -> Float[Tensor, "n n"]:

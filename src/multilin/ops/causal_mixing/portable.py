@@ -16,7 +16,7 @@ def causal_mixing(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """See `multilin.ops.causal_mixing`."""
     num_time, num_positions = x_BTD.shape[1], num_rows(triangle_P)
-    if state is None and padding is None and _counts_from_zero(positions_BT):
+    if state is None and padding is None and x_BTD.numel() and _counts_from_zero(positions_BT):
         weights_TT = unpack(triangle_P, num_time).to(product_dtype)
         inputs_BND = x_BTD if num_time == num_positions else pad(x_BTD, (0, 0, 0, num_positions - num_time))
         return multiply(weights_TT, x_BTD.to(product_dtype)), inputs_BND

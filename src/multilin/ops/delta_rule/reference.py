@@ -19,4 +19,4 @@ def delta_rule(
             written_BHE = rates_BTH[:, t, :, None] * (written_BHE - found_BHE)
         memory_BHDE = memory_BHDE + keys_BHD[..., None] * written_BHE[..., None, :]
         results.append((queries_BHD[..., None, :] @ memory_BHDE)[..., 0, :])
-    return torch.stack(results, dim=1), memory_BHDE
+    return torch.stack(results, dim=1) if results else values_BTHE, memory_BHDE

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from multilin.ops.block_outer import portable as block_outer
-from multilin.ops.int8.rounding import Rounded, quantize
+from multilin.ops.int8.rounding import Rounded, quantize, row_scale
 
 LONGEST_SUM = 2**17  # 2^17 * 127^2 < 2^31
 _CUDA_MULTIPLE, _CUDA_ROWS = 8, 17  # what torch._int_mm takes there
@@ -45,7 +45,7 @@ class PortableSteps:
         if seed is None:
             return quantize(x)
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        scale = wide.abs().amax(dim=-1, keepdim=True) / 127
+        scale = row_scale(wide)
         generator = torch.Generator(x.device).manual_seed(int(seed))
         noise = torch.rand(wide.shape, generator=generator, dtype=wide.dtype, device=x.device)
         divisor = torch.where(scale == 0, 1.0, scale)

@@ -36,7 +36,7 @@ def quantize(x: Float[Tensor, "*shape"], *, per: Literal["matrix", "row"] = "row
     """
     wide = x.detach().to(torch.promote_types(x.dtype, torch.float32))
     if per == "row":
-        return _round_by(wide, wide.abs().amax(dim=-1, keepdim=True) / 127)
+        return _round_by(wide, row_scale(wide))
     return _round_by(wide, wide.abs().amax() / 127 if wide.numel() else wide.new_zeros(()))
 
 
@@ -54,6 +54,11 @@ def quantize_blocks(x: Tensor) -> Rounded:
 def dequantize_blocks(rounded: Rounded, shape: torch.Size | tuple[int, ...]) -> Tensor:
     """The float32 tensor of that shape."""
     return dequantize(rounded).view(-1)[: torch.Size(shape).numel()].view(shape)
+
+
+def row_scale(x: Tensor) -> Tensor:
+    """The largest |x| of each row / 127, (..., 1); 0 for rows without numbers."""
+    return x.abs().amax(dim=-1, keepdim=True) / 127 if x.shape[-1] else x.new_zeros(*x.shape[:-1], 1)
 
 
 def _round_by(x: Tensor, scale: Tensor) -> Rounded:

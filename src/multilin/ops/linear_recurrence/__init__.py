@@ -74,5 +74,8 @@ def linear_recurrence(
         inputs = inputs.masked_fill(padding[..., None, None], -torch.inf)  # z = 0 and g(u) = 0
     wide = torch.promote_types(inputs.dtype, torch.float32)
     before_BD = inputs.new_zeros(num_batch, width, dtype=wide) if state is None else state.hidden_BD.to(wide)
-    hidden_BTD, after_BD = LINEAR_RECURRENCE(inputs, before_BD, starts, dtype=inputs.dtype)
+    if inputs.numel():
+        hidden_BTD, after_BD = LINEAR_RECURRENCE(inputs, before_BD, starts, dtype=inputs.dtype)
+    else:
+        hidden_BTD, after_BD = inputs[:, :, 0], before_BD
     return hidden_BTD, LinearRecurrenceState(after_BD) if needs_state else None

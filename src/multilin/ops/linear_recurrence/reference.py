@@ -43,5 +43,5 @@ def linear_recurrence_weights(
             weights_BSD = weights_BSD.masked_fill(starts[:, t, None, None], 0.0)
         weights_BSD[:, t] = torch.sigmoid(gates_BTD[:, t])
         rows.append(weights_BSD.mean(dim=2))
-    weights_BTS = torch.stack(rows, dim=1)
+    weights_BTS = torch.stack(rows, dim=1) if rows else weights_BSD[:, :, :0]
     return weights_BTS, 1 - weights_BTS.sum(dim=2)

@@ -90,6 +90,10 @@ def prefix_softmax(
         own_logits = own_logits.to(dtype)
     if isinstance(state, Ring):
         return _read_ring(logits, values, state, window, null_logit)
+    if window is None and not logits.shape[1]:
+        B, _, H, D = values.shape
+        empty = PrefixSoftmaxState(logits.new_full((B, 1, H), -torch.inf).double(), logits.new_zeros(B, 1, H, D))
+        return values, (state or empty) if needs_state else None
     backend = PREFIX_SOFTMAX.backend_for(
         values.device, dtype if dtype is torch.float64 else values.dtype, (values, logits, own_logits)
     )

@@ -42,7 +42,7 @@ def make(request: pytest.FixtureRequest) -> Make:
 
 
 def draw(*shape: int, seed: int, dtype: torch.dtype = torch.float64) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
 
 
 def walk(make: Make, gradients: list[Tensor], *, rows: bool, start: Tensor | None = None, **options: Any) -> Tensor:
@@ -199,6 +199,44 @@ def test_a_loaded_state_lies_where_the_parameters_do(make: Make, rows: bool) -> 
     assert {name for name, tensor in after.state[loaded].items() if not tensor.is_meta} == set()
 
 
+@pytest.mark.parametrize("rows", [False, True])
+@pytest.mark.parametrize("shape", [(0, 5), (5, 0), (0,), (3,), (), (2, 3, 4)])
+def test_parameters_of_any_shape_move_and_go_on_from_a_state(make: Make, rows: bool, shape: tuple[int, ...]) -> None:
+    optimizer = make([parameter := nn.Parameter(torch.ones(shape))], rows=rows)
+    restored = make([other := nn.Parameter(torch.ones(shape))], rows=rows)
+    for seed in range(2):
+        parameter.grad = draw(*shape, seed=seed, dtype=torch.float32)
+        optimizer.step()
+    other.data.copy_(parameter.detach())
+    restored.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    before = parameter.detach().clone()
+    parameter.grad = other.grad = draw(*shape, seed=2, dtype=torch.float32)
+    optimizer.step()
+    restored.step()
+    assert torch.equal(parameter, other)
+    assert not parameter.numel() or not torch.equal(parameter, before)
+
+
+@pytest.mark.parametrize("rows", [False, True])
+def test_a_loaded_state_keeps_its_dtypes(make: Make, rows: bool) -> None:
+    optimizer, restored = (make([nn.Parameter(torch.ones(3, 2).bfloat16())], rows=rows) for _ in range(2))
+    (parameter,), (other,) = (x.param_groups[0]["params"] for x in (optimizer, restored))
+    parameter.grad = torch.ones(3, 2).bfloat16()
+    optimizer.step()
+    restored.load_state_dict(optimizer.state_dict())
+    expected = {name: tensor.dtype for name, tensor in optimizer.state[parameter].items()}
+    assert {name: tensor.dtype for name, tensor in restored.state[other].items()} == expected
+
+
+def test_matrix_moment_refuses_a_state_of_normalized_sgd() -> None:
+    parameter = nn.Parameter(torch.ones(2, 2))
+    parameter.grad = torch.ones(2, 2)
+    optimizer = NormalizedSGD([parameter])
+    optimizer.step()
+    with pytest.raises(InputError, match=r"a state without momentum, second_moment, weight given, so it was not saved"):
+        MatrixMoment([parameter]).load_state_dict(optimizer.state_dict())
+
+
 def test_the_state_of_another_optimizer_is_refused(make: Make) -> None:
     parameter = nn.Parameter(torch.ones(2, 2))
     parameter.grad = torch.ones(2, 2)
@@ -208,11 +246,15 @@ def test_the_state_of_another_optimizer_is_refused(make: Make) -> None:
         make([parameter]).load_state_dict(adam.state_dict())
 
 
-def test_a_sparse_gradient_is_refused(make: Make) -> None:
-    embedding = nn.Embedding(5, 3, sparse=True)
+def test_a_sparse_gradient_is_refused_before_anything_moves(make: Make) -> None:
+    embedding, other = nn.Embedding(5, 3, sparse=True), nn.Parameter(torch.ones(2, 2))
     embedding(torch.tensor([1, 2])).sum().backward()
-    with pytest.raises(InputError, match="takes dense gradients"):
-        make(embedding.parameters(), rows=True).step()
+    other.grad = torch.ones(2, 2)
+    muon = Muon([{"params": [other], "matrices": True}, {"params": embedding.parameters(), "matrices": False}])
+    for optimizer in (make([{"params": [other]}, {"params": embedding.parameters(), "rows": True}]), muon):
+        with pytest.raises(InputError, match="takes dense gradients"):
+            optimizer.step()
+    assert torch.equal(other, torch.ones(2, 2))
 
 
 @pytest.mark.parametrize(("name", "value"), [("row_average", 1.0), ("row_average", -0.1), ("row_order", "sideways")])

@@ -15,20 +15,29 @@ CACHE_NUMBERS = 2**18  # numbers of one group of tensors on a CPU, so that sever
 
 
 class CheckedOptimizer(torch.optim.Optimizer):
-    """An optimizer that refuses a state which another kind saved, known by the settings of its groups.
+    """An optimizer that refuses a state which another kind saved, known by the settings of its groups and their names.
 
     marks: settings that every group has besides the defaults.
+    state_names: what the state of every parameter has, if there is one.
     """
 
     marks: tuple[str, ...] = ()
+    state_names: tuple[str, ...] = ()
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One update of every parameter that has a gradient; returns what the closure returned."""
+        """One update of every parameter that has a gradient; returns what the closure returned.
+
+        Raises:
+            InputError: a sparse gradient.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        parameters = (parameter for group in self.param_groups for parameter in group["params"])
+        if any(parameter.grad is not None and parameter.grad.is_sparse for parameter in parameters):
+            raise InputError(f"optimizer: {type(self).__name__} takes dense gradients, but a sparse one was given")
         self.update()
         return loss
 
@@ -37,19 +46,29 @@ class CheckedOptimizer(torch.optim.Optimizer):
         raise NotImplementedError
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As PyTorch's.
+        """As PyTorch's, but every tensor of the state keeps its dtype.
 
         Raises:
             InputError: the state was saved by another kind of optimizer.
         """
+        groups, states = state_dict["param_groups"], state_dict["state"]
         own = {*self.defaults, *self.marks} - {"differentiable"}  # PyTorch adds this one to the defaults, to no group
-        for group in state_dict["param_groups"]:
-            if missing := sorted(own - group.keys()):
+        kept = [({*self.state_names}, state) for state in states.values() if state]
+        for expected, given in [*((own, group) for group in groups), *kept]:
+            if missing := sorted(expected - given.keys()):
                 raise InputError(
                     f"optimizer: a state without {', '.join(missing)} given, so it was not saved by "
                     f"{type(self).__name__}; go on with the optimizer that saved it"
                 )
         super().load_state_dict(state_dict)
+        # PyTorch gives tensors the dtype of their parameter: in bf16 a count of steps would stay at 256.
+        names = [name for group in groups for name in group["params"]]
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        for name, parameter in zip(names, parameters, strict=True):
+            for key, saved in states.get(name, {}).items():
+                loaded = self.state[parameter][key]
+                if isinstance(saved, Tensor) and saved.dtype != loaded.dtype:
+                    self.state[parameter][key] = saved.to(loaded.device)
 
 
 class NormalizingOptimizer(CheckedOptimizer):
@@ -75,16 +94,10 @@ class NormalizingOptimizer(CheckedOptimizer):
         raise NotImplementedError
 
     def update(self) -> None:
-        """Update every parameter that has a gradient.
-
-        Raises:
-            InputError: a sparse gradient.
-        """
+        """Update every parameter that has a gradient."""
         for group in self.param_groups:
             parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
             gradients = [parameter.grad for parameter in parameters]
-            if any(gradient.is_sparse for gradient in gradients):
-                raise InputError(f"optimizer: {type(self).__name__} takes dense gradients, but a sparse one was given")
             if group["rows"]:
                 for parameter, gradient in zip(parameters, gradients, strict=True):
                     _decay([parameter], group)
@@ -125,9 +138,14 @@ def inverse(values: Tensor) -> Tensor:
 
 
 def as_rows(tensor: Tensor) -> Tensor:
-    """A view (rows, numbers per row) of the part of a tensor on this device."""
+    """A view (rows, numbers per row) of the part of a tensor on this device; a single number is one row."""
     (part,) = local([tensor])
-    return part if part.ndim == 2 else part.view(len(part), math.prod(part.shape[1:]))
+    return part if part.ndim == 2 else part.view(*row_shape(part))
+
+
+def row_shape(tensor: Tensor) -> tuple[int, int]:
+    """Rows, and numbers per row."""
+    return (len(tensor), math.prod(tensor.shape[1:])) if tensor.ndim else (1, 1)
 
 
 def _decay(parameters: list[Tensor], group: dict[str, Any]) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from multilin.training.optimizers.base import NormalizingOptimizer, as_rows, local, norms, row_norms
+from multilin.training.optimizers.base import NormalizingOptimizer, as_rows, local, norms, row_norms, row_shape
 
 NOW, MOMENTUM = 0.2, 0.8  # weights of this step's direction and of the average in an update
 
@@ -32,6 +32,8 @@ class MatrixMoment(NormalizingOptimizer):
 
     Source: TScale (Foreseerr).
     """
+
+    state_names = ("momentum", "second_moment", "weight", "num_steps")
 
     def __init__(
         self, params: Any, lr: float | Tensor = 0.01, *, weight_decay: float = 0.0, rows: bool = False
@@ -78,7 +80,7 @@ class MatrixMoment(NormalizingOptimizer):
             few: dict[str, Any] = {"dtype": dtype, "device": parameter.device}
             state["momentum"] = torch.zeros_like(parameter, memory_format=torch.contiguous_format)
             # One number per row, divided among devices as the rows are.
-            first = parameter.detach().reshape(len(parameter), -1)[:, :1] if by_row else torch.zeros((), **few)
+            first = parameter.detach().reshape(row_shape(parameter))[:, :1] if by_row else torch.zeros((), **few)
             state["second_moment"] = torch.zeros_like(first, dtype=dtype, memory_format=torch.contiguous_format)
             state["weight"], state["num_steps"] = torch.zeros((), **few), torch.zeros((), **few)
         return state

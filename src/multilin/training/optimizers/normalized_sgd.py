@@ -40,6 +40,8 @@ class NormalizedSGD(NormalizingOptimizer):
     Source: 3Lin, the triple-linear transformer.
     """
 
+    state_names = ("num_steps",)
+
     def __init__(
         self,
         params: Any,

@@ -4,6 +4,7 @@ import dataclasses
 import importlib.metadata
 import inspect
 import sys
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Self
@@ -125,6 +126,7 @@ class Architecture:
 
 
 _registry: dict[str, Architecture] = {}
+_left_out: set[str] = set()  # what was said of entry points that cannot be loaded
 
 
 def register(architecture: Architecture) -> None:
@@ -134,9 +136,17 @@ def register(architecture: Architecture) -> None:
 
 
 def architectures() -> dict[str, Architecture]:
-    """Every architecture by name: those in this folder and those that entry points of installed packages name."""
+    """Every architecture by name: those in this folder and those that entry points of installed packages name.
+
+    One that cannot be loaded is left out, with a warning.
+    """
     for entry in importlib.metadata.entry_points(group=ENTRY_POINTS):
-        _register_installed(entry)
+        try:
+            _register_installed(entry)
+        except InputError as error:
+            if str(error) not in _left_out:
+                _left_out.add(str(error))
+                warnings.warn(str(error), stacklevel=2)
     return dict(sorted(_registry.items()))
 
 

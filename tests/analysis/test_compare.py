@@ -21,6 +21,7 @@ from multilin.analysis.compare.answers import (
     p_text,
     remarks_on,
     speed_sentence,
+    verdict,
 )
 from multilin.analysis.compare.record import FAILED, FINISHED, Comparison, Point, RunRecord, further_choice, ranking
 from multilin.analysis.compare.report import as_html, as_json, as_markdown, dots
@@ -488,6 +489,12 @@ def test_other_tokenizers_are_compared_by_bytes_and_one_seed_says_nothing(sandbo
     assert "one seed: no statement" in (sandbox / "tokenizers" / "comparison.md").read_text()
 
 
+def test_adapters_that_a_row_lacks_are_not_tuned(sandbox: Path) -> None:
+    sweep = a_sweep(sandbox, "adapters", rows={"elita": {}}, stages=[{"training.lora.rank": [2, 4]}])
+    with pytest.raises(InputError, match=r"^rows.elita: stages.training.lora.rank: given, but the row has no training"):
+        compare(sweep)
+
+
 def test_a_warm_up_longer_than_a_trial_is_refused(sandbox: Path) -> None:
     sweep = a_sweep(sandbox, "warm-up", rows={"elita": {}}, stages=[{"schedule.warmup_steps": [1, 500]}])
     with pytest.raises(InputError, match=r"schedule\.warmup_steps: 500 given for a trial of \d+ steps"):
@@ -581,6 +588,7 @@ def test_the_sentences_say_what_the_figures_do(found: Comparison) -> None:
     assert "instead of" not in re.sub("(seconds|FLOPs).*", "", speed_sentence(tied))
     alone = ranked(dataclasses.replace(clear, rows=[clear.row("elita")]))
     assert best_sentence(alone).startswith("elita has 2.005 ± 0.007 bits per byte")
+    assert [verdict(x, x.row("elita")) for x in (alone, clear)] == ["alone", "best"]
     assert re.match(
         r"After [\d,]+ tokens elita generates [\d,]+ tokens a second, with a state of", cost_sentence(alone)
     )

@@ -54,7 +54,9 @@ def verdict(comparison: Comparison, row: RowRecord) -> str:
     """A row beside the best: the difference, and whether it is more than noise."""
     difference = comparison.difference_to_best(row.name)
     if difference is None:
-        return "failed" if row.score is None else "best" if comparison.is_ranked else "not ranked"
+        if row.score is None:
+            return "failed"
+        return "not ranked" if not comparison.is_ranked else "best" if len(comparison.order) > 1 else "alone"
     text = difference_text(comparison, difference)
     if difference.p is None:
         return f"{text}, one seed: no statement"

@@ -165,7 +165,7 @@ def dots(comparison: Comparison) -> list[dict[str, Any]]:
 
     def significance(difference: Difference | None) -> str:
         if difference is None:
-            return "best" if comparison.is_ranked else "unknown"
+            return "best" if comparison.is_ranked and len(comparison.order) > 1 else "unknown"
         return {None: "unknown", True: "noise", False: "apart"}[difference.within_noise]
 
     rows = [comparison.row(name) for name in comparison.order]

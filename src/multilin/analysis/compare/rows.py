@@ -47,9 +47,20 @@ class Row:
         return resolve_recipe(recipe)
 
     def first_choice(self, sweep: Sweep) -> Choice:
-        """The row's own values of the fields that are tuned."""
-        own = dataclasses.asdict(self.with_choice({}))
-        return {name: get(own, name) for stage in sweep.stages for name in stage}
+        """The row's own values of the fields that are tuned.
+
+        Raises:
+            InputError: adapters are tuned, and the row has none.
+        """
+        recipe = self.with_choice({})
+        names = [name for stage in sweep.stages for name in stage]
+        if recipe.training.lora is None and (given := [name for name in names if name.startswith("training.lora.")]):
+            raise InputError(
+                f"stages.{given[0]}: given, but the row has no training.lora; begin it with a recipe that has, or take "
+                "the row out"
+            )
+        own = dataclasses.asdict(recipe)
+        return {name: get(own, name) for name in names}
 
 
 @dataclasses.dataclass(frozen=True)

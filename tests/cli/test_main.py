@@ -11,7 +11,7 @@ import pytest
 import multilin
 from multilin import machine
 from multilin.cli.info import DoctorArguments
-from multilin.cli.main import BROKEN_PIPE, VERBS, main
+from multilin.cli.main import BROKEN_PIPE, FIRST_SECONDS, VERBS, main
 from multilin.cli.messages import say_next
 from multilin.training.outcomes import TrainingFailed, TrainingInterrupted
 
@@ -38,6 +38,8 @@ Call = Callable[..., str]
         (["train", "--model.options.num_haeds", "2"], "model.options.num_haeds: unknown field; did you mean"),
         (["train", "demoo"], "recipe: 'demoo' is neither a YAML file, the folder of a run, nor a built-in recipe"),
         (["train", "--data.mix", "[1]"], "--data.mix: '[1]' given, but it should be a JSON object of names to a"),
+        (["compare", "--task", "mqar", "--task", "copy"], "--task: 'mqar' and 'copy' given, but it takes one value"),
+        (["train", "--model.options.window", "4", "--model.options.window=8"], "--model.options.window: 4 and 8 given"),
         (["convert", "fastfomer", "a", "b"], "KIND: 'fastfomer' given, but it should be fastformer or leap"),
     ],
 )  # fmt: skip
@@ -67,6 +69,17 @@ def test_every_end_has_its_exit_status(
     monkeypatch.setitem(VERBS, "doctor", doctor)
     assert main(["doctor"]) == status
     assert capsys.readouterr().err == message
+
+
+def test_bad_input_is_named_by_the_first_process_of_a_machine_before_the_others(
+    monkeypatch: pytest.MonkeyPatch, refusal: Call
+) -> None:
+    waits: list[float] = []
+    monkeypatch.setattr("time.sleep", waits.append)
+    for local_rank, expected in (("0", []), ("1", [FIRST_SECONDS])):
+        monkeypatch.setenv("LOCAL_RANK", local_rank)
+        assert refusal("trian").startswith("'trian' is no verb")
+        assert waits == expected
 
 
 def test_a_warning_is_one_line_on_stderr(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,7 @@ from multilin.ops.threads import following_load
 from multilin.training.outcomes import TrainingFailed, TrainingInterrupted
 
 BAD_INPUT, FAILED, INTERRUPTED, BROKEN_PIPE = 2, 1, 130, 141
+FIRST_SECONDS = 5.0  # in which the first of several processes on a machine names bad input before the others do
 HELP = ("-h", "--help", "help")
 
 _FUNCTIONS: tuple[Callable[..., None], ...] = (
@@ -64,6 +66,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             sys.stdout.flush()
             return 0
         except InputError as error:
+            if os.environ.get("LOCAL_RANK", "0") != "0":
+                # Most likely the first process of this machine says the same, and torchrun then ends this one.
+                time.sleep(FIRST_SECONDS)
             return _fail(str(error), BAD_INPUT)
         except TrainingInterrupted as error:
             return _fail(str(error), error.exit_code) if is_main_process() else error.exit_code

@@ -65,7 +65,7 @@ def _add(group: Any, flag: Flag) -> None:
     else:
         shown_default = str(flag.default).lower() if isinstance(flag.default, bool) else flag.default
         default = "" if flag.default in (None, {}) else f" (default: {shown_default})"
-        group.add_argument(flag.text, metavar=flag.takes, help=f"{description}{default}")
+        group.add_argument(flag.text, metavar=flag.takes, help=f"{description}{default}", action=_Once)
 
 
 def _take_entries(arguments: Sequence[str], all_flags: Sequence[Flag]) -> tuple[list[str], dict[str, dict[str, Any]]]:
@@ -82,7 +82,8 @@ def _take_entries(arguments: Sequence[str], all_flags: Sequence[Flag]) -> tuple[
         text = value if equals else next(words, None)
         if text is None:
             raise InputError(f"{name}: a value is missing")
-        entries.setdefault(flag.key, {})[name.removeprefix(f"{flag.text}.")] = parse_yaml(text, name)
+        entry, value = name.removeprefix(f"{flag.text}."), parse_yaml(text, name)
+        _check_once(name, entries.setdefault(flag.key, {}).setdefault(entry, value), value)
     return rest, entries
 
 
@@ -158,6 +159,22 @@ def _place(flag: Flag) -> str:
     if flag.is_list:
         return f"[{flag.text} ...]"
     return flag.text if flag.default is dataclasses.MISSING else f"[{flag.text}]"
+
+
+class _Once(argparse.Action):
+    """Keeps the value of a flag, and refuses another one beside it."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option_string: Any = None
+    ) -> None:
+        """Argparse calls this for every time that the flag is given."""
+        _check_once(self.option_strings[0], getattr(namespace, self.dest, values), values)
+        setattr(namespace, self.dest, values)
+
+
+def _check_once(name: str, first: Any, second: Any) -> None:
+    if first != second:
+        raise InputError(f"{name}: {shown(first)} and {shown(second)} given, but it takes one value; give it once")
 
 
 class _Parser(argparse.ArgumentParser):

@@ -218,14 +218,19 @@ def test_parameters_of_any_shape_move_and_go_on_from_a_state(make: Make, rows: b
 
 
 @pytest.mark.parametrize("rows", [False, True])
-def test_a_loaded_state_keeps_its_dtypes(make: Make, rows: bool) -> None:
-    optimizer, restored = (make([nn.Parameter(torch.ones(3, 2).bfloat16())], rows=rows) for _ in range(2))
-    (parameter,), (other,) = (x.param_groups[0]["params"] for x in (optimizer, restored))
-    parameter.grad = torch.ones(3, 2).bfloat16()
-    optimizer.step()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_loaded_state_has_the_dtypes_of_a_new_one(make: Make, rows: bool, dtype: torch.dtype) -> None:
+    """Also where the parameter had another dtype when the state was saved."""
+    saved, loaded, new = (nn.Parameter(torch.ones(3, 2, dtype=x)) for x in (dtype, torch.bfloat16, torch.bfloat16))
+    optimizer, restored, fresh = (make([parameter], rows=rows) for parameter in (saved, loaded, new))
+    for parameter, its_optimizer in ((saved, optimizer), (new, fresh)):
+        parameter.grad = torch.ones_like(parameter)
+        its_optimizer.step()
     restored.load_state_dict(optimizer.state_dict())
-    expected = {name: tensor.dtype for name, tensor in optimizer.state[parameter].items()}
-    assert {name: tensor.dtype for name, tensor in restored.state[other].items()} == expected
+    expected = {name: tensor.dtype for name, tensor in fresh.state[new].items()}
+    assert {name: tensor.dtype for name, tensor in restored.state[loaded].items()} == expected
+    loaded.grad = torch.ones_like(loaded)
+    restored.step()
 
 
 def test_matrix_moment_refuses_a_state_of_normalized_sgd() -> None:

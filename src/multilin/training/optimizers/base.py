@@ -19,10 +19,12 @@ class CheckedOptimizer(torch.optim.Optimizer):
 
     marks: settings that every group has besides the defaults.
     state_names: what the state of every parameter has, if there is one.
+    wide_names: what of it is in float32 or better, whatever the parameter is.
     """
 
     marks: tuple[str, ...] = ()
     state_names: tuple[str, ...] = ()
+    wide_names: tuple[str, ...] = ()
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -46,7 +48,7 @@ class CheckedOptimizer(torch.optim.Optimizer):
         raise NotImplementedError
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As PyTorch's, but every tensor of the state keeps its dtype.
+        """As PyTorch's, but `wide_names` stay in float32 or better.
 
         Raises:
             InputError: the state was saved by another kind of optimizer.
@@ -65,10 +67,9 @@ class CheckedOptimizer(torch.optim.Optimizer):
         names = [name for group in groups for name in group["params"]]
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         for name, parameter in zip(names, parameters, strict=True):
-            for key, saved in states.get(name, {}).items():
-                loaded = self.state[parameter][key]
-                if isinstance(saved, Tensor) and saved.dtype != loaded.dtype:
-                    self.state[parameter][key] = saved.to(loaded.device)
+            for key in self.wide_names if states.get(name) else ():
+                device, wide = self.state[parameter][key].device, torch.promote_types(parameter.dtype, torch.float32)
+                self.state[parameter][key] = states[name][key].to(device, wide)
 
 
 class NormalizingOptimizer(CheckedOptimizer):

@@ -33,7 +33,8 @@ class MatrixMoment(NormalizingOptimizer):
     Source: TScale (Foreseerr).
     """
 
-    state_names = ("momentum", "second_moment", "weight", "num_steps")
+    wide_names = ("second_moment", "weight", "num_steps")
+    state_names = ("momentum", *wide_names)
 
     def __init__(
         self, params: Any, lr: float | Tensor = 0.01, *, weight_decay: float = 0.0, rows: bool = False

@@ -40,7 +40,7 @@ class NormalizedSGD(NormalizingOptimizer):
     Source: 3Lin, the triple-linear transformer.
     """
 
-    state_names = ("num_steps",)
+    wide_names = state_names = ("num_steps",)
 
     def __init__(
         self,

@@ -157,6 +157,36 @@ def test_mistakes_are_one_sentence(
     assert list(tmp_path.iterdir()) == []
 
 
+class Terminal(io.RawIOBase):
+    """Lines that are typed one after the other."""
+
+    def __init__(self, *lines: bytes) -> None:
+        self.lines = list(lines)
+
+    def readable(self) -> bool:
+        return True
+
+    def isatty(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        line = self.lines.pop(0) if self.lines else b""
+        buffer[: len(line)] = line
+        return len(line)
+
+
+def test_what_is_typed_is_answered_in_a_file_without_the_signs_of_the_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], server: Server
+) -> None:
+    lines = io.BufferedReader(Terminal(b"hello\n", b"caf\xe9\n", b"/nope\n", b"more\n"))
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(lines, "utf-8"))
+    assert main(["chat", server.url, *GREEDY]) == 0
+    text, notes = capsys.readouterr()
+    assert text == answers(server, "hello", "more")
+    assert notes.count("> ") == 5
+    assert "stdin is not UTF-8: byte 0xe9\n" in notes
+
+
 def test_servers_that_refuse_or_are_none(talk: Talk, start: Start, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     server: Any = start(keys=["secret"])
     cases = [

@@ -211,18 +211,30 @@ def _lines(is_terminal: bool) -> Iterator[str]:
             import readline  # noqa: F401
     while True:
         try:
-            line = input("> ") if is_terminal else sys.stdin.readline()
+            line = _typed() if is_terminal else sys.stdin.readline()
         except EOFError:
-            print()
+            print(file=sys.stderr)
             return
         except KeyboardInterrupt:
             print("\nmultilin: Ctrl-D ends the conversation", file=sys.stderr)
             continue
         except UnicodeDecodeError as error:
-            raise InputError(f"stdin is not UTF-8: byte 0x{error.object[error.start]:02x}") from None
+            message = f"stdin is not UTF-8: byte 0x{error.object[error.start]:02x}"
+            if not is_terminal:
+                raise InputError(message) from None
+            print(f"multilin: {message}", file=sys.stderr)
+            continue
         if not line and not is_terminal:
             return
         yield line.removesuffix("\n")
+
+
+def _typed() -> str:
+    """A line typed in the terminal; where stdout leads elsewhere, the answers alone go there."""
+    if sys.stdout.isatty():
+        return input("> ")
+    print("> ", end="", file=sys.stderr, flush=True)
+    return input()
 
 
 @contextlib.contextmanager

@@ -23,6 +23,7 @@ from multilin.errors import InputError, prefixed
 from multilin.inference.generate import check_length
 from multilin.layers.base import Layout
 from multilin.model import MultilinForCausalLM
+from multilin.model.embedding import check_tokens
 
 LinearMap = tuple[Tensor, Tensor, Tensor]
 """P (n, n), R (D, D), O (n, D) of a layer x -> P x R^T + O, as its method `linear_map` returns them."""
@@ -89,12 +90,13 @@ def rollout(model: MultilinForCausalLM, prompt: Int[Tensor, "B T"], num_steps: i
         agrees with the recurrence to about 1e-14 instead of 1e-6 (untrained weights, 256 outputs).
 
     Raises:
-        InputError: a model that is not linear, no prompt or step, or more positions than the model has.
+        InputError: a model that is not linear, no prompt or step, tokens that are not in the vocabulary, or more
+            positions than the model has.
 
     Cost: log2 N products of N^2 and D^2 matrices; one of (D, V) and (V, D), one of (N, D) and (D, V).
     """
     factors = _factor(model, torch.promote_types(model.dtype, torch.float32))
-    _check_request(prompt, num_steps, len(factors.mixing_NN))
+    _check_request(model, prompt, num_steps, len(factors.mixing_NN))
     num_prompt = prompt.shape[1]
     fed = slice(num_prompt - 1, num_prompt + num_steps - 2)  # outputs that become inputs, one position later
     given_BTD = factors.into_DV.T[prompt]
@@ -137,7 +139,7 @@ def rollout_sequential(
 
     Same arguments and errors as `rollout`, which is faster.
     """
-    _check_request(prompt, num_steps, len(_linear_maps(model)[0][0]))
+    _check_request(model, prompt, num_steps, len(_linear_maps(model)[0][0]))
     embedding_VD = model.model.embedding.tokens.weight
     states = [None] * len(model.model.layers)
     x_BTD, first, outputs = embedding_VD[prompt], 0, list[Tensor]()
@@ -184,9 +186,10 @@ def _linear_maps(model: MultilinForCausalLM) -> list[LinearMap]:
     return maps
 
 
-def _check_request(prompt: Tensor, num_steps: int, num_positions: int) -> None:
+def _check_request(model: MultilinForCausalLM, prompt: Tensor, num_steps: int, num_positions: int) -> None:
     if prompt.ndim != 2 or prompt.shape[1] == 0:
         raise InputError(f"prompt: shape {tuple(prompt.shape)} given, but it must be (B, T) with at least one token")
+    check_tokens("input_ids", prompt, model.config)
     if num_steps < 1:
         raise InputError(f"num_steps: {num_steps} given, but it must be at least 1")
     check_length(prompt.shape[1], num_steps, num_positions, "num_steps")

@@ -217,6 +217,29 @@ def test_an_error_after_an_answer_names_the_session_that_has_it(talk: Talk, serv
     assert "go on with --session session_" in notes
 
 
+def test_an_answer_that_breaks_off_ends_its_line(talk: Talk, start: Start, run: Run) -> None:
+    engine = Watched(TorchEngine(run.model), seconds=0.05)
+    server = start(engine)
+
+    def fail() -> None:
+        assert engine.num_read_tokens < 30
+
+    engine.before = fail
+    status, text, notes = talk(server.url, "hello")
+    assert status == 2
+    assert len(text) > 1
+    assert text.endswith("\n")
+    assert notes.startswith("multilin: server: ")
+
+
+def test_a_state_is_saved_below_the_home_folder(
+    talk: Talk, server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert talk(server.url, "hello", "/save ~/text.state")[0] == 0
+    assert (tmp_path / "text.state").is_file()
+
+
 def test_settings_that_would_be_ignored_are_refused(talk: Talk, target: tuple[str, tuple[str, ...]]) -> None:
     status, _, notes = talk(target[0], "hello", flags=("--temperature", "0", "--seed", "5"))
     assert status == 2

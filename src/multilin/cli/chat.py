@@ -1,7 +1,6 @@
 """The verb that talks with a model in the terminal."""
 
 import contextlib
-import functools
 import os
 import signal
 import sys
@@ -105,12 +104,23 @@ class _Talk:
         messages = [{"role": "user", "content": content}]
         if self.system is not None and not self.answers[self.place]:
             messages.insert(0, {"role": "system", "content": self.system})
+        has_text = False
+
+        def write(text: str) -> None:
+            nonlocal has_text
+            has_text = has_text or bool(text)
+            print(text, end="", flush=True)
+
         try:
             with _stopping(self.current.stop):
-                self.current.answer(messages, functools.partial(print, end="", flush=True))
+                self.current.answer(messages, write)
             self.answers[self.place] += 1
         except KeyboardInterrupt:
             print("\nmultilin: this answer was dropped", file=sys.stderr)
+        except InputError:
+            if has_text:  # the answer broke off
+                print(flush=True)
+            raise
         print(flush=True)
 
     def command(self, name: str, value: str = "") -> bool:
@@ -147,7 +157,7 @@ class _Talk:
     def _save(self, value: str) -> None:
         if not value:
             raise InputError("/save: no file given")
-        path = check_writable("/save", value)
+        path = check_writable("/save", os.path.expanduser(value))  # noqa: PTH111 - leaves ~nobody
         write_whole(path, self.current.state())
         print(f"multilin: written: {path}", file=sys.stderr)
 

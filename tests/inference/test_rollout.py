@@ -5,6 +5,7 @@ import torch
 
 from multilin.errors import InputError
 from multilin.inference.rollout import compose, rollout, rollout_sequential
+from multilin.layers.linear import Arithmetic
 from multilin.model import MultilinConfig, MultilinForCausalLM
 from tests.golden.linear_lm import power_coefficients
 
@@ -100,6 +101,16 @@ def test_nonlinear_models_are_refused(options: dict) -> None:
     model = make_model(options)
     for function in (compose, lambda m: rollout(m, ids(1, 2), 3), lambda m: rollout_sequential(m, ids(1, 2), 3)):
         with pytest.raises(InputError, match="to be a linear map"):
+            function(model)
+
+
+def test_int8_products_are_not_linear_but_rounded_weights_are() -> None:
+    model, text = make_model({"feed_forward": "linear"}), ids(2, 5)
+    model.set_arithmetic(Arithmetic(weights="sim_4bit"))
+    torch.testing.assert_close(rollout(model, text, 9), rollout_sequential(model, text, 9), **EXACT)
+    model.set_arithmetic(Arithmetic(products="int8"))
+    for function in (compose, lambda m: rollout(m, text, 3), lambda m: rollout_sequential(m, text, 3)):
+        with pytest.raises(InputError, match=r"layers.0: its int8 products round"):
             function(model)
 
 

@@ -22,6 +22,7 @@ from torch.nn.functional import linear
 from multilin.errors import InputError, prefixed
 from multilin.inference.generate import check_length
 from multilin.layers.base import Layout
+from multilin.layers.linear import Linear
 from multilin.model import MultilinForCausalLM
 from multilin.model.embedding import check_tokens
 
@@ -175,6 +176,8 @@ def _linear_maps(model: MultilinForCausalLM) -> list[LinearMap]:
         if linear_map is None:
             kind = type(layer).__name__
             raise InputError(f"layers.{index}: {kind} given, but only linear layers can be composed and rolled out")
+        if any(isinstance(part, Linear) and part.arithmetic.products == "int8" for part in layer.modules()):
+            raise InputError(f"layers.{index}: its int8 products round what they read, so it is no linear map")
         with prefixed(f"layers.{index}."):
             maps.append(linear_map())
     for name, value in (("positions", model.config.positions), ("final_norm", model.config.final_norm)):

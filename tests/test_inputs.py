@@ -23,6 +23,7 @@ from multilin.data.corpora import read_documents, source_fingerprint
 from multilin.data.tokenizers import load_tokenizer, train_tokenizer
 from multilin.errors import InputError
 from multilin.inference.runs import load_run
+from multilin.layers.linear import Arithmetic
 from multilin.model.factory import create_model
 from multilin.settings.inputs import LARGEST_YAML, parse_json, parse_yaml, read_bytes, to_yaml
 from multilin.training.recipe import load_recipe
@@ -206,12 +207,16 @@ def test_a_text_without_spaces_is_refused(tmp_path: Path, monkeypatch: pytest.Mo
     assert len(list(read_documents(str(tmp_path / "one.txt")))) == 1
 
 
-def test_weights_that_are_not_finite_are_refused(tmp_path: Path) -> None:
-    model = create_model("additive", hidden_size=8, num_layers=1, vocab_size=258, n_positions=8)
-    model.model.norm.bias.data[3] = float("nan")
+@pytest.mark.parametrize("name", ["model.norm.bias", "lm_head.bias", "model.layers.0.feed_forward.expand.weight_scale"])
+def test_weights_that_are_not_finite_are_refused(name: str, tmp_path: Path) -> None:
+    """Also those that are not trained: a fixed bias, and the scale of int8 weights."""
+    sizes = {"hidden_size": 8, "num_layers": 1, "vocab_size": 258, "n_positions": 8}
+    model = create_model("additive", **sizes, output_bias="unigram")
+    model.set_arithmetic(Arithmetic(stored_as_int8=True))
+    model.state_dict()[name].view(-1)[0] = float("nan")
     model.save_pretrained(tmp_path)
     train_tokenizer([], "byte", None).save_pretrained(tmp_path)
-    with pytest.raises(InputError, match=r"model\.norm\.bias holds values that are not finite"):
+    with pytest.raises(InputError, match=f"{name} holds values that are not finite"):
         load_run(tmp_path)
 
 

@@ -93,8 +93,8 @@ def load_model(folder: Path) -> PreTrainedModel:
         missing = sorted(found["missing_keys"])
         others = f" and {plural(len(missing) - 1, 'other')}" if missing[1:] else ""
         raise InputError(f"run: the weights in {folder} lack {missing[0]}{others} of its config.json")
-    for name, parameter in model.named_parameters():
-        if not parameter.isfinite().all():
+    for name, tensor in model.state_dict().items():
+        if not tensor.isfinite().all():
             raise InputError(f"run: the weights in {folder} are damaged: {name} holds values that are not finite")
     return model.eval()
 

@@ -7,9 +7,9 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from multilin.errors import InputError
 from multilin.ops.delta_rule import gpu, portable, reference
 from multilin.ops.dispatch import Backend, Op, cpu_kernels, few_tokens, gpu_kernels
+from multilin.ops.shapes import check_heads, check_shapes
 
 __all__ = ["DELTA_RULE", "DeltaRuleState", "delta_rule", "delta_rule_weights"]
 
@@ -75,7 +75,10 @@ def delta_rule(
     Source: "Gated Delta Networks" (arXiv 2412.06464), equation 10; chunks as in "Parallelizing Linear Transformers with
     the Delta Rule over Sequence Length" (arXiv 2406.06484).
     """
-    _check_shapes(queries, keys, values, {"log_decays": log_decays, "rates": rates}, state)
+    check_heads(queries, keys, values)
+    (B, T, H, D), E = keys.shape, values.shape[3]
+    given = None if state is None else state.memory_BHDE
+    check_shapes(("log_decays", log_decays, (B, T, H)), ("rates", rates, (B, T, H)), ("state", given, (B, H, D, E)))
     dtype = torch.float32
     for tensor in (queries, keys, values, log_decays, rates):
         dtype = dtype if tensor is None else torch.promote_types(dtype, tensor.dtype)
@@ -86,10 +89,7 @@ def delta_rule(
         a, b = (None if x is None else x.masked_fill(padding[..., None], 0.0) for x in (a, b))
     if starts is not None:
         a = (torch.zeros_like(q[..., 0]) if a is None else a).masked_fill(starts[..., None], -torch.inf)
-    if state is None:
-        memory = v.new_zeros(v.shape[0], *k.shape[2:], v.shape[3])
-    else:
-        memory = state.memory_BHDE.to(dtype)
+    memory = v.new_zeros(B, H, D, E) if given is None else given.to(dtype)
     with torch.autocast(v.device.type, enabled=False):
         read, memory = DELTA_RULE(q, k, v, a, b, memory, dtype=dtype)
     return read.to(values.dtype), DeltaRuleState(memory) if needs_state else None
@@ -118,19 +118,3 @@ def delta_rule_weights(
         needs_state=False,
     )  # fmt: skip
     return weights_BTHS.transpose(1, 2)
-
-
-def _check_shapes(
-    queries: Tensor, keys: Tensor, values: Tensor, per_head: dict[str, Tensor | None], state: DeltaRuleState | None
-) -> None:
-    if queries.shape != keys.shape or values.shape[:3] != keys.shape[:3]:
-        raise InputError(
-            f"keys: shape {tuple(keys.shape)} given for queries {tuple(queries.shape)} and values "
-            f"{tuple(values.shape)}, but they must share batch, time and heads"
-        )
-    for name, tensor in per_head.items():
-        if tensor is not None and tensor.shape != keys.shape[:3]:
-            raise InputError(f"{name}: shape {tuple(tensor.shape)} given, but it must be {tuple(keys.shape[:3])}")
-    expected = (keys.shape[0], *keys.shape[2:], values.shape[3])
-    if state is not None and state.memory_BHDE.shape != expected:
-        raise InputError(f"state: a memory of {tuple(state.memory_BHDE.shape)} given, but it must be {expected}")

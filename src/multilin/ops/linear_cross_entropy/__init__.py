@@ -12,6 +12,7 @@ from multilin.ops.dispatch import Backend, Op, cpu_kernels, result_dtype
 from multilin.ops.kernels import MANY_NUMBERS, is_traced, needs_gradients, refuse_second_derivative, refuses_eager
 from multilin.ops.linear_cross_entropy import cpu, portable
 from multilin.ops.linear_cross_entropy.portable import IGNORED
+from multilin.ops.shapes import check_shapes
 
 __all__ = ["LINEAR_CROSS_ENTROPY", "linear_cross_entropy", "rows_of_chunk", "token_cross_entropy"]
 
@@ -88,8 +89,7 @@ def rows_of_chunk(num_outputs: int, device: torch.device) -> int:
 
 def _counted_rows(hidden: Tensor, weight: Tensor, targets_N: Tensor) -> Tensor | None:
     """The rows that count, if that is not all of them; None on a GPU, which would have to wait for their number."""
-    if targets_N.shape != hidden.shape[:1]:  # kernels would read beside them
-        raise InputError(f"targets: shape {tuple(targets_N.shape)} given, but it must be {tuple(hidden.shape[:1])}")
+    check_shapes(("targets", targets_N, hidden.shape[:1]))
     if hidden.device.type != "cpu" or is_traced(hidden, targets_N):
         return None
     is_wrong_N = (targets_N != IGNORED) & ((targets_N < 0) | (targets_N >= len(weight)))

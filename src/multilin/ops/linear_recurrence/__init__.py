@@ -11,6 +11,7 @@ from multilin.errors import InputError
 from multilin.ops.dispatch import Backend, Op, cpu_kernels, gpu_kernels
 from multilin.ops.linear_recurrence import operator, portable, reference
 from multilin.ops.linear_recurrence.reference import linear_recurrence_weights
+from multilin.ops.shapes import check_shapes
 
 __all__ = ["LINEAR_RECURRENCE", "LinearRecurrenceState", "linear_recurrence", "linear_recurrence_weights"]
 
@@ -67,13 +68,11 @@ def linear_recurrence(
         raise InputError(f"inputs: shape {tuple(inputs.shape)} given, but it must be (B, T, 2, D)")
     num_batch, num_time, _, width = inputs.shape
     hidden_BD = None if state is None else state.hidden_BD
-    for name, tensor, shape in (("state", hidden_BD, (num_batch, width)), ("starts", starts, (num_batch, num_time))):
-        if tensor is not None and tensor.shape != shape:
-            raise InputError(f"{name}: shape {tuple(tensor.shape)} given, but it must be {shape}")
+    check_shapes(("state", hidden_BD, (num_batch, width)), ("starts", starts, (num_batch, num_time)))
     if padding is not None:
         inputs = inputs.masked_fill(padding[..., None, None], -torch.inf)  # z = 0 and g(u) = 0
     wide = torch.promote_types(inputs.dtype, torch.float32)
-    before_BD = inputs.new_zeros(num_batch, width, dtype=wide) if state is None else state.hidden_BD.to(wide)
+    before_BD = inputs.new_zeros(num_batch, width, dtype=wide) if hidden_BD is None else hidden_BD.to(wide)
     if inputs.numel():
         hidden_BTD, after_BD = LINEAR_RECURRENCE(inputs, before_BD, starts, dtype=inputs.dtype)
     else:

@@ -12,6 +12,7 @@ from multilin.ops.kernels import is_exported
 from multilin.ops.prefix_softmax import gpu, operator, portable, reference
 from multilin.ops.prefix_softmax.reference import PrefixSoftmaxState, prefix_softmax_weights
 from multilin.ops.ring import Ring
+from multilin.ops.shapes import check_shapes
 
 __all__ = ["PREFIX_SOFTMAX", "PrefixSoftmaxState", "prefix_softmax", "prefix_softmax_weights"]
 
@@ -75,7 +76,10 @@ def prefix_softmax(
         raise InputError(
             f"values: shape {tuple(values.shape)} given, but it must begin with that of logits, {tuple(logits.shape)}"
         )
-    _check_shapes(logits, values, own_logits, state, starts, window)
+    (B, T, H, D), S = values.shape, 1 if window is None else window - 1
+    check_shapes(("own_logits", own_logits, (B, T, H)), ("starts", starts, (B, T)))
+    if state is not None and not isinstance(state, Ring):
+        check_shapes(("state", state.logits_BSH, (B, S, H)), ("state", state.values_BSHD, (B, S, H, D)))
     if torch.is_autocast_enabled(values.device.type):
         with torch.autocast(values.device.type, enabled=False):
             return prefix_softmax(
@@ -90,8 +94,7 @@ def prefix_softmax(
         own_logits = own_logits.to(dtype)
     if isinstance(state, Ring):
         return _read_ring(logits, values, state, window, null_logit)
-    if window is None and not logits.shape[1]:
-        B, _, H, D = values.shape
+    if window is None and not T:
         empty = PrefixSoftmaxState(logits.new_full((B, 1, H), -torch.inf).double(), logits.new_zeros(B, 1, H, D))
         return values, (state or empty) if needs_state else None
     backend = PREFIX_SOFTMAX.backend_for(
@@ -104,23 +107,6 @@ def prefix_softmax(
     if window is not None and after is not None:
         after = reference.PrefixSoftmaxWindow(*after)
     return means if means.dtype is values.dtype else means.to(values.dtype), after
-
-
-def _check_shapes(
-    logits: Tensor, values: Tensor, own_logits: Tensor | None, state: PrefixSoftmaxState | Ring | None,
-    starts: Tensor | None, window: int | None,
-) -> None:  # fmt: skip
-    """Kernels read by addresses, so what does not fit would be read, or written, beside the tensors."""
-    B, T, H, D = values.shape
-    expected: list[tuple[str, Tensor | None, tuple[int, ...]]] = [
-        ("own_logits", own_logits, (B, T, H)), ("starts", starts, (B, T)),
-    ]  # fmt: skip
-    if state is not None and not isinstance(state, Ring):
-        S = 1 if window is None else window - 1
-        expected += [("state", state.logits_BSH, (B, S, H)), ("state", state.values_BSHD, (B, S, H, D))]
-    for name, tensor, shape in expected:
-        if tensor is not None and tensor.shape != shape:
-            raise InputError(f"{name}: shape {tuple(tensor.shape)} given, but it must be {shape}")
 
 
 def _read_ring(

@@ -1,0 +1,25 @@
+"""Shapes of the arguments of ops: kernels read by addresses, so what does not fit would be read beside the tensors."""
+
+from torch import Tensor
+
+from multilin.errors import InputError
+
+
+def check_shapes(*expected: tuple[str, Tensor | None, tuple[int, ...]]) -> None:
+    """Refuse arguments of other shapes.
+
+    Args:
+        expected: name, value and wanted shape of each argument; None is no value.
+    """
+    for name, tensor, shape in expected:
+        if tensor is not None and tensor.shape != shape:
+            raise InputError(f"{name}: shape {tuple(tensor.shape)} given, but it must be {tuple(shape)}")
+
+
+def check_heads(queries: Tensor, keys: Tensor, values: Tensor) -> None:
+    """Refuse what is not (B, T, H, D), (B, T, H, D) and (B, T, H, E)."""
+    if queries.shape != keys.shape or values.shape[:3] != keys.shape[:3]:
+        raise InputError(
+            f"keys: shape {tuple(keys.shape)} given for queries {tuple(queries.shape)} and values "
+            f"{tuple(values.shape)}, but they must share batch, time and heads"
+        )

@@ -177,6 +177,13 @@ def test_every_backend_is_tested_and_bad_input_is_named() -> None:
         unchecked.windowed_attention(x, x, x, window=-1)
     with pytest.raises(InputError, match="keys: shape"):
         unchecked.windowed_attention(x, x[:, :1], x, window=3)
+    _, of_other_window = unchecked.windowed_attention(x, x, x, window=4)
+    for name, fields in (
+        ("state", {"state": of_other_window}), ("starts", {"starts": torch.zeros(2, 2, dtype=torch.bool)}),
+        ("padding", {"padding": torch.zeros(1, 1, dtype=torch.bool)}),
+    ):  # fmt: skip
+        with pytest.raises(InputError, match=rf"^{name}: shape .* given, but it must be \(1, "):
+            unchecked.windowed_attention(x, x, x, window=3, **fields)
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 4e-3)])

@@ -10,6 +10,7 @@ from torch import Tensor
 from multilin.errors import InputError
 from multilin.ops.dispatch import Backend, Op, few_tokens, gpu_kernels
 from multilin.ops.ring import Ring
+from multilin.ops.shapes import check_heads, check_shapes
 from multilin.ops.windowed_attention import gpu, portable, reference
 from multilin.ops.windowed_attention.reference import WindowedAttentionState, windowed_attention_weights
 
@@ -77,11 +78,12 @@ def windowed_attention(
     Source: 3Lin and TScale; the width schedule and the decays of their documents.
     """
     _check_reach(window, slope, hyper)
-    if queries.shape != keys.shape or values.shape[:3] != keys.shape[:3]:
-        raise InputError(
-            f"keys: shape {tuple(keys.shape)} given for queries {tuple(queries.shape)} and values "
-            f"{tuple(values.shape)}, but they must share batch, time and heads"
-        )
+    check_heads(queries, keys, values)
+    (B, T, H, D), E, S = keys.shape, values.shape[3], window
+    check_shapes(("padding", padding, (B, T)), ("starts", starts, (B, T)))
+    if state is not None and not isinstance(state, Ring):
+        check_shapes(("state", state.keys_BSHD, (B, S, H, D)), ("state", state.values_BSHE, (B, S, H, E)))
+        check_shapes(("state", state.logits_BS, (B, S)))
     with torch.autocast(values.device.type, enabled=False):
         if isinstance(state, Ring):
             means, new = portable.from_ring(

@@ -163,15 +163,6 @@ def test_the_kernels_are_chosen_on_a_cpu() -> None:
         assert "numba" in LINEAR_RECURRENCE.backend_for(torch.device("cpu"), dtype).name
 
 
-@pytest.mark.parametrize("kernels", ["cpu", "gpu"])
-def test_an_empty_text_leaves_the_state_as_it_is(kernels: str) -> None:
-    inputs, before = torch.zeros(2, 0, 2, 3, requires_grad=True), torch.ones(2, 3, requires_grad=True)
-    hidden, after = operator.linear_recurrence(kernels, inputs, before, None)
-    assert hidden.shape == (2, 0, 3)
-    assert torch.equal(after, before)
-    assert torch.equal(torch.autograd.grad(after.sum(), before)[0], torch.ones(2, 3))
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_what_stands_in_padding_changes_nothing(dtype: torch.dtype) -> None:
     torch.manual_seed(0)

@@ -15,13 +15,6 @@ from multilin.ops.linear_recurrence import cpu, gpu
 _MODULES: dict[str, Any] = {"cpu": cpu, "gpu": gpu}
 
 
-def linear_recurrence(
-    kernels: str, inputs_BT2D: Tensor, before_BD: Tensor, starts_BT: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """See `multilin.ops.linear_recurrence`."""
-    return _forward(kernels, inputs_BT2D, before_BD, starts_BT)
-
-
 def _fake_forward(kernels: str, inputs: Tensor, before: Tensor, starts: Tensor | None) -> tuple[Tensor, Tensor]:
     hidden = torch.empty_like(inputs[:, :, 0], memory_format=torch.contiguous_format)
     return hidden, torch.empty_like(before, memory_format=torch.contiguous_format)
@@ -37,10 +30,8 @@ def _differentiate(ctx: Any, dhidden: Tensor, dafter: Tensor) -> tuple[None, Ten
 
 
 @operator("linear_recurrence", _fake_forward, _save, _differentiate)
-def _forward(kernels: str, inputs: Tensor, before: Tensor, starts: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Hidden states, and the last of them in float32."""
-    if inputs.numel() == 0:
-        return torch.empty_like(inputs[:, :, 0]), before.clone()
+def linear_recurrence(kernels: str, inputs: Tensor, before: Tensor, starts: Tensor | None) -> tuple[Tensor, Tensor]:
+    """See `multilin.ops.linear_recurrence`, which does not call this without tokens; the last state is in float32."""
     hidden, after = _fake_forward(kernels, inputs, before, starts)
     _MODULES[kernels].forward(inputs.contiguous(), before.contiguous(), starts, hidden, after)
     return hidden, after
@@ -58,8 +49,6 @@ def _backward(
     kernels: str, dhidden: Tensor, dafter: Tensor, inputs: Tensor, before: Tensor, starts: Tensor | None, hidden: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Gradients of the inputs and of h before them."""
-    if inputs.numel() == 0:
-        return torch.empty_like(inputs), dafter.clone()
     dinputs, dbefore = _fake_backward(kernels, dhidden, dafter, inputs)
     given = (x.contiguous() for x in (hidden, dhidden, dafter))
     _MODULES[kernels].backward(inputs.contiguous(), before.contiguous(), starts, *given, dinputs, dbefore)

@@ -122,7 +122,7 @@ def test_snapshots_roll_back_fork_and_travel_by_file(make_model: MakeModel, tmp_
     torch.testing.assert_close(onward[::2], after)
 
 
-def test_a_state_file_of_another_model_or_cut_short_is_refused(make_model: MakeModel, tmp_path) -> None:
+def test_a_state_file_of_another_model_is_refused(make_model: MakeModel, tmp_path) -> None:
     model, path = make_model(torch.float32), tmp_path / "text.state"
     save_snapshot(Snapshot(model(random_ids(1, 5)).past_key_values), path, model)
     other = make_model(torch.float32)
@@ -130,9 +130,6 @@ def test_a_state_file_of_another_model_or_cut_short_is_refused(make_model: MakeM
         next(other.parameters()).view(-1)[0] += 1
     with pytest.raises(InputError, match="belongs to another model"):
         load_snapshot(path, other)
-    path.write_bytes(path.read_bytes()[:-10])
-    with pytest.raises(InputError, match="damaged"):
-        load_snapshot(path, model)
     with pytest.raises(InputError, match="does not exist"):
         load_snapshot(tmp_path / "none", model)
     with pytest.raises(InputError, match="nothing was read"):

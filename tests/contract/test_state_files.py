@@ -10,12 +10,11 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from multilin.errors import InputError
 from multilin.inference.snapshot import Snapshot, load_snapshot, save_snapshot
 from multilin.inference.state_file import RNG_STATE
 from multilin.model import MultilinForCausalLM
 from tests.contract.conftest import LONGEST, VOCAB_SIZE, MakeModel
-from tests.inference.test_snapshot import rewrite
+from tests.inference.test_snapshot import refused, rewrite
 
 ROWS = 2
 
@@ -33,13 +32,6 @@ def state_file(model: MultilinForCausalLM, tmp_path: Path) -> Path:
         state = model(ids).past_key_values
     save_snapshot(Snapshot(state, [[3], [4]], torch.get_rng_state()), tmp_path / "text.state", model)
     return tmp_path / "text.state"
-
-
-def refused(path: Path, model: MultilinForCausalLM, match: str) -> None:
-    with pytest.raises(InputError, match=match) as refusal:
-        load_snapshot(path, model)
-    assert str(refusal.value).startswith(f"state file: {path} ")
-    assert "\n" not in str(refusal.value)
 
 
 @pytest.mark.slow_for_variants

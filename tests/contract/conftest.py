@@ -83,6 +83,14 @@ def packs(case: dict) -> bool:
     return all(architectures()[kind].packs for kind in kinds)
 
 
+def without_dropout(model: MultilinForCausalLM) -> MultilinForCausalLM:
+    """Training mode, in which dropout would make two runs differ."""
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    return model.train()
+
+
 def random_ids(*shape: int, seed: int = 1) -> torch.Tensor:
     """Token ids without the end and padding tokens."""
     return torch.randint(2, VOCAB_SIZE, shape, generator=torch.Generator().manual_seed(seed))

@@ -16,6 +16,7 @@ from transformers import (
 )
 
 from multilin import InputError, MultilinForCausalLM
+from tests.contract.conftest import without_dropout
 from tests.model.conftest import LONGEST, VARIANTS, ids, make
 
 LENGTHS = [20, 7, 33, 12, 5, 28]
@@ -30,10 +31,7 @@ def documents() -> list[list[int]]:
 
 def make_trained(name: str, **config: object) -> MultilinForCausalLM:
     """A model in training without dropout, whose biases are not zero."""
-    model = make(name, embedding_dropout=0.0, **config).train()
-    for module in model.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.0
+    model = without_dropout(make(name, **config))
     if model.lm_head.bias is not None:
         torch.nn.init.normal_(model.lm_head.bias)
     return model

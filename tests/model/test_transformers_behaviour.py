@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from multilin import InputError, MultilinForCausalLM
+from tests.contract.conftest import without_dropout
 from tests.model.conftest import GREEDY, LONGEST, VARIANTS, VOCAB_SIZE, ids, make
 
 BOTH = pytest.mark.parametrize("ties", [True, False])
@@ -197,10 +198,7 @@ def test_recomputed_activations_give_the_same_gradients(variant: tuple[str, dict
     for adapts in (False, True):
         gradients = []
         for recomputes in (False, True):
-            model = make_variant(variant, embedding_dropout=0.0).double().train()
-            for module in model.modules():
-                if isinstance(module, torch.nn.Dropout):
-                    module.p = 0.0
+            model = without_dropout(make_variant(variant).double())
             if recomputes:
                 model.activation_checkpointing_enable({"use_reentrant": reentrant})
             if adapts:

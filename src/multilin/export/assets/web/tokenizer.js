@@ -24,8 +24,12 @@ export class TextCodec {
 export class TextStream {
   constructor(codec, context = []) {
     this.codec = codec;
-    this.before = context.slice(-8); // decoders may treat the first token of a text in another way
-    this.pending = [];
+    // The context may end inside a character, whose first tokens are held back as those of new text are.
+    let cut = 0;
+    while (cut < 4 && codec.decode(context.slice(-8, context.length - cut)).endsWith("\ufffd")) cut++;
+    const whole = context.slice(0, context.length - (cut % 4));
+    this.before = whole.slice(-8); // decoders may treat the first token of a text in another way
+    this.pending = context.slice(whole.length);
   }
 
   put(id) {

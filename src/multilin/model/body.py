@@ -57,14 +57,12 @@ class MultilinPreTrainedModel(PreTrainedModel):
                 nn.init.zeros_(module.weight)
             else:
                 nn.init.normal_(module.weight, std=std)
-            if isinstance(module, nn.Linear) and module.bias is not None:
-                nn.init.zeros_(module.bias)
         elif isinstance(module, nn.LayerNorm | nn.RMSNorm) and module.elementwise_affine:
             nn.init.ones_(module.weight)
-            if isinstance(module, nn.LayerNorm):
-                nn.init.zeros_(module.bias)
         elif isinstance(module, ParameterHolder):
             module.initialize(std)
+        if isinstance(module, nn.Linear | nn.LayerNorm) and module.bias is not None:
+            nn.init.zeros_(module.bias)
 
 
 class MultilinModel(MultilinPreTrainedModel):

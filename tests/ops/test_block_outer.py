@@ -12,7 +12,6 @@ from tests.ops.cases.block_outer import SHAPES, make_inputs
 from tests.ops.checked import block_outer
 from tests.ops.compiled import check_compiled
 from tests.ops.largest import LargestTensor
-from tests.ops.poison import poison_memory
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -38,14 +37,11 @@ def test_precision_against_float64(name: str, low: torch.dtype, tolerance: float
 
 
 @pytest.mark.skipif(why_no_numba() is not None, reason=str(why_no_numba()))
-@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.usefixtures("threads", "poisoned")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("shapes", [(4, 4), (16, 16), (4, 8), (12, 8), (3, 16)], ids=str)
-def test_kernels_make_pairs_and_gradients_of_their_factors(shapes, dtype, threads, monkeypatch) -> None:
+def test_kernels_make_pairs_and_gradients_of_their_factors(shapes, dtype) -> None:
     """The last one's end is the end of memory."""
-    poison_memory(monkeypatch)
-    monkeypatch.setattr("multilin.ops.kernels.cpu_launch.SMALL", 0)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     left, right = (torch.randn(7, 5, width).to(dtype) for width in shapes)
     dpairs = torch.randn(7, 5, *shapes).to(dtype)
     exact = [x.double() for x in (left, right, dpairs)]

@@ -18,7 +18,6 @@ from tests.ops.cases.delta_rule import SWITCHES, Inputs, make_inputs
 from tests.ops.cases.prefix_softmax import make_starts
 from tests.ops.checked import delta_rule, delta_rule_weights
 from tests.ops.largest import LargestTensor
-from tests.ops.poison import poison_memory
 from tests.qwen3_next import in_float64
 
 B, T, H, D, E = 2, 141, 2, 3, 5
@@ -79,10 +78,8 @@ def test_chunks_equal_the_definition(monkeypatch, name: str, length: int, number
 @every_switch
 @pytest.mark.parametrize("length", [5, 17, T])
 @pytest.mark.parametrize("backend", [portable.delta_rule, partial(portable.delta_rule, kernels="cpu")])
-def test_chunks_in_float32_equal_the_definition_in_float64(
-    monkeypatch: pytest.MonkeyPatch, name: str, length: int, backend: Any
-) -> None:
-    poison_memory(monkeypatch)
+@pytest.mark.usefixtures("poisoned")
+def test_chunks_in_float32_equal_the_definition_in_float64(name: str, length: int, backend: Any) -> None:
     rounded, results = make_inputs(name, B, length, H, 16, 8).map(torch.Tensor.float), []
     for compute, dtype in ((reference.delta_rule, torch.float64), (backend, torch.float32)):
         inputs = rounded.map(lambda x, dtype=dtype: x.to(dtype).requires_grad_())

@@ -53,14 +53,12 @@ def test_backends_equal_the_definition_in_float64(backend: Any, gates: str, shap
         torch.testing.assert_close(result, exact, rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 4e-3)], ids=str)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("gates", GATES)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_precision_against_float64(shape, gates, backend, dtype, tolerance, threads, monkeypatch) -> None:
-    monkeypatch.setattr("multilin.ops.kernels.cpu_launch.SMALL", 0)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+def test_precision_against_float64(shape, gates, backend, dtype, tolerance) -> None:
     inputs, before, starts = make_inputs(gates, shape)
     inputs, before = inputs.to(dtype), before.float()
     found = results_and_gradients(backend, inputs, before, starts)

@@ -32,12 +32,10 @@ def test_the_definition_turns_complex_numbers() -> None:
         assert cmath.isclose(complex(turned[1, 4, 0, n], turned[1, 4, 0, n + 3]), expected)
 
 
-@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 4e-3)], ids=str)
 @pytest.mark.parametrize("name", SHAPES)
-def test_precision_against_float64(threads, name, dtype, tolerance, monkeypatch) -> None:
-    monkeypatch.setattr("multilin.ops.kernels.cpu_launch.SMALL", 0)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+def test_precision_against_float64(name, dtype, tolerance) -> None:
     (x, cos, sin), block = make_inputs(name), SHAPES[name][1]
     x = x.to(dtype)
     found = result_and_gradient(x, cos.float(), sin.float(), block)

@@ -11,7 +11,9 @@ from multilin.layers.short_convolution import ShortConvolution
 from multilin.ops.block_outer import block_outer
 from multilin.ops.delta_rule import delta_rule
 from multilin.ops.int8 import int8_linear
+from multilin.ops.linear_cross_entropy import linear_cross_entropy
 from multilin.ops.prefix_softmax import prefix_softmax
+from multilin.ops.softmax import softmax
 from multilin.ops.windowed_attention import windowed_attention
 
 
@@ -33,6 +35,8 @@ CALLS: dict[str, Callable[[], Tensor]] = {
     "delta_rule": lambda: delta_rule(draw(1, 20, 2, 4), draw(1, 20, 2, 4), draw(1, 20, 2, 4))[0],
     "windowed_attention": lambda: windowed_attention(*(draw(1, 20, 2, 4) for _ in range(3)), window=5)[0],
     "int8_linear": lambda: int8_linear(draw(20, 8), draw(6, 8)),
+    "linear_cross_entropy": lambda: linear_cross_entropy(draw(20, 4), draw(6, 4), None, torch.arange(20) % 6),
+    "softmax": lambda: softmax(draw(3, 4)),
     "short_convolution": _short_convolution,
 }
 

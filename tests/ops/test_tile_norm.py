@@ -30,12 +30,10 @@ def result_and_gradient(x: Tensor, tile: int | None, dtype: torch.dtype) -> tupl
     return result.detach(), torch.autograd.grad(result, needed, weight.to(torch.bfloat16).to(dtype))[0]
 
 
-@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize(("dtype", "result_dtype", "tolerance"), TYPES, ids=str)
 @pytest.mark.parametrize("name", WIDE)
-def test_precision_against_float64(threads, name, dtype, result_dtype, tolerance, monkeypatch) -> None:
-    monkeypatch.setattr("multilin.ops.kernels.cpu_launch.SMALL", 0)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+def test_precision_against_float64(name, dtype, result_dtype, tolerance) -> None:
     x, tile = make_input(name).to(dtype), SHAPES[name][1]
     found = result_and_gradient(x, tile, result_dtype)
     exact = result_and_gradient(x.double(), tile, torch.float64)

@@ -114,8 +114,9 @@ def test_any_number_of_rows_is_read(model: MultilinForCausalLM, state_file: Path
 
 def test_the_model_is_left_in_training(model: MultilinForCausalLM, state_file: Path, monkeypatch: Any) -> None:
     model.train()
+    model.lm_head.eval()  # as one freezes a part of a model
     load_snapshot(state_file, model)
-    assert model.training
+    assert (model.training, model.model.training, model.lm_head.training) == (True, True, False)
     monkeypatch.setattr(model, "forward", lambda *_, **__: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         load_snapshot(state_file, model)

@@ -8,10 +8,11 @@ from torch import nn
 
 @contextmanager
 def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Put a model into evaluation mode, and into the mode it was in when the block ends, also by an error."""
-    was_training = model.training
+    """Put a model into evaluation mode, and each module into the mode it was in when the block ends, also by error."""
+    modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
         yield
     finally:
-        model.train(was_training)
+        for module, was_training in modes:
+            module.training = was_training

@@ -172,6 +172,8 @@ def test_fields_that_ask_for_what_happens_anyway_are_taken(server: Server) -> No
     same = server.post("/v1/chat/completions", messages=messages, **GREEDY, **idle, service_tier="auto")
     assert same["choices"][0]["message"] == plain["choices"][0]["message"]
     server.post("/v1/completions", prompt="a", **GREEDY, best_of=1)
+    server.post("/v1/completions", prompt=None, **GREEDY)
+    server.stream("/v1/completions", prompt="a", **GREEDY, stream_options={"include_usage": None})
     server.post("/v1/responses", input="a", temperature=0, max_output_tokens=2, text={"format": {"type": "text"}})
     assert httpx.head(f"{server.url}/health").status_code == 200  # as uptime probes ask
 

@@ -16,13 +16,13 @@ Number = Annotated[int, Ge(0), Lt(2**31)]
 Penalty = Annotated[float, Ge(-2), Le(2)]
 NumTop = Annotated[int, Ge(0), Le(20)]
 Stop = Annotated[str, MinLen(1), MaxLen(1000)]
-Nothing = Annotated[list[Any], MaxLen(0)]
 MOST_STOPS = 8
 # What clients send unasked and what changes nothing here, by field.
 _WITHOUT_EFFECT: dict[str, list[Any]] = {
-    "annotations": [[]], "best_of": [1], "modalities": [["text"]], "parallel_tool_calls": [True, False],
-    "response_format": [{"type": "text"}], "service_tier": ["auto", "default"], "text": [{"format": {"type": "text"}}],
-    "tool_calls": [[]], "tool_choice": ["auto", "none"], "tools": [[]], "truncation": ["disabled"],
+    "annotations": [[]], "best_of": [1], "logprobs": [[]], "modalities": [["text"]],
+    "parallel_tool_calls": [True, False], "response_format": [{"type": "text"}], "service_tier": ["auto", "default"],
+    "text": [{"format": {"type": "text"}}], "tool_calls": [[]], "tool_choice": ["auto", "none"], "tools": [[]],
+    "truncation": ["disabled"],
 }  # fmt: skip
 
 
@@ -37,8 +37,10 @@ class Body(BaseModel):
         """Null asks for nothing, whatever the field: clients send the nulls of an answer back with it."""
         if not isinstance(body, dict):
             return body
-        idle = {name for name, value in body.items() if value is None or value in _WITHOUT_EFFECT.get(name, ())}
-        return {name: value for name, value in body.items() if name in cls.model_fields or name not in idle}
+        return {
+            name: value for name, value in body.items()
+            if value is not None and (name in cls.model_fields or value not in _WITHOUT_EFFECT.get(name, ()))
+        }  # fmt: skip
 
 
 class StreamOptions(Body):
@@ -103,8 +105,6 @@ class TextPart(Body):
 
     type: Literal["text", "input_text", "output_text"]
     text: Text
-    annotations: Nothing | None = None  # these two as our own answers have them
-    logprobs: Nothing | None = None
 
 
 class Message(Body):

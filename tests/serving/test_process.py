@@ -198,6 +198,7 @@ def test_mistakes_of_the_command_line(
             (["--memory", "much"], "--memory: 'much' given"),
             (["--api-key", ""], "--api-key: an empty text"),
             (["--port", str(taken.getsockname()[1])], "cannot be listened on"),
+            (["--host", "a..b", "--insecure"], "a..b:8000 cannot be listened on"),
             (["--slots", "0"], "--slots: 0 given"),
         ):
             assert main(["serve", str(run.folder), *arguments]) == 2

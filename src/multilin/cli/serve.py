@@ -78,10 +78,9 @@ def _listen(arguments: ServeArguments) -> socket.socket:
     try:
         family, _, _, _, address = socket.getaddrinfo(arguments.host, arguments.port, type=socket.SOCK_STREAM)[0]
         return socket.create_server(address[:2], family=family)
-    except OSError as error:
-        raise InputError(
-            f"--port: {arguments.host}:{arguments.port} cannot be listened on ({error.strerror})"
-        ) from None
+    except (OSError, UnicodeError) as error:  # of a name that no machine can have, such as a..b
+        reason = getattr(error, "strerror", None) or error
+        raise InputError(f"--port: {arguments.host}:{arguments.port} cannot be listened on ({reason})") from None
 
 
 def _say(address: str, name: str, engine: str, has_key: bool) -> None:

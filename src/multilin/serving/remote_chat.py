@@ -168,6 +168,6 @@ def _check_status(response: httpx.Response) -> None:
 def _reaching(client: httpx.Client) -> Iterator[None]:
     try:
         yield
-    except httpx.HTTPError as error:
+    except (httpx.HTTPError, UnicodeError) as error:  # the latter of a name that no machine can have, such as a..b
         reason = " ".join(str(error).split()) or type(error).__name__
         raise InputError(f"target: {client.base_url} does not answer ({reason})") from None

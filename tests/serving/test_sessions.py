@@ -232,11 +232,12 @@ def test_a_store_whose_network_fails_once_is_asked_again(monkeypatch: pytest.Mon
 
         monkeypatch.setattr(MemoryFileSystem, name, flaky)
 
-    fail_once("pipe_file"), fail_once("cat_file")
+    fail_once("pipe_file"), fail_once("cat_file"), fail_once("find")
     folder = Folder()
     folder.write("turn_abc.json", b"{}")
     assert folder.read("turn_abc.json") == b"{}"
-    assert failed == {"pipe_file", "cat_file"}
+    assert folder.sizes("turn_") == {"turn_abc.json": 2}
+    assert failed == {"pipe_file", "cat_file", "find"}
 
 
 @pytest.fixture

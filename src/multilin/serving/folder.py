@@ -3,8 +3,9 @@
 import contextlib
 import secrets
 import time
+from functools import partial
 
-from multilin.data.store import Store
+from multilin.data.store import Store, insist
 from multilin.errors import as_input_error, shown
 
 
@@ -33,7 +34,7 @@ class Folder(Store):
         """The bytes of each file whose name begins with `prefix`, which begins with a kind as in `turn_`."""
         self._files.invalidate_cache()
         try:
-            entries = self._files.find(f"{self._root}/{_subfolder(prefix)}", detail=True)
+            entries = insist(partial(self._files.find, f"{self._root}/{_subfolder(prefix)}", detail=True))
         except FileNotFoundError:
             return {}
         sizes = {path.rpartition("/")[2]: int(entry["size"] or 0) for path, entry in entries.items()}

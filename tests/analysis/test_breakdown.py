@@ -173,6 +173,17 @@ def test_only_answers_of_conversations_are_scored(make_run: Callable[[str], Run]
             np.testing.assert_array_equal(every[is_answer[one.places]], scored)
 
 
+def test_a_text_is_read_whole_without_dropout_and_the_training_mode_is_left(
+    make_run: Callable[[str], Run], packed: PackedText
+) -> None:
+    model = make_run("elita").model
+    expected = [scored.losses for scored in read_whole(model, packed)]
+    model.model.embedding.dropout.p = 0.5
+    found = [scored.losses for scored in read_whole(model.train(), packed)]
+    np.testing.assert_array_equal(np.concatenate(found), np.concatenate(expected))
+    assert model.training
+
+
 def test_memory_does_not_grow_with_a_long_text(make_run: Callable[[str], Run], tmp_path: Path) -> None:
     """100,000 tokens in one text, of which the state keeps as many bytes as of ten."""
     run = make_run("elita")

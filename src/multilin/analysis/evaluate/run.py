@@ -24,6 +24,7 @@ from multilin.inference.run_files import RECIPE_FILE
 from multilin.inference.runs import Run
 from multilin.model import MultilinForCausalLM
 from multilin.model.memory import check_reading
+from multilin.model.modes import evaluation_mode
 from multilin.scoring.losses import Scored, chosen_blocks, read_blocks
 from multilin.settings.inputs import read_json
 from multilin.training.assemble import read_text
@@ -136,7 +137,7 @@ def read_whole(
     The state carries the past from chunk to chunk, so that memory does not grow.
 
     Args:
-        model: a model without a longest text.
+        model: a model without a longest text; its training mode is left as it was.
         packed: the text, packed with the model's tokenizer.
         chunk_tokens: tokens in one forward pass; the losses do not depend on it.
         max_tokens: stop after about this many tokens.
@@ -148,7 +149,7 @@ def read_whole(
         for first in range(start, end - 1, chunk_tokens):
             last = min(first + chunk_tokens, end - 1)
             row = torch.from_numpy(packed.tokens[first : last + 1].astype(np.int64)).to(model.device)
-            with torch.inference_mode():
+            with evaluation_mode(model), torch.inference_mode():
                 logits = model(row[None, :-1], past_key_values=state).logits[0]
                 losses = F.cross_entropy(logits.float(), row[1:], reduction="none")
             places, nats = np.arange(first + 1, last + 1), losses.double().cpu().numpy()

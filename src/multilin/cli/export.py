@@ -73,9 +73,8 @@ def export(arguments: ExportArguments) -> None:
     else:
         _print_comparison(comparison, precision)
     if arguments.format == "web":
-        print(
-            f"\nThen open http://localhost:8000\n\nNext:\n  python -m http.server --directory {output}", file=sys.stderr
-        )
+        print("\nThen open http://localhost:8000", file=sys.stderr)
+        say_next(["python", "-m", "http.server", "--directory", output])
     else:
         say_next(["multilin", "generate", output], ["less", output / "README.md"])
 

@@ -1,5 +1,6 @@
 """The verb that exports a model as graphs, and the engine that `multilin generate` runs."""
 
+import contextlib
 import functools
 import sys
 from pathlib import Path
@@ -117,13 +118,11 @@ def open_engine(folder: Path, name: EngineName, *, is_server: bool = False) -> "
     if is_export(folder) or name == "torch" or (name == "auto" and model_type(folder) != "multilin"):
         return open_folder(folder)
     reason = why_torch(folder) if name == "auto" else None
-    if reason is None and not is_current(folder):
-        reason = _export_for(folder, may_fail=name == "auto")
-    if reason is None:
-        try:
+    if reason is None and is_current(folder):
+        with contextlib.suppress(InputError):  # files of the export are damaged or gone
             return open_folder(cache_folder(folder))
-        except InputError:  # files of the export are damaged or gone
-            reason = _export_for(folder, may_fail=name == "auto")
+    if reason is None:
+        reason = _export_for(folder, may_fail=name == "auto")
     if reason is None:
         return open_folder(cache_folder(folder))
     print(f"multilin: engine torch, as {reason}", file=sys.stderr)

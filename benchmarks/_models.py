@@ -10,6 +10,12 @@ from multilin.architectures import architectures
 from multilin.model.factory import BASELINES, create_config, create_model
 
 
+def add_sizes(parser: argparse.ArgumentParser, **sizes: int) -> None:
+    """Flags for the sizes of a model, with these defaults."""
+    for name, value in sizes.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=value)
+
+
 def build(name: str, arguments: argparse.Namespace, position: int) -> PreTrainedModel:
     """A model of the sizes in the arguments; `position` is the longest text of those that need one."""
     sizes: dict[str, Any] = {

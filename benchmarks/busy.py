@@ -22,7 +22,7 @@ import torch
 
 from benchmarks import _results
 from benchmarks._engines import OurDecoder, make_decoder
-from benchmarks._models import build
+from benchmarks._models import add_sizes, build
 from multilin.inference.onnx_engine import OnnxEngine
 from multilin.machine import keep_freed_memory
 from multilin.ops.threads import SECONDS, adapt, following_load
@@ -137,7 +137,5 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=2.0, help="timed seconds of a turn")
     parser.add_argument("--tokens", type=int, default=1024, help="in a batch of training and evaluation")
-    sizes = {"hidden_size": 256, "num_layers": 6, "num_heads": 8, "vocab_size": 4096, "n_positions": 256}
-    for name, value in sizes.items():
-        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=value)
+    add_sizes(parser, hidden_size=256, num_layers=6, num_heads=8, vocab_size=4096, n_positions=256)
     return parser

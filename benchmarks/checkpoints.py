@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from benchmarks import _results
+from benchmarks._models import add_sizes
 from benchmarks._processes import start_together
 from multilin.training.processes import join_processes, num_processes
 from multilin.training.recipe import load_recipe
@@ -27,9 +28,7 @@ TO_WARM_UP = 2  # checkpoints: the first copies need new memory
 
 def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="benchmarks checkpoints", description=__doc__)
-    parser.add_argument("--hidden-size", type=int, default=512)
-    parser.add_argument("--num-layers", type=int, default=8)
-    parser.add_argument("--vocab-size", type=int, default=8192)
+    add_sizes(parser, hidden_size=512, num_layers=8, vocab_size=8192)
     parser.add_argument("--turns", type=int, default=7, help="checkpoints of each kind")
     parser.add_argument("--folder", type=Path, help="where the run is written; set by this benchmark itself")
     arguments = _results.parse(parser, argv)

@@ -34,7 +34,7 @@ from benchmarks._engines import (
     one_product,
 )
 from benchmarks._memory import peak_bytes
-from benchmarks._models import build, multiplied
+from benchmarks._models import add_sizes, build, multiplied
 from benchmarks._turns import results_in_turns, seconds_of
 from multilin.architectures import architectures
 from multilin.errors import InputError
@@ -246,10 +246,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--models", nargs="+", default=[*architectures(), "gpt2"], help="architectures and peers")
     parser.add_argument("--engines", nargs="+", default=["torch"], choices=ENGINES, help="what runs the models")
     parser.add_argument("--exports", metavar="FOLDER", help="keeps exported models, for further runs of the same code")
-    parser.add_argument("--hidden-size", type=int, default=256)
-    parser.add_argument("--num-layers", type=int, default=6)
-    parser.add_argument("--num-heads", type=int, default=4)
-    parser.add_argument("--vocab-size", type=int, default=4096)
+    add_sizes(parser, hidden_size=256, num_layers=6, num_heads=4, vocab_size=4096)
     parser.add_argument("--positions", type=int, nargs="+", default=[128, 1024, 8192, 65536], help="tokens read before")
     parser.add_argument(
         "--n-positions", type=int, default=4096, help="longest text of training of models that read any length"

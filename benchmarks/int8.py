@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from benchmarks import _results
+from benchmarks._models import add_sizes
 from benchmarks._turns import repeated, seconds_in_turns
 from multilin.layers.linear import Arithmetic
 from multilin.machine import keep_freed_memory
@@ -30,9 +31,7 @@ def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="benchmarks int8", description=__doc__)
     parser.add_argument("--part", choices=["products", "model", "precision"], help="only this table")
     parser.add_argument("--architecture", default="tscale", help="of the model that is timed")
-    parser.add_argument("--hidden-size", type=int, default=512)
-    parser.add_argument("--num-layers", type=int, default=8)
-    parser.add_argument("--vocab-size", type=int, default=8192)
+    add_sizes(parser, hidden_size=512, num_layers=8, vocab_size=8192)
     parser.add_argument("--length", type=int, default=512, help="tokens of a row")
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--turns", type=int, default=7)

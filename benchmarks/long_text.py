@@ -13,13 +13,14 @@ import torch
 
 from benchmarks import _results
 from benchmarks._memory import own_peak_bytes
+from benchmarks._models import add_sizes
 from multilin import MultilinForCausalLM
 from multilin.machine import keep_freed_memory
 from multilin.model.factory import create_model
 
 
 def main(argv: list[str]) -> None:
-    arguments = _results.parse(_parser(), argv)
+    arguments = _results.parse(_parser(), argv, threads=True)
     sizes = f"width {arguments.hidden_size}, {arguments.num_layers} layers, vocabulary {arguments.vocab_size}"
     print(f"{arguments.architecture}, {sizes}, batch 1, {arguments.precision}, chunks of {arguments.chunk}")
     print(f"{'':20}{'tokens':>9}{'seconds':>9}{'tokens/s':>10}{'peak MB':>9}{'bytes/token':>13}")
@@ -92,10 +93,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--tasks", nargs="+", default=list(TASKS), choices=list(TASKS))
     parser.add_argument("--lengths", type=int, nargs="+", default=[16_384, 32_768, 100_000])
     parser.add_argument("--chunk", type=int, default=4096)
-    parser.add_argument("--hidden-size", type=int, default=256)
-    parser.add_argument("--num-layers", type=int, default=4)
-    parser.add_argument("--vocab-size", type=int, default=4096)
+    add_sizes(parser, hidden_size=256, num_layers=4, vocab_size=4096)
     parser.add_argument("--precision", default="float32", choices=["float32", "bf16"])
     parser.add_argument("--checkpoint", action="store_true", help="gradient checkpointing")
-    parser.add_argument("--threads", type=int, help="threads of torch; one gives steadier figures on a busy machine")
     return parser

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from benchmarks import _results
+from benchmarks._models import add_sizes
 from benchmarks._turns import seconds_in_turns
 from multilin.model.factory import create_model, model_names
 from multilin.training.optimizers import MatrixMoment, NormalizedSGD, parameter_groups
@@ -20,9 +21,7 @@ from multilin.training.processes import accelerator_or_cpu as device
 def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="benchmarks optimizer", description=__doc__)
     parser.add_argument("--architecture", default="tscale", choices=model_names())
-    parser.add_argument("--hidden-size", type=int, default=512)
-    parser.add_argument("--num-layers", type=int, default=6)
-    parser.add_argument("--vocab-size", type=int, default=8192)
+    add_sizes(parser, hidden_size=512, num_layers=6, vocab_size=8192)
     parser.add_argument("--turns", type=int, default=15, help="turns of each")
     arguments = _results.parse(parser, argv, threads=True)
     rows = optimizers(arguments)

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from benchmarks import _results
+from benchmarks._models import add_sizes
 from benchmarks._turns import seconds_in_turns
 from multilin.model.factory import create_model
 from multilin.training.optimizers import build_optimizer
@@ -45,9 +46,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--optimizers", nargs="+", default=list(GRIDS), choices=list(GRIDS))
     parser.add_argument("--source", default="python-docs", help="text to learn")
     parser.add_argument("--validation", help="text to validate on; without it documents of the source")
-    parser.add_argument("--hidden-size", type=int, default=128)
-    parser.add_argument("--num-layers", type=int, default=4)
-    parser.add_argument("--vocab-size", type=int, default=4096)
+    add_sizes(parser, hidden_size=128, num_layers=4, vocab_size=4096)
     parser.add_argument("--length", type=int, default=256)
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--steps", type=int, default=300)

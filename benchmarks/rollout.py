@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import _results
+from benchmarks._models import add_sizes
 from benchmarks._turns import times_in_turns
 from multilin.inference.rollout import rollout, rollout_sequential
 from multilin.model import MultilinForCausalLM
@@ -48,9 +49,7 @@ def main(argv: list[str]) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="benchmarks rollout", description=__doc__)
-    parser.add_argument("--hidden-size", type=int, default=256)
-    parser.add_argument("--vocab-size", type=int, default=4096)
-    parser.add_argument("--n-positions", type=int, default=512)
+    add_sizes(parser, hidden_size=256, vocab_size=4096, n_positions=512)
     parser.add_argument("--prompts", type=int, nargs="+", default=[1, 16], help="tokens read before")
     parser.add_argument("--steps", type=int, default=256, help="outputs")
     parser.add_argument("--turns", type=int, default=7, help="turns of each; the table shows medians")

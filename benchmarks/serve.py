@@ -30,7 +30,7 @@ import torch
 from benchmarks import _results, _servers
 from benchmarks._engines import check_installed
 from benchmarks._memory import resident_bytes
-from benchmarks._models import build
+from benchmarks._models import add_sizes, build
 from benchmarks._servers import Body, Server
 from benchmarks._turns import results_in_turns
 from multilin.data.corpora import BUILT_IN
@@ -295,11 +295,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="benchmarks serve", description=__doc__)
     parser.add_argument("--models", nargs="+", default=["additive", "elita"], help="architectures")
     parser.add_argument("--tasks", nargs="+", default=list(TASKS), choices=TASKS, help="what is measured")
-    parser.add_argument("--hidden-size", type=int, default=256)
-    parser.add_argument("--num-layers", type=int, default=6)
-    parser.add_argument("--num-heads", type=int, default=4)
-    parser.add_argument("--vocab-size", type=int, default=4096)
-    parser.add_argument("--n-positions", type=int, default=1024)
+    add_sizes(parser, hidden_size=256, num_layers=6, num_heads=4, vocab_size=4096, n_positions=1024)
     parser.add_argument(
         "--documents", type=int, default=300, help="of Python's documentation, for vocabulary and prompts"
     )

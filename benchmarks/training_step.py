@@ -29,7 +29,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks import _plots, _results
-from benchmarks._models import multiplied, options_of
+from benchmarks._models import add_sizes, multiplied, options_of
 from benchmarks._turns import times_in_turns
 from multilin.architectures import architectures
 from multilin.machine import keep_freed_memory
@@ -171,10 +171,7 @@ def _default_models() -> list[str]:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="benchmarks training_step", description=__doc__)
     parser.add_argument("--models", nargs="+", default=_default_models(), help='NAME, or NAME:{"option": value}')
-    parser.add_argument("--hidden-size", type=int, default=512)
-    parser.add_argument("--num-layers", type=int, default=8)
-    parser.add_argument("--num-heads", type=int, default=8)
-    parser.add_argument("--vocab-size", type=int, default=8192)
+    add_sizes(parser, hidden_size=512, num_layers=8, num_heads=8, vocab_size=8192)
     parser.add_argument("--lengths", type=int, nargs="+", default=[2048, 8192], help="tokens of a text")
     parser.add_argument("--tokens", type=int, default=4096, help="tokens of a step, one text at least")
     own = "bf16" if has_bf16("cpu") else "float32"  # bf16 that the processor emulates is slower than float32

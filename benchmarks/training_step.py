@@ -18,6 +18,7 @@ the diagonal; ours count as they are computed.
 import argparse
 import copy
 import gc
+import importlib.util
 import json
 import statistics
 from collections.abc import Callable
@@ -148,29 +149,19 @@ def _model(name: str, length: int, arguments: argparse.Namespace) -> nn.Module:
 def _package_model(name: str, length: int, arguments: argparse.Namespace) -> nn.Module:
     import leap
 
-    sizes = {"hidden_size": arguments.hidden_size, "vocab_size": arguments.vocab_size, "n_positions": length}
+    given = {
+        "hidden_size": arguments.hidden_size, "n_layer": arguments.num_layers, "vocab_size": arguments.vocab_size,
+        "n_positions": length, "hidden_dropout_prob": 0.0,
+    }  # fmt: skip
     if name == "package-leap":
-        config = leap.LeapConfig(
-            **sizes, n_layer=arguments.num_layers, n_head=arguments.num_heads, hidden_dropout_prob=0.0
-        )
-        return leap.LeapForCausalLM(config)
-    config = leap.FastformerLMConfig(
-        **sizes, n_layer=arguments.num_layers, n_heads=arguments.num_heads, hidden_dropout_prob=0.0
-    )
-    return leap.FastformerForCausalLM(config)
-
-
-def _default_models() -> list[str]:
-    try:
-        import leap  # noqa: F401
-    except ImportError:
-        return [*architectures(), *BASELINES]
-    return [*architectures(), *BASELINES, *PACKAGE]
+        return leap.LeapForCausalLM(leap.LeapConfig(**given, n_head=arguments.num_heads))
+    return leap.FastformerForCausalLM(leap.FastformerLMConfig(**given, n_heads=arguments.num_heads))
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="benchmarks training_step", description=__doc__)
-    parser.add_argument("--models", nargs="+", default=_default_models(), help='NAME, or NAME:{"option": value}')
+    names = [*architectures(), *BASELINES, *(PACKAGE if importlib.util.find_spec("leap") else ())]
+    parser.add_argument("--models", nargs="+", default=names, help='NAME, or NAME:{"option": value}')
     add_sizes(parser, hidden_size=512, num_layers=8, num_heads=8, vocab_size=8192)
     parser.add_argument("--lengths", type=int, nargs="+", default=[2048, 8192], help="tokens of a text")
     parser.add_argument("--tokens", type=int, default=4096, help="tokens of a step, one text at least")

@@ -121,7 +121,7 @@ def _described(recipe: Recipe) -> dict[str, Any]:
 
 def _trained(recipe: Recipe) -> dict[str, Any]:
     result = train(recipe, overwrite=True)
-    lines = [json.loads(line) for line in Path(recipe.output, "metrics.jsonl").read_text().splitlines()]
+    lines = RunFolder(recipe.output).read_metrics()
     found = [(line["step"], line["validation_bits_per_byte"]) for line in lines if "validation_bits_per_byte" in line]
     steps = recipe.training.max_steps
     validations = [(round(step / steps, 3), round(bits, 4)) for step, bits in found if step < 0.95 * steps]

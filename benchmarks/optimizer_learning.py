@@ -21,10 +21,11 @@ import torch
 from benchmarks import _results
 from benchmarks._models import add_sizes
 from benchmarks._turns import seconds_in_turns
-from multilin.model.factory import create_model
+from multilin.training.assemble import create_network
 from multilin.training.optimizers import build_optimizer
 from multilin.training.outcomes import TrainingFailed
 from multilin.training.recipe import load_recipe
+from multilin.training.run_folder import RunFolder
 from multilin.training.trainer import train
 
 if TYPE_CHECKING:
@@ -136,8 +137,7 @@ def _run(architecture: str, optimizer: str, rate: float, arguments: argparse.Nam
         except TrainingFailed as failure:
             print(f"{output.name}: {failure}")
             return [{"seconds": 0.0, "validation_loss": float("inf"), "validation_bits_per_byte": float("inf")}]
-    lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
-    validated = [line for line in lines if "validation_loss" in line]
+    validated = [line for line in RunFolder(output).read_metrics() if "validation_loss" in line]
     print(f"{output.name:40}{validated[-1]['validation_loss']:8.3f}", flush=True)
     return validated
 
@@ -160,13 +160,10 @@ def _seconds_per_step(
 def _step(folder: Path) -> Callable[[], object]:
     """One training step on random tokens, as that run did it."""
     recipe = load_recipe(folder / "recipe.yaml")
-    plan, sizes = recipe.training, recipe.model
-    model = create_model(
-        sizes.architecture, hidden_size=sizes.hidden_size, num_layers=sizes.num_layers,
-        vocab_size=recipe.tokenizer.vocab_size, n_positions=sizes.n_positions, options=sizes.options, **sizes.config,
-    ).train()  # fmt: skip
+    plan, vocab_size = recipe.training, recipe.tokenizer.vocab_size
+    model = create_network(recipe, vocab_size, None).train()
     optimizer = build_optimizer(recipe.optimizer, model, decayed=())
-    ids = torch.randint(recipe.tokenizer.vocab_size, (plan.batch_size, sizes.n_positions))
+    ids = torch.randint(vocab_size, (plan.batch_size, recipe.model.n_positions))
 
     def step() -> None:
         with torch.autocast("cpu", torch.bfloat16, enabled=plan.precision == "bf16"):

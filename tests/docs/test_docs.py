@@ -17,14 +17,6 @@ def test_generated_pages_follow_the_code() -> None:
         assert path.read_text(encoding="utf-8") == text, f"{path.name} is stale: run python docs/generate.py"
 
 
-def test_the_readme_and_the_overview_have_the_same_table() -> None:
-    readme, overview = (
-        (ROOT / page).read_text(encoding="utf-8") for page in ("README.md", "docs/architectures/index.md")
-    )
-    assert generate.architecture_table("docs/architectures/{name}.md") in readme
-    assert generate.architecture_table() in overview
-
-
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_links_to_files_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\((?!https?://|#)([^)#]+)", page.read_text(encoding="utf-8")):

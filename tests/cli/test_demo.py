@@ -7,20 +7,9 @@ import pytest
 from multilin.cli.demo import PROMPT
 
 SMALL = [
-    "--tokenizer.kind",
-    "byte",
-    "--tokenizer.vocab_size",
-    "null",
-    "--model.hidden_size",
-    "32",
-    "--model.num_layers",
-    "1",
-    "--training.max_steps",
-    "5",
-    "--training.eval_max_tokens",
-    "2000",
-    "--training.batch_size",
-    "2",
+    *("--tokenizer.kind", "byte", "--tokenizer.vocab_size", "null", "--model.hidden_size", "32"),
+    *("--model.num_layers", "1", "--training.max_steps", "5", "--training.eval_max_tokens", "2000"),
+    *("--training.batch_size", "2"),
 ]
 
 

@@ -351,6 +351,15 @@ def test_a_stage_goes_on_where_its_last_value_is_the_best(sandbox: Path) -> None
     assert any("The best optimizer.learning_rate of elita is at the end" in remark for remark in found.remarks)
 
 
+def test_a_switch_has_no_value_beyond_its_two(found: Comparison) -> None:
+    tuning = [tuning_run(0.1, 2.0), tuning_run(0.2, 3.0)]
+    for tried, is_said in (((0.1, 0.2), True), ((False, True), False)):
+        runs = [dataclasses.replace(run, choice={"x": value}) for run, value in zip(tuning, tried, strict=True)]
+        rows = [dataclasses.replace(row, choice={"x": tried[0]}, tuning=runs) for row in found.rows]
+        comparison = dataclasses.replace(found, rows=rows, stages=[{"x": list(tried)}])
+        assert any("is at the end of what was tried" in remark for remark in remarks_on(comparison)) == is_said
+
+
 STAGES = [
     {"optimizer.learning_rate": ["x0.1", "x1", "x3"]},
     {"model.hidden_size": [16, 24]},

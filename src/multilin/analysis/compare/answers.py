@@ -212,7 +212,7 @@ def _remarks_on_tuning(comparison: Comparison) -> Iterator[str]:
             tried = [run.choice[name] for run in row.tuning]
             if len(comparison.stages) == len(row.choice) == 1 and tried[number:]:
                 further.append(f"{', '.join(map(str, tried[number:]))} for {row.name}")
-            is_number = all(isinstance(value, int | float) for value in tried)
+            is_number = all(type(value) in (int, float) for value in tried)  # a switch has no end to go beyond
             if is_number and len(set(tried)) > 1 and row.choice.get(name) in (min(tried), max(tried)):
                 at_end.append(row.name)
         if further:

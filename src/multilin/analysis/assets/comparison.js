@@ -10,10 +10,11 @@
   const colour = (i) => css(`--c${i % COLOURS}`);
   const dash = (i) => DASHES[(i + 3 * Math.floor(i / COLOURS)) % DASHES.length];  // no two rows share colour and dashes
   const PREFIXES = [[1e18, "E"], [1e15, "P"], [1e12, "T"], [1e9, "G"], [1e6, "M"], [1e3, "k"]];
-  function short(value, digits = 3) {
-    if (value === null || value === undefined) return "";
-    for (const [size, prefix] of PREFIXES) if (value >= size) return `${Number((value / size).toPrecision(digits))} ${prefix}`;
-    return String(Number(value.toPrecision(digits)));
+  function short(value) {
+    if (value == null) return "";
+    const rounded = Number(value.toPrecision(3));  // before the prefix is chosen
+    for (const [size, prefix] of PREFIXES) if (rounded >= size) return `${Number((rounded / size).toPrecision(3))} ${prefix}`;
+    return String(rounded);
   }
   const percent = (value) => `${Number((100 * value).toPrecision(3))} %`;
   const score = (value) => (data.measure === "accuracy" ? percent(value) : value.toFixed(3));
@@ -145,7 +146,7 @@
       options: {
         series, bands, tellX: (x) => `${short(x)} ${data.axes[axis]}`,
         scales: { x: { time: false }, y: { range } },
-        axes: axes((u, ticks) => ticks.map((v) => short(v)), (u, ticks) => ticks.map((v) => (data.measure === "accuracy" ? percent(v) : Number(v.toPrecision(4)))), data.axes[axis]),
+        axes: axes((u, ticks) => ticks.map(short), (u, ticks) => ticks.map((v) => (data.measure === "accuracy" ? percent(v) : Number(v.toPrecision(4)))), data.axes[axis]),
       },
     };
   }
@@ -157,7 +158,7 @@
       return {
         table: [contexts, ...data.rows.map((row) => contexts.map((context) => find(row, context)))],
         options: {
-          series: [{}, ...data.rows.map((row, i) => line(i, { tell: (v) => short(v), points: { show: true, size: 5, fill: () => colour(i), stroke: () => colour(i) } }))],
+          series: [{}, ...data.rows.map((row, i) => line(i, { tell: short, points: { show: true, size: 5, fill: () => colour(i), stroke: () => colour(i) } }))],
           tellX: (x) => `after ${x.toLocaleString("en")} tokens`,
           scales: { x: { time: false, distr: 3, log: 2 }, y: { distr: 3, log: 10 } },
           axes: axes((u, ticks) => ticks.map((v) => (contexts.includes(v) ? (v >= 1024 ? `${v / 1024}k` : v) : "")), (u, ticks) => ticks.map((v) => (v == null ? "" : `${short(v)}${unit}`)), label, { splits: (u, i, low, high) => decades(low, high), filter: (u, ticks) => ticks }),
@@ -174,7 +175,7 @@
         series: [{}, ...points.map((p) => line(p.i, { width: 0, tell: score, points: { show: true, size: 11, fill: () => colour(p.i), stroke: () => colour(p.i) } }))],
         pointed: true, tellX: (x) => `${short(x)} bytes`,
         scales: { x: { time: false, distr: 3, log: 10, range: (u, low, high) => [low / 2, high * 2] }, y: { range: () => [0, 1.04] } },
-        axes: axes((u, ticks) => ticks.map((v) => (v == null ? "" : short(v))), (u, ticks) => ticks.map((v) => percent(v)), "bytes of state", {}, { splits: (u, i, low, high) => decades(low, high), filter: (u, ticks) => ticks }),
+        axes: axes((u, ticks) => ticks.map(short), (u, ticks) => ticks.map((v) => percent(v)), "bytes of state", {}, { splits: (u, i, low, high) => decades(low, high), filter: (u, ticks) => ticks }),
       },
     };
   }

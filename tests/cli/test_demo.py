@@ -25,3 +25,9 @@ def test_the_demo_trains_compares_and_writes(
     assert 0 < model < 9
     assert shown.index("bits per byte") < shown.rindex(PROMPT)
     cli(*arguments)  # again, without a question
+
+
+def test_a_task_is_refused_before_anything_is_trained(refusal: Callable[..., str], tmp_path: Path) -> None:
+    said = refusal("demo", "--output", tmp_path / "demo", "--data.source", "task:copy", *SMALL)
+    assert said == "data.source: task:copy is a task, which has no text; name a text"
+    assert not (tmp_path / "demo").exists()

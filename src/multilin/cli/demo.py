@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from multilin.cli.messages import loading, say_next
 from multilin.cli.tables import make_console, print_table
+from multilin.errors import InputError
 from multilin.inference.settings import GenerationSettings
 from multilin.training.recipe import Changes, load_recipe
 
@@ -27,6 +28,7 @@ def demo(changes: Changes) -> None:
     recipe = load_recipe(RECIPE, changes)
     with loading():
         from multilin.cli.progress import TrainingDisplay
+        from multilin.data.task_text import is_task
         from multilin.inference.generate_run import generate_text
         from multilin.inference.runs import Run
         from multilin.scoring.ngrams import NgramModel
@@ -34,9 +36,11 @@ def demo(changes: Changes) -> None:
         from multilin.training.report import draw_bits_per_byte
         from multilin.training.run_folder import RunFolder
         from multilin.training.trainer import train
+    if is_task(recipe.data.name):
+        raise InputError(f"data.source: {recipe.data.name} is a task, which has no text; name a text")
     console = make_console()
     console.print(
-        f"Training a small {recipe.model.architecture} model from scratch on {recipe.data.source} "
+        f"Training a small {recipe.model.kind} model from scratch on {recipe.data.name} "
         f"({recipe.training.length}, into {recipe.output})",
         soft_wrap=True,
         markup=False,

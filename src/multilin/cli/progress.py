@@ -129,11 +129,9 @@ class TrainingDisplay(TrainingProgress):
 
     def _place(self, step: int) -> str:
         """How far the run is: the step of all steps, or the share of the run."""
-        return (
-            f"step {step}/{self._max_steps}"
-            if self._max_steps
-            else f"step {step} ({100 * self._share:.0f} % of the run)"
-        )
+        if self._max_steps:
+            return f"step {step}/{self._max_steps}"
+        return f"step {step} ({100 * self._share:.0f} % of the run)"
 
     def stop(self) -> None:
         """Leave the terminal as it was."""

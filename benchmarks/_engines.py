@@ -116,16 +116,8 @@ class OurDecoder:
         return batch_size * sum(tensor.nbytes for tensor in contents.tensors.values())
 
 
-class CacheDecoder:
-    """One of transformers' models, with its cache of keys and values."""
-
-    def __init__(self, engine: TorchEngine) -> None:
-        self.engine = engine
-
-    def prefill(self, ids: list[int]) -> DynamicCache:
-        cache: DynamicCache = self.engine.new_state()
-        self.engine.read(cache, [ids])
-        return cache
+class CacheDecoder(OurDecoder):
+    """One of transformers' models in the same engine, with its cache of keys and values."""
 
     def start(self, state: DynamicCache, batch_size: int) -> Generate:
         cache = copy.deepcopy(state)

@@ -34,11 +34,11 @@ class Server:
     path: str
     fields: Body
 
-    def call(self, *bodies: Body, path: str | None = None) -> list["Reply"]:
+    def call(self, *bodies: Body) -> list["Reply"]:
         """The answers to requests that are sent at once."""
 
         async def all_at_once() -> list[Reply]:
-            return await asyncio.gather(*(self.send(body, path) for body in bodies))
+            return await asyncio.gather(*(self.send(body) for body in bodies))
 
         return asyncio.run(all_at_once())
 
@@ -132,20 +132,9 @@ def transformers(folder: Path, *flags: str) -> Iterator[Server]:
     """`transformers serve` with the model of a folder, which ends with the block."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    program = Path(sys.executable).with_name("transformers")
-    command = [
-        str(program),
-        "serve",
-        str(folder),
-        "--host",
-        "127.0.0.1",
-        "--port",
-        str(port),
-        "--device",
-        "cpu",
-        *flags,
-    ]
-    with _process(command, {"HF_HUB_OFFLINE": "1"}) as (process, printed):
+    program = str(Path(sys.executable).with_name("transformers"))
+    place = ["--host", "127.0.0.1", "--port", str(port), "--device", "cpu"]
+    with _process([program, "serve", str(folder), *place, *flags], {"HF_HUB_OFFLINE": "1"}) as (process, printed):
         deadline = time.monotonic() + START_SECONDS
         while not _is_healthy(port):
             _check_alive(process, printed(), deadline)

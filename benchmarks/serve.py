@@ -39,7 +39,6 @@ from multilin.export.folder import export_run
 from multilin.inference.engine import Engine
 from multilin.inference.runs import Run
 
-TASKS = ("streams", "texts", "first-token", "sessions", "memory", "peer")
 SLOTS = 64
 CLIENTS = 32  # that fill sessions and memory
 Row = dict[str, Any]
@@ -294,7 +293,7 @@ def _print(row: Row) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="benchmarks serve", description=__doc__)
     parser.add_argument("--models", nargs="+", default=["additive", "elita"], help="architectures")
-    parser.add_argument("--tasks", nargs="+", default=list(TASKS), choices=TASKS, help="what is measured")
+    parser.add_argument("--tasks", nargs="+", default=list(_MEASURES), choices=_MEASURES, help="what is measured")
     add_sizes(parser, hidden_size=256, num_layers=6, num_heads=4, vocab_size=4096, n_positions=1024)
     parser.add_argument(
         "--documents", type=int, default=300, help="of Python's documentation, for vocabulary and prompts"

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from multilin.analysis.costs import training_flops_per_token
-from multilin.analysis.plan import TrainingPlan, find_vocab_size, plan_training
+from multilin.analysis.plan import TrainingPlan, describe_plan, find_vocab_size, plan_training
 from multilin.analysis.settings import PlanSettings
 from multilin.cli.main import VERBS, main
 from multilin.cli.parser import parse
@@ -189,6 +189,14 @@ def test_what_does_not_fit_is_said() -> None:
     assert not ddp.fits
     assert fsdp.fits
     assert ddp.memory > 141e9
+
+
+def test_a_machine_that_does_not_tell_its_memory_is_not_said_to_have_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("multilin.analysis.plan.available_memory", lambda: None)
+    monkeypatch.setattr("multilin.analysis.plan._product_rate", lambda dtype: 1e12)
+    found = plan(recipe(), kind="cpu")
+    assert all(way.fits for way in found.ways)
+    assert describe_plan(found)["device"] == "1 x a machine like this one, on 10 Gbit/s"
 
 
 def test_what_training_refuses_is_not_planned() -> None:

@@ -47,13 +47,13 @@ INT8_BYTES = 1 + FLOAT_BYTES / BLOCK
 class Device:
     """The limits of a device.
 
-    memory: bytes.
+    memory: bytes; None where the system does not tell.
     half, single: floating-point operations per second in bf16 and in float32 (without TF32).
     link: bytes per second that it sends to others, in one direction.
     """
 
     name: str
-    memory: float
+    memory: float | None
     half: float
     single: float
     link: float
@@ -74,7 +74,7 @@ class WayPlan:
 
     way: `ddp` (training.communication float), `int8` (communication int8) or `fsdp`.
     memory: bytes that a device needs at least: weights, gradients, optimizer, activations and gathered weights.
-    fits: whether the device has this memory.
+    fits: whether the device has this memory, as far as is known.
     sent_bytes: bytes that a device sends in one step.
     communication_seconds: time to send these bytes at the full speed of the link.
     is_hidden: whether they can be sent while the device computes.
@@ -215,7 +215,7 @@ def _way(way: str, plan: TrainingPlan, layers: list[int], gathered: float, passe
     hours = plan.steps * step / 3600
     memory = held + plan.activation_bytes
     return WayPlan(
-        way=way, memory=memory, fits=memory <= plan.device.memory,
+        way=way, memory=memory, fits=plan.device.memory is None or memory <= plan.device.memory,
         sent_bytes=round(sent), communication_seconds=sending, is_hidden=sending <= room,
         tokens_per_second=plan.tokens_per_step / step, hours=hours, device_hours=hours * devices,
         cost=None if price is None else hours * devices * price,
@@ -245,7 +245,7 @@ def _device(settings: PlanSettings) -> Device:
     if settings.kind != "cpu":
         return DEVICES[settings.kind]
     half, single = (_product_rate(dtype) for dtype in (torch.bfloat16, torch.float32))
-    return Device("a machine like this one, on 10 Gbit/s", available_memory() or 0, half, single, ETHERNET)
+    return Device("a machine like this one, on 10 Gbit/s", available_memory(), half, single, ETHERNET)
 
 
 def _product_rate(dtype: torch.dtype) -> float:
@@ -267,8 +267,9 @@ def _flops(recipe: Recipe, model: PreTrainedModel, vocab_size: int) -> float:
 
 def describe_plan(plan: TrainingPlan) -> dict[str, str]:
     """The figures that all ways share, by name, as text."""
+    each = "" if plan.device.memory is None else f", {decimal(int(plan.device.memory))} each"
     return {
-        "device": f"{plan.devices} x {plan.device.name}, {decimal(int(plan.device.memory))} each",
+        "device": f"{plan.devices} x {plan.device.name}{each}",
         "parameters": f"{plan.parameters:,}, with a vocabulary of {plan.vocab_size:,}",
         "training FLOPs per token": f"{plan.flops_per_token:,.0f}",
         "tokens": f"{plan.tokens:,}: {plan.steps:,} steps of {plan.tokens_per_step:,}",

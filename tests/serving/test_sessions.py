@@ -16,6 +16,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from multilin.errors import InputError
 from multilin.files import partial_path
 from multilin.inference.text import TextCodec
+from multilin.serving import sessions
 from multilin.serving.folder import Folder
 from multilin.serving.generation import Generation
 from multilin.serving.jobs import Job
@@ -29,6 +30,19 @@ GREEDY = {"temperature": 0, "max_tokens": 8}
 
 def add(server: Server, session: str, prompt: str) -> str:
     return server.post("/v1/completions", prompt=prompt, session=session, **GREEDY)["choices"][0]["text"]
+
+
+def test_memory_keeps_the_sessions_that_were_changed_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sessions, "MOST_IN_MEMORY", 2)
+    store = sessions.SessionStore(None)
+    first, second = (store.create(NOBODY, []) for _ in range(2))
+    store.save(first)
+    third = store.create(NOBODY, [])
+    assert {session.id for session in store.all(NOBODY)} == {first.id, third.id}
+    assert store.get(NOBODY, second.id) is None
+    store.remove(first)
+    store.create(NOBODY, [])
+    assert store.get(NOBODY, third.id) is not None
 
 
 def test_forks_and_rewinds_go_on_where_the_text_stood(server: Server) -> None:

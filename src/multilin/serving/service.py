@@ -48,7 +48,7 @@ class Service:
         store = None if limits.sessions is None else Folder(f"{limits.sessions}/{self.owner.hash[:16]}")
         seconds = None if limits.keep_days is None else limits.keep_days * 86400
         self.turns = TurnStore(store, num_bytes("memory", limits.memory), num_bytes("disk", limits.disk), seconds)
-        self.sessions, self.created = SessionStore(store or Folder()), int(time.time())
+        self.sessions, self.created = SessionStore(store), int(time.time())
         self.busy: dict[str, Generation] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self.scheduler = Scheduler(engine, codec, self._notify, limits.slots, limits.queue)

@@ -2,11 +2,15 @@
 
 import dataclasses
 import json
+import threading
 import time
+from collections import OrderedDict
 from dataclasses import dataclass, field
 
 from multilin.serving.folder import Folder
 from multilin.serving.turns import is_id, new_id
+
+MOST_IN_MEMORY = 10_000
 
 
 @dataclass
@@ -31,10 +35,17 @@ class Session:
 
 
 class SessionStore:
-    """Sessions in a folder. Methods wait for the disk; any thread may call them."""
+    """Sessions in a folder. Methods wait for the disk; any thread may call them.
 
-    def __init__(self, folder: Folder) -> None:
-        self._folder = folder
+    Args:
+        folder: keeps all sessions; with None there are only those in memory, the last `MOST_IN_MEMORY` that were
+            changed.
+    """
+
+    def __init__(self, folder: Folder | None) -> None:
+        self._folder = folder or Folder()
+        self._in_memory = OrderedDict[str, None]() if folder is None else None  # names, the last changed last
+        self._lock = threading.Lock()
 
     def create(self, owner: str, turns: list[str]) -> Session:
         """A new session."""
@@ -46,6 +57,12 @@ class SessionStore:
         """Write a session that was changed."""
         session.changed = time.time()
         self._folder.write(session.name, json.dumps(dataclasses.asdict(session)).encode())
+        if self._in_memory is not None:
+            with self._lock:
+                self._in_memory[session.name] = None
+                self._in_memory.move_to_end(session.name)
+                while len(self._in_memory) > MOST_IN_MEMORY:
+                    self._folder.remove(self._in_memory.popitem(last=False)[0])
 
     def get(self, owner: str, session_id: str) -> Session | None:
         """A session of this owner; None if there is none."""
@@ -62,6 +79,9 @@ class SessionStore:
     def remove(self, session: Session) -> None:
         """Delete a session, not its turns."""
         self._folder.remove(session.name)
+        if self._in_memory is not None:
+            with self._lock:
+                self._in_memory.pop(session.name, None)
 
     def _read(self, name: str) -> Session | None:
         try:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from multilin.errors import InputError
-from multilin.model.factory import create_model, model_names
+from multilin.model.factory import create_model, model_names, training_defaults
 from multilin.training import checkpoints
 from multilin.training.optimizers import (
     OPTIMIZERS,
@@ -21,7 +21,9 @@ from multilin.training.optimizers import (
     build_optimizer,
     matrix_parameters,
     muon,
+    optimizer_bytes,
     parameter_groups,
+    resolve_optimizer,
     row_parameters,
 )
 from multilin.training.recipe import load_recipe
@@ -284,6 +286,21 @@ def test_the_state_is_about_half_of_adams_or_less() -> None:
         optimizer.step()
     assert state_bytes(moment) <= 0.55 * state_bytes(adam)
     assert state_bytes(normalized) == 4 * (2 * 64 * 300 + len(list(model.parameters())))
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("trained", ["", "layers.0."], ids=["all", "one layer"])
+def test_the_memory_of_an_optimizer_is_that_of_what_is_trained(name: str, trained: str) -> None:
+    model = create_model("tscale", hidden_size=16, num_layers=2, vocab_size=37, n_positions=32)
+    for parameter_name, parameter in model.named_parameters():
+        parameter.requires_grad_(trained in parameter_name)
+        parameter.grad = torch.ones_like(parameter) if parameter.requires_grad else None
+    recipe = resolve_optimizer(OptimizerRecipe(name=name), training_defaults("tscale"))
+    optimizer = build_optimizer(recipe, model, decayed=())
+    optimizer.step()
+    slots = [(parameter, slot) for parameter, state in optimizer.state.items() for slot in state.values()]
+    whole = sum(slot.nbytes for parameter, slot in slots if slot.shape == parameter.shape)
+    assert optimizer_bytes(recipe, model) == whole
 
 
 @pytest.mark.parametrize("architecture", model_names())

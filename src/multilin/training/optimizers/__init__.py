@@ -1,7 +1,7 @@
 """The optimizers a recipe can name: their defaults, and how one is built for a model."""
 
 import functools
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -164,13 +164,17 @@ def optimizer_bytes(recipe: OptimizerRecipe, model: nn.Module) -> int:
     """
     assert recipe.name is not None, "an optimizer needs a recipe that was resolved"
     kind = OPTIMIZERS[recipe.name]
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    numbers = kind.state_numbers * sum(parameter.numel() for parameter in trained)
+    trained = _trained_numbers(model.parameters())
+    numbers = kind.state_numbers * trained
     if "row_average" in kind.options:
-        numbers += sum(row.numel() for row in set(row_parameters(model)))
+        numbers += _trained_numbers(row_parameters(model))
     if kind.by_matrices:  # the rest has AdamW's two
-        numbers += sum(parameter.numel() for parameter in trained) - sum(x.numel() for x in matrix_parameters(model))
+        numbers += trained - _trained_numbers(matrix_parameters(model))
     return FLOAT_BYTES * numbers
+
+
+def _trained_numbers(parameters: Iterable[Tensor]) -> int:
+    return sum(parameter.numel() for parameter in set(parameters) if parameter.requires_grad)
 
 
 def build_optimizer(recipe: OptimizerRecipe, model: nn.Module, *, decayed: Collection[str]) -> torch.optim.Optimizer:

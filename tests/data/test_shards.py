@@ -261,6 +261,17 @@ def test_a_worker_that_is_killed_ends_the_work_in_one_sentence(
     assert prepare_shards(plan(rows, tmp_path / "out")).num_documents == 200
 
 
+def test_an_interruption_while_processes_begin_is_no_other_error(
+    rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(shard_workers.ProcessPoolExecutor, "submit", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        prepare_shards(plan(rows, tmp_path / "out"), workers=2)
+
+
 def descendants(pid: int) -> list[int]:
     listed = [path.read_text().split() for path in Path(f"/proc/{pid}/task").glob("*/children")]
     children = [int(child) for line in listed for child in line]

@@ -191,6 +191,7 @@ def _in_processes(
     context.set_forkserver_preload([__name__])
     counter, others = context.Value("q", 0), set(multiprocessing.active_children())
     pool = ProcessPoolExecutor(workers, context, _start_worker, (job, counter))
+    is_done = False
     try:
         number_of = {pool.submit(_pack, number): number for number in numbers}
         while number_of:
@@ -198,13 +199,14 @@ def _in_processes(
             report(counter.value)
             for future in finished:
                 yield number_of.pop(future), future.result()
+        is_done = True
     except BrokenProcessPool:
         raise ChildProcessError(
             f"--workers: one of {workers} processes was ended from outside, for want of memory perhaps; the same "
             "command goes on where it stopped"
         ) from None
     finally:
-        for process in set(multiprocessing.active_children()) - others if number_of else ():
+        for process in set(multiprocessing.active_children()) - others if not is_done else ():
             process.terminate()
         pool.shutdown(cancel_futures=True)
 

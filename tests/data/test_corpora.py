@@ -190,6 +190,7 @@ def test_a_missing_source_is_refused(
 ) -> None:
     (tmp_path / "here").mkdir()
     (tmp_path / "here" / "a.log").write_text("text")
+    (tmp_path / "here" / ".hidden.md").write_text("text")
     monkeypatch.chdir(tmp_path)
     with pytest.raises(InputError, match=message):
         read(source)

@@ -130,12 +130,13 @@ def source_files(source: str) -> list[tuple[str, Path]]:
             f"{shown(source)} does not exist: give a file, a folder, a glob, a hub dataset (owner/name) or one of "
             f"{', '.join(BUILT_IN)}{nearest(source, BUILT_IN)}"
         )
-    named = [(file.relative_to(root).as_posix(), file) for file in candidates if file_format(file) and file.is_file()]
-    if not named:
+    named = [(file.relative_to(root), file) for file in candidates if file_format(file) and file.is_file()]
+    visible = [(name.as_posix(), file) for name, file in named if not any(part[0] == "." for part in name.parts)]
+    if not visible:
         raise InputError(f"{shown(source)} holds no supported file; supported are {SUPPORTED}")
-    for _, file in named:
+    for _, file in visible:
         check_file(file)
-    return sorted(item for item in named if not any(part.startswith(".") for part in Path(item[0]).parts))
+    return sorted(visible)
 
 
 def _few(paths: Iterator[Path], source: str) -> list[Path]:

@@ -74,9 +74,9 @@ def _check_path(value: str) -> str:
         raise ValueError("a name of a file or folder holds no null character")
     if value.startswith("~/"):  # a shell leaves it in --flag=~/x, and in YAML
         value = str(Path.home() / value[2:])
-    longest = max(value.split("/"), key=len, default="")
-    if len(longest.encode(errors="replace")) > _LONGEST_NAME:
-        raise ValueError(f"a name of {len(longest)} characters given, but names have at most {_LONGEST_NAME} bytes")
+    longest = max(len(name.encode(errors="replace")) for name in value.split("/"))
+    if longest > _LONGEST_NAME:
+        raise ValueError(f"a name of {longest} bytes given, but names have at most {_LONGEST_NAME}")
     return value
 
 

@@ -52,7 +52,7 @@ def _fail_sometimes(name: str) -> Any:
     return call
 
 
-for _name in ("cat_file", "pipe_file", "get_file", "put_file"):
+for _name in ("cat_file", "pipe_file", "get_file", "put_file", "rm"):
     setattr(Flaky, _name, _fail_sometimes(_name))
 
 

@@ -131,9 +131,9 @@ class Store:
         return {str(entry).rpartition("/")[2] for entry in entries}
 
     def remove(self, name: str) -> None:
-        """Delete a folder, if there is one."""
+        """Delete a file or folder, if there is one."""
         with contextlib.suppress(FileNotFoundError):
-            self._files.rm(f"{self._root}/{name}", recursive=True)
+            insist(partial(self._files.rm, f"{self._root}/{name}", recursive=True))
 
 
 def check_files(field: str, folder: Path, sums: Mapping[str, str]) -> None:

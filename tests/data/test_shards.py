@@ -343,6 +343,14 @@ def test_any_address_holds_the_same_text(rows: Path, tmp_path: Path, address: st
     assert texts_of(address) == texts_of(tmp_path / "local")
 
 
+def test_a_refused_preparation_leaves_nothing_at_its_address(rows: Path) -> None:
+    prepare_shards(plan(rows, "memory://text"))
+    before = set(MemoryFileSystem.store)
+    with pytest.raises(InputError, match="was begun with another validation_fraction"):
+        prepare_shards(plan(rows, "memory://text", validation_fraction=0.2))
+    assert set(MemoryFileSystem.store) == before
+
+
 def test_far_shards_are_fetched_when_read_and_kept(rows: Path, tmp_path: Path) -> None:
     prepare_shards(plan(rows, "flaky://text"))
     train = open_prepared("data.source", "flaky://text").train

@@ -68,6 +68,7 @@ class Store:
         else:
             with as_input_error(lambda reason: f"{self.field}: {shown(self.address)} cannot be written ({reason})"):
                 self.write("unfinished/probe", b"")
+                self.remove("unfinished/probe")
 
     def read(self, name: str) -> bytes | None:
         """The content of a file; None where there is none."""

@@ -115,7 +115,10 @@ class RunFolder:
             if source is None:
                 continue
             place = Path(os.path.realpath(source))  # resolve raises at a link to itself
-            is_matched = "**" in source and any(fnmatch(str(output / file), str(place)) for file in _TEXTS)
+            is_matched = any(
+                (output / file).match(str(place)) or ("**" in source and fnmatch(str(output / file), str(place)))
+                for file in _TEXTS
+            )
             if is_matched or (place.is_dir() and output.is_relative_to(place)):
                 raise InputError(
                     f"output: {self.path} lies in data.{name}, {short_path(source)}, whose files are all read as text; "

@@ -175,11 +175,12 @@ def test_a_folder_with_another_run_is_refused_unless_told_otherwise(tiny: Tiny, 
     with pytest.raises(InputError, match=r"output: .*run already holds a run; .*--resume.*--overwrite"):
         train(tiny(tmp_path / "run"))
     assert {path: path.read_bytes() for path in first.output.rglob("*") if path.is_file()} == kept
-    (first.output / "notes.txt").write_text("mine")
+    for name in ("notes.txt", "tokenizer.md"):
+        (first.output / name).write_text("mine")
     second = train(tiny(tmp_path / "run", **{"training.max_steps": 1}), overwrite=True)
     assert [line["step"] for line in metrics(second.output)] == [1]
     assert [path.name for path in RunFolder(second.output).checkpoints.iterdir()] == ["checkpoint-1"]
-    assert (second.output / "notes.txt").read_text() == "mine"
+    assert {(second.output / name).read_text() for name in ("notes.txt", "tokenizer.md")} == {"mine"}
     shutil.rmtree(second.output)
     with pytest.raises(InputError, match=r"output: .*checkpoint-1 is left of a run whose folder is gone; .*--resume"):
         train(tiny(tmp_path / "run", **{"training.max_steps": 1}))

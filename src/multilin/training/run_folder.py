@@ -26,6 +26,7 @@ from transformers import PreTrainedTokenizerFast
 
 from multilin.data.prepared import PreparedText
 from multilin.data.task_text import TaskText
+from multilin.data.tokenizers import TOKENIZER_FILES
 from multilin.errors import InputError
 from multilin.files import atomic_files, beside, check_folder, check_writable, remove_partials, short_path, write_whole
 from multilin.inference.run_files import RECIPE_FILE
@@ -43,8 +44,7 @@ _TEXTS = ("README.md", "metrics.jsonl")  # files of a run that would be read as 
 _WRITTEN = (
     "data.json", "metrics.jsonl", EXPECTED_FILE, "loss.png", "demo.png", "README.md", "config.json",
     "generation_config.json", "model*.safetensors", "model.safetensors.index.json", "adapter_config.json",
-    "adapter_model.safetensors",
-    "tokenizer*", "special_tokens_map.json", "chat_template.jinja", "tensorboard",
+    "adapter_model.safetensors", "tensorboard", *TOKENIZER_FILES,
 )  # fmt: skip
 
 

@@ -216,12 +216,6 @@ def test_resume_and_overwrite_exclude_each_other(tiny: Tiny, tmp_path: Path) -> 
         train(tiny(tmp_path / "run"), resume=True, overwrite=True)
 
 
-def test_an_output_inside_a_file_is_refused(tiny: Tiny, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(InputError, match=r"output: .* cannot be a folder, because .*file is a file"):
-        train(tiny(tmp_path / "file" / "run"))
-
-
 def test_an_unwritable_folder_is_refused_before_any_work(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,7 +1,6 @@
 import copy
 import pickle
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +11,6 @@ from torch import Tensor, nn
 
 from multilin.errors import InputError
 from multilin.model.factory import create_model, model_names, training_defaults
-from multilin.training import checkpoints
 from multilin.training.optimizers import (
     OPTIMIZERS,
     MatrixMoment,
@@ -167,27 +165,6 @@ def test_bf16_gradients_follow_float32_ones(make: Make, rows: bool) -> None:
     gradients = [draw(6, 5, seed=seed).bfloat16() for seed in range(3)]
     expected = walk(make, [gradient.float() for gradient in gradients], rows=rows, lr=0.05)
     torch.testing.assert_close(walk(make, gradients, rows=rows, lr=0.05).float(), expected, rtol=2e-2, atol=1e-2)
-
-
-@pytest.mark.parametrize("rows", [False, True])
-def test_a_state_goes_on_bit_for_bit(make: Make, rows: bool, tmp_path: Path) -> None:
-    parameter = nn.Parameter(torch.ones(4, 3))
-    optimizer = make([parameter], rows=rows, weight_decay=0.1)
-    for seed in range(3):
-        parameter.grad = draw(4, 3, seed=seed, dtype=torch.float32)
-        optimizer.step()
-    other = nn.Parameter(parameter.detach().clone())
-    restored = make([other], rows=rows, weight_decay=0.1)
-    state = copy.deepcopy(optimizer.state_dict())
-    named = {"state": {"w": state["state"].get(0, {})}, "param_groups": state["param_groups"]}
-    checkpoints.write_optimizer(tmp_path, named)
-    read = checkpoints.read_optimizer(tmp_path)
-    restored.load_state_dict({"state": {0: read["state"].get("w", {})}, "param_groups": read["param_groups"]})
-    for seed in range(3, 6):
-        for weight, its_optimizer in ((parameter, optimizer), (other, restored)):
-            weight.grad = draw(4, 3, seed=seed, dtype=torch.float32)
-            its_optimizer.step()
-    assert torch.equal(parameter, other)
 
 
 @pytest.mark.parametrize("rows", [False, True])

@@ -106,10 +106,10 @@ def test_a_run_that_is_stopped_before_any_update_says_that_there_is_no_checkpoin
     with (
         pytest.warns(UserWarning, match="is not finite"),
         pytest.raises(
-            TrainingInterrupted, match=r"no checkpoint was saved, as every step was left out; .* begins anew"
+            TrainingInterrupted, match=r"as every step was left out; `multilin train '.*my run' --resume` begins anew"
         ),
     ):
-        train(tiny(tmp_path / "run", **{"optimizer.nonfinite": "skip"}))
+        train(tiny(tmp_path / "my run", **{"optimizer.nonfinite": "skip"}))
 
 
 @pytest.mark.parametrize("error", DISK_IS_FULL)

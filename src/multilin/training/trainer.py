@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+import shlex
 import signal
 import time
 import warnings
@@ -93,7 +94,7 @@ def train(
                     trainer.add_callback(callback)
                 _run(trainer, checkpoint, progress, resume=resume)
             if not trainer.callback.is_finished:
-                again = f"`multilin train {folder.path} --resume`"
+                again = f"`{shlex.join(['multilin', 'train', str(folder.path), '--resume'])}`"
                 advice = f"its checkpoint is saved, and {again} continues there"
                 if folder.last_checkpoint() is None:
                     advice = f"no checkpoint was saved, as every step was left out; {again} begins anew"

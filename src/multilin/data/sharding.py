@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerFast
 
 from multilin.data.chat import CHAT_TEMPLATE
 from multilin.data.manifest import FORMAT, Folder, Manifest
-from multilin.data.packed_text import PackedText
+from multilin.data.packed_text import PackedText, merged
 from multilin.data.packing import concatenate, text_hash
 from multilin.data.parts import cut_source
 from multilin.data.prepared import check_shards
@@ -206,12 +206,11 @@ def _finish(
     with store.new_folder("validation") as folder:
         concatenate(texts, folder)
         validation = describe_folder("validation", folder)
-    every = [folder.describe() for folder in [*train, validation]]
+    whole = merged([folder.describe() for folder in [*train, validation]])
     manifest = Manifest(
-        format=FORMAT, settings=deciding,
-        num_documents=sum(one.num_documents for one in every), num_tokens=sum(one.num_tokens for one in every),
-        num_bytes=sum(one.num_bytes for one in every), tokenizer_hash=every[0].tokenizer_hash,
-        tokenizer=tokenizer, validation=validation, train=train,
+        format=FORMAT, settings=deciding, num_documents=whole.num_documents, num_tokens=whole.num_tokens,
+        num_bytes=whole.num_bytes, tokenizer_hash=whole.tokenizer_hash, tokenizer=tokenizer, validation=validation,
+        train=train,
     )  # fmt: skip
     store.write(MANIFEST, manifest.to_json())
     return manifest

@@ -73,11 +73,10 @@ def pack_into(
         writer = _Writer(tokenizer, stream.write, encoder or make_encoder(tokenizer))
         if first is not None and first.messages is not None:
             writer.write_answers = stack.enter_context((folder / ANSWERS).open("wb")).write
-            steps = (functools.partial(writer.add_conversation, document) for document in documents)
+            steps = map(writer.add_conversation, documents)
         else:
-            steps = (functools.partial(writer.add, batch) for batch in _batches(documents, writer.encoder))
-        for step in steps:
-            step()
+            steps = map(writer.add, _batches(documents, writer.encoder))
+        for _ in steps:
             progress(writer.num_bytes)
     writer.write_index(folder)
 

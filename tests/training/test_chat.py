@@ -1,7 +1,6 @@
 """Conversations: read, made into tokens by a template, packed whole, and scored on answers alone."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +22,9 @@ from multilin.errors import InputError
 from multilin.inference.runs import Run
 from multilin.model.factory import create_model
 from multilin.training.outcomes import RunResult
-from multilin.training.recipe import Recipe, load_recipe
+from multilin.training.recipe import load_recipe
 from multilin.training.trainer import train
+from tests.training.conftest import Tiny
 
 QUESTION, ANSWER = {"role": "user", "content": "Who?"}, {"role": "assistant", "content": "Me!"}
 
@@ -123,9 +123,7 @@ def test_conversations_in_a_block_are_scored_as_each_alone(architecture: str, ch
     torch.testing.assert_close(together, alone)
 
 
-def test_a_model_is_trained_on_conversations(
-    uninterrupted: RunResult, tiny: Callable[..., Recipe], chats: Path, tmp_path: Path
-) -> None:
+def test_a_model_is_trained_on_conversations(uninterrupted: RunResult, tiny: Tiny, chats: Path, tmp_path: Path) -> None:
     recipe = tiny(tmp_path / "run", **{"data.source": str(chats), "model.n_positions": 128, "training.max_steps": 60})
     result = train(recipe)
     first = json.loads((result.output / "metrics.jsonl").read_text().splitlines()[0])
@@ -154,7 +152,7 @@ def test_a_model_of_texts_is_scored_on_conversations_by_our_template(tmp_path: P
 
 
 @pytest.mark.filterwarnings("ignore:data.source .validation part.")
-def test_cut_conversations_are_said(tiny: Callable[..., Recipe], chats: Path, tmp_path: Path) -> None:
+def test_cut_conversations_are_said(tiny: Tiny, chats: Path, tmp_path: Path) -> None:
     changes = {"data.source": str(chats), "training.max_steps": 1}
     with pytest.warns(UserWarning, match=r"data\.source: \d+ of \d+ conversations are longer than a block of 48 "):
         train(tiny(tmp_path / "run", **changes, **{"model.n_positions": 48}))

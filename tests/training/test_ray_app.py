@@ -1,7 +1,7 @@
 """Ray's workers train the run that one process trains with as many times the batch."""
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +9,9 @@ import pytest
 
 from multilin.errors import InputError
 from multilin.training.ray_app import train_on_ray
-from multilin.training.recipe import Recipe, save_recipe
+from multilin.training.recipe import save_recipe
 from multilin.training.trainer import train
-from tests.training.conftest import metrics
+from tests.training.conftest import Tiny, metrics
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +33,7 @@ def _cluster(ray: Any) -> Iterator[None]:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # those that Ray gives itself
 @pytest.mark.usefixtures("cluster")
-def test_two_workers_are_one_with_twice_the_batch(tiny: Callable[..., Recipe], tmp_path: Path) -> None:
+def test_two_workers_are_one_with_twice_the_batch(tiny: Tiny, tmp_path: Path) -> None:
     exact = {"model.options.dropout": 0.0}
     accumulated = train(tiny(tmp_path / "one", **exact))
     save_recipe(tiny(tmp_path / "two", **exact), tmp_path / "recipe.yaml")

@@ -14,11 +14,10 @@ from multilin.training.outcomes import TrainingFailed, TrainingInterrupted
 from multilin.training.recipe import Recipe, load_recipe
 from multilin.training.trainer import train
 from multilin.training.transformers_trainer import RunTrainer
-from tests.training.conftest import metrics
+from tests.training.conftest import Tiny, metrics
 from tests.training.elastic import run_on
 from tests.training.test_distributed import written
 
-Tiny = Callable[..., Recipe]
 VALIDATION = 4.0  # seconds
 
 

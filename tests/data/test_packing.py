@@ -173,7 +173,7 @@ def test_an_interrupted_packing_leaves_nothing(tokenizer: PreTrainedTokenizerFas
     assert list(tmp_path.iterdir()) == []
 
 
-def test_damaged_packings_are_refused(packed: PackedText, tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+def test_damaged_packings_are_refused(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"no packed text, as packed.json is missing"):
         PackedText.open(tmp_path)
     again = pack_texts(TEXTS, tokenizer, tmp_path)

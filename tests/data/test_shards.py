@@ -365,7 +365,7 @@ def test_far_shards_are_fetched_when_read_and_kept(rows: Path, tmp_path: Path) -
         blocks[len(blocks) - 1]
 
 
-def test_a_file_that_arrives_damaged_is_refused(rows: Path, tmp_path: Path) -> None:
+def test_a_file_that_arrives_damaged_is_refused(rows: Path) -> None:
     prepare_shards(plan(rows, "memory://text"))
     name = next(name for name in MemoryFileSystem.store if name.endswith("train/00000-000/tokens.bin"))
     content = bytearray(MemoryFileSystem.store[name].getvalue())

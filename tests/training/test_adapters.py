@@ -52,7 +52,7 @@ def base(uninterrupted: RunResult, tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 @pytest.fixture(scope="module")
-def adapted(base: Path, tiny: Tiny, letters: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def adapted(base: Path, letters: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished run of adapters."""
     given = {"model.start": str(base), "data.source": str(letters), "training.max_steps": 4, **LORA}
     plain = {"training.batch_size": 2, "training.precision": "float32", "training.save_every_steps": 2}

@@ -21,7 +21,6 @@ from multilin.data.tokenizers import load_tokenizer, train_tokenizer
 from multilin.errors import InputError
 from multilin.inference.runs import Run
 from multilin.model.factory import create_model
-from multilin.training.outcomes import RunResult
 from multilin.training.recipe import load_recipe
 from multilin.training.trainer import train
 from tests.training.conftest import Tiny
@@ -123,7 +122,7 @@ def test_conversations_in_a_block_are_scored_as_each_alone(architecture: str, ch
     torch.testing.assert_close(together, alone)
 
 
-def test_a_model_is_trained_on_conversations(uninterrupted: RunResult, tiny: Tiny, chats: Path, tmp_path: Path) -> None:
+def test_a_model_is_trained_on_conversations(tiny: Tiny, chats: Path, tmp_path: Path) -> None:
     recipe = tiny(tmp_path / "run", **{"data.source": str(chats), "model.n_positions": 128, "training.max_steps": 60})
     result = train(recipe)
     first = json.loads((result.output / "metrics.jsonl").read_text().splitlines()[0])

@@ -40,7 +40,7 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.fixture
-def run(tiny: Tiny, uninterrupted: RunResult, tmp_path: Path) -> tuple[RunFolder, Recipe]:
+def run(uninterrupted: RunResult, tmp_path: Path) -> tuple[RunFolder, Recipe]:
     """A copy of a finished run with the checkpoints of steps 8 and 12."""
     run = RunFolder(tmp_path / "run")
     shutil.copytree(uninterrupted.output, run.path)

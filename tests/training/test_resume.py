@@ -171,9 +171,7 @@ def test_text_that_a_newer_tokenizers_packs_again_is_the_same_text(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 1])
-def test_sigkill_at_a_random_moment_loses_nothing(
-    tiny: Tiny, tmp_path: Path, uninterrupted: RunResult, seed: int
-) -> None:
+def test_sigkill_at_a_random_moment_loses_nothing(tiny: Tiny, tmp_path: Path, seed: int) -> None:
     folder, recipe_file = tmp_path / "run", tmp_path / "recipe.yaml"
     save_recipe(tiny(folder, **{"training.save_every_steps": 1, "training.max_steps": 200}), recipe_file)
     command = [*PYTHON, "-c", TRAIN_FROM_A_FILE, str(recipe_file)]

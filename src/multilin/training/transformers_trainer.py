@@ -221,7 +221,7 @@ class RunTrainer(SavingTrainer):
         batches = list(itertools.islice(epoch_iterator, 0 if self.callback.is_finished else num_batches))
         if not batches or not self.model_accepts_loss_kwargs:
             return batches, None
-        predicted = torch.stack([(batch["labels"][:, 1:] != -100).sum() for batch in batches]).sum().to(device)
+        predicted = torch.stack([(batch["labels"][:, 1:] != IGNORED).sum() for batch in batches]).sum().to(device)
         return batches, self.accelerator.gather(predicted).sum()
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:

@@ -1,5 +1,6 @@
 import ctypes
 import json
+import math
 import subprocess
 import sys
 import warnings
@@ -12,7 +13,7 @@ import multilin
 from multilin import machine
 from multilin.cli.info import DoctorArguments
 from multilin.cli.main import BROKEN_PIPE, FIRST_SECONDS, VERBS, main
-from multilin.cli.messages import say_next
+from multilin.cli.messages import as_json, say_next
 from multilin.training.outcomes import TrainingFailed, TrainingInterrupted
 
 Call = Callable[..., str]
@@ -80,6 +81,13 @@ def test_bad_input_is_named_by_the_first_process_of_a_machine_before_the_others(
         monkeypatch.setenv("LOCAL_RANK", local_rank)
         assert refusal("trian").startswith("'trian' is no verb")
         assert waits == expected
+
+
+def test_json_holds_numbers_alone_that_json_has() -> None:
+    result = {"perplexity": math.inf, "losses": [math.nan, 1e300], "text": "Größe"}
+    assert json.loads(as_json(result), parse_constant=pytest.fail) == {
+        "perplexity": None, "losses": [None, 1e300], "text": "Größe"
+    }  # fmt: skip
 
 
 def test_a_warning_is_one_line_on_stderr(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

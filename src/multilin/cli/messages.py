@@ -97,6 +97,7 @@ def _program() -> str:
 
 
 def as_json(result: Any) -> str:
-    """Plain data, or the fields of a dataclass and of those in it, as indented JSON."""
+    """Plain data, or the fields of a dataclass and of those in it, as indented JSON; nan and infinity are null."""
     plain = dataclasses.asdict(result) if not isinstance(result, dict) else result
-    return json.dumps(plain, indent=2, ensure_ascii=False)
+    finite = json.loads(json.dumps(plain), parse_constant=lambda name: None)
+    return json.dumps(finite, indent=2, ensure_ascii=False)

@@ -37,8 +37,8 @@ def generate_text(
         check_reading(f"prompt: {len(prompt_ids)} tokens", run.model, 1, len(prompt_ids), all_logits=False)
         return generate(engine, codec, prompt, settings, write=write, echo=echo)
     num_new = count_new_tokens(len(prompt_ids), settings.max_new_tokens, engine.longest_text)
-    _check_beams(run, prompt_ids, num_new, settings.num_beams)
     check_settings(settings, engine.vocab_size)
+    _check_beams(run, prompt_ids, num_new, settings.num_beams)
     pad, end = codec.pad_id, codec.end_id
     found_ids = run.model.generate(
         torch.tensor([prompt_ids], device=run.model.device),

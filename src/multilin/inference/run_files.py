@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -130,7 +131,8 @@ def check_run_files(folder: str | Path) -> None:
         raise InputError(f"run: {str(folder)!r} is no folder; give the folder of a run, such as runs/demo")
     if not (folder / "config.json").is_file() and not is_adapter(folder):
         unfinished = (folder / RECIPE_FILE).is_file()
-        hint = f"; finish its training with `multilin train {folder} --resume`" if unfinished else ""
+        again = shlex.join(["multilin", "train", str(folder), "--resume"])
+        hint = f"; finish its training with `{again}`" if unfinished else ""
         raise InputError(f"run: {folder} holds no model (no config.json){hint}")
     if not any(folder.glob("*.safetensors")):
         raise InputError(f"run: {folder} holds no weights (no .safetensors file)")

@@ -72,8 +72,7 @@ class Decays(ParameterHolder):
         """(B, T, D) to (B, T, H)."""
         dtype = torch.promote_types(h_BTD.dtype, torch.float32)
         steps_BTH = self.steps(h_BTD).to(dtype) + self.step_bias
-        # softplus(x) is -logsigmoid(-x); of softplus PyTorch's compiler mistakes the gradient's strides
-        return self.log_factor.to(dtype).exp() * logsigmoid(-steps_BTH)
+        return self.log_factor.to(dtype).exp() * logsigmoid(-steps_BTH)  # -softplus, whose gradient compiles wrongly
 
     @torch.no_grad()
     def initialize(self, std: float) -> None:

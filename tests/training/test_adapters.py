@@ -1,6 +1,7 @@
 """Runs that train low-rank adapters of a model in place of its weights."""
 
 import json
+import re
 import shutil
 import warnings
 from collections.abc import Callable
@@ -10,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import PeftModel
+from peft import LoraConfig, PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -18,8 +19,10 @@ from multilin.architectures import architectures
 from multilin.cli.main import main
 from multilin.errors import InputError
 from multilin.export.cache import source_hashes
+from multilin.inference.adapters import insert_adapters, reach
 from multilin.inference.run_files import base_of, model_type
 from multilin.inference.runs import load_run
+from multilin.model.factory import create_model, model_names
 from multilin.training.outcomes import RunResult
 from multilin.training.progress import TrainingProgress
 from multilin.training.recipe import load_recipe
@@ -68,7 +71,7 @@ def test_adapters_of_every_architecture_are_trained_alone(
     first = train(tiny(tmp_path / "first", **{"model.architecture": architecture, **few}))
     told, recipe = Messages(), tune(first.output, tmp_path / "run", **few, **LORA)
     result = train(recipe, progress=told)
-    assert "of the weights outside embedding and output" in told.texts[0]
+    assert "of the weights outside embeddings and output" in told.texts[0]
     names = {path.name for path in result.output.iterdir()}
     assert {"adapter_config.json", ADAPTERS, "recipe.yaml", "tokenizer.json"} <= names
     assert not {"config.json", "model.safetensors"} & names
@@ -81,6 +84,16 @@ def test_adapters_of_every_architecture_are_trained_alone(
     scale = expected.abs().max().item()
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5 * scale)
     assert not torch.equal(found, logits_of(first.model))
+
+
+@pytest.mark.parametrize("architecture", model_names())
+def test_adapters_reach_nearly_all_weights(architecture: str) -> None:
+    """Positions are embeddings, too."""
+    with torch.device("meta"):
+        model = create_model(architecture, vocab_size=258, hidden_size=64, num_layers=1, n_positions=256)
+        insert_adapters(model, LoraConfig(r=4, target_modules="all-linear"), "targets")
+    share = float(re.search(r"reach ([\d.]+)% of the weights", reach(model))[1])
+    assert 98 <= share <= 100
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "normalized_sgd"])

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from safetensors.torch import load_file
+from torch import nn
 from transformers import PreTrainedModel
 
 from multilin.errors import InputError, as_input_error, plural
@@ -113,8 +114,9 @@ def reach(model: PreTrainedModel) -> str:
     """A sentence: the share of a model's weights that have adapters, and the share that is trained."""
     from peft.tuners.lora import LoraLayer
 
-    embeddings = [model.get_input_embeddings(), model.get_output_embeddings()]
-    outside = {id(weight) for module in embeddings if module is not None for weight in module.parameters()}
+    ends = (model.get_input_embeddings(), model.get_output_embeddings())
+    embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding) or module in ends]
+    outside = {id(weight) for module in embeddings for weight in module.parameters()}
     adapted = [module for module in model.modules() if isinstance(module, LoraLayer)]
     reached = {id(module.get_base_layer().weight) for module in adapted}
     weights = {id(w): w.numel() for name, w in model.named_parameters() if not is_adapter_weight(name)}
@@ -123,6 +125,6 @@ def reach(model: PreTrainedModel) -> str:
     trained = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
     return (
         f"adapters on {plural(len(adapted), 'matrix') if len(adapted) == 1 else f'{len(adapted):,} matrices'} reach "
-        f"{share:.1%} of the weights outside embedding and output; {trained:,} numbers are trained, "
+        f"{share:.1%} of the weights outside embeddings and output; {trained:,} numbers are trained, "
         f"{trained / sum(weights.values()):.1%} of the model's"
     )

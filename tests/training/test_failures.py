@@ -4,6 +4,7 @@ import os
 import re
 import shutil
 import signal
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -131,6 +132,33 @@ def test_a_full_disk_keeps_the_checkpoint_before(
     assert [path.name for path in (tmp_path / "run.checkpoints").iterdir()] == ["checkpoint-4"]
     resumed = train(recipe, resume=True)
     assert_same_weights(resumed.output, uninterrupted.output)
+
+
+def test_a_checkpoint_in_the_background_is_complete_when_a_run_fails(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    has_failed = threading.Event()
+    compute, save = RunTrainer.compute_loss, RunTrainer._save_checkpoint
+
+    class Writer:
+        def copy(self, *_: object) -> Callable[[], object]:
+            return lambda: has_failed.wait(60)
+
+    def fail(trainer: RunTrainer, *args: Any, **kwargs: Any) -> Any:
+        if trainer.state.global_step == 4:
+            has_failed.set()
+            raise TrainingFailed("a device was lost")
+        return compute(trainer, *args, **kwargs)
+
+    def save_late(trainer: RunTrainer, *args: Any) -> None:
+        trainer.shards = Writer()
+        save(trainer, *args)
+
+    monkeypatch.setattr(RunTrainer, "compute_loss", fail)
+    monkeypatch.setattr(RunTrainer, "_save_checkpoint", save_late)
+    with pytest.raises(TrainingFailed, match="a device was lost; the checkpoint of step 4 stands"):
+        train(tiny(tmp_path / "run"))
+    assert [path.name for path in (tmp_path / "run.checkpoints").iterdir()] == ["checkpoint-4"]
 
 
 def test_a_full_disk_while_logging_is_one_sentence(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

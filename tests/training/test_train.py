@@ -1,5 +1,6 @@
 import importlib.util
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -238,6 +239,8 @@ def test_tensorboard_shows_every_step_once_also_after_a_kill(tiny: Tiny, tmp_pat
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     recipe = stopped(tiny(tmp_path / "run", **{"training.report_to": ["tensorboard"]}), 7, None)
     result = train(recipe, resume=True)
+    # A thread writes the events while their file is open.
+    assert "_AsyncWriterThread" not in [type(thread).__name__ for thread in threading.enumerate()]
     events = accumulator.EventAccumulator(str(result.output / "tensorboard")).Reload()
     assert [event.step for event in events.Scalars("loss")] == [line["step"] for line in metrics(result.output)]
 

@@ -62,6 +62,7 @@ class RunFolder:
         self.tensorboard = self.path / "tensorboard"
         self._begun: tuple[str, PreTrainedTokenizerFast]
         self._record: dict[str, Any]
+        self.close: Callable[[], object] = lambda: None  # closes what `metrics_writers` has opened
 
     def check(self, recipe: Recipe, *, resume: bool, overwrite: bool) -> Path | None:
         """Refuse, before any work, a folder that this run must not or cannot write to.
@@ -190,6 +191,7 @@ class RunFolder:
         lines = self._record["metrics"]
         # Hides the events that a killed run has written after the checkpoint from which this one goes on.
         events = SummaryWriter(str(self.tensorboard), purge_step=lines[-1]["step"] + 1 if lines else None)
+        self.close = events.close
 
         def append_events(line: dict[str, Any]) -> None:
             for name, value in line.items():

@@ -133,6 +133,7 @@ def _run(trainer: RunTrainer, checkpoint: Path | None, progress: TrainingProgres
         trainer.finish_checkpoint()
     finally:
         progress.stop()
+        trainer.close()
 
 
 def _finish(trainer: RunTrainer) -> RunResult:

@@ -4,6 +4,7 @@ Trainer brings the loop, autocast, compilation and training on several devices (
 `_get_train_sampler` is overridden for the order of the blocks; checkpoints are in `saving_trainer`.
 """
 
+import contextlib
 import functools
 import inspect
 import itertools
@@ -116,6 +117,12 @@ class RunTrainer(SavingTrainer):
         """Functions that store a line of metrics; the last tells the trackers that transformers knows."""
         writers = self.folder.metrics_writers(tensorboard="tensorboard" in self.recipe.training.report_to)
         return [*writers, lambda line: self.callback_handler.on_log(self.args, self.state, self.control, {**line})]
+
+    def close(self) -> None:
+        """End what goes on beside the steps: a checkpoint that is still being written, and event files."""
+        self.background.shutdown()
+        with contextlib.suppress(OSError):  # every line was flushed before; this one would hide why the run ended
+            self.folder.close()
 
     def create_accelerator_and_postprocess(self) -> None:
         """Also note each gradient norm where it is computed: transformers 5.0 hands it to no callback."""

@@ -1,14 +1,16 @@
 """Ray's workers train the run that one process trains with as many times the batch."""
 
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from multilin.errors import InputError
-from multilin.training.ray_app import train_on_ray
+from multilin.training.ray_app import _work, train_on_ray
 from multilin.training.recipe import save_recipe
 from multilin.training.trainer import train
 from tests.training.conftest import Tiny, metrics
@@ -40,6 +42,22 @@ def test_two_workers_are_one_with_twice_the_batch(tiny: Tiny, tmp_path: Path) ->
     train_on_ray(str(tmp_path / "recipe.yaml"), workers=2)
     for one, two in zip(metrics(accumulated.output), metrics(tmp_path / "two"), strict=True):
         assert two == pytest.approx(one, rel=1e-4)
+
+
+@pytest.mark.parametrize("output", ["run/", "."])
+def test_the_mark_of_a_run_lies_beside_its_folder(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, output: str
+) -> None:
+    (tmp_path / "run").mkdir()
+    monkeypatch.chdir(tmp_path / "run" if output == "." else tmp_path)
+    context = SimpleNamespace(get_experiment_name=lambda: "experiment", get_world_rank=lambda: 0)
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "ray.train", SimpleNamespace(get_context=lambda: context))
+    seen: list[Path] = []
+    monkeypatch.setattr("multilin.training.trainer.train", lambda *_, **__: seen.extend(tmp_path.rglob("*")))
+    save_recipe(tiny(Path("anywhere")), tmp_path / "recipe.yaml")
+    _work({"recipe": str(tmp_path / "recipe.yaml"), "changes": {"output": output}, "resume": False})
+    assert sorted(path.name for path in seen) == ["recipe.yaml", "run", "run.ray"]
 
 
 def test_a_recipe_that_cannot_be_used_is_refused_before_ray_starts() -> None:

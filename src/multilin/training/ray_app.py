@@ -8,9 +8,9 @@ on from its last checkpoint then. The output is a folder that all machines reach
 """
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from multilin.files import beside
 from multilin.training.recipe import load_recipe
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def _work(given: Mapping[str, Any]) -> None:
 
     recipe = load_recipe(given["recipe"], given["changes"])
     # Workers that are started again find a mark of this work; other runs in the folder are refused as always.
-    mark, name = Path(f"{recipe.output}.ray"), get_context().get_experiment_name()
+    mark, name = beside(recipe.output, ".ray"), get_context().get_experiment_name()
     was_begun = [mark.is_file() and mark.read_text() == name and RunFolder(recipe.output).recipe.exists()]
     if torch.distributed.is_initialized():
         torch.distributed.broadcast_object_list(was_begun)

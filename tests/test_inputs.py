@@ -114,6 +114,7 @@ def test_yaml_beyond_the_plain_part_is_refused(text: str, words: str) -> None:
         '{"a": 1, "a": 2}',
         "[NaN]",
         "[-Infinity]",
+        "[1e999]",
         "9" * 5000,
         '{"a": ' + "9" * 200 + "}",
         "[1",

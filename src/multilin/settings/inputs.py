@@ -7,6 +7,7 @@ one and 12:30 is none. `to_yaml` writes what `parse_yaml` reads back.
 
 import itertools
 import json
+import math
 import os
 import re
 import stat
@@ -115,7 +116,9 @@ def parse_json(text: str | bytes, where: str) -> Any:
             integer of more than 100 digits; the message begins with `where`.
     """
     try:
-        value = json.loads(text, object_pairs_hook=_object, parse_int=_integer, parse_constant=_refuse_constant)
+        value = json.loads(
+            text, object_pairs_hook=_object, parse_int=_integer, parse_float=_finite, parse_constant=_finite
+        )
     except (ValueError, RecursionError) as error:
         reason = "too many levels" if isinstance(error, RecursionError) else shorten(str(error), 200)
         raise InputError(f"{where} is not JSON: {reason}") from None
@@ -138,8 +141,10 @@ def _integer(digits: str) -> int:
     return int(digits)
 
 
-def _refuse_constant(name: str) -> Any:
-    raise ValueError(f"{name} is no number of JSON")
+def _finite(digits: str) -> float:
+    if not math.isfinite(value := float(digits)):
+        raise ValueError(f"{shorten(digits)} is no finite number")
+    return value
 
 
 def _is_deep(value: Any, levels: int = _DEEPEST) -> bool:

@@ -1,6 +1,7 @@
 import errno
 import math
 import os
+import pickle
 import re
 import shutil
 import signal
@@ -15,6 +16,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch.utils.hooks import RemovableHandle
 
+from multilin.data.tokenizers import VocabularyTooLarge
 from multilin.errors import InputError
 from multilin.training import checkpoints
 from multilin.training.outcomes import RunResult, TrainingFailed, TrainingInterrupted
@@ -168,6 +170,12 @@ def test_a_full_disk_while_logging_is_one_sentence(tiny: Tiny, tmp_path: Path, m
     monkeypatch.setattr("multilin.training.run_folder.RunFolder.append_metrics", fail)
     with pytest.raises(TrainingFailed, match=r"the run in .* stopped: No space left on device"):
         train(tiny(tmp_path / "run"))
+
+
+@pytest.mark.parametrize("error", [TrainingInterrupted("stopped", signal.SIGINT), VocabularyTooLarge("too large", 300)])
+def test_an_exception_comes_from_another_process_as_it_was(error: Exception) -> None:
+    copied = pickle.loads(pickle.dumps(error))
+    assert (type(copied), str(copied), vars(copied)) == (type(error), str(error), vars(error))
 
 
 def test_a_process_that_ends_before_the_first_step_is_one_sentence(

@@ -166,11 +166,9 @@ def _token_bytes(tokenizer: PreTrainedTokenizerFast, token_ids: Sequence[int]) -
 class VocabularyTooLarge(InputError):
     """The text has too few different pairs of tokens; `most` is how many entries it supports."""
 
-    def __init__(self, vocab_size: int, most: int) -> None:
-        super().__init__(
-            f"tokenizer.vocab_size: {vocab_size} given, but the corpus supports {most} tokens; give at most that, or "
-            "more text"
-        )
+    # With a default, as an exception from another process is made of its message first.
+    def __init__(self, message: str, most: int = 0) -> None:
+        super().__init__(message)
         self.most = most
 
 
@@ -186,7 +184,11 @@ def _trained(texts: Iterable[str], kind: TokenizerKind, vocab_size: int) -> Toke
     pieces = (part for text in texts for piece in cut_at_whitespace(text, 2**16) for part in _short_words(piece))
     tokenizer.train_from_iterator(pieces, trainer)
     if (most := tokenizer.get_vocab_size()) != vocab_size:
-        raise VocabularyTooLarge(vocab_size, most)
+        raise VocabularyTooLarge(
+            f"tokenizer.vocab_size: {vocab_size} given, but the corpus supports {most} tokens; give at most that, or "
+            "more text",
+            most,
+        )
     return tokenizer if kind == "bpe" else _reproducible(tokenizer)
 
 

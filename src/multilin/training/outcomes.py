@@ -47,7 +47,8 @@ class TrainingInterrupted(Exception):
         exit_code: the status of a program that this signal ended, as shells expect it: 130 for SIGINT, 143 for SIGTERM.
     """
 
-    def __init__(self, message: str, signal_number: int) -> None:
+    # With a default, as an exception from another process is made of its message first.
+    def __init__(self, message: str, signal_number: int = signal.SIGTERM) -> None:
         super().__init__(message)
         self.exit_code = 128 + signal_number
 

@@ -92,11 +92,12 @@ class Linear(nn.Linear):
 
     def _rounding(self) -> dict[str, Any]:
         return {
-            "levels": self._levels, "backward": self.arithmetic.backward, "parameter": getattr(self, "weight", None)
+            "levels": self.levels, "backward": self.arithmetic.backward, "parameter": getattr(self, "weight", None)
         }  # fmt: skip
 
     @property
-    def _levels(self) -> str:
+    def levels(self) -> str:
+        """What `round_weight` is told to round the weight to, where products see int8."""
         return "int8" if self.arithmetic.weights == "none" else self.arithmetic.weights
 
     def float_matrix(self, dtype: torch.dtype | None = None) -> Tensor:
@@ -108,7 +109,7 @@ class Linear(nn.Linear):
 
     def hold_int8(self) -> None:
         """Keep int8 values and a scale instead of the weight."""
-        rounded = round_weight(self.weight, self._levels)
+        rounded = round_weight(self.weight, self.levels)
         del self.weight
         self._register(rounded)
 

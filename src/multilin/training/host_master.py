@@ -70,9 +70,7 @@ class HostMaster:
             copied.copy_(self.to_device(parameter))
 
     def _send_matrix(self, module: Linear) -> Rounded:
-        levels = module.arithmetic.weights
-        rounded = round_weight(module.weight, "int8" if levels == "none" else levels)
-        return Rounded(*map(self.to_device, rounded))
+        return Rounded(*map(self.to_device, round_weight(module.weight, module.levels)))
 
     def _copy_without(self, matrices: set[int]) -> PreTrainedModel:
         made: dict[int, object] = {id(self.model.config): self.model.config}

@@ -11,6 +11,7 @@ from transformers import TrainerCallback
 
 from multilin.training import time_limit
 from multilin.training.outcomes import TrainingFailed, TrainingInterrupted
+from multilin.training.progress import TrainingProgress
 from multilin.training.recipe import Recipe, load_recipe
 from multilin.training.trainer import train
 from multilin.training.transformers_trainer import RunTrainer
@@ -107,7 +108,11 @@ def test_a_run_that_is_over_makes_no_more_steps(tiny: Tiny, tmp_path: Path, cloc
     first = train(recipe, callbacks=[clock], began=0.0)
     files = ["metrics.jsonl", "model.safetensors"]
     written = [(tmp_path / "run" / name).read_bytes() for name in files]
-    again = train(recipe, resume=True, callbacks=[clock], began=clock.now)
+    said: list[str] = []
+    progress = TrainingProgress()
+    progress.message = said.append
+    again = train(recipe, resume=True, callbacks=[clock], began=clock.now, progress=progress)
+    assert said == [f"is complete after step {first.steps}"]
     assert again.steps == first.steps
     assert again.validation_bits_per_byte == first.validation_bits_per_byte
     assert [(tmp_path / "run" / name).read_bytes() for name in files] == written

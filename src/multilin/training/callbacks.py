@@ -60,6 +60,9 @@ class StepCallback(TrainerCallback):  # type: ignore[misc]
             self.limit.start()
         is_ended = self.limit is not None and self.limit.is_ended
         control.should_training_stop = self.is_finished = is_ended or state.global_step >= args.max_steps
+        if state.global_step:
+            how = "is complete" if self.is_finished else "continues"
+            self.progress.message(f"{how} after step {state.global_step}")
         self.progress.start(state.global_step, args.max_steps if self.limit is None else None)
 
     def on_pre_optimizer_step(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:

@@ -123,10 +123,7 @@ def _opened(
 
 
 def _run(trainer: RunTrainer, checkpoint: Path | None, progress: TrainingProgress, *, resume: bool) -> None:
-    if checkpoint is not None:
-        step = checkpoint_step(checkpoint)
-        progress.message(f"{'is complete' if step >= trainer.args.max_steps else 'continues'} after step {step}")
-    elif resume:
+    if checkpoint is None and resume:
         progress.message(f"no checkpoint in {trainer.folder.checkpoints}: starts at the first step")
     try:
         trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)

@@ -115,11 +115,11 @@ def _figure(text: str, name: str) -> str:
     [
         ({"run": "x", "replicas": "2"}, "sessions: none given"),
         ({"run": "x", "replicas": "two"}, "replicas"),
-        ({"run": "x", "slot": "2"}, "did you mean 'slots'"),
+        ({"run": "x", "slot": "2"}, "slot: unknown field; did you mean 'slots'"),
         ({"run": "x", "memory": "much"}, "memory: 'much' given"),
         ({}, "run"),
     ],
 )
 def test_wrong_settings_of_ray_are_refused(values: dict[str, str], message: str) -> None:
-    with pytest.raises(InputError, match=re.escape(message)):
+    with pytest.raises(InputError, match=f"^{re.escape(message)}"):
         app(values)

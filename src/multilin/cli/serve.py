@@ -31,7 +31,7 @@ class ServeArguments:
 def serve(arguments: ServeArguments, limits: ServeLimits) -> None:
     """Serve a model over HTTP, as OpenAI's clients know it, with sessions that go on where they stopped."""
     keys = _check(arguments)
-    num_bytes("memory", limits.memory), num_bytes("disk", limits.disk)
+    num_bytes("--memory", limits.memory), num_bytes("--disk", limits.disk)
     folder = Path(arguments.run)
     with _listen(arguments) as listener:
         engine, codec = open_engine(folder, arguments.engine, is_server=True)

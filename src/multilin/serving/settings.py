@@ -38,5 +38,5 @@ def num_bytes(name: str, text: str) -> int:
     units = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
     number, unit = text[:-2].strip(), text[-2:].upper()
     if unit not in units or not number.replace(".", "", 1).isdecimal():
-        raise InputError(f"--{name}: {text!r} given, but it should be a size such as 500MB or 2GB")
+        raise InputError(f"{name}: {text!r} given, but it should be a size such as 500MB or 2GB")
     return int(float(number) * units[unit])

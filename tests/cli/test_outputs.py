@@ -118,6 +118,8 @@ def test_a_full_disk_is_one_sentence_and_leaves_the_old_file(
     captured = capsys.readouterr()
     assert (captured.out, captured.err) == ("", f"multilin: {output}: No space left on device\n")
     assert output.read_text() == "old"
+    assert main(["explain", str(additive), "--text", "the", "--output", str(tmp_path / "explained")]) == FAILED
+    assert capsys.readouterr().err.endswith("explained/explain.html: No space left on device\n")
     assert [path.name for path in tmp_path.iterdir()] == ["scores.json"]
 
 

@@ -1,5 +1,6 @@
 """One trainer at a time in a folder."""
 
+import errno
 import os
 import signal
 import socket
@@ -65,6 +66,25 @@ def test_a_folder_that_stayed_empty_goes_and_others_stay(tmp_path: Path) -> None
     with locked_folder("output", tmp_path / "a" / "b"):
         (tmp_path / "a" / "file").touch()
     assert [path.name for path in (tmp_path / "a").iterdir()] == ["file"]
+
+
+def test_a_full_disk_leaves_no_folder_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def is_full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", is_full)
+        with locked_folder("output", tmp_path / "a" / "b"):
+            pass
+    assert list(tmp_path.iterdir()) == []
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", is_full)
+        with (
+            pytest.raises(InputError, match=r"a/b cannot be written \(No space left on device\)"),
+            locked_folder("output", tmp_path / "a" / "b"),
+        ):
+            pytest.fail("locked")
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff", b'{"process": "x", "host": 1}'])

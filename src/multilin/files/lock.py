@@ -35,18 +35,20 @@ def locked_folder(name: str, path: str | Path) -> Iterator[None]:
         InputError: another process holds the lock (the message names it), or the folder cannot be written.
     """
     folder = check_folder(name, path)
-    with path_errors(name, path):
-        missing = [parent for parent in (folder, *folder.parents) if not parent.exists()]
-        folder.mkdir(parents=True, exist_ok=True)
-        descriptor = _acquire(name, path, folder / LOCK_FILE)
+    missing = [parent for parent in (folder, *folder.parents) if not parent.exists()]
     try:
-        yield
+        with path_errors(name, path):
+            folder.mkdir(parents=True, exist_ok=True)
+            descriptor = _acquire(name, path, folder / LOCK_FILE)
+        try:
+            yield
+        finally:
+            with contextlib.suppress(OSError):
+                (folder / LOCK_FILE).unlink(missing_ok=True)
+            os.close(descriptor)
     finally:
-        with contextlib.suppress(OSError):
-            (folder / LOCK_FILE).unlink(missing_ok=True)
-        os.close(descriptor)
-        with contextlib.suppress(OSError):
-            for made in missing:
+        for made in missing:
+            with contextlib.suppress(OSError):
                 made.rmdir()
 
 
@@ -73,7 +75,8 @@ def _acquire(name: str, path: str | Path, lock: Path) -> int:
         # Whoever held the lock before removes the file first: then this lock is on a file that nobody else will find.
         if os.fstat(descriptor).st_nlink:
             os.truncate(descriptor, 0)
-            os.write(descriptor, json.dumps({"process": os.getpid(), "host": socket.gethostname()}).encode())
+            with contextlib.suppress(OSError):  # the disk is full, and the lock is without a name
+                os.write(descriptor, json.dumps({"process": os.getpid(), "host": socket.gethostname()}).encode())
             return descriptor
         os.close(descriptor)
 

@@ -17,7 +17,8 @@ from multilin.analysis.explain.explanation import Step, mask_own_token
 from multilin.analysis.explain.run import MEANINGS, Report, finding
 from multilin.analysis.templates import render
 from multilin.errors import plural
-from multilin.files import check_folder, write_whole
+from multilin.files import write_whole
+from multilin.files.lock import locked_folder
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -31,12 +32,11 @@ LINES = 40  # of text that a panel of the picture shows
 
 def write_files(report: Report, folder: Path) -> list[Path]:
     """Write explain.html, explain.png and explain.json, each beside its place and renamed."""
-    check_folder("--output", folder).mkdir(exist_ok=True)
     contents: dict[str, str | bytes] = {"html": page(report), "png": picture(report), "json": as_json(report)}
-    paths = []
-    for suffix, content in contents.items():
-        paths.append(folder / f"explain.{suffix}")
-        write_whole(paths[-1], content)
+    paths = [folder / f"explain.{suffix}" for suffix in contents]
+    with locked_folder("--output", folder):  # which removes a new one if nothing can be written to it
+        for path, content in zip(paths, contents.values(), strict=True):
+            write_whole(path, content)
     return paths
 
 

@@ -201,13 +201,14 @@ def test_a_missing_source_is_refused(
 def test_bytes_that_are_not_utf8_are_replaced_on_request(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(b"caf\xe9")
     (tmp_path / "b.jsonl").write_bytes(b'{"text": "a\\ud83d"}')
-    table = pyarrow.table({"text": pyarrow.StringArray.from_buffers(1, pyarrow.py_buffer(b"\0\0\0\0\4\0\0\0"),
-                                                                    pyarrow.py_buffer(b"caf\xe9"))})  # fmt: skip
-    pyarrow.parquet.write_table(table, tmp_path / "c.parquet")
+    texts = pyarrow.StringArray.from_buffers(1, pyarrow.py_buffer(b"\0\0\0\0\4\0\0\0"), pyarrow.py_buffer(b"caf\xe9"))
+    pyarrow.parquet.write_table(pyarrow.table({"text": texts}), tmp_path / "c.parquet")
+    pyarrow.parquet.write_table(pyarrow.table({"text": texts.dictionary_encode()}), tmp_path / "d.parquet")
     texts = [document.text for document in read(tmp_path, encoding_errors="replace")]
-    assert texts == ["caf\ufffd", "a\ufffd", "caf\ufffd"]
-    with pytest.raises(InputError, match=r"c\.parquet: a text is not UTF-8; .*encoding_errors to replace"):
-        read(tmp_path / "c.parquet")
+    assert texts == ["caf\ufffd", "a\ufffd", "caf\ufffd", "caf\ufffd"]
+    for name in ("c.parquet", "d.parquet"):
+        with pytest.raises(InputError, match=f"{name}: a text is not UTF-8; .*encoding_errors to replace"):
+            read(tmp_path / name)
 
 
 def test_files_are_read_as_they_are_asked_for(tmp_path: Path) -> None:

@@ -247,8 +247,11 @@ def _parquet_rows(stream: IO[bytes], path: Path, text_field: str, encoding_error
             columns = [text_field] if text_field in names else names
             for batch in file.iter_batches(batch_size=256, columns=columns):
                 for index, field in enumerate(batch.schema if encoding_errors == "replace" else ()):
-                    if pyarrow.types.is_string(field.type) or pyarrow.types.is_large_string(field.type):
-                        contents = batch.column(index).cast(pyarrow.large_binary()).to_pylist()
+                    column = batch.column(index)
+                    if pyarrow.types.is_dictionary(column.type):
+                        column = column.dictionary_decode()
+                    if pyarrow.types.is_string(column.type) or pyarrow.types.is_large_string(column.type):
+                        contents = column.cast(pyarrow.large_binary()).to_pylist()
                         texts = [None if content is None else content.decode(errors="replace") for content in contents]
                         batch = batch.set_column(index, field.name, pyarrow.array(texts, pyarrow.large_string()))
                 yield from enumerate(batch.to_pylist(), start=number + 1)

@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from multilin.data import parts as parts_module
-from multilin.data import shard_workers, store
+from multilin.data import shard_workers, sharding, store
 from multilin.data.manifest import Manifest, _sum
 from multilin.data.packed_text import PackedText
 from multilin.data.parts import PartReader, cut_source
@@ -483,6 +483,16 @@ def test_a_mixture_reads_prepared_texts_of_one_tokenizer(tmp_path: Path) -> None
     given = DataRecipe(mix={a: 1.0, str(tmp_path / "c"): 1.0})
     with pytest.raises(InputError, match=r"data.mix: '.*c' holds no manifest.json"):
         prepare_text(given, TokenizerRecipe())
+
+
+def test_a_text_whose_first_files_are_empty_is_not_empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sharding, "SAMPLED_PARTS", 1)
+    monkeypatch.setattr(parts_module, "PART_BYTES", 1)
+    (tmp_path / "texts").mkdir()
+    for number, text in enumerate(["", *make_texts(10)]):
+        (tmp_path / "texts" / f"{number:02}.txt").write_text(text)
+    manifest = prepare_shards(plan(tmp_path / "texts", tmp_path / "out", kind="bpe", vocab_size=280))
+    assert manifest.num_documents == 10
 
 
 def test_what_a_loaded_tokenizer_decides_is_refused(tmp_path: Path) -> None:

@@ -173,9 +173,12 @@ def _tokenizer(
 
 def _sample(job: Job, progress: Progress) -> tuple[Iterator[str], bool]:
     """Texts to train a tokenizer on, from parts all over the source, and whether they are conversations."""
-    numbers = range(0, len(job.parts), -(-len(job.parts) // SAMPLED_PARTS) or 1)
-    first = next(itertools.chain.from_iterable(map(job.reader, numbers)), None)
-    if first is None:
+    every = range(len(job.parts))
+    for numbers in (every[:: -(-len(every) // SAMPLED_PARTS) or 1], every):  # all, if there is no text in some
+        first = next(itertools.chain.from_iterable(map(job.reader, numbers)), None)
+        if first is not None:
+            break
+    else:
         raise InputError(f"SOURCE: {shown(job.settings.source)} is empty: a corpus needs some text")
 
     def texts() -> Iterator[str]:

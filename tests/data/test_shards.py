@@ -406,6 +406,17 @@ def test_text_on_this_machine_needs_no_cache(rows: Path, tmp_path: Path, monkeyp
     assert open_prepared("data.source", str(tmp_path / "out")).train.num_tokens > 0
 
 
+def test_a_cache_that_cannot_be_written_is_named(rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for output in ("memory://text", str(tmp_path / "out")):
+        prepare_shards(plan(rows, output))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(rows / "no folder"))
+    named = rf"the data cache {rows}/no folder/multilin/\w+ cannot be written \(Not a directory\)"
+    with pytest.raises(InputError, match=named):
+        open_prepared("data.source", "memory://text")
+    with pytest.raises(InputError, match=named):
+        open_mixture({str(tmp_path / "out"): 1.0})
+
+
 def test_two_preparations_in_one_folder_are_refused(rows: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     manifest = prepare_shards(plan(rows, out))

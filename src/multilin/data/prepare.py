@@ -100,13 +100,7 @@ def prepare_text(
     # Packed again where another version of the tokenizers or of this package might pack otherwise.
     name = hashlib.sha256(f"{FORMAT} {tokenizers.__version__} {identity}".encode()).hexdigest()[:32]
     folder = Path(cache_folder or cache_root()) / name
-    try:
-        make_once(folder, partial(_prepare, data, recipe, loaded, progress))
-    except OSError as error:
-        raise InputError(
-            f"the data cache {folder.parent} cannot be written ({error.strerror or error}); set XDG_CACHE_HOME to a "
-            "folder with room"
-        ) from error
+    make_once(folder, partial(_prepare, data, recipe, loaded, progress))
     prepared = load_tokenizer(str(folder / "tokenizer"))
     train, validation = (PackedText.open(folder / side) for side in ("train", "validation"))
     return _part(PreparedText(prepared, train, validation, identity), data)

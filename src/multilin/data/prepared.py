@@ -210,7 +210,8 @@ def open_mixture(weights: Mapping[str, float], progress: Progress = no_progress)
     """Open several prepared texts, address to weight, as a mixture; it is validated on all their validation texts.
 
     Raises:
-        InputError: see `open_prepared`; texts of different tokenizers, or texts and conversations.
+        InputError: see `open_prepared`; texts of different tokenizers, or texts and conversations; or the cache
+            cannot be written.
     """
     texts = {address: open_prepared("data.mix", address, progress) for address in weights}
     (first_name, first), *others = texts.items()

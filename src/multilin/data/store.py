@@ -29,15 +29,25 @@ def cache_root() -> Path:
 
 
 def make_once(folder: Path, make: Callable[[Path], None]) -> None:
-    """Make a folder, which `make` fills, if it does not exist; other processes that need it wait for it."""
-    if folder.exists():
-        return
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(f"{folder}.lock"):
-        if not folder.exists():
-            remove_partials(folder.parent, folder.name)
-            with atomic_folder(folder) as unfinished:
-                make(unfinished)
+    """Make a folder, which `make` fills, if it does not exist; other processes that need it wait for it.
+
+    Raises:
+        InputError: it cannot be written, or an error of `make`; no file is left behind.
+    """
+    try:
+        if folder.exists():
+            return
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(f"{folder}.lock"):
+            if not folder.exists():
+                remove_partials(folder.parent, folder.name)
+                with atomic_folder(folder) as unfinished:
+                    make(unfinished)
+    except OSError as error:
+        raise InputError(
+            f"the data cache {folder.parent} cannot be written ({error.strerror or error}); set XDG_CACHE_HOME to a "
+            "folder with room"
+        ) from error
 
 
 class Store:
@@ -106,7 +116,7 @@ class Store:
         Copies are kept in a cache, which several processes may share.
 
         Raises:
-            InputError: a file is missing, or does not match its checksum.
+            InputError: a file is missing, or does not match its checksum; or the cache cannot be written.
         """
         if self.local is not None:
             return self.local / name

@@ -35,6 +35,7 @@ from multilin.errors import InputError
 from multilin.scoring.losses import Evaluation, evaluate
 from multilin.training.callbacks import StepCallback
 from multilin.training.outcomes import TrainingInterrupted
+from multilin.training.progress import TrainingProgress
 from multilin.training.recipe import Recipe, load_recipe, save_recipe
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*documents packed into one block")
@@ -299,13 +300,21 @@ def test_runs_of_another_sweep_do_not_stand_in_the_way_after_a_stop(
         raise TrainingInterrupted("stopped after step 5 of 20; its checkpoint is saved", 2)
 
     monkeypatch.setattr("multilin.analysis.compare.run.train", begun)
-    compare(a_sweep(sandbox, "replaced"))
+    said: list[str] = []
+    progress = TrainingProgress()
+    progress.message = said.append
+    # Of two stages the second depends on the best of the first: here the own value of both is tried once.
+    stages = [{"optimizer.learning_rate": [1e-3]}, {"optimizer.weight_decay": ["x1", 0.5]}]
+    compare(a_sweep(sandbox, "replaced", stages=stages), progress=progress)
+    assert [text.split("]")[0] for text in said if text.startswith("[")][-2:] == ["[5/6", "[6/6"]
     monkeypatch.setattr("multilin.analysis.compare.run.train", interrupted)
+    longer = a_sweep(sandbox, "replaced", rows={"elita": {}}, budget=Budget(tokens=640), stages=stages)
     for overwrite in (True, False):
         with pytest.raises(TrainingInterrupted):
-            compare(a_sweep(sandbox, "replaced", rows={"elita": {}}, budget=Budget(tokens=640)), overwrite=overwrite)
-    assert [path.name for path in (sandbox / "replaced/elita-s1").iterdir()] == ["notes.txt"]
-    assert (sandbox / "replaced/gpt2-s0/recipe.yaml").exists()  # of no row of the second
+            compare(longer, overwrite=overwrite)
+    left = {path.name for path in (sandbox / "replaced").glob("elita-s*/*")}
+    assert left == {"notes.txt"}
+    assert len(list((sandbox / "replaced").glob("gpt2-s*/recipe.yaml"))) == 3  # of no row of the second
 
 
 def test_a_stage_is_tried_on_one_seed_and_the_best_trained_with_all(sandbox: Path) -> None:

@@ -102,27 +102,29 @@ class _Training:
     def __init__(self, sweep: Sweep, overwrite: bool, progress: TrainingProgress) -> None:
         self.sweep, self.overwrite, self.progress = sweep, overwrite, progress
         self.measure = "accuracy" if sweep.task else "bits_per_byte"
-        self.total = 0
+        self._num_trials: dict[str, int] = {}  # of each row: at most, until they are made
+        self._num_others = 0
         self._plans: dict[str, Plan] = {}
         self._trained: dict[str, RunRecord] = {}
 
     def begin(self, plans: list[Plan]) -> None:
-        """Count the runs, and refuse folders that hold others, or clear them, as far as the runs are known."""
-        known = []
+        """Count the runs, and refuse folders that hold others, as far as the runs are known, or clear them all."""
         for plan in plans:
             trials = {str(choice) for stage in self.sweep.stages for choice in choices_of(stage, plan.choice)}
             is_first_seed_tried = bool(trials) and self.sweep.trial_share == 1  # the best trial is then its run
-            self.total += len(trials) + len(self.sweep.seeds) - is_first_seed_tried
+            self._num_trials[plan.row.name] = len(trials)
+            self._num_others += len(self.sweep.seeds) - is_first_seed_tried
             first = choices_of(self.sweep.stages[0], plan.choice) if trials else [plan.choice]
             for choice, seed in itertools.product(first, self.sweep.seeds):
                 planned = self.plan(plan, choice)
                 for run in (planned, planned.trial(self.sweep.trial_share)):
-                    known.append(run.run(self.sweep.output, seed))
-                    self.check(known[-1])
-        for recipe in known if self.overwrite else ():  # without the flag, with which it goes on, they are refused
-            if _holds_another(recipe):
-                with locked_folder("output", recipe.output):
-                    RunFolder(recipe.output).clear()
+                    self.check(run.run(self.sweep.output, seed))
+        # Those of later stages too: without the flag, with which a stopped comparison goes on, they would be refused.
+        for plan, seed in itertools.product(plans if self.overwrite else (), self.sweep.seeds):
+            for ending in ("", "-*"):
+                for path in Path(self.sweep.output).glob(f"{plan.row.name}-s{seed}{ending}/{RECIPE_FILE}"):
+                    with locked_folder("output", path.parent):
+                        RunFolder(path.parent).clear()
 
     def plan(self, plan: Plan, choice: Choice) -> Plan:
         """A row with another choice, planned once."""
@@ -151,7 +153,7 @@ class _Training:
         A choice that was tried before is not tried again.
         """
         tuning: list[RunRecord] = []
-        best = plan.choice
+        best, num_before = plan.choice, len(self._trained)
         for stage in self.sweep.stages:
             for choice in choices_of(stage, best):
                 if choice not in [run.choice for run in tuning]:
@@ -166,8 +168,9 @@ class _Training:
             except InputError as error:
                 self.progress.message(f"{plan.row.name} is not tuned further: {error}")
                 break
-            self.total += 1
+            self._num_trials[plan.row.name] += 1
             tuning.append(self._try(plan, further))
+        self._num_trials[plan.row.name] = len(self._trained) - num_before
         return tuning
 
     def _try(self, plan: Plan, choice: Choice) -> RunRecord:
@@ -187,7 +190,8 @@ class _Training:
         self.check(recipe)
         folder, failure, max_steps = Path(recipe.output), None, recipe.training.num_steps
         if recipe.output not in self._trained:
-            heading = f"[{len(self._trained) + 1}/{self.total}] {folder.name}"
+            total = sum(self._num_trials.values()) + self._num_others
+            heading = f"[{len(self._trained) + 1}/{total}] {folder.name}"
             if is_finished(folder, max_steps) and not self.overwrite:
                 self.progress.message(f"{heading}: done before")
             else:
@@ -215,12 +219,3 @@ class _Training:
             self.progress.message(f"failed: {failure}")
             return failure
         return None
-
-
-def _holds_another(recipe: Recipe) -> bool:
-    """Whether the folder of a run holds one of another recipe, or of one that cannot be read."""
-    path = Path(recipe.output)
-    try:
-        return (path / RECIPE_FILE).is_file() and first_difference(load_recipe(path), recipe) is not None
-    except InputError:
-        return True

@@ -39,6 +39,16 @@ def test_elsewhere_there_is_a_line_for_validations_and_now_and_then(monkeypatch:
     ]
 
 
+def test_the_first_line_of_every_run_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress.time, "monotonic", lambda: 0.0)
+    out = io.StringIO()
+    with TrainingDisplay(Console(file=out, width=120, highlight=False)) as display:
+        for _ in range(2):
+            display.start(0, 10)
+            display.line(LINE)
+    assert out.getvalue().splitlines() == 2 * ["step 3/10  loss 2.500  12,346 tokens/s"]
+
+
 def test_a_stage_is_shown_from_its_first_report(monkeypatch: pytest.MonkeyPatch) -> None:
     """Text that lies ready in the cache needs no line such as `reading 0.0 MB`."""
     out = io.StringIO()

@@ -80,7 +80,7 @@ class TrainingDisplay(TrainingProgress):
         self._progress: Progress | None = None
         self._max_steps: int | None = 0
         self._share = 0.0
-        self._last_print = float("-inf")
+        self._last_print = 0.0
 
     def __enter__(self) -> Self:
         return self
@@ -100,7 +100,7 @@ class TrainingDisplay(TrainingProgress):
     def start(self, step: int, max_steps: int | None) -> None:
         """Begin the display of training, after `step` steps."""
         self._stages.close()
-        self._max_steps, self._latest = max_steps, {}
+        self._max_steps, self._latest, self._last_print = max_steps, {}, float("-inf")
         if self.console.is_terminal:
             self._progress = Progress(
                 TextColumn("{task.description}"), BarColumn(bar_width=None), TextColumn("{task.fields[figures]}"),

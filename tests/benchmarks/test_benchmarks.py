@@ -234,9 +234,7 @@ def _saved(folder: Path, name: str) -> dict[str, Any]:
     return found
 
 
-def test_what_needs_no_training_is_scored_on_the_final_half(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_needs_no_training_is_scored_on_the_final_half(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     draw = random.Random(0)
     words = ["".join(draw.choices("abcdefgh", k=5)) for _ in range(60)]

@@ -19,7 +19,7 @@ from multilin.cli.main import main
 from multilin.inference.generate_run import text_codec
 from multilin.inference.runs import Run
 from multilin.inference.torch_engine import TorchEngine
-from tests.serving.conftest import Server, Start
+from tests.serving.conftest import Server, Start, until
 from tests.serving.engines import Script, Watched
 
 GREEDY = ("--temperature", "0", "--max-new-tokens", "12")
@@ -102,8 +102,7 @@ def test_ctrl_c_ends_an_answer_which_is_kept_unless_it_comes_twice(
     target, flags = (start(engine).url, ()) if place == "server" else (str(run.folder), ("--engine", "torch"))
 
     def interrupt() -> None:
-        while engine.num_read_tokens < 60:
-            time.sleep(0.01)
+        until(lambda: engine.num_read_tokens >= 60)
         if num_signals == 2:
             engine.before = lambda: time.sleep(3)  # so that the second one comes before the end
             time.sleep(0.2)
@@ -280,7 +279,7 @@ def test_a_scheduler_survives_an_event_loop_that_closes(server: Server, monkeypa
     server.service._notify([])
 
 
-def test_instructions_come_first_also_after_a_rewind(capsys: pytest.CaptureFixture[str]) -> None:
+def test_instructions_come_first_also_after_a_rewind() -> None:
     sent = []
 
     class Branch:

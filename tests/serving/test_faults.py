@@ -4,8 +4,6 @@ import json
 import re
 import socket
 import threading
-import time
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -17,17 +15,10 @@ from multilin.inference.runs import Run
 from multilin.inference.torch_engine import TorchEngine
 from multilin.model import TextState
 from multilin.serving.api import streams
-from tests.serving.conftest import Server, Start
+from tests.serving.conftest import Server, Start, until
 from tests.serving.engines import Script, Watched
 
 PLAIN = {"temperature": 0, "ignore_eos": True}
-
-
-def until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < end, "waited too long"
-        time.sleep(0.01)
 
 
 def send(connection: socket.socket, path: str, **body: Any) -> None:

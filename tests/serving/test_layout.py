@@ -53,7 +53,7 @@ def test_the_plain_layout(run: Run, codec: TextCodec) -> None:
     assert head + layout.token_ids(TALK[3:], turn(head, TALK[:3])) == ids
 
 
-def test_a_chat_template(run: Run, codec: TextCodec, tmp_path: Path) -> None:
+def test_a_chat_template(codec: TextCodec, tmp_path: Path) -> None:
     """Its special tokens are tokens; a conversation goes on as if it was laid out as a whole."""
     (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
     end = codec.tokenizer.id_to_token(codec.end_id)

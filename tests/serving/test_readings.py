@@ -10,7 +10,7 @@ from multilin.analysis.explain.explanation import explain
 from multilin.inference.runs import Run
 from multilin.inference.torch_engine import TorchEngine
 from multilin.serving import readings
-from tests.serving.conftest import Start
+from tests.serving.conftest import Start, until
 from tests.serving.engines import Watched
 
 
@@ -66,8 +66,7 @@ def test_stopped_turn_is_kept_and_goes_on(start: Start, run: Run) -> None:
     answers = []
     asking = threading.Thread(target=lambda: answers.append(server.post("/v1/completions", max_tokens=2000, **greedy)))
     asking.start()
-    while not server.service.scheduler.counts.running:
-        time.sleep(0.01)
+    until(lambda: server.service.scheduler.counts.running > 0)
     time.sleep(0.2)
     assert server.post(f"/v1/sessions/{session}/stop")["stopped"]
     asking.join(60)

@@ -14,7 +14,7 @@ import pytest
 from multilin.errors import InputError
 from multilin.serving.ray_app import app
 from tests.processes import PYTHON, running
-from tests.serving.conftest import Start
+from tests.serving.conftest import Start, until
 
 RAY = """
 import sys, time, ray
@@ -70,9 +70,8 @@ def test_two_replicas_on_ray(start: Start, export: Path, tmp_path: Path) -> None
     environment = {**os.environ, "MULTILIN_API_KEY": "key", "RAY_USAGE_STATS_ENABLED": "0"}
     server, url = start("onnx"), f"http://127.0.0.1:{port}"
     with running([*PYTHON, "-c", RAY, str(port), *words], environment) as program:
-        while "ready" not in program.printed():
-            assert program.poll() is None
-            time.sleep(0.2)
+        until(lambda: "ready" in program.printed() or program.poll() is not None, 300)
+        assert program.poll() is None
         headers = {"Authorization": "Bearer key"}
         assert _status(f"{url}/v1/models") == 401
         session = httpx.post(f"{url}/v1/sessions", headers=headers, json={}, timeout=60).json()["id"]

@@ -23,7 +23,7 @@ from multilin.serving.jobs import Job
 from multilin.serving.settings import ServeLimits
 from multilin.serving.turns import NOBODY, Turn, TurnStore, new_id
 from multilin.settings import load_settings
-from tests.serving.conftest import Server, Start
+from tests.serving.conftest import Server, Start, until
 
 GREEDY = {"temperature": 0, "max_tokens": 8}
 
@@ -140,8 +140,7 @@ def test_a_session_is_continued_by_one_request_at_a_time(start: Start) -> None:
         target=lambda: answers.append(httpx.post(server.url + "/v1/completions", json=body, timeout=60))
     )
     thread.start()
-    while session not in server.service.busy:
-        time.sleep(0.001)
+    until(lambda: session in server.service.busy)
     error = server.call("POST", "/v1/completions", body, 409)["error"]
     assert error["code"] == "session_busy"
     thread.join()
@@ -190,8 +189,7 @@ def test_an_answer_can_be_stopped_before_it_begins(start: Start, monkeypatch: py
     with ThreadPoolExecutor(1) as pool:
         body = {"prompt": "abc", "max_tokens": 300, "session": session, "ignore_eos": True}
         answer = pool.submit(server.post, "/v1/completions", **body)
-        while session not in server.service.busy:
-            time.sleep(0.001)
+        until(lambda: session in server.service.busy)
         assert server.post(f"/v1/sessions/{session}/stop")["stopped"]
         stopped.set()
         assert answer.result()["usage"]["completion_tokens"] < 300

@@ -9,7 +9,7 @@ from multilin.training.recipe import Recipe, load_recipe, save_recipe
 from multilin.training.settings import TrainingRecipe
 from multilin.training.trainer import train
 from multilin.training.transformers_trainer import RunTrainer
-from tests.training.conftest import Tiny, assert_same_run, metrics
+from tests.training.conftest import Stopped, Tiny, assert_same_run, metrics
 from tests.training.elastic import blocks_of_steps, note_blocks, run_on
 
 EIGHT_BLOCKS = {"training.global_batch_size": 8}  # forward passes of two, shared out over 1, 2 or 4 processes
@@ -85,6 +85,15 @@ def test_one_recipe_without_a_global_batch_goes_on_with_that_of_its_run(tiny: Ti
     run_on(1, recipe, "resume")
     assert load_recipe(tmp_path / "run").training.global_batch_size == 4
     assert metrics(tmp_path / "run")[-1]["tokens"] == 12 * 4 * 16
+
+
+def test_processes_that_are_started_again_keep_the_batch_of_their_run(
+    tiny: Tiny, tmp_path: Path, stopped: Stopped, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stopped(tiny(tmp_path / "run"), 5)  # with the blocks of two processes
+    monkeypatch.setattr("multilin.training.trainer.were_restarted", lambda: True)
+    result = train(tiny(tmp_path / "run", **{"training.global_batch_size": None}))
+    assert (result.steps, result.tokens) == (12, 12 * 4 * 16)
 
 
 @pytest.mark.parametrize(

@@ -61,7 +61,7 @@ def train(
         TrainingInterrupted: SIGINT or SIGTERM, after a checkpoint.
     """
     began = time.monotonic() if began is None else began
-    folder = RunFolder(recipe.output)
+    folder, given = RunFolder(recipe.output), recipe
     recipe = resolve_recipe(folder.with_its_batch(recipe) if resume else recipe)
     if not (resume and recipe.model.start):  # which is checked below, from an undamaged checkpoint
         check_model(recipe)
@@ -69,6 +69,7 @@ def train(
     if were_restarted():
         resume = folder.last_checkpoint() is not None or (folder.recipe.exists() and not overwrite)
         overwrite = overwrite and not resume
+        recipe = resolve_recipe(folder.with_its_batch(given)) if resume else recipe  # they may be more or fewer now
     if recipe.training.master == "host":
         check_host_master(recipe.training, devices)
     if progress is None or not devices.is_main_process:

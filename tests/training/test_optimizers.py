@@ -247,6 +247,16 @@ def test_bad_settings_are_named(name: str, value: Any) -> None:
         NormalizedSGD([nn.Parameter(torch.ones(2))], **{name: value})
 
 
+@pytest.mark.parametrize("value", [-0.1, float("nan"), float("inf"), torch.tensor(-1.0)])
+@pytest.mark.parametrize("name", ["lr", "weight_decay"])
+@pytest.mark.parametrize("kind", [NormalizedSGD, MatrixMoment, Muon])
+def test_rates_out_of_range_are_refused(kind: Make, name: str, value: Any) -> None:
+    group = {"params": [nn.Parameter(torch.ones(2, 2))], "matrices": True}
+    for arguments in ({"params": [group], name: value}, {"params": [{**group, name: value}]}):
+        with pytest.raises(InputError, match=f"^{name}: .* given, but it must be at least 0 and finite"):
+            kind(**arguments)
+
+
 def state_bytes(optimizer: torch.optim.Optimizer) -> int:
     states = [slot for state in optimizer.state.values() for slot in state.values()]
     return sum(slot.numel() * slot.element_size() for slot in states)

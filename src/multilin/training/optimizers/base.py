@@ -15,7 +15,7 @@ CACHE_NUMBERS = 2**18  # numbers of one group of tensors on a CPU, so that sever
 
 
 class CheckedOptimizer(torch.optim.Optimizer):
-    """An optimizer that refuses a state which another kind saved, known by the settings of its groups and their names.
+    """An optimizer that refuses rates out of range, and a state which another kind saved, known by its names.
 
     marks: settings that every group has besides the defaults.
     state_names: what the state of every parameter has, if there is one.
@@ -25,6 +25,18 @@ class CheckedOptimizer(torch.optim.Optimizer):
     marks: tuple[str, ...] = ()
     state_names: tuple[str, ...] = ()
     wide_names: tuple[str, ...] = ()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As PyTorch's.
+
+        Raises:
+            InputError: a learning rate or weight decay that is negative or not finite.
+        """
+        for name in ("lr", "weight_decay"):
+            value = param_group.get(name, self.defaults[name])
+            if not 0 <= value < math.inf:
+                raise InputError(f"{name}: {value} given, but it must be at least 0 and finite")
+        super().add_param_group(param_group)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

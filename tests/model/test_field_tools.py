@@ -179,6 +179,19 @@ def test_a_compiled_model_reads_on_from_a_state(architecture: str, infers: bool)
 
 
 @pytest.mark.slow
+def test_a_compiled_model_reads_on_from_a_state_with_gradients() -> None:
+    """As one graph, which cannot ask whether a tensor was made in inference mode."""
+    model, tokens = make("gated_deltanet"), ids(2, 14)
+    gradients = []
+    for network in (torch.compile(model, backend="aot_eager", fullgraph=True), model):
+        with torch.inference_mode():
+            state = model(tokens[:, :8]).past_key_values
+        logits = network(tokens[:, 8:], past_key_values=state).logits
+        gradients.append(torch.autograd.grad(logits.logsumexp(-1).sum(), list(model.parameters()), allow_unused=True))
+    torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow
 def test_a_compiled_model_has_the_same_gradients(architecture: str) -> None:
     torch.compiler.reset()
     model, tokens = make(architecture), ids(2, 40)

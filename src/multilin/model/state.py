@@ -280,8 +280,8 @@ def _unlocked(tensor: Tensor) -> Tensor:
 
     Compiled code cannot ask how a tensor was made; without gradients it may be read as it is.
     """
-    if torch.compiler.is_compiling() and not torch.is_grad_enabled():
-        return tensor
+    if torch.compiler.is_compiling():
+        return tensor.clone() if torch.is_grad_enabled() else tensor
     return tensor.clone() if tensor.is_inference() and not torch.is_inference_mode_enabled() else tensor
 
 

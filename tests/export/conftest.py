@@ -20,10 +20,10 @@ FAST = "linear_mixer"  # whose graphs are made in a third of the time of others
 NAMES = [*architectures(), "hybrid"]
 
 
-def make_run(name: str, folder: Path) -> Run:
+def make_run(name: str, folder: Path, n_positions: int = N_POSITIONS) -> Run:
     """A run folder with random weights, drawn wide, and a byte tokenizer."""
     tokenizer = train_tokenizer([""], "byte", None)
-    sizes = {"hidden_size": 32, "num_layers": 2, "vocab_size": len(tokenizer), "n_positions": N_POSITIONS}
+    sizes = {"hidden_size": 32, "num_layers": 2, "vocab_size": len(tokenizer), "n_positions": n_positions}
     torch.manual_seed(0)
     if name == "hybrid":
         layers = HYBRIDS["window below, running sums above"]

@@ -12,6 +12,10 @@ import pytest
 
 from multilin import InputError
 from multilin.architectures import architectures
+from multilin.data.files import Document
+from multilin.data.packing import pack
+from multilin.export.check import compare_export
+from multilin.export.folder import export_run
 from multilin.inference.generate import Sequence, continue_file, generate
 from multilin.inference.generate_run import text_codec
 from multilin.inference.manifest import MANIFEST
@@ -20,7 +24,7 @@ from multilin.inference.onnx_state import OnnxState
 from multilin.inference.runs import Run
 from multilin.inference.settings import GenerationSettings
 from multilin.inference.torch_engine import TorchEngine
-from tests.export.conftest import FAST, N_POSITIONS, NAMES, Exports
+from tests.export.conftest import FAST, N_POSITIONS, NAMES, Exports, make_run
 from tests.serving.engines import Script
 
 Pair = tuple[Run, Path]
@@ -197,6 +201,18 @@ def test_nothing_half_written_is_left_by_an_export_that_fails(exports: Exports, 
     with pytest.raises(OSError, match="No space left"):
         module.export_run(exports(FAST)[0], tmp_path / "export")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_model_that_reads_one_token_is_compared(tmp_path: Path) -> None:
+    """Where the text has a token to predict."""
+    run, export = make_run(FAST, tmp_path / "run", n_positions=1), tmp_path / "export"
+    empty, text = (pack([Document("0", text)], run.tokenizer, tmp_path / f"text{text}") for text in ("", "a text"))
+    export_run(run, export)
+    with pytest.raises(InputError, match="the validation text has no token that is predicted"):
+        compare_export(run, export, empty)
+    comparison = compare_export(run, export, text)
+    assert comparison.equal_tokens == comparison.num_greedy == 1
+    assert comparison.num_tokens == 3
 
 
 def test_the_engine_needs_no_pytorch_and_the_readme_neither(exports: Exports) -> None:

@@ -12,6 +12,7 @@ from torch.nn.functional import cross_entropy
 
 from multilin.data.packed_text import PackedText
 from multilin.data.tokenizers import token_byte_lengths
+from multilin.errors import InputError
 from multilin.inference.engine import Engine
 from multilin.inference.onnx_engine import OnnxEngine
 from multilin.inference.runs import Run
@@ -50,6 +51,9 @@ def compare_export(run: Run, folder: Path, text: PackedText) -> Comparison:
         run: the original, on the CPU.
         folder: the export.
         text: packed with the model's tokenizer.
+
+    Raises:
+        InputError: the text has fewer than two tokens.
     """
     original, exported = TorchEngine(run.model), OnnxEngine(folder)
     ids = _rows(text, original.longest_text)
@@ -57,7 +61,7 @@ def compare_export(run: Run, folder: Path, text: PackedText) -> Comparison:
         expected = run.model(torch.from_numpy(ids[:, :-1])).logits.float().numpy()
     given = _read_columns(exported, ids[:, :-1])
     lengths = np.array(token_byte_lengths(run.tokenizer))[ids[:, 1:]]
-    room = NUM_GREEDY if original.longest_text is None else min(NUM_GREEDY, original.longest_text - 1)
+    room = min(NUM_GREEDY, original.longest_text or NUM_GREEDY)
     start = [int(ids[0, 0])]
     first, seconds = _greedy(original, start, room)
     second, exported_seconds = _greedy(exported, start, room)
@@ -76,8 +80,10 @@ def compare_export(run: Run, folder: Path, text: PackedText) -> Comparison:
 
 def _rows(text: PackedText, longest: int | None) -> NDArray[np.int64]:
     """Rows of tokens from the text, as long as text and model allow."""
-    length = min(NUM_TOKENS, longest or NUM_TOKENS, max(text.num_tokens - 1, 1)) + 1
-    num_rows = max(min(NUM_ROWS, text.num_tokens // length), 1)
+    if text.num_tokens < 2:
+        raise InputError("the validation text has no token that is predicted from one before it")
+    length = min(NUM_TOKENS, longest or NUM_TOKENS, text.num_tokens - 1) + 1
+    num_rows = min(NUM_ROWS, text.num_tokens // length)
     return np.array(text.tokens[: num_rows * length], np.int64).reshape(num_rows, -1)
 
 

@@ -209,6 +209,9 @@ def test_embeddings_are_read_in_place_of_ids(architecture: str) -> None:
     model, tokens = make(architecture), ids(2, 9)
     embeddings = model.get_input_embeddings()(tokens)
     torch.testing.assert_close(model(inputs_embeds=embeddings).logits, model(tokens).logits)
+    model.to(torch.bfloat16)
+    embeddings = model.get_input_embeddings()(tokens).float()
+    torch.testing.assert_close(model(inputs_embeds=embeddings).logits, model(tokens).logits)
 
 
 def test_the_body_loads_by_itself(architecture: str, tmp_path) -> None:

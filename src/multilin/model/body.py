@@ -112,7 +112,7 @@ class MultilinModel(MultilinPreTrainedModel):
                 a document, as transformers' collators mark documents packed into a row. Without a state, padding
                 between tokens then keeps its place in windows.
             past_key_values: the state to read on from; changed in place. None is the start of a text.
-            inputs_embeds: (B, T, D) embeddings to read instead of ids.
+            inputs_embeds: (B, T, D) embeddings to read instead of ids, in any dtype: the model's own is taken.
             use_cache: return the state; the default is the config's, but not in training.
             output_hidden_states: also return the input of every layer and the final hidden states, (B, T, D) each; the
                 default is the config's.

@@ -42,7 +42,7 @@ class TokenEmbedding(nn.Module):
 
     def forward(self, tokens: Tensor, layout: Layout) -> Tensor:
         """(B, T) ids, or (B, T, D) embeddings in their place, to (B, T, D)."""
-        x_BTD = self.tokens(tokens) if tokens.ndim == 2 else tokens
+        x_BTD = self.tokens(tokens) if tokens.ndim == 2 else tokens.to(self.tokens.weight.dtype)
         if self.positions is not None:
             x_BTD = x_BTD + self.positions(layout.positions_BT.clamp(min=0))
         return self.dropout(x_BTD)

@@ -131,6 +131,8 @@ def test_mistakes_are_named() -> None:
         for token in (-1, VOCAB_SIZE):
             with pytest.raises(InputError, match=f"input_ids: {token} given, but there are {VOCAB_SIZE} tokens"):
                 run(model, torch.tensor([[0, token]]), 3)
+            with pytest.raises(InputError, match=f"input_ids: {token} given, but there are {VOCAB_SIZE} tokens"):
+                compose(model).logits(torch.tensor([[0, token]]))
         with pytest.raises(InputError, match=r"num_steps: 19 after a text of 2 tokens given, .* so at most 18 can"):
             run(model, ids(1, 2), 19)
     with pytest.raises(InputError, match="n_positions: none given"):

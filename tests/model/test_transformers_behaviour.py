@@ -7,6 +7,7 @@ embeddings in place of ids, hidden states and offloading in test_field_tools.py.
 import copy
 import pickle
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -308,6 +309,14 @@ def test_what_is_no_token_is_named(tokens: Any, words: str) -> None:
             call(tokens)
     with pytest.raises(InputError, match=r"^inputs_embeds: float32 of shape \(1, 3, 15\) given, but"):
         model(inputs_embeds=torch.zeros(1, 3, 15))
+
+
+@pytest.mark.parametrize("convert", [torch.Tensor.tolist, torch.Tensor.numpy])
+@pytest.mark.parametrize("name", ["input_ids", "labels", "attention_mask", "position_ids", "document_ids"])
+def test_what_is_no_tensor_is_named(name: str, convert: Callable[[torch.Tensor], Any]) -> None:
+    arguments = dict.fromkeys(("input_ids", "labels", name), ids(1, 2))
+    with pytest.raises(InputError, match=rf"^{name}: (array\()?\[\[.*\]\]\)? given, but it must be"):
+        make("elita")(**arguments | {name: convert(ids(1, 2))})
 
 
 def test_returned_scores_are_those_of_the_sequences(architecture: str) -> None:

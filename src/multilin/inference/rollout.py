@@ -24,7 +24,7 @@ from multilin.inference.generate import check_length
 from multilin.layers.base import Layout
 from multilin.layers.linear import Linear
 from multilin.model import MultilinForCausalLM
-from multilin.model.embedding import check_tokens
+from multilin.model.embedding import check_ids, check_tokens
 
 LinearMap = tuple[Tensor, Tensor, Tensor]
 """P (n, n), R (D, D), O (n, D) of a layer x -> P x R^T + O, as its method `linear_map` returns them."""
@@ -42,7 +42,12 @@ class Composed(NamedTuple):
     bias: Float[Tensor, "n V"]
 
     def logits(self, input_ids: Int[Tensor, "B T"]) -> Float[Tensor, "B T V"]:
-        """The model's logits, as weighted sums of columns of Q."""
+        """The model's logits, as weighted sums of columns of Q.
+
+        Raises:
+            InputError: ids that are not of the vocabulary, or more of them than the model has positions.
+        """
+        check_ids(input_ids, len(self.tokens))
         length, limit = input_ids.shape[1], len(self.mixing)
         if length > limit:
             raise InputError(

@@ -14,7 +14,7 @@ from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
 from transformers.utils.generic import can_return_tuple
 
 from multilin.architectures.base import LayerOptions, get_architecture
-from multilin.errors import InputError, listed, prefixed
+from multilin.errors import InputError, listed, prefixed, shown
 from multilin.layers.base import Layer, ParameterHolder
 from multilin.layers.linear import Arithmetic, Linear, set_arithmetic
 from multilin.layers.norms import TileNorm, normalize_gradient
@@ -135,6 +135,7 @@ class MultilinModel(MultilinPreTrainedModel):
         assert tokens is not None
         check_tokens("input_ids" if inputs_embeds is None else "inputs_embeds", tokens, self.config)
         packing, others = read_packing(document_ids, cu_seqlens, position_ids, others)
+        _check_tensors(attention_mask=attention_mask, **packing._asdict())
         _refuse_unknown({"output_attentions": self.config.output_attentions, **others})
         if use_cache is None:
             use_cache = past_key_values is not None or (self.config.use_cache and not self.training)
@@ -247,6 +248,12 @@ def _padding_mask(attention_mask: Tensor, num_batch: int, num_time: int) -> Tens
     mask = check_mask(attention_mask, num_batch, num_time)
     is_seen = mask.device.type == "cpu" and not torch.compiler.is_compiling()
     return None if is_seen and bool(mask.all()) else mask
+
+
+def _check_tensors(**given: Any) -> None:
+    for name, value in given.items():
+        if value is not None and not isinstance(value, Tensor):
+            raise InputError(f"{name}: {shown(value)} given, but it must be a tensor")
 
 
 def _refuse_unknown(others: dict[str, Any]) -> None:

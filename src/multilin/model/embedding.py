@@ -5,11 +5,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from multilin.errors import InputError, shown
+from multilin.errors import InputError
 from multilin.layers.base import Layout
 from multilin.model.config import MultilinConfig
 from multilin.model.documents import Packing, document_starts
 from multilin.ops.dispatch import can_read_values
+from multilin.ops.shapes import kind_of
 
 HASH_FACTOR = 6364136223846793005  # Knuth's multiplier for numbers of 64 bits, which wrap around
 HASH_MASK = 2**63 - 1
@@ -112,18 +113,21 @@ def check_tokens(name: str, tokens: Any, config: MultilinConfig) -> None:
     """Refuse what is no (B, T) tensor of ids of the vocabulary, and no (B, T, D) tensor of embeddings."""
     is_ids = name == "input_ids"
     form = "(B, T) of token ids" if is_ids else f"(B, T, {config.hidden_size}) of embeddings"
-    if not isinstance(tokens, Tensor):
-        raise InputError(f"{name}: {shown(tokens)} given, but it must be a tensor {form}")
-    fits = tokens.ndim == 2 if is_ids else tokens.ndim == 3 and tokens.shape[-1] == config.hidden_size
-    if not fits or (tokens.dtype in (torch.int64, torch.int32)) != is_ids:
-        kind = f"{str(tokens.dtype).removeprefix('torch.')} of shape {tuple(tokens.shape)}"
-        raise InputError(f"{name}: {kind} given, but it must be a tensor {form}")
+    fits = isinstance(tokens, Tensor) and (tokens.dtype in (torch.int64, torch.int32)) == is_ids
+    if not fits or not (tokens.ndim == 2 if is_ids else tokens.ndim == 3 and tokens.shape[-1] == config.hidden_size):
+        raise InputError(f"{name}: {kind_of(tokens)} given, but it must be a tensor {form}")
+    if is_ids:
+        check_ids(tokens, config.vocab_size)
+
+
+def check_ids(input_ids: Tensor, vocab_size: int) -> None:
+    """Refuse ids that are not of the vocabulary."""
     # On a GPU the numbers would have to be waited for, and a traced tensor has none.
-    if is_ids and tokens.numel() and type(tokens) is Tensor and tokens.device.type == "cpu" and can_read_values(tokens):
-        low, high = (int(x) for x in tokens.aminmax())
-        if low < 0 or high >= config.vocab_size:
-            wrong = low if low < 0 else high
-            raise InputError(f"input_ids: {wrong} given, but there are {config.vocab_size} tokens, from 0")
+    is_seen = type(input_ids) is Tensor and input_ids.device.type == "cpu" and can_read_values(input_ids)
+    if is_seen and input_ids.numel():
+        low, high = (int(x) for x in input_ids.aminmax())
+        if low < 0 or high >= vocab_size:
+            raise InputError(f"input_ids: {low if low < 0 else high} given, but there are {vocab_size} tokens, from 0")
 
 
 def hash_tokens(input_ids: Tensor, before_B: Tensor, counts_BT: Tensor | None = None) -> Tensor:

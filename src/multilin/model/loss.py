@@ -1,7 +1,7 @@
 """The loss of the output head, in chunks of tokens, without calling the head if it is a plain Linear."""
 
 from collections.abc import Iterator
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +11,7 @@ from multilin.errors import InputError
 from multilin.layers.linear import is_unwrapped
 from multilin.model.output_bias import FixedBiasLinear
 from multilin.ops.linear_cross_entropy import linear_cross_entropy, rows_of_chunk, token_cross_entropy
+from multilin.ops.shapes import kind_of
 
 
 def sequence_loss(head: nn.Module, hidden_ND: Tensor, targets_N: Tensor, *, label_smoothing: float) -> Tensor:
@@ -65,10 +66,11 @@ def _wide(logits: Tensor) -> Tensor:
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
-def check_targets(name: str, targets: Tensor, tokens: Tensor | None) -> None:
-    """Refuse targets that are not one id for each token."""
-    if tokens is not None and (targets.shape != tokens.shape[:2] or targets.dtype not in (torch.int64, torch.int32)):
-        kind = f"{str(targets.dtype).removeprefix('torch.')} of shape {tuple(targets.shape)}"
-        raise InputError(
-            f"{name}: {kind} given, but it must be int64 of shape {tuple(tokens.shape[:2])}, as the ids are"
-        )
+def check_targets(name: str, targets: Any, tokens: Any) -> None:
+    """Refuse targets that are not one id for each token; what is no tensor of tokens is for the body to refuse."""
+    if not isinstance(tokens, Tensor):
+        return
+    is_ids = isinstance(targets, Tensor) and targets.dtype in (torch.int64, torch.int32)
+    if not is_ids or targets.shape != tokens.shape[:2]:
+        wanted = f"int64 of shape {tuple(tokens.shape[:2])}, as the ids are"
+        raise InputError(f"{name}: {kind_of(targets)} given, but it must be {wanted}")

@@ -1,8 +1,17 @@
 """Shapes of the arguments of ops: kernels read by addresses, so what does not fit would be read beside the tensors."""
 
+from typing import Any
+
 from torch import Tensor
 
-from multilin.errors import InputError
+from multilin.errors import InputError, shown
+
+
+def kind_of(value: Any) -> str:
+    """What a value is, for a message: of a tensor `float32 of shape (2, 3)`."""
+    if not isinstance(value, Tensor):
+        return shown(value)
+    return f"{str(value.dtype).removeprefix('torch.')} of shape {tuple(value.shape)}"
 
 
 def check_shapes(*expected: tuple[str, Tensor | None, tuple[int, ...]]) -> None:

@@ -50,7 +50,7 @@ class Engine(Protocol):
         """
 
     def num_read(self, state: Any) -> list[int]:
-        """Tokens read by each row."""
+        """Tokens read by each row; a state that has read nothing may list no rows."""
 
     def save(self, state: Any) -> StateContents:
         """A copy of the state as the content of a file; the caller adds unread tokens and random numbers."""

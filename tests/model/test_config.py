@@ -42,6 +42,12 @@ def test_a_hybrid_is_plain_data(tmp_path) -> None:
     assert AutoConfig.from_pretrained(tmp_path).max_position_embeddings == 32
 
 
+def test_heads_of_tscale_with_a_size_of_their_own_need_not_fill_the_hidden_size() -> None:
+    config = MultilinConfig.from_architecture("tscale", **SIZES, options={"num_heads": 3, "head_size": 4})
+    assert config.num_attention_heads == 3
+    assert MultilinForCausalLM(config).model.layers[0].attention.query.weight.shape == (12, 16)
+
+
 def test_a_layer_that_reads_less_than_its_model_is_refused() -> None:
     layers = [{"architecture": "linear_mixer", "context": 31}]
     config = MultilinConfig(vocab_size=29, hidden_size=16, layers=layers)

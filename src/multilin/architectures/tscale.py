@@ -50,8 +50,9 @@ class TScaleShared(LayerOptions):
 
     def tile(self, hidden_size: int) -> int:
         """Width of a head."""
-        whole = head_width(hidden_size, self.num_heads) if self.num_heads else min(HEAD_SIZE, hidden_size)
-        return self.head_size or whole
+        if self.head_size:
+            return self.head_size
+        return head_width(hidden_size, self.num_heads) if self.num_heads else min(HEAD_SIZE, hidden_size)
 
     def count_heads(self, hidden_size: int) -> int:
         """As many as fill the hidden size, where no number is given."""

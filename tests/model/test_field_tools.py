@@ -324,6 +324,12 @@ def test_a_batch_of_nothing_is_refused(architecture: str, shape: tuple[int, int]
         make(architecture)(torch.zeros(shape, dtype=torch.long))
 
 
+def test_texts_of_one_token_have_no_losses(architecture: str) -> None:
+    model, tokens = make(architecture), ids(2, 1)
+    assert model.token_losses(tokens).shape == (2, 0)
+    assert model(tokens, labels=tokens).loss == 0
+
+
 def test_generation_without_ids_begins_with_the_start_token(architecture: str) -> None:
     model = make(architecture)
     expected = model.generate(torch.tensor([[2]]), max_new_tokens=5, **GREEDY)

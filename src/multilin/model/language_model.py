@@ -106,7 +106,7 @@ class MultilinForCausalLM(FixedBias, MultilinPreTrainedModel, StatefulGeneration
         """-ln p of tokens 1 to T - 1 given the tokens before them in their row: (B, T - 1), float32."""
         hidden_BTD = self.model(input_ids, document_ids=document_ids, use_cache=False, return_dict=True)[0]
         losses = token_losses(self.lm_head, hidden_BTD[:, :-1].flatten(0, 1), input_ids[:, 1:].flatten())
-        return losses.view(len(input_ids), -1)
+        return losses.view_as(input_ids[:, 1:])
 
     def _loss(
         self, hidden_BTD: Tensor, labels: Tensor | None, shift_labels: Tensor | None, num_items: int | Tensor | None

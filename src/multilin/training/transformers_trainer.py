@@ -125,7 +125,7 @@ class RunTrainer(SavingTrainer):
             self.folder.close()
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Also note each gradient norm where it is computed: transformers 5.0 hands it to no callback."""
+        """Also note each gradient norm where it is computed: transformers hands it to no callback."""
         super().create_accelerator_and_postprocess()
         prepare_model, clip = self.accelerator.prepare_model, self.accelerator.clip_grad_norm_
         if self.shards is not None:  # it is distributed already
@@ -184,7 +184,7 @@ class RunTrainer(SavingTrainer):
         """The loss of one batch; no state is kept for a text that goes on."""
         inputs = {**inputs, "use_cache": False}
         smoothing = self.args.label_smoothing_factor
-        # Trainer of transformers 5.0 divides a smoothed loss by the tokens of one pass, not by those of the whole step.
+        # Trainer of transformers 5.10 divides a smoothed loss by the tokens of a pass, not by those of the whole step.
         is_special = smoothing > 0 or (inputs["labels"] == IGNORED).float().mean() > 0.5
         if isinstance(model, GPT2LMHeadModel | LlamaForCausalLM) and is_special:
             loss = getattr(model, "baseline_loss", functools.partial(baseline_loss, model))

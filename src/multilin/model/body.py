@@ -23,7 +23,7 @@ from multilin.model.documents import Packing, read_packing
 from multilin.model.embedding import TokenEmbedding, check_tokens
 from multilin.model.padding import ColumnOrder, check_mask, pads_after_tokens
 from multilin.model.remote import write_auto_file
-from multilin.model.state import TextState, layer_kinds, open_state
+from multilin.model.state import TextState, open_state
 from multilin.model.state_tree import map_tensors, put_rows
 from multilin.settings import load_settings
 
@@ -78,7 +78,7 @@ class MultilinModel(MultilinPreTrainedModel):
         layers = enumerate(config.layer_options())
         self.layers = nn.ModuleList(_build_layer(config, index, options) for index, options in layers)
         _check_lengths(config)
-        self.layer_kinds = layer_kinds(config)
+        self.layer_kinds = config.layer_kinds
         self._no_split_modules = sorted({type(layer).__name__ for layer in self.layers})
         names = sorted({entry["architecture"] for entry in config.layers})
         self.unpackable = ", ".join(name for name in names if not get_architecture(name).packs)

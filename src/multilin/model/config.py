@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal, get_type_hints
 
@@ -144,6 +145,14 @@ class MultilinConfig(PretrainedConfig):
     @num_attention_heads.setter
     def num_attention_heads(self, value: int) -> None:
         raise InputError(f"num_attention_heads: {value} given, but each layer has its own number; set it in layers")
+
+    @property
+    def layer_kinds(self) -> tuple[str, ...]:
+        """Architecture, width and options of each layer: what two models share whose states have the same tensors."""
+        return tuple(
+            f"{entry['architecture']} of width {self.hidden_size}, {json.dumps(entry, sort_keys=True)}"
+            for entry in self.layers
+        )
 
     def layer_options(self) -> Iterator[LayerOptions]:
         """The options of each layer, defaults included."""

@@ -10,7 +10,7 @@ from transformers import GenerationConfig, GenerationMixin
 from multilin.errors import InputError
 from multilin.model.config import MultilinConfig
 from multilin.model.embedding import check_tokens, hash_tokens
-from multilin.model.state import TextState, layer_kinds, open_state
+from multilin.model.state import TextState, open_state
 
 OTHER_MODES = {
     "penalty_alpha": "contrastive search",
@@ -34,7 +34,7 @@ class StatefulGenerationMixin(GenerationMixin):
 
     def new_state(self) -> TextState:
         """The state at the start of a text."""
-        return TextState(layer_kinds(self.config))
+        return TextState(self.config.layer_kinds)
 
     def generate(
         self,
@@ -114,7 +114,7 @@ class StatefulGenerationMixin(GenerationMixin):
         """A copy of the given state, or a new one; its `num_columns` counts the columns of `tokens` it has read."""
         given, mask = kwargs.get("past_key_values"), kwargs.get("attention_mask")
         num_batch = 1 if tokens is None else len(tokens)
-        state = open_state(given, layer_kinds(self.config), num_batch)
+        state = open_state(given, self.config.layer_kinds, num_batch)
         if given is None or state.num_tokens is None:
             return state
         state = state.clone()

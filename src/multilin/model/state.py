@@ -1,6 +1,5 @@
 """The state of a text: a model's memory of all tokens that it has read, of constant size."""
 
-import json
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast
 
@@ -9,7 +8,6 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from multilin.errors import InputError
-from multilin.model.config import MultilinConfig
 from multilin.model.rings import from_ring, grow, join_rings, map_windows, to_ring, write
 from multilin.model.state_tree import map_tensors, named_tensors
 from multilin.ops.ring import Ring
@@ -56,7 +54,7 @@ class TextState(Cache):
 
     embedding: the state of the embedding, which counts and hashes the tokens of each row.
     layers: the states of the layers.
-    kinds: what each layer is, see `layer_kinds`.
+    kinds: what each layer is, see `MultilinConfig.layer_kinds`.
     num_columns: number of columns of `input_ids` that were read, padding included; transformers' length of a cache.
     """
 
@@ -283,14 +281,6 @@ def _unlocked(tensor: Tensor) -> Tensor:
     if torch.compiler.is_compiling():
         return tensor.clone() if torch.is_grad_enabled() else tensor
     return tensor.clone() if tensor.is_inference() and not torch.is_inference_mode_enabled() else tensor
-
-
-def layer_kinds(config: MultilinConfig) -> tuple[str, ...]:
-    """Architecture, width and options of each layer: what two models share whose states have the same tensors."""
-    return tuple(
-        f"{entry['architecture']} of width {config.hidden_size}, {json.dumps(entry, sort_keys=True)}"
-        for entry in config.layers
-    )
 
 
 def open_state(given: TextState | None, kinds: tuple[str, ...], num_batch: int) -> TextState:

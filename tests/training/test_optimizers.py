@@ -151,6 +151,17 @@ def test_many_tensors_at_once_are_each_by_itself(make: Make, rows: bool, monkeyp
         torch.testing.assert_close(parameter.detach(), own, rtol=1e-14, atol=0)
 
 
+def test_tensors_of_several_dtypes_are_each_by_itself(make: Make) -> None:
+    dtypes = (torch.float32, torch.bfloat16, torch.float64)
+    gradients = [draw(7, 5, seed=seed, dtype=dtype) for seed, dtype in enumerate(dtypes)]
+    parameters = [nn.Parameter(torch.ones_like(gradient)) for gradient in gradients]
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient.clone()
+    make(parameters).step()
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        assert torch.equal(parameter, walk(make, [gradient], rows=False))
+
+
 @pytest.mark.parametrize("rows", [False, True])
 def test_the_learning_rate_may_be_a_tensor(make: Make, rows: bool) -> None:
     gradients = [draw(4, 3, seed=seed) for seed in range(3)]

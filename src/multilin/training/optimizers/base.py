@@ -168,10 +168,12 @@ def _decay(parameters: list[Tensor], group: dict[str, Any]) -> None:
 
 
 def _cache_sized(parameters: list[Tensor]) -> Iterator[slice]:
-    """Slices of parameters that fit a CPU's cache together; on other devices one slice of all parameters."""
+    """Slices of parameters of one dtype and device, on a CPU of as many as fit its cache together."""
     start, numbers = 0, 0
     for index, parameter in enumerate(parameters):
-        if index > start and parameter.device.type == "cpu" and numbers + parameter.numel() > CACHE_NUMBERS:
+        differs = (parameter.dtype, parameter.device) != (parameters[start].dtype, parameters[start].device)
+        is_full = parameter.device.type == "cpu" and numbers + parameter.numel() > CACHE_NUMBERS
+        if index > start and (differs or is_full):
             yield slice(start, index)
             start, numbers = index, 0
         numbers += parameter.numel()

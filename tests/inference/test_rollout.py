@@ -126,6 +126,8 @@ def test_mistakes_are_named() -> None:
     for run in (rollout, rollout_sequential):
         with pytest.raises(InputError, match="prompt: shape"):
             run(model, ids(1, 0), 3)
+        with pytest.raises(InputError, match=r"input_ids: \[\[1, 2\]\] given, but it must be a tensor \(B, T\)"):
+            run(model, [[1, 2]], 3)
         with pytest.raises(InputError, match="num_steps: 0"):
             run(model, ids(1, 2), 0)
         for token in (-1, VOCAB_SIZE):

@@ -195,9 +195,9 @@ def _linear_maps(model: MultilinForCausalLM) -> list[LinearMap]:
 
 
 def _check_request(model: MultilinForCausalLM, prompt: Tensor, num_steps: int, num_positions: int) -> None:
-    if prompt.ndim != 2 or prompt.shape[1] == 0:
-        raise InputError(f"prompt: shape {tuple(prompt.shape)} given, but it must be (B, T) with at least one token")
     check_tokens("input_ids", prompt, model.config)
+    if prompt.shape[1] == 0:
+        raise InputError(f"prompt: shape {tuple(prompt.shape)} given, but it must be (B, T) with at least one token")
     if num_steps < 1:
         raise InputError(f"num_steps: {num_steps} given, but it must be at least 1")
     check_length(prompt.shape[1], num_steps, num_positions, "num_steps")

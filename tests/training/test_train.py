@@ -104,6 +104,7 @@ def test_the_folder_holds_a_card_a_plot_and_nothing_pickled(result: RunResult) -
     assert card.startswith("---\nlibrary_name: transformers\n")
     assert f"{result.validation_bits_per_byte:.3f}" in card
     assert "AutoModelForCausalLM.from_pretrained" in card
+    assert 'tokenizer(tokenizer.eos_token + "The"' in card  # as `multilin generate` begins
     assert (result.output / "loss.png").read_bytes().startswith(b"\x89PNG")
     suffixes = {path.suffix for path in result.output.rglob("*") if path.is_file()}
     assert suffixes <= {".json", ".jsonl", ".yaml", ".safetensors", ".png", ".md", ".txt", ".py"}

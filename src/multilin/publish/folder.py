@@ -107,7 +107,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 model = AutoModelForCausalLM.from_pretrained("NAME", trust_remote_code=True)
 tokenizer = AutoTokenizer.from_pretrained("NAME", trust_remote_code=True)
-inputs = tokenizer("The", return_tensors="pt")
+inputs = tokenizer(tokenizer.eos_token + "The", add_special_tokens=False, return_tensors="pt")  # it begins every text
 print(tokenizer.decode(model.generate(**inputs, max_new_tokens=50, do_sample=True)[0]))
 ```
 

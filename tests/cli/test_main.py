@@ -49,6 +49,18 @@ def test_a_mistake_is_one_sentence(refusal: Call, arguments: list[str], message:
 
 
 @pytest.mark.parametrize(
+    ("verb", "sentence"),
+    [
+        ("convert", "the package that the checkpoint comes from: fastformer or leap"),
+        ("demo", "Fields that the recipe `demo` leaves out"),
+        ("train", "--model.layers [JSON,...]"),
+    ],
+)
+def test_help_says_what_a_flag_takes(cli: Call, verb: str, sentence: str) -> None:
+    assert sentence in cli(verb, "--help")
+
+
+@pytest.mark.parametrize(
     ("raised", "status", "message"),
     [
         (KeyboardInterrupt(), 130, "multilin: interrupted\n"),

@@ -99,7 +99,8 @@ def _metavar(hint: Any) -> str:
         return "|".join(_metavar(part) for part in parts)
     if origin is Literal:
         return f"{{{','.join(map(str, parts))}}}"
-    if origin is tuple:
-        return f"[{','.join(_metavar(part) for part in parts)}]"
+    if origin in (tuple, list):
+        members = [_metavar(part) for part in parts if part is not ...]
+        return f"[{','.join(members if len(members) > 1 else [*members, '...'])}]"
     words = {int: "N", float: "X", bool: "{true,false}"}
     return words.get(hint, "JSON" if origin is dict or dataclasses.is_dataclass(hint) else "TEXT")

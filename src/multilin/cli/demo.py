@@ -24,6 +24,7 @@ def demo(changes: Changes) -> None:
     """Train a small model on text that is already on this machine, compare it, and read text that it generates.
 
     It takes about two minutes on two cores. A demo that ran before is replaced.
+    Fields that the recipe `demo` leaves out have the defaults below.
     """
     recipe = load_recipe(RECIPE, changes)
     with loading():

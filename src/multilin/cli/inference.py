@@ -57,7 +57,7 @@ class MergeArguments:
 class ConvertArguments:
     """The checkpoint to convert."""
 
-    kind: Literal["fastformer", "leap"]  # the package that the checkpoint comes from
+    kind: Literal["fastformer", "leap"]  # the package that the checkpoint comes from: fastformer or leap
     source: PathText  # its folder
     output: PathText  # folder to write ours to
 

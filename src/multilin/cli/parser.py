@@ -64,7 +64,7 @@ def _add(group: Any, flag: Flag) -> None:
         group.add_argument(flag.text, action="store_true", help=description)
     else:
         shown_default = str(flag.default).lower() if isinstance(flag.default, bool) else flag.default
-        default = "" if flag.default in (None, {}) else f" (default: {shown_default})"
+        default = "" if flag.default in (None, {}, (), []) else f" (default: {shown_default})"
         group.add_argument(flag.text, metavar=flag.takes, help=f"{description}{default}", action=_Once)
 
 

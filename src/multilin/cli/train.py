@@ -29,6 +29,7 @@ def train(arguments: TrainArguments, changes: Changes) -> None:
     """Train a language model.
 
     A recipe decides everything; any of its fields can be changed: `multilin train demo --training.max_steps 50`.
+    Fields that it leaves out have the defaults below, or those of the architecture.
     `multilin info ARCHITECTURE` lists the options of an architecture
     (--model.options.num_heads 8, or --model.options '{"num_heads": 8}').
     With --minutes 20 alone, architecture, size, vocabulary and all else are picked for this machine and the text.

@@ -30,13 +30,60 @@ DOCS = Path(__file__).parent
 README, SITE = DOCS.parent / "README.md", DOCS.parent / "mkdocs.yml"
 EXAMPLE = {"hidden_size": 256, "num_layers": 6, "vocab_size": 256, "n_positions": 1024}
 SIZES = f"hidden size {EXAMPLE['hidden_size']}, {EXAMPLE['num_layers']} layers, one text, float32"
-CONFIG_NOTE = """
+RECIPES = """\
+# Recipes
+
+A recipe is a YAML file with the fields below. Those that it leaves out have their defaults, where `null` stands for the
+default of the architecture or of the machine:
+
+```yaml
+model: {architecture: elita, hidden_size: 192, num_layers: 4}
+data: {source: my-books/}
+training: {max_steps: 2000}
+output: runs/books
+```
+
+- **Flags**: every field is also a flag, `multilin train demo --training.max_steps 50`, and so are options of an
+  architecture, `--model.options.num_heads 8`. Lists and sections have the syntax of YAML,
+  `--optimizer.betas '[0.9, 0.98]'`.
+- **Another choice**: what a recipe gives for one architecture, optimizer, schedule or tokenizer is dropped where a flag
+  names another: `multilin train tscale --model.architecture elita` has ELiTA's options and learning rate.
+- **Syntax**: of YAML the plain part is read, up to 1 MB: numbers, texts, true, false, null, lists and sections. `1e-3`
+  is a number, `yes` and `12:30` are texts; aliases, tags and repeated names are refused.
+- **Checks**: fields outside their bounds, and models that this machine has no memory for, are refused before any work.
+
+## Built in
+
+`multilin train NAME` trains one of these; give your own text with `--data.source`.
+
+| recipe | what it is |
+|---|---|
+"""
+NOTES = {
+    "model": """
+`options` are on the page of each [architecture](architectures/index.md), `layers` make a [hybrid](hybrids.md), and a
+run with `start` [begins with a trained model](fine-tune.md).
+
 `config` takes the fields of [MultilinConfig](api/model.md), and for the baselines `initializer_range`,
 `tie_word_embeddings`, `output_bias` and, of llama, `unit_variance`. `output_bias: unigram` adds log((n + 1) / (N + V))
 to the logit of each token, where n is how often it occurs among the N tokens of the training text and V is the size of
 the vocabulary. It is fixed, and training begins where a model without it
 [has to arrive first](compare.md#an-output-bias-of-the-token-counts).
-"""
+""",
+    "data": """
+[Your own text](index.md#your-own-text) lists what can be a `source`, and [Prepare large text](prepare.md#train-on-it)
+shows a `mix`.
+""",
+    "optimizer": """
+[Optimizers](optimizers.md) has the updates, the defaults, and the courses of `schedule`.
+""",
+    "training": """
+More on `minutes`: [Train within a given time](minutes.md#any-recipe-can-end-by-the-clock); `precision`, `quantization`,
+`master` and `communication`: [Precision](precision.md); `global_batch_size` and `shard`: [Several devices](devices.md);
+`lora`: [Adapters](fine-tune.md#adapters); `report_to`: [Follow a run](clusters.md#follow-a-run).
+""",
+}
+"""What follows the table of a section of recipes."""
 NOTE = "<!-- Written by docs/generate.py from the code: change it there. -->\n\n"
 TABLE = "<!-- The table is written by docs/generate.py. -->\n\n", "\n<!-- End of the table. -->"
 
@@ -151,32 +198,21 @@ def _flow(architecture: Architecture) -> str:
 def _states(architecture: Architecture) -> str:
     rows = ["| variant | options | after 1 token | after 1000 tokens |", "|---|---|---|---|"]
     for variant, options in {"default": {}, **architecture.variants}.items():
-        shown = ", ".join(f"`{name}: {value}`" for name, value in options.items())
+        shown = ", ".join(f"`{name}: {_value(value)}`" for name, value in options.items())
         after = " | ".join(map(_size, _state_bytes(architecture.name, variant)))
         rows.append(f"| {variant} | {shown} | {after} |")
     return "\n".join(rows) + "\n"
 
 
 def _recipes() -> str:
-    text = (
-        "# Recipes\n\nA recipe is a YAML file with these fields; every one is also a flag, "
-        "`multilin train demo --training.max_steps 50`. `null` stands for the default of the architecture or of the "
-        "machine. What a recipe gives for one architecture, optimizer, schedule or tokenizer gives way where a flag "
-        "names another: `multilin train tscale --model.architecture elita` has ELiTA's options and learning rate.\n\n"
-        "Of YAML the plain part is read: numbers, texts, true, false, null, lists and sections, at most 1 MB. `1e-3` "
-        "is a number, `yes` and `12:30` are texts; aliases, tags and repeated names are refused. Fields outside their "
-        "bounds, and models that this machine has no memory for, are refused before any work.\n\n## Built in\n\n"
-        "`multilin train NAME` trains one of these; give your own text with `--data.source`.\n\n"
-        "| recipe | what it is |\n|---|---|\n"
-    )
+    text = RECIPES
     for name, path in builtin_recipes().items():
         text += f"| `{name}` | {_opening_comment(path)} |\n"
     for section in dataclasses.fields(Recipe):
         if dataclasses.is_dataclass(section.type):
             text += f"\n## {section.name}\n\n{field_help(Recipe)[section.name].capitalize()}.\n\n"
             text += _fields(typing.cast(type, section.type))
-        if section.name == "model":
-            text += CONFIG_NOTE
+        text += NOTES.get(section.name, "")
     return text + f"\n## output\n\n{field_help(Recipe)['output'].capitalize()}.\n"
 
 
@@ -200,9 +236,13 @@ def _fields(cls: type) -> str:
         hint = typing.get_type_hints(cls, include_extras=True)[field.name]
         kind = _type_name(hint).replace("|", "\\|")
         default = field.default if field.default is not dataclasses.MISSING else field.default_factory()  # type: ignore[misc]
-        shown = "null" if default is None else default
-        rows.append(f"| `{field.name}` | {kind} | `{shown}` | {field_help(cls)[field.name]} |")
+        rows.append(f"| `{field.name}` | {kind} | `{_value(default)}` | {field_help(cls)[field.name]} |")
     return "\n".join(rows) + "\n"
+
+
+def _value(value: Any) -> str:
+    """A default or an option as YAML has it."""
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _type_name(kind: Any) -> str:

@@ -13,7 +13,7 @@ class EvaluationSettings:
     source: bounds.PathText | None = None  # corpus, file, folder, glob or hub dataset; else the run's validation text
     max_tokens: bounds.Tokens | None = None  # about so many tokens, evenly spread, with --long the first; else all
     batch_size: bounds.Batch = 8  # blocks in one forward pass
-    text_field: str = "text"  # the field or column of .jsonl, .csv and .parquet files that holds the text
+    text_field: str = "text"  # the field or column of rows (not of .txt and .md) that holds the text
     encoding_errors: Literal["strict", "replace"] = "strict"  # bytes that are not UTF-8: refuse, or replace by U+FFFD
 
 

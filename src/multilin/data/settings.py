@@ -23,7 +23,7 @@ class DataRecipe:
     validation: PathText | None = None  # a second source to validate on; without one, documents of the source are taken
     validation_fraction: Part = 0.05  # share of the text's bytes split off for validation
     validation_part: Literal["all", "final", "tuning"] = "all"  # or only the first, third, ... document; or the others
-    text_field: str = "text"  # the field or column of .jsonl, .csv and .parquet files that holds the text
+    text_field: str = "text"  # the field or column of rows (not of .txt and .md) that holds the text
     encoding_errors: Literal["strict", "replace"] = "strict"  # bytes that are not UTF-8: refuse, or replace by U+FFFD
 
     @property
@@ -43,7 +43,7 @@ class TokenizerRecipe:
 
     kind: Literal["bpe", "unigram", "byte"] = "bpe"  # how text becomes tokens
     vocab_size: Vocabulary | None = None  # entries of a trained vocabulary, 4096 by default; byte has 258 and no choice
-    path: PathText | None = None  # load this tokenizer (a folder or tokenizer.json) instead of training one
+    path: PathText | None = None  # load this tokenizer (folder, tokenizer.json, hub name) instead of training one
 
 
 @settings
@@ -56,7 +56,7 @@ class ShardSettings:
     kind: Literal["bpe", "unigram", "byte"] | None = None  # how text becomes tokens, bpe by default
     vocab_size: Vocabulary | None = None  # entries of a trained vocabulary, 4096 by default; byte has 258 and no choice
     validation_fraction: Part = 0.01  # share of the documents set aside for validation, by the hash of their text
-    text_field: str = "text"  # the field or column of .jsonl, .csv and .parquet files that holds the text
+    text_field: str = "text"  # the field or column of rows (not of .txt and .md) that holds the text
     encoding_errors: Literal["strict", "replace"] = "strict"  # bytes that are not UTF-8: refuse, or replace by U+FFFD
 
 
@@ -68,6 +68,6 @@ class TokenizerTrainArguments:
     output: PathText  # folder to write it to
     kind: Literal["bpe", "unigram", "byte"] = "bpe"  # how text becomes tokens
     vocab_size: Vocabulary = DEFAULT_VOCAB_SIZE  # entries of the vocabulary (a byte tokenizer always has 258)
-    text_field: str = "text"  # the field or column of .jsonl, .csv and .parquet files that holds the text
+    text_field: str = "text"  # the field or column of rows (not of .txt and .md) that holds the text
     encoding_errors: Literal["strict", "replace"] = "strict"  # bytes that are not UTF-8: refuse, or replace by U+FFFD
     overwrite: bool = False  # replace the tokenizer in the output folder

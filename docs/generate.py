@@ -119,8 +119,8 @@ def _overview() -> str:
     return (
         "# Architectures\n\n"
         + architecture_table()
-        + f"\nThe state is measured after 1000 tokens ({SIZES}). All of these can be the layers of one model: give "
-        "`layers` of several architectures, and it trains, writes and is saved like any other.\n"
+        + f"\nThe state is measured after 1000 tokens ({SIZES}). Layers of several make a "
+        "[hybrid](../hybrids.md), which trains, writes and is saved like any other model.\n"
     )
 
 

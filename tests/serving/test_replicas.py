@@ -10,9 +10,12 @@ from pathlib import Path
 
 import httpx
 import pytest
+from starlette.testclient import TestClient
 
 from multilin.errors import InputError
-from multilin.serving.ray_app import app
+from multilin.inference.runs import Run
+from multilin.serving.ray_app import RayArguments, _build, app
+from multilin.serving.settings import KEY_VARIABLE, ServeLimits
 from tests.processes import PYTHON, running
 from tests.serving.conftest import Start, until
 
@@ -91,6 +94,18 @@ def test_two_replicas_on_ray(start: Start, export: Path, tmp_path: Path) -> None
             pieces = list(answer.iter_raw())
         assert len(pieces) > 2
         assert pieces[-1].endswith(b"data: [DONE]\n\n")
+
+
+@pytest.mark.parametrize(("kind", "status"), [("run", 200), ("export", 400)])
+def test_what_a_replica_read_is_shown(
+    run: Run, export: Path, monkeypatch: pytest.MonkeyPatch, kind: str, status: int
+) -> None:
+    monkeypatch.setenv(KEY_VARIABLE, "key")
+    replica = _build(RayArguments(run=str(run.folder if kind == "run" else export)), ServeLimits())
+    with TestClient(replica, headers={"Authorization": "Bearer key"}) as client:
+        session = client.post("/v1/sessions", json={}).json()["id"]
+        client.post("/v1/completions", json={"prompt": "abc", "session": session, "max_tokens": 2})
+        assert client.get(f"/v1/sessions/{session}/reading").status_code == status
 
 
 def _status(url: str) -> int:

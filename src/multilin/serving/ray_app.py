@@ -8,10 +8,12 @@ replicas, in MULTILIN_API_KEY.
 
 import dataclasses
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from multilin.errors import InputError
+from multilin.inference.run_files import is_export
 from multilin.serving.settings import KEY_VARIABLE, ServeLimits, num_bytes, split_keys
 from multilin.settings import load_settings, settings
 from multilin.settings.bounds import Count, Name, PathText
@@ -65,6 +67,7 @@ def app(values: Mapping[str, Any]) -> "Application":
 def _build(arguments: RayArguments, limits: ServeLimits) -> "ASGIApp":
     """The application of a replica."""
     from multilin.export.cache import open_model
+    from multilin.inference.runs import load_run
     from multilin.serving.app import create_app
     from multilin.serving.service import Service
 
@@ -73,4 +76,5 @@ def _build(arguments: RayArguments, limits: ServeLimits) -> "ASGIApp":
         raise InputError(f"{KEY_VARIABLE}: not set for the replicas; set it, or insecure=true to let everybody in")
     folder = Path(arguments.run)
     engine, codec = open_model(folder, num_threads=arguments.cpus)
-    return create_app(Service(engine, codec, folder, arguments.name, limits), keys=keys)
+    load = None if is_export(folder) else partial(load_run, folder)
+    return create_app(Service(engine, codec, folder, arguments.name, limits), keys=keys, load_run=load)

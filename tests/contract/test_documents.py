@@ -114,8 +114,9 @@ def test_positions_that_rise_are_one_document(make_model: MakeModel) -> None:
     [
         ({"cu_seqlens": torch.tensor([0, 10, 30])}, "cu_seqlens: .* must rise from 0 to 40"),
         ({"cu_seqlens": torch.tensor([0, 30, 10, 40])}, "cu_seqlens: .* must rise from 0 to 40"),
-        ({"document_ids": torch.zeros(1, 7)}, r"document_ids: shape \(1, 7\) given"),
-        ({"position_ids": torch.zeros(3, 40)}, r"position_ids: shape \(3, 40\) given"),
+        ({"document_ids": torch.ones(1, 7).int()}, r"document_ids: int32 of shape \(1, 7\) given"),
+        ({"position_ids": torch.ones(3, 40).long()}, r"position_ids: int64 of shape \(3, 40\) given"),
+        ({"position_ids": torch.arange(40.0)[None]}, "position_ids: float32 of .* must be integers of shape"),
         ({"position_ids": torch.arange(-1, 39)[None]}, "position_ids: -1 given"),
         ({"seq_idx": torch.zeros(1, 40), "document_ids": torch.zeros(1, 40)}, "seq_idx: given together with document"),
         ({"output_attentions": True}, "output_attentions: given, but a multilin model does not take it"),

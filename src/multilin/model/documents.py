@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from multilin.errors import InputError
+from multilin.ops.shapes import kind_of
 
 SIZE_HINTS = ("max_length_q", "max_length_k", "cu_seq_lens_k")
 """Arguments that collators add to `cu_seq_lens_q` for attention kernels, and that self-attention does not need."""
@@ -131,6 +132,6 @@ def _starts_from_lengths(cu_seqlens: Tensor, num_batch: int, num_time: int) -> T
 
 
 def _check_shape(name: str, given: Tensor, accepted: list[tuple[int, int]]) -> None:
-    if tuple(given.shape) not in accepted:
+    if given.is_floating_point() or tuple(given.shape) not in accepted:
         shapes = " or ".join(map(str, dict.fromkeys(accepted)))
-        raise InputError(f"{name}: shape {tuple(given.shape)} given, but it must be {shapes}")
+        raise InputError(f"{name}: {kind_of(given)} given, but it must be integers of shape {shapes}")

@@ -3,6 +3,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 Call = Callable[..., str]
 
@@ -30,3 +32,12 @@ def test_a_refused_tokenizer_leaves_nothing(refusal: Call, text_file: Path, tmp_
     assert "does not exist" in refusal("tokenizer", "train", tmp_path / "no.txt", tmp_path / "out")
     assert "OUTPUT" in refusal("tokenizer", "train", text_file, text_file)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_text_without_a_token_is_refused(refusal: Call, tmp_path: Path) -> None:
+    words = Tokenizer(models.WordLevel({"<|endoftext|>": 0, "a": 1}, unk_token="a"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<|endoftext|>").save_pretrained(tmp_path / "words")
+    (tmp_path / "blank.txt").write_text("  \n ")
+    message = refusal("tokenizer", "show", tmp_path / "words", "--source", tmp_path / "blank.txt")
+    assert "has no token for this tokenizer" in message

@@ -166,7 +166,7 @@ class ExpectingDisplay(TrainingDisplay):
             content = {"bits_per_byte": self.expected, "tokens": self.expected_tokens}
             write_whole(self._file, json.dumps(content) + "\n")
         elif max_steps is None and self._file.is_file():
-            with contextlib.suppress(ValueError, TypeError, KeyError):  # a damaged file only says less
+            with contextlib.suppress(ValueError, TypeError, KeyError, OverflowError):  # a damaged file only says less
                 content = json.loads(self._file.read_bytes())
                 self.expected_tokens, self.expected = int(content["tokens"]), float(content["bits_per_byte"])
 

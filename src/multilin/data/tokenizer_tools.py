@@ -11,7 +11,7 @@ from multilin.data.prepare import reported_texts
 from multilin.data.progress import Progress, no_progress
 from multilin.data.settings import TokenizerTrainArguments
 from multilin.data.tokenizers import TOKENIZER_FILES, load_tokenizer, train_tokenizer
-from multilin.errors import InputError
+from multilin.errors import InputError, shown
 from multilin.files import atomic_folder, check_folder
 
 
@@ -79,5 +79,7 @@ def describe_tokenizer(
             tokens += sum(len(encoder.encode([piece])[0]) for piece in encoder.pieces(document.text))
             num_bytes += len(document.text.encode())
             progress("tokenising", num_bytes)
+        if not tokens:
+            raise InputError(f"--source: {shown(source)} has no token for this tokenizer")
         info = replace(info, tokens=tokens, bytes=num_bytes, bytes_per_token=num_bytes / tokens)
     return info

@@ -176,6 +176,50 @@ def test_a_request_that_was_prepared_while_another_one_ended_is_refused(
     add(server, session, "three")
 
 
+CHANGES = pytest.mark.parametrize(
+    ("method", "path", "body"), [("POST", "/rewind", {"turns": 1}), ("DELETE", "", None)], ids=["rewind", "delete"]
+)
+
+
+@CHANGES
+def test_a_session_that_a_request_has_just_continued_is_not_changed_as_it_was_before(
+    server: Server, monkeypatch: pytest.MonkeyPatch, method: str, path: str, body: Any
+) -> None:
+    session = server.post("/v1/sessions")["id"]
+    add(server, session, "one")
+    get = server.service.sessions.get
+
+    def get_late(owner: str, session_id: str) -> sessions.Session | None:
+        monkeypatch.undo()
+        found = get(owner, session_id)
+        add(server, session, "two")
+        return found
+
+    monkeypatch.setattr(server.service.sessions, "get", get_late)
+    server.call(method, f"/v1/sessions/{session}{path}", body, 409)
+    assert [turn["prompt"] for turn in server.call("GET", f"/v1/sessions/{session}")["turns"]] == ["one", "two"]
+    server.call(method, f"/v1/sessions/{session}{path}", body)
+
+
+@CHANGES
+def test_a_session_is_not_continued_while_it_is_changed(
+    server: Server, monkeypatch: pytest.MonkeyPatch, method: str, path: str, body: Any
+) -> None:
+    session = server.post("/v1/sessions")["id"]
+    add(server, session, "one")
+    step = "save" if path else "remove"
+    change = getattr(server.service.sessions, step)
+
+    def change_late(changed: sessions.Session) -> None:
+        monkeypatch.undo()
+        server.call("POST", "/v1/completions", {"prompt": "two", "session": session, **GREEDY}, 409)
+        assert not server.post(f"/v1/sessions/{session}/stop")["stopped"]
+        change(changed)
+
+    monkeypatch.setattr(server.service.sessions, step, change_late)
+    server.call(method, f"/v1/sessions/{session}{path}", body)
+
+
 def test_an_answer_can_be_stopped_before_it_begins(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     server = start()
     session = server.post("/v1/sessions")["id"]

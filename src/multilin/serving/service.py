@@ -4,8 +4,9 @@ import asyncio
 import contextlib
 import functools
 import logging
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from multilin.serving.jobs import End, Job
 from multilin.serving.layout import Messages, open_layout
 from multilin.serving.metrics import Metrics
 from multilin.serving.scheduler import Scheduler
-from multilin.serving.sessions import SessionStore
+from multilin.serving.sessions import Session, SessionStore
 from multilin.serving.settings import ServeLimits, num_bytes
 from multilin.serving.turns import Turn, TurnStore, new_id
 
@@ -49,7 +50,8 @@ class Service:
         seconds = None if limits.keep_days is None else limits.keep_days * 86400
         self.turns = TurnStore(store, num_bytes("memory", limits.memory), num_bytes("disk", limits.disk), seconds)
         self.sessions, self.created = SessionStore(store), int(time.time())
-        self.busy: dict[str, Generation] = {}
+        self.busy: dict[str, Generation | None] = {}
+        self._claiming = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self.scheduler = Scheduler(engine, codec, self._notify, limits.slots, limits.queue)
         self.metrics = Metrics(self.scheduler, self.turns)
@@ -80,10 +82,22 @@ class Service:
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in content)
 
-    def check_idle(self, session_id: str) -> None:
-        """Refuse a session that a request continues just now."""
-        if session_id in self.busy:
-            raise ApiError(409, f"session: another request continues {session_id}", "session", "session_busy")
+    @contextlib.contextmanager
+    def changing(self, session: Session) -> Iterator[None]:
+        """Keep other requests from continuing and changing a session; see `begin` for the errors."""
+        self._claim(session.id, None)
+        try:
+            self._check_session(session)
+            yield
+        finally:
+            del self.busy[session.id]
+
+    def _claim(self, session_id: str, generation: Generation | None) -> None:
+        """Refuse a session that another request continues or changes just now, and keep it for this one."""
+        with self._claiming:
+            if session_id in self.busy:
+                raise ApiError(409, f"session: another request continues {session_id}", "session", "session_busy")
+            self.busy[session_id] = generation
 
     async def begin(self, ask: Ask, answer: Answer | None = None) -> Generation:
         """Check a request and queue it.
@@ -93,20 +107,20 @@ class Service:
             answer: called when a sequence has ended; returns the answer to keep with the turn.
 
         Raises:
-            ApiError: a session that another request continues, a full queue, or a server that ends.
+            ApiError: a session that another request continues or changes, a full queue, or a server that ends.
             InputError: the request is not possible.
         """
         self._loop = asyncio.get_running_loop()
         session_id = "" if ask.session is None else ask.session.id
-        self.check_idle(session_id)
         generation = Generation(
             ask, self.scheduler, self.metrics, functools.partial(self._keep, answer),
             functools.partial(self.busy.pop, session_id, None),
         )  # fmt: skip
         if session_id:
-            self.busy[session_id] = generation
+            self._claim(session_id, generation)
         try:
-            await asyncio.to_thread(self._check_session, ask)
+            if ask.session is not None:
+                await asyncio.to_thread(self._check_session, ask.session)
             generation.jobs = await asyncio.to_thread(self._jobs, generation)
             self.scheduler.submit(generation.jobs)
             if generation.is_finished:
@@ -116,13 +130,11 @@ class Service:
             raise
         return generation
 
-    def _check_session(self, ask: Ask) -> None:
+    def _check_session(self, session: Session) -> None:
         """Refuse a session that another request continued, rewound or deleted while this one was prepared."""
-        if ask.session is None:
-            return
-        now = self.sessions.get(ask.owner, ask.session.id)
-        if now is None or now.turns != ask.session.turns:
-            raise ApiError(409, f"session: another request has changed {ask.session.id}", "session", "session_busy")
+        now = self.sessions.get(session.owner, session.id)
+        if now is None or now.turns != session.turns:
+            raise ApiError(409, f"session: another request has changed {session.id}", "session", "session_busy")
 
     def _jobs(self, generation: Generation) -> list[Job]:
         ask, limits = generation.ask, self.limits

@@ -62,11 +62,11 @@ def fork_session(session_id: str, service: Served, owner: Owner, body: SessionRe
 def rewind_session(session_id: str, body: RewindRequest, service: Served, owner: Owner) -> Response:
     """Drop the last turns from a session."""
     session = find_session(service, owner, session_id)
-    service.check_idle(session_id)
     if body.turns > len(session.turns):
         raise ApiError(400, f"turns: {body.turns} given, but the session has {len(session.turns)}", "turns")
-    session.turns = session.turns[: -body.turns]
-    service.sessions.save(session)
+    with service.changing(session):
+        session.turns = session.turns[: -body.turns]
+        service.sessions.save(session)
     return JsonResponse(_summary(session))
 
 
@@ -105,8 +105,8 @@ def stop_session(session_id: str, service: Served, owner: Owner) -> Response:
 def delete_session(session_id: str, service: Served, owner: Owner) -> Response:
     """Delete a session, and those of its turns that no other session has and that are no stored responses."""
     session = find_session(service, owner, session_id)
-    service.check_idle(session_id)
-    service.sessions.remove(session)
+    with service.changing(session):
+        service.sessions.remove(session)
     others = {turn for other in service.sessions.all(owner) for turn in other.turns}
     for turn_id in set(session.turns) - others:
         turn = None

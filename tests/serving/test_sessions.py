@@ -220,6 +220,24 @@ def test_a_session_is_not_continued_while_it_is_changed(
     server.call(method, f"/v1/sessions/{session}{path}", body)
 
 
+def test_a_session_that_is_deleted_while_it_is_forked_has_no_fork_without_turns(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = server.post("/v1/sessions")["id"]
+    add(server, session, "one")
+    before = server.call("GET", "/v1/sessions")["data"]
+    create = server.service.sessions.create
+
+    def create_late(owner: str, turns: list[str]) -> sessions.Session:
+        server.call("DELETE", f"/v1/sessions/{session}")
+        return create(owner, turns)
+
+    monkeypatch.setattr(server.service.sessions, "create", create_late)
+    server.call("POST", f"/v1/sessions/{session}/fork", status=404)
+    left = server.call("GET", "/v1/sessions")["data"]
+    assert [found["id"] for found in left] == [found["id"] for found in before if found["id"] != session]
+
+
 def test_an_answer_can_be_stopped_before_it_begins(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     server = start()
     session = server.post("/v1/sessions")["id"]

@@ -55,7 +55,13 @@ def fork_session(session_id: str, service: Served, owner: Owner, body: SessionRe
     num_turns = len(session.turns)
     if body is not None and body.turn is not None:
         num_turns = session.turns.index(_check_turn(session, body.turn)) + 1
-    return _created(service, owner, session.turns[:num_turns])
+    fork = service.sessions.create(owner, session.turns[:num_turns])
+    try:
+        find_session(service, owner, session_id)
+    except ApiError:  # it was deleted meanwhile, perhaps with the turns of the fork
+        service.sessions.remove(fork)
+        raise
+    return JsonResponse(_details(service, fork))
 
 
 @router.post("/v1/sessions/{session_id}/rewind")

@@ -139,6 +139,26 @@ def test_page_generates_forks_and_restores_as_python_does_also_without_a_server(
 
 
 @pytest.mark.slow
+def test_a_prompt_whose_reading_failed_in_its_middle_is_read_on(
+    folder: Path, browser: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = greedy(folder, 20, monkeypatch)
+    with served(folder) as address:
+        page = open_page(browser.new_context(), address)
+        page.evaluate("""() => {
+            const {prompt} = multilin.engine, run = prompt.run.bind(prompt);
+            let number = 0;
+            prompt.run = async feed => {
+                if (++number === 2) throw new Error("no memory left");
+                return run(feed);
+            };
+        }""")
+        assert generate(page, 20, PROMPT) == expected[:-20]
+        assert page.inner_text("#message") == "no memory left"
+        assert generate(page, 20) == expected
+
+
+@pytest.mark.slow
 def test_page_fits_a_phone_and_works_by_keyboard(folder: Path, browser: Any) -> None:
     with served(folder) as address:
         page = open_page(browser.new_context(viewport={"width": 320, "height": 640}, color_scheme="dark"), address)

@@ -15,10 +15,10 @@ function say(text, isError = false) {
   $("message").classList.toggle("error", isError);
 }
 
-/** A text: its state, tokens that were generated or given but not read yet, and parts of text as they are shown. */
+/** A text: its state, all of its tokens, of which the last may not be read yet, and parts of text as they are shown. */
 class Branch {
-  constructor(state, ids = [], unread = [], parts = []) {
-    Object.assign(this, {state, ids, unread, parts: [], name: String.fromCharCode(65 + (names++ % 26))});
+  constructor(state, ids = [], parts = []) {
+    Object.assign(this, {state, ids, parts: [], name: String.fromCharCode(65 + (names++ % 26))});
     this.card = document.createElement("article");
     this.card.className = "branch";
     this.card.innerHTML = `<header><label><input type="radio" name="branch"><b></b><span class="facts"></span></label>
@@ -58,7 +58,7 @@ class Branch {
   }
 
   plain() {
-    return {state: this.state.save(), ids: this.ids, unread: this.unread, parts: this.parts};
+    return {state: this.state.save(), ids: this.ids, parts: this.parts};
   }
 }
 
@@ -78,8 +78,8 @@ function remove(branch) {
 }
 
 function fork() {
-  const {state, ids, unread, parts} = page.active;
-  activate(new Branch(state.fork(), [...ids], [...unread], structuredClone(parts)));
+  const {state, ids, parts} = page.active;
+  activate(new Branch(state.fork(), [...ids], structuredClone(parts)));
   page.active.card.scrollIntoView({block: "nearest"});
   say(`Text ${page.active.name} is a copy. Both go on from here by themselves.`);
 }
@@ -93,12 +93,11 @@ function settings() {
 async function generate() {
   const {engine, codec, active: branch, chooseToken} = page, {end_id, pad_id, n_positions} = engine.about;
   const {maxNewTokens, ...choice} = settings(), prompt = $("prompt").value;
-  const given = codec.encode(prompt), isStart = branch.ids.length === 0;
-  let ids = isStart ? [end_id, ...given] : [...branch.unread, ...given];
-  const room = n_positions ? n_positions - branch.state.numRead - ids.length + 1 : Infinity;
+  const given = [...(branch.ids.length ? [] : [end_id]), ...codec.encode(prompt)];
+  const room = n_positions ? n_positions - branch.ids.length - given.length + 1 : Infinity;
   if (room < 1) return say(`This model reads at most ${count(n_positions)} tokens; begin a new text.`, true);
   setRunning(true);
-  branch.ids.push(...(isStart ? ids : given));
+  branch.ids.push(...given);
   branch.write(prompt, "given");
   $("prompt").value = "";
   const stream = new TextStream(codec, branch.ids);
@@ -111,13 +110,11 @@ async function generate() {
   let begin = performance.now(), yielded = begin, number = 0;
   try {
     for (; number < Math.min(maxNewTokens, room) && !isStopping; number++) {
-      branch.unread = ids; // if reading fails, they can be read again
-      const logits = await engine.read(branch.state, ids);
+      const logits = await engine.read(branch.state, branch.ids.slice(branch.state.numRead));
       if (number === 0) begin = performance.now(); // reading a prompt is no part of the speed
       if (pad_id !== end_id) logits[pad_id] = -Infinity;
       const token = chooseToken(logits, choice);
       branch.ids.push(token);
-      ids = branch.unread = [token];
       fresh += stream.put(token);
       if (token === end_id) {
         show();
@@ -185,7 +182,7 @@ async function restore() {
   if (!saved) return say("Nothing was saved in this browser yet.", true);
   for (const branch of page.branches.splice(0)) branch.card.remove();
   names = 0;
-  for (const {state, ids, unread, parts} of saved.branches) new Branch(page.State.restore(state), ids, unread, parts);
+  for (const {state, ids, parts} of saved.branches) new Branch(page.State.restore(state), ids, parts);
   activate(page.branches[saved.active]);
   say("Restored. The next token follows without reading the text again.");
 }

@@ -159,6 +159,26 @@ def test_a_prompt_whose_reading_failed_in_its_middle_is_read_on(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "failing",
+    ["this.add(1, 1); return this.add(2, 1);", "throw new Error('not enough memory')"],
+    ids=["aborted", "refused"],
+)
+def test_a_save_that_fails_is_said_and_leaves_no_database_open(folder: Path, browser: Any, failing: str) -> None:
+    with served(folder) as address:
+        page = open_page(browser.new_context(), address)
+        page.evaluate(f"() => {{ IDBObjectStore.prototype.put = function () {{ {failing} }} }}")
+        page.click("#save")
+        page.wait_for_selector("#message.error")
+        deleting = """() => new Promise(resolve => {
+            const request = indexedDB.deleteDatabase("multilin");
+            request.onblocked = () => resolve("blocked");
+            request.onsuccess = () => resolve("deleted");
+        })"""
+        assert page.evaluate(deleting) == "deleted"
+
+
+@pytest.mark.slow
 def test_page_fits_a_phone_and_works_by_keyboard(folder: Path, browser: Any) -> None:
     with served(folder) as address:
         page = open_page(browser.new_context(viewport={"width": 320, "height": 640}, color_scheme="dark"), address)

@@ -154,17 +154,23 @@ function setRunning(isRunning) {
 }
 
 /** Call `use` with the store of saved texts, and give back the result of its request. */
-function withStore(mode, use) {
-  return new Promise((resolve, reject) => {
-    const opening = indexedDB.open("multilin", 1);
-    opening.onupgradeneeded = () => opening.result.createObjectStore("texts");
+async function withStore(mode, use) {
+  const opening = indexedDB.open("multilin", 1);
+  opening.onupgradeneeded = () => opening.result.createObjectStore("texts");
+  await new Promise((resolve, reject) => {
+    opening.onsuccess = resolve;
     opening.onerror = () => reject(opening.error);
-    opening.onsuccess = () => {
-      const transaction = opening.result.transaction("texts", mode), request = use(transaction.objectStore("texts"));
-      transaction.oncomplete = () => (opening.result.close(), resolve(request.result));
-      transaction.onabort = () => reject(transaction.error);
-    };
   });
+  try {
+    const transaction = opening.result.transaction("texts", mode), request = use(transaction.objectStore("texts"));
+    await new Promise((resolve, reject) => {
+      transaction.oncomplete = resolve;
+      transaction.onabort = () => reject(transaction.error);
+    });
+    return request.result;
+  } finally {
+    opening.result.close();
+  }
 }
 
 /** Saved states belong to one model; those of its other precisions differ in no shape, and fit. */

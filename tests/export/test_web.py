@@ -253,3 +253,13 @@ def test_runtime_that_is_missing_of_another_version_or_changed(tmp_path: Path, m
             web.fetch_runtime()
     with pytest.raises(InputError, match="cannot be fetched"):
         web.fetch_runtime()
+
+
+def test_npm_that_does_not_answer_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    npm = tmp_path / "npm"
+    npm.write_text("#!/bin/sh\nexec sleep 600\n")
+    npm.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setattr(web, "TIMEOUT", 0.1, raising=False)
+    with pytest.raises(InputError, match=r"--runtime: none given, and npm does not name its registry \(.*timed out"):
+        web.fetch_runtime()

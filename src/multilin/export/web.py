@@ -27,6 +27,7 @@ RUNTIME_VERSION = "1.30.0"
 RUNTIME_FILES = ("ort.wasm.bundle.min.mjs", "ort-wasm-simd-threaded.wasm")
 RUNTIME_INTEGRITY = "q0y+JrrtukXSzsBWEMccVfqX25LRmosXHF+CaRJmg8pZClzcV7svNc4rKY3jL02Vb7QmRMDs1SigqR4CXAfKYQ=="
 REGISTRY = "https://registry.npmjs.org/"
+TIMEOUT = 60.0  # seconds
 BLOCKED_OPSET = 21  # the first in which DequantizeLinear takes a scale for every block
 
 
@@ -127,7 +128,7 @@ def fetch_runtime() -> dict[str, bytes]:
     url = f"{_registry().rstrip('/')}/onnxruntime-web/-/onnxruntime-web-{RUNTIME_VERSION}.tgz"
     with (
         as_input_error(lambda reason: f"--runtime: none given, and {short_path(url)} cannot be fetched ({reason})"),
-        urllib.request.urlopen(url, timeout=60) as response,
+        urllib.request.urlopen(url, timeout=TIMEOUT) as response,
     ):
         package = response.read()
     if base64.b64encode(hashlib.sha512(package).digest()).decode() != RUNTIME_INTEGRITY:
@@ -139,8 +140,11 @@ def fetch_runtime() -> dict[str, bytes]:
 
 def _registry() -> str:
     npm = shutil.which("npm")
-    command = [npm, "config", "get", "registry"] if npm else None
-    said = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip() if command else ""
+    if npm is None:
+        return REGISTRY
+    with as_input_error(lambda reason: f"--runtime: none given, and npm does not name its registry ({reason})"):
+        command = [npm, "config", "get", "registry"]
+        said = subprocess.run(command, capture_output=True, text=True, check=False, timeout=TIMEOUT).stdout.strip()
     return said if said.startswith(("https://", "http://")) else REGISTRY
 
 

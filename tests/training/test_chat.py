@@ -209,6 +209,8 @@ def test_texts_to_validate_conversations_on_are_refused(chats: Path, tmp_path: P
         ("{{ raise_exception('only questions') }}", r"template fails \(TemplateError: only questions\)"),
         ("{{ messages[", r"template fails"),
         ("{{ messages | length }}{{ messages[-1]['content'] }}", r"writes earlier messages anew"),
+        ("{% if false %}{% endif %}", r"writes nothing for answers"),
+        ("{{ messages[0]['content'] }}", r"writes nothing for answers"),
     ],
 )
 def test_a_template_that_fails_is_one_sentence(template: str, message: str) -> None:

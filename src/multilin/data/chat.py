@@ -109,6 +109,10 @@ class ConversationEncoder:
                 part = self._added_text.encode(text)
             ids += part
             is_answer += [answers] * len(part)
+        if not any(is_answer):
+            raise InputError(
+                f"{where}: the tokenizer's chat template writes nothing for answers; give a tokenizer with another one"
+            )
         return ids, is_answer
 
     def _parts(self, messages: list[Message], where: str) -> Iterator[tuple[str, bool]]:

@@ -12,7 +12,11 @@ import httpx
 import openai
 import pytest
 
+from multilin.inference.generate_run import text_codec
+from multilin.inference.runs import Run
+from multilin.inference.torch_engine import TorchEngine
 from tests.serving.conftest import LONGEST, Server, Start
+from tests.serving.engines import Script
 
 DOCS = Path(__file__).parents[2] / "docs" / "serve.md"
 GREEDY = {"temperature": 0, "max_tokens": 6}
@@ -67,6 +71,22 @@ def test_parts_of_characters_are_told_apart(server: Server) -> None:
     assert logprobs["tokens"][:2] == [r"bytes:\xc3", r"bytes:\xa9"]
     tops = [top for top in logprobs["top_logprobs"] if top]
     assert {len(top) for top in tops} == {20}
+
+
+def test_logprobs_tell_of_tokens_that_make_no_character(start: Start, run: Run) -> None:
+    """Of those in the middle of the text and of those at its end; offsets are those of the text."""
+    codec = text_codec(run.tokenizer)
+    (broken, _), letters = codec.encode("é"), codec.encode("abc")
+    ids = [letters[0], broken, *letters[1:], broken]
+    server = start(Script(TorchEngine(run.model), ids))
+    body = {"prompt": [*ids, ids[0]], "max_tokens": 5, "temperature": 0, "logprobs": 0, "echo": True}
+    whole = server.post("/v1/completions", **body)["choices"][0]
+    part = r"bytes:\xc3"
+    assert whole["text"] == "a\ufffdbc\ufffda" + "a\ufffdbc"
+    assert whole["logprobs"]["tokens"] == ["a", part, "b", "c", part, "a", "a", part, "b", "c", part]
+    assert whole["logprobs"]["text_offset"] == list(range(11))
+    pieces = [event["choices"][0]["logprobs"] for event in server.stream("/v1/completions", **body)]
+    assert [offset for piece in pieces for offset in piece["text_offset"]] == list(range(11))
 
 
 @pytest.mark.parametrize("end", [{}, {"stop": "\x00"}])

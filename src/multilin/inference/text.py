@@ -134,6 +134,10 @@ class TextStream:
         """Number of characters so far, including text that is held back."""
         return len(self.text) + len(self._held)
 
+    def begin(self, token_id: int, length: int) -> int:
+        """Characters before the token that was put last, `length` without those of broken ones that came with it."""
+        return max(length, self.length - len(self.codec.token_bytes(token_id).decode(errors="replace")))
+
     def end(self) -> str:
         """The rest of the text, at the end."""
         return self._release(len(self._held))

@@ -249,7 +249,8 @@ class Scheduler:
         stream, num_before, was_whole = row.stream, row.stream.length, row.stream.is_whole
         piece = stream.put(token)
         if logits_V is not None:
-            row.pending.append((make_logprob(logits_V, token, job.num_logprobs or 0), num_before))
+            begin = stream.begin(token, num_before)
+            row.pending.append((make_logprob(logits_V, token, job.num_logprobs or 0), begin))
         if was_whole:
             row.kept = None
             if stream.is_stopped or not stream.is_whole:
@@ -263,7 +264,7 @@ class Scheduler:
     def _release(self, row: Row, piece: str) -> None:
         """Report new text, and the tokens that begin in text reported so far."""
         length = len(row.stream.text)
-        is_whole = row.end is None and row.stream.is_whole
+        is_whole = row.stream.is_whole if row.end is None else not row.stream.is_stopped
         num_ready = next((i for i, (_, begin) in enumerate(row.pending) if begin >= length and not is_whole), None)
         tokens, row.pending = row.pending[:num_ready], [] if num_ready is None else row.pending[num_ready:]
         if piece or tokens:

@@ -120,9 +120,10 @@ class CompletionForm(Form):
         """Characters of the answer before a token, after `num_before` of the new text, or -1 in the prompt."""
         if num_before >= 0:
             return len(self.echoes[index]) + num_before
-        length = self._prompts[index].length
-        self._prompts[index].put(token)
-        return length
+        stream = self._prompts[index]
+        length = stream.length
+        stream.put(token)
+        return stream.begin(token, length)
 
 
 class ChatForm(Form):

@@ -49,6 +49,27 @@ def test_1_a_stop_string_cut_across_tokens(server: Server) -> None:
         assert onward["usage"]["prompt_tokens"] == alone["usage"]["prompt_tokens"]
 
 
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_text_that_a_stop_string_or_the_model_ended_goes_on_without_a_prompt(server: Server, is_first: bool) -> None:
+    session = server.post("/v1/sessions")["id"]
+    body, before = {"session": session, **PLAIN}, ""
+    if not is_first:
+        before = "one" + server.post("/v1/completions", prompt="one", max_tokens=4, **body)["choices"][0]["text"]
+    text = server.post("/v1/completions", prompt=f"{before}abc", max_tokens=40, store=False, **PLAIN)
+    end = text["choices"][0]["text"][20:]
+    begun = server.post("/v1/completions", prompt="abc", max_tokens=40, stop=[end], **body)["choices"][0]["text"]
+    assert len(begun) <= 20
+    onward = server.post("/v1/completions", prompt="", max_tokens=20, **body)
+    alone = server.post("/v1/completions", prompt=f"{before}abc{begun}", max_tokens=20, store=False, **PLAIN)
+    assert onward["choices"][0]["text"] == alone["choices"][0]["text"]
+    assert onward["usage"]["prompt_tokens"] == alone["usage"]["prompt_tokens"]
+    ending = {"logit_bias": {str(server.service.codec.end_id): 1e6}, "temperature": 0, "session": session}
+    assert server.post("/v1/completions", prompt="abc", **ending)["choices"][0]["finish_reason"] == "stop"
+    assert server.post("/v1/completions", prompt="", max_tokens=5, **body)["choices"][0]["text"]
+    turns = server.call("GET", f"/v1/sessions/{session}")["turns"]
+    assert [turn["parent"] for turn in turns] == [None, *(turn["id"] for turn in turns[:-1])]
+
+
 def test_2_a_character_cut_across_tokens(start: Start, run: Run, server: Server) -> None:
     text = "Grüße, 世界 😀! "
     ids = server.service.codec.encode(text)

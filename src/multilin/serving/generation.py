@@ -95,7 +95,7 @@ class Generation:
     ) -> None:  # fmt: skip
         self.ask, self.jobs, self._scheduler, self._metrics = ask, list[Job](), scheduler, metrics
         self._on_end, self._on_close = on_end, on_close
-        self.parents: list[Turn | None] = []  # of each prompt, the turn whose state it goes on from
+        self.parents: list[Turn | None] = []  # of each prompt, the turn that it goes on from
         self.num_prompt_tokens = self.num_cached_tokens = 0
         self.results = [Result() for _ in range(len(ask.prompts) * len(ask.settings))]
         self.turn_ids = [new_id("turn") for _ in self.results]

@@ -150,14 +150,13 @@ class Service:
         return [self._job(generation, number, prompt) for number, prompt in enumerate(ask.prompts)]
 
     def _job(self, generation: Generation, number: int, prompt: Prompt) -> Job:
-        ask, limits, before = generation.ask, self.limits, prompt.before
-        if before is not None:
-            kept = self.turns.get(ask.owner, before.id)
+        ask, limits, parent = generation.ask, self.limits, prompt.before
+        known_ids = [*(parent.token_ids if parent else ()), *prompt.token_ids]
+        if parent is not None and (parent.num_unknown or parent.unread_ids or prompt.token_ids):
+            kept = self.turns.get(ask.owner, parent.id)
             if kept is None:
-                raise ApiError(404, f"the turn {before.id} is no longer kept", "session", NOT_FOUND)
-            known_ids = before.token_ids + prompt.token_ids
-        else:
-            known_ids = prompt.token_ids
+                raise ApiError(404, f"the turn {parent.id} is no longer kept", "session", NOT_FOUND)
+        else:  # a new text, or one whose last token is read again for what may follow it
             kept = None if ask.prompt_logprobs else self.turns.longest(ask.owner, known_ids)
         before, state = kept or (None, None)
         num_read = before.num_read if before else 0
@@ -173,7 +172,7 @@ class Service:
         max_tokens = count_new_tokens(total, ask.max_tokens, longest, default=default, field=ask.limit_name)
         generation.num_prompt_tokens += total
         generation.num_cached_tokens += num_read
-        generation.parents.append(before)
+        generation.parents.append(parent or before)
         first = number * len(ask.settings)
         return Job(
             ask.owner, token_ids, known_ids, None if state is None else unpack_state(state, self.owner), ask.settings,

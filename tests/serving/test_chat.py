@@ -19,7 +19,7 @@ from multilin.cli.main import main
 from multilin.inference.generate_run import text_codec
 from multilin.inference.runs import Run
 from multilin.inference.torch_engine import TorchEngine
-from tests.serving.conftest import Server, Start, until
+from tests.serving.conftest import LONGEST, Server, Start, until
 from tests.serving.engines import Script, Watched
 
 GREEDY = ("--temperature", "0", "--max-new-tokens", "12")
@@ -139,6 +139,7 @@ def test_ctrl_c_ends_an_answer_which_is_kept_unless_it_comes_twice(
         (["/save /nowhere/x"], (), "/nowhere"),
         (["/save x.state"], (), "no turn"),
         (["\udcff"], (), "not UTF-8"),
+        (["x" * (LONGEST + 1)], (), f"reads at most {LONGEST} (n_positions); /rewind N drops earlier answers"),
         (["hello"], ("--num-beams", "2"), "num_beams: 2 given"),
         (["hello"], ("--state", "/nowhere"), "--state"),
     ],

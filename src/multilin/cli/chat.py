@@ -117,9 +117,11 @@ class _Talk:
             self.answers[self.place] += 1
         except KeyboardInterrupt:
             print("\nmultilin: this answer was dropped", file=sys.stderr)
-        except InputError:
+        except InputError as error:
             if has_text:  # the answer broke off
                 print(flush=True)
+            if "(n_positions)" in str(error):  # a server's error is known by its words alone
+                raise InputError(f"{error}; /rewind N drops earlier answers") from None
             raise
         print(flush=True)
 

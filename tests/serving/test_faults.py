@@ -243,6 +243,11 @@ def test_8_a_full_queue(start: Start, run: Run) -> None:
     server.post("/v1/completions", **body)
 
 
+def test_more_prompts_than_may_wait_are_answered_one_after_the_other(start: Start) -> None:
+    server = start(slots=3, queue=1)
+    assert len(server.post("/v1/completions", prompt=["a", "b", "c"], max_tokens=2)["choices"]) == 3
+
+
 def test_9_a_client_that_rewrites_history(start: Start, run: Run, tmp_path: Path) -> None:
     """A conversation that diverges goes on from the longest stored beginning, also of a server before."""
     engine = Watched(TorchEngine(run.model))

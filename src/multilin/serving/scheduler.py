@@ -56,7 +56,7 @@ class Scheduler:
             return Counts(sum(map(len, self._waiting.values())), len(self._reading), len(self._rows))
 
     def submit(self, jobs: Sequence[Job]) -> None:
-        """Queue all of these jobs, or none.
+        """Queue all of these jobs, or none; while none waits they may be more than the queue takes.
 
         Raises:
             ApiError: the queue is full, or the server ends.
@@ -64,7 +64,8 @@ class Scheduler:
         with self._changed:
             if self._stopping:
                 raise shutting_down()
-            if self.counts.waiting + len(jobs) > self.queue_size:
+            waiting = self.counts.waiting
+            if waiting and waiting + len(jobs) > self.queue_size:
                 raise too_busy()
             for job in jobs:
                 self._waiting.setdefault(job.owner, deque()).append(job)

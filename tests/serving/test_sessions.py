@@ -306,12 +306,14 @@ def test_a_store_whose_network_fails_once_is_asked_again(monkeypatch: pytest.Mon
 
         monkeypatch.setattr(MemoryFileSystem, name, flaky)
 
-    fail_once("pipe_file"), fail_once("cat_file"), fail_once("find")
+    fail_once("pipe_file"), fail_once("cat_file"), fail_once("find"), fail_once("rm_file")
     folder = Folder()
     folder.write("turn_abc.json", b"{}")
     assert folder.read("turn_abc.json") == b"{}"
     assert folder.sizes("turn_") == {"turn_abc.json": 2}
-    assert failed == {"pipe_file", "cat_file", "find"}
+    folder.remove("turn_abc.json")
+    assert folder.sizes("turn_") == {}
+    assert failed == {"pipe_file", "cat_file", "find", "rm_file"}
 
 
 @pytest.fixture

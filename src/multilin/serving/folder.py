@@ -62,7 +62,7 @@ class Folder(Store):
     def remove(self, name: str) -> None:
         """Delete a file, if it is there."""
         with contextlib.suppress(FileNotFoundError):
-            self._files.rm_file(f"{self._root}/{_subfolder(name)}/{name}")
+            insist(partial(self._files.rm_file, f"{self._root}/{_subfolder(name)}/{name}"))
 
 
 def _subfolder(prefix: str) -> str:

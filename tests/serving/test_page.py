@@ -178,6 +178,19 @@ def test_page_by_keyboard_on_a_dark_phone_and_a_stopped_turn_is_kept(start: Star
 
 
 @pytest.mark.slow
+def test_page_goes_on_after_a_server_that_was_away_for_a_moment(server: Server, browser: Any) -> None:
+    page = open_page(browser.new_context(), server)
+    ready(page)
+    turns = re.compile(r"/v1/sessions/session_[\w-]+$")
+    page.route(turns, lambda route: route.abort())
+    generate(page, "abc", 5)
+    assert page.inner_text("#message") == "The server does not answer."
+    page.unroute(turns)
+    assert len(generate(page, "abc", 5)) == 3 + 5
+    assert page.inner_text("#message") == ""
+
+
+@pytest.mark.slow
 def test_page_asks_for_the_key_and_forgets_it_with_the_tab(start: Start, browser: Any) -> None:
     server = start(keys=["secret"])
     context = browser.new_context()

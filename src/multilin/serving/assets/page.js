@@ -123,10 +123,12 @@ async function generate(prompt) {
     else throw error;
   } finally {
     running = null;
-    if (end) turn = end;
-    if (end) await texts.fetch(run.session);
-    else if (opened?.isNew) await texts.remove(opened.session).catch(() => {}); // still busy: an empty branch does no harm
-    draw();
+    try {
+      if (end) await texts.fetch(run.session), (turn = end);
+      else if (opened?.isNew) await texts.remove(opened.session).catch(() => {}); // still busy: an empty branch does no harm
+    } finally {
+      draw();
+    }
   }
 }
 

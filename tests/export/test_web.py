@@ -260,6 +260,6 @@ def test_npm_that_does_not_answer_is_not_waited_for(tmp_path: Path, monkeypatch:
     npm.write_text("#!/bin/sh\nexec sleep 600\n")
     npm.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    monkeypatch.setattr(web, "TIMEOUT", 0.1, raising=False)
+    monkeypatch.setattr(web, "TIMEOUT", 0.1)
     with pytest.raises(InputError, match=r"--runtime: none given, and npm does not name its registry \(.*timed out"):
         web.fetch_runtime()

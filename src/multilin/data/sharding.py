@@ -174,7 +174,7 @@ def _tokenizer(
 def _sample(job: Job, progress: Progress) -> tuple[Iterator[str], bool]:
     """Texts to train a tokenizer on, from parts all over the source, and whether they are conversations."""
     every = range(len(job.parts))
-    for numbers in (every[:: -(-len(every) // SAMPLED_PARTS) or 1], every):  # all, if there is no text in some
+    for numbers in (every[:: -(-len(every) // SAMPLED_PARTS) or 1], every):  # all, if the sampled ones hold no text
         first = next(itertools.chain.from_iterable(map(job.reader, numbers)), None)
         if first is not None:
             break

@@ -32,7 +32,7 @@ def make_once(folder: Path, make: Callable[[Path], None]) -> None:
     """Make a folder, which `make` fills, if it does not exist; other processes that need it wait for it.
 
     Raises:
-        InputError: it cannot be written, or an error of `make`; no file is left behind.
+        InputError: it cannot be written, or an error of `make`; the folder does not exist then.
     """
     try:
         if folder.exists():

@@ -166,7 +166,7 @@ def _token_bytes(tokenizer: PreTrainedTokenizerFast, token_ids: Sequence[int]) -
 class VocabularyTooLarge(InputError):
     """The text has too few different pairs of tokens; `most` is how many entries it supports."""
 
-    # With a default, as an exception from another process is made of its message first.
+    # The default is for pickle, which makes an exception of its message alone and then sets its attributes.
     def __init__(self, message: str, most: int = 0) -> None:
         super().__init__(message)
         self.most = most

@@ -135,7 +135,7 @@ class TextStream:
         return len(self.text) + len(self._held)
 
     def begin(self, token_id: int, length: int) -> int:
-        """Characters before the token that was put last, `length` without those of broken ones that came with it."""
+        """Characters before the token that was put last: `length` as before it, and broken ones that came with it."""
         return max(length, self.length - len(self.codec.token_bytes(token_id).decode(errors="replace")))
 
     def end(self) -> str:

@@ -47,7 +47,7 @@ class TrainingInterrupted(Exception):
         exit_code: the status of a program that this signal ended, as shells expect it: 130 for SIGINT, 143 for SIGTERM.
     """
 
-    # With a default, as an exception from another process is made of its message first.
+    # The default is for pickle, which makes an exception of its message alone and then sets its attributes.
     def __init__(self, message: str, signal_number: int = signal.SIGTERM) -> None:
         super().__init__(message)
         self.exit_code = 128 + signal_number

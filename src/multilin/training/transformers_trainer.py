@@ -121,7 +121,7 @@ class RunTrainer(SavingTrainer):
     def close(self) -> None:
         """End what goes on beside the steps: a checkpoint that is still being written, and event files."""
         self.background.shutdown()
-        with contextlib.suppress(OSError):  # every line was flushed before; this one would hide why the run ended
+        with contextlib.suppress(OSError):  # lines were flushed before; an error here would hide why the run ended
             self.folder.close()
 
     def create_accelerator_and_postprocess(self) -> None:

@@ -49,6 +49,16 @@ def test_the_first_line_of_every_run_is_shown(monkeypatch: pytest.MonkeyPatch) -
     assert out.getvalue().splitlines() == 2 * ["step 3/10  loss 2.500  12,346 tokens/s"]
 
 
+@pytest.mark.parametrize(
+    "content", ["{", "[]", '{"bits_per_byte": 2.0, "tokens": 1e999}', '{"bits_per_byte": NaN, "tokens": 5}']
+)
+def test_a_damaged_expectation_is_none(tmp_path: Path, content: str) -> None:
+    (tmp_path / "expected.json").write_text(content)
+    with ExpectingDisplay(str(tmp_path)) as display:
+        display.start(5, None)
+        assert display.expected is None
+
+
 def test_a_stage_is_shown_from_its_first_report(monkeypatch: pytest.MonkeyPatch) -> None:
     """Text that lies ready in the cache needs no line such as `reading 0.0 MB`."""
     out = io.StringIO()

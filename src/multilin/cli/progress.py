@@ -13,6 +13,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from multilin.analysis.budget.law import Validation, shipped_law
 from multilin.files import write_whole
+from multilin.settings.inputs import read_json
 from multilin.training.progress import TrainingProgress
 from multilin.training.run_folder import EXPECTED_FILE
 
@@ -166,8 +167,8 @@ class ExpectingDisplay(TrainingDisplay):
             content = {"bits_per_byte": self.expected, "tokens": self.expected_tokens}
             write_whole(self._file, json.dumps(content) + "\n")
         elif max_steps is None and self._file.is_file():
-            with contextlib.suppress(ValueError, TypeError, KeyError, OverflowError):  # a damaged file only says less
-                content = json.loads(self._file.read_bytes())
+            with contextlib.suppress(ValueError, TypeError, KeyError):  # a damaged file only says less
+                content = read_json(self._file, "run")
                 self.expected_tokens, self.expected = int(content["tokens"]), float(content["bits_per_byte"])
 
     def line(self, line: dict[str, Any]) -> None:

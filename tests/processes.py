@@ -1,6 +1,7 @@
 """Programs that tests start in processes of their own: what they print is shown when a test with them fails."""
 
 import contextlib
+import os
 import subprocess
 import sys
 import tempfile
@@ -20,20 +21,21 @@ def torchrun(number: int, *words: str) -> list[str]:
 class Program(subprocess.Popen[bytes]):
     """A program that runs in the project's folder and prints into a file."""
 
-    def __init__(self, command: list[str], environment: Mapping[str, str] | None, output: IO[str]) -> None:
+    def __init__(self, command: list[str], environment: Mapping[str, str] | None, output: IO[bytes]) -> None:
         super().__init__(command, env=environment, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT)
         self.output = output
 
     def printed(self) -> str:
         """All it has printed so far, on stdout and stderr."""
-        self.output.seek(0)
-        return self.output.read()
+        file = self.output.fileno()
+        # Not by reading on, which would move the place where the program, which has the same file, writes next.
+        return os.pread(file, os.fstat(file).st_size, 0).decode(errors="replace")
 
 
 @contextlib.contextmanager
 def running(command: list[str], environment: Mapping[str, str] | None = None) -> Iterator[Program]:
     """A program that is ended at the end of the block; an exception inside carries what it printed."""
-    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as output:
+    with tempfile.TemporaryFile() as output:
         program = Program(command, environment, output)
         try:
             yield program

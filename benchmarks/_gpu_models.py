@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks._gpu_timing import Clock, attempt
-from benchmarks._models import multiplied, options_of
+from benchmarks._models import multiplied, options_of, train_step
 from multilin.analysis.costs import state_bytes
 from multilin.architectures import architectures
 from multilin.inference.cuda_graphs import DecodingGraphs
@@ -101,14 +101,7 @@ def _step(
     ids = torch.randint(arguments.vocab_size, (rows, length), device=device)
     compute: Any = torch.compile(model) if way == "compiled" and not clock.is_dry else model
 
-    def step() -> Tensor:
-        with torch.autocast(device.type, torch.bfloat16):
-            loss: Tensor = compute(input_ids=ids, labels=ids).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
-
+    step = partial(train_step, compute, optimizer, ids, bf16=True)
     if not torch.isfinite(step()):
         raise ArithmeticError("the loss is not finite")
     milliseconds = clock.milliseconds(step, at_most=3.0)

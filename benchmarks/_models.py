@@ -3,6 +3,7 @@
 import argparse
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -25,6 +26,24 @@ def build(name: str, arguments: argparse.Namespace, position: int) -> PreTrained
     if create_config(name, **sizes).max_position_embeddings is not None:
         sizes["n_positions"] = position
     return create_model(name, **sizes)
+
+
+def build_for(name: str, arguments: argparse.Namespace, length: int, **more: Any) -> PreTrainedModel:
+    """A model of the width, depth and vocabulary in the arguments for texts of so many tokens."""
+    return create_model(
+        name, hidden_size=arguments.hidden_size, num_layers=arguments.num_layers, vocab_size=arguments.vocab_size,
+        n_positions=length, **more,
+    )  # fmt: skip
+
+
+def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, ids: Tensor, *, bf16: bool = False) -> Tensor:
+    """One step on these tokens, forward and loss under autocast if asked: the loss."""
+    with torch.autocast(ids.device.type, torch.bfloat16, enabled=bf16):
+        loss: Tensor = model(input_ids=ids, labels=ids.clone()).loss
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()
 
 
 def options_of(name: str, num_heads: int) -> dict[str, Any]:

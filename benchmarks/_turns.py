@@ -59,6 +59,12 @@ def results_in_turns(
     return results
 
 
+def speeds(seconds: list[float], amount: float) -> dict[str, float]:
+    """Tokens per second of so many tokens: the median of all turns, the fastest, and the slowest."""
+    median = amount / statistics.median(seconds)
+    return {"tokens_per_second": median, "fastest": amount / min(seconds), "slowest": amount / max(seconds)}
+
+
 def seconds_of(task: Callable[[], object], now: Callable[[], float] = time.perf_counter) -> float:
     """Seconds of a task, work on the accelerator included."""
     synchronize()

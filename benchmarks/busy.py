@@ -22,7 +22,7 @@ import torch
 
 from benchmarks import _results
 from benchmarks._engines import OurDecoder, make_decoder
-from benchmarks._models import add_sizes, build
+from benchmarks._models import add_sizes, build, train_step
 from multilin.inference.onnx_engine import OnnxEngine
 from multilin.machine import keep_freed_memory
 from multilin.ops.threads import SECONDS, adapt, following_load
@@ -97,10 +97,7 @@ def _works(arguments: argparse.Namespace, folder: Path) -> dict[str, Work]:
 
     def train() -> int:
         adapt()
-        model.train()
-        model(input_ids=ids, labels=ids).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        train_step(model.train(), optimizer, ids)
         return ids.numel()
 
     def evaluate() -> int:

@@ -13,7 +13,6 @@ during prefill and while a token is generated, state included.
 
 import argparse
 import os
-import statistics
 import tempfile
 from functools import partial
 from pathlib import Path
@@ -35,7 +34,7 @@ from benchmarks._engines import (
 )
 from benchmarks._memory import peak_bytes
 from benchmarks._models import add_sizes, build, multiplied
-from benchmarks._turns import results_in_turns, seconds_of
+from benchmarks._turns import results_in_turns, seconds_of, speeds
 from multilin.architectures import architectures
 from multilin.errors import InputError
 from multilin.model.factory import BASELINES
@@ -59,7 +58,8 @@ def main(argv: list[str]) -> None:
     }
     if not models:
         raise InputError(f"--positions: {arguments.positions} given, but no model can be measured at any of them")
-    _print_sizes(arguments)
+    sizes = f"width {arguments.hidden_size}, {arguments.num_layers} layers, {arguments.num_heads} heads"
+    print(f"{sizes}, vocabulary {arguments.vocab_size}, threads: {torch.get_num_threads()}")
     with tempfile.TemporaryDirectory() as temporary:
         rows = _measure(models, positions, Path(arguments.exports or temporary), arguments)
     _results.save("decode", arguments, rows, draw)
@@ -145,7 +145,7 @@ def _prefill(
         for label, seconds in results_in_turns(timed, arguments.prefill_turns, warm_up=0).items():
             peak = None if ":" in label else peaks[label]
             row = {"task": "prefill", "model": label, "position": position, "peak_bytes": peak}
-            rows.append({**row, **_speeds(seconds, position)})
+            rows.append({**row, **speeds(seconds, position)})
             _print_row(rows[-1], "", peak)
     return states, rows
 
@@ -187,7 +187,7 @@ def _generate(
     for (label, position), seconds in results_in_turns(timed, arguments.turns, warm_up=0).items():
         row = {"task": "generate", "model": label, "position": position, "batch_size": batch_size}
         row |= costs.get((label, position), {"state_bytes": None, "memory_bytes": None})
-        rows.append({**row, **_speeds(seconds, batch_size)})
+        rows.append({**row, **speeds(seconds, batch_size)})
         kept = f"{row['state_bytes']:,}" if position else ""
         _print_row(rows[-1], f"{batch_size:>8}{kept:>15}", row["memory_bytes"])
     return rows
@@ -197,16 +197,6 @@ def _started(decoder: Decoder, state: Any, batch_size: int) -> Generate:
     generate = decoder.start(state, batch_size)
     generate(1)
     return generate
-
-
-def _speeds(seconds: list[float], num_tokens: int) -> Row:
-    median = num_tokens / statistics.median(seconds)
-    return {"tokens_per_second": median, "fastest": num_tokens / min(seconds), "slowest": num_tokens / max(seconds)}
-
-
-def _print_sizes(arguments: argparse.Namespace) -> None:
-    sizes = f"width {arguments.hidden_size}, {arguments.num_layers} layers, {arguments.num_heads} heads"
-    print(f"{sizes}, vocabulary {arguments.vocab_size}, threads: {torch.get_num_threads()}")
 
 
 def _print_row(row: Row, middle: str, memory: int | None) -> None:

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 
 from benchmarks import _results
-from benchmarks._models import add_sizes
+from benchmarks._models import add_sizes, build_for
 from benchmarks._turns import repeated, seconds_in_turns
 from multilin.layers.linear import Arithmetic
 from multilin.machine import keep_freed_memory
-from multilin.model import MultilinConfig, MultilinForCausalLM
+from multilin.model import MultilinForCausalLM
 from multilin.ops.int8 import int8_linear, quantize
 
 SHAPES = ((4096, 512, 512), (4096, 512, 2048), (4096, 2048, 512), (2048, 2048, 2048))
@@ -78,14 +78,11 @@ def _products(clock: str, turns: int) -> list[dict[str, Any]]:
 
 def _build(architecture: str, arguments: argparse.Namespace) -> MultilinForCausalLM:
     torch.manual_seed(0)
-    config = MultilinConfig.from_architecture(
-        architecture, hidden_size=arguments.hidden_size, num_layers=arguments.num_layers,
-        vocab_size=arguments.vocab_size, n_positions=arguments.length,
-    )  # fmt: skip
-    model = MultilinForCausalLM(config)
+    model = build_for(architecture, arguments, arguments.length)
+    assert isinstance(model, MultilinForCausalLM)
     for parameter in model.parameters():
         if not parameter.any():  # a matrix that starts at zero would hide what comes before it
-            torch.nn.init.normal_(parameter, std=config.initializer_range)
+            torch.nn.init.normal_(parameter, std=model.config.initializer_range)
     return model
 
 

@@ -13,10 +13,9 @@ import torch
 
 from benchmarks import _results
 from benchmarks._memory import own_peak_bytes
-from benchmarks._models import add_sizes
+from benchmarks._models import add_sizes, build_for, train_step
 from multilin import MultilinForCausalLM
 from multilin.machine import keep_freed_memory
-from multilin.model.factory import create_model
 
 
 def main(argv: list[str]) -> None:
@@ -41,13 +40,7 @@ def _measure(task: str, length: int, arguments: argparse.Namespace) -> tuple[flo
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
     torch.manual_seed(0)
-    model = create_model(
-        arguments.architecture,
-        hidden_size=arguments.hidden_size,
-        num_layers=arguments.num_layers,
-        vocab_size=arguments.vocab_size,
-        n_positions=max(arguments.lengths),
-    )
+    model = build_for(arguments.architecture, arguments, max(arguments.lengths))
     # A short text first, so that what a process needs once is not counted.
     TASKS[task](model, torch.randint(arguments.vocab_size, (1, min(256, length))), arguments)
     ids, before = torch.randint(arguments.vocab_size, (1, length)), own_peak_bytes()
@@ -61,11 +54,7 @@ def _train(model: MultilinForCausalLM, ids: torch.Tensor, arguments: argparse.Na
     if arguments.checkpoint:
         model.gradient_checkpointing_enable()
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    with _autocast(arguments):
-        loss = model(ids, labels=ids).loss
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    train_step(model, optimizer, ids, bf16=arguments.precision == "bf16")
 
 
 def _stream(model: MultilinForCausalLM, ids: torch.Tensor, arguments: argparse.Namespace) -> None:

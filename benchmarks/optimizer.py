@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from benchmarks import _results
-from benchmarks._models import add_sizes
+from benchmarks._models import add_sizes, build_for
 from benchmarks._turns import seconds_in_turns
-from multilin.model.factory import create_model, model_names
+from multilin.model.factory import model_names
 from multilin.training.optimizers import MatrixMoment, NormalizedSGD, parameter_groups
 from multilin.training.processes import accelerator_or_cpu as device
 
@@ -24,19 +24,18 @@ def main(argv: list[str]) -> None:
     add_sizes(parser, hidden_size=512, num_layers=6, vocab_size=8192)
     parser.add_argument("--turns", type=int, default=15, help="turns of each")
     arguments = _results.parse(parser, argv, threads=True)
-    rows = optimizers(arguments)
-    medians = seconds_in_turns({name: step for name, (step, _) in rows.items()}, arguments.turns, "wall")
+    measured = optimizers(arguments)
+    medians = seconds_in_turns({name: step for name, (step, _) in measured.items()}, arguments.turns, "wall")
+    sizes = {name: state_bytes(optimizer) for name, (_, optimizer) in measured.items()}
     print(f"{arguments.architecture}, width {arguments.hidden_size}, {arguments.num_layers} layers, ", end="")
     print(f"vocabulary {arguments.vocab_size}, float32, {torch.get_num_threads()} threads")
     adam = "peer: AdamW, fused"
     print(f"{'':24}{'ms/step':>10}{'/ fused AdamW':>15}{'state, MB':>12}{'/ AdamW':>10}")
-    for name, (_, optimizer) in rows.items():
-        size = state_bytes(optimizer)
+    for name, size in sizes.items():
         print(f"{name:24}{1e3 * medians[name]:10.2f}{medians[name] / medians[adam]:15.2f}", end="")
-        print(f"{size / 1e6:12.2f}{size / state_bytes(rows[adam][1]):10.3f}")
-    sizes = {name: state_bytes(optimizer) for name, (_, optimizer) in rows.items()}
-    results = [{"name": name, "seconds": medians[name], "state_bytes": sizes[name]} for name in rows]
-    _results.save("optimizer", arguments, results)
+        print(f"{size / 1e6:12.2f}{size / sizes[adam]:10.3f}")
+    rows = [{"name": name, "seconds": medians[name], "state_bytes": size} for name, size in sizes.items()]
+    _results.save("optimizer", arguments, rows)
 
 
 def optimizers(
@@ -45,10 +44,7 @@ def optimizers(
     """Each row of the table: a step, and the optimizer whose state is counted."""
 
     def model() -> nn.Module:
-        network = create_model(
-            arguments.architecture, hidden_size=arguments.hidden_size, num_layers=arguments.num_layers,
-            vocab_size=arguments.vocab_size, n_positions=1024,
-        ).to(device())  # fmt: skip
+        network = build_for(arguments.architecture, arguments, 1024).to(device())
         torch.manual_seed(0)
         for parameter in network.parameters():
             parameter.grad = torch.randn_like(parameter)

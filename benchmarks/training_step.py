@@ -30,12 +30,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks import _plots, _results
-from benchmarks._models import add_sizes, multiplied, options_of
-from benchmarks._turns import times_in_turns
+from benchmarks._models import add_sizes, build_for, multiplied, options_of, train_step
+from benchmarks._turns import speeds, times_in_turns
 from multilin.architectures import architectures
 from multilin.machine import keep_freed_memory
 from multilin.model import MultilinForCausalLM
-from multilin.model.factory import BASELINES, create_model
+from multilin.model.factory import BASELINES
 from multilin.training.precision import has_bf16
 
 if TYPE_CHECKING:
@@ -75,11 +75,7 @@ class Trained:
 
     def step(self) -> None:
         """One training step."""
-        with torch.autocast("cpu", torch.bfloat16, enabled=self.autocast):
-            loss: Tensor = self.model(input_ids=self.ids, labels=self.ids.clone()).loss
-        loss.backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        train_step(self.model, self.optimizer, self.ids, bf16=self.autocast)
 
 
 def main(argv: list[str]) -> None:
@@ -99,17 +95,14 @@ def _measure(length: int, arguments: argparse.Namespace) -> list[dict[str, Any]]
     peak = 2 * GEMM_SIZE**3 / statistics.median(seconds.pop("limit"))
     rows = []
     for name, times in seconds.items():
-        speed = trained[name].ids.numel() / statistics.median(times)
-        flops = _flops(name, trained[name])
+        found, flops = speeds(times, trained[name].ids.numel()), _flops(name, trained[name])
         rows.append(
             {
                 "model": name,
                 "length": length,
                 "parameters": sum(p.numel() for p in trained[name].model.parameters()),
-                "tokens_per_second": speed,
-                "fastest": trained[name].ids.numel() / min(times),
-                "slowest": trained[name].ids.numel() / max(times),
-                "share_of_peak": 6 * trained[name].weights * speed / peak,
+                **found,
+                "share_of_peak": 6 * trained[name].weights * found["tokens_per_second"] / peak,
                 "share_of_peak_all_products": flops and 3 * flops / statistics.median(times) / peak,
                 "peak_gflops": peak / 1e9,
             }
@@ -136,14 +129,8 @@ def _model(name: str, length: int, arguments: argparse.Namespace) -> nn.Module:
     name, _, given = name.partition(":")
     if name in PACKAGE:
         return _package_model(name, length, arguments)
-    return create_model(
-        name,
-        hidden_size=arguments.hidden_size,
-        num_layers=arguments.num_layers,
-        vocab_size=arguments.vocab_size,
-        n_positions=length,
-        options=options_of(name, arguments.num_heads) | (json.loads(given) if given else {}),
-    )
+    options = options_of(name, arguments.num_heads) | (json.loads(given) if given else {})
+    return build_for(name, arguments, length, options=options)
 
 
 def _package_model(name: str, length: int, arguments: argparse.Namespace) -> nn.Module:

@@ -55,36 +55,34 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--turns", type=int, default=7, help="steps of each that are timed at the end")
     parser.add_argument("--folder", default="runs/optimizer_learning", help="where the runs go")
     arguments = _results.parse(parser, argv, draws=True)
-    runs = {
-        (architecture, optimizer): _search(architecture, optimizer, arguments)
-        for architecture in arguments.architectures
-        for optimizer in arguments.optimizers
-    }
-    best = {key: min(by_rate, key=lambda rate: by_rate[rate][-1]["validation_loss"]) for key, by_rate in runs.items()}
-    seconds = _seconds_per_step(best, arguments)
-    _print(runs, best, seconds, arguments)
-    _results.save("optimizer_learning", arguments, _rows(runs, best, seconds), draw)
+    rows = [row for architecture in arguments.architectures for row in _rows(architecture, arguments)]
+    _print(rows, arguments)
+    _results.save("optimizer_learning", arguments, rows, draw)
 
 
-def _rows(
-    runs: dict[tuple[str, str], dict[float, list[dict[str, Any]]]],
-    best: dict[tuple[str, str], float],
-    seconds: dict[tuple[str, str], float],
-) -> list[dict[str, Any]]:
+def _rows(architecture: str, arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """The best run of each optimizer, with the seconds of its steps, and the losses with all rates."""
+    runs = {optimizer: _search(architecture, optimizer, arguments) for optimizer in arguments.optimizers}
+    best = {optimizer: _best_rate(by_rate) for optimizer, by_rate in runs.items()}
+    steps = {name: _step(_folder(architecture, name, rate, arguments)) for name, rate in best.items()}
+    seconds = seconds_in_turns(steps, arguments.turns, "wall")
     return [
         {
             "architecture": architecture,
             "optimizer": optimizer,
-            "best_rate": best[architecture, optimizer],
+            "best_rate": best[optimizer],
             "losses": {rate: _finite(lines[-1]["validation_loss"]) for rate, lines in by_rate.items()},
-            "seconds_per_step": seconds[architecture, optimizer],
-            "tokens": [line.get("tokens", 0) for line in by_rate[best[architecture, optimizer]]],
-            "bits_per_byte": [
-                _finite(line["validation_bits_per_byte"]) for line in by_rate[best[architecture, optimizer]]
-            ],
+            "seconds_per_step": seconds[optimizer],
+            "tokens": [line["tokens"] for line in by_rate[best[optimizer]]],
+            "validation_losses": [_finite(line["validation_loss"]) for line in by_rate[best[optimizer]]],
+            "bits_per_byte": [_finite(line["validation_bits_per_byte"]) for line in by_rate[best[optimizer]]],
         }
-        for (architecture, optimizer), by_rate in runs.items()
+        for optimizer, by_rate in runs.items()
     ]
+
+
+def _best_rate(by_rate: dict[float, list[dict[str, Any]]]) -> float:
+    return min(by_rate, key=lambda rate: by_rate[rate][-1]["validation_loss"])
 
 
 def _finite(value: float) -> float | None:
@@ -96,8 +94,7 @@ def _search(architecture: str, optimizer: str, arguments: argparse.Namespace) ->
     """Every rate of the grid, and beyond its end while the best lies there."""
     by_rate = {rate: _run(architecture, optimizer, rate, arguments) for rate in GRIDS[optimizer]}
     for _ in range(MOST_BEYOND):
-        rates = sorted(by_rate)
-        best = min(rates, key=lambda rate: by_rate[rate][-1]["validation_loss"])
+        rates, best = sorted(by_rate), _best_rate(by_rate)
         if best not in (rates[0], rates[-1]):
             break
         beyond = float(f"{best / 3 if best == rates[0] else best * 3:.1g}")
@@ -136,7 +133,7 @@ def _run(architecture: str, optimizer: str, rate: float, arguments: argparse.Nam
             train(recipe, overwrite=True)
         except TrainingFailed as failure:
             print(f"{output.name}: {failure}")
-            return [{"seconds": 0.0, "validation_loss": float("inf"), "validation_bits_per_byte": float("inf")}]
+            return [{"tokens": 0, "validation_loss": math.inf, "validation_bits_per_byte": math.inf}]
     validated = [line for line in RunFolder(output).read_metrics() if "validation_loss" in line]
     print(f"{output.name:40}{validated[-1]['validation_loss']:8.3f}", flush=True)
     return validated
@@ -144,17 +141,6 @@ def _run(architecture: str, optimizer: str, rate: float, arguments: argparse.Nam
 
 def _folder(architecture: str, optimizer: str, rate: float, arguments: argparse.Namespace) -> Path:
     return Path(arguments.folder) / f"{architecture}-{optimizer}-{rate:g}"
-
-
-def _seconds_per_step(
-    best: dict[tuple[str, str], float], arguments: argparse.Namespace
-) -> dict[tuple[str, str], float]:
-    """Median seconds of a step of each best recipe, the optimizers of an architecture taking turns."""
-    seconds = {}
-    for architecture in dict.fromkeys(architecture for architecture, _ in best):
-        tasks = {key: _step(_folder(*key, rate, arguments)) for key, rate in best.items() if key[0] == architecture}
-        seconds |= seconds_in_turns(tasks, arguments.turns, "wall")
-    return seconds
 
 
 def _step(folder: Path) -> Callable[[], object]:
@@ -177,12 +163,7 @@ def _step(folder: Path) -> Callable[[], object]:
     return step
 
 
-def _print(
-    runs: dict[tuple[str, str], dict[float, list[dict[str, Any]]]],
-    best: dict[tuple[str, str], float],
-    seconds: dict[tuple[str, str], float],
-    arguments: argparse.Namespace,
-) -> None:
+def _print(rows: list[dict[str, Any]], arguments: argparse.Namespace) -> None:
     print(
         f"\nwidth {arguments.hidden_size}, {arguments.num_layers} layers, vocabulary {arguments.vocab_size}, ", end=""
     )
@@ -191,18 +172,18 @@ def _print(
     )
     print(f"{'':12}{'':18}{'best rate':>10}{'loss':>8}{'bits/byte':>11}{'ms/step':>9}{'at equal time':>15}", end="")
     print("  all rates: loss")
-    for (architecture, optimizer), by_rate in runs.items():
-        rate = best[architecture, optimizer]
-        course = by_rate[rate]
-        fastest = min(taken for key, taken in seconds.items() if key[0] == architecture)
-        steps_done = arguments.steps * fastest / seconds[architecture, optimizer]
-        tokens, losses = zip(*((line["tokens"], line["validation_loss"]) for line in course), strict=True)
-        at_end = np.interp(tokens[-1] * steps_done / arguments.steps, tokens, losses)
-        tried = ", ".join(f"{tried:g}: {lines[-1]['validation_loss']:.3f}" for tried, lines in by_rate.items())
+    for row in rows:
+        fastest = min(other["seconds_per_step"] for other in rows if other["architecture"] == row["architecture"])
+        share_done = fastest / row["seconds_per_step"]
+        # Without a finite loss, each is None, which as a number is nan.
+        tokens, losses, bits = (
+            np.array(row[name], dtype=float) for name in ("tokens", "validation_losses", "bits_per_byte")
+        )
+        at_end = np.interp(tokens[-1] * share_done, tokens, losses)
+        tried = ", ".join(f"{rate:g}: {math.inf if loss is None else loss:.3f}" for rate, loss in row["losses"].items())
         print(
-            f"{architecture:12}{optimizer:18}{rate:>10g}{course[-1]['validation_loss']:>8.3f}"
-            f"{course[-1]['validation_bits_per_byte']:>11.3f}{1e3 * seconds[architecture, optimizer]:>9.0f}"
-            f"{at_end:>15.3f}  {tried}"
+            f"{row['architecture']:12}{row['optimizer']:18}{row['best_rate']:>10g}{losses[-1]:>8.3f}{bits[-1]:>11.3f}"
+            f"{1e3 * row['seconds_per_step']:>9.0f}{at_end:>15.3f}  {tried}"
         )
 
 

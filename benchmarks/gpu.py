@@ -24,6 +24,7 @@ import torch
 
 from benchmarks import _machine, _results
 from benchmarks._gpu_timing import Clock, attempt, kernels_of_the_gpu
+from multilin.errors import InputError
 
 SHARES = {"limits": 0.05, "checks": 0.1, "poolings": 0.25, "matrices": 0.15, "decoding": 0.1, "training": 0.35}
 """What each part may take of the whole time."""
@@ -44,21 +45,17 @@ def main(argv: list[str]) -> int:
     if arguments.dry:
         if os.environ.get("TRITON_INTERPRET") != "1":
             # Triton decides when it is imported, as other libraries have done by now: a new process begins with it.
-            program = "import sys; from benchmarks.gpu import main; sys.exit(main(sys.argv[1:]))"
-            command = [sys.executable, "-c", program, *argv]
+            command = [sys.executable, "-m", "benchmarks", "gpu", *argv]
             return subprocess.call(command, env={**os.environ, "TRITON_INTERPRET": "1"})
         vars(arguments).update(TINY)
-    if not arguments.dry and not torch.cuda.is_available():
-        print("benchmarks gpu: PyTorch sees no CUDA device; --dry checks the kernels on the CPU", file=sys.stderr)
-        return 2
+    elif not torch.cuda.is_available():
+        raise InputError("PyTorch sees no CUDA device; --dry checks the kernels on the CPU")
     if len(arguments.parameters) != len(arguments.hidden_sizes):
-        print("benchmarks gpu: --parameters and --hidden-sizes must be equally many", file=sys.stderr)
-        return 2
+        raise InputError("--parameters and --hidden-sizes must be equally many")
     from benchmarks._gpu_models import models
 
     if unknown := set(arguments.models or ()).difference(models()):
-        print(f"benchmarks gpu: no model {min(unknown)!r}; there are {', '.join(models())}", file=sys.stderr)
-        return 2
+        raise InputError(f"--models: no model {min(unknown)!r}; there are {', '.join(models())}")
     result = _run(arguments)
     if arguments.json:
         _results.save_json(arguments.json, {"name": "gpu", "arguments": vars(arguments)}, result)

@@ -81,7 +81,7 @@ def test_a_part_that_fails_as_a_whole_is_a_failure(
 def test_without_a_card_nothing_is_timed(capsys: pytest.CaptureFixture[str]) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a card")
-    assert main(["gpu"]) == 2
+    assert main(["gpu"]) == 1
     assert "--dry" in capsys.readouterr().err
 
 

@@ -32,12 +32,12 @@ PEER_BYTES = 20_000_000
 
 def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="benchmarks prepare", description=__doc__)
-    parser.add_argument("--source", help="see `read_documents`; the books corpus, or python-source where it is absent")
+    parser.add_argument("--source", default=DEFAULT_SOURCE, help="see `read_documents`; here %(default)s if not given")
     parser.add_argument("--megabytes", type=int, nargs="+", default=[500], help="of generated text, for each size")
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--folder", type=Path, help="where text is generated, and kept; a temporary folder by default")
     arguments = _results.parse(parser, argv)
-    source = arguments.source or (str(DEFAULT_SOURCE) if DEFAULT_SOURCE.exists() else "python-source")
+    source = arguments.source
     rows: list[dict[str, Any]] = []
     print(f"{'':44}{'seconds':>9}{'MB/s':>8}{'MB per CPU s':>14}{'peak MB':>9}{'largest process':>17}")
     with tempfile.TemporaryDirectory(dir=arguments.folder) as name:

@@ -18,15 +18,16 @@ from multilin.data.corpora import Document, read_documents
 from multilin.data.packing import pack
 from multilin.data.tokenizers import load_tokenizer, train_tokenizer
 
-DEFAULT_SOURCE = Path(__file__).parents[2] / "shared" / "data" / "books" / "train"
+_BOOKS = Path(__file__).parents[2] / "shared" / "data" / "books" / "train"
+DEFAULT_SOURCE = str(_BOOKS) if _BOOKS.exists() else "python-source"
 
 
 def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="benchmarks tokenize", description=__doc__)
-    parser.add_argument("--source", help="see `read_documents`; the books corpus, or python-source where it is absent")
+    parser.add_argument("--source", default=DEFAULT_SOURCE, help="see `read_documents`; here %(default)s if not given")
     parser.add_argument("--vocab-sizes", type=int, nargs="+", default=[4096, 8192, 32000])
     arguments = _results.parse(parser, argv)
-    source = arguments.source or (str(DEFAULT_SOURCE) if DEFAULT_SOURCE.exists() else "python-source")
+    source = arguments.source
     print(f"source {source}")
     print(f"{'':44}{'seconds':>9}{'MB/s':>8}{'tokens':>12}{'peak MB':>9}")
     rows = [_measure("limit: read the text only", _read, source)]

@@ -1,6 +1,5 @@
 """What a measurement depends on: the machine, the versions, the commit."""
 
-import importlib.metadata
 import os
 import platform
 import subprocess
@@ -8,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from multilin.machine import cpu_name
+from multilin.machine import cpu_name, installed_version
 from multilin.ops.threads import available_cores
 
 _PACKAGES = ("torch", "transformers", "tokenizers", "numpy", "numba", "triton")
@@ -21,13 +20,8 @@ def accelerator() -> str:
 
 def versions() -> dict[str, str]:
     """Python and the installed packages that decide about speed."""
-    versions = {"python": platform.python_version()}
-    for name in _PACKAGES:
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return versions
+    found = {name: installed_version(name) for name in _PACKAGES}
+    return {"python": platform.python_version()} | {name: version for name, version in found.items() if version}
 
 
 def commit() -> str:

@@ -70,7 +70,7 @@ def examine() -> Checkup:
     if torch.get_num_threads() < cores:
         warnings.append(f"PyTorch uses {torch.get_num_threads()} of {plural(cores, 'core')} (OMP_NUM_THREADS)")
     return Checkup(
-        versions={name: _version(name) for name in PACKAGES}, python=platform.python_version(),
+        versions={name: installed_version(name) for name in PACKAGES}, python=platform.python_version(),
         platform=platform.platform(), device=_device_name(device), threads=torch.get_num_threads(), cores=cores,
         precision=resolve_precision("auto"),
         cpu_features=sorted(k for k, value in capabilities.items() if value is True and k.startswith(CPU_FEATURES)),
@@ -100,7 +100,8 @@ def _gpu_backends() -> dict[str, str]:
     return preferred
 
 
-def _version(package: str) -> str | None:
+def installed_version(package: str) -> str | None:
+    """The version of a package; None where it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

@@ -31,21 +31,13 @@ def main(argv: list[str]) -> None:
         f"{arguments.rows} rows to {arguments.hidden_size}, {torch.get_num_threads()} threads, {arguments.clock} time"
     )
     print(f"{'GFLOP/s':26}{'forward':>9}{'limit':>8}{'share':>8}{'+ backward':>13}{'limit':>8}{'share':>8}")
-    rows = [
-        {
-            "name": name,
-            "dtype": str(dtype).removeprefix("torch."),
-            "shape": shape,
-            **_line(name, shape, dtype, arguments),
-        }
-        for dtype in (torch.float32, torch.bfloat16)
-        for name, shape in SHAPES.items()
-    ]
+    rows = [_line(name, dtype, arguments) for dtype in ("float32", "bfloat16") for name in SHAPES]
     _results.save("block_outer", arguments, rows)
 
 
-def _line(name: str, shape: tuple[int, ...], dtype: torch.dtype, arguments: argparse.Namespace) -> dict[str, Any]:
-    num_blocks, left_width, right_width = shape
+def _line(name: str, dtype_name: str, arguments: argparse.Namespace) -> dict[str, Any]:
+    num_blocks, left_width, right_width = shape = SHAPES[name]
+    dtype = getattr(torch, dtype_name)
     rows, hidden_size = arguments.rows, arguments.hidden_size
     shapes = ((rows, num_blocks, left_width), (rows, num_blocks, right_width), (hidden_size, *shape))
     inputs = [torch.randn(size, device=device(), dtype=dtype, requires_grad=True) for size in shapes]
@@ -69,8 +61,11 @@ def _line(name: str, shape: tuple[int, ...], dtype: torch.dtype, arguments: argp
     ours, limit = once / seconds["forward"], once / seconds["bare forward"]
     both, limit_both = 3 * once / seconds["both"], 3 * once / seconds["bare both"]
     shares = f"{ours:>9.0f}{limit:>8.0f}{ours / limit:>8.0%}{both:>13.0f}{limit_both:>8.0f}{both / limit_both:>8.0%}"
-    print(f"{name + ', ' + str(dtype).removeprefix('torch.'):26}{shares}", flush=True)
+    print(f"{f'{name}, {dtype_name}':26}{shares}", flush=True)
     return {
+        "name": name,
+        "dtype": dtype_name,
+        "shape": shape,
         "forward_gflops": ours,
         "forward_limit_gflops": limit,
         "forward_share": ours / limit,

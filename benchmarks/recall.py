@@ -89,12 +89,11 @@ def draw(rows: _results.Rows, arguments: argparse.Namespace) -> "Figure":
     figure, panels = _plots.figure(-(-len(points) // 2), 2, height=3.2)
     for axis, (pairs, length) in zip(panels.flat, points, strict=False):
         shown = [
-            row for row in rows if (row["pairs"], row["length"]) == (pairs, length) and row["accuracy"] is not None
+            row | {"percent": 100 * row["accuracy"]}
+            for row in rows
+            if (row["pairs"], row["length"]) == (pairs, length) and row["accuracy"] is not None
         ]
-        for name in dict.fromkeys(row["model"] for row in shown):
-            own = sorted((row for row in shown if row["model"] == name), key=lambda row: row["state_bytes"])
-            x, y = [row["state_bytes"] for row in own], [100 * row["accuracy"] for row in own]
-            _plots.line(axis, x, y, _plots.title(name), _plots.colour(name), "o")
+        _plots.lines_of_models(axis, shown, "state_bytes", "percent")
         axis.set_xscale("log")
         axis.set_ylim(-24, 103)  # below zero are names of models that are right in no case
         axis.set_title(f"{pairs} pairs in {length} tokens")

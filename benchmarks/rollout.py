@@ -22,12 +22,7 @@ from multilin.model import MultilinForCausalLM
 from multilin.model.factory import create_model
 from multilin.training.processes import accelerator_or_cpu as device
 
-PARALLEL, SEQUENTIAL, RECURRENCE, LIMIT = (
-    "rollout",
-    "rollout_sequential",
-    "peer: bare recurrence",
-    "limit: bare products",
-)
+SEQUENTIAL, LIMIT = "rollout_sequential", "limit: bare products"
 
 
 def main(argv: list[str]) -> None:
@@ -58,9 +53,9 @@ def _parser() -> argparse.ArgumentParser:
 
 def _measure(model: MultilinForCausalLM, prompt: Tensor, arguments: argparse.Namespace) -> list[dict[str, Any]]:
     tasks: dict[str, Callable[[], Tensor]] = {
-        PARALLEL: lambda: rollout(model, prompt, arguments.steps),
+        "rollout": lambda: rollout(model, prompt, arguments.steps),
         SEQUENTIAL: lambda: rollout_sequential(model, prompt, arguments.steps),
-        RECURRENCE: _recurrence(model, prompt, arguments.steps),
+        "peer: bare recurrence": _recurrence(model, prompt, arguments.steps),
         LIMIT: _bare_products(model, arguments.steps),
     }
     expected = tasks[SEQUENTIAL]()

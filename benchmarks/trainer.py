@@ -23,6 +23,7 @@ from torch.utils.data import default_collate
 from transformers import TrainerCallback
 
 from benchmarks import _results
+from benchmarks._models import add_sizes
 from benchmarks._processes import start_together
 from benchmarks._turns import synchronize
 from multilin.cli.progress import TrainingDisplay
@@ -91,8 +92,7 @@ class TakeTurns(TrainerCallback):
 def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="benchmarks trainer", description=__doc__)
     parser.add_argument("--architecture", default="additive")
-    parser.add_argument("--hidden-size", type=int, default=256)
-    parser.add_argument("--num-layers", type=int, default=6)
+    add_sizes(parser, hidden_size=256, num_layers=6)
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--precision", default="auto", choices=["auto", "float32", "bf16"])
     parser.add_argument("--steps", type=int, default=5, help="steps of one turn")

@@ -229,5 +229,7 @@ def test_the_vocabulary_is_found_without_the_text(tmp_path: Path) -> None:
     prepared = str(tmp_path / "out")
     assert find_vocab_size(recipe(**{"data.source": prepared})) == 270
     assert find_vocab_size(recipe(**{"data.mix": {prepared: 1.0}})) == 270
-    with pytest.raises(InputError, match=r"data.source: memory://nowhere holds no manifest.json"):
+    with pytest.raises(InputError, match=r"data.source: 'memory://nowhere' holds no manifest.json"):
         plan(recipe(**{"data.source": "memory://nowhere"}))
+    with pytest.raises(InputError, match=r"data.mix: 'memory://nowhere' holds no manifest.json"):
+        plan(recipe(**{"data.mix": {"memory://nowhere": 1.0}}))

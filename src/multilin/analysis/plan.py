@@ -15,8 +15,8 @@ from transformers import PreTrainedModel
 
 from multilin.analysis.costs import parameter_counts, training_flops_per_token
 from multilin.analysis.settings import PlanSettings
-from multilin.data.manifest import Manifest
-from multilin.data.settings import BYTE_VOCAB_SIZE, MANIFEST
+from multilin.data.prepared import read_manifest
+from multilin.data.settings import BYTE_VOCAB_SIZE
 from multilin.data.store import Store
 from multilin.data.task_text import is_task, task_text
 from multilin.data.tokenizers import load_tokenizer
@@ -228,14 +228,12 @@ def find_vocab_size(recipe: Recipe) -> int:
     Raises:
         InputError: a tokenizer or a prepared text that is not there.
     """
-    source = recipe.data.source if recipe.data.mix is None else next(iter(recipe.data.mix))
-    if is_task(source):
-        return task_text(source).train.task.num_tokens
+    if is_task(recipe.data.name):
+        return task_text(recipe.data.name).train.task.num_tokens
     if recipe.data.is_prepared:
-        content = Store("data.source", source).read(MANIFEST)
-        if content is None:
-            raise InputError(f"data.source: {source} holds no {MANIFEST}; prepare the text first")
-        return Manifest.parse(content, f"data.source: {source}/{MANIFEST}").validation.describe().vocab_size
+        field, address = ("mix", next(iter(recipe.data.mix))) if recipe.data.mix else ("source", recipe.data.source)
+        manifest, _ = read_manifest(Store(f"data.{field}", address))
+        return manifest.validation.describe().vocab_size
     if recipe.tokenizer.path is not None:
         return len(load_tokenizer(recipe.tokenizer.path))
     return recipe.tokenizer.vocab_size or BYTE_VOCAB_SIZE

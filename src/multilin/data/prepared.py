@@ -162,13 +162,7 @@ def open_prepared(field: str, address: str, progress: Progress = no_progress) ->
         InputError: there is no manifest, or a file is damaged or missing; the message begins with the setting `field`.
     """
     store, cache = Store(field, address), cache_root() / "shards"
-    with as_input_error(lambda reason: f"{field}: {shown(address)} cannot be read ({reason})"):
-        content = store.read(MANIFEST)
-    if content is None:
-        raise InputError(
-            f"{field}: {shown(address)} holds no {MANIFEST}, which `multilin prepare --output {address}` writes last"
-        )
-    manifest = Manifest.parse(content, f"{field}: {address}/{MANIFEST}")
+    manifest, content = read_manifest(store)
     if store.local is not None and os.environ.get("LOCAL_RANK", "0") == "0":
         _check_once(store.local, content, lambda: check_shards(store, manifest, progress))
     tokenizer = load_tokenizer(str(store.fetch(manifest.tokenizer.name, manifest.tokenizer.files, cache)))
@@ -177,6 +171,22 @@ def open_prepared(field: str, address: str, progress: Progress = no_progress) ->
     validation = PackedText.open(store.fetch(manifest.validation.name, manifest.validation.files, cache))
     identity = hashlib.sha256(content).hexdigest()[:32]
     return PreparedText(tokenizer, ShardedText(store, manifest.train, cache), validation, identity)
+
+
+def read_manifest(store: Store) -> tuple[Manifest, bytes]:
+    """The manifest of prepared text, and the content of its file.
+
+    Raises:
+        InputError: there is none, or it is damaged or cannot be read.
+    """
+    subject = f"{store.field}: {shown(store.address)}"
+    with as_input_error(lambda reason: f"{subject} cannot be read ({reason})"):
+        content = store.read(MANIFEST)
+    if content is None:
+        raise InputError(
+            f"{subject} holds no {MANIFEST}, which `multilin prepare --output {store.address}` writes last"
+        )
+    return Manifest.parse(content, f"{store.field}: {store.address}/{MANIFEST}"), content
 
 
 def _check_once(folder: Path, manifest: bytes, check: Callable[[], None]) -> None:

@@ -29,17 +29,18 @@ def system_error(error: OSError) -> str:
 
 
 @contextlib.contextmanager
-def as_input_error(sentence: Callable[[str], str]) -> Iterator[None]:
+def as_input_error(sentence: Callable[[str], str], kind: type[Exception] = Exception) -> Iterator[None]:
     """Turn errors of other libraries, which have many types, into an InputError.
 
     Args:
         sentence: the message, from the type and the text of the error in one line.
+        kind: of the errors that are turned.
     """
     try:
         yield
     except InputError:
         raise
-    except Exception as error:
+    except kind as error:
         reason = shorten(f"{type(error).__name__}: {' '.join(str(error).split())}", 200)
         raise InputError(sentence(reason)) from error
 

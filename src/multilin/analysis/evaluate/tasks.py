@@ -19,7 +19,7 @@ from lm_eval.tasks import TaskManager
 
 from multilin.analysis.evaluate.run import block_size, recipe_of
 from multilin.data.tokenizers import start_token_id
-from multilin.errors import InputError, nearest, shorten, shown
+from multilin.errors import InputError, as_input_error, nearest, shorten, shown
 from multilin.inference.generate_run import text_codec
 from multilin.inference.runs import Run, load_run
 from multilin.settings.inputs import check_regular
@@ -97,20 +97,16 @@ def evaluate_tasks(
     """
     if folder is not None:
         _check_folder(Path(folder), trust_task_code)
-    try:
+    # What is wrong in a task of one's own ends in errors of many kinds; lm-eval's own can only lack their data.
+    with as_input_error(
+        lambda reason: f"tasks: {shorten(', '.join(tasks))} cannot be run ({reason})",
+        OSError if folder is None else Exception,
+    ):
         manager = _find_tasks(tasks, folder)
         results = simple_evaluate(
             model=MultilinLM(str(run.folder), run=run, batch_size=batch_size),
             tasks=list(tasks), task_manager=manager, limit=limit, bootstrap_iters=1000,
         )  # fmt: skip
-    except InputError:
-        raise
-    except Exception as error:
-        # What is wrong in a task of one's own ends in errors of many kinds; lm-eval's own can only lack their data.
-        if folder is None and not isinstance(error, OSError):
-            raise
-        reason = shorten(f"{type(error).__name__}: {' '.join(str(error).split())}", 200)
-        raise InputError(f"tasks: {shorten(', '.join(tasks))} cannot be run ({reason})") from error
     return {
         task: {
             metric.removesuffix(",none"): {"value": float(value), "standard_error": _standard_error(scores, metric)}

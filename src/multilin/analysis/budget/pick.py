@@ -190,7 +190,7 @@ class _Picker:
             raise InputError(f"data.source: {self.base.data.name} is a task, but {minutes}; give --training.minutes")
         if self.base.model.start is not None:
             raise InputError(f"model.start: {self.base.model.start} given, but {minutes}; give --training.minutes")
-        smallest, *_ = self.sizes(self.given_vocabulary() or SMALLEST_VOCABULARY)
+        smallest, *_ = sizes(self.given_vocabulary() or SMALLEST_VOCABULARY, self.given)
         check_model(resolve_recipe(self.recipe(smallest)))
 
     def given_vocabulary(self) -> int | None:
@@ -206,20 +206,16 @@ class _Picker:
         data, tokenizer = self.base.data, self.base.tokenizer
         return data.is_prepared or tokenizer.path is not None or tokenizer.kind == "byte"
 
-    def sizes(self, vocab_size: int) -> list[Size]:
-        """Sizes that may be picked."""
-        return sizes(vocab_size, self.given)
-
     def probes(self, vocab_size: int) -> tuple[tuple[Recipe, Size], tuple[Recipe, Size]]:
         """Recipes and sizes of the two models whose speeds are measured, the smaller first."""
-        found = self.sizes(vocab_size)
+        found = sizes(vocab_size, self.given)
         small, large = (min(found, key=lambda size: abs(size.hidden_size - width)) for width in PROBE_WIDTHS)
         return (self.recipe(small), small), (self.recipe(large), large)
 
     def candidates(self, vocab_size: int) -> Iterator[Candidate]:
         """The models that may be picked, the smallest first; each is counted when it is first asked for."""
         known = self._counted.setdefault(self.step, [])
-        for place, size in enumerate(self.sizes(vocab_size)):
+        for place, size in enumerate(sizes(vocab_size, self.given)):
             if place == len(known):
                 known.append(candidate(self.recipe(size), size))
             yield with_vocabulary(known[place], vocab_size)

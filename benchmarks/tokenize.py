@@ -88,11 +88,6 @@ def _peer(documents: Iterable[Document], tokenizer: str) -> int:
 
 def _peer_batch(documents: Iterable[Document], tokenizer: str) -> int:
     """Eight documents at a time on all cores."""
-    backend, tokens, batch = load_tokenizer(tokenizer).backend_tokenizer, 0, []
-    for document in [*documents, None]:
-        if document is not None:
-            batch.append(document.text)
-        if len(batch) == 8 or document is None:
-            tokens += sum(1 + len(encoding.ids) for encoding in backend.encode_batch_fast(batch))
-            batch = []
-    return tokens
+    texts, backend = [document.text for document in documents], load_tokenizer(tokenizer).backend_tokenizer
+    batches = (texts[first : first + 8] for first in range(0, len(texts), 8))
+    return sum(1 + len(encoding.ids) for batch in batches for encoding in backend.encode_batch_fast(batch))

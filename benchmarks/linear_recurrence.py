@@ -7,14 +7,13 @@ position after position. They take turns; the table shows medians.
 
 import argparse
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from benchmarks import _results
-from benchmarks._turns import seconds_in_turns
+from benchmarks._turns import beside_a_copy
 from multilin.machine import keep_freed_memory
 from multilin.ops.linear_recurrence import LINEAR_RECURRENCE, portable, reference
 from multilin.training.processes import accelerator_or_cpu as device
@@ -48,29 +47,10 @@ def _measure(shape: tuple[int, ...], dtype: torch.dtype, arguments: argparse.Nam
     num_batch, num_time, width = shape
     inputs = torch.randn(num_batch, num_time, 2, width, device=device(), dtype=dtype, requires_grad=True)
     before, upstream = torch.zeros(num_batch, width, device=device()), torch.randn_like(inputs[:, :, 0])
-    ways: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
-        "ours": LINEAR_RECURRENCE.backend_for(device(), dtype).compute, "portable": portable.linear_recurrence,
-        "step by step": reference.linear_recurrence,
-    }  # fmt: skip
-
-    def forward(way: Callable[..., tuple[Tensor, Tensor]]) -> None:
-        with torch.no_grad():
-            way(inputs, before, None)
-
-    def backward(way: Callable[..., tuple[Tensor, Tensor]]) -> None:
-        torch.autograd.grad(way(inputs, before, None)[0], inputs, upstream)
-
-    tasks: dict[tuple[str, str], Callable[[], object]] = {}
-    for (kind, count), run in zip(_KINDS.items(), (forward, backward), strict=True):
-        source, target = (torch.randn(count * upstream.numel() // 2, device=device()).to(dtype) for _ in range(2))
-        tasks["limit: copy", kind] = partial(target.copy_, source)
-        tasks |= {(name, kind): partial(run, way) for name, way in ways.items()}
-    seconds = seconds_in_turns(tasks, arguments.turns, arguments.clock)
-    return [
-        {
-            "name": name,
-            **{f"{kind}_ms": 1e3 * seconds[name, kind] for kind in _KINDS},
-            **{f"{kind}_over_limit": seconds[name, kind] / seconds["limit: copy", kind] for kind in _KINDS},
-        }
-        for name in ("limit: copy", *ways)
-    ]
+    ours = LINEAR_RECURRENCE.backend_for(device(), dtype).compute
+    ways: dict[str, Callable[[], Tensor]] = {
+        "ours": lambda: ours(inputs, before, None)[0],
+        "portable": lambda: portable.linear_recurrence(inputs, before, None)[0],
+        "step by step": lambda: reference.linear_recurrence(inputs, before, None)[0],
+    }
+    return beside_a_copy(ways, [inputs], upstream, _KINDS, arguments.turns, arguments.clock)

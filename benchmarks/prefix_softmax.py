@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import _plots, _results
-from benchmarks._turns import seconds_in_turns
+from benchmarks._turns import beside_a_copy, seconds_in_turns
 from multilin.machine import keep_freed_memory, why_not
 from multilin.ops.prefix_softmax import PREFIX_SOFTMAX, portable, prefix_softmax, reference
 
@@ -30,8 +30,7 @@ if TYPE_CHECKING:
 DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16}
 SHAPES = ("8,2048,8,64", "2,2048,8,64", "1,16384,8,64")
 FEASIBLE = 2**27  # numbers in the matrix of the definition, or in the windows of a comparison
-
-Compute = Callable[..., Tensor]
+MOVED = {"forward": 2, "backward": 6}  # tensors
 
 
 def main(argv: list[str]) -> None:
@@ -65,7 +64,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def cumulative_sums(logits: Tensor, values: Tensor, *, window: int | None, **_: Any) -> Tensor:
+def cumulative_sums(logits: Tensor, values: Tensor, window: int | None) -> Tensor:
     """The means as a quotient of cumulative sums, of differences of them with a window."""
     weights = torch.exp(logits - logits.amax(dim=1, keepdim=True))[..., None].to(values.dtype)
     above, below = (weights * values).cumsum(dim=1), weights.cumsum(dim=1)
@@ -80,45 +79,17 @@ def measure(shape: tuple[int, ...], window: int | None, dtype: torch.dtype, turn
     torch.manual_seed(0)
     logits, values = torch.randn(shape[:3]).requires_grad_(), torch.randn(shape).to(dtype).requires_grad_()
     upstream = torch.randn(shape).to(dtype)
-    ways: dict[str, Compute] = {
-        "ours": lambda *x, **o: prefix_softmax(*x, **o)[0],
-        "portable": lambda *x, **o: portable.prefix_softmax(x[0], x[1].float(), **o)[0].to(dtype),
-        "cumulative sums": cumulative_sums,
+    options: dict[str, Any] = {"window": window, "needs_state": False}
+    ways: dict[str, Callable[[], Tensor]] = {
+        "ours": lambda: prefix_softmax(logits, values, **options)[0],
+        "portable": lambda: portable.prefix_softmax(logits, values.float(), **options)[0].to(dtype),
+        "cumulative sums": lambda: cumulative_sums(logits, values, window),
     }
     if shape[0] * shape[1] ** 2 * shape[2] <= FEASIBLE:
-        ways["definition"] = lambda *x, **o: reference.prefix_softmax(x[0], x[1].float(), **o)[0].to(dtype)
-
-    def forward(way: Compute) -> None:
-        with torch.no_grad():
-            way(logits, values, window=window, needs_state=False)
-
-    def backward(way: Compute) -> None:
-        torch.autograd.grad(way(logits, values, window=window, needs_state=False), (logits, values), upstream)
-
-    sources, targets = ([torch.randn(shape).to(dtype) for _ in range(3)] for _ in range(2))
-
-    def copy(count: int) -> None:
-        for source, target in zip(sources[:count], targets[:count], strict=True):
-            target.copy_(source)
-
-    tasks: dict[tuple[str, str], Callable[[], None]] = {
-        ("limit: copy", "forward"): lambda: copy(1),
-        ("limit: copy", "backward"): lambda: copy(3),
-    }
-    for name, way in ways.items():
-        tasks[name, "forward"] = lambda way=way: forward(way)
-        tasks[name, "backward"] = lambda way=way: backward(way)
-    seconds = seconds_in_turns(tasks, turns, "wall", slow_turns=3)
-    limit = {kind: seconds["limit: copy", kind] for kind in ("forward", "backward")}
-    return [
-        {
-            "name": name,
-            **{f"{kind}_ms": 1e3 * seconds[name, kind] for kind in limit},
-            **{f"{kind}_over_limit": seconds[name, kind] / limit[kind] for kind in limit},
-            **{f"{kind}_gain": seconds[name, kind] / seconds["ours", kind] for kind in limit},
-        }
-        for name in ("limit: copy", *ways)
-    ]
+        ways["definition"] = lambda: reference.prefix_softmax(logits, values.float(), **options)[0].to(dtype)
+    rows = beside_a_copy(ways, [logits, values], upstream, MOVED, turns, "wall", slow_turns=3)
+    ours = next(row for row in rows if row["name"] == "ours")
+    return [row | {f"{kind}_gain": row[f"{kind}_ms"] / ours[f"{kind}_ms"] for kind in MOVED} for row in rows]
 
 
 def one_token() -> dict[str, float]:

@@ -48,17 +48,14 @@ def main(argv: list[str]) -> None:
     rows = [_row(name, {key[1:]: statistics.median(found) for key, found in speeds.items() if key[0] == name})
             for name in works]  # fmt: skip
     print(f"{threads} threads, tokens/s, median of {arguments.turns}; to reach: {LEAST_QUIET} quiet, {LEAST_BUSY} busy")
-    print(
-        f"{'':22}{'quiet: fixed':>14}{'following':>12}{'ratio':>8}{'busy: fixed':>14}{'following':>12}{'ratio':>8}",
-        end="",
-    )
-    print(f"{'limit':>10}{'share':>8}")
+    beside = f"{'following':>12}{'ratio':>8}"
+    print(f"{'':22}{'quiet: fixed':>14}{beside}{'busy: fixed':>14}{beside}{'limit':>10}{'share':>8}")
     for row in rows:
         row["busy_limit"] = row["quiet_fixed"] * (1 - 0.5 / threads)
         print(f"{row['work']:22}", end="")
-        for state, width in (("quiet", 14), ("busy", 14)):
+        for state in ("quiet", "busy"):
             fixed, following, ratio = (row[f"{state}_{name}"] for name in ("fixed", "following", "ratio"))
-            print(f"{fixed:{width},.0f}{following:12,.0f}{ratio:8.2f}", end="")
+            print(f"{fixed:14,.0f}{following:12,.0f}{ratio:8.2f}", end="")
         print(f"{row['busy_limit']:10,.0f}{row['busy_following'] / row['busy_limit']:8.2f}")
     _results.save("busy", arguments, rows)
 

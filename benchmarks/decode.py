@@ -163,10 +163,8 @@ def _generate(
     arguments: argparse.Namespace,
 ) -> list[Row]:
     """The speed of each model after each length, for one size of the batch."""
-    print(
-        f"{'generation':28}{'after':>8}{'batch':>8}{'state bytes':>15}{'tokens/s':>10}{'slowest - fastest':>20}", end=""
-    )
-    print(f"{'memory MB':>14}")
+    head = f"{'generation':28}{'after':>8}{'batch':>8}{'state bytes':>15}{'tokens/s':>10}"
+    print(f"{head}{'slowest - fastest':>20}{'memory MB':>14}")
     tasks: dict[tuple[str, int], Generate] = {}
     costs: dict[tuple[str, int], Row] = {}
     for label in decoders:

@@ -164,14 +164,11 @@ def _step(folder: Path) -> Callable[[], object]:
 
 
 def _print(rows: list[dict[str, Any]], arguments: argparse.Namespace) -> None:
-    print(
-        f"\nwidth {arguments.hidden_size}, {arguments.num_layers} layers, vocabulary {arguments.vocab_size}, ", end=""
-    )
-    print(
-        f"{arguments.steps} steps of {arguments.batch_size} x {arguments.length} tokens, {arguments.source}, one seed"
-    )
-    print(f"{'':12}{'':18}{'best rate':>10}{'loss':>8}{'bits/byte':>11}{'ms/step':>9}{'at equal time':>15}", end="")
-    print("  all rates: loss")
+    sizes = f"width {arguments.hidden_size}, {arguments.num_layers} layers, vocabulary {arguments.vocab_size}"
+    steps = f"{arguments.steps} steps of {arguments.batch_size} x {arguments.length} tokens"
+    print(f"\n{sizes}, {steps}, {arguments.source}, one seed")
+    head = f"{'':30}{'best rate':>10}{'loss':>8}{'bits/byte':>11}{'ms/step':>9}{'at equal time':>15}"
+    print(f"{head}  all rates: loss")
     for row in rows:
         fastest = min(other["seconds_per_step"] for other in rows if other["architecture"] == row["architecture"])
         share_done = fastest / row["seconds_per_step"]

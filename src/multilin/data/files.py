@@ -110,21 +110,12 @@ def row_document(
     """The text in a row's field, or the conversation in a row without this field.
 
     Raises:
-        InputError: as `row_text` and `read_messages`.
-    """
-    messages = None if text_field in row else read_messages(row, where)
-    if messages is not None:
-        return Document(name, "\n\n".join(message["content"] for message in messages), messages)
-    return Document(name, row_text(row, text_field, where, encoding_errors))
-
-
-def row_text(row: Mapping[str, Any], text_field: str, where: str, encoding_errors: EncodingErrors) -> str:
-    """The text in a row's field.
-
-    Raises:
-        InputError: the row has no such field (the message has its fields), or the field holds no text of UTF-8.
+        InputError: the row has neither (the message has its fields), or the field holds no text of UTF-8; or as
+            `read_messages`.
     """
     if text_field not in row:
+        if (messages := read_messages(row, where)) is not None:
+            return Document(name, "\n\n".join(message["content"] for message in messages), messages)
         hint = nearest(text_field, row)
         fields = shorten(", ".join(map(str, row)), 200)
         raise InputError(f"{where}: no field {shown(text_field)} (text_field); the row has {fields}{hint}")
@@ -142,7 +133,7 @@ def row_text(row: Mapping[str, Any], text_field: str, where: str, encoding_error
             ) from None
         text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     _check_words(text, where)
-    return text
+    return Document(name, text)
 
 
 def _check_words(text: str, where: str) -> None:

@@ -49,8 +49,7 @@ class WeightFile:
                 offset, length = self._places[digest]
                 tensor.raw_data = content
                 set_external_data(tensor, location=WEIGHTS, offset=offset, length=length)
-                tensor.ClearField("raw_data")
-                for field in ("float_data", "int32_data", "int64_data", "double_data", "uint64_data"):
+                for field in ("raw_data", "float_data", "int32_data", "int64_data", "double_data", "uint64_data"):
                     tensor.ClearField(field)
                 tensor.data_location = TensorProto.EXTERNAL
         (self.folder / name).write_bytes(graph.SerializeToString())

@@ -36,11 +36,15 @@ def build_for(name: str, arguments: argparse.Namespace, length: int, **more: Any
     )  # fmt: skip
 
 
-def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, ids: Tensor, *, bf16: bool = False) -> Tensor:
-    """One step on these tokens, forward and loss under autocast if asked: the loss."""
+def train_step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, ids: Tensor, *, bf16: bool = False, clip_norm: float = 0.0
+) -> Tensor:
+    """One step on these tokens, under autocast and with clipped gradients if asked: the loss."""
     with torch.autocast(ids.device.type, torch.bfloat16, enabled=bf16):
         loss: Tensor = model(input_ids=ids, labels=ids.clone()).loss
     loss.backward()
+    if clip_norm:
+        nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
     optimizer.step()
     optimizer.zero_grad()
     return loss.detach()

@@ -12,6 +12,7 @@ import argparse
 import json
 import math
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,7 @@ import numpy as np
 import torch
 
 from benchmarks import _results
-from benchmarks._models import add_sizes
+from benchmarks._models import add_sizes, train_step
 from benchmarks._turns import seconds_in_turns
 from multilin.training.assemble import create_network
 from multilin.training.optimizers import build_optimizer
@@ -150,17 +151,8 @@ def _step(folder: Path) -> Callable[[], object]:
     model = create_network(recipe, vocab_size, None).train()
     optimizer = build_optimizer(recipe.optimizer, model, decayed=())
     ids = torch.randint(vocab_size, (plan.batch_size, recipe.model.n_positions))
-
-    def step() -> None:
-        with torch.autocast("cpu", torch.bfloat16, enabled=plan.precision == "bf16"):
-            loss = model(input_ids=ids, labels=ids).loss
-        loss.backward()
-        if recipe.optimizer.clip_norm:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.optimizer.clip_norm)
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return step
+    clip_norm = recipe.optimizer.clip_norm or 0.0
+    return partial(train_step, model, optimizer, ids, bf16=plan.precision == "bf16", clip_norm=clip_norm)
 
 
 def _print(rows: list[dict[str, Any]], arguments: argparse.Namespace) -> None:

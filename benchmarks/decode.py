@@ -12,7 +12,7 @@ during prefill and while a token is generated, state included.
 """
 
 import argparse
-import os
+import math
 import tempfile
 from functools import partial
 from pathlib import Path
@@ -38,6 +38,7 @@ from benchmarks._turns import results_in_turns, seconds_of, speeds
 from multilin.architectures import architectures
 from multilin.errors import InputError
 from multilin.model.factory import BASELINES
+from multilin.model.memory import available_memory, parameter_bytes
 from multilin.training.processes import accelerator_or_cpu as device
 
 if TYPE_CHECKING:
@@ -103,8 +104,8 @@ def _readable(name: str, arguments: argparse.Namespace) -> list[int]:
     for position in sorted(set(arguments.positions)):
         if name in BASELINES and position > arguments.longest_peer:
             reason = "its prefill takes time in proportion to the square of the length (--longest-peer)"
-        elif (needed := _weight_bytes(name, position, arguments)) > _memory_bytes() / 4:
-            reason = f"its weights would take {needed / 1e9:,.0f} GB for that length, more than a quarter of the memory"
+        elif (needed := _weight_bytes(name, position, arguments)) > (available_memory(device()) or math.inf) / 4:
+            reason = f"its weights would take {needed / 1e9:,.0f} GB for that length, over a quarter of the memory left"
         else:
             chosen.append(position)
             continue
@@ -114,15 +115,7 @@ def _readable(name: str, arguments: argparse.Namespace) -> list[int]:
 
 def _weight_bytes(name: str, position: int, arguments: argparse.Namespace) -> int:
     with torch.device("meta"):
-        return sum(
-            parameter.nbytes for parameter in build(name, arguments, position + arguments.tokens + 2).parameters()
-        )
-
-
-def _memory_bytes() -> int:
-    if torch.cuda.is_available():
-        return int(torch.cuda.mem_get_info()[1])
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return parameter_bytes(build(name, arguments, position + arguments.tokens + 2))
 
 
 def _prefill(

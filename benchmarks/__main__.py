@@ -34,7 +34,8 @@ def main(argv: list[str]) -> int:
         return 2
     if chosen.save:
         chosen.save.mkdir(parents=True, exist_ok=True)
-    _machine.show()
+    for name, value in _machine.description().items():
+        print(f"{name:9}{value}")
     return max(_run(name, rest[1:], chosen.save, is_named=bool(rest)) for name in rest[:1] or names())
 
 

@@ -10,18 +10,12 @@ import torch
 from multilin.machine import cpu_name, installed_version
 from multilin.ops.threads import available_cores
 
-_PACKAGES = ("torch", "transformers", "tokenizers", "numpy", "numba", "triton")
+_PACKAGES = ("torch", "transformers", "tokenizers", "numpy", "numba", "triton")  # that decide about speed
 
 
 def accelerator() -> str:
     """The first GPU's name, or `none`."""
     return torch.cuda.get_device_name(0) if torch.cuda.is_available() else "none"
-
-
-def versions() -> dict[str, str]:
-    """Python and the installed packages that decide about speed."""
-    found = {name: installed_version(name) for name in _PACKAGES}
-    return {"python": platform.python_version()} | {name: version for name, version in found.items() if version}
 
 
 def commit() -> str:
@@ -40,15 +34,10 @@ def commit() -> str:
 def description() -> dict[str, str]:
     """All of it: machine, versions and commit."""
     load = f", load {os.getloadavg()[0]:.1f}" if hasattr(os, "getloadavg") else ""
+    versions = {"python": platform.python_version()} | {name: installed_version(name) for name in _PACKAGES}
     system = f"{platform.system()} {platform.release()}"
     return {
         "machine": f"{cpu_name()}, {available_cores()} cores{load}; {system}; GPU: {accelerator()}",
-        "versions": ", ".join(f"{name} {version}" for name, version in versions().items()),
+        "versions": ", ".join(f"{name} {version}" for name, version in versions.items() if version),
         "commit": commit(),
     }
-
-
-def show() -> None:
-    """Print the description."""
-    for name, value in description().items():
-        print(f"{name:9}{value}")

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -107,11 +107,6 @@ class Reply:
         """Tokens generated, as the end of a stream tells."""
         counts = [event["usage"]["completion_tokens"] for event in self.events if event.get("usage")]
         return int(counts[-1])
-
-
-def num_tokens(replies: Sequence[Reply]) -> int:
-    """Tokens generated in all of them."""
-    return sum(reply.num_tokens for reply in replies)
 
 
 @contextlib.contextmanager

@@ -134,7 +134,7 @@ def _server_speed(server: Server, requests: list[Body]) -> float:
     begin = time.perf_counter()
     replies = server.call(*requests)
     seconds = time.perf_counter() - begin
-    return _servers.num_tokens(replies) / seconds
+    return sum(reply.num_tokens for reply in replies) / seconds
 
 
 def _texts(folder: Path, prompts: list[str], arguments: argparse.Namespace) -> list[Row]:

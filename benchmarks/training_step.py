@@ -26,12 +26,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks import _plots, _results
 from benchmarks._models import add_sizes, build_for, multiplied, options_of, train_step
 from benchmarks._turns import speeds, times_in_turns
+from multilin.analysis.costs import forward_flops
 from multilin.architectures import architectures
 from multilin.machine import keep_freed_memory
 from multilin.model import MultilinForCausalLM
@@ -66,12 +65,8 @@ class Trained:
         if not isinstance(model, MultilinForCausalLM):
             # Without memory for all pairs of positions. Kernels of ours need numbers.
             model, ids = copy.deepcopy(model).to("meta"), ids.to("meta")
-        counter = FlopCounterMode(display=False)
-        autocast = torch.autocast("cpu", torch.bfloat16, enabled=self.autocast)
-        # Fused attention is not counted on every device; the plain one is made of products that are.
-        with torch.no_grad(), autocast, sdpa_kernel(SDPBackend.MATH), counter:
-            model(input_ids=ids)
-        return int(counter.get_total_flops())
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=self.autocast):
+            return forward_flops(model, ids)
 
     def step(self) -> None:
         """One training step."""

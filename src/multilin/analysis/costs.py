@@ -156,7 +156,7 @@ def training_flops_per_token(model: PreTrainedModel, length: int) -> float:
     computed by PyTorch.
     """
     ids = torch.zeros((1, length), dtype=torch.long)
-    return BACKWARD_AND_FORWARD * float(_forward_flops(model, ids, use_cache=False)) / length
+    return BACKWARD_AND_FORWARD * float(forward_flops(model, ids, use_cache=False)) / length
 
 
 def state_bytes(cache: Cache) -> list[int]:
@@ -170,10 +170,11 @@ def _decoding_costs(model: PreTrainedModel, num_read: int) -> tuple[int, list[in
     with evaluation_mode(model), torch.no_grad():
         cache = model(ids, use_cache=True).past_key_values
         sizes = state_bytes(cache)
-        return _forward_flops(model, ids[:, :1], past_key_values=cache, use_cache=True), sizes
+        return forward_flops(model, ids[:, :1], past_key_values=cache, use_cache=True), sizes
 
 
-def _forward_flops(model: PreTrainedModel, ids: Tensor, **arguments: Any) -> int:
+def forward_flops(model: nn.Module, ids: Tensor, **arguments: Any) -> int:
+    """Floating-point operations in the products of one forward pass; `arguments` are those of the model."""
     # Fused attention is not counted on every device; the plain one is made of products that are. PyTorch does not count
     # integer products, whose factors have these shapes.
     products = {torch.ops.aten._int_mm: lambda left, right, *_, **__: 2 * left[0] * left[1] * right[1]}

@@ -18,12 +18,12 @@ _GRID = "#e6e6e6"
 _DPI = 150
 
 
-def figure(rows: int, columns: int, *, height: float) -> tuple["Figure", Any]:
+def figure(rows: int, columns: int, *, height: float, share_y: bool = False) -> tuple["Figure", Any]:
     """A figure whose text can be read at a width of 800 pixels, and its panels as an array (rows, columns)."""
     from matplotlib.figure import Figure
 
     drawn = Figure(figsize=(8, height * rows), dpi=_DPI, layout="constrained")
-    panels = drawn.subplots(rows, columns, squeeze=False)
+    panels = drawn.subplots(rows, columns, squeeze=False, sharey=share_y)
     for axis in panels.flat:
         axis.spines[["top", "right"]].set_visible(False)
         axis.set_axisbelow(True)

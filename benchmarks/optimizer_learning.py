@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from benchmarks import _results
+from benchmarks import _plots, _results
 from benchmarks._models import add_sizes, train_step
 from benchmarks._turns import seconds_in_turns
 from multilin.training.assemble import create_network
@@ -178,22 +178,17 @@ def _print(rows: list[dict[str, Any]], arguments: argparse.Namespace) -> None:
 
 def draw(rows: _results.Rows, arguments: argparse.Namespace) -> "Figure":
     """Validation bits per byte of the best runs, over tokens read and over time."""
-    import matplotlib.figure
-
     names = list(dict.fromkeys(row["architecture"] for row in rows))
-    figure = matplotlib.figure.Figure(figsize=(4 * len(names), 6), layout="constrained")
-    axes = figure.subplots(2, len(names), sharey=True, squeeze=False)
+    figure, axes = _plots.figure(2, len(names), height=3.2, share_y=True)
     for row in rows:
         optimizer, column, tokens = row["optimizer"], names.index(row["architecture"]), np.array(row["tokens"])
         steps = tokens / (arguments.batch_size * arguments.length)
         for axis, x in zip(axes[:, column], (tokens / 1e3, steps * row["seconds_per_step"]), strict=True):
             axis.plot(x, row["bits_per_byte"], color=COLOURS[optimizer], label=optimizer)
-            axis.spines[["top", "right"]].set_visible(False)
         axes[0, column].set_title(row["architecture"])
     for panels, label in zip(axes, ("thousand tokens read", "seconds of training steps"), strict=True):
         panels[0].set_ylabel("bits per byte, validation")
         for axis in panels:
             axis.set_xlabel(label)
     axes[0, 0].legend(frameon=False)
-    figure.set_dpi(150)
     return figure

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import fsspec
 import numpy as np
@@ -65,8 +65,22 @@ class ReadOnly(MemoryFileSystem):
         raise PermissionError("AccessDenied")
 
 
+class Remembering(MemoryFileSystem):
+    """A store that keeps what it has listed, as those of clouds do."""
+
+    protocol, store, pseudo_dirs = "remembering", {}, [""]
+    listings: ClassVar[dict[str, Any]] = {}
+
+    def ls(self, path: str, detail: bool = True, **options: Any) -> Any:
+        return self.listings.setdefault(f"{path} {detail}", super().ls(path, detail, **options))
+
+    def invalidate_cache(self, path: str | None = None) -> None:
+        self.listings.clear()
+
+
 fsspec.register_implementation("flaky", Flaky)
 fsspec.register_implementation("readonly", ReadOnly)
+fsspec.register_implementation("remembering", Remembering)
 
 
 @pytest.fixture(autouse=True)
@@ -75,7 +89,7 @@ def own_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
     monkeypatch.setattr(store, "FIRST_WAIT", 0.0)
     monkeypatch.setattr(parts_module, "PART_BYTES", 4000)
     yield
-    for kind in (MemoryFileSystem, Flaky, ReadOnly):
+    for kind in (MemoryFileSystem, Flaky, ReadOnly, Remembering):
         kind.store.clear()
 
 
@@ -341,6 +355,18 @@ def test_any_address_holds_the_same_text(rows: Path, tmp_path: Path, address: st
     prepare_shards(plan(rows, tmp_path / "local"))
     prepare_shards(plan(rows, address))
     assert texts_of(address) == texts_of(tmp_path / "local")
+
+
+def test_files_that_other_processes_wrote_are_listed_and_removed() -> None:
+    """Else bad input in one part would delete the shards that workers have finished of others."""
+    here = store.Store("--output", "remembering://text")
+    here.write("unfinished/one.json", b"")
+    assert here.names("unfinished") == {"one.json"}
+    Remembering().pipe_file("remembering://text/unfinished/two.json", b"")
+    assert here.names("unfinished") == {"one.json", "two.json"}
+    Remembering().pipe_file("remembering://text/unfinished/three.json", b"")
+    here.remove("unfinished")
+    assert not Remembering.store
 
 
 def test_a_refused_preparation_leaves_nothing_at_its_address(rows: Path) -> None:

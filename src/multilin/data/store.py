@@ -135,6 +135,7 @@ class Store:
 
     def names(self, folder: str) -> set[str]:
         """The names of the files in a folder; none if the folder does not exist."""
+        self._files.invalidate_cache()  # a list that was kept lacks what other processes have written since
         try:
             entries = insist(partial(self._files.ls, f"{self._root}/{folder}", detail=False))
         except (FileNotFoundError, NotADirectoryError):
@@ -143,6 +144,7 @@ class Store:
 
     def remove(self, name: str) -> None:
         """Delete a file or folder, if there is one."""
+        self._files.invalidate_cache()
         with contextlib.suppress(FileNotFoundError):
             insist(partial(self._files.rm, f"{self._root}/{name}", recursive=True))
 

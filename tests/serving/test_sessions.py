@@ -176,6 +176,14 @@ def test_a_request_that_was_prepared_while_another_one_ended_is_refused(
     add(server, session, "three")
 
 
+@pytest.fixture
+def session(server: Server) -> str:
+    """A session with a turn."""
+    created: str = server.post("/v1/sessions")["id"]
+    add(server, created, "one")
+    return created
+
+
 CHANGES = pytest.mark.parametrize(
     ("method", "path", "body"), [("POST", "/rewind", {"turns": 1}), ("DELETE", "", None)], ids=["rewind", "delete"]
 )
@@ -183,10 +191,8 @@ CHANGES = pytest.mark.parametrize(
 
 @CHANGES
 def test_a_session_that_a_request_has_just_continued_is_not_changed_as_it_was_before(
-    server: Server, monkeypatch: pytest.MonkeyPatch, method: str, path: str, body: Any
+    server: Server, session: str, monkeypatch: pytest.MonkeyPatch, method: str, path: str, body: Any
 ) -> None:
-    session = server.post("/v1/sessions")["id"]
-    add(server, session, "one")
     get = server.service.sessions.get
 
     def get_late(owner: str, session_id: str) -> sessions.Session | None:
@@ -203,10 +209,8 @@ def test_a_session_that_a_request_has_just_continued_is_not_changed_as_it_was_be
 
 @CHANGES
 def test_a_session_is_not_continued_while_it_is_changed(
-    server: Server, monkeypatch: pytest.MonkeyPatch, method: str, path: str, body: Any
+    server: Server, session: str, monkeypatch: pytest.MonkeyPatch, method: str, path: str, body: Any
 ) -> None:
-    session = server.post("/v1/sessions")["id"]
-    add(server, session, "one")
     step = "save" if path else "remove"
     change = getattr(server.service.sessions, step)
 
@@ -221,10 +225,8 @@ def test_a_session_is_not_continued_while_it_is_changed(
 
 
 def test_a_session_that_is_deleted_while_it_is_forked_has_no_fork_without_turns(
-    server: Server, monkeypatch: pytest.MonkeyPatch
+    server: Server, session: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    session = server.post("/v1/sessions")["id"]
-    add(server, session, "one")
     before = server.call("GET", "/v1/sessions")["data"]
     create = server.service.sessions.create
 

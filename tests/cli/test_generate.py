@@ -1,5 +1,6 @@
 import dataclasses
 import io
+import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -45,6 +46,13 @@ def test_a_continued_text_reads_an_added_prompt(additive: Path, cli: Call, tmp_p
     third = cli(*greedy, 3, "--prompt", "", "--state", state, "--no-echo")
     longer = cli(*greedy, 12, "--prompt", first + " old")
     assert first + second + third == longer
+
+
+def test_a_stop_string_needs_no_list(additive: Path, cli: Call) -> None:
+    generate = ("generate", additive, "--prompt", "the cat", "--max-new-tokens", 40, "--seed", 7, "--no-echo")
+    whole = cli(*generate)
+    stop = whole[20:22]
+    assert cli(*generate, "--stop", stop) == cli(*generate, "--stop", json.dumps([stop])) == whole[: whole.find(stop)]
 
 
 def test_the_seed_decides_what_is_written(additive: Path, cli: Call) -> None:

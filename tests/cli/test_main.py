@@ -35,6 +35,7 @@ Call = Callable[..., str]
         (["train", "--training.compile", "maybe"], "--training.compile: 'maybe' given, but it should be true or false"),
         (["train", "--schedule.name", "line"], "--schedule.name: 'line' given, but it should be linear or cosine"),
         (["train", "--optimizer.betas", "0.9"], "--optimizer.betas: '0.9' given, but it should be a list such as [0.9"),
+        (["generate", "x", "--stop", "[1]"], "--stop: '[1]' given, but it should be a text, or a list such as"),
         (["train", "--training.max_steps", "0"], "training.max_steps: 0 given, but it should be at least 1"),
         (["train", "--model.options.num_haeds", "2"], "model.options.num_haeds: unknown field; did you mean"),
         (["train", "demoo"], "recipe: 'demoo' is neither a YAML file, the folder of a run, nor a built-in recipe"),

@@ -93,6 +93,8 @@ def _read(flag: Flag, given: Any) -> Any:
     accepted = get_args(flag.given_type) if is_union else (flag.given_type,)
     if not isinstance(given, str) or str in accepted:
         return None if given == "null" and types.NoneType in accepted else given
+    if flag.is_texts and not given.lstrip().startswith("["):
+        return [given]
     value = parse_yaml(given, flag.text)
     try:
         TypeAdapter(flag.given_type).validate_python(value)
@@ -145,8 +147,9 @@ def _accepted(hint: Any) -> str:
     if origin is Literal:
         return " or ".join(map(str, parts))
     if origin is tuple:
-        member = '"END"' if parts[0] is str else "0.9"
-        return f"a list such as [{', '.join(member for part in parts if part is not ...)}]"
+        if parts[0] is str:
+            return 'a text, or a list such as ["END"]'
+        return f"a list such as [{', '.join('0.9' for _ in parts)}]"
     if origin is list:
         return f"a list of {_accepted(parts[0])}"
     if origin is dict and parts[1] is not Any:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import json
 from pathlib import Path
 
 import pytest
@@ -84,6 +85,17 @@ def test_a_chat_template(codec: TextCodec, tmp_path: Path) -> None:
     (tmp_path / "chat_template.jinja").write_text("{% for %}")
     with pytest.raises(InputError, match="chat template is not valid"):
         open_layout(codec, tmp_path)
+
+
+def test_a_configuration_of_an_older_transformers(codec: TextCodec, tmp_path: Path) -> None:
+    """It may have several templates, and more about a token than its text."""
+    end = {"__type": "AddedToken", "content": codec.tokenizer.id_to_token(codec.end_id), "special": True}
+    named = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": TEMPLATE}]
+    config = {"eos_token": end, "bos_token": None, "chat_template": named}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    assert open_layout(codec, tmp_path).token_ids(TALK, None).count(codec.end_id) == 1 + len(TALK)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": named[:1]}))
+    assert isinstance(open_layout(codec, tmp_path), PlainLayout)
 
 
 @pytest.mark.parametrize(

@@ -117,9 +117,12 @@ def open_layout(codec: TextCodec, folder: Path) -> Layout:
     template = config.get("chat_template")
     if (path := folder / "chat_template.jinja").is_file():
         template = path.read_text(encoding="utf-8")
+    elif isinstance(template, list):  # several, as older versions of transformers wrote them
+        template = {one["name"]: one["template"] for one in template}.get("default")
     if not isinstance(template, str):
         return PlainLayout(codec)
-    names = {name: token for name, token in config.items() if name.endswith("_token") and isinstance(token, str)}
+    tokens = {name: token.get("content") if isinstance(token, dict) else token for name, token in config.items()}
+    names = {name: token for name, token in tokens.items() if name.endswith("_token") and isinstance(token, str)}
     return TemplateLayout(codec, template, names)
 
 

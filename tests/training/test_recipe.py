@@ -1,4 +1,5 @@
 import dataclasses
+import os
 from pathlib import Path
 
 import pytest
@@ -121,6 +122,12 @@ def test_a_folder_called_like_a_built_in_recipe_is_that_folder(tmp_path: Path, m
 def test_a_missing_recipe_names_the_built_in_ones() -> None:
     with pytest.raises(InputError, match=r"'demoo' is neither .* \(.*demo.*\); did you mean 'demo'\?"):
         load_recipe("demoo")
+
+
+def test_a_recipe_is_not_read_from_a_pipe(tmp_path: Path) -> None:
+    os.mkfifo(path := tmp_path / "recipe.yaml")
+    with pytest.raises(InputError, match=r"recipe: .* is a pipe; give a regular file"):
+        load_recipe(path)
 
 
 @pytest.mark.parametrize("content", [b"model: [unclosed", b"just words", b"\xff\xfe\x00"])

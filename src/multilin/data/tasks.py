@@ -223,7 +223,7 @@ def find_task(text: str) -> Task:
         )
     asking, answering = _symbols(options)
     num_tokens = FIRST_SYMBOL + len(asking) + len(answering)
-    return Task(name, options, generator, num_tokens, _shortest(options))
+    return Task(name, options, generator, num_tokens, _shortest(name, options))
 
 
 TASKS: dict[str, tuple[Generator, type]] = {
@@ -275,11 +275,11 @@ def _symbols(options: Any) -> tuple[list[str], list[str]]:
     return [], ["0", "1"] if isinstance(options, BitOptions) else [f"s{i}" for i in range(options.num_symbols)]
 
 
-def _shortest(options: Any) -> int:
+def _shortest(name: str, options: Any) -> int:
     if isinstance(options, RecallOptions):
         return 1 + 4 * options.num_pairs
     if isinstance(options, CopyOptions):
         return 2 + 2 * options.num_copied
     if isinstance(options, BitOptions):
-        return 3 + (options.num_bits | 1)
+        return 3 + (options.num_bits | (name == "majority"))
     return 5

@@ -191,7 +191,7 @@ def _find(name_or_path: str | Path) -> Path:
     path = Path(name_or_path)
     if path.is_dir() and (path / RECIPE_FILE).is_file():
         return path / RECIPE_FILE
-    if path.is_file():
+    if path.exists() and not path.is_dir():  # what is no regular file is refused where it is read
         return path
     raise InputError(
         f"recipe: {shown(str(name_or_path))} is neither a YAML file, the folder of a run, nor a built-in recipe "

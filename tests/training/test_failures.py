@@ -6,6 +6,7 @@ import re
 import shutil
 import signal
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -144,7 +145,7 @@ def test_a_checkpoint_in_the_background_is_complete_when_a_run_fails(
 
     class Writer:
         def copy(self, *_: object) -> Callable[[], object]:
-            return lambda: has_failed.wait(60)
+            return lambda: (has_failed.wait(60), time.sleep(0.5))  # longer than a run that does not wait needs to end
 
     def fail(trainer: RunTrainer, *args: Any, **kwargs: Any) -> Any:
         if trainer.state.global_step == 4:

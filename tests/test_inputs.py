@@ -262,7 +262,7 @@ def test_words_of_the_command_line_are_bounded(verb: str) -> None:
     for flag in (flag for flag in flags(VERBS[verb]) if flag.takes):
         for word in ("[" * 100_000, "{" + BOMB.replace("\n", ", ") + "}", "9" * 10_000):
             message = refusal(verb, [*required, f"{flag.text}={word}"])
-            assert message or flag.takes == "TEXT", flag
+            assert message or flag.takes.startswith("TEXT"), flag
             assert len(message) <= 350
 
 

@@ -153,7 +153,8 @@ def _bad_words(verb: str, flag: Flag) -> list[str]:
     if flag.is_positional or flag.hint in (str, str | None):
         return INPUTS if name != "task_folder" else []
     more = ["{", d.BOMB, "{a: " * 60, "{nonsense: 1}", "x: y: z", "\udcff", "9" * 9000, "[" * 100_000]
-    return [*map(d.plain, d.bad_values(hint)), *more]
+    words = [*map(d.plain, d.bad_values(hint)), *more]
+    return [word for word in words if word.startswith("[") or word == "\udcff"] if flag.is_text_or_list else words
 
 
 def options(folder: Path) -> Iterator[Case]:

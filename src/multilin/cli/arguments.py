@@ -35,7 +35,7 @@ class Flag(NamedTuple):
         return self.is_positional and self.hint == list[str]
 
     @property
-    def is_texts(self) -> bool:
+    def is_text_or_list(self) -> bool:
         """True for a flag that takes a list of texts, or a single text as it is."""
         return bool(self.hint == tuple[str, ...])
 
@@ -56,7 +56,9 @@ class Flag(NamedTuple):
     def takes(self) -> str:
         """The placeholder for the value in the help; empty for a switch."""
         is_switch = self.hint is bool and not self.is_change
-        return "" if self.is_positional or is_switch else f"{'TEXT|' if self.is_texts else ''}{_metavar(self.hint)}"
+        return (
+            "" if self.is_positional or is_switch else f"{'TEXT|' if self.is_text_or_list else ''}{_metavar(self.hint)}"
+        )
 
     @property
     def default(self) -> Any:

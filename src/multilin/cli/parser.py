@@ -93,7 +93,7 @@ def _read(flag: Flag, given: Any) -> Any:
     accepted = get_args(flag.given_type) if is_union else (flag.given_type,)
     if not isinstance(given, str) or str in accepted:
         return None if given == "null" and types.NoneType in accepted else given
-    if flag.is_texts and not given.lstrip().startswith("["):
+    if flag.is_text_or_list and not given.lstrip().startswith("["):
         return [given]
     value = parse_yaml(given, flag.text)
     try:

@@ -140,6 +140,21 @@ def left_out_errors(runs: Sequence[MeasuredRun]) -> list[tuple[MeasuredRun, floa
     return errors
 
 
+def forecast_errors(runs: Sequence[MeasuredRun]) -> dict[float, list[tuple[MeasuredRun, float]]]:
+    """For shares of a run, its judged runs, and log(forecast / measured) of each from a law of other texts' runs."""
+    found: dict[float, list[tuple[MeasuredRun, float]]] = collections.defaultdict(list)
+    judged = [run for run in _judged(best_rates(runs)) if run.validations]
+    for text in sorted({run.text for run in judged}):
+        law = fit_law([run for run in runs if run.text != text])
+        for run in (run for run in judged if run.text == text):
+            for validations in itertools.pairwise(run.validations):
+                forecast = law.forecast(validations, expected_of(law, run))
+                if forecast is not None:
+                    share = round(validations[-1][0], 1)
+                    found[share].append((run, math.log(forecast[0] / run.bits_per_byte)))
+    return found
+
+
 def _judged(runs: Sequence[MeasuredRun]) -> list[MeasuredRun]:
     """Runs of a kind that the rule might pick; the others show how models overfit."""
     return [run for run in runs if run.by_heart <= MOST_BY_HEART]

@@ -17,7 +17,16 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import _machine, _results
-from benchmarks._law import RUNS, MeasuredRun, best_rates, expected_of, fit_law, left_out_errors, load_runs
+from benchmarks._law import (
+    RUNS,
+    MeasuredRun,
+    best_rates,
+    expected_of,
+    fit_law,
+    forecast_errors,
+    left_out_errors,
+    load_runs,
+)
 from multilin.analysis.budget.law import LAW, Law, by_heart
 from multilin.analysis.budget.measure import candidate, measure_text
 from multilin.analysis.budget.pick import VALIDATIONS
@@ -29,6 +38,7 @@ from multilin.training.run_folder import RunFolder
 from multilin.training.trainer import train
 
 BY_NAME_ONLY = "trains for hours"
+CLOSE = 0.03  # bits per byte
 
 
 def main(argv: list[str]) -> None:
@@ -64,7 +74,17 @@ def _print_fit(runs: list[MeasuredRun]) -> Law:
             f"{run.learning_rate:>8g}{run.bits_per_byte:>10.3f}{expected_of(law, run):>8.3f}"
             f"{run.bits_per_byte * math.exp(error):>12.3f}"
         )
+    print(f"\n{'predicted':16}{'error':>8}{f'within {CLOSE:g}':>14}")
+    _print_errors("before the run", left_out_errors(best_rates(runs)))
+    for share, errors in sorted(forecast_errors(runs).items()):
+        _print_errors(f"after {100 * share:.0f} %", errors)
     return law
+
+
+def _print_errors(name: str, errors: list[tuple[MeasuredRun, float]]) -> None:
+    root = math.sqrt(sum(error**2 for _, error in errors) / len(errors))
+    close = sum(abs(math.exp(error) - 1) * run.bits_per_byte <= CLOSE for run, error in errors)
+    print(f"{name:16}{100 * root:>6.1f} %{close:>7} of {len(errors)}")
 
 
 def _train_all(arguments: argparse.Namespace) -> None:

@@ -12,7 +12,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks._law import RUNS, MeasuredRun, best_rates, expected_of, fit_law, left_out_errors, load_runs
+from benchmarks._law import (
+    RUNS,
+    MeasuredRun,
+    best_rates,
+    expected_of,
+    fit_law,
+    forecast_errors,
+    left_out_errors,
+    load_runs,
+)
 from multilin.analysis.budget import measure as measuring
 from multilin.analysis.budget import pick as picking
 from multilin.analysis.budget.law import REPEATS, Law, effective_bytes, shipped_law
@@ -193,16 +202,29 @@ def test_two_validations_under_way_forecast_the_end() -> None:
     found = fit_law(runs)
     for run in runs:
         for earlier, later in itertools.pairwise(run.validations):
-            assert found.forecast([earlier, later]) == (pytest.approx(run.bits_per_byte), pytest.approx(0, abs=1e-9))
-    assert found.forecast([(0.5, 2.0), (1.0, 1.8)]) == (1.8, 0.0)
+            forecast = found.forecast([earlier, later], 2 * run.bits_per_byte)
+            assert forecast == (pytest.approx(run.bits_per_byte), pytest.approx(0, abs=1e-9))
+    assert found.forecast([(0.5, 2.0), (1.0, 1.8)], 2.0) == (1.8, 0.0)
 
 
 def test_validations_that_are_early_or_close_together_forecast_nothing() -> None:
     law = shipped_law()
-    assert law.forecast([(0.5, 2.0)]) is None
-    assert law.forecast([(0.05, 2.3), (0.1, 2.0)]) is None
-    assert law.forecast([(0.5, 2.0), (0.55, 1.9)]) is None
-    assert law.forecast([(0.35, 2.2), (0.5, 2.0), (0.55, 1.9)]) == law.forecast([(0.35, 2.2), (0.55, 1.9)])
+    assert law.forecast([(0.5, 2.0)], 1.8) is None
+    assert law.forecast([(0.05, 2.3), (0.1, 2.0)], 1.8) is None
+    assert law.forecast([(0.5, 2.0), (0.55, 1.9)], 1.8) is None
+    assert law.forecast([(0.35, 2.2), (0.5, 2.0), (0.55, 1.9)], 1.8) == law.forecast([(0.35, 2.2), (0.55, 1.9)], 1.8)
+
+
+def test_a_forecast_lies_between_its_validations_and_the_prediction() -> None:
+    law = dataclasses.replace(shipped_law(), error=0.02, ends=((0.4, 0.5, 0.04), (0.6, 0.5, 0.02), (1.0, 1.0, 0.0)))
+    half = [(0.4, 2.0), (0.6, 1.8)]
+    alone = 1.8 * 0.9
+    assert law.forecast(half, alone) == (pytest.approx(alone), pytest.approx(alone * 0.02 / 2**0.5))
+    middle = (alone * 1.6) ** 0.5
+    assert law.forecast(half, 1.6) == (pytest.approx(middle), pytest.approx(middle * 0.02 / 2**0.5))
+    early = law.forecast([(0.2, 2.0), (0.4, 1.8)], 1.6)
+    straight = 1.8 * 0.9**1.5
+    assert early == (pytest.approx(1.6**0.8 * straight**0.2), pytest.approx(early[0] * 0.04 / 5**0.5))
 
 
 def test_the_shipped_runs_forecast_their_ends() -> None:
@@ -212,6 +234,13 @@ def test_the_shipped_runs_forecast_their_ends() -> None:
     assert errors == sorted(errors, reverse=True)
     assert errors[0] < 0.03
     assert all(0 < factor < 2 for _, factor, _ in ends)
+
+
+def test_a_forecast_is_better_than_the_prediction_and_than_going_on_from_its_validations() -> None:
+    law, found = shipped_law(), forecast_errors(load_runs(RUNS))
+    for share, _, going_on in law.ends[:-1]:
+        forecast = np.sqrt(np.mean([error**2 for _, error in found[share]]))
+        assert forecast < min(going_on, law.error)
 
 
 def test_the_shipped_law_is_that_of_the_shipped_runs() -> None:

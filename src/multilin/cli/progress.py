@@ -175,7 +175,7 @@ class ExpectingDisplay(TrainingDisplay):
         """Show the figures of a line of metrics.jsonl, and where a validation leads."""
         if self.expected is not None and self.can_forecast and "validation_bits_per_byte" in line:
             self._validations.append((self._share, line["validation_bits_per_byte"]))
-            if self._share < ALMOST_OVER and (forecast := shipped_law().forecast(self._validations)):
+            if self._share < ALMOST_OVER and (forecast := shipped_law().forecast(self._validations, self.expected)):
                 line = line | {"forecast": forecast}
         super().line(line)
 

@@ -24,7 +24,8 @@ with about
 
 It goes on as before, k times as fast. k is fitted for each share to the measured runs that were validated on the way,
 and is a straight line between them. It holds for learning rates that fall linearly to 0, as theirs did, and for
-validations about as far apart as theirs.
+validations about as far apart as theirs. Its errors are independent of those of the law, so the forecast is the mean
+of the logarithms of both, each with one over the square of its error as its weight.
 
 Sources: Hoffmann et al. 2022, "Training compute-optimal large language models", for the sum of powers; Muennighoff et
 al. 2023, "Scaling data-constrained language models", for E. The factor with d is our own.
@@ -61,7 +62,7 @@ class Law:
     main: the architecture with c = 1. factors: c of the others that have runs.
     error: relative, of a run that is predicted from those on other texts: the root of the mean square.
     runs: that it was fitted to. most_flops, fewest_tokens: of the largest and of the shortest of them.
-    ends: (s, k(s), error) for each share s, rising to 1; the error is that of forecasts from s, taken as `error` is.
+    ends: (s, k(s), error) for each share s, rising to 1; the error is that of going on from s, taken as `error` is.
     """
 
     e: float
@@ -87,11 +88,11 @@ class Law:
         """Bits per byte to expect of an architecture on a text, from `ratio`."""
         return trigram * self.factors.get(architecture, 1.0) * ratio
 
-    def forecast(self, validations: Sequence[Validation]) -> tuple[float, float] | None:
-        """Bits per byte to expect at the end of a run, and their error, from its validations so far.
+    def forecast(self, validations: Sequence[Validation], predicted: float) -> tuple[float, float] | None:
+        """Bits per byte to expect at the end of a run, and their error, from its validations and what was predicted.
 
-        The last one counts, and the last one `SPACING` before it: those of the measured runs were a fifth of the run
-        apart. None before `FIRST_SHARE` of the run, or without two that are so far apart.
+        Of the validations the last one counts, and the last one `SPACING` before it: those of the measured runs were a
+        fifth of the run apart. None before `FIRST_SHARE` of the run, or without two that are so far apart.
         """
         later = validations[-1]
         earlier = next((v for v in reversed(validations) if v[0] <= later[0] - SPACING), None)
@@ -99,7 +100,10 @@ class Law:
             return None
         shares, factors, errors = zip(*self.ends, strict=True)
         expected = later[1] * math.exp(float(np.interp(later[0], shares, factors)) * straight_on(earlier, later))
-        return expected, expected * float(np.interp(later[0], shares, errors))
+        error = float(np.interp(later[0], shares, errors))
+        weight = error**2 / (error**2 + self.error**2)  # of the prediction
+        expected *= (predicted / expected) ** weight
+        return expected, expected * error * math.sqrt(1 - weight)
 
 
 def effective_bytes(bytes_read: float, train_bytes: float) -> float:

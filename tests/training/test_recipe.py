@@ -146,6 +146,20 @@ def test_resolving_fills_what_was_not_given_and_keeps_what_was() -> None:
     assert resolve_recipe(recipe) == recipe
 
 
+@pytest.mark.parametrize("given", [{"data.source": "."}, {"data.source": "task:parity"}, {"tokenizer.path": "run"}])
+def test_no_kind_of_tokenizer_is_recorded_where_something_else_decides_it(
+    given: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("manifest.json").touch()  # as in the folder of prepared text
+    recipe = resolve_recipe(load_recipe(None, given))
+    assert (recipe.tokenizer.kind, recipe.tokenizer.vocab_size) == (None, None)
+    assert resolve_recipe(recipe) == recipe
+    save_recipe(recipe, "recipe.yaml")
+    other = resolve_recipe(load_recipe("recipe.yaml", {"data.source": "python-docs", "tokenizer.path": None}))
+    assert (other.tokenizer.kind, other.tokenizer.vocab_size) == ("bpe", 4096)
+
+
 def test_the_optimizer_is_the_one_of_the_source() -> None:
     names = {name: resolve_recipe(load_recipe(None, {"model.architecture": name})) for name in model_names()}
     assert {recipe.optimizer.name for recipe in names.values()} == {"adamw", "normalized_sgd", "matrix_moment"}

@@ -41,7 +41,7 @@ class DataRecipe:
 class TokenizerRecipe:
     """The tokenizer, trained on the text or loaded."""
 
-    kind: Literal["bpe", "unigram", "byte"] = "bpe"  # how text becomes tokens
+    kind: Literal["bpe", "unigram", "byte"] | None = "bpe"  # how text becomes tokens; null where something else decides
     vocab_size: Vocabulary | None = None  # entries of a trained vocabulary, 4096 by default; byte has 258 and no choice
     path: PathText | None = None  # load this tokenizer (folder, tokenizer.json, hub name) instead of training one
 

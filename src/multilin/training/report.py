@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from multilin.data.task_text import is_task
 from multilin.errors import plural
 from multilin.files import atomic_file, write_whole
 from multilin.settings.inputs import to_yaml
@@ -85,9 +84,7 @@ def write_card(recipe: Recipe, result: RunResult, path: Path) -> None:
     """Write the model card: architecture, training text, results, and how to load the model."""
     tags = ["multilin", *recipe.model.kind.split(" + ")]
     front = {"library_name": "transformers", "pipeline_tag": "text-generation", "tags": tags}
-    model, tokenizer = recipe.model, recipe.tokenizer.path or recipe.tokenizer.kind
-    if is_task(recipe.data.name) or recipe.data.is_prepared:
-        tokenizer = "that of the text"
+    model, tokenizer = recipe.model, recipe.tokenizer.path or recipe.tokenizer.kind or "that of the text"
     score = ("bits per byte", f"{result.validation_bits_per_byte:.3f}")
     if result.validation_accuracy is not None:
         score = ("accuracy", f"{100 * result.validation_accuracy:.1f} %")

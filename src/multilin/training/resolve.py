@@ -3,7 +3,8 @@
 import dataclasses
 from typing import Any
 
-from multilin.data.settings import DEFAULT_VOCAB_SIZE
+from multilin.data.settings import DEFAULT_VOCAB_SIZE, TokenizerRecipe
+from multilin.data.task_text import is_task
 from multilin.model.factory import DEFAULT_NUM_LAYERS, training_defaults
 from multilin.training.optimizers import resolve_optimizer
 from multilin.training.precision import resolve_precision
@@ -25,13 +26,21 @@ def resolve_recipe(recipe: Recipe) -> Recipe:
     training = fill(training, global_batch_size=training.batch_size * num_processes(), max_steps=training.num_steps)
     if training.lora is not None:
         training = dataclasses.replace(training, lora=fill(training.lora, alpha=2.0 * training.lora.rank))
-    layers, tokenizer = recipe.model.layers, recipe.tokenizer
-    is_trained = tokenizer.kind != "byte" and tokenizer.path is None
+    layers = recipe.model.layers
     return dataclasses.replace(
         recipe,
         model=fill(recipe.model, num_layers=DEFAULT_NUM_LAYERS if layers is None else len(layers)),
-        tokenizer=fill(tokenizer, vocab_size=DEFAULT_VOCAB_SIZE) if is_trained else tokenizer,
+        tokenizer=_resolve_tokenizer(recipe),
         training=fill(training, label_smoothing=defaults.label_smoothing),
         optimizer=resolve_optimizer(recipe.optimizer, defaults),
         schedule=resolve_schedule(recipe.schedule, defaults),
     )
+
+
+def _resolve_tokenizer(recipe: Recipe) -> TokenizerRecipe:
+    """The tokenizer; without a kind and a size where it is loaded, or that of prepared text or a task."""
+    tokenizer = recipe.tokenizer
+    if tokenizer.path is not None or recipe.data.is_prepared or is_task(recipe.data.name):
+        return dataclasses.replace(tokenizer, kind=None, vocab_size=None)
+    tokenizer = fill(tokenizer, kind=TokenizerRecipe.kind)
+    return tokenizer if tokenizer.kind == "byte" else fill(tokenizer, vocab_size=DEFAULT_VOCAB_SIZE)

@@ -113,6 +113,7 @@ def test_positions_that_rise_are_one_document(make_model: MakeModel) -> None:
     ("arguments", "words"),
     [
         ({"cu_seqlens": torch.tensor([0, 10, 30])}, "cu_seqlens: .* must rise from 0 to 40"),
+        ({"cu_seqlens": torch.tensor([0, 10.5, 40])}, "cu_seqlens: .* its integers must rise from 0 to 40"),
         ({"cu_seqlens": torch.tensor([0, 30, 10, 40])}, "cu_seqlens: .* must rise from 0 to 40"),
         ({"document_ids": torch.ones(1, 7).int()}, r"document_ids: int32 of shape \(1, 7\) given"),
         ({"position_ids": torch.ones(3, 40).long()}, r"position_ids: int64 of shape \(3, 40\) given"),

@@ -116,13 +116,16 @@ def _starts_from_lengths(cu_seqlens: Tensor, num_batch: int, num_time: int) -> T
     num_tokens = num_batch * num_time
     is_checked = not torch.compiler.is_compiling()
     if is_checked and not (
-        cu_seqlens.ndim == 1
+        not cu_seqlens.is_floating_point()
+        and cu_seqlens.ndim == 1
         and len(cu_seqlens) >= 2
         and cu_seqlens[0] == 0
         and cu_seqlens[-1] == num_tokens
         and bool((cu_seqlens.diff() >= 0).all())
     ):
-        raise InputError(f"cu_seqlens: {cu_seqlens.tolist()!s:.60} given, but it must rise from 0 to {num_tokens}")
+        raise InputError(
+            f"cu_seqlens: {cu_seqlens.tolist()!s:.60} given, but its integers must rise from 0 to {num_tokens}"
+        )
     starts = torch.zeros(num_tokens + 1, dtype=torch.bool, device=cu_seqlens.device)
     starts[cu_seqlens.long()] = True
     starts_BT = starts[:-1].view(num_batch, num_time)

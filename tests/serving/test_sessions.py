@@ -224,20 +224,27 @@ def test_a_session_is_not_continued_while_it_is_changed(
     server.call(method, f"/v1/sessions/{session}{path}", body)
 
 
-def test_a_session_that_is_deleted_while_it_is_forked_has_no_fork_without_turns(
-    server: Server, session: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("is_fork", [True, False])
+def test_a_session_keeps_the_turns_of_another_one_that_is_deleted_meanwhile(
+    server: Server, session: str, is_fork: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before = server.call("GET", "/v1/sessions")["data"]
+    turn = server.call("GET", f"/v1/sessions/{session}")["turn"]
+    delete = threading.Thread(target=server.call, args=("DELETE", f"/v1/sessions/{session}"))
     create = server.service.sessions.create
 
     def create_late(owner: str, turns: list[str]) -> sessions.Session:
-        server.call("DELETE", f"/v1/sessions/{session}")
+        delete.start()
+        delete.join(0.3)  # it waits for the end of this request
         return create(owner, turns)
 
     monkeypatch.setattr(server.service.sessions, "create", create_late)
-    server.call("POST", f"/v1/sessions/{session}/fork", status=404)
-    left = server.call("GET", "/v1/sessions")["data"]
-    assert [found["id"] for found in left] == [found["id"] for found in before if found["id"] != session]
+    path = f"/v1/sessions/{session}/fork" if is_fork else "/v1/sessions"
+    other = server.post(path, turn=turn)["id"]
+    delete.join()
+    server.call("GET", f"/v1/sessions/{session}", status=404)
+    assert [found["kept"] for found in server.call("GET", f"/v1/sessions/{other}")["turns"]] == [True]
+    server.call("DELETE", f"/v1/sessions/{other}")
+    server.call("POST", "/v1/sessions", {"turn": turn}, 404)
 
 
 def test_an_answer_can_be_stopped_before_it_begins(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:

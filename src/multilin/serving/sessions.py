@@ -40,12 +40,15 @@ class SessionStore:
     Args:
         folder: keeps all sessions; with None there are only those in memory, the last `MOST_IN_MEMORY` that were
             changed.
+
+    Attributes:
+        sharing: held where a session gets turns that there are, and where turns that no session has are deleted.
     """
 
     def __init__(self, folder: Folder | None) -> None:
         self._folder = folder or Folder()
         self._in_memory = OrderedDict[str, None]() if folder is None else None  # names, the last changed last
-        self._lock = threading.Lock()
+        self._lock, self.sharing = threading.Lock(), threading.Lock()
 
     def create(self, owner: str, turns: list[str]) -> Session:
         """A new session."""

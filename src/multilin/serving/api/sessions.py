@@ -33,13 +33,12 @@ async def create_session(request: Request, service: Served, owner: Owner) -> Res
     content = await request.body()
     if request.headers.get("content-type", "").partition(";")[0] == STATE:
         turn = await asyncio.to_thread(service.import_state, owner, content)
-        return await asyncio.to_thread(_created, service, owner, [turn.id])
+        return await asyncio.to_thread(_created, service, owner, turn.id)
     try:
         body = SessionRequest.model_validate_json(content or b"{}")
     except ValidationError as error:
         raise from_validation(error.errors(include_url=False)) from None
-    turns = [] if body.turn is None else [(await asyncio.to_thread(find_turn, service, owner, body.turn, "turn")).id]
-    return await asyncio.to_thread(_created, service, owner, turns)
+    return await asyncio.to_thread(_created, service, owner, body.turn)
 
 
 @router.get("/v1/sessions/{session_id}")
@@ -51,16 +50,12 @@ def get_session(session_id: str, service: Served, owner: Owner) -> Response:
 @router.post("/v1/sessions/{session_id}/fork")
 def fork_session(session_id: str, service: Served, owner: Owner, body: SessionRequest | None = None) -> Response:
     """A new session with the turns of another one, up to one of them or all."""
-    session = find_session(service, owner, session_id)
-    num_turns = len(session.turns)
-    if body is not None and body.turn is not None:
-        num_turns = session.turns.index(_check_turn(session, body.turn)) + 1
-    fork = service.sessions.create(owner, session.turns[:num_turns])
-    try:
-        find_session(service, owner, session_id)
-    except ApiError:  # it was deleted meanwhile, perhaps with the turns of the fork
-        service.sessions.remove(fork)
-        raise
+    with service.sessions.sharing:
+        session = find_session(service, owner, session_id)
+        num_turns = len(session.turns)
+        if body is not None and body.turn is not None:
+            num_turns = session.turns.index(_check_turn(session, body.turn)) + 1
+        fork = service.sessions.create(owner, session.turns[:num_turns])
     return JsonResponse(_details(service, fork))
 
 
@@ -113,13 +108,14 @@ def delete_session(session_id: str, service: Served, owner: Owner) -> Response:
     session = find_session(service, owner, session_id)
     with service.changing(session):
         service.sessions.remove(session)
-    others = {turn for other in service.sessions.all(owner) for turn in other.turns}
-    for turn_id in set(session.turns) - others:
-        turn = None
-        with contextlib.suppress(InputError):  # damaged
-            turn = service.turns.peek(owner, turn_id)
-        if turn is None or turn.answer is None:
-            service.turns.remove(owner, turn_id)
+    with service.sessions.sharing:
+        others = {turn for other in service.sessions.all(owner) for turn in other.turns}
+        for turn_id in set(session.turns) - others:
+            turn = None
+            with contextlib.suppress(InputError):  # damaged
+                turn = service.turns.peek(owner, turn_id)
+            if turn is None or turn.answer is None:
+                service.turns.remove(owner, turn_id)
     return JsonResponse({"id": session_id, "object": "session", "deleted": True})
 
 
@@ -133,8 +129,11 @@ def _check_turn(session: Session, turn: str | None) -> str:
     return wanted
 
 
-def _created(service: Service, owner: str, turns: list[str]) -> Response:
-    return JsonResponse(_details(service, service.sessions.create(owner, turns)))
+def _created(service: Service, owner: str, turn: str | None) -> Response:
+    with service.sessions.sharing:
+        turns = [] if turn is None else [find_turn(service, owner, turn, "turn").id]
+        session = service.sessions.create(owner, turns)
+    return JsonResponse(_details(service, session))
 
 
 def _summary(session: Session) -> Json:

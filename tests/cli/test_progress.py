@@ -1,4 +1,5 @@
 import io
+import json
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +8,7 @@ from rich.console import Console
 
 from multilin.cli import progress
 from multilin.cli.progress import ExpectingDisplay, StageBar, TrainingDisplay
+from multilin.training.run_folder import METRICS
 
 LINE = {"step": 3, "loss": 2.5, "tokens_per_second": 12345.6}
 VALIDATED = LINE | {"step": 5, "validation_loss": 2.0, "validation_bits_per_byte": 1.75}
@@ -87,21 +89,35 @@ def test_a_stage_that_takes_long_has_plain_lines_without_a_terminal(monkeypatch:
     assert out.getvalue().splitlines() == ["evaluating 75%", "[packing] 2.5 MB"]
 
 
-def test_a_run_that_is_expected_to_reach_something_says_where_its_validations_lead(tmp_path: Path) -> None:
+def expecting(folder: Path, validations: list[tuple[int, float]]) -> list[str]:
+    """What a run of ten steps prints, or a resumed one, which finds what it was expected to reach in its folder."""
     out = io.StringIO()
-    with ExpectingDisplay(str(tmp_path)) as display:
+    with ExpectingDisplay(str(folder)) as display:
         display.console = Console(file=out, width=120, highlight=False)
-        display.expected, display.expected_tokens, display.can_forecast = 1.6, 10**6, True
-        display.start(0, 10)
-        for step, bits_per_byte in ((2, 2.0), (4, 1.8), (6, 1.7), (10, 1.65)):
+        display.can_forecast = True
+        if not (folder / "expected.json").exists():
+            display.expected, display.expected_tokens = 1.6, 10**6
+        display.start(validations[0][0] - 1, None)
+        for step, bits_per_byte in validations:
             display.step(step, step / 10)
-            display.line(VALIDATED | {"step": step, "validation_bits_per_byte": bits_per_byte})
+            line = dict.fromkeys(METRICS, 0) | VALIDATED | {"step": step, "validation_bits_per_byte": bits_per_byte}
+            display.line(line)
+            with (folder / "metrics.jsonl").open("a") as metrics:
+                metrics.write(json.dumps(line) + "\n")
         display.say_reached(1.65, 950_000)
         display.say_reached(1.7, 500_000)
-    first, second, third, last, reached, missed = out.getvalue().splitlines()
+    return out.getvalue().splitlines()
+
+
+def test_a_run_that_is_expected_to_reach_something_says_where_its_validations_lead(tmp_path: Path) -> None:
+    validations = [(2, 2.0), (4, 1.8), (6, 1.7), (10, 1.65)]
+    first, second, third, last, reached, missed = expecting(tmp_path, validations)
     assert "the end about" not in first
     forecasts = [float(line.split("the end about ")[1].split()[0]) for line in (second, third)]
     assert all(1.5 < forecast < 1.8 for forecast in forecasts)
     assert "the end about" not in last
     assert reached == "reached 1.650 bits per byte; expected were 1.60"
     assert missed == "reached 1.700 bits per byte; expected were 1.60, with 1.00 M tokens, but 0.50 M were read"
+    (tmp_path / "resumed").mkdir()
+    expecting(tmp_path / "resumed", validations[:2])
+    assert expecting(tmp_path / "resumed", validations[2:])[0] == third

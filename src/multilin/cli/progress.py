@@ -11,11 +11,11 @@ from rich.console import Console
 from rich.filesize import decimal
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from multilin.analysis.budget.law import Validation, shipped_law
+from multilin.analysis.budget.law import shipped_law
 from multilin.files import write_whole
 from multilin.settings.inputs import read_json
 from multilin.training.progress import TrainingProgress
-from multilin.training.run_folder import EXPECTED_FILE
+from multilin.training.run_folder import EXPECTED_FILE, RunFolder
 
 # Without a terminal the output is read later or by a program: enough lines to follow, few enough to keep.
 SECONDS_BETWEEN_LINES = 15.0
@@ -145,7 +145,7 @@ class TrainingDisplay(TrainingProgress):
 class ExpectingDisplay(TrainingDisplay):
     """Also says what is expected: with every validation where it leads, and at the end what was expected before.
 
-    A file of the run keeps that, so that a resumed run knows.
+    A file of the run keeps that, so that a resumed run knows; earlier validations are in its metrics.
 
     Attributes:
         expected: bits per byte of the validation text. expected_tokens: that it was expected with.
@@ -157,25 +157,32 @@ class ExpectingDisplay(TrainingDisplay):
         self.expected: float | None = None
         self.expected_tokens = 0
         self.can_forecast = False
-        self._validations: list[Validation] = []
-        self._file = Path(output, EXPECTED_FILE)
+        self._validations: list[tuple[int, float]] = []  # steps and bits per byte
+        self._output = output
 
     def start(self, step: int, max_steps: int | None) -> None:
         """Begin the display of training, after `step` steps."""
         super().start(step, max_steps)
+        file = Path(self._output, EXPECTED_FILE)
         if self.expected is not None:
             content = {"bits_per_byte": self.expected, "tokens": self.expected_tokens}
-            write_whole(self._file, json.dumps(content) + "\n")
-        elif max_steps is None and self._file.is_file():
+            write_whole(file, json.dumps(content) + "\n")
+        elif max_steps is None and file.is_file():
             with contextlib.suppress(ValueError, TypeError, KeyError):  # a damaged file only says less
-                content = read_json(self._file, "run")
+                content = read_json(file, "run")
                 self.expected_tokens, self.expected = int(content["tokens"]), float(content["bits_per_byte"])
+                self._validations = [
+                    (line["step"], line["validation_bits_per_byte"])
+                    for line in RunFolder(self._output).read_metrics()
+                    if "validation_bits_per_byte" in line
+                ]
 
     def line(self, line: dict[str, Any]) -> None:
         """Show the figures of a line of metrics.jsonl, and where a validation leads."""
         if self.expected is not None and self.can_forecast and "validation_bits_per_byte" in line:
-            self._validations.append((self._share, line["validation_bits_per_byte"]))
-            if self._share < ALMOST_OVER and (forecast := shipped_law().forecast(self._validations, self.expected)):
+            self._validations.append((line["step"], line["validation_bits_per_byte"]))
+            validations = [(step * self._share / line["step"], bits) for step, bits in self._validations]
+            if self._share < ALMOST_OVER and (forecast := shipped_law().forecast(validations, self.expected)):
                 line = line | {"forecast": forecast}
         super().line(line)
 

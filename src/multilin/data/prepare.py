@@ -23,7 +23,7 @@ from multilin.data.packed_text import PackedText
 from multilin.data.packing import pack, text_hash
 from multilin.data.prepared import PreparedText, open_mixture, open_prepared
 from multilin.data.progress import Progress, no_progress
-from multilin.data.settings import DataRecipe, TokenizerRecipe
+from multilin.data.settings import DEFAULT_KIND, DataRecipe, TokenizerRecipe
 from multilin.data.store import cache_root, make_once
 from multilin.data.tokenizers import load_tokenizer, tokenizer_hash, train_tokenizer
 from multilin.errors import InputError, plural, prefixed
@@ -163,7 +163,9 @@ def _prepare(
 ) -> None:
     with TemporaryDirectory(dir=folder) as spools:
         train, validation = _split(data, Path(spools), progress)
-        tokenizer = loaded or train_tokenizer(reported_texts(train(), progress), recipe.kind, recipe.vocab_size)
+        tokenizer = loaded or train_tokenizer(
+            reported_texts(train(), progress), recipe.kind or DEFAULT_KIND, recipe.vocab_size
+        )
         if next(train()).messages is not None and tokenizer.chat_template is None:
             tokenizer.chat_template = CHAT_TEMPLATE
         tokenizer.save_pretrained(folder / "tokenizer")

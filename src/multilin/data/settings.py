@@ -1,15 +1,16 @@
 """The sections of a recipe that say which text is read, and how it becomes tokens."""
 
 from pathlib import Path
-from typing import Literal
+from typing import Final, Literal
 
 from multilin.settings import settings
 from multilin.settings.bounds import Mixture, Part, PathText, Vocabulary
 
 BYTE_VOCAB_SIZE = 258
 """Entries of a byte tokenizer: 256 bytes, end of text and padding."""
+DEFAULT_KIND: Final = "bpe"
 DEFAULT_VOCAB_SIZE = 4096
-"""Entries of a tokenizer that is trained, where nothing is said."""
+"""Kind and entries of a tokenizer that is trained, where nothing is said."""
 MANIFEST = "manifest.json"
 """The file that says what prepared text there is in a folder, or at an address."""
 
@@ -41,7 +42,7 @@ class DataRecipe:
 class TokenizerRecipe:
     """The tokenizer, trained on the text or loaded."""
 
-    kind: Literal["bpe", "unigram", "byte"] | None = "bpe"  # how text becomes tokens; null where something else decides
+    kind: Literal["bpe", "unigram", "byte"] | None = DEFAULT_KIND  # how text becomes tokens; null if the text decides
     vocab_size: Vocabulary | None = None  # entries of a trained vocabulary, 4096 by default; byte has 258 and no choice
     path: PathText | None = None  # load this tokenizer (folder, tokenizer.json, hub name) instead of training one
 
@@ -66,7 +67,7 @@ class TokenizerTrainArguments:
 
     source: PathText  # text: a built-in corpus, a file, folder or glob, or a dataset of the Hugging Face hub
     output: PathText  # folder to write it to
-    kind: Literal["bpe", "unigram", "byte"] = "bpe"  # how text becomes tokens
+    kind: Literal["bpe", "unigram", "byte"] = DEFAULT_KIND  # how text becomes tokens
     vocab_size: Vocabulary = DEFAULT_VOCAB_SIZE  # entries of the vocabulary (a byte tokenizer always has 258)
     text_field: str = "text"  # the field or column of rows (not of .txt and .md) that holds the text
     encoding_errors: Literal["strict", "replace"] = "strict"  # bytes that are not UTF-8: refuse, or replace by U+FFFD

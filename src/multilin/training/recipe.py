@@ -12,7 +12,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any
 
-from multilin.data.settings import DataRecipe, TokenizerRecipe
+from multilin.data.settings import DEFAULT_KIND, DataRecipe, TokenizerRecipe
 from multilin.errors import InputError, nearest, shorten, shown
 from multilin.files import write_whole
 from multilin.inference.run_files import RECIPE_FILE
@@ -177,7 +177,7 @@ def first_difference(old: Recipe, new: Recipe) -> tuple[str, Any, Any] | None:
 
 def _changed(values: Values, overrides: Mapping[str, Any]) -> Values:
     """The values with others in the place of dotted fields, and without the fields that these replace."""
-    defaults = {"model": {"architecture": ModelRecipe.architecture}, "tokenizer": {"kind": TokenizerRecipe.kind}}
+    defaults = {"model": {"architecture": ModelRecipe.architecture}, "tokenizer": {"kind": DEFAULT_KIND}}
     kept = without_replaced(values, nest(overrides), defaults)
     for dotted, value in overrides.items():
         put(kept, dotted, value)

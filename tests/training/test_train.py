@@ -19,6 +19,7 @@ from multilin.training.outcomes import RunResult
 from multilin.training.progress import TrainingProgress
 from multilin.training.recipe import load_recipe
 from multilin.training.report import write_card
+from multilin.training.resolve import resolve_recipe
 from multilin.training.run_folder import RunFolder
 from multilin.training.trainer import train
 from multilin.training.transformers_trainer import baseline_loss
@@ -112,9 +113,9 @@ def test_the_folder_holds_a_card_a_plot_and_nothing_pickled(result: RunResult) -
 
 
 def test_the_card_names_the_tokenizer(result: RunResult, tmp_path: Path) -> None:
-    """A task, as prepared text, comes with its own, whatever the recipe would train for another text."""
+    """A task, as prepared text, comes with its own, whatever the recipe trained for another text."""
     for changes, name in (({}, "byte"), ({"data.source": "task:mqar"}, "that of the text")):
-        write_card(load_recipe(result.output, changes), result, tmp_path / "card.md")
+        write_card(resolve_recipe(load_recipe(result.output, changes)), result, tmp_path / "card.md")
         assert f"| Tokenizer | {name}, 258 entries |" in (tmp_path / "card.md").read_text()
 
 

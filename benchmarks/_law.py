@@ -140,9 +140,9 @@ def left_out_errors(runs: Sequence[MeasuredRun]) -> list[tuple[MeasuredRun, floa
     return errors
 
 
-def forecast_errors(runs: Sequence[MeasuredRun]) -> dict[float, list[tuple[MeasuredRun, float]]]:
-    """For shares of a run, its judged runs, and log(forecast / measured) of each from a law of other texts' runs."""
-    found: dict[float, list[tuple[MeasuredRun, float]]] = collections.defaultdict(list)
+def prediction_errors(runs: Sequence[MeasuredRun]) -> dict[float, list[tuple[MeasuredRun, float]]]:
+    """`left_out_errors` as 0.0, and the same of the forecasts after other shares of a run."""
+    found = collections.defaultdict(list, {0.0: left_out_errors(best_rates(runs))})
     judged = [run for run in _judged(best_rates(runs)) if run.validations]
     for text in sorted({run.text for run in judged}):
         law = fit_law([run for run in runs if run.text != text])

@@ -17,16 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import _machine, _results
-from benchmarks._law import (
-    RUNS,
-    MeasuredRun,
-    best_rates,
-    expected_of,
-    fit_law,
-    forecast_errors,
-    left_out_errors,
-    load_runs,
-)
+from benchmarks._law import RUNS, MeasuredRun, expected_of, fit_law, load_runs, prediction_errors
 from multilin.analysis.budget.law import LAW, Law, by_heart
 from multilin.analysis.budget.measure import candidate, measure_text
 from multilin.analysis.budget.pick import VALIDATIONS
@@ -68,23 +59,20 @@ def _print_fit(runs: list[MeasuredRun]) -> Law:
         print(f"{field.name:12}{getattr(law, field.name)}")
     heads = f"{'vocabulary':>10}{'tokens':>12}{'rate':>8}{'measured':>10}{'law':>8}{'from others':>12}"
     print(f"\n{'text':14}{'width x layers':14}{heads}")
-    for run, error in left_out_errors(best_rates(runs)):
+    errors = prediction_errors(runs)
+    for run, error in errors[0.0]:
         print(
             f"{run.text:14}{run.hidden_size:>10}x{run.num_layers:<3}{run.vocab_size:>10,}{run.tokens:>12,}"
             f"{run.learning_rate:>8g}{run.bits_per_byte:>10.3f}{expected_of(law, run):>8.3f}"
             f"{run.bits_per_byte * math.exp(error):>12.3f}"
         )
     print(f"\n{'predicted':16}{'error':>8}{f'within {CLOSE:g}':>14}")
-    _print_errors("before the run", left_out_errors(best_rates(runs)))
-    for share, errors in sorted(forecast_errors(runs).items()):
-        _print_errors(f"after {100 * share:.0f} %", errors)
+    for share, found in sorted(errors.items()):
+        root = math.sqrt(sum(error**2 for _, error in found) / len(found))
+        close = sum(abs(math.exp(error) - 1) * run.bits_per_byte <= CLOSE for run, error in found)
+        name = f"after {100 * share:.0f} %" if share else "before the run"
+        print(f"{name:16}{100 * root:>6.1f} %{close:>7} of {len(found)}")
     return law
-
-
-def _print_errors(name: str, errors: list[tuple[MeasuredRun, float]]) -> None:
-    root = math.sqrt(sum(error**2 for _, error in errors) / len(errors))
-    close = sum(abs(math.exp(error) - 1) * run.bits_per_byte <= CLOSE for run, error in errors)
-    print(f"{name:16}{100 * root:>6.1f} %{close:>7} of {len(errors)}")
 
 
 def _train_all(arguments: argparse.Namespace) -> None:

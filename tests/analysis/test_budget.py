@@ -18,9 +18,9 @@ from benchmarks._law import (
     best_rates,
     expected_of,
     fit_law,
-    forecast_errors,
     left_out_errors,
     load_runs,
+    prediction_errors,
 )
 from multilin.analysis.budget import measure as measuring
 from multilin.analysis.budget import pick as picking
@@ -237,7 +237,7 @@ def test_the_shipped_runs_forecast_their_ends() -> None:
 
 
 def test_a_forecast_is_better_than_the_prediction_and_than_going_on_from_its_validations() -> None:
-    law, found = shipped_law(), forecast_errors(load_runs(RUNS))
+    law, found = shipped_law(), prediction_errors(load_runs(RUNS))
     for share, _, going_on in law.ends[:-1]:
         forecast = np.sqrt(np.mean([error**2 for _, error in found[share]]))
         assert forecast < law.error

@@ -154,7 +154,9 @@ def _bad_words(verb: str, flag: Flag) -> list[str]:
         return INPUTS if name != "task_folder" else []
     more = ["{", d.BOMB, "{a: " * 60, "{nonsense: 1}", "x: y: z", "\udcff", "9" * 9000, "[" * 100_000]
     words = [*map(d.plain, d.bad_values(hint)), *more]
-    return [word for word in words if word.startswith("[") or word == "\udcff"] if flag.is_text_or_list else words
+    if flag.is_text_or_list:  # any text is right that does not begin a list
+        return [word for word in words if word.startswith(("[", "\udcff"))]
+    return words
 
 
 def options(folder: Path) -> Iterator[Case]:

@@ -56,9 +56,9 @@ class Flag(NamedTuple):
     def takes(self) -> str:
         """The placeholder for the value in the help; empty for a switch."""
         is_switch = self.hint is bool and not self.is_change
-        return (
-            "" if self.is_positional or is_switch else f"{'TEXT|' if self.is_text_or_list else ''}{_metavar(self.hint)}"
-        )
+        if self.is_positional or is_switch:
+            return ""
+        return f"TEXT|{_metavar(self.hint)}" if self.is_text_or_list else _metavar(self.hint)
 
     @property
     def default(self) -> Any:

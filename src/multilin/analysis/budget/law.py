@@ -24,8 +24,8 @@ with about
 
 It goes on as before, k times as fast. k is fitted for each share to the measured runs that were validated on the way,
 and is a straight line between them. It holds for learning rates that fall linearly to 0, as theirs did, and for
-validations about as far apart as theirs. Its errors are independent of those of the law, so the forecast is the mean
-of the logarithms of both, each with one over the square of its error as its weight.
+validations about as far apart as theirs. Its errors hardly go along with those of the law, so the forecast is the
+mean of the logarithms of both, each with one over the square of its error as its weight.
 
 Sources: Hoffmann et al. 2022, "Training compute-optimal large language models", for the sum of powers; Muennighoff et
 al. 2023, "Scaling data-constrained language models", for E. The factor with d is our own.

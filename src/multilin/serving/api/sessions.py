@@ -130,9 +130,11 @@ def _check_turn(session: Session, turn: str | None) -> str:
 
 
 def _created(service: Service, owner: str, turn: str | None) -> Response:
-    with service.sessions.sharing:
-        turns = [] if turn is None else [find_turn(service, owner, turn, "turn").id]
-        session = service.sessions.create(owner, turns)
+    if turn is None:
+        session = service.sessions.create(owner, [])
+    else:
+        with service.sessions.sharing:
+            session = service.sessions.create(owner, [find_turn(service, owner, turn, "turn").id])
     return JsonResponse(_details(service, session))
 
 

@@ -1,7 +1,7 @@
 """Writes the pages of the documentation that follow from the code: `python docs/generate.py`.
 
-One page and one picture per registered architecture, their table here and in the README and their place in the menu,
-the reference of recipes, and the tutorial as a page.
+One page per registered architecture, their table here and in the README and their place in the menu, the reference of
+recipes, and the tutorial as a page.
 They are committed, so that they can be read where no site is built; a test holds them against the code.
 """
 
@@ -14,11 +14,6 @@ import types
 import typing
 from pathlib import Path
 from typing import Any
-
-from data_flow import read_flow
-from flow_picture import describe, draw
-from formulas import typeset
-from package_picture import draw_packages
 
 from multilin.architectures.base import Architecture, architectures, get_architecture
 from multilin.model.config import MultilinConfig
@@ -93,12 +88,9 @@ def pages() -> dict[Path, str]:
     written = {}
     for name, architecture in architectures().items():
         written[DOCS / "architectures" / f"{name}.md"] = NOTE + architecture_page(architecture)
-        if steps := read_flow(architecture.layer.__doc__ or ""):
-            written[DOCS / "architectures" / f"{name}.svg"] = draw(architecture.title, steps)
     written[DOCS / "architectures" / "index.md"] = NOTE + _overview()
     written[DOCS / "recipes.md"] = NOTE + _recipes()
     written[DOCS / "tutorial.md"] = _tutorial()
-    written[DOCS / "images" / "packages.svg"] = draw_packages()
     written[README] = _readme()
     written[SITE] = _site()
     return written
@@ -137,13 +129,12 @@ def _site() -> str:
 
 
 def architecture_page(architecture: Architecture) -> str:
-    """The page of one architecture, with a picture if it declares its data flow."""
+    """The page of one architecture."""
     what, state, use = _parts(architecture)
     return "\n".join(
         [
             f"# {architecture.title}\n",
             _prose(what),
-            _flow(architecture),
             "## State\n",
             *([_prose(state)] if state else []),
             f"Measured: {SIZES}.\n",
@@ -181,18 +172,6 @@ def _summary(architecture: Architecture) -> str:
     """The docstring's first line without the name in front."""
     line = architecture.description.partition("\n")[0]
     return line.partition(": ")[2].rstrip(".") or line
-
-
-def _flow(architecture: Architecture) -> str:
-    steps = read_flow(architecture.layer.__doc__ or "")
-    if not steps:
-        return ""
-    alternative = f"Data flow of one layer. {describe(steps)}"
-    dashed = " Dashed boxes are there with an option only." if any(step.is_option for step in steps) else ""
-    return (
-        f"## Data flow\n\n![{alternative}]({architecture.name}.svg)\n\n"
-        f"One layer, for one position. D is the hidden size, H the number of heads; other names are options.{dashed}\n"
-    )
 
 
 def _states(architecture: Architecture) -> str:
@@ -266,15 +245,13 @@ def _range(metadata: typing.Sequence[Any]) -> str:
 
 
 def _prose(text: str) -> str:
-    """A docstring as Markdown: indented formulas are typeset, and tables, which hold quotes, are code."""
+    """A docstring as Markdown: indented formulas are blocks of plain text."""
     blocks = []
     for block in text.strip("\n").split("\n\n"):
         lines = block.split("\n")
         if all(line.startswith("    ") for line in lines):
-            formulas = "\n".join(line[4:] for line in lines)
-            blocks.append(f"```text\n{formulas}\n```" if '"' in formulas else typeset(formulas))
-        else:
-            blocks.append(block)
+            block = "\n".join(["```text", *(line[4:] for line in lines), "```"])
+        blocks.append(block)
     return "\n\n".join(blocks) + "\n"
 
 

@@ -1,4 +1,4 @@
-"""The example of docs/add-an-architecture.md is an architecture: it keeps the contract, and its picture is true."""
+"""The example of docs/add-an-architecture.md is an architecture: it keeps the contract."""
 
 import dataclasses
 import importlib.metadata
@@ -38,7 +38,6 @@ from tests.contract.test_training import (  # noqa: F401
     test_64_tokens_are_learned_by_heart,
     test_gradient_checkpointing_changes_nothing,
 )
-from tests.docs import test_data_flow
 from tests.docs.generator import generate
 
 PAGE = Path(__file__).parents[2] / "docs" / "add-an-architecture.md"
@@ -67,21 +66,6 @@ def example(written: Architecture, monkeypatch: pytest.MonkeyPatch) -> Architect
 @pytest.fixture(params=["default", "one head"])
 def case(request: pytest.FixtureRequest, example: Architecture) -> dict:
     return {"architecture": NAME, "options": dict({"default": {}, **example.variants}[request.param])}
-
-
-def test_its_picture_is_true(example: Architecture) -> None:
-    for check in (
-        test_data_flow.test_each_declares_its_flow,
-        test_data_flow.test_parts_exist,
-        test_data_flow.test_no_line_crosses_a_box_and_no_boxes_overlap,
-        test_data_flow.test_pages_have_their_sections,
-    ):
-        check(NAME)
-    for options in ({}, *example.variants.values()):
-        test_data_flow.test_no_parameter_is_left_out(NAME, dict(options))
-        test_data_flow.test_positions_meet_where_the_picture_says(NAME, dict(options))
-        test_data_flow.test_values_go_where_the_lines_go(NAME, dict(options))
-        test_data_flow.test_state_has_the_declared_size(NAME, dict(options))
 
 
 def test_its_page_says_what_the_file_says(example: Architecture) -> None:

@@ -124,17 +124,7 @@ class AdditiveAttention(nn.Module):
 
 
 class AdditiveLayer(ResidualBlock):
-    """Additive attention, then a GELU feed-forward of four times the width, each on a LayerNorm and added.
-
-    x -> norm LayerNorm [attention_norm] -> h -> linear three matrices [attention.projections] -> q, k, v
-    q -> time softmax mean of q [attention.pool_queries] {(window - 1) (D + H); D + H without window} -> G
-    G * k -> P
-    P + k -> P -> norm LayerNorm [attention.mid_norm] -> P'
-    P' -> time softmax mean of P' [attention.pool_products] {(window - 1) (D + H); D + H without window} -> K
-    K * v -> u
-    x + u -> x -> norm LayerNorm [feed_forward_norm] -> h -> map W_2 gelu(W_1 h) [feed_forward] -> f
-    x + f -> x
-    """
+    """Additive attention, then a GELU feed-forward of four times the width, each on a LayerNorm and added."""
 
     def __init__(self, hidden_size: int, options: AdditiveOptions) -> None:
         if options.rescale is not None and options.stabilizer != "head_norm":

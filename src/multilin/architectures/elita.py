@@ -122,19 +122,7 @@ class TwoFactorFeedForward(nn.Module):
 
 
 class ElitaLayer(ResidualBlock):
-    """Time-linear attention, then the two-factor feed-forward, each on a LayerNorm without scale and bias and added.
-
-    x -> norm LayerNorm [attention_norm] -> h -> linear V [attention.values] -> V h
-    h -> linear k1, k2, k3 [attention.scores] -> k h
-    position -> map sines [attention.frequencies + attention.phases + attention.amplitudes] -> p
-    k h + p -> logits
-    V h, logits -> time running sum, and the token by itself [attention.prefix_softmax] {H value_size + H}
-        -> linear O [attention.output] -> y
-    x + y -> x -> norm LayerNorm [feed_forward_norm] -> h -> map s(W_1 h + b_1) [feed_forward.wide] -> a
-    h -> map s(W_2 h + b_2) [feed_forward.narrow] -> b
-    a, b -> product W_3 (all products) + b_3 [feed_forward.combine] -> f
-    x + f -> x
-    """
+    """Time-linear attention, then the two-factor feed-forward, each on a LayerNorm without scale and bias and added."""
 
     def __init__(self, hidden_size: int, options: ElitaOptions) -> None:
         norm = partial(nn.LayerNorm, hidden_size, eps=options.norm_eps, elementwise_affine=False)

@@ -140,19 +140,7 @@ class SwishFeedForward(nn.Module):
 
 
 class GatedDeltaNetLayer(ResidualBlock):
-    """A reading of the matrices, then a gated feed-forward, each on an RMSNorm and added.
-
-    x -> norm RMSNorm [attention_norm] -> h -> linear q, k, v [attention.projections] -> p
-    p -> time convolution [attention.convolution] {(convolution - 1) (2 D + H value_size)}
-        -> map swish, q and k of length 1 -> p
-    h -> map decays a [attention.decays] -> a
-    h -> linear rates b [attention.rates] -> b
-    p, a, b -> time delta rule [attention.delta_rule] {D value_size} -> norm RMSNorm [attention.norm] -> r
-    h -> linear gate [attention.output_gate] -> g
-    r * g -> r -> linear W_o [attention.output] -> y
-    x + y -> x -> norm RMSNorm [feed_forward_norm] -> h -> map W_3 (s(W_1 h) * W_2 h) [feed_forward] -> f
-    x + f -> x
-    """
+    """A reading of the matrices, then a gated feed-forward, each on an RMSNorm and added."""
 
     def __init__(self, hidden_size: int, options: GatedDeltaNetOptions) -> None:
         parts = GatedDeltaNet(hidden_size, options), SwishFeedForward(hidden_size)

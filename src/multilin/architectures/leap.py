@@ -98,16 +98,7 @@ class LeapAttention(Reader):
 
 
 class LeapLayer(ResidualBlock):
-    """LEAP, then a GELU feed-forward of four times the width, each on a LayerNorm and added.
-
-    x -> norm LayerNorm [attention_norm] -> h -> linear four matrices [attention.projections] -> f, k, v, q
-    f, k, v -> time means with weights elu(f . k) + 1 [attention.prefix_softmax]
-        {(window - 1) (2 D + H); 2 D + H without window} -> V, K
-    K, q -> product sigmoid(q . K) -> g
-    V * g -> u
-    x + u -> x -> norm LayerNorm [feed_forward_norm] -> h -> map W_2 gelu(W_1 h) [feed_forward] -> f
-    x + f -> x
-    """
+    """LEAP, then a GELU feed-forward of four times the width, each on a LayerNorm and added."""
 
     def __init__(self, hidden_size: int, options: LeapOptions) -> None:
         attention = LeapAttention(hidden_size, options)

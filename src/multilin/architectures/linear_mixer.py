@@ -97,13 +97,7 @@ class Triangle(ParameterHolder, Reader):
 
 
 class LinearMixerLayer(Layer):
-    """A mixing over positions, then a feed-forward or none.
-
-    x -> norm? LayerNorm [mixing_norm] -> h -> time weighted sum by position [mixing] {context D + 1} -> m
-    m -> map? gelu -> time? a second weighted sum [second_mixing] {context D + 1} -> m
-    x + m -> x -> norm? LayerNorm [feed_forward_norm] -> h -> map? linear or gelu feed-forward [feed_forward] -> f
-    x +? f -> x -> map? ReLU [activation] -> x
-    """
+    """A mixing over positions, then a feed-forward or none."""
 
     def __init__(self, hidden_size: int, options: LinearMixerOptions) -> None:
         super().__init__()

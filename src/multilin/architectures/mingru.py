@@ -80,14 +80,7 @@ def _reading(pairs_BT2E: Tensor, where: dict[str, Any], *, has_convolution: bool
 
 
 class MinGruLayer(ResidualBlock):
-    """minGRU, then a GELU feed-forward of four times the width, each on a LayerNorm and added.
-
-    x -> norm LayerNorm [attention_norm] -> h -> time convolution over 4 tokens [attention.convolution] {3 D} -> c
-    c -> linear W_z and W_h [attention.projections] -> k, u
-    k, u -> time s moves to g(u) by sigmoid(k) {expansion D} -> s -> linear W_o [attention.output] -> y
-    x + y -> x -> norm LayerNorm [feed_forward_norm] -> h -> map W_2 gelu(W_1 h) [feed_forward] -> f
-    x + f -> x
-    """
+    """minGRU, then a GELU feed-forward of four times the width, each on a LayerNorm and added."""
 
     def __init__(self, hidden_size: int, options: MinGruOptions) -> None:
         feed_forward = GeluFeedForward(hidden_size, dropout=options.dropout)

@@ -63,17 +63,7 @@ class ThreeLinPreset(ThreeLinShared):
 
 
 class ThreeLinLayer(Layer, ParameterHolder, Reader):
-    """One reading of the window and its combination with the state.
-
-    x -> norm N [norm] -> h -> linear QK [query_key] -> norm N [norm] -> key
-    h -> linear QV [query_value] -> query
-    h -> linear V [value] -> value
-    h -> linear K [key] -> norm N [norm] -> X
-    key, query, value -> time attention to the window before [windowed_attention + decay?]
-        {window (query_size + value_size + 1)} -> norm N [norm] -> A
-    A, X -> product C of all products in a block [combiner] -> c
-    x + c -> x
-    """
+    """One reading of the window and its combination with the state."""
 
     def __init__(self, hidden_size: int, options: ThreeLinOptions) -> None:
         super().__init__()

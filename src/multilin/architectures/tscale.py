@@ -108,17 +108,7 @@ class TScaleAttention(Reader):
 
 
 class TScaleLayer(Layer):
-    """Attention with a bilinear combiner, then a ReLU feed-forward, both added to the state.
-
-    x -> norm N [norm] -> h -> linear Q [attention.query] -> norm N [attention.norm] -> map rope -> q
-    h -> linear R [attention.remote] -> map rope -> r
-    h -> linear V [attention.value] -> norm N [attention.norm] -> v
-    h -> linear U [attention.own] -> norm N [attention.norm] -> u
-    q, r, v -> time attention to the tokens before [attention.windowed_attention] {width (2 H head_size + 1)} -> a
-    a, u -> product C of all products in blocks of 4 [attention.combiner] -> c
-    x + c -> x -> norm N [norm] -> h -> linear E [expand] -> norm N [norm] -> map relu -> e -> linear F [contract] -> f
-    x + f -> x
-    """
+    """Attention with a bilinear combiner, then a ReLU feed-forward, both added to the state."""
 
     def __init__(self, hidden_size: int, options: TScaleOptions) -> None:
         super().__init__()

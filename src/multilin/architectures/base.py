@@ -92,7 +92,7 @@ class Architecture:
 
     name: as recipes and config.json write it.
     title, source: for people; the source is the paper or document whose equations it follows.
-    layer: builds a layer from (hidden_size, options); the arrows in its docstring are the picture of its page.
+    layer: builds a layer from (hidden_size, options).
     options: dataclass of a layer's options.
     preset_options: dataclass of what a user may choose for a whole model.
     preset: lays a model out from (sizes, preset options).

@@ -42,5 +42,5 @@ def publish(arguments: PublishArguments) -> None:
         with loading(f"the hub: uploading {folder}"):
             print(upload(folder, arguments.name, private=arguments.private))
     else:
-        print(f"{folder}: weights, tokenizer, model card, and the model's code in one file")
+        print(f"{folder}: weights, tokenizer, model card, and the model's code")
         say_next(["less", folder / "README.md"], ["hf", "upload", arguments.name, folder])

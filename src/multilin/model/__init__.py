@@ -1,5 +1,8 @@
 """The one model: config, language model, state. Importing it registers all models with transformers' Auto classes."""
 
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_MAPPING_NAMES
+
 import multilin.model.baselines  # noqa: F401
 from multilin.model.body import MultilinModel
 from multilin.model.config import MultilinConfig
@@ -7,3 +10,10 @@ from multilin.model.language_model import MultilinForCausalLM
 from multilin.model.state import TextState
 
 __all__ = ["MultilinConfig", "MultilinForCausalLM", "MultilinModel", "TextState"]
+
+AutoConfig.register(MultilinConfig.model_type, MultilinConfig)
+AutoModel.register(MultilinConfig, MultilinModel)
+AutoModelForCausalLM.register(MultilinConfig, MultilinForCausalLM)
+# By these names transformers' tools tell bodies from language models: pipelines, and Trainer, which shifts labels.
+MODEL_MAPPING_NAMES[MultilinConfig.model_type] = MultilinModel.__name__
+MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[MultilinConfig.model_type] = MultilinForCausalLM.__name__

@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModel, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
-from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
 from transformers.utils.generic import can_return_tuple
 
 from multilin.architectures.base import LayerOptions, get_architecture
@@ -301,8 +300,3 @@ def _check_lengths(config: MultilinConfig) -> None:
                 f"n_positions: {config.n_positions or 'no limit'} given, but layers.{index} "
                 f"({config.layers[index]['architecture']}) reads at most {longest} tokens"
             )
-
-
-AutoModel.register(MultilinConfig, MultilinModel)
-# By these names transformers' tools tell bodies from language models: pipelines, and Trainer, which shifts labels.
-MODEL_MAPPING_NAMES[MultilinConfig.model_type] = MultilinModel.__name__

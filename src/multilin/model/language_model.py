@@ -5,9 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_outputs import CausalLMOutputWithPast
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils.generic import can_return_tuple
 
 from multilin.layers.linear import Arithmetic, set_arithmetic
@@ -143,8 +141,3 @@ class MultilinForCausalLM(FixedBias, MultilinPreTrainedModel, StatefulGeneration
     def packs(self) -> bool:
         """Whether several documents can share a row (document_ids)."""
         return not self.model.unpackable
-
-
-AutoConfig.register(MultilinConfig.model_type, MultilinConfig)
-AutoModelForCausalLM.register(MultilinConfig, MultilinForCausalLM)
-MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[MultilinConfig.model_type] = MultilinForCausalLM.__name__

@@ -139,7 +139,7 @@ def all_ops() -> dict[str, Op]:
     import importlib
     import pkgutil
 
-    import multilin.ops
+    from multilin import ops
 
-    modules = (importlib.import_module(f"multilin.ops.{m.name}") for m in pkgutil.iter_modules(multilin.ops.__path__))
+    modules = (importlib.import_module(f"{ops.__name__}.{m.name}") for m in pkgutil.iter_modules(ops.__path__))
     return {op.name: op for module in modules for op in vars(module).values() if isinstance(op, Op)}

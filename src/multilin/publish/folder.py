@@ -10,8 +10,7 @@ from multilin.errors import InputError, plural
 from multilin.files import atomic_folder, write_whole
 from multilin.inference.runs import Run
 from multilin.model import MultilinForCausalLM
-from multilin.model.remote import AUTO_FILE
-from multilin.publish.flat import flat_model, own_architectures
+from multilin.publish.code import model_files, own_architectures
 
 CARD = "README.md"
 _PLOT = "loss.png"
@@ -20,7 +19,7 @@ _PLOT = "loss.png"
 def publish_run(run: Run, name: str, folder: Path) -> None:
     """Write a folder that transformers loads without this package.
 
-    It has the weights, config.json, generation_config.json, the tokenizer, the model's code in one file, and the model
+    It has the weights, config.json, generation_config.json, the tokenizer, the model's code, and the model
     card of the run with the figures of its training.
 
     Args:
@@ -37,8 +36,8 @@ def publish_run(run: Run, name: str, folder: Path) -> None:
         is_ours = kind.startswith("multilin_")
         advice = "lacks; train it without output_bias and unit_variance" if is_ours else "loads; upload its folder"
         raise InputError(f"run: a {kind} model given, which transformers {advice}")
-    others = sorted({entry["architecture"] for entry in run.model.config.layers} - {*own_architectures()})
-    if others:
+    names = {entry["architecture"] for entry in run.model.config.layers}
+    if others := sorted(names - {*own_architectures()}):
         raise InputError(
             f"run: a model of {others[0]} given, an architecture of another package, whose code would be missing; "
             "upload the run's folder itself"
@@ -46,7 +45,8 @@ def publish_run(run: Run, name: str, folder: Path) -> None:
     with atomic_folder(folder) as partial:
         run.model.save_pretrained(partial)
         run.tokenizer.save_pretrained(partial)
-        write_whole(partial / AUTO_FILE, flat_model())
+        for file, text in model_files(names).items():
+            write_whole(partial / file, text)
         if (run.folder / _PLOT).is_file():
             write_whole(partial / _PLOT, (run.folder / _PLOT).read_bytes())
         write_whole(partial / CARD, _card(run, name))
@@ -111,7 +111,7 @@ inputs = tokenizer(tokenizer.eos_token + "The", add_special_tokens=False, return
 print(tokenizer.decode(model.generate(**inputs, max_new_tokens=50, do_sample=True)[0]))
 ```
 
-`trust_remote_code` runs `modeling_multilin.py` of this repository, plain PyTorch. With the package
+`trust_remote_code` runs the Python files of this repository, plain PyTorch. With the package
 [multilin](https://pypi.org/project/multilin) (`pip install multilin`, then `import multilin`) no code of the repository
 is run, compiled kernels are, and states can be saved, exported and served.
 """

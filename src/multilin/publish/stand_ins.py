@@ -1,4 +1,4 @@
-"""Replacements in the flat file: settings without checks, and a stand-in for compiled kernels."""
+"""In a published folder: settings without checks, and a stand-in for whatever else the folder lacks."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -26,14 +26,23 @@ def load_settings(cls: type[SettingsT], values: Mapping[str, Any], where: str = 
         raise InputError(f"{where}: {error}") from None
 
 
-class _CompiledKernels:
-    """Compiled kernels are part of the package multilin only: `pip install multilin`."""
-
-    def __getattr__(self, name: str) -> "_CompiledKernels":
-        return self
+class _Absent:
+    """Stands for compiled kernels, which say that they are absent, and for types that only annotations need."""
 
     def __call__(self, *arguments: Any, **options: Any) -> str:
         return "compiled kernels are part of the package multilin"
 
+    def _itself(self, other: Any) -> "_Absent":
+        return self
 
-compiled_kernels = _CompiledKernels()
+    __getattr__ = __getitem__ = __or__ = __ror__ = _itself
+
+
+_absent = _Absent()
+
+
+def __getattr__(name: str) -> _Absent:
+    """Any name of another module."""
+    if name.startswith("__"):
+        raise AttributeError(name)
+    return _absent

@@ -1,9 +1,10 @@
-"""The model's code in one file: the same numbers as the package, and nothing of the package needed."""
+"""The model's code in one folder: the same numbers as the package, and nothing of the package needed."""
 
 import ast
 import dataclasses
-import importlib.util
+import importlib
 import sys
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -18,21 +19,17 @@ from multilin.errors import InputError
 from multilin.inference.runs import Run
 from multilin.model.factory import create_model
 from multilin.model.remote import AUTO_FILE
-from multilin.publish.flat import flat_model, own_architectures
+from multilin.publish.code import model_files, own_architectures
 from multilin.publish.folder import publish_run
 
 
-@pytest.fixture(scope="module")
-def flat(tmp_path_factory: pytest.TempPathFactory) -> ModuleType:
-    path = tmp_path_factory.mktemp("flat") / AUTO_FILE
-    path.write_text(flat_model())
-    spec = importlib.util.spec_from_file_location("flat_model_of_a_test", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+def published(names: Iterable[str], folder: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The module that config.json names, from files in a package of their own."""
+    folder.mkdir()
+    for file, text in model_files(names).items():
+        (folder / file).write_text(text)
+    monkeypatch.syspath_prepend(folder.parent)
+    return importlib.import_module(f"{folder.name}.{Path(AUTO_FILE).stem}")
 
 
 def test_architectures_of_other_packages_are_left_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -41,7 +38,6 @@ def test_architectures_of_other_packages_are_left_out(monkeypatch: pytest.Monkey
     monkeypatch.setitem(base._registry, "mine", mine)
     assert "mine" in architectures()
     assert "mine" not in own_architectures()
-    flat_model()
     model.config.layers[0]["architecture"] = "mine"
     with pytest.raises(InputError, match="a model of mine given, an architecture of another package"):
         publish_run(
@@ -49,18 +45,33 @@ def test_architectures_of_other_packages_are_left_out(monkeypatch: pytest.Monkey
         )
 
 
-def test_the_file_imports_nothing_but_pytorch_and_transformers() -> None:
-    imported = set()
-    for node in ast.walk(ast.parse(flat_model())):
-        if isinstance(node, ast.ImportFrom):
-            imported.add((node.module or "").split(".")[0])
+def test_the_files_import_nothing_but_pytorch_and_transformers() -> None:
+    files = model_files(own_architectures())
+    imported = {name for text in files.values() for name in imports(ast.parse(text))}
+    relative = {name.removeprefix(".") for name in imported if name.startswith(".")}
+    assert {f"{name}.py" for name in relative} == {*files} - {AUTO_FILE}
+    assert {name for name in imported if name[0] != "."} - set(sys.stdlib_module_names) == {"torch", "transformers"}
+
+
+def imports(tree: ast.Module) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            yield from ([f".{node.module}"] if node.module else [f".{alias.name}" for alias in node.names])
+        elif isinstance(node, ast.ImportFrom):
+            yield (node.module or "").split(".")[0]
         elif isinstance(node, ast.Import):
-            imported |= {alias.name.split(".")[0] for alias in node.names}
-    assert imported - set(sys.stdlib_module_names) == {"torch", "transformers"}
+            yield from (alias.name.split(".")[0] for alias in node.names)
+
+
+def test_a_folder_has_the_architectures_of_its_model_alone() -> None:
+    files = model_files(["elita"])
+    assert "architectures_elita.py" in files
+    assert "architectures_tscale.py" not in files
 
 
 @pytest.mark.parametrize("name", architectures())
-def test_logits_and_states_are_those_of_the_package(flat: ModuleType, name: str) -> None:
+def test_logits_and_states_are_those_of_the_package(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flat = published([name], tmp_path / f"published_{name}", monkeypatch)
     torch.manual_seed(0)
     ours = create_model(name, hidden_size=32, num_layers=2, vocab_size=60, n_positions=48).eval()
     for parameter in ours.parameters():
@@ -75,7 +86,8 @@ def test_logits_and_states_are_those_of_the_package(flat: ModuleType, name: str)
         torch.testing.assert_close(rest.logits, ours(ids).logits[:, 25:], rtol=1e-4, atol=1e-4)
 
 
-def test_gradients_are_those_of_the_package(flat: ModuleType) -> None:
+def test_gradients_are_those_of_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flat = published(["tscale"], tmp_path / "published_gradients", monkeypatch)
     torch.manual_seed(0)
     ours = create_model("tscale", hidden_size=32, num_layers=2, vocab_size=60, n_positions=48)
     theirs = flat.MultilinForCausalLM(flat.MultilinConfig(**ours.config.to_dict()))

@@ -17,10 +17,10 @@ import torch
 from benchmarks import _results
 from benchmarks._models import add_sizes
 from benchmarks._processes import start_together
-from multilin.training.processes import join_processes, num_processes
+from multilin.training.loop import train
+from multilin.training.processes import join_processes, num_processes, rank, wait_for_all
 from multilin.training.recipe import load_recipe
-from multilin.training.saving_trainer import SavingTrainer
-from multilin.training.trainer import train
+from multilin.training.saving import Saver
 
 PROCESSES = 2
 TO_WARM_UP = 2  # checkpoints: the first copies need new memory
@@ -35,39 +35,39 @@ def main(argv: list[str]) -> None:
     if num_processes() < PROCESSES:
         start_together("benchmarks.checkpoints", PROCESSES, argv)
         return
-    devices = join_processes()
+    join_processes()
     times = _time_checkpoints(arguments, arguments.folder / "run")
-    if devices.is_main_process:
+    if rank() == 0:
         _report(arguments, times)
 
 
 def _time_checkpoints(arguments: argparse.Namespace, output: Path) -> dict[str, list[float]]:
     times: dict[str, list[float]] = {"in the background": [], "waited for": [], "limit: one copy": []}
-    save = SavingTrainer._save_checkpoint
+    write = Saver.write_checkpoint
 
-    def timed(trainer: Any, model: Any, trial: Any) -> None:
-        trainer.finish_checkpoint()  # the one before
-        trainer.accelerator.wait_for_everyone()
-        times["limit: one copy"].append(_copy(trainer))
+    def timed(saver: Saver, progress: dict[str, Any]) -> None:
+        saver.finish()  # the one before
+        wait_for_all()
+        times["limit: one copy"].append(_copy(saver))
         waits = len(times["in the background"]) > len(times["waited for"])
         begin = time.perf_counter()
-        save(trainer, model, trial)
+        write(saver, progress)
         if waits:
-            trainer.finish_checkpoint()
+            saver.finish()
         times["waited for" if waits else "in the background"].append(time.perf_counter() - begin)
 
-    SavingTrainer._save_checkpoint = timed  # type: ignore[method-assign]
+    Saver.write_checkpoint = timed  # type: ignore[method-assign]
     try:
         train(load_recipe(None, _changes(arguments, output)))
     finally:
-        SavingTrainer._save_checkpoint = save  # type: ignore[method-assign]
+        Saver.write_checkpoint = write  # type: ignore[method-assign]
     return {name: values[TO_WARM_UP:] for name, values in times.items()}
 
 
-def _copy(trainer: Any) -> float:
+def _copy(saver: Saver) -> float:
     """Seconds to copy what this process keeps of the weights and of the optimizer, into memory that was used before."""
-    states = trainer.optimizer.state.values()
-    tensors = [*trainer.model.parameters(), *(value for slots in states for value in slots.values())]
+    states = saver.optimizer.state.values()
+    tensors = [*saver.model.parameters(), *(value for slots in states for value in slots.values())]
     parts = [x.to_local() if hasattr(x, "to_local") else x for x in tensors if torch.is_tensor(x)]
     copies = [torch.zeros_like(part) for part in parts]
     begin = time.perf_counter()

@@ -24,9 +24,9 @@ from multilin.analysis.budget.pick import VALIDATIONS
 from multilin.analysis.budget.rule import SHORT_RUN, Size, recipe_values
 from multilin.files import write_whole
 from multilin.training.assemble import read_text
+from multilin.training.loop import train
 from multilin.training.recipe import Recipe, load_recipe
 from multilin.training.run_folder import RunFolder
-from multilin.training.trainer import train
 
 BY_NAME_ONLY = "trains for hours"
 CLOSE = 0.03  # bits per byte

@@ -23,11 +23,11 @@ from benchmarks import _plots, _results
 from benchmarks._models import add_sizes, train_step
 from benchmarks._turns import seconds_in_turns
 from multilin.training.assemble import create_network
+from multilin.training.loop import train
 from multilin.training.optimizers import build_optimizer
 from multilin.training.outcomes import TrainingFailed
 from multilin.training.recipe import load_recipe
 from multilin.training.run_folder import RunFolder
-from multilin.training.trainer import train
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import default_collate
-from transformers import TrainerCallback
 
 from benchmarks import _results
 from benchmarks._models import add_sizes
@@ -28,11 +27,11 @@ from benchmarks._processes import start_together
 from benchmarks._turns import synchronize
 from multilin.cli.progress import TrainingDisplay
 from multilin.training.assemble import build_model, read_text, training_order
+from multilin.training.loop import train
 from multilin.training.precision import autocast_dtype
-from multilin.training.processes import accelerator_or_cpu, join_processes, num_processes
+from multilin.training.processes import accelerator_or_cpu, join_processes, num_processes, rank
 from multilin.training.recipe import Recipe, load_recipe
 from multilin.training.resolve import resolve_recipe
-from multilin.training.trainer import train
 
 TURNS_TO_WARM_UP = 2
 
@@ -69,7 +68,7 @@ class BareLoop:
         return time.perf_counter() - start
 
 
-class TakeTurns(TrainerCallback):
+class TakeTurns:
     """Times every turn of ours, and lets the peer have one after it."""
 
     def __init__(self, peer: BareLoop, steps: int) -> None:
@@ -78,9 +77,9 @@ class TakeTurns(TrainerCallback):
         self.bare: list[float] = []
         self._start: float | None = None
 
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def __call__(self, step: int, model: object) -> None:
         """At the start of a turn: note how long the last one took, and let the peer go."""
-        if state.global_step % self.steps:
+        if (step - 1) % self.steps:
             return
         synchronize()
         if self._start is not None:
@@ -103,13 +102,13 @@ def main(argv: list[str]) -> None:
     if arguments.processes > num_processes():
         start_together("benchmarks.trainer", arguments.processes, argv)
         return
-    devices = join_processes()
+    join_processes()
     with tempfile.TemporaryDirectory() as folder:
         recipe = _recipe(arguments, (arguments.folder or Path(folder)) / "run")
         turns = TakeTurns(BareLoop(recipe), arguments.steps)
         with TrainingDisplay() as display:
-            train(recipe, callbacks=[turns], progress=display)
-    if not devices.is_main_process:
+            train(recipe, before_step=turns, progress=display)
+    if rank() != 0:
         return
     ours, bare = turns.ours[TURNS_TO_WARM_UP:], turns.bare[TURNS_TO_WARM_UP:]
     tokens = arguments.steps * arguments.batch_size * recipe.model.n_positions

@@ -33,7 +33,7 @@ from multilin.cli.compare import print_comparison
 from multilin.data.packed_text import PackedText
 from multilin.errors import InputError
 from multilin.scoring.losses import Evaluation, evaluate
-from multilin.training.callbacks import StepCallback
+from multilin.training import loop
 from multilin.training.outcomes import TrainingInterrupted
 from multilin.training.progress import TrainingProgress
 from multilin.training.recipe import Recipe, load_recipe, save_recipe
@@ -251,22 +251,21 @@ def test_a_folder_in_the_text_is_refused_before_anything_is_written_there(sandbo
 
 def test_a_stopped_comparison_goes_on(found: Comparison, sandbox: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Stopped in the second run, after a checkpoint, it ends with the very figures of one that was not stopped."""
-    begun = []
+    begun, set_rates = [], loop._set_rates
 
-    def stop_there(self: StepCallback, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        begun.append(state.global_step)
+    def stop_there(run: Any) -> float:
+        begun.append(run.step)
         if len(begun) == STEPS + 8:
             raise KeyboardInterrupt
+        return set_rates(run)
 
     sweep = a_sweep(sandbox, "stopped", rows={"elita": {}})
     with monkeypatch.context() as patch:
-        patch.setattr(StepCallback, "on_step_begin", stop_there)
+        patch.setattr(loop, "_set_rates", stop_there)
         with pytest.raises(KeyboardInterrupt):
             compare(sweep)
         begun.clear()
-        patch.setattr(
-            StepCallback, "on_step_begin", lambda self, args, state, control, **_: begun.append(state.global_step)
-        )
+        patch.setattr(loop, "_set_rates", lambda run: (begun.append(run.step), set_rates(run))[1])
         again = compare(sweep)
     assert begun[0] == 4  # where the last checkpoint was saved
     for one, other in zip(again.row("elita").runs, found.row("elita").runs, strict=True):
@@ -388,7 +387,7 @@ def test_stages_give_every_row_the_same_trials_and_never_read_the_final_half(
 
         return evaluate_and_note
 
-    monkeypatch.setattr("multilin.training.transformers_trainer.evaluate", watch(validated))
+    monkeypatch.setattr("multilin.training.loop.evaluate", watch(validated))
     monkeypatch.setattr("multilin.analysis.compare.measure.evaluate", watch(scored))
     sweep = a_sweep(sandbox, "stages", stages=STAGES, final_half=True, seeds=[0])
     sweep = dataclasses.replace(sweep, base=sweep.base | {"data.validation_fraction": 0.2})

@@ -66,7 +66,7 @@ def test_weights_gradients_and_optimizer_take_what_is_planned(optimizer: str) ->
 
 
 def test_a_checkpoint_has_the_planned_size(tmp_path: Path) -> None:
-    from multilin.training.trainer import train
+    from multilin.training.loop import train
 
     text = tmp_path / "text.jsonl"
     text.write_text("".join(json.dumps({"text": f"the cat {number} sat"}) + "\n" for number in range(60)))

@@ -21,7 +21,7 @@ from multilin.errors import LONGEST_MESSAGE
 
 LIMIT_SECONDS, LIMIT_BYTES = 120, 4 * 2**30  # seconds on a busy machine; none takes more than a few on a quiet one
 PRELOADED = """
-    tests.fuzz.cases multilin.training.trainer multilin.inference.generate multilin.inference.torch_engine
+    tests.fuzz.cases multilin.training.loop multilin.inference.generate multilin.inference.torch_engine
     multilin.analysis.explain.run
     multilin.analysis.explain.page multilin.analysis.compare.run multilin.analysis.quantize multilin.cli.parser
     multilin.inference.rollout_run multilin.inference.convert multilin.data.tokenizer_tools multilin.analysis.costs

@@ -17,9 +17,9 @@ from multilin.inference.runs import load_run
 from multilin.model.baselines import attend_without_mask
 from multilin.model.factory import BASELINES, create_model
 from multilin.training.assemble import build_model, read_text
+from multilin.training.loop import train
 from multilin.training.recipe import load_recipe
 from multilin.training.resolve import resolve_recipe
-from multilin.training.trainer import train
 from tests.processes import PYTHON, run
 
 SIZES = {"hidden_size": 16, "num_layers": 2, "vocab_size": 40, "n_positions": 12}

@@ -21,8 +21,8 @@ from multilin.inference.runs import Run, load_run
 from multilin.inference.settings import GenerationSettings, RolloutSettings
 from multilin.model.factory import create_model, model_names
 from multilin.model.memory import activation_bytes, available_memory, check_memory, loss_bytes, parameter_bytes
+from multilin.training.loop import train
 from multilin.training.recipe import load_recipe
-from multilin.training.trainer import train
 
 SIZES = {"hidden_size": 64, "num_layers": 3, "vocab_size": 300, "n_positions": 64}
 

@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from multilin.training.callbacks import StepCallback
+from multilin.training import loop
+from multilin.training.loop import train
 from multilin.training.outcomes import RunResult, TrainingInterrupted
 from multilin.training.recipe import Recipe, load_recipe
-from multilin.training.trainer import train
 
 WORDS = ("the", "a", "cat", "dog", "sat", "ran", "on", "under", "mat", "tree", "and", "saw", "big", "green", "house")
 TIMES = ("seconds", "tokens_per_second")
@@ -55,7 +55,7 @@ def one_thread() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
     """The plot of the loss would take a third of a tiny run; the runs of wider fixtures, made before, are drawn."""
-    monkeypatch.setattr("multilin.training.trainer.draw_loss", lambda lines, path: path.touch())
+    monkeypatch.setattr("multilin.training.loop.draw_loss", lambda lines, path: path.touch())
 
 
 @pytest.fixture(scope="session")
@@ -121,13 +121,15 @@ def uninterrupted(one_thread: None, tiny: Tiny, tmp_path_factory: pytest.TempPat
 @pytest.fixture
 def at_step(monkeypatch: pytest.MonkeyPatch) -> AtStep:
     """at_step(5, action) calls action(model) when the fifth step of a run begins."""
+    set_rates = loop._set_rates
 
     def install(step: int, action: Callable[[torch.nn.Module], object]) -> None:
-        def on_step_begin(self: StepCallback, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            if state.global_step + 1 == step:
-                action(kwargs["model"])
+        def begin(run: Any) -> float:
+            if run.step + 1 == step:
+                action(run.model)
+            return set_rates(run)
 
-        monkeypatch.setattr(StepCallback, "on_step_begin", on_step_begin)
+        monkeypatch.setattr(loop, "_set_rates", begin)
 
     return install
 

@@ -27,17 +27,19 @@ def run_on(number: int, *words: Path | str, options: tuple[str, ...] = (), statu
 
 
 def note_blocks(file: Path) -> None:
-    """Have every forward pass of this process add its step and its blocks to a file."""
-    from multilin.training.transformers_trainer import RunTrainer
+    """Have every pass of this process add its step, from 0, and its blocks to a file."""
+    from multilin.training import loop
 
-    original = RunTrainer.compute_loss
+    original = loop.step_batches
 
-    def compute_loss(self: Any, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+    def step_batches(order: Any, plan: Any, step: int, device: Any) -> Any:
+        batches = original(order, plan, step, device)
         with file.open("a") as stream:
-            stream.write(json.dumps([self.state.global_step, inputs["input_ids"].tolist()]) + "\n")
-        return original(self, model, inputs, *args, **kwargs)
+            for batch in batches:
+                stream.write(json.dumps([step - 1, batch["input_ids"].tolist()]) + "\n")
+        return batches
 
-    RunTrainer.compute_loss = compute_loss  # type: ignore[method-assign]
+    loop.step_batches = step_batches
 
 
 def blocks_of_steps(folder: Path) -> dict[int, list[list[int]]]:
@@ -52,23 +54,21 @@ def blocks_of_steps(folder: Path) -> dict[int, list[list[int]]]:
 
 def main() -> None:
     """Train the recipes among the arguments."""
-    from multilin.training.callbacks import StepCallback
+    from multilin.training.loop import train
     from multilin.training.outcomes import TrainingInterrupted
     from multilin.training.recipe import load_recipe
-    from multilin.training.trainer import train
 
-    def send(self: Any, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def send(begun: int, model: Any) -> None:
         for name, step, rank in (word.split(":") for word in sys.argv[2:] if ":" in word):
             is_first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
             receiver = os.getppid() if rank == "torchrun" else os.getpid()
-            if state.global_step + 1 == int(step) and os.environ["RANK"] == rank.replace("torchrun", "0") and is_first:
+            if begun == int(step) and os.environ["RANK"] == rank.replace("torchrun", "0") and is_first:
                 os.kill(receiver, signal.Signals[name])
 
-    StepCallback.on_step_begin = send  # type: ignore[method-assign]
     for file in (Path(word) for word in sys.argv[1:] if word.endswith(".yaml")):
         note_blocks(file.with_name(f"{file.stem}-{os.getpid()}.blocks"))
         with contextlib.suppress(TrainingInterrupted):
-            train(load_recipe(file), resume="resume" in sys.argv)
+            train(load_recipe(file), resume="resume" in sys.argv, before_step=send)
 
 
 if __name__ == "__main__":

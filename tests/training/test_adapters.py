@@ -23,10 +23,10 @@ from multilin.inference.adapters import insert_adapters, reach
 from multilin.inference.run_files import base_of, model_type
 from multilin.inference.runs import load_run
 from multilin.model.factory import create_model, model_names
+from multilin.training.loop import train
 from multilin.training.outcomes import RunResult
 from multilin.training.progress import TrainingProgress
 from multilin.training.recipe import load_recipe
-from multilin.training.trainer import train
 from tests.training.conftest import Stopped, Tiny, metrics
 
 LORA = {"training.lora": {"rank": 2, "dropout": 0.1}}

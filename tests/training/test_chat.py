@@ -21,8 +21,8 @@ from multilin.data.tokenizers import load_tokenizer, train_tokenizer
 from multilin.errors import InputError
 from multilin.inference.runs import Run
 from multilin.model.factory import create_model
+from multilin.training.loop import train
 from multilin.training.recipe import load_recipe
-from multilin.training.trainer import train
 from tests.training.conftest import Tiny
 
 QUESTION, ANSWER = {"role": "user", "content": "Who?"}, {"role": "assistant", "content": "Me!"}

@@ -13,10 +13,10 @@ from multilin.analysis.compare.record import is_finished
 from multilin.analysis.compare.speeds import SPEED_FILE, read_speeds
 from multilin.errors import InputError
 from multilin.training.checkpoints import CHECKSUMS, read_json, write_json
+from multilin.training.loop import train
 from multilin.training.outcomes import RunResult
 from multilin.training.recipe import RECIPE_FILE, Recipe, load_recipe
 from multilin.training.run_folder import RunFolder
-from multilin.training.trainer import train
 from tests.training.conftest import Tiny, assert_same_run
 
 
@@ -69,20 +69,16 @@ def test_any_damaged_file_leads_to_the_checkpoint_before(run: tuple[RunFolder, R
         with pytest.warns(UserWarning, match=rf"checkpoint-12: {named} is .*; the run goes on from checkpoint-8"):
             assert folder.check(recipe, resume=True, overwrite=False) == folder.checkpoints / "checkpoint-8"
         names.append(path.name)
-    assert {"model.safetensors", "optimizer.safetensors", "trainer_state.json", "run.json", "checksums.json"} <= set(
-        names
-    )
+    assert {"model.safetensors", "optimizer.safetensors", "progress.json", "run.json", "checksums.json"} <= set(names)
 
 
 @pytest.mark.parametrize("kind", DAMAGES)
 def test_without_a_whole_checkpoint_one_sentence_says_so(run: tuple[RunFolder, Recipe], kind: str) -> None:
     folder, recipe = run
     DAMAGES[kind](folder.checkpoints / "checkpoint-8" / "model.safetensors")
-    DAMAGES[kind](folder.checkpoints / "checkpoint-12" / "trainer_state.json")
+    DAMAGES[kind](folder.checkpoints / "checkpoint-12" / "progress.json")
     before = sorted(folder.path.rglob("*"))
-    sentence = (
-        r"no whole checkpoint .*checkpoint-12: trainer_state.json .*checkpoint-8: model.safetensors .*--overwrite"
-    )
+    sentence = r"no whole checkpoint .*checkpoint-12: progress.json .*checkpoint-8: model.safetensors .*--overwrite"
     with pytest.raises(InputError, match=sentence) as refusal:
         train(recipe, resume=True)
     assert "\n" not in str(refusal.value)
@@ -90,9 +86,7 @@ def test_without_a_whole_checkpoint_one_sentence_says_so(run: tuple[RunFolder, R
 
 
 WRONG: dict[str, Callable[[dict], object]] = {
-    "trainer_state.json": lambda values: values.update(global_step="x"),
-    "meter.json": lambda values: values.pop("last_loss"),
-    "schedule.json": lambda values: values.update(base_lrs=3),
+    "progress.json": lambda values: values.update(step="x"),
     "run.json": lambda values: values["metrics"].append(3),
     "optimizer.json": lambda groups: groups[0].update(lr="x"),
 }

@@ -5,10 +5,10 @@ import torch
 from safetensors.torch import load_file
 
 from multilin.errors import InputError
+from multilin.training import loop
+from multilin.training.loop import train
 from multilin.training.recipe import Recipe, load_recipe, save_recipe
 from multilin.training.settings import TrainingRecipe
-from multilin.training.trainer import train
-from multilin.training.transformers_trainer import RunTrainer
 from tests.training.conftest import Stopped, Tiny, assert_same_run, metrics
 from tests.training.elastic import blocks_of_steps, note_blocks, run_on
 
@@ -20,8 +20,8 @@ def whole(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run in one process, with dropout and without a stop, for others to be compared with."""
     output = tmp_path_factory.mktemp("whole") / "run"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("multilin.training.trainer.draw_loss", lambda lines, path: path.touch())
-        patch.setattr(RunTrainer, "compute_loss", RunTrainer.compute_loss)  # to be undone
+        patch.setattr("multilin.training.loop.draw_loss", lambda lines, path: path.touch())
+        patch.setattr(loop, "step_batches", loop.step_batches)  # to be undone
         note_blocks(output.with_name("run-0.blocks"))
         train(tiny(output, **EIGHT_BLOCKS))
     return output
@@ -91,7 +91,7 @@ def test_processes_that_are_started_again_keep_the_batch_of_their_run(
     tiny: Tiny, tmp_path: Path, stopped: Stopped, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stopped(tiny(tmp_path / "run"), 5)  # with the blocks of two processes
-    monkeypatch.setattr("multilin.training.trainer.were_restarted", lambda: True)
+    monkeypatch.setattr("multilin.training.loop.were_restarted", lambda: True)
     result = train(tiny(tmp_path / "run", **{"training.global_batch_size": None}))
     assert (result.steps, result.tokens) == (12, 12 * 4 * 16)
 

@@ -1,4 +1,5 @@
 import errno
+import itertools
 import math
 import os
 import pickle
@@ -20,10 +21,11 @@ from torch.utils.hooks import RemovableHandle
 from multilin.data.tokenizers import VocabularyTooLarge
 from multilin.errors import InputError
 from multilin.training import checkpoints
+from multilin.training.loop import train
 from multilin.training.outcomes import RunResult, TrainingFailed, TrainingInterrupted
 from multilin.training.run_folder import RunFolder
-from multilin.training.trainer import train
-from multilin.training.transformers_trainer import RunTrainer
+from multilin.training.saving import Saver
+from multilin.training.step import TrainedLoss
 from tests.training.conftest import AtStep, Tiny, assert_same_weights, metrics
 
 DISK_IS_FULL = [
@@ -88,13 +90,14 @@ def test_checkpoints_change_nothing_while_all_steps_are_left_out(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """PyTorch makes a state for an optimizer without one by a step of its own, to save it."""
-    compute, results = RunTrainer.compute_loss, []
-
-    def infinite_at_first(self: RunTrainer, *arguments: Any, **options: Any) -> Any:
-        return compute(self, *arguments, **options) * (math.inf if self.state.global_step < 3 else 1.0)
-
-    monkeypatch.setattr(RunTrainer, "compute_loss", infinite_at_first)
+    compute, results = TrainedLoss.forward, []
     for every in (0, 2):
+        passes = itertools.count()
+        monkeypatch.setattr(
+            TrainedLoss,
+            "forward",
+            lambda *given, passes=passes: compute(*given) * (math.inf if next(passes) < 6 else 1),
+        )
         options = {"optimizer.nonfinite": "skip", "training.max_steps": 6, "training.save_every_steps": every}
         with pytest.warns(UserWarning, match="is not finite"):
             results.append(train(tiny(tmp_path / f"run{every}", **options)))
@@ -104,8 +107,8 @@ def test_checkpoints_change_nothing_while_all_steps_are_left_out(
 def test_a_run_that_is_stopped_before_any_update_says_that_there_is_no_checkpoint(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at_step: AtStep
 ) -> None:
-    compute = RunTrainer.compute_loss
-    monkeypatch.setattr(RunTrainer, "compute_loss", lambda *a, **k: compute(*a, **k) * math.inf)
+    compute = TrainedLoss.forward
+    monkeypatch.setattr(TrainedLoss, "forward", lambda *given: compute(*given) * math.inf)
     at_step(3, lambda model: signal.raise_signal(signal.SIGTERM))
     with (
         pytest.warns(UserWarning, match="is not finite"),
@@ -138,27 +141,25 @@ def test_a_full_disk_keeps_the_checkpoint_before(
 
 
 def test_a_checkpoint_in_the_background_is_complete_when_a_run_fails(
-    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at_step: AtStep
 ) -> None:
     has_failed = threading.Event()
-    compute, save = RunTrainer.compute_loss, RunTrainer._save_checkpoint
+    write = Saver.write_checkpoint
 
     class Writer:
         def copy(self, *_: object) -> Callable[[], object]:
             return lambda: (has_failed.wait(60), time.sleep(0.5))  # longer than a run that does not wait needs to end
 
-    def fail(trainer: RunTrainer, *args: Any, **kwargs: Any) -> Any:
-        if trainer.state.global_step == 4:
-            has_failed.set()
-            raise TrainingFailed("a device was lost")
-        return compute(trainer, *args, **kwargs)
+    def fail(model: torch.nn.Module) -> None:
+        has_failed.set()
+        raise TrainingFailed("a device was lost")
 
-    def save_late(trainer: RunTrainer, *args: Any) -> None:
-        trainer.shards = Writer()
-        save(trainer, *args)
+    def write_late(saver: Saver, progress: dict[str, Any]) -> None:
+        saver._shards = Writer()
+        write(saver, progress)
 
-    monkeypatch.setattr(RunTrainer, "compute_loss", fail)
-    monkeypatch.setattr(RunTrainer, "_save_checkpoint", save_late)
+    at_step(5, fail)
+    monkeypatch.setattr(Saver, "write_checkpoint", write_late)
     with pytest.raises(TrainingFailed, match="a device was lost; the checkpoint of step 4 stands"):
         train(tiny(tmp_path / "run"))
     assert [path.name for path in (tmp_path / "run.checkpoints").iterdir()] == ["checkpoint-4"]
@@ -185,7 +186,7 @@ def test_a_process_that_ends_before_the_first_step_is_one_sentence(
     def lost(*_: object) -> None:
         raise RuntimeError("[third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer")
 
-    monkeypatch.setattr("multilin.training.trainer.read_data", lost)
+    monkeypatch.setattr("multilin.training.loop.read_data", lost)
     with pytest.raises(TrainingFailed, match=r"stopped, as another of its processes has ended; no checkpoint was"):
         train(tiny(tmp_path / "run"))
 
@@ -258,7 +259,7 @@ def test_an_unwritable_folder_is_refused_before_any_work(
 ) -> None:
     # Whoever runs the tests as root may write everywhere, so the system's answer is replaced.
     monkeypatch.setattr(os, "access", lambda path, mode: False)
-    monkeypatch.setattr("multilin.training.trainer.read_data", lambda *given: pytest.fail("work was done"))
+    monkeypatch.setattr("multilin.training.loop.read_data", lambda *given: pytest.fail("work was done"))
     with pytest.raises(InputError, match=r"output: .*run cannot be written; permission is missing for"):
         train(tiny(tmp_path / "run"))
 
@@ -268,7 +269,7 @@ def test_checkpoints_that_could_not_be_written_are_refused_before_any_work(
 ) -> None:
     """They lie beside the output folder."""
     (tmp_path / "run.checkpoints").touch()
-    monkeypatch.setattr("multilin.training.trainer.read_data", lambda *given: pytest.fail("work was done"))
+    monkeypatch.setattr("multilin.training.loop.read_data", lambda *given: pytest.fail("work was done"))
     with pytest.raises(InputError, match=r"output: .*run\.checkpoints cannot be a folder, because .* is a file"):
         train(tiny(tmp_path / "run"))
 

@@ -3,12 +3,10 @@
 import itertools
 import math
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from accelerate import DistributedType
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -18,7 +16,7 @@ from multilin.model.factory import create_model
 from multilin.ops.int8 import Rounded
 from multilin.training import host_master
 from multilin.training.host_master import HostMaster, check_host_master
-from multilin.training.trainer import train
+from multilin.training.loop import train
 from tests.training.conftest import AtStep, Stopped, Tiny, assert_same_run, metrics
 
 INT8 = {"training.precision": "int8"}
@@ -196,13 +194,13 @@ def test_a_step_whose_gradient_is_not_finite_is_skipped(tiny: Tiny, tmp_path: Pa
     assert all(parameter.isfinite().all() for parameter in result.model.parameters())
 
 
-def test_what_it_cannot_do_is_refused(tiny: Tiny, tmp_path: Path) -> None:
+def test_what_it_cannot_do_is_refused(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(InputError, match=r"training\.master: 'host' given with training\.precision 'float32'"):
         train(tiny(tmp_path / "run", **{"training.master": "host"}))
     assert not (tmp_path / "run").exists()
-    two: Any = SimpleNamespace(num_processes=2, distributed_type=DistributedType.MULTI_CPU)
+    monkeypatch.setattr("multilin.training.host_master.world_size", lambda: 2)
     with pytest.raises(InputError, match="'host' given on 2 devices, but it takes one process with one device"):
-        check_host_master(tiny(tmp_path / "run", **HOST).training, two)
+        check_host_master(tiny(tmp_path / "run", **HOST).training, torch.device("cpu"))
 
 
 def test_without_a_gpu_it_says_that_it_saves_nothing(tiny: Tiny, tmp_path: Path) -> None:

@@ -13,8 +13,8 @@ from multilin.analysis.compare.run import compare
 from multilin.analysis.compare.sweep import Budget, Sweep
 from multilin.errors import InputError
 from multilin.files.lock import LOCK_FILE, locked_folder
+from multilin.training.loop import train
 from multilin.training.outcomes import RunResult
-from multilin.training.trainer import train
 from tests.training.conftest import AtStep, Tiny, assert_same_run
 
 IN_USE = rf"in use by process {os.getpid()} on '{socket.gethostname()}'"

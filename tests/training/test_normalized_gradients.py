@@ -7,7 +7,7 @@ import torch
 from multilin.errors import InputError
 from multilin.layers.norms import normalize_gradient
 from multilin.model.factory import create_model
-from multilin.training.trainer import train
+from multilin.training.loop import train
 from tests.training.conftest import Tiny
 
 

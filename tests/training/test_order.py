@@ -13,8 +13,8 @@ from torch.utils.data import TensorDataset, default_collate
 from multilin.data.prepared import MixedBlocks
 from multilin.data.settings import ShardSettings
 from multilin.data.sharding import prepare_shards
+from multilin.training.loop import train
 from multilin.training.order import WINDOW, BlockOrder, MixedOrder, shares
-from multilin.training.trainer import train
 from tests.training.conftest import Stopped, Tiny, assert_same_run
 
 BLOCKS = [{"input_ids": torch.tensor([n, n + 1]), "extra": torch.tensor(n)} for n in range(7)]

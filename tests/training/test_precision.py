@@ -9,8 +9,8 @@ from transformers import AutoModelForCausalLM
 
 from multilin.errors import InputError
 from multilin.model.factory import model_names
+from multilin.training.loop import train
 from multilin.training.precision import tf32_beside_bf16
-from multilin.training.trainer import train
 from tests.training.conftest import Stopped, Tiny, assert_same_run, metrics
 
 INT8 = {"training.precision": "int8"}

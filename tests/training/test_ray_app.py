@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from multilin.errors import InputError
+from multilin.training.loop import train
 from multilin.training.ray_app import _work, train_on_ray
 from multilin.training.recipe import save_recipe
-from multilin.training.trainer import train
 from tests.training.conftest import Tiny, metrics
 
 
@@ -54,7 +54,7 @@ def test_the_mark_of_a_run_lies_beside_its_folder(
     monkeypatch.setitem(sys.modules, "ray", SimpleNamespace())
     monkeypatch.setitem(sys.modules, "ray.train", SimpleNamespace(get_context=lambda: context))
     seen: list[Path] = []
-    monkeypatch.setattr("multilin.training.trainer.train", lambda *_, **__: seen.extend(tmp_path.rglob("*")))
+    monkeypatch.setattr("multilin.training.loop.train", lambda *_, **__: seen.extend(tmp_path.rglob("*")))
     save_recipe(tiny(Path("anywhere")), tmp_path / "recipe.yaml")
     _work({"recipe": str(tmp_path / "recipe.yaml"), "changes": {"output": output}, "resume": False})
     assert sorted(path.name for path in seen) == ["recipe.yaml", "run", "run.ray"]

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from multilin.errors import InputError
+from multilin.training.loop import train
 from multilin.training.outcomes import RunResult, TrainingInterrupted
 from multilin.training.progress import TrainingProgress
 from multilin.training.recipe import save_recipe
-from multilin.training.trainer import train
 from tests.processes import PYTHON, run, running
 from tests.training.conftest import AtStep, Stopped, Tiny, assert_same_run, assert_same_weights, metrics
 
@@ -21,7 +21,7 @@ import sys
 import torch
 torch.set_num_threads(1)
 from multilin.training.recipe import load_recipe
-from multilin.training.trainer import train
+from multilin.training.loop import train
 train(load_recipe(sys.argv[1]), resume="resume" in sys.argv)
 """
 

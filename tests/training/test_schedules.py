@@ -1,10 +1,12 @@
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from multilin.architectures.base import TrainingDefaults
-from multilin.training.schedules import build_schedule, rate_factor, resolve_schedule
+from multilin.training.loop import _set_rates
+from multilin.training.schedules import rate_factor, resolve_schedule
 from multilin.training.settings import ScheduleRecipe
 
 SCHEDULES = ("linear", "cosine", "constant", "tail", "inverse_sqrt")
@@ -39,21 +41,12 @@ def test_the_courses_are_those_of_their_formulas() -> None:
     assert 1e-3 * falling[399] == pytest.approx(1e-2 / math.sqrt(400))
 
 
-def test_a_schedule_acts_on_every_group_and_goes_on_after_a_stop() -> None:
-    def build() -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
-        groups = [{"params": [torch.nn.Parameter(torch.ones(1))], "lr": rate} for rate in (1.0, 0.5)]
-        optimizer = torch.optim.SGD(groups)
-        return optimizer, build_schedule(
-            ScheduleRecipe(name="tail", warmup_steps=2, tail=2.0), optimizer, lambda step: 10
-        )
-
-    optimizer, schedule = build()
-    for _ in range(7):
-        optimizer.step()
-        schedule.step()
-    assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([0.6, 0.3])
-    other_optimizer, other = build()
-    other.load_state_dict(schedule.state_dict())
-    other_optimizer.step()
-    other.step()
-    assert [group["lr"] for group in other_optimizer.param_groups] == pytest.approx([0.4, 0.2])
+def test_a_schedule_acts_on_every_group() -> None:
+    groups = [{"params": [torch.nn.Parameter(torch.ones(1))], "lr": rate} for rate in (1.0, 0.5)]
+    recipe = SimpleNamespace(
+        schedule=ScheduleRecipe(name="tail", warmup_steps=2, tail=2.0), training=SimpleNamespace(num_steps=10)
+    )
+    run = SimpleNamespace(recipe=recipe, limit=None, optimizer=torch.optim.SGD(groups), base_rates=[1.0, 0.5], step=0)
+    for run.step, rates in ((0, [0.5, 0.25]), (7, [0.6, 0.3]), (8, [0.4, 0.2])):
+        assert _set_rates(run) == pytest.approx(rates[0])
+        assert [group["lr"] for group in run.optimizer.param_groups] == pytest.approx(rates)

@@ -1,6 +1,5 @@
 import functools
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,11 +10,11 @@ from transformers import PreTrainedModel
 from multilin.architectures import architectures
 from multilin.errors import InputError
 from multilin.model.factory import BASELINES, create_model, training_defaults
+from multilin.training.fsdp import SHARDS, ShardWriter, check_shard, read_shards, shard
+from multilin.training.loop import train
 from multilin.training.optimizers import OPTIMIZERS, build_optimizer, resolve_optimizer
 from multilin.training.settings import LoraRecipe, OptimizerRecipe, TrainingRecipe
-from multilin.training.sharding import SHARDS, ShardWriter, check_shard, read_shards, shard
-from multilin.training.trainer import train
-from multilin.training.transformers_trainer import RunTrainer, baseline_loss
+from multilin.training.step import TrainedLoss, baseline_loss
 from tests.training.conftest import Tiny, metrics
 from tests.training.elastic import run_on
 from tests.training.test_distributed import EIGHT_BLOCKS, assert_same_course, written
@@ -115,15 +114,13 @@ def test_operators_and_optimizers_take_divided_tensors(architecture: str, optimi
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("architecture", BASELINES)
 def test_a_divided_baseline_has_the_loss_of_a_whole_one(architecture: str) -> None:
-    """Two processes, whose gradients are averaged, count the targets of both."""
     model, _ = learner(architecture, "adamw", divided=False)
     ids = torch.arange(22).view(2, 11) % 13
     inputs = {"input_ids": ids, "labels": ids.where(ids < 4, -100)}
     expected = baseline_loss(model, inputs, 0.1, num_items=7)
     shard(model, torch.device("cpu"), baseline_loss=baseline_loss)
-    settings = SimpleNamespace(args=SimpleNamespace(label_smoothing_factor=0.1, world_size=2))
-    found = RunTrainer.compute_loss(settings, model, inputs, num_items_in_batch=7)
-    torch.testing.assert_close(found, 2 * expected)
+    found = TrainedLoss(model, 0.1, is_sparse=True)(inputs, num_items=7)
+    torch.testing.assert_close(found, expected)
     found.backward()
 
 

@@ -27,12 +27,11 @@ from pathlib import Path
 import fsspec
 import torch.distributed as dist
 from fsspec.implementations.dirfs import DirFileSystem
-from transformers import TrainerCallback
 
 from multilin.training import checkpoints
 from multilin.training.outcomes import TrainingFailed, TrainingInterrupted
 from multilin.training.recipe import load_recipe
-from multilin.training.trainer import train
+from multilin.training.loop import train
 
 folder, seconds = Path(sys.argv[1]), float(sys.argv[2])
 rank = os.environ["RANK"]
@@ -62,15 +61,15 @@ class Flaky(DirFileSystem):
 fsspec.register_implementation("flaky", Flaky)
 
 
-class Watch(TrainerCallback):
+class Watch:
     begin = time.monotonic()
     lines = array("d")  # four numbers for a step, so that what is written down hardly counts as memory
     is_ended = False
 
-    def on_step_end(self, arguments, state, control, **others):
+    def __call__(self, step, model):
         pages = int(Path("/proc/self/statm").read_text().split()[1])
         kept = len(checkpoints.checkpoints(folder / "run.checkpoints"))
-        self.lines.extend((time.monotonic() - self.begin, state.global_step, pages * os.sysconf("SC_PAGE_SIZE"), kept))
+        self.lines.extend((time.monotonic() - self.begin, step - 1, pages * os.sysconf("SC_PAGE_SIZE"), kept))
         if rank == "0" and not self.is_ended and time.monotonic() - self.begin > seconds:
             Watch.is_ended = True
             signal.raise_signal(signal.SIGTERM)
@@ -91,7 +90,7 @@ given = json.loads((folder / "recipe.json").read_text())
 failures = []
 for resume in (False, True):
     try:
-        train(load_recipe(None, given), resume=resume, callbacks=[Watch()])
+        train(load_recipe(None, given), resume=resume, before_step=Watch())
     except TrainingFailed as failure:
         failures.append(str(failure))
     except TrainingInterrupted:

@@ -17,11 +17,11 @@ from multilin.architectures import architectures
 from multilin.data.tokenizers import load_tokenizer, tokenizer_hash, train_tokenizer
 from multilin.errors import InputError
 from multilin.inference.runs import load_run
+from multilin.training.loop import train
 from multilin.training.outcomes import RunResult
 from multilin.training.recipe import load_recipe, save_recipe
 from multilin.training.run_folder import RunFolder
 from multilin.training.start import load_start
-from multilin.training.trainer import train
 from tests.training.conftest import AtStep, Stopped, Tiny, assert_same_run
 
 DECIDED = ("model.architecture", "model.hidden_size", "model.num_layers", "model.n_positions", "tokenizer.kind")

@@ -7,14 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import TrainerCallback
 
-from multilin.training import time_limit
+from multilin.training import loop, time_limit
+from multilin.training.loop import train
+from multilin.training.order import BlockOrder
 from multilin.training.outcomes import TrainingFailed, TrainingInterrupted
 from multilin.training.progress import TrainingProgress
 from multilin.training.recipe import Recipe, load_recipe
-from multilin.training.trainer import train
-from multilin.training.transformers_trainer import RunTrainer
 from tests.training.conftest import Tiny, metrics
 from tests.training.elastic import run_on
 from tests.training.test_distributed import written
@@ -22,7 +21,7 @@ from tests.training.test_distributed import written
 VALIDATION = 4.0  # seconds
 
 
-class Clock(TrainerCallback):  # type: ignore[misc]
+class Clock:
     """Moves by so many seconds in every step: `seconds(step)`, from 1."""
 
     def __init__(self) -> None:
@@ -33,23 +32,23 @@ class Clock(TrainerCallback):  # type: ignore[misc]
     def __call__(self) -> float:
         return self.now
 
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def pass_step(self, step: int, model: object) -> None:
         """A step takes its time."""
-        self.now += self.seconds(state.global_step + 1)
-        if state.global_step + 1 == self.stop_after:
+        self.now += self.seconds(step)
+        if step == self.stop_after:
             signal.raise_signal(signal.SIGINT)
 
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock, validate = Clock(), RunTrainer._validate
+    clock, validate = Clock(), loop._validate
 
-    def slow_validate(trainer: RunTrainer) -> dict[str, float]:
+    def slow_validate(run: Any) -> dict[str, float]:
         clock.now += VALIDATION
-        return validate(trainer)
+        return validate(run)
 
     monkeypatch.setattr(time_limit, "monotonic", clock)
-    monkeypatch.setattr(RunTrainer, "_validate", slow_validate)
+    monkeypatch.setattr(loop, "_validate", slow_validate)
     return clock
 
 
@@ -68,7 +67,7 @@ def test_a_run_uses_its_time_and_the_rate_falls_to_its_end(
     tiny: Tiny, tmp_path: Path, clock: Clock, seconds: Callable[[int], float]
 ) -> None:
     clock.seconds, clock.now = seconds, 10.0  # ten seconds were gone before
-    result = train(timed(tiny(tmp_path / "run"), 3), callbacks=[clock], began=0.0)
+    result = train(timed(tiny(tmp_path / "run"), 3), before_step=clock.pass_step, began=0.0)
     assert 0.95 * 180 <= clock.now + time_limit.ENDING + 2 * time_limit.FIRST_SAVE <= 1.02 * 180
     rates = [line["learning_rate"] for line in metrics(result.output)]
     assert rates[2] == pytest.approx(0.01, rel=0.1)
@@ -81,7 +80,7 @@ def test_at_a_steady_speed_the_rates_are_those_of_a_run_of_as_many_steps(
     tiny: Tiny, tmp_path: Path, clock: Clock
 ) -> None:
     plan = {"eval_every_steps": 0, "save_every_steps": 0}
-    result = train(timed(tiny(tmp_path / "run"), 2, **plan), callbacks=[clock], began=0.0)
+    result = train(timed(tiny(tmp_path / "run"), 2, **plan), before_step=clock.pass_step, began=0.0)
     same = train(tiny(tmp_path / "same", **{"training.max_steps": result.steps, "training.log_every_steps": 1}))
     for line, expected in zip(metrics(result.output), metrics(same.output), strict=True):
         assert line["learning_rate"] == pytest.approx(expected["learning_rate"], abs=0.01 * 0.05)
@@ -91,11 +90,11 @@ def test_the_clock_stands_still_between_two_sittings(tiny: Tiny, tmp_path: Path,
     recipe = timed(tiny(tmp_path / "run"), 3)
     clock.stop_after = 30
     with pytest.raises(TrainingInterrupted, match=r"stopped after step 30, \d\d % of the run; its"):
-        train(recipe, callbacks=[clock], began=0.0)
+        train(recipe, before_step=clock.pass_step, began=0.0)
     used, clock.stop_after = clock.now, None
     clock.now = began = used + 1000
     clock.now += 10  # reading the text again
-    result = train(recipe, resume=True, callbacks=[clock], began=began)
+    result = train(recipe, resume=True, before_step=clock.pass_step, began=began)
     in_all = used + clock.now - began
     assert 0.95 * 180 <= in_all + time_limit.ENDING + 2 * time_limit.FIRST_SAVE <= 1.02 * 180
     rates = [line["learning_rate"] for line in metrics(result.output)]
@@ -105,13 +104,13 @@ def test_the_clock_stands_still_between_two_sittings(tiny: Tiny, tmp_path: Path,
 
 def test_a_run_that_is_over_makes_no_more_steps(tiny: Tiny, tmp_path: Path, clock: Clock) -> None:
     recipe = timed(tiny(tmp_path / "run"), 1)
-    first = train(recipe, callbacks=[clock], began=0.0)
+    first = train(recipe, before_step=clock.pass_step, began=0.0)
     files = ["metrics.jsonl", "model.safetensors"]
     written = [(tmp_path / "run" / name).read_bytes() for name in files]
     said: list[str] = []
     progress = TrainingProgress()
     progress.message = said.append
-    again = train(recipe, resume=True, callbacks=[clock], began=clock.now, progress=progress)
+    again = train(recipe, resume=True, before_step=clock.pass_step, began=clock.now, progress=progress)
     assert said == [f"is complete after step {first.steps}"]
     assert again.steps == first.steps
     assert again.validation_bits_per_byte == first.validation_bits_per_byte
@@ -126,25 +125,29 @@ def test_a_run_that_is_stopped_in_its_last_seconds_is_finished_by_the_next_sitti
     recipe = timed(tiny(tmp_path / "run"), 1, eval_every_steps=eval_every_steps)
     clock.stop_after = last
     with pytest.raises(TrainingInterrupted, match=f"stopped after step {last}"):
-        train(recipe, callbacks=[clock], began=0.0)
+        train(recipe, before_step=clock.pass_step, began=0.0)
     clock.stop_after, began = None, clock.now
     clock.now += 10
-    result = train(recipe, resume=True, callbacks=[clock], began=began)
+    result = train(recipe, resume=True, before_step=clock.pass_step, began=began)
     assert result.steps == last + 1
     assert result.validation_loss == metrics(result.output)[-1]["validation_loss"]
     assert metrics(result.output)[-1]["step"] == last + 1
 
 
-def test_every_block_is_read_once_in_a_pass(tiny: Tiny, tmp_path: Path, clock: Clock) -> None:
+def test_every_block_is_read_once_in_a_pass(
+    tiny: Tiny, tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
     read: list[int] = []
     recipe = timed(tiny(tmp_path / "run"), 10, save_every_steps=0, eval_every_steps=0)
 
-    class Reader(TrainerCallback):  # type: ignore[misc]
-        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            order = kwargs["train_dataloader"].dataset
+    def note_order(order: BlockOrder, plan: Any, step: int, device: Any) -> Any:
+        if step == 1:
             read.extend(order.block_index(position) for position in range(2 * len(order.blocks)))
+        return batches(order, plan, step, device)
 
-    train(recipe, callbacks=[clock, Reader()], began=0.0)
+    batches = loop.step_batches
+    monkeypatch.setattr(loop, "step_batches", note_order)
+    train(recipe, before_step=clock.pass_step, began=0.0)
     half = len(read) // 2
     assert sorted(read[:half]) == sorted(read[half:]) == list(range(half))
 
@@ -152,26 +155,26 @@ def test_every_block_is_read_once_in_a_pass(tiny: Tiny, tmp_path: Path, clock: C
 def test_time_that_is_gone_before_the_first_step_is_reported(tiny: Tiny, tmp_path: Path, clock: Clock) -> None:
     clock.now = 29.0
     with pytest.raises(TrainingFailed, match=r"training\.minutes: 0\.5 given, but 29 s were gone before the first"):
-        train(timed(tiny(tmp_path / "run"), 0.5), callbacks=[clock], began=0.0)
+        train(timed(tiny(tmp_path / "run"), 0.5), before_step=clock.pass_step, began=0.0)
 
 
 def test_a_run_that_ends_in_its_warm_up_says_so(tiny: Tiny, tmp_path: Path, clock: Clock) -> None:
     clock.seconds = lambda step: 20.0
     with pytest.warns(UserWarning, match=r"training\.minutes: 1 were enough for 2 steps only, .* rises for 2 \("):
-        train(timed(tiny(tmp_path / "run"), 1), callbacks=[clock], began=0.0)
+        train(timed(tiny(tmp_path / "run"), 1), before_step=clock.pass_step, began=0.0)
 
 
 def test_a_run_with_steps_and_minutes_ends_after_the_first_of_them(tiny: Tiny, tmp_path: Path, clock: Clock) -> None:
     """Where the steps end it, the learning rate is that of a run of so many steps."""
     steps = timed(tiny(tmp_path / "steps"), 20, max_steps=40)
     same = train(tiny(tmp_path / "same", **{"training.max_steps": 40, "training.log_every_steps": 1}))
-    result = train(steps, callbacks=[clock], began=0.0)
+    result = train(steps, before_step=clock.pass_step, began=0.0)
     assert result.steps == 40
     assert [line["learning_rate"] for line in metrics(result.output)] == pytest.approx(
         [line["learning_rate"] for line in metrics(same.output)], abs=0.01 * 0.05
     )
     clock.now = 0.0
-    result = train(timed(tiny(tmp_path / "time"), 2, max_steps=10**6), callbacks=[clock], began=0.0)
+    result = train(timed(tiny(tmp_path / "time"), 2, max_steps=10**6), before_step=clock.pass_step, began=0.0)
     assert result.steps < 100
     assert metrics(result.output)[-1]["learning_rate"] < 0.01 * 0.06
 

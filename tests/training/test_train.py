@@ -1,7 +1,11 @@
 import importlib.util
 import json
+import sys
 import threading
+import types
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +18,7 @@ from multilin.errors import InputError
 from multilin.inference.runs import load_run
 from multilin.model.factory import BASELINES, create_model, model_names
 from multilin.training.assemble import read_text
+from multilin.training.loop import train
 from multilin.training.optimizers import OPTIMIZERS
 from multilin.training.outcomes import RunResult
 from multilin.training.progress import TrainingProgress
@@ -21,8 +26,7 @@ from multilin.training.recipe import load_recipe
 from multilin.training.report import write_card
 from multilin.training.resolve import resolve_recipe
 from multilin.training.run_folder import RunFolder
-from multilin.training.trainer import train
-from multilin.training.transformers_trainer import baseline_loss
+from multilin.training.step import baseline_loss
 from tests.training.conftest import Stopped, Tiny, metrics
 
 
@@ -295,22 +299,24 @@ def test_a_fixed_unigram_bias_is_the_log_of_the_token_counts(tiny: Tiny, tmp_pat
 
 
 def test_every_line_of_metrics_is_reported(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tracker stands in for those whose packages are not here."""
-    from transformers import TrainerCallback
-    from transformers.integrations import integration_utils
+    """Modules stand in for the trackers, whose packages are not here."""
+    reported: dict[str, list[dict[str, Any]]] = {"wandb": [], "mlflow": [], "trackio": []}
+    ended: list[str] = []
 
-    reported: list[dict[str, Any]] = []
+    def note(name: str) -> Callable[..., None]:
+        return lambda line, step=None: reported[name].append(dict(line))
 
-    class Tracker(TrainerCallback):  # type: ignore[misc]
-        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-            assert args.run_name == "run"
-            reported.append(logs)
+    def end(name: str) -> Callable[[], None]:
+        return lambda: ended.append(name)
 
-    monkeypatch.setitem(integration_utils.INTEGRATION_TO_CALLBACK, "wandb", Tracker)
-    find = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name, *others: find("json" if name == "wandb" else name, *others)
-    )
-    train(tiny(tmp_path / "run", **{"training.report_to": ["wandb"]}))
+    for name in reported:
+        run = SimpleNamespace(log=note(name), finish=end(name))
+        functions = {"init": lambda run=run, **about: run if about["name"] == "run" else None}
+        functions |= {"start_run": lambda run_name: None, "log_metrics": note(name), "end_run": end(name)}
+        module = types.ModuleType(name)
+        module.__dict__.update(functions, __spec__=importlib.util.find_spec("json"))
+        monkeypatch.setitem(sys.modules, name, module)
+    train(tiny(tmp_path / "run", **{"training.report_to": [*reported]}))
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert reported[: len(lines)] == lines  # Trainer adds a summary of its own
+    assert reported == dict.fromkeys(reported, lines)
+    assert ended == [*reported]

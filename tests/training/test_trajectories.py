@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from multilin.training.loop import train
 from multilin.training.recipe import Recipe, load_recipe, save_recipe
-from multilin.training.trainer import train
 from tests.training.conftest import WORDS
 from tests.training.elastic import run_on
 

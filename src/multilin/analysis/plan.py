@@ -33,11 +33,11 @@ from multilin.model.memory import (
 from multilin.ops.int8 import BLOCK
 from multilin.training.adapters import add_adapters
 from multilin.training.assemble import create_network
+from multilin.training.fsdp import check_shard
 from multilin.training.optimizers import optimizer_bytes
 from multilin.training.precision import autocast_dtype
 from multilin.training.recipe import Recipe
 from multilin.training.resolve import resolve_recipe
-from multilin.training.sharding import check_shard
 
 INT8_BYTES = 1 + FLOAT_BYTES / BLOCK
 """Bytes of a number that travels as int8, with its part of the block's scale."""

@@ -34,9 +34,9 @@ def demo(changes: Changes) -> None:
         from multilin.inference.runs import Run
         from multilin.scoring.ngrams import NgramModel
         from multilin.training.assemble import read_text
+        from multilin.training.loop import train
         from multilin.training.report import draw_bits_per_byte
         from multilin.training.run_folder import RunFolder
-        from multilin.training.trainer import train
     if is_task(recipe.data.name):
         raise InputError(f"data.source: {recipe.data.name} is a task, which has no text; name a text")
     console = make_console()

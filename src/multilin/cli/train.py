@@ -40,8 +40,8 @@ def train(arguments: TrainArguments, changes: Changes) -> None:
     with loading():
         from multilin.cli.progress import ExpectingDisplay
         from multilin.data.task_text import is_task
+        from multilin.training.loop import train
         from multilin.training.run_folder import RunFolder
-        from multilin.training.trainer import train
     with ExpectingDisplay(recipe.output) as display:
         if arguments.minutes is not None:
             from multilin.analysis.budget.pick import pick

@@ -1,13 +1,12 @@
-"""From a recipe to the parts of a run: text, model, data order, and the settings of transformers' Trainer."""
+"""From a recipe to the parts of a run: text, model and data order."""
 
 import dataclasses
 import inspect
-import math
 import warnings
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel, TrainingArguments
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from multilin.data.packed_text import BLOCK_FIELDS, check_cuts
 from multilin.data.prepare import prepare_text
@@ -21,12 +20,12 @@ from multilin.model.baselines import attend_without_mask
 from multilin.model.factory import create_config, create_model
 from multilin.model.memory import FLOAT_BYTES, ID_BYTES, activation_bytes, check_memory, loss_bytes, parameter_bytes
 from multilin.training.adapters import add_adapters
+from multilin.training.fsdp import check_shard
 from multilin.training.optimizers import OPTIMIZERS, optimizer_bytes
 from multilin.training.order import BlockOrder, MixedOrder
 from multilin.training.precision import autocast_dtype, set_arithmetic
 from multilin.training.processes import accelerator_or_cpu, num_processes
 from multilin.training.recipe import Recipe
-from multilin.training.sharding import check_shard
 from multilin.training.start import load_start, open_start
 
 
@@ -113,7 +112,7 @@ def _check_memory(recipe: Recipe, model: PreTrainedModel) -> None:
             f"model: hidden_size {sizes.hidden_size}, {sizes.num_hidden_layers} layers, n_positions {n_positions} and "
             f"a vocabulary of {sizes.vocab_size}"
         )
-    # Trainer holds all batches of a step at once: ids, labels and documents.
+    # All batches of a step are held at once: ids, labels and documents.
     batches = 3 * ID_BYTES * passes * batch_size * n_positions
     check_memory(f"training.global_batch_size: {plan.global_batch_size} blocks given, but one step", batches)
     if plan.master == "host":
@@ -153,7 +152,7 @@ def build_model(recipe: Recipe, text: PreparedText | TaskText, checkpoint: Path 
     model.config.tokenizer_hash = tokenizer_hash(tokenizer)
     if recipe.model.start is None and getattr(model.config, "output_bias", None) == "unigram":
         model.set_token_counts(torch.from_numpy(text.train.token_counts()))
-    if _smooths_labels(model):
+    if hasattr(model.config, "label_smoothing"):
         model.config.label_smoothing = recipe.training.label_smoothing
     if recipe.training.normalize_gradients:
         model.base_model.normalizes_gradients = True
@@ -211,45 +210,6 @@ def _unread(model: PreTrainedModel) -> list[str]:
     """The fields of a block that the model does not read."""
     unread = [field for field in BLOCK_FIELDS if field not in inspect.signature(model.forward).parameters]
     return unread if getattr(model, "packs", True) else [*unread, "document_ids"]
-
-
-def training_arguments(recipe: Recipe, model: PreTrainedModel, output: Path) -> TrainingArguments:
-    """The recipe as the arguments of transformers' Trainer.
-
-    The optimizer and its schedule are built by our trainer; logging, validating and saving are decided by our callback.
-    """
-    plan = recipe.training
-    assert plan.label_smoothing is not None, "training needs a recipe that was resolved"
-    batch_size, passes = plan.split(num_processes())
-    return TrainingArguments(
-        output_dir=str(output),
-        max_steps=plan.num_steps,
-        per_device_train_batch_size=batch_size,
-        gradient_accumulation_steps=passes,
-        label_smoothing_factor=0.0 if _smooths_labels(model) else plan.label_smoothing,
-        seed=plan.seed,
-        bf16=autocast_dtype(plan.precision) is torch.bfloat16,
-        torch_compile=plan.compile,
-        # An infinite bound does not clip, but has the norm computed, for metrics.jsonl and the finite check.
-        max_grad_norm=recipe.optimizer.clip_norm or math.inf,
-        use_cpu=not torch.accelerator.is_available(),
-        dataloader_pin_memory=torch.cuda.is_available(),
-        ddp_find_unused_parameters=False,
-        remove_unused_columns=False,
-        logging_nan_inf_filter=False,
-        logging_strategy="no",
-        eval_strategy="no",
-        save_strategy="no",
-        # Event files of TensorBoard are written by the folder of the run.
-        report_to=[name for name in plan.report_to if name != "tensorboard"] or "none",
-        run_name=Path(recipe.output).name,
-        disable_tqdm=True,
-    )
-
-
-def _smooths_labels(model: PreTrainedModel) -> bool:
-    # Ours smooth inside their chunked loss; for the baselines Trainer does it on the logits.
-    return hasattr(model.config, "label_smoothing")
 
 
 def _check_normalized_gradients(recipe: Recipe, model: PreTrainedModel) -> None:

@@ -5,7 +5,6 @@ SIGKILL leaves the one before it as the newest. Its checksums.json shows whether
 """
 
 import contextlib
-import dataclasses
 import json
 import re
 import shutil
@@ -15,14 +14,13 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import TrainerState
 
 from multilin.errors import as_input_error, shown
 from multilin.files import atomic_folder, checksum, partial_path, remove_partials
 from multilin.settings.inputs import check_regular
 
 CHECKSUMS = "checksums.json"
-STATE = "trainer_state.json"
+PROGRESS = "progress.json"  # step, running sums and clock
 LARGEST_NUMBER = 2**62  # in the JSON files of a checkpoint
 _COMPLETE = re.compile(r"checkpoint-(\d+)")
 
@@ -72,7 +70,7 @@ def find_damage(checkpoint: Path) -> str | None:
         sums = json.loads((checkpoint / CHECKSUMS).read_bytes())
     except (OSError, ValueError, RecursionError):
         sums = None
-    if not isinstance(sums, dict) or STATE not in sums:
+    if not isinstance(sums, dict) or PROGRESS not in sums:
         return f"{CHECKSUMS} is {'damaged' if (checkpoint / CHECKSUMS).exists() else 'missing'}"
     for name, expected in sums.items():
         path = checkpoint / name
@@ -151,18 +149,21 @@ def loading(path: Path) -> contextlib.AbstractContextManager[None]:
     )
 
 
-def check_trainer_state(checkpoint: Path) -> None:
-    """Refuse a state that transformers' Trainer would not accept, or that belongs to another step.
+def read_progress(checkpoint: Path, own: dict[str, Any] | None = None) -> dict[str, Any]:
+    """What `progress.json` of a checkpoint holds, with the names and types of `own`.
 
     Raises:
-        InputError: values are missing or of a wrong type.
+        InputError: it is damaged, or belongs to another step.
     """
-    with loading(checkpoint / STATE):
-        values = read_json(checkpoint / STATE)
-        TrainerState(**values)
-        check_like(values, dataclasses.asdict(TrainerState()))
-        if values["global_step"] != checkpoint_step(checkpoint):
-            raise ValueError(f"global_step is {values['global_step']}")
+    own = own or {"step": 0}
+    with loading(checkpoint / PROGRESS):
+        values = read_json(checkpoint / PROGRESS)
+        check_like(values, own)
+        if missing := own.keys() - values.keys():
+            raise ValueError(f"it has no {min(missing)}")
+        if values["step"] != checkpoint_step(checkpoint):
+            raise ValueError(f"step is {shown(values['step'])}")
+        return dict(values)
 
 
 def check_like(value: Any, own: Any, name: str = "") -> None:

@@ -1,13 +1,10 @@
 """Gradients that travel between devices as int8, in blocks of 128 with one scale each."""
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from multilin.errors import InputError
 from multilin.ops.int8 import BLOCK, Rounded, dequantize_blocks, quantize_blocks
 
 
@@ -48,17 +45,6 @@ def average(state: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor
     return future
 
 
-def compress_gradients(wrapped: Any) -> Any:
-    """Have a model that accelerate wrapped send its gradients as int8; a model on one device stays as it is.
-
-    Raises:
-        InputError: it is distributed in another way than by DistributedDataParallel.
-    """
-    if isinstance(wrapped, DistributedDataParallel):
-        wrapped.register_comm_hook(None, average)
-    elif dist.is_initialized() and dist.get_world_size() > 1:
-        raise InputError(
-            f"training.communication: 'int8' given, but {type(wrapped).__name__} sends gradients in its own way; only "
-            "DistributedDataParallel can send them as int8"
-        )
-    return wrapped
+def compress_gradients(model: DistributedDataParallel) -> None:
+    """Have a model send its gradients as int8."""
+    model.register_comm_hook(None, average)

@@ -5,13 +5,13 @@ import functools
 import warnings
 
 import torch
-from accelerate import DistributedType, PartialState
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from multilin.errors import InputError
 from multilin.layers.linear import Linear, matrix_modules
 from multilin.ops.int8 import Rounded, dequantize_blocks, quantize_blocks, round_weight
+from multilin.training.processes import world_size
 from multilin.training.settings import TrainingRecipe
 
 
@@ -95,7 +95,7 @@ class HostMaster:
         parameter.grad = brought if parameter.grad is None else parameter.grad.add_(brought)
 
 
-def check_host_master(plan: TrainingRecipe, devices: PartialState) -> None:
+def check_host_master(plan: TrainingRecipe, device: torch.device) -> None:
     """Refuse settings and machines with which the float weights cannot stay in host memory.
 
     Raises:
@@ -106,10 +106,9 @@ def check_host_master(plan: TrainingRecipe, devices: PartialState) -> None:
             f"training.master: 'host' given with training.precision {plan.precision!r}, but only int8 takes it: what "
             "travels to the device is int8"
         )
-    count = max(devices.num_processes, torch.accelerator.device_count())
-    if devices.distributed_type != DistributedType.NO or count > 1:
+    if (count := max(world_size(), torch.accelerator.device_count())) > 1:
         raise InputError(f"training.master: 'host' given on {count} devices, but it takes one process with one device")
-    if devices.device.type == "cpu":
+    if device.type == "cpu":
         warnings.warn(
             "training.master: 'host' saves memory of a GPU, and there is none here: it only costs time and rounds the "
             "gradients",

@@ -5,19 +5,9 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-import torch
-from accelerate import PartialState
-from accelerate.utils import reduce
+from multilin.training.processes import mean_over_processes
 
 _SUMS = ("tokens", "skipped_steps", "last_loss", "loss_sum", "loss_steps")
-
-
-def mean_over_devices(value: float) -> float:
-    """The mean of a number that each process of the run has."""
-    state = PartialState()
-    if state.num_processes == 1:
-        return value
-    return float(reduce(torch.tensor(value, dtype=torch.float64, device=state.device), reduction="mean"))
 
 
 class Meter:
@@ -31,7 +21,6 @@ class Meter:
         self.tokens_per_step = tokens_per_step
         self.tokens, self.skipped_steps, self.last_loss = 0, 0, float("nan")
         self.loss_sum, self.loss_steps = 0.0, 0
-        self._step_loss: torch.Tensor | None = None
         self._earlier_seconds, self._started = 0.0, time.perf_counter()
         self._window_tokens, self._window_started = 0, self._started
 
@@ -43,16 +32,6 @@ class Meter:
     def start(self) -> None:
         """Start the clock of this sitting."""
         self._started = self._window_started = time.perf_counter()
-
-    def add_loss(self, loss: torch.Tensor) -> None:
-        """Add the part of the step's loss that one forward pass computed."""
-        self._step_loss = loss if self._step_loss is None else self._step_loss + loss
-
-    def take_step_loss(self) -> torch.Tensor:
-        """The loss of the step whose forward passes are done."""
-        loss, self._step_loss = self._step_loss, None
-        assert loss is not None, "a step ended without a forward pass"
-        return loss
 
     def end_step(self, loss: float | None) -> None:
         """Count a step and its loss; None for a step that was read but not applied."""
@@ -77,7 +56,7 @@ class Meter:
         The loss is the mean over devices; if every step was skipped, it is the loss of the last line.
         """
         if self.loss_steps:
-            self.last_loss = mean_over_devices(self.loss_sum / self.loss_steps)
+            self.last_loss = mean_over_processes(self.loss_sum / self.loss_steps)
         speed = self._window_tokens / max(time.perf_counter() - self._window_started, 1e-9)
         self.loss_sum, self.loss_steps = 0.0, 0
         self._window_tokens, self._window_started = 0, time.perf_counter()
@@ -94,7 +73,7 @@ class Meter:
     def state_dict(self) -> dict[str, Any]:
         """Everything to continue from on any number of devices, as plain data; called in every process."""
         sums = {name: getattr(self, name) for name in _SUMS}
-        return {"seconds": self.seconds} | sums | {"loss_sum": mean_over_devices(self.loss_sum)}
+        return {"seconds": self.seconds} | sums | {"loss_sum": mean_over_processes(self.loss_sum)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a state that `state_dict` gave."""

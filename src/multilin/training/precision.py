@@ -29,7 +29,7 @@ def autocast_dtype(precision: str) -> torch.dtype | None:
 def tf32_beside_bf16(precision: str) -> Iterator[None]:
     """Inside, a GPU multiplies what stays float32 beside autocast in tf32, which has more digits than bf16.
 
-    For training in float32 PyTorch's setting stays as it is; transformers' Trainer would change it for compiled models.
+    For training in float32 PyTorch's setting stays as it is.
     What was set by PyTorch's newer settings stays, too: it has no name among those that are changed here.
     """
     mkldnn: Any = torch.backends.mkldnn

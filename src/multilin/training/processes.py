@@ -1,14 +1,11 @@
-"""The processes that train together, as torchrun and `accelerate launch` start them."""
+"""The processes that train together, as torchrun, `accelerate launch` and Ray start them."""
 
 import os
 
 import torch
 import torch.distributed as dist
-from accelerate import PartialState
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
-
-from multilin.training.metrics import mean_over_devices
 
 
 def accelerator_or_cpu() -> torch.device:
@@ -24,28 +21,67 @@ def num_processes() -> int:
     return int(os.environ.get("WORLD_SIZE", 1))
 
 
-def join_processes() -> PartialState:
-    """Connect to the other processes of the run, if there are any.
+def join_processes() -> torch.device:
+    """Connect to the other processes of the run, if there are any; the result is the device of this process.
 
     The store in which the processes of a node find each other outlives them, so those that torchrun starts again need
     names of their own in it: https://github.com/pytorch/pytorch/issues/135712. Over several nodes their count of starts
     may differ; torchrun must be told to make a new store there (TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1).
     """
-    starts = _restarts()
-    if starts and os.environ.get("GROUP_WORLD_SIZE") == "1" and not dist.is_initialized():
-        store, rank, world_size = next(rendezvous("env://"))
-        dist.init_process_group(store=PrefixStore(f"start-{starts}", store), rank=rank, world_size=world_size)
-    return PartialState(cpu=not torch.accelerator.is_available())
+    device = accelerator_or_cpu()
+    if device.type == "cuda":
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+        torch.cuda.set_device(device)
+    if num_processes() > 1 and not dist.is_initialized():
+        store, number, size = next(rendezvous("env://"))
+        if _restarts() and os.environ.get("GROUP_WORLD_SIZE") == "1":
+            store = PrefixStore(f"start-{_restarts()}", store)
+        backend = dist.get_default_backend_for_device(device)
+        dist.init_process_group(backend, store=store, rank=number, world_size=size)
+    return device
+
+
+def world_size() -> int:
+    """The number of processes that have joined."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def rank() -> int:
+    """The number of this process, from 0."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def wait_for_all() -> None:
+    """Return when every process has come here."""
+    if world_size() > 1:
+        dist.barrier()
+
+
+def sum_over_processes(value: torch.Tensor) -> torch.Tensor:
+    """The sum of a tensor that each process has, on the device on which processes exchange tensors."""
+    if world_size() == 1:
+        return value
+    on_gpu = dist.get_backend() == "nccl"
+    total = value.to(torch.device("cuda", torch.cuda.current_device()) if on_gpu else "cpu", copy=True)
+    dist.all_reduce(total)
+    return total
+
+
+def mean_over_processes(value: float) -> float:
+    """The mean of a number that each process has."""
+    if world_size() == 1:
+        return value
+    return float(sum_over_processes(torch.tensor(value, dtype=torch.float64)) / world_size())
+
+
+def in_any_process(flag: bool) -> bool:
+    """Whether the flag is true in any process; every process calls this."""
+    return mean_over_processes(float(flag)) > 0
 
 
 def were_restarted() -> bool:
     """True in every process if torchrun has restarted the processes of any node after one had died."""
-    return on_any_device(_restarts() > 0)
-
-
-def on_any_device(flag: bool) -> bool:
-    """Whether the flag is true in any process; every process calls this."""
-    return mean_over_devices(float(flag)) > 0
+    return in_any_process(_restarts() > 0)
 
 
 def _restarts() -> int:

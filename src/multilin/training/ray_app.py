@@ -56,8 +56,8 @@ def _work(given: Mapping[str, Any]) -> None:
     import torch
     from ray.train import get_context
 
+    from multilin.training.loop import train
     from multilin.training.run_folder import RunFolder
-    from multilin.training.trainer import train
 
     recipe = load_recipe(given["recipe"], given["changes"])
     # Workers that are started again find a mark of this work; other runs in the folder are refused as always.

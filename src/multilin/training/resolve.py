@@ -18,12 +18,14 @@ def resolve_recipe(recipe: Recipe) -> Recipe:
     """The same recipe with every default of the architecture and of this machine filled in.
 
     Raises:
-        InputError: an unknown architecture, or a value that the chosen optimizer or schedule does not use.
+        InputError: an unknown architecture, a value that the chosen optimizer or schedule does not use, or blocks of a
+            step that cannot be shared out among the processes.
     """
     defaults = training_defaults(recipe.model.architecture)
     precision: Any = resolve_precision(recipe.training.precision)
     training = dataclasses.replace(recipe.training, precision=precision)
     training = fill(training, global_batch_size=training.batch_size * num_processes(), max_steps=training.num_steps)
+    training.split(num_processes())  # raises if the blocks of a step cannot be shared out
     if training.lora is not None:
         training = dataclasses.replace(training, lora=fill(training.lora, alpha=2.0 * training.lora.rank))
     layers = recipe.model.layers

@@ -12,12 +12,11 @@ and what training needs to go on; a run is resumed from there, and the files of 
 
 import contextlib
 import dataclasses
-import importlib.util
 import json
 import os
 import shutil
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -62,7 +61,6 @@ class RunFolder:
         self.tensorboard = self.path / "tensorboard"
         self._begun: tuple[str, PreTrainedTokenizerFast]
         self._record: dict[str, Any]
-        self.close: Callable[[], object] = lambda: None  # closes what `metrics_writers` has opened
 
     def check(self, recipe: Recipe, *, resume: bool, overwrite: bool) -> Path | None:
         """Refuse, before any work, a folder that this run must not or cannot write to.
@@ -76,10 +74,6 @@ class RunFolder:
         """
         if resume and overwrite:
             raise InputError("resume and overwrite exclude each other: continue the run, or replace it")
-        for name in recipe.training.report_to:
-            if importlib.util.find_spec(name) is None:
-                package = "'multilin[tensorboard]'" if name == "tensorboard" else name
-                raise InputError(f"training.report_to: {name} given, but it is not installed; pip install {package}")
         check_folder("output", self.path)
         check_folder("output", self.checkpoints)
         if (self.path / RUN_FILE).exists():
@@ -182,25 +176,6 @@ class RunFolder:
         """The newest checkpoint."""
         return next(reversed(checkpoints.checkpoints(self.checkpoints)), None)
 
-    def metrics_writers(self, *, tensorboard: bool) -> list[Callable[[dict[str, Any]], None]]:
-        """Functions that store a line of metrics: in metrics.jsonl, and in TensorBoard's event files if asked for."""
-        if not tensorboard:
-            return [self.append_metrics]
-        from torch.utils.tensorboard import SummaryWriter
-
-        lines = self._record["metrics"]
-        # Hides the events that a killed run has written after the checkpoint from which this one goes on.
-        events = SummaryWriter(str(self.tensorboard), purge_step=lines[-1]["step"] + 1 if lines else None)
-        self.close = events.close
-
-        def append_events(line: dict[str, Any]) -> None:
-            for name, value in line.items():
-                if name != "step":
-                    events.add_scalar(name, value, line["step"])
-            events.flush()
-
-        return [self.append_metrics, append_events]
-
     def append_metrics(self, line: dict[str, Any]) -> None:
         """Add one line to metrics.jsonl."""
         self._record["metrics"].append(line)
@@ -238,7 +213,7 @@ class RunFolder:
                 )
             before = load_recipe(self.path)
         else:
-            checkpoints.check_trainer_state(checkpoint)
+            checkpoints.read_progress(checkpoint)
             _read_record(checkpoint)
             before = load_recipe(checkpoint)
         if difference := first_difference(before, recipe):

@@ -15,9 +15,6 @@ the time, however fast the steps are.
 """
 
 import math
-from collections.abc import Callable
-
-import torch
 
 from multilin.architectures.base import TrainingDefaults
 from multilin.errors import InputError
@@ -58,16 +55,3 @@ def rate_factor(recipe: ScheduleRecipe, step: int, max_steps: float) -> float:
         "inverse_sqrt": math.sqrt(constant_steps / (step + 1)),
     }
     return min(1.0, (step + 1) / max(warmup_steps, 1)) * min(1.0, max(0.0, courses[recipe.name]))
-
-
-def build_schedule(
-    recipe: ScheduleRecipe, optimizer: torch.optim.Optimizer, num_steps: Callable[[int], float]
-) -> torch.optim.lr_scheduler.LRScheduler:
-    """The schedule of a resolved recipe, acting on every group of an optimizer.
-
-    Args:
-        recipe: the schedule.
-        optimizer: whose rates it sets.
-        num_steps: step to the steps of the whole run, as they are known when it begins.
-    """
-    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rate_factor(recipe, step, num_steps(step)))

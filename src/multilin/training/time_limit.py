@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from time import monotonic
 from typing import Any
 
-from multilin.training.metrics import mean_over_devices
 from multilin.training.outcomes import TrainingFailed
+from multilin.training.processes import mean_over_processes
 
 ENDING = 3.0  # seconds for the plot, the model card and the end of the program
 FIRST_SAVE = 1.0  # seconds that a checkpoint is expected to take before one was written
@@ -72,7 +72,7 @@ class TimeLimit:
         Raises:
             TrainingFailed: no time is left for it.
         """
-        self._last = mean_over_devices(self.used)
+        self._last = mean_over_processes(self.used)
         if self._first is None:
             self._first = self._last
             if self._room <= 0:
@@ -86,7 +86,7 @@ class TimeLimit:
     def advance(self, step: int) -> None:
         """So many steps were made; every process calls this after each."""
         assert self._first is not None, "the clock was not started"
-        used = mean_over_devices(self.used)
+        used = mean_over_processes(self.used)
         seconds = used - self._last
         # The first step may compile kernels, so that the mean falls at once and rises slowly.
         self._step = min(seconds, self._step + _STEP_WEIGHT * (seconds - self._step)) if self._step else seconds
@@ -103,13 +103,13 @@ class TimeLimit:
         """A validation or a save, which will be done once more at the end; the time it takes is noted."""
         begin = monotonic()
         yield
-        self._pauses[name] = mean_over_devices(monotonic() - begin)
+        self._pauses[name] = mean_over_processes(monotonic() - begin)
         self._last += self._pauses[name]
 
     def state_dict(self) -> dict[str, Any]:
         """Everything to go on from, as plain data; called in every process."""
         return {
-            "used": mean_over_devices(self.used), "share": self.share, "first": self._first, "step": self._step,
+            "used": mean_over_processes(self.used), "share": self.share, "first": self._first, "step": self._step,
             "pauses": dict(self._pauses), "is_ended": self.is_ended,
         }  # fmt: skip
 

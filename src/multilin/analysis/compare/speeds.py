@@ -14,10 +14,10 @@ from multilin.errors import InputError
 from multilin.files import write_whole
 from multilin.settings.bounds import Amount
 from multilin.settings.inputs import read_json
+from multilin.training.loop import train
 from multilin.training.outcomes import TrainingInterrupted
 from multilin.training.progress import TrainingProgress
 from multilin.training.run_folder import RunFolder
-from multilin.training.trainer import train
 
 SPEED_FILE = "speed.json"
 MEASURED_STEPS, WARM_UP_STEPS, MEASURED_TURNS = 20, 5, 3

@@ -1,0 +1,159 @@
+"""One optimizer step: its batches, the loss of each pass, the gradient, and the learning rate."""
+
+import contextlib
+import random
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import default_collate
+from transformers import GPT2LMHeadModel, LlamaForCausalLM, PreTrainedModel
+
+from multilin.model.loss import sequence_loss
+from multilin.ops.linear_cross_entropy.portable import IGNORED
+from multilin.ops.threads import adapt
+from multilin.training.communication import compress_gradients
+from multilin.training.fsdp import shard
+from multilin.training.order import BlockOrder
+from multilin.training.precision import autocast_dtype
+from multilin.training.processes import rank, sum_over_processes, world_size
+from multilin.training.settings import TrainingRecipe
+
+Batch = dict[str, Tensor]
+
+
+class TrainedLoss(nn.Module):
+    """The loss of a batch as one module, which is what DDP and torch.compile wrap.
+
+    Args:
+        model: a causal language model whose forward returns a loss.
+        label_smoothing: of GPT-2 and Llama; our models have it in their config.
+        is_sparse: whether many tokens have no target, so that the logits of GPT-2 and Llama are computed for few.
+    """
+
+    def __init__(self, model: PreTrainedModel, label_smoothing: float, *, is_sparse: bool) -> None:
+        super().__init__()
+        self.model, self.label_smoothing = model, label_smoothing
+        is_baseline = isinstance(model, GPT2LMHeadModel | LlamaForCausalLM)
+        self.is_own = is_baseline and (is_sparse or label_smoothing > 0)
+
+    def forward(self, batch: Batch, num_items: Tensor) -> Tensor:
+        """The sum over the targets of a batch, divided by `num_items`."""
+        if self.is_own:
+            # A sharded model has the function as a method, which gathers its weights first.
+            method = getattr(self.model, "baseline_loss", None)
+            inputs: tuple[Any, ...] = batch | {"use_cache": False}, self.label_smoothing, num_items
+            loss: Tensor = method(*inputs) if method else baseline_loss(self.model, *inputs)
+            return loss
+        loss = self.model(**batch, use_cache=False, num_items_in_batch=num_items).loss
+        return loss
+
+
+def baseline_loss(
+    model: PreTrainedModel, inputs: Mapping[str, Any], label_smoothing: float = 0.0, num_items: Any = None
+) -> Tensor:
+    """The loss of GPT-2 or Llama as our models compute theirs: a chunk of logits at a time, and none without a target.
+
+    Args:
+        model: GPT-2 or Llama.
+        inputs: of its forward, with `labels`, -100 where there is no target.
+        label_smoothing: share of the target distribution spread evenly over the vocabulary.
+        num_items: targets that the sum is divided by; None counts those here.
+    """
+    hidden_BTD = model.base_model(**{name: value for name, value in inputs.items() if name != "labels"})[0]
+    hidden_ND, targets_N = hidden_BTD[:, :-1].flatten(0, 1), inputs["labels"][:, 1:].flatten()
+    loss = sequence_loss(model.get_output_embeddings(), hidden_ND, targets_N, label_smoothing=label_smoothing)
+    mean: Tensor = loss / ((targets_N != IGNORED).sum() if num_items is None else num_items)
+    return mean
+
+
+def distribute(loss: TrainedLoss, plan: TrainingRecipe, device: torch.device) -> nn.Module:
+    """The loss on its device, shared out among the processes (FSDP2 or DDP), and compiled if the recipe says so.
+
+    Its parameters stay the model's own.
+    """
+    wrapped: nn.Module = loss
+    if world_size() > 1 and plan.shard == "fsdp":
+        shard(loss.model, device, baseline_loss=baseline_loss)
+    else:
+        loss.to(device)
+        if world_size() > 1:
+            wrapped = DistributedDataParallel(loss, device_ids=[device] if device.type == "cuda" else None)
+            if plan.communication == "int8":
+                compress_gradients(wrapped)
+    if plan.compile:
+        wrapped.compile()  # in place
+    return wrapped
+
+
+def step_batches(order: BlockOrder, plan: TrainingRecipe, step: int, device: torch.device) -> list[Batch]:
+    """The batches of this process in a step, one for each pass.
+
+    The blocks of a pass are the same however many processes share a step.
+    """
+    size, passes = plan.split(world_size())
+    batches = []
+    for index in range(passes):
+        first = (((step - 1) * passes + index) * world_size() + rank()) * size
+        batch = default_collate([order[place] for place in range(first, first + size)])
+        if device.type == "cuda":
+            batch = {name: tensor.pin_memory() for name, tensor in batch.items()}
+        batches.append({name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()})
+    return batches
+
+
+def forward_backward(loss: nn.Module, batches: list[Batch], plan: TrainingRecipe, step: int) -> Tensor:
+    """Add the gradient of a step to the parameters; the result is the step's loss in this process, times their number.
+
+    The loss is the mean over the targets of all passes and processes.
+    """
+    loss.train()
+    num_items = sum_over_processes(torch.stack([(b["labels"][:, 1:] != IGNORED).sum() for b in batches]).sum())
+    dtype = autocast_dtype(plan.precision)
+    total: Tensor | None = None
+    for index, batch in enumerate(batches):
+        seed_pass(plan.seed, step, index * world_size() + rank())
+        adapt()
+        is_last = index == len(batches) - 1
+        with contextlib.nullcontext() if is_last else _without_exchange(loss):
+            with torch.autocast(batch["labels"].device.type, dtype, enabled=dtype is not None):
+                # DDP and FSDP average gradients, and num_items counts the targets of all processes.
+                part = world_size() * loss(batch, num_items)
+            part.backward()
+        total = part.detach() if total is None else total + part.detach()
+    assert total is not None
+    return total
+
+
+def _without_exchange(loss: nn.Module) -> contextlib.AbstractContextManager[None]:
+    """A block in which gradients are added up in each process."""
+    return loss.no_sync() if isinstance(loss, DistributedDataParallel) else contextlib.nullcontext()
+
+
+def seed_pass(seed: int, step: int, place: int) -> None:
+    """Seed what a pass draws at random, so that it is the same after a stop, and however many processes there are."""
+    seed_all(int(np.random.SeedSequence([seed, step - 1, place]).generate_state(1)[0]))
+
+
+def seed_all(seed: int) -> None:
+    """Seed the global generators of Python, numpy and PyTorch."""
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+def clip_gradient(model: nn.Module, most: float | None) -> Tensor:
+    """Scale the gradient down to this norm, if it is given and not 0; the norm before that."""
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    norm = nn.utils.clip_grad_norm_(parameters, most or float("inf"))
+    return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+
+
+def decayed_parameters(model: nn.Module) -> list[str]:
+    """Names of the parameters with weight decay: matrices, without embeddings and an output tied to one."""
+    embeddings = {id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters()}
+    parameters = model.named_parameters(remove_duplicate=False)
+    return [name for name, parameter in parameters if parameter.ndim > 1 and id(parameter) not in embeddings]

@@ -108,8 +108,6 @@ def train(
     with (
         _failures_in_one_sentence(folder),
         _opened(folder, recipe, resume=resume, overwrite=overwrite) as checkpoint,
-        StopRequest() as stop,
-        tf32_beside_bf16(recipe.training.precision),
     ):
         knows_vocabulary = recipe.model.start is not None or recipe.tokenizer.kind is not None
         if knows_vocabulary:
@@ -127,15 +125,16 @@ def train(
         if checkpoint is None and resume:
             progress.message(f"no checkpoint in {folder.checkpoints}: starts at the first step")
         wait_for_all()
-        run = _build_run(recipe, text, folder, model, device, progress, began)
-        try:
-            if checkpoint is not None:
-                _load(run, checkpoint)
-            _take_steps(run, stop, before_step)
-            run.saver.finish()
-        finally:
-            progress.stop()
-            run.close()
+        with StopRequest() as stop, tf32_beside_bf16(recipe.training.precision):
+            run = _build_run(recipe, text, folder, model, device, progress, began)
+            try:
+                if checkpoint is not None:
+                    _load(run, checkpoint)
+                _take_steps(run, stop, before_step)
+                run.saver.finish()
+            finally:
+                progress.stop()
+                run.close()
         if not run.is_finished:
             raise _interrupted(run, stop)
         return _finish(run)

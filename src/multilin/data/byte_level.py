@@ -21,5 +21,9 @@ def token_bytes(name: str, text: str) -> bytes:
         return text.encode()
     if all(character in BYTES for character in name):
         return bytes(BYTES[character] for character in name)
-    byte = re.fullmatch(r"<0x([0-9A-F]{2})>", name)  # SentencePiece writes single bytes as <0xE4>
-    return bytes.fromhex(byte[1]) if byte else text.encode()
+    return bytes.fromhex(name[3:5]) if is_byte_name(name) else text.encode()
+
+
+def is_byte_name(name: str) -> bool:
+    """True for the names of single bytes in SentencePiece's vocabularies, as <0xE4>."""
+    return re.fullmatch("<0x[0-9A-Fa-f]{2}>", name) is not None

@@ -97,7 +97,7 @@ def split(pattern: str | Regex, behavior: str, *, invert: bool = False) -> Token
 
 
 def trained(kind: str) -> Tokenizer:
-    return train_tokenizer([TRAINED_ON], kind, None if kind == "byte" else 330).backend_tokenizer
+    return train_tokenizer([TRAINED_ON], kind, {"byte": None, "bpe": 330, "unigram": 270}[kind]).backend_tokenizer
 
 
 Metaspace, Replace, Sequence = pre_tokenizers.Metaspace, normalizers.Replace, normalizers.Sequence

@@ -1,13 +1,18 @@
 """Text in the exported page: tokens of texts, and text of tokens, as in Python."""
 
 import json
+import re
 import shutil
 import subprocess
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 import pytest
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
+from multilin.errors import InputError
+from multilin.export.web import check_tokenizer
 from multilin.inference.text import TextCodec, TextStream
 from tests.tokenizer_kinds import KINDS, random_ids, random_texts, tokenizer
 
@@ -30,7 +35,7 @@ process.stdout.write(JSON.stringify(answers));
 """
 
 
-def in_node(cases: list[dict], folder: Path) -> list[dict]:
+def in_node(cases: list[dict[str, Any]], folder: Path) -> list[dict[str, Any]]:
     """What the page makes of texts and tokens."""
     if shutil.which("node") is None:
         pytest.skip("needs node")
@@ -40,7 +45,8 @@ def in_node(cases: list[dict], folder: Path) -> list[dict]:
     (folder / "run.js").write_text(PROGRAM)
     ran = subprocess.run(["node", "run.js"], input=json.dumps(cases), cwd=folder, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr
-    return json.loads(ran.stdout)
+    answers: list[dict[str, Any]] = json.loads(ran.stdout)
+    return answers
 
 
 def test_the_page_reads_and_writes_text_as_python_does(tmp_path: Path) -> None:
@@ -63,3 +69,48 @@ def test_the_page_reads_and_writes_text_as_python_does(tmp_path: Path) -> None:
             given = case["texts"] if way in ("first", "following") else case["parts"]
             wrong = [ascii((x, a, b)) for x, a, b in zip(given, answers, page[way], strict=True) if a != b]
             assert not wrong, f"{name}, {way}: {len(wrong)} of {len(given)} differ, as {min(wrong, key=len)}"
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_every_kind_that_the_page_follows_is_taken(name: str) -> None:
+    check_tokenizer(tokenizer(name))
+
+
+def with_part(**parts: Any) -> Tokenizer:
+    tokenizer = Tokenizer(parts.pop("model", None) or models.BPE())
+    for name, part in parts.items():
+        setattr(tokenizer, name, part)
+    return tokenizer
+
+
+def with_added_token(**options: bool) -> Tokenizer:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.add_tokens([AddedToken("<tool>", **options)])
+    return tokenizer
+
+
+@pytest.mark.parametrize(
+    ("refused", "named"),
+    [
+        (with_part(normalizer=normalizers.NFKC()), "its normalizer has NFKC"),
+        (with_part(normalizer=normalizers.Sequence([normalizers.NFC(), normalizers.Strip()])), "its normalizer has Strip"),
+        (with_part(normalizer=normalizers.BertNormalizer()), "its normalizer has BertNormalizer"),
+        (with_part(normalizer=normalizers.Replace("a", "")), "its normalizer has Replace with nothing"),
+        (with_part(pre_tokenizer=pre_tokenizers.Punctuation()), "its pre_tokenizer has Punctuation"),
+        (with_part(pre_tokenizer=pre_tokenizers.Whitespace()), "its pre_tokenizer has Whitespace"),
+        *(
+            (with_part(pre_tokenizer=pre_tokenizers.Split(Regex(pattern), "isolated")), "its pre_tokenizer has the pattern")
+            for pattern in (r"\w+", r"\d", "a*", "(?i:ss)", r"\p{Han}", "a++", "^a", "[a&&b]", "(?<=a)b", "[+-\\s]")
+        ),
+        (with_part(model=models.WordPiece(unk_token="x")), "its model has WordPiece"),
+        (with_part(model=models.BPE(dropout=0.1)), "its model has dropout of BPE"),
+        (with_part(model=models.BPE(end_of_word_suffix="</w>")), "its model has end_of_word_suffix of BPE"),
+        (with_part(decoder=decoders.CTC()), "its decoder has CTC"),
+        (with_part(decoder=decoders.Strip(" ", 0, 1)), "its decoder has stop of Strip"),
+        (with_added_token(lstrip=True), "its vocabulary has lstrip of AddedToken"),
+        (with_added_token(single_word=True), "its vocabulary has single_word of AddedToken"),
+    ],
+)  # fmt: skip
+def test_a_tokenizer_that_the_page_would_not_follow_exactly_is_refused(refused: Tokenizer, named: str) -> None:
+    with pytest.raises(InputError, match=re.escape(named)):
+        check_tokenizer(refused)

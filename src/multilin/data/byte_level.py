@@ -19,9 +19,9 @@ def token_bytes(name: str, text: str) -> bytes:
         return name.replace("▁", " ").encode()
     if "\ufffd" not in text:
         return text.encode()
-    if all(character in BYTES for character in name):
-        return bytes(BYTES[character] for character in name)
-    return bytes.fromhex(name[3:5]) if is_byte_name(name) else text.encode()
+    if is_byte_name(name):
+        return bytes.fromhex(name[3:5])
+    return bytes(BYTES[c] for c in name) if all(c in BYTES for c in name) else text.encode()
 
 
 def is_byte_name(name: str) -> bool:

@@ -1,7 +1,7 @@
 """Prompts as tokens, and tokens as streamed text, with the tokenizers library alone, which is imported quickly."""
 
-import codecs
 import functools
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -15,6 +15,11 @@ from multilin.errors import InputError, shown
 
 CONTEXT = 8  # tokens before a text that can matter to how it is decoded
 MOST_UNFINISHED = 3  # bytes of a character without its last one
+# The bytes at an end to which more can come, after the Unicode standard's table of well-formed UTF-8.
+UNFINISHED = re.compile(
+    rb"(?:[\xc2-\xf4]|\xe0[\xa0-\xbf]|\xed[\x80-\x9f]|[\xe1-\xec\xee\xef][\x80-\xbf]"
+    rb"|(?:\xf0[\x90-\xbf]|[\xf1-\xf3][\x80-\xbf]|\xf4[\x80-\x8f])[\x80-\xbf]?)\Z"
+)
 
 
 @dataclass(frozen=True)
@@ -71,10 +76,8 @@ class TextCodec:
         """Bytes at the end that begin a character."""
         if not token_ids or self.token_bytes(token_ids[-1])[-1:].isascii():
             return 0
-        end = b"".join(map(self.token_bytes, token_ids[-MOST_UNFINISHED:]))[-MOST_UNFINISHED:]
-        decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        decoder.decode(end)
-        return len(decoder.getstate()[0])
+        found = UNFINISHED.search(b"".join(map(self.token_bytes, token_ids[-MOST_UNFINISHED:])))
+        return len(found[0]) if found else 0
 
     def _is_fallback(self, token_id: int) -> bool:
         """True for a byte of a SentencePiece vocabulary: one that is no UTF-8 makes all bytes in a row unreadable."""

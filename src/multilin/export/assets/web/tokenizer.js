@@ -13,7 +13,7 @@ let others = 256;
 const CHARACTERS = Array.from({length: 256}, (_, byte) => String.fromCharCode(isPrintable(byte) ? byte : others++));
 const BYTES = new Map(CHARACTERS.map((character, byte) => [character, byte]));
 
-const characters = ranges => new RegExp(`[${ranges.replace(/\w+/g, "\\u{$&}").replaceAll(" ", "")}]`, "gu");
+const characters = ranges => new RegExp(`[${ranges.replace(/\w+/g, "\\u{$&}").replace(/\s/g, "")}]`, "gu");
 // In Unicode 17, but not in 16, whose properties the library has; U+0295 was a lower-case letter.
 const NEW = characters(`295 88f c5c cdc 1acf-1add 1ae0-1aeb 20c1 2b96 a7ce-a7cf a7d2 a7d4 a7f1 fbc3-fbd2 fd90-fd91 fdc8-fdce
   10940-10959 10ec5-10ec7 10ed0-10ed8 10efa-10efb 11b60-11b67 11db0-11ddb 11de0-11de9 16ea0-16eb8 16ebb-16ed3 16ff2-16ff6
@@ -195,9 +195,10 @@ function finder(tokens, normal = name => name) {
 
 export class TextCodec {
   constructor(content) {
-    const {model, added_tokens: added} = content, vocab = model.type === "Unigram" ? model.vocab.map(([piece], id) => [piece, id]) : Object.entries(model.vocab);
+    const {model, added_tokens: added} = content;
     this.names = [];
-    for (const [name, id] of [...vocab, ...added.map(token => [token.content, token.id])]) this.names[id] = name;
+    if (model.type === "Unigram") model.vocab.forEach(([name], id) => (this.names[id] = name));
+    else for (const [name, id] of Object.entries(model.vocab)) this.names[id] = name;
     this.special = new Set(added.filter(token => token.special).map(token => token.id));
     this.normalizers = made(NORMALIZERS, content.normalizer);
     this.preTokenizers = made(PRE_TOKENIZERS, content.pre_tokenizer);
@@ -206,6 +207,7 @@ export class TextCodec {
     this.decoderTypes = parts(content.decoder).map(part => part.type);
     // Where spaces are dropped, the one that is put before a piece stands for them.
     this.dropsSpaces = Boolean(content.pre_tokenizer?.pretokenizers?.some(part => part.type === "WhitespaceSplit"));
+    for (const {content: name, id, normalized} of added) this.names[id] = normalized ? this.#normal(name, {}) : name;
     this.added = finder(added.filter(token => !token.normalized));
     this.addedNormal = [false, true].map(follows =>
       finder(added.filter(token => token.normalized), name => this.#normal(name, {follows})));
@@ -278,8 +280,8 @@ export class TextStream {
     let start = Math.max(kept.length - CONTEXT, 0);
     // Half a character, or no text, would spoil what some tokenizers decode after it.
     while (start && !(codec.isCertain(kept.slice(0, start)) && codec.wholeText(kept.slice(start)))) start--;
-    Object.assign(this, {codec, ids: kept.slice(start), numCertain: 0});
-    this.numShown = codec.wholeText(this.ids).length;
+    Object.assign(this, {codec, ids: kept.slice(start), numCertain: 0, numShown: 0});
+    this.end();
   }
 
   /** The new text that is certain after one more token, often none. */
@@ -287,16 +289,16 @@ export class TextStream {
     const {codec} = this;
     if (!codec.special.has(id)) this.ids.push(id);
     if (!codec.isCertain(this.ids)) return "";
-    const text = this.end(), last = this.ids.slice(this.numCertain), {length} = codec.wholeText(last);
-    if (length) [this.ids, this.numShown] = [last, length];
+    const news = this.end(), last = this.ids.slice(this.numCertain), text = codec.wholeText(last);
+    if (text) [this.ids, this.numShown] = [last, [...text].length];
     this.numCertain = this.ids.length;
-    return text;
+    return news;
   }
 
   /** The rest of the text, at the end, without the beginning of a character: a stream with this context gives the whole. */
   end() {
-    const text = this.codec.wholeText(this.ids), before = this.numShown;
-    this.numShown = text.length;
-    return text.slice(before);
+    const text = [...this.codec.wholeText(this.ids)], news = text.slice(this.numShown);
+    this.numShown = text.length; // in code points, as in Python
+    return news.join("");
   }
 }

@@ -15,13 +15,13 @@ def token_bytes(name: str, text: str) -> bytes:
         name: its entry in the vocabulary.
         text: what the token alone decodes to; U+FFFD stands for a part of a character.
     """
+    if is_byte_name(name) and text != name:
+        return bytes.fromhex(name[3:5])
     if name.startswith("▁"):  # SentencePiece's space, which is not decoded at the beginning of a text
         return name.replace("▁", " ").encode()
-    if "\ufffd" not in text:
-        return text.encode()
-    if is_byte_name(name):
-        return bytes.fromhex(name[3:5])
-    return bytes(BYTES[c] for c in name) if all(c in BYTES for c in name) else text.encode()
+    if "\ufffd" in text and all(character in BYTES for character in name):
+        return bytes(BYTES[character] for character in name)
+    return text.encode()
 
 
 def is_byte_name(name: str) -> bool:

@@ -11,6 +11,7 @@ from multilin import InputError
 from multilin.data.tokenizers import train_tokenizer
 from multilin.inference.generate_run import text_codec
 from multilin.inference.text import TextCodec, TextStream
+from tests.tokenizer_kinds import KINDS, random_ids, tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -59,6 +60,42 @@ def test_a_text_that_is_cut_anywhere_is_the_whole_text(codec: TextCodec, text: s
     """The rest of a character comes with the second part."""
     ids = codec.encode(text)
     assert decode(codec, [], ids[:place]) + decode(codec, ids[:place], ids[place:]) == text
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_the_pieces_of_any_tokens_are_the_decoded_text(name: str) -> None:
+    """Broken characters, bytes in a row and special tokens included, from any place where a letter came last."""
+    codec = TextCodec(tokenizer(name), 0, 0)
+    decode_whole, letter = codec.tokenizer.decode, [codec.tokenizer.token_to_id("a")]
+    for number, ids in enumerate(random_ids(codec.tokenizer, 7, 200)):
+        context, rest = ids[: 3 * number % 40] + letter, ids[3 * number % 40 :] + letter
+        assert decode(codec, [], ids + letter) == decode_whole(ids + letter)
+        assert decode(codec, context, rest) == decode_whole(context + rest)[len(decode_whole(context)) :]
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [(b"a\xe2", "a"), (b"\xe2\x82", ""), (b"\xf0\x9f\x98", ""), (b"\xe2\xc3", "\ufffd"), (b"\xed\x9f", "")]
+    + [(bad, "\ufffd" * len(bad)) for bad in (b"\x80", b"\xff", b"\xc1", b"\xe0\x9f", b"\xed\xa0", b"\xf0\x8f", b"\xf4\x90")]
+    + [("a\ufffd".encode(), "a\ufffd")],
+)
+def test_only_the_beginning_of_a_character_waits_at_the_end(codec: TextCodec, content: bytes, text: str) -> None:
+    """What no byte can complete is written, as U+FFFD."""
+    assert decode(codec, [], [2 + byte for byte in content]) == text
+
+
+def test_a_stop_string_in_bytes_that_wait_ends_the_text(fallback: TextCodec) -> None:
+    stream = TextStream(fallback, [], True, ("é",))
+    assert [stream.put(token) for token in fallback.encode("a€é")] == ["a", *[""] * 5]
+    assert (stream.end(), stream.text, stream.is_stopped) == ("€", "a€", True)
+
+
+def test_the_bytes_of_tokens_that_are_bytes(fallback: TextCodec) -> None:
+    """A space too, which is not decoded at the beginning of a text."""
+    tokenizer = Tokenizer.from_str(fallback.tokenizer.to_str())
+    tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    own = replace(fallback, tokenizer=tokenizer)
+    assert [own.token_bytes(token) for token in range(256)] == [bytes([byte]) for byte in range(256)]
 
 
 @given(st.text("ab é€🙂日", max_size=20), st.integers(0, 20))

@@ -15,11 +15,15 @@ def token_bytes(name: str, text: str) -> bytes:
         name: its entry in the vocabulary.
         text: what the token alone decodes to; U+FFFD stands for a part of a character.
     """
+    if is_byte_name(name) and text != name:
+        return bytes.fromhex(name[3:5])
     if name.startswith("▁"):  # SentencePiece's space, which is not decoded at the beginning of a text
         return name.replace("▁", " ").encode()
-    if "\ufffd" not in text:
-        return text.encode()
-    if all(character in BYTES for character in name):
+    if "\ufffd" in text and all(character in BYTES for character in name):
         return bytes(BYTES[character] for character in name)
-    byte = re.fullmatch(r"<0x([0-9A-F]{2})>", name)  # SentencePiece writes single bytes as <0xE4>
-    return bytes.fromhex(byte[1]) if byte else text.encode()
+    return text.encode()
+
+
+def is_byte_name(name: str) -> bool:
+    """True for the names of single bytes in SentencePiece's vocabularies, as <0xE4>."""
+    return re.fullmatch("<0x[0-9A-Fa-f]{2}>", name) is not None

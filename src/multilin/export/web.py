@@ -4,6 +4,7 @@ import base64
 import hashlib
 import io
 import json
+import re
 import shutil
 import subprocess
 import tarfile
@@ -15,9 +16,10 @@ from typing import Any
 import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
+from tokenizers import Regex, Tokenizer, normalizers
 
 from multilin.data.progress import Progress, no_progress
-from multilin.errors import InputError, as_input_error
+from multilin.errors import InputError, as_input_error, shown
 from multilin.export.folder import export_run
 from multilin.export.weights import BLOCK, SMALLEST, Precision
 from multilin.files import atomic_folder, check_folder, checksum, short_path
@@ -29,6 +31,20 @@ RUNTIME_INTEGRITY = "q0y+JrrtukXSzsBWEMccVfqX25LRmosXHF+CaRJmg8pZClzcV7svNc4rKY3
 REGISTRY = "https://registry.npmjs.org/"
 TIMEOUT = 60.0  # seconds
 BLOCKED_OPSET = 21  # the first in which DequantizeLinear takes a scale for every block
+
+# What assets/web/tokenizer.js does exactly as the tokenizers library.
+TOKENIZER_PARTS = {
+    "normalizer": ("NFC", "Lowercase", "Prepend", "Replace"),
+    "pre_tokenizer": ("ByteLevel", "Digits", "Metaspace", "Split", "WhitespaceSplit"),
+    "model": ("BPE", "Unigram", "WordLevel"),
+    "decoder": ("ByteFallback", "ByteLevel", "Fuse", "Metaspace", "Replace", "Strip"),
+}
+TOKENIZER_OPTIONS = ("dropout", "continuing_subword_prefix", "end_of_word_suffix", "stop", "lstrip", "rstrip", "single_word")
+_CHARACTER = r"\\[sSrnt]|\\[pP]\{[A-Z][a-z]?\}|\\[^\w\s]|"  # that patterns of Oniguruma and of browsers share, with the rest:
+SIMPLE_PATTERN = re.compile(
+    rf"(?:(?:{_CHARACTER}[^\\()\[\]{{}}.^$*+?|]|\(\?:|\(\?!|\||\)|\(\?i:'s\|'t\|'re\|'ve\|'m\|'ll\|'d\)"
+    rf"|\[\^?(?:(?!&&)(?:[0-9A-Za-z]-[0-9A-Za-z]|{_CHARACTER}[^\\\[\]^-]))+\])(?:[*+?]|\{{\d+(?:,\d*)?\}})?)*"
+)
 
 
 def export_web(
@@ -51,10 +67,12 @@ def export_web(
         progress: see `export_run`.
 
     Raises:
-        InputError: as `export_run`; files of the runtime that are missing, of another version, or cannot be fetched.
+        InputError: as `export_run`; a tokenizer that the page does not follow exactly; files of the runtime that are
+            missing, of another version, or cannot be fetched.
         OSError: the folder cannot be written.
     """
     check_folder("--output", folder, must_be_new=True)
+    check_tokenizer(run.tokenizer.backend_tokenizer)
     files = fetch_runtime() if runtime is None else read_runtime(runtime)
     with atomic_folder(folder) as partial:
         export_run(run, partial / "model", precision, progress, stored_in_bytes)
@@ -64,6 +82,43 @@ def export_web(
         with resources.as_file(resources.files("multilin.export") / "assets/web") as page:
             shutil.copytree(page, partial, dirs_exist_ok=True)
         _write_list(partial)
+
+
+def check_tokenizer(tokenizer: Tokenizer) -> None:
+    """Check that the page makes the same tokens and the same text as the tokenizer.
+
+    Raises:
+        InputError: the tokenizer has a part that the page lacks.
+    """
+    content = json.loads(tokenizer.to_str())
+    added = [token | {"type": "AddedToken"} for token in content["added_tokens"] if not token["special"]]
+    parts = [(name, part) for name in TOKENIZER_PARTS for part in _flat(content[name])]
+    for name, part in [*parts, *(("vocabulary", token) for token in added)]:
+        kind, pattern = part["type"], (part.get("pattern") or {}).get("Regex", "x")
+        options = [f"{option} of {kind}" for option in TOKENIZER_OPTIONS if part.get(option)]
+        if kind not in (*TOKENIZER_PARTS.get(name, ()), "AddedToken"):
+            options = [kind]
+        elif not SIMPLE_PATTERN.fullmatch(pattern) or _matches_nothing(pattern):
+            options = [f"the pattern {shown(pattern)}"]
+        elif name == "normalizer" and part.get("content") == "":
+            options = ["Replace with nothing"]
+        if options:
+            raise InputError(
+                f"tokenizer: its {name} has {options[0]}, which the page cannot follow exactly; use --format onnx, or "
+                "train with another tokenizer"
+            )
+
+
+def _flat(part: dict[str, Any] | None) -> list[dict[str, Any]]:
+    """The parts of a sequence of normalizers, pre-tokenizers or decoders."""
+    if part is None or part["type"] != "Sequence":
+        return [] if part is None else [part]
+    return [inner for parts in part.values() if isinstance(parts, list) for each in parts for inner in _flat(each)]
+
+
+def _matches_nothing(pattern: str) -> bool:
+    """True for a pattern that matches an empty text."""
+    return normalizers.Replace(Regex(rf"(?<=-)(?:{pattern})\z"), "+").normalize_str("-") == "-+"
 
 
 def stored_in_bytes(graph: onnx.ModelProto, precision: Precision) -> onnx.ModelProto:

@@ -1,21 +1,25 @@
 """Prompts as tokens, and tokens as streamed text, with the tokenizers library alone, which is imported quickly."""
 
 import functools
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
-from tokenizers.decoders import DecodeStream
 
 from multilin.data.added_text import AddedTextEncoder, encode_whole
-from multilin.data.byte_level import token_bytes
+from multilin.data.byte_level import is_byte_name, token_bytes
 from multilin.errors import InputError, shown
 
 CONTEXT = 8  # tokens before a text that can matter to how it is decoded
-UNKNOWN = "\ufffd"  # what part of a character is decoded as
-LONGEST_CHARACTER = 4  # tokens, one for each byte
+MOST_UNFINISHED = 3  # bytes of a character without its last one
+# The bytes at an end to which more can come, after the Unicode standard's table of well-formed UTF-8.
+UNFINISHED = re.compile(
+    rb"(?:[\xc2-\xf4]|\xe0[\xa0-\xbf]|\xed[\x80-\x9f]|[\xe1-\xec\xee\xef][\x80-\xbf]"
+    rb"|(?:\xf0[\x90-\xbf]|[\xf1-\xf3][\x80-\xbf]|\xf4[\x80-\x8f])[\x80-\xbf]?)\Z"
+)
 
 
 @dataclass(frozen=True)
@@ -52,9 +56,42 @@ class TextCodec:
     def _added_text(self) -> AddedTextEncoder:
         return AddedTextEncoder(self.tokenizer)
 
-    def is_cut(self, token_ids: list[int]) -> bool:
+    def is_cut(self, token_ids: Sequence[int]) -> bool:
         """True if these tokens end inside a character."""
-        return self.tokenizer.decode(token_ids).endswith(UNKNOWN)
+        return self._num_unfinished(token_ids) > 0
+
+    def is_certain(self, token_ids: Sequence[int]) -> bool:
+        """True if no later token changes the text of these: a character is whole, and a run of bytes has ended."""
+        return not (self.is_cut(token_ids) or (token_ids and self._is_fallback(token_ids[-1])))
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """The text of tokens, without the beginning of a character at its end."""
+        cut = self._num_unfinished(token_ids)
+        if cut and self._is_fallback(token_ids[-1]):  # tokens of one byte, which would make the others unreadable
+            token_ids, cut = token_ids[:-cut], 0
+        text: str = self.tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        return text[:-1] if cut else text  # without a U+FFFD
+
+    def _num_unfinished(self, token_ids: Sequence[int]) -> int:
+        """Bytes at the end that begin a character."""
+        if not token_ids or self.token_bytes(token_ids[-1])[-1:].isascii():
+            return 0
+        found = UNFINISHED.search(b"".join(map(self.token_bytes, token_ids[-MOST_UNFINISHED:])))
+        return len(found[0]) if found else 0
+
+    def _is_fallback(self, token_id: int) -> bool:
+        """True for a byte of a SentencePiece vocabulary: one that is no UTF-8 makes all bytes in a row unreadable."""
+        return self._has_fallback and is_byte_name(self.tokenizer.id_to_token(token_id) or "")
+
+    @functools.cached_property
+    def _has_fallback(self) -> bool:
+        return self.tokenizer.decoder is not None and b"ByteFallback" in self.tokenizer.decoder.__getstate__()
+
+    @functools.cached_property
+    def special_ids(self) -> frozenset[int]:
+        """The special tokens, which have no text."""
+        added = self.tokenizer.get_added_tokens_decoder()
+        return frozenset(token_id for token_id, token in added.items() if token.special)
 
     def token_bytes(self, token_id: int) -> bytes:
         """The UTF-8 bytes of a token, which may be a part of a character."""
@@ -79,9 +116,11 @@ def _checked(text: str) -> str:
 class TextStream:
     """Turns tokens into pieces of text that later tokens cannot change: no half characters, no part of a stop string.
 
+    All pieces together are the decoded text, without the beginning of a character at its end: a stream that has the
+    tokens so far as its context gives the whole character.
+
     codec: decodes the tokens.
-    context: the tokens before the text, from the beginning of a character on if they are few: a space or the rest of a
-        character that begins the text depends on them.
+    context: the tokens before the text: a space or the rest of a character that begins the text depends on them.
     skip_special_tokens: leave out special tokens.
     stop: strings before which the text ends.
     text: all pieces so far.
@@ -97,37 +136,51 @@ class TextStream:
     is_stopped: bool = False
     is_whole: bool = True
     _held: str = ""
-    _decoder: DecodeStream = field(init=False)
+    _ids: list[int] = field(init=False)  # the last tokens
+    _num_certain: int = field(init=False)  # of them, in the beginning, whose text is certain
+    _num_shown: int = field(init=False)  # characters of their text that are no news
 
     def __post_init__(self) -> None:
-        self._decoder = DecodeStream(skip_special_tokens=self.skip_special_tokens)
-        for token_id in self._end_of_context():
-            self._decoder.step(self.codec.tokenizer, token_id)
+        start, codec = max(len(self.context) - CONTEXT, 0), self.codec
+        # Half a character, or no text, would spoil what some tokenizers decode after it.
+        while start and not (
+            codec.is_certain(self.context[max(start - MOST_UNFINISHED, 0) : start])
+            and self._decode(self.context[start:])
+        ):
+            start -= 1
+        hidden = codec.special_ids if self.skip_special_tokens else ()
+        self._ids = [token_id for token_id in self.context[start:] if token_id not in hidden]
+        self._num_certain, self._num_shown = 0, len(self._decode(self._ids))
 
-    def _end_of_context(self) -> Sequence[int]:
-        """Some tokens that begin with a character: half of one would spoil what some tokenizers decode after it."""
-        if len(self.context) <= CONTEXT:
-            return self.context
-        for count in range(CONTEXT, CONTEXT + LONGEST_CHARACTER):
-            if not self.codec.tokenizer.decode(list(self.context[-count:])).startswith(UNKNOWN):
-                return self.context[-count:]
-        return self.context[-CONTEXT:]  # bytes that are no characters
+    def _decode(self, token_ids: Sequence[int]) -> str:
+        return self.codec.decode(token_ids, skip_special_tokens=self.skip_special_tokens)
 
     def put(self, token_id: int) -> str:
         """The new text that is certain after one more token, often none."""
-        new = self._decoder.step(self.codec.tokenizer, token_id) or ""
-        self._held += new
-        ends = [index for word in self.stop if (index := self._held.find(word)) >= 0]
-        if ends:
-            self._held, self.is_stopped = self._held[: min(ends)], True
-            return self.end()
+        if not (self.skip_special_tokens and token_id in self.codec.special_ids):
+            self._ids.append(token_id)
+        is_certain = self.codec.is_certain(self._ids)
+        if is_certain:
+            self._take_news()
+            last = self._ids[self._num_certain :]
+            if len(self._ids) > 2 * CONTEXT and (num_characters := len(self._decode(last))):
+                self._ids, self._num_shown = last, num_characters
+            self._num_certain = len(self._ids)
         # Text that may begin a stop string is held back.
-        most = min(max((len(word) for word in self.stop), default=1) - 1, len(self._held))
+        most = 0 if self.is_stopped else min(max(map(len, self.stop), default=1) - 1, len(self._held))
         num_held = next(
             (n for n in range(most, 0, -1) if any(word.startswith(self._held[-n:]) for word in self.stop)), 0
         )
-        self.is_whole = bool(new) and not num_held
+        self.is_whole = is_certain and not num_held and not self.is_stopped
         return self._release(len(self._held) - num_held)
+
+    def _take_news(self) -> None:
+        """Hold the text of the tokens that is new, up to a stop string."""
+        text = self._decode(self._ids)
+        self._held, self._num_shown = self._held + text[self._num_shown :], len(text)
+        ends = [index for word in self.stop if (index := self._held.find(word)) >= 0]
+        if ends:
+            self._held, self.is_stopped = self._held[: min(ends)], True
 
     @property
     def length(self) -> int:
@@ -140,6 +193,8 @@ class TextStream:
 
     def end(self) -> str:
         """The rest of the text, at the end."""
+        if not self.is_stopped:
+            self._take_news()
         return self._release(len(self._held))
 
     def _release(self, length: int) -> str:

@@ -93,7 +93,7 @@ function settings() {
 async function generate() {
   const {engine, codec, active: branch, chooseToken} = page, {end_id, pad_id, n_positions} = engine.about;
   const {maxNewTokens, ...choice} = settings(), prompt = $("prompt").value;
-  const given = [...(branch.ids.length ? [] : [end_id]), ...codec.encode(prompt)];
+  const given = branch.ids.length ? codec.encode(prompt, true) : [end_id, ...codec.encode(prompt)];
   const room = n_positions ? n_positions - branch.ids.length - given.length + 1 : Infinity;
   if (room < 1) return say(`This model reads at most ${count(n_positions)} tokens; begin a new text.`, true);
   setRunning(true);
@@ -117,6 +117,7 @@ async function generate() {
       branch.ids.push(token);
       fresh += stream.put(token);
       if (token === end_id) {
+        fresh += stream.end();
         show();
         branch.write("\n— end of text —\n", "end");
         break;
@@ -131,6 +132,7 @@ async function generate() {
   } catch (error) {
     say(error.message, true);
   }
+  fresh += stream.end();
   show();
   setRunning(false);
 }

@@ -97,6 +97,11 @@ def too_busy() -> ApiError:
     )
 
 
+def still_loading() -> ApiError:
+    """The answer before the model is loaded."""
+    return ApiError(503, "the model is still being loaded; try again", None, "loading", {"Retry-After": "1"})
+
+
 def shutting_down() -> ApiError:
     """The answer while the server ends."""
     return ApiError(503, "the server is shutting down")

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import signal
 import socket
 import threading
 import time
@@ -92,22 +93,30 @@ class Server(uvicorn.Server):
         )  # fmt: skip
         self._app: ASGIApp | None = None
         self._stop: Callable[[float], object] = float  # does nothing
-        self._thread = threading.Thread(target=self.run, args=([listener],), name="multilin-http", daemon=True)
+        self._listener = listener
+        self._ended = threading.Event()  # since a join that a signal interrupts takes the thread for ended
 
     def __enter__(self) -> "Server":
-        self._thread.start()
+        threading.Thread(target=self._serve_and_end, name="multilin-http", daemon=True).start()
         return self
+
+    def _serve_and_end(self) -> None:
+        try:
+            self.run([self._listener])
+        finally:
+            self._ended.set()
 
     def __exit__(self, *_: object) -> None:
         """Let requests end, for `END_SECONDS` at most."""
         self.should_exit = True
-        self._thread.join()
+        self._ended.wait()
 
     def answer_until_interrupted(self, app: ASGIApp, service: Service) -> None:
         """Answer requests until SIGINT comes, or another signal whose handler raises an exception."""
         self._app, self._stop = app, service.scheduler.stop
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # which shells turn off for commands that end in &
         with contextlib.suppress(KeyboardInterrupt):
-            self._thread.join()
+            self._ended.wait()
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         end = time.monotonic() + (HELD_HEALTH_SECONDS if scope["path"] == "/health" else HELD_SECONDS)

@@ -1,12 +1,14 @@
 """The verb that serves a model over HTTP."""
 
 import functools
+import ipaddress
+import re
 import socket
 from pathlib import Path
 
 from multilin.cli.export import open_engine
 from multilin.cli.messages import check_installed, load
-from multilin.errors import InputError
+from multilin.errors import InputError, shown
 from multilin.inference.run_files import is_export
 from multilin.inference.settings import EngineName
 from multilin.serving.settings import ServeLimits, num_bytes, split_keys
@@ -32,21 +34,23 @@ def serve(arguments: ServeArguments, limits: ServeLimits) -> None:
     """Serve a model over HTTP, as OpenAI's clients know it, with sessions that go on where they stopped."""
     keys = _check(arguments)
     num_bytes("--memory", limits.memory), num_bytes("--disk", limits.disk)
+    origins = [] if arguments.cors is None else [_origin(text.strip()) for text in arguments.cors.split(",")]
     folder = Path(arguments.run)
     with _listen(arguments) as listener:
-        engine, codec = open_engine(folder, arguments.engine, is_server=True)
-        from multilin.serving.app import create_app, run_server
-        from multilin.serving.service import Service
+        from multilin.serving.app import Server, create_app
 
-        service = Service(engine, codec, folder, arguments.name, limits)
-        app = create_app(
-            service, keys=keys, origins=[] if arguments.cors is None else _origins(arguments.cors),
-            is_loopback=not keys and _is_loopback(arguments.host),
-            load_run=None if is_export(folder) else functools.partial(load, folder),
-        )  # fmt: skip
-        host, port = listener.getsockname()[:2]
-        _say(f"[{host}]:{port}" if ":" in host else f"{host}:{port}", service.name, engine.name, bool(keys))
-        run_server(app, service, listener)
+        with Server(listener) as server:
+            engine, codec = open_engine(folder, arguments.engine, is_server=True)
+            from multilin.serving.service import Service
+
+            service = Service(engine, codec, folder, arguments.name, limits)
+            app = create_app(
+                service, keys=keys, origins=origins, is_loopback=not keys and _is_loopback(arguments.host),
+                load_run=None if is_export(folder) else functools.partial(load, folder),
+            )  # fmt: skip
+            host, port = listener.getsockname()[:2]
+            _say(f"[{host}]:{port}" if ":" in host else f"{host}:{port}", service.name, engine.name, bool(keys))
+            server.answer_until_interrupted(app, service)
 
 
 def _check(arguments: ServeArguments) -> list[str]:
@@ -55,8 +59,6 @@ def _check(arguments: ServeArguments) -> list[str]:
     keys = split_keys(arguments.api_key)
     if arguments.api_key is not None and not keys:
         raise InputError("--api-key: an empty text given, but a key has a character")
-    if arguments.cors is not None and not _origins(arguments.cors):
-        raise InputError("--cors: an empty text given, but it should be an origin such as https://example.org")
     if not (keys or arguments.insecure or _is_loopback(arguments.host)):
         raise InputError(
             f"--host: {arguments.host} can be reached by others; give --api-key, or --insecure to let everybody in"
@@ -64,9 +66,26 @@ def _check(arguments: ServeArguments) -> list[str]:
     return keys
 
 
-def _origins(text: str) -> list[str]:
-    """The origins in a text, separated by commas, as browsers send them."""
-    return [origin.strip().rstrip("/") for origin in text.split(",") if origin.strip()]
+def _origin(text: str) -> str:
+    """The origin of a page as browsers send it, in lower case and without the usual port; `*` is any."""
+    if text == "*":
+        return text
+    refusal = InputError(
+        f"--cors: {shown(text)} given, but it should be an origin such as https://example.org or "
+        "http://localhost:3000, with a scheme and without a path, or * for any"
+    )
+    match = re.fullmatch(r"([a-z][a-z0-9+.-]*)://(\w[\w.-]*|\[[0-9a-f:.]+\])(:[0-9]{1,5})?/?", text.lower(), re.ASCII)
+    if match is None:
+        raise refusal
+    scheme, host, port = match.groups("")
+    if port == {"http": ":80", "https": ":443"}.get(scheme):
+        port = ""
+    if host.startswith("["):
+        try:
+            host = f"[{ipaddress.IPv6Address(host[1:-1])}]"
+        except ValueError:
+            raise refusal from None
+    return f"{scheme}://{host}{port}"
 
 
 def _is_loopback(host: str) -> bool:

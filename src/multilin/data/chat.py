@@ -1,14 +1,20 @@
 """Conversations: in rows of `messages` or of `prompt` and `completion`, and as tokens by a chat template."""
 
-from collections.abc import Iterator, Mapping
+import contextlib
+import itertools
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from multilin.data.added_text import AddedTextEncoder, encode_whole, plain_tokenizer
-from multilin.errors import InputError, as_input_error, nearest, shown
+from tokenizers import Tokenizer
+
+from multilin.data.added_text import TextReader, plain_tokenizer
+from multilin.errors import InputError, as_input_error, nearest, prefixed, shown
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
+MARK = "\ud800"  # before characters of contents while a template is rendered: half a character, which no text holds
 ROLES = ("system", "user", "assistant")
 Message = dict[str, str]
 
@@ -69,6 +75,108 @@ def _check(message: Mapping[str, Any], where: str) -> Message:
     return {"role": str(role), "content": content}
 
 
+class ChatTemplate:
+    """Turns messages into tokens by a chat template. Control tokens come from the template, never from a message.
+
+    Control tokens are the special tokens, and all others that the template writes around messages. Characters of
+    messages are marked while the template is rendered, so that a control token which a message spells is read as text.
+
+    Attributes:
+        special: the texts of special tokens.
+        control: the texts of control tokens by their ids.
+
+    Args:
+        tokenizer: see `plain_tokenizer`.
+        render: the text of messages by the template; it ends with the head of an answer if the second argument is true.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, render: Callable[[Sequence[Message], bool], str]) -> None:
+        self._render = render
+        added, example = tokenizer.get_added_tokens_decoder(), self._example()
+        self.special = [token.content for token in added.values() if token.special]
+        ordinary = {token.content for token in added.values()}.difference(self.special)
+        written = [text for text in ordinary if text.strip() and text in example]
+        control = [*self.special, *written]
+        self.control = {number: token.content for number, token in added.items() if token.content in control}
+        self._reader, self._pattern = TextReader(tokenizer, control), _any_of(control, f"(?<!{MARK})")
+        self._spelled, self._written = _any_of(control, "(?i)"), _any_of(written)
+
+    def _example(self) -> str:
+        """What the template writes around messages."""
+        system, user, answer = (
+            {"role": role, "content": text} for role, text in zip(ROLES, (".", "?", "!"), strict=True)
+        )
+        texts = []
+        for messages in ([system, user, answer], [user, answer], [user]):
+            with contextlib.suppress(InputError):  # it may refuse a role, or need another order
+                texts += [self._render(messages, True), self._render(messages, False)]
+        return "\n".join(texts)
+
+    def render(self, messages: Sequence[Message], *, prompt: bool) -> str:
+        """The text of messages for `encode`, in which marks stand before characters of their contents.
+
+        Args:
+            messages: their contents hold no half characters.
+            prompt: end with the head of an answer.
+
+        Raises:
+            InputError: the template looks for a control token that a message spells, or see the argument `render`.
+        """
+        # A template that tests or cuts contents may do something else where every character is marked.
+        for mark in (self._mark_all, self._mark_spelled):
+            marked = [
+                {name: text if name == "role" else mark(text, message["role"]) for name, text in message.items()}
+                for message in messages
+            ]
+            text = self._render(marked, prompt)
+            if text.replace(MARK, "") == self._render(messages, prompt):
+                return text
+        raise InputError("messages: they spell a control token that the chat template looks for; write it otherwise")
+
+    def _mark_all(self, text: str, role: str) -> str:
+        if role != "assistant":
+            return _marked(text)
+        # The model itself writes tokens that are not special into its answers, such as <think>.
+        parts = self._written.split(text)
+        return "".join(part if number % 2 else _marked(part) for number, part in enumerate(parts))
+
+    def _mark_spelled(self, text: str, role: str) -> str:
+        kept = self._written if role == "assistant" else None
+        return self._spelled.sub(lambda m: m[0] if kept and kept.fullmatch(m[0]) else _marked(m[0]), text)
+
+    def encode(self, text: str, after: int | None = None) -> list[int]:
+        """Token ids of a text from `render`, or of a part of one.
+
+        Args:
+            text: the text.
+            after: the token before it; None at the beginning of a text.
+        """
+        names = self._reader.names
+        text = self._pattern.sub(lambda match: names[match[0]], text).replace(MARK, "")
+        if after is None:
+            return self._reader.encode(text)
+        if after in self.control:  # it decides how the text begins
+            return self._reader.encode(names[self.control[after]] + text)[1:]
+        return self._reader.encode_more(text)
+
+
+def _any_of(texts: Iterable[str], before: str = "") -> re.Pattern[str]:
+    """An expression that finds any of some texts, the longest one that begins at a place; it is a group."""
+    longest_first = sorted(texts, key=len, reverse=True)
+    return re.compile(f"{before}({'|'.join(map(re.escape, longest_first)) or '(?!)'})")
+
+
+def _marked(text: str) -> str:
+    return re.sub(r"(?=\S)", MARK, text)
+
+
+def cut_marked(text: str, length: int) -> tuple[str, str]:
+    """A text from `ChatTemplate.render` in two parts, of which the first has `length` characters besides marks."""
+    places = (place + 1 for place, character in enumerate(text) if character != MARK)
+    place = next(itertools.islice(places, length - 1, None)) if length else 0
+    return text[:place], text[place:]
+
+
 class ConversationEncoder:
     """Turns conversations into tokens, by the chat template of a tokenizer.
 
@@ -78,12 +186,16 @@ class ConversationEncoder:
 
     def __init__(self, tokenizer: "PreTrainedTokenizerFast") -> None:
         self._tokenizer = tokenizer
-        self._template = None if tokenizer.chat_template else CHAT_TEMPLATE  # None takes the tokenizer's own
-        self._backend = plain_tokenizer(tokenizer.backend_tokenizer.to_str())
-        self._backend.encode_special_tokens = False
-        self._added_text = AddedTextEncoder(self._backend)
-        added = self._backend.get_added_tokens_decoder()  # also those without a role, as <|im_start|> often is
-        self._special = {token_id: token.content for token_id, token in added.items() if token.special}
+        self._source = None if tokenizer.chat_template else CHAT_TEMPLATE  # None takes the tokenizer's own
+        self._template = ChatTemplate(plain_tokenizer(tokenizer.backend_tokenizer.to_str()), self._render)
+
+    def _render(self, messages: Sequence[Message], prompt: bool) -> str:
+        with as_input_error(lambda reason: f"messages: the tokenizer's chat template fails ({reason})"):
+            return str(
+                self._tokenizer.apply_chat_template(
+                    list(messages), chat_template=self._source, tokenize=False, add_generation_prompt=prompt
+                )
+            )
 
     def encode(self, messages: list[Message], where: str) -> tuple[list[int], list[bool]]:
         """The tokens of a conversation, and for each whether it belongs to an answer of the assistant.
@@ -95,45 +207,34 @@ class ConversationEncoder:
             InputError: the template fails or has no place for answers, or a message spells a special token.
         """
         for message in messages:
-            for token in self._special.values():
+            for token in self._template.special:
                 if token in message["content"]:
                     raise InputError(f"{where}: a message spells the special token {token!r}; write it in another way")
         ids: list[int] = []
         is_answer: list[bool] = []
-        for text, answers in self._parts(messages, where):
-            if not ids:
-                part = encode_whole(self._backend, text)
-            elif ids[-1] in self._special:  # it decides how the part begins
-                part = self._added_text.encode(self._special[ids[-1]] + text)[1:]
-            else:
-                part = self._added_text.encode(text)
-            ids += part
-            is_answer += [answers] * len(part)
+        with prefixed(f"{where}: ", "messages: "):
+            for text, answers in self._parts(messages):
+                part = self._template.encode(text, ids[-1] if ids else None)
+                ids += part
+                is_answer += [answers] * len(part)
         if not any(is_answer):
             raise InputError(
                 f"{where}: the tokenizer's chat template writes nothing for answers; give a tokenizer with another one"
             )
         return ids, is_answer
 
-    def _parts(self, messages: list[Message], where: str) -> Iterator[tuple[str, bool]]:
+    def _parts(self, messages: list[Message]) -> Iterator[tuple[str, bool]]:
         """The text of a conversation, cut where answers begin and end; True for answers."""
-
-        def render(number: int, *, prompt: bool) -> str:
-            with as_input_error(lambda reason: f"{where}: the tokenizer's chat template fails ({reason})"):
-                text = self._tokenizer.apply_chat_template(
-                    messages[:number], chat_template=self._template, tokenize=False, add_generation_prompt=prompt
+        done, numbers = "", [number for number, message in enumerate(messages) if message["role"] == "assistant"]
+        rest = self._template.render(messages[: numbers[-1] + 1], prompt=False)
+        for number in numbers:
+            before, after = self._render(messages[:number], True), self._render(messages[: number + 1], False)
+            if not before.startswith(done) or not after.startswith(before):
+                raise InputError(
+                    "messages: the tokenizer's chat template writes earlier messages anew when an answer follows, so "
+                    "answers cannot be told apart; give a tokenizer with another one"
                 )
-                return str(text)
-
-        done = ""
-        for number, message in enumerate(messages):
-            if message["role"] == "assistant":
-                before, after = render(number, prompt=True), render(number + 1, prompt=False)
-                if not before.startswith(done) or not after.startswith(before):
-                    raise InputError(
-                        f"{where}: the tokenizer's chat template writes earlier messages anew when an answer follows, "
-                        "so answers cannot be told apart; give a tokenizer with another one"
-                    )
-                yield before[len(done) :], False
-                yield after[len(before) :], True
-                done = after
+            for text, answers in ((before[len(done) :], False), (after[len(before) :], True)):
+                part, rest = cut_marked(rest, len(text))
+                yield part, answers
+            done = after

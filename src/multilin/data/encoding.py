@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from multilin.data.added_text import plain_tokenizer
+from multilin.data.added_text import TextReader, plain_tokenizer
 
 PIECE_CHARACTERS = 2**20
 WORDS_KEPT = 2**19
@@ -53,7 +53,7 @@ class Encoder:
 
 def make_encoder(tokenizer: PreTrainedTokenizerFast) -> Encoder:
     """The fastest encoder with exactly the tokenizer's ids. Special tokens that are spelled out in a text are text."""
-    backend = plain_tokenizer(tokenizer.backend_tokenizer.to_str())
+    backend = TextReader(plain_tokenizer(tokenizer.backend_tokenizer.to_str())).tokenizer
     return WordEncoder(backend) if _splits_at_whitespace(backend) else Encoder(backend)
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from multilin.data.added_text import AddedTextEncoder, encode_whole
+from multilin.data.added_text import TextReader
 from multilin.data.byte_level import is_byte_name, token_bytes
 from multilin.errors import InputError, shown
 
@@ -41,7 +41,7 @@ class TextCodec:
         Raises:
             InputError: text that came from bytes which are not UTF-8.
         """
-        ids = encode_whole(self.tokenizer, _checked(text))
+        ids = self._reader.encode(checked(text))
         return [self.end_id, *ids] if is_start else ids
 
     def encode_more(self, text: str) -> list[int]:
@@ -50,11 +50,11 @@ class TextCodec:
         Raises:
             InputError: text that came from bytes which are not UTF-8.
         """
-        return self._added_text.encode(_checked(text))
+        return self._reader.encode_more(checked(text))
 
     @functools.cached_property
-    def _added_text(self) -> AddedTextEncoder:
-        return AddedTextEncoder(self.tokenizer)
+    def _reader(self) -> TextReader:
+        return TextReader(self.tokenizer)
 
     def is_cut(self, token_ids: Sequence[int]) -> bool:
         """True if these tokens end inside a character."""
@@ -104,7 +104,12 @@ class TextCodec:
             logits_BV[:, self.pad_id] = -np.inf
 
 
-def _checked(text: str) -> str:
+def checked(text: str) -> str:
+    """The text itself.
+
+    Raises:
+        InputError: it came from bytes which are not UTF-8.
+    """
     try:
         text.encode()
     except UnicodeEncodeError:

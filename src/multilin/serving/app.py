@@ -2,7 +2,10 @@
 
 import asyncio
 import contextlib
+import signal
 import socket
+import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -13,14 +16,14 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 import multilin
 from multilin.errors import InputError
 from multilin.serving.api import page, routes, sessions
 from multilin.serving.api.guard import Guard
 from multilin.serving.api.streams import error_response
-from multilin.serving.errors import ApiError, as_api_error, from_validation
+from multilin.serving.errors import ApiError, as_api_error, from_validation, still_loading
 from multilin.serving.readings import Readings
 from multilin.serving.service import Service
 
@@ -28,6 +31,8 @@ if TYPE_CHECKING:
     from multilin.inference.runs import Run
 
 END_SECONDS = 10.0  # for requests to end when the server is stopped
+# That a request waits for a model that is loaded, before it is refused: many clients give up after a minute.
+HELD_SECONDS, HELD_HEALTH_SECONDS = 50.0, 1.5
 MOST_CONNECTIONS = 4096
 
 
@@ -70,25 +75,57 @@ async def _refuse(request: Request, error: Exception) -> Response:
     return error_response(as_api_error(error))
 
 
-def run_server(app: ASGIApp, service: Service, listener: socket.socket) -> None:
-    """Answer requests until SIGINT or SIGTERM comes; requests then have `END_SECONDS` to end."""
-    config = uvicorn.Config(
-        app, log_level="warning", access_log=False, server_header=False, limit_concurrency=MOST_CONNECTIONS,
-        timeout_graceful_shutdown=int(END_SECONDS) + 5, lifespan="off",
-    )  # fmt: skip
-    with contextlib.suppress(KeyboardInterrupt):  # which uvicorn passes on when it has ended
-        asyncio.run(_Server(config, service).serve(sockets=[listener]))
+class Server(uvicorn.Server):
+    """Listens in a thread of its own, at once; requests are answered when there is an application.
 
+    Until then they wait, for `HELD_SECONDS` at most, and get the status 503; `/health` gets it soon.
 
-class _Server(uvicorn.Server):
-    """Ends the scheduler before the connections, so that every stream is told its end."""
+    Args:
+        listener: a socket that listens.
+    """
 
-    def __init__(self, config: uvicorn.Config, service: Service) -> None:
-        super().__init__(config)
-        self._service = service
+    def __init__(self, listener: socket.socket) -> None:
+        super().__init__(
+            uvicorn.Config(
+                self._answer, interface="asgi3", log_level="warning", access_log=False, server_header=False,
+                limit_concurrency=MOST_CONNECTIONS, timeout_graceful_shutdown=int(END_SECONDS) + 5, lifespan="off",
+            )
+        )  # fmt: skip
+        self._app: ASGIApp | None = None
+        self._stop: Callable[[float], object] = float  # does nothing
+        self._listener = listener
+        self._ended = threading.Event()  # since a join that a signal interrupts takes the thread for ended
+
+    def __enter__(self) -> "Server":
+        threading.Thread(target=self._serve_and_end, name="multilin-http", daemon=True).start()
+        return self
+
+    def _serve_and_end(self) -> None:
+        try:
+            self.run([self._listener])
+        finally:
+            self._ended.set()
+
+    def __exit__(self, *_: object) -> None:
+        """Let requests end, for `END_SECONDS` at most."""
+        self.should_exit = True
+        self._ended.wait()
+
+    def answer_until_interrupted(self, app: ASGIApp, service: Service) -> None:
+        """Answer requests until SIGINT comes, or another signal whose handler raises an exception."""
+        self._app, self._stop = app, service.scheduler.stop
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # which shells turn off for commands that end in &
+        with contextlib.suppress(KeyboardInterrupt):
+            self._ended.wait()
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        end = time.monotonic() + (HELD_HEALTH_SECONDS if scope["path"] == "/health" else HELD_SECONDS)
+        while self._app is None and not self.should_exit and time.monotonic() < end:
+            await asyncio.sleep(0.05)
+        await (self._app or error_response(still_loading()))(scope, receive, send)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Stop listening, and let requests end."""
-        ended = asyncio.create_task(asyncio.to_thread(self._service.scheduler.stop, END_SECONDS))
+        """Stop listening, and let requests end: the scheduler ends before connections, so that streams learn of it."""
+        ended = asyncio.create_task(asyncio.to_thread(self._stop, END_SECONDS))
         await super().shutdown(sockets)
         await ended

@@ -49,25 +49,39 @@ def as_api_error(error: Exception) -> ApiError:
 
 def from_validation(errors: Sequence[Any]) -> ApiError:
     """The first mistake that pydantic found in a body."""
-    # A field that one member of a union does not know says more than that the other members are something else.
-    first = next((error for error in errors if error["type"] == "extra_forbidden"), errors[0])
+    # What is wrong within one member of a union says more than that the other members are something else.
+    first = next((error for error in errors if error["type"] == "extra_forbidden"), None)
+    first = first or max(errors, key=lambda error: len(_fields(error["loc"])))
     path = [str(part) for part in first["loc"] if part not in ("body", "query")]
     param = shorten(path[0]) if path else None
     kind, message = first["type"], str(first["msg"])
     if kind == "extra_forbidden":
         return ApiError(400, f"{shorten(path[-1])}: unknown or unsupported field", shorten(path[-1]), "unknown_field")
+    field = _fields(first["loc"])
+    place = shorten("".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in field)[1:]) or "body"
     if kind == "missing":
-        return ApiError(400, f"{path[-1] if path else 'body'}: missing; a value is required", param, "missing_field")
+        return ApiError(400, f"{place}: missing; a value is required", param, "missing_field")
     if kind == "json_invalid" or not path:
         is_unread = isinstance(first.get("input"), bytes)
         hint = "; the header Content-Type should be application/json" if is_unread else ""
         return ApiError(400, f"body: no JSON object ({message[:100]}){hint}", None, "invalid_json")
     # Every member of a union has an error of its own.
-    same = [error for error in errors if error["loc"][:2] == first["loc"][:2]]
+    same = [error for error in errors if _fields(error["loc"])[: len(field)] == field]
     words = list(dict.fromkeys(_accepted(str(error["msg"])) for error in same))
     repeated = "be " if words[0].startswith("be ") else ""
     accepted = " or ".join([words[0], *(word.removeprefix(repeated) for word in words[1:])])
-    return ApiError(400, f"{param}: {shown(first['input'])} given, but it should {accepted}", param, "invalid_value")
+    given = "null" if first["input"] is None else shown(first["input"])
+    return ApiError(400, f"{place}: {given} given, but it should {accepted}", param, "invalid_value")
+
+
+def _fields(location: Sequence[str | int]) -> tuple[str | int, ...]:
+    """The place of a field in a body, without what pydantic adds after it: members of unions, and entries of lists."""
+    named = [
+        number for number, part in enumerate(location)
+        if isinstance(part, str) and re.fullmatch("[a-z_]+", part) and part not in ("str", "int")
+    ]  # fmt: skip
+    parts = location[: named[-1] + 1] if named else location
+    return tuple(part for number, part in enumerate(parts) if isinstance(part, int) or number in named)[1:]
 
 
 def _accepted(message: str) -> str:
@@ -81,6 +95,11 @@ def too_busy() -> ApiError:
     return ApiError(
         429, "the server is busy and its queue is full; try again", None, "queue_full", {"Retry-After": "1"}
     )
+
+
+def still_loading() -> ApiError:
+    """The answer before the model is loaded."""
+    return ApiError(503, "the model is still being loaded; try again", None, "loading", {"Retry-After": "1"})
 
 
 def shutting_down() -> ApiError:

@@ -1,8 +1,8 @@
 """Messages as tokens: by the model's chat template, or in a plain layout for a model that has none."""
 
-import dataclasses
 import datetime
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +11,10 @@ from jinja2.ext import Extension
 from jinja2.nodes import Node
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
-from tokenizers import Tokenizer
 
+from multilin.data.chat import MARK, ChatTemplate, cut_marked
 from multilin.errors import InputError
-from multilin.inference.text import TextCodec
+from multilin.inference.text import TextCodec, checked
 from multilin.serving.turns import Turn
 
 Messages = list[dict[str, str]]
@@ -50,7 +50,7 @@ class PlainLayout:
 
 
 class TemplateLayout:
-    """The chat template of a tokenizer; special tokens in its text become tokens.
+    """The chat template of a tokenizer; control tokens in its text become tokens, those in messages are text.
 
     Args:
         codec: the model's tokenizer.
@@ -61,47 +61,55 @@ class TemplateLayout:
     stops: tuple[str, ...] = ()
 
     def __init__(self, codec: TextCodec, template: str, names: dict[str, str]) -> None:
-        tokenizer = Tokenizer.from_str(codec.tokenizer.to_str())
-        tokenizer.encode_special_tokens = False
-        self._codec, self._names = dataclasses.replace(codec, tokenizer=tokenizer), names
         try:
-            self._template = _environment().from_string(template)
+            self._jinja, self._names = _environment().from_string(template), names
         except TemplateError as error:
             raise InputError(f"run: its chat template is not valid ({error})") from None
-        self._starts = {codec.end_id, tokenizer.token_to_id(names.get("bos_token", ""))}
-        self.ends = frozenset(self._special_after_answer())
+        self._template = ChatTemplate(codec.tokenizer, self._render)
+        self._end_id = codec.end_id
+        self._starts = {codec.end_id, codec.tokenizer.token_to_id(names.get("bos_token", ""))}
+        self.ends = frozenset(self._control_after_answer())
 
     def token_ids(self, messages: Messages, before: Turn | None) -> list[int]:
         """Tokens of the messages and of the head of the answer, after the conversation `before` if there is one."""
-        if before is not None and before.messages:
-            *earlier, answer = before.messages
-            given, bare = answer["content"], answer["content"].strip()
-            head, whole = self._render(earlier), self._render([*earlier, answer | {"content": bare}, *messages])
-            if whole.startswith(head):
-                rest = whole[len(head) :]
-                # Templates leave out spaces around an answer, or put some there, which the model then writes itself.
-                for text, after in ((given, rest), (bare, rest.lstrip())):
-                    if after.startswith(text):
-                        return self._codec.encode_more(after[len(text) :])
-        if before is not None:
-            return self._codec.encode_more(self._render(messages))
-        ids = self._codec.encode(self._render(messages))
-        return ids if ids and ids[0] in self._starts else [self._codec.end_id, *ids]
+        if before is None:
+            ids = self._template.encode(self._marked(messages))
+            return ids if ids and ids[0] in self._starts else [self._end_id, *ids]
+        last = before.token_ids[-1] if before.token_ids else -1
+        return self._template.encode(self._after(before.messages or [], messages), last)
 
-    def _special_after_answer(self) -> list[int]:
-        """The special token that the template puts after an answer, if it puts one there."""
+    def _after(self, before: Messages, messages: Messages) -> str:
+        """The text of messages after the conversation `before`, marked as by `ChatTemplate.render`."""
+        if before:
+            *earlier, answer = before
+            given, bare = answer["content"], answer["content"].strip()
+            head, marked = self._render(earlier), self._marked([*earlier, answer | {"content": bare}, *messages])
+            whole = marked.replace(MARK, "")
+            rest = whole.removeprefix(head)
+            # Templates leave out spaces around an answer, or put some there, which the model then writes itself.
+            for text, after in ((given, rest), (bare, rest.lstrip())):
+                if whole.startswith(head) and after.startswith(text):
+                    return cut_marked(marked, len(whole) - len(after) + len(text))[1]
+        return self._marked(messages)
+
+    def _control_after_answer(self) -> list[int]:
+        """The control token that the template puts after an answer, if it puts one there."""
         try:
             whole = self._render([{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}])
         except InputError:
             return []
-        ids = self._codec.encode_more(whole.rpartition("!")[2].lstrip())[:1]
-        added = self._codec.tokenizer.get_added_tokens_decoder()
-        return [token for token in ids if token in added and added[token].special]
+        ids = self._template.encode(whole.rpartition("!")[2].lstrip(), -1)[:1]
+        return [token for token in ids if token in self._template.control]
 
-    def _render(self, messages: Messages) -> str:
+    def _marked(self, messages: Messages) -> str:
+        for message in messages:
+            checked(message["content"] + message.get("name", ""))
+        return self._template.render(messages, prompt=True)
+
+    def _render(self, messages: Sequence[dict[str, str]], prompt: bool = True) -> str:
         try:
             nothing = {"tools": None, "documents": None}  # as transformers says it
-            return self._template.render(messages=messages, add_generation_prompt=True, **nothing, **self._names)
+            return self._jinja.render(messages=messages, add_generation_prompt=prompt, **nothing, **self._names)
         except (TemplateError, TypeError, ValueError) as error:
             raise InputError(f"messages: the model's chat template refuses them ({str(error)[:200]})") from None
 

@@ -244,14 +244,15 @@ class Scheduler:
         row.next_id = token
         row.seen[token] = row.seen.get(token, 0) + 1
         row.token_ids.append(token)
-        if row.settings.stop_at_end and (token == self.codec.end_id or token in job.ends):
+        stream, num_before, was_whole = row.stream, row.stream.length, row.stream.is_whole
+        is_end = row.settings.stop_at_end and (token == self.codec.end_id or token in job.ends)
+        piece = "" if is_end else stream.put(token)
+        if logits_V is not None:
+            begin = num_before if is_end else stream.begin(token, num_before)
+            row.pending.append((make_logprob(logits_V, token, job.num_logprobs or 0), begin))
+        if is_end:
             row.end = "stop"
             return
-        stream, num_before, was_whole = row.stream, row.stream.length, row.stream.is_whole
-        piece = stream.put(token)
-        if logits_V is not None:
-            begin = stream.begin(token, num_before)
-            row.pending.append((make_logprob(logits_V, token, job.num_logprobs or 0), begin))
         if was_whole:
             row.kept = None
             if stream.is_stopped or not stream.is_whole:
@@ -263,11 +264,13 @@ class Scheduler:
         self._release(row, piece)
 
     def _release(self, row: Row, piece: str) -> None:
-        """Report new text, and the tokens that begin in text reported so far."""
+        """Report new text, and the tokens that begin in text reported so far; at the end all that are left."""
         length = len(row.stream.text)
-        is_whole = row.stream.is_whole if row.end is None else not row.stream.is_stopped
+        is_whole = row.stream.is_whole or row.end is not None
         num_ready = next((i for i, (_, begin) in enumerate(row.pending) if begin >= length and not is_whole), None)
         tokens, row.pending = row.pending[:num_ready], [] if num_ready is None else row.pending[num_ready:]
+        if row.stream.is_stopped:  # tokens of a stop string stand at the end of the text
+            tokens = [(entry, min(begin, length)) for entry, begin in tokens]
         if piece or tokens:
             self._tell(row.job, row.index, Piece(piece, tokens))
 

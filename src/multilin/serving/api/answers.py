@@ -110,7 +110,13 @@ class CompletionForm(Form):
         entries = [entry for entry, _ in tokens]
         texts = [self.service.token_text(entry.token_id) for entry in entries]
         offsets = [self._offset(index, entry.token_id, num_before) for entry, num_before in tokens]
-        tops = [{self.service.token_text(token): value for token, value in entry.top} for entry in entries]
+        # The token itself is among them, as in OpenAI's, also where it is none of the likeliest.
+        tops = [
+            {self.service.token_text(token): value for token, value in [*entry.top, (entry.token_id, entry.value)]}
+            if entry.value is not None
+            else {}
+            for entry in entries
+        ]
         return {
             "tokens": texts, "token_logprobs": [entry.value for entry in entries],
             "top_logprobs": tops, "text_offset": offsets,

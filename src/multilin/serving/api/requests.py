@@ -17,13 +17,24 @@ Penalty = Annotated[float, Ge(-2), Le(2)]
 NumTop = Annotated[int, Ge(0), Le(20)]
 Stop = Annotated[str, MinLen(1), MaxLen(1000)]
 MOST_STOPS = 8
-# What clients send unasked and what changes nothing here, by field.
-_WITHOUT_EFFECT: dict[str, list[Any]] = {
-    "annotations": [[]], "best_of": [1], "logprobs": [[]], "modalities": [["text"]],
-    "parallel_tool_calls": [True, False], "response_format": [{"type": "text"}], "service_tier": ["auto", "default"],
-    "text": [{"format": {"type": "text"}}], "tool_calls": [[]], "tool_choice": ["auto", "none"], "tools": [[]],
-    "truncation": ["disabled"],
+# Values that ask for what happens anyway, of fields that a body does not have; members of objects may be left out.
+_IDLE: dict[str, list[Any]] = {
+    "annotations": [[]], "background": [False], "best_of": [1], "context_management": [[]],
+    "function_call": ["auto", "none"], "functions": [[]], "include": [[]], "include_obfuscation": [False],
+    "logprobs": [[]], "metadata": [{}], "modalities": [["text"]], "parallel_tool_calls": [True, False],
+    "prompt_cache_retention": ["in_memory"], "reasoning": [{"effort": "none"}], "reasoning_effort": ["none"],
+    "response_format": [{"type": "text"}], "service_tier": ["auto", "default"],
+    "stream_options": [{"include_obfuscation": False}], "suffix": [""],
+    "text": [{"format": {"type": "text"}, "verbosity": "medium"}], "tool_calls": [[]], "tool_choice": ["auto", "none"],
+    "tools": [[]], "top_logprobs": [0], "truncation": ["disabled"], "verbosity": ["medium"],
 }  # fmt: skip
+
+
+def _is_idle(value: Any, idle: Any) -> bool:
+    """True if a value is `idle`, or an object whose members are null or those of `idle`."""
+    if isinstance(value, dict) and isinstance(idle, dict):
+        return all(member is None or _is_idle(member, idle.get(name)) for name, member in value.items())
+    return type(value) is type(idle) and bool(value == idle)
 
 
 class Body(BaseModel):
@@ -37,16 +48,19 @@ class Body(BaseModel):
         """Null asks for nothing, whatever the field: clients send the nulls of an answer back with it."""
         if not isinstance(body, dict):
             return body
+        fields = cls.model_fields
+        idle = _IDLE | {"best_of": [1, body.get("n")]}  # as many as are returned
         return {
             name: value for name, value in body.items()
-            if value is not None and (name in cls.model_fields or value not in _WITHOUT_EFFECT.get(name, ()))
+            if (fields[name].is_required() or value is not None if name in fields
+                else value is not None and not any(_is_idle(value, one) for one in idle.get(name, ())))
         }  # fmt: skip
 
 
 class StreamOptions(Body):
     """Options of a stream."""
 
-    include_usage: bool = False
+    include_usage: bool | None = None
 
 
 class Sampling(Body):
@@ -65,8 +79,10 @@ class Sampling(Body):
     stop: Stop | Annotated[list[Stop], MaxLen(MOST_STOPS)] | None = None
     ignore_eos: bool | None = None
     stream: bool | None = None
-    user: Name | None = None
     store: bool | None = None
+    user: Name | None = None  # this and the next two have no effect
+    safety_identifier: Name | None = None
+    prompt_cache_key: Name | None = None
 
     def settings(self, stops: tuple[str, ...], index: int) -> GenerationSettings:
         """Settings of answer number `index`; without a temperature it is 1, with 0 the likeliest token is taken."""
@@ -113,6 +129,7 @@ class Message(Body):
     type: Literal["message"] | None = None
     role: Literal["system", "developer", "user", "assistant"]
     content: Text | Annotated[list[TextPart], MaxLen(1000)]
+    name: Name | None = None  # of who speaks, for chat templates that write it
     id: Id | None = None  # these two of an answer that is sent back
     status: Name | None = None
 
@@ -120,7 +137,7 @@ class Message(Body):
         """The message in the form of chat templates."""
         given = self.content
         content = given if isinstance(given, str) else "".join(part.text for part in given)
-        return {"role": self.role, "content": content}
+        return {"role": self.role, "content": content} | ({} if self.name is None else {"name": self.name})
 
 
 class ChatRequest(Choices):

@@ -92,7 +92,7 @@ def _prompts(service: Service, body: CompletionRequest, before: Turn | None) -> 
 async def chat(body: ChatRequest, service: Served, owner: Owner) -> Response:
     """Answer messages."""
     check_model(service, body.model)
-    if body.top_logprobs is not None and not body.logprobs:
+    if body.top_logprobs and not body.logprobs:
         raise ApiError(400, "top_logprobs: given without logprobs; set logprobs to true", "top_logprobs")
     if body.max_tokens is not None and body.max_completion_tokens is not None:
         raise ApiError(400, "max_tokens: given together with max_completion_tokens; give one of them", "max_tokens")
@@ -233,9 +233,10 @@ def _find_response(service: Service, owner: str, response_id: str) -> Turn:
 
 
 def _include_usage(body: Any) -> bool:
-    if body.stream_options is not None and not body.stream:
+    options = body.stream_options
+    if options is not None and options.include_usage is not False and not body.stream:
         raise ApiError(400, "stream_options: given without stream; leave it out", "stream_options")
-    return body.stream_options is not None and body.stream_options.include_usage
+    return options is not None and bool(options.include_usage)
 
 
 def _ask(

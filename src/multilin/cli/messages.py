@@ -22,9 +22,14 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def plain_warnings() -> Iterator[None]:
-    """Show each warning on one line, without its place in the code."""
+    """Show each warning on one line, without its place in the code, in one process of each machine."""
+
+    def show(message: Warning | str, *_: Any) -> None:
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            print(f"multilin: warning: {message}", file=sys.stderr)
+
     with warnings.catch_warnings():
-        warnings.showwarning = lambda message, *_: print(f"multilin: warning: {message}", file=sys.stderr)
+        warnings.showwarning = show
         yield
 
 

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from multilin.data.corpora import (
-    BUILT_IN,
     hub_dataset,
     hub_errors,
     hub_revision,
+    is_built_in,
     is_hub,
     of_one_kind,
     read_documents,
@@ -52,7 +52,7 @@ def cut_source(source: str) -> tuple[list[Part], str]:
     Raises:
         InputError: see `read_documents`.
     """
-    if source in BUILT_IN:
+    if is_built_in(source):
         return [Part()], source
     if is_hub(source):
         revision, count = hub_revision(source), hub_dataset(source).num_shards

@@ -17,6 +17,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerFast
 
 from multilin.data.chat import CHAT_TEMPLATE
+from multilin.data.corpora import report_left_out
 from multilin.data.manifest import FORMAT, Folder, Manifest
 from multilin.data.packed_text import PackedText, merged
 from multilin.data.packing import concatenate, text_hash
@@ -210,6 +211,7 @@ def _finish(
         concatenate(texts, folder)
         validation = describe_folder("validation", folder)
     whole = merged([folder.describe() for folder in [*train, validation]])
+    report_left_out(job.settings.source, sum(record.position["documents"] for record in records) - whole.num_documents)
     manifest = Manifest(
         format=FORMAT, settings=deciding, num_documents=whole.num_documents, num_tokens=whole.num_tokens,
         num_bytes=whole.num_bytes, tokenizer_hash=whole.tokenizer_hash, tokenizer=tokenizer, validation=validation,

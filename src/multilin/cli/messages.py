@@ -23,13 +23,11 @@ if TYPE_CHECKING:
 @contextlib.contextmanager
 def plain_warnings() -> Iterator[None]:
     """Show each warning on one line, without its place in the code, in one process of each machine."""
-
-    def show(message: Warning | str, *_: Any) -> None:
-        if os.environ.get("LOCAL_RANK", "0") == "0":
-            print(f"multilin: warning: {message}", file=sys.stderr)
-
+    is_first = os.environ.get("LOCAL_RANK", "0") == "0"
     with warnings.catch_warnings():
-        warnings.showwarning = show
+        warnings.showwarning = lambda message, *_: (
+            print(f"multilin: warning: {message}", file=sys.stderr) if is_first else None
+        )
         yield
 
 

@@ -6,7 +6,7 @@ import itertools
 import os
 import re
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from fnmatch import fnmatchcase
 from functools import reduce
@@ -32,8 +32,8 @@ def read_documents(
 ) -> Iterator[Document]:
     """The documents of a source in a fixed order, one at a time.
 
-    Documents without any text and rows with null in its place are left out, and files of other kinds passed over; one
-    warning says how many. A file or folder to which several links lead is read once.
+    Documents without any text are left out. Rows with null in its place too, and files of other kinds are passed over,
+    with a warning that counts them. A file or folder to which several links lead is read once.
 
     Args:
         source: `python-docs` or `python-source`; a file, folder (read with its subfolders) or glob of .txt .md .jsonl
@@ -47,38 +47,30 @@ def read_documents(
         InputError: the source does not exist, holds no text, or cannot be read as what its name says. It comes when the
             first document is asked for.
     """
-    read = 0
-
-    def counted() -> Iterator[Document]:
-        nonlocal read
-        for document in _all_documents(source, text_field, encoding_errors):
-            read += 1
-            yield document
-
-    given = 0
-    for document in of_one_kind(counted(), source):
-        given += 1
+    empty, left_out = True, Counter[str]()
+    for document in of_one_kind(_all_documents(source, text_field, encoding_errors), source, left_out):
+        empty = False
         yield document
-    if not given:
-        without = f" ({plural(read, 'document')} without any)" if read else ""
-        raise InputError(f"{shown(source)} is empty: a corpus needs some text{without}")
-    report_left_out(source, read - given)
+    report_left_out(source, left_out)
+    if empty:
+        raise InputError(f"{shown(source)} is empty: a corpus needs some text")
 
 
-def report_left_out(source: str, number: int) -> None:
-    """Warn of documents that were left out."""
-    if number:
-        warn_once(f"{shown(source)}: left out {plural(number, 'document')} without text (null or empty)")
+def report_left_out(source: str, left_out: Mapping[str, int]) -> None:
+    """Warn of what `of_one_kind` has left out."""
+    if number := left_out.get("null", 0):
+        warn_once(f"{shown(source)}: left out {plural(number, 'row')} whose text is null (in .csv an empty cell)")
 
 
-def of_one_kind(documents: Iterable[Document], source: str) -> Iterator[Document]:
-    """The documents that are not empty.
+def of_one_kind(documents: Iterable[Document], source: str, left_out: Counter[str]) -> Iterator[Document]:
+    """The documents that are not empty; those of null are counted in `left_out`.
 
     Raises:
         InputError: both texts and conversations among them.
     """
     is_chat = None
     for document in documents:
+        left_out["null"] += document.is_null
         if document.text:
             if is_chat not in (None, document.messages is not None):
                 kinds = ("a text", "conversations") if is_chat else ("a conversation", "texts")

@@ -39,8 +39,9 @@ class Document:
     """One text, or one conversation."""
 
     name: str  # its place, relative to the source: `plays/hamlet.txt`, `rows.jsonl:17`
-    text: str  # for a conversation, the text of its messages; empty for null
+    text: str  # for a conversation, the text of its messages
     messages: list[Message] | None = None  # for a conversation
+    is_null: bool = False  # its row has null in place of a text, or in a conversation
 
 
 def file_format(path: Path) -> str | None:
@@ -112,7 +113,7 @@ def read_file(
 def row_document(
     row: Mapping[str, Any], name: str, text_field: str, where: str, encoding_errors: EncodingErrors
 ) -> Document:
-    """The text in a row's field, or the conversation in a row without this field; an empty text where it is null.
+    """The text in a row's field, or the conversation in a row without this field.
 
     Raises:
         InputError: the row has neither (the message has its fields), or the field holds no text of UTF-8; or as
@@ -122,7 +123,9 @@ def row_document(
     values = {field: _decoded(row[field], encoding_errors, where, field) for field in fields if field in row}
     messages = None
     if text_field in values:
-        text = "" if values[text_field] is None else values[text_field]
+        text = values[text_field]
+        if text is None:
+            return Document(name, "", is_null=True)
         if not isinstance(text, str):
             raise InputError(f"{where}: field {text_field!r} holds {shown(text)}, but it should hold a text")
     elif (messages := read_messages(values, where)) is not None:
@@ -131,11 +134,11 @@ def row_document(
         given, hint = shorten(", ".join(map(str, row)), 200), nearest(text_field, row)
         raise InputError(f"{where}: no field {shown(text_field)} (text_field); the row has {given}{hint}")
     _check_words(text, where)
-    return Document(name, text, messages)
+    return Document(name, text, messages, is_null=messages == [])
 
 
 def _decoded(value: Any, encoding_errors: EncodingErrors, where: str, field: str) -> Any:
-    """A value whose texts, in lists and objects too, are bytes (from Parquet) or have half surrogate pairs (from JSON)."""
+    """A value with its texts, in lists and objects too, checked: bytes of Parquet, half surrogate pairs of JSON."""
     if isinstance(value, list):
         return [_decoded(part, encoding_errors, where, field) for part in value]
     if isinstance(value, dict):
@@ -296,7 +299,8 @@ def _parquet_rows(stream: IO[bytes], path: Path, text_field: str) -> _Rows:
                 yield "", "", dict.fromkeys(names)
             for batch in file.iter_batches(batch_size=256, columns=[text_field] if text_field in columns else columns):
                 schema = pyarrow.schema([field.with_type(_with_bytes(field.type)) for field in batch.schema])
-                for number, row in enumerate(batch.cast(schema).to_pylist(), start=number + 1):
+                for row in batch.cast(schema).to_pylist():
+                    number += 1
                     yield f":{number}", f":{number}", row
     except InputError:
         raise

@@ -8,6 +8,7 @@ written last. Which documents are set aside for validation follows from their te
 import contextlib
 import itertools
 import json
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -204,6 +205,7 @@ def _finish(
     """Put the validation text together and write the manifest."""
     train = [folder for record in records for folder in record.train]
     pieces = [folder for record in records for folder in record.validation]
+    report_left_out(job.settings.source, sum((Counter(record.position["left_out"]) for record in records), Counter()))
     if len({folder.describe().is_chat for folder in [*train, *pieces]}) > 1:
         raise InputError(f"{shown(job.settings.source)}: holds texts and conversations; give them apart")
     texts = [PackedText.open(store.fetch(piece.name, piece.files, temporary)) for piece in pieces]
@@ -211,7 +213,6 @@ def _finish(
         concatenate(texts, folder)
         validation = describe_folder("validation", folder)
     whole = merged([folder.describe() for folder in [*train, validation]])
-    report_left_out(job.settings.source, sum(record.position["documents"] for record in records) - whole.num_documents)
     manifest = Manifest(
         format=FORMAT, settings=deciding, num_documents=whole.num_documents, num_tokens=whole.num_tokens,
         num_bytes=whole.num_bytes, tokenizer_hash=whole.tokenizer_hash, tokenizer=tokenizer, validation=validation,

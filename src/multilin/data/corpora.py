@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 BUILT_IN: dict[str, Callable[[], Iterator[Document]]] = {"python-docs": python_docs, "python-source": python_source}
 MOST_FILES = 1_000_000
 _HUB_PREFIX = "hub:"
-_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(/[\w.-]+)?(:[^/\\]+)?")
+_HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*(/[\w.-]+)?(:[^/\\]+)?")
 
 
 def read_documents(

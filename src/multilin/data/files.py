@@ -280,9 +280,9 @@ def _csv_rows(stream: IO[bytes], path: Path, encoding_errors: EncodingErrors) ->
 
 
 def _check_names(names: Sequence[str], where: str) -> None:
-    """Refuse columns that share a name, of which one alone would be read."""
+    """Refuse columns or fields of one name, of which the last alone would be read."""
     if repeated := [name for name, count in Counter(names).items() if count > 1 and name]:
-        raise InputError(f"{where} names the column {shown(repeated[0])} twice; give each a name of its own")
+        raise InputError(f"{where}: the column or field {shown(repeated[0])} occurs twice; rename one")
 
 
 def _parquet_rows(stream: IO[bytes], path: Path, text_field: str) -> _Rows:
@@ -298,8 +298,8 @@ def _parquet_rows(stream: IO[bytes], path: Path, text_field: str) -> _Rows:
             if not columns:  # the message for the row tells what there is
                 yield "", "", dict.fromkeys(names)
             for batch in file.iter_batches(batch_size=256, columns=[text_field] if text_field in columns else columns):
-                schema = pyarrow.schema([field.with_type(_with_bytes(field.type)) for field in batch.schema])
-                for row in batch.cast(schema).to_pylist():
+                kinds = [field.with_type(_with_bytes(field.type, str(path))) for field in batch.schema]
+                for row in batch.cast(pyarrow.schema(kinds)).to_pylist():
                     number += 1
                     yield f":{number}", f":{number}", row
     except InputError:
@@ -308,7 +308,7 @@ def _parquet_rows(stream: IO[bytes], path: Path, text_field: str) -> _Rows:
         raise InputError(f"{path}: not a Parquet file ({shorten(' '.join(str(error).split()), 200)})") from None
 
 
-def _with_bytes(kind: "DataType") -> "DataType":
+def _with_bytes(kind: "DataType", where: str) -> "DataType":
     """A type of Arrow with bytes in place of texts, which may not be UTF-8."""
     import pyarrow
     from pyarrow import types
@@ -316,11 +316,12 @@ def _with_bytes(kind: "DataType") -> "DataType":
     if types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind):
         return pyarrow.large_binary()
     if types.is_dictionary(kind):
-        return _with_bytes(kind.value_type)
+        return _with_bytes(kind.value_type, where)
     if types.is_struct(kind):
-        return pyarrow.struct([field.with_type(_with_bytes(field.type)) for field in kind])
+        _check_names([field.name for field in kind], where)
+        return pyarrow.struct([field.with_type(_with_bytes(field.type, where)) for field in kind])
     if types.is_nested(kind) and not types.is_map(kind):
-        return pyarrow.large_list(_with_bytes(kind.value_type))
+        return pyarrow.large_list(_with_bytes(kind.value_type, where))
     return kind
 
 

@@ -205,7 +205,9 @@ def _finish(
     """Put the validation text together and write the manifest."""
     train = [folder for record in records for folder in record.train]
     pieces = [folder for record in records for folder in record.validation]
-    report_left_out(job.settings.source, sum((Counter(record.position.get("left_out")) for record in records), Counter()))
+    report_left_out(
+        job.settings.source, sum((Counter(record.position.get("left_out")) for record in records), Counter())
+    )
     if len({folder.describe().is_chat for folder in [*train, *pieces]}) > 1:
         raise InputError(f"{shown(job.settings.source)}: holds texts and conversations; give them apart")
     texts = [PackedText.open(store.fetch(piece.name, piece.files, temporary)) for piece in pieces]

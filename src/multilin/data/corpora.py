@@ -170,6 +170,11 @@ def source_files(source: str) -> list[tuple[str, Path]]:
     return sorted((file.relative_to(root).as_posix(), file) for file in once)
 
 
+def linked_folders(folder: Path) -> list[Path]:
+    """The folders to which links in a folder and below lead, whose files are read with it."""
+    return [Path(os.path.realpath(path)) for path in _matching(folder, ["**"]) if path.is_symlink()]
+
+
 def _kind(file: Path) -> str:
     return (file.suffix.lower() or "without a suffix") if file.exists() else "broken links"
 

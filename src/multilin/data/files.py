@@ -137,12 +137,12 @@ def row_document(
     return Document(name, text, messages, is_null=messages == [])
 
 
-def _decoded(value: Any, encoding_errors: EncodingErrors, where: str, field: str) -> Any:
-    """A value with its texts, in lists and objects too, checked: bytes of Parquet, half surrogate pairs of JSON."""
-    if isinstance(value, list):
-        return [_decoded(part, encoding_errors, where, field) for part in value]
-    if isinstance(value, dict):
-        return {name: _decoded(part, encoding_errors, where, field) for name, part in value.items()}
+def _decoded(value: Any, encoding_errors: EncodingErrors, where: str, field: str, levels: int = 2) -> Any:
+    """A text, or the messages of a conversation, without bytes (of Parquet) and half surrogate pairs (of JSON)."""
+    if levels and isinstance(value, list):
+        return [_decoded(part, encoding_errors, where, field, levels - 1) for part in value]
+    if levels and isinstance(value, dict):
+        return {name: _decoded(part, encoding_errors, where, field, levels - 1) for name, part in value.items()}
     try:
         if isinstance(value, bytes):
             return value.decode("utf-8", encoding_errors)

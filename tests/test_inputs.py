@@ -164,6 +164,13 @@ def test_a_recipe_is_no_pipe(pipe: Path) -> None:
             load_recipe(path)
 
 
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-32-be"])
+def test_a_prompt_of_wide_characters_is_refused(tmp_path: Path, encoding: str) -> None:
+    (tmp_path / "prompt.txt").write_bytes("It was".encode(encoding))
+    with pytest.raises(InputError, match=rf"--prompt-file: .*prompt\.txt holds {encoding[:6].upper()}"):
+        read_prompt(None, str(tmp_path / "prompt.txt"))
+
+
 def test_a_prompt_without_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     class Endless(io.RawIOBase):
         def readable(self) -> bool:
@@ -197,15 +204,29 @@ def test_lines_documents_and_expansions_are_bounded(tmp_path: Path, monkeypatch:
     assert len(list(read_documents(str(tmp_path / "good.jsonl.gz")))) == 100
 
 
-def test_a_text_without_spaces_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["one.txt", "rows.jsonl", "chats.jsonl", "pairs.csv"])
+@pytest.mark.parametrize("before", ["", "a cat ", "a " * 499, "a " * 500])
+def test_a_text_without_spaces_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, before: str
+) -> None:
+    """Wherever the word begins, in conversations too."""
     monkeypatch.setattr(files, "LONGEST_WORD", 1000)
-    (tmp_path / "one.txt").write_text("a cat " + "x" * 2500)
-    (tmp_path / "rows.jsonl").write_text(json.dumps({"text": "x" * 2500}))
-    for name in ("one.txt", "rows.jsonl"):
+    monkeypatch.chdir(tmp_path)
+
+    def read(text: str) -> int:
+        chat = [{"role": "user", "content": "q"}, {"role": "assistant", "content": text}]
+        contents = {
+            "one.txt": text,
+            "rows.jsonl": json.dumps({"text": text}),
+            "pairs.csv": f"prompt,completion\nq,{text}",
+        }
+        Path(name).write_text(contents.get(name, json.dumps({"messages": chat})))
+        return len(list(read_documents(name)))
+
+    for length in (1001, 1500, 2500):
         with pytest.raises(InputError, match=rf"{name}.*: more than 1,000 characters without a space"):
-            list(read_documents(str(tmp_path / name)))
-    (tmp_path / "one.txt").write_text("x" * 999 + " " + "y" * 999)
-    assert len(list(read_documents(str(tmp_path / "one.txt")))) == 1
+            read(before + "x" * length + " end")
+    assert read(before + "x" * 1000 + " " + "y" * 1000 + "\t" + "z" * 1000) == 1
 
 
 @pytest.mark.parametrize("name", ["model.norm.bias", "lm_head.bias", "model.layers.0.feed_forward.expand.weight_scale"])

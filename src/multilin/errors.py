@@ -4,6 +4,7 @@ import contextlib
 import difflib
 import math
 import reprlib
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -52,6 +53,16 @@ def prefixed(prefix: str, replaced: str = "") -> Iterator[None]:
         yield
     except InputError as error:
         raise InputError(prefix + str(error).removeprefix(replaced)) from error.__cause__
+
+
+_warned: set[str] = set()
+
+
+def warn_once(message: str) -> None:
+    """Warn, but once per process for the same words."""
+    if message not in _warned:
+        _warned.add(message)
+        warnings.warn(message, stacklevel=4)
 
 
 def nearest(word: str, choices: Iterable[str], cutoff: float = 0.6) -> str:

@@ -6,6 +6,8 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from multilin.cli.main import main
+
 Call = Callable[..., str]
 
 
@@ -24,6 +26,29 @@ def test_a_tokenizer_is_trained_and_shown(cli: Call, refusal: Call, text_file: P
     assert refusal("tokenizer", "train", text_file, output).endswith("or replace it with --overwrite")
     cli("tokenizer", "train", text_file, output, "--kind", "byte", "--overwrite")
     assert "258 tokens" in cli("tokenizer", "show", output)
+
+
+@pytest.mark.filterwarnings("always")
+def test_verbs_that_read_a_source_name_once_what_they_pass_over(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], text_file: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "texts").mkdir()
+    for number in range(20):
+        (tmp_path / "texts" / f"{number}.txt").write_text(f"{number} {text_file.read_text()}")
+    (tmp_path / "texts" / "a.pdf").write_text("")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    small = "--model.hidden_size 16 --model.num_layers 1 --training.max_steps 2 --training.batch_size 1"
+    for command in (
+        "tokenizer train texts tokenizer --vocab-size 300",
+        "tokenizer show tokenizer --source texts",
+        "prepare texts --output shards --tokenizer tokenizer --workers 1",
+        f"train --data.source texts --output run --tokenizer.path tokenizer {small}",
+        "evaluate run",
+    ):
+        monkeypatch.setattr("multilin.errors._warned", set())
+        assert main(command.split()) == 0
+        assert capsys.readouterr().err.count("'texts': passed over 1 file of other kinds: .pdf (1)\n") == 1
 
 
 def test_a_refused_tokenizer_leaves_nothing(refusal: Call, text_file: Path, tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import os
 import random
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -98,7 +98,7 @@ def make_texts(number: int = 200, seed: int = 0) -> list[str]:
     return [f"{index}: " + " ".join(draw.choices(WORDS, k=draw.randrange(1, 60))) for index in range(number)]
 
 
-def write_rows(path: Path, texts: list[str]) -> Path:
+def write_rows(path: Path, texts: Sequence[str | None]) -> Path:
     path.write_text("".join(json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in texts))
     return path
 
@@ -530,6 +530,28 @@ def test_a_text_whose_first_files_are_empty_is_not_empty(tmp_path: Path, monkeyp
         (tmp_path / "texts" / f"{number:02}.txt").write_text(text)
     manifest = prepare_shards(plan(tmp_path / "texts", tmp_path / "out", kind="bpe", vocab_size=280))
     assert manifest.num_documents == 10
+
+
+def test_rows_of_null_are_counted_over_all_parts_and_interruptions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = write_rows(tmp_path / "rows.jsonl", [row for text in make_texts() for row in (None, text)])
+    write, calls = shard_workers.Packer._write, iter(range(7))
+
+    def interrupted(*arguments: Any) -> None:
+        if next(calls, None) is None:
+            raise KeyboardInterrupt
+        write(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shard_workers, "SHARD_BYTES", 1000)
+        patch.setattr(shard_workers.Packer, "_write", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            prepare_shards(plan(rows, tmp_path / "out"))
+    position = json.loads((tmp_path / "out" / "unfinished" / "00000.json").read_text())["position"]
+    assert 0 < position["left_out"]["null"] < position["documents"]
+    with pytest.warns(UserWarning, match="left out 200 rows whose text is null"):
+        assert prepare_shards(plan(rows, tmp_path / "out")).num_documents == 200
 
 
 def test_what_a_loaded_tokenizer_decides_is_refused(tmp_path: Path) -> None:

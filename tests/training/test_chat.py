@@ -176,7 +176,7 @@ def test_cut_conversations_are_said(tiny: Tiny, chats: Path, tmp_path: Path) -> 
         ({"messages": [{"role": "user"}, ANSWER]}, r"message 1: its content is None"),
         ({"messages": [{"role": "user", "content": "\ud800"}, ANSWER]}, r"half a surrogate pair"),
         ({"prompt": "Who?", "completion": ""}, r"message 2: the assistant's text is empty"),
-        ({"prompt": None, "completion": "Me"}, r"message 1: its content is None"),
+        ({"prompt": 3, "completion": "Me"}, r"message 1: its content is 3"),
         ({"prompt": "Who?"}, r"no field 'text' \(text_field\)"),
         ({"text": "A text."}, r"chats\.jsonl:2 is a text among conversations"),
         ({"messages": [{"role": "user", "content": "x<|endoftext|>"}, ANSWER]}, r"spells the special token"),

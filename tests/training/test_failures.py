@@ -201,6 +201,10 @@ def test_a_folder_whose_files_are_read_as_text_is_refused(tiny: Tiny, text_file:
     for pattern in ("**/*.md", "*/*/*.jsonl"):
         with pytest.raises(InputError, match=rf"output: .*default lies in data.source, .*{re.escape(pattern)}, whose"):
             train(tiny(books / "runs" / "default", **{"data.source": f"{books}/{pattern}"}))
+    (books / "linked").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "elsewhere").mkdir()
+    with pytest.raises(InputError, match=r"output: .*default lies in data.source, .*books, whose files"):
+        train(tiny(tmp_path / "elsewhere" / "default", **{"data.source": str(books)}))
     assert not (books / "runs").exists()
     (books / "loop").symlink_to("loop")
     with pytest.raises(InputError, match=r"data.source: .*loop.* does not exist"):

@@ -22,9 +22,12 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def plain_warnings() -> Iterator[None]:
-    """Show each warning on one line, without its place in the code."""
+    """Show each warning on one line, without its place in the code, in one process of each machine."""
+    is_first = os.environ.get("LOCAL_RANK", "0") == "0"
     with warnings.catch_warnings():
-        warnings.showwarning = lambda message, *_: print(f"multilin: warning: {message}", file=sys.stderr)
+        warnings.showwarning = lambda message, *_: (
+            print(f"multilin: warning: {message}", file=sys.stderr) if is_first else None
+        )
         yield
 
 

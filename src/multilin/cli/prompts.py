@@ -3,7 +3,7 @@
 import sys
 
 from multilin.errors import InputError
-from multilin.settings.inputs import MEGABYTE, read_bytes
+from multilin.settings.inputs import MEGABYTE, check_encoding, read_bytes
 
 LARGEST_PROMPT = 16 * MEGABYTE
 
@@ -36,6 +36,7 @@ def read_prompt(
 
 
 def _decode(content: bytes, name: str) -> str:
+    check_encoding(content[:4096], name)
     try:
         text = content.decode("utf-8")
     except UnicodeDecodeError as error:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 MARK = "\ud800"  # before characters of contents while a template is rendered: half a character, which no text holds
+CHAT_FIELDS = ("messages", "prompt", "completion")
 ROLES = ("system", "user", "assistant")
 Message = dict[str, str]
 
@@ -28,6 +29,8 @@ CHAT_TEMPLATE = (
 
 def read_messages(row: Mapping[str, Any], where: str) -> list[Message] | None:
     """The conversation in a row: its `messages`, or a user's `prompt` and the `completion`; None in any other row.
+
+    Where one of these or the content of a message is null, the conversation is empty.
 
     Args:
         row: the fields. `prompt` and `completion` are texts, or lists of messages.
@@ -43,10 +46,14 @@ def read_messages(row: Mapping[str, Any], where: str) -> list[Message] | None:
         given = [*_as_messages(row["prompt"], "user"), *_as_messages(row["completion"], "assistant")]
     else:
         return None
+    if given is None:
+        return []
     if not isinstance(given, list) or not all(isinstance(message, dict) for message in given):
         raise InputError(
             f"{where}: {shown(given)} given, but a conversation should be a list of objects with role and content"
         )
+    if any(message.get("content", "") is None for message in given):
+        return []
     messages = [_check(message, f"{where}: message {number}") for number, message in enumerate(given, 1)]
     if messages and messages[0]["role"] == "assistant":
         raise InputError(
@@ -70,8 +77,6 @@ def _check(message: Mapping[str, Any], where: str) -> Message:
         raise InputError(f"{where}: its content is {shown(content)}, but it should be a text")
     if not content.strip():
         raise InputError(f"{where}: the {role}'s text is empty")
-    if any(0xD800 <= ord(character) <= 0xDFFF for character in content):
-        raise InputError(f"{where}: its content holds half a surrogate pair, which is no character")
     return {"role": str(role), "content": content}
 
 

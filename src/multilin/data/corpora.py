@@ -3,15 +3,19 @@
 import glob
 import hashlib
 import itertools
+import os
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
+from fnmatch import fnmatchcase
+from functools import reduce
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from multilin.data.files import SUPPORTED, Document, EncodingErrors, check_file, file_format, read_file, row_document
 from multilin.data.python_library import library_files, python_docs, python_source
-from multilin.errors import InputError, as_input_error, nearest, shown
+from multilin.errors import InputError, as_input_error, nearest, plural, shorten, shown, warn_once
 from multilin.files import checksum
 
 if TYPE_CHECKING:
@@ -20,13 +24,16 @@ if TYPE_CHECKING:
 BUILT_IN: dict[str, Callable[[], Iterator[Document]]] = {"python-docs": python_docs, "python-source": python_source}
 MOST_FILES = 1_000_000
 _HUB_PREFIX = "hub:"
-_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(/[\w.-]+)?(:[^/\\]+)?")
+_HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*(/[\w.-]+)?(:[^/\\]+)?")
 
 
 def read_documents(
     source: str, *, text_field: str = "text", encoding_errors: EncodingErrors = "strict"
 ) -> Iterator[Document]:
-    """The documents of a source in a fixed order, one at a time; documents without any text are left out.
+    """The documents of a source in a fixed order, one at a time.
+
+    Documents without any text are left out. Rows with null in its place too, and files of other kinds are passed over,
+    with a warning that counts them. A file or folder to which several links lead is read once.
 
     Args:
         source: `python-docs` or `python-source`; a file, folder (read with its subfolders) or glob of .txt .md .jsonl
@@ -40,22 +47,30 @@ def read_documents(
         InputError: the source does not exist, holds no text, or cannot be read as what its name says. It comes when the
             first document is asked for.
     """
-    empty = True
-    for document in of_one_kind(_all_documents(source, text_field, encoding_errors), source):
+    empty, left_out = True, Counter[str]()
+    for document in of_one_kind(_all_documents(source, text_field, encoding_errors), source, left_out):
         empty = False
         yield document
+    report_left_out(source, left_out)
     if empty:
         raise InputError(f"{shown(source)} is empty: a corpus needs some text")
 
 
-def of_one_kind(documents: Iterable[Document], source: str) -> Iterator[Document]:
-    """The documents that are not empty.
+def report_left_out(source: str, left_out: Mapping[str, int]) -> None:
+    """Warn of what `of_one_kind` has left out."""
+    if number := left_out.get("null", 0):
+        warn_once(f"{shown(source)}: left out {plural(number, 'row')} whose text is null (in .csv an empty cell)")
+
+
+def of_one_kind(documents: Iterable[Document], source: str, left_out: Counter[str]) -> Iterator[Document]:
+    """The documents that are not empty; those of null are counted in `left_out`.
 
     Raises:
         InputError: both texts and conversations among them.
     """
     is_chat = None
     for document in documents:
+        left_out["null"] += document.is_null
         if document.text:
             if is_chat not in (None, document.messages is not None):
                 kinds = ("a text", "conversations") if is_chat else ("a conversation", "texts")
@@ -71,7 +86,7 @@ def source_fingerprint(source: str) -> str:
         InputError: the source does not exist.
     """
     digest = hashlib.sha256()
-    if source in BUILT_IN:
+    if is_built_in(source):
         digest.update(source.encode())
         files = [(path.name, path) for path in library_files()]
     elif is_hub(source):
@@ -79,7 +94,8 @@ def source_fingerprint(source: str) -> str:
         if not Path(name).is_dir():
             return hashlib.sha256(f"{name} {config} {split} {hub_revision(source)}".encode()).hexdigest()
         digest.update(f"{config} {split}".encode())
-        files = [(path.relative_to(name).as_posix(), path) for path in sorted(Path(name).rglob("*")) if path.is_file()]
+        found = _matching(Path(name), ("**", "*"))
+        files = sorted((path.relative_to(name).as_posix(), path) for path in found if path.is_file())
     else:
         files = source_files(source)
     for name, path in files:
@@ -91,7 +107,7 @@ def source_fingerprint(source: str) -> str:
 
 
 def _all_documents(source: str, text_field: str, encoding_errors: EncodingErrors) -> Iterator[Document]:
-    if source in BUILT_IN:
+    if is_built_in(source):
         yield from BUILT_IN[source]()
     elif is_hub(source):
         *_, split = _hub_parts(source)
@@ -103,15 +119,24 @@ def _all_documents(source: str, text_field: str, encoding_errors: EncodingErrors
             yield from read_file(path, name, text_field, encoding_errors)
 
 
+def is_built_in(source: str) -> bool:
+    """True for a built-in corpus; a file or folder here with its name gives a warning."""
+    if source in BUILT_IN and Path(source).exists():
+        warn_once(f"{source} is read as the built-in corpus; write ./{source} for the file or folder of this name")
+    return source in BUILT_IN
+
+
 def source_files(source: str) -> list[tuple[str, Path]]:
     """The supported files of a file, folder or glob, each with its name relative to the source.
 
+    Other files are passed over, with a warning.
+
     Raises:
-        InputError: there are no files or too many, or one is no regular file.
+        InputError: there are no files or too many, or one is no regular file or cannot be found.
     """
     path = Path(source)
     if path.is_dir():
-        root, candidates = path, _few(path.rglob("*"), source)
+        root, candidates = path, _few(_matching(path, ("**", "*")), source)
     elif path.exists():
         if file_format(path) is None:
             raise InputError(f"{shown(source)} is not a supported file; supported are {SUPPORTED}")
@@ -119,10 +144,10 @@ def source_files(source: str) -> list[tuple[str, Path]]:
         return [(path.name, path)]
     elif glob.has_magic(source):
         root = Path(*itertools.takewhile(lambda part: not glob.has_magic(part), path.parts[:-1]))
-        try:
-            candidates = _few(root.glob(path.relative_to(root).as_posix()), source)
-        except ValueError as error:
-            raise InputError(f"{shown(source)} given, but {error}; give a glob such as 'texts/**/*.txt'") from None
+        parts = path.relative_to(root).parts
+        if any("**" in part and part != "**" for part in parts):
+            raise InputError(f"{shown(source)} given, but ** should be a folder of its own; give 'texts/**/*.txt'")
+        candidates = _few(_matching(root, parts), source)
         if not candidates:
             raise InputError(f"{shown(source)} matches no file")
     else:
@@ -130,13 +155,58 @@ def source_files(source: str) -> list[tuple[str, Path]]:
             f"{shown(source)} does not exist: give a file, a folder, a glob, a hub dataset (owner/name) or one of "
             f"{', '.join(BUILT_IN)}{nearest(source, BUILT_IN)}"
         )
-    named = [(file.relative_to(root), file) for file in candidates if file_format(file) and file.is_file()]
-    visible = [(name.as_posix(), file) for name, file in named if not any(part[0] == "." for part in name.parts)]
-    if not visible:
+    files = [file for file in candidates if not file.is_dir()]
+    supported = [file for file in files if file_format(file) is not None]
+    if not supported:
         raise InputError(f"{shown(source)} holds no supported file; supported are {SUPPORTED}")
-    for _, file in visible:
+    if others := Counter(_kind(file) for file in files if file_format(file) is None):
+        kinds = shorten(", ".join(f"{kind} ({number})" for kind, number in others.most_common()), 200)
+        warn_once(f"{shown(source)}: passed over {plural(others.total(), 'file')} of other kinds: {kinds}")
+    for file in supported:
         check_file(file)
-    return sorted(visible)
+    # Of several names of a file, the last that is kept is no link if there is such a name.
+    links_first = sorted(supported, key=lambda file: (file.is_symlink(), file), reverse=True)
+    once = {os.path.realpath(file): file for file in links_first}.values()
+    return sorted((file.relative_to(root).as_posix(), file) for file in once)
+
+
+def linked_folders(folder: Path) -> list[Path]:
+    """The folders to which links in a folder and below lead, whose files are read with it."""
+    return [Path(os.path.realpath(path)) for path in _matching(folder, ["**"]) if path.is_symlink()]
+
+
+def _kind(file: Path) -> str:
+    return (file.suffix.lower() or "without a suffix") if file.exists() else "broken links"
+
+
+def _matching(root: Path, parts: Iterable[str]) -> Iterator[Path]:
+    """The visible files and folders below a folder that match the parts of a glob, also behind links."""
+    return reduce(_entries, parts, iter([root]))
+
+
+def _entries(paths: Iterable[Path], part: str) -> Iterator[Path]:
+    """The visible entries of folders that match one part of a glob; for `**` the folders and all folders below.
+
+    A folder with several names is entered once, by a name that is no link if it has one, so that loops end.
+    """
+    waiting, entered = deque(sorted(paths, key=Path.is_symlink)), set[str]()
+    while waiting:
+        folder = waiting.popleft()
+        real = os.path.realpath(folder)
+        if real in entered or not folder.is_dir():
+            continue
+        entered.add(real)
+        try:
+            entries = sorted(path for path in folder.iterdir() if path.name[0] != ".")
+        except OSError as error:
+            raise InputError(f"{folder}: cannot be read ({error.strerror})") from None
+        if part == "**":
+            yield folder
+            below = [path for path in entries if path.is_dir()]
+            waiting.extendleft(path for path in reversed(below) if not path.is_symlink())
+            waiting.extend(path for path in below if path.is_symlink())
+        else:
+            yield from (path for path in entries if fnmatchcase(path.name, part))
 
 
 def _few(paths: Iterator[Path], source: str) -> list[Path]:
@@ -168,11 +238,15 @@ def hub_dataset(source: str, revision: str | None = None) -> "IterableDataset":
     """A hub dataset as a stream of rows, at a commit of its repository or at the newest.
 
     Raises:
-        InputError: there is no such dataset, as far as is known before a row is read.
+        InputError: there is no such dataset, as far as is known before a row is read, or a local one has links to
+            folders.
     """
     from datasets import load_dataset
 
     name, config, split = _hub_parts(source)
+    for path in _matching(Path(name), ("**", "*")) if Path(name).is_dir() else ():
+        if path.is_symlink() and path.is_dir():
+            raise InputError(f"{shown(source)}: {path} is a link to a folder, which `datasets` does not follow")
     with hub_errors(source):
         return load_dataset(name, config, split=split, streaming=True, revision=revision)
 

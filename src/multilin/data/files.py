@@ -7,15 +7,19 @@ import re
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import IO, TYPE_CHECKING, Any, Literal
 
-from multilin.data.chat import Message, read_messages
-from multilin.errors import InputError, nearest, shorten, shown
-from multilin.settings.inputs import MEGABYTE, check_regular
+from multilin.data.chat import CHAT_FIELDS, Message, read_messages
+from multilin.errors import InputError, nearest, plural, shorten, shown
+from multilin.settings.inputs import MEGABYTE, check_encoding, check_regular, unrepeated
+
+if TYPE_CHECKING:
+    from pyarrow import DataType
 
 FORMATS = (".txt", ".md", ".jsonl", ".csv", ".parquet")
 _WHOLE = (".txt", ".md")  # one document each
@@ -27,7 +31,7 @@ LARGEST_DOCUMENT, LARGEST_LINE = 2**30, 2**26  # bytes that are held in memory a
 LARGEST_EXPANSION, SMALL = 250, 64 * MEGABYTE  # compressed text expands about tenfold
 
 EncodingErrors = Literal["strict", "replace"]
-_Rows = Iterator[tuple[int, Mapping[str, Any]]]  # each with its number, from 1
+_Rows = Iterator[tuple[str, str, Mapping[str, Any]]]  # each with the ends of its name and of its place in messages
 
 
 @dataclass(frozen=True)
@@ -37,6 +41,7 @@ class Document:
     name: str  # its place, relative to the source: `plays/hamlet.txt`, `rows.jsonl:17`
     text: str  # for a conversation, the text of its messages
     messages: list[Message] | None = None  # for a conversation
+    is_null: bool = False  # its row has null in place of a text, or in a conversation
 
 
 def file_format(path: Path) -> str | None:
@@ -80,12 +85,14 @@ def read_file(
         span: for .jsonl, read only the lines whose first byte is at span[0] <= byte < span[1].
 
     Raises:
-        InputError: bytes that are not UTF-8 or not of the format in the name, rows without the field, a file that is
-            not regular or cannot be read, more than 1 GB in a document or 64 MB in a line, 8 million characters
-            without a space, or compressed bytes that expand as no text does.
+        InputError: bytes that are not UTF-8 or not of the format in the name, rows without the field or with a field
+            twice, a file that is not regular or cannot be read, more than 1 GB in a document or 64 MB in a line,
+            8 million characters without a space, or compressed bytes that expand as no text does.
     """
     suffix = file_format(path)
     with _opened(path) as stream:
+        if suffix != ".parquet":
+            check_encoding(stream.peek(), shorten(str(path)))
         if suffix in _WHOLE:
             content = stream.read(LARGEST_DOCUMENT + 1)
             _check_document(path, len(content))
@@ -94,14 +101,13 @@ def read_file(
             yield Document(name, text)
             return
         if suffix == ".parquet":
-            rows = _parquet_rows(stream, path, text_field, encoding_errors)
+            rows = _parquet_rows(stream, path, text_field)
         elif suffix == ".csv":
             rows = _csv_rows(stream, path, encoding_errors)
         else:
             rows = _json_rows(stream, path, encoding_errors, span or (0, sys.maxsize))
-        after = f" (after byte {span[0]})" if span is not None and span[0] else ""
-        for number, row in rows:
-            yield row_document(row, f"{name}:{number}{after}", text_field, f"{path}:{number}{after}", encoding_errors)
+        for number, place, row in rows:
+            yield row_document(row, f"{name}{number}", text_field, f"{path}{place}", encoding_errors)
 
 
 def row_document(
@@ -113,38 +119,62 @@ def row_document(
         InputError: the row has neither (the message has its fields), or the field holds no text of UTF-8; or as
             `read_messages`.
     """
-    if text_field not in row:
-        if (messages := read_messages(row, where)) is not None:
-            return Document(name, "\n\n".join(message["content"] for message in messages), messages)
-        hint = nearest(text_field, row)
-        fields = shorten(", ".join(map(str, row)), 200)
-        raise InputError(f"{where}: no field {shown(text_field)} (text_field); the row has {fields}{hint}")
-    text = row[text_field]
-    if not isinstance(text, str):
-        raise InputError(f"{where}: field {text_field!r} holds {shown(text)}, but it should hold a text")
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        # JSON can spell half of a surrogate pair, which is no character.
-        if encoding_errors == "strict":
-            raise InputError(
-                f"{where}: character {error.start} of field {text_field!r} is half a surrogate pair; correct it, or "
-                "set encoding_errors to replace"
-            ) from None
-        text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    fields = [text_field] if text_field in row else CHAT_FIELDS
+    values = {field: _decoded(row[field], encoding_errors, where, field) for field in fields if field in row}
+    messages = None
+    if text_field in values:
+        text = values[text_field]
+        if text is None:
+            return Document(name, "", is_null=True)
+        if not isinstance(text, str):
+            raise InputError(f"{where}: field {text_field!r} holds {shown(text)}, but it should hold a text")
+    elif (messages := read_messages(values, where)) is not None:
+        text = "\n\n".join(message["content"] for message in messages)
+    else:
+        given, hint = shorten(", ".join(map(str, row)), 200), nearest(text_field, row)
+        raise InputError(f"{where}: no field {shown(text_field)} (text_field); the row has {given}{hint}")
     _check_words(text, where)
-    return Document(name, text)
+    return Document(name, text, messages, is_null=messages == [])
+
+
+def _decoded(value: Any, encoding_errors: EncodingErrors, where: str, field: str, levels: int = 2) -> Any:
+    """A text, or the messages of a conversation, without bytes (of Parquet) and half surrogate pairs (of JSON)."""
+    if levels and isinstance(value, list):
+        return [_decoded(part, encoding_errors, where, field, levels - 1) for part in value]
+    if levels and isinstance(value, dict):
+        return {name: _decoded(part, encoding_errors, where, field, levels - 1) for name, part in value.items()}
+    try:
+        if isinstance(value, bytes):
+            return value.decode("utf-8", encoding_errors)
+        if isinstance(value, str):
+            value.encode()
+    except UnicodeDecodeError as error:
+        fault = f"byte {error.start} of field {field!r} is not UTF-8"
+    except UnicodeEncodeError as error:
+        if encoding_errors == "replace":
+            return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        fault = f"character {error.start} of field {field!r} is half a surrogate pair"
+    else:
+        return value
+    raise InputError(f"{where}: {fault}; correct it, or set encoding_errors to replace")
 
 
 def _check_words(text: str, where: str) -> None:
     """Refuse very long words: a tokenizer takes a hundred bytes of memory for each character of a word."""
-    for start in range(0, len(text) - LONGEST_WORD, LONGEST_WORD):
-        if _SPACE.search(text, start, start + LONGEST_WORD) is None:
+    if len(text) <= LONGEST_WORD:
+        return
+    length = 0  # of the word so far
+    for start in range(0, len(text), LONGEST_WORD):
+        piece = text[start : start + LONGEST_WORD]
+        space = _SPACE.search(piece)
+        if length + (space.start() if space else len(piece)) > LONGEST_WORD:
             raise InputError(f"{where}: more than {LONGEST_WORD:,} characters without a space between them")
+        last = "" if piece[-1].isspace() else piece.rsplit(maxsplit=1)[-1]
+        length = len(last) if space else length + len(piece)
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[IO[bytes]]:
+def _opened(path: Path) -> Iterator[io.BufferedReader]:
     compression = {".gz": "gzip", ".zst": "zstd"}.get(path.suffix.lower())
     try:
         if compression is None:
@@ -206,51 +236,93 @@ def _lines(
         offset += len(line)
 
 
+# NaN, which pandas writes for a missing cell, is null.
+_JSON = json.JSONDecoder(object_pairs_hook=unrepeated, parse_constant=lambda name: None)
+
+
 def _json_rows(stream: IO[bytes], path: Path, encoding_errors: EncodingErrors, span: tuple[int, int]) -> _Rows:
+    after = f" (after byte {span[0]})" if span[0] else ""
     for number, line in enumerate(_lines(stream, path, encoding_errors, span), start=1):
+        place = f":{number}{after}"
         if not line.strip():
             continue
         try:
-            row = json.loads(line)
+            row = _JSON.decode(line)
         except (ValueError, RecursionError) as error:
-            raise InputError(f"{path}:{number}: not a line of JSON ({shorten(str(error), 200)})") from None
+            raise InputError(f"{path}{place}: not a line of JSON ({shorten(str(error), 200)})") from None
         if not isinstance(row, dict):
-            raise InputError(f"{path}:{number}: a line should be a JSON object with a field of text, not {shown(row)}")
-        yield number, row
+            raise InputError(f"{path}{place}: a line should be a JSON object with a field of text, not {shown(row)}")
+        yield place, place, row
 
 
 def _csv_rows(stream: IO[bytes], path: Path, encoding_errors: EncodingErrors) -> _Rows:
     csv.field_size_limit(LARGEST_LINE)  # the default refuses documents over 128 kB
-    reader = csv.DictReader(_lines(stream, path, encoding_errors), restkey="(cells beyond the header)", strict=True)
+    reader = csv.reader(_lines(stream, path, encoding_errors), strict=True)
+    header: list[str] = []
+    number, place = 0, ": line 1"
     try:
-        yield from enumerate(reader, start=1)
+        for cells in reader:
+            if header and cells:
+                number += 1
+                if len(cells) != len(header):
+                    sizes = f"{plural(len(cells), 'cell')}, but the header has {len(header)}"
+                    raise InputError(
+                        f"{path}{place} has {sizes}; put quotes around a text with a comma or a line break"
+                    )
+                yield f":{number}", place, {name: cell or None for name, cell in zip(header, cells, strict=True)}
+            elif cells:
+                _check_names(cells, f"{path}{place}")
+                header = cells
+            place = f": line {reader.line_num + 1}"
     except csv.Error as error:
-        raise InputError(f"{path}: line {reader.line_num} is not CSV ({error})") from None
+        reason = str(error).partition(" - ")[0]  # what follows is advice for Python's open()
+        raise InputError(f"{path}{place} is not CSV ({reason})") from None
 
 
-def _parquet_rows(stream: IO[bytes], path: Path, text_field: str, encoding_errors: EncodingErrors) -> _Rows:
+def _check_names(names: Sequence[str], where: str) -> None:
+    """Refuse columns or fields of one name, of which the last alone would be read."""
+    if repeated := [name for name, count in Counter(names).items() if count > 1 and name]:
+        raise InputError(f"{where}: the column or field {shown(repeated[0])} occurs twice; rename one")
+
+
+def _parquet_rows(stream: IO[bytes], path: Path, text_field: str) -> _Rows:
+    """The rows, with bytes in place of texts."""
     import pyarrow
     import pyarrow.parquet
 
     try:
         with _seekable(stream) as source, pyarrow.parquet.ParquetFile(source) as file:
             names, number = file.schema_arrow.names, 0
-            columns = [text_field] if text_field in names else names
-            for batch in file.iter_batches(batch_size=256, columns=columns):
-                for index, field in enumerate(batch.schema if encoding_errors == "replace" else ()):
-                    column = batch.column(index)
-                    if pyarrow.types.is_dictionary(column.type):
-                        column = column.dictionary_decode()
-                    if pyarrow.types.is_string(column.type) or pyarrow.types.is_large_string(column.type):
-                        contents = column.cast(pyarrow.large_binary()).to_pylist()
-                        texts = [None if content is None else content.decode(errors="replace") for content in contents]
-                        batch = batch.set_column(index, field.name, pyarrow.array(texts, pyarrow.large_string()))
-                yield from enumerate(batch.to_pylist(), start=number + 1)
-                number += batch.num_rows
-    except UnicodeDecodeError:
-        raise InputError(f"{path}: a text is not UTF-8; convert the file, or set encoding_errors to replace") from None
-    except pyarrow.ArrowInvalid as error:
+            _check_names(names, str(path))
+            columns = [name for name in names if name in (text_field, *CHAT_FIELDS)]
+            if not columns:  # the message for the row tells what there is
+                yield "", "", dict.fromkeys(names)
+            for batch in file.iter_batches(batch_size=256, columns=[text_field] if text_field in columns else columns):
+                kinds = [field.with_type(_with_bytes(field.type, str(path))) for field in batch.schema]
+                for row in batch.cast(pyarrow.schema(kinds)).to_pylist():
+                    number += 1
+                    yield f":{number}", f":{number}", row
+    except InputError:
+        raise
+    except (pyarrow.ArrowException, ValueError) as error:
         raise InputError(f"{path}: not a Parquet file ({shorten(' '.join(str(error).split()), 200)})") from None
+
+
+def _with_bytes(kind: "DataType", where: str) -> "DataType":
+    """A type of Arrow with bytes in place of texts, which may not be UTF-8."""
+    import pyarrow
+    from pyarrow import types
+
+    if types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind):
+        return pyarrow.large_binary()
+    if types.is_dictionary(kind):
+        return _with_bytes(kind.value_type, where)
+    if types.is_struct(kind):
+        _check_names([field.name for field in kind], where)
+        return pyarrow.struct([field.with_type(_with_bytes(field.type, where)) for field in kind])
+    if types.is_nested(kind) and not types.is_map(kind):
+        return pyarrow.large_list(_with_bytes(kind.value_type, where))
+    return kind
 
 
 @contextmanager

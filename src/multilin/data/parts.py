@@ -3,16 +3,17 @@
 import hashlib
 import itertools
 import json
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from multilin.data.corpora import (
-    BUILT_IN,
     hub_dataset,
     hub_errors,
     hub_revision,
+    is_built_in,
     is_hub,
     of_one_kind,
     read_documents,
@@ -52,7 +53,7 @@ def cut_source(source: str) -> tuple[list[Part], str]:
     Raises:
         InputError: see `read_documents`.
     """
-    if source in BUILT_IN:
+    if is_built_in(source):
         return [Part()], source
     if is_hub(source):
         revision, count = hub_revision(source), hub_dataset(source).num_shards
@@ -93,15 +94,17 @@ class PartReader:
     ) -> None:
         self._source, self._part, self._text_field, self._encoding_errors = source, part, text_field, encoding_errors
         self._done, self._state = int(position.get("documents", 0)), position.get("rows")
+        self._left_out = Counter[str](position.get("left_out", {}))
         self._rows: IterableDataset | None = None
 
     def __iter__(self) -> Iterator[Document]:
-        return of_one_kind(self._file_documents() if self._part.shard is None else self._rows_of_shard(), self._source)
+        documents = self._file_documents() if self._part.shard is None else self._rows_of_shard()
+        return of_one_kind(documents, self._source, self._left_out)
 
     def position(self) -> dict[str, Any]:
         """The place after the last document that was read, as plain data."""
         rows: dict[str, Any] = {} if self._rows is None else {"rows": self._rows.state_dict()}
-        return {"documents": self._done, **rows}
+        return {"documents": self._done, "left_out": dict(self._left_out), **rows}
 
     def _file_documents(self) -> Iterator[Document]:
         files = (

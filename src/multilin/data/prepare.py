@@ -29,7 +29,7 @@ from multilin.data.tokenizers import load_tokenizer, tokenizer_hash, train_token
 from multilin.errors import InputError, plural, prefixed
 
 # Counted up whenever the same input would be prepared differently.
-FORMAT = 5
+FORMAT = 6
 _REPORT_BYTES = 2**22
 
 _Reader = Callable[[], Iterator[Document]]

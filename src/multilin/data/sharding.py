@@ -8,6 +8,7 @@ written last. Which documents are set aside for validation follows from their te
 import contextlib
 import itertools
 import json
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerFast
 
 from multilin.data.chat import CHAT_TEMPLATE
+from multilin.data.corpora import report_left_out
 from multilin.data.manifest import FORMAT, Folder, Manifest
 from multilin.data.packed_text import PackedText, merged
 from multilin.data.packing import concatenate, text_hash
@@ -203,6 +205,9 @@ def _finish(
     """Put the validation text together and write the manifest."""
     train = [folder for record in records for folder in record.train]
     pieces = [folder for record in records for folder in record.validation]
+    report_left_out(
+        job.settings.source, sum((Counter(record.position.get("left_out")) for record in records), Counter())
+    )
     if len({folder.describe().is_chat for folder in [*train, *pieces]}) > 1:
         raise InputError(f"{shown(job.settings.source)}: holds texts and conversations; give them apart")
     texts = [PackedText.open(store.fetch(piece.name, piece.files, temporary)) for piece in pieces]

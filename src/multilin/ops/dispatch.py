@@ -1,6 +1,5 @@
 """Which implementation of an op runs: the only place that chooses by device, dtype, installed packages and the call."""
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -8,6 +7,7 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
+from multilin.errors import warn_once as warn_plainly
 from multilin.ops.kernels import is_exported, why_no_numba, why_no_triton
 
 CPU_DTYPES = (torch.float32, torch.bfloat16)
@@ -123,15 +123,10 @@ def can_read_values(tensor: torch.Tensor) -> bool:
     return not torch.compiler.is_compiling() and not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
-_warned: set[str] = set()
-
-
 @torch.compiler.assume_constant_result
 def warn_once(message: str) -> None:
     """Warn, but once per process for the same words; while a graph is traced too."""
-    if message not in _warned:
-        _warned.add(message)
-        warnings.warn(message, stacklevel=4)
+    warn_plainly(message)
 
 
 def all_ops() -> dict[str, Op]:

@@ -5,6 +5,7 @@ other kinds, repeated names and several documents in a file are refused, and num
 one and 12:30 is none. `to_yaml` writes what `parse_yaml` reads back.
 """
 
+import codecs
 import itertools
 import json
 import math
@@ -75,6 +76,17 @@ def read_bytes(path: str | Path, name: str, limit: int) -> bytes:
     return content
 
 
+def check_encoding(beginning: bytes, where: str) -> None:
+    """Refuse a text that begins as UTF-16 or UTF-32 does, with a mark or with zero bytes.
+
+    Raises:
+        InputError: it does; the message begins with `where`.
+    """
+    if b"\0" in beginning or beginning.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        is_wide = b"\0\0\0" in beginning or beginning.startswith((codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE))
+        raise InputError(f"{where} holds {'UTF-32' if is_wide else 'UTF-16'}, or no text; convert it to UTF-8")
+
+
 def read_yaml(path: str | Path, name: str) -> Any:
     """The plain data in a YAML file; arguments and errors as for `read_bytes` and `parse_yaml`."""
     return parse_yaml(_read_text(path, name, LARGEST_YAML), _subject(path, name))
@@ -117,7 +129,7 @@ def parse_json(text: str | bytes, where: str) -> Any:
     """
     try:
         value = json.loads(
-            text, object_pairs_hook=_object, parse_int=_integer, parse_float=_finite, parse_constant=_finite
+            text, object_pairs_hook=unrepeated, parse_int=_integer, parse_float=_finite, parse_constant=_finite
         )
     except (ValueError, RecursionError) as error:
         reason = "too many levels" if isinstance(error, RecursionError) else shorten(str(error), 200)
@@ -127,7 +139,8 @@ def parse_json(text: str | bytes, where: str) -> Any:
     return value
 
 
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def unrepeated(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object from its names and values; ValueError for a name that occurs twice."""
     values = dict(pairs)
     if len(values) < len(pairs):
         ((repeated, _),) = Counter(name for name, _ in pairs).most_common(1)

@@ -23,6 +23,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerFast
 
+from multilin.data.corpora import linked_folders
 from multilin.data.prepared import PreparedText
 from multilin.data.task_text import TaskText
 from multilin.data.tokenizers import TOKENIZER_FILES
@@ -114,7 +115,8 @@ class RunFolder:
                 (output / file).match(str(place)) or ("**" in source and fnmatch(str(output / file), str(place)))
                 for file in _TEXTS
             )
-            if is_matched or (place.is_dir() and output.is_relative_to(place)):
+            folders = [place, *linked_folders(place)] if place.is_dir() else []
+            if is_matched or any(output.is_relative_to(folder) for folder in folders):
                 raise InputError(
                     f"output: {self.path} lies in data.{name}, {short_path(source)}, whose files are all read as text; "
                     "give a folder elsewhere"

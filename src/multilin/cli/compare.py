@@ -61,21 +61,19 @@ def compare(arguments: CompareArguments, changes: Changes) -> None:
 
 
 def print_comparison(comparison: "Comparison") -> None:
-    """Print the rows, the best first, and the remarks."""
-    from multilin.analysis.compare.answers import UNITS
-    from multilin.analysis.compare.report import COLUMNS
+    """Print which row is best, all rows, the best first, and the remarks."""
+    from multilin.analysis.compare.answers import UNITS, best_sentence
+    from multilin.analysis.compare.report import table
 
     console = make_console()
     names = ("row", "validation", "against the best", "parameters", "training tokens/s", "training seconds")
-    rows = [[COLUMNS[name](comparison, row) for name in names] for row in comparison.ordered]
     head = ("row", UNITS[comparison.measure], *names[2:])
+    style = "bold" if comparison.is_ranked else "yellow"
+    console.print(f"\n{best_sentence(comparison)}\n", style=style, soft_wrap=True, markup=False)
+    print_table("lrlrrr", table(comparison, names), head=head, bold={0} if len(comparison.best) == 1 else ())
     console.print()
-    print_table("lrlrrr", rows, head=head, bold={0} if comparison.order and comparison.is_ranked else ())
-    console.print()
-    for place, remark in enumerate(comparison.remarks):
-        # The first one may be that nothing is said about which row is best.
-        style = "yellow" if place == 0 and not comparison.is_ranked else "dim"
-        console.print(remark, style=style, soft_wrap=True, markup=False)
+    for remark in comparison.remarks:
+        console.print(remark, style="dim", soft_wrap=True, markup=False)
     for row in comparison.rows:
         for remark in row.remarks:
             console.print(f"{row.name}: {remark}", style="dim", soft_wrap=True, markup=False)

@@ -206,7 +206,7 @@ class RunTrainer(SavingTrainer):
         """The figures of a validation, as metrics.jsonl names them."""
         plan, length, text = self.recipe.training, self.recipe.model.n_positions, self.text
         if isinstance(text, TaskText):
-            number = min(text.validation.number, max(1, (plan.eval_max_tokens or sys.maxsize) // length))
+            number = text.validation.num_scored(length, plan.eval_max_tokens)
             answers = score_answers(
                 self.model, text.validation.blocks(length), number=number, batch_size=plan.batch_size
             )

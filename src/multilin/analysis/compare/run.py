@@ -82,16 +82,18 @@ def _compare(sweep: Sweep, training: "_Training") -> Comparison:
         recipe = plan.run(sweep.output, sweep.seeds[0])
         if sweep.final_half:
             runs[name] = [final_score(run, Path(sweep.output), recipe) for run in runs[name]]
-        rows.append(make_row(plan, dataclasses.asdict(recipe), runs[name], tuning[name], training.measure))
+        fields = dataclasses.asdict(recipe)
+        rows.append(make_row(plan, fields, runs[name], tuning[name], training.measure, sweep.colour(name)))
     prompt = None if sweep.task else prompt_of(plans[0].recipe)
     training.progress.message("measuring how fast the models generate")
     rows = measure_rows(rows, Path(sweep.output), prompt)
-    off_budget, order, differences = ranking(rows, training.measure, sweep.budget.given)
+    chance = find_task(sweep.task).chance if sweep.task else None
+    found = ranking(rows, training.measure, sweep.budget.given, chance)
     comparison = Comparison(
         title=sweep.title, measure=training.measure, budget=sweep.budget.given, seeds=sweep.seeds, stages=sweep.stages,
         trial_share=sweep.trial_share, final_half=sweep.final_half, task=sweep.task,
         one_tokenizer=len({plan.text for plan in best.values()}) == 1, prompt=prompt or "", rows=rows,
-        off_budget=off_budget, order=order, differences=differences, remarks=[], machine=dataclasses.asdict(examine()),
+        chance=chance, remarks=[], machine=dataclasses.asdict(examine()), **found._asdict(),
     )  # fmt: skip
     return dataclasses.replace(comparison, remarks=list(remarks_on(comparison)))
 

@@ -65,6 +65,11 @@ class Sweep:
     final_half: bool = False  # tune on one half of the validation documents, and report the score on the other
     like: PathText | None = None  # a sweep file beside this one; base and rows begin with its base and rows
     output: PathText = ""  # folder for the runs and the report
+    colours: Annotated[list[Name], MaxLen(100)] = field(default_factory=list)  # rows by the colours of their curves
+
+    def colour(self, row: str) -> int:
+        """The number of a row's colour in reports."""
+        return list(dict.fromkeys([*self.colours, *self.rows])).index(row)
 
 
 def builtin_sweep(task: str | None = None) -> Sweep:
@@ -155,7 +160,7 @@ def _over(other: Sweep, sweep: Sweep) -> Sweep:
         for name, row in sweep.rows.items()
     }
     base = merge(nested(other.base, "base"), nested(sweep.base, "base"))
-    return dataclasses.replace(sweep, base=base, rows=rows)
+    return dataclasses.replace(sweep, base=base, rows=rows, colours=sweep.colours or list(other.rows))
 
 
 def nested(values: Mapping[str, Any], where: str) -> Values:
@@ -250,6 +255,7 @@ def changed(
         seeds=list(range(num_seeds)) if num_seeds else sweep.seeds,
         task=sweep.task if task is None else task,
         output=output,
+        colours=sweep.colours or list(sweep.rows),  # which a row keeps where others are left out
     )
     check_sweep(sweep)
     return sweep

@@ -8,7 +8,7 @@ import numpy as np
 from rich.filesize import decimal
 
 from multilin.analysis.compare.record import FAILED, TOLERANCE, Comparison, RowRecord, guesses, sign
-from multilin.analysis.compare.statistics import FEWEST_SEEDS, LEVEL, Difference, ranked, spread
+from multilin.analysis.compare.statistics import FEWEST_SEEDS, LEVEL, Difference, pairwise, spread
 from multilin.errors import listed, plural
 
 UNITS = {"bits_per_byte": "bits per byte", "accuracy": "accuracy"}
@@ -208,7 +208,7 @@ def _at_equal_seconds(comparison: Comparison) -> str:
     leader = next(iter(scores))
     if len(scores) == 1:
         return f"{when} {leader} leads{unknown}."
-    difference = ranked(scores, measure, guessing)[0]
+    difference = pairwise(scores, measure, guessing)[0]
     if not difference.difference:
         return f"{when} {leader} and {difference.one} are equal{unknown}."
     noise = ", within noise" if difference.within_noise else f", {difference.unknown}" if difference.unknown else ""

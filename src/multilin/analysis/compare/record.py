@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from multilin.analysis.compare.rows import Choice, Plan
-from multilin.analysis.compare.statistics import Difference, Spread, is_above_chance, ranked, spread
+from multilin.analysis.compare.statistics import Difference, Spread, is_above_chance, pairwise, spread
 from multilin.data.task_text import is_task, task_text
 from multilin.errors import InputError, plural
 from multilin.inference.run_files import ADAPTER_WEIGHTS
@@ -315,7 +315,7 @@ def ranking(rows: Sequence[RowRecord], measure: str, budget: Mapping[str, float]
     if off_budget or len(at_chance) == len(finished):
         return Ranking(at_chance, off_budget, list(scores), [])
     order = sorted(scores, key=lambda name: sign(measure) * scores[name].mean)
-    differences = ranked({name: scores[name] for name in order}, measure, at_chance)
+    differences = pairwise({name: scores[name] for name in order}, measure, at_chance)
     return Ranking(at_chance, off_budget, order, differences)
 
 

@@ -52,7 +52,7 @@ def spread(values: Sequence[float]) -> Spread:
     return Spread(statistics.fmean(values), deviation, len(values))
 
 
-def ranked(scores: Mapping[str, Spread], measure: str, guessing: Sequence[str] = ()) -> list[Difference]:
+def pairwise(scores: Mapping[str, Spread], measure: str, guessing: Sequence[str] = ()) -> list[Difference]:
     """Every row against every better one.
 
     Args:

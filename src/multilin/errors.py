@@ -70,6 +70,15 @@ def plural(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
+def duration(seconds: float) -> str:
+    """A time in the largest unit that fits: `62 ms`, `45 s`, `12.5 min`, `3.2 h`, `2.1 days`."""
+    for size, unit in ((86400, "days"), (3600, "h"), (60, "min"), (1, "s")):
+        if seconds >= size:
+            number = f"{seconds / size:.3g}" if seconds < 1000 * size else f"{seconds / size:,.0f}"
+            return f"{number} {unit.removesuffix('s') if number == '1' and unit == 'days' else unit}"
+    return f"{1000 * seconds:.3g} ms"
+
+
 def listed(names: Sequence[str]) -> str:
     """One or more names as in a sentence: `a`, `a and b`, `a, b and c`."""
     return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"

@@ -1,12 +1,14 @@
 """A comparison's reports hold the figures of its runs, and say of them what may be said."""
 
 import dataclasses
+import itertools
 import json
 import random
 import re
 import statistics
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -330,6 +332,41 @@ def test_a_stage_is_tried_on_one_seed_and_the_best_trained_with_all(sandbox: Pat
     assert row.recipe["optimizer"]["learning_rate"] == 1e-2
     assert [run.folder for run in row.runs] == ["elita-s0-lr0.01", "elita-s1-lr0.01"]
     assert any("is at the end of what was tried" in remark for remark in found.remarks)
+
+
+class Ahead(TrainingProgress):
+    """Asks before every run how long the others take after one of a second."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+
+    def ahead(self, seconds: Callable[[float], float]) -> None:
+        self.seconds.append(seconds(1.0))
+
+
+def test_the_time_of_the_runs_that_follow_is_estimated(sandbox: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = SimpleNamespace(monotonic=itertools.count(0, 5).__next__)
+    monkeypatch.setattr("multilin.analysis.compare.run.time", clock)
+    stages, trials = [{"optimizer.learning_rate": [1e-6, 1e-2]}], 2 * 0.5  # of half of a run
+    sweep = dataclasses.replace(a_sweep(sandbox, "ahead", stages=stages, seeds=[0, 1]), trial_share=0.5)
+    progress = Ahead()
+    found = compare(sweep, progress=progress)
+    ratio = found.row("gpt2").flops_per_token / found.row("elita").flops_per_token
+    of_elita, of_gpt2 = [trials + 2 - 0.5, trials + 2 - 1], trials + 2
+    # The first run, of half the steps, takes 1 s, so that a whole one takes 2 s; then one has taken 5 s.
+    assert progress.seconds[0] == pytest.approx(2 * (of_elita[0] + of_gpt2 * ratio))
+    assert progress.seconds[1] == pytest.approx(10 * of_elita[1] + 2 * of_gpt2 * ratio)
+    assert progress.seconds[-2:] == pytest.approx([5, 0])
+    assert len(progress.seconds) == 8
+    compare(sweep, progress=(again := Ahead()))
+    assert again.seconds == []  # nothing is trained
+
+
+def test_runs_of_equal_seconds_take_equal_seconds(sandbox: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("multilin.analysis.compare.plan.seconds_per_step", lambda *_: {"elita": 0.2, "gpt2": 0.1})
+    progress = Ahead()
+    compare(a_sweep(sandbox, "equal", budget=Budget(seconds=1), seeds=[0]), progress=progress)
+    assert progress.seconds[0] == pytest.approx(1)
 
 
 def test_trials_have_their_share_of_the_budget(sandbox: Path) -> None:

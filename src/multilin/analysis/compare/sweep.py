@@ -13,6 +13,7 @@ from typing import Annotated, Any
 
 from annotated_types import MaxLen, MinLen
 
+from multilin.data.files import file_format
 from multilin.errors import InputError, listed, nearest, shorten, shown
 from multilin.settings import load_settings, settings
 from multilin.settings.bounds import Amount, Name, PathText, RepeatCount, Section, Seed, Share, Tried
@@ -94,7 +95,7 @@ def find_sweep(names: Sequence[str], task: str | None = None) -> Sweep:
         return builtin_sweep(task)
     if len(names) == 1:
         path = Path(names[0])
-        values = read_yaml(path, "sweep") if path.is_file() else None
+        values = read_yaml(path, "sweep") if path.is_file() and file_format(path) is None else None
         if isinstance(values, dict) and "rows" in values:
             return load_sweep(path)
         if path.suffix in (".yaml", ".yml") and not path.exists():

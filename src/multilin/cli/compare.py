@@ -1,13 +1,14 @@
 """The verb that compares models."""
 
 import importlib
+from collections.abc import Iterator
 from dataclasses import field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from multilin.analysis.compare.sweep import Budget, changed, find_sweep
+from multilin.analysis.compare.sweep import Budget, Sweep, changed, find_sweep
 from multilin.cli.arguments import POSITIONAL
-from multilin.cli.messages import loading, say_next
+from multilin.cli.messages import as_flags, loading, say_next
 from multilin.cli.tables import make_console, print_table
 from multilin.settings import settings
 from multilin.settings.bounds import Amount, Names, Repeats
@@ -15,6 +16,8 @@ from multilin.training.recipe import Changes
 
 if TYPE_CHECKING:
     from multilin.analysis.compare.record import Comparison
+
+LONGER, MOST_SEEDS = 4, 100  # times the budget where no row has learned a task; of a comparison
 
 
 @settings
@@ -54,10 +57,29 @@ def compare(arguments: CompareArguments, changes: Changes) -> None:
         comparison = compare(sweep, overwrite=arguments.overwrite, progress=display)
     print_comparison(comparison)
     print(f"\nReport: {Path(sweep.output, REPORT_FILE)}")
-    best = [comparison.row(name).finished[0].folder for name in comparison.order[:1] if comparison.is_ranked]
-    say_next(
-        *[["multilin", "generate", Path(sweep.output, folder)] for folder in best], ["multilin", "compare", "--help"]
-    )
+    say_next(*_next(arguments, changes, sweep, comparison))
+
+
+def _next(
+    arguments: CompareArguments, changes: Changes, sweep: Sweep, comparison: "Comparison"
+) -> Iterator[list[object]]:
+    """Commands that show more of the best row, or that may tell which one it is."""
+    given = {name: value for name, value in vars(arguments).items() if name not in ("rows", "overwrite")} | changes
+
+    def again(**changed: object) -> list[object]:
+        return ["multilin", "compare", *arguments.rows, *as_flags(given | changed)]
+
+    if best := comparison.best:
+        yield ["multilin", "generate", Path(sweep.output, comparison.row(best[0]).finished[0].folder)]
+    if comparison.has_no_learner:
+        ((kind, budget),) = sweep.budget.given.items()
+        yield again(**{kind: LONGER * budget}, output=f"{sweep.output}-longer")
+    elif comparison.off_budget:
+        yield [*again(), "--overwrite"]
+    elif not best:
+        yield again()
+    elif len(best) > 1 and sweep.seeds == list(range(len(sweep.seeds))):
+        yield again(seeds=min(2 * len(sweep.seeds) + 1, MOST_SEEDS))  # runs of the first ones are not made again
 
 
 def print_comparison(comparison: "Comparison") -> None:

@@ -9,7 +9,7 @@ import shlex
 import shutil
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from logging import ERROR, getLogger
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -82,6 +82,15 @@ def say_next(*commands: Sequence[object]) -> None:
             for first, *rest in commands
         )
         print("\nNext:", *typed, sep="\n  ", file=sys.stderr)
+
+
+def as_flags(values: Mapping[str, Any]) -> list[str]:
+    """Names and values as the words of a command line, without those that are None."""
+    words = []
+    for name, value in values.items():
+        text = value if isinstance(value, str) else f"{value:g}" if isinstance(value, float) else json.dumps(value)
+        words += [] if value is None else [f"--{name}", text]
+    return words
 
 
 def is_main_process() -> bool:

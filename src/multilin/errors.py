@@ -71,12 +71,11 @@ def plural(number: int, noun: str) -> str:
 
 
 def duration(seconds: float) -> str:
-    """A time in the largest unit that fits: `62 ms`, `45 s`, `12.5 min`, `3.2 h`, `2.1 days`."""
-    for size, unit in ((86400, "days"), (3600, "h"), (60, "min"), (1, "s")):
-        if seconds >= size:
-            number = f"{seconds / size:.3g}" if seconds < 1000 * size else f"{seconds / size:,.0f}"
-            return f"{number} {unit.removesuffix('s') if number == '1' and unit == 'days' else unit}"
-    return f"{1000 * seconds:.3g} ms"
+    """A time in the largest unit that fits: `62 ms`, `45 s`, `3.2 h`, `2.1 days`."""
+    units = ((86400, "days"), (3600, "h"), (60, "min"), (1, "s"), (1e-3, "ms"), (1e-6, "µs"))
+    size, unit = next((entry for entry in units if seconds >= entry[0]), (1, "s"))
+    number = seconds / size
+    return f"{number:.1f} {unit}" if number < 9.95 else f"{number:,.0f} {unit}"
 
 
 def listed(names: Sequence[str]) -> str:

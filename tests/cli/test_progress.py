@@ -60,7 +60,7 @@ def test_the_time_that_is_left_for_all_runs_is_shown(monkeypatch: pytest.MonkeyP
     if not terminal:  # a fifth in 60 s: half of a run of 300 s is left, and three more
         first, second = out.getvalue().splitlines()
         assert first == "step 3/10  loss 2.500  12,346 tokens/s"
-        assert second == "step 5/10  loss 2.500  12,346 tokens/s  all runs: about 17.5 min left"
+        assert second == "step 5/10  loss 2.500  12,346 tokens/s  all runs: about 18 min left"
 
 
 def test_the_first_line_of_every_run_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:

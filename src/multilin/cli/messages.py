@@ -88,8 +88,9 @@ def as_flags(values: Mapping[str, Any]) -> list[str]:
     """Names and values as the words of a command line, without those that are None."""
     words = []
     for name, value in values.items():
-        text = value if isinstance(value, str) else f"{value:g}" if isinstance(value, float) else json.dumps(value)
-        words += [] if value is None else [f"--{name}", text]
+        if isinstance(value, float) and value.is_integer():
+            value = int(value)
+        words += [] if value is None else [f"--{name}", value if isinstance(value, str) else json.dumps(value)]
     return words
 
 

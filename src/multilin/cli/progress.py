@@ -145,7 +145,8 @@ class TrainingDisplay(TrainingProgress):
         if self._ahead is None or self._share <= share:
             return {}
         whole = (now - began) / (self._share - share)
-        return {"seconds_left": (1 - self._share) * whole + self._ahead(whole)}
+        left = (1 - self._share) * whole + self._ahead(whole)
+        return {"seconds_left": left} if left >= 1 else {}
 
     def _place(self, step: int) -> str:
         """How far the run is: the step of all steps, or the share of the run."""

@@ -81,6 +81,14 @@ def plural(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
+def duration(seconds: float) -> str:
+    """A time in the largest unit that fits: `62 ms`, `45 s`, `3.2 h`, `2.1 days`."""
+    units = ((86400, "days"), (3600, "h"), (60, "min"), (1, "s"), (1e-3, "ms"), (1e-6, "µs"))
+    size, unit = next((entry for entry in units if seconds >= entry[0]), (1, "s"))
+    number = seconds / size
+    return f"{number:.1f} {unit}" if number < 9.95 else f"{number:,.0f} {unit}"
+
+
 def listed(names: Sequence[str]) -> str:
     """One or more names as in a sentence: `a`, `a and b`, `a, b and c`."""
     return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"

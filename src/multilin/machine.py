@@ -71,7 +71,7 @@ def examine() -> Checkup:
         warnings.append(f"PyTorch uses {torch.get_num_threads()} of {plural(cores, 'core')} (OMP_NUM_THREADS)")
     return Checkup(
         versions={name: installed_version(name) for name in PACKAGES}, python=platform.python_version(),
-        platform=platform.platform(), device=_device_name(device), threads=torch.get_num_threads(), cores=cores,
+        platform=platform.platform(), device=device_name(device), threads=torch.get_num_threads(), cores=cores,
         precision=resolve_precision("auto"),
         cpu_features=sorted(k for k, value in capabilities.items() if value is True and k.startswith(CPU_FEATURES)),
         freed_memory="kept" if gives_back is None else f"given back to the system, as {gives_back}",
@@ -108,7 +108,8 @@ def installed_version(package: str) -> str | None:
         return None
 
 
-def _device_name(device: torch.device) -> str:
+def device_name(device: torch.device) -> str:
+    """The kind of a device, and its name where the system tells it."""
     if device.type == "cuda":
         return f"cuda ({torch.cuda.device_count()} x {torch.cuda.get_device_name()})"
     return device.type if device.type != "cpu" else f"cpu ({cpu_name()})"

@@ -1,16 +1,19 @@
 """A comparison's reports hold the figures of its runs, and say of them what may be said."""
 
 import dataclasses
+import itertools
 import json
 import random
 import re
 import statistics
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from scipy import stats
 
 from multilin.analysis.compare import measure
 from multilin.analysis.compare.answers import (
@@ -24,11 +27,11 @@ from multilin.analysis.compare.answers import (
     verdict,
 )
 from multilin.analysis.compare.record import FAILED, FINISHED, Comparison, Point, RunRecord, further_choice, ranking
-from multilin.analysis.compare.report import as_html, as_json, as_markdown, dots
+from multilin.analysis.compare.report import as_html, as_json, as_markdown, dots, table
 from multilin.analysis.compare.rows import _parts
 from multilin.analysis.compare.run import compare
-from multilin.analysis.compare.statistics import Spread, spread, welch_p
-from multilin.analysis.compare.sweep import Budget, Sweep
+from multilin.analysis.compare.statistics import Spread, is_above_chance, pairwise, spread
+from multilin.analysis.compare.sweep import Budget, Sweep, changed
 from multilin.cli.compare import print_comparison
 from multilin.data.packed_text import PackedText
 from multilin.errors import InputError
@@ -165,7 +168,7 @@ def test_samples_are_text_to_the_browser(found: Comparison) -> None:
 
 
 def test_no_two_of_many_rows_are_drawn_alike(found: Comparison, tmp_path: Path, browser: Any) -> None:
-    rows = [dataclasses.replace(found.row("elita"), name=f"row {number}") for number in range(30)]
+    rows = [dataclasses.replace(found.row("elita"), name=f"row {number}", colour=number) for number in range(30)]
     (tmp_path / "many.html").write_text(
         as_html(dataclasses.replace(found, rows=rows, order=[row.name for row in rows], differences=[]))
     )
@@ -328,6 +331,41 @@ def test_a_stage_is_tried_on_one_seed_and_the_best_trained_with_all(sandbox: Pat
     assert row.recipe["optimizer"]["learning_rate"] == 1e-2
     assert [run.folder for run in row.runs] == ["elita-s0-lr0.01", "elita-s1-lr0.01"]
     assert any("is at the end of what was tried" in remark for remark in found.remarks)
+
+
+class Ahead(TrainingProgress):
+    """Asks before every run how long the others take after one of a second."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+
+    def ahead(self, seconds: Callable[[float], float]) -> None:
+        self.seconds.append(seconds(1.0))
+
+
+def test_the_time_of_the_runs_that_follow_is_estimated(sandbox: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = SimpleNamespace(monotonic=itertools.count(0, 5).__next__)
+    monkeypatch.setattr("multilin.analysis.compare.run.time", clock)
+    stages, trials = [{"optimizer.learning_rate": [1e-6, 1e-2]}], 2 * 0.5  # of half of a run
+    sweep = dataclasses.replace(a_sweep(sandbox, "ahead", stages=stages, seeds=[0, 1]), trial_share=0.5)
+    progress = Ahead()
+    found = compare(sweep, progress=progress)
+    ratio = found.row("gpt2").flops_per_token / found.row("elita").flops_per_token
+    of_elita, of_gpt2 = [trials + 2 - 0.5, trials + 2 - 1], trials + 2
+    # The first run, of half the steps, takes 1 s, so that a whole one takes 2 s; then one has taken 5 s.
+    assert progress.seconds[0] == pytest.approx(2 * (of_elita[0] + of_gpt2 * ratio))
+    assert progress.seconds[1] == pytest.approx(10 * of_elita[1] + 2 * of_gpt2 * ratio)
+    assert progress.seconds[-2:] == pytest.approx([5, 0])
+    assert len(progress.seconds) == 8
+    compare(sweep, progress=(again := Ahead()))
+    assert again.seconds == []  # nothing is trained
+
+
+def test_runs_of_equal_seconds_take_equal_seconds(sandbox: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("multilin.analysis.compare.plan.seconds_per_step", lambda *_: {"elita": 0.2, "gpt2": 0.1})
+    progress = Ahead()
+    compare(a_sweep(sandbox, "equal", budget=Budget(seconds=1), seeds=[0]), progress=progress)
+    assert progress.seconds[0] == pytest.approx(1)
 
 
 def test_trials_have_their_share_of_the_budget(sandbox: Path) -> None:
@@ -502,8 +540,8 @@ def test_other_tokenizers_are_compared_by_bytes_and_one_seed_says_nothing(sandbo
     assert found.measure == "bits_per_byte"
     assert any("losses per token cannot be compared; bits per byte can" in remark for remark in found.remarks)
     assert [d.p for d in found.differences] == [None]
-    assert "one seed says nothing" in best_sentence(found)
-    assert "one seed: no statement" in (sandbox / "tokenizers" / "comparison.md").read_text()
+    assert "cannot be told from it (too few seeds for a test)" in best_sentence(found)
+    assert "too few seeds for a test" in (sandbox / "tokenizers" / "comparison.md").read_text()
 
 
 def test_adapters_that_a_row_lacks_are_not_tuned(sandbox: Path) -> None:
@@ -543,74 +581,276 @@ def test_a_task_is_judged_by_its_answers(sandbox: Path) -> None:
     assert f"{100 * best:.1f} %" in html
 
 
-# From scipy.stats.ttest_ind(one, other, equal_var=False).
+SEEDS = {
+    "a": [1.0, 1.2, 1.1], "b": [1.3, 1.5, 1.35], "c": [3.1, 3.2, 3.0, 3.3, 3.15], "d": [3.0, 3.01, 2.99],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("better", "worse"), [("a", "b"), ("d", "c"), ("b", "d")])
+def test_p_and_interval_are_those_of_welchs_test(better: str, worse: str) -> None:
+    expected = stats.ttest_ind(SEEDS[worse], SEEDS[better], equal_var=False)
+    (found,) = pairwise({name: spread(SEEDS[name]) for name in (better, worse)}, "bits_per_byte")
+    assert found.p == pytest.approx(expected.pvalue, rel=1e-9)
+    assert found.interval == pytest.approx(tuple(expected.confidence_interval(0.95)), rel=1e-9)
+    lower = 1 - statistics.fmean(SEEDS[better]) / statistics.fmean(SEEDS[worse])
+    assert found.share == pytest.approx(lower)
+
+
+def test_p_is_corrected_for_the_number_of_pairs() -> None:
+    found = pairwise({name: spread(SEEDS[name]) for name in "abdc"}, "bits_per_byte")
+    single = [stats.ttest_ind(SEEDS[d.one], SEEDS[d.other], equal_var=False).pvalue for d in found]
+    order, corrected = sorted(range(6), key=lambda place: single[place]), {}
+    for rank, place in enumerate(order):  # Holm's method as in his paper: no p is below one that is more significant
+        corrected[place] = min(1.0, max((6 - earlier) * single[order[earlier]] for earlier in range(rank + 1)))
+    assert [d.p for d in found] == pytest.approx([corrected[place] for place in range(6)])
+
+
 @pytest.mark.parametrize(
-    ("one", "other", "p"),
+    ("one", "other", "reason"),
     [
-        ([1.0, 1.2, 1.1], [1.3, 1.5, 1.35], 0.027345300609758604),
-        ([2.0, 2.1], [2.05, 2.5], 0.49572179012156536),
-        ([3.1, 3.2, 3.0, 3.3, 3.15], [3.0, 3.01, 2.99], 0.0394094533728735),
+        (Spread(2.0, None, 1), Spread(1.0, 0.1, 3), "too few seeds"),
+        (Spread(2.0, 0.1, 2), Spread(1.0, 0.1, 9), "too few seeds"),
+        (Spread(2.0, 0.0, 2), Spread(1.0, 0.0, 2), "too few seeds"),
+        (Spread(2.0, 0.0, 3), Spread(1.0, 0.0, 3), "no spread"),
+        (Spread(2.0, 0.1, 3), Spread(1.0, 0.0, 3), "no spread"),
     ],
 )
-def test_p_is_that_of_welchs_test(one: list[float], other: list[float], p: float) -> None:
-    assert welch_p(spread(one), spread(other)) == pytest.approx(p, rel=1e-9)
-    assert welch_p(spread(other), spread(one)) == pytest.approx(p, rel=1e-9)
+def test_no_p_is_given_for_few_seeds_or_without_spread(one: Spread, other: Spread, reason: str) -> None:
+    (found,) = pairwise({"better": other, "worse": one}, "bits_per_byte")
+    assert (found.p, found.interval, found.within_noise) == (None, None, None)
+    assert reason in found.unknown
 
 
-def test_p_of_few_values() -> None:
-    assert welch_p(Spread(1.0, None, 1), Spread(2.0, 0.1, 3)) is None
-    assert welch_p(Spread(1.0, 0.0, 2), Spread(1.0, 0.0, 2)) == 1
-    assert welch_p(Spread(1.0, 0.0, 2), Spread(2.0, 0.0, 2)) == 0
+@pytest.mark.parametrize(
+    ("share", "is_above"), [(0.5, False), (0.45, False), (0.53, False), (0.56, True), (1.0, True), (0.0, False)]
+)
+def test_accuracy_is_above_chance_where_guessing_hardly_has_so_much(share: float, is_above: bool) -> None:
+    """Of 781 answers of a bit; the binomial test of SciPy agrees."""
+    assert is_above_chance(share, 0.5, 781, 10) == is_above
+    p = stats.binomtest(round(781 * share), 781, 0.5, alternative="greater").pvalue
+    assert is_above == (p <= 0.05 / 10)
 
 
 def made_up(found: Comparison, elita: list[list[float]], gpt2: list[list[float]]) -> Comparison:
-    """The comparison with other bits per byte at its validations, seed by seed."""
-    rows = []
-    for row, courses in ((found.row("elita"), elita), (found.row("gpt2"), gpt2)):
-        runs = [
-            dataclasses.replace(
-                run,
-                course=[
-                    dataclasses.replace(point, bits_per_byte=bits)
-                    for point, bits in zip(run.course, course, strict=True)
-                ],
-            )
-            for run, course in zip(row.runs, courses, strict=True)
-        ]
+    """The comparison with other scores at its validations, seed by seed; gpt2 takes twice as long."""
+    rows, measure = [], found.measure
+    for factor, courses in ((1, elita), (2, gpt2)):
+        row = found.row("elita" if factor == 1 else "gpt2")
+        runs = []
+        for seed, course in enumerate(courses):
+            points = [
+                dataclasses.replace(point, seconds=factor * point.step / 2, **{measure: score})
+                for point, score in zip(row.runs[0].course, course, strict=True)
+            ]
+            runs.append(dataclasses.replace(row.runs[0], seed=seed, course=points))
         score = spread([course[-1] for course in courses])
         rows.append(dataclasses.replace(row, runs=runs, score=score))
-    return ranked(dataclasses.replace(found, rows=rows))
+    return ranked(dataclasses.replace(found, rows=rows, seeds=list(range(len(elita)))))
 
 
 def ranked(comparison: Comparison) -> Comparison:
     """The comparison as its rows and its budget would have it."""
-    off_budget, order, differences = ranking(comparison.rows, comparison.measure, comparison.budget)
-    return dataclasses.replace(comparison, off_budget=off_budget, order=order, differences=differences)
+    found = ranking(comparison.rows, comparison.measure, comparison.budget, comparison.chance)
+    return dataclasses.replace(comparison, **found._asdict())
+
+
+CLEAR = [[4, 3, 2.0], [4, 3, 2.01], [4, 3, 1.99]], [[5, 4, 2.5], [5, 4, 2.51], [5, 4, 2.49]]
+NOISY = [[4, 3, 2.0], [4, 3, 2.2], [4, 3, 2.0]], [[5, 4, 2.1], [5, 4, 2.2], [5, 4, 2.0]]
 
 
 def test_the_sentences_say_what_the_figures_do(found: Comparison) -> None:
-    clear = made_up(found, [[4, 3, 2.0], [4, 3, 2.01]], [[5, 4, 2.5], [5, 4, 2.51]])
+    clear = made_up(found, *CLEAR)
     assert clear.order == ["elita", "gpt2"]
+    # Of standard deviations of 0.01 and four degrees of freedom: 0.5 +- 2.776 sqrt(2 * 0.01^2 / 3). elita ends after
+    # 5 s, when gpt2 is between its validations after 4 and 8 s, at 5 - 1/4.
     assert best_sentence(clear) == (
-        "elita is best with 320 training tokens for each run: 2.005 ± 0.007 bits per byte (mean ± standard deviation "
-        "of 2 seeds); the differences to all others are larger than noise."
+        "The learning rates were not tuned alike: this comparison tried none, and each row has the one of its recipe "
+        "or of the sweep. elita is best with 320 training tokens for each run: 2.000 ± 0.010 bits per byte (mean ± "
+        "standard deviation of 3 seeds), 0.500 below gpt2, the next (20.0 %; 95 % interval 0.477 to 0.523). The "
+        "differences to all others are larger than noise (p ≤ 0.05, corrected for 1 pair). At equal seconds (5, when "
+        "elita ends) elita leads, 2.750 below gpt2, the next (57.9 %), no spread between seeds for a test."
     )
-    # From 3 after 256 tokens to 2.005 after 320: 2.505 is passed after 256 + 64 * 0.495 / 0.995.
-    reached = cost_to_reach(clear.row("elita"), 2.505, "bits_per_byte")
-    assert reached["tokens"] == pytest.approx(256 + 64 * 0.495 / 0.995)
+    # From 3 after 256 tokens to 2 after 320: 2.5 is passed after 256 + 64 * 0.5.
+    reached = cost_to_reach(clear.row("elita"), 2.5, "bits_per_byte")
+    assert reached["tokens"] == pytest.approx(256 + 64 * 0.5)
     assert speed_sentence(clear).startswith(
-        "To reach 2.505 bits per byte, where gpt2 ends, elita needs the fewest training tokens (288 instead of 320)"
+        "To reach 2.500 bits per byte, where gpt2 ends, elita needs the fewest training tokens (288 instead of 320)"
     )
     tied = made_up(found, [[2.5, 3, 2.0], [2.5, 3, 2.01]], [[2.4, 4, 2.5], [2.4, 4, 2.51]])
     assert "instead of" not in re.sub("(seconds|FLOPs).*", "", speed_sentence(tied))
     alone = ranked(dataclasses.replace(clear, rows=[clear.row("elita")]))
-    assert best_sentence(alone).startswith("elita has 2.005 ± 0.007 bits per byte")
+    assert best_sentence(alone).startswith("elita has 2.000 ± 0.010 bits per byte")
+    assert "tuned" not in best_sentence(alone)
     assert [verdict(x, x.row("elita")) for x in (alone, clear)] == ["alone", "best"]
     assert re.match(
         r"After [\d,]+ tokens elita generates [\d,]+ tokens a second, with a state of", cost_sentence(alone)
     )
-    noisy = made_up(found, [[4, 3, 2.0], [4, 3, 2.2]], [[5, 4, 2.1], [5, 4, 2.2]])
-    assert best_sentence(noisy).endswith("; gpt2 is within noise of it (p > 0.05).")
+
+
+@pytest.mark.parametrize(
+    ("courses", "said"),
+    [
+        (NOISY, "gpt2 is within noise of it (p > 0.05, corrected for 1 pair)."),
+        (([[4, 3, 2.0], [4, 3, 2.01]], [[5, 4, 2.5], [5, 4, 2.51]]), "gpt2 cannot be told from it (too few seeds"),
+        (([[4, 3, 2.0]], [[5, 4, 2.5]]), "2.000 bits per byte (one seed), 0.500 below gpt2, the next (20.0 %); gpt2"),
+        (([[4, 3, 2.0]] * 3, [[5, 4, 2.5]] * 3), "gpt2 cannot be told from it (no spread between seeds for a test)."),
+        (([[4, 3, 2.0]] * 3, [[5, 4, 2.0]] * 3), "(mean ± standard deviation of 3 seeds), and gpt2 the same; gpt2"),
+        (([[4, 3, 2.5], [4, 3, 2]], [[5, 4, 2], [5, 4, 2.5]]), "2 seeds), and gpt2 the same; gpt2"),
+    ],
+)  # fmt: skip
+def test_no_row_is_called_best_that_others_cannot_be_told_from(
+    found: Comparison, courses: tuple[list[list[float]], list[list[float]]], said: str
+) -> None:
+    comparison = made_up(found, *courses)
+    assert said in best_sentence(comparison)
+    assert " is best " not in best_sentence(comparison)
+    assert "elita has the best mean" in best_sentence(comparison)
+    assert verdict(comparison, comparison.row("elita")) == "best mean"
+    assert all(dot["significance"] != "best" for dot in dots(comparison))
+    assert "larger than noise" not in as_markdown(comparison)
+
+
+def test_small_differences_have_their_digits(found: Comparison) -> None:
+    courses = [[[4, 3, base + seed / 1e6] for seed in range(3)] for base in (2.0, 2.0002)]
+    assert "0.010 %" in best_sentence(made_up(found, *courses))
+
+
+def tuned(comparison: Comparison, stages: list[dict[str, Any]], *trials: int) -> Comparison:
+    rows = [
+        dataclasses.replace(row, tuning=[tuning_run(rate, 2.0) for rate in range(number)])
+        for row, number in zip(comparison.rows, trials, strict=True)
+    ]
+    return dataclasses.replace(comparison, rows=rows, stages=stages)
+
+
+RATES = {"optimizer.learning_rate": [1e-3, 2e-3, 4e-3]}
+
+
+@pytest.mark.parametrize(
+    ("stages", "trials", "sentence"),
+    [
+        ([], (0, 0), "The learning rates were not tuned alike: this comparison tried none, and each"),
+        ([{"optimizer.weight_decay": [0, 1]}], (2, 2), "The learning rates were not tuned alike: this"),
+        ([RATES], (3, 3), "elita is best"),
+        ([RATES], (3, 5), "elita is best"),  # gpt2's best was twice the last of those tried
+        ([RATES, {"model.hidden_size": [16, 24]}], (4, 5), "The rows were not tuned alike: elita had 4 trials and"),
+        ([RATES, {"model.hidden_size": [16, 24]}], (5, 5), "elita is best"),
+    ],
+)  # fmt: skip
+def test_the_first_sentence_says_which_rows_were_not_tuned_alike(
+    found: Comparison, stages: list[dict[str, Any]], trials: tuple[int, int], sentence: str
+) -> None:
+    assert best_sentence(tuned(made_up(found, *CLEAR), stages, *trials)).startswith(sentence)
+
+
+def test_rows_of_one_rate_are_not_tuned_alike_either(found: Comparison) -> None:
+    comparison = made_up(found, *CLEAR)
+    rows = [
+        dataclasses.replace(row, recipe=row.recipe | {"optimizer": {"learning_rate": 1e-3}}) for row in comparison.rows
+    ]
+    sentence = best_sentence(dataclasses.replace(comparison, rows=rows))
+    assert "this comparison tried none, and all rows have the same." in sentence
+
+
+@pytest.mark.parametrize(
+    ("elita", "gpt2", "said"),
+    [
+        ([4, 3, 2.0], [4, 2.9, 1.5], "At equal seconds (5, when elita ends) elita leads, 1.725 below gpt2, the next"),
+        ([2.5, 2.4, 2.3], [2.0, 1.9, 1.5], "At equal seconds (5, when elita ends) gpt2 leads, 0.325 below elita"),
+        ([4, 3, 1.975], [2.0, 1.9, 1.5], "At equal seconds (5, when elita ends) gpt2 and elita are equal"),
+    ],
+)
+def test_who_leads_at_equal_seconds(found: Comparison, elita: list[float], gpt2: list[float], said: str) -> None:
+    comparison = made_up(found, [elita] * 3, [gpt2] * 3)
+    assert said in best_sentence(comparison)
+    assert "At equal seconds" not in best_sentence(
+        dataclasses.replace(comparison, budget={"seconds": 5.0}, off_budget={})
+    )
+    late = [dataclasses.replace(point, seconds=point.seconds + 9) for point in comparison.rows[1].runs[0].course]
+    slow = dataclasses.replace(comparison.rows[1], runs=[dataclasses.replace(comparison.rows[1].runs[0], course=late)])
+    comparison = dataclasses.replace(comparison, rows=[comparison.rows[0], slow])
+    assert "when elita ends) elita leads (gpt2 had no validation yet)." in best_sentence(comparison)
+
+
+@pytest.fixture(scope="module")
+def guessed(sandbox: Path) -> Comparison:
+    """A task that nothing learns in so few steps, on three seeds."""
+    rows = {"elita": {}, "gpt2": {}, "broken": {"model.architecture": "llama", **FAILING}}
+    base = BASE | {"model": {**BASE["model"], "n_positions": 8}}
+    return compare(a_sweep(sandbox, "guessed", task="parity?num_bits=4", rows=rows, base=base, seeds=[0, 1, 2]))
+
+
+def shown_in(comparison: Comparison, capsys: pytest.CaptureFixture[str]) -> dict[str, str]:
+    """Every report."""
+    comparison = dataclasses.replace(comparison, remarks=list(remarks_on(comparison)))
+    print_comparison(comparison)
+    return {
+        "html": as_html(comparison),
+        "markdown": as_markdown(comparison).replace("\\", ""),
+        "json": as_json(comparison),
+        "terminal": " ".join(capsys.readouterr().out.split()),
+    }
+
+
+def test_guessing_is_not_called_best(guessed: Comparison, capsys: pytest.CaptureFixture[str]) -> None:
+    assert guessed.chance == 0.5
+    assert guessed.row("elita").answers == 25  # of 200 tokens in sequences of 8
+    assert (sorted(guessed.at_chance), guessed.best, guessed.differences) == (["elita", "gpt2"], [], [])
+    for text in shown_in(guessed, capsys).values():
+        assert (
+            "No row has learned it: with 320 training tokens for each run, none is above chance, which is 50.0 %"
+            in text
+        )
+        assert not re.search(
+            r"is best with|best mean|class=\"best\"|>best<|\| best|leads|within noise of|needs the fewest", text
+        )
+    assert table(guessed, ("row", "validation"))[-1] == ["chance", "50.0 %"]
+    assert '"chance": 0.5' in as_json(guessed)
+    assert 'class="chance"' in as_html(guessed)
+
+
+@pytest.mark.parametrize("gpt2", [[0.5, 0.5, 0.44], [0.5, 0.48, 0.52]])
+def test_a_row_at_chance_is_said_to_be(
+    guessed: Comparison, gpt2: list[float], capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = [0.5] * (len(guessed.rows[0].runs[0].course) - 1)
+    elita = [[*before, score] for score in (0.9, 1.0, 0.95)]
+    comparison = made_up(guessed, elita, [[*before, score] for score in gpt2])
+    assert (comparison.at_chance, comparison.best) == (["gpt2"], ["elita"])
+    sentence = best_sentence(comparison)
+    assert "points above gpt2, the next (" in sentence
+    assert "% fewer wrong answers; 95 % interval " in sentence
+    assert "Chance is 50.0 %. gpt2 is no better than chance. At equal seconds" in sentence
+    assert "; no better than chance" in verdict(comparison, comparison.row("gpt2"))
+    assert all(sentence in text for text in shown_in(comparison, capsys).values())
+    assert speed_sentence(comparison).startswith("There are not two rows that are better than chance")
+
+
+def test_rows_at_chance_are_not_compared_with_each_other() -> None:
+    scores = {
+        "learned": spread([0.9, 0.8, 0.7]),
+        "one": spread([0.52, 0.53, 0.54]),
+        "other": spread([0.45, 0.44, 0.46]),
+    }
+    found = {(d.one, d.other): d for d in pairwise(scores, "accuracy", ["one", "other"])}
+    assert found["other", "one"].unknown == "both at chance"
+    assert [pair for pair, d in found.items() if d.p is None] == [("other", "one")]
+    assert found["one", "learned"].share == pytest.approx(1 - 0.2 / 0.47)
+    assert pairwise({"all": Spread(1.0, 0.0, 3), "too": Spread(1.0, 0.0, 3)}, "accuracy")[0].share is None
+
+
+def test_a_row_keeps_its_colour_whatever_its_rank_and_its_company(found: Comparison, sandbox: Path) -> None:
+    assert [row.colour for row in found.rows] == [0, 1, 2]
+    assert {dot["name"]: dot["colour"] for dot in dots(found)} == {"elita": 0, "gpt2": 1}
+    for courses in (CLEAR, CLEAR[::-1]):
+        html = as_html(made_up(found, *courses))
+        assert re.findall(r'--row: var\(--c(\d)\)">\s*<span class="name">(\w+)<', html) in (
+            [("0", "elita"), ("1", "gpt2")], [("1", "gpt2"), ("0", "elita")],
+        )  # fmt: skip
+    whole = a_sweep(sandbox, "colours")
+    part = changed(whole, budget=Budget(), num_seeds=None, task=None, changes={}, only=["gpt2"])
+    again = changed(part, budget=Budget(), num_seeds=3, task=None, changes={})
+    assert {sweep.colour("gpt2") for sweep in (whole, part, again)} == {1}
 
 
 @pytest.mark.parametrize(
@@ -642,18 +882,10 @@ def test_the_prompt_is_of_the_first_document_alone(tmp_path: Path) -> None:
 def test_nothing_is_best_where_a_row_left_its_budget(
     found: Comparison, sandbox: Path, capsys: pytest.CaptureFixture[str], seconds: tuple[float, float], is_ranked: bool
 ) -> None:
-    clear = made_up(found, [[4, 3, 2.0], [4, 3, 2.01]], [[5, 4, 2.5], [5, 4, 2.51]])
+    clear = made_up(found, *CLEAR)
     rows = [dataclasses.replace(row, seconds=value) for row, value in zip(clear.rows, seconds, strict=True)]
     comparison = ranked(dataclasses.replace(clear, rows=rows[::-1], budget={"seconds": 30.0}))
-    comparison = dataclasses.replace(comparison, remarks=list(remarks_on(comparison)))
-    sentence = best_sentence(comparison)
-    print_comparison(comparison)
-    shown = {
-        "html": as_html(comparison),
-        "markdown": as_markdown(comparison).replace("\\", ""),
-        "json": as_json(comparison),
-        "terminal": " ".join(capsys.readouterr().out.split()),
-    }
+    sentence, shown = best_sentence(comparison), shown_in(comparison, capsys)
     if is_ranked:
         assert comparison.order == ["elita", "gpt2"]
         assert all("elita is best with 30 seconds" in shown[place] for place in ("html", "markdown"))
@@ -674,7 +906,7 @@ def test_every_p_stays_on_its_line(
     found: Comparison, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "60")
-    comparison = made_up(found, [[4, 3, 2.0], [4, 3, 2.2]], [[5, 4, 2.1], [5, 4, 2.2]])
+    comparison = made_up(found, *NOISY)
     comparison = dataclasses.replace(
         comparison, rows=[dataclasses.replace(row, name=f"{row.name}-of-the-longest-name") for row in comparison.rows]
     )
@@ -682,7 +914,7 @@ def test_every_p_stays_on_its_line(
     p = comparison.differences[0].p
     print_comparison(comparison)
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("gpt2-of-the-longest-name ")]
-    assert f"+0.050, within noise (p\u00a0=\u00a0{p:.3f})" in line
+    assert f"+0.033 (1.6 %), within noise (p\u00a0=\u00a0{p:.3f})" in line
     assert f"within noise (p\u00a0=\u00a0{p:.3f})" in as_markdown(comparison)
 
 

@@ -1,12 +1,16 @@
 """What `plan` counts is what small runs count."""
 
 import json
+import re
 import shlex
 from pathlib import Path
 
 import pytest
 import torch
 
+from multilin.analysis.budget.measure import TextMeasure
+from multilin.analysis.budget.pick import Pick
+from multilin.analysis.budget.rule import Candidate, Choice, Size
 from multilin.analysis.costs import training_flops_per_token
 from multilin.analysis.plan import TrainingPlan, describe_plan, find_vocab_size, plan_training
 from multilin.analysis.settings import PlanSettings
@@ -15,7 +19,7 @@ from multilin.cli.parser import parse
 from multilin.data.settings import ShardSettings
 from multilin.data.sharding import prepare_shards
 from multilin.data.tokenizers import train_tokenizer
-from multilin.errors import InputError
+from multilin.errors import InputError, duration
 from multilin.model.factory import create_model, model_names
 from multilin.training.optimizers import OPTIMIZERS, build_optimizer
 from multilin.training.recipe import Recipe, load_recipe
@@ -32,7 +36,7 @@ def recipe(architecture: str = "additive", **changes: object) -> Recipe:
 
 
 def plan(recipe: Recipe, **settings: object) -> TrainingPlan:
-    return plan_training(recipe, PlanSettings(**settings))  # type: ignore[arg-type]
+    return plan_training(recipe, PlanSettings(**({"kind": "h200"} | settings)))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", model_names())
@@ -192,11 +196,130 @@ def test_what_does_not_fit_is_said() -> None:
 
 
 def test_a_machine_that_does_not_tell_its_memory_is_not_said_to_have_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("multilin.analysis.plan.available_memory", lambda: None)
-    monkeypatch.setattr("multilin.analysis.plan._product_rate", lambda dtype: 1e12)
+    monkeypatch.setattr("multilin.analysis.plan.available_memory", lambda device: None)
+    monkeypatch.setattr("multilin.analysis.plan._product_rate", lambda *_: 1e12)
     found = plan(recipe(), kind="cpu")
     assert all(way.fits for way in found.ways)
-    assert describe_plan(found)["device"] == "1 x a machine like this one, on 10 Gbit/s"
+    assert describe_plan(found)["device"].startswith("1 x this machine, cpu (")
+
+
+@pytest.fixture
+def steps_measured(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, str]]:
+    """Blocks and device of the steps that are measured; each takes a fifth of a second."""
+    measured: list[tuple[int, str]] = []
+
+    def step_seconds(recipe: Recipe, vocab_size: int, until: float, device: torch.device) -> float:
+        measured.append((recipe.training.batch_size, device.type))
+        return 0.2
+
+    monkeypatch.setattr("multilin.analysis.plan.step_seconds", step_seconds)
+    return measured
+
+
+@pytest.mark.parametrize("kind", ["here", "cpu"])
+def test_this_machine_is_measured(kind: str, steps_measured: list[tuple[int, str]]) -> None:
+    blocks = {"training.batch_size": 4, "training.global_batch_size": 8, "training.max_steps": 90}
+    found = plan(recipe(**blocks), kind=kind)
+    assert (found.seconds_per_step, found.ways[0].hours) == (pytest.approx(0.4), pytest.approx(90 * 0.4 / 3600))
+    assert {number for number, _ in steps_measured} == {4}  # twice in each step
+    assert kind == "here" or {device for _, device in steps_measured} == {"cpu"}
+    assert "measured on this machine" in describe_plan(found)["time per step, computing"]
+    assert describe_plan(found)["time per step, computing"].startswith("400 ms: ")
+
+
+def test_without_a_kind_it_is_this_machine() -> None:
+    assert PlanSettings().kind == "here"
+    assert PlanSettings().efficiency is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "settings"),
+    [
+        ({}, {"efficiency": 0.3}),
+        ({"model.hidden_size": 4096, "model.num_layers": 8, "training.batch_size": 2**14}, {}),
+        ({"model.hidden_size": 8192, "model.num_layers": 100}, {}),  # does not fit
+    ],
+)
+def test_a_step_that_would_take_long_is_estimated(
+    changes: dict[str, object], settings: dict[str, float], steps_measured: list[tuple[int, str]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr("multilin.analysis.plan._product_rate", lambda *_: 1e11)
+    found = plan(recipe(**changes), kind="cpu", **settings)
+    assert steps_measured == []
+    efficiency = settings.get("efficiency", 0.4)
+    assert found.basis == f"{efficiency:.0%} of the speed of matrix products on this machine, which is assumed"
+    assert found.seconds_per_step == pytest.approx(found.tokens_per_step * found.flops_per_token / 1e11 / efficiency)
+
+
+def test_a_measured_step_is_that_of_training() -> None:
+    found = plan(recipe(), kind="cpu")
+    assert 1e-4 < found.seconds_per_step < 60
+
+
+@pytest.mark.parametrize(("most", "steps"), [(None, 300), (1000, 300), (7, 7)])
+def test_a_run_by_the_clock_has_the_steps_that_fit(
+    most: int | None, steps: int, steps_measured: list[tuple[int, str]]
+) -> None:
+    found = plan(recipe(**{"training.minutes": 1.0, "training.max_steps": most}), kind="cpu")
+    assert found.steps == steps
+    assert found.ways[0].hours == pytest.approx(steps * 0.2 / 3600)
+
+
+def test_minutes_plan_what_train_picks(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], steps_measured: list[tuple[int, str]]
+) -> None:
+    text, size = TextMeasure(10**6, 3 * 10**6, 2.0, 1.0), Size(32, 2, 258)
+    choice = Choice(Candidate(size, 1000, 1e5, 1), 64_000, 1.0)
+    given = recipe(**{"training.minutes": 3.0, "training.batch_size": 4})
+    found = Pick(given, text, choice, 1000.0, 1.5, 0.1, ["The run ends early."])
+    asked = []
+    monkeypatch.setattr("multilin.analysis.budget.pick.pick", lambda *words: asked.append(words[:3]) or found)
+    fields = {"data.source": "my books"}
+    assert main(["plan", "--minutes", "3", "--data.source", "my books"]) == 0
+    shown = capsys.readouterr()
+    assert asked == [(None, fields, 3.0)]
+    assert "64,000: 1,000 steps of 64" in shown.out
+    assert "The run ends early." in shown.out
+    assert " 3.3 min" in shown.out
+    assert shown.err.splitlines()[-1].strip() == "multilin train --minutes 3 --data.source 'my books'"
+    assert main(["plan", "--minutes", "3", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["steps"] == 1000
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["--kind", "h200"], "--minutes: 3 given, which picks a model for this machine; leave out --devices"),
+        (["--devices", "2"], "--minutes: 3 given, which picks a model for this machine; leave out --devices"),
+        (["--training.max_steps", "5"], "--training.max_steps: 5 given beside --minutes 3; give one of them"),
+        (["--data.source", "task:mqar"], "data.source: task:mqar is a task, but --minutes picks a model for a text"),
+    ],
+)  # fmt: skip
+def test_what_minutes_cannot_plan(words: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--minutes", "3", *words]) == 2
+    assert f"multilin: {sentence}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0, "0.0 s"), (1.73e-5, "17 µs"), (0.0621, "62 ms"), (0.9, "900 ms"), (1, "1.0 s"), (45.2, "45 s"),
+        (90, "1.5 min"), (59.9 * 60, "60 min"), (3600, "1.0 h"), (40 * 3600, "1.7 days"), (5e8, "5,787 days"),
+    ],
+)  # fmt: skip
+def test_a_time_has_a_unit_that_fits(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
+
+
+def test_times_are_printed_in_units_and_given_in_hours(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", "--kind", "h200", "--model.hidden_size", "32", "--training.max_steps", "9"]
+    assert main(words) == 0
+    shown = capsys.readouterr().out
+    assert "e-0" not in shown
+    assert re.search(r"ddp .* µs\b", shown)
+    assert main([*words, "--json"]) == 0
+    assert 0 < json.loads(capsys.readouterr().out)["ways"][0]["hours"] < 1e-4
 
 
 def test_what_training_refuses_is_not_planned() -> None:
@@ -208,10 +331,14 @@ def test_what_training_refuses_is_not_planned() -> None:
 
 def test_the_command_to_type_next_trains_what_was_planned(capsys: pytest.CaptureFixture[str]) -> None:
     fields = ["--model.hidden_size", "32", "--model.options", '{"num_heads": 2}', "--data.source", "my books"]
-    assert main(["plan", "--devices", "3", *fields]) == 0
+    assert main(["plan", "--kind", "h200", "--devices", "3", *fields]) == 0
     command = capsys.readouterr().err.splitlines()[-1].strip()
     assert command.startswith("torchrun --standalone --nproc-per-node 3 -m multilin train --")
     assert parse("train", VERBS["train"], shlex.split(command)[6:])[1] == parse("plan", VERBS["plan"], fields)[2]
+    assert main(["plan", *fields, "--optimizer.learning_rate", "0.00123456789"]) == 0
+    command = capsys.readouterr().err.splitlines()[-1].strip()
+    assert command.startswith("multilin train --model.hidden_size 32 ")
+    assert command.endswith(" --optimizer.learning_rate 0.00123456789")
 
 
 def test_half_the_efficiency_takes_twice_as_long() -> None:

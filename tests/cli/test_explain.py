@@ -12,11 +12,13 @@ import pytest
 import torch
 
 from multilin.analysis.explain import Explanation
+from multilin.analysis.explain.explanation import Step
 from multilin.analysis.explain.page import picture
-from multilin.analysis.explain.run import Report
+from multilin.analysis.explain.removal import Removal
+from multilin.analysis.explain.run import Report, answer
 from multilin.architectures import architectures
 from multilin.inference.runs import load_run
-from multilin.layers.reading import Reader, record_readings
+from multilin.layers.reading import Reader, Reading, record_readings
 from tests.cli.conftest import N_POSITIONS
 
 Call = Callable[..., str]
@@ -118,6 +120,75 @@ def test_the_terminal_names_the_largest_weights_and_what_they_mean(explained: Ca
     assert f"{max(weights):.4g}" in shown
     assert "nearness" in shown
     assert "explain.html" in shown
+
+
+@pytest.mark.parametrize("architecture", ["additive", "gpt2", "gated_deltanet", "linear_mixer"])
+@pytest.mark.parametrize("arguments", [[], ["--no-remove"]])
+def test_the_answer_comes_first_and_names_the_largest_numbers(
+    architecture: str, arguments: list[str], explained: Callable
+) -> None:
+    content, page, shown = explained(architecture, *arguments)
+    answer, words = content["answer"], " ".join(shown.split())
+    assert next(iter(content)) == "answer"
+    assert html.escape(answer).replace("&#x27;", "&#39;") in page
+    assert words.index(answer) < words.index(content["finding"]) < words.index("Weights at the last position")
+    (best, *_), texts = content["tokens"][-1]["guesses"], [token["text"] for token in content["tokens"]]
+    assert answer.startswith(f"After this text the model expects {best['text']!r} ({best['probability']:.0%}). I")
+    rows = [head["rows"][-1] for head in content["steps"][0]["heads"]]
+    assert len({row["first"] for row in rows}) == 1
+    weights = np.mean([row["values"] for row in rows], axis=0)
+    place = rows[0]["first"] + int(np.abs(weights).argmax())
+    assert f" weighed {repr(texts[place]) + f' at {place}' if place else 'the start of the text'} (" in answer
+    if arguments:
+        assert answer.endswith("was not checked by removing them.")
+    else:
+        effects = np.array(content["removal"]["divergence"][-1]["values"][:-1], dtype=float)
+        strongest = int(np.nanargmax(effects))
+        if effects[strongest] >= 0.01:
+            assert f"ithout {texts[strongest]!r} at {strongest} the prediction changes most, by" in answer
+        else:
+            assert answer.endswith("changes the prediction by less than 0.01 nats.")
+
+
+A, B, LAST = [np.nan, 0.5, 0.02, 1.0], [np.nan, 0.02, 0.5, 1.0], [0.1, 0.6, 0.05, 0.25]
+MOST = "It weighed 'a' at 1 (0.6), 'c' at 3 (0.25) and the start of the text (0.1)"
+
+
+@pytest.mark.parametrize(
+    ("weights", "effects", "said"),
+    [
+        (LAST, A, f"{MOST} most. Removal confirms it: without 'a' at 1 the prediction changes most, by 0.5 nats."),
+        (LAST, B, f"{MOST} most. Removal does not confirm it: without 'b' at 2 the prediction changes most, by 0.5 "
+         "nats; without 'a' at 1 by 0.02."),
+        ([0, 0.5, -0.7, 0], B, "It weighed 'b' at 2 (-0.7) and 'a' at 1 (0.5) most. Removal confirms it: without 'b' "
+         "at 2 the prediction changes most, by 0.5 nats; without 'a' at 1 by 0.02."),
+        (LAST, None, "and the start of the text (0.1) most. Whether the prediction depends on them was not checked"),
+        (LAST, [np.nan, 1e-3, 0, 1.0], "most. Removing any token before the last one changes the prediction by less"),
+        (None, B, "Its weights cannot be shown. Without 'b' at 2 the prediction changes most, by 0.5 nats;"),
+        (None, None, "Its weights cannot be shown. Whether the prediction depends on them was not checked"),
+        ([0, 0, 0, 0], A, "Its layers read no token at the last position. Without 'a' at 1 the"),
+        (LAST, [np.nan] * 4, "most. There is no token before the last one to remove."),
+    ],
+)  # fmt: skip
+def test_what_is_weighed_most_is_checked_by_removal(
+    weights: list[float] | None, effects: list[float] | None, said: str
+) -> None:
+    square = np.full((4, 4), np.nan)
+    if effects is not None:
+        square[-1] = effects
+    removal = None if effects is None else Removal(square, square)
+    reading = None if weights is None else Reading("", torch.tensor([[[weights] * 4]], dtype=torch.float64), 0, None)
+    steps = [] if reading is None else [Step(0, "", reading, [])]
+    explanation = Explanation([0, 1, 2, 3], np.zeros(3), [[(5, 0.62)]] * 4, steps, removal)
+    report = Report("run", "", ["", "a", "b", "c"], [(1, ""), (1, "a"), (1, "b"), (1, "c")], {5: "d"}, explanation)
+    assert answer(report).startswith("After this text the model expects 'd' (62%). I")
+    assert said in answer(report)
+
+
+def test_weights_of_one_layer_among_others_are_said_to_be(explained: Callable) -> None:
+    content, _, _ = explained("gated_deltanet")
+    assert len(content["steps"]) > 1
+    assert f" In {content['steps'][0]['label']} it weighed " in content["answer"]
 
 
 def test_losses_and_texts_of_tokens(explained: Callable, run_folder: Callable[[str], Path]) -> None:

@@ -49,6 +49,20 @@ def test_a_mistake_is_one_sentence(refusal: Call, arguments: list[str], message:
     assert refusal(*arguments).startswith(message)
 
 
+@pytest.mark.parametrize("words", [["train"], ["plan"], ["train", "--minutes", "1"], ["compare"], ["compare", "gpt2"]])
+def test_text_is_not_taken_for_a_recipe(
+    words: list[str], refusal: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("my-books").mkdir()
+    Path("book.txt").write_text("Title: A Book")
+    assert refusal(*words, "my-books/").endswith("; text is given as --data.source my-books/")
+    assert refusal(*words, "book.txt").endswith("; text is given as --data.source book.txt")
+    if "compare" not in words:
+        several = "text is given as --data.source, as one file, folder or quoted glob"
+        assert refusal(*words, "book.txt", "book.txt") == f"book.txt: unknown argument; {several}"
+
+
 @pytest.mark.parametrize(
     ("verb", "sentence"),
     [

@@ -41,6 +41,28 @@ def test_elsewhere_there_is_a_line_for_validations_and_now_and_then(monkeypatch:
     ]
 
 
+@pytest.mark.parametrize("terminal", [True, False])
+def test_the_time_that_is_left_for_all_runs_is_shown(monkeypatch: pytest.MonkeyPatch, terminal: bool) -> None:
+    """From the second line on: kernels may have been compiled before the first."""
+    now = [0.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(progress, "SECONDS_BETWEEN_LINES", 0)
+    out = io.StringIO()
+    with TrainingDisplay(Console(file=out, force_terminal=terminal, width=200, highlight=False)) as display:
+        display.ahead(lambda seconds: 3 * seconds)
+        display.start(2, 10)
+        for step in (3, 5):
+            display.step(step, step / 10)
+            now[0] += 60
+            display.line(LINE | {"step": step})
+    assert "all runs: about " in out.getvalue()
+    assert out.getvalue().index("all runs") > out.getvalue().index("12,346 tokens/s")
+    if not terminal:  # a fifth in 60 s: half of a run of 300 s is left, and three more
+        first, second = out.getvalue().splitlines()
+        assert first == "step 3/10  loss 2.500  12,346 tokens/s"
+        assert second == "step 5/10  loss 2.500  12,346 tokens/s  all runs: about 18 min left"
+
+
 def test_the_first_line_of_every_run_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progress.time, "monotonic", lambda: 0.0)
     out = io.StringIO()

@@ -1,3 +1,4 @@
+import dataclasses
 import math
 from collections.abc import Callable
 
@@ -70,18 +71,34 @@ def test_the_answers_follow_from_what_comes_before(name: str) -> None:
         assert ORACLES[name](ids[:place], int(place)) == ids[place] == found.labels[row, place]
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        *TASKS, "mqar?num_values=2", "mqar?num_pairs=3&num_keys=3&num_values=5", "induction?num_symbols=2",
+        "copy?num_copied=1&num_symbols=7", "selective_copy?num_symbols=3", "needle?num_values=9&num_keys=2",
+        "majority?num_bits=10", "majority?num_bits=1", "parity?num_bits=1", "parity?num_bits=2",
+    ],
+)  # fmt: skip
+def test_the_best_guess_that_reads_nothing_is_right_by_chance(name: str) -> None:
+    """The most frequent answer at each place, counted on half of the sequences, is scored on the other half."""
+    found, task = made(name, count=8000), find_task(name)
+    seen, asked = np.split(found.labels, 2)
+    counts = np.stack([(seen == token).sum(axis=0) for token in range(task.num_tokens)])
+    is_asked = asked != IGNORED_LABEL
+    right = (asked == counts.argmax(axis=0))[is_asked].mean()
+    deviation = math.sqrt(task.chance * (1 - task.chance) / is_asked.sum())
+    assert abs(right - task.chance) < 5 * deviation
+    assert len(np.unique(found.labels)) - 1 == round(1 / task.chance)
+
+
 @pytest.mark.parametrize("name", TASKS)
-def test_guessing_is_right_as_often_as_by_chance(name: str) -> None:
-    """Over many sequences answers are spread evenly: every fixed guess is right with the same probability."""
-    options = vars(find_task(name).options)
-    chance = 1 / options.get("num_values", options.get("num_symbols", 2))  # of two bits where there are no symbols
-    found = made(name, count=4000)
-    answers = found.labels[found.labels != IGNORED_LABEL]
-    _, counts = np.unique(answers, return_counts=True)
-    assert len(counts) == round(1 / chance)
-    shares = counts / len(answers)
-    # Values of one sequence are drawn independently, so shares spread as a binomial's do.
-    assert np.abs(shares - chance).max() < 5 * math.sqrt(chance / len(answers))
+@pytest.mark.parametrize("max_tokens", [None, 1, 1000])
+def test_the_answers_of_a_validation_are_counted(name: str, max_tokens: int | None) -> None:
+    part = dataclasses.replace(task_text(f"task:{name}").validation, number=50)
+    blocks = part.blocks(LENGTH)
+    labels = [blocks[index]["labels"] for index in range(part.num_scored(LENGTH, max_tokens))]
+    assert len(labels) == {None: 50, 1: 1, 1000: 24}[max_tokens]
+    assert part.num_answers(LENGTH, max_tokens) == sum(int((row != IGNORED_LABEL).sum()) for row in labels)
 
 
 @pytest.mark.parametrize("name", TASKS)

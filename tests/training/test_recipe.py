@@ -119,6 +119,37 @@ def test_a_folder_called_like_a_built_in_recipe_is_that_folder(tmp_path: Path, m
     assert load_recipe("elita").model.architecture == "elita"
 
 
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("my books", "'my books' is a folder without recipe.yaml; text is given as --data.source 'my books'"),
+        ("books/", "'books/' is a folder without recipe.yaml; text is given as --data.source books/"),
+        ("a.txt", "'a.txt' is a text, not a recipe; text is given as --data.source a.txt"),
+        ("rows.jsonl.gz", "'rows.jsonl.gz' is a text, not a recipe; text is given as --data.source rows.jsonl.gz"),
+        ("model", "'model' is a folder without recipe.yaml; a model to start from is given as --model.start model"),
+        ("mingru-book/", "text is given as --data.source mingru-book/"),
+        ("books/*.txt", "text is given as --data.source 'books/*.txt'"),
+        ("s3://bucket/text", "text is given as --data.source s3://bucket/text"),
+        ("python-docs", "text is given as --data.source python-docs"),
+        ("mingru-book", "did you mean 'mingru-books'?"),
+        ("missing.yaml", "built-in recipe (additive-books, "),
+    ],
+)
+def test_a_text_in_the_place_of_a_recipe_is_said_to_go_elsewhere(
+    name: str, sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for folder in ("my books", "books", "model"):
+        Path(folder).mkdir()
+    for file in ("a.txt", "rows.jsonl.gz", "model/config.json"):
+        Path(file).write_text("model: {}")
+    for given in (name, name if "/" in name else Path(name)):
+        with pytest.raises(InputError) as refused:
+            load_recipe(given)
+        assert sentence in str(refused.value)
+        assert ("data.source" in str(refused.value)) == ("data.source" in sentence)
+
+
 def test_a_missing_recipe_names_the_built_in_ones() -> None:
     with pytest.raises(InputError, match=r"'demoo' is neither .* \(.*demo.*\); did you mean 'demo'\?"):
         load_recipe("demoo")

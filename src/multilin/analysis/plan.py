@@ -1,10 +1,11 @@
 """What a training run will take, before anything is rented: memory, communication, time and size of checkpoints.
 
 Weights, gradients, the optimizer's numbers, floating-point operations and the bytes that devices send each other are
-counted from the model. Activations are estimated as in `multilin.model.memory`. Times follow from the peaks of the
-hardware and an assumed share of them, so they are expectations.
+counted from the model. Activations are estimated as in `multilin.model.memory`. Times are those of training steps that
+are measured on this machine; for other devices they follow from their peaks and an assumed share of them.
 """
 
+import time
 import timeit
 from dataclasses import dataclass, replace
 
@@ -13,6 +14,7 @@ from rich.filesize import decimal
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from transformers import PreTrainedModel
 
+from multilin.analysis.budget.measure import step_seconds
 from multilin.analysis.costs import parameter_counts, training_flops_per_token
 from multilin.analysis.settings import PlanSettings
 from multilin.data.prepared import read_manifest
@@ -20,7 +22,8 @@ from multilin.data.settings import BYTE_VOCAB_SIZE
 from multilin.data.store import Store
 from multilin.data.task_text import is_task, task_text
 from multilin.data.tokenizers import load_tokenizer
-from multilin.errors import InputError
+from multilin.errors import duration
+from multilin.machine import device_name
 from multilin.model.factory import layers_of
 from multilin.model.memory import (
     FLOAT_BYTES,
@@ -36,6 +39,7 @@ from multilin.training.assemble import create_network
 from multilin.training.fsdp import check_shard
 from multilin.training.optimizers import optimizer_bytes
 from multilin.training.precision import autocast_dtype
+from multilin.training.processes import accelerator_or_cpu
 from multilin.training.recipe import Recipe
 from multilin.training.resolve import resolve_recipe
 
@@ -66,6 +70,8 @@ DEVICES = {
 """From NVIDIA's data sheets: dense tensor cores, NVLink."""
 ETHERNET = 1.25e9
 """Bytes per second of 10 Gbit/s, which is assumed between machines like this one."""
+EFFICIENCY = 0.4  # share of a device's peak that training is assumed to reach
+MEASURED_SECONDS, LONGEST_STEP = 1.0, 5.0  # of training on this machine; a longer step is not tried
 
 
 @dataclass(frozen=True)
@@ -106,6 +112,7 @@ class TrainingPlan:
     checkpoint_bytes: bytes of a checkpoint: weights, or adapters alone, and optimizer state.
     tokens: training tokens of the whole run.
     seconds_per_step: time of a step on a device that does not wait for others.
+    basis: where it comes from, in words.
     """
 
     device: Device
@@ -122,6 +129,7 @@ class TrainingPlan:
     activation_bytes: int
     checkpoint_bytes: int
     seconds_per_step: float
+    basis: str
     ways: list[WayPlan]
 
 
@@ -129,17 +137,18 @@ def plan_training(recipe: Recipe, settings: PlanSettings) -> TrainingPlan:
     """Count the memory, communication and time of a recipe on several devices, without reading text or drawing weights.
 
     Args:
-        recipe: to train; without `training.global_batch_size`, `training.batch_size` blocks on every device.
+        recipe: to train; without `training.global_batch_size`, `training.batch_size` blocks on every device. With
+            `training.minutes` its steps are those for which the time suffices.
         settings: the devices, the share of their peak that training reaches, and their price.
 
     Raises:
         InputError: a recipe that cannot be trained, or a tokenizer that is not there.
     """
-    if recipe.training.minutes is not None:
-        raise InputError(
-            f"training.minutes: {recipe.training.minutes:g} given, but a plan counts steps; give training.max_steps"
-        )
-    if settings.kind != "cpu" and recipe.training.precision == "auto":
+    is_here = settings.kind not in DEVICES
+    target = (
+        accelerator_or_cpu() if settings.kind == "here" else torch.device("cpu" if settings.kind == "cpu" else "cuda")
+    )
+    if not is_here and recipe.training.precision == "auto":
         recipe = replace(recipe, training=replace(recipe.training, precision="bf16"))
     blocks = recipe.training.global_batch_size or recipe.training.batch_size * settings.devices
     recipe = resolve_recipe(replace(recipe, training=replace(recipe.training, global_batch_size=blocks)))
@@ -149,27 +158,40 @@ def plan_training(recipe: Recipe, settings: PlanSettings) -> TrainingPlan:
         model = create_network(recipe, vocab_size, None)
         if recipe.training.lora is not None:
             add_adapters(model, recipe)
-    device, training = _device(settings), recipe.training
+    training = recipe.training
     batch_size, passes = training.split(settings.devices)
     tokens = batch_size * recipe.model.n_positions
     flops = _flops(recipe, model, vocab_size)
-    is_single = training.precision == "float32" or (
-        settings.kind == "cpu" and autocast_dtype(training.precision) is None
-    )
-    peak = device.single if is_single else device.half
+    is_single = training.precision == "float32" or (is_here and autocast_dtype(training.precision) is None)
+    device = _this_machine(target, is_single) if is_here else DEVICES[settings.kind]
     weights, optimizer = parameter_bytes(model), optimizer_bytes(recipe.optimizer, model)
     gradients = FLOAT_BYTES * model.num_parameters(only_trainable=True)
+    activations = activation_bytes(
+        model, tokens, number_bytes=FLOAT_BYTES if is_single else 2, recomputes=training.gradient_checkpointing
+    ) + loss_bytes(model, tokens, target)
+    seconds, basis = tokens * flops / (device.single if is_single else device.half), ""
+    if is_here and settings.efficiency is None:
+        fits = device.memory is None or weights + gradients + optimizer + activations <= device.memory
+        if fits and seconds / EFFICIENCY <= LONGEST_STEP:
+            one_pass = replace(recipe, training=replace(training, batch_size=batch_size))
+            step_seconds(one_pass, vocab_size, 0.0, target)  # one step, in which kernels may be compiled
+            seconds = step_seconds(one_pass, vocab_size, time.monotonic() + MEASURED_SECONDS, target)
+            basis = "training steps of this model, measured on this machine"
+    if not basis:
+        efficiency = settings.efficiency or EFFICIENCY
+        seconds /= efficiency
+        peak = "speed of matrix products on this machine" if is_here else "peak of the device"
+        basis = f"{efficiency:.0%} of the {peak}, which is assumed"
+    steps = training.num_steps
+    if training.minutes is not None:
+        steps = max(1, min(steps, int(60 * training.minutes / (seconds * passes))))
     plan = TrainingPlan(
         device=device, devices=settings.devices, parameters=parameter_counts(model)[0], vocab_size=vocab_size,
-        flops_per_token=flops, tokens_per_step=tokens * passes * settings.devices, steps=training.num_steps,
-        tokens=tokens * passes * settings.devices * training.num_steps,
-        weight_bytes=weights, optimizer_bytes=optimizer, gradient_bytes=gradients,
-        activation_bytes=activation_bytes(
-            model, tokens, number_bytes=FLOAT_BYTES if is_single else 2,
-            recomputes=training.gradient_checkpointing,
-        ) + loss_bytes(model, tokens, torch.device("cpu" if settings.kind == "cpu" else "cuda")),
+        flops_per_token=flops, tokens_per_step=tokens * passes * settings.devices, steps=steps,
+        tokens=tokens * passes * settings.devices * steps,
+        weight_bytes=weights, optimizer_bytes=optimizer, gradient_bytes=gradients, activation_bytes=activations,
         checkpoint_bytes=(weights if training.lora is None else gradients) + optimizer,
-        seconds_per_step=tokens * flops / (peak * settings.efficiency) * passes, ways=[],
+        seconds_per_step=seconds * passes, basis=basis, ways=[],
     )  # fmt: skip
     layers = [parameter_bytes(layer) for layer in layers_of(model)]
     gathered = 0.5 if training.precision == "bf16" else 1.0
@@ -239,17 +261,16 @@ def find_vocab_size(recipe: Recipe) -> int:
     return recipe.tokenizer.vocab_size or BYTE_VOCAB_SIZE
 
 
-def _device(settings: PlanSettings) -> Device:
-    if settings.kind != "cpu":
-        return DEVICES[settings.kind]
-    half, single = (_product_rate(dtype) for dtype in (torch.bfloat16, torch.float32))
-    return Device("a machine like this one, on 10 Gbit/s", available_memory(), half, single, ETHERNET)
+def _this_machine(device: torch.device, is_single: bool) -> Device:
+    """A device of this machine, with the peak of the numbers that are asked for as both."""
+    rate = _product_rate(torch.float32 if is_single else torch.bfloat16, device)
+    return Device(f"this machine, {device_name(device)}", available_memory(device), rate, rate, ETHERNET)
 
 
-def _product_rate(dtype: torch.dtype) -> float:
+def _product_rate(dtype: torch.dtype, device: torch.device) -> float:
     """Floating-point operations per second of matrix products on this machine."""
-    matrix = torch.ones(1024, 1024, dtype=dtype)
-    return 2 * len(matrix) ** 3 / min(timeit.repeat(lambda: matrix @ matrix, number=1))
+    matrix = torch.ones(1024, 1024, dtype=dtype, device=device)
+    return 2 * len(matrix) ** 3 / min(timeit.repeat(lambda: (matrix @ matrix)[0, 0].item(), number=1))
 
 
 def _flops(recipe: Recipe, model: PreTrainedModel, vocab_size: int) -> float:
@@ -271,7 +292,7 @@ def describe_plan(plan: TrainingPlan) -> dict[str, str]:
         "parameters": f"{plan.parameters:,}, with a vocabulary of {plan.vocab_size:,}",
         "training FLOPs per token": f"{plan.flops_per_token:,.0f}",
         "tokens": f"{plan.tokens:,}: {plan.steps:,} steps of {plan.tokens_per_step:,}",
-        "seconds per step, computing": f"{plan.seconds_per_step:.4g}",
+        "time per step, computing": f"{duration(plan.seconds_per_step)}: {plan.basis}",
         "bytes of a checkpoint": decimal(plan.checkpoint_bytes),
         "memory without sharding": ", ".join(
             f"{name} {decimal(getattr(plan, f'{name}_bytes'))}"

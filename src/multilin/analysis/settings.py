@@ -32,8 +32,10 @@ class PlanSettings:
     """The devices that a run would be trained on."""
 
     devices: bounds.Count = 1  # devices that train together
-    kind: Literal["h200", "a100", "cpu"] = "h200"  # kind of device; cpu: machines like this one
-    efficiency: bounds.Share = 0.4  # share of the device's peak that training is assumed to reach
+    kind: Literal["here", "cpu", "h200", "a100"] = "here"  # here: this machine, its accelerator if any; cpu: without it
+    efficiency: bounds.Share | None = (
+        None  # share of the device's peak that training reaches; else measured here, or 0.4
+    )
     price: bounds.Positive | None = None  # price of an hour of one device
 
 

@@ -1,13 +1,14 @@
 """The verb that compares models."""
 
 import importlib
+from collections.abc import Iterator
 from dataclasses import field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from multilin.analysis.compare.sweep import Budget, changed, find_sweep
+from multilin.analysis.compare.sweep import Budget, Sweep, changed, find_sweep
 from multilin.cli.arguments import POSITIONAL
-from multilin.cli.messages import loading, say_next
+from multilin.cli.messages import as_flags, loading, say_next
 from multilin.cli.tables import make_console, print_table
 from multilin.settings import settings
 from multilin.settings.bounds import Amount, Names, Repeats
@@ -15,6 +16,8 @@ from multilin.training.recipe import Changes
 
 if TYPE_CHECKING:
     from multilin.analysis.compare.record import Comparison
+
+LONGER, MOST_SEEDS = 4, 100  # times the budget where no row has learned a task; of a comparison
 
 
 @settings
@@ -54,28 +57,45 @@ def compare(arguments: CompareArguments, changes: Changes) -> None:
         comparison = compare(sweep, overwrite=arguments.overwrite, progress=display)
     print_comparison(comparison)
     print(f"\nReport: {Path(sweep.output, REPORT_FILE)}")
-    best = [comparison.row(name).finished[0].folder for name in comparison.order[:1] if comparison.is_ranked]
-    say_next(
-        *[["multilin", "generate", Path(sweep.output, folder)] for folder in best], ["multilin", "compare", "--help"]
-    )
+    say_next(*_next(arguments, changes, sweep, comparison))
+
+
+def _next(
+    arguments: CompareArguments, changes: Changes, sweep: Sweep, comparison: "Comparison"
+) -> Iterator[list[object]]:
+    """Commands that show more of the best row, or that may tell which one it is."""
+    given = {name: value for name, value in vars(arguments).items() if name not in ("rows", "overwrite")} | changes
+
+    def again(**changed: object) -> list[object]:
+        return ["multilin", "compare", *arguments.rows, *as_flags(given | changed)]
+
+    if best := comparison.best:
+        yield ["multilin", "generate", Path(sweep.output, comparison.row(best[0]).finished[0].folder)]
+    if comparison.has_no_learner:
+        ((kind, budget),) = sweep.budget.given.items()
+        yield again(**{kind: LONGER * budget}, output=f"{sweep.output}-longer")
+    elif comparison.off_budget:
+        yield [*again(), "--overwrite"]
+    elif not best:
+        yield again()
+    elif len(best) > 1 and sweep.seeds == list(range(len(sweep.seeds))):
+        yield again(seeds=min(2 * len(sweep.seeds) + 1, MOST_SEEDS))  # runs of the first ones are not made again
 
 
 def print_comparison(comparison: "Comparison") -> None:
-    """Print the rows, the best first, and the remarks."""
-    from multilin.analysis.compare.answers import UNITS
-    from multilin.analysis.compare.report import COLUMNS
+    """Print which row is best, all rows, the best first, and the remarks."""
+    from multilin.analysis.compare.answers import UNITS, best_sentence
+    from multilin.analysis.compare.report import table
 
     console = make_console()
     names = ("row", "validation", "against the best", "parameters", "training tokens/s", "training seconds")
-    rows = [[COLUMNS[name](comparison, row) for name in names] for row in comparison.ordered]
     head = ("row", UNITS[comparison.measure], *names[2:])
+    style = "bold" if comparison.is_ranked else "yellow"
+    console.print(f"\n{best_sentence(comparison)}\n", style=style, soft_wrap=True, markup=False)
+    print_table("lrlrrr", table(comparison, names), head=head, bold={0} if len(comparison.best) == 1 else ())
     console.print()
-    print_table("lrlrrr", rows, head=head, bold={0} if comparison.order and comparison.is_ranked else ())
-    console.print()
-    for place, remark in enumerate(comparison.remarks):
-        # The first one may be that nothing is said about which row is best.
-        style = "yellow" if place == 0 and not comparison.is_ranked else "dim"
-        console.print(remark, style=style, soft_wrap=True, markup=False)
+    for remark in comparison.remarks:
+        console.print(remark, style="dim", soft_wrap=True, markup=False)
     for row in comparison.rows:
         for remark in row.remarks:
             console.print(f"{row.name}: {remark}", style="dim", soft_wrap=True, markup=False)

@@ -73,35 +73,34 @@ def _output_folder(arguments: ExplainArguments) -> Path:
 
 
 def print_report(report: "Report") -> None:
-    """Print the text, its weights at the last position, the effect of removing tokens there, and whether both agree."""
+    """Print what was found in words, then the weights at the last position and the effect of removing tokens there."""
     from rich.padding import Padding
 
-    from multilin.analysis.explain.explanation import mask_own_token
-    from multilin.analysis.explain.run import MEANINGS, finding
+    from multilin.analysis.explain.run import MEANINGS, answer, finding
 
     console, explanation = make_console(), report.explanation
     last = len(report.tokens) - 1
     console.print(f"What {report.name} read", style="bold", end="", markup=False, highlight=False)
     console.print(f": {report.source}, {plural(last, 'token')}", markup=False, highlight=False)
-    if explanation.steps:
+    console.print(f"\n{answer(report)}", style="bold", markup=False, highlight=False)
+    console.print(f"\n{finding(explanation)}", markup=False, highlight=False)
+    weights_S, effects_S = explanation.last_weights_S, explanation.last_effects_S
+    if weights_S is not None:
         step = explanation.steps[0]
-        weights_S = step.weights_HTS.mean(axis=0)[-1]
         console.print(f"\nWeights at the last position, {step.label}. {step.reading.meaning}")
         console.print(Padding(_coloured(report, weights_S), (1, 0)))
         _print_largest(report, weights_S, "weight")
-    if explanation.removal is not None:
-        effects_S = mask_own_token(explanation.removal.divergence_TS[-1])
+    if effects_S is not None:
         console.print(
             f"\nEffect of removal on the prediction after the last position, whose own token is left out. "
             f"{MEANINGS['divergence']}"
         )
-        if not explanation.steps:
+        if weights_S is None:
             console.print(Padding(_coloured(report, effects_S), (1, 0)))
         _print_largest(report, effects_S, "divergence")
-    if explanation.steps and explanation.removal is not None:
+    if weights_S is not None and effects_S is not None:
         console.print(f"\n{MEANINGS['agreement']}")
         _print_agreements(report)
-    console.print(f"\n[bold]{finding(explanation)}[/bold]", highlight=False)
 
 
 def _coloured(report: "Report", values_S: "NDArray[np.float64]") -> "Text":
@@ -121,14 +120,12 @@ def _coloured(report: "Report", values_S: "NDArray[np.float64]") -> "Text":
 
 
 def _print_largest(report: "Report", values_S: "NDArray[np.float64]", name: str) -> None:
-    import numpy as np
+    from multilin.analysis.explain.explanation import largest
 
-    order = np.argsort(-np.abs(np.nan_to_num(values_S)), kind="stable")[:NUM_LARGEST]
     labels = report.labels
     rows = [
         ("start of the text" if index == 0 else labels[index], str(index), f"{values_S[index]:.4g}")
-        for index in order
-        if values_S[index] and values_S[index] == values_S[index]
+        for index in largest(values_S, NUM_LARGEST)
     ]
     print_table("lrr", rows, head=("token", "at", name))
 

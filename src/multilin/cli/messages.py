@@ -9,7 +9,7 @@ import shlex
 import shutil
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from logging import ERROR, getLogger
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -85,6 +85,16 @@ def say_next(*commands: Sequence[object]) -> None:
             for first, *rest in commands
         )
         print("\nNext:", *typed, sep="\n  ", file=sys.stderr)
+
+
+def as_flags(values: Mapping[str, Any]) -> list[str]:
+    """Names and values as the words of a command line, without those that are None."""
+    words = []
+    for name, value in values.items():
+        if isinstance(value, float) and value.is_integer():
+            value = int(value)
+        words += [] if value is None else [f"--{name}", value if isinstance(value, str) else json.dumps(value)]
+    return words
 
 
 def is_main_process() -> bool:

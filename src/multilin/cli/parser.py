@@ -6,6 +6,7 @@ import inspect
 import re
 import types
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn, Union, get_args, get_origin
 
 from pydantic import TypeAdapter, ValidationError
@@ -128,6 +129,8 @@ def _sentence(message: str, verb: str, known: Mapping[str, Flag]) -> str:
     if match := re.match(r"(?i)unrecognized arguments: (.*)", message):
         words = match[1].split()
         name = shorten(next((word for word in words if word.startswith("-")), words[0]).split("=")[0])
+        if Path(name).exists() and "--data.source" in known:
+            return f"{name}: unknown argument; text is given as --data.source, as one file, folder or quoted glob"
         hint = nearest(name, known) or f"; `multilin {verb} --help` lists what there is"
         return f"{name}: unknown {'flag' if name.startswith('-') else 'argument'}{hint}"
     if match := re.search(r"arguments are required: ([\w, ]+)", message):

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import time
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any, Self
@@ -12,6 +13,7 @@ from rich.filesize import decimal
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from multilin.analysis.budget.law import shipped_law
+from multilin.errors import duration
 from multilin.files import write_whole
 from multilin.settings.inputs import read_json
 from multilin.training.progress import TrainingProgress
@@ -82,6 +84,8 @@ class TrainingDisplay(TrainingProgress):
         self._max_steps: int | None = 0
         self._share = 0.0
         self._last_print = 0.0
+        self._ahead: Callable[[float], float] | None = None
+        self._first_line: tuple[float, float] | None = None  # time and share, when kernels were compiled
 
     def __enter__(self) -> Self:
         return self
@@ -98,10 +102,15 @@ class TrainingDisplay(TrainingProgress):
         self._stages.close()
         self.console.print(text, soft_wrap=True, markup=False)
 
+    def ahead(self, seconds: Callable[[float], float]) -> None:
+        """Show the time left for the next run and those that follow, too."""
+        self._ahead = seconds
+
     def start(self, step: int, max_steps: int | None) -> None:
         """Begin the display of training, after `step` steps."""
         self._stages.close()
         self._max_steps, self._latest, self._last_print = max_steps, {}, float("-inf")
+        self._first_line = None
         if self.console.is_terminal:
             self._progress = Progress(
                 TextColumn("{task.description}"), BarColumn(bar_width=None), TextColumn("{task.fields[figures]}"),
@@ -121,12 +130,23 @@ class TrainingDisplay(TrainingProgress):
 
     def line(self, line: dict[str, Any]) -> None:
         """Show the figures of a line of metrics.jsonl."""
+        line = line | self._left()
         self._latest |= line
         if self._progress:
             self._progress.update(self._progress.task_ids[0], figures=format_figures(self._latest))
         elif "validation_loss" in line or time.monotonic() - self._last_print >= SECONDS_BETWEEN_LINES:
             self._last_print = time.monotonic()
             self.message(f"{self._place(line['step'])}  {format_figures(line)}")
+
+    def _left(self) -> dict[str, float]:
+        """The seconds left for this run and those that follow, from its second line on."""
+        now = time.monotonic()
+        began, share = self._first_line = self._first_line or (now, self._share)
+        if self._ahead is None or self._share <= share:
+            return {}
+        whole = (now - began) / (self._share - share)
+        left = (1 - self._share) * whole + self._ahead(whole)
+        return {"seconds_left": left} if left >= 1 else {}
 
     def _place(self, step: int) -> str:
         """How far the run is: the step of all steps, or the share of the run."""
@@ -205,4 +225,7 @@ def format_figures(line: dict[str, Any]) -> str:
         parts.append(f"the end about {expected:.2f} ± {2 * error:.2f}")
     if "validation_accuracy" in line:
         parts.append(f"validation {100 * line['validation_accuracy']:.1f} % right")
-    return "  ".join([*parts, f"{line['tokens_per_second']:,.0f} tokens/s"])
+    parts.append(f"{line['tokens_per_second']:,.0f} tokens/s")
+    if "seconds_left" in line:
+        parts.append(f"all runs: about {duration(line['seconds_left'])} left")
+    return "  ".join(parts)

@@ -35,7 +35,9 @@ def train(arguments: TrainArguments, changes: Changes) -> None:
     With --minutes 20 alone, architecture, size, vocabulary and all else are picked for this machine and the text.
     """
     began = time.monotonic()
-    _check_minutes(arguments, changes)
+    if arguments.minutes is not None and arguments.resume:
+        raise InputError("--minutes: given with --resume, but a run goes on with the time it began with; leave it out")
+    check_minutes(arguments.minutes, changes)
     recipe = load_recipe(arguments.recipe, changes)
     with loading():
         from multilin.cli.progress import ExpectingDisplay
@@ -48,7 +50,7 @@ def train(arguments: TrainArguments, changes: Changes) -> None:
 
             RunFolder(recipe.output).check(recipe, resume=False, overwrite=arguments.overwrite)
             picked = pick(arguments.recipe, changes, arguments.minutes, began, display)
-            _print_pick(picked)
+            print_pick(picked)
             recipe, display.expected, display.expected_tokens = picked.recipe, picked.expected, picked.choice.tokens
         display.can_forecast = recipe.schedule.name == "linear"
         result = train(recipe, resume=arguments.resume, overwrite=arguments.overwrite, progress=display, began=began)
@@ -59,21 +61,17 @@ def train(arguments: TrainArguments, changes: Changes) -> None:
         say_next(["multilin", "generate", result.output, "--prompt", "The"], ["multilin", "evaluate", result.output])
 
 
-def _check_minutes(arguments: TrainArguments, changes: Changes) -> None:
-    """Refuse what contradicts the minutes."""
-    if arguments.minutes is None:
+def check_minutes(minutes: float | None, changes: Changes) -> None:
+    """Refuse fields that contradict the minutes."""
+    if minutes is None:
         return
-    if arguments.resume:
-        raise InputError("--minutes: given with --resume, but a run goes on with the time it began with; leave it out")
     for name in ("max_steps", "minutes"):
         if (given := changes.get(f"training.{name}")) is not None:
-            raise InputError(
-                f"--training.{name}: {given} given beside --minutes {arguments.minutes:g}; give one of them"
-            )
+            raise InputError(f"--training.{name}: {given} given beside --minutes {minutes:g}; give one of them")
 
 
-def _print_pick(picked: "Pick") -> None:
-    """What was measured, what was picked, what is expected."""
+def print_pick(picked: "Pick") -> None:
+    """Print what was measured, what was picked, what is expected."""
     recipe, text, model = picked.recipe, picked.text, picked.choice.candidate
     plan, tokens = recipe.training, picked.choice.tokens
     blocks, decay = plan.global_batch_size or plan.batch_size, recipe.optimizer.weight_decay

@@ -10,6 +10,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
+from multilin.data.packed_text import IGNORED_LABEL
 from multilin.data.tasks import Task, find_task, token_names
 from multilin.data.tokenizers import END_OF_TEXT
 
@@ -50,6 +51,15 @@ class TaskPart:
     def blocks(self, block_size: int) -> TaskBlocks:
         """The sequences at this length."""
         return TaskBlocks(self.task, block_size, self.part, self.number)
+
+    def num_scored(self, length: int, max_tokens: int | None) -> int:
+        """How many sequences of this length a validation of at most `max_tokens` tokens scores."""
+        return self.number if max_tokens is None else min(self.number, max(1, max_tokens // length))
+
+    def num_answers(self, length: int, max_tokens: int | None) -> int:
+        """How many answers they ask for: every sequence of a task asks for as many."""
+        labels = self.task.generate(np.random.default_rng(0), 1, length).labels
+        return self.num_scored(length, max_tokens) * int((labels != IGNORED_LABEL).sum())
 
     def token_counts(self) -> NDArray[np.int64]:
         """(num_tokens,) ones: how often a token occurs depends on the length."""

@@ -98,6 +98,11 @@ class Task:
             )
         return self.generator(rng, count, length, self.options)
 
+    @property
+    def chance(self) -> float:
+        """Accuracy of the best guess that does not read the sequence: every generator draws its answers uniformly."""
+        return 1 / len(_symbols(self.options)[1])
+
     def __str__(self) -> str:
         given = "&".join(f"{name}={value}" for name, value in vars(self.options).items())
         return f"{self.name}?{given}"

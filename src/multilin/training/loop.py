@@ -354,7 +354,7 @@ def _validate(run: _Run) -> dict[str, float]:
     dtype = autocast_dtype(plan.precision)
     with torch.random.fork_rng(devices=devices), torch.autocast(run.device.type, dtype, enabled=dtype is not None):
         if isinstance(text, TaskText):
-            number = min(text.validation.number, max(1, (plan.eval_max_tokens or sys.maxsize) // length))
+            number = text.validation.num_scored(length, plan.eval_max_tokens)
             blocks = text.validation.blocks(length)
             answers = score_answers(run.model, blocks, number=number, batch_size=plan.batch_size)
             return {"validation_loss": answers.loss, "validation_accuracy": answers.accuracy}

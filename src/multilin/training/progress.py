@@ -1,5 +1,6 @@
 """The object that a training run reports its progress to, so that the library never prints."""
 
+from collections.abc import Callable
 from typing import Any
 
 
@@ -14,6 +15,9 @@ class TrainingProgress:
 
     def message(self, text: str) -> None:
         """Something a user should know, in one line."""
+
+    def ahead(self, seconds: Callable[[float], float]) -> None:
+        """Other runs follow the next one: how long they all take, given the seconds of the next one."""
 
     def start(self, step: int, max_steps: int | None) -> None:
         """Training begins, after `step` of `max_steps` steps; None for a run that ends by the clock."""

@@ -6,12 +6,14 @@ earlier run, and changes single values. None stands for the default of the archi
 """
 
 import dataclasses
+import shlex
 from collections.abc import Mapping
 from dataclasses import field
 from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any
 
+from multilin.data.files import file_format
 from multilin.data.settings import DEFAULT_KIND, DataRecipe, TokenizerRecipe
 from multilin.errors import InputError, nearest, shorten, shown
 from multilin.files import write_whole
@@ -185,18 +187,32 @@ def _changed(values: Values, overrides: Mapping[str, Any]) -> Values:
 
 
 def _find(name_or_path: str | Path) -> Path:
-    builtin = builtin_recipes()
-    if isinstance(name_or_path, str) and name_or_path in builtin:
-        return builtin[name_or_path]
+    builtin, name = builtin_recipes(), str(name_or_path)
+    if isinstance(name_or_path, str) and name in builtin:
+        return builtin[name]
     path = Path(name_or_path)
     if path.is_dir() and (path / RECIPE_FILE).is_file():
         return path / RECIPE_FILE
-    if path.exists() and not path.is_dir():  # what is no regular file is refused where it is read
+    if path.is_dir() or (path.exists() and file_format(path) is not None):
+        kind = f"a folder without {RECIPE_FILE}" if path.is_dir() else "a text, not a recipe"
+        is_model = (path / "config.json").is_file()
+        given = f"a model to start from {_as('model.start', name)}" if is_model else f"text {_as('data.source', name)}"
+        raise InputError(f"recipe: {shown(name)} is {kind}; {given}")
+    if path.exists():  # what is no regular file is refused where it is read
         return path
+    is_text = file_format(path) is not None or any(character in name for character in "/*:")
+    is_yaml = path.suffix in (".yaml", ".yml")
+    hint = "" if is_text or is_yaml else nearest(name, builtin)
+    if not hint and not is_yaml:
+        hint = f"; text {_as('data.source', name)}"
     raise InputError(
-        f"recipe: {shown(str(name_or_path))} is neither a YAML file, the folder of a run, nor a built-in recipe "
-        f"({', '.join(builtin)}){nearest(str(name_or_path), builtin)}"
+        f"recipe: {shown(name)} is neither a YAML file, the folder of a run, nor a built-in recipe "
+        f"({', '.join(builtin)}){hint}"
     )
+
+
+def _as(field: str, value: str) -> str:
+    return f"is given as --{field} {shlex.quote(shorten(value))}"
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -7,8 +7,9 @@
   let charts = [];
 
   const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
-  const colour = (i) => css(`--c${i % COLOURS}`);
-  const dash = (i) => DASHES[(i + 3 * Math.floor(i / COLOURS)) % DASHES.length];  // no two rows share colour and dashes
+  const place = (i) => data.rows[i].colour;  // a row's own, so that it has one colour in all reports
+  const colour = (i) => css(`--c${place(i) % COLOURS}`);
+  const dash = (i) => DASHES[(place(i) + 3 * Math.floor(place(i) / COLOURS)) % DASHES.length];  // no two rows share both
   const PREFIXES = [[1e18, "E"], [1e15, "P"], [1e12, "T"], [1e9, "G"], [1e6, "M"], [1e3, "k"]];
   function short(value) {
     if (value == null) return "";
@@ -68,6 +69,18 @@
     });
     u.ctx.restore();
   }
+  function chanceLine(u, id) {
+    if (data.chance == null || !["course", "memory"].includes(id)) return;
+    const { ctx, bbox } = u, ratio = devicePixelRatio, y = u.valToPos(data.chance, "y", true);
+    ctx.save();
+    ctx.strokeStyle = ctx.fillStyle = css("--quiet");
+    ctx.lineWidth = ratio;
+    ctx.setLineDash([4 * ratio, 4 * ratio]);
+    ctx.beginPath(); ctx.moveTo(bbox.left, y); ctx.lineTo(bbox.left + bbox.width, y); ctx.stroke();
+    ctx.font = `${12 * ratio}px system-ui, sans-serif`;
+    ctx.fillText(`chance ${percent(data.chance)}`, bbox.left + 6 * ratio, y - 5 * ratio);
+    ctx.restore();
+  }
   const clip = (name) => (name.length > 16 ? `${name.slice(0, 15)}…` : name);
   function room(rows) {
     const context = document.createElement("canvas").getContext("2d");
@@ -104,7 +117,7 @@
       padding: [10, options.pointed ? 16 : room(data.rows), 0, 0],
       cursor: { drag: { x: false, y: false }, y: false },
       ...options,
-      hooks: { draw: [options.pointed ? pointNames : names(data.rows)], setCursor: [(u) => tell(u, id, options.tellX)] },
+      hooks: { draw: [(u) => chanceLine(u, id), options.pointed ? pointNames : names(data.rows)], setCursor: [(u) => tell(u, id, options.tellX)] },
     }, table, element);
     charts.push(plot);
   }
@@ -196,7 +209,7 @@
         const button = document.createElement("button");
         button.type = "button";
         button.setAttribute("aria-pressed", String(!hidden.has(i)));
-        button.innerHTML = `<svg width="26" height="8" aria-hidden="true"><line x1="0" y1="4" x2="26" y2="4" stroke="var(--c${i % COLOURS})" stroke-width="3" stroke-dasharray="${dash(i).join(" ")}"/></svg>`;
+        button.innerHTML = `<svg width="26" height="8" aria-hidden="true"><line x1="0" y1="4" x2="26" y2="4" stroke="var(--c${place(i) % COLOURS})" stroke-width="3" stroke-dasharray="${dash(i).join(" ")}"/></svg>`;
         button.append(row.name);
         button.addEventListener("click", () => {
           if (!hidden.delete(i)) hidden.add(i);

@@ -96,18 +96,20 @@ def measure_speed(small: tuple[Recipe, Size], large: tuple[Recipe, Size], until:
     """
     training, length = small[0].training, small[0].model.n_positions
     models = (small,) if small[1] == large[1] else (small, large)
-    times = [(candidate(*model), _step_seconds(*model, until)) for model in models]
+    times = [
+        (candidate(recipe, size), step_seconds(recipe, size.vocab_size, until, accelerator_or_cpu()))
+        for recipe, size in models
+    ]
     return fit_speed(times[0], times[-1], training.batch_size * length)
 
 
-def _step_seconds(recipe: Recipe, size: Size, until: float) -> float:
-    """Median seconds of a recipe's training step, on random tokens."""
+def step_seconds(recipe: Recipe, vocab_size: int, until: float, device: torch.device) -> float:
+    """Median seconds of a recipe's training step, on random tokens; see `measure_speed` for `until`."""
     recipe = resolve_recipe(recipe)
     plan, dtype = recipe.training, autocast_dtype(recipe.training.precision)
-    device = accelerator_or_cpu()
     with torch.random.fork_rng():
-        model = create_network(recipe, size.vocab_size, None).to(device).train()
-        ids = torch.randint(size.vocab_size, (plan.batch_size, recipe.model.n_positions)).to(device)
+        model = create_network(recipe, vocab_size, None).to(device).train()
+        ids = torch.randint(vocab_size, (plan.batch_size, recipe.model.n_positions)).to(device)
     optimizer = build_optimizer(recipe.optimizer, model, decayed=())
     seconds: list[float] = []
     begin = time.monotonic()

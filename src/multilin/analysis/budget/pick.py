@@ -65,6 +65,14 @@ class Pick:
     spread: float
     remarks: list[str]
 
+    @property
+    def with_steps(self) -> Recipe:
+        """The recipe with about the steps that fit, instead of the minutes."""
+        training = self.recipe.training
+        blocks = training.global_batch_size or training.batch_size
+        steps = max(1, round(self.choice.tokens / (blocks * self.recipe.model.n_positions)))
+        return dataclasses.replace(self.recipe, training=dataclasses.replace(training, minutes=None, max_steps=steps))
+
 
 def pick(
     name: str | None, changes: Mapping[str, Any], minutes: float, began: float, progress: TrainingProgress

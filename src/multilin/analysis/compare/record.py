@@ -5,10 +5,11 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from multilin.analysis.compare.rows import Choice, Plan
-from multilin.analysis.compare.statistics import Difference, Spread, spread, welch_p
+from multilin.analysis.compare.statistics import Difference, Spread, is_above_chance, pairwise, spread
+from multilin.data.task_text import is_task, task_text
 from multilin.errors import InputError, plural
 from multilin.inference.run_files import ADAPTER_WEIGHTS
 from multilin.training.run_folder import RunFolder
@@ -82,6 +83,8 @@ class RowRecord:
 
     flops_per_token: of training. choice: the tuned values that were best on the first seed.
     tuning: the runs that decided it. runs: one for each seed. score: over the finished runs.
+    answers: that a validation asks for on a task; None on a text.
+    colour: number of the row's colour in the report, which is the same whatever the row's rank.
     memory: bytes of the trained model's state after a sequence of its training length.
     """
 
@@ -100,6 +103,8 @@ class RowRecord:
     seconds: float | None
     tokens_per_second: float | None
     remarks: list[str]
+    answers: int | None = None
+    colour: int = 0
     decoding: list[Decoding] = dataclasses.field(default_factory=list)
     memory: int | None = None
     sample: str | None = None
@@ -127,6 +132,8 @@ class Comparison:
 
     measure: what `score` is, "bits_per_byte" or "accuracy".
     one_tokenizer: whether all rows were trained on the same tokens, so that losses per token can be compared too.
+    chance: accuracy of the best guess that does not read the sequence; None on a text.
+    at_chance: finished rows that are no better. If they all are, no row is called better than another.
     off_budget: rows that missed the budget by more than TOLERANCE of it, and what their runs used on average. If there
         are any, no row is called better than another.
     order: finished rows, the best first; in the order of the sweep if they are not ranked.
@@ -144,6 +151,8 @@ class Comparison:
     one_tokenizer: bool
     prompt: str
     rows: list[RowRecord]
+    chance: float | None
+    at_chance: list[str]
     off_budget: dict[str, float]
     order: list[str]
     differences: list[Difference]
@@ -152,8 +161,25 @@ class Comparison:
 
     @property
     def is_ranked(self) -> bool:
-        """Whether all rows had the same budget, so that one can be called better than another."""
-        return not self.off_budget
+        """Whether all rows had the same budget and one is above chance, so that one can be called better."""
+        return not self.off_budget and not self.has_no_learner
+
+    @property
+    def has_no_learner(self) -> bool:
+        """Whether every finished row is at chance."""
+        return bool(self.order) and len(self.at_chance) == len(self.order)
+
+    @property
+    def best(self) -> list[str]:
+        """The best row, and all that are not known to be worse; empty if the rows are not ranked."""
+        if not self.is_ranked or not self.order:
+            return []
+        return [self.order[0], *(d.one for d in self.to_best if d.within_noise is not False)]
+
+    @property
+    def to_best(self) -> list[Difference]:
+        """Every row against the best."""
+        return [difference for difference in self.differences if difference.other == self.order[0]]
 
     @property
     def ordered(self) -> list[RowRecord]:
@@ -166,7 +192,7 @@ class Comparison:
 
     def difference_to_best(self, name: str) -> Difference | None:
         """Between a row and the best; None for the best itself and where there is no such difference."""
-        return next((d for d in self.differences if d.one == name and d.other == self.order[0]), None)
+        return next((difference for difference in self.to_best if difference.one == name), None)
 
 
 def read_run(plan: Plan, folder: Path, seed: int, failure: str | None) -> RunRecord:
@@ -202,7 +228,7 @@ def is_finished(folder: Path, max_steps: int) -> bool:
 
 
 def make_row(
-    plan: Plan, recipe: dict[str, Any], runs: list[RunRecord], tuning: list[RunRecord], measure: str
+    plan: Plan, recipe: dict[str, Any], runs: list[RunRecord], tuning: list[RunRecord], measure: str, colour: int
 ) -> RowRecord:
     """The record of a row from those of its runs."""
     finished = [run for run in runs if run.status == FINISHED]
@@ -218,8 +244,17 @@ def make_row(
         score=spread([score_of(run, measure) for run in finished]) if finished else None,
         seconds=statistics.fmean(run.last.seconds for run in finished) if finished else None,
         tokens_per_second=statistics.median(run.tokens_per_second or 0.0 for run in finished) if finished else None,
-        remarks=remarks,
+        remarks=remarks, answers=_num_answers(plan), colour=colour,
     )  # fmt: skip
+
+
+def _num_answers(plan: Plan) -> int | None:
+    """Answers that a validation asks for on a task; None on a text."""
+    recipe = plan.recipe
+    if not is_task(recipe.data.name):
+        return None
+    validation = task_text(recipe.data.name).validation
+    return validation.num_answers(recipe.model.n_positions, recipe.training.eval_max_tokens)
 
 
 def score_of(run: RunRecord, measure: str) -> float:
@@ -258,21 +293,32 @@ def further_choice(tuning: Sequence[RunRecord], measure: str) -> dict[str, float
     return {name: round(further) if isinstance(best[name], int) and further >= 1 else float(f"{further:.6g}")}
 
 
-def ranking(
-    rows: Sequence[RowRecord], measure: str, budget: Mapping[str, float]
-) -> tuple[dict[str, float], list[str], list[Difference]]:
-    """`off_budget`, `order` and `differences` of a Comparison."""
+class Ranking(NamedTuple):
+    """The fields of a Comparison that follow from the scores of its rows."""
+
+    at_chance: list[str]
+    off_budget: dict[str, float]
+    order: list[str]
+    differences: list[Difference]
+
+
+def ranking(rows: Sequence[RowRecord], measure: str, budget: Mapping[str, float], chance: float | None) -> Ranking:
+    """Which rows guess, which missed the budget, the order of all finished ones and their differences."""
     ((kind, amount),) = budget.items()
-    scored = [(row.name, row.score) for row in rows if row.score is not None]
-    spent = {row.name: row.used(kind) for row in rows if row.score is not None}
+    finished = [row for row in rows if row.score is not None]
+    scores = {row.name: row.score for row in finished if row.score is not None}
+    at_chance = [row.name for row in finished if guesses(row, scores[row.name].mean, chance, len(finished))]
+    spent = {row.name: row.used(kind) for row in finished}
     off_budget = {name: value for name, value in spent.items() if abs(value - amount) > TOLERANCE * amount}
-    read_alike = kind == "tokens" and len(set(spent.values())) == 1  # a step has more tokens than the budget had left
-    if off_budget and not read_alike:
-        return off_budget, [name for name, _ in scored], []
-    scored.sort(key=lambda item: sign(measure) * item[1].mean)
-    differences = [
-        Difference(name, better, score.mean - best.mean, welch_p(score, best))
-        for place, (name, score) in enumerate(scored)
-        for better, best in scored[:place]
-    ]
-    return {}, [name for name, _ in scored], differences
+    if kind == "tokens" and len(set(spent.values())) == 1:  # a step has more tokens than the budget had left
+        off_budget = {}
+    if off_budget or len(at_chance) == len(finished):
+        return Ranking(at_chance, off_budget, list(scores), [])
+    order = sorted(scores, key=lambda name: sign(measure) * scores[name].mean)
+    differences = pairwise({name: scores[name] for name in order}, measure, at_chance)
+    return Ranking(at_chance, off_budget, order, differences)
+
+
+def guesses(row: RowRecord, accuracy: float, chance: float | None, num_rows: int) -> bool:
+    """Whether the accuracy of one of `num_rows` rows on a task is no more than chance; False on a text."""
+    return chance is not None and not is_above_chance(accuracy, chance, row.answers or 0, num_rows)

@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +15,14 @@ from multilin.analysis.compare.answers import (
     amount,
     best_sentence,
     budget_text,
+    chance_text,
     cost_sentence,
     difference_text,
+    interval_text,
     mean_course,
     p_text,
     score_text,
+    share_text,
     speed_sentence,
     verdict,
 )
@@ -59,7 +62,26 @@ def write_reports(comparison: Comparison, folder: Path) -> None:
 
 def as_json(comparison: Comparison) -> str:
     """The whole comparison as JSON."""
-    return json.dumps(dataclasses.asdict(comparison), indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+    values = {"answers": answers(comparison), **dataclasses.asdict(comparison)}
+    return json.dumps(values, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def answers(comparison: Comparison) -> dict[str, str]:
+    """The three questions and what is said about each."""
+    return {
+        "Which is best at this budget?": best_sentence(comparison),
+        "How fast does it learn?": speed_sentence(comparison),
+        "What does it cost to run?": cost_sentence(comparison),
+    }
+
+
+def table(comparison: Comparison, columns: Collection[str] = COLUMNS) -> list[list[str]]:
+    """The cells of every row, the best first, and of guessing on a task."""
+    rows = [[COLUMNS[name](comparison, row) for name in columns] for row in comparison.ordered]
+    if comparison.chance is not None:
+        chance = {"row": "chance", "validation": chance_text(comparison)}
+        rows.append([chance.get(name, "") for name in columns])
+    return rows
 
 
 def as_markdown(comparison: Comparison) -> str:
@@ -75,6 +97,7 @@ def as_html(comparison: Comparison) -> str:
         **_content(comparison),
         comparison=comparison,
         unit=UNITS[comparison.measure],
+        chance="" if comparison.chance is None else chance_text(comparison),
         axes=AXES,
         dots=dots(comparison) if rows else [],
         ends=("better", "worse") if comparison.measure == "bits_per_byte" else ("worse", "better"),
@@ -100,17 +123,17 @@ def _content(comparison: Comparison) -> dict[str, Any]:
     texts = [row.recipe["data"] for row in comparison.rows]
     sources = dict.fromkeys(name for data in texts for name in data["mix"] or [data["source"]])
     seeds = f"{plural(len(comparison.rows), 'row')}, {plural(len(comparison.seeds), 'seed')} each"
-    measured = render("measured.txt.jinja", comparison=comparison, budget=budget_text(comparison), level=LEVEL)
+    measured = render(
+        "measured.txt.jinja", comparison=comparison, budget=budget_text(comparison), level=LEVEL,
+        chance=chance_text(comparison),
+    )  # fmt: skip
     return {
         "title": comparison.title,
         "summary": f"{seeds}, {budget_text(comparison)} a run, on {comparison.task or ', '.join(sources)}.",
-        "answers": {
-            "Which is best at this budget?": best_sentence(comparison),
-            "How fast does it learn?": speed_sentence(comparison),
-            "What does it cost to run?": cost_sentence(comparison),
-        },
+        "answers": answers(comparison),
         "columns": list(COLUMNS),
-        "cells": [[cell(comparison, row) for cell in COLUMNS.values()] for row in rows],
+        "cells": table(comparison),
+        "difference_columns": ["row", "against", "difference", "per cent", "95 % interval", "p", "which is"],
         "differences": [_difference(comparison, difference) for difference in comparison.differences],
         "runs": [_run(run) for row in rows for run in row.all_runs],
         "prompt": comparison.prompt,
@@ -121,10 +144,10 @@ def _content(comparison: Comparison) -> dict[str, Any]:
 
 
 def _difference(comparison: Comparison, difference: Difference) -> list[str]:
-    meaning = {None: "one seed: no statement", True: "within noise", False: "larger than noise"}
+    meaning = {None: difference.unknown, True: "within noise", False: "larger than noise"}[difference.within_noise]
     p = "" if difference.p is None else p_text(difference.p)
-    names = [difference.one, difference.other]
-    return [*names, difference_text(comparison, difference), p, meaning[difference.within_noise]]
+    figures = [difference_text(comparison, difference), share_text(difference), interval_text(comparison, difference)]
+    return [difference.one, difference.other, *figures, p, meaning]
 
 
 def _run(run: RunRecord) -> list[str]:
@@ -147,9 +170,11 @@ def _chart_data(comparison: Comparison, rows: list[RowRecord]) -> dict[str, Any]
         "measure": comparison.measure,
         "axes": AXES,
         "axis": next(iter(comparison.budget)),
+        "chance": comparison.chance,
         "rows": [
             {
                 "name": row.name,
+                "colour": row.colour,
                 "course": mean_course(row, comparison.measure),
                 "score": row.score.mean if row.score else None,
                 "memory": row.memory,
@@ -161,17 +186,18 @@ def _chart_data(comparison: Comparison, rows: list[RowRecord]) -> dict[str, Any]
 
 
 def dots(comparison: Comparison) -> list[dict[str, Any]]:
-    """Every row's seeds, mean and spread as places between 0 and 100 on one line, for the first chart."""
+    """Every row's seeds, mean and spread, and chance, as places between 0 and 100 on a line, for the first chart."""
 
     def significance(difference: Difference | None) -> str:
         if difference is None:
-            return "best" if comparison.is_ranked and len(comparison.order) > 1 else "unknown"
+            return "best" if len(comparison.order) > len(comparison.best) == 1 else "unknown"
         return {None: "unknown", True: "noise", False: "apart"}[difference.within_noise]
 
     rows = [comparison.row(name) for name in comparison.order]
     scores = {row.name: [score_of(run, comparison.measure) for run in row.finished] for row in rows}
     bars = {row.name: (row.score.mean, row.score.deviation or 0.0) for row in rows if row.score}
     ends = [score for seeds in scores.values() for score in seeds]
+    ends += [] if comparison.chance is None else [comparison.chance]
     ends += [mean + way * deviation for mean, deviation in bars.values() for way in (-1, 1)]
     room = (max(ends) - min(ends)) * 0.04 or abs(max(ends)) * 0.01 or 1.0
     low, high = min(ends) - room, max(ends) + room
@@ -182,6 +208,8 @@ def dots(comparison: Comparison) -> list[dict[str, Any]]:
     return [
         {
             "name": row.name,
+            "colour": row.colour,
+            "chance": None if comparison.chance is None else place(comparison.chance),
             "text": score_text(comparison, row),
             "verdict": verdict(comparison, row),
             "significance": significance(comparison.difference_to_best(row.name)),

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import time
 from pathlib import Path
 
 from multilin.analysis.compare.answers import remarks_on
@@ -82,16 +83,18 @@ def _compare(sweep: Sweep, training: "_Training") -> Comparison:
         recipe = plan.run(sweep.output, sweep.seeds[0])
         if sweep.final_half:
             runs[name] = [final_score(run, Path(sweep.output), recipe) for run in runs[name]]
-        rows.append(make_row(plan, dataclasses.asdict(recipe), runs[name], tuning[name], training.measure))
+        fields = dataclasses.asdict(recipe)
+        rows.append(make_row(plan, fields, runs[name], tuning[name], training.measure, sweep.colour(name)))
     prompt = None if sweep.task else prompt_of(plans[0].recipe)
     training.progress.message("measuring how fast the models generate")
     rows = measure_rows(rows, Path(sweep.output), prompt)
-    off_budget, order, differences = ranking(rows, training.measure, sweep.budget.given)
+    chance = find_task(sweep.task).chance if sweep.task else None
+    found = ranking(rows, training.measure, sweep.budget.given, chance)
     comparison = Comparison(
         title=sweep.title, measure=training.measure, budget=sweep.budget.given, seeds=sweep.seeds, stages=sweep.stages,
         trial_share=sweep.trial_share, final_half=sweep.final_half, task=sweep.task,
         one_tokenizer=len({plan.text for plan in best.values()}) == 1, prompt=prompt or "", rows=rows,
-        off_budget=off_budget, order=order, differences=differences, remarks=[], machine=dataclasses.asdict(examine()),
+        chance=chance, remarks=[], machine=dataclasses.asdict(examine()), **found._asdict(),
     )  # fmt: skip
     return dataclasses.replace(comparison, remarks=list(remarks_on(comparison)))
 
@@ -104,6 +107,8 @@ class _Training:
         self.measure = "accuracy" if sweep.task else "bits_per_byte"
         self._num_trials: dict[str, int] = {}  # of each row: at most, until they are made
         self._num_others = 0
+        self._work: dict[str, float] = {}  # of the runs of each row that are not done, see `_work_of`
+        self._done: dict[str, tuple[float, float]] = {}  # of each row: work and seconds of its last run
         self._plans: dict[str, Plan] = {}
         self._trained: dict[str, RunRecord] = {}
 
@@ -113,7 +118,10 @@ class _Training:
             trials = {str(choice) for stage in self.sweep.stages for choice in choices_of(stage, plan.choice)}
             is_first_seed_tried = bool(trials) and self.sweep.trial_share == 1  # the best trial is then its run
             self._num_trials[plan.row.name] = len(trials)
-            self._num_others += len(self.sweep.seeds) - is_first_seed_tried
+            num_others = len(self.sweep.seeds) - is_first_seed_tried
+            self._num_others += num_others
+            work = len(trials) * self._work_of(plan.trial(self.sweep.trial_share)) + num_others * self._work_of(plan)
+            self._work[plan.row.name] = work
             first = choices_of(self.sweep.stages[0], plan.choice) if trials else [plan.choice]
             for choice, seed in itertools.product(first, self.sweep.seeds):
                 planned = self.plan(plan, choice)
@@ -169,6 +177,7 @@ class _Training:
                 self.progress.message(f"{plan.row.name} is not tuned further: {error}")
                 break
             self._num_trials[plan.row.name] += 1
+            self._work[plan.row.name] += self._work_of(plan.trial(self.sweep.trial_share))
             tuning.append(self._try(plan, further))
         self._num_trials[plan.row.name] = len(self._trained) - num_before
         return tuning
@@ -197,9 +206,27 @@ class _Training:
             else:
                 size = f"{plural(max_steps, 'step')} of {plural(plan.tokens_per_step, 'token')}"
                 self.progress.message(f"{heading}: {size}")
+                self.progress.ahead(lambda seconds: self._seconds_after(plan, seconds))
+                is_whole, began = self.overwrite or not (folder / RECIPE_FILE).is_file(), time.monotonic()
                 failure = self._train(recipe)
+                if is_whole and failure is None:
+                    self._done[plan.row.name] = (self._work_of(plan), time.monotonic() - began)
+            self._work[plan.row.name] -= self._work_of(plan)
             self._trained[recipe.output] = read_run(plan, folder, seed, failure)
         return self._trained[recipe.output]
+
+    def _work_of(self, plan: Plan) -> float:
+        """The work of a run, to which its time is about in proportion: seconds of the budget, or operations."""
+        if (seconds := self.sweep.budget.seconds) is not None:
+            return seconds * (self.sweep.trial_share if plan.is_trial else 1)
+        return plan.recipe.training.num_steps * plan.tokens_per_step * plan.flops_per_token
+
+    def _seconds_after(self, plan: Plan, seconds: float) -> float:
+        """How long the runs take that follow this one, which takes so many seconds; rows not seen yet go as fast."""
+        here = self._work_of(plan)
+        left = self._work | {plan.row.name: self._work[plan.row.name] - here}
+        done = {plan.row.name: (here, seconds)} | self._done
+        return sum(max(work, 0.0) * s / w for name, work in left.items() for w, s in [done.get(name, (here, seconds))])
 
     def _train(self, recipe: Recipe) -> str | None:
         """Train; the sentence of what went wrong, None if nothing did."""

@@ -1,13 +1,15 @@
-"""Statistics of a few seeds: mean, standard deviation, and Welch's t-test between two rows."""
+"""Statistics of a few seeds: mean, standard deviation, Welch's t-test between two rows, and a test against chance."""
 
 import dataclasses
+import itertools
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-import numpy as np
+from scipy import special
 
 LEVEL = 0.05  # a difference with a larger p is within noise
+FEWEST_SEEDS = 3  # below which nothing is said about noise
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,19 +23,26 @@ class Spread:
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """Two rows: mean of one minus mean of the other.
+    """Two rows: mean of one minus mean of the other, which is better or equal.
 
-    p: probability of a difference at least this large between rows that do not differ; None where a row has one seed.
+    share: by which the other lowers the bits per byte of one, or its share of wrong answers; None where that is 0.
+    interval: of the difference, with a probability of 95 %.
+    p: probability of a difference at least this large between rows that do not differ, corrected by Holm's method for
+        all pairs that were tested.
+    unknown: the reason why there is no interval and no p; empty where there are.
     """
 
     one: str
     other: str
     difference: float
-    p: float | None
+    share: float | None = None
+    interval: tuple[float, float] | None = None
+    p: float | None = None
+    unknown: str = ""
 
     @property
     def within_noise(self) -> bool | None:
-        """Whether the seeds alone may make such a difference; None where one seed says nothing about that."""
+        """Whether the seeds alone may make such a difference; None where that is unknown."""
         return None if self.p is None else self.p > LEVEL
 
 
@@ -43,23 +52,59 @@ def spread(values: Sequence[float]) -> Spread:
     return Spread(statistics.fmean(values), deviation, len(values))
 
 
-def welch_p(one: Spread, other: Spread) -> float | None:
-    """Two-sided p of Welch's t-test, which does not assume equal variances; None where a side has one value.
+def pairwise(scores: Mapping[str, Spread], measure: str, guessing: Sequence[str] = ()) -> list[Difference]:
+    """Every row against every better one.
+
+    Args:
+        scores: of rows by name, the best first.
+        measure: "bits_per_byte" or "accuracy".
+        guessing: rows that are no better than chance, between which nothing is tested.
+    """
+    found = []
+    for place, (one, worse) in enumerate(scores.items()):
+        for other, better in itertools.islice(scores.items(), place):
+            lost, kept = (score.mean if measure == "bits_per_byte" else 1 - score.mean for score in (worse, better))
+            difference = Difference(one, other, worse.mean - better.mean, (lost - kept) / lost if lost else None)
+            if one in guessing and other in guessing:
+                found.append(dataclasses.replace(difference, unknown="both at chance"))
+            else:
+                found.append(_tested(difference, worse, better))
+    return _corrected(found)
+
+
+def _tested(difference: Difference, one: Spread, other: Spread) -> Difference:
+    """With p and interval of Welch's t-test, two-sided, which does not assume equal variances.
 
         t = (m1 - m2) / sqrt(v1 + v2)      v = s^2 / n      df = (v1 + v2)^2 / (v1^2 / (n1 - 1) + v2^2 / (n2 - 1))
 
-    and p is the area of Student's density beyond +-t, integrated over the angle a with cot a = t / sqrt(df).
+    Neither for fewer than three values, nor for equal ones, whose variance is not known to be 0.
     """
-    if one.deviation is None or other.deviation is None:
-        return None
+    if min(one.count, other.count) < FEWEST_SEEDS:
+        return dataclasses.replace(difference, unknown="too few seeds for a test")
+    if not one.deviation or not other.deviation:
+        return dataclasses.replace(difference, unknown="no spread between seeds for a test")
     first, second = one.deviation**2 / one.count, other.deviation**2 / other.count
-    if first + second == 0:
-        return float(one.mean == other.mean)
     freedom = (first + second) ** 2 / (first**2 / (one.count - 1) + second**2 / (other.count - 1))
-    beyond = math.atan2(math.sqrt(freedom * (first + second)), abs(one.mean - other.mean))
-    nodes, weights = np.polynomial.legendre.leggauss(64)
-    # The angle as a fourth power, because the density has no slope at the end where freedom is below 2.
-    powers = (nodes + 1) / 2
-    area = float(weights @ (np.sin(beyond * powers**4) ** (freedom - 1) * 2 * beyond * powers**3))
-    scale = math.exp(math.lgamma((freedom + 1) / 2) - math.lgamma(freedom / 2)) / math.sqrt(math.pi)
-    return min(1.0, 2 * scale * area)
+    error, mean = math.sqrt(first + second), difference.difference
+    reach = error * float(special.stdtrit(freedom, 1 - LEVEL / 2))
+    p = 2 * float(special.stdtr(freedom, -abs(mean) / error))
+    return dataclasses.replace(difference, p=p, interval=(mean - reach, mean + reach))
+
+
+def _corrected(differences: list[Difference]) -> list[Difference]:
+    """With p by Holm's method: the smallest of m times m, the next times m - 1, ..., and none below the one before."""
+    tested = sorted((d.p, place) for place, d in enumerate(differences) if d.p is not None)
+    largest = 0.0
+    for rank, (p, place) in enumerate(tested):
+        largest = max(largest, min(1.0, (len(tested) - rank) * p))
+        differences[place] = dataclasses.replace(differences[place], p=largest)
+    return differences
+
+
+def is_above_chance(accuracy: float, chance: float, num_answers: int, num_rows: int) -> bool:
+    """Whether guessing hardly ever has so many right answers, by a binomial test, corrected for the number of rows.
+
+    Seeds answer the same questions, so that their mean is tested like one of them.
+    """
+    num_right = round(accuracy * num_answers)
+    return bool(num_right > 0 and special.bdtrc(num_right - 1, num_answers, chance) <= LEVEL / num_rows)

@@ -13,6 +13,7 @@ from typing import Annotated, Any
 
 from annotated_types import MaxLen, MinLen
 
+from multilin.data.files import file_format
 from multilin.errors import InputError, listed, nearest, shorten, shown
 from multilin.settings import load_settings, settings
 from multilin.settings.bounds import Amount, Name, PathText, RepeatCount, Section, Seed, Share, Tried
@@ -65,6 +66,11 @@ class Sweep:
     final_half: bool = False  # tune on one half of the validation documents, and report the score on the other
     like: PathText | None = None  # a sweep file beside this one; base and rows begin with its base and rows
     output: PathText = ""  # folder for the runs and the report
+    colours: Annotated[list[Name], MaxLen(100)] = field(default_factory=list)  # rows by the colours of their curves
+
+    def colour(self, row: str) -> int:
+        """The number of a row's colour in reports."""
+        return list(dict.fromkeys([*self.colours, *self.rows])).index(row)
 
 
 def builtin_sweep(task: str | None = None) -> Sweep:
@@ -89,7 +95,7 @@ def find_sweep(names: Sequence[str], task: str | None = None) -> Sweep:
         return builtin_sweep(task)
     if len(names) == 1:
         path = Path(names[0])
-        values = read_yaml(path, "sweep") if path.is_file() else None
+        values = read_yaml(path, "sweep") if path.is_file() and file_format(path) is None else None
         if isinstance(values, dict) and "rows" in values:
             return load_sweep(path)
         if path.suffix in (".yaml", ".yml") and not path.exists():
@@ -155,7 +161,7 @@ def _over(other: Sweep, sweep: Sweep) -> Sweep:
         for name, row in sweep.rows.items()
     }
     base = merge(nested(other.base, "base"), nested(sweep.base, "base"))
-    return dataclasses.replace(sweep, base=base, rows=rows)
+    return dataclasses.replace(sweep, base=base, rows=rows, colours=sweep.colours or list(other.rows))
 
 
 def nested(values: Mapping[str, Any], where: str) -> Values:
@@ -250,6 +256,7 @@ def changed(
         seeds=list(range(num_seeds)) if num_seeds else sweep.seeds,
         task=sweep.task if task is None else task,
         output=output,
+        colours=sweep.colours or list(sweep.rows),  # which a row keeps where others are left out
     )
     check_sweep(sweep)
     return sweep

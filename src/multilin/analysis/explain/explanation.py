@@ -73,6 +73,16 @@ class Explanation:
     steps: list[Step]
     removal: Removal | None
 
+    @property
+    def last_weights_S(self) -> NDArray[np.float64] | None:
+        """The weights of the first step at the last position, mean of its heads; None without steps."""
+        return self.steps[0].weights_HTS.mean(axis=0)[-1] if self.steps else None
+
+    @property
+    def last_effects_S(self) -> NDArray[np.float64] | None:
+        """The divergences after the last position, with nan for its own token, whose effect dwarfs the rest."""
+        return None if self.removal is None else np.append(self.removal.divergence_TS[-1, :-1], np.nan)
+
 
 def explain(
     model: PreTrainedModel,
@@ -116,9 +126,10 @@ def explain(
     return Explanation(token_ids, losses_K.cpu().numpy(), guesses, steps, removal)
 
 
-def mask_own_token(effects_S: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Effects on the last prediction, with nan for the position's own token, whose effect dwarfs the rest."""
-    return np.append(effects_S[:-1], np.nan)
+def largest(values_S: NDArray[np.float64], number: int) -> list[int]:
+    """Places of at most so many values, the largest in size first, without 0 and nan."""
+    sizes_S = np.abs(np.nan_to_num(values_S))
+    return [int(place) for place in np.argsort(-sizes_S, kind="stable")[:number] if sizes_S[place]]
 
 
 def by_character(values_S: NDArray[np.float64], lengths: list[int]) -> NDArray[np.float64]:

@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from multilin.analysis.explain.explanation import Step, mask_own_token
-from multilin.analysis.explain.run import MEANINGS, Report, finding
+from multilin.analysis.explain.explanation import Step
+from multilin.analysis.explain.run import MEANINGS, Report, answer, finding
 from multilin.analysis.templates import render
 from multilin.errors import plural
 from multilin.files import write_whole
@@ -46,7 +46,8 @@ def as_json(report: Report) -> str:
     Weights and effects are given in rows, one per position: {"first": s, "values": [...]} holds those of tokens s,
     s + 1 and so on, and nothing is read or changed outside a row.
     """
-    names = {"run": report.run, "source": report.source, "finding": finding(report.explanation)}
+    names = {"answer": answer(report), "finding": finding(report.explanation)}
+    names |= {"run": report.run, "source": report.source}
     return json.dumps(names | _numbers(report, packed=False), ensure_ascii=False, allow_nan=False)
 
 
@@ -57,6 +58,7 @@ def page(report: Report) -> str:
         run=report.name,
         source=report.source,
         size=plural(len(report.tokens) - 1, "token"),
+        answer=answer(report),
         finding=finding(report.explanation),
         meaning=MEANINGS,
         data=_numbers(report, packed=True),
@@ -155,17 +157,17 @@ def picture(report: Report) -> bytes:
 
 def _panels(report: Report) -> list[tuple[str, NDArray[np.float64]]]:
     explanation, panels = report.explanation, []
-    if explanation.steps:
+    if explanation.last_weights_S is not None:
         step = explanation.steps[0]
         heads = ", mean of the heads" if len(step.weights_HTS) > 1 else ""
         title = f"Weights at the last position: {step.label}{heads}.\n{step.reading.meaning}"
-        panels.append((title, step.weights_HTS.mean(axis=0)[-1]))
-    if explanation.removal is not None:
+        panels.append((title, explanation.last_weights_S))
+    if explanation.last_effects_S is not None:
         title = (
             "Effect of each token's removal on the prediction after the last position; its own is left out.\n"
             "The Kullback-Leibler divergence in nats of the prediction with and without the token."
         )
-        panels.append((title, mask_own_token(explanation.removal.divergence_TS[-1])))
+        panels.append((title, explanation.last_effects_S))
     return panels or [("The text; nothing was measured.", np.zeros(len(report.tokens)))]
 
 

@@ -1,4 +1,4 @@
-"""Explaining a trained model: the choice of a text, the meaning of the numbers, and the finding in a sentence."""
+"""Explaining a trained model: the choice of a text, the meaning of the numbers, the answer and the finding in words."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,13 +9,13 @@ import yaml
 from numpy.typing import NDArray
 
 from multilin.analysis.evaluate.run import recipe_of, validation_text
-from multilin.analysis.explain.explanation import Explanation, Step, by_character, explain
+from multilin.analysis.explain.explanation import Explanation, Step, by_character, explain, largest
 from multilin.analysis.explain.removal import Agreement
 from multilin.analysis.settings import ExplainSettings
 from multilin.analysis.templates import asset
 from multilin.data.progress import Progress, no_progress
 from multilin.data.tokenizers import start_token_id, token_texts, whole_characters
-from multilin.errors import InputError, plural
+from multilin.errors import InputError, listed, plural
 from multilin.inference.generate_run import text_codec
 from multilin.inference.run_files import RECIPE_FILE
 from multilin.inference.runs import Run
@@ -24,6 +24,9 @@ from multilin.model.memory import check_memory
 PASSAGE_TOKENS = 128
 PAIR_BYTES = 8  # of a weight or an effect
 FOLLOWS, LOOSELY = 0.5, 0.2  # rank correlations from which weights follow the effects, and follow them loosely
+
+NUM_NAMED = 3  # tokens in the answer
+FELT = 0.01  # nats; a smaller change of the prediction is hardly one
 
 DEFAULTS = ExplainSettings()
 
@@ -120,6 +123,40 @@ def _passage(run: Run, settings: ExplainSettings, progress: Progress) -> tuple[l
     longest = min(PASSAGE_TOKENS, settings.max_tokens, (run.longest_text or PASSAGE_TOKENS + 1) - 1)
     ids = packed.opening(document, longest)
     return ids, f"the first {plural(len(ids), 'token')} of document {document} of the run's validation text"
+
+
+def answer(report: Report) -> str:
+    """Which tokens the model weighed most for its prediction after the text, and what their removal changes."""
+    explanation = report.explanation
+    weights_S, effects_S = explanation.last_weights_S, explanation.last_effects_S
+    guess, share = explanation.guesses[-1][0]
+    sentences = [f"After this text the model expects {report.texts[guess]!r} ({share:.0%})."]
+    weighed = [] if weights_S is None else largest(weights_S, NUM_NAMED)
+    names = [f"{label} at {place}" if place else "the start of the text" for place, label in enumerate(report.labels)]
+    if weights_S is None:
+        sentences.append("Its weights cannot be shown.")
+    elif weighed:
+        first = explanation.steps[0]
+        where = f"In {first.label} it" if first.layer and len(explanation.steps) > 1 else "It"
+        sentences.append(f"{where} weighed {listed([f'{names[i]} ({weights_S[i]:.2g})' for i in weighed])} most.")
+    else:
+        sentences.append("Its layers read no token at the last position.")
+    if effects_S is None:
+        return " ".join([*sentences, "Whether the prediction depends on them was not checked by removing them."])
+    if not np.isfinite(effects_S).any():
+        return " ".join([*sentences, "There is no token before the last one to remove."])
+    felt = [i for i in largest(effects_S, NUM_NAMED) if effects_S[i] >= FELT]
+    if not felt:
+        hardly = f"Removing any token before the last one changes the prediction by less than {FELT:g} nats."
+        return " ".join([*sentences, hardly])
+    strongest = felt[0]
+    verdict = "Removal confirms it" if strongest in weighed else "Removal does not confirm it"
+    others = [i for i in weighed if i != strongest and effects_S[i] == effects_S[i]] if weighed else felt[1:]
+    sentence = f"{f'{verdict}: without' if weighed else 'Without'} {names[strongest]} the prediction changes most, by "
+    sentence += f"{effects_S[strongest]:.2g} nats"
+    if others:
+        sentence += "; " + listed([f"without {names[i]} by {effects_S[i]:.2g}" for i in others])
+    return " ".join([*sentences, f"{sentence}."])
 
 
 def finding(explanation: Explanation) -> str:

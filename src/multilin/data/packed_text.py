@@ -40,12 +40,16 @@ class Description:
     pad_token_id: int
     tokenizer_hash: str
     is_chat: bool = False  # whether the documents are conversations, of which only answers are scored
+    summary: str = ""  # of a validation text: what of the source it is, in words
+    num_cut: int = 0  # of a validation text: documents of which it has the end alone
 
 
 def merged(descriptions: Sequence[Description]) -> Description:
     """The description of several packed texts of one tokenizer as one text."""
-    counts = ("num_tokens", "num_documents", "num_bytes", "counted_bytes")
-    return replace(descriptions[0], **{name: sum(getattr(one, name) for one in descriptions) for name in counts})
+    counts = ("num_tokens", "num_documents", "num_bytes", "counted_bytes", "num_cut")
+    summary = " + ".join(one.summary for one in descriptions if one.summary)
+    sums = {name: sum(getattr(one, name) for one in descriptions) for name in counts}
+    return replace(descriptions[0], **sums, summary=summary)
 
 
 def write_description(folder: Path, description: Description) -> None:
@@ -125,7 +129,7 @@ class PackedText:
         counted = part.tokens if self.is_answer is not None else np.delete(part.tokens, part.document_starts)
         part.description = replace(
             self.description, num_tokens=part.num_tokens, num_documents=part.num_documents, num_bytes=part.num_bytes,
-            counted_bytes=int(self.token_sizes(counted).sum()),
+            counted_bytes=int(self.token_sizes(counted).sum()), summary=f"half of {self.description.summary}",
         )  # fmt: skip
         return part
 

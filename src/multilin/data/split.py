@@ -7,6 +7,7 @@ few or very unequal, the end of each long document is set aside instead.
 from array import array
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -81,7 +82,7 @@ class Split:
             InputError: all documents are the same conversation or character.
         """
         texts, first, text_of = np.unique(census.hashes, return_index=True, return_inverse=True)
-        sizes: NDArray[np.float64] = np.bincount(text_of, weights=census.sizes)  # of all copies of a text
+        sizes = np.bincount(text_of, census.sizes)  # of all copies of a text
         can_cut = fraction * np.asarray(census.sizes)[first] >= SHORTEST_END
         is_cut = _are_long(sizes, fraction) & can_cut & (not census.is_chat)
         is_whole = _chosen(sizes, is_cut, fraction)
@@ -126,7 +127,7 @@ class Split:
         return (part for part in parts if part is not None)
 
 
-def _are_long(sizes: NDArray[np.float64], fraction: float) -> NDArray[np.bool_]:
+def _are_long(sizes: NDArray[Any], fraction: float) -> NDArray[np.bool_]:
     """(texts,) the largest texts, without which the others are enough; all where others never are."""
     order = np.argsort(sizes, kind="stable")  # the k-th entries below are of the k smallest texts
     total, squares = np.cumsum(sizes[order]), np.cumsum(sizes[order] ** 2)
@@ -136,7 +137,7 @@ def _are_long(sizes: NDArray[np.float64], fraction: float) -> NDArray[np.bool_]:
     return is_long
 
 
-def _chosen(sizes: NDArray[np.float64], is_cut: NDArray[np.bool_], fraction: float) -> NDArray[np.bool_]:
+def _chosen(sizes: NDArray[Any], is_cut: NDArray[np.bool_], fraction: float) -> NDArray[np.bool_]:
     """(texts,) the texts to set aside whole, of those that are not cut; at least one is left to train on."""
     is_chosen = np.zeros(len(sizes), dtype=bool)
     wanted = room = fraction * sizes[~is_cut].sum()

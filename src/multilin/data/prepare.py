@@ -100,10 +100,10 @@ def prepare_text(
 
 
 def _part(text: PreparedText, data: DataRecipe) -> PreparedText:
-    """The text with the validation documents that are asked for."""
+    """The text with the part of its validation text that is asked for."""
     if data.validation_part == "all":
         return text
-    if text.validation.num_documents < 2:
+    if text.validation.num_documents < 2 and not text.validation.description.num_cut:
         raise InputError(
             f"data.validation_part: {data.validation_part} given, but there is only one document to validate on"
         )

@@ -15,6 +15,9 @@ class TrainingProgress:
     def message(self, text: str) -> None:
         """Something a user should know, in one line."""
 
+    def validation(self, summary: str) -> None:
+        """What is validated on, in words."""
+
     def start(self, step: int, max_steps: int | None) -> None:
         """Training begins, after `step` of `max_steps` steps; None for a run that ends by the clock."""
 

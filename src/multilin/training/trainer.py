@@ -15,10 +15,11 @@ from accelerate.utils import broadcast
 from torch.distributed import DistError
 from transformers import TrainerCallback, set_seed
 
+from multilin.data.prepared import PreparedText
 from multilin.errors import InputError, plural, system_error
 from multilin.files.lock import locked_folder
 from multilin.inference.adapters import reach
-from multilin.training.assemble import build_model, check_model, read_data
+from multilin.training.assemble import build_model, check_model, read_data, report_validation
 from multilin.training.checkpoints import checkpoint_folder, checkpoint_step
 from multilin.training.host_master import check_host_master
 from multilin.training.outcomes import RunResult, StopRequest, TrainingFailed, TrainingInterrupted
@@ -85,6 +86,8 @@ def train(
             set_seed(recipe.training.seed)
             model = build_model(recipe, text, checkpoint)
             if devices.is_main_process:
+                if isinstance(text, PreparedText):
+                    report_validation(recipe, text, progress)
                 folder.begin(recipe, text, checkpoint, resume=resume)
             if recipe.training.lora is not None:
                 progress.message(reach(model))

@@ -79,6 +79,28 @@ def test_validation_text_is_halved_by_document_whatever_the_tokenizer(corpus: Pa
         )
 
 
+@pytest.mark.parametrize("kind", ["byte", "unigram"])
+def test_of_ends_of_documents_each_half_has_a_part_of_each(tmp_path: Path, kind: str) -> None:
+    (tmp_path / "texts").mkdir()
+    for name in ("book", "code", "verse"):
+        (tmp_path / "texts" / f"{name}.txt").write_text("".join(f"line {n} of {name}, naïve\n" for n in range(200)))
+    options: dict[str, Any] = {"kind": kind, "vocab_size": None if kind == "byte" else 280}
+    whole = prepare(tmp_path / "texts", tmp_path / "cache", **options)
+    final, tuning = (
+        prepare(tmp_path / "texts", tmp_path / "cache", **options, validation_part=part) for part in ("final", "tuning")
+    )
+    ends, halves = texts_of(whole, whole.validation), [texts_of(part, part.validation) for part in (tuning, final)]
+    if kind == "byte":
+        assert [first + second for first, second in zip(*halves, strict=True)] == ends
+    sizes = [part.validation.document_bytes for part in (tuning, final)]
+    assert (sum(sizes) == whole.validation.document_bytes).all()
+    np.testing.assert_allclose(sizes[0], sizes[1], rtol=0.2)
+    for part in (final.validation, tuning.validation):
+        assert (part.tokens[part.document_starts] == part.description.start_token_id).all()
+        assert part.description.num_tokens == len(part.tokens) == part.num_tokens
+        assert np.array_equal(pickle.loads(pickle.dumps(part)).tokens, part.tokens)
+
+
 def test_the_tokenizer_is_trained_on_the_training_text_alone(tmp_path: Path) -> None:
     (tmp_path / "train.txt").write_text("the cat and the dog and the cat\n" * 5)
     (tmp_path / "valid.txt").write_text("zzzz zzzz zzzz zzzz\n" * 50)

@@ -7,11 +7,12 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from pydantic import StringConstraints
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
@@ -22,6 +23,7 @@ from multilin.settings.inputs import check_regular
 IGNORED_LABEL = -100
 BLOCK_FIELDS = ("input_ids", "labels", "document_ids")
 
+_Printable = Annotated[str, StringConstraints(pattern=r"^\PC*$")]  # no control characters, which a terminal obeys
 TOKENS, ANSWERS, INDEX, DESCRIPTION = "tokens.bin", "answers.bin", "index.safetensors", "packed.json"
 COUNTED_AT_ONCE = 2**22  # tokens
 
@@ -40,7 +42,7 @@ class Description:
     pad_token_id: int
     tokenizer_hash: str
     is_chat: bool = False  # whether the documents are conversations, of which only answers are scored
-    summary: str = ""  # of a validation text: what of the source it is, in words
+    summary: _Printable = ""  # of a validation text: what of the source it is, in words
     num_cut: int = 0  # of a validation text: documents of which it has the end alone
 
 

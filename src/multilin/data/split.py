@@ -156,7 +156,8 @@ def _summary(census: Census, num_cut: int, num_whole: int, fraction: float) -> s
     number = len(census.sizes)
     if num_cut == 0:
         return f"{num_whole:,} of {plural(number, 'document')}"
-    cut = shorten(census.longest[2]) if num_cut == 1 else f"{num_cut:,} documents"
+    name = "".join(letter if letter.isprintable() else "?" for letter in census.longest[2])
+    cut = shorten(name) if num_cut == 1 else f"{num_cut:,} documents"
     others = "" if num_cut == number else f" and {num_whole:,} of {plural(number - num_cut, 'other document')}"
     return f"the last {100 * fraction:g} % of {cut}{others}"
 

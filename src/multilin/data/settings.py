@@ -23,9 +23,7 @@ class DataRecipe:
     mix: Mixture | None = None  # prepared texts, folder or address to weight, to read instead of the source
     validation: PathText | None = None  # a second source to validate on; without one, a part of the source is set aside
     validation_fraction: Part = 0.05  # share of the text's bytes set aside for validation
-    validation_part: Literal["all", "final", "tuning"] = (
-        "all"  # or only the first, third, ... document (of ends of documents: the second half of each); or the rest
-    )
+    validation_part: Literal["all", "final", "tuning"] = "all"  # all of the validation text, or one half of it
     text_field: str = "text"  # the field or column of rows (not of .txt and .md) that holds the text
     encoding_errors: Literal["strict", "replace"] = "strict"  # bytes that are not UTF-8: refuse, or replace by U+FFFD
 

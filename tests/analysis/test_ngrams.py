@@ -11,9 +11,21 @@ from transformers import PreTrainedTokenizerFast
 from multilin.data.corpora import Document
 from multilin.data.packed_text import PackedText
 from multilin.data.packing import pack
+from multilin.data.prepare import prepare_text
+from multilin.data.prepared import PreparedText, open_prepared
+from multilin.data.settings import DataRecipe, ShardSettings, TokenizerRecipe
+from multilin.data.sharding import prepare_shards
 from multilin.data.tokenizers import train_tokenizer
 from multilin.errors import InputError
-from multilin.scoring.ngrams import RECENT, REPETITION_SHARES, NgramModel, repetition, text_ngrams
+from multilin.scoring.ngrams import (
+    RECENT,
+    REPETITION_SHARES,
+    NgramModel,
+    is_much_unlike,
+    repetition,
+    text_ngrams,
+    unlikeness,
+)
 
 TRAIN = ["the cat sat on the mat\n", "the dog sat", "", "a naïve cat 你好, a cat\n" * 3]
 STARTS = 4  # start tokens before a sentence, as many as the longest context needs
@@ -144,3 +156,59 @@ def test_what_cannot_be_counted_is_refused(train: PackedText, tmp_path: Path) ->
         NgramModel(train, 2).bits_per_byte(other)
     with pytest.raises(InputError, match="order: 6 given"):
         NgramModel(train, 6).bits_per_byte(train)
+
+
+def prose(number: int, seed: int = 0) -> str:
+    """Sentences of English, each word drawn after the one before."""
+    after = {"the": ["cat", "dog", "old man", "sea"], "cat": ["sat", "ran"], "dog": ["ran", "ate"], "sea": ["was calm"]}
+    draw, words = np.random.default_rng(seed), ["the"]
+    for _ in range(number):
+        words.append(str(draw.choice(after.get(words[-1], ["the", "and the", "on the", "because the", ", but the"]))))
+    return " ".join(words)
+
+
+def code(number: int, seed: int = 0) -> str:
+    """Lines of C."""
+    draw = np.random.default_rng(seed)
+    return "".join(f"#define X_{n % 97} ((int) {n} << {draw.integers(9)}); /* {n:x} */\n" for n in range(number))
+
+
+def prepared(tmp_path: Path, texts: dict[str, str], **data: str) -> PreparedText:
+    (tmp_path / "texts").mkdir()
+    for name, text in texts.items():
+        (tmp_path / "texts" / f"{name}.txt").write_text(text)
+    recipe, tokenizer = DataRecipe(source=str(tmp_path / "texts"), **data), TokenizerRecipe("byte")
+    return prepare_text(recipe, tokenizer, cache_folder=tmp_path / "cache")
+
+
+def test_the_split_of_unequal_kinds_is_like_the_text(tmp_path: Path) -> None:
+    text = prepared(tmp_path, {"novel": prose(30_000)} | {str(seed): code(50, seed) for seed in range(4)})
+    ratio = unlikeness(text)
+    assert ratio is not None
+    assert 0.8 < ratio < 1.25
+    assert not is_much_unlike(ratio)
+
+
+@pytest.mark.parametrize("is_other", [True, False])
+def test_another_kind_of_validation_text_is_noticed(tmp_path: Path, is_other: bool) -> None:
+    (tmp_path / "valid.txt").write_text(code(300) if is_other else prose(3000, seed=1))
+    text = prepared(tmp_path, {"novel": prose(30_000)}, validation=str(tmp_path / "valid.txt"))
+    assert is_much_unlike(unlikeness(text)) == is_other
+    assert unlikeness(prepared_from(tmp_path, "x" * 99)) is None
+
+
+def prepared_from(tmp_path: Path, text: str) -> PreparedText:
+    (tmp_path / "short.txt").write_text(text)
+    return prepare_text(DataRecipe(source=str(tmp_path / "short.txt")), TokenizerRecipe("byte"), cache_folder=tmp_path)
+
+
+def test_shards_sorted_by_kind_are_all_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("multilin.data.shard_workers.SHARD_BYTES", 30_000)
+    (tmp_path / "texts").mkdir()
+    for name, text in {"0": prose(30_000), "1": code(3000), "2": prose(3000, 2)}.items():
+        (tmp_path / "texts" / f"{name}.txt").write_text(text)
+    monkeypatch.setattr("multilin.data.parts.PART_BYTES", 1)
+    prepare_shards(ShardSettings(str(tmp_path / "texts"), str(tmp_path / "out"), kind="byte", validation_fraction=0.05))
+    text = open_prepared("data.source", str(tmp_path / "out"))
+    assert len(list(text.train.shards)) == 3
+    assert not is_much_unlike(unlikeness(text))

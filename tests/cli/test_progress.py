@@ -134,12 +134,31 @@ def expecting(folder: Path, validations: list[tuple[int, float]]) -> list[str]:
 def test_a_run_that_is_expected_to_reach_something_says_where_its_validations_lead(tmp_path: Path) -> None:
     validations = [(2, 2.0), (4, 1.8), (6, 1.7), (10, 1.65)]
     first, second, third, last, reached, missed = expecting(tmp_path, validations)
-    assert "the end about" not in first
-    forecasts = [float(line.split("the end about ")[1].split()[0]) for line in (second, third)]
+    assert "forecast" not in first
+    forecasts = [float(line.split("forecast for the end: ")[1].split()[0]) for line in (second, third)]
     assert all(1.5 < forecast < 1.8 for forecast in forecasts)
-    assert "the end about" not in last
-    assert reached == "reached 1.650 bits per byte; expected were 1.60"
-    assert missed == "reached 1.700 bits per byte; expected were 1.60, with 1.00 M tokens, but 0.50 M were read"
+    assert "forecast" not in last
+    assert reached == "Result: 1.650 bits per byte (forecast 1.60)."
+    assert missed == "Result: 1.700 bits per byte (forecast 1.60). Only 0.50 M of 1.00 M tokens were read in time."
     (tmp_path / "resumed").mkdir()
     expecting(tmp_path / "resumed", validations[:2])
     assert expecting(tmp_path / "resumed", validations[2:])[0] == third
+
+
+def test_a_validation_text_unlike_the_training_text_is_the_reason_and_not_the_speed(tmp_path: Path) -> None:
+    """Also when the run is resumed."""
+    for resumed in (False, True):
+        out = io.StringIO()
+        with ExpectingDisplay(str(tmp_path)) as display:
+            display.console = Console(file=out, width=120, highlight=False)
+            if not resumed:
+                display.expected, display.expected_tokens, display.is_unlike = 2.85, 10**6, True
+            for _ in range(2):
+                display.validation("the last 5 % of novel.txt, 5 kB of 100 kB")
+            display.start(0, None)
+            display.say_reached(4.22, 500_000)
+        assert out.getvalue().splitlines() == [
+            "validation: the last 5 % of novel.txt, 5 kB of 100 kB",
+            "Result: 4.220 bits per byte (forecast 2.85). The validation text is unlike the training text, so the "
+            "forecast is unreliable.",
+        ]

@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from multilin.data.files import Document
 from multilin.data.packed_text import PackedText
-from multilin.data.prepare import PreparedText, prepare_text, split_document, validation_side
+from multilin.data.prepare import PreparedText, prepare_text
 from multilin.data.progress import Progress, no_progress
 from multilin.data.settings import DataRecipe, TokenizerRecipe
 from multilin.errors import InputError
@@ -80,38 +79,34 @@ def test_validation_text_is_halved_by_document_whatever_the_tokenizer(corpus: Pa
         )
 
 
+@pytest.mark.parametrize("kind", ["byte", "unigram"])
+def test_of_ends_of_documents_each_half_has_a_part_of_each(tmp_path: Path, kind: str) -> None:
+    (tmp_path / "texts").mkdir()
+    for name in ("book", "code", "verse"):
+        (tmp_path / "texts" / f"{name}.txt").write_text("".join(f"line {n} of {name}, naïve\n" for n in range(200)))
+    options: dict[str, Any] = {"kind": kind, "vocab_size": None if kind == "byte" else 280}
+    whole = prepare(tmp_path / "texts", tmp_path / "cache", **options)
+    final, tuning = (
+        prepare(tmp_path / "texts", tmp_path / "cache", **options, validation_part=part) for part in ("final", "tuning")
+    )
+    ends, halves = texts_of(whole, whole.validation), [texts_of(part, part.validation) for part in (tuning, final)]
+    if kind == "byte":
+        assert [first + second for first, second in zip(*halves, strict=True)] == ends
+    sizes = [part.validation.document_bytes for part in (tuning, final)]
+    assert (sum(sizes) == whole.validation.document_bytes).all()
+    np.testing.assert_allclose(sizes[0], sizes[1], rtol=0.2)
+    for part in (final.validation, tuning.validation):
+        assert (part.tokens[part.document_starts] == part.description.start_token_id).all()
+        assert part.description.num_tokens == len(part.tokens) == part.num_tokens
+        assert np.array_equal(pickle.loads(pickle.dumps(part)).tokens, part.tokens)
+
+
 def test_the_tokenizer_is_trained_on_the_training_text_alone(tmp_path: Path) -> None:
     (tmp_path / "train.txt").write_text("the cat and the dog and the cat\n" * 5)
     (tmp_path / "valid.txt").write_text("zzzz zzzz zzzz zzzz\n" * 50)
     prepared = prepare(tmp_path / "train.txt", tmp_path / "cache", validation=str(tmp_path / "valid.txt"))
     assert "zz" not in prepared.tokenizer.get_vocab()
     assert texts_of(prepared, prepared.validation) == ["zzzz zzzz zzzz zzzz\n" * 50]
-
-
-def test_of_few_documents_only_a_part_of_one_is_set_aside(tmp_path: Path) -> None:
-    books = {name: "".join(f"line {line} of {name}\n" for line in range(300)) for name in ("one", "two", "three")}
-    (tmp_path / "books").mkdir()
-    for name, text in books.items():
-        (tmp_path / "books" / f"{name}.txt").write_text(text)
-    prepared = prepare(tmp_path / "books", tmp_path / "cache")
-    train, (validation,) = texts_of(prepared, prepared.train), texts_of(prepared, prepared.validation)
-    assert 0.05 < len(validation) / len("".join(books.values())) <= 0.1
-    assert sorted(books.values()) == sorted([*train[:-1], train[-1] + validation])
-
-
-def test_a_note_beside_long_documents_is_not_all_that_is_set_aside(tmp_path: Path) -> None:
-    (tmp_path / "texts").mkdir()
-    for name, lines in (("one", 400), ("two", 300), ("three", 350)):
-        (tmp_path / "texts" / f"{name}.txt").write_text("".join(f"line {line} of {name}\n" for line in range(lines)))
-    (tmp_path / "texts" / "note.txt").write_text("a short note\n")
-    prepared = prepare(tmp_path / "texts", tmp_path / "cache")
-    train, validation = texts_of(prepared, prepared.train), texts_of(prepared, prepared.validation)
-    assert validation[0] == "a short note\n"
-    assert 0.05 < len("".join(validation)) / len("".join(train + validation)) <= 0.11
-    assert validation[1].endswith("line 299 of two\n")
-    assert sorted("".join(train + validation).splitlines()) == sorted(
-        line for path in (tmp_path / "texts").iterdir() for line in path.read_text().splitlines()
-    )
 
 
 def test_conversations_and_single_characters_are_set_aside_whole(tmp_path: Path) -> None:
@@ -136,55 +131,12 @@ def test_a_single_document_is_split_at_a_line(tmp_path: Path) -> None:
     assert 0.08 < len(validation) / len(text) <= 0.1
 
 
-@pytest.mark.parametrize("text", ["ab", "a\nb", "\n\n\n", "one line only", "one line\n", "x" * 99 + "\nlast"])
-def test_both_parts_of_a_single_document_have_text(text: str) -> None:
-    for fraction in (0.001, 0.5, 0.999):
-        first, last = split_document(Document("a", text), fraction)
-        assert first.text + last.text == text
-        assert first.text
-        assert last.text
-
-
-@pytest.mark.parametrize(
-    "text", ["Title\n" + "many words " * 900, "short\n" * 100 + "a long last line " * 100, "x" * 999, "a " + "y" * 999]
-)
-def test_a_long_last_line_is_cut_itself(text: str) -> None:
-    first, last = split_document(Document("a", text), 0.05)
-    assert 0.04 < len(last.text) / len(text) < 0.08
-    assert first.text + last.text == text
-    assert first.text.endswith(" ") or " " not in text[2:]
-
-
 def test_text_to_validate_on_that_is_trained_on_is_reported(corpus: Path, tmp_path: Path) -> None:
     held_out = corpus / "held out"
     held_out.mkdir()
     (corpus / "03.txt").rename(held_out / "03.txt")
     with pytest.warns(UserWarning, match=r"data\.validation: 1 document of 1 from .* are also among those to train on"):
         prepare(corpus, tmp_path / "cache", validation=str(held_out))
-
-
-def test_equal_texts_stay_on_one_side_and_each_side_has_one() -> None:
-    hashes = np.array([5, 1, 5, 9, 1, 7], dtype=np.uint64)
-    sizes = np.array([10, 20, 10, 40, 20, 5])
-    side, cut = validation_side(hashes, sizes, 0.3)
-    assert (side.tolist(), cut) == ([True, False, True, False, False, True], None)
-    side, cut = validation_side(hashes, sizes, 0.001)
-    assert (side.any(), cut) == (False, 5)
-    side, cut = validation_side(hashes[:5], sizes[:5], 0.001)  # the shortest text stands twice
-    assert (side.tolist(), cut) == ([True, False, True, False, False], None)
-    assert not validation_side(hashes, sizes, 0.999)[0].all()
-    with pytest.raises(InputError, match="all documents hold the same text"):
-        validation_side(hashes[[0, 2]], sizes[[0, 2]], 0.3)
-
-
-def test_a_tiny_text_is_not_all_there_is_to_validate_on() -> None:
-    hashes, sizes = np.arange(13, dtype=np.uint64), np.array([100] + [50_000] * 11 + [40_000])
-    side, cut = validation_side(hashes, sizes, 0.05)  # room for 30 kB
-    assert (np.flatnonzero(side).tolist(), cut) == ([0, 12], None)
-    side, cut = validation_side(hashes, sizes, 0.01)  # for 6 kB
-    assert (np.flatnonzero(side).tolist(), cut) == ([0], 12)
-    side, cut = validation_side(hashes[:2], np.array([2, 400]), 0.9)  # something is left to train on
-    assert (side.tolist(), cut) == ([True, False], 1)
 
 
 def test_the_second_time_nothing_is_read_again(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

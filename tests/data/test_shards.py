@@ -491,17 +491,45 @@ def test_bad_settings_leave_nothing(rows: Path, tmp_path: Path, options: dict[st
     assert not (tmp_path / "out").exists()
 
 
-def test_of_few_documents_one_is_set_aside_and_copies_of_one_are_refused(tmp_path: Path) -> None:
-    few = write_rows(tmp_path / "few.jsonl", make_texts(3))
-    texts = sorted(make_texts(3), key=lambda text: len(text.encode()))
-    for fraction, expected in ((1e-9, texts[:1]), (1 - 1e-9, texts[:-1])):
-        prepare_shards(plan(few, tmp_path / str(fraction), validation_fraction=fraction))
-        assert sorted(texts_of(tmp_path / str(fraction))[1]) == sorted(expected)
-    same = write_rows(tmp_path / "same.jsonl", make_texts(1) * 2)
-    for fraction in (0.01, 0.99):
-        with pytest.raises(InputError, match=r"SOURCE: .*same\.jsonl' holds a single text"):
-            prepare_shards(plan(same, tmp_path / "out", validation_fraction=fraction))
+def test_of_few_documents_the_ends_are_set_aside_as_a_run_does(tmp_path: Path) -> None:
+    few = write_rows(tmp_path / "few.jsonl", [" ".join(text for text in make_texts(20, seed)) for seed in range(3)])
+    for source in (few, write_rows(tmp_path / "same.jsonl", make_texts(1) * 2)):
+        prepare_shards(plan(source, tmp_path / source.stem))
+        train, validation = texts_of(tmp_path / source.stem)
+        texts = [json.loads(line)["text"] for line in source.read_text().splitlines()]
+        assert [first + last for first, last in zip(train, validation, strict=True)] == texts
+        text = prepare_text(DataRecipe(source=str(source), validation_fraction=0.1), TokenizerRecipe("byte"))
+        assert open_prepared("data.source", str(tmp_path / source.stem)).validation.tokens.tolist() == (
+            text.validation.tokens.tolist()
+        )
+
+
+def test_a_single_conversation_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "chat.jsonl").write_text(json.dumps({"prompt": "How?", "completion": "So. " * 999}) + "\n")
+    with pytest.raises(InputError, match=r"SOURCE: '.*chat\.jsonl': the only document is a conversation or a single"):
+        prepare_shards(plan(tmp_path / "chat.jsonl", tmp_path / "out"))
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_the_beginning_of_a_long_text_decides_what_is_set_aside(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int
+) -> None:
+    """Also where a long document comes late, and where the first one is longer than most of what is read."""
+    monkeypatch.setattr(sharding, "COUNTED_BYTES", 3000)
+    first, last = ("".join(f"{name} line {line}\n" for line in range(2000)) for name in ("first", "last"))
+    for number, texts in enumerate(([*make_texts(), last], [first, *make_texts(3000), last])):
+        source = write_rows(tmp_path / f"{number}.jsonl", texts)
+        manifest = prepare_shards(plan(source, tmp_path / str(number)), workers=workers)
+        train, validation = texts_of(tmp_path / str(number))
+        assert manifest.num_documents == len(texts)
+        assert sorted("".join(train + validation)) == sorted("".join(texts))
+        for text in {first, last} & set(texts):
+            (beginning,), (end,) = ([part for part in side if part in text] for side in (train, validation))
+            assert beginning + end == text
+            assert 0.05 < len(end) / len(text) < 0.11
+        assert 0.03 < len("".join(validation)) / len("".join(texts)) < 0.2
+        assert manifest.validation.describe().summary.startswith("10 % of the documents; of each above 0.00 MB, its")
 
 
 def test_a_mixture_reads_prepared_texts_of_one_tokenizer(tmp_path: Path) -> None:

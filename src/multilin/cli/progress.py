@@ -86,6 +86,7 @@ class TrainingDisplay(TrainingProgress):
         self._last_print = 0.0
         self._ahead: Callable[[float], float] | None = None
         self._first_line: tuple[float, float] | None = None  # time and share, when kernels were compiled
+        self._validation = ""
 
     def __enter__(self) -> Self:
         return self
@@ -105,6 +106,12 @@ class TrainingDisplay(TrainingProgress):
     def ahead(self, seconds: Callable[[float], float]) -> None:
         """Show the time left for the next run and those that follow, too."""
         self._ahead = seconds
+
+    def validation(self, summary: str) -> None:
+        """Print what is validated on, once for runs on the same text."""
+        if summary != self._validation:
+            self._validation = summary
+            self.message(f"validation: {summary}")
 
     def start(self, step: int, max_steps: int | None) -> None:
         """Begin the display of training, after `step` steps."""
@@ -169,6 +176,7 @@ class ExpectingDisplay(TrainingDisplay):
 
     Attributes:
         expected: bits per byte of the validation text. expected_tokens: that it was expected with.
+        is_unlike: the validation text is unlike the training text, so that the forecast is unreliable.
         can_forecast: the learning rate falls linearly, as in the runs that the forecasts come from.
     """
 
@@ -176,6 +184,7 @@ class ExpectingDisplay(TrainingDisplay):
         super().__init__()
         self.expected: float | None = None
         self.expected_tokens = 0
+        self.is_unlike = False
         self.can_forecast = False
         self._validations: list[tuple[int, float]] = []  # steps and bits per byte
         self._output = output
@@ -185,12 +194,13 @@ class ExpectingDisplay(TrainingDisplay):
         super().start(step, max_steps)
         file = Path(self._output, EXPECTED_FILE)
         if self.expected is not None:
-            content = {"bits_per_byte": self.expected, "tokens": self.expected_tokens}
+            content = {"bits_per_byte": self.expected, "tokens": self.expected_tokens, "is_unlike": self.is_unlike}
             write_whole(file, json.dumps(content) + "\n")
         elif max_steps is None and file.is_file():
             with contextlib.suppress(ValueError, TypeError, KeyError):  # a damaged file only says less
                 content = read_json(file, "run")
                 self.expected_tokens, self.expected = int(content["tokens"]), float(content["bits_per_byte"])
+                self.is_unlike = bool(content.get("is_unlike"))
                 self._validations = [
                     (line["step"], line["validation_bits_per_byte"])
                     for line in RunFolder(self._output).read_metrics()
@@ -207,12 +217,19 @@ class ExpectingDisplay(TrainingDisplay):
         super().line(line)
 
     def say_reached(self, bits_per_byte: float, tokens: int) -> None:
-        """Print what was reached, with so many tokens, beside what was expected."""
-        if self.expected is not None:
-            text = f"reached {bits_per_byte:.3f} bits per byte; expected were {self.expected:.2f}"
-            if abs(tokens - self.expected_tokens) > UNLIKE * self.expected_tokens:
-                text += f", with {self.expected_tokens / 1e6:.2f} M tokens, but {tokens / 1e6:.2f} M were read"
-            self.message(text)
+        """Print what was reached, with so many tokens, beside the forecast, and why it may have missed it."""
+        if self.expected is None:
+            return
+        text = f"Result: {bits_per_byte:.3f} bits per byte (forecast {self.expected:.2f})."
+        if self.is_unlike:
+            text += " The validation text is unlike the training text, so the forecast is unreliable."
+        elif abs(tokens - self.expected_tokens) > UNLIKE * self.expected_tokens:
+            read, expected = f"{tokens / 1e6:.2f} M", f"{self.expected_tokens / 1e6:.2f} M"
+            if tokens < self.expected_tokens:
+                text += f" Only {read} of {expected} tokens were read in time."
+            else:
+                text += f" {read} tokens were read, more than the {expected} of the forecast."
+        self.message(text)
 
 
 def format_figures(line: dict[str, Any]) -> str:
@@ -222,7 +239,7 @@ def format_figures(line: dict[str, Any]) -> str:
         parts.append(f"validation {line['validation_bits_per_byte']:.3f} bits per byte")
     if "forecast" in line:
         expected, error = line["forecast"]
-        parts.append(f"the end about {expected:.2f} ± {2 * error:.2f}")
+        parts.append(f"forecast for the end: {expected:.2f} ± {2 * error:.2f}")
     if "validation_accuracy" in line:
         parts.append(f"validation {100 * line['validation_accuracy']:.1f} % right")
     parts.append(f"{line['tokens_per_second']:,.0f} tokens/s")

@@ -37,6 +37,7 @@ def prepare(plan: ShardSettings, arguments: PrepareArguments) -> None:
         f"{plural(manifest.num_documents, 'document')}, {plural(manifest.num_bytes, 'byte')}, "
         f"{plural(manifest.num_tokens, 'token')} in {plural(len(manifest.train), 'shard')}, in {plan.output}"
     )
+    print(f"validation: {manifest.validation.describe().summary}")
     say_next(["multilin", "train", "--data.source", plan.output])
 
 

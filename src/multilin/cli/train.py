@@ -52,6 +52,7 @@ def train(arguments: TrainArguments, changes: Changes) -> None:
             picked = pick(arguments.recipe, changes, arguments.minutes, began, display)
             print_pick(picked)
             recipe, display.expected, display.expected_tokens = picked.recipe, picked.expected, picked.choice.tokens
+            display.is_unlike = picked.text.is_unlike
         display.can_forecast = recipe.schedule.name == "linear"
         result = train(recipe, resume=arguments.resume, overwrite=arguments.overwrite, progress=display, began=began)
         display.say_reached(result.validation_bits_per_byte, result.tokens)
@@ -76,7 +77,8 @@ def print_pick(picked: "Pick") -> None:
     plan, tokens = recipe.training, picked.choice.tokens
     blocks, decay = plan.global_batch_size or plan.batch_size, recipe.optimizer.weight_decay
     rows = {
-        "text": f"{text.train_bytes / 1e6:,.1f} MB to train on; its trigrams: {text.trigram:.3f} bits per byte",
+        "text": f"{text.train_bytes / 1e6:,.1f} MB to train on; a counting model of three tokens reaches "
+        f"{text.trigram:.3f} bits per byte",
         "this machine": f"{picked.tokens_per_second:,.0f} tokens a second in training this model",
         "model": f"{recipe.model.kind}, width {model.size.hidden_size}, {plural(model.size.num_layers, 'layer')}, "
         f"vocabulary {model.size.vocab_size:,}",

@@ -7,11 +7,12 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from pydantic import StringConstraints
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
@@ -22,6 +23,7 @@ from multilin.settings.inputs import check_regular
 IGNORED_LABEL = -100
 BLOCK_FIELDS = ("input_ids", "labels", "document_ids")
 
+_Printable = Annotated[str, StringConstraints(pattern=r"^\PC*$")]  # no control characters, which a terminal obeys
 TOKENS, ANSWERS, INDEX, DESCRIPTION = "tokens.bin", "answers.bin", "index.safetensors", "packed.json"
 COUNTED_AT_ONCE = 2**22  # tokens
 
@@ -40,12 +42,16 @@ class Description:
     pad_token_id: int
     tokenizer_hash: str
     is_chat: bool = False  # whether the documents are conversations, of which only answers are scored
+    summary: _Printable = ""  # of a validation text: what of the source it is, in words
+    num_cut: int = 0  # of a validation text: documents of which it has the end alone
 
 
 def merged(descriptions: Sequence[Description]) -> Description:
     """The description of several packed texts of one tokenizer as one text."""
-    counts = ("num_tokens", "num_documents", "num_bytes", "counted_bytes")
-    return replace(descriptions[0], **{name: sum(getattr(one, name) for one in descriptions) for name in counts})
+    counts = ("num_tokens", "num_documents", "num_bytes", "counted_bytes", "num_cut")
+    summary = " + ".join(one.summary for one in descriptions if one.summary)
+    sums = {name: sum(getattr(one, name) for one in descriptions) for name in counts}
+    return replace(descriptions[0], **sums, summary=summary)
 
 
 def write_description(folder: Path, description: Description) -> None:
@@ -111,21 +117,32 @@ class PackedText:
         return PackedText.open, (self.folder,)
 
     def every_other(self, first: int) -> "PackedText":
-        """Every second document, from the first (0) or the second (1) on, as a text in memory."""
-        sizes = np.diff(self.document_starts, append=self.num_tokens)
-        is_chosen = np.arange(self.num_documents) % 2 == first
-        in_part = np.repeat(is_chosen, sizes)
+        """Every second document, from the first (0) or the second (1) on, as a text in memory.
+
+        Where the text holds ends of documents, which may be unlike each other, the second or the first half of each.
+        """
+        starts, sizes = self.document_starts, np.diff(self.document_starts, append=self.num_tokens)
+        in_part = np.repeat(np.arange(self.num_documents) % 2 == first, sizes)
+        if self.description.num_cut:
+            middles = starts + (sizes + 1) // 2
+            in_part = (np.arange(self.num_tokens) < np.repeat(middles, sizes)) == first
+            in_part[starts] = True
+        kept = np.add.reduceat(in_part, starts, dtype=np.int64)
+        counted = self.token_sizes(self.tokens)
+        counted[starts] = 0
+        shares = np.add.reduceat(counted * in_part, starts) / np.maximum(np.add.reduceat(counted, starts), 1)
         part = copy.copy(self)
         part._first = first
-        part.tokens, part.document_bytes = self.tokens[in_part], self.document_bytes[is_chosen]
+        part.tokens = self.tokens[in_part]
         part.is_answer = None if self.is_answer is None else self.is_answer[in_part]
-        part.document_starts = np.cumsum(sizes[is_chosen]) - sizes[is_chosen]
+        part.document_bytes = np.rint(self.document_bytes * shares).astype(np.int64)[kept > 0]
+        part.document_starts = np.cumsum(kept[kept > 0]) - kept[kept > 0]
         part.num_tokens, part.num_documents = len(part.tokens), len(part.document_starts)
         part.num_bytes = int(part.document_bytes.sum())
         counted = part.tokens if self.is_answer is not None else np.delete(part.tokens, part.document_starts)
         part.description = replace(
             self.description, num_tokens=part.num_tokens, num_documents=part.num_documents, num_bytes=part.num_bytes,
-            counted_bytes=int(self.token_sizes(counted).sum()),
+            counted_bytes=int(self.token_sizes(counted).sum()), summary=f"half of this: {self.description.summary}",
         )  # fmt: skip
         return part
 

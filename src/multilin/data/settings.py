@@ -21,9 +21,9 @@ class DataRecipe:
 
     source: PathText = "python-docs"  # corpus, file, folder, glob, hub dataset, prepared text, or a task as task:mqar
     mix: Mixture | None = None  # prepared texts, folder or address to weight, to read instead of the source
-    validation: PathText | None = None  # a second source to validate on; without one, documents of the source are taken
-    validation_fraction: Part = 0.05  # share of the text's bytes split off for validation
-    validation_part: Literal["all", "final", "tuning"] = "all"  # or only the first, third, ... document; or the others
+    validation: PathText | None = None  # a second source to validate on; without one, a part of the source is set aside
+    validation_fraction: Part = 0.05  # share of the text's bytes set aside for validation
+    validation_part: Literal["all", "final", "tuning"] = "all"  # all of the validation text, or one half of it
     text_field: str = "text"  # the field or column of rows (not of .txt and .md) that holds the text
     encoding_errors: Literal["strict", "replace"] = "strict"  # bytes that are not UTF-8: refuse, or replace by U+FFFD
 
@@ -56,7 +56,7 @@ class ShardSettings:
     tokenizer: PathText | None = None  # load this tokenizer (folder, tokenizer.json, hub name) instead of training one
     kind: Literal["bpe", "unigram", "byte"] | None = None  # how text becomes tokens, bpe by default
     vocab_size: Vocabulary | None = None  # entries of a trained vocabulary, 4096 by default; byte has 258 and no choice
-    validation_fraction: Part = 0.01  # share of the documents set aside for validation, by the hash of their text
+    validation_fraction: Part = 0.01  # share of the text's bytes set aside for validation
     text_field: str = "text"  # the field or column of rows (not of .txt and .md) that holds the text
     encoding_errors: Literal["strict", "replace"] = "strict"  # bytes that are not UTF-8: refuse, or replace by U+FFFD
 

@@ -18,10 +18,11 @@ from multilin.data.encoding import make_encoder
 from multilin.data.files import Document
 from multilin.data.manifest import Folder
 from multilin.data.packed_text import DESCRIPTION, Description
-from multilin.data.packing import pack_into, text_hash
+from multilin.data.packing import pack_into
 from multilin.data.parts import Part, PartReader
 from multilin.data.progress import Progress
 from multilin.data.settings import ShardSettings
+from multilin.data.split import Split
 from multilin.data.store import Store
 from multilin.data.tokenizers import load_tokenizer
 from multilin.files import checksum
@@ -43,6 +44,7 @@ class PartRecord:
     num_rounds: int = 0
     train: list[Folder] = field(default_factory=list)
     validation: list[Folder] = field(default_factory=list)
+    num_cut: int = 0  # documents with parts on both sides
 
     @classmethod
     def read(cls, store: Store, number: int) -> "PartRecord":
@@ -74,18 +76,13 @@ class Job:
 
     settings: ShardSettings
     parts: list[Part]
+    split: Split
     tokenizer: str  # folder on this machine
-    moved: int | None = None  # hash of a text on the other side than its hash says, which would be empty
 
     def reader(self, number: int, position: dict[str, Any] | None = None) -> PartReader:
         """A reader of one of the parts."""
         plan = self.settings
         return PartReader(plan.source, self.parts[number], plan.text_field, plan.encoding_errors, position or {})
-
-    def is_held_out(self, content: bytes) -> bool:
-        """True for a text to validate on; all copies of a text are on the same side."""
-        number = text_hash(content)
-        return (number < self.settings.validation_fraction * 2**64) != (number == self.moved)
 
 
 def describe_folder(name: str, folder: Path) -> Folder:
@@ -119,15 +116,16 @@ class Packer:
         return record
 
     def _shard(self, documents: Iterator[Document], held_out: list[Document], record: PartRecord) -> Iterator[Document]:
-        """The documents of one shard; documents to validate on are set aside."""
+        """The documents of one shard, or their beginnings; what is to validate on is set aside."""
         size = 0
         for document in documents:
-            content = document.text.encode()
-            size += len(content)
-            if self._job.is_held_out(content):
-                held_out.append(document)
-            else:
-                yield document
+            size += len(document.text.encode())
+            first, last = self._job.split.parts(document)
+            record.num_cut += first is not None and last is not None
+            if last is not None:
+                held_out.append(last)
+            if first is not None:
+                yield first
             if size >= SHARD_BYTES:
                 return
         record.is_done = True

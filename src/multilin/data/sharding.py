@@ -2,7 +2,7 @@
 
 A source is cut into parts. A process reads one part at a time and writes its shards, each of them complete or absent,
 and after each a record of how far it came; a preparation that was ended goes on behind these records. The manifest is
-written last. Which documents are set aside for validation follows from their text alone.
+written last. Which text is set aside for validation is decided first, see `multilin.data.split.Split`.
 """
 
 import contextlib
@@ -20,16 +20,17 @@ from transformers import PreTrainedTokenizerFast
 from multilin.data.chat import CHAT_TEMPLATE
 from multilin.data.corpora import report_left_out
 from multilin.data.manifest import FORMAT, Folder, Manifest
-from multilin.data.packed_text import PackedText, merged
-from multilin.data.packing import concatenate, text_hash
-from multilin.data.parts import cut_source
+from multilin.data.packed_text import PackedText, merged, write_description
+from multilin.data.packing import concatenate
+from multilin.data.parts import Part, PartReader, cut_source
 from multilin.data.prepared import check_shards
 from multilin.data.progress import Progress, no_progress
 from multilin.data.settings import BYTE_VOCAB_SIZE, DEFAULT_KIND, DEFAULT_VOCAB_SIZE, MANIFEST, ShardSettings
 from multilin.data.shard_workers import UNFINISHED, Job, PartRecord, describe_folder, pack_parts
+from multilin.data.split import TRAIN, Census, Split, with_summary
 from multilin.data.store import Store
 from multilin.data.tokenizers import load_tokenizer, tokenizer_hash, train_tokenizer
-from multilin.errors import InputError, shown
+from multilin.errors import InputError, prefixed, shown
 from multilin.files import remove_partials
 from multilin.files.lock import locked_folder
 from multilin.settings import load_settings
@@ -37,6 +38,8 @@ from multilin.settings import load_settings
 TOKENIZER_BYTES = 10**8
 """UTF-8 bytes of text that a tokenizer is trained on, taken from the beginnings of all parts."""
 SAMPLED_PARTS = 100
+COUNTED_BYTES = 2**26
+"""UTF-8 bytes of text from which on its beginning may decide what to validate on."""
 _SETTINGS = f"{UNFINISHED}/settings.json"
 
 
@@ -73,8 +76,7 @@ def prepare_shards(plan: ShardSettings, *, workers: int = 1, progress: Progress 
             check_shards(store, manifest, progress)
         else:
             with TemporaryDirectory() as temporary, _clean(store, len(parts)):
-                job = Job(plan, parts, "")
-                job = replace(job, moved=_moved(job))
+                job = Job(plan, parts, _choose_split(plan, parts, progress), "")
                 entry = _tokenizer(store, job, deciding, tokenizer, progress)
                 job = replace(job, tokenizer=str(store.fetch(entry.name, entry.files, Path(temporary))))
                 records = pack_parts(store, job, workers, progress)
@@ -119,27 +121,25 @@ def _finished(store: Store, deciding: dict[str, Any]) -> Manifest | None:
     return manifest
 
 
-def _moved(job: Job) -> int | None:
-    """The hash of a text that changes sides where one side would be empty: the shortest, or the longest to train on.
+def _choose_split(plan: ShardSettings, parts: list[Part], progress: Progress) -> Split:
+    """What to validate on, from the whole text or, where that is long, from as much of its beginning as suffices.
 
     Raises:
-        InputError: all documents hold the same text.
+        InputError: there is no text, or nothing of it can be set aside.
     """
-    sides: set[bool] = set()
-    shortest = longest = (0, 0)
-    for document in itertools.chain.from_iterable(map(job.reader, range(len(job.parts)))):
-        content = document.text.encode()
-        text = (len(content), text_hash(content))
-        shortest, longest = (min(shortest, text), max(longest, text)) if sides else (text, text)
-        sides.add(job.is_held_out(content))
-        if len(sides) == 2:
-            return None
-    if sides and shortest == longest:
-        raise InputError(
-            f"SOURCE: {shown(job.settings.source)} holds a single text, of which none can be set aside to validate on; "
-            "give at least two"
-        )
-    return (longest if True in sides else shortest)[1]
+    census, checked = Census(), COUNTED_BYTES
+    readers = (PartReader(plan.source, part, plan.text_field, plan.encoding_errors, {}) for part in parts)
+    for document in itertools.chain.from_iterable(readers):
+        census.add(document)
+        if census.num_bytes >= checked:
+            if (split := Split.of_beginning(census, plan.validation_fraction)) is not None:
+                return split
+            checked += checked // 2
+            progress("reading", census.num_bytes)
+    if not census.num_bytes:
+        raise InputError(f"SOURCE: {shown(plan.source)} is empty: a corpus needs some text")
+    with prefixed(f"SOURCE: {shown(plan.source)}: "):
+        return Split.of_all(census, plan.validation_fraction)
 
 
 def _holds_files(folder: Path) -> bool:
@@ -180,19 +180,17 @@ def _sample(job: Job, progress: Progress) -> tuple[Iterator[str], bool]:
         first = next(itertools.chain.from_iterable(map(job.reader, numbers)), None)
         if first is not None:
             break
-    else:
-        raise InputError(f"SOURCE: {shown(job.settings.source)} is empty: a corpus needs some text")
+    assert first is not None, "an empty text is refused before"
 
     def texts() -> Iterator[str]:
         total = 0
         for number in numbers:
             room = TOKENIZER_BYTES // len(numbers)
-            for document in job.reader(number):
-                content = document.text.encode()
-                if not job.is_held_out(content):
-                    yield document.text
-                    progress("training the tokenizer", total := total + len(content))
-                    room -= len(content)
+            for document in job.split.side(job.reader(number), TRAIN):
+                yield document.text
+                size = len(document.text.encode())
+                progress("training the tokenizer", total := total + size)
+                room -= size
                 if room <= 0:
                     break
 
@@ -213,10 +211,13 @@ def _finish(
     texts = [PackedText.open(store.fetch(piece.name, piece.files, temporary)) for piece in pieces]
     with store.new_folder("validation") as folder:
         concatenate(texts, folder)
+        trained, held_out = (merged([entry.describe() for entry in entries]) for entries in (train, pieces))
+        whole = merged([trained, held_out])
+        num_documents = whole.num_documents - sum(record.num_cut for record in records)
+        write_description(folder, with_summary(trained, held_out, job.split.summary, num_documents))
         validation = describe_folder("validation", folder)
-    whole = merged([folder.describe() for folder in [*train, validation]])
     manifest = Manifest(
-        format=FORMAT, settings=deciding, num_documents=whole.num_documents, num_tokens=whole.num_tokens,
+        format=FORMAT, settings=deciding, num_documents=num_documents, num_tokens=whole.num_tokens,
         num_bytes=whole.num_bytes, tokenizer_hash=whole.tokenizer_hash, tokenizer=tokenizer, validation=validation,
         train=train,
     )  # fmt: skip

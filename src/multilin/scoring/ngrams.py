@@ -1,15 +1,17 @@
 """Interpolated n-gram models, a baseline for trained models."""
 
-import itertools
-
 import numpy as np
 from numpy.typing import NDArray
 
-from multilin.data.packed_text import PackedText
-from multilin.data.prepared import TrainText
+from multilin.data.packed_text import Description, PackedText
+from multilin.data.prepared import MixedText, PreparedText, ShardedText, TrainText
 from multilin.errors import InputError
 
 MAX_ORDER = 5
+MOST_SHARDS = 64  # of which n-grams are counted where not all are
+COUNTED_NGRAMS, PREDICTED_NGRAMS, FEWEST_PREDICTED = 200_000, 20_000, 300  # to tell whether a text is like another
+SMALL_VOCABULARY = 1000
+MUCH_UNLIKE = 1.4  # `unlikeness` of texts of one kind is 0.9 to 1.25, of two kinds 1.35 to 5
 RECENT = 256  # tokens before a position in which `repetition` looks for its last ones
 REPETITION_SHARES = np.linspace(0.0, 0.6, 31)  # of the recent tokens in the mixture, of which the best counts
 
@@ -34,7 +36,7 @@ class NgramModel:
         Args:
             train: the text to count in.
             order: 1 to 5.
-            most: n-grams to count, evenly spaced in the first shard of the text; None counts all.
+            most: n-grams to count, evenly spaced in the text; None counts all.
 
         Raises:
             InputError: another order, or a vocabulary too large for it.
@@ -45,10 +47,20 @@ class NgramModel:
             raise InputError(f"order: {order} given, but n-gram models are made of order 1 to {MAX_ORDER}")
         if self.vocab_size**order > 2**63:
             raise InputError(f"order: {order} given, but a vocabulary of {self.vocab_size} is too large for that")
-        shards = train.shards if most is None else itertools.islice(train.shards, 1)
-        ngrams = np.concatenate([text_ngrams(shard, order, most) for shard in shards])
+        self._count(train_ngrams(train, order, most))
+
+    @classmethod
+    def of(cls, ngrams: NDArray[np.int64], description: Description) -> "NgramModel":
+        """A model that counts these n-grams, (N, order), of a text with this description."""
+        model = cls.__new__(cls)
+        model.order = ngrams.shape[1]
+        model.vocab_size, model.tokenizer_hash = description.vocab_size, description.tokenizer_hash
+        model._count(ngrams)
+        return model
+
+    def _count(self, ngrams: NDArray[np.int64]) -> None:
         self._tables = []
-        for length in range(1, order + 1):
+        for length in range(1, self.order + 1):
             keys, counts = np.unique(self._keys(ngrams, length), return_counts=True)
             contexts, first = np.unique(keys // self.vocab_size, return_index=True)
             distinct = np.diff(first, append=len(keys))
@@ -98,6 +110,55 @@ def text_ngrams(packed: PackedText, order: int, most: int | None = None) -> NDAr
     ends, first = _positions(packed, most)
     columns = [packed.tokens[np.maximum(ends - back, first)] for back in range(order - 1, -1, -1)]
     return np.stack(columns, axis=1).astype(np.int64)
+
+
+def train_ngrams(train: TrainText, order: int, most: int | None = None) -> NDArray[np.int64]:
+    """(N, order) the n-grams of a training text, as `text_ngrams` gives them.
+
+    With `most`, evenly spaced ones of at most `MOST_SHARDS` shards, of the first one only if the text is not on this
+    machine; of a mixture in proportion to the weights.
+    """
+    if most is None:
+        return np.concatenate([text_ngrams(shard, order) for shard in train.shards])
+    if isinstance(train, MixedText):
+        shares = [round(most * weight / sum(train.weights)) for weight in train.weights]
+        return np.concatenate(
+            [train_ngrams(text, order, share) for text, share in zip(train.texts, shares, strict=True)]
+        )
+    if isinstance(train, PackedText):
+        return text_ngrams(train, order, most)
+    count = min(len(train.folders), MOST_SHARDS if train.store.local is not None else 1)
+    numbers = np.arange(count) * len(train.folders) // count
+    return np.concatenate([text_ngrams(train.shard(int(number)), order, -(-most // count)) for number in numbers])
+
+
+def unlikeness(text: PreparedText) -> float | None:
+    """How much harder the validation text is to predict than text that is held out from the training text.
+
+    Both are predicted by one bigram model (trigram for a small vocabulary), which counts the training text without
+    every tenth piece of it: the held-out text. The result is the ratio of bits per byte, about 1 for a validation text
+    that is like the training text. None if that cannot be told, as a text is too short or not on this machine.
+    """
+    texts = text.train.texts if isinstance(text.train, MixedText) else [text.train]
+    if any(isinstance(one, ShardedText) and one.store.local is None for one in texts):
+        return None
+    order = 2 if text.train.description.vocab_size > SMALL_VOCABULARY else 3
+    ngrams = train_ngrams(text.train, order, COUNTED_NGRAMS)
+    is_held_out = np.arange(len(ngrams)) * 20 // max(len(ngrams), 1) % 10 == 5
+    samples = ngrams[is_held_out], text_ngrams(text.validation, order, PREDICTED_NGRAMS)
+    if min(map(len, samples)) < FEWEST_PREDICTED:
+        return None
+    model = NgramModel.of(ngrams[~is_held_out], text.train.description)
+    known, new = (
+        -np.log2(model.probabilities(sample)).sum() / text.validation.token_sizes(sample[:, -1]).sum()
+        for sample in samples
+    )
+    return float(new / known)
+
+
+def is_much_unlike(unlikeness: float | None) -> bool:
+    """Whether a text is much harder or much easier to predict than another, by the result of `unlikeness`."""
+    return unlikeness is not None and not 1 / MUCH_UNLIKE < unlikeness < MUCH_UNLIKE
 
 
 def _positions(packed: PackedText, most: int | None) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

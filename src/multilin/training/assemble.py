@@ -19,12 +19,14 @@ from multilin.inference.runs import read_config
 from multilin.model.baselines import attend_without_mask
 from multilin.model.factory import create_config, create_model
 from multilin.model.memory import FLOAT_BYTES, ID_BYTES, activation_bytes, check_memory, loss_bytes, parameter_bytes
+from multilin.scoring.ngrams import is_much_unlike, unlikeness
 from multilin.training.adapters import add_adapters
 from multilin.training.fsdp import check_shard
 from multilin.training.optimizers import OPTIMIZERS, optimizer_bytes
 from multilin.training.order import BlockOrder, MixedOrder
 from multilin.training.precision import autocast_dtype, set_arithmetic
 from multilin.training.processes import accelerator_or_cpu, num_processes
+from multilin.training.progress import TrainingProgress
 from multilin.training.recipe import Recipe
 from multilin.training.start import load_start, open_start
 
@@ -56,6 +58,19 @@ def read_text(recipe: Recipe, progress: Progress = no_progress, run: Path | None
             f"block of model.n_positions = {recipe.model.n_positions}; give more text or a smaller block"
         )
     return text
+
+
+def report_validation(recipe: Recipe, text: PreparedText, progress: TrainingProgress) -> None:
+    """Report what a text is validated on; warn if that is much unlike what is trained on."""
+    if summary := text.validation.description.summary:
+        progress.validation(summary)
+    if is_much_unlike(ratio := unlikeness(text)):
+        warnings.warn(
+            f"{'data.validation' if recipe.data.validation else recipe.data.name}: the validation text is unlike the "
+            f"training text (a counting model needs {ratio:.1f} times as many bits per byte for it), so bits per byte "
+            "say little about the training text; give a validation text that is like it (data.validation)",
+            stacklevel=2,
+        )
 
 
 def read_data(recipe: Recipe, progress: Progress = no_progress, run: Path | None = None) -> PreparedText | TaskText:

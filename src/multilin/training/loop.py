@@ -29,7 +29,7 @@ from multilin.files.lock import locked_folder
 from multilin.inference.adapters import reach
 from multilin.scoring.answers import score_answers
 from multilin.scoring.losses import evaluate
-from multilin.training.assemble import build_model, check_model, read_data, training_order
+from multilin.training.assemble import build_model, check_model, read_data, report_validation, training_order
 from multilin.training.checkpoints import checkpoint_folder, checkpoint_step, read_progress
 from multilin.training.host_master import HostMaster, check_host_master
 from multilin.training.metrics import Meter
@@ -119,6 +119,8 @@ def train(
         seed_all(recipe.training.seed)
         model = build_model(recipe, text, checkpoint)
         if rank() == 0:
+            if isinstance(text, PreparedText):
+                report_validation(recipe, text, progress)
             folder.begin(recipe, text, checkpoint, resume=resume)
         if recipe.training.lora is not None:
             progress.message(reach(model))

@@ -19,6 +19,9 @@ class TrainingProgress:
     def ahead(self, seconds: Callable[[float], float]) -> None:
         """Other runs follow the next one: how long they all take, given the seconds of the next one."""
 
+    def validation(self, summary: str) -> None:
+        """What is validated on, in words."""
+
     def start(self, step: int, max_steps: int | None) -> None:
         """Training begins, after `step` of `max_steps` steps; None for a run that ends by the clock."""
 

@@ -15,7 +15,7 @@ from multilin.data.settings import DataRecipe
 from multilin.errors import prefixed
 from multilin.model.memory import FLOAT_BYTES, activation_bytes, parameter_bytes
 from multilin.ops.threads import adapt
-from multilin.scoring.ngrams import NgramModel, repetition
+from multilin.scoring.ngrams import NgramModel, is_much_unlike, repetition, unlikeness
 from multilin.training.assemble import create_network
 from multilin.training.optimizers import build_optimizer, optimizer_bytes
 from multilin.training.precision import autocast_dtype
@@ -37,13 +37,15 @@ class TextMeasure:
     train_tokens, train_bytes: of the training text. trigram: bits per byte of the validation text under an interpolated
     trigram model, counted from `COUNTED_NGRAMS` trigrams of the training text; where it has only n, from all of them,
     times (n / `COUNTED_NGRAMS`)^`COUNTING_POWER`. repetition: the share of a trigram model's bits that is left when it
-    also sees what was said just before (`multilin.scoring.ngrams.repetition`).
+    also sees what was said just before (`multilin.scoring.ngrams.repetition`). is_unlike: the validation text is much
+    unlike the training text, so that more training may not help.
     """
 
     train_tokens: int
     train_bytes: int
     trigram: float
     repetition: float
+    is_unlike: bool = False
 
 
 def measure_text(text: PreparedText) -> TextMeasure:
@@ -52,7 +54,8 @@ def measure_text(text: PreparedText) -> TextMeasure:
     trigram = model.bits_per_byte(text.validation, COUNTED_NGRAMS)
     trigram *= min(1.0, text.train.num_tokens / COUNTED_NGRAMS) ** COUNTING_POWER
     repeated = repetition(model, text.validation, PREDICTED_TOKENS)
-    return TextMeasure(text.train.num_tokens, text.train.num_bytes, round(trigram, 4), round(repeated, 4))
+    is_unlike = is_much_unlike(unlikeness(text))
+    return TextMeasure(text.train.num_tokens, text.train.num_bytes, round(trigram, 4), round(repeated, 4), is_unlike)
 
 
 def count_bytes(data: DataRecipe) -> int:

@@ -12,6 +12,7 @@ from multilin.analysis.compare.statistics import Difference, Spread, is_above_ch
 from multilin.data.task_text import is_task, task_text
 from multilin.errors import InputError, plural
 from multilin.inference.run_files import ADAPTER_WEIGHTS
+from multilin.settings.inputs import read_json
 from multilin.training.run_folder import RunFolder
 
 FINISHED, FAILED = "finished", "failed"
@@ -216,6 +217,13 @@ def read_run(plan: Plan, folder: Path, seed: int, failure: str | None) -> RunRec
     if failure is None and (not course or course[-1].step < lines[-1]["step"]):
         failure = NOT_FINITE
     return RunRecord(seed, folder.name, dict(plan.choice), FAILED if failure else FINISHED, failure, median, course)
+
+
+def validation_remarks(rows: Sequence[RowRecord], output: Path) -> list[str]:
+    """What the finished runs in a comparison's folder were validated on, a sentence for each different text."""
+    texts = (read_json(RunFolder(output / run.folder).data, "run") for row in rows for run in row.finished[:1])
+    found = dict.fromkeys(text["validation"].get("summary") for text in texts)
+    return [f"Validation text: {summary}." for summary in found if summary]
 
 
 def is_finished(folder: Path, max_steps: int) -> bool:

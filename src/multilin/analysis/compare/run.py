@@ -18,6 +18,7 @@ from multilin.analysis.compare.record import (
     make_row,
     ranking,
     read_run,
+    validation_remarks,
 )
 from multilin.analysis.compare.report import REPORT_FILES, write_reports
 from multilin.analysis.compare.rows import Choice, Plan
@@ -96,7 +97,8 @@ def _compare(sweep: Sweep, training: "_Training") -> Comparison:
         one_tokenizer=len({plan.text for plan in best.values()}) == 1, prompt=prompt or "", rows=rows,
         chance=chance, remarks=[], machine=dataclasses.asdict(examine()), **found._asdict(),
     )  # fmt: skip
-    return dataclasses.replace(comparison, remarks=list(remarks_on(comparison)))
+    remarks = [*remarks_on(comparison), *validation_remarks(rows, Path(sweep.output))]
+    return dataclasses.replace(comparison, remarks=remarks)
 
 
 class _Training:

@@ -1,0 +1,196 @@
+"""Which part of a text is set aside for validation.
+
+Whole documents are set aside if there are enough of them, in the order of the hashes of their texts. If documents are
+few or very unequal, the end of each long document is set aside instead.
+"""
+
+from array import array
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from rich.filesize import decimal
+
+from multilin.data.files import Document
+from multilin.data.packed_text import Description
+from multilin.data.packing import text_hash
+from multilin.errors import InputError, plural, shorten
+
+ENOUGH = 3
+"""Documents that the validation text should hold; their average size is the mean over bytes, not over documents."""
+SHORTEST_END = 64
+"""Bytes: the least that is set aside of a document that is cut."""
+LONGEST_CHARACTER = 4
+"""Bytes of a character in UTF-8, at most."""
+TRAIN, VALIDATION = 0, 1
+
+
+@dataclass
+class Census:
+    """Hashes and sizes of documents, in their order, from which a `Split` follows."""
+
+    hashes: "array[int]" = field(default_factory=lambda: array("Q"))
+    sizes: "array[int]" = field(default_factory=lambda: array("q"))
+    num_bytes: int = 0
+    sum_of_squares: int = 0
+    is_chat: bool = False
+    longest: tuple[int, int, str] = (0, 0, "")  # size, hash and name of a document
+
+    def add(self, document: Document) -> None:
+        """Count a document."""
+        content = document.text.encode()
+        number, size = text_hash(content), len(content)
+        self.hashes.append(number)
+        self.sizes.append(size)
+        self.num_bytes += size
+        self.sum_of_squares += size * size
+        self.is_chat = document.messages is not None
+        self.longest = max(self.longest, (size, number, document.name))
+
+
+@dataclass(frozen=True)
+class Split:
+    """Which side each document of a text is on; this depends on the texts of the documents, not on their order.
+
+    Attributes:
+        fraction: share of the bytes to validate on.
+        whole: hashes of the texts set aside whole; None for all whose hash is below the fraction of 2^64.
+        ends: hashes of the texts of which the end is set aside.
+        longest: bytes; of a longer text the end is set aside too.
+        summary: which documents these are, in words.
+    """
+
+    fraction: float
+    whole: frozenset[int] | None
+    ends: frozenset[int] = frozenset()
+    longest: float = float("inf")
+    summary: str = ""
+
+    @classmethod
+    def of_all(cls, census: Census, fraction: float) -> "Split":
+        """The split of a text whose documents were all counted.
+
+        The largest documents are removed until at least `ENOUGH` of average size, or one of the largest, fit into
+        `fraction` of the bytes of the others. Of those removed the end is set aside, unless they are conversations or
+        very short. Of the others, in the order of their hashes, each one that still fits into `fraction` of their bytes
+        is set aside whole; if these are hardly any, so is the shortest of the rest. Equal texts are treated as one, so
+        that no validation text is also trained on.
+
+        Raises:
+            InputError: all documents are the same conversation or character.
+        """
+        texts, first, text_of = np.unique(census.hashes, return_index=True, return_inverse=True)
+        sizes = np.bincount(text_of, census.sizes)  # of all copies of a text
+        can_cut = fraction * np.asarray(census.sizes)[first] >= SHORTEST_END
+        is_cut = _are_long(sizes, fraction) & can_cut & (not census.is_chat)
+        is_whole = _chosen(sizes, is_cut, fraction)
+        if not (is_cut | is_whole).any():
+            if census.is_chat or census.longest[0] <= LONGEST_CHARACTER:
+                raise InputError(
+                    "the only document is a conversation or a single character, which cannot be split for validation"
+                )
+            is_cut[:] = True
+        summary = _summary(census, int(is_cut[text_of].sum()), int(is_whole[text_of].sum()), fraction)
+        return cls(fraction, frozenset(texts[is_whole].tolist()), frozenset(texts[is_cut].tolist()), summary=summary)
+
+    @classmethod
+    def of_beginning(cls, census: Census, fraction: float) -> "Split | None":
+        """The split of a text whose first documents were counted; None if these do not suffice.
+
+        They suffice if `ENOUGH` of average size fit into `fraction` of their bytes, and some are set aside. The hash of
+        a document's text then decides whether it is set aside; of a long one the end is set aside.
+        """
+        hashes = np.asarray(census.hashes)
+        num_whole = np.count_nonzero(hashes < fraction * 2**64)
+        if ENOUGH * census.sum_of_squares > fraction * census.num_bytes**2 or not 0 < num_whole < len(hashes):
+            return None
+        longest, share = max(fraction * census.num_bytes / ENOUGH, SHORTEST_END / fraction), f"{100 * fraction:g} %"
+        summary = f"{share} of the documents"
+        if not census.is_chat:
+            summary += f"; of each above {longest / 1e6:,.2f} MB, its last {share}"
+        return cls(fraction, None, longest=longest, summary=summary)
+
+    def parts(self, document: Document) -> tuple[Document | None, Document | None]:
+        """What of a document is to train on, and what to validate on."""
+        content = document.text.encode()
+        number = text_hash(content)
+        if number in self.ends or (len(content) > self.longest and document.messages is None):
+            return split_document(document, self.fraction)
+        is_whole = number < self.fraction * 2**64 if self.whole is None else number in self.whole
+        return (None, document) if is_whole else (document, None)
+
+    def side(self, documents: Iterable[Document], side: int) -> Iterator[Document]:
+        """What of documents is to train on (side `TRAIN`) or to validate on (`VALIDATION`)."""
+        parts = (self.parts(document)[side] for document in documents)
+        return (part for part in parts if part is not None)
+
+
+def _are_long(sizes: NDArray[Any], fraction: float) -> NDArray[np.bool_]:
+    """(texts,) the largest texts, without which the others are enough; all where others never are."""
+    order = np.argsort(sizes, kind="stable")  # the k-th entries below are of the k smallest texts
+    total, squares = np.cumsum(sizes[order]), np.cumsum(sizes[order] ** 2)
+    are_enough = (sizes[order] <= fraction * total) & (ENOUGH * squares <= fraction * total**2)
+    is_long = np.ones(len(sizes), dtype=bool)
+    is_long[order[: 1 + np.flatnonzero(are_enough).max(initial=-1)]] = False
+    return is_long
+
+
+def _chosen(sizes: NDArray[Any], is_cut: NDArray[np.bool_], fraction: float) -> NDArray[np.bool_]:
+    """(texts,) the texts to set aside whole, of those that are not cut; at least one is left to train on."""
+    is_chosen = np.zeros(len(sizes), dtype=bool)
+    wanted = room = fraction * sizes[~is_cut].sum()
+    for text in np.flatnonzero(~is_cut):
+        if sizes[text] <= room:
+            is_chosen[text] = True
+            room -= sizes[text]
+    is_left = ~is_cut & ~is_chosen
+    if room >= 0.9 * wanted and is_left.sum() > 1:
+        shortest = np.argmin(np.where(is_left, sizes, np.inf))
+        is_chosen[shortest] = not is_cut.any() or sizes[shortest] <= fraction * sizes.sum()
+    return is_chosen
+
+
+def _summary(census: Census, num_cut: int, num_whole: int, fraction: float) -> str:
+    number = len(census.sizes)
+    if num_cut == 0:
+        return f"{num_whole:,} of {plural(number, 'document')}"
+    name = "".join(letter if letter.isprintable() else "?" for letter in census.longest[2])
+    cut = shorten(name) if num_cut == 1 else f"{num_cut:,} documents"
+    others = "" if num_cut == number else f" and {num_whole:,} of {plural(number - num_cut, 'other document')}"
+    return f"the last {100 * fraction:g} % of {cut}{others}"
+
+
+def with_summary(train: Description, validation: Description, summary: str, num_documents: int) -> Description:
+    """The description of a validation text, with its summary and its number of cut documents.
+
+    Args:
+        train, validation: of the packed texts.
+        summary: of the split.
+        num_documents: that were split.
+    """
+    summary += f", {decimal(validation.num_bytes)} of {decimal(train.num_bytes + validation.num_bytes)}"
+    num_cut = train.num_documents + validation.num_documents - num_documents
+    return replace(validation, summary=summary, num_cut=num_cut)
+
+
+def split_document(document: Document, fraction: float) -> tuple[Document, Document]:
+    """Cut a document in two, about where its last `fraction` begins: after a line, else after a word or a character.
+
+    Args:
+        document: a text of at least two characters.
+        fraction: share of its UTF-8 bytes in the second part.
+    """
+    text, content = document.text, document.text.encode()
+    place = len(content[: int(len(content) * (1 - fraction))].decode("utf-8", "ignore"))
+    place = min(max(place, 1), len(text) - 1)
+    wanted = len(text) - place
+    earliest = max(0, place - wanted)
+    cut = (
+        text.find("\n", place - 1, place + wanted // 2) + 1
+        or text.rfind("\n", earliest, place) + 1
+        or text.rfind(" ", earliest, place) + 1
+        or place
+    )
+    return Document(f"{document.name} (first part)", text[:cut]), Document(f"{document.name} (last part)", text[cut:])

@@ -3,7 +3,6 @@
 import base64
 import hashlib
 import io
-import json
 import shutil
 import subprocess
 import tarfile
@@ -22,6 +21,7 @@ from multilin.export.folder import export_run
 from multilin.export.weights import BLOCK, SMALLEST, Precision
 from multilin.files import atomic_folder, check_folder, checksum, short_path
 from multilin.inference.runs import Run
+from multilin.settings.inputs import to_json
 
 RUNTIME_VERSION = "1.30.0"
 RUNTIME_FILES = ("ort.wasm.bundle.min.mjs", "ort-wasm-simd-threaded.wasm")
@@ -154,6 +154,6 @@ def _write_list(folder: Path) -> None:
     names = [path.relative_to(folder).as_posix() for path in paths]
     sizes = {name: path.stat().st_size for name, path in zip(names, paths, strict=True)}
     version = hashlib.sha256("".join(map(checksum, paths)).encode()).hexdigest()[:16]
-    (folder / "files.json").write_text(json.dumps({"version": version, "sizes": sizes}, indent=1), encoding="utf-8")
+    (folder / "files.json").write_text(to_json({"version": version, "sizes": sizes}, indent=1), encoding="utf-8")
     worker = folder / "sw.js"
     worker.write_text(worker.read_text(encoding="utf-8").replace("{{version}}", version), encoding="utf-8")

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
+from multilin.errors import plural
 from multilin.training.metrics import Meter
 from multilin.training.outcomes import StopRequest, TrainingFailed
 from multilin.training.processes import on_any_device
@@ -27,6 +28,7 @@ class StepCallback(TrainerCallback):  # type: ignore[misc]
         writers: each stores every complete line of metrics.
         stop_request: notes a signal that asks the run to end.
         describe_batch: step to the blocks it reads, for the message about a loss that is not finite.
+        find_nonfinite: repeats the passes of a step, and says where they first are not finite if it finds that.
         limit: the clock of a run that ends after a given time at most.
 
     Attributes:
@@ -42,11 +44,13 @@ class StepCallback(TrainerCallback):  # type: ignore[misc]
         writers: Sequence[Callable[[dict[str, Any]], None]],
         stop_request: StopRequest,
         describe_batch: Callable[[int], str],
+        find_nonfinite: Callable[[], str | None],
         limit: TimeLimit | None = None,
     ) -> None:
         self.plan, self.skips_nonfinite = recipe.training, recipe.optimizer.nonfinite == "skip"
         self.meter, self.progress, self.writers = meter, progress, writers
         self.stop_request, self.describe_batch, self.limit = stop_request, describe_batch, limit
+        self.find_nonfinite = find_nonfinite
         self.is_finished = False
         self.grad_norm: torch.Tensor | float = 0.0  # set by the trainer when it clips
         self._step_loss: float | None = None  # of a step that was applied
@@ -77,11 +81,12 @@ class StepCallback(TrainerCallback):  # type: ignore[misc]
         step_loss, step_norm = both.tolist()
         finite = math.isfinite(step_loss) and math.isfinite(step_norm)
         if self.skips_nonfinite and on_any_device(not finite):
-            if self.meter.skipped_steps == 0:
+            if self.meter.skipped_steps == 0 and not finite:
+                place = self.find_nonfinite()
                 warnings.warn(
                     f"the loss or the gradient of step {step} is not finite, in the batch of "
-                    f"{self.describe_batch(step)}: this step and others like it are left out, and counted as "
-                    "skipped_steps in metrics.jsonl",
+                    f"{self.describe_batch(step)}{f', {place}' if place else ''}: this step and others like it are "
+                    "left out, and counted as skipped_steps in metrics.jsonl",
                     stacklevel=2,
                 )
             kwargs["optimizer"].zero_grad(set_to_none=True)  # without gradients an optimizer leaves everything as it is
@@ -90,7 +95,10 @@ class StepCallback(TrainerCallback):  # type: ignore[misc]
         self._step_loss, self._step_norm = step_loss, step_norm
         if not finite:
             name, value = ("gradient norm", step_norm) if math.isfinite(step_loss) else ("loss", step_loss)
-            raise TrainingFailed(f"the {name} of step {step} is {value}, in the batch of {self.describe_batch(step)}")
+            place = f", {found}" if (found := self.find_nonfinite()) else ""
+            raise TrainingFailed(
+                f"the {name} of step {step} is {value}{place}, in the batch of {self.describe_batch(step)}"
+            )
 
     def on_optimizer_step(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Note the learning rate the step was made with, before the schedule moves on."""
@@ -115,6 +123,9 @@ class StepCallback(TrainerCallback):  # type: ignore[misc]
             self._line = self.meter.line(step, learning_rate=self._learning_rate, grad_norm=self._step_norm)
             if self.skips_nonfinite:
                 self._line["skipped_steps"] = self.meter.skipped_steps
+        if last and self.meter.skipped_steps >= step:
+            self._finish_line()
+            raise TrainingFailed(f"the loss or the gradient of each of the {plural(step, 'step')} was not finite")
         if not control.should_evaluate:
             self._finish_line()
         return control
@@ -137,7 +148,8 @@ class StepCallback(TrainerCallback):  # type: ignore[misc]
 
     def _finish_line(self, **figures: float) -> None:
         if self._line is not None:
-            self._line |= figures
+            # JSON has no nan and infinity.
+            self._line = {k: v for k, v in (self._line | figures).items() if v is not None and math.isfinite(v)}
             for write in self.writers:
                 write(self._line)
             self.progress.line(self._line)

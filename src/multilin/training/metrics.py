@@ -29,7 +29,8 @@ class Meter:
 
     def __init__(self, tokens_per_step: int) -> None:
         self.tokens_per_step = tokens_per_step
-        self.tokens, self.skipped_steps, self.last_loss = 0, 0, float("nan")
+        self.tokens, self.skipped_steps = 0, 0
+        self.last_loss: float | None = None
         self.loss_sum, self.loss_steps = 0.0, 0
         self._step_loss: torch.Tensor | None = None
         self._earlier_seconds, self._started = 0.0, time.perf_counter()
@@ -74,7 +75,7 @@ class Meter:
     def line(self, step: int, *, learning_rate: float, grad_norm: float) -> dict[str, Any]:
         """The line for this step, after which the sums begin anew.
 
-        The loss is the mean over devices; if every step was skipped, it is the loss of the last line.
+        The loss is the mean over devices; if every step was skipped, it is the loss of the last line or, before any, None.
         """
         if self.loss_steps:
             self.last_loss = mean_over_devices(self.loss_sum / self.loss_steps)

@@ -1,6 +1,9 @@
-"""The processes that train together, as torchrun and `accelerate launch` start them."""
+"""The processes that train together, as torchrun and `accelerate launch` start them, and their environment."""
 
+import contextlib
 import os
+import warnings
+from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
@@ -8,7 +11,16 @@ from accelerate import PartialState
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
+from multilin.errors import as_input_error
+from multilin.training.environment import is_launched, left_over
 from multilin.training.metrics import mean_over_devices
+from multilin.training.precision import resolve_precision
+from multilin.training.settings import TrainingRecipe
+
+# What accelerate and transformers read besides launchers' variables: settings of a run, trackers of a cluster.
+_HIDDEN = ("ACCELERATE_", "FSDP_", "MEGATRON_LM_", "PARALLELISM_CONFIG_", "KUBEFLOW_", "FORK_LAUNCHED")
+_OFF, _ON = ("no", "false", "f", "n", "off", "0", "none", ""), ("yes", "true", "t", "y", "on", "1")
+_DEVICE = "ACCELERATE_TORCH_DEVICE"
 
 
 def accelerator_or_cpu() -> torch.device:
@@ -19,23 +31,24 @@ def accelerator_or_cpu() -> torch.device:
     return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 
 
-def num_processes() -> int:
-    """How many processes train together."""
-    return int(os.environ.get("WORLD_SIZE", 1))
-
-
 def join_processes() -> PartialState:
     """Connect to the other processes of the run, if there are any.
 
     The store in which the processes of a node find each other outlives them, so those that torchrun starts again need
     names of their own in it: https://github.com/pytorch/pytorch/issues/135712. Over several nodes their count of starts
     may differ; torchrun must be told to make a new store there (TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1).
+
+    Raises:
+        InputError: the others cannot be reached.
     """
     starts = _restarts()
-    if starts and os.environ.get("GROUP_WORLD_SIZE") == "1" and not dist.is_initialized():
-        store, rank, world_size = next(rendezvous("env://"))
-        dist.init_process_group(store=PrefixStore(f"start-{starts}", store), rank=rank, world_size=world_size)
-    return PartialState(cpu=not torch.accelerator.is_available())
+    with as_input_error(
+        lambda reason: f"MASTER_ADDR: the processes do not find each other there ({reason})", dist.DistError
+    ):
+        if starts and os.environ.get("GROUP_WORLD_SIZE") == "1" and not dist.is_initialized():
+            store, rank, world_size = next(rendezvous("env://"))
+            dist.init_process_group(store=PrefixStore(f"start-{starts}", store), rank=rank, world_size=world_size)
+        return PartialState(cpu=not torch.accelerator.is_available())
 
 
 def were_restarted() -> bool:
@@ -50,3 +63,49 @@ def on_any_device(flag: bool) -> bool:
 
 def _restarts() -> int:
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
+
+
+@contextlib.contextmanager
+def recipe_decides(plan: TrainingRecipe) -> Iterator[None]:
+    """Inside, accelerate and transformers find nothing in the environment but which process of a launcher this is.
+
+    Warns of each variable that asks for something else than the recipe.
+
+    Raises:
+        InputError: what launchers set is there in part, see `num_processes`.
+    """
+    names = left_over()
+    if os.environ.get("RANK", "0") == "0":
+        for sentence in _overruled(plan):
+            warnings.warn(sentence, stacklevel=4)
+    names += [name for name in os.environ if name.startswith(_HIDDEN) and not (name == _DEVICE and is_launched())]
+    hidden = {name: os.environ.pop(name) for name in names}
+    try:
+        yield
+    finally:
+        os.environ.update(hidden)
+
+
+def _overruled(plan: TrainingRecipe) -> Iterator[str]:
+    device, is_float32 = accelerator_or_cpu().type, resolve_precision(plan.precision) == "float32"
+    alike = {  # field, and the values that agree with it
+        "ACCELERATE_MIXED_PRECISION": ("precision", () if is_float32 else ("bf16",)),
+        "ACCELERATE_DYNAMO_BACKEND": ("compile", ("inductor",) if plan.compile else ()),
+        "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": ("batch_size", ("1", "auto")),
+        "ACCELERATE_USE_FSDP": ("shard", () if plan.shard == "none" else _ON),
+        **{f"ACCELERATE_USE_{name}": ("shard", ()) for name in ("DEEPSPEED", "MEGATRON_LM", "PARALLELISM_CONFIG")},
+    }
+    for name, (field, values) in alike.items():
+        if (value := os.environ.get(name, "")).lower() not in (*_OFF, *values):
+            yield f"{name}={value} in the environment is ignored: training.{field} is {getattr(plan, field)}"
+    uses_cpu = os.environ.get("ACCELERATE_USE_CPU", "").lower() not in _OFF
+    asked = {
+        "ACCELERATE_USE_CPU": "cpu" if uses_cpu else "",
+        _DEVICE: "" if is_launched() else os.environ.get(_DEVICE, ""),
+    }
+    for name, value in asked.items():
+        if value.removesuffix(":0") not in ("", device):
+            yield f"{name}={os.environ[name]} in the environment is ignored: training runs on {device}"
+    for name in ("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "NVIDIA_TF32_OVERRIDE"):  # read before anything can be done
+        if device == "cuda" and is_float32 and os.environ.get(name, "0") != "0":
+            yield f"{name}={os.environ[name]} in the environment multiplies float32 matrices in tf32; unset it"

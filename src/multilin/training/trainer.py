@@ -23,7 +23,7 @@ from multilin.training.checkpoints import checkpoint_folder, checkpoint_step
 from multilin.training.host_master import check_host_master
 from multilin.training.outcomes import RunResult, StopRequest, TrainingFailed, TrainingInterrupted
 from multilin.training.precision import tf32_beside_bf16
-from multilin.training.processes import join_processes, were_restarted
+from multilin.training.processes import join_processes, recipe_decides, were_restarted
 from multilin.training.progress import TrainingProgress
 from multilin.training.recipe import Recipe
 from multilin.training.report import draw_loss, write_card
@@ -60,7 +60,26 @@ def train(
         TrainingFailed: a loss that is not finite, or a full disk; the last checkpoint stands.
         TrainingInterrupted: SIGINT or SIGTERM, after a checkpoint.
     """
-    began = time.monotonic() if began is None else began
+    with recipe_decides(recipe.training):
+        return _train(
+            recipe,
+            resume=resume,
+            overwrite=overwrite,
+            progress=progress or TrainingProgress(),
+            callbacks=callbacks,
+            began=time.monotonic() if began is None else began,
+        )
+
+
+def _train(
+    recipe: Recipe,
+    *,
+    resume: bool,
+    overwrite: bool,
+    progress: TrainingProgress,
+    callbacks: Sequence[TrainerCallback],
+    began: float,
+) -> RunResult:
     folder, given = RunFolder(recipe.output), recipe
     recipe = resolve_recipe(folder.with_its_batch(recipe) if resume else recipe)
     if not (resume and recipe.model.start):  # which is checked below, from an undamaged checkpoint
@@ -72,7 +91,7 @@ def train(
         recipe = resolve_recipe(folder.with_its_batch(given)) if resume else recipe  # they may be more or fewer now
     if recipe.training.master == "host":
         check_host_master(recipe.training, devices)
-    if progress is None or not devices.is_main_process:
+    if not devices.is_main_process:
         progress = TrainingProgress()
     with (
         _lost_processes_in_one_sentence(folder),
@@ -141,6 +160,8 @@ def _finish(trainer: RunTrainer) -> RunResult:
     folder, meter = trainer.folder, trainer.callback.meter
     lines = folder.read_metrics()
     last = lines[-1]
+    if "validation_loss" not in last:
+        raise TrainingFailed("the loss on the validation text after the last step is not finite")
     result = RunResult(
         output=folder.path,
         steps=trainer.state.global_step,

@@ -38,6 +38,7 @@ from multilin.training.callbacks import StepCallback
 from multilin.training.communication import compress_gradients
 from multilin.training.host_master import HostMaster
 from multilin.training.metrics import Meter
+from multilin.training.nonfinite import find_nonfinite
 from multilin.training.optimizers import build_optimizer
 from multilin.training.outcomes import StopRequest
 from multilin.training.precision import autocast_dtype
@@ -64,6 +65,8 @@ class RunTrainer(SavingTrainer):
     """
 
     control: TrainerControl
+    _batches: list[dict[str, torch.Tensor]]  # of the step that is made
+    _num_items: torch.Tensor | None
 
     def __init__(
         self,
@@ -86,6 +89,7 @@ class RunTrainer(SavingTrainer):
             writers=self._metrics_writers() if devices.is_main_process else [],
             stop_request=stop_request,
             describe_batch=lambda step: order.describe((step - 1) * blocks_per_step, step * blocks_per_step),
+            find_nonfinite=self._find_nonfinite,
             limit=self._time_limit(began, blocks_per_step * recipe.model.n_positions),
         )
         args = training_arguments(recipe, model, folder.checkpoints)
@@ -170,15 +174,34 @@ class RunTrainer(SavingTrainer):
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Forward and backward of one batch; its loss is metered."""
-        # The blocks of this pass are the same however many devices share a step, and so is what is drawn at random.
-        place = self._passes_done * self.args.world_size + self.args.process_index
-        source = np.random.SeedSequence([self.args.seed, self.state.global_step, place])
-        set_seed(int(source.generate_state(1)[0]))
+        self._seed(self._passes_done)
         self._passes_done += 1
         adapt()
         loss: torch.Tensor = super().training_step(*args, **kwargs)
         self.callback.meter.add_loss(loss)
         return loss
+
+    def _seed(self, number: int) -> None:
+        """Seed what the pass of this number in its step draws: as its blocks, the same on any number of devices."""
+        place = number * self.args.world_size + self.args.process_index
+        source = np.random.SeedSequence([self.args.seed, self.state.global_step, place])
+        set_seed(int(source.generate_state(1)[0]))
+
+    def _find_nonfinite(self) -> str | None:
+        """Repeat this process's passes of the step, without the other processes; see `find_nonfinite`."""
+        if self.shards is not None:  # each pass of a divided model needs all processes
+            return None
+        model = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
+
+        def loss(number: int) -> torch.Tensor:
+            self._seed(number)
+            batch, num_items = self._prepare_inputs(self._batches[number]), self._num_items
+            with self.compute_loss_context_manager():
+                result: torch.Tensor = self.compute_loss(model, batch, num_items_in_batch=num_items)
+            return result
+
+        found = (find_nonfinite(model, functools.partial(loss, number)) for number in range(len(self._batches)))
+        return next(filter(None, found), None)
 
     def compute_loss(self, model: torch.nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         """The loss of one batch; no state is kept for a text that goes on."""
@@ -226,10 +249,11 @@ class RunTrainer(SavingTrainer):
         self._passes_done = 0  # of the step that begins
         # transformers asks whether training is over after a step only.
         batches = list(itertools.islice(epoch_iterator, 0 if self.callback.is_finished else num_batches))
-        if not batches or not self.model_accepts_loss_kwargs:
-            return batches, None
-        predicted = torch.stack([(batch["labels"][:, 1:] != IGNORED).sum() for batch in batches]).sum().to(device)
-        return batches, self.accelerator.gather(predicted).sum()
+        self._batches, self._num_items = batches, None
+        if batches and self.model_accepts_loss_kwargs:
+            predicted = torch.stack([(batch["labels"][:, 1:] != IGNORED).sum() for batch in batches]).sum().to(device)
+            self._num_items = self.accelerator.gather(predicted).sum()
+        return batches, self._num_items
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
         """Not counted: it would walk over all parameters at every step."""

@@ -2,7 +2,6 @@
 
 import base64
 import io
-import json
 import warnings
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -19,6 +18,7 @@ from multilin.analysis.templates import render
 from multilin.errors import plural
 from multilin.files import write_whole
 from multilin.files.lock import locked_folder
+from multilin.settings.inputs import to_json
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -47,7 +47,7 @@ def as_json(report: Report) -> str:
     s + 1 and so on, and nothing is read or changed outside a row.
     """
     names = {"run": report.run, "source": report.source, "finding": finding(report.explanation)}
-    return json.dumps(names | _numbers(report, packed=False), ensure_ascii=False, allow_nan=False)
+    return to_json(names | _numbers(report, packed=False), ensure_ascii=False)
 
 
 def page(report: Report) -> str:

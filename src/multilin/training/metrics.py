@@ -75,7 +75,7 @@ class Meter:
     def line(self, step: int, *, learning_rate: float, grad_norm: float) -> dict[str, Any]:
         """The line for this step, after which the sums begin anew.
 
-        The loss is the mean over devices; if every step was skipped, it is the loss of the last line or, before any, None.
+        The loss is the mean over devices; if every step was skipped, it is the loss of the last line, or None.
         """
         if self.loss_steps:
             self.last_loss = mean_over_devices(self.loss_sum / self.loss_steps)

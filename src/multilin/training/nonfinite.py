@@ -34,6 +34,12 @@ def find_nonfinite(model: nn.Module, loss_of: Callable[[], Tensor]) -> str | Non
     return watch.found
 
 
+_RECEIVERS = (
+    "_multilin_receivers"  # attribute of a tensor: modules that got it, the last of which computes its gradient
+)
+_LISTS = nn.ModuleList | nn.ModuleDict | nn.ParameterList | nn.ParameterDict  # they compute nothing
+
+
 class _Watch:
     """Notes the first module that computes a number which is not finite, in either pass.
 
@@ -44,6 +50,7 @@ class _Watch:
     def __init__(self, model: nn.Module) -> None:
         self.found: str | None = None
         self._handles: list[Any] = []
+        self._lists = {name for name, module in model.named_modules() if isinstance(module, _LISTS)}
         for name, module in model.named_modules():
             self._handles += [
                 module.register_forward_pre_hook(functools.partial(self._enter, name), with_kwargs=True),
@@ -51,7 +58,7 @@ class _Watch:
             ]
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
-                self._handles.append(parameter.register_hook(self._noting(_parent(name))))
+                self._handles.append(parameter.register_hook(self._noting([self._parent(name)])))
 
     def remove(self) -> None:
         """End watching."""
@@ -65,7 +72,7 @@ class _Watch:
 
     def _enter(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         if not all(map(_is_finite, _tensors([args, kwargs]))):
-            self.note(_parent(name), "forward")
+            self.note(self._parent(name), "forward")
         return tuple(map(self._own, [name] * len(args), args)), {k: self._own(name, v) for k, v in kwargs.items()}
 
     def _own(self, name: str, value: Any) -> Any:
@@ -73,7 +80,7 @@ class _Watch:
         if not (isinstance(value, Tensor) and value.requires_grad and value.is_floating_point()):
             return value
         copied = value.clone()
-        copied.register_hook(self._noting(name))
+        self._follow(copied, name)
         return copied
 
     def _leave(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
@@ -81,18 +88,28 @@ class _Watch:
             if not _is_finite(tensor):
                 self.note(name, "forward")
             elif tensor.requires_grad:
-                tensor.register_hook(self._noting(_parent(name)))
+                self._follow(tensor, self._parent(name))
 
-    def _noting(self, name: str) -> Callable[[Tensor], None]:
+    def _parent(self, name: str) -> str:
+        """The module that has the module or parameter of this name, and calls it."""
+        parent = name.rpartition(".")[0]
+        return self._parent(parent) if parent in self._lists else parent
+
+    def _follow(self, tensor: Tensor, name: str) -> None:
+        """Watch the gradient of a tensor, which the module of this name computes, as the last to get the tensor."""
+        if not hasattr(tensor, _RECEIVERS):
+            setattr(tensor, _RECEIVERS, receivers := list[str]())
+            tensor.register_hook(self._noting(receivers))
+        getattr(tensor, _RECEIVERS).append(name)
+
+    def _noting(self, names: list[str]) -> Callable[[Tensor], None]:
+        """A hook for gradients that the last of these modules computes."""
+
         def look(gradient: Tensor) -> None:
             if not _is_finite(gradient):
-                self.note(name, "backward")
+                self.note(names[-1], "backward")
 
         return look
-
-
-def _parent(name: str) -> str:
-    return name.rpartition(".")[0]
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

@@ -1,4 +1,3 @@
-import contextlib
 import errno
 import math
 import os
@@ -8,7 +7,7 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -111,16 +110,41 @@ def test_the_first_module_that_is_not_finite_is_named(name: str) -> None:
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
-@contextlib.contextmanager
-def spoiled(layer: nn.Module, spoil: Callable[[Tensor], Tensor]) -> Iterator[None]:
+def spoiled(layer: nn.Module, spoil: Callable[[Tensor], Tensor]) -> RemovableHandle:
     """The layer's output is replaced."""
 
     def replace(module: nn.Module, inputs: object, output: Any) -> Any:
         return (spoil(output[0]), *output[1:]) if isinstance(output, tuple) else spoil(output)
 
-    handle = layer.register_forward_hook(replace)
-    yield
-    handle.remove()
+    return layer.register_forward_hook(replace)
+
+
+KINDS = {
+    "bf16": {"training.precision": "bf16"},
+    "int8": {"training.precision": "int8"},
+    "host": {"training.precision": "int8", "training.master": "host"},
+    "checkpointing": {"training.gradient_checkpointing": True},
+    "llama": {"model.architecture": "llama"},
+}
+
+
+@pytest.mark.filterwarnings("ignore:training.master", "ignore:llama does not take")
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("spoil", "direction"), [(make_nan, "forward"), (NanGradient.apply, "backward")])
+def test_a_run_names_the_layer_in_all_kinds_of_training(
+    tiny: Tiny, tmp_path: Path, at_step: AtStep, kind: str, spoil: Callable[..., Tensor], direction: str
+) -> None:
+    at_step(2, lambda model: spoiled(layers_of(model)[0], spoil))
+    with pytest.raises(TrainingFailed, match=rf"of step 2 is nan, first in the {direction} pass of model.layers.0, in"):
+        train(tiny(tmp_path / "run", **KINDS[kind]))
+
+
+def test_a_run_of_adapters_names_the_layer(
+    uninterrupted: RunResult, tune: Tiny, tmp_path: Path, at_step: AtStep
+) -> None:
+    at_step(2, lambda model: spoiled(layers_of(model)[0], make_nan))
+    with pytest.raises(TrainingFailed, match=r"of step 2 is nan, first in the forward pass of model.layers.0, in"):
+        train(tune(uninterrupted.output, tmp_path / "run", **{"training.lora": {"rank": 2}}))
 
 
 def test_the_loss_itself_is_named_where_all_modules_are_finite() -> None:

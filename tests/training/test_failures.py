@@ -1,4 +1,5 @@
 import errno
+import json
 import math
 import os
 import pickle
@@ -18,16 +19,18 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from multilin.cli.progress import format_figures
 from multilin.data.tokenizers import VocabularyTooLarge
 from multilin.errors import InputError
 from multilin.model.factory import create_model, layers_of, model_names
 from multilin.training import checkpoints
 from multilin.training.nonfinite import find_nonfinite
 from multilin.training.outcomes import RunResult, TrainingFailed, TrainingInterrupted
+from multilin.training.report import draw_loss
 from multilin.training.run_folder import RunFolder
 from multilin.training.trainer import train
 from multilin.training.transformers_trainer import RunTrainer
-from tests.training.conftest import AtStep, Tiny, assert_same_weights, metrics
+from tests.training.conftest import AtStep, Stopped, Tiny, assert_same_run, assert_same_weights, metrics
 
 DISK_IS_FULL = [
     OSError(errno.ENOSPC, "No space left on device"),
@@ -179,6 +182,68 @@ def test_a_step_that_is_not_finite_can_be_left_out(
     assert [line["skipped_steps"] for line in lines] == [0] * 5 + [1]
     assert lines[-1]["loss"] == lines[-2]["loss"]
     assert lines[-1]["tokens"] == 6 * lines[0]["tokens"]
+
+
+def refuse(name: str) -> None:
+    raise ValueError(f"{name} is no JSON")
+
+
+def test_a_run_in_which_no_step_was_made_has_failed(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compute = RunTrainer.compute_loss
+    monkeypatch.setattr(RunTrainer, "compute_loss", lambda *a, **k: compute(*a, **k) * math.inf)
+    sentence = "the loss or the gradient of each of the 12 steps was not finite; no checkpoint was saved yet"
+    with pytest.warns(UserWarning, match="is not finite"), pytest.raises(TrainingFailed, match=sentence):
+        train(tiny(tmp_path / "run", **{"optimizer.nonfinite": "skip"}))
+    lines = [
+        json.loads(line, parse_constant=refuse) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()
+    ]
+    assert [line["skipped_steps"] for line in lines] == [3, 5, 6, 9, 10, 12]
+    assert all("loss" not in line for line in lines)
+    assert lines == RunFolder(tmp_path / "run").read_metrics()
+
+
+@pytest.mark.filterwarnings("ignore:the loss or the gradient of step")
+def test_all_files_of_a_run_that_begins_with_skipped_steps_are_json(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stopped: Stopped
+) -> None:
+    """A checkpoint follows the first step that was made, before the line that has its loss."""
+    compute = RunTrainer.compute_loss
+
+    def infinite_at_first(self: RunTrainer, *arguments: Any, **options: Any) -> Any:
+        return compute(self, *arguments, **options) * (math.inf if self.state.global_step < 3 else 1.0)
+
+    monkeypatch.setattr(RunTrainer, "compute_loss", infinite_at_first)
+    changes = {"optimizer.nonfinite": "skip", "training.log_every_steps": 3, "training.eval_every_steps": 3}
+    whole = train(tiny(tmp_path / "whole", **changes))
+    recipe = stopped(tiny(tmp_path / "run", **changes), 5)
+    assert json.loads((tmp_path / "run.checkpoints/checkpoint-5/meter.json").read_text())["last_loss"] is None
+    assert_same_run(train(recipe, resume=True).output, whole.output)
+    for file in [*tmp_path.rglob("*.json"), *tmp_path.rglob("*.jsonl")]:
+        for text in file.read_text().splitlines() if file.suffix == ".jsonl" else [file.read_text()]:
+            json.loads(text, parse_constant=refuse)
+
+
+@pytest.mark.parametrize("loss", ["NaN", "null", "Infinity"])
+def test_a_line_without_a_finite_loss_is_read_without_it(tmp_path: Path, loss: str) -> None:
+    figures = {"step": 1, "tokens": 2, "seconds": 3.0, "tokens_per_second": 4.0}
+    (tmp_path / "metrics.jsonl").write_text(f'{json.dumps(figures)[:-1]}, "loss": {loss}}}\n')
+    assert RunFolder(tmp_path).read_metrics() == [figures]
+    assert "every step was left out" in format_figures(figures)
+    draw_loss([figures, figures | {"loss": 1.0}], tmp_path / "loss.png")
+
+
+def test_a_validation_loss_that_is_not_finite_fails_the_run(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    figures = {"validation_loss": math.nan, "validation_bits_per_byte": math.inf}
+    monkeypatch.setattr(RunTrainer, "_validate", lambda self: figures)
+    with pytest.raises(TrainingFailed, match=r"after the last step is not finite; the checkpoint of step 12 stands"):
+        train(tiny(tmp_path / "run"))
+    assert not (tmp_path / "run/model.safetensors").exists()
+    for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines():
+        assert not figures.keys() & json.loads(line, parse_constant=refuse).keys()
 
 
 def test_checkpoints_change_nothing_while_all_steps_are_left_out(

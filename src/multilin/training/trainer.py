@@ -156,12 +156,12 @@ def _run(trainer: RunTrainer, checkpoint: Path | None, progress: TrainingProgres
 def _finish(trainer: RunTrainer) -> RunResult:
     """Write the model, the plot and the model card."""
     trainer.accelerator.wait_for_everyone()
-    trainer.publish_model()
     folder, meter = trainer.folder, trainer.callback.meter
     lines = folder.read_metrics()
     last = lines[-1]
     if "validation_loss" not in last:
         raise TrainingFailed("the loss on the validation text after the last step is not finite")
+    trainer.publish_model()
     result = RunResult(
         output=folder.path,
         steps=trainer.state.global_step,

@@ -1,7 +1,6 @@
 """The results of a benchmark in files: its rows as JSON, with all they depend on, and their plot."""
 
 import argparse
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,6 +9,7 @@ import torch
 
 from benchmarks import _machine
 from multilin.files import atomic_file, check_writable, write_whole
+from multilin.settings.inputs import to_json
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -70,4 +70,4 @@ def save(
 def save_json(path: str | Path, asked: dict[str, Any], results: dict[str, Any]) -> None:
     """Write what was asked, on which machine, and what came of it."""
     depends_on = {**_machine.description(), "threads": torch.get_num_threads()}
-    write_whole(path, json.dumps({**asked, **depends_on, **results}, indent=2, default=str) + "\n")
+    write_whole(path, to_json({**asked, **depends_on, **results}, indent=2, default=str) + "\n")

@@ -9,7 +9,6 @@ text predicted from those on the others. From the runs in the package its law is
 import argparse
 import dataclasses
 import itertools
-import json
 import math
 import shutil
 import tempfile
@@ -23,6 +22,7 @@ from multilin.analysis.budget.measure import candidate, measure_text
 from multilin.analysis.budget.pick import VALIDATIONS
 from multilin.analysis.budget.rule import SHORT_RUN, Size, recipe_values
 from multilin.files import write_whole
+from multilin.settings.inputs import to_json
 from multilin.training.assemble import read_text
 from multilin.training.loop import train
 from multilin.training.recipe import Recipe, load_recipe
@@ -47,7 +47,7 @@ def main(argv: list[str]) -> None:
     if arguments.fit:
         law = _print_fit(load_runs(arguments.runs))
         if arguments.runs.resolve() == RUNS.resolve():
-            write_whole(LAW, json.dumps(dataclasses.asdict(law), indent=1) + "\n")
+            write_whole(LAW, to_json(dataclasses.asdict(law), indent=1) + "\n")
     else:
         _train_all(arguments)
     _results.save("minutes", arguments, [dataclasses.asdict(run) for run in load_runs(arguments.runs)])
@@ -92,8 +92,8 @@ def _train_all(arguments: argparse.Namespace) -> None:
         if not any(about.items() <= run for run in done):
             about |= {"flops_per_token": model.flops_per_token, "parameters": model.parameters}
             about |= _trained(recipe) | {"commit": commit}
-            write_whole(arguments.runs, arguments.runs.read_text() + json.dumps(about) + "\n")
-            print(json.dumps(about), flush=True)
+            write_whole(arguments.runs, arguments.runs.read_text() + to_json(about) + "\n")
+            print(to_json(about), flush=True)
 
 
 def _recipe(source: str, architecture: str, size: Size, rate: float | None, tokens: float) -> Recipe:

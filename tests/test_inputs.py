@@ -3,6 +3,7 @@
 import gzip
 import io
 import json
+import math
 import os
 import sys
 from collections.abc import Callable
@@ -25,7 +26,7 @@ from multilin.errors import InputError
 from multilin.inference.runs import load_run
 from multilin.layers.linear import Arithmetic
 from multilin.model.factory import create_model
-from multilin.settings.inputs import LARGEST_YAML, parse_json, parse_yaml, read_bytes, to_yaml
+from multilin.settings.inputs import LARGEST_YAML, parse_json, parse_yaml, read_bytes, to_json, to_yaml
 from multilin.training.recipe import load_recipe
 
 NUMBERS = st.integers(-(10**30), 10**30) | st.floats(allow_nan=False, allow_infinity=False)
@@ -59,6 +60,20 @@ BOMB = "a: &a [x, x]\n" + "".join(
     f"{name}: &{name} [{', '.join(['*' + before] * 9)}]\n"
     for before, name in zip("abcdefghi", "bcdefghij", strict=True)
 )
+
+
+@given(
+    st.recursive(st.floats() | st.text() | st.none(), lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner))
+)
+def test_json_has_null_for_numbers_that_are_not_finite(value: Any) -> None:
+    def finite(value: Any) -> Any:
+        if isinstance(value, list):
+            return [finite(part) for part in value]
+        if isinstance(value, dict):
+            return {name: finite(part) for name, part in value.items()}
+        return None if isinstance(value, float) and not math.isfinite(value) else value
+
+    assert json.loads(to_json(value), parse_constant=pytest.fail) == finite(value)
 
 
 @given(PLAIN)

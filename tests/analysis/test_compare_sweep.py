@@ -179,6 +179,20 @@ def test_a_row_changes_the_base_and_the_base_changes_the_recipe(sweep_file: Call
     assert b.recipe.model.config == {"output_bias": "unigram"}
 
 
+def test_an_empty_section_of_a_row_changes_nothing(sweep_file: Callable[..., Path]) -> None:
+    base = {**SMALL, "optimizer": {"learning_rate": 0.5}, "model": {**SMALL["model"], "options": {"num_heads": 2}}}
+    empty = {"optimizer": None, "training": None, "model": {"options": None, "config": None}}
+    plain = rows_of(load_sweep(sweep_file(base=base, rows={"gpt2": {"model.hidden_size": 8}})))
+    found = rows_of(
+        load_sweep(sweep_file(base={**base, "data": None}, rows={"gpt2": {"model.hidden_size": 8, **empty}}))
+    )
+    assert [row.recipe for row in found] == [row.recipe for row in plain]
+    assert found[0].recipe.optimizer.learning_rate == 0.5
+    assert found[0].recipe.model.options == {"num_heads": 2}
+    for fields in ({"base": None}, {"stages": None, "seeds": None}, {"rows": {"gpt2": None}}):
+        load_sweep(sweep_file(**fields))
+
+
 def test_what_belongs_to_another_architecture_or_optimizer_is_left_out(sweep_file: Callable[..., Path]) -> None:
     rows = {"a": {"model.architecture": "gpt2", "optimizer.name": "normalized_sgd"}}
     (row,) = rows_of(load_sweep(sweep_file(base={"recipe": "demo"}, rows=rows)))

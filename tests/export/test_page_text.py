@@ -43,7 +43,9 @@ def in_node(cases: list[dict[str, Any]], folder: Path) -> list[dict[str, Any]]:
         (folder / name).write_bytes(resources.files("multilin.export").joinpath(f"assets/web/{name}").read_bytes())
     (folder / "package.json").write_text('{"type": "module"}')
     (folder / "run.js").write_text(PROGRAM)
-    ran = subprocess.run(["node", "run.js"], input=json.dumps(cases), cwd=folder, capture_output=True, text=True, check=False)
+    ran = subprocess.run(
+        ["node", "run.js"], input=json.dumps(cases), cwd=folder, capture_output=True, text=True, check=False
+    )
     assert ran.returncode == 0, ran.stderr
     answers: list[dict[str, Any]] = json.loads(ran.stdout)
     return answers
@@ -54,16 +56,22 @@ def test_the_page_reads_and_writes_text_as_python_does(tmp_path: Path) -> None:
     for seed, name in enumerate(KINDS):
         codec = TextCodec(tokenizer(name), 0, 0)
         texts = random_texts(seed, 300)
-        parts = [(ids, len(ids) * (number % 3) // 4) for number, ids in enumerate(random_ids(codec.tokenizer, seed, 300))]
+        parts = [
+            (ids, len(ids) * (number % 3) // 4) for number, ids in enumerate(random_ids(codec.tokenizer, seed, 300))
+        ]
         streamed = []
         for ids, place in parts:
             stream = TextStream(codec, ids[:place], True)
             streamed.append([*map(stream.put, ids[place:]), stream.end()])
         cases.append({"content": json.loads(codec.tokenizer.to_str()), "texts": texts, "parts": parts})
-        expected.append({
-            "first": [codec.encode(text) for text in texts], "following": [codec.encode_more(text) for text in texts],
-            "decoded": [codec.tokenizer.decode(ids) for ids, _ in parts], "streamed": streamed,
-        })
+        expected.append(
+            {
+                "first": [codec.encode(text) for text in texts],
+                "following": [codec.encode_more(text) for text in texts],
+                "decoded": [codec.tokenizer.decode(ids) for ids, _ in parts],
+                "streamed": streamed,
+            }
+        )
     for name, case, right, page in zip(KINDS, cases, expected, in_node(cases, tmp_path), strict=True):
         for way, answers in right.items():
             given = case["texts"] if way in ("first", "following") else case["parts"]

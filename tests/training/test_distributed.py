@@ -113,7 +113,9 @@ def test_a_step_is_shared_out(blocks: int | None, num_devices: int, expected: tu
 def test_a_step_that_cannot_be_shared_out_is_refused_before_any_work(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, blocks: int, num_devices: int, message: str
 ) -> None:
-    monkeypatch.setenv("WORLD_SIZE", str(num_devices))
+    launched = {"RANK": 0, "WORLD_SIZE": num_devices, "LOCAL_RANK": 0, "MASTER_ADDR": "localhost", "MASTER_PORT": 29500}
+    for name, value in launched.items():
+        monkeypatch.setenv(name, str(value))
     with pytest.raises(InputError, match=message):
         train(tiny(tmp_path / "run", **{"training.global_batch_size": blocks}))
     assert list(tmp_path.iterdir()) == []

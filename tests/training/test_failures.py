@@ -1,5 +1,5 @@
 import errno
-import itertools
+import json
 import math
 import os
 import pickle
@@ -16,17 +16,22 @@ import pytest
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from multilin.cli.progress import format_figures
 from multilin.data.tokenizers import VocabularyTooLarge
 from multilin.errors import InputError
+from multilin.model.factory import create_model, layers_of, model_names
 from multilin.training import checkpoints
+from multilin.training import step as training_step
 from multilin.training.loop import train
+from multilin.training.nonfinite import find_nonfinite
 from multilin.training.outcomes import RunResult, TrainingFailed, TrainingInterrupted
+from multilin.training.report import draw_loss
 from multilin.training.run_folder import RunFolder
 from multilin.training.saving import Saver
-from multilin.training.step import TrainedLoss
-from tests.training.conftest import AtStep, Tiny, assert_same_weights, metrics
+from tests.training.conftest import AtStep, Stopped, Tiny, assert_same_run, assert_same_weights, metrics
 
 DISK_IS_FULL = [
     OSError(errno.ENOSPC, "No space left on device"),
@@ -44,7 +49,13 @@ def make_gradient_infinite(model: torch.nn.Module) -> RemovableHandle:
 
 @pytest.mark.parametrize(
     ("spoil", "what"),
-    [(make_loss_nan, "loss of step 6 is nan"), (make_gradient_infinite, "gradient norm of step 6 is")],
+    [
+        (make_loss_nan, "loss of step 6 is nan, first in the forward pass of model.embedding.tokens"),
+        (
+            make_gradient_infinite,
+            r"gradient norm of step 6 is \w+, first in the backward pass of model.embedding.tokens",
+        ),
+    ],
 )
 def test_a_loss_that_is_not_finite_stops_the_run_and_spoils_nothing(
     tiny: Tiny, tmp_path: Path, at_step: AtStep, uninterrupted: RunResult, spoil: Callable[..., None], what: str
@@ -52,13 +63,101 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_spoils_nothing(
     recipe = tiny(tmp_path / "run")
     at_step(6, spoil)
     blocks = r"in the batch of blocks \d+, \d+, \d+, \d+ of the training text"
-    sentence = rf"the {what}.*, {blocks}; the checkpoint of step 4 stands"
+    sentence = rf"the {what}, {blocks}; the checkpoint of step 4 stands"
     with pytest.raises(TrainingFailed, match=sentence):
         train(recipe)
     assert metrics(tmp_path / "run")[-1]["step"] == 5
     at_step(0, print)
     resumed = train(recipe, resume=True)
     assert_same_weights(resumed.output, uninterrupted.output)
+
+
+class NanGradient(torch.autograd.Function):
+    """The input, whose gradient is nan."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor) -> Tensor:
+        return values.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * torch.nan
+
+
+def make_nan(values: Tensor) -> Tensor:
+    return values * torch.nan
+
+
+@pytest.mark.parametrize("name", model_names())
+def test_the_first_module_that_is_not_finite_is_named(name: str) -> None:
+    """What a hook adds to the last layer counts as computed by that layer, after all modules inside it."""
+    torch.manual_seed(0)
+    model = create_model(name, vocab_size=20, hidden_size=16, num_layers=2, n_positions=16).train()
+    ids = torch.randint(20, (2, 16))
+
+    def loss() -> Tensor:
+        result: Tensor = model(input_ids=ids, labels=ids, use_cache=False).loss
+        return result
+
+    layer = layers_of(model)[-1]
+    (place,) = (name for name, module in model.named_modules() if module is layer)
+    assert find_nonfinite(model, loss) is None
+    for spoil, direction in ((make_nan, "forward"), (NanGradient.apply, "backward")):
+        with spoiled(layer, spoil):
+            assert find_nonfinite(model, loss) == f"first in the {direction} pass of {place}"
+    weight = next(layer.parameters())
+    with torch.no_grad():
+        weight.view(-1)[-1] = torch.inf
+    (weight_name,) = (name for name, parameter in model.named_parameters() if parameter is weight)
+    assert find_nonfinite(model, loss) == f"{weight_name} was not finite before the step"
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+def spoiled(layer: nn.Module, spoil: Callable[[Tensor], Tensor]) -> RemovableHandle:
+    """The layer's output is replaced."""
+
+    def replace(module: nn.Module, inputs: object, output: Any) -> Any:
+        return (spoil(output[0]), *output[1:]) if isinstance(output, tuple) else spoil(output)
+
+    return layer.register_forward_hook(replace)
+
+
+KINDS = {
+    "bf16": {"training.precision": "bf16"},
+    "int8": {"training.precision": "int8"},
+    "host": {"training.precision": "int8", "training.master": "host"},
+    "checkpointing": {"training.gradient_checkpointing": True},
+    "llama": {"model.architecture": "llama"},
+}
+
+
+@pytest.mark.filterwarnings("ignore:training.master", "ignore:llama does not take")
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("spoil", "direction"), [(make_nan, "forward"), (NanGradient.apply, "backward")])
+def test_a_run_names_the_layer_in_all_kinds_of_training(
+    tiny: Tiny, tmp_path: Path, at_step: AtStep, kind: str, spoil: Callable[..., Tensor], direction: str
+) -> None:
+    at_step(2, lambda model: spoiled(layers_of(model)[0], spoil))
+    with pytest.raises(TrainingFailed, match=rf"of step 2 is nan, first in the {direction} pass of model.layers.0, in"):
+        train(tiny(tmp_path / "run", **KINDS[kind]))
+
+
+def test_a_run_of_adapters_names_the_layer(
+    uninterrupted: RunResult, tune: Tiny, tmp_path: Path, at_step: AtStep
+) -> None:
+    at_step(2, lambda model: spoiled(layers_of(model)[0], make_nan))
+    with pytest.raises(TrainingFailed, match=r"of step 2 is nan, first in the forward pass of model.layers.0, in"):
+        train(tune(uninterrupted.output, tmp_path / "run", **{"training.lora": {"rank": 2}}))
+
+
+def test_the_loss_itself_is_named_where_all_modules_are_finite() -> None:
+    class Model(nn.Linear):
+        def forward(self, values: Tensor) -> Tensor:
+            return (super().forward(values) * 0).log().sum()
+
+    model = Model(2, 2)
+    assert find_nonfinite(model, lambda: model(torch.ones(1, 2))) == "first in the forward pass of the loss"
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "normalized_sgd", "matrix_moment"])
@@ -86,18 +185,79 @@ def test_a_step_that_is_not_finite_can_be_left_out(
     assert lines[-1]["tokens"] == 6 * lines[0]["tokens"]
 
 
+def make_infinite(monkeypatch: pytest.MonkeyPatch, last: float = math.inf) -> None:
+    """Let the loss of every step up to the last one be infinite."""
+    compute = training_step.pass_loss
+    monkeypatch.setattr(
+        training_step, "pass_loss", lambda *given: compute(*given) * (math.inf if given[4] <= last else 1.0)
+    )
+
+
+def refuse(name: str) -> None:
+    raise ValueError(f"{name} is no JSON")
+
+
+def test_a_run_in_which_no_step_was_made_has_failed(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_infinite(monkeypatch)
+    sentence = "the loss or the gradient of each of the 12 steps was not finite; no checkpoint was saved yet"
+    with pytest.warns(UserWarning, match="is not finite"), pytest.raises(TrainingFailed, match=sentence):
+        train(tiny(tmp_path / "run", **{"optimizer.nonfinite": "skip"}))
+    lines = [
+        json.loads(line, parse_constant=refuse) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()
+    ]
+    assert [line["skipped_steps"] for line in lines] == [3, 5, 6, 9, 10, 12]
+    assert all("loss" not in line for line in lines)
+    assert lines == RunFolder(tmp_path / "run").read_metrics()
+
+
+@pytest.mark.filterwarnings("ignore:the loss or the gradient of step")
+def test_all_files_of_a_run_that_begins_with_skipped_steps_are_json(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stopped: Stopped
+) -> None:
+    """A checkpoint follows the first step that was made, before the line that has its loss."""
+    make_infinite(monkeypatch, last=3)
+    changes = {"optimizer.nonfinite": "skip", "training.log_every_steps": 3, "training.eval_every_steps": 3}
+    whole = train(tiny(tmp_path / "whole", **changes))
+    recipe = stopped(tiny(tmp_path / "run", **changes), 5)
+    assert (
+        json.loads((tmp_path / "run.checkpoints/checkpoint-5/progress.json").read_text())["meter"]["last_loss"] is None
+    )
+    assert_same_run(train(recipe, resume=True).output, whole.output)
+    for file in [*tmp_path.rglob("*.json"), *tmp_path.rglob("*.jsonl")]:
+        for text in file.read_text().splitlines() if file.suffix == ".jsonl" else [file.read_text()]:
+            json.loads(text, parse_constant=refuse)
+
+
+@pytest.mark.parametrize("loss", ["NaN", "null", "Infinity"])
+def test_a_line_without_a_finite_loss_is_read_without_it(tmp_path: Path, loss: str) -> None:
+    figures = {"step": 1, "tokens": 2, "seconds": 3.0, "tokens_per_second": 4.0}
+    (tmp_path / "metrics.jsonl").write_text(f'{json.dumps(figures)[:-1]}, "loss": {loss}}}\n')
+    assert RunFolder(tmp_path).read_metrics() == [figures]
+    assert "every step was left out" in format_figures(figures)
+    draw_loss([figures, figures | {"loss": 1.0}], tmp_path / "loss.png")
+
+
+def test_a_validation_loss_that_is_not_finite_fails_the_run(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    figures = {"validation_loss": math.nan, "validation_bits_per_byte": math.inf}
+    monkeypatch.setattr("multilin.training.loop._validate", lambda run: figures)
+    with pytest.raises(TrainingFailed, match=r"after the last step is not finite; the checkpoint of step 12 stands"):
+        train(tiny(tmp_path / "run"))
+    assert not (tmp_path / "run/model.safetensors").exists()
+    for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines():
+        assert not figures.keys() & json.loads(line, parse_constant=refuse).keys()
+
+
 def test_checkpoints_change_nothing_while_all_steps_are_left_out(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """PyTorch makes a state for an optimizer without one by a step of its own, to save it."""
-    compute, results = TrainedLoss.forward, []
+    make_infinite(monkeypatch, last=3)
+    results = []
     for every in (0, 2):
-        passes = itertools.count()
-        monkeypatch.setattr(
-            TrainedLoss,
-            "forward",
-            lambda *given, passes=passes: compute(*given) * (math.inf if next(passes) < 6 else 1),
-        )
         options = {"optimizer.nonfinite": "skip", "training.max_steps": 6, "training.save_every_steps": every}
         with pytest.warns(UserWarning, match="is not finite"):
             results.append(train(tiny(tmp_path / f"run{every}", **options)))
@@ -107,8 +267,7 @@ def test_checkpoints_change_nothing_while_all_steps_are_left_out(
 def test_a_run_that_is_stopped_before_any_update_says_that_there_is_no_checkpoint(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at_step: AtStep
 ) -> None:
-    compute = TrainedLoss.forward
-    monkeypatch.setattr(TrainedLoss, "forward", lambda *given: compute(*given) * math.inf)
+    make_infinite(monkeypatch)
     at_step(3, lambda model: signal.raise_signal(signal.SIGTERM))
     with (
         pytest.warns(UserWarning, match="is not finite"),

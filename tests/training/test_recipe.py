@@ -1,5 +1,6 @@
 import dataclasses
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -109,6 +110,44 @@ def test_what_a_recipe_chose_for_a_name_gives_way_to_another_and_stays_with_the_
 def test_bad_values_are_named(overrides: dict[str, object], sentence: str) -> None:
     with pytest.raises(InputError, match=sentence):
         load_recipe(None, overrides)
+
+
+SECTIONS = [field.name for field in dataclasses.fields(Recipe) if dataclasses.is_dataclass(field.type)]
+EMPTY = [*SECTIONS, "model.options", "model.config", "model.layers", "training.report_to", "training.lora", "data.mix"]
+
+
+@pytest.mark.parametrize("name", EMPTY)
+def test_an_empty_section_is_as_one_that_is_left_out(name: str, tmp_path: Path) -> None:
+    section, _, field = name.partition(".")
+    file = tmp_path / "recipe.yaml"
+    file.write_text(f"{section}:\n" + (f"  {field}:\n" if field else "#  learning_rate: 1e-3\n"))
+    assert load_recipe(file) == Recipe()
+    assert load_recipe(file, {"optimizer.name": "muon", "training.max_steps": 5}).training.max_steps == 5
+    row = load_recipe(file, {"model.architecture": "llama", "tokenizer.kind": "byte"})
+    assert (row.model.architecture, row.tokenizer.kind) == ("llama", "byte")
+
+
+@pytest.mark.parametrize("value", ["null", "3", "[null]", "{a: null}", "[[]]", "maybe", "[3, maybe]"])
+def test_no_message_names_a_class(value: str, tmp_path: Path) -> None:
+    """Whatever a section, or a field of one, is given."""
+    fields = [(section, *dataclasses.fields(getattr(Recipe(), section))) for section in SECTIONS]
+    texts = [f"{name}: {value}" for name in ("output", *SECTIONS)]
+    texts += [
+        f"{section}: {{{field.name}: {value}}}"
+        for section, *names in fields
+        for field in names
+        if field.name != "start"
+    ]
+    said = []
+    for text in texts:
+        (tmp_path / "recipe.yaml").write_text(text)
+        try:
+            load_recipe(tmp_path / "recipe.yaml")
+        except InputError as error:
+            said.append(str(error))
+    assert said
+    for sentence in said:
+        assert not re.search(r"None|instance|Recipe|tuple|[a-z][A-Z]", sentence), sentence
 
 
 def test_a_folder_called_like_a_built_in_recipe_is_that_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import jinja2
 
 from multilin.errors import plural
+from multilin.settings.inputs import to_json
 
 
 def asset(name: str) -> str:
@@ -28,6 +29,7 @@ def _environment() -> jinja2.Environment:
         trim_blocks=True,
     )
     environment.filters |= {"plural": plural, "text": _as_text, "cell": _as_cell, "block": _as_block}
+    environment.policies["json.dumps_function"] = to_json
     return environment
 
 

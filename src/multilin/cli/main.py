@@ -33,6 +33,7 @@ from multilin.cli.text import prepare, tokenizer_show, tokenizer_train
 from multilin.cli.train import train
 from multilin.errors import InputError, nearest, system_error
 from multilin.ops.threads import following_load
+from multilin.training.environment import drop_empty
 from multilin.training.outcomes import TrainingFailed, TrainingInterrupted
 
 BAD_INPUT, FAILED, INTERRUPTED, BROKEN_PIPE = 2, 1, 130, 141
@@ -103,6 +104,7 @@ def _run(arguments: list[str]) -> None:
         verb, rest = _split(arguments)
         from multilin.cli.parser import parse
 
+        drop_empty()
         given = parse(verb, VERBS[verb], rest)
         with following_load():
             VERBS[verb](*given)

@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import importlib.util
-import json
 import os
 import shlex
 import shutil
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from multilin.errors import InputError
+from multilin.settings.inputs import to_json
 
 if TYPE_CHECKING:
     from multilin.inference.runs import Run
@@ -112,5 +112,4 @@ def _program() -> str:
 def as_json(result: Any) -> str:
     """Plain data, or the fields of a dataclass and of those in it, as indented JSON; nan and infinity are null."""
     plain = dataclasses.asdict(result) if not isinstance(result, dict) else result
-    finite = json.loads(json.dumps(plain), parse_constant=lambda name: None)
-    return json.dumps(finite, indent=2, ensure_ascii=False)
+    return to_json(plain, indent=2, ensure_ascii=False)

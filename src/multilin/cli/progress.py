@@ -1,7 +1,6 @@
 """Progress of work: bars on a terminal, single lines elsewhere."""
 
 import contextlib
-import json
 import time
 from collections.abc import Callable
 from contextlib import closing
@@ -15,7 +14,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from multilin.analysis.budget.law import shipped_law
 from multilin.errors import duration
 from multilin.files import write_whole
-from multilin.settings.inputs import read_json
+from multilin.settings.inputs import read_json, to_json
 from multilin.training.progress import TrainingProgress
 from multilin.training.run_folder import EXPECTED_FILE, RunFolder
 
@@ -195,7 +194,7 @@ class ExpectingDisplay(TrainingDisplay):
         file = Path(self._output, EXPECTED_FILE)
         if self.expected is not None:
             content = {"bits_per_byte": self.expected, "tokens": self.expected_tokens, "is_unlike": self.is_unlike}
-            write_whole(file, json.dumps(content) + "\n")
+            write_whole(file, to_json(content) + "\n")
         elif max_steps is None and file.is_file():
             with contextlib.suppress(ValueError, TypeError, KeyError):  # a damaged file only says less
                 content = read_json(file, "run")
@@ -234,7 +233,7 @@ class ExpectingDisplay(TrainingDisplay):
 
 def format_figures(line: dict[str, Any]) -> str:
     """The main figures of a line of metrics.jsonl as text."""
-    parts = [f"loss {line['loss']:.3f}"]
+    parts = [f"loss {line['loss']:.3f}" if "loss" in line else "every step was left out"]
     if "validation_bits_per_byte" in line:
         parts.append(f"validation {line['validation_bits_per_byte']:.3f} bits per byte")
     if "forecast" in line:

@@ -163,7 +163,7 @@ def open_prepared(field: str, address: str, progress: Progress = no_progress) ->
     """
     store, cache = Store(field, address), cache_root() / "shards"
     manifest, content = read_manifest(store)
-    if store.local is not None and os.environ.get("LOCAL_RANK", "0") == "0":
+    if store.local is not None and os.environ.get("LOCAL_RANK") in (None, "", "0"):
         _check_once(store.local, content, lambda: check_shards(store, manifest, progress))
     tokenizer = load_tokenizer(str(store.fetch(manifest.tokenizer.name, manifest.tokenizer.files, cache)))
     if tokenizer_hash(tokenizer) != manifest.tokenizer_hash:

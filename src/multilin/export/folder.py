@@ -2,7 +2,6 @@
 
 import copy
 import dataclasses
-import json
 import shutil
 from collections.abc import Callable
 from importlib import resources
@@ -23,6 +22,7 @@ from multilin.inference.run_files import MANIFEST
 from multilin.inference.runs import Run
 from multilin.inference.snapshot import describe_state, example_state, model_hash
 from multilin.model import MultilinForCausalLM
+from multilin.settings.inputs import to_json
 
 PROMPT_COLUMNS = 64
 README = "README.md"
@@ -67,7 +67,7 @@ def export_run(
                 shutil.copy(run.folder / name, partial / name)
         manifest = _manifest(run, model, precision, partial)
         write_whole(partial / README, _readme(manifest))
-        write_whole(partial / MANIFEST, json.dumps(dataclasses.asdict(manifest), indent=1) + "\n")
+        write_whole(partial / MANIFEST, to_json(dataclasses.asdict(manifest), indent=1) + "\n")
 
 
 def _manifest(run: Run, model: MultilinForCausalLM, precision: Precision, folder: Path) -> Manifest:

@@ -24,6 +24,7 @@ from multilin.export.folder import export_run
 from multilin.export.weights import BLOCK, SMALLEST, Precision
 from multilin.files import atomic_folder, check_folder, checksum, short_path
 from multilin.inference.runs import Run
+from multilin.settings.inputs import to_json
 
 RUNTIME_VERSION = "1.30.0"
 RUNTIME_FILES = ("ort.wasm.bundle.min.mjs", "ort-wasm-simd-threaded.wasm")
@@ -39,8 +40,18 @@ TOKENIZER_PARTS = {
     "model": ("BPE", "Unigram", "WordLevel"),
     "decoder": ("ByteFallback", "ByteLevel", "Fuse", "Metaspace", "Replace", "Strip"),
 }
-TOKENIZER_OPTIONS = ("dropout", "continuing_subword_prefix", "end_of_word_suffix", "stop", "lstrip", "rstrip", "single_word")
-_CHARACTER = r"\\[sSrnt]|\\[pP]\{[A-Z][a-z]?\}|\\[^\w\s]|"  # that patterns of Oniguruma and of browsers share, with the rest:
+TOKENIZER_OPTIONS = (
+    "dropout",
+    "continuing_subword_prefix",
+    "end_of_word_suffix",
+    "stop",
+    "lstrip",
+    "rstrip",
+    "single_word",
+)
+_CHARACTER = (
+    r"\\[sSrnt]|\\[pP]\{[A-Z][a-z]?\}|\\[^\w\s]|"  # that patterns of Oniguruma and of browsers share, with the rest:
+)
 SIMPLE_PATTERN = re.compile(
     rf"(?:(?:{_CHARACTER}[^\\()\[\]{{}}.^$*+?|]|\(\?:|\(\?!|\||\)|\(\?i:'s\|'t\|'re\|'ve\|'m\|'ll\|'d\)"
     rf"|\[\^?(?:(?!&&)(?:[0-9A-Za-z]-[0-9A-Za-z]|{_CHARACTER}[^\\\[\]^-]))+\])(?:[*+?]|\{{\d+(?:,\d*)?\}})?)*"
@@ -209,6 +220,6 @@ def _write_list(folder: Path) -> None:
     names = [path.relative_to(folder).as_posix() for path in paths]
     sizes = {name: path.stat().st_size for name, path in zip(names, paths, strict=True)}
     version = hashlib.sha256("".join(map(checksum, paths)).encode()).hexdigest()[:16]
-    (folder / "files.json").write_text(json.dumps({"version": version, "sizes": sizes}, indent=1), encoding="utf-8")
+    (folder / "files.json").write_text(to_json({"version": version, "sizes": sizes}, indent=1), encoding="utf-8")
     worker = folder / "sw.js"
     worker.write_text(worker.read_text(encoding="utf-8").replace("{{version}}", version), encoding="utf-8")

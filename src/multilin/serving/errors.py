@@ -87,7 +87,7 @@ def _fields(location: Sequence[str | int]) -> tuple[str | int, ...]:
 def _accepted(message: str) -> str:
     """What pydantic says that a value should be, or have, without the value: `be a valid string`."""
     words = re.sub(r"^[A-Z][a-z]+ should ", "", message)
-    return re.sub(r" after validation, not \d+$", "", words)
+    return re.sub(r" after validation, not \d+$| or (an )?instance of \w+$", "", words)
 
 
 def too_busy() -> ApiError:

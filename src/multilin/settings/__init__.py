@@ -71,9 +71,26 @@ def load_settings(cls: type[SettingsT], values: Mapping[str, Any], where: str = 
     from pydantic import ValidationError  # only here, because help on the command line does not need it
 
     try:
-        return cast(SettingsT, _adapter(cast(Any, cls)).validate_python(dict(values)))
+        return cast(SettingsT, _adapter(cast(Any, cls)).validate_python(without_empty(cls, values)))
     except ValidationError as error:
         raise InputError(_sentence(cls, error, where)) from None
+
+
+def without_empty(cls: type, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Plain data for `cls` without the sections and lists that are null, as in YAML one whose lines are all commented.
+
+    Where a field takes null, it stays.
+    """
+    hints = {field.name: field.type for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    kept = {}
+    for name, value in values.items():
+        hint = hints.get(name)
+        hint = get_args(hint)[0] if get_origin(hint) is Annotated else hint
+        if value is None and (dataclasses.is_dataclass(hint) or get_origin(hint) in (dict, list, tuple)):
+            continue
+        is_section = dataclasses.is_dataclass(hint) and isinstance(value, Mapping)
+        kept[name] = without_empty(cast(type, hint), value) if is_section else value
+    return kept
 
 
 @functools.cache
@@ -136,6 +153,14 @@ def _accepted(error: Any) -> str:
         "too_long": "of at most {max_length} entries",
         "too_short": "of at least {min_length} entries",
         "int_parsing_size": "a valid integer",
+        "dict_type": "a dictionary of names and values",
+        "dataclass_type": "a dictionary of names and values",
+        "mapping_type": "a dictionary of names and values",
+        "list_type": "a list",
+        "tuple_type": "a list",
+        "none_required": "null",
+        "bool_type": "true or false",
+        "bool_parsing": "true or false",
     }
     words = bounds.get(error["type"])
     return str(error["msg"]).removeprefix("Input should be ") if words is None else words.format(**error.get("ctx", {}))

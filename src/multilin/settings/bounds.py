@@ -13,6 +13,8 @@ from annotated_types import Ge, Gt, Le, Lt, MaxLen, MinLen
 from pydantic import AfterValidator, BeforeValidator
 from pydantic_core import PydanticCustomError
 
+from multilin.errors import shown
+
 LONGEST_TEXT = 4096  # characters of a text that has no bound of its own
 MOST_LAYERS, MOST_STEPS, LARGEST_WINDOW = 512, 10**8, 2**17
 _LONGEST_NAME = 255  # bytes, of a file system
@@ -108,7 +110,7 @@ def _check_plain(section: Mapping[str, Any]) -> Any:
         elif isinstance(value, float) and not math.isfinite(value):
             raise ValueError(f"{value} given, but numbers should be finite")
         elif not isinstance(value, str | int | float | None):
-            raise ValueError(f"a {type(value).__name__} given, but values should be numbers, texts, lists or sections")
+            raise ValueError(f"{shown(value)} given, but values should be numbers, texts, lists or sections")
     raise ValueError(f"more than {_MOST_VALUES} values given")
 
 

@@ -183,6 +183,15 @@ def parse_yaml(text: str, where: str) -> Any:
         raise InputError(f"{where} cannot be read as YAML: {reason}") from None
 
 
+def to_json(value: Any, **style: Any) -> str:
+    """Plain data as JSON, which has no nan and infinity: they become null; `style` as for `json.dumps`."""
+    try:
+        return json.dumps(value, allow_nan=False, **style)
+    except ValueError:
+        finite = json.loads(json.dumps(value, **style), parse_constant=lambda name: None)
+        return json.dumps(finite, **style)
+
+
 def to_yaml(value: Any) -> str:
     """Plain data as YAML, in its own order."""
     return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True)

@@ -21,11 +21,12 @@ from multilin.model.factory import create_config, create_model
 from multilin.model.memory import FLOAT_BYTES, ID_BYTES, activation_bytes, check_memory, loss_bytes, parameter_bytes
 from multilin.scoring.ngrams import is_much_unlike, unlikeness
 from multilin.training.adapters import add_adapters
+from multilin.training.environment import num_processes
 from multilin.training.fsdp import check_shard
 from multilin.training.optimizers import OPTIMIZERS, optimizer_bytes
 from multilin.training.order import BlockOrder, MixedOrder
 from multilin.training.precision import autocast_dtype, set_arithmetic
-from multilin.training.processes import accelerator_or_cpu, num_processes
+from multilin.training.processes import accelerator_or_cpu
 from multilin.training.progress import TrainingProgress
 from multilin.training.recipe import Recipe
 from multilin.training.start import load_start, open_start

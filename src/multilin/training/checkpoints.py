@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from multilin.errors import as_input_error, shown
 from multilin.files import atomic_folder, checksum, partial_path, remove_partials
-from multilin.settings.inputs import check_regular
+from multilin.settings.inputs import check_regular, to_json
 
 CHECKSUMS = "checksums.json"
 PROGRESS = "progress.json"  # step, running sums and clock
@@ -129,8 +129,8 @@ def read_tensors(path: Path) -> dict[str, torch.Tensor]:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write plain data as JSON; floats keep every bit."""
-    path.write_text(json.dumps(value, indent=1), encoding="utf-8")
+    """Write plain data as JSON; finite floats keep every bit."""
+    path.write_text(to_json(value, indent=1), encoding="utf-8")
 
 
 def read_json(path: Path) -> Any:

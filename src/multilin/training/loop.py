@@ -41,6 +41,7 @@ from multilin.training.processes import (
     in_any_process,
     join_processes,
     rank,
+    recipe_decides,
     sum_over_processes,
     wait_for_all,
     were_restarted,
@@ -53,10 +54,12 @@ from multilin.training.run_folder import RunFolder
 from multilin.training.saving import Saver
 from multilin.training.schedules import rate_factor
 from multilin.training.step import (
+    Batch,
     TrainedLoss,
     clip_gradient,
     decayed_parameters,
     distribute,
+    find_nonfinite_pass,
     forward_backward,
     seed_all,
     step_batches,
@@ -95,51 +98,49 @@ def train(
     """
     began = time.monotonic() if began is None else began
     folder, given = RunFolder(recipe.output), recipe
-    recipe = resolve_recipe(folder.with_its_batch(given) if resume else given)
-    device = join_processes()
-    if were_restarted():
-        resume = folder.last_checkpoint() is not None or (folder.recipe.exists() and not overwrite)
-        overwrite = overwrite and not resume
-        recipe = resolve_recipe(folder.with_its_batch(given)) if resume else recipe  # they may be more or fewer now
-    if recipe.training.master == "host":
-        check_host_master(recipe.training, device)
-    if progress is None or rank() != 0:
-        progress = TrainingProgress()
-    with (
-        _failures_in_one_sentence(folder),
-        _opened(folder, recipe, resume=resume, overwrite=overwrite) as checkpoint,
-    ):
-        knows_vocabulary = recipe.model.start is not None or recipe.tokenizer.kind is not None
-        if knows_vocabulary:
-            check_model(recipe, checkpoint=checkpoint)
-        with _main_process_first():
-            text = read_data(recipe, progress.prepare, checkpoint)
-        if not knows_vocabulary:
-            check_model(recipe, len(text.tokenizer), checkpoint)
-        seed_all(recipe.training.seed)
-        model = build_model(recipe, text, checkpoint)
-        if rank() == 0:
-            if isinstance(text, PreparedText):
-                report_validation(recipe, text, progress)
-            folder.begin(recipe, text, checkpoint, resume=resume)
-        if recipe.training.lora is not None:
-            progress.message(reach(model))
-        if checkpoint is None and resume:
-            progress.message(f"no checkpoint in {folder.checkpoints}: starts at the first step")
-        wait_for_all()
-        with StopRequest() as stop, tf32_beside_bf16(recipe.training.precision):
-            run = _build_run(recipe, text, folder, model, device, progress, began)
-            try:
-                if checkpoint is not None:
-                    _load(run, checkpoint)
-                _take_steps(run, stop, before_step)
-                run.saver.finish()
-            finally:
-                progress.stop()
-                run.close()
-        if not run.is_finished:
-            raise _interrupted(run, stop)
-        return _finish(run)
+    with recipe_decides(recipe.training), _failures_in_one_sentence(folder):
+        recipe = resolve_recipe(folder.with_its_batch(given) if resume else given)
+        device = join_processes()
+        if were_restarted():
+            resume = folder.last_checkpoint() is not None or (folder.recipe.exists() and not overwrite)
+            overwrite = overwrite and not resume
+            recipe = resolve_recipe(folder.with_its_batch(given)) if resume else recipe  # they may be more or fewer now
+        if recipe.training.master == "host":
+            check_host_master(recipe.training, device)
+        if progress is None or rank() != 0:
+            progress = TrainingProgress()
+        with _opened(folder, recipe, resume=resume, overwrite=overwrite) as checkpoint:
+            knows_vocabulary = recipe.model.start is not None or recipe.tokenizer.kind is not None
+            if knows_vocabulary:
+                check_model(recipe, checkpoint=checkpoint)
+            with _main_process_first():
+                text = read_data(recipe, progress.prepare, checkpoint)
+            if not knows_vocabulary:
+                check_model(recipe, len(text.tokenizer), checkpoint)
+            seed_all(recipe.training.seed)
+            model = build_model(recipe, text, checkpoint)
+            if rank() == 0:
+                if isinstance(text, PreparedText):
+                    report_validation(recipe, text, progress)
+                folder.begin(recipe, text, checkpoint, resume=resume)
+            if recipe.training.lora is not None:
+                progress.message(reach(model))
+            if checkpoint is None and resume:
+                progress.message(f"no checkpoint in {folder.checkpoints}: starts at the first step")
+            wait_for_all()
+            with StopRequest() as stop, tf32_beside_bf16(recipe.training.precision):
+                run = _build_run(recipe, text, folder, model, device, progress, began)
+                try:
+                    if checkpoint is not None:
+                        _load(run, checkpoint)
+                    _take_steps(run, stop, before_step)
+                    run.saver.finish()
+                finally:
+                    progress.stop()
+                    run.close()
+            if not run.is_finished:
+                raise _interrupted(run, stop)
+            return _finish(run)
 
 
 @dataclasses.dataclass
@@ -275,7 +276,7 @@ def _take_steps(run: _Run, stop: StopRequest, before_step: Callable[[int, PreTra
         batches = step_batches(run.order, plan, step, run.device)
         loss = forward_backward(run.loss, batches, plan, step)
         norm = clip_gradient(run.master, run.recipe.optimizer.clip_norm)
-        step_loss, step_norm, is_applied = _check_finite(run, step, loss, norm)
+        step_loss, step_norm, is_applied = _check_finite(run, step, batches, loss, norm)
         if is_applied:
             run.optimizer.step()
         run.optimizer.zero_grad(set_to_none=True)
@@ -293,7 +294,7 @@ def _set_rates(run: _Run) -> float:
     return float(run.optimizer.param_groups[0]["lr"])
 
 
-def _check_finite(run: _Run, step: int, loss: Tensor, norm: Tensor) -> tuple[float, float, bool]:
+def _check_finite(run: _Run, step: int, batches: list[Batch], loss: Tensor, norm: Tensor) -> tuple[float, float, bool]:
     """Loss and gradient norm of a step, and whether it is to be applied; one that would spoil the weights is not.
 
     Raises:
@@ -302,18 +303,20 @@ def _check_finite(run: _Run, step: int, loss: Tensor, norm: Tensor) -> tuple[flo
     # One transfer for both: on a GPU each one waits for all work in flight.
     step_loss, step_norm = torch.stack([loss.float(), norm.to(loss.device).float()]).tolist()
     is_finite = math.isfinite(step_loss) and math.isfinite(step_norm)
-    if run.recipe.optimizer.nonfinite == "skip":
-        is_finite = not in_any_process(not is_finite)
-        if not is_finite and run.meter.skipped_steps == 0:
-            warnings.warn(
-                f"the loss or the gradient of step {step} is not finite, in the batch of {run.describe_batch(step)}: "
-                "this step and others like it are left out, and counted as skipped_steps in metrics.jsonl",
-                stacklevel=2,
-            )
-    elif not is_finite:
-        name, value = ("gradient norm", step_norm) if math.isfinite(step_loss) else ("loss", step_loss)
-        raise TrainingFailed(f"the {name} of step {step} is {value}, in the batch of {run.describe_batch(step)}")
-    return step_loss, step_norm, is_finite
+    skips = run.recipe.optimizer.nonfinite == "skip"
+    if not is_finite and (not skips or run.meter.skipped_steps == 0):
+        found = find_nonfinite_pass(run.model, run.loss, batches, run.recipe.training, step)
+        place, where = f", {found}" if found else "", f"in the batch of {run.describe_batch(step)}"
+        if not skips:
+            name, value = ("gradient norm", step_norm) if math.isfinite(step_loss) else ("loss", step_loss)
+            raise TrainingFailed(f"the {name} of step {step} is {value}{place}, {where}")
+        warnings.warn(
+            f"the loss or the gradient of step {step} is not finite, {where}{place}: this step and others like it are "
+            "left out, and counted as skipped_steps in metrics.jsonl",
+            stacklevel=2,
+        )
+    is_applied = not in_any_process(not is_finite) if skips else True
+    return step_loss, step_norm, is_applied
 
 
 def _follow_step(run: _Run, stop: StopRequest, figures: dict[str, float]) -> bool:
@@ -331,12 +334,16 @@ def _follow_step(run: _Run, stop: StopRequest, figures: dict[str, float]) -> boo
         line = run.meter.line(step, **figures)
         if run.recipe.optimizer.nonfinite == "skip":
             line["skipped_steps"] = run.meter.skipped_steps
-        if validates:
+        has_learned = run.meter.skipped_steps < step
+        if validates and (has_learned or not run.is_finished):
             with run.paused("validation"):
                 line |= _validate(run)
+        line = {name: value for name, value in line.items() if value is not None and math.isfinite(value)}  # for JSON
         for log in run.log:
             log(line)
         run.progress.line(line)
+        if run.is_finished and not has_learned:
+            raise TrainingFailed(f"the loss or the gradient of each of the {plural(step, 'step')} was not finite")
     if run.is_finished or is_stopped or (may_pause and _due(step, plan.save_every_steps)):
         with run.paused("saving"):
             run.saver.write_checkpoint(run.state)
@@ -368,9 +375,11 @@ def _validate(run: _Run) -> dict[str, float]:
 def _finish(run: _Run) -> RunResult:
     """Write the model, the plot and the model card."""
     wait_for_all()
-    run.saver.publish_model()
     lines = run.folder.read_metrics()
     last = lines[-1]
+    if "validation_loss" not in last:
+        raise TrainingFailed("the loss on the validation text after the last step is not finite")
+    run.saver.publish_model()
     result = RunResult(
         output=run.folder.path,
         steps=run.step,

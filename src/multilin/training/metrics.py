@@ -19,7 +19,8 @@ class Meter:
 
     def __init__(self, tokens_per_step: int) -> None:
         self.tokens_per_step = tokens_per_step
-        self.tokens, self.skipped_steps, self.last_loss = 0, 0, float("nan")
+        self.tokens, self.skipped_steps = 0, 0
+        self.last_loss: float | None = None
         self.loss_sum, self.loss_steps = 0.0, 0
         self._earlier_seconds, self._started = 0.0, time.perf_counter()
         self._window_tokens, self._window_started = 0, self._started
@@ -53,7 +54,7 @@ class Meter:
     def line(self, step: int, *, learning_rate: float, grad_norm: float) -> dict[str, Any]:
         """The line for this step, after which the sums begin anew.
 
-        The loss is the mean over devices; if every step was skipped, it is the loss of the last line.
+        The loss is the mean over devices; if every step was skipped, it is the loss of the last line, or None.
         """
         if self.loss_steps:
             self.last_loss = mean_over_processes(self.loss_sum / self.loss_steps)

@@ -1,11 +1,24 @@
-"""The processes that train together, as torchrun, `accelerate launch` and Ray start them."""
+"""The processes that train together, as torchrun, `accelerate launch` and Ray start them, and their environment."""
 
+import contextlib
 import os
+import warnings
+from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
+
+from multilin.errors import as_input_error
+from multilin.training.environment import is_launched, left_over, num_processes
+from multilin.training.precision import resolve_precision
+from multilin.training.settings import TrainingRecipe
+
+# What accelerate and transformers read besides launchers' variables: settings of a run, trackers of a cluster.
+_HIDDEN = ("ACCELERATE_", "FSDP_", "MEGATRON_LM_", "PARALLELISM_CONFIG_", "KUBEFLOW_", "FORK_LAUNCHED")
+_OFF, _ON = ("no", "false", "f", "n", "off", "0", "none", ""), ("yes", "true", "t", "y", "on", "1")
+_DEVICE = "ACCELERATE_TORCH_DEVICE"
 
 
 def accelerator_or_cpu() -> torch.device:
@@ -16,28 +29,28 @@ def accelerator_or_cpu() -> torch.device:
     return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 
 
-def num_processes() -> int:
-    """How many processes train together."""
-    return int(os.environ.get("WORLD_SIZE", 1))
-
-
 def join_processes() -> torch.device:
     """Connect to the other processes of the run, if there are any; the result is the device of this process.
 
     The store in which the processes of a node find each other outlives them, so those that torchrun starts again need
     names of their own in it: https://github.com/pytorch/pytorch/issues/135712. Over several nodes their count of starts
     may differ; torchrun must be told to make a new store there (TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1).
+
+    Raises:
+        InputError: the others cannot be reached.
     """
     device = accelerator_or_cpu()
     if device.type == "cuda":
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         torch.cuda.set_device(device)
     if num_processes() > 1 and not dist.is_initialized():
-        store, number, size = next(rendezvous("env://"))
-        if _restarts() and os.environ.get("GROUP_WORLD_SIZE") == "1":
-            store = PrefixStore(f"start-{_restarts()}", store)
-        backend = dist.get_default_backend_for_device(device)
-        dist.init_process_group(backend, store=store, rank=number, world_size=size)
+        place = "MASTER_ADDR: the processes do not find each other there"
+        with as_input_error(lambda reason: f"{place} ({reason})", dist.DistError):
+            store, number, size = next(rendezvous("env://"))
+            if _restarts() and os.environ.get("GROUP_WORLD_SIZE") == "1":
+                store = PrefixStore(f"start-{_restarts()}", store)
+            backend = dist.get_default_backend_for_device(device)
+            dist.init_process_group(backend, store=store, rank=number, world_size=size)
     return device
 
 
@@ -86,3 +99,49 @@ def were_restarted() -> bool:
 
 def _restarts() -> int:
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
+
+
+@contextlib.contextmanager
+def recipe_decides(plan: TrainingRecipe) -> Iterator[None]:
+    """Inside, transformers finds nothing in the environment but which process of a launcher this is.
+
+    Warns of each variable that asks for something else than the recipe.
+
+    Raises:
+        InputError: what launchers set is there in part, see `num_processes`.
+    """
+    names = left_over()
+    if os.environ.get("RANK", "0") == "0":
+        for sentence in _overruled(plan):
+            warnings.warn(sentence, stacklevel=4)
+    names += [name for name in os.environ if name.startswith(_HIDDEN)]
+    hidden = {name: os.environ.pop(name) for name in names}
+    try:
+        yield
+    finally:
+        os.environ.update(hidden)
+
+
+def _overruled(plan: TrainingRecipe) -> Iterator[str]:
+    device, is_float32 = accelerator_or_cpu().type, resolve_precision(plan.precision) == "float32"
+    alike = {  # field, and the values that agree with it
+        "ACCELERATE_MIXED_PRECISION": ("precision", () if is_float32 else ("bf16",)),
+        "ACCELERATE_DYNAMO_BACKEND": ("compile", ("inductor",) if plan.compile else ()),
+        "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": ("batch_size", ("1", "auto")),
+        "ACCELERATE_USE_FSDP": ("shard", () if plan.shard == "none" else _ON),
+        **{f"ACCELERATE_USE_{name}": ("shard", ()) for name in ("DEEPSPEED", "MEGATRON_LM", "PARALLELISM_CONFIG")},
+    }
+    for name, (field, values) in alike.items():
+        if (value := os.environ.get(name, "")).lower() not in (*_OFF, *values):
+            yield f"{name}={value} in the environment is ignored: training.{field} is {getattr(plan, field)}"
+    uses_cpu = os.environ.get("ACCELERATE_USE_CPU", "").lower() not in _OFF
+    asked = {
+        "ACCELERATE_USE_CPU": "cpu" if uses_cpu else "",
+        _DEVICE: "" if is_launched() else os.environ.get(_DEVICE, ""),
+    }
+    for name, value in asked.items():
+        if value.removesuffix(":0") not in ("", device):
+            yield f"{name}={os.environ[name]} in the environment is ignored: training runs on {device}"
+    for name in ("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "NVIDIA_TF32_OVERRIDE"):  # read before anything can be done
+        if device == "cuda" and is_float32 and os.environ.get(name, "0") != "0":
+            yield f"{name}={os.environ[name]} in the environment multiplies float32 matrices in tf32; unset it"

@@ -18,7 +18,7 @@ from multilin.data.settings import DEFAULT_KIND, DataRecipe, TokenizerRecipe
 from multilin.errors import InputError, nearest, shorten, shown
 from multilin.files import write_whole
 from multilin.inference.run_files import RECIPE_FILE
-from multilin.settings import bounds, load_settings, settings
+from multilin.settings import bounds, load_settings, settings, without_empty
 from multilin.settings.inputs import read_yaml, to_yaml
 from multilin.training.fields import Values, flatten, get, nest, overlay, put, without, without_replaced
 from multilin.training.settings import ModelRecipe, OptimizerRecipe, ScheduleRecipe, TrainingRecipe
@@ -221,4 +221,4 @@ def _read(path: Path) -> dict[str, Any]:
         raise InputError(
             f"recipe: {shorten(str(path))} should hold sections such as `model:` and `training:`, not {shown(values)}"
         )
-    return values or {}
+    return without_empty(Recipe, values or {})

@@ -34,7 +34,7 @@ def _plot(path: Path, height: float, ylabel: str) -> Iterator[Any]:
 def draw_loss(lines: Sequence[dict[str, Any]], path: Path) -> None:
     """Plot the losses in lines of metrics.jsonl over the tokens read: training as a line, validation as points."""
     with _plot(path, 4.2, "loss (nats per token)") as axes:
-        axes.plot(*_course(lines, "loss"), color=_TRAINING, label="training")
+        axes.plot(*_course([line for line in lines if "loss" in line], "loss"), color=_TRAINING, label="training")
         if validated := [line for line in lines if "validation_loss" in line]:
             tokens, losses = _course(validated, "validation_loss")
             axes.plot(tokens, losses, color=_VALIDATION, marker="o", markersize=4, label="validation")

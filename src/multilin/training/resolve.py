@@ -6,9 +6,9 @@ from typing import Any
 from multilin.data.settings import DEFAULT_KIND, DEFAULT_VOCAB_SIZE, TokenizerRecipe
 from multilin.data.task_text import is_task
 from multilin.model.factory import DEFAULT_NUM_LAYERS, training_defaults
+from multilin.training.environment import num_processes
 from multilin.training.optimizers import resolve_optimizer
 from multilin.training.precision import resolve_precision
-from multilin.training.processes import num_processes
 from multilin.training.recipe import Recipe
 from multilin.training.schedules import resolve_schedule
 from multilin.training.settings import fill

@@ -19,6 +19,7 @@ import warnings
 from collections.abc import Iterable
 from fnmatch import fnmatch
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 from transformers import PreTrainedTokenizerFast
@@ -30,13 +31,14 @@ from multilin.data.tokenizers import TOKENIZER_FILES
 from multilin.errors import InputError
 from multilin.files import atomic_files, beside, check_folder, check_writable, remove_partials, short_path, write_whole
 from multilin.inference.run_files import RECIPE_FILE
+from multilin.settings.inputs import to_json
 from multilin.training import checkpoints
 from multilin.training.recipe import Recipe, first_difference, load_recipe, save_recipe
 from multilin.training.settings import fill
 
 RUN_FILE = "run.json"  # in a checkpoint: text and metrics when it was written
 EXPECTED_FILE = "expected.json"  # bits per byte that a run of so many minutes was expected to reach
-METRICS = ("step", "tokens", "seconds", "loss", "tokens_per_second")  # in every line of metrics.jsonl
+METRICS = ("step", "tokens", "seconds", "tokens_per_second")  # in every line of metrics.jsonl
 
 _TEXTS = ("README.md", "metrics.jsonl")  # files of a run that would be read as text
 
@@ -154,9 +156,9 @@ class RunFolder:
             self._remove(path for path in self._written() if not (resume and path.name == EXPECTED_FILE))
         # First, because this file makes the folder a run, which can be resumed or replaced.
         save_recipe(recipe, self.recipe)
-        write_whole(self.data, json.dumps(data, indent=1))
+        write_whole(self.data, to_json(data, indent=1))
         lines = before["metrics"] if before else []
-        write_whole(self.metrics, "".join(json.dumps(line) + "\n" for line in lines))
+        write_whole(self.metrics, "".join(to_json(line) + "\n" for line in lines))
         with atomic_files(self.path) as partial:
             text.tokenizer.save_pretrained(partial)
         self._begun = self.recipe.read_text(encoding="utf-8"), text.tokenizer
@@ -182,7 +184,7 @@ class RunFolder:
         """Add one line to metrics.jsonl."""
         self._record["metrics"].append(line)
         with self.metrics.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
+            file.write(to_json(line) + "\n")
 
     def read_metrics(self) -> list[dict[str, Any]]:
         """The lines of metrics.jsonl, without an incomplete last line, which a killed process may leave.
@@ -252,13 +254,14 @@ class RunFolder:
         return [path for path in entries if any(path.match(pattern) for pattern in _WRITTEN)]
 
 
-def _parse_line(text: bytes, where: str) -> dict[str, Any]:
+def _parse_line(text: str | bytes, where: str) -> dict[str, Any]:
     try:
-        line = json.loads(text)
+        line = json.loads(text, parse_constant=lambda name: None)  # earlier versions wrote nan
     except (ValueError, RecursionError):
         line = None
-    if not isinstance(line, dict) or not all(type(value) in (int, float) for value in line.values()):
+    if not isinstance(line, dict) or not all(type(value) in (int, float, NoneType) for value in line.values()):
         raise InputError(f"run: {where} is damaged: it is no line of figures")
+    line = {name: value for name, value in line.items() if value is not None}
     if missing := next((name for name in METRICS if name not in line), None):
         raise InputError(f"run: {where} is damaged: it has no {missing}")
     return line
@@ -273,6 +276,8 @@ def _read_record(checkpoint: Path) -> dict[str, Any]:
     path = checkpoint / RUN_FILE
     with checkpoints.loading(path):
         record = checkpoints.read_json(path)
-        for number, line in enumerate(record["metrics"], 1):
-            _parse_line(json.dumps(line).encode(), f"{path}: line {number} of metrics")
-        return {name: record[name] for name in ("data", "metrics")}
+        lines = [
+            _parse_line(to_json(line), f"{path}: line {number} of metrics")
+            for number, line in enumerate(record["metrics"], 1)
+        ]
+        return {"data": record["data"], "metrics": lines}

@@ -1,6 +1,7 @@
 """One optimizer step: its batches, the loss of each pass, the gradient, and the learning rate."""
 
 import contextlib
+import functools
 import random
 from collections.abc import Mapping
 from typing import Any
@@ -17,6 +18,7 @@ from multilin.ops.linear_cross_entropy.portable import IGNORED
 from multilin.ops.threads import adapt
 from multilin.training.communication import compress_gradients
 from multilin.training.fsdp import shard
+from multilin.training.nonfinite import find_nonfinite
 from multilin.training.order import BlockOrder
 from multilin.training.precision import autocast_dtype
 from multilin.training.processes import rank, sum_over_processes, world_size
@@ -111,21 +113,52 @@ def forward_backward(loss: nn.Module, batches: list[Batch], plan: TrainingRecipe
     The loss is the mean over the targets of all passes and processes.
     """
     loss.train()
-    num_items = sum_over_processes(torch.stack([(b["labels"][:, 1:] != IGNORED).sum() for b in batches]).sum())
-    dtype = autocast_dtype(plan.precision)
+    num_items = sum_over_processes(count_targets(batches))
     total: Tensor | None = None
     for index, batch in enumerate(batches):
-        seed_pass(plan.seed, step, index * world_size() + rank())
         adapt()
         is_last = index == len(batches) - 1
         with contextlib.nullcontext() if is_last else _without_exchange(loss):
-            with torch.autocast(batch["labels"].device.type, dtype, enabled=dtype is not None):
-                # DDP and FSDP average gradients, and num_items counts the targets of all processes.
-                part = world_size() * loss(batch, num_items)
+            part = pass_loss(loss, batch, num_items, plan, step, index)
             part.backward()
         total = part.detach() if total is None else total + part.detach()
     assert total is not None
     return total
+
+
+def pass_loss(loss: nn.Module, batch: Batch, num_items: Tensor, plan: TrainingRecipe, step: int, index: int) -> Tensor:
+    """The part of a step's loss that its pass of this index computes, times the number of processes.
+
+    DDP and FSDP average gradients, and `num_items` counts the targets of all processes.
+    """
+    seed_pass(plan.seed, step, index * world_size() + rank())
+    dtype = autocast_dtype(plan.precision)
+    with torch.autocast(batch["labels"].device.type, dtype, enabled=dtype is not None):
+        part: Tensor = world_size() * loss(batch, num_items)
+    return part
+
+
+def count_targets(batches: list[Batch]) -> Tensor:
+    """How many tokens are predicted in batches."""
+    return torch.stack([(batch["labels"][:, 1:] != IGNORED).sum() for batch in batches]).sum()
+
+
+def find_nonfinite_pass(
+    model: PreTrainedModel, loss: nn.Module, batches: list[Batch], plan: TrainingRecipe, step: int
+) -> str | None:
+    """Where a step first is not finite, in words, by repeating its passes in this process; see `find_nonfinite`.
+
+    None if it cannot be found: each pass of a sharded model needs all processes.
+    """
+    if plan.shard != "none" and world_size() > 1:
+        return None
+    alone = loss.module if isinstance(loss, DistributedDataParallel) else loss
+    num_items = count_targets(batches) * world_size()
+    for index, batch in enumerate(batches):
+        again = functools.partial(pass_loss, alone, batch, num_items, plan, step, index)
+        if found := find_nonfinite(model, again):
+            return found
+    return None
 
 
 def _without_exchange(loss: nn.Module) -> contextlib.AbstractContextManager[None]:

@@ -33,7 +33,7 @@ from multilin.errors import InputError
 from multilin.model.memory import available_memory
 from multilin.settings.bounds import MOST_STEPS
 from multilin.training.assemble import check_model, read_text
-from multilin.training.processes import num_processes
+from multilin.training.environment import num_processes
 from multilin.training.progress import TrainingProgress
 from multilin.training.recipe import Recipe, given_fields, load_recipe
 from multilin.training.resolve import resolve_recipe

@@ -1,7 +1,6 @@
 """The report of a comparison: one HTML file that needs no network, the same as Markdown, and the figures as JSON."""
 
 import dataclasses
-import json
 import statistics
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
@@ -31,7 +30,7 @@ from multilin.analysis.compare.statistics import LEVEL, Difference
 from multilin.analysis.templates import asset, render
 from multilin.errors import plural
 from multilin.files import write_whole
-from multilin.settings.inputs import to_yaml
+from multilin.settings.inputs import to_json, to_yaml
 
 RESULT_FILE, MARKDOWN_FILE, REPORT_FILE = "comparison.json", "comparison.md", "comparison.html"
 REPORT_FILES = (RESULT_FILE, MARKDOWN_FILE, REPORT_FILE)
@@ -63,7 +62,7 @@ def write_reports(comparison: Comparison, folder: Path) -> None:
 def as_json(comparison: Comparison) -> str:
     """The whole comparison as JSON."""
     values = {"answers": answers(comparison), **dataclasses.asdict(comparison)}
-    return json.dumps(values, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+    return to_json(values, indent=1, ensure_ascii=False) + "\n"
 
 
 def answers(comparison: Comparison) -> dict[str, str]:

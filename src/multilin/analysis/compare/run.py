@@ -30,9 +30,9 @@ from multilin.files import check_folder, check_writable
 from multilin.files.lock import locked_folder
 from multilin.inference.run_files import RECIPE_FILE
 from multilin.machine import examine
+from multilin.training.environment import num_processes
 from multilin.training.loop import train
 from multilin.training.outcomes import TrainingFailed, TrainingInterrupted
-from multilin.training.processes import num_processes
 from multilin.training.progress import TrainingProgress
 from multilin.training.recipe import Recipe, first_difference, load_recipe
 from multilin.training.run_folder import RunFolder

@@ -1,7 +1,6 @@
 """How many seconds a step of each row takes, measured once and kept in the comparison's folder."""
 
 import dataclasses
-import json
 import statistics
 import tempfile
 import warnings
@@ -13,9 +12,9 @@ from multilin.analysis.compare.rows import Plan
 from multilin.errors import InputError
 from multilin.files import write_whole
 from multilin.settings.bounds import Amount
-from multilin.settings.inputs import read_json
+from multilin.settings.inputs import read_json, to_json
 from multilin.training.loop import train
-from multilin.training.outcomes import TrainingInterrupted
+from multilin.training.outcomes import TrainingFailed, TrainingInterrupted
 from multilin.training.progress import TrainingProgress
 from multilin.training.run_folder import RunFolder
 
@@ -34,7 +33,7 @@ def seconds_per_step(output: Path, plans: list[Plan], progress: TrainingProgress
                 progress.message(f"measuring the speed of {name}")
                 times.setdefault(name, []).extend(_step_times(plan))
     speeds |= {name: statistics.median(seconds) for name, seconds in times.items()}
-    write_whole(path, json.dumps(speeds, indent=1) + "\n")
+    write_whole(path, to_json(speeds, indent=1) + "\n")
     return speeds
 
 
@@ -71,5 +70,8 @@ def _step_times(plan: Plan) -> list[float]:
                 f"stopped while the speed of {plan.speed_name} was measured; the same command measures it again",
                 stop.exit_code - 128,
             ) from None
+        except TrainingFailed:  # after the last step, as the model is no good
+            if len(RunFolder(output).read_metrics()) < MEASURED_STEPS:
+                raise
         lines = RunFolder(output).read_metrics()[WARM_UP_STEPS:]
     return [plan.tokens_per_step / line["tokens_per_second"] for line in lines]

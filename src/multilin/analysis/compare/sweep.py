@@ -15,7 +15,7 @@ from annotated_types import MaxLen, MinLen
 
 from multilin.data.files import file_format
 from multilin.errors import InputError, listed, nearest, shorten, shown
-from multilin.settings import load_settings, settings
+from multilin.settings import load_settings, settings, without_empty
 from multilin.settings.bounds import Amount, Name, PathText, RepeatCount, Section, Seed, Share, Tried
 from multilin.settings.inputs import read_yaml
 from multilin.training.fields import Values, get, merge, nest
@@ -170,7 +170,7 @@ def nested(values: Mapping[str, Any], where: str) -> Values:
     Raises:
         InputError: a field that the sweep decides.
     """
-    result = nest(values)
+    result = without_empty(Recipe, nest(values))
     for dotted, reason in _DECIDED.items():
         if (given := get(result, dotted)) is not None:
             name = f"--{dotted}" if where == "--" else f"{where}.{dotted}"

@@ -2,7 +2,6 @@
 
 import base64
 import io
-import json
 import warnings
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -19,6 +18,7 @@ from multilin.analysis.templates import render
 from multilin.errors import plural
 from multilin.files import write_whole
 from multilin.files.lock import locked_folder
+from multilin.settings.inputs import to_json
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -48,7 +48,7 @@ def as_json(report: Report) -> str:
     """
     names = {"answer": answer(report), "finding": finding(report.explanation)}
     names |= {"run": report.run, "source": report.source}
-    return json.dumps(names | _numbers(report, packed=False), ensure_ascii=False, allow_nan=False)
+    return to_json(names | _numbers(report, packed=False), ensure_ascii=False)
 
 
 def page(report: Report) -> str:

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import json
 from collections.abc import Iterable
 from typing import Any
 
@@ -12,6 +11,7 @@ from starlette.types import Receive, Scope, Send
 from multilin.serving.api.answers import Form
 from multilin.serving.errors import ApiError, as_api_error
 from multilin.serving.generation import Generation
+from multilin.settings import inputs
 
 SILENCE = 10.0  # seconds after which a comment keeps a stream open
 LINE_ENDS = {ord(end): f"\\u{ord(end):04x}" for end in "\x85\u2028\u2029"}  # for clients that split with str.splitlines
@@ -20,9 +20,9 @@ LINE_ENDS = {ord(end): f"\\u{ord(end):04x}" for end in "\x85\u2028\u2029"}  # fo
 def to_json(value: Any) -> bytes:
     """JSON in UTF-8; ends of lines are escaped, and halves of characters, which UTF-8 does not have."""
     try:
-        return json.dumps(value, ensure_ascii=False, separators=(",", ":")).translate(LINE_ENDS).encode()
+        return inputs.to_json(value, ensure_ascii=False, separators=(",", ":")).translate(LINE_ENDS).encode()
     except UnicodeEncodeError:
-        return json.dumps(value, separators=(",", ":")).encode()
+        return inputs.to_json(value, separators=(",", ":")).encode()
 
 
 class JsonResponse(Response):

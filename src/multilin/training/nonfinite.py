@@ -1,0 +1,126 @@
+"""Where a loss or a gradient first stops being finite: a pass is repeated, and every module is watched."""
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+def find_nonfinite(model: nn.Module, loss_of: Callable[[], Tensor]) -> str | None:
+    """The first place of a forward and backward pass where a number is not finite, in words; None if there is none.
+
+    Gradients of the model are left as they are.
+
+    Args:
+        model: what computes the loss; not compiled, and not divided among devices.
+        loss_of: makes the forward pass.
+    """
+    for name, parameter in model.named_parameters():
+        if not _is_finite(parameter):
+            return f"{name} was not finite before the step"
+    watch = _Watch(model)
+    try:
+        with torch.enable_grad(), torch.compiler.set_stance("force_eager"):
+            loss = loss_of()
+            if watch.found is None and not _is_finite(loss):
+                watch.note("", "forward")
+            if watch.found is None:
+                trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+                torch.autograd.grad(loss, trained, allow_unused=True)
+    finally:
+        watch.remove()
+    return watch.found
+
+
+_RECEIVERS = (
+    "_multilin_receivers"  # attribute of a tensor: modules that got it, the last of which computes its gradient
+)
+_LISTS = nn.ModuleList | nn.ModuleDict | nn.ParameterList | nn.ParameterDict  # they compute nothing
+
+
+class _Watch:
+    """Notes the first module that computes a number which is not finite, in either pass.
+
+    Between two modules their parent computes. A gradient that leaves a module by its input, or arrives at one of its
+    parameters, was computed by it; one that arrives at its output was computed by its parent.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.found: str | None = None
+        self._handles: list[Any] = []
+        self._lists = {name for name, module in model.named_modules() if isinstance(module, _LISTS)}
+        for name, module in model.named_modules():
+            self._handles += [
+                module.register_forward_pre_hook(functools.partial(self._enter, name), with_kwargs=True),
+                module.register_forward_hook(functools.partial(self._leave, name)),
+            ]
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                self._handles.append(parameter.register_hook(self._noting([self._parent(name)])))
+
+    def remove(self) -> None:
+        """End watching."""
+        for handle in self._handles:
+            handle.remove()
+
+    def note(self, name: str, direction: str) -> None:
+        """The module of this name computes numbers that are not finite, in the forward or the backward pass."""
+        if self.found is None:
+            self.found = f"first in the {direction} pass of {name or 'the loss'}"
+
+    def _enter(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        if not all(map(_is_finite, _tensors([args, kwargs]))):
+            self.note(self._parent(name), "forward")
+        return tuple(map(self._own, [name] * len(args), args)), {k: self._own(name, v) for k, v in kwargs.items()}
+
+    def _own(self, name: str, value: Any) -> Any:
+        """A copy, whose gradient is the module's part alone, of an input that has a gradient."""
+        if not (isinstance(value, Tensor) and value.requires_grad and value.is_floating_point()):
+            return value
+        copied = value.clone()
+        self._follow(copied, name)
+        return copied
+
+    def _leave(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
+        for tensor in _tensors(output):
+            if not _is_finite(tensor):
+                self.note(name, "forward")
+            elif tensor.requires_grad:
+                self._follow(tensor, self._parent(name))
+
+    def _parent(self, name: str) -> str:
+        """The module that has the module or parameter of this name, and calls it."""
+        parent = name.rpartition(".")[0]
+        return self._parent(parent) if parent in self._lists else parent
+
+    def _follow(self, tensor: Tensor, name: str) -> None:
+        """Watch the gradient of a tensor, which the module of this name computes, as the last to get the tensor."""
+        if not hasattr(tensor, _RECEIVERS):
+            setattr(tensor, _RECEIVERS, receivers := list[str]())
+            tensor.register_hook(self._noting(receivers))
+        getattr(tensor, _RECEIVERS).append(name)
+
+    def _noting(self, names: list[str]) -> Callable[[Tensor], None]:
+        """A hook for gradients that the last of these modules computes."""
+
+        def look(gradient: Tensor) -> None:
+            if not _is_finite(gradient):
+                self.note(names[-1], "backward")
+
+        return look
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """The tensors of floats in what a module takes or returns."""
+    if isinstance(value, Tensor):
+        if value.is_floating_point():
+            yield value
+    elif isinstance(value, list | tuple | dict):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from _tensors(part)
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    return bool(tensor.isfinite().all())

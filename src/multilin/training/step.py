@@ -120,7 +120,7 @@ def forward_backward(loss: nn.Module, batches: list[Batch], plan: TrainingRecipe
         is_last = index == len(batches) - 1
         with contextlib.nullcontext() if is_last else _without_exchange(loss):
             part = pass_loss(loss, batch, num_items, plan, step, index)
-            part.backward()
+            part.backward()  # type: ignore[no-untyped-call]
         total = part.detach() if total is None else total + part.detach()
     assert total is not None
     return total

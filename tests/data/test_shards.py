@@ -426,6 +426,18 @@ def test_damage_is_found_before_training(rows: Path, tmp_path: Path, name: str, 
         open_prepared("data.source", str(tmp_path / "out"))
 
 
+def test_damage_behind_a_link_is_found_after_the_first_check(rows: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    prepare_shards(plan(rows, out))
+    (out / "train").rename(tmp_path / "elsewhere")
+    (out / "train").symlink_to(tmp_path / "elsewhere")
+    open_prepared("data.source", str(out))
+    path = out / "train" / "00001-000" / "tokens.bin"
+    path.write_bytes(bytes(len(path.read_bytes())))
+    with pytest.raises(InputError, match="is damaged: its checksum is not the manifest's"):
+        open_prepared("data.source", str(out))
+
+
 def test_text_on_this_machine_needs_no_cache(rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     prepare_shards(plan(rows, tmp_path / "out"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(rows / "no folder"))

@@ -164,7 +164,7 @@ def open_prepared(field: str, address: str, progress: Progress = no_progress) ->
     store, cache = Store(field, address), cache_root() / "shards"
     manifest, content = read_manifest(store)
     if store.local is not None and os.environ.get("LOCAL_RANK") in (None, "", "0"):
-        _check_once(store.local, content, lambda: check_shards(store, manifest, progress))
+        _check_once(store.local, manifest, content, lambda: check_shards(store, manifest, progress))
     tokenizer = load_tokenizer(str(store.fetch(manifest.tokenizer.name, manifest.tokenizer.files, cache)))
     if tokenizer_hash(tokenizer) != manifest.tokenizer_hash:
         raise InputError(f"{field}: the tokenizer in {shown(address)} is not the one that its text was packed with")
@@ -189,10 +189,12 @@ def read_manifest(store: Store) -> tuple[Manifest, bytes]:
     return Manifest.parse(content, f"{store.field}: {store.address}/{MANIFEST}"), content
 
 
-def _check_once(folder: Path, manifest: bytes, check: Callable[[], None]) -> None:
+def _check_once(folder: Path, manifest: Manifest, content: bytes, check: Callable[[], None]) -> None:
     """Check a folder, unless its files have the sizes and times of an earlier check."""
-    files = sorted((str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in folder.resolve().rglob("*"))
-    mark = cache_root() / "checked" / hashlib.sha256(manifest + repr(files).encode()).hexdigest()
+    parts = [manifest.tokenizer, manifest.validation, *manifest.train]
+    paths = [folder.resolve() / part.name / file for part in parts for file in part.files]
+    files = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in paths if path.exists()]
+    mark = cache_root() / "checked" / hashlib.sha256(content + repr(files).encode()).hexdigest()
     with contextlib.suppress(OSError):  # without a cache the folder is checked each time
         if mark.exists():
             return

@@ -870,6 +870,13 @@ def test_the_report_names_the_texts_and_the_precision_of_its_runs(found: Compari
     assert "precision float32;" in text
 
 
+def test_every_report_says_what_the_validation_text_is(found: Comparison, sandbox: Path) -> None:
+    text = json.loads((sandbox / "runs" / found.rows[0].runs[0].folder / "data.json").read_text())["validation"]
+    assert " of 60 documents, " in text["summary"]
+    for report in (found.remarks, as_markdown(found), as_html(found)):
+        assert f"Validation text: {text['summary']}." in report
+
+
 def test_the_prompt_is_of_the_first_document_alone(tmp_path: Path) -> None:
     source, other = tmp_path / "text.jsonl", tmp_path / "other.txt"
     other.write_text("other " * 99)

@@ -17,7 +17,7 @@ from multilin.architectures.base import architectures
 from multilin.errors import InputError
 from multilin.inference.runs import load_run
 from multilin.model.factory import BASELINES, create_model, model_names
-from multilin.training.assemble import read_text
+from multilin.training.assemble import read_text, report_validation
 from multilin.training.loop import train
 from multilin.training.optimizers import OPTIMIZERS
 from multilin.training.outcomes import RunResult
@@ -38,6 +38,32 @@ def result(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> RunResult:
 @pytest.fixture(scope="module")
 def short(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> RunResult:
     return train(tiny(tmp_path_factory.mktemp("runs") / "run", **{"training.max_steps": 6}))
+
+
+class Reported(TrainingProgress):
+    def __init__(self) -> None:
+        self.summaries: list[str] = []
+
+    def validation(self, summary: str) -> None:
+        self.summaries.append(summary)
+
+
+def test_what_is_validated_on_is_reported_and_an_unlike_text_is_warned_of(tiny: Tiny, tmp_path: Path) -> None:
+    (tmp_path / "other.txt").write_text("".join(f"#define X_{number} ({number * 7919:x})\n" for number in range(300)))
+    (tmp_path / "book.txt").write_text(
+        "".join(f"The cat sat on mat {number} and the dog ran.\n" for number in range(900))
+    )
+    reported = Reported()
+    changes = {"data.source": str(tmp_path / "book.txt"), "training.max_steps": 1}
+    train(tiny(tmp_path / "run", **changes), progress=reported)
+    assert reported.summaries == ["the last 10 % of book.txt, 3.6 kB of 35.9 kB"]
+    assert json.loads((tmp_path / "run/data.json").read_text())["validation"]["summary"] == reported.summaries[0]
+    recipe = tiny(tmp_path / "run", **changes, **{"data.validation": str(tmp_path / "other.txt")})
+    with pytest.warns(
+        UserWarning, match=r"data.validation: the validation text is unlike .* needs \d+\.\d times as many"
+    ):
+        report_validation(recipe, read_text(recipe), reported)
+    assert reported.summaries[1].startswith("1 document of data.validation, ")
 
 
 def test_a_run_learns(result: RunResult) -> None:

@@ -67,9 +67,10 @@ def report_validation(recipe: Recipe, text: PreparedText, progress: TrainingProg
         progress.validation(summary)
     if is_much_unlike(ratio := unlikeness(text)):
         warnings.warn(
-            f"{'data.validation' if recipe.data.validation else recipe.data.name}: the validation text is unlike the "
-            f"training text (a counting model needs {ratio:.1f} times as many bits per byte for it), so bits per byte "
-            "say little about the training text; give a validation text that is like it (data.validation)",
+            f"{'data.validation' if recipe.data.validation else 'data.source'}: the validation text is unlike the "
+            f"training text (a counting model needs {ratio:.1f} times as many bits per byte as for training text), so "
+            "its bits per byte say little about text like the training text; give a validation text that is more like "
+            "it (data.validation)",
             stacklevel=2,
         )
 

@@ -32,9 +32,11 @@ class PlanSettings:
     """The devices that a run would be trained on."""
 
     devices: bounds.Count = 1  # devices that train together
-    kind: Literal["here", "cpu", "h200", "a100"] = "here"  # here: this machine, its accelerator if any; cpu: without it
+    kind: Literal["here", "cpu", "h200", "a100"] = (
+        "here"  # here: this machine; cpu: this machine without its accelerator
+    )
     efficiency: bounds.Share | None = (
-        None  # share of the device's peak that training reaches; else measured here, or 0.4
+        None  # share of the device's peak that training reaches; null measures or takes 0.4
     )
     price: bounds.Positive | None = None  # price of an hour of one device
 

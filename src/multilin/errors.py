@@ -115,9 +115,6 @@ class _Short(reprlib.Repr):
         self.maxlevel, self.maxstring, self.maxother = 3, LONGEST_VALUE, LONGEST_VALUE
         self.maxdict = self.maxlist = self.maxtuple = 4
 
-    def repr_NoneType(self, value: None, level: int) -> str:
-        return "null"  # in YAML and JSON, where most values come from
-
     def repr_int(self, value: int, level: int) -> str:
         # Python refuses to write integers of more than 4300 digits.
         if value.bit_length() > 200:

@@ -147,7 +147,7 @@ def test_no_message_names_a_class(value: str, tmp_path: Path) -> None:
             said.append(str(error))
     assert said
     for sentence in said:
-        assert not re.search(r"None|instance|Recipe|tuple|[a-z][A-Z]", sentence), sentence
+        assert not re.search(r"NoneType|instance|Recipe|tuple|[a-z][A-Z]", sentence), sentence
 
 
 def test_a_folder_called_like_a_built_in_recipe_is_that_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -81,7 +81,7 @@ def without_empty(cls: type, values: Mapping[str, Any]) -> dict[str, Any]:
 
     Where a field takes null, it stays.
     """
-    hints = {field.name: field.type for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    hints = {field.name: field.type for field in dataclasses.fields(cls)}
     kept = {}
     for name, value in values.items():
         hint = hints.get(name)
@@ -130,7 +130,8 @@ def _sentence(cls: type, error: "ValidationError", where: str) -> str:
         return f"{_dotted(where, *path[:-1], str(first['loc'][-1]))}: missing; a value is required"
     same = [e for e in errors if e["loc"][: len(path)] == first["loc"][: len(path)]]
     return (
-        f"{field}: {shown(first['input'])} given, but it should be {' or '.join(dict.fromkeys(map(_accepted, same)))}"
+        f"{field}: {'null' if first['input'] is None else shown(first['input'])} given, but it should be "
+        f"{' or '.join(dict.fromkeys(map(_accepted, same)))}"
     )
 
 

@@ -58,7 +58,7 @@ class _Watch:
             ]
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
-                self._handles.append(parameter.register_hook(self._noting([self._parent(name)])))
+                self._handles.append(self._look_at_gradient(parameter, [self._parent(name)]))
 
     def remove(self) -> None:
         """End watching."""
@@ -99,17 +99,17 @@ class _Watch:
         """Watch the gradient of a tensor, which the module of this name computes, as the last to get the tensor."""
         if not hasattr(tensor, _RECEIVERS):
             setattr(tensor, _RECEIVERS, receivers := list[str]())
-            tensor.register_hook(self._noting(receivers))
+            self._look_at_gradient(tensor, receivers)
         getattr(tensor, _RECEIVERS).append(name)
 
-    def _noting(self, names: list[str]) -> Callable[[Tensor], None]:
-        """A hook for gradients that the last of these modules computes."""
+    def _look_at_gradient(self, tensor: Tensor, names: list[str]) -> Any:
+        """Note the last of these modules if the tensor's gradient, which it computes, is not finite."""
 
         def look(gradient: Tensor) -> None:
             if not _is_finite(gradient):
                 self.note(names[-1], "backward")
 
-        return look
+        return tensor.register_hook(look)  # type: ignore[no-untyped-call]
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

@@ -26,7 +26,7 @@ from multilin.data.progress import Progress, no_progress
 from multilin.data.settings import BYTE_VOCAB_SIZE, DEFAULT_KIND, DEFAULT_VOCAB_SIZE, MANIFEST, ShardSettings
 from multilin.data.shard_workers import UNFINISHED, Job, PartRecord, describe_folder, pack_parts
 from multilin.data.store import Store
-from multilin.data.tokenizers import load_tokenizer, tokenizer_hash, train_tokenizer
+from multilin.data.tokenizers import load_tokenizer, save_tokenizer, tokenizer_hash, train_tokenizer
 from multilin.errors import InputError, shown
 from multilin.files import remove_partials
 from multilin.files.lock import locked_folder
@@ -165,7 +165,7 @@ def _tokenizer(
         tokenizer.chat_template = CHAT_TEMPLATE
     store.write(_SETTINGS, json.dumps(deciding).encode())
     with store.new_folder("tokenizer") as folder:
-        tokenizer.save_pretrained(folder)
+        save_tokenizer(tokenizer, folder)
         entry = describe_folder("tokenizer", folder)
     store.write(f"{UNFINISHED}/tokenizer.json", json.dumps(asdict(entry)).encode())
     return entry

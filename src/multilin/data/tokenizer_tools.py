@@ -10,7 +10,7 @@ from multilin.data.encoding import make_encoder
 from multilin.data.prepare import reported_texts
 from multilin.data.progress import Progress, no_progress
 from multilin.data.settings import TokenizerTrainArguments
-from multilin.data.tokenizers import TOKENIZER_FILES, load_tokenizer, train_tokenizer
+from multilin.data.tokenizers import TOKENIZER_FILES, load_tokenizer, save_tokenizer, train_tokenizer
 from multilin.errors import InputError, shown
 from multilin.files import atomic_folder, check_folder
 
@@ -49,7 +49,7 @@ def train_into_folder(arguments: TokenizerTrainArguments, progress: Progress = n
     vocab_size = None if arguments.kind == "byte" else arguments.vocab_size
     tokenizer = train_tokenizer(reported_texts(documents, progress), arguments.kind, vocab_size)
     with atomic_folder(arguments.output) as partial:
-        tokenizer.save_pretrained(partial)
+        save_tokenizer(tokenizer, partial)
     return tokenizer
 
 

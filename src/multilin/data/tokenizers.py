@@ -1,6 +1,7 @@
 """Tokenizers: trained on a corpus or loaded. Those trained here are lossless: decoding gives the exact text back."""
 
 import codecs
+import copy
 import hashlib
 import json
 import re
@@ -11,6 +12,7 @@ from typing import Literal
 import huggingface_hub
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers.tokenization_utils_base import VERY_LARGE_INTEGER
 
 from multilin.data.byte_level import BYTES, token_bytes
 from multilin.data.encoding import cut_at_whitespace
@@ -31,6 +33,11 @@ LONGEST_TRAINED_WORD = 1000  # characters, in the text that a tokenizer is train
 
 TokenizerKind = Literal["byte", "bpe", "unigram"]
 
+# Settings in tokenizer_config.json that transformers writes for a truncation or padding in tokenizer.json.
+_TEXT_CHANGES = (
+    *("truncation", "truncation_side", "truncation_strategy", "max_length", "stride"),
+    *("padding", "padding_side", "pad_to_multiple_of", "pad_token_type_id"),
+)
 # Names of the end of text in a bare tokenizer.json, which has no roles.
 _KNOWN_ENDS = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>", "<|im_end|>")
 
@@ -67,7 +74,8 @@ def load_tokenizer(path_or_name: str) -> PreTrainedTokenizerFast:
     """A tokenizer from a folder with tokenizer.json, a run folder, a tokenizer.json, or by its name on the hub.
 
     It has an end-of-text token, and pads with it where it has no padding token. Of several chat templates it has the
-    default one. No code that comes with it is run.
+    default one. Settings of truncation, padding and the longest text are left out, since they would cut or change texts
+    silently. No code that comes with it is run.
 
     Raises:
         InputError: there is no tokenizer, it has no tokenizer.json or no end-of-text token, or its ids have gaps.
@@ -94,9 +102,16 @@ def load_tokenizer(path_or_name: str) -> PreTrainedTokenizerFast:
         )
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
-    if isinstance(tokenizer.chat_template, dict):
-        tokenizer.chat_template = tokenizer.chat_template.get("default")
-    return tokenizer
+    return _cleaned(tokenizer)
+
+
+def save_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: str | Path) -> None:
+    """Write a tokenizer to a folder as `load_tokenizer` gives it, so that no other program cuts or pads texts either.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+    _cleaned(copy.deepcopy(tokenizer)).save_pretrained(folder)
 
 
 def start_token_id(tokenizer: PreTrainedTokenizerFast) -> int:
@@ -218,6 +233,20 @@ def _reproducible(tokenizer: Tokenizer) -> Tokenizer:
     pieces[unlikely:] = sorted(pieces[unlikely:])
     content["model"]["vocab"] = special + list(zip(pieces, scores, strict=True))
     return Tokenizer.from_str(json.dumps(content))
+
+
+def _cleaned(tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:
+    """The tokenizer, changed in place: without settings that change a text, and with one chat template."""
+    tokenizer.backend_tokenizer.no_truncation()
+    tokenizer.backend_tokenizer.no_padding()
+    for name in _TEXT_CHANGES:
+        tokenizer.init_kwargs.pop(name, None)
+    for name in ("padding_side", "truncation_side"):
+        setattr(tokenizer, name, getattr(type(tokenizer), name))
+    tokenizer.model_max_length, tokenizer.clean_up_tokenization_spaces = VERY_LARGE_INTEGER, False
+    if isinstance(tokenizer.chat_template, dict):
+        tokenizer.chat_template = tokenizer.chat_template.get("default")
+    return tokenizer
 
 
 def _byte_level(model: models.Model) -> Tokenizer:

@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 from multilin.architectures.base import Sizes
-from multilin.data.tokenizers import load_tokenizer, tokenizer_hash
+from multilin.data.tokenizers import load_tokenizer, save_tokenizer, tokenizer_hash
 from multilin.errors import InputError, as_input_error, plural, prefixed
 from multilin.files import atomic_folder
 from multilin.inference.adapters import merge_adapters
@@ -133,7 +133,7 @@ def save_run(run: Run, target: Path) -> None:
     """
     with atomic_folder(target) as partial:
         run.model.save_pretrained(partial)
-        run.tokenizer.save_pretrained(partial)
+        save_tokenizer(run.tokenizer, partial)
         if (run.folder / RECIPE_FILE).is_file():
             shutil.copy(run.folder / RECIPE_FILE, partial / RECIPE_FILE)
 

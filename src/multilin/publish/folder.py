@@ -6,6 +6,7 @@ from pathlib import Path
 
 import yaml
 
+from multilin.data.tokenizers import save_tokenizer
 from multilin.errors import InputError, plural
 from multilin.files import atomic_folder, write_whole
 from multilin.inference.runs import Run
@@ -45,7 +46,7 @@ def publish_run(run: Run, name: str, folder: Path) -> None:
         )
     with atomic_folder(folder) as partial:
         run.model.save_pretrained(partial)
-        run.tokenizer.save_pretrained(partial)
+        save_tokenizer(run.tokenizer, partial)
         write_whole(partial / AUTO_FILE, flat_model())
         if (run.folder / _PLOT).is_file():
             write_whole(partial / _PLOT, (run.folder / _PLOT).read_bytes())

@@ -117,10 +117,12 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: str | Path) -> No
 def start_token_id(tokenizer: PreTrainedTokenizerFast) -> int:
     """The token every document starts with; a prompt given to a model starts with it too.
 
-    It is the end-of-text token, so that a model which has read texts in a row predicts it where a text ends.
+    It is the end-of-text token, so that a model which has read texts in a row predicts it where a text ends. A tokenizer
+    that got another end-of-text token later, for chats, has the earlier one as its beginning of text.
     """
-    assert isinstance(tokenizer.eos_token_id, int), "tokenizers of this package have an end-of-text token"
-    return tokenizer.eos_token_id
+    start = tokenizer.bos_token_id if tokenizer.bos_token in _KNOWN_ENDS else tokenizer.eos_token_id
+    assert isinstance(start, int), "tokenizers of this package have an end-of-text token"
+    return start
 
 
 def tokenizer_hash(tokenizer: PreTrainedTokenizerFast) -> str:
@@ -128,6 +130,29 @@ def tokenizer_hash(tokenizer: PreTrainedTokenizerFast) -> str:
     content = json.loads(tokenizer.backend_tokenizer.to_str())
     content |= {"padding": None, "truncation": None, "eos": tokenizer.eos_token}
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def trained_end(tokenizer: PreTrainedTokenizerFast, trained_hash: str) -> str | None:
+    """The end-of-text token of an earlier tokenizer, to which tokens may have been added to make this one.
+
+    Added tokens have the highest ids, so they are left out one by one until the rest has the hash.
+
+    Args:
+        tokenizer: the tokenizer now.
+        trained_hash: `tokenizer_hash` of the earlier one.
+
+    Returns:
+        None if this is another tokenizer: it lacks some of the earlier one's tokens or has them in another order.
+    """
+    content = json.loads(tokenizer.backend_tokenizer.to_str()) | {"padding": None, "truncation": None}
+    added = content.pop("added_tokens")
+    for end in dict.fromkeys((tokenizer.eos_token, tokenizer.bos_token, *_KNOWN_ENDS)):
+        others = json.dumps(content | {"eos": end}, sort_keys=True)[1:].encode()
+        for number in range(len(added), -1, -1):  # the keys are sorted, so these come first
+            first = f'{{"added_tokens": {json.dumps(added[:number], sort_keys=True)}, '.encode()
+            if hashlib.sha256(first + others).hexdigest() == trained_hash:
+                return end
+    return None
 
 
 def token_byte_lengths(tokenizer: PreTrainedTokenizerFast) -> list[int]:
@@ -175,7 +200,7 @@ def whole_characters(tokenizer: PreTrainedTokenizerFast, token_ids: Sequence[int
 def _token_bytes(tokenizer: PreTrainedTokenizerFast, token_ids: Sequence[int]) -> list[bytes]:
     """The UTF-8 bytes of each token by itself, which may be a part of a character."""
     names = tokenizer.convert_ids_to_tokens(list(token_ids))
-    return [token_bytes(name, tokenizer.decode([token])) for token, name in zip(token_ids, names, strict=True)]
+    return [token_bytes(name or "", tokenizer.decode([token])) for token, name in zip(token_ids, names, strict=True)]
 
 
 class VocabularyTooLarge(InputError):

@@ -74,7 +74,7 @@ def _manifest(run: Run, model: MultilinForCausalLM, precision: Precision, folder
         model_hash=model_hash(run.model),
         architectures=sorted({entry["architecture"] for entry in model.config.layers}), precision=precision,
         vocab_size=model.config.vocab_size, n_positions=model.config.n_positions, end_id=codec.end_id,
-        pad_id=codec.pad_id, prompt_columns=PROMPT_COLUMNS, state=describe_state(example_state(model)),
+        pad_id=codec.pad_id, eos_id=codec.eos_id, prompt_columns=PROMPT_COLUMNS, state=describe_state(example_state(model)),
         source=source_hashes(run.folder), files={name: checksum(folder / name) for name in files},
     )  # fmt: skip
 

@@ -244,7 +244,7 @@ class Scheduler:
         row.next_id = token
         row.seen[token] = row.seen.get(token, 0) + 1
         row.token_ids.append(token)
-        if row.settings.stop_at_end and (token == self.codec.end_id or token in job.ends):
+        if row.settings.stop_at_end and (self.codec.is_end(token) or token in job.ends):
             row.end = "stop"
             return
         stream, num_before, was_whole = row.stream, row.stream.length, row.stream.is_whole

@@ -3,6 +3,9 @@ import {Tokenizer} from "./tokenizers.min.mjs";
 
 export class TextCodec {
   constructor(content) {
+    const vocabulary = content.model.vocab, ids = content.added_tokens.map(token => token.id);
+    const size = Array.isArray(vocabulary) ? vocabulary.length : Object.keys(vocabulary).length;
+    this.numTokens = Math.max(size, ...ids.map(id => id + 1));
     const special = content.added_tokens.filter(token => token.special);
     this.special = new Set(special.map(token => token.id));
     // Special tokens that are spelled out in a prompt are text, as in `multilin generate`.

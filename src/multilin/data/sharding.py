@@ -23,7 +23,7 @@ from multilin.data.packing import concatenate, text_hash
 from multilin.data.parts import cut_source
 from multilin.data.prepared import check_shards
 from multilin.data.progress import Progress, no_progress
-from multilin.data.settings import BYTE_VOCAB_SIZE, DEFAULT_KIND, DEFAULT_VOCAB_SIZE, MANIFEST, ShardSettings
+from multilin.data.settings import DEFAULT_KIND, MANIFEST, ShardSettings
 from multilin.data.shard_workers import UNFINISHED, Job, PartRecord, describe_folder, pack_parts
 from multilin.data.store import Store
 from multilin.data.tokenizers import load_tokenizer, save_tokenizer, tokenizer_hash, train_tokenizer
@@ -58,8 +58,7 @@ def prepare_shards(plan: ShardSettings, *, workers: int = 1, progress: Progress 
             raise InputError(
                 f"{name}: {given} given, but the tokenizer {shown(plan.tokenizer)} decides it; leave one out"
             )
-    default_size = BYTE_VOCAB_SIZE if plan.kind == "byte" else DEFAULT_VOCAB_SIZE
-    plan = replace(plan, kind=plan.kind or DEFAULT_KIND, vocab_size=plan.vocab_size or default_size)
+    plan = replace(plan, kind=plan.kind or DEFAULT_KIND)
     parts, identity = cut_source(plan.source)
     tokenizer = None if plan.tokenizer is None else load_tokenizer(plan.tokenizer)
     deciding = {name: value for name, value in asdict(plan).items() if name not in ("output", "tokenizer")}

@@ -5,6 +5,7 @@ import copy
 import hashlib
 import json
 import re
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Literal
@@ -16,7 +17,7 @@ from transformers.tokenization_utils_base import VERY_LARGE_INTEGER
 
 from multilin.data.byte_level import BYTES, token_bytes
 from multilin.data.encoding import cut_at_whitespace
-from multilin.data.settings import BYTE_VOCAB_SIZE
+from multilin.data.settings import BYTE_VOCAB_SIZE, DEFAULT_VOCAB_SIZE
 from multilin.errors import InputError, as_input_error, shown
 from multilin.files import is_path
 from multilin.settings.inputs import LARGEST_JSON, check_model_files, read_bytes
@@ -30,6 +31,9 @@ TOKENIZER_FILES = (
 """Every file that transformers may write for a tokenizer."""
 
 LONGEST_TRAINED_WORD = 1000  # characters, in the text that a tokenizer is trained on
+TRAINED_BYTES = 2**22  # of different words in that text; training takes about a hundred times as much memory
+
+_WORD = re.compile(r"[^\W\d_]+|\d+|(?:[^\w\s]|_)+")  # much as ByteLevel splits words
 
 TokenizerKind = Literal["byte", "bpe", "unigram"]
 
@@ -49,7 +53,8 @@ def train_tokenizer(texts: Iterable[str], kind: TokenizerKind, vocab_size: int |
         texts: the training text, read once and never held.
         kind: `byte` (ids are 2 + byte; reads no text), `bpe` (merges of frequent pairs) or `unigram` (the most likely
             pieces under a unigram model). The last two never join across GPT-2's word boundaries.
-        vocab_size: number of tokens, special ones included: 258 or None for `byte`, at least 259 for the others.
+        vocab_size: number of tokens, special ones included: 258 or None for `byte`, at least 259 for the others, where
+            None takes 4096, or as many as the text supports.
 
     Raises:
         InputError: a vocabulary size that the kind cannot have or that the corpus does not support.
@@ -62,7 +67,7 @@ def train_tokenizer(texts: Iterable[str], kind: TokenizerKind, vocab_size: int |
         tokenizer = _byte_level(models.BPE(vocab=vocabulary, merges=[]))
         tokenizer.add_special_tokens(_special_tokens())
     elif kind in ("bpe", "unigram"):
-        if vocab_size is None or vocab_size <= BYTE_VOCAB_SIZE:
+        if vocab_size is not None and vocab_size <= BYTE_VOCAB_SIZE:
             raise InputError(f"{given} needs more than {BYTE_VOCAB_SIZE} tokens (256 bytes and 2 special tokens)")
         tokenizer = _trained(texts, kind, vocab_size)
     else:
@@ -212,24 +217,87 @@ class VocabularyTooLarge(InputError):
         self.most = most
 
 
-def _trained(texts: Iterable[str], kind: TokenizerKind, vocab_size: int) -> Tokenizer:
+def _trained(texts: Iterable[str], kind: TokenizerKind, vocab_size: int | None) -> Tokenizer:
+    # The trainer holds 256 texts at a time with a hundred bytes per character, so it is given short ones.
+    pieces = (part for text in texts for piece in cut_at_whitespace(text, 2**16) for part in _short_words(piece))
+    sample = _Sample()
     tokenizer = _byte_level(models.BPE() if kind == "bpe" else models.Unigram())
-    trainer = (trainers.BpeTrainer if kind == "bpe" else trainers.UnigramTrainer)(
-        vocab_size=vocab_size,
+    try:
+        tokenizer.train_from_iterator(_counted(pieces, sample), _trainer(kind, vocab_size))
+    except _TooManyWords:
+        for piece in pieces:
+            sample.add(piece)
+        warnings.warn(
+            "tokenizer: the text has too many different words for the memory, as text without spaces has, so the "
+            f"tokenizer is trained on {sample.kept / 1e6:.1f} of its {sample.seen / 1e6:.1f} MB, spread evenly",
+            stacklevel=2,
+        )
+        tokenizer.train_from_iterator(sample.pieces, _trainer(kind, vocab_size))
+    if (most := tokenizer.get_vocab_size()) != (vocab_size or DEFAULT_VOCAB_SIZE):
+        if vocab_size is not None:
+            raise VocabularyTooLarge(
+                f"tokenizer.vocab_size: {vocab_size} given, but the corpus supports {most} tokens; give at most that, "
+                "or more text",
+                most,
+            )
+        warnings.warn(
+            f"tokenizer.vocab_size: none given, and the text supports {most} tokens, so the tokenizer has {most} and "
+            f"not {DEFAULT_VOCAB_SIZE}, the default",
+            stacklevel=2,
+        )
+    return tokenizer if kind == "bpe" else _reproducible(tokenizer)
+
+
+def _trainer(kind: TokenizerKind, vocab_size: int | None) -> trainers.Trainer:
+    return (trainers.BpeTrainer if kind == "bpe" else trainers.UnigramTrainer)(
+        vocab_size=vocab_size or DEFAULT_VOCAB_SIZE,
         special_tokens=_special_tokens(),
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    # The trainer holds 256 texts at a time with a hundred bytes per character, so it is given short ones.
-    pieces = (part for text in texts for piece in cut_at_whitespace(text, 2**16) for part in _short_words(piece))
-    tokenizer.train_from_iterator(pieces, trainer)
-    if (most := tokenizer.get_vocab_size()) != vocab_size:
-        raise VocabularyTooLarge(
-            f"tokenizer.vocab_size: {vocab_size} given, but the corpus supports {most} tokens; give at most that, or "
-            "more text",
-            most,
-        )
-    return tokenizer if kind == "bpe" else _reproducible(tokenizer)
+
+
+class _TooManyWords(Exception):
+    """The different words of a text would take too much memory."""
+
+
+class _Sample:
+    """Every n-th piece of a text, with n a power of two that rises with the length of the text.
+
+    pieces: the pieces of the sample.
+    kept, seen: UTF-8 bytes of the sample and of the text.
+    """
+
+    def __init__(self) -> None:
+        self.pieces: list[str] = []
+        self.kept = self.seen = self._count = 0
+        self._step = 1
+
+    def add(self, piece: str) -> None:
+        """Read one piece of the text."""
+        num_bytes = len(piece.encode())
+        if self._count % self._step == 0:
+            self.pieces.append(piece)
+            self.kept += num_bytes
+            while self.kept > TRAINED_BYTES and len(self.pieces) > 1:
+                self.pieces, self._step = self.pieces[::2], 2 * self._step
+                self.kept = sum(len(kept.encode()) for kept in self.pieces)
+        self._count += 1
+        self.seen += num_bytes
+
+
+def _counted(pieces: Iterable[str], sample: _Sample) -> Iterator[str]:
+    """The pieces, which are added to a sample too, as long as their different words fit into the memory."""
+    words: set[str] = set()
+    size = 0
+    for piece in pieces:
+        sample.add(piece)
+        new = set(_WORD.findall(" ".join(set(piece.split())))) - words
+        words |= new
+        size += sum(len(word.encode()) for word in new)
+        if size > TRAINED_BYTES:
+            raise _TooManyWords
+        yield piece
 
 
 def _short_words(text: str) -> Iterator[str]:

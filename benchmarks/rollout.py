@@ -80,7 +80,7 @@ def _measure(model: MultilinForCausalLM, prompt: Tensor, arguments: argparse.Nam
 @torch.no_grad()
 def _recurrence(model: MultilinForCausalLM, prompt: Tensor, num_steps: int) -> Callable[[], Tensor]:
     """t_{n+1} = H (C + 1)[n] e, e the embeddings of all inputs so far."""
-    weights, head = model.model.embedding.tokens.weight.detach(), model.lm_head.weight.detach()
+    weights, head = model.model.embedding.embed_tokens.weight.detach(), model.lm_head.weight.detach()
     mixing = model.model.layers[0].linear_map()[0].detach()
 
     @torch.inference_mode()
@@ -97,7 +97,7 @@ def _recurrence(model: MultilinForCausalLM, prompt: Tensor, num_steps: int) -> C
 
 
 def _bare_products(model: MultilinForCausalLM, num_steps: int) -> Callable[[], Tensor]:
-    weights, head = model.model.embedding.tokens.weight.detach(), model.lm_head.weight.detach()
+    weights, head = model.model.embedding.embed_tokens.weight.detach(), model.lm_head.weight.detach()
     hidden = torch.randn(num_steps, head.shape[1], dtype=head.dtype, device=head.device)
 
     def run() -> Tensor:

@@ -1,23 +1,29 @@
 """Tokenizers are lossless, of the size asked for, and come back the same from disk."""
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from multilin.data import tokenizers
-from multilin.data.encoding import make_encoder
+from multilin.data.encoding import cut_at_whitespace, make_encoder
+from multilin.data.settings import TokenizerShowArguments
+from multilin.data.tokenizer_tools import describe_tokenizer
 from multilin.data.tokenizers import (
     load_tokenizer,
+    save_tokenizer,
     start_token_id,
     token_byte_lengths,
+    token_texts,
     tokenizer_hash,
     train_tokenizer,
+    trained_end,
     whole_characters,
 )
 from multilin.errors import InputError
@@ -160,6 +166,186 @@ def test_a_tokenizer_comes_back_from_folder_and_file(tokenizer: PreTrainedTokeni
         assert loaded.decode(loaded(CORPUS[0])["input_ids"]) == CORPUS[0]
 
 
+def files(folder: Path) -> dict[str, str]:
+    return {path.name: path.read_text() for path in folder.iterdir()}
+
+
+def cut_and_pad(tokenizer: PreTrainedTokenizerFast) -> None:
+    """Leave every setting that changes a text, as programs of others do."""
+    tokenizer.truncation_side = tokenizer.padding_side = "left"
+    tokenizer(
+        ["a b c d e", "x"], truncation=True, padding="max_length", max_length=4, stride=1, pad_to_multiple_of=2
+    )  # fmt: skip
+    tokenizer.model_max_length, tokenizer.clean_up_tokenization_spaces = 3, True
+
+
+@pytest.mark.parametrize("reloaded", [False, True])
+def test_settings_that_change_a_text_are_neither_read_nor_written(
+    tokenizer: PreTrainedTokenizerFast, reloaded: bool, tmp_path: Path
+) -> None:
+    save_tokenizer(tokenizer, tmp_path / "clean")
+    given = load_tokenizer(str(tmp_path / "clean"))
+    save_tokenizer(given, tmp_path / "clean")
+    expected = files(tmp_path / "clean")
+    cut_and_pad(given)
+    save_tokenizer(given, tmp_path / "saved")
+    assert files(tmp_path / "saved") == expected
+    assert given.model_max_length == 3  # what is saved is a copy
+    given.save_pretrained(tmp_path / "theirs")
+    if reloaded:  # then tokenizer_config.json has the settings too
+        AutoTokenizer.from_pretrained(tmp_path / "theirs").save_pretrained(tmp_path / "theirs")
+    loaded = load_tokenizer(str(tmp_path / "theirs"))
+    assert loaded.decode(loaded(CORPUS[0], truncation=True)["input_ids"]) == CORPUS[0]
+    save_tokenizer(loaded, tmp_path / "again")
+    assert files(tmp_path / "again") == expected
+
+
+def chat(tokenizer: PreTrainedTokenizerFast) -> None:
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+    tokenizer.eos_token = "<|im_end|>"
+
+
+ADDITIONS = {
+    "nothing": lambda tokenizer: None,
+    "special tokens": lambda tokenizer: tokenizer.add_special_tokens({"additional_special_tokens": ["<x>", "<y>"]}),
+    "words": lambda tokenizer: tokenizer.add_tokens(["zebra", " yak"]),
+    "padding": lambda tokenizer: tokenizer.add_special_tokens({"pad_token": "[PAD]"}),
+    "padding by a token that is there": lambda tokenizer: tokenizer.add_special_tokens({"pad_token": "!"}),
+    "the end of an answer": chat,
+    "roles": lambda tokenizer: (chat(tokenizer), setattr(tokenizer, "pad_token", "<|im_end|>")),
+}
+
+
+@pytest.mark.parametrize("addition", ADDITIONS)
+def test_a_tokenizer_with_added_tokens_is_known(
+    tokenizer: PreTrainedTokenizerFast, addition: str, tmp_path: Path
+) -> None:
+    save_tokenizer(tokenizer, tmp_path / "old")
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "old")
+    ADDITIONS[addition](theirs)
+    theirs.save_pretrained(tmp_path / "new")
+    grown = load_tokenizer(str(tmp_path / "new"))
+    assert trained_end(grown, tokenizer_hash(tokenizer)) == "<|endoftext|>"
+    assert start_token_id(grown) == start_token_id(tokenizer)
+    for text in CORPUS:
+        assert grown(text)["input_ids"] == tokenizer(text)["input_ids"]
+    smaller = addition != "nothing" and trained_end(tokenizer, tokenizer_hash(grown)) is not None
+    assert not smaller  # tokens that were taken away are missed
+
+
+@pytest.mark.parametrize("grows", [False, True])
+def test_other_tokenizers_are_not_taken_for_grown_ones(tokenizer: PreTrainedTokenizerFast, grows: bool) -> None:
+    content = tokenizer.backend_tokenizer.to_str()
+    swapped = re.sub('"[QZ]"', lambda match: '"Z"' if match[0] == '"Q"' else '"Q"', content)
+    assert swapped != content
+    other = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(swapped), eos_token="<|endoftext|>")
+    if grows:
+        chat(other)
+    assert trained_end(other, tokenizer_hash(tokenizer)) is None
+
+
+def sentencepiece(kind: str) -> Tokenizer:
+    """A tokenizer that writes spaces as SentencePiece does, and bytes for what it does not know."""
+    backend = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
+    if kind == "normalizer":
+        backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    else:
+        backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=kind)
+    special = ["<unk>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    trainer = trainers.BpeTrainer(vocab_size=290, special_tokens=special, show_progress=False)
+    backend.train_from_iterator(["salt and rope and tide"] * 9, trainer)
+    return backend
+
+
+def words(kind: str) -> Tokenizer:
+    """A tokenizer that drops spaces or capitals."""
+    backend = Tokenizer(models.WordLevel({"[UNK]": 0, "salt": 1, "and": 2, "</s>": 3}, unk_token="[UNK]"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    backend.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase()]) if kind else None
+    return backend
+
+
+SHOWN = {
+    **{kind: sentencepiece(kind) for kind in ("normalizer", "always", "first", "never")},
+    **{f"words{kind}": words(kind) for kind in ("", " in lower case")},
+    **{kind: train_tokenizer(CORPUS, kind, size).backend_tokenizer for kind, size in SIZES.items()},
+}
+
+
+@pytest.mark.parametrize("kind", SHOWN)
+@pytest.mark.parametrize("text", ["salt and rope", "  Salt  and\n\ntide ", "你好 salt 😀é and ﬁ", "\ufffd a", "a", ""])
+def test_the_pieces_of_a_text_are_the_text(kind: str, text: str, tmp_path: Path) -> None:
+    SHOWN[kind].save(str(tmp_path / "tokenizer.json"))
+    pieces = describe_tokenizer(TokenizerShowArguments(str(tmp_path), text=text)).pieces
+    assert "".join(pieces) == text
+    assert len(pieces) == len(SHOWN[kind].encode(text, add_special_tokens=False).ids)
+
+
+def test_words_begin_with_their_space(tmp_path: Path) -> None:
+    SHOWN["always"].save(str(tmp_path / "tokenizer.json"))
+    show = TokenizerShowArguments(str(tmp_path), text="salt and rope你")
+    assert describe_tokenizer(show).pieces == ["salt", " and", " rope", "", "", "你"]
+
+
+def test_an_id_without_a_token_has_no_text() -> None:
+    assert token_texts(train_tokenizer([], "byte", None), [2 + ord("a"), 258]) == ["a", ""]
+
+
+def unspaced(number: int, first: int = 0x4E00) -> str:
+    """Text like Chinese: words of nine characters, all different, that are separated by commas."""
+    characters = "".join(chr(first + (index * index + index // 7) % 300) for index in range(number))
+    return "，".join(characters[place : place + 9] for place in range(0, number, 9))
+
+
+@pytest.mark.parametrize("kind", ["bpe", "unigram"])
+def test_a_text_of_too_many_words_is_sampled_evenly(
+    kind: Literal["bpe", "unigram"], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tokenizers, "TRAINED_BYTES", 12_000)
+    texts = [unspaced(400) + "\n"] * 10 + [unspaced(400, 0x4E00 + 50 * part) + "\n" for part in range(90)]
+    read: list[str] = []
+
+    def once() -> Iterator[str]:
+        for text in texts:
+            read.append(text)
+            yield text
+
+    with pytest.warns(UserWarning, match=r"the tokenizer is trained on 0\.0 of its 0\.1 MB, spread evenly"):
+        sampled = train_tokenizer(once(), kind, 600)
+    assert read == texts
+    sample = texts[::16]
+    assert sum(len(text.encode()) for text in sample) < 12_000 < sum(len(text.encode()) for text in texts[::8])
+    assert tokenizer_hash(sampled) == tokenizer_hash(train_tokenizer(sample, kind, 600))
+
+
+def test_what_is_sampled_follows_from_the_different_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A long text of few words is not; one of many is, however it is written."""
+    plain, expected = CORPUS * 300, train_tokenizer(CORPUS * 300, "bpe", 300)
+    monkeypatch.setattr(tokenizers, "TRAINED_BYTES", 3000)
+    assert sum(map(len, plain)) > 20_000
+    assert tokenizer_hash(train_tokenizer(plain, "bpe", 300)) == tokenizer_hash(expected)
+    numbers = [f"{number * 7919 % 10**6:06d}" for number in range(3000)]
+    for text in ("\n".join(numbers), ",".join(f"x{number}" for number in numbers), "".join(numbers), unspaced(9000)):
+        with pytest.warns(UserWarning, match="too many different words"):
+            train_tokenizer([text], "bpe", 262)
+
+
+@pytest.mark.parametrize("space", [" ", "\n", "\u3000", "\x85", "\u2028"])
+def test_a_text_is_cut_at_whitespace_of_any_kind(space: str) -> None:
+    text = space.join(["字字字字"] * 100)
+    pieces = list(cut_at_whitespace(text, 20))
+    assert "".join(pieces) == text
+    assert max(map(len, pieces)) <= 25
+
+
+@pytest.mark.parametrize("kind", ["bpe", "unigram"])
+def test_a_size_that_is_not_given_shrinks_to_what_the_text_supports(kind: Literal["bpe", "unigram"]) -> None:
+    with pytest.warns(UserWarning, match=r"none given, and the text supports (\d+) tokens, so the tokenizer has \1"):
+        trained = train_tokenizer(CORPUS, kind, None)
+    assert 258 < len(trained) < 4096
+    assert tokenizer_hash(trained) == tokenizer_hash(train_tokenizer(CORPUS, kind, len(trained)))
+
+
 def test_of_several_chat_templates_the_default_is_kept(tmp_path: Path) -> None:
     tokenizer = train_tokenizer([], "byte", None)
     tokenizer.chat_template = {"default": "plain", "tool_use": "with tools"}
@@ -183,7 +369,7 @@ def test_padding_falls_back_to_the_end_of_text(tmp_path: Path) -> None:
     ("kind", "size", "message"),
     [
         ("bpe", 200, "tokenizer.vocab_size: 200 given, but a bpe tokenizer needs more than 258"),
-        ("unigram", None, "tokenizer.vocab_size: None given, but a unigram tokenizer needs more than 258"),
+        ("unigram", 258, "tokenizer.vocab_size: 258 given, but a unigram tokenizer needs more than 258"),
         ("byte", 300, "tokenizer.vocab_size: 300 given, but a byte tokenizer has 258 tokens"),
         ("word", 300, "tokenizer.kind: 'word' given, but it should be byte, bpe or unigram"),
     ],

@@ -61,7 +61,7 @@ def _model(file: Any, period: float) -> MultilinForCausalLM:
     )
     model = MultilinForCausalLM(config).double().eval()
     weights = {
-        "model.embedding.tokens.weight": _tensor(file, "wrapper.embed"),
+        "model.embedding.embed_tokens.weight": _tensor(file, "wrapper.embed"),
         "lm_head.weight": _tensor(file, "wrapper.head"),
     }
     for index in range(meta["layers"]):

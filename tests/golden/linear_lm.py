@@ -122,7 +122,7 @@ def _model(mixing: np.ndarray, head: np.ndarray, into: np.ndarray) -> MultilinFo
     model = MultilinForCausalLM(config).double().eval()
     triangle = mixing[np.tril_indices(len(mixing))]
     weights = {
-        "model.embedding.tokens.weight": into.T,
+        "model.embedding.embed_tokens.weight": into.T,
         "lm_head.weight": head,
         "model.layers.0.mixing.triangle.weight": triangle.reshape(len(mixing) | 1, -1),
     }

@@ -122,7 +122,7 @@ def make_model(file: Any) -> tuple[MultilinForCausalLM, dict[str, str]]:
 def _original(name: str, has_two: bool) -> str:
     """The file's name of one of our parameters."""
     if not name.startswith("model.layers."):
-        return {"model.embedding.tokens.weight": "wte.weight", "lm_head.weight": "lm_head.weight"}[name]
+        return {"model.embedding.embed_tokens.weight": "wte.weight", "lm_head.weight": "lm_head.weight"}[name]
     _, _, index, module, *rest = name.split(".")
     tail = ".".join(rest).replace("triangle.weight", "weight")
     mixings = {"mixing": "conv.0", "second_mixing": "conv.2"} if has_two else {"mixing": "conv"}

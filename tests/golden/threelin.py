@@ -51,7 +51,7 @@ def build_model(file: Any, meta: dict[str, Any], length: int, prefix: str = "w")
     model = MultilinForCausalLM(config).double().eval()
     weights = {"lm_head.weight": _tensor(file, f"{prefix}.final")}
     if f"{prefix}.embed" in file.files:
-        weights["model.embedding.tokens.weight"] = _tensor(file, f"{prefix}.embed")
+        weights["model.embedding.embed_tokens.weight"] = _tensor(file, f"{prefix}.embed")
     for index in range(len(config.layers)):
         theirs, ours = f"{prefix}.layer{index}", f"model.layers.{index}"
         if f"{theirs}.QK" in file.files:
@@ -64,7 +64,7 @@ def build_model(file: Any, meta: dict[str, Any], length: int, prefix: str = "w")
 
 def in_their_names(tensors: Mapping[str, Any]) -> dict[str, Tensor]:
     """Weights or gradients by our names, by the file's names and in its layout."""
-    found = {"embed": tensors["model.embedding.tokens.weight"], "final": tensors["lm_head.weight"]}
+    found = {"embed": tensors["model.embedding.embed_tokens.weight"], "final": tensors["lm_head.weight"]}
     for name in tensors:
         if name.endswith(".combiner.weight"):
             index = name.split(".")[2]

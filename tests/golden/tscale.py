@@ -162,7 +162,7 @@ def build_model(file: Any, meta: dict[str, Any], prefix: str = "") -> MultilinFo
 
 def weight_names(num_layers: int) -> dict[str, str]:
     """The file's name of each of our weights."""
-    names = {"model.embedding.tokens.weight": "MP_MODEL_EMBED", "lm_head.weight": "MP_MODEL_FINAL"}
+    names = {"model.embedding.embed_tokens.weight": "MP_MODEL_EMBED", "lm_head.weight": "MP_MODEL_FINAL"}
     for index in range(num_layers):
         names |= {f"model.layers.{index}.{ours}": f"layer{index}.{theirs}" for ours, theirs in LAYER_NAMES.items()}
     return names

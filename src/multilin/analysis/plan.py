@@ -18,7 +18,7 @@ from multilin.analysis.budget.measure import step_seconds
 from multilin.analysis.costs import parameter_counts, training_flops_per_token
 from multilin.analysis.settings import PlanSettings
 from multilin.data.prepared import read_manifest
-from multilin.data.settings import BYTE_VOCAB_SIZE
+from multilin.data.settings import BYTE_VOCAB_SIZE, DEFAULT_VOCAB_SIZE
 from multilin.data.store import Store
 from multilin.data.task_text import is_task, task_text
 from multilin.data.tokenizers import load_tokenizer
@@ -258,7 +258,7 @@ def find_vocab_size(recipe: Recipe) -> int:
         return manifest.validation.describe().vocab_size
     if recipe.tokenizer.path is not None:
         return len(load_tokenizer(recipe.tokenizer.path))
-    return recipe.tokenizer.vocab_size or BYTE_VOCAB_SIZE
+    return recipe.tokenizer.vocab_size or (BYTE_VOCAB_SIZE if recipe.tokenizer.kind == "byte" else DEFAULT_VOCAB_SIZE)
 
 
 def _this_machine(device: torch.device, is_single: bool) -> Device:

@@ -4,10 +4,10 @@ from typing import TYPE_CHECKING
 
 from multilin.cli.messages import as_json, loading, say_next
 from multilin.cli.tables import print_table
-from multilin.data.settings import ShardSettings, TokenizerTrainArguments
+from multilin.data.settings import ShardSettings, TokenizerShowArguments, TokenizerTrainArguments
 from multilin.errors import plural
 from multilin.settings import settings
-from multilin.settings.bounds import Count, PathText, Prose
+from multilin.settings.bounds import Count
 
 if TYPE_CHECKING:
     from multilin.data.tokenizer_tools import TokenizerInfo
@@ -41,16 +41,6 @@ def prepare(plan: ShardSettings, arguments: PrepareArguments) -> None:
     say_next(["multilin", "train", "--data.source", plan.output])
 
 
-@settings
-class TokenizerShowArguments:
-    """A tokenizer to show."""
-
-    tokenizer: PathText  # folder with a tokenizer.json, run folder, or name on the hub
-    source: PathText | None = None  # count tokens and bytes of this text
-    text: Prose | None = None  # show how this text is cut
-    json: bool = False  # print JSON
-
-
 def tokenizer_train(arguments: TokenizerTrainArguments) -> None:
     """Train a tokenizer on a text and save it to a folder."""
     with loading("transformers"):
@@ -71,7 +61,7 @@ def tokenizer_show(arguments: TokenizerShowArguments) -> None:
         from multilin.cli.progress import show_progress
         from multilin.data.tokenizer_tools import describe_tokenizer
     with show_progress() as progress:
-        info = describe_tokenizer(arguments.tokenizer, source=arguments.source, text=arguments.text, progress=progress)
+        info = describe_tokenizer(arguments, progress)
     if arguments.json:
         print(as_json(info))
     else:

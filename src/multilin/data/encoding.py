@@ -13,13 +13,13 @@ from transformers import PreTrainedTokenizerFast
 from multilin.data.added_text import TextReader, plain_tokenizer
 
 PIECE_CHARACTERS = 2**20
-WORDS_KEPT = 2**19
+WORDS_KEPT, CHARACTERS_KEPT = 2**19, 2**25
 
 # ByteLevel's expression looks at no character before the one it stands at, and its matches of letters, digits and signs
 # end where a whitespace begins. So words that are cut there are split the same way alone. \x1c-\x1f are whitespace to
 # Python only.
 _WORD = re.compile(r"\s*[\S\x1c-\x1f]+|\s+")
-_CUT = re.compile(r"(?<=\S)(?=[ \t\r\n])")
+_CUT = re.compile(r"(?<=\S)(?=[^\S\x1c-\x1f])")
 
 
 def cut_at_whitespace(text: str, characters: int) -> Iterator[str]:
@@ -76,6 +76,7 @@ class WordEncoder(Encoder):
     def __init__(self, backend: Tokenizer) -> None:
         super().__init__(backend)
         self._index: dict[str, int] = {}
+        self._size = 0  # characters of all words in it
         self._starts = self._lengths = self._ids = np.zeros(0, np.int64)
 
     def pieces(self, text: str) -> Iterator[str]:
@@ -95,11 +96,13 @@ class WordEncoder(Encoder):
         return self._ids[places], np.diff(text_ends)
 
     def _learn(self, words: list[str]) -> None:
-        if len(self._index) > WORDS_KEPT:
+        if len(self._index) > WORDS_KEPT or self._size > CHARACTERS_KEPT:
             self._index.clear()
+            self._size = 0
             self._starts = self._lengths = self._ids = np.zeros(0, np.int64)
         new = list(set(words).difference(self._index))
         ids, lengths = super().encode(new)
+        self._size += sum(map(len, new))
         self._index.update(zip(new, range(len(self._index), len(self._index) + len(new)), strict=True))
         self._starts = np.concatenate([self._starts, len(self._ids) + np.cumsum(lengths) - lengths])
         self._lengths = np.concatenate([self._lengths, lengths])

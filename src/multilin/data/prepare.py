@@ -24,7 +24,7 @@ from multilin.data.progress import Progress, no_progress
 from multilin.data.settings import DEFAULT_KIND, DataRecipe, TokenizerRecipe
 from multilin.data.split import TRAIN, VALIDATION, Census, Split, with_summary
 from multilin.data.store import cache_root, make_once
-from multilin.data.tokenizers import load_tokenizer, tokenizer_hash, train_tokenizer
+from multilin.data.tokenizers import load_tokenizer, save_tokenizer, tokenizer_hash, train_tokenizer
 from multilin.errors import InputError, plural, prefixed
 
 # Counted up whenever the same input would be prepared differently.
@@ -161,7 +161,7 @@ def _prepare(
         )
         if next(train()).messages is not None and tokenizer.chat_template is None:
             tokenizer.chat_template = CHAT_TEMPLATE
-        tokenizer.save_pretrained(folder / "tokenizer")
+        save_tokenizer(tokenizer, folder / "tokenizer")
         first = pack(train(), tokenizer, folder / "train", partial(progress, "packing the training text"))
         second = pack(validation(), tokenizer, folder / "validation", partial(progress, "packing the validation text"))
     if first.description.is_chat != second.description.is_chat:

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Final, Literal
 
 from multilin.settings import settings
-from multilin.settings.bounds import Mixture, Part, PathText, Vocabulary
+from multilin.settings.bounds import Mixture, Part, PathText, Prose, Vocabulary
 
 BYTE_VOCAB_SIZE = 258
 """Entries of a byte tokenizer: 256 bytes, end of text and padding."""
@@ -43,7 +43,7 @@ class TokenizerRecipe:
     """The tokenizer, trained on the text or loaded."""
 
     kind: Literal["bpe", "unigram", "byte"] | None = DEFAULT_KIND  # how text becomes tokens; null if the text decides
-    vocab_size: Vocabulary | None = None  # entries of a trained vocabulary, 4096 by default; byte has 258 and no choice
+    vocab_size: Vocabulary | None = None  # entries of a trained vocabulary, by default 4096 if the text supports them
     path: PathText | None = None  # load this tokenizer (folder, tokenizer.json, hub name) instead of training one
 
 
@@ -55,7 +55,7 @@ class ShardSettings:
     output: PathText = "prepared"  # folder, or address for fsspec such as s3://bucket/folder, to write the shards to
     tokenizer: PathText | None = None  # load this tokenizer (folder, tokenizer.json, hub name) instead of training one
     kind: Literal["bpe", "unigram", "byte"] | None = None  # how text becomes tokens, bpe by default
-    vocab_size: Vocabulary | None = None  # entries of a trained vocabulary, 4096 by default; byte has 258 and no choice
+    vocab_size: Vocabulary | None = None  # entries of a trained vocabulary, by default 4096 if the text supports them
     validation_fraction: Part = 0.01  # share of the text's bytes set aside for validation
     text_field: str = "text"  # the field or column of rows (not of .txt and .md) that holds the text
     encoding_errors: Literal["strict", "replace"] = "strict"  # bytes that are not UTF-8: refuse, or replace by U+FFFD
@@ -68,7 +68,19 @@ class TokenizerTrainArguments:
     source: PathText  # text: a built-in corpus, a file, folder or glob, or a dataset of the Hugging Face hub
     output: PathText  # folder to write it to
     kind: Literal["bpe", "unigram", "byte"] = DEFAULT_KIND  # how text becomes tokens
-    vocab_size: Vocabulary = DEFAULT_VOCAB_SIZE  # entries of the vocabulary (a byte tokenizer always has 258)
+    vocab_size: Vocabulary | None = None  # entries of the vocabulary, by default 4096 if the text supports them
     text_field: str = "text"  # the field or column of rows (not of .txt and .md) that holds the text
     encoding_errors: Literal["strict", "replace"] = "strict"  # bytes that are not UTF-8: refuse, or replace by U+FFFD
     overwrite: bool = False  # replace the tokenizer in the output folder
+
+
+@settings
+class TokenizerShowArguments:
+    """A tokenizer to show."""
+
+    tokenizer: PathText  # folder with a tokenizer.json, run folder, or name on the hub
+    source: PathText | None = None  # count tokens and bytes of this text
+    text: Prose | None = None  # show how this text is cut
+    text_field: str = "text"  # the field or column of rows (not of .txt and .md) that holds the text
+    encoding_errors: Literal["strict", "replace"] = "strict"  # bytes that are not UTF-8: refuse, or replace by U+FFFD
+    json: bool = False  # print JSON

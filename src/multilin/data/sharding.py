@@ -25,11 +25,11 @@ from multilin.data.packing import concatenate
 from multilin.data.parts import Part, PartReader, cut_source
 from multilin.data.prepared import check_shards
 from multilin.data.progress import Progress, no_progress
-from multilin.data.settings import BYTE_VOCAB_SIZE, DEFAULT_KIND, DEFAULT_VOCAB_SIZE, MANIFEST, ShardSettings
+from multilin.data.settings import DEFAULT_KIND, MANIFEST, ShardSettings
 from multilin.data.shard_workers import UNFINISHED, Job, PartRecord, describe_folder, pack_parts
 from multilin.data.split import TRAIN, Census, Split, with_summary
 from multilin.data.store import Store
-from multilin.data.tokenizers import load_tokenizer, tokenizer_hash, train_tokenizer
+from multilin.data.tokenizers import load_tokenizer, save_tokenizer, tokenizer_hash, train_tokenizer
 from multilin.errors import InputError, prefixed, shown
 from multilin.files import remove_partials
 from multilin.files.lock import locked_folder
@@ -63,8 +63,7 @@ def prepare_shards(plan: ShardSettings, *, workers: int = 1, progress: Progress 
             raise InputError(
                 f"{name}: {given} given, but the tokenizer {shown(plan.tokenizer)} decides it; leave one out"
             )
-    default_size = BYTE_VOCAB_SIZE if plan.kind == "byte" else DEFAULT_VOCAB_SIZE
-    plan = replace(plan, kind=plan.kind or DEFAULT_KIND, vocab_size=plan.vocab_size or default_size)
+    plan = replace(plan, kind=plan.kind or DEFAULT_KIND)
     parts, identity = cut_source(plan.source)
     tokenizer = None if plan.tokenizer is None else load_tokenizer(plan.tokenizer)
     deciding = {name: value for name, value in asdict(plan).items() if name not in ("output", "tokenizer")}
@@ -167,7 +166,7 @@ def _tokenizer(
         tokenizer.chat_template = CHAT_TEMPLATE
     store.write(_SETTINGS, json.dumps(deciding).encode())
     with store.new_folder("tokenizer") as folder:
-        tokenizer.save_pretrained(folder)
+        save_tokenizer(tokenizer, folder)
         entry = describe_folder("tokenizer", folder)
     store.write(f"{UNFINISHED}/tokenizer.json", json.dumps(asdict(entry)).encode())
     return entry

@@ -1,16 +1,18 @@
 """Tokenizers trained into a folder, and described."""
 
+import itertools
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerFast
 
+from multilin.data.added_text import plain_tokenizer
 from multilin.data.corpora import read_documents
 from multilin.data.encoding import make_encoder
 from multilin.data.prepare import reported_texts
 from multilin.data.progress import Progress, no_progress
-from multilin.data.settings import TokenizerTrainArguments
-from multilin.data.tokenizers import TOKENIZER_FILES, load_tokenizer, train_tokenizer
+from multilin.data.settings import TokenizerShowArguments, TokenizerTrainArguments
+from multilin.data.tokenizers import TOKENIZER_FILES, load_tokenizer, save_tokenizer, train_tokenizer
 from multilin.errors import InputError, shown
 from multilin.files import atomic_folder, check_folder
 
@@ -21,7 +23,8 @@ class TokenizerInfo:
 
     special_tokens: role to token.
     tokens, bytes, bytes_per_token: sizes of the source's text; None without a source.
-    pieces: text of each token of the given text, with U+FFFD for incomplete characters; None without a text.
+    pieces: the part of the given text that each token stands for; joined they are the text. A character of several tokens
+        is the last one's. None without a text.
     """
 
     vocabulary: int
@@ -35,7 +38,7 @@ class TokenizerInfo:
 def train_into_folder(arguments: TokenizerTrainArguments, progress: Progress = no_progress) -> PreTrainedTokenizerFast:
     """Train a tokenizer, see `train_tokenizer`, on the text of a source and save it to a new folder.
 
-    With `overwrite` the folder may hold a tokenizer, which is replaced. A byte tokenizer ignores `vocab_size`.
+    With `overwrite` the folder may hold a tokenizer, which is replaced.
 
     Raises:
         InputError: the folder is not empty or cannot be written, or the text cannot be used.
@@ -46,10 +49,9 @@ def train_into_folder(arguments: TokenizerTrainArguments, progress: Progress = n
     documents = read_documents(
         arguments.source, text_field=arguments.text_field, encoding_errors=arguments.encoding_errors
     )
-    vocab_size = None if arguments.kind == "byte" else arguments.vocab_size
-    tokenizer = train_tokenizer(reported_texts(documents, progress), arguments.kind, vocab_size)
+    tokenizer = train_tokenizer(reported_texts(documents, progress), arguments.kind, arguments.vocab_size)
     with atomic_folder(arguments.output) as partial:
-        tokenizer.save_pretrained(partial)
+        save_tokenizer(tokenizer, partial)
     return tokenizer
 
 
@@ -62,24 +64,43 @@ def _check_replaceable(folder: Path, overwrite: bool) -> None:
         raise InputError(f"OUTPUT: {folder} exists already; give a new folder{hint}")
 
 
-def describe_tokenizer(
-    path_or_name: str, *, source: str | None = None, text: str | None = None, progress: Progress = no_progress
-) -> TokenizerInfo:
-    """Load a tokenizer, count the tokens and bytes of a source, and cut a text into tokens."""
-    tokenizer = load_tokenizer(path_or_name)
+def describe_tokenizer(arguments: TokenizerShowArguments, progress: Progress = no_progress) -> TokenizerInfo:
+    """Load a tokenizer, count the tokens and bytes of a source, and cut a text into tokens.
+
+    Raises:
+        InputError: the tokenizer or the source cannot be used.
+    """
+    for name in ("text_field", "encoding_errors"):
+        if arguments.source is None and getattr(arguments, name) != getattr(TokenizerShowArguments, name):
+            raise InputError(f"--{name.replace('_', '-')}: given without --source, the text that it is for; give both")
+    tokenizer = load_tokenizer(arguments.tokenizer)
     encoder = make_encoder(tokenizer)
     roles = {role: str(token) for role, token in tokenizer.special_tokens_map.items()}
     info = TokenizerInfo(len(tokenizer), roles)
-    if text is not None:
-        ids, _ = encoder.encode([text])
-        info = replace(info, pieces=[tokenizer.decode([index]) for index in ids.tolist()])
-    if source is not None:
+    if arguments.text is not None:
+        info = replace(info, pieces=_pieces(tokenizer, arguments.text))
+    if arguments.source is not None:
         tokens = num_bytes = 0
-        for document in read_documents(source):
+        for document in read_documents(
+            arguments.source, text_field=arguments.text_field, encoding_errors=arguments.encoding_errors
+        ):
             tokens += sum(len(encoder.encode([piece])[0]) for piece in encoder.pieces(document.text))
             num_bytes += len(document.text.encode())
             progress("tokenising", num_bytes)
         if not tokens:
-            raise InputError(f"--source: {shown(source)} has no token for this tokenizer")
+            raise InputError(f"--source: {shown(arguments.source)} has no token for this tokenizer")
         info = replace(info, tokens=tokens, bytes=num_bytes, bytes_per_token=num_bytes / tokens)
     return info
+
+
+def _pieces(tokenizer: PreTrainedTokenizerFast, text: str) -> list[str]:
+    """The text, cut where its tokens end."""
+    backend = plain_tokenizer(tokenizer.backend_tokenizer.to_str())
+    encoded = backend.encode(text, add_special_tokens=False)
+    ends = list(itertools.accumulate((end for _, end in encoded.offsets), max))
+    pieces, begin = [], 0
+    for end, following in itertools.pairwise([*ends, -1]):
+        cut = begin if end == following else end
+        pieces.append(text[begin:cut])
+        begin = cut
+    return [*pieces[:-1], pieces[-1] + text[begin:]] if pieces else pieces

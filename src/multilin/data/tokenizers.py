@@ -1,9 +1,11 @@
 """Tokenizers: trained on a corpus or loaded. Those trained here are lossless: decoding gives the exact text back."""
 
 import codecs
+import copy
 import hashlib
 import json
 import re
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Literal
@@ -11,10 +13,11 @@ from typing import Literal
 import huggingface_hub
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers.tokenization_utils_base import VERY_LARGE_INTEGER
 
 from multilin.data.byte_level import BYTES, token_bytes
 from multilin.data.encoding import cut_at_whitespace
-from multilin.data.settings import BYTE_VOCAB_SIZE
+from multilin.data.settings import BYTE_VOCAB_SIZE, DEFAULT_VOCAB_SIZE
 from multilin.errors import InputError, as_input_error, shown
 from multilin.files import is_path
 from multilin.settings.inputs import LARGEST_JSON, check_model_files, read_bytes
@@ -28,9 +31,17 @@ TOKENIZER_FILES = (
 """Every file that transformers may write for a tokenizer."""
 
 LONGEST_TRAINED_WORD = 1000  # characters, in the text that a tokenizer is trained on
+TRAINED_BYTES = 2**22  # of different words in that text; training takes about a hundred times as much memory
+
+_WORD = re.compile(r"[^\W\d_]+|\d+|(?:[^\w\s]|_)+")  # much as ByteLevel splits words
 
 TokenizerKind = Literal["byte", "bpe", "unigram"]
 
+# Settings in tokenizer_config.json that transformers writes for a truncation or padding in tokenizer.json.
+_TEXT_CHANGES = (
+    *("truncation", "truncation_side", "truncation_strategy", "max_length", "stride"),
+    *("padding", "padding_side", "pad_to_multiple_of", "pad_token_type_id"),
+)
 # Names of the end of text in a bare tokenizer.json, which has no roles.
 _KNOWN_ENDS = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>", "<|im_end|>")
 
@@ -42,7 +53,8 @@ def train_tokenizer(texts: Iterable[str], kind: TokenizerKind, vocab_size: int |
         texts: the training text, read once and never held.
         kind: `byte` (ids are 2 + byte; reads no text), `bpe` (merges of frequent pairs) or `unigram` (the most likely
             pieces under a unigram model). The last two never join across GPT-2's word boundaries.
-        vocab_size: number of tokens, special ones included: 258 or None for `byte`, at least 259 for the others.
+        vocab_size: number of tokens, special ones included: 258 or None for `byte`, at least 259 for the others, where
+            None takes 4096, or as many as the text supports.
 
     Raises:
         InputError: a vocabulary size that the kind cannot have or that the corpus does not support.
@@ -55,7 +67,7 @@ def train_tokenizer(texts: Iterable[str], kind: TokenizerKind, vocab_size: int |
         tokenizer = _byte_level(models.BPE(vocab=vocabulary, merges=[]))
         tokenizer.add_special_tokens(_special_tokens())
     elif kind in ("bpe", "unigram"):
-        if vocab_size is None or vocab_size <= BYTE_VOCAB_SIZE:
+        if vocab_size is not None and vocab_size <= BYTE_VOCAB_SIZE:
             raise InputError(f"{given} needs more than {BYTE_VOCAB_SIZE} tokens (256 bytes and 2 special tokens)")
         tokenizer = _trained(texts, kind, vocab_size)
     else:
@@ -67,7 +79,8 @@ def load_tokenizer(path_or_name: str) -> PreTrainedTokenizerFast:
     """A tokenizer from a folder with tokenizer.json, a run folder, a tokenizer.json, or by its name on the hub.
 
     It has an end-of-text token, and pads with it where it has no padding token. Of several chat templates it has the
-    default one. No code that comes with it is run.
+    default one. Settings of truncation, padding and the longest text are left out, since they would cut or change texts
+    silently. No code that comes with it is run.
 
     Raises:
         InputError: there is no tokenizer, it has no tokenizer.json or no end-of-text token, or its ids have gaps.
@@ -94,18 +107,27 @@ def load_tokenizer(path_or_name: str) -> PreTrainedTokenizerFast:
         )
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
-    if isinstance(tokenizer.chat_template, dict):
-        tokenizer.chat_template = tokenizer.chat_template.get("default")
-    return tokenizer
+    return _cleaned(tokenizer)
+
+
+def save_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: str | Path) -> None:
+    """Write a tokenizer to a folder as `load_tokenizer` gives it, so that no other program cuts or pads texts either.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+    _cleaned(copy.deepcopy(tokenizer)).save_pretrained(folder)
 
 
 def start_token_id(tokenizer: PreTrainedTokenizerFast) -> int:
     """The token every document starts with; a prompt given to a model starts with it too.
 
-    It is the end-of-text token, so that a model which has read texts in a row predicts it where a text ends.
+    It is the end-of-text token, so that a model which has read texts in a row predicts it where a text ends. A tokenizer
+    that got another end-of-text token later, for chats, has the earlier one as its beginning of text.
     """
-    assert isinstance(tokenizer.eos_token_id, int), "tokenizers of this package have an end-of-text token"
-    return tokenizer.eos_token_id
+    start = tokenizer.bos_token_id if tokenizer.bos_token in _KNOWN_ENDS else tokenizer.eos_token_id
+    assert isinstance(start, int), "tokenizers of this package have an end-of-text token"
+    return start
 
 
 def tokenizer_hash(tokenizer: PreTrainedTokenizerFast) -> str:
@@ -113,6 +135,29 @@ def tokenizer_hash(tokenizer: PreTrainedTokenizerFast) -> str:
     content = json.loads(tokenizer.backend_tokenizer.to_str())
     content |= {"padding": None, "truncation": None, "eos": tokenizer.eos_token}
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def trained_end(tokenizer: PreTrainedTokenizerFast, trained_hash: str) -> str | None:
+    """The end-of-text token of an earlier tokenizer, to which tokens may have been added to make this one.
+
+    Added tokens have the highest ids, so they are left out one by one until the rest has the hash.
+
+    Args:
+        tokenizer: the tokenizer now.
+        trained_hash: `tokenizer_hash` of the earlier one.
+
+    Returns:
+        None if this is another tokenizer: it lacks some of the earlier one's tokens or has them in another order.
+    """
+    content = json.loads(tokenizer.backend_tokenizer.to_str()) | {"padding": None, "truncation": None}
+    added = content.pop("added_tokens")
+    for end in dict.fromkeys((tokenizer.eos_token, tokenizer.bos_token, *_KNOWN_ENDS)):
+        others = json.dumps(content | {"eos": end}, sort_keys=True)[1:].encode()
+        for number in range(len(added), -1, -1):  # the keys are sorted, so these come first
+            first = f'{{"added_tokens": {json.dumps(added[:number], sort_keys=True)}, '.encode()
+            if hashlib.sha256(first + others).hexdigest() == trained_hash:
+                return end
+    return None
 
 
 def token_byte_lengths(tokenizer: PreTrainedTokenizerFast) -> list[int]:
@@ -160,7 +205,7 @@ def whole_characters(tokenizer: PreTrainedTokenizerFast, token_ids: Sequence[int
 def _token_bytes(tokenizer: PreTrainedTokenizerFast, token_ids: Sequence[int]) -> list[bytes]:
     """The UTF-8 bytes of each token by itself, which may be a part of a character."""
     names = tokenizer.convert_ids_to_tokens(list(token_ids))
-    return [token_bytes(name, tokenizer.decode([token])) for token, name in zip(token_ids, names, strict=True)]
+    return [token_bytes(name or "", tokenizer.decode([token])) for token, name in zip(token_ids, names, strict=True)]
 
 
 class VocabularyTooLarge(InputError):
@@ -172,24 +217,87 @@ class VocabularyTooLarge(InputError):
         self.most = most
 
 
-def _trained(texts: Iterable[str], kind: TokenizerKind, vocab_size: int) -> Tokenizer:
+def _trained(texts: Iterable[str], kind: TokenizerKind, vocab_size: int | None) -> Tokenizer:
+    # The trainer holds 256 texts at a time with a hundred bytes per character, so it is given short ones.
+    pieces = (part for text in texts for piece in cut_at_whitespace(text, 2**16) for part in _short_words(piece))
+    sample = _Sample()
     tokenizer = _byte_level(models.BPE() if kind == "bpe" else models.Unigram())
-    trainer = (trainers.BpeTrainer if kind == "bpe" else trainers.UnigramTrainer)(
-        vocab_size=vocab_size,
+    try:
+        tokenizer.train_from_iterator(_counted(pieces, sample), _trainer(kind, vocab_size))
+    except _TooManyWords:
+        for piece in pieces:
+            sample.add(piece)
+        warnings.warn(
+            "tokenizer: the text has too many different words for the memory, as text without spaces has, so the "
+            f"tokenizer is trained on {sample.kept / 1e6:.1f} of its {sample.seen / 1e6:.1f} MB, spread evenly",
+            stacklevel=2,
+        )
+        tokenizer.train_from_iterator(sample.pieces, _trainer(kind, vocab_size))
+    if (most := tokenizer.get_vocab_size()) != (vocab_size or DEFAULT_VOCAB_SIZE):
+        if vocab_size is not None:
+            raise VocabularyTooLarge(
+                f"tokenizer.vocab_size: {vocab_size} given, but the corpus supports {most} tokens; give at most that, "
+                "or more text",
+                most,
+            )
+        warnings.warn(
+            f"tokenizer.vocab_size: none given, and the text supports {most} tokens, so the tokenizer has {most} and "
+            f"not {DEFAULT_VOCAB_SIZE}, the default",
+            stacklevel=2,
+        )
+    return tokenizer if kind == "bpe" else _reproducible(tokenizer)
+
+
+def _trainer(kind: TokenizerKind, vocab_size: int | None) -> trainers.Trainer:
+    return (trainers.BpeTrainer if kind == "bpe" else trainers.UnigramTrainer)(
+        vocab_size=vocab_size or DEFAULT_VOCAB_SIZE,
         special_tokens=_special_tokens(),
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    # The trainer holds 256 texts at a time with a hundred bytes per character, so it is given short ones.
-    pieces = (part for text in texts for piece in cut_at_whitespace(text, 2**16) for part in _short_words(piece))
-    tokenizer.train_from_iterator(pieces, trainer)
-    if (most := tokenizer.get_vocab_size()) != vocab_size:
-        raise VocabularyTooLarge(
-            f"tokenizer.vocab_size: {vocab_size} given, but the corpus supports {most} tokens; give at most that, or "
-            "more text",
-            most,
-        )
-    return tokenizer if kind == "bpe" else _reproducible(tokenizer)
+
+
+class _TooManyWords(Exception):
+    """The different words of a text would take too much memory."""
+
+
+class _Sample:
+    """Every n-th piece of a text, with n a power of two that rises with the length of the text.
+
+    pieces: the pieces of the sample.
+    kept, seen: UTF-8 bytes of the sample and of the text.
+    """
+
+    def __init__(self) -> None:
+        self.pieces: list[str] = []
+        self.kept = self.seen = self._count = 0
+        self._step = 1
+
+    def add(self, piece: str) -> None:
+        """Read one piece of the text."""
+        num_bytes = len(piece.encode())
+        if self._count % self._step == 0:
+            self.pieces.append(piece)
+            self.kept += num_bytes
+            while self.kept > TRAINED_BYTES and len(self.pieces) > 1:
+                self.pieces, self._step = self.pieces[::2], 2 * self._step
+                self.kept = sum(len(kept.encode()) for kept in self.pieces)
+        self._count += 1
+        self.seen += num_bytes
+
+
+def _counted(pieces: Iterable[str], sample: _Sample) -> Iterator[str]:
+    """The pieces, which are added to a sample too, as long as their different words fit into the memory."""
+    words: set[str] = set()
+    size = 0
+    for piece in pieces:
+        sample.add(piece)
+        new = set(_WORD.findall(" ".join(set(piece.split())))) - words
+        words |= new
+        size += sum(len(word.encode()) for word in new)
+        if size > TRAINED_BYTES:
+            raise _TooManyWords
+        yield piece
 
 
 def _short_words(text: str) -> Iterator[str]:
@@ -218,6 +326,20 @@ def _reproducible(tokenizer: Tokenizer) -> Tokenizer:
     pieces[unlikely:] = sorted(pieces[unlikely:])
     content["model"]["vocab"] = special + list(zip(pieces, scores, strict=True))
     return Tokenizer.from_str(json.dumps(content))
+
+
+def _cleaned(tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:
+    """The tokenizer, changed in place: without settings that change a text, and with one chat template."""
+    tokenizer.backend_tokenizer.no_truncation()
+    tokenizer.backend_tokenizer.no_padding()
+    for name in _TEXT_CHANGES:
+        tokenizer.init_kwargs.pop(name, None)
+    for name in ("padding_side", "truncation_side"):
+        setattr(tokenizer, name, getattr(type(tokenizer), name))
+    tokenizer.model_max_length, tokenizer.clean_up_tokenization_spaces = VERY_LARGE_INTEGER, False
+    if isinstance(tokenizer.chat_template, dict):
+        tokenizer.chat_template = tokenizer.chat_template.get("default")
+    return tokenizer
 
 
 def _byte_level(model: models.Model) -> Tokenizer:

@@ -2,7 +2,6 @@
 
 import copy
 import dataclasses
-import shutil
 from collections.abc import Callable
 from importlib import resources
 from pathlib import Path
@@ -10,7 +9,7 @@ from pathlib import Path
 import onnx
 
 from multilin.data.progress import Progress, no_progress
-from multilin.data.tokenizers import TOKENIZER_FILES
+from multilin.data.tokenizers import save_tokenizer
 from multilin.errors import InputError
 from multilin.export.cache import source_hashes
 from multilin.export.graph import make_graph
@@ -62,9 +61,7 @@ def export_run(
             program = make_graph(model, PROMPT_COLUMNS if name == "prompt.onnx" else 1)
             weights.save(round_graph(program.model_proto, precision), name)
         progress("graphs", len(GRAPHS), len(GRAPHS))
-        for name in TOKENIZER_FILES:
-            if (run.folder / name).is_file():
-                shutil.copy(run.folder / name, partial / name)
+        save_tokenizer(run.tokenizer, partial)
         manifest = _manifest(run, model, precision, partial)
         write_whole(partial / README, _readme(manifest))
         write_whole(partial / MANIFEST, to_json(dataclasses.asdict(manifest), indent=1) + "\n")
@@ -77,7 +74,7 @@ def _manifest(run: Run, model: MultilinForCausalLM, precision: Precision, folder
         model_hash=model_hash(run.model),
         architectures=sorted({entry["architecture"] for entry in model.config.layers}), precision=precision,
         vocab_size=model.config.vocab_size, n_positions=model.config.n_positions, end_id=codec.end_id,
-        pad_id=codec.pad_id, prompt_columns=PROMPT_COLUMNS, state=describe_state(example_state(model)),
+        pad_id=codec.pad_id, eos_id=codec.eos_id, prompt_columns=PROMPT_COLUMNS, state=describe_state(example_state(model)),
         source=source_hashes(run.folder), files={name: checksum(folder / name) for name in files},
     )  # fmt: skip
 

@@ -90,11 +90,21 @@ def merge_adapters(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
         config, weights = peft.PeftConfig.from_pretrained(str(folder)), load_file(path)
     if config.peft_type != peft.PeftType.LORA:
         raise InputError(f"{subject} are of the kind {config.peft_type}, but only LORA is read")
+    if config.modules_to_save or config.trainable_token_indices:
+        raise InputError(
+            f"{subject} come with other trained weights (modules_to_save or trainable_token_indices), which are not "
+            "read; merge them with PEFT's merge_and_unload() and save the whole model"
+        )
+    for name, tensor in weights.items():
+        if not tensor.isfinite().all():
+            raise InputError(f"{subject} are damaged: {name} holds values that are not finite")
     model = model.float()
+    other = f"{subject} belong to another model than {base_of(folder)}"
+    with as_input_error(lambda reason: f"{other} ({reason})"):
+        _grow_vocabulary(model, weights)
     if hasattr(model, "set_arithmetic"):
         model.set_arithmetic(Arithmetic())
     config.init_lora_weights, config.inference_mode = True, True  # some initial weights change the model's own
-    other = f"{subject} belong to another model than {base_of(folder)}"
     try:
         tuner = insert_adapters(model, config, subject)
     except InputError as error:
@@ -104,10 +114,20 @@ def merge_adapters(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
     if misfits := shapes.items() ^ expected.items():
         raise InputError(f"{other}: {min(name for name, _ in misfits)} does not fit it")
     for name, tensor in weights.items():
-        if not tensor.isfinite().all():
-            raise InputError(f"{subject} are damaged: {name} holds values that are not finite")
         own[name].copy_(tensor)
     return tuner.merge_and_unload().requires_grad_(True)
+
+
+def _grow_vocabulary(model: PreTrainedModel, weights: dict[str, Any]) -> None:
+    """Take embedding and head out of PEFT's weights, and put them into the model; PEFT saves them if tokens were added."""
+    ends = (model.get_input_embeddings(), model.get_output_embeddings())
+    names = {
+        f"{name}.{part}" for name, module in model.named_modules() if module in ends for part in module.state_dict()
+    }
+    given = {name: weights.pop(PREFIX + name) for name in names if PREFIX + name in weights}
+    if given:
+        model.resize_token_embeddings(len(next(iter(given.values()))))
+        model.load_state_dict(given, strict=False)
 
 
 def reach(model: PreTrainedModel) -> str:

@@ -2,7 +2,6 @@
 
 import dataclasses
 import re
-import shutil
 from collections.abc import Mapping
 from dataclasses import field
 from pathlib import Path
@@ -13,7 +12,7 @@ import torch
 from annotated_types import MaxLen
 from torch import Tensor
 
-from multilin.data.tokenizers import TOKENIZER_FILES
+from multilin.data.tokenizers import load_tokenizer, save_tokenizer
 from multilin.errors import InputError, as_input_error, shown
 from multilin.files import atomic_folder, check_folder
 from multilin.model import MultilinConfig, MultilinForCausalLM
@@ -32,7 +31,7 @@ from multilin.settings.bounds import (
 from multilin.settings.inputs import read_json
 
 PACKAGE_NAMES = {
-    r"word_embedding\.weight": "model.embedding.tokens.weight",
+    r"word_embedding\.weight": "model.embedding.embed_tokens.weight",
     r"\w+_model\.position_embeddings\.weight": "model.embedding.positions.weight",
     r"\w+_model\.decoders\.(\d+)\.(attention\.)?attn_norm\.": r"model.layers.\1.attention_norm.",
     r"\w+_model\.decoders\.(\d+)\.((attention|leap)\.)?projections\.": r"model.layers.\1.attention.projections.",
@@ -150,6 +149,8 @@ _CONFIGS = {"fastformer": fastformer_config, "leap": leap_config}
 def convert_checkpoint(kind: str, source: Path, target: Path) -> None:
     """Turn a folder with config.json and model.safetensors or pytorch_model.bin into a folder of ours.
 
+    A tokenizer.json comes along.
+
     Args:
         kind: the package that it comes from, "fastformer" or "leap".
         source, target: both folders.
@@ -160,11 +161,12 @@ def convert_checkpoint(kind: str, source: Path, target: Path) -> None:
     """
     check_folder("OUTPUT", target, must_be_new=True)
     config = _CONFIGS[kind](_read_config(source))
+    tokenizer = load_tokenizer(str(source)) if (source / "tokenizer.json").is_file() else None
     with as_input_error(lambda reason: f"source: the weights in {source} do not fit together ({reason})"):
         weights = our_weights(_read_weights(source))
     with torch.device("meta"):
         expected = MultilinForCausalLM(config).state_dict()
-    weights.setdefault("lm_head.weight", weights.get("model.embedding.tokens.weight", torch.empty(0)))
+    weights.setdefault("lm_head.weight", weights.get("model.embedding.embed_tokens.weight", torch.empty(0)))
     for name, tensor in expected.items():
         if name not in weights or weights[name].shape != tensor.shape:
             found = tuple(weights[name].shape) if name in weights else "missing"
@@ -175,9 +177,8 @@ def convert_checkpoint(kind: str, source: Path, target: Path) -> None:
     model.load_state_dict(weights)
     with atomic_folder(target) as partial:
         model.save_pretrained(partial)
-        for name in TOKENIZER_FILES:
-            if (source / name).exists():
-                shutil.copy(source / name, partial / name)
+        if tokenizer is not None:
+            save_tokenizer(tokenizer, partial)
 
 
 def _read_config(source: Path) -> dict[str, Any]:

@@ -176,7 +176,7 @@ def _tokens(
         seen[token] = seen.get(token, 0) + 1
         ids = sequence.unread_ids = [token]
         yield token
-        if settings.stop_at_end and token == codec.end_id:
+        if settings.stop_at_end and codec.is_end(token):
             return
 
 

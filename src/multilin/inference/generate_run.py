@@ -39,12 +39,13 @@ def generate_text(
     num_new = count_new_tokens(len(prompt_ids), settings.max_new_tokens, engine.longest_text)
     check_settings(settings, engine.vocab_size)
     _check_beams(run, prompt_ids, num_new, settings.num_beams)
-    pad, end = codec.pad_id, codec.end_id
+    pad = codec.pad_id
+    unknown = [token for token in (pad, *range(codec.num_tokens, engine.vocab_size)) if not codec.is_end(token)]
     found_ids = run.model.generate(
         torch.tensor([prompt_ids], device=run.model.device),
         max_new_tokens=num_new, do_sample=False, num_beams=settings.num_beams,
-        eos_token_id=end if settings.stop_at_end else None, pad_token_id=pad,
-        suppress_tokens=[pad] if pad != end else None,
+        eos_token_id=[codec.end_id, codec.eos_id] if settings.stop_at_end else None, pad_token_id=pad,
+        suppress_tokens=unknown or None,
     )  # fmt: skip
     token_ids = found_ids[0, len(prompt_ids) :].tolist()
     stream = TextStream(codec, prompt_ids, settings.stop_at_end)
@@ -58,7 +59,7 @@ def text_codec(tokenizer: PreTrainedTokenizerFast) -> TextCodec:
     """The codec of a run's tokenizer."""
     end = start_token_id(tokenizer)
     pad = end if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-    return TextCodec(plain_tokenizer(tokenizer.backend_tokenizer.to_str()), end, pad)
+    return TextCodec(plain_tokenizer(tokenizer.backend_tokenizer.to_str()), end, pad, tokenizer.eos_token_id)
 
 
 def _check_beams(run: Run, prompt_ids: list[int], num_new: int, num_beams: int) -> None:

@@ -23,6 +23,7 @@ class Manifest:
     precision: of the matrices: float32, 8bit or 4bit.
     vocab_size, n_positions: V, and the tokens of the longest text or None.
     end_id, pad_id: tokens that begin and end a text, and of padding.
+    eos_id: the token that ends a text if it is another one.
     prompt_columns: tokens that prompt.onnx reads at once.
     state: tensors of the state.
     source: SHA-256 of the files that the model was exported from.
@@ -40,6 +41,7 @@ class Manifest:
     state: list[StateTensor]
     source: dict[str, str]
     files: dict[str, str]
+    eos_id: int | None = None
     format: str = FORMAT
 
 

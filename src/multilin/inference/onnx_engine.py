@@ -50,7 +50,7 @@ class OnnxEngine:
     def codec(self) -> TextCodec:
         """The tokenizer of the model."""
         tokenizer = plain_tokenizer((self.folder / "tokenizer.json").read_text(encoding="utf-8"))
-        return TextCodec(tokenizer, self.manifest.end_id, self.manifest.pad_id)
+        return TextCodec(tokenizer, self.manifest.end_id, self.manifest.pad_id, self.manifest.eos_id)
 
     @property
     def owner(self) -> StateOwner:

@@ -146,7 +146,7 @@ def rollout_sequential(
     Same arguments and errors as `rollout`, which is faster.
     """
     _check_request(model, prompt, num_steps, len(_linear_maps(model)[0][0]))
-    embedding_VD = model.model.embedding.tokens.weight
+    embedding_VD = model.model.embedding.embed_tokens.weight
     states = [None] * len(model.model.layers)
     x_BTD, first, outputs = embedding_VD[prompt], 0, list[Tensor]()
     for _ in range(num_steps):
@@ -162,7 +162,7 @@ def rollout_sequential(
 
 def _factor(model: MultilinForCausalLM, dtype: torch.dtype) -> _Factors:
     maps = [[part.to(dtype) for part in parts] for parts in _linear_maps(model)]
-    embedding_VD = model.model.embedding.tokens.weight.to(dtype)
+    embedding_VD = model.model.embedding.embed_tokens.weight.to(dtype)
     bias_V = None if model.lm_head.bias is None else model.lm_head.bias.to(dtype)
     mixing_NN, features_DD, offset_ND = maps[0]
     for over_positions, over_features, offset in maps[1:]:

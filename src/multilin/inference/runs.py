@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 from multilin.architectures.base import Sizes
-from multilin.data.tokenizers import load_tokenizer, tokenizer_hash
+from multilin.data.tokenizers import load_tokenizer, save_tokenizer, tokenizer_hash, trained_end
 from multilin.errors import InputError, as_input_error, plural, prefixed
 from multilin.files import atomic_folder
 from multilin.inference.adapters import merge_adapters
@@ -70,8 +70,7 @@ def load_run(path: str | Path) -> Run:
     """
     folder = Path(path)
     model = load_model(folder)
-    tokenizer = load_tokenizer(str(folder))
-    _check_tokenizer(tokenizer, model.config, folder)
+    tokenizer = load_own_tokenizer(folder, model.config)
     return Run(folder, model.to("cuda" if torch.cuda.is_available() else "cpu"), tokenizer)
 
 
@@ -133,7 +132,7 @@ def save_run(run: Run, target: Path) -> None:
     """
     with atomic_folder(target) as partial:
         run.model.save_pretrained(partial)
-        run.tokenizer.save_pretrained(partial)
+        save_tokenizer(run.tokenizer, partial)
         if (run.folder / RECIPE_FILE).is_file():
             shutil.copy(run.folder / RECIPE_FILE, partial / RECIPE_FILE)
 
@@ -174,15 +173,31 @@ def _check_weights(folder: Path) -> None:
             raise InputError(f"run: {path} is damaged or incomplete ({error})") from None
 
 
-def _check_tokenizer(tokenizer: PreTrainedTokenizerFast, config: PretrainedConfig, folder: Path) -> None:
-    trained_with = getattr(config, "tokenizer_hash", None)
-    if trained_with is not None and trained_with != tokenizer_hash(tokenizer):
+def load_own_tokenizer(folder: Path, config: PretrainedConfig) -> PreTrainedTokenizerFast:
+    """The tokenizer in the folder of a model, to which tokens may have been added since the model was trained.
+
+    The hash in the config becomes that of this tokenizer. Texts begin with the same token as in training.
+
+    Raises:
+        InputError: there is none, it is another tokenizer, or the model has no embeddings for added tokens.
+    """
+    tokenizer = load_tokenizer(str(folder))
+    subject, trained_hash, end = f"run: the tokenizer in {folder}", getattr(config, "tokenizer_hash", None), None
+    if trained_hash is not None:
+        end = trained_end(tokenizer, trained_hash)
+        if end is None:
+            raise InputError(
+                f"{subject} is not the one its model was trained with; put the original tokenizer.json back"
+            )
+    if (number := len(tokenizer)) > config.vocab_size:
+        advice = f"if tokens were added, save the model again after model.resize_token_embeddings({number})"
+        if trained_hash is None:
+            advice = f"put the original tokenizer.json back, or {advice}"
         raise InputError(
-            f"run: the tokenizer in {folder} is not the one its model was trained with; put the original "
-            "tokenizer.json back"
+            f"{subject} has {number} tokens, but its model was trained with {config.vocab_size}; {advice}"
         )
-    if len(tokenizer) > config.vocab_size:
-        raise InputError(
-            f"run: the tokenizer in {folder} has {len(tokenizer)} tokens, but its model was trained with "
-            f"{config.vocab_size}; put the original tokenizer.json back"
-        )
+    if trained_hash is not None:
+        config.tokenizer_hash = tokenizer_hash(tokenizer)
+    if end not in (None, tokenizer.eos_token):
+        tokenizer.bos_token = end
+    return tokenizer

@@ -29,11 +29,13 @@ class TextCodec:
     tokenizer: see `multilin.data.added_text.plain_tokenizer`.
     end_id: the token that begins and ends a text.
     pad_id: the token of padding; may be the same token.
+    eos_id: another token that ends a text, if the tokenizer got one after the model's training.
     """
 
     tokenizer: Tokenizer
     end_id: int
     pad_id: int
+    eos_id: int | None = None
 
     def encode(self, text: str, *, is_start: bool = False) -> list[int]:
         """Token ids of a text, after the start token if it begins there.
@@ -99,9 +101,22 @@ class TextCodec:
         return token_bytes(self.tokenizer.id_to_token(token_id) or "", text)
 
     def exclude_padding(self, logits_BV: NDArray[np.float32]) -> None:
-        """Give the padding token no probability, in place: never seen in training, its logit is an accident."""
-        if self.pad_id != self.end_id:
+        """Give the padding token no probability, in place: this logit was never trained.
+
+        The same goes for rows of an embedding that was padded to a round size, which stand for no token.
+        """
+        if not self.is_end(self.pad_id):
             logits_BV[:, self.pad_id] = -np.inf
+        logits_BV[:, self.num_tokens :] = -np.inf
+
+    def is_end(self, token_id: int) -> bool:
+        """True for a token that ends a text."""
+        return token_id in (self.end_id, self.eos_id)
+
+    @functools.cached_property
+    def num_tokens(self) -> int:
+        """Number of tokens; the model may have more rows for them."""
+        return self.tokenizer.get_vocab_size()
 
 
 def checked(text: str) -> str:

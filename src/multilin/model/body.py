@@ -235,11 +235,11 @@ class MultilinModel(MultilinPreTrainedModel):
 
     def get_input_embeddings(self) -> nn.Module:
         """The token embedding."""
-        return self.embedding.tokens
+        return self.embedding.embed_tokens
 
     def set_input_embeddings(self, value: nn.Embedding) -> None:
         """Replace the token embedding."""
-        self.embedding.tokens = value
+        self.embedding.embed_tokens = value
 
 
 def _padding_mask(attention_mask: Tensor, num_batch: int, num_time: int) -> Tensor | None:

@@ -110,6 +110,9 @@ class MultilinConfig(PretrainedConfig):
         num_layers = kwargs.pop("num_hidden_layers", len(self.layers))
         if num_layers != len(self.layers):
             raise InputError(f"num_hidden_layers: {num_layers} given, but {len(self.layers)} layers are listed")
+        num_heads = kwargs.pop("num_attention_heads", None)
+        if num_heads is not None and num_heads != self.num_attention_heads:
+            self.num_attention_heads = num_heads  # is refused
         kwargs.setdefault("auto_map", dict(AUTO_MAP))
         super().__init__(**{**kwargs, "tie_word_embeddings": self.tie_word_embeddings})
 
@@ -145,6 +148,10 @@ class MultilinConfig(PretrainedConfig):
     @num_attention_heads.setter
     def num_attention_heads(self, value: int) -> None:
         raise InputError(f"num_attention_heads: {value} given, but each layer has its own number; set it in layers")
+
+    def to_dict(self) -> dict[str, Any]:
+        """As transformers', with the number of heads, which PEFT looks for there."""
+        return super().to_dict() | {"num_attention_heads": self.num_attention_heads}
 
     @property
     def layer_kinds(self) -> tuple[str, ...]:

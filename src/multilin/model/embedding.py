@@ -35,7 +35,7 @@ class TokenEmbedding(nn.Module):
     def __init__(self, config: MultilinConfig) -> None:
         super().__init__()
         self.limit = config.n_positions
-        self.tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.positions = None
         if config.positions == "learned":
             self.positions = nn.Embedding(int(config.n_positions or 0), config.hidden_size)
@@ -43,7 +43,7 @@ class TokenEmbedding(nn.Module):
 
     def forward(self, tokens: Tensor, layout: Layout) -> Tensor:
         """(B, T) ids, or (B, T, D) embeddings in their place, to (B, T, D)."""
-        x_BTD = self.tokens(tokens) if tokens.ndim == 2 else tokens.to(self.tokens.weight.dtype)
+        x_BTD = self.embed_tokens(tokens) if tokens.ndim == 2 else tokens.to(self.embed_tokens.weight.dtype)
         if self.positions is not None:
             x_BTD = x_BTD + self.positions(layout.positions_BT.clamp(min=0))
         return self.dropout(x_BTD)

@@ -27,7 +27,7 @@ class MultilinForCausalLM(FixedBias, MultilinPreTrainedModel, StatefulGeneration
     model: MultilinModel
     lm_head: nn.Linear
     accepts_loss_kwargs = True
-    _tied_weights_keys = {"lm_head.weight": "model.embedding.tokens.weight"}
+    _tied_weights_keys = {"lm_head.weight": "model.embedding.embed_tokens.weight"}
 
     def __init__(self, config: MultilinConfig) -> None:
         super().__init__(config)

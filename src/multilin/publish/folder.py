@@ -6,6 +6,7 @@ from pathlib import Path
 
 import yaml
 
+from multilin.data.tokenizers import save_tokenizer
 from multilin.errors import InputError, plural
 from multilin.files import atomic_folder, write_whole
 from multilin.inference.runs import Run
@@ -44,7 +45,7 @@ def publish_run(run: Run, name: str, folder: Path) -> None:
         )
     with atomic_folder(folder) as partial:
         run.model.save_pretrained(partial)
-        run.tokenizer.save_pretrained(partial)
+        save_tokenizer(run.tokenizer, partial)
         for file, text in model_files(names).items():
             write_whole(partial / file, text)
         if (run.folder / _PLOT).is_file():

@@ -245,7 +245,7 @@ class Scheduler:
         row.seen[token] = row.seen.get(token, 0) + 1
         row.token_ids.append(token)
         stream, num_before, was_whole = row.stream, row.stream.length, row.stream.is_whole
-        is_end = row.settings.stop_at_end and (token == self.codec.end_id or token in job.ends)
+        is_end = row.settings.stop_at_end and (self.codec.is_end(token) or token in job.ends)
         piece = "" if is_end else stream.put(token)
         if logits_V is not None:
             begin = num_before if is_end else stream.begin(token, num_before)

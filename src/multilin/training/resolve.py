@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any
 
-from multilin.data.settings import DEFAULT_KIND, DEFAULT_VOCAB_SIZE, TokenizerRecipe
+from multilin.data.settings import DEFAULT_KIND, TokenizerRecipe
 from multilin.data.task_text import is_task
 from multilin.model.factory import DEFAULT_NUM_LAYERS, training_defaults
 from multilin.training.environment import num_processes
@@ -44,5 +44,4 @@ def _resolve_tokenizer(recipe: Recipe) -> TokenizerRecipe:
     tokenizer = recipe.tokenizer
     if tokenizer.path is not None or recipe.data.is_prepared or is_task(recipe.data.name):
         return dataclasses.replace(tokenizer, kind=None, vocab_size=None)
-    tokenizer = fill(tokenizer, kind=DEFAULT_KIND)
-    return tokenizer if tokenizer.kind == "byte" else fill(tokenizer, vocab_size=DEFAULT_VOCAB_SIZE)
+    return fill(tokenizer, kind=DEFAULT_KIND)

@@ -27,7 +27,7 @@ from transformers import PreTrainedTokenizerFast
 from multilin.data.corpora import linked_folders
 from multilin.data.prepared import PreparedText
 from multilin.data.task_text import TaskText
-from multilin.data.tokenizers import TOKENIZER_FILES
+from multilin.data.tokenizers import TOKENIZER_FILES, save_tokenizer
 from multilin.errors import InputError
 from multilin.files import atomic_files, beside, check_folder, check_writable, remove_partials, short_path, write_whole
 from multilin.inference.run_files import RECIPE_FILE
@@ -160,7 +160,7 @@ class RunFolder:
         lines = before["metrics"] if before else []
         write_whole(self.metrics, "".join(to_json(line) + "\n" for line in lines))
         with atomic_files(self.path) as partial:
-            text.tokenizer.save_pretrained(partial)
+            save_tokenizer(text.tokenizer, partial)
         self._begun = self.recipe.read_text(encoding="utf-8"), text.tokenizer
         self._record = {"data": data, "metrics": lines}
 
@@ -173,7 +173,7 @@ class RunFolder:
         """Write the files of a checkpoint that describe the run: recipe, tokenizer, text, metrics."""
         recipe_text, tokenizer = self._begun
         write_whole(checkpoint / RECIPE_FILE, recipe_text)
-        tokenizer.save_pretrained(checkpoint)
+        save_tokenizer(tokenizer, checkpoint)
         checkpoints.write_json(checkpoint / RUN_FILE, self._record)
 
     def last_checkpoint(self) -> Path | None:

@@ -63,14 +63,14 @@ def load_start(start: str, expected_hash: str | None, tokenizer: "PreTrainedToke
     Raises:
         InputError: as `open_start`, or the model has another tokenizer than the text to train on.
     """
-    from multilin.data.tokenizers import load_tokenizer, tokenizer_hash
-    from multilin.inference.runs import load_model
+    from multilin.data.tokenizers import tokenizer_hash
+    from multilin.inference.runs import load_model, load_own_tokenizer
 
     folder = open_start(start, expected_hash)
     with prefixed("model.start: ", "run: "):
         model = load_model(folder)
-    own_hash = getattr(model.config, "tokenizer_hash", None) or tokenizer_hash(load_tokenizer(str(folder)))
-    if own_hash != tokenizer_hash(tokenizer) or len(tokenizer) > model.config.vocab_size:
+        own = load_own_tokenizer(folder, model.config)
+    if tokenizer_hash(own) != tokenizer_hash(tokenizer):
         raise InputError(
             f"model.start: the model in {shown(start)} was trained with another tokenizer than that of the text"
         )

@@ -18,7 +18,7 @@ from multilin.data.corpora import read_documents
 from multilin.data.packed_text import Blocks, PackedText, check_cuts
 from multilin.data.packing import pack
 from multilin.data.progress import Progress, no_progress
-from multilin.data.tokenizers import tokenizer_hash
+from multilin.data.tokenizers import tokenizer_hash, trained_end
 from multilin.errors import InputError, prefixed
 from multilin.inference.run_files import RECIPE_FILE
 from multilin.inference.runs import Run
@@ -97,14 +97,14 @@ def validation_text(run: Run, recipe: Recipe | None, progress: Progress = no_pro
         raise InputError(f"source: none given, and {run.folder} has no {RECIPE_FILE} that names a text; give one")
     with prefixed(f"the text of {run.folder} (paths are relative to the folder where its training was started): "):
         text = read_text(recipe, progress, run.folder)
-    is_packed_alike = tokenizer_hash(text.tokenizer) == tokenizer_hash(run.tokenizer)
-    if not is_packed_alike or _text_identity(run.folder) not in (None, text.identity):
+    of_text = tokenizer_hash(text.tokenizer)
+    if trained_end(run.tokenizer, of_text) is None or _text_identity(run.folder) not in (None, text.identity):
         warnings.warn(
             f"{recipe.data.name} is not the text it was when {run.folder} was trained: what is validation text now "
             "may have been training text then",
             stacklevel=2,
         )
-    if is_packed_alike:
+    if of_text == tokenizer_hash(run.tokenizer):
         return text.validation
     tokenizer = dataclasses.replace(recipe.tokenizer, path=str(run.folder))
     return read_text(dataclasses.replace(recipe, tokenizer=tokenizer), progress).validation

@@ -91,7 +91,7 @@ function settings() {
 }
 
 async function generate() {
-  const {engine, codec, active: branch, chooseToken} = page, {end_id, pad_id, n_positions} = engine.about;
+  const {engine, codec, active: branch, chooseToken} = page, {end_id, eos_id, pad_id, n_positions} = engine.about;
   const {maxNewTokens, ...choice} = settings(), prompt = $("prompt").value;
   const given = branch.ids.length ? codec.encode(prompt, true) : [end_id, ...codec.encode(prompt)];
   const room = n_positions ? n_positions - branch.ids.length - given.length + 1 : Infinity;
@@ -112,11 +112,12 @@ async function generate() {
     for (; number < Math.min(maxNewTokens, room) && !isStopping; number++) {
       const logits = await engine.read(branch.state, branch.ids.slice(branch.state.numRead));
       if (number === 0) begin = performance.now(); // reading a prompt is no part of the speed
-      if (pad_id !== end_id) logits[pad_id] = -Infinity;
+      if (pad_id !== end_id && pad_id !== eos_id) logits[pad_id] = -Infinity;
+      logits.fill(-Infinity, codec.numTokens); // rows of a padded embedding
       const token = chooseToken(logits, choice);
       branch.ids.push(token);
       fresh += stream.put(token);
-      if (token === end_id) {
+      if (token === end_id || token === eos_id) {
         fresh += stream.end();
         show();
         branch.write("\n— end of text —\n", "end");

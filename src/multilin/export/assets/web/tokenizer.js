@@ -226,6 +226,7 @@ export class TextCodec {
     this.added = finder(added.filter(token => !token.normalized));
     this.addedNormal = [false, true].map(follows =>
       finder(added.filter(token => token.normalized), name => this.#normal(name, {follows})));
+    this.numTokens = this.names.length;
   }
 
   #normal(text, place) {

@@ -1,5 +1,6 @@
 """Where a loss or a gradient first stops being finite: a pass is repeated, and every module is watched."""
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -9,9 +10,10 @@ from torch import Tensor, nn
 
 
 def find_nonfinite(model: nn.Module, loss_of: Callable[[], Tensor]) -> str | None:
-    """The first place of a forward and backward pass where a number is not finite, in words; None if there is none.
+    """The first place of a forward and backward pass where a number is not finite, in words.
 
-    Gradients of the model are left as they are.
+    Gradients of the model are left as they are. None if all is finite, or if the pass fails, which takes more memory
+    than the same pass without this.
 
     Args:
         model: what computes the loss; not compiled, and not divided among devices.
@@ -22,7 +24,7 @@ def find_nonfinite(model: nn.Module, loss_of: Callable[[], Tensor]) -> str | Non
             return f"{name} was not finite before the step"
     watch = _Watch(model)
     try:
-        with torch.enable_grad(), torch.compiler.set_stance("force_eager"):
+        with contextlib.suppress(RuntimeError), torch.enable_grad(), torch.compiler.set_stance("force_eager"):
             loss = loss_of()
             if watch.found is None and not _is_finite(loss):
                 watch.note("", "forward")
@@ -34,9 +36,8 @@ def find_nonfinite(model: nn.Module, loss_of: Callable[[], Tensor]) -> str | Non
     return watch.found
 
 
-_RECEIVERS = (
-    "_multilin_receivers"  # attribute of a tensor: modules that got it, the last of which computes its gradient
-)
+# Attribute of a tensor: the modules that got it, the last of which computes its gradient.
+_RECEIVERS = "_multilin_receivers"
 _LISTS = nn.ModuleList | nn.ModuleDict | nn.ParameterList | nn.ParameterDict  # they compute nothing
 
 

@@ -110,13 +110,12 @@ def recipe_decides(plan: TrainingRecipe) -> Iterator[None]:
     Raises:
         InputError: what launchers set is there in part, see `num_processes`.
     """
-    names = left_over()
-    if os.environ.get("RANK", "0") == "0":
-        for sentence in _overruled(plan):
-            warnings.warn(sentence, stacklevel=4)
-    names += [name for name in os.environ if name.startswith(_HIDDEN)]
-    hidden = {name: os.environ.pop(name) for name in names}
+    hidden = {name: os.environ.pop(name) for name in left_over()}
     try:
+        if os.environ.get("RANK", "0") == "0":
+            for sentence in _overruled(plan):
+                warnings.warn(sentence, stacklevel=4)
+        hidden |= {name: os.environ.pop(name) for name in [*os.environ] if name.startswith(_HIDDEN)}
         yield
     finally:
         os.environ.update(hidden)

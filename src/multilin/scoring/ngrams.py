@@ -121,7 +121,7 @@ def train_ngrams(train: TrainText, order: int, most: int | None = None) -> NDArr
     if most is None:
         return np.concatenate([text_ngrams(shard, order) for shard in train.shards])
     if isinstance(train, MixedText):
-        shares = [round(most * weight / sum(train.weights)) for weight in train.weights]
+        shares = [max(1, round(most * weight / sum(train.weights))) for weight in train.weights]
         return np.concatenate(
             [train_ngrams(text, order, share) for text, share in zip(train.texts, shares, strict=True)]
         )
